@@ -1,0 +1,81 @@
+"""What every test and every doctest runs under: eight simulated CPU devices and JAX at its strictest.
+
+pytest reads this file before it collects anything, in each worker process as well, and so before JAX makes
+its devices. It stands at the root because the doctests in `functree/`, `docs/` and `README.md` need it too.
+"""
+
+import os
+from collections.abc import Iterator
+
+DEVICES = 8
+
+
+def _with_devices(flags: str) -> str:
+    """`flags` (the text of XLA_FLAGS) with `DEVICES` CPU devices; what else it sets stays."""
+    name = "--xla_force_host_platform_device_count"
+    others = [flag for flag in flags.split() if not flag.startswith(name)]
+    return " ".join([*others, f"{name}={DEVICES}"])
+
+
+# Both are read once: JAX_PLATFORMS when jax is imported, XLA_FLAGS when it makes its devices.
+os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ["XLA_FLAGS"] = _with_devices(os.environ.get("XLA_FLAGS", ""))
+
+import equinox as eqx  # noqa: E402
+import hypothesis  # noqa: E402
+import jax  # noqa: E402
+import jax.numpy as jnp  # noqa: E402
+import numpy as np  # noqa: E402
+import pytest  # noqa: E402
+from jax.sharding import AxisType, Mesh, PartitionSpec  # noqa: E402
+from jaxtyping import Array, Float, Int  # noqa: E402
+
+# Hostile on purpose. Users' programs run under either setting, and a library that promotes by accident
+# breaks the strict ones and hides a wrong rank or dtype from the others. A test that runs code which is not
+# ours and promotes (optax.adam's bias correction does) says so where it does:
+# `with jax.numpy_dtype_promotion("standard"):`, or `with jax.numpy_rank_promotion("allow"):`.
+jax.config.update("jax_numpy_rank_promotion", "raise")
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+
+# No deadline: the first example pays for a compilation. Derandomized where a run must be repeatable.
+hypothesis.settings.register_profile(
+    "functree", deadline=None, max_examples=200, derandomize=bool(os.environ.get("CI")), print_blob=True
+)
+hypothesis.settings.load_profile("functree")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Refuse to run on other devices: nothing here may be skipped or pass for want of a mesh."""
+    found = jax.devices()
+    if len(found) != DEVICES or found[0].platform != "cpu":
+        raise pytest.UsageError(
+            f"The tests need {DEVICES} simulated CPU devices and found {len(found)} of platform "
+            f"{found[0].platform!r}: JAX made its devices before conftest.py could ask for them."
+        )
+
+
+@pytest.fixture
+def mesh() -> Mesh:
+    """A 2 by 4 mesh with axes `data` and `model`, both Auto."""
+    return Mesh(np.array(jax.devices()).reshape(2, 4), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+
+
+@pytest.fixture(autouse=True)
+def _doctest_surroundings(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Give doctests the names that every page would otherwise import, and pages JAX's own defaults.
+
+    What a page shows is a user's program, with optax in it, not a part of the library.
+    """
+    if not isinstance(request.node, pytest.DoctestItem):
+        yield
+        return
+    import functree as ft
+
+    names = request.getfixturevalue("doctest_namespace")
+    names.update(ft=ft, jax=jax, jnp=jnp, eqx=eqx, np=np)
+    names.update(Array=Array, Float=Float, Int=Int, P=PartitionSpec)
+    if request.node.path.suffix != ".md":
+        yield
+        return
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield

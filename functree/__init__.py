@@ -1,0 +1,48 @@
+"""functree lays out Equinox models over many devices: names in annotations, rules, a plan, and the arrays placed."""
+
+from jax.sharding import PartitionSpec as P
+
+from functree import nn as nn
+from functree.errors import AxesError as AxesError
+from functree.errors import FunctreeError as FunctreeError
+from functree.errors import Problem as Problem
+from functree.errors import RuleError as RuleError
+from functree.errors import ShardingError as ShardingError
+from functree.errors import StateError as StateError
+from functree.layout.fsdp import FSDP as FSDP
+from functree.layout.layouts import Layout as Layout
+from functree.layout.layouts import on_host as on_host
+from functree.layout.optimizer import plan_optimizer as plan_optimizer
+from functree.layout.plan import Plan as Plan
+from functree.layout.plan import plan as plan
+from functree.layout.row import Row as Row
+from functree.layout.rules import AxisRules as AxisRules
+from functree.layout.state_sharding import StateSharding as StateSharding
+from functree.transforms.ambient import axis_rules as axis_rules
+from functree.transforms.ambient import spec as spec
+from functree.transforms.init import abstract as abstract
+from functree.transforms.init import init as init
+from functree.transforms.init import init_optimizer as init_optimizer
+from functree.transforms.mesh import make_mesh as make_mesh
+from functree.transforms.placement import constrain as constrain
+from functree.transforms.placement import shard as shard
+from functree.transforms.scan import Stacked as Stacked
+from functree.transforms.scan import stack as stack
+from functree.tree.axes import Axes as Axes
+from functree.tree.axes import Buffer as Buffer
+from functree.tree.axes import names as names
+from functree.tree.filters import Filter as Filter
+from functree.tree.filters import glob as glob
+from functree.tree.filters import has_axis as has_axis
+from functree.tree.filters import has_dtype as has_dtype
+from functree.tree.filters import has_ndim as has_ndim
+from functree.tree.filters import is_buffer as is_buffer
+from functree.tree.filters import is_trainable as is_trainable
+from functree.tree.filters import larger_than as larger_than
+from functree.tree.filters import under as under
+from functree.tree.leaves import tree_axes as tree_axes
+from functree.tree.paths import Path as Path
+from functree.tree.split import merge as merge
+from functree.tree.split import split as split
+
+__version__ = "0.1.0"

@@ -1,0 +1,105 @@
+"""A leaf and the decision about it ─► its spec, and all that is wrong with it."""
+
+import math
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+from jax.sharding import PartitionSpec
+
+from functree.errors import Problem, ShardingError, count, did_you_mean
+from functree.layout.layouts import Decision, Layout, axes_text, dim_text, entry
+from functree.layout.meshes import MeshView
+from functree.tree.axes import Axes
+from functree.tree.leaf import Leaf
+from functree.tree.paths import Path
+
+
+def decided_spec(decision: Decision) -> PartitionSpec:
+    """The spec, with one entry for each dimension."""
+    return PartitionSpec(*map(entry, decision.entries))
+
+
+def leaf_problems(leaf: Leaf, decision: Decision, mesh: MeshView, known_lacking: frozenset[str]) -> list[Problem]:
+    """All that is wrong with one leaf: what the layouts said, and what the mesh does not allow.
+
+    Args:
+        leaf: the leaf.
+        decision: where it goes.
+        mesh: the mesh.
+        known_lacking: mesh axes that the mesh lacks and that have been reported already.
+    """
+    found = list(decision.problems)
+    found += [(why, remedy) for _, why, remedy in decision.pending]
+    if not decision.said:
+        found.append(("nobody has said where it goes: its layout is `None`", "write `P()` for whole on every device"))
+    for dim, mesh_axes in enumerate(decision.entries):
+        if mesh_axes:
+            found += _dimension(leaf, dim, mesh_axes, decision, mesh, known_lacking)
+    return [Problem(leaf.path, tuple(leaf.shape), leaf.text, why, remedy) for why, remedy in found]
+
+
+def _dimension(
+    leaf: Leaf, dim: int, mesh_axes: Sequence[str], decision: Decision, mesh: MeshView, known: frozenset[str]
+) -> list[tuple[str, str]]:
+    found = []
+    source = decision.rules[dim]
+    lacking = [axis for axis in mesh_axes if axis not in mesh.sizes]
+    for axis in lacking:
+        if axis not in known:
+            near = did_you_mean(axis, mesh.sizes)
+            found.append((f"{source} names `{axis}`, and the mesh {mesh} has no such axis{near}", "name an axis of the mesh"))
+    earlier = [axis for other in decision.entries[:dim] for axis in other]
+    for axis in dict.fromkeys(a for i, a in enumerate(mesh_axes) if a in earlier or a in mesh_axes[:i]):
+        why = f"{source} uses mesh axis `{axis}` twice, the second time for {dim_text(leaf, dim)}"
+        found.append((why, "a mesh axis splits one dimension of an array; leave the other whole"))
+    parts = math.prod(mesh.sizes[axis] for axis in mesh_axes if axis in mesh.sizes)
+    if not lacking and leaf.shape[dim] % parts:
+        found.append(_indivisible(leaf, dim, mesh_axes, parts, source))
+    return found
+
+
+def _indivisible(leaf: Leaf, dim: int, mesh_axes: Sequence[str], parts: int, source: str) -> tuple[str, str]:
+    size, name = leaf.shape[dim], leaf.axes[dim] if dim < len(leaf.axes) else None
+    padded = -(-size // parts) * parts
+    by = f"{source} " if source.startswith("rule") else ""
+    why = f"{dim_text(leaf, dim)} has size {size}; {by}{'' if by else axes_text(mesh_axes)}"
+    why += f"needs a multiple of {axes_text(mesh_axes)}={parts}" if by else f"={parts} needs a multiple of {parts}"
+    whole = f'write `"{name}": None`' if name and by else "write `None` there"
+    return why, f"pad {dim_text(leaf, dim)} to {padded}, or {whole} to leave it unsharded"
+
+
+def local_shape(shape: Sequence[int], entries: Sequence[Sequence[str]], mesh: MeshView) -> tuple[int, ...]:
+    """The shape of one device's part."""
+    parts = [math.prod(mesh.sizes.get(axis, 1) for axis in axes) for axes in entries]
+    return tuple(-(-size // n) for size, n in zip(shape, parts, strict=True))
+
+
+def spec_of_axes(layout: Layout, axes: Axes, shape: Sequence[int] | None, mesh: MeshView | None) -> PartitionSpec:
+    """The spec that a layout gives to one array of which only the axes, and perhaps the shape, are known.
+
+    Raises:
+        ShardingError: the array cannot be laid out so.
+    """
+    if shape is not None and len(shape) != len(axes):
+        raise ShardingError(f'"{axes}" names {len(axes)} dimensions, and the shape {tuple(shape)} has {len(shape)}')
+    sizes = tuple(shape) if shape is not None else (0,) * len(axes)
+    leaf = Leaf(Path(), jax.ShapeDtypeStruct(sizes, np.float32), axes, annotated=True)
+    view = mesh if mesh is not None else MeshView({})
+    resolved = layout.resolve([leaf], view)
+    decision = resolved.decisions[0]
+    problems = [*resolved.problems] if mesh is not None else []
+    anywhere = frozenset(axis for entry in decision.entries for axis in entry)
+    problems += leaf_problems(leaf, decision, view, anywhere if mesh is None else frozenset())
+    if problems:
+        where = f" on mesh {mesh}" if mesh is not None else ""
+        raise ShardingError(f'"{axes}" cannot be laid out{where}', problems)
+    return decided_spec(decision)
+
+
+def refuse(problems: Sequence[Problem], mesh: MeshView) -> ShardingError:
+    """The one error for all that is wrong with a tree on a mesh."""
+    leaves = len({p.path for p in problems if p.path is not None})
+    if not leaves:
+        return ShardingError(f"the layout does not fit the tree on mesh {mesh}", problems)
+    return ShardingError(f"{count(leaves, 'leaf')} cannot be laid out on mesh {mesh}", problems)

@@ -1,0 +1,319 @@
+"""What a layout is: a value that decides, for the leaves of a tree and the sizes of a mesh, where each dimension goes."""
+
+from abc import abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+
+from functree.errors import Problem, RuleError
+from functree.layout.meshes import MeshView
+from functree.tree.axes import Names
+from functree.tree.leaf import Leaf
+from functree.tree.paths import Path
+
+
+
+class Decision(NamedTuple):
+    """Where one leaf goes.
+
+    Attributes:
+        entries: for each dimension, the mesh axes over which it is split; `()` where it is whole.
+        rules: for each dimension, what split it, as messages name it.
+        reason: why, for a person.
+        pending: dimensions that nothing has decided yet, and why: another layout behind this one may.
+        problems: (why, remedy) of what is wrong whatever comes behind.
+        memory_kind: where in a device's memory; None for the default.
+        said: False where nobody has said anything: `None` as a layout.
+        unsettled: the named dimensions of which nobody has said anything yet; names are checked against these.
+    """
+
+    entries: tuple[tuple[str, ...], ...]
+    rules: tuple[str, ...]
+    reason: str = ""
+    pending: tuple[tuple[int, str, str], ...] = ()
+    problems: tuple[tuple[str, str], ...] = ()
+    memory_kind: str | None = None
+    said: bool = True
+    unsettled: tuple[int, ...] = ()
+
+
+class Resolution(NamedTuple):
+    """What a layout says of some leaves: a decision for each, and what is wrong with the layout as a whole."""
+
+    decisions: list[Decision]
+    problems: tuple[Problem, ...] = ()
+    unused: tuple[str, ...] = ()
+
+
+class Layout:
+    """A layout: frozen, hashable, equal by value, printable. `first | then` shards by `then` what `first` left whole.
+
+    Example:
+        >>> rules = ft.AxisRules({"hidden": "model", "embed": None}) | ft.FSDP("data", min_size=0)
+        >>> ft.plan(jnp.ones((4, 8)), rules, {"data": 2, "model": 4}, check=False).problems[0].remedy
+        'annotate the field (`Float[Array, "..."]`), give `names=` to the rules, or lay it out by a path filter'
+    """
+
+    __slots__ = ()
+
+    @abstractmethod
+    def resolve(self, leaves: Sequence[Leaf], mesh: MeshView, before: Sequence[Decision] | None = None) -> Resolution:
+        """Decide for each leaf. `before` is what the layouts in front of this one decided."""
+
+    @property
+    def given_names(self) -> Mapping[type, Names]:
+        """The axes that it gives to foreign classes."""
+        return {}
+
+    @property
+    def own_mesh(self) -> Mesh | AbstractMesh | None:
+        """The mesh that it brings along, if any."""
+        return None
+
+    def __or__(self, then: Any) -> "Layout":
+        return Composition.of(self, as_layout(then))
+
+    def __ror__(self, first: Any) -> "Layout":
+        return Composition.of(as_layout(first), self)
+
+
+def undecided(leaf: Leaf) -> Decision:
+    """Every dimension whole, or as the physical spec of the leaf's annotation has it."""
+    blank = whole(leaf)
+    return blank if leaf.spec is None else apply_spec(leaf, leaf.spec, blank, "its annotation")
+
+
+def whole(leaf: Leaf, reason: str = "") -> Decision:
+    """Every dimension whole."""
+    ndim = len(leaf.shape)
+    unsettled = tuple(i for i, name in enumerate(leaf.axes) if name is not None)
+    return Decision(((),) * ndim, ("",) * ndim, reason, unsettled=unsettled)
+
+
+@dataclass(frozen=True, repr=False)
+class Fixed(Layout):
+    """One `PartitionSpec` for every leaf, possibly with a mesh and a memory kind of its own."""
+
+    spec: PartitionSpec
+    mesh: Mesh | AbstractMesh | None = None
+    memory_kind: str | None = None
+
+    @property
+    def own_mesh(self) -> Mesh | AbstractMesh | None:
+        return self.mesh
+
+    def resolve(self, leaves: Sequence[Leaf], mesh: MeshView, before: Sequence[Decision] | None = None) -> Resolution:
+        reason = f"{spec_text(self.spec)} as given"
+        found = [
+            apply_spec(leaf, self.spec, before[i] if before else whole(leaf), reason)._replace(
+                memory_kind=self.memory_kind
+            )
+            for i, leaf in enumerate(leaves)
+        ]
+        return Resolution(found)
+
+    def __repr__(self) -> str:
+        if self.mesh is None:
+            return spec_text(self.spec)
+        return repr(NamedSharding(self.mesh, self.spec, memory_kind=self.memory_kind))
+
+
+@dataclass(frozen=True, repr=False)
+class Unsaid(Layout):
+    """`None`: nobody has said. What that means depends on who asks."""
+
+    def resolve(self, leaves: Sequence[Leaf], mesh: MeshView, before: Sequence[Decision] | None = None) -> Resolution:
+        return Resolution([whole(leaf)._replace(said=False) for leaf in leaves])
+
+    def __repr__(self) -> str:
+        return "None"
+
+
+@dataclass(frozen=True, repr=False)
+class Computed(Layout):
+    """A callable `(path, leaf) -> P`."""
+
+    function: Callable[[Path, Any], Any]
+
+    def resolve(self, leaves: Sequence[Leaf], mesh: MeshView, before: Sequence[Decision] | None = None) -> Resolution:
+        return Resolution([self._one(leaf, before[i] if before else whole(leaf)) for i, leaf in enumerate(leaves)])
+
+    def _one(self, leaf: Leaf, before: Decision) -> Decision:
+        spec = self.function(leaf.patterned[0], leaf.value)
+        if isinstance(spec, PartitionSpec):
+            return apply_spec(leaf, spec, before, f"{spec_text(spec)} by {self!r}")
+        why = f"{self!r} returned {spec!r}, which is no PartitionSpec"
+        return before._replace(problems=(*before.problems, (why, "return `P(...)` for every leaf; `P()` for whole")))
+
+    def __repr__(self) -> str:
+        return getattr(self.function, "__qualname__", repr(self.function))
+
+
+@dataclass(frozen=True, repr=False)
+class OnHost(Layout):
+    """Another layout, in host memory; made by `ft.on_host`."""
+
+    layout: Layout
+
+    @property
+    def given_names(self) -> Mapping[type, Names]:
+        return self.layout.given_names
+
+    @property
+    def own_mesh(self) -> Mesh | AbstractMesh | None:
+        return self.layout.own_mesh
+
+    def resolve(self, leaves: Sequence[Leaf], mesh: MeshView, before: Sequence[Decision] | None = None) -> Resolution:
+        found = self.layout.resolve(leaves, mesh, before)
+        return found._replace(decisions=[d._replace(memory_kind="pinned_host") for d in found.decisions])
+
+    def __repr__(self) -> str:
+        return f"on_host({self.layout!r})"
+
+
+def on_host(layout: Any) -> Layout:
+    """The same layout, in the pinned memory of the host.
+
+    Args:
+        layout: any layout.
+
+    Raises:
+        RuleError: not a layout.
+
+    Example:
+        >>> ft.plan(jnp.ones((4, 8)), ft.on_host(ft.P("data")), {"data": 2})[()].memory_kind
+        'pinned_host'
+    """
+    return OnHost(as_layout(layout))
+
+
+@dataclass(frozen=True, repr=False)
+class Composition(Layout):
+    """Layouts in turn; each may only shard what those before it left whole."""
+
+    parts: tuple[Layout, ...]
+
+    @staticmethod
+    def of(first: Layout, then: Layout) -> "Composition":
+        def flat(x: Layout) -> tuple[Layout, ...]:
+            return x.parts if isinstance(x, Composition) else (x,)
+
+        return Composition(flat(first) + flat(then))
+
+    @property
+    def given_names(self) -> Mapping[type, Names]:
+        return merge_names(part.given_names for part in self.parts)
+
+    @property
+    def own_mesh(self) -> Mesh | AbstractMesh | None:
+        return next((part.own_mesh for part in self.parts if part.own_mesh is not None), None)
+
+    def resolve(self, leaves: Sequence[Leaf], mesh: MeshView, before: Sequence[Decision] | None = None) -> Resolution:
+        problems: list[Problem] = []
+        unused: list[str] = []
+        for part in self.parts:
+            found = part.resolve(leaves, mesh, before)
+            before = found.decisions
+            problems += found.problems
+            unused += found.unused
+        return Resolution(list(before or ()), tuple(problems), tuple(unused))
+
+    def __repr__(self) -> str:
+        return " | ".join(map(repr, self.parts))
+
+
+def merge_names(several: Any) -> dict[type, Names]:
+    """The `names=` of several layouts. Raises RuleError where two name one class differently."""
+    merged: dict[type, Names] = {}
+    for names in several:
+        for cls, given in names.items():
+            if merged.setdefault(cls, given) != given:
+                raise RuleError(f"two layouts name {cls.__name__} differently: {merged[cls]} and {given}")
+    return merged
+
+
+# Specs
+
+
+def apply_spec(leaf: Leaf, spec: PartitionSpec, before: Decision, reason: str) -> Decision:
+    """A physical spec over what is still whole. What it splits differently from before is a problem."""
+    problems = list(before.problems)
+    if len(spec) > len(leaf.shape):
+        why = f"{spec_text(spec)} has {len(spec)} entries for {len(leaf.shape)} dimensions"
+        problems.append((why, "give one entry for each dimension, or fewer"))
+    if spec.unreduced or spec.reduced:
+        problems.append((f"{spec_text(spec)} is about partial sums, which no leaf has at rest", "write a spec without it"))
+    entries, rules = list(before.entries), list(before.rules)
+    for i, entry in enumerate(tuple(spec)[: len(entries)]):
+        if entry is PartitionSpec.UNCONSTRAINED:
+            problems.append((f"dimension {i} is `P.UNCONSTRAINED`: nobody has said where it goes", "write a mesh axis or `None`"))
+            continue
+        axes = (entry,) if isinstance(entry, str) else tuple(entry or ())
+        if axes and entries[i] and entries[i] != axes:
+            problems.append(conflict(i, leaf, entries[i], axes, spec_text(spec)))
+        elif axes:
+            entries[i], rules[i] = axes, spec_text(spec)
+    both = "; ".join(filter(None, (before.reason, reason)))
+    return before._replace(
+        entries=tuple(entries), rules=tuple(rules), reason=both, pending=(), problems=tuple(problems), unsettled=()
+    )
+
+
+def conflict(dim: int, leaf: Leaf, have: Sequence[str], want: Sequence[str], who: str) -> tuple[str, str]:
+    """The problem that a layout wants to split what one before it has split otherwise."""
+    why = f"{dim_text(leaf, dim)} is on {axes_text(have)} already, and {who} wants it on {axes_text(want)}"
+    return why, "let the layout behind `|` shard only what the first leaves whole"
+
+
+def dim_text(leaf: Leaf, dim: int) -> str:
+    """A dimension as messages name it: by its axis, else by its position."""
+    name = leaf.axes[dim] if dim < len(leaf.axes) else None
+    return f'"{name}"' if name else f"dimension {dim}"
+
+
+def axes_text(mesh_axes: Sequence[str]) -> str:
+    """Mesh axes as messages name them."""
+    return mesh_axes[0] if len(mesh_axes) == 1 else f"({', '.join(mesh_axes)})" if mesh_axes else "None"
+
+
+def entry(mesh_axes: Sequence[str]) -> str | tuple[str, ...] | None:
+    """One entry of a PartitionSpec."""
+    return None if not mesh_axes else mesh_axes[0] if len(mesh_axes) == 1 else tuple(mesh_axes)
+
+
+def spec_text(spec: PartitionSpec) -> str:
+    """A spec as one writes it."""
+    return f"P({', '.join(repr(e) if e is not PartitionSpec.UNCONSTRAINED else 'P.UNCONSTRAINED' for e in spec)})"
+
+
+# What stands for a layout
+
+
+def is_layout(value: Any) -> bool:
+    """Whether a value is a layout, and not a tree of them."""
+    return value is None or isinstance(value, Layout | PartitionSpec | NamedSharding) or _is_function(value)
+
+
+def _is_function(value: Any) -> bool:
+    return callable(value) and not isinstance(value, type) and not hasattr(value, "__dataclass_fields__")
+
+
+def as_layout(value: Any) -> Layout:
+    """What a user wrote for a layout ─► the layout. Raises RuleError where it means nothing."""
+    match value:
+        case Layout():
+            return value
+        case PartitionSpec():
+            return Fixed(value)
+        case NamedSharding():
+            return Fixed(value.spec, value.mesh, value.memory_kind)
+        case None:
+            return Unsaid()
+    if _is_function(value):
+        return Computed(value)
+    raise RuleError(
+        f"{value!r} is no layout: write `P(...)`, `AxisRules`, `FSDP`, `StateSharding`, a `Plan`, a callable "
+        "(path, leaf) -> P, or a tree of these"
+    )

@@ -1,0 +1,330 @@
+"""(tree, layout, mesh) ─► `Plan`: one row for each leaf with its spec and the reason. The one resolver."""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+
+from functree.errors import Problem, ShardingError, count, did_you_mean
+from functree.layout.checks import decided_spec, leaf_problems, local_shape, refuse
+from functree.layout.layouts import Decision, Layout, Resolution, apply_spec, merge_names, spec_text, whole
+from functree.layout.live import live_decision
+from functree.layout.meshes import MeshView, mesh_view
+from functree.layout.prefix import Part, broadcast
+from functree.layout.row import Row
+from functree.layout.table import bytes_text, plan_html, plan_text
+from functree.tree.leaf import Leaf
+from functree.tree.leaves import Leaves, read
+from functree.tree.paths import Path
+
+
+class Plan(Layout):
+    """Where each array of a tree goes, and why. Immutable; itself a layout, so that it can be handed on.
+
+    Attributes:
+        rows: one for each array.
+        problems: what is wrong; empty unless made with `check=False`.
+        unused: names of rules that no leaf has.
+        mesh: the mesh, or None where only sizes were given.
+        sizes: of the mesh's axes.
+
+    Example:
+        >>> plan = ft.plan({"w": jnp.ones((4, 8))}, ft.P("data"), {"data": 2})
+        >>> plan["w"].spec, plan.bytes_per_device
+        (P('data', None), 64)
+        >>> ft.plan({"w": jnp.zeros((4, 8))}, plan, {"data": 2}) == plan
+        False
+    """
+
+    __slots__ = ("_by_path", "leaves", "mesh", "problems", "rows", "sizes", "unused")
+    rows: tuple[Row, ...]
+    problems: tuple[Problem, ...]
+    unused: tuple[str, ...]
+    mesh: Mesh | AbstractMesh | None
+    sizes: Mapping[str, int]
+    leaves: Leaves
+    _by_path: dict[Path, Row]
+
+    def __init__(
+        self,
+        rows: Sequence[Row],
+        leaves: Leaves,
+        view: MeshView,
+        problems: Sequence[Problem] = (),
+        unused: Sequence[str] = (),
+    ):
+        values = {
+            "rows": tuple(rows),
+            "leaves": replace(leaves, leaves=()),  # the arrays themselves are let go
+            "mesh": view.mesh,
+            "sizes": dict(view.sizes),
+            "problems": tuple(problems),
+            "unused": tuple(unused),
+            "_by_path": {row.path: row for row in rows},
+        }
+        for name, value in values.items():
+            object.__setattr__(self, name, value)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise AttributeError("a Plan is immutable")
+
+    @property
+    def view(self) -> MeshView:
+        """The mesh as plans see it."""
+        return MeshView(self.sizes, self.mesh)
+
+    @property
+    def specs(self) -> Any:
+        """A tree of `PartitionSpec`s with the structure of the tree's arrays; None where other leaves stand."""
+        return self.leaves.tree(row.spec for row in self.rows)
+
+    @property
+    def shardings(self) -> Any:
+        """A tree of `NamedSharding`s, memory kinds included.
+
+        Raises:
+            ShardingError: the plan was made for sizes only, without a mesh, or has problems.
+        """
+        return self.leaves.tree(self.sharding(row) for row in self.rows)
+
+    def sharding(self, row: Row) -> NamedSharding:
+        """The sharding of one row."""
+        if self.mesh is None:
+            raise ShardingError(f"this plan knows the sizes {self.view} and no devices: plan with a `Mesh` for shardings")
+        if row.spec is None:
+            raise ShardingError(f"{row.path}: {row.reason}; no PartitionSpec says so")
+        return NamedSharding(self.mesh, row.spec, memory_kind=row.memory_kind)
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of the whole tree, each array once."""
+        return sum(row.bytes_global for row in self.rows)
+
+    @property
+    def bytes_per_device(self) -> int:
+        """Bytes that one device keeps, host memory included."""
+        return sum(row.bytes_per_device for row in self.rows)
+
+    def __getitem__(self, path: Any) -> Row:
+        """The row at a path: an `ft.Path`, a tuple, or its text."""
+        key = Path.parse(path) if isinstance(path, str) else Path(path)
+        if key not in self._by_path:
+            raise KeyError(f"no array at `{key}`{did_you_mean(key, self._by_path)}")
+        return self._by_path[key]
+
+    def __iter__(self) -> Iterator[Row]:
+        return iter(self.rows)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @property
+    def own_mesh(self) -> Mesh | AbstractMesh | None:
+        return self.mesh
+
+    def resolve(self, leaves: Sequence[Leaf], mesh: MeshView, before: Sequence[Decision] | None = None) -> Resolution:
+        """As a layout: what was decided for the same path."""
+        found = [self._decided(leaf, before[i] if before else whole(leaf)) for i, leaf in enumerate(leaves)]
+        return Resolution(found)
+
+    def _decided(self, leaf: Leaf, before: Decision) -> Decision:
+        row = next((self._by_path[path] for path in leaf.patterned if path in self._by_path), None)
+        if row is None or row.spec is None:
+            why = "the plan has no row for it" if row is None else f"the plan says: {row.reason}"
+            return before._replace(problems=(*before.problems, (why, "plan the tree that it lies in")))
+        return apply_spec(leaf, row.spec, before, row.reason)._replace(memory_kind=row.memory_kind)
+
+    @property
+    def _key(self) -> tuple[Any, ...]:
+        return (self.rows, tuple(self.sizes.items()), self.mesh, self.leaves.treedef)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Plan) and self._key == other._key
+
+    def __hash__(self) -> int:
+        return hash((self.rows, tuple(self.sizes.items())))
+
+    def __str__(self) -> str:
+        return plan_text(self.rows, self._notes())
+
+    def __repr__(self) -> str:
+        return f"<Plan of {len(self.rows)} arrays on mesh {self.view}>"
+
+    def html(self) -> str:
+        """A page of its own: the rows with their bytes, to be searched and sorted by eye."""
+        return plan_html(self.rows, self._notes(), self.view.devices, page=True)
+
+    def _notes(self) -> list[str]:
+        """What stands below the table."""
+        sizes = f"{bytes_text(self.total_bytes)} in all, {bytes_text(self.bytes_per_device)} on each device"
+        notes = [f"mesh {self.view}: {count(len(self.rows), 'array')}, {sizes}"]
+        notes += [f"rules that no leaf needed: {', '.join(self.unused)}"] if self.unused else []
+        return notes + [f"PROBLEM {problem.path or problem.what}: {problem.why}" for problem in self.problems]
+
+    def _repr_html_(self) -> str:
+        return plan_html(self.rows, self._notes(), self.view.devices, page=False)
+
+
+def plan(tree: Any, layout: Any = None, mesh: Any = None, *, check: bool = True) -> Plan:
+    """Decide where each array of a tree goes, and check it. Touches no device.
+
+    Args:
+        tree: concrete or abstract arrays, in modules and containers.
+        layout: a layout, or a prefix tree of layouts. Without one, the plan says how the live arrays lie.
+        mesh: a `Mesh`, an `AbstractMesh`, a dict of sizes, or None for the current mesh.
+        check: raise what is wrong; else it is in `plan.problems`.
+
+    Raises:
+        ShardingError: everything that is wrong, leaf by leaf; or there is no mesh.
+        RuleError: the prefix tree does not have the tree's structure.
+
+    Example:
+        >>> class MLP(eqx.Module):
+        ...     up: Float[Array, "embed hidden"]
+        >>> abstract = MLP(jax.ShapeDtypeStruct((16, 64), "float32"))
+        >>> row = ft.plan(abstract, ft.AxisRules({"hidden": "model", "embed": None}), {"data": 2, "model": 4})["up"]
+        >>> row.spec, row.reason
+        (P(None, 'model'), 'embed→None, hidden→model')
+    """
+    return _live_plan(tree, mesh) if layout is None else plan_tree(tree, layout, mesh, check=check)
+
+
+def plan_tree(
+    tree: Any,
+    layout: Any,
+    mesh: Any,
+    *,
+    check: bool = True,
+    leaves: Leaves | None = None,
+    same: Sequence[int] | None = None,
+) -> Plan:
+    """The plan of a tree, whose leaves may have been read already; `None` as a layout is nobody's word here.
+
+    `same` tells which abstract leaves are one array.
+    """
+    parts = broadcast(layout, tree)
+    if leaves is None:
+        leaves = read(tree, merge_names(part.layout.given_names for part in parts))
+    return plan_leaves(leaves, parts, _view(mesh, parts), check=check, same=same)
+
+
+def plan_leaves(
+    leaves: Leaves, parts: Sequence[Part], view: MeshView, *, check: bool = True, same: Sequence[int] | None = None
+) -> Plan:
+    """The plan of leaves that have been read. `same` tells which abstract leaves are one array."""
+    decisions: list[Decision] = []
+    problems: list[Problem] = list(leaves.problems)
+    unused: list[str] = []
+    for part, group in _grouped(leaves, parts):
+        found = part.layout.resolve(group, view)
+        decisions += found.decisions
+        problems += found.problems
+        unused += found.unused
+    problems = list(dict.fromkeys(problems))
+    lacking = frozenset(a for p in problems if p.path is None for d in decisions for e in d.entries for a in e if f"`{a}`" in p.why)
+    for leaf, decision in zip(leaves.leaves, decisions, strict=True):
+        if decision.problems or decision.pending or not decision.said or any(decision.entries):
+            problems += leaf_problems(leaf, decision, view, lacking)
+    rows = _rows(leaves.leaves, decisions, view)
+    problems += _shared(leaves.leaves, rows, same)
+    if problems and check:
+        raise refuse(problems, view)
+    return Plan(rows, leaves, view, problems, tuple(dict.fromkeys(unused)))
+
+
+def _grouped(leaves: Leaves, parts: Sequence[Part]) -> Iterator[tuple[Part, Sequence[Leaf]]]:
+    """The arrays below each layout, with the paths that its patterns see."""
+    if len(parts) == 1 and not parts[0].path:
+        yield parts[0], leaves.leaves
+        return
+    start, at = 0, 0
+    for part in parts:
+        start += part.leaves
+        end = at
+        while end < len(leaves.positions) and leaves.positions[end] < start:
+            end += 1
+        depth = len(part.path)
+        group = leaves.leaves[at:end]
+        yield part, [leaf._replace(names=tuple(Path(p[depth:]) for p in leaf.patterned)) for leaf in group]
+        at = end
+
+
+def _rows(leaves: Sequence[Leaf], decisions: Sequence[Decision], view: MeshView) -> list[Row]:
+    known: dict[tuple[Any, ...], tuple[Any, ...]] = {}
+    rows = []
+    for leaf, decision in zip(leaves, decisions, strict=True):
+        value = leaf.value
+        key = (decision.entries, value.shape, value.dtype)
+        if key not in known:
+            known[key] = _sizes(value, decision, view)
+        spec, local, total, per_device, copies = known[key]
+        rows.append(
+            Row(
+                leaf.path, value.shape, value.dtype, leaf.axes, spec, decision.reason, local, total, per_device, copies,
+                decision.memory_kind,
+            )
+        )  # fmt: skip
+    return rows
+
+
+def _sizes(value: Any, decision: Decision, view: MeshView) -> tuple[Any, ...]:
+    itemsize = value.dtype.itemsize
+    local = local_shape(value.shape, decision.entries, view)
+    split = math.prod(view.sizes.get(axis, 1) for entry in decision.entries for axis in entry)
+    total = math.prod(value.shape) * itemsize
+    return decided_spec(decision), local, total, math.prod(local) * itemsize, max(1, view.devices // split)
+
+
+def _shared(leaves: Sequence[Leaf], rows: Sequence[Row], same: Sequence[int] | None) -> list[Problem]:
+    """One array that stands at two paths with two specs."""
+    first: dict[int, Row] = {}
+    found = []
+    for i, (leaf, row) in enumerate(zip(leaves, rows, strict=True)):
+        if same is None and isinstance(leaf.value, jax.ShapeDtypeStruct | np.generic):
+            continue  # equal descriptions may be one object without being one array
+        other = first.setdefault(same[i] if same is not None else id(leaf.value), row)
+        if (other.spec, other.memory_kind) != (row.spec, row.memory_kind):
+            why = f"is the same array as `{other.path}`, and is laid out {_where(row)} here and {_where(other)} there"
+            remedy = "give both paths one spec, or make two arrays"
+            found.append(Problem(leaf.path, leaf.shape, leaf.text, why, remedy))
+    return found
+
+
+def _where(row: Row) -> str:
+    return (spec_text(row.spec) if row.spec is not None else "unknown") + (f" in {row.memory_kind}" if row.memory_kind else "")
+
+
+def _view(mesh: Any, parts: Sequence[Part]) -> MeshView:
+    """The mesh that was given, or the one that the layouts bring along; they must agree."""
+    own = [part.layout.own_mesh for part in parts if part.layout.own_mesh is not None]
+    view = mesh_view(own[0] if mesh is None and own else mesh)
+    for other in own:
+        if dict(other.shape) != dict(view.sizes) or (isinstance(view.mesh, Mesh) and isinstance(other, Mesh) and other != view.mesh):
+            raise ShardingError(f"the layout is for the mesh {MeshView(dict(other.shape))}, and the tree goes on {view}: use one mesh")
+    return view
+
+
+def _live_plan(tree: Any, mesh: Any) -> Plan:
+    """How the arrays lie now."""
+    leaves = read(tree)
+    live = [live_decision(leaf.value) for leaf in leaves.leaves]
+    found = next((x.mesh for x in live if x.mesh is not None), None)
+    if mesh is None and found is None:
+        view = MeshView({})
+    else:
+        view = mesh_view(mesh if mesh is not None else found)
+    rows = [
+        Row(
+            leaf.path, leaf.value.shape, leaf.value.dtype, leaf.axes, x.spec, x.reason, x.local_shape,
+            leaf.value.size * leaf.value.dtype.itemsize, math.prod(x.local_shape) * leaf.value.dtype.itemsize, x.copies,
+            x.memory_kind,
+        )
+        for leaf, x in zip(leaves.leaves, live, strict=True)
+    ]  # fmt: skip
+    return Plan(rows, leaves, view)
+
+

@@ -1,0 +1,62 @@
+"""A prefix tree of layouts and a tree ─► for each layout, the subtree it stands over."""
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from jax.tree_util import default_registry, tree_structure
+
+from functree.errors import RuleError
+from functree.layout.layouts import Layout, as_layout, is_layout
+from functree.tree.paths import Path, plain_key
+
+
+class Part(NamedTuple):
+    """One layout of a prefix tree."""
+
+    layout: Layout
+    path: Path
+    leaves: int  # how many leaves, of any kind, the subtree has
+
+
+def broadcast(prefix: Any, tree: Any) -> list[Part]:
+    """The layouts of a prefix tree, in the order of the leaves that they stand over.
+
+    Raises:
+        RuleError: the prefix has another structure than the tree, or holds what is no layout.
+    """
+    return list(_parts(prefix, tree, Path()))
+
+
+def _parts(prefix: Any, tree: Any, path: Path) -> Iterator[Part]:
+    if is_layout(prefix):
+        yield Part(as_layout(prefix), path, tree_structure(tree).num_leaves)
+        return
+    layouts, nodes = children(prefix), children(tree)
+    if layouts is None:
+        as_layout(prefix)
+    if nodes is None or layouts is None or type(prefix) is not type(tree):
+        raise RuleError(
+            f"at {str(path) or 'the root'} the layouts are a {_kind(prefix)} and the tree is a {_kind(tree)}; "
+            "a tree of layouts has the tree's own structure down to each layout"
+        )
+    have, want = [key for key, _ in layouts], [key for key, _ in nodes]
+    if have != want:
+        odd = [key for key in have if key not in want] or [key for key in want if key not in have]
+        raise RuleError(
+            f"at {str(path) or 'the root'} the layouts have {len(have)} children and the tree has {len(want)}; "
+            f"`{Path((odd[0],))}` is only in {'the layouts' if odd[0] in have else 'the tree'}"
+        )
+    for (key, below), (_, node) in zip(layouts, nodes, strict=True):
+        yield from _parts(below, node, path / key)
+
+
+def children(node: Any) -> list[tuple[Any, Any]] | None:
+    """A node's (plain key, child) pairs; None for a leaf."""
+    if isinstance(node, tuple) and hasattr(node, "_fields"):
+        return list(zip(node._fields, node, strict=True))
+    level = default_registry.flatten_one_level_with_keys(node) if node is not None else None
+    return None if level is None else [(plain_key(key), child) for key, child in level[0]]
+
+
+def _kind(value: Any) -> str:
+    return "leaf" if children(value) is None else type(value).__name__

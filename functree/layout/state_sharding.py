@@ -1,0 +1,181 @@
+"""Ordered filters ─► layouts: `StateSharding`, where the first filter that matches a leaf decides."""
+
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Literal
+
+from jax.tree_util import tree_flatten_with_path
+
+from functree.errors import Problem, RuleError
+from functree.layout.layouts import Decision, Layout, Resolution, as_layout, is_layout, merge_names, spec_text, whole
+from functree.layout.meshes import MeshView
+from functree.tree.axes import Names
+from functree.tree.filters import Everything, Filter, as_filter
+from functree.tree.first_match import FirstMatch
+from functree.tree.leaf import Leaf
+from functree.tree.paths import Path
+
+Unused = Literal["error", "warn", "ignore"]
+
+
+class StateSharding(Layout):
+    """Filters and layouts in order; a leaf is laid out by the first whose filter matches it.
+
+    Args:
+        rules: `{filter: layout, ..., ...: P()}`, or pairs. `...` matches everything and may only be last.
+        unused: what to do about a filter that matches nothing, or only what earlier ones take; a last `...` is exempt.
+
+    Raises:
+        RuleError: `...` not last, or what is no filter or no layout.
+
+    Example:
+        >>> layout = ft.StateSharding({"**.bias": ft.P(), ...: ft.P("model")})
+        >>> layout
+        StateSharding({'**.bias': P(), ...: P('model')})
+        >>> ft.plan({"bias": jnp.ones(3), "weight": jnp.ones((4, 3))}, layout, {"model": 2}).specs
+        {'bias': P(None,), 'weight': P('model', None)}
+    """
+
+    __slots__ = ("_chosen", "_filters", "_layouts", "filters", "layouts", "unused")
+    filters: tuple[Any, ...]
+    layouts: tuple[Any, ...]
+    unused: Unused
+    _filters: tuple[Filter, ...]
+    _layouts: tuple[Layout, ...]
+    _chosen: FirstMatch
+
+    def __init__(self, rules: Mapping[Any, Any] | Iterable[tuple[Any, Any]], /, *, unused: Unused = "error"):
+        pairs = list(rules.items() if isinstance(rules, Mapping) else _pairs(rules))
+        if unused not in ("error", "warn", "ignore"):
+            raise RuleError(f'StateSharding: unused={unused!r} is none of "error", "warn", "ignore"')
+        for i, (written, _) in enumerate(pairs):
+            if written is ... and i < len(pairs) - 1:
+                raise RuleError(f"`...` may only be the last filter: {pairs[i + 1][0]!r} behind it would match nothing")
+        filters = tuple(as_filter(written) for written, _ in pairs)
+        values = {
+            "filters": tuple(written for written, _ in pairs),
+            "layouts": tuple(layout for _, layout in pairs),
+            "unused": unused,
+            "_filters": filters,
+            "_layouts": tuple(as_layout(layout) for _, layout in pairs),
+            "_chosen": FirstMatch(filters),
+        }
+        for name, value in values.items():
+            object.__setattr__(self, name, value)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise AttributeError("a StateSharding is immutable")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _again, (tuple(zip(self.filters, self.layouts, strict=True)), self.unused)
+
+    @classmethod
+    def from_specs(cls, tree: Any) -> "StateSharding":
+        """The layout that gives each leaf what stands at its path in a tree of specs with the model's structure."""
+        found, _ = tree_flatten_with_path(tree, is_leaf=lambda x: x is not None and is_layout(x))
+        for keys, value in found:
+            if not is_layout(value):
+                raise RuleError(f"{Path.of(keys)}: {value!r} is no PartitionSpec")
+        return cls([(str(Path.of(keys)) if keys else ..., value) for keys, value in found])
+
+    @property
+    def shardings(self) -> tuple[Any, ...]:
+        """The layouts, under the name that Flax gives them."""
+        return self.layouts
+
+    @property
+    def given_names(self) -> Mapping[type, Names]:
+        return merge_names(layout.given_names for layout in self._layouts)
+
+    @property
+    def own_mesh(self) -> Any:
+        return next((layout.own_mesh for layout in self._layouts if layout.own_mesh is not None), None)
+
+    def resolve(self, leaves: Sequence[Leaf], mesh: MeshView, before: Sequence[Decision] | None = None) -> Resolution:
+        choices = [self._chosen(leaf) for leaf in leaves]
+        decisions: list[Decision] = [whole(leaf) for leaf in leaves] if before is None else list(before)
+        problems: list[Problem] = []
+        unused: list[str] = []
+        groups: dict[int | None, list[int]] = {}
+        for position, choice in enumerate(choices):
+            groups.setdefault(choice, []).append(position)
+        for choice, positions in groups.items():
+            if choice is None:
+                problems += [self._unmatched(leaves[p]) for p in positions]
+                continue
+            group = [leaves[p] for p in positions]
+            found = self._layouts[choice].resolve(group, mesh, before and [before[p] for p in positions])
+            named = f"{self.filters[choice]!r}: " if self.filters[choice] is not ... else "...: "
+            reasons: dict[str, str] = {}
+            for position, decision in zip(positions, found.decisions, strict=True):
+                reason = reasons.setdefault(decision.reason, named + decision.reason)
+                decisions[position] = decision._replace(reason=reason)
+            problems += found.problems
+            unused += found.unused
+        problems += self._dead(leaves, groups)
+        return Resolution(decisions, tuple(problems), tuple(unused))
+
+    def _unmatched(self, leaf: Leaf) -> Problem:
+        listed = ", ".join(map(repr, self.filters[:8])) + (", ..." if len(self.filters) > 8 else "")
+        why = f"no filter matches it; the filters are {listed}"
+        return Problem(leaf.path, leaf.shape, leaf.text, why, "add a filter for it, or `...: P()` as the last one")
+
+    def _dead(self, leaves: Sequence[Leaf], groups: Mapping[int | None, Any]) -> list[Problem]:
+        """Filters that decide nothing, and why."""
+        if self.unused == "ignore" or not leaves:
+            return []
+        dead = [
+            (i, item)
+            for i, item in enumerate(self._filters)
+            if i not in groups and not (isinstance(item, Everything) and i == len(self._filters) - 1)
+        ]
+        problems = [self._dead_problem(i, [leaf for leaf in leaves if item(leaf)]) for i, item in dead]
+        if self.unused == "warn":
+            for problem in problems:
+                warnings.warn(f"{problem.what} {problem.why}", stacklevel=2)
+            return []
+        return problems
+
+    def _dead_problem(self, index: int, hidden: Sequence[Leaf]) -> Problem:
+        what = f"filter {self.filters[index]!r}"
+        if not hidden:
+            remedy = 'mend the filter, remove it, or write `unused="ignore"`'
+            return Problem(None, None, what, "matches no leaf", remedy)
+        first = self.filters[self._chosen(hidden[0]) or 0]
+        why = f"decides nothing: earlier filters take all that it matches ({hidden[0].path} by {first!r})"
+        return Problem(None, None, what, why, "put it before them, or remove it")
+
+    @property
+    def _key(self) -> tuple[Any, ...]:
+        return (self._filters, self._layouts, self.unused)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, StateSharding) and self._key == other._key
+
+    def __hash__(self) -> int:
+        return hash(self._key)
+
+    def __repr__(self) -> str:
+        pairs = zip(self.filters, self.layouts, strict=True)
+        table = ", ".join(f"{_written(f)}: {_layout_text(value)}" for f, value in pairs)
+        return f"StateSharding({{{table}}}{'' if self.unused == 'error' else f', unused={self.unused!r}'})"
+
+
+def _again(pairs: Any, unused: Unused) -> StateSharding:
+    return StateSharding(pairs, unused=unused)
+
+
+def _pairs(rules: Iterable[Any]) -> list[tuple[Any, Any]]:
+    pairs = list(rules)
+    for pair in pairs:
+        if not isinstance(pair, tuple | list) or len(pair) != 2:
+            raise RuleError(f"StateSharding takes a mapping or (filter, layout) pairs; {pair!r} is neither")
+    return [(written, layout) for written, layout in pairs]
+
+
+def _written(written: Any) -> str:
+    return "..." if written is ... else written.__name__ if isinstance(written, type) else repr(written)
+
+
+def _layout_text(value: Any) -> str:
+    return repr(as_layout(value))

@@ -1,0 +1,31 @@
+"""An activation and its axes ─► the same, laid out by the ambient rules where there are any."""
+
+from jaxtyping import Array, Shaped
+
+from functree.transforms.ambient import ambient_rules
+from functree.transforms.placement import constrain
+
+
+def activation(x: Shaped[Array, "..."], axes: str) -> Shaped[Array, "..."]:
+    """`x`, constrained by the names of its axes if a user has made rules ambient.
+
+    Without ambient rules (`ft.jit(rules=...)`, `with ft.axis_rules(rules):`) it does nothing, so that a model
+    runs on a laptop unchanged.
+
+    Args:
+        x: the activation. With fewer dimensions than names, the outermost names are left out ("batch" first).
+            With more, nobody has said what the outer ones are, and its layout is the compiler's.
+        axes: the names, outermost first.
+
+    Raises:
+        ShardingError: as `ft.constrain`, where the rules do not fit.
+
+    Example:
+        >>> from functree.nn.activations import activation
+        >>> activation(jnp.ones((2, 3)), "batch seq embed").shape
+        (2, 3)
+    """
+    names = axes.split()
+    if ambient_rules() is None or x.ndim > len(names):
+        return x
+    return constrain(x, " ".join(names[len(names) - x.ndim :]))

@@ -1,0 +1,130 @@
+"""Causal self-attention with rotary positions and grouped keys and values."""
+
+from collections.abc import Iterator
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, PRNGKeyArray
+
+from functree.errors import FunctreeError, Problem
+from functree.nn.activations import activation
+from functree.nn.rope import rope
+from functree.nn.weights import Initializer, cast, dtype_or_none, fan_in
+
+
+class Attention(eqx.Module):
+    """Each token looks at itself and at those before it, in `heads` ways at once.
+
+    Query head `h` reads key and value head `h // (heads / kv_heads)`. The softmax is computed in float32.
+
+    Args:
+        embed: size of the input and of the result.
+        heads: number of query heads.
+        kv_heads: number of key and value heads, a divisor of `heads`; by default `heads`.
+        head_dim: size of one head, even; by default `embed // heads`.
+        rope_theta: the base of the rotary frequencies.
+        init: of the four weights, each seen as a matrix from what is summed over to what is not; by default
+            truncated normal with variance 1 / (size summed over).
+        key: for the weights.
+        param_dtype: the dtype the parameters are kept in.
+        compute_dtype: the dtype they are cast to where they are used; `None`: that of `x`.
+
+    Raises:
+        FunctreeError: `kv_heads` does not divide `heads`, or `head_dim` is odd.
+
+    Example:
+        >>> attention = ft.nn.Attention(8, 4, 2, key=jax.random.key(0))
+        >>> attention.query.shape, attention.key.shape
+        ((8, 4, 2), (8, 2, 2))
+        >>> attention(jnp.ones((5, 8))).shape
+        (5, 8)
+    """
+
+    query: Float[Array, "embed heads head_dim"]
+    key: Float[Array, "embed kv_heads head_dim"]
+    value: Float[Array, "embed kv_heads head_dim"]
+    out: Float[Array, "heads head_dim embed"]
+    rope_theta: float = eqx.field(static=True)
+    compute_dtype: np.dtype | None = eqx.field(static=True)
+
+    def __init__(
+        self,
+        embed: int,
+        heads: int,
+        kv_heads: int | None = None,
+        head_dim: int | None = None,
+        *,
+        rope_theta: float = 10_000.0,
+        init: Initializer = fan_in,
+        key: PRNGKeyArray,
+        param_dtype: DTypeLike = jnp.float32,
+        compute_dtype: DTypeLike | None = None,
+    ):
+        kv_heads = heads if kv_heads is None else kv_heads
+        head_dim = embed // heads if head_dim is None else head_dim
+        if problems := list(head_problems(heads, kv_heads, head_dim)):
+            raise FunctreeError("Attention cannot be built", problems)
+        query_key, key_key, value_key, out_key = jax.random.split(key, 4)
+
+        def project(key: PRNGKeyArray, heads: int) -> Array:
+            return init(key, (embed, heads * head_dim), param_dtype).reshape(embed, heads, head_dim)
+
+        self.query = project(query_key, heads)
+        self.key = project(key_key, kv_heads)
+        self.value = project(value_key, kv_heads)
+        self.out = init(out_key, (heads * head_dim, embed), param_dtype).reshape(heads, head_dim, embed)
+        self.rope_theta = rope_theta
+        self.compute_dtype = dtype_or_none(compute_dtype)
+
+    def __call__(self, x: Float[Array, "*batch seq embed"]) -> Float[Array, "*batch seq embed"]:
+        x, *weights, out = cast(self.compute_dtype, x, self.query, self.key, self.value, self.out)
+        query, key, value = (jnp.einsum("...e,ehd->...hd", x, weight) for weight in weights)
+        query = activation(rope(query, theta=self.rope_theta), "batch seq heads head_dim")
+        key = activation(rope(key, theta=self.rope_theta), "batch seq kv_heads head_dim")
+        value = activation(value, "batch seq kv_heads head_dim")
+        mixed = activation(attend(query, key, value), "batch seq heads head_dim")
+        return jnp.einsum("...hd,hde->...e", mixed, out)
+
+
+def attend(
+    query: Float[Array, "*batch seq heads head_dim"],
+    key: Float[Array, "*batch seq kv_heads head_dim"],
+    value: Float[Array, "*batch seq kv_heads head_dim"],
+) -> Float[Array, "*batch seq heads head_dim"]:
+    """Causal attention by `jax.nn.dot_product_attention`, over any number of batch dimensions.
+
+    Example:
+        >>> from functree.nn.attention import attend
+        >>> x = jnp.arange(6.0).reshape(3, 1, 2)
+        >>> attend(x, x, x)[0]  # the first token sees itself alone
+        Array([[0., 1.]], dtype=float32)
+    """
+
+    def causal(query: Array, key: Array, value: Array) -> Array:
+        # JAX's own code promotes bfloat16 with float32 there, which a user's strict promotion would refuse.
+        with jax.numpy_dtype_promotion("standard"):
+            return jax.nn.dot_product_attention(query, key, value, is_causal=True)
+
+    for _ in range(query.ndim - 4):  # it takes one batch dimension at most
+        causal = jax.vmap(causal)
+    return causal(query, key, value)
+
+
+def head_problems(heads: int, kv_heads: int, head_dim: int) -> Iterator[Problem]:
+    """What is wrong with these numbers of heads, for the layer and for a model's config.
+
+    Example:
+        >>> from functree.nn.attention import head_problems
+        >>> [problem.why for problem in head_problems(8, 3, 16)]
+        ['each key and value head serves as many query heads: it must divide heads=8']
+    """
+    if heads % kv_heads:
+        why = f"each key and value head serves as many query heads: it must divide heads={heads}"
+        divisors = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
+        yield Problem(None, None, f"kv_heads={kv_heads}", why, f"one of {divisors} for kv_heads")
+    if head_dim % 2:
+        why = "rotary positions turn pairs of dimensions: it must be even"
+        yield Problem(None, None, f"head_dim={head_dim}", why, f"head_dim={head_dim + 1}")

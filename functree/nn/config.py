@@ -1,0 +1,96 @@
+"""The sizes and choices of a transformer, checked when they are written down."""
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from functree.errors import FunctreeError, Problem
+from functree.nn.attention import head_problems
+from functree.transforms.scan import Remat, remat_policy
+
+_SIZES = ("vocab_size", "embed", "layers", "heads", "kv_heads", "head_dim", "hidden", "max_seq")
+
+
+@dataclasses.dataclass(frozen=True)
+class TransformerConfig:
+    """What a `Transformer` is built from; immutable, equal and hashable by value.
+
+    Args:
+        vocab_size: number of tokens.
+        embed: size of the residual stream.
+        layers: number of blocks.
+        heads: query heads in each block.
+        kv_heads: key and value heads, a divisor of `heads`.
+        head_dim: size of one head, even.
+        hidden: size inside the feed-forward layer.
+        max_seq: the longest sequence it accepts.
+        rope_theta: the base of the rotary frequencies.
+        tie_embedding: whether the embedding's table also makes the logits.
+        remat: what the backward pass recomputes: `None`, `"full"`, `"dots"`, a policy, as in `Stacked.scan`.
+        param_dtype: the dtype the parameters are kept in.
+        compute_dtype: the dtype of the activations and of the logits; weights are cast to it where they are
+            used. Norms, rotations and softmax are computed in float32 all the same.
+        norm_eps: the `eps` of the norms.
+
+    Raises:
+        FunctreeError: lists every field at fault.
+
+    Example:
+        >>> config = ft.nn.TransformerConfig(100, 8, layers=2, heads=4, kv_heads=2, head_dim=2, hidden=16)
+        >>> config.max_seq, config.compute_dtype
+        (2048, dtype('float32'))
+        >>> ft.nn.TransformerConfig(100, 8, layers=2, heads=4, kv_heads=3, head_dim=2, hidden=16)
+        Traceback (most recent call last):
+            ...
+        functree.errors.FunctreeError: no transformer can be built with these fields...
+    """
+
+    vocab_size: int
+    embed: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    hidden: int
+    max_seq: int = 2048
+    rope_theta: float = 10_000.0
+    tie_embedding: bool = False
+    remat: Remat = None
+    param_dtype: DTypeLike = jnp.float32
+    compute_dtype: DTypeLike = jnp.float32
+    norm_eps: float = 1e-5
+
+    def __post_init__(self) -> None:
+        for name in ("param_dtype", "compute_dtype"):  # one spelling, so that equal configs are equal
+            object.__setattr__(self, name, jnp.dtype(getattr(self, name)))
+        remat_policy(self.remat)
+        if problems := [*_size_problems(self), *_dtype_problems(self)]:
+            raise FunctreeError("no transformer can be built with these fields", problems)
+
+
+def _size_problems(config: TransformerConfig) -> Iterator[Problem]:
+    wrong = [name for name in _SIZES if not _is_size(getattr(config, name))]
+    for name in wrong:
+        yield _problem(config, name, "it must be a positive integer")
+    if not {"heads", "kv_heads", "head_dim"} & set(wrong):
+        yield from head_problems(config.heads, config.kv_heads, config.head_dim)
+    for name in ("rope_theta", "norm_eps"):
+        if not getattr(config, name) > 0:
+            yield _problem(config, name, "it must be positive")
+
+
+def _dtype_problems(config: TransformerConfig) -> Iterator[Problem]:
+    for name in ("param_dtype", "compute_dtype"):
+        if not jnp.issubdtype(getattr(config, name), jnp.floating):
+            yield _problem(config, name, "it must be a floating dtype", f"{name}=jnp.float32")
+
+
+def _problem(config: TransformerConfig, name: str, why: str, remedy: str = "") -> Problem:
+    return Problem(None, None, f"{name}={getattr(config, name)}", why, remedy)
+
+
+def _is_size(value: Any) -> bool:
+    return isinstance(value, int) and value > 0

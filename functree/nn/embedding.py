@@ -1,0 +1,53 @@
+"""Tokens ─► vectors, and with the same table vectors ─► logits."""
+
+import equinox as eqx
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int, PRNGKeyArray
+
+from functree.nn.weights import Initializer, cast, dtype_or_none, small_normal
+
+
+class Embedding(eqx.Module):
+    """A table with one row for each token.
+
+    Args:
+        vocab_size: number of rows.
+        embed: size of a row.
+        init: of the table; by default normal with standard deviation 0.02.
+        key: for the table.
+        param_dtype: the dtype the table is kept in.
+        compute_dtype: the dtype of what it returns; `None`: `param_dtype`, and for `logits` that of `x`.
+
+    Example:
+        >>> table = ft.nn.Embedding(100, 8, key=jax.random.key(0))
+        >>> table(jnp.array([1, 5, 99])).shape
+        (3, 8)
+    """
+
+    weight: Float[Array, "vocab embed"]
+    compute_dtype: np.dtype | None = eqx.field(static=True)
+
+    def __init__(
+        self,
+        vocab_size: int,
+        embed: int,
+        *,
+        init: Initializer = small_normal,
+        key: PRNGKeyArray,
+        param_dtype: DTypeLike = jnp.float32,
+        compute_dtype: DTypeLike | None = None,
+    ):
+        self.weight = init(key, (vocab_size, embed), param_dtype)
+        self.compute_dtype = dtype_or_none(compute_dtype)
+
+    def __call__(self, tokens: Int[Array, "*batch"]) -> Float[Array, "*batch embed"]:
+        """The rows of the tokens; a row of NaN for a token at or above `vocab_size`."""
+        rows = jnp.take(self.weight, tokens, axis=0, mode="fill")
+        return rows if self.compute_dtype is None else rows.astype(self.compute_dtype)
+
+    def logits(self, x: Float[Array, "*batch embed"]) -> Float[Array, "*batch vocab"]:
+        """The product of `x` with each row: the tied output of a language model."""
+        x, weight = cast(self.compute_dtype, x, self.weight)
+        return x @ weight.T

@@ -1,0 +1,69 @@
+"""A linear map whose axes are named where it is made."""
+
+import equinox as eqx
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, PRNGKeyArray
+
+from functree.errors import AxesError
+from functree.nn.weights import Initializer, cast, dtype_or_none, fan_in
+from functree.tree.axes import Axes, Names, names
+
+
+class Linear(eqx.Module):
+    """`x @ weight + bias`, over the last dimension of `x`.
+
+    Args:
+        in_size: of the last dimension of `x`.
+        out_size: of the last dimension of the result.
+        axes: the names of the weight's dimensions, in and out; the bias has the second.
+        use_bias: whether to add a bias, which starts at zero.
+        init: of the weight; by default truncated normal with variance `1 / in_size`.
+        key: for the weight.
+        param_dtype: the dtype the parameters are kept in.
+        compute_dtype: the dtype they are cast to where they are used; `None`: that of `x`.
+
+    Raises:
+        AxesError: `axes` are not two names.
+
+    Example:
+        >>> head = ft.nn.Linear(4, 8, axes="embed vocab", key=jax.random.key(0))
+        >>> head(jnp.ones((2, 3, 4))).shape
+        (2, 3, 8)
+        >>> ft.tree_axes(head).weight
+        Axes('embed', 'vocab')
+    """
+
+    weight: Float[Array, "in_size out_size"]
+    bias: Float[Array, "out_size"] | None
+    axes: Axes = eqx.field(static=True)
+    compute_dtype: np.dtype | None = eqx.field(static=True)
+
+    def __init__(
+        self,
+        in_size: int,
+        out_size: int,
+        *,
+        axes: str | Axes = "embed hidden",
+        use_bias: bool = True,
+        init: Initializer = fan_in,
+        key: PRNGKeyArray,
+        param_dtype: DTypeLike = jnp.float32,
+        compute_dtype: DTypeLike | None = None,
+    ):
+        self.axes = Axes.of(axes)
+        if len(self.axes) != 2:
+            raise AxesError(f'Linear(axes="{self.axes}"): a weight has two, in and out: "embed hidden"')
+        self.weight = init(key, (in_size, out_size), param_dtype)
+        self.bias = jnp.zeros((out_size,), param_dtype) if use_bias else None
+        self.compute_dtype = dtype_or_none(compute_dtype)
+
+    def __axis_names__(self) -> Names:
+        """The axes of this instance's leaves, which the class cannot know."""
+        return names(weight=self.axes, bias=Axes(self.axes[1]))
+
+    def __call__(self, x: Float[Array, "*batch in_size"]) -> Float[Array, "*batch out_size"]:
+        x, weight = cast(self.compute_dtype, x, self.weight)
+        y = x @ weight
+        return y if self.bias is None else y + jnp.broadcast_to(self.bias.astype(y.dtype), y.shape)

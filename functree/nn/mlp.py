@@ -1,0 +1,54 @@
+"""The feed-forward layer of a transformer: SwiGLU."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, PRNGKeyArray
+
+from functree.nn.activations import activation
+from functree.nn.weights import Initializer, cast, dtype_or_none, fan_in
+
+
+class MLP(eqx.Module):
+    """`(silu(x @ gate) * (x @ up)) @ down`, over the last dimension.
+
+    Args:
+        embed: size of the input and of the result.
+        hidden: size in between.
+        init: of the three matrices; by default truncated normal with variance 1 / (size summed over).
+        key: for the matrices.
+        param_dtype: the dtype the parameters are kept in.
+        compute_dtype: the dtype they are cast to where they are used; `None`: that of `x`.
+
+    Example:
+        >>> ft.nn.MLP(4, 8, key=jax.random.key(0))(jnp.ones((2, 3, 4))).shape
+        (2, 3, 4)
+    """
+
+    gate: Float[Array, "embed hidden"]
+    up: Float[Array, "embed hidden"]
+    down: Float[Array, "hidden embed"]
+    compute_dtype: np.dtype | None = eqx.field(static=True)
+
+    def __init__(
+        self,
+        embed: int,
+        hidden: int,
+        *,
+        init: Initializer = fan_in,
+        key: PRNGKeyArray,
+        param_dtype: DTypeLike = jnp.float32,
+        compute_dtype: DTypeLike | None = None,
+    ):
+        gate_key, up_key, down_key = jax.random.split(key, 3)
+        self.gate = init(gate_key, (embed, hidden), param_dtype)
+        self.up = init(up_key, (embed, hidden), param_dtype)
+        self.down = init(down_key, (hidden, embed), param_dtype)
+        self.compute_dtype = dtype_or_none(compute_dtype)
+
+    def __call__(self, x: Float[Array, "*batch embed"]) -> Float[Array, "*batch embed"]:
+        x, gate, up, down = cast(self.compute_dtype, x, self.gate, self.up, self.down)
+        hidden = jax.nn.silu(x @ gate) * (x @ up)
+        return activation(hidden, "batch seq hidden") @ down

@@ -1,0 +1,37 @@
+"""Heads ─► heads rotated by their positions (RoPE), so that only relative ones enter attention."""
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from functree.nn.weights import accumulator
+
+
+def rope(
+    x: Float[Array, "*batch seq heads head_dim"],
+    *,
+    theta: float = 10_000.0,
+    positions: Int[Array, "seq"] | None = None,
+) -> Float[Array, "*batch seq heads head_dim"]:
+    """Rotates dimension `i` with `i + head_dim / 2` by `position · theta^(-2i / head_dim)` radians.
+
+    The halves are paired as in Hugging Face's Llama weights; Meta's own pair neighbours. Computed in float32
+    (or wider), returned in the dtype of `x`.
+
+    Args:
+        x: queries or keys; `head_dim` is even.
+        theta: the base of the frequencies.
+        positions: of each token in its sequence; 0, 1, 2, … if not given.
+
+    Example:
+        >>> from functree.nn.rope import rope
+        >>> rope(jnp.ones((2, 1, 4)))[0, 0]  # position 0 is not rotated
+        Array([1., 1., 1., 1.], dtype=float32)
+    """
+    seq, _, head_dim = x.shape[-3:]
+    dtype = accumulator(x.dtype)
+    positions = jnp.arange(seq) if positions is None else positions
+    frequencies = theta ** (-jnp.arange(0, head_dim, 2, dtype=dtype) / head_dim)
+    angles = jnp.outer(positions.astype(dtype), frequencies)[:, None, :]
+    first, second = jnp.split(x.astype(dtype), 2, axis=-1)
+    cos, sin = (jnp.broadcast_to(table, first.shape) for table in (jnp.cos(angles), jnp.sin(angles)))
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)

@@ -1,0 +1,66 @@
+"""Names and sizes ─► a mesh."""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import mesh_utils
+from jax.sharding import AxisType, Mesh
+
+from functree.errors import ShardingError, did_you_mean
+
+
+def make_mesh(
+    *, explicit: bool = False, devices: Sequence[Any] | None = None, dcn: Mapping[str, int] | None = None, **sizes: int
+) -> Mesh:
+    """A mesh of devices with named axes.
+
+    Args:
+        explicit: Explicit axes, on which shardings are part of types. Else Auto (`jax.make_mesh` has it the other way).
+        devices: the devices; all there are, if not given.
+        dcn: the part of an axis that goes over several slices: `data=8, dcn={"data": 4}` is 4 slices of 2.
+        **sizes: the axes, outermost first.
+
+    Raises:
+        ShardingError: sizes that are no positive integers, or do not fit the devices.
+
+    Example:
+        >>> ft.make_mesh(data=2, model=4).shape
+        OrderedDict({'data': 2, 'model': 4})
+    """
+    for name, size in sizes.items():
+        if type(size) is not int or size < 1:
+            raise ShardingError(f"mesh axis {name}={size!r}: a size is a positive integer")
+    if not sizes:
+        raise ShardingError("a mesh has at least one axis: `ft.make_mesh(data=8)`")
+    found = list(jax.devices() if devices is None else devices)
+    needed, have = math.prod(sizes.values()), len(found)
+    asked = " × ".join(f"{name}={size}" for name, size in sizes.items())
+    if needed > have:
+        raise ShardingError(
+            f"{asked} needs {needed} devices, and there {'is' if have == 1 else 'are'} {have}; on a CPU, set "
+            f"XLA_FLAGS=--xla_force_host_platform_device_count={needed} before jax is imported"
+        )
+    grid = _grid(sizes, found[:needed], dcn) if dcn else None
+    types = (AxisType.Explicit if explicit else AxisType.Auto,) * len(sizes)
+    if grid is not None:
+        return Mesh(grid, tuple(sizes), axis_types=types)
+    return jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=types, devices=found[:needed])
+
+
+def _grid(sizes: Mapping[str, int], devices: Sequence[Any], dcn: Mapping[str, int]) -> np.ndarray[Any, Any]:
+    """Devices of several slices, so that only the `dcn` part of an axis crosses from one slice to another."""
+    for name, size in dcn.items():
+        if name not in sizes:
+            raise ShardingError(f"dcn names `{name}`, and the mesh has no such axis{did_you_mean(name, sizes)}")
+        if type(size) is not int or size < 1 or sizes[name] % size:
+            raise ShardingError(f"dcn={{{name!r}: {size!r}}} does not divide {name}={sizes[name]}")
+    by_slice = len({getattr(d, "slice_index", 0) for d in devices}) > 1
+    slices = {(d.slice_index if by_slice else d.process_index) for d in devices}
+    outer = [dcn.get(name, 1) for name in sizes]
+    if math.prod(outer) != len(slices):
+        raise ShardingError(f"dcn={dict(dcn)} is for {math.prod(outer)} slices, and the devices are on {len(slices)}")
+    inner = [size // over for size, over in zip(sizes.values(), outer, strict=True)]
+    return mesh_utils.create_hybrid_device_mesh(inner, outer, devices=devices, process_is_granule=not by_slice)

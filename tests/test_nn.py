@@ -1,0 +1,466 @@
+"""The layers and the transformer against a forward pass in plain NumPy, in float64, without JAX."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from functree import nn
+from functree.errors import AxesError, FunctreeError
+from functree.nn.activations import activation
+from functree.nn.attention import attend
+from functree.nn.rope import rope
+from functree.nn.weights import accumulator
+from functree.tree.axes import Axes
+from functree.tree.leaves import tree_axes
+
+CONFIG = nn.TransformerConfig(
+    vocab_size=37, embed=12, layers=3, heads=4, kv_heads=2, head_dim=6, hidden=20, max_seq=16
+)
+CONFIGS = {
+    "grouped": CONFIG,
+    "one key head": dataclasses.replace(CONFIG, kv_heads=1, remat="full"),
+    "multi-head, tied": dataclasses.replace(CONFIG, kv_heads=4, tie_embedding=True),
+    "tied, remat": dataclasses.replace(CONFIG, tie_embedding=True, remat="dots", layers=2),
+    "one layer, other constants": dataclasses.replace(CONFIG, layers=1, rope_theta=500.0, norm_eps=1e-2),
+    "a policy": dataclasses.replace(CONFIG, remat=jax.checkpoint_policies.dots_saveable, head_dim=2),
+}
+KEY = jax.random.key(0)
+TOKENS = np.random.default_rng(0).integers(0, 37, (2, 9)).astype(np.int32)
+X = np.random.default_rng(1).normal(size=(2, 9, 12)).astype(np.float32)
+TOLERANCE = dict(rtol=2e-5, atol=2e-5)
+
+
+@pytest.fixture(autouse=True)
+def _precise() -> Any:
+    with jax.default_matmul_precision("highest"):
+        yield
+
+
+def create(config: nn.TransformerConfig) -> nn.Transformer:
+    """With scales that are not one and embeddings that are not small, so that each is seen to be used."""
+    model = nn.Transformer.create(config, key=KEY, embed_init=jax.nn.initializers.normal(1.0))
+
+    def spread(leaf: jax.Array) -> jax.Array:
+        return jax.random.uniform(jax.random.key(leaf.size), leaf.shape, minval=0.5, maxval=1.5)
+
+    where = lambda m: (m.norm.scale, m.blocks.layer.attn_norm.scale, m.blocks.layer.mlp_norm.scale)  # noqa: E731
+    return eqx.tree_at(where, model, replace_fn=spread)
+
+
+# The oracle
+
+
+def exact(array: Any) -> np.ndarray:
+    return np.asarray(array, np.float64)
+
+
+def numpy_norm(norm: nn.RMSNorm, x: np.ndarray) -> np.ndarray:
+    return x / np.sqrt((x * x).sum(-1, keepdims=True) / x.shape[-1] + norm.eps) * exact(norm.scale)
+
+
+def numpy_rope(x: np.ndarray, theta: float) -> np.ndarray:
+    """One head, [seq, head_dim]: each pair as a complex number."""
+    half = x.shape[-1] // 2
+    turns = np.exp(1j * np.outer(np.arange(len(x)), [theta ** (-i / half) for i in range(half)]))
+    pairs = (x[:, :half] + 1j * x[:, half:]) * turns
+    return np.concatenate([pairs.real, pairs.imag], -1)
+
+
+def numpy_attention(attn: nn.Attention, x: np.ndarray) -> np.ndarray:
+    """[seq, embed], head by head and token by token."""
+    query, key, value, out = map(exact, (attn.query, attn.key, attn.value, attn.out))
+    result = np.zeros_like(x)
+    for head in range(query.shape[1]):
+        group = head * key.shape[1] // query.shape[1]
+        q = numpy_rope(x @ query[:, head], attn.rope_theta)
+        k = numpy_rope(x @ key[:, group], attn.rope_theta)
+        v = x @ value[:, group]
+        for t in range(len(x)):
+            weights = np.exp(k[: t + 1] @ q[t] / np.sqrt(q.shape[-1]))
+            result[t] += weights / weights.sum() @ v[: t + 1] @ out[head]
+    return result
+
+
+def numpy_mlp(mlp: nn.MLP, x: np.ndarray) -> np.ndarray:
+    gate = x @ exact(mlp.gate)
+    return (gate / (1 + np.exp(-gate)) * (x @ exact(mlp.up))) @ exact(mlp.down)
+
+
+def numpy_block(block: nn.Block, x: np.ndarray) -> np.ndarray:
+    x = x + numpy_attention(block.attn, numpy_norm(block.attn_norm, x))
+    return x + numpy_mlp(block.mlp, numpy_norm(block.mlp_norm, x))
+
+
+def numpy_transformer(model: nn.Transformer, tokens: np.ndarray) -> np.ndarray:
+    """One sequence."""
+    table = exact(model.embed.weight)
+    x = table[tokens]
+    for block in model.blocks:
+        x = numpy_block(block, x)
+    unembed = table.T if model.unembed is None else exact(model.unembed.weight)
+    return numpy_norm(model.norm, x) @ unembed
+
+
+def each(fun: Callable[..., np.ndarray], layer: Any, batch: np.ndarray) -> np.ndarray:
+    """Over any number of batch dimensions, for functions of one sequence."""
+    return fun(layer, batch) if batch.ndim == 2 else np.stack([each(fun, layer, x) for x in batch])
+
+
+# The whole
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+def test_transformer_is_numpys(config: str) -> None:
+    model = create(CONFIGS[config])
+    expected = np.stack([numpy_transformer(model, tokens) for tokens in TOKENS])
+    logits = eqx.filter_jit(model)(jnp.asarray(TOKENS))
+    assert logits.dtype == jnp.float32
+    np.testing.assert_allclose(logits, expected, **TOLERANCE)
+    np.testing.assert_allclose(eqx.filter_jit(model)(jnp.asarray(TOKENS[0])), expected[0], **TOLERANCE)
+    np.testing.assert_allclose(model(jnp.asarray(TOKENS[None])), expected[None], **TOLERANCE)
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+def test_number_of_parameters(config: str) -> None:
+    c = CONFIGS[config]
+    attention = 2 * c.embed * c.head_dim * (c.heads + c.kv_heads)
+    block = attention + 3 * c.embed * c.hidden + 2 * c.embed
+    tables = c.vocab_size * c.embed * (1 if c.tie_embedding else 2)
+    leaves = jax.tree.leaves(eqx.filter_eval_shape(nn.Transformer.create, c, key=KEY))
+    assert sum(leaf.size for leaf in leaves if hasattr(leaf, "size")) == tables + c.layers * block + c.embed
+
+
+def loss(model: nn.Transformer, tokens: jax.Array) -> jax.Array:
+    logs = jax.nn.log_softmax(model(tokens[:, :-1]).astype(jnp.float32))
+    return -jnp.mean(jnp.take_along_axis(logs, tokens[:, 1:, None], axis=-1))
+
+
+@pytest.mark.parametrize("remat", [None, "full", "dots"])
+def test_gradients_are_finite_and_do_not_depend_on_remat(remat: str | None) -> None:
+    grads, plain = (
+        eqx.filter_jit(eqx.filter_grad(loss))(
+            create(dataclasses.replace(CONFIG, remat=how)), jnp.asarray(TOKENS)
+        )
+        for how in (remat, None)
+    )
+    for grad, expected in zip(jax.tree.leaves(grads), jax.tree.leaves(plain), strict=True):
+        assert np.isfinite(grad).all() and np.any(grad)
+        np.testing.assert_allclose(grad, expected, rtol=1e-4, atol=1e-6)
+
+
+def test_a_gradient_is_the_slope() -> None:
+    model, tokens = create(CONFIG), jnp.asarray(TOKENS)
+    grads = eqx.filter_grad(loss)(model, tokens)
+    run = eqx.filter_jit(loss)
+    step = 1e-2
+
+    def moved(sign: float) -> float:
+        return float(
+            run(
+                jax.tree.map(lambda w, g: w + sign * step * g if eqx.is_array(w) else w, model, grads), tokens
+            )
+        )
+
+    squares = sum(float(jnp.sum(g**2)) for g in jax.tree.leaves(grads))
+    np.testing.assert_allclose((moved(1) - moved(-1)) / (2 * step), squares, rtol=1e-2)
+
+
+def test_causality() -> None:
+    model = eqx.filter_jit(create(CONFIG))
+    before = model(jnp.asarray(TOKENS))
+    for t in range(TOKENS.shape[1]):
+        changed = TOKENS.copy()
+        changed[:, t] = (changed[:, t] + 1) % CONFIG.vocab_size
+        after = model(jnp.asarray(changed))
+        np.testing.assert_array_equal(after[:, :t], before[:, :t])
+        assert np.all(np.any(after[:, t:] != before[:, t:], axis=-1))
+
+
+@pytest.mark.parametrize("remat", [None, "full"])
+@pytest.mark.parametrize(
+    "fun", [lambda model, tokens: model(tokens), eqx.filter_grad(loss)], ids=["forward", "backward"]
+)
+def test_compiled_size_does_not_grow_with_depth(fun: Callable[..., Any], remat: str | None) -> None:
+    def size(layers: int) -> int:
+        config = dataclasses.replace(CONFIG, layers=layers, remat=remat)
+        model = eqx.filter_eval_shape(nn.Transformer.create, config, key=KEY)
+        lowered = jax.jit(fun).lower(model, jax.ShapeDtypeStruct(TOKENS.shape, jnp.int32))
+        return len(lowered.compile().as_text().splitlines())
+
+    assert size(8) <= 1.02 * size(2)
+
+
+def test_the_axes_of_every_leaf() -> None:
+    axes = tree_axes(create(CONFIG))
+    block = axes.blocks.layer
+    assert axes.embed.weight == Axes("vocab", "embed")
+    assert axes.unembed.weight == Axes("embed", "vocab")
+    assert axes.norm.scale == Axes("embed")
+    assert block.attn_norm.scale == block.mlp_norm.scale == Axes("layers", "embed")
+    assert block.attn.query == Axes("layers", "embed", "heads", "head_dim")
+    assert block.attn.key == block.attn.value == Axes("layers", "embed", "kv_heads", "head_dim")
+    assert block.attn.out == Axes("layers", "heads", "head_dim", "embed")
+    assert block.mlp.gate == block.mlp.up == Axes("layers", "embed", "hidden")
+    assert block.mlp.down == Axes("layers", "hidden", "embed")
+
+
+# Dtypes
+
+
+@pytest.mark.parametrize("tie_embedding", [True, False])
+def test_dtypes_apart(tie_embedding: bool) -> None:
+    config = dataclasses.replace(CONFIG, compute_dtype=jnp.bfloat16, tie_embedding=tie_embedding)
+    model = create(config)
+    assert {leaf.dtype for leaf in jax.tree.leaves(model) if eqx.is_array(leaf)} == {jnp.dtype("float32")}
+    logits = model(jnp.asarray(TOKENS))
+    assert logits.dtype == jnp.bfloat16
+    exact_logits = create(dataclasses.replace(config, compute_dtype="float32"))(jnp.asarray(TOKENS))
+    np.testing.assert_allclose(logits.astype(jnp.float32), exact_logits, rtol=0.1, atol=0.15)
+    grads = eqx.filter_grad(loss)(model, jnp.asarray(TOKENS))
+    assert {leaf.dtype for leaf in jax.tree.leaves(grads)} == {jnp.dtype("float32")}
+
+
+def test_param_dtype() -> None:
+    config = dataclasses.replace(CONFIG, param_dtype=jnp.bfloat16)
+    model = nn.Transformer.create(config, key=KEY)
+    assert {leaf.dtype for leaf in jax.tree.leaves(model) if eqx.is_array(leaf)} == {jnp.dtype("bfloat16")}
+    assert model(jnp.asarray(TOKENS)).dtype == jnp.float32
+
+
+LAYERS: dict[str, Callable[..., Callable[[jax.Array], jax.Array]]] = {
+    "Linear": lambda **options: nn.Linear(12, 8, key=KEY, **options),
+    "RMSNorm": lambda **options: nn.RMSNorm(12, **options),
+    "MLP": lambda **options: nn.MLP(12, 20, key=KEY, **options),
+    "Attention": lambda **options: nn.Attention(12, 4, 2, 6, key=KEY, **options),
+    "Embedding.logits": lambda **options: nn.Embedding(37, 12, key=KEY, **options).logits,
+}
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_a_layer_computes_in_the_dtype_of_its_input_unless_told(layer: str) -> None:
+    x = jnp.asarray(X)
+    make = LAYERS[layer]
+    assert make()(x).dtype == jnp.float32
+    assert make()(x.astype(jnp.bfloat16)).dtype == jnp.bfloat16
+    assert make(compute_dtype=jnp.bfloat16)(x).dtype == jnp.bfloat16
+    assert make(param_dtype=jnp.bfloat16)(x).dtype == jnp.float32
+
+
+def test_norms_are_computed_in_float32() -> None:
+    """A sum of 4096 squares near 1 in bfloat16 would stop at 256."""
+    x = jnp.full((4096,), 1.5, jnp.bfloat16)
+    np.testing.assert_allclose(nn.RMSNorm(4096)(x).astype(jnp.float32), 1.0, rtol=1e-3)
+    large = jnp.full((4,), 1e4, jnp.float16)  # its square is not a float16
+    np.testing.assert_allclose(nn.RMSNorm(4)(large).astype(jnp.float32), 1.0, rtol=1e-3)
+
+
+def test_accumulator() -> None:
+    assert accumulator(jnp.bfloat16) == accumulator(jnp.float16) == accumulator(jnp.float32) == jnp.float32
+    assert accumulator(np.float64) == np.float64
+
+
+# Each layer alone, with and without batch dimensions
+
+
+@pytest.mark.parametrize("x", [X, X[0], X[None]], ids=lambda x: x.ndim)
+def test_layers_are_numpys(x: np.ndarray) -> None:
+    block = create(CONFIG).blocks[1]
+    cases = [
+        (block.attn_norm, numpy_norm),
+        (block.attn, numpy_attention),
+        (block.mlp, numpy_mlp),
+        (block, numpy_block),
+        (nn.RMSNorm(12, eps=0.5), numpy_norm),
+        (nn.Attention(12, 3, key=KEY), numpy_attention),
+    ]
+    for layer, oracle in cases:
+        np.testing.assert_allclose(layer(jnp.asarray(x)), each(oracle, layer, exact(x)), **TOLERANCE)
+
+
+@pytest.mark.parametrize("use_bias", [True, False])
+def test_linear(use_bias: bool) -> None:
+    linear = nn.Linear(12, 8, use_bias=use_bias, key=KEY)
+    if use_bias:
+        linear = eqx.tree_at(lambda layer: layer.bias, linear, jnp.arange(8.0))
+    expected = exact(X) @ exact(linear.weight) + (np.arange(8) if use_bias else 0)
+    np.testing.assert_allclose(linear(jnp.asarray(X)), expected, **TOLERANCE)
+    np.testing.assert_allclose(linear(jnp.asarray(X[0, 0])), expected[0, 0], **TOLERANCE)
+
+
+def test_linear_names_its_own_axes() -> None:
+    assert tree_axes(nn.Linear(4, 8, key=KEY)).weight == Axes("embed", "hidden")
+    head = tree_axes(nn.Linear(4, 8, axes="embed vocab", key=KEY))
+    assert (head.weight, head.bias) == (Axes("embed", "vocab"), Axes("vocab"))
+    unnamed = tree_axes(nn.Linear(4, 8, axes=Axes("embed", None), key=KEY))
+    assert (unnamed.weight, unnamed.bias) == (Axes("embed", None), Axes(None))
+    assert tree_axes(nn.Linear(4, 8, use_bias=False, key=KEY)).bias is None
+
+
+def test_embedding() -> None:
+    table = nn.Embedding(37, 12, key=KEY)
+    np.testing.assert_array_equal(table(jnp.asarray(TOKENS)), table.weight[TOKENS])
+    np.testing.assert_array_equal(table(jnp.int32(3)), table.weight[3])
+    assert np.isnan(table(jnp.array([37, 1]))).tolist() == [[True] * 12, [False] * 12]
+    np.testing.assert_allclose(table.logits(jnp.asarray(X)), exact(X) @ exact(table.weight).T, **TOLERANCE)
+
+
+def test_attention_over_several_batch_dimensions() -> None:
+    query, key, value = (jax.random.normal(k, (2, 3, 1, 5, 4, 6)) for k in jax.random.split(KEY, 3))
+    whole = attend(query, key, value)
+    assert whole.shape == query.shape
+    np.testing.assert_allclose(
+        whole[1, 2, 0], attend(query[1, 2, 0], key[1, 2, 0], value[1, 2, 0]), rtol=1e-5
+    )
+
+
+# Rotary positions, by their laws
+
+
+def test_rope_sees_relative_positions_only() -> None:
+    query, key = (jax.random.normal(k, (9, 2, 8)) for k in jax.random.split(KEY))
+
+    def scores(shift: int) -> jax.Array:
+        positions = jnp.arange(9) + shift
+        turned = (rope(x, theta=100.0, positions=positions) for x in (query, key))
+        return jnp.einsum("qhd,khd->hqk", *turned)
+
+    np.testing.assert_allclose(scores(0), scores(1000), rtol=1e-3, atol=1e-3)
+    far = jnp.arange(9) * 3
+    assert not np.allclose(
+        scores(0), jnp.einsum("qhd,khd->hqk", rope(query, positions=far), rope(key, positions=far))
+    )
+
+
+def test_rope_rotates() -> None:
+    x = jax.random.normal(KEY, (2, 9, 3, 8))
+    turned = rope(x)
+    np.testing.assert_allclose(jnp.linalg.norm(turned, axis=-1), jnp.linalg.norm(x, axis=-1), rtol=1e-5)
+    np.testing.assert_array_equal(turned[:, 0], x[:, 0])
+    np.testing.assert_allclose(rope(x[1]), turned[1], rtol=1e-6)
+    once = jnp.ones(9, jnp.int32)
+    twice = rope(rope(x, positions=once), positions=once)
+    np.testing.assert_allclose(twice, rope(x, positions=2 * once), rtol=1e-4, atol=1e-5)
+    assert rope(x.astype(jnp.bfloat16)).dtype == jnp.bfloat16
+
+
+# Initializers
+
+
+def test_initial_weights_keep_the_scale() -> None:
+    config = nn.TransformerConfig(512, 256, layers=2, heads=8, kv_heads=4, head_dim=64, hidden=1024)
+    model = nn.Transformer.create(config, key=KEY)
+    attn, mlp = model.blocks.layer.attn, model.blocks.layer.mlp
+    variances = {
+        256: (attn.query, attn.key, attn.value, mlp.gate, mlp.up),
+        512: (attn.out,),
+        1024: (mlp.down,),
+    }
+    for summed, weights in variances.items():
+        for weight in weights:
+            np.testing.assert_allclose(jnp.var(weight) * summed, 1.0, rtol=0.03)
+    np.testing.assert_allclose(jnp.var(model.unembed.weight) * 256, 1.0, rtol=0.03)
+    np.testing.assert_allclose(jnp.std(model.embed.weight), 0.02, rtol=0.03)
+    assert not np.array_equal(attn.query[0], attn.query[1])
+
+
+def test_initializers_are_arguments() -> None:
+    def constant(key: Any, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+        return jnp.full(shape, 0.25, dtype)
+
+    model = nn.Transformer.create(CONFIG, init=constant, embed_init=constant, key=KEY)
+    norms = model.norm.scale.size + 2 * model.blocks.layer.mlp_norm.scale.size
+    values = np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(model)])
+    assert (values == 1).sum() == norms and (values == 0.25).sum() == values.size - norms
+    assert nn.RMSNorm(3, init=constant).scale.tolist() == [0.25] * 3
+    assert nn.Linear(2, 3, init=constant, key=KEY).weight.tolist() == [[0.25] * 3] * 2
+
+
+# Activations
+
+
+def test_activations_are_left_alone_without_rules() -> None:
+    x = jnp.asarray(X)
+    assert activation(x, "batch seq embed") is x
+
+
+def test_activations_are_constrained_by_the_rules_of_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[str, tuple[int, ...]]] = []
+
+    def constrain(x: jax.Array, axes: str) -> jax.Array:
+        seen.append((axes, x.shape))
+        return x
+
+    monkeypatch.setattr("functree.nn.activations.ambient_rules", lambda: object())
+    monkeypatch.setattr("functree.nn.activations.constrain", constrain)
+    model = create(CONFIG)
+    for tokens in (TOKENS, TOKENS[0]):
+        seen.clear()
+        jax.eval_shape(model, jax.ShapeDtypeStruct(tokens.shape, jnp.int32))
+        assert {len(axes.split()) == len(shape) for axes, shape in seen} == {True}
+        names = {
+            "batch seq embed": (*tokens.shape, 12),
+            "batch seq heads head_dim": (*tokens.shape, 4, 6),
+            "batch seq kv_heads head_dim": (*tokens.shape, 2, 6),
+            "batch seq hidden": (*tokens.shape, 20),
+            "batch seq vocab": (*tokens.shape, 37),
+        }
+        if tokens.ndim == 1:
+            names = {name.removeprefix("batch "): shape for name, shape in names.items()}
+        assert dict(seen) == names
+    seen.clear()
+    jax.eval_shape(model, jax.ShapeDtypeStruct((1, *TOKENS.shape), jnp.int32))
+    assert seen == []
+
+
+# Errors
+
+
+BAD_FIELDS = {
+    "kv_heads": (dict(kv_heads=3), ["kv_heads=3", "divide heads=4", "one of 1, 2, 4 for kv_heads"]),
+    "head_dim": (dict(head_dim=5), ["head_dim=5", "even", "head_dim=6"]),
+    "embed": (dict(embed=0), ["embed=0", "positive integer"]),
+    "layers": (dict(layers=2.0), ["layers=2.0", "positive integer"]),
+    "max_seq": (dict(max_seq=-1), ["max_seq=-1", "positive integer"]),
+    "heads": (dict(heads=0), ["heads=0", "positive integer"]),
+    "rope_theta": (dict(rope_theta=0.0), ["rope_theta=0.0", "positive"]),
+    "remat": (dict(remat="some"), ["remat='some'", '"full"', '"dots"']),
+    "dtype": (dict(param_dtype=jnp.int32), ["param_dtype=int32", "floating", "param_dtype=jnp.float32"]),
+    "several": (dict(kv_heads=3, head_dim=5, hidden=-2), ["kv_heads=3", "head_dim=5", "hidden=-2"]),
+}
+
+
+@pytest.mark.parametrize("case", BAD_FIELDS)
+def test_bad_configs(case: str) -> None:
+    fields, fragments = BAD_FIELDS[case]
+    with pytest.raises(FunctreeError) as caught:
+        dataclasses.replace(CONFIG, **fields)
+    for fragment in fragments:
+        assert fragment in str(caught.value)
+
+
+def test_equal_configs_are_equal() -> None:
+    other = dataclasses.replace(CONFIG, param_dtype="float32", compute_dtype=np.dtype(np.float32))
+    assert other == CONFIG and hash(other) == hash(CONFIG)
+
+
+def test_bad_heads_and_axes() -> None:
+    with pytest.raises(FunctreeError, match=r"kv_heads=3[\s\S]*divide heads=4"):
+        nn.Attention(12, 4, 3, key=KEY)
+    with pytest.raises(FunctreeError, match=r"head_dim=3[\s\S]*even"):
+        nn.Attention(12, 4, key=KEY)
+    with pytest.raises(AxesError, match=r'Linear\(axes="embed"\): a weight has two'):
+        nn.Linear(4, 8, axes="embed", key=KEY)
+
+
+@pytest.mark.parametrize("shape", [(17,), (1, 17)], ids=len)
+def test_a_sequence_that_is_too_long(shape: tuple[int, ...]) -> None:
+    with pytest.raises(FunctreeError) as caught:
+        create(CONFIG)(jnp.zeros(shape, jnp.int32))
+    for fragment in (f"tokens of shape {shape}", "17", "max_seq=16", "larger max_seq"):
+        assert fragment in str(caught.value)
