@@ -41,6 +41,12 @@ def mesh_view(mesh: Any) -> MeshView:
         mesh = current_mesh()
         if mesh is None:
             raise ShardingError(f"there is no mesh: {NO_MESH}")
+        manual = getattr(mesh, "manual_axes", ())
+        if manual:
+            raise ShardingError(
+                f"inside shard_map the mesh axes ({', '.join(manual)}) are Manual and shapes are local: lay arrays out "
+                "outside of it, and write `ft.constrain` for the axes that are left"
+            )
     if isinstance(mesh, Mesh | AbstractMesh):
         return MeshView(dict(mesh.shape), mesh)
     if isinstance(mesh, Mapping):

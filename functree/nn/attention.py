@@ -11,6 +11,7 @@ from jaxtyping import Array, Float, PRNGKeyArray
 
 from functree.errors import FunctreeError, Problem
 from functree.nn.activations import activation
+from functree.nn.products import product
 from functree.nn.rope import rope
 from functree.nn.weights import Initializer, cast, dtype_or_none, fan_in
 
@@ -81,12 +82,12 @@ class Attention(eqx.Module):
 
     def __call__(self, x: Float[Array, "*batch seq embed"]) -> Float[Array, "*batch seq embed"]:
         x, *weights, out = cast(self.compute_dtype, x, self.query, self.key, self.value, self.out)
-        query, key, value = (jnp.einsum("...e,ehd->...hd", x, weight) for weight in weights)
+        query, key, value = (product(x, weight) for weight in weights)
         query = activation(rope(query, theta=self.rope_theta), "batch seq heads head_dim")
         key = activation(rope(key, theta=self.rope_theta), "batch seq kv_heads head_dim")
         value = activation(value, "batch seq kv_heads head_dim")
         mixed = activation(attend(query, key, value), "batch seq heads head_dim")
-        return jnp.einsum("...hd,hde->...e", mixed, out)
+        return activation(product(mixed, out, summed=2), "batch seq embed")
 
 
 def attend(
@@ -104,7 +105,8 @@ def attend(
     """
 
     def causal(query: Array, key: Array, value: Array) -> Array:
-        # JAX's own code promotes bfloat16 with float32 there, which a user's strict promotion would refuse.
+        # JAX's own code promotes bfloat16 with float32, which strict promotion refuses. So does its gradient, which
+        # is out of our reach: in bfloat16 it needs JAX's standard promotion (seen in jax 0.10 and 0.12).
         with jax.numpy_dtype_promotion("standard"):
             return jax.nn.dot_product_attention(query, key, value, is_causal=True)
 

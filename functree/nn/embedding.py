@@ -6,6 +6,7 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
+from functree.nn.products import product, rows
 from functree.nn.weights import Initializer, cast, dtype_or_none, small_normal
 
 
@@ -44,10 +45,10 @@ class Embedding(eqx.Module):
 
     def __call__(self, tokens: Int[Array, "*batch"]) -> Float[Array, "*batch embed"]:
         """The rows of the tokens; a row of NaN for a token at or above `vocab_size`."""
-        rows = jnp.take(self.weight, tokens, axis=0, mode="fill")
-        return rows if self.compute_dtype is None else rows.astype(self.compute_dtype)
+        vectors = rows(self.weight, tokens)
+        return vectors if self.compute_dtype is None else vectors.astype(self.compute_dtype)
 
     def logits(self, x: Float[Array, "*batch embed"]) -> Float[Array, "*batch vocab"]:
         """The product of `x` with each row: the tied output of a language model."""
         x, weight = cast(self.compute_dtype, x, self.weight)
-        return x @ weight.T
+        return product(x, weight.T)

@@ -7,6 +7,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from functree.errors import AxesError
+from functree.nn.products import along, product
 from functree.nn.weights import Initializer, cast, dtype_or_none, fan_in
 from functree.tree.axes import Axes, Names, names
 
@@ -65,5 +66,5 @@ class Linear(eqx.Module):
 
     def __call__(self, x: Float[Array, "*batch in_size"]) -> Float[Array, "*batch out_size"]:
         x, weight = cast(self.compute_dtype, x, self.weight)
-        y = x @ weight
-        return y if self.bias is None else y + jnp.broadcast_to(self.bias.astype(y.dtype), y.shape)
+        y = product(x, weight)
+        return y if self.bias is None else y + along(self.bias.astype(y.dtype), y)

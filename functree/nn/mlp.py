@@ -8,6 +8,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from functree.nn.activations import activation
+from functree.nn.products import product
 from functree.nn.weights import Initializer, cast, dtype_or_none, fan_in
 
 
@@ -50,5 +51,5 @@ class MLP(eqx.Module):
 
     def __call__(self, x: Float[Array, "*batch embed"]) -> Float[Array, "*batch embed"]:
         x, gate, up, down = cast(self.compute_dtype, x, self.gate, self.up, self.down)
-        hidden = jax.nn.silu(x @ gate) * (x @ up)
-        return activation(hidden, "batch seq hidden") @ down
+        hidden = activation(jax.nn.silu(product(x, gate)) * product(x, up), "batch seq hidden")
+        return activation(product(hidden, down), "batch seq embed")

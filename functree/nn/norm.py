@@ -7,6 +7,7 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, PRNGKeyArray
 
+from functree.nn.products import along
 from functree.nn.weights import Initializer, accumulator, dtype_or_none
 
 
@@ -50,5 +51,5 @@ class RMSNorm(eqx.Module):
     def __call__(self, x: Float[Array, "*batch embed"]) -> Float[Array, "*batch embed"]:
         wide = x.astype(accumulator(x.dtype))
         unit = wide * jax.lax.rsqrt(jnp.mean(wide**2, axis=-1, keepdims=True) + self.eps)
-        scaled = unit * jnp.broadcast_to(self.scale.astype(wide.dtype), wide.shape)
+        scaled = unit * along(self.scale.astype(wide.dtype), wide)
         return scaled.astype(x.dtype if self.compute_dtype is None else self.compute_dtype)

@@ -147,6 +147,7 @@ def init_optimizer(
 
 def _on_devices(planned: Plan) -> None:
     if not isinstance(planned.mesh, Mesh):
-        raise ShardingError(f"arrays cannot be born on {planned.view}, which has no devices: {NO_MESH} with a `Mesh`")
-
-
+        raise ShardingError(
+            f"arrays cannot be born on {planned.view}, which has no devices: {NO_MESH} with a `Mesh`; inside jit write "
+            "`ft.constrain(make(...), layout)`"
+        )

@@ -152,7 +152,7 @@ def _constrained(value: Any, row: Any, mesh: Any) -> Any:
     if AxisType.Explicit in kinds.values():
         value = jax.sharding.reshard(value, NamedSharding(mesh, of(AxisType.Explicit)))
     if AxisType.Auto in kinds.values():
-        value = jax.lax.with_sharding_constraint(value, NamedSharding(mesh, of(AxisType.Auto, AxisType.Explicit)))
+        value = jax.lax.with_sharding_constraint(value, NamedSharding(mesh, of(AxisType.Auto)))
     if row.memory_kind == "pinned_host":
         value = jax.device_put(value, jax.memory.Space.Host)
     return value
