@@ -1,6 +1,6 @@
 """functree lays out Equinox models over many devices: names in annotations, rules, a plan, and the arrays placed."""
 
-from jax.sharding import PartitionSpec as P
+from jax.sharding import PartitionSpec
 
 from functree import nn as nn
 from functree.errors import AxesError as AxesError
@@ -44,5 +44,7 @@ from functree.tree.leaves import tree_axes as tree_axes
 from functree.tree.paths import Path as Path
 from functree.tree.split import merge as merge
 from functree.tree.split import split as split
+
+P = PartitionSpec
 
 __version__ = "0.1.0"

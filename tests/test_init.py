@@ -117,7 +117,7 @@ def test_the_plan_can_be_looked_at_first():
 
 @pytest.mark.parametrize(
     ("mesh", "message"),
-    [({"data": 2, "model": 4}, "which has no devices"), (MESH.abstract_mesh, "which has no devices"), (None, "no mesh")],
+    [({"data": 2, "model": 4}, "has no devices"), (MESH.abstract_mesh, "has no devices"), (None, "no mesh")],
 )
 def test_init_wants_devices(mesh: Any, message: str):
     with pytest.raises(ft.ShardingError, match=message):

@@ -7,6 +7,7 @@ import pytest
 from jax.sharding import AxisType, Mesh
 
 import functree as ft
+from functree.transforms.mesh import _grid
 
 
 def test_auto_unless_explicit():
@@ -16,7 +17,8 @@ def test_auto_unless_explicit():
 
 def test_axes_stand_in_the_order_written():
     mesh = ft.make_mesh(model=4, data=2)
-    assert isinstance(mesh, Mesh) and mesh.axis_names == ("model", "data") and dict(mesh.shape) == {"model": 4, "data": 2}
+    assert isinstance(mesh, Mesh) and mesh.axis_names == ("model", "data")
+    assert dict(mesh.shape) == {"model": 4, "data": 2}
 
 
 def test_takes_as_many_devices_as_it_needs():
@@ -43,14 +45,12 @@ def test_refuses(sizes, message: str):
         ft.make_mesh(**sizes)
 
 
-def test_dcn_crosses_slices_only_on_its_axis(monkeypatch: pytest.MonkeyPatch):
+def test_dcn_crosses_slices_only_on_its_axis():
     """Two slices of four, described to the layout of devices as a TPU's would be."""
     devices = [
         SimpleNamespace(id=i, slice_index=i // 4, process_index=i // 4, platform="cpu", device_kind="cpu")
         for i in range(8)
     ]
-    from functree.transforms import mesh as module
-
-    grid = module._grid({"data": 4, "model": 2}, devices, {"data": 2})
+    grid = _grid({"data": 4, "model": 2}, devices, {"data": 2})
     slices = [[device.slice_index for device in row] for row in grid]
     assert slices == [[0, 0], [0, 0], [1, 1], [1, 1]]

@@ -1,5 +1,7 @@
 """A random model under a random legal layout computes what it computes unsharded."""
 
+from itertools import pairwise
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -14,9 +16,8 @@ from functree.tree.axes import Names
 
 P = PartitionSpec
 NAMES = ("embed", "hidden", "heads", "batch")
-MESHES = {
-    sizes: jax.make_mesh(sizes, ("data", "model"), axis_types=(AxisType.Auto,) * 2) for sizes in ((2, 4), (8, 1), (1, 2))
-}
+SIZES = ((2, 4), (8, 1), (1, 2))
+MESHES = {sizes: jax.make_mesh(sizes, ("data", "model"), axis_types=(AxisType.Auto,) * 2) for sizes in SIZES}
 
 
 class Layer(eqx.Module):
@@ -42,7 +43,7 @@ def models(draw: st.DrawFn) -> Model:
     sizes = draw(st.lists(st.sampled_from([8, 16, 24]), min_size=2, max_size=4))
     random = np.random.default_rng(draw(st.integers(0, 2**32)))
     layers = []
-    for rows, columns in zip(sizes, sizes[1:], strict=False):
+    for rows, columns in pairwise(sizes):
         axes = (draw(st.sampled_from(NAMES)), draw(st.sampled_from(NAMES)))
         weight = jnp.asarray(random.normal(size=(rows, columns)), jnp.float32)
         layers.append(Layer(weight, jnp.asarray(random.normal(size=columns), jnp.float32), axes))
@@ -56,7 +57,8 @@ def legal_layouts(draw: st.DrawFn) -> ft.Layout:
     pairs = draw(st.lists(st.tuples(st.sampled_from(NAMES), targets), max_size=6))
     rules = ft.AxisRules([*pairs, (..., None)])
     kind = draw(st.sampled_from(["rules", "fsdp", "both", "filters"]))
-    fsdp = ft.FSDP(draw(st.sampled_from(["data", "model", ("data", "model")])), min_size=draw(st.sampled_from([0, 100])))
+    axis = draw(st.sampled_from(["data", "model", ("data", "model")]))
+    fsdp = ft.FSDP(axis, min_size=draw(st.sampled_from([0, 100])))
     match kind:
         case "rules":
             return rules

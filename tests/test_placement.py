@@ -261,7 +261,8 @@ def test_silent_failure_23_a_program_traced_under_other_rules_is_not_reused():
         traces.append(str(ft.spec("batch hidden")))
         return x
 
-    for rules in ({"batch": "data", "hidden": None}, {"batch": None, "hidden": "model"}, {"batch": "data", "hidden": None}):
+    by_batch, by_hidden = {"batch": "data", "hidden": None}, {"batch": None, "hidden": "model"}
+    for rules in (by_batch, by_hidden, by_batch):
         with ft.axis_rules(ft.AxisRules(rules)):
             step(jnp.ones((4, 8)))
     assert len(traces) == 2 and len(set(traces)) == 2

@@ -125,19 +125,19 @@ TABLE: dict[str, tuple[Call, dict[str, Any]]] = {
     "spec": (
         lambda kind: spec_of_array(),
         {
-            "auto": dict.fromkeys(TREES, [UP]),
-            "explicit": dict.fromkeys(TREES, [UP]),
-            "manual": dict.fromkeys(TREES, [P()]),
-            "none": dict.fromkeys(TREES, [UP]),
+            "auto": {kind: [UP] for kind in TREES},
+            "explicit": {kind: [UP] for kind in TREES},
+            "manual": {kind: [P()] for kind in TREES},
+            "none": {kind: [UP] for kind in TREES},
         },
     ),
     "axis_rules": (
         lambda kind: spec_of_array(),
         {
-            "auto": dict.fromkeys(TREES, [UP]),
-            "explicit": dict.fromkeys(TREES, [UP]),
-            "manual": dict.fromkeys(TREES, [P()]),
-            "none": dict.fromkeys(TREES, [UP]),
+            "auto": {kind: [UP] for kind in TREES},
+            "explicit": {kind: [UP] for kind in TREES},
+            "manual": {kind: [P()] for kind in TREES},
+            "none": {kind: [UP] for kind in TREES},
         },
     ),
     "on_host": (

@@ -6,6 +6,7 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
+from functree.nn.activations import table_for
 from functree.nn.products import product, rows
 from functree.nn.weights import Initializer, cast, dtype_or_none, small_normal
 
@@ -45,7 +46,7 @@ class Embedding(eqx.Module):
 
     def __call__(self, tokens: Int[Array, "*batch"]) -> Float[Array, "*batch embed"]:
         """The rows of the tokens; a row of NaN for a token at or above `vocab_size`."""
-        vectors = rows(self.weight, tokens)
+        vectors = rows(table_for(tokens, self.weight), tokens)
         return vectors if self.compute_dtype is None else vectors.astype(self.compute_dtype)
 
     def logits(self, x: Float[Array, "*batch embed"]) -> Float[Array, "*batch vocab"]:

@@ -1,9 +1,8 @@
 """An activation and a weight ─► what comes of both, laid out by their types where mesh axes are Explicit.
 
 On Auto axes the compiler finds a layout. On Explicit axes JAX asks wherever there is more than one, as for FSDP, row
-parallel layers and embeddings. The answer is always the same: a weight is gathered along the mesh axes that split the
-activation already (all of FSDP); then the result lies as the activation in the dimensions that come from it, and as
-the weight in the others.
+parallel layers and embeddings. The answer is always the same: the dimensions that come from the activation stay as
+they are, and those that the weight brings lie as in the weight, as far as mesh axes are left.
 """
 
 import jax
@@ -12,6 +11,8 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from functree.transforms.ambient import without
+
+Entries = tuple[str | tuple[str, ...] | None, ...]
 
 
 def product(x: Float[Array, "..."], weight: Float[Array, "..."], summed: int = 1) -> Float[Array, "..."]:
@@ -22,9 +23,9 @@ def product(x: Float[Array, "..."], weight: Float[Array, "..."], summed: int = 1
         >>> product(jnp.ones((2, 3, 8)), jnp.ones((8, 4, 5))).shape
         (2, 3, 4, 5)
     """
-    kept = x.ndim - summed
-    weight = _gathered(weight, x, kept)
-    return jnp.tensordot(x, weight, axes=summed, out_sharding=_beside(x, kept, weight, summed))
+    outer, inner = _entries(x)[: x.ndim - summed], _entries(weight)[summed:]
+    layout = _layout(_explicit_mesh(x, weight), (*outer, *_left(inner, outer)))
+    return jnp.tensordot(x, weight, axes=summed, out_sharding=layout)
 
 
 def rows(table: Float[Array, "vocab embed"], index: Int[Array, "*batch"]) -> Float[Array, "*batch embed"]:
@@ -35,8 +36,12 @@ def rows(table: Float[Array, "vocab embed"], index: Int[Array, "*batch"]) -> Flo
         >>> rows(jnp.ones((7, 4)), jnp.array([[0, 6]])).shape
         (1, 2, 4)
     """
-    table = _gathered(table, index, index.ndim)
-    return table.at[index].get(mode="fill", out_sharding=_beside(index, index.ndim, table, 1))
+    outer, mesh = _entries(index), _explicit_mesh(index, table)
+    inner = _left(_entries(table), outer)
+    if mesh is not None:
+        # Else the partitioner moves the gradient of all rows, where that of the table would do.
+        table = jax.sharding.reshard(table, _layout(mesh, inner))
+    return table.at[index].get(mode="fill", out_sharding=_layout(mesh, (*outer, inner[-1])))
 
 
 def along(vector: Float[Array, "size"], x: Float[Array, "*batch size"]) -> Float[Array, "*batch size"]:
@@ -47,25 +52,10 @@ def along(vector: Float[Array, "size"], x: Float[Array, "*batch size"]) -> Float
         >>> along(jnp.arange(3.0), jnp.ones((2, 3))).shape
         (2, 3)
     """
-    if (mesh := _explicit_mesh(x, vector)) is not None:
-        vector = jax.sharding.reshard(vector, NamedSharding(mesh, PartitionSpec(_entries(x)[-1])))
-    return jnp.broadcast_to(vector, x.shape)
-
-
-def _gathered(weight: Array, x: Array, kept: int) -> Array:
-    """`weight`, whole along the mesh axes that split the first `kept` dimensions of `x`."""
-    if (mesh := _explicit_mesh(x, weight)) is None:
-        return weight
-    used = {axis for axes in _entries(x)[:kept] for axis in ((axes,) if isinstance(axes, str) else axes or ())}
-    spec = without(PartitionSpec(*_entries(weight)), used)
-    return jax.sharding.reshard(weight, NamedSharding(mesh, spec))
-
-
-def _beside(x: Array, kept: int, weight: Array, summed: int) -> NamedSharding | None:
-    """The first `kept` dimensions as in `x`, the others as in `weight` after its first `summed`."""
-    if (mesh := _explicit_mesh(x, weight)) is None:
-        return None
-    return NamedSharding(mesh, PartitionSpec(*_entries(x)[:kept], *_entries(weight)[summed:]))
+    entries, mesh = _entries(x), _explicit_mesh(x, vector)
+    if mesh is not None:
+        vector = jax.sharding.reshard(vector, _layout(mesh, entries[-1:]))
+    return jax.lax.broadcast_in_dim(vector, x.shape, (x.ndim - 1,), out_sharding=_layout(mesh, entries))
 
 
 def _explicit_mesh(*arrays: Array) -> AbstractMesh | None:
@@ -74,7 +64,17 @@ def _explicit_mesh(*arrays: Array) -> AbstractMesh | None:
     return next((mesh for mesh in meshes if AxisType.Explicit in mesh.axis_types), None)
 
 
-def _entries(x: Array) -> tuple[str | tuple[str, ...] | None, ...]:
+def _layout(mesh: AbstractMesh | None, entries: Entries) -> NamedSharding | None:
+    return None if mesh is None else NamedSharding(mesh, PartitionSpec(*entries))
+
+
+def _entries(x: Array) -> Entries:
     """The spec in the type of `x`, which names Explicit axes only; one entry for each dimension."""
     entries = tuple(jax.typeof(x).sharding.spec)
     return entries + (None,) * (x.ndim - len(entries))
+
+
+def _left(inner: Entries, outer: Entries) -> Entries:
+    """`inner` without the mesh axes that `outer` has."""
+    used = {axis for entry in outer for axis in ((entry,) if isinstance(entry, str) else entry or ())}
+    return tuple(without(PartitionSpec(*inner), used))

@@ -13,7 +13,7 @@ from functree.layout.layouts import Layout, as_layout
 from functree.layout.meshes import MeshView, current_mesh
 from functree.tree.axes import Axes
 
-# A user context is part of the key of every trace: a function traced under one set of rules is not reused under another.
+# A user context is part of the key of every trace: what was traced under some rules is not reused under others.
 _RULES = jax.make_user_context(None)
 
 
@@ -57,7 +57,9 @@ def spec(axes: str | Axes) -> PartitionSpec:
     """
     rules = ambient_rules()
     if rules is None:
-        raise ShardingError("there are no ambient rules: enter `with ft.axis_rules(rules):` around the call that traces this")
+        raise ShardingError(
+            "there are no ambient rules: enter `with ft.axis_rules(rules):` around the call that traces this"
+        )
     mesh = current_mesh()
     view = None if mesh is None else MeshView(dict(mesh.shape), mesh)
     found = spec_of_axes(rules, Axes.of(axes), None, view)

@@ -45,7 +45,7 @@ class Init(Generic[_P, _T]):
 
     def _planned(self, args: Any, kwargs: Any) -> tuple[Flat, Plan]:
         flat = Flat(self._make, args, kwargs, self._fresh)
-        return flat, plan_result(flat, self._layout, self._mesh)
+        return flat, _plan_result(flat, self._layout, self._mesh)
 
     def _jitted(self, flat: Flat, planned: Plan) -> Any:
         _on_devices(planned)
@@ -98,7 +98,7 @@ def abstract(make: Callable[_P, _T], layout: Any = None, mesh: Any = None) -> Ca
         flat = Flat(make, args, kwargs)
         values = flat.abstract()
         if layout is not None:
-            planned = plan_result(flat, layout, mesh, values)
+            planned = _plan_result(flat, layout, mesh, values)
             for i, row in zip(flat.which, planned.rows, strict=True):
                 values[i] = jax.ShapeDtypeStruct(row.shape, row.dtype, sharding=planned.sharding(row))
         return flat.result(values)
@@ -106,7 +106,7 @@ def abstract(make: Callable[_P, _T], layout: Any = None, mesh: Any = None) -> Ca
     return described
 
 
-def plan_result(flat: Flat, layout: Any, mesh: Any, values: Any = None) -> Plan:
+def _plan_result(flat: Flat, layout: Any, mesh: Any, values: Any = None) -> Plan:
     """The plan of what a flat function makes."""
     values = flat.abstract() if values is None else values
     return plan_tree(flat.result(values), layout, mesh, same=flat.which)

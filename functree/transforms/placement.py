@@ -3,6 +3,7 @@
 from typing import Any
 
 import jax
+from jax.core import Tracer
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from functree.errors import Problem, ShardingError, count
@@ -61,10 +62,12 @@ def lies_so(value: Any, target: NamedSharding) -> bool:
 def _concrete(leaves: Leaves) -> None:
     problems = []
     for leaf in leaves.leaves:
-        if isinstance(leaf.value, jax.core.Tracer):
-            why, remedy = "is traced, and `shard` moves concrete arrays", "inside jit and other transforms write `ft.constrain`"
+        if isinstance(leaf.value, Tracer):
+            why = "is traced, and `shard` moves concrete arrays"
+            remedy = "inside jit and other transforms write `ft.constrain`"
         elif isinstance(leaf.value, jax.ShapeDtypeStruct):
-            why, remedy = "is abstract, and `shard` moves concrete arrays", "give it a sharding with `ft.abstract`"
+            why = "is abstract, and `shard` moves concrete arrays"
+            remedy = "give it a sharding with `ft.abstract`"
         else:
             continue
         problems.append(Problem(leaf.path, leaf.shape, leaf.text, why, remedy))
@@ -80,7 +83,8 @@ def _named(tree: Any, axes: str | Axes) -> Leaves:
     leaf = leaves.leaves[0]
     if len(named) != len(leaf.shape):
         why = f'"{named}" names {len(named)} dimensions, and it has {len(leaf.shape)}'
-        raise ShardingError("the axes do not fit", [Problem(leaf.path, leaf.shape, leaf.text, why, "name each dimension")])
+        problem = Problem(leaf.path, leaf.shape, leaf.text, why, "name each dimension")
+        raise ShardingError("the axes do not fit", [problem])
     return Leaves((leaf._replace(axes=named, annotated=True, problem=None),), (), leaves.treedef, (0,), 1)
 
 

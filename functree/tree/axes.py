@@ -128,5 +128,14 @@ class BufferMark:
 BUFFER = BufferMark()
 _T = TypeVar("_T")
 
-#: `b: ft.Buffer[Float[Array, "hidden"]]`: an array of the model that is not trained. To a type checker, the array.
 Buffer = Annotated[_T, BUFFER]
+"""An array of the model that is not trained; to a type checker, the array itself.
+
+Example:
+    >>> class Norm(eqx.Module):
+    ...     scale: Float[Array, "embed"]
+    ...     mean: ft.Buffer[Float[Array, "embed"]]
+    >>> _, trained, rest = ft.split(Norm(jnp.ones(2), jnp.zeros(2)), ft.is_trainable, ...)
+    >>> trained.mean is None, rest.scale is None
+    (True, True)
+"""

@@ -272,10 +272,22 @@ def _buffer(leaf: Leaf) -> bool:
     return leaf.buffer
 
 
-#: Inexact arrays that are not an `ft.Buffer`.
 is_trainable: Filter = Mark("is_trainable", _trainable)
-#: Arrays annotated as `ft.Buffer`.
+"""Inexact arrays that are not an `ft.Buffer`.
+
+Example:
+    >>> ~ft.is_trainable
+    ~is_trainable
+"""
+
 is_buffer: Filter = Mark("is_buffer", _buffer)
+"""Arrays annotated as `ft.Buffer`.
+
+Example:
+    >>> static, buffers, rest = ft.split({"w": jnp.ones(2)}, ft.is_buffer, ...)
+    >>> buffers
+    {'w': None}
+"""
 
 
 class Everything(Filter):
