@@ -126,6 +126,31 @@ def count(number: int, noun: str) -> str:
     return f"{number} {noun if number == 1 else plural}"
 
 
+def near_name(name: str, known: Iterable[str]) -> str | None:
+    """The known name that is one edit or one swap of neighbours away, for names of four letters and more.
+
+    One that begins with the other is another name (`head`, `heads`), not a typo.
+
+    >>> near_name("hiden", ["embed", "hidden"]), near_name("head", ["heads"])
+    ('hidden', None)
+    """
+    for other in known:
+        short, long = sorted((name, other), key=len)
+        if len(short) >= 4 and not long.startswith(short) and _one_edit(short, long):
+            return other
+    return None
+
+
+def _one_edit(short: str, long: str) -> bool:
+    if len(long) - len(short) > 1 or short == long:
+        return False
+    i = next((i for i, (a, b) in enumerate(zip(short, long, strict=False)) if a != b), len(short))
+    if len(short) < len(long):
+        return short[i:] == long[i + 1 :]
+    swapped = short[:i] + short[i : i + 2][::-1] + short[i + 2 :]
+    return short[i + 1 :] == long[i + 1 :] or swapped == long
+
+
 def did_you_mean(name: object, known: Iterable[object]) -> str:
     """`; did you mean "hidden"?` for the nearest known name, or nothing.
 

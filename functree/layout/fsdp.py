@@ -2,12 +2,24 @@
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 from jax.sharding import PartitionSpec
 
 from functree.errors import RuleError
-from functree.layout.layouts import Decision, Layout, Resolution, apply_spec, axes_text, dim_text, spec_text, undecided
+from functree.layout.checks import lacking
+from functree.layout.layouts import (
+    Decision,
+    Layout,
+    Resolution,
+    apply_spec,
+    as_layout,
+    dim_text,
+    misread,
+    undecided,
+)
 from functree.layout.meshes import MeshView
+from functree.layout.specs import axes_text, spec_text
 from functree.tree.leaf import Leaf
 
 
@@ -46,22 +58,26 @@ class FSDP(Layout):
         axes: Sequence[str] | str | None = None,
         otherwise: PartitionSpec | None = None,
     ):
-        mesh_axes = (axis,) if isinstance(axis, str) else tuple(axis)
-        if not mesh_axes or not all(isinstance(a, str) and a for a in mesh_axes) or len(set(mesh_axes)) < len(mesh_axes):
+        mesh_axes = _names((axis,) if isinstance(axis, str) else axis)
+        if not mesh_axes or len(set(mesh_axes)) < len(mesh_axes):
             raise RuleError(f"FSDP({axis!r}): the first argument is a mesh axis, or several different ones")
+        named = _names(axes.split() if isinstance(axes, str) else axes)
+        if axes is not None and not named:
+            raise RuleError(f"FSDP: axes={axes!r} is no list of axis names; leave it out for every axis")
         if type(min_size) is not int or min_size < 0:
             raise RuleError(f"FSDP: min_size={min_size!r} is a number of elements, 0 or more")
         if otherwise is not None and not isinstance(otherwise, PartitionSpec):
             raise RuleError(f"FSDP: otherwise={otherwise!r} is no PartitionSpec; write `P()` for whole")
+        as_layout(otherwise)  # a spec of what is no mesh axis is found here
         object.__setattr__(self, "axis", mesh_axes[0] if len(mesh_axes) == 1 else mesh_axes)
         object.__setattr__(self, "min_size", min_size)
-        object.__setattr__(self, "axes", tuple(axes.split()) if isinstance(axes, str) else axes and tuple(axes))
+        object.__setattr__(self, "axes", named or None)
         object.__setattr__(self, "otherwise", otherwise)
 
     def __setattr__(self, name: str, value: object) -> None:
         raise AttributeError("FSDP is immutable")
 
-    def __reduce__(self):
+    def __reduce__(self) -> tuple[Any, ...]:
         return FSDP, self._key
 
     @property
@@ -78,12 +94,12 @@ class FSDP(Layout):
             if key not in known or leaf.problem:
                 known[key] = self._decide(leaf, mesh, start if start is not None else undecided(leaf))
             decisions.append(known[key])
-        return Resolution(decisions)
+        return Resolution(decisions, tuple(lacking(repr(self), self.mesh_axes, mesh, "name an axis of the mesh")))
 
     def _decide(self, leaf: Leaf, mesh: MeshView, start: Decision) -> Decision:
         if leaf.problem is not None and not start.problems:
             # A stack that nothing tells of would be sharded along its layers.
-            return start._replace(problems=((leaf.problem.why, leaf.problem.remedy),))
+            return start._replace(problems=(misread(leaf, leaf.problem),))
         if self.axes is not None:
             start = self._settled(leaf, start)
         stay = self._stays(leaf, start)
@@ -130,7 +146,8 @@ class FSDP(Layout):
             kept = apply_spec(leaf, self.otherwise, start, f"FSDP: none divides, otherwise {spec_text(self.otherwise)}")
             return kept._replace(pending=start.pending, unsettled=start.unsettled)
         sizes = ", ".join(f"{dim_text(leaf, dim)}={leaf.shape[dim]}" for dim in free)
-        why = f"FSDP({self.axis!r}): none of its whole dimensions ({sizes}) is a multiple of {axes_text(self.mesh_axes)}={parts}"
+        wanted = f"a multiple of {axes_text(self.mesh_axes)}={parts}"
+        why = f"FSDP({self.axis!r}): none of its whole dimensions ({sizes}) is {wanted}"
         remedy = "pad one of them, raise `min_size`, or write `otherwise=P()` to leave such leaves as they are"
         return start._replace(problems=(*start.problems, (why, remedy)))
 
@@ -150,6 +167,12 @@ class FSDP(Layout):
         given += [f"axes={self.axes!r}"] if self.axes is not None else []
         given += [f"otherwise={spec_text(self.otherwise)}"] if self.otherwise is not None else []
         return f"FSDP({', '.join(given)})"
+
+
+def _names(given: Any) -> tuple[str, ...]:
+    """Names as a tuple; none at all where one is no name."""
+    several = tuple(given) if isinstance(given, tuple | list) else ()
+    return several if all(isinstance(name, str) and name for name in several) else ()
 
 
 def _because(decision: Decision, reason: str) -> Decision:

@@ -1,7 +1,7 @@
-"""What a layout is: a value that decides, for the leaves of a tree and the sizes of a mesh, where each dimension goes."""
+"""What a layout is: a value that decides, for the leaves of a tree and a mesh's sizes, where each dimension goes."""
 
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -9,10 +9,10 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from functree.errors import Problem, RuleError
 from functree.layout.meshes import MeshView
+from functree.layout.specs import axes_text, odd_entry, spec_text
 from functree.tree.axes import Names
 from functree.tree.leaf import Leaf
 from functree.tree.paths import Path
-
 
 
 class Decision(NamedTuple):
@@ -27,6 +27,7 @@ class Decision(NamedTuple):
         memory_kind: where in a device's memory; None for the default.
         said: False where nobody has said anything: `None` as a layout.
         unsettled: the named dimensions of which nobody has said anything yet; names are checked against these.
+        fell: the named dimensions that only `...: None` is about.
     """
 
     entries: tuple[tuple[str, ...], ...]
@@ -37,6 +38,7 @@ class Decision(NamedTuple):
     memory_kind: str | None = None
     said: bool = True
     unsettled: tuple[int, ...] = ()
+    fell: tuple[int, ...] = ()
 
 
 class Resolution(NamedTuple):
@@ -107,11 +109,11 @@ class Fixed(Layout):
     def resolve(self, leaves: Sequence[Leaf], mesh: MeshView, before: Sequence[Decision] | None = None) -> Resolution:
         reason = f"{spec_text(self.spec)} as given"
         found = [
-            apply_spec(leaf, self.spec, before[i] if before else whole(leaf), reason)._replace(
-                memory_kind=self.memory_kind
-            )
+            apply_spec(leaf, self.spec, before[i] if before else whole(leaf), reason)
             for i, leaf in enumerate(leaves)
         ]
+        if self.memory_kind is not None:
+            found = [decision._replace(memory_kind=self.memory_kind) for decision in found]
         return Resolution(found)
 
     def __repr__(self) -> str:
@@ -200,6 +202,8 @@ class Composition(Layout):
         def flat(x: Layout) -> tuple[Layout, ...]:
             return x.parts if isinstance(x, Composition) else (x,)
 
+        if isinstance(first, Unsaid) or isinstance(then, Unsaid):
+            raise RuleError("`|` joins layouts, and `None` is nobody's word: leave it out, or write `P()` for whole")
         return Composition(flat(first) + flat(then))
 
     @property
@@ -240,15 +244,21 @@ def merge_names(several: Any) -> dict[type, Names]:
 def apply_spec(leaf: Leaf, spec: PartitionSpec, before: Decision, reason: str) -> Decision:
     """A physical spec over what is still whole. What it splits differently from before is a problem."""
     problems = list(before.problems)
-    if len(spec) > len(leaf.shape):
-        why = f"{spec_text(spec)} has {len(spec)} entries for {len(leaf.shape)} dimensions"
+    if len(spec.partitions) > len(leaf.shape):
+        why = f"{spec_text(spec)} has {len(spec.partitions)} entries for {len(leaf.shape)} dimensions"
         problems.append((why, "give one entry for each dimension, or fewer"))
+    odd = odd_entry(spec)
+    if odd is not None:
+        problems.append((f"{spec_text(spec)}: {odd}", "write names of mesh axes, or `None`"))
+        return before._replace(problems=tuple(problems))
     if spec.unreduced or spec.reduced:
-        problems.append((f"{spec_text(spec)} is about partial sums, which no leaf has at rest", "write a spec without it"))
+        why = f"{spec_text(spec)} is about partial sums, which no leaf has at rest"
+        problems.append((why, "write a spec without it"))
     entries, rules = list(before.entries), list(before.rules)
-    for i, entry in enumerate(tuple(spec)[: len(entries)]):
+    for i, entry in enumerate(spec.partitions[: len(entries)]):
         if entry is PartitionSpec.UNCONSTRAINED:
-            problems.append((f"dimension {i} is `P.UNCONSTRAINED`: nobody has said where it goes", "write a mesh axis or `None`"))
+            why = f"dimension {i} is `P.UNCONSTRAINED`: nobody has said where it goes"
+            problems.append((why, "write a mesh axis or `None`"))
             continue
         axes = (entry,) if isinstance(entry, str) else tuple(entry or ())
         if axes and entries[i] and entries[i] != axes:
@@ -257,8 +267,25 @@ def apply_spec(leaf: Leaf, spec: PartitionSpec, before: Decision, reason: str) -
             entries[i], rules[i] = axes, spec_text(spec)
     both = "; ".join(filter(None, (before.reason, reason)))
     return before._replace(
-        entries=tuple(entries), rules=tuple(rules), reason=both, pending=(), problems=tuple(problems), unsettled=()
+        entries=tuple(entries),
+        rules=tuple(rules),
+        reason=both,
+        pending=(),
+        problems=tuple(problems),
+        unsettled=(),
+        fell=(),
     )
+
+
+def misread(leaf: Leaf, problem: Problem) -> tuple[str, str]:
+    """The problem that a leaf's axes cannot be told, for a layout that has to know them."""
+    return problem.why, problem.remedy + optimizer_remedy(leaf)
+
+
+def optimizer_remedy(leaf: Leaf) -> str:
+    """What to add to a remedy for a leaf of a bare optimizer state: there the model's annotations need not fit."""
+    inside = any(issubclass(cls, tuple) and cls.__module__.split(".")[0] == "optax" for cls in leaf.within)
+    return "; for an optimizer's state use `ft.plan_optimizer`" if inside else ""
 
 
 def conflict(dim: int, leaf: Leaf, have: Sequence[str], want: Sequence[str], who: str) -> tuple[str, str]:
@@ -273,22 +300,20 @@ def dim_text(leaf: Leaf, dim: int) -> str:
     return f'"{name}"' if name else f"dimension {dim}"
 
 
-def axes_text(mesh_axes: Sequence[str]) -> str:
-    """Mesh axes as messages name them."""
-    return mesh_axes[0] if len(mesh_axes) == 1 else f"({', '.join(mesh_axes)})" if mesh_axes else "None"
-
-
-def entry(mesh_axes: Sequence[str]) -> str | tuple[str, ...] | None:
-    """One entry of a PartitionSpec."""
-    return None if not mesh_axes else mesh_axes[0] if len(mesh_axes) == 1 else tuple(mesh_axes)
-
-
-def spec_text(spec: PartitionSpec) -> str:
-    """A spec as one writes it."""
-    return f"P({', '.join(repr(e) if e is not PartitionSpec.UNCONSTRAINED else 'P.UNCONSTRAINED' for e in spec)})"
-
-
 # What stands for a layout
+
+
+def written_pairs(written: Any, wanted: str) -> list[tuple[Any, Any]]:
+    """A mapping, or pairs, as pairs. Raises RuleError for what is neither; `wanted` says what is."""
+    if isinstance(written, Mapping):
+        return list(written.items())
+    if not isinstance(written, Iterable) or isinstance(written, str | bytes | PartitionSpec):
+        raise RuleError(f"{wanted}; {written!r} is neither")
+    pairs = list(written)
+    for pair in pairs:
+        if not isinstance(pair, tuple | list) or len(pair) != 2:
+            raise RuleError(f"{wanted}; {pair!r} is neither")
+    return [(left, right) for left, right in pairs]
 
 
 def is_layout(value: Any) -> bool:
@@ -306,6 +331,9 @@ def as_layout(value: Any) -> Layout:
         case Layout():
             return value
         case PartitionSpec():
+            odd = odd_entry(value)
+            if odd is not None:
+                raise RuleError(f"{spec_text(value)}: {odd}")
             return Fixed(value)
         case NamedSharding():
             return Fixed(value.spec, value.mesh, value.memory_kind)

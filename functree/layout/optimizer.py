@@ -4,6 +4,7 @@ What a leaf of the state stands for is not asked of its type: `tx.init` is trace
 size changed and different, and the sizes tell which dimensions of which parameter it has.
 """
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -13,8 +14,9 @@ from optax import GradientTransformation
 from functree.errors import FunctreeError
 from functree.layout.layouts import Decision, Layout, Resolution, as_layout, whole
 from functree.layout.meshes import MeshView
-from functree.layout.plan import Plan, Row, plan, plan_leaves
+from functree.layout.plan import Plan, plan_leaves, plan_tree
 from functree.layout.prefix import Part
+from functree.layout.row import Row
 from functree.tree.axes import Axes
 from functree.tree.filters import as_filter, is_trainable
 from functree.tree.flat import Flat
@@ -64,7 +66,7 @@ def plan_optimizer(
         The plan of `tx.init(parameters)`.
 
     Raises:
-        ShardingError: the model cannot be laid out, or a leaf of the state cannot be derived and there is no `otherwise`.
+        ShardingError: the model cannot be laid out; a leaf of the state cannot be derived and there is no `otherwise`.
 
     Example:
         >>> import optax
@@ -77,10 +79,10 @@ def plan_optimizer(
 
 def planned_state(tx: Any, model: Any, layout: Any, mesh: Any, wrt: Any, otherwise: Any) -> tuple[Plan, Any]:
     """The plan of the state, and the parameters that it is for."""
-    model_plan = plan(model, layout, mesh)
+    model_plan = plan_tree(model, layout, mesh)
     params = parameters(model, wrt)
     rows = {leaf.path: model_plan[leaf.path] for leaf in read(params).leaves}
-    leaves, origins = trace_state(tx, params)
+    leaves, origins = trace_state(tx, params, rows)
     described = [_described(leaf, origin, rows) for leaf, origin in zip(leaves.leaves, origins, strict=True)]
     found = Leaves(tuple(described), (), leaves.treedef, leaves.positions, leaves.size)
     derived = _Derived(tuple(origins), rows, None if otherwise is None else as_layout(otherwise))
@@ -117,17 +119,19 @@ class _Derived(Layout):
         if not origin.derived:
             return start._replace(problems=(UNDERIVABLE,))
         if origin.parameter is None or all(dim is None for dim in origin.dims):
-            return start._replace(reason="does not depend on the parameters" if leaf.shape or not origin.parameter else f"one number for {origin.parameter}")
+            number = origin.parameter is not None and not leaf.shape
+            return start._replace(reason=f"one number for {origin.parameter}" if number else INDEPENDENT)
         row = self.rows[origin.parameter]
-        entries = [() if d is None else _mesh_axes(row, d) for d in origin.dims]
-        rules = [f"the spec of {origin.parameter}"] * len(entries)
         same = origin.dims == tuple(range(len(row.shape)))
-        reason = f"as {origin.parameter}" if same else f"as {origin.parameter}, its dimensions {_kept(origin.dims)}"
         return start._replace(
-            entries=tuple(entries), rules=tuple(rules), reason=reason, memory_kind=row.memory_kind if same else None
+            entries=tuple(() if dim is None else _mesh_axes(row, dim) for dim in origin.dims),
+            rules=(f"the spec of {origin.parameter}",) * len(origin.dims),
+            reason=f"as {origin.parameter}" + ("" if same else f", its dimensions {_kept(origin.dims)}"),
+            memory_kind=row.memory_kind,
         )
 
 
+INDEPENDENT = "does not depend on the parameters"
 UNDERIVABLE = (
     "depends on the shapes of the parameters in a way that cannot be told, so no parameter's spec is its own",
     "give a layout for such leaves: `otherwise=P()` for whole on every device",
@@ -149,25 +153,53 @@ def _described(leaf: Leaf, origin: Origin, rows: Mapping[Path, Row]) -> Leaf:
         return leaf._replace(axes=Axes(*[None] * len(leaf.shape)), problem=None)
     axes = rows[origin.parameter].axes
     kept = Axes(*(None if dim is None else axes[dim] for dim in origin.dims))
-    return leaf._replace(axes=kept, names=(leaf.path, origin.parameter), problem=None, annotated=True, stacked=0)
+    names = (leaf.path, origin.parameter)
+    return leaf._replace(axes=kept, names=names, problem=None, annotated=origin.derived, stacked=0)
 
 
 # Where the leaves of a state come from
 
 
-def trace_state(tx: Any, params: Any) -> tuple[Leaves, list[Origin]]:
-    """The leaves of `tx.init(params)`, abstract, and what each comes from."""
+def trace_state(tx: Any, params: Any, rows: Mapping[Path, Row]) -> tuple[Leaves, list[Origin]]:
+    """The leaves of `tx.init(params)`, abstract, and what each comes from; `rows` are the parameters'."""
     real = _state(tx, params)
-    shapes = {leaf.path: leaf.shape for leaf in read(params).leaves}
-    owners = _owners([leaf.path for leaf in real.leaves], set(shapes))
-    for step in (1, -1):
-        changed = {path: _distinct(shape, step) for path, shape in shapes.items()}
-        other = _state(tx, _reshaped(params, changed))
-        pairs = list(zip(real.leaves, other.leaves, strict=False))
-        if len(real.leaves) == len(other.leaves) and all(len(a.shape) == len(b.shape) for a, b in pairs):
-            return real, [_origin(a, b, owners[a.path], shapes, changed) for a, b in pairs]
-    # The state itself has another structure for sizes next to these: only what has a parameter's shape is known.
-    return real, [_by_shape(leaf, owners[leaf.path], shapes) for leaf in real.leaves]
+    paths = [leaf.path for leaf in real.leaves]
+    owners = _owners(paths, rows)
+    rivals = dict.fromkeys(owner for several in owners.values() if len(several) > 1 for owner in several)
+    steps = dict.fromkeys(rows, 1) | {path: 1 + i % STEPS for i, path in enumerate(rivals)}
+    changed, other = _changed(tx, params, rows, steps)
+    jumped = _jumped(real, other, owners)
+    if jumped:  # by the next larger sizes; so such parameters get smaller ones
+        changed, other = _changed(tx, params, rows, steps | {path: -steps[path] for path in jumped})
+        jumped = _jumped(real, other, owners)
+    origins = []
+    for leaf in real.leaves:
+        if leaf.path not in other or not jumped.isdisjoint(owners[leaf.path]):
+            origins.append(_by_shape(leaf, owners[leaf.path], rows))
+        else:
+            origins.append(_told(leaf, other[leaf.path], owners[leaf.path], rows, changed))
+    return real, origins
+
+
+STEPS = 8  # by so many different steps the sizes of parameters change whose paths do not tell them apart
+
+
+def _changed(
+    tx: Any, params: Any, rows: Mapping[Path, Row], steps: Mapping[Path, int]
+) -> tuple[dict[Path, tuple[int, ...]], dict[Path, Leaf]]:
+    """Other sizes for the parameters, and the leaves of the state for them; none if it cannot be made for these."""
+    shapes = {path: _distinct(row.shape, steps[path]) for path, row in rows.items()}
+    try:
+        state = _state(tx, _reshaped(params, shapes))
+    except (TypeError, ValueError):  # an `init` that computes with the parameters needs sizes that fit together
+        return shapes, {}
+    return shapes, {leaf.path: leaf for leaf in state.leaves}
+
+
+def _jumped(real: Leaves, other: Mapping[Path, Leaf], owners: Mapping[Path, Sequence[Path]]) -> set[Path]:
+    """The parameters for whose other sizes the optimizer decided otherwise: their state has other leaves, or ranks."""
+    odd = [x.path for x in real.leaves if x.path not in other or len(other[x.path].shape) != len(x.shape)]
+    return {owner for path in odd for owner in owners[path]}
 
 
 def _state(tx: Any, params: Any) -> Leaves:
@@ -187,51 +219,99 @@ def _distinct(shape: Sequence[int], step: int) -> tuple[int, ...]:
 
     Optimizers decide by size (adafactor factors what is large, and by the order of sizes), so both are kept.
     """
-    out = list(shape)
-    taken: set[int] = set()
-    order = sorted(range(len(shape)), key=lambda i: (shape[i], i), reverse=step < 0)
-    for i in order:
+    out, taken = list(shape), set(shape)
+    way = 1 if step > 0 else -1
+    for i in sorted(range(len(shape)), key=lambda i: (shape[i], i), reverse=way < 0):
         size = shape[i] + step
-        while size in taken or size in shape:
-            size += step
-        out[i] = max(size, 1)
+        while size > 0 and size in taken:
+            size += way
+        while size <= 0 or size in taken:  # nothing below is left
+            size += 1
+        out[i] = size
         taken.add(size)
     return tuple(out)
 
 
-def _owners(paths: Sequence[Path], params: set[Path]) -> dict[Path, Path | None]:
-    """For each leaf of the state, the parameter whose path its own path ends in, or goes on from.
+# Whose a leaf is
 
-    The shortest prefix counts below which every leaf is at a parameter's path: so `0.mu.w` is `w`, also where there
-    is a parameter `mu.w`.
+
+def _owners(paths: Sequence[Path], params: Mapping[Path, Row]) -> dict[Path, list[Path]]:
+    """For each leaf of the state, the parameters that its path may speak of, the likeliest first.
+
+    `0.mu.w` speaks of `w`, `0.mu.w.1` too. What is in front stands before a tree of parameters, so every leaf behind
+    it must be at a parameter's path. Of several fronts, the one with the most parameters behind it counts first, of
+    equals the shortest: so `0.mu.w` is of `w` and not of a parameter `mu`, and `0.mu.a.w` of `a.w` and not of `w`.
     """
-
-    def parameter(rest: Path) -> Path | None:
-        return next((Path(rest[:n]) for n in range(len(rest), -1, -1) if rest[:n] in params), None)
-
-    matches = {path: [parameter(Path(path[k:])) for k in range(len(path) + 1)] for path in paths}
+    matches = {path: [_first_of(path[k:], params) for k in range(len(path) + 1)] for path in paths}
     failing = {path[:k] for path, found in matches.items() for k, match in enumerate(found) if match is None}
-    return {
-        path: next((match for k, match in enumerate(found) if match is not None and path[:k] not in failing), None)
-        for path, found in matches.items()
-    }
+    behind: defaultdict[tuple[Any, ...], set[Path]] = defaultdict(set)
+    for path, found in matches.items():
+        for k, match in enumerate(found):
+            if match is not None and path[:k] not in failing:
+                behind[path[:k]].add(match)
+    owners: dict[Path, list[Path]] = {}
+    for path, found in matches.items():
+        fronts = sorted((-len(behind[path[:k]]), k) for k in range(len(found)) if path[:k] in behind)
+        owners[path] = list(dict.fromkeys(match for _, k in fronts if (match := found[k]) is not None))
+    return owners | _owners_below([path for path, several in owners.items() if not several], params)
 
 
-def _origin(real: Leaf, other: Leaf, owner: Path | None, shapes: Mapping[Path, Any], changed: Mapping[Path, Any]) -> Origin:
+def _first_of(keys: tuple[Any, ...], params: Mapping[Path, Row]) -> Path | None:
+    """The longest parameter's path that some keys begin with."""
+    return next((Path(keys[:n]) for n in range(len(keys), -1, -1) if keys[:n] in params), None)
+
+
+def _owners_below(paths: Sequence[Path], params: Mapping[Path, Row]) -> dict[Path, list[Path]]:
+    """For leaves of a part of the parameters (`lookahead` gives its inner optimizer one half): those that end alike.
+
+    Not where they are so many that their sizes do not tell them apart.
+    """
+    endings: defaultdict[tuple[Any, ...], list[Path]] = defaultdict(list)
+    for path in params if paths else ():
+        for k in range(1, len(path)):
+            endings[path[k:]].append(path)
+    found = {path: next((endings[path[k:]] for k in range(len(path)) if path[k:] in endings), []) for path in paths}
+    return {path: several if len(several) <= STEPS else [] for path, several in found.items()}
+
+
+# Which dimensions it has
+
+
+def _told(
+    real: Leaf, other: Leaf, owners: Sequence[Path], rows: Mapping[Path, Row], changed: Mapping[Path, tuple[int, ...]]
+) -> Origin:
+    """The origin of a leaf by the first parameter that its sizes speak of."""
+    found = [_origin(real, other, owner, rows, changed) for owner in owners or (None,)]
+    return next((origin for origin in found if origin.derived), found[0])
+
+
+def _origin(
+    real: Leaf, other: Leaf, owner: Path | None, rows: Mapping[Path, Row], changed: Mapping[Path, tuple[int, ...]]
+) -> Origin:
+    """What a leaf comes from, told by its sizes for the real parameters and for the changed ones.
+
+    It may have all the parameter's dimensions behind some of its own, or some of them in their order and none of
+    its own. Others cannot be told: galore's rank is the parameter's smallest size, or not, as it happens.
+    """
     varies = [a != b for a, b in zip(real.shape, other.shape, strict=True)]
     nothing = (None,) * len(varies)
     if owner is None or not any(varies):
         return Origin(owner, nothing, derived=not any(varies))
-    want, ndim = changed[owner], len(changed[owner])
-    if other.shape[len(varies) - ndim :] == want and len(varies) >= ndim and not any(varies[: len(varies) - ndim]):
-        return Origin(owner, (*(None,) * (len(varies) - ndim), *range(ndim)))
+    want, have = changed[owner], rows[owner].shape
+    lead = len(varies) - len(want)
+    if lead >= 0 and other.shape[lead:] == want and real.shape[lead:] == have and not any(varies[:lead]):
+        return Origin(owner, (*nothing[:lead], *range(len(want))))
     dims = tuple(want.index(n) if v and n in want else None for n, v in zip(other.shape, varies, strict=True))
-    told = all(dim is not None for dim, v in zip(dims, varies, strict=True) if v)
-    same = told and all(dim is None or real.shape[i] == shapes[owner][dim] for i, dim in enumerate(dims))
-    return Origin(owner, dims if same else nothing, derived=same)
+    told = [n == 1 and not v if d is None else n == have[d] for d, n, v in zip(dims, real.shape, varies, strict=True)]
+    kept = [d for d in dims if d is not None]
+    if all(told) and kept == sorted(set(kept)):
+        return Origin(owner, dims)
+    return Origin(owner, nothing, derived=False)
 
 
-def _by_shape(leaf: Leaf, owner: Path | None, shapes: Mapping[Path, Any]) -> Origin:
-    if owner is not None and leaf.shape == shapes[owner]:
+def _by_shape(leaf: Leaf, owners: Sequence[Path], rows: Mapping[Path, Row]) -> Origin:
+    """Where other sizes do not help: only what has its parameter's shape is known."""
+    owner = owners[0] if owners else None
+    if owner is not None and leaf.shape == rows[owner].shape:
         return Origin(owner, tuple(range(len(leaf.shape))))
     return Origin(owner, (None,) * len(leaf.shape), derived=not leaf.shape)

@@ -7,15 +7,16 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from functree.errors import Problem, ShardingError, count, did_you_mean
-from functree.layout.checks import decided_spec, leaf_problems, local_shape, refuse
-from functree.layout.layouts import Decision, Layout, Resolution, apply_spec, merge_names, spec_text, whole
-from functree.layout.live import live_decision
+from functree.layout.checks import decided_spec, leaf_problems, local_shape, near_misses, refuse
+from functree.layout.layouts import Decision, Layout, Resolution, apply_spec, merge_names, whole
+from functree.layout.live import live_rows
 from functree.layout.meshes import MeshView, mesh_view
 from functree.layout.prefix import Part, broadcast
 from functree.layout.row import Row
+from functree.layout.specs import spec_text
 from functree.layout.table import bytes_text, plan_html, plan_text
 from functree.tree.leaf import Leaf
 from functree.tree.leaves import Leaves, read
@@ -37,7 +38,7 @@ class Plan(Layout):
         >>> plan["w"].spec, plan.bytes_per_device
         (P('data', None), 64)
         >>> ft.plan({"w": jnp.zeros((4, 8))}, plan, {"data": 2}) == plan
-        False
+        True
     """
 
     __slots__ = ("_by_path", "leaves", "mesh", "problems", "rows", "sizes", "unused")
@@ -72,6 +73,9 @@ class Plan(Layout):
     def __setattr__(self, name: str, value: object) -> None:
         raise AttributeError("a Plan is immutable")
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Plan, (self.rows, self.leaves, self.view, self.problems, self.unused)
+
     @property
     def view(self) -> MeshView:
         """The mesh as plans see it."""
@@ -87,14 +91,18 @@ class Plan(Layout):
         """A tree of `NamedSharding`s, memory kinds included.
 
         Raises:
-            ShardingError: the plan was made for sizes only, without a mesh, or has problems.
+            ShardingError: the plan was made for sizes only, without a mesh; it has problems; no spec says where one
+                array lies.
         """
+        if self.problems:
+            raise refuse(self.problems, self.view)
         return self.leaves.tree(self.sharding(row) for row in self.rows)
 
     def sharding(self, row: Row) -> NamedSharding:
         """The sharding of one row."""
         if self.mesh is None:
-            raise ShardingError(f"this plan knows the sizes {self.view} and no devices: plan with a `Mesh` for shardings")
+            what = f"this plan knows the sizes {self.view} and no devices"
+            raise ShardingError(f"{what}: plan with a `Mesh` for shardings")
         if row.spec is None:
             raise ShardingError(f"{row.path}: {row.reason}; no PartitionSpec says so")
         return NamedSharding(self.mesh, row.spec, memory_kind=row.memory_kind)
@@ -136,7 +144,9 @@ class Plan(Layout):
         if row is None or row.spec is None:
             why = "the plan has no row for it" if row is None else f"the plan says: {row.reason}"
             return before._replace(problems=(*before.problems, (why, "plan the tree that it lies in")))
-        return apply_spec(leaf, row.spec, before, row.reason)._replace(memory_kind=row.memory_kind)
+        return apply_spec(leaf, row.spec, before, row.reason)._replace(
+            memory_kind=row.memory_kind or before.memory_kind
+        )
 
     @property
     def _key(self) -> tuple[Any, ...]:
@@ -225,15 +235,24 @@ def plan_leaves(
         problems += found.problems
         unused += found.unused
     problems = list(dict.fromkeys(problems))
-    lacking = frozenset(a for p in problems if p.path is None for d in decisions for e in d.entries for a in e if f"`{a}`" in p.why)
+    unused = _absent(unused, leaves.leaves)
+    problems += near_misses(leaves.leaves, decisions, unused)
     for leaf, decision in zip(leaves.leaves, decisions, strict=True):
         if decision.problems or decision.pending or not decision.said or any(decision.entries):
-            problems += leaf_problems(leaf, decision, view, lacking)
+            problems += leaf_problems(leaf, decision, view)
     rows = _rows(leaves.leaves, decisions, view)
     problems += _shared(leaves.leaves, rows, same)
     if problems and check:
         raise refuse(problems, view)
-    return Plan(rows, leaves, view, problems, tuple(dict.fromkeys(unused)))
+    return Plan(rows, leaves, view, problems, unused)
+
+
+def _absent(names: Sequence[str], leaves: Sequence[Leaf]) -> list[str]:
+    """Those names that no leaf has: what one part of a tree lacks, another may have."""
+    if not names:
+        return []
+    present = {name for axes in {leaf.axes for leaf in leaves} for name in axes}
+    return [name for name in dict.fromkeys(names) if name not in present]
 
 
 def _grouped(leaves: Leaves, parts: Sequence[Part]) -> Iterator[tuple[Part, Sequence[Leaf]]]:
@@ -295,7 +314,8 @@ def _shared(leaves: Sequence[Leaf], rows: Sequence[Row], same: Sequence[int] | N
 
 
 def _where(row: Row) -> str:
-    return (spec_text(row.spec) if row.spec is not None else "unknown") + (f" in {row.memory_kind}" if row.memory_kind else "")
+    where = spec_text(row.spec) if row.spec is not None else "unknown"
+    return f"{where} in {row.memory_kind}" if row.memory_kind else where
 
 
 def _view(mesh: Any, parts: Sequence[Part]) -> MeshView:
@@ -303,28 +323,18 @@ def _view(mesh: Any, parts: Sequence[Part]) -> MeshView:
     own = [part.layout.own_mesh for part in parts if part.layout.own_mesh is not None]
     view = mesh_view(own[0] if mesh is None and own else mesh)
     for other in own:
-        if dict(other.shape) != dict(view.sizes) or (isinstance(view.mesh, Mesh) and isinstance(other, Mesh) and other != view.mesh):
-            raise ShardingError(f"the layout is for the mesh {MeshView(dict(other.shape))}, and the tree goes on {view}: use one mesh")
+        both = isinstance(view.mesh, Mesh) and isinstance(other, Mesh)
+        if dict(other.shape) != dict(view.sizes) or (both and other != view.mesh):
+            its = MeshView(dict(other.shape))
+            devices = ", of other devices" if its.sizes == view.sizes else ""
+            raise ShardingError(f"the layout is for the mesh {its}, and the tree goes on {view}{devices}: use one mesh")
     return view
 
 
 def _live_plan(tree: Any, mesh: Any) -> Plan:
     """How the arrays lie now."""
     leaves = read(tree)
-    live = [live_decision(leaf.value) for leaf in leaves.leaves]
-    found = next((x.mesh for x in live if x.mesh is not None), None)
+    rows, found = live_rows(leaves.leaves)
     if mesh is None and found is None:
-        view = MeshView({})
-    else:
-        view = mesh_view(mesh if mesh is not None else found)
-    rows = [
-        Row(
-            leaf.path, leaf.value.shape, leaf.value.dtype, leaf.axes, x.spec, x.reason, x.local_shape,
-            leaf.value.size * leaf.value.dtype.itemsize, math.prod(x.local_shape) * leaf.value.dtype.itemsize, x.copies,
-            x.memory_kind,
-        )
-        for leaf, x in zip(leaves.leaves, live, strict=True)
-    ]  # fmt: skip
-    return Plan(rows, leaves, view)
-
-
+        return Plan(rows, leaves, MeshView({}))
+    return Plan(rows, leaves, mesh_view(mesh if mesh is not None else found))

@@ -53,7 +53,7 @@ def _parts(prefix: Any, tree: Any, path: Path) -> Iterator[Part]:
 def children(node: Any) -> list[tuple[Any, Any]] | None:
     """A node's (plain key, child) pairs; None for a leaf."""
     if isinstance(node, tuple) and hasattr(node, "_fields"):
-        return list(zip(node._fields, node, strict=True))
+        return list(zip(getattr(node, "_fields", ()), node, strict=True))
     level = default_registry.flatten_one_level_with_keys(node) if node is not None else None
     return None if level is None else [(plain_key(key), child) for key, child in level[0]]
 

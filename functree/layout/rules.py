@@ -6,10 +6,21 @@ from typing import Any
 
 from jax.sharding import PartitionSpec
 
-from functree.errors import Problem, RuleError, did_you_mean
-from functree.layout.checks import spec_of_axes
-from functree.layout.layouts import Decision, Layout, Resolution, axes_text, conflict, dim_text, entry, undecided
+from functree.errors import Problem, RuleError, did_you_mean, near_name
+from functree.layout.checks import lacking, spec_of_axes
+from functree.layout.layouts import (
+    Decision,
+    Layout,
+    Resolution,
+    conflict,
+    dim_text,
+    misread,
+    optimizer_remedy,
+    undecided,
+    written_pairs,
+)
 from functree.layout.meshes import MeshView, mesh_view
+from functree.layout.specs import axes_text, entry
 from functree.tree.axes import Axes, Names
 from functree.tree.leaf import Leaf
 
@@ -45,10 +56,10 @@ class AxisRules(Layout):
     names: tuple[tuple[type, Names], ...]
 
     def __init__(self, rules: Mapping[Any, Any] | Iterable[tuple[Any, Any]], names: Mapping[type, Names] | None = None):
-        pairs = list(rules.items() if isinstance(rules, Mapping) else _pairs(rules))
+        pairs = written_pairs(rules, "rules are a mapping or (name, mesh axes) pairs")
         object.__setattr__(self, "rules", tuple(_rule(name, value) for name, value in pairs if name is not ...))
         object.__setattr__(self, "closed", _closed(pairs))
-        object.__setattr__(self, "names", tuple(_checked_names(names or {})))
+        object.__setattr__(self, "names", tuple(_checked_names({} if names is None else names)))
         _check_reachable(self.rules)
 
     def __setattr__(self, name: str, value: object) -> None:
@@ -98,16 +109,16 @@ class AxisRules(Layout):
             decisions.append(known[key])
         present = {name for leaf in leaves for name in leaf.axes}
         unused = tuple(dict.fromkeys(name for name, _ in self.rules if name not in present))
-        return Resolution(decisions, (*self.lacking(mesh), *self._near_misses(leaves, unused)), unused)
+        return Resolution(decisions, self._lacking(mesh), unused)
 
     def _decide(self, leaf: Leaf, before: Decision | None) -> Decision:
         start = before if before is not None else undecided(leaf)
-        if before is None and leaf.spec is not None:
-            return start
+        if leaf.spec is not None:
+            return start  # the physical spec of an annotation wins over rules
         if leaf.problem is not None:
-            return start._replace(problems=(*start.problems, (leaf.problem.why, leaf.problem.remedy)))
+            return start._replace(problems=(*start.problems, misread(leaf, leaf.problem)))
         if not leaf.annotated and leaf.shape:
-            return start._replace(problems=(*start.problems, UNANNOTATED))
+            return start._replace(problems=(*start.problems, (UNANNOTATED[0], UNANNOTATED[1] + optimizer_remedy(leaf))))
         return self._apply(leaf, start)
 
     def _apply(self, leaf: Leaf, start: Decision) -> Decision:
@@ -127,7 +138,9 @@ class AxisRules(Layout):
                     problems.append(conflict(dim, leaf, entries[dim], mesh_axes, f"rule {text}"))
                 elif mesh_axes:
                     entries[dim], rules[dim] = mesh_axes, f"rule {text}"
-        unsettled = () if self.closed else tuple(dim for dim in start.unsettled if dim not in reasons)
+        unsettled = tuple(dim for dim in start.unsettled if dim not in reasons)
+        fell = (*start.fell, *unsettled) if self.closed else start.fell
+        unsettled = () if self.closed else unsettled
         return start._replace(
             entries=tuple(entries),
             rules=tuple(rules),
@@ -135,6 +148,7 @@ class AxisRules(Layout):
             pending=self._pending(leaf, start, entries, unsettled),
             problems=tuple(problems),
             unsettled=unsettled,
+            fell=tuple(dim for dim in fell if leaf.axes[dim] not in self.mentioned),
         )
 
     def _pending(
@@ -154,7 +168,8 @@ class AxisRules(Layout):
     def _blocked(self, leaf: Leaf, name: str, entries: Sequence[Sequence[str]]) -> tuple[str, str]:
         owner = {axis: d for d, e in enumerate(entries) for axis in e}
         taken = next(axis for n, axes in self.rules if n == name for axis in axes if axis in owner)
-        why = f'"{name}" has no rule left: `{taken}` is taken by {dim_text(leaf, owner[taken])}, and nothing says it may stay whole'
+        why = f'"{name}" has no rule left: `{taken}` is taken by {dim_text(leaf, owner[taken])}'
+        why += ", and nothing says it may stay whole"
         return why, f'add `("{name}", None)` behind its rules to let it stay whole, or a fallback on another mesh axis'
 
     def _unmentioned(self, name: str) -> tuple[str, str]:
@@ -167,35 +182,13 @@ class AxisRules(Layout):
         """The axis names that the rules are about."""
         return frozenset(name for name, _ in self.rules)
 
-    def lacking(self, mesh: MeshView) -> list[Problem]:
-        """Rules that name a mesh axis which the mesh lacks."""
-        return [
-            Problem(
-                None,
-                None,
-                f"rule {rule_text(name, axes)}",
-                f"the mesh {mesh} has no axis `{axis}`{did_you_mean(axis, mesh.sizes)}",
-                "name an axis of the mesh, or drop such rules on purpose with `rules.on(mesh)`",
-            )
+    def _lacking(self, mesh: MeshView) -> tuple[Problem, ...]:
+        remedy = "name an axis of the mesh, or drop such rules on purpose with `rules.on(mesh)`"
+        return tuple(
+            problem
             for name, axes in self.rules
-            for axis in axes
-            if axis not in mesh.sizes
-        ]
-
-    def _near_misses(self, leaves: Sequence[Leaf], unused: Sequence[str]) -> list[Problem]:
-        """Unused rules that are a typo of a name which fell through to `...: None`."""
-        if not self.closed or not unused:
-            return []
-        mentioned = self.mentioned
-        found = []
-        for leaf in leaves:
-            for name in leaf.axes:
-                near = near_name(name, unused) if name and name not in mentioned else None
-                if near:
-                    why = f'"{name}" fell through to `...: None`, and no leaf has the axis of rule `{near}`'
-                    remedy = f'write the same name in both, or `"{name}": None` if they are two'
-                    found.append(Problem(leaf.path, leaf.shape, leaf.text, why, remedy))
-        return found
+            for problem in lacking(f"rule {rule_text(name, axes)}", axes, mesh, remedy)
+        )
 
     def _closing(self) -> list[tuple[Any, None]]:
         return [(..., None)] if self.closed else []
@@ -204,11 +197,14 @@ class AxisRules(Layout):
         return [*kept_pairs(self.rules), *self._closing()]
 
     def __eq__(self, other: object) -> bool:
-        same = isinstance(other, AxisRules) and (self.rules, self.closed) == (other.rules, other.closed)
-        return same and dict(self.names) == dict(other.names)
+        return isinstance(other, AxisRules) and self._key == other._key
+
+    @property
+    def _key(self) -> tuple[Any, ...]:
+        return (self.rules, self.closed, frozenset(self.names))
 
     def __hash__(self) -> int:
-        return hash((self.rules, self.closed, frozenset(self.names)))
+        return hash(self._key)
 
     def __repr__(self) -> str:
         pairs = [("..." if name is ... else repr(name), repr(value)) for name, value in self._pairs()]
@@ -236,28 +232,6 @@ def kept_pairs(rules: Iterable[Rule]) -> list[tuple[Any, Any]]:
     return [(name, entry(axes)) for name, axes in rules]
 
 
-def near_name(name: str, known: Iterable[str]) -> str | None:
-    """The known name that is one edit or one swap of neighbours away, for names of four letters and more.
-
-    One that begins with the other is another name (`head`, `heads`), not a typo.
-    """
-    for other in known:
-        short, long = sorted((name, other), key=len)
-        if len(short) >= 4 and not long.startswith(short) and _one_edit(short, long):
-            return other
-    return None
-
-
-def _one_edit(short: str, long: str) -> bool:
-    if len(long) - len(short) > 1 or short == long:
-        return False
-    i = next((i for i, (a, b) in enumerate(zip(short, long, strict=False)) if a != b), len(short))
-    if len(short) < len(long):
-        return short[i:] == long[i + 1 :]
-    swapped = short[:i] + short[i : i + 2][::-1] + short[i + 2 :]
-    return short[i + 1 :] == long[i + 1 :] or swapped == long
-
-
 def _reason(leaf: Leaf, start: Decision, reasons: Mapping[int, str], closed: bool) -> str:
     parts = [start.reason] if start.reason else []
     for dim, name in enumerate(leaf.axes):
@@ -271,14 +245,6 @@ def _reason(leaf: Leaf, start: Decision, reasons: Mapping[int, str], closed: boo
 
 
 # Construction
-
-
-def _pairs(rules: Iterable[Any]) -> list[tuple[Any, Any]]:
-    pairs = list(rules)
-    for pair in pairs:
-        if not isinstance(pair, tuple | list) or len(pair) != 2:
-            raise RuleError(f"rules are a mapping or (name, mesh axes) pairs; {pair!r} is neither")
-    return [(name, value) for name, value in pairs]
 
 
 def _rule(name: Any, value: Any) -> Rule:
@@ -316,6 +282,8 @@ def _check_reachable(rules: Sequence[Rule]) -> None:
 
 
 def _checked_names(names: Mapping[type, Names]) -> Iterable[tuple[type, Names]]:
+    if not isinstance(names, Mapping):
+        raise RuleError(f"`names=` maps classes to `ft.names(...)`; {names!r} is no mapping")
     for cls, given in names.items():
         if not isinstance(cls, type) or not isinstance(given, Names):
             raise RuleError(f"`names=` maps classes to `ft.names(...)`, not {cls!r} to {given!r}")

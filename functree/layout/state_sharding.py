@@ -2,12 +2,22 @@
 
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
+from types import EllipsisType, UnionType
 from typing import Any, Literal
 
 from jax.tree_util import tree_flatten_with_path
 
 from functree.errors import Problem, RuleError
-from functree.layout.layouts import Decision, Layout, Resolution, as_layout, is_layout, merge_names, spec_text, whole
+from functree.layout.layouts import (
+    Decision,
+    Layout,
+    Resolution,
+    as_layout,
+    is_layout,
+    merge_names,
+    whole,
+    written_pairs,
+)
 from functree.layout.meshes import MeshView
 from functree.tree.axes import Names
 from functree.tree.filters import Everything, Filter, as_filter
@@ -45,7 +55,7 @@ class StateSharding(Layout):
     _chosen: FirstMatch
 
     def __init__(self, rules: Mapping[Any, Any] | Iterable[tuple[Any, Any]], /, *, unused: Unused = "error"):
-        pairs = list(rules.items() if isinstance(rules, Mapping) else _pairs(rules))
+        pairs = written_pairs(rules, "StateSharding takes a mapping or (filter, layout) pairs")
         if unused not in ("error", "warn", "ignore"):
             raise RuleError(f'StateSharding: unused={unused!r} is none of "error", "warn", "ignore"')
         for i, (written, _) in enumerate(pairs):
@@ -93,7 +103,7 @@ class StateSharding(Layout):
 
     def resolve(self, leaves: Sequence[Leaf], mesh: MeshView, before: Sequence[Decision] | None = None) -> Resolution:
         choices = [self._chosen(leaf) for leaf in leaves]
-        decisions: list[Decision] = [whole(leaf) for leaf in leaves] if before is None else list(before)
+        decisions: list[Any] = [None] * len(leaves) if before is None else list(before)
         problems: list[Problem] = []
         unused: list[str] = []
         groups: dict[int | None, list[int]] = {}
@@ -102,22 +112,24 @@ class StateSharding(Layout):
         for choice, positions in groups.items():
             if choice is None:
                 problems += [self._unmatched(leaves[p]) for p in positions]
+                for p in positions if before is None else ():
+                    decisions[p] = whole(leaves[p])
                 continue
             group = [leaves[p] for p in positions]
             found = self._layouts[choice].resolve(group, mesh, before and [before[p] for p in positions])
-            named = f"{self.filters[choice]!r}: " if self.filters[choice] is not ... else "...: "
-            reasons: dict[str, str] = {}
+            named = f"{_written(self.filters[choice])}: "
+            # Layouts give many leaves one decision: it stays one, as that is most of the time of a large plan.
+            renamed = {id(d): d._replace(reason=named + d.reason) for d in {id(d): d for d in found.decisions}.values()}
             for position, decision in zip(positions, found.decisions, strict=True):
-                reason = reasons.setdefault(decision.reason, named + decision.reason)
-                decisions[position] = decision._replace(reason=reason)
+                decisions[position] = renamed[id(decision)]
             problems += found.problems
             unused += found.unused
         problems += self._dead(leaves, groups)
         return Resolution(decisions, tuple(problems), tuple(unused))
 
     def _unmatched(self, leaf: Leaf) -> Problem:
-        listed = ", ".join(map(repr, self.filters[:8])) + (", ..." if len(self.filters) > 8 else "")
-        why = f"no filter matches it; the filters are {listed}"
+        listed = ", ".join(map(_written, self.filters[:8])) + (" and others" if len(self.filters) > 8 else "")
+        why = f"no filter matches it; the filters are {listed}" if listed else "no filter matches it; there are none"
         return Problem(leaf.path, leaf.shape, leaf.text, why, "add a filter for it, or `...: P()` as the last one")
 
     def _dead(self, leaves: Sequence[Leaf], groups: Mapping[int | None, Any]) -> list[Problem]:
@@ -137,12 +149,12 @@ class StateSharding(Layout):
         return problems
 
     def _dead_problem(self, index: int, hidden: Sequence[Leaf]) -> Problem:
-        what = f"filter {self.filters[index]!r}"
+        what = f"filter {_written(self.filters[index])}"
         if not hidden:
             remedy = 'mend the filter, remove it, or write `unused="ignore"`'
             return Problem(None, None, what, "matches no leaf", remedy)
         first = self.filters[self._chosen(hidden[0]) or 0]
-        why = f"decides nothing: earlier filters take all that it matches ({hidden[0].path} by {first!r})"
+        why = f"decides nothing: earlier filters take all that it matches ({hidden[0].path} by {_written(first)})"
         return Problem(None, None, what, why, "put it before them, or remove it")
 
     @property
@@ -156,26 +168,29 @@ class StateSharding(Layout):
         return hash(self._key)
 
     def __repr__(self) -> str:
-        pairs = zip(self.filters, self.layouts, strict=True)
-        table = ", ".join(f"{_written(f)}: {_layout_text(value)}" for f, value in pairs)
-        return f"StateSharding({{{table}}}{'' if self.unused == 'error' else f', unused={self.unused!r}'})"
+        pairs = [(_written(f), repr(layout)) for f, layout in zip(self.filters, self._layouts, strict=True)]
+        if len(set(self.filters)) == len(self.filters):
+            table = "{" + ", ".join(f"{f}: {layout}" for f, layout in pairs) + "}"
+        else:  # a dict would keep one of two equal filters
+            table = "[" + ", ".join(f"({f}, {layout})" for f, layout in pairs) + "]"
+        return f"StateSharding({table}{'' if self.unused == 'error' else f', unused={self.unused!r}'})"
 
 
 def _again(pairs: Any, unused: Unused) -> StateSharding:
     return StateSharding(pairs, unused=unused)
 
 
-def _pairs(rules: Iterable[Any]) -> list[tuple[Any, Any]]:
-    pairs = list(rules)
-    for pair in pairs:
-        if not isinstance(pair, tuple | list) or len(pair) != 2:
-            raise RuleError(f"StateSharding takes a mapping or (filter, layout) pairs; {pair!r} is neither")
-    return [(written, layout) for written, layout in pairs]
-
-
 def _written(written: Any) -> str:
-    return "..." if written is ... else written.__name__ if isinstance(written, type) else repr(written)
-
-
-def _layout_text(value: Any) -> str:
-    return repr(as_layout(value))
+    """A filter as one writes it."""
+    match written:
+        case EllipsisType():
+            return "..."
+        case UnionType():
+            return " | ".join(map(_written, written.__args__))
+        case type():
+            return written.__name__
+        case Path():
+            return repr(str(written))
+        case str() | Filter():
+            return repr(written)
+    return repr(as_filter(written))

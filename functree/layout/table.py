@@ -3,15 +3,17 @@
 import html
 import io
 import math
+import textwrap
 from collections.abc import Sequence
 from typing import NamedTuple
 
 from rich.console import Console, Group, RenderableType
 from rich.padding import Padding
 from rich.table import Table
+from rich.text import Text
 
-from functree.layout.layouts import spec_text
 from functree.layout.row import Row
+from functree.layout.specs import spec_text
 from functree.tree.leaf import dtype_text
 from functree.tree.paths import part_text
 
@@ -45,9 +47,14 @@ def plan_text(rows: Sequence[Row], notes: Sequence[str]) -> str:
     """The table, at most 100 columns wide: for each leaf a line for what goes where, then its axes and the reason."""
     blocks = []
     for line in fold(rows):
-        blocks += [_columns(line.title, line.array, line.spec, bytes_text(line.each)), Padding(line.told, (0, 0, 0, 4))]
+        title = line.title
+        if len(title) > COLUMNS[0]:  # a path that was broken could not be searched for
+            blocks.append(Text(title, overflow="fold"))
+            title = ""
+        blocks += [_columns(title, line.array, line.spec, bytes_text(line.each)), Padding(line.told, (0, 0, 0, 4))]
     titles = _columns("path", "array", "spec", "per device")
-    return "\n".join([*_rendered(Group(titles, *blocks)), "", *notes])
+    wrapped = [part for note in notes for part in textwrap.wrap(note, WIDTH, subsequent_indent="    ")]
+    return "\n".join([*_rendered(Group(titles, *blocks)), "", *wrapped])
 
 
 def _columns(*cells: str) -> Table:
@@ -72,7 +79,13 @@ def fold(rows: Sequence[Row]) -> list[Line]:
         pattern = tuple("*" if isinstance(key, int) else key for key in row.path)
         alike = (pattern, row.shape, str(row.dtype), row.axes, row.spec, row.reason, row.memory_kind, row.copies)
         groups.setdefault(alike, []).append(row)
-    return [_line(group) for group in groups.values()]
+    return [line for group in groups.values() for line in _lines(group)]
+
+
+def _lines(rows: Sequence[Row]) -> list[Line]:
+    """One line where the indices are a full grid, so that its title says exactly which rows it is for."""
+    grid = math.prod(len(set(keys)) for keys in zip(*(row.path for row in rows), strict=True))
+    return [_line(rows)] if grid == len(rows) else [_line([row]) for row in rows]
 
 
 def _line(rows: Sequence[Row]) -> Line:
@@ -92,17 +105,23 @@ def _line(rows: Sequence[Row]) -> Line:
 
 
 def _common_path(rows: Sequence[Row]) -> str:
-    """`blocks.{0-11}.w` for the paths `blocks.0.w` to `blocks.11.w`."""
+    """`blocks.{0-10,12}.w` for the paths `blocks.0.w` to `blocks.10.w` and `blocks.12.w`."""
     parts = []
     for keys in zip(*(row.path for row in rows), strict=True):
         different = sorted(set(keys)) if len(set(keys)) > 1 else []
-        if not different:
-            parts.append(part_text(keys[0]))
-        elif different == list(range(different[0], different[-1] + 1)):
-            parts.append(f"{{{different[0]}-{different[-1]}}}")
-        else:
-            parts.append("*")
+        parts.append(f"{{{_ranges(different)}}}" if different else part_text(keys[0]))
     return ".".join(parts) or "(the array)"
+
+
+def _ranges(indices: Sequence[int]) -> str:
+    """`0-3,5` for 0, 1, 2, 3 and 5."""
+    runs: list[list[int]] = []
+    for index in indices:
+        if runs and index == runs[-1][-1] + 1:
+            runs[-1].append(index)
+        else:
+            runs.append([index])
+    return ",".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
 
 
 def bytes_text(size: float) -> str:
@@ -145,7 +164,8 @@ def plan_html(rows: Sequence[Row], notes: Sequence[str], devices: int, page: boo
 
 def _html_row(line: Line, most: int, devices: int) -> str:
     copied = devices > 1 and line.copies == devices
-    cells = "".join(f"<td><code>{html.escape(text)}</code></td>" for text in (line.title, line.array, line.axes, line.spec))
+    texts = (line.title, line.array, line.axes, line.spec)
+    cells = "".join(f"<td><code>{html.escape(text)}</code></td>" for text in texts)
     width = max(1, round(100 * line.each / most))
     bar = f'<td class="n">{bytes_text(line.each)}<div class="bar" style="width:{width}%"></div></td>'
     title = f"{bytes_text(line.total)} in all, each byte on {line.copies} device{'s' if line.copies > 1 else ''}"

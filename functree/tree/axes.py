@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Self, TypeVar
 
 from functree.errors import AxesError
+from functree.tree.globs import glob_pattern
 
 
 class Axes(tuple[str | None, ...]):
@@ -34,8 +35,8 @@ class Axes(tuple[str | None, ...]):
         for name in names:
             if name is not None and not (isinstance(name, str) and name.isidentifier() and name != "_"):
                 raise AxesError(
-                    f"{name!r} is not an axis name: names are Python identifiers, and a dimension without one is `None` "
-                    "(`_` in text)"
+                    f"{name!r} is not an axis name: names are Python identifiers, and a dimension without one is "
+                    "`None` (`_` in text)"
                 )
         return super().__new__(cls, names)
 
@@ -107,6 +108,7 @@ def names(patterns: Mapping[str, str | Axes] | None = None, /, **fields: str | A
 
     Raises:
         AxesError: axes that cannot be read. A field that the module does not have is found when a tree is read.
+        RuleError: a glob that cannot be read.
 
     Example:
         >>> ft.names(weight="hidden embed", bias="hidden")
@@ -115,6 +117,10 @@ def names(patterns: Mapping[str, str | Axes] | None = None, /, **fields: str | A
         True
     """
     both = {**(patterns or {}), **fields}
+    for pattern in both:
+        if not isinstance(pattern, str):
+            raise AxesError(f"`ft.names` maps globs, as text, to axes; {pattern!r} is none")
+        glob_pattern(pattern)  # a bad one is found here
     return Names(tuple((pattern, Axes.of(axes)) for pattern, axes in both.items()))
 
 

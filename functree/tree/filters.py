@@ -2,15 +2,17 @@
 
 import re
 import types
+import typing
 from abc import abstractmethod
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 
 from functree.errors import RuleError
-from functree.tree.globs import glob_regex, match_text
+from functree.tree.globs import glob_pattern, match_text
 from functree.tree.leaf import Leaf
 from functree.tree.paths import Path
 
@@ -30,16 +32,16 @@ class Filter:
         """Whether the leaf matches."""
 
     def __and__(self, other: Any) -> "Filter":
-        return All((self, as_filter(other)))
+        return _joined(All, self, other)
 
     def __rand__(self, other: Any) -> "Filter":
-        return All((as_filter(other), self))
+        return _joined(All, other, self)
 
     def __or__(self, other: Any) -> "Filter":
-        return Any_((self, as_filter(other)))
+        return _joined(Any_, self, other)
 
     def __ror__(self, other: Any) -> "Filter":
-        return Any_((as_filter(other), self))
+        return _joined(Any_, other, self)
 
     def __invert__(self) -> "Filter":
         return Not(self)
@@ -78,7 +80,15 @@ class Not(Filter):
         return f"~({self.part!r})" if isinstance(self.part, All | Any_) else f"~{self.part!r}"
 
 
-# Paths
+def _joined(kind: "type[All] | type[Any_]", *operands: Any) -> Filter:
+    """`a & b & c` is one filter of three parts, wherever the brackets stand."""
+    parts: list[Filter] = []
+    for written in operands:
+        if written is ...:
+            raise RuleError("`...` is no part of a filter: it stands alone, as the last filter of an ordered list")
+        part = as_filter(written)
+        parts += part.parts if isinstance(part, kind) else (part,)
+    return kind(tuple(parts))
 
 
 @dataclass(frozen=True, repr=False)
@@ -88,10 +98,10 @@ class Glob(Filter):
     pattern: str
 
     def __post_init__(self):
-        glob_regex(self.pattern)  # a bad one is found here
+        glob_pattern(self.pattern)  # a bad one is found here
 
     def __call__(self, leaf: Leaf, /) -> bool:
-        matches = re.compile(glob_regex(self.pattern), re.DOTALL).fullmatch
+        matches = glob_pattern(self.pattern).fullmatch
         return any(matches(match_text(path)) for path in leaf.patterned)
 
     def __repr__(self) -> str:
@@ -148,10 +158,11 @@ def under(cls: "type | types.UnionType") -> Filter:
         >>> ft.under(eqx.nn.Linear)
         under(Linear)
     """
-    classes = cls.__args__ if isinstance(cls, types.UnionType) else (cls,)
+    union = typing.get_origin(cls) in (types.UnionType, typing.Union)
+    classes: tuple[Any, ...] = typing.get_args(cls) if union else (cls,)
     if not all(isinstance(c, type) for c in classes):
         raise RuleError(f"`under` takes a class, or several joined by `|`, not {cls!r}")
-    return Under(tuple(classes))
+    return Under(classes)
 
 
 @dataclass(frozen=True, repr=False)
@@ -169,110 +180,116 @@ class Where(Filter):
 
 
 @dataclass(frozen=True, repr=False)
-class HasAxis(Filter):
-    name: str
+class Asks(Filter):
+    """A question about a leaf, as it is written, and what it asks for."""
+
+    text: str
+    test: Callable[..., bool]
+    wanted: tuple[Any, ...] = ()
 
     def __call__(self, leaf: Leaf, /) -> bool:
-        return self.name in leaf.axes
+        return self.test(leaf, *self.wanted)
 
     def __repr__(self) -> str:
-        return f"has_axis({self.name!r})"
-
-
-@dataclass(frozen=True, repr=False)
-class HasNdim(Filter):
-    ndim: int
-
-    def __call__(self, leaf: Leaf, /) -> bool:
-        return len(leaf.shape) == self.ndim
-
-    def __repr__(self) -> str:
-        return f"has_ndim({self.ndim})"
-
-
-@dataclass(frozen=True, repr=False)
-class HasDtype(Filter):
-    dtype: Any
-
-    def __call__(self, leaf: Leaf, /) -> bool:
-        return bool(jnp.issubdtype(leaf.value.dtype, self.dtype))
-
-    def __repr__(self) -> str:
-        return f"has_dtype({getattr(self.dtype, '__name__', self.dtype)})"
-
-
-@dataclass(frozen=True, repr=False)
-class LargerThan(Filter):
-    elements: int
-
-    def __call__(self, leaf: Leaf, /) -> bool:
-        return leaf.value.size > self.elements
-
-    def __repr__(self) -> str:
-        return f"larger_than({self.elements})"
+        return self.text
 
 
 def has_axis(name: str) -> Filter:
     """Leaves that have this axis.
 
+    Raises:
+        RuleError: not the name of an axis.
+
     Example:
         >>> ft.has_axis("embed")
         has_axis('embed')
     """
-    return HasAxis(name)
+    if not isinstance(name, str) or not name.isidentifier():
+        raise RuleError(f"`has_axis` takes the name of one axis, an identifier, not {name!r}")
+    return Asks(f"has_axis({name!r})", _has_axis, (name,))
 
 
 def has_ndim(ndim: int) -> Filter:
     """Leaves with this number of dimensions.
 
+    Raises:
+        RuleError: not a number of dimensions.
+
     Example:
         >>> ft.has_ndim(2)
         has_ndim(2)
     """
-    return HasNdim(ndim)
+    if type(ndim) is not int or ndim < 0:
+        raise RuleError(f"`has_ndim` takes a number of dimensions, not {ndim!r}")
+    return Asks(f"has_ndim({ndim})", _has_ndim, (ndim,))
 
 
 def has_dtype(dtype: Any) -> Filter:
     """Leaves of this dtype, or of a kind of dtypes such as `jnp.floating`.
 
+    Raises:
+        RuleError: not a dtype.
+
     Example:
         >>> ft.has_dtype(jnp.floating)
         has_dtype(floating)
     """
-    return HasDtype(dtype)
+    kind = _dtype(dtype)
+    return Asks(f"has_dtype({kind.__name__})", _has_dtype, (kind,))
+
+
+def _dtype(written: Any) -> Any:
+    """One object for each dtype, however it is written; kinds of dtypes (`jnp.floating`) as they are."""
+    if isinstance(written, type) and issubclass(written, np.generic):
+        return written
+    try:
+        if written is not None:  # numpy takes None for float64
+            return jnp.dtype(written).type
+    except TypeError:
+        pass
+    raise RuleError(f"`has_dtype` takes a dtype, or a kind of them such as `jnp.floating`, not {written!r}")
 
 
 def larger_than(elements: int) -> Filter:
     """Leaves of more than this many elements.
 
+    Raises:
+        RuleError: not a number.
+
     Example:
         >>> ft.larger_than(2**20)
         larger_than(1048576)
     """
-    return LargerThan(elements)
+    if isinstance(elements, bool) or not isinstance(elements, int | float):
+        raise RuleError(f"`larger_than` takes a number of elements, not {elements!r}")
+    return Asks(f"larger_than({elements})", _larger_than, (elements,))
 
 
-@dataclass(frozen=True, repr=False)
-class Mark(Filter):
-    name: str
-    test: Callable[[Leaf], bool]
+def _has_axis(leaf: Leaf, name: str) -> bool:
+    return name in leaf.axes
 
-    def __call__(self, leaf: Leaf, /) -> bool:
-        return self.test(leaf)
 
-    def __repr__(self) -> str:
-        return self.name
+def _has_ndim(leaf: Leaf, ndim: int) -> bool:
+    return len(leaf.shape) == ndim
+
+
+def _has_dtype(leaf: Leaf, dtype: Any) -> bool:
+    return bool(jnp.issubdtype(leaf.value.dtype, dtype))
+
+
+def _larger_than(leaf: Leaf, elements: float) -> bool:
+    return leaf.value.size > elements
 
 
 def _trainable(leaf: Leaf) -> bool:
-    return not leaf.buffer and bool(jnp.issubdtype(leaf.value.dtype, jnp.inexact))
+    return not leaf.buffer and _has_dtype(leaf, jnp.inexact)
 
 
 def _buffer(leaf: Leaf) -> bool:
     return leaf.buffer
 
 
-is_trainable: Filter = Mark("is_trainable", _trainable)
+is_trainable: Filter = Asks("is_trainable", _trainable)
 """Inexact arrays that are not an `ft.Buffer`.
 
 Example:
@@ -280,7 +297,7 @@ Example:
     ~is_trainable
 """
 
-is_buffer: Filter = Mark("is_buffer", _buffer)
+is_buffer: Filter = Asks("is_buffer", _buffer)
 """Arrays annotated as `ft.Buffer`.
 
 Example:
@@ -313,7 +330,7 @@ def as_filter(written: Any) -> Filter:
             return written
         case str():
             return Glob(written)
-        case re.Pattern():
+        case re.Pattern() if isinstance(written.pattern, str):
             return Regex(written)
         case type() | types.UnionType():
             return under(written)
@@ -321,9 +338,11 @@ def as_filter(written: Any) -> Filter:
             return Everything()
         case Path():
             return Glob(str(written))
+    if typing.get_origin(written) is not None:
+        return under(written)
     if callable(written) and isinstance(written, Hashable):
         return Where(written)
     raise RuleError(
         f"{written!r} is no filter: write a glob (`'**.bias'`), a compiled regular expression, a class, a callable "
-        "(path, leaf), `...`, or one of functree's filters"
+        "`(path, leaf) -> bool` that can be hashed, `...`, or one of functree's filters"
     )

@@ -4,7 +4,7 @@ import re
 from collections.abc import Callable, Sequence
 
 from functree.tree.filters import Filter, Glob
-from functree.tree.globs import glob_regex, literal_text, match_text
+from functree.tree.globs import glob_regex, last_part, literal_end, literal_text, match_text
 from functree.tree.leaf import Leaf
 
 
@@ -39,18 +39,21 @@ def _single_step(index: int, item: Filter) -> Callable[[Leaf], int | None]:
 
 
 def _glob_steps(run: Sequence[tuple[int, Glob]]) -> list[Callable[[Leaf], int | None]]:
-    """One step for a run of globs: the least index among the literal ones and the patterns that match."""
+    """One step for a run of globs: the least index among the literal ones and the patterns that match.
+
+    Most globs end in a plain key: those are only tried on paths that end in it.
+    """
     if not run:
         return []
     literals: dict[str, int] = {}
-    patterns: list[tuple[int, str]] = []
+    ending: dict[str, list[tuple[int, str]]] = {}
     for index, item in run:
         literal = literal_text(item.pattern)
         if literal is None:
-            patterns.append((index, glob_regex(item.pattern)))
+            ending.setdefault(literal_end(item.pattern), []).append((index, glob_regex(item.pattern)))
         else:
             literals.setdefault(literal, index)
-    match = re.compile("|".join(f"({regex})" for _, regex in patterns), re.DOTALL).fullmatch
+    matches = {end: _first_of(patterns) for end, patterns in ending.items()}
     last = run[-1][0] + 1
 
     def first(leaf: Leaf) -> int | None:
@@ -58,9 +61,19 @@ def _glob_steps(run: Sequence[tuple[int, Glob]]) -> list[Callable[[Leaf], int | 
         for path in leaf.patterned:
             text = match_text(path)
             least = min(least, literals.get(text, last))
-            found = match(text) if patterns else None
-            if found is not None and found.lastindex is not None:
-                least = min(least, patterns[found.lastindex - 1][0])
+            for end in ("", last_part(text)):
+                if end in matches:
+                    least = min(least, matches[end](text, last))
         return None if least == last else least
 
     return [first]
+
+
+def _first_of(patterns: Sequence[tuple[int, str]]) -> Callable[[str, int], int]:
+    match = re.compile("|".join(f"({regex})" for _, regex in patterns)).fullmatch
+
+    def first(text: str, none: int) -> int:
+        found = match(text)
+        return none if found is None or found.lastindex is None else patterns[found.lastindex - 1][0]
+
+    return first

@@ -1,4 +1,4 @@
-"""`make(*args, **kwargs)` ─► a function from arrays to arrays that JAX can trace, whatever else goes in or comes out."""
+"""`make(*args, **kwargs)` ─► a function from arrays to arrays that JAX can trace, whatever else goes in or out."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -39,12 +39,11 @@ class Flat:
         args, kwargs = self.treedef.unflatten(flat)
         leaves, self.out_treedef = tree_flatten(self.make(*args, **kwargs))
         self.rest = [None if is_array(x) else x for x in leaves]
-        results = [x for x in leaves if is_array(x)]
+        # Fresh ones are copies, so that the optimizers whose `init` gives one array twice do not either.
+        results = [jnp.copy(x) if self.fresh else x for x in leaves if is_array(x)]
         first: dict[int, int] = {}
         self.which = [first.setdefault(id(x), len(first)) for x in results]
-        inputs = {id(x) for x in arrays}
-        unique = {id(x): x for x in results}.values()
-        return [jnp.copy(x) if self.fresh and id(x) in inputs else jnp.asarray(x) for x in unique]
+        return [jnp.asarray(x) for x in {id(x): x for x in results}.values()]
 
     def abstract(self) -> list[jax.ShapeDtypeStruct]:
         """The shapes and dtypes of the list; traces the function."""

@@ -3,17 +3,20 @@
 The one walk over a tree. Everything that asks for paths, axes, or the modules around a leaf asks here.
 """
 
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import numpy as np
+from jax.core import Tracer
 from jax.tree_util import GetAttrKey, default_registry, tree_structure
 
-from functree.errors import AxesError, Problem, count
-from functree.tree.annotations import NOTHING, Hint, class_hints
-from functree.tree.axes import Axes, Names
+from functree.errors import AxesError, FunctreeError, Problem, count
+from functree.tree.annotations import NOTHING, Hint
+from functree.tree.axes import Names
+from functree.tree.classes import ClassHints, class_hints
 from functree.tree.leaf import Leaf
 from functree.tree.naming import Scope, open_scopes, scoped_axes, unmatched
 from functree.tree.paths import Path, plain_key
@@ -63,9 +66,23 @@ def read(tree: Any, names: Mapping[type, Names] | None = None) -> Leaves:
     Args:
         tree: arrays, numpy arrays or `jax.ShapeDtypeStruct`s, in modules and containers.
         names: axes for the leaves of foreign classes.
+
+    Raises:
+        AxesError: `names` that are no `{cls: ft.names(...)}`.
+        FunctreeError: a dict whose keys have no order, a tree that contains itself: JAX cannot flatten them.
     """
+    for cls, given in (names or {}).items():
+        if not isinstance(cls, type) or not isinstance(given, Names):
+            raise AxesError(f"`names=` maps classes to `ft.names(...)`, not {cls!r} to {given!r}")
     walk = _Walk(names or {})
-    walk.visit(tree, NOTHING, (), (), (), (), False, None)
+    try:
+        walk.visit(tree, NOTHING, (), (), (), (), False, None)
+    except RecursionError:
+        why = f"a {type(tree).__name__} that contains itself, or is nested too deeply, is no tree that can be read"
+        raise FunctreeError(why) from None
+    for node, path, scope in walk.fields:
+        if scope.by_leaf and not scope.by_module:
+            walk.problems += unmatched(node, path, (scope,))
     return Leaves(tuple(walk.leaves), tuple(walk.problems), tree_structure(tree), tuple(walk.positions), walk.size)
 
 
@@ -108,8 +125,9 @@ class _Walk:
         self.problems: list[Problem] = []
         self.size = 0
         self.kinds: dict[type, str] = {}
-        self.hints: dict[type, Mapping[str, Hint]] = {}
+        self.classes: dict[type, ClassHints] = {}
         self.reading = Reading()
+        self.fields: list[tuple[Any, tuple[Any, ...], Scope]] = []  # whose annotation has `ft.names`
 
     def visit(
         self,
@@ -120,19 +138,24 @@ class _Walk:
         stack: tuple[str, ...],
         scopes: tuple[Scope, ...],
         buffer: bool,
-        pending: tuple[Names, int] | None,
+        pending: Scope | None,
     ) -> None:
         """A node, what its annotation says, and what holds for all below it.
 
-        `pending` are the names that the annotation of a field above gave, and the length of that field's path: they
-        begin at the first module, or stand for the field itself.
+        `pending` are the names that the annotation of a field above gave: they begin at the first module, or stand
+        for the field itself.
         """
+        if node is None:  # no leaf, and no place for names
+            return
         cls = type(node)
         kind = self.kinds.get(cls) or self._kind(node, cls)
         if hint is not NOTHING:
+            if hint.later:
+                hint = hint.tried()
             buffer = buffer or hint.buffer
             if hint.names is not None:
-                pending = (hint.names, len(path))
+                pending = Scope(hint.names, len(path), 0)
+                self.fields.append((node, path, pending))
         if kind == "array":
             self._leaf(node, hint, path, within, stack, scopes, buffer, pending)
         elif kind == "leaf":
@@ -141,6 +164,10 @@ class _Walk:
             inside = (*within, cls)
             for i, child in enumerate(node):
                 self.visit(child, hint.child(i), (*path, i), inside, stack, scopes, buffer, pending)
+        elif kind == "dict":
+            inside, child_hint = (*within, cls), hint.child(None)
+            for key in _sorted_keys(node, path):
+                self.visit(node[key], child_hint, (*path, key), inside, stack, scopes, buffer, pending)
         elif kind == "named tuple":
             children = [(GetAttrKey(name), child) for name, child in zip(node._fields, node, strict=True)]
             self._node(node, children, hint, path, within, stack, scopes, buffer, pending)
@@ -151,49 +178,81 @@ class _Walk:
     def _kind(self, node: Any, cls: type) -> str:
         if cls is list or cls is tuple:
             kind = "sequence"
+        elif cls is dict or cls is defaultdict:
+            kind = "dict"
         elif is_array(node):
             kind = "array"
         elif default_registry.flatten_one_level(node) is None:
             return "leaf"  # not remembered: an array of another dtype may have the same class
         else:
             kind = "named tuple" if isinstance(node, tuple) and hasattr(cls, "_fields") else "node"
-        if not isinstance(node, np.ndarray | np.generic | jax.core.Tracer):
+        if not isinstance(node, np.ndarray | np.generic | Tracer):
             self.kinds[cls] = kind
         return kind
 
-    def _node(self, node, children, hint, path, within, stack, scopes, buffer, pending) -> None:
+    def _node(
+        self,
+        node: Any,
+        children: Iterable[tuple[Any, Any]],
+        hint: Hint,
+        path: tuple[Any, ...],
+        within: tuple[type, ...],
+        stack: tuple[str, ...],
+        scopes: tuple[Scope, ...],
+        buffer: bool,
+        pending: Scope | None,
+    ) -> None:
         cls = type(node)
-        hints = self.hints.get(cls)
-        if hints is None:
-            hints = self.hints[cls] = class_hints(cls)
+        known = self.classes.get(cls)
+        if known is None:
+            known = self.classes[cls] = class_hints(cls)
         inside = (*within, cls)
-        is_module = not isinstance(node, dict)
         opened: tuple[Scope, ...] = ()
-        if is_module:
+        if not isinstance(node, dict):
             opened = open_scopes(node, len(path), pending, self.names)
             scopes, pending = scopes + opened, None
             if hasattr(cls, "__stack_axes__"):
                 stack = stack + tuple(node.__stack_axes__())
-        args = hint.arguments(cls) if hint.generics or hint.later else ()
-        env = dict(zip(getattr(cls, "__parameters__", ()), args, strict=False)) if args else {}
+        env = known.env(cls, hint) if hint.generics or hint.later else {}
         for key, child in children:
-            field_hint = hints.get(key.name, NOTHING) if type(key) is GetAttrKey else hint.child(None)
-            if field_hint.open:
-                field_hint = field_hint.bind(env)
-            if hint.below is not None and type(key) is GetAttrKey:
-                field_hint = field_hint if field_hint is not NOTHING else hint.child(None)
-            self.visit(child, field_hint, (*path, plain_key(key)), inside, stack, scopes, buffer, pending)
+            by_name = type(key) is GetAttrKey
+            child_hint = known.fields.get(key.name, NOTHING) if by_name else hint.child(None)
+            if env and child_hint.open:
+                child_hint = child_hint.bind(env)
+            if by_name and hint.below is not None and child_hint.tried() is NOTHING:
+                child_hint = hint.child(None)
+            self.visit(child, child_hint, (*path, plain_key(key)), inside, stack, scopes, buffer, pending)
         if opened:
             self.problems += unmatched(node, path, opened)
 
-    def _leaf(self, value, hint, path, within, stack, scopes, buffer, pending) -> None:
+    def _leaf(
+        self,
+        value: Any,
+        hint: Hint,
+        path: tuple[Any, ...],
+        within: tuple[type, ...],
+        stack: tuple[str, ...],
+        scopes: tuple[Scope, ...],
+        buffer: bool,
+        pending: Scope | None,
+    ) -> None:
         self.positions.append(self.size)
         self.size += 1
-        path = Path(path)
+        place = Path(path)
         if pending is not None:
-            scopes = (*scopes, *open_scopes(value, pending[1], pending, {}))
-        given = scoped_axes(path, scopes) if scopes else None
-        axes, annotated, unnamed, spec, problem = read_hint(self.reading, value, path, hint, given, stack)
-        self.leaves.append(
-            Leaf(path, value, axes, within, (), len(stack), annotated, unnamed, spec, buffer, problem)
-        )
+            pending.by_leaf = True
+            scopes = (*scopes, pending)
+        given = scoped_axes(place, scopes) if scopes else None
+        axes, annotated, unnamed, spec, problem = read_hint(self.reading, value, place, hint, given, stack)
+        self.leaves.append(Leaf(place, value, axes, within, (), len(stack), annotated, unnamed, spec, buffer, problem))
+
+
+def _sorted_keys(node: Mapping[Any, Any], path: tuple[Any, ...]) -> list[Any]:
+    """The keys of a dict in JAX's order."""
+    try:
+        return sorted(node)
+    except TypeError as error:
+        kinds = ", ".join(sorted({type(key).__name__ for key in node}))
+        why = f"its keys ({kinds}) have no order, and JAX sorts those of a dict"
+        problem = Problem(Path(path), None, "dict", why, "use keys of one type, or an `OrderedDict`")
+        raise FunctreeError("a dict that is no tree", [problem]) from error

@@ -76,7 +76,9 @@ def part_text(key: Any) -> str:
     return f"[{key!r}]"
 
 
-_TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"|\[(?:[^\[\]"\']|"(?:[^"\\]|\\.)*"|\'(?:[^\'\\]|\\.)*\'|\[[^\]]*\])*\]|[^."\[\]]+')
+_QUOTED = r'"(?:[^"\\]|\\.)*"'
+_SINGLE = _QUOTED.replace('"', "'")
+_TOKEN = re.compile(rf'{_QUOTED}|\[(?:[^\[\]"\']|{_QUOTED}|{_SINGLE}|\[[^\]]*\])*\]|[^."\[\]]+')
 
 
 def tokens(text: str) -> Iterator[str]:
@@ -95,7 +97,10 @@ def tokens(text: str) -> Iterator[str]:
 
 def _plain(token: str, text: str) -> Any:
     if token[0] == '"':
-        return json.loads(token)
+        try:
+            return json.loads(token)
+        except json.JSONDecodeError as error:
+            raise RuleError(f"{text!r} is not a path: {token} is not quoted as JSON is: {error.msg}") from error
     if token[0] == "[":
         return _literal(token[1:-1], text)
     if re.fullmatch(r"-?\d+", token):

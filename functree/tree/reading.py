@@ -4,8 +4,9 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from functree.errors import Problem
-from functree.tree.annotations import Form, Hint, dtype_fits
+from functree.tree.annotations import UNREADABLE, Hint
 from functree.tree.axes import Axes
+from functree.tree.dims import Form, dtype_fits
 from functree.tree.leaf import array_text
 from functree.tree.paths import Path
 
@@ -27,11 +28,9 @@ class Reading:
         self.known: dict[tuple[Any, ...], Told] = {}
 
 
-def read_hint(
-    reading: Reading, value: Any, path: Path, hint: Hint, given: Axes | None, stack: tuple[str, ...]
-) -> Told:
+def read_hint(reading: Reading, value: Any, path: Path, hint: Hint, given: Axes | None, stack: tuple[str, ...]) -> Told:
     """The axes of an array: those `given` from outside, else those of its annotation, behind the stacks' own."""
-    key = (id(hint), value.shape, value.dtype, given, stack)
+    key = (hint, value.shape, value.dtype, given, stack)
     told = reading.known.get(key)
     if told is None:
         told = _told(value, path, hint, given, stack)
@@ -42,28 +41,23 @@ def read_hint(
 
 def _told(value: Any, path: Path, hint: Hint, given: Axes | None, stack: tuple[str, ...]) -> Told:
     ndim = len(value.shape) - len(stack)
-    wanted = f'"{given}"' if given is not None else hint.text
     if given is not None:
         if len(given) == ndim:
-            return Told(Axes(*stack, *given), True, _unnamed(stack, given))
-        return _misfit(value, path, wanted, stack, [len(given)])
+            spec = next((form.spec for form in hint.forms if form.spec is not None and form.fits(ndim)), None)
+            return Told(Axes(*stack, *given), True, _unnamed(stack, given, ["_"] * ndim), spec)
+        return _misfit(value, path, f'"{given}"', stack, [len(given)])
     if hint.later:
-        try:
-            hint = hint.resolved()
-        except (NameError, AttributeError, SyntaxError, TypeError) as error:
-            return _unresolved(value, path, hint, stack, error)
-    forms = _forms(hint)
-    if not forms:
+        return _unresolved(value, path, hint, stack)
+    if not hint.forms:
         return Told(Axes(*(*stack, *[None] * ndim)[: len(value.shape)]))
-    fitting = [form for form in forms if form.fits(ndim)]
+    wrong = next((form.wrong for form in hint.forms if form.wrong), None)
+    if wrong is not None:
+        remedy = "name the axes there, and say in rules on which mesh axes they go"
+        return _trouble(value, path, stack, f"{wrong}: `{hint.text}`", remedy)
+    fitting = [form for form in hint.forms if form.fits(ndim)]
     if not fitting:
-        return _misfit(value, path, wanted, stack, sorted({len(form.dims) for form in forms}))
+        return _misfit(value, path, hint.text, stack, sorted({len(form.dims) for form in hint.forms}))
     return _choose(value, path, hint, fitting, stack)
-
-
-def _forms(hint: Hint) -> tuple[Form, ...]:
-    """The hint's own, and those of the bound or constraints of type variables that nothing bound."""
-    return hint.forms or (hint.below.forms if hint.below else ())
 
 
 def _choose(value: Any, path: Path, hint: Hint, fitting: Sequence[Form], stack: tuple[str, ...]) -> Told:
@@ -75,7 +69,8 @@ def _choose(value: Any, path: Path, hint: Hint, fitting: Sequence[Form], stack: 
         return told[0]
     options = " or ".join(f'"{t.axes}"' for t in told)
     why = f"ambiguous: `{hint.text}` allows {options} for an array of this rank and dtype"
-    return _trouble(value, path, stack, why, "give the alternatives different ranks or dtypes, or name the axes by `Annotated[Array, ft.Axes(...)]`")
+    remedy = "give the alternatives different ranks or dtypes, or name the axes by `Annotated[Array, ft.Axes(...)]`"
+    return _trouble(value, path, stack, why, remedy)
 
 
 def _distinct(told: Iterable[Told]) -> list[Told]:
@@ -91,12 +86,14 @@ def _axes(form: Form, value: Any, stack: tuple[str, ...]) -> Told:
         sizes = value.shape[len(stack) :]
         names = tuple(None if d.broadcast and n == 1 else d.name for d, n in zip(dims, sizes, strict=True))
         tokens = tuple(dim.token for dim in dims)
-    unnamed = () if all(names) else (*("" for _ in stack), *("" if n else t for n, t in zip(names, tokens, strict=True)))
-    return Told(Axes(*stack, *names), True, unnamed, form.spec)
+    return Told(Axes(*stack, *names), True, _unnamed(stack, names, tokens), form.spec)
 
 
-def _unnamed(stack: Sequence[str], given: Axes) -> tuple[str, ...]:
-    return () if all(given) else (*("" for _ in stack), *("" if name else "_" for name in given))
+def _unnamed(stack: Sequence[str], names: Sequence[str | None], tokens: Sequence[str]) -> tuple[str, ...]:
+    """For each dimension without a name, what is written there."""
+    if all(names):
+        return ()
+    return (*("" for _ in stack), *("" if name else token for name, token in zip(names, tokens, strict=True)))
 
 
 # What can be wrong
@@ -108,18 +105,21 @@ def _misfit(value: Any, path: Path, hint: str, stack: tuple[str, ...], ranks: Se
     why = f"has {have} dimensions; `{hint}` has {' or '.join(map(str, ranks))}{behind}"
     remedy = "make the annotation and the array agree"
     if have > max(ranks) + len(stack):
-        remedy = "hold layers that were stacked (by vmap or scan) in `ft.Stacked[...]`, made by `ft.stack`, or " + remedy
+        made = "made by `ft.stack`"
+        remedy = f"hold layers that were stacked (by vmap or scan) in `ft.Stacked[...]`, {made}, or {remedy}"
     return _trouble(value, path, stack, why, remedy)
 
 
-def _unresolved(value: Any, path: Path, hint: Hint, stack: tuple[str, ...], error: Exception) -> Told:
-    text = hint.text or hint.later[0].text
-    why = f"its annotation `{text}` cannot be resolved: {error}"
-    return _trouble(value, path, stack, why, "define or import the name in the module of the class, not in a function or under TYPE_CHECKING")
+def _unresolved(value: Any, path: Path, hint: Hint, stack: tuple[str, ...]) -> Told:
+    try:
+        error: object = hint.settled and "it can now"
+    except UNREADABLE as raised:
+        error = str(raised) or type(raised).__name__
+    why = f"its annotation `{hint.text}` cannot be resolved: {error}"
+    remedy = "define or import the name in the module of the class, not in a function or under TYPE_CHECKING"
+    return _trouble(value, path, stack, why, remedy)
 
 
 def _trouble(value: Any, path: Path, stack: tuple[str, ...], why: str, remedy: str) -> Told:
     unknown = Axes(*(*stack, *[None] * len(value.shape))[: len(value.shape)])
     return Told(unknown, True, (), None, Problem(path, tuple(value.shape), array_text(value), why, remedy))
-
-

@@ -72,7 +72,8 @@ def split(tree: Any, *filters: Any) -> tuple[Any, ...]:
     choices = [chosen(leaf) for leaf in leaves.leaves]
     lost = [leaf for leaf, choice in zip(leaves.leaves, choices, strict=True) if choice is None]
     if lost:
-        problems = [Problem(x.path, x.shape, x.text, "no filter matches it", "add a filter for it, or `...` last") for x in lost]
+        why, remedy = "no filter matches it", "add a filter for it, or `...` last"
+        problems = [Problem(x.path, x.shape, x.text, why, remedy) for x in lost]
         raise FunctreeError(f"{count(len(lost), 'leaf')} in no part", problems)
     parts: list[list[Any]] = [[None] * len(flat) for _ in written]
     for position, choice in zip(positions, choices, strict=True):
@@ -155,9 +156,11 @@ def _aligned(static: Static, part: Any, index: int) -> list[Any]:
             f"part {index} is of another structure than the tree that was split: a {type(part).__name__} with "
             f"{count(have, 'leaf')}; parts keep the tree's structure, with None where an array is elsewhere"
         )
-    stray = [i for i, value in enumerate(flat) if value is not None and i not in set(static.positions)]
+    arrays = set(static.positions)
+    stray = [i for i, value in enumerate(flat) if value is not None and i not in arrays]
     if stray:
         paths = [path for path, _ in _with_paths(part)]
-        problems = [Problem(paths[i], None, "", "was not an array of the tree that was split", "leave it out") for i in stray]
+        why = "was not an array of the tree that was split"
+        problems = [Problem(paths[i], None, "", why, "leave it out") for i in stray]
         raise FunctreeError(f"part {index} has {count(len(stray), 'leaf')} too many", problems)
     return flat

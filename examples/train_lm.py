@@ -1,0 +1,309 @@
+"""Train a small byte-level transformer on Python's own source code, sharded over the devices there are.
+
+    python examples/train_lm.py                                        # 8 simulated devices on a CPU, two minutes
+    python examples/train_lm.py --rules fsdp --mesh data=8
+    python examples/train_lm.py --layers 8 --embed 512 --steps 5000    # on something larger
+
+Read it from top to bottom: the rules, the text, the training step, the run.
+"""
+
+import argparse
+import os
+import re
+import sys
+import sysconfig
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from math import gcd, log
+from pathlib import Path
+from typing import Any, NoReturn
+
+# A CPU passes for 8 devices, unless somebody has said otherwise. JAX reads this once, when it is imported.
+if not re.search("device_count|_cpu_devices", " ".join([os.environ.get("XLA_FLAGS", ""), *os.environ])):
+    os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+
+import jax
+import numpy as np
+import optax
+from jaxtyping import Array, Float, Int
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+import functree as ft
+
+# --- The rules: which mesh axis each axis of the model goes to ------------------------------------------------------
+
+# FSDP: each device keeps a part of every large array, and gathers the rest where it is used.
+FSDP = ft.FSDP("data", min_size=1024)
+
+# Tensor parallelism: the heads, the hidden units and the vocabulary are split, and their work with them.
+TENSOR = {"heads": "model", "kv_heads": "model", "hidden": "model", "vocab": "model"}
+
+RULES: dict[str, ft.Layout] = {
+    "fsdp": ft.AxisRules({"batch": "data", ...: None}) | FSDP,
+    "tp": ft.AxisRules({"batch": "data", **TENSOR, ...: None}),
+    "fsdp+tp": ft.AxisRules({"batch": "data", **TENSOR, ...: None}) | FSDP,
+}
+
+
+def default_mesh(rules: str) -> dict[str, int]:
+    """All devices: along `data` for FSDP alone, else four of them (if they divide so) along `model`."""
+    devices = jax.device_count()
+    model = 1 if rules == "fsdp" else gcd(4, devices)
+    return {"data": devices // model} if rules == "fsdp" else {"data": devices // model, "model": model}
+
+
+# --- The text: a token is a byte ------------------------------------------------------------------------------------
+
+VOCAB = 256
+END_OF_FILE = b"\0"
+SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "pydoc_data"}  # no prose
+
+
+def read_text(megabytes: float) -> tuple[np.ndarray, np.ndarray]:
+    """The sources of the standard library, as bytes: for training, and every tenth file held out."""
+    root = Path(sysconfig.get_path("stdlib"))
+    paths = sorted(path.relative_to(root) for path in root.rglob("*.py"))
+    files = [(root / path).read_bytes() + END_OF_FILE for path in paths if SKIPPED.isdisjoint(path.parts)]
+    ends = np.cumsum([len(file) for file in files])
+    files = files[: max(20, int(np.searchsorted(ends, megabytes * 1e6)))]
+    held_out = b"".join(files[::10])
+    train = b"".join(file for i, file in enumerate(files) if i % 10)
+    return np.frombuffer(train, np.uint8), np.frombuffer(held_out, np.uint8)
+
+
+def windows(text: np.ndarray, starts: np.ndarray, seq: int) -> Int[np.ndarray, "batch seq+1"]:
+    """Pieces of the text, one byte longer than a sequence: each byte but the last predicts the next."""
+    return text[starts[:, None] + np.arange(seq + 1)].astype(np.int32)
+
+
+# --- The training step: plain JAX, with the plans as constraints ----------------------------------------------------
+
+
+def bits_per_byte(model: ft.nn.Transformer, tokens: Int[Array, "batch seq+1"]) -> Float[Array, ""]:
+    logits = model(tokens[:, :-1])
+    return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean() / log(2)
+
+
+def make_optimizer(lr: float, steps: int) -> optax.GradientTransformation:
+    """AdamW; the rate rises over the first tenth of the steps and then falls along a cosine."""
+    rate = optax.warmup_cosine_decay_schedule(lr / 10, lr, steps // 10, steps, end_value=lr / 10)
+    return optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(rate, b2=0.98, weight_decay=0.1))
+
+
+def make_train_step(tx: optax.GradientTransformation, model_plan: ft.Plan, state_plan: ft.Plan) -> Callable[..., Any]:
+    """The step. What it returns lies as what it was given, so that nothing drifts and nothing compiles twice."""
+
+    @partial(jax.jit, donate_argnums=(0, 1))
+    def train_step(model, state, tokens):
+        loss, grads = jax.value_and_grad(bits_per_byte)(model, tokens)
+        updates, state = tx.update(ft.constrain(grads, model_plan), state, model)
+        model = optax.apply_updates(model, updates)
+        return ft.constrain(model, model_plan), ft.constrain(state, state_plan), loss
+
+    return train_step
+
+
+def write(model: ft.nn.Transformer, prompt: bytes, length: int, temperature: float, seed: int) -> str:
+    """Go on from a prompt, byte by byte. The window never changes its size, so this compiles once."""
+    rng, seq, text = np.random.default_rng(seed), model.config.max_seq, bytearray(prompt)
+    next_byte = jax.jit(lambda model, window, last: model(window)[last])
+    for _ in range(length):
+        seen = np.frombuffer(text[-seq:], np.uint8)
+        window = np.pad(seen, (0, seq - len(seen))).astype(np.int32)  # what lies behind `last` is not seen
+        logits = np.asarray(next_byte(model, window, len(seen) - 1), np.float64)
+        gumbel = rng.gumbel(size=VOCAB) * temperature  # the largest of logits / temperature + gumbel is a sample
+        text.append(int(np.argmax(logits + gumbel)))
+    return text.decode(errors="replace")
+
+
+# --- The run --------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Curve:
+    """Bits per byte: of each training batch, and by step of the held-out text."""
+
+    train: list[float] = field(default_factory=list)
+    held_out: dict[int, float] = field(default_factory=dict)
+
+
+def train(options: argparse.Namespace, rules: ft.Layout, text: np.ndarray, held_out: np.ndarray, curve: Curve) -> None:
+    """Plan, make, train, and sample; the ambient mesh and rules are those of `main`."""
+    # What can be wrong is found while planning, which allocates no array and compiles nothing.
+    config, key = model_config(options), jax.random.key(options.seed)
+    tx = make_optimizer(options.lr, options.steps)
+    make_model = ft.init(ft.nn.Transformer.create, rules)
+    model_plan = make_model.plan(config, key=key)
+    state_plan = ft.plan_optimizer(tx, ft.abstract(ft.nn.Transformer.create)(config, key=key), rules)
+    print(f"The model\n\n{model_plan}\n")
+    print(f"The optimizer\n\n{state_plan}\n" if options.verbose else f"The optimizer: {last_line(state_plan)}")
+    print(f"The text: {len(text) / 1e6:.1f} MB to train on, {len(held_out) / 1e6:.1f} MB of other files held out\n")
+
+    def batch(text: np.ndarray, starts: np.ndarray) -> Int[Array, "batch seq+1"]:
+        return ft.shard(windows(text, starts, options.seq), rules, axes="batch seq")
+
+    places = np.linspace(0, len(held_out) - options.seq - 1, 8 * options.batch, dtype=int)
+    tests = [batch(held_out, starts) for starts in np.split(places, 8)]
+
+    # From here on there are arrays, and each is born where its plan says.
+    model = make_model(config, key=key)
+    state = ft.init_optimizer(tx, model, rules)
+    train_step, measure = make_train_step(tx, model_plan, state_plan), jax.jit(bits_per_byte)
+
+    def test(step: int) -> None:
+        curve.held_out[step] = float(np.mean([measure(model, tokens) for tokens in tests]))
+        console.print(f"step {step:>5}: {curve.held_out[step]:.3f} bits per byte of held-out text")
+
+    rng, console = np.random.default_rng(options.seed), Console()
+    test(0)
+    for step in progress(options, curve, console):
+        tokens = batch(text, rng.integers(0, len(text) - options.seq, options.batch))
+        model, state, loss = train_step(model, state, tokens)
+        curve.train.append(float(loss))  # waits for the devices; where that costs, look at every tenth loss
+        if step % max(1, options.steps // 10) == 0 or step == options.steps:
+            test(step)
+    before, after = curve.held_out[0], curve.held_out[options.steps]
+    print(f"\nHeld-out text: {before:.2f} bits per byte before training, {after:.2f} after.")
+    print(f"\nA sample:\n\n{write(model, b'def ', options.sample, options.temperature, options.seed)}\n")
+
+
+def model_config(options: argparse.Namespace) -> ft.nn.TransformerConfig:
+    return ft.nn.TransformerConfig(
+        vocab_size=VOCAB,
+        embed=options.embed,
+        layers=options.layers,
+        heads=options.heads,
+        kv_heads=options.kv_heads or options.heads,
+        head_dim=options.embed // options.heads,
+        hidden=options.hidden or 3 * options.embed,
+        max_seq=options.seq,
+    )
+
+
+def last_line(plan: ft.Plan) -> str:
+    return str(plan).splitlines()[-1]
+
+
+def progress(options: argparse.Namespace, curve: Curve, console: Console) -> Iterator[int]:
+    """The numbers of the steps, from 1, under a bar that tells how it goes."""
+    told = "loss {task.fields[loss]:.2f} · {task.fields[speed]:,.0f} tokens/s"
+    columns = TextColumn("step"), MofNCompleteColumn(), BarColumn(), TextColumn(told), TimeRemainingColumn()
+    with Progress(*columns, console=console) as bar:
+        task = bar.add_task("", total=options.steps, loss=float("nan"), speed=0.0)
+        for step in range(1, options.steps + 1):
+            yield step
+            speed = (bar.tasks[0].speed or 0.0) * options.batch * options.seq
+            bar.update(task, completed=step, loss=curve.train[-1], speed=speed)
+
+
+def draw(curve: Curve, options: argparse.Namespace) -> None:
+    """The loss curves, as a picture."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        print("No picture of the loss: matplotlib is missing; pip install functree[examples]")
+        return
+    figure = Figure(figsize=(7, 4), dpi=150, layout="constrained")
+    axes = figure.add_subplot()
+    steps = range(1, len(curve.train) + 1)
+    axes.plot(steps, curve.train, color="#9db8e8", linewidth=1, label="training batches")
+    axes.plot(*zip(*curve.held_out.items(), strict=True), "o-", color="#c2410c", markersize=4, label="held-out files")
+    axes.set(xlabel="step", ylabel="bits per byte", ylim=(0, None), title=f"train_lm.py --rules {options.rules}")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(axis="y", alpha=0.3)
+    axes.legend(frameon=False)
+    figure.savefig(options.out, format="png")
+    print(f"The loss over the steps: {options.out}")
+
+
+# --- The command line -----------------------------------------------------------------------------------------------
+
+
+class Parser(argparse.ArgumentParser):
+    """Whatever is wrong is one line on stderr, and exit code 2."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {message}\n")
+
+
+def one_line(error: ft.FunctreeError) -> str:
+    """What is wrong, and the first thing to try; the whole text lists every leaf."""
+    headline, first = str(error).splitlines()[0], error.problems[0]
+    where = " ".join(filter(None, (str(first.path or ""), first.what)))
+    found = f": {where}: {first.why}" if first.why != headline else ""
+    return f"{headline}{found}{f'; try: {first.remedy}' if first.remedy else ''}"
+
+
+def mesh_sizes(text: str) -> dict[str, int]:
+    """`data=2,model=4` ─► `{"data": 2, "model": 4}`."""
+    pairs = [part.partition("=") for part in text.split(",")]
+    sizes = {name: int(size) for name, _, size in pairs if name.isidentifier() and size.isdecimal()}
+    if len(sizes) < len(pairs):
+        raise argparse.ArgumentTypeError(f"{text!r} is no mesh: write axes and their sizes, as in data=2,model=4")
+    return sizes
+
+
+def positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no positive number")
+    return int(text)
+
+
+def picture(text: str) -> Path:
+    if not Path(text).parent.is_dir():
+        raise argparse.ArgumentTypeError(f"there is no folder {str(Path(text).parent)!r}")
+    return Path(text)
+
+
+def command_line() -> Parser:
+    described = "Train a small byte-level transformer on Python's own source code, sharded over the devices there are."
+    parser = Parser(description=described, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser.add_argument("--mesh", type=mesh_sizes, metavar="data=2,model=4", help="axes and sizes; None: all devices")
+    parser.add_argument("--rules", choices=list(RULES), default="fsdp+tp", help="how model and batches are laid out")
+    sizes = parser.add_argument_group("sizes")
+    sizes.add_argument("--layers", type=positive, default=2, metavar="N", help="blocks")
+    sizes.add_argument("--embed", type=positive, default=128, metavar="N", help="size of the residual stream")
+    sizes.add_argument("--hidden", type=positive, metavar="N", help="size of the MLPs; None: 3 × embed")
+    sizes.add_argument("--heads", type=positive, default=8, metavar="N", help="attention heads")
+    sizes.add_argument("--kv-heads", type=positive, metavar="N", help="heads of keys and values; None: as many")
+    training = parser.add_argument_group("training")
+    training.add_argument("--steps", type=positive, default=300, metavar="N", help="steps")
+    training.add_argument("--batch", type=positive, default=16, metavar="N", help="sequences in a step")
+    training.add_argument("--seq", type=positive, default=128, metavar="N", help="bytes in a sequence")
+    training.add_argument("--lr", type=float, default=3e-3, metavar="X", help="highest learning rate")
+    training.add_argument("--seed", type=int, default=0, metavar="N", help="of weights, batches and sample")
+    training.add_argument("--megabytes", type=float, default=4.0, metavar="X", help="of text, at most")
+    output = parser.add_argument_group("output")
+    output.add_argument("--sample", type=int, default=300, metavar="N", help="bytes to write at the end")
+    output.add_argument("--temperature", type=float, default=0.5, metavar="X", help="of the sample; 0: greedy")
+    output.add_argument("--out", type=picture, default="train_lm.png", metavar="FILE", help="the loss curve, a PNG")
+    output.add_argument("--verbose", action="store_true", help="the optimizer's whole plan, too")
+    return parser
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = command_line()
+    options = parser.parse_args(arguments)
+    text, held_out = read_text(options.megabytes)
+    if options.seq >= len(held_out):
+        parser.error(f"argument --seq: {options.seq} is longer than the {len(held_out)} bytes of held-out text")
+    curve, stopped = Curve(), False
+    try:
+        sizes: dict[str, Any] = options.mesh or default_mesh(options.rules)
+        rules = RULES[options.rules]
+        with jax.set_mesh(ft.make_mesh(**sizes)), ft.axis_rules(rules):
+            train(options, rules, text, held_out, curve)
+    except ft.FunctreeError as error:
+        parser.error(one_line(error))
+    except KeyboardInterrupt:
+        stopped = True
+        print(f"\nStopped after {len(curve.train)} of {options.steps} steps.")
+    if curve.held_out:
+        draw(curve, options)
+    return 130 if stopped else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

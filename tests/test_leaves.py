@@ -1,0 +1,416 @@
+"""A tree ─► the axes of its arrays, in the tree's structure; and what is said where they cannot be told."""
+
+import pickle
+from collections import OrderedDict, defaultdict
+from collections.abc import Mapping
+from typing import Annotated, Any, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from jaxtyping import Array, Float, Int, PyTree
+from test_paths import Keyless, Pair
+
+import functree as ft
+from functree.errors import AxesError, FunctreeError
+from functree.tree.axes import Axes
+from functree.tree.leaves import is_array, read
+
+
+def x(*shape: int, dtype: Any = np.float32) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+class Leafy(eqx.Module):
+    w: Any
+    kept: Any
+    static: Any = eqx.field(static=True, default="s")
+
+
+class Block(eqx.Module):
+    w: Float[Array, "embed hidden"]
+    lin: eqx.nn.Linear
+
+
+class Named(NamedTuple):
+    w: Float[Array, "a"]
+    b: "Float[Array, 'b']"
+
+
+class Stacky(eqx.Module):
+    """What `ft.Stacked` is, to a reader of trees: a class with the hook."""
+
+    layer: Any
+
+    def __stack_axes__(self) -> tuple[str, ...]:
+        return ("layers",)
+
+
+def linear(use_bias: bool = True) -> eqx.nn.Linear:
+    return eqx.nn.Linear(2, 3, use_bias=use_bias, key=jax.random.key(0))
+
+
+# Laws
+
+ARRAYS = st.sampled_from([np.zeros((2, 3), np.float32), np.int32(4), x(), x(1, 2, 3), x(2, dtype=jnp.bfloat16)])
+OTHERS = st.sampled_from([None, 1, True, 1.0, "text", abs, np.array("text"), np.array([None]), np.dtype("f4")])
+LEAVES = ARRAYS | OTHERS
+KEYS = st.text(max_size=3)
+
+
+def containers(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    lists = st.lists(inner, max_size=3)
+    return st.one_of(
+        lists,
+        lists.map(tuple),
+        st.dictionaries(KEYS, inner, max_size=3),
+        st.dictionaries(st.integers(), inner, max_size=2).map(lambda d: defaultdict(list, d)),
+        st.dictionaries(KEYS, inner, max_size=2).map(OrderedDict),
+        st.builds(Pair, inner, inner),
+        st.builds(Leafy, inner, inner),
+        lists.map(lambda children: Keyless(*children)),
+    )
+
+
+TREES = st.recursive(LEAVES, containers, max_leaves=12)
+
+
+@given(TREES)
+def test_axes_have_the_structure_of_the_arrays(tree: Any) -> None:
+    arrays = jax.tree.map(lambda leaf: leaf if is_array(leaf) else None, tree)
+    axes = ft.tree_axes(tree)
+    assert jax.tree.structure(axes) == jax.tree.structure(arrays)
+    for leaf, names in zip(jax.tree.leaves(arrays), jax.tree.leaves(axes), strict=True):
+        assert type(names) is Axes and names == Axes(*[None] * len(leaf.shape))
+
+
+@given(TREES)
+def test_the_walk_is_jaxs(tree: Any) -> None:
+    """Paths, order and positions are those of `jax.tree_util.tree_flatten_with_path`."""
+    everything = jax.tree_util.tree_flatten_with_path(tree)[0]
+    found = read(tree)
+    expected = [(ft.Path.of(keys), i) for i, (keys, leaf) in enumerate(everything) if is_array(leaf)]
+    assert [(leaf.path, p) for leaf, p in zip(found.leaves, found.positions, strict=True)] == expected
+    assert all(leaf.value is everything[p][1] for leaf, p in zip(found.leaves, found.positions, strict=True))
+    assert found.size == len(everything) and found.problems == ()
+    again = found.fill([leaf for _, leaf in everything], [leaf.value for leaf in found.leaves])
+    assert jax.tree.structure(again) == jax.tree.structure(tree)
+    assert all(a is b for a, b in zip(jax.tree.leaves(again), jax.tree.leaves(tree), strict=True))
+
+
+@given(TREES)
+def test_within_names_the_nodes_around_a_leaf(tree: Any) -> None:
+    for leaf in read(tree).leaves:
+        node, around = tree, []
+        for key in leaf.path:
+            around.append(type(node))
+            if isinstance(node, Keyless):
+                node = node.children[key]
+            else:
+                node = node[key] if isinstance(node, Mapping | list) or type(node) is tuple else getattr(node, key)
+        assert leaf.within == tuple(around) and node is leaf.value
+
+
+# Trees of all kinds
+
+
+@pytest.mark.parametrize(
+    ("tree", "expected"),
+    [
+        (None, None),
+        ([], []),
+        ({}, {}),
+        ((), ()),
+        (x(2), Axes(None)),
+        (3, None),
+        (Named(x(2), x(3)), Named(Axes("a"), Axes("b"))),
+        ([None, {"k": None}], [None, {"k": None}]),
+        ({2: x(), 1: x(3)}, {1: Axes(None), 2: Axes()}),
+        (np.array([None, {}], dtype=object), None),
+        (np.array(["text"]), None),
+        (np.zeros(2, "datetime64[s]"), None),
+        (np.zeros(2, [("a", "f4")]), None),
+        (np.float32(1), Axes()),
+        (jax.random.key(0), Axes()),
+    ],
+)
+def test_small_trees(tree: Any, expected: Any) -> None:
+    assert ft.tree_axes(tree) == expected
+
+
+def test_an_array_is_known_by_its_dtype_not_its_class() -> None:
+    """What one numpy array is says nothing of the next."""
+    assert ft.tree_axes([np.array("text"), np.ones(2), np.array("text")]) == [None, Axes(None), None]
+    assert ft.tree_axes([np.str_("s"), np.float32(1)]) == [None, Axes()]
+
+
+def test_in_a_trace() -> None:
+    model = Block(jnp.ones((2, 3)), linear())
+    seen = []
+
+    @jax.jit
+    def f(model: Block) -> Array:
+        seen.append(ft.tree_axes(model))
+        return model.w
+
+    f(model)
+    assert jax.tree.leaves(seen[0])[0] == Axes("embed", "hidden")
+    jax.eval_shape(lambda m: seen.append(ft.tree_axes(m)), model)
+    assert seen[1] == seen[0]
+
+
+def test_deep_trees() -> None:
+    tree: Any = x(2)
+    for _ in range(200):
+        tree = [tree]
+    for _ in range(100):
+        tree = Leafy(tree, None)
+    assert jax.tree.leaves(ft.tree_axes(tree)) == [Axes(None)]
+
+
+def test_a_tree_that_contains_itself() -> None:
+    tree: list[Any] = []
+    tree.append(tree)
+    with pytest.raises(FunctreeError, match="a list that contains itself, or is nested too deeply"):
+        ft.tree_axes(tree)
+
+
+def test_keys_without_an_order() -> None:
+    with pytest.raises(FunctreeError) as error:
+        ft.tree_axes({"a": [{1: x(), "b": x()}]})
+    assert error.value.problems[0].path == ("a", 0)
+    assert "its keys (int, str) have no order" in str(error.value) and "`OrderedDict`" in str(error.value)
+    assert ft.tree_axes(OrderedDict({1: x(), "b": x(2)})) == OrderedDict({1: Axes(), "b": Axes(None)})
+
+
+# names=
+
+
+def test_names_for_a_foreign_class() -> None:
+    axes = ft.tree_axes([linear(), {"k": linear(False)}], names={eqx.nn.Linear: ft.names(weight="out in", bias="out")})
+    assert axes[0].weight == axes[1]["k"].weight == Axes("out", "in")
+    assert axes[0].bias == Axes("out") and axes[1]["k"].bias is None
+
+
+def test_names_reach_subclasses_and_the_nearest_class_wins() -> None:
+    class Mine(eqx.nn.Linear):
+        pass
+
+    mine = Mine(2, 3, key=jax.random.key(0))
+    general, own = ft.names(weight="out in", bias="out"), ft.names(weight="o i", bias="o")
+    assert ft.tree_axes(mine, {eqx.nn.Linear: general}).weight == Axes("out", "in")
+    assert ft.tree_axes(mine, {eqx.nn.Linear: general, Mine: own}).weight == Axes("o", "i")
+
+
+def test_the_fields_own_names_win() -> None:
+    class Holder(eqx.Module):
+        named: Annotated[eqx.nn.Linear, ft.names(weight="mine _")]
+        other: eqx.nn.Linear
+
+    axes = ft.tree_axes(Holder(linear(), linear()), names={eqx.nn.Linear: ft.names(weight="out in", bias="out")})
+    assert axes.named.weight == Axes("mine", None) and axes.other.weight == Axes("out", "in")
+    assert axes.named.bias == Axes("out")  # which the field leaves to them
+
+
+def test_inner_names_win_over_outer_ones() -> None:
+    class Inner(eqx.Module):
+        lin: Annotated[eqx.nn.Linear, ft.names(weight="inner _")]
+
+    class Outer(eqx.Module):
+        inner: Annotated[Inner, ft.names({"lin.weight": "outer _", "**.bias": "bias"})]
+
+    axes = ft.tree_axes(Outer(Inner(linear())))
+    assert axes.inner.lin.weight == Axes("inner", None) and axes.inner.lin.bias == Axes("bias")
+
+
+def test_a_module_may_name_its_own_axes() -> None:
+    class Own(eqx.Module):
+        weight: Array
+        axes: str = eqx.field(static=True)
+
+        def __axis_names__(self) -> Any:
+            return ft.names(weight=self.axes)
+
+    assert ft.tree_axes([Own(x(2, 3), "a b"), Own(x(2, 3), "c d")])[1].weight == Axes("c", "d")
+    assert ft.tree_axes(Own(x(2, 3), "a b"), {Own: ft.names(weight="x y")}).weight == Axes("x", "y")
+
+
+def test_the_first_pattern_that_matches_wins() -> None:
+    assert ft.tree_axes(linear(), {eqx.nn.Linear: ft.names({"w*": "first _", "*": "all"})}).weight == Axes(
+        "first", None
+    )
+
+
+@pytest.mark.parametrize("names", [{eqx.nn.Linear: {"weight": "a b"}}, {"Linear": ft.names()}, {eqx.nn.Linear: "a b"}])
+def test_bad_names(names: Any) -> None:
+    with pytest.raises(AxesError, match=r"`names=` maps classes to `ft.names\(...\)`, not"):
+        ft.tree_axes(linear(), names)
+
+
+# What cannot be told
+
+
+class Wrong(eqx.Module):
+    w: Float[Array, "embed hidden"] | Float[Array, "embed"]
+    tie: Float[Array, "a b"] | Float[Array, "c d"]
+    lin: Annotated[eqx.nn.Linear, ft.names(weigth="out in", bias="out")]
+
+
+ERRORS: dict[str, tuple[Any, Any, list[str]]] = {
+    "rank": (
+        Float[Array, "a b"],
+        x(2),
+        ["the axes of 1 leaf cannot be told", "w   f32[2]", 'has 1 dimensions; `Float[Array, "a b"]` has 2', "agree"],
+    ),
+    "rank of a union": (
+        Float[Array, "a b"] | Float[Array, "c"] | None,
+        x(),
+        ["w   f32[]", 'has 0 dimensions; `Float[Array, "a b"] | Float[Array, "c"]` has 1 or 2'],
+    ),
+    "more dimensions": (
+        Float[Array, "a b"],
+        x(4, 2, 3),
+        ["has 3 dimensions", "hold layers that were stacked (by vmap or scan) in `ft.Stacked[...]`, made by `ft.stack`"],
+    ),
+    "in a stack": (
+        Stacky,
+        Stacky(Named(x(5, 2, 2), x(5, 3))),
+        ["w.layer.w   f32[5, 2, 2]", 'has 3 dimensions; `Float[Array, "a"]` has 1 behind the stack\'s `layers`'],
+    ),
+    "too few in a stack": (
+        Stacky,
+        Stacky(Named(x(5), x())),
+        ["2 leaves", "has 1 dimensions; `Float[Array, \"a\"]` has 1 behind", "has 0 dimensions; `Float[Array, 'b']`"],
+    ),
+    "a tie": (
+        Float[Array, "a b"] | Float[Array, "c d"],
+        x(2, 3),
+        ["w   f32[2, 3]", 'ambiguous: `Float[Array, "a b"] | Float[Array, "c d"]` allows "a b" or "c d"', "ft.Axes("],
+    ),
+    "a tie with a variadic": (Float[Array, "*b a"] | Float[Array, "c"], x(2), ['allows "a" or "c"']),
+    "a tie that dtypes do not decide": (
+        Int[Array, "a"] | Int[Array, "b"],
+        x(2),
+        ['allows "a" or "b" for an array of this rank and dtype'],
+    ),
+    "Axes": (Annotated[Array, ft.Axes("a")], x(2, 3), ['has 2 dimensions; `"a"` has 1']),
+    "element": (list[Float[Array, "a"]], [x(2), x(2, 3)], ["w.1   f32[2, 3]"]),
+    "names of no field": (
+        Annotated[eqx.nn.Linear, ft.names(weigth="out in", bias="out")],
+        linear(),
+        ["w   Linear", "`ft.names` gives axes to `weigth`, and Linear has no such leaf; did you mean `weight`?",
+         "name a leaf of Linear: `weight`, `bias`"],
+    ),
+    "names of a static field": (
+        Annotated[eqx.nn.Linear, ft.names(use_bias="out")],
+        linear(),
+        ["gives axes to `use_bias`"],
+    ),
+    "a glob of nothing": (Annotated[eqx.nn.Linear, ft.names({"*_proj": "out"})], linear(), ["gives axes to `*_proj`"]),
+    "names on an array": (
+        Annotated[Array, ft.names(weight="a")],
+        x(2),
+        ["gives axes to `weight`", "write `Annotated[Array, ft.Axes(...)]`"],
+    ),
+    "names of no key": (
+        Annotated[dict[str, Array], ft.names(w="a", v="b")],
+        {"w": x(2)},
+        ["gives axes to `v`, and dict has no such leaf"],
+    ),
+    "names of another rank": (
+        Annotated[eqx.nn.Linear, ft.names(weight="out")],
+        linear(),
+        ["w.weight   f32[3, 2]", 'has 2 dimensions; `"out"` has 1'],
+    ),
+    "PyTree": (PyTree[Float[Array, "a"]], {"k": [x(2, 3)]}, ["w.k.0   f32[2, 3]"]),
+}  # fmt: skip
+
+
+def holding(annotation: Any, value: Any) -> Any:
+    cls = type("Holder", (eqx.Module,), {"__annotations__": {"w": annotation}, "__module__": __name__})
+    module = object.__new__(cls)
+    object.__setattr__(module, "w", value)
+    return module
+
+
+@pytest.mark.parametrize("case", ERRORS)
+def test_errors(case: str) -> None:
+    annotation, value, fragments = ERRORS[case]
+    with pytest.raises(AxesError) as error:
+        ft.tree_axes(holding(annotation, value))
+    for fragment in fragments:
+        assert fragment in str(error.value)
+    for problem in error.value.problems:
+        assert problem.path is not None and problem.path[0] == "w"
+        assert problem.shape is not None or "ft.names" in problem.why
+
+
+def test_errors_are_collected() -> None:
+    wrong = object.__new__(Wrong)
+    for name, value in {"w": x(1, 2, 3), "tie": x(2, 3), "lin": linear()}.items():
+        object.__setattr__(wrong, name, value)
+    with pytest.raises(AxesError) as error:
+        ft.tree_axes({"model": [wrong, wrong]})
+    paths = {str(problem.path) for problem in error.value.problems}
+    assert paths == {f"model.{i}.{name}" for i in (0, 1) for name in ("w", "tie", "lin")}
+    assert "the axes of 6 leaves cannot be told" in str(error.value)
+    assert [leaf.problem is None for leaf in read({"model": [wrong]}).leaves] == [False, False, True, True]
+
+
+# Axes and names themselves
+
+IDENTIFIERS = st.from_regex(r"[a-zäλ_][a-z0-9_]{0,6}", fullmatch=True).filter(lambda name: name != "_")
+
+
+@given(st.lists(IDENTIFIERS | st.none(), max_size=5))
+def test_axes_read_back(names: list[str | None]) -> None:
+    axes = Axes(*names)
+    assert Axes.parse(str(axes)) == axes == Axes.of(str(axes)) == Axes.of(axes) == tuple(names)
+    assert hash(axes) == hash(Axes(*names)) and eval(repr(axes), {"Axes": Axes}) == axes
+    again = pickle.loads(pickle.dumps(axes))
+    assert again == axes and type(again) is Axes
+
+
+@pytest.mark.parametrize("name", ["", "a b", "_", "4", "a.b", "a-b", 4, b"a", ("a",), True])
+def test_what_is_no_axis_name(name: Any) -> None:
+    with pytest.raises(AxesError) as error:
+        Axes(name)
+    assert f"{name!r} is not an axis name: names are Python identifiers" in str(error.value)
+
+
+def test_what_is_no_axes() -> None:
+    with pytest.raises(AxesError, match=r"axes are written as text \(`'batch embed'`\) or as `ft.Axes`, not as 3"):
+        Axes.of(3)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(AxesError, match="'a,b' is not an axis name"):
+        Axes.parse("a,b")
+
+
+def test_names_are_values() -> None:
+    names = ft.names({"*_proj.weight": "heads embed"}, bias="heads")
+    assert names == ft.names({"*_proj.weight": ft.Axes("heads", "embed")}, bias="heads")
+    assert hash(names) == hash(pickle.loads(pickle.dumps(names))) and names == pickle.loads(pickle.dumps(names))
+    assert names != ft.names(bias="heads") and names != "names"
+    assert repr(names) == "names({'*_proj.weight': 'heads embed', 'bias': 'heads'})"
+    assert eval(repr(names), {"names": ft.names}) == names
+    with pytest.raises(AttributeError, match="immutable"):
+        names.pairs = ()
+
+
+@pytest.mark.parametrize(
+    ("patterns", "error", "says"),
+    [
+        ({"weight": "a-b"}, AxesError, "'a-b' is not an axis name"),
+        ({"weight": None}, AxesError, "not as None"),
+        ({3: "a"}, AxesError, "maps globs, as text, to axes; 3 is none"),
+        ({"a..b": "a"}, ft.RuleError, "'a..b' is not a path"),
+        ({"a.**b": "a"}, ft.RuleError, "cannot read '**b'"),
+    ],
+)
+def test_bad_patterns(patterns: Any, error: type[Exception], says: str) -> None:
+    with pytest.raises(error) as raised:
+        ft.names(patterns)
+    assert says in str(raised.value)

@@ -1,0 +1,100 @@
+"""A plan without a layout: how live arrays lie."""
+
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
+from jaxtyping import Array, Float
+
+import functree as ft
+
+P = PartitionSpec
+
+
+class Model(eqx.Module):
+    w: Float[Array, "embed hidden"]
+
+
+def told(row: ft.Row) -> tuple[Any, ...]:
+    return row.spec, row.reason, row.local_shape, row.bytes_per_device, row.copies, row.memory_kind
+
+
+def test_arrays_on_several_shardings(mesh: Mesh) -> None:
+    x = np.ones((4, 8), np.float32)
+    put = jax.device_put
+    tree = {
+        "sharded": put(x, NamedSharding(mesh, P("data"))),
+        "both": put(x, NamedSharding(mesh, P(None, ("data", "model")))),
+        "whole": put(x, NamedSharding(mesh, P())),
+        "host": put(x, NamedSharding(mesh, P("data"), memory_kind="pinned_host")),
+        "single": put(x, SingleDeviceSharding(jax.devices()[3])),
+        "uncommitted": jnp.asarray(x),
+        "numpy": x,
+        "abstract": jax.ShapeDtypeStruct((4, 8), jnp.float32),
+        "born": jax.ShapeDtypeStruct((4, 8), jnp.float32, sharding=NamedSharding(mesh, P("model"))),
+        "static": 3,
+    }
+    plan = ft.plan(tree)
+    assert {str(row.path): told(row) for row in plan} == {
+        "sharded": (P("data", None), "as it lies", (2, 8), 64, 4, None),
+        "both": (P(None, ("data", "model")), "as it lies", (4, 1), 16, 1, None),
+        "whole": (P(None, None), "as it lies", (4, 8), 128, 8, None),
+        "host": (P("data", None), "as it lies", (2, 8), 64, 4, "pinned_host"),
+        "single": (None, "whole, committed to cpu:3 alone", (4, 8), 128, 1, None),
+        "uncommitted": (None, "whole, uncommitted, on cpu:0 alone", (4, 8), 128, 1, None),
+        "numpy": (None, "a numpy array in the host's memory", (4, 8), 128, 1, None),
+        "abstract": (None, "abstract, with no sharding", (4, 8), 128, 1, None),
+        "born": (P("model", None), "as it lies", (1, 8), 32, 2, None),
+    }
+    assert plan.mesh == mesh and plan.problems == () and plan.total_bytes == 9 * 128
+    assert plan.specs["sharded"] == P("data", None) and plan.specs["single"] is None
+    assert "whole, committed to cpu:3 alone" in str(plan)
+    with pytest.raises(ft.ShardingError, match="abstract: abstract, with no sharding; no PartitionSpec says so"):
+        _ = plan.shardings
+
+
+def test_intent_and_fact() -> None:
+    mesh = ft.make_mesh(data=2, model=4)
+    model = Model(jnp.ones((4, 8)))
+    intent = ft.plan(model, ft.AxisRules({"embed": "data", "hidden": "model"}), mesh)
+    fact = ft.plan(ft.shard(model, intent))
+    assert [(r.path, r.spec, r.local_shape, r.axes) for r in fact] == [(r.path, r.spec, r.local_shape, r.axes) for r in intent]
+    assert fact.shardings.w == intent.shardings.w
+    assert ft.plan(model, fact)["w"].spec == P("data", "model")  # handed on
+    assert ft.plan(model)["w"].spec is None and ft.plan(model).mesh is None
+    with pytest.raises(ft.ShardingError, match="the plan says: whole, uncommitted, on cpu:0 alone"):
+        ft.plan(model, ft.plan(model), mesh)
+
+
+def test_no_array_no_mesh() -> None:
+    plan = ft.plan({"a": 3})
+    assert len(plan) == 0 and dict(plan.sizes) == {} and plan.mesh is None
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_in_a_trace(kind: AxisType) -> None:
+    mesh = Mesh(np.array(jax.devices()).reshape(2, 4), ("data", "model"), axis_types=(kind, kind))
+    rows = []
+
+    def f(x: Array) -> Array:
+        rows.append(ft.plan(x)[()])
+        return x
+
+    x = jax.device_put(jnp.ones((4, 8)), NamedSharding(mesh, P("data")))
+    with jax.set_mesh(mesh):
+        jax.jit(f)(x)
+    (row,) = rows
+    if kind is AxisType.Explicit:
+        assert told(row) == (P("data", None), "by its type", (2, 8), 64, 4, None)
+    else:
+        assert row.spec is None and row.reason.startswith("traced under Auto axes") or row.reason.startswith("traced, where")
+
+
+def test_the_output_of_a_jitted_function(mesh: Mesh) -> None:
+    x = jax.device_put(jnp.ones((8, 8)), NamedSharding(mesh, P("data", "model")))
+    row = ft.plan({"y": jax.jit(lambda x: x * 2)(x)})["y"]
+    assert row.spec == P("data", "model") and row.copies == 1

@@ -1,0 +1,197 @@
+"""A tree taken apart and put together: the same tree, whatever the filters."""
+
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from test_leaves import Leafy, containers
+from test_paths import Keyless
+
+import functree as ft
+from functree.errors import FunctreeError, RuleError
+from functree.tree.leaves import is_array
+from functree.tree.split import Static
+
+ARRAYS = [np.zeros((2, 3), np.float32), np.int32(4), jax.ShapeDtypeStruct((2,), jnp.bfloat16), np.ones(2, np.int8)]
+OTHERS = [None, 1, True, 1.0, 0, False, -1.5, "text", abs, (), np.dtype("f4"), 2j]
+LEAVES = st.sampled_from(ARRAYS) | st.sampled_from(OTHERS)
+TREES = st.recursive(LEAVES, containers, max_leaves=12)
+FILTERS = st.lists(
+    st.sampled_from(
+        ["**.0.**", "*", "**", "w.**", "**.w", "kept.**", Leafy, list, Keyless, ft.has_ndim(1), ft.is_trainable,
+         ~ft.has_dtype(jnp.floating), ft.larger_than(2), ft.glob("**.left") | ft.glob("**.right"),
+         lambda path, leaf: len(path) % 2 == 0],
+    ),
+    max_size=4,
+)  # fmt: skip
+
+
+def is_none(value: Any) -> bool:
+    return value is None
+
+
+def flat(tree: Any) -> tuple[list[Any], Any]:
+    return jax.tree.flatten(tree, is_leaf=is_none)
+
+
+def same(one: Any, other: Any) -> bool:
+    """The same structure, and the same objects for leaves."""
+    (a, first), (b, second) = flat(one), flat(other)
+    return first == second and len(a) == len(b) and all(x is y for x, y in zip(a, b, strict=True))
+
+
+@given(TREES, FILTERS)
+def test_merge_undoes_split(tree: Any, filters: list[Any]) -> None:
+    static, *parts = ft.split(tree, *filters, ...)
+    assert len(parts) == len(filters) + 1
+    assert same(ft.merge(static, *parts), tree)
+    assert same(ft.merge(static, *parts[::-1]), tree)
+    columns = list(zip(*[flat(part)[0] for part in parts], strict=True))
+    for value, column in zip(flat(tree)[0], columns, strict=True):
+        assert [v for v in column if v is not None] == (
+            [] if not is_array(value) else [v for v in column if v is value]
+        )
+    assert all(flat(part)[1] == flat(tree)[1] for part in parts)
+
+
+@given(TREES, FILTERS)
+def test_an_array_is_in_the_part_of_the_first_filter(tree: Any, filters: list[Any]) -> None:
+    _, *parts = ft.split(tree, *filters, ...)
+    for index, part in enumerate(parts):
+        earlier = ft.split(tree, *filters[:index], ...)[-1]
+        for mine, theirs in zip(flat(part)[0], flat(earlier)[0], strict=True):
+            assert mine is None or mine is theirs
+
+
+@given(TREES, FILTERS)
+def test_static_does_not_depend_on_the_filters(tree: Any, filters: list[Any]) -> None:
+    static = ft.split(tree)[0]
+    other = ft.split(tree, *filters, ...)[0]
+    assert isinstance(static, Static) and static == other and hash(static) == hash(other)
+    again = ft.split(jax.tree.map(lambda leaf: leaf + 1 if isinstance(leaf, np.ndarray) else leaf, tree))[0]
+    assert again == static and hash(again) == hash(static)
+    assert not any(is_array(value) for _, _, value in static.values)
+
+
+@given(TREES, st.sampled_from(OTHERS[1:]), st.sampled_from(OTHERS[1:]))
+def test_static_values_are_told_apart_by_type_too(tree: Any, one: Any, other: Any) -> None:
+    same_value = type(one) is type(other) and one == other
+    assert (ft.split([tree, one])[0] == ft.split([tree, other])[0]) == (same_value)
+
+
+def test_one_and_true_and_one_point_nought() -> None:
+    statics = [ft.split({"n": n, "w": np.ones(2)})[0] for n in (1, True, 1.0, 2)]
+    assert len(set(statics)) == 4
+
+
+def model() -> eqx.nn.MLP:
+    return eqx.nn.MLP(2, 3, 4, 2, key=jax.random.key(0))
+
+
+def test_a_model() -> None:
+    mlp = model()
+    static, bias, rest = ft.split(mlp, "**.bias", ...)
+    assert bias.layers[0].weight is None and bias.layers[0].bias is mlp.layers[0].bias
+    assert bias.activation is None and rest.layers[0].bias is None
+    assert ft.merge(static, bias, rest)(jnp.ones(2)).shape == (3,)
+    assert repr(static) == f"<Static: {len(static.values)} values around 6 arrays>"
+
+
+def test_parts_go_through_jax() -> None:
+    mlp = model()
+    static, params = ft.split(mlp)
+
+    @jax.jit
+    def loss(params: Any, x: Any) -> Any:
+        return jnp.sum(ft.merge(static, params)(x))
+
+    grads = jax.grad(loss)(params, jnp.ones(2))
+    assert jax.tree.structure(grads) == jax.tree.structure(params)
+    doubled = ft.merge(static, jax.tree.map(jnp.add, params, params))
+    assert jnp.array_equal(doubled.layers[0].weight, mlp.layers[0].weight + mlp.layers[0].weight)
+
+
+def test_static_is_a_key_for_jit() -> None:
+    calls = []
+
+    def body(static: Any, arrays: Any) -> Any:
+        calls.append(static)
+        return ft.merge(static, arrays)["w"]
+
+    f = jax.jit(body, static_argnums=0)
+    for n in (1, 1, True, 1):
+        f(*ft.split({"n": n, "w": jnp.ones(2)}))
+    assert len(calls) == 2
+
+
+def test_no_arrays_and_no_tree() -> None:
+    for tree in ({}, [], None, {"n": 1}):
+        static, part = ft.split(tree)
+        assert ft.merge(static, part) == tree == ft.merge(static)
+
+
+CASES: dict[str, tuple[Callable[[], Any], type[Exception], list[str]]] = {
+    "... before another": (
+        lambda: ft.split(model(), ..., "**.bias"), RuleError, ["`...` may only be the last filter"],
+    ),
+    "no filter": (lambda: ft.split(model(), 3), RuleError, ["3 is no filter"]),
+    "no filter matches": (
+        lambda: ft.split({"a": np.ones((2, 3), np.float32), "b": np.ones(2)}, "b"),
+        FunctreeError, ["1 leaf in no part", "a   f32[2, 3]", "no filter matches it", "or `...` last"],
+    ),
+    "axes of the unmatched": (
+        lambda: ft.split(ft.nn.RMSNorm(4), "nothing"), FunctreeError, ['scale   f32[4]   "embed"'],
+    ),
+    "unhashable": (
+        lambda: ft.split({"a": [np.array([None]), np.array("text")], "b": set()}),
+        FunctreeError,
+        ["3 leaves cannot be static", "a.0, a.1   ndarray", "b   set", "neither an array nor hashable", "make it an"],
+    ),
+    "not a static": (
+        lambda: ft.merge({"w": 1}), FunctreeError, ["merge takes the `static` of a split first, not a dict"],  # pyright: ignore
+    ),
+    "missing": (lambda: ft.merge(ft.split(model(), "**.bias", ...)[0], ft.split(model(), "**.bias", ...)[1]),
+        FunctreeError,
+        ["3 leaves cannot be merged", "layers.0.weight, layers.1.weight", "is in none of the parts", "in exactly one"],
+    ),
+    "no parts": (lambda: ft.merge(ft.split({"w": np.ones(2)})[0]), FunctreeError, ["w", "is in none of the parts"]),
+    "twice": (lambda: ft.merge(*(s := ft.split({"w": np.ones(2)})), s[1]), FunctreeError, ["w", "is in 2 parts"]),
+    "another structure": (
+        lambda: ft.merge(ft.split({"w": np.ones(2)})[0], {"v": np.ones(2)}),
+        FunctreeError, ["part 0 is of another structure", "a dict with 1 leaf", "None where an array is elsewhere"],
+    ),
+    "another static field": (
+        lambda: ft.merge(ft.split(Leafy(np.ones(2), 1))[0], Leafy(np.ones(2), None, "other")),
+        FunctreeError, ["part 0 is of another structure", "a Leafy with 1 leaf"],
+    ),
+    "too many": (
+        lambda: ft.merge(ft.split({"n": 1, "w": np.ones(2)})[0], {"n": 1, "w": np.ones(2)}),
+        FunctreeError, ["part 0 has 1 leaf too many", "n", "was not an array of the tree that was split"],
+    ),
+    "keys without an order": (
+        lambda: ft.split({1: np.ones(2), "a": 1}), FunctreeError, ["have no order"],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_errors(case: str) -> None:
+    make, kind, fragments = CASES[case]
+    with pytest.raises(kind) as error:
+        make()
+    for fragment in fragments:
+        assert fragment in str(error.value)
+
+
+def test_the_path_of_what_is_missing() -> None:
+    static, part = ft.split(OrderedDict(b=[Keyless(np.ones(2), "s")]))
+    with pytest.raises(FunctreeError) as error:
+        ft.merge(static, jax.tree.map(lambda _: None, part))
+    assert [problem.path for problem in error.value.problems] == [("b", 0, 0)]
