@@ -20,6 +20,8 @@ from functree.layout.rules import AxisRules as AxisRules
 from functree.layout.state_sharding import StateSharding as StateSharding
 from functree.transforms.ambient import axis_rules as axis_rules
 from functree.transforms.ambient import spec as spec
+from functree.transforms.grad import grad as grad
+from functree.transforms.grad import value_and_grad as value_and_grad
 from functree.transforms.init import abstract as abstract
 from functree.transforms.init import init as init
 from functree.transforms.init import init_optimizer as init_optimizer
@@ -41,6 +43,9 @@ from functree.tree.filters import is_trainable as is_trainable
 from functree.tree.filters import larger_than as larger_than
 from functree.tree.filters import under as under
 from functree.tree.leaves import tree_axes as tree_axes
+from functree.tree.pack import Packed as Packed
+from functree.tree.pack import pack as pack
+from functree.tree.pack import unpack as unpack
 from functree.tree.paths import Path as Path
 from functree.tree.split import merge as merge
 from functree.tree.split import split as split

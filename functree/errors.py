@@ -15,7 +15,7 @@ class Problem(NamedTuple):
         why: what is wrong with it.
         remedy: what to write instead; may be empty.
 
-    Example:
+    Examples:
         >>> Problem(None, None, "rule hiden→model", "no leaf has this axis", "").why
         'no leaf has this axis'
     """
@@ -34,7 +34,7 @@ class FunctreeError(Exception):
         headline: the first line of the text.
         problems: the records, listed below the headline; without any, the headline is the only one.
 
-    Example:
+    Examples:
         >>> ft.plan({"w": jnp.ones((3, 4))}, ft.P("data"), {"data": 2}, check=False).problems[0].why
         'dimension 0 has size 3; data=2 needs a multiple of 2'
     """
@@ -50,7 +50,7 @@ class FunctreeError(Exception):
 class AxesError(FunctreeError):
     """An annotation and a leaf do not fit, or an annotation cannot be read.
 
-    Example:
+    Examples:
         >>> ft.Axes("not an identifier")
         Traceback (most recent call last):
             ...
@@ -61,7 +61,7 @@ class AxesError(FunctreeError):
 class RuleError(FunctreeError):
     """A layout that cannot mean anything, found when it is constructed.
 
-    Example:
+    Examples:
         >>> ft.AxisRules({"hidden": ("model", "model")})
         Traceback (most recent call last):
             ...
@@ -72,7 +72,7 @@ class RuleError(FunctreeError):
 class ShardingError(FunctreeError, ValueError):
     """A tree that cannot be laid out as asked; lists every leaf at fault.
 
-    Example:
+    Examples:
         >>> ft.plan(jnp.ones((3, 4)), ft.P("data"), {"data": 2})
         Traceback (most recent call last):
             ...
@@ -83,7 +83,7 @@ class ShardingError(FunctreeError, ValueError):
 class StateError(FunctreeError):
     """A piece of state that is unknown, of another model, or of the wrong shape or dtype.
 
-    Example:
+    Examples:
         >>> issubclass(ft.StateError, ft.FunctreeError)
         True
     """

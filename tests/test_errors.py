@@ -23,7 +23,9 @@ def test_the_sample_of_the_design_page() -> None:
     error = ft.ShardingError(
         "2 leaves cannot be laid out on mesh (data=4, model=2)",
         [
-            problem("blocks.3.mlp.down", '"hidden" has size 1001', 'pad "hidden" to 1002', 'f32[1001, 4]   "hidden embed"'),
+            problem(
+                "blocks.3.mlp.down", '"hidden" has size 1001', 'pad "hidden" to 1002', 'f32[1001, 4]   "hidden embed"'
+            ),
             problem("head.weight", '"vocab" has no rule left', "", 'f32[512, 512]   "embed vocab"'),
         ],
     )
@@ -89,8 +91,10 @@ def test_count_and_did_you_mean() -> None:
 
 NEAR = [
     ("hidden", "hiden"), ("hidden", "hiddden"), ("hidden", "hidxen"), ("hidden", "hidedn"), ("hidden", "hiddne"),
-    ("hidden", "ihdden"), ("batch", "bacth"), ("embed", "embd"), ("embed", "embbed"), ("seqs", "sesq"), ("heads", "haeds"),
-    ("vocab", "bocab"), ("layer1", "layer2"), ("abcd", "xbcd"), ("abcd", "abxcd"), ("abcd", "xabcd"), ("embed", "emebd"),
+    ("hidden", "ihdden"), ("batch", "bacth"), ("embed", "embd"), ("embed", "embbed"), ("seqs", "sesq"),
+    ("heads", "haeds"), ("vocab", "bocab"), ("layer1", "layer2"), ("abcd", "xbcd"), ("abcd", "abxcd"),
+    ("abcd", "xabcd"),
+    ("embed", "emebd"),
 ]  # fmt: skip
 FAR = [
     ("head", "heads"), ("heads", "head"), ("hidden", "hidden2"), ("hidden", "hidde"),  # one begins with the other

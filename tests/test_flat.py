@@ -36,12 +36,12 @@ def test_abstract() -> None:
     assert flat.result(flat.abstract())["b"][1].w.shape == (1,)
 
 
-def test_fresh_gives_no_input_back() -> None:
+def test_fresh_gives_no_input_back_and_no_array_twice() -> None:
     x, y = jnp.ones(2), jnp.zeros(2)
     given = Flat(lambda x, y: [x, y + 1, x], (x, y), {}, fresh=True)
     out = given([x, y])
-    assert len(out) == 2 and out[0] is not x and jnp.array_equal(out[0], x)
-    assert out[0].unsafe_buffer_pointer() != x.unsafe_buffer_pointer()
+    assert [a.tolist() for a in out] == [[1, 1], [1, 1], [1, 1]]
+    assert len({a.unsafe_buffer_pointer() for a in (x, *out)}) == 4
     kept = Flat(lambda x: x, (x,), {})
     assert kept([x])[0] is x
     key = jax.random.key(1)

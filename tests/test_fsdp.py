@@ -78,7 +78,9 @@ def test_the_reasons() -> None:
     assert row(ALL).reason == "FSDP: no dimension left"
     assert row(P("data") | ALL, 4, 8).reason == "P('data') as given; FSDP: uses data already"
     assert row(P("model") | ALL, 4).reason == "P('model') as given; FSDP: no dimension left"
-    assert row(P("data") | ft.FSDP(("model", "data"), min_size=0), 4, 8).reason.endswith("FSDP: uses (model, data) already")
+    assert row(P("data") | ft.FSDP(("model", "data"), min_size=0), 4, 8).reason.endswith(
+        "FSDP: uses (model, data) already"
+    )
 
 
 def test_what_stays_keeps_what_was_decided() -> None:
@@ -122,7 +124,9 @@ def test_only_the_named_axes() -> None:
     assert other.spec == P(None, None) and other.reason == "FSDP: no dimension left"
     # indivisible is only what it may take
     assert '("embed"=3)' in refused(Named(jnp.ones((3, 8))), ft.FSDP("data", min_size=0, axes=("embed",)))
-    assert ft.plan({"w": jnp.ones((4, 8))}, ft.FSDP("data", min_size=0, axes=("embed",)), SIZES)["w"].spec == P(None, None)
+    assert ft.plan({"w": jnp.ones((4, 8))}, ft.FSDP("data", min_size=0, axes=("embed",)), SIZES)["w"].spec == P(
+        None, None
+    )
 
 
 def test_the_axes_of_fsdp_are_mentioned() -> None:
@@ -144,12 +148,18 @@ def stacked(layers: int, embed: int) -> ft.Stacked[Block]:
     return ft.Stacked(Block(shape((layers, embed, 4), jnp.float32), shape((layers, 4), jnp.float32)), axis="layers")
 
 
+def test_otherwise_does_not_mention_names() -> None:
+    layout = ft.AxisRules({"hidden": "model"}) | ft.FSDP("data", min_size=0, otherwise=P())
+    assert "no rule names `embed`" in refused(Named(jnp.ones((3, 8))), layout)
+
+
 def test_never_the_axis_of_a_stack() -> None:
     plan = ft.plan(stacked(64, 6), ALL, SIZES)
     assert plan["layer.w"].axes == ft.Axes("layers", "embed", "hidden")
     assert plan["layer.w"].spec == P(None, "data", None)
-    assert "none of its whole dimensions (\"embed\"=3, " in refused(eqx.tree_at(
-        lambda s: s.layer.w, stacked(64, 6), jax.ShapeDtypeStruct((64, 3, 5), jnp.float32)), ALL)
+    assert 'none of its whole dimensions ("embed"=3, ' in refused(
+        eqx.tree_at(lambda s: s.layer.w, stacked(64, 6), jax.ShapeDtypeStruct((64, 3, 5), jnp.float32)), ALL
+    )
 
 
 def test_a_physical_annotation_stands() -> None:
@@ -166,7 +176,9 @@ def test_a_mesh_axis_that_the_mesh_lacks_whether_a_leaf_is_large_or_not() -> Non
     for tree in ({"w": jnp.ones((4, 8))}, {"w": jnp.ones(2**18)}):
         with pytest.raises(ft.ShardingError) as caught:
             ft.plan(tree, ft.FSDP("dta"), SIZES)
-        assert "FSDP('dta')\n      the mesh (data=2, model=4) has no axis `dta`; did you mean `data`?" in str(caught.value)
+        assert "FSDP('dta')\n      the mesh (data=2, model=4) has no axis `dta`; did you mean `data`?" in str(
+            caught.value
+        )
         assert len(caught.value.problems) == 1
     with pytest.raises(ft.ShardingError, match="no axis `x`"):
         ft.plan({"w": jnp.ones((4, 8))}, P() | ft.FSDP(("data", "x"), min_size=0), SIZES)
@@ -189,7 +201,7 @@ NONSENSE: dict[str, tuple[dict[str, Any], str]] = {
     "axes numbers": ({"axis": "data", "axes": (3,)}, "axes=(3,) is no list of axis names"),
     "axes empty": ({"axis": "data", "axes": ()}, "leave it out for every axis"),
     "axes blank": ({"axis": "data", "axes": " "}, "leave it out for every axis"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", NONSENSE)
@@ -202,12 +214,21 @@ def test_nonsense_is_refused_at_construction(case: str) -> None:
 
 def test_a_value() -> None:
     several = [
-        ft.FSDP("data"), ft.FSDP("model"), ft.FSDP(("data", "model")), ft.FSDP("data", min_size=3), ft.FSDP("data", axes="a b"),
-        ft.FSDP("data", otherwise=P()), ft.FSDP("data", otherwise=P("model", ("a", "b"))),
-    ]  # fmt: skip
+        ft.FSDP("data"),
+        ft.FSDP("model"),
+        ft.FSDP(("data", "model")),
+        ft.FSDP("data", min_size=3),
+        ft.FSDP("data", axes="a b"),
+        ft.FSDP("data", otherwise=P()),
+        ft.FSDP("data", otherwise=P("model", ("a", "b"))),
+    ]
     for i, left in enumerate(several):
         assert [left == right for right in several] == [i == j for j in range(len(several))]
-        for again in (pickle.loads(pickle.dumps(left)), copy.deepcopy(left), eval(repr(left), {"FSDP": ft.FSDP, "P": P})):
+        for again in (
+            pickle.loads(pickle.dumps(left)),
+            copy.deepcopy(left),
+            eval(repr(left), {"FSDP": ft.FSDP, "P": P}),
+        ):
             assert again == left and hash(again) == hash(left)
     assert ft.FSDP("data") == ft.FSDP(("data",)) and ft.FSDP("data") != "data"
     assert repr(ft.FSDP("data", 5, "a", P())) == "FSDP('data', min_size=5, axes=('a',), otherwise=P())"

@@ -19,6 +19,7 @@ from jaxtyping import Array, Float, Int
 
 import functree as ft
 from functree.transforms.grad import grad, value_and_grad
+from functree.tree.pack import pack
 
 P = PartitionSpec
 RULES = ft.AxisRules({"batch": "data", "hidden": "model", "embed": None, "layers": None}) | ft.FSDP("data", min_size=0)
@@ -89,7 +90,8 @@ def test_it_is_jax_grad_on_what_is_trainable():
 
 def test_the_gradient_has_the_models_structure_and_none_elsewhere():
     gradient = grad(loss)(MODEL, X)
-    assert jax.tree.structure(gradient) == jax.tree.structure(eqx.filter(MODEL, lambda x: x is MODEL.up or x is MODEL.down))
+    trained = eqx.filter(MODEL, lambda x: x is MODEL.up or x is MODEL.down)
+    assert jax.tree.structure(gradient) == jax.tree.structure(trained)
     assert (gradient.mean, gradient.steps, gradient.act, gradient.name, gradient.bias) == (None,) * 5
     assert ft.tree_axes(gradient).up == ft.Axes("embed", "hidden")
     assert np.allclose(eqx.apply_updates(MODEL, gradient).up, MODEL.up + gradient.up)
@@ -97,7 +99,8 @@ def test_the_gradient_has_the_models_structure_and_none_elsewhere():
 
 def test_arrays_in_containers_beside_python_values():
     tree = {"a": [jnp.float32(2), (3, np.float32(4))], "b": None, "c": "text"}
-    assert grad(lambda t: t["a"][0] * t["a"][1][0] * t["a"][1][1])(tree) == {"a": [12.0, (None, 6.0)], "b": None, "c": None}
+    gradient = grad(lambda t: t["a"][0] * t["a"][1][0] * t["a"][1][1])(tree)
+    assert gradient == {"a": [12.0, (None, 6.0)], "b": None, "c": None}
 
 
 def test_a_bare_array():
@@ -234,11 +237,11 @@ def test_under_jit_vmap_scan_and_remat():
     def jitted(arrays: MLP, x: Array) -> Any:
         return grad(loss)(eqx.combine(arrays, rest), x)
 
-    assert_close(jax.jit(jitted)(arrays, X), expected, 1e-5)
+    assert_close(jax.jit(jitted)(arrays, X), expected, 1e-4)
     single = jax.vmap(jitted, in_axes=(None, 0))(arrays, X[:, None])
-    assert_close(jax.tree.map(lambda g: g.mean(0), single), expected, 1e-5)
+    assert_close(jax.tree.map(lambda g: g.mean(0), single), expected, 1e-4)
     scanned = jax.lax.scan(lambda c, x: (c, jitted(arrays, x)), 0, X[:, None])[1]
-    assert_close(scanned, single, 1e-5)
+    assert_close(scanned, single, 1e-4)
     remat = jax.checkpoint(lambda up, down, x: jnp.mean((jnp.tanh(x @ up) @ down) ** 2))
     both = grad(remat, argnums=(0, 1))(MODEL.up, MODEL.down, X)
     assert_close(both, jax.grad(remat, argnums=(0, 1))(MODEL.up, MODEL.down, X), 0)
@@ -278,6 +281,12 @@ def test_a_filter_that_matches_nothing_is_listed():
         grad(loss, ft.is_buffer, argnums=(0, 1))(MODEL, X)
     with raises("it has none, and Python numbers are static: write `jnp.asarray(...)`"):
         grad(lambda x: x**2)(3.0)
+
+
+def test_a_packed_model_is_refused():
+    with raises("argument 0 is packed: differentiate by what `ft.unpack` gives"):
+        grad(lambda tree: loss(tree["model"].tree, X))({"model": pack(MODEL)})
+    assert grad(lambda model: loss(model, X))(pack(MODEL).tree).mean is None
 
 
 def test_what_is_no_filter_is_refused_at_once():
@@ -380,6 +389,12 @@ def test_eagerly_the_gradient_is_placed_too():
     assert jax.tree.leaves(specs(gradient)) == [P("data", "model"), P("model", "data")]
 
 
+def test_a_constant_gradient_goes_where_its_parameter_lies():
+    model = ft.shard(Square(MODEL.up, MODEL.down), RULES, MESH)
+    gradient = jax.jit(grad(lambda model: jnp.sum(model.up**2) + jnp.sum(model.down), layout=RULES))(model)
+    assert specs(gradient) == Square(P("data", "model"), P("model", "data"))
+
+
 def test_with_no_mesh_rules_do_nothing():
     with ft.axis_rules(RULES):
         assert_close(grad(loss)(MODEL, X), grad(loss)(MODEL, X), 0)
@@ -449,7 +464,7 @@ def test_names_that_rules_give_to_foreign_classes_hold():
     layer = eqx.nn.Linear(8, 16, key=jax.random.key(0))
     placed = ft.shard(layer, rules, MESH)
     with ft.axis_rules(rules):
-        gradient = jax.jit(grad(lambda layer: layer(X[0]).sum(), ft.has_axis("in")))(placed)
+        gradient = jax.jit(grad(lambda layer: jnp.sum(layer(X[0]) ** 2), ft.has_axis("in")))(placed)
     assert specs(gradient.weight) == P("model", "data") and gradient.bias is None
 
 
@@ -496,9 +511,9 @@ def test_ambient_rules_are_part_of_the_trace():
 # Inside shard_map
 
 
-def in_shards(f: Callable[..., Any], check_vma: bool = True, out: Any = P()) -> Any:
+def in_shards(f: Callable[..., Any], check_vma: bool = True) -> Any:
     """`f` of a weight that all shards share, and of the shards of four numbers."""
-    body = jax.shard_map(f, mesh=MESH, in_specs=(P(), P("data")), out_specs=out, check_vma=check_vma)
+    body = jax.shard_map(f, mesh=MESH, in_specs=(P(), P("data")), out_specs=P(), check_vma=check_vma)
     return jax.jit(body)(jnp.float32(2), jnp.arange(4.0))
 
 
@@ -534,6 +549,21 @@ def test_silent_failure_30_the_ways_that_are_right():
     assert in_shards(value_and_grad(mean)) == (2 * EXPECTED, EXPECTED)
     assert in_shards(grad(total)) == 4 * EXPECTED
     assert in_shards(averaged) == EXPECTED
+
+
+def test_silent_failure_30_a_gathered_parameter_is_not_seen_through():
+    """The loss of each shard may be its own here, and grad cannot tell: what the docstring says of it."""
+
+    def body(reduce: Callable[[Array], Array], w: Array, x: Array) -> Array:
+        return grad(lambda w: reduce(jnp.vdot(jax.lax.all_gather(w, "data", tiled=True), x)))(w)
+
+    def found(reduce: Callable[[Array], Array]) -> Array:
+        specs = (P("data"), P(None, "data"))
+        mapped = jax.shard_map(lambda w, x: body(reduce, w, x[:, 0]), mesh=MESH, in_specs=specs, out_specs=P("data"))
+        return jax.jit(mapped)(jnp.ones(4), jnp.stack([jnp.arange(4.0), 3 * jnp.arange(4.0)], axis=1))
+
+    assert np.array_equal(found(lambda loss: jax.lax.pmean(loss, "data")), 2 * jnp.arange(4.0))
+    assert np.array_equal(found(lambda loss: loss), 4 * jnp.arange(4.0))
 
 
 def test_silent_failure_30_without_check_vma_gradients_are_refused():

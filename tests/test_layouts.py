@@ -57,16 +57,25 @@ def test_a_spec_has_one_entry_for_each_dimension(spec: P, expected: P) -> None:
 
 
 SPEC_ERRORS: dict[str, tuple[P, list[str]]] = {
-    "rank": (P("data", None, None), ["P('data', None, None) has 3 entries for 2 dimensions", "one entry for each dimension, or fewer"]),
-    "unknown": (P("modle"), ["P('modle') names `modle`, and the mesh (data=2, model=4) has no such axis; did you mean `model`?"]),
+    "rank": (
+        P("data", None, None),
+        ["P('data', None, None) has 3 entries for 2 dimensions", "one entry for each dimension, or fewer"],
+    ),
+    "unknown": (
+        P("modle"),
+        ["P('modle') names `modle`, and the mesh (data=2, model=4) has no such axis; did you mean `model`?"],
+    ),
     "repeated": (P("data", "data"), ["P('data', 'data') uses mesh axis `data` twice, the second time for dimension 1"]),
     "repeated in one": (P(("data", "data")), ["uses mesh axis `data` twice, the second time for dimension 0"]),
-    "repeated across": (P(("data", "model"), "model"), ["uses mesh axis `model` twice, the second time for dimension 1"]),
+    "repeated across": (
+        P(("data", "model"), "model"),
+        ["uses mesh axis `model` twice, the second time for dimension 1"],
+    ),
     "size": (P(None, "model"), ["dimension 1 has size 6; model=4 needs a multiple of 4", "pad dimension 1 to 8"]),
     "sizes": (P(None, ("data", "model")), ["dimension 1 has size 6; (data, model)=8 needs a multiple of 8"]),
     "unconstrained": (P(P.UNCONSTRAINED), ["dimension 0 is `P.UNCONSTRAINED`: nobody has said where it goes"]),
     "partial sums": (P("data", unreduced={"model"}), ["is about partial sums, which no leaf has at rest"]),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", SPEC_ERRORS)
@@ -83,7 +92,9 @@ def test_a_spec_of_what_is_no_mesh_axis(entry: Any) -> None:
     with pytest.raises(ft.RuleError, match="is neither"):
         ft.StateSharding({...: P(entry)})
     assert "is neither a mesh axis" in refused(jnp.ones(4), lambda path, leaf: P(entry))
-    annotated = type("A", (eqx.Module,), {"__annotations__": {"w": Annotated[Float[Array, "a"], P(entry)]}, "__module__": __name__})
+    annotated = type(
+        "A", (eqx.Module,), {"__annotations__": {"w": Annotated[Float[Array, "a"], P(entry)]}, "__module__": __name__}
+    )
     assert "is neither a mesh axis" in refused(annotated(jnp.ones(4)), ft.AxisRules({}))  # type: ignore[call-arg]
 
 
@@ -120,14 +131,23 @@ def test_a_callable_sees_path_and_leaf() -> None:
 def test_none_is_nobodys_word() -> None:
     assert refused({"a": two(), "b": two()}, {"a": P(), "b": None}).startswith("2 leaves cannot be laid out")
     text = refused({"w": jnp.ones(4)}, {"w": None})
-    assert "nobody has said where it goes: its layout is `None`" in text and "write `P()` for whole on every device" in text
+    assert (
+        "nobody has said where it goes: its layout is `None`" in text
+        and "write `P()` for whole on every device" in text
+    )
     assert "nobody has said" in refused({"w": jnp.ones(4)}, ft.StateSharding({"w": None}))
     assert specs({"w": jnp.ones(4), "n": 3}, {"w": P(), "n": None}) == [P(None)]  # nothing to say of what is no array
 
 
 @pytest.mark.parametrize("bad", [3, "data", ("data",), P, int, {"a"}, 2.5, ..., jnp.float32])
 def test_what_is_no_layout(bad: Any) -> None:
-    for make in (as_layout, ft.on_host, lambda x: ft.StateSharding({...: x}), lambda x: ft.FSDP("data") | x, lambda x: x | ft.FSDP("a")):
+    for make in (
+        as_layout,
+        ft.on_host,
+        lambda x: ft.StateSharding({...: x}),
+        lambda x: ft.FSDP("data") | x,
+        lambda x: x | ft.FSDP("a"),
+    ):
         with pytest.raises(ft.RuleError, match="is no layout: write `P"):
             make(bad)
     with pytest.raises(ft.RuleError):
@@ -136,7 +156,16 @@ def test_what_is_no_layout(bad: Any) -> None:
 
 def test_what_is_a_layout() -> None:
     rules = ft.AxisRules({"a": "data"})
-    for layout in (None, P(), rules, rules | P(), ft.FSDP("data"), ft.StateSharding({...: P()}), ft.on_host(P()), lambda p, x: P()):
+    for layout in (
+        None,
+        P(),
+        rules,
+        rules | P(),
+        ft.FSDP("data"),
+        ft.StateSharding({...: P()}),
+        ft.on_host(P()),
+        lambda p, x: P(),
+    ):
         assert is_layout(layout) and isinstance(as_layout(layout), ft.Layout)
     for tree in ([P()], {"a": P()}, (P(), None), two(), eqx.nn.Linear):
         assert not is_layout(tree)
@@ -150,9 +179,14 @@ def test_then_shards_only_what_first_left_whole() -> None:
     assert specs(two(), rules | ft.FSDP("data", min_size=0)) == [P("data", "model"), P("model")]
     by_path = ft.StateSharding({"w": P(None, "model"), "b": P()})
     assert specs(two(), by_path | ft.FSDP("data", min_size=0)) == [P("data", "model"), P("data")]
-    assert specs(two(), ft.FSDP("data", min_size=0) | ft.StateSharding({"w": P("model"), "b": P()})) == [P("model", "data"), P("data")]
+    assert specs(two(), ft.FSDP("data", min_size=0) | ft.StateSharding({"w": P("model"), "b": P()})) == [
+        P("model", "data"),
+        P("data"),
+    ]
     assert specs(jnp.ones((4, 8)), as_layout(P("data")) | P(None, "model")) == [P("data", "model")]
-    assert specs(jnp.ones((4, 8)), as_layout(P("data")) | P("data", "model")) == [P("data", "model")]  # the same is no conflict
+    assert specs(jnp.ones((4, 8)), as_layout(P("data")) | P("data", "model")) == [
+        P("data", "model")
+    ]  # the same is no conflict
     assert specs(jnp.ones((4, 8)), (lambda p, x: P("data")) | ft.FSDP("model", min_size=0)) == [P("data", "model")]
 
 
@@ -168,18 +202,28 @@ def test_the_order_matters() -> None:
     a, b = ft.AxisRules({"embed": "data", "hidden": "data", ...: None}), ft.FSDP("data", min_size=0)
     assert specs(two(), a | b)[0] == P("data", None)
     assert specs(two(), b | ft.AxisRules({"hidden": "data", "embed": "data", ...: None}))[0] == P(None, "data")
-    assert specs(two(embed=16, hidden=8), b | ft.AxisRules({"embed": None, "hidden": None})) == [P("data", None), P("data")]
+    assert specs(two(embed=16, hidden=8), b | ft.AxisRules({"embed": None, "hidden": None})) == [
+        P("data", None),
+        P("data"),
+    ]
 
 
 CONFLICTS: dict[str, tuple[Any, str]] = {
-    "two specs": (as_layout(P("data")) | P("model"), "dimension 0 is on data already, and P('model') wants it on model"),
+    "two specs": (
+        as_layout(P("data")) | P("model"),
+        "dimension 0 is on data already, and P('model') wants it on model",
+    ),
     "a spec and rules": (
         P("data") | ft.AxisRules({"embed": "model", "hidden": None}),
         '"embed" is on data already, and rule embed→model wants it on model',
     ),
     "rules and a spec": (
         ft.AxisRules({"embed": ("data", "model"), "hidden": None}) | P("data"),
-        '"embed" is on (data, model) already, and P(\'data\') wants it on data',
+        "\"embed\" is on (data, model) already, and P('data') wants it on data",
+    ),
+    "rules that take more": (
+        P("data") | ft.AxisRules({"embed": ("data", "model"), "hidden": None}),
+        '"embed" is on data already, and rule embed→(data, model) wants it on (data, model)',
     ),
     "two rules": (
         ft.AxisRules({"embed": "data", "hidden": None}) | ft.AxisRules({"embed": "model"}),
@@ -189,11 +233,15 @@ CONFLICTS: dict[str, tuple[Any, str]] = {
         ft.FSDP("data", min_size=0) | ft.AxisRules({"hidden": "model", "embed": None}),
         '"hidden" is on data already, and rule hidden→model wants it on model',
     ),
-    "FSDP and a callable": (ft.FSDP("data", min_size=0) | (lambda p, x: P(None, "model")), "is on data already, and P(None, 'model') wants"),
-    "in a StateSharding": (
-        ft.StateSharding({...: P("data")}) | ft.StateSharding({...: P("model")}), "is on data already, and P('model') wants it on model",
+    "FSDP and a callable": (
+        ft.FSDP("data", min_size=0) | (lambda p, x: P(None, "model")),
+        "is on data already, and P(None, 'model') wants",
     ),
-}  # fmt: skip
+    "in a StateSharding": (
+        ft.StateSharding({...: P("data")}) | ft.StateSharding({...: P("model")}),
+        "is on data already, and P('model') wants it on model",
+    ),
+}
 
 
 class One(eqx.Module):
@@ -210,7 +258,9 @@ def test_a_conflict_is_an_error(case: str) -> None:
 
 
 def test_a_mesh_axis_used_by_both_is_an_error() -> None:
-    assert "uses mesh axis `data` twice, the second time for dimension 1" in refused(jnp.ones((4, 8)), as_layout(P("data")) | P(None, "data"))
+    assert "uses mesh axis `data` twice, the second time for dimension 1" in refused(
+        jnp.ones((4, 8)), as_layout(P("data")) | P(None, "data")
+    )
     # rules see that it is taken
     rules = ft.AxisRules({"hidden": "data", "embed": None})
     assert specs(One(jnp.ones((4, 8))), P("data") | rules) == [P("data", None)]
@@ -257,7 +307,11 @@ def test_on_host(mesh: Mesh) -> None:
     assert plan.shardings["b"].w.memory_kind != "pinned_host"
     assert repr(ft.on_host(P("data"))) == "on_host(P('data'))" and ft.on_host(P()) == ft.on_host(P()) != P()
     # joined, with host memory said by either
-    for layout in (ft.on_host(P("data")) | P(None, "model"), P("data") | ft.on_host(P(None, "model")), ft.on_host(P("data")) | plan_of(mesh)):
+    for layout in (
+        ft.on_host(P("data")) | P(None, "model"),
+        P("data") | ft.on_host(P(None, "model")),
+        ft.on_host(P("data")) | plan_of(mesh),
+    ):
         found = ft.plan(jnp.ones((4, 8)), layout, mesh)[()]
         assert (found.spec, found.memory_kind) == (P("data", "model"), "pinned_host")
 

@@ -62,7 +62,9 @@ def test_intent_and_fact() -> None:
     model = Model(jnp.ones((4, 8)))
     intent = ft.plan(model, ft.AxisRules({"embed": "data", "hidden": "model"}), mesh)
     fact = ft.plan(ft.shard(model, intent))
-    assert [(r.path, r.spec, r.local_shape, r.axes) for r in fact] == [(r.path, r.spec, r.local_shape, r.axes) for r in intent]
+    assert [(r.path, r.spec, r.local_shape, r.axes) for r in fact] == [
+        (r.path, r.spec, r.local_shape, r.axes) for r in intent
+    ]
     assert fact.shardings.w == intent.shardings.w
     assert ft.plan(model, fact)["w"].spec == P("data", "model")  # handed on
     assert ft.plan(model)["w"].spec is None and ft.plan(model).mesh is None
@@ -91,7 +93,9 @@ def test_in_a_trace(kind: AxisType) -> None:
     if kind is AxisType.Explicit:
         assert told(row) == (P("data", None), "by its type", (2, 8), 64, 4, None)
     else:
-        assert row.spec is None and row.reason.startswith("traced under Auto axes") or row.reason.startswith("traced, where")
+        assert (row.spec is None and row.reason.startswith("traced under Auto axes")) or row.reason.startswith(
+            "traced, where"
+        )
 
 
 def test_the_output_of_a_jitted_function(mesh: Mesh) -> None:

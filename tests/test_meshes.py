@@ -38,7 +38,9 @@ def test_what_is_no_mesh_at_all(bad: Any) -> None:
 
 def test_no_mesh_at_all() -> None:
     assert current_mesh() is None
-    with pytest.raises(ft.ShardingError, match=r"there is no mesh: pass `mesh=`, or enter `with jax.set_mesh\(mesh\):`"):
+    with pytest.raises(
+        ft.ShardingError, match=r"there is no mesh: pass `mesh=`, or enter `with jax.set_mesh\(mesh\):`"
+    ):
         ft.plan(jnp.ones(4), P())
 
 

@@ -277,3 +277,22 @@ def test_silent_failure_25_one_array_at_two_places_stays_one():
     placed = ft.shard(Tied(table, table), ft.AxisRules({"vocab": "model", "embed": None}), MESH)
     assert placed.embed is placed.unembed
     assert placed.embed.sharding.spec == P("model", None)
+
+
+# Found by reading
+
+
+def test_constrain_sees_the_names_that_a_layout_gives():
+    rules = ft.AxisRules(
+        {"hidden": "model", "embed": None}, names={eqx.nn.Linear: ft.names(weight="hidden embed", bias="hidden")}
+    )
+    layer = eqx.nn.Linear(6, 8, key=jax.random.key(0))
+    with jax.set_mesh(MESH):
+        placed = jax.jit(lambda layer: ft.constrain(layer, rules))(layer)
+    assert placed.weight.sharding.is_equivalent_to(NamedSharding(MESH, P("model", None)), 2)
+
+
+def test_constrain_refuses_a_layout_for_another_mesh():
+    other = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+    with jax.set_mesh(MESH), pytest.raises(ft.ShardingError, match=r"mesh \(data=4, model=2\).*use one mesh"):
+        ft.constrain(jnp.ones((4, 8)), NamedSharding(other, P("data")))

@@ -56,7 +56,8 @@ def test_every_field_of_every_row() -> None:
          (2, 6), 192, 24, 1, None),
         ("m.steps", (), "int32", ft.Axes(), P(), "a scalar", (), 4, 4, 8, None),
         ("m.key", (), "key<fry>", ft.Axes(), P(), "a scalar", (), 8, 8, 8, None),
-        ("n", (4, 3), "int8", ft.Axes(None, None), P("data", None), "P('data') as given", (2, 3), 12, 6, 4, "pinned_host"),
+        ("n", (4, 3), "int8", ft.Axes(None, None), P("data", None), "P('data') as given",
+         (2, 3), 12, 6, 4, "pinned_host"),
     ]  # fmt: skip
     assert plan.total_bytes == 384 + 192 + 4 + 8 + 12 and plan.bytes_per_device == 48 + 24 + 4 + 8 + 6
     assert plan.unused == () and plan.problems == () and dict(plan.sizes) == SIZES and plan.mesh is None
@@ -84,7 +85,7 @@ def test_what_is_no_array_has_no_row() -> None:
 
 def test_a_row_by_path_tuple_and_text() -> None:
     plan = ft.plan({"a.b": [jnp.ones(2), mlp()], "0": jnp.ones(3)}, {"a.b": [P(), RULES], "0": P()}, SIZES)
-    row = plan["\"a.b\".1.up"]
+    row = plan['"a.b".1.up']
     assert row is plan[("a.b", 1, "up")] is plan[ft.Path(("a.b", 1, "up"))]
     assert plan[("0",)].shape == (3,) and plan['"0"'].shape == (3,)
     for path in ("up", ("a.b", 1), ("a.b", "1", "up"), "0", ()):
@@ -122,7 +123,9 @@ def test_shardings_have_memory_kinds_and_need_a_mesh(mesh: Mesh) -> None:
     }  # fmt: skip
     placed = jax.device_put(tree, plan.shardings)
     assert placed["b"].sharding.memory_kind == "pinned_host"
-    with pytest.raises(ft.ShardingError, match=r"knows the sizes \(data=2, model=4\) and no devices: plan with a `Mesh`"):
+    with pytest.raises(
+        ft.ShardingError, match=r"knows the sizes \(data=2, model=4\) and no devices: plan with a `Mesh`"
+    ):
         _ = ft.plan(tree, P(), SIZES).shardings
 
 
@@ -180,7 +183,10 @@ def test_annotations_that_do_not_fit() -> None:
     with pytest.raises(ft.ShardingError) as caught:
         ft.plan(model, RULES, SIZES)
     text = str(caught.value)
-    assert 'up   f32[3, 6, 16]\n      has 3 dimensions; `Float[Array, "embed hidden"]` has 2' in text and "ft.Stacked" in text
+    assert (
+        'up   f32[3, 6, 16]\n      has 3 dimensions; `Float[Array, "embed hidden"]` has 2' in text
+        and "ft.Stacked" in text
+    )
     assert ft.plan(model, P(), SIZES)["up"].spec == P(None, None, None)  # a spec needs no names
 
 
@@ -232,9 +238,11 @@ def test_a_plan_is_a_layout(mesh: Mesh) -> None:
     assert again == plan and again.mesh == mesh and again["up"].memory_kind == "pinned_host"
     assert ft.plan({"x": mlp()}, {"x": plan})["x.up"].spec == plan["up"].spec
     assert ft.plan(mlp(), ft.StateSharding({"up": plan, ...: P()}))["up"].spec == plan["up"].spec
-    assert ft.plan(mlp(16), ft.plan(mlp(16), RULES, SIZES) | ft.FSDP("data", min_size=0), SIZES)["up"].spec == P(None, ("data", "model"))
+    assert ft.plan(mlp(16), ft.plan(mlp(16), RULES, SIZES) | ft.FSDP("data", min_size=0), SIZES)["up"].spec == P(
+        None, ("data", "model")
+    )
     # the sizes are those of the tree that it is handed on to, and are checked
-    with pytest.raises(ft.ShardingError, match="dimension 1 has size 12|\"hidden\" has size 12"):
+    with pytest.raises(ft.ShardingError, match=r'dimension 1 has size 12|"hidden" has size 12'):
         ft.plan(mlp(6, 12), plan)
     with pytest.raises(ft.ShardingError) as caught:
         ft.plan({"other": jnp.ones(2)}, plan)
@@ -251,7 +259,12 @@ def test_a_plan_is_a_layout(mesh: Mesh) -> None:
 def test_equal_by_value(mesh: Mesh) -> None:
     plan = ft.plan(mlp(), RULES, mesh)
     assert plan == ft.plan(mlp(), RULES, mesh) and hash(plan) == hash(ft.plan(mlp(), RULES, mesh))
-    for other in (ft.plan(mlp(), RULES, SIZES), ft.plan(mlp(), P(), mesh), ft.plan(mlp(12), RULES, mesh), ft.plan([mlp()], RULES, mesh)):
+    for other in (
+        ft.plan(mlp(), RULES, SIZES),
+        ft.plan(mlp(), P(), mesh),
+        ft.plan(mlp(12), RULES, mesh),
+        ft.plan([mlp()], RULES, mesh),
+    ):
         assert plan != other
     assert plan != "a plan" and len({plan, ft.plan(mlp(), RULES, mesh)}) == 1
     with pytest.raises(AttributeError, match="immutable"):

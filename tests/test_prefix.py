@@ -40,7 +40,8 @@ TREES: dict[str, tuple[Any, Any, dict[str, P]]] = {
     "one for all": ({"a": x(), "b": [x()]}, P("data"), {"a": P("data"), "b.0": P("data")}),
     "dict": ({"a": x(), "b": x()}, {"a": P("data"), "b": P()}, {"a": P("data"), "b": P(None)}),
     "down to any depth": (
-        {"a": [x(), x()], "b": {"c": x(), "d": x()}}, {"a": P("data"), "b": {"c": P("model"), "d": P()}},
+        {"a": [x(), x()], "b": {"c": x(), "d": x()}},
+        {"a": P("data"), "b": {"c": P("model"), "d": P()}},
         {"a.0": P("data"), "a.1": P("data"), "b.c": P("model"), "b.d": P(None)},
     ),
     "list": ([x(), x()], [P("data"), P()], {"0": P("data"), "1": P(None)}),
@@ -50,7 +51,7 @@ TREES: dict[str, tuple[Any, Any, dict[str, P]]] = {
     "None for None": ({"a": None, "b": x()}, {"a": None, "b": P("data")}, {"b": P("data")}),
     "a layout over None": ({"a": None, "b": x()}, {"a": P("data"), "b": P()}, {"b": P(None)}),
     "empty": ({}, {}, {}),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", TREES)
@@ -72,7 +73,13 @@ def test_every_kind_of_layout_in_one_tree() -> None:
         ft.AxisRules({"embed": "data", "hidden": "model"}), P("model"), ft.StateSharding({"bias": P("data")}),
         lambda path, leaf: P("model"), ft.FSDP("data", min_size=0) | ft.FSDP("model", min_size=0),
     )  # fmt: skip
-    assert list(specs(tree, layout).values()) == [P("data", "model"), P("model", None), P("data"), P("model"), P("data", "model")]
+    assert list(specs(tree, layout).values()) == [
+        P("data", "model"),
+        P("model", None),
+        P("data"),
+        P("model"),
+        P("data", "model"),
+    ]
 
 
 def test_paths_start_below_the_layout() -> None:
@@ -84,8 +91,16 @@ def test_paths_start_below_the_layout() -> None:
 
 
 WRONG: dict[str, tuple[Any, Any, str]] = {
-    "another key": ({"a": x()}, {"b": P()}, "at the root the layouts have 1 children and the tree has 1; `b` is only in the layouts"),
-    "a key too few": ({"a": x(), "b": x()}, {"a": P()}, "the layouts have 1 children and the tree has 2; `b` is only in the tree"),
+    "another key": (
+        {"a": x()},
+        {"b": P()},
+        "at the root the layouts have 1 children and the tree has 1; `b` is only in the layouts",
+    ),
+    "a key too few": (
+        {"a": x(), "b": x()},
+        {"a": P()},
+        "the layouts have 1 children and the tree has 2; `b` is only in the tree",
+    ),
     "a long list": ([x()], [P(), P()], "the layouts have 2 children and the tree has 1; `1` is only in the layouts"),
     "another kind": ([x()], (P(),), "at the root the layouts are a tuple and the tree is a list"),
     "deeper": ({"a": [x()]}, {"a": {"b": P()}}, "at a the layouts are a dict and the tree is a list"),
@@ -94,7 +109,7 @@ WRONG: dict[str, tuple[Any, Any, str]] = {
     "no layout": ({"a": x()}, {"a": 3}, "3 is no layout"),
     "a text": ({"a": x()}, {"a": "data"}, "'data' is no layout"),
     "no layout at all": (x(), 3, "3 is no layout"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", WRONG)
@@ -120,12 +135,16 @@ def test_children() -> None:
 
 def test_unused_and_problems_of_all_parts_are_joined() -> None:
     tree = {"a": Model(x(4, 8), "m", 3), "b": Model(x(3, 8), "m", 3)}
-    layout = {"a": ft.AxisRules({"embed": "data", "hidden": None, "s": None}), "b": ft.AxisRules({"embed": "data", "t": None})}
+    layout = {
+        "a": ft.AxisRules({"embed": "data", "hidden": None, "s": None}),
+        "b": ft.AxisRules({"embed": "data", "t": None}),
+    }
     plan = ft.plan(tree, layout, SIZES, check=False)
     assert plan.unused == ("s", "t")
     assert [(str(p.path), p.why.split(";")[0]) for p in plan.problems] == [
-        ("b.w", "no rule names `hidden`"), ("b.w", '"embed" has size 3'),
-    ]  # fmt: skip
+        ("b.w", "no rule names `hidden`"),
+        ("b.w", '"embed" has size 3'),
+    ]
 
 
 def test_a_layout_over_abstract_values() -> None:

@@ -105,7 +105,11 @@ def test_as_linen(table: Table, axes: tuple[str | None, ...], closed: bool) -> N
 
 
 ORDER: dict[str, tuple[Any, str, P]] = {
-    "the table's order, not the array's": ({"batch": "data", "embed": "data", ...: None}, "embed batch", P(None, "data")),
+    "the table's order, not the array's": (
+        {"batch": "data", "embed": "data", ...: None},
+        "embed batch",
+        P(None, "data"),
+    ),
     "a parameter by the same table": ({"batch": "data", "embed": "data", ...: None}, "embed hidden", P("data", None)),
     "a fallback": ([("a", "x"), ("b", "x"), ("b", "y")], "a b", P("x", "y")),
     "no fallback needed": ([("a", "x"), ("b", "x"), ("b", "y")], "b", P("x")),
@@ -150,7 +154,9 @@ def test_a_name_that_no_rule_mentions() -> None:
     assert 'Try: add a rule for "hidden", or `"hidden": None` to leave it unsharded' in text
     assert 'w   f32[8, 8]   "embed hidden"' in text
     assert "did you mean" not in why(leaf("embed vocab"), ft.AxisRules({"embed": None, "hidden": "model"}))
-    assert ft.plan(leaf("embed hidden"), ft.AxisRules({"hidden": "model", ...: None}), SIZES)["w"].spec == P(None, "model")
+    assert ft.plan(leaf("embed hidden"), ft.AxisRules({"hidden": "model", ...: None}), SIZES)["w"].spec == P(
+        None, "model"
+    )
 
 
 def test_a_name_whose_rules_are_all_blocked() -> None:
@@ -164,7 +170,9 @@ def test_a_name_whose_rules_are_all_blocked() -> None:
 
 
 def test_a_size_that_does_not_divide() -> None:
-    text = why(leaf("hidden embed", 1001, 4096), ft.AxisRules({"hidden": "model", "embed": None}), {"data": 4, "model": 2})
+    text = why(
+        leaf("hidden embed", 1001, 4096), ft.AxisRules({"hidden": "model", "embed": None}), {"data": 4, "model": 2}
+    )
     assert text == (
         "1 leaf cannot be laid out on mesh (data=4, model=2)\n"
         "\n"
@@ -174,7 +182,9 @@ def test_a_size_that_does_not_divide() -> None:
         'Try: pad "hidden" to 1002, or write `"hidden": None` to leave it unsharded'
     )
     both = why(leaf("a", 12), ft.AxisRules({"a": ("data", "model")}))
-    assert '"a" has size 12; rule a→(data, model) needs a multiple of (data, model)=8' in both and 'pad "a" to 16' in both
+    assert (
+        '"a" has size 12; rule a→(data, model) needs a multiple of (data, model)=8' in both and 'pad "a" to 16' in both
+    )
     # always: also when `...` is there, when another layout follows, and for a size of one
     assert "has size 1;" in why(leaf("a", 1), ft.AxisRules({"a": "data", ...: None}))
     assert "has size 3;" in why(leaf("a", 3), ft.AxisRules([("a", "data"), ("a", None)]) | ft.FSDP("model", min_size=0))
@@ -188,8 +198,11 @@ def test_all_that_is_wrong_with_a_tree_in_one_error() -> None:
         ft.plan(tree, rules, SIZES)
     assert str(caught.value).startswith("3 leaves cannot be laid out on mesh (data=2, model=4)\n")
     assert [(str(p.path), p.shape) for p in caught.value.problems] == [
-        ("0.w", (6, 3)), ("0.w", (6, 3)), ("1.w", (8, 8)), ("2.w", (8,)),
-    ]  # fmt: skip
+        ("0.w", (6, 3)),
+        ("0.w", (6, 3)),
+        ("1.w", (8, 8)),
+        ("2.w", (8,)),
+    ]
 
 
 def test_unused_rules_are_listed() -> None:
@@ -235,15 +248,19 @@ def test_near_misses_are_of_the_whole_composition() -> None:
     text = why(leaf("embed hidden"), ft.AxisRules({"hiden": "model"}) | ft.AxisRules({...: None}))
     assert '"hidden" fell through to `...: None`, and no leaf has the axis of rule `hiden`' in text
     # a name that the one rules on has not fallen through the other
-    assert ft.plan(leaf("hidden"), ft.AxisRules({"hidden": "model"}) | ft.AxisRules({"hiden": "data", ...: None}), SIZES)
-    assert ft.plan(leaf("hidden"), ft.AxisRules({"hiden": "data", ...: None}) | ft.AxisRules({"hidden": "model"}), SIZES)
+    assert ft.plan(
+        leaf("hidden"), ft.AxisRules({"hidden": "model"}) | ft.AxisRules({"hiden": "data", ...: None}), SIZES
+    )
+    assert ft.plan(
+        leaf("hidden"), ft.AxisRules({"hiden": "data", ...: None}) | ft.AxisRules({"hidden": "model"}), SIZES
+    )
     assert ft.plan(leaf("hidden"), ft.AxisRules({"hiden": "data", ...: None}) | P("data"), SIZES).unused == ("hiden",)
 
 
 def test_a_single_array_has_near_misses_too() -> None:
     rules = ft.AxisRules({"hidden": "model", ...: None})
     for mesh in (None, SIZES):
-        with pytest.raises(ft.ShardingError, match='"hiden" fell through to `...: None`'):
+        with pytest.raises(ft.ShardingError, match=r'"hiden" fell through to `...: None`'):
             rules.spec("batch hiden", mesh=mesh)
 
 
@@ -349,7 +366,9 @@ def test_the_physical_spec_of_an_annotation_wins() -> None:
     for layout in (rules | rules, ft.FSDP("data") | ft.AxisRules({"embed": None, "hidden": "data"})):
         assert ft.plan(tree, layout, SIZES)["w"].spec == P(None, "model")
     assert ft.plan(tree, rules | ft.FSDP("data", min_size=0), SIZES)["w"].spec == P("data", "model")
-    assert "P(None, 'model') names `model`, and the mesh (data=2) has no such axis" in why(tree, ft.AxisRules({}), {"data": 2})
+    assert "P(None, 'model') names `model`, and the mesh (data=2) has no such axis" in why(
+        tree, ft.AxisRules({}), {"data": 2}
+    )
 
 
 class Two(eqx.Module):
@@ -409,9 +428,11 @@ def test_nonsense_is_refused_at_construction(case: str) -> None:
     assert said in str(caught.value)
 
 
-@pytest.mark.parametrize("names", [5, [], {"Linear": ft.names(w="a")}, {eqx.nn.Linear: {"w": "a"}}, {eqx.nn.Linear: "a"}])
+@pytest.mark.parametrize(
+    "names", [5, [], {"Linear": ft.names(w="a")}, {eqx.nn.Linear: {"w": "a"}}, {eqx.nn.Linear: "a"}]
+)
 def test_nonsense_as_names(names: Any) -> None:
-    with pytest.raises(ft.RuleError, match="`names=` maps classes to `ft.names"):
+    with pytest.raises(ft.RuleError, match=r"`names=` maps classes to `ft.names"):
         ft.AxisRules({"a": None}, names=names)
 
 
@@ -440,7 +461,10 @@ def test_rules_are_values() -> None:
 
 
 def test_the_repr() -> None:
-    assert repr(ft.AxisRules({"a": ("x", "y"), "b": None, ...: None})) == "AxisRules({'a': ('x', 'y'), 'b': None, ...: None})"
+    assert (
+        repr(ft.AxisRules({"a": ("x", "y"), "b": None, ...: None}))
+        == "AxisRules({'a': ('x', 'y'), 'b': None, ...: None})"
+    )
     assert repr(ft.AxisRules([("a", "x"), ("a", None)])) == "AxisRules([('a', 'x'), ('a', None)])"
 
 

@@ -80,19 +80,33 @@ FILTERS: dict[str, tuple[Any, list[str]]] = {
 @pytest.mark.parametrize("case", FILTERS)
 def test_each_kind_of_filter(case: str) -> None:
     written, expected = FILTERS[case]
-    plan = ft.plan(net(), ft.StateSharding({written: lambda p, x: P(*["model"] * (x.ndim == 1), *[None, "model"] * (x.ndim == 2)), ...: P()}), SIZES)
+    plan = ft.plan(
+        net(),
+        ft.StateSharding(
+            {written: lambda p, x: P(*["model"] * (x.ndim == 1), *[None, "model"] * (x.ndim == 2)), ...: P()}
+        ),
+        SIZES,
+    )
     assert [str(row.path) for row in plan if any(row.spec)] == expected
 
 
 def test_the_first_match_wins() -> None:
-    layout = ft.StateSharding([("layers.0.*", P("model")), ("**.bias", P("data")), ("**.weight", P("data")), (..., P())])
+    layout = ft.StateSharding(
+        [("layers.0.*", P("model")), ("**.bias", P("data")), ("**.weight", P("data")), (..., P())]
+    )
     assert specs(net(), layout) == {
-        "layers.0.weight": P("model", None), "layers.0.bias": P("model"), "layers.1.weight": P("data", None),
-        "layers.1.bias": P("data"), "conv.kernel": P(None, None), "scale": P(None),
-    }  # fmt: skip
+        "layers.0.weight": P("model", None),
+        "layers.0.bias": P("model"),
+        "layers.1.weight": P("data", None),
+        "layers.1.bias": P("data"),
+        "conv.kernel": P(None, None),
+        "scale": P(None),
+    }
     assert ft.plan(net(), layout, SIZES)["layers.1.bias"].reason == "'**.bias': P('data') as given"
     assert ft.plan(net(), layout, SIZES)["scale"].reason == "...: P() as given"
-    assert specs(net(), ft.StateSharding({...: P()})) == {str(r.path): P(*[None] * len(r.shape)) for r in ft.plan(net(), P(), SIZES)}
+    assert specs(net(), ft.StateSharding({...: P()})) == {
+        str(r.path): P(*[None] * len(r.shape)) for r in ft.plan(net(), P(), SIZES)
+    }
 
 
 def test_pairs_and_mappings_are_the_same() -> None:
@@ -108,10 +122,18 @@ def test_every_kind_of_value(mesh: Mesh) -> None:
     rules = ft.AxisRules({"embed": "data", "hidden": "model"})
     values: dict[str, tuple[Any, P, str | None]] = {
         "spec": (P("data"), P("data", None), None),
-        "named sharding": (NamedSharding(mesh, P(None, "data"), memory_kind="pinned_host"), P(None, "data"), "pinned_host"),
+        "named sharding": (
+            NamedSharding(mesh, P(None, "data"), memory_kind="pinned_host"),
+            P(None, "data"),
+            "pinned_host",
+        ),
         "rules": (rules, P("data", "model"), None),
         "fsdp": (ft.FSDP("model", min_size=0), P(None, "model"), None),
-        "composition": (ft.AxisRules({"embed": "model", "hidden": None}) | ft.FSDP("data", min_size=0), P("model", "data"), None),
+        "composition": (
+            ft.AxisRules({"embed": "model", "hidden": None}) | ft.FSDP("data", min_size=0),
+            P("model", "data"),
+            None,
+        ),
         "plan": (ft.plan({"conv": Conv(jnp.ones((4, 8)))}, P("data", "model"), mesh), P("data", "model"), None),
         "callable": (lambda path, leaf: P(None, "model"), P(None, "model"), None),
         "on host": (ft.on_host(P("model")), P("model", None), "pinned_host"),
@@ -126,7 +148,9 @@ def test_a_nested_one_is_checked_too() -> None:
     inner = ft.StateSharding({"conv.*": P("data")})
     text = refused(net(), ft.StateSharding({...: inner}))
     assert text.startswith("5 leaves cannot be laid out") and "no filter matches it; the filters are 'conv.*'" in text
-    assert "matches no leaf" in refused(net(), ft.StateSharding({"conv.*": inner | ft.StateSharding({"x": P(), ...: P()}), ...: P()}))
+    assert "matches no leaf" in refused(
+        net(), ft.StateSharding({"conv.*": inner | ft.StateSharding({"x": P(), ...: P()}), ...: P()})
+    )
 
 
 def test_problems_and_unused_names_come_through() -> None:
@@ -158,10 +182,16 @@ def test_a_filter_that_matches_nothing() -> None:
 
 def test_a_filter_that_earlier_ones_hide() -> None:
     text = refused(net(), ft.StateSharding({"layers.**": P(), "**.bias": P("data"), ...: P()}))
-    assert "filter '**.bias'\n      decides nothing: earlier filters take all that it matches (layers.0.bias by 'layers.**')" in text
+    assert (
+        "filter '**.bias'\n      decides nothing: earlier filters take all that it matches "
+        "(layers.0.bias by 'layers.**')"
+        in text
+    )
     assert "put it before them, or remove it" in text
     # one leaf left is enough
-    assert specs(net(), ft.StateSharding({"layers.0.**": P(), "**.bias": P("data"), ...: P()}))["layers.1.bias"] == P("data")
+    assert specs(net(), ft.StateSharding({"layers.0.**": P(), "**.bias": P("data"), ...: P()}))["layers.1.bias"] == P(
+        "data"
+    )
     # by two together
     text = refused(net(), ft.StateSharding([("layers.0.*", P()), ("layers.1.*", P()), (Linear, P()), (..., P())]))
     assert "filter Linear\n      decides nothing" in text
@@ -180,7 +210,10 @@ def test_unused_says_what_to_do() -> None:
         assert specs(net(), ft.StateSharding(filters, unused="ignore"))["scale"] == P(None)
     with pytest.warns(UserWarning) as caught:
         assert specs(net(), ft.StateSharding(filters, unused="warn"))["scale"] == P(None)
-    assert sorted(str(w.message)[:31] for w in caught) == ["filter '**.bais' matches no lea", "filter '**.bias' decides nothin"]
+    assert sorted(str(w.message)[:31] for w in caught) == [
+        "filter '**.bais' matches no lea",
+        "filter '**.bias' decides nothin",
+    ]
     # unmatched leaves are an error all the same
     with pytest.raises(ft.ShardingError, match="no filter matches it"):
         ft.plan(net(), ft.StateSharding({"conv.*": P()}, unused="ignore"), SIZES)
@@ -188,11 +221,25 @@ def test_unused_says_what_to_do() -> None:
 
 def test_everything_wrong_in_one_error() -> None:
     with pytest.raises(ft.ShardingError) as caught:
-        ft.plan(net(), ft.StateSharding({"**.weight": P("x"), "**.bias": P("data", None), "nothing": P(), Conv: P("data", "data")}), SIZES)
+        ft.plan(
+            net(),
+            ft.StateSharding(
+                {"**.weight": P("x"), "**.bias": P("data", None), "nothing": P(), Conv: P("data", "data")}
+            ),
+            SIZES,
+        )
     whys = "\n".join(problem.why for problem in caught.value.problems)
-    for said in ("no such axis", "has 2 entries for 1 dimensions", "matches no leaf", "uses mesh axis `data` twice", "no filter matches it"):
+    for said in (
+        "no such axis",
+        "has 2 entries for 1 dimensions",
+        "matches no leaf",
+        "uses mesh axis `data` twice",
+        "no filter matches it",
+    ):
         assert said in whys
-    assert {str(p.path) for p in caught.value.problems if p.path is not None} == {str(row.path) for row in ft.plan(net(), P(), SIZES)}
+    assert {str(p.path) for p in caught.value.problems if p.path is not None} == {
+        str(row.path) for row in ft.plan(net(), P(), SIZES)
+    }
 
 
 # Construction
@@ -214,7 +261,7 @@ NONSENSE: dict[str, tuple[Any, str]] = {
     "a list as layout": ({"a": [P()]}, "is no layout"),
     "a class as layout": ({"a": Linear}, "is no layout"),
     "an odd spec": ({"a": P(3)}, "P(3): 3 is neither a mesh axis"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", NONSENSE)
@@ -243,26 +290,35 @@ def test_what_was_written_is_kept() -> None:
 
 NAMESPACE = {
     **{name: getattr(ft, name) for name in dir(ft) if not name.startswith("_")},
-    "Linear": Linear, "Conv": Conv, "re": re, "floating": jnp.floating,
-}  # fmt: skip
+    "Linear": Linear,
+    "Conv": Conv,
+    "re": re,
+    "floating": jnp.floating,
+}
 VALUES: dict[str, Any] = {
     "empty": lambda: ft.StateSharding({}),
     "specs": lambda: ft.StateSharding({"**.bias": P(), "a.*": P(None, ("data", "model")), ...: P("data")}),
     "unused": lambda: ft.StateSharding({"a": P()}, unused="warn"),
     "ignore": lambda: ft.StateSharding({"a": P()}, unused="ignore"),
     "classes": lambda: ft.StateSharding([(Linear, P()), (Linear | Conv, P("data")), (~ft.under(Conv), P())]),
-    "filters": lambda: ft.StateSharding([
-        (ft.glob("a") & ft.has_axis("embed") | ~ft.has_ndim(2), P()), (ft.larger_than(3) & (ft.is_buffer | ft.is_trainable), P()),
-        (re.compile(r"a\.b", re.IGNORECASE), P()), (ft.has_dtype(jnp.floating), P()),
-    ]),
-    "rules": lambda: ft.StateSharding({"a": ft.AxisRules([("a", "b"), ("a", None)]), ...: ft.AxisRules({"a": "b", ...: None}) | ft.FSDP("c")}),
+    "filters": lambda: ft.StateSharding(
+        [
+            (ft.glob("a") & ft.has_axis("embed") | ~ft.has_ndim(2), P()),
+            (ft.larger_than(3) & (ft.is_buffer | ft.is_trainable), P()),
+            (re.compile(r"a\.b", re.IGNORECASE), P()),
+            (ft.has_dtype(jnp.floating), P()),
+        ]
+    ),
+    "rules": lambda: ft.StateSharding(
+        {"a": ft.AxisRules([("a", "b"), ("a", None)]), ...: ft.AxisRules({"a": "b", ...: None}) | ft.FSDP("c")}
+    ),
     "nested": lambda: ft.StateSharding({"a": ft.StateSharding({"b": P()}, unused="warn"), ...: ft.on_host(P("x"))}),
     "None": lambda: ft.StateSharding({"a": None, ...: P()}),
     "a filter twice": lambda: ft.StateSharding([("a", P()), ("a", P("data"))], unused="ignore"),
     "order": lambda: ft.StateSharding({"a.*": P(None, ("data", "model")), "**.bias": P(), ...: P("data")}),
     "quotes": lambda: ft.StateSharding({'a."b.c"': P(), 'a."0"': P()}),
     "path": lambda: ft.StateSharding({ft.Path(("a", 0)): P()}),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", VALUES)
@@ -278,7 +334,11 @@ def test_a_value(case: str) -> None:
 def test_equal_by_what_filters_mean() -> None:
     assert ft.StateSharding({"**.bias": P()}) == ft.StateSharding({ft.glob("**.bias"): P()})
     assert ft.StateSharding({Linear: P()}) == ft.StateSharding({ft.under(Linear): P()})
-    assert ft.StateSharding({matrix: P()}) == ft.StateSharding({matrix: P()}) != ft.StateSharding({(lambda p, x: True): P()})
+    assert (
+        ft.StateSharding({matrix: P()})
+        == ft.StateSharding({matrix: P()})
+        != ft.StateSharding({(lambda p, x: True): P()})
+    )
     assert pickle.loads(pickle.dumps(ft.StateSharding({matrix: matrix}))) == ft.StateSharding({matrix: matrix})
     assert "matrix: matrix" in repr(ft.StateSharding({matrix: matrix}))
     with pytest.raises(AttributeError, match="immutable"):
@@ -303,8 +363,12 @@ def test_from_specs() -> None:
     layout = ft.StateSharding.from_specs(given)
     assert layout.filters == ("a.0", "a.1", '"b.c"', "m.weight", "m.bias")
     assert specs(tree, layout) == {
-        "a.0": P("data", None), "a.1": P("model"), '"b.c"': P("data"), "m.weight": P(None, "model"), "m.bias": P(None),
-    }  # fmt: skip
+        "a.0": P("data", None),
+        "a.1": P("model"),
+        '"b.c"': P("data"),
+        "m.weight": P(None, "model"),
+        "m.bias": P(None),
+    }
     assert specs(jnp.ones(4), ft.StateSharding.from_specs(P("data"))) == {"": P("data")}
     assert eval(repr(layout), NAMESPACE) == layout
 
@@ -314,7 +378,9 @@ def test_from_the_specs_of_a_plan() -> None:
     plan = ft.plan(tree, ft.FSDP("data", min_size=0), SIZES)
     again = ft.StateSharding.from_specs(plan.specs)
     assert [row.spec for row in ft.plan(tree, again, SIZES)] == [row.spec for row in plan]
-    assert [row.spec for row in ft.plan(tree, ft.StateSharding.from_specs(plan.specs | {"step": None}), SIZES)] == [row.spec for row in plan]
+    assert [row.spec for row in ft.plan(tree, ft.StateSharding.from_specs(plan.specs | {"step": None}), SIZES)] == [
+        row.spec for row in plan
+    ]
 
 
 def test_from_specs_of_another_structure() -> None:
@@ -337,4 +403,6 @@ def test_one_written_for_the_model_lays_out_its_optimizer_state() -> None:
 
 def test_on_abstract_values() -> None:
     tree = jax.eval_shape(net)
-    assert specs(tree, ft.StateSharding({ft.has_ndim(2): P("data"), ft.is_buffer: P(), "**.bias": P("model")}))["conv.kernel"] == P("data", None)
+    assert specs(tree, ft.StateSharding({ft.has_ndim(2): P("data"), ft.is_buffer: P(), "**.bias": P("model")}))[
+        "conv.kernel"
+    ] == P("data", None)

@@ -38,7 +38,7 @@ class FSDP(Layout):
     Raises:
         RuleError: an argument that means nothing.
 
-    Example:
+    Examples:
         >>> ft.plan(jnp.ones((4, 1024)), ft.FSDP("data", min_size=0), {"data": 2}).specs
         P(None, 'data')
         >>> ft.FSDP("data")

@@ -52,7 +52,7 @@ class Resolution(NamedTuple):
 class Layout:
     """A layout: frozen, hashable, equal by value, printable. `first | then` shards by `then` what `first` left whole.
 
-    Example:
+    Examples:
         >>> rules = ft.AxisRules({"hidden": "model", "embed": None}) | ft.FSDP("data", min_size=0)
         >>> ft.plan(jnp.ones((4, 8)), rules, {"data": 2, "model": 4}, check=False).problems[0].remedy
         'annotate the field (`Float[Array, "..."]`), give `names=` to the rules, or lay it out by a path filter'
@@ -184,7 +184,7 @@ def on_host(layout: Any) -> Layout:
     Raises:
         RuleError: not a layout.
 
-    Example:
+    Examples:
         >>> ft.plan(jnp.ones((4, 8)), ft.on_host(ft.P("data")), {"data": 2})[()].memory_kind
         'pinned_host'
     """

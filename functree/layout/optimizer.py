@@ -5,11 +5,10 @@ size changed and different, and the sizes tell which dimensions of which paramet
 """
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import jax
-from optax import GradientTransformation
 
 from functree.errors import FunctreeError
 from functree.layout.layouts import Decision, Layout, Resolution, as_layout, whole
@@ -23,6 +22,13 @@ from functree.tree.flat import Flat
 from functree.tree.leaf import Leaf
 from functree.tree.leaves import Leaves, read
 from functree.tree.paths import Path
+
+
+class Optimizer(Protocol):
+    """What is asked of an optimizer: optax's `GradientTransformation`, and whatever has its `init`."""
+
+    @property
+    def init(self) -> Callable[..., Any]: ...
 
 
 class Origin(NamedTuple):
@@ -40,7 +46,7 @@ class Origin(NamedTuple):
 
 
 def plan_optimizer(
-    tx: GradientTransformation,
+    tx: Optimizer,
     model: Any,
     layout: Any,
     mesh: Any = None,
@@ -68,7 +74,7 @@ def plan_optimizer(
     Raises:
         ShardingError: the model cannot be laid out; a leaf of the state cannot be derived and there is no `otherwise`.
 
-    Example:
+    Examples:
         >>> import optax
         >>> plan = ft.plan_optimizer(optax.adam(1e-3), {"w": jnp.ones((4, 8))}, ft.P("data"), {"data": 2})
         >>> plan["0.mu.w"].spec, plan["0.count"].reason

@@ -33,7 +33,7 @@ class Plan(Layout):
         mesh: the mesh, or None where only sizes were given.
         sizes: of the mesh's axes.
 
-    Example:
+    Examples:
         >>> plan = ft.plan({"w": jnp.ones((4, 8))}, ft.P("data"), {"data": 2})
         >>> plan["w"].spec, plan.bytes_per_device
         (P('data', None), 64)
@@ -192,7 +192,7 @@ def plan(tree: Any, layout: Any = None, mesh: Any = None, *, check: bool = True)
         ShardingError: everything that is wrong, leaf by leaf; or there is no mesh.
         RuleError: the prefix tree does not have the tree's structure.
 
-    Example:
+    Examples:
         >>> class MLP(eqx.Module):
         ...     up: Float[Array, "embed hidden"]
         >>> abstract = MLP(jax.ShapeDtypeStruct((16, 64), "float32"))
@@ -219,7 +219,7 @@ def plan_tree(
     parts = broadcast(layout, tree)
     if leaves is None:
         leaves = read(tree, merge_names(part.layout.given_names for part in parts))
-    return plan_leaves(leaves, parts, _view(mesh, parts), check=check, same=same)
+    return plan_leaves(leaves, parts, agreed_view(mesh, parts), check=check, same=same)
 
 
 def plan_leaves(
@@ -318,7 +318,7 @@ def _where(row: Row) -> str:
     return f"{where} in {row.memory_kind}" if row.memory_kind else where
 
 
-def _view(mesh: Any, parts: Sequence[Part]) -> MeshView:
+def agreed_view(mesh: Any, parts: Sequence[Part]) -> MeshView:
     """The mesh that was given, or the one that the layouts bring along; they must agree."""
     own = [part.layout.own_mesh for part in parts if part.layout.own_mesh is not None]
     view = mesh_view(own[0] if mesh is None and own else mesh)

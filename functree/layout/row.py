@@ -24,7 +24,7 @@ class Row(NamedTuple):
         copies: on how many devices each byte is kept.
         memory_kind: `"pinned_host"` for host memory; None for the default.
 
-    Example:
+    Examples:
         >>> row = ft.plan(jnp.ones((4, 8)), ft.P("data"), {"data": 2, "model": 4})[()]
         >>> row.local_shape, row.bytes_per_device, row.copies
         ((2, 8), 64, 4)

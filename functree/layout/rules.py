@@ -42,7 +42,7 @@ class AxisRules(Layout):
     Raises:
         RuleError: a name or a value that means nothing, a mesh axis twice in one rule, a rule that can never apply.
 
-    Example:
+    Examples:
         >>> rules = ft.AxisRules({"batch": "data", "hidden": "model", "embed": None})
         >>> rules.spec(ft.Axes("embed", "hidden"))
         P(None, 'model')

@@ -38,7 +38,7 @@ class StateSharding(Layout):
     Raises:
         RuleError: `...` not last, or what is no filter or no layout.
 
-    Example:
+    Examples:
         >>> layout = ft.StateSharding({"**.bias": ft.P(), ...: ft.P("model")})
         >>> layout
         StateSharding({'**.bias': P(), ...: P('model')})

@@ -3,10 +3,10 @@
 import html
 import io
 import math
-import textwrap
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from rich.cells import cell_len
 from rich.console import Console, Group, RenderableType
 from rich.padding import Padding
 from rich.table import Table
@@ -48,13 +48,12 @@ def plan_text(rows: Sequence[Row], notes: Sequence[str]) -> str:
     blocks = []
     for line in fold(rows):
         title = line.title
-        if len(title) > COLUMNS[0]:  # a path that was broken could not be searched for
+        if cell_len(title) > COLUMNS[0]:  # a path that was broken could not be searched for
             blocks.append(Text(title, overflow="fold"))
             title = ""
         blocks += [_columns(title, line.array, line.spec, bytes_text(line.each)), Padding(line.told, (0, 0, 0, 4))]
     titles = _columns("path", "array", "spec", "per device")
-    wrapped = [part for note in notes for part in textwrap.wrap(note, WIDTH, subsequent_indent="    ")]
-    return "\n".join([*_rendered(Group(titles, *blocks)), "", *wrapped])
+    return "\n".join([*_rendered(Group(titles, *blocks)), "", *_rendered(Group(*map(Text, notes)))])
 
 
 def _columns(*cells: str) -> Table:

@@ -21,7 +21,7 @@ def activation(x: Shaped[Array, "..."], axes: str) -> Shaped[Array, "..."]:
     Raises:
         ShardingError: as `ft.constrain`, where the rules do not fit.
 
-    Example:
+    Examples:
         >>> from functree.nn.activations import activation
         >>> activation(jnp.ones((2, 3)), "batch seq embed").shape
         (2, 3)
@@ -44,7 +44,7 @@ def table_for(tokens: Shaped[Array, "..."], table: Shaped[Array, "vocab embed"])
     Raises:
         ShardingError: as `ft.constrain`, where the rules do not fit.
 
-    Example:
+    Examples:
         >>> from functree.nn.activations import table_for
         >>> table_for(jnp.array([1, 2]), jnp.ones((7, 4))).shape
         (7, 4)

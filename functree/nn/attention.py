@@ -36,7 +36,7 @@ class Attention(eqx.Module):
     Raises:
         FunctreeError: `kv_heads` does not divide `heads`, or `head_dim` is odd.
 
-    Example:
+    Examples:
         >>> attention = ft.nn.Attention(8, 4, 2, key=jax.random.key(0))
         >>> attention.query.shape, attention.key.shape
         ((8, 4, 2), (8, 2, 2))
@@ -97,7 +97,7 @@ def attend(
 ) -> Float[Array, "*batch seq heads head_dim"]:
     """Causal attention by `jax.nn.dot_product_attention`, over any number of batch dimensions.
 
-    Example:
+    Examples:
         >>> from functree.nn.attention import attend
         >>> x = jnp.arange(6.0).reshape(3, 1, 2)
         >>> attend(x, x, x)[0]  # the first token sees itself alone
@@ -118,7 +118,7 @@ def attend(
 def head_problems(heads: int, kv_heads: int, head_dim: int) -> Iterator[Problem]:
     """What is wrong with these numbers of heads, for the layer and for a model's config.
 
-    Example:
+    Examples:
         >>> from functree.nn.attention import head_problems
         >>> [problem.why for problem in head_problems(8, 3, 16)]
         ['each key and value head serves as many query heads: it must divide heads=8']

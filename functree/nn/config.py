@@ -38,7 +38,7 @@ class TransformerConfig:
     Raises:
         FunctreeError: lists every field at fault.
 
-    Example:
+    Examples:
         >>> config = ft.nn.TransformerConfig(100, 8, layers=2, heads=4, kv_heads=2, head_dim=2, hidden=16)
         >>> config.max_seq, config.compute_dtype
         (2048, dtype('float32'))

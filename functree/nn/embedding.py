@@ -22,7 +22,7 @@ class Embedding(eqx.Module):
         param_dtype: the dtype the table is kept in.
         compute_dtype: the dtype of what it returns; `None`: `param_dtype`, and for `logits` that of `x`.
 
-    Example:
+    Examples:
         >>> table = ft.nn.Embedding(100, 8, key=jax.random.key(0))
         >>> table(jnp.array([1, 5, 99])).shape
         (3, 8)

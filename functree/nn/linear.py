@@ -28,7 +28,7 @@ class Linear(eqx.Module):
     Raises:
         AxesError: `axes` are not two names.
 
-    Example:
+    Examples:
         >>> head = ft.nn.Linear(4, 8, axes="embed vocab", key=jax.random.key(0))
         >>> head(jnp.ones((2, 3, 4))).shape
         (2, 3, 8)

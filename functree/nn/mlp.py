@@ -23,7 +23,7 @@ class MLP(eqx.Module):
         param_dtype: the dtype the parameters are kept in.
         compute_dtype: the dtype they are cast to where they are used; `None`: that of `x`.
 
-    Example:
+    Examples:
         >>> ft.nn.MLP(4, 8, key=jax.random.key(0))(jnp.ones((2, 3, 4))).shape
         (2, 3, 4)
     """

@@ -24,7 +24,7 @@ class RMSNorm(eqx.Module):
         param_dtype: the dtype the scale is kept in.
         compute_dtype: the dtype of the result; `None`: that of `x`.
 
-    Example:
+    Examples:
         >>> x = ft.nn.RMSNorm(2)(jnp.array([3.0, 4.0]))
         >>> print(jnp.mean(x**2).round(3))
         1.0

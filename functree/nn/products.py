@@ -18,7 +18,7 @@ Entries = tuple[str | tuple[str, ...] | None, ...]
 def product(x: Float[Array, "..."], weight: Float[Array, "..."], summed: int = 1) -> Float[Array, "..."]:
     """The sum over the last `summed` dimensions of `x` and the first ones of `weight`.
 
-    Example:
+    Examples:
         >>> from functree.nn.products import product
         >>> product(jnp.ones((2, 3, 8)), jnp.ones((8, 4, 5))).shape
         (2, 3, 4, 5)
@@ -31,7 +31,7 @@ def product(x: Float[Array, "..."], weight: Float[Array, "..."], summed: int = 1
 def rows(table: Float[Array, "vocab embed"], index: Int[Array, "*batch"]) -> Float[Array, "*batch embed"]:
     """The rows of a table at each index; NaN for an index at or above its size.
 
-    Example:
+    Examples:
         >>> from functree.nn.products import rows
         >>> rows(jnp.ones((7, 4)), jnp.array([[0, 6]])).shape
         (1, 2, 4)
@@ -47,7 +47,7 @@ def rows(table: Float[Array, "vocab embed"], index: Int[Array, "*batch"]) -> Flo
 def along(vector: Float[Array, "size"], x: Float[Array, "*batch size"]) -> Float[Array, "*batch size"]:
     """A vector repeated over all but the last dimension of `x`.
 
-    Example:
+    Examples:
         >>> from functree.nn.products import along
         >>> along(jnp.arange(3.0), jnp.ones((2, 3))).shape
         (2, 3)

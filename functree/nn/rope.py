@@ -22,7 +22,7 @@ def rope(
         theta: the base of the frequencies.
         positions: of each token in its sequence; 0, 1, 2, … if not given.
 
-    Example:
+    Examples:
         >>> from functree.nn.rope import rope
         >>> rope(jnp.ones((2, 1, 4)))[0, 0]  # position 0 is not rotated
         Array([1., 1., 1., 1.], dtype=float32)

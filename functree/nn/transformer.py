@@ -25,7 +25,7 @@ class Block(eqx.Module):
         mlp_norm: before the feed-forward layer.
         mlp: the feed-forward layer.
 
-    Example:
+    Examples:
         >>> config = ft.nn.TransformerConfig(100, 8, layers=2, heads=4, kv_heads=2, head_dim=2, hidden=16)
         >>> block = ft.nn.Block.create(config, key=jax.random.key(0))
         >>> block(jnp.ones((5, 8))).shape
@@ -76,7 +76,7 @@ class Transformer(eqx.Module):
         unembed: makes the logits; `None`: the embedding's table does.
         config: what it was built from.
 
-    Example:
+    Examples:
         >>> config = ft.nn.TransformerConfig(100, 8, layers=2, heads=4, kv_heads=2, head_dim=2, hidden=16)
         >>> model = ft.nn.Transformer.create(config, key=jax.random.key(0))
         >>> model(jnp.array([[1, 2, 3]])).shape

@@ -22,7 +22,7 @@ small_normal: Initializer = jax.nn.initializers.normal(0.02)
 def dtype_or_none(dtype: DTypeLike | None) -> np.dtype | None:
     """One spelling of a dtype, so that equal modules are equal; `None` stays.
 
-    Example:
+    Examples:
         >>> from functree.nn.weights import dtype_or_none
         >>> dtype_or_none("float32") == dtype_or_none(jnp.float32)
         True
@@ -33,7 +33,7 @@ def dtype_or_none(dtype: DTypeLike | None) -> np.dtype | None:
 def cast(dtype: DTypeLike | None, x: Array, *weights: Array) -> tuple[Array, ...]:
     """`x` and `weights` in the dtype of the computation: `dtype`, or where that is `None` x's own.
 
-    Example:
+    Examples:
         >>> from functree.nn.weights import cast
         >>> [a.dtype.name for a in cast(None, jnp.ones(2, jnp.bfloat16), jnp.ones(3))]
         ['bfloat16', 'bfloat16']
@@ -45,7 +45,7 @@ def cast(dtype: DTypeLike | None, x: Array, *weights: Array) -> tuple[Array, ...
 def accumulator(dtype: DTypeLike) -> np.dtype:
     """The dtype in which to sum many terms of `dtype`: float32, or a wider one.
 
-    Example:
+    Examples:
         >>> from functree.nn.weights import accumulator
         >>> accumulator(jnp.bfloat16)
         dtype('float32')

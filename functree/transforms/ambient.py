@@ -27,7 +27,7 @@ def axis_rules(rules: Any) -> Iterator[None]:
     Raises:
         RuleError: not a layout.
 
-    Example:
+    Examples:
         >>> with ft.axis_rules(ft.AxisRules({"batch": "data", "embed": None})):
         ...     ft.spec("batch embed")
         P('data', None)
@@ -50,7 +50,7 @@ def spec(axes: str | Axes) -> PartitionSpec:
     Raises:
         ShardingError: there are no ambient rules, or they do not place these axes.
 
-    Example:
+    Examples:
         >>> with ft.axis_rules(ft.AxisRules({"batch": "data", "hidden": "model"})):
         ...     ft.spec("batch hidden")
         P('data', 'model')

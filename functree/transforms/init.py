@@ -5,11 +5,10 @@ from typing import Any, Generic, ParamSpec, TypeVar
 
 import jax
 from jax.sharding import Mesh
-from optax import GradientTransformation
 
 from functree.errors import ShardingError
 from functree.layout.meshes import NO_MESH
-from functree.layout.optimizer import planned_state
+from functree.layout.optimizer import Optimizer, planned_state
 from functree.layout.plan import Plan, plan_tree
 from functree.tree.filters import is_trainable
 from functree.tree.flat import Flat
@@ -21,7 +20,7 @@ _T = TypeVar("_T")
 class Init(Generic[_P, _T]):
     """A function that makes a tree, ready to make it sharded; made by `ft.init`.
 
-    Example:
+    Examples:
         >>> make = ft.init(lambda: jnp.ones((8, 4)), ft.P("data"), ft.make_mesh(data=8))
         >>> make.plan()[()].local_shape
         (1, 4)
@@ -68,7 +67,7 @@ def init(make: Callable[_P, _T], layout: Any, mesh: Any = None) -> Init[_P, _T]:
     Raises:
         ShardingError: (when called) the tree cannot be laid out so, or there is no mesh with devices.
 
-    Example:
+    Examples:
         >>> mesh = ft.make_mesh(data=8)
         >>> model = ft.init(eqx.nn.Linear, ft.FSDP("data", min_size=0), mesh)(16, 8, key=jax.random.key(0))
         >>> model.weight.sharding.spec
@@ -88,7 +87,7 @@ def abstract(make: Callable[_P, _T], layout: Any = None, mesh: Any = None) -> Ca
     Raises:
         ShardingError: (when called) the tree cannot be laid out so.
 
-    Example:
+    Examples:
         >>> model = ft.abstract(eqx.nn.Linear)(16, 8, key=jax.random.key(0))
         >>> model.weight.shape
         (8, 16)
@@ -113,7 +112,7 @@ def _plan_result(flat: Flat, layout: Any, mesh: Any, values: Any = None) -> Plan
 
 
 def init_optimizer(
-    tx: GradientTransformation,
+    tx: Optimizer,
     model: Any,
     layout: Any,
     mesh: Any = None,
@@ -134,7 +133,7 @@ def init_optimizer(
     Raises:
         ShardingError: as `ft.plan_optimizer`, or there is no mesh with devices.
 
-    Example:
+    Examples:
         >>> import optax
         >>> mesh = ft.make_mesh(data=8)
         >>> model = {"w": ft.shard(jnp.ones((8, 4)), ft.P("data"), mesh)}

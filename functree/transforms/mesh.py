@@ -26,16 +26,17 @@ def make_mesh(
     Raises:
         ShardingError: sizes that are no positive integers, or do not fit the devices.
 
-    Example:
-        >>> ft.make_mesh(data=2, model=4).shape
-        OrderedDict({'data': 2, 'model': 4})
+    Examples:
+        >>> dict(ft.make_mesh(data=2, model=4).shape)
+        {'data': 2, 'model': 4}
     """
+    _check_options(explicit, devices, dcn)
     for name, size in sizes.items():
         if type(size) is not int or size < 1:
             raise ShardingError(f"mesh axis {name}={size!r}: a size is a positive integer")
     if not sizes:
         raise ShardingError("a mesh has at least one axis: `ft.make_mesh(data=8)`")
-    found = list(jax.devices() if devices is None else devices)
+    found = list(jax.devices() if devices is None else np.ravel(np.asarray(devices, dtype=object)))
     needed, have = math.prod(sizes.values()), len(found)
     asked = " × ".join(f"{name}={size}" for name, size in sizes.items())
     if needed > have:
@@ -48,6 +49,17 @@ def make_mesh(
     if grid is not None:
         return Mesh(grid, tuple(sizes), axis_types=types)
     return jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=types, devices=found[:needed])
+
+
+def _check_options(explicit: object, devices: object, dcn: object) -> None:
+    """The names of the options are no names for axes; a size given to one is a mistake."""
+    for name, given, fits in (
+        ("explicit", explicit, isinstance(explicit, bool)),
+        ("devices", devices, devices is None or isinstance(devices, Sequence | np.ndarray)),
+        ("dcn", dcn, dcn is None or isinstance(dcn, Mapping)),
+    ):
+        if not fits:
+            raise ShardingError(f"make_mesh({name}={given!r}): `{name}` is an option and no name for a mesh axis")
 
 
 def _grid(sizes: Mapping[str, int], devices: Sequence[Any], dcn: Mapping[str, int]) -> np.ndarray[Any, Any]:

@@ -1,5 +1,6 @@
 """Arrays ─► the same arrays where the layout says: `shard` outside of a trace, `constrain` inside."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -7,9 +8,10 @@ from jax.core import Tracer
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from functree.errors import Problem, ShardingError, count
+from functree.layout.layouts import merge_names
 from functree.layout.meshes import NO_MESH, MeshView, current_mesh
-from functree.layout.plan import plan_leaves, plan_tree
-from functree.layout.prefix import broadcast
+from functree.layout.plan import agreed_view, plan_leaves, plan_tree
+from functree.layout.prefix import Part, broadcast
 from functree.transforms.ambient import ambient_rules, without
 from functree.tree.axes import Axes
 from functree.tree.leaves import Leaves, is_array, read
@@ -30,7 +32,7 @@ def shard(tree: Any, layout: Any, mesh: Any = None, *, axes: str | Axes | None =
     Raises:
         ShardingError: the tree cannot be laid out so; there is no mesh with devices; an array is traced or abstract.
 
-    Example:
+    Examples:
         >>> mesh = ft.make_mesh(data=2, model=4)
         >>> x = ft.shard(jnp.ones((4, 8)), ft.AxisRules({"batch": "data", "embed": None}), mesh, axes="batch embed")
         >>> x.sharding.spec
@@ -103,42 +105,44 @@ def constrain(tree: Any, layout: Any, rules: Any = None) -> Any:
         ShardingError: sizes that do not divide (JAX alone replicates those in silence); names that no rule places;
             a mesh and no rules; a mesh that was entered by `with mesh:`.
 
-    Example:
+    Examples:
         >>> rules = ft.AxisRules({"batch": "data", "embed": None})
         >>> with jax.set_mesh(ft.make_mesh(data=8)), ft.axis_rules(rules):
         ...     jax.jit(lambda x: ft.constrain(x * 2, "batch embed"))(jnp.ones((8, 4))).sharding.spec
-        P('data', None)
+        P('data',)
     """
-    by_axes = isinstance(layout, str | Axes)
-    leaves = _named(tree, layout) if by_axes else read(tree)
-    mesh = _mesh_here(leaves, None if by_axes else layout, tree)
+    if isinstance(layout, str | Axes):
+        leaves = _named(tree, layout)
+        layout = rules if rules is not None else ambient_rules()
+        parts = [] if layout is None else broadcast(layout, tree)
+    else:
+        parts = broadcast(layout, tree)
+        leaves = read(tree, merge_names(part.layout.given_names for part in parts))
+    mesh = _mesh_here(leaves, parts)
     if mesh is None:
         return tree
-    if by_axes:
-        layout = rules if rules is not None else ambient_rules()
-        if layout is None:
-            raise ShardingError(
-                f"there is a mesh {MeshView(dict(mesh.shape))} and no rules to place `{leaves.leaves[0].axes}`: enter "
-                "`with ft.axis_rules(rules):`, or pass `rules=`"
-            )
+    if not parts:
+        raise ShardingError(
+            f"there is a mesh {MeshView(dict(mesh.shape))} and no rules to place `{leaves.leaves[0].axes}`: enter "
+            "`with ft.axis_rules(rules):`, or pass `rules=`"
+        )
     # What is manual is not ours to split here: shapes are local along it.
     manual = set(getattr(mesh, "manual_axes", ()))
-    view = MeshView({name: 1 if name in manual else size for name, size in mesh.shape.items()}, mesh)
-    planned = plan_leaves(leaves, broadcast(layout, tree), view)
+    sizes = {name: 1 if name in manual else size for name, size in agreed_view(mesh, parts).sizes.items()}
+    planned = plan_leaves(leaves, parts, MeshView(sizes, mesh))
     flat = jax.tree_util.tree_leaves(tree)
     values = [flat[i] for i in planned.leaves.positions]
     return planned.leaves.fill(flat, [_constrained(x, row, mesh) for x, row in zip(values, planned.rows, strict=True)])
 
 
-def _mesh_here(leaves: Leaves, layout: Any, tree: Any) -> Any:
+def _mesh_here(leaves: Leaves, parts: Sequence[Part]) -> Any:
     """The ambient mesh, else the one that the layout or the arrays' own types bring along."""
     mesh = current_mesh()
     if mesh is not None:
         return mesh
-    if layout is not None:
-        own = [part.layout.own_mesh for part in broadcast(layout, tree) if part.layout.own_mesh is not None]
-        if own:
-            return own[0]
+    own = [part.layout.own_mesh for part in parts if part.layout.own_mesh is not None]
+    if own:
+        return own[0]
     for leaf in leaves.leaves:
         if isinstance(leaf.value, jax.Array):
             typed = getattr(jax.typeof(leaf.value).sharding, "mesh", None)

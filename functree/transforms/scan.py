@@ -38,7 +38,7 @@ class Stacked(eqx.Module, Generic[T]):
     Raises:
         FunctreeError: no array leaves, or leading sizes that differ. AxesError: `axis` is no identifier.
 
-    Example:
+    Examples:
         >>> layers = ft.stack(lambda key: ft.nn.MLP(4, 8, key=key), 3, jax.random.key(0))
         >>> len(layers), layers.layer.gate.shape, layers[0].gate.shape
         (3, (3, 4, 8), (4, 8))
@@ -98,7 +98,7 @@ class Stacked(eqx.Module, Generic[T]):
         Raises:
             FunctreeError: a layer changes x's shape or dtype; an unknown `remat`.
 
-        Example:
+        Examples:
             >>> layers = ft.stack(lambda key: ft.nn.MLP(4, 8, key=key), 3, jax.random.key(0))
             >>> layers.scan(jnp.ones((5, 4)), remat="dots").shape
             (5, 4)
@@ -133,7 +133,7 @@ def stack(make: Callable[[PRNGKeyArray], T], n: int, key: PRNGKeyArray, axis: st
     Raises:
         FunctreeError: `n` is no positive integer; a layer without arrays. AxesError: `axis` is no identifier.
 
-    Example:
+    Examples:
         >>> ft.stack(lambda key: ft.nn.RMSNorm(4), 3, jax.random.key(0)).layer.scale.shape
         (3, 4)
     """
@@ -148,7 +148,7 @@ def remat_policy(remat: Remat) -> Callable[..., Any] | None:
     Raises:
         FunctreeError: neither a known name nor callable.
 
-    Example:
+    Examples:
         >>> from functree.transforms.scan import remat_policy
         >>> remat_policy("dots") is jax.checkpoint_policies.dots_with_no_batch_dims_saveable
         True

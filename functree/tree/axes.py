@@ -18,7 +18,7 @@ class Axes(tuple[str | None, ...]):
     Raises:
         AxesError: a name is not an identifier.
 
-    Example:
+    Examples:
         >>> ft.Axes("embed", "hidden")
         Axes('embed', 'hidden')
         >>> ft.Axes.parse("batch _ embed")
@@ -110,7 +110,7 @@ def names(patterns: Mapping[str, str | Axes] | None = None, /, **fields: str | A
         AxesError: axes that cannot be read. A field that the module does not have is found when a tree is read.
         RuleError: a glob that cannot be read.
 
-    Example:
+    Examples:
         >>> ft.names(weight="hidden embed", bias="hidden")
         names({'weight': 'hidden embed', 'bias': 'hidden'})
         >>> ft.names({"*_proj.weight": "heads embed"}) == ft.names({"*_proj.weight": ft.Axes("heads", "embed")})
@@ -137,7 +137,7 @@ _T = TypeVar("_T")
 Buffer = Annotated[_T, BUFFER]
 """An array of the model that is not trained; to a type checker, the array itself.
 
-Example:
+Examples:
     >>> class Norm(eqx.Module):
     ...     scale: Float[Array, "embed"]
     ...     mean: ft.Buffer[Float[Array, "embed"]]

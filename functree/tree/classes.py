@@ -24,11 +24,11 @@ class ClassHints(NamedTuple):
         """The type parameters of the class, where the annotation of the place that an instance stands in has them."""
         parameters: tuple[TypeVar, ...] = getattr(cls, "__parameters__", ())
         if hint.later:
-            return {parameter: hint for parameter in parameters}  # unknown; the leaves will say so
+            return {variable: hint for variable in parameters}  # unknown; the leaves will say so
         for origin, args in hint.generics:
             if origin is not cls and not issubclass(cls, origin):
                 continue
-            given = dict(zip(getattr(origin, "__parameters__", ()), args, strict=False))
+            given: Env = dict(zip(getattr(origin, "__parameters__", ()), args, strict=False))
             if origin is cls:
                 return given
             # `Box[X]` holds an instance of a subclass: its parameters are those that it hands to `Box`.

@@ -20,7 +20,7 @@ from functree.tree.paths import Path
 class Filter:
     """A predicate over leaves: a value, hashable and equal by value, combined with `&`, `|` and `~`.
 
-    Example:
+    Examples:
         >>> ft.glob("**.bias") | ft.larger_than(100) & ~ft.has_axis("embed")
         glob('**.bias') | larger_than(100) & ~has_axis('embed')
     """
@@ -97,7 +97,7 @@ class Glob(Filter):
 
     pattern: str
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         glob_pattern(self.pattern)  # a bad one is found here
 
     def __call__(self, leaf: Leaf, /) -> bool:
@@ -117,7 +117,7 @@ def glob(pattern: str) -> Filter:
     Raises:
         RuleError: a part that cannot be read.
 
-    Example:
+    Examples:
         >>> [str(row.path) for row in ft.plan({"a": jnp.ones(2), "b": jnp.ones(2)}, {"a": ft.P(), "b": ft.P()}, {})]
         ['a', 'b']
         >>> ft.glob("**.bias")
@@ -154,7 +154,7 @@ def under(cls: "type | types.UnionType") -> Filter:
     Raises:
         RuleError: not a class.
 
-    Example:
+    Examples:
         >>> ft.under(eqx.nn.Linear)
         under(Linear)
     """
@@ -200,7 +200,7 @@ def has_axis(name: str) -> Filter:
     Raises:
         RuleError: not the name of an axis.
 
-    Example:
+    Examples:
         >>> ft.has_axis("embed")
         has_axis('embed')
     """
@@ -215,7 +215,7 @@ def has_ndim(ndim: int) -> Filter:
     Raises:
         RuleError: not a number of dimensions.
 
-    Example:
+    Examples:
         >>> ft.has_ndim(2)
         has_ndim(2)
     """
@@ -230,7 +230,7 @@ def has_dtype(dtype: Any) -> Filter:
     Raises:
         RuleError: not a dtype.
 
-    Example:
+    Examples:
         >>> ft.has_dtype(jnp.floating)
         has_dtype(floating)
     """
@@ -256,7 +256,7 @@ def larger_than(elements: int) -> Filter:
     Raises:
         RuleError: not a number.
 
-    Example:
+    Examples:
         >>> ft.larger_than(2**20)
         larger_than(1048576)
     """
@@ -292,7 +292,7 @@ def _buffer(leaf: Leaf) -> bool:
 is_trainable: Filter = Asks("is_trainable", _trainable)
 """Inexact arrays that are not an `ft.Buffer`.
 
-Example:
+Examples:
     >>> ~ft.is_trainable
     ~is_trainable
 """
@@ -300,7 +300,7 @@ Example:
 is_buffer: Filter = Asks("is_buffer", _buffer)
 """Arrays annotated as `ft.Buffer`.
 
-Example:
+Examples:
     >>> static, buffers, rest = ft.split({"w": jnp.ones(2)}, ft.is_buffer, ...)
     >>> buffers
     {'w': None}

@@ -19,18 +19,22 @@ class Flat:
         make: any function.
         args: its arguments; what is no array is static.
         kwargs: likewise.
-        fresh: never give back an input itself, but a copy.
+        fresh: each place of the result has a copy of its own, and never an input itself.
     """
 
     def __init__(self, make: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], fresh: bool = False):
-        self.make, self.fresh = make, fresh
+        self.make: Callable[..., Any] = make
+        self.fresh: bool = fresh
+        self.flat: list[Any]
+        self.treedef: Any
         self.flat, self.treedef = tree_flatten((tuple(args), dict(kwargs)))
-        self.positions = [i for i, x in enumerate(self.flat) if is_array(x)]
-        self.arrays = [self.flat[i] for i in self.positions]
+        self.positions: list[int] = [i for i, x in enumerate(self.flat) if is_array(x)]
+        self.arrays: list[Any] = [self.flat[i] for i in self.positions]
         self.which: list[int] = []  # for each array of the result, its place in the list
         self.rest: list[Any] = []  # the result's leaves, arrays left out
         self.out_treedef: Any = None
-        self.__name__ = self.__qualname__ = getattr(make, "__name__", type(make).__name__)
+        self.__name__: str = getattr(make, "__name__", type(make).__name__)
+        self.__qualname__: str = self.__name__
 
     def __call__(self, arrays: Sequence[Any]) -> list[Any]:
         flat = list(self.flat)

@@ -100,7 +100,7 @@ def tree_axes(tree: Any, names: Mapping[type, Names] | None = None) -> Any:
         AxesError: a leaf whose rank fits no annotation, or several with different names; an annotation that cannot
             be resolved; a name for a field that is not there. Lists them all, by path.
 
-    Example:
+    Examples:
         >>> class MLP(eqx.Module):
         ...     up: Float[Array, "embed hidden"]
         ...     down: Float[Array, "hidden embed"]

@@ -23,7 +23,7 @@ class Path(tuple[Any, ...]):
     Raises:
         RuleError: (from `Path.parse`) the text is no path.
 
-    Example:
+    Examples:
         >>> path = ft.Path(("blocks", 3, "attn", "query"))
         >>> str(path)
         'blocks.3.attn.query'

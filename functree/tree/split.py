@@ -53,13 +53,13 @@ def split(tree: Any, *filters: Any) -> tuple[Any, ...]:
         RuleError: `...` is not the last filter, or what is no filter.
         FunctreeError: arrays that no filter matches, or static leaves that cannot be hashed; lists them.
 
-    Example:
+    Examples:
         >>> layer = eqx.nn.Linear(2, 3, key=jax.random.key(0))
         >>> static, bias, rest = ft.split(layer, "bias", ...)
         >>> bias.weight is None, rest.bias is None
         (True, True)
-        >>> jax.tree.all(jax.tree.map(jnp.array_equal, ft.merge(static, bias, rest), layer))
-        Array(True, dtype=bool)
+        >>> bool(jax.tree.all(jax.tree.map(jnp.array_equal, ft.merge(static, bias, rest), layer)))
+        True
     """
     written = filters or (...,)
     if any(f is ... for f in written[:-1]):
@@ -124,7 +124,7 @@ def merge(static: Static, *parts: Any) -> Any:
     Raises:
         FunctreeError: a part of another structure; an array that is in no part or in several. Lists them by path.
 
-    Example:
+    Examples:
         >>> static, arrays = ft.split({"a": jnp.ones(2), "b": "text"})
         >>> ft.merge(static, arrays)["b"]
         'text'
