@@ -4,6 +4,7 @@
 
 import sys
 import typing
+import weakref
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Final, Generic, NamedTuple, NewType, Optional, TypeAlias, TypeVar, Union
 
@@ -19,9 +20,11 @@ from jaxtyping import Array, Bool, Float, Int, Key, PRNGKeyArray, PyTree, Scalar
 import functree as ft
 from functree.errors import AxesError
 from functree.tree import classes
+from functree.tree.annotations import Scope, parse
 from functree.tree.axes import Axes
 from functree.tree.dims import dim, form
 from functree.tree.leaves import read
+from functree.tree.reading import Reading, read_hint
 
 P = ft.P
 T = TypeVar("T")
@@ -541,14 +544,14 @@ def test_type_aliases() -> None:
                 told(namespace[name], [x(2)])
 
 
-def test_hints_that_live_shortly_are_not_confused() -> None:
-    """A hint made for one place must not be taken for one made, at the same address, for another."""
-    kinds = [holder(Loose[Float[Array, "a b"]]), holder(Loose[Float[Array, "c d"]])]
-    trees = []
-    for i in range(200):
-        module = object.__new__(kinds[i % 2])
-        object.__setattr__(module, "w", Loose(x(2, 2)))
-        trees.append(module)
+def test_what_is_remembered_of_a_hint_keeps_it() -> None:
+    """Hints made for one place of a tree live shortly: another must not be taken for them, at the same address."""
+    reading, hint = Reading(), parse(Float[Array, "a b"], Scope(__name__))
+    assert read_hint(reading, x(2, 3), ft.Path(), hint, None, ()).axes == Axes("a", "b")
+    alive = weakref.ref(hint)
+    del hint
+    assert alive() is not None
+    trees = [hold(Loose[h], Loose(x(2, 2))) for h in (Float[Array, "a b"], Float[Array, "c d"])] * 100
     assert [axes.w.item for axes in ft.tree_axes(trees)] == [Axes("a", "b"), Axes("c", "d")] * 100
 
 

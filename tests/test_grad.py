@@ -123,7 +123,6 @@ def test_one_array_at_two_places_has_a_gradient_at_each():
         (re.compile("d.*n"), {"down"}),
         (ft.under(MLP) & ft.is_trainable, {"up", "down"}),
     ],
-    ids=str,
 )
 def test_a_filter_chooses(wrt: Any, paths: set[str]):
     gradient = grad(loss, wrt)(MODEL, X)

@@ -216,6 +216,25 @@ def test_the_fields_own_names_win() -> None:
     assert axes.named.bias == Axes("out")  # which the field leaves to them
 
 
+def test_a_fields_own_names_win_from_further_out_too() -> None:
+    class Inner(eqx.Module):
+        lin: eqx.nn.Linear
+
+    class Outer(eqx.Module):
+        inner: Annotated[Inner, ft.names({"lin.weight": "mine _"})]
+
+    axes = ft.tree_axes(Outer(Inner(linear())), {eqx.nn.Linear: ft.names(weight="out in", bias="out")})
+    assert axes.inner.lin.weight == Axes("mine", None) and axes.inner.lin.bias == Axes("out")
+
+
+def test_names_of_modules_are_not_missed_by_an_array_beside_them() -> None:
+    class Holder(eqx.Module):
+        both: Annotated[dict[str, Any], ft.names(weight="out in", bias="out")]
+
+    axes = ft.tree_axes(Holder({"lin": linear(), "w": x(2)}))
+    assert axes.both["lin"].weight == Axes("out", "in") and axes.both["w"] == Axes(None)
+
+
 def test_inner_names_win_over_outer_ones() -> None:
     class Inner(eqx.Module):
         lin: Annotated[eqx.nn.Linear, ft.names(weight="inner _")]
@@ -274,7 +293,7 @@ ERRORS: dict[str, tuple[Any, Any, list[str]]] = {
     "more dimensions": (
         Float[Array, "a b"],
         x(4, 2, 3),
-        ["has 3 dimensions", "hold layers that were stacked (by vmap or scan) in `ft.Stacked[...]`, made by `ft.stack`"],
+        ["has 3 dimensions", "hold layers that were stacked (by vmap or scan) in `ft.Stacked[...]`, made by"],
     ),
     "in a stack": (
         Stacky,

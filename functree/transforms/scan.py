@@ -28,7 +28,8 @@ class Stacked(eqx.Module, Generic[T]):
     """A module of `n` equal layers held as one: `x` goes through them in order.
 
     A sequence of layers (`len(s)`, `s[i]`, `s[1:3]`, iteration) and a layer itself (`s(x)`). The compiled
-    program holds one layer, however many there are.
+    program holds one layer, however many there are. Call it under jit: JAX compiles a `lax.scan` outside of one
+    anew on each call.
 
     Args:
         layer: a layer whose array leaves all have a leading dimension `n`; made by `ft.stack`, or by

@@ -4,6 +4,7 @@ import ast
 import json
 import re
 from collections.abc import Iterable, Iterator
+from itertools import repeat
 from typing import Any, Self
 
 from jax.tree_util import DictKey, FlattenedIndexKey, GetAttrKey, SequenceKey
@@ -18,10 +19,10 @@ class Path(tuple[Any, ...]):
     a dict key that is neither a string nor an integer stands in brackets, so that text and path round-trip.
 
     Args:
-        keys: the plain keys, outermost first.
+        keys: the plain keys, outermost first; or the text of a path.
 
     Raises:
-        RuleError: (from `Path.parse`) the text is no path.
+        RuleError: the text is no path.
 
     Examples:
         >>> path = ft.Path(("blocks", 3, "attn", "query"))
@@ -35,10 +36,13 @@ class Path(tuple[Any, ...]):
 
     __slots__ = ()
 
+    def __new__(cls, keys: Iterable[Any] = ()) -> Self:
+        return super().__new__(cls, map(_plain, tokens(keys), repeat(keys)) if isinstance(keys, str) else keys)
+
     @classmethod
     def parse(cls, text: str) -> Self:
         """The path whose text this is."""
-        return cls(_plain(token, text) for token in tokens(text))
+        return cls(text)
 
     @classmethod
     def of(cls, key_path: Iterable[Any]) -> Self:
