@@ -194,3 +194,9 @@ def test_many_stars_take_no_time() -> None:
 
 def test_regexes_have_no_groups_of_their_own() -> None:
     assert re.compile(glob_pattern("**.a*.b").pattern).groups == 0
+
+
+def test_escapes_are_escaped() -> None:
+    odd = ["\x1f", "\x1e", "\x1d", "\x1d\x1b", "\x1d\x1c", "\x1d\x1d", "\x1e0", "0"]
+    texts = {match_text(Path((key,))) for key in odd} | {match_text(Path((0,)))}
+    assert len(texts) == len(odd) + 1

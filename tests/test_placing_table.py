@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import equinox as eqx
@@ -50,6 +51,9 @@ ADAM: dict[str, list[P]] = {
     # of the pair, adam's own count is an integer, so five arrays are trained
     "pair": [P(), *([UP, DOWN] * 3), *([UP, DOWN] * 3)],
 }
+# A gradient has no place for adam's integer count.
+GRADIENTS = {**SPECS, "pair": [UP, DOWN, UP, DOWN, UP, DOWN]}
+WHOLE: dict[str, list[P]] = {"array": [P()], "module": [P()] * 2, "pair": [P()] * 6}
 MANUAL = "are Manual and shapes are local"
 NONE = "there is no mesh: pass `mesh=`"
 
@@ -79,6 +83,21 @@ def constrained(kind: str) -> Any:
 
 def constrained_here(kind: str) -> list[P]:
     return [P(None, None) for x in jax.tree.leaves(ft.constrain(MAKE[kind](), LAYOUT[kind])) if eqx.is_array(x)]
+
+
+def energy(tree: Any) -> Array:
+    return sum((jnp.sum(x**2) for x in jax.tree.leaves(tree) if eqx.is_inexact_array(x)), jnp.zeros(()))
+
+
+def gradient(kind: str, name: str) -> list[P]:
+    """The specs of a gradient, which `grad` and `value_and_grad` constrain under jit."""
+    arrays, rest = eqx.partition(MAKE[kind](), eqx.is_array)
+
+    def derive(arrays: Any) -> Any:
+        found = getattr(ft, name)(energy, layout=LAYOUT[kind])(eqx.combine(arrays, rest))
+        return eqx.filter(found if name == "grad" else found[1], eqx.is_array)
+
+    return [P() for _ in jax.tree.leaves(derive(arrays))] if in_manual() else lie(jax.jit(derive)(arrays))
 
 
 def spec_of_array() -> list[P]:
@@ -140,6 +159,10 @@ TABLE: dict[str, tuple[Call, dict[str, Any]]] = {
             "none": {kind: [UP] for kind in TREES},
         },
     ),
+    **{
+        name: (partial(gradient, name=name), {"auto": GRADIENTS, "explicit": GRADIENTS, "manual": WHOLE, "none": {k: [] for k in TREES}})
+        for name in ("grad", "value_and_grad")
+    },
     "on_host": (
         lambda kind: rows(ft.plan(MAKE[kind](), jax.tree.map(ft.on_host, LAYOUT[kind]))),
         {"auto": SPECS, "explicit": SPECS, "manual": MANUAL, "none": NONE},

@@ -20,6 +20,7 @@ class Attention(eqx.Module):
     """Each token looks at itself and at those before it, in `heads` ways at once.
 
     Query head `h` reads key and value head `h // (heads / kv_heads)`. The softmax is computed in float32.
+    (JAX refuses its gradient in bfloat16 under `jax_numpy_dtype_promotion="strict"`.)
 
     Args:
         embed: size of the input and of the result.

@@ -124,7 +124,7 @@ class _Walk:
         self.positions: list[int] = []
         self.problems: list[Problem] = []
         self.size = 0
-        self.kinds: dict[type, str] = {}
+        self.kinds: dict[type, str] = {type(None): "none"}  # no leaf, and no place for names
         self.classes: dict[type, ClassHints] = {}
         self.reading = Reading()
         self.fields: list[tuple[Any, tuple[Any, ...], Scope]] = []  # whose annotation has `ft.names`
@@ -145,15 +145,13 @@ class _Walk:
         `pending` are the names that the annotation of a field above gave: they begin at the first module, or stand
         for the field itself.
         """
-        if node is None:  # no leaf, and no place for names
-            return
         cls = type(node)
         kind = self.kinds.get(cls) or self._kind(node, cls)
         if hint is not NOTHING:
             if hint.later:
                 hint = hint.tried()
             buffer = buffer or hint.buffer
-            if hint.names is not None:
+            if hint.names is not None and kind != "none":
                 pending = Scope(hint.names, len(path), 0)
                 self.fields.append((node, path, pending))
         if kind == "array":
@@ -171,7 +169,7 @@ class _Walk:
         elif kind == "named tuple":
             children = [(GetAttrKey(name), child) for name, child in zip(node._fields, node, strict=True)]
             self._node(node, children, hint, path, within, stack, scopes, buffer, pending)
-        else:
+        elif kind != "none":
             one_level = default_registry.flatten_one_level_with_keys(node)
             self._node(node, one_level[0] if one_level else (), hint, path, within, stack, scopes, buffer, pending)
 
@@ -216,12 +214,13 @@ class _Walk:
         env = known.env(cls, hint) if hint.generics or hint.later else {}
         for key, child in children:
             by_name = type(key) is GetAttrKey
-            child_hint = known.fields.get(key.name, NOTHING) if by_name else hint.child(None)
+            name = key.name if by_name else plain_key(key)
+            child_hint = known.fields.get(name, NOTHING) if by_name else hint.child(None)
             if env and child_hint.open:
                 child_hint = child_hint.bind(env)
-            if by_name and hint.below is not None and child_hint.tried() is NOTHING:
+            if hint.below is not None and by_name and child_hint.tried() is NOTHING:
                 child_hint = hint.child(None)
-            self.visit(child, child_hint, (*path, plain_key(key)), inside, stack, scopes, buffer, pending)
+            self.visit(child, child_hint, (*path, name), inside, stack, scopes, buffer, pending)
         if opened:
             self.problems += unmatched(node, path, opened)
 
