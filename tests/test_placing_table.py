@@ -160,7 +160,10 @@ TABLE: dict[str, tuple[Call, dict[str, Any]]] = {
         },
     ),
     **{
-        name: (partial(gradient, name=name), {"auto": GRADIENTS, "explicit": GRADIENTS, "manual": WHOLE, "none": {k: [] for k in TREES}})
+        name: (
+            partial(gradient, name=name),
+            {"auto": GRADIENTS, "explicit": GRADIENTS, "manual": WHOLE, "none": {kind: [] for kind in TREES}},
+        )
         for name in ("grad", "value_and_grad")
     },
     "on_host": (
