@@ -30,6 +30,9 @@ from functree.transforms.placement import constrain as constrain
 from functree.transforms.placement import shard as shard
 from functree.transforms.scan import Stacked as Stacked
 from functree.transforms.scan import stack as stack
+from functree.transforms.shard_map import shard_map as shard_map
+from functree.transforms.signature import signature_layouts as signature_layouts
+from functree.transforms.typed import typed as typed
 from functree.tree.axes import Axes as Axes
 from functree.tree.axes import Buffer as Buffer
 from functree.tree.axes import names as names

@@ -1,0 +1,276 @@
+"""What a function's annotations say: layouts by rules, and sizes that agree."""
+
+import functools
+from collections.abc import Callable
+from typing import Annotated, Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec
+from jaxtyping import Array, Bool, Float, Int, PyTree
+
+import functree as ft
+from functree.transforms.signature import ByHint, Signature, signature_layouts, unbound
+from functree.transforms.sizes import Sizes
+
+P = PartitionSpec
+RULES = ft.AxisRules({"batch": "data", "hidden": "model", "embed": None, "pad": None})
+BatchHidden = Float[Array, "batch hidden"]
+
+
+class MLP(eqx.Module):
+    up: Float[Array, "embed hidden"]
+
+    def __call__(self, x: Float[Array, "batch embed"]) -> BatchHidden:
+        return x @ self.up
+
+
+# Layouts
+
+
+SAID: list[tuple[Any, Any]] = [
+    (Float[Array, "batch embed"], P("data", None)),
+    ("Float[Array, 'batch hidden']", P("data", "model")),
+    ("BatchHidden", P("data", "model")),
+    (Float[Array, "batch"] | None, P("data")),
+    (Float[Array, ""], P()),
+    (Float[Array, "batch 4 _pad"], P("data", None, None)),
+    (Annotated[Float[Array, "a b"], P(None, "model")], P(None, "model")),
+    (Annotated[Array, ft.Axes("batch", "hidden")], P("data", "model")),
+    (Annotated[Array, P("data")], P("data")),
+    (Float[Array, "batch"] | Int[Array, "batch"], P("data")),
+    (tuple[Float[Array, "batch"], MLP], (P("data"), RULES)),
+    (list[Float[Array, "hidden"]], P("model")),
+    (dict[str, Float[Array, "hidden"]], P("model")),
+    (list[MLP], RULES),
+    (MLP, RULES),
+    (Array, RULES),
+    (Any, RULES),
+    (int, None),
+    (str, None),
+    (None, None),
+]
+
+
+@pytest.mark.parametrize(("annotation", "layout"), SAID, ids=[str(said) for said, _ in SAID])
+def test_layouts_of_annotations(annotation: Any, layout: Any):
+    def f(x):
+        return x
+
+    f.__annotations__ = {"x": annotation, "return": annotation}
+    assert signature_layouts(f, RULES) == ({"x": layout}, layout)
+
+
+def test_nothing_annotated_is_for_the_rules():
+    assert signature_layouts(lambda x, *args, **kwargs: x, RULES) == (
+        dict.fromkeys(("x", "args", "kwargs"), RULES),
+        RULES,
+    )
+
+
+def test_variadic_parameters_have_one_layout_for_all():
+    def f(*args: Float[Array, "batch"], **kwargs: Float[Array, "hidden"]) -> None: ...
+
+    assert signature_layouts(f, RULES) == ({"args": P("data"), "kwargs": P("model")}, None)
+
+
+def test_what_is_bound_is_there_too():
+    model = MLP(jnp.ones((2, 4)))
+    for fun in (model, model.__call__, functools.partial(MLP.__call__, model)):
+        assert signature_layouts(fun, RULES) == ({"self": RULES, "x": P("data", None)}, P("data", "model"))
+
+
+def test_annotations_in_quotes_see_local_names():
+    Local = Float[Array, "batch embed"]
+
+    def f(x: "Local", y: "list[Local]") -> "Local":
+        return Local and x
+
+    assert signature_layouts(f, RULES) == ({"x": P("data", None), "y": P("data", None)}, P("data", None))
+
+
+WAITING: list[tuple[Any, Any, Any]] = [
+    (Float[Array, "*batch embed"], jnp.ones((4, 2)), P("data", None)),
+    (Float[Array, "*batch embed"], jnp.ones((4, 2, 2)), P(None, None, None)),
+    (Float[Array, "#batch embed"], jnp.ones((1, 2)), P(None, None)),
+    (Float[Array, "batch embed"] | Float[Array, "hidden"], jnp.ones(4), P("model")),
+    (Float[Array, "batch"] | Int[Array, "hidden"], jnp.ones(4, int), P("model")),
+    (list[tuple[Float[Array, "batch"], Float[Array, "hidden"]]], [(np.ones(2), np.ones(4))], [(P("data"), P("model"))]),
+    (PyTree[Float[Array, "batch"]], {"a": [jnp.ones(2)]}, {"a": [P("data")]}),
+    (Annotated[eqx.nn.Linear, ft.names(weight="hidden embed", bias="hidden")], None, (P("model", None), P("model"))),
+]
+
+
+@pytest.mark.parametrize(("annotation", "value", "specs"), WAITING, ids=[str(said) for said, *_ in WAITING])
+def test_names_that_depend_on_the_array_wait_for_it(annotation: Any, value: Any, specs: Any):
+    def f(x):
+        return x
+
+    f.__annotations__ = {"x": annotation}
+    layout = signature_layouts(f, RULES)[0]["x"]
+    assert isinstance(layout, ByHint) and "AxisRules" in repr(layout)
+    again = signature_layouts(f, RULES)[0]["x"]
+    assert layout == again and hash(layout) == hash(again) and layout != ByHint(layout.hint, P())
+    tree = eqx.nn.Linear(2, 4, key=jax.random.key(0)) if value is None else value
+    found = ft.plan(tree, layout, {"data": 2, "model": 4}).specs
+    assert (found if value is not None else (found.weight, found.bias)) == specs
+
+
+def test_other_layouts_that_go_by_size_wait_too():
+    layout = signature_layouts(MLP.__call__, RULES | ft.FSDP("data", min_size=0))[0]["x"]
+    assert ft.plan(jnp.ones((4, 2)), layout, {"data": 2, "model": 4}).specs == P("data", None)
+
+
+BAD = [
+    (
+        "Nowhere[Array]",
+        r"f: the annotation of `x`, `Nowhere\[Array\]`, cannot be resolved: name 'Nowhere' is not defined",
+    ),
+    (list["Nowhere"], r"the annotation of `x`, .*Nowhere.*, cannot be resolved"),
+    (
+        Float[Array, "a b"] | Float[Array, "c d"],
+        r"annotation of `x`, .*, is ambiguous: alternatives of one rank and dtype",
+    ),
+    (
+        Float[Array, "batch@data"],
+        r"annotation of `x`, .*, cannot be read: `batch@data` in a dimension string is no axis",
+    ),
+]
+
+
+@pytest.mark.parametrize(("annotation", "message"), BAD)
+@pytest.mark.parametrize("where", ["x", "return"])
+def test_annotations_that_say_nothing_clear(where: str, annotation: Any, message: str):
+    def f(x):
+        return x
+
+    f.__annotations__ = {where: annotation}
+    with pytest.raises(ft.AxesError, match=message.replace("`x`", "`x`" if where == "x" else "`result`")):
+        signature_layouts(f, RULES)
+
+
+def test_names_that_no_rule_places():
+    def f(x: Float[Array, "bacth"]) -> None: ...
+
+    with pytest.raises(ft.ShardingError, match="no rule names `bacth`; did you mean it by the rule `batch`"):
+        signature_layouts(f, RULES)
+    with pytest.raises(ft.RuleError, match="3 is no layout"):
+        signature_layouts(f, 3)
+
+
+# Calls
+
+
+def test_a_call_is_a_tuple_of_all_parameters():
+    def f(_x, /, y=2, *args, z, **kwargs):
+        return (_x, y, args, z, kwargs)
+
+    signature = Signature(f)
+    call = signature.bind((1,), {"z": 3, "w": 4})
+    assert call == (1, 2, (), 3, {"w": 4}) and signature.parameters == ("_x", "y", "args", "z", "kwargs")
+    assert signature.run(call) == (1, 2, (), 3, {"w": 4})
+    assert signature.positional == ("_x", "y", "args") and signature.by_name == "kwargs"
+    assert [str(ft.Path.of(path)) for path, _ in jax.tree_util.tree_flatten_with_path(call)[0]] == [
+        "_x",
+        "y",
+        "z",
+        "kwargs.w",
+    ]
+
+
+def test_unbound():
+    model = MLP(jnp.ones((2, 4)))
+    part = functools.partial(functools.partial(model.__call__, 1), x=2)
+    assert unbound(part)[1:] == ((model, 1), {"x": 2})
+    with pytest.raises(TypeError, match="a function was expected, not 3"):
+        unbound(3)
+
+
+def test_captured_goes_through_functions():
+    a, b = object(), object()
+
+    def inner():
+        return a
+
+    def outer():
+        return inner, b
+
+    assert {id(x) for x in Signature(outer).captured()} >= {id(a), id(b), id(inner)}
+
+
+# Sizes
+
+
+def checked(annotations: dict[str, Any], *values: Any) -> None:
+    fun: Callable[..., Any] = eval(f"lambda {', '.join(annotations)}: None")
+    fun.__annotations__ = annotations
+    signature = Signature(fun)
+    Sizes("f").check(signature.bind(values, {}))
+
+
+FLOATS = Float[Array, "batch embed"]
+AGREE: list[tuple[list[Any], list[Any]]] = [
+    ([FLOATS, FLOATS], [(2, 3), (2, 3)]),
+    ([Float[Array, "a b"], Float[Array, "b a"]], [(2, 3), (3, 2)]),
+    ([Float[Array, "#a b"], Float[Array, "a b"]], [(1, 3), (2, 3)]),
+    ([Float[Array, "_a b"], Float[Array, "_a b"]], [(1, 3), (2, 3)]),
+    ([Float[Array, "4 b"], Float[Array, "b=3"]], [(4, 3), (3,)]),
+    ([Float[Array, "a*b"], Float[Array, "a b"]], [(6,), (2, 3)]),
+    ([Float[Array, "*a b"], Float[Array, "b *a"]], [(2, 2, 3), (3, 2, 2)]),
+    ([Float[Array, "... b"], Float[Array, "b ..."]], [(2, 2, 3), (3, 5)]),
+    ([Float[Array, "*#a b"], Float[Array, "*a b"]], [(1, 3), (2, 3)]),
+    ([Float[Array, "a"] | None, Float[Array, "a b"] | Float[Array, "a"]], [(2,), (2, 3)]),
+    ([Array, FLOATS], [(5,), (2, 3)]),
+]
+
+
+@pytest.mark.parametrize(("hints", "shapes"), AGREE)
+def test_sizes_that_agree(hints: list[Any], shapes: list[Any]):
+    checked(dict(zip("xy", hints, strict=True)), *(jnp.ones(shape) for shape in shapes))
+
+
+DIFFER: list[tuple[list[Any], list[Any], str]] = [
+    ([FLOATS, FLOATS], [(2, 3), (2, 4)], r'y   f32\[2, 4\]   "batch embed"\n +"embed" has size 4 here, and 3 in `x`'),
+    ([Float[Array, "a a"], FLOATS], [(2, 3), (2, 3)], r'x   .*"a" has size 3 here, and 2 in `x`'),
+    ([FLOATS, Float[Array, "4"]], [(2, 3), (5,)], r'y.*"4" says 4, and the size is 5'),
+    ([FLOATS, Float[Array, "dim=4"]], [(2, 3), (5,)], r'y.*"dim=4" says 4, and the size is 5'),
+    ([FLOATS, Float[Array, "batch*embed"]], [(2, 3), (5,)], r"y.*`batch\*embed` is 6, and the size is 5"),
+    ([FLOATS, Float[Array, "batch*head"]], [(2, 3), (5,)], r"`batch\*head` cannot be worked out: name 'head' is not"),
+    ([Float[Array, "*a b"]] * 2, [(2, 2, 3), (2, 3)], r'"a" has size \(2,\) here, and \(2, 2\) in `x`'),
+    ([Float[Array, "#a"], Float[Array, "a"]], [(3,), (2,)], r'"a" has size 2 here, and 3 in `x`'),
+    ([FLOATS, FLOATS], [(2, 3), (2,)], r"y.*has 1 dimensions; `Float.* has 2"),
+    ([FLOATS, Int[Array, "batch"]], [(2, 3), (2,)], r"y.*its dtype is float32, and the annotation says Int"),
+    ([FLOATS, "Nowhere"], [(2, 3), (2,)], r"y.*its annotation `Nowhere` cannot be resolved"),
+]
+
+
+@pytest.mark.parametrize(("hints", "shapes", "message"), DIFFER)
+def test_sizes_that_differ(hints: list[Any], shapes: list[Any], message: str):
+    with pytest.raises(ft.AxesError, match=r"(?s)^f: 1 array not as annotated\n.*" + message):
+        checked(dict(zip("xy", hints, strict=True)), *(jnp.ones(shape) for shape in shapes))
+
+
+def test_all_mismatches_are_told():
+    with pytest.raises(ft.AxesError) as error:
+        checked({"x": FLOATS, "y": FLOATS, "z": list[FLOATS]}, jnp.ones((2, 3)), jnp.ones((4, 5)), [jnp.ones((2, 4))])
+    assert [str(p.path) for p in error.value.problems] == ["y", "y", "z.0"]
+
+
+def test_names_of_modules_are_their_own():
+    hints = {"x": Float[Array, "batch embed"], "m": MLP, "p": tuple[Float[Array, "embed"], Any]}
+    checked(hints, jnp.ones((2, 3)), MLP(jnp.ones((7, 8))), (jnp.ones(3), MLP(jnp.ones((9, 9)))))
+
+
+def test_names_of_each_leaf():
+    trees = [{"a": jnp.ones(2), "b": jnp.ones(3)}] * 2
+    hint = PyTree[Float[Array, "?size"]]
+    checked({"x": hint, "y": hint}, *trees)
+    with pytest.raises(ft.AxesError, match=r'(?s)y\.a.*"size" has size 3 here, and 2 in `x\.a`'):
+        checked({"x": hint, "y": hint}, trees[0], {"a": jnp.ones(3), "b": jnp.ones(3)})
+
+
+def test_masks_and_numbers():
+    checked({"x": Bool[Array, "batch"], "y": Float[Array, ""], "z": int}, jnp.ones(3, bool), np.float32(1), 4)
