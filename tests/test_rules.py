@@ -472,3 +472,13 @@ def test_a_mesh_axis_of_size_one_stays_in_the_spec() -> None:
     rules = ft.AxisRules({"a": "data", "b": "model"})
     assert ft.plan(leaf("a b", 3, 4), rules, {"data": 1, "model": 2})["w"].spec == P("data", "model")
     assert np.prod(ft.plan(leaf("a b", 3, 4), rules, {"data": 1, "model": 2})["w"].local_shape) == 6
+
+
+@pytest.mark.parametrize("layout", [ft.AxisRules({"embed": None}), ft.FSDP("data", min_size=0)])
+def test_a_leaf_is_not_blamed_for_one_before_it(layout: ft.Layout):
+    class Scales(eqx.Module):
+        first: Float[Array, "embed"]
+        second: Float[Array, ""]
+
+    problems = ft.plan(Scales(jnp.ones(()), jnp.ones(())), layout, {"data": 2}, check=False).problems
+    assert [str(problem.path) for problem in problems] == ["first"]

@@ -90,8 +90,8 @@ class FSDP(Layout):
         decisions = []
         for i, leaf in enumerate(leaves):
             start = before[i] if before is not None else None
-            key = (leaf.axes, leaf.shape, leaf.stacked, leaf.spec, start)
-            if key not in known or leaf.problem:
+            key = (leaf.axes, leaf.shape, leaf.stacked, leaf.spec, leaf.problem, start)
+            if key not in known:
                 known[key] = self._decide(leaf, mesh, start if start is not None else undecided(leaf))
             decisions.append(known[key])
         return Resolution(decisions, tuple(lacking(repr(self), self.mesh_axes, mesh, "name an axis of the mesh")))

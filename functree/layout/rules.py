@@ -103,8 +103,8 @@ class AxisRules(Layout):
         decisions = []
         for i, leaf in enumerate(leaves):
             start = before[i] if before is not None else None
-            key = (leaf.axes, leaf.annotated, leaf.unnamed, leaf.spec, start)
-            if key not in known or leaf.problem:
+            key = (leaf.axes, leaf.annotated, leaf.unnamed, leaf.spec, leaf.problem, start)
+            if key not in known:
                 known[key] = self._decide(leaf, start)
             decisions.append(known[key])
         present = {name for leaf in leaves for name in leaf.axes}
