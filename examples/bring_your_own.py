@@ -3,7 +3,7 @@
     python examples/bring_your_own.py
 
 The classifier below is stock Equinox and stays as it is. What is added to shard it are the lines marked `# +fsdp`
-and `# +tensor`, and nothing else; the rest only looks at the result.
+and `# +tensor`, and nothing else; the rest only looks at the result. `ft.jit` takes its modules as `eqx.filter_jit` does.
 """
 
 import os
@@ -69,8 +69,8 @@ class Classifier(eqx.Module):
         return self.head(self.norm(x.mean(axis=0)))
 
 
-@eqx.filter_jit
-@eqx.filter_value_and_grad
+@ft.jit
+@ft.value_and_grad
 def loss_and_grads(model: Classifier, words: Array, labels: Array) -> Array:
     log_probabilities = jax.nn.log_softmax(jax.vmap(model)(words))
     return -jnp.take_along_axis(log_probabilities, labels[:, None], axis=1).mean()

@@ -14,7 +14,6 @@ import sys
 import sysconfig
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from functools import partial
 from math import gcd, log
 from pathlib import Path
 from typing import Any, NoReturn
@@ -78,7 +77,7 @@ def windows(text: np.ndarray, starts: np.ndarray, seq: int) -> Int[np.ndarray, "
     return text[starts[:, None] + np.arange(seq + 1)].astype(np.int32)
 
 
-# --- The training step: plain JAX, with the plans as constraints ----------------------------------------------------
+# --- The training step ----------------------------------------------------------------------------------------------
 
 
 def bits_per_byte(model: ft.nn.Transformer, tokens: Int[Array, "batch seq+1"]) -> Float[Array, ""]:
@@ -92,15 +91,14 @@ def make_optimizer(lr: float, steps: int) -> optax.GradientTransformation:
     return optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(rate, b2=0.98, weight_decay=0.1))
 
 
-def make_train_step(tx: optax.GradientTransformation, model_plan: ft.Plan, state_plan: ft.Plan) -> Callable[..., Any]:
-    """The step. What it returns lies as what it was given, so that nothing drifts and nothing compiles twice."""
+def make_train_step(tx: optax.GradientTransformation) -> Callable[..., Any]:
+    """The step. Model and state are donated, so they come back where they lay: nothing drifts, nothing compiles twice."""
 
-    @partial(jax.jit, donate_argnums=(0, 1))
+    @ft.jit(donate=("model", "state"))
     def train_step(model, state, tokens):
-        loss, grads = jax.value_and_grad(bits_per_byte)(model, tokens)
-        updates, state = tx.update(ft.constrain(grads, model_plan), state, model)
-        model = optax.apply_updates(model, updates)
-        return ft.constrain(model, model_plan), ft.constrain(state, state_plan), loss
+        loss, grads = ft.value_and_grad(bits_per_byte)(model, tokens)
+        updates, state = tx.update(grads, state, model)
+        return optax.apply_updates(model, updates), state, loss
 
     return train_step
 
@@ -108,11 +106,12 @@ def make_train_step(tx: optax.GradientTransformation, model_plan: ft.Plan, state
 def write(model: ft.nn.Transformer, prompt: bytes, length: int, temperature: float, seed: int) -> str:
     """Go on from a prompt, byte by byte. The window never changes its size, so this compiles once."""
     rng, seq, text = np.random.default_rng(seed), model.config.max_seq, bytearray(prompt)
-    next_byte = jax.jit(lambda model, window, last: model(window)[last])
+    next_byte = ft.jit(lambda model, window, last: model(window)[last])
     for _ in range(length):
         seen = np.frombuffer(text[-seq:], np.uint8)
         window = np.pad(seen, (0, seq - len(seen))).astype(np.int32)  # what lies behind `last` is not seen
-        logits = np.asarray(next_byte(model, window, len(seen) - 1), np.float64)
+        last = np.int32(len(seen) - 1)  # an array, so that one program serves them all; a Python number is static
+        logits = np.asarray(next_byte(model, window, last), np.float64)
         gumbel = rng.gumbel(size=VOCAB) * temperature  # the largest of logits / temperature + gumbel is a sample
         text.append(int(np.argmax(logits + gumbel)))
     return text.decode(errors="replace")
@@ -150,7 +149,7 @@ def train(options: argparse.Namespace, rules: ft.Layout, text: np.ndarray, held_
     # From here on there are arrays, and each is born where its plan says.
     model = make_model(config, key=key)
     state = ft.init_optimizer(tx, model, rules)
-    train_step, measure = make_train_step(tx, model_plan, state_plan), jax.jit(bits_per_byte)
+    train_step, measure = make_train_step(tx), ft.jit(bits_per_byte)
 
     def test(step: int) -> None:
         curve.held_out[step] = float(np.mean([measure(model, tokens) for tokens in tests]))

@@ -25,10 +25,12 @@ from functree.transforms.grad import value_and_grad as value_and_grad
 from functree.transforms.init import abstract as abstract
 from functree.transforms.init import init as init
 from functree.transforms.init import init_optimizer as init_optimizer
+from functree.transforms.jit.jit import jit as jit
 from functree.transforms.mesh import make_mesh as make_mesh
 from functree.transforms.placement import constrain as constrain
 from functree.transforms.placement import shard as shard
 from functree.transforms.scan import Stacked as Stacked
+from functree.transforms.scan import offload as offload
 from functree.transforms.scan import stack as stack
 from functree.transforms.shard_map import shard_map as shard_map
 from functree.transforms.signature import signature_layouts as signature_layouts

@@ -103,6 +103,31 @@ def test_arrays_in_containers_beside_python_values():
     assert gradient == {"a": [12.0, (None, 6.0)], "b": None, "c": None}
 
 
+def test_a_packed_model_has_a_packed_gradient():
+    """Its buffers are not trained, as those of the model itself."""
+    tree = {"model": pack(MODEL), "step": 1}
+    value, gradient = value_and_grad(lambda tree: loss(tree["model"].tree, X))(tree)
+    expected, by = by_hand(MODEL, X)
+    assert value == expected and gradient["step"] is None
+    assert [x is None for x in gradient["model"].arrays] == [False, False, True, True]
+    assert np.array_equal(gradient["model"].tree.up, by["up"]) and np.array_equal(
+        gradient["model"].tree.down, by["down"]
+    )
+    assert gradient["model"].static == tree["model"].static and gradient["model"].tree.mean is None
+    moved = eqx.apply_updates(tree, gradient)["model"].tree
+    assert np.array_equal(moved.up, MODEL.up + by["up"]) and moved.mean is MODEL.mean
+    only = grad(lambda packed: loss(packed.tree, X), "down")(pack(MODEL))
+    assert [x is None for x in only.arrays] == [True, False, True, True]
+
+
+def test_the_gradient_of_a_packed_model_is_laid_out_like_the_model():
+    packed = ft.shard(pack(MODEL), RULES, MESH)
+    with jax.set_mesh(MESH):
+        gradient = jax.jit(grad(lambda packed: loss(packed.tree, X), layout=RULES))(packed)
+    assert gradient.tree.up.sharding.spec == ft.plan(MODEL, RULES, MESH)["up"].spec == P("data", "model")
+    assert gradient.tree.down.sharding.spec == ft.plan(MODEL, RULES, MESH)["down"].spec
+
+
 def test_a_bare_array():
     assert np.array_equal(grad(lambda x: (x**2).sum())(jnp.arange(3.0)), [0.0, 2.0, 4.0])
 
@@ -280,12 +305,6 @@ def test_a_filter_that_matches_nothing_is_listed():
         grad(loss, ft.is_buffer, argnums=(0, 1))(MODEL, X)
     with raises("it has none, and Python numbers are static: write `jnp.asarray(...)`"):
         grad(lambda x: x**2)(3.0)
-
-
-def test_a_packed_model_is_refused():
-    with raises("argument 0 is packed: differentiate by what `ft.unpack` gives"):
-        grad(lambda tree: loss(tree["model"].tree, X))({"model": pack(MODEL)})
-    assert grad(lambda model: loss(model, X))(pack(MODEL).tree).mean is None
 
 
 def test_what_is_no_filter_is_refused_at_once():

@@ -115,6 +115,66 @@ def test_within_names_the_nodes_around_a_leaf(tree: Any) -> None:
         assert leaf.within == tuple(around) and node is leaf.value
 
 
+# Trees that are packed
+
+
+class Holder(eqx.Module):
+    """Annotated like `Plain`, and packed."""
+
+    block: ft.Packed[Block]
+    boxed: ft.Packed[dict[str, Float[Array, "embed"]]]
+    state: ft.Buffer[ft.Packed[Block]]
+    named: Annotated[ft.Packed[Leafy], ft.names({"w": "a b"})]
+    tree: PyTree[Float[Array, "embed"]]
+    other: Block
+    stack: Any
+
+
+class Plain(eqx.Module):
+    block: Block
+    boxed: dict[str, Float[Array, "embed"]]
+    state: ft.Buffer[Block]
+    named: Annotated[Leafy, ft.names({"w": "a b"})]
+    tree: PyTree[Float[Array, "embed"]]
+    other: Block
+    stack: Any
+
+
+def test_annotations_around_a_packed_tree_and_in_it() -> None:
+    block = Block(x(2, 3), linear())
+    parts = [block, {"k": x(2)}, block, Leafy(x(2, 3), 1), [x(2), (x(3),)], block]
+    plain = read(Plain(*parts, Stacky(Block(x(5, 2, 3), None))))
+    packed = read(Holder(*map(ft.pack, parts), Stacky(ft.pack(Block(x(5, 2, 3), None)))))
+    assert packed.problems == plain.problems == ()
+    for one, other in zip(packed.leaves, plain.leaves, strict=True):
+        assert one == other._replace(within=(Holder, *other.within[1:]))
+    by_path = {str(leaf.path): leaf for leaf in packed.leaves}
+    assert by_path["stack.layer.w"].axes == Axes("layers", "embed", "hidden")
+    assert by_path["named.w"].axes == Axes("a", "b")
+    assert by_path["boxed.k"].axes == by_path["tree.1.0"].axes == Axes("embed")
+    assert by_path["state.w"].buffer and not by_path["block.w"].buffer
+
+
+def test_names_for_what_lies_in_a_packed_tree() -> None:
+    class Trainer(eqx.Module):
+        model: Any
+
+        def __axis_names__(self) -> Any:
+            return ft.names({"model.w": "a b", "model.kept": "c", "model.lost": "d"})
+
+    for model in (Leafy(x(2, 3), "kept"), ft.pack(Leafy(x(2, 3), "kept"))):
+        found = read([Trainer(model)])
+        assert [leaf.axes for leaf in found.leaves] == [Axes("a", "b")]
+        assert ["`model.lost`" in problem.why for problem in found.problems] == [True]
+
+
+def test_names_of_a_class_reach_into_a_packed_tree() -> None:
+    names = {eqx.nn.Linear: ft.names(weight="hidden embed", bias="hidden")}
+    for tree in (linear(), ft.pack(linear())):
+        assert ft.tree_axes([tree], names) is not None
+        assert [leaf.axes for leaf in read(tree, names).leaves] == [Axes("hidden", "embed"), Axes("hidden")]
+
+
 # Trees of all kinds
 
 

@@ -16,6 +16,7 @@ from jax.tree_util import default_registry, keystr, tree_flatten_with_path, tree
 from jaxtyping import Array, Float
 
 import functree as ft
+from functree.tree.leaves import read
 from functree.tree.pack import Packed, PackedStatic, pack, unpack
 
 
@@ -26,6 +27,7 @@ class Layer(eqx.Module):
     name: str = eqx.field(static=True, default="layer")
 
 
+SIZES = {"data": 2, "model": 2}
 LAYER = Layer(jnp.arange(6.0).reshape(2, 3), None, jax.nn.relu)
 
 arrays = st.sampled_from([np.arange(3), np.float32(2), np.ones((0, 2), bool), np.ones((2, 1), np.complex64)])
@@ -102,6 +104,64 @@ def test_jax_maps_over_the_arrays_alone(tree: Any):
     assert [len(axes) for axes in shapes.arrays] == [x.ndim for x in pack(tree).arrays]
     cleared = jax.tree.map(lambda x: None, pack(tree)).tree
     assert not any(hasattr(x, "shape") for x in jax.tree.leaves(cleared))
+
+
+# What is read through it
+
+
+@given(trees)
+def test_a_packed_tree_is_read_as_the_tree_that_was_packed(tree: Any):
+    packed = {"a": pack(tree), "b": pack([tree, 1, (pack(tree), "text")]), "c": np.ones(3)}
+    found, plain = read(packed), read({"a": tree, "b": [tree, 1, (tree, "text")], "c": np.ones(3)})
+    assert [x._replace(value=0) for x in found.leaves] == [x._replace(value=0) for x in plain.leaves]
+    flat, treedef = jax.tree.flatten(packed)
+    assert found.size == len(flat) and found.treedef == treedef
+    assert all(flat[p] is x.value for p, x in zip(found.positions, found.leaves, strict=True))
+    paths = found.tree(x.path for x in found.leaves)
+    assert isinstance(paths["b"], Packed)
+    assert list(paths["b"].arrays) == [x.path for x in plain.leaves if x.path[0] == "b"]
+
+
+@given(trees)
+def test_what_took_the_place_of_an_array_is_a_leaf(tree: Any):
+    for other in ("text", None, ("text", np.ones(2))):
+        packed = [jax.tree.map(lambda x, other=other: x if x.ndim else other, pack(tree)), np.ones(3)]
+        found, flat = read(packed), jax.tree.leaves(packed)
+        assert found.size == len(flat)
+        assert [flat[p] is x.value for p, x in zip(found.positions, found.leaves, strict=True)] == [
+            True for x in flat if hasattr(x, "shape")
+        ]
+
+
+RULES = ft.AxisRules({"hidden": "model", "embed": None}) | ft.FSDP("data", min_size=0)
+
+
+def test_rules_lay_it_out_as_the_model_itself():
+    layer = Layer(jnp.ones((4, 8)), jnp.ones(8), "text")
+    filters = ft.StateSharding({"blocks.1.weight": ft.P("model"), ft.under(Layer): ft.P()})
+    for model, layout in [({"blocks": [LAYER, layer]}, filters), (layer, RULES), ([layer, 3], RULES)]:
+        assert ft.plan(pack(model), layout, SIZES).rows == ft.plan(model, layout, SIZES).rows
+    planned = ft.plan({"params": pack(layer), "step": 0}, RULES, SIZES)
+    assert planned.rows == ft.plan({"params": layer, "step": 0}, RULES, SIZES).rows
+    assert planned["params.weight"].spec == ft.P("data", "model")
+    assert isinstance(planned.specs["params"], Packed)
+    assert planned.specs["params"].arrays == tuple(row.spec for row in planned.rows)
+
+
+def test_shard_places_it_and_keeps_it_packed(mesh: jax.sharding.Mesh):
+    model = Layer(jnp.ones((4, 8)), jnp.ones(8), jax.nn.relu)
+    placed, plain = ft.shard(pack(model), RULES, mesh), ft.shard(model, RULES, mesh)
+    assert isinstance(placed, Packed) and placed.static == pack(model).static
+    assert [x.sharding for x in placed.arrays] == [plain.weight.sharding, plain.bias.sharding]
+    specs = ft.plan(pack(model), RULES, mesh).specs
+    assert [x.sharding for x in ft.shard(pack(model), specs, mesh).arrays] == [x.sharding for x in placed.arrays]
+
+
+def test_a_problem_is_named_by_the_models_path():
+    with pytest.raises(ft.ShardingError, match=r'(?s)model\.0\.weight   f32\[2, 3\]   "embed hidden".*a multiple of'):
+        ft.plan({"model": pack([LAYER])}, RULES, SIZES)
+    with pytest.raises(ft.AxesError, match=r"(?s)the axes of 1 leaf cannot be told.*m\.0\.weight"):
+        ft.tree_axes({"m": pack([Layer(np.ones(3), None, 1)])})
 
 
 # What is static

@@ -100,6 +100,10 @@ def gradient(kind: str, name: str) -> list[P]:
     return [P() for _ in jax.tree.leaves(derive(arrays))] if in_manual() else lie(jax.jit(derive)(arrays))
 
 
+def doubled(tree: Any) -> Any:
+    return jax.tree.map(lambda x: x + x if eqx.is_array(x) else x, tree)
+
+
 def spec_of_array() -> list[P]:
     with ft.axis_rules(RULES):
         return [ft.spec("embed hidden")]
@@ -166,6 +170,10 @@ TABLE: dict[str, tuple[Call, dict[str, Any]]] = {
         )
         for name in ("grad", "value_and_grad")
     },
+    "jit": (
+        lambda kind: lie(ft.jit(doubled, out_shardings=LAYOUT[kind])(MAKE[kind]())),
+        {"auto": SPECS, "explicit": SPECS, "manual": MANUAL, "none": NONE},
+    ),
     "on_host": (
         lambda kind: rows(ft.plan(MAKE[kind](), jax.tree.map(ft.on_host, LAYOUT[kind]))),
         {"auto": SPECS, "explicit": SPECS, "manual": MANUAL, "none": NONE},
@@ -212,8 +220,9 @@ def public_functions() -> set[str]:
 
 
 def test_every_function_has_a_row():
-    # `stack` makes a module; the others run and read functions, and are tested under each mode in files of their own.
-    others = {"stack", "shard_map", "signature_layouts", "typed"}
+    # `stack` makes a module, `offload` a policy; the others run and read functions, and are tested under each mode in
+    # files of their own.
+    others = {"stack", "offload", "shard_map", "signature_layouts", "typed"}
     assert public_functions() - others == set(TABLE)
     assert all(set(outcomes) == set(MODES) for _, outcomes in TABLE.values())
 

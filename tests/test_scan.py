@@ -1,6 +1,8 @@
 """`Stacked` against a Python loop over its layers."""
 
-from collections.abc import Callable
+import dataclasses
+import re
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import equinox as eqx
@@ -9,10 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import AxisType
 from jaxtyping import Array, Float, PRNGKeyArray
 
+import functree as ft
 from functree.errors import AxesError, FunctreeError
-from functree.transforms.scan import Stacked, remat_policy, stack
+from functree.nn import attention, mlp, transformer
+from functree.transforms.scan import Stacked, offload, remat_policy, stack
 
 DEPTH, SIZE = 5, 4
 KEY = jax.random.key(0)
@@ -181,18 +186,14 @@ def test_compiled_size_does_not_grow_with_depth(layers: Stacked[Layer], remat: A
     assert size(64) <= 1.02 * size(8)
 
 
-OFFLOAD = policies.save_and_offload_only_these_names(
-    names_which_can_be_saved=[],
-    names_which_can_be_offloaded=["y"],
-    offload_src="device",
-    offload_dst="pinned_host",
-)
 REMATS = {
     "full": "full",
     "dots": "dots",
     "everything": policies.everything_saveable,
     "names": policies.save_only_these_names("y"),
-    "offload": OFFLOAD,
+    "offload": offload("y"),
+    "offload and dots": offload("y", others="dots"),
+    "offload, and keep the others": offload("y", others=None),
 }
 
 
@@ -227,6 +228,250 @@ def test_policies() -> None:
     assert remat_policy("full") is policies.nothing_saveable
     assert remat_policy("dots") is policies.dots_with_no_batch_dims_saveable
     assert remat_policy(policies.dots_saveable) is policies.dots_saveable
+
+
+# Offload. The compiled CPU program shows none: the gradient's jaxpr does, and its lowering for a TPU.
+
+
+class Twice(eqx.Module):
+    """Names two values, of different shapes, that the backward pass needs."""
+
+    up: Array
+    down: Array
+
+    def __init__(self, key: PRNGKeyArray):
+        self.up, self.down = jax.random.normal(key, (SIZE, 6)), jax.random.normal(key, (6, SIZE))
+
+    def __call__(self, x: Array) -> Array:
+        wide = checkpoint_name(jnp.tanh(x @ self.up), "wide")
+        return jnp.tanh(checkpoint_name(wide @ self.down, "narrow"))
+
+
+TWICE = stack(Twice, DEPTH, KEY)
+SMALL, LARGE = "float32[5,3,4]", "float32[5,3,6]"
+NARROW, WIDE = "float32<host>[5,3,4]", "float32<host>[5,3,6]"
+
+
+def gradient(remat: Any, unroll: int | bool = 1) -> Callable[[Any, Array], Any]:
+    return jax.grad(lambda layers, x: jnp.sum(layers.scan(x, remat=remat, unroll=unroll)))
+
+
+def inside(jaxpr: Any) -> Iterator[Any]:
+    """All equations below, those of inner programs too."""
+    for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
+        yield eqn
+        for value in eqn.params.values():
+            for inner in value if isinstance(value, tuple) else (value,):
+                yield from inside(inner) if hasattr(inner, "eqns") else ()
+
+
+def loops(fun: Callable[..., Any], *args: Any) -> tuple[Any, Any]:
+    """The forward and the backward loop of a gradient."""
+    forward, backward = (eqn for eqn in jax.make_jaxpr(fun)(*args).eqns if eqn.primitive.name == "scan")
+    assert backward.params["reverse"] and not forward.params["reverse"]
+    return forward, backward
+
+
+def moved(loop: Any) -> list[tuple[tuple[int, ...], str]]:
+    """The shapes that a loop moves in each step, and where to."""
+    puts = [eqn for eqn in inside(loop.params["jaxpr"]) if eqn.primitive.name == "device_put"]
+    return sorted((eqn.outvars[0].aval.shape, eqn.params["devices"][0].name) for eqn in puts)
+
+
+@pytest.mark.parametrize("unroll", [1, True])
+@pytest.mark.parametrize(
+    ("remat", "kept"),
+    [
+        ("full", [SMALL]),  # the layer's input
+        (offload("wide"), [WIDE, SMALL]),
+        (offload("narrow"), [NARROW, SMALL]),
+        (offload("narrow", "wide"), [NARROW, WIDE, SMALL]),
+        (offload("narrow", others=offload("wide")), [NARROW, WIDE, SMALL]),
+        (offload("wide", others="dots"), [WIDE, SMALL, SMALL, LARGE]),  # the input and the two products
+        (offload("wide", others=policies.save_only_these_names("narrow")), [WIDE, SMALL, SMALL]),
+    ],
+)
+def test_offload_keeps_named_values_on_the_host(remat: Any, kept: list[str], unroll: int) -> None:
+    forward, backward = loops(gradient(remat, unroll), TWICE, X)
+    assert sorted(str(var.aval) for var in forward.outvars[1:]) == kept
+    shapes = [(3, 4)] * kept.count(NARROW) + [(3, 6)] * kept.count(WIDE)
+    assert moved(forward) == [(shape, "Host") for shape in shapes]
+    assert moved(backward) == [(shape, "Device") for shape in shapes]
+    value, expected = gradient(remat, unroll)(TWICE, X), gradient(None)(TWICE, X)
+    np.testing.assert_allclose(value.layer.up, expected.layer.up, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(value.layer.down, expected.layer.down, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(("others", "again"), [("full", 2), ("dots", 2), (None, 0)])
+def test_what_is_computed_again_beside_an_offload(others: Any, again: int) -> None:
+    _, backward = loops(gradient(offload("wide", others=others)), TWICE, X)
+    assert [eqn.primitive.name for eqn in inside(backward.params["jaxpr"])].count("tanh") == again
+
+
+def placements(fun: Callable[..., Any], *args: Any) -> list[tuple[str, str]]:
+    """What the program for a TPU moves where."""
+    text = jax.jit(fun).trace(*args).lower(lowering_platforms=("tpu",)).as_text()
+    found = re.findall(r'_xla_buffer_placement = "(\w+)".*-> tensor<(.*)>', text)
+    return sorted((shape, where) for where, shape in found)
+
+
+def test_offload_in_the_program_for_another_platform() -> None:
+    assert placements(gradient("full"), TWICE, X) == []
+    assert placements(gradient(offload("wide")), TWICE, X) == [("3x6xf32", "device"), ("3x6xf32", "pinned_host")]
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_offload_on_a_mesh_and_inside_shard_map(kind: AxisType) -> None:
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(kind,), devices=jax.devices()[:2])
+    x = jnp.concatenate([X, X + 1])
+    expected = gradient(None)(TWICE, x).layer.up
+    with jax.set_mesh(mesh):
+        layers, x = jax.device_put((TWICE, x), (jax.NamedSharding(mesh, ft.P()), jax.NamedSharding(mesh, ft.P("data"))))
+        by_shard = jax.shard_map(
+            lambda layers, x: layers.scan(x, remat=offload("wide")),
+            in_specs=(ft.P(), ft.P("data")),
+            out_specs=ft.P("data"),
+        )
+        for fun in (gradient(offload("wide")), jax.grad(lambda layers, x: jnp.sum(by_shard(layers, x)))):
+            assert {where for _, where in placements(fun, layers, x)} == {"device", "pinned_host"}
+            np.testing.assert_allclose(jax.jit(fun)(layers, x).layer.up, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("transform", [lambda f: f, jax.jit, jax.grad, jax.vmap, lambda f: jax.jit(jax.grad(f))])
+def test_the_check_of_names_traces_no_layer_again(transform: Any) -> None:
+    traces = []
+
+    class Counting(Twice):
+        def __call__(self, x: Array) -> Array:
+            traces.append(self)
+            return super().__call__(x)
+
+    layers = stack(Counting, 2, KEY)
+    transform(lambda x: jnp.sum(layers.scan(x, remat=offload("wide"))))(X)
+    assert len(traces) == 1
+
+
+def test_names_are_found_in_inner_programs_too() -> None:
+    """Each is offloaded by JAX as well."""
+
+    @jax.custom_vjp
+    def custom(x: Array) -> Array:
+        return jnp.sin(x)
+
+    custom.defvjp(lambda x: (jnp.sin(x), checkpoint_name(jnp.cos(x), "in_rule")), lambda cos, tangent: (tangent * cos,))
+
+    def square(name: str) -> Callable[[Array], Array]:
+        return lambda x: checkpoint_name(jnp.sin(x), name) ** 2
+
+    def layer(x: Array) -> Array:
+        x = jax.jit(square("in_jit"))(x)
+        x = jax.lax.scan(lambda x, _: (square("in_scan")(x), None), x, length=2)[0]
+        return custom(jax.lax.cond(x[0, 0] > 0, square("in_cond"), jnp.cos, x))
+
+    layers = odd(layer)
+    for name in ("in_jit", "in_scan", "in_cond", "in_rule"):
+        by_x = jax.grad(lambda x, name=name: jnp.sum(layers.scan(x, remat=offload(name))))
+        forward, _ = loops(by_x, X)
+        assert [where for _, where in moved(forward)] == ["Host"]
+        layers.scan(X, remat=offload(name))  # nor is it missed where nothing is differentiated
+    with pytest.raises(FunctreeError, match="one of `in_cond`, `in_jit`, `in_scan`"):
+        layers.scan(X, remat=offload("elsewhere"))
+
+
+def test_offload_is_a_value() -> None:
+    assert offload("a", "b") == offload("a", "b") and hash(offload("a")) == hash(offload("a"))
+    assert len({offload("a"), offload("b"), offload("a", others="dots"), offload("a", others=None)}) == 4
+    assert repr(offload("a", "b", others="dots")) == "offload('a', 'b', others='dots')"
+    assert eval(repr(offload("a"))) == offload("a")
+    assert remat_policy(offload("a")) == offload("a")
+
+
+def test_offload_is_a_policy_for_jax() -> None:
+    grad = jax.grad(lambda x: jnp.sum(jax.checkpoint(lambda x: TWICE[0](x), policy=offload("narrow"))(x)))
+    assert placements(grad, X) == [("3x4xf32", "device"), ("3x4xf32", "pinned_host")]
+
+
+# The names in `ft.nn`
+
+CONFIG = ft.nn.TransformerConfig(16, 8, layers=3, heads=4, kv_heads=2, head_dim=6, hidden=10)
+TOKENS = jnp.arange(5)
+NAMES = {
+    "block_input": (5, 8),
+    "attn_query": (5, 4, 6),
+    "attn_key": (5, 2, 6),
+    "attn_value": (5, 2, 6),
+    "attn_mixed": (5, 4, 6),
+    "attn_out": (5, 8),
+    "mlp_gate": (5, 10),
+    "mlp_up": (5, 10),
+}
+
+
+def model_loss(remat: Any) -> tuple[Callable[..., Any], ft.nn.Transformer]:
+    """The loss and gradient of a transformer, and the transformer's shapes."""
+    create = ft.abstract(ft.nn.Transformer.create)
+    model = create(dataclasses.replace(CONFIG, remat=remat), key=KEY)
+    return jax.value_and_grad(lambda model: jnp.mean(model(TOKENS) ** 2)), model
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_names_of_the_transformer(name: str) -> None:
+    forward, backward = loops(*model_loss(offload(name)))
+    assert moved(forward) == [(NAMES[name], "Host")]
+    assert moved(backward) == [(NAMES[name], "Device")]
+
+
+def test_products_with_weights_are_not_computed_again_where_what_they_give_is_offloaded() -> None:
+    def products(remat: Any) -> int:
+        _, backward = loops(*model_loss(remat))
+        return [eqn.primitive.name for eqn in inside(backward.params["jaxpr"])].count("dot_general")
+
+    # By query, key, value, out, gate and up, and the one that mixes the values. Nothing reads what `down` gives.
+    assert products(offload(*NAMES)) == products("full") - 7
+
+
+def test_offload_changes_no_value_and_no_gradient_of_the_transformer() -> None:
+    _, shapes = model_loss(None)
+    model = jax.tree.map(lambda x: jnp.cos(jnp.arange(x.size, dtype=x.dtype)).reshape(x.shape) / 2, shapes)
+
+    def run_it(remat: Any) -> Any:
+        loss, like = model_loss(remat)
+        return jax.jit(loss)(jax.tree.unflatten(jax.tree.structure(like), jax.tree.leaves(model)))
+
+    (value, gradient), (expected, by_jax) = run_it(offload(*NAMES)), run_it(None)
+    np.testing.assert_allclose(value, expected, rtol=1e-6)
+    for one, other in zip(jax.tree.leaves(gradient), jax.tree.leaves(by_jax), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
+
+
+def test_a_transformer_with_its_blocks_inputs_offloaded_keeps_nothing_on_the_device() -> None:
+    forward, _ = loops(*model_loss(offload("block_input")))
+    assert [str(var.aval) for var in forward.outvars[1:]] == ["float32<host>[3,5,8]"]
+
+
+def test_every_name_is_known_to_the_error() -> None:
+    loss, model = model_loss(offload("mpl_gate"))
+    with pytest.raises(FunctreeError, match="did you mean `mlp_gate`") as caught:
+        jax.eval_shape(loss, model)
+    assert ", ".join(f"`{name}`" for name in sorted(NAMES)) in str(caught.value)
+
+
+@pytest.mark.parametrize("remat", [None, "full", "dots"])
+def test_names_add_nothing_to_the_compiled_program(remat: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def program() -> list[str]:
+        loss, model = model_loss(remat)
+        text = jax.jit(lambda model: loss(model)).lower(model).compile().as_text()
+        return sorted(re.findall(r"= \S+ ([a-z-]+)\(", text))
+
+    named = program()
+    for module in (attention, mlp, transformer):
+        monkeypatch.setattr(module, "checkpoint_name", lambda x, name: x)
+    assert named == program() and len(named) > 100
+
+
+def test_a_config_with_an_offload_is_equal_by_value() -> None:
+    one, other = (dataclasses.replace(CONFIG, remat=offload("mlp_up")) for _ in range(2))
+    assert one == other and hash(one) == hash(other)
 
 
 # Errors
@@ -290,7 +535,31 @@ ERRORS: dict[str, tuple[type[Exception], Callable[[], Any], list[str]]] = {
     "an unknown policy": (
         FunctreeError,
         lambda: stack(Layer, 2, KEY).scan(X, remat="all"),
-        ["remat='all'", '"full"', '"dots"', "jax.checkpoint_policies"],
+        ["remat='all'", '"full"', '"dots"', 'ft.offload("name")', "jax.checkpoint_policies"],
+    ),
+    "nothing to offload": (FunctreeError, lambda: offload(), ["offload() needs the names", 'offload("hidden")']),
+    "offload what is no name": (FunctreeError, lambda: offload("my name"), ["offload('my name')", "an identifier"]),
+    "offload what is no text": (FunctreeError, lambda: offload(3), ["offload(3)", "an identifier"]),
+    "keep what is unknown": (FunctreeError, lambda: offload("wide", others="all"), ["remat='all'", '"dots"']),
+    "a misspelt name": (
+        FunctreeError,
+        lambda: TWICE.scan(X, remat=offload("wied", "wide")),
+        [
+            "1 name to offload that Twice gives to no value",
+            '"wied"',
+            "no value has this name; did you mean `wide`?",
+            "Try: one of `narrow`, `wide`",
+        ],
+    ),
+    "misspelt names, in a trace": (
+        FunctreeError,
+        lambda: jax.jit(gradient(offload("tall", "high")))(TWICE, X),
+        ["2 names to offload", '"tall"', '"high"'],
+    ),
+    "no names in a layer": (
+        FunctreeError,
+        lambda: Stacked(eqx.Partial(jnp.multiply, jnp.ones((2, 1, 1)))).scan(X, remat=offload("wide")),
+        ["1 name to offload that Partial gives to no value", "checkpoint_name(x"],
     ),
     "another shape": (
         FunctreeError,

@@ -591,7 +591,7 @@ NONSENSE = [
     ({"in_specs": None}, ft.ShardingError, r"x   f32\[8, 4\]\n +nobody has said where it goes.*write `P\(\)`"),
     ({"in_specs": (None,)}, ft.ShardingError, r"nobody has said where it goes: its layout is `None`.*write `P\(\)`"),
     ({"out_specs": None}, ft.ShardingError, r"result   f32\[4, 4\]\n +nobody has said where it goes.*write `P\(\)`"),
-    ({"in_specs": (P(), P())}, ft.RuleError, r"in_specs has 2 entries, and <lambda> has 1 positional parameters \(x\)"),
+    ({"in_specs": (P(), P())}, ft.RuleError, r"in_specs has 2 layouts, and <lambda> has 1 positional parameter \(x\)"),
     ({"in_specs": {"y": P()}}, ft.RuleError, r"<lambda> has no parameter 'y'.*its parameters are x"),
     ({"in_specs": 3}, ft.RuleError, r"in_specs: 3 is neither a layout, nor one for each"),
     ({"in_specs": (3,)}, ft.RuleError, r"3 is no layout"),

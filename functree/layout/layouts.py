@@ -109,8 +109,7 @@ class Fixed(Layout):
     def resolve(self, leaves: Sequence[Leaf], mesh: MeshView, before: Sequence[Decision] | None = None) -> Resolution:
         reason = f"{spec_text(self.spec)} as given"
         found = [
-            apply_spec(leaf, self.spec, before[i] if before else whole(leaf), reason)
-            for i, leaf in enumerate(leaves)
+            apply_spec(leaf, self.spec, before[i] if before else whole(leaf), reason) for i, leaf in enumerate(leaves)
         ]
         if self.memory_kind is not None:
             found = [decision._replace(memory_kind=self.memory_kind) for decision in found]

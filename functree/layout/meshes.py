@@ -1,5 +1,6 @@
 """Whatever stands for a mesh ─► the sizes of its axes, and the mesh itself where there is one."""
 
+import functools
 import warnings
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -76,15 +77,29 @@ def current_mesh() -> Mesh | AbstractMesh | None:
 
 def _with_devices(abstract: AbstractMesh) -> Mesh | AbstractMesh:
     """The mesh behind the abstract one. JAX gives it outside of a trace only, and has no other way to ask."""
-    try:
-        mesh = jax.sharding.get_mesh()
-    except ValueError:
+    if tracing():
         return abstract
+    mesh = jax.sharding.get_mesh()
     return mesh if isinstance(mesh, Mesh) and dict(mesh.shape) == dict(abstract.shape) else abstract
 
 
+def tracing() -> bool:
+    """Whether JAX is staging a program out; it has no other public way to ask."""
+    try:
+        jax.sharding.get_mesh()
+    except ValueError:
+        return True
+    return False
+
+
 def _legacy_mesh() -> bool:
+    resources = _thread_resources()
+    return resources is not None and not resources.env.physical_mesh.empty
+
+
+@functools.cache
+def _thread_resources() -> Any:
+    """What `with mesh:` sets, for the current thread; None once JAX has dropped it."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
-        resources = getattr(pxla, "thread_resources", None)
-    return resources is not None and not resources.env.physical_mesh.empty
+        return getattr(pxla, "thread_resources", None)

@@ -211,21 +211,29 @@ def plan_tree(
     check: bool = True,
     leaves: Leaves | None = None,
     same: Sequence[int] | None = None,
+    leave: bool = False,
 ) -> Plan:
-    """The plan of a tree, whose leaves may have been read already; `None` as a layout is nobody's word here.
+    """The plan of a tree, whose leaves may have been read already.
 
-    `same` tells which abstract leaves are one array.
+    `same` tells which abstract leaves are one array; `leave`, that `None` as a layout leaves an array to who runs it,
+    in a row without a spec. Else it is nobody's word, and a problem.
     """
     parts = broadcast(layout, tree)
     if leaves is None:
         leaves = read(tree, merge_names(part.layout.given_names for part in parts))
-    return plan_leaves(leaves, parts, agreed_view(mesh, parts), check=check, same=same)
+    return plan_leaves(leaves, parts, agreed_view(mesh, parts), check=check, same=same, leave=leave)
 
 
 def plan_leaves(
-    leaves: Leaves, parts: Sequence[Part], view: MeshView, *, check: bool = True, same: Sequence[int] | None = None
+    leaves: Leaves,
+    parts: Sequence[Part],
+    view: MeshView,
+    *,
+    check: bool = True,
+    same: Sequence[int] | None = None,
+    leave: bool = False,
 ) -> Plan:
-    """The plan of leaves that have been read. `same` tells which abstract leaves are one array."""
+    """The plan of leaves that have been read; the rest as for `plan_tree`."""
     decisions: list[Decision] = []
     problems: list[Problem] = list(leaves.problems)
     unused: list[str] = []
@@ -238,7 +246,8 @@ def plan_leaves(
     unused = _absent(unused, leaves.leaves)
     problems += near_misses(leaves.leaves, decisions, unused)
     for leaf, decision in zip(leaves.leaves, decisions, strict=True):
-        if decision.problems or decision.pending or not decision.said or any(decision.entries):
+        unsaid = not decision.said and not leave
+        if decision.problems or decision.pending or unsaid or any(decision.entries):
             problems += leaf_problems(leaf, decision, view)
     rows = _rows(leaves.leaves, decisions, view)
     problems += _shared(leaves.leaves, rows, same)
@@ -277,7 +286,7 @@ def _rows(leaves: Sequence[Leaf], decisions: Sequence[Decision], view: MeshView)
     rows = []
     for leaf, decision in zip(leaves, decisions, strict=True):
         value = leaf.value
-        key = (decision.entries, value.shape, value.dtype)
+        key = (decision.entries, decision.said, value.shape, value.dtype)
         if key not in known:
             known[key] = _sizes(value, decision, view)
         spec, local, total, per_device, copies = known[key]
@@ -295,7 +304,8 @@ def _sizes(value: Any, decision: Decision, view: MeshView) -> tuple[Any, ...]:
     local = local_shape(value.shape, decision.entries, view)
     split = math.prod(view.sizes.get(axis, 1) for entry in decision.entries for axis in entry)
     total = math.prod(value.shape) * itemsize
-    return decided_spec(decision), local, total, math.prod(local) * itemsize, max(1, view.devices // split)
+    spec = decided_spec(decision) if decision.said else None
+    return spec, local, total, math.prod(local) * itemsize, max(1, view.devices // split)
 
 
 def _shared(leaves: Sequence[Leaf], rows: Sequence[Row], same: Sequence[int] | None) -> list[Problem]:
@@ -314,7 +324,7 @@ def _shared(leaves: Sequence[Leaf], rows: Sequence[Row], same: Sequence[int] | N
 
 
 def _where(row: Row) -> str:
-    where = spec_text(row.spec) if row.spec is not None else "unknown"
+    where = "unknown" if row.spec is None else spec_text(row.spec)
     return f"{where} in {row.memory_kind}" if row.memory_kind else where
 
 
@@ -335,6 +345,5 @@ def _live_plan(tree: Any, mesh: Any) -> Plan:
     """How the arrays lie now."""
     leaves = read(tree)
     rows, found = live_rows(leaves.leaves)
-    if mesh is None and found is None:
-        return Plan(rows, leaves, MeshView({}))
-    return Plan(rows, leaves, mesh_view(mesh if mesh is not None else found))
+    where = mesh if mesh is not None else found
+    return Plan(rows, leaves, MeshView({}) if where is None else mesh_view(where))

@@ -3,11 +3,12 @@
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from jax.tree_util import default_registry, tree_structure
+from jax.tree_util import tree_structure
 
 from functree.errors import RuleError
 from functree.layout.layouts import Layout, as_layout, is_layout
-from functree.tree.paths import Path, plain_key
+from functree.tree.nodes import children
+from functree.tree.paths import Path
 
 
 class Part(NamedTuple):
@@ -48,14 +49,6 @@ def _parts(prefix: Any, tree: Any, path: Path) -> Iterator[Part]:
         )
     for (key, below), (_, node) in zip(layouts, nodes, strict=True):
         yield from _parts(below, node, path / key)
-
-
-def children(node: Any) -> list[tuple[Any, Any]] | None:
-    """A node's (plain key, child) pairs; None for a leaf."""
-    if isinstance(node, tuple) and hasattr(node, "_fields"):
-        return list(zip(getattr(node, "_fields", ()), node, strict=True))
-    level = default_registry.flatten_one_level_with_keys(node) if node is not None else None
-    return None if level is None else [(plain_key(key), child) for key, child in level[0]]
 
 
 def _kind(value: Any) -> str:

@@ -6,6 +6,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, PRNGKeyArray
 
@@ -21,6 +22,9 @@ class Attention(eqx.Module):
 
     Query head `h` reads key and value head `h // (heads / kv_heads)`. The softmax is computed in float32.
     (JAX refuses its gradient in bfloat16 under `jax_numpy_dtype_promotion="strict"`.)
+
+    For `ft.offload` and other policies, what the heads read has the names `"attn_query"`, `"attn_key"` and
+    `"attn_value"`, rotated already; what they give is `"attn_mixed"`, and the result `"attn_out"`.
 
     Args:
         embed: size of the input and of the result.
@@ -87,8 +91,11 @@ class Attention(eqx.Module):
         query = activation(rope(query, theta=self.rope_theta), "batch seq heads head_dim")
         key = activation(rope(key, theta=self.rope_theta), "batch seq kv_heads head_dim")
         value = activation(value, "batch seq kv_heads head_dim")
-        mixed = activation(attend(query, key, value), "batch seq heads head_dim")
-        return activation(product(mixed, out, summed=2), "batch seq embed")
+        query, key, value = (
+            checkpoint_name(x, name) for x, name in ((query, "attn_query"), (key, "attn_key"), (value, "attn_value"))
+        )
+        mixed = checkpoint_name(activation(attend(query, key, value), "batch seq heads head_dim"), "attn_mixed")
+        return checkpoint_name(activation(product(mixed, out, summed=2), "batch seq embed"), "attn_out")
 
 
 def attend(

@@ -29,7 +29,8 @@ class TransformerConfig:
         max_seq: the longest sequence it accepts.
         rope_theta: the base of the rotary frequencies.
         tie_embedding: whether the embedding's table also makes the logits.
-        remat: what the backward pass recomputes: `None`, `"full"`, `"dots"`, a policy, as in `Stacked.scan`.
+        remat: what the backward pass recomputes, as in `Stacked.scan`: `None`, `"full"`, `"dots"`, `ft.offload(...)`, a
+            policy.
         param_dtype: the dtype the parameters are kept in.
         compute_dtype: the dtype of the activations and of the logits; weights are cast to it where they are
             used. Norms, rotations and softmax are computed in float32 all the same.

@@ -4,6 +4,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, PRNGKeyArray
 
@@ -14,6 +15,9 @@ from functree.nn.weights import Initializer, cast, dtype_or_none, fan_in
 
 class MLP(eqx.Module):
     """`(silu(x @ gate) * (x @ up)) @ down`, over the last dimension.
+
+    `x @ gate` and `x @ up` have the names `"mlp_gate"` and `"mlp_up"`, for `ft.offload` and other policies: where both
+    are kept, no product with a weight is computed again.
 
     Args:
         embed: size of the input and of the result.
@@ -51,5 +55,6 @@ class MLP(eqx.Module):
 
     def __call__(self, x: Float[Array, "*batch embed"]) -> Float[Array, "*batch embed"]:
         x, gate, up, down = cast(self.compute_dtype, x, self.gate, self.up, self.down)
-        hidden = activation(jax.nn.silu(product(x, gate)) * product(x, up), "batch seq hidden")
+        gated, upped = checkpoint_name(product(x, gate), "mlp_gate"), checkpoint_name(product(x, up), "mlp_up")
+        hidden = activation(jax.nn.silu(gated) * upped, "batch seq hidden")
         return activation(product(hidden, down), "batch seq embed")

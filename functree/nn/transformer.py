@@ -2,6 +2,7 @@
 
 import equinox as eqx
 import jax
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from functree.errors import FunctreeError
@@ -18,6 +19,9 @@ from functree.transforms.scan import Stacked, stack
 
 class Block(eqx.Module):
     """Llama's block: norm, attention, residual; norm, SwiGLU, residual.
+
+    `x` has the name `"block_input"`, for `ft.offload` and other policies: with it offloaded and no other kept, a stack
+    of blocks keeps nothing on the device. The attention and the feed-forward layer name values too.
 
     Args:
         attn_norm: before the attention.
@@ -59,6 +63,7 @@ class Block(eqx.Module):
         )
 
     def __call__(self, x: Float[Array, "*batch seq embed"]) -> Float[Array, "*batch seq embed"]:
+        x = checkpoint_name(x, "block_input")
         x = activation(x + self.attn(self.attn_norm(x)), "batch seq embed")
         return activation(x + self.mlp(self.mlp_norm(x)), "batch seq embed")
 

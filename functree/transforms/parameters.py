@@ -18,7 +18,6 @@ from functree.transforms.placement import constrain
 from functree.tree.filters import Filter
 from functree.tree.leaf import Leaf, dtype_text
 from functree.tree.leaves import Leaves, read
-from functree.tree.pack import Packed
 
 
 class Parameters(NamedTuple):
@@ -43,9 +42,6 @@ class Parameters(NamedTuple):
     @staticmethod
     def of(tree: Any, number: int, wrt: Filter, layout: Any) -> "Parameters":
         """The arrays that a filter matches. Raises FunctreeError where that is none, or one without a gradient."""
-        if any(map(_is_packed, tree_leaves(tree, is_leaf=_is_packed))):
-            # Its arrays stand there without annotations: buffers would be trained.
-            raise FunctreeError(f"argument {number} is packed: differentiate by what `ft.unpack` gives")
         given = layout if layout is not None else ambient_rules()
         parts = [] if given is None else broadcast(given, tree)
         leaves = read(tree, merge_names(part.layout.given_names for part in parts))
@@ -78,10 +74,6 @@ class Parameters(NamedTuple):
     def _spread(self, arrays: Iterable[Any], others: Sequence[Any]) -> list[Any]:
         new = iter(arrays)
         return [next(new) if chosen else other for chosen, other in zip(self.chosen, others, strict=True)]
-
-
-def _is_packed(node: Any) -> bool:
-    return isinstance(node, Packed)
 
 
 def _nothing(found: Parameters, wrt: Filter) -> FunctreeError:

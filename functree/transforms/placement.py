@@ -164,5 +164,3 @@ def _constrained(value: Any, row: Any, mesh: Any) -> Any:
     if row.memory_kind == "pinned_host":
         value = jax.device_put(value, jax.memory.Space.Host)
     return value
-
-

@@ -1,33 +1,34 @@
 """What comes out of a compiled function: its arrays in one flat node, and all the rest as static data."""
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from functools import cached_property
+from typing import Any
 
-from jax.tree_util import GetAttrKey, register_pytree_with_keys, tree_flatten
+from jax.tree_util import GetAttrKey, register_pytree_with_keys
 
-from functree.tree.leaves import is_array
+from functree.tree.codec import Form, builder, form_of, taker
 
 
-class Shape(NamedTuple):
-    """A result without its arrays: equal by value, so that a second trace of one function gives the same.
+class Shape:
+    """A result without its arrays: equal by value, so that a second trace of one function gives the same."""
 
-    Attributes:
-        treedef: of the result.
-        positions: of the arrays among its leaves.
-        statics: the other leaves, with their types.
-    """
+    def __init__(self, form: Form):
+        self.form: Form = form
+        try:
+            self._hash: int = hash(form)
+        except TypeError:  # a set, say: it goes out as it is, and compares by value
+            self._hash = hash(form.arrays)
 
-    treedef: Any
-    positions: tuple[int, ...]
-    statics: tuple[tuple[type, Any], ...]
+    @cached_property
+    def build(self) -> Any:
+        """A function from arrays to the result."""
+        return builder(self.form)
 
-    def fill(self, values: Sequence[Any]) -> Any:
-        """The result with these arrays."""
-        if not self.statics:
-            return self.treedef.unflatten(values)
-        arrays, rest, places = iter(values), iter(self.statics), set(self.positions)
-        size = len(self.positions) + len(self.statics)
-        return self.treedef.unflatten([next(arrays) if i in places else next(rest)[1] for i in range(size)])
+    def __eq__(self, other: object) -> bool:
+        return self is other or (isinstance(other, Shape) and self.form == other.form)
+
+    def __hash__(self) -> int:
+        return self._hash
 
 
 class Result:
@@ -43,16 +44,13 @@ class Result:
     @classmethod
     def of(cls, tree: Any) -> "Result":
         """A result taken apart. What is no array goes through as it is."""
-        leaves, treedef = tree_flatten(tree)
-        positions = tuple(i for i, x in enumerate(leaves) if is_array(x))
-        places = set(positions)
-        statics = tuple((type(x), x) for i, x in enumerate(leaves) if i not in places)
-        return cls([leaves[i] for i in positions], Shape(treedef, positions, statics))
+        form = form_of(tree)
+        return cls(taker(form)(tree) or (), Shape(form))
 
     @property
     def tree(self) -> Any:
         """The result."""
-        return self.shape.fill(self.values)
+        return self.shape.build(self.values)
 
 
 register_pytree_with_keys(

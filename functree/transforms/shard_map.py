@@ -2,20 +2,20 @@
 
 import functools
 from collections.abc import Callable, Collection, Iterable, Sequence
+from operator import attrgetter
 from typing import Any, ParamSpec, TypeVar, overload
 
 import jax
 from jax.core import Tracer
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
-from jax.tree_util import tree_flatten, tree_flatten_with_path, tree_leaves
+from jax.tree_util import tree_leaves
 
-from functree.errors import FunctreeError, Problem, RuleError, ShardingError, did_you_mean
-from functree.layout.layouts import is_layout
-from functree.layout.meshes import NO_MESH, MeshView, current_mesh, mesh_view
+from functree.errors import FunctreeError, ShardingError, did_you_mean
+from functree.layout.meshes import NO_MESH, MeshView, current_mesh, mesh_view, tracing
+from functree.transforms.entries import Entries
 from functree.transforms.shard_program import Options, Place, Program, Shapes
 from functree.transforms.signature import Signature
-from functree.tree.leaves import is_array
-from functree.tree.paths import Path
+from functree.transforms.structures import Structures
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -125,7 +125,7 @@ class Mapped:
     mesh: Mesh | AbstractMesh | None
     rules: Any
     axis_names: Collection[str] | None
-    in_specs: Any
+    in_specs: Entries
     options: Options
 
     def __init__(
@@ -148,57 +148,18 @@ class Mapped:
         if mesh is not None and self.mesh is None:
             raise ShardingError("shard_map runs on devices: give a `Mesh`, not sizes")
         self.rules, self.axis_names = rules, axis_names
-        self.in_specs = rules if in_specs is None else self._entries(in_specs)
+        self.in_specs = Entries("in_specs", rules if in_specs is None else in_specs, self.signature, rules)
         self.options = Options(self.signature, rules if out_specs is None else out_specs, rules, check_vma, shapes)
-        self.programs: dict[Any, Program] = {}
-
-    def _entries(self, given: Any) -> Any:
-        """`in_specs` by parameter name, checked; one layout for all stays as it is."""
-        if is_layout(given):
-            return given
-        signature = self.signature
-        if isinstance(given, dict):
-            lost = [] if signature.by_name else [name for name in given if name not in signature.parameters]
-            if lost:
-                near = did_you_mean(lost[0], signature.parameters)
-                raise RuleError(
-                    f"in_specs: {signature.name} has no parameter {lost[0]!r}{near}; its parameters are "
-                    f"{', '.join(signature.parameters) or 'none'}"
-                )
-            return dict(given)
-        if not isinstance(given, tuple | list):
-            raise RuleError(
-                f"in_specs: {given!r} is neither a layout, nor one for each positional parameter, nor a dict by name"
-            )
-        if len(given) != len(signature.positional):
-            raise RuleError(
-                f"in_specs has {len(given)} entries, and {signature.name} has {len(signature.positional)} positional "
-                f"parameters ({', '.join(signature.positional) or 'none'}): give each one, `None` for what is no array"
-            )
-        return dict(zip(signature.positional, given, strict=True))
-
-    def prefix(self, call: Any) -> Any:
-        """The layouts of a call: one for all, or a prefix tree."""
-        if not isinstance(self.in_specs, dict):
-            return self.in_specs
-        given = dict(self.in_specs)
-        by_name = self.signature.by_name
-        if by_name is not None and by_name not in given:
-            given[by_name] = {name: given.get(name, self.rules) for name in call[call._fields.index(by_name)]}
-        return self.signature.call(*(given.get(name, self.rules) for name in call._fields))
+        self.structures: Structures = Structures()
 
     def __call__(self, args: Sequence[Any], kwargs: Any) -> Any:
         call = self.signature.bind(args, kwargs)
-        leaves, treedef = tree_flatten(call)
-        place = self.place(leaves)
-        key = (treedef, place, *map(_situation, leaves))
-        try:
-            program = self.programs.get(key)
-        except TypeError:
-            raise _unhashable(call) from None
+        structure, arrays, concrete = self.structures.find(call)
+        place = self.place(arrays)
+        key = (place, *map(_CONCRETE if concrete else _situation, arrays))
+        program = structure.programs.get(key)
         if program is None:
-            program = self.programs[key] = Program(self.options, call, self.prefix(call), place)
-        arrays = [leaf for leaf in leaves if is_array(leaf)]
+            program = structure.programs[key] = Program(self.options, call, self.in_specs.prefix(call), place)
         # What is compiled once must not hold a tracer: JAX would hand it to the next call.
         traced = any(isinstance(x, Tracer) for value in self.signature.captured() for x in tree_leaves(value))
         result = program.run(arrays) if traced else program.jitted(arrays)
@@ -217,7 +178,7 @@ class Mapped:
                 around = MeshView(dict(here.shape))
                 raise ShardingError(f"{name}: it is for {view}, inside a shard_map over {around}: leave `mesh=` out")
             mesh = here
-        elif isinstance(mesh, AbstractMesh) and not _tracing():
+        elif isinstance(mesh, AbstractMesh) and not tracing():
             raise ShardingError(f"{name}: {view} has no devices to run on: {NO_MESH} with a `Mesh`")
         free = [axis for axis in mesh.axis_names if axis not in here.manual_axes]
         wanted = list(self.axis_names or free)
@@ -230,34 +191,19 @@ class Mapped:
         return Place(mesh, frozenset(wanted))
 
 
-def _tracing() -> bool:
-    """Whether JAX is staging a program out; it has no other public way to ask."""
-    try:
-        jax.sharding.get_mesh()
-    except ValueError:
-        return True
-    return False
-
-
 def _mesh_of(leaves: Iterable[Any]) -> Mesh | None:
     """The mesh on which some arrays lie."""
     shardings = (leaf.sharding for leaf in leaves if isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer))
     return next((s.mesh for s in shardings if isinstance(s, NamedSharding) and isinstance(s.mesh, Mesh)), None)
 
 
-def _situation(leaf: Any) -> tuple[Any, ...]:
-    """What a program depends on: of an array its type and where it has to be, of anything else its type and value."""
-    if not is_array(leaf) or isinstance(leaf, jax.ShapeDtypeStruct):
-        return type(leaf), leaf
+# What a program depends on in a concrete array.
+_CONCRETE = attrgetter("aval", "sharding", "committed")
+
+
+def _situation(leaf: Any) -> Any:
+    """The same for an array that may be traced, abstract or numpy's."""
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        return leaf
     concrete = isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer)
-    return jax.typeof(leaf), leaf.sharding if concrete and leaf.committed else concrete
-
-
-def _unhashable(call: Any) -> FunctreeError:
-    problems = []
-    for keys, leaf in tree_flatten_with_path(call)[0]:
-        if not is_array(leaf) and type(leaf).__hash__ is None:
-            why = "is neither an array nor hashable, so it can be neither split nor static"
-            remedy = "make it an array, or something hashable"
-            problems.append(Problem(Path.of(keys), None, type(leaf).__name__, why, remedy))
-    return FunctreeError("arguments that cannot be static", problems)
+    return _CONCRETE(leaf) if concrete else (jax.typeof(leaf), type(leaf))

@@ -24,6 +24,7 @@ from functree.tree.paths import Path
 from functree.tree.reading import Reading, read_hint
 
 RESULT = "result"  # what paths call it
+_REQUIRED = inspect.Parameter.empty
 _STATIC = (int, float, complex, bool, str, bytes, type(None), None)
 
 
@@ -64,6 +65,9 @@ class Signature:
         self.positional = tuple(p.name for p in parameters if p.kind in ordered and p.name not in bound)
         self.by_name = next((p.name for p in parameters if p.kind is kinds.VAR_KEYWORD), None)
         self.call = _record(self.fun, {p.name: _annotation(self.fun, p) for p in parameters})
+        by_position = (kinds.POSITIONAL_ONLY, kinds.POSITIONAL_OR_KEYWORD)
+        self._simple = all(p.kind in by_position for p in parameters) and not self._kwargs
+        self._defaults = tuple(p.default for p in parameters[len(self._args) :])
         returned = self._signature.return_annotation
         self.result = _record(self.fun, {RESULT: _resolved(self.fun, returned)})
 
@@ -74,14 +78,23 @@ class Signature:
 
     def bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """A call, defaults filled in. Raises TypeError as Python does."""
+        if self._simple and not kwargs:
+            values = (*args, *self._defaults[len(args) :])
+            if len(values) == len(self._defaults) and not any(x is _REQUIRED for x in values[len(args) :]):
+                return self.call(*self._args, *values)
         bound = self._signature.bind(*self._args, *args, **{**self._kwargs, **kwargs})
         bound.apply_defaults()
         return self.call(*bound.arguments.values())
 
     def run(self, call: Any, fun: Callable[..., Any] | None = None) -> Any:
         """The result for a call, of the function or of one that takes the same."""
+        args, kwargs = self.arguments(call)
+        return (fun or self.fun)(*args, **kwargs)
+
+    def arguments(self, call: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """A call as the function takes it."""
         bound = inspect.BoundArguments(self._signature, OrderedDict(zip(self.parameters, call, strict=True)))
-        return (fun or self.fun)(*bound.args, **bound.kwargs)
+        return bound.args, bound.kwargs
 
     def captured(self) -> Iterator[Any]:
         """What the function closes over, in the functions that it closes over too."""

@@ -1,6 +1,7 @@
 """A tree and its annotations ─► `Leaves`: one `Leaf` for each array, and the way back to a tree.
 
-The one walk over a tree. Everything that asks for paths, axes, or the modules around a leaf asks here.
+The one walk over a tree. Everything that asks for paths, axes, or the modules around a leaf asks here. A packed tree
+is read as the tree that was packed; the way back leads to a packed one.
 """
 
 from collections import defaultdict
@@ -11,7 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax.core import Tracer
-from jax.tree_util import GetAttrKey, default_registry, tree_structure
+from jax.tree_util import GetAttrKey, default_registry, tree_leaves, tree_map, tree_structure
 
 from functree.errors import AxesError, FunctreeError, Problem, count
 from functree.tree.annotations import NOTHING, Hint
@@ -82,7 +83,7 @@ def read(tree: Any, names: Mapping[type, Names] | None = None) -> Leaves:
         raise FunctreeError(why) from None
     for node, path, scope in walk.fields:
         if scope.by_leaf and not scope.by_module:
-            walk.problems += unmatched(node, path, (scope,))
+            walk.unmatched(node, path, (scope,))
     return Leaves(tuple(walk.leaves), tuple(walk.problems), tree_structure(tree), tuple(walk.positions), walk.size)
 
 
@@ -124,6 +125,7 @@ class _Walk:
         self.positions: list[int] = []
         self.problems: list[Problem] = []
         self.size = 0
+        self.packed = False
         self.kinds: dict[type, str] = {type(None): "none"}  # no leaf, and no place for names
         self.classes: dict[type, ClassHints] = {}
         self.reading = Reading()
@@ -166,6 +168,8 @@ class _Walk:
             inside, child_hint = (*within, cls), hint.child(None)
             for key in _sorted_keys(node, path):
                 self.visit(node[key], child_hint, (*path, key), inside, stack, scopes, buffer, pending)
+        elif kind == "packed":
+            self._packed(node, hint, path, within, stack, scopes, buffer, pending)
         elif kind == "named tuple":
             children = [(GetAttrKey(name), child) for name, child in zip(node._fields, node, strict=True)]
             self._node(node, children, hint, path, within, stack, scopes, buffer, pending)
@@ -180,6 +184,8 @@ class _Walk:
             kind = "dict"
         elif is_array(node):
             kind = "array"
+        elif _is_packed(node):
+            kind = "packed"
         elif default_registry.flatten_one_level(node) is None:
             return "leaf"  # not remembered: an array of another dtype may have the same class
         else:
@@ -222,7 +228,31 @@ class _Walk:
                 child_hint = hint.child(None)
             self.visit(child, child_hint, (*path, name), inside, stack, scopes, buffer, pending)
         if opened:
-            self.problems += unmatched(node, path, opened)
+            self.unmatched(node, path, opened)
+
+    def _packed(
+        self,
+        node: Any,
+        hint: Hint,
+        path: tuple[Any, ...],
+        within: tuple[type, ...],
+        stack: tuple[str, ...],
+        scopes: tuple[Scope, ...],
+        buffer: bool,
+        pending: Scope | None,
+    ) -> None:
+        hint = next((args[0] for origin, args in hint.generics if origin is type(node) and args), hint)
+        self.packed = True
+        known, first = len(self.positions), self.size
+        self.visit(node.__unpacked__(), hint, path, within, stack, scopes, buffer, pending)
+        # Its leaves are in the same order, but the static ones of the tree are none of them.
+        flat = tree_leaves(node)
+        self.positions[known:] = [first + i for i, leaf in enumerate(flat) if is_array(leaf)]
+        self.size = first + len(flat)
+
+    def unmatched(self, node: Any, path: tuple[Any, ...], scopes: tuple[Scope, ...]) -> None:
+        """Note the names of a place's scopes that none of its leaves has."""
+        self.problems += unmatched(_unpacked(node) if self.packed else node, path, scopes)
 
     def _leaf(
         self,
@@ -244,6 +274,15 @@ class _Walk:
         given = scoped_axes(place, scopes) if scopes else None
         axes, annotated, unnamed, spec, problem = read_hint(self.reading, value, place, hint, given, stack)
         self.leaves.append(Leaf(place, value, axes, within, (), len(stack), annotated, unnamed, spec, buffer, problem))
+
+
+def _is_packed(node: Any) -> bool:
+    return hasattr(type(node), "__unpacked__")
+
+
+def _unpacked(tree: Any) -> Any:
+    """A tree with all that is packed in it as it was."""
+    return tree_map(lambda x: _unpacked(x.__unpacked__()) if _is_packed(x) else x, tree, is_leaf=_is_packed)
 
 
 def _sorted_keys(node: Mapping[Any, Any], path: tuple[Any, ...]) -> list[Any]:

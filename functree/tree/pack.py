@@ -37,6 +37,8 @@ class Packed(Generic[T]):
 
     A pytree: `jax.jit`, `jax.lax.scan`, `jax.vmap` and `jax.tree.map` take one and return one. Immutable. Two are
     equal only if they are one object, as arrays have no single truth value: compare `.static` and `.arrays`.
+    What reads paths and axes (`ft.plan`, `ft.shard`, `ft.split`, `ft.grad`) sees those of the tree, and gives something
+    packed back.
 
     Attributes:
         arrays: the arrays of the tree, in JAX's order.
@@ -74,6 +76,13 @@ class Packed(Generic[T]):
         for position, array in zip(self._static.positions, self._arrays, strict=True):
             flat[position] = array
         return self._static.treedef.unflatten(flat)
+
+    def __unpacked__(self) -> T:
+        """The tree in whose place this stands.
+
+        The hook by which the walk over a tree learns of it: leaves have the paths, axes and modules of that tree.
+        """
+        return self.tree
 
     def __repr__(self) -> str:
         root = self._static.treedef.node_data()

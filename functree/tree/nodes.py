@@ -1,0 +1,41 @@
+"""A node of a tree ─► its children by key, and the same node with others in their place."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from jax.tree_util import default_registry, tree_flatten
+
+from functree.tree.paths import plain_key
+
+
+def children(node: Any) -> list[tuple[Any, Any]] | None:
+    """A node's (plain key, child) pairs, `None`s among them; None for a leaf, and for `None` itself."""
+    if isinstance(node, tuple) and hasattr(node, "_fields"):
+        return list(zip(getattr(node, "_fields", ()), node, strict=True))
+    level = default_registry.flatten_one_level_with_keys(node) if node is not None else None
+    return None if level is None else [(plain_key(key), child) for key, child in level[0]]
+
+
+def rebuilt(node: Any, values: Sequence[Any]) -> Any:
+    """A node of the same kind with other children, in the order of `children`; static fields are kept.
+
+    A dict keeps the order in which its keys were written.
+    """
+    if type(node) is dict:
+        by_key = dict(zip((key for key, _ in children(node) or ()), values, strict=True))
+        return {key: by_key[key] for key in node}
+    _, treedef = tree_flatten(node, is_leaf=lambda x: x is not node)
+    return treedef.unflatten(values)
+
+
+def follow(tree: Any, path: Sequence[Any]) -> Any:
+    """The node at a path that there is."""
+    for key in path:
+        tree = dict(children(tree) or ())[key]
+    return tree
+
+
+def blanked(node: Any) -> Any:
+    """A node in which every leaf is None."""
+    below = children(node)
+    return None if below is None else rebuilt(node, [blanked(child) for _, child in below])
