@@ -18,6 +18,14 @@ from functree.layout.plan import plan as plan
 from functree.layout.row import Row as Row
 from functree.layout.rules import AxisRules as AxisRules
 from functree.layout.state_sharding import StateSharding as StateSharding
+from functree.state.ema import averaged as averaged
+from functree.state.ema import with_ema as with_ema
+from functree.state.refs import StateRef as StateRef
+from functree.state.state import State as State
+from functree.state.state import make_state as make_state
+from functree.state.train import TrainState as TrainState
+from functree.state.train import apply_gradients as apply_gradients
+from functree.transforms.accumulate import accumulate as accumulate
 from functree.transforms.ambient import axis_rules as axis_rules
 from functree.transforms.ambient import spec as spec
 from functree.transforms.grad import grad as grad
@@ -29,8 +37,9 @@ from functree.transforms.jit.jit import jit as jit
 from functree.transforms.mesh import make_mesh as make_mesh
 from functree.transforms.placement import constrain as constrain
 from functree.transforms.placement import shard as shard
+from functree.transforms.remat import offload as offload
 from functree.transforms.scan import Stacked as Stacked
-from functree.transforms.scan import offload as offload
+
 from functree.transforms.scan import stack as stack
 from functree.transforms.shard_map import shard_map as shard_map
 from functree.transforms.signature import signature_layouts as signature_layouts
@@ -44,6 +53,7 @@ from functree.tree.filters import has_axis as has_axis
 from functree.tree.filters import has_dtype as has_dtype
 from functree.tree.filters import has_ndim as has_ndim
 from functree.tree.filters import is_buffer as is_buffer
+from functree.tree.filters import is_state as is_state
 from functree.tree.filters import is_trainable as is_trainable
 from functree.tree.filters import larger_than as larger_than
 from functree.tree.filters import under as under
@@ -52,6 +62,8 @@ from functree.tree.pack import Packed as Packed
 from functree.tree.pack import pack as pack
 from functree.tree.pack import unpack as unpack
 from functree.tree.paths import Path as Path
+from functree.tree.select import Selection as Selection
+from functree.tree.select import select as select
 from functree.tree.split import merge as merge
 from functree.tree.split import split as split
 

@@ -440,8 +440,7 @@ def test_the_front_page_imports_from_every_floor(tmp_path: Path) -> None:
 
 def test_each_floor_may_import_those_below_it_and_no_other(tmp_path: Path) -> None:
     files = {
-        f"{floor}/m.py": "".join(f"import pkg.{other}.m\n" for other in FLOORS if other != floor)
-        for floor in FLOORS
+        f"{floor}/m.py": "".join(f"import pkg.{other}.m\n" for other in FLOORS if other != floor) for floor in FLOORS
     }
     n = len(FLOORS)
     violations = floors(package(tmp_path, files))

@@ -113,3 +113,61 @@ def test_bring_your_own():
     assert re.search(r"^mesh \(data=8\): 30 arrays", out, re.M)
     assert re.search(r"^mesh \(data=2, model=4\): 30 arrays", out, re.M)
     assert len(re.findall(r"^Loss .*, unsharded .* No gradient differs by more than ", out, re.M)) == 2
+
+
+def test_tensor_parallel():
+    code, out, err = run("tensor_parallel.py", *"--batch 3 --embed 16 --hidden 32 --model 4".split())
+    assert (code, err) == (0, "")
+    assert re.search(r"^mlp\.up +f32\[16, 32\] +P\(None, 'model'\) ", out, re.M)
+    assert re.search(r"^mlp\.down +f32\[32, 16\] +P\('model', None\) ", out, re.M)
+    assert re.search(r"^mesh \(model=4\): 3 arrays", out, re.M)
+    rows = re.findall(r"^(by_\w+) +(P\(.*\)) +(\S+) +(\d .*\S) +(\S+e\S+) +(\d .*\S)$", out, re.M)
+    assert [row[0] for row in rows] == ["by_specs", "by_signature", "by_compiler"]
+    for _, spec, off, collectives, gradients_off, their_collectives in rows:
+        assert (spec, collectives, their_collectives) == ("P(None, None)", "1 all-reduce", "2 all-reduce")
+        assert float(off) < 1e-5 and float(gradients_off) < 1e-5
+    assert re.search(r"^All are equal to what one device computes, to \de-\d\d of ", out, re.M)
+
+
+def test_three_ways():
+    code, out, err = run("three_ways.py", *"--batch 8 --embed 16 --hidden 32".split())
+    assert (code, err) == (0, "")
+    assert re.search(r"^up +f32\[16, 32\] +P\(None, 'model'\) ", out, re.M)
+    types = {"automatic": "8,32", "explicit": "8@data,32@model", "manual": "4,8]{V:(data,model)}"}
+    results = set()
+    for name, shape in types.items():
+        assert re.search(rf"^{name} .* float32\[{re.escape(shape)}\S* +1 all-reduce$", out, re.M)
+        off, losses = re.search(rf"^{name} +(\S+e-\d\d) +(\d.*\d)$", out, re.M).groups()
+        assert float(off) < 1e-5
+        results.add(losses)
+    assert len(results) == 1, "the three train alike"
+    losses = [float(loss) for loss in results.pop().split()]
+    assert len(losses) == 5 and losses == sorted(losses, reverse=True) and losses[-1] < 0.9 * losses[0]
+    assert "\nautomatic: 1 all-reduce\n" in out
+    assert re.search(r"^explicit: ShardingTypeError: .*`out_sharding`", out, re.M)
+    assert re.search(r"^manual: ShardingError: forgetful: 1 leaf ", out, re.M)
+    assert "P('data', None) says that it is the same along model, and it may differ there" in out
+    assert '"hidden" has size 33; rule hidden→model needs a multiple of model=4' in out
+
+
+@pytest.mark.parametrize("name", ["tensor_parallel.py", "three_ways.py"])
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ("--hidden 33", 'up   f32[16, 33]   "embed hidden"\n      "hidden" has size 33; rule hidden→model needs'),
+        ("--model 5000", "devices, and there are 8; on a CPU, set XLA_FLAGS=--xla_force_host_platform_device_count="),
+        ("--batch 0", "all sizes are at least 1"),
+    ],
+)
+def test_bad_sizes_are_a_message(name: str, arguments: str, said: str):
+    code, _, err = run(name, "--embed", "16", *arguments.split())
+    assert code == 2
+    assert f"{name}: error: " in err and said in err and "Traceback" not in err
+
+
+@pytest.mark.parametrize("name", ["tensor_parallel.py", "three_ways.py"])
+def test_help_tells_the_sizes(name: str):
+    code, out, err = run(name, "--help")
+    assert (code, err) == (0, "")
+    for flag in "--batch --embed --hidden --model".split():
+        assert re.search(rf"^  {flag} .*\(default: \d+\)$", out, re.M)

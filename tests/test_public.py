@@ -127,6 +127,7 @@ def test_the_types_are_complete() -> None:
 
 def unknown_types(completeness: dict) -> list[str]:
     """A line for each thing that pyright knows no type of: the symbol, the place, what is missing."""
+
     def place(found: dict) -> str:
         line = found.get("range", {}).get("start", {}).get("line", 0)  # a base class has no range
         return f"{Path(found['file']).name}:{line + 1}"
@@ -145,9 +146,7 @@ def unknown_types(completeness: dict) -> list[str]:
 
 def test_public_names_are_those_of_all_and_of_x_as_x(tmp_path: Path) -> None:
     init = tmp_path / "__init__.py"
-    init.write_text(
-        "from pkg.a import f as f, g, h as k\nimport b as b\n__all__ = ['c']\nfrom d import _e as _e\n"
-    )
+    init.write_text("from pkg.a import f as f, g, h as k\nimport b as b\n__all__ = ['c']\nfrom d import _e as _e\n")
     assert public_names(init) == {"f", "b", "c"}
 
 

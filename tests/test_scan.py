@@ -17,7 +17,8 @@ from jaxtyping import Array, Float, PRNGKeyArray
 import functree as ft
 from functree.errors import AxesError, FunctreeError
 from functree.nn import attention, mlp, transformer
-from functree.transforms.scan import Stacked, offload, remat_policy, stack
+from functree.transforms.remat import offload, remat_policy
+from functree.transforms.scan import Stacked, stack
 
 DEPTH, SIZE = 5, 4
 KEY = jax.random.key(0)

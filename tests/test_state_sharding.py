@@ -184,8 +184,7 @@ def test_a_filter_that_earlier_ones_hide() -> None:
     text = refused(net(), ft.StateSharding({"layers.**": P(), "**.bias": P("data"), ...: P()}))
     assert (
         "filter '**.bias'\n      decides nothing: earlier filters take all that it matches "
-        "(layers.0.bias by 'layers.**')"
-        in text
+        "(layers.0.bias by 'layers.**')" in text
     )
     assert "put it before them, or remove it" in text
     # one leaf left is enough

@@ -42,11 +42,19 @@ class Decision(NamedTuple):
 
 
 class Resolution(NamedTuple):
-    """What a layout says of some leaves: a decision for each, and what is wrong with the layout as a whole."""
+    """What a layout says of some leaves.
+
+    Attributes:
+        decisions: one for each.
+        problems: what is wrong with the layout as a whole.
+        unused: names of rules that no leaf has.
+        leaves: the leaves themselves, where the layout knows their axes better than their annotations do.
+    """
 
     decisions: list[Decision]
     problems: tuple[Problem, ...] = ()
     unused: tuple[str, ...] = ()
+    leaves: Sequence[Leaf] | None = None
 
 
 class Layout:

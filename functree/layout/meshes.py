@@ -84,7 +84,7 @@ def _with_devices(abstract: AbstractMesh) -> Mesh | AbstractMesh:
 
 
 def tracing() -> bool:
-    """Whether JAX is staging a program out; it has no other public way to ask."""
+    """Whether a trace is under way, be it of an eager `grad` or `vmap`; JAX has no other public way to ask."""
     try:
         jax.sharding.get_mesh()
     except ValueError:

@@ -89,9 +89,9 @@ def planned_state(tx: Any, model: Any, layout: Any, mesh: Any, wrt: Any, otherwi
     params = parameters(model, wrt)
     rows = {leaf.path: model_plan[leaf.path] for leaf in read(params).leaves}
     leaves, origins = trace_state(tx, params, rows)
-    described = [_described(leaf, origin, rows) for leaf, origin in zip(leaves.leaves, origins, strict=True)]
-    found = Leaves(tuple(described), (), leaves.treedef, leaves.positions, leaves.size)
-    derived = _Derived(tuple(origins), rows, None if otherwise is None else as_layout(otherwise))
+    known = [described(leaf, origin, rows) for leaf, origin in zip(leaves.leaves, origins, strict=True)]
+    found = Leaves(tuple(known), (), leaves.treedef, leaves.positions, leaves.size)
+    derived = Derived(tuple(origins), rows, None if otherwise is None else as_layout(otherwise))
     view = model_plan.view
     return plan_leaves(found, [Part(derived, Path(), leaves.size)], view), params
 
@@ -102,10 +102,13 @@ def parameters(model: Any, wrt: Any) -> Any:
     return leaves.tree(leaf.value if matches(leaf) else None for leaf in leaves.leaves)
 
 
-class _Derived(Layout):
+class Derived(Layout):
     """The layout of one optimizer state, leaf by leaf in its order."""
 
     __slots__ = ("origins", "otherwise", "rows")
+    origins: Sequence[Origin]
+    rows: Mapping[Path, Row]
+    otherwise: Layout | None
 
     def __init__(self, origins: Sequence[Origin], rows: Mapping[Path, Row], otherwise: Layout | None):
         self.origins, self.rows, self.otherwise = origins, rows, otherwise
@@ -153,7 +156,7 @@ def _kept(dims: Sequence[int | None]) -> str:
     return ", ".join("whole" if dim is None else str(dim) for dim in dims)
 
 
-def _described(leaf: Leaf, origin: Origin, rows: Mapping[Path, Row]) -> Leaf:
+def described(leaf: Leaf, origin: Origin, rows: Mapping[Path, Row]) -> Leaf:
     """The leaf with the axes of the dimensions that it has from its parameter, whose path patterns see too."""
     if origin.parameter is None:
         return leaf._replace(axes=Axes(*[None] * len(leaf.shape)), problem=None)

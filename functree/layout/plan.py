@@ -235,22 +235,23 @@ def plan_leaves(
 ) -> Plan:
     """The plan of leaves that have been read; the rest as for `plan_tree`."""
     decisions: list[Decision] = []
-    problems: list[Problem] = list(leaves.problems)
+    problems, known = list(leaves.problems), list[Leaf]()
     unused: list[str] = []
     for part, group in _grouped(leaves, parts):
         found = part.layout.resolve(group, view)
+        known += found.leaves or group
         decisions += found.decisions
         problems += found.problems
         unused += found.unused
     problems = list(dict.fromkeys(problems))
     unused = _absent(unused, leaves.leaves)
-    problems += near_misses(leaves.leaves, decisions, unused)
-    for leaf, decision in zip(leaves.leaves, decisions, strict=True):
+    problems += near_misses(known, decisions, unused)
+    for leaf, decision in zip(known, decisions, strict=True):
         unsaid = not decision.said and not leave
         if decision.problems or decision.pending or unsaid or any(decision.entries):
             problems += leaf_problems(leaf, decision, view)
-    rows = _rows(leaves.leaves, decisions, view)
-    problems += _shared(leaves.leaves, rows, same)
+    rows = _rows(known, decisions, view)
+    problems += _shared(known, rows, same)
     if problems and check:
         raise refuse(problems, view)
     return Plan(rows, leaves, view, problems, unused)
@@ -345,5 +346,5 @@ def _live_plan(tree: Any, mesh: Any) -> Plan:
     """How the arrays lie now."""
     leaves = read(tree)
     rows, found = live_rows(leaves.leaves)
-    where = mesh if mesh is not None else found
+    where = found if mesh is None else mesh
     return Plan(rows, leaves, MeshView({}) if where is None else mesh_view(where))

@@ -30,7 +30,15 @@ def broadcast(prefix: Any, tree: Any) -> list[Part]:
 
 def _parts(prefix: Any, tree: Any, path: Path) -> Iterator[Part]:
     if is_layout(prefix):
-        yield Part(as_layout(prefix), path, tree_structure(tree).num_leaves)
+        layout = as_layout(prefix)
+        if any(hasattr(type(child), "__layout__") for _, child in _inside(tree)):
+            # One layout for several arguments, a training state among them: it stands over each of them.
+            for key, child in children(tree) or ():
+                yield from _parts(layout, child, path / key)
+            return
+        # A training state is laid out by the layout of its model: it knows how the rest follows from that.
+        own = tree.__layout__(layout) if hasattr(type(tree), "__layout__") else layout
+        yield Part(own, path, tree_structure(tree).num_leaves)
         return
     layouts, nodes = children(prefix), children(tree)
     if layouts is None:
@@ -49,6 +57,11 @@ def _parts(prefix: Any, tree: Any, path: Path) -> Iterator[Part]:
         )
     for (key, below), (_, node) in zip(layouts, nodes, strict=True):
         yield from _parts(below, node, path / key)
+
+
+def _inside(tree: Any) -> Iterator[tuple[Any, Any]]:
+    """The elements of a plain container."""
+    return iter(children(tree) or ()) if isinstance(tree, list | tuple | dict) else iter(())
 
 
 def _kind(value: Any) -> str:

@@ -127,6 +127,10 @@ class StateSharding(Layout):
         problems += self._dead(leaves, groups)
         return Resolution(decisions, tuple(problems), tuple(unused))
 
+    def first(self, leaf: Leaf) -> int | None:
+        """The index of the filter that decides for a leaf."""
+        return self._chosen(leaf)
+
     def _unmatched(self, leaf: Leaf) -> Problem:
         listed = ", ".join(map(_written, self.filters[:8])) + (" and others" if len(self.filters) > 8 else "")
         why = f"no filter matches it; the filters are {listed}" if listed else "no filter matches it; there are none"

@@ -1,10 +1,16 @@
 """Annotated layers, and a Llama-like transformer built from them."""
 
 from functree.nn.attention import Attention as Attention
+from functree.nn.batch_norm import BatchNorm as BatchNorm
 from functree.nn.config import TransformerConfig as TransformerConfig
+from functree.nn.dropout import Dropout as Dropout
 from functree.nn.embedding import Embedding as Embedding
 from functree.nn.linear import Linear as Linear
 from functree.nn.mlp import MLP as MLP
+from functree.nn.norm import LayerNorm as LayerNorm
 from functree.nn.norm import RMSNorm as RMSNorm
+from functree.nn.sequential import Constrain as Constrain
+from functree.nn.sequential import Jitted as Jitted
+from functree.nn.sequential import Sequential as Sequential
 from functree.nn.transformer import Block as Block
 from functree.nn.transformer import Transformer as Transformer

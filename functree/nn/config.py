@@ -9,7 +9,7 @@ from jax.typing import DTypeLike
 
 from functree.errors import FunctreeError, Problem
 from functree.nn.attention import head_problems
-from functree.transforms.scan import Remat, remat_policy
+from functree.transforms.remat import Remat, remat_policy
 
 _SIZES = ("vocab_size", "embed", "layers", "heads", "kv_heads", "head_dim", "hidden", "max_seq")
 

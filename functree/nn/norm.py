@@ -1,4 +1,4 @@
-"""Vectors ─► vectors of root mean square one, scaled."""
+"""Vectors ─► vectors of mean zero or of root mean square one, scaled and shifted."""
 
 import equinox as eqx
 import jax
@@ -7,8 +7,10 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, PRNGKeyArray
 
+from functree.errors import AxesError
 from functree.nn.products import along
 from functree.nn.weights import Initializer, accumulator, dtype_or_none
+from functree.tree.axes import Axes, Names, names
 
 
 class RMSNorm(eqx.Module):
@@ -53,3 +55,73 @@ class RMSNorm(eqx.Module):
         unit = wide * jax.lax.rsqrt(jnp.mean(wide**2, axis=-1, keepdims=True) + self.eps)
         scaled = unit * along(self.scale.astype(wide.dtype), wide)
         return scaled.astype(x.dtype if self.compute_dtype is None else self.compute_dtype)
+
+
+class LayerNorm(eqx.Module):
+    """`(x - mean) / sqrt(variance + eps) · weight + bias`, over the last dimension.
+
+    Computed in float32 (or wider), whatever the dtype of `x`.
+
+    Args:
+        size: of the last dimension.
+        eps: keeps constant vectors finite.
+        use_weight: whether to scale, by a weight that starts at one.
+        use_bias: whether to shift, by a bias that starts at zero.
+        axes: the name of the last dimension.
+        param_dtype: the dtype the weight and the bias are kept in.
+        compute_dtype: the dtype of the result; `None`: that of `x`.
+
+    Raises:
+        AxesError: `axes` is not one name.
+
+    Examples:
+        >>> print(ft.nn.LayerNorm(3)(jnp.array([1.0, 2.0, 3.0])).round(3))
+        [-1.225  0.     1.225]
+    """
+
+    weight: Float[Array, "size"] | None
+    bias: Float[Array, "size"] | None
+    eps: float = eqx.field(static=True)
+    axes: Axes = eqx.field(static=True)
+    compute_dtype: np.dtype | None = eqx.field(static=True)
+
+    def __init__(
+        self,
+        size: int,
+        eps: float = 1e-5,
+        use_weight: bool = True,
+        use_bias: bool = True,
+        *,
+        axes: str | Axes = "embed",
+        param_dtype: DTypeLike = jnp.float32,
+        compute_dtype: DTypeLike | None = None,
+    ):
+        self.axes = one_axis("LayerNorm", axes)
+        self.weight = jnp.ones((size,), param_dtype) if use_weight else None
+        self.bias = jnp.zeros((size,), param_dtype) if use_bias else None
+        self.eps, self.compute_dtype = eps, dtype_or_none(compute_dtype)
+
+    def __axis_names__(self) -> Names:
+        """The axes of this instance's leaves, which the class cannot know."""
+        return names(weight=self.axes, bias=self.axes)
+
+    def __call__(self, x: Float[Array, "*batch size"]) -> Float[Array, "*batch size"]:
+        wide = x.astype(accumulator(x.dtype))
+        centred = wide - jnp.mean(wide, axis=-1, keepdims=True)
+        unit = centred * jax.lax.rsqrt(jnp.mean(centred**2, axis=-1, keepdims=True) + self.eps)
+        scaled = affine(unit, self.weight, self.bias)
+        return scaled.astype(x.dtype if self.compute_dtype is None else self.compute_dtype)
+
+
+def one_axis(layer: str, axes: str | Axes) -> Axes:
+    """The name of a layer's one dimension. Raises AxesError where it is not one."""
+    found = Axes.of(axes)
+    if len(found) != 1:
+        raise AxesError(f'{layer}(axes="{found}"): its vectors have one dimension: "embed"')
+    return found
+
+
+def affine(x: Float[Array, "*batch size"], weight: Array | None, bias: Array | None) -> Float[Array, "*batch size"]:
+    """`x · weight + bias` over the last dimension, each where there is one."""
+    x = x if weight is None else x * along(weight.astype(x.dtype), x)
+    return x if bias is None else x + along(bias.astype(x.dtype), x)

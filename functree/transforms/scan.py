@@ -2,7 +2,6 @@
 
 import operator
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any, Generic, TypeVar, overload
 
 import equinox as eqx
@@ -10,19 +9,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int, PRNGKeyArray
 
-from functree.errors import AxesError, FunctreeError, Problem, count, did_you_mean
+from functree.errors import AxesError, FunctreeError, Problem
+from functree.transforms.remat import Offload, Remat, check_names, remat_policy
 from functree.tree.paths import Path
 
 T = TypeVar("T")
 X = TypeVar("X")
-
-#: What the backward pass recomputes: a name, `ft.offload(...)`, or a policy of `jax.checkpoint_policies`.
-Remat = str | Callable[..., Any] | None
-
-_POLICIES: dict[str, Callable[..., Any]] = {
-    "full": jax.checkpoint_policies.nothing_saveable,
-    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
-}
+S = TypeVar("S")
 
 
 class Stacked(eqx.Module, Generic[T]):
@@ -87,7 +80,11 @@ class Stacked(eqx.Module, Generic[T]):
         """`x` through the layers in order; each is called as `layer(x, *args)`."""
         return self.scan(x, *args)
 
-    def scan(self, x: X, *args: Any, remat: Remat = None, unroll: int | bool = 1) -> X:
+    @overload
+    def scan(self, x: X, *args: Any, remat: Remat = None, unroll: int | bool = 1, state: None = None) -> X: ...
+    @overload
+    def scan(self, x: X, *args: Any, remat: Remat = None, unroll: int | bool = 1, state: S) -> tuple[X, S]: ...
+    def scan(self, x: Any, *args: Any, remat: Remat = None, unroll: int | bool = 1, state: Any = None) -> Any:
         """`x` through the layers in order, with a say in what the backward pass keeps.
 
         Args:
@@ -97,10 +94,16 @@ class Stacked(eqx.Module, Generic[T]):
                 `"dots"`: also the products with weights; `ft.offload(...)`: values by their names, in host memory;
                 or a policy of `jax.checkpoint_policies`.
             unroll: layers in one iteration of the loop, as in `jax.lax.scan`.
+            state: an `ft.State`. Each layer is then called as `layer(x, *args, state=state)` and returns `(x, state)`;
+                of what its `StateRef`s declare it sees its own part. What a ref outside of the stack declares too is
+                one for all layers, and goes through them in order.
+
+        Returns:
+            `x` after the last layer; with `state=`, `(x, state)`.
 
         Raises:
             FunctreeError: a layer changes x's shape or dtype; an unknown `remat`; a name to offload that no value of
-                a layer has.
+                a layer has; a layer that is given a state and returns none.
 
         Examples:
             >>> layers = ft.stack(lambda key: ft.nn.MLP(4, 8, key=key), 3, jax.random.key(0))
@@ -108,12 +111,18 @@ class Stacked(eqx.Module, Generic[T]):
             (5, 4)
         """
         arrays, static = eqx.partition(self.layer, eqx.is_array)
+        shared, own = ({}, {}) if state is None else state.__of_layers__(self.layer)
 
-        def step(x: X, arrays: Any) -> tuple[X, None]:
+        def step(carry: tuple[X, Any], slices: tuple[Any, Any]) -> tuple[tuple[X, Any], Any]:
+            (x, shared), (arrays, own) = carry, slices
             layer = eqx.combine(arrays, static)
-            y = layer(x, *args)
+            if state is None:
+                y = layer(x, *args)
+            else:
+                y, after = _stateful(layer, layer(x, *args, state=state.update({**shared, **own})))
+                shared, own = {path: after[path] for path in shared}, {path: after[path] for path in own}
             _check_same_type(layer, x, y)
-            return y, None
+            return (y, shared), own
 
         depth = len(self)
         if (policy := remat_policy(remat)) is not None:
@@ -121,12 +130,13 @@ class Stacked(eqx.Module, Generic[T]):
             unrolled = unroll is True or unroll >= depth
             step = jax.checkpoint(step, policy=policy, prevent_cse=unrolled)
 
-        def run(x: X, arrays: Any) -> X:
-            return jax.lax.scan(step, x, arrays, length=depth, unroll=unroll)[0]
+        def run(x: Any, arrays: Any) -> Any:
+            return jax.lax.scan(step, (x, shared), (arrays, own), length=depth, unroll=unroll)
 
-        if isinstance(policy, _Offload):
-            _check_names(policy, type(self.layer).__name__, run, x, arrays)
-        return run(x, arrays)
+        if isinstance(policy, Offload):
+            check_names(policy, type(self.layer).__name__, run, x, arrays)
+        (x, shared), own = run(x, arrays)
+        return x if state is None else (x, state.update({**shared, **own}))
 
 
 def stack(make: Callable[[PRNGKeyArray], T], n: int, key: PRNGKeyArray, axis: str = "layers") -> Stacked[T]:
@@ -150,125 +160,6 @@ def stack(make: Callable[[PRNGKeyArray], T], n: int, key: PRNGKeyArray, axis: st
     if not isinstance(n, int) or n < 1:
         raise FunctreeError(f"stack(n={n!r}): the number of layers is a positive integer")
     return Stacked(eqx.filter_vmap(make)(jax.random.split(key, n)), axis)
-
-
-@dataclass(frozen=True)
-class _Offload:
-    """A checkpoint policy that is equal by value, so that a config which holds one compiles nothing twice."""
-
-    names: tuple[str, ...]
-    others: Remat
-
-    def __call__(self, prim: Any, *args: Any, **params: Any) -> Any:
-        named = prim.name == "name" and params["name"] in self.names
-        policy = _to_host(self.names) if named else remat_policy(self.others)
-        return policy is None or policy(prim, *args, **params)
-
-    def __repr__(self) -> str:
-        others = () if self.others == "full" else (f"others={self.others!r}",)
-        return f"offload({', '.join([*map(repr, self.names), *others])})"
-
-
-def _to_host(names: tuple[str, ...]) -> Callable[..., Any]:
-    return jax.checkpoint_policies.save_and_offload_only_these_names(
-        names_which_can_be_saved=[],
-        names_which_can_be_offloaded=list(names),
-        offload_src="device",
-        offload_dst="pinned_host",
-    )
-
-
-def offload(*names: str, others: Remat = "full") -> Callable[..., Any]:
-    """For `remat=`: the backward pass reads the values of these names from host memory.
-
-    A layer names a value by `x = jax.ad_checkpoint.checkpoint_name(x, "name")`. Each goes to pinned host memory in the
-    forward pass and comes back in the backward pass. The layers of `ft.nn` say in their documentation what they name.
-
-    Also a policy for `jax.checkpoint`, which does not tell of a name that no value has.
-
-    Args:
-        *names: of the values.
-        others: what of all other values is kept on the device, as in `Stacked.scan(remat=...)`.
-
-    Returns:
-        A policy, equal by value.
-
-    Raises:
-        FunctreeError: no names, or what is no identifier; an unknown `others`.
-
-    Examples:
-        >>> layers = ft.stack(lambda key: ft.nn.MLP(4, 8, key=key), 3, jax.random.key(0))
-        >>> layers.scan(jnp.ones((5, 4)), remat=ft.offload("mlp_gate", "mlp_up")).shape
-        (5, 4)
-        >>> layers.scan(jnp.ones((5, 4)), remat=ft.offload("mlp_gates"))
-        Traceback (most recent call last):
-            ...
-        functree.errors.FunctreeError: 1 name to offload that MLP gives to no value
-        <BLANKLINE>
-          "mlp_gates"
-              no value has this name; did you mean `mlp_gate`?
-        <BLANKLINE>
-        Try: one of `mlp_gate`, `mlp_up`
-    """
-    if not names:
-        raise FunctreeError('offload() needs the names of values: offload("hidden")')
-    for name in names:
-        if not (isinstance(name, str) and name.isidentifier()):
-            raise FunctreeError(f'offload({name!r}): the name of a value is an identifier: "hidden"')
-    remat_policy(others)
-    if isinstance(others, _Offload):
-        names, others = (*names, *others.names), others.others
-    return _Offload(names, others)
-
-
-def _check_names(policy: _Offload, layer: str, run: Callable[..., Any], *operands: Any) -> None:
-    """Raise for a name that no value has: JAX would recompute what was meant, and say nothing.
-
-    The names are read in the traced program, so that a call without a gradient is checked too: a policy that recorded
-    them would see only what is differentiated, too late to refuse. JAX remembers its trace of the step, and no layer's
-    code runs twice. Only `jax.custom_vjp` hides names until it is differentiated.
-    """
-    found = _names(jax.make_jaxpr(run)(*operands))
-    if not found.issuperset(policy.names):
-        found |= _names(jax.make_jaxpr(lambda *operands: jax.linearize(run, *operands)[0])(*operands))
-    there = ", ".join(f"`{name}`" for name in sorted(found))
-    remedy = f"one of {there}" if there else 'name a value: `x = jax.ad_checkpoint.checkpoint_name(x, "name")`'
-    problems = [
-        Problem(None, None, f'"{name}"', f"no value has this name{did_you_mean(name, found)}", remedy)
-        for name in policy.names
-        if name not in found
-    ]
-    if problems:
-        raise FunctreeError(f"{count(len(problems), 'name')} to offload that {layer} gives to no value", problems)
-
-
-def _names(jaxpr: Any) -> set[str]:
-    """The names of values in a program, and in the programs that its equations hold."""
-    eqns = getattr(jaxpr, "jaxpr", jaxpr).eqns
-    found = {eqn.params["name"] for eqn in eqns if eqn.primitive.name == "name"}
-    params = [value for eqn in eqns for value in eqn.params.values()]
-    inner = [x for value in params for x in (value if isinstance(value, tuple) else (value,)) if hasattr(x, "eqns")]
-    return found.union(*map(_names, inner))
-
-
-def remat_policy(remat: Remat) -> Callable[..., Any] | None:
-    """The policy that a `remat=` argument stands for; `None` where nothing is recomputed.
-
-    Raises:
-        FunctreeError: neither a known name nor callable.
-
-    Examples:
-        >>> from functree.transforms.scan import remat_policy
-        >>> remat_policy("dots") is jax.checkpoint_policies.dots_with_no_batch_dims_saveable
-        True
-    """
-    if remat is None or callable(remat):
-        return remat
-    if isinstance(remat, str) and remat in _POLICIES:
-        return _POLICIES[remat]
-    raise FunctreeError(
-        f'remat={remat!r}: write None, "full", "dots", `ft.offload("name")` or one of `jax.checkpoint_policies`'
-    )
 
 
 def _depth(stacked: Stacked[Any]) -> int:
@@ -319,6 +210,13 @@ def _position(index: Any, depth: int) -> Any:
     if not -depth <= position < depth:
         raise FunctreeError(f"layer {position} of a Stacked of {depth}: the index is out of range")
     return position
+
+
+def _stateful(layer: Any, result: Any) -> tuple[Any, Any]:
+    """What a layer that was given a state returns: the result, and the state after it."""
+    if isinstance(result, tuple) and len(result) == 2 and hasattr(result[1], "__of_layers__"):
+        return result
+    raise FunctreeError(f"{type(layer).__name__} is given `state=` and returns no `(y, state)`")
 
 
 def _check_same_type(layer: Any, x: Any, y: Any) -> None:

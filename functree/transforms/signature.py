@@ -64,6 +64,7 @@ class Signature:
         bound = {p.name for p in parameters[: len(self._args)]} | set(self._kwargs)
         self.positional = tuple(p.name for p in parameters if p.kind in ordered and p.name not in bound)
         self.by_name = next((p.name for p in parameters if p.kind is kinds.VAR_KEYWORD), None)
+        self._many = next((p.name for p in parameters if p.kind is kinds.VAR_POSITIONAL), None)
         self.call = _record(self.fun, {p.name: _annotation(self.fun, p) for p in parameters})
         by_position = (kinds.POSITIONAL_ONLY, kinds.POSITIONAL_OR_KEYWORD)
         self._simple = all(p.kind in by_position for p in parameters) and not self._kwargs
@@ -79,12 +80,24 @@ class Signature:
     def bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """A call, defaults filled in. Raises TypeError as Python does."""
         if self._simple and not kwargs:
+            if len(args) == len(self._defaults):
+                return tuple.__new__(self.call, (*self._args, *args))
             values = (*args, *self._defaults[len(args) :])
             if len(values) == len(self._defaults) and not any(x is _REQUIRED for x in values[len(args) :]):
                 return self.call(*self._args, *values)
         bound = self._signature.bind(*self._args, *args, **{**self._kwargs, **kwargs})
         bound.apply_defaults()
         return self.call(*bound.arguments.values())
+
+    def each(self, call: Any) -> Iterator[tuple[Path, Any]]:
+        """A call's arguments by path, one by one where a parameter takes any number of them."""
+        for name, value in zip(self.parameters, call, strict=True):
+            if name == self.by_name:
+                yield from ((Path((name, key)), value[key]) for key in value)
+            elif name == self._many:
+                yield from ((Path((name, i)), one) for i, one in enumerate(value))
+            else:
+                yield Path((name,)), value
 
     def run(self, call: Any, fun: Callable[..., Any] | None = None) -> Any:
         """The result for a call, of the function or of one that takes the same."""

@@ -24,8 +24,10 @@ class Structure:
 
     Attributes:
         leaves: how each array is called; the arrays themselves are let go.
+        heads: the place of the first array of each parameter.
         take: from a call to its arrays, or None if it is of another structure.
         build: from arrays to a call.
+        spread: whether such calls had arrays on several devices.
         bodies: what is traced for it, by whatever a trace depends on.
         programs: what is compiled for it, by whatever that depends on.
         last: the key and the program that were used last.
@@ -37,11 +39,20 @@ class Structure:
         self.take: Any = taker(form)
         self.build: Any = builder(form)
         self.paths: tuple[Path, ...] = tuple(leaf.path for leaf in leaves.leaves)
+        self.heads: tuple[int, ...] = _heads(self.paths)
         self.leaves: Leaves = Leaves((), (), leaves.treedef, leaves.positions, leaves.size)
         self.statics: dict[Path, Any] = {path: static.value for path, static in form.statics()}
+        self.spread: bool = False
         self.bodies: dict[Any, Any] = {}
         self.programs: dict[Any, Any] = {}
         self.last: tuple[Any, Any] | None = None
+
+
+def _heads(paths: Sequence[Path]) -> tuple[int, ...]:
+    first: dict[Any, int] = {}
+    for i, path in enumerate(paths):
+        first.setdefault(path[:1], i)
+    return tuple(first.values())
 
 
 class Found(NamedTuple):

@@ -282,7 +282,11 @@ def _larger_than(leaf: Leaf, elements: float) -> bool:
 
 
 def _trainable(leaf: Leaf) -> bool:
-    return not leaf.buffer and _has_dtype(leaf, jnp.inexact)
+    return not leaf.buffer and not _state(leaf) and _has_dtype(leaf, jnp.inexact)
+
+
+def _state(leaf: Leaf) -> bool:
+    return any(hasattr(cls, "__holds_state__") for cls in leaf.within)
 
 
 def _buffer(leaf: Leaf) -> bool:
@@ -290,7 +294,7 @@ def _buffer(leaf: Leaf) -> bool:
 
 
 is_trainable: Filter = Asks("is_trainable", _trainable)
-"""Inexact arrays that are not an `ft.Buffer`.
+"""Inexact arrays that are neither an `ft.Buffer` nor state.
 
 Examples:
     >>> ~ft.is_trainable
@@ -304,6 +308,16 @@ Examples:
     >>> static, buffers, rest = ft.split({"w": jnp.ones(2)}, ft.is_buffer, ...)
     >>> buffers
     {'w': None}
+"""
+
+
+is_state: Filter = Asks("is_state", _state)
+"""Arrays in an `ft.State`, and the values that `ft.StateRef`s begin with.
+
+Examples:
+    >>> static, state, rest = ft.split({"count": ft.StateRef(0), "w": jnp.ones(2)}, ft.is_state, ...)
+    >>> rest["count"].init is None, rest["w"].shape
+    (True, (2,))
 """
 
 

@@ -168,6 +168,8 @@ class _Walk:
             inside, child_hint = (*within, cls), hint.child(None)
             for key in _sorted_keys(node, path):
                 self.visit(node[key], child_hint, (*path, key), inside, stack, scopes, buffer, pending)
+        elif kind == "state":
+            self._state(node, path, (*within, cls))
         elif kind == "packed":
             self._packed(node, hint, path, within, stack, scopes, buffer, pending)
         elif kind == "named tuple":
@@ -186,6 +188,8 @@ class _Walk:
             kind = "array"
         elif _is_packed(node):
             kind = "packed"
+        elif hasattr(cls, "__leaf_entries__"):
+            kind = "state"
         elif default_registry.flatten_one_level(node) is None:
             return "leaf"  # not remembered: an array of another dtype may have the same class
         else:
@@ -250,6 +254,19 @@ class _Walk:
         self.positions[known:] = [first + i for i, leaf in enumerate(flat) if is_array(leaf)]
         self.size = first + len(flat)
 
+    def _state(self, node: Any, path: tuple[Any, ...], within: tuple[type, ...]) -> None:
+        """A node that tells of each of its children the path in a model, the axes, and how many are those of stacks."""
+        for (below, axes, stacked), child in zip(
+            node.__leaf_entries__(), tree_leaves(node, is_leaf=_is_none), strict=True
+        ):
+            if child is None:
+                continue
+            place = Path((*path, *below))
+            self.size += 1
+            if is_array(child):
+                self.positions.append(self.size - 1)
+                self.leaves.append(Leaf(place, child, axes, within, (), stacked, any(axes) or not child.shape))
+
     def unmatched(self, node: Any, path: tuple[Any, ...], scopes: tuple[Scope, ...]) -> None:
         """Note the names of a place's scopes that none of its leaves has."""
         self.problems += unmatched(_unpacked(node) if self.packed else node, path, scopes)
@@ -274,6 +291,10 @@ class _Walk:
         given = scoped_axes(place, scopes) if scopes else None
         axes, annotated, unnamed, spec, problem = read_hint(self.reading, value, place, hint, given, stack)
         self.leaves.append(Leaf(place, value, axes, within, (), len(stack), annotated, unnamed, spec, buffer, problem))
+
+
+def _is_none(node: Any) -> bool:
+    return node is None
 
 
 def _is_packed(node: Any) -> bool:

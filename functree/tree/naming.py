@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from jax.tree_util import tree_flatten_with_path
+from jax.tree_util import tree_flatten_with_path, tree_leaves
 
 from functree.errors import Problem, did_you_mean
 from functree.tree.axes import Axes, Names
@@ -71,7 +71,10 @@ def unmatched(node: Any, path: tuple[Any, ...], scopes: Iterable[Scope]) -> list
 
 
 def _is_none(node: Any, pattern: str) -> bool:
-    """Whether a pattern without wildcards leads to None, or through it: to a part that the module goes without."""
+    """Whether a pattern without wildcards leads to nothing, or through it: to a part that the module goes without.
+
+    That is None, or what an optimizer puts in the place of parameters that it leaves alone.
+    """
     if literal_text(pattern) is None:
         return False
     for key in Path.parse(pattern):
@@ -79,7 +82,7 @@ def _is_none(node: Any, pattern: str) -> bool:
             node = getattr(node, key) if isinstance(key, str) and hasattr(node, key) else node[key]
         except (TypeError, LookupError):
             return False
-        if node is None:
+        if not tree_leaves(node):
             return True
     return False
 

@@ -37,7 +37,10 @@ class Difference(NamedTuple):
 
 
 def _text(value: Any) -> str:
-    return str(MeshView(dict(value.shape))) if isinstance(value, Mesh | AbstractMesh) else str(value)
+    if not isinstance(value, Mesh | AbstractMesh):
+        return str(value)
+    kinds = "/".join(dict.fromkeys(kind.name for kind in value.axis_types))
+    return f"{MeshView(dict(value.shape))} {kinds}"
 
 
 class Compilation(NamedTuple):
@@ -143,5 +146,5 @@ class Log:
             warnings.warn(
                 f"{self.name} compiles a third time for `{changed.path}` alone, a Python number and so static "
                 f"({changed.before!r}, now {changed.now!r}): hand it over as an array, `jnp.asarray(...)`, to trace it",
-                stacklevel=4,
+                stacklevel=5,
             )

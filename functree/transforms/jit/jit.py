@@ -33,7 +33,6 @@ def jit(
 ) -> Jit[_P, _T]: ...
 @overload
 def jit(
-    fun: None = None,
     *,
     in_shardings: Any = None,
     out_shardings: Any = None,
@@ -63,6 +62,8 @@ def jit(
     **refused: Any,
 ) -> Any:
     """Compile a function over modules, at no cost over `jax.jit` on the same tree.
+
+    Rules read the annotations of the function's parameters and result, and of the modules among them.
 
     Arrays are traced (numpy's too); every other leaf is static, by type and value, Python numbers among them. What is
     bound to the function (`self`, a partial's arguments, a module that is called) are arguments too, and are traced.
@@ -121,7 +122,7 @@ def jit(
         static = [*_named(signature, "static_argnums", static_argnums)]
         static += _named(signature, "static_argnames", static_argnames)
         donated = signature.parameters if donate is ... else _named(signature, "donate", donate)
-        for name in static:
+        for name in (name.rpartition(".")[2] for name in static):
             if isinstance(in_shardings, dict) and in_shardings.get(name) is not None:
                 raise RuleError(f"in_shardings: `{name}` is static, so it lies nowhere: leave it out")
         told = Options(in_shardings, out_shardings, mesh, rules, frozenset(donated), frozenset(static), options)
@@ -145,11 +146,11 @@ _REFUSED = {
 
 
 def _named(signature: Signature, option: str, which: Any) -> Iterable[str]:
-    """The names of the parameters that an option gives by name or position."""
+    """The names of the parameters that an option gives by name or position; `more.mode` for one among any names."""
     for one in (which,) if isinstance(which, int | str) else tuple(which):
         known = signature.parameters
         if isinstance(one, str) and (one in known or signature.by_name is not None):
-            yield one if one in known else signature.by_name or one
+            yield one if one in known else f"{signature.by_name}.{one}"
         elif type(one) is int and -len(signature.positional) <= one < len(signature.positional):
             yield signature.positional[one]
         else:

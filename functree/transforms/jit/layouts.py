@@ -12,6 +12,7 @@ from functree.errors import Problem, ShardingError, count
 from functree.layout.layouts import spec_text
 from functree.layout.meshes import MeshView
 from functree.layout.plan import Plan, plan_tree
+from functree.transforms.signature import Signature
 from functree.tree.leaf import array_text
 from functree.tree.paths import Path
 
@@ -95,16 +96,19 @@ def sharding_text(sharding: Any) -> str:
     return f"{spec_text(sharding.spec)} on {MeshView(dict(sharding.mesh.shape))}{kind}"
 
 
-def outputs(result: Any, layouts: Any, mesh: Mesh | AbstractMesh | None) -> Shardings:
-    """Resolve `out_shardings`, a prefix of the result.
+def outputs(signature: Signature, result: Any, layouts: Any, mesh: Mesh | AbstractMesh | None) -> Shardings:
+    """Resolve `out_shardings`, a prefix of the result; rules read the annotation of what the function returns.
 
     Raises:
         ShardingError: what cannot be laid out so. RuleError: the prefix has another structure than the result.
     """
-    return _shardings(plan_tree({RESULT: result}, {RESULT: layouts}, _planning(mesh), leave=True))
-
-
-RESULT = "result"  # what paths call it
+    record = signature.result
+    planned = plan_tree(record(result), record(layouts), _planning(mesh), check=False, leave=True)
+    if planned.problems:
+        at_fault = count(len({problem.path for problem in planned.problems}), "leaf")
+        headline = f"{signature.name}: {at_fault} cannot go where out_shardings says, on mesh {planned.view}"
+        raise ShardingError(headline, planned.problems)
+    return _shardings(planned)
 
 
 def _planning(mesh: Mesh | AbstractMesh | None) -> Mesh | AbstractMesh | None:
@@ -147,6 +151,8 @@ def _other(one: Mesh | AbstractMesh, other: Mesh | AbstractMesh) -> str | None:
         return text
     if isinstance(one, Mesh) and isinstance(other, Mesh) and one.devices.tolist() != other.devices.tolist():
         return f"{text}, of other devices"
+    if AxisType.Manual in (*one.axis_types, *other.axis_types):  # inside `shard_map`
+        return None
     kinds = [AxisType.Explicit in mesh.axis_types for mesh in (one, other)]
     return f"{text} with {'Explicit' if kinds[0] else 'Auto'} axes" if kinds[0] != kinds[1] else None
 

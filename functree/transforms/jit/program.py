@@ -11,7 +11,7 @@ from jax.tree_util import GetAttrKey, register_pytree_with_keys, tree_map
 
 from functree.transforms.ambient import axis_rules
 from functree.transforms.jit.layouts import Shardings, elsewhere, mesh_of
-from functree.transforms.jit.statics import StaticValue
+from functree.transforms.jit.statics import values_of
 from functree.transforms.result import Result
 from functree.transforms.signature import Signature
 from functree.transforms.structures import Structure
@@ -57,8 +57,9 @@ class Groups:
 
     def __init__(self, structure: Structure, donated: frozenset[str]):
         paths = structure.paths
-        self.donated: tuple[int, ...] = tuple(i for i, path in enumerate(paths) if path[0] in donated)
-        self.kept: tuple[int, ...] = tuple(i for i, path in enumerate(paths) if path[0] not in donated)
+        given = [path[0] in donated or ".".join(map(str, path[:2])) in donated for path in paths]
+        self.donated: tuple[int, ...] = tuple(i for i, is_given in enumerate(given) if is_given)
+        self.kept: tuple[int, ...] = tuple(i for i, is_given in enumerate(given) if not is_given)
         self.take_donated: Any = _taker(self.donated, len(paths))
         self.take_kept: Any = _taker(self.kept, len(paths))
         self.labels: tuple[Labels, Labels] = (
@@ -104,8 +105,9 @@ class Where(NamedTuple):
     def entered(self, arrays: Sequence[Any]) -> Iterator[None]:
         """The mesh and the rules, while the body is traced. In Auto mode, too, a tracer's type tells its mesh."""
         mesh = self.mesh if self.mesh is not None else mesh_of(arrays)
+        manual = jax.sharding.get_abstract_mesh().manual_axes  # inside `shard_map` the mesh is what it has made of it
         with ExitStack() as stack:
-            if mesh is not None:
+            if mesh is not None and not manual:
                 abstract = mesh.abstract_mesh if isinstance(mesh, Mesh) else mesh
                 stack.enter_context(jax.sharding.use_abstract_mesh(abstract))
             if self.rules is not None:
@@ -141,11 +143,10 @@ class Body:
 
     def _run(self, arrays: Sequence[Any]) -> Result:
         call = self.structure.build(arrays)
-        values = [value.value if isinstance(value, StaticValue) else value for value in call]
         with self.where.entered(arrays):
             if (error := elsewhere(self.signature.name, self.structure.paths, arrays, self.where.mesh)) is not None:
                 raise error
-            result = self.signature.run(type(call)(*_unpacked(values)))
+            result = self.signature.run(type(call)(*_unpacked(values_of(call))))
         return Result.of(_repacked(result, self._packed))
 
 
@@ -161,14 +162,17 @@ class Program:
         out_shardings: for each array of the result; None if nothing was asked.
         moved: the places of the arrays that JAX puts on their devices in every call.
         calls: how often it was called with such arrays.
-        spread: whether arrays lie on several devices; there JAX 0.10 ends the process where one has been deleted.
+        entered: the mesh to enter around a call; None where it is the current one.
+        careful: whether a call is checked before: arrays are donated, or lie on several devices, where JAX 0.10 ends
+            the process if one has been deleted, or there are no devices.
     """
 
     in_shardings: Shardings | None = None
     out_shardings: Shardings | None = None
     moved: tuple[int, ...] = ()
     calls: int = 0
-    spread: bool = False
+    entered: Mesh | None = None
+    careful: bool = False
 
     def __init__(self, body: Body, options: dict[str, Any]):
         self.body: Body = body

@@ -18,7 +18,7 @@ from functree.transforms.ambient import ambient_rules
 from functree.transforms.entries import Entries
 from functree.transforms.jit.closing import Kept, closed, state_form
 from functree.transforms.jit.compilations import Compilation, Log, situation
-from functree.transforms.jit.donation import refuse_deleted, refuse_twice, twice_by_identity
+from functree.transforms.jit.donation import is_gone, refuse_deleted, refuse_twice, twice_by_identity
 from functree.transforms.jit.layouts import elsewhere, inputs, mesh_of, outputs
 from functree.transforms.jit.monitor import lowerings
 from functree.transforms.jit.program import Body, Program, Where
@@ -46,22 +46,6 @@ class Options(NamedTuple):
     jax: dict[str, Any]
 
 
-class Prepared(NamedTuple):
-    """A call, ready for JAX.
-
-    Attributes:
-        program: to run.
-        arrays: its arguments.
-        concrete: whether all of them are JAX's own.
-        context: the mesh to enter around it.
-    """
-
-    program: Program
-    arrays: Sequence[Any]
-    concrete: bool
-    context: AbstractContextManager[Any]
-
-
 class Jit(Generic[_P, _T]):
     """A function that is compiled once for each structure of its arguments; made by `ft.jit`.
 
@@ -76,6 +60,8 @@ class Jit(Generic[_P, _T]):
     """
 
     compilations: list[Compilation]
+    __name__: str
+    __wrapped__: Callable[_P, _T]
 
     def __init__(self, fun: Callable[_P, _T], signature: Signature, options: Options):
         functools.update_wrapper(self, fun, updated=())
@@ -89,23 +75,31 @@ class Jit(Generic[_P, _T]):
         self.compilations = self._log.records
 
     def __call__(self, *args: _P.args, **kwargs: _P.kwargs) -> _T:
-        program, arrays, concrete, context = self._prepare(args, kwargs)
-        groups = program.groups
-        if not concrete or isinstance(program.where.mesh, AbstractMesh):
-            _refuse_abstract(self._signature.name, program, arrays)
-        elif (groups.donated or program.spread) and True in [array.is_deleted() for array in arrays]:
-            refuse_deleted(program, arrays)
-        if groups.donated and twice_by_identity(groups.take_donated(arrays), groups.take_kept(arrays)):
-            refuse_twice(program, arrays, by_buffer=False)
+        # What most calls need not do is left out of their way: where a call has 300 µs, each function that it enters
+        # for the first time in a while costs one or two.
+        program, found = self._prepare(args, kwargs)
+        arrays = found.arrays
+        if program.careful or not found.concrete:
+            _check(program, found)
         before = lowerings.count
-        with context:
+        if program.entered is None:
             result = program(arrays)
-        if lowerings.count != before and not (tracing() or any(isinstance(x, Tracer) for x in arrays)):
-            program.spread = program.spread or _spread(arrays)
-            self._log.add(situation(program.structure, arrays, *program.where))
+        else:
+            with _around(program.entered):
+                result = program(arrays)
+        if lowerings.count != before:
+            self._note(program, arrays)
         if program.moved:
             _warn_moved(program)
         return result
+
+    def _note(self, program: Program, arrays: Sequence[Any]) -> None:
+        """A call has compiled something, unless it is a part of another program."""
+        if tracing() or any(isinstance(x, Tracer) for x in arrays):
+            return
+        if _spread(arrays):
+            program.careful = program.structure.spread = True
+        self._log.add(situation(program.structure, arrays, *program.where))
 
     def trace(self, *args: _P.args, **kwargs: _P.kwargs) -> Traced:
         """Trace a call, of arrays or of `jax.ShapeDtypeStruct`s, without running it."""
@@ -120,42 +114,46 @@ class Jit(Generic[_P, _T]):
         return self._trace((), args, kwargs).out_info
 
     def _trace(self, bound: tuple[Any, ...], args: Sequence[Any], kwargs: dict[str, Any]) -> Traced:
-        program, arrays, _, context = self._prepare((*bound, *args), kwargs)
-        with context:
-            traced = program.jitted.trace(*program.groups.split(arrays))
-        told = situation(program.structure, arrays, *program.where)
+        program, found = self._prepare((*bound, *args), kwargs)
+        with _around(program.entered):
+            traced = program.jitted.trace(*program.groups.split(found.arrays))
+        told = situation(program.structure, found.arrays, *program.where)
         return Traced(traced, Origin(program, bound, self._options.static, told))
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         return self if instance is None else Bound(self, instance)
 
     def __repr__(self) -> str:
-        return f"<ft.jit of {self._signature.name}, compiled {len(self.compilations)} times>"
+        return f"<ft.jit of {self._signature.name}>"
 
-    def _prepare(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Prepared:
-        """The program for a call, made if there is none yet."""
-        options = self._options
-        call = statically(self._signature.bind(args, kwargs), options.static)
+    def _prepare(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Program, Found]:
+        """The program for a call, made if there is none yet; and the call taken apart."""
+        options, call = self._options, self._signature.bind(args, kwargs)
+        if options.static:
+            call = statically(call, options.static)
         found = self._structures.find(call)
-        here = options.mesh if options.mesh is not None else current_mesh()
-        key: Any = (here, options.rules if options.rules is not None else ambient_rules())
-        if self._laid:
-            key = (*key, *_lie(found))
         structure = found.structure
+        rules = options.rules if options.rules is not None else ambient_rules()
+        mesh: Any = options.mesh or jax.sharding.get_abstract_mesh()
+        key: Any
+        if self._laid:
+            key = (mesh if mesh.empty else options.mesh or current_mesh(), rules, *_lie(found))
+        else:
+            key = (mesh, rules, _meshes(found) if structure.spread else ())
         # Most calls are as the last one was: to compare what is mostly the same objects is cheaper than to hash it.
         last = structure.last
         if last is None or last[0] != key:
             program = structure.programs.get(key)
             if program is None:
-                program = structure.programs[key] = self._program(call, found, Where(*key[:2]))
+                program = structure.programs[key] = self._program(call, found, rules)
             structure.last = last = key, program
-        program = last[1]
-        return Prepared(program, found.arrays, found.concrete, _around(program.where.mesh))
+        return last[1], found
 
-    def _program(self, call: Any, found: Found, where: Where) -> Program:
+    def _program(self, call: Any, found: Found, rules: Layout | None) -> Program:
         """A new program: all that is checked and resolved once."""
         name, options, (structure, arrays, _) = self._signature.name, self._options, found
-        mesh, asked = where.mesh, None
+        here = current_mesh()
+        mesh, asked = options.mesh or here, None
         if mesh is None and self._laid:
             mesh = mesh_of(arrays)
         if self._entries is not None:
@@ -163,15 +161,21 @@ class Jit(Generic[_P, _T]):
             mesh = asked.mesh
         if (error := elsewhere(name, structure.paths, arrays, mesh)) is not None:
             raise error
-        where = Where(mesh, where.rules)
+        where = Where(mesh, rules)
         if where not in structure.bodies:
             structure.bodies[where] = Body(self._signature, structure, options.donated, where)
         program = Program(structure.bodies[where], options.jax)
+        program.entered = options.mesh if isinstance(options.mesh, Mesh) else None
+        program.careful = bool(program.groups.donated) or isinstance(mesh, AbstractMesh)
+        if _spread(arrays):
+            program.careful = structure.spread = True
         if asked is not None:
             program.lay_inputs(asked.shardings, asked.moved)
+        if any(map(is_gone, arrays)):
+            refuse_deleted(program, arrays)
         if program.groups.donated:
             refuse_twice(program, arrays, by_buffer=True)
-        with _around(mesh):
+        with _around(program.entered):
             traced = program.jitted.trace(*program.groups.split(arrays))
             self._lay_outputs(program, call, arrays, traced.out_info)
         _warn_constants(name, traced)
@@ -183,7 +187,7 @@ class Jit(Generic[_P, _T]):
             return
         shardings = closed(result.tree, _donated(program, call, arrays))
         if options.out_shardings is not None:
-            asked = outputs(result.tree, options.out_shardings, program.where.mesh)
+            asked = outputs(self._signature, result.tree, options.out_shardings, program.where.mesh)
             shardings = [kept if wanted is None else wanted for wanted, kept in zip(asked, shardings, strict=True)]
         if any(sharding is not None for sharding in shardings):
             program.lay_outputs(result, shardings)
@@ -192,10 +196,10 @@ class Jit(Generic[_P, _T]):
 class Bound:
     """A method made by `ft.jit`, with its instance."""
 
-    __slots__ = ("_instance", "_jitted")
-
     def __init__(self, jitted: Jit[Any, Any], instance: Any):
         self._jitted, self._instance = jitted, instance
+        self.__func__, self.__self__ = jitted, instance
+        self.__name__, self.__doc__ = jitted.__name__, jitted.__doc__
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._jitted(self._instance, *args, **kwargs)
@@ -218,29 +222,58 @@ class Bound:
         return self.trace(*args, **kwargs).out_info
 
 
-_AVAL, _SHARDING = attrgetter("aval"), attrgetter("sharding")
+_AVAL, _SHARDING, _COMMITTED = attrgetter("aval"), attrgetter("sharding"), attrgetter("committed")
 
 
 def _lie(found: Found) -> tuple[Any, ...]:
     """What a layout depends on: the types of the arrays, and how they lie."""
-    if found.concrete:
-        return tuple(map(_AVAL, found.arrays)), tuple(map(_SHARDING, found.arrays))
-    return tuple(map(_kind, found.arrays)), ()
+    if not found.concrete:
+        return tuple(map(_kind, found.arrays)), ()
+    shardings = tuple(map(_SHARDING, found.arrays))
+    # An array with a `NamedSharding` is committed; of others it has to be asked.
+    asked = () if _NAMED.issuperset(map(type, shardings)) else tuple(map(_COMMITTED, found.arrays))
+    return tuple(map(_AVAL, found.arrays)), shardings, asked
+
+
+_NAMED = frozenset({NamedSharding})
+
+
+def _meshes(found: Found) -> tuple[Any, ...]:
+    """The meshes of a call, by the first array of each parameter: to ask all arrays would cost as much as the call.
+
+    For a function without layouts: arrays on other devices are the one thing that JAX does not tell by their types.
+    """
+    heads = (found.arrays[i] for i in found.structure.heads)
+    return tuple(getattr(x.sharding, "mesh", None) if found.concrete else None for x in heads)
 
 
 def _kind(array: Any) -> tuple[Any, ...]:
     if isinstance(array, jax.ShapeDtypeStruct):
         return array.shape, array.dtype, array.weak_type, array.sharding
-    traced = isinstance(array, Tracer)
-    return jax.typeof(array), None if traced else getattr(array, "sharding", None)
+    here = isinstance(array, jax.Array) and not isinstance(array, Tracer)
+    return jax.typeof(array), (array.sharding, array.committed) if here else None
 
 
 def _spread(arrays: Sequence[Any]) -> bool:
     return any(x.sharding.num_devices > 1 for x in arrays if isinstance(x, jax.Array) and not isinstance(x, Tracer))
 
 
+def _check(program: Program, found: Found) -> None:
+    """That arguments have values, are still there, and none is donated twice."""
+    arrays, groups = found.arrays, program.groups
+    if not found.concrete or isinstance(program.where.mesh, AbstractMesh):
+        _refuse_abstract(program, arrays)
+    if True in ([x.is_deleted() for x in arrays] if found.concrete else map(is_gone, arrays)):
+        refuse_deleted(program, arrays)
+    if groups.donated and twice_by_identity(groups.take_donated(arrays), groups.take_kept(arrays)):
+        refuse_twice(program, arrays, by_buffer=False)
+
+
 def _around(mesh: Mesh | AbstractMesh | None) -> AbstractContextManager[Any]:
-    """The mesh around a call: nothing to do where it is the current one, or where a trace is under way."""
+    """The mesh around a call: nothing to do where it is the current one, or where a trace is under way.
+
+    `jax.set_mesh` sets it at once, not when it is entered: so call this nowhere but in a `with`.
+    """
     if not isinstance(mesh, Mesh) or tracing() or jax.sharding.get_mesh() is mesh:
         return nullcontext()
     return jax.set_mesh(mesh)
@@ -252,15 +285,16 @@ def _donated(program: Program, call: Any, arrays: Sequence[Any]) -> list[Kept]:
     if program.in_shardings is not None:
         lie = [here if wanted is None else wanted for wanted, here in zip(program.in_shardings, lie, strict=True)]
     donated, found = set(program.groups.donated), []
-    for name, value in zip(call._fields, call, strict=True):
-        mine = [i for i, path in enumerate(program.structure.paths) if path[0] == name]
-        if mine and mine[0] in donated and len(program.structure.paths[mine[0]]) > 1:
+    for name, value in program.signature.each(call):
+        mine = [i for i, path in enumerate(program.structure.paths) if path[: len(name)] == name]
+        if mine and mine[0] in donated and len(program.structure.paths[mine[0]]) > len(name):
             named = tuple(x if isinstance(x, NamedSharding) else None for x in (lie[i] for i in mine))
             found.append(Kept(state_form(value), named))
     return found
 
 
-def _refuse_abstract(name: str, program: Program, arrays: Sequence[Any]) -> None:
+def _refuse_abstract(program: Program, arrays: Sequence[Any]) -> None:
+    name = program.signature.name
     for path, array in zip(program.structure.paths, arrays, strict=True):
         if isinstance(array, jax.ShapeDtypeStruct):
             raise FunctreeError(

@@ -1,0 +1,110 @@
+"""A batch of vectors ─► each channel with mean zero and variance one over the batch, by statistics kept as state."""
+
+from collections.abc import Sequence
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float
+
+from functree.errors import FunctreeError
+from functree.nn.norm import affine, one_axis
+from functree.nn.weights import accumulator
+from functree.state.refs import StateRef
+from functree.state.state import State
+from functree.tree.axes import Axes, Names, names
+
+
+class BatchNorm(eqx.Module):
+    """`(x - mean) / sqrt(variance + eps) · weight + bias` for each channel, the last dimension, over all others.
+
+    In training the statistics are those of the batch, and their running averages are kept as state; in inference the
+    averages are used. Under jit a batch that is laid out over devices is one batch. Inside shard_map or vmap the mean
+    is that of the part which the function sees, unless `axis_name` says over which axes the others are.
+
+    Args:
+        size: of the last dimension, the channels.
+        axis_name: mesh axes of a shard_map, or names of a vmap, over which the batch is split.
+        eps: keeps constant channels finite.
+        channelwise_affine: whether to scale and shift, by a weight that starts at one and a bias that starts at zero.
+        momentum: how much of the old average stays in each call.
+        inference: whether to use the averages, and leave them.
+        axes: the name of the last dimension.
+        param_dtype: the dtype the weight and the bias are kept in; the averages are float32 or wider.
+
+    Raises:
+        FunctreeError: no batch dimension, and no `axis_name`.
+        AxesError: `axes` is not one name.
+
+    Examples:
+        >>> layer, state = ft.make_state(ft.nn.BatchNorm(2, momentum=0.5))
+        >>> y, state = layer(jnp.array([[1.0, 10.0], [3.0, 30.0]]), state)
+        >>> print(y.round(3)[0], state[layer.mean])
+        [-1. -1.] [ 1. 10.]
+    """
+
+    weight: Float[Array, "size"] | None
+    bias: Float[Array, "size"] | None
+    mean: StateRef
+    var: StateRef
+    axis_name: str | tuple[str, ...] | None = eqx.field(static=True)
+    eps: float = eqx.field(static=True)
+    momentum: float = eqx.field(static=True)
+    inference: bool = eqx.field(static=True)
+    axes: Axes = eqx.field(static=True)
+
+    def __init__(
+        self,
+        size: int,
+        axis_name: str | Sequence[str] | None = None,
+        eps: float = 1e-5,
+        channelwise_affine: bool = True,
+        momentum: float = 0.99,
+        inference: bool = False,
+        *,
+        axes: str | Axes = "embed",
+        param_dtype: DTypeLike = jnp.float32,
+    ):
+        self.axes = one_axis("BatchNorm", axes)
+        self.weight = jnp.ones((size,), param_dtype) if channelwise_affine else None
+        self.bias = jnp.zeros((size,), param_dtype) if channelwise_affine else None
+        wide = accumulator(param_dtype)
+        self.mean = StateRef(jnp.zeros((size,), wide), self.axes)
+        self.var = StateRef(jnp.ones((size,), wide), self.axes)
+        self.axis_name = axis_name if axis_name is None or isinstance(axis_name, str) else tuple(axis_name)
+        self.eps, self.momentum, self.inference = eps, momentum, inference
+
+    def __axis_names__(self) -> Names:
+        """The axes of this instance's leaves, which the class cannot know."""
+        return names({"weight": self.axes, "bias": self.axes, "mean.init": self.axes, "var.init": self.axes})
+
+    def __call__(
+        self, x: Float[Array, "*batch size"], state: State, *, inference: bool | None = None
+    ) -> tuple[Float[Array, "*batch size"], State]:
+        wide = x.astype(accumulator(x.dtype))
+        if self.inference if inference is None else inference:
+            mean, var = state[self.mean], state[self.var]
+        else:
+            mean, var = self._statistics(wide)
+            state = state.set(self.mean, self._averaged(state[self.mean], mean))
+            state = state.set(self.var, self._averaged(state[self.var], var))
+        unit = affine(wide, jax.lax.rsqrt(var + self.eps), -mean * jax.lax.rsqrt(var + self.eps))
+        return affine(unit, self.weight, self.bias).astype(x.dtype), state
+
+    def _statistics(self, x: Float[Array, "*batch size"]) -> tuple[Float[Array, "size"], Float[Array, "size"]]:
+        if x.ndim == 1 and self.axis_name is None:
+            raise FunctreeError(
+                f"BatchNorm was given one vector of {x.shape[0]}, and no batch: call it outside of vmap, on the whole "
+                'batch, or give `axis_name=` the name of the vmap, `jax.vmap(..., axis_name="batch")`'
+            )
+
+        def over_batch(x: Array) -> Array:
+            mean = jnp.mean(x, axis=tuple(range(x.ndim - 1)))
+            return mean if self.axis_name is None else jax.lax.pmean(mean, self.axis_name)
+
+        mean = over_batch(x)
+        return mean, over_batch(affine(x, None, -mean) ** 2)
+
+    def _averaged(self, old: Array, new: Array) -> Array:
+        return self.momentum * old + (1 - self.momentum) * new.astype(old.dtype)

@@ -1,0 +1,131 @@
+"""Layers that hold layers, and layers that only say something: in a row, compiled, constrained."""
+
+import inspect
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import equinox as eqx
+import jax
+from jaxtyping import PRNGKeyArray
+
+from functree.errors import FunctreeError
+from functree.layout.layouts import as_layout
+from functree.state.state import State, holds_refs
+from functree.transforms.ambient import ambient_rules
+from functree.transforms.jit.jit import jit
+from functree.transforms.placement import constrain
+from functree.tree.axes import Axes
+
+
+class Sequential(eqx.Module):
+    """Layers in a row: `x` through each of them.
+
+    A layer that declares state is called with `state=` and returns `(x, state)`; one that takes a `key` is given one of
+    its own. A list may be put in at any place by `ft.select(model)....insert_after(layer)`.
+
+    Args:
+        layers: modules, or functions of one argument.
+
+    Raises:
+        FunctreeError: (when called) a layer declares state and there is no `state=`.
+
+    Examples:
+        >>> mlp = ft.nn.Sequential([ft.nn.LayerNorm(4), jax.nn.relu, ft.nn.Dropout(0.1)])
+        >>> mlp(jnp.ones((2, 4)), key=jax.random.key(0)).shape, len(mlp)
+        ((2, 4), 3)
+    """
+
+    layers: list[Any]
+
+    def __init__(self, layers: Iterable[Any]):
+        self.layers = list(layers)
+
+    def __call__(self, x: Any, *, state: State | None = None, key: PRNGKeyArray | None = None) -> Any:
+        keys = iter(() if key is None else jax.random.split(key, max(1, len(self.layers))))
+        for i, layer in enumerate(self.layers):
+            given: dict[str, Any] = {}
+            if key is not None and _takes(layer, "key"):
+                given["key"] = next(keys)
+            if not holds_refs(layer):
+                x = layer(x, **given)
+                continue
+            if state is None:
+                raise FunctreeError(
+                    f"layer {i} of a Sequential, {type(layer).__name__}, keeps state: call it with "
+                    "`state=state`, from `model, state = ft.make_state(model)`, and it returns `(x, state)`"
+                )
+            x, state = layer(x, state=state, **given)
+        return x if state is None else (x, state)
+
+    def __len__(self) -> int:
+        return len(self.layers)
+
+    def __getitem__(self, index: Any) -> Any:
+        return Sequential(self.layers[index]) if isinstance(index, slice) else self.layers[index]
+
+
+def _takes(layer: Any, name: str) -> bool:
+    """Whether a layer has a parameter of this name."""
+    try:
+        parameters = inspect.signature(layer).parameters
+    except (TypeError, ValueError):  # a function of C that does not tell
+        return False
+    return name in parameters
+
+
+class Constrain(eqx.Module):
+    """A layer that only says how its input lies (`ft.constrain`): for surgery, between layers that do not say.
+
+    Args:
+        layout: the axes of an array (`"batch seq embed"`), or a layout for a tree.
+        rules: for axes; the ambient rules if not given. Without either it does nothing.
+
+    Raises:
+        AxesError, RuleError: neither axes nor a layout.
+
+    Examples:
+        >>> rules = ft.AxisRules({"batch": "data", "embed": None})
+        >>> layer = ft.nn.Constrain("batch embed", rules)
+        >>> x = ft.shard(jnp.ones((8, 4)), ft.P(), ft.make_mesh(data=8))
+        >>> ft.jit(layer)(x).sharding.shard_shape(x.shape)
+        (1, 4)
+    """
+
+    layout: Any = eqx.field(static=True)
+    rules: Any = eqx.field(static=True)
+
+    def __init__(self, layout: Any, rules: Any = None):
+        self.layout = Axes.of(layout) if isinstance(layout, str) else layout
+        self.rules = None if rules is None else as_layout(rules)
+        if not isinstance(self.layout, Axes):
+            self.layout = as_layout(layout)
+
+    def __call__(self, x: Any) -> Any:
+        if isinstance(self.layout, Axes) and self.rules is None and ambient_rules() is None:
+            return x
+        return constrain(x, self.layout, self.rules)
+
+
+class Jitted(eqx.Module):
+    """A layer whose call is compiled by `ft.jit`, on its own where no one compiles around it.
+
+    Args:
+        body: any layer; `jitted.body` is that layer again.
+
+    Examples:
+        >>> layer = ft.nn.Jitted(ft.nn.LayerNorm(4))
+        >>> layer(jnp.ones((2, 4))).shape
+        (2, 4)
+    """
+
+    body: Callable[..., Any]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return _run(self.body, *args, **kwargs)
+
+
+def _call(body: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return body(*args, **kwargs)
+
+
+_run = jit(_call)  # one for all, so that equal layers share what is compiled

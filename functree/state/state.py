@@ -1,0 +1,212 @@
+"""A model that declares state ─► the same model, and a `State`: what is handed in and out."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple, TypeVar
+
+import jax.numpy as jnp
+from jax.tree_util import DictKey, register_pytree_with_keys
+
+from functree.errors import StateError, did_you_mean
+from functree.state.refs import StateRef
+from functree.tree.axes import Axes
+from functree.tree.leaf import dtype_text
+from functree.tree.leaves import is_array, read
+from functree.tree.nodes import children, rebuilt
+from functree.tree.paths import Path
+
+T = TypeVar("T")
+
+
+class Entry(NamedTuple):
+    """What is known of one piece of state, besides its value.
+
+    Attributes:
+        path: where its ref stands in the model.
+        axes: the names of its dimensions, those of stacks in front.
+        stacked: how many leading dimensions are those of stacks.
+    """
+
+    path: Path
+    axes: Axes
+    stacked: int
+
+
+class State(Mapping[Path, Any]):
+    """The state of a model: an immutable mapping from the path of each piece to its array. Made by `ft.make_state`.
+
+    A pytree with one key for each leaf, `DictKey(str(path))`. Layouts, filters, donation and checkpoints see the paths
+    as if the values stood in the model.
+
+    Raises:
+        StateError: (when asked for a ref) the ref is of another model, or not made yet; the value has another shape.
+
+    Examples:
+        >>> layer, state = ft.make_state(ft.nn.BatchNorm(4))
+        >>> state[layer.mean].shape, list(map(str, state))
+        ((4,), ['mean', 'var'])
+        >>> ft.plan(state, ft.StateSharding({"mean": ft.P("data"), "var": ft.P()}), {"data": 2})["mean"].spec
+        P('data',)
+    """
+
+    __slots__ = ("_entries", "_values")
+    __holds_state__ = True
+
+    def __init__(self, entries: tuple[Entry, ...], values: Mapping[Path, Any]):
+        self._entries: tuple[Entry, ...] = entries
+        self._values: dict[Path, Any] = dict(values)
+
+    def __getitem__(self, key: Any) -> Any:
+        """The value of a ref, or at a path or its text."""
+        if not isinstance(key, StateRef):
+            path = Path.parse(key) if isinstance(key, str) else Path(key)
+            if path not in self._values:
+                raise KeyError(f"no state at `{path}`{did_you_mean(path, self._values)}")
+            return self._values[path]
+        value = self._values[self._known(key)]
+        shape = tuple(value.shape) if is_array(value) else key.shape
+        if shape != key.shape:
+            stacked = shape[len(shape) - len(key.shape) :] == key.shape
+            why = "it is a whole stack's: run the layers by `stacked.scan(..., state=state)`" if stacked else _OTHER
+            raise StateError(f"the state at `{key.path}` has shape {shape}, and its ref {key.shape}: {why}")
+        return value
+
+    def set(self, ref: StateRef, value: Any) -> "State":
+        """The state with another value.
+
+        Args:
+            ref: whose value.
+            value: an array of the same shape and dtype; or a Python number, which takes the dtype.
+
+        Raises:
+            StateError: an unknown ref; another shape or dtype.
+        """
+        path = self._known(ref)
+        if isinstance(value, bool | int | float | complex):
+            value = jnp.asarray(value, ref.dtype)
+        if not is_array(value):
+            raise StateError(f"the state at `{path}` is an array, not a {type(value).__name__}")
+        if tuple(value.shape) != ref.shape or value.dtype != ref.dtype:
+            have = f"{dtype_text(ref.dtype)}{list(ref.shape)}"
+            new = f"{dtype_text(value.dtype)}{list(value.shape)}"
+            raise StateError(f"the state at `{path}` is {have}, and the new value {new}: a step keeps shape and dtype")
+        return State(self._entries, {**self._values, path: value})
+
+    def update(self, values: Mapping[Path, Any]) -> "State":
+        """The state with other values at some paths, whatever their shapes: for what runs layers one by one."""
+        lost = next((path for path in values if path not in self._values), None)
+        if lost is not None:
+            raise StateError(f"no state at `{lost}`{did_you_mean(lost, self._values)}")
+        return State(self._entries, {**self._values, **values})
+
+    def __of_layers__(self, layer: Any) -> tuple[dict[Path, Any], dict[Path, Any]]:
+        """The values that the layers of a stack share, and those of which each has its own, stacked.
+
+        The hook by which `Stacked.scan` hands each layer its part.
+        """
+        shared: dict[Path, Any] = {}
+        own: dict[Path, Any] = {}
+        for ref in refs(layer):
+            path = self._known(ref)
+            (own if self._values[path].ndim > len(ref.shape) else shared)[path] = self._values[path]
+        return shared, own
+
+    def _known(self, ref: StateRef) -> Path:
+        if not isinstance(ref, StateRef):
+            raise StateError(f"state is asked for by a `StateRef`, not by {ref!r}")
+        if ref.path is None:
+            raise StateError(
+                "this StateRef has no place yet: `model, state = ft.make_state(model)`, and use the refs of that model"
+            )
+        if ref.path not in self._values:
+            raise StateError(f"no state at `{ref.path}`{did_you_mean(ref.path, self._values)}: {_OTHER}")
+        return ref.path
+
+    def __iter__(self) -> Iterator[Path]:
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def __leaf_entries__(self) -> tuple[Entry, ...]:
+        """The hook by which the walk over a tree learns the paths and axes of the values."""
+        return self._entries
+
+    def __eq__(self, other: object) -> bool:
+        """Arrays have no single truth value: two states are equal only if they are one."""
+        return self is other
+
+    def __hash__(self) -> int:
+        return id(self)
+
+    def __repr__(self) -> str:
+        return "State({" + ", ".join(f"{str(path)!r}: {value!r}" for path, value in self._values.items()) + "})"
+
+
+_OTHER = "is it the state of another model?"
+
+register_pytree_with_keys(
+    State,
+    lambda s: (tuple((DictKey(str(e.path)), s._values[e.path]) for e in s._entries), s._entries),
+    lambda entries, values: State(entries, {e.path: x for e, x in zip(entries, values, strict=True)}),
+    lambda s: (tuple(s._values[e.path] for e in s._entries), s._entries),
+)
+
+
+def make_state(model: T) -> tuple[T, State]:
+    """Give each piece of state that a model declares its path, and its value a place in a `State`.
+
+    Args:
+        model: with `StateRef`s anywhere; concrete or abstract, traced too (`ft.init(lambda key: ft.make_state(...))`).
+
+    Returns:
+        `(model, state)`: the model with refs that know their paths, and the values. One ref at two places is one piece
+        of state, at the path of the first. Two models built alike are equal in structure, so they share a trace.
+
+    Raises:
+        StateError: a ref that has its place already.
+
+    Examples:
+        >>> shared = ft.StateRef(jnp.zeros(3), axes="embed")
+        >>> (model, state) = ft.make_state({"a": shared, "b": shared})
+        >>> list(map(str, state)), state[model["b"]].shape
+        (['a'], (3,))
+    """
+    leaves = {leaf.path: leaf for leaf in read(model).leaves}
+    found: dict[Any, tuple[Path, StateRef]] = {}
+
+    def look(path: Path, node: Any) -> None:
+        if isinstance(node, StateRef):
+            if node.path is not None:
+                raise StateError(f"the StateRef at `{path}` has its place already, `{node.path}`: make the state once")
+            first = found.setdefault(node.token, (path, node))
+            # A piece that stands outside of a stack too is one for all its layers.
+            if leaves[path / "init"].stacked < leaves[first[0] / "init"].stacked:
+                found[node.token] = (path, node)
+            return
+        for key, child in children(node) or ():
+            look(path / key, child)
+
+    def place(node: Any) -> Any:
+        if isinstance(node, StateRef):
+            return node.at(found[node.token][0])
+        below = children(node)
+        return node if not below else rebuilt(node, [place(child) for _, child in below])
+
+    look(Path(), model)
+    if not found:
+        return model, State((), {})
+    told = [leaves[path / "init"] for path, _ in found.values()]
+    entries = [Entry(Path(leaf.path[:-1]), leaf.axes, leaf.stacked) for leaf in told]
+    return place(model), State(tuple(entries), {path: ref.init for path, ref in found.values()})
+
+
+def holds_refs(module: Any) -> bool:
+    """Whether a module declares state."""
+    return isinstance(module, StateRef) or any(holds_refs(child) for _, child in children(module) or ())
+
+
+def refs(module: Any) -> list[StateRef]:
+    """The refs of a module, in its order."""
+    if isinstance(module, StateRef):
+        return [module]
+    return [ref for _, child in children(module) or () for ref in refs(child)]

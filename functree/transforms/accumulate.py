@@ -1,0 +1,99 @@
+"""A gradient function ─► the same over a batch taken in pieces, one after another."""
+
+import functools
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AxisType
+from jax.tree_util import tree_map
+
+from functree.errors import FunctreeError, Problem, count
+from functree.transforms.jit.jit import jit
+from functree.tree.leaves import is_array, read
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+
+
+def accumulate(fn: Callable[_P, _T], steps: int) -> Callable[_P, _T]:
+    """Run a gradient function on a batch in pieces, by a `lax.scan`, and average what it returns.
+
+    The memory is that of one piece. For losses that are means over the batch the result is that of the whole batch.
+    Each device keeps its part of the batch: piece `i` has every `steps`-th example of it, from the `i`-th on.
+
+    Args:
+        fn: `ft.value_and_grad(loss)` or `ft.grad(loss)`: of the model, and then of arguments whose arrays all have the
+            batch as their leading dimension. It is traced once.
+        steps: how many pieces.
+
+    Returns:
+        A function of the same arguments. Inexact arrays of the result are averaged; others are the last piece's.
+
+    Raises:
+        FunctreeError: `steps` is no positive integer; (when called) it does not divide an array's leading dimension.
+
+    Examples:
+        >>> def loss(w, x):
+        ...     return jnp.mean((x @ w) ** 2)
+        >>> x = jnp.arange(12.0).reshape(4, 3)
+        >>> value, gradient = ft.accumulate(ft.value_and_grad(loss), 2)(jnp.ones(3), x)
+        >>> bool(jnp.allclose(gradient, ft.grad(loss)(jnp.ones(3), x)))
+        True
+    """
+    if type(steps) is not int or steps < 1:
+        raise FunctreeError(f"accumulate(steps={steps!r}): the number of pieces is a positive integer")
+
+    inner: Any = jit(fn, inline=True)  # so that JAX remembers its trace: one for its result's shapes and for the loop
+
+    @functools.wraps(fn)
+    def accumulated(*args: _P.args, **kwargs: _P.kwargs) -> _T:
+        if not args:
+            raise FunctreeError("accumulate: the model is the first argument, and is given by position")
+        model, *given = args
+        batch = tuple(given), kwargs
+        _check(batch, steps)
+
+        def piece(i: Any) -> Any:
+            args, kwargs = tree_map(lambda x: _piece(x, i, steps) if is_array(x) else x, batch)
+            return inner(model, *args, **kwargs)
+
+        def add(total: Any, i: Any) -> tuple[Any, None]:
+            return tree_map(_added, total, piece(i)), None
+
+        # To stack what the pieces give would take the memory of all their gradients: the loop carries the sum.
+        zeros = tree_map(_zeros, jax.eval_shape(piece, jnp.zeros((), jnp.int32)))
+        total, _ = jax.lax.scan(add, zeros, jnp.arange(steps, dtype=jnp.int32))
+        return tree_map(lambda x: x / steps if jnp.issubdtype(x.dtype, jnp.inexact) else x, total)
+
+    return accumulated
+
+
+def _check(batch: Any, steps: int) -> None:
+    problems = []
+    for leaf in read(batch).leaves:
+        if not leaf.shape or leaf.shape[0] % steps:
+            why = f"its leading dimension is {leaf.shape[0]}" if leaf.shape else "it has no leading dimension"
+            problems.append(Problem(leaf.path, leaf.shape, leaf.text, f"{why}, to be taken in {steps} pieces", _REMEDY))
+    if problems:
+        raise FunctreeError(f"accumulate: {count(len(problems), 'array')} cannot be taken in pieces", problems)
+
+
+_REMEDY = "give a batch whose size `steps` divides; what is no batch belongs to the model, or into a closure"
+
+
+def _piece(x: Any, i: Any, steps: int) -> Any:
+    """Every `steps`-th example from the i-th on: so a batch that is split over devices stays so, and nothing moves."""
+    apart = jnp.reshape(x, (x.shape[0] // steps, steps, *x.shape[1:]))
+    return jax.lax.dynamic_index_in_dim(apart, i, axis=1, keepdims=False)
+
+
+def _zeros(like: Any) -> Any:
+    sharding = getattr(like, "sharding", None)
+    explicit = sharding is not None and AxisType.Explicit in sharding.mesh.axis_types
+    return jnp.zeros(like.shape, like.dtype, **({"out_sharding": sharding} if explicit else {}))
+
+
+def _added(total: Any, new: Any) -> Any:
+    return total + new if jnp.issubdtype(new.dtype, jnp.inexact) else new

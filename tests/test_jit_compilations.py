@@ -1,0 +1,174 @@
+"""`f.compilations`: what each compilation of an `ft.jit` function was for, and what is worth a warning."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import Array
+from jax.sharding import NamedSharding, PartitionSpec
+
+import functree as ft
+
+P = PartitionSpec
+MESH = ft.make_mesh(data=2, model=4)
+X = jnp.arange(4.0)
+
+
+class Linear(eqx.Module):
+    scale: Any = 1
+    name: Any = eqx.field(static=True, default="linear")
+
+
+def counted(fun: Callable[..., Any], **options: Any) -> tuple[Any, list[int]]:
+    """A jitted function, and how often its body was traced."""
+    traces: list[int] = []
+
+    @functools.wraps(fun)
+    def body(*args: Any, **kwargs: Any) -> Any:
+        traces.append(1)
+        return fun(*args, **kwargs)
+
+    return ft.jit(body, **options), traces
+
+
+def lay(x: Any, *spec: Any) -> Array:
+    return jax.device_put(x, NamedSharding(MESH, P(*spec)))
+
+
+RULES, OTHERS = ft.AxisRules({"batch": "data", ...: None}), ft.AxisRules({"batch": None, ...: None})
+MODES: dict[str, Any] = {
+    "static": (lambda f: f({"n": 2, "x": X}), lambda f: f({"n": 3, "x": X}), [("tree.n", 2, 3)]),
+    "static ": (lambda f: f(Linear(name=1)), lambda f: f(Linear(name=True)), [("tree.name", 1, True)]),
+    "shape": (lambda f: f([X]), lambda f: f([X[:2]]), [("tree.0", (4,), (2,))]),
+    "dtype": (lambda f: f([X]), lambda f: f([jnp.arange(4)]), [("tree.0", "f32", "i32")]),
+    "weak type": (lambda f: f([jnp.float32(1)]), lambda f: f([jnp.asarray(1.0)]), [("tree.0", False, True)]),
+    "sharding": (
+        lambda f: f({"w": lay(jnp.ones((4, 4)), "data")}),
+        lambda f: f({"w": lay(jnp.ones((4, 4)), None, "model")}),
+        [("tree.w", "P('data') on (data=2, model=4)", "P(None, 'model') on (data=2, model=4)")],
+    ),
+    "structure": (
+        lambda f: f({"a": X}),
+        lambda f: f({"b": X}),
+        [("tree.a", "an array", "nothing"), ("tree.b", "nothing", "an array")],
+    ),
+    "structure ": (lambda f: f({"a": X}), lambda f: f({"a": "text"}), [("tree.a", "an array", "static 'text'")]),
+}
+
+
+@pytest.mark.parametrize("kind", MODES)
+def test_a_compilation_says_what_for(kind: str):
+    f = ft.jit(lambda tree: jax.tree.map(lambda x: x * 1, [x for x in jax.tree.leaves(tree) if eqx.is_array(x)]))
+    first, second, expected = MODES[kind]
+    first(f), second(f), first(f), second(f)
+    assert [record.number for record in f.compilations] == [1, 2]
+    assert f.compilations[0].differences == () and str(f.compilations[0]) == "compilation 1: the first"
+    found = [(str(d.path), d.kind, d.before, d.now) for d in f.compilations[1].differences]
+    assert [(path, k, str(a), str(b)) for path, k, a, b in found] == [
+        (path, kind.strip(), str(a), str(b)) for path, a, b in expected
+    ]
+    path = expected[0][0]
+    assert f"{path}: {kind.strip()} " in str(f.compilations[1]) and "→" in str(f.compilations[1])
+
+
+def test_a_compilation_for_rules_and_for_a_mesh():
+    f = ft.jit(lambda x: ft.constrain(x * 2, "batch"))
+    other = ft.make_mesh(data=8)
+    for mesh, rules in [(MESH, RULES), (MESH, OTHERS), (other, RULES), (MESH, RULES)]:
+        with jax.set_mesh(mesh), ft.axis_rules(rules):
+            f(np.ones(8, np.float32))
+    kinds = [[d.kind for d in record.differences] for record in f.compilations]
+    assert kinds == [[], ["rules"], ["mesh"]]
+    by_rules = f.compilations[1].differences[0]
+    assert (by_rules.before, by_rules.now) == (RULES, OTHERS) and not by_rules.path
+    for fragment in ("compilation 3: mesh (data=2, model=4)", "→ (data=8)"):
+        assert fragment in str(f.compilations[2])
+
+
+def test_the_nearest_compilation_is_compared():
+    f = ft.jit(lambda x, n, m: x * n * m)
+    for x, n, m in [(X, 1.0, 1.0), (X[:2], 2.0, 2.0), (X[:2], 2.0, 1.0)]:
+        f(x, n, m)
+    assert str(f.compilations[1]) == "compilation 2: x: shape (4,) → (2,); n: static 1.0 → 2.0; m: static 1.0 → 2.0"
+    assert str(f.compilations[2]) == "compilation 3: m: static 2.0 → 1.0"
+
+
+def test_a_setting_of_jax():
+    f = ft.jit(lambda x: x @ x)
+    f(X)
+    with jax.default_matmul_precision("float32"):
+        f(X)
+    assert [d.kind for d in f.compilations[1].differences] == ["settings"]
+
+
+def test_a_third_compilation_for_a_number_warns():
+    def step(model: Any, lr: Any, x: Array) -> Array:
+        return x * lr["lr"] * model.scale
+
+    f = ft.jit(step)
+    with jax.numpy_dtype_promotion("standard"):
+        f(Linear(), {"lr": 0.1}, X), f(Linear(), {"lr": 0.2}, X)
+        f(Linear(), {"lr": 0.3, "x": X}, X)  # for something else too
+        with pytest.warns(UserWarning) as caught:
+            f(Linear(), {"lr": 0.4}, X)
+        f(Linear(), {"lr": 0.5}, X)  # once
+    text = str(caught[0].message)
+    for fragment in ("step compiles a third time for `lr.lr` alone", "Python number", "now 0.4", "jnp.asarray"):
+        assert fragment in text
+    assert caught[0].filename == __file__
+
+
+@pytest.mark.parametrize(
+    "values",
+    [("a", "b", "c", "d"), (True, False), (jnp.sin, jnp.cos, jnp.tan, jnp.exp)],
+    ids=["texts", "booleans", "functions"],
+)
+def test_other_statics_do_not_warn(values: Any):
+    f = ft.jit(lambda x, how: x * 1)
+    for how in values:
+        f(X, how)
+    assert len(f.compilations) == len(values)
+
+
+def test_a_large_constant_warns():
+    large, small = jnp.ones((512, 513)), jnp.ones((512, 512))
+    ft.jit(lambda x: x + small.sum())(X.sum())
+
+    def closing(x: Array) -> Array:
+        return x + large.sum()
+
+    f = ft.jit(closing)
+    with pytest.warns(UserWarning) as caught:
+        f(X.sum())
+    (warning,) = caught
+    for fragment in ("closing closes over an array of 1.0 MiB", "float32[512, 513]", "hand it over as an argument"):
+        assert fragment in str(warning.message)
+    assert warning.filename == __file__
+    f(X.sum())
+
+
+TRACED_ONCE: dict[str, Any] = {
+    "nothing": {},
+    "donate": {"donate": "state"},
+    "out": {"out_shardings": P("data")},
+    "donate and out": {"donate": 0, "out_shardings": (None, P("data"))},
+    "in": {"in_shardings": (P("data"), P())},
+    "all": {"in_shardings": P("data"), "out_shardings": P("data"), "donate": 0, "mesh": MESH, "rules": RULES},
+    "in by name": {"in_shardings": {"state": P("data")}, "rules": RULES, "donate": "state"},
+}
+
+
+@pytest.mark.parametrize("options", TRACED_ONCE)
+def test_the_body_is_traced_once_for_each_compilation(options: str):
+    f, traces = counted(lambda state, x: ({"w": state["w"] * 2}, x + state["w"].sum()), **TRACED_ONCE[options])
+    x = lay(jnp.ones(8), *(("data",) if options == "all" else ()))
+    for size in (8, 16):
+        state = {"w": lay(jnp.ones((size, 4)), "data")}
+        for _ in range(3):
+            state, _ = f(state, x)
+    assert len(traces) == 2 == len(f.compilations)

@@ -1,0 +1,480 @@
+"""`ft.jit`: `in_shardings`, `out_shardings`, the mesh and the rules of the body."""
+
+import re
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import Array
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
+from jaxtyping import Float
+
+import functree as ft
+
+P = PartitionSpec
+MESH = ft.make_mesh(data=2, model=4)
+EXPLICIT = ft.make_mesh(data=2, model=4, explicit=True)
+REVERSED = Mesh(MESH.devices[::-1, ::-1], MESH.axis_names, axis_types=(AxisType.Auto,) * 2)
+HALF = ft.make_mesh(data=2, model=2, devices=jax.devices()[4:])
+TALL = ft.make_mesh(data=4, model=2)
+RULES = ft.AxisRules({"batch": "data", "hidden": "model", "embed": None})
+
+
+class Model(eqx.Module):
+    w: Float[Array, "embed hidden"]
+    b: Float[Array, "hidden"]
+    name: Any = "model"
+
+
+def lay(x: Any, *spec: Any, mesh: Mesh = MESH, kind: str | None = None) -> Array:
+    # A copy: on the CPU two arrays that are made of one of numpy's may share its memory.
+    return jax.device_put(jnp.array(x), NamedSharding(mesh, P(*spec), memory_kind=kind))
+
+
+def model(mesh: Mesh = MESH) -> Model:
+    return Model(lay(jnp.ones((4, 8)), None, "model", mesh=mesh), lay(jnp.ones(8), "model", mesh=mesh))
+
+
+def raises(*fragments: str, error: type[Exception] = ft.ShardingError) -> Any:
+    return pytest.raises(error, match="(?s)" + ".*".join(map(re.escape, fragments)))
+
+
+def assert_lies(x: Any, *spec: Any, mesh: Mesh = MESH) -> None:
+    assert x.sharding.is_equivalent_to(NamedSharding(mesh, P(*spec)), x.ndim), x.sharding
+
+
+X = np.arange(32, dtype=np.float32).reshape(8, 4)
+
+
+# in_shardings: how it is written
+
+
+def three(a: Any, b: Any, c: Any = None) -> Any:
+    return a, b, c
+
+
+WRITTEN: dict[str, tuple[Any, list[Any]]] = {
+    "a tuple": ((P("data"), P("model"), None), [("data",), ("model",), None]),
+    "a list": ([P("data"), P(), P("model")], [("data",), (), ("model",)]),
+    "by name": ({"c": P("data"), "a": P("model")}, [("model",), None, ("data",)]),
+    "one for all": (P("data"), [("data",), ("data",), ("data",)]),
+    "one sharding for all": (NamedSharding(MESH, P("data")), [("data",), ("data",), ("data",)]),
+    "one StateSharding for all": (ft.StateSharding({"a": P("data"), "b": None, ...: P()}), [("data",), None, ()]),
+    "rules for one": ((ft.FSDP("data", min_size=0), None, None), [("data",), None, None]),
+}
+
+
+@pytest.mark.parametrize("call", ["positions", "names"])
+@pytest.mark.parametrize("form", WRITTEN)
+def test_in_shardings(form: str, call: str):
+    written, expected = WRITTEN[form]
+    f = ft.jit(three, in_shardings=written, mesh=MESH)
+    result = f(X, X + 1, X + 2) if call == "positions" else f(c=X + 2, b=X + 1, a=X)
+    for i, (x, spec) in enumerate(zip(result, expected, strict=True)):
+        np.testing.assert_array_equal(x, X + i)
+        if spec is None:
+            assert x.sharding.num_devices == 1 or x.sharding.is_fully_replicated
+        else:
+            assert_lies(x, *spec)
+    assert len(f.compilations) == 1
+
+
+def test_in_shardings_of_any_number_of_arguments():
+    f = ft.jit(lambda a, *rest, c=None, **named: (a, rest, c, named), mesh=MESH, in_shardings=(None, P("data")))
+    a, rest, c, named = f(X, X + 1, X + 2, c=X, n=X)
+    assert_lies(rest[0], "data")
+    assert_lies(rest[1], "data")
+    for x in (a, c, named["n"]):
+        assert x.sharding.num_devices == 1 or x.sharding.is_fully_replicated
+    by_name = {"c": P("data"), "n": P("model")}
+    _, _, c, named = ft.jit(f.__wrapped__, mesh=MESH, in_shardings=by_name)(X, c=X + 3, n=X + 1, m=X + 2)
+    assert_lies(c, "data")
+    assert_lies(named["n"], "model")
+    assert named["m"].sharding.is_fully_replicated
+
+
+def test_in_shardings_of_a_module():
+    for layout in (
+        RULES,
+        Model(P(None, "model"), P("model"), None),
+        ft.StateSharding({"w": P(None, "model"), ...: P("model")}),
+    ):
+        result = ft.jit(lambda model, x: (model, x), in_shardings=(layout, None), mesh=MESH)(
+            Model(jnp.ones((4, 8)), jnp.ones(8)), X
+        )[0]
+        assert_lies(result.w, None, "model")
+        assert_lies(result.b, "model")
+
+
+def test_in_shardings_of_a_bound_module():
+    class Callable_(Model):
+        def __call__(self, x: Array) -> Any:
+            return self.w, x
+
+    bound = Callable_(*jax.tree.leaves(model())[:2])
+    w, x = ft.jit(bound, in_shardings=(P("data"),), mesh=MESH)(X)
+    assert_lies(w, None, "model")
+    assert_lies(x, "data")
+    w, _ = ft.jit(bound, in_shardings={"self": RULES}, mesh=MESH)(X)
+    assert_lies(w, None, "model")
+
+
+WRONG: dict[str, tuple[Any, tuple[str, ...]]] = {
+    "too few": (
+        (P(),),
+        ("in_shardings has 1 layout, and three has 3 positional parameters (a, b, c)", "`None` for what is no array"),
+    ),
+    "too many": ((P(),) * 4, ("in_shardings has 4 layouts", "3 positional parameters")),
+    "unknown name": (
+        {"aa": P()},
+        ("in_shardings: three has no parameter 'aa'; did you mean `a`?", "its parameters are a, b, c"),
+    ),
+    "no layout": (
+        3,
+        ("in_shardings: 3 is neither a layout, nor one for each positional parameter, nor a dict by name",),
+    ),
+}
+
+
+@pytest.mark.parametrize("form", WRONG)
+def test_in_shardings_that_do_not_fit_the_function(form: str):
+    with raises(*WRONG[form][1], error=ft.RuleError):
+        ft.jit(three, in_shardings=WRONG[form][0])
+
+
+def test_in_shardings_that_do_not_fit_the_arguments():
+    f = ft.jit(three, in_shardings={"a": {"x": P(), "y": P()}}, mesh=MESH)
+    with raises(
+        "at a the layouts have 2 children and the tree has 1", "`y` is only in the layouts", error=ft.RuleError
+    ):
+        f({"x": X}, X)
+    with raises("in_shardings: `b` is static, so it lies nowhere: leave it out", error=ft.RuleError):
+        ft.jit(three, in_shardings={"b": P()}, static_argnames="b")
+
+
+def test_static_arguments_beside_in_shardings():
+    f = ft.jit(lambda x, n, mode: x * n, in_shardings=(P("data"), None, None), static_argnames="mode", mesh=MESH)
+    assert_lies(f(X, 2.0, ("any", "thing")), "data")
+    assert_lies(f(X, n=2.0, mode="fast"), "data")
+
+
+# in_shardings: what they check
+
+
+def test_silent_failure_21_a_committed_array_that_lies_otherwise():
+    f = ft.jit(lambda model, x: x, in_shardings=(RULES, P("data")), mesh=MESH)
+    wrong = Model(lay(jnp.ones((4, 8)), "data"), jax.device_put(jnp.ones(8), jax.devices()[0]))
+    with raises(
+        "2 leaves cannot go where in_shardings says, on mesh (data=2, model=4)",
+        "model.w   f32[4, 8]\n      lies P('data'), and in_shardings says P(None, 'model')",
+        "jit moves nothing in silence",
+        "model.b   f32[8]\n      lies on cpu:0, and in_shardings says P('model') on (data=2, model=4)",
+        "put it there once: `ft.shard(x, layout, mesh)`",
+    ):
+        f(wrong, lay(X, "data"))
+    f(ft.shard(wrong, RULES, MESH), lay(X, "data"))
+    with raises("x   f32[8, 4]\n      lies P(None, 'model')"):  # and at every later call
+        f(ft.shard(wrong, RULES, MESH), lay(X, None, "model"))
+
+
+def test_an_equivalent_sharding_is_no_other():
+    f = ft.jit(lambda x: x * 1, in_shardings=(P("data"),), mesh=MESH)
+    for spec in (("data",), ("data", None), (("data",), None)):
+        assert_lies(f(lay(X, *spec)), "data")
+
+
+def test_an_array_that_is_committed_later():
+    f = ft.jit(lambda x: x * 1, in_shardings=(P("data"),), mesh=MESH)
+    f(jnp.asarray(X))
+    with raises("x   f32[8, 4]\n      lies on cpu:0, and in_shardings says"):
+        f(jax.device_put(X, jax.devices()[0]))
+
+
+@pytest.mark.parametrize("array", [X, jnp.asarray(X)], ids=["numpy", "uncommitted"])
+def test_silent_failure_31_an_array_that_is_moved_on_each_call(array: Any):
+    f = ft.jit(lambda tree, y: tree["x"] * 2 + y, in_shardings={"tree": P("data")}, mesh=MESH)
+    y = lay(X, "data")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert_lies(f({"x": array}, y), "data")
+    with pytest.warns(UserWarning) as caught:
+        f({"x": array}, y)
+    assert [str(w.message) for w in caught] == [
+        "<lambda>: `tree.x` moved to where in_shardings says on each call: put it there once with `ft.shard`"
+    ]
+    assert caught[0].filename == __file__
+    f({"x": array}, y)  # once
+    f({"x": lay(X, "data")}, y)
+
+
+def test_silent_failure_31_in_explicit_mode():
+    f = ft.jit(lambda tree: tree["a"] * 2, in_shardings=P("data"), mesh=EXPLICIT)
+    with raises(
+        "2 leaves cannot go where in_shardings says",
+        "tree.a   f32[8, 4]\n      is numpy's: on Explicit axes its type would be unsharded inside",
+        "tree.b   f32[8, 4]\n      is on no mesh yet: on Explicit axes",
+        "put it there first: `ft.shard(x, layout, mesh)`",
+    ):
+        f({"a": X, "b": jnp.asarray(X)})
+    seen = []
+    f = ft.jit(lambda x: seen.append(jax.typeof(x)) or x, in_shardings=P("data"), mesh=EXPLICIT)
+    f(ft.shard(X, P("data"), EXPLICIT))
+    assert seen[0].sharding.spec == P("data", None)
+    with raises("x   f32[8, 4]\n      lies P('data', None) on (data=2, model=4)"):
+        f(ft.shard(X, P("data"), MESH))  # an array of an Auto mesh has another type
+
+
+def test_one_array_at_two_paths():
+    x = lay(X, "data")
+    f = ft.jit(lambda a, b: b, in_shardings={"a": P("data"), "b": {"tied": P(None, "model")}}, mesh=MESH)
+    with raises("b.tied   f32[8, 4]", "is the same array as `a`", "P(None, 'model') here and P('data', None) there"):
+        f(x, {"tied": x})
+    ft.jit(lambda a, b: b, in_shardings=P("data"), mesh=MESH)(x, {"tied": x})
+
+
+def test_sizes_that_do_not_divide():
+    f = ft.jit(lambda a, b: b, in_shardings=P("model"), mesh=MESH)
+    with raises(
+        "2 leaves cannot go where",
+        "a.x   f32[6]\n      dimension 0 has size 6; model=4 needs a multiple of 4",
+        "b   f32[2, 2]\n      dimension 0 has size 2",
+    ):
+        f({"x": jnp.ones(6), "y": jnp.ones(8)}, np.ones((2, 2), np.float32))
+    with raises("no rule names `hidden`"):
+        ft.jit(lambda m: m, in_shardings=(ft.AxisRules({"embed": None}),), mesh=MESH)(model())
+    with raises("a", "f32[8]", "`dta`", "did you mean `data`?"):
+        ft.jit(lambda a: a, in_shardings=P("dta"), mesh=MESH)(jnp.ones(8))
+
+
+def test_none_is_as_it_comes():
+    f = ft.jit(
+        lambda a, b: (a, b), in_shardings={"a": ft.StateSharding({"x": P("data"), ...: None}), "b": None}, mesh=MESH
+    )
+    for spec in (("data",), (None, "model"), ()):
+        a, b = f({"x": lay(X, "data"), "y": lay(X, *spec)}, lay(X, *spec))
+        assert_lies(a["x"], "data")
+        assert_lies(a["y"], *spec)
+        assert_lies(b, *spec)
+    assert len(f.compilations) == 3
+
+
+def test_host_memory():
+    f = ft.jit(
+        lambda x, y: (jax.device_put(x, jax.memory.Space.Device) + y, x),
+        in_shardings=(ft.on_host(P("data")), P("data")),
+        out_shardings=(P("data"), ft.on_host(P("data"))),
+        mesh=MESH,
+    )
+    x, y = lay(X, "data", kind="pinned_host"), lay(X, "data")
+    for _ in range(2):
+        y, x = f(x, y)
+    assert (x.sharding.memory_kind, y.sharding.memory_kind) == ("pinned_host", "device")
+    np.testing.assert_array_equal(y, X * 3)
+    assert len(f.compilations) == 1
+    with raises(
+        "x   f32[8, 4]\n      lies P('data', None) on (data=2, model=4), and in_sh", "(data=2, model=4) in pinned_host"
+    ):
+        f(y, x)
+
+
+# out_shardings
+
+OUT: dict[str, tuple[Any, list[Any]]] = {
+    "one for all": (P("data"), [("data",), ("data",), ("data",)]),
+    "a prefix": (({"x": P("model"), "m": RULES},), [(None, "model"), ("model",), ("model",)]),
+    "a tree": (
+        ({"x": P("model"), "m": Model(P("data"), None, None)},),
+        [("data",), (), ("model",)],
+    ),
+    "a StateSharding": (
+        ft.StateSharding({"**.x": P("data"), "**.w": P(None, "data"), ...: None}),
+        [(None, "data"), (), ("data",)],
+    ),
+    "the compiler's choice": (None, [(), (), ()]),
+    "a callable": (lambda path, leaf: P(*[None] * (leaf.ndim - 1), "model"), [(None, "model"), ("model",), ("model",)]),
+}
+
+
+@pytest.mark.parametrize("form", OUT)
+def test_out_shardings(form: str):
+    layout, expected = OUT[form]
+
+    def body(x: Array) -> Any:
+        return ({"m": Model(jnp.full((4, 8), x.sum()), jnp.full(8, x.sum())), "x": jnp.full(8, x.sum())},)
+
+    f = ft.jit(body, out_shardings=layout, mesh=MESH)
+    (result,) = f(lay(jnp.ones(8), "data"))
+    for x, spec in zip([result["m"].w, result["m"].b, result["x"]], expected, strict=True):
+        assert_lies(x, *spec)
+    assert result["m"].name == "model"
+
+
+def test_out_shardings_that_do_not_fit():
+    with raises("result.w", "f32[6, 8]", "dimension 0 has size 6; model=4"):
+        ft.jit(lambda x: {"w": jnp.ones((6, 8))}, out_shardings=P("model"), mesh=MESH)(X)
+    with raises("at result the layouts have 1 children and the tree has 2", error=ft.RuleError):
+        ft.jit(lambda x: {"w": x, "v": x}, out_shardings={"w": P()}, mesh=MESH)(X)
+
+
+def test_a_later_structure_gets_its_own_out_shardings():
+    f = ft.jit(
+        lambda x: x, out_shardings=ft.StateSharding({"**.b": P("model"), ...: P("data")}, unused="ignore"), mesh=MESH
+    )
+    assert_lies(f({"a": jnp.ones(8)})["a"], "data")
+    assert_lies(f({"b": jnp.ones(8)})["b"], "model")
+    assert_lies(f({"b": jnp.ones(16)})["b"], "model")
+
+
+# The mesh
+
+
+def ambient() -> Any:
+    mesh = jax.sharding.get_abstract_mesh()
+    return dict(mesh.shape)
+
+
+MESHES: dict[str, Callable[[Any], Any]] = {
+    "alone": lambda f: f,
+    "in jit": jax.jit,
+    "in grad": jax.grad,
+    "in vmap": lambda f: lambda x: jax.vmap(f)(jnp.stack([x, x]))[0],
+    "in scan": lambda f: lambda x: jax.lax.scan(lambda c, x: (c, f(x)), 0.0, x[None])[1][0],
+    "in checkpoint": jax.checkpoint,
+    "in ft.jit": ft.jit,
+    "in ft.jit, with rules": lambda f: ft.jit(lambda x: f(x), rules=RULES, mesh=MESH),
+}
+
+
+@pytest.mark.parametrize("around", MESHES)
+def test_a_given_mesh_is_that_of_the_body(around: str):
+    seen = []
+
+    def body(x: Array) -> Array:
+        seen.append(ambient())
+        return ft.constrain(x * 2, "batch embed", rules=RULES).sum()
+
+    MESHES[around](ft.jit(body, mesh=MESH))(jnp.asarray(X))
+    assert seen and all(mesh == {"data": 2, "model": 4} for mesh in seen)
+    assert jax.sharding.get_mesh().empty
+
+
+def test_a_given_mesh_wins():
+    f = ft.jit(lambda x: ft.constrain(x * 2, "batch embed", rules=RULES), mesh=MESH)
+    with jax.set_mesh(TALL):
+        assert_lies(f(X), "data")
+        assert jax.sharding.get_mesh() is TALL
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"donate": "x"}, {"out_shardings": P("data")}], ids=lambda o: ",".join(o) or "none"
+)
+def test_the_arguments_bring_the_mesh(options: Any):
+    seen = []
+
+    def body(x: Array) -> Array:
+        seen.append(ambient())
+        return ft.constrain(x * 2, "batch embed", rules=RULES)
+
+    f = ft.jit(body, **options)
+    assert_lies(f(lay(X, "data")), "data")
+    result = f(lay(X, "data", mesh=TALL))
+    assert seen == [{"data": 2, "model": 4}, {"data": 4, "model": 2}]
+    assert_lies(result, "data", mesh=TALL)
+
+
+def test_the_context_brings_the_mesh():
+    f = ft.jit(lambda x: ft.constrain(x * 2, "batch embed"), rules=RULES)
+    for mesh in (MESH, TALL, MESH):
+        with jax.set_mesh(mesh):
+            assert_lies(f(X), "data", mesh=mesh)
+    assert len(f.compilations) == 2
+
+
+ELSEWHERE = {"other devices": (REVERSED, ", of other devices"), "other shape": (TALL, ""), "fewer devices": (HALF, "")}
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["first call", "later call"])
+@pytest.mark.parametrize("given", ["mesh=", "context", "context and donation", "arguments", "arguments and donation"])
+@pytest.mark.parametrize("other", ELSEWHERE)
+def test_arguments_on_another_mesh(other: str, given: str, first: bool):
+    mesh, more = ELSEWHERE[other]
+    donation = {"donate": "a"} if "donation" in given else {}
+    f = ft.jit(lambda a, b: {"x": a["x"] + b}, mesh=MESH if given == "mesh=" else None, **donation)
+    a, b, wrong = {"x": lay(X, "data")}, lay(X, "data"), lay(X, "data", mesh=mesh)
+    sizes = ", ".join(f"{name}={size}" for name, size in mesh.shape.items())
+    expected = raises(
+        "<lambda> runs on mesh (data=2, model=4), and 1 argument elsewhere",
+        f"b   f32[8, 4]\n      lies on the mesh ({sizes}){more}",
+        "put it on the function's mesh: `ft.shard(x, layout, mesh)`",
+    )
+
+    def check() -> None:
+        if not first:
+            f({"x": a["x"] + 0}, b)
+        before = jax.sharding.get_mesh()
+        with expected:
+            f(a, wrong)
+        assert jax.sharding.get_mesh() == before
+        f(a, b)
+
+    if "context" in given:
+        with jax.set_mesh(MESH):
+            check()
+    else:
+        check()
+
+
+def test_only_what_has_devices():
+    with raises("jit runs on devices: give a `Mesh`, not sizes"):
+        ft.jit(lambda x: x, mesh={"data": 2})  # type: ignore[call-overload]
+
+
+def test_explicit_axes():
+    seen = []
+    f = ft.jit(lambda x, y: seen.append(jax.typeof(x).sharding.spec) or x * y, donate="x")
+    x, y = (lay(X, "data", "model", mesh=EXPLICIT) for _ in range(2))
+    result = f(x, y)
+    assert seen == [P("data", "model")]
+    assert_lies(result, "data", "model", mesh=EXPLICIT)
+    with raises("y   f32[8, 4]\n      lies on the mesh (data=2, model=4) with Auto axes"):
+        f(lay(X, "data", mesh=EXPLICIT), lay(X, "data", mesh=MESH))
+
+
+# The rules. Silent failure 23.
+
+
+def test_silent_failure_23_ambient_rules_that_change():
+    f = ft.jit(lambda x: ft.constrain(x * 1, "batch embed"))
+    x = lay(X)
+    others = ft.AxisRules({"batch": None, "embed": "model"})
+    for _ in range(2):
+        with ft.axis_rules(RULES):
+            assert_lies(f(x), "data")
+        with ft.axis_rules(others):
+            assert_lies(f(x), None, "model")
+    assert [[d.kind for d in c.differences] for c in f.compilations] == [[], ["rules"]]
+    with raises("there is a mesh (data=2, model=4) and no rules to place `batch embed`"):
+        f(x)
+
+
+def test_given_rules_win():
+    others = ft.AxisRules({"batch": None, "embed": "model"})
+    f = ft.jit(lambda x: ft.constrain(x * 1, "batch embed"), rules=RULES)
+    with ft.axis_rules(others):
+        assert_lies(f(lay(X)), "data")
+        assert ft.spec("batch embed") == P(None, "model")
+    assert_lies(f(lay(X)), "data")
+    assert_lies(jax.jit(lambda x: f(x) * 1)(lay(X)), "data")
+    with raises("3 is no layout", error=ft.RuleError):
+        ft.jit(lambda x: x, rules=3)
+
+
+def test_single_device_shardings_are_no_mesh():
+    x = jax.device_put(X, SingleDeviceSharding(jax.devices()[3]))
+    f = ft.jit(lambda tree: {"x": tree["x"] * 2}, donate=...)
+    assert f({"x": x})["x"].devices() == {jax.devices()[3]}
