@@ -3,7 +3,7 @@
     python examples/bring_your_own.py
 
 The classifier below is stock Equinox and stays as it is. What is added to shard it are the lines marked `# +fsdp`
-and `# +tensor`, and nothing else; the rest only looks at the result. `ft.jit` takes its modules as `eqx.filter_jit` does.
+and `# +tensor`, and nothing else; the rest only looks at the result. `ft.jit` takes its modules as they are.
 """
 
 import os

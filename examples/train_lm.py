@@ -92,7 +92,7 @@ def make_optimizer(lr: float, steps: int) -> optax.GradientTransformation:
 
 
 def make_train_step(tx: optax.GradientTransformation) -> Callable[..., Any]:
-    """The step. Model and state are donated, so they come back where they lay: nothing drifts, nothing compiles twice."""
+    """The step. Model and state are donated and come back where they lay: nothing drifts, nothing compiles twice."""
 
     @ft.jit(donate=("model", "state"))
     def train_step(model, state, tokens):

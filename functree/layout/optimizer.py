@@ -16,8 +16,9 @@ from functree.layout.meshes import MeshView
 from functree.layout.plan import Plan, plan_leaves, plan_tree
 from functree.layout.prefix import Part
 from functree.layout.row import Row
+from functree.tree.asks import is_trainable
 from functree.tree.axes import Axes
-from functree.tree.filters import as_filter, is_trainable
+from functree.tree.filters import as_filter
 from functree.tree.flat import Flat
 from functree.tree.leaf import Leaf
 from functree.tree.leaves import Leaves, read

@@ -32,7 +32,9 @@ class Training(Layout):
 
     def __init__(self, layout: Layout, model: Any, tx: Any, wrt: Any):
         self.layout: Layout = layout
-        self.model, self.tx, self.wrt = model, tx, wrt
+        self.model: Any = model
+        self.tx: Any = tx
+        self.wrt: Any = wrt
 
     @property
     def given_names(self) -> Mapping[type, Names]:

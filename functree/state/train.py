@@ -14,7 +14,8 @@ from functree.layout.optimizer import parameters
 from functree.layout.training import Training
 from functree.state.state import State, holds_refs, make_state
 from functree.transforms.placement import shard
-from functree.tree.filters import Filter, as_filter, is_trainable
+from functree.tree.asks import is_trainable
+from functree.tree.filters import Filter, as_filter
 from functree.tree.leaf import array_text
 from functree.tree.leaves import read
 

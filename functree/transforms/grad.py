@@ -11,7 +11,8 @@ from jax.tree_util import tree_leaves
 
 from functree.errors import FunctreeError, Problem, RuleError, count
 from functree.transforms.parameters import Parameters
-from functree.tree.filters import as_filter, is_trainable
+from functree.tree.asks import is_trainable
+from functree.tree.filters import as_filter
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")

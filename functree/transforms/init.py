@@ -10,7 +10,7 @@ from functree.errors import ShardingError
 from functree.layout.meshes import NO_MESH
 from functree.layout.optimizer import Optimizer, planned_state
 from functree.layout.plan import Plan, plan_tree
-from functree.tree.filters import is_trainable
+from functree.tree.asks import is_trainable
 from functree.tree.flat import Flat
 
 _P = ParamSpec("_P")

@@ -1,7 +1,6 @@
 """A function and what `ft.jit` was told of it ─► `Jit`: a call finds its program, or makes it."""
 
 import functools
-import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from operator import attrgetter
@@ -11,14 +10,14 @@ import jax
 from jax.core import Tracer
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
-from functree.errors import FunctreeError, ShardingError
 from functree.layout.layouts import Layout
-from functree.layout.meshes import NO_MESH, MeshView, current_mesh, tracing
+from functree.layout.meshes import current_mesh, tracing
 from functree.transforms.ambient import ambient_rules
 from functree.transforms.entries import Entries
+from functree.transforms.jit.checks import check_call, warn_constants, warn_moved
 from functree.transforms.jit.closing import Kept, closed, state_form
 from functree.transforms.jit.compilations import Compilation, Log, situation
-from functree.transforms.jit.donation import is_gone, refuse_deleted, refuse_twice, twice_by_identity
+from functree.transforms.jit.donation import is_gone, refuse_deleted, refuse_twice
 from functree.transforms.jit.layouts import elsewhere, inputs, mesh_of, outputs
 from functree.transforms.jit.monitor import lowerings
 from functree.transforms.jit.program import Body, Program, Where
@@ -30,8 +29,6 @@ from functree.transforms.structures import Found, Structures
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
-
-BIG_CONSTANT = 2**20  # bytes: a closed-over array above this is worth a word
 
 
 class Options(NamedTuple):
@@ -80,7 +77,7 @@ class Jit(Generic[_P, _T]):
         program, found = self._prepare(args, kwargs)
         arrays = found.arrays
         if program.careful or not found.concrete:
-            _check(program, found)
+            check_call(program, found)
         before = lowerings.count
         if program.entered is None:
             result = program(arrays)
@@ -90,7 +87,7 @@ class Jit(Generic[_P, _T]):
         if lowerings.count != before:
             self._note(program, arrays)
         if program.moved:
-            _warn_moved(program)
+            warn_moved(program)
         return result
 
     def _note(self, program: Program, arrays: Sequence[Any]) -> None:
@@ -178,7 +175,7 @@ class Jit(Generic[_P, _T]):
         with _around(program.entered):
             traced = program.jitted.trace(*program.groups.split(arrays))
             self._lay_outputs(program, call, arrays, traced.out_info)
-        _warn_constants(name, traced)
+        warn_constants(name, traced)
         return program
 
     def _lay_outputs(self, program: Program, call: Any, arrays: Sequence[Any], result: Result) -> None:
@@ -198,8 +195,11 @@ class Bound:
 
     def __init__(self, jitted: Jit[Any, Any], instance: Any):
         self._jitted, self._instance = jitted, instance
-        self.__func__, self.__self__ = jitted, instance
-        self.__name__, self.__doc__ = jitted.__name__, jitted.__doc__
+        # As of any bound method: by these others, `ft.jit` too, know what it is bound to.
+        self.__func__: Jit[Any, Any] = jitted
+        self.__self__: Any = instance
+        self.__name__: str = jitted.__name__
+        self.__doc__ = jitted.__doc__
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._jitted(self._instance, *args, **kwargs)
@@ -258,17 +258,6 @@ def _spread(arrays: Sequence[Any]) -> bool:
     return any(x.sharding.num_devices > 1 for x in arrays if isinstance(x, jax.Array) and not isinstance(x, Tracer))
 
 
-def _check(program: Program, found: Found) -> None:
-    """That arguments have values, are still there, and none is donated twice."""
-    arrays, groups = found.arrays, program.groups
-    if not found.concrete or isinstance(program.where.mesh, AbstractMesh):
-        _refuse_abstract(program, arrays)
-    if True in ([x.is_deleted() for x in arrays] if found.concrete else map(is_gone, arrays)):
-        refuse_deleted(program, arrays)
-    if groups.donated and twice_by_identity(groups.take_donated(arrays), groups.take_kept(arrays)):
-        refuse_twice(program, arrays, by_buffer=False)
-
-
 def _around(mesh: Mesh | AbstractMesh | None) -> AbstractContextManager[Any]:
     """The mesh around a call: nothing to do where it is the current one, or where a trace is under way.
 
@@ -291,40 +280,3 @@ def _donated(program: Program, call: Any, arrays: Sequence[Any]) -> list[Kept]:
             named = tuple(x if isinstance(x, NamedSharding) else None for x in (lie[i] for i in mine))
             found.append(Kept(state_form(value), named))
     return found
-
-
-def _refuse_abstract(program: Program, arrays: Sequence[Any]) -> None:
-    name = program.signature.name
-    for path, array in zip(program.structure.paths, arrays, strict=True):
-        if isinstance(array, jax.ShapeDtypeStruct):
-            raise FunctreeError(
-                f"{name}: `{path}` is abstract, so there is nothing to run: use `.lower`, `.eval_shape`"
-            )
-    if isinstance(program.where.mesh, AbstractMesh) and not tracing():
-        view = MeshView(dict(program.where.mesh.shape))
-        raise ShardingError(f"{name}: {view} has no devices to run on: {NO_MESH} with a `Mesh`")
-
-
-def _warn_moved(program: Program) -> None:
-    program.calls += 1
-    if program.calls == 2:
-        paths = ", ".join(f"`{program.structure.paths[i]}`" for i in program.moved[:4])
-        more = f" and {len(program.moved) - 4} more" if len(program.moved) > 4 else ""
-        warnings.warn(
-            f"{program.signature.name}: {paths}{more} moved to where in_shardings says on each call: put it there once "
-            "with `ft.shard`",
-            stacklevel=3,
-        )
-
-
-def _warn_constants(name: str, traced: Any) -> None:
-    """Arrays that the function closes over are copied into the program, however large they are."""
-    for constant in getattr(traced.jaxpr, "consts", ()):
-        size = getattr(constant, "nbytes", 0)
-        if not isinstance(constant, Tracer) and size > BIG_CONSTANT:
-            shape = f"{constant.dtype}{list(constant.shape)}"
-            warnings.warn(
-                f"{name} closes over an array of {size / 2**20:.1f} MiB, {shape}: it becomes a constant of the "
-                "compiled program, on every device; hand it over as an argument",
-                stacklevel=5,
-            )

@@ -1,0 +1,50 @@
+"""A layout ─► the same, in the pinned memory of the host."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from jax.sharding import AbstractMesh, Mesh
+
+from functree.layout.layouts import Decision, Layout, Resolution, as_layout
+from functree.layout.meshes import MeshView
+from functree.tree.axes import Names
+from functree.tree.leaf import Leaf
+
+
+@dataclass(frozen=True, repr=False)
+class OnHost(Layout):
+    """Another layout, in host memory; made by `ft.on_host`."""
+
+    layout: Layout
+
+    @property
+    def given_names(self) -> Mapping[type, Names]:
+        return self.layout.given_names
+
+    @property
+    def own_mesh(self) -> Mesh | AbstractMesh | None:
+        return self.layout.own_mesh
+
+    def resolve(self, leaves: Sequence[Leaf], mesh: MeshView, before: Sequence[Decision] | None = None) -> Resolution:
+        found = self.layout.resolve(leaves, mesh, before)
+        return found._replace(decisions=[d._replace(memory_kind="pinned_host") for d in found.decisions])
+
+    def __repr__(self) -> str:
+        return f"on_host({self.layout!r})"
+
+
+def on_host(layout: Any) -> Layout:
+    """The same layout, in the pinned memory of the host.
+
+    Args:
+        layout: any layout.
+
+    Raises:
+        RuleError: not a layout.
+
+    Examples:
+        >>> ft.plan(jnp.ones((4, 8)), ft.on_host(ft.P("data")), {"data": 2})[()].memory_kind
+        'pinned_host'
+    """
+    return OnHost(as_layout(layout))
