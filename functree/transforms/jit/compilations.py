@@ -32,8 +32,13 @@ class Difference(NamedTuple):
 
     def __str__(self) -> str:
         where = f"{self.path}: " if self.path else ""
-        text = repr if self.kind == "static" else _text
-        return f"{where}{self.kind} {text(self.before)} → {text(self.now)}"
+        return f"{where}{self.kind} {self.text(self.before)} → {self.text(self.now)}"
+
+    def text(self, value: Any) -> str:
+        """One of the two, for a person: a function by its name."""
+        if self.kind == "static":
+            return getattr(value, "__qualname__", getattr(value, "__name__", None)) or repr(value)
+        return _text(value)
 
 
 def _text(value: Any) -> str:

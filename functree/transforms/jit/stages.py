@@ -284,9 +284,10 @@ def _lies_so(array: Any, sharding: Any) -> bool:
 def _refuse(program: Program, found: Sequence[Difference], arrays: Mapping[Any, Any]) -> FunctreeError:
     remedy = "call the function itself, which compiles anew where it has to"
     problems = []
-    for path, kind, before, now in found:
+    for different in found:
+        path, kind, before, now = different
         array = arrays.get(path)
-        why = f"{kind} {before} when compiled, {now} now"
+        why = f"{kind} {different.text(before)} when compiled, {different.text(now)} now"
         problems.append(
             Problem(path, getattr(array, "shape", None), "" if array is None else array_text(array), why, remedy)
         )

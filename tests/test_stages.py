@@ -1,0 +1,244 @@
+"""Traced, lowered and compiled calls over modules: trees of their structure, abstract arguments, checked calls."""
+
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array, Float
+
+import functree as ft
+
+P = PartitionSpec
+RULES = ft.AxisRules({"batch": "data", "hidden": "model", "embed": None})
+STAGES = ("traced", "lowered", "compiled")
+
+
+class MLP(eqx.Module):
+    up: Float[Array, "embed hidden"]
+    down: Float[Array, "hidden embed"]
+    activation: Callable[..., Any] = jax.nn.relu
+
+    def __call__(self, x: Array) -> Array:
+        return self.activation(x @ self.up) @ self.down
+
+
+def mlp() -> MLP:
+    return MLP(jnp.ones((8, 16)), jnp.ones((16, 8)))
+
+
+def step(model: MLP, x: Array, scale: float = 1.0) -> dict[str, Any]:
+    new = jax.tree.map(lambda w: w * scale if eqx.is_array(w) else w, model)
+    return {"model": new, "loss": model(x).sum(), "name": "step"}
+
+
+LOADS = {"in_shardings": {"model": RULES, "x": P("data")}, "donate": "model"}
+
+
+@pytest.fixture
+def placed(mesh: Mesh) -> tuple[MLP, Array]:
+    return ft.shard((mlp(), jnp.ones((4, 8))), (RULES, P("data")), mesh)
+
+
+def abstract(mesh: Mesh) -> tuple[MLP, jax.ShapeDtypeStruct]:
+    x = jax.ShapeDtypeStruct((4, 8), jnp.float32, sharding=NamedSharding(mesh, P("data")))
+    return ft.abstract(mlp, RULES, mesh)(), x
+
+
+def stages(mesh: Mesh, *arguments: Any, **options: Any) -> dict[str, Any]:
+    traced = ft.jit(step, mesh=mesh, **options).trace(*arguments)
+    lowered = traced.lower()
+    return {"traced": traced, "lowered": lowered, "compiled": lowered.compile()}
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("kind", ["abstract", "concrete"])
+def test_trees_have_the_models_structure(stage: str, kind: str, mesh: Mesh, placed: tuple[MLP, Array]):
+    found = stages(mesh, *(abstract(mesh) if kind == "abstract" else placed), **LOADS)[stage]
+    (model, x, scale), kwargs = found.args_info
+    assert isinstance(model, MLP) and model.activation is None and scale is None and kwargs == {}
+    assert (model.up.shape, model.up.donated, x.shape, x.donated) == ((8, 16), True, (4, 8), False)
+    assert found.in_avals[0][0].down.shape == (16, 8)
+    assert found.in_tree == jax.tree.structure(found.args_info)
+    assert found.out_info["model"].up.shape == (8, 16) and found.out_info["name"] == "step"
+    assert found.out_avals["loss"].shape == ()
+    assert found.out_tree == jax.tree.structure(found.out_info)
+    assert found.donate_argnums == (0, 1)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_what_was_asked_of_the_layouts(stage: str, mesh: Mesh):
+    found = stages(mesh, *abstract(mesh), **LOADS)[stage]
+    (model, x, _), _ = found.in_shardings
+    assert (model.up, x) == (NamedSharding(mesh, P(None, "model")), NamedSharding(mesh, P("data", None)))
+    assert found.out_shardings["model"].down == NamedSharding(mesh, P("model", None))  # closed, as it was donated
+    assert found.out_shardings["loss"] is None
+
+
+def test_nothing_asked(mesh: Mesh):
+    found = stages(mesh, *abstract(mesh))["compiled"]
+    assert jax.tree.leaves((found.in_shardings, found.out_shardings["loss"])) == []
+    assert found.input_shardings[0][0].up.is_equivalent_to(NamedSharding(mesh, P(None, "model")), 2)
+
+
+def test_a_traced_function(mesh: Mesh):
+    traced = stages(mesh, *abstract(mesh), **LOADS)["traced"]
+    assert traced.fun_name == "step" and len(traced.jaxpr.in_avals) == 3
+    assert repr(traced) == "<Traced of step>"
+    for_tpu = traced.lower(lowering_platforms=("tpu",)).as_text()
+    assert "sdy.mesh" in for_tpu and "stablehlo" in for_tpu
+
+
+def test_a_lowered_function(mesh: Mesh):
+    lowered = stages(mesh, *abstract(mesh), **LOADS)["lowered"]
+    assert "stablehlo.dot" in lowered.as_text() and "HloModule" in lowered.as_text("hlo")
+    assert "kept.x" in lowered.as_text(debug_info=True)
+    assert lowered.compiler_ir() is not None and lowered.cost_analysis() is not None
+
+
+def test_a_compiled_function(mesh: Mesh):
+    compiled = stages(mesh, *abstract(mesh), **LOADS)["compiled"]
+    assert all(name in compiled.as_text() for name in ("donated.model.up", "donated.model.down", "kept.x"))
+    assert compiled.memory_analysis().argument_size_in_bytes > 0 and compiled.cost_analysis() is not None
+    assert compiled.runtime_executable() is not None
+    assert compiled.output_shardings["model"].up.spec == P(None, "model")
+    assert compiled.input_formats[0][0].up.sharding.spec == P(None, "model")
+    assert compiled.output_formats["model"].up is not None
+
+
+def test_compiler_options(mesh: Mesh):
+    lowered = stages(mesh, *abstract(mesh))["lowered"]
+    assert lowered.compile({"xla_backend_optimization_level": 0}).as_text()
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_compiled_step_is_called_with_modules_and_packed_trees(packed: bool, mesh: Mesh, placed: tuple[MLP, Array]):
+    model, x = placed
+    model = ft.pack(model) if packed else model
+    compiled = ft.jit(step, mesh=mesh).lower(model, x).compile()
+    found = compiled(model, x)
+    assert type(found["model"]) is type(model) and float(found["loss"]) == 4 * 8 * 8 * 16
+    assert float(compiled.call(model, x=x)["loss"]) == float(found["loss"])
+
+
+def test_a_donated_loop(mesh: Mesh, placed: tuple[MLP, Array]):
+    model, x = placed
+    compiled = ft.jit(step, mesh=mesh, **LOADS).lower(*abstract(mesh)).compile()
+    first = model
+    for _ in range(3):
+        model = compiled(model, x)["model"]
+    assert first.up.is_deleted() and model.up.sharding.spec == P(None, "model")
+    with pytest.raises(ft.FunctreeError, match=r"(?s)step: 2 arguments no longer there.*model.up.*was donated"):
+        compiled(first, x)
+
+
+def test_a_compiled_step_donates_nothing_twice(mesh: Mesh, placed: tuple[MLP, Array]):
+    def square() -> MLP:
+        return MLP(jnp.ones((8, 8)), jnp.ones((8, 8)))
+
+    compiled = ft.jit(step, mesh=mesh, donate="model").lower(ft.abstract(square)(), placed[1]).compile()
+    once = ft.shard(jnp.ones((8, 8)), P(), mesh)
+    with pytest.raises(
+        ft.FunctreeError, match=r"(?s)step: .*model.down.*is the same buffer as `model.up`, and both are"
+    ):
+        compiled(MLP(once, once), placed[1])
+
+
+# What a compiled function is called with ─► what it says.
+def _wrong(model: MLP, x: Array, mesh: Mesh) -> dict[str, tuple[tuple[Any, ...], str]]:
+    tall, gelu = MLP(jnp.ones((8, 32)), jnp.ones((32, 8))), MLP(model.up, model.down, jax.nn.gelu)
+    whole, nothing = ft.shard(model, P(), mesh), jax.ShapeDtypeStruct((4, 8), jnp.float32)
+    found = r"1 argument not as it was compiled for.*"
+    return {
+        "shape": ((model, x[:2]), found + r"x   f32\[2, 8\].*shape \(4, 8\) when compiled, \(2, 8\) now"),
+        "shapes": ((tall, x), r"2 arguments not.*model.up.*shape \(8, 16\) when compiled, \(8, 32\) now.*model.down"),
+        "dtype": ((model, x.astype(jnp.int32)), found + r"x   i32\[4, 8\].*dtype float32 when compiled, int32 now"),
+        "sharding": ((whole, x), r"2 arg.*model.up.*sharding P\(None, 'model'\) on .* when compiled, P\(None, None\)"),
+        "static": ((model, x, 2.0), found + r"scale.*static 1.0 when compiled, 2.0 now"),
+        "static type": ((model, x, 1), found + r"scale.*static 1.0 when compiled, 1 now"),
+        "activation": ((gelu, x), found + r"model.activation.*static relu when compiled, gelu now"),
+        "structure": (({"up": model.up}, x), r"structure an array when compiled, nothing now"),
+        "nothing": ((model, None), found + r"x\s+structure an array when compiled, nothing now"),
+        "abstract": ((model, nothing), r"`x` has no value, and what is compiled runs on values"),
+    }
+
+
+CASES = (
+    "shape",
+    "shapes",
+    "dtype",
+    "sharding",
+    "static",
+    "static type",
+    "activation",
+    "structure",
+    "nothing",
+    "abstract",
+)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_compiled_step_takes_nothing_else(case: str, mesh: Mesh, placed: tuple[MLP, Array]):
+    compiled = ft.jit(step, mesh=mesh).lower(*placed).compile()
+    compiled(*placed)
+    wrong = _wrong(*placed, mesh)
+    assert set(wrong) == set(CASES)
+    arguments, message = wrong[case]
+    with pytest.raises(ft.FunctreeError, match="(?s)" + message):
+        compiled(*arguments)
+    compiled(*placed)
+
+
+def test_numpy_is_put_where_it_was_compiled_for(mesh: Mesh, placed: tuple[MLP, Array]):
+    model, _ = placed
+    compiled = ft.jit(step, mesh=mesh, **LOADS).lower(*abstract(mesh)).compile()
+    assert float(compiled(model, np.ones((4, 8), np.float32))["loss"]) == 4096
+
+
+def test_of_a_method(mesh: Mesh):
+    class Trainer(eqx.Module):
+        model: MLP
+
+        @ft.jit
+        def loss(self, x: Array) -> Array:
+            return self.model(x).sum()
+
+    trainer, x = Trainer(ft.shard(mlp(), RULES, mesh)), ft.shard(jnp.ones((4, 8)), P("data"), mesh)
+    assert trainer.loss.eval_shape(x).shape == ()
+    assert trainer.loss.trace(x).fun_name == "loss"
+    compiled = trainer.loss.lower(x).compile()
+    assert float(compiled(x)) == float(trainer.loss(x)) == 4096
+    assert "kept.self.model.up" in compiled.as_text()
+
+
+def test_one_trace_for_all_stages_and_the_call(mesh: Mesh, placed: tuple[MLP, Array]):
+    traces = 0
+
+    @ft.jit(mesh=mesh, **LOADS)
+    def counted(model: MLP, x: Array) -> Any:
+        nonlocal traces
+        traces += 1
+        return model
+
+    counted.eval_shape(*abstract(mesh))
+    counted.lower(*abstract(mesh)).compile()
+    counted(*placed)
+    assert traces == 1
+
+
+def test_an_abstract_mesh(mesh: Mesh, placed: tuple[MLP, Array]):
+    elsewhere = mesh.abstract_mesh
+    function = ft.jit(step, mesh=elsewhere, in_shardings={"model": RULES, "x": P("data")})
+    text = function.trace(*abstract(elsewhere)).lower(lowering_platforms=("tpu",)).as_text()  # type: ignore[arg-type]
+    assert '"model"=4' in text
+    with pytest.raises(ft.ShardingError, match=r"step: \(data=2, model=4\) has no devices to run on"):
+        function(*placed)
+
+
+def test_an_abstract_call_is_an_error(mesh: Mesh):
+    with pytest.raises(ft.FunctreeError, match=r"step: `model.up` is abstract.*use `.lower`, `.eval_shape`"):
+        ft.jit(step)(*abstract(mesh))
