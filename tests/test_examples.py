@@ -107,7 +107,8 @@ def test_bring_your_own():
     for mark in ("  # +fsdp", "  # +tensor"):
         assert 0 < sum(line.endswith(mark) for line in source) <= 10
     unmarked = [line for line in source if "ft." in line and "#" not in line and "`" not in line]
-    assert [line.strip() for line in unmarked] == ["print(ft.plan(model, layout, mesh))"] * 2
+    shown = ["print(ft.plan(model, layout, mesh))"] * 2
+    assert [line.strip() for line in unmarked] == ["@ft.jit", "@ft.value_and_grad", *shown]
     code, out, err = run("bring_your_own.py")
     assert (code, err) == (0, "")
     assert re.search(r"^mesh \(data=8\): 30 arrays", out, re.M)

@@ -14,6 +14,7 @@ from functree.state.state import State, holds_refs
 from functree.transforms.ambient import ambient_rules
 from functree.transforms.jit.jit import jit
 from functree.transforms.placement import constrain
+from functree.transforms.scan import Stacked
 from functree.tree.axes import Axes
 
 
@@ -54,7 +55,8 @@ class Sequential(eqx.Module):
                     f"layer {i} of a Sequential, {type(layer).__name__}, keeps state: call it with "
                     "`state=state`, from `model, state = ft.make_state(model)`, and it returns `(x, state)`"
                 )
-            x, state = layer(x, state=state, **given)
+            run = layer.scan if isinstance(layer, Stacked) else layer
+            x, state = run(x, state=state, **given)
         return x if state is None else (x, state)
 
     def __len__(self) -> int:
@@ -67,7 +69,7 @@ class Sequential(eqx.Module):
 def _takes(layer: Any, name: str) -> bool:
     """Whether a layer has a parameter of this name."""
     try:
-        parameters = inspect.signature(layer).parameters
+        parameters = inspect.signature(layer.body if isinstance(layer, Jitted) else layer).parameters
     except (TypeError, ValueError):  # a function of C that does not tell
         return False
     return name in parameters

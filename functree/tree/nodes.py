@@ -5,7 +5,7 @@ from typing import Any
 
 from jax.tree_util import default_registry, tree_flatten
 
-from functree.tree.paths import plain_key
+from functree.tree.paths import Path, plain_key
 
 
 def children(node: Any) -> list[tuple[Any, Any]] | None:
@@ -39,3 +39,24 @@ def blanked(node: Any) -> Any:
     """A node in which every leaf is None."""
     below = children(node)
     return None if below is None else rebuilt(node, [blanked(child) for _, child in below])
+
+
+class _Mark:
+    """Stands for one leaf, so that equal leaves (None, small numbers, one array at two places) can be told apart."""
+
+    def __repr__(self) -> str:
+        return "<leaf>"
+
+
+def marked(node: Any) -> tuple[Any, dict[int, Path]]:
+    """A tree with a mark for each leaf, and the path of each of its nodes by identity, while that tree lives."""
+    places: dict[int, Path] = {}
+
+    def visit(path: Path, node: Any) -> Any:
+        below = children(node)
+        copy = _Mark() if below is None else rebuilt(node, [visit(path / key, child) for key, child in below])
+        copy = [] if type(copy) is tuple and not copy else copy  # the empty tuple is one object, wherever it stands
+        places[id(copy)] = path
+        return copy
+
+    return visit(Path(), node), places

@@ -1,13 +1,17 @@
 """A tree and a choice of its parts ─► the tree with those parts changed: model surgery, in the language of filters."""
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Generic, TypeVar
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from copy import copy
+from dataclasses import fields, is_dataclass
+from typing import Any, Generic, TypeVar, get_origin
+
+from jax.tree_util import tree_flatten_with_path
 
 from functree.errors import FunctreeError, Problem, RuleError, count, did_you_mean
 from functree.tree.filters import Filter, as_filter
 from functree.tree.leaf import array_text
 from functree.tree.leaves import is_array, read
-from functree.tree.nodes import blanked, children, follow, rebuilt
+from functree.tree.nodes import blanked, children, follow, marked, rebuilt
 from functree.tree.paths import Path
 
 T = TypeVar("T")
@@ -40,7 +44,7 @@ class Selection(Generic[T]):
 
         Args:
             where: a path below each selected part (an `ft.Path`, or its text: `"blocks.0.attn"`); or a function from
-                it to one of its parts, or to a tuple of them: `lambda model: model.blocks[0]`.
+                it to one of its parts, or to a tuple or list of them: `lambda model: model.blocks[0]`.
 
         Raises:
             FunctreeError: there is nothing at that path; the function gives something that is no part.
@@ -74,7 +78,7 @@ class Selection(Generic[T]):
         Raises:
             RuleError: no filter.
         """
-        if what is ... or isinstance(what, str | Filter | type) or not callable(what):
+        if what is ... or isinstance(what, str | Filter | type) or get_origin(what) or not callable(what):
             return self._matched(as_filter(what))
         return self._outermost(what)
 
@@ -93,7 +97,7 @@ class Selection(Generic[T]):
         return len(self._paths)
 
     def paths(self) -> tuple[Path, ...]:
-        """Where they are, in the tree's order."""
+        """Where they are, in the tree's order; for `at` with a function, in that of its tuple."""
         return self._paths
 
     def expect(self, number: int) -> "Selection[T]":
@@ -183,9 +187,12 @@ class Selection(Generic[T]):
         node = follow(self._tree, path)
         for i, key in enumerate(below):
             known = dict(children(node) or ())
+            if (rest := str(Path(below[i:]))) in known and not isinstance(node, dict):
+                return Path((*path, *below[:i], rest))  # a State, or what is packed: the whole path is one key
             if key not in known:
                 where = Path((*path, *below[:i]))
-                near = did_you_mean(key, known)
+                static = "; it is static, no part of the tree"
+                near = static if key in _fields(node) else did_you_mean(key, known)
                 raise FunctreeError(
                     f"there is no `{below}`: `{where or type(node).__name__}` has no `{Path((key,))}`{near}"
                 )
@@ -197,13 +204,18 @@ class Selection(Generic[T]):
         if not callable(where):
             raise RuleError(f"at takes a path or a function from the tree to one of its parts, not {where!r}")
         node = follow(self._tree, path)
-        marked, places = _marked(node)
-        found = where(marked)
-        several = found if type(found) is tuple and id(found) not in places else (found,)
+        copied, places = marked(node)
+        found = where(copied)
+        several = found if type(found) in (tuple, list) and id(found) not in places else (found,)
         lost = [x for x in several if id(x) not in places]
         if lost or not several:
-            raise FunctreeError(f"at: the function gave {lost[0] if lost else ()!r}, which is no part of the tree")
-        return sorted((places[id(x)] for x in several), key=_order(node))
+            raise FunctreeError(f"at: the function gave {lost[0] if lost else found!r}, which is no part of the tree")
+        parts = list(dict.fromkeys(places[id(x)] for x in several))
+        for part in parts:
+            outer = next((other for other in parts if part != other == part[: len(other)]), None)
+            if outer is not None:
+                raise FunctreeError(f"at: `{part}` lies in `{outer or type(node).__name__}`: choose one of them")
+        return parts
 
     def _outermost(self, fits: Callable[[Path, Any], Any]) -> "Selection[T]":
         found: list[Path] = []
@@ -220,12 +232,15 @@ class Selection(Generic[T]):
         return Selection(self._tree, found)
 
     def _matched(self, chosen: Filter) -> "Selection[T]":
-        whole = read(self._tree).leaves
+        whole = read(self._tree)
+        # By position: a State and what is packed tell of paths that are longer than those of their nodes.
+        places = [Path.of(keys) for keys, _ in tree_flatten_with_path(self._tree)[0]]
+        leaves = [(places[i], leaf) for i, leaf in zip(whole.positions, whole.leaves, strict=True)]
         found = []
         for start in self._paths:
             depth = len(start)
-            inside = [leaf for leaf in whole if leaf.path[:depth] == start]
-            found += [leaf.path for leaf in inside if chosen(leaf._replace(names=(Path(leaf.path[depth:]),)))]
+            inside = [(place, leaf) for place, leaf in leaves if place[:depth] == start]
+            found += [place for place, leaf in inside if chosen(leaf._replace(names=(Path(leaf.path[depth:]),)))]
         return Selection(self._tree, found)
 
     def _changed(self, change: Callable[[Path, Any], Any]) -> T:
@@ -252,8 +267,12 @@ class Selection(Generic[T]):
                 return node
             items = [(key, path / key, child) for key, child in children(node) or ()]
             if isinstance(node, dict):
-                kept = {key: visit(at, child) for key, at, child in items if at not in chosen}
-                return type(node)(kept) if type(node) is not dict else {k: kept[k] for k in node if k in kept}
+                kept = copy(node)  # of its own class, a defaultdict with its factory
+                for key, at, child in items:
+                    kept[key] = visit(at, child)
+                    if at in chosen:
+                        del kept[key]
+                return kept
             new = [x for _, at, child in items for x in (around(child) if at in chosen else (visit(at, child),))]
             return type(node)(new) if type(node) in (list, tuple) else rebuilt(node, new)
 
@@ -306,35 +325,9 @@ def select(tree: T) -> Selection[T]:
     return Selection(tree, [Path()])
 
 
+def _fields(node: Any) -> Iterable[str]:
+    return [field.name for field in fields(node)] if is_dataclass(node) else ()
+
+
 def _what(node: Any) -> str:
     return array_text(node) if is_array(node) else type(node).__name__
-
-
-class _Mark:
-    """Stands for one leaf, so that equal leaves (None, small numbers, one array at two places) can be told apart."""
-
-
-def _marked(node: Any) -> tuple[Any, dict[int, Path]]:
-    """A tree with a mark for each leaf, and the path of each of its nodes by identity, while that tree lives."""
-    places: dict[int, Path] = {}
-
-    def visit(path: Path, node: Any) -> Any:
-        below = children(node)
-        copy = _Mark() if below is None else rebuilt(node, [visit(path / key, child) for key, child in below])
-        places[id(copy)] = path
-        return copy
-
-    return visit(Path(), node), places
-
-
-def _order(node: Any) -> Callable[[Path], int]:
-    """The tree's own order of paths."""
-    numbers: dict[Path, int] = {}
-
-    def visit(path: Path, node: Any) -> None:
-        numbers[path] = len(numbers)
-        for key, child in children(node) or ():
-            visit(path / key, child)
-
-    visit(Path(), node)
-    return numbers.__getitem__

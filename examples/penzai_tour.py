@@ -1,0 +1,239 @@
+"""Penzai's notebook "Jitting and Sharding Penzai Models", cell by cell in functree.
+
+    python examples/penzai_tour.py                    # on a CPU, which passes for 8 devices
+    python examples/penzai_tour.py --html tour.html   # the arrays and shardings in pictures too, by treescope
+
+Numbers in brackets are those of the notebook's cells. Two things are different throughout: a model is immutable, so what
+changes is handed in and out; and axis names stand in annotations, since arrays are plain JAX arrays.
+"""
+
+# %% [1-7] Setup. A CPU passes for 8 devices; JAX reads both variables once, when it is imported.
+import os
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+if "device_count" not in os.environ.get("XLA_FLAGS", ""):
+    os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Float, Int, PRNGKeyArray
+from pictures import Show
+
+import functree as ft
+
+show = Show(__doc__)
+
+# %% [8]
+show("[8] devices", jax.local_devices())
+assert jax.local_device_count() == 8
+
+show.section("JIT-compiling models")
+
+
+# %% [9] A parameter and a counter. The layer holds a `StateRef`, which knows where its value is; the value lies in a `State`.
+class CounterLayer(eqx.Module):
+    counter: ft.StateRef
+
+    def __call__(self, x: Array, state: ft.State) -> tuple[tuple[Array, Array], ft.State]:
+        count = state[self.counter] + 1
+        return (x, count), state.set(self.counter, count)
+
+
+def make_model(key: PRNGKeyArray) -> ft.nn.Sequential:
+    linear = ft.nn.Linear(8, 8, axes="features features_out", key=key)
+    return ft.nn.Sequential([linear, CounterLayer(ft.StateRef(0))])
+
+
+model, state = ft.make_state(make_model(jax.random.key(0)))
+ones = jnp.ones(8)
+show("[9] model", model)
+
+# %% [10, 11] Nothing is mutated: the counter goes on because the new state is handed to the next call.
+counts = {}
+(y, counts[10]), state = model(ones, state=state)
+(y, counts[11]), state = model(ones, state=state)
+show("[10, 11] the counter after each call", (int(counts[10]), int(counts[11])))
+
+# %% [12, 13] Unbound and frozen it is already: `make_state` took the values out, and slots are what the model holds.
+show("[12] model_with_slots", ft.tree_axes(model))
+show("[13] frozen_vars", dict(state))
+
+
+# %% [14-16] `model(x, state=state)` is the pure function. Nothing to bind again, and no variables to update afterwards.
+@ft.jit
+def rebinding_call(model: Any, state: ft.State, x: Float[Array, "features"]) -> Any:
+    return model(x, state=state)
+
+
+(y, counts[15]), new_state = rebinding_call(model, state, ones)
+show("[15] result", (y, counts[15]))
+
+# %% [17, 18] `stateless_call` is the same call. An old state is as good as a new one: the count is that of [15].
+(y, counts[18]), _ = rebinding_call(model, state, ones)
+show("[18] from the state before [15]", int(counts[18]))
+
+# %% [19-21] An initializer under jit, with model and state as its result. (`ft.init` does so, sharded: see [57].)
+model, state = ft.jit(lambda key: ft.make_state(make_model(key)))(jax.random.key(0))
+counts[20] = next(iter(state.values()))
+show("[21] model", model)
+
+
+# %% [22-24] `variable_jit`: jit with the state donated. It is updated in place, and the old one is gone.
+@ft.jit(donate="state")
+def jitted_call(model: Any, state: ft.State, x: Float[Array, "features"]) -> Any:
+    return model(x, state=state)
+
+
+(y, counts[23]), state = jitted_call(model, state, ones)
+(y, counts[24]), state = jitted_call(model, state, ones)
+show("[23, 24] the counter, by one compilation", (int(counts[23]), int(counts[24]), len(jitted_call.compilations)))
+
+# %% [25-27] A layer that compiles its own call.
+jit_model = ft.nn.Jitted(model)
+(y, counts[27]), state = jit_model(ones, state=state)
+show("[27] the counter", int(counts[27]))
+
+# %% [28, 29] The same around each layer of two classes.
+jit_model_2 = ft.select(model).under(ft.nn.Linear | CounterLayer).apply(ft.nn.Jitted)
+(y, counts[29]), state = jit_model_2(ones, state=state)
+show("[28] jit_model_2", [type(layer).__name__ for layer in jit_model_2.layers])
+show("[29] the counter", int(counts[29]))
+
+# %% [30] The model can be taken out again.
+assert jit_model.body is model
+
+show.section("Sharding basics, and pictures of shardings")
+
+# %% [31, 32] Devices stand in a mesh. `PositionalSharding` is gone from JAX: a `NamedSharding` takes its place, on a mesh
+# whose axes have names. (`ft.make_mesh(devices=8)` would give devices, so a mesh axis of that name is made by JAX.)
+line = Mesh(jax.make_mesh((8,), ("devices",)).devices, ("devices",))
+show("[31] devices", line)
+show("[32] pos_sharding", NamedSharding(line, P("devices")))
+
+# %% [33] An array over the 8 devices.
+arrays = {33: ft.shard(jnp.ones(16), P("devices"), line)}
+show("[33] ones(16)", arrays[33])
+
+# %% [34, 35] To reshape a positional sharding is to take another mesh.
+grid = ft.make_mesh(rows=4, columns=2)
+arrays[35] = ft.shard(jnp.ones((8, 8)), P("rows", "columns"), grid)
+show("[34] reshape((4, 2))", NamedSharding(grid, P("rows", "columns")))
+show("[35] ones([8, 8])", arrays[35])
+
+# %% [36, 37] `replicate(axis=0)`: a mesh axis that the spec does not name.
+wide = ft.make_mesh(rows=2, columns=4)
+arrays[37] = ft.shard(jnp.ones((8, 8)), P(None, "columns"), wide)
+show("[36] reshape((2, 4)).replicate(axis=0)", NamedSharding(wide, P(None, "columns")))
+show("[37] ones([8, 8])", arrays[37])
+
+# %% [38, 39] Whole on each device.
+arrays[39] = ft.shard(jnp.ones((8, 8)), P(), line)
+show("[38] replicate(axis=0)", NamedSharding(line, P()))
+show("[39] ones([8, 8])", arrays[39])
+
+# %% [40-43] A mesh, and shardings on it.
+mesh = ft.make_mesh(foo=4, bar=2)
+show("[40] mesh", mesh)
+for cell, spec in {41: P("foo", "bar"), 42: P(None, ("bar", "foo"), None), 43: P("foo")}.items():
+    show(f"[{cell}] {spec}", NamedSharding(mesh, spec))
+
+show.section("Sharding arrays whose axes have names")
+
+# %% [44-46] An array of values 1 + 0 to 3 + 3. It is a plain array; the names come when they are needed.
+arr = jnp.arange(1, 4)[:, None] + jnp.arange(4)[None, :]
+show("[45] arr", arr)
+
+# %% [47-49] Laid out by hand: the names are given with the array, and a rule says what becomes of each.
+arrays[49] = ft.shard(arr, ft.AxisRules({"foo": None, "bar": "columns"}), wide, axes="foo bar")
+show("[49] sharded_arr", arrays[49])
+
+
+# %% [50, 51] A tree of arrays with names: a module whose annotations say them. It is checked against the arrays' ranks.
+class SomeArrays(eqx.Module):
+    one: Float[Array, "a b c"]
+    two: Float[Array, "a"]
+    three: Float[Array, "b d"]
+
+
+some_arrays = SomeArrays(jnp.ones((4, 8, 6)), jnp.ones(8), jnp.ones((4, 12)))
+show("[50] some_array_tree", some_arrays)
+show("[51] mesh", mesh)
+
+# %% [52, 53] `name_to_name_sharding`: a plan, which says why as well. `...: None` leaves `c` and `d` whole; without it
+# they are an error, for nobody has spoken of them.
+rules = ft.AxisRules({"a": "bar", "b": "foo", ...: None})
+plan = ft.plan(some_arrays, rules, mesh)
+show("[53] plan", plan)
+show("[53] shardings", plan.shardings.three)
+
+# %% [54, 55] `device_put` by the plan; `name_to_name_device_put` by the rules.
+arrays[54] = ft.shard(some_arrays, plan, mesh)
+arrays[55] = ft.shard(some_arrays, rules, mesh)
+show("[55] sharded", arrays[55])
+
+# %% [56] A mesh with the arrays' own names: each for itself. `P()` leaves whole what these rules do.
+already_matching_mesh = ft.make_mesh(b=4, a=2)
+arrays[56] = ft.shard(some_arrays, ft.AxisRules.identity(already_matching_mesh) | P(), already_matching_mesh)
+show("[56] by their own names", arrays[56])
+
+show.section("Sharding models and training loops")
+
+
+# %% [57, 58] A small transformer without a stack of layers. functree's own holds its blocks as one `ft.Stacked`; here they
+# stand in a row, as in the notebook, so that something can be put between them.
+class Decoder(eqx.Module):
+    embed: ft.nn.Embedding
+    blocks: ft.nn.Sequential
+    norm: ft.nn.RMSNorm
+
+    @classmethod
+    def create(cls, config: ft.nn.TransformerConfig, key: PRNGKeyArray) -> "Decoder":
+        stacked = ft.nn.Transformer.create(config, key=key)
+        return cls(stacked.embed, ft.nn.Sequential(stacked.blocks), stacked.norm)
+
+    def __call__(self, tokens: Int[Array, "batch seq"]) -> Float[Array, "batch seq vocab"]:
+        return self.embed.logits(self.norm(self.blocks(self.embed(tokens))))
+
+
+config = ft.nn.TransformerConfig(
+    vocab_size=100, embed=64, layers=2, heads=2, kv_heads=2, head_dim=16, hidden=128, tie_embedding=True
+)
+embed_rules = ft.AxisRules({"embed": "devices", ...: None})  # shard the embedding dimension across devices
+sharded_init = ft.init(Decoder.create, embed_rules, line)
+tiny_transformer = sharded_init(config, key=jax.random.key(42))
+
+# %% [59] Each parameter was born where the plan says; what it will be can be asked for beforehand, `sharded_init.plan(...)`.
+show("[59] tiny_transformer", tiny_transformer)
+
+# %% [60] A batch over the devices.
+batch_rules = ft.AxisRules({"batch": "devices", ...: None})
+tokens = ft.shard(jnp.ones((16, 20), jnp.int32), batch_rules, line, axes="batch seq")
+show("[60] tokens", tokens)
+
+# %% [61, 62] Where the result lies is the compiler's choice when nobody says it.
+apply = ft.jit(lambda model, tokens: model(tokens))
+result = apply(tiny_transformer, tokens)
+show("[61] result", result)
+show("[62] its sharding", result.sharding)
+
+# %% [63, 64] The batch over the devices after each block: a layer that only says so.
+constrain = ft.nn.Constrain("batch seq embed", batch_rules)
+tiny_transformer_constrained = ft.select(tiny_transformer).under(ft.nn.Block).insert_after(constrain)
+constrained_result = apply(tiny_transformer_constrained, tokens)
+
+# %% [65] Where they are.
+constraints = ft.select(tiny_transformer_constrained).under(ft.nn.Constrain)
+show("[65] constraints", constraints)
+show("[65] the result lies", constrained_result.sharding)
+
+# %% [66] Gone again.
+tiny_transformer_unconstrained = constraints.remove()
+ft.select(tiny_transformer_unconstrained).under(ft.nn.Constrain).expect(0)
+show("[66] constraints", ft.select(tiny_transformer_unconstrained).under(ft.nn.Constrain))
+
+show.save()
