@@ -3,8 +3,8 @@
     python examples/penzai_tour.py                    # on a CPU, which passes for 8 devices
     python examples/penzai_tour.py --html tour.html   # the arrays and shardings in pictures too, by treescope
 
-Numbers in brackets are those of the notebook's cells. Two things are different throughout: a model is immutable, so what
-changes is handed in and out; and axis names stand in annotations, since arrays are plain JAX arrays.
+Numbers in brackets are those of the notebook's cells. Two things are different throughout: a model is immutable, so
+what changes is handed in and out; and axis names stand in annotations, since arrays are plain JAX arrays.
 """
 
 # %% [1-7] Setup. A CPU passes for 8 devices; JAX reads both variables once, when it is imported.
@@ -19,6 +19,7 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+from jax.experimental import mesh_utils
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int, PRNGKeyArray
@@ -35,7 +36,8 @@ assert jax.local_device_count() == 8
 show.section("JIT-compiling models")
 
 
-# %% [9] A parameter and a counter. The layer holds a `StateRef`, which knows where its value is; the value lies in a `State`.
+# %% [9] A parameter and a counter. The layer holds a `StateRef`, which knows where its value is; the value lies in a
+# `State`.
 class CounterLayer(eqx.Module):
     counter: ft.StateRef
 
@@ -55,31 +57,36 @@ show("[9] model", model)
 
 # %% [10, 11] Nothing is mutated: the counter goes on because the new state is handed to the next call.
 counts = {}
-(y, counts[10]), state = model(ones, state=state)
-(y, counts[11]), state = model(ones, state=state)
-show("[10, 11] the counter after each call", (int(counts[10]), int(counts[11])))
+(y, count), state = model(ones, state=state)
+counts[10] = int(count)
+(y, count), state = model(ones, state=state)
+counts[11] = int(count)
+show("[10, 11] the counter after each call", (counts[10], counts[11]))
 
-# %% [12, 13] Unbound and frozen it is already: `make_state` took the values out, and slots are what the model holds.
-show("[12] model_with_slots", ft.tree_axes(model))
-show("[13] frozen_vars", dict(state))
+# %% [12, 13] Unbound and frozen it is already: `make_state` took the values out, and the model holds slots.
+show("[12] model_with_slots", model.layers[1])
+show("[13] frozen_vars", state)
 
 
-# %% [14-16] `model(x, state=state)` is the pure function. Nothing to bind again, and no variables to update afterwards.
+# %% [14-16] `model(x, state=state)` is the pure function. Nothing to bind again, and no variables to update
+# afterwards.
 @ft.jit
 def rebinding_call(model: Any, state: ft.State, x: Float[Array, "features"]) -> Any:
     return model(x, state=state)
 
 
-(y, counts[15]), new_state = rebinding_call(model, state, ones)
+(y, count), new_state = rebinding_call(model, state, ones)
+counts[15] = int(count)
 show("[15] result", (y, counts[15]))
 
 # %% [17, 18] `stateless_call` is the same call. An old state is as good as a new one: the count is that of [15].
-(y, counts[18]), _ = rebinding_call(model, state, ones)
-show("[18] from the state before [15]", int(counts[18]))
+(y, count), _ = rebinding_call(model, state, ones)
+counts[18] = int(count)
+show("[18] from the state before [15]", counts[18])
 
 # %% [19-21] An initializer under jit, with model and state as its result. (`ft.init` does so, sharded: see [57].)
 model, state = ft.jit(lambda key: ft.make_state(make_model(key)))(jax.random.key(0))
-counts[20] = next(iter(state.values()))
+counts[20] = int(next(iter(state.values())))
 show("[21] model", model)
 
 
@@ -89,29 +96,34 @@ def jitted_call(model: Any, state: ft.State, x: Float[Array, "features"]) -> Any
     return model(x, state=state)
 
 
-(y, counts[23]), state = jitted_call(model, state, ones)
-(y, counts[24]), state = jitted_call(model, state, ones)
-show("[23, 24] the counter, by one compilation", (int(counts[23]), int(counts[24]), len(jitted_call.compilations)))
+(y, count), state = jitted_call(model, state, ones)
+counts[23] = int(count)
+(y, count), state = jitted_call(model, state, ones)
+counts[24] = int(count)
+show("[23, 24] the counter, by one compilation", (counts[23], counts[24], len(jitted_call.compilations)))
 
 # %% [25-27] A layer that compiles its own call.
 jit_model = ft.nn.Jitted(model)
-(y, counts[27]), state = jit_model(ones, state=state)
-show("[27] the counter", int(counts[27]))
+(y, count), state = jit_model(ones, state=state)
+counts[27] = int(count)
+show("[27] the counter", counts[27])
 
 # %% [28, 29] The same around each layer of two classes.
 jit_model_2 = ft.select(model).under(ft.nn.Linear | CounterLayer).apply(ft.nn.Jitted)
-(y, counts[29]), state = jit_model_2(ones, state=state)
+(y, count), state = jit_model_2(ones, state=state)
+counts[29] = int(count)
 show("[28] jit_model_2", [type(layer).__name__ for layer in jit_model_2.layers])
-show("[29] the counter", int(counts[29]))
+show("[29] the counter", counts[29])
 
 # %% [30] The model can be taken out again.
 assert jit_model.body is model
 
 show.section("Sharding basics, and pictures of shardings")
 
-# %% [31, 32] Devices stand in a mesh. `PositionalSharding` is gone from JAX: a `NamedSharding` takes its place, on a mesh
-# whose axes have names. (`ft.make_mesh(devices=8)` would give devices, so a mesh axis of that name is made by JAX.)
-line = Mesh(jax.make_mesh((8,), ("devices",)).devices, ("devices",))
+# %% [31, 32] Devices stand in a mesh. `PositionalSharding` is gone from JAX: a `NamedSharding` takes its place, on a
+# mesh whose axes have names. (`devices` is an option of `ft.make_mesh`, so JAX's own class makes a mesh axis of that
+# name.)
+line = Mesh(mesh_utils.create_device_mesh((8,)), ("devices",))
 show("[31] devices", line)
 show("[32] pos_sharding", NamedSharding(line, P("devices")))
 
@@ -153,7 +165,8 @@ arrays[49] = ft.shard(arr, ft.AxisRules({"foo": None, "bar": "columns"}), wide, 
 show("[49] sharded_arr", arrays[49])
 
 
-# %% [50, 51] A tree of arrays with names: a module whose annotations say them. It is checked against the arrays' ranks.
+# %% [50, 51] A tree of arrays with names: a module whose annotations say them. It is checked against the arrays'
+# ranks.
 class SomeArrays(eqx.Module):
     one: Float[Array, "a b c"]
     two: Float[Array, "a"]
@@ -184,8 +197,8 @@ show("[56] by their own names", arrays[56])
 show.section("Sharding models and training loops")
 
 
-# %% [57, 58] A small transformer without a stack of layers. functree's own holds its blocks as one `ft.Stacked`; here they
-# stand in a row, as in the notebook, so that something can be put between them.
+# %% [57, 58] A small transformer without a stack of layers. functree's own holds its blocks as one `ft.Stacked`; here
+# they stand in a row, as in the notebook, so that something can be put between them.
 class Decoder(eqx.Module):
     embed: ft.nn.Embedding
     blocks: ft.nn.Sequential
@@ -207,7 +220,8 @@ embed_rules = ft.AxisRules({"embed": "devices", ...: None})  # shard the embeddi
 sharded_init = ft.init(Decoder.create, embed_rules, line)
 tiny_transformer = sharded_init(config, key=jax.random.key(42))
 
-# %% [59] Each parameter was born where the plan says; what it will be can be asked for beforehand, `sharded_init.plan(...)`.
+# %% [59] Each parameter was born where the plan says; what it will be can be asked for beforehand,
+# `sharded_init.plan(...)`.
 show("[59] tiny_transformer", tiny_transformer)
 
 # %% [60] A batch over the devices.
@@ -215,11 +229,19 @@ batch_rules = ft.AxisRules({"batch": "devices", ...: None})
 tokens = ft.shard(jnp.ones((16, 20), jnp.int32), batch_rules, line, axes="batch seq")
 show("[60] tokens", tokens)
 
-# %% [61, 62] Where the result lies is the compiler's choice when nobody says it.
+# %% [61, 62] Where the result lies is the compiler's choice when nobody says it. (The notebook found the batch over
+# the devices; newer compilers may leave it whole.)
 apply = ft.jit(lambda model, tokens: model(tokens))
 result = apply(tiny_transformer, tokens)
 show("[61] result", result)
 show("[62] its sharding", result.sharding)
+
+# More direct control, and "fully sharded data parallel" for certain: the layers of `ft.nn` constrain what they compute
+# by the rules of the jit. A mesh axis splits one dimension of an array: the batch of activations, `embed` of
+# parameters.
+fsdp_rules = ft.AxisRules({"batch": "devices", "embed": "devices", ...: None})
+fsdp_result = ft.jit(lambda model, tokens: model(tokens), rules=fsdp_rules)(tiny_transformer, tokens)
+show("[62] its sharding, by rules", fsdp_result.sharding)
 
 # %% [63, 64] The batch over the devices after each block: a layer that only says so.
 constrain = ft.nn.Constrain("batch seq embed", batch_rules)

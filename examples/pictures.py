@@ -1,13 +1,13 @@
 """What a tour shows: as text on the terminal, and with `--html FILE` as a page of pictures too, drawn by treescope.
 
-The tours in this folder share it: `show = Show(__doc__)`, `show("[33]", array)` for each thing, `show.save()` at the end.
+The tours in this folder share it: `show = Show(__doc__)`, `show("[33] x", x)` for each thing, `show.save()` at the end.
 """
 
 import argparse
 import html
 import math
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import jax
 import numpy as np
@@ -36,7 +36,7 @@ class Show:
     def __call__(self, name: str, value: Any) -> None:
         """Text on the terminal; a picture on the page."""
         print(f"\n{name}: {_text(value)}")
-        if array_like(value) and isinstance(value.sharding, NamedSharding) and value.ndim in (1, 2):
+        if _is_array(value) and isinstance(value.sharding, NamedSharding) and value.ndim in (1, 2):
             jax.debug.visualize_array_sharding(value)
         elif isinstance(value, NamedSharding) and len(value.spec) in (1, 2):
             jax.debug.visualize_sharding(_parts(value), value)
@@ -58,19 +58,20 @@ class Show:
             print(f"\nThe pictures: {self.file}")
 
 
-def array_like(value: Any) -> bool:
+def _is_array(value: Any) -> TypeGuard[jax.Array]:
     return isinstance(value, jax.Array)
 
 
 def _parts(sharding: NamedSharding) -> tuple[int, ...]:
-    """The smallest shape that a sharding splits: one element for each part."""
+    """A shape that a sharding splits, and that makes a picture of fair size."""
     axes = [() if entry is None else (entry,) if isinstance(entry, str) else entry for entry in sharding.spec]
-    return tuple(math.prod(sharding.mesh.shape[axis] for axis in entry) for entry in axes)
+    parts = [math.prod(sharding.mesh.shape[axis] for axis in entry) for entry in axes]
+    return tuple(part * max(1, 8 // part) for part in parts)
 
 
 def _text(value: Any) -> str:
     """A plan's table for what holds arrays, and a line for all else."""
-    if array_like(value):
+    if _is_array(value):
         small = f" = {np.asarray(value)}" if value.ndim == 0 else ""
         lies = f" as {value.sharding.spec}" if isinstance(value.sharding, NamedSharding) else " on one device"
         return f"{value.dtype}{list(value.shape)}{lies}{small}"
@@ -78,4 +79,6 @@ def _text(value: Any) -> str:
         return f"{value.spec} on {value.mesh}"
     if isinstance(value, Mesh):
         return f"{value}, devices {np.vectorize(lambda device: device.id)(value.devices).tolist()}"
-    return f"\n{ft.plan(value)}" if any(map(array_like, jax.tree.leaves(value))) else str(value)
+    if isinstance(value, ft.State) or not any(map(_is_array, jax.tree.leaves(value))):
+        return f"\n{value}" if isinstance(value, ft.Plan) else str(value)
+    return f"\n{ft.plan(value)}"

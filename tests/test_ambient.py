@@ -61,3 +61,9 @@ def test_spec_serves_jax_out_sharding():
 def test_rules_must_be_a_layout():
     with pytest.raises(ft.RuleError, match="is no layout"), ft.axis_rules({"batch": "data"}):
         pass
+
+
+def test_ambient_filters_may_match_nothing():
+    layout = ft.StateSharding({"opt_state.**": P(), ...: RULES})
+    with ft.axis_rules(layout):
+        assert ft.spec("batch hidden") == P("data", "model")

@@ -240,3 +240,12 @@ def test_local_bytes() -> None:
     found = row(ft.FSDP("data", min_size=0), 6, 4)
     assert found.local_shape == (3, 4) and found.bytes_per_device == 48 and found.copies == 4
     assert math.prod(found.local_shape) * 2 == np.prod(found.shape)
+
+
+def test_a_misspelt_axis_does_not_replicate_in_silence() -> None:
+    model = ft.nn.Linear(8, 16, key=jax.random.key(0))
+    message = "FSDP.*no leaf has the axis `embd`; did you mean `embed`"
+    with pytest.raises(ft.ShardingError, match=f"(?s){message}"):
+        ft.plan(model, ft.FSDP("data", axes="embd", min_size=0), {"data": 2})
+    # A name that only other models have is none.
+    assert ft.plan(model, ft.FSDP("data", axes=("embed", "vocab"), min_size=0), {"data": 2})["weight"].spec[0] == "data"

@@ -1,5 +1,6 @@
 """`f.compilations`: what each compilation of an `ft.jit` function was for, and what is worth a warning."""
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -172,3 +173,19 @@ def test_the_body_is_traced_once_for_each_compilation(options: str):
         for _ in range(3):
             state, _ = f(state, x)
     assert len(traces) == 2 == len(f.compilations)
+
+
+def test_a_config_is_compared_field_by_field_and_functions_by_name():
+    @dataclasses.dataclass(frozen=True)
+    class Config:
+        size: int
+        eps: float
+
+    apply = ft.jit(lambda x, config, act: act(x) * config.eps)
+    for config in (Config(3, 0.5), Config(3, 1.5)):
+        apply(jnp.ones(3), config, jax.nn.relu)
+    assert str(apply.compilations[1]) == "compilation 2: config.eps: static 0.5 → 1.5"
+    again = ft.jit(lambda x, act: act(x))
+    for _ in range(2):
+        again(jnp.ones(3), lambda x: x)
+    assert str(again.compilations[1]).endswith("<lambda> (another object, equal only by identity: make it once)")

@@ -478,3 +478,38 @@ def test_single_device_shardings_are_no_mesh():
     x = jax.device_put(X, SingleDeviceSharding(jax.devices()[3]))
     f = ft.jit(lambda tree: {"x": tree["x"] * 2}, donate=...)
     assert f({"x": x})["x"].devices() == {jax.devices()[3]}
+
+
+def test_an_argument_alone_on_one_device(mesh: Mesh):
+    x, lone = ft.shard(jnp.ones((8, 4)), P("data"), mesh), jax.device_put(jnp.ones((4, 2)), jax.devices()[0])
+    for options in ({"mesh": mesh}, {"donate": "a"}):
+        with raises("1 argument elsewhere", "b   f32[4, 2]", "lies on", "alone", "`ft.shard(x, layout, mesh)`"):
+            ft.jit(lambda a, b: a @ b, **options)(x, lone)
+
+
+@pytest.mark.parametrize("way", ["grad", "jvp", "jit", "vmap"])
+def test_in_shardings_by_the_ambient_mesh_under_a_transform(way: str, mesh: Mesh):
+    x = ft.shard(jnp.ones((8, 4)), P("data"), mesh)
+    with jax.set_mesh(mesh):
+        f = ft.jit(lambda x: x * 2, in_shardings=P(None) if way == "vmap" else P("data"))
+        found = {
+            "grad": lambda: jax.grad(lambda x: f(x).sum())(x),
+            "jvp": lambda: jax.jvp(f, (x,), (x,))[1],
+            "jit": lambda: jax.jit(f)(x),
+            "vmap": lambda: jax.vmap(f)(ft.shard(x, P())),
+        }[way]()
+    assert np.array_equal(found, np.full((8, 4), 2.0))
+
+
+def test_an_error_of_jax_names_the_users_line():
+    def body(x: Array, y: Array) -> Array:
+        return x if x.sum() > 0 else y
+
+    with pytest.raises(jax.errors.TracerBoolConversionError, match=r"test_jit_layouts.py:\d+ for jit.*argument kept.x"):
+        ft.jit(body)(jnp.ones(2), jnp.ones(2))
+
+
+@pytest.mark.parametrize("explicit", [False, True], ids=["auto", "explicit"])
+def test_a_function_that_uses_no_argument_runs_where_they_lie(explicit: bool):
+    x = ft.shard(jnp.ones((8, 4)), P("data"), ft.make_mesh(data=2, model=4, explicit=explicit))
+    assert ft.jit(lambda x: jnp.ones_like(x))(x).sharding.device_set == x.sharding.device_set

@@ -493,3 +493,19 @@ def test_bad_patterns(patterns: Any, error: type[Exception], says: str) -> None:
     with pytest.raises(error) as raised:
         ft.names(patterns)
     assert says in str(raised.value)
+
+
+def test_the_spec_of_an_annotation_speaks_of_one_layer_of_a_stack():
+    class Dense(eqx.Module):
+        kernel: Annotated[Float[Array, "features depth"], ft.P(None, "model")]
+        gate: Array
+
+    stacked = ft.stack(lambda key: Dense(jnp.ones((3, 8)), jnp.ones(())), 2, jax.random.key(0))
+    twice = ft.Stacked(jax.tree.map(lambda x: x[None], stacked), axis="groups")
+    for tree, path, lead in ((stacked, "layer", 1), (twice, "layer.layer", 2)):
+        plan = ft.plan(tree, ft.AxisRules({...: None}), {"model": 4})
+        assert plan[f"{path}.kernel"].spec == ft.P(*[None] * lead, None, "model")
+        # A scalar of each layer has the stack's axis, and no other to be named.
+        assert plan[f"{path}.gate"].spec == ft.P(*[None] * lead)
+    sharded = ft.plan(stacked, ft.AxisRules({"layers": "data", ...: None}), {"data": 2, "model": 4})
+    assert sharded["layer.gate"].spec == ft.P("data")

@@ -468,3 +468,13 @@ def test_a_sequence_that_is_too_long(shape: tuple[int, ...]) -> None:
         create(CONFIG)(jnp.zeros(shape, jnp.int32))
     for fragment in (f"tokens of shape {shape}", "17", "max_seq=16", "larger max_seq"):
         assert fragment in str(caught.value)
+
+
+def test_another_config_for_the_same_layers_is_an_error():
+    config = nn.TransformerConfig(64, 8, layers=1, heads=2, kv_heads=2, head_dim=4, hidden=8)
+    model = nn.Transformer.create(config, key=jax.random.key(0))
+    for change in ({"rope_theta": 10.0}, {"norm_eps": 0.5}, {"compute_dtype": jnp.bfloat16}):
+        (name,) = change
+        with pytest.raises(FunctreeError, match=f"config.{name} is .*, and its layers were made with"):
+            dataclasses.replace(model, config=dataclasses.replace(config, **change))
+    assert dataclasses.replace(model, config=dataclasses.replace(config, remat="full")).config.remat == "full"

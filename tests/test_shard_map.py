@@ -714,3 +714,11 @@ def test_the_gradient_of_a_local_mean(check_vma: bool, times: float | None):
 
     if check_vma:
         np.testing.assert_allclose(shard_map(mean, mesh=LINE, out_specs=P(), **specs)(w, x), right)
+
+
+@pytest.mark.parametrize(
+    ("option", "instead"), [("check_rep", "check_vma="), ("auto", "axis_names="), ("x", "no option")]
+)
+def test_options_of_other_times(option: str, instead: str):
+    with pytest.raises(ft.FunctreeError, match=instead):
+        shard_map(lambda x: x, mesh=LINE, in_specs=P(), out_specs=P(), **{option: True})

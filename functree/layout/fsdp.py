@@ -6,7 +6,7 @@ from typing import Any
 
 from jax.sharding import PartitionSpec
 
-from functree.errors import RuleError
+from functree.errors import Problem, RuleError, near_name
 from functree.layout.checks import lacking
 from functree.layout.layouts import (
     Decision,
@@ -94,7 +94,20 @@ class FSDP(Layout):
             if key not in known:
                 known[key] = self._decide(leaf, mesh, start if start is not None else undecided(leaf))
             decisions.append(known[key])
-        return Resolution(decisions, tuple(lacking(repr(self), self.mesh_axes, mesh, "name an axis of the mesh")))
+        problems = [*lacking(repr(self), self.mesh_axes, mesh, "name an axis of the mesh"), *self._misspelt(leaves)]
+        return Resolution(decisions, tuple(problems))
+
+    def _misspelt(self, leaves: Sequence[Leaf]) -> list[Problem]:
+        """Names in `axes` that no leaf has, and that are a near miss of one: nothing would be sharded, in silence."""
+        if self.axes is None:
+            return []
+        present = sorted({name for leaf in leaves for name in leaf.axes if name is not None})
+        near = {name: near_name(name, present) for name in self.axes if name not in present}
+        return [
+            Problem(None, None, repr(self), f"no leaf has the axis `{name}`; did you mean `{found}`?", "mend `axes=`")
+            for name, found in near.items()
+            if found
+        ]
 
     def _decide(self, leaf: Leaf, mesh: MeshView, start: Decision) -> Decision:
         if leaf.problem is not None and not start.problems:

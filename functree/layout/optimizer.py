@@ -144,7 +144,8 @@ class Derived(Layout):
 INDEPENDENT = "does not depend on the parameters"
 UNDERIVABLE = (
     "depends on the shapes of the parameters in a way that cannot be told, so no parameter's spec is its own",
-    "give a layout for such leaves: `otherwise=P()` for whole on every device",
+    "give a layout for such leaves: `otherwise=P()` for whole on every device; in a TrainState, by a pattern: "
+    "`StateSharding({'opt_state.**': P(), ...: layout})`",
 )
 
 

@@ -31,13 +31,9 @@ def broadcast(prefix: Any, tree: Any) -> list[Part]:
 def _parts(prefix: Any, tree: Any, path: Path) -> Iterator[Part]:
     if is_layout(prefix):
         layout = as_layout(prefix)
-        if any(hasattr(type(child), "__layout__") for _, child in _inside(tree)):
-            # One layout for several arguments, a training state among them: it stands over each of them.
-            for key, child in children(tree) or ():
-                yield from _parts(layout, child, path / key)
-            return
         # A training state is laid out by the layout of its model: it knows how the rest follows from that.
-        own = tree.__layout__(layout) if hasattr(type(tree), "__layout__") else layout
+        found = dict(_training(tree, Path()))
+        own = next((state.__layout__(layout, found) for state in found.values()), layout)
         yield Part(own, path, tree_structure(tree).num_leaves)
         return
     layouts, nodes = children(prefix), children(tree)
@@ -59,9 +55,15 @@ def _parts(prefix: Any, tree: Any, path: Path) -> Iterator[Part]:
         yield from _parts(below, node, path / key)
 
 
-def _inside(tree: Any) -> Iterator[tuple[Any, Any]]:
-    """The elements of a plain container."""
-    return iter(children(tree) or ()) if isinstance(tree, list | tuple | dict) else iter(())
+def _training(tree: Any, path: Path) -> Iterator[tuple[Path, Any]]:
+    """The training states in plain containers."""
+    if hasattr(type(tree), "__unpacked__"):
+        tree = tree.__unpacked__()
+    if hasattr(type(tree), "__layout__"):
+        yield path, tree
+    elif isinstance(tree, list | tuple | dict):
+        for key, child in children(tree) or ():
+            yield from _training(child, path / key)
 
 
 def _kind(value: Any) -> str:

@@ -127,6 +127,11 @@ class StateSharding(Layout):
         problems += self._dead(leaves, groups)
         return Resolution(decisions, tuple(problems), tuple(unused))
 
+    @property
+    def tolerant(self) -> "StateSharding":
+        """The same, for a part of the tree that it is for: filters may match nothing."""
+        return _again(tuple(zip(self.filters, self.layouts, strict=True)), "ignore")
+
     def first(self, leaf: Leaf) -> int | None:
         """The index of the filter that decides for a leaf."""
         return self._chosen(leaf)

@@ -1,12 +1,14 @@
 """A model's layout ─► the layout of a training state: the model, the optimizer's state, its own, and the rest."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
-from functree.layout.checks import decided_spec, local_shape
-from functree.layout.layouts import Decision, Layout, Resolution, Unsaid, whole
+from functree.layout.checks import decided_spec
+from functree.layout.host import OnHost
+from functree.layout.layouts import Composition, Decision, Layout, Resolution, Unsaid, whole
 from functree.layout.meshes import MeshView
 from functree.layout.optimizer import Derived, Origin, described, parameters, trace_state
+from functree.layout.plan import Plan
 from functree.layout.row import Row
 from functree.layout.state_sharding import StateSharding
 from functree.tree.axes import Names
@@ -17,24 +19,40 @@ from functree.tree.paths import Path
 MODEL, STATE, OPTIMIZER = "model", "state", "opt_state"
 
 
-class Training(Layout):
-    """A layout for a model, standing over a training state that has one.
+class Trained(Protocol):
+    """What is asked of a training state."""
 
-    The model and its state go by the layout itself; of the optimizer's state each leaf as its parameter does
-    (`ft.plan_optimizer`), unless a pattern speaks of `opt_state`; the rest is whole.
+    @property
+    def model(self) -> Any: ...
+    @property
+    def tx(self) -> Any: ...
+    @property
+    def wrt(self) -> Any: ...
+
+
+class Place(NamedTuple):
+    """Where a leaf stands: the path of its training state, the field of that, and the path below."""
+
+    state: Path
+    field: str
+    below: Path
+
+
+class Training(Layout):
+    """A layout for a model, standing over a tree in which training states have one.
+
+    The models and their state go by the layout itself, and so does what is in no training state; of an optimizer's
+    state each leaf goes as its parameter does (`ft.plan_optimizer`); the rest is whole. Where the layout speaks of a
+    leaf by its field, as `opt_state.**` does, that holds.
 
     Args:
         layout: of the model.
-        model: concrete or abstract.
-        tx: the optimizer.
-        wrt: the filter of the parameters that it updates.
+        states: the training states, concrete or abstract, by path.
     """
 
-    def __init__(self, layout: Layout, model: Any, tx: Any, wrt: Any):
+    def __init__(self, layout: Layout, states: Mapping[Path, Trained]):
         self.layout: Layout = layout
-        self.model: Any = model
-        self.tx: Any = tx
-        self.wrt: Any = wrt
+        self.states: Mapping[Path, Trained] = states
 
     @property
     def given_names(self) -> Mapping[type, Names]:
@@ -47,57 +65,88 @@ class Training(Layout):
     def resolve(self, leaves: Sequence[Leaf], mesh: MeshView, before: Sequence[Decision] | None = None) -> Resolution:
         if isinstance(self.layout, Unsaid):
             return self.layout.resolve(leaves, mesh)
-        fields = [leaf.patterned[0][0] for leaf in leaves]
-        below = [Path(leaf.patterned[0][1:]) for leaf in leaves]
-        direct = {i: self._below(leaves[i]) for i, field in enumerate(fields) if field in (MODEL, STATE)}
-        direct |= {i: leaves[i] for i, field in enumerate(fields) if field == OPTIMIZER and self._named(leaves[i])}
-        found = self.layout.resolve(list(direct.values()), mesh)
+        places = [self._place(leaf.patterned[0]) for leaf in leaves]
+        known, origins = list(leaves), dict[Path, dict[int, Origin]]()
+        for path, state in self.states.items():
+            mine = {i: p.below for i, p in enumerate(places) if p and p.state == path and p.field == OPTIMIZER}
+            rows = _rows(path, leaves, places)
+            origins[path] = _origins(state, mine, rows)
+            for i, origin in origins[path].items():
+                known[i] = described(leaves[i], origin, rows)
+        known = [_renamed(leaf, leaves[i].patterned[0], places[i]) for i, leaf in enumerate(known)]
+        direct = [i for i, place in enumerate(places) if self._direct(known[i], place, mesh)]
+        found = self.layout.resolve([known[i] for i in direct], mesh)
         decided = dict(zip(direct, found.decisions, strict=True))
-        of_model = {below[i]: (leaves[i], decided[i]) for i in decided if fields[i] == MODEL}
-        waiting = [i for i, field in enumerate(fields) if field == OPTIMIZER and i not in decided]
-        known = list(leaves)
-        if waiting:
-            relabelled, derived = self._derived([leaves[i] for i in waiting], of_model, mesh)
-            decided |= dict(zip(waiting, derived, strict=True))
-            for i, leaf in zip(waiting, relabelled, strict=True):
-                known[i] = leaf
+        for path, mine in origins.items():
+            rows = _rows(path, leaves, places, decided)
+            waiting = {i: origin for i, origin in mine.items() if i not in decided}
+            derived = Derived(list(waiting.values()), rows, None).resolve([known[i] for i in waiting], mesh)
+            unsaid = {row.path for row in rows.values() if row.spec is None}
+            for (i, origin), decision in zip(waiting.items(), derived.decisions, strict=True):
+                decided[i] = decision._replace(said=origin.parameter not in unsaid)
         decisions = [decided.get(i) or whole(leaf, COUNTS)._replace(unsettled=()) for i, leaf in enumerate(leaves)]
         return Resolution(decisions, found.problems, found.unused, known)
 
-    def _below(self, leaf: Leaf) -> Leaf:
-        """A leaf of the model or its state, whose path patterns see with its field and without."""
-        path = leaf.patterned[0]
-        return leaf._replace(names=(path, Path(path[1:])))
+    def _place(self, path: Path) -> Place | None:
+        depth = next((n for n in range(len(path)) if path[:n] in self.states), None)
+        return None if depth is None else Place(Path(path[:depth]), path[depth], Path(path[depth + 1 :]))
 
-    def _named(self, leaf: Leaf) -> bool:
-        """Whether a filter speaks of a leaf by a path that begins with `opt_state`."""
-        if not isinstance(self.layout, StateSharding):
-            return False
-        path = leaf.patterned[0]
-        index, without = (self.layout.first(leaf._replace(names=(p,))) for p in (path, Path(path[1:])))
-        return index is not None and index != without
-
-    def _derived(
-        self, leaves: Sequence[Leaf], of_model: Mapping[Path, tuple[Leaf, Decision]], mesh: MeshView
-    ) -> tuple[list[Leaf], list[Decision]]:
-        """The leaves of the optimizer's state with their parameters' axes, and decisions from those for the model."""
-        params = parameters(self.model, self.wrt)
-        rows = {leaf.path: _row(*of_model[leaf.path], mesh) for leaf in read(params).leaves if leaf.path in of_model}
-        known, origins = trace_state(self.tx, params, rows)
-        by_path = {leaf.path: origin for leaf, origin in zip(known.leaves, origins, strict=True)}
-        unknown = Origin(None, (), derived=False)
-        mine = [by_path.get(Path(leaf.patterned[0][1:]), unknown) for leaf in leaves]
-        relabelled = [described(leaf, origin, rows) for leaf, origin in zip(leaves, mine, strict=True)]
-        found = Derived(mine, rows, None).resolve(relabelled, mesh).decisions
-        unsaid = {path for path, (_, decision) in of_model.items() if not decision.said}
-        return relabelled, [d._replace(said=o.parameter not in unsaid) for d, o in zip(found, mine, strict=True)]
+    def _direct(self, leaf: Leaf, place: Place | None, mesh: MeshView) -> bool:
+        """Whether the layout itself decides for a leaf."""
+        return place is None or place.field in (MODEL, STATE) or _speaks_of(self.layout, leaf, place, mesh)
 
 
 COUNTS = "does not depend on the model"
 
 
-def _row(leaf: Leaf, decision: Decision, mesh: MeshView) -> Row:
-    """A parameter as the optimizer's plan asks for it."""
-    local = local_shape(leaf.shape, decision.entries, mesh)
-    spec, kind = decided_spec(decision), decision.memory_kind
-    return Row(leaf.path, leaf.shape, leaf.value.dtype, leaf.axes, spec, decision.reason, local, 0, 0, 0, kind)
+def _renamed(leaf: Leaf, path: Path, place: Place | None) -> Leaf:
+    """The leaf whose path patterns see from the root, from its training state on, and below its model."""
+    if place is None:
+        return leaf
+    names = [path, Path((place.field, *place.below))]
+    names += [place.below] if place.field in (MODEL, STATE) else []
+    return leaf._replace(names=tuple(dict.fromkeys(names)))
+
+
+def _speaks_of(layout: Layout, leaf: Leaf, place: Place, mesh: MeshView) -> bool:
+    """Whether a layout speaks of a leaf by its field: it would say something else, were the field another one."""
+    match layout:
+        case StateSharding():
+            other = [Path((*place.state, "", *place.below)), Path(("", *place.below))]
+            index = layout.first(leaf)
+            return index is not None and index != layout.first(leaf._replace(names=tuple(other)))
+        case Plan():  # it has a row, or a problem
+            return not layout.resolve([leaf], mesh).decisions[0].problems
+        case Composition():
+            return any(_speaks_of(part, leaf, place, mesh) for part in layout.parts)
+        case OnHost():
+            return _speaks_of(layout.layout, leaf, place, mesh)
+    return False
+
+
+def _origins(state: Trained, below: Mapping[int, Path], rows: Mapping[Path, Row]) -> dict[int, Origin]:
+    """What the leaves of an optimizer's state come from; `below` are their paths in it."""
+    params = parameters(state.model, state.wrt)
+    rows = {leaf.path: rows[leaf.path] for leaf in read(params).leaves if leaf.path in rows}
+    known, origins = trace_state(state.tx, params, rows)
+    by_path = {leaf.path: origin for leaf, origin in zip(known.leaves, origins, strict=True)}
+    return {i: by_path.get(path, Origin(None, (), derived=False)) for i, path in below.items()}
+
+
+def _rows(
+    state: Path,
+    leaves: Sequence[Leaf],
+    places: Sequence[Place | None],
+    decided: Mapping[int, Decision] | None = None,
+) -> dict[Path, Row]:
+    """The arrays of a training state's model, as the optimizer's plan asks for them; with specs, if decided."""
+    rows = {}
+    for i, place in enumerate(places):
+        if place is not None and place.state == state and place.field == MODEL:
+            leaf, decision = leaves[i], (decided or {}).get(i)
+            spec = decided_spec(decision) if decision is not None and decision.said else None
+            kind = decision.memory_kind if decision is not None else None
+            rows[place.below] = Row(
+                place.below, leaf.shape, leaf.value.dtype, leaf.axes, spec, "", leaf.shape, 0, 0, 0, kind
+            )
+    return rows

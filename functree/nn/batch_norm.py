@@ -10,6 +10,7 @@ from jaxtyping import Array, Float
 
 from functree.errors import FunctreeError
 from functree.nn.norm import affine, one_axis
+from functree.nn.products import along
 from functree.nn.weights import accumulator
 from functree.state.refs import StateRef
 from functree.state.state import State
@@ -29,7 +30,7 @@ class BatchNorm(eqx.Module):
         eps: keeps constant channels finite.
         channelwise_affine: whether to scale and shift, by a weight that starts at one and a bias that starts at zero.
         momentum: how much of the old average stays in each call.
-        inference: whether to use the averages, and leave them.
+        inference: whether to use the averages, and leave them; `eqx.nn.inference_mode` sets it.
         axes: the name of the last dimension.
         param_dtype: the dtype the weight and the bias are kept in; the averages are float32 or wider.
 
@@ -51,8 +52,8 @@ class BatchNorm(eqx.Module):
     axis_name: str | tuple[str, ...] | None = eqx.field(static=True)
     eps: float = eqx.field(static=True)
     momentum: float = eqx.field(static=True)
-    inference: bool = eqx.field(static=True)
     axes: Axes = eqx.field(static=True)
+    inference: bool  # a leaf, as Equinox' own: `eqx.nn.inference_mode(model)` sets it
 
     def __init__(
         self,
@@ -107,4 +108,5 @@ class BatchNorm(eqx.Module):
         return mean, over_batch(affine(x, None, -mean) ** 2)
 
     def _averaged(self, old: Array, new: Array) -> Array:
-        return self.momentum * old + (1 - self.momentum) * new.astype(old.dtype)
+        # `along`: on Explicit axes the average lies as before, wherever the channels of x are.
+        return self.momentum * old + (1 - self.momentum) * along(new.astype(old.dtype), old)

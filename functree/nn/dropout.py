@@ -12,11 +12,12 @@ from functree.errors import FunctreeError
 class Dropout(eqx.Module):
     """Each element is zero with probability `p`, and divided by `1 - p` otherwise; in inference all stay.
 
-    The same key drops the same elements however `x` is laid out.
+    The same key drops the same elements however `x` is laid out; inside shard_map, the same of each device's part: fold
+    `jax.lax.axis_index` into the key there.
 
     Args:
         p: the probability.
-        inference: whether nothing is dropped.
+        inference: whether nothing is dropped; `eqx.nn.inference_mode` sets it.
 
     Raises:
         FunctreeError: `p` is no probability; (when called) there is no key in training.
@@ -28,7 +29,7 @@ class Dropout(eqx.Module):
     """
 
     p: float = eqx.field(static=True)
-    inference: bool = eqx.field(static=True)
+    inference: bool  # a leaf, as Equinox' own: `eqx.nn.inference_mode(model)` sets it
 
     def __init__(self, p: float = 0.5, inference: bool = False):
         if not 0 <= p < 1:

@@ -96,6 +96,22 @@ class Transformer(eqx.Module):
     unembed: Linear | None
     config: TransformerConfig = eqx.field(static=True)
 
+    def __check_init__(self) -> None:
+        """The layers keep what they compute with: another config alone would change nothing, and say that it did."""
+        config, block = self.config, self.blocks.layer
+        kept = {
+            "norm_eps": (self.norm.eps, config.norm_eps),
+            "compute_dtype": (self.embed.compute_dtype, config.compute_dtype),
+        }
+        if isinstance(block, Block):  # and not what surgery has put there
+            kept["rope_theta"] = (block.attn.rope_theta, config.rope_theta)
+        for name, (have, said) in kept.items():
+            if have != said:
+                raise FunctreeError(
+                    f"Transformer: config.{name} is {said!r}, and its layers were made with {have!r}: make the model "
+                    "from the new config (`Transformer.create`), and move the arrays (`ft.split`, `ft.merge`)"
+                )
+
     @classmethod
     def create(
         cls,

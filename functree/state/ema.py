@@ -3,10 +3,11 @@
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import optax
 
 from functree.errors import FunctreeError
-from functree.state.train import TrainState
+from functree.state.train import TrainState, updated
 from functree.tree.nodes import children
 
 
@@ -21,9 +22,10 @@ def with_ema(tx: optax.GradientTransformation, decay: float = 0.999) -> optax.Gr
     """The same optimizer, which keeps an exponential moving average of the parameters in its state.
 
     The average is laid out as the parameters are (`ft.plan_optimizer`), saved with the rest, and read by `ft.averaged`.
+    It is kept in float32 at least, in which a small step is not lost.
 
     Args:
-        tx: any optax optimizer.
+        tx: any optax optimizer; the whole of it, since what changes its updates afterwards is not averaged.
         decay: how much of the old average stays in each step.
 
     Raises:
@@ -41,7 +43,7 @@ def with_ema(tx: optax.GradientTransformation, decay: float = 0.999) -> optax.Gr
     inner = optax.with_extra_args_support(tx)
 
     def init(params: Any) -> AveragedState:
-        return AveragedState(inner.init(params), jax.tree.map(lambda x: x, params))
+        return AveragedState(inner.init(params), jax.tree.map(_wide, params))
 
     def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, AveragedState]:
         if params is None:
@@ -51,11 +53,15 @@ def with_ema(tx: optax.GradientTransformation, decay: float = 0.999) -> optax.Gr
         updates, after = inner.update(updates, state.inner, params, **extra)
 
         def averaged(old: Any, parameter: Any, change: Any) -> Any:
-            return (decay * old + (1 - decay) * (parameter + change.astype(parameter.dtype))).astype(old.dtype)
+            return decay * old + (1 - decay) * updated(change, parameter).astype(old.dtype)
 
         return updates, AveragedState(after, jax.tree.map(averaged, state.average, params, updates))
 
     return optax.GradientTransformationExtraArgs(init, update)  # pyright: ignore[reportArgumentType]
+
+
+def _wide(x: Any) -> Any:
+    return x.astype(jnp.float32) if jnp.finfo(x.dtype).bits < 32 else x
 
 
 def averaged(ts: TrainState[Any]) -> Any:
@@ -73,7 +79,14 @@ def averaged(ts: TrainState[Any]) -> Any:
             f"the optimizer keeps {'no average' if not found else f'{len(found)} averages'} of the parameters: "
             "`TrainState.create(model, ft.with_ema(tx))`"
         )
-    return jax.tree.map(lambda x, own: own if x is None else x, found[0], ts.model, is_leaf=lambda x: x is None)
+    return jax.tree.map(
+        lambda x, own: own if _is_empty(x) else x.astype(own.dtype), found[0], ts.model, is_leaf=_is_empty
+    )
+
+
+def _is_empty(node: Any) -> bool:
+    """What an optimizer has in the place of a parameter that it does not see."""
+    return node is None or isinstance(node, optax.MaskedNode)
 
 
 def _averages(node: Any) -> list[Any]:

@@ -53,7 +53,7 @@ class StateRef(eqx.Module):
     def __init__(self, init: Any, axes: str | Axes = ""):
         if not is_array(init) and not isinstance(init, bool | int | float | complex):
             raise StateError(f"StateRef({init!r}): the value to begin with is an array or a number")
-        self.init = init if isinstance(init, jax.ShapeDtypeStruct) else _strong(jnp.asarray(init))
+        self.init = init if isinstance(init, jax.ShapeDtypeStruct) else strong(jnp.asarray(init))
         self.axes = Axes.of(axes)
         if self.axes and len(self.axes) != len(self.init.shape):
             raise StateError(
@@ -81,6 +81,6 @@ class StateRef(eqx.Module):
         return f"<StateRef {self.dtype}{list(self.shape)} {where}>"
 
 
-def _strong(value: jax.Array) -> jax.Array:
-    """A value whose dtype is not weak: a step would give it back strong, and compile a second time."""
-    return jnp.asarray(value, value.dtype) if value.weak_type else value
+def strong(value: jax.Array) -> jax.Array:
+    """A value whose dtype is not weak: a step that gave it back otherwise would compile a second time."""
+    return jnp.asarray(value, value.dtype) if jax.typeof(value).weak_type else value

@@ -3,13 +3,15 @@
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple, TypeVar
 
+import equinox as eqx
+import jax
 import jax.numpy as jnp
 from jax.tree_util import DictKey, register_pytree_with_keys
 
 from functree.errors import StateError, did_you_mean
-from functree.state.refs import StateRef
+from functree.state.refs import StateRef, strong
 from functree.tree.axes import Axes
-from functree.tree.leaf import dtype_text
+from functree.tree.leaf import array_text
 from functree.tree.leaves import is_array, read
 from functree.tree.nodes import children, rebuilt
 from functree.tree.paths import Path
@@ -57,7 +59,7 @@ class State(Mapping[Path, Any]):
 
     def __getitem__(self, key: Any) -> Any:
         """The value of a ref, or at a path or its text."""
-        if not isinstance(key, StateRef):
+        if isinstance(key, str | tuple):
             path = Path.parse(key) if isinstance(key, str) else Path(key)
             if path not in self._values:
                 raise KeyError(f"no state at `{path}`{did_you_mean(path, self._values)}")
@@ -68,6 +70,10 @@ class State(Mapping[Path, Any]):
             stacked = shape[len(shape) - len(key.shape) :] == key.shape
             why = "it is a whole stack's: run the layers by `stacked.scan(..., state=state)`" if stacked else _OTHER
             raise StateError(f"the state at `{key.path}` has shape {shape}, and its ref {key.shape}: {why}")
+        if is_array(value) and value.dtype != key.dtype:
+            raise StateError(
+                f"the state at `{key.path}` is {array_text(value)}, and its ref {array_text(key)}: {_OTHER}"
+            )
         return value
 
     def set(self, ref: StateRef, value: Any) -> "State":
@@ -75,40 +81,38 @@ class State(Mapping[Path, Any]):
 
         Args:
             ref: whose value.
-            value: an array of the same shape and dtype; or a Python number, which takes the dtype.
+            value: an array of the same shape and dtype; or a Python number, which takes the dtype if it can.
 
         Raises:
             StateError: an unknown ref; another shape or dtype.
         """
         path = self._known(ref)
-        if isinstance(value, bool | int | float | complex):
-            value = jnp.asarray(value, ref.dtype)
-        if not is_array(value):
-            raise StateError(f"the state at `{path}` is an array, not a {type(value).__name__}")
-        if tuple(value.shape) != ref.shape or value.dtype != ref.dtype:
-            have = f"{dtype_text(ref.dtype)}{list(ref.shape)}"
-            new = f"{dtype_text(value.dtype)}{list(value.shape)}"
-            raise StateError(f"the state at `{path}` is {have}, and the new value {new}: a step keeps shape and dtype")
-        return State(self._entries, {**self._values, path: value})
+        number = isinstance(value, bool | int | float | complex) and _takes(ref.dtype, value)
+        new: Any = jnp.asarray(value, ref.dtype) if number else value
+        if not is_array(new) or tuple(new.shape) != ref.shape or new.dtype != ref.dtype:
+            text = array_text(new) if is_array(new) else repr(new)
+            raise StateError(
+                f"the state at `{path}` is {array_text(ref)}, and the new value {text}: a step keeps shape and dtype"
+            )
+        new = new if isinstance(new, jax.ShapeDtypeStruct) else strong(jnp.asarray(new))
+        return State(self._entries, {**self._values, path: new})
 
-    def update(self, values: Mapping[Path, Any]) -> "State":
-        """The state with other values at some paths, whatever their shapes: for what runs layers one by one."""
+    def update(self, values: Mapping[Any, Any]) -> "State":
+        """The state with other values at some paths, or their texts, whatever their shapes: for what runs layers."""
+        values = {Path.parse(key) if isinstance(key, str) else key: value for key, value in values.items()}
         lost = next((path for path in values if path not in self._values), None)
         if lost is not None:
             raise StateError(f"no state at `{lost}`{did_you_mean(lost, self._values)}")
         return State(self._entries, {**self._values, **values})
 
     def __of_layers__(self, layer: Any) -> tuple[dict[Path, Any], dict[Path, Any]]:
-        """The values that the layers of a stack share, and those of which each has its own, stacked.
+        """All values that go through the layers of a stack, and those of which each layer has its own, stacked.
 
-        The hook by which `Stacked.scan` hands each layer its part.
+        A layer may know of any by an argument. The hook by which `Stacked.scan` hands each layer its part.
         """
-        shared: dict[Path, Any] = {}
-        own: dict[Path, Any] = {}
-        for ref in refs(layer):
-            path = self._known(ref)
-            (own if self._values[path].ndim > len(ref.shape) else shared)[path] = self._values[path]
-        return shared, own
+        known = {self._known(ref): ref for ref in refs(layer)}
+        own = {path: x for path, ref in known.items() if (x := self._values[path]).ndim > len(ref.shape)}
+        return {path: x for path, x in self._values.items() if path not in own}, own
 
     def _known(self, ref: StateRef) -> Path:
         if not isinstance(ref, StateRef):
@@ -118,7 +122,7 @@ class State(Mapping[Path, Any]):
                 "this StateRef has no place yet: `model, state = ft.make_state(model)`, and use the refs of that model"
             )
         if ref.path not in self._values:
-            raise StateError(f"no state at `{ref.path}`{did_you_mean(ref.path, self._values)}: {_OTHER}")
+            raise StateError(f"no state at `{ref.path}`{did_you_mean(ref.path, self._values)}; {_OTHER}")
         return ref.path
 
     def __iter__(self) -> Iterator[Path]:
@@ -144,6 +148,14 @@ class State(Mapping[Path, Any]):
 
 _OTHER = "is it the state of another model?"
 
+
+def _takes(dtype: Any, number: Any) -> bool:
+    """Whether a Python number keeps its value in a dtype: 1.5 is no integer."""
+    kinds: dict[type, tuple[Any, ...]] = {bool: (jnp.bool_, jnp.number), int: (jnp.number,), float: (jnp.inexact,)}
+    kind = next((kinds[t] for t in kinds if isinstance(number, t)), (jnp.complexfloating,))
+    return any(jnp.issubdtype(dtype, k) for k in kind)
+
+
 register_pytree_with_keys(
     State,
     lambda s: (tuple((DictKey(str(e.path)), s._values[e.path]) for e in s._entries), s._entries),
@@ -163,7 +175,8 @@ def make_state(model: T) -> tuple[T, State]:
         of state, at the path of the first. Two models built alike are equal in structure, so they share a trace.
 
     Raises:
-        StateError: a ref that has its place already.
+        StateError: a ref that has its place already (hand over its `state=` too), or in a packed tree; state that is
+            declared in Equinox' way.
 
     Examples:
         >>> shared = ft.StateRef(jnp.zeros(3), axes="embed")
@@ -177,12 +190,24 @@ def make_state(model: T) -> tuple[T, State]:
     def look(path: Path, node: Any) -> None:
         if isinstance(node, StateRef):
             if node.path is not None:
-                raise StateError(f"the StateRef at `{path}` has its place already, `{node.path}`: make the state once")
+                raise StateError(
+                    f"the StateRef at `{path}` has its place already, `{node.path}`: make the state once, "
+                    "and hand it on (`TrainState.create(model, tx, state=state)`)"
+                )
             first = found.setdefault(node.token, (path, node))
             # A piece that stands outside of a stack too is one for all its layers.
             if leaves[path / "init"].stacked < leaves[first[0] / "init"].stacked:
                 found[node.token] = (path, node)
             return
+        if isinstance(node, eqx.nn.StateIndex):
+            raise StateError(
+                f"`{path}` is an `eqx.nn.StateIndex`, which keeps its state elsewhere: use a layer of `ft.nn`, or an "
+                "`ft.StateRef` in its place"
+            )
+        if hasattr(type(node), "__unpacked__") and refs(node):
+            raise StateError(
+                f"{str(path) or 'the model'} is packed, so its refs can be given no places: make the state, then pack"
+            )
         for key, child in children(node) or ():
             look(path / key, child)
 
@@ -197,16 +222,33 @@ def make_state(model: T) -> tuple[T, State]:
         return model, State((), {})
     told = [leaves[path / "init"] for path, _ in found.values()]
     entries = [Entry(Path(leaf.path[:-1]), leaf.axes, leaf.stacked) for leaf in told]
-    return place(model), State(tuple(entries), {path: ref.init for path, ref in found.values()})
+    model = place(model)
+    return model, State(tuple(entries), apart({path: ref.init for path, ref in found.values()}, model))
 
 
 def holds_refs(module: Any) -> bool:
     """Whether a module declares state."""
-    return isinstance(module, StateRef) or any(holds_refs(child) for _, child in children(module) or ())
+    return bool(refs(module))
 
 
 def refs(module: Any) -> list[StateRef]:
     """The refs of a module, in its order."""
     if isinstance(module, StateRef):
         return [module]
+    if hasattr(type(module), "__unpacked__"):
+        module = module.__unpacked__()
     return [ref for _, child in children(module) or () for ref in refs(child)]
+
+
+def apart(tree: T, other: Any) -> T:
+    """A tree without the arrays of another one, or one array twice: to donate both would be an error."""
+    seen = {id(x) for x in jax.tree.leaves(other)}
+
+    def fresh(x: Any) -> Any:
+        if not isinstance(x, jax.Array):
+            return x
+        new = jnp.copy(x) if id(x) in seen else x
+        seen.add(id(new))
+        return new
+
+    return jax.tree.map(fresh, tree)

@@ -1,5 +1,6 @@
 """All that a training step hands on, as one module: `TrainState`."""
 
+from collections.abc import Mapping
 from typing import Any, Generic, TypeVar
 
 import equinox as eqx
@@ -8,16 +9,18 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Int, PRNGKeyArray
 
-from functree.errors import FunctreeError, Problem, count
+from functree.errors import FunctreeError, Problem, StateError, count
 from functree.layout.layouts import Layout
 from functree.layout.optimizer import parameters
 from functree.layout.training import Training
-from functree.state.state import State, holds_refs, make_state
+from functree.state.refs import strong
+from functree.state.state import State, apart, make_state
 from functree.transforms.placement import shard
 from functree.tree.asks import is_trainable
 from functree.tree.filters import Filter, as_filter
 from functree.tree.leaf import array_text
 from functree.tree.leaves import read
+from functree.tree.paths import Path
 
 M = TypeVar("M")
 
@@ -90,36 +93,28 @@ class TrainState(eqx.Module, Generic[M]):
             P('model',)
         """
         if not (callable(getattr(tx, "init", None)) and callable(getattr(tx, "update", None))):
-            raise FunctreeError(f"{tx!r} is no optimizer: an optax GradientTransformation has `init` and `update`")
-        if state is None and holds_refs(model):
-            model, state = make_state(model)
+            raise FunctreeError(
+                f"a {type(tx).__name__} is no optimizer: `TrainState.create(model, tx)`, where an optax "
+                "GradientTransformation has `init` and `update`"
+            )
+        if state is None:
+            model, made = make_state(model)
+            state = made if made else None
         chosen = as_filter(wrt)
         params = parameters(model, chosen)
         if not jax.tree.leaves(params):
             raise FunctreeError(f"nothing to train: no array of {type(model).__name__} matches wrt={wrt!r}")
-        made = cls(jnp.zeros((), jnp.int32), model, _own(tx.init(params), model), state, key, tx, chosen)
-        return made if layout is None else shard(made, layout, mesh)
+        opt_state = _strong(apart(tx.init(params), model))
+        ts = cls(jnp.zeros((), jnp.int32), model, opt_state, state, key, tx, chosen)
+        return ts if layout is None else shard(ts, layout, mesh)
 
-    def __layout__(self, layout: Layout) -> Layout:
-        """The layout of the whole, by one for the model.
+    @staticmethod
+    def __layout__(layout: Layout, found: Mapping[Path, "TrainState[Any]"]) -> Layout:
+        """The layout of a tree in which training states are found, by one for the model.
 
-        The hook by which a prefix tree of layouts learns of it.
+        The hook by which a prefix tree of layouts learns of them.
         """
-        return Training(layout, self.model, self.tx, self.wrt)
-
-
-def _own(opt_state: Any, model: Any) -> Any:
-    """An optimizer's state without the model's own arrays, or one array twice: to donate both would be an error."""
-    seen = {id(x) for x in jax.tree.leaves(model)}
-
-    def fresh(x: Any) -> Any:
-        if not isinstance(x, jax.Array):
-            return x
-        new = jnp.copy(x) if id(x) in seen else x
-        seen.add(id(new))
-        return new
-
-    return jax.tree.map(fresh, opt_state)
+        return Training(layout, found)
 
 
 def apply_gradients(ts: TrainState[M], grads: Any, *, state: State | None = None, **extra: Any) -> TrainState[M]:
@@ -133,6 +128,7 @@ def apply_gradients(ts: TrainState[M], grads: Any, *, state: State | None = None
 
     Raises:
         FunctreeError: a parameter has no gradient, or one of another shape, by path.
+        StateError: `state` is that of another model.
 
     Examples:
         >>> import optax
@@ -160,16 +156,31 @@ def apply_gradients(ts: TrainState[M], grads: Any, *, state: State | None = None
     )
     params = leaves.tree(leaf.value if wanted else None for leaf, wanted in zip(leaves.leaves, trained, strict=True))
     update = optax.with_extra_args_support(ts.tx).update
-    updates, opt_state = update(grads, ts.opt_state, params, **extra)
-    model = jax.tree.map(_added, updates, ts.model, is_leaf=_is_none)
+    updates, opt_state = update(grads, jax.tree.map(_on_device, ts.opt_state), params, **extra)
+    model = jax.tree.map(updated, updates, ts.model, is_leaf=_is_none)
+    if state is not None and jax.tree.structure(state) != jax.tree.structure(ts.state):
+        raise StateError(
+            f"apply_gradients is given {state!r}, and the model's state is {ts.state!r}: of another model?"
+        )
     state = ts.state if state is None else state
-    return TrainState(ts.step + 1, model, opt_state, state, ts.key, ts.tx, ts.wrt)
+    return TrainState(ts.step + 1, model, _strong(opt_state), state, ts.key, ts.tx, ts.wrt)
+
+
+def _strong(opt_state: Any) -> Any:
+    """An optimizer's state without weak types: some begin with them (L-BFGS), and would compile twice."""
+    return jax.tree.map(lambda x: strong(x) if isinstance(x, jax.Array) else x, opt_state)
+
+
+def _on_device(x: Any) -> Any:
+    """An array that a layout keeps in host memory, where nothing is computed, for the time of the update."""
+    host = isinstance(x, jax.Array) and jax.typeof(x).memory_space == jax.memory.Space.Host
+    return jax.device_put(x, jax.memory.Space.Device) if host else x
 
 
 def _is_none(node: Any) -> bool:
     return node is None
 
 
-def _added(update: Any, parameter: Any) -> Any:
+def updated(update: Any, parameter: Any) -> Any:
     """A parameter and its update, in the parameter's dtype."""
     return parameter if update is None else (parameter.astype(update.dtype) + update).astype(parameter.dtype)

@@ -1,9 +1,12 @@
 """A gradient function ─► the same over a batch taken in pieces, one after another."""
 
 import functools
-from collections.abc import Callable
+import inspect
+import math
+from collections.abc import Callable, Mapping
 from typing import Any, ParamSpec, TypeVar
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType
@@ -29,10 +32,12 @@ def accumulate(fn: Callable[_P, _T], steps: int) -> Callable[_P, _T]:
         steps: how many pieces.
 
     Returns:
-        A function of the same arguments. Inexact arrays of the result are averaged; others are the last piece's.
+        A function of the same arguments. Inexact arrays of the result are averaged, in float32 at least; all else is
+        the last piece's.
 
     Raises:
-        FunctreeError: `steps` is no positive integer; (when called) it does not divide an array's leading dimension.
+        FunctreeError: `steps` is no positive integer; (when called) it does not divide an array's leading dimension, or
+            (on Explicit axes, whose types tell) a piece is not divided over the devices.
 
     Examples:
         >>> def loss(w, x):
@@ -53,34 +58,43 @@ def accumulate(fn: Callable[_P, _T], steps: int) -> Callable[_P, _T]:
             raise FunctreeError("accumulate: the model is the first argument, and is given by position")
         model, *given = args
         batch = tuple(given), kwargs
-        _check(batch, steps)
+        _check(inspect.signature(fn).bind(None, *given, **kwargs).arguments, steps)
 
         def piece(i: Any) -> Any:
             args, kwargs = tree_map(lambda x: _piece(x, i, steps) if is_array(x) else x, batch)
             return inner(model, *args, **kwargs)
 
         def add(total: Any, i: Any) -> tuple[Any, None]:
-            return tree_map(_added, total, piece(i)), None
+            return tree_map(_added, total, eqx.filter(piece(i), is_array)), None
 
         # To stack what the pieces give would take the memory of all their gradients: the loop carries the sum.
-        zeros = tree_map(_zeros, jax.eval_shape(piece, jnp.zeros((), jnp.int32)))
-        total, _ = jax.lax.scan(add, zeros, jnp.arange(steps, dtype=jnp.int32))
-        return tree_map(lambda x: x / steps if jnp.issubdtype(x.dtype, jnp.inexact) else x, total)
+        like, rest = eqx.partition(eqx.filter_eval_shape(piece, jnp.zeros((), jnp.int32)), is_array)
+        total, _ = jax.lax.scan(add, tree_map(_zeros, like), jnp.arange(steps, dtype=jnp.int32))
+        return eqx.combine(tree_map(lambda x, like: _averaged(x, steps, like.dtype), total, like), rest)
 
     return accumulated
 
 
-def _check(batch: Any, steps: int) -> None:
+def _check(batch: Mapping[str, Any], steps: int) -> None:
     problems = []
-    for leaf in read(batch).leaves:
-        if not leaf.shape or leaf.shape[0] % steps:
-            why = f"its leading dimension is {leaf.shape[0]}" if leaf.shape else "it has no leading dimension"
-            problems.append(Problem(leaf.path, leaf.shape, leaf.text, f"{why}, to be taken in {steps} pieces", _REMEDY))
+    for leaf in read(dict(batch)).leaves:
+        size, parts = leaf.shape[0] if leaf.shape else 0, _parts(leaf.value)
+        if not leaf.shape or size % (steps * parts):
+            why = f"its leading dimension is {size}" if leaf.shape else "it has no leading dimension"
+            pieces = f"{steps} pieces" + (f" on each of {parts} devices" if parts > 1 else "")
+            problems.append(Problem(leaf.path, leaf.shape, leaf.text, f"{why}, to be taken in {pieces}", _REMEDY))
     if problems:
         raise FunctreeError(f"accumulate: {count(len(problems), 'array')} cannot be taken in pieces", problems)
 
 
 _REMEDY = "give a batch whose size `steps` divides; what is no batch belongs to the model, or into a closure"
+
+
+def _parts(x: Any) -> int:
+    """Over how many devices the type of an array says that its leading dimension is split."""
+    sharding: Any = jax.typeof(x).sharding
+    entry = next(iter(sharding.spec), None)
+    return math.prod(sharding.mesh.shape[axis] for axis in ((entry,) if isinstance(entry, str) else entry or ()))
 
 
 def _piece(x: Any, i: Any, steps: int) -> Any:
@@ -92,8 +106,17 @@ def _piece(x: Any, i: Any, steps: int) -> Any:
 def _zeros(like: Any) -> Any:
     sharding = getattr(like, "sharding", None)
     explicit = sharding is not None and AxisType.Explicit in sharding.mesh.axis_types
-    return jnp.zeros(like.shape, like.dtype, **({"out_sharding": sharding} if explicit else {}))
+    return jnp.zeros(like.shape, _wide(like.dtype), **({"out_sharding": sharding} if explicit else {}))
+
+
+def _wide(dtype: Any) -> Any:
+    """The dtype of a sum: in a narrow one, what many small pieces add is lost."""
+    return jnp.float32 if jnp.issubdtype(dtype, jnp.inexact) and jnp.finfo(dtype).bits < 32 else dtype
 
 
 def _added(total: Any, new: Any) -> Any:
-    return total + new if jnp.issubdtype(new.dtype, jnp.inexact) else new
+    return total + new.astype(total.dtype) if jnp.issubdtype(new.dtype, jnp.inexact) else new
+
+
+def _averaged(total: Any, steps: int, dtype: Any) -> Any:
+    return (total / steps).astype(dtype) if jnp.issubdtype(dtype, jnp.inexact) else total

@@ -11,6 +11,7 @@ from functree.errors import ShardingError
 from functree.layout.checks import spec_of_axes
 from functree.layout.layouts import Layout, as_layout
 from functree.layout.meshes import MeshView, current_mesh
+from functree.layout.state_sharding import StateSharding
 from functree.tree.axes import Axes
 
 # A user context is part of the key of every trace: what was traced under some rules is not reused under others.
@@ -32,7 +33,11 @@ def axis_rules(rules: Any) -> Iterator[None]:
         ...     ft.spec("batch embed")
         P('data', None)
     """
-    with _RULES(as_layout(rules) if rules is not None else None):
+    layout = None if rules is None else as_layout(rules)
+    if isinstance(layout, StateSharding):
+        # Its filters speak of a whole tree; what is laid out by ambient rules is one array, or one gradient.
+        layout = layout.tolerant
+    with _RULES(layout):
         yield
 
 

@@ -1,7 +1,7 @@
 """Many equal layers ─► one module whose arrays have a leading dimension, run by a single `lax.scan`."""
 
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Generic, TypeVar, overload
 
 import equinox as eqx
@@ -95,8 +95,8 @@ class Stacked(eqx.Module, Generic[T]):
                 or a policy of `jax.checkpoint_policies`.
             unroll: layers in one iteration of the loop, as in `jax.lax.scan`.
             state: an `ft.State`. Each layer is then called as `layer(x, *args, state=state)` and returns `(x, state)`;
-                of what its `StateRef`s declare it sees its own part. What a ref outside of the stack declares too is
-                one for all layers, and goes through them in order.
+                of what its `StateRef`s declare it sees its own part. All other state, such as what a ref outside of
+                the stack declares too, is one for all layers, and goes through them in order.
 
         Returns:
             `x` after the last layer; with `state=`, `(x, state)`.
@@ -124,7 +124,7 @@ class Stacked(eqx.Module, Generic[T]):
             _check_same_type(layer, x, y)
             return (y, shared), own
 
-        depth = len(self)
+        depth = _depth(self, own)
         if (policy := remat_policy(remat)) is not None:
             # XLA merges the recomputation with the forward pass, unless each is in a loop of its own.
             unrolled = unroll is True or unroll >= depth
@@ -162,9 +162,10 @@ def stack(make: Callable[[PRNGKeyArray], T], n: int, key: PRNGKeyArray, axis: st
     return Stacked(eqx.filter_vmap(make)(jax.random.split(key, n)), axis)
 
 
-def _depth(stacked: Stacked[Any]) -> int:
-    """The leading size that all array leaves share; raises where they do not."""
-    leaves = [leaf for leaf in jax.tree_util.tree_leaves_with_path(stacked) if _is_array(leaf[1])]
+def _depth(stacked: Stacked[Any], state: Mapping[Path, Any] | None = None) -> int:
+    """The leading size that all array leaves share, those of the layers' state too; raises where they do not."""
+    leaves = [(Path.of(path), leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(stacked) if _is_array(leaf)]
+    leaves += (state or {}).items()
     if not leaves:
         name = type(stacked.layer).__name__
         raise FunctreeError(f"{name} has no array leaves: nothing says how many layers there are to stack")
@@ -172,7 +173,7 @@ def _depth(stacked: Stacked[Any]) -> int:
     if len(sizes) > 1 or () in sizes:
         raise FunctreeError(
             f'the arrays of a Stacked need one leading size, that of "{stacked.axis}"',
-            [_leading(Path.of(path), leaf) for path, leaf in leaves],
+            [_leading(path, leaf) for path, leaf in leaves],
         )
     return sizes.pop()[0]
 

@@ -55,6 +55,7 @@ def shard_map(
     axis_names: Collection[str] | None = None,
     check_vma: bool = True,
     shapes: Shapes = "global",
+    **refused: Any,
 ) -> Any:
     """Run a function on each device's part of its arrays.
 
@@ -105,8 +106,16 @@ def shard_map(
         >>> y.sharding.shard_shape(y.shape)
         (2, 6)
     """
+    for name in refused:
+        raise FunctreeError(_REFUSED.get(name, f"shard_map has no option `{name}`"))
     options = (mesh, in_specs, out_specs, rules, axis_names, check_vma, shapes)
     return _mapped(fun, options) if fun is not None else lambda fun: _mapped(fun, options)
+
+
+_REFUSED = {
+    "check_rep": "shard_map: write `check_vma=` for check_rep",
+    "auto": "shard_map: write `axis_names=`, the mesh axes that become manual, for auto, those that do not",
+}
 
 
 def _mapped(fun: Any, options: Any) -> Any:

@@ -9,6 +9,8 @@ from jax.core import Tracer
 
 from functree.errors import FunctreeError, Problem, count
 from functree.tree.codec import Form, builder, form_of, taker
+from functree.tree.exact import Exact
+from functree.tree.leaf import array_text
 from functree.tree.leaves import Leaves, is_array, read
 from functree.tree.paths import Path
 
@@ -122,5 +124,10 @@ def unhashable(form: Form) -> FunctreeError:
         except TypeError:
             why = "is neither an array nor hashable, so it can be neither traced nor static"
             remedy = "make it an array, or something hashable"
-            problems.append(Problem(path, None, type(static.value).__name__, why, remedy))
+            value = static.value
+            if isinstance(value, Exact):  # of an argument that is said to be static
+                value, why = value.value, "is said to be static, and cannot be hashed"
+                remedy = "leave it out of `static_argnums` and `static_argnames`" if is_array(value) else remedy
+            what = array_text(value) if is_array(value) else type(value).__name__
+            problems.append(Problem(path, None, what, why, remedy))
     return FunctreeError(f"{count(len(problems), 'leaf')} cannot be static", problems)

@@ -3,6 +3,8 @@
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
+from jax.sharding import PartitionSpec
+
 from functree.errors import Problem
 from functree.tree.annotations import UNREADABLE, Hint
 from functree.tree.axes import Axes
@@ -44,12 +46,13 @@ def _told(value: Any, path: Path, hint: Hint, given: Axes | None, stack: tuple[s
     if given is not None:
         if len(given) == ndim:
             spec = next((form.spec for form in hint.forms if form.spec is not None and form.fits(ndim)), None)
-            return Told(Axes(*stack, *given), True, _unnamed(stack, given, ["_"] * ndim), spec)
+            return Told(Axes(*stack, *given), True, _unnamed(stack, given, ["_"] * ndim), _behind(stack, spec))
         return _misfit(value, path, f'"{given}"', stack, [len(given)])
     if hint.later:
         return _unresolved(value, path, hint, stack)
     if not hint.forms:
-        return Told(Axes(*(*stack, *[None] * ndim)[: len(value.shape)]))
+        # A scalar has no axes to be named; in a stack it has the stack's.
+        return Told(Axes(*(*stack, *[None] * ndim)[: len(value.shape)]), annotated=bool(stack) and ndim == 0)
     wrong = next((form.wrong for form in hint.forms if form.wrong), None)
     if wrong is not None:
         remedy = "name the axes there, and say in rules on which mesh axes they go"
@@ -86,7 +89,12 @@ def _axes(form: Form, value: Any, stack: tuple[str, ...]) -> Told:
         sizes = value.shape[len(stack) :]
         names = tuple(None if d.broadcast and n == 1 else d.name for d, n in zip(dims, sizes, strict=True))
         tokens = tuple(dim.token for dim in dims)
-    return Told(Axes(*stack, *names), True, _unnamed(stack, names, tokens), form.spec)
+    return Told(Axes(*stack, *names), True, _unnamed(stack, names, tokens), _behind(stack, form.spec))
+
+
+def _behind(stack: Sequence[str], spec: Any) -> Any:
+    """The spec of an annotation, which speaks of one layer, for a leaf that has a stack's dimensions in front."""
+    return spec if spec is None or not stack else PartitionSpec(*[None] * len(stack), *spec)
 
 
 def _unnamed(stack: Sequence[str], names: Sequence[str | None], tokens: Sequence[str]) -> tuple[str, ...]:

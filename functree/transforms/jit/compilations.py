@@ -1,7 +1,8 @@
 """Two compilations of one function ─► what differed between them, by path."""
 
+import dataclasses
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -32,7 +33,9 @@ class Difference(NamedTuple):
 
     def __str__(self) -> str:
         where = f"{self.path}: " if self.path else ""
-        return f"{where}{self.kind} {self.text(self.before)} → {self.text(self.now)}"
+        before, now = self.text(self.before), self.text(self.now)
+        alike = " (another object, equal only by identity: make it once)" if before == now else ""
+        return f"{where}{self.kind} {before} → {now}{alike}"
 
     def text(self, value: Any) -> str:
         """One of the two, for a person: a function by its name."""
@@ -100,12 +103,24 @@ def differences(before: Situation, now: Situation) -> tuple[Difference, ...]:
         if [kind for kind, _ in old] != [kind for kind, _ in new]:
             found.append(Difference(path, "structure", _brief(old), _brief(new)))
             continue
-        found += [Difference(path, k, _bare(a), _bare(b)) for (k, a), (_, b) in zip(old, new, strict=True) if a != b]
+        for (kind, a), (_, b) in zip(old, new, strict=True):
+            found += [Difference(*where) for where in _apart(path, kind, _bare(a), _bare(b))] if a != b else []
     if before.mesh != now.mesh:
         found.append(Difference(Path(), "mesh", before.mesh, now.mesh))
     if before.rules != now.rules:
         found.append(Difference(Path(), "rules", before.rules, now.rules))
     return tuple(found)
+
+
+def _apart(path: Path, kind: str, before: Any, now: Any) -> Iterator[tuple[Path, str, Any, Any]]:
+    """What differs; of two configs, the fields that do."""
+    if type(before) is type(now) and dataclasses.is_dataclass(before) and not isinstance(before, type):
+        names = [field.name for field in dataclasses.fields(before)]
+        pairs = [(name, getattr(before, name), getattr(now, name)) for name in names]
+        fields = [(path / name, kind, a, b) for name, a, b in pairs if Exact(a) != Exact(b)]
+        yield from fields or [(path, kind, before, now)]
+    else:
+        yield path, kind, before, now
 
 
 def _bare(value: Any) -> Any:

@@ -154,7 +154,8 @@ def _named(signature: Signature, option: str, which: Any) -> Iterable[str]:
         elif type(one) is int and -len(signature.positional) <= one < len(signature.positional):
             yield signature.positional[one]
         else:
+            every = "; `donate=...` is all of them" if option == "donate" else ""
             raise FunctreeError(
                 f"{option}={one!r}: {signature.name} has no such parameter{did_you_mean(one, known)}; its parameters "
-                f"are {', '.join(known) or 'none'}"
+                f"are {', '.join(known) or 'none'}{every}"
             )

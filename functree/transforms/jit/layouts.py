@@ -125,17 +125,31 @@ def elsewhere(
         return None
     problems = []
     for path, array in zip(paths, arrays, strict=True):
+        if (lone := _lone(array, mesh)) is not None:
+            problems.append(Problem(path, tuple(array.shape), array_text(array), f"lies on {lone} alone", PUT))
         other = _mesh_of(array)
         odd = None if other is None else _other(other, mesh)
         if odd is None:
             continue
         why = f"lies on the mesh {odd}"
-        remedy = "put it on the function's mesh: `ft.shard(x, layout, mesh)`"
-        problems.append(Problem(path, tuple(array.shape), array_text(array), why, remedy))
+        problems.append(Problem(path, tuple(array.shape), array_text(array), why, PUT))
     if not problems:
         return None
     number = count(len(problems), "argument")
     return ShardingError(f"{name} runs on mesh {MeshView(dict(mesh.shape))}, and {number} elsewhere", problems)
+
+
+PUT = "put it on the function's mesh: `ft.shard(x, layout, mesh)`"
+
+
+def _lone(array: Any, mesh: Mesh | AbstractMesh) -> str | None:
+    """The device on which somebody has put an array that the function's mesh does not consist of, or None."""
+    if not isinstance(mesh, Mesh) or not isinstance(array, jax.Array) or isinstance(array, Tracer):
+        return None
+    if not array.committed or isinstance(array.sharding, NamedSharding):
+        return None
+    here = array.sharding.device_set
+    return None if here == set(mesh.devices.flat) else ", ".join(sorted(map(str, here)))
 
 
 def _mesh_of(array: Any) -> Mesh | AbstractMesh | None:

@@ -1,5 +1,6 @@
 """One structure of calls, and a place ─► the function that JAX compiles for it."""
 
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from operator import itemgetter
@@ -139,6 +140,8 @@ class Body:
             return self._run(self.groups.join(kept.values, donated.values))
 
         run.__name__ = run.__qualname__ = signature.name.rpartition(".")[2]
+        # JAX names the file and the line of what is wrapped in its errors: the user's.
+        run.__signature__, run.__wrapped__ = inspect.signature(run), signature.fun  # type: ignore[attr-defined]
         self.run: Any = run
 
     def _run(self, arrays: Sequence[Any]) -> Result:
@@ -191,16 +194,30 @@ class Program:
     def lay_outputs(self, result: Result, shardings: Shardings) -> None:
         """Where each array of the result goes. Does not trace again."""
         self.out_shardings = shardings
-        out = Result(list(shardings), result.shape)
+        out = Result([_ambient(sharding) for sharding in shardings], result.shape)
         self.jitted = jax.jit(self.body.run, **self._laid(), out_shardings=out, **self._options)
 
     def _laid(self) -> dict[str, Any]:
-        return {} if self.in_shardings is None else {"in_shardings": self.groups.split(self.in_shardings)}
+        if self.in_shardings is None:
+            return {}
+        return {"in_shardings": self.groups.split([_ambient(sharding) for sharding in self.in_shardings])}
 
     def __call__(self, arrays: Sequence[Any]) -> Any:
         kept, donated = self.groups.split(arrays)
         result = self.jitted(kept, donated)
         return result.shape.build(result.values)
+
+
+def _ambient(sharding: Any) -> Any:
+    """A sharding for `jax.jit`.
+
+    Under a trace a mesh is known without its devices; but an eager `vmap` or `grad` is about to run all the same. So
+    there the spec is left to JAX, which knows the ambient mesh whole.
+    """
+    if sharding is None or isinstance(sharding.mesh, Mesh) or sharding.memory_kind is not None:
+        return sharding
+    ambient = jax.sharding.get_abstract_mesh()
+    return sharding if ambient.empty or ambient != sharding.mesh else sharding.spec
 
 
 def _is_packed(node: Any) -> bool:

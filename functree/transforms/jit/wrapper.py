@@ -175,6 +175,10 @@ class Jit(Generic[_P, _T]):
         with _around(program.entered):
             traced = program.jitted.trace(*program.groups.split(arrays))
             self._lay_outputs(program, call, arrays, traced.out_info)
+        if program.entered is None and here is None and not _uses_arguments(traced.jaxpr.jaxpr):
+            # JAX drops arguments that are not used, and with them all that says on which devices to run.
+            found_mesh = mesh_of(arrays)
+            program.entered = found_mesh if isinstance(found_mesh, Mesh) else None
         warn_constants(name, traced)
         return program
 
@@ -256,6 +260,11 @@ def _kind(array: Any) -> tuple[Any, ...]:
 
 def _spread(arrays: Sequence[Any]) -> bool:
     return any(x.sharding.num_devices > 1 for x in arrays if isinstance(x, jax.Array) and not isinstance(x, Tracer))
+
+
+def _uses_arguments(jaxpr: Any) -> bool:
+    used = {id(x) for equation in jaxpr.eqns for x in equation.invars} | {id(x) for x in jaxpr.outvars}
+    return any(id(x) in used for x in jaxpr.invars)
 
 
 def _around(mesh: Mesh | AbstractMesh | None) -> AbstractContextManager[Any]:

@@ -1,0 +1,236 @@
+"""Flax' notebook on sharding a linen model ("Scale up Flax Modules on multiple devices"), cell by cell in functree.
+
+    python examples/flax_tour.py                    # on a CPU, which passes for 8 devices
+    python examples/flax_tour.py --html tour.html   # the arrays and shardings in pictures too, by treescope
+
+Numbers in brackets are those of the notebook's cells. What linen writes into boxes around parameters (`Partitioned`,
+`LogicallyPartitioned`), functree reads from the annotations of a module's fields; so arrays are arrays.
+"""
+
+# %% [1] A CPU passes for 8 devices; JAX reads both variables once, when it is imported.
+import os
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+if "device_count" not in os.environ.get("XLA_FLAGS", ""):
+    os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+
+# %% [2-4]
+import timeit
+from typing import Annotated
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Float, PRNGKeyArray
+from pictures import Show
+
+import functree as ft
+
+show = Show(__doc__)
+show("[3] We have 8 fake JAX devices now", jax.devices())
+
+# %% [6] A mesh whose axes have names. Functions below take it once, or read it off their arguments.
+mesh = ft.make_mesh(data=2, model=4)
+show("[6] mesh", mesh)
+
+show.section("Define a layer")
+xavier_normal = jax.nn.initializers.xavier_normal()
+
+
+# %% [7] `with_partitioning(init, (None, "model"))` is a spec in the field's annotation, and `with_sharding_constraint`
+# is `ft.constrain`. The mesh is in neither.
+class DotReluDot(eqx.Module):
+    w1: Annotated[Float[Array, "features depth"], P(None, "model")]
+    w2: Annotated[Float[Array, "depth features"], P("model", None)]
+
+    def __init__(self, features: int, depth: int, key: PRNGKeyArray):
+        w1_key, w2_key = jax.random.split(key)
+        self.w1 = xavier_normal(w1_key, (features, depth))
+        self.w2 = xavier_normal(w2_key, (depth, features))
+
+    def __call__(self, x: Float[Array, "batch features"]) -> Float[Array, "batch features"]:
+        y = ft.constrain(jax.nn.relu(x @ self.w1), P("data", "model"))
+        return ft.constrain(y @ self.w2, P("data", None))
+
+
+# %% [8] Layers one by one. (`nn.scan` comes with [26], where axes are logical.)
+class MLP(eqx.Module):
+    layers: list[DotReluDot]
+
+    def __init__(self, num_layers: int, depth: int, key: PRNGKeyArray):
+        self.layers = [DotReluDot(depth, depth, key) for key in jax.random.split(key, num_layers)]
+
+    def __call__(self, x: Float[Array, "batch features"]) -> Float[Array, "batch features"]:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+# %% [9] The model is made in [15], where it belongs.
+BATCH, LAYERS, DEPTH = 8, 4, 1024
+x = jnp.ones((BATCH, DEPTH))
+k = jax.random.key(0)
+optimizer = optax.adam(learning_rate=0.001)
+
+show.section("Specify sharding")
+
+# %% [10] The input's.
+x_layout = P("data", None)
+x = ft.shard(x, x_layout, mesh)
+show("[10] x", x)
+
+
+# %% [11] The whole training state.
+def init_fn(key: PRNGKeyArray) -> ft.TrainState[MLP]:
+    return ft.TrainState.create(MLP(LAYERS, DEPTH, key), optimizer)
+
+
+# %% [13] The output's: `eval_shape` and `get_sharding` are a plan. Annotations win over rules, and the optimizer's
+# state goes as its parameters do; `...: None` says that all else is whole.
+make_state = ft.init(init_fn, ft.AxisRules({...: None}), mesh)
+state_plan = make_state.plan(k)
+state_sharding = state_plan.shardings
+show("[13] state_sharding", state_plan)
+
+# %% [15] Born where the plan says, never whole on one device.
+initialized_state = make_state(k)
+layer = initialized_state.model.layers[0]
+show("[15] w1", layer.w1)
+show("[15] w2", layer.w2)
+
+# %% [16] No box: an array, and what its annotation comes to.
+show("[16] type, spec, shape", (type(layer.w1), state_plan["model.layers.0.w1"].spec, layer.w1.shape))
+
+# %% [17] Nothing to unbox, and nothing to box again: the annotations stay with the class.
+all_zero_params = jax.tree.map(jnp.zeros_like, initialized_state.model)
+assert jnp.sum(all_zero_params.layers[0].w1) == 0
+zero_plan = ft.plan(all_zero_params, ft.AxisRules({...: None}), mesh)
+assert zero_plan["layers.0.w1"].spec == state_plan["model.layers.0.w1"].spec
+
+# %% [18, 19]
+show("[18] its sharding", layer.w1.sharding)
+show("[19] step", initialized_state.step)
+
+# %% [21] A module is a tree like any other.
+diff = jax.tree.map(lambda a, b: a - b, layer, layer)
+show("[21] diff", diff.w1)
+
+
+# %% [22] A plan stands wherever a layout does. Gradients are a tree like the model.
+@ft.jit(in_shardings=(state_plan, x_layout), out_shardings=state_plan)
+def train_step(state: ft.TrainState[MLP], x: Array) -> ft.TrainState[MLP]:
+    def loss_unrolled(model: MLP) -> Array:  # a fake loss
+        return model(x).sum()
+
+    return ft.apply_gradients(state, ft.grad(loss_unrolled)(state.model))
+
+
+new_state = train_step(initialized_state, x)  # no `with mesh:`, since the arguments lie on it
+
+# %% [23]
+show("[23] Sharding of Weight 1", new_state.model.layers[0].w1)
+show("[23] Sharding of Weight 2", new_state.model.layers[0].w2)
+
+
+# %% [24] A compiled inference step.
+@ft.jit(in_shardings=(state_plan, x_layout), out_shardings=x_layout)
+def apply_fn(state: ft.TrainState[MLP], x: Array) -> Array:
+    return state.model(x)
+
+
+y = apply_fn(new_state, x)
+show("[24] type, dtype, shape", (type(y), y.dtype, y.shape))
+show("[24] y", y)
+
+show.section("Profiling")
+
+# %% [25] Calls return at once; so wait for the result.
+seconds = timeit.repeat(lambda: jax.block_until_ready(train_step(initialized_state, x)), number=1, repeat=3)
+show("[25] ms for a step, the best of 3", round(1000 * min(seconds)))
+
+show.section("Logical axis annotation")
+
+
+# %% [26] Names of axes in place of mesh axes: plain jaxtyping, as one writes it anyhow.
+class LogicalDotReluDot(eqx.Module):
+    w1: Float[Array, "embed hidden"]
+    w2: Float[Array, "hidden embed"]
+
+    def __init__(self, features: int, depth: int, key: PRNGKeyArray):
+        w1_key, w2_key = jax.random.split(key)
+        self.w1 = xavier_normal(w1_key, (features, depth))
+        self.w2 = xavier_normal(w2_key, (depth, features))
+
+    def __call__(self, x: Float[Array, "batch embed"]) -> Float[Array, "batch embed"]:
+        y = ft.constrain(jax.nn.relu(x @ self.w1), "batch hidden")
+        return ft.constrain(y @ self.w2, "batch embed")
+
+
+# `nn.scan` with a parameter axis of its own: `ft.stack`. A stack's axis has a name too, `layers`, in front of the
+# others.
+class LogicalMLP(eqx.Module):
+    layers: ft.Stacked[LogicalDotReluDot] | list[LogicalDotReluDot]
+
+    def __init__(self, num_layers: int, depth: int, use_scan: bool, key: PRNGKeyArray):
+        def make(key: PRNGKeyArray) -> LogicalDotReluDot:
+            return LogicalDotReluDot(depth, depth, key)
+
+        if use_scan:
+            self.layers = ft.stack(make, num_layers, key)
+        else:
+            self.layers = [make(key) for key in jax.random.split(key, num_layers)]
+
+    def __call__(self, x: Float[Array, "batch embed"]) -> Float[Array, "batch embed"]:
+        if isinstance(self.layers, ft.Stacked):
+            return self.layers(x)
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def logical_init_fn(key: PRNGKeyArray, use_scan: bool) -> ft.TrainState[LogicalMLP]:
+    return ft.TrainState.create(LogicalMLP(LAYERS, DEPTH, use_scan, key), optimizer)
+
+
+# %% [30] An axis of which the rules say nothing is an error, not unsharded by default; so `embed` and `layers` are
+# here.
+rules = ft.AxisRules({"batch": "data", "hidden": "model", "embed": None, "layers": None})
+logical_abstract = ft.abstract(logical_init_fn)(k, False)
+logical_axes = ft.tree_axes(logical_abstract.model).layers[0]
+show("[30] annotations are logical, not mesh-specific", logical_axes.w1)
+
+# %% [31]
+logical_plan = ft.plan(logical_abstract, rules, mesh)
+show("[31] the plan is mesh-specific", logical_plan["model.layers.0.w1"].spec)
+
+# %% [32] The same content as in [13].
+one, other = state_sharding.model.layers[0], logical_plan.shardings.model.layers[0]
+assert (one.w1, one.w2) == (other.w1, other.w2)
+
+# %% [33, 34]
+logical_initialized_state = ft.init(logical_init_fn, rules, mesh)(k, False)
+show("[34] sharding of weight 1", logical_initialized_state.model.layers[0].w1)
+show("[34] sharding of weight 2", logical_initialized_state.model.layers[0].w2)
+
+
+# And a step by rules: they say how the activations and the gradients lie, and the donated state comes back as it went
+# in.
+@ft.jit(rules=rules, donate="state")
+def logical_train_step(state: ft.TrainState[LogicalMLP], x: Array) -> tuple[ft.TrainState[LogicalMLP], Array]:
+    loss, gradients = ft.value_and_grad(lambda model: model(x).sum())(state.model)
+    return ft.apply_gradients(state, gradients), loss
+
+
+for _ in range(3):
+    logical_initialized_state, loss = logical_train_step(logical_initialized_state, x)
+show("steps, and compilations", (int(logical_initialized_state.step), len(logical_train_step.compilations)))
+
+# USE_SCAN = True: one layer in the program, however many there are.
+scanned_state = ft.init(logical_init_fn, rules, mesh)(k, True)
+show("the stack", ft.plan(scanned_state.model, rules, mesh))
+scanned_state, loss = logical_train_step(scanned_state, x)
+show("w1 of the stack after a step", scanned_state.model.layers.layer.w1.sharding)  # type: ignore[union-attr]
+
+show.save()

@@ -1,0 +1,109 @@
+"""A node's children, and the same node with others: what JAX flattens, one level at a time."""
+
+from collections import OrderedDict, defaultdict
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from test_leaves import Leafy, containers
+from test_paths import Keyless, Pair
+
+import functree as ft
+from functree.tree.nodes import blanked, children, follow, marked, rebuilt
+from functree.tree.paths import Path
+
+LEAVES = st.sampled_from([np.zeros((2, 3), np.float32), np.int32(4), None, 1, True, "text", abs, ()])
+TREES = st.recursive(LEAVES, containers, max_leaves=12)
+
+
+def is_none(value: Any) -> bool:
+    return value is None
+
+
+def same(one: Any, other: Any) -> bool:
+    (a, first), (b, second) = (jax.tree.flatten(tree, is_leaf=is_none) for tree in (one, other))
+    return first == second and len(a) == len(b) and all(x is y for x, y in zip(a, b, strict=True))
+
+
+def nodes(tree: Any, path: Path = Path()) -> list[tuple[Path, Any]]:  # noqa: B008 (it is immutable)
+    return [(path, tree)] + [each for key, child in children(tree) or () for each in nodes(child, path / key)]
+
+
+@given(TREES)
+def test_children_are_jaxs(tree: Any) -> None:
+    found = [(path, node) for path, node in nodes(tree) if children(node) is None]
+    expected = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_none)[0]
+    assert [path for path, _ in found] == [Path.of(keys) for keys, _ in expected]
+    assert all(node is leaf for (_, node), (_, leaf) in zip(found, expected, strict=True))
+
+
+@given(TREES)
+def test_rebuilt_of_its_own_children_is_the_node(tree: Any) -> None:
+    for _, node in nodes(tree):
+        below = children(node)
+        if below is not None:
+            again = rebuilt(node, [child for _, child in below])
+            assert same(again, node) and type(again) is type(node)
+
+
+@given(TREES)
+def test_follow_finds_each_node(tree: Any) -> None:
+    assert all(follow(tree, path) is node for path, node in nodes(tree))
+
+
+@given(TREES)
+def test_blanked_has_no_leaves_and_the_same_nodes(tree: Any) -> None:
+    blank = blanked(tree)
+    assert jax.tree.leaves(blank) == []
+    assert jax.tree.structure(blank, is_leaf=is_none) == jax.tree.structure(tree, is_leaf=is_none)
+
+
+@given(TREES)
+def test_marks_tell_all_nodes_apart(tree: Any) -> None:
+    copy, places = marked(tree)
+    assert sorted(places.values(), key=str) == sorted((path for path, _ in nodes(tree)), key=str)
+    assert places[id(copy)] == Path()
+
+
+CASES: dict[str, tuple[Any, list[Any]]] = {
+    "list": ([1, None], [0, 1]),
+    "tuple": ((1, 2), [0, 1]),
+    "named tuple": (Pair(1, None), ["left", "right"]),
+    "dict, sorted as JAX does": ({"b": 1, "a": 2}, ["a", "b"]),
+    "dict with numbers for keys": ({3: 1, 1: 2}, [1, 3]),
+    "ordered dict": (OrderedDict(b=1, a=2), ["b", "a"]),
+    "defaultdict": (defaultdict(list, b=1, a=2), ["a", "b"]),
+    "module without its static fields": (Leafy(1, None, static="x"), ["w", "kept"]),
+    "without names": (Keyless(1, 2), [0, 1]),
+    "a stack": (ft.Stacked({"w": np.ones((2, 3))}, axis="depth"), ["layer"]),
+    "empty": ([], []),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_keys(case: str) -> None:
+    node, keys = CASES[case]
+    assert [key for key, _ in children(node) or ()] == keys
+    changed = rebuilt(node, list("xyz"[: len(keys)]))
+    assert [child for _, child in children(changed) or ()] == list("xyz"[: len(keys)])
+    assert type(changed) is type(node)
+
+
+@pytest.mark.parametrize("leaf", [None, 1, "text", np.ones(2), abs], ids=["None", "int", "str", "array", "function"])
+def test_leaves_have_no_children(leaf: Any) -> None:
+    assert children(leaf) is None and blanked(leaf) is None
+
+
+def test_what_is_no_child_is_kept() -> None:
+    assert list(rebuilt({"b": 1, "a": 2}, ["x", "y"]).items()) == [("b", "y"), ("a", "x")]
+    assert rebuilt(defaultdict(list, a=1), ["x"]).default_factory is list
+    assert rebuilt(Leafy(1, 2, static="kept"), "xy").static == "kept"
+    assert rebuilt(ft.Stacked({"w": np.ones(2)}, axis="depth"), [None]).axis == "depth"
+
+
+def test_a_path_that_is_not_there() -> None:
+    with pytest.raises(KeyError):
+        follow({"a": 1}, ("b",))
