@@ -507,7 +507,9 @@ def test_wrt_says_what_is_trained():
     assert specs_of(optax.trace(0.9), PARTLY, wrt=...) == everything
     assert specs_of(optax.trace(0.9), PARTLY, wrt=ft.is_buffer) == {"trace.running": P("model")}
     assert specs_of(optax.trace(0.9), PARTLY, wrt="running") == {"trace.running": P("model")}
-    assert specs_of(optax.trace(0.9), PARTLY, wrt="nothing") == {}
+    assert specs_of(optax.trace(0.9), PARTLY, wrt=ft.larger_than(10**9)) == {}
+    with pytest.raises(ft.RuleError, match=r"wrt='nothing': glob\('nothing'\) matches no leaf of Partly"):
+        specs_of(optax.trace(0.9), PARTLY, wrt="nothing")
 
 
 def test_half_of_the_parameters_for_an_inner_optimizer():

@@ -15,6 +15,7 @@ from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Float, Int
 
 import functree as ft
+from functree.tree.filters import as_filter
 
 P = ft.P
 SIZES = {"data": 2, "model": 4}
@@ -307,7 +308,9 @@ def test_frozen_parts():
 def test_misuse_of_create():
     with raises("3 is no optimizer"):
         ft.TrainState.create(net(), 3)  # pyright: ignore
-    with raises("nothing to train: no array of Net matches wrt='nothing'"):
+    with raises("nothing to train: no array of Net matches wrt=larger_than(1000000)"):
+        ft.TrainState.create(net(), optax.sgd(1.0), wrt=ft.larger_than(10**6))
+    with raises("glob('nothing') matches no leaf of Net"):
         ft.TrainState.create(net(), optax.sgd(1.0), wrt="nothing")
 
 
@@ -572,3 +575,10 @@ def test_state_that_is_declared_in_equinox_way_is_an_error():
 def test_swapped_arguments():
     with pytest.raises(ft.FunctreeError, match=r"a Linear is no optimizer: `TrainState.create\(model, tx\)`"):
         ft.TrainState.create(TX, ft.nn.Linear(2, 2, key=jax.random.key(0)))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("pattern", [ft.glob("weigth"), ft.glob("**.weigth"), re.compile("weigth")], ids=repr)
+def test_a_pattern_that_freezes_nothing_is_an_error(pattern: Any):
+    model = {"layer": ft.nn.Linear(2, 2, key=jax.random.key(0))}
+    with pytest.raises(ft.RuleError, match=r"wrt=.*weigth.* matches no leaf of dict"):
+        ft.TrainState.create(model, TX, wrt=ft.is_trainable & ~as_filter(pattern))

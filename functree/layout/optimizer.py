@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Protocol
 
 import jax
 
-from functree.errors import FunctreeError
+from functree.errors import FunctreeError, RuleError, did_you_mean
 from functree.layout.layouts import Decision, Layout, Resolution, as_layout, whole
 from functree.layout.meshes import MeshView
 from functree.layout.plan import Plan, plan_leaves, plan_tree
@@ -18,7 +18,7 @@ from functree.layout.prefix import Part
 from functree.layout.row import Row
 from functree.tree.asks import is_trainable
 from functree.tree.axes import Axes
-from functree.tree.filters import as_filter
+from functree.tree.filters import as_filter, patterns
 from functree.tree.flat import Flat
 from functree.tree.leaf import Leaf
 from functree.tree.leaves import Leaves, read
@@ -98,8 +98,16 @@ def planned_state(tx: Any, model: Any, layout: Any, mesh: Any, wrt: Any, otherwi
 
 
 def parameters(model: Any, wrt: Any) -> Any:
-    """The arrays of a model that a filter matches; None elsewhere."""
+    """The arrays of a model that a filter matches; None elsewhere.
+
+    Raises:
+        RuleError: a pattern in the filter matches no leaf: what it was to freeze would be trained.
+    """
     leaves, matches = read(model), as_filter(wrt)
+    for pattern in patterns(matches):
+        if not any(map(pattern, leaves.leaves)):
+            near = did_you_mean(getattr(pattern, "pattern", ""), [leaf.path for leaf in leaves.leaves])
+            raise RuleError(f"wrt={wrt!r}: {pattern!r} matches no leaf of {type(model).__name__}{near}")
     return leaves.tree(leaf.value if matches(leaf) else None for leaf in leaves.leaves)
 
 

@@ -93,9 +93,10 @@ class TrainState(eqx.Module, Generic[M]):
             P('model',)
         """
         if not (callable(getattr(tx, "init", None)) and callable(getattr(tx, "update", None))):
+            said = repr(tx) if len(repr(tx)) < 40 else f"a {type(tx).__name__}"
             raise FunctreeError(
-                f"a {type(tx).__name__} is no optimizer: `TrainState.create(model, tx)`, where an optax "
-                "GradientTransformation has `init` and `update`"
+                f"{said} is no optimizer: `TrainState.create(model, tx)`, where an optax GradientTransformation has "
+                "`init` and `update`"
             )
         if state is None:
             model, made = make_state(model)

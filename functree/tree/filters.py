@@ -4,7 +4,7 @@ import re
 import types
 import typing
 from abc import abstractmethod
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -187,6 +187,14 @@ class Everything(Filter):
 
     def __repr__(self) -> str:
         return "..."
+
+
+def patterns(item: Filter) -> Iterator[Filter]:
+    """The patterns that a filter is made of."""
+    if isinstance(item, Glob | Regex):
+        yield item
+    for part in item.parts if isinstance(item, All | Any_) else (item.part,) if isinstance(item, Not) else ():
+        yield from patterns(part)
 
 
 def as_filter(written: Any) -> Filter:
