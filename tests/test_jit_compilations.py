@@ -147,10 +147,22 @@ def test_a_large_constant_warns():
     with pytest.warns(UserWarning) as caught:
         f(X.sum())
     (warning,) = caught
-    for fragment in ("closing closes over an array of 1.0 MiB", "float32[512, 513]", "hand it over as an argument"):
+    for fragment in (
+        "closing closes over an array of 1.0 MiB",
+        "float32[512, 513] (`large`)",
+        "hand it over as an argument",
+    ):
         assert fragment in str(warning.message)
     assert warning.filename == __file__
     f(X.sum())
+
+
+BIG = {"table": jnp.ones((512, 513))}
+
+
+def test_a_large_constant_is_named_by_its_path():
+    with pytest.warns(UserWarning, match=r"float32\[512, 513\] \(`BIG.table`\)"):
+        ft.jit(lambda x: x + BIG["table"].sum())(X.sum())
 
 
 TRACED_ONCE: dict[str, Any] = {

@@ -582,3 +582,16 @@ def test_a_pattern_that_freezes_nothing_is_an_error(pattern: Any):
     model = {"layer": ft.nn.Linear(2, 2, key=jax.random.key(0))}
     with pytest.raises(ft.RuleError, match=r"wrt=.*weigth.* matches no leaf of dict"):
         ft.TrainState.create(model, TX, wrt=ft.is_trainable & ~as_filter(pattern))
+
+
+def test_a_field_that_a_subclass_adds_is_laid_out_by_the_layout():
+    """And not whole, as what a layout for the model says nothing of."""
+
+    class WithTarget(ft.TrainState[Any]):
+        target: ft.nn.Linear
+
+    ts = ft.TrainState.create(ft.nn.Linear(8, 16, key=jax.random.key(0)), TX)
+    more = WithTarget(ts.step, ts.model, ts.opt_state, None, None, ts.tx, ts.wrt, ts.model)
+    plan = ft.plan(more, ft.AxisRules({"embed": None, "hidden": "model"}), {"model": 4}, check=False)
+    assert plan["target.weight"].spec == plan["model.weight"].spec == P(None, "model")
+    assert plan["step"].spec == P()

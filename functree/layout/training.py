@@ -17,6 +17,7 @@ from functree.tree.leaves import read
 from functree.tree.paths import Path
 
 MODEL, STATE, OPTIMIZER = "model", "state", "opt_state"
+FOLLOWING = (OPTIMIZER, "step", "key")  # what a layout for the model says nothing of; any other field goes by it
 
 
 class Trained(Protocol):
@@ -41,9 +42,9 @@ class Place(NamedTuple):
 class Training(Layout):
     """A layout for a model, standing over a tree in which training states have one.
 
-    The models and their state go by the layout itself, and so does what is in no training state; of an optimizer's
-    state each leaf goes as its parameter does (`ft.plan_optimizer`); the rest is whole. Where the layout speaks of a
-    leaf by its field, as `opt_state.**` does, that holds.
+    The models and their state go by the layout itself, and so does what is in no training state, or in a field that a
+    subclass adds; of an optimizer's state each leaf goes as its parameter does (`ft.plan_optimizer`); the step and the
+    key are whole. Where the layout speaks of a leaf by its field, as `opt_state.**` does, that holds.
 
     Args:
         layout: of the model.
@@ -93,7 +94,8 @@ class Training(Layout):
 
     def _direct(self, leaf: Leaf, place: Place | None, mesh: MeshView) -> bool:
         """Whether the layout itself decides for a leaf."""
-        return place is None or place.field in (MODEL, STATE) or _speaks_of(self.layout, leaf, place, mesh)
+        follows = place is not None and place.field in FOLLOWING
+        return place is None or not follows or _speaks_of(self.layout, leaf, place, mesh)
 
 
 COUNTS = "does not depend on the model"

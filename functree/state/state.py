@@ -172,7 +172,8 @@ def make_state(model: T) -> tuple[T, State]:
 
     Returns:
         `(model, state)`: the model with refs that know their paths, and the values. One ref at two places is one piece
-        of state, at the path of the first. Two models built alike are equal in structure, so they share a trace.
+        of state, at the path of the first. Two models built alike are equal in structure, so they share a trace. Where
+        two pieces, or a piece and the model, hold one array, it is copied: to donate both would be an error.
 
     Raises:
         StateError: a ref that has its place already (hand over its `state=` too), or in a packed tree; state that is

@@ -1,18 +1,22 @@
 """A call and its program ─► an error or a warning, before JAX sees the call."""
 
+import inspect
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
 from jax.core import Tracer
 from jax.sharding import AbstractMesh
+from jax.tree_util import tree_flatten_with_path
 
 from functree.errors import FunctreeError, ShardingError
 from functree.layout.meshes import NO_MESH, MeshView, tracing
 from functree.transforms.jit.donation import is_gone, refuse_deleted, refuse_twice, twice_by_identity
 from functree.transforms.jit.program import Program
+from functree.transforms.signature import Signature
 from functree.transforms.structures import Found
+from functree.tree.paths import Path
 
 BIG_CONSTANT = 2**20  # bytes: a closed-over array above this is worth a word
 
@@ -52,14 +56,24 @@ def warn_moved(program: Program) -> None:
         )
 
 
-def warn_constants(name: str, traced: Any) -> None:
+def warn_constants(signature: Signature, traced: Any) -> None:
     """Arrays that the function closes over are copied into the program, however large they are."""
     for constant in getattr(traced.jaxpr, "consts", ()):
         size = getattr(constant, "nbytes", 0)
         if not isinstance(constant, Tracer) and size > BIG_CONSTANT:
-            shape = f"{constant.dtype}{list(constant.shape)}"
+            path = next((path for path, value in _closed_over(signature.fun) if value is constant), None)
+            what = f"{constant.dtype}{list(constant.shape)}" + (f" (`{path}`)" if path is not None else "")
             warnings.warn(
-                f"{name} closes over an array of {size / 2**20:.1f} MiB, {shape}: it becomes a constant of the "
-                "compiled program, on every device; hand it over as an argument",
+                f"{signature.name} closes over an array of {size / 2**20:.1f} MiB, {what}: it becomes a constant of "
+                "the compiled program, on every device; hand it over as an argument",
                 stacklevel=5,
             )
+
+
+def _closed_over(fun: Any) -> Iterator[tuple[Path, Any]]:
+    """The leaves of what a function closes over, globals that it names among them, by path."""
+    if not inspect.isfunction(fun):
+        return
+    found = inspect.getclosurevars(fun)
+    for name, value in {**found.globals, **found.nonlocals}.items():
+        yield from ((Path((name, *Path.of(keys))), leaf) for keys, leaf in tree_flatten_with_path(value)[0])

@@ -179,7 +179,7 @@ class Jit(Generic[_P, _T]):
             # JAX drops arguments that are not used, and with them all that says on which devices to run.
             found_mesh = mesh_of(arrays)
             program.entered = found_mesh if isinstance(found_mesh, Mesh) else None
-        warn_constants(name, traced)
+        warn_constants(self._signature, traced)
         return program
 
     def _lay_outputs(self, program: Program, call: Any, arrays: Sequence[Any], result: Result) -> None:
