@@ -199,6 +199,17 @@ def test_numpy_is_put_where_it_was_compiled_for(mesh: Mesh, placed: tuple[MLP, A
     assert float(compiled(model, np.ones((4, 8), np.float32))["loss"]) == 4096
 
 
+def test_what_is_put_there_is_told_from_what_lies_elsewhere_by_choice(mesh: Mesh, placed: tuple[MLP, Array]):
+    model, _ = placed
+    compiled = ft.jit(step, mesh=mesh, in_shardings=LOADS["in_shardings"]).lower(*abstract(mesh)).compile()
+    loose = jnp.ones((4, 8))
+    compiled(model, loose)
+    with pytest.raises(
+        ft.FunctreeError, match=r"(?s)1 argument not as it was.*x   f32\[4, 8\].*sharding P\('data', None\)"
+    ):
+        compiled(model, jax.device_put(loose, jax.devices()[0]))
+
+
 def test_of_a_method(mesh: Mesh):
     class Trainer(eqx.Module):
         model: MLP
