@@ -17,7 +17,7 @@ from jaxtyping import Array, Float
 
 import functree as ft
 from functree.errors import RuleError
-from functree.tree.filters import Everything, as_filter
+from functree.tree.filters.filter import Everything, as_filter
 from functree.tree.leaves import read
 
 
@@ -198,7 +198,7 @@ def test_a_stack_of_dimensions_has_its_axis() -> None:
 
 def test_a_filter_asks_all_names_of_a_leaf() -> None:
     """What lies in a `TrainState` is found by the patterns written for its model."""
-    leaf = LEAVES[0]._replace(names=(ft.Path(("opt", "mu", "w")), ft.Path(("w",))))
+    leaf = LEAVES[0]._replace(aliases=(ft.Path(("opt", "mu", "w")), ft.Path(("w",))))
     for written in ("w", "opt.**", re.compile(r"w"), lambda path, value: path == ("w",)):
         assert as_filter(written)(leaf)
     assert not as_filter("blocks.0.up")(leaf)

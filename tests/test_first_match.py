@@ -11,8 +11,8 @@ from test_globs import KEYS, PARTS, written
 
 import functree as ft
 from functree.tree.axes import Axes
-from functree.tree.filters import as_filter
-from functree.tree.first_match import FirstMatch
+from functree.tree.filters.filter import as_filter
+from functree.tree.filters.first_match import FirstMatch
 from functree.tree.leaf import Leaf
 from functree.tree.paths import Path
 

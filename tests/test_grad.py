@@ -18,7 +18,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
 
 import functree as ft
-from functree.transforms.grad import grad, value_and_grad
+from functree.transforms.grad.grad import grad, value_and_grad
 from functree.tree.pack import pack
 
 P = PartitionSpec

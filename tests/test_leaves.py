@@ -17,8 +17,10 @@ from test_paths import Keyless, Pair
 
 import functree as ft
 from functree.errors import AxesError, FunctreeError
+from functree.tree.arrays import is_array
 from functree.tree.axes import Axes
-from functree.tree.leaves import is_array, read
+from functree.tree.interfaces import Stack
+from functree.tree.leaves import read
 
 
 def x(*shape: int, dtype: Any = np.float32) -> jax.ShapeDtypeStruct:
@@ -41,12 +43,12 @@ class Named(NamedTuple):
     b: "Float[Array, 'b']"
 
 
-class Stacky(eqx.Module):
-    """What `ft.Stacked` is, to a reader of trees: a class with the hook."""
+class Stacky(eqx.Module, Stack):
+    """What `ft.Stacked` is, to a reader of trees."""
 
     layer: Any
 
-    def __stack_axes__(self) -> tuple[str, ...]:
+    def stack_axes(self) -> tuple[str, ...]:
         return ("layers",)
 
 
@@ -94,10 +96,10 @@ def test_the_walk_is_jaxs(tree: Any) -> None:
     everything = jax.tree_util.tree_flatten_with_path(tree)[0]
     found = read(tree)
     expected = [(ft.Path.of(keys), i) for i, (keys, leaf) in enumerate(everything) if is_array(leaf)]
-    assert [(leaf.path, p) for leaf, p in zip(found.leaves, found.positions, strict=True)] == expected
-    assert all(leaf.value is everything[p][1] for leaf, p in zip(found.leaves, found.positions, strict=True))
-    assert found.size == len(everything) and found.problems == ()
-    again = found.fill([leaf for _, leaf in everything], [leaf.value for leaf in found.leaves])
+    assert [(leaf.path, p) for leaf, p in zip(found.leaves, found.skeleton.places, strict=True)] == expected
+    assert all(leaf.value is everything[p][1] for leaf, p in zip(found.leaves, found.skeleton.places, strict=True))
+    assert found.skeleton.treedef.num_leaves == len(everything) and found.problems == ()
+    again = found.skeleton.fill([leaf.value for leaf in found.leaves])
     assert jax.tree.structure(again) == jax.tree.structure(tree)
     assert all(a is b for a, b in zip(jax.tree.leaves(again), jax.tree.leaves(tree), strict=True))
 
@@ -437,7 +439,7 @@ def test_errors_are_collected() -> None:
     paths = {str(problem.path) for problem in error.value.problems}
     assert paths == {f"model.{i}.{name}" for i in (0, 1) for name in ("w", "tie", "lin")}
     assert "the axes of 6 leaves cannot be told" in str(error.value)
-    assert [leaf.problem is None for leaf in read({"model": [wrong]}).leaves] == [False, False, True, True]
+    assert [leaf.misfit is None for leaf in read({"model": [wrong]}).leaves] == [False, False, True, True]
 
 
 # Axes and names themselves

@@ -7,7 +7,7 @@ import pytest
 from jax.sharding import AxisType, Mesh
 
 import functree as ft
-from functree.transforms.mesh import _grid
+from functree.placing.mesh import _grid
 
 
 def test_auto_unless_explicit():

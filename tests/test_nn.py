@@ -19,7 +19,7 @@ from functree.nn.activations import activation, table_for
 from functree.nn.attention import attend
 from functree.nn.rope import rope
 from functree.nn.weights import accumulator
-from functree.transforms.ambient import axis_rules
+from functree.placing.ambient import axis_rules
 from functree.tree.axes import Axes
 from functree.tree.leaves import tree_axes
 

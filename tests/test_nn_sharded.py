@@ -19,9 +19,9 @@ from functree.errors import ShardingError
 from functree.layout.fsdp import FSDP
 from functree.layout.rules import AxisRules
 from functree.nn.products import along, product, rows
-from functree.transforms.ambient import axis_rules
-from functree.transforms.mesh import make_mesh
-from functree.transforms.placement import shard
+from functree.placing.ambient import axis_rules
+from functree.placing.mesh import make_mesh
+from functree.placing.shard import shard
 
 P = PartitionSpec
 CONFIG = nn.TransformerConfig(512, 128, layers=3, heads=8, kv_heads=4, head_dim=16, hidden=384)

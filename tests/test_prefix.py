@@ -10,7 +10,8 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
 import functree as ft
-from functree.layout.prefix import broadcast, children
+from functree.layout.prefix import broadcast
+from functree.tree.nodes import children
 
 P = PartitionSpec
 SIZES = {"data": 2, "model": 4}

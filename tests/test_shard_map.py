@@ -16,8 +16,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
 
 import functree as ft
-from functree.transforms.ambient import ambient_rules
-from functree.transforms.shard_map import shard_map
+from functree.placing.ambient import ambient_rules
+from functree.transforms.shard_map.shard_map import shard_map
 
 P = PartitionSpec
 RULES = ft.AxisRules({"batch": "data", "hidden": "model", "embed": None})

@@ -13,7 +13,8 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
 import functree as ft
-from functree.transforms.signature import ByHint, Signature, signature_layouts, unbound
+from functree.calls.signature import Signature
+from functree.transforms.signature_layouts import ByHint, signature_layouts
 from functree.transforms.sizes import Sizes
 
 P = PartitionSpec
@@ -171,7 +172,7 @@ def test_a_call_is_a_tuple_of_all_parameters():
     signature = Signature(f)
     call = signature.bind((1,), {"z": 3, "w": 4})
     assert call == (1, 2, (), 3, {"w": 4}) and signature.parameters == ("_x", "y", "args", "z", "kwargs")
-    assert signature.run(call) == (1, 2, (), 3, {"w": 4})
+    assert signature.run(f, call) == (1, 2, (), 3, {"w": 4})
     assert signature.positional == ("_x", "y", "args") and signature.by_name == "kwargs"
     assert [str(ft.Path.of(path)) for path, _ in jax.tree_util.tree_flatten_with_path(call)[0]] == [
         "_x",
@@ -181,24 +182,12 @@ def test_a_call_is_a_tuple_of_all_parameters():
     ]
 
 
-def test_unbound():
+def test_what_is_bound():
     model = MLP(jnp.ones((2, 4)))
     part = functools.partial(functools.partial(model.__call__, 1), x=2)
-    assert unbound(part)[1:] == ((model, 1), {"x": 2})
+    assert Bound.of(part)[1:] == ((model, 1), {"x": 2})
     with pytest.raises(TypeError, match="a function was expected, not 3"):
-        unbound(3)
-
-
-def test_captured_goes_through_functions():
-    a, b = object(), object()
-
-    def inner():
-        return a
-
-    def outer():
-        return inner, b
-
-    assert {id(x) for x in Signature(outer).captured()} >= {id(a), id(b), id(inner)}
+        Bound.of(3)
 
 
 # Sizes

@@ -16,8 +16,8 @@ from test_paths import Keyless
 
 import functree as ft
 from functree.errors import FunctreeError, RuleError
-from functree.tree.leaves import is_array
-from functree.tree.split import Static
+from functree.tree.arrays import is_array
+from functree.tree.skeleton.skeleton import Skeleton
 
 ARRAYS = [np.zeros((2, 3), np.float32), np.int32(4), jax.ShapeDtypeStruct((2,), jnp.bfloat16), np.ones(2, np.int8)]
 OTHERS = [None, 1, True, 1.0, 0, False, -1.5, "text", abs, (), np.dtype("f4"), 2j]
@@ -74,10 +74,10 @@ def test_an_array_is_in_the_part_of_the_first_filter(tree: Any, filters: list[An
 def test_static_does_not_depend_on_the_filters(tree: Any, filters: list[Any]) -> None:
     static = ft.split(tree)[0]
     other = ft.split(tree, *filters, ...)[0]
-    assert isinstance(static, Static) and static == other and hash(static) == hash(other)
+    assert isinstance(static, Skeleton) and static == other and hash(static) == hash(other)
     again = ft.split(jax.tree.map(lambda leaf: leaf + 1 if isinstance(leaf, np.ndarray) else leaf, tree))[0]
     assert again == static and hash(again) == hash(static)
-    assert not any(is_array(value) for _, _, value in static.values)
+    assert not any(is_array(value) for _, value in static.others)
 
 
 @given(TREES, st.sampled_from(OTHERS[1:]), st.sampled_from(OTHERS[1:]))
@@ -101,7 +101,7 @@ def test_a_model() -> None:
     assert bias.layers[0].weight is None and bias.layers[0].bias is mlp.layers[0].bias
     assert bias.activation is None and rest.layers[0].bias is None
     assert ft.merge(static, bias, rest)(jnp.ones(2)).shape == (3,)
-    assert repr(static) == f"<Static: {len(static.values)} values around 6 arrays>"
+    assert repr(static) == f"<Skeleton: 6 arrays, {len(static.others)} other leaves>"
 
 
 def test_a_packed_model_is_split_by_the_models_paths() -> None:

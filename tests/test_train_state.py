@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Float, Int
 
 import functree as ft
-from functree.tree.filters import as_filter
+from functree.tree.filters.filter import as_filter
 
 P = ft.P
 SIZES = {"data": 2, "model": 4}

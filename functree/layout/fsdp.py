@@ -7,23 +7,16 @@ from typing import Any
 from jax.sharding import PartitionSpec
 
 from functree.errors import Problem, RuleError, near_name
-from functree.layout.checks import lacking
-from functree.layout.layouts import (
-    Decision,
-    Layout,
-    Resolution,
-    apply_spec,
-    as_layout,
-    dim_text,
-    misread,
-    undecided,
-)
+from functree.layout.decision import Decision, apply_spec, decide_each, undecided, unreadable
+from functree.layout.layout import Layout, Resolution, as_layout
 from functree.layout.meshes import MeshView
 from functree.layout.specs import axes_text, spec_text
+from functree.layout.validation import RULE, missing_axes
 from functree.tree.leaf import Leaf
+from functree.values import Value
 
 
-class FSDP(Layout):
+class FSDP(Value, Layout):
     """Shards the largest dimension that is still whole and that the mesh axis divides; the outermost of equals.
 
     Never the axis of a stack. Leaves that are smaller than `min_size`, have no whole dimension left, or use the mesh
@@ -68,17 +61,13 @@ class FSDP(Layout):
             raise RuleError(f"FSDP: min_size={min_size!r} is a number of elements, 0 or more")
         if otherwise is not None and not isinstance(otherwise, PartitionSpec):
             raise RuleError(f"FSDP: otherwise={otherwise!r} is no PartitionSpec; write `P()` for whole")
-        as_layout(otherwise)  # a spec of what is no mesh axis is found here
-        object.__setattr__(self, "axis", mesh_axes[0] if len(mesh_axes) == 1 else mesh_axes)
-        object.__setattr__(self, "min_size", min_size)
-        object.__setattr__(self, "axes", named or None)
-        object.__setattr__(self, "otherwise", otherwise)
-
-    def __setattr__(self, name: str, value: object) -> None:
-        raise AttributeError("FSDP is immutable")
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return FSDP, self._key
+        as_layout(otherwise)  # an invalid entry is found here
+        self._set(
+            axis=mesh_axes[0] if len(mesh_axes) == 1 else mesh_axes,
+            min_size=min_size,
+            axes=named or None,
+            otherwise=otherwise,
+        )
 
     @property
     def mesh_axes(self) -> tuple[str, ...]:
@@ -86,15 +75,11 @@ class FSDP(Layout):
         return (self.axis,) if isinstance(self.axis, str) else self.axis
 
     def resolve(self, leaves: Sequence[Leaf], mesh: MeshView, before: Sequence[Decision] | None = None) -> Resolution:
-        known: dict[tuple[object, ...], Decision] = {}
-        decisions = []
-        for i, leaf in enumerate(leaves):
-            start = before[i] if before is not None else None
-            key = (leaf.axes, leaf.shape, leaf.stacked, leaf.spec, leaf.problem, start)
-            if key not in known:
-                known[key] = self._decide(leaf, mesh, start if start is not None else undecided(leaf))
-            decisions.append(known[key])
-        problems = [*lacking(repr(self), self.mesh_axes, mesh, "name an axis of the mesh"), *self._misspelt(leaves)]
+        decisions = decide_each(leaves, before, _alike, lambda leaf, start: self._decide(leaf, mesh, start))
+        problems = [
+            *missing_axes(repr(self), self.mesh_axes, mesh, "name an axis of the mesh"),
+            *self._misspelt(leaves),
+        ]
         return Resolution(decisions, tuple(problems))
 
     def _misspelt(self, leaves: Sequence[Leaf]) -> list[Problem]:
@@ -109,70 +94,65 @@ class FSDP(Layout):
             if found
         ]
 
-    def _decide(self, leaf: Leaf, mesh: MeshView, start: Decision) -> Decision:
-        if leaf.problem is not None and not start.problems:
-            # A stack that nothing tells of would be sharded along its layers.
-            return start._replace(problems=(misread(leaf, leaf.problem),))
-        if self.axes is not None:
-            start = self._settled(leaf, start)
-        stay = self._stays(leaf, start)
-        if stay:
-            return _because(start, f"FSDP: {stay}")
-        free = self._free(leaf, start)
+    def _decide(self, leaf: Leaf, mesh: MeshView, before: Decision | None) -> Decision:
+        start = undecided(leaf) if before is None else before
+        if leaf.misfit is not None and not start.faults:
+            # A stack that no annotation tells of would be sharded along its layers.
+            return start.wrong(unreadable(leaf))
+        start = self._mentioned(leaf, start)
+        stays = self._stays(leaf, start)
+        if stays:
+            return start.because(f"FSDP: {stays}")
         parts = math.prod(mesh.sizes.get(axis, 1) for axis in self.mesh_axes)
-        fitting = [dim for dim in free if leaf.shape[dim] % parts == 0]
-        if fitting:
-            return self._shard(leaf, start, max(fitting, key=lambda dim: (leaf.shape[dim], -dim)))
-        return self._unfit(leaf, start, free, parts)
+        fitting = [dim for dim in self._free(leaf, start) if leaf.shape[dim] % parts == 0]
+        if not fitting:
+            return self._unfit(leaf, start, parts)
+        largest = max(fitting, key=lambda dim: (leaf.shape[dim], -dim))
+        split = start.dimensions[largest]._replace(mesh_axes=self.mesh_axes, source=f"{RULE}FSDP({self.axis!r})")
+        decision = start.each(lambda dim, dimension: split if dim == largest else dimension)
+        return decision.because(f"FSDP: {leaf.dimension(largest)} is the largest left")
 
-    def _settled(self, leaf: Leaf, start: Decision) -> Decision:
-        """FSDP mentions the axes that it names."""
-        mine = {dim for dim, name in enumerate(leaf.axes) if name in (self.axes or ())}
-        return start._replace(
-            unsettled=tuple(dim for dim in start.unsettled if dim not in mine),
-            pending=tuple(p for p in start.pending if p[0] not in mine),
+    def _mentioned(self, leaf: Leaf, start: Decision) -> Decision:
+        """A decision in which the axes that FSDP names are mentioned."""
+        if self.axes is None:
+            return start
+        mine = self.axes
+        return start.each(
+            lambda dim, dimension: dimension._replace(settled=True, fault=None) if leaf.axes[dim] in mine else dimension
         )
 
     def _stays(self, leaf: Leaf, start: Decision) -> str:
-        used = {axis for entry in start.entries for axis in entry}
+        """Why a leaf stays as it is; empty where it does not."""
         if leaf.value.size < self.min_size:
             return f"smaller than {self.min_size} elements"
-        if not used.isdisjoint(self.mesh_axes):
+        if not start.used().isdisjoint(self.mesh_axes):
             return f"uses {axes_text(self.mesh_axes)} already"
         return "" if self._free(leaf, start) else "no dimension left"
 
     def _free(self, leaf: Leaf, start: Decision) -> list[int]:
-        return [
-            dim
-            for dim, entry in enumerate(start.entries)
-            if not entry and dim >= leaf.stacked and (self.axes is None or leaf.axes[dim] in self.axes)
-        ]
+        """The dimensions that it may shard."""
+        free = [dim for dim, axes in enumerate(start.mesh_axes) if not axes and dim >= leaf.stacked]
+        return free if self.axes is None else [dim for dim in free if leaf.axes[dim] in self.axes]
 
-    def _shard(self, leaf: Leaf, start: Decision, dim: int) -> Decision:
-        entries, rules = list(start.entries), list(start.rules)
-        entries[dim], rules[dim] = self.mesh_axes, f"rule FSDP({self.axis!r})"
-        reason = f"FSDP: {dim_text(leaf, dim)} is the largest left"
-        return _because(start, reason)._replace(entries=tuple(entries), rules=tuple(rules))
-
-    def _unfit(self, leaf: Leaf, start: Decision, free: Sequence[int], parts: int) -> Decision:
+    def _unfit(self, leaf: Leaf, start: Decision, parts: int) -> Decision:
         if self.otherwise is not None:
-            kept = apply_spec(leaf, self.otherwise, start, f"FSDP: none divides, otherwise {spec_text(self.otherwise)}")
-            return kept._replace(pending=start.pending, unsettled=start.unsettled)
-        sizes = ", ".join(f"{dim_text(leaf, dim)}={leaf.shape[dim]}" for dim in free)
+            applied = apply_spec(
+                leaf, self.otherwise, start, f"FSDP: none divides, otherwise {spec_text(self.otherwise)}"
+            )
+            # It is no word about names: what was wrong with them before still is.
+            return applied.each(
+                lambda dim, dimension: dimension._replace(
+                    settled=start.dimensions[dim].settled, fault=start.dimensions[dim].fault
+                )
+            )
+        sizes = ", ".join(f"{leaf.dimension(dim)}={leaf.shape[dim]}" for dim in self._free(leaf, start))
         wanted = f"a multiple of {axes_text(self.mesh_axes)}={parts}"
         why = f"FSDP({self.axis!r}): none of its whole dimensions ({sizes}) is {wanted}"
         remedy = "pad one of them, raise `min_size`, or write `otherwise=P()` to leave such leaves as they are"
-        return start._replace(problems=(*start.problems, (why, remedy)))
+        return start.wrong((why, remedy))
 
-    @property
-    def _key(self) -> tuple[object, ...]:
+    def _parts(self) -> tuple[Any, ...]:
         return (self.axis, self.min_size, self.axes, self.otherwise)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, FSDP) and self._key == other._key
-
-    def __hash__(self) -> int:
-        return hash((FSDP, self._key))
 
     def __repr__(self) -> str:
         given = [repr(self.axis)]
@@ -182,11 +162,12 @@ class FSDP(Layout):
         return f"FSDP({', '.join(given)})"
 
 
+def _alike(leaf: Leaf) -> tuple[Any, ...]:
+    """All of a leaf that FSDP decides by."""
+    return (leaf.axes, leaf.shape, leaf.stacked, leaf.spec, leaf.misfit)
+
+
 def _names(given: Any) -> tuple[str, ...]:
     """Names as a tuple; none at all where one is no name."""
     several = tuple(given) if isinstance(given, tuple | list) else ()
     return several if all(isinstance(name, str) and name for name in several) else ()
-
-
-def _because(decision: Decision, reason: str) -> Decision:
-    return decision._replace(reason="; ".join(filter(None, (decision.reason, reason))))

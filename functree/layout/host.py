@@ -2,11 +2,11 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from jax.sharding import AbstractMesh, Mesh
 
-from functree.layout.layouts import Decision, Layout, Resolution, as_layout
+from functree.layout.decision import Decision
+from functree.layout.layout import Layout, LayoutLike, Resolution, as_layout
 from functree.layout.meshes import MeshView
 from functree.tree.axes import Names
 from functree.tree.leaf import Leaf
@@ -34,7 +34,7 @@ class OnHost(Layout):
         return f"on_host({self.layout!r})"
 
 
-def on_host(layout: Any) -> Layout:
+def on_host(layout: LayoutLike) -> Layout:
     """The same layout, in the pinned memory of the host.
 
     Args:

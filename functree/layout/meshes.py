@@ -1,6 +1,7 @@
 """Whatever stands for a mesh ─► the sizes of its axes, and the mesh itself where there is one."""
 
 import functools
+import math
 import warnings
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -23,20 +24,21 @@ class MeshView(NamedTuple):
 
     @property
     def devices(self) -> int:
-        total = 1
-        for size in self.sizes.values():
-            total *= size
-        return total
+        """How many there are."""
+        return math.prod(self.sizes.values())
 
+
+MeshLike = Mesh | AbstractMesh | Mapping[str, int] | None
+"""What is taken as a mesh; `None` is the current one."""
 
 NO_MESH = "pass `mesh=`, or enter `with jax.set_mesh(mesh):`"
 
 
-def mesh_view(mesh: Any) -> MeshView:
+def mesh_view(mesh: MeshLike) -> MeshView:
     """A `Mesh`, an `AbstractMesh`, a dict of sizes, or None for the current mesh ─► its view.
 
     Raises:
-        ShardingError: there is no current mesh, or the value stands for none.
+        ShardingError: there is no current mesh, or the value is none.
     """
     if mesh is None:
         mesh = current_mesh()
@@ -81,6 +83,11 @@ def _with_devices(abstract: AbstractMesh) -> Mesh | AbstractMesh:
         return abstract
     mesh = jax.sharding.get_mesh()
     return mesh if isinstance(mesh, Mesh) and dict(mesh.shape) == dict(abstract.shape) else abstract
+
+
+def abstract_mesh(mesh: Mesh | AbstractMesh) -> AbstractMesh:
+    """A mesh without its devices."""
+    return mesh.abstract_mesh if isinstance(mesh, Mesh) else mesh
 
 
 def tracing() -> bool:

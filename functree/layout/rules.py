@@ -7,27 +7,28 @@ from typing import Any
 from jax.sharding import PartitionSpec
 
 from functree.errors import Problem, RuleError, did_you_mean, near_name
-from functree.layout.checks import lacking, spec_of_axes
-from functree.layout.layouts import (
+from functree.layout.decision import (
     Decision,
-    Layout,
-    Resolution,
+    Dimension,
+    Fault,
     conflict,
-    dim_text,
-    misread,
+    decide_each,
     optimizer_remedy,
     undecided,
-    written_pairs,
+    unreadable,
 )
-from functree.layout.meshes import MeshView, mesh_view
+from functree.layout.layout import Layout, Resolution, written_pairs
+from functree.layout.meshes import MeshLike, MeshView, mesh_view
 from functree.layout.specs import axes_text, entry
+from functree.layout.validation import RULE, missing_axes, spec_of_axes
 from functree.tree.axes import Axes, Names
 from functree.tree.leaf import Leaf
+from functree.values import Value
 
 Rule = tuple[str, tuple[str, ...]]  # an axis name, and the mesh axes that it goes to; () for whole
 
 
-class AxisRules(Layout):
+class AxisRules(Value, Layout):
     """An ordered table of axis names and mesh axes, by Linen's algorithm.
 
     The rules are tried in their order; a mesh axis splits at most one dimension of an array; the first rule for a
@@ -57,23 +58,19 @@ class AxisRules(Layout):
 
     def __init__(self, rules: Mapping[Any, Any] | Iterable[tuple[Any, Any]], names: Mapping[type, Names] | None = None):
         pairs = written_pairs(rules, "rules are a mapping or (name, mesh axes) pairs")
-        object.__setattr__(self, "rules", tuple(_rule(name, value) for name, value in pairs if name is not ...))
-        object.__setattr__(self, "closed", _closed(pairs))
-        object.__setattr__(self, "names", tuple(_checked_names({} if names is None else names)))
+        self._set(
+            rules=tuple(_rule(name, value) for name, value in pairs if name is not ...),
+            closed=_closed(pairs),
+            names=tuple(_checked_names({} if names is None else names)),
+        )
         _check_reachable(self.rules)
 
-    def __setattr__(self, name: str, value: object) -> None:
-        raise AttributeError("AxisRules are immutable")
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return AxisRules, (self._pairs(), dict(self.names))
-
     @classmethod
-    def identity(cls, mesh: Any) -> "AxisRules":
+    def identity(cls, mesh: MeshLike) -> "AxisRules":
         """Each mesh axis' name for itself."""
         return cls({name: name for name in mesh_view(mesh).sizes})
 
-    def on(self, mesh: Any) -> "AxisRules":
+    def on(self, mesh: MeshLike) -> "AxisRules":
         """These rules without those that name a mesh axis which the mesh lacks; a name left without rules is whole."""
         sizes = mesh_view(mesh).sizes
         kept = [(name, axes) for name, axes in self.rules if all(axis in sizes for axis in axes)]
@@ -81,7 +78,7 @@ class AxisRules(Layout):
         lost = dict.fromkeys(name for name, _ in self.rules if name not in named)
         return AxisRules([*kept_pairs(kept), *((n, None) for n in lost), *self._closing()], dict(self.names))
 
-    def spec(self, axes: str | Axes, shape: Sequence[int] | None = None, mesh: Any = None) -> PartitionSpec:
+    def spec(self, axes: str | Axes, shape: Sequence[int] | None = None, mesh: MeshLike = None) -> PartitionSpec:
         """The spec of an array with these axes, one entry for each.
 
         Args:
@@ -99,80 +96,57 @@ class AxisRules(Layout):
         return dict(self.names)
 
     def resolve(self, leaves: Sequence[Leaf], mesh: MeshView, before: Sequence[Decision] | None = None) -> Resolution:
-        known: dict[Any, Decision] = {}
-        decisions = []
-        for i, leaf in enumerate(leaves):
-            start = before[i] if before is not None else None
-            key = (leaf.axes, leaf.annotated, leaf.unnamed, leaf.spec, leaf.problem, start)
-            if key not in known:
-                known[key] = self._decide(leaf, start)
-            decisions.append(known[key])
-        present = {name for leaf in leaves for name in leaf.axes}
+        present = {name for axes in {leaf.axes for leaf in leaves} for name in axes}
         unused = tuple(dict.fromkeys(name for name, _ in self.rules if name not in present))
-        return Resolution(decisions, self._lacking(mesh), unused)
+        decisions = decide_each(leaves, before, _alike, self._decide)
+        return Resolution(decisions, self._missing(mesh), unused)
 
     def _decide(self, leaf: Leaf, before: Decision | None) -> Decision:
-        start = before if before is not None else undecided(leaf)
+        start = undecided(leaf) if before is None else before
         if leaf.spec is not None:
             return start  # the physical spec of an annotation wins over rules
-        if leaf.problem is not None:
-            return start._replace(problems=(*start.problems, misread(leaf, leaf.problem)))
+        if leaf.misfit is not None:
+            return start.wrong(unreadable(leaf))
         if not leaf.annotated and leaf.shape:
-            return start._replace(problems=(*start.problems, (UNANNOTATED[0], UNANNOTATED[1] + optimizer_remedy(leaf))))
+            why, remedy = UNANNOTATED
+            return start.wrong((why, remedy + optimizer_remedy(leaf)))
         return self._apply(leaf, start)
 
     def _apply(self, leaf: Leaf, start: Decision) -> Decision:
         """Linen's algorithm, over what is still whole."""
-        entries, rules, problems = list(start.entries), list(start.rules), list(start.problems)
+        decision = start
         reasons: dict[int, str] = {}
         for name, mesh_axes in self.rules:
             for dim, axis in enumerate(leaf.axes):
-                if axis != name or dim in reasons:
+                if axis != name or dim in reasons or not decision.used(but=dim).isdisjoint(mesh_axes):
                     continue
-                text = rule_text(name, mesh_axes)
-                taken = {a for d, e in enumerate(entries) for a in e if d != dim}
-                if not taken.isdisjoint(mesh_axes):
-                    continue
-                reasons[dim] = text
-                if mesh_axes and entries[dim] and entries[dim] != mesh_axes:
-                    problems.append(conflict(dim, leaf, entries[dim], mesh_axes, f"rule {text}"))
-                elif mesh_axes:
-                    entries[dim], rules[dim] = mesh_axes, f"rule {text}"
-        unsettled = tuple(dim for dim in start.unsettled if dim not in reasons)
-        fell = (*start.fell, *unsettled) if self.closed else start.fell
-        unsettled = () if self.closed else unsettled
-        return start._replace(
-            entries=tuple(entries),
-            rules=tuple(rules),
-            reason=_reason(leaf, start, reasons, self.closed),
-            pending=self._pending(leaf, start, entries, unsettled),
-            problems=tuple(problems),
-            unsettled=unsettled,
-            fell=tuple(dim for dim in fell if leaf.axes[dim] not in self.mentioned),
-        )
+                reasons[dim] = rule_text(name, mesh_axes)
+                if mesh_axes:
+                    decision = _split(leaf, decision, dim, mesh_axes, RULE + reasons[dim])
+        applied = decision
+        named = applied.each(lambda dim, dimension: self._settled(leaf, dim, dimension, dim in reasons, applied))
+        return named._replace(reason=_reason(leaf, start, reasons, self.closed))
 
-    def _pending(
-        self, leaf: Leaf, start: Decision, entries: Sequence[Sequence[str]], unsettled: Sequence[int]
-    ) -> tuple[tuple[int, str, str], ...]:
-        """Why each unsettled dimension is so. A name that an earlier layout is about is not unmentioned here."""
-        earlier = {dim: pending for dim, *pending in start.pending}
-        found = []
-        for dim in unsettled:
-            name = leaf.axes[dim] or ""
-            if name in self.mentioned:
-                found += [] if entries[dim] else [(dim, *self._blocked(leaf, name, entries))]
-            else:
-                found.append((dim, *(earlier.get(dim) or self._unmentioned(name))))
-        return tuple(found)
+    def _settled(self, leaf: Leaf, dim: int, dimension: Dimension, ruled: bool, decision: Decision) -> Dimension:
+        """A dimension with what the rules say of its name: a name that they do not mention is a fault, for now."""
+        name = leaf.axes[dim]
+        if dimension.settled or ruled or name is None:
+            return dimension._replace(settled=True, fault=None, closed=dimension.closed and name not in self.mentioned)
+        if self.closed:
+            return dimension._replace(settled=True, fault=None, closed=name not in self.mentioned)
+        if name not in self.mentioned:
+            # A layout in front may be about the name; then its own words say what is wrong.
+            return dimension._replace(fault=dimension.fault or self._unmentioned(name))
+        return dimension._replace(fault=None if dimension.mesh_axes else self._blocked(leaf, name, decision))
 
-    def _blocked(self, leaf: Leaf, name: str, entries: Sequence[Sequence[str]]) -> tuple[str, str]:
-        owner = {axis: d for d, e in enumerate(entries) for axis in e}
+    def _blocked(self, leaf: Leaf, name: str, decision: Decision) -> Fault:
+        owner = {axis: dim for dim, axes in enumerate(decision.mesh_axes) for axis in axes}
         taken = next(axis for n, axes in self.rules if n == name for axis in axes if axis in owner)
-        why = f'"{name}" has no rule left: `{taken}` is taken by {dim_text(leaf, owner[taken])}'
-        why += ", and nothing says it may stay whole"
+        why = f'"{name}" has no rule left: `{taken}` is taken by {leaf.dimension(owner[taken])}, '
+        why += "and no rule says that it may stay whole"
         return why, f'add `("{name}", None)` behind its rules to let it stay whole, or a fallback on another mesh axis'
 
-    def _unmentioned(self, name: str) -> tuple[str, str]:
+    def _unmentioned(self, name: str) -> Fault:
         near = near_name(name, self.mentioned)
         hint = f"; did you mean it by the rule `{near}`?" if near else did_you_mean(name, self.mentioned)
         return f"no rule names `{name}`{hint}", f'add a rule for "{name}", or `"{name}": None` to leave it unsharded'
@@ -182,12 +156,12 @@ class AxisRules(Layout):
         """The axis names that the rules are about."""
         return frozenset(name for name, _ in self.rules)
 
-    def _lacking(self, mesh: MeshView) -> tuple[Problem, ...]:
+    def _missing(self, mesh: MeshView) -> tuple[Problem, ...]:
         remedy = "name an axis of the mesh, or drop such rules on purpose with `rules.on(mesh)`"
         return tuple(
             problem
             for name, axes in self.rules
-            for problem in lacking(f"rule {rule_text(name, axes)}", axes, mesh, remedy)
+            for problem in missing_axes(RULE + rule_text(name, axes), axes, mesh, remedy)
         )
 
     def _closing(self) -> list[tuple[Any, None]]:
@@ -196,15 +170,8 @@ class AxisRules(Layout):
     def _pairs(self) -> list[tuple[Any, Any]]:
         return [*kept_pairs(self.rules), *self._closing()]
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, AxisRules) and self._key == other._key
-
-    @property
-    def _key(self) -> tuple[Any, ...]:
+    def _parts(self) -> tuple[Any, ...]:
         return (self.rules, self.closed, frozenset(self.names))
-
-    def __hash__(self) -> int:
-        return hash(self._key)
 
     def __repr__(self) -> str:
         pairs = [("..." if name is ... else repr(name), repr(value)) for name, value in self._pairs()]
@@ -214,6 +181,20 @@ class AxisRules(Layout):
             table = "[" + ", ".join(f"({name}, {value})" for name, value in pairs) + "]"
         names = ", ".join(f"{cls.__name__}: {given!r}" for cls, given in self.names)
         return f"AxisRules({table}{f', names={{{names}}}' if names else ''})"
+
+
+def _alike(leaf: Leaf) -> tuple[Any, ...]:
+    """All of a leaf that rules decide by."""
+    return (leaf.axes, leaf.annotated, leaf.unnamed, leaf.spec, leaf.misfit)
+
+
+def _split(leaf: Leaf, decision: Decision, dim: int, mesh_axes: tuple[str, ...], source: str) -> Decision:
+    """A decision with one dimension split by a rule."""
+    have = decision.dimensions[dim].mesh_axes
+    if have and have != mesh_axes:
+        return decision.wrong(conflict(dim, leaf, have, mesh_axes, source))
+    split = decision.dimensions[dim]._replace(mesh_axes=mesh_axes, source=source)
+    return decision.each(lambda i, dimension: split if i == dim else dimension)
 
 
 UNANNOTATED = (

@@ -1,32 +1,67 @@
-"""A `PartitionSpec` and its entries ─► their texts, and what no mesh could have an axis for."""
+"""A `PartitionSpec` and its entries ─► mesh axes and back, and their texts."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from typing import Any
 
 from jax.sharding import PartitionSpec
 
+Entry = str | tuple[str, ...] | None
+"""One entry of a spec: a mesh axis, several, or `None` for a whole dimension."""
 
-def axes_text(mesh_axes: Sequence[str]) -> str:
+
+def mesh_axes(entry: Any) -> tuple[str, ...]:
+    """The mesh axes of one entry of a spec; none for `None` and for `P.UNCONSTRAINED`."""
+    if isinstance(entry, str):
+        return (entry,)
+    return tuple(entry) if isinstance(entry, tuple) else ()
+
+
+def entry(axes: Sequence[str]) -> Entry:
+    """One entry of a spec for some mesh axes."""
+    if not axes:
+        return None
+    return axes[0] if len(axes) == 1 else tuple(axes)
+
+
+def named_axes(spec: PartitionSpec) -> set[str]:
+    """All mesh axes that a spec names."""
+    return {axis for one in spec.partitions for axis in mesh_axes(one)}
+
+
+def without(spec: PartitionSpec, axes: Collection[str]) -> PartitionSpec:
+    """A spec that leaves some mesh axes out."""
+    kept = [tuple(axis for axis in mesh_axes(one) if axis not in axes) for one in spec.partitions]
+    return PartitionSpec(*map(entry, kept))
+
+
+def of_rank(spec: PartitionSpec, ndim: int) -> PartitionSpec:
+    """A spec with one entry for each dimension."""
+    return PartitionSpec(*spec.partitions, *[None] * (ndim - len(spec.partitions)))
+
+
+def axes_text(axes: Sequence[str]) -> str:
     """Mesh axes as messages name them."""
-    return mesh_axes[0] if len(mesh_axes) == 1 else f"({', '.join(mesh_axes)})" if mesh_axes else "None"
-
-
-def entry(mesh_axes: Sequence[str]) -> str | tuple[str, ...] | None:
-    """One entry of a PartitionSpec."""
-    return None if not mesh_axes else mesh_axes[0] if len(mesh_axes) == 1 else tuple(mesh_axes)
+    if not axes:
+        return "None"
+    return axes[0] if len(axes) == 1 else f"({', '.join(axes)})"
 
 
 def spec_text(spec: PartitionSpec) -> str:
     """A spec as one writes it."""
-    parts = [repr(e) if e is not PartitionSpec.UNCONSTRAINED else "P.UNCONSTRAINED" for e in spec.partitions]
-    parts += [f"unreduced={set(spec.unreduced)!r}"] if spec.unreduced else []
-    parts += [f"reduced={set(spec.reduced)!r}"] if spec.reduced else []
+    parts = ["P.UNCONSTRAINED" if one is PartitionSpec.UNCONSTRAINED else repr(one) for one in spec.partitions]
+    if spec.unreduced:
+        parts.append(f"unreduced={set(spec.unreduced)!r}")
+    if spec.reduced:
+        parts.append(f"reduced={set(spec.reduced)!r}")
     return f"P({', '.join(parts)})"
 
 
-def odd_entry(spec: PartitionSpec) -> str | None:
-    """What no mesh could have an axis for, among the entries of a spec; JAX takes anything."""
+def invalid_entry(spec: PartitionSpec) -> str | None:
+    """Why the first entry that is not a name, a tuple of names or `None` is wrong; JAX takes anything."""
     for item in spec.partitions:
-        axes = item if isinstance(item, tuple) else (item,)
-        if item not in (None, PartitionSpec.UNCONSTRAINED) and not all(isinstance(axis, str) for axis in axes):
+        if item is None or item is PartitionSpec.UNCONSTRAINED:
+            continue
+        names = item if isinstance(item, tuple) else (item,)
+        if not all(isinstance(name, str) for name in names):
             return f"{item!r} is neither a mesh axis, a tuple of them, nor `None`"
     return None

@@ -8,27 +8,28 @@ from typing import Any, Literal
 from jax.tree_util import tree_flatten_with_path
 
 from functree.errors import Problem, RuleError
-from functree.layout.layouts import (
-    Decision,
+from functree.layout.decision import Decision, whole
+from functree.layout.layout import (
     Layout,
+    LayoutLike,
     Resolution,
     as_layout,
     is_layout,
     merge_names,
-    whole,
     written_pairs,
 )
 from functree.layout.meshes import MeshView
 from functree.tree.axes import Names
-from functree.tree.filters import Everything, Filter, as_filter
-from functree.tree.first_match import FirstMatch
+from functree.tree.filters.filter import Everything, Filter, FilterLike, as_filter
+from functree.tree.filters.first_match import FirstMatch
 from functree.tree.leaf import Leaf
 from functree.tree.paths import Path
+from functree.values import Value
 
 Unused = Literal["error", "warn", "ignore"]
 
 
-class StateSharding(Layout):
+class StateSharding(Value, Layout):
     """Filters and layouts in order; a leaf is laid out by the first whose filter matches it.
 
     Args:
@@ -54,7 +55,13 @@ class StateSharding(Layout):
     _layouts: tuple[Layout, ...]
     _chosen: FirstMatch
 
-    def __init__(self, rules: Mapping[Any, Any] | Iterable[tuple[Any, Any]], /, *, unused: Unused = "error"):
+    def __init__(
+        self,
+        rules: Mapping[FilterLike, LayoutLike] | Iterable[tuple[FilterLike, LayoutLike]],
+        /,
+        *,
+        unused: Unused = "error",
+    ):
         pairs = written_pairs(rules, "StateSharding takes a mapping or (filter, layout) pairs")
         if unused not in ("error", "warn", "ignore"):
             raise RuleError(f'StateSharding: unused={unused!r} is none of "error", "warn", "ignore"')
@@ -62,22 +69,17 @@ class StateSharding(Layout):
             if written is ... and i < len(pairs) - 1:
                 raise RuleError(f"`...` may only be the last filter: {pairs[i + 1][0]!r} behind it would match nothing")
         filters = tuple(as_filter(written) for written, _ in pairs)
-        values = {
-            "filters": tuple(written for written, _ in pairs),
-            "layouts": tuple(layout for _, layout in pairs),
-            "unused": unused,
-            "_filters": filters,
-            "_layouts": tuple(as_layout(layout) for _, layout in pairs),
-            "_chosen": FirstMatch(filters),
-        }
-        for name, value in values.items():
-            object.__setattr__(self, name, value)
-
-    def __setattr__(self, name: str, value: object) -> None:
-        raise AttributeError("a StateSharding is immutable")
+        self._set(
+            filters=tuple(written for written, _ in pairs),
+            layouts=tuple(layout for _, layout in pairs),
+            unused=unused,
+            _filters=filters,
+            _layouts=tuple(as_layout(layout) for _, layout in pairs),
+            _chosen=FirstMatch(filters),
+        )
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _again, (tuple(zip(self.filters, self.layouts, strict=True)), self.unused)
+        return _made, (self._pairs, self.unused)  # the functions of `_chosen` cannot be pickled
 
     @classmethod
     def from_specs(cls, tree: Any) -> "StateSharding":
@@ -130,7 +132,11 @@ class StateSharding(Layout):
     @property
     def tolerant(self) -> "StateSharding":
         """The same, for a part of the tree that it is for: filters may match nothing."""
-        return _again(tuple(zip(self.filters, self.layouts, strict=True)), "ignore")
+        return _made(self._pairs, "ignore")
+
+    @property
+    def _pairs(self) -> tuple[tuple[Any, Any], ...]:
+        return tuple(zip(self.filters, self.layouts, strict=True))
 
     def first(self, leaf: Leaf) -> int | None:
         """The index of the filter that decides for a leaf."""
@@ -166,15 +172,8 @@ class StateSharding(Layout):
         why = f"decides nothing: earlier filters take all that it matches ({hidden[0].path} by {_written(first)})"
         return Problem(None, None, what, why, "put it before them, or remove it")
 
-    @property
-    def _key(self) -> tuple[Any, ...]:
+    def _parts(self) -> tuple[Any, ...]:
         return (self._filters, self._layouts, self.unused)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, StateSharding) and self._key == other._key
-
-    def __hash__(self) -> int:
-        return hash(self._key)
 
     def __repr__(self) -> str:
         pairs = [(_written(f), repr(layout)) for f, layout in zip(self.filters, self._layouts, strict=True)]
@@ -185,7 +184,7 @@ class StateSharding(Layout):
         return f"StateSharding({table}{'' if self.unused == 'error' else f', unused={self.unused!r}'})"
 
 
-def _again(pairs: Any, unused: Unused) -> StateSharding:
+def _made(pairs: Any, unused: Unused) -> StateSharding:
     return StateSharding(pairs, unused=unused)
 
 

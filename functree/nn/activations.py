@@ -3,8 +3,8 @@
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Shaped
 
-from functree.transforms.ambient import ambient_rules, spec
-from functree.transforms.placement import constrain
+from functree.placing.ambient import ambient_rules, spec
+from functree.placing.constrain import constrain
 
 
 def activation(x: Shaped[Array, "..."], axes: str) -> Shaped[Array, "..."]:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from functree.transforms.ambient import without
+from functree.layout.specs import mesh_axes, without
 
 Entries = tuple[str | tuple[str, ...] | None, ...]
 
@@ -76,5 +76,5 @@ def _entries(x: Array) -> Entries:
 
 def _left(inner: Entries, outer: Entries) -> Entries:
     """`inner` without the mesh axes that `outer` has."""
-    used = {axis for entry in outer for axis in ((entry,) if isinstance(entry, str) else entry or ())}
+    used = {axis for entry in outer for axis in mesh_axes(entry)}
     return tuple(without(PartitionSpec(*inner), used))

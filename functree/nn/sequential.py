@@ -9,12 +9,12 @@ import jax
 from jaxtyping import PRNGKeyArray
 
 from functree.errors import FunctreeError
-from functree.layout.layouts import as_layout
+from functree.layout.layout import as_layout
+from functree.placing.ambient import ambient_rules
+from functree.placing.constrain import constrain
 from functree.state.state import State, holds_refs
-from functree.transforms.ambient import ambient_rules
 from functree.transforms.jit.jit import jit
-from functree.transforms.placement import constrain
-from functree.transforms.scan import Stacked
+from functree.transforms.stacked import Stacked
 from functree.tree.axes import Axes
 
 

@@ -14,7 +14,7 @@ from functree.nn.linear import Linear
 from functree.nn.mlp import MLP
 from functree.nn.norm import RMSNorm
 from functree.nn.weights import Initializer, fan_in, small_normal
-from functree.transforms.scan import Stacked, stack
+from functree.transforms.stacked import Stacked, stack
 
 
 class Block(eqx.Module):

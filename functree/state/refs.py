@@ -7,8 +7,9 @@ import jax
 import jax.numpy as jnp
 
 from functree.errors import StateError
+from functree.tree.arrays import is_array
 from functree.tree.axes import Axes, Names, names
-from functree.tree.leaves import is_array
+from functree.tree.interfaces import HoldsState
 from functree.tree.paths import Path
 
 
@@ -16,7 +17,7 @@ class _Token:
     """What makes two places of a model one piece of state: they hold refs with one token."""
 
 
-class StateRef(eqx.Module):
+class StateRef(eqx.Module, HoldsState):
     """A piece of state that a module declares: it holds no value, but knows where the value is.
 
     The value lies in a `State`, which is handed in and out. One ref at two places of a model is one piece of state.
@@ -46,9 +47,6 @@ class StateRef(eqx.Module):
     shape: tuple[int, ...] = eqx.field(static=True)
     dtype: Any = eqx.field(static=True)
     token: Any = eqx.field(static=True)
-
-    # The walk over a tree asks for this: what lies below is no parameter.
-    __holds_state__ = True
 
     def __init__(self, init: Any, axes: str | Axes = ""):
         if not is_array(init) and not isinstance(init, bool | int | float | complex):

@@ -1,7 +1,7 @@
 """A model that declares state ─► the same model, and a `State`: what is handed in and out."""
 
-from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
 import equinox as eqx
 import jax
@@ -10,30 +10,17 @@ from jax.tree_util import DictKey, register_pytree_with_keys
 
 from functree.errors import StateError, did_you_mean
 from functree.state.refs import StateRef, strong
-from functree.tree.axes import Axes
-from functree.tree.leaf import array_text
-from functree.tree.leaves import is_array, read
+from functree.tree.arrays import array_text, is_array
+from functree.tree.interfaces import Entry, PackedTree, StateMapping
+from functree.tree.leaf import Leaf
+from functree.tree.leaves import read
 from functree.tree.nodes import children, rebuilt
 from functree.tree.paths import Path
 
 T = TypeVar("T")
 
 
-class Entry(NamedTuple):
-    """What is known of one piece of state, besides its value.
-
-    Attributes:
-        path: where its ref stands in the model.
-        axes: the names of its dimensions, those of stacks in front.
-        stacked: how many leading dimensions are those of stacks.
-    """
-
-    path: Path
-    axes: Axes
-    stacked: int
-
-
-class State(Mapping[Path, Any]):
+class State(StateMapping):
     """The state of a model: an immutable mapping from the path of each piece to its array. Made by `ft.make_state`.
 
     A pytree with one key for each leaf, `DictKey(str(path))`. Layouts, filters, donation and checkpoints see the paths
@@ -51,7 +38,6 @@ class State(Mapping[Path, Any]):
     """
 
     __slots__ = ("_entries", "_values")
-    __holds_state__ = True
 
     def __init__(self, entries: tuple[Entry, ...], values: Mapping[Path, Any]):
         self._entries: tuple[Entry, ...] = entries
@@ -105,10 +91,10 @@ class State(Mapping[Path, Any]):
             raise StateError(f"no state at `{lost}`{did_you_mean(lost, self._values)}")
         return State(self._entries, {**self._values, **values})
 
-    def __of_layers__(self, layer: Any) -> tuple[dict[Path, Any], dict[Path, Any]]:
+    def of_layers(self, layer: Any) -> tuple[dict[Path, Any], dict[Path, Any]]:
         """All values that go through the layers of a stack, and those of which each layer has its own, stacked.
 
-        A layer may know of any by an argument. The hook by which `Stacked.scan` hands each layer its part.
+        A layer may know of any by an argument.
         """
         known = {self._known(ref): ref for ref in refs(layer)}
         own = {path: x for path, ref in known.items() if (x := self._values[path]).ndim > len(ref.shape)}
@@ -131,8 +117,8 @@ class State(Mapping[Path, Any]):
     def __len__(self) -> int:
         return len(self._values)
 
-    def __leaf_entries__(self) -> tuple[Entry, ...]:
-        """The hook by which the walk over a tree learns the paths and axes of the values."""
+    def entries(self) -> tuple[Entry, ...]:
+        """What is known of each piece, in order."""
         return self._entries
 
     def __eq__(self, other: object) -> bool:
@@ -185,7 +171,12 @@ def make_state(model: T) -> tuple[T, State]:
         >>> list(map(str, state)), state[model["b"]].shape
         (['a'], (3,))
     """
-    leaves = {leaf.path: leaf for leaf in read(model).leaves}
+    return place_state(model, read(model).leaves)
+
+
+def place_state(model: T, leaves: Sequence[Leaf]) -> tuple[T, State]:
+    """As `make_state`, of a model whose leaves have been read."""
+    by_path = {leaf.path: leaf for leaf in leaves}
     found: dict[Any, tuple[Path, StateRef]] = {}
 
     def look(path: Path, node: Any) -> None:
@@ -197,7 +188,7 @@ def make_state(model: T) -> tuple[T, State]:
                 )
             first = found.setdefault(node.token, (path, node))
             # A piece that stands outside of a stack too is one for all its layers.
-            if leaves[path / "init"].stacked < leaves[first[0] / "init"].stacked:
+            if by_path[path / "init"].stacked < by_path[first[0] / "init"].stacked:
                 found[node.token] = (path, node)
             return
         if isinstance(node, eqx.nn.StateIndex):
@@ -205,7 +196,7 @@ def make_state(model: T) -> tuple[T, State]:
                 f"`{path}` is an `eqx.nn.StateIndex`, which keeps its state elsewhere: use a layer of `ft.nn`, or an "
                 "`ft.StateRef` in its place"
             )
-        if hasattr(type(node), "__unpacked__") and refs(node):
+        if isinstance(node, PackedTree) and refs(node):
             raise StateError(
                 f"{str(path) or 'the model'} is packed, so its refs can be given no places: make the state, then pack"
             )
@@ -221,7 +212,7 @@ def make_state(model: T) -> tuple[T, State]:
     look(Path(), model)
     if not found:
         return model, State((), {})
-    told = [leaves[path / "init"] for path, _ in found.values()]
+    told = [by_path[path / "init"] for path, _ in found.values()]
     entries = [Entry(Path(leaf.path[:-1]), leaf.axes, leaf.stacked) for leaf in told]
     model = place(model)
     return model, State(tuple(entries), apart({path: ref.init for path, ref in found.values()}, model))
@@ -236,8 +227,8 @@ def refs(module: Any) -> list[StateRef]:
     """The refs of a module, in its order."""
     if isinstance(module, StateRef):
         return [module]
-    if hasattr(type(module), "__unpacked__"):
-        module = module.__unpacked__()
+    if isinstance(module, PackedTree):
+        module = module.tree
     return [ref for _, child in children(module) or () for ref in refs(child)]
 
 

@@ -10,22 +10,24 @@ import optax
 from jaxtyping import Array, Int, PRNGKeyArray
 
 from functree.errors import FunctreeError, Problem, StateError, count
-from functree.layout.layouts import Layout
-from functree.layout.optimizer import parameters
-from functree.layout.training import Training
+from functree.layout.layout import Layout, LayoutTree
+from functree.layout.meshes import MeshLike
+from functree.layout.optimizer.plan_optimizer import select_trained
+from functree.layout.prefix import DerivesLayout
+from functree.placing.shard import shard
 from functree.state.refs import strong
-from functree.state.state import State, apart, make_state
-from functree.transforms.placement import shard
-from functree.tree.asks import is_trainable
-from functree.tree.filters import Filter, as_filter
-from functree.tree.leaf import array_text
+from functree.state.state import State, apart, holds_refs, place_state
+from functree.state.training_layout import TrainingLayout
+from functree.tree.arrays import array_text
+from functree.tree.filters.filter import Filter, FilterLike, as_filter
+from functree.tree.filters.predicates import is_trainable
 from functree.tree.leaves import read
 from functree.tree.paths import Path
 
 M = TypeVar("M")
 
 
-class TrainState(eqx.Module, Generic[M]):
+class TrainState(eqx.Module, DerivesLayout, Generic[M]):
     """All that a training step hands on; made by `TrainState.create`.
 
     One layout for the model lays out the whole: the optimizer's state as `ft.plan_optimizer` says, the model's state by
@@ -64,11 +66,11 @@ class TrainState(eqx.Module, Generic[M]):
         model: M,
         tx: optax.GradientTransformation,
         *,
-        layout: Any = None,
-        mesh: Any = None,
+        layout: LayoutTree = None,
+        mesh: MeshLike = None,
         state: State | None = None,
         key: PRNGKeyArray | None = None,
-        wrt: Any = is_trainable,
+        wrt: FilterLike = is_trainable,
     ) -> "TrainState[M]":
         """A training state before the first step. Under `ft.init` each of its arrays is born sharded.
 
@@ -98,24 +100,22 @@ class TrainState(eqx.Module, Generic[M]):
                 f"{said} is no optimizer: `TrainState.create(model, tx)`, where an optax GradientTransformation has "
                 "`init` and `update`"
             )
-        if state is None:
-            model, made = make_state(model)
-            state = made if made else None
+        leaves, name = read(model), type(model).__name__
+        if state is None and holds_refs(model):
+            model, state = place_state(model, leaves.leaves)
+            leaves = read(model)  # whose refs hold no arrays any more
         chosen = as_filter(wrt)
-        params = parameters(model, chosen)
-        if not jax.tree.leaves(params):
-            raise FunctreeError(f"nothing to train: no array of {type(model).__name__} matches wrt={wrt!r}")
-        opt_state = _strong(apart(tx.init(params), model))
+        trained = select_trained(leaves, chosen, name)
+        if not trained.parameters:
+            raise FunctreeError(f"nothing to train: no array of {name} matches wrt={wrt!r}")
+        opt_state = _strong(apart(tx.init(trained.tree(lambda leaf: leaf.value)), model))
         ts = cls(jnp.zeros((), jnp.int32), model, opt_state, state, key, tx, chosen)
         return ts if layout is None else shard(ts, layout, mesh)
 
     @staticmethod
-    def __layout__(layout: Layout, found: Mapping[Path, "TrainState[Any]"]) -> Layout:
-        """The layout of a tree in which training states are found, by one for the model.
-
-        The hook by which a prefix tree of layouts learns of them.
-        """
-        return Training(layout, found)
+    def derived_layout(layout: Layout, found: Mapping[Path, "TrainState[Any]"]) -> Layout:
+        """The layout of a tree in which training states are found, by one for the model."""
+        return TrainingLayout(layout, found)
 
 
 def apply_gradients(ts: TrainState[M], grads: Any, *, state: State | None = None, **extra: Any) -> TrainState[M]:
@@ -139,25 +139,22 @@ def apply_gradients(ts: TrainState[M], grads: Any, *, state: State | None = None
         ([0.5, 0.5, 0.5], 1)
     """
     leaves = read(ts.model)
-    trained = [ts.wrt(leaf) for leaf in leaves.leaves]
     found = {leaf.path: leaf.value for leaf in read(grads).leaves}
-    problems = []
-    for leaf, wanted in zip(leaves.leaves, trained, strict=True):
-        grad = found.get(leaf.path)
-        if wanted and (grad is None or grad.shape != leaf.shape):
+    params: list[Any] = []  # None for what is frozen
+    own: list[Any] = []
+    problems: list[Problem] = []
+    for leaf in leaves.leaves:
+        trained, grad = ts.wrt(leaf), found.get(leaf.path)
+        params.append(leaf.value if trained else None)
+        own.append(grad if trained else None)
+        if trained and (grad is None or grad.shape != leaf.shape):
             why = "has no gradient" if grad is None else f"has a gradient {array_text(grad)}"
-            remedy = (
-                "differentiate by what the optimizer updates: `ft.grad(loss, wrt=...)`, `TrainState.create(wrt=...)`"
-            )
-            problems.append(Problem(leaf.path, leaf.shape, leaf.text, why, remedy))
+            problems.append(leaf.problem(why, _DIFFERENTIATE))
     if problems:
         raise FunctreeError(f"{count(len(problems), 'parameter')} cannot be updated", problems)
-    grads = leaves.tree(
-        found[leaf.path] if wanted else None for leaf, wanted in zip(leaves.leaves, trained, strict=True)
-    )
-    params = leaves.tree(leaf.value if wanted else None for leaf, wanted in zip(leaves.leaves, trained, strict=True))
     update = optax.with_extra_args_support(ts.tx).update
-    updates, opt_state = update(grads, jax.tree.map(_on_device, ts.opt_state), params, **extra)
+    spread = leaves.skeleton.spread
+    updates, opt_state = update(spread(own), jax.tree.map(_on_device, ts.opt_state), spread(params), **extra)
     model = jax.tree.map(updated, updates, ts.model, is_leaf=_is_none)
     if state is not None and jax.tree.structure(state) != jax.tree.structure(ts.state):
         raise StateError(
@@ -165,6 +162,9 @@ def apply_gradients(ts: TrainState[M], grads: Any, *, state: State | None = None
         )
     state = ts.state if state is None else state
     return TrainState(ts.step + 1, model, _strong(opt_state), state, ts.key, ts.tx, ts.wrt)
+
+
+_DIFFERENTIATE = "differentiate by what the optimizer updates: `ft.grad(loss, wrt=...)`, `TrainState.create(wrt=...)`"
 
 
 def _strong(opt_state: Any) -> Any:

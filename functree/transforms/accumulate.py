@@ -1,9 +1,8 @@
 """A gradient function ─► the same over a batch taken in pieces, one after another."""
 
 import functools
-import inspect
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from typing import Any, ParamSpec, TypeVar
 
 import equinox as eqx
@@ -12,9 +11,13 @@ import jax.numpy as jnp
 from jax.sharding import AxisType
 from jax.tree_util import tree_map
 
+from functree.calls.signature import Signature
 from functree.errors import FunctreeError, Problem, count
+from functree.layout.specs import mesh_axes
 from functree.transforms.jit.jit import jit
-from functree.tree.leaves import is_array, read
+from functree.tree.arrays import is_array
+from functree.tree.leaf import Leaf
+from functree.tree.leaves import read
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -51,18 +54,28 @@ def accumulate(fn: Callable[_P, _T], steps: int) -> Callable[_P, _T]:
         raise FunctreeError(f"accumulate(steps={steps!r}): the number of pieces is a positive integer")
 
     inner: Any = jit(fn, inline=True)  # so that JAX remembers its trace: one for its result's shapes and for the loop
+    signature, bound = Signature.of(fn)
+    if not signature.positional:
+        raise FunctreeError(f"accumulate: {signature.name} takes no model by position")
+    model = signature.positional[0]
 
     @functools.wraps(fn)
     def accumulated(*args: _P.args, **kwargs: _P.kwargs) -> _T:
         if not args:
             raise FunctreeError("accumulate: the model is the first argument, and is given by position")
-        model, *given = args
-        batch = tuple(given), kwargs
-        _check(inspect.signature(fn).bind(None, *given, **kwargs).arguments, steps)
+        leaves = read(signature.bind(*bound.call(args, kwargs)))
+        # What is bound to the function is no batch either.
+        fixed = {model, *signature.parameters[: len(bound.args)], *bound.kwargs}
+        batch = [leaf for leaf in leaves.leaves if leaf.path[0] not in fixed]
+        _check(batch, steps)
 
         def piece(i: Any) -> Any:
-            args, kwargs = tree_map(lambda x: _piece(x, i, steps) if is_array(x) else x, batch)
-            return inner(model, *args, **kwargs)
+            taken = {leaf.path: _piece(leaf.value, i, steps) for leaf in batch}
+            call = leaves.skeleton.fill(taken.get(leaf.path, leaf.value) for leaf in leaves.leaves)
+            args, kwargs = signature.arguments(call)
+            return inner(
+                *args[len(bound.args) :], **{name: x for name, x in kwargs.items() if name not in bound.kwargs}
+            )
 
         def add(total: Any, i: Any) -> tuple[Any, None]:
             return tree_map(_added, total, eqx.filter(piece(i), is_array)), None
@@ -75,26 +88,28 @@ def accumulate(fn: Callable[_P, _T], steps: int) -> Callable[_P, _T]:
     return accumulated
 
 
-def _check(batch: Mapping[str, Any], steps: int) -> None:
-    problems = []
-    for leaf in read(dict(batch)).leaves:
-        size, parts = leaf.shape[0] if leaf.shape else 0, _parts(leaf.value)
-        if not leaf.shape or size % (steps * parts):
-            why = f"its leading dimension is {size}" if leaf.shape else "it has no leading dimension"
+def _check(batch: Sequence[Leaf], steps: int) -> None:
+    problems: list[Problem] = []
+    for leaf in batch:
+        if not leaf.shape:
+            problems.append(leaf.problem(f"it has no leading dimension, to be taken in {steps} pieces", _REMEDY))
+            continue
+        parts = _parts(leaf.value)
+        if leaf.shape[0] % (steps * parts):
             pieces = f"{steps} pieces" + (f" on each of {parts} devices" if parts > 1 else "")
-            problems.append(Problem(leaf.path, leaf.shape, leaf.text, f"{why}, to be taken in {pieces}", _REMEDY))
+            problems.append(leaf.problem(f"its leading dimension is {leaf.shape[0]}, to be taken in {pieces}", _REMEDY))
     if problems:
         raise FunctreeError(f"accumulate: {count(len(problems), 'array')} cannot be taken in pieces", problems)
 
 
-_REMEDY = "give a batch whose size `steps` divides; what is no batch belongs to the model, or into a closure"
+_REMEDY = "give a batch whose size `steps` divides; pass what is no batch in the model, or close over it"
 
 
 def _parts(x: Any) -> int:
     """Over how many devices the type of an array says that its leading dimension is split."""
     sharding: Any = jax.typeof(x).sharding
     entry = next(iter(sharding.spec), None)
-    return math.prod(sharding.mesh.shape[axis] for axis in ((entry,) if isinstance(entry, str) else entry or ()))
+    return math.prod(sharding.mesh.shape[axis] for axis in mesh_axes(entry))
 
 
 def _piece(x: Any, i: Any, steps: int) -> Any:
@@ -105,16 +120,19 @@ def _piece(x: Any, i: Any, steps: int) -> Any:
 
 def _zeros(like: Any) -> Any:
     sharding = getattr(like, "sharding", None)
-    explicit = sharding is not None and AxisType.Explicit in sharding.mesh.axis_types
-    return jnp.zeros(like.shape, _wide(like.dtype), **({"out_sharding": sharding} if explicit else {}))
+    if sharding is not None and AxisType.Explicit in sharding.mesh.axis_types:
+        return jnp.zeros(like.shape, _wide(like.dtype), out_sharding=sharding)
+    return jnp.zeros(like.shape, _wide(like.dtype))
 
 
 def _wide(dtype: Any) -> Any:
     """The dtype of a sum: in a narrow one, what many small pieces add is lost."""
-    return jnp.float32 if jnp.issubdtype(dtype, jnp.inexact) and jnp.finfo(dtype).bits < 32 else dtype
+    narrow = jnp.issubdtype(dtype, jnp.inexact) and jnp.finfo(dtype).bits < 32
+    return jnp.float32 if narrow else dtype
 
 
 def _added(total: Any, new: Any) -> Any:
+    """The sum so far and one more piece; what is not inexact is the last piece's."""
     return total + new.astype(total.dtype) if jnp.issubdtype(new.dtype, jnp.inexact) else new
 
 

@@ -4,10 +4,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from functree.errors import AxesError, Problem, count
-from functree.transforms.signature import hint_at
-from functree.tree.annotations import NOTHING
-from functree.tree.classes import class_hints
-from functree.tree.dims import Dim, Form, dtype_fits
+from functree.tree.annotations.classes import class_hints
+from functree.tree.annotations.dimensions import ArrayForm, Dim, dtype_fits
+from functree.tree.annotations.hints import NOTHING, UNREADABLE
 from functree.tree.leaf import Leaf
 from functree.tree.leaves import read
 from functree.tree.paths import Path
@@ -24,14 +23,12 @@ class Sizes:
 
     Args:
         name: of the function.
-        where: what the shapes are, where that has to be said: `"global"`.
+        where: what the shapes are, if messages have to say that: `"global"`.
     """
 
-    name: str
-    where: str
-
     def __init__(self, name: str, where: str = ""):
-        self.name, self.where = name, where
+        self.name: str = name
+        self.where: str = where
         self.bound: dict[Any, tuple[tuple[int, ...], Path]] = {}
 
     def copy(self) -> "Sizes":
@@ -54,19 +51,19 @@ class Sizes:
         problems: list[Problem] = []
         expressions: list[tuple[Leaf, Dim, int]] = []
         for leaf, forms in annotated(record, leaves):
-            if leaf.problem is not None:
-                problems.append(leaf.problem)
+            if leaf.misfit is not None:
+                problems.append(leaf.misfit)
                 continue
             form = _chosen(leaf, forms)
             if not dtype_fits(form.dtype, leaf.value.dtype):
                 why = f"its dtype is {leaf.value.dtype}, and the annotation says {form.dtype.__name__}"
-                problems.append(_problem(leaf, why, "convert it, or annotate what it is"))
+                problems.append(leaf.problem(why, "convert it, or annotate what it is"))
             for dim, sizes in _spans(form, leaf.shape):
                 why = self._bind(leaf, dim, sizes, expressions)
-                problems += [_problem(leaf, why, _REMEDY)] if why else []
+                problems += [leaf.problem(why, _REMEDY)] if why else []
         for leaf, dim, size in expressions:
             why = self._evaluate(dim, size)
-            problems += [_problem(leaf, why, _REMEDY)] if why else []
+            problems += [leaf.problem(why, _REMEDY)] if why else []
         if problems:
             where = f", by {self.where} shapes" if self.where else ""
             number = count(len({p.path for p in problems}), "array")
@@ -98,7 +95,7 @@ class Sizes:
         single = [(name, sizes[0]) for (variadic, name, _), (sizes, _) in self.bound.items() if not variadic]
         try:
             wanted = eval(body, dict(_BUILTINS), dict(single))
-        except (NameError, SyntaxError, TypeError, ArithmeticError) as error:
+        except UNREADABLE as error:
             return f"`{body}` cannot be worked out: {error}"
         return None if wanted == size else f"`{body}` is {wanted}, and the size is {size}"
 
@@ -106,31 +103,27 @@ class Sizes:
 _REMEDY = "make the shapes agree, or name the axes apart"
 
 
-def annotated(record: Any, leaves: Sequence[Leaf]) -> Iterator[tuple[Leaf, tuple[Form, ...]]]:
+def annotated(record: Any, leaves: Sequence[Leaf]) -> Iterator[tuple[Leaf, tuple[ArrayForm, ...]]]:
     """The arrays that the function's own annotations speak of, and what they allow there."""
     hints: Mapping[str, Any] = class_hints(type(record)).fields
     for leaf in leaves:
         if any(cls.__module__ not in _CONTAINERS for cls in leaf.within[1:]):
             continue
-        hint = hint_at(hints.get(leaf.path[0], NOTHING), Path(leaf.path[1:]))
+        hint = hints.get(leaf.path[0], NOTHING).at(Path(leaf.path[1:]))
         if hint.forms or hint.later:
             yield leaf, hint.forms
 
 
-def _chosen(leaf: Leaf, forms: Sequence[Form]) -> Form:
+def _chosen(leaf: Leaf, forms: Sequence[ArrayForm]) -> ArrayForm:
     """The alternative that an array was read by."""
     fitting = [form for form in forms if form.fits(len(leaf.shape))]
     return next((form for form in fitting if dtype_fits(form.dtype, leaf.value.dtype)), fitting[0])
 
 
-def _spans(form: Form, shape: Sequence[int]) -> Iterator[tuple[Dim, tuple[int, ...]]]:
+def _spans(form: ArrayForm, shape: Sequence[int]) -> Iterator[tuple[Dim, tuple[int, ...]]]:
     """Each token of an annotation, and the sizes that it stands for."""
     at = 0
     for dim in form.dims:
         span = len(shape) - len(form.dims) + 1 if dim.variadic else 1
         yield dim, tuple(shape[at : at + span])
         at += span
-
-
-def _problem(leaf: Leaf, why: str, remedy: str) -> Problem:
-    return Problem(leaf.path, tuple(leaf.shape), leaf.text, why, remedy)

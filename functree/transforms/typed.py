@@ -7,20 +7,20 @@ from typing import Any, ParamSpec, TypeVar, overload
 
 import jax
 from beartype import beartype
-from jax.sharding import AxisType, PartitionSpec
-from jax.tree_util import tree_flatten
+from jax.sharding import AxisType
 from jaxtyping import jaxtyped
 
+from functree.calls.signature import Signature
 from functree.errors import Problem, ShardingError, count
-from functree.layout.checks import spec_of_axes
-from functree.layout.layouts import spec_text
 from functree.layout.meshes import MeshView
-from functree.transforms.ambient import ambient_rules, without
-from functree.transforms.placement import constrain as constrained
-from functree.transforms.signature import Signature
+from functree.layout.specs import of_rank, spec_text, without
+from functree.layout.validation import spec_of_axes
+from functree.placing.ambient import ambient_rules
+from functree.placing.constrain import constrain as constrained
 from functree.transforms.sizes import Sizes, annotated
 from functree.tree.leaf import Leaf
 from functree.tree.leaves import Leaves, read
+from functree.tree.paths import Path
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -65,7 +65,7 @@ def typed(fun: Any = None, *, constrain: bool = False) -> Any:
     """
     if fun is None:
         return lambda fun: typed(fun, constrain=constrain)
-    signature = Signature(fun)
+    signature, bound = Signature.of(fun)
 
     def settled(record: Any, sizes: Sizes) -> Any:
         """A record whose arrays have been checked, and constrained if that was asked for."""
@@ -77,19 +77,18 @@ def typed(fun: Any = None, *, constrain: bool = False) -> Any:
         _check_types(signature.name, named)
         return record
 
-    # jaxtyping looks at a result as soon as there is one: what we say of it is said inside of what jaxtyping checks.
+    # jaxtyping looks at a result as soon as there is one: our own check, with its message, has to come before.
     @jaxtyped(typechecker=beartype)
-    @functools.wraps(signature.fun)
+    @functools.wraps(bound.fun)
     def checked(*args: Any, **kwargs: Any) -> Any:
-        sizes = _SIZES.get()
-        return settled(signature.result(signature.fun(*args, **kwargs)), sizes)[0]
+        return settled(signature.result(bound.fun(*args, **kwargs)), _SIZES.get())[0]
 
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         sizes = Sizes(signature.name)
-        call = settled(signature.bind(args, kwargs), sizes)
+        call = settled(signature.bind(*bound.call(args, kwargs)), sizes)
         token = _SIZES.set(sizes)
         try:
-            return signature.run(call, checked)
+            return signature.run(checked, call)
         finally:
             _SIZES.reset(token)
 
@@ -101,34 +100,32 @@ _SIZES: ContextVar[Sizes] = ContextVar("sizes of the call that is being checked"
 
 def _constrained(record: Any, leaves: Leaves, named: Sequence[Leaf]) -> Any:
     """The record with annotated arrays laid out by their axes, or by the spec of their annotation."""
-    flat, _ = tree_flatten(record)
-    layouts = {leaf.path: leaf.axes if leaf.spec is None else leaf.spec for leaf in named}
-    pairs = zip(leaves.leaves, (flat[position] for position in leaves.positions), strict=True)
-    return leaves.fill(flat, [constrained(x, layouts[leaf.path]) if leaf.path in layouts else x for leaf, x in pairs])
+    layouts: dict[Path, Any] = {leaf.path: leaf.axes if leaf.spec is None else leaf.spec for leaf in named}
+    values = [
+        constrained(leaf.value, layouts[leaf.path]) if leaf.path in layouts else leaf.value for leaf in leaves.leaves
+    ]
+    return leaves.skeleton.fill(values)
 
 
 def _check_types(name: str, named: Sequence[Leaf]) -> None:
-    """Compare, under Explicit axes, how arrays lie by their types with what the ambient rules say."""
+    """Compare, under Explicit axes, the shardings in the types of arrays with those by the ambient rules."""
     rules = ambient_rules()
     if rules is None:
         return
-    problems = []
+    problems: list[Problem] = []
     for leaf in named:
         typed = jax.typeof(leaf.value).sharding
         if typed.mesh.empty or AxisType.Explicit not in typed.mesh.axis_types:
             continue
         kinds = zip(typed.mesh.axis_names, typed.mesh.axis_types, strict=True)
         hidden = {axis for axis, kind in kinds if kind != AxisType.Explicit}
-        view = MeshView({axis: 1 if axis in hidden else size for axis, size in typed.mesh.shape.items()}, typed.mesh)
-        wanted = leaf.spec if leaf.spec is not None else spec_of_axes(rules, leaf.axes, leaf.shape, view)
-        have, want = (_of_rank(spec, hidden, len(leaf.shape)) for spec in (typed.spec, wanted))
+        sizes = {axis: 1 if axis in hidden else size for axis, size in typed.mesh.shape.items()}
+        wanted = leaf.spec
+        if wanted is None:
+            wanted = spec_of_axes(rules, leaf.axes, leaf.shape, MeshView(sizes, typed.mesh))
+        have, want = (without(of_rank(spec, len(leaf.shape)), hidden) for spec in (typed.spec, wanted))
         if have != want:
-            why = f"by its type it lies {spec_text(have)}, and the rules say {spec_text(want)}"
-            remedy = "`ft.constrain` it, or pass `constrain=True` to `ft.typed`"
-            problems.append(Problem(leaf.path, tuple(leaf.shape), leaf.text, why, remedy))
+            why = f"its type is sharded {spec_text(have)}, and the rules ask for {spec_text(want)}"
+            problems.append(leaf.problem(why, "`ft.constrain` it, or pass `constrain=True` to `ft.typed`"))
     if problems:
-        raise ShardingError(f"{name}: {count(len(problems), 'array')} not laid out as the rules say", problems)
-
-
-def _of_rank(spec: PartitionSpec, hidden: set[str], ndim: int) -> PartitionSpec:
-    return without(PartitionSpec(*spec, *[None] * (ndim - len(spec))), hidden)
+        raise ShardingError(f"{name}: {count(len(problems), 'array')} not sharded as the rules ask", problems)

@@ -5,6 +5,7 @@ from typing import Annotated, Any, Self, TypeVar
 
 from functree.errors import AxesError
 from functree.tree.globs import glob_pattern
+from functree.values import Value
 
 
 class Axes(tuple[str | None, ...]):
@@ -64,7 +65,7 @@ class Axes(tuple[str | None, ...]):
         return tuple(self)
 
 
-class Names:
+class Names(Value):
     """Axes for the leaves below a module that has no annotations of its own; made by `ft.names`.
 
     Immutable, equal and hashable by value: (pattern, axes) pairs, the first that matches a leaf's path below the
@@ -75,22 +76,13 @@ class Names:
     pairs: tuple[tuple[str, Axes], ...]
 
     def __init__(self, pairs: tuple[tuple[str, Axes], ...]):
-        object.__setattr__(self, "pairs", pairs)
+        self._set(pairs=pairs)
 
-    def __setattr__(self, name: str, value: object) -> None:
-        raise AttributeError("`ft.names` are immutable")
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return (Names, (self.pairs,))
+    def _parts(self) -> tuple[Any, ...]:
+        return (self.pairs,)
 
     def __iter__(self) -> Iterator[tuple[str, Axes]]:
         return iter(self.pairs)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Names) and self.pairs == other.pairs
-
-    def __hash__(self) -> int:
-        return hash(self.pairs)
 
     def __repr__(self) -> str:
         return "names({" + ", ".join(f"{pattern!r}: {str(axes)!r}" for pattern, axes in self.pairs) + "})"

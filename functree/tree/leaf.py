@@ -1,9 +1,11 @@
 """One array of a tree, with all that filters, layouts and messages ask about it."""
 
-import re
 from typing import Any, NamedTuple
 
+from jax.sharding import PartitionSpec
+
 from functree.errors import Problem
+from functree.tree.arrays import array_text
 from functree.tree.axes import Axes
 from functree.tree.paths import Path
 
@@ -12,39 +14,40 @@ class Leaf(NamedTuple):
     """An array of a tree, with all that a filter or a layout may ask about it.
 
     Attributes:
-        path: where it stands.
+        path: from the root of the tree.
         value: the array, or what stands for one.
         axes: the names of its dimensions.
-        within: the classes of the nodes that it lies in, outermost first.
-        names: the paths that a pattern is tried on, where they are not just its own: below the subtree that a layout
-            stands over, and the parameter's that it stands for.
+        within: the classes of the nodes above it, outermost first.
+        aliases: the paths that a pattern is tried on, where they are not just its own: the path below the subtree that
+            a layout stands over, and that of the parameter that it belongs to.
         stacked: how many leading dimensions are those of stacks.
         annotated: whether anything names its axes.
         unnamed: for each unnamed dimension that an annotation leaves whole, what is written there.
         spec: the physical spec of its annotation.
         buffer: whether it is marked as not trained.
-        problem: why its axes cannot be told.
+        misfit: why its axes cannot be told.
     """
 
     path: Path
     value: Any
     axes: Axes
     within: tuple[type, ...] = ()
-    names: tuple[Path, ...] = ()
+    aliases: tuple[Path, ...] = ()
     stacked: int = 0
     annotated: bool = False
     unnamed: tuple[str, ...] = ()
-    spec: Any = None
+    spec: PartitionSpec | None = None
     buffer: bool = False
-    problem: Problem | None = None
+    misfit: Problem | None = None
 
     @property
     def patterned(self) -> tuple[Path, ...]:
-        """The paths that patterns are tried on."""
-        return self.names or (self.path,)
+        """The paths that a pattern is tried on."""
+        return self.aliases or (self.path,)
 
     @property
     def shape(self) -> tuple[int, ...]:
+        """The shape of the array."""
         return self.value.shape
 
     @property
@@ -53,13 +56,16 @@ class Leaf(NamedTuple):
         named = f'   "{self.axes}"' if any(self.axes) else ""
         return array_text(self.value) + named
 
+    def dimension(self, dim: int) -> str:
+        """A dimension as messages name it: by its axis, else by its position."""
+        name = self.axes[dim] if dim < len(self.axes) else None
+        return f'"{name}"' if name else f"dimension {dim}"
 
-def array_text(value: Any) -> str:
-    """`f32[512, 128]`."""
-    return f"{dtype_text(value.dtype)}[{', '.join(map(str, value.shape))}]"
+    def problem(self, why: str, remedy: str) -> Problem:
+        """The record of something that is wrong with this leaf."""
+        return Problem(self.path, tuple(self.shape), self.text, why, remedy)
 
 
-def dtype_text(dtype: Any) -> str:
-    """`f32`, `bf16`, `i32`, `u8`, `key<fry>`: a dtype as JAX's own texts shorten it."""
-    short = {"float": "f", "bfloat": "bf", "int": "i", "uint": "u", "complex": "c"}
-    return re.sub(r"^(bfloat|float|uint|int|complex)(?=\d)", lambda m: short[m.group()], str(dtype))
+def array_problem(path: Path, value: Any, why: str, remedy: str) -> Problem:
+    """The record of something that is wrong with an array of which only the path is known."""
+    return Problem(path, tuple(value.shape), array_text(value), why, remedy)

@@ -1,27 +1,40 @@
-"""A tree and its annotations ─► `Leaves`: one `Leaf` for each array, and the way back to a tree.
+"""A tree and its annotations ─► `Leaves`: one `Leaf` for each array, and the skeleton of the tree.
 
 The one walk over a tree. Everything that asks for paths, axes, or the modules around a leaf asks here. A packed tree
-is read as the tree that was packed; the way back leads to a packed one.
+is read as the tree that was packed; its skeleton is that of the packed one.
 """
 
-from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
-import jax
 import numpy as np
 from jax.core import Tracer
-from jax.tree_util import GetAttrKey, default_registry, tree_leaves, tree_map, tree_structure
+from jax.tree_util import GetAttrKey, tree_leaves, tree_map, tree_structure
 
 from functree.errors import AxesError, FunctreeError, Problem, count
-from functree.tree.annotations import NOTHING, Hint
+from functree.tree.annotations.classes import ClassHints, class_hints
+from functree.tree.annotations.given_names import GivenNames, Giver, check_names, given_at, given_axes, unmatched
+from functree.tree.annotations.hints import NO_ENV, NOTHING, Hint
+from functree.tree.annotations.leaf_axes import Memory, leaf_axes
+from functree.tree.arrays import is_array
 from functree.tree.axes import Names
-from functree.tree.classes import ClassHints, class_hints
+from functree.tree.interfaces import PackedTree, Stack, StateMapping
 from functree.tree.leaf import Leaf
-from functree.tree.naming import Scope, open_scopes, scoped_axes, unmatched
 from functree.tree.paths import Path, plain_key
-from functree.tree.reading import Reading, read_hint
+from functree.tree.skeleton.kinds import (
+    ARRAY,
+    DEFAULT_DICT,
+    DICT,
+    NONE,
+    PACKED,
+    SEQUENCE,
+    STATE,
+    STATIC,
+    Kind,
+    kind_of,
+)
+from functree.tree.skeleton.skeleton import Skeleton
 
 
 @dataclass(frozen=True)
@@ -31,34 +44,12 @@ class Leaves:
     Attributes:
         leaves: one record for each array.
         problems: names that were given to leaves which are not there.
+        skeleton: the tree without its arrays.
     """
 
     leaves: tuple[Leaf, ...]
     problems: tuple[Problem, ...]
-    treedef: Any
-    positions: tuple[int, ...]  # of the arrays among all leaves
-    size: int  # of all leaves
-
-    def tree(self, values: Iterable[Any]) -> Any:
-        """A tree with a value for each array, and None where other leaves stand."""
-        flat: list[Any] = [None] * self.size
-        for position, value in zip(self.positions, values, strict=True):
-            flat[position] = value
-        return self.treedef.unflatten(flat)
-
-    def fill(self, flat: Sequence[Any], values: Iterable[Any]) -> Any:
-        """The tree whose other leaves are those of `flat`."""
-        flat = list(flat)
-        for position, value in zip(self.positions, values, strict=True):
-            flat[position] = value
-        return self.treedef.unflatten(flat)
-
-
-def is_array(value: Any) -> bool:
-    """JAX and numpy arrays and numpy scalars, traced and abstract ones too; not Python numbers."""
-    if isinstance(value, np.ndarray | np.generic):
-        return value.dtype.kind not in "OUSMm" and not value.dtype.names
-    return isinstance(value, jax.Array | jax.ShapeDtypeStruct)
+    skeleton: Skeleton
 
 
 def read(tree: Any, names: Mapping[type, Names] | None = None) -> Leaves:
@@ -72,19 +63,19 @@ def read(tree: Any, names: Mapping[type, Names] | None = None) -> Leaves:
         AxesError: `names` that are no `{cls: ft.names(...)}`.
         FunctreeError: a dict whose keys have no order, a tree that contains itself: JAX cannot flatten them.
     """
-    for cls, given in (names or {}).items():
-        if not isinstance(cls, type) or not isinstance(given, Names):
-            raise AxesError(f"`names=` maps classes to `ft.names(...)`, not {cls!r} to {given!r}")
-    walk = _Walk(names or {})
+    names = names or {}
+    check_names(names)
+    walk = _Walk(names)
     try:
-        walk.visit(tree, NOTHING, (), (), (), (), False, None)
+        walk.visit(tree, (), NOTHING, _Context())
     except RecursionError:
         why = f"a {type(tree).__name__} that contains itself, or is nested too deeply, is no tree that can be read"
         raise FunctreeError(why) from None
-    for node, path, scope in walk.fields:
-        if scope.by_leaf and not scope.by_module:
-            walk.unmatched(node, path, (scope,))
-    return Leaves(tuple(walk.leaves), tuple(walk.problems), tree_structure(tree), tuple(walk.positions), walk.size)
+    for node, path, given in walk.fields:
+        if given.by_leaf and not given.by_module:
+            walk.note_unmatched(node, path, (given,))
+    skeleton = Skeleton(tree_structure(tree), walk.places, walk.others)
+    return Leaves(tuple(walk.leaves), tuple(walk.problems), skeleton)
 
 
 def tree_axes(tree: Any, names: Mapping[type, Names] | None = None) -> Any:
@@ -110,10 +101,32 @@ def tree_axes(tree: Any, names: Mapping[type, Names] | None = None) -> Any:
         (Axes('embed', 'hidden'), Axes('hidden', 'embed'))
     """
     leaves = read(tree, names)
-    problems = (*leaves.problems, *(leaf.problem for leaf in leaves.leaves if leaf.problem))
+    problems = (*leaves.problems, *(leaf.misfit for leaf in leaves.leaves if leaf.misfit))
     if problems:
         raise AxesError(f"the axes of {count(len(problems), 'leaf')} cannot be told", problems)
-    return leaves.tree(leaf.axes for leaf in leaves.leaves)
+    return leaves.skeleton.spread(leaf.axes for leaf in leaves.leaves)
+
+
+class _Context(NamedTuple):
+    """What holds for all leaves below a node.
+
+    Attributes:
+        within: the classes of the nodes above, outermost first.
+        stack: the axes of the stacks above.
+        given: the names that were given above.
+        buffer: whether an annotation above says that it is not trained.
+        pending: the names that the annotation of a field above gave. They begin at the first module below it, or stand
+            for the field itself.
+    """
+
+    within: tuple[type, ...] = ()
+    stack: tuple[str, ...] = ()
+    given: tuple[GivenNames, ...] = ()
+    buffer: bool = False
+    pending: GivenNames | None = None
+
+
+Keys = tuple[Any, ...]  # a path, before it is known whether anybody asks for it
 
 
 class _Walk:
@@ -122,191 +135,145 @@ class _Walk:
     def __init__(self, names: Mapping[type, Names]):
         self.names = names
         self.leaves: list[Leaf] = []
-        self.positions: list[int] = []
+        self.places: list[int] = []  # of the arrays, among the leaves in JAX's order
+        self.others: list[tuple[int, Any]] = []
+        self.size = 0  # of the leaves so far
         self.problems: list[Problem] = []
-        self.size = 0
         self.packed = False
-        self.kinds: dict[type, str] = {type(None): "none"}  # no leaf, and no place for names
+        self.kinds: dict[type, Kind] = {}
         self.classes: dict[type, ClassHints] = {}
-        self.reading = Reading()
-        self.fields: list[tuple[Any, tuple[Any, ...], Scope]] = []  # whose annotation has `ft.names`
+        self.memory: Memory = {}
+        self.fields: list[tuple[Any, Keys, GivenNames]] = []  # whose annotation has `ft.names`
 
-    def visit(
-        self,
-        node: Any,
-        hint: Hint,
-        path: tuple[Any, ...],
-        within: tuple[type, ...],
-        stack: tuple[str, ...],
-        scopes: tuple[Scope, ...],
-        buffer: bool,
-        pending: Scope | None,
-    ) -> None:
-        """A node, what its annotation says, and what holds for all below it.
-
-        `pending` are the names that the annotation of a field above gave: they begin at the first module, or stand
-        for the field itself.
-        """
-        cls = type(node)
-        kind = self.kinds.get(cls) or self._kind(node, cls)
+    def visit(self, node: Any, path: Keys, hint: Hint, context: _Context) -> None:
+        """A node, what its annotation says, and what holds for all below it."""
+        kind = self.kinds.get(type(node)) or self._kind(node)
         if hint is not NOTHING:
-            if hint.later:
-                hint = hint.tried()
-            buffer = buffer or hint.buffer
-            if hint.names is not None and kind != "none":
-                pending = Scope(hint.names, len(path), 0)
-                self.fields.append((node, path, pending))
-        if kind == "array":
-            self._leaf(node, hint, path, within, stack, scopes, buffer, pending)
-        elif kind == "leaf":
+            hint, context = self._annotated(node, kind, path, hint, context)
+        if kind is ARRAY:
+            self._leaf(node, path, hint, context)
+        elif kind is STATIC:
+            self.others.append((self.size, node))
             self.size += 1
-        elif kind == "sequence":
-            inside = (*within, cls)
+        elif kind is SEQUENCE:
+            inside = _inside(context, type(node))
             for i, child in enumerate(node):
-                self.visit(child, hint.child(i), (*path, i), inside, stack, scopes, buffer, pending)
-        elif kind == "dict":
-            inside, child_hint = (*within, cls), hint.child(None)
+                self.visit(child, (*path, i), hint.child(i), inside)
+        elif kind is DICT or kind is DEFAULT_DICT:
+            inside, below = _inside(context, type(node)), hint.child(None)
             for key in _sorted_keys(node, path):
-                self.visit(node[key], child_hint, (*path, key), inside, stack, scopes, buffer, pending)
-        elif kind == "state":
-            self._state(node, path, (*within, cls))
-        elif kind == "packed":
-            self._packed(node, hint, path, within, stack, scopes, buffer, pending)
-        elif kind == "named tuple":
-            children = [(GetAttrKey(name), child) for name, child in zip(node._fields, node, strict=True)]
-            self._node(node, children, hint, path, within, stack, scopes, buffer, pending)
-        elif kind != "none":
-            one_level = default_registry.flatten_one_level_with_keys(node)
-            self._node(node, one_level[0] if one_level else (), hint, path, within, stack, scopes, buffer, pending)
+                self.visit(node[key], (*path, key), below, inside)
+        elif kind is STATE:
+            self._state(node, path, context)
+        elif kind is PACKED:
+            self._packed(node, path, hint, context)
+        elif kind is not NONE:
+            self._node(node, kind, path, hint, context)
 
-    def _kind(self, node: Any, cls: type) -> str:
-        if cls is list or cls is tuple:
-            kind = "sequence"
-        elif cls is dict or cls is defaultdict:
-            kind = "dict"
-        elif is_array(node):
-            kind = "array"
-        elif _is_packed(node):
-            kind = "packed"
-        elif hasattr(cls, "__leaf_entries__"):
-            kind = "state"
-        elif default_registry.flatten_one_level(node) is None:
-            return "leaf"  # not remembered: an array of another dtype may have the same class
-        else:
-            kind = "named tuple" if isinstance(node, tuple) and hasattr(cls, "_fields") else "node"
-        if not isinstance(node, np.ndarray | np.generic | Tracer):
-            self.kinds[cls] = kind
+    def _kind(self, node: Any) -> Kind:
+        kind = kind_of(node)
+        # A class of arrays or leaves says little: an array of objects is no array, and tracers differ.
+        if kind is not STATIC and not isinstance(node, np.ndarray | np.generic | Tracer):
+            self.kinds[type(node)] = kind
         return kind
 
-    def _node(
-        self,
-        node: Any,
-        children: Iterable[tuple[Any, Any]],
-        hint: Hint,
-        path: tuple[Any, ...],
-        within: tuple[type, ...],
-        stack: tuple[str, ...],
-        scopes: tuple[Scope, ...],
-        buffer: bool,
-        pending: Scope | None,
-    ) -> None:
+    def _annotated(self, node: Any, kind: Kind, path: Keys, hint: Hint, context: _Context) -> tuple[Hint, _Context]:
+        """What the annotation of a place says, and what holds from there on."""
+        if hint.later:
+            hint = hint.tried()
+        if hint.buffer:
+            context = context._replace(buffer=True)
+        if hint.names is not None and kind is not NONE:
+            given = GivenNames(hint.names, len(path), Giver.FIELD)
+            self.fields.append((node, path, given))
+            context = context._replace(pending=given)
+        return hint, context
+
+    def _leaf(self, value: Any, path: Keys, hint: Hint, context: _Context) -> None:
+        self.places.append(self.size)
+        self.size += 1
+        within, stack, given, buffer, pending = context
+        place = Path(path)
+        if pending is not None:
+            pending.by_leaf = True
+            given = (*given, pending)
+        outside = given_axes(place, given) if given else None
+        axes, annotated, unnamed, spec, misfit = leaf_axes(self.memory, value, place, hint, outside, stack)
+        self.leaves.append(Leaf(place, value, axes, within, (), len(stack), annotated, unnamed, spec, buffer, misfit))
+
+    def _node(self, node: Any, kind: Kind, path: Keys, hint: Hint, context: _Context) -> None:
+        """A module, a named tuple, or a node of another class that JAX knows."""
         cls = type(node)
         known = self.classes.get(cls)
         if known is None:
             known = self.classes[cls] = class_hints(cls)
-        inside = (*within, cls)
-        opened: tuple[Scope, ...] = ()
+        inside, opened = _inside(context, cls), ()
         if not isinstance(node, dict):
-            opened = open_scopes(node, len(path), pending, self.names)
-            scopes, pending = scopes + opened, None
-            if hasattr(cls, "__stack_axes__"):
-                stack = stack + tuple(node.__stack_axes__())
-        env = known.env(cls, hint) if hint.generics or hint.later else {}
-        for key, child in children:
-            by_name = type(key) is GetAttrKey
-            name = key.name if by_name else plain_key(key)
-            child_hint = known.fields.get(name, NOTHING) if by_name else hint.child(None)
-            if env and child_hint.open:
-                child_hint = child_hint.bind(env)
-            if hint.below is not None and by_name and child_hint.tried() is NOTHING:
-                child_hint = hint.child(None)
-            self.visit(child, child_hint, (*path, name), inside, stack, scopes, buffer, pending)
+            opened = given_at(node, len(path), context.pending, self.names)
+            stack = (*context.stack, *node.stack_axes()) if isinstance(node, Stack) else context.stack
+            inside = _Context(inside.within, stack, context.given + opened, context.buffer)
+        env = known.env(cls, hint) if hint.generics or hint.later else NO_ENV
+        for key, child in kind.children(node):
+            by_field = kind.by_field or type(key) is GetAttrKey
+            name = key if kind.by_field else plain_key(key)
+            below = known.fields.get(name, NOTHING) if by_field else hint.child(None)
+            if env and below.open:
+                below = below.bind(env)
+            # `PyTree[X]` speaks of what a class says nothing of.
+            if hint.below is not None and by_field and below.tried() is NOTHING:
+                below = hint.child(None)
+            self.visit(child, (*path, name), below, inside)
         if opened:
-            self.unmatched(node, path, opened)
+            self.note_unmatched(node, path, opened)
 
-    def _packed(
-        self,
-        node: Any,
-        hint: Hint,
-        path: tuple[Any, ...],
-        within: tuple[type, ...],
-        stack: tuple[str, ...],
-        scopes: tuple[Scope, ...],
-        buffer: bool,
-        pending: Scope | None,
-    ) -> None:
+    def _packed(self, node: Any, path: Keys, hint: Hint, context: _Context) -> None:
+        """A packed tree: the leaves of the tree, in the places of the packed one."""
         hint = next((args[0] for origin, args in hint.generics if origin is type(node) and args), hint)
         self.packed = True
-        known, first = len(self.positions), self.size
-        self.visit(node.__unpacked__(), hint, path, within, stack, scopes, buffer, pending)
-        # Its leaves are in the same order, but the static ones of the tree are none of them.
+        places, others, first = len(self.places), len(self.others), self.size
+        self.visit(node.tree, path, hint, context)
+        # Its leaves are in the same order, but what is static in the tree is none of them.
         flat = tree_leaves(node)
-        self.positions[known:] = [first + i for i, leaf in enumerate(flat) if is_array(leaf)]
+        self.places[places:] = [first + i for i, leaf in enumerate(flat) if is_array(leaf)]
+        self.others[others:] = [(first + i, leaf) for i, leaf in enumerate(flat) if not is_array(leaf)]
         self.size = first + len(flat)
 
-    def _state(self, node: Any, path: tuple[Any, ...], within: tuple[type, ...]) -> None:
-        """A node that tells of each of its children the path in a model, the axes, and how many are those of stacks."""
-        for (below, axes, stacked), child in zip(
-            node.__leaf_entries__(), tree_leaves(node, is_leaf=_is_none), strict=True
-        ):
+    def _state(self, node: StateMapping, path: Keys, context: _Context) -> None:
+        """State, which tells of each of its children the path in the model, the axes, and how many are of stacks."""
+        within = (*context.within, type(node))
+        children = tree_leaves(node, is_leaf=lambda x: x is None)
+        for (below, axes, stacked), child in zip(node.entries(), children, strict=True):
             if child is None:
                 continue
-            place = Path((*path, *below))
-            self.size += 1
             if is_array(child):
-                self.positions.append(self.size - 1)
-                self.leaves.append(Leaf(place, child, axes, within, (), stacked, any(axes) or not child.shape))
+                self.places.append(self.size)
+                place, annotated = Path((*path, *below)), any(axes) or not child.shape
+                self.leaves.append(Leaf(place, child, axes, within, (), stacked, annotated))
+            else:
+                self.others.append((self.size, child))
+            self.size += 1
 
-    def unmatched(self, node: Any, path: tuple[Any, ...], scopes: tuple[Scope, ...]) -> None:
-        """Note the names of a place's scopes that none of its leaves has."""
-        self.problems += unmatched(_unpacked(node) if self.packed else node, path, scopes)
-
-    def _leaf(
-        self,
-        value: Any,
-        hint: Hint,
-        path: tuple[Any, ...],
-        within: tuple[type, ...],
-        stack: tuple[str, ...],
-        scopes: tuple[Scope, ...],
-        buffer: bool,
-        pending: Scope | None,
-    ) -> None:
-        self.positions.append(self.size)
-        self.size += 1
-        place = Path(path)
-        if pending is not None:
-            pending.by_leaf = True
-            scopes = (*scopes, pending)
-        given = scoped_axes(place, scopes) if scopes else None
-        axes, annotated, unnamed, spec, problem = read_hint(self.reading, value, place, hint, given, stack)
-        self.leaves.append(Leaf(place, value, axes, within, (), len(stack), annotated, unnamed, spec, buffer, problem))
+    def note_unmatched(self, node: Any, path: Keys, given: tuple[GivenNames, ...]) -> None:
+        """Note the names that a place gives, and that none of its leaves has."""
+        self.problems += unmatched(_unpacked(node) if self.packed else node, path, given)
 
 
-def _is_none(node: Any) -> bool:
-    return node is None
-
-
-def _is_packed(node: Any) -> bool:
-    return hasattr(type(node), "__unpacked__")
+def _inside(context: _Context, cls: type) -> _Context:
+    """The same, below a node of a class."""
+    within, stack, given, buffer, pending = context
+    return _Context((*within, cls), stack, given, buffer, pending)
 
 
 def _unpacked(tree: Any) -> Any:
     """A tree with all that is packed in it as it was."""
-    return tree_map(lambda x: _unpacked(x.__unpacked__()) if _is_packed(x) else x, tree, is_leaf=_is_packed)
+    return tree_map(
+        lambda x: _unpacked(x.tree) if isinstance(x, PackedTree) else x,
+        tree,
+        is_leaf=lambda x: isinstance(x, PackedTree),
+    )
 
 
-def _sorted_keys(node: Mapping[Any, Any], path: tuple[Any, ...]) -> list[Any]:
+def _sorted_keys(node: Mapping[Any, Any], path: Keys) -> Iterable[Any]:
     """The keys of a dict in JAX's order."""
     try:
         return sorted(node)

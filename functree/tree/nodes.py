@@ -3,17 +3,16 @@
 from collections.abc import Sequence
 from typing import Any
 
-from jax.tree_util import default_registry, tree_flatten
-
 from functree.tree.paths import Path, plain_key
+from functree.tree.skeleton.kinds import ARRAY, NONE, STATIC, kind_of, one_level
 
 
 def children(node: Any) -> list[tuple[Any, Any]] | None:
     """A node's (plain key, child) pairs, `None`s among them; None for a leaf, and for `None` itself."""
-    if isinstance(node, tuple) and hasattr(node, "_fields"):
-        return list(zip(getattr(node, "_fields", ()), node, strict=True))
-    level = default_registry.flatten_one_level_with_keys(node) if node is not None else None
-    return None if level is None else [(plain_key(key), child) for key, child in level[0]]
+    kind = kind_of(node)
+    if kind is ARRAY or kind is STATIC or kind is NONE:
+        return None
+    return [(plain_key(key), child) for key, child in kind.children(node)]
 
 
 def rebuilt(node: Any, values: Sequence[Any]) -> Any:
@@ -22,9 +21,9 @@ def rebuilt(node: Any, values: Sequence[Any]) -> Any:
     A dict keeps the order in which its keys were written.
     """
     if type(node) is dict:
-        by_key = dict(zip((key for key, _ in children(node) or ()), values, strict=True))
+        by_key = dict(zip(sorted(node), values, strict=True))
         return {key: by_key[key] for key in node}
-    _, treedef = tree_flatten(node, is_leaf=lambda x: x is not node)
+    _, treedef = one_level(node)
     return treedef.unflatten(values)
 
 
@@ -55,7 +54,8 @@ def marked(node: Any) -> tuple[Any, dict[int, Path]]:
     def visit(path: Path, node: Any) -> Any:
         below = children(node)
         copy = _Mark() if below is None else rebuilt(node, [visit(path / key, child) for key, child in below])
-        copy = [] if type(copy) is tuple and not copy else copy  # the empty tuple is one object, wherever it stands
+        if type(copy) is tuple and not copy:
+            copy = []  # the empty tuple is one object, wherever it stands
         places[id(copy)] = path
         return copy
 

@@ -1,48 +1,27 @@
 """A tree ─► `Packed`: its arrays as one flat tuple, all else as static data; and back."""
 
-from functools import cached_property
 from typing import Any, Generic, TypeVar
 
-from jax.tree_util import GetAttrKey, register_pytree_with_keys, tree_leaves
+from jax.tree_util import register_pytree_with_keys
 
 from functree.errors import FunctreeError, count
-from functree.tree.split import Static, split
+from functree.tree.interfaces import PackedTree
+from functree.tree.leaves import read
+from functree.tree.skeleton.skeleton import Skeleton
 
 T = TypeVar("T")
 
 
-class PackedStatic(Static):
-    """A `Static` that is compared on every call: it computes its hash once, and is equal to itself without looking."""
-
-    @cached_property
-    def _hash(self) -> int:
-        return super().__hash__()
-
-    @cached_property
-    def keys(self) -> tuple[Any, ...]:
-        """JAX's key for each array, with the whole path as its name."""
-        return tuple(GetAttrKey(str(path)) for path in self.paths)
-
-    def __hash__(self) -> int:
-        return self._hash
-
-    def __eq__(self, other: object) -> bool:
-        if self is other:
-            return True
-        return isinstance(other, PackedStatic) and self._hash == other._hash and super().__eq__(other)
-
-
-class Packed(Generic[T]):
+class Packed(PackedTree, Generic[T]):
     """A tree that JAX flattens in one Python call, however many arrays it has; made by `ft.pack`.
 
     A pytree: `jax.jit`, `jax.lax.scan`, `jax.vmap` and `jax.tree.map` take one and return one. Immutable. Two are
     equal only if they are one object, as arrays have no single truth value: compare `.static` and `.arrays`.
-    What reads paths and axes (`ft.plan`, `ft.shard`, `ft.split`, `ft.grad`) sees those of the tree, and gives something
-    packed back.
+    `ft.plan`, `ft.shard`, `ft.split` and `ft.grad` see the paths and axes of the tree, and return something packed.
 
     Attributes:
         arrays: the arrays of the tree, in JAX's order.
-        static: all else; hashable, equal by value.
+        static: everything else; hashable, equal by value and type.
         tree: the tree again.
 
     Examples:
@@ -56,38 +35,26 @@ class Packed(Generic[T]):
     __slots__ = ("_arrays", "_static")
 
     # Declared here, not in the class: a class's annotations speak of the axes of what is below it.
-    def __init__(self, arrays: tuple[Any, ...], static: PackedStatic):
+    def __init__(self, arrays: tuple[Any, ...], static: Skeleton):
         self._arrays: tuple[Any, ...] = arrays
-        self._static: PackedStatic = static
+        self._static: Skeleton = static
 
     @property
     def arrays(self) -> tuple[Any, ...]:
         return self._arrays
 
     @property
-    def static(self) -> PackedStatic:
+    def static(self) -> Skeleton:
         return self._static
 
     @property
     def tree(self) -> T:
-        flat: list[Any] = [None] * self._static.treedef.num_leaves
-        for position, _, value in self._static.values:
-            flat[position] = value
-        for position, array in zip(self._static.positions, self._arrays, strict=True):
-            flat[position] = array
-        return self._static.treedef.unflatten(flat)
-
-    def __unpacked__(self) -> T:
-        """The tree in whose place this stands.
-
-        The hook by which the walk over a tree learns of it: leaves have the paths, axes and modules of that tree.
-        """
-        return self.tree
+        return self._static.fill(self._arrays)
 
     def __repr__(self) -> str:
         root = self._static.treedef.node_data()
         name = f" {root[0].__name__}" if root else ""
-        return f"<Packed{name}: {count(len(self._static.paths), 'array')}>"
+        return f"<Packed{name}: {count(len(self._static), 'array')}>"
 
 
 # The arrays are the node's own children, and JAX walks over them in C++: a key can name each, and is only asked for
@@ -113,7 +80,7 @@ def pack(tree: T | Packed[T]) -> Packed[T]:
         The arrays as one flat tuple, with the rest as static data.
 
     Raises:
-        FunctreeError: static leaves that cannot be hashed; lists them by path.
+        FunctreeError: static values that cannot be hashed; lists them by path.
 
     Examples:
         >>> packed = ft.pack(eqx.nn.MLP(2, 2, 8, 3, key=jax.random.key(0)))
@@ -125,8 +92,9 @@ def pack(tree: T | Packed[T]) -> Packed[T]:
     """
     if isinstance(tree, Packed):
         return tree
-    static, arrays = split(tree)
-    return Packed(tuple(tree_leaves(arrays)), PackedStatic(**vars(static)))
+    leaves = read(tree)
+    leaves.skeleton.check_hashable()
+    return Packed(tuple(leaf.value for leaf in leaves.leaves), leaves.skeleton)
 
 
 def unpack(packed: Packed[T]) -> T:

@@ -8,9 +8,9 @@ from typing import Any, Generic, TypeVar, get_origin
 from jax.tree_util import tree_flatten_with_path
 
 from functree.errors import FunctreeError, Problem, RuleError, count, did_you_mean
-from functree.tree.filters import Filter, as_filter
-from functree.tree.leaf import array_text
-from functree.tree.leaves import is_array, read
+from functree.tree.arrays import value_text
+from functree.tree.filters.filter import Filter, as_filter
+from functree.tree.leaves import read
 from functree.tree.nodes import blanked, children, follow, marked, rebuilt
 from functree.tree.paths import Path
 
@@ -235,12 +235,12 @@ class Selection(Generic[T]):
         whole = read(self._tree)
         # By position: a State and what is packed tell of paths that are longer than those of their nodes.
         places = [Path.of(keys) for keys, _ in tree_flatten_with_path(self._tree)[0]]
-        leaves = [(places[i], leaf) for i, leaf in zip(whole.positions, whole.leaves, strict=True)]
+        leaves = [(places[i], leaf) for i, leaf in zip(whole.skeleton.places, whole.leaves, strict=True)]
         found = []
         for start in self._paths:
             depth = len(start)
             inside = [(place, leaf) for place, leaf in leaves if place[:depth] == start]
-            found += [place for place, leaf in inside if chosen(leaf._replace(names=(Path(leaf.path[depth:]),)))]
+            found += [place for place, leaf in inside if chosen(leaf._replace(aliases=(Path(leaf.path[depth:]),)))]
         return Selection(self._tree, found)
 
     def _changed(self, change: Callable[[Path, Any], Any]) -> T:
@@ -288,7 +288,9 @@ class Selection(Generic[T]):
             wanted = "a list or a tuple" if insert else "a list, a tuple or a dict"
             remedy = "`.apply(lambda part: ...)` with what should stand there" if insert else "`.set(None)`"
             problems.append(
-                Problem(path, None, _what(follow(self._tree, path)), f"{where}, and no element of {wanted}", remedy)
+                Problem(
+                    path, None, value_text(follow(self._tree, path)), f"{where}, and no element of {wanted}", remedy
+                )
             )
         if problems:
             raise FunctreeError(
@@ -297,7 +299,7 @@ class Selection(Generic[T]):
 
     def _refuse(self, headline: str) -> FunctreeError:
         remedy = "select more, or fewer"
-        parts = [Problem(path, None, _what(follow(self._tree, path)), "selected", remedy) for path in self._paths]
+        parts = [Problem(path, None, value_text(follow(self._tree, path)), "selected", remedy) for path in self._paths]
         return FunctreeError(headline, parts)
 
 
@@ -327,7 +329,3 @@ def select(tree: T) -> Selection[T]:
 
 def _fields(node: Any) -> Iterable[str]:
     return [field.name for field in fields(node)] if is_dataclass(node) else ()
-
-
-def _what(node: Any) -> str:
-    return array_text(node) if is_array(node) else type(node).__name__

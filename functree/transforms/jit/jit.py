@@ -5,11 +5,12 @@ from typing import Any, ParamSpec, TypeVar, overload
 
 from jax.sharding import AbstractMesh, Mesh
 
+from functree.calls.signature import Signature
+from functree.calls.traces import traces_of
 from functree.errors import FunctreeError, RuleError, ShardingError, did_you_mean
-from functree.layout.layouts import as_layout
+from functree.layout.layout import LayoutLike, LayoutTree, as_layout
 from functree.layout.meshes import mesh_view
-from functree.transforms.jit.wrapper import Jit, Options
-from functree.transforms.signature import Signature
+from functree.transforms.jit.jitted import Jit, JitOptions
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -19,10 +20,10 @@ _T = TypeVar("_T")
 def jit(
     fun: Callable[_P, _T],
     *,
-    in_shardings: Any = None,
-    out_shardings: Any = None,
+    in_shardings: LayoutTree = None,
+    out_shardings: LayoutTree = None,
     mesh: Mesh | AbstractMesh | None = None,
-    rules: Any = None,
+    rules: LayoutLike = None,
     static_argnums: int | Sequence[int] = (),
     static_argnames: str | Sequence[str] = (),
     donate: Any = (),
@@ -34,10 +35,10 @@ def jit(
 @overload
 def jit(
     *,
-    in_shardings: Any = None,
-    out_shardings: Any = None,
+    in_shardings: LayoutTree = None,
+    out_shardings: LayoutTree = None,
     mesh: Mesh | AbstractMesh | None = None,
-    rules: Any = None,
+    rules: LayoutLike = None,
     static_argnums: int | Sequence[int] = (),
     static_argnames: str | Sequence[str] = (),
     donate: Any = (),
@@ -49,10 +50,10 @@ def jit(
 def jit(
     fun: Any = None,
     *,
-    in_shardings: Any = None,
-    out_shardings: Any = None,
+    in_shardings: LayoutTree = None,
+    out_shardings: LayoutTree = None,
     mesh: Mesh | AbstractMesh | None = None,
-    rules: Any = None,
+    rules: LayoutLike = None,
     static_argnums: int | Sequence[int] = (),
     static_argnames: str | Sequence[str] = (),
     donate: Any = (),
@@ -112,21 +113,25 @@ def jit(
         raise FunctreeError(_REFUSED.get(name, f"jit has no option `{name}`{did_you_mean(name, _OPTIONS)}"))
     if mesh is not None and mesh_view(mesh).mesh is None:
         raise ShardingError("jit runs on devices: give a `Mesh`, not sizes")
-    rules = None if rules is None else as_layout(rules)
-    options = {"keep_unused": keep_unused, "inline": inline, "compiler_options": compiler_options}
+    layout = None if rules is None else as_layout(rules)
+    own = {"keep_unused": keep_unused, "inline": inline, "compiler_options": compiler_options}
 
     def wrap(fun: Any) -> Any:
         if not callable(fun):
             raise FunctreeError(f"jit takes a function, not {fun!r}")
-        signature = Signature(fun)
-        static = [*_named(signature, "static_argnums", static_argnums)]
-        static += _named(signature, "static_argnames", static_argnames)
-        donated = signature.parameters if donate is ... else _named(signature, "donate", donate)
+        signature, bound = Signature.of(fun)
+        static = frozenset(
+            [
+                *_named(signature, "static_argnums", static_argnums),
+                *_named(signature, "static_argnames", static_argnames),
+            ]
+        )
+        donated = frozenset(signature.parameters if donate is ... else _named(signature, "donate", donate))
         for name in (name.rpartition(".")[2] for name in static):
             if isinstance(in_shardings, dict) and in_shardings.get(name) is not None:
-                raise RuleError(f"in_shardings: `{name}` is static, so it lies nowhere: leave it out")
-        told = Options(in_shardings, out_shardings, mesh, rules, frozenset(donated), frozenset(static), options)
-        return Jit(fun, signature, told)
+                raise RuleError(f"in_shardings: `{name}` is static, so it has no sharding: leave it out")
+        options = JitOptions(in_shardings, out_shardings, mesh, layout, donated, static, own)
+        return Jit(fun, bound, traces_of(bound, signature, Jit, tuple(options)), options)
 
     return wrap if fun is None else wrap(fun)
 

@@ -1,0 +1,227 @@
+"""What a layout is: a value that decides, for the leaves of a tree and a mesh's sizes, where each dimension goes."""
+
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+
+from functree.errors import Problem, RuleError
+from functree.layout.decision import Decision, apply_spec, decide_each, whole
+from functree.layout.meshes import MeshView
+from functree.layout.specs import invalid_entry, spec_text
+from functree.tree.axes import Names
+from functree.tree.leaf import Leaf
+from functree.tree.paths import Path
+
+
+class Resolution(NamedTuple):
+    """What a layout decides about some leaves.
+
+    Attributes:
+        decisions: one for each.
+        problems: what is wrong with the layout as a whole.
+        unused: names of rules that no leaf has.
+        leaves: the leaves themselves, where the layout knows their axes better than their annotations do.
+    """
+
+    decisions: list[Decision]
+    problems: tuple[Problem, ...] = ()
+    unused: tuple[str, ...] = ()
+    leaves: Sequence[Leaf] | None = None
+
+
+class Layout:
+    """A layout: immutable, hashable, equal by value, printable.
+
+    `first | then` shards by `then` what `first` left whole. The classes of layouts are functree's own: to compute a
+    layout, give a function `(path, leaf) -> P` wherever a layout is taken.
+
+    Examples:
+        >>> rules = ft.AxisRules({"hidden": "model", "embed": None}) | ft.FSDP("data", min_size=0)
+        >>> ft.plan(jnp.ones((4, 8)), rules, {"data": 2, "model": 4}, check=False).problems[0].remedy
+        'annotate the field (`Float[Array, "..."]`), give `names=` to the rules, or lay it out by a path filter'
+    """
+
+    __slots__ = ()
+
+    @abstractmethod
+    def resolve(self, leaves: Sequence[Leaf], mesh: MeshView, before: Sequence[Decision] | None = None) -> Resolution:
+        """Decide for each leaf. `before` is what the layouts in front of this one decided."""
+
+    @property
+    def given_names(self) -> Mapping[type, Names]:
+        """The axes that it gives to foreign classes."""
+        return {}
+
+    @property
+    def own_mesh(self) -> Mesh | AbstractMesh | None:
+        """The mesh that it brings along, if any."""
+        return None
+
+    def __or__(self, then: "LayoutLike") -> "Layout":
+        return Composition.of(self, as_layout(then))
+
+    def __ror__(self, first: "LayoutLike") -> "Layout":
+        return Composition.of(as_layout(first), self)
+
+
+LayoutLike = Layout | PartitionSpec | NamedSharding | Callable[[Path, Any], PartitionSpec] | None
+"""What is taken as a layout."""
+
+LayoutTree = Any
+"""A layout, or a prefix tree of layouts."""
+
+
+@dataclass(frozen=True, repr=False)
+class Fixed(Layout):
+    """One `PartitionSpec` for every leaf, possibly with a mesh and a memory kind of its own."""
+
+    spec: PartitionSpec
+    mesh: Mesh | AbstractMesh | None = None
+    memory_kind: str | None = None
+
+    @property
+    def own_mesh(self) -> Mesh | AbstractMesh | None:
+        return self.mesh
+
+    def resolve(self, leaves: Sequence[Leaf], mesh: MeshView, before: Sequence[Decision] | None = None) -> Resolution:
+        return Resolution(decide_each(leaves, before, lambda leaf: (leaf.axes, len(leaf.shape)), self._decide))
+
+    def _decide(self, leaf: Leaf, before: Decision | None) -> Decision:
+        start = whole(leaf) if before is None else before
+        decision = apply_spec(leaf, self.spec, start, f"{spec_text(self.spec)} as given")
+        return decision if self.memory_kind is None else decision._replace(memory_kind=self.memory_kind)
+
+    def __repr__(self) -> str:
+        if self.mesh is None:
+            return spec_text(self.spec)
+        return repr(NamedSharding(self.mesh, self.spec, memory_kind=self.memory_kind))
+
+
+@dataclass(frozen=True, repr=False)
+class Unspecified(Layout):
+    """`None`: no layout was given. What that means depends on the function that takes it."""
+
+    def resolve(self, leaves: Sequence[Leaf], mesh: MeshView, before: Sequence[Decision] | None = None) -> Resolution:
+        return Resolution([whole(leaf)._replace(specified=False) for leaf in leaves])
+
+    def __repr__(self) -> str:
+        return "None"
+
+
+@dataclass(frozen=True, repr=False)
+class Computed(Layout):
+    """A callable `(path, leaf) -> P`."""
+
+    function: Callable[[Path, Any], Any]
+
+    def resolve(self, leaves: Sequence[Leaf], mesh: MeshView, before: Sequence[Decision] | None = None) -> Resolution:
+        starts = before or map(whole, leaves)
+        return Resolution([self._decide(leaf, start) for leaf, start in zip(leaves, starts, strict=True)])
+
+    def _decide(self, leaf: Leaf, before: Decision) -> Decision:
+        spec = self.function(leaf.patterned[0], leaf.value)
+        if isinstance(spec, PartitionSpec):
+            return apply_spec(leaf, spec, before, f"{spec_text(spec)} by {self!r}")
+        why = f"{self!r} returned {spec!r}, which is no PartitionSpec"
+        return before.wrong((why, "return `P(...)` for every leaf; `P()` for whole"))
+
+    def __repr__(self) -> str:
+        return getattr(self.function, "__qualname__", repr(self.function))
+
+
+@dataclass(frozen=True, repr=False)
+class Composition(Layout):
+    """Layouts in turn; each may only shard what those before it left whole."""
+
+    parts: tuple[Layout, ...]
+
+    @staticmethod
+    def of(first: Layout, then: Layout) -> "Composition":
+        """Two layouts, compositions themselves or not, as one."""
+        if isinstance(first, Unspecified) or isinstance(then, Unspecified):
+            raise RuleError("`|` joins layouts, and `None` is not one: leave it out, or write `P()` for whole")
+        parts: list[Layout] = []
+        for layout in (first, then):
+            parts += layout.parts if isinstance(layout, Composition) else (layout,)
+        return Composition(tuple(parts))
+
+    @property
+    def given_names(self) -> Mapping[type, Names]:
+        return merge_names(part.given_names for part in self.parts)
+
+    @property
+    def own_mesh(self) -> Mesh | AbstractMesh | None:
+        return next((part.own_mesh for part in self.parts if part.own_mesh is not None), None)
+
+    def resolve(self, leaves: Sequence[Leaf], mesh: MeshView, before: Sequence[Decision] | None = None) -> Resolution:
+        problems: list[Problem] = []
+        unused: list[str] = []
+        for part in self.parts:
+            found = part.resolve(leaves, mesh, before)
+            before = found.decisions
+            problems += found.problems
+            unused += found.unused
+        return Resolution(list(before or ()), tuple(problems), tuple(unused))
+
+    def __repr__(self) -> str:
+        return " | ".join(map(repr, self.parts))
+
+
+def merge_names(several: Iterable[Mapping[type, Names]]) -> dict[type, Names]:
+    """The `names=` of several layouts. Raises RuleError where two name one class differently."""
+    merged: dict[type, Names] = {}
+    for names in several:
+        for cls, given in names.items():
+            if merged.setdefault(cls, given) != given:
+                raise RuleError(f"two layouts name {cls.__name__} differently: {merged[cls]} and {given}")
+    return merged
+
+
+# What is taken as a layout
+
+
+def written_pairs(written: Any, wanted: str) -> list[tuple[Any, Any]]:
+    """A mapping, or pairs, as pairs. Raises RuleError for anything else; `wanted` says what is expected."""
+    if isinstance(written, Mapping):
+        return list(written.items())
+    if not isinstance(written, Iterable) or isinstance(written, str | bytes | PartitionSpec):
+        raise RuleError(f"{wanted}; {written!r} is neither")
+    pairs = list(written)
+    for pair in pairs:
+        if not isinstance(pair, tuple | list) or len(pair) != 2:
+            raise RuleError(f"{wanted}; {pair!r} is neither")
+    return [(left, right) for left, right in pairs]
+
+
+def is_layout(value: Any) -> bool:
+    """Whether a value is taken as a layout, and not as a tree of them."""
+    return value is None or isinstance(value, Layout | PartitionSpec | NamedSharding) or _is_function(value)
+
+
+def _is_function(value: Any) -> bool:
+    return callable(value) and not isinstance(value, type) and not hasattr(value, "__dataclass_fields__")
+
+
+def as_layout(value: Any) -> Layout:
+    """What a user wrote for a layout ─► the layout. Raises RuleError for what is none."""
+    match value:
+        case Layout():
+            return value
+        case PartitionSpec():
+            invalid = invalid_entry(value)
+            if invalid is not None:
+                raise RuleError(f"{spec_text(value)}: {invalid}")
+            return Fixed(value)
+        case NamedSharding():
+            return Fixed(value.spec, value.mesh, value.memory_kind)
+        case None:
+            return Unspecified()
+    if _is_function(value):
+        return Computed(value)
+    raise RuleError(
+        f"{value!r} is no layout: write `P(...)`, `AxisRules`, `FSDP`, `StateSharding`, a `Plan`, a callable "
+        "(path, leaf) -> P, or a tree of these"
+    )

@@ -1,0 +1,157 @@
+"""A model's layout and an optimizer ─► the layout of the optimizer's state."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from functree.errors import RuleError, did_you_mean
+from functree.layout.decision import Decision, Dimension, whole
+from functree.layout.layout import Layout, LayoutTree, Resolution, as_layout
+from functree.layout.meshes import MeshLike, MeshView
+from functree.layout.optimizer.origins import Optimizer, Origin, Trained, abstract_state, find_origins
+from functree.layout.plan.plan import Plan
+from functree.layout.plan.resolver import agreed_view, plan_leaves, read_for
+from functree.layout.plan.row import Row
+from functree.layout.prefix import Part
+from functree.layout.specs import mesh_axes
+from functree.tree.filters.filter import FilterLike, as_filter, patterns
+from functree.tree.filters.predicates import is_trainable
+from functree.tree.leaf import Leaf
+from functree.tree.leaves import Leaves
+from functree.tree.paths import Path
+
+
+def plan_optimizer(
+    tx: Optimizer,
+    model: Any,
+    layout: LayoutTree,
+    mesh: MeshLike = None,
+    *,
+    wrt: FilterLike = is_trainable,
+    otherwise: LayoutTree = None,
+) -> Plan:
+    """Decide where each array of an optimizer's state goes, from the layout of the model alone.
+
+    A leaf that stands for a parameter and has its shape gets the parameter's spec; a factored one the specs of the
+    dimensions it keeps; one with further leading dimensions the parameter's behind unsharded ones. What does not
+    depend on the parameters' shapes is whole.
+
+    Args:
+        tx: any optax optimizer.
+        model: concrete or abstract.
+        layout: of the model.
+        mesh: as in `ft.plan`.
+        wrt: the filter of the parameters that the optimizer updates.
+        otherwise: a layout for leaves that depend on the parameters' shapes in a way that cannot be told.
+
+    Returns:
+        The plan of `tx.init(parameters)`.
+
+    Raises:
+        ShardingError: the model cannot be laid out; a leaf of the state cannot be derived and there is no `otherwise`.
+
+    Examples:
+        >>> import optax
+        >>> plan = ft.plan_optimizer(optax.adam(1e-3), {"w": jnp.ones((4, 8))}, ft.P("data"), {"data": 2})
+        >>> plan["0.mu.w"].spec, plan["0.count"].reason
+        (P('data', None), 'does not depend on the parameters')
+    """
+    return plan_state(tx, model, layout, mesh, wrt, otherwise).plan
+
+
+class PlannedState(NamedTuple):
+    """The plan of an optimizer's state, and the parameters that it is for."""
+
+    plan: Plan
+    parameters: Any
+
+
+def plan_state(
+    tx: Optimizer, model: Any, layout: LayoutTree, mesh: MeshLike, wrt: FilterLike, otherwise: LayoutTree
+) -> PlannedState:
+    """As `plan_optimizer`."""
+    leaves, parts = read_for(model, layout)
+    view = agreed_view(mesh, parts)
+    rows = {row.path: row for row in plan_leaves(leaves, parts, view)}
+    trained = select_trained(leaves, wrt, type(model).__name__)
+    params = trained.tree(lambda leaf: leaf.value)
+    state = abstract_state(tx, params)
+    origins = find_origins(tx, trained, state.leaves)
+    parameters = trained.parameters
+    pairs = zip(state.leaves, origins, strict=True)
+    described = Leaves(tuple(origin.describe(leaf, parameters) for leaf, origin in pairs), (), state.skeleton)
+    derived = Derived(tuple(origins), rows, None if otherwise is None else as_layout(otherwise))
+    whole_state = Part(derived, Path(), state.skeleton.treedef.num_leaves)
+    return PlannedState(plan_leaves(described, [whole_state], view), params)
+
+
+def select_trained(leaves: Leaves, wrt: FilterLike, name: str) -> Trained:
+    """The arrays of a model that a filter matches.
+
+    Args:
+        leaves: of the model.
+        wrt: the filter.
+        name: of the model's class.
+
+    Raises:
+        RuleError: a pattern in the filter matches no leaf: what it was to freeze would be trained.
+    """
+    matches = as_filter(wrt)
+    for pattern in patterns(matches):
+        if not any(map(pattern, leaves.leaves)):
+            near = did_you_mean(getattr(pattern, "pattern", ""), [leaf.path for leaf in leaves.leaves])
+            raise RuleError(f"wrt={wrt!r}: {pattern!r} matches no leaf of {name}{near}")
+    return Trained(leaves.skeleton, {leaf.path: leaf if matches(leaf) else None for leaf in leaves.leaves})
+
+
+class Derived(Layout):
+    """The layout of one optimizer state, leaf by leaf in its order.
+
+    Args:
+        origins: of the leaves.
+        rows: of the parameters.
+        otherwise: the layout of leaves that cannot be derived.
+    """
+
+    def __init__(self, origins: Sequence[Origin], rows: Mapping[Path, Row], otherwise: Layout | None):
+        self.origins: Sequence[Origin] = origins
+        self.rows: Mapping[Path, Row] = rows
+        self.otherwise: Layout | None = otherwise
+
+    def resolve(self, leaves: Sequence[Leaf], mesh: MeshView, before: Sequence[Decision] | None = None) -> Resolution:
+        decisions = [self._decide(leaf, origin) for leaf, origin in zip(leaves, self.origins, strict=True)]
+        lost = [i for i, origin in enumerate(self.origins) if not origin.derived]
+        if self.otherwise is None or not lost:
+            return Resolution(decisions)
+        found = self.otherwise.resolve([leaves[i] for i in lost], mesh)
+        for i, decision in zip(lost, found.decisions, strict=True):
+            decisions[i] = decision._replace(reason=f"otherwise: {decision.reason}")
+        return Resolution(decisions, found.problems, found.unused)
+
+    def _decide(self, leaf: Leaf, origin: Origin) -> Decision:
+        start = whole(leaf).settle()
+        if not origin.derived:
+            return start.wrong(UNDERIVABLE)
+        if origin.parameter is None or all(dim is None for dim in origin.dims):
+            number = origin.parameter is not None and not leaf.shape
+            return start.because(f"one number for {origin.parameter}" if number else INDEPENDENT)
+        row = self.rows[origin.parameter]
+        spec = row.spec if row.spec is not None else [None] * len(row.shape)
+        source = f"the spec of {origin.parameter}"
+        axes = [() if dim is None else mesh_axes(spec[dim]) for dim in origin.dims]
+        reason = f"as {origin.parameter}"
+        if origin.dims != tuple(range(len(row.shape))):
+            reason += f", its dimensions {_kept(origin.dims)}"
+        dimensions = tuple(Dimension(one, source) for one in axes)
+        return Decision(dimensions, reason, memory_kind=row.memory_kind)
+
+
+INDEPENDENT = "does not depend on the parameters"
+UNDERIVABLE = (
+    "depends on the shapes of the parameters in a way that cannot be told, so no parameter's spec is its own",
+    "give a layout for such leaves: `otherwise=P()` for whole on every device; in a TrainState, by a pattern: "
+    "`StateSharding({'opt_state.**': P(), ...: layout})`",
+)
+
+
+def _kept(dims: Sequence[int | None]) -> str:
+    return ", ".join("whole" if dim is None else str(dim) for dim in dims)

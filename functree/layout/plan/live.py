@@ -1,0 +1,82 @@
+"""Live arrays ─► how they are sharded now."""
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+from jax.core import Tracer
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
+
+from functree.layout.placement import memory_of
+from functree.layout.plan.row import Row
+from functree.layout.specs import of_rank
+from functree.tree.leaf import Leaf
+
+
+class Live(NamedTuple):
+    """How an array is sharded: a spec where there is one, and the words for it."""
+
+    spec: PartitionSpec | None
+    reason: str
+    local_shape: tuple[int, ...]
+    copies: int = 1
+    memory_kind: str | None = None
+    mesh: Mesh | AbstractMesh | None = None
+
+
+def live_rows(leaves: Sequence[Leaf]) -> tuple[list[Row], Mesh | AbstractMesh | None]:
+    """A row for each array as it is, and the first mesh that one is on."""
+    live = [live_sharding(leaf.value) for leaf in leaves]
+    rows = []
+    for leaf, x in zip(leaves, live, strict=True):
+        shape, dtype = leaf.value.shape, leaf.value.dtype
+        total, local = (math.prod(s) * dtype.itemsize for s in (shape, x.local_shape))
+        numbers = (x.local_shape, total, local, x.copies)
+        rows.append(Row(leaf.path, shape, dtype, leaf.axes, x.spec, x.reason, *numbers, x.memory_kind))
+    return rows, next((x.mesh for x in live if x.mesh is not None), None)
+
+
+def live_sharding(value: Any) -> Live:
+    """How an array is sharded. One that is numpy's, or is not on devices yet, has no spec."""
+    shape = tuple(value.shape)
+    if not isinstance(value, jax.Array | jax.ShapeDtypeStruct):
+        return Live(None, "a numpy array in the host's memory", shape)
+    if isinstance(value, Tracer):
+        return _traced(value)
+    sharding = value.sharding
+    if sharding is None:
+        return Live(None, "abstract, with no sharding", shape)
+    local = tuple(sharding.shard_shape(shape))
+    kind = None if memory_of(sharding) == "device" else sharding.memory_kind
+    committed = bool(getattr(value, "committed", True))
+    if isinstance(sharding, NamedSharding):
+        spec = of_rank(sharding.spec, len(shape))
+        reason = "as it is sharded now" if committed else "as it is sharded now, uncommitted"
+        return Live(spec, reason, local, sharding.mesh.size // _parts(shape, local), kind, sharding.mesh)
+    if isinstance(sharding, SingleDeviceSharding):
+        device = next(iter(sharding.device_set))
+        how = "committed to" if committed else "uncommitted, on"
+        return Live(None, f"whole, {how} {device.platform}:{device.id} alone", local, 1, kind)
+    copies = len(sharding.device_set) // _parts(shape, local)
+    return Live(None, f"as it is sharded now, by a {type(sharding).__name__}", local, copies, kind)
+
+
+def _traced(value: Any) -> Live:
+    sharding = jax.typeof(value).sharding
+    shape = tuple(value.shape)
+    if not isinstance(sharding, NamedSharding) or sharding.mesh.empty:
+        return Live(None, "traced, without a mesh in its type", shape)
+    spec, mesh = of_rank(sharding.spec, len(shape)), sharding.mesh
+    if not mesh.are_all_axes_explicit:
+        return Live(None, "traced under Auto axes, whose types do not tell shardings", shape, mesh=mesh)
+    local = tuple(sharding.shard_shape(shape))
+    return Live(spec, "by its type", local, mesh.size // _parts(shape, local), None, mesh)
+
+
+def _parts(shape: tuple[int, ...], local: tuple[int, ...]) -> int:
+    """Into how many different parts a shape is cut."""
+    parts = 1
+    for size, one in zip(shape, local, strict=True):
+        parts *= -(-size // one) if one else 1
+    return parts

@@ -1,0 +1,160 @@
+"""`Plan`: where each array of a tree goes and why; immutable, and a layout itself."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
+
+from functree.errors import Problem, ShardingError, count, did_you_mean
+from functree.layout.decision import Decision, apply_spec, whole
+from functree.layout.layout import Layout, Resolution
+from functree.layout.meshes import MeshView
+from functree.layout.plan.fold import bytes_text
+from functree.layout.plan.page import plan_html
+from functree.layout.plan.row import Row
+from functree.layout.plan.text import plan_text
+from functree.layout.validation import refuse
+from functree.tree.leaf import Leaf
+from functree.tree.paths import Path
+from functree.tree.skeleton.skeleton import Skeleton
+from functree.values import Value
+
+
+class Plan(Value, Layout):
+    """Where each array of a tree goes, and why. Immutable; itself a layout, so that it can be handed on.
+
+    Attributes:
+        rows: one for each array.
+        problems: what is wrong; empty unless made with `check=False`.
+        unused: names of rules that no leaf has.
+        mesh: the mesh, or None where only sizes were given.
+        sizes: of the mesh's axes.
+
+    Examples:
+        >>> plan = ft.plan({"w": jnp.ones((4, 8))}, ft.P("data"), {"data": 2})
+        >>> plan["w"].spec, plan.bytes_per_device
+        (P('data', None), 64)
+        >>> ft.plan({"w": jnp.zeros((4, 8))}, plan, {"data": 2}) == plan
+        True
+    """
+
+    __slots__ = ("_by_path", "mesh", "problems", "rows", "sizes", "skeleton", "unused")
+    rows: tuple[Row, ...]
+    problems: tuple[Problem, ...]
+    unused: tuple[str, ...]
+    mesh: Mesh | AbstractMesh | None
+    sizes: Mapping[str, int]
+    skeleton: Skeleton
+    _by_path: dict[Path, Row]
+
+    def __init__(
+        self,
+        rows: Sequence[Row],
+        skeleton: Skeleton,
+        view: MeshView,
+        problems: Sequence[Problem] = (),
+        unused: Sequence[str] = (),
+    ):
+        self._set(
+            rows=tuple(rows),
+            skeleton=skeleton,
+            mesh=view.mesh,
+            sizes=dict(view.sizes),
+            problems=tuple(problems),
+            unused=tuple(unused),
+            _by_path={row.path: row for row in rows},
+        )
+
+    @property
+    def view(self) -> MeshView:
+        """The mesh as plans see it."""
+        return MeshView(self.sizes, self.mesh)
+
+    @property
+    def specs(self) -> Any:
+        """A tree of `PartitionSpec`s with the structure of the tree's arrays; None where other leaves are."""
+        return self.skeleton.spread(row.spec for row in self.rows)
+
+    @property
+    def shardings(self) -> Any:
+        """A tree of `NamedSharding`s, memory kinds included.
+
+        Raises:
+            ShardingError: the plan was made for sizes only, without a mesh; it has problems; an array has no spec.
+        """
+        if self.problems:
+            raise refuse(self.problems, self.view)
+        return self.skeleton.spread(map(self.sharding, self.rows))
+
+    def sharding(self, row: Row) -> NamedSharding:
+        """The sharding of one row."""
+        if self.mesh is None:
+            what = f"this plan knows the sizes {self.view} and no devices"
+            raise ShardingError(f"{what}: plan with a `Mesh` for shardings")
+        if row.spec is None:
+            raise ShardingError(f"{row.path}: {row.reason}; there is no PartitionSpec for that")
+        return NamedSharding(self.mesh, row.spec, memory_kind=row.memory_kind)
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of the whole tree, each array once."""
+        return sum(row.bytes_global for row in self.rows)
+
+    @property
+    def bytes_per_device(self) -> int:
+        """Bytes that one device keeps, host memory included."""
+        return sum(row.bytes_per_device for row in self.rows)
+
+    def __getitem__(self, path: Any) -> Row:
+        """The row at a path: an `ft.Path`, a tuple, or its text."""
+        key = Path.parse(path) if isinstance(path, str) else Path(path)
+        if key not in self._by_path:
+            raise KeyError(f"no array at `{key}`{did_you_mean(key, self._by_path)}")
+        return self._by_path[key]
+
+    def __iter__(self) -> Iterator[Row]:
+        return iter(self.rows)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @property
+    def own_mesh(self) -> Mesh | AbstractMesh | None:
+        return self.mesh
+
+    def resolve(self, leaves: Sequence[Leaf], mesh: MeshView, before: Sequence[Decision] | None = None) -> Resolution:
+        """As a layout: what was decided for the same path."""
+        starts = before or map(whole, leaves)
+        return Resolution([self._decide(leaf, start) for leaf, start in zip(leaves, starts, strict=True)])
+
+    def _decide(self, leaf: Leaf, before: Decision) -> Decision:
+        row = next((self._by_path[path] for path in leaf.patterned if path in self._by_path), None)
+        if row is None or row.spec is None:
+            why = "the plan has no row for it" if row is None else f"the plan says: {row.reason}"
+            return before.wrong((why, "plan the tree that it belongs to"))
+        decision = apply_spec(leaf, row.spec, before, row.reason)
+        return decision._replace(memory_kind=row.memory_kind or before.memory_kind)
+
+    def _parts(self) -> tuple[Any, ...]:
+        return (self.rows, tuple(self.sizes.items()), self.mesh, self.skeleton.treedef)
+
+    def __str__(self) -> str:
+        return plan_text(self.rows, self._notes())
+
+    def __repr__(self) -> str:
+        return f"<Plan of {len(self.rows)} arrays on mesh {self.view}>"
+
+    def html(self) -> str:
+        """A page of its own: the rows with their bytes, to be searched and sorted by eye."""
+        return plan_html(self.rows, self._notes(), self.view.devices, page=True)
+
+    def _repr_html_(self) -> str:
+        return plan_html(self.rows, self._notes(), self.view.devices, page=False)
+
+    def _notes(self) -> list[str]:
+        """What stands below the table."""
+        sizes = f"{bytes_text(self.total_bytes)} in all, {bytes_text(self.bytes_per_device)} on each device"
+        notes = [f"mesh {self.view}: {count(len(self.rows), 'array')}, {sizes}"]
+        if self.unused:
+            notes.append(f"rules that no leaf needed: {', '.join(self.unused)}")
+        return notes + [f"PROBLEM {problem.path or problem.what}: {problem.why}" for problem in self.problems]

@@ -1,0 +1,218 @@
+"""(tree, layout, mesh) ─► `Plan`: one row for each leaf with its spec and the reason. The one resolver."""
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, PartitionSpec
+
+from functree.errors import Problem, ShardingError
+from functree.layout.decision import Decision
+from functree.layout.layout import LayoutTree, merge_names
+from functree.layout.meshes import MeshLike, MeshView, mesh_view
+from functree.layout.plan.live import live_rows
+from functree.layout.plan.plan import Plan
+from functree.layout.plan.row import Row
+from functree.layout.prefix import Part, broadcast
+from functree.layout.specs import spec_text
+from functree.layout.validation import leaf_problems, local_shape, near_misses, refuse
+from functree.tree.leaf import Leaf
+from functree.tree.leaves import Leaves, read
+from functree.tree.paths import Path
+
+
+def plan(tree: Any, layout: LayoutTree = None, mesh: MeshLike = None, *, check: bool = True) -> Plan:
+    """Decide where each array of a tree goes, and check it. Touches no device.
+
+    Args:
+        tree: concrete or abstract arrays, in modules and containers.
+        layout: a layout, or a prefix tree of layouts. Without one, the plan tells how the live arrays are sharded.
+        mesh: a `Mesh`, an `AbstractMesh`, a dict of sizes, or None for the current mesh.
+        check: raise what is wrong; else it is in `plan.problems`.
+
+    Raises:
+        ShardingError: everything that is wrong, leaf by leaf; or there is no mesh.
+        RuleError: the prefix tree does not have the tree's structure.
+
+    Examples:
+        >>> class MLP(eqx.Module):
+        ...     up: Float[Array, "embed hidden"]
+        >>> abstract = MLP(jax.ShapeDtypeStruct((16, 64), "float32"))
+        >>> row = ft.plan(abstract, ft.AxisRules({"hidden": "model", "embed": None}), {"data": 2, "model": 4})["up"]
+        >>> row.spec, row.reason
+        (P(None, 'model'), 'embed→None, hidden→model')
+    """
+    return _live_plan(tree, mesh) if layout is None else plan_tree(tree, layout, mesh, check=check)
+
+
+def plan_tree(
+    tree: Any,
+    layout: LayoutTree,
+    mesh: MeshLike,
+    *,
+    check: bool = True,
+    same: Sequence[int] | None = None,
+    allow_unspecified: bool = False,
+) -> Plan:
+    """The plan of a tree; the options are those of `plan_leaves`."""
+    leaves, parts = read_for(tree, layout)
+    view = agreed_view(mesh, parts)
+    return plan_leaves(leaves, parts, view, check=check, same=same, allow_unspecified=allow_unspecified)
+
+
+def read_for(tree: Any, layout: LayoutTree) -> tuple[Leaves, list[Part]]:
+    """The leaves of a tree as a layout names them, and the layouts that stand over them."""
+    parts = broadcast(layout, tree)
+    return read(tree, merge_names(part.layout.given_names for part in parts)), parts
+
+
+def plan_leaves(
+    leaves: Leaves,
+    parts: Sequence[Part],
+    view: MeshView,
+    *,
+    check: bool = True,
+    same: Sequence[int] | None = None,
+    allow_unspecified: bool = False,
+) -> Plan:
+    """The plan of leaves that have been read.
+
+    Args:
+        leaves: of a tree.
+        parts: the layouts that stand over it.
+        view: of the mesh.
+        check: raise what is wrong.
+        same: for each abstract leaf, a number that it shares with the leaves that are the same array.
+        allow_unspecified: whether an array whose layout is `None` gets a row without a spec, instead of an error.
+    """
+    decisions: list[Decision] = []
+    problems, known = list(leaves.problems), list[Leaf]()
+    unused: list[str] = []
+    for part, group in _grouped(leaves, parts):
+        found = part.layout.resolve(group, view)
+        known += found.leaves or group
+        decisions += found.decisions
+        problems += found.problems
+        unused += found.unused
+    problems = list(dict.fromkeys(problems))
+    unused = _absent(unused, leaves.leaves)
+    problems += near_misses(known, decisions, unused)
+    clean: dict[int, bool] = {}  # layouts give many leaves one decision
+    for leaf, decision in zip(known, decisions, strict=True):
+        if not decision.specified and not allow_unspecified:
+            problems.append(leaf.problem(*UNSPECIFIED))
+        if id(decision) not in clean:
+            clean[id(decision)] = _is_clean(decision)
+        if not clean[id(decision)]:
+            problems += leaf_problems(leaf, decision, view)
+    rows = _rows(known, decisions, view)
+    problems += _conflicting(known, rows, same)
+    if problems and check:
+        raise refuse(problems, view)
+    return Plan(rows, leaves.skeleton, view, problems, unused)
+
+
+UNSPECIFIED = ("no layout was given for this array (`None`)", "write `P()` for whole on every device")
+
+
+def _is_clean(decision: Decision) -> bool:
+    """Whether nothing can be wrong with a leaf about which this was decided: it is whole, and no fault was found."""
+    whole = all(not dimension.mesh_axes and dimension.fault is None for dimension in decision.dimensions)
+    return whole and not decision.faults
+
+
+def _absent(names: Sequence[str], leaves: Sequence[Leaf]) -> list[str]:
+    """Those names that no leaf has: what one part of a tree lacks, another may have."""
+    if not names:
+        return []
+    present = {name for axes in {leaf.axes for leaf in leaves} for name in axes}
+    return [name for name in dict.fromkeys(names) if name not in present]
+
+
+def _grouped(leaves: Leaves, parts: Sequence[Part]) -> Iterator[tuple[Part, Sequence[Leaf]]]:
+    """The arrays below each layout, with the paths that its patterns see."""
+    if len(parts) == 1 and not parts[0].path:
+        yield parts[0], leaves.leaves
+        return
+    places = leaves.skeleton.places
+    end_of_part, start = 0, 0
+    for part in parts:
+        end_of_part += part.leaves
+        end = start
+        while end < len(places) and places[end] < end_of_part:
+            end += 1
+        depth = len(part.path)
+        group = leaves.leaves[start:end]
+        yield part, [leaf._replace(aliases=tuple(Path(p[depth:]) for p in leaf.patterned)) for leaf in group]
+        start = end
+
+
+def _rows(leaves: Sequence[Leaf], decisions: Sequence[Decision], view: MeshView) -> list[Row]:
+    known: dict[tuple[Any, ...], _Sizes] = {}
+    rows = []
+    for leaf, decision in zip(leaves, decisions, strict=True):
+        value = leaf.value
+        shape, dtype = value.shape, value.dtype
+        key = (id(decision), shape, dtype)  # one decision may be for leaves of several shapes
+        sizes = known.get(key)
+        if sizes is None:
+            sizes = known[key] = _sizes(shape, dtype, decision, view)
+        spec, local, total, per_device, copies = sizes
+        reason, kind = decision.reason, decision.memory_kind
+        rows.append(Row(leaf.path, shape, dtype, leaf.axes, spec, reason, local, total, per_device, copies, kind))
+    return rows
+
+
+_Sizes = tuple[PartitionSpec | None, tuple[int, ...], int, int, int]
+"""The spec, local shape, bytes in all and on one device, and copies of a row."""
+
+
+def _sizes(shape: tuple[int, ...], dtype: Any, decision: Decision, view: MeshView) -> _Sizes:
+    mesh_axes = decision.mesh_axes
+    local = local_shape(shape, mesh_axes, view)
+    split = math.prod(view.sizes.get(axis, 1) for axes in mesh_axes for axis in axes)
+    spec = decision.spec if decision.specified else None
+    total, per_device = math.prod(shape) * dtype.itemsize, math.prod(local) * dtype.itemsize
+    return spec, local, total, per_device, max(1, view.devices // split)
+
+
+def _conflicting(leaves: Sequence[Leaf], rows: Sequence[Row], same: Sequence[int] | None) -> list[Problem]:
+    """One array that stands at two paths with two specs."""
+    first: dict[int, Row] = {}
+    found = []
+    for i, (leaf, row) in enumerate(zip(leaves, rows, strict=True)):
+        if same is None and isinstance(leaf.value, jax.ShapeDtypeStruct | np.generic):
+            continue  # equal descriptions may be one object without being one array
+        other = first.setdefault(same[i] if same is not None else id(leaf.value), row)
+        if (other.spec, other.memory_kind) != (row.spec, row.memory_kind):
+            why = f"is the same array as `{other.path}`, and is laid out {_where(row)} here and {_where(other)} there"
+            found.append(leaf.problem(why, "give both paths one spec, or make two arrays"))
+    return found
+
+
+def _where(row: Row) -> str:
+    where = "unknown" if row.spec is None else spec_text(row.spec)
+    return f"{where} in {row.memory_kind}" if row.memory_kind else where
+
+
+def agreed_view(mesh: MeshLike, parts: Sequence[Part]) -> MeshView:
+    """The mesh that was given, or the one that the layouts bring along; they must agree."""
+    own = [part.layout.own_mesh for part in parts if part.layout.own_mesh is not None]
+    view = mesh_view(own[0] if mesh is None and own else mesh)
+    for other in own:
+        both = isinstance(view.mesh, Mesh) and isinstance(other, Mesh)
+        if dict(other.shape) != dict(view.sizes) or (both and other != view.mesh):
+            its = MeshView(dict(other.shape))
+            devices = ", of other devices" if its.sizes == view.sizes else ""
+            raise ShardingError(f"the layout is for the mesh {its}{devices}, and the tree goes on {view}: use one mesh")
+    return view
+
+
+def _live_plan(tree: Any, mesh: MeshLike) -> Plan:
+    """How the arrays are sharded now."""
+    leaves = read(tree)
+    rows, found = live_rows(leaves.leaves)
+    where = found if mesh is None else mesh
+    return Plan(rows, leaves.skeleton, MeshView({}) if where is None else mesh_view(where))

@@ -1,0 +1,97 @@
+"""Rules that hold while tracing, without being handed on: `with ft.axis_rules(rules):`."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple
+
+import jax
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
+
+from functree.errors import ShardingError
+from functree.layout.layout import Layout, LayoutLike, as_layout
+from functree.layout.meshes import MeshView, abstract_mesh, current_mesh
+from functree.layout.placement import first_mesh
+from functree.layout.specs import without
+from functree.layout.state_sharding import StateSharding
+from functree.layout.validation import spec_of_axes
+from functree.tree.axes import Axes
+
+# A user context is part of the key of every trace: what was traced under some rules is not reused under others.
+_RULES = jax.make_user_context(None)
+
+
+@contextmanager
+def axis_rules(rules: LayoutLike) -> Iterator[None]:
+    """Make rules ambient for `constrain`, `spec` and the layers of `ft.nn`, while they are traced.
+
+    Args:
+        rules: `AxisRules`, or a composition that begins with them.
+
+    Raises:
+        RuleError: not a layout.
+
+    Examples:
+        >>> with ft.axis_rules(ft.AxisRules({"batch": "data", "embed": None})):
+        ...     ft.spec("batch embed")
+        P('data', None)
+    """
+    layout = None if rules is None else as_layout(rules)
+    if isinstance(layout, StateSharding):
+        # Its filters are for a whole tree; ambient rules lay out one array, or one gradient.
+        layout = layout.tolerant
+    with _RULES(layout):
+        yield
+
+
+def ambient_rules() -> Layout | None:
+    """The rules of the innermost `axis_rules`, or None."""
+    return _RULES.value
+
+
+def spec(axes: str | Axes) -> PartitionSpec:
+    """The spec of an array with these axes, by the ambient rules: for JAX's `out_sharding=`.
+
+    Args:
+        axes: the names, as text or `Axes`.
+
+    Raises:
+        ShardingError: there are no ambient rules, or they do not place these axes.
+
+    Examples:
+        >>> with ft.axis_rules(ft.AxisRules({"batch": "data", "hidden": "model"})):
+        ...     ft.spec("batch hidden")
+        P('data', 'model')
+    """
+    rules = ambient_rules()
+    if rules is None:
+        raise ShardingError(
+            "there are no ambient rules: enter `with ft.axis_rules(rules):` around the call that traces this"
+        )
+    mesh = current_mesh()
+    view = None if mesh is None else MeshView(dict(mesh.shape), mesh)
+    found = spec_of_axes(rules, Axes.of(axes), None, view)
+    return found if mesh is None else without(found, set(getattr(mesh, "manual_axes", ())))
+
+
+class Surroundings(NamedTuple):
+    """What holds around a function's body.
+
+    Attributes:
+        mesh: the ambient mesh; None for that of the arguments.
+        rules: the ambient rules.
+    """
+
+    mesh: Mesh | AbstractMesh | None
+    rules: Layout | None
+
+    @contextmanager
+    def entered(self, arrays: Sequence[Any]) -> Iterator[None]:
+        """The mesh and the rules, while the body is traced."""
+        mesh = self.mesh if self.mesh is not None else first_mesh(arrays)
+        manual = jax.sharding.get_abstract_mesh().manual_axes  # inside `shard_map` the mesh is what it has made of it
+        with ExitStack() as stack:
+            if mesh is not None and not manual:
+                stack.enter_context(jax.sharding.use_abstract_mesh(abstract_mesh(mesh)))
+            if self.rules is not None:
+                stack.enter_context(axis_rules(self.rules))
+            yield

@@ -1,0 +1,92 @@
+"""Concrete arrays ─► the same arrays, sharded as a layout says."""
+
+from typing import Any, TypeVar
+
+import jax
+from jax.core import Tracer
+from jax.sharding import Mesh, NamedSharding
+
+from functree.errors import Problem, ShardingError, count
+from functree.layout.layout import LayoutTree
+from functree.layout.meshes import NO_MESH, MeshLike
+from functree.layout.placement import is_concrete, is_sharded_as
+from functree.layout.plan.resolver import agreed_view, plan_leaves, read_for
+from functree.layout.prefix import broadcast
+from functree.tree.arrays import is_array
+from functree.tree.axes import Axes
+from functree.tree.leaves import Leaves, read
+
+T = TypeVar("T")
+
+
+def shard(tree: T, layout: LayoutTree, mesh: MeshLike = None, *, axes: str | Axes | None = None) -> T:
+    """Put concrete arrays where a layout says.
+
+    Args:
+        tree: arrays in modules and containers; other leaves stay as they are.
+        layout: a layout, or a prefix tree of layouts.
+        mesh: a mesh, or None for the current one.
+        axes: the axes of a bare array, which has no annotation.
+
+    Returns:
+        The same tree. An array that is sharded so already is the same object, and one array at two places stays one.
+
+    Raises:
+        ShardingError: the tree cannot be laid out so; there is no mesh with devices; an array is traced or abstract.
+
+    Examples:
+        >>> mesh = ft.make_mesh(data=2, model=4)
+        >>> x = ft.shard(jnp.ones((4, 8)), ft.AxisRules({"batch": "data", "embed": None}), mesh, axes="batch embed")
+        >>> x.sharding.spec
+        P('data', None)
+    """
+    if axes is None:
+        leaves, parts = read_for(tree, layout)
+    else:
+        leaves, parts = named_array(tree, axes), broadcast(layout, tree)
+    _check_concrete(leaves)
+    planned = plan_leaves(leaves, parts, agreed_view(mesh, parts))
+    if not isinstance(planned.mesh, Mesh):
+        raise ShardingError(f"arrays cannot be put on {planned.view}, which has no devices: {NO_MESH} with a `Mesh`")
+    values = [leaf.value for leaf in leaves.leaves]
+    targets = {id(x): planned.sharding(row) for x, row in zip(values, planned.rows, strict=True)}
+    moving = {id(x): x for x in values if not _is_placed(x, targets[id(x)])}
+    moved = jax.device_put(list(moving.values()), [targets[i] for i in moving])
+    placed = dict(zip(moving, moved, strict=True))
+    return leaves.skeleton.fill(placed.get(id(x), x) for x in values)
+
+
+def _is_placed(value: Any, target: NamedSharding) -> bool:
+    """Whether nothing has to be done for an array."""
+    if not is_concrete(value) or not value.committed or not isinstance(value.sharding, NamedSharding):
+        return False
+    return value.sharding.mesh == target.mesh and is_sharded_as(value, target)
+
+
+def _check_concrete(leaves: Leaves) -> None:
+    problems: list[Problem] = []
+    for leaf in leaves.leaves:
+        if isinstance(leaf.value, Tracer):
+            why, remedy = "is traced, and `shard` moves concrete arrays", "inside a trace write `ft.constrain`"
+            problems.append(leaf.problem(why, remedy))
+        elif isinstance(leaf.value, jax.ShapeDtypeStruct):
+            why, remedy = "is abstract, and `shard` moves concrete arrays", "give it a sharding with `ft.abstract`"
+            problems.append(leaf.problem(why, remedy))
+    if problems:
+        raise ShardingError(f"{count(len(problems), 'leaf')} cannot be put on devices", problems)
+
+
+def named_array(tree: Any, axes: str | Axes) -> Leaves:
+    """A bare array as the one leaf of a tree, with axes given from outside.
+
+    Raises:
+        ShardingError: it is no array, or has another number of dimensions.
+    """
+    if not is_array(tree):
+        raise ShardingError(f'axes="{axes}" names a bare array\'s dimensions, and this is a {type(tree).__name__}')
+    leaves, named = read(tree), Axes.of(axes)
+    leaf = leaves.leaves[0]
+    if len(named) != len(leaf.shape):
+        why = f'"{named}" names {len(named)} dimensions, and it has {len(leaf.shape)}'
+        raise ShardingError("the axes do not fit", [leaf.problem(why, "name each dimension")])
+    return Leaves((leaf._replace(axes=named, annotated=True, misfit=None),), (), leaves.skeleton)

@@ -1,0 +1,159 @@
+"""`in_shardings` and `out_shardings` ─► a sharding for each array, checked by path before JAX sees it."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.core import Tracer
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
+
+from functree.calls.program import Shardings
+from functree.calls.signature import Signature
+from functree.errors import Problem, ShardingError, count
+from functree.layout.layout import LayoutTree
+from functree.layout.meshes import MeshView
+from functree.layout.placement import first_mesh, is_concrete, is_sharded_as, memory_of, mesh_of, sharding_text
+from functree.layout.plan.plan import Plan
+from functree.layout.plan.resolver import plan_tree
+from functree.layout.specs import spec_text
+from functree.layout.validation import leaves_at_fault
+from functree.tree.leaf import array_problem
+from functree.tree.paths import Path
+
+
+class Inputs(NamedTuple):
+    """How the arguments have to be sharded.
+
+    Attributes:
+        mesh: the mesh of the layouts.
+        shardings: for each array; None if `in_shardings` was not given.
+        moved: the places of those that JAX will move there on every call.
+    """
+
+    mesh: Mesh | AbstractMesh | None
+    shardings: Shardings | None
+    moved: tuple[int, ...]
+
+
+def inputs(
+    name: str, call: Any, arrays: Sequence[Any], layouts: LayoutTree, mesh: Mesh | AbstractMesh | None
+) -> Inputs:
+    """Resolve `in_shardings`, and check that the arguments are sharded so.
+
+    Raises:
+        ShardingError: what cannot be laid out so, and arrays that are sharded otherwise.
+    """
+    planned = plan_tree(call, layouts, _planning(mesh), check=False, allow_unspecified=True)
+    problems, moved = list(planned.problems), list[int]()
+    shardings: Shardings = [None] * len(arrays) if problems else _shardings(planned)
+    for i, (row, array, wanted) in enumerate(zip(planned.rows, arrays, shardings, strict=True)):
+        if wanted is None or isinstance(wanted.mesh, AbstractMesh) or isinstance(array, Tracer | jax.ShapeDtypeStruct):
+            continue  # nothing is asked, or nothing runs there
+        if isinstance(array, jax.Array) and array.committed:
+            if not _is_taken(array, wanted):
+                problems.append(_other_sharding(row.path, array, wanted))
+        elif AxisType.Explicit in wanted.mesh.axis_types:
+            problems.append(_untyped(row.path, array))
+        else:
+            moved.append(i)
+    if problems:
+        at_fault = leaves_at_fault(problems) or "the layout"
+        raise ShardingError(f"{name}: {at_fault} does not fit in_shardings on mesh {planned.view}", problems)
+    return Inputs(planned.mesh, shardings, tuple(moved))
+
+
+def _shardings(planned: Plan) -> list[NamedSharding | None]:
+    return [None if row.spec is None else planned.sharding(row) for row in planned.rows]
+
+
+def _is_taken(array: jax.Array, wanted: NamedSharding) -> bool:
+    """Whether JAX takes an array as it is."""
+    if AxisType.Explicit in wanted.mesh.axis_types and mesh_of(array) != wanted.mesh:
+        return False
+    return is_sharded_as(array, wanted)
+
+
+def _other_sharding(path: Path, array: jax.Array, wanted: NamedSharding) -> Problem:
+    """An array that would have to be moved first: that is for the user to write, since it costs."""
+    here = array.sharding
+    have, want = sharding_text(here), sharding_text(wanted)
+    if isinstance(here, NamedSharding) and here.mesh == wanted.mesh and memory_of(here) == memory_of(wanted):
+        have, want = spec_text(here.spec), spec_text(wanted.spec)
+    why = f"is sharded {have}, but `in_shardings` asks for {want}; `ft.jit` does not move arrays implicitly"
+    return array_problem(path, array, why, "move it once: `ft.shard(x, layout, mesh)`")
+
+
+def _untyped(path: Path, array: Any) -> Problem:
+    what = "is a numpy array" if isinstance(array, np.ndarray | np.generic) else "is uncommitted, on no mesh"
+    why = f"{what}: on Explicit axes its type would be unsharded inside, whatever `in_shardings` asks for"
+    return array_problem(path, array, why, "move it first: `ft.shard(x, layout, mesh)`")
+
+
+def outputs(signature: Signature, result: Any, layouts: LayoutTree, mesh: Mesh | AbstractMesh | None) -> Shardings:
+    """Resolve `out_shardings`, a prefix of the result; rules read the annotation of what the function returns.
+
+    Raises:
+        ShardingError: what cannot be laid out so. RuleError: the prefix has another structure than the result.
+    """
+    record = signature.result
+    planned = plan_tree(record(result), record(layouts), _planning(mesh), check=False, allow_unspecified=True)
+    if planned.problems:
+        at_fault = leaves_at_fault(planned.problems) or "the layout"
+        headline = f"{signature.name}: {at_fault} does not fit out_shardings on mesh {planned.view}"
+        raise ShardingError(headline, planned.problems)
+    return _shardings(planned)
+
+
+def _planning(mesh: Mesh | AbstractMesh | None) -> Mesh | AbstractMesh | None:
+    """The mesh for a plan; inside shard_map none, so that the plan says what is wrong there."""
+    return None if getattr(mesh, "manual_axes", ()) else mesh
+
+
+def check_mesh(name: str, paths: Sequence[Path], arrays: Sequence[Any], mesh: Mesh | AbstractMesh | None) -> None:
+    """Raise for arguments on another mesh than the function's, or, if it has none, than the first argument's.
+
+    Raises:
+        ShardingError: their paths.
+    """
+    mesh = mesh if mesh is not None else first_mesh(arrays)
+    if mesh is None or getattr(mesh, "manual_axes", ()):
+        return
+    problems: list[Problem] = []
+    for path, array in zip(paths, arrays, strict=True):
+        lone, other = _other_devices(array, mesh), mesh_of(array)
+        if lone is not None:
+            problems.append(array_problem(path, array, f"is committed to {lone} alone", MOVE))
+        elif other is not None and (difference := _other_mesh(other, mesh)) is not None:
+            problems.append(array_problem(path, array, f"is on the mesh {difference}", MOVE))
+    if problems:
+        number = count(len(problems), "argument")
+        raise ShardingError(f"{name} runs on mesh {MeshView(dict(mesh.shape))}, and {number} elsewhere", problems)
+
+
+MOVE = "move it to the function's mesh: `ft.shard(x, layout, mesh)`"
+
+
+def _other_devices(array: Any, mesh: Mesh | AbstractMesh) -> str | None:
+    """The devices that an array without a mesh is committed to, if the function's mesh consists of others."""
+    if not isinstance(mesh, Mesh) or not is_concrete(array):
+        return None
+    if not array.committed or isinstance(array.sharding, NamedSharding):
+        return None
+    here = array.sharding.device_set
+    return None if here == set(mesh.devices.flat) else ", ".join(sorted(map(str, here)))
+
+
+def _other_mesh(one: Mesh | AbstractMesh, other: Mesh | AbstractMesh) -> str | None:
+    """How a mesh differs from another; None where it does not."""
+    text = str(MeshView(dict(one.shape)))
+    if dict(one.shape) != dict(other.shape):
+        return text
+    if isinstance(one, Mesh) and isinstance(other, Mesh) and one.devices.tolist() != other.devices.tolist():
+        return f"{text}, of other devices"
+    if AxisType.Manual in (*one.axis_types, *other.axis_types):  # inside `shard_map`
+        return None
+    explicit, explicit_there = (AxisType.Explicit in mesh.axis_types for mesh in (one, other))
+    if explicit == explicit_there:
+        return None
+    return f"{text} with {'Explicit' if explicit else 'Auto'} axes"

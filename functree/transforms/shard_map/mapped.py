@@ -1,0 +1,216 @@
+"""A function and the options of `ft.shard_map` ─► `Mapped`: how its calls are keyed, checked and run by shard."""
+
+import types
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from operator import attrgetter
+from typing import Any, Literal, NamedTuple, ParamSpec, TypeVar
+
+import jax
+from jax.core import Tracer
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
+from jax.tree_util import tree_leaves
+
+from functree.calls.body import Arguments, Body
+from functree.calls.call_groups import CallGroup, FoundCall
+from functree.calls.function import Function, on_several_devices
+from functree.calls.output import Output
+from functree.calls.parameter_layouts import ParameterLayouts
+from functree.calls.program import Program, prepare
+from functree.calls.signature import Bound, closed_over
+from functree.calls.traces import Traces
+from functree.errors import ShardingError, did_you_mean
+from functree.layout.layout import Layout, LayoutTree
+from functree.layout.meshes import NO_MESH, MeshView, current_mesh
+from functree.layout.placement import first_mesh, is_concrete
+from functree.placing.ambient import axis_rules
+from functree.transforms.shard_map.manual_mesh import ManualMesh
+from functree.transforms.sizes import Sizes
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+Shapes = Literal["global", "local"] | None
+
+
+class MapOptions(NamedTuple):
+    """The options of `ft.shard_map`."""
+
+    mesh: Mesh | AbstractMesh | None
+    in_specs: LayoutTree
+    out_specs: LayoutTree
+    rules: Layout | None
+    axis_names: tuple[str, ...] | None
+    check_vma: bool
+    shapes: Shapes
+
+
+class Mapped(Function[_P, _T]):
+    """A function that runs on each device's part of its arrays; made by `ft.shard_map`.
+
+    Attributes:
+        compilations: a record for each compilation, of what differed from the nearest earlier one.
+
+    Examples:
+        >>> by_rows = {"in_specs": ft.P("data"), "out_specs": ft.P("data")}
+        >>> mapped = ft.shard_map(lambda x: 2 * x, mesh=ft.make_mesh(data=8), **by_rows)
+        >>> mapped.eval_shape(jax.ShapeDtypeStruct((8,), "float32")).shape
+        (8,)
+    """
+
+    def __init__(self, fun: Callable[_P, _T], bound: Bound, traces: Traces, options: MapOptions):
+        super().__init__(fun, bound, traces)
+        self._options = options
+        given = options.rules if options.in_specs is None else options.in_specs
+        self._layouts = ParameterLayouts("in_specs", given, traces.signature, options.rules)
+
+    def __repr__(self) -> str:
+        return f"<ft.shard_map of {self._signature.name}>"
+
+    def _key(self, found: FoundCall) -> Hashable:
+        return (self._place(found.arrays), *map(_CONCRETE if found.concrete else _kind, found.arrays))
+
+    def _prepare(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Program, FoundCall]:
+        if not _captures_tracer(self._bound.fun):
+            return super()._prepare(args, kwargs)
+        # A program that holds a tracer must not be kept: the next call would get it after its trace has ended.
+        call = self._signature.bind(*self._bound.call(args, kwargs))
+        found = self._groups.find(call)
+        return self._program(call, found), found
+
+    def _program(self, call: Any, found: FoundCall) -> Program:
+        name, (group, arrays, _) = self._signature.name, found
+        place = self._place(arrays)
+        body = Body(self._computation(call, found, place), Arguments(group.paths, frozenset()), self._traces.fun, name)
+        prepared = prepare(body, arrays, options={"inline": True})
+        group.several_devices = group.several_devices or on_several_devices(arrays)
+        return Program(name, group, body, prepared.jitted, mesh=place.mesh, rules=self._options.rules)
+
+    def _computation(self, call: Any, found: FoundCall, place: ManualMesh) -> Callable[[Sequence[Any]], Output]:
+        """From global arrays to global arrays, for calls like this one.
+
+        Raises:
+            ShardingError: the call cannot be laid out so.
+            AxesError: it is not as annotated.
+        """
+        options, signature, fun, group = self._options, self._signature, self._traces.fun, found.group
+        laid = place.lay_global(call, self._layouts.prefix(call))
+        sizes = Sizes(signature.name, options.shapes or "")
+        if options.shapes == "global":
+            sizes.check(call, laid.leaves)
+        problems = list(laid.problems)
+        for leaf, spec in zip(laid.leaves, laid.specs, strict=True):
+            problems += place.misplaced(leaf, spec)
+        if problems:
+            raise place.refuse(signature.name, problems)
+        local = _LocalBody(signature, fun, group, options, place, sizes)
+        in_specs = laid.specs
+
+        def compute(arrays: Sequence[Any]) -> Output:
+            # JAX asks for the result's specs when the body has run, so the body may still fill them in: the function
+            # is traced once, and not a second time to know its result's structure.
+            out_specs: list[PartitionSpec] = []
+            outputs: list[Output] = []
+
+            def body(*arrays: Any) -> list[Any]:
+                output, specs = local(arrays)
+                out_specs.extend(specs)
+                outputs.append(output)
+                return list(output.values)
+
+            body.__name__ = body.__qualname__ = signature.name.rpartition(".")[2]
+            with jax.sharding.use_abstract_mesh(place.abstract):
+                values = jax.shard_map(
+                    body,
+                    mesh=place.mesh,
+                    in_specs=in_specs,
+                    out_specs=out_specs,
+                    axis_names=set(place.manual),
+                    check_vma=options.check_vma,
+                )(*[place.reshard(x, spec) for x, spec in zip(arrays, in_specs, strict=True)])
+            return Output(values, outputs[0].skeleton)
+
+        return compute
+
+    def _place(self, arrays: Iterable[Any]) -> ManualMesh:
+        """The mesh of a call, and the axes that become manual."""
+        name, here = self._signature.name, jax.sharding.get_abstract_mesh()
+        mesh = self._options.mesh if self._options.mesh is not None else current_mesh()
+        mesh = mesh if mesh is not None else first_mesh(x for x in arrays if is_concrete(x))
+        if mesh is None:
+            raise ShardingError(f"{name}: there is no mesh: {NO_MESH}")
+        view = MeshView(dict(mesh.shape))
+        if here.manual_axes:
+            if dict(mesh.shape) != dict(here.shape):
+                around = MeshView(dict(here.shape))
+                raise ShardingError(f"{name}: it is for {view}, inside a shard_map over {around}: leave `mesh=` out")
+            mesh = here
+        free = [axis for axis in mesh.axis_names if axis not in here.manual_axes]
+        wanted = list(self._options.axis_names or free)
+        for axis in wanted:
+            if axis not in free:
+                why = "manual already" if axis in here.manual_axes else f"no axis of it{did_you_mean(axis, free)}"
+                raise ShardingError(f"{name}: `{axis}` in `axis_names`, on the mesh {view}, is {why}")
+        if not wanted:
+            raise ShardingError(f"{name}: all axes of the mesh {view} are manual already")
+        return ManualMesh(mesh, frozenset(wanted))
+
+
+class _LocalBody(NamedTuple):
+    """The user's function on local arrays."""
+
+    signature: Any
+    fun: Callable[[], Any]
+    group: CallGroup
+    options: MapOptions
+    place: ManualMesh
+    sizes: Sizes
+
+    def __call__(self, arrays: Sequence[Any]) -> tuple[Output, list[PartitionSpec]]:
+        """The result, and where its parts come from."""
+        signature, options, place = self.signature, self.options, self.place
+        call, sizes = self.group.build(arrays), self.sizes.copy()
+        if options.shapes == "local":
+            sizes.check(call)
+        with nullcontext() if options.rules is None else axis_rules(options.rules):
+            result = signature.run(self.fun(), call)
+        record = signature.result(result)
+        out_specs = options.rules if options.out_specs is None else options.out_specs
+        laid = place.lay_local(record, signature.result(out_specs))
+        problems = list(laid.problems)
+        if options.check_vma and not problems:
+            for leaf, spec in zip(laid.leaves, laid.specs, strict=True):
+                problems += place.varying(leaf, spec)
+        if problems:
+            raise place.refuse(signature.name, problems)
+        leaves: Sequence[Any] = laid.leaves
+        if options.shapes == "global":
+            leaves = [place.enlarge(leaf, spec) for leaf, spec in zip(laid.leaves, laid.specs, strict=True)]
+        if options.shapes is not None:
+            sizes.check(record, leaves)
+        return Output.of(result, signature.name), list(laid.specs)
+
+
+# What a program depends on in a concrete array.
+_CONCRETE = attrgetter("aval", "sharding", "committed")
+
+
+def _kind(array: Any) -> Any:
+    """The same for an array that may be traced, abstract or numpy's."""
+    if isinstance(array, jax.ShapeDtypeStruct):
+        return array
+    return _CONCRETE(array) if is_concrete(array) else (jax.typeof(array), type(array))
+
+
+def _captures_tracer(fun: Any) -> bool:
+    """Whether a function closes over a traced array, directly or in the functions that it closes over."""
+    return any(isinstance(x, Tracer) for value in _captured(fun) for x in tree_leaves(value))
+
+
+def _captured(fun: Any) -> Iterator[Any]:
+    waiting, seen = [fun], set[int]()
+    while waiting:
+        for value in closed_over(waiting.pop()).values():
+            if isinstance(value, types.FunctionType) and id(value) not in seen:
+                seen.add(id(value))
+                waiting.append(value)
+            yield value

@@ -1,0 +1,144 @@
+"""A function's annotations and some rules ─► the layouts of its arguments and its result."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from functree.calls.signature import RESULT, Signature
+from functree.errors import AxesError
+from functree.layout.decision import Decision
+from functree.layout.layout import Layout, LayoutLike, Resolution, as_layout
+from functree.layout.meshes import MeshView
+from functree.layout.rules import AxisRules
+from functree.layout.validation import spec_of_axes
+from functree.tree.annotations.classes import class_hints
+from functree.tree.annotations.given_names import GivenNames, Giver, given_axes
+from functree.tree.annotations.hints import NOTHING, UNREADABLE, Hint
+from functree.tree.annotations.leaf_axes import leaf_axes
+from functree.tree.axes import Names
+from functree.tree.leaf import Leaf
+
+_STATIC = (int, float, complex, bool, str, bytes, type(None), None)
+
+
+def signature_layouts(fun: Callable[..., Any], rules: LayoutLike) -> tuple[dict[str, Any], Any]:
+    """The layouts that a function's annotations and some rules give to its arguments and its result.
+
+    Args:
+        fun: a function, a method, a partial, or a module that can be called.
+        rules: `AxisRules`, or another layout that goes by names.
+
+    Returns:
+        `(inputs, output)`: a layout, or a prefix tree of layouts, for each parameter by its name, and for the result.
+        For `Float[Array, "batch embed"]` it is the `P` by the rules; for a tuple, one of each element; for a module, or
+        where nothing is annotated, the rules themselves, which read the module's own annotations; for names that
+        depend on the array (`"*batch embed"`), a layout that waits for it; for a number or a text, None.
+
+    Raises:
+        AxesError: an annotation that cannot be resolved, or whose alternatives an array cannot tell apart.
+        RuleError: `rules` are no layout.
+        ShardingError: names that no rule places.
+
+    Examples:
+        >>> def ffn(x: Float[Array, "batch embed"], up: Float[Array, "embed hidden"]) -> Float[Array, "batch hidden"]:
+        ...     return x @ up
+        >>> rules = ft.AxisRules({"batch": "data", "hidden": "model", "embed": None})
+        >>> inputs, output = ft.signature_layouts(ffn, rules)
+        >>> inputs, output
+        ({'x': P('data', None), 'up': P(None, 'model')}, P('data', 'model'))
+    """
+    (signature, _), layout = Signature.of(fun), as_layout(rules)
+
+    def given(record: Any, name: str) -> Any:
+        if record.__annotations__.get(name, ...) in _STATIC:
+            return None
+        hint = class_hints(record).fields.get(name, NOTHING)
+        try:
+            return _layout(_settled(hint), layout)
+        except _Unclear as unclear:
+            raise AxesError(f"{signature.name}: the annotation of `{name}`, `{hint.text}`, {unclear}") from None
+
+    return {name: given(signature.call, name) for name in signature.parameters}, given(signature.result, RESULT)
+
+
+class _Unclear(Exception):
+    """What is wrong with an annotation; the caller knows its place."""
+
+
+def _settled(hint: Hint) -> Hint:
+    try:
+        return hint.settled
+    except UNREADABLE as error:
+        raise _Unclear(f"cannot be resolved: {error}") from error
+
+
+def _layout(hint: Hint, rules: Layout) -> Any:
+    """The layout by one annotation, as plain as it can be without the array."""
+    if hint is NOTHING:
+        return rules
+    inner = [_layout(_settled(element), rules) for element in hint.elements]
+    one = _layout(_settled(hint.element), rules) if hint.element else None
+    anywhere = hint.below is not None and any(form.dtype for form in hint.below.forms)  # `PyTree[X]`
+    if hint.names or hint.generics or anywhere or bool(hint.forms) + bool(hint.elements) + bool(hint.element) != 1:
+        return ByHint(hint, rules)
+    if hint.elements:
+        return tuple(inner)
+    if hint.element:
+        return ByHint(hint, rules) if isinstance(one, tuple) else one
+    return _array_layout(hint, rules)
+
+
+def _array_layout(hint: Hint, rules: Layout) -> Any:
+    """The spec of the one array that an annotation speaks of; where it depends on the array, what waits for it."""
+    kinds: dict[Any, set[Any]] = {}
+    for form in hint.forms:
+        if form.wrong:
+            raise _Unclear(f"cannot be read: {form.wrong}")
+        kinds.setdefault((len(form.dims), form.dtype), set()).add((form.spec, *(dim.token for dim in form.dims)))
+    if any(len(alternatives) > 1 for alternatives in kinds.values()):
+        raise _Unclear("is ambiguous: alternatives of one rank and dtype name its dimensions differently")
+    (axes, spec), *others = {(form.plain, form.spec) for form in hint.forms}
+    if spec is not None and not others:
+        return spec
+    if axes is None or others or not isinstance(rules, AxisRules):
+        return ByHint(hint, rules)
+    return spec_of_axes(rules, axes, None, None)
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class ByHint(Layout):
+    """Rules for leaves whose names an annotation gives when the arrays are there."""
+
+    hint: Hint
+    rules: Layout
+
+    @property
+    def given_names(self) -> Mapping[type, Names]:
+        return self.rules.given_names
+
+    def resolve(self, leaves: Sequence[Leaf], mesh: MeshView, before: Sequence[Decision] | None = None) -> Resolution:
+        return self.rules.resolve([self._named(leaf) for leaf in leaves], mesh, before)
+
+    def _named(self, leaf: Leaf) -> Leaf:
+        path = leaf.patterned[0]
+        given = given_axes(path, [GivenNames(self.hint.names, 0, Giver.FIELD)]) if self.hint.names else None
+        found = leaf_axes({}, leaf.value, leaf.path, self.hint.at(path), given, ())
+        return leaf._replace(**found._asdict()) if found.annotated else leaf
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, ByHint) and (self.rules, _compared(self.hint)) == (other.rules, _compared(other.hint))
+
+    def __hash__(self) -> int:
+        return hash((self.hint.text, self.rules))
+
+    def __repr__(self) -> str:
+        return f"{self.rules!r} by `{self.hint.text}`"
+
+
+def _compared(hint: Hint | None) -> Any:
+    """All of a hint that counts when two are compared."""
+    if hint is None:
+        return None
+    generics = [(cls, *map(_compared, args)) for cls, args in hint.generics]
+    inner = (_compared(hint.element), [*map(_compared, hint.elements)], _compared(hint.below), generics)
+    return (hint.text, hint.forms, hint.names, hint.buffer, hint.later, inner)

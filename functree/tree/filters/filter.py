@@ -1,0 +1,228 @@
+"""A predicate over the leaves of a tree, as a value: globs, regular expressions, classes, axes, shapes, callables."""
+
+import re
+import types
+import typing
+from abc import abstractmethod
+from collections.abc import Callable, Hashable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from functree.errors import RuleError
+from functree.tree.globs import glob_pattern, match_text
+from functree.tree.leaf import Leaf
+from functree.tree.paths import Path
+
+
+class Filter:
+    """A predicate over leaves: a value, hashable and equal by value, combined with `&`, `|` and `~`.
+
+    Examples:
+        >>> ft.glob("**.bias") | ft.larger_than(100) & ~ft.has_axis("embed")
+        glob('**.bias') | larger_than(100) & ~has_axis('embed')
+    """
+
+    __slots__ = ()
+
+    @abstractmethod
+    def __call__(self, leaf: Leaf, /) -> bool:
+        """Whether the leaf matches."""
+
+    def __and__(self, other: Any) -> "Filter":
+        return _joined(All, self, other)
+
+    def __rand__(self, other: Any) -> "Filter":
+        return _joined(All, other, self)
+
+    def __or__(self, other: Any) -> "Filter":
+        return _joined(Any_, self, other)
+
+    def __ror__(self, other: Any) -> "Filter":
+        return _joined(Any_, other, self)
+
+    def __invert__(self) -> "Filter":
+        return Not(self)
+
+
+@dataclass(frozen=True, repr=False)
+class All(Filter):
+    parts: tuple[Filter, ...]
+
+    def __call__(self, leaf: Leaf, /) -> bool:
+        return all(part(leaf) for part in self.parts)
+
+    def __repr__(self) -> str:
+        return " & ".join(f"({part!r})" if isinstance(part, Any_) else repr(part) for part in self.parts)
+
+
+@dataclass(frozen=True, repr=False)
+class Any_(Filter):
+    parts: tuple[Filter, ...]
+
+    def __call__(self, leaf: Leaf, /) -> bool:
+        return any(part(leaf) for part in self.parts)
+
+    def __repr__(self) -> str:
+        return " | ".join(map(repr, self.parts))
+
+
+@dataclass(frozen=True, repr=False)
+class Not(Filter):
+    part: Filter
+
+    def __call__(self, leaf: Leaf, /) -> bool:
+        return not self.part(leaf)
+
+    def __repr__(self) -> str:
+        return f"~({self.part!r})" if isinstance(self.part, All | Any_) else f"~{self.part!r}"
+
+
+def _joined(kind: "type[All] | type[Any_]", *operands: Any) -> Filter:
+    """`a & b & c` is one filter of three parts, wherever the brackets stand."""
+    parts: list[Filter] = []
+    for written in operands:
+        if written is ...:
+            raise RuleError("`...` is no part of a filter: it stands alone, as the last filter of an ordered list")
+        part = as_filter(written)
+        parts += part.parts if isinstance(part, kind) else (part,)
+    return kind(tuple(parts))
+
+
+@dataclass(frozen=True, repr=False)
+class Glob(Filter):
+    """A glob over the parts of a path; made by `ft.glob`."""
+
+    pattern: str
+
+    def __post_init__(self) -> None:
+        glob_pattern(self.pattern)  # a bad one is found here
+
+    def __call__(self, leaf: Leaf, /) -> bool:
+        matches = glob_pattern(self.pattern).fullmatch
+        return any(matches(match_text(path)) for path in leaf.patterned)
+
+    def __repr__(self) -> str:
+        return f"glob({self.pattern!r})"
+
+
+def glob(pattern: str) -> Filter:
+    """Leaves whose path matches: `*` is any text within one part, `**` any number of parts.
+
+    Args:
+        pattern: parts joined by dots; a key that is not an identifier is quoted, and is literal then.
+
+    Raises:
+        RuleError: a part that cannot be read.
+
+    Examples:
+        >>> [str(row.path) for row in ft.plan({"a": jnp.ones(2), "b": jnp.ones(2)}, {"a": ft.P(), "b": ft.P()}, {})]
+        ['a', 'b']
+        >>> ft.glob("**.bias")
+        glob('**.bias')
+    """
+    return Glob(pattern)
+
+
+@dataclass(frozen=True, repr=False)
+class Regex(Filter):
+    pattern: re.Pattern[str]
+
+    def __call__(self, leaf: Leaf, /) -> bool:
+        return any(self.pattern.fullmatch(str(path)) for path in leaf.patterned)
+
+    def __repr__(self) -> str:
+        return repr(self.pattern)
+
+
+@dataclass(frozen=True, repr=False)
+class Under(Filter):
+    classes: tuple[type, ...]
+
+    def __call__(self, leaf: Leaf, /) -> bool:
+        return any(issubclass(cls, self.classes) for cls in leaf.within)
+
+    def __repr__(self) -> str:
+        return f"under({' | '.join(cls.__name__ for cls in self.classes)})"
+
+
+def under(cls: "type | types.UnionType") -> Filter:
+    """Leaves anywhere below an instance of a class, or of one of several (`Linear | Conv`).
+
+    Raises:
+        RuleError: not a class.
+
+    Examples:
+        >>> ft.under(eqx.nn.Linear)
+        under(Linear)
+    """
+    union = typing.get_origin(cls) in (types.UnionType, typing.Union)
+    classes: tuple[Any, ...] = typing.get_args(cls) if union else (cls,)
+    if not all(isinstance(c, type) for c in classes):
+        raise RuleError(f"`under` takes a class, or several joined by `|`, not {cls!r}")
+    return Under(classes)
+
+
+@dataclass(frozen=True, repr=False)
+class Where(Filter):
+    function: Callable[[Path, Any], Any]
+
+    def __call__(self, leaf: Leaf, /) -> bool:
+        return any(self.function(path, leaf.value) for path in leaf.patterned)
+
+    def __repr__(self) -> str:
+        return getattr(self.function, "__qualname__", repr(self.function))
+
+
+class Everything(Filter):
+    """What `...` means."""
+
+    def __call__(self, leaf: Leaf, /) -> bool:
+        return True
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Everything)
+
+    def __hash__(self) -> int:
+        return hash(Everything)
+
+    def __repr__(self) -> str:
+        return "..."
+
+
+def patterns(item: Filter) -> Iterator[Filter]:
+    """The patterns that a filter is made of."""
+    if isinstance(item, Glob | Regex):
+        yield item
+    for part in item.parts if isinstance(item, All | Any_) else (item.part,) if isinstance(item, Not) else ():
+        yield from patterns(part)
+
+
+FilterLike = (
+    Filter | str | re.Pattern[str] | type | types.UnionType | types.EllipsisType | Path | Callable[[Path, Any], Any]
+)
+"""What is taken as a filter."""
+
+
+def as_filter(written: Any) -> Filter:
+    """What a user wrote for a filter ─► the filter. Raises RuleError for anything else."""
+    match written:
+        case Filter():
+            return written
+        case str():
+            return Glob(written)
+        case re.Pattern() if isinstance(written.pattern, str):
+            return Regex(written)
+        case type() | types.UnionType():
+            return under(written)
+        case types.EllipsisType():
+            return Everything()
+        case Path():
+            return Glob(str(written))
+    if typing.get_origin(written) is not None:
+        return under(written)
+    if callable(written) and isinstance(written, Hashable):
+        return Where(written)
+    raise RuleError(
+        f"{written!r} is no filter: write a glob (`'**.bias'`), a compiled regular expression, a class, a callable "
+        "`(path, leaf) -> bool` that can be hashed, `...`, or one of functree's filters"
+    )

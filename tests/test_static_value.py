@@ -1,0 +1,122 @@
+"""`StaticValue`: static values by type and value."""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import functree as ft
+from functree.tree.skeleton.static_value import StaticValue
+
+
+class Point(NamedTuple):
+    x: Any
+    y: Any = 0
+
+
+class Other(NamedTuple):
+    x: Any
+    y: Any = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    size: Any
+    note: Any = dataclasses.field(default="", compare=False)
+
+
+@dataclasses.dataclass(eq=False)
+class ByIdentity:
+    size: Any
+
+
+NAN = float("nan")
+VALUES: list[Any] = [
+    0, False, 0.0, -0.0, 0j, -0j, 1, True, 1.0, 1 + 0j, NAN, "1", b"1", None, ..., int, bool,
+    (), (1,), (True,), (1.0,), ((1,),), ((True,),), (0.0,), (-0.0,), (NAN,), frozenset(), frozenset([1]),
+    frozenset([True]), frozenset([(1,)]), frozenset([(1.0,)]), Point(1), Point(True), Other(1), (1, 0),
+    Point((1,)), Point((True,)),
+    Config(1), Config(True), Config((1,)), Config((1.0,)), ByIdentity(1), ByIdentity(1), jnp.sin, jnp.dtype("int8"),
+    ft.Axes("a"), ft.P("a"), ft.P("b"), jax.tree.structure({1: 0}), jax.tree.structure({True: 0}),
+    jax.tree.structure([{1: 0}]), jax.tree.structure([{1.0: 0}]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("i", range(len(VALUES)), ids=lambda i: f"{i} {type(VALUES[i]).__name__}")
+def test_no_other_is_equal(i: int):
+    for j, other in enumerate(VALUES):
+        assert (StaticValue(VALUES[i]) == StaticValue(other)) == (i == j), (VALUES[i], other)
+        assert StaticValue(VALUES[i]).differs(other) == (i != j)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: NAN,
+        lambda: float("nan"),
+        lambda: (float("nan"), -0.0, 1),
+        lambda: frozenset([float("nan"), (1, True)]),
+        lambda: Point("a", (1.0,)),
+        lambda: Config((1, "a"), note=object()),
+        lambda: jax.tree.structure([{1: 0}, None]),
+        lambda: ft.Axes("a", None),
+        lambda: "a" * 1000,
+    ],
+)
+def test_what_is_made_twice_is_equal(make: Any):
+    one, other = make(), make()
+    assert StaticValue(one) == StaticValue(other) and hash(StaticValue(one)) == hash(StaticValue(other))
+    assert not StaticValue(one).differs(other)
+    assert repr(StaticValue("a")) == "'a'" and StaticValue(1) != 1
+
+
+def test_a_value_is_equal_to_itself_without_being_asked():
+    class Odd:
+        def __eq__(self, other: object) -> bool:
+            raise RuntimeError("asked")
+
+        __hash__ = object.__hash__
+
+    odd = Odd()
+    assert StaticValue(odd) == StaticValue(odd) and not StaticValue(odd).differs(odd) and StaticValue(odd).differs(3)
+
+
+@pytest.mark.parametrize("value", [[], {}, set(), ([],), Point([]), Config([]), bytearray()], ids=repr)
+def test_what_has_no_hash(value: Any):
+    with pytest.raises(TypeError, match="unhashable"):
+        hash(StaticValue(value))
+    assert StaticValue(value) == StaticValue(value)
+
+
+SCALARS = st.sampled_from([0, False, 0.0, -0.0, 1, True, 1.0, 1j, "a", None, NAN])
+NESTED = st.recursive(
+    SCALARS,
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=3).map(tuple),
+        st.frozensets(inner, max_size=3),
+        st.builds(Point, inner, inner),
+        st.builds(Config, inner),
+    ),
+    max_leaves=8,
+)
+
+
+def text(value: Any) -> Any:
+    """A value as text, so that type and value tell."""
+    if type(value) is frozenset:
+        return f"frozenset({sorted(map(text, value))})"
+    if isinstance(value, tuple):
+        return f"{type(value).__name__}({', '.join(map(text, value))})"
+    return f"Config({text(value.size)})" if isinstance(value, Config) else repr(value)
+
+
+@given(NESTED, NESTED)
+def test_equal_if_and_only_if_they_read_the_same(one: Any, other: Any):
+    assert (StaticValue(one) == StaticValue(other)) == (text(one) == text(other))
+    assert StaticValue(one).differs(other) == (StaticValue(one) != StaticValue(other))
+    if StaticValue(one) == StaticValue(other):
+        assert hash(StaticValue(one)) == hash(StaticValue(other))
