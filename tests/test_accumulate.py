@@ -187,7 +187,7 @@ def test_every_array_at_fault_is_named():
         "its leading dimension is 16, to be taken in 3 pieces",
         "key   key<fry>[]",
         "it has no leading dimension, to be taken in 3 pieces",
-        "Try: give a batch whose size `steps` divides; what is no batch belongs to the model, or into a closure",
+        "Try: give a batch whose size `steps` divides; pass what is no batch in the model, or close over it",
     ):
         fn(MODEL, {"x": X, "y": jnp.ones((9, 16))}, key=jax.random.key(0))
 

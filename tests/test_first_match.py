@@ -24,7 +24,7 @@ def naive(filters: Sequence[ft.Filter], leaf: Leaf) -> int | None:
 
 
 def leaf(*paths: Sequence[Any], value: Any = VALUES[0]) -> Leaf:
-    return Leaf(Path(paths[0]), value, Axes(*[None] * value.ndim), names=tuple(map(Path, paths)))
+    return Leaf(Path(paths[0]), value, Axes(*[None] * value.ndim), aliases=tuple(map(Path, paths)))
 
 
 GLOBS = st.lists(PARTS, max_size=3).map(written)

@@ -150,7 +150,7 @@ def test_a_large_constant_warns():
     for fragment in (
         "closing closes over an array of 1.0 MiB",
         "float32[512, 513] (`large`)",
-        "hand it over as an argument",
+        "pass it as an argument",
     ):
         assert fragment in str(warning.message)
     assert warning.filename == __file__

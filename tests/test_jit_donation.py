@@ -244,7 +244,7 @@ TWICE: dict[str, Callable[[Any], tuple[Any, ...]]] = {
 SAID = {
     "within an argument": ("s.b   f32[8]\n      is the same", "as `s.a`, and both are donated"),
     "two donated arguments": ("t.b   f32[8]\n      is the same", "as `s.0`, and both are donated"),
-    "donated and kept": ("t   f32[8]\n      is the same", "as `s.0`, and is donated there"),
+    "donated and kept": ("t   f32[8]\n      is the same", "as `s.0`, and it is donated there"),
     "numpy": ("s.b   f32[8]\n      is the same", "as `s.a`, and both are donated"),
 }
 
@@ -262,7 +262,7 @@ def test_silent_failure_22_an_array_is_donated_twice(how: str, first: bool):
     if not first:
         apart = jax.tree.map(lambda x: x.copy() if eqx.is_array(x) else x, TWICE[how](x))
         f(*apart)
-    with raises("total: 1 array would be given away twice", *SAID[how], "hand over a copy (`jnp.copy`)"):
+    with raises("total: 1 array is donated twice", *SAID[how], "pass a copy (`jnp.copy`)"):
         f(*TWICE[how](x))
     assert not x.is_deleted() and jax.sharding.get_mesh().empty
     assert len(f.compilations) == (0 if first else 1)
@@ -277,7 +277,7 @@ def test_silent_failure_24_two_arrays_on_one_buffer(donate: Any):
         same.addressable_shards[0].data.unsafe_buffer_pointer() == x.addressable_shards[0].data.unsafe_buffer_pointer()
     )
     f = ft.jit(total, donate=donate)
-    with raises("total: 1 array would be given away twice", "t.a   f32[8, 2]\n      is the same buffer as `s.0`"):
+    with raises("total: 1 array is donated twice", "t.a   f32[8, 2]\n      is the same buffer as `s.0`"):
         f([x], {"a": same})
     f([x.copy()], {"a": x.copy()})
 
@@ -304,10 +304,10 @@ def test_a_donated_array_is_used_again(function: str, where: str, arrays: str):
     f(s, t)
     other = {"same": f, "another that donates": ft.jit(total, donate="s"), "another": ft.jit(total)}[function]
     expected = raises(
-        "total: 2 arguments no longer there",
-        "s.a   f32[8]\n      was donated to an earlier call, and is gone",
+        "total: 2 arguments deleted",
+        "s.a   f32[8]\n      was donated to an earlier call, and is deleted",
         "s.b   f32[4]",
-        "go on with what that call returned; or do not donate it",
+        "use what that call returned; or do not donate it",
     )
     with expected:
         other(s, t)
@@ -319,7 +319,7 @@ def test_a_tracer_is_donated_twice(around: Any):
     """An error as well: `grad` runs at once what it differentiates, and JAX 0.10 ended the process."""
     f = ft.jit(total, donate=...)
     x = lay(jnp.ones(8))
-    with raises("total: 1 array would be given away twice", "t.0   f32[", "is the same array as `s.0`"):
+    with raises("total: 1 array is donated twice", "t.0   f32[", "is the same array as `s.0`"):
         around(lambda x: f([x], [x])[0][0].sum())(x)
 
 
@@ -373,8 +373,8 @@ def run(program: str, *args: str) -> subprocess.CompletedProcess[str]:
 
 def test_no_mistake_in_donation_ends_the_process():
     done = run(OURS)
-    twice = "step: 1 array would be given away twice"
-    gone = "step: 1 argument no longer there"
+    twice = "step: 1 array is donated twice"
+    gone = "step: 1 argument deleted"
     assert done.stdout.splitlines() == [
         f"one array twice | {twice}",
         f"donated and kept | {twice}",

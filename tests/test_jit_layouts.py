@@ -153,7 +153,7 @@ def test_in_shardings_that_do_not_fit_the_arguments():
         "at a the layouts have 2 children and the tree has 1", "`y` is only in the layouts", error=ft.RuleError
     ):
         f({"x": X}, X)
-    with raises("in_shardings: `b` is static, so it lies nowhere: leave it out", error=ft.RuleError):
+    with raises("in_shardings: `b` is static, so it has no sharding: leave it out", error=ft.RuleError):
         ft.jit(three, in_shardings={"b": P()}, static_argnames="b")
 
 
@@ -170,15 +170,15 @@ def test_silent_failure_21_a_committed_array_that_lies_otherwise():
     f = ft.jit(lambda model, x: x, in_shardings=(RULES, P("data")), mesh=MESH)
     wrong = Model(lay(jnp.ones((4, 8)), "data"), jax.device_put(jnp.ones(8), jax.devices()[0]))
     with raises(
-        "2 leaves cannot go where in_shardings says, on mesh (data=2, model=4)",
-        "model.w   f32[4, 8]\n      lies P('data'), and in_shardings says P(None, 'model')",
-        "jit moves nothing in silence",
-        "model.b   f32[8]\n      lies on cpu:0, and in_shardings says P('model') on (data=2, model=4)",
-        "put it there once: `ft.shard(x, layout, mesh)`",
+        "in_shardings does not fit 2 leaves on mesh (data=2, model=4)",
+        "model.w   f32[4, 8]\n      is sharded P('data') but `in_shardings` asks for P(None, 'model')",
+        "`ft.jit` does not move arrays implicitly",
+        "model.b   f32[8]\n      is sharded on cpu:0 but `in_shardings` asks for P('model') on (data=2, model=4)",
+        "move it once: `ft.shard(x, layout, mesh)`",
     ):
         f(wrong, lay(X, "data"))
     f(ft.shard(wrong, RULES, MESH), lay(X, "data"))
-    with raises("x   f32[8, 4]\n      lies P(None, 'model')"):  # and at every later call
+    with raises("x   f32[8, 4]\n      is sharded P(None, 'model')"):  # and at every later call
         f(ft.shard(wrong, RULES, MESH), lay(X, None, "model"))
 
 
@@ -191,7 +191,7 @@ def test_an_equivalent_sharding_is_no_other():
 def test_an_array_that_is_committed_later():
     f = ft.jit(lambda x: x * 1, in_shardings=(P("data"),), mesh=MESH)
     f(jnp.asarray(X))
-    with raises("x   f32[8, 4]\n      lies on cpu:0, and in_shardings says"):
+    with raises("x   f32[8, 4]\n      is sharded on cpu:0 but `in_shardings` asks for"):
         f(jax.device_put(X, jax.devices()[0]))
 
 
@@ -215,17 +215,17 @@ def test_silent_failure_31_an_array_that_is_moved_on_each_call(array: Any):
 def test_silent_failure_31_in_explicit_mode():
     f = ft.jit(lambda tree: tree["a"] * 2, in_shardings=P("data"), mesh=EXPLICIT)
     with raises(
-        "2 leaves cannot go where in_shardings says",
-        "tree.a   f32[8, 4]\n      is numpy's: on Explicit axes its type would be unsharded inside",
-        "tree.b   f32[8, 4]\n      is on no mesh yet: on Explicit axes",
-        "put it there first: `ft.shard(x, layout, mesh)`",
+        "in_shardings does not fit 2 leaves",
+        "tree.a   f32[8, 4]\n      is a numpy array: on Explicit axes its type would be unsharded inside",
+        "tree.b   f32[8, 4]\n      is uncommitted, on no mesh: on Explicit axes",
+        "move it first: `ft.shard(x, layout, mesh)`",
     ):
         f({"a": X, "b": jnp.asarray(X)})
     seen = []
     f = ft.jit(lambda x: seen.append(jax.typeof(x)) or x, in_shardings=P("data"), mesh=EXPLICIT)
     f(ft.shard(X, P("data"), EXPLICIT))
     assert seen[0].sharding.spec == P("data", None)
-    with raises("x   f32[8, 4]\n      lies P('data', None) on (data=2, model=4)"):
+    with raises("x   f32[8, 4]\n      is sharded P('data', None) on (data=2, model=4)"):
         f(ft.shard(X, P("data"), MESH))  # an array of an Auto mesh has another type
 
 
@@ -240,7 +240,7 @@ def test_one_array_at_two_paths():
 def test_sizes_that_do_not_divide():
     f = ft.jit(lambda a, b: b, in_shardings=P("model"), mesh=MESH)
     with raises(
-        "2 leaves cannot go where",
+        "in_shardings does not fit 2 leaves",
         "a.x   f32[6]\n      dimension 0 has size 6; model=4 needs a multiple of 4",
         "b   f32[2, 2]\n      dimension 0 has size 2",
     ):
@@ -277,7 +277,7 @@ def test_host_memory():
     np.testing.assert_array_equal(y, X * 3)
     assert len(f.compilations) == 1
     with raises(
-        "x   f32[8, 4]\n      lies P('data', None) on (data=2, model=4), and in_sh", "(data=2, model=4) in pinned_host"
+        "x   f32[8, 4]\n      is sharded P('data', None) on (data=2, model=4) but `in_sh", "(data=2, model=4) in pinned_host"
     ):
         f(y, x)
 
@@ -409,8 +409,8 @@ def test_arguments_on_another_mesh(other: str, given: str, first: bool):
     sizes = ", ".join(f"{name}={size}" for name, size in mesh.shape.items())
     expected = raises(
         "<lambda> runs on mesh (data=2, model=4), and 1 argument elsewhere",
-        f"b   f32[8, 4]\n      lies on the mesh ({sizes}){more}",
-        "put it on the function's mesh: `ft.shard(x, layout, mesh)`",
+        f"b   f32[8, 4]\n      is on the mesh ({sizes}){more}",
+        "move it to the function's mesh: `ft.shard(x, layout, mesh)`",
     )
 
     def check() -> None:
@@ -441,7 +441,7 @@ def test_explicit_axes():
     result = f(x, y)
     assert seen == [P("data", "model")]
     assert_lies(result, "data", "model", mesh=EXPLICIT)
-    with raises("y   f32[8, 4]\n      lies on the mesh (data=2, model=4) with Auto axes"):
+    with raises("y   f32[8, 4]\n      is on the mesh (data=2, model=4) with Auto axes"):
         f(lay(X, "data", mesh=EXPLICIT), lay(X, "data", mesh=MESH))
 
 
@@ -483,7 +483,7 @@ def test_single_device_shardings_are_no_mesh():
 def test_an_argument_alone_on_one_device(mesh: Mesh):
     x, lone = ft.shard(jnp.ones((8, 4)), P("data"), mesh), jax.device_put(jnp.ones((4, 2)), jax.devices()[0])
     for options in ({"mesh": mesh}, {"donate": "a"}):
-        with raises("1 argument elsewhere", "b   f32[4, 2]", "lies on", "alone", "`ft.shard(x, layout, mesh)`"):
+        with raises("1 argument elsewhere", "b   f32[4, 2]", "is committed to", "alone", "`ft.shard(x, layout, mesh)`"):
             ft.jit(lambda a, b: a @ b, **options)(x, lone)
 
 

@@ -73,8 +73,8 @@ SPEC_ERRORS: dict[str, tuple[P, list[str]]] = {
     ),
     "size": (P(None, "model"), ["dimension 1 has size 6; model=4 needs a multiple of 4", "pad dimension 1 to 8"]),
     "sizes": (P(None, ("data", "model")), ["dimension 1 has size 6; (data, model)=8 needs a multiple of 8"]),
-    "unconstrained": (P(P.UNCONSTRAINED), ["dimension 0 is `P.UNCONSTRAINED`: nobody has said where it goes"]),
-    "partial sums": (P("data", unreduced={"model"}), ["is about partial sums, which no leaf has at rest"]),
+    "unconstrained": (P(P.UNCONSTRAINED), ["dimension 0 is `P.UNCONSTRAINED`, which does not say how it is sharded"]),
+    "partial sums": (P("data", unreduced={"model"}), ["describes partial sums, which exist only inside a computation"]),
 }
 
 
@@ -109,7 +109,7 @@ def test_a_named_sharding_brings_its_mesh_and_memory(mesh: Mesh) -> None:
         "the layout is for the mesh (data=2, model=4), and the tree goes on (data=4): use one mesh"
     )
     swapped = Mesh(np.array(jax.devices())[::-1].reshape(2, 4), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
-    assert "of other devices: use one mesh" in refused(jnp.ones(4), NamedSharding(mesh, P("data")), swapped)
+    assert "of other devices, and the tree goes on" in refused(jnp.ones(4), NamedSharding(mesh, P("data")), swapped)
 
 
 def test_a_callable_sees_path_and_leaf() -> None:
@@ -128,14 +128,14 @@ def test_a_callable_sees_path_and_leaf() -> None:
     assert "returned None" in refused(two(), lambda path, leaf: None)
 
 
-def test_none_is_nobodys_word() -> None:
+def test_none_is_no_layout() -> None:
     assert refused({"a": two(), "b": two()}, {"a": P(), "b": None}).startswith("2 leaves cannot be laid out")
     text = refused({"w": jnp.ones(4)}, {"w": None})
     assert (
-        "nobody has said where it goes: its layout is `None`" in text
+        "no layout was given for this array (`None`)" in text
         and "write `P()` for whole on every device" in text
     )
-    assert "nobody has said" in refused({"w": jnp.ones(4)}, ft.StateSharding({"w": None}))
+    assert "no layout was given" in refused({"w": jnp.ones(4)}, ft.StateSharding({"w": None}))
     assert specs({"w": jnp.ones(4), "n": 3}, {"w": P(), "n": None}) == [P(None)]  # nothing to say of what is no array
 
 
@@ -211,35 +211,35 @@ def test_the_order_matters() -> None:
 CONFLICTS: dict[str, tuple[Any, str]] = {
     "two specs": (
         as_layout(P("data")) | P("model"),
-        "dimension 0 is on data already, and P('model') wants it on model",
+        "dimension 0 is on data already, and P('model') puts it on model",
     ),
     "a spec and rules": (
         P("data") | ft.AxisRules({"embed": "model", "hidden": None}),
-        '"embed" is on data already, and rule embed→model wants it on model',
+        '"embed" is on data already, and rule embed→model puts it on model',
     ),
     "rules and a spec": (
         ft.AxisRules({"embed": ("data", "model"), "hidden": None}) | P("data"),
-        "\"embed\" is on (data, model) already, and P('data') wants it on data",
+        "\"embed\" is on (data, model) already, and P('data') puts it on data",
     ),
     "rules that take more": (
         P("data") | ft.AxisRules({"embed": ("data", "model"), "hidden": None}),
-        '"embed" is on data already, and rule embed→(data, model) wants it on (data, model)',
+        '"embed" is on data already, and rule embed→(data, model) puts it on (data, model)',
     ),
     "two rules": (
         ft.AxisRules({"embed": "data", "hidden": None}) | ft.AxisRules({"embed": "model"}),
-        '"embed" is on data already, and rule embed→model wants it on model',
+        '"embed" is on data already, and rule embed→model puts it on model',
     ),
     "FSDP and rules": (
         ft.FSDP("data", min_size=0) | ft.AxisRules({"hidden": "model", "embed": None}),
-        '"hidden" is on data already, and rule hidden→model wants it on model',
+        '"hidden" is on data already, and rule hidden→model puts it on model',
     ),
     "FSDP and a callable": (
         ft.FSDP("data", min_size=0) | (lambda p, x: P(None, "model")),
-        "is on data already, and P(None, 'model') wants",
+        "is on data already, and P(None, 'model') puts it on",
     ),
     "in a StateSharding": (
         ft.StateSharding({...: P("data")}) | ft.StateSharding({...: P("model")}),
-        "is on data already, and P('model') wants it on model",
+        "is on data already, and P('model') puts it on model",
     ),
 }
 
@@ -287,7 +287,7 @@ def test_names_are_checked_against_the_composition() -> None:
 
 def test_none_cannot_be_joined() -> None:
     for make in (lambda: ft.FSDP("data") | None, lambda: None | ft.FSDP("data")):
-        with pytest.raises(ft.RuleError, match="`None` is nobody's word: leave it out, or write `P\\(\\)` for whole"):
+        with pytest.raises(ft.RuleError, match="`None` is not one: leave it out, or write `P\\(\\)` for whole"):
             make()
 
 

@@ -40,20 +40,20 @@ def test_arrays_on_several_shardings(mesh: Mesh) -> None:
     }
     plan = ft.plan(tree)
     assert {str(row.path): told(row) for row in plan} == {
-        "sharded": (P("data", None), "as it lies", (2, 8), 64, 4, None),
-        "both": (P(None, ("data", "model")), "as it lies", (4, 1), 16, 1, None),
-        "whole": (P(None, None), "as it lies", (4, 8), 128, 8, None),
-        "host": (P("data", None), "as it lies", (2, 8), 64, 4, "pinned_host"),
+        "sharded": (P("data", None), "as it is sharded now", (2, 8), 64, 4, None),
+        "both": (P(None, ("data", "model")), "as it is sharded now", (4, 1), 16, 1, None),
+        "whole": (P(None, None), "as it is sharded now", (4, 8), 128, 8, None),
+        "host": (P("data", None), "as it is sharded now", (2, 8), 64, 4, "pinned_host"),
         "single": (None, "whole, committed to cpu:3 alone", (4, 8), 128, 1, None),
         "uncommitted": (None, "whole, uncommitted, on cpu:0 alone", (4, 8), 128, 1, None),
         "numpy": (None, "a numpy array in the host's memory", (4, 8), 128, 1, None),
         "abstract": (None, "abstract, with no sharding", (4, 8), 128, 1, None),
-        "born": (P("model", None), "as it lies", (1, 8), 32, 2, None),
+        "born": (P("model", None), "as it is sharded now", (1, 8), 32, 2, None),
     }
     assert plan.mesh == mesh and plan.problems == () and plan.total_bytes == 9 * 128
     assert plan.specs["sharded"] == P("data", None) and plan.specs["single"] is None
     assert "whole, committed to cpu:3 alone" in str(plan)
-    with pytest.raises(ft.ShardingError, match="abstract: abstract, with no sharding; no PartitionSpec says so"):
+    with pytest.raises(ft.ShardingError, match="abstract: abstract, with no sharding; there is no PartitionSpec for that"):
         _ = plan.shardings
 
 

@@ -111,7 +111,7 @@ def test_shard_refuses_axes_that_do_not_fit(tree, axes: str, message: str):
 
 
 def test_shard_says_constrain_in_a_trace():
-    with pytest.raises(ft.ShardingError, match=r"(?s)up.*is traced.*inside jit.*`ft.constrain`"):
+    with pytest.raises(ft.ShardingError, match=r"(?s)up.*is traced.*inside a trace.*`ft.constrain`"):
         jax.jit(lambda up: ft.shard(MLP(up, up), RULES, MESH).up)(jnp.ones((6, 8)))
 
 

@@ -18,7 +18,7 @@ import functree as ft
 P = PartitionSpec
 MODES = ("auto", "explicit", "manual", "none")
 TREES = ("array", "module", "pair")
-ROOMS = ("functree.transforms", "functree.layout")
+ROOMS = ("functree.placing", "functree.transforms", "functree.layout")
 RULES = ft.AxisRules({"batch": "data", "hidden": "model", "embed": None})
 
 

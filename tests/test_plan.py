@@ -1,7 +1,9 @@
 """`plan`: every field of every row, what is checked, and the plan as a value and as a layout."""
 
 import copy
+import gc
 import pickle
+import weakref
 from typing import Any
 
 import equinox as eqx
@@ -246,7 +248,7 @@ def test_a_plan_is_a_layout(mesh: Mesh) -> None:
         ft.plan(mlp(6, 12), plan)
     with pytest.raises(ft.ShardingError) as caught:
         ft.plan({"other": jnp.ones(2)}, plan)
-    assert "the plan has no row for it" in str(caught.value) and "plan the tree that it lies in" in str(caught.value)
+    assert "the plan has no row for it" in str(caught.value) and "plan the tree that it belongs to" in str(caught.value)
     with pytest.raises(ft.ShardingError, match="use one mesh"):
         ft.plan(mlp(), plan, {"data": 8})
     # sizes alone are no mesh: such a plan goes anywhere its specs do
@@ -273,8 +275,13 @@ def test_equal_by_value(mesh: Mesh) -> None:
 
 
 def test_it_lets_the_arrays_go_and_can_be_copied() -> None:
-    plan = ft.plan({"w": jnp.ones((4, 8)), "b": [jnp.ones(4)]}, P("data"), SIZES)
-    assert plan.leaves.leaves == ()
+    arrays = [jnp.ones((4, 8)), jnp.ones(4)]
+    alive = list(map(weakref.ref, arrays))
+    plan = ft.plan({"w": arrays[0], "b": [arrays[1]]}, P("data"), SIZES)
+    assert plan.specs["w"] == P("data", None)  # builds what it remembers of the tree
+    del arrays
+    gc.collect()
+    assert [ref() for ref in alive] == [None, None]
     for again in (pickle.loads(pickle.dumps(plan)), copy.copy(plan), copy.deepcopy(plan)):
         assert again == plan and again.specs == plan.specs
 

@@ -162,7 +162,7 @@ def test_a_name_that_no_rule_mentions() -> None:
 def test_a_name_whose_rules_are_all_blocked() -> None:
     blocked: Table = [("embed", "model"), ("vocab", "model")]
     text = why(leaf("embed vocab"), ft.AxisRules(blocked))
-    assert '"vocab" has no rule left: `model` is taken by "embed", and nothing says it may stay whole' in text
+    assert '"vocab" has no rule left: `model` is taken by "embed", and no rule says that it may stay whole' in text
     assert 'add `("vocab", None)` behind its rules to let it stay whole' in text
     for closing in ([("vocab", None)], [(..., None)]):
         assert ft.plan(leaf("embed vocab"), ft.AxisRules([*blocked, *closing]), SIZES)["w"].spec == P("model", None)

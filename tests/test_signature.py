@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
 import functree as ft
-from functree.calls.signature import Signature
+from functree.calls.signature import Bound, Signature
 from functree.transforms.signature_layouts import ByHint, signature_layouts
 from functree.transforms.sizes import Sizes
 

@@ -132,7 +132,7 @@ def test_a_donated_loop(mesh: Mesh, placed: tuple[MLP, Array]):
     for _ in range(3):
         model = compiled(model, x)["model"]
     assert first.up.is_deleted() and model.up.sharding.spec == P(None, "model")
-    with pytest.raises(ft.FunctreeError, match=r"(?s)step: 2 arguments no longer there.*model.up.*was donated"):
+    with pytest.raises(ft.FunctreeError, match=r"(?s)step: 2 arguments deleted.*model.up.*was donated"):
         compiled(first, x)
 
 
@@ -163,7 +163,7 @@ def _wrong(model: MLP, x: Array, mesh: Mesh) -> dict[str, tuple[tuple[Any, ...],
         "activation": ((gelu, x), found + r"model.activation.*static relu when compiled, gelu now"),
         "structure": (({"up": model.up}, x), r"structure an array when compiled, nothing now"),
         "nothing": ((model, None), found + r"x\s+structure an array when compiled, nothing now"),
-        "abstract": ((model, nothing), r"`x` has no value, and what is compiled runs on values"),
+        "abstract": ((model, nothing), r"`x` has no value, and a compiled program runs on values"),
     }
 
 

@@ -180,7 +180,7 @@ def test_flax_tour(tour):
 
 SAID = {
     "no mesh": "there is no mesh: pass `mesh=`, or enter `with jax.set_mesh(mesh):`",
-    "moved": "lies P(None), and in_shardings says P('devices'): jit moves nothing in silence",
+    "moved": "is sharded P(None) but `in_shardings` asks for P('devices'); `ft.jit` does not move arrays implicitly",
     "few": "missing a required argument: 'n'",
     "type": "'devices' is neither a layout, nor",
     "unique": "P('devices', 'devices') uses mesh axis `devices` twice, the second time for dimension 1",

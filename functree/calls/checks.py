@@ -44,9 +44,7 @@ def _refuse_abstract(program: Program, arrays: Sequence[Any]) -> None:
 
 
 def warn_moved(program: Program) -> None:
-    """On the second call, of arguments that are moved to their devices on each."""
-    if next(program.calls) != 2:
-        return
+    """Of arguments that are moved to their devices on each call."""
     paths = ", ".join(f"`{program.group.paths[i]}`" for i in program.moved[:4])
     more = f" and {len(program.moved) - 4} more" if len(program.moved) > 4 else ""
     warnings.warn(
@@ -67,7 +65,7 @@ def warn_constants(name: str, fun: Callable[..., Any], traced: Any) -> None:
         warnings.warn(
             f"{name} closes over an array of {size / 2**20:.1f} MiB, {what}: it becomes a constant of "
             "the compiled program, on every device; pass it as an argument",
-            stacklevel=6,
+            stacklevel=5,
         )
 
 

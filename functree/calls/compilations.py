@@ -57,14 +57,20 @@ class Compilation(NamedTuple):
     Attributes:
         number: 1 for the first.
         differences: from the nearest earlier one; empty for the first.
+        shared: whether the program was there already, compiled by another wrapper of the same function with equal
+            options.
     """
 
     number: int
     differences: tuple[Difference, ...]
+    shared: bool = False
 
     def __str__(self) -> str:
-        told = "; ".join(map(str, self.differences)) or "the first"
-        return f"compilation {self.number}: {told}"
+        why = "; ".join(map(str, self.differences)) or "the first"
+        return f"compilation {self.number}: {why}" + (_SHARED if self.shared else "")
+
+
+_SHARED = " (shared: compiled by another wrapper of this function)"
 
 
 class Situation(NamedTuple):
@@ -148,14 +154,14 @@ class Log:
         self._situations: list[Situation] = []
         self._numbers: dict[Path, int] = {}
 
-    def add(self, now: Situation) -> None:
+    def add(self, now: Situation, shared: bool = False) -> None:
         """A compilation, compared with the earlier one that is nearest. Warns where a Python number is the reason."""
         nearest = min((differences(before, now) for before in self._situations), key=len, default=())
         if self._situations and not nearest:
             # All that we know of is the same: it was a setting of JAX, such as its matmul precision.
             nearest = (Difference(Path(), "settings", "JAX's settings", "others"),)
         self._situations.append(now)
-        self.records.append(Compilation(len(self._situations), nearest))
+        self.records.append(Compilation(len(self._situations), nearest, shared))
         if len(nearest) == 1 and nearest[0].kind == "static" and type(nearest[0].now) in (int, float, complex):
             self._number(nearest[0])
 

@@ -2,6 +2,7 @@
 
 import functools
 from abc import abstractmethod
+from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, Generic, ParamSpec, TypeVar
 
@@ -9,7 +10,7 @@ from jax.core import Tracer
 
 from functree.calls.call_groups import FoundCall
 from functree.calls.checks import check_call, warn_moved
-from functree.calls.compilations import Compilation, situation
+from functree.calls.compilations import Compilation, Log, situation
 from functree.calls.lowerings import lowerings
 from functree.calls.program import Program, around
 from functree.calls.signature import Bound
@@ -27,7 +28,8 @@ class Function(Generic[_P, _T]):
     """A function that is compiled once for each group of its calls.
 
     Attributes:
-        compilations: a record for each compilation, of what differed from the nearest earlier one.
+        compilations: a record for each program that it has used, of what differed from the nearest earlier one. One
+            that another wrapper of the function had compiled before is marked as shared.
     """
 
     compilations: list[Compilation]
@@ -40,7 +42,9 @@ class Function(Generic[_P, _T]):
         self._is_bound = bool(bound.args or bound.kwargs)
         # Looked up once: a call has no time for an attribute of an attribute.
         self._signature, self._groups = traces.signature, traces.groups
-        self.compilations = traces.log.records
+        self._log, self._used = Log(traces.signature.name), set[Program]()
+        self._moving: Counter[Program] = Counter()
+        self.compilations = self._log.records
 
     def __call__(self, *args: _P.args, **kwargs: _P.kwargs) -> _T:
         # What most calls need not do is left out of their way: where a call has 300 µs, each function that it enters
@@ -55,10 +59,12 @@ class Function(Generic[_P, _T]):
         else:
             with around(program.entered):
                 result = program(arrays)
-        if lowerings.count != before:
-            self._note(program, arrays)
+        if lowerings.count != before or program not in self._used:
+            self._note(program, arrays, shared=lowerings.count == before)
         if program.moved:
-            warn_moved(program)
+            self._moving[program] += 1
+            if self._moving[program] == 2:
+                warn_moved(program)
         return result
 
     def trace(self, *args: _P.args, **kwargs: _P.kwargs) -> Traced:
@@ -103,16 +109,18 @@ class Function(Generic[_P, _T]):
             program = group.programs.get(key)
             if program is None:
                 program = group.programs[key] = self._program(call, found)
+                self._used.add(program)
             group.last = last = key, program
         return last[1], found
 
-    def _note(self, program: Program, arrays: Sequence[Any]) -> None:
-        """A call has compiled something, unless it is a part of another program."""
+    def _note(self, program: Program, arrays: Sequence[Any], shared: bool) -> None:
+        """A call has compiled something, or used a program for the first time, unless it is a part of another one."""
         if tracing() or any(isinstance(x, Tracer) for x in arrays):
             return
         if on_several_devices(arrays):
             program.group.several_devices = True
-        self._traces.log.add(situation(program.group, arrays, program.mesh, program.rules))
+        self._used.add(program)
+        self._log.add(situation(program.group, arrays, program.mesh, program.rules), shared)
 
     def _trace(self, bound: tuple[Any, ...], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Traced:
         program, found = self._prepare((*bound, *args), kwargs)

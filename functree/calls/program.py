@@ -1,9 +1,8 @@
 """A body, and how its arguments and its result are sharded ─► the program that JAX compiles for it."""
 
-import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -85,7 +84,6 @@ class Program:
         in_shardings: for each array of a call; None if there are none.
         out_shardings: for each array of the result; None if there are none.
         moved: the places of the arrays that JAX moves to their devices in every call.
-        calls: counts the calls with such arrays.
     """
 
     name: str
@@ -98,7 +96,6 @@ class Program:
     in_shardings: Shardings | None = None
     out_shardings: Shardings | None = None
     moved: tuple[int, ...] = ()
-    calls: Iterator[int] = field(default_factory=lambda: itertools.count(1))
 
     @cached_property
     def careful(self) -> bool:

@@ -1,4 +1,4 @@
-"""A function and its options ─► what is remembered for them: the groups of calls, traces, programs, compilations."""
+"""A function and its options ─► what is remembered for them: the groups of its calls, their traces and programs."""
 
 import weakref
 from collections.abc import Callable, Hashable
@@ -6,7 +6,6 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from functree.calls.call_groups import CallGroups
-from functree.calls.compilations import Log
 from functree.calls.signature import Bound, Signature
 from functree.errors import FunctreeError
 from functree.tree.skeleton.skeleton import Skeleton
@@ -18,14 +17,12 @@ class Traces:
     Attributes:
         signature: of the function.
         groups: of its calls, with their traces and programs.
-        log: of its compilations.
         fun: gives the function, which it does not keep alive.
     """
 
     def __init__(self, bound: Bound, signature: Signature):
         self.signature: Signature = signature
         self.groups: CallGroups = CallGroups()
-        self.log: Log = Log(self.signature.name)
         self.fun: Callable[[], Any] = _reference(bound.fun)
 
 

@@ -16,7 +16,7 @@ from functree.layout.optimizer.plan_optimizer import select_trained
 from functree.layout.prefix import DerivesLayout
 from functree.placing.shard import shard
 from functree.state.refs import strong
-from functree.state.state import State, apart, holds_refs, place_state
+from functree.state.state import State, apart, place_state
 from functree.state.training_layout import TrainingLayout
 from functree.tree.arrays import array_text
 from functree.tree.filters.filter import Filter, FilterLike, as_filter
@@ -101,9 +101,10 @@ class TrainState(eqx.Module, DerivesLayout, Generic[M]):
                 "`init` and `update`"
             )
         leaves, name = read(model), type(model).__name__
-        if state is None and holds_refs(model):
-            model, state = place_state(model, leaves.leaves)
-            leaves = read(model)  # whose refs hold no arrays any more
+        if state is None:
+            model, made = place_state(model, leaves.leaves)
+            if made:
+                state, leaves = made, read(model)  # whose refs hold no arrays any more
         chosen = as_filter(wrt)
         trained = select_trained(leaves, chosen, name)
         if not trained.parameters:

@@ -121,7 +121,7 @@ class _Tracer:
         return shapes, {leaf.path: leaf for leaf in state.leaves}
 
     def jumped(self, other: Mapping[Path, Leaf]) -> set[Path]:
-        """The parameters for whose other sizes the optimizer decides otherwise: their state has other leaves or ranks."""
+        """The parameters whose state has other leaves or ranks for other sizes: the optimizer decided otherwise."""
         odd = [leaf.path for leaf in self.state if leaf.path not in other or not _same_rank(leaf, other[leaf.path])]
         return {owner for path in odd for owner in self.owners[path]}
 

@@ -49,8 +49,8 @@ class Jit(Function[_P, _T]):
     """A function that is compiled once for each structure of its arguments; made by `ft.jit`.
 
     Attributes:
-        compilations: a record for each compilation, of what differed from the nearest earlier one. Functions that were
-            made of one function with equal options share them, as they share what is compiled.
+        compilations: a record for each program that it has used, of what differed from the nearest earlier one.
+            Wrappers of one function with equal options share traces and programs; such a record is marked as shared.
 
     Examples:
         >>> double = ft.jit(lambda x: 2 * x)

@@ -58,8 +58,8 @@ def inputs(
         else:
             moved.append(i)
     if problems:
-        at_fault = leaves_at_fault(problems) or "the layout"
-        raise ShardingError(f"{name}: {at_fault} does not fit in_shardings on mesh {planned.view}", problems)
+        at_fault = leaves_at_fault(problems) or "the call"
+        raise ShardingError(f"{name}: in_shardings does not fit {at_fault} on mesh {planned.view}", problems)
     return Inputs(planned.mesh, shardings, tuple(moved))
 
 
@@ -80,7 +80,7 @@ def _other_sharding(path: Path, array: jax.Array, wanted: NamedSharding) -> Prob
     have, want = sharding_text(here), sharding_text(wanted)
     if isinstance(here, NamedSharding) and here.mesh == wanted.mesh and memory_of(here) == memory_of(wanted):
         have, want = spec_text(here.spec), spec_text(wanted.spec)
-    why = f"is sharded {have}, but `in_shardings` asks for {want}; `ft.jit` does not move arrays implicitly"
+    why = f"is sharded {have} but `in_shardings` asks for {want}; `ft.jit` does not move arrays implicitly"
     return array_problem(path, array, why, "move it once: `ft.shard(x, layout, mesh)`")
 
 
@@ -99,8 +99,8 @@ def outputs(signature: Signature, result: Any, layouts: LayoutTree, mesh: Mesh |
     record = signature.result
     planned = plan_tree(record(result), record(layouts), _planning(mesh), check=False, allow_unspecified=True)
     if planned.problems:
-        at_fault = leaves_at_fault(planned.problems) or "the layout"
-        headline = f"{signature.name}: {at_fault} does not fit out_shardings on mesh {planned.view}"
+        at_fault = leaves_at_fault(planned.problems) or "the result"
+        headline = f"{signature.name}: out_shardings does not fit {at_fault} on mesh {planned.view}"
         raise ShardingError(headline, planned.problems)
     return _shardings(planned)
 

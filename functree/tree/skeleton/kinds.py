@@ -63,7 +63,7 @@ class BuildCode(Code):
 
     def __init__(self) -> None:
         super().__init__()
-        self.arrays = 0
+        self.arrays: int = 0
 
     def visit(self, sample: Any) -> str:
         """Write the code for a node; returns its expression."""

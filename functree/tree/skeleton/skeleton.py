@@ -117,6 +117,9 @@ class Skeleton:
         build.lines = [f"{arrays or '()'} = arrays", *build.lines, f"return {tree}"]
         return _Functions(take.function("take(tree)", what), build.function("build(arrays)", what))
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Skeleton, (self.treedef, self.places, self.others)
+
     def __eq__(self, other: object) -> bool:
         if self is other:
             return True
