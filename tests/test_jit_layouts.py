@@ -277,7 +277,8 @@ def test_host_memory():
     np.testing.assert_array_equal(y, X * 3)
     assert len(f.compilations) == 1
     with raises(
-        "x   f32[8, 4]\n      is sharded P('data', None) on (data=2, model=4) but `in_sh", "(data=2, model=4) in pinned_host"
+        "x   f32[8, 4]\n      is sharded P('data', None) on (data=2, model=4) but `in_sh",
+        "(data=2, model=4) in pinned_host",
     ):
         f(y, x)
 
