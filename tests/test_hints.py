@@ -555,6 +555,14 @@ def test_what_is_remembered_of_a_hint_keeps_it() -> None:
     assert [axes.w.item for axes in ft.tree_axes(trees)] == [Axes("a", "b"), Axes("c", "d")] * 100
 
 
+def test_what_is_remembered_of_a_hint_is_for_one_stack() -> None:
+    """One layer alone and one in a stack may have the same annotation, shape and dtype, and other axes."""
+    memory, hint = Memory(), parse(Float[Array, "*dims"], Namespace(__name__))
+    assert leaf_axes(memory, x(2), ft.Path(), hint, None, ()).axes == Axes("dims")
+    assert leaf_axes(memory, x(2), ft.Path(), hint, None, ("layers",)).axes == Axes("layers")
+    assert leaf_axes(memory, x(2), ft.Path(), hint, None, ("stages",)).axes == Axes("stages")
+
+
 # Dimension strings
 
 

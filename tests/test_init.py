@@ -110,6 +110,69 @@ def test_make_is_traced_once():
     assert len(traces) == 1
 
 
+def test_one_trace_for_all_keys():
+    traces = []
+
+    def make(size: int, *, key: Array) -> MLP:
+        traces.append(1)
+        return MLP.create(size, 128, key=key)
+
+    init = ft.init(make, RULES, MESH)
+    models = [init(64, key=jax.random.key(i)) for i in range(3)]
+    assert len(traces) == 1 and len(init.compilations) == 1
+    assert not np.array_equal(models[0].up, models[1].up)
+    init(64, key=jax.random.key(3)), init(32, key=jax.random.key(3))
+    assert [str(c) for c in init.compilations] == ["compilation 1: the first", "compilation 2: size: static 64 → 32"]
+    assert init.plan(64, key=KEY)["up"].spec == P("data", "model") and len(traces) == 2
+
+
+def test_one_trace_for_several_meshes():
+    traces = []
+
+    def make(key: Array) -> MLP:
+        traces.append(1)
+        return MLP.create(64, 128, key=key)
+
+    init = ft.init(make, RULES)
+    for sizes in ((2, 4), (4, 2)):
+        mesh = jax.make_mesh(sizes, ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+        with jax.set_mesh(mesh):
+            assert init(KEY).up.sharding == NamedSharding(mesh, P("data", "model"))
+    assert len(init.compilations) == 2
+
+
+def test_stages_name_the_arguments_by_path():
+    def make(like: dict[str, Array], key: Array) -> Array:
+        return jax.random.normal(key, like["a"].shape) + like["a"]
+
+    init = ft.init(make, P("data"), MESH)
+    lowered = init.lower({"a": jnp.ones((8, 4))}, KEY)
+    assert "like.a" in lowered.as_text(debug_info=True) and "key" in lowered.as_text(debug_info=True)
+    assert init.eval_shape({"a": jnp.ones((8, 4))}, KEY).shape == (8, 4)
+    assert init.trace({"a": jnp.ones((8, 4))}, KEY).out_shardings.spec == P("data", None)
+    compiled = lowered.compile()
+    assert np.array_equal(compiled({"a": jnp.ones((8, 4))}, KEY), init({"a": jnp.ones((8, 4))}, KEY))
+    assert compiled.args_info[0][0]["a"].shape == (8, 4)
+
+
+def test_a_traced_array_in_a_static_field_is_named():
+    class Keeps(eqx.Module):
+        weight: Array
+        scale: Any = eqx.field(static=True)
+
+    def make(key: Array) -> dict[str, Keeps]:
+        return {"layer": Keeps(jnp.ones(8), jax.random.normal(key, ()))}
+
+    with pytest.raises(ft.FunctreeError, match=r"(?s)make: 1 static field .*layer\.scale.*static=True"):
+        with pytest.warns(UserWarning, match="set as static"):  # Equinox's own
+            ft.init(make, P("data"), MESH)(KEY)
+
+
+def test_an_argument_that_is_neither_an_array_nor_hashable_is_named():
+    with pytest.raises(ft.FunctreeError, match=r"(?s)config   set.*neither an array nor hashable"):
+        ft.init(lambda config: jnp.ones(8), P("data"), MESH)({1, 2})
+
+
 def test_the_plan_can_be_looked_at_first():
     plan = ft.init(MLP.create, RULES, MESH).plan(64, 128, key=KEY)
     assert plan["up"].spec == P("data", "model") and plan["up"].local_shape == (32, 32)

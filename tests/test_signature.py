@@ -182,6 +182,24 @@ def test_a_call_is_a_tuple_of_all_parameters():
     ]
 
 
+UNREADABLE = ["D['a']", "1/0", "nowhere.at.all", "a b", "int()()", "Float[Array, 3]", "(", "D[", "int + 'x'"]
+
+
+@pytest.mark.parametrize("annotation", UNREADABLE)
+def test_an_annotation_that_cannot_be_read_stops_nothing_that_needs_no_names(annotation: str):
+    def f(x: Any) -> Any:
+        return {"y": 2 * x}
+
+    D: dict[str, Any] = {}
+    f.__annotations__ = {"x": annotation, "return": annotation}
+    assert ft.jit(f)(jnp.ones(2))["y"].tolist() == [2, 2] and not D
+    mesh = ft.make_mesh(data=8)
+    assert ft.init(f, P(), mesh)(jnp.ones(2))["y"].tolist() == [2, 2]
+    assert ft.shard_map(f, mesh=mesh, in_specs=P("data"), out_specs=P("data"), shapes=None)(jnp.ones(8))["y"].sum() == 16
+    with pytest.raises(ft.FunctreeError):
+        signature_layouts(f, RULES)
+
+
 def test_what_is_bound():
     model = MLP(jnp.ones((2, 4)))
     part = functools.partial(functools.partial(model.__call__, 1), x=2)

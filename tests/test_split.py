@@ -91,6 +91,20 @@ def test_one_and_true_and_one_point_nought() -> None:
     assert len(set(statics)) == 4
 
 
+class Configured(eqx.Module):
+    w: Any
+    k: Any = eqx.field(static=True)
+
+
+@pytest.mark.parametrize("wrap", [lambda m: m, lambda m: {"a": [m, "text"]}, ft.pack], ids=["bare", "inside", "packed"])
+def test_static_fields_are_told_apart_by_type_too(wrap: Any) -> None:
+    values = (1, True, 1.0, 0.0, -0.0, (1,), (True,), "1", None, float("nan"))
+    statics = [ft.split(wrap(Configured(np.ones(2), k)))[0] for k in values]
+    assert len(set(statics)) == len(values)
+    again = [ft.split(wrap(Configured(np.zeros(3), k)))[0] for k in values]
+    assert again == statics and list(map(hash, again)) == list(map(hash, statics))
+
+
 def model() -> eqx.nn.MLP:
     return eqx.nn.MLP(2, 3, 4, 2, key=jax.random.key(0))
 

@@ -1,6 +1,7 @@
 """`TrainState`: one layout for the model lays out the whole, and a training step keeps it so."""
 
 import re
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,6 +17,7 @@ from jaxtyping import Float, Int
 
 import functree as ft
 from functree.tree.filters.filter import as_filter
+from functree.tree.leaves import read
 
 P = ft.P
 SIZES = {"data": 2, "model": 4}
@@ -303,6 +305,34 @@ def test_frozen_parts():
     assert same.model.down is ts.model.down and np.array_equal(same.model.up, after.model.up)
     plan = ft.plan(ts, RULES | FSDP, SIZES)
     assert rows_of(plan, "opt_state") == rows_of(ft.plan_optimizer(tx, net(), RULES | FSDP, SIZES, wrt=wrt))
+
+
+def reads(function: Callable[[], Any]) -> int:
+    """How often a tree is read while a function runs."""
+    calls = []
+
+    def heard(frame: Any, event: str, arg: Any) -> None:
+        if event == "call" and frame.f_code is read.__code__:
+            calls.append(frame)
+
+    sys.setprofile(heard)
+    try:
+        function()
+    finally:
+        sys.setprofile(None)
+    return len(calls)
+
+
+@pytest.mark.parametrize("tx", [optax.adam(1e-3), optax.adafactor(1e-3), ft.with_ema(optax.sgd(0.1))])
+def test_a_tree_is_read_no_more_often_than_it_has_to_be(tx: Any):
+    mesh = ft.make_mesh(data=2, model=4)
+    rules = ft.AxisRules({"hidden": "model", ...: None})
+    model = ft.nn.Linear(128, 256, key=jax.random.key(0))
+    stateful = {"a": model, "norm": ft.nn.BatchNorm(128)}
+    assert reads(lambda: ft.TrainState.create(model, tx)) == 1
+    assert reads(lambda: ft.TrainState.create(model, tx, layout=rules, mesh=mesh)) == 3
+    assert reads(lambda: ft.TrainState.create(stateful, tx, layout=rules, mesh=mesh)) == 3
+    assert reads(lambda: ft.plan_optimizer(tx, model, rules, mesh)) == 3
 
 
 def test_misuse_of_create():

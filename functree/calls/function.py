@@ -108,7 +108,9 @@ class Function(Generic[_P, _T]):
         if last is None or last[0] != key:
             program = group.programs.get(key)
             if program is None:
-                program = group.programs[key] = self._program(call, found)
+                program = self._program(call, found)
+                key = self._key(found)  # which may ask for more, once such calls are on several devices
+                group.programs[key] = program
                 self._used.add(program)
             group.last = last = key, program
         return last[1], found

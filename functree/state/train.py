@@ -15,14 +15,15 @@ from functree.layout.meshes import MeshLike
 from functree.layout.optimizer.plan_optimizer import select_trained
 from functree.layout.prefix import DerivesLayout
 from functree.placing.shard import shard
-from functree.state.refs import strong
+from functree.state.refs import StateRef, strong
 from functree.state.state import State, apart, place_state
 from functree.state.training_layout import TrainingLayout
 from functree.tree.arrays import array_text
 from functree.tree.filters.filter import Filter, FilterLike, as_filter
 from functree.tree.filters.predicates import is_trainable
-from functree.tree.leaves import read
+from functree.tree.leaves import Leaves, read
 from functree.tree.paths import Path
+from functree.tree.skeleton.skeleton import Skeleton
 
 M = TypeVar("M")
 
@@ -104,7 +105,7 @@ class TrainState(eqx.Module, DerivesLayout, Generic[M]):
         if state is None:
             model, made = place_state(model, leaves.leaves)
             if made:
-                state, leaves = made, read(model)  # whose refs hold no arrays any more
+                state, leaves = made, _without_state(leaves, model)
         chosen = as_filter(wrt)
         trained = select_trained(leaves, chosen, name)
         if not trained.parameters:
@@ -117,6 +118,12 @@ class TrainState(eqx.Module, DerivesLayout, Generic[M]):
     def derived_layout(layout: Layout, found: Mapping[Path, "TrainState[Any]"]) -> Layout:
         """The layout of a tree in which training states are found, by one for the model."""
         return TrainingLayout(layout, found)
+
+
+def _without_state(leaves: Leaves, model: Any) -> Leaves:
+    """The leaves of a model whose refs hold no arrays any more."""
+    kept = tuple(leaf for leaf in leaves.leaves if not any(issubclass(cls, StateRef) for cls in leaf.within))
+    return Leaves(kept, (), Skeleton.of(model))
 
 
 def apply_gradients(ts: TrainState[M], grads: Any, *, state: State | None = None, **extra: Any) -> TrainState[M]:
