@@ -691,6 +691,32 @@ def test_results_of_every_kind():
     assert shard_map(lambda: jnp.ones(2), mesh=LINE, out_specs=P("x"))().shape == (16,)
 
 
+# Stages, as of `ft.jit`
+
+
+def test_stages_name_the_arguments_by_path():
+    mapped = shard_map(lambda m, x: m(x), mesh=MESH, rules=RULES, in_specs={"x": P("data")}, out_specs=P("data"))
+    model = ft.shard(mlp(), RULES, MESH)
+    lowered = mapped.lower(model, INPUTS[0])
+    text = lowered.as_text(debug_info=True)
+    assert all(name in text for name in ("m.up", "m.down", "kept.x"))
+    assert mapped.eval_shape(mlp(), INPUTS[0]).shape == (4, 6)
+    assert mapped.trace(mlp(), jax.ShapeDtypeStruct((4, 6), "float32")).out_info.shape == (4, 6)
+    compiled = lowered.compile()
+    assert compiled.input_shardings[0][0].up.spec == P(None, "model")
+    np.testing.assert_allclose(compiled(model, INPUTS[0]), mapped(model, INPUTS[0]), rtol=1e-6)
+
+
+def test_compilations_tell_what_differed():
+    mapped = shard_map(lambda x, n: n * x, mesh=LINE, in_specs=(P("x"), None), out_specs=P("x"))
+    mapped(jnp.ones(8), 2.0), mapped(jnp.ones(8), 2.0), mapped(jnp.ones(8), 3.0), mapped(jnp.ones(16), 3.0)
+    assert [str(record) for record in mapped.compilations] == [
+        "compilation 1: the first",
+        "compilation 2: n: static 2.0 → 3.0",
+        "compilation 3: x: shape (8,) → (16,)",
+    ]
+
+
 # A silent failure that is JAX's own: gradients of a local mean, taken inside (number 30)
 
 
