@@ -104,7 +104,9 @@ class Program:
 
     def __call__(self, arrays: Sequence[Any]) -> Any:
         kept, donated = self.body.arguments.split(arrays)
-        return self.jitted(kept, donated).tree
+        output = self.jitted(kept, donated)
+        # As `output.tree`, without the function calls for what most results do not have.
+        return output.skeleton.build(output.values) if output.which is None else output.tree
 
     def trace(self, arrays: Sequence[Any]) -> Any:
         """JAX's `Traced` for a call's arrays, abstract ones too."""

@@ -41,7 +41,7 @@ class Skeleton:
 
     # From a tree to its arrays
 
-    @property
+    @cached_property
     def take(self) -> Callable[[Any], list[Any] | None]:
         """A function from a tree to its arrays, in JAX's order; from a tree of another skeleton, to None.
 
@@ -52,7 +52,7 @@ class Skeleton:
 
     # From values to a tree
 
-    @property
+    @cached_property
     def build(self) -> Callable[[Sequence[Any]], Any]:
         """A function from arrays, in JAX's order, to the tree; generated as `take` is."""
         return self._code.build
