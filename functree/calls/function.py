@@ -4,7 +4,7 @@ import functools
 from abc import abstractmethod
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any, Generic, ParamSpec, TypeVar
+from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar, overload
 
 from jax.core import Tracer
 
@@ -21,6 +21,7 @@ from functree.layout.meshes import tracing
 from functree.layout.placement import is_concrete
 
 _P = ParamSpec("_P")
+_Q = ParamSpec("_Q")
 _T = TypeVar("_T")
 
 
@@ -79,6 +80,12 @@ class Function(Generic[_P, _T]):
         """The result of a call as `jax.ShapeDtypeStruct`s."""
         return self._trace((), args, kwargs).out_info
 
+    @overload
+    def __get__(self, instance: None, owner: type | None = None) -> Self: ...
+    @overload
+    def __get__(
+        self: "Function[Concatenate[Any, _Q], _T]", instance: object, owner: type | None = None
+    ) -> "BoundFunction[_Q, _T]": ...
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         return self if instance is None else BoundFunction(self, instance)
 
@@ -131,18 +138,18 @@ class Function(Generic[_P, _T]):
         return Traced(program.trace(found.arrays), call)
 
 
-class BoundFunction:
+class BoundFunction(Generic[_P, _T]):
     """A method that is such a function, with its instance."""
 
-    def __init__(self, function: Function[Any, Any], instance: Any):
+    def __init__(self, function: Function[..., _T], instance: Any):
         self._function, self._instance = function, instance
         # As of any bound method: by these others, `ft.jit` too, know what it is bound to.
-        self.__func__: Function[Any, Any] = function
+        self.__func__: Function[..., _T] = function
         self.__self__: Any = instance
         self.__name__: str = function.__name__
         self.__doc__ = function.__doc__
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: _P.args, **kwargs: _P.kwargs) -> _T:
         return self._function(self._instance, *args, **kwargs)
 
     @property
@@ -150,15 +157,15 @@ class BoundFunction:
         """Those of the function, for all instances."""
         return self._function.compilations
 
-    def trace(self, *args: Any, **kwargs: Any) -> Traced:
+    def trace(self, *args: _P.args, **kwargs: _P.kwargs) -> Traced:
         """As the function's."""
         return self._function._trace((self._instance,), args, kwargs)
 
-    def lower(self, *args: Any, **kwargs: Any) -> Lowered:
+    def lower(self, *args: _P.args, **kwargs: _P.kwargs) -> Lowered:
         """As the function's."""
         return self.trace(*args, **kwargs).lower()
 
-    def eval_shape(self, *args: Any, **kwargs: Any) -> Any:
+    def eval_shape(self, *args: _P.args, **kwargs: _P.kwargs) -> Any:
         """As the function's."""
         return self.trace(*args, **kwargs).out_info
 
