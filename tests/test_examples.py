@@ -156,7 +156,7 @@ def test_three_ways():
     ("arguments", "said"),
     [
         ("--hidden 33", 'up   f32[16, 33]   "embed hidden"\n      "hidden" has size 33; rule hidden→model needs'),
-        ("--model 5000", "devices, and there are 8; on a CPU, set XLA_FLAGS=--xla_force_host_platform_device_count="),
+        ("--model 5000", "devices, but there are 8; on a CPU, set XLA_FLAGS=--xla_force_host_platform_device_count="),
         ("--batch 0", "all sizes are at least 1"),
     ],
 )

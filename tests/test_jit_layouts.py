@@ -459,7 +459,7 @@ def test_silent_failure_23_ambient_rules_that_change():
         with ft.axis_rules(others):
             assert_lies(f(x), None, "model")
     assert [[d.kind for d in c.differences] for c in f.compilations] == [[], ["rules"]]
-    with raises("there is a mesh (data=2, model=4) and no rules to place `batch embed`"):
+    with raises("there is a mesh (data=2, model=4) but no rules to lay out `batch embed`"):
         f(x)
 
 

@@ -274,7 +274,7 @@ def test_arrays_that_are_not_as_annotated(shapes: Any, x: tuple[int, ...], up: t
 
 
 def test_a_dtype_that_is_not_as_annotated():
-    with pytest.raises(ft.AxesError, match=r"(?s)x   i32.*its dtype is int32, and the annotation says Float"):
+    with pytest.raises(ft.AxesError, match=r"(?s)x   i32.*its dtype is int32, but the annotation says Float"):
         shard_map(ffn, mesh=MESH, rules=RULES)(INPUTS[0].astype(int), *INPUTS[1:])
 
 
@@ -302,7 +302,7 @@ def test_what_jaxtyping_refuses_inside_is_right_globally():
     args = ones((8, 8)), ones((8, 6)), ones((2, 3, 2))
     specs = (P("data"), P("data"), P())
     np.testing.assert_array_equal(shard_map(f, mesh=mesh, in_specs=specs, out_specs=P("data"))(*args), ones((8, 6)) * 8)
-    with pytest.raises(ft.AxesError, match=r'(?s)"embed=8" says 8, and the size is 1'):
+    with pytest.raises(ft.AxesError, match=r'(?s)"embed=8" requires size 8, but the size is 1'):
         shard_map(f, mesh=mesh, in_specs=specs, out_specs=P("data"), shapes="local")(*args)
 
 

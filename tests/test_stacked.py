@@ -546,7 +546,7 @@ ERRORS: dict[str, tuple[type[Exception], Callable[[], Any], list[str]]] = {
         FunctreeError,
         lambda: TWICE.scan(X, remat=offload("wied", "wide")),
         [
-            "1 name to offload that Twice gives to no value",
+            "1 name to offload that no value in Twice has",
             '"wied"',
             "no value has this name; did you mean `wide`?",
             "Try: one of `narrow`, `wide`",
@@ -560,7 +560,7 @@ ERRORS: dict[str, tuple[type[Exception], Callable[[], Any], list[str]]] = {
     "no names in a layer": (
         FunctreeError,
         lambda: Stacked(eqx.Partial(jnp.multiply, jnp.ones((2, 1, 1)))).scan(X, remat=offload("wide")),
-        ["1 name to offload that Partial gives to no value", "checkpoint_name(x"],
+        ["1 name to offload that no value in Partial has", "checkpoint_name(x"],
     ),
     "another shape": (
         FunctreeError,

@@ -172,7 +172,7 @@ def test_constrain_without_a_mesh_does_nothing():
 
 
 def test_constrain_with_a_mesh_and_no_rules_is_an_error():
-    with jax.set_mesh(AUTO), pytest.raises(ft.ShardingError, match="no rules to place `batch embed`"):
+    with jax.set_mesh(AUTO), pytest.raises(ft.ShardingError, match="no rules to lay out `batch embed`"):
         jax.jit(typed(up, constrain=True))(X, UP)
 
 
