@@ -393,7 +393,7 @@ def test_dropout_in_inference_needs_no_key() -> None:
 
 @pytest.mark.parametrize("p", [1, 1.5, -0.1, float("nan")])
 def test_no_probability(p: float) -> None:
-    with pytest.raises(FunctreeError, match="a probability from 0 up to, and without, 1"):
+    with pytest.raises(FunctreeError, match="p must be at least 0 and less than 1"):
         nn.Dropout(p)
 
 

@@ -496,12 +496,12 @@ ERRORS: dict[str, tuple[type[Exception], Callable[[], Any], list[str]]] = {
     "leading sizes differ": (
         FunctreeError,
         lambda: Stacked({"a": jnp.ones((3, 4)), "b": [jnp.ones(2)]}),
-        ['one leading size, that of "layers"', "layer.a", "size 3", "layer.b.0", "size 2", "ft.stack"],
+        ['the same leading size, that of "layers"', "layer.a", "size 3", "layer.b.0", "size 2", "ft.stack"],
     ),
     "a scalar leaf": (
         FunctreeError,
         lambda: Stacked({"a": jnp.ones(3), "b": jnp.float32(1)}, axis="stage"),
-        ['that of "stage"', "layer.b", "no dimension at all"],
+        ['that of "stage"', "layer.b", "has no dimensions"],
     ),
     "no arrays": (FunctreeError, lambda: Stacked({"a": 1}), ["dict has no array leaves"]),
     "no arrays in a layer": (FunctreeError, lambda: stack(lambda key: {"a": 1}, 3, KEY), ["no array leaves"]),

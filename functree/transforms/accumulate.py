@@ -54,7 +54,7 @@ def accumulate(fn: Callable[_P, _T], steps: int) -> Callable[_P, _T]:
     if type(steps) is not int or steps < 1:
         raise FunctreeError(f"accumulate(steps={steps!r}): the number of pieces must be a positive integer")
 
-    # Under jit the function is traced once, and JAX uses that trace twice: for the shapes of the result, and in the loop.
+    # Under jit it is traced once, and JAX uses this trace twice: for the shapes of the result, and in the loop.
     inner: Any = jit(fn, inline=True)
     signature, bound = Signature.of(fn)
     if not signature.positional:
@@ -107,9 +107,7 @@ def _check(batch: Sequence[Leaf], steps: int) -> None:
         raise FunctreeError(f"accumulate: {count(len(problems), 'array')} cannot be split into pieces", problems)
 
 
-_REMEDY = (
-    "use a batch whose size `steps` divides; if the array is not part of the batch, pass it in the model, or close over it"
-)
+_REMEDY = "use a batch whose size `steps` divides; pass an array that is not part of it in the model or a closure"
 
 
 def _parts(x: Any) -> int:

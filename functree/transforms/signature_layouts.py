@@ -133,7 +133,8 @@ class ByHint(Layout):
         found = leaf_axes({}, leaf.value, leaf.path, self.hint.at(path), given, ())
         return leaf._replace(**found._asdict()) if found.annotated else leaf
 
-    # Hints are resolved lazily and refer to frames, so they are not equal by value themselves.
+    # A `Hint` is compared by identity, since it may contain names that are resolved later. Two layouts by the
+    # same annotation have to be equal, so that they share what is compiled.
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, ByHint):
             return False

@@ -83,7 +83,8 @@ class Sizes:
         if body.isdigit():
             return None if sizes == (int(body),) else f'"{dim.token}" requires size {body}, but the size is {sizes[0]}'
         if not body.isidentifier():
-            if "{" not in body:  # jaxtyping's `{name}` refers to the arguments of the function, which are not known here
+            # jaxtyping's `{name}` refers to the arguments of the function, which are not known here.
+            if "{" not in body:
                 expressions.append((leaf, dim, sizes[0]))
             return None
         if dim.variadic and dim.broadcast:
