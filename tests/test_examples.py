@@ -87,7 +87,7 @@ def test_help():
     [
         ("--mesh data=3", "the mesh (data=3) has no axis `model`"),
         ("--mesh data=2,modle=4", "did you mean `modle`?"),
-        ("--mesh nonsense", "'nonsense' is no mesh: write axes and their sizes, as in data=2,model=4"),
+        ("--mesh nonsense", "'nonsense' is not a mesh: write axes and their sizes, as in data=2,model=4"),
         (
             "--embed 24 --heads 6",
             'blocks.layer.attn.query f32[1, 24, 6, 4]   "layers embed heads head_dim": "heads" has',
@@ -127,7 +127,7 @@ def test_tensor_parallel():
     for _, spec, off, collectives, gradients_off, their_collectives in rows:
         assert (spec, collectives, their_collectives) == ("P(None, None)", "1 all-reduce", "2 all-reduce")
         assert float(off) < 1e-5 and float(gradients_off) < 1e-5
-    assert re.search(r"^All are equal to what one device computes, to \de-\d\d of ", out, re.M)
+    assert re.search(r"^All results equal those of one device, to \de-\d\d of ", out, re.M)
 
 
 def test_three_ways():

@@ -615,12 +615,12 @@ NONSENSE = [
     (
         {"in_specs": P("model"), "axis_names": {"data"}},
         ft.ShardingError,
-        r"P\('model'\) names model, and only data is man",
+        r"P\('model'\) names model, but only data is man",
     ),
     (
         {"out_specs": P("model"), "axis_names": {"data"}},
         ft.ShardingError,
-        r"result.*names model, and only data is manual",
+        r"result.*names model, but only data is manual",
     ),
     ({"axis_names": {"dta"}}, ft.ShardingError, r"`dta` in `axis_names` is not in the mesh.*did you mean `data`"),
     ({"axis_names": "data"}, ft.FunctreeError, r"axis_names='data' is a string: use a set"),
@@ -636,7 +636,7 @@ NONSENSE = [
     (
         {"x": jax.device_put(X, jax.devices()[1])},
         ft.ShardingError,
-        r"committed to cpu:1 alone, and the mesh is of other",
+        r"committed to cpu:1 alone, but the mesh has other",
     ),
     ({"in_specs": None, "rules": RULES}, ft.ShardingError, r"x   f32.*has no axis names, and rules place axes by name"),
     ({"x": {"a": set()}}, ft.FunctreeError, r"x\.a   set\n +is neither an array nor hashable"),

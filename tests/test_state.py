@@ -225,7 +225,7 @@ def misuses() -> dict[str, tuple[Callable[[], Any], tuple[str, ...]]]:
         "a number as key": (lambda: state[0], ("index a State with a `StateRef`, not with 0",)),
         "no key at all": (lambda: state[None], ("index a State with a `StateRef`, not with None",)),
         "update": (lambda: state.update({ft.Path(("a", "totl")): 1}), ("`a.totl`; did you mean `a.total`?",)),
-        "no array": (lambda: ft.StateRef("text"), ("StateRef('text'): the value", "is an array or a number")),
+        "no array": (lambda: ft.StateRef("text"), ("StateRef('text'): the initial value", "an array or a number")),
         "nothing": (lambda: ft.StateRef(None), ("StateRef(None): the initial value",)),
         "axes": (lambda: ft.StateRef(jnp.zeros(3), "a b"), ('axes="a b") names 2 dimensions', "has shape (3,)")),
         "packed": (lambda: ft.make_state([ft.pack(Counter())]), ("0 is packed", "make the state, then pack")),
