@@ -1,15 +1,15 @@
-"""A model that has never heard of functree, sharded: with FSDP, then with tensor parallelism.
+"""A plain Equinox model, sharded without a change of its code: first by FSDP, then by tensor parallelism.
 
     python examples/bring_your_own.py
 
-The classifier below is stock Equinox and stays as it is. What is added to shard it are the lines marked `# +fsdp`
-and `# +tensor`, and nothing else; the rest only looks at the result. `ft.jit` takes its modules as they are.
+The classifier below does not use functree. The lines that shard it are marked `# +fsdp` and `# +tensor`; all other
+lines only run it and print the results. `ft.jit` takes modules as arguments.
 """
 
 import os
 import sys
 
-# A CPU passes for 8 devices, so that this runs anywhere. JAX reads both once, when it is imported.
+# Simulate 8 devices on the CPU, so that this runs anywhere. JAX reads both variables once, when it is imported.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 if "device_count" not in os.environ.get("XLA_FLAGS", ""):
     os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
@@ -22,7 +22,7 @@ from jaxtyping import Array, PRNGKeyArray
 
 import functree as ft
 
-# --- The model: a text classifier, as somebody may have written it long ago -----------------------------------------
+# --- The model: a text classifier of `eqx.nn` layers ----------------------------------------------------------------
 
 
 class Block(eqx.Module):
@@ -80,7 +80,7 @@ def loss_and_grads(model: Classifier, words: Array, labels: Array) -> Array:
 
 
 def fsdp(model: Classifier, words: Array, labels: Array):
-    """Each device keeps an eighth of every large array, and an eighth of the batch."""
+    """FSDP: each device has an eighth of every large array, and an eighth of the batch."""
     mesh = ft.make_mesh(data=8)  # +fsdp
     layout = ft.FSDP("data", min_size=4096)  # +fsdp
     print(ft.plan(model, layout, mesh))
@@ -90,11 +90,11 @@ def fsdp(model: Classifier, words: Array, labels: Array):
 
 
 def tensor_parallel(model: Classifier, words: Array, labels: Array):
-    """Heads and hidden units are split over four devices, and their work with them; the batch over two."""
+    """Tensor parallelism: heads and hidden units are sharded over four devices, and the batch over two."""
     mesh = ft.make_mesh(data=2, model=4)  # +tensor
     projections = {"attention.output*.weight": "embed heads", "attention.*.weight": "heads embed"}  # +tensor
     up, down = {"up.weight": "hidden embed", "up.bias": "hidden"}, {"down.weight": "embed hidden"}  # +tensor
-    # The first pattern that matches wins; what is left are norms and a bias, vectors of the size of the embedding.
+    # The first pattern that matches decides. The last one is for norms and a bias, whose dimension is the embedding.
     names = {Block: ft.names({**projections, **up, **down, "**": "embed"})}  # +tensor
     rules = ft.AxisRules({"heads": "model", "hidden": "model", "embed": None}, names=names)  # +tensor
     layout = ft.StateSharding({"blocks.**": rules, ...: ft.P()})  # +tensor
@@ -118,7 +118,7 @@ def main() -> None:
         differences = jax.tree.map(lambda a, b: np.abs(np.asarray(a) - np.asarray(b)).max(), expected, found)
         worst = max(jax.tree.leaves(differences))
         if not worst < 1e-5:
-            sys.exit(f"sharded and unsharded results differ by {worst}")
+            sys.exit(f"The sharded and the unsharded results differ by {worst}.")
         print(f"\nLoss {found[0]:.6f}, unsharded {expected[0]:.6f}. No gradient differs by more than {worst:.0e}.\n")
 
 

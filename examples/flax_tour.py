@@ -1,13 +1,14 @@
-"""Flax' notebook on sharding a linen model ("Scale up Flax Modules on multiple devices"), cell by cell in functree.
+"""The Flax notebook "Scale up Flax Modules on multiple devices", cell by cell in functree.
 
-    python examples/flax_tour.py                    # on a CPU, which passes for 8 devices
-    python examples/flax_tour.py --html tour.html   # the arrays and shardings in pictures too, by treescope
+    python examples/flax_tour.py                    # with 8 devices simulated on the CPU
+    python examples/flax_tour.py --html tour.html   # also a page with pictures of arrays and shardings, by treescope
 
-Numbers in brackets are those of the notebook's cells. What linen writes into boxes around parameters (`Partitioned`,
-`LogicallyPartitioned`), functree reads from the annotations of a module's fields; so arrays are arrays.
+Numbers in brackets are those of the notebook's cells. Linen keeps the axes of a parameter in a box around it
+(`Partitioned`, `LogicallyPartitioned`). functree reads them from the annotations of a module's fields, so parameters
+are plain arrays.
 """
 
-# %% [1] A CPU passes for 8 devices; JAX reads both variables once, when it is imported.
+# %% [1] Simulate 8 devices on the CPU. JAX reads both variables once, when it is imported.
 import os
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -31,7 +32,7 @@ import functree as ft
 show = Show(__doc__)
 show("[3] We have 8 fake JAX devices now", jax.devices())
 
-# %% [6] A mesh whose axes have names. Functions below take it once, or read it off their arguments.
+# %% [6] A mesh with named mesh axes. The functions below take it as an argument, or use that of their arrays.
 mesh = ft.make_mesh(data=2, model=4)
 show("[6] mesh", mesh)
 
@@ -39,8 +40,8 @@ show.section("Define a layer")
 xavier_normal = jax.nn.initializers.xavier_normal()
 
 
-# %% [7] `with_partitioning(init, (None, "model"))` is a spec in the field's annotation, and `with_sharding_constraint`
-# is `ft.constrain`. The mesh is in neither.
+# %% [7] `with_partitioning(init, (None, "model"))` becomes a spec in the annotation of the field, and
+# `with_sharding_constraint` becomes `ft.constrain`. Neither contains the mesh.
 class DotReluDot(eqx.Module):
     w1: Annotated[Float[Array, "features depth"], P(None, "model")]
     w2: Annotated[Float[Array, "depth features"], P("model", None)]
@@ -55,7 +56,7 @@ class DotReluDot(eqx.Module):
         return ft.constrain(y @ self.w2, P("data", None))
 
 
-# %% [8] Layers one by one. (`nn.scan` comes with [26], where axes are logical.)
+# %% [8] A list of layers. (For `nn.scan` see [26].)
 class MLP(eqx.Module):
     layers: list[DotReluDot]
 
@@ -68,7 +69,7 @@ class MLP(eqx.Module):
         return x
 
 
-# %% [9] The model is made in [15], where it belongs.
+# %% [9] The model is created in [15].
 BATCH, LAYERS, DEPTH = 8, 4, 1024
 x = jnp.ones((BATCH, DEPTH))
 k = jax.random.key(0)
@@ -76,34 +77,35 @@ optimizer = optax.adam(learning_rate=0.001)
 
 show.section("Specify sharding")
 
-# %% [10] The input's.
+# %% [10] The sharding of the input.
 x_layout = P("data", None)
 x = ft.shard(x, x_layout, mesh)
 show("[10] x", x)
 
 
-# %% [11] The whole training state.
+# %% [11] The function that creates the training state.
 def init_fn(key: PRNGKeyArray) -> ft.TrainState[MLP]:
     return ft.TrainState.create(MLP(LAYERS, DEPTH, key), optimizer)
 
 
-# %% [13] The output's: `eval_shape` and `get_sharding` are a plan. Annotations win over rules, and the optimizer's
-# state goes as its parameters do; `...: None` says that all else is whole.
+# %% [13] The sharding of the output: a plan replaces `eval_shape` and `get_sharding`. A spec in an annotation has
+# precedence over rules, and the optimizer's state is sharded like its parameters. `...: None` is the rule for all other
+# axes, which are not sharded.
 make_state = ft.init(init_fn, ft.AxisRules({...: None}), mesh)
 state_plan = make_state.plan(k)
 state_sharding = state_plan.shardings
 show("[13] state_sharding", state_plan)
 
-# %% [15] Born where the plan says, never whole on one device.
+# %% [15] The arrays are created sharded; none is ever whole on one device.
 initialized_state = make_state(k)
 layer = initialized_state.model.layers[0]
 show("[15] w1", layer.w1)
 show("[15] w2", layer.w2)
 
-# %% [16] No box: an array, and what its annotation comes to.
+# %% [16] The parameter is an array, without a box. The plan has its spec.
 show("[16] type, spec, shape", (type(layer.w1), state_plan["model.layers.0.w1"].spec, layer.w1.shape))
 
-# %% [17] Nothing to unbox, and nothing to box again: the annotations stay with the class.
+# %% [17] There is nothing to unbox and to box again: the annotations belong to the class.
 all_zero_params = jax.tree.map(jnp.zeros_like, initialized_state.model)
 assert jnp.sum(all_zero_params.layers[0].w1) == 0
 zero_plan = ft.plan(all_zero_params, ft.AxisRules({...: None}), mesh)
@@ -113,12 +115,12 @@ assert zero_plan["layers.0.w1"].spec == state_plan["model.layers.0.w1"].spec
 show("[18] its sharding", layer.w1.sharding)
 show("[19] step", initialized_state.step)
 
-# %% [21] A module is a tree like any other.
+# %% [21] A module is a pytree.
 diff = jax.tree.map(lambda a, b: a - b, layer, layer)
 show("[21] diff", diff.w1)
 
 
-# %% [22] A plan stands wherever a layout does. Gradients are a tree like the model.
+# %% [22] A plan is accepted wherever a layout is. Gradients are a tree like the model.
 @ft.jit(in_shardings=(state_plan, x_layout), out_shardings=state_plan)
 def train_step(state: ft.TrainState[MLP], x: Array) -> ft.TrainState[MLP]:
     def loss_unrolled(model: MLP) -> Array:  # a fake loss
@@ -127,7 +129,7 @@ def train_step(state: ft.TrainState[MLP], x: Array) -> ft.TrainState[MLP]:
     return ft.apply_gradients(state, ft.grad(loss_unrolled)(state.model))
 
 
-new_state = train_step(initialized_state, x)  # no `with mesh:`, since the arguments lie on it
+new_state = train_step(initialized_state, x)  # no `with mesh:`, since the arguments are on the mesh
 
 # %% [23]
 show("[23] Sharding of Weight 1", new_state.model.layers[0].w1)
@@ -146,14 +148,14 @@ show("[24] y", y)
 
 show.section("Profiling")
 
-# %% [25] Calls return at once; so wait for the result.
+# %% [25] A call returns before the computation is done, so wait for the result.
 seconds = timeit.repeat(lambda: jax.block_until_ready(train_step(initialized_state, x)), number=1, repeat=3)
 show("[25] ms for a step, the best of 3", round(1000 * min(seconds)))
 
 show.section("Logical axis annotation")
 
 
-# %% [26] Names of axes in place of mesh axes: plain jaxtyping, as one writes it anyhow.
+# %% [26] Axes instead of mesh axes: plain jaxtyping annotations.
 class LogicalDotReluDot(eqx.Module):
     w1: Float[Array, "embed hidden"]
     w2: Float[Array, "hidden embed"]
@@ -168,8 +170,7 @@ class LogicalDotReluDot(eqx.Module):
         return ft.constrain(y @ self.w2, "batch embed")
 
 
-# `nn.scan` with a parameter axis of its own: `ft.stack`. A stack's axis has a name too, `layers`, in front of the
-# others.
+# `ft.stack` replaces `nn.scan`. The leading dimension of a stack also has a name, `layers`.
 class LogicalMLP(eqx.Module):
     layers: ft.Stacked[LogicalDotReluDot] | list[LogicalDotReluDot]
 
@@ -194,8 +195,7 @@ def logical_init_fn(key: PRNGKeyArray, use_scan: bool) -> ft.TrainState[LogicalM
     return ft.TrainState.create(LogicalMLP(LAYERS, DEPTH, use_scan, key), optimizer)
 
 
-# %% [30] An axis of which the rules say nothing is an error, not unsharded by default; so `embed` and `layers` are
-# here.
+# %% [30] An axis without a rule is an error; it is not replicated by default. So `embed` and `layers` have rules.
 rules = ft.AxisRules({"batch": "data", "hidden": "model", "embed": None, "layers": None})
 logical_abstract = ft.abstract(logical_init_fn)(k, False)
 logical_axes = ft.tree_axes(logical_abstract.model).layers[0]
@@ -215,8 +215,7 @@ show("[34] sharding of weight 1", logical_initialized_state.model.layers[0].w1)
 show("[34] sharding of weight 2", logical_initialized_state.model.layers[0].w2)
 
 
-# And a step by rules: they say how the activations and the gradients lie, and the donated state comes back as it went
-# in.
+# A training step with rules: activations and gradients are constrained by them. The donated state keeps its shardings.
 @ft.jit(rules=rules, donate="state")
 def logical_train_step(state: ft.TrainState[LogicalMLP], x: Array) -> tuple[ft.TrainState[LogicalMLP], Array]:
     loss, gradients = ft.value_and_grad(lambda model: model(x).sum())(state.model)
@@ -227,7 +226,7 @@ for _ in range(3):
     logical_initialized_state, loss = logical_train_step(logical_initialized_state, x)
 show("steps, and compilations", (int(logical_initialized_state.step), len(logical_train_step.compilations)))
 
-# USE_SCAN = True: one layer in the program, however many there are.
+# USE_SCAN = True: the program contains one layer, whatever the number of layers.
 scanned_state = ft.init(logical_init_fn, rules, mesh)(k, True)
 show("the stack", ft.plan(scanned_state.model, rules, mesh))
 scanned_state, loss = logical_train_step(scanned_state, x)

@@ -1,13 +1,13 @@
-"""Penzai's notebook "Jitting and Sharding Penzai Models", cell by cell in functree.
+"""The Penzai notebook "Jitting and Sharding Penzai Models", cell by cell in functree.
 
-    python examples/penzai_tour.py                    # on a CPU, which passes for 8 devices
-    python examples/penzai_tour.py --html tour.html   # the arrays and shardings in pictures too, by treescope
+    python examples/penzai_tour.py                    # with 8 devices simulated on the CPU
+    python examples/penzai_tour.py --html tour.html   # also a page with pictures of arrays and shardings, by treescope
 
-Numbers in brackets are those of the notebook's cells. Two things are different throughout: a model is immutable, so
-what changes is handed in and out; and axis names stand in annotations, since arrays are plain JAX arrays.
+Numbers in brackets are those of the notebook's cells. Two things are always different here. Models are immutable, so
+functions take state and return the new state. Arrays are plain JAX arrays, so the names of axes are in annotations.
 """
 
-# %% [1-7] Setup. A CPU passes for 8 devices; JAX reads both variables once, when it is imported.
+# %% [1-7] Setup. Simulate 8 devices on the CPU. JAX reads both variables once, when it is imported.
 import os
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -36,7 +36,7 @@ assert jax.local_device_count() == 8
 show.section("JIT-compiling models")
 
 
-# %% [9] A parameter and a counter. The layer holds a `StateRef`, which knows where its value is; the value lies in a
+# %% [9] A parameter and a counter. The layer has a `StateRef`, which knows the path of the value. The value is in a
 # `State`.
 class CounterLayer(eqx.Module):
     counter: ft.StateRef
@@ -55,7 +55,7 @@ model, state = ft.make_state(make_model(jax.random.key(0)))
 ones = jnp.ones(8)
 show("[9] model", model)
 
-# %% [10, 11] Nothing is mutated: the counter goes on because the new state is handed to the next call.
+# %% [10, 11] Nothing is mutated: the counter increases because the new state is passed to the next call.
 counts = {}
 (y, count), state = model(ones, state=state)
 counts[10] = int(count)
@@ -63,13 +63,12 @@ counts[10] = int(count)
 counts[11] = int(count)
 show("[10, 11] the counter after each call", (counts[10], counts[11]))
 
-# %% [12, 13] Unbound and frozen it is already: `make_state` took the values out, and the model holds slots.
+# %% [12, 13] Nothing to unbind and freeze: `make_state` has moved the values out, and the model has only slots.
 show("[12] model_with_slots", model.layers[1])
 show("[13] frozen_vars", state)
 
 
-# %% [14-16] `model(x, state=state)` is the pure function. Nothing to bind again, and no variables to update
-# afterwards.
+# %% [14-16] `model(x, state=state)` is a pure function. There are no variables to bind again, or to update afterwards.
 @ft.jit
 def rebinding_call(model: Any, state: ft.State, x: Float[Array, "features"]) -> Any:
     return model(x, state=state)
@@ -79,18 +78,18 @@ def rebinding_call(model: Any, state: ft.State, x: Float[Array, "features"]) -> 
 counts[15] = int(count)
 show("[15] result", (y, counts[15]))
 
-# %% [17, 18] `stateless_call` is the same call. An old state is as good as a new one: the count is that of [15].
+# %% [17, 18] `stateless_call` is the same call. An old state can be used again: the count is that of [15].
 (y, count), _ = rebinding_call(model, state, ones)
 counts[18] = int(count)
 show("[18] from the state before [15]", counts[18])
 
-# %% [19-21] An initializer under jit, with model and state as its result. (`ft.init` does so, sharded: see [57].)
+# %% [19-21] An initializer under jit, which returns model and state. (`ft.init` creates them sharded: see [57].)
 model, state = ft.jit(lambda key: ft.make_state(make_model(key)))(jax.random.key(0))
 counts[20] = int(next(iter(state.values())))
 show("[21] model", model)
 
 
-# %% [22-24] `variable_jit`: jit with the state donated. It is updated in place, and the old one is gone.
+# %% [22-24] `variable_jit` is jit with donated state: it is updated in place, and the old state is deleted.
 @ft.jit(donate="state")
 def jitted_call(model: Any, state: ft.State, x: Float[Array, "features"]) -> Any:
     return model(x, state=state)
@@ -100,7 +99,7 @@ def jitted_call(model: Any, state: ft.State, x: Float[Array, "features"]) -> Any
 counts[23] = int(count)
 (y, count), state = jitted_call(model, state, ones)
 counts[24] = int(count)
-show("[23, 24] the counter, by one compilation", (counts[23], counts[24], len(jitted_call.compilations)))
+show("[23, 24] the counter, and the number of compilations", (counts[23], counts[24], len(jitted_call.compilations)))
 
 # %% [25-27] A layer that compiles its own call.
 jit_model = ft.nn.Jitted(model)
@@ -108,7 +107,7 @@ jit_model = ft.nn.Jitted(model)
 counts[27] = int(count)
 show("[27] the counter", counts[27])
 
-# %% [28, 29] The same around each layer of two classes.
+# %% [28, 29] The same for each layer of two classes.
 jit_model_2 = ft.select(model).under(ft.nn.Linear | CounterLayer).apply(ft.nn.Jitted)
 (y, count), state = jit_model_2(ones, state=state)
 counts[29] = int(count)
@@ -120,9 +119,8 @@ assert jit_model.body is model
 
 show.section("Sharding basics, and pictures of shardings")
 
-# %% [31, 32] Devices stand in a mesh. `PositionalSharding` is gone from JAX: a `NamedSharding` takes its place, on a
-# mesh whose axes have names. (`devices` is an option of `ft.make_mesh`, so JAX's own class makes a mesh axis of that
-# name.)
+# %% [31, 32] A mesh of devices. JAX has removed `PositionalSharding`; a `NamedSharding` on a mesh with named mesh axes
+# replaces it. (`devices` is an option of `ft.make_mesh`, so this mesh axis is made by JAX's own class.)
 line = Mesh(mesh_utils.create_device_mesh((8,)), ("devices",))
 show("[31] devices", line)
 show("[32] pos_sharding", NamedSharding(line, P("devices")))
@@ -131,19 +129,19 @@ show("[32] pos_sharding", NamedSharding(line, P("devices")))
 arrays = {33: ft.shard(jnp.ones(16), P("devices"), line)}
 show("[33] ones(16)", arrays[33])
 
-# %% [34, 35] To reshape a positional sharding is to take another mesh.
+# %% [34, 35] Instead of reshaping a positional sharding, use another mesh.
 grid = ft.make_mesh(rows=4, columns=2)
 arrays[35] = ft.shard(jnp.ones((8, 8)), P("rows", "columns"), grid)
 show("[34] reshape((4, 2))", NamedSharding(grid, P("rows", "columns")))
 show("[35] ones([8, 8])", arrays[35])
 
-# %% [36, 37] `replicate(axis=0)`: a mesh axis that the spec does not name.
+# %% [36, 37] `replicate(axis=0)` is a mesh axis that the spec does not name.
 wide = ft.make_mesh(rows=2, columns=4)
 arrays[37] = ft.shard(jnp.ones((8, 8)), P(None, "columns"), wide)
 show("[36] reshape((2, 4)).replicate(axis=0)", NamedSharding(wide, P(None, "columns")))
 show("[37] ones([8, 8])", arrays[37])
 
-# %% [38, 39] Whole on each device.
+# %% [38, 39] Replicated on all devices.
 arrays[39] = ft.shard(jnp.ones((8, 8)), P(), line)
 show("[38] replicate(axis=0)", NamedSharding(line, P()))
 show("[39] ones([8, 8])", arrays[39])
@@ -156,17 +154,17 @@ for cell, spec in {41: P("foo", "bar"), 42: P(None, ("bar", "foo"), None), 43: P
 
 show.section("Sharding arrays whose axes have names")
 
-# %% [44-46] An array of values 1 + 0 to 3 + 3. It is a plain array; the names come when they are needed.
+# %% [44-46] An array of values 1 + 0 to 3 + 3. It is a plain array; the names of its axes are given where needed.
 arr = jnp.arange(1, 4)[:, None] + jnp.arange(4)[None, :]
 show("[45] arr", arr)
 
-# %% [47-49] Laid out by hand: the names are given with the array, and a rule says what becomes of each.
+# %% [47-49] The names are given with the array, and there is a rule for each.
 arrays[49] = ft.shard(arr, ft.AxisRules({"foo": None, "bar": "columns"}), wide, axes="foo bar")
 show("[49] sharded_arr", arrays[49])
 
 
-# %% [50, 51] A tree of arrays with names: a module whose annotations say them. It is checked against the arrays'
-# ranks.
+# %% [50, 51] A tree of arrays with named axes: a module, whose annotations have the names. functree checks them against
+# the ranks of the arrays.
 class SomeArrays(eqx.Module):
     one: Float[Array, "a b c"]
     two: Float[Array, "a"]
@@ -177,19 +175,20 @@ some_arrays = SomeArrays(jnp.ones((4, 8, 6)), jnp.ones(8), jnp.ones((4, 12)))
 show("[50] some_array_tree", some_arrays)
 show("[51] mesh", mesh)
 
-# %% [52, 53] `name_to_name_sharding`: a plan, which says why as well. `...: None` leaves `c` and `d` whole; without it
-# they are an error, for nobody has spoken of them.
+# %% [52, 53] `name_to_name_sharding` is a plan, which also gives the reasons. `...: None` is for `c` and `d`, which are
+# not sharded. Without it they would be an error, since they have no rule.
 rules = ft.AxisRules({"a": "bar", "b": "foo", ...: None})
 plan = ft.plan(some_arrays, rules, mesh)
 show("[53] plan", plan)
 show("[53] shardings", plan.shardings.three)
 
-# %% [54, 55] `device_put` by the plan; `name_to_name_device_put` by the rules.
+# %% [54, 55] `device_put` with the plan, and `name_to_name_device_put` with the rules.
 arrays[54] = ft.shard(some_arrays, plan, mesh)
 arrays[55] = ft.shard(some_arrays, rules, mesh)
 show("[55] sharded", arrays[55])
 
-# %% [56] A mesh with the arrays' own names: each for itself. `P()` leaves whole what these rules do.
+# %% [56] A mesh whose mesh axes have the names of axes: each axis is sharded over the mesh axis of its name. `P()`
+# replicates arrays of which these rules shard nothing.
 already_matching_mesh = ft.make_mesh(b=4, a=2)
 arrays[56] = ft.shard(some_arrays, ft.AxisRules.identity(already_matching_mesh) | P(), already_matching_mesh)
 show("[56] by their own names", arrays[56])
@@ -197,8 +196,8 @@ show("[56] by their own names", arrays[56])
 show.section("Sharding models and training loops")
 
 
-# %% [57, 58] A small transformer without a stack of layers. functree's own holds its blocks as one `ft.Stacked`; here
-# they stand in a row, as in the notebook, so that something can be put between them.
+# %% [57, 58] A small transformer with a list of blocks, as in the notebook, so that layers can be inserted between
+# them. (functree's own transformer has its blocks in one `ft.Stacked`.)
 class Decoder(eqx.Module):
     embed: ft.nn.Embedding
     blocks: ft.nn.Sequential
@@ -220,40 +219,38 @@ embed_rules = ft.AxisRules({"embed": "devices", ...: None})  # shard the embeddi
 sharded_init = ft.init(Decoder.create, embed_rules, line)
 tiny_transformer = sharded_init(config, key=jax.random.key(42))
 
-# %% [59] Each parameter was born where the plan says; what it will be can be asked for beforehand,
-# `sharded_init.plan(...)`.
+# %% [59] Each parameter was created sharded. `sharded_init.plan(...)` shows the plan without creating them.
 show("[59] tiny_transformer", tiny_transformer)
 
-# %% [60] A batch over the devices.
+# %% [60] A batch, sharded over the devices.
 batch_rules = ft.AxisRules({"batch": "devices", ...: None})
 tokens = ft.shard(jnp.ones((16, 20), jnp.int32), batch_rules, line, axes="batch seq")
 show("[60] tokens", tokens)
 
-# %% [61, 62] Where the result lies is the compiler's choice when nobody says it. (The notebook found the batch over
-# the devices; newer compilers may leave it whole.)
+# %% [61, 62] The compiler chooses the sharding of the result. (In the notebook the batch was sharded over the devices;
+# newer compilers may replicate it.)
 apply = ft.jit(lambda model, tokens: model(tokens))
 result = apply(tiny_transformer, tokens)
 show("[61] result", result)
 show("[62] its sharding", result.sharding)
 
-# More direct control, and "fully sharded data parallel" for certain: the layers of `ft.nn` constrain what they compute
-# by the rules of the jit. A mesh axis splits one dimension of an array: the batch of activations, `embed` of
-# parameters.
+# More control, with "fully sharded data parallel" guaranteed: the layers of `ft.nn` constrain their activations by the
+# rules of the jit. A mesh axis shards one dimension of an array: the batch of activations, and `embed` of parameters.
 fsdp_rules = ft.AxisRules({"batch": "devices", "embed": "devices", ...: None})
 fsdp_result = ft.jit(lambda model, tokens: model(tokens), rules=fsdp_rules)(tiny_transformer, tokens)
 show("[62] its sharding, by rules", fsdp_result.sharding)
 
-# %% [63, 64] The batch over the devices after each block: a layer that only says so.
+# %% [63, 64] A layer that constrains its input, after each block: the batch is sharded over the devices.
 constrain = ft.nn.Constrain("batch seq embed", batch_rules)
 tiny_transformer_constrained = ft.select(tiny_transformer).under(ft.nn.Block).insert_after(constrain)
 constrained_result = apply(tiny_transformer_constrained, tokens)
 
-# %% [65] Where they are.
+# %% [65] Select the constraints.
 constraints = ft.select(tiny_transformer_constrained).under(ft.nn.Constrain)
 show("[65] constraints", constraints)
-show("[65] the result lies", constrained_result.sharding)
+show("[65] the result's sharding", constrained_result.sharding)
 
-# %% [66] Gone again.
+# %% [66] Remove them again.
 tiny_transformer_unconstrained = constraints.remove()
 ft.select(tiny_transformer_unconstrained).under(ft.nn.Constrain).expect(0)
 show("[66] constraints", ft.select(tiny_transformer_unconstrained).under(ft.nn.Constrain))

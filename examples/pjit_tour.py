@@ -1,15 +1,15 @@
-"""`jax.experimental.pjit` as it was in its first years, from its docstring to its last helper, in functree.
+"""The module `jax.experimental.pjit` of early versions of JAX, from its docstring to its last helper, in functree.
 
-    python examples/pjit_tour.py                    # on a CPU, which passes for 8 devices
-    python examples/pjit_tour.py --html tour.html   # the arrays and shardings in pictures too, by treescope
+    python examples/pjit_tour.py                    # with 8 devices simulated on the CPU
+    python examples/pjit_tour.py --html tour.html   # also a page with pictures of arrays and shardings, by treescope
 
-The sections are those of the module's source. Today `pjit` is `jax.jit`; what its text promises, checks and leaves to
-be done is shown here by `ft.jit`, on the function and the mesh of its docstring.
+The sections are those of the module's source. Today `pjit` is `jax.jit`. This tour shows with `ft.jit` what the source
+promised and checked, on the function and the mesh of its docstring.
 """
 
 import os
 
-os.environ.setdefault("JAX_PLATFORMS", "cpu")  # a CPU passes for 8 devices; JAX reads both when it is imported
+os.environ.setdefault("JAX_PLATFORMS", "cpu")  # simulate 8 devices; JAX reads both variables when it is imported
 if "device_count" not in os.environ.get("XLA_FLAGS", ""):
     os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
 
@@ -32,20 +32,20 @@ show = Show(__doc__)
 
 
 def attempt(name: str, function: Callable[..., Any], *args: Any) -> str:
-    """Show what a mistake is told."""
+    """Call a function with a mistake; show and return the message of the error."""
     try:
         function(*args)
     except (ft.FunctreeError, TypeError) as error:
         show(name, f"{type(error).__name__}: {error}")
         return str(error)
-    raise AssertionError(f"{name} is no mistake")
+    raise AssertionError(f"{name}: the call raised no error")
 
 
 show.section("pjit")
 
 
-# %% The docstring's example: a convolution, automatically partitioned. `in_axis_resources=None` meant whole on all
-# devices; here that is `P()`, and `None` leaves it open.
+# %% The docstring's example: a convolution, partitioned automatically. `in_axis_resources=None` meant replicated. Here
+# that is `P()`, and `None` means any sharding.
 def smooth(x: Float[Array, "n"]) -> Float[Array, "n"]:
     return jnp.convolve(x, jnp.asarray([0.5, 1.0, 0.5]), "same")
 
@@ -57,38 +57,38 @@ with jax.set_mesh(mesh):
     whole = ft.shard(x, P())
     y = f(whole)
 show("f(x)", np.asarray(y))
-show("f(x) lies", y)
+show("the sharding of f(x)", y)
 
-# %% "The returned function will use the mesh definition available at each call site": so it does, and a record says
-# so. Without any mesh, the one on which the arguments lie would do; these have none.
+# %% "The returned function will use the mesh definition available at each call site": it still does, and the records
+# of its compilations show this. Without a current mesh, the mesh of the arguments is used; here they have none.
 half = Mesh(np.array(jax.devices()[:4]), ("devices",))
 with jax.set_mesh(half):
     y_half = f(ft.shard(x, P()))
 show("on 4 devices", y_half)
 show("f.compilations", [str(compilation) for compilation in f.compilations])
-said = {"no mesh": attempt("without a mesh", f, x)}
+messages = {"no mesh": attempt("without a mesh", f, x)}
 
-# %% "Inputs will be automatically partitioned if they're not already": only those that have no place yet, and the
-# second time it warns, since it is done on each call. What somebody has put elsewhere is not moved in silence.
+# %% "Inputs will be automatically partitioned if they're not already": here only uncommitted arrays are. As this is
+# done on each call, the second call warns. A committed array is never moved implicitly.
 g = ft.jit(lambda x: 2 * x, in_shardings=P("devices"), out_shardings=P("devices"), mesh=mesh)
 doubled = g(x)
 with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")
     g(x)
 show("the second call warns", str(caught[-1].message))
-said["moved"] = attempt("an input that lies otherwise", g, whole)
+messages["moved"] = attempt("an input that is sharded otherwise", g, whole)
 
-# %% "Make sure the relevant out_axis_resources match the in_axis_resources": then the result goes in again. Donated
-# state comes back where it lay without a word.
+# %% "Make sure the relevant out_axis_resources match the in_axis_resources": then the result can be passed in again.
+# (For donated state this is not needed: it keeps its shardings.)
 for _ in range(3):
     doubled = g(doubled)
 show("doubled four times", np.asarray(doubled))
 
-# (Its note on multi-process platforms is left out: there is one process here.)
+# (The docstring's note on multi-process platforms is left out: there is one process here.)
 
 
-# %% "A pytree prefix": one layout for a whole subtree. Entries go by position, or by parameter name; and rules are
-# layouts.
+# %% "A pytree prefix": one layout for a whole subtree. Entries are given by position or by parameter name. Rules are
+# layouts, too.
 @ft.jit(in_shardings={"params": {"w": P(None, "devices"), "rest": P()}, "x": P()}, mesh=mesh)
 def apply(params: dict[str, Any], x: Array) -> Array:
     return x @ params["w"] + sum(jax.tree.leaves(params["rest"]))
@@ -98,22 +98,23 @@ params = {"w": jnp.ones((8, 16)), "rest": [jnp.ones(16), {"bias": jnp.ones(16)}]
 z = apply(params, x)
 show("a prefix", z)
 
-# %% static_argnums are as they were, and Python numbers are static by themselves. donate_argnums are names or
-# positions. "pjit does not support kwargs": here they share the trace of the positional call.
+# %% static_argnums still exists, and Python numbers are always static. donate_argnums has become `donate=`, with names
+# or positions. "pjit does not support kwargs": here a call with keywords shares the trace of the positional call.
 power = ft.jit(lambda x, n: x**n, in_shardings=(P("devices"), None), donate="x", mesh=mesh)
 donated = ft.shard(x, P("devices"), mesh)
 cubed = power(n=3, x=donated)
-show("x**3, and whether x is gone", (np.asarray(cubed).tolist(), donated.is_deleted()))
-said["few"] = attempt("too few arguments", power, cubed)
+show("x**3, and whether x is deleted", (np.asarray(cubed).tolist(), donated.is_deleted()))
+messages["few"] = attempt("too few arguments", power, cubed)
 
-# %% `lower`, with the mesh of the call site, of described arguments too.
+# %% `lower`, with the mesh of the call site; it also takes abstract arguments.
 with jax.set_mesh(mesh):
     compiled = f.lower(ft.abstract(jnp.zeros_like)(x)).compile()
 show("lowered, compiled, run", np.asarray(compiled(whole)))
 
 show.section("Parsing and checking resources")
 
-# %% ParsedPartitionSpec: an entry is None, a mesh axis, or a tuple of them; missing ones are whole.
+# %% ParsedPartitionSpec: an entry is None, a mesh axis, or a tuple of mesh axes. Dimensions without an entry are not
+# sharded.
 grid = ft.make_mesh(rows=4, columns=2)
 square = jnp.ones((8, 8))
 specs = (P("rows", "columns"), P(("rows", "columns")), P(None, "columns"), P("rows"), P())
@@ -121,34 +122,36 @@ spread = {spec: ft.shard(square, spec, grid) for spec in specs}
 for spec, array in spread.items():
     show(f"8 × 8 by {spec}", array)
 
-# %% _check_unique_resources and _check_shapes_against_resources: the same checks, of all leaves before anything runs,
-# with each leaf's path and what to do. (A plan needs no devices: the mesh may be its sizes.)
+# %% _check_unique_resources and _check_shapes_against_resources: the same checks are made for all leaves before
+# anything runs, and the error has the path of each leaf and a remedy. (A plan needs no devices: the mesh may be a dict
+# of sizes.)
 sizes = {"devices": 8}
-said["type"] = attempt("no spec", lambda: ft.jit(smooth, in_shardings="devices"))
-said["unique"] = attempt("a mesh axis twice", ft.plan, {"w": square}, P("devices", "devices"), sizes)
-said["rank"] = attempt("more entries than dimensions", ft.plan, {"b": x}, P("devices", None), sizes)
-said["undefined"] = attempt("an undefined mesh axis", ft.plan, {"b": x}, P("device"), sizes)
-said["divisible"] = attempt(
+messages["type"] = attempt("no spec", lambda: ft.jit(smooth, in_shardings="devices"))
+messages["unique"] = attempt("a mesh axis twice", ft.plan, {"w": square}, P("devices", "devices"), sizes)
+messages["rank"] = attempt("more entries than dimensions", ft.plan, {"b": x}, P("devices", None), sizes)
+messages["undefined"] = attempt("an undefined mesh axis", ft.plan, {"b": x}, P("device"), sizes)
+messages["divisible"] = attempt(
     "a size that does not divide", ft.plan, {"w": square, "b": jnp.ones(12)}, P("devices"), sizes
 )
 
 show.section("pjit rules")
 f = ft.jit(smooth, in_shardings=P(), out_shardings=P("devices"), mesh=mesh)
 
-# %% _pjit_batcher: vmap puts a whole dimension in front.
+# %% _pjit_batcher: vmap adds a leading dimension, which is not sharded.
 batched = jax.vmap(f)(ft.shard(jnp.stack([x, x, x]), P(), mesh))
 show("vmap", batched)
 
-# %% _pjit_jvp: tangents lie as their primals.
+# %% _pjit_jvp: tangents are sharded like their primals.
 primal, tangent = jax.jvp(f, (whole,), (jnp.ones_like(whole),))
 show("jvp", tangent)
 
-# %% _pjit_partial_eval and _pjit_transpose: residuals are the compiler's ("all get fully replicated" no more).
+# %% _pjit_partial_eval and _pjit_transpose: the compiler chooses the shardings of the residuals. (Formerly "all get
+# fully replicated".)
 gradient = jax.grad(lambda x: f(x).sum())(whole)
 show("grad", np.asarray(gradient))
 
 
-# Gradients of a model lie as its parameters, by the rules of the step.
+# The gradients of a model are sharded like its parameters, by the rules of the step.
 class Model(eqx.Module):
     up: Float[Array, "embed hidden"]
 
@@ -167,12 +170,13 @@ show("gradients", ft.plan(gradients))
 nested = ft.jit(lambda x: f(f(x)), mesh=mesh)(whole)
 show("nested", np.asarray(nested))
 inner = ft.jit(smooth, mesh=half)
-said["mesh"] = attempt("another mesh inside", ft.jit(lambda x: inner(x), mesh=mesh), whole)
+messages["mesh"] = attempt("another mesh inside", ft.jit(lambda x: inner(x), mesh=mesh), whole)
 
 show.section("with_sharding_constraint")
 
 
-# %% `ft.constrain`, by a spec or by axis names. Outside of a trace, where pjit's raised NotImplementedError, it moves.
+# %% `ft.constrain`, by a spec or by axes. Outside of a trace it moves the array; pjit's function raised
+# NotImplementedError there.
 @ft.jit(rules=rules)
 def constrained(x: Float[Array, "batch embed"]) -> Float[Array, "batch hidden"]:
     return ft.constrain(jnp.tanh(x), "batch hidden")
@@ -186,11 +190,11 @@ show("outside", outside)
 
 show.section("Helpers")
 
-# %% GlobalDeviceArray, FROM_GDA: every array knows how it lies, and `None` among in_shardings takes it as it comes.
-as_it_comes = ft.jit(lambda x, y: (x, y), in_shardings=(None, P("devices")), mesh=mesh)(whole, doubled)
-show("as it comes", as_it_comes)
+# %% GlobalDeviceArray, FROM_GDA: every array has its sharding, and `None` among in_shardings accepts any.
+any_sharding = ft.jit(lambda x, y: (x, y), in_shardings=(None, P("devices")), mesh=mesh)(whole, doubled)
+show("any sharding", any_sharding)
 
-# %% parse_op_sharding: XLA's shardings read as specs again, of a compiled program and of live arrays.
+# %% parse_op_sharding: the shardings of a compiled program and of live arrays, as specs.
 show("compiled.output_shardings", compiled.output_shardings)
 show("live", ft.plan(spread[P("rows")]))
 

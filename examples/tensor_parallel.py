@@ -1,11 +1,11 @@
-"""An MLP in tensor parallel, three times: by specs written out, by a signature, and by the compiler.
+"""A tensor-parallel MLP in three ways: with specs, with an annotated signature, and by the compiler.
 
-    python examples/tensor_parallel.py                            # on a CPU, which passes for 8 devices
+    python examples/tensor_parallel.py                            # with 8 devices simulated on the CPU
     python examples/tensor_parallel.py --model 4 --hidden 4096
 
-The hidden units are split over the mesh axis `model`, and each device computes with its own. So each holds a part of
-every sum in the result, and one all-reduce adds the parts up; in the gradient by the input there is a second one.
-That is all of tensor parallelism, and each of the three ways compiles to just that.
+The hidden units are sharded over the mesh axis `model`, and each device computes with its own units. So each device has
+a partial sum of every element of the result, and one all-reduce adds them. The gradient with respect to the input needs
+a second all-reduce. All three ways compile to just these collectives.
 """
 
 import argparse
@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-# A CPU passes for 8 devices, so that this runs anywhere. JAX reads both once, when it is imported.
+# Simulate 8 devices on the CPU, so that this runs anywhere. JAX reads both variables once, when it is imported.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 if "device_count" not in os.environ.get("XLA_FLAGS", ""):
     os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
@@ -30,7 +30,7 @@ from rich.table import Table
 
 import functree as ft
 
-# --- The model: it names its axes, and knows of no devices ----------------------------------------------------------
+# --- The model: it names its axes, and does not mention devices -----------------------------------------------------
 
 
 class MLP(eqx.Module):
@@ -43,24 +43,24 @@ class MLP(eqx.Module):
 
 # --- Three ways to run it -------------------------------------------------------------------------------------------
 
-# A rule for each name; and what the rules come to for an MLP, written out by path.
+# A rule for each axis; and the specs that result for an MLP, by path.
 RULES = ft.AxisRules({"hidden": "model", "batch": None, "embed": None})
 SPECS = ft.StateSharding({"up": ft.P(None, "model"), "down": ft.P("model", None)})
 
 
-# 1. The function runs on each device with its part of the arrays: the specs say which part, and `psum` adds up.
+# 1. The function runs on each device with its shards, which are given by specs. `psum` adds the partial sums.
 @ft.shard_map(in_specs={"mlp": SPECS, "x": ft.P()}, out_specs=ft.P())
 def by_specs(mlp: MLP, x: Array) -> Array:
     return jax.lax.psum(mlp(x), "model")
 
 
-# 2. The same, but the signature says which part, by the rules; and every call is checked against it.
+# 2. The same, but the shards are given by the annotations and the rules, and every call is checked against them.
 @ft.shard_map(rules=RULES)
 def by_signature(mlp: MLP, x: Float[Array, "batch embed"]) -> Float[Array, "batch embed"]:
     return jax.lax.psum(mlp(x), "model")
 
 
-# 3. The function runs on whole arrays: from how they go in and come out, the compiler finds what is to be added up.
+# 3. The function runs on global arrays: from the shardings of arguments and result, the compiler finds the collectives.
 @ft.jit(in_shardings=RULES, out_shardings=ft.P())
 def by_compiler(mlp: MLP, x: Float[Array, "batch embed"]) -> Float[Array, "batch embed"]:
     return mlp(x)
@@ -73,12 +73,12 @@ WAYS: dict[str, Way] = {"by_specs": by_specs, "by_signature": by_signature, "by_
 
 
 def gradients_through(way: Way) -> Callable[[MLP, Array], Any]:
-    """The gradients of a loss, the mean square of the result, by the MLP and by its input."""
+    """The gradients of the mean square of the result, with respect to the MLP and to its input."""
     return ft.grad(lambda mlp, x: jnp.mean(way(mlp, x) ** 2), argnums=(0, 1), layout=(RULES, ft.P()))
 
 
 def collectives(program: str) -> str:
-    """The collectives of a compiled program, counted. The mesh has one axis, so all of them go over that."""
+    """The number of collectives in a compiled program, by kind. All are over the only mesh axis."""
     kinds = "all-reduce|all-gather|all-to-all|reduce-scatter|collective-permute"
     found = Counter(re.findall(rf" ({kinds})(?:-start)?\(", program))
     return ", ".join(f"{count} {kind}" for kind, count in found.items()) or "none"
@@ -91,11 +91,11 @@ def difference(found: Any, expected: Any) -> float:
 
 
 def compare(mlp: MLP, x: Array, devices: int) -> float:
-    """Run it each way and on one device, print what there is to see, and return the largest difference."""
+    """Run the MLP in each way and on one device, print a comparison, and return the largest difference."""
     mesh = ft.make_mesh(model=devices)
     print(ft.plan({"mlp": mlp, "x": x}, {"mlp": RULES, "x": ft.P()}, mesh), end="\n\n")
     table = Table(
-        "", "result lies", "off by", "collectives", "gradients\noff by", "their\ncollectives", box=None, pad_edge=False
+        "", "result spec", "error", "collectives", "gradients'\nerror", "their\ncollectives", box=None, pad_edge=False
     )
     expected, worst = (mlp(x), gradients_through(MLP.__call__)(mlp, x)), 0.0
     with jax.set_mesh(mesh):
@@ -114,7 +114,7 @@ def compare(mlp: MLP, x: Array, devices: int) -> float:
 
 def main() -> None:
     shown = argparse.ArgumentDefaultsHelpFormatter
-    parser = argparse.ArgumentParser(description="An MLP in tensor parallel, three times.", formatter_class=shown)
+    parser = argparse.ArgumentParser(description="A tensor-parallel MLP in three ways.", formatter_class=shown)
     parser.add_argument("--batch", type=int, default=16, help="inputs")
     parser.add_argument("--embed", type=int, default=256, help="size of an input")
     parser.add_argument("--hidden", type=int, default=1024, help="hidden units")
@@ -133,7 +133,7 @@ def main() -> None:
         parser.exit(2, f"{parser.prog}: error: {error}\n")
     if not worst < 1e-4:
         parser.exit(1, f"{parser.prog}: the results differ by {worst:.0e}\n")
-    print(f"\nAll are equal to what one device computes, to {worst:.0e} of the largest number in each array.")
+    print(f"\nAll results equal those of one device, to {worst:.0e} of the largest number in each array.")
 
 
 if __name__ == "__main__":

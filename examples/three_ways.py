@@ -1,10 +1,11 @@
-"""Automatic, explicit, manual: JAX's three kinds of mesh axes, on one small model with one set of rules.
+"""Auto, Explicit and Manual: JAX's three types of mesh axes, for one small model with one set of rules.
 
-    python examples/three_ways.py                                 # on a CPU, which passes for 8 devices
+    python examples/three_ways.py                                 # with 8 devices simulated on the CPU
     python examples/three_ways.py --data 4 --model 2 --hidden 512
 
-The batch is split over the mesh axis `data`, the hidden units over `model`; so a sum over `model` has to be made. The
-kinds differ in who says so, in what the types show meanwhile, and in what happens when nobody says so.
+The batch is sharded over the mesh axis `data` and the hidden units over `model`, so the result needs a sum over
+`model`. The three differ in what inserts this sum, in what the types of arrays show, and in what happens if the sum is
+forgotten.
 """
 
 import argparse
@@ -14,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-# A CPU passes for 8 devices, so that this runs anywhere. JAX reads both once, when it is imported.
+# Simulate 8 devices on the CPU, so that this runs anywhere. JAX reads both variables once, when it is imported.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 if "device_count" not in os.environ.get("XLA_FLAGS", ""):
     os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
@@ -33,11 +34,11 @@ import functree as ft
 
 RULES = ft.AxisRules({"batch": "data", "hidden": "model", "embed": None})
 
-seen: list[str] = []  # the types of the hidden layer, noted while it is traced
+seen: list[str] = []  # the types of the hidden layer, recorded while it is traced
 
 
 class Block(eqx.Module):
-    """A residual block. Up to the hidden layer, all three ways are the same."""
+    """A residual block. Up to the hidden layer, all three ways use the same code."""
 
     up: Float[Array, "embed hidden"]
     down: Float[Array, "hidden embed"]
@@ -56,26 +57,26 @@ class Block(eqx.Module):
 # --- The three ways -------------------------------------------------------------------------------------------------
 
 
-# Auto axes: arrays are whole, and types say nothing of the mesh. The compiler decides, guided by constraints.
+# Auto axes: arrays are global, and their types have no shardings. The compiler chooses them, guided by constraints.
 @ft.jit(rules=RULES)
 def automatic(block: Block, x: Float[Array, "batch embed"]) -> Float[Array, "batch embed"]:
     hidden = ft.constrain(block.hidden(x), "batch hidden")
     return x + ft.constrain(hidden @ block.down, "batch embed")
 
 
-# Explicit axes: arrays are whole, and types say how they lie. Where the operands leave that open, JAX asks.
+# Explicit axes: arrays are global, and their types have shardings. If a result's is ambiguous, JAX asks for it.
 @ft.jit(rules=RULES)
 def explicit(block: Block, x: Float[Array, "batch embed"]) -> Float[Array, "batch embed"]:
     return x + jnp.dot(block.hidden(x), block.down, out_sharding=ft.spec("batch embed"))
 
 
-# Manual axes: arrays are one device's part, and types say along which axes it varies. Each collective is written.
+# Manual axes: arrays are local, and their types have the axes along which they vary. All collectives are written.
 @ft.shard_map(rules=RULES)
 def manual(block: Block, x: Float[Array, "batch embed"]) -> Float[Array, "batch embed"]:
     return x + jax.lax.psum(block.hidden(x) @ block.down, "model")
 
 
-# No word about the sum: all there is to write for one device.
+# Without the sum: this is all that one device needs.
 def forgetful(block: Block, x: Float[Array, "batch embed"]) -> Float[Array, "batch embed"]:
     return x + block.hidden(x) @ block.down
 
@@ -83,7 +84,7 @@ def forgetful(block: Block, x: Float[Array, "batch embed"]) -> Float[Array, "bat
 # --- Training: one step for all three -------------------------------------------------------------------------------
 
 
-# The block is donated: the new one takes its memory, and lies as it lay. `way` is no array, so it is static.
+# The block is donated: the new one uses its memory and keeps its shardings. `way` is not an array, so it is static.
 @ft.jit(rules=RULES, donate="block")
 def train_step(way: Any, block: Block, x: Array) -> tuple[Block, Array]:
     loss, gradients = ft.value_and_grad(lambda block: jnp.mean(way(block, x) ** 2))(block)
@@ -93,15 +94,15 @@ def train_step(way: Any, block: Block, x: Array) -> tuple[Block, Array]:
 # --- The comparison -------------------------------------------------------------------------------------------------
 
 Way = Callable[[Block, Array], Array]
-WAYS: dict[str, tuple[Way, Way, str]] = {  # the way, `forgetful` run that way, and who asks for the sum
+WAYS: dict[str, tuple[Way, Way, str]] = {  # the way, `forgetful` run in this way, and what inserts the sum
     "automatic": (automatic, ft.jit(forgetful, rules=RULES), "the compiler"),
-    "explicit": (explicit, ft.jit(forgetful, rules=RULES), "you, by a type"),
-    "manual": (manual, ft.shard_map(forgetful, rules=RULES), "you, by psum"),
+    "explicit": (explicit, ft.jit(forgetful, rules=RULES), "`out_sharding=`"),
+    "manual": (manual, ft.shard_map(forgetful, rules=RULES), "`psum`"),
 }
 
 
 def collectives(way: Way, block: Block, x: Array) -> str:
-    """The collectives in the compiled program of a call, counted."""
+    """The number of collectives in the compiled program of a call, by kind."""
     program = ft.jit(way).lower(block, x).compile().as_text() or ""
     kinds = "all-reduce|all-gather|all-to-all|reduce-scatter|collective-permute"
     found = Counter(re.findall(rf" ({kinds})(?:-start)?\(", program))
@@ -109,22 +110,22 @@ def collectives(way: Way, block: Block, x: Array) -> str:
 
 
 def attempt(function: Callable[..., Any], *arguments: Any) -> str:
-    """What a function says, be it in an error."""
+    """The result of a function as text, or the error that it raises."""
     try:
         return str(function(*arguments))
-    except Exception as error:  # functree's are a `ft.FunctreeError`; JAX's own has no public name
+    except Exception as error:  # functree raises a `ft.FunctreeError`; JAX's own error has no public name
         return f"{type(error).__name__}: {error}"
 
 
 def compare(batch: int, embed: int, hidden: int, data: int, model: int) -> None:
-    """Run and train in each way, and make the mistakes; print what comes of it."""
+    """Run and train the block in each way, then forget the sum in each way; print the results."""
     block_key, x_key = jax.random.split(jax.random.key(0))
     whole, whole_x = Block(embed, hidden, block_key), jax.random.normal(x_key, (batch, embed))
     expected, make, forgotten = forgetful(whole, whole_x), ft.init(Block, RULES), []
     auto, typed = (ft.make_mesh(data=data, model=model, explicit=types) for types in (False, True))
     print(ft.plan(whole, RULES, auto), end="\n\n")
-    looks = Table("", "who asks for the sum", "hidden, inside", "collectives", box=None, pad_edge=False)
-    results = Table("", "off by", "loss, in five steps of training", box=None, pad_edge=False)
+    looks = Table("", "sum inserted by", "type of hidden", "collectives", box=None, pad_edge=False)
+    results = Table("", "error", "loss, in five steps of training", box=None, pad_edge=False)
     for name, (way, wrong, who) in WAYS.items():
         with jax.set_mesh(typed if way is explicit else auto):
             block, x = make(embed, hidden, block_key), ft.shard(whole_x, RULES, axes="batch embed")
@@ -138,15 +139,15 @@ def compare(batch: int, embed: int, hidden: int, data: int, model: int) -> None:
             results.add_row(name, f"{off:.0e}", "  ".join(losses))
 
     Console().print(looks, "", results)
-    print("\nIf nobody speaks of the sum:", *forgotten, sep="\n\n")
+    print("\nIf the sum is forgotten:", *forgotten, sep="\n\n")
     with jax.set_mesh(auto):
-        print(f"\nOne hidden unit more, in all three:\n\n{attempt(make, embed, hidden + 1, block_key)}")
+        print(f"\nWith one more hidden unit, in all three ways:\n\n{attempt(make, embed, hidden + 1, block_key)}")
 
 
 def main() -> None:
     shown = argparse.ArgumentDefaultsHelpFormatter
     parser = argparse.ArgumentParser(
-        description="JAX's three kinds of mesh axes, on a small model.", formatter_class=shown
+        description="JAX's three types of mesh axes, for a small model.", formatter_class=shown
     )
     parser.add_argument("--batch", type=int, default=16, help="inputs")
     parser.add_argument("--embed", type=int, default=64, help="size of an input")

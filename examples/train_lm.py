@@ -2,7 +2,7 @@
 
     python examples/train_lm.py                                        # 8 simulated devices on a CPU, two minutes
     python examples/train_lm.py --rules fsdp --mesh data=8
-    python examples/train_lm.py --layers 8 --embed 512 --steps 5000    # on something larger
+    python examples/train_lm.py --layers 8 --embed 512 --steps 5000    # on larger devices
 
 Read it from top to bottom: the rules, the text, the training step, the run.
 """
@@ -18,7 +18,7 @@ from math import gcd, log
 from pathlib import Path
 from typing import Any, NoReturn
 
-# A CPU passes for 8 devices, unless somebody has said otherwise. JAX reads this once, when it is imported.
+# Simulate 8 devices on the CPU, unless their number is set already. JAX reads this once, when it is imported.
 if not re.search("device_count|_cpu_devices", " ".join([os.environ.get("XLA_FLAGS", ""), *os.environ])):
     os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
 
@@ -31,12 +31,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 import functree as ft
 
-# --- The rules: which mesh axis each axis of the model goes to ------------------------------------------------------
+# --- The rules: over which mesh axis each axis is sharded -----------------------------------------------------------
 
-# FSDP: each device keeps a part of every large array, and gathers the rest where it is used.
+# FSDP: each device has a shard of every large array, and gathers the other shards when it uses the array.
 FSDP = ft.FSDP("data", min_size=1024)
 
-# Tensor parallelism: the heads, the hidden units and the vocabulary are split, and their work with them.
+# Tensor parallelism: the heads, the hidden units and the vocabulary are sharded, and so is the computation with them.
 TENSOR = {"heads": "model", "kv_heads": "model", "hidden": "model", "vocab": "model"}
 
 RULES: dict[str, ft.Layout] = {
@@ -47,21 +47,23 @@ RULES: dict[str, ft.Layout] = {
 
 
 def default_mesh(rules: str) -> dict[str, int]:
-    """All devices: along `data` for FSDP alone, else four of them (if they divide so) along `model`."""
+    """A mesh of all devices: `data` only for FSDP alone, else also `model`, with four devices if this divides."""
     devices = jax.device_count()
-    model = 1 if rules == "fsdp" else gcd(4, devices)
-    return {"data": devices // model} if rules == "fsdp" else {"data": devices // model, "model": model}
+    if rules == "fsdp":
+        return {"data": devices}
+    model = gcd(4, devices)
+    return {"data": devices // model, "model": model}
 
 
 # --- The text: a token is a byte ------------------------------------------------------------------------------------
 
 VOCAB = 256
 END_OF_FILE = b"\0"
-SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "pydoc_data"}  # no prose
+SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "pydoc_data"}  # not prose
 
 
 def read_text(megabytes: float) -> tuple[np.ndarray, np.ndarray]:
-    """The sources of the standard library, as bytes: for training, and every tenth file held out."""
+    """The source files of the standard library, as bytes: nine tenths for training, and every tenth held out."""
     root = Path(sysconfig.get_path("stdlib"))
     paths = sorted(path.relative_to(root) for path in root.rglob("*.py"))
     files = [(root / path).read_bytes() + END_OF_FILE for path in paths if SKIPPED.isdisjoint(path.parts)]
@@ -73,7 +75,7 @@ def read_text(megabytes: float) -> tuple[np.ndarray, np.ndarray]:
 
 
 def windows(text: np.ndarray, starts: np.ndarray, seq: int) -> Int[np.ndarray, "batch seq+1"]:
-    """Pieces of the text, one byte longer than a sequence: each byte but the last predicts the next."""
+    """Pieces of the text that are one byte longer than a sequence: each byte predicts the next one."""
     return text[starts[:, None] + np.arange(seq + 1)].astype(np.int32)
 
 
@@ -86,13 +88,13 @@ def bits_per_byte(model: ft.nn.Transformer, tokens: Int[Array, "batch seq+1"]) -
 
 
 def make_optimizer(lr: float, steps: int) -> optax.GradientTransformation:
-    """AdamW; the rate rises over the first tenth of the steps and then falls along a cosine."""
+    """AdamW. The learning rate rises over the first tenth of the steps, and then falls along a cosine."""
     rate = optax.warmup_cosine_decay_schedule(lr / 10, lr, steps // 10, steps, end_value=lr / 10)
     return optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(rate, b2=0.98, weight_decay=0.1))
 
 
 def make_train_step(tx: optax.GradientTransformation) -> Callable[..., Any]:
-    """The step. Model and state are donated and come back where they lay: nothing drifts, nothing compiles twice."""
+    """The training step. Model and state are donated and keep their shardings, so it is compiled only once."""
 
     @ft.jit(donate=("model", "state"))
     def train_step(model, state, tokens):
@@ -104,13 +106,13 @@ def make_train_step(tx: optax.GradientTransformation) -> Callable[..., Any]:
 
 
 def write(model: ft.nn.Transformer, prompt: bytes, length: int, temperature: float, seed: int) -> str:
-    """Go on from a prompt, byte by byte. The window never changes its size, so this compiles once."""
+    """Continue a prompt byte by byte. The window always has the same size, so this is compiled once."""
     rng, seq, text = np.random.default_rng(seed), model.config.max_seq, bytearray(prompt)
     next_byte = ft.jit(lambda model, window, last: model(window)[last])
     for _ in range(length):
         seen = np.frombuffer(text[-seq:], np.uint8)
-        window = np.pad(seen, (0, seq - len(seen))).astype(np.int32)  # what lies behind `last` is not seen
-        last = np.int32(len(seen) - 1)  # an array, so that one program serves them all; a Python number is static
+        window = np.pad(seen, (0, seq - len(seen))).astype(np.int32)  # `last` does not attend to what follows
+        last = np.int32(len(seen) - 1)  # an array: a Python number is static, so each would be compiled
         logits = np.asarray(next_byte(model, window, last), np.float64)
         gumbel = rng.gumbel(size=VOCAB) * temperature  # the largest of logits / temperature + gumbel is a sample
         text.append(int(np.argmax(logits + gumbel)))
@@ -122,15 +124,15 @@ def write(model: ft.nn.Transformer, prompt: bytes, length: int, temperature: flo
 
 @dataclass
 class Curve:
-    """Bits per byte: of each training batch, and by step of the held-out text."""
+    """Bits per byte: of each training batch, and of the held-out text by step."""
 
     train: list[float] = field(default_factory=list)
     held_out: dict[int, float] = field(default_factory=dict)
 
 
 def train(options: argparse.Namespace, rules: ft.Layout, text: np.ndarray, held_out: np.ndarray, curve: Curve) -> None:
-    """Plan, make, train, and sample; the ambient mesh and rules are those of `main`."""
-    # What can be wrong is found while planning, which allocates no array and compiles nothing.
+    """Plan, create, train and sample. The ambient mesh and rules are those of `main`."""
+    # Mistakes are found by the plan, before an array is allocated or anything is compiled.
     config, key = model_config(options), jax.random.key(options.seed)
     tx = make_optimizer(options.lr, options.steps)
     make_model = ft.init(ft.nn.Transformer.create, rules)
@@ -146,7 +148,7 @@ def train(options: argparse.Namespace, rules: ft.Layout, text: np.ndarray, held_
     places = np.linspace(0, len(held_out) - options.seq - 1, 8 * options.batch, dtype=int)
     tests = [batch(held_out, starts) for starts in np.split(places, 8)]
 
-    # From here on there are arrays, and each is born where its plan says.
+    # From here on there are arrays, each created sharded as planned.
     model = make_model(config, key=key)
     state = ft.init_optimizer(tx, model, rules)
     train_step, measure = make_train_step(tx), ft.jit(bits_per_byte)
@@ -160,7 +162,7 @@ def train(options: argparse.Namespace, rules: ft.Layout, text: np.ndarray, held_
     for step in progress(options, curve, console):
         tokens = batch(text, rng.integers(0, len(text) - options.seq, options.batch))
         model, state, loss = train_step(model, state, tokens)
-        curve.train.append(float(loss))  # waits for the devices; where that costs, look at every tenth loss
+        curve.train.append(float(loss))  # waits for the devices; on fast ones, read only every tenth loss
         if step % max(1, options.steps // 10) == 0 or step == options.steps:
             test(step)
     before, after = curve.held_out[0], curve.held_out[options.steps]
@@ -186,9 +188,9 @@ def last_line(plan: ft.Plan) -> str:
 
 
 def progress(options: argparse.Namespace, curve: Curve, console: Console) -> Iterator[int]:
-    """The numbers of the steps, from 1, under a bar that tells how it goes."""
-    told = "loss {task.fields[loss]:.2f} · {task.fields[speed]:,.0f} tokens/s"
-    columns = TextColumn("step"), MofNCompleteColumn(), BarColumn(), TextColumn(told), TimeRemainingColumn()
+    """The numbers of the steps, from 1, with a progress bar."""
+    text = "loss {task.fields[loss]:.2f} · {task.fields[speed]:,.0f} tokens/s"
+    columns = TextColumn("step"), MofNCompleteColumn(), BarColumn(), TextColumn(text), TimeRemainingColumn()
     with Progress(*columns, console=console) as bar:
         task = bar.add_task("", total=options.steps, loss=float("nan"), speed=0.0)
         for step in range(1, options.steps + 1):
@@ -198,7 +200,7 @@ def progress(options: argparse.Namespace, curve: Curve, console: Console) -> Ite
 
 
 def draw(curve: Curve, options: argparse.Namespace) -> None:
-    """The loss curves, as a picture."""
+    """Draw the loss curves to a file."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
@@ -221,18 +223,22 @@ def draw(curve: Curve, options: argparse.Namespace) -> None:
 
 
 class Parser(argparse.ArgumentParser):
-    """Whatever is wrong is one line on stderr, and exit code 2."""
+    """A parser whose errors are one line on stderr, with exit code 2."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: error: {message}\n")
 
 
 def one_line(error: ft.FunctreeError) -> str:
-    """What is wrong, and the first thing to try; the whole text lists every leaf."""
+    """The headline of an error, its first problem and the remedy for it; the whole text lists all problems."""
     headline, first = str(error).splitlines()[0], error.problems[0]
-    where = " ".join(filter(None, (str(first.path or ""), first.what)))
-    found = f": {where}: {first.why}" if first.why != headline else ""
-    return f"{headline}{found}{f'; try: {first.remedy}' if first.remedy else ''}"
+    text = headline
+    if first.why != headline:
+        where = " ".join(filter(None, (str(first.path or ""), first.what)))
+        text += f": {where}: {first.why}"
+    if first.remedy:
+        text += f"; try: {first.remedy}"
+    return text
 
 
 def mesh_sizes(text: str) -> dict[str, int]:
@@ -240,13 +246,13 @@ def mesh_sizes(text: str) -> dict[str, int]:
     pairs = [part.partition("=") for part in text.split(",")]
     sizes = {name: int(size) for name, _, size in pairs if name.isidentifier() and size.isdecimal()}
     if len(sizes) < len(pairs):
-        raise argparse.ArgumentTypeError(f"{text!r} is no mesh: write axes and their sizes, as in data=2,model=4")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a mesh: write axes and their sizes, as in data=2,model=4")
     return sizes
 
 
 def positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no positive number")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
     return int(text)
 
 
@@ -257,28 +263,28 @@ def picture(text: str) -> Path:
 
 
 def command_line() -> Parser:
-    described = "Train a small byte-level transformer on Python's own source code, sharded over the devices there are."
+    described = "Train a small byte-level transformer on Python's own source code, sharded over all devices."
     parser = Parser(description=described, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--mesh", type=mesh_sizes, metavar="data=2,model=4", help="axes and sizes; None: all devices")
-    parser.add_argument("--rules", choices=list(RULES), default="fsdp+tp", help="how model and batches are laid out")
+    parser.add_argument("--rules", choices=list(RULES), default="fsdp+tp", help="the layout of model and batches")
     sizes = parser.add_argument_group("sizes")
     sizes.add_argument("--layers", type=positive, default=2, metavar="N", help="blocks")
     sizes.add_argument("--embed", type=positive, default=128, metavar="N", help="size of the residual stream")
     sizes.add_argument("--hidden", type=positive, metavar="N", help="size of the MLPs; None: 3 × embed")
     sizes.add_argument("--heads", type=positive, default=8, metavar="N", help="attention heads")
-    sizes.add_argument("--kv-heads", type=positive, metavar="N", help="heads of keys and values; None: as many")
+    sizes.add_argument("--kv-heads", type=positive, metavar="N", help="key and value heads; None: as many as heads")
     training = parser.add_argument_group("training")
     training.add_argument("--steps", type=positive, default=300, metavar="N", help="steps")
     training.add_argument("--batch", type=positive, default=16, metavar="N", help="sequences in a step")
     training.add_argument("--seq", type=positive, default=128, metavar="N", help="bytes in a sequence")
     training.add_argument("--lr", type=float, default=3e-3, metavar="X", help="highest learning rate")
-    training.add_argument("--seed", type=int, default=0, metavar="N", help="of weights, batches and sample")
-    training.add_argument("--megabytes", type=float, default=4.0, metavar="X", help="of text, at most")
+    training.add_argument("--seed", type=int, default=0, metavar="N", help="seed of weights, batches and sample")
+    training.add_argument("--megabytes", type=float, default=4.0, metavar="X", help="megabytes of text, at most")
     output = parser.add_argument_group("output")
-    output.add_argument("--sample", type=int, default=300, metavar="N", help="bytes to write at the end")
+    output.add_argument("--sample", type=int, default=300, metavar="N", help="bytes to sample at the end")
     output.add_argument("--temperature", type=float, default=0.5, metavar="X", help="of the sample; 0: greedy")
     output.add_argument("--out", type=picture, default="train_lm.png", metavar="FILE", help="the loss curve, a PNG")
-    output.add_argument("--verbose", action="store_true", help="the optimizer's whole plan, too")
+    output.add_argument("--verbose", action="store_true", help="print the optimizer's whole plan")
     return parser
 
 

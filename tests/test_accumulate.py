@@ -175,30 +175,30 @@ def test_bfloat16_is_summed_in_float32():
 
 @pytest.mark.parametrize("steps", [0, -1, 2.0, True, None, "2"], ids=repr)
 def test_steps(steps: Any):
-    with raises(f"accumulate(steps={steps!r}): the number of pieces is a positive integer"):
+    with raises(f"accumulate(steps={steps!r}): the number of pieces must be a positive integer"):
         ft.accumulate(BOTH, steps)
 
 
 def test_every_array_at_fault_is_named():
     fn = ft.accumulate(ft.grad(lambda m, batch, *, key: loss(m, batch["x"], batch["y"])), 3)
     with raises(
-        "accumulate: 2 arrays cannot be taken in pieces",
+        "accumulate: 2 arrays cannot be split into pieces",
         "batch.x   f32[16, 16]",
-        "its leading dimension is 16, to be taken in 3 pieces",
+        "its leading dimension of size 16 cannot be split into 3 pieces",
         "key   key<fry>[]",
-        "it has no leading dimension, to be taken in 3 pieces",
-        "Try: give a batch whose size `steps` divides; pass what is no batch in the model, or close over it",
+        "has no leading dimension to split into 3 pieces",
+        "Try: use a batch whose size `steps` divides; pass an array that is not part of it in",
     ):
         fn(MODEL, {"x": X, "y": jnp.ones((9, 16))}, key=jax.random.key(0))
 
 
 def test_the_model_is_given_by_position():
-    with raises("accumulate: the model is the first argument, and is given by position"):
+    with raises("accumulate: pass the model as the first positional argument"):
         ft.accumulate(BOTH, 2)(model=MODEL, x=X, y=Y)
 
 
 def test_explicit_pieces_that_devices_do_not_share():
     mesh = ft.make_mesh(data=8, explicit=True)
     x = ft.shard(X, P("data"), mesh)
-    with raises("x, y   f32[16, 16]", "its leading dimension is 16, to be taken in 4 pieces on each of 8 devices"):
+    with raises("x, y   f32[16, 16]", "of size 16 cannot be split into 4 pieces on each of 8 devices"):
         ft.jit(ft.accumulate(BOTH, 4), mesh=mesh)(ft.shard(MODEL, P(), mesh), x, x)

@@ -87,7 +87,7 @@ def test_help():
     [
         ("--mesh data=3", "the mesh (data=3) has no axis `model`"),
         ("--mesh data=2,modle=4", "did you mean `modle`?"),
-        ("--mesh nonsense", "'nonsense' is no mesh: write axes and their sizes, as in data=2,model=4"),
+        ("--mesh nonsense", "'nonsense' is not a mesh: write axes and their sizes, as in data=2,model=4"),
         (
             "--embed 24 --heads 6",
             'blocks.layer.attn.query f32[1, 24, 6, 4]   "layers embed heads head_dim": "heads" has',
@@ -127,7 +127,7 @@ def test_tensor_parallel():
     for _, spec, off, collectives, gradients_off, their_collectives in rows:
         assert (spec, collectives, their_collectives) == ("P(None, None)", "1 all-reduce", "2 all-reduce")
         assert float(off) < 1e-5 and float(gradients_off) < 1e-5
-    assert re.search(r"^All are equal to what one device computes, to \de-\d\d of ", out, re.M)
+    assert re.search(r"^All results equal those of one device, to \de-\d\d of ", out, re.M)
 
 
 def test_three_ways():
@@ -147,7 +147,7 @@ def test_three_ways():
     assert "\nautomatic: 1 all-reduce\n" in out
     assert re.search(r"^explicit: ShardingTypeError: .*`out_sharding`", out, re.M)
     assert re.search(r"^manual: ShardingError: forgetful: 1 leaf ", out, re.M)
-    assert "P('data', None) says that it is the same along model, and it may differ there" in out
+    assert "P('data', None) says that it is the same along model, but it may differ there" in out
     assert '"hidden" has size 33; rule hidden→model needs a multiple of model=4' in out
 
 
@@ -156,7 +156,7 @@ def test_three_ways():
     ("arguments", "said"),
     [
         ("--hidden 33", 'up   f32[16, 33]   "embed hidden"\n      "hidden" has size 33; rule hidden→model needs'),
-        ("--model 5000", "devices, and there are 8; on a CPU, set XLA_FLAGS=--xla_force_host_platform_device_count="),
+        ("--model 5000", "devices, but there are 8; on a CPU, set XLA_FLAGS=--xla_force_host_platform_device_count="),
         ("--batch 0", "all sizes are at least 1"),
     ],
 )

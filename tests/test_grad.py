@@ -287,7 +287,7 @@ def test_gradients_of_gradients():
 
 
 def test_a_matched_array_without_a_gradient_is_named():
-    with raises("1 leaf cannot be differentiated", "steps", "i32[]", "is i32, and only inexact", "narrow the filter"):
+    with raises("1 leaf cannot be differentiated", "steps", "i32[]", "is i32, but only inexact", "narrow the filter"):
         grad(loss, ...)(MODEL, X)
     with raises("key", "key<fry>[]", "only inexact arrays"):
         grad(lambda t: t["w"], ...)({"key": jax.random.key(0), "w": jnp.float32(1)})
@@ -303,7 +303,7 @@ def test_a_filter_that_matches_nothing_is_listed():
         grad(loss, "upp")(MODEL, X)
     with raises("no array of argument 1 matches wrt=is_buffer"):
         grad(loss, ft.is_buffer, argnums=(0, 1))(MODEL, X)
-    with raises("it has none, and Python numbers are static: write `jnp.asarray(...)`"):
+    with raises("it has no arrays; Python numbers are static, so write `jnp.asarray(...)`"):
         grad(lambda x: x**2)(3.0)
 
 
@@ -314,7 +314,7 @@ def test_what_is_no_filter_is_refused_at_once():
 
 @pytest.mark.parametrize("argnums", [2, (0, 0), (0, -2), (), -3])
 def test_argnums_that_are_not_there(argnums: Any):
-    with raises("argnums=", "2 positional arguments", "name those that are there, each once"):
+    with raises("argnums=", "2 positional arguments", "give existing positions, each once"):
         grad(loss, argnums=argnums)(MODEL, X)
 
 
@@ -490,8 +490,8 @@ def test_ambient_rules_that_do_not_place_a_gradient_are_an_error():
     foreign = eqx.nn.Linear(8, 16, key=jax.random.key(0))
     with jax.set_mesh(MESH), ft.axis_rules(RULES):
         with raises(
-            "the ambient rules cannot lay out the gradient by argument 0 on mesh (data=2, model=4)",
-            "give grad a `layout=`", "weight", "has no axis names", "annotate the field",
+            "the ambient rules cannot lay out the gradient for argument 0 on mesh (data=2, model=4)",
+            "pass `layout=` to grad", "weight", "has no axis names", "annotate the field",
             error=ft.ShardingError,
         ):  # fmt: skip
             grad(lambda layer: layer(X[0]).sum())(foreign)
@@ -510,7 +510,7 @@ def test_what_has_no_gradient_may_have_no_place():
 def test_a_layout_that_does_not_fit_is_an_error_by_path():
     model = MLP(MODEL.up[:, :15], MODEL.down[:15], MODEL.mean, MODEL.steps, jax.nn.relu)
     with jax.set_mesh(MESH), raises(
-        "the layout cannot lay out the gradient by argument 0 on mesh (data=2, model=4)", "up", '"hidden" has size 15',
+        "the layout cannot lay out the gradient for argument 0 on mesh (data=2, model=4)", "up", '"hidden" has size 15',
         error=ft.ShardingError,
     ):  # fmt: skip
         grad(loss, layout=RULES)(model, X)

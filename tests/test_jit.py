@@ -420,8 +420,8 @@ REFUSED = {
     "backend": ("jit has no `backend`", "jax.device_put", "with jax.default_device(device):"),
     "device": ("jit has no `device`", "jax.device_put", "with jax.default_device(device):"),
     "abstracted_axes": ("jit has no `abstracted_axes`", "sizes are part of a compiled program", "jax.export"),
-    "donate_argnums": ("write `donate=` with names or positions for donate_argnums",),
-    "donate_argnames": ("write `donate=`",),
+    "donate_argnums": ("use `donate=`, with names or positions, instead of donate_argnums",),
+    "donate_argnames": ("use `donate=`",),
     "in_sharding": ("jit has no option `in_sharding`; did you mean `in_shardings`?",),
 }
 

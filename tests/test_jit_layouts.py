@@ -216,7 +216,7 @@ def test_silent_failure_31_in_explicit_mode():
     f = ft.jit(lambda tree: tree["a"] * 2, in_shardings=P("data"), mesh=EXPLICIT)
     with raises(
         "in_shardings does not fit 2 leaves",
-        "tree.a   f32[8, 4]\n      is a numpy array: on Explicit axes its type would be unsharded inside",
+        "tree.a   f32[8, 4]\n      is a NumPy array: on Explicit axes its type in the body would be unsharded",
         "tree.b   f32[8, 4]\n      is uncommitted, on no mesh: on Explicit axes",
         "move it first: `ft.shard(x, layout, mesh)`",
     ):
@@ -396,7 +396,11 @@ def test_the_context_brings_the_mesh():
     assert len(f.compilations) == 2
 
 
-ELSEWHERE = {"other devices": (REVERSED, ", of other devices"), "other shape": (TALL, ""), "fewer devices": (HALF, "")}
+ELSEWHERE = {
+    "other devices": (REVERSED, ", with other devices"),
+    "other shape": (TALL, ""),
+    "fewer devices": (HALF, ""),
+}
 
 
 @pytest.mark.parametrize("first", [True, False], ids=["first call", "later call"])
@@ -409,7 +413,7 @@ def test_arguments_on_another_mesh(other: str, given: str, first: bool):
     a, b, wrong = {"x": lay(X, "data")}, lay(X, "data"), lay(X, "data", mesh=mesh)
     sizes = ", ".join(f"{name}={size}" for name, size in mesh.shape.items())
     expected = raises(
-        "<lambda> runs on mesh (data=2, model=4), and 1 argument elsewhere",
+        "<lambda> runs on mesh (data=2, model=4), but 1 argument is not on it",
         f"b   f32[8, 4]\n      is on the mesh ({sizes}){more}",
         "move it to the function's mesh: `ft.shard(x, layout, mesh)`",
     )
@@ -459,7 +463,7 @@ def test_silent_failure_23_ambient_rules_that_change():
         with ft.axis_rules(others):
             assert_lies(f(x), None, "model")
     assert [[d.kind for d in c.differences] for c in f.compilations] == [[], ["rules"]]
-    with raises("there is a mesh (data=2, model=4) and no rules to place `batch embed`"):
+    with raises("there is a mesh (data=2, model=4) but no rules to lay out `batch embed`"):
         f(x)
 
 
@@ -484,7 +488,7 @@ def test_single_device_shardings_are_no_mesh():
 def test_an_argument_alone_on_one_device(mesh: Mesh):
     x, lone = ft.shard(jnp.ones((8, 4)), P("data"), mesh), jax.device_put(jnp.ones((4, 2)), jax.devices()[0])
     for options in ({"mesh": mesh}, {"donate": "a"}):
-        with raises("1 argument elsewhere", "b   f32[4, 2]", "is committed to", "alone", "`ft.shard(x, layout, mesh)`"):
+        with raises("1 argument is not on it", "b   f32[4, 2]", "is committed to", "`ft.shard(x, layout, mesh)`"):
             ft.jit(lambda a, b: a @ b, **options)(x, lone)
 
 

@@ -29,18 +29,18 @@ def test_takes_as_many_devices_as_it_needs():
 @pytest.mark.parametrize(
     ("sizes", "message"),
     [
-        ({"data": 16}, "data=16 needs 16 devices, and there are 8.*xla_force_host_platform_device_count=16"),
+        ({"data": 16}, "data=16 needs 16 devices, but there are 8.*xla_force_host_platform_device_count=16"),
         ({"data": 4, "model": 4}, "data=4 × model=4 needs 16 devices"),
-        ({"data": 0}, "data=0: a size is a positive integer"),
-        ({"data": True}, "data=True: a size is a positive integer"),
-        ({"data": 2.0}, "a size is a positive integer"),
-        ({}, "at least one axis"),
-        ({"devices": 8, "data": 2}, "devices=8.*is an option and no name for a mesh axis"),
+        ({"data": 0}, "data=0: a size must be a positive integer"),
+        ({"data": True}, "data=True: a size must be a positive integer"),
+        ({"data": 2.0}, "a size must be a positive integer"),
+        ({}, "at least one mesh axis"),
+        ({"devices": 8, "data": 2}, "devices=8.*is an option, so it cannot name a mesh axis"),
         ({"dcn": 2, "data": 2}, "dcn=2.*is an option"),
         ({"explicit": 1, "data": 2}, "explicit=1.*is an option"),
-        ({"data": 8, "dcn": {"dta": 2}}, "dcn names `dta`, and the mesh has no such axis; did you mean `data`"),
+        ({"data": 8, "dcn": {"dta": 2}}, "dcn names `dta`, but the mesh has no such mesh axis; did you mean `data`"),
         ({"data": 8, "dcn": {"data": 3}}, "does not divide data=8"),
-        ({"data": 8, "dcn": {"data": 2}}, "for 2 slices, and the devices are on 1"),
+        ({"data": 8, "dcn": {"data": 2}}, "for 2 slices, but the devices are on 1"),
     ],
 )
 def test_refuses(sizes, message: str):

@@ -475,6 +475,6 @@ def test_another_config_for_the_same_layers_is_an_error():
     model = nn.Transformer.create(config, key=jax.random.key(0))
     for change in ({"rope_theta": 10.0}, {"norm_eps": 0.5}, {"compute_dtype": jnp.bfloat16}):
         (name,) = change
-        with pytest.raises(FunctreeError, match=f"config.{name} is .*, and its layers were made with"):
+        with pytest.raises(FunctreeError, match=f"config.{name} is .*, but its layers were made with"):
             dataclasses.replace(model, config=dataclasses.replace(config, **change))
     assert dataclasses.replace(model, config=dataclasses.replace(config, remat="full")).config.remat == "full"

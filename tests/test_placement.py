@@ -99,8 +99,8 @@ def test_shard_names_a_bare_array():
 @pytest.mark.parametrize(
     ("tree", "axes", "message"),
     [
-        (jnp.ones((4, 8)), "batch", r'"batch" names 1 dimensions, and it has 2'),
-        ({"x": jnp.ones((4, 8))}, "batch hidden", "names a bare array's dimensions, and this is a dict"),
+        (jnp.ones((4, 8)), "batch", r'"batch" names 1 dimensions, but the array has 2'),
+        ({"x": jnp.ones((4, 8))}, "batch hidden", "names the dimensions of a bare array, but this is a dict"),
         (jnp.ones((4, 8)), "batch hiden", "no rule names `hiden`; did you mean it by the rule `hidden`"),
         (jnp.ones((3, 8)), "batch hidden", '"batch" has size 3; rule batch→data needs a multiple of data=2'),
     ],
@@ -205,7 +205,7 @@ def test_constrain_composes_with_vmap_grad_and_scan():
 
 
 def test_constrain_with_a_mesh_wants_rules():
-    with jax.set_mesh(MESH), pytest.raises(ft.ShardingError, match=r"no rules to place `batch hidden`.*axis_rules"):
+    with jax.set_mesh(MESH), pytest.raises(ft.ShardingError, match=r"no rules to lay out `batch hidden`.*axis_rules"):
         ft.constrain(jnp.ones((4, 8)), "batch hidden")
 
 

@@ -274,7 +274,7 @@ def test_arrays_that_are_not_as_annotated(shapes: Any, x: tuple[int, ...], up: t
 
 
 def test_a_dtype_that_is_not_as_annotated():
-    with pytest.raises(ft.AxesError, match=r"(?s)x   i32.*its dtype is int32, and the annotation says Float"):
+    with pytest.raises(ft.AxesError, match=r"(?s)x   i32.*its dtype is int32, but the annotation says Float"):
         shard_map(ffn, mesh=MESH, rules=RULES)(INPUTS[0].astype(int), *INPUTS[1:])
 
 
@@ -302,7 +302,7 @@ def test_what_jaxtyping_refuses_inside_is_right_globally():
     args = ones((8, 8)), ones((8, 6)), ones((2, 3, 2))
     specs = (P("data"), P("data"), P())
     np.testing.assert_array_equal(shard_map(f, mesh=mesh, in_specs=specs, out_specs=P("data"))(*args), ones((8, 6)) * 8)
-    with pytest.raises(ft.AxesError, match=r'(?s)"embed=8" says 8, and the size is 1'):
+    with pytest.raises(ft.AxesError, match=r'(?s)"embed=8" requires size 8, but the size is 1'):
         shard_map(f, mesh=mesh, in_specs=specs, out_specs=P("data"), shapes="local")(*args)
 
 
@@ -615,28 +615,28 @@ NONSENSE = [
     (
         {"in_specs": P("model"), "axis_names": {"data"}},
         ft.ShardingError,
-        r"P\('model'\) names model, and only data is man",
+        r"P\('model'\) names model, but only data is man",
     ),
     (
         {"out_specs": P("model"), "axis_names": {"data"}},
         ft.ShardingError,
-        r"result.*names model, and only data is manual",
+        r"result.*names model, but only data is manual",
     ),
-    ({"axis_names": {"dta"}}, ft.ShardingError, r"`dta` in `axis_names`, on the mesh.*did you mean `data`"),
-    ({"axis_names": "data"}, ft.FunctreeError, r"axis_names='data' is a text: write a set"),
-    ({"shapes": "globl"}, ft.FunctreeError, r'shapes=\'globl\' is none of "global", "local", None'),
+    ({"axis_names": {"dta"}}, ft.ShardingError, r"`dta` in `axis_names` is not in the mesh.*did you mean `data`"),
+    ({"axis_names": "data"}, ft.FunctreeError, r"axis_names='data' is a string: use a set"),
+    ({"shapes": "globl"}, ft.FunctreeError, r'shapes=\'globl\' is not one of "global", "local", None'),
     ({"mesh": {"data": 2}}, ft.ShardingError, r"give a `Mesh`, not sizes"),
     ({"mesh": 3}, ft.ShardingError, r"3 is no mesh"),
     (
         {"in_specs": ft.on_host(P("data"))},
         ft.ShardingError,
-        r"is laid out in pinned_host, and shard_map moves nothing there",
+        r"is laid out in pinned_host, but shard_map moves no array to another memory",
     ),
     ({"x": jax.ShapeDtypeStruct((8, 4), "float32")}, ft.FunctreeError, r"`x` is abstract, so there is nothing"),
     (
         {"x": jax.device_put(X, jax.devices()[1])},
         ft.ShardingError,
-        r"committed to cpu:1 alone, and the mesh is of other",
+        r"committed to cpu:1 alone, but the mesh has other",
     ),
     ({"in_specs": None, "rules": RULES}, ft.ShardingError, r"x   f32.*has no axis names, and rules place axes by name"),
     ({"x": {"a": set()}}, ft.FunctreeError, r"x\.a   set\n +is neither an array nor hashable"),
@@ -651,7 +651,7 @@ def test_nonsense(options: dict[str, Any], error: type[Exception], message: str)
 
 def test_under_explicit_axes_types_must_be_as_the_specs():
     mesh = mesh_of(explicit=True)
-    with pytest.raises(ft.ShardingError, match=r"(?s)its type is sharded P\(None, None\), and its spec is .*reshard"):
+    with pytest.raises(ft.ShardingError, match=r"(?s)its type is sharded P\(None, None\), but its spec is .*reshard"):
         call(x=ft.shard(X, P(), mesh), mesh=mesh)
     with pytest.raises(ft.ShardingError, match=r"(?s)its type is on a mesh of Auto axes, \(data=2, .*`ft.shard`"):
         call(x=ft.shard(X, P("data"), MESH), mesh=mesh)
@@ -661,7 +661,8 @@ def test_under_explicit_axes_types_must_be_as_the_specs():
 
 def test_another_mesh_inside():
     inner = shard_map(lambda x: x, mesh=LINE, in_specs=P("x"), out_specs=P("x"))
-    with pytest.raises(ft.ShardingError, match=r"it is for \(x=8\), inside a shard_map over \(data=2, model=4\)"):
+    message = r"its mesh is \(x=8\), but it is called inside a shard_map over \(data=2, model=4\)"
+    with pytest.raises(ft.ShardingError, match=message):
         call(fun=inner)
     with pytest.raises(ft.ShardingError, match="are manual already"):
         call(fun=shard_map(lambda x: x, in_specs=P(), out_specs=P()))

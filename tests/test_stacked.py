@@ -496,12 +496,12 @@ ERRORS: dict[str, tuple[type[Exception], Callable[[], Any], list[str]]] = {
     "leading sizes differ": (
         FunctreeError,
         lambda: Stacked({"a": jnp.ones((3, 4)), "b": [jnp.ones(2)]}),
-        ['one leading size, that of "layers"', "layer.a", "size 3", "layer.b.0", "size 2", "ft.stack"],
+        ['the same leading size, that of "layers"', "layer.a", "size 3", "layer.b.0", "size 2", "ft.stack"],
     ),
     "a scalar leaf": (
         FunctreeError,
         lambda: Stacked({"a": jnp.ones(3), "b": jnp.float32(1)}, axis="stage"),
-        ['that of "stage"', "layer.b", "no dimension at all"],
+        ['that of "stage"', "layer.b", "has no dimensions"],
     ),
     "no arrays": (FunctreeError, lambda: Stacked({"a": 1}), ["dict has no array leaves"]),
     "no arrays in a layer": (FunctreeError, lambda: stack(lambda key: {"a": 1}, 3, KEY), ["no array leaves"]),
@@ -546,7 +546,7 @@ ERRORS: dict[str, tuple[type[Exception], Callable[[], Any], list[str]]] = {
         FunctreeError,
         lambda: TWICE.scan(X, remat=offload("wied", "wide")),
         [
-            "1 name to offload that Twice gives to no value",
+            "1 name to offload that no value in Twice has",
             '"wied"',
             "no value has this name; did you mean `wide`?",
             "Try: one of `narrow`, `wide`",
@@ -560,7 +560,7 @@ ERRORS: dict[str, tuple[type[Exception], Callable[[], Any], list[str]]] = {
     "no names in a layer": (
         FunctreeError,
         lambda: Stacked(eqx.Partial(jnp.multiply, jnp.ones((2, 1, 1)))).scan(X, remat=offload("wide")),
-        ["1 name to offload that Partial gives to no value", "checkpoint_name(x"],
+        ["1 name to offload that no value in Partial has", "checkpoint_name(x"],
     ),
     "another shape": (
         FunctreeError,

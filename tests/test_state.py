@@ -84,7 +84,7 @@ def test_paths_and_values():
     assert "first.calls" in state and "second" not in state
     assert [leaf.shape for leaf in jax.tree.leaves(model)] == [(2,), (3,)], "the model holds no values"
     assert repr(model["first"].calls) == "<StateRef int32[] at first.calls>"
-    assert repr(Counter().calls) == "<StateRef int32[] not made yet>"
+    assert repr(Counter().calls) == "<StateRef int32[] without a path>"
 
 
 def test_axes():
@@ -201,32 +201,32 @@ def misuses() -> dict[str, tuple[Callable[[], Any], tuple[str, ...]]]:
     other, others = ft.make_state({"b": Counter(), "a": {"total": ft.StateRef(jnp.zeros(3))}, "n": ft.StateRef(0.0)})
     stacked, layers = ft.make_state(ft.stack(lambda key: Counter(), 3, jax.random.key(0)))
     keyed, keys = ft.make_state(ft.StateRef(jax.random.key(0)))
-    keeps = "a step keeps shape and dtype"
+    keeps = "shape and dtype cannot change"
     foreign = "is it the state of another model?"
     return {
         "shape": (lambda: state.set(ref, jnp.ones(3)), ("at `a.total` is f32[8]", "new value f32[3]", keeps)),
         "dtype": (lambda: state.set(ref, jnp.ones(8, jnp.int32)), ("`a.total`", "f32[8]", "i32[8]", keeps)),
         "a number for a vector": (lambda: state.set(ref, 1.0), ("`a.total`", "f32[8]", "f32[]", keeps)),
         "numpy's float64": (lambda: state.set(ref, np.ones(8)), ("`a.total`", "f32[8]", "f64[8]", keeps)),
-        "no integer": (lambda: state.set(number, 1.5), ("`n` is i32[], and the new value 1.5", keeps)),
+        "no integer": (lambda: state.set(number, 1.5), ("`n` is i32[], but the new value 1.5", keeps)),
         "not real": (lambda: state.set(ref, 1j), ("`a.total` is f32[8]", "new value 1j", keeps)),
-        "no key": (lambda: keys.set(keyed, 3), ("is key<fry>[], and the new value 3", keeps)),
+        "no key": (lambda: keys.set(keyed, 3), ("is key<fry>[], but the new value 3", keeps)),
         "None": (lambda: state.set(ref, None), ("`a.total`", "new value None", keeps)),
         "a list": (lambda: state.set(ref, [1.0] * 8), ("`a.total`", "new value [1.0, 1.0", keeps)),
         "unknown": (lambda: state[other["b"].total], ("no state at `b.total`; did you mean `a.total`?", foreign)),
         "set unknown": (lambda: state.set(other["b"].calls, 1), ("no state at `b.calls`", foreign)),
         "another shape": (lambda: state[other["a"]["total"]], ("`a.total` has shape (8,)", "its ref (3,)", foreign)),
-        "another dtype": (lambda: others[number], ("`n` is f32[], and its ref i32[]", foreign)),
-        "not made": (lambda: state[Counter().calls], ("has no place yet", "`model, state = ft.make_state(model)`")),
-        "set not made": (lambda: state.set(ft.StateRef(0), 1), ("has no place yet", "use the refs of that model")),
-        "made twice": (lambda: ft.make_state(model), ("the StateRef at `a.calls` has its place already, `a.calls`",)),
+        "another dtype": (lambda: others[number], ("`n` is f32[], but its ref i32[]", foreign)),
+        "not made": (lambda: state[Counter().calls], ("has no path yet", "`model, state = ft.make_state(model)`")),
+        "set not made": (lambda: state.set(ft.StateRef(0), 1), ("has no path yet", "and use its refs")),
+        "made twice": (lambda: ft.make_state(model), ("the StateRef at `a.calls` has a path already, `a.calls`",)),
         "stacked": (lambda: layers[stacked.layer.total], ("`layer.total` has shape (3, 8)", "`stacked.scan(")),
-        "a text": (lambda: state.set("a.total", 1), ("asked for by a `StateRef`, not by 'a.total'",)),  # pyright: ignore
-        "a number as key": (lambda: state[0], ("asked for by a `StateRef`, not by 0",)),
-        "no key at all": (lambda: state[None], ("asked for by a `StateRef`, not by None",)),
+        "a text": (lambda: state.set("a.total", 1), ("index a State with a `StateRef`, not with 'a.total'",)),  # pyright: ignore
+        "a number as key": (lambda: state[0], ("index a State with a `StateRef`, not with 0",)),
+        "no key at all": (lambda: state[None], ("index a State with a `StateRef`, not with None",)),
         "update": (lambda: state.update({ft.Path(("a", "totl")): 1}), ("`a.totl`; did you mean `a.total`?",)),
-        "no array": (lambda: ft.StateRef("text"), ("StateRef('text'): the value", "is an array or a number")),
-        "nothing": (lambda: ft.StateRef(None), ("StateRef(None): the value to begin with",)),
+        "no array": (lambda: ft.StateRef("text"), ("StateRef('text'): the initial value", "an array or a number")),
+        "nothing": (lambda: ft.StateRef(None), ("StateRef(None): the initial value",)),
         "axes": (lambda: ft.StateRef(jnp.zeros(3), "a b"), ('axes="a b") names 2 dimensions', "has shape (3,)")),
         "packed": (lambda: ft.make_state([ft.pack(Counter())]), ("0 is packed", "make the state, then pack")),
     }  # fmt: skip
@@ -247,13 +247,13 @@ def test_an_unknown_path_is_a_key_error():
 
 def test_a_state_of_a_stack_of_another_depth():
     stack = lambda n: ft.make_state(ft.stack(lambda key: Counter(), n, jax.random.key(0)))  # noqa: E731
-    with raises('need one leading size, that of "layers"', "layer.calls", "leading size 4", error=ft.FunctreeError):
+    with raises('the same leading size, that of "layers"', "layer.calls", "leading size 4", error=ft.FunctreeError):
         stack(3)[0].scan(jnp.ones(8), state=stack(4)[1])
 
 
 def test_a_layer_that_keeps_the_state_to_itself():
     stack, state = ft.make_state(ft.stack(lambda key: Forgets(Counter()), 3, jax.random.key(0)))
-    with raises("Forgets is given `state=` and returns no `(y, state)`", error=ft.FunctreeError):
+    with raises("Forgets is called with `state=` but does not return `(y, state)`", error=ft.FunctreeError):
         stack.scan(jnp.ones(8), state=state)
 
 

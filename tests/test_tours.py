@@ -136,7 +136,7 @@ def test_penzai_tour(tour):
     assert tour.constraints.count() == 2
     same = jax.tree.map(lambda a, b: a is b, tour.tiny_transformer, tour.tiny_transformer_unconstrained)
     assert jax.tree.all(same)
-    assert "[23, 24] the counter, by one compilation: (1, 2, 1)" in tour.out
+    assert "[23, 24] the counter, and the number of compilations: (1, 2, 1)" in tour.out
     assert "[65] constraints: <2 parts of Decoder: blocks.layers.1, blocks.layers.3>" in tour.out
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # those of Penzai's own code
@@ -187,7 +187,7 @@ SAID = {
     "rank": "P('devices', None) has 2 entries for 1 dimensions",
     "undefined": "P('device') names `device`, and the mesh (devices=8) has no such axis; did you mean `devices`?",
     "divisible": "dimension 0 has size 12; devices=8 needs a multiple of 8",
-    "mesh": "runs on mesh (devices=4), and 1 argument elsewhere",
+    "mesh": "runs on mesh (devices=4), but 1 argument is not on it",
 }
 
 
@@ -198,9 +198,9 @@ def test_pjit_tour(tour):
     assert tour.y.tolist() == tour.y_half.tolist() == tour.compiled(tour.whole).tolist() == smooth
     assert spec(tour.y) == spec(tour.y_half) == P("devices")
     assert (len(tour.y.sharding.device_set), len(tour.y_half.sharding.device_set)) == (8, 4)
-    assert tour.said.keys() == SAID.keys()
+    assert tour.messages.keys() == SAID.keys()
     for mistake, fragment in SAID.items():
-        assert fragment in tour.said[mistake]
+        assert fragment in tour.messages[mistake]
     assert tour.doubled.tolist() == [16 * i for i in range(8)] and spec(tour.doubled) == P("devices")
     assert tour.z.tolist() == [30] * 16
     assert tour.cubed.tolist() == [i**3 for i in range(8)] and tour.donated.is_deleted()
@@ -218,7 +218,7 @@ def test_pjit_tour(tour):
     assert spec(tour.gradients.up) == P(None, "columns")
     assert tour.nested.tolist() == np.convolve(smooth, [0.5, 1, 0.5], "same").tolist()
     assert (spec(tour.inside), spec(tour.outside)) == (P("rows", "columns"), P("devices"))
-    assert [spec(x) for x in tour.as_it_comes] == [P(None), P("devices")]
+    assert [spec(x) for x in tour.any_sharding] == [P(None), P("devices")]
     assert tour.compiled.output_shardings.spec == P("devices")
 
 

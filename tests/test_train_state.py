@@ -290,7 +290,7 @@ def test_a_model_that_declares_state():
     assert float(jnp.abs(ts.state["norm.mean"]).max()) > 0
     model, state = ft.make_state(normed())
     assert ft.TrainState.create(model, optax.sgd(1.0), state=state).state is state
-    with raises("the StateRef at `norm.mean` has its place already", error=ft.StateError):
+    with raises("the StateRef at `norm.mean` has a path already", error=ft.StateError):
         ft.TrainState.create(model, optax.sgd(1.0))
 
 
@@ -336,7 +336,7 @@ def test_a_tree_is_read_no_more_often_than_it_has_to_be(tx: Any):
 
 
 def test_misuse_of_create():
-    with raises("3 is no optimizer"):
+    with raises("3 is not an optimizer"):
         ft.TrainState.create(net(), 3)  # pyright: ignore
     with raises("nothing to train: no array of Net matches wrt=larger_than(1000000)"):
         ft.TrainState.create(net(), optax.sgd(1.0), wrt=ft.larger_than(10**6))
@@ -404,7 +404,7 @@ def test_state_is_handed_on():
     state = ts.state.set(ts.model.norm.mean, jnp.ones(32))
     assert ft.apply_gradients(ts, gradients, state=state).state is state
     other = ft.make_state(ft.StateRef(0))[1]
-    with raises("apply_gradients is given State(", "of another model?", error=ft.StateError):
+    with raises("apply_gradients got State(", "of another model?", error=ft.StateError):
         ft.apply_gradients(ts, gradients, state=other)
 
 
@@ -444,7 +444,7 @@ def test_the_average_inside_of_others_and_misuse():
     with raises("keeps 2 averages"):
         ft.averaged(ft.TrainState.create(net(), twice()))
     for decay in (1, -0.1, float("nan")):
-        with raises(f"with_ema(decay={decay!r}): a number from 0 up to, and without, 1"):
+        with raises(f"with_ema(decay={decay!r}): the decay must be at least 0 and less than 1"):
             ft.with_ema(optax.sgd(1.0), decay)
     tx = ft.with_ema(optax.sgd(1.0))
     with raises("with_ema averages the parameters", "`tx.update(gradients, state, params)`"):
@@ -603,7 +603,7 @@ def test_state_that_is_declared_in_equinox_way_is_an_error():
 
 
 def test_swapped_arguments():
-    with pytest.raises(ft.FunctreeError, match=r"a Linear is no optimizer: `TrainState.create\(model, tx\)`"):
+    with pytest.raises(ft.FunctreeError, match=r"a Linear is not an optimizer: call `TrainState.create\(model, tx\)`"):
         ft.TrainState.create(TX, ft.nn.Linear(2, 2, key=jax.random.key(0)))  # type: ignore[arg-type]
 
 

@@ -120,7 +120,7 @@ def test_types_as_the_rules_say():
 
 
 def test_types_that_are_not_as_the_rules_say():
-    message = r"(?s)^up: 1 array not sharded as the rules ask.*w.*is sharded P\(None, None\), and the rules ask for "
+    message = r"(?s)^up: 1 array not sharded as the rules ask.*w.*is sharded P\(None, None\), but the rules ask for "
     message += r"P\(None, 'model'\).*constrain=True"
     with ft.axis_rules(RULES), jax.set_mesh(EXPLICIT), pytest.raises(ft.ShardingError, match=message):
         jax.jit(typed(up))(placed(X, P("data")), placed(UP, P()))
@@ -132,7 +132,7 @@ def test_the_type_of_the_result():
 
     with ft.axis_rules(RULES), jax.set_mesh(EXPLICIT):
         with pytest.raises(
-            ft.ShardingError, match=r"(?s)result.*is sharded P\(None, None\), and the rules ask for P\('data', None\)"
+            ft.ShardingError, match=r"(?s)result.*is sharded P\(None, None\), but the rules ask for P\('data', None\)"
         ):
             jax.jit(typed(whole))(placed(X, P("data")))
 
@@ -172,7 +172,7 @@ def test_constrain_without_a_mesh_does_nothing():
 
 
 def test_constrain_with_a_mesh_and_no_rules_is_an_error():
-    with jax.set_mesh(AUTO), pytest.raises(ft.ShardingError, match="no rules to place `batch embed`"):
+    with jax.set_mesh(AUTO), pytest.raises(ft.ShardingError, match="no rules to lay out `batch embed`"):
         jax.jit(typed(up, constrain=True))(X, UP)
 
 

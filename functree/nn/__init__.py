@@ -1,4 +1,4 @@
-"""Annotated layers, and a Llama-like transformer built from them."""
+"""Layers whose axes are named, and a Llama-like transformer made of them."""
 
 from functree.nn.attention import Attention as Attention
 from functree.nn.batch_norm import BatchNorm as BatchNorm

@@ -1,4 +1,4 @@
-"""An activation and its axes ─► the same, laid out by the ambient rules where there are any."""
+"""An activation and its axes ─► the same activation, constrained by the ambient rules if there are any."""
 
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Shaped
@@ -8,18 +8,18 @@ from functree.placing.constrain import constrain
 
 
 def activation(x: Shaped[Array, "..."], axes: str) -> Shaped[Array, "..."]:
-    """`x`, constrained by the names of its axes if a user has made rules ambient.
+    """`x`, constrained by the names of its axes and the ambient rules.
 
-    Without ambient rules (`ft.jit(rules=...)`, `with ft.axis_rules(rules):`) it does nothing, so that a model
-    runs on a laptop unchanged.
+    Without ambient rules (`ft.jit(rules=...)`, `with ft.axis_rules(rules):`) it does nothing, so the same model also
+    runs on one device.
 
     Args:
-        x: the activation. With fewer dimensions than names, the outermost names are left out ("batch" first).
-            With more, nobody has said what the outer ones are, and its layout is the compiler's.
-        axes: the names, outermost first.
+        x: the activation. If it has fewer dimensions than there are names, the outermost names are left out, "batch"
+            first. If it has more, the outer dimensions have no names, and the compiler chooses its sharding.
+        axes: the names of the dimensions, outermost first.
 
     Raises:
-        ShardingError: as `ft.constrain`, where the rules do not fit.
+        ShardingError: as in `ft.constrain`, if the rules do not fit.
 
     Examples:
         >>> from functree.nn.activations import activation
@@ -33,16 +33,17 @@ def activation(x: Shaped[Array, "..."], axes: str) -> Shaped[Array, "..."]:
 
 
 def table_for(tokens: Shaped[Array, "..."], table: Shaped[Array, "vocab embed"]) -> Shaped[Array, "vocab embed"]:
-    """An embedding's table, whole along the mesh axes that split the tokens, by the ambient rules if there are any.
+    """An embedding's table, constrained to be replicated along the mesh axes over which the tokens are sharded.
 
-    So FSDP gathers the table, and not the vectors of all tokens, which the partitioner would choose to move.
+    Under FSDP this gathers the table. The compiler's partitioner alone would move the vectors of all tokens instead.
+    Without ambient rules it does nothing.
 
     Args:
-        tokens: what will be looked up; "batch seq", or "seq" alone.
-        table: with axes "vocab embed".
+        tokens: the tokens to look up, with axes "batch seq" or "seq".
+        table: the table, with axes "vocab embed".
 
     Raises:
-        ShardingError: as `ft.constrain`, where the rules do not fit.
+        ShardingError: as in `ft.constrain`, if the rules do not fit.
 
     Examples:
         >>> from functree.nn.activations import table_for
@@ -52,5 +53,6 @@ def table_for(tokens: Shaped[Array, "..."], table: Shaped[Array, "vocab embed"])
     if ambient_rules() is None or tokens.ndim > 2:
         return table
     names = ["batch", "seq"][2 - tokens.ndim :]
-    together = spec(" ".join([*names, "vocab", "embed"]))  # a mesh axis splits at most one of them
+    # In one spec a mesh axis is used once, and the tokens are first: what they use is not left for the table.
+    together = spec(" ".join([*names, "vocab", "embed"]))
     return constrain(table, PartitionSpec(*together[tokens.ndim :]))

@@ -1,4 +1,4 @@
-"""Causal self-attention with rotary positions and grouped keys and values."""
+"""Vectors of a sequence ─► causal self-attention over them, with rotary positions and grouped keys and values."""
 
 from collections.abc import Iterator
 
@@ -18,25 +18,26 @@ from functree.nn.weights import Initializer, cast, dtype_or_none, fan_in
 
 
 class Attention(eqx.Module):
-    """Each token looks at itself and at those before it, in `heads` ways at once.
+    """Causal self-attention: each token attends to itself and to the tokens before it.
 
-    Query head `h` reads key and value head `h // (heads / kv_heads)`. The softmax is computed in float32.
-    (JAX refuses its gradient in bfloat16 under `jax_numpy_dtype_promotion="strict"`.)
+    Query head `h` uses key and value head `h // (heads / kv_heads)`. The softmax is computed in float32. (Under
+    `jax_numpy_dtype_promotion="strict"`, JAX raises for its gradient in bfloat16.)
 
-    For `ft.offload` and other policies, what the heads read has the names `"attn_query"`, `"attn_key"` and
-    `"attn_value"`, rotated already; what they give is `"attn_mixed"`, and the result `"attn_out"`.
+    For `ft.offload` and other policies these values have names: the queries, keys and values of the heads are
+    `"attn_query"`, `"attn_key"` (both after the rotation) and `"attn_value"`, the results of the heads are
+    `"attn_mixed"`, and the result of the layer is `"attn_out"`.
 
     Args:
-        embed: size of the input and of the result.
-        heads: number of query heads.
-        kv_heads: number of key and value heads, a divisor of `heads`; by default `heads`.
-        head_dim: size of one head, even; by default `embed // heads`.
+        embed: the size of the input and of the result.
+        heads: the number of query heads.
+        kv_heads: the number of key and value heads, a divisor of `heads`; by default `heads`.
+        head_dim: the size of one head, even; by default `embed // heads`.
         rope_theta: the base of the rotary frequencies.
-        init: of the four weights, each seen as a matrix from what is summed over to what is not; by default
-            truncated normal with variance 1 / (size summed over).
-        key: for the weights.
-        param_dtype: the dtype the parameters are kept in.
-        compute_dtype: the dtype they are cast to where they are used; `None`: that of `x`.
+        init: the initializer of the four weights. It makes each as a matrix, whose first dimension is the one that is
+            summed over; by default truncated normal with variance 1 / (size summed over).
+        key: the key for the weights.
+        param_dtype: the dtype of the parameters.
+        compute_dtype: the dtype to which they are cast in the computation; `None`: that of `x`.
 
     Raises:
         FunctreeError: `kv_heads` does not divide `heads`, or `head_dim` is odd.
@@ -91,9 +92,9 @@ class Attention(eqx.Module):
         query = activation(rope(query, theta=self.rope_theta), "batch seq heads head_dim")
         key = activation(rope(key, theta=self.rope_theta), "batch seq kv_heads head_dim")
         value = activation(value, "batch seq kv_heads head_dim")
-        query, key, value = (
-            checkpoint_name(x, name) for x, name in ((query, "attn_query"), (key, "attn_key"), (value, "attn_value"))
-        )
+        query = checkpoint_name(query, "attn_query")
+        key = checkpoint_name(key, "attn_key")
+        value = checkpoint_name(value, "attn_value")
         mixed = checkpoint_name(activation(attend(query, key, value), "batch seq heads head_dim"), "attn_mixed")
         return checkpoint_name(activation(product(mixed, out, summed=2), "batch seq embed"), "attn_out")
 
@@ -108,33 +109,33 @@ def attend(
     Examples:
         >>> from functree.nn.attention import attend
         >>> x = jnp.arange(6.0).reshape(3, 1, 2)
-        >>> attend(x, x, x)[0]  # the first token sees itself alone
+        >>> attend(x, x, x)[0]  # the first token attends only to itself
         Array([[0., 1.]], dtype=float32)
     """
 
     def causal(query: Array, key: Array, value: Array) -> Array:
-        # JAX's own code promotes bfloat16 with float32, which strict promotion refuses. So does its gradient, which
-        # is out of our reach: in bfloat16 it needs JAX's standard promotion (seen in jax 0.10 and 0.12).
+        # JAX's own code adds bfloat16 and float32, which strict promotion rejects. Its gradient does so too, but is
+        # computed outside of this context: in bfloat16 it needs standard promotion (observed in jax 0.10 and 0.12).
         with jax.numpy_dtype_promotion("standard"):
             return jax.nn.dot_product_attention(query, key, value, is_causal=True)
 
-    for _ in range(query.ndim - 4):  # it takes one batch dimension at most
+    for _ in range(query.ndim - 4):  # JAX's function takes at most one batch dimension
         causal = jax.vmap(causal)
     return causal(query, key, value)
 
 
 def head_problems(heads: int, kv_heads: int, head_dim: int) -> Iterator[Problem]:
-    """What is wrong with these numbers of heads, for the layer and for a model's config.
+    """The problems of these numbers of heads, for the layer and for the config of a model.
 
     Examples:
         >>> from functree.nn.attention import head_problems
         >>> [problem.why for problem in head_problems(8, 3, 16)]
-        ['each key and value head serves as many query heads: it must divide heads=8']
+        ['it must divide heads=8: all key and value heads serve equally many query heads']
     """
     if heads % kv_heads:
-        why = f"each key and value head serves as many query heads: it must divide heads={heads}"
+        why = f"it must divide heads={heads}: all key and value heads serve equally many query heads"
         divisors = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
         yield Problem(None, None, f"kv_heads={kv_heads}", why, f"one of {divisors} for kv_heads")
     if head_dim % 2:
-        why = "rotary positions turn pairs of dimensions: it must be even"
+        why = "it must be even: rotary positions rotate pairs of dimensions"
         yield Problem(None, None, f"head_dim={head_dim}", why, f"head_dim={head_dim + 1}")

@@ -1,4 +1,4 @@
-"""A batch of vectors ─► each channel with mean zero and variance one over the batch, by statistics kept as state."""
+"""A batch of vectors ─► the batch with mean zero and variance one in each channel; running statistics are state."""
 
 from collections.abc import Sequence
 
@@ -18,24 +18,24 @@ from functree.tree.axes import Axes, Names, names
 
 
 class BatchNorm(eqx.Module):
-    """`(x - mean) / sqrt(variance + eps) · weight + bias` for each channel, the last dimension, over all others.
+    """`(x - mean) / sqrt(variance + eps) · weight + bias`, for each channel of the last dimension, over all others.
 
-    In training the statistics are those of the batch, and their running averages are kept as state; in inference the
-    averages are used. Under jit a batch that is laid out over devices is one batch. Inside shard_map or vmap the mean
-    is that of the part which the function sees, unless `axis_name` says over which axes the others are.
+    In training the statistics are those of the batch, and their running averages are kept as state. In inference the
+    averages are used. Under jit the statistics are those of the whole batch, also if it is sharded. Inside shard_map or
+    vmap they are those of the local part of the batch, unless `axis_name` has the axes over which it is split.
 
     Args:
-        size: of the last dimension, the channels.
+        size: the number of channels, which is the size of the last dimension.
         axis_name: mesh axes of a shard_map, or names of a vmap, over which the batch is split.
-        eps: keeps constant channels finite.
-        channelwise_affine: whether to scale and shift, by a weight that starts at one and a bias that starts at zero.
-        momentum: how much of the old average stays in each call.
-        inference: whether to use the averages, and leave them; `eqx.nn.inference_mode` sets it.
+        eps: is added to the variance, so that constant channels stay finite.
+        channelwise_affine: whether to scale and shift, with a weight (initially one) and a bias (initially zero).
+        momentum: the weight of the old average in each call.
+        inference: whether to use the averages and not to update them; `eqx.nn.inference_mode` sets it.
         axes: the name of the last dimension.
-        param_dtype: the dtype the weight and the bias are kept in; the averages are float32 or wider.
+        param_dtype: the dtype of the weight and the bias. The averages are float32 or wider.
 
     Raises:
-        FunctreeError: no batch dimension, and no `axis_name`.
+        FunctreeError: (when called) there is neither a batch dimension nor `axis_name`.
         AxesError: `axes` is not one name.
 
     Examples:
@@ -53,7 +53,7 @@ class BatchNorm(eqx.Module):
     eps: float = eqx.field(static=True)
     momentum: float = eqx.field(static=True)
     axes: Axes = eqx.field(static=True)
-    inference: bool  # a leaf, as Equinox' own: `eqx.nn.inference_mode(model)` sets it
+    inference: bool  # not static, as in Equinox: `eqx.nn.inference_mode(model)` sets it by `eqx.tree_at`
 
     def __init__(
         self,
@@ -77,7 +77,7 @@ class BatchNorm(eqx.Module):
         self.eps, self.momentum, self.inference = eps, momentum, inference
 
     def __axis_names__(self) -> Names:
-        """The axes of this instance's leaves, which the class cannot know."""
+        """The axes of this instance's leaves, which differ from instance to instance."""
         return names({"weight": self.axes, "bias": self.axes, "mean.init": self.axes, "var.init": self.axes})
 
     def __call__(
@@ -96,17 +96,18 @@ class BatchNorm(eqx.Module):
     def _statistics(self, x: Float[Array, "*batch size"]) -> tuple[Float[Array, "size"], Float[Array, "size"]]:
         if x.ndim == 1 and self.axis_name is None:
             raise FunctreeError(
-                f"BatchNorm was given one vector of {x.shape[0]}, and no batch: call it outside of vmap, on the whole "
-                'batch, or give `axis_name=` the name of the vmap, `jax.vmap(..., axis_name="batch")`'
+                f"BatchNorm got a single vector of size {x.shape[0]}, without a batch: call it outside of vmap, on the "
+                'whole batch, or pass it as `axis_name=` the name of the vmap, `jax.vmap(..., axis_name="batch")`'
             )
 
         def over_batch(x: Array) -> Array:
             mean = jnp.mean(x, axis=tuple(range(x.ndim - 1)))
             return mean if self.axis_name is None else jax.lax.pmean(mean, self.axis_name)
 
+        # Not mean(x²) - mean²: that loses precision where the mean is large.
         mean = over_batch(x)
         return mean, over_batch(affine(x, None, -mean) ** 2)
 
     def _averaged(self, old: Array, new: Array) -> Array:
-        # `along`: on Explicit axes the average lies as before, wherever the channels of x are.
+        # `along`: on Explicit axes the average keeps its own sharding, however the channels of x are sharded.
         return self.momentum * old + (1 - self.momentum) * along(new.astype(old.dtype), old)

@@ -1,4 +1,4 @@
-"""The sizes and choices of a transformer, checked when they are written down."""
+"""The sizes and options of a transformer ─► `TransformerConfig`, checked when it is created."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -16,28 +16,28 @@ _SIZES = ("vocab_size", "embed", "layers", "heads", "kv_heads", "head_dim", "hid
 
 @dataclasses.dataclass(frozen=True)
 class TransformerConfig:
-    """What a `Transformer` is built from; immutable, equal and hashable by value.
+    """The sizes and options of a `Transformer`; immutable, equal and hashable by value.
 
     Args:
-        vocab_size: number of tokens.
-        embed: size of the residual stream.
-        layers: number of blocks.
-        heads: query heads in each block.
-        kv_heads: key and value heads, a divisor of `heads`.
-        head_dim: size of one head, even.
-        hidden: size inside the feed-forward layer.
-        max_seq: the longest sequence it accepts.
+        vocab_size: the number of tokens.
+        embed: the size of the residual stream.
+        layers: the number of blocks.
+        heads: the number of query heads in each block.
+        kv_heads: the number of key and value heads, a divisor of `heads`.
+        head_dim: the size of one head, even.
+        hidden: the size inside the feed-forward layer.
+        max_seq: the length of the longest sequence that the model accepts.
         rope_theta: the base of the rotary frequencies.
-        tie_embedding: whether the embedding's table also makes the logits.
+        tie_embedding: whether the logits are computed with the table of the embedding.
         remat: what the backward pass recomputes, as in `Stacked.scan`: `None`, `"full"`, `"dots"`, `ft.offload(...)`, a
             policy.
-        param_dtype: the dtype the parameters are kept in.
-        compute_dtype: the dtype of the activations and of the logits; weights are cast to it where they are
-            used. Norms, rotations and softmax are computed in float32 all the same.
+        param_dtype: the dtype of the parameters.
+        compute_dtype: the dtype of the activations and of the logits. Weights are cast to it in the computation. Norms,
+            rotations and softmax are computed in float32 or wider in any case.
         norm_eps: the `eps` of the norms.
 
     Raises:
-        FunctreeError: lists every field at fault.
+        FunctreeError: fields are wrong; the error lists all of them.
 
     Examples:
         >>> config = ft.nn.TransformerConfig(100, 8, layers=2, heads=4, kv_heads=2, head_dim=2, hidden=16)

@@ -1,4 +1,6 @@
-"""Activations ─► the same with some set to zero, in training."""
+"""An activation ─► the same activation, with random elements set to zero in training."""
+
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -10,17 +12,17 @@ from functree.errors import FunctreeError
 
 
 class Dropout(eqx.Module):
-    """Each element is zero with probability `p`, and divided by `1 - p` otherwise; in inference all stay.
+    """Sets each element to zero with probability `p`, and divides the others by `1 - p`. In inference it does nothing.
 
-    The same key drops the same elements however `x` is laid out; inside shard_map, the same of each device's part: fold
-    `jax.lax.axis_index` into the key there.
+    The same key drops the same elements, however `x` is sharded. Inside shard_map it would drop the same elements of
+    each shard: there, fold `jax.lax.axis_index` into the key.
 
     Args:
         p: the probability.
-        inference: whether nothing is dropped; `eqx.nn.inference_mode` sets it.
+        inference: whether to do nothing; `eqx.nn.inference_mode` sets it.
 
     Raises:
-        FunctreeError: `p` is no probability; (when called) there is no key in training.
+        FunctreeError: `p` is not in [0, 1); (when called) there is no key in training.
 
     Examples:
         >>> x = ft.nn.Dropout(0.5)(jnp.ones(8), key=jax.random.key(0))
@@ -29,11 +31,11 @@ class Dropout(eqx.Module):
     """
 
     p: float = eqx.field(static=True)
-    inference: bool  # a leaf, as Equinox' own: `eqx.nn.inference_mode(model)` sets it
+    inference: bool  # not static, as in Equinox: `eqx.nn.inference_mode(model)` sets it by `eqx.tree_at`
 
     def __init__(self, p: float = 0.5, inference: bool = False):
         if not 0 <= p < 1:
-            raise FunctreeError(f"Dropout(p={p!r}): a probability from 0 up to, and without, 1")
+            raise FunctreeError(f"Dropout(p={p!r}): p must be at least 0 and less than 1")
         self.p, self.inference = p, inference
 
     def __call__(
@@ -44,7 +46,9 @@ class Dropout(eqx.Module):
         if key is None:
             raise FunctreeError("Dropout in training needs a key: `layer(x, key=key)`; or pass `inference=True`")
         typed = jax.typeof(x).sharding
-        # On Explicit axes JAX asks how the random bits lie; on others it wants not to be told.
-        explicit = not typed.mesh.empty and AxisType.Explicit in typed.mesh.axis_types
-        keep = jax.random.bernoulli(key, 1 - self.p, x.shape, **({"out_sharding": typed} if explicit else {}))
+        # On Explicit axes the random bits need a sharding, that of x. On Auto axes JAX rejects `out_sharding=`.
+        options: dict[str, Any] = {}
+        if not typed.mesh.empty and AxisType.Explicit in typed.mesh.axis_types:
+            options["out_sharding"] = typed
+        keep = jax.random.bernoulli(key, 1 - self.p, x.shape, **options)
         return jnp.where(keep, x / (1 - self.p), jnp.zeros_like(x))

@@ -1,4 +1,4 @@
-"""Tokens ─► vectors, and with the same table vectors ─► logits."""
+"""Tokens ─► vectors; and by the same table, vectors ─► logits."""
 
 import equinox as eqx
 import jax.numpy as jnp
@@ -15,12 +15,12 @@ class Embedding(eqx.Module):
     """A table with one row for each token.
 
     Args:
-        vocab_size: number of rows.
-        embed: size of a row.
-        init: of the table; by default normal with standard deviation 0.02.
-        key: for the table.
-        param_dtype: the dtype the table is kept in.
-        compute_dtype: the dtype of what it returns; `None`: `param_dtype`, and for `logits` that of `x`.
+        vocab_size: the number of rows.
+        embed: the size of a row.
+        init: the initializer of the table; by default normal with standard deviation 0.02.
+        key: the key for the table.
+        param_dtype: the dtype of the table.
+        compute_dtype: the dtype of the result; `None`: `param_dtype`, and for `logits` that of `x`.
 
     Examples:
         >>> table = ft.nn.Embedding(100, 8, key=jax.random.key(0))
@@ -45,11 +45,11 @@ class Embedding(eqx.Module):
         self.compute_dtype = dtype_or_none(compute_dtype)
 
     def __call__(self, tokens: Int[Array, "*batch"]) -> Float[Array, "*batch embed"]:
-        """The rows of the tokens; a row of NaN for a token at or above `vocab_size`."""
+        """The rows of the tokens. A token that is not less than `vocab_size` gets a row of NaN."""
         vectors = rows(table_for(tokens, self.weight), tokens)
         return vectors if self.compute_dtype is None else vectors.astype(self.compute_dtype)
 
     def logits(self, x: Float[Array, "*batch embed"]) -> Float[Array, "*batch vocab"]:
-        """The product of `x` with each row: the tied output of a language model."""
+        """The product of `x` with each row, for the logits of a language model with a tied embedding."""
         x, weight = cast(self.compute_dtype, x, self.weight)
         return product(x, weight.T)

@@ -1,4 +1,4 @@
-"""A linear map whose axes are named where it is made."""
+"""Vectors ─► vectors, by a linear map whose axes are named when it is created."""
 
 import equinox as eqx
 import jax.numpy as jnp
@@ -16,17 +16,17 @@ class Linear(eqx.Module):
     """`x @ weight + bias`, over the last dimension of `x`.
 
     Args:
-        in_size: of the last dimension of `x`.
-        out_size: of the last dimension of the result.
-        axes: the names of the weight's dimensions, in and out; the bias has the second.
-        use_bias: whether to add a bias, which starts at zero.
-        init: of the weight; by default truncated normal with variance `1 / in_size`.
-        key: for the weight.
-        param_dtype: the dtype the parameters are kept in.
-        compute_dtype: the dtype they are cast to where they are used; `None`: that of `x`.
+        in_size: the size of the last dimension of `x`.
+        out_size: the size of the last dimension of the result.
+        axes: the names of the two dimensions of the weight, input and output. The bias has the second name.
+        use_bias: whether to add a bias, which is initially zero.
+        init: the initializer of the weight; by default truncated normal with variance `1 / in_size`.
+        key: the key for the weight.
+        param_dtype: the dtype of the parameters.
+        compute_dtype: the dtype to which they are cast in the computation; `None`: that of `x`.
 
     Raises:
-        AxesError: `axes` are not two names.
+        AxesError: `axes` does not have two names.
 
     Examples:
         >>> head = ft.nn.Linear(4, 8, axes="embed vocab", key=jax.random.key(0))
@@ -55,13 +55,13 @@ class Linear(eqx.Module):
     ):
         self.axes = Axes.of(axes)
         if len(self.axes) != 2:
-            raise AxesError(f'Linear(axes="{self.axes}"): a weight has two, in and out: "embed hidden"')
+            raise AxesError(f'Linear(axes="{self.axes}"): name both dimensions of the weight, as in "embed hidden"')
         self.weight = init(key, (in_size, out_size), param_dtype)
         self.bias = jnp.zeros((out_size,), param_dtype) if use_bias else None
         self.compute_dtype = dtype_or_none(compute_dtype)
 
     def __axis_names__(self) -> Names:
-        """The axes of this instance's leaves, which the class cannot know."""
+        """The axes of this instance's leaves, which differ from instance to instance."""
         return names(weight=self.axes, bias=Axes(self.axes[1]))
 
     def __call__(self, x: Float[Array, "*batch in_size"]) -> Float[Array, "*batch out_size"]:

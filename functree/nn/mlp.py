@@ -1,4 +1,4 @@
-"""The feed-forward layer of a transformer: SwiGLU."""
+"""Vectors ─► vectors, by the feed-forward layer of a transformer (SwiGLU)."""
 
 import equinox as eqx
 import jax
@@ -16,16 +16,16 @@ from functree.nn.weights import Initializer, cast, dtype_or_none, fan_in
 class MLP(eqx.Module):
     """`(silu(x @ gate) * (x @ up)) @ down`, over the last dimension.
 
-    `x @ gate` and `x @ up` have the names `"mlp_gate"` and `"mlp_up"`, for `ft.offload` and other policies: where both
-    are kept, no product with a weight is computed again.
+    For `ft.offload` and other policies, `x @ gate` and `x @ up` have the names `"mlp_gate"` and `"mlp_up"`. If both are
+    kept, no product with a weight is recomputed.
 
     Args:
-        embed: size of the input and of the result.
-        hidden: size in between.
-        init: of the three matrices; by default truncated normal with variance 1 / (size summed over).
-        key: for the matrices.
-        param_dtype: the dtype the parameters are kept in.
-        compute_dtype: the dtype they are cast to where they are used; `None`: that of `x`.
+        embed: the size of the input and of the result.
+        hidden: the size of the hidden layer.
+        init: the initializer of the three matrices; by default truncated normal with variance 1 / (size summed over).
+        key: the key for the matrices.
+        param_dtype: the dtype of the parameters.
+        compute_dtype: the dtype to which they are cast in the computation; `None`: that of `x`.
 
     Examples:
         >>> ft.nn.MLP(4, 8, key=jax.random.key(0))(jnp.ones((2, 3, 4))).shape
@@ -55,6 +55,7 @@ class MLP(eqx.Module):
 
     def __call__(self, x: Float[Array, "*batch embed"]) -> Float[Array, "*batch embed"]:
         x, gate, up, down = cast(self.compute_dtype, x, self.gate, self.up, self.down)
-        gated, upped = checkpoint_name(product(x, gate), "mlp_gate"), checkpoint_name(product(x, up), "mlp_up")
-        hidden = activation(jax.nn.silu(gated) * upped, "batch seq hidden")
+        gated = checkpoint_name(product(x, gate), "mlp_gate")
+        raised = checkpoint_name(product(x, up), "mlp_up")
+        hidden = activation(jax.nn.silu(gated) * raised, "batch seq hidden")
         return activation(product(hidden, down), "batch seq embed")

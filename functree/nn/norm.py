@@ -1,4 +1,4 @@
-"""Vectors ─► vectors of mean zero or of root mean square one, scaled and shifted."""
+"""Vectors ─► normalized vectors, scaled and shifted."""
 
 import equinox as eqx
 import jax
@@ -16,14 +16,14 @@ from functree.tree.axes import Axes, Names, names
 class RMSNorm(eqx.Module):
     """`x / sqrt(mean(x²) + eps) · scale`, over the last dimension.
 
-    Computed in float32 (or wider), whatever the dtype of `x`.
+    It is computed in float32 or wider, whatever the dtype of `x` is.
 
     Args:
-        size: of the last dimension.
-        eps: keeps zeros finite.
-        init: of the scale; by default ones.
-        key: for the scale, where `init` needs one.
-        param_dtype: the dtype the scale is kept in.
+        size: the size of the last dimension.
+        eps: is added to the mean square, so that the result for zeros is finite.
+        init: the initializer of the scale; by default ones.
+        key: the key for the scale, if `init` needs one.
+        param_dtype: the dtype of the scale.
         compute_dtype: the dtype of the result; `None`: that of `x`.
 
     Examples:
@@ -60,15 +60,15 @@ class RMSNorm(eqx.Module):
 class LayerNorm(eqx.Module):
     """`(x - mean) / sqrt(variance + eps) · weight + bias`, over the last dimension.
 
-    Computed in float32 (or wider), whatever the dtype of `x`.
+    It is computed in float32 or wider, whatever the dtype of `x` is.
 
     Args:
-        size: of the last dimension.
-        eps: keeps constant vectors finite.
-        use_weight: whether to scale, by a weight that starts at one.
-        use_bias: whether to shift, by a bias that starts at zero.
+        size: the size of the last dimension.
+        eps: is added to the variance, so that the result for constant vectors is finite.
+        use_weight: whether to scale, by a weight that is initially one.
+        use_bias: whether to shift, by a bias that is initially zero.
         axes: the name of the last dimension.
-        param_dtype: the dtype the weight and the bias are kept in.
+        param_dtype: the dtype of the weight and the bias.
         compute_dtype: the dtype of the result; `None`: that of `x`.
 
     Raises:
@@ -102,7 +102,7 @@ class LayerNorm(eqx.Module):
         self.eps, self.compute_dtype = eps, dtype_or_none(compute_dtype)
 
     def __axis_names__(self) -> Names:
-        """The axes of this instance's leaves, which the class cannot know."""
+        """The axes of this instance's leaves, which differ from instance to instance."""
         return names(weight=self.axes, bias=self.axes)
 
     def __call__(self, x: Float[Array, "*batch size"]) -> Float[Array, "*batch size"]:
@@ -114,14 +114,14 @@ class LayerNorm(eqx.Module):
 
 
 def one_axis(layer: str, axes: str | Axes) -> Axes:
-    """The name of a layer's one dimension. Raises AxesError where it is not one."""
+    """The name of the last dimension, for a layer. Raises AxesError if `axes` is not one name."""
     found = Axes.of(axes)
     if len(found) != 1:
-        raise AxesError(f'{layer}(axes="{found}"): its vectors have one dimension: "embed"')
+        raise AxesError(f'{layer}(axes="{found}"): give one name, that of the last dimension, such as "embed"')
     return found
 
 
 def affine(x: Float[Array, "*batch size"], weight: Array | None, bias: Array | None) -> Float[Array, "*batch size"]:
-    """`x · weight + bias` over the last dimension, each where there is one."""
+    """`x · weight + bias` over the last dimension; a weight or bias that is None is left out."""
     x = x if weight is None else x * along(weight.astype(x.dtype), x)
     return x if bias is None else x + along(bias.astype(x.dtype), x)

@@ -1,8 +1,9 @@
-"""An activation and a weight ─► what comes of both, laid out by their types where mesh axes are Explicit.
+"""An activation and a weight ─► their product, sharded by their types if mesh axes are Explicit.
 
-On Auto axes the compiler finds a layout. On Explicit axes JAX asks wherever there is more than one, as for FSDP, row
-parallel layers and embeddings. The answer is always the same: the dimensions that come from the activation stay as
-they are, and those that the weight brings lie as in the weight, as far as mesh axes are left.
+On Auto axes the compiler chooses the sharding of a product. On Explicit axes JAX requires `out_sharding=` if there is
+more than one possibility, as for FSDP, row-parallel layers and embeddings. Here the rule is always the same: dimensions
+of the activation keep their sharding. Dimensions of the weight keep theirs, except for mesh axes that the activation
+uses already.
 """
 
 import jax
@@ -16,7 +17,7 @@ Entries = tuple[str | tuple[str, ...] | None, ...]
 
 
 def product(x: Float[Array, "..."], weight: Float[Array, "..."], summed: int = 1) -> Float[Array, "..."]:
-    """The sum over the last `summed` dimensions of `x` and the first ones of `weight`.
+    """The product of `x` and `weight`, summed over the last `summed` dimensions of `x` and the first ones of `weight`.
 
     Examples:
         >>> from functree.nn.products import product
@@ -29,7 +30,7 @@ def product(x: Float[Array, "..."], weight: Float[Array, "..."], summed: int = 1
 
 
 def rows(table: Float[Array, "vocab embed"], index: Int[Array, "*batch"]) -> Float[Array, "*batch embed"]:
-    """The rows of a table at each index; NaN for an index at or above its size.
+    """The rows of a table at each index; a row of NaN for an index that is not less than the number of rows.
 
     Examples:
         >>> from functree.nn.products import rows
@@ -39,13 +40,13 @@ def rows(table: Float[Array, "vocab embed"], index: Int[Array, "*batch"]) -> Flo
     outer, mesh = _entries(index), _explicit_mesh(index, table)
     inner = _left(_entries(table), outer)
     if mesh is not None:
-        # Else the partitioner moves the gradient of all rows, where that of the table would do.
+        # Otherwise the partitioner moves the gradients of all looked-up rows, instead of that of the table.
         table = jax.sharding.reshard(table, _layout(mesh, inner))
     return table.at[index].get(mode="fill", out_sharding=_layout(mesh, (*outer, inner[-1])))
 
 
 def along(vector: Float[Array, "size"], x: Float[Array, "*batch size"]) -> Float[Array, "*batch size"]:
-    """A vector repeated over all but the last dimension of `x`.
+    """A vector broadcast to the shape of `x`, along its last dimension, and sharded like `x`.
 
     Examples:
         >>> from functree.nn.products import along
@@ -59,22 +60,23 @@ def along(vector: Float[Array, "size"], x: Float[Array, "*batch size"]) -> Float
 
 
 def _explicit_mesh(*arrays: Array) -> AbstractMesh | None:
-    """The mesh that stands in the arrays' types, if it has Explicit axes."""
+    """The first mesh with Explicit axes in the types of the arrays; None if there is none."""
     meshes = (jax.typeof(array).sharding.mesh for array in arrays)
     return next((mesh for mesh in meshes if AxisType.Explicit in mesh.axis_types), None)
 
 
 def _layout(mesh: AbstractMesh | None, entries: Entries) -> NamedSharding | None:
+    """The value for `out_sharding=`, which has to be None without Explicit axes."""
     return None if mesh is None else NamedSharding(mesh, PartitionSpec(*entries))
 
 
 def _entries(x: Array) -> Entries:
-    """The spec in the type of `x`, which names Explicit axes only; one entry for each dimension."""
+    """The spec in the type of `x`, with one entry for each dimension. It names Explicit axes only."""
     entries = tuple(jax.typeof(x).sharding.spec)
     return entries + (None,) * (x.ndim - len(entries))
 
 
 def _left(inner: Entries, outer: Entries) -> Entries:
-    """`inner` without the mesh axes that `outer` has."""
+    """`inner` without the mesh axes that `outer` uses: a mesh axis can shard only one dimension of an array."""
     used = {axis for entry in outer for axis in mesh_axes(entry)}
     return tuple(without(PartitionSpec(*inner), used))

@@ -1,4 +1,4 @@
-"""Heads ─► heads rotated by their positions (RoPE), so that only relative ones enter attention."""
+"""Queries or keys ─► the same, rotated by their positions (RoPE), so that attention depends on relative positions."""
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
@@ -12,15 +12,15 @@ def rope(
     theta: float = 10_000.0,
     positions: Int[Array, "seq"] | None = None,
 ) -> Float[Array, "*batch seq heads head_dim"]:
-    """Rotates dimension `i` with `i + head_dim / 2` by `position · theta^(-2i / head_dim)` radians.
+    """Rotate each pair of dimensions `i` and `i + head_dim / 2` by `position · theta^(-2i / head_dim)` radians.
 
-    The halves are paired as in Hugging Face's Llama weights; Meta's own pair neighbours. Computed in float32
-    (or wider), returned in the dtype of `x`.
+    The pairs are those of the Llama weights of Hugging Face. (In Meta's weights neighbouring dimensions are pairs.) It
+    is computed in float32 or wider, and returned in the dtype of `x`.
 
     Args:
         x: queries or keys; `head_dim` is even.
         theta: the base of the frequencies.
-        positions: of each token in its sequence; 0, 1, 2, … if not given.
+        positions: the position of each token in its sequence; by default 0, 1, 2, …
 
     Examples:
         >>> from functree.nn.rope import rope
@@ -33,6 +33,6 @@ def rope(
     frequencies = theta ** (-jnp.arange(0, head_dim, 2, dtype=dtype) / head_dim)
     angles = jnp.outer(positions, frequencies)
     first, second = jnp.split(x.astype(dtype), 2, axis=-1)
-    # The tables are given their heads when they are finished: before, the compiled program is longer.
+    # The tables are broadcast over the heads only here, after `cos` and `sin`: earlier, the compiled program is longer.
     cos, sin = (jnp.broadcast_to(table[:, None, :], first.shape) for table in (jnp.cos(angles), jnp.sin(angles)))
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)

@@ -1,4 +1,4 @@
-"""Layers that hold layers, and layers that only say something: in a row, compiled, constrained."""
+"""Layers ─► layers around or between them: a sequence, a compiled layer, a constraint."""
 
 import inspect
 from collections.abc import Callable, Iterable
@@ -9,7 +9,7 @@ import jax
 from jaxtyping import PRNGKeyArray
 
 from functree.errors import FunctreeError
-from functree.layout.layout import as_layout
+from functree.layout.layout import Layout, LayoutLike, LayoutTree, as_layout
 from functree.placing.ambient import ambient_rules
 from functree.placing.constrain import constrain
 from functree.state.state import State, holds_refs
@@ -19,16 +19,16 @@ from functree.tree.axes import Axes
 
 
 class Sequential(eqx.Module):
-    """Layers in a row: `x` through each of them.
+    """A sequence of layers, applied to `x` in order.
 
-    A layer that declares state is called with `state=` and returns `(x, state)`; one that takes a `key` is given one of
-    its own. A list may be put in at any place by `ft.select(model)....insert_after(layer)`.
+    A layer that declares state is called with `state=` and returns `(x, state)`. A layer with a parameter `key` gets
+    its own key. `ft.select(model)....insert_after(layer)` inserts further layers.
 
     Args:
         layers: modules, or functions of one argument.
 
     Raises:
-        FunctreeError: (when called) a layer declares state and there is no `state=`.
+        FunctreeError: (when called) a layer declares state, but `state=` is not given.
 
     Examples:
         >>> mlp = ft.nn.Sequential([ft.nn.LayerNorm(4), jax.nn.relu, ft.nn.Dropout(0.1)])
@@ -44,19 +44,20 @@ class Sequential(eqx.Module):
     def __call__(self, x: Any, *, state: State | None = None, key: PRNGKeyArray | None = None) -> Any:
         keys = iter(() if key is None else jax.random.split(key, max(1, len(self.layers))))
         for i, layer in enumerate(self.layers):
-            given: dict[str, Any] = {}
+            options: dict[str, Any] = {}
             if key is not None and _takes(layer, "key"):
-                given["key"] = next(keys)
+                options["key"] = next(keys)
             if not holds_refs(layer):
-                x = layer(x, **given)
+                x = layer(x, **options)
                 continue
             if state is None:
                 raise FunctreeError(
                     f"layer {i} of a Sequential, {type(layer).__name__}, keeps state: call it with "
                     "`state=state`, from `model, state = ft.make_state(model)`, and it returns `(x, state)`"
                 )
+            # `Stacked.__call__` passes its arguments to each layer, and `scan` slices the state for them.
             run = layer.scan if isinstance(layer, Stacked) else layer
-            x, state = run(x, state=state, **given)
+            x, state = run(x, state=state, **options)
         return x if state is None else (x, state)
 
     def __len__(self) -> int:
@@ -70,20 +71,20 @@ def _takes(layer: Any, name: str) -> bool:
     """Whether a layer has a parameter of this name."""
     try:
         parameters = inspect.signature(layer.body if isinstance(layer, Jitted) else layer).parameters
-    except (TypeError, ValueError):  # a function of C that does not tell
+    except (TypeError, ValueError):  # some functions written in C have no signature
         return False
     return name in parameters
 
 
 class Constrain(eqx.Module):
-    """A layer that only says how its input lies (`ft.constrain`): for surgery, between layers that do not say.
+    """A layer that constrains its input (`ft.constrain`), to be inserted between the layers of an existing model.
 
     Args:
         layout: the axes of an array (`"batch seq embed"`), or a layout for a tree.
-        rules: for axes; the ambient rules if not given. Without either it does nothing.
+        rules: the rules for these axes; the ambient rules if not given. If there are none, it does nothing.
 
     Raises:
-        AxesError, RuleError: neither axes nor a layout.
+        AxesError, RuleError: `layout` is neither axes nor a layout.
 
     Examples:
         >>> rules = ft.AxisRules({"batch": "data", "embed": None})
@@ -93,10 +94,10 @@ class Constrain(eqx.Module):
         (1, 4)
     """
 
-    layout: Any = eqx.field(static=True)
-    rules: Any = eqx.field(static=True)
+    layout: Axes | LayoutTree = eqx.field(static=True)
+    rules: Layout | None = eqx.field(static=True)
 
-    def __init__(self, layout: Any, rules: Any = None):
+    def __init__(self, layout: str | Axes | LayoutTree, rules: LayoutLike = None):
         self.layout = Axes.of(layout) if isinstance(layout, str) else layout
         self.rules = None if rules is None else as_layout(rules)
         if not isinstance(self.layout, Axes):
@@ -109,10 +110,10 @@ class Constrain(eqx.Module):
 
 
 class Jitted(eqx.Module):
-    """A layer whose call is compiled by `ft.jit`, on its own where no one compiles around it.
+    """A layer that compiles the call of another layer by `ft.jit`. Inside another jit it is a part of that program.
 
     Args:
-        body: any layer; `jitted.body` is that layer again.
+        body: any layer. It is available as `jitted.body`.
 
     Examples:
         >>> layer = ft.nn.Jitted(ft.nn.LayerNorm(4))
@@ -130,4 +131,4 @@ def _call(body: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return body(*args, **kwargs)
 
 
-_run = jit(_call)  # one for all, so that equal layers share what is compiled
+_run = jit(_call)  # one function for all `Jitted`s, so that layers of equal structure share compiled programs

@@ -1,4 +1,4 @@
-"""A Llama-like language model: tokens ─► logits."""
+"""Tokens ─► logits, by a Llama-like language model."""
 
 import equinox as eqx
 import jax
@@ -18,15 +18,15 @@ from functree.transforms.stacked import Stacked, stack
 
 
 class Block(eqx.Module):
-    """Llama's block: norm, attention, residual; norm, SwiGLU, residual.
+    """A block of Llama: norm, attention, residual sum; norm, SwiGLU, residual sum.
 
-    `x` has the name `"block_input"`, for `ft.offload` and other policies: with it offloaded and no other kept, a stack
-    of blocks keeps nothing on the device. The attention and the feed-forward layer name values too.
+    For `ft.offload` and other policies, `x` has the name `"block_input"`. If it is offloaded and no other value is
+    kept, a stack of blocks keeps nothing on the device. The attention and the feed-forward layer name values too.
 
     Args:
-        attn_norm: before the attention.
+        attn_norm: the norm before the attention.
         attn: the attention.
-        mlp_norm: before the feed-forward layer.
+        mlp_norm: the norm before the feed-forward layer.
         mlp: the feed-forward layer.
 
     Examples:
@@ -43,7 +43,7 @@ class Block(eqx.Module):
 
     @classmethod
     def create(cls, config: TransformerConfig, *, init: Initializer = fan_in, key: PRNGKeyArray) -> "Block":
-        """A block of the config's sizes; `init` makes its matrices."""
+        """A block with the sizes of a config; `init` is the initializer of its matrices."""
         attn_key, mlp_key = jax.random.split(key)
         dtype = config.param_dtype
         return cls(
@@ -69,17 +69,17 @@ class Block(eqx.Module):
 
 
 class Transformer(eqx.Module):
-    """A decoder of Llama's shape; made by `Transformer.create`.
+    """A decoder with the architecture of Llama; made by `Transformer.create`.
 
-    The embedding decides the dtype of the residual stream, `config.compute_dtype`, and every layer after it
-    computes in the dtype of its input.
+    The embedding returns vectors in `config.compute_dtype`, and every layer after it computes in the dtype of its
+    input.
 
     Args:
         embed: the table of the tokens.
         blocks: the stack of blocks.
-        norm: before the logits.
-        unembed: makes the logits; `None`: the embedding's table does.
-        config: what it was built from.
+        norm: the norm before the logits.
+        unembed: computes the logits; `None`: they are computed with the table of the embedding.
+        config: the sizes and options that it was created with.
 
     Examples:
         >>> config = ft.nn.TransformerConfig(100, 8, layers=2, heads=4, kv_heads=2, head_dim=2, hidden=16)
@@ -97,19 +97,23 @@ class Transformer(eqx.Module):
     config: TransformerConfig = eqx.field(static=True)
 
     def __check_init__(self) -> None:
-        """The layers keep what they compute with: another config alone would change nothing, and say that it did."""
+        """Raise for a config that disagrees with the layers.
+
+        The layers have to work without a config, so they keep what they compute with. Another config alone, as by
+        `dataclasses.replace(model, config=...)`, would show other values than the model computes with.
+        """
         config, block = self.config, self.blocks.layer
-        kept = {
-            "norm_eps": (self.norm.eps, config.norm_eps),
-            "compute_dtype": (self.embed.compute_dtype, config.compute_dtype),
+        values = {
+            "norm_eps": (config.norm_eps, self.norm.eps),
+            "compute_dtype": (config.compute_dtype, self.embed.compute_dtype),
         }
-        if isinstance(block, Block):  # and not what surgery has put there
-            kept["rope_theta"] = (block.attn.rope_theta, config.rope_theta)
-        for name, (have, said) in kept.items():
-            if have != said:
+        if isinstance(block, Block):  # surgery may have replaced the blocks by other layers
+            values["rope_theta"] = (config.rope_theta, block.attn.rope_theta)
+        for name, (of_config, of_layers) in values.items():
+            if of_config != of_layers:
                 raise FunctreeError(
-                    f"Transformer: config.{name} is {said!r}, and its layers were made with {have!r}: make the model "
-                    "from the new config (`Transformer.create`), and move the arrays (`ft.split`, `ft.merge`)"
+                    f"Transformer: config.{name} is {of_config!r}, but its layers were made with {of_layers!r}: create "
+                    "the model from the new config (`Transformer.create`), and move the arrays (`ft.split`, `ft.merge`)"
                 )
 
     @classmethod
@@ -121,13 +125,13 @@ class Transformer(eqx.Module):
         embed_init: Initializer = small_normal,
         key: PRNGKeyArray,
     ) -> "Transformer":
-        """A model of the config's sizes.
+        """A model with the sizes and options of a config.
 
         Args:
-            config: the sizes and choices.
-            init: of every matrix but the embedding's.
-            embed_init: of the embedding's table.
-            key: for all of them.
+            config: the sizes and options.
+            init: the initializer of all matrices except the table of the embedding.
+            embed_init: the initializer of the table of the embedding.
+            key: is split for all of them.
         """
         embed_key, blocks_key, unembed_key = jax.random.split(key, 3)
         dtype = config.param_dtype
@@ -147,15 +151,15 @@ class Transformer(eqx.Module):
         )
 
     def __call__(self, tokens: Int[Array, "*batch seq"]) -> Float[Array, "*batch seq vocab"]:
-        """The logits of the token that follows each one, in `config.compute_dtype`.
+        """For each token, the logits of the token that follows it, in `config.compute_dtype`.
 
         Raises:
-            FunctreeError: more tokens than `config.max_seq`.
+            FunctreeError: the sequence is longer than `config.max_seq`.
         """
         return self.logits(self.features(tokens))
 
     def features(self, tokens: Int[Array, "*batch seq"]) -> Float[Array, "*batch seq embed"]:
-        """What the last block leaves, normed: all but the logits."""
+        """The normalized output of the last block, from which the logits are computed."""
         if tokens.shape[-1] > self.config.max_seq:
             raise FunctreeError(
                 f"tokens of shape {tokens.shape}: a sequence of {tokens.shape[-1]} is longer than "
@@ -165,7 +169,7 @@ class Transformer(eqx.Module):
         return self.norm(self.blocks.scan(x, remat=self.config.remat))
 
     def logits(self, x: Float[Array, "*batch seq embed"]) -> Float[Array, "*batch seq vocab"]:
-        """The logits of features."""
+        """The logits for the output of `features`."""
         logits = self.embed.logits(x) if self.unembed is None else self.unembed(x)
         return activation(logits, "batch seq vocab")
 

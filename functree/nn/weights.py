@@ -1,4 +1,4 @@
-"""Initializers and dtypes ─► weights kept in one dtype, and computed with in another."""
+"""Initializers, and dtypes: weights may be kept in one dtype and used in another."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,18 +9,18 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array
 
-#: As `jax.nn.initializers` makes them: (key, shape, dtype) ─► array. Constant ones take `None` for a key.
+#: An initializer as in `jax.nn.initializers`: (key, shape, dtype) ─► array. Constant ones accept `None` as the key.
 Initializer = Callable[[Any, tuple[int, ...], DTypeLike], Array]
 
-#: The default of every matrix: truncated normal, with variance 1 / (size of what is summed over).
+#: The default for all matrices: truncated normal, with variance 1 / (size of the dimension that is summed over).
 fan_in: Initializer = jax.nn.initializers.variance_scaling(1.0, "fan_in", "truncated_normal")
 
-#: The default of embeddings.
+#: The default for embeddings.
 small_normal: Initializer = jax.nn.initializers.normal(0.02)
 
 
 def dtype_or_none(dtype: DTypeLike | None) -> np.dtype | None:
-    """One spelling of a dtype, so that equal modules are equal; `None` stays.
+    """The dtype as `np.dtype`, whatever it is given as, so that equal layers compare equal; `None` stays `None`.
 
     Examples:
         >>> from functree.nn.weights import dtype_or_none
@@ -31,7 +31,7 @@ def dtype_or_none(dtype: DTypeLike | None) -> np.dtype | None:
 
 
 def cast(dtype: DTypeLike | None, x: Array, *weights: Array) -> tuple[Array, ...]:
-    """`x` and `weights` in the dtype of the computation: `dtype`, or where that is `None` x's own.
+    """`x` and `weights` in the dtype of the computation: `dtype`, or that of `x` if it is `None`.
 
     Examples:
         >>> from functree.nn.weights import cast
@@ -43,11 +43,11 @@ def cast(dtype: DTypeLike | None, x: Array, *weights: Array) -> tuple[Array, ...
 
 
 def accumulator(dtype: DTypeLike) -> np.dtype:
-    """The dtype in which to sum many terms of `dtype`: float32, or a wider one.
+    """The dtype for sums over many terms of `dtype`: float32 or wider.
 
     Examples:
         >>> from functree.nn.weights import accumulator
         >>> accumulator(jnp.bfloat16)
         dtype('float32')
     """
-    return np.promote_types(dtype, np.float32)  # NumPy's: JAX's own refuses under strict dtype promotion
+    return np.promote_types(dtype, np.float32)  # JAX's own function raises under strict promotion

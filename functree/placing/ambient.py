@@ -1,4 +1,4 @@
-"""Rules that hold while tracing, without being handed on: `with ft.axis_rules(rules):`."""
+"""Ambient rules: used while a function is traced, without being passed to it (`with ft.axis_rules(rules):`)."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -16,7 +16,8 @@ from functree.layout.state_sharding import StateSharding
 from functree.layout.validation import spec_of_axes
 from functree.tree.axes import Axes
 
-# A user context is part of the key of every trace: what was traced under some rules is not reused under others.
+# A user context is part of the key of every trace that JAX caches. So JAX does not reuse under one set of rules what
+# was traced under another, as it would with a plain `ContextVar`.
 _RULES = jax.make_user_context(None)
 
 
@@ -28,7 +29,7 @@ def axis_rules(rules: LayoutLike) -> Iterator[None]:
         rules: `AxisRules`, or a composition that begins with them.
 
     Raises:
-        RuleError: not a layout.
+        RuleError: `rules` is not a layout.
 
     Examples:
         >>> with ft.axis_rules(ft.AxisRules({"batch": "data", "embed": None})):
@@ -37,25 +38,26 @@ def axis_rules(rules: LayoutLike) -> Iterator[None]:
     """
     layout = None if rules is None else as_layout(rules)
     if isinstance(layout, StateSharding):
-        # Its filters are for a whole tree; ambient rules lay out one array, or one gradient.
+        # Its filters were written for a whole tree. Ambient rules lay out a single array or gradient, so a filter that
+        # matches nothing there is not an error.
         layout = layout.tolerant
     with _RULES(layout):
         yield
 
 
 def ambient_rules() -> Layout | None:
-    """The rules of the innermost `axis_rules`, or None."""
+    """The rules of the innermost `axis_rules`; None if there are none."""
     return _RULES.value
 
 
 def spec(axes: str | Axes) -> PartitionSpec:
-    """The spec of an array with these axes, by the ambient rules: for JAX's `out_sharding=`.
+    """The spec of an array with these axes by the ambient rules, for example for JAX's `out_sharding=`.
 
     Args:
-        axes: the names, as text or `Axes`.
+        axes: the names of the axes, as a string or `Axes`.
 
     Raises:
-        ShardingError: there are no ambient rules, or they do not place these axes.
+        ShardingError: there are no ambient rules, or they do not lay out these axes.
 
     Examples:
         >>> with ft.axis_rules(ft.AxisRules({"batch": "data", "hidden": "model"})):
@@ -70,15 +72,18 @@ def spec(axes: str | Axes) -> PartitionSpec:
     mesh = current_mesh()
     view = None if mesh is None else MeshView(dict(mesh.shape), mesh)
     found = spec_of_axes(rules, Axes.of(axes), None, view)
-    return found if mesh is None else without(found, set(getattr(mesh, "manual_axes", ())))
+    if mesh is None:
+        return found
+    # Inside `shard_map` arrays are local along Manual axes, and JAX rejects a spec that names one.
+    return without(found, set(getattr(mesh, "manual_axes", ())))
 
 
 class Surroundings(NamedTuple):
-    """What holds around a function's body.
+    """The mesh and the rules that are ambient in a function's body.
 
     Attributes:
-        mesh: the ambient mesh; None for that of the arguments.
-        rules: the ambient rules.
+        mesh: the ambient mesh; None for the mesh of the arguments.
+        rules: the ambient rules; None to leave those of the caller.
     """
 
     mesh: Mesh | AbstractMesh | None
@@ -86,10 +91,11 @@ class Surroundings(NamedTuple):
 
     @contextmanager
     def entered(self, arrays: Sequence[Any]) -> Iterator[None]:
-        """The mesh and the rules, while the body is traced."""
+        """Make the mesh and the rules ambient, while the body is traced."""
         mesh = self.mesh if self.mesh is not None else first_mesh(arrays)
-        manual = jax.sharding.get_abstract_mesh().manual_axes  # inside `shard_map` the mesh is what it has made of it
+        manual = jax.sharding.get_abstract_mesh().manual_axes
         with ExitStack() as stack:
+            # Inside `shard_map` the ambient mesh has Manual axes, which our mesh does not have: keep it.
             if mesh is not None and not manual:
                 stack.enter_context(jax.sharding.use_abstract_mesh(abstract_mesh(mesh)))
             if self.rules is not None:

@@ -1,4 +1,4 @@
-"""Traced arrays ─► the same arrays, with a sharding from here on."""
+"""Traced arrays and a layout ─► the same arrays, constrained to the shardings of the layout."""
 
 from collections.abc import Sequence
 from typing import Any, TypeVar
@@ -23,19 +23,19 @@ T = TypeVar("T")
 
 
 def constrain(tree: T, layout: str | Axes | LayoutTree, rules: LayoutLike = None) -> T:
-    """Say, inside jit, how arrays are sharded from here on.
+    """Constrain the sharding of arrays inside jit.
 
-    On Auto axes a constraint for the compiler, on Explicit axes a reshard; axes that are Manual already are left out.
-    Without a mesh it does nothing, so that a model runs unchanged on a laptop.
+    On Auto mesh axes this is a constraint for the compiler, on Explicit mesh axes a reshard. Manual mesh axes are left
+    out of the specs. Without a mesh it does nothing, so the same model also runs on one device.
 
     Args:
-        tree: an array, or a tree of them.
+        tree: an array, or a tree of arrays.
         layout: the axes of a bare array (`"batch seq embed"`), or a layout for a tree.
-        rules: for axes; the ambient rules if not given.
+        rules: the rules for these axes; the ambient rules if not given.
 
     Raises:
-        ShardingError: sizes that do not divide (JAX alone replicates those silently); names that no rule places;
-            a mesh and no rules; a mesh that was entered by `with mesh:`.
+        ShardingError: a size that its mesh axes do not divide (JAX alone replicates such an array silently); an axis
+            that no rule lays out; a mesh but no rules; a mesh that was entered by `with mesh:`.
 
     Examples:
         >>> rules = ft.AxisRules({"batch": "data", "embed": None})
@@ -45,28 +45,30 @@ def constrain(tree: T, layout: str | Axes | LayoutTree, rules: LayoutLike = None
     """
     if isinstance(layout, str | Axes):
         leaves = named_array(tree, layout)
-        by_name = rules if rules is not None else ambient_rules()
-        parts = [] if by_name is None else broadcast(by_name, tree)
+        if rules is None:
+            rules = ambient_rules()
+        parts = [] if rules is None else broadcast(rules, tree)
     else:
         leaves, parts = read_for(tree, layout)
-    mesh = _mesh_here(leaves, parts)
+    mesh = _find_mesh(leaves, parts)
     if mesh is None:
         return tree
     if not parts:
         raise ShardingError(
-            f"there is a mesh {MeshView(dict(mesh.shape))} and no rules to place `{leaves.leaves[0].axes}`: enter "
+            f"there is a mesh {MeshView(dict(mesh.shape))} but no rules to lay out `{leaves.leaves[0].axes}`: enter "
             "`with ft.axis_rules(rules):`, or pass `rules=`"
         )
-    # What is manual cannot be split here: shapes are local along it.
+    # Shapes are local along Manual axes: for the check of divisibility these axes count as one device.
     manual = set(getattr(mesh, "manual_axes", ()))
-    sizes = {name: 1 if name in manual else size for name, size in agreed_view(mesh, parts).sizes.items()}
+    sizes = dict(agreed_view(mesh, parts).sizes)
+    sizes.update((name, 1) for name in manual & sizes.keys())
     planned = plan_leaves(leaves, parts, MeshView(sizes, mesh))
     pairs = zip(leaves.leaves, planned.rows, strict=True)
     return leaves.skeleton.fill([_constrained(leaf.value, row, mesh) for leaf, row in pairs])
 
 
-def _mesh_here(leaves: Leaves, parts: Sequence[Part]) -> Mesh | AbstractMesh | None:
-    """The ambient mesh, else the one that the layout or the arrays' own types bring along."""
+def _find_mesh(leaves: Leaves, parts: Sequence[Part]) -> Mesh | AbstractMesh | None:
+    """The ambient mesh, else the mesh of the layout, else that of the arrays."""
     mesh = current_mesh()
     if mesh is not None:
         return mesh
@@ -78,17 +80,18 @@ def _mesh_here(leaves: Leaves, parts: Sequence[Part]) -> Mesh | AbstractMesh | N
 
 
 def _constrained(value: Any, row: Row, mesh: Mesh | AbstractMesh) -> Any:
-    kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    """The array, constrained to its row. A mesh may mix types of axes, and JAX has one function for each type."""
+    types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
     spec = row.spec if row.spec is not None else PartitionSpec()
 
-    def along(wanted: AxisType) -> NamedSharding:
-        others = {name for name, kind in kinds.items() if kind != wanted}
+    def on_axes_of(wanted: AxisType) -> NamedSharding:
+        others = {name for name, axis_type in types.items() if axis_type != wanted}
         return NamedSharding(mesh, without(spec, others))
 
-    if AxisType.Explicit in kinds.values():
-        value = jax.sharding.reshard(value, along(AxisType.Explicit))
-    if AxisType.Auto in kinds.values():
-        value = jax.lax.with_sharding_constraint(value, along(AxisType.Auto))
+    if AxisType.Explicit in types.values():
+        value = jax.sharding.reshard(value, on_axes_of(AxisType.Explicit))
+    if AxisType.Auto in types.values():
+        value = jax.lax.with_sharding_constraint(value, on_axes_of(AxisType.Auto))
     if row.memory_kind == "pinned_host":
         value = jax.device_put(value, jax.memory.Space.Host)
     return value

@@ -1,4 +1,4 @@
-"""A function that makes a tree ─► the tree born sharded as a layout says, or only its description."""
+"""A function that makes a tree ─► the tree, created sharded as a layout says, or only its abstract arrays."""
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, ParamSpec, TypeVar
@@ -29,10 +29,10 @@ _T = TypeVar("_T")
 
 
 class Init(Function[_P, _T]):
-    """A function that makes a tree, ready to make it sharded; made by `ft.init`.
+    """A function that makes a tree and creates it sharded; made by `ft.init`.
 
     Attributes:
-        compilations: a record for each compilation, of what differed from the nearest earlier one.
+        compilations: one record for each compilation, with what differed from the most similar earlier one.
 
     Examples:
         >>> make = ft.init(lambda: jnp.ones((8, 4)), ft.P("data"), ft.make_mesh(data=8))
@@ -47,11 +47,11 @@ class Init(Function[_P, _T]):
         self._layout, self._mesh, self._fresh = layout, mesh, fresh
 
     def plan(self, *args: _P.args, **kwargs: _P.kwargs) -> Plan:
-        """Where each array of the result goes; allocates nothing."""
+        """The plan of the result; no array is allocated."""
         return self._planned(self._output(args, kwargs))
 
     def abstract(self, *args: _P.args, **kwargs: _P.kwargs) -> _T:
-        """The result as `jax.ShapeDtypeStruct`s, with shardings where there is a layout; allocates nothing."""
+        """The result as `jax.ShapeDtypeStruct`s, with shardings if there is a layout; no array is allocated."""
         output = self._output(args, kwargs)
         if self._layout is None:
             return output.tree
@@ -63,6 +63,7 @@ class Init(Function[_P, _T]):
         return f"<ft.init of {self._signature.name}>"
 
     def _key(self, found: FoundCall) -> Hashable:
+        # The mesh is part of the key: without `mesh=`, another ambient mesh needs other shardings of the result.
         mesh = current_mesh() if self._mesh is None else mesh_view(self._mesh).mesh
         return (mesh, *map(_kind, found.arrays))
 
@@ -73,13 +74,13 @@ class Init(Function[_P, _T]):
         return Program(self._signature.name, group, body, prepared.jitted, out_shardings=prepared.out_shardings)
 
     def _output(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Output:
-        """The result of a call, with abstract values."""
+        """The result of a call, with abstract arrays."""
         found = self._groups.find(self._signature.bind(*self._bound.call(args, kwargs)))
         body = self._body(found.group)
         return jax.eval_shape(body, *body.arguments.split(found.arrays))
 
     def _body(self, group: CallGroup) -> Body:
-        """The user's function, for one group of its calls: the same for all meshes, so that it is traced once."""
+        """The user's function for one group of its calls; one body for all meshes, so that it is traced once."""
         body = group.bodies.get(None)
         if body is None:
             body = group.bodies[None] = _body(self._traces, group, self._fresh)
@@ -92,22 +93,25 @@ class Init(Function[_P, _T]):
         planned = self._planned(output)
         if not isinstance(planned.mesh, Mesh):
             raise ShardingError(
-                f"arrays cannot be born on {planned.view}, which has no devices: {NO_MESH} with a `Mesh`; "
+                f"arrays cannot be created on {planned.view}, which has no devices: {NO_MESH} with a `Mesh`; "
                 "inside jit write `ft.constrain(make(...), layout)`"
             )
+        # One array at two places of the result is one output of the program, so two rows may share a place.
         which = range(len(planned.rows)) if output.which is None else output.which
         by_place = dict(zip(which, map(planned.sharding, planned.rows), strict=True))
         return [by_place[place] for place in range(len(output.values))]
 
 
 def _body(traces: Traces, group: CallGroup, fresh: bool) -> Body:
-    """The user's function, for one group of its calls."""
+    """The user's function, for one group of its calls, as a function from arrays to arrays."""
     signature, fun = traces.signature, traces.fun
 
     def compute(arrays: Sequence[Any]) -> Output:
         result = signature.run(fun(), group.build(arrays))
         output = Output.of(result, signature.name)
         if fresh:
+            # An optimizer may return parameters as part of its state. A copy of each array gives it its own memory, so
+            # that model and state can both be donated.
             return Output([jnp.copy(value) for value in output.values], output.skeleton)
         return output.distinct()
 
@@ -115,7 +119,7 @@ def _body(traces: Traces, group: CallGroup, fresh: bool) -> Body:
 
 
 def _kind(array: Any) -> Any:
-    """What the shapes of the result depend on in an argument."""
+    """The part of an argument that the shapes of the result depend on."""
     return array if isinstance(array, jax.ShapeDtypeStruct) else jax.typeof(array)
 
 
@@ -126,22 +130,23 @@ def _init(make: Callable[_P, _T], layout: LayoutTree, mesh: MeshLike, fresh: boo
 
 
 def init(make: Callable[_P, _T], layout: LayoutTree, mesh: MeshLike = None) -> Init[_P, _T]:
-    """Make a tree so that each array is born where the layout says, never whole on one device.
+    """Create a tree sharded as a layout says. An array that the layout shards is never whole on one device.
 
     Args:
-        make: makes the tree; runs under jit, compiled once for all keys. Its arguments that are no arrays are static.
-        layout: of the tree.
+        make: makes the tree. It runs under jit and is compiled once for all keys. Arguments that are not arrays are
+            static.
+        layout: the layout of the tree.
         mesh: a mesh, or None for the current one.
 
     Returns:
-        A function of `make`'s arguments, with `plan`, `abstract`, and as `ft.jit` has them `trace`, `lower`,
-        `eval_shape` and `compilations`. Its result equals `jax.jit(make)`'s to the bit; one array at two places of it
-        is one array.
+        A function with the arguments of `make`. It also has `plan` and `abstract`, and `trace`, `lower`, `eval_shape`
+        and `compilations` as in `ft.jit`. Its result is bitwise equal to that of `jax.jit(make)`. An array that is at
+        two places of the tree stays one array.
 
     Raises:
-        ShardingError: (when called) the tree cannot be laid out so, or there is no mesh with devices.
-        FunctreeError: (when called) an argument that is neither an array nor hashable; a traced array in a static
-            field of the result.
+        ShardingError: (when called) the layout does not fit the tree, or there is no mesh with devices.
+        FunctreeError: (when called) an argument is neither an array nor hashable, or a static field of the result
+            contains a traced array.
 
     Examples:
         >>> mesh = ft.make_mesh(data=8)
@@ -154,15 +159,15 @@ def init(make: Callable[_P, _T], layout: LayoutTree, mesh: MeshLike = None) -> I
 
 
 def abstract(make: Callable[_P, _T], layout: LayoutTree = None, mesh: MeshLike = None) -> Callable[_P, _T]:
-    """The same tree as `ft.init` makes, of `jax.ShapeDtypeStruct`s with shardings. Allocates nothing.
+    """The tree that `ft.init` makes, as `jax.ShapeDtypeStruct`s with shardings. No array is allocated.
 
     Args:
         make: makes the tree.
-        layout: of the tree; without one, the shapes and dtypes alone.
-        mesh: a mesh, an abstract one, or None for the current one.
+        layout: the layout of the tree; without one, the result has only shapes and dtypes.
+        mesh: a mesh, an abstract mesh, or None for the current one.
 
     Raises:
-        ShardingError: (when called) the tree cannot be laid out so.
+        ShardingError: (when called) the layout does not fit the tree.
 
     Examples:
         >>> model = ft.abstract(eqx.nn.Linear)(16, 8, key=jax.random.key(0))
@@ -181,18 +186,18 @@ def init_optimizer(
     wrt: FilterLike = is_trainable,
     otherwise: LayoutTree = None,
 ) -> Any:
-    """`tx.init(parameters)`, each array born where `ft.plan_optimizer` says, and never the model's own.
+    """The result of `tx.init(parameters)`, created sharded as `ft.plan_optimizer` says. It has no array of the model.
 
     Args:
         tx: any optax optimizer.
-        model: concrete.
-        layout: of the model.
+        model: the model, with concrete arrays.
+        layout: the layout of the model.
         mesh: a mesh, or None for the current one.
         wrt: the filter of the parameters that the optimizer updates.
         otherwise: as in `ft.plan_optimizer`.
 
     Raises:
-        ShardingError: as `ft.plan_optimizer`, or there is no mesh with devices.
+        ShardingError: as in `ft.plan_optimizer`; or there is no mesh with devices.
 
     Examples:
         >>> import optax

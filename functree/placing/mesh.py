@@ -1,4 +1,4 @@
-"""Names and sizes ─► a mesh."""
+"""Names and sizes of mesh axes ─► a mesh of devices."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -15,16 +15,17 @@ from functree.errors import ShardingError, did_you_mean
 def make_mesh(
     *, explicit: bool = False, devices: Sequence[Any] | None = None, dcn: Mapping[str, int] | None = None, **sizes: int
 ) -> Mesh:
-    """A mesh of devices with named axes.
+    """A mesh of devices with named mesh axes.
 
     Args:
-        explicit: Explicit axes, on which shardings are part of types. Else Auto (`jax.make_mesh` has it the other way).
-        devices: the devices; all there are, if not given.
-        dcn: the part of an axis that goes over several slices: `data=8, dcn={"data": 4}` is 4 slices of 2.
-        **sizes: the axes, outermost first.
+        explicit: whether the mesh axes are Explicit, so that shardings are part of the types of arrays. By default they
+            are Auto (`jax.make_mesh` makes Explicit ones by default).
+        devices: the devices; by default all devices.
+        dcn: the factor of a mesh axis that crosses slices: `data=8, dcn={"data": 4}` is 4 slices of 2 devices.
+        **sizes: the sizes of the mesh axes by name, outermost first.
 
     Raises:
-        ShardingError: sizes that are no positive integers, or do not fit the devices.
+        ShardingError: a size is not a positive integer, or the sizes do not fit the devices.
 
     Examples:
         >>> dict(ft.make_mesh(data=2, model=4).shape)
@@ -33,15 +34,15 @@ def make_mesh(
     _check_options(explicit, devices, dcn)
     for name, size in sizes.items():
         if type(size) is not int or size < 1:
-            raise ShardingError(f"mesh axis {name}={size!r}: a size is a positive integer")
+            raise ShardingError(f"mesh axis {name}={size!r}: a size must be a positive integer")
     if not sizes:
-        raise ShardingError("a mesh has at least one axis: `ft.make_mesh(data=8)`")
+        raise ShardingError("a mesh needs at least one mesh axis: `ft.make_mesh(data=8)`")
     found = list(jax.devices() if devices is None else np.ravel(np.asarray(devices, dtype=object)))
     needed, have = math.prod(sizes.values()), len(found)
     asked = " × ".join(f"{name}={size}" for name, size in sizes.items())
     if needed > have:
         raise ShardingError(
-            f"{asked} needs {needed} devices, and there {'is' if have == 1 else 'are'} {have}; on a CPU, set "
+            f"{asked} needs {needed} devices, but there {'is' if have == 1 else 'are'} {have}; on a CPU, set "
             f"XLA_FLAGS=--xla_force_host_platform_device_count={needed} before jax is imported"
         )
     grid = _grid(sizes, found[:needed], dcn) if dcn else None
@@ -52,27 +53,28 @@ def make_mesh(
 
 
 def _check_options(explicit: object, devices: object, dcn: object) -> None:
-    """The names of the options are no names for axes; a size given to one is a mistake."""
+    """Raise for an option that has a value of the wrong type: `devices=8` is meant as a size of a mesh axis."""
     for name, given, fits in (
         ("explicit", explicit, isinstance(explicit, bool)),
         ("devices", devices, devices is None or isinstance(devices, Sequence | np.ndarray)),
         ("dcn", dcn, dcn is None or isinstance(dcn, Mapping)),
     ):
         if not fits:
-            raise ShardingError(f"make_mesh({name}={given!r}): `{name}` is an option and no name for a mesh axis")
+            raise ShardingError(f"make_mesh({name}={given!r}): `{name}` is an option, so it cannot name a mesh axis")
 
 
 def _grid(sizes: Mapping[str, int], devices: Sequence[Any], dcn: Mapping[str, int]) -> np.ndarray[Any, Any]:
-    """Devices of several slices, so that only the `dcn` part of an axis crosses from one slice to another."""
+    """The devices of several slices, arranged so that only the `dcn` factor of a mesh axis crosses slices."""
     for name, size in dcn.items():
         if name not in sizes:
-            raise ShardingError(f"dcn names `{name}`, and the mesh has no such axis{did_you_mean(name, sizes)}")
+            raise ShardingError(f"dcn names `{name}`, but the mesh has no such mesh axis{did_you_mean(name, sizes)}")
         if type(size) is not int or size < 1 or sizes[name] % size:
             raise ShardingError(f"dcn={{{name!r}: {size!r}}} does not divide {name}={sizes[name]}")
+    # Only devices of several TPU slices have different values of `slice_index`; elsewhere a process is a granule.
     by_slice = len({getattr(d, "slice_index", 0) for d in devices}) > 1
     slices = {(d.slice_index if by_slice else d.process_index) for d in devices}
     outer = [dcn.get(name, 1) for name in sizes]
     if math.prod(outer) != len(slices):
-        raise ShardingError(f"dcn={dict(dcn)} is for {math.prod(outer)} slices, and the devices are on {len(slices)}")
+        raise ShardingError(f"dcn={dict(dcn)} is for {math.prod(outer)} slices, but the devices are on {len(slices)}")
     inner = [size // over for size, over in zip(sizes.values(), outer, strict=True)]
     return mesh_utils.create_hybrid_device_mesh(inner, outer, devices=devices, process_is_granule=not by_slice)

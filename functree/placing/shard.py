@@ -1,4 +1,4 @@
-"""Concrete arrays ─► the same arrays, sharded as a layout says."""
+"""Concrete arrays and a layout ─► the same arrays, sharded as the layout says."""
 
 from typing import Any, TypeVar
 
@@ -20,19 +20,20 @@ T = TypeVar("T")
 
 
 def shard(tree: T, layout: LayoutTree, mesh: MeshLike = None, *, axes: str | Axes | None = None) -> T:
-    """Put concrete arrays where a layout says.
+    """Place concrete arrays as a layout says.
 
     Args:
-        tree: arrays in modules and containers; other leaves stay as they are.
+        tree: arrays in modules and containers. Values that are not arrays stay as they are.
         layout: a layout, or a prefix tree of layouts.
         mesh: a mesh, or None for the current one.
         axes: the axes of a bare array, which has no annotation.
 
     Returns:
-        The same tree. An array that is sharded so already is the same object, and one array at two places stays one.
+        The same tree. An array that has its sharding already is returned as the same object. An array that is at two
+        places of the tree stays one array.
 
     Raises:
-        ShardingError: the tree cannot be laid out so; there is no mesh with devices; an array is traced or abstract.
+        ShardingError: the layout does not fit the tree; there is no mesh with devices; an array is traced or abstract.
 
     Examples:
         >>> mesh = ft.make_mesh(data=2, model=4)
@@ -47,8 +48,9 @@ def shard(tree: T, layout: LayoutTree, mesh: MeshLike = None, *, axes: str | Axe
     _check_concrete(leaves)
     planned = plan_leaves(leaves, parts, agreed_view(mesh, parts))
     if not isinstance(planned.mesh, Mesh):
-        raise ShardingError(f"arrays cannot be put on {planned.view}, which has no devices: {NO_MESH} with a `Mesh`")
+        raise ShardingError(f"arrays cannot be placed on {planned.view}, which has no devices: {NO_MESH} with a `Mesh`")
     values = [leaf.value for leaf in leaves.leaves]
+    # By identity: an array at two places of the tree is moved once, and all moves are one call of `device_put`.
     targets = {id(x): planned.sharding(row) for x, row in zip(values, planned.rows, strict=True)}
     moving = {id(x): x for x in values if not _is_placed(x, targets[id(x)])}
     moved = jax.device_put(list(moving.values()), [targets[i] for i in moving])
@@ -57,7 +59,7 @@ def shard(tree: T, layout: LayoutTree, mesh: MeshLike = None, *, axes: str | Axe
 
 
 def _is_placed(value: Any, target: NamedSharding) -> bool:
-    """Whether nothing has to be done for an array."""
+    """Whether an array has its sharding already. Uncommitted arrays do not, so that they become committed."""
     if not is_concrete(value) or not value.committed or not isinstance(value.sharding, NamedSharding):
         return False
     return value.sharding.mesh == target.mesh and is_sharded_as(value, target)
@@ -67,26 +69,26 @@ def _check_concrete(leaves: Leaves) -> None:
     problems: list[Problem] = []
     for leaf in leaves.leaves:
         if isinstance(leaf.value, Tracer):
-            why, remedy = "is traced, and `shard` moves concrete arrays", "inside a trace write `ft.constrain`"
+            why, remedy = "is traced, but `ft.shard` moves concrete arrays", "inside a trace use `ft.constrain`"
             problems.append(leaf.problem(why, remedy))
         elif isinstance(leaf.value, jax.ShapeDtypeStruct):
-            why, remedy = "is abstract, and `shard` moves concrete arrays", "give it a sharding with `ft.abstract`"
+            why, remedy = "is abstract, but `ft.shard` moves concrete arrays", "give it a sharding with `ft.abstract`"
             problems.append(leaf.problem(why, remedy))
     if problems:
-        raise ShardingError(f"{count(len(problems), 'leaf')} cannot be put on devices", problems)
+        raise ShardingError(f"{count(len(problems), 'leaf')} cannot be placed on devices", problems)
 
 
 def named_array(tree: Any, axes: str | Axes) -> Leaves:
-    """A bare array as the one leaf of a tree, with axes given from outside.
+    """A bare array as the only leaf of a tree, with these axes.
 
     Raises:
-        ShardingError: it is no array, or has another number of dimensions.
+        ShardingError: it is not an array, or has another number of dimensions.
     """
     if not is_array(tree):
-        raise ShardingError(f'axes="{axes}" names a bare array\'s dimensions, and this is a {type(tree).__name__}')
+        raise ShardingError(f'axes="{axes}" names the dimensions of a bare array, but this is a {type(tree).__name__}')
     leaves, named = read(tree), Axes.of(axes)
     leaf = leaves.leaves[0]
     if len(named) != len(leaf.shape):
-        why = f'"{named}" names {len(named)} dimensions, and it has {len(leaf.shape)}'
+        why = f'"{named}" names {len(named)} dimensions, but the array has {len(leaf.shape)}'
         raise ShardingError("the axes do not fit", [leaf.problem(why, "name each dimension")])
     return Leaves((leaf._replace(axes=named, annotated=True, misfit=None),), (), leaves.skeleton)

@@ -1,4 +1,4 @@
-"""An optimizer ─► one whose state also keeps a running average of the parameters; a training state ─► that average."""
+"""An optimizer ─► the same optimizer, whose state also has a moving average of the parameters (`ft.with_ema`)."""
 
 from typing import Any, NamedTuple
 
@@ -12,24 +12,25 @@ from functree.tree.nodes import children
 
 
 class AveragedState(NamedTuple):
-    """The state of `ft.with_ema`: the optimizer's own, and the average of the parameters."""
+    """The state of `ft.with_ema`: that of the inner optimizer, and the average of the parameters."""
 
     inner: Any
     average: Any
 
 
 def with_ema(tx: optax.GradientTransformation, decay: float = 0.999) -> optax.GradientTransformationExtraArgs:
-    """The same optimizer, which keeps an exponential moving average of the parameters in its state.
+    """An optimizer that also keeps an exponential moving average of the parameters in its state.
 
-    The average is laid out as the parameters are (`ft.plan_optimizer`), saved with the rest, and read by `ft.averaged`.
-    It is kept in float32 at least, in which a small step is not lost.
+    The average is laid out like the parameters (`ft.plan_optimizer`), saved with the rest of the state, and read by
+    `ft.averaged`. It is in float32 or wider, so that a small step is not lost in rounding.
 
     Args:
-        tx: any optax optimizer; the whole of it, since what changes its updates afterwards is not averaged.
-        decay: how much of the old average stays in each step.
+        tx: any optax optimizer. It has to be the whole optimizer: if a later transformation changes the updates, the
+            average does not see it.
+        decay: the weight of the old average in each step.
 
     Raises:
-        FunctreeError: `decay` is not between 0 and 1.
+        FunctreeError: `decay` is not in [0, 1).
 
     Examples:
         >>> import optax
@@ -39,7 +40,7 @@ def with_ema(tx: optax.GradientTransformation, decay: float = 0.999) -> optax.Gr
         ([1.0, 1.0], [0.5, 0.5])
     """
     if not 0 <= decay < 1:
-        raise FunctreeError(f"with_ema(decay={decay!r}): a number from 0 up to, and without, 1")
+        raise FunctreeError(f"with_ema(decay={decay!r}): the decay must be at least 0 and less than 1")
     inner = optax.with_extra_args_support(tx)
 
     def init(params: Any) -> AveragedState:
@@ -48,10 +49,11 @@ def with_ema(tx: optax.GradientTransformation, decay: float = 0.999) -> optax.Gr
     def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, AveragedState]:
         if params is None:
             raise FunctreeError(
-                "with_ema averages the parameters: call `tx.update(gradients, state, params)` with them"
+                "with_ema averages the parameters: pass them, as in `tx.update(gradients, state, params)`"
             )
         updates, after = inner.update(updates, state.inner, params, **extra)
 
+        # The parameters after this step, which optax' caller computes only later.
         def averaged(old: Any, parameter: Any, change: Any) -> Any:
             return decay * old + (1 - decay) * updated(change, parameter).astype(old.dtype)
 
@@ -61,17 +63,18 @@ def with_ema(tx: optax.GradientTransformation, decay: float = 0.999) -> optax.Gr
 
 
 def _wide(x: Any) -> Any:
+    """The array in float32, or in its own dtype if that is wider."""
     return x.astype(jnp.float32) if jnp.finfo(x.dtype).bits < 32 else x
 
 
 def averaged(ts: TrainState[Any]) -> Any:
-    """The model with the averaged parameters; what is not trained is the model's own.
+    """The model with the averaged parameters. What is not trained is taken from the model.
 
     Args:
-        ts: made with an optimizer of `ft.with_ema`.
+        ts: a training state whose optimizer was made by `ft.with_ema`.
 
     Raises:
-        FunctreeError: its optimizer keeps no average, or several.
+        FunctreeError: the optimizer keeps no average, or several.
     """
     found = _averages(ts.opt_state)
     if len(found) != 1:
@@ -79,17 +82,20 @@ def averaged(ts: TrainState[Any]) -> Any:
             f"the optimizer keeps {'no average' if not found else f'{len(found)} averages'} of the parameters: "
             "`TrainState.create(model, ft.with_ema(tx))`"
         )
-    return jax.tree.map(
-        lambda x, own: own if _is_empty(x) else x.astype(own.dtype), found[0], ts.model, is_leaf=_is_empty
-    )
+
+    def parameter(average: Any, own: Any) -> Any:
+        return own if _is_empty(average) else average.astype(own.dtype)
+
+    return jax.tree.map(parameter, found[0], ts.model, is_leaf=_is_empty)
 
 
 def _is_empty(node: Any) -> bool:
-    """What an optimizer has in the place of a parameter that it does not see."""
+    """Whether an average is missing, because its parameter is frozen (None) or masked by optax."""
     return node is None or isinstance(node, optax.MaskedNode)
 
 
 def _averages(node: Any) -> list[Any]:
+    """All averages in an optimizer's state: `ft.with_ema` may be inside of another transformation."""
     if isinstance(node, AveragedState):
         return [node.average]
     return [average for _, child in children(node) or () for average in _averages(child)]

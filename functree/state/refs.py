@@ -1,4 +1,4 @@
-"""A piece of state that a module declares: `StateRef`."""
+"""`StateRef`: a module's declaration of a piece of state."""
 
 from typing import Any
 
@@ -14,20 +14,24 @@ from functree.tree.paths import Path
 
 
 class _Token:
-    """What makes two places of a model one piece of state: they hold refs with one token."""
+    """Identifies a piece of state: the refs at two places of a model mean the same piece if they have the same token.
+
+    The refs themselves cannot be compared by identity: `jax.tree.map` and the like rebuild modules.
+    """
 
 
 class StateRef(eqx.Module, HoldsState):
-    """A piece of state that a module declares: it holds no value, but knows where the value is.
+    """A module's declaration of a piece of state. It has no value, but the path of the value.
 
-    The value lies in a `State`, which is handed in and out. One ref at two places of a model is one piece of state.
+    The values are in a `State`, which functions take and return. One ref at two places of a model is one piece of
+    state.
 
     Args:
-        init: the value to begin with, an array or a number.
+        init: the initial value, an array or a number.
         axes: the names of its dimensions.
 
     Raises:
-        StateError: `init` is no array; the axes are not as many as its dimensions.
+        StateError: `init` is neither an array nor a number; the number of axes is not that of its dimensions.
 
     Examples:
         >>> class Counter(eqx.Module):
@@ -50,15 +54,15 @@ class StateRef(eqx.Module, HoldsState):
 
     def __init__(self, init: Any, axes: str | Axes = ""):
         if not is_array(init) and not isinstance(init, bool | int | float | complex):
-            raise StateError(f"StateRef({init!r}): the value to begin with is an array or a number")
+            raise StateError(f"StateRef({init!r}): the initial value must be an array or a number")
         self.init = init if isinstance(init, jax.ShapeDtypeStruct) else strong(jnp.asarray(init))
         self.axes = Axes.of(axes)
         if self.axes and len(self.axes) != len(self.init.shape):
             raise StateError(
-                f'StateRef(axes="{self.axes}") names {len(self.axes)} dimensions, and the value has shape '
+                f'StateRef(axes="{self.axes}") names {len(self.axes)} dimensions, but the value has shape '
                 f"{tuple(self.init.shape)}"
             )
-        # Of one layer, where it comes to lie in a stack: `init` has the stack's dimension in front then.
+        # In a stack these stay those of one layer, while `init` gets the leading dimension of the stack.
         self.shape, self.dtype = tuple(self.init.shape), self.init.dtype
         self.path, self.token = None, _Token()
 
@@ -67,18 +71,21 @@ class StateRef(eqx.Module, HoldsState):
         return names(init=self.axes) if self.axes else Names(())
 
     def at(self, path: Path) -> "StateRef":
-        """The ref when its value lies in a `State`: equal by value to that of a model built alike."""
-        made = object.__new__(StateRef)
-        told = {"init": None, "axes": self.axes, "path": path, "shape": self.shape, "dtype": self.dtype, "token": None}
-        for name, value in told.items():
-            object.__setattr__(made, name, value)
-        return made
+        """The ref after its value has moved to a `State`.
+
+        It has no token any more: refs of two models that were built alike are equal, so the models share a trace.
+        """
+        ref = object.__new__(StateRef)  # `__init__` requires a value
+        fields = {"init": None, "axes": self.axes, "path": path, "shape": self.shape, "dtype": self.dtype}
+        for name, value in {**fields, "token": None}.items():
+            object.__setattr__(ref, name, value)
+        return ref
 
     def __repr__(self) -> str:
-        where = f"at {self.path}" if self.path is not None else "not made yet"
+        where = f"at {self.path}" if self.path is not None else "without a path"
         return f"<StateRef {self.dtype}{list(self.shape)} {where}>"
 
 
 def strong(value: jax.Array) -> jax.Array:
-    """A value whose dtype is not weak: a step that gave it back otherwise would compile a second time."""
+    """The value with a strong type. A step returns strong types, so with a weak one it would be compiled twice."""
     return jnp.asarray(value, value.dtype) if jax.typeof(value).weak_type else value

@@ -1,4 +1,4 @@
-"""A model that declares state ─► the same model, and a `State`: what is handed in and out."""
+"""A model that declares state ─► the same model, and a `State` with the values, which functions take and return."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeVar
@@ -21,13 +21,14 @@ T = TypeVar("T")
 
 
 class State(StateMapping):
-    """The state of a model: an immutable mapping from the path of each piece to its array. Made by `ft.make_state`.
+    """The state of a model: an immutable mapping from the path of each piece to its array; made by `ft.make_state`.
 
-    A pytree with one key for each leaf, `DictKey(str(path))`. Layouts, filters, donation and checkpoints see the paths
-    as if the values stood in the model.
+    It is a pytree with the key `DictKey(str(path))` for each leaf. For layouts, filters, donation and checkpoints a
+    value has the path of its ref in the model.
 
     Raises:
-        StateError: (when asked for a ref) the ref is of another model, or not made yet; the value has another shape.
+        StateError: (when indexed with a ref) the ref is of another model, or has no path yet; the value has another
+            shape or dtype.
 
     Examples:
         >>> layer, state = ft.make_state(ft.nn.BatchNorm(4))
@@ -44,7 +45,7 @@ class State(StateMapping):
         self._values: dict[Path, Any] = dict(values)
 
     def __getitem__(self, key: Any) -> Any:
-        """The value of a ref, or at a path or its text."""
+        """The value of a ref, or at a path, which may be a string."""
         if isinstance(key, str | tuple):
             path = Path.parse(key) if isinstance(key, str) else Path(key)
             if path not in self._values:
@@ -53,12 +54,13 @@ class State(StateMapping):
         value = self._values[self._known(key)]
         shape = tuple(value.shape) if is_array(value) else key.shape
         if shape != key.shape:
+            # With more dimensions in front it is the state of all layers of a stack.
             stacked = shape[len(shape) - len(key.shape) :] == key.shape
-            why = "it is a whole stack's: run the layers by `stacked.scan(..., state=state)`" if stacked else _OTHER
-            raise StateError(f"the state at `{key.path}` has shape {shape}, and its ref {key.shape}: {why}")
+            why = "it is that of all layers: run them by `stacked.scan(..., state=state)`" if stacked else _OTHER
+            raise StateError(f"the state at `{key.path}` has shape {shape}, but its ref {key.shape}: {why}")
         if is_array(value) and value.dtype != key.dtype:
             raise StateError(
-                f"the state at `{key.path}` is {array_text(value)}, and its ref {array_text(key)}: {_OTHER}"
+                f"the state at `{key.path}` is {array_text(value)}, but its ref {array_text(key)}: {_OTHER}"
             )
         return value
 
@@ -66,11 +68,12 @@ class State(StateMapping):
         """The state with another value.
 
         Args:
-            ref: whose value.
-            value: an array of the same shape and dtype; or a Python number, which takes the dtype if it can.
+            ref: the ref whose value is set.
+            value: an array of the same shape and dtype; or a Python number, which is converted to the dtype if it keeps
+                its value.
 
         Raises:
-            StateError: an unknown ref; another shape or dtype.
+            StateError: the ref is unknown; the value has another shape or dtype.
         """
         path = self._known(ref)
         number = isinstance(value, bool | int | float | complex) and _takes(ref.dtype, value)
@@ -78,34 +81,38 @@ class State(StateMapping):
         if not is_array(new) or tuple(new.shape) != ref.shape or new.dtype != ref.dtype:
             text = array_text(new) if is_array(new) else repr(new)
             raise StateError(
-                f"the state at `{path}` is {array_text(ref)}, and the new value {text}: a step keeps shape and dtype"
+                f"the state at `{path}` is {array_text(ref)}, but the new value {text}: shape and dtype cannot change"
             )
         new = new if isinstance(new, jax.ShapeDtypeStruct) else strong(jnp.asarray(new))
         return State(self._entries, {**self._values, path: new})
 
     def update(self, values: Mapping[Any, Any]) -> "State":
-        """The state with other values at some paths, or their texts, whatever their shapes: for what runs layers."""
+        """The state with other values at some paths, of any shapes; for functions that run the layers of a stack."""
         values = {Path.parse(key) if isinstance(key, str) else key: value for key, value in values.items()}
-        lost = next((path for path in values if path not in self._values), None)
-        if lost is not None:
-            raise StateError(f"no state at `{lost}`{did_you_mean(lost, self._values)}")
+        for path in values:
+            if path not in self._values:
+                raise StateError(f"no state at `{path}`{did_you_mean(path, self._values)}")
         return State(self._entries, {**self._values, **values})
 
     def of_layers(self, layer: Any) -> tuple[dict[Path, Any], dict[Path, Any]]:
-        """All values that go through the layers of a stack, and those of which each layer has its own, stacked.
+        """The values that all layers of a stack share, and the stacked ones, of which each layer has its own slice.
 
-        A layer may know of any by an argument.
+        All other values are shared, not only those that a layer declares: it may get a ref as an argument.
         """
-        known = {self._known(ref): ref for ref in refs(layer)}
-        own = {path: x for path, ref in known.items() if (x := self._values[path]).ndim > len(ref.shape)}
-        return {path: x for path, x in self._values.items() if path not in own}, own
+        own: dict[Path, Any] = {}
+        for ref in refs(layer):
+            path = self._known(ref)
+            if self._values[path].ndim > len(ref.shape):
+                own[path] = self._values[path]
+        shared = {path: value for path, value in self._values.items() if path not in own}
+        return shared, own
 
     def _known(self, ref: StateRef) -> Path:
         if not isinstance(ref, StateRef):
-            raise StateError(f"state is asked for by a `StateRef`, not by {ref!r}")
+            raise StateError(f"index a State with a `StateRef`, not with {ref!r}")
         if ref.path is None:
             raise StateError(
-                "this StateRef has no place yet: `model, state = ft.make_state(model)`, and use the refs of that model"
+                "this StateRef has no path yet: call `model, state = ft.make_state(model)` and use its refs"
             )
         if ref.path not in self._values:
             raise StateError(f"no state at `{ref.path}`{did_you_mean(ref.path, self._values)}; {_OTHER}")
@@ -118,11 +125,11 @@ class State(StateMapping):
         return len(self._values)
 
     def entries(self) -> tuple[Entry, ...]:
-        """What is known of each piece, in order."""
+        """The path, the axes and the stacked dimensions of each piece, in order."""
         return self._entries
 
     def __eq__(self, other: object) -> bool:
-        """Arrays have no single truth value: two states are equal only if they are one."""
+        """Compare by identity, since a comparison of arrays is not a single truth value."""
         return self is other
 
     def __hash__(self) -> int:
@@ -136,10 +143,14 @@ _OTHER = "is it the state of another model?"
 
 
 def _takes(dtype: Any, number: Any) -> bool:
-    """Whether a Python number keeps its value in a dtype: 1.5 is no integer."""
-    kinds: dict[type, tuple[Any, ...]] = {bool: (jnp.bool_, jnp.number), int: (jnp.number,), float: (jnp.inexact,)}
-    kind = next((kinds[t] for t in kinds if isinstance(number, t)), (jnp.complexfloating,))
-    return any(jnp.issubdtype(dtype, k) for k in kind)
+    """Whether a Python number can be converted to a dtype: 1.5 is not an integer."""
+    if isinstance(number, bool):  # before `int`, of which it is a subclass
+        return jnp.issubdtype(dtype, jnp.bool_) or jnp.issubdtype(dtype, jnp.number)
+    if isinstance(number, int):
+        return jnp.issubdtype(dtype, jnp.number)
+    if isinstance(number, float):
+        return jnp.issubdtype(dtype, jnp.inexact)
+    return jnp.issubdtype(dtype, jnp.complexfloating)
 
 
 register_pytree_with_keys(
@@ -151,19 +162,21 @@ register_pytree_with_keys(
 
 
 def make_state(model: T) -> tuple[T, State]:
-    """Give each piece of state that a model declares its path, and its value a place in a `State`.
+    """Move the state that a model declares from the model to a `State`.
 
     Args:
-        model: with `StateRef`s anywhere; concrete or abstract, traced too (`ft.init(lambda key: ft.make_state(...))`).
+        model: a model with `StateRef`s anywhere; concrete, abstract or traced (`ft.init(lambda key:
+            ft.make_state(...))`).
 
     Returns:
-        `(model, state)`: the model with refs that know their paths, and the values. One ref at two places is one piece
-        of state, at the path of the first. Two models built alike are equal in structure, so they share a trace. Where
-        two pieces, or a piece and the model, hold one array, it is copied: to donate both would be an error.
+        `(model, state)`: the model, whose refs have their paths, and the values. One ref at two places is one piece of
+        state, at the path of the first place. Two models that are built alike have equal structures, so they share a
+        trace. If two pieces, or a piece and the model, have the same array, it is copied: to donate it twice would be
+        an error.
 
     Raises:
-        StateError: a ref that has its place already (hand over its `state=` too), or in a packed tree; state that is
-            declared in Equinox' way.
+        StateError: a ref has a path already (pass the `state=` of its model, too), or is in a packed tree; the model
+            has an `eqx.nn.StateIndex`.
 
     Examples:
         >>> shared = ft.StateRef(jnp.zeros(3), axes="embed")
@@ -175,33 +188,33 @@ def make_state(model: T) -> tuple[T, State]:
 
 
 def place_state(model: T, leaves: Sequence[Leaf]) -> tuple[T, State]:
-    """As `make_state`, of a model whose leaves have been read."""
+    """The same as `make_state`, for a model whose leaves have been read already."""
     by_path = {leaf.path: leaf for leaf in leaves}
     found: dict[Any, tuple[Path, StateRef]] = {}
 
-    def look(path: Path, node: Any) -> None:
+    def find(path: Path, node: Any) -> None:
         if isinstance(node, StateRef):
             if node.path is not None:
                 raise StateError(
-                    f"the StateRef at `{path}` has its place already, `{node.path}`: make the state once, "
-                    "and hand it on (`TrainState.create(model, tx, state=state)`)"
+                    f"the StateRef at `{path}` has a path already, `{node.path}`: make the state once, "
+                    "and pass it (`TrainState.create(model, tx, state=state)`)"
                 )
             first = found.setdefault(node.token, (path, node))
-            # A piece that stands outside of a stack too is one for all its layers.
+            # A ref inside of a stack that is also outside of it means one piece for all layers, at the outer path.
             if by_path[path / "init"].stacked < by_path[first[0] / "init"].stacked:
                 found[node.token] = (path, node)
             return
         if isinstance(node, eqx.nn.StateIndex):
             raise StateError(
-                f"`{path}` is an `eqx.nn.StateIndex`, which keeps its state elsewhere: use a layer of `ft.nn`, or an "
-                "`ft.StateRef` in its place"
+                f"`{path}` is an `eqx.nn.StateIndex`, whose state is in an `eqx.nn.State`: use a layer of `ft.nn`, or "
+                "an `ft.StateRef` instead"
             )
         if isinstance(node, PackedTree) and refs(node):
             raise StateError(
-                f"{str(path) or 'the model'} is packed, so its refs can be given no places: make the state, then pack"
+                f"{str(path) or 'the model'} is packed, so its refs cannot get paths: make the state, then pack"
             )
         for key, child in children(node) or ():
-            look(path / key, child)
+            find(path / key, child)
 
     def place(node: Any) -> Any:
         if isinstance(node, StateRef):
@@ -209,11 +222,11 @@ def place_state(model: T, leaves: Sequence[Leaf]) -> tuple[T, State]:
         below = children(node)
         return node if not below else rebuilt(node, [place(child) for _, child in below])
 
-    look(Path(), model)
+    find(Path(), model)
     if not found:
         return model, State((), {})
-    told = [by_path[path / "init"] for path, _ in found.values()]
-    entries = [Entry(Path(leaf.path[:-1]), leaf.axes, leaf.stacked) for leaf in told]
+    leaves = [by_path[path / "init"] for path, _ in found.values()]
+    entries = [Entry(Path(leaf.path[:-1]), leaf.axes, leaf.stacked) for leaf in leaves]
     model = place(model)
     return model, State(tuple(entries), apart({path: ref.init for path, ref in found.values()}, model))
 
@@ -224,7 +237,7 @@ def holds_refs(module: Any) -> bool:
 
 
 def refs(module: Any) -> list[StateRef]:
-    """The refs of a module, in its order."""
+    """The refs of a module, in the order of its leaves."""
     if isinstance(module, StateRef):
         return [module]
     if isinstance(module, PackedTree):
@@ -233,7 +246,10 @@ def refs(module: Any) -> list[StateRef]:
 
 
 def apart(tree: T, other: Any) -> T:
-    """A tree without the arrays of another one, or one array twice: to donate both would be an error."""
+    """The tree with a copy of each array that is also in the other tree, or twice in this one.
+
+    Otherwise a step that donates both trees would donate an array twice, which is an error.
+    """
     seen = {id(x) for x in jax.tree.leaves(other)}
 
     def fresh(x: Any) -> Any:

@@ -1,4 +1,4 @@
-"""All that a training step hands on, as one module: `TrainState`."""
+"""`TrainState`: everything that one training step passes to the next, as one module."""
 
 from collections.abc import Mapping
 from typing import Any, Generic, TypeVar
@@ -29,20 +29,21 @@ M = TypeVar("M")
 
 
 class TrainState(eqx.Module, DerivesLayout, Generic[M]):
-    """All that a training step hands on; made by `TrainState.create`.
+    """Everything that one training step passes to the next; made by `TrainState.create`.
 
-    One layout for the model lays out the whole: the optimizer's state as `ft.plan_optimizer` says, the model's state by
-    the same rules, the rest whole. A pattern is tried on the whole path (`model.blocks.0.up`, `opt_state.0.mu.**`), and
-    on the path below `model`.
+    The layout of the model lays out the whole training state: the optimizer's state as in `ft.plan_optimizer`, the
+    model's state by the same rules, and everything else replicated. A pattern is matched with the whole path
+    (`model.blocks.0.up`, `opt_state.0.mu.**`), and with the path below `model`.
 
     Attributes:
-        step: how many updates there were.
+        step: the number of updates.
         model: the model.
-        opt_state: of the optimizer, for the parameters that it updates.
-        state: what the model declares by `ft.StateRef`s, or None.
-        key: for dropout and the like, or None.
-        tx: the optimizer, static. Made once: optax's are equal only by identity, and another one compiles anew.
-        wrt: the filter of the parameters that it updates, static.
+        opt_state: the optimizer's state, for the parameters that it updates.
+        state: the state that the model declares by `ft.StateRef`s, or None.
+        key: a key, for example for dropout, or None.
+        tx: the optimizer, static. Make it once: optax's optimizers are equal only by identity, so another one needs
+            another compilation.
+        wrt: the filter of the parameters that the optimizer updates, static.
 
     Examples:
         >>> import optax
@@ -73,19 +74,19 @@ class TrainState(eqx.Module, DerivesLayout, Generic[M]):
         key: PRNGKeyArray | None = None,
         wrt: FilterLike = is_trainable,
     ) -> "TrainState[M]":
-        """A training state before the first step. Under `ft.init` each of its arrays is born sharded.
+        """The training state before the first step. Under `ft.init` each of its arrays is created sharded.
 
         Args:
-            model: concrete, traced or abstract. If it declares state that has no place yet, that is made.
+            model: the model; concrete, traced or abstract. If it declares state that was not made yet, it is made.
             tx: any optax optimizer.
-            layout: of the model; everything is put where it says.
+            layout: the layout of the model, by which the whole training state is placed.
             mesh: a mesh, or None for the current one.
-            state: of the model, if it was made already.
-            key: handed on in `key`.
-            wrt: a filter: what does not match is frozen, and the optimizer knows nothing of it.
+            state: the state of the model, if it was made already.
+            key: the value of the attribute `key`.
+            wrt: a filter. Parameters that do not match are frozen: the optimizer does not get them.
 
         Raises:
-            FunctreeError: no optimizer; no parameter matches `wrt`.
+            FunctreeError: `tx` is not an optimizer; no parameter matches `wrt`.
             ShardingError: the layout does not fit.
 
         Examples:
@@ -96,10 +97,10 @@ class TrainState(eqx.Module, DerivesLayout, Generic[M]):
             P('model',)
         """
         if not (callable(getattr(tx, "init", None)) and callable(getattr(tx, "update", None))):
-            said = repr(tx) if len(repr(tx)) < 40 else f"a {type(tx).__name__}"
+            text = repr(tx) if len(repr(tx)) < 40 else f"a {type(tx).__name__}"
             raise FunctreeError(
-                f"{said} is no optimizer: `TrainState.create(model, tx)`, where an optax GradientTransformation has "
-                "`init` and `update`"
+                f"{text} is not an optimizer: call `TrainState.create(model, tx)` with an optax "
+                "GradientTransformation, which has `init` and `update`"
             )
         leaves, name = read(model), type(model).__name__
         if state is None:
@@ -116,12 +117,12 @@ class TrainState(eqx.Module, DerivesLayout, Generic[M]):
 
     @staticmethod
     def derived_layout(layout: Layout, found: Mapping[Path, "TrainState[Any]"]) -> Layout:
-        """The layout of a tree in which training states are found, by one for the model."""
+        """The layout of a tree that contains training states, from the layout of the model."""
         return TrainingLayout(layout, found)
 
 
 def _without_state(leaves: Leaves, model: Any) -> Leaves:
-    """The leaves of a model whose refs hold no arrays any more."""
+    """The leaves of a model after its state has been moved out: without the initial values of its refs."""
     kept = tuple(leaf for leaf in leaves.leaves if not any(issubclass(cls, StateRef) for cls in leaf.within))
     return Leaves(kept, (), Skeleton.of(model))
 
@@ -130,13 +131,14 @@ def apply_gradients(ts: TrainState[M], grads: Any, *, state: State | None = None
     """The training state after one update.
 
     Args:
-        ts: before.
-        grads: a tree like the model, from `ft.grad` or `ft.value_and_grad`; None, or anything, for what is frozen.
+        ts: the training state before the update.
+        grads: a tree like the model, from `ft.grad` or `ft.value_and_grad`. Its values for frozen parameters are not
+            used, and may be None.
         state: the model's state after the step, if it has one.
-        **extra: what the optimizer's `update` takes besides (`value=`, for L-BFGS `value_fn=` and `grad=`).
+        **extra: other arguments of the optimizer's `update` (`value=`; for L-BFGS also `value_fn=` and `grad=`).
 
     Raises:
-        FunctreeError: a parameter has no gradient, or one of another shape, by path.
+        FunctreeError: a parameter has no gradient, or one of another shape; the message has the paths.
         StateError: `state` is that of another model.
 
     Examples:
@@ -148,13 +150,14 @@ def apply_gradients(ts: TrainState[M], grads: Any, *, state: State | None = None
     """
     leaves = read(ts.model)
     found = {leaf.path: leaf.value for leaf in read(grads).leaves}
-    params: list[Any] = []  # None for what is frozen
-    own: list[Any] = []
+    # Both with None for frozen parameters, which the optimizer does not get.
+    params: list[Any] = []
+    gradients: list[Any] = []
     problems: list[Problem] = []
     for leaf in leaves.leaves:
         trained, grad = ts.wrt(leaf), found.get(leaf.path)
         params.append(leaf.value if trained else None)
-        own.append(grad if trained else None)
+        gradients.append(grad if trained else None)
         if trained and (grad is None or grad.shape != leaf.shape):
             why = "has no gradient" if grad is None else f"has a gradient {array_text(grad)}"
             problems.append(leaf.problem(why, _DIFFERENTIATE))
@@ -162,28 +165,29 @@ def apply_gradients(ts: TrainState[M], grads: Any, *, state: State | None = None
         raise FunctreeError(f"{count(len(problems), 'parameter')} cannot be updated", problems)
     update = optax.with_extra_args_support(ts.tx).update
     spread = leaves.skeleton.spread
-    updates, opt_state = update(spread(own), jax.tree.map(_on_device, ts.opt_state), spread(params), **extra)
+    updates, opt_state = update(spread(gradients), jax.tree.map(_on_device, ts.opt_state), spread(params), **extra)
     model = jax.tree.map(updated, updates, ts.model, is_leaf=_is_none)
     if state is not None and jax.tree.structure(state) != jax.tree.structure(ts.state):
         raise StateError(
-            f"apply_gradients is given {state!r}, and the model's state is {ts.state!r}: of another model?"
+            f"apply_gradients got {state!r}, but the model's state is {ts.state!r}: is it that of another model?"
         )
     state = ts.state if state is None else state
     return TrainState(ts.step + 1, model, _strong(opt_state), state, ts.key, ts.tx, ts.wrt)
 
 
-_DIFFERENTIATE = "differentiate by what the optimizer updates: `ft.grad(loss, wrt=...)`, `TrainState.create(wrt=...)`"
+_DIFFERENTIATE = "give `ft.grad(loss, wrt=...)` and `TrainState.create(..., wrt=...)` the same filter"
 
 
 def _strong(opt_state: Any) -> Any:
-    """An optimizer's state without weak types: some begin with them (L-BFGS), and would compile twice."""
+    """An optimizer's state without weak types. The initial state of L-BFGS has some, and a step would compile twice."""
     return jax.tree.map(lambda x: strong(x) if isinstance(x, jax.Array) else x, opt_state)
 
 
 def _on_device(x: Any) -> Any:
-    """An array that a layout keeps in host memory, where nothing is computed, for the time of the update."""
-    host = isinstance(x, jax.Array) and jax.typeof(x).memory_space == jax.memory.Space.Host
-    return jax.device_put(x, jax.memory.Space.Device) if host else x
+    """The array in device memory. A layout may keep it in host memory, where the update cannot be computed."""
+    if not isinstance(x, jax.Array) or jax.typeof(x).memory_space != jax.memory.Space.Host:
+        return x
+    return jax.device_put(x, jax.memory.Space.Device)
 
 
 def _is_none(node: Any) -> bool:
@@ -191,5 +195,8 @@ def _is_none(node: Any) -> bool:
 
 
 def updated(update: Any, parameter: Any) -> Any:
-    """A parameter and its update, in the parameter's dtype."""
-    return parameter if update is None else (parameter.astype(update.dtype) + update).astype(parameter.dtype)
+    """The sum of a parameter and its update, in the parameter's dtype; the parameter itself if it is frozen."""
+    if update is None:
+        return parameter
+    # An explicit cast: under strict dtype promotion JAX does not add a bfloat16 parameter and a float32 update.
+    return (parameter.astype(update.dtype) + update).astype(parameter.dtype)

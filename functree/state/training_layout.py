@@ -1,4 +1,4 @@
-"""A model's layout ─► the layout of a training state: the model, the optimizer's state, its own, and the rest."""
+"""The layout of a model ─► the layout of its training state: of model, optimizer state, model state, and the rest."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
@@ -21,11 +21,12 @@ from functree.tree.paths import Path
 from functree.tree.skeleton.skeleton import Skeleton
 
 MODEL, STATE, OPTIMIZER = "model", "state", "opt_state"
-FOLLOWING = (OPTIMIZER, "step", "key")  # a layout for the model is not about these; any other field goes by it
+# The layout of the model does not decide for these fields, unless it names them. It decides for all other fields.
+DERIVED = (OPTIMIZER, "step", "key")
 
 
 class TrainStateLike(Protocol):
-    """What is asked of a training state."""
+    """The attributes of a training state that its layout needs. (`TrainState` imports this module.)"""
 
     @property
     def model(self) -> Any: ...
@@ -36,7 +37,7 @@ class TrainStateLike(Protocol):
 
 
 class Position(NamedTuple):
-    """Where a leaf stands: the path of its training state, the field of that, and the path below."""
+    """The position of a leaf: the path of its training state, the field of it, and the path below this field."""
 
     state: Path
     field: str
@@ -44,14 +45,15 @@ class Position(NamedTuple):
 
 
 class TrainingLayout(Layout):
-    """A layout for a model, standing over a tree that has training states.
+    """The layout of a tree that contains training states, from the layout of the model.
 
-    The models and their state go by the layout itself, and so does what is in no training state, or in a field that a
-    subclass adds; of an optimizer's state each leaf goes as its parameter does (`ft.plan_optimizer`); the step and the
-    key are whole. Where the layout speaks of a leaf by its field, as `opt_state.**` does, that holds.
+    The layout of the model itself decides for the models and their state, for leaves outside of the training states,
+    and for fields that a subclass adds. In an optimizer's state each leaf is laid out like its parameter
+    (`ft.plan_optimizer`). The step and the key are replicated. If the layout names a leaf by its field, as the filter
+    `opt_state.**` does, it decides for this leaf.
 
     Args:
-        layout: of the model.
+        layout: the layout of the model.
         states: the training states, concrete or abstract, by path.
     """
 
@@ -72,6 +74,7 @@ class TrainingLayout(Layout):
             return self.layout.resolve(leaves, mesh)
         positions = [self._position(leaf.patterned[0]) for leaf in leaves]
         parts = [_TrainState(path, state, leaves, positions) for path, state in self.states.items()]
+        # The leaves with all that is known about them: those of the optimizer have the axes of their parameters.
         known = list(leaves)
         for part in parts:
             for i, origin in part.origins.items():
@@ -82,57 +85,66 @@ class TrainingLayout(Layout):
         decided = dict(zip(direct, found.decisions, strict=True))
         for part in parts:
             decided |= part.derived(known, decided, mesh)
-        decisions = [decided.get(i) or whole(leaf, COUNTS).settle() for i, leaf in enumerate(leaves)]
+        # The rest are steps and keys.
+        decisions = [decided.get(i) or whole(leaf, NOT_OF_MODEL).settle() for i, leaf in enumerate(leaves)]
         return Resolution(decisions, found.problems, found.unused, known)
 
     def _position(self, path: Path) -> Position | None:
-        depth = next((n for n in range(len(path)) if path[:n] in self.states), None)
-        return None if depth is None else Position(Path(path[:depth]), path[depth], Path(path[depth + 1 :]))
+        """The position of a path; None if it is in no training state."""
+        for depth in range(len(path)):
+            if path[:depth] in self.states:
+                return Position(Path(path[:depth]), path[depth], Path(path[depth + 1 :]))
+        return None
 
     def _decides(self, leaf: Leaf, position: Position | None, mesh: MeshView) -> bool:
-        """Whether the layout itself decides for a leaf."""
-        if position is None or position.field not in FOLLOWING:
+        """Whether the layout of the model decides for a leaf itself."""
+        if position is None or position.field not in DERIVED:
             return True
-        return _speaks_of(self.layout, leaf, position, mesh)
+        return _names_field(self.layout, leaf, position, mesh)
 
 
-COUNTS = "does not depend on the model"
+NOT_OF_MODEL = "does not depend on the model"
 
 
 class _TrainState:
-    """One training state of a tree: which leaves are its model's and its optimizer's, as indices."""
+    """One training state of a tree: the indices of the leaves of its model and of its optimizer's state."""
 
     def __init__(self, path: Path, state: TrainStateLike, leaves: Sequence[Leaf], positions: Sequence[Position | None]):
-        mine = [(i, position) for i, position in enumerate(positions) if position and position.state == path]
-        self.model: dict[Path, int] = {position.below: i for i, position in mine if position.field == MODEL}
-        below = {i: position.below for i, position in mine if position.field == OPTIMIZER}
-        # As the optimizer sees them: by their paths in the model, and in its own state.
-        model = {path: leaves[i]._replace(path=path, aliases=()) for path, i in self.model.items()}
-        trained = Trained(Skeleton.of(state.model), {p: leaf if state.wrt(leaf) else None for p, leaf in model.items()})
-        own = [leaves[i]._replace(path=path, aliases=()) for i, path in below.items()]
+        own = [(i, position) for i, position in enumerate(positions) if position and position.state == path]
+        self.model: dict[Path, int] = {position.below: i for i, position in own if position.field == MODEL}
+        optimizer = {i: position.below for i, position in own if position.field == OPTIMIZER}
+        # The optimizer sees paths in the model for the parameters, and paths in its own state for its leaves.
+        parameters: dict[Path, Leaf | None] = {}
+        for below, i in self.model.items():
+            leaf = leaves[i]._replace(path=below, aliases=())
+            parameters[below] = leaf if state.wrt(leaf) else None
+        trained = Trained(Skeleton.of(state.model), parameters)
+        opt_leaves = [leaves[i]._replace(path=below, aliases=()) for i, below in optimizer.items()]
         self.parameters: dict[Path, Leaf] = trained.parameters
-        self.origins: dict[int, Origin] = dict(zip(below, find_origins(state.tx, trained, own), strict=True))
+        self.origins: dict[int, Origin] = dict(zip(optimizer, find_origins(state.tx, trained, opt_leaves), strict=True))
 
     def derived(self, leaves: Sequence[Leaf], decided: Mapping[int, Decision], mesh: MeshView) -> dict[int, Decision]:
-        """The decisions for the leaves of the optimizer's state that follow a parameter."""
-        waiting = {i: origin for i, origin in self.origins.items() if i not in decided}
+        """The decisions for the leaves of the optimizer's state for which the layout does not decide itself."""
+        open_origins = {i: origin for i, origin in self.origins.items() if i not in decided}
         rows = {path: _row(leaf, decided[self.model[path]]) for path, leaf in self.parameters.items()}
-        found = Derived(list(waiting.values()), rows, None).resolve([leaves[i] for i in waiting], mesh)
-        return {
-            i: decision._replace(specified=origin.parameter is None or rows[origin.parameter].spec is not None)
-            for (i, origin), decision in zip(waiting.items(), found.decisions, strict=True)
-        }
+        found = Derived(list(open_origins.values()), rows, None).resolve([leaves[i] for i in open_origins], mesh)
+        decisions: dict[int, Decision] = {}
+        for (i, origin), decision in zip(open_origins.items(), found.decisions, strict=True):
+            # If no layout was given for a parameter, none was given for its statistics either.
+            specified = origin.parameter is None or rows[origin.parameter].spec is not None
+            decisions[i] = decision._replace(specified=specified)
+        return decisions
 
 
 def _row(leaf: Leaf, decision: Decision) -> Row:
-    """A parameter, as the layout of an optimizer's state asks for it."""
+    """The row of a parameter, in the form that `Derived` takes."""
     spec = decision.spec if decision.specified else None
     shape, kind = leaf.shape, decision.memory_kind
     return Row(leaf.path, shape, leaf.value.dtype, leaf.axes, spec, "", shape, 0, 0, 0, kind)
 
 
 def _renamed(leaf: Leaf, path: Path, position: Position | None) -> Leaf:
-    """The leaf whose path patterns see from the root, from its training state on, and below its model."""
+    """The leaf with several paths for filters: from the root, from its training state, and from its model."""
     if position is None:
         return leaf
     aliases = [path, Path((position.field, *position.below))]
@@ -141,17 +153,19 @@ def _renamed(leaf: Leaf, path: Path, position: Position | None) -> Leaf:
     return leaf._replace(aliases=tuple(dict.fromkeys(aliases)))
 
 
-def _speaks_of(layout: Layout, leaf: Leaf, position: Position, mesh: MeshView) -> bool:
-    """Whether a layout speaks of a leaf by its field: it would decide otherwise, were the field another one."""
+def _names_field(layout: Layout, leaf: Leaf, position: Position, mesh: MeshView) -> bool:
+    """Whether a layout names the field of a leaf."""
     match layout:
         case StateSharding():
+            # It does if the filter that decides would not match the leaf in a field with another name. A filter such
+            # as `**.bias` would match it there too: it is meant for the model.
             other = (Path((*position.state, "", *position.below)), Path(("", *position.below)))
             index = layout.first(leaf)
             return index is not None and index != layout.first(leaf._replace(aliases=other))
-        case Plan():  # it has a row, or a problem
+        case Plan():  # without a row for the leaf, it has a fault
             return not layout.resolve([leaf], mesh).decisions[0].faults
         case Composition():
-            return any(_speaks_of(part, leaf, position, mesh) for part in layout.parts)
+            return any(_names_field(part, leaf, position, mesh) for part in layout.parts)
         case OnHost():
-            return _speaks_of(layout.layout, leaf, position, mesh)
+            return _names_field(layout.layout, leaf, position, mesh)
     return False

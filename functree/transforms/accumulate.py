@@ -1,4 +1,4 @@
-"""A gradient function ─► the same over a batch taken in pieces, one after another."""
+"""A gradient function ─► the same function over a batch that is split into pieces, computed one after another."""
 
 import functools
 import math
@@ -24,23 +24,24 @@ _T = TypeVar("_T")
 
 
 def accumulate(fn: Callable[_P, _T], steps: int) -> Callable[_P, _T]:
-    """Run a gradient function on a batch in pieces, by a `lax.scan`, and average what it returns.
+    """Run a gradient function on the pieces of a batch, by a `lax.scan`, and average the results.
 
-    The memory is that of one piece. For losses that are means over the batch the result is that of the whole batch.
-    Each device keeps its part of the batch: piece `i` has every `steps`-th example of it, from the `i`-th on.
+    It needs the memory of one piece only. If the loss is a mean over the batch, the result is that of the whole batch.
+    No data moves between devices: piece `i` has every `steps`-th example of the batch, beginning with the `i`-th.
 
     Args:
-        fn: `ft.value_and_grad(loss)` or `ft.grad(loss)`: of the model, and then of arguments whose arrays all have the
-            batch as their leading dimension. It is traced once.
-        steps: how many pieces.
+        fn: `ft.value_and_grad(loss)` or `ft.grad(loss)`. Its first argument is the model. In all other arguments the
+            leading dimension of each array is the batch. It is traced once.
+        steps: the number of pieces.
 
     Returns:
-        A function of the same arguments. Inexact arrays of the result are averaged, in float32 at least; all else is
-        the last piece's.
+        A function of the same arguments. Inexact arrays of its result are averaged, in float32 or wider. Everything
+        else is taken from the last piece.
 
     Raises:
-        FunctreeError: `steps` is no positive integer; (when called) it does not divide an array's leading dimension, or
-            (on Explicit axes, whose types tell) a piece is not divided over the devices.
+        FunctreeError: `steps` is not a positive integer; (when called) it does not divide the leading dimension of an
+            array, or a piece cannot be sharded like the batch (this is checked on Explicit axes, where the types of
+            arrays contain their shardings).
 
     Examples:
         >>> def loss(w, x):
@@ -51,20 +52,21 @@ def accumulate(fn: Callable[_P, _T], steps: int) -> Callable[_P, _T]:
         True
     """
     if type(steps) is not int or steps < 1:
-        raise FunctreeError(f"accumulate(steps={steps!r}): the number of pieces is a positive integer")
+        raise FunctreeError(f"accumulate(steps={steps!r}): the number of pieces must be a positive integer")
 
-    inner: Any = jit(fn, inline=True)  # so that JAX remembers its trace: one for its result's shapes and for the loop
+    # Under jit it is traced once, and JAX uses this trace twice: for the shapes of the result, and in the loop.
+    inner: Any = jit(fn, inline=True)
     signature, bound = Signature.of(fn)
     if not signature.positional:
-        raise FunctreeError(f"accumulate: {signature.name} takes no model by position")
+        raise FunctreeError(f"accumulate: {signature.name} has no positional parameter for the model")
     model = signature.positional[0]
 
     @functools.wraps(fn)
     def accumulated(*args: _P.args, **kwargs: _P.kwargs) -> _T:
         if not args:
-            raise FunctreeError("accumulate: the model is the first argument, and is given by position")
+            raise FunctreeError("accumulate: pass the model as the first positional argument")
         leaves = read(signature.bind(*bound.call(args, kwargs)))
-        # What is bound to the function is no batch either.
+        # Arguments that are bound to the function (`self`, those of a partial) are not part of the batch either.
         fixed = {model, *signature.parameters[: len(bound.args)], *bound.kwargs}
         batch = [leaf for leaf in leaves.leaves if leaf.path[0] not in fixed]
         _check(batch, steps)
@@ -73,14 +75,14 @@ def accumulate(fn: Callable[_P, _T], steps: int) -> Callable[_P, _T]:
             taken = {leaf.path: _piece(leaf.value, i, steps) for leaf in batch}
             call = leaves.skeleton.fill(taken.get(leaf.path, leaf.value) for leaf in leaves.leaves)
             args, kwargs = signature.arguments(call)
-            return inner(
-                *args[len(bound.args) :], **{name: x for name, x in kwargs.items() if name not in bound.kwargs}
-            )
+            # `inner` adds the bound arguments itself.
+            own = {name: value for name, value in kwargs.items() if name not in bound.kwargs}
+            return inner(*args[len(bound.args) :], **own)
 
         def add(total: Any, i: Any) -> tuple[Any, None]:
             return tree_map(_added, total, eqx.filter(piece(i), is_array)), None
 
-        # To stack what the pieces give would take the memory of all their gradients: the loop carries the sum.
+        # The loop carries the sum: stacked outputs would need the memory of the gradients of all pieces.
         like, rest = eqx.partition(eqx.filter_eval_shape(piece, jnp.zeros((), jnp.int32)), is_array)
         total, _ = jax.lax.scan(add, tree_map(_zeros, like), jnp.arange(steps, dtype=jnp.int32))
         return eqx.combine(tree_map(lambda x, like: _averaged(x, steps, like.dtype), total, like), rest)
@@ -89,36 +91,44 @@ def accumulate(fn: Callable[_P, _T], steps: int) -> Callable[_P, _T]:
 
 
 def _check(batch: Sequence[Leaf], steps: int) -> None:
+    """Raise for all arrays of a batch that cannot be split into this number of pieces."""
     problems: list[Problem] = []
     for leaf in batch:
         if not leaf.shape:
-            problems.append(leaf.problem(f"it has no leading dimension, to be taken in {steps} pieces", _REMEDY))
+            problems.append(leaf.problem(f"has no leading dimension to split into {steps} pieces", _REMEDY))
             continue
         parts = _parts(leaf.value)
         if leaf.shape[0] % (steps * parts):
-            pieces = f"{steps} pieces" + (f" on each of {parts} devices" if parts > 1 else "")
-            problems.append(leaf.problem(f"its leading dimension is {leaf.shape[0]}, to be taken in {pieces}", _REMEDY))
+            why = f"its leading dimension of size {leaf.shape[0]} cannot be split into {steps} pieces"
+            if parts > 1:
+                why += f" on each of {parts} devices"
+            problems.append(leaf.problem(why, _REMEDY))
     if problems:
-        raise FunctreeError(f"accumulate: {count(len(problems), 'array')} cannot be taken in pieces", problems)
+        raise FunctreeError(f"accumulate: {count(len(problems), 'array')} cannot be split into pieces", problems)
 
 
-_REMEDY = "give a batch whose size `steps` divides; pass what is no batch in the model, or close over it"
+_REMEDY = "use a batch whose size `steps` divides; pass an array that is not part of it in the model or a closure"
 
 
 def _parts(x: Any) -> int:
-    """Over how many devices the type of an array says that its leading dimension is split."""
+    """The number of parts into which the leading dimension is sharded, by the type of the array."""
     sharding: Any = jax.typeof(x).sharding
     entry = next(iter(sharding.spec), None)
     return math.prod(sharding.mesh.shape[axis] for axis in mesh_axes(entry))
 
 
 def _piece(x: Any, i: Any, steps: int) -> Any:
-    """Every `steps`-th example from the i-th on: so a batch that is split over devices stays so, and nothing moves."""
+    """Every `steps`-th example from the i-th on.
+
+    A contiguous piece of a sharded batch would be on a few devices only. This one has examples of every device, so it
+    is sharded like the batch and no data moves.
+    """
     apart = jnp.reshape(x, (x.shape[0] // steps, steps, *x.shape[1:]))
     return jax.lax.dynamic_index_in_dim(apart, i, axis=1, keepdims=False)
 
 
 def _zeros(like: Any) -> Any:
+    """The sum of no pieces. On Explicit axes the carry of a scan must keep its type, sharding included."""
     sharding = getattr(like, "sharding", None)
     if sharding is not None and AxisType.Explicit in sharding.mesh.axis_types:
         return jnp.zeros(like.shape, _wide(like.dtype), out_sharding=sharding)
@@ -126,15 +136,20 @@ def _zeros(like: Any) -> Any:
 
 
 def _wide(dtype: Any) -> Any:
-    """The dtype of a sum: in a narrow one, what many small pieces add is lost."""
+    """The dtype of a sum, float32 or wider: in a narrower one, small terms would be lost in rounding."""
     narrow = jnp.issubdtype(dtype, jnp.inexact) and jnp.finfo(dtype).bits < 32
     return jnp.float32 if narrow else dtype
 
 
 def _added(total: Any, new: Any) -> Any:
-    """The sum so far and one more piece; what is not inexact is the last piece's."""
-    return total + new.astype(total.dtype) if jnp.issubdtype(new.dtype, jnp.inexact) else new
+    """The sum with one more piece. Arrays that are not inexact are not summed: the last piece's replaces the others."""
+    if not jnp.issubdtype(new.dtype, jnp.inexact):
+        return new
+    return total + new.astype(total.dtype)
 
 
 def _averaged(total: Any, steps: int, dtype: Any) -> Any:
-    return (total / steps).astype(dtype) if jnp.issubdtype(dtype, jnp.inexact) else total
+    """The mean of the pieces, in the dtype that the function itself returns."""
+    if not jnp.issubdtype(dtype, jnp.inexact):
+        return total
+    return (total / steps).astype(dtype)

@@ -1,4 +1,4 @@
-"""What the backward pass recomputes, keeps, or reads from host memory ─► a policy for `jax.checkpoint`."""
+"""A choice of what the backward pass recomputes, keeps, or reads from host memory ─► a policy for `jax.checkpoint`."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -8,7 +8,8 @@ import jax
 
 from functree.errors import FunctreeError, Problem, count, did_you_mean
 
-#: What the backward pass recomputes: a name, `ft.offload(...)`, or a policy of `jax.checkpoint_policies`.
+#: What the backward pass recomputes: `"full"` or `"dots"`, `ft.offload(...)`, a policy of `jax.checkpoint_policies`, or
+#: `None` for nothing.
 Remat = str | Callable[..., Any] | None
 
 _POLICIES: dict[str, Callable[..., Any]] = {
@@ -19,7 +20,11 @@ _POLICIES: dict[str, Callable[..., Any]] = {
 
 @dataclass(frozen=True)
 class Offload:
-    """A checkpoint policy that is equal by value, so that a config which holds one compiles nothing twice."""
+    """A checkpoint policy that is equal by value.
+
+    JAX's own policies are closures, equal only by identity. A config with one would be another config each time that
+    it is created, and would be compiled again.
+    """
 
     names: tuple[str, ...]
     others: Remat
@@ -44,22 +49,23 @@ def _to_host(names: tuple[str, ...]) -> Callable[..., Any]:
 
 
 def offload(*names: str, others: Remat = "full") -> Callable[..., Any]:
-    """For `remat=`: the backward pass reads the values of these names from host memory.
+    """A policy for `remat=`: the backward pass reads the values with these names from host memory.
 
-    A layer names a value by `x = jax.ad_checkpoint.checkpoint_name(x, "name")`. Each goes to pinned host memory in the
-    forward pass and comes back in the backward pass. The layers of `ft.nn` say in their documentation what they name.
+    A layer names a value by `x = jax.ad_checkpoint.checkpoint_name(x, "name")`. The value is copied to pinned host
+    memory in the forward pass, and back in the backward pass. The documentation of the layers of `ft.nn` lists the
+    names of their values.
 
-    Also a policy for `jax.checkpoint`, which does not tell of a name that no value has.
+    The result is also a policy for `jax.checkpoint`, but there a name that no value has is not an error.
 
     Args:
-        *names: of the values.
-        others: what of all other values is kept on the device, as in `Stacked.scan(remat=...)`.
+        *names: the names of the values.
+        others: which of the other values are kept on the device, as in `Stacked.scan(remat=...)`.
 
     Returns:
         A policy, equal by value.
 
     Raises:
-        FunctreeError: no names, or what is no identifier; an unknown `others`.
+        FunctreeError: there are no names, or one is not an identifier; `others` is unknown.
 
     Examples:
         >>> layers = ft.stack(lambda key: ft.nn.MLP(4, 8, key=key), 3, jax.random.key(0))
@@ -68,7 +74,7 @@ def offload(*names: str, others: Remat = "full") -> Callable[..., Any]:
         >>> layers.scan(jnp.ones((5, 4)), remat=ft.offload("mlp_gates"))
         Traceback (most recent call last):
             ...
-        functree.errors.FunctreeError: 1 name to offload that MLP gives to no value
+        functree.errors.FunctreeError: 1 name to offload that no value in MLP has
         <BLANKLINE>
           "mlp_gates"
               no value has this name; did you mean `mlp_gate`?
@@ -79,7 +85,7 @@ def offload(*names: str, others: Remat = "full") -> Callable[..., Any]:
         raise FunctreeError('offload() needs the names of values: offload("hidden")')
     for name in names:
         if not (isinstance(name, str) and name.isidentifier()):
-            raise FunctreeError(f'offload({name!r}): the name of a value is an identifier: "hidden"')
+            raise FunctreeError(f'offload({name!r}): the name of a value must be an identifier, such as "hidden"')
     remat_policy(others)
     if isinstance(others, Offload):
         names, others = (*names, *others.names), others.others
@@ -87,40 +93,46 @@ def offload(*names: str, others: Remat = "full") -> Callable[..., Any]:
 
 
 def check_names(policy: Offload, layer: str, run: Callable[..., Any], *operands: Any) -> None:
-    """Raise for a name that no value has: JAX would recompute what was meant, and say nothing.
+    """Raise for a name that no value has: JAX would silently recompute the value that was meant.
 
-    The names are read in the traced program, so that a call without a gradient is checked too: a policy that recorded
-    them would see only what is differentiated, too late to refuse. JAX remembers its trace of the step, and no layer's
-    code runs twice. Only `jax.custom_vjp` hides names until it is differentiated.
+    The names are read from the traced program, so a call without a gradient is checked too. (A policy that records the
+    names sees only differentiated values, and too late.) JAX caches the trace of the step, so no layer is traced twice.
     """
     found = _names(jax.make_jaxpr(run)(*operands))
     if not found.issuperset(policy.names):
+        # A `jax.custom_vjp` hides the names of its forward pass until it is differentiated.
         found |= _names(jax.make_jaxpr(lambda *operands: jax.linearize(run, *operands)[0])(*operands))
-    there = ", ".join(f"`{name}`" for name in sorted(found))
-    remedy = f"one of {there}" if there else 'name a value: `x = jax.ad_checkpoint.checkpoint_name(x, "name")`'
-    problems = [
-        Problem(None, None, f'"{name}"', f"no value has this name{did_you_mean(name, found)}", remedy)
-        for name in policy.names
-        if name not in found
-    ]
+    remedy = 'name a value: `x = jax.ad_checkpoint.checkpoint_name(x, "name")`'
+    if found:
+        remedy = f"one of {', '.join(f'`{name}`' for name in sorted(found))}"
+    problems: list[Problem] = []
+    for name in policy.names:
+        if name not in found:
+            why = f"no value has this name{did_you_mean(name, found)}"
+            problems.append(Problem(None, None, f'"{name}"', why, remedy))
     if problems:
-        raise FunctreeError(f"{count(len(problems), 'name')} to offload that {layer} gives to no value", problems)
+        raise FunctreeError(f"{count(len(problems), 'name')} to offload that no value in {layer} has", problems)
 
 
 def _names(jaxpr: Any) -> set[str]:
-    """The names of values in a program, and in the programs that its equations hold."""
-    eqns = getattr(jaxpr, "jaxpr", jaxpr).eqns
-    found = {eqn.params["name"] for eqn in eqns if eqn.primitive.name == "name"}
-    params = [value for eqn in eqns for value in eqn.params.values()]
-    inner = [x for value in params for x in (value if isinstance(value, tuple) else (value,)) if hasattr(x, "eqns")]
-    return found.union(*map(_names, inner))
+    """The names of the values in a program, and in the inner programs of its equations."""
+    found: set[str] = set()
+    for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
+        if eqn.primitive.name == "name":
+            found.add(eqn.params["name"])
+        for param in eqn.params.values():
+            # `cond` has a tuple of programs, `scan` a single one.
+            for inner in param if isinstance(param, tuple) else (param,):
+                if hasattr(inner, "eqns"):
+                    found |= _names(inner)
+    return found
 
 
 def remat_policy(remat: Remat) -> Callable[..., Any] | None:
-    """The policy that a `remat=` argument stands for; `None` where nothing is recomputed.
+    """The policy that a `remat=` argument means; `None` if nothing is recomputed.
 
     Raises:
-        FunctreeError: neither a known name nor callable.
+        FunctreeError: the argument is neither a known name nor a policy.
 
     Examples:
         >>> from functree.transforms.remat import remat_policy
@@ -132,5 +144,5 @@ def remat_policy(remat: Remat) -> Callable[..., Any] | None:
     if isinstance(remat, str) and remat in _POLICIES:
         return _POLICIES[remat]
     raise FunctreeError(
-        f'remat={remat!r}: write None, "full", "dots", `ft.offload("name")` or one of `jax.checkpoint_policies`'
+        f'remat={remat!r}: use None, "full", "dots", `ft.offload("name")` or one of `jax.checkpoint_policies`'
     )

@@ -1,4 +1,4 @@
-"""A function's annotations and some rules ─► the layouts of its arguments and its result."""
+"""The annotations of a function, and rules ─► the layouts of its arguments and its result."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,22 +22,23 @@ _STATIC = (int, float, complex, bool, str, bytes, type(None), None)
 
 
 def signature_layouts(fun: Callable[..., Any], rules: LayoutLike) -> tuple[dict[str, Any], Any]:
-    """The layouts that a function's annotations and some rules give to its arguments and its result.
+    """The layouts of a function's arguments and result, by its annotations and some rules.
 
     Args:
-        fun: a function, a method, a partial, or a module that can be called.
-        rules: `AxisRules`, or another layout that goes by names.
+        fun: a function, a method, a partial, or a callable module.
+        rules: `AxisRules`, or another layout that uses names.
 
     Returns:
-        `(inputs, output)`: a layout, or a prefix tree of layouts, for each parameter by its name, and for the result.
-        For `Float[Array, "batch embed"]` it is the `P` by the rules; for a tuple, one of each element; for a module, or
-        where nothing is annotated, the rules themselves, which read the module's own annotations; for names that
-        depend on the array (`"*batch embed"`), a layout that waits for it; for a number or a text, None.
+        `(inputs, output)`: a dict from each parameter's name to its layout, or prefix tree of layouts, and that of the
+        result. For `Float[Array, "batch embed"]` it is the `P` by the rules. For a tuple it is a tuple with a layout
+        for each element. For a module, or without an annotation, it is the rules themselves, which read the annotations
+        of the module. If the names depend on the array (`"*batch embed"`), it is a layout that reads them from the
+        array. For a number or a string it is None.
 
     Raises:
-        AxesError: an annotation that cannot be resolved, or whose alternatives an array cannot tell apart.
-        RuleError: `rules` are no layout.
-        ShardingError: names that no rule places.
+        AxesError: an annotation cannot be resolved, or has alternatives that an array cannot distinguish.
+        RuleError: `rules` is not a layout.
+        ShardingError: an axis is not laid out by any rule.
 
     Examples:
         >>> def ffn(x: Float[Array, "batch embed"], up: Float[Array, "embed hidden"]) -> Float[Array, "batch hidden"]:
@@ -62,10 +63,11 @@ def signature_layouts(fun: Callable[..., Any], rules: LayoutLike) -> tuple[dict[
 
 
 class _Unclear(Exception):
-    """What is wrong with an annotation; the caller knows its place."""
+    """An annotation cannot be used. The caller adds the name of the parameter."""
 
 
 def _settled(hint: Hint) -> Hint:
+    """The hint with its forward references resolved."""
     try:
         return hint.settled
     except UNREADABLE as error:
@@ -73,30 +75,36 @@ def _settled(hint: Hint) -> Hint:
 
 
 def _layout(hint: Hint, rules: Layout) -> Any:
-    """The layout by one annotation, as plain as it can be without the array."""
+    """The layout by one annotation: a spec if it does not depend on the array, else a `ByHint`."""
     if hint is NOTHING:
         return rules
     inner = [_layout(_settled(element), rules) for element in hint.elements]
     one = _layout(_settled(hint.element), rules) if hint.element else None
-    anywhere = hint.below is not None and any(form.dtype for form in hint.below.forms)  # `PyTree[X]`
-    if hint.names or hint.generics or anywhere or bool(hint.forms) + bool(hint.elements) + bool(hint.element) != 1:
+    in_any_tree = hint.below is not None and any(form.dtype for form in hint.below.forms)  # `PyTree[X]`
+    # A union such as `Float[Array, "a"] | tuple[...]` has more than one kind: only the value shows which it is.
+    kinds = bool(hint.forms) + bool(hint.elements) + bool(hint.element)
+    if hint.names or hint.generics or in_any_tree or kinds != 1:
         return ByHint(hint, rules)
     if hint.elements:
         return tuple(inner)
     if hint.element:
+        # For `list[tuple[X, Y]]` a tuple of layouts would be taken as one entry for each element of the list.
         return ByHint(hint, rules) if isinstance(one, tuple) else one
     return _array_layout(hint, rules)
 
 
 def _array_layout(hint: Hint, rules: Layout) -> Any:
-    """The spec of the one array that an annotation speaks of; where it depends on the array, what waits for it."""
+    """The spec of an annotated array; a `ByHint` if the spec depends on the array.
+
+    Alternatives (`Float[Array, "a b"] | Float[Array, "c"]`) are distinguished by the rank and the dtype of the array.
+    """
     kinds: dict[Any, set[Any]] = {}
     for form in hint.forms:
         if form.wrong:
             raise _Unclear(f"cannot be read: {form.wrong}")
         kinds.setdefault((len(form.dims), form.dtype), set()).add((form.spec, *(dim.token for dim in form.dims)))
     if any(len(alternatives) > 1 for alternatives in kinds.values()):
-        raise _Unclear("is ambiguous: alternatives of one rank and dtype name its dimensions differently")
+        raise _Unclear("is ambiguous: alternatives of the same rank and dtype name its dimensions differently")
     (axes, spec), *others = {(form.plain, form.spec) for form in hint.forms}
     if spec is not None and not others:
         return spec
@@ -107,7 +115,7 @@ def _array_layout(hint: Hint, rules: Layout) -> Any:
 
 @dataclass(frozen=True, repr=False, eq=False)
 class ByHint(Layout):
-    """Rules for leaves whose names an annotation gives when the arrays are there."""
+    """Rules for leaves whose axes come from an annotation, once the arrays are known."""
 
     hint: Hint
     rules: Layout
@@ -125,8 +133,12 @@ class ByHint(Layout):
         found = leaf_axes({}, leaf.value, leaf.path, self.hint.at(path), given, ())
         return leaf._replace(**found._asdict()) if found.annotated else leaf
 
+    # A `Hint` is compared by identity, since it may contain names that are resolved later. Two layouts by the
+    # same annotation have to be equal, so that they share what is compiled.
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, ByHint) and (self.rules, _compared(self.hint)) == (other.rules, _compared(other.hint))
+        if not isinstance(other, ByHint):
+            return False
+        return (self.rules, _compared(self.hint)) == (other.rules, _compared(other.hint))
 
     def __hash__(self) -> int:
         return hash((self.hint.text, self.rules))
@@ -136,7 +148,7 @@ class ByHint(Layout):
 
 
 def _compared(hint: Hint | None) -> Any:
-    """All of a hint that counts when two are compared."""
+    """The parts of a hint that decide whether two are equal."""
     if hint is None:
         return None
     generics = [(cls, *map(_compared, args)) for cls, args in hint.generics]

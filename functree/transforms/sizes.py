@@ -1,4 +1,4 @@
-"""The arrays of one call and their annotations ─► whether each axis name stands for one size."""
+"""The arrays of one call, and their annotations ─► a check that each axis has one size."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -16,36 +16,37 @@ _BUILTINS = {"__builtins__": {}, "min": min, "max": max, "abs": abs}
 
 
 class Sizes:
-    """The sizes that axis names stand for in one call, as its arrays show them, one after the other.
+    """The size of each axis in one call, collected from its arrays.
 
-    Only what the function's own annotations name is in it: a module's names are for its own fields, and two layers
-    of one class may differ.
+    Only the annotations of the function itself count. The names in a module's annotations belong to this module: two
+    layers of one class may have different sizes.
 
     Args:
-        name: of the function.
-        where: what the shapes are, if messages have to say that: `"global"`.
+        name: the name of the function, for messages.
+        where: `"global"` or `"local"`, if messages have to say which shapes are meant.
     """
 
     def __init__(self, name: str, where: str = ""):
         self.name: str = name
         self.where: str = where
+        # By kind and name of the axis: its sizes, several for a variadic one, and the path of the array they are from.
         self.bound: dict[Any, tuple[tuple[int, ...], Path]] = {}
 
     def copy(self) -> "Sizes":
-        """The same so far; what is bound in the copy is not bound here."""
+        """A copy. Sizes that are added to the copy are not added to the original."""
         other = Sizes(self.name, self.where)
         other.bound = dict(self.bound)
         return other
 
     def check(self, record: Any, leaves: Sequence[Leaf] | None = None) -> None:
-        """Bind the names of a record's arrays, and compare those that are bound.
+        """Compare the axes of a record's arrays with the sizes so far, and add those that are new.
 
         Args:
             record: a call or a result, as `Signature` makes them.
-            leaves: its leaves, where they have been read.
+            leaves: its leaves, if they have been read already.
 
         Raises:
-            AxesError: everything that does not fit: the array, the axis, both sizes.
+            AxesError: the arrays that do not fit, each with the axis and both sizes.
         """
         leaves = read(record).leaves if leaves is None else leaves
         problems: list[Problem] = []
@@ -56,11 +57,12 @@ class Sizes:
                 continue
             form = _chosen(leaf, forms)
             if not dtype_fits(form.dtype, leaf.value.dtype):
-                why = f"its dtype is {leaf.value.dtype}, and the annotation says {form.dtype.__name__}"
-                problems.append(leaf.problem(why, "convert it, or annotate what it is"))
+                why = f"its dtype is {leaf.value.dtype}, but the annotation says {form.dtype.__name__}"
+                problems.append(leaf.problem(why, "convert the array, or change the annotation"))
             for dim, sizes in _spans(form, leaf.shape):
                 why = self._bind(leaf, dim, sizes, expressions)
                 problems += [leaf.problem(why, _REMEDY)] if why else []
+        # Expressions such as `batch*seq` are last: they may use names that a later array binds.
         for leaf, dim, size in expressions:
             why = self._evaluate(dim, size)
             problems += [leaf.problem(why, _REMEDY)] if why else []
@@ -70,15 +72,20 @@ class Sizes:
             raise AxesError(f"{self.name}: {number} not as annotated{where}", problems)
 
     def _bind(self, leaf: Leaf, dim: Dim, sizes: tuple[int, ...], expressions: list[Any]) -> str | None:
-        """Why one dimension does not fit; None where it does."""
+        """The reason why a dimension does not fit; None if it fits, or is an expression, which is added to the list.
+
+        jaxtyping's modifiers are `#` (broadcast), `*` (variadic), `_` (anonymous) and `?` (may differ by leaf).
+        """
         modifiers = dim.token[: len(dim.token) - len(dim.token.lstrip("#*_?"))]
         body = dim.token.rpartition("=")[2].lstrip("#*_?")
         if "_" in modifiers or body in ("", "...") or (dim.broadcast and all(size == 1 for size in sizes)):
             return None
         if body.isdigit():
-            return f'"{dim.token}" says {body}, and the size is {sizes[0]}' if sizes != (int(body),) else None
+            return None if sizes == (int(body),) else f'"{dim.token}" requires size {body}, but the size is {sizes[0]}'
         if not body.isidentifier():
-            expressions += [(leaf, dim, sizes[0])] if "{" not in body else []
+            # jaxtyping's `{name}` refers to the arguments of the function, which are not known here.
+            if "{" not in body:
+                expressions.append((leaf, dim, sizes[0]))
             return None
         if dim.variadic and dim.broadcast:
             return None
@@ -86,27 +93,29 @@ class Sizes:
         known, owner = self.bound.setdefault(key, (sizes, leaf.path))
         if known == sizes:
             return None
-        here, there = (sizes, known) if dim.variadic else (sizes[0], known[0])
-        return f'"{body}" has size {here} here, and {there} in `{owner}`'
+        size, other = (sizes, known) if dim.variadic else (sizes[0], known[0])
+        return f'"{body}" has size {size} here, and {other} in `{owner}`'
 
     def _evaluate(self, dim: Dim, size: int) -> str | None:
-        """Why a size that is an expression of others does not fit."""
+        """The reason why a size does not fit an expression of other sizes; None if it fits."""
         body = dim.token.rpartition("=")[2].lstrip("#*_?")
         single = [(name, sizes[0]) for (variadic, name, _), (sizes, _) in self.bound.items() if not variadic]
         try:
+            # As jaxtyping evaluates it. The text is from the user's own annotation, not from data.
             wanted = eval(body, dict(_BUILTINS), dict(single))
         except UNREADABLE as error:
-            return f"`{body}` cannot be worked out: {error}"
-        return None if wanted == size else f"`{body}` is {wanted}, and the size is {size}"
+            return f"`{body}` cannot be evaluated: {error}"
+        return None if wanted == size else f"`{body}` is {wanted}, but the size is {size}"
 
 
-_REMEDY = "make the shapes agree, or name the axes apart"
+_REMEDY = "make the sizes equal, or give the axes different names"
 
 
 def annotated(record: Any, leaves: Sequence[Leaf]) -> Iterator[tuple[Leaf, tuple[ArrayForm, ...]]]:
-    """The arrays that the function's own annotations speak of, and what they allow there."""
+    """The arrays with an annotation of the function itself, and the alternatives that the annotation allows."""
     hints: Mapping[str, Any] = class_hints(type(record)).fields
     for leaf in leaves:
+        # Below a module the module's own annotations count. (`within[0]` is the record itself.)
         if any(cls.__module__ not in _CONTAINERS for cls in leaf.within[1:]):
             continue
         hint = hints.get(leaf.path[0], NOTHING).at(Path(leaf.path[1:]))
@@ -115,15 +124,15 @@ def annotated(record: Any, leaves: Sequence[Leaf]) -> Iterator[tuple[Leaf, tuple
 
 
 def _chosen(leaf: Leaf, forms: Sequence[ArrayForm]) -> ArrayForm:
-    """The alternative that an array was read by."""
+    """The first alternative that fits the array: by rank and dtype, else by rank alone."""
     fitting = [form for form in forms if form.fits(len(leaf.shape))]
     return next((form for form in fitting if dtype_fits(form.dtype, leaf.value.dtype)), fitting[0])
 
 
 def _spans(form: ArrayForm, shape: Sequence[int]) -> Iterator[tuple[Dim, tuple[int, ...]]]:
-    """Each token of an annotation, and the sizes that it stands for."""
-    at = 0
+    """Each token of an annotation, and the sizes of its dimensions: several, or none, for a variadic token."""
+    start = 0
     for dim in form.dims:
-        span = len(shape) - len(form.dims) + 1 if dim.variadic else 1
-        yield dim, tuple(shape[at : at + span])
-        at += span
+        length = len(shape) - len(form.dims) + 1 if dim.variadic else 1
+        yield dim, tuple(shape[start : start + length])
+        start += length

@@ -1,4 +1,4 @@
-"""Many equal layers ─► one module whose arrays have a leading dimension, run by a single `lax.scan`."""
+"""Layers of equal structure ─► one module whose arrays have a leading dimension, run by a single `lax.scan`."""
 
 import operator
 from collections.abc import Callable, Iterator, Mapping
@@ -20,19 +20,20 @@ S = TypeVar("S")
 
 
 class Stacked(eqx.Module, Stack, Generic[T]):
-    """A module of `n` equal layers held as one: `x` goes through them in order.
+    """`n` layers of equal structure as one module, which applies them in order.
 
-    A sequence of layers (`len(s)`, `s[i]`, `s[1:3]`, iteration) and a layer itself (`s(x)`). The compiled
-    program holds one layer, however many there are. Call it under jit: JAX compiles a `lax.scan` outside of one
-    anew on each call.
+    It is a sequence of layers (`len(s)`, `s[i]`, `s[1:3]`, iteration), and also a layer (`s(x)`). The compiled program
+    contains one layer, whatever the number of layers. Call it under jit: outside of jit, JAX compiles a `lax.scan`
+    again on each call.
 
     Args:
-        layer: a layer whose array leaves all have a leading dimension `n`; made by `ft.stack`, or by
-            `eqx.filter_vmap(make)(keys)`. What is not an array is shared by all layers.
-        axis: the name of that dimension; it stands in front of the axes of every leaf below.
+        layer: a layer whose array leaves all have a leading dimension of size `n`; made by `ft.stack`, or by
+            `eqx.filter_vmap(make)(keys)`. Values that are not arrays are shared by all layers.
+        axis: the name of the leading dimension. It becomes the first axis of every leaf of `layer`.
 
     Raises:
-        FunctreeError: no array leaves, or leading sizes that differ. AxesError: `axis` is no identifier.
+        FunctreeError: there are no array leaves, or their leading sizes differ.
+        AxesError: `axis` is not an identifier.
 
     Examples:
         >>> layers = ft.stack(lambda key: ft.nn.MLP(4, 8, key=key), 3, jax.random.key(0))
@@ -47,11 +48,11 @@ class Stacked(eqx.Module, Stack, Generic[T]):
 
     def __check_init__(self) -> None:
         if not (isinstance(self.axis, str) and self.axis.isidentifier()):
-            raise AxesError(f'Stacked(axis={self.axis!r}): the name of an axis is an identifier: "layers"')
+            raise AxesError(f'Stacked(axis={self.axis!r}): the name of an axis must be an identifier, such as "layers"')
         _depth(self)
 
     def stack_axes(self) -> tuple[str, ...]:
-        """The axes in front of those of every leaf below."""
+        """The axes that come before those of every leaf of `layer`."""
         return (self.axis,)
 
     def __len__(self) -> int:
@@ -67,7 +68,7 @@ class Stacked(eqx.Module, Stack, Generic[T]):
     def __getitem__(self, index: int | Int[Array, ""] | slice) -> "T | Stacked[T]":
         """One layer, or for a slice a shorter stack.
 
-        An index that is an array (traced or not) is clamped to the stack, as JAX does: to check it would be
+        An index that is an array (traced or not) is clamped to the stack, as in JAX. To check it, the call would have
         to wait for the device.
         """
         if isinstance(index, slice):
@@ -75,7 +76,7 @@ class Stacked(eqx.Module, Stack, Generic[T]):
         return _take(self.layer, _position(index, len(self)))
 
     def __call__(self, x: X, *args: Any) -> X:
-        """`x` through the layers in order; each is called as `layer(x, *args)`."""
+        """Apply the layers to `x` in order; each is called as `layer(x, *args)`."""
         return self.scan(x, *args)
 
     @overload
@@ -83,25 +84,25 @@ class Stacked(eqx.Module, Stack, Generic[T]):
     @overload
     def scan(self, x: X, *args: Any, remat: Remat = None, unroll: int | bool = 1, state: S) -> tuple[X, S]: ...
     def scan(self, x: Any, *args: Any, remat: Remat = None, unroll: int | bool = 1, state: Any = None) -> Any:
-        """`x` through the layers in order, with a say in what the backward pass keeps.
+        """Apply the layers to `x` in order, and choose what is kept for the backward pass.
 
         Args:
-            x: an array, or a tree of them, that every layer returns with the same shapes and dtypes.
-            *args: handed to every layer, the same to each.
-            remat: what is kept for the backward pass. `None`: everything; `"full"`: each layer's input alone;
+            x: an array, or a tree of arrays, that every layer returns with the same shapes and dtypes.
+            *args: passed to every layer; each gets the same values.
+            remat: what is kept for the backward pass. `None`: everything; `"full"`: only the input of each layer;
                 `"dots"`: also the products with weights; `ft.offload(...)`: values by their names, in host memory;
                 or a policy of `jax.checkpoint_policies`.
-            unroll: layers in one iteration of the loop, as in `jax.lax.scan`.
-            state: an `ft.State`. Each layer is then called as `layer(x, *args, state=state)` and returns `(x, state)`;
-                of what its `StateRef`s declare it sees its own part. All other state, such as what a ref outside of
-                the stack declares too, is one for all layers, and goes through them in order.
+            unroll: the number of layers in one iteration of the loop, as in `jax.lax.scan`.
+            state: an `ft.State`. Each layer is then called as `layer(x, *args, state=state)` and returns `(x, state)`.
+                A layer sees its own slice of the state that its `StateRef`s declare. Other state is shared by all
+                layers and passed from one to the next; this includes state whose ref is also outside of the stack.
 
         Returns:
-            `x` after the last layer; with `state=`, `(x, state)`.
+            The `x` that the last layer returns; with `state=`, the pair `(x, state)`.
 
         Raises:
-            FunctreeError: a layer changes x's shape or dtype; an unknown `remat`; a name to offload that no value of
-                a layer has; a layer that is given a state and returns none.
+            FunctreeError: a layer changes the shape or dtype of `x`; `remat` is unknown; no value of a layer has a
+                name that is to be offloaded; a layer is called with a state and does not return one.
 
         Examples:
             >>> layers = ft.stack(lambda key: ft.nn.MLP(4, 8, key=key), 3, jax.random.key(0))
@@ -118,13 +119,15 @@ class Stacked(eqx.Module, Stack, Generic[T]):
                 y = layer(x, *args)
             else:
                 y, after = _stateful(layer, layer(x, *args, state=state.update({**shared, **own})))
-                shared, own = {path: after[path] for path in shared}, {path: after[path] for path in own}
+                shared = {path: after[path] for path in shared}
+                own = {path: after[path] for path in own}
             _check_same_type(layer, x, y)
             return (y, shared), own
 
         depth = _depth(self, own)
         if (policy := remat_policy(remat)) is not None:
-            # XLA merges the recomputation with the forward pass, unless each is in a loop of its own.
+            # In one program XLA would merge the recomputation with the forward pass and save nothing (common
+            # subexpressions). Two loops are not merged, so the costly barriers are needed only without a loop.
             unrolled = unroll is True or unroll >= depth
             step = jax.checkpoint(step, policy=policy, prevent_cse=unrolled)
 
@@ -138,46 +141,47 @@ class Stacked(eqx.Module, Stack, Generic[T]):
 
 
 def stack(make: Callable[[PRNGKeyArray], T], n: int, key: PRNGKeyArray, axis: str = "layers") -> Stacked[T]:
-    """`n` layers, each made from a key of its own, as one module.
+    """Make `n` layers, each from its own key, as one module.
 
-    Equal to `eqx.filter_vmap(make)(jax.random.split(key, n))`: arrays are stacked, all else is shared.
+    Its layer is `eqx.filter_vmap(make)(jax.random.split(key, n))`: arrays are stacked, everything else is shared.
 
     Args:
-        make: a key ─► one layer.
-        n: how many; at least one.
-        key: split into one key for each layer.
-        axis: the name of the stack's dimension.
+        make: a function from a key to one layer.
+        n: the number of layers; at least one.
+        key: is split into one key for each layer.
+        axis: the name of the leading dimension.
 
     Raises:
-        FunctreeError: `n` is no positive integer; a layer without arrays. AxesError: `axis` is no identifier.
+        FunctreeError: `n` is not a positive integer; a layer has no arrays.
+        AxesError: `axis` is not an identifier.
 
     Examples:
         >>> ft.stack(lambda key: ft.nn.RMSNorm(4), 3, jax.random.key(0)).layer.scale.shape
         (3, 4)
     """
     if not isinstance(n, int) or n < 1:
-        raise FunctreeError(f"stack(n={n!r}): the number of layers is a positive integer")
+        raise FunctreeError(f"stack(n={n!r}): the number of layers must be a positive integer")
     return Stacked(eqx.filter_vmap(make)(jax.random.split(key, n)), axis)
 
 
 def _depth(stacked: Stacked[Any], state: Mapping[Path, Any] | None = None) -> int:
-    """The leading size that all array leaves share, those of the layers' state too; raises where they do not."""
+    """The leading size of all array leaves, and of the layers' own state; raises if they differ."""
     leaves = [(Path.of(path), leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(stacked) if _is_array(leaf)]
     leaves += (state or {}).items()
     if not leaves:
         name = type(stacked.layer).__name__
-        raise FunctreeError(f"{name} has no array leaves: nothing says how many layers there are to stack")
+        raise FunctreeError(f"{name} has no array leaves, so the number of its layers is unknown")
     sizes = {leaf.shape[:1] for _, leaf in leaves}
     if len(sizes) > 1 or () in sizes:
         raise FunctreeError(
-            f'the arrays of a Stacked need one leading size, that of "{stacked.axis}"',
+            f'the arrays of a Stacked need the same leading size, that of "{stacked.axis}"',
             [_leading(path, leaf) for path, leaf in leaves],
         )
     return sizes.pop()[0]
 
 
 def _leading(path: Path, leaf: Any) -> Problem:
-    why = f"leading size {leaf.shape[0]}" if leaf.shape else "no dimension at all"
+    why = f"has leading size {leaf.shape[0]}" if leaf.shape else "has no dimensions"
     return Problem(path, leaf.shape, "", why, "build the layers with `ft.stack`, or with `eqx.filter_vmap`")
 
 
@@ -191,13 +195,15 @@ def _take(layer: T, index: Any) -> T:
     def take(leaf: Any) -> Any:
         if isinstance(leaf, jax.ShapeDtypeStruct):
             return jax.eval_shape(lambda a: a[index], leaf)
-        return jnp.asarray(leaf)[index] if eqx.is_array(leaf) else leaf
+        if not eqx.is_array(leaf):
+            return leaf
+        return jnp.asarray(leaf)[index]
 
     return jax.tree.map(take, layer)
 
 
 def _position(index: Any, depth: int) -> Any:
-    """The index of one layer, checked where that costs nothing."""
+    """The index of one layer; a Python integer is checked, an array is not (it may be traced, or on a device)."""
     if isinstance(index, jax.Array) and index.ndim == 0 and jnp.issubdtype(index.dtype, jnp.integer):
         return index
     try:
@@ -212,29 +218,29 @@ def _position(index: Any, depth: int) -> Any:
 
 
 def _stateful(layer: Any, result: Any) -> tuple[Any, Any]:
-    """What a layer that was given a state returns: the result, and the state after it."""
+    """The result of a layer that was called with a state: its output, and the new state."""
     if isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], StateMapping):
         return result
-    raise FunctreeError(f"{type(layer).__name__} is given `state=` and returns no `(y, state)`")
+    raise FunctreeError(f"{type(layer).__name__} is called with `state=` but does not return `(y, state)`")
 
 
 def _check_same_type(layer: Any, x: Any, y: Any) -> None:
-    """In words of ours, before `lax.scan` compares the types of its carry."""
+    """Raise with our own message before `lax.scan` does, which speaks of its carry."""
     given, returned = _types(x), _types(y)
     if given != returned:
         raise FunctreeError(
-            f"{type(layer).__name__} takes {given} and returns {returned}: in a Stacked each layer's result "
-            "is the next one's input, so its shape and dtype must stay. Convert x before the stack, or the "
+            f"{type(layer).__name__} takes {given} and returns {returned}: in a Stacked the result of each layer is "
+            "the input of the next one, so shape and dtype must stay the same. Convert x before the stack, or the "
             "result in the layer, or write `for layer in stacked: x = layer(x)`"
         )
 
 
 def _types(x: Any) -> str:
-    """The types of the leaves as JAX writes them, Explicit shardings included; weak is as strong."""
+    """The types of the leaves as JAX writes them, with Explicit shardings. A weak type is as good as a strong one."""
     return str(jax.tree.map(lambda leaf: _Text(str(jax.typeof(leaf)).removeprefix("~")), x))
 
 
 class _Text(str):
-    """A text that prints without quotes, also inside a tree."""
+    """A string that is printed without quotes, also inside a tree."""
 
     __repr__ = str.__str__

@@ -1,4 +1,4 @@
-"""A function ─► the same, its arguments and its result checked against its annotations on each call or trace."""
+"""A function ─► the same function, which checks its arguments and result against its annotations on each call."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -7,7 +7,7 @@ from typing import Any, ParamSpec, TypeVar, overload
 
 import jax
 from beartype import beartype
-from jax.sharding import AxisType
+from jax.sharding import AxisType, PartitionSpec
 from jaxtyping import jaxtyped
 
 from functree.calls.signature import Signature
@@ -18,6 +18,7 @@ from functree.layout.validation import spec_of_axes
 from functree.placing.ambient import ambient_rules
 from functree.placing.constrain import constrain as constrained
 from functree.transforms.sizes import Sizes, annotated
+from functree.tree.axes import Axes
 from functree.tree.leaf import Leaf
 from functree.tree.leaves import Leaves, read
 from functree.tree.paths import Path
@@ -31,24 +32,26 @@ def typed(fun: Callable[_P, _T], *, constrain: bool = False) -> Callable[_P, _T]
 @overload
 def typed(fun: None = None, *, constrain: bool = False) -> Callable[[Callable[_P, _T]], Callable[_P, _T]]: ...
 def typed(fun: Any = None, *, constrain: bool = False) -> Any:
-    """Check a function's arguments and its result against its annotations: sizes by name, dtypes, types, layouts.
+    """Check a function's arguments and result against its annotations: sizes by name, dtypes, types, shardings.
 
-    What is no array is checked by beartype. Under jit all of it happens while the function is traced, and costs
-    nothing in the compiled program. Where axes are Explicit and rules are ambient, the types of annotated arrays are
-    compared with what the rules say; no operation is added.
+    Values that are not arrays are checked by beartype. Under jit all checks happen while the function is traced, and
+    cost nothing in the compiled program. On a mesh with Explicit axes and with ambient rules, the shardings in the
+    types of annotated arrays are compared with the rules. No operation is added to the program.
 
     Args:
         fun: a function or a method.
-        constrain: lay annotated arguments, and the result, out by their axes and the ambient rules (`ft.constrain`).
+        constrain: whether annotated arguments and the result are constrained by their axes and the ambient rules, as
+            by `ft.constrain`.
 
     Returns:
         A function of the same signature.
 
     Raises:
-        AxesError: (when called) an array that is not as annotated: the argument, the axis, both sizes.
-        ShardingError: (when called) under Explicit axes, an array whose type is not what the rules say; with
-            `constrain`, one that cannot be laid out, or no rules where there is a mesh.
-        TypeError, and what beartype and jaxtyping raise: (when called) arguments that are no arrays.
+        AxesError: (when called) an array is not as annotated; the message has the argument, the axis and both sizes.
+        ShardingError: (when called) on Explicit axes, the type of an array does not agree with the rules; with
+            `constrain`, an array cannot be laid out, or there is a mesh but no rules.
+        TypeError, and the errors of beartype and jaxtyping: (when called) an argument that is not an array does not
+            have its annotated type.
 
     Examples:
         >>> @ft.typed
@@ -67,8 +70,8 @@ def typed(fun: Any = None, *, constrain: bool = False) -> Any:
         return lambda fun: typed(fun, constrain=constrain)
     signature, bound = Signature.of(fun)
 
-    def settled(record: Any, sizes: Sizes) -> Any:
-        """A record whose arrays have been checked, and constrained if that was asked for."""
+    def check_and_constrain(record: Any, sizes: Sizes) -> Any:
+        """A call or a result, after the checks; its arrays are constrained if the option is given."""
         leaves = read(record)
         sizes.check(record, leaves.leaves)
         named = [leaf for leaf, _ in annotated(record, leaves.leaves)]
@@ -77,15 +80,16 @@ def typed(fun: Any = None, *, constrain: bool = False) -> Any:
         _check_types(signature.name, named)
         return record
 
-    # jaxtyping looks at a result as soon as there is one: our own check, with its message, has to come before.
+    # jaxtyping checks the result when `checked` returns. Our own check is inside, so that its message comes first.
     @jaxtyped(typechecker=beartype)
     @functools.wraps(bound.fun)
     def checked(*args: Any, **kwargs: Any) -> Any:
-        return settled(signature.result(bound.fun(*args, **kwargs)), _SIZES.get())[0]
+        return check_and_constrain(signature.result(bound.fun(*args, **kwargs)), _SIZES.get())[0]
 
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         sizes = Sizes(signature.name)
-        call = settled(signature.bind(*bound.call(args, kwargs)), sizes)
+        call = check_and_constrain(signature.bind(*bound.call(args, kwargs)), sizes)
+        # `checked` has the user's signature, so the sizes of this call cannot be passed to it as an argument.
         token = _SIZES.set(sizes)
         try:
             return signature.run(checked, call)
@@ -99,33 +103,38 @@ _SIZES: ContextVar[Sizes] = ContextVar("sizes of the call that is being checked"
 
 
 def _constrained(record: Any, leaves: Leaves, named: Sequence[Leaf]) -> Any:
-    """The record with annotated arrays laid out by their axes, or by the spec of their annotation."""
-    layouts: dict[Path, Any] = {leaf.path: leaf.axes if leaf.spec is None else leaf.spec for leaf in named}
-    values = [
-        constrained(leaf.value, layouts[leaf.path]) if leaf.path in layouts else leaf.value for leaf in leaves.leaves
-    ]
+    """The record with annotated arrays constrained by their axes, or by the spec in their annotation."""
+    layouts: dict[Path, Axes | PartitionSpec] = {}
+    for leaf in named:
+        layouts[leaf.path] = leaf.axes if leaf.spec is None else leaf.spec
+    values: list[Any] = []
+    for leaf in leaves.leaves:
+        layout = layouts.get(leaf.path)
+        values.append(leaf.value if layout is None else constrained(leaf.value, layout))
     return leaves.skeleton.fill(values)
 
 
 def _check_types(name: str, named: Sequence[Leaf]) -> None:
-    """Compare, under Explicit axes, the shardings in the types of arrays with those by the ambient rules."""
+    """On Explicit axes, compare the shardings in the types of arrays with those by the ambient rules."""
     rules = ambient_rules()
     if rules is None:
         return
     problems: list[Problem] = []
     for leaf in named:
-        typed = jax.typeof(leaf.value).sharding
-        if typed.mesh.empty or AxisType.Explicit not in typed.mesh.axis_types:
+        sharding = jax.typeof(leaf.value).sharding
+        mesh = sharding.mesh
+        if mesh.empty or AxisType.Explicit not in mesh.axis_types:
             continue
-        kinds = zip(typed.mesh.axis_names, typed.mesh.axis_types, strict=True)
-        hidden = {axis for axis, kind in kinds if kind != AxisType.Explicit}
-        sizes = {axis: 1 if axis in hidden else size for axis, size in typed.mesh.shape.items()}
+        # A type says nothing about Auto and Manual axes: they are left out of both specs, and count as one device.
+        types = zip(mesh.axis_names, mesh.axis_types, strict=True)
+        hidden = {axis for axis, axis_type in types if axis_type != AxisType.Explicit}
+        sizes = {axis: 1 if axis in hidden else size for axis, size in mesh.shape.items()}
         wanted = leaf.spec
         if wanted is None:
-            wanted = spec_of_axes(rules, leaf.axes, leaf.shape, MeshView(sizes, typed.mesh))
-        have, want = (without(of_rank(spec, len(leaf.shape)), hidden) for spec in (typed.spec, wanted))
+            wanted = spec_of_axes(rules, leaf.axes, leaf.shape, MeshView(sizes, mesh))
+        have, want = (without(of_rank(spec, len(leaf.shape)), hidden) for spec in (sharding.spec, wanted))
         if have != want:
-            why = f"its type is sharded {spec_text(have)}, and the rules ask for {spec_text(want)}"
-            problems.append(leaf.problem(why, "`ft.constrain` it, or pass `constrain=True` to `ft.typed`"))
+            why = f"its type is sharded {spec_text(have)}, but the rules ask for {spec_text(want)}"
+            problems.append(leaf.problem(why, "apply `ft.constrain`, or pass `constrain=True` to `ft.typed`"))
     if problems:
         raise ShardingError(f"{name}: {count(len(problems), 'array')} not sharded as the rules ask", problems)

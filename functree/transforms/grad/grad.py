@@ -1,4 +1,4 @@
-"""A function ─► its gradient by the leaves that a filter matches, as a tree like the model, laid out like it."""
+"""A function and a filter ─► its gradient with respect to the leaves that match, laid out like the model."""
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.tree_util import tree_leaves
 
-from functree.errors import FunctreeError, RuleError, count
+from functree.errors import FunctreeError, Problem, RuleError, count
 from functree.layout.layout import LayoutTree
 from functree.transforms.grad.parameters import Parameters
 from functree.tree.filters.filter import FilterLike, as_filter
@@ -42,36 +42,39 @@ def value_and_grad(
     has_aux: bool = False,
     layout: LayoutTree = None,
 ) -> Any:
-    """A function that returns the value of `fn` and its gradient by what a filter matches, laid out like the model.
+    """The value of `fn` and its gradient with respect to the leaves that a filter matches, laid out like the model.
 
-    On Auto axes a tracer does not know how its parameter lies, and a gradient that nobody constrains loses the mesh
-    axes of FSDP in silence. So gradients are constrained to `layout`, or else by the ambient rules. On Explicit axes
-    types carry the layout, and ambient rules add nothing. With neither, as with no mesh, gradients are JAX's own.
+    On Auto axes the type of a traced parameter has no sharding, and an unconstrained gradient silently loses the mesh
+    axes of FSDP. So gradients are constrained by `layout`, or else by the ambient rules. On Explicit axes the types
+    have shardings, and the ambient rules are not needed. Without a layout and rules, or without a mesh, the gradients
+    are JAX's own.
 
-    Inside `ft.shard_map` a gradient by a parameter that all shards share is summed over them. Of a loss averaged on
-    each of `n` shards that is `n` times the gradient of the mean. So a loss that differs between shards is refused
-    there: return `jax.lax.pmean(loss, "data")`, or `psum` where the loss is a sum; the gradients need neither then.
-    A parameter that was gathered by `all_gather` is not seen through: of it too, the gradient is the sum's. Where
-    shard_map runs with `check_vma=False`, JAX gives each shard its own part of the gradient, and all are refused.
+    Inside `ft.shard_map`, JAX sums the gradient with respect to a parameter that all shards share over the shards. If
+    the loss is a mean on each of `n` shards, this sum is `n` times the gradient of the whole mean. So a loss that
+    differs between shards is an error there: return `jax.lax.pmean(loss, "data")`, or `psum` if the loss is a sum. The
+    gradients then need neither. This check cannot detect a parameter that was gathered by `all_gather`: its gradient is
+    that of the sum, too. With `check_vma=False`, JAX computes on each shard its own part of the gradient only, and this
+    is always an error.
 
     Args:
-        fn: returns a scalar, or with `has_aux` a pair of a scalar and anything. Its other arguments are of any kind.
-            Without it, the result is a decorator.
-        wrt: a filter; the leaves of the arguments that it matches are differentiated, the others are constants.
-        argnums: the position of the argument, or several. It may be passed by its keyword.
+        fn: returns a scalar, or with `has_aux` a pair of a scalar and anything. Its arguments may be of any type. If it
+            is not given, the result is a decorator.
+        wrt: a filter. The leaves of the argument that it matches are differentiated; the others are constants.
+        argnums: the position of the argument, or several positions. The argument may be passed by keyword.
         has_aux: whether `fn` returns `(value, aux)`.
-        layout: of the argument, or a prefix tree of layouts; a tuple of these, one for each of several `argnums`.
+        layout: the layout of the argument, or a prefix tree of layouts; for several `argnums`, a tuple with one of
+            these for each.
 
     Returns:
         A function of `fn`'s parameters that returns `(fn's result, gradient)`. The gradient has the structure of the
-        argument, with None where nothing was differentiated; with several `argnums` it is a tuple of such.
+        argument, with None for each leaf that was not differentiated. With several `argnums` it is a tuple.
 
     Raises:
-        RuleError: not a filter.
-        FunctreeError: (when called) the filter matches nothing, or what is not inexact or is abstract; there is no such
-            argument; inside shard_map, a gradient that would not be the loss's.
-        ShardingError: (when called) the gradients cannot be laid out so. Ambient rules that do not place a gradient
-            are an error too, as in `ft.constrain`: nothing stays whole because its axes have no names.
+        RuleError: `wrt` is not a filter.
+        FunctreeError: (when called) the filter matches no leaf, or a leaf that is abstract or not inexact; there is no
+            such argument; inside shard_map, the result would not be the gradient of the loss.
+        ShardingError: (when called) the layout does not fit the gradients. Ambient rules that do not lay out a gradient
+            are an error too, as in `ft.constrain`: a gradient is not replicated because its axes have no names.
 
     Examples:
         >>> @ft.value_and_grad
@@ -125,23 +128,23 @@ def grad(
     has_aux: bool = False,
     layout: LayoutTree = None,
 ) -> Any:
-    """A function that returns the gradient of `fn` by what a filter matches, laid out like the model.
+    """The gradient of `fn` with respect to the leaves that a filter matches, laid out like the model.
 
     Args:
-        fn: as in `ft.value_and_grad`, which says what holds inside `ft.shard_map` too.
-        wrt: a filter; the leaves of the arguments that it matches are differentiated.
-        argnums: the position of the argument, or several.
-        has_aux: whether `fn` returns `(value, aux)`; the result is `(gradient, aux)` then.
-        layout: of the argument; else the ambient rules hold.
+        fn: as in `ft.value_and_grad`, whose documentation also says what is different inside `ft.shard_map`.
+        wrt: a filter. The leaves of the argument that it matches are differentiated.
+        argnums: the position of the argument, or several positions.
+        has_aux: whether `fn` returns `(value, aux)`. The result is then `(gradient, aux)`.
+        layout: the layout of the argument; without it, the ambient rules are used.
 
     Returns:
-        A function of `fn`'s parameters that returns the gradient: the argument's structure, None where nothing was
-        differentiated.
+        A function of `fn`'s parameters that returns the gradient. It has the structure of the argument, with None for
+        each leaf that was not differentiated.
 
     Raises:
-        RuleError: not a filter.
+        RuleError: `wrt` is not a filter.
         FunctreeError: (when called) as in `ft.value_and_grad`.
-        ShardingError: (when called) the gradients cannot be laid out so.
+        ShardingError: (when called) the layout does not fit the gradients.
 
     Examples:
         >>> ft.grad(lambda model: model["w"] ** 2)({"w": jnp.float32(3), "name": "square"})
@@ -170,28 +173,29 @@ def grad(
 
 
 def _like(fn: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """As `functools.wraps`, without the fields of a callable module, and without the result's annotation."""
+    """As `functools.wraps`, but the wrapper does not get the annotation of `fn`'s result, which is not its own."""
 
-    def dress(wrapper: Callable[..., Any]) -> Callable[..., Any]:
-        dressed: Any = wraps(fn, updated=())(wrapper)
-        dressed.__annotations__ = {k: v for k, v in getattr(fn, "__annotations__", {}).items() if k != "return"}
+    def decorate(wrapper: Callable[..., Any]) -> Callable[..., Any]:
+        # `updated=()`: the `__dict__` of a callable module has its fields, which the wrapper must not get.
+        wrapped: Any = wraps(fn, updated=())(wrapper)
+        wrapped.__annotations__ = {k: v for k, v in getattr(fn, "__annotations__", {}).items() if k != "return"}
         signature = _signature(fn)
         if signature is not None:
-            dressed.__signature__ = signature.replace(return_annotation=inspect.Signature.empty)
-        return dressed
+            wrapped.__signature__ = signature.replace(return_annotation=inspect.Signature.empty)
+        return wrapped
 
-    return dress
+    return decorate
 
 
 def _signature(fn: Callable[..., Any]) -> inspect.Signature | None:
     try:
         return inspect.signature(fn)
-    except ValueError:  # a builtin does not tell
+    except ValueError:  # some builtins have no signature
         return None
 
 
 class _Call(NamedTuple):
-    """The arguments of a call, the differentiated ones among the positional."""
+    """The arguments of a call; the differentiated ones are positional, at `places`."""
 
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
@@ -199,7 +203,8 @@ class _Call(NamedTuple):
 
 
 def _positional(fn: Callable[..., Any], args: Any, kwargs: Any, argnums: Sequence[int]) -> _Call:
-    """A call, with what was passed by keyword moved to the front where `argnums` needs it there."""
+    """A call, with arguments that were passed by keyword made positional if `argnums` refers to them."""
+    # The signature is inspected only if it is needed: that is slow, and impossible for some builtins.
     signature = _signature(fn) if max(argnums, default=0) >= len(args) else None
     if signature is not None:
         bound = signature.bind(*args, **kwargs)
@@ -208,7 +213,7 @@ def _positional(fn: Callable[..., Any], args: Any, kwargs: Any, argnums: Sequenc
     places = tuple(range(have)[i] for i in argnums if -have <= i < have)
     if not places or len(set(places)) < len(argnums):
         given = count(have, "positional argument")
-        raise FunctreeError(f"argnums={argnums} and a call with {given}: name those that are there, each once")
+        raise FunctreeError(f"argnums={argnums} does not fit a call with {given}: give existing positions, each once")
     return _Call(args, kwargs, places)
 
 
@@ -218,60 +223,64 @@ def _one_each(layout: LayoutTree, argnums: int | Sequence[int]) -> tuple[Any, ..
         return (layout,)
     layouts = layout if type(layout) is tuple else (layout,) * len(argnums)
     if len(layouts) != len(argnums):
-        raise RuleError(f"{count(len(layouts), 'layout')} for {count(len(argnums), 'argument')}: write one for each")
+        raise RuleError(f"{count(len(layouts), 'layout')} for {count(len(argnums), 'argument')}: give one for each")
     return layouts
 
 
 def _differentiate(
     fn: Callable[..., Any], call: _Call, parameters: Sequence[Parameters], has_aux: bool
 ) -> tuple[Any, tuple[Any, ...]]:
-    """The result of a call, and the gradient by each of the parameters."""
-    shards = _manual_axes()
+    """The result of a call, and the gradient with respect to each of the parameters."""
+    manual = _manual_axes()
 
-    def of_arrays(several: Sequence[Sequence[Any]]) -> Any:
-        full = list(call.args)
-        for place, own, arrays in zip(call.places, parameters, several, strict=True):
-            full[place] = own.with_arrays(arrays)
-        result = fn(*full, **call.kwargs)
-        if shards:
-            _check_one_loss(result[0] if has_aux else result, parameters, several)
+    def of_arrays(arrays_of_each: Sequence[Sequence[Any]]) -> Any:
+        args = list(call.args)
+        for place, own, arrays in zip(call.places, parameters, arrays_of_each, strict=True):
+            args[place] = own.with_arrays(arrays)
+        result = fn(*args, **call.kwargs)
+        if manual:
+            _check_one_loss(result[0] if has_aux else result, parameters, arrays_of_each)
         return result
 
-    result, found = jax.value_and_grad(of_arrays, has_aux=has_aux)([own.arrays for own in parameters])
-    return result, tuple(own.gradient(arrays) for own, arrays in zip(parameters, found, strict=True))
+    result, gradients = jax.value_and_grad(of_arrays, has_aux=has_aux)([own.arrays for own in parameters])
+    return result, tuple(own.gradient(arrays) for own, arrays in zip(parameters, gradients, strict=True))
 
 
 # Inside shard_map
 
 
 def _manual_axes() -> tuple[str, ...]:
-    """The mesh axes of the shard_map around this trace. Raises where JAX does not know what varies along them."""
+    """The mesh axes of the shard_map around this trace. Raises if it runs with `check_vma=False`."""
     manual = jax.sharding.get_abstract_mesh().manual_axes
+    # With `check_vma=False` the types do not record what varies: even a cast to varying has no effect.
     if manual and not _varying(jax.lax.pcast(jnp.zeros(()), manual, to="varying")):
         raise FunctreeError(
-            "inside shard_map(check_vma=False) each shard's gradient is its own part only, and nothing says so: leave "
-            "`check_vma` at True, or take the gradient outside of shard_map"
+            "inside shard_map(check_vma=False) each shard computes its own part only of the gradient, and JAX does not "
+            "sum the parts: leave `check_vma` at True, or take the gradient outside of shard_map"
         )
     return manual
 
 
 def _varying(tree: Any) -> frozenset[str]:
-    """The mesh axes along which something in a tree differs from shard to shard."""
+    """The mesh axes along which an array of a tree may differ between shards."""
     return frozenset().union(*(jax.typeof(x).manual_axis_type.varying for x in tree_leaves(tree)))
 
 
-def _check_one_loss(loss: Any, parameters: Sequence[Parameters], several: Sequence[Sequence[Any]]) -> None:
-    """One loss for all shards, or parameters of each shard's own: else the gradient is of the sum of the losses."""
-    spread = _varying(loss)
-    axes = ", ".join(f'"{axis}"' for axis in sorted(spread))
-    axes = f"({axes})" if len(spread) > 1 else axes
-    why = "is the same on all shards, and its gradient would be that of the sum of their losses"
+def _check_one_loss(loss: Any, parameters: Sequence[Parameters], arrays_of_each: Sequence[Sequence[Any]]) -> None:
+    """Raise for parameters that the shards share, if each shard has its own loss.
+
+    JAX sums the gradient with respect to such a parameter over the shards: it is the gradient of the sum of the losses.
+    """
+    varying = _varying(loss)
+    axes = ", ".join(f'"{axis}"' for axis in sorted(varying))
+    if len(varying) > 1:
+        axes = f"({axes})"
+    why = "is the same on all shards, so its gradient would be that of the sum of their losses"
     remedy = f"return `jax.lax.pmean(loss, {axes})` for the mean, or `psum` for the sum"
-    problems = [
-        leaf.problem(why, remedy)
-        for own, arrays in zip(parameters, several, strict=True)
-        for leaf, array in zip(own.matched, arrays, strict=True)
-        if spread - _varying(array)
-    ]
+    problems: list[Problem] = []
+    for own, arrays in zip(parameters, arrays_of_each, strict=True):
+        for leaf, array in zip(own.matched, arrays, strict=True):
+            if not varying <= _varying(array):
+                problems.append(leaf.problem(why, remedy))
     if problems:
         raise FunctreeError(f"the loss differs between the shards along {axes}", problems)

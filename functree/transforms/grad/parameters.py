@@ -1,4 +1,4 @@
-"""An argument, a filter and a layout ─► `Parameters`: the arrays to differentiate by, and the way to their gradient."""
+"""An argument, a filter and a layout ─► `Parameters`: the arrays to differentiate, and how to lay out the gradient."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
@@ -28,8 +28,8 @@ class Parameters(NamedTuple):
         number: the argument's position.
         leaves: its arrays.
         chosen: for each of them, whether it is differentiated.
-        parts: the layouts that stand over it; none if no layout was given.
-        ambient: whether these are the ambient rules.
+        parts: the layouts of its parts; empty if there is no layout.
+        ambient: whether they come from the ambient rules.
     """
 
     number: int
@@ -40,7 +40,7 @@ class Parameters(NamedTuple):
 
     @staticmethod
     def of(tree: Any, number: int, wrt: Filter, layout: LayoutTree) -> "Parameters":
-        """The arrays that a filter matches. Raises FunctreeError where that is none, or one without a gradient."""
+        """The arrays that a filter matches. Raises FunctreeError if there are none, or one has no gradient."""
         given = layout if layout is not None else ambient_rules()
         leaves, parts = (read(tree), []) if given is None else read_for(tree, given)
         chosen = [wrt(leaf) for leaf in leaves.leaves]
@@ -52,12 +52,12 @@ class Parameters(NamedTuple):
 
     @property
     def matched(self) -> list[Leaf]:
-        """Its arrays that are differentiated."""
+        """The leaves that are differentiated."""
         return [leaf for leaf, chosen in zip(self.leaves.leaves, self.chosen, strict=True) if chosen]
 
     @property
     def arrays(self) -> list[Any]:
-        """The same, as values."""
+        """Their arrays."""
         return [leaf.value for leaf in self.matched]
 
     def with_arrays(self, arrays: Iterable[Any]) -> Any:
@@ -65,21 +65,24 @@ class Parameters(NamedTuple):
         return self.leaves.skeleton.fill(self._merged(arrays, [leaf.value for leaf in self.leaves.leaves]))
 
     def gradient(self, arrays: Sequence[Any]) -> Any:
-        """The gradient as a tree like the argument, with None for the rest; where the layout says."""
+        """The gradient as a tree like the argument, with None for other leaves, constrained by the layout."""
         tree = self.leaves.skeleton.spread(self._merged(arrays, [None] * len(self.chosen)))
+        # If the types have the shardings, JAX has laid out the gradient already. A given `layout=` is still applied.
         if not self.parts or (self.ambient and all(map(_typed, self.arrays))):
             return tree
         return constrain(tree, _Gradients(self))
 
     def _merged(self, arrays: Iterable[Any], others: Sequence[Any]) -> list[Any]:
+        """One value for each leaf: the next of `arrays` if it is differentiated, else that of `others`."""
         new = iter(arrays)
         return [next(new) if chosen else other for chosen, other in zip(self.chosen, others, strict=True)]
 
 
 def _nothing(found: Parameters, wrt: Filter) -> FunctreeError:
+    """The error for a filter that matches no leaf."""
     leaves, remedy = found.leaves.leaves, "give `wrt=` a filter that matches"
     problems = [leaf.problem("does not match", remedy) for leaf in leaves]
-    why = "" if leaves else "; it has none, and Python numbers are static: write `jnp.asarray(...)`"
+    why = "" if leaves else "; it has no arrays; Python numbers are static, so write `jnp.asarray(...)`"
     headline = f"nothing to differentiate: no array of argument {found.number} matches wrt={wrt!r}{why}"
     return FunctreeError(headline, problems)
 
@@ -88,7 +91,7 @@ def _check_differentiable(leaves: Sequence[Leaf]) -> None:
     problems: list[Problem] = []
     for leaf in leaves:
         if not jnp.issubdtype(leaf.value.dtype, jnp.inexact):
-            why = f"is {dtype_text(leaf.value.dtype)}, and only inexact arrays have a gradient"
+            why = f"is {dtype_text(leaf.value.dtype)}, but only inexact arrays have a gradient"
             remedy = "narrow the filter (`wrt=... & ft.is_trainable`), or make it a float array"
         elif isinstance(leaf.value, jax.ShapeDtypeStruct):
             why, remedy = "is abstract", "differentiate inside `jax.eval_shape` or `.lower`, where it is traced"
@@ -100,7 +103,7 @@ def _check_differentiable(leaves: Sequence[Leaf]) -> None:
 
 
 def _typed(array: Any) -> bool:
-    """Whether an array's type tells all about its sharding: its mesh has no Auto axis."""
+    """Whether the type of an array has its whole sharding: there is a mesh, without Auto axes."""
     mesh = jax.typeof(array).sharding.mesh
     return not mesh.empty and AxisType.Auto not in mesh.axis_types
 
@@ -114,8 +117,8 @@ def _type_mesh(arrays: Iterable[Any]) -> AbstractMesh | None:
 class _Gradients(Layout):
     """The layout of an argument, for the gradients of some of its arrays.
 
-    The whole argument is laid out, so that a filter for what has no gradient is not one that matches nothing. What is
-    wrong with an array that has none is not reported.
+    The whole argument is planned, not only its differentiated arrays: otherwise a filter of the layout for the others
+    would match nothing, which is an error. Problems of arrays without a gradient are left out.
     """
 
     def __init__(self, parameters: Parameters):
@@ -123,7 +126,7 @@ class _Gradients(Layout):
 
     @property
     def own_mesh(self) -> Mesh | AbstractMesh | None:
-        """The mesh of the layouts, else the parameters': the gradient of a constant has none in its type."""
+        """The mesh of the layouts, else that of the parameters. (The type of a constant's gradient has no mesh.)"""
         layouts = (part.layout.own_mesh for part in self.parameters.parts)
         own = next((mesh for mesh in layouts if mesh is not None), None)
         return own if own is not None else _type_mesh(self.parameters.arrays)
@@ -133,8 +136,10 @@ class _Gradients(Layout):
         wanted = {leaf.path for leaf in leaves}
         problems = [problem for problem in planned.problems if problem.path is None or problem.path in wanted]
         if problems:
-            number, ambient = self.parameters.number, self.parameters.ambient
-            whose = "the ambient rules" if ambient else "the layout"
-            headline = f"{whose} cannot lay out the gradient by argument {number} on mesh {mesh}"
-            raise ShardingError(headline + ("; mend them, or give grad a `layout=`" if ambient else ""), problems)
+            gradient = f"the gradient for argument {self.parameters.number} on mesh {mesh}"
+            if self.parameters.ambient:
+                headline = f"the ambient rules cannot lay out {gradient}; change them, or pass `layout=` to grad"
+            else:
+                headline = f"the layout cannot lay out {gradient}"
+            raise ShardingError(headline, problems)
         return planned.resolve(leaves, mesh)

@@ -1,4 +1,4 @@
-"""The parts of a result that have a donated argument's structure ─► the shardings that they keep."""
+"""A result and the donated arguments ─► for each part that replaces an argument, the argument's shardings."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -12,7 +12,7 @@ from functree.tree.skeleton.skeleton import Skeleton
 
 
 class StateForm(NamedTuple):
-    """What makes two trees the same state: structure, all that is static, shapes and dtypes."""
+    """What two trees have in common if one can replace the other as state: structure, statics, shapes and dtypes."""
 
     skeleton: Skeleton
     arrays: tuple[tuple[tuple[int, ...], Any], ...]
@@ -24,11 +24,11 @@ class StateForm(NamedTuple):
 
 
 class Kept(NamedTuple):
-    """A donated argument, as a part of the result would have to be.
+    """A donated argument, whose shardings a part of the result may keep.
 
     Attributes:
-        form: of the argument.
-        shardings: of its arrays, in order; None where an array has none that was chosen.
+        form: the form of the argument.
+        shardings: the sharding of each of its arrays, in order; None for an array without a `NamedSharding`.
     """
 
     form: StateForm
@@ -36,10 +36,11 @@ class Kept(NamedTuple):
 
 
 def closed(result: Any, donated: Sequence[Kept]) -> list[NamedSharding | None]:
-    """For each array of a result, the sharding that it keeps, or None.
+    """For each array of a result, the sharding that it keeps from a donated argument, or None.
 
-    Outermost parts first; the k-th part that has the form of an argument keeps the shardings of the k-th such argument.
-    A bare array never does: it need not be the state.
+    Outer parts are compared before inner ones. If several arguments have one form, the k-th part with this form keeps
+    the shardings of the k-th argument. A bare array never keeps a sharding: that it has the shape of an argument does
+    not mean that it replaces it.
     """
     waiting = list(donated)
 

@@ -1,4 +1,4 @@
-"""`ft.jit`: a function over modules ─► the same, compiled; layouts in and out, state that stays where it was."""
+"""A function of modules, and layouts ─► the compiled function, whose donated state keeps its shardings."""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ParamSpec, TypeVar, overload
@@ -62,41 +62,43 @@ def jit(
     compiler_options: dict[str, Any] | None = None,
     **refused: Any,
 ) -> Any:
-    """Compile a function over modules, at no cost over `jax.jit` on the same tree.
+    """Compile a function of modules. A call costs no more than one of `jax.jit` with the same tree.
 
-    Rules read the annotations of the function's parameters and result, and of the modules among them.
+    Rules read the annotations of the function's parameters and result, and of the modules in them.
 
-    Arrays are traced (numpy's too); every other leaf is static, by type and value, Python numbers among them. What is
-    bound to the function (`self`, a partial's arguments, a module that is called) are arguments too, and are traced.
-    A call returns before the work is done. The function is traced once for each compilation.
+    Arrays are traced, NumPy's too. Every other value is static, by type and value; this includes Python numbers. What
+    is bound to the function (`self`, the arguments of a partial, a module that is called) is an argument too, and its
+    arrays are traced. As in JAX, a call returns before the computation is done. The function is traced once for each
+    compilation.
 
     Args:
-        fun: a function, a method, a partial, or a module that can be called.
-        in_shardings: where the arguments lie: one entry for each positional parameter, or a dict by parameter name,
-            each a layout or a prefix tree of layouts; or one layout for all. `None`: as it comes. Nothing that has
-            its place is moved.
-        out_shardings: where the result goes: a layout, or a prefix tree of layouts. `None`: the compiler's choice, or
-            for a donated argument's match, its sharding.
-        mesh: the mesh of the body; the current one if not given, or else that on which the arguments lie.
-        rules: ambient in the body, as by `ft.axis_rules`.
-        static_argnums: positions of parameters that are static, whatever they hold.
-        static_argnames: their names.
+        fun: a function, a method, a partial, or a callable module.
+        in_shardings: the layouts of the arguments: one entry for each positional parameter, or a dict by parameter
+            name, each entry a layout or a prefix tree of layouts; or one layout for all. `None`: any sharding. Only
+            uncommitted arrays are moved.
+        out_shardings: the layout of the result, or a prefix tree of layouts. `None`: the compiler chooses; but a part
+            that replaces a donated argument keeps its shardings.
+        mesh: the mesh of the body. If it is not given, it is the current mesh, or else the mesh of the arguments.
+        rules: the ambient rules in the body, as by `ft.axis_rules`.
+        static_argnums: positions of parameters that are static, whatever their values are.
+        static_argnames: names of such parameters.
         donate: names or positions of the parameters whose arrays may be overwritten; `...` for all. A part of the
-            result that has a donated argument's structure, shapes and dtypes keeps that argument's shardings.
+            result with the structure, shapes and dtypes of a donated argument keeps the shardings of that argument.
         keep_unused: as in `jax.jit`.
         inline: as in `jax.jit`.
         compiler_options: as in `jax.jit`.
-        **refused: options of `jax.jit` that are written otherwise here; the message says how.
+        **refused: options of `jax.jit` that have another name here; the error says which.
 
     Returns:
-        The function, with `trace`, `lower` and `eval_shape` as `jax.jit` gives them, over modules; and `compilations`,
-        a record of what made each compilation necessary.
+        The compiled function. It has `trace`, `lower` and `eval_shape` as in `jax.jit`, but for modules, and
+        `compilations`, a record of each compilation and its cause.
 
     Raises:
-        FunctreeError: an option that means nothing; (when called) a leaf that is neither an array nor hashable; an
-            array that would be donated twice.
-        RuleError: `in_shardings` without the parameters' structure.
-        ShardingError: (when called) arguments that cannot lie so, or lie otherwise, by path; arrays on another mesh.
+        FunctreeError: an option is unknown; (when called) a leaf is neither an array nor hashable; an array would be
+            donated twice.
+        RuleError: `in_shardings` does not have the structure of the parameters.
+        ShardingError: (when called) a layout does not fit an argument, an argument is sharded otherwise, or an array
+            is on another mesh; the message has the paths.
 
     Examples:
         >>> mesh = ft.make_mesh(data=2, model=4)
@@ -120,13 +122,10 @@ def jit(
         if not callable(fun):
             raise FunctreeError(f"jit takes a function, not {fun!r}")
         signature, bound = Signature.of(fun)
-        static = frozenset(
-            [
-                *_named(signature, "static_argnums", static_argnums),
-                *_named(signature, "static_argnames", static_argnames),
-            ]
-        )
+        static = frozenset(_named(signature, "static_argnums", static_argnums))
+        static |= frozenset(_named(signature, "static_argnames", static_argnames))
         donated = frozenset(signature.parameters if donate is ... else _named(signature, "donate", donate))
+        # The name of a parameter among `**more` is `more.mode` in `static`, and `mode` in the dict.
         for name in (name.rpartition(".")[2] for name in static):
             if isinstance(in_shardings, dict) and in_shardings.get(name) is not None:
                 raise RuleError(f"in_shardings: `{name}` is static, so it has no sharding: leave it out")
@@ -140,26 +139,26 @@ _OPTIONS = (
     "in_shardings", "out_shardings", "mesh", "rules", "static_argnums", "static_argnames", "donate", "keep_unused",
     "inline", "compiler_options",
 )  # fmt: skip
-_BY_PLACE = "put the arrays where they should be (`jax.device_put`), or write `with jax.default_device(device):`"
+_USE_DEVICE_PUT = "move the arrays to the device (`jax.device_put`), or use `with jax.default_device(device):`"
 _REFUSED = {
-    "donate_argnums": "jit: write `donate=` with names or positions for donate_argnums",
-    "donate_argnames": "jit: write `donate=` with names or positions for donate_argnames",
-    "backend": f"jit has no `backend`: {_BY_PLACE}",
-    "device": f"jit has no `device`: {_BY_PLACE}",
-    "abstracted_axes": "jit has no `abstracted_axes`: sizes are part of a compiled program; `jax.export` has symbols",
+    "donate_argnums": "jit: use `donate=`, with names or positions, instead of donate_argnums",
+    "donate_argnames": "jit: use `donate=`, with names or positions, instead of donate_argnames",
+    "backend": f"jit has no `backend`: {_USE_DEVICE_PUT}",
+    "device": f"jit has no `device`: {_USE_DEVICE_PUT}",
+    "abstracted_axes": "jit has no `abstracted_axes`: sizes are part of a program; `jax.export` has symbolic sizes",
 }
 
 
 def _named(signature: Signature, option: str, which: Any) -> Iterable[str]:
-    """The names of the parameters that an option gives by name or position; `more.mode` for one among any names."""
+    """The names of the parameters that an option gives by name or position; `more.mode` for one among `**more`."""
+    known = signature.parameters
     for one in (which,) if isinstance(which, int | str) else tuple(which):
-        known = signature.parameters
         if isinstance(one, str) and (one in known or signature.by_name is not None):
             yield one if one in known else f"{signature.by_name}.{one}"
         elif type(one) is int and -len(signature.positional) <= one < len(signature.positional):
             yield signature.positional[one]
         else:
-            every = "; `donate=...` is all of them" if option == "donate" else ""
+            every = "; `donate=...` donates all of them" if option == "donate" else ""
             raise FunctreeError(
                 f"{option}={one!r}: {signature.name} has no such parameter{did_you_mean(one, known)}; its parameters "
                 f"are {', '.join(known) or 'none'}{every}"

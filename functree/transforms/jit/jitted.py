@@ -1,4 +1,4 @@
-"""A function and the options of `ft.jit` ─► `Jit`: how its calls are keyed, checked and laid out."""
+"""A function and the options of `ft.jit` ─► `Jit`, with the key, the checks and the shardings of each call."""
 
 from collections.abc import Callable, Hashable, Sequence
 from operator import attrgetter
@@ -49,8 +49,9 @@ class Jit(Function[_P, _T]):
     """A function that is compiled once for each structure of its arguments; made by `ft.jit`.
 
     Attributes:
-        compilations: a record for each program that it has used, of what differed from the nearest earlier one.
-            Wrappers of one function with equal options share traces and programs; such a record is marked as shared.
+        compilations: one record for each program that it has used, with what differed from the most similar earlier
+            one. Wrappers of one function with equal options share traces and programs. A record of a program that
+            another wrapper compiled says so.
 
     Examples:
         >>> double = ft.jit(lambda x: 2 * x)
@@ -64,7 +65,8 @@ class Jit(Function[_P, _T]):
         self._options = options
         given = options.in_shardings
         self._layouts = None if given is None else ParameterLayouts("in_shardings", given, traces.signature)
-        # Only where a layout is at stake does a program depend on how its arguments are sharded; else JAX keeps count.
+        # Without layouts and donation our part of a program does not depend on the shardings of the arguments. JAX then
+        # distinguishes its own programs by them, and the key stays short.
         self._laid_out = bool(options.donated) or given is not None or options.out_shardings is not None
 
     def __repr__(self) -> str:
@@ -81,19 +83,20 @@ class Jit(Function[_P, _T]):
     def _program(self, call: Any, found: FoundCall) -> Program:
         name, options, (group, arrays, _) = self._signature.name, self._options, found
         rules = options.rules if options.rules is not None else ambient_rules()
-        here = current_mesh()
-        mesh = options.mesh or here
+        current = current_mesh()
+        mesh = options.mesh or current
         if mesh is None and self._laid_out:
             mesh = first_mesh(arrays)
-        asked = Inputs(mesh, None, ())
+        requested = Inputs(mesh, None, ())
         if self._layouts is not None:
-            asked = inputs(name, call, arrays, self._layouts.prefix(call), mesh)
-        check_mesh(name, group.paths, arrays, asked.mesh)
-        surroundings = Surroundings(asked.mesh, rules)
+            requested = inputs(name, call, arrays, self._layouts.prefix(call), mesh)
+        check_mesh(name, group.paths, arrays, requested.mesh)
+        surroundings = Surroundings(requested.mesh, rules)
         body = group.bodies.get(surroundings)
         if body is None:
             body = group.bodies[surroundings] = _body(self._traces, group, options.donated, surroundings)
         group.several_devices = group.several_devices or on_several_devices(arrays)
+        # JAX would report a deleted array without its path.
         if any(map(is_deleted, arrays)):
             raise refuse_deleted(name, group.paths, arrays)
         if body.arguments.donated:
@@ -101,65 +104,73 @@ class Jit(Function[_P, _T]):
         entered = options.mesh if isinstance(options.mesh, Mesh) else None
 
         def lay_outputs(output: Output) -> Shardings | None:
-            return self._lay_outputs(output, call, found, body.arguments, asked)
+            return self._lay_outputs(output, call, found, body.arguments, requested)
 
         prepared = prepare(
             body,
             arrays,
             entered=entered,
             options=options.jax,
-            in_shardings=asked.shardings,
+            in_shardings=requested.shardings,
             lay_outputs=lay_outputs,
         )
         warn_constants(name, self._bound.fun, prepared.traced)
-        if entered is None and here is None and not _uses_arguments(prepared.traced.jaxpr.jaxpr):
-            # JAX drops arguments that are not used, and with them all that tells it on which devices to run.
-            theirs = first_mesh(arrays)
-            entered = theirs if isinstance(theirs, Mesh) else None
+        if entered is None and current is None and not _uses_arguments(prepared.traced.jaxpr.jaxpr):
+            # JAX drops unused arguments, and chooses the devices by the others. If it drops all, it would run on the
+            # default device.
+            mesh_of_arguments = first_mesh(arrays)
+            entered = mesh_of_arguments if isinstance(mesh_of_arguments, Mesh) else None
         return Program(
             name,
             group,
             body,
             prepared.jitted,
-            mesh=asked.mesh,
+            mesh=requested.mesh,
             rules=rules,
             entered=entered,
-            in_shardings=asked.shardings,
+            in_shardings=requested.shardings,
             out_shardings=prepared.out_shardings,
-            moved=asked.moved,
+            moved=requested.moved,
         )
 
     def _lay_outputs(
-        self, output: Output, call: Any, found: FoundCall, arguments: Arguments, asked: Inputs
+        self, output: Output, call: Any, found: FoundCall, arguments: Arguments, requested: Inputs
     ) -> Shardings | None:
-        """How each array of a result is sharded: as `out_shardings` asks, else as the donated argument it replaces."""
+        """The sharding of each array of a result: by `out_shardings`, else that of the donated argument it replaces."""
         options = self._options
         if options.out_shardings is None and not options.donated:
             return None
         result = output.tree
-        shardings = closed(result, self._donated(call, found, arguments, asked))
+        shardings = closed(result, self._donated(call, found, arguments, requested))
         if options.out_shardings is not None:
-            wanted = outputs(self._signature, result, options.out_shardings, asked.mesh)
-            shardings = [kept if one is None else one for one, kept in zip(wanted, shardings, strict=True)]
+            wanted = outputs(self._signature, result, options.out_shardings, requested.mesh)
+            shardings = _first_of_each(wanted, shardings)
         return None if all(sharding is None for sharding in shardings) else shardings
 
-    def _donated(self, call: Any, found: FoundCall, arguments: Arguments, asked: Inputs) -> list[Kept]:
-        """The donated arguments, as they are looked for in the result. A bare array is not state."""
-        have = [getattr(x, "sharding", None) if not isinstance(x, Tracer) else None for x in found.arrays]
-        if asked.shardings is not None:
-            have = [here if wanted is None else wanted for wanted, here in zip(asked.shardings, have, strict=True)]
+    def _donated(self, call: Any, found: FoundCall, arguments: Arguments, requested: Inputs) -> list[Kept]:
+        """The donated arguments, with the shardings that their replacements in the result keep."""
+        shardings = [None if isinstance(x, Tracer) else getattr(x, "sharding", None) for x in found.arrays]
+        if requested.shardings is not None:
+            shardings = _first_of_each(requested.shardings, shardings)
         paths, donated = found.group.paths, set(arguments.donated)
         kept: list[Kept] = []
         for name, value in self._signature.each(call):
-            mine = [i for i, path in enumerate(paths) if path[: len(name)] == name]
-            if mine and mine[0] in donated and len(paths[mine[0]]) > len(name):
-                named = tuple(x if isinstance(x, NamedSharding) else None for x in (have[i] for i in mine))
-                kept.append(Kept(StateForm.of(value), named))
+            own = [i for i, path in enumerate(paths) if path[: len(name)] == name]
+            # An argument that is a bare array has no path below its name. It is not state (see `closed`).
+            if not own or own[0] not in donated or len(paths[own[0]]) == len(name):
+                continue
+            named = [shardings[i] if isinstance(shardings[i], NamedSharding) else None for i in own]
+            kept.append(Kept(StateForm.of(value), tuple(named)))
         return kept
 
 
+def _first_of_each(ones: Sequence[Any], others: Sequence[Any]) -> list[Any]:
+    """Of each pair the first value, or the second one where the first is None."""
+    return [other if one is None else one for one, other in zip(ones, others, strict=True)]
+
+
 def _body(traces: Traces, group: CallGroup, donated: frozenset[str], surroundings: Surroundings) -> Body:
-    """The user's function, for one group of its calls and what holds around it."""
+    """The user's function for one group of its calls, and one ambient mesh and rules."""
     signature, fun, record = traces.signature, traces.fun, traces.signature.call
     packed = [value for _, value in group.skeleton.statics if isinstance(value, Skeleton)]
 
@@ -178,11 +189,11 @@ _NAMED = frozenset({NamedSharding})
 
 
 def _shardings(found: FoundCall) -> tuple[Any, ...]:
-    """What a layout depends on: the types of the arrays, and how they are sharded."""
+    """What a layout depends on: the types of the arrays, their shardings, and whether they are committed."""
     if not found.concrete:
         return tuple(map(_kind, found.arrays)), ()
     shardings = tuple(map(_SHARDING, found.arrays))
-    # An array with a `NamedSharding` is committed; of others it has to be asked.
+    # An array with a `NamedSharding` is always committed, and to read `committed` of each array costs time.
     asked = () if _NAMED.issuperset(map(type, shardings)) else tuple(map(_COMMITTED, found.arrays))
     return tuple(map(_AVAL, found.arrays)), shardings, asked
 
@@ -194,9 +205,9 @@ def _kind(array: Any) -> tuple[Any, ...]:
 
 
 def _meshes(found: FoundCall) -> tuple[Any, ...]:
-    """The meshes of a call, by the first array of each parameter: to ask all arrays would cost as much as the call.
+    """The meshes of a call, read from the first array of each parameter: to read all would cost as much as the call.
 
-    For a function without layouts: arrays on other devices are the one thing that JAX does not tell by their types.
+    This is for functions without layouts. All else that matters is in the types of arrays, but the devices are not.
     """
     heads = (found.arrays[i] for i in found.group.heads)
     return tuple(getattr(x.sharding, "mesh", None) if found.concrete else None for x in heads)
@@ -215,16 +226,17 @@ def _is_packed(node: Any) -> bool:
 
 
 def _unpacked(values: Sequence[Any]) -> list[Any]:
-    """Arguments as the function sees them: modules, packed or not when they were handed over."""
+    """Arguments as the function sees them: a packed module is unpacked."""
     return tree_map(lambda x: x.tree if _is_packed(x) else x, list(values), is_leaf=_is_packed)
 
 
 def _repacked(result: Any, packed: Sequence[Skeleton]) -> Any:
-    """A result whose outermost parts that have a packed argument's structure are packed."""
+    """A result in which each outermost part with the structure of a packed argument is packed."""
     if not packed:
         return result
+    # The type of the root is compared first: to compute the skeleton of every node would be slow.
     roots = {data[0] for skeleton in packed if (data := skeleton.treedef.node_data()) is not None}
-    # With the argument's own skeleton, so that the next call finds the same object.
+    # The argument's own skeleton is used again, so that the next call finds its group by identity.
     known = {skeleton: skeleton for skeleton in packed}
 
     def fits(node: Any) -> bool:

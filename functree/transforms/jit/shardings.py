@@ -1,4 +1,4 @@
-"""`in_shardings` and `out_shardings` ─► a sharding for each array, checked by path before JAX sees it."""
+"""`in_shardings` and `out_shardings` ─► a sharding for each array, checked before JAX runs, with paths in errors."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -23,12 +23,12 @@ from functree.tree.paths import Path
 
 
 class Inputs(NamedTuple):
-    """How the arguments have to be sharded.
+    """The shardings that `in_shardings` asks for.
 
     Attributes:
         mesh: the mesh of the layouts.
-        shardings: for each array; None if `in_shardings` was not given.
-        moved: the places of those that JAX will move there on every call.
+        shardings: the sharding of each array; None if `in_shardings` was not given.
+        moved: the indices of the uncommitted arrays, which JAX moves on every call.
     """
 
     mesh: Mesh | AbstractMesh | None
@@ -42,14 +42,16 @@ def inputs(
     """Resolve `in_shardings`, and check that the arguments are sharded so.
 
     Raises:
-        ShardingError: what cannot be laid out so, and arrays that are sharded otherwise.
+        ShardingError: a layout does not fit, or an array is sharded otherwise.
     """
     planned = plan_tree(call, layouts, _planning(mesh), check=False, allow_unspecified=True)
     problems, moved = list(planned.problems), list[int]()
     shardings: Shardings = [None] * len(arrays) if problems else _shardings(planned)
     for i, (row, array, wanted) in enumerate(zip(planned.rows, arrays, shardings, strict=True)):
-        if wanted is None or isinstance(wanted.mesh, AbstractMesh) or isinstance(array, Tracer | jax.ShapeDtypeStruct):
-            continue  # nothing is asked, or nothing runs there
+        if wanted is None or isinstance(wanted.mesh, AbstractMesh):
+            continue
+        if isinstance(array, Tracer | jax.ShapeDtypeStruct):
+            continue  # it is on no device yet
         if isinstance(array, jax.Array) and array.committed:
             if not _is_taken(array, wanted):
                 problems.append(_other_sharding(row.path, array, wanted))
@@ -68,33 +70,37 @@ def _shardings(planned: Plan) -> list[NamedSharding | None]:
 
 
 def _is_taken(array: jax.Array, wanted: NamedSharding) -> bool:
-    """Whether JAX takes an array as it is."""
+    """Whether JAX accepts an array without moving it."""
+    # On Explicit axes the mesh is part of the array's type: an equivalent sharding on another mesh is another type.
     if AxisType.Explicit in wanted.mesh.axis_types and mesh_of(array) != wanted.mesh:
         return False
     return is_sharded_as(array, wanted)
 
 
 def _other_sharding(path: Path, array: jax.Array, wanted: NamedSharding) -> Problem:
-    """An array that would have to be moved first: that is for the user to write, since it costs."""
-    here = array.sharding
-    have, want = sharding_text(here), sharding_text(wanted)
-    if isinstance(here, NamedSharding) and here.mesh == wanted.mesh and memory_of(here) == memory_of(wanted):
-        have, want = spec_text(here.spec), spec_text(wanted.spec)
+    """The problem of an array that would have to be moved. It costs time, so the user has to write it."""
+    current = array.sharding
+    have, want = sharding_text(current), sharding_text(wanted)
+    # If only the specs differ, the message is short.
+    if isinstance(current, NamedSharding) and current.mesh == wanted.mesh and memory_of(current) == memory_of(wanted):
+        have, want = spec_text(current.spec), spec_text(wanted.spec)
     why = f"is sharded {have} but `in_shardings` asks for {want}; `ft.jit` does not move arrays implicitly"
     return array_problem(path, array, why, "move it once: `ft.shard(x, layout, mesh)`")
 
 
 def _untyped(path: Path, array: Any) -> Problem:
-    what = "is a numpy array" if isinstance(array, np.ndarray | np.generic) else "is uncommitted, on no mesh"
-    why = f"{what}: on Explicit axes its type would be unsharded inside, whatever `in_shardings` asks for"
+    """The problem of an array whose type has no mesh, on Explicit axes: JAX would move it, but not change its type."""
+    what = "is a NumPy array" if isinstance(array, np.ndarray | np.generic) else "is uncommitted, on no mesh"
+    why = f"{what}: on Explicit axes its type in the body would be unsharded, whatever `in_shardings` asks for"
     return array_problem(path, array, why, "move it first: `ft.shard(x, layout, mesh)`")
 
 
 def outputs(signature: Signature, result: Any, layouts: LayoutTree, mesh: Mesh | AbstractMesh | None) -> Shardings:
-    """Resolve `out_shardings`, a prefix of the result; rules read the annotation of what the function returns.
+    """Resolve `out_shardings`, a prefix of the result. Rules read the annotation of the result.
 
     Raises:
-        ShardingError: what cannot be laid out so. RuleError: the prefix has another structure than the result.
+        ShardingError: a layout does not fit.
+        RuleError: the prefix has another structure than the result.
     """
     record = signature.result
     planned = plan_tree(record(result), record(layouts), _planning(mesh), check=False, allow_unspecified=True)
@@ -106,54 +112,54 @@ def outputs(signature: Signature, result: Any, layouts: LayoutTree, mesh: Mesh |
 
 
 def _planning(mesh: Mesh | AbstractMesh | None) -> Mesh | AbstractMesh | None:
-    """The mesh for a plan; inside shard_map none, so that the plan says what is wrong there."""
+    """The mesh for a plan. Inside shard_map it is None, so that the plan raises its error for Manual axes."""
     return None if getattr(mesh, "manual_axes", ()) else mesh
 
 
 def check_mesh(name: str, paths: Sequence[Path], arrays: Sequence[Any], mesh: Mesh | AbstractMesh | None) -> None:
-    """Raise for arguments on another mesh than the function's, or, if it has none, than the first argument's.
+    """Check that the arguments are on the function's mesh or, if it has none, on the mesh of the first argument.
 
     Raises:
-        ShardingError: their paths.
+        ShardingError: arguments are on another mesh; the message has their paths.
     """
     mesh = mesh if mesh is not None else first_mesh(arrays)
     if mesh is None or getattr(mesh, "manual_axes", ()):
         return
     problems: list[Problem] = []
     for path, array in zip(paths, arrays, strict=True):
-        lone, other = _other_devices(array, mesh), mesh_of(array)
-        if lone is not None:
-            problems.append(array_problem(path, array, f"is committed to {lone} alone", MOVE))
-        elif other is not None and (difference := _other_mesh(other, mesh)) is not None:
+        devices, own_mesh = _other_devices(array, mesh), mesh_of(array)
+        if devices is not None:
+            problems.append(array_problem(path, array, f"is committed to {devices} only", MOVE))
+        elif own_mesh is not None and (difference := _other_mesh(own_mesh, mesh)) is not None:
             problems.append(array_problem(path, array, f"is on the mesh {difference}", MOVE))
     if problems:
-        number = count(len(problems), "argument")
-        raise ShardingError(f"{name} runs on mesh {MeshView(dict(mesh.shape))}, and {number} elsewhere", problems)
+        number = f"{count(len(problems), 'argument')} {'is' if len(problems) == 1 else 'are'}"
+        raise ShardingError(f"{name} runs on mesh {MeshView(dict(mesh.shape))}, but {number} not on it", problems)
 
 
 MOVE = "move it to the function's mesh: `ft.shard(x, layout, mesh)`"
 
 
 def _other_devices(array: Any, mesh: Mesh | AbstractMesh) -> str | None:
-    """The devices that an array without a mesh is committed to, if the function's mesh consists of others."""
+    """The devices that an array without a mesh is committed to; None if they are those of the function's mesh."""
     if not isinstance(mesh, Mesh) or not is_concrete(array):
         return None
     if not array.committed or isinstance(array.sharding, NamedSharding):
         return None
-    here = array.sharding.device_set
-    return None if here == set(mesh.devices.flat) else ", ".join(sorted(map(str, here)))
+    devices = array.sharding.device_set
+    return None if devices == set(mesh.devices.flat) else ", ".join(sorted(map(str, devices)))
 
 
 def _other_mesh(one: Mesh | AbstractMesh, other: Mesh | AbstractMesh) -> str | None:
-    """How a mesh differs from another; None where it does not."""
+    """A text of a mesh that differs from another, with the difference; None if they agree."""
     text = str(MeshView(dict(one.shape)))
     if dict(one.shape) != dict(other.shape):
         return text
     if isinstance(one, Mesh) and isinstance(other, Mesh) and one.devices.tolist() != other.devices.tolist():
-        return f"{text}, of other devices"
-    if AxisType.Manual in (*one.axis_types, *other.axis_types):  # inside `shard_map`
+        return f"{text}, with other devices"
+    if AxisType.Manual in (*one.axis_types, *other.axis_types):  # inside `shard_map`, where the types change
         return None
-    explicit, explicit_there = (AxisType.Explicit in mesh.axis_types for mesh in (one, other))
-    if explicit == explicit_there:
+    explicit = AxisType.Explicit in one.axis_types
+    if explicit == (AxisType.Explicit in other.axis_types):
         return None
     return f"{text} with {'Explicit' if explicit else 'Auto'} axes"

@@ -1,4 +1,4 @@
-"""A function and the options of `ft.shard_map` ─► `Mapped`: how its calls are keyed, checked and run by shard."""
+"""A function and the options of `ft.shard_map` ─► `Mapped`, with the key, the checks and the program of each call."""
 
 import types
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
@@ -17,7 +17,7 @@ from functree.calls.function import Function, on_several_devices
 from functree.calls.output import Output
 from functree.calls.parameter_layouts import ParameterLayouts
 from functree.calls.program import Program, prepare
-from functree.calls.signature import Bound, closed_over
+from functree.calls.signature import Bound, Signature, closed_over
 from functree.calls.traces import Traces
 from functree.errors import ShardingError, did_you_mean
 from functree.layout.layout import Layout, LayoutTree
@@ -45,10 +45,10 @@ class MapOptions(NamedTuple):
 
 
 class Mapped(Function[_P, _T]):
-    """A function that runs on each device's part of its arrays; made by `ft.shard_map`.
+    """A function that runs on each device with its shards of the arrays; made by `ft.shard_map`.
 
     Attributes:
-        compilations: a record for each compilation, of what differed from the nearest earlier one.
+        compilations: one record for each compilation, with what differed from the most similar earlier one.
 
     Examples:
         >>> by_rows = {"in_specs": ft.P("data"), "out_specs": ft.P("data")}
@@ -72,7 +72,8 @@ class Mapped(Function[_P, _T]):
     def _prepare(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Program, FoundCall]:
         if not _captures_tracer(self._bound.fun):
             return super()._prepare(args, kwargs)
-        # A program that holds a tracer must not be kept: the next call would get it after its trace has ended.
+        # A program that contains a tracer must not be cached: the trace has ended when the next call uses it, and JAX
+        # would raise for a leaked tracer.
         call = self._signature.bind(*self._bound.call(args, kwargs))
         found = self._groups.find(call)
         return self._program(call, found), found
@@ -86,11 +87,11 @@ class Mapped(Function[_P, _T]):
         return Program(name, group, body, prepared.jitted, mesh=place.mesh, rules=self._options.rules)
 
     def _computation(self, call: Any, found: FoundCall, place: ManualMesh) -> Callable[[Sequence[Any]], Output]:
-        """From global arrays to global arrays, for calls like this one.
+        """The function from global arrays to global arrays, for calls like this one.
 
         Raises:
-            ShardingError: the call cannot be laid out so.
-            AxesError: it is not as annotated.
+            ShardingError: the layouts do not fit the call.
+            AxesError: the arrays are not as annotated.
         """
         options, signature, fun, group = self._options, self._signature, self._traces.fun, found.group
         laid = place.lay_global(call, self._layouts.prefix(call))
@@ -106,8 +107,8 @@ class Mapped(Function[_P, _T]):
         in_specs = laid.specs
 
         def compute(arrays: Sequence[Any]) -> Output:
-            # JAX asks for the result's specs when the body has run, so the body may still fill them in: the function
-            # is traced once, and not a second time to know its result's structure.
+            # The specs of the result depend on its structure, which is known after the body has run. JAX reads
+            # `out_specs` only then, so the body appends to the list. Otherwise the function would be traced twice.
             out_specs: list[PartitionSpec] = []
             outputs: list[Output] = []
 
@@ -117,6 +118,7 @@ class Mapped(Function[_P, _T]):
                 outputs.append(output)
                 return list(output.values)
 
+            # The name is that of the user's function in JAX's messages and in profiles.
             body.__name__ = body.__qualname__ = signature.name.rpartition(".")[2]
             with jax.sharding.use_abstract_mesh(place.abstract):
                 values = jax.shard_map(
@@ -132,24 +134,28 @@ class Mapped(Function[_P, _T]):
         return compute
 
     def _place(self, arrays: Iterable[Any]) -> ManualMesh:
-        """The mesh of a call, and the axes that become manual."""
-        name, here = self._signature.name, jax.sharding.get_abstract_mesh()
+        """The mesh of a call, and the mesh axes that become Manual."""
+        name, outer = self._signature.name, jax.sharding.get_abstract_mesh()
         mesh = self._options.mesh if self._options.mesh is not None else current_mesh()
         mesh = mesh if mesh is not None else first_mesh(x for x in arrays if is_concrete(x))
         if mesh is None:
             raise ShardingError(f"{name}: there is no mesh: {NO_MESH}")
         view = MeshView(dict(mesh.shape))
-        if here.manual_axes:
-            if dict(mesh.shape) != dict(here.shape):
-                around = MeshView(dict(here.shape))
-                raise ShardingError(f"{name}: it is for {view}, inside a shard_map over {around}: leave `mesh=` out")
-            mesh = here
-        free = [axis for axis in mesh.axis_names if axis not in here.manual_axes]
+        if outer.manual_axes:
+            if dict(mesh.shape) != dict(outer.shape):
+                around = MeshView(dict(outer.shape))
+                raise ShardingError(
+                    f"{name}: its mesh is {view}, but it is called inside a shard_map over {around}: leave `mesh=` out"
+                )
+            mesh = outer  # it records which axes are Manual
+        free = [axis for axis in mesh.axis_names if axis not in outer.manual_axes]
         wanted = list(self._options.axis_names or free)
         for axis in wanted:
-            if axis not in free:
-                why = "manual already" if axis in here.manual_axes else f"no axis of it{did_you_mean(axis, free)}"
-                raise ShardingError(f"{name}: `{axis}` in `axis_names`, on the mesh {view}, is {why}")
+            if axis in free:
+                continue
+            if axis in outer.manual_axes:
+                raise ShardingError(f"{name}: `{axis}` in `axis_names` is manual already, on the mesh {view}")
+            raise ShardingError(f"{name}: `{axis}` in `axis_names` is not in the mesh {view}{did_you_mean(axis, free)}")
         if not wanted:
             raise ShardingError(f"{name}: all axes of the mesh {view} are manual already")
         return ManualMesh(mesh, frozenset(wanted))
@@ -158,7 +164,7 @@ class Mapped(Function[_P, _T]):
 class _LocalBody(NamedTuple):
     """The user's function on local arrays."""
 
-    signature: Any
+    signature: Signature
     fun: Callable[[], Any]
     group: CallGroup
     options: MapOptions
@@ -166,8 +172,9 @@ class _LocalBody(NamedTuple):
     sizes: Sizes
 
     def __call__(self, arrays: Sequence[Any]) -> tuple[Output, list[PartitionSpec]]:
-        """The result, and where its parts come from."""
+        """The local result, and the spec of each of its arrays."""
         signature, options, place = self.signature, self.options, self.place
+        # A copy: JAX may trace this again, and the result's sizes must not be compared with those of another trace.
         call, sizes = self.group.build(arrays), self.sizes.copy()
         if options.shapes == "local":
             sizes.check(call)
@@ -178,6 +185,7 @@ class _LocalBody(NamedTuple):
         laid = place.lay_local(record, signature.result(out_specs))
         problems = list(laid.problems)
         if options.check_vma and not problems:
+            # JAX checks this too, but its message has no path.
             for leaf, spec in zip(laid.leaves, laid.specs, strict=True):
                 problems += place.varying(leaf, spec)
         if problems:
@@ -190,12 +198,12 @@ class _LocalBody(NamedTuple):
         return Output.of(result, signature.name), list(laid.specs)
 
 
-# What a program depends on in a concrete array.
+# What a program depends on in a concrete array: its type, its sharding, and whether it is committed.
 _CONCRETE = attrgetter("aval", "sharding", "committed")
 
 
 def _kind(array: Any) -> Any:
-    """The same for an array that may be traced, abstract or numpy's."""
+    """The same for any array, which may also be traced, abstract or NumPy's."""
     if isinstance(array, jax.ShapeDtypeStruct):
         return array
     return _CONCRETE(array) if is_concrete(array) else (jax.typeof(array), type(array))
@@ -207,6 +215,7 @@ def _captures_tracer(fun: Any) -> bool:
 
 
 def _captured(fun: Any) -> Iterator[Any]:
+    """All values that a function closes over, and those that the functions among them close over."""
     waiting, seen = [fun], set[int]()
     while waiting:
         for value in closed_over(waiting.pop()).values():

@@ -1,4 +1,4 @@
-"""A function of local arrays ─► a function of global ones, laid out by specs, layouts, or its own annotations."""
+"""A function of local arrays ─► a function of global arrays, by specs, layouts, or its own annotations."""
 
 from collections.abc import Callable, Collection
 from typing import Any, ParamSpec, TypeVar, overload
@@ -50,44 +50,45 @@ def shard_map(
     shapes: Shapes = "global",
     **refused: Any,
 ) -> Any:
-    """Run a function on each device's part of its arrays.
+    """Run a function on each device with its shards of the arrays.
 
-    The function sees local arrays and may use collectives (`jax.lax.psum(x, "model")`). Modules and containers go in
-    and out; what is no array, a Python number too, is carried through as it is, and is static: another value is
-    another program. One program is compiled for each structure, shapes and mesh; the function is traced once for each,
-    as under `jax.jit`, outputs' layouts included. A function that closes over traced values is traced on each call.
+    The function sees local arrays and may use collectives (`jax.lax.psum(x, "model")`). It may take and return modules
+    and containers. Values that are not arrays, Python numbers included, are passed through and are static: another
+    value needs another program. One program is compiled for each structure, shapes and mesh, and the function is traced
+    once for each, as under `jax.jit`; the layouts of the result need no second trace. A function that closes over
+    traced values is traced on each call.
 
     Args:
-        fun: a function, a method, a partial, or a module that can be called. What is bound to it are arguments too,
-            `self` among them.
-        mesh: a mesh; the current one if not given, or else that on which the arguments lie.
-        in_specs: where the arguments go: one entry for each positional parameter, or a dict by parameter name, each
-            entry a layout or a prefix tree of layouts; or one layout for all. `*args` has one entry for all, and
-            `None` stands for what is no array.
-        out_specs: where the parts of the result come from, likewise; a layout sees the result as one device has it.
-        rules: for whatever `in_specs` and `out_specs` do not say: by the annotations of the function and of the modules
-            that it takes. They are ambient in the body.
-        axis_names: the mesh axes to be manual; all that are not yet, if not given. Rules lose the others.
-        check_vma: as in JAX: check that what `out_specs` call equal on several devices is so, and let autodiff insert
-            the collectives for that.
-        shapes: what the sizes in the annotations speak of: `"global"`, the arrays as they go in and out; `"local"`,
-            those that the body sees; None for no check.
+        fun: a function, a method, a partial, or a callable module. What is bound to it, such as `self`, is an argument
+            too.
+        mesh: a mesh. If it is not given, it is the current mesh, or else the mesh of the arguments.
+        in_specs: the layouts of the arguments: one entry for each positional parameter, or a dict by parameter name,
+            each entry a layout or a prefix tree of layouts; or one layout for all. `*args` has a single entry. `None`
+            is the entry of a value that is not an array.
+        out_specs: the layout of the result, or a prefix tree of layouts. A layout sees the local result.
+        rules: the layout where `in_specs` or `out_specs` is not given, by the annotations of the function and of its
+            modules. They are ambient in the body.
+        axis_names: the mesh axes that become Manual; by default all that are not Manual yet. Rules lose the others.
+        check_vma: as in JAX: check that a result which `out_specs` say is replicated is the same on all devices, and
+            let autodiff insert the collectives that this needs.
+        shapes: which sizes the annotations mean: `"global"`, those of the arguments and results outside; `"local"`,
+            those of the arrays in the body; None for no check.
 
     Returns:
-        A function of the same signature, with `trace`, `lower`, `eval_shape` and `compilations` as `ft.jit` has them.
-        Under other transforms it is an ordinary part of their program.
+        A function of the same signature, with `trace`, `lower`, `eval_shape` and `compilations` as in `ft.jit`. Under
+        other transforms it becomes a part of their program.
 
     Raises:
-        FunctreeError: an option that means nothing.
-        RuleError: (when called) `in_specs` that do not have the parameters' or a tree's structure.
-        ShardingError: (when called) arrays that nobody laid out or that cannot be laid out so, by path; no mesh.
-        AxesError: (when called) arrays that are not as annotated: the argument, the axis, both sizes.
+        FunctreeError: an option is unknown or has a wrong value.
+        RuleError: (when called) `in_specs` does not have the structure of the parameters or of a tree.
+        ShardingError: (when called) an array has no layout or its layout does not fit, by path; there is no mesh.
+        AxesError: (when called) an array is not as annotated; the message has the argument, the axis and both sizes.
 
     Gradients:
-        A mean over a local batch is a local mean: take `jax.lax.pmean` of it before `jax.grad`, inside the function.
-        With `check_vma=True` the gradient with respect to a whole parameter is summed over the devices on its own;
-        the gradient of a *local* mean is so the number of devices times too large, and with `check_vma=False` it is
-        one device's. Taken outside of the function it is right in both.
+        A mean over a local batch is a local mean: inside the function, take `jax.lax.pmean` of it before `jax.grad`.
+        With `check_vma=True`, JAX sums the gradient with respect to a replicated parameter over the devices. So the
+        gradient of a *local* mean is too large, by the number of devices. With `check_vma=False` it is the gradient of
+        one device only. A gradient that is taken outside of the function is right in both cases.
 
     Examples:
         >>> rules = ft.AxisRules({"batch": "data", "hidden": "model", "embed": None})
@@ -103,15 +104,16 @@ def shard_map(
     for name in refused:
         raise FunctreeError(_REFUSED.get(name, f"shard_map has no option `{name}`"))
     if shapes not in ("global", "local", None):
-        raise FunctreeError(f'shard_map: shapes={shapes!r} is none of "global", "local", None')
+        raise FunctreeError(f'shard_map: shapes={shapes!r} is not one of "global", "local", None')
     if isinstance(axis_names, str):
-        raise FunctreeError(f"shard_map: axis_names={axis_names!r} is a text: write a set, {{{axis_names!r}}}")
-    its_mesh = None if mesh is None else mesh_view(mesh).mesh
-    if mesh is not None and its_mesh is None:
+        raise FunctreeError(f"shard_map: axis_names={axis_names!r} is a string: use a set, {{{axis_names!r}}}")
+    # `mesh_view` also takes None, as the current mesh; here None means the mesh of each call.
+    given_mesh = None if mesh is None else mesh_view(mesh).mesh
+    if mesh is not None and given_mesh is None:
         raise ShardingError("shard_map runs on devices: give a `Mesh`, not sizes")
     manual = None if axis_names is None else tuple(axis_names)
     layout = None if rules is None else as_layout(rules)
-    options = MapOptions(its_mesh, in_specs, out_specs, layout, manual, check_vma, shapes)
+    options = MapOptions(given_mesh, in_specs, out_specs, layout, manual, check_vma, shapes)
 
     def wrap(fun: Any) -> Any:
         signature, bound = Signature.of(fun)
@@ -121,6 +123,6 @@ def shard_map(
 
 
 _REFUSED = {
-    "check_rep": "shard_map: write `check_vma=` for check_rep",
-    "auto": "shard_map: write `axis_names=`, the mesh axes that become manual, for auto, those that do not",
+    "check_rep": "shard_map: use `check_vma=` instead of check_rep",
+    "auto": "shard_map: use `axis_names=`, the mesh axes that become manual, instead of auto, those that do not",
 }
