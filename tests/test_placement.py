@@ -11,19 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
+from meshes import MESH, mesh_of
 
 import functree as ft
 
 P = PartitionSpec
 RULES = ft.AxisRules({"batch": "data", "hidden": "model", "embed": None})
-
-
-def mesh_of(explicit: bool = False) -> Mesh:
-    kind = AxisType.Explicit if explicit else AxisType.Auto
-    return jax.make_mesh((2, 4), ("data", "model"), axis_types=(kind, kind))
-
-
-MESH = mesh_of()
 
 
 class MLP(eqx.Module):
