@@ -46,11 +46,12 @@ class Keyless:
 
 
 class MLP(eqx.Module):
-    """Two weights whose axes are annotated, and a function, which is static."""
+    """Two weights whose axes are annotated, and two leaves that are no arrays."""
 
     up: Float[Array, "embed hidden"]
     down: Float[Array, "hidden embed"]
     activation: Callable[[Array], Array] = jax.nn.relu
+    name: str = "mlp"
 
     def __call__(self, x: Array) -> Array:
         return self.activation(x @ self.up) @ self.down
