@@ -499,7 +499,8 @@ def test_an_error_of_jax_names_the_users_line():
     def body(x: Array, y: Array) -> Array:
         return x if x.sum() > 0 else y
 
-    with pytest.raises(jax.errors.TracerBoolConversionError, match=r"test_jit_shardings.py:\d+ for jit.*argument kept.x"):
+    where = r"test_jit_shardings.py:\d+ for jit.*argument kept.x"
+    with pytest.raises(jax.errors.TracerBoolConversionError, match=where):
         ft.jit(body)(jnp.ones(2), jnp.ones(2))
 
 

@@ -1,6 +1,7 @@
 """What fails in silence elsewhere, and is an error or right by construction here: the numbers of
 `silent-failures.md` that are about running. Those about donation and rules are in `test_donation.py` (22, 24, 29)
-and `test_jit_shardings.py` (21, 23, 31), those about statics in `test_jit.py` (27, 28); 12 and 30 in `test_grad.py` too.
+and `test_jit_shardings.py` (21, 23, 31), those about statics in `test_jit.py` (27, 28); 12 and 30 in
+`test_grad.py` too.
 """
 
 import functools
