@@ -37,9 +37,15 @@ from jaxtyping import Array, Float, Int  # noqa: E402
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 
-# No deadline: the first example pays for a compilation. Derandomized where a run must be repeatable.
+# No limits on time: the first example pays for a compilation, and on a busy machine anything is slow. Derandomized
+# where a run must be repeatable.
 hypothesis.settings.register_profile(
-    "functree", deadline=None, max_examples=200, derandomize=bool(os.environ.get("CI")), print_blob=True
+    "functree",
+    deadline=None,
+    suppress_health_check=[hypothesis.HealthCheck.too_slow],
+    max_examples=200,
+    derandomize=bool(os.environ.get("CI")),
+    print_blob=True,
 )
 hypothesis.settings.load_profile("functree")
 

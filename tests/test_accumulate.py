@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from checks import raises
 from jax import Array
 
 import functree as ft
@@ -38,10 +39,6 @@ def assert_close(found: Any, wanted: Any) -> None:
     for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
         assert x.dtype == y.dtype
         np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-6)
-
-
-def raises(*fragments: str) -> Any:
-    return pytest.raises(ft.FunctreeError, match="(?s)" + ".*".join(map(re.escape, fragments)))
 
 
 # The whole batch

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
-from test_globs import KEYS, PARTS, written
+from patterns import KEYS, PARTS, written
 
 import functree as ft
 from functree.tree.axes import Axes

@@ -10,26 +10,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from checks import refused
 from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
+from meshes import SIZES
 
 import functree as ft
 
 P = PartitionSpec
-SIZES = {"data": 2, "model": 4}
 ALL = ft.FSDP("data", min_size=0)
 
 
 def row(layout: Any, *shape: int, sizes: dict[str, int] = SIZES) -> ft.Row:
     return ft.plan(jax.ShapeDtypeStruct(shape, jnp.float32), layout, sizes)[()]
-
-
-def refused(tree: Any, layout: Any) -> str:
-    with pytest.raises(ft.ShardingError) as caught:
-        ft.plan(tree, layout, SIZES)
-    return str(caught.value)
 
 
 CASES = [

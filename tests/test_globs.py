@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from patterns import KEYS, PARTS, written
 
 import functree as ft
 from functree.tree.globs import glob_pattern, literal_text, match_text
@@ -110,14 +111,6 @@ def test_the_message_says_what_stars_are() -> None:
 
 # The oracle: parts against keys, in plain Python.
 
-WORDS = st.sampled_from(["a", "b", "ab", "aab", "bias", "x", "_"])
-ODD = st.sampled_from(
-    ["", "a.b", "0", "1", "*", "**", '"', "\n", "\x1f", "\x1e", "\x1d", "\x1d\x1b", "a\x1fb", "n", "é"]
-)
-KEYS = WORDS | ODD | st.text(max_size=3) | st.integers(-2, 12) | st.sampled_from([True, None, 1.0, (1, "a"), b"a"])
-STARRED = st.sampled_from(["*", "a*", "*b", "a*b", "*a*", "1*", "*1", "b*s", "_*"])
-PARTS = st.one_of(st.just(("**", None)), STARRED.map(lambda s: ("*", s)), KEYS.map(lambda key: ("key", key)))
-
 
 def same(one: Any, other: Any) -> bool:
     return type(one) is type(other) and one == other
@@ -142,10 +135,6 @@ def oracle(parts: list[tuple[str, Any]], keys: tuple[Any, ...]) -> bool:
     if parts[0][0] == "**":
         return any(oracle(parts[1:], keys[i:]) for i in range(len(keys) + 1))
     return bool(keys) and part_fits(parts[0], keys[0]) and oracle(parts[1:], keys[1:])
-
-
-def written(parts: list[tuple[str, Any]]) -> str:
-    return ".".join("**" if k == "**" else v if k == "*" else part_text(v) for k, v in parts)
 
 
 @st.composite

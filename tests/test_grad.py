@@ -12,10 +12,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from checks import raises
 from hypothesis import given
 from hypothesis import strategies as st
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
+from meshes import EXPLICIT, MESH
 
 import functree as ft
 from functree.transforms.grad.grad import grad, value_and_grad
@@ -23,13 +25,6 @@ from functree.tree.pack import pack
 
 P = PartitionSpec
 RULES = ft.AxisRules({"batch": "data", "hidden": "model", "embed": None, "layers": None}) | ft.FSDP("data", min_size=0)
-
-
-def mesh_of(kind: AxisType = AxisType.Auto) -> Mesh:
-    return jax.make_mesh((2, 4), ("data", "model"), axis_types=(kind, kind))
-
-
-MESH = mesh_of()
 
 
 class MLP(eqx.Module):
@@ -71,10 +66,6 @@ def assert_close(a: Any, b: Any, tolerance: float = 1e-6) -> None:
     assert jax.tree.structure(a) == jax.tree.structure(b)
     for one, other in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
         np.testing.assert_allclose(one, other, rtol=tolerance, atol=tolerance)
-
-
-def raises(*fragments: str, error: type[Exception] = ft.FunctreeError) -> Any:
-    return pytest.raises(error, match="(?s)" + ".*".join(map(re.escape, fragments)))
 
 
 # What is differentiated
@@ -421,7 +412,7 @@ def test_with_no_mesh_rules_do_nothing():
 
 
 def test_on_explicit_axes_the_type_says_it():
-    mesh = mesh_of(AxisType.Explicit)
+    mesh = EXPLICIT
     model = ft.shard(Square(MODEL.up, MODEL.down), P(None, "model"), mesh)
     x = ft.shard(X, P("data"), mesh)
 

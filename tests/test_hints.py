@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import quoted_annotations as quoted
 from jaxtyping import Array, Bool, Float, Int, Key, PRNGKeyArray, PyTree, Scalar, Shaped, UInt8
+from trees import linear, x
 
 import functree as ft
 from functree.errors import AxesError
@@ -37,10 +38,6 @@ Many: TypeAlias = list[T]
 Nested = Union[Float[Array, "a b"], dict[str, "Nested"]]
 Circle = "Circle"
 Zig, Zag = "Zag", "Zig"
-
-
-def x(*shape: int, dtype: Any = np.float32) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(shape, dtype)
 
 
 def holder(annotation: Any) -> type:
@@ -125,10 +122,6 @@ class Pair(NamedTuple, Generic[T]):
 class Fields(eqx.Module):
     weight: Array
     bias: Array | None
-
-
-def linear(use_bias: bool = True) -> eqx.nn.Linear:
-    return eqx.nn.Linear(2, 3, use_bias=use_bias, key=jax.random.key(0))
 
 
 KEY = jax.eval_shape(lambda: jax.random.key(0))

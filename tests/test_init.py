@@ -9,21 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
+from meshes import MESH, mesh_of
 
 import functree as ft
 
 P = PartitionSpec
 RULES = ft.AxisRules({"embed": "data", "hidden": "model"})
-
-
-def mesh_of(explicit: bool = False) -> Mesh:
-    kind = AxisType.Explicit if explicit else AxisType.Auto
-    return jax.make_mesh((2, 4), ("data", "model"), axis_types=(kind, kind))
-
-
-MESH = mesh_of()
 
 
 class MLP(eqx.Module):

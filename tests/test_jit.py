@@ -3,7 +3,6 @@
 import collections
 import dataclasses
 import functools
-import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -12,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from checks import counted, raises
 from jax import Array
 from jax.sharding import PartitionSpec
 from jaxtyping import Float
@@ -37,17 +37,6 @@ class Linear(eqx.Module):
         return x @ self.weight + by
 
 
-class Plain:
-    """No pytree: static, by identity."""
-
-    def __init__(self, times: float):
-        self.times = times
-
-    @ft.jit
-    def scaled(self, x: Array) -> Array:
-        return self.times * x
-
-
 class Point(NamedTuple):
     x: Any
     y: Any
@@ -68,22 +57,6 @@ class Registered:
 
 def linear(**more: Any) -> Linear:
     return Linear(jnp.arange(8.0).reshape(2, 4), **more)
-
-
-def raises(*fragments: str, error: type[Exception] = ft.FunctreeError) -> Any:
-    return pytest.raises(error, match="(?s)" + ".*".join(map(re.escape, fragments)))
-
-
-def counted(fun: Callable[..., Any], **options: Any) -> tuple[Any, list[int]]:
-    """A jitted function, and how often its body was traced."""
-    traces: list[int] = []
-
-    @functools.wraps(fun)
-    def body(*args: Any, **kwargs: Any) -> Any:
-        traces.append(1)
-        return fun(*args, **kwargs)
-
-    return ft.jit(body, **options), traces
 
 
 # What is traced
@@ -295,6 +268,16 @@ def test_an_array_bound_by_a_partial_is_changed_in_place():
 
 
 def test_a_method_of_a_plain_class():
+    class Plain:
+        """No pytree: static, by identity."""
+
+        def __init__(self, times: float):
+            self.times = times
+
+        @ft.jit
+        def scaled(self, x: Array) -> Array:
+            return self.times * x
+
     two, three = Plain(2.0), Plain(3.0)
     np.testing.assert_array_equal(two.scaled(X), X * 2)
     np.testing.assert_array_equal(three.scaled(X), X * 3)

@@ -10,28 +10,18 @@ import numpy as np
 import pytest
 from jax import Array
 from jax.sharding import NamedSharding, PartitionSpec
-from jaxtyping import Float
+from meshes import EXPLICIT, MESH
+from trees import MLP
 
 import functree as ft
 
 P = PartitionSpec
-MESH = ft.make_mesh(data=2, model=4)
-EXPLICIT = ft.make_mesh(data=2, model=4, explicit=True)
 RULES = ft.AxisRules({"batch": "data", "hidden": "model", "embed": None})
-
-
-class MLP(eqx.Module):
-    up: Float[Array, "embed hidden"]
-    down: Float[Array, "hidden embed"]
-    act: Callable[[Array], Array] = jnp.tanh
-
-    def __call__(self, x: Array) -> Array:
-        return self.act(x @ self.up) @ self.down
 
 
 def mlp(key: int = 0) -> MLP:
     up, down = jax.random.normal(jax.random.key(key), (2, 8, 16))
-    return MLP(up, down.T)
+    return MLP(up, down.T, jnp.tanh)
 
 
 MODEL = ft.shard(mlp(), RULES, MESH)

@@ -8,14 +8,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from checks import refused
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
+from meshes import SIZES
 
 import functree as ft
 from functree.layout.layout import as_layout, is_layout
 
 P = PartitionSpec
-SIZES = {"data": 2, "model": 4}
 
 
 class Two(eqx.Module):
@@ -29,12 +30,6 @@ def two(embed: int = 4, hidden: int = 8) -> Two:
 
 def specs(tree: Any, layout: Any, mesh: Any = SIZES) -> list[P]:
     return [row.spec for row in ft.plan(tree, layout, mesh)]
-
-
-def refused(tree: Any, layout: Any, mesh: Any = SIZES) -> str:
-    with pytest.raises(ft.ShardingError) as caught:
-        ft.plan(tree, layout, mesh)
-    return str(caught.value)
 
 
 # Specs

@@ -1,7 +1,7 @@
 """A tree ─► the axes of its arrays, in the tree's structure; and what is said where they cannot be told."""
 
 import pickle
-from collections import OrderedDict, defaultdict
+from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Annotated, Any, NamedTuple
 
@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from jaxtyping import Array, Float, Int, PyTree
-from test_paths import Keyless, Pair
+from trees import Keyless, Leafy, containers, linear, x
 
 import functree as ft
 from functree.errors import AxesError, FunctreeError
@@ -21,16 +21,6 @@ from functree.tree.arrays import is_array
 from functree.tree.axes import Axes
 from functree.tree.interfaces import Stack
 from functree.tree.leaves import read
-
-
-def x(*shape: int, dtype: Any = np.float32) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(shape, dtype)
-
-
-class Leafy(eqx.Module):
-    w: Any
-    kept: Any
-    static: Any = eqx.field(static=True, default="s")
 
 
 class Block(eqx.Module):
@@ -52,30 +42,11 @@ class Stacky(eqx.Module, Stack):
         return ("layers",)
 
 
-def linear(use_bias: bool = True) -> eqx.nn.Linear:
-    return eqx.nn.Linear(2, 3, use_bias=use_bias, key=jax.random.key(0))
-
-
 # Laws
 
 ARRAYS = st.sampled_from([np.zeros((2, 3), np.float32), np.int32(4), x(), x(1, 2, 3), x(2, dtype=jnp.bfloat16)])
 OTHERS = st.sampled_from([None, 1, True, 1.0, "text", abs, np.array("text"), np.array([None]), np.dtype("f4")])
 LEAVES = ARRAYS | OTHERS
-KEYS = st.text(max_size=3)
-
-
-def containers(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
-    lists = st.lists(inner, max_size=3)
-    return st.one_of(
-        lists,
-        lists.map(tuple),
-        st.dictionaries(KEYS, inner, max_size=3),
-        st.dictionaries(st.integers(), inner, max_size=2).map(lambda d: defaultdict(list, d)),
-        st.dictionaries(KEYS, inner, max_size=2).map(OrderedDict),
-        st.builds(Pair, inner, inner),
-        st.builds(Leafy, inner, inner),
-        lists.map(lambda children: Keyless(*children)),
-    )
 
 
 TREES = st.recursive(LEAVES, containers, max_leaves=12)
@@ -444,7 +415,7 @@ def test_errors_are_collected() -> None:
 
 # Axes and names themselves
 
-IDENTIFIERS = st.from_regex(r"[a-zäλ_][a-z0-9_]{0,6}", fullmatch=True).filter(lambda name: name != "_")
+IDENTIFIERS = st.from_regex(r"[a-zäλ][a-z0-9_]{0,6}|_[a-z0-9_]{1,6}", fullmatch=True)
 
 
 @given(st.lists(IDENTIFIERS | st.none(), max_size=5))

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from test_leaves import Leafy, containers
-from test_paths import Keyless, Pair
+from trees import Keyless, Leafy, Pair, containers, is_none, nodes, same
 
 import functree as ft
 from functree.tree.nodes import blanked, children, follow, marked, rebuilt
@@ -17,19 +16,6 @@ from functree.tree.paths import Path
 
 LEAVES = st.sampled_from([np.zeros((2, 3), np.float32), np.int32(4), None, 1, True, "text", abs, ()])
 TREES = st.recursive(LEAVES, containers, max_leaves=12)
-
-
-def is_none(value: Any) -> bool:
-    return value is None
-
-
-def same(one: Any, other: Any) -> bool:
-    (a, first), (b, second) = (jax.tree.flatten(tree, is_leaf=is_none) for tree in (one, other))
-    return first == second and len(a) == len(b) and all(x is y for x, y in zip(a, b, strict=True))
-
-
-def nodes(tree: Any, path: Path = Path()) -> list[tuple[Path, Any]]:  # noqa: B008 (it is immutable)
-    return [(path, tree)] + [each for key, child in children(tree) or () for each in nodes(child, path / key)]
 
 
 @given(TREES)

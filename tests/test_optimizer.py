@@ -14,8 +14,9 @@ import numpy as np
 import optax
 import optax.contrib
 import pytest
-from jax.sharding import AxisType, Mesh, PartitionSpec
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
+from meshes import MESH, SIZES, mesh_of
 
 import functree as ft
 
@@ -35,7 +36,6 @@ class Net(eqx.Module):
 
 
 RULES = ft.AxisRules({"hidden": "model", "heads": "model", "vocab": "model", "layers": None, "embed": "data"})
-SIZES = {"data": 2, "model": 4}
 
 # The oracle: what each parameter is, and where it goes. `table` and `cube` are large enough for adafactor.
 SHAPES = {"up": (16, 8), "bias": (8,), "square": (8, 8), "table": (256, 128), "cube": (3, 128, 256), "gain": ()}
@@ -75,14 +75,6 @@ def concrete(shape: tuple[int, ...], seed: int = 0) -> Array:
 def concrete_net() -> Net:
     values: dict[str, Any] = {name: concrete(shape, i) for i, (name, shape) in enumerate(SHAPES.items())}
     return Net(**values)
-
-
-def mesh_of(explicit: bool) -> Mesh:
-    kind = AxisType.Explicit if explicit else AxisType.Auto
-    return jax.make_mesh((2, 4), ("data", "model"), axis_types=(kind, kind))
-
-
-MESH = mesh_of(False)
 
 
 # What optax exports

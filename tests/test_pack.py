@@ -1,6 +1,5 @@
 """`pack` and `unpack`: the laws of the way there and back, and what a call costs."""
 
-import sys
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -10,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from checks import python_calls
 from hypothesis import given
 from hypothesis import strategies as st
 from jax.tree_util import default_registry, keystr, tree_flatten_with_path, tree_structure
@@ -271,22 +271,6 @@ def test_immutable(name: str):
 
 
 # What it costs
-
-
-def python_calls(f: Callable[[], Any]) -> int:
-    """How many Python functions run in one call of `f`."""
-    calls = 0
-
-    def count(frame: Any, event: str, arg: Any) -> None:
-        nonlocal calls
-        calls += event == "call"
-
-    sys.setprofile(count)
-    try:
-        f()
-    finally:
-        sys.setprofile(None)
-    return calls
 
 
 COSTS: dict[str, tuple[Callable[[Packed[Any]], Callable[[], Any]], int]] = {

@@ -2,7 +2,7 @@
 
 import copy
 import pickle
-from typing import Any, NamedTuple
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -10,30 +10,10 @@ import jax.numpy as jnp
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from trees import Keyless, Pair
 
 import functree as ft
 from functree.tree.paths import Path
-
-
-class Pair(NamedTuple):
-    left: Any
-    right: Any
-
-
-@jax.tree_util.register_pytree_node_class
-class Keyless:
-    """A node that does not say what its children are called."""
-
-    def __init__(self, *children: Any):
-        self.children = children
-
-    def tree_flatten(self) -> tuple[Any, None]:
-        return self.children, None
-
-    @classmethod
-    def tree_unflatten(cls, _: None, children: Any) -> "Keyless":
-        return cls(*children)
-
 
 TEXTS = {
     "": (),

@@ -10,8 +10,10 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
-from jaxtyping import Array, Float
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jaxtyping import Array
+from meshes import mesh_of
+from trees import MLP
 
 import functree as ft
 
@@ -20,12 +22,6 @@ MODES = ("auto", "explicit", "manual", "none")
 TREES = ("array", "module", "pair")
 ROOMS = ("functree.placing", "functree.transforms", "functree.layout")
 RULES = ft.AxisRules({"batch": "data", "hidden": "model", "embed": None})
-
-
-class MLP(eqx.Module):
-    up: Float[Array, "embed hidden"]
-    down: Float[Array, "hidden embed"]
-    activation: Callable[..., Any] = jax.nn.relu
 
 
 def mlp() -> MLP:
@@ -187,11 +183,6 @@ TABLE: dict[str, tuple[Call, dict[str, Any]]] = {
 
 def in_manual() -> bool:
     return bool(jax.sharding.get_abstract_mesh().manual_axes)
-
-
-def mesh_of(explicit: bool) -> Mesh:
-    kind = AxisType.Explicit if explicit else AxisType.Auto
-    return jax.make_mesh((2, 4), ("data", "model"), axis_types=(kind, kind))
 
 
 def call(function: Call, mode: str, kind: str) -> list[P]:

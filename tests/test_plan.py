@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int, PRNGKeyArray
+from meshes import SIZES
 
 import functree as ft
 
 P = PartitionSpec
-SIZES = {"data": 2, "model": 4}
 AUTO = (AxisType.Auto,) * 2
 
 

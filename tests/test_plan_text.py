@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Float
+from meshes import SIZES
 from rich.cells import cell_len
 
 import functree as ft
@@ -18,7 +19,6 @@ from functree.layout.plan.fold import bytes_text, fold
 from functree.layout.plan.text import WIDTH
 
 P = PartitionSpec
-SIZES = {"data": 2, "model": 4}
 
 
 class Block(eqx.Module):

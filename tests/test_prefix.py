@@ -1,6 +1,6 @@
 """Prefix trees of layouts: which layout stands over which leaves, and what a wrong one says."""
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -8,18 +8,14 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
+from meshes import SIZES
+from trees import Pair
 
 import functree as ft
 from functree.layout.prefix import broadcast
 from functree.tree.nodes import children
 
 P = PartitionSpec
-SIZES = {"data": 2, "model": 4}
-
-
-class Pair(NamedTuple):
-    left: Any
-    right: Any
 
 
 class Model(eqx.Module):

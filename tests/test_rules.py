@@ -10,22 +10,17 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from checks import refused as why
 from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 from jaxtyping import Array, Float
+from meshes import SIZES
 
 import functree as ft
 
 P = PartitionSpec
-SIZES = {"data": 2, "model": 4}
 Table = list[tuple[str, Any]]
-
-
-def why(tree: Any, layout: Any, mesh: Any = SIZES) -> str:
-    with pytest.raises(ft.ShardingError) as caught:
-        ft.plan(tree, layout, mesh)
-    return str(caught.value)
 
 
 def leaf(axes: str, *shape: int) -> Any:

@@ -195,7 +195,8 @@ def test_an_annotation_that_cannot_be_read_stops_nothing_that_needs_no_names(ann
     assert ft.jit(f)(jnp.ones(2))["y"].tolist() == [2, 2] and not D
     mesh = ft.make_mesh(data=8)
     assert ft.init(f, P(), mesh)(jnp.ones(2))["y"].tolist() == [2, 2]
-    assert ft.shard_map(f, mesh=mesh, in_specs=P("data"), out_specs=P("data"), shapes=None)(jnp.ones(8))["y"].sum() == 16
+    mapped = ft.shard_map(f, mesh=mesh, in_specs=P("data"), out_specs=P("data"), shapes=None)
+    assert mapped(jnp.ones(8))["y"].sum() == 16
     with pytest.raises(ft.FunctreeError):
         signature_layouts(f, RULES)
 

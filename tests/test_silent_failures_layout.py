@@ -9,28 +9,19 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from checks import refused
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
+from meshes import SIZES
+from trees import BareMLP as MLP
 
 import functree as ft
 
 P = PartitionSpec
-SIZES = {"data": 2, "model": 4}
-
-
-class MLP(eqx.Module):
-    up: Float[Array, "embed hidden"]
-    down: Float[Array, "hidden embed"]
 
 
 def mlp(embed: int = 8, hidden: int = 16) -> MLP:
     return MLP(jnp.ones((embed, hidden)), jnp.ones((hidden, embed)))
-
-
-def refused(tree: Any, layout: Any, mesh: Any = SIZES) -> str:
-    with pytest.raises(ft.ShardingError) as caught:
-        ft.plan(tree, layout, mesh)
-    return str(caught.value)
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from test_leaves import Leafy, containers
-from test_paths import Keyless
+from trees import Keyless, Leafy, containers, flat, same
 
 import functree as ft
 from functree.errors import FunctreeError, RuleError
@@ -31,20 +30,6 @@ FILTERS = st.lists(
     ),
     max_size=4,
 )  # fmt: skip
-
-
-def is_none(value: Any) -> bool:
-    return value is None
-
-
-def flat(tree: Any) -> tuple[list[Any], Any]:
-    return jax.tree.flatten(tree, is_leaf=is_none)
-
-
-def same(one: Any, other: Any) -> bool:
-    """The same structure, and the same objects for leaves."""
-    (a, first), (b, second) = flat(one), flat(other)
-    return first == second and len(a) == len(b) and all(x is y for x, y in zip(a, b, strict=True))
 
 
 @given(TREES, FILTERS)

@@ -1,6 +1,5 @@
 """Traced, lowered and compiled calls over modules: trees of their structure, abstract arguments, checked calls."""
 
-from collections.abc import Callable
 from typing import Any
 
 import equinox as eqx
@@ -9,22 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from jaxtyping import Array, Float
+from jaxtyping import Array
+from trees import MLP
 
 import functree as ft
 
 P = PartitionSpec
 RULES = ft.AxisRules({"batch": "data", "hidden": "model", "embed": None})
 STAGES = ("traced", "lowered", "compiled")
-
-
-class MLP(eqx.Module):
-    up: Float[Array, "embed hidden"]
-    down: Float[Array, "hidden embed"]
-    activation: Callable[..., Any] = jax.nn.relu
-
-    def __call__(self, x: Array) -> Array:
-        return self.activation(x @ self.up) @ self.down
 
 
 def mlp() -> MLP:

@@ -1,25 +1,28 @@
 """Explicit state: refs in a model, values in a `State`, under layouts and transforms."""
 
-import re
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
+import checks
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from checks import compilations
 from jax import Array
 from jax.sharding import NamedSharding
 from jax.tree_util import DictKey, tree_flatten_with_path
 from jaxtyping import Float
+from meshes import MESH
 
 import functree as ft
 from functree.tree.axes import Axes
 
 P = ft.P
-MESH = ft.make_mesh(data=2, model=4)
 RULES = ft.AxisRules({"batch": "data", "embed": "model", "layers": None})
+raises = partial(checks.raises, error=ft.StateError)
 
 
 class Counter(eqx.Module):
@@ -49,26 +52,6 @@ class Shared(eqx.Module):
     def __call__(self, x: Array, state: ft.State) -> tuple[Array, ft.State]:
         x, state = self.own(x, state)
         return x, state.set(self.all, state[self.all] * 2 + state[self.own.calls].astype(jnp.float32))
-
-
-def raises(*fragments: str, error: type[Exception] = ft.StateError) -> Any:
-    return pytest.raises(error, match="(?s)" + ".*".join(map(re.escape, fragments)))
-
-
-def compiled(run: Callable[[], Any]) -> int:
-    """How many programs JAX compiles meanwhile."""
-    events: list[str] = []
-
-    def listen(event: str, *_: Any, **__: Any) -> None:
-        if event == "/jax/core/compile/backend_compile_duration":
-            events.append(event)
-
-    jax.monitoring.register_event_duration_secs_listener(listen)
-    try:
-        run()
-    finally:
-        jax.monitoring.unregister_event_duration_listener(listen)
-    return len(events)
 
 
 # Refs and values
@@ -521,7 +504,10 @@ def test_ten_steps_in_place(explicit: bool):
     text = step.lower(model, x, state).compile().as_text()
     assert "input_output_alias={" in text and text.count("may-alias") + text.count("must-alias") >= 2
     states = [state := step(model, x, state)]
-    assert compiled(lambda: [states.append(step(model, x, states[-1])) for _ in range(9)]) == 0
+    with compilations() as heard:
+        for _ in range(9):
+            states.append(step(model, x, states[-1]))
+    assert heard == []
     assert len(step.compilations) == 1
     after = states[-1]
     assert int(after["calls"]) == 10 and after["total"].tolist() == [10] * 8

@@ -11,13 +11,14 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from checks import refused
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
+from meshes import SIZES
 
 import functree as ft
 
 P = PartitionSpec
-SIZES = {"data": 2, "model": 4}
 
 
 class Linear(eqx.Module):
@@ -45,12 +46,6 @@ def net() -> Net:
 
 def specs(tree: Any, layout: Any, mesh: Any = SIZES) -> dict[str, P]:
     return {str(row.path): row.spec for row in ft.plan(tree, layout, mesh)}
-
-
-def refused(tree: Any, layout: Any) -> str:
-    with pytest.raises(ft.ShardingError) as caught:
-        ft.plan(tree, layout, SIZES)
-    return str(caught.value)
 
 
 # Which leaves

@@ -227,7 +227,7 @@ def run(name: str, *arguments: str, path: Path) -> tuple[int, str, str]:
     inherited = {name: value for name, value in os.environ.items() if name not in ("JAX_PLATFORMS", "XLA_FLAGS")}
     environment = {**inherited, "PYTHONPATH": f"{path}{os.pathsep}{ROOT}", "COLUMNS": "100"}
     command = [sys.executable, str(EXAMPLES / name), *arguments]
-    done = subprocess.run(command, env=environment, text=True, capture_output=True, timeout=180)
+    done = subprocess.run(command, env=environment, text=True, capture_output=True)
     return done.returncode, done.stdout, done.stderr
 
 

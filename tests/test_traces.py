@@ -7,16 +7,14 @@ from collections.abc import Callable
 from typing import Any
 
 import equinox as eqx
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, Mesh
+from meshes import MESH
 
 import functree as ft
 
 P = ft.P
-MESH = Mesh(np.array(jax.devices()).reshape(2, 4), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
 RULES = ft.AxisRules({"embed": "data"})
 
 

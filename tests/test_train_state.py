@@ -1,7 +1,6 @@
 """`TrainState`: one layout for the model lays out the whole, and a training step keeps it so."""
 
 import re
-import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,17 +10,17 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from checks import python_calls, raises
 from jax import Array
 from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Float, Int
+from meshes import MESH, SIZES
 
 import functree as ft
 from functree.tree.filters.filter import as_filter
 from functree.tree.leaves import read
 
 P = ft.P
-SIZES = {"data": 2, "model": 4}
-MESH = ft.make_mesh(data=2, model=4)
 RULES = ft.AxisRules(
     {"batch": "data", "hidden": "model", "vocab": "model", "heads": "model", "kv_heads": "model", ...: None}
 )
@@ -56,10 +55,6 @@ X = jax.random.normal(jax.random.key(5), (8, 16))
 
 def loss(model: Any, x: Any = X) -> Array:
     return jnp.mean(model(x.astype(model.up.dtype)).astype(jnp.float32) ** 2)
-
-
-def raises(*fragments: str, error: type[Exception] = ft.FunctreeError) -> Any:
-    return pytest.raises(error, match="(?s)" + ".*".join(map(re.escape, fragments)))
 
 
 def matrices(params: Any) -> Any:
@@ -307,32 +302,16 @@ def test_frozen_parts():
     assert rows_of(plan, "opt_state") == rows_of(ft.plan_optimizer(tx, net(), RULES | FSDP, SIZES, wrt=wrt))
 
 
-def reads(function: Callable[[], Any]) -> int:
-    """How often a tree is read while a function runs."""
-    calls = []
-
-    def heard(frame: Any, event: str, arg: Any) -> None:
-        if event == "call" and frame.f_code is read.__code__:
-            calls.append(frame)
-
-    sys.setprofile(heard)
-    try:
-        function()
-    finally:
-        sys.setprofile(None)
-    return len(calls)
-
-
 @pytest.mark.parametrize("tx", [optax.adam(1e-3), optax.adafactor(1e-3), ft.with_ema(optax.sgd(0.1))])
 def test_a_tree_is_read_no_more_often_than_it_has_to_be(tx: Any):
     mesh = ft.make_mesh(data=2, model=4)
     rules = ft.AxisRules({"hidden": "model", ...: None})
     model = ft.nn.Linear(128, 256, key=jax.random.key(0))
     stateful = {"a": model, "norm": ft.nn.BatchNorm(128)}
-    assert reads(lambda: ft.TrainState.create(model, tx)) == 1
-    assert reads(lambda: ft.TrainState.create(model, tx, layout=rules, mesh=mesh)) == 3
-    assert reads(lambda: ft.TrainState.create(stateful, tx, layout=rules, mesh=mesh)) == 3
-    assert reads(lambda: ft.plan_optimizer(tx, model, rules, mesh)) == 3
+    assert python_calls(lambda: ft.TrainState.create(model, tx), of=read) == 1
+    assert python_calls(lambda: ft.TrainState.create(model, tx, layout=rules, mesh=mesh), of=read) == 3
+    assert python_calls(lambda: ft.TrainState.create(stateful, tx, layout=rules, mesh=mesh), of=read) == 3
+    assert python_calls(lambda: ft.plan_optimizer(tx, model, rules, mesh), of=read) == 3
 
 
 def test_misuse_of_create():

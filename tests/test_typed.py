@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
+from meshes import EXPLICIT, MESH
 
 import functree as ft
 from functree.transforms.shard_map.shard_map import shard_map
@@ -19,7 +20,6 @@ from functree.transforms.typed import typed
 
 P = PartitionSpec
 RULES = ft.AxisRules({"batch": "data", "hidden": "model", "embed": None})
-AUTO, EXPLICIT = ft.make_mesh(data=2, model=4), ft.make_mesh(data=2, model=4, explicit=True)
 X, UP = jnp.ones((4, 6)), jnp.ones((6, 8))
 
 
@@ -142,14 +142,14 @@ def test_without_rules_or_under_auto_axes_types_are_not_asked():
         jax.jit(typed(up))(placed(X, P("data")), placed(UP, P()))
     with ft.axis_rules(RULES):
         typed(up)(X, UP)
-        with jax.set_mesh(AUTO):
-            jax.jit(typed(up))(placed(X, P("data"), AUTO), placed(UP, P(), AUTO))
+        with jax.set_mesh(MESH):
+            jax.jit(typed(up))(placed(X, P("data"), MESH), placed(UP, P(), MESH))
 
 
 # constrain=True
 
 
-@pytest.mark.parametrize("mesh", [AUTO, EXPLICIT], ids=["auto", "explicit"])
+@pytest.mark.parametrize("mesh", [MESH, EXPLICIT], ids=["auto", "explicit"])
 def test_constrain(mesh: Any):
     seen = []
 
@@ -172,12 +172,12 @@ def test_constrain_without_a_mesh_does_nothing():
 
 
 def test_constrain_with_a_mesh_and_no_rules_is_an_error():
-    with jax.set_mesh(AUTO), pytest.raises(ft.ShardingError, match="no rules to lay out `batch embed`"):
+    with jax.set_mesh(MESH), pytest.raises(ft.ShardingError, match="no rules to lay out `batch embed`"):
         jax.jit(typed(up, constrain=True))(X, UP)
 
 
 def test_constrain_refuses_what_does_not_divide():
-    with jax.set_mesh(AUTO), ft.axis_rules(RULES), pytest.raises(ft.ShardingError, match='"batch" has size 3'):
+    with jax.set_mesh(MESH), ft.axis_rules(RULES), pytest.raises(ft.ShardingError, match='"batch" has size 3'):
         jax.jit(typed(up, constrain=True))(jnp.ones((3, 6)), UP)
 
 
@@ -189,7 +189,7 @@ def test_inside_shard_map_it_sees_local_arrays():
         return x
 
     rules = ft.AxisRules({"batch": "data", "embed": None})
-    np.testing.assert_array_equal(shard_map(f, mesh=AUTO, rules=rules)(X), X)
+    np.testing.assert_array_equal(shard_map(f, mesh=MESH, rules=rules)(X), X)
 
 
 def test_it_composes():

@@ -1,10 +1,11 @@
 """`ft.jit`: `in_shardings`, `out_shardings`, the mesh and the rules of the body."""
 
-import re
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
+import checks
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -13,16 +14,16 @@ import pytest
 from jax import Array
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 from jaxtyping import Float
+from meshes import EXPLICIT, MESH, assert_lies
 
 import functree as ft
 
 P = PartitionSpec
-MESH = ft.make_mesh(data=2, model=4)
-EXPLICIT = ft.make_mesh(data=2, model=4, explicit=True)
 REVERSED = Mesh(MESH.devices[::-1, ::-1], MESH.axis_names, axis_types=(AxisType.Auto,) * 2)
 HALF = ft.make_mesh(data=2, model=2, devices=jax.devices()[4:])
 TALL = ft.make_mesh(data=4, model=2)
 RULES = ft.AxisRules({"batch": "data", "hidden": "model", "embed": None})
+raises = partial(checks.raises, error=ft.ShardingError)
 
 
 class Model(eqx.Module):
@@ -38,14 +39,6 @@ def lay(x: Any, *spec: Any, mesh: Mesh = MESH, kind: str | None = None) -> Array
 
 def model(mesh: Mesh = MESH) -> Model:
     return Model(lay(jnp.ones((4, 8)), None, "model", mesh=mesh), lay(jnp.ones(8), "model", mesh=mesh))
-
-
-def raises(*fragments: str, error: type[Exception] = ft.ShardingError) -> Any:
-    return pytest.raises(error, match="(?s)" + ".*".join(map(re.escape, fragments)))
-
-
-def assert_lies(x: Any, *spec: Any, mesh: Mesh = MESH) -> None:
-    assert x.sharding.is_equivalent_to(NamedSharding(mesh, P(*spec)), x.ndim), x.sharding
 
 
 X = np.arange(32, dtype=np.float32).reshape(8, 4)
@@ -510,7 +503,8 @@ def test_an_error_of_jax_names_the_users_line():
     def body(x: Array, y: Array) -> Array:
         return x if x.sum() > 0 else y
 
-    with pytest.raises(jax.errors.TracerBoolConversionError, match=r"test_jit_layouts.py:\d+ for jit.*argument kept.x"):
+    where = r"test_jit_shardings.py:\d+ for jit.*argument kept.x"
+    with pytest.raises(jax.errors.TracerBoolConversionError, match=where):
         ft.jit(body)(jnp.ones(2), jnp.ones(2))
 
 

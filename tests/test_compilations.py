@@ -1,8 +1,6 @@
 """`f.compilations`: what each compilation of an `ft.jit` function was for, and what is worth a warning."""
 
 import dataclasses
-import functools
-from collections.abc import Callable
 from typing import Any
 
 import equinox as eqx
@@ -10,35 +8,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from checks import counted
 from jax import Array
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import PartitionSpec
+from meshes import MESH, lay
 
 import functree as ft
 
 P = PartitionSpec
-MESH = ft.make_mesh(data=2, model=4)
 X = jnp.arange(4.0)
 
 
 class Linear(eqx.Module):
     scale: Any = 1
     name: Any = eqx.field(static=True, default="linear")
-
-
-def counted(fun: Callable[..., Any], **options: Any) -> tuple[Any, list[int]]:
-    """A jitted function, and how often its body was traced."""
-    traces: list[int] = []
-
-    @functools.wraps(fun)
-    def body(*args: Any, **kwargs: Any) -> Any:
-        traces.append(1)
-        return fun(*args, **kwargs)
-
-    return ft.jit(body, **options), traces
-
-
-def lay(x: Any, *spec: Any) -> Array:
-    return jax.device_put(x, NamedSharding(MESH, P(*spec)))
 
 
 RULES, OTHERS = ft.AxisRules({"batch": "data", ...: None}), ft.AxisRules({"batch": None, ...: None})
