@@ -9,11 +9,11 @@ class Problem(NamedTuple):
     """One thing that is wrong, and what to do about it.
 
     Attributes:
-        path: the leaf's path (an `ft.Path`), or `None` where no single leaf is at fault.
+        path: the leaf's path (an `ft.Path`), or `None` if the problem is not about a single leaf.
         shape: the leaf's shape, or `None`.
-        what: what stands there, for a person: `f32[1001, 4096]  "hidden embed"`.
+        what: a text for the leaf or rule that the problem is about: `f32[1001, 4096]  "hidden embed"`.
         why: what is wrong with it.
-        remedy: what to write instead; may be empty.
+        remedy: what to change; may be empty.
 
     Examples:
         >>> Problem(None, None, "rule hiden→model", "no leaf has this axis", "").why
@@ -28,11 +28,12 @@ class Problem(NamedTuple):
 
 
 class FunctreeError(Exception):
-    """Whatever functree refuses. `.problems` has one record for each thing at fault.
+    """The base class of all errors of functree. `.problems` has one record for each thing that is wrong.
 
     Args:
         headline: the first line of the text.
-        problems: the records, listed below the headline; without any, the headline is the only one.
+        problems: the records, listed below the headline. If there are none, `.problems` has one record, made from the
+            headline.
 
     Examples:
         >>> ft.plan({"w": jnp.ones((3, 4))}, ft.P("data"), {"data": 2}, check=False).problems[0].why
@@ -48,7 +49,7 @@ class FunctreeError(Exception):
 
 
 class AxesError(FunctreeError):
-    """An annotation and a leaf do not fit, or an annotation cannot be read.
+    """An annotation does not fit its leaf, or an annotation cannot be read.
 
     Examples:
         >>> ft.Axes("not an identifier")
@@ -59,18 +60,18 @@ class AxesError(FunctreeError):
 
 
 class RuleError(FunctreeError):
-    """A layout that cannot mean anything, found when it is constructed.
+    """A layout, filter or path is invalid for every tree. Raised when it is created.
 
     Examples:
         >>> ft.AxisRules({"hidden": ("model", "model")})
         Traceback (most recent call last):
             ...
-        functree.errors.RuleError: rule hidden→(model, model): mesh axis `model` stands twice...
+        functree.errors.RuleError: rule hidden→(model, model): mesh axis `model` is named twice...
     """
 
 
 class ShardingError(FunctreeError, ValueError):
-    """A tree that cannot be laid out as asked; lists every leaf at fault.
+    """A tree cannot be laid out as asked. The error lists every leaf that has a problem.
 
     Examples:
         >>> ft.plan(jnp.ones((3, 4)), ft.P("data"), {"data": 2})
@@ -81,7 +82,7 @@ class ShardingError(FunctreeError, ValueError):
 
 
 class StateError(FunctreeError):
-    """A piece of state that is unknown, of another model, or of the wrong shape or dtype.
+    """A piece of state is unknown, belongs to another model, or has the wrong shape or dtype.
 
     Examples:
         >>> issubclass(ft.StateError, ft.FunctreeError)
@@ -89,16 +90,19 @@ class StateError(FunctreeError):
     """
 
 
-MAX_PATHS = 6  # of leaves that share one problem; the others are counted, and all are in `.problems`
+# A large model has thousands of leaves, and one mistake often affects all of them. The text names only the first few;
+# `.problems` has them all.
+MAX_PATHS = 6  # named for each group of leaves with the same problems; the other leaves are counted
 MAX_GROUPS = 40
 
 
 def _text(headline: str, problems: Sequence[Problem]) -> str:
     """The headline, one paragraph for each group of leaves with the same problems, and the remedies."""
+    # The dicts are ordered sets: one leaf may have the same problem from two layouts, and it is listed once.
     leaves: dict[tuple[str, str], dict[str, None]] = {}
     for p in problems:
-        path = "" if p.path is None else str(p.path) or "(the array)"
-        leaves.setdefault((path, p.what), {})[p.why] = None
+        leaves.setdefault((_path_text(p.path), p.what), {})[p.why] = None
+    # A leaf with two problems is one entry with both, so leaves are grouped by all of their problems together.
     groups: dict[tuple[str, tuple[str, ...]], list[str]] = {}
     for (path, what), whys in leaves.items():
         groups.setdefault((what, tuple(whys)), []).append(path)
@@ -114,22 +118,34 @@ def _text(headline: str, problems: Sequence[Problem]) -> str:
     return "\n".join(lines)
 
 
+def _path_text(path: tuple[object, ...] | None) -> str:
+    """A path as it is printed; empty for a problem that is not about a single leaf."""
+    if path is None:
+        return ""
+    # The path of a tree that is a single array is empty, and so is its text.
+    return str(path) or "(the array)"
+
+
 def _some(paths: Sequence[str]) -> str:
+    """The first few paths, and the number of the others."""
     named = list(dict.fromkeys(path for path in paths if path))
+    text = ", ".join(named[:MAX_PATHS])
     rest = len(named) - MAX_PATHS
-    return ", ".join(named[:MAX_PATHS]) + (f" and {rest} more" if rest > 0 else "")
+    if rest > 0:
+        text += f" and {rest} more"
+    return text
 
 
 def count(number: int, noun: str) -> str:
-    """`1 leaf`, `2 leaves`."""
+    """A number with its noun: `1 leaf`, `2 leaves`."""
     plural = noun[:-1] + "ves" if noun.endswith("f") else noun + "s"
     return f"{number} {noun if number == 1 else plural}"
 
 
 def near_name(name: str, known: Iterable[str]) -> str | None:
-    """The known name that is one edit or one swap of neighbours away, for names of four letters and more.
+    """The known name that differs by one edit or one swap of neighbouring letters, for names of four letters or more.
 
-    One that begins with the other is another name (`head`, `heads`), not a typo.
+    If one of the two names begins with the other (`head`, `heads`), they are different names and not a typo.
 
     >>> near_name("hiden", ["embed", "hidden"]), near_name("head", ["heads"])
     ('hidden', None)
@@ -142,8 +158,10 @@ def near_name(name: str, known: Iterable[str]) -> str | None:
 
 
 def _one_edit(short: str, long: str) -> bool:
+    """Whether one inserted or changed letter, or one swap of neighbours, makes the longer name of the shorter one."""
     if len(long) - len(short) > 1 or short == long:
         return False
+    # The first letter that differs: an edit can only be there.
     i = next((i for i, (a, b) in enumerate(zip(short, long, strict=False)) if a != b), len(short))
     if len(short) < len(long):
         return short[i:] == long[i + 1 :]
@@ -152,7 +170,7 @@ def _one_edit(short: str, long: str) -> bool:
 
 
 def did_you_mean(name: object, known: Iterable[object]) -> str:
-    """`; did you mean "hidden"?` for the nearest known name, or nothing.
+    """The text `; did you mean ...?` with the nearest known name, or an empty text if no name is near.
 
     >>> did_you_mean("hiden", ["embed", "hidden"])
     '; did you mean `hidden`?'

@@ -1,20 +1,21 @@
-"""The base of the values that are written by a constructor of their own: immutable, compared by their parts."""
+"""The base class of immutable values with a constructor of their own: `Value`, compared by its parts."""
 
 from abc import abstractmethod
 from typing import Any
 
 
 class Value:
-    """An immutable value, hashable, equal to another of its class that has the same parts.
+    """An immutable, hashable value that is equal to another value of its class with the same parts.
 
-    A subclass names its attributes in `__slots__`, sets them once by `_set`, and says by `_parts` what it is compared
-    by. Where the constructor does nothing but keep its arguments, a frozen dataclass is shorter.
+    A subclass names its attributes in `__slots__`, sets them once in its constructor by `_set`, and returns from
+    `_parts` what it is compared by. For a class whose constructor only stores its arguments, a frozen dataclass is
+    shorter.
     """
 
     __slots__ = ()
 
     def _set(self, **attributes: Any) -> None:
-        """Set attributes; for the constructor."""
+        """Set attributes, past `__setattr__`. Only a constructor may call this."""
         for name, value in attributes.items():
             object.__setattr__(self, name, value)
 
@@ -29,7 +30,7 @@ class Value:
         raise AttributeError(f"{type(self).__name__} is immutable")
 
     def __setstate__(self, state: tuple[None, dict[str, Any]]) -> None:
-        # What pickle and copy call: by default they would set the slots one by one.
+        # pickle and copy call this. Their default sets the slots one by one by `setattr`, which raises here.
         self._set(**state[1])
 
     def __eq__(self, other: object) -> bool:

@@ -205,13 +205,13 @@ def test_a_filter_asks_all_names_of_a_leaf() -> None:
 
 
 NONSENSE: dict[str, tuple[Callable[[], Any], list[str]]] = {
-    "a number": (lambda: as_filter(3), ["3 is no filter: write a glob (`'**.bias'`), a compiled regular expression"]),
-    "None": (lambda: as_filter(None), ["None is no filter"]),
-    "a list": (lambda: as_filter(["a"]), ["['a'] is no filter"]),
-    "a dict": (lambda: as_filter({}), ["{} is no filter"]),
-    "bytes": (lambda: as_filter(b"a"), ["b'a' is no filter"]),
-    "a regex of bytes": (lambda: as_filter(re.compile(b"a")), ["is no filter"]),
-    "an unhashable callable": (lambda: as_filter(Unhashable()), ["is no filter", "that can be hashed"]),
+    "a number": (lambda: as_filter(3), ["3 is not a filter: write a glob (`'**.bias'`), a compiled regular expression"]),
+    "None": (lambda: as_filter(None), ["None is not a filter"]),
+    "a list": (lambda: as_filter(["a"]), ["['a'] is not a filter"]),
+    "a dict": (lambda: as_filter({}), ["{} is not a filter"]),
+    "bytes": (lambda: as_filter(b"a"), ["b'a' is not a filter"]),
+    "a regex of bytes": (lambda: as_filter(re.compile(b"a")), ["is not a filter"]),
+    "an unhashable callable": (lambda: as_filter(Unhashable()), ["is not a filter", "that can be hashed"]),
     "an alias of a class": (lambda: as_filter(list[int]), ["`under` takes a class", "list[int]"]),
     "a bad glob": (lambda: as_filter("a..b"), ["'a..b' is not a path", "parts are joined by single dots"]),
     "a glob of stars": (lambda: ft.glob("a**"), ["glob 'a**': cannot read 'a**'"]),
@@ -224,10 +224,10 @@ NONSENSE: dict[str, tuple[Callable[[], Any], list[str]]] = {
     "dtype None": (lambda: ft.has_dtype(None), ["`has_dtype` takes a dtype", "not None"]),
     "no size": (lambda: ft.larger_than("8"), ["`larger_than` takes a number of elements, not '8'"]),  # pyright: ignore
     "a size that is a truth": (lambda: ft.larger_than(True), ["not True"]),
-    "and 3": (lambda: ft.glob("a") & 3, ["3 is no filter"]),
-    "3 or": (lambda: 3 | ft.glob("a"), ["3 is no filter"]),
-    "and ...": (lambda: ft.glob("a") & ..., ["`...` is no part of a filter", "the last filter of an ordered list"]),
-    "... or": (lambda: ... | ft.glob("a"), ["`...` is no part of a filter"]),
+    "and 3": (lambda: ft.glob("a") & 3, ["3 is not a filter"]),
+    "3 or": (lambda: 3 | ft.glob("a"), ["3 is not a filter"]),
+    "and ...": (lambda: ft.glob("a") & ..., ["`...` cannot be combined with other filters", "the last filter of an ordered list"]),
+    "... or": (lambda: ... | ft.glob("a"), ["`...` cannot be combined with other filters"]),
 }
 
 

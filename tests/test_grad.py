@@ -299,7 +299,7 @@ def test_a_filter_that_matches_nothing_is_listed():
 
 
 def test_what_is_no_filter_is_refused_at_once():
-    with raises("3 is no filter", error=ft.RuleError):
+    with raises("3 is not a filter", error=ft.RuleError):
         grad(loss, wrt=3)
 
 

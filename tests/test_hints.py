@@ -457,7 +457,7 @@ def test_a_name_that_leads_nowhere(annotation: Any, value: Any, hint: str) -> No
 
 
 def test_a_circle_is_called_one() -> None:
-    with pytest.raises(AxesError, match="it stands for itself"):
+    with pytest.raises(AxesError, match="it is defined by itself"):
         told("Zig", x(2))
 
 
@@ -563,9 +563,9 @@ def test_what_is_remembered_of_a_hint_is_for_one_stack() -> None:
 def test_no_sharding_language_in_a_string(token: str) -> None:
     with pytest.raises(AxesError) as error:
         told(Float[Array, f"{token} b"], x(2, 3))
-    assert f'`{token}` in a dimension string is no axis name: `Float[Array, "{token} b"]`' in str(error.value)
+    assert f'`{token}` in a dimension string is not an axis name: `Float[Array, "{token} b"]`' in str(error.value)
     assert error.value.problems[0].path == ("w",) and error.value.problems[0].shape == (2, 3)
-    assert "write rules for the mesh axes that they go to" in str(error.value)
+    assert "choose the mesh axes by rules" in str(error.value)
 
 
 # token ─► name, variadic, broadcast; the canary for what jaxtyping accepts.

@@ -1,4 +1,4 @@
-"""A tree ─► the axes of its arrays, in the tree's structure; and what is said where they cannot be told."""
+"""A tree ─► the axes of its arrays, in the tree's structure; and what is said where they cannot be determined."""
 
 import pickle
 from collections import OrderedDict
@@ -216,7 +216,7 @@ def test_keys_without_an_order() -> None:
     with pytest.raises(FunctreeError) as error:
         ft.tree_axes({"a": [{1: x(), "b": x()}]})
     assert error.value.problems[0].path == ("a", 0)
-    assert "its keys (int, str) have no order" in str(error.value) and "`OrderedDict`" in str(error.value)
+    assert "its keys (int, str) cannot be sorted" in str(error.value) and "`OrderedDict`" in str(error.value)
     assert ft.tree_axes(OrderedDict({1: x(), "b": x(2)})) == OrderedDict({1: Axes(), "b": Axes(None)})
 
 
@@ -303,7 +303,7 @@ def test_bad_names(names: Any) -> None:
         ft.tree_axes(linear(), names)
 
 
-# What cannot be told
+# What cannot be determined
 
 
 class Wrong(eqx.Module):
@@ -316,7 +316,7 @@ ERRORS: dict[str, tuple[Any, Any, list[str]]] = {
     "rank": (
         Float[Array, "a b"],
         x(2),
-        ["the axes of 1 leaf cannot be told", "w   f32[2]", 'has 1 dimensions; `Float[Array, "a b"]` has 2', "agree"],
+        ["the axes of 1 leaf cannot be determined", "w   f32[2]", 'has 1 dimension; `Float[Array, "a b"]` has 2', "agree"],
     ),
     "rank of a union": (
         Float[Array, "a b"] | Float[Array, "c"] | None,
@@ -331,12 +331,12 @@ ERRORS: dict[str, tuple[Any, Any, list[str]]] = {
     "in a stack": (
         Stacky,
         Stacky(Named(x(5, 2, 2), x(5, 3))),
-        ["w.layer.w   f32[5, 2, 2]", 'has 3 dimensions; `Float[Array, "a"]` has 1 behind the stack\'s `layers`'],
+        ["w.layer.w   f32[5, 2, 2]", 'has 3 dimensions; `Float[Array, "a"]` has 1 after the axes `layers` of its stack'],
     ),
     "too few in a stack": (
         Stacky,
         Stacky(Named(x(5), x())),
-        ["2 leaves", "has 1 dimensions; `Float[Array, \"a\"]` has 1 behind", "has 0 dimensions; `Float[Array, 'b']`"],
+        ["2 leaves", "has 1 dimension; `Float[Array, \"a\"]` has 1 after", "has 0 dimensions; `Float[Array, 'b']`"],
     ),
     "a tie": (
         Float[Array, "a b"] | Float[Array, "c d"],
@@ -354,7 +354,7 @@ ERRORS: dict[str, tuple[Any, Any, list[str]]] = {
     "names of no field": (
         Annotated[eqx.nn.Linear, ft.names(weigth="out in", bias="out")],
         linear(),
-        ["w   Linear", "`ft.names` gives axes to `weigth`, and Linear has no such leaf; did you mean `weight`?",
+        ["w   Linear", "`ft.names` gives axes to `weigth`, but Linear has no such leaf; did you mean `weight`?",
          "name a leaf of Linear: `weight`, `bias`"],
     ),
     "names of a static field": (
@@ -371,7 +371,7 @@ ERRORS: dict[str, tuple[Any, Any, list[str]]] = {
     "names of no key": (
         Annotated[dict[str, Array], ft.names(w="a", v="b")],
         {"w": x(2)},
-        ["gives axes to `v`, and dict has no such leaf"],
+        ["gives axes to `v`, but dict has no such leaf"],
     ),
     "names of another rank": (
         Annotated[eqx.nn.Linear, ft.names(weight="out")],
@@ -409,7 +409,7 @@ def test_errors_are_collected() -> None:
         ft.tree_axes({"model": [wrong, wrong]})
     paths = {str(problem.path) for problem in error.value.problems}
     assert paths == {f"model.{i}.{name}" for i in (0, 1) for name in ("w", "tie", "lin")}
-    assert "the axes of 6 leaves cannot be told" in str(error.value)
+    assert "the axes of 6 leaves cannot be determined" in str(error.value)
     assert [leaf.misfit is None for leaf in read({"model": [wrong]}).leaves] == [False, False, True, True]
 
 
@@ -457,7 +457,7 @@ def test_names_are_values() -> None:
     [
         ({"weight": "a-b"}, AxesError, "'a-b' is not an axis name"),
         ({"weight": None}, AxesError, "not as None"),
-        ({3: "a"}, AxesError, "maps globs, as text, to axes; 3 is none"),
+        ({3: "a"}, AxesError, "maps globs, as text, to axes; 3 is not a text"),
         ({"a..b": "a"}, ft.RuleError, "'a..b' is not a path"),
         ({"a.**b": "a"}, ft.RuleError, "cannot read '**b'"),
     ],

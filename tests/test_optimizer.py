@@ -268,7 +268,7 @@ def test_what_cannot_be_derived_is_an_error_that_names_otherwise(name: str):
     for problem in caught.value.problems:
         assert problem.path is not None and problem.shape == state[ft.Path(problem.path)].shape
         assert str(ft.Path(problem.path)) in str(caught.value)
-        assert "depends on the shapes of the parameters in a way that cannot be told" in problem.why
+        assert "depends on the shapes of the parameters in a way that cannot be determined" in problem.why
         assert "`otherwise=P()`" in problem.remedy
     plan = ft.plan_optimizer(tx, DICT, DICT_LAYOUT, SIZES, otherwise=P())
     failed = {problem.path for problem in caught.value.problems}
@@ -556,7 +556,7 @@ def test_of_an_optimizer_that_optax_does_not_have():
         lambda x: (x.shape[1], x.shape[0]),
         lambda x: (*x.shape, 2),
     ):
-        with pytest.raises(ft.ShardingError, match=r"w   f32\[.*\n.*cannot be told") as caught:
+        with pytest.raises(ft.ShardingError, match=r"w   f32\[.*\n.*cannot be determined") as caught:
             specs_of(by_width(width), params, layout)
         assert "otherwise=P()" in str(caught.value)
 

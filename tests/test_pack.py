@@ -161,7 +161,7 @@ def test_shard_places_it_and_keeps_it_packed(mesh: jax.sharding.Mesh):
 def test_a_problem_is_named_by_the_models_path():
     with pytest.raises(ft.ShardingError, match=r'(?s)model\.0\.weight   f32\[2, 3\]   "embed hidden".*a multiple of'):
         ft.plan({"model": pack([LAYER])}, RULES, SIZES)
-    with pytest.raises(ft.AxesError, match=r"(?s)the axes of 1 leaf cannot be told.*m\.0\.weight"):
+    with pytest.raises(ft.AxesError, match=r"(?s)the axes of 1 leaf cannot be determined.*m\.0\.weight"):
         ft.tree_axes({"m": pack([Layer(np.ones(3), None, 1)])})
 
 
@@ -206,7 +206,7 @@ def test_what_cannot_be_static_is_named():
 
 @pytest.mark.parametrize("value", [LAYER, (), None, 3])
 def test_unpack_takes_what_is_packed(value: Any):
-    with pytest.raises(ft.FunctreeError, match=rf"what `ft.pack` gave, not a {type(value).__name__}"):
+    with pytest.raises(ft.FunctreeError, match=rf"the result of `ft.pack`, not a {type(value).__name__}"):
         unpack(value)
 
 

@@ -84,9 +84,9 @@ def test_different_paths_have_different_texts(one: list[Any], other: list[Any]) 
         ('a"b"', "cannot read it from character 0"),
         ('"a', "cannot read it from character 0"),
         ("[1", "cannot read it from character 0"),
-        ("a b", "'a b' is no identifier; quote it (`\"a b\"`)"),
-        ("a.0x", "'0x' is no identifier"),
-        ("[open]", "[open] is no literal key"),
+        ("a b", "'a b' is not an identifier; quote it (`\"a b\"`)"),
+        ("a.0x", "'0x' is not an identifier"),
+        ("[open]", "[open] is not a Python literal"),
         ('"\\q"', "is not a path"),
     ],
 )

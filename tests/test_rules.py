@@ -341,7 +341,7 @@ def test_names_for_a_field_that_is_not_there() -> None:
     linear = eqx.nn.Linear(4, 8, key=jax.random.key(0))
     rules = ft.AxisRules({...: None}, names={eqx.nn.Linear: ft.names(wieght="out in", bias="out")})
     text = why([linear], rules)
-    assert "gives axes to `wieght`, and Linear has no such leaf" in text and "`weight`" in text
+    assert "gives axes to `wieght`, but Linear has no such leaf" in text and "`weight`" in text
 
 
 class Physical(eqx.Module):

@@ -569,12 +569,12 @@ def model_of_jax(key: Any) -> eqx.nn.MLP:
 CASES: dict[str, tuple[Callable[[], Any], type[Exception], list[str]]] = {
     "get of several": (
         lambda: ft.select(model()).under(Norm).get(),
-        FunctreeError, ["1 part expected, and 3 found", 'layers.1, pair.0, heads."a.b"   Norm', "select more, or"],
+        FunctreeError, ["expected 1 part, found 3", 'layers.1, pair.0, heads."a.b"   Norm', "select more, or"],
     ),
-    "get of none": (lambda: ft.select(model()).where("nothing").get(), FunctreeError, ["1 part expected, and 0 found"]),
+    "get of none": (lambda: ft.select(model()).where("nothing").get(), FunctreeError, ["expected 1 part, found 0"]),
     "expect": (
         lambda: ft.select(model()).where("**.bias").expect(3),
-        FunctreeError, ["3 parts expected, and 2 found", "layers.0.bias, heads.z.bias   f32[3]"],
+        FunctreeError, ["expected 3 parts, found 2", "layers.0.bias, heads.z.bias   f32[3]"],
     ),
     "set_each": (
         lambda: ft.select(model()).under(Norm).set_each([1]),
@@ -598,33 +598,33 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], list[str]]] = {
         lambda: ft.select(model()).at("named.first.T"), FunctreeError, ["`named.first` has no `T`"],
     ),
     "a static field": (
-        lambda: ft.select(model()).at("layers.0.name"), FunctreeError, ["`layers.0` has no `name`", "it is static"],
+        lambda: ft.select(model()).at("layers.0.name"), FunctreeError, ["`layers.0` has no `name`", "it is a static field"],
     ),
     "no path": (lambda: ft.select(model()).at("layers..x"), RuleError, ["'layers..x' is not a path"]),
     "at a number": (lambda: ft.select(model()).at(3), RuleError, ["at takes a path or a function", "not 3"]),
     "at: what is no part": (
         lambda: ft.select(model()).at(lambda m: (m.act, m.layers[0].name)),
-        FunctreeError, ["the function gave 'dense', which is no part of the tree"],
+        FunctreeError, ["the function returned 'dense', which is not a part of the tree"],
     ),
     "at: a slice": (
-        lambda: ft.select([1, 2, [3]]).at(lambda t: [t[1:]]), FunctreeError, ["gave [<leaf>, [<leaf>]], which is no"],
+        lambda: ft.select([1, 2, [3]]).at(lambda t: [t[1:]]), FunctreeError, ["returned [<leaf>, [<leaf>]], which is not"],
     ),
-    "at: no parts": (lambda: ft.select(model()).at(lambda m: ()), FunctreeError, ["the function gave ()"]),
+    "at: no parts": (lambda: ft.select(model()).at(lambda m: ()), FunctreeError, ["the function returned ()"]),
     "at: one in another": (
         lambda: ft.select(model()).at(lambda m: (m.layers[0].bias, m.layers)),
-        FunctreeError, ["`layers.0.bias` lies in `layers`", "choose one of them"],
+        FunctreeError, ["`layers.0.bias` is inside `layers`", "choose one of them"],
     ),
     "at: one in the whole": (
-        lambda: ft.select(model()).at(lambda m: (m, m.act)), FunctreeError, ["`act` lies in `Model`"],
+        lambda: ft.select(model()).at(lambda m: (m, m.act)), FunctreeError, ["`act` is inside `Model`"],
     ),
     "under a number": (lambda: ft.select(model()).under(3), FunctreeError, ["under takes a class", "not 3"]),
     "under a text": (lambda: ft.select(model()).under("Norm"), FunctreeError, ["under takes a class", "not 'Norm'"]),
-    "where a number": (lambda: ft.select(model()).where(3), RuleError, ["3 is no filter", "write a glob"]),
+    "where a number": (lambda: ft.select(model()).where(3), RuleError, ["3 is not a filter", "write a glob"]),
     "where a bad glob": (lambda: ft.select(model()).where("a..b"), RuleError, ["'a..b'"]),
     "remove a field": (
         lambda: ft.select(model()).at(lambda m: (m.act, m.named.second)).remove(),
         FunctreeError,
-        ["2 parts cannot be removed", "is a field of Model, and no element of a list, a tuple or a dict",
+        ["2 parts cannot be removed", "is a field of Model, not an element of a list, a tuple or a dict",
          "named.second   NoneType", "is a field of Named", "`.set(None)`"],
     ),
     "remove the whole": (
@@ -633,8 +633,8 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], list[str]]] = {
     "insert beside a field": (
         lambda: ft.select(model()).where("**.bias").insert_after(1),
         FunctreeError,
-        ["2 parts cannot be put beside", "layers.0.bias, heads.z.bias   f32[3]", "is a field of Dense",
-         "and no element of a list or a tuple", "`.apply(lambda part: ...)`"],
+        ["nothing can be inserted next to 2 parts", "layers.0.bias, heads.z.bias   f32[3]", "is a field of Dense",
+         "not an element of a list or a tuple", "`.apply(lambda part: ...)`"],
     ),
     "insert into a dict": (
         lambda: ft.select(model()).at("heads.z").insert_before(1), FunctreeError, ["is a field of dict"],

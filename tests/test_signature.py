@@ -249,7 +249,7 @@ DIFFER: list[tuple[list[Any], list[Any], str]] = [
     ([FLOATS, Float[Array, "batch*head"]], [(2, 3), (5,)], r"`batch\*head` cannot be evaluated: name 'head' is not"),
     ([Float[Array, "*a b"]] * 2, [(2, 2, 3), (2, 3)], r'"a" has size \(2,\) here, and \(2, 2\) in `x`'),
     ([Float[Array, "#a"], Float[Array, "a"]], [(3,), (2,)], r'"a" has size 2 here, and 3 in `x`'),
-    ([FLOATS, FLOATS], [(2, 3), (2,)], r"y.*has 1 dimensions; `Float.* has 2"),
+    ([FLOATS, FLOATS], [(2, 3), (2,)], r"y.*has 1 dimension; `Float.* has 2"),
     ([FLOATS, Int[Array, "batch"]], [(2, 3), (2,)], r"y.*its dtype is float32, but the annotation says Int"),
     ([FLOATS, "Nowhere"], [(2, 3), (2,)], r"y.*its annotation `Nowhere` cannot be resolved"),
 ]

@@ -94,7 +94,7 @@ def test_methods():
 
     assert Layer(UP)(X).shape == (4, 8)
     assert typed(Layer(UP))(X).shape == (4, 8)
-    with pytest.raises(ft.AxesError, match=r"(?s)x   f32\[6\].*has 1 dimensions"):
+    with pytest.raises(ft.AxesError, match=r"(?s)x   f32\[6\].*has 1 dimension"):
         Layer(UP)(X[0])
 
 

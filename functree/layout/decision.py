@@ -159,7 +159,7 @@ def conflict(dim: int, leaf: Leaf, have: Sequence[str], want: Sequence[str], who
 
 
 def unreadable(leaf: Leaf) -> Fault:
-    """The fault that a leaf's axes cannot be told, for a layout that has to know them."""
+    """The fault that a leaf's axes cannot be determined, for a layout that has to know them."""
     problem: Any = leaf.misfit
     return problem.why, problem.remedy + optimizer_remedy(leaf)
 

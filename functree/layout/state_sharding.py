@@ -37,7 +37,7 @@ class StateSharding(Value, Layout):
         unused: what to do about a filter that matches nothing, or only what earlier ones take; a last `...` is exempt.
 
     Raises:
-        RuleError: `...` not last, or what is no filter or no layout.
+        RuleError: `...` not last, or what is not a filter or no layout.
 
     Examples:
         >>> layout = ft.StateSharding({"**.bias": ft.P(), ...: ft.P("model")})

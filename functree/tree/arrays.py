@@ -1,4 +1,4 @@
-"""What counts as an array, and the text of one in messages."""
+"""A value ─► whether functree treats it as an array, and its text in messages."""
 
 import re
 from typing import Any
@@ -8,9 +8,10 @@ import numpy as np
 
 
 def is_array(value: Any) -> bool:
-    """Whether a value is an array: of JAX or numpy, traced and abstract ones and numpy scalars too.
+    """Whether a value is an array of JAX or numpy. Traced and abstract arrays and numpy scalars are arrays too.
 
-    Not Python numbers, and not numpy's arrays of objects, texts, dates or records, which JAX cannot hold.
+    Python numbers are not arrays, and neither are numpy's arrays of objects, texts, dates or records, because JAX
+    cannot hold them.
     """
     if isinstance(value, np.ndarray | np.generic):
         return value.dtype.kind not in "OUSMm" and not value.dtype.names
@@ -18,16 +19,16 @@ def is_array(value: Any) -> bool:
 
 
 def array_text(value: Any) -> str:
-    """`f32[512, 128]`."""
+    """The dtype and shape of an array: `f32[512, 128]`."""
     return f"{dtype_text(value.dtype)}[{', '.join(map(str, value.shape))}]"
 
 
 def value_text(value: Any) -> str:
-    """`f32[512, 128]` for an array, else the name of its class."""
+    """`f32[512, 128]` for an array, and the name of the class for any other value."""
     return array_text(value) if is_array(value) else type(value).__name__
 
 
 def dtype_text(dtype: Any) -> str:
-    """`f32`, `bf16`, `i32`, `u8`, `key<fry>`: a dtype as JAX's own texts shorten it."""
+    """A dtype as JAX abbreviates it: `f32`, `bf16`, `i32`, `u8`, `key<fry>`."""
     short = {"float": "f", "bfloat": "bf", "int": "i", "uint": "u", "complex": "c"}
     return re.sub(r"^(bfloat|float|uint|int|complex)(?=\d)", lambda match: short[match.group()], str(dtype))

@@ -1,4 +1,4 @@
-"""The names of an array's dimensions: `Axes`, and the marks that give them to leaves without an annotation."""
+"""The names of an array's dimensions: `Axes`; and `names` and `Buffer`, for the annotations of fields."""
 
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Self, TypeVar
@@ -9,9 +9,9 @@ from functree.values import Value
 
 
 class Axes(tuple[str | None, ...]):
-    """The names of a leaf's dimensions, outermost first; `None` for one without a name.
+    """The names of a leaf's dimensions, outermost first; `None` for a dimension without a name.
 
-    A tuple, hashable, and a leaf in JAX's eyes, so that a tree of them has the structure of the model.
+    A hashable tuple. JAX treats it as a leaf, so a tree of `Axes` has the structure of the model.
 
     Args:
         names: an identifier or `None` for each dimension.
@@ -43,12 +43,12 @@ class Axes(tuple[str | None, ...]):
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """The axes whose text this is: names with spaces between, `_` for an unnamed dimension."""
+        """The axes of a text: names separated by spaces, `_` for an unnamed dimension."""
         return cls(*(None if name == "_" else name for name in text.split()))
 
     @classmethod
     def of(cls, axes: "str | Axes") -> "Axes":
-        """`Axes` as they are, or read from their text."""
+        """The axes that a user wrote, as `Axes` or as text."""
         if isinstance(axes, Axes):
             return axes
         if isinstance(axes, str):
@@ -62,14 +62,15 @@ class Axes(tuple[str | None, ...]):
         return f"Axes({', '.join(map(repr, self))})"
 
     def __getnewargs__(self) -> tuple[str | None, ...]:
+        # For pickle and copy: the default would pass one tuple to `__new__`, which takes the names one by one.
         return tuple(self)
 
 
 class Names(Value):
     """Axes for the leaves below a module that has no annotations of its own; made by `ft.names`.
 
-    Immutable, equal and hashable by value: (pattern, axes) pairs, the first that matches a leaf's path below the
-    module wins.
+    Immutable, hashable, and equal by value. It holds (pattern, axes) pairs. The first pattern that matches the path of
+    a leaf, from the module on, gives the leaf its axes.
     """
 
     __slots__ = ("pairs",)
@@ -89,18 +90,18 @@ class Names(Value):
 
 
 def names(patterns: Mapping[str, str | Axes] | None = None, /, **fields: str | Axes) -> Names:
-    """Axes for the leaves below a module that names none itself.
+    """Axes for the leaves below a module that does not name them itself.
 
-    Stands in an annotation, `lin: Annotated[eqx.nn.Linear, ft.names(weight="out in", bias="out")]`, or as a value
+    Write it in an annotation, `lin: Annotated[eqx.nn.Linear, ft.names(weight="out in", bias="out")]`, or as a value
     of a layout's `names=` mapping.
 
     Args:
-        patterns: globs over the path below the module ─► axes, for leaves further down.
-        **fields: the module's own fields ─► axes.
+        patterns: `{glob: axes}`, for leaves further down; a glob is matched with the path below the module.
+        **fields: the axes of the module's own fields.
 
     Raises:
-        AxesError: axes that cannot be read. A field that the module does not have is found when a tree is read.
-        RuleError: a glob that cannot be read.
+        AxesError: the axes cannot be read. (A field that the module does not have is an error when a tree is read.)
+        RuleError: a glob cannot be read.
 
     Examples:
         >>> ft.names(weight="hidden embed", bias="hidden")
@@ -111,13 +112,13 @@ def names(patterns: Mapping[str, str | Axes] | None = None, /, **fields: str | A
     both = {**(patterns or {}), **fields}
     for pattern in both:
         if not isinstance(pattern, str):
-            raise AxesError(f"`ft.names` maps globs, as text, to axes; {pattern!r} is none")
-        glob_pattern(pattern)  # a bad one is found here
+            raise AxesError(f"`ft.names` maps globs, as text, to axes; {pattern!r} is not a text")
+        glob_pattern(pattern)  # raises here for an invalid glob, and not only when a tree is read
     return Names(tuple((pattern, Axes.of(axes)) for pattern, axes in both.items()))
 
 
 class BufferMark:
-    """What `ft.Buffer[...]` leaves in an annotation."""
+    """The mark that `ft.Buffer[...]` puts into an annotation."""
 
     def __repr__(self) -> str:
         return "Buffer"
@@ -127,7 +128,7 @@ BUFFER = BufferMark()
 _T = TypeVar("_T")
 
 Buffer = Annotated[_T, BUFFER]
-"""An array of the model that is not trained; to a type checker, the array itself.
+"""The annotation of an array that is not trained. For a type checker it is the annotation of the array itself.
 
 Examples:
     >>> class Norm(eqx.Module):

@@ -1,7 +1,7 @@
-"""What classes of higher floors tell the walk over a tree: base classes, asked for here and nowhere else by name.
+"""Base classes for modules that the walk over a tree treats in a special way.
 
-`SelfNaming` is for users too. The others are how functree's own `Stacked`, `Packed`, `StateRef` and `State` make
-themselves known to the floors below them.
+`SelfNaming` is also for classes of users. The others are the base classes of functree's own `Stacked`, `Packed`,
+`StateRef` and `State`: these are defined in packages that this one must not import.
 """
 
 from abc import abstractmethod
@@ -13,7 +13,7 @@ from functree.tree.paths import Path
 
 
 class SelfNaming(Protocol):
-    """A module that names its own leaves, for a class whose instances differ. A user's class may define it.
+    """A module that names its own leaves, for a class whose instances have different axes. Any class may define this.
 
     Examples:
         >>> class Projection(eqx.Module):
@@ -30,13 +30,13 @@ class SelfNaming(Protocol):
 
 
 def own_names(node: Any) -> Names | None:
-    """The names that a module gives to its own leaves."""
-    # Asked of the class: `isinstance` of a protocol takes ten times as long.
+    """The names that a module gives to its own leaves; None if it gives none."""
+    # This runs for each module. `isinstance` with a protocol takes ten times as long.
     return node.__axis_names__() if hasattr(type(node), "__axis_names__") else None
 
 
 class Stack:
-    """A module that holds several equal layers as one: every array below it has leading dimensions for them."""
+    """A module that holds several equal layers as one: every array below it has leading dimensions for the layers."""
 
     @abstractmethod
     def stack_axes(self) -> tuple[str, ...]:
@@ -44,29 +44,29 @@ class Stack:
 
 
 class PackedTree:
-    """A node that stands for a tree: its leaves have the paths, axes and modules of that tree."""
+    """A node that holds another tree in a packed form: its leaves have the paths, axes and modules of that tree."""
 
     __slots__ = ()
 
     @property
     @abstractmethod
     def tree(self) -> Any:
-        """The tree."""
+        """The tree that was packed."""
 
 
 class HoldsState:
-    """A module whose arrays are state, and no parameters."""
+    """A module whose arrays are state and not parameters."""
 
     __slots__ = ()
 
 
 class Entry(NamedTuple):
-    """What is known of one piece of state, besides its value.
+    """One piece of state, without its value.
 
     Attributes:
-        path: of the module that declares it, in the model.
-        axes: the names of its dimensions, those of stacks in front.
-        stacked: how many leading dimensions are those of stacks.
+        path: the path in the model of the module that declares it.
+        axes: the names of its dimensions; those of stacks are first.
+        stacked: the number of leading dimensions that belong to stacks of layers.
     """
 
     path: Path
@@ -75,17 +75,17 @@ class Entry(NamedTuple):
 
 
 class StateMapping(HoldsState, Mapping[Path, Any]):
-    """A mapping from paths in a model to arrays, which is one node of a tree with one child for each."""
+    """A mapping from paths in a model to arrays. It is one node of a tree, with one child for each path."""
 
     __slots__ = ()
 
     @abstractmethod
     def entries(self) -> Sequence[Entry]:
-        """What is known of each child, in order."""
+        """One entry for each child, in the order of the children."""
 
     @abstractmethod
     def of_layers(self, layer: Any) -> tuple[dict[Path, Any], dict[Path, Any]]:
-        """The values that all layers of a stack share, and those of which each layer has its own part."""
+        """The values that all layers of a stack share, and the values of which each layer has its own part."""
 
     @abstractmethod
     def update(self, values: Mapping[Path, Any]) -> "StateMapping":

@@ -1,4 +1,4 @@
-"""One array of a tree, with all that filters, layouts and messages ask about it."""
+"""`Leaf`: one array of a tree, with all that filters, layouts and messages need to know about it."""
 
 from typing import Any, NamedTuple
 
@@ -11,21 +11,22 @@ from functree.tree.paths import Path
 
 
 class Leaf(NamedTuple):
-    """An array of a tree, with all that a filter or a layout may ask about it.
+    """An array of a tree, with all that a filter or a layout may need to know about it.
 
     Attributes:
         path: from the root of the tree.
-        value: the array, or what stands for one.
+        value: the array; it may be traced or abstract.
         axes: the names of its dimensions.
         within: the classes of the nodes above it, outermost first.
-        aliases: the paths that a pattern is tried on, where they are not just its own: the path below the subtree that
-            a layout stands over, and that of the parameter that it belongs to.
-        stacked: how many leading dimensions are those of stacks.
-        annotated: whether anything names its axes.
-        unnamed: for each unnamed dimension that an annotation leaves whole, what is written there.
-        spec: the physical spec of its annotation.
+        aliases: the paths that patterns are matched with, if they are others than `path`: the path from the subtree
+            that a layout is for, or the path of the parameter that a leaf of an optimizer's state belongs to.
+        stacked: the number of leading dimensions that belong to stacks of layers.
+        annotated: whether its axes are named, by an annotation or from outside.
+        unnamed: for each dimension, the token of its annotation if that token is not a name, or an empty text. Empty
+            if all dimensions are named.
+        spec: the `PartitionSpec` in its annotation, or None.
         buffer: whether it is marked as not trained.
-        misfit: why its axes cannot be told.
+        misfit: why its axes cannot be determined, or None.
     """
 
     path: Path
@@ -42,7 +43,7 @@ class Leaf(NamedTuple):
 
     @property
     def patterned(self) -> tuple[Path, ...]:
-        """The paths that a pattern is tried on."""
+        """The paths that patterns are matched with."""
         return self.aliases or (self.path,)
 
     @property
@@ -52,20 +53,23 @@ class Leaf(NamedTuple):
 
     @property
     def text(self) -> str:
-        """`f32[512, 128]  "embed hidden"`, as messages show it."""
-        named = f'   "{self.axes}"' if any(self.axes) else ""
-        return array_text(self.value) + named
+        """The leaf in messages: `f32[512, 128]   "embed hidden"`."""
+        text = array_text(self.value)
+        if any(self.axes):
+            text += f'   "{self.axes}"'
+        return text
 
     def dimension(self, dim: int) -> str:
-        """A dimension as messages name it: by its axis, else by its position."""
+        """A dimension in messages: its axis, or its position if it has no name."""
+        # An array whose annotation does not fit may have more dimensions than axes.
         name = self.axes[dim] if dim < len(self.axes) else None
         return f'"{name}"' if name else f"dimension {dim}"
 
     def problem(self, why: str, remedy: str) -> Problem:
-        """The record of something that is wrong with this leaf."""
+        """A `Problem` of this leaf."""
         return Problem(self.path, tuple(self.shape), self.text, why, remedy)
 
 
 def array_problem(path: Path, value: Any, why: str, remedy: str) -> Problem:
-    """The record of something that is wrong with an array of which only the path is known."""
+    """A `Problem` of an array of which only the path is known."""
     return Problem(path, tuple(value.shape), array_text(value), why, remedy)

@@ -1,7 +1,7 @@
 """A tree and its annotations ─► `Leaves`: one `Leaf` for each array, and the skeleton of the tree.
 
-The one walk over a tree. Everything that asks for paths, axes, or the modules around a leaf asks here. A packed tree
-is read as the tree that was packed; its skeleton is that of the packed one.
+This is the only walk over a tree: all paths, axes, and classes of the modules around a leaf come from here. A packed
+tree is read as the tree that was packed, but the skeleton is that of the packed tree.
 """
 
 from collections.abc import Iterable, Mapping
@@ -42,8 +42,8 @@ class Leaves:
     """The arrays of a tree, in JAX's order.
 
     Attributes:
-        leaves: one record for each array.
-        problems: names that were given to leaves which are not there.
+        leaves: one `Leaf` for each array.
+        problems: names that were given to leaves that do not exist.
         skeleton: the tree without its arrays.
     """
 
@@ -53,15 +53,15 @@ class Leaves:
 
 
 def read(tree: Any, names: Mapping[type, Names] | None = None) -> Leaves:
-    """Read a tree: paths, axes, the modules around each leaf.
+    """Read the path, the axes and the surrounding modules of each array of a tree.
 
     Args:
         tree: arrays, numpy arrays or `jax.ShapeDtypeStruct`s, in modules and containers.
-        names: axes for the leaves of foreign classes.
+        names: `{cls: ft.names(...)}`, axes for the leaves of classes that have no annotations.
 
     Raises:
-        AxesError: `names` that are no `{cls: ft.names(...)}`.
-        FunctreeError: a dict whose keys have no order, a tree that contains itself: JAX cannot flatten them.
+        AxesError: `names` is not such a mapping.
+        FunctreeError: the tree has a dict whose keys cannot be sorted, or contains itself. JAX cannot flatten these.
     """
     names = names or {}
     check_names(names)
@@ -69,8 +69,10 @@ def read(tree: Any, names: Mapping[type, Names] | None = None) -> Leaves:
     try:
         walk.visit(tree, (), NOTHING, _Context())
     except RecursionError:
-        why = f"a {type(tree).__name__} that contains itself, or is nested too deeply, is no tree that can be read"
+        why = f"a {type(tree).__name__} that contains itself, or is nested too deeply, cannot be read as a tree"
         raise FunctreeError(why) from None
+    # Names of a field that were used by arrays outside of any module. Names that a module used have been checked at
+    # that module, and names that nothing used belong to a field without arrays.
     for node, path, given in walk.fields:
         if given.by_leaf and not given.by_module:
             walk.note_unmatched(node, path, (given,))
@@ -86,11 +88,12 @@ def tree_axes(tree: Any, names: Mapping[type, Names] | None = None) -> Any:
         names: `{cls: ft.names(...)}`, axes for the leaves of classes that have no annotations.
 
     Returns:
-        A tree of `Axes` with the structure of the tree's arrays; None where other leaves stand.
+        A tree of `Axes` with the structure of the tree, and None in the place of leaves that are not arrays.
 
     Raises:
-        AxesError: a leaf whose rank fits no annotation, or several with different names; an annotation that cannot
-            be resolved; a name for a field that is not there. Lists them all, by path.
+        AxesError: the rank of a leaf does not fit its annotation, or fits several alternatives with different names;
+            an annotation cannot be resolved; names are given to a field that does not exist. The error lists all
+            leaves with a problem, by path.
 
     Examples:
         >>> class MLP(eqx.Module):
@@ -103,20 +106,20 @@ def tree_axes(tree: Any, names: Mapping[type, Names] | None = None) -> Any:
     leaves = read(tree, names)
     problems = (*leaves.problems, *(leaf.misfit for leaf in leaves.leaves if leaf.misfit))
     if problems:
-        raise AxesError(f"the axes of {count(len(problems), 'leaf')} cannot be told", problems)
+        raise AxesError(f"the axes of {count(len(problems), 'leaf')} cannot be determined", problems)
     return leaves.skeleton.spread(leaf.axes for leaf in leaves.leaves)
 
 
 class _Context(NamedTuple):
-    """What holds for all leaves below a node.
+    """What is true for all leaves below a node.
 
     Attributes:
         within: the classes of the nodes above, outermost first.
         stack: the axes of the stacks above.
         given: the names that were given above.
-        buffer: whether an annotation above says that it is not trained.
-        pending: the names that the annotation of a field above gave. They begin at the first module below it, or stand
-            for the field itself.
+        buffer: whether an annotation above marks the leaves as not trained.
+        pending: the names in the annotation of a field above, if there has been no module since. Their patterns are
+            matched with paths from the first module below the field, or from the field if there is no module.
     """
 
     within: tuple[type, ...] = ()
@@ -126,27 +129,35 @@ class _Context(NamedTuple):
     pending: GivenNames | None = None
 
 
-Keys = tuple[Any, ...]  # a path, before it is known whether anybody asks for it
+# A path as a plain tuple. A `Path` is made for arrays only: most nodes are modules and containers.
+Keys = tuple[Any, ...]
 
 
 class _Walk:
-    """One reading of a tree. What depends on a class alone is looked up once in it."""
+    """One walk over a tree. What depends only on a class is looked up once for each class."""
 
     def __init__(self, names: Mapping[type, Names]):
         self.names = names
         self.leaves: list[Leaf] = []
-        self.places: list[int] = []  # of the arrays, among the leaves in JAX's order
-        self.others: list[tuple[int, Any]] = []
-        self.size = 0  # of the leaves so far
+        self.places: list[int] = []  # the indices of the arrays, among all leaves in JAX's order
+        self.others: list[tuple[int, Any]] = []  # (index, value) of the leaves that are not arrays
+        self.size = 0  # the number of leaves so far
         self.problems: list[Problem] = []
-        self.packed = False
+        self.packed = False  # whether the tree has a packed tree in it
         self.kinds: dict[type, Kind] = {}
         self.classes: dict[type, ClassHints] = {}
         self.memory: Memory = {}
-        self.fields: list[tuple[Any, Keys, GivenNames]] = []  # whose annotation has `ft.names`
+        self.fields: list[tuple[Any, Keys, GivenNames]] = []  # the fields whose annotation has `ft.names`
 
     def visit(self, node: Any, path: Keys, hint: Hint, context: _Context) -> None:
-        """A node, what its annotation says, and what holds for all below it."""
+        """Visit a node.
+
+        Args:
+            node: the node, or a leaf.
+            path: its path.
+            hint: its annotation.
+            context: what is true for all leaves below it.
+        """
         kind = self.kinds.get(type(node)) or self._kind(node)
         if hint is not NOTHING:
             hint, context = self._annotated(node, kind, path, hint, context)
@@ -172,13 +183,13 @@ class _Walk:
 
     def _kind(self, node: Any) -> Kind:
         kind = kind_of(node)
-        # A class of arrays or leaves says little: an array of objects is no array, and tracers differ.
+        # Only where the class determines the kind: a numpy array of objects is static and one of floats is an array.
         if kind is not STATIC and not isinstance(node, np.ndarray | np.generic | Tracer):
             self.kinds[type(node)] = kind
         return kind
 
     def _annotated(self, node: Any, kind: Kind, path: Keys, hint: Hint, context: _Context) -> tuple[Hint, _Context]:
-        """What the annotation of a place says, and what holds from there on."""
+        """The resolved annotation of a node, and the context with what the annotation says about all leaves below."""
         if hint.later:
             hint = hint.tried()
         if hint.buffer:
@@ -190,6 +201,7 @@ class _Walk:
         return hint, context
 
     def _leaf(self, value: Any, path: Keys, hint: Hint, context: _Context) -> None:
+        """Note an array."""
         self.places.append(self.size)
         self.size += 1
         within, stack, given, buffer, pending = context
@@ -202,12 +214,13 @@ class _Walk:
         self.leaves.append(Leaf(place, value, axes, within, (), len(stack), annotated, unnamed, spec, buffer, misfit))
 
     def _node(self, node: Any, kind: Kind, path: Keys, hint: Hint, context: _Context) -> None:
-        """A module, a named tuple, or a node of another class that JAX knows."""
+        """Visit a module, a named tuple, or a node of another class that is registered with JAX."""
         cls = type(node)
         known = self.classes.get(cls)
         if known is None:
             known = self.classes[cls] = class_hints(cls)
         inside, opened = _inside(context, cls), ()
+        # A subclass of dict, such as an OrderedDict, is a container: names of a field are for the modules in it.
         if not isinstance(node, dict):
             opened = given_at(node, len(path), context.pending, self.names)
             stack = (*context.stack, *node.stack_axes()) if isinstance(node, Stack) else context.stack
@@ -219,7 +232,7 @@ class _Walk:
             below = known.fields.get(name, NOTHING) if by_field else hint.child(None)
             if env and below.open:
                 below = below.bind(env)
-            # `PyTree[X]` speaks of what a class says nothing of.
+            # `PyTree[X]` annotates the fields that the class itself does not annotate.
             if hint.below is not None and by_field and below.tried() is NOTHING:
                 below = hint.child(None)
             self.visit(child, (*path, name), below, inside)
@@ -227,20 +240,23 @@ class _Walk:
             self.note_unmatched(node, path, opened)
 
     def _packed(self, node: Any, path: Keys, hint: Hint, context: _Context) -> None:
-        """A packed tree: the leaves of the tree, in the places of the packed one."""
+        """Visit a packed tree: the leaves of the tree that was packed, with the indices that they have in this one."""
+        # `Packed[X]` annotates the tree that was packed by X.
         hint = next((args[0] for origin, args in hint.generics if origin is type(node) and args), hint)
         self.packed = True
         places, others, first = len(self.places), len(self.others), self.size
         self.visit(node.tree, path, hint, context)
-        # Its leaves are in the same order, but what is static in the tree is none of them.
+        # The arrays are in the same order, but the static leaves of the tree are not leaves of the packed tree. So the
+        # indices from the visit are replaced.
         flat = tree_leaves(node)
         self.places[places:] = [first + i for i, leaf in enumerate(flat) if is_array(leaf)]
         self.others[others:] = [(first + i, leaf) for i, leaf in enumerate(flat) if not is_array(leaf)]
         self.size = first + len(flat)
 
     def _state(self, node: StateMapping, path: Keys, context: _Context) -> None:
-        """State, which tells of each of its children the path in the model, the axes, and how many are of stacks."""
+        """Visit state, which has an entry for each of its children: the path in the model, the axes, the stacks."""
         within = (*context.within, type(node))
+        # JAX flattens a state into one child for each entry; `split` puts None in the place of some of them.
         children = tree_leaves(node, is_leaf=lambda x: x is None)
         for (below, axes, stacked), child in zip(node.entries(), children, strict=True):
             if child is None:
@@ -254,23 +270,28 @@ class _Walk:
             self.size += 1
 
     def note_unmatched(self, node: Any, path: Keys, given: tuple[GivenNames, ...]) -> None:
-        """Note the names that a place gives, and that none of its leaves has."""
+        """Note the names that are given at a node and that match none of its leaves."""
         self.problems += unmatched(_unpacked(node) if self.packed else node, path, given)
 
 
 def _inside(context: _Context, cls: type) -> _Context:
-    """The same, below a node of a class."""
+    """The context below a node of a class."""
+    # Not by `_replace`, which takes twice as long; this runs for each container.
     within, stack, given, buffer, pending = context
     return _Context((*within, cls), stack, given, buffer, pending)
 
 
 def _unpacked(tree: Any) -> Any:
-    """A tree with all that is packed in it as it was."""
-    return tree_map(
-        lambda x: _unpacked(x.tree) if isinstance(x, PackedTree) else x,
-        tree,
-        is_leaf=lambda x: isinstance(x, PackedTree),
-    )
+    """A tree in which each packed tree is replaced by the tree that was packed."""
+
+    def is_packed(node: Any) -> bool:
+        return isinstance(node, PackedTree)
+
+    def unpack(node: Any) -> Any:
+        # A packed tree may contain another one.
+        return _unpacked(node.tree) if is_packed(node) else node
+
+    return tree_map(unpack, tree, is_leaf=is_packed)
 
 
 def _sorted_keys(node: Mapping[Any, Any], path: Keys) -> Iterable[Any]:
@@ -279,6 +300,6 @@ def _sorted_keys(node: Mapping[Any, Any], path: Keys) -> Iterable[Any]:
         return sorted(node)
     except TypeError as error:
         kinds = ", ".join(sorted({type(key).__name__ for key in node}))
-        why = f"its keys ({kinds}) have no order, and JAX sorts those of a dict"
+        why = f"its keys ({kinds}) cannot be sorted, and JAX sorts the keys of a dict"
         problem = Problem(Path(path), None, "dict", why, "use keys of one type, or an `OrderedDict`")
-        raise FunctreeError("a dict that is no tree", [problem]) from error
+        raise FunctreeError("a dict cannot be read as a tree", [problem]) from error

@@ -1,4 +1,4 @@
-"""A node of a tree ─► its children by key, and the same node with others in their place."""
+"""A node of a tree ─► its children by key, and the same node with other children."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -8,7 +8,7 @@ from functree.tree.skeleton.kinds import ARRAY, NONE, STATIC, kind_of, one_level
 
 
 def children(node: Any) -> list[tuple[Any, Any]] | None:
-    """A node's (plain key, child) pairs, `None`s among them; None for a leaf, and for `None` itself."""
+    """The (plain key, child) pairs of a node, with children that are `None`. For a leaf, and for `None`: None."""
     kind = kind_of(node)
     if kind is ARRAY or kind is STATIC or kind is NONE:
         return None
@@ -16,10 +16,11 @@ def children(node: Any) -> list[tuple[Any, Any]] | None:
 
 
 def rebuilt(node: Any, values: Sequence[Any]) -> Any:
-    """A node of the same kind with other children, in the order of `children`; static fields are kept.
+    """A node of the same kind with other children, given in the order of `children`. Static fields are kept.
 
-    A dict keeps the order in which its keys were written.
+    A dict keeps the order of its keys.
     """
+    # JAX's unflatten would return a dict with sorted keys.
     if type(node) is dict:
         by_key = dict(zip(sorted(node), values, strict=True))
         return {key: by_key[key] for key in node}
@@ -28,34 +29,43 @@ def rebuilt(node: Any, values: Sequence[Any]) -> Any:
 
 
 def follow(tree: Any, path: Sequence[Any]) -> Any:
-    """The node at a path that there is."""
+    """The node at a path that exists in the tree."""
     for key in path:
         tree = dict(children(tree) or ())[key]
     return tree
 
 
 def blanked(node: Any) -> Any:
-    """A node in which every leaf is None."""
+    """The same node with None for every leaf."""
     below = children(node)
-    return None if below is None else rebuilt(node, [blanked(child) for _, child in below])
+    if below is None:
+        return None
+    return rebuilt(node, [blanked(child) for _, child in below])
 
 
 class _Mark:
-    """Stands for one leaf, so that equal leaves (None, small numbers, one array at two places) can be told apart."""
+    """A placeholder for one leaf. Leaves that are one object (None, small numbers, an array at two paths) get two."""
 
     def __repr__(self) -> str:
         return "<leaf>"
 
 
 def marked(node: Any) -> tuple[Any, dict[int, Path]]:
-    """A tree with a mark for each leaf, and the path of each of its nodes by identity, while that tree lives."""
+    """A copy of a tree with a mark for each leaf, and the path of each node of the copy by `id`.
+
+    The paths are valid as long as the copy is alive.
+    """
     places: dict[int, Path] = {}
 
     def visit(path: Path, node: Any) -> Any:
         below = children(node)
-        copy = _Mark() if below is None else rebuilt(node, [visit(path / key, child) for key, child in below])
+        if below is None:
+            copy = _Mark()
+        else:
+            copy = rebuilt(node, [visit(path / key, child) for key, child in below])
         if type(copy) is tuple and not copy:
-            copy = []  # the empty tuple is one object, wherever it stands
+            # Python has only one empty tuple, so two of them would have one id. Each empty list has its own.
+            copy = []
         places[id(copy)] = path
         return copy
 

@@ -1,4 +1,4 @@
-"""A tree ─► `Packed`: its arrays as one flat tuple, all else as static data; and back."""
+"""A tree ─► `Packed`: its arrays as one flat tuple, and all else as static data; and this ─► the tree."""
 
 from typing import Any, Generic, TypeVar
 
@@ -13,16 +13,17 @@ T = TypeVar("T")
 
 
 class Packed(PackedTree, Generic[T]):
-    """A tree that JAX flattens in one Python call, however many arrays it has; made by `ft.pack`.
+    """A tree that JAX flattens in one Python call, whatever its number of arrays; made by `ft.pack`.
 
-    A pytree: `jax.jit`, `jax.lax.scan`, `jax.vmap` and `jax.tree.map` take one and return one. Immutable. Two are
-    equal only if they are one object, as arrays have no single truth value: compare `.static` and `.arrays`.
-    `ft.plan`, `ft.shard`, `ft.split` and `ft.grad` see the paths and axes of the tree, and return something packed.
+    A `Packed` is an immutable pytree: `jax.jit`, `jax.lax.scan`, `jax.vmap` and `jax.tree.map` take and return it. It
+    is equal only to itself, because the comparison of arrays has no single truth value; compare `.static` and
+    `.arrays` instead. `ft.plan`, `ft.shard`, `ft.split` and `ft.grad` use the paths and axes of the tree that was
+    packed, and their results are packed too.
 
     Attributes:
         arrays: the arrays of the tree, in JAX's order.
-        static: everything else; hashable, equal by value and type.
-        tree: the tree again.
+        static: everything else; hashable, and equal by value and type.
+        tree: the tree that was packed, with the arrays of this `Packed`.
 
     Examples:
         >>> packed = ft.pack({"w": jnp.ones((2, 3)), "act": "relu"})
@@ -34,7 +35,7 @@ class Packed(PackedTree, Generic[T]):
 
     __slots__ = ("_arrays", "_static")
 
-    # Declared here, not in the class: a class's annotations speak of the axes of what is below it.
+    # The attributes are declared here, because annotations in the class would be read as those of leaves below it.
     def __init__(self, arrays: tuple[Any, ...], static: Skeleton):
         self._arrays: tuple[Any, ...] = arrays
         self._static: Skeleton = static
@@ -52,13 +53,13 @@ class Packed(PackedTree, Generic[T]):
         return self._static.fill(self._arrays)
 
     def __repr__(self) -> str:
-        root = self._static.treedef.node_data()
+        root = self._static.treedef.node_data()  # None for a tree that is a single array
         name = f" {root[0].__name__}" if root else ""
         return f"<Packed{name}: {count(len(self._static), 'array')}>"
 
 
-# The arrays are the node's own children, and JAX walks over them in C++: a key can name each, and is only asked for
-# when a function is traced.
+# The arrays are children of the node itself, so JAX's C++ code iterates over them. The keys have the whole paths; JAX
+# asks for them only when it traces a function.
 register_pytree_with_keys(
     Packed,
     lambda packed: (tuple(zip(packed.static.keys, packed.arrays, strict=True)), packed.static),
@@ -68,19 +69,19 @@ register_pytree_with_keys(
 
 
 def pack(tree: T | Packed[T]) -> Packed[T]:
-    """Take a tree's structure out of the way, for loops in which a call costs more than its work.
+    """Pack a tree, for loops in which the overhead of a call takes longer than its computation.
 
-    JAX flattens and unflattens a module in Python, on every call of a compiled function; a packed one it flattens in
+    JAX flattens and unflattens modules in Python, on every call of a compiled function. A packed tree is flattened in
     constant time.
 
     Args:
-        tree: any tree. A packed one comes back as it is.
+        tree: any tree. A `Packed` is returned as it is.
 
     Returns:
-        The arrays as one flat tuple, with the rest as static data.
+        The arrays as one flat tuple, with all else as static data.
 
     Raises:
-        FunctreeError: static values that cannot be hashed; lists them by path.
+        FunctreeError: static values cannot be hashed. The error lists them by path.
 
     Examples:
         >>> packed = ft.pack(eqx.nn.MLP(2, 2, 8, 3, key=jax.random.key(0)))
@@ -98,18 +99,18 @@ def pack(tree: T | Packed[T]) -> Packed[T]:
 
 
 def unpack(packed: Packed[T]) -> T:
-    """The tree that was packed, with the arrays that the packed one has now.
+    """The tree that was packed, with the arrays of this `Packed`.
 
     Args:
-        packed: from `ft.pack`, or what a transform made of it.
+        packed: a result of `ft.pack`, or of a transformation of it.
 
     Raises:
-        FunctreeError: it is not packed.
+        FunctreeError: the argument is not packed.
 
     Examples:
         >>> ft.unpack(ft.pack({"a": jnp.arange(2), "b": "text"}))
         {'a': Array([0, 1], dtype=int32), 'b': 'text'}
     """
     if not isinstance(packed, Packed):
-        raise FunctreeError(f"unpack takes what `ft.pack` gave, not a {type(packed).__name__}")
+        raise FunctreeError(f"unpack takes the result of `ft.pack`, not a {type(packed).__name__}")
     return packed.tree

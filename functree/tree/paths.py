@@ -1,4 +1,4 @@
-"""A leaf's place in a tree ─► a `Path`: plain keys, and a text that reads back as the same keys."""
+"""The position of a leaf in a tree ─► a `Path`: plain keys, and a text that can be parsed into the same keys."""
 
 import ast
 import json
@@ -15,14 +15,15 @@ from functree.errors import RuleError
 class Path(tuple[Any, ...]):
     """The keys from a tree's root to a leaf: field names, dict keys, list indices.
 
-    A tuple whose text is the path as one would write it. A string key that is not an identifier is quoted, and
-    a dict key that is neither a string nor an integer stands in brackets, so that text and path round-trip.
+    A path is a tuple. Its text has the keys with dots between them. A string key that is not an identifier is quoted,
+    and a dict key that is neither a string nor an integer is written in brackets, so that each text is parsed into the
+    path that it was made from.
 
     Args:
         keys: the plain keys, outermost first; or the text of a path.
 
     Raises:
-        RuleError: the text is no path.
+        RuleError: the text is not a path.
 
     Examples:
         >>> path = ft.Path(("blocks", 3, "attn", "query"))
@@ -37,16 +38,18 @@ class Path(tuple[Any, ...]):
     __slots__ = ()
 
     def __new__(cls, keys: Iterable[Any] = ()) -> Self:
-        return super().__new__(cls, map(_plain, tokens(keys), repeat(keys)) if isinstance(keys, str) else keys)
+        if isinstance(keys, str):
+            return super().__new__(cls, map(_plain, tokens(keys), repeat(keys)))
+        return super().__new__(cls, keys)
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """The path whose text this is."""
+        """The path that has this text."""
         return cls(text)
 
     @classmethod
     def of(cls, key_path: Iterable[Any]) -> Self:
-        """The path of JAX's key path (`jax.tree_util.tree_flatten_with_path` gives them)."""
+        """The path of a JAX key path, as `jax.tree_util.tree_flatten_with_path` returns it."""
         return cls(plain_key(key) for key in key_path)
 
     def __str__(self) -> str:
@@ -60,7 +63,7 @@ class Path(tuple[Any, ...]):
 
 
 def plain_key(key: Any) -> Any:
-    """JAX's key ─► the field name, dict key or index that it holds."""
+    """JAX's key ─► the field name, dict key or index in it."""
     match key:
         case GetAttrKey():
             return key.name
@@ -72,22 +75,26 @@ def plain_key(key: Any) -> Any:
 
 
 def part_text(key: Any) -> str:
-    """One key as it stands in a path's text."""
+    """The text of one key in a path."""
     if isinstance(key, str):
         return key if key.isidentifier() else json.dumps(key, ensure_ascii=False)
+    # By type and not by isinstance: `True` is an int, and would be parsed as a name.
     if type(key) is int:
         return str(key)
     return f"[{key!r}]"
 
 
+# A token is a quoted key, a key in brackets (which may contain quoted texts and one more level of brackets), or a run
+# of other characters up to the next dot.
 _QUOTED = r'"(?:[^"\\]|\\.)*"'
 _SINGLE = _QUOTED.replace('"', "'")
 _TOKEN = re.compile(rf'{_QUOTED}|\[(?:[^\[\]"\']|{_QUOTED}|{_SINGLE}|\[[^\]]*\])*\]|[^."\[\]]+')
 
 
 def tokens(text: str) -> Iterator[str]:
-    """The parts of a path's or glob's text, each as written. Raises RuleError at the first that is none."""
+    """The parts of the text of a path or a glob, each as written. Raises RuleError at the first that is invalid."""
     at = 0
+    # `<=`: after a dot at the end of the text one more part must follow, and its absence is an error.
     while text and at <= len(text):
         token = _TOKEN.match(text, at)
         if token is None or (token.end() < len(text) and text[token.end()] != "."):
@@ -100,22 +107,24 @@ def tokens(text: str) -> Iterator[str]:
 
 
 def _plain(token: str, text: str) -> Any:
+    """The key that one token of a path's text is for."""
     if token[0] == '"':
         try:
             return json.loads(token)
         except json.JSONDecodeError as error:
-            raise RuleError(f"{text!r} is not a path: {token} is not quoted as JSON is: {error.msg}") from error
+            raise RuleError(f"{text!r} is not a path: {token} is not a valid JSON string: {error.msg}") from error
     if token[0] == "[":
         return _literal(token[1:-1], text)
     if re.fullmatch(r"-?\d+", token):
         return int(token)
     if token.isidentifier():
         return token
-    raise RuleError(f"{text!r} is not a path: {token!r} is no identifier; quote it (`{json.dumps(token)}`)")
+    raise RuleError(f"{text!r} is not a path: {token!r} is not an identifier; quote it (`{json.dumps(token)}`)")
 
 
 def _literal(source: str, text: str) -> Any:
+    """The key that is written in brackets as a Python literal."""
     try:
         return ast.literal_eval(source)
     except (ValueError, SyntaxError) as error:
-        raise RuleError(f"{text!r} is not a path: [{source}] is no literal key") from error
+        raise RuleError(f"{text!r} is not a path: [{source}] is not a Python literal") from error

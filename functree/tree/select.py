@@ -1,4 +1,4 @@
-"""A tree and a choice of its parts ─► the tree with those parts changed: model surgery, in the language of filters."""
+"""A tree and a selection of its parts ─► the tree with these parts changed."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from copy import copy
@@ -18,9 +18,9 @@ T = TypeVar("T")
 
 
 class Selection(Generic[T]):
-    """Parts of a tree, none inside another; made by `ft.select`. Immutable: each change gives a new tree.
+    """Selected parts of a tree, none of them inside another; made by `ft.select`.
 
-    Iterating gives the parts, `len` their number.
+    A selection is immutable, and each change returns a new tree. Iteration yields the parts, and `len` is their number.
 
     Examples:
         >>> mlp = eqx.nn.MLP(2, 2, 8, 2, key=jax.random.key(0))
@@ -40,28 +40,30 @@ class Selection(Generic[T]):
     # Choosing
 
     def at(self, where: Any) -> "Selection[T]":
-        """The part at a place.
+        """Select the part at a path, or the parts that a function returns.
 
         Args:
             where: a path below each selected part (an `ft.Path`, or its text: `"blocks.0.attn"`); or a function from
-                it to one of its parts, or to a tuple or list of them: `lambda model: model.blocks[0]`.
+                a selected part to one of its parts, or to a tuple or list of them: `lambda model: model.blocks[0]`.
 
         Raises:
-            FunctreeError: there is nothing at that path; the function gives something that is no part.
+            FunctreeError: there is nothing at the path, or the function returns something that is not a part.
         """
         if isinstance(where, str | Path):
             below = Path.parse(where) if isinstance(where, str) else where
             return Selection(self._tree, [self._there(path, below) for path in self._paths])
-        return Selection(
-            self._tree, [Path((*path, *key)) for path in self._paths for key in self._accessed(path, where)]
-        )
+        found: list[Path] = []
+        for path in self._paths:
+            found += [Path((*path, *key)) for key in self._accessed(path, where)]
+        return Selection(self._tree, found)
 
     def under(self, cls: Any) -> "Selection[T]":
-        """The outermost instances of a class, or of several (`Linear | Conv`).
+        """Select the outermost instances of a class, or of several classes (`Linear | Conv`).
 
         Raises:
-            FunctreeError: no class.
+            FunctreeError: the argument is not a class.
         """
+        # `isinstance` itself knows best what it accepts: unions, tuples, and abstract classes too.
         try:
             isinstance(None, cls)
         except TypeError:
@@ -69,15 +71,18 @@ class Selection(Generic[T]):
         return self._outermost(lambda path, node: isinstance(node, cls))
 
     def where(self, what: Any) -> "Selection[T]":
-        """The arrays that a filter matches; or the outermost parts of which a function says so.
+        """Select the arrays that a filter matches, or the outermost parts for which a function is true.
 
         Args:
-            what: any filter (`"**.bias"`, `ft.has_axis("embed")`, a class whose arrays are meant); or a function
-                `(path, node)` over inner nodes and leaves, `None` among them. Paths begin at the selected part.
+            what: any filter (`"**.bias"`, `ft.has_axis("embed")`, a class, for the arrays below its instances); or a
+                function `(path, node) -> bool`, which is called with nodes and leaves, and with `None`. Paths begin at
+                the selected part.
 
         Raises:
-            RuleError: no filter.
+            RuleError: the argument is not a filter.
         """
+        # A function as a filter sees only arrays, but here it sees every node. `get_origin` is for `Linear[int]` and
+        # `typing.Union[A, B]`, which are callable.
         if what is ... or isinstance(what, str | Filter | type) or get_origin(what) or not callable(what):
             return self._matched(as_filter(what))
         return self._outermost(what)
@@ -85,36 +90,38 @@ class Selection(Generic[T]):
     # Looking
 
     def get(self) -> Any:
-        """The one selected part.
+        """The only selected part.
 
         Raises:
-            FunctreeError: there is not exactly one.
+            FunctreeError: the number of parts is not one.
         """
         return next(iter(self.expect(1)))
 
     def count(self) -> int:
-        """How many parts there are."""
+        """The number of parts."""
         return len(self._paths)
 
     def paths(self) -> tuple[Path, ...]:
-        """Where they are, in the tree's order; for `at` with a function, in that of its tuple."""
+        """The paths of the parts, in the order of the tree; after `at` with a function, in the order of its result."""
         return self._paths
 
     def expect(self, number: int) -> "Selection[T]":
         """The same selection, if it has this number of parts.
 
         Raises:
-            FunctreeError: it has another; lists them.
+            FunctreeError: the number of parts is different. The error lists them.
         """
         if len(self._paths) != number:
-            raise self._refuse(f"{count(number, 'part')} expected, and {len(self._paths)} found")
+            raise self._refuse(f"expected {count(number, 'part')}, found {len(self._paths)}")
         return self
 
     def partition(self) -> tuple[T, T]:
-        """`(selected, rest)`: two trees like the tree, with None in the place of what is in the other."""
+        """`(selected, rest)`: two trees with the structure of the tree. Each leaf is in one, and None in the other."""
         chosen = set(self._paths)
 
         def only(keep: bool) -> Callable[[Path, Any], Any]:
+            """A function that blanks all that is not selected (`keep`), or all that is."""
+
             def visit(path: Path, node: Any) -> Any:
                 if path in chosen:
                     return node if keep else blanked(node)
@@ -130,14 +137,14 @@ class Selection(Generic[T]):
     # Changing
 
     def set(self, value: Any) -> T:
-        """The tree with a value in the place of every selected part."""
+        """The tree with one value in the place of every selected part."""
         return self._changed(lambda path, node: value)
 
     def set_each(self, values: Sequence[Any]) -> T:
-        """The tree with one value for each selected part, in order.
+        """The tree with one value for each selected part, in the order of `paths`.
 
         Raises:
-            FunctreeError: another number of values than of parts.
+            FunctreeError: the number of values is not the number of parts.
         """
         values = list(values)
         if len(values) != len(self._paths):
@@ -146,26 +153,30 @@ class Selection(Generic[T]):
         return self._changed(lambda path, node: by_path[path])
 
     def apply(self, fn: Callable[[Any], Any]) -> T:
-        """The tree with a function's result in the place of each selected part."""
+        """The tree with the result of a function in the place of each selected part."""
         return self._changed(lambda path, node: fn(node))
 
     def insert_after(self, value: Any) -> T:
-        """The tree with a value behind each selected element of a list or tuple.
+        """The tree with a value after each selected element of a list or tuple.
 
         Raises:
-            FunctreeError: a part is no element of one.
+            FunctreeError: a part is not an element of a list or tuple.
         """
         return self._inserted(lambda node: (node, value))
 
     def insert_before(self, value: Any) -> T:
-        """The tree with a value in front of each selected element of a list or tuple. Raises like `insert_after`."""
+        """The tree with a value before each selected element of a list or tuple.
+
+        Raises:
+            FunctreeError: a part is not an element of a list or tuple.
+        """
         return self._inserted(lambda node: (value, node))
 
     def remove(self) -> T:
         """The tree without the selected elements of lists, tuples and dicts.
 
         Raises:
-            FunctreeError: a part is no element of one.
+            FunctreeError: a part is not an element of a list, tuple or dict.
         """
         return self._inserted(lambda node: ())
 
@@ -176,48 +187,53 @@ class Selection(Generic[T]):
         return len(self._paths)
 
     def __repr__(self) -> str:
-        shown = ", ".join(str(path) or "the whole" for path in self._paths[:4])
-        more = f" and {len(self._paths) - 4} more" if len(self._paths) > 4 else ""
-        listed = f": {shown}{more}" if shown else ""
-        return f"<{count(len(self._paths), 'part')} of {type(self._tree).__name__}{listed}>"
+        text = f"{count(len(self._paths), 'part')} of {type(self._tree).__name__}"
+        if self._paths:
+            text += ": " + ", ".join(str(path) or "the whole" for path in self._paths[:4])
+        if len(self._paths) > 4:
+            text += f" and {len(self._paths) - 4} more"
+        return f"<{text}>"
 
-    # How
+    # How the parts are found and changed
 
     def _there(self, path: Path, below: Path) -> Path:
+        """The path of the node that is at `below` in the part at `path`. Raises FunctreeError if there is none."""
         node = follow(self._tree, path)
         for i, key in enumerate(below):
             known = dict(children(node) or ())
+            # The keys of an `ft.State` and of a packed tree are whole paths, as texts.
             if (rest := str(Path(below[i:]))) in known and not isinstance(node, dict):
-                return Path((*path, *below[:i], rest))  # a State, or what is packed: the whole path is one key
+                return Path((*path, *below[:i], rest))
             if key not in known:
-                where = Path((*path, *below[:i]))
-                static = "; it is static, no part of the tree"
-                near = static if key in _fields(node) else did_you_mean(key, known)
-                raise FunctreeError(
-                    f"there is no `{below}`: `{where or type(node).__name__}` has no `{Path((key,))}`{near}"
-                )
+                raise _missing(node, Path((*path, *below[:i])), below, key, known)
             node = known[key]
         return Path((*path, *below))
 
     def _accessed(self, path: Path, where: Callable[[Any], Any]) -> list[Path]:
-        """Where the parts are that an accessor gives: found by handing it a tree whose parts can be told apart."""
+        """The paths of the parts that a function returns, from the part at `path` on."""
         if not callable(where):
             raise RuleError(f"at takes a path or a function from the tree to one of its parts, not {where!r}")
         node = follow(self._tree, path)
+        # The function is called with a copy in which each node and leaf is a different object, so that the objects
+        # that it returns show their paths.
         copied, places = marked(node)
         found = where(copied)
-        several = found if type(found) in (tuple, list) and id(found) not in places else (found,)
+        several = (found,)
+        if type(found) in (tuple, list) and id(found) not in places:
+            several = found  # a tuple or list that the function made, and not one that is in the tree
         lost = [x for x in several if id(x) not in places]
         if lost or not several:
-            raise FunctreeError(f"at: the function gave {lost[0] if lost else found!r}, which is no part of the tree")
+            stray = lost[0] if lost else found
+            raise FunctreeError(f"at: the function returned {stray!r}, which is not a part of the tree")
         parts = list(dict.fromkeys(places[id(x)] for x in several))
         for part in parts:
-            outer = next((other for other in parts if part != other == part[: len(other)]), None)
-            if outer is not None:
-                raise FunctreeError(f"at: `{part}` lies in `{outer or type(node).__name__}`: choose one of them")
+            for outer in parts:
+                if part != outer and part[: len(outer)] == outer:
+                    raise FunctreeError(f"at: `{part}` is inside `{outer or type(node).__name__}`: choose one of them")
         return parts
 
     def _outermost(self, fits: Callable[[Path, Any], Any]) -> "Selection[T]":
+        """Select the nodes for which a function is true, and nothing below such a node."""
         found: list[Path] = []
 
         def visit(start: Path, path: Path, node: Any) -> None:
@@ -232,18 +248,23 @@ class Selection(Generic[T]):
         return Selection(self._tree, found)
 
     def _matched(self, chosen: Filter) -> "Selection[T]":
+        """Select the arrays that a filter matches."""
         whole = read(self._tree)
-        # By position: a State and what is packed tell of paths that are longer than those of their nodes.
+        # The paths of nodes, found by position. The leaves of a state and of a packed tree have the path in the model
+        # (several keys) instead of the path of their node (one key).
         places = [Path.of(keys) for keys, _ in tree_flatten_with_path(self._tree)[0]]
         leaves = [(places[i], leaf) for i, leaf in zip(whole.skeleton.places, whole.leaves, strict=True)]
         found = []
         for start in self._paths:
             depth = len(start)
-            inside = [(place, leaf) for place, leaf in leaves if place[:depth] == start]
-            found += [place for place, leaf in inside if chosen(leaf._replace(aliases=(Path(leaf.path[depth:]),)))]
+            for place, leaf in leaves:
+                # Patterns are matched with the path from the selected part on.
+                if place[:depth] == start and chosen(leaf._replace(aliases=(Path(leaf.path[depth:]),))):
+                    found.append(place)
         return Selection(self._tree, found)
 
     def _changed(self, change: Callable[[Path, Any], Any]) -> T:
+        """The tree with another value for each selected part. All nodes that are not above a part stay the same."""
         chosen = set(self._paths)
         above = {path[:i] for path in self._paths for i in range(len(path))}
 
@@ -257,8 +278,8 @@ class Selection(Generic[T]):
         return visit(Path(), self._tree)
 
     def _inserted(self, around: Callable[[Any], tuple[Any, ...]]) -> T:
-        """The tree in which each selected element has become several, or none."""
-        self._check_elements(bool(around(None)))
+        """The tree in which each selected element is replaced by several elements, or by none."""
+        self._check_elements(insert=bool(around(None)))
         chosen = set(self._paths)
         above = {path[:i] for path in self._paths for i in range(len(path))}
 
@@ -267,53 +288,61 @@ class Selection(Generic[T]):
                 return node
             items = [(key, path / key, child) for key, child in children(node) or ()]
             if isinstance(node, dict):
-                kept = copy(node)  # of its own class, a defaultdict with its factory
+                # A copy keeps the class, and the factory of a defaultdict. JAX would sort the keys.
+                kept = copy(node)
                 for key, at, child in items:
                     kept[key] = visit(at, child)
                     if at in chosen:
                         del kept[key]
                 return kept
-            new = [x for _, at, child in items for x in (around(child) if at in chosen else (visit(at, child),))]
-            return type(node)(new) if type(node) in (list, tuple) else rebuilt(node, new)
+            new: list[Any] = []
+            for _, at, child in items:
+                if at in chosen:
+                    new += around(child)
+                else:
+                    new.append(visit(at, child))
+            if type(node) in (list, tuple):
+                return type(node)(new)
+            return rebuilt(node, new)
 
         return visit(Path(), self._tree)
 
     def _check_elements(self, insert: bool) -> None:
+        """Raise FunctreeError for selected parts that are not elements of a container which may have another length."""
+        wanted = "a list or a tuple" if insert else "a list, a tuple or a dict"
+        remedy = "`.apply(lambda part: ...)` to replace the part" if insert else "`.set(None)`"
         problems = []
         for path in self._paths:
             parent = follow(self._tree, Path(path[:-1])) if path else None
             if type(parent) in (list, tuple) or (not insert and isinstance(parent, dict)):
                 continue
             where = "is the whole tree" if parent is None else f"is a field of {type(parent).__name__}"
-            wanted = "a list or a tuple" if insert else "a list, a tuple or a dict"
-            remedy = "`.apply(lambda part: ...)` with what should stand there" if insert else "`.set(None)`"
-            problems.append(
-                Problem(
-                    path, None, value_text(follow(self._tree, path)), f"{where}, and no element of {wanted}", remedy
-                )
-            )
+            why = f"{where}, not an element of {wanted}"
+            problems.append(Problem(path, None, value_text(follow(self._tree, path)), why, remedy))
         if problems:
-            raise FunctreeError(
-                f"{count(len(problems), 'part')} cannot be {'put beside' if insert else 'removed'}", problems
-            )
+            parts = count(len(problems), "part")
+            headline = f"nothing can be inserted next to {parts}" if insert else f"{parts} cannot be removed"
+            raise FunctreeError(headline, problems)
 
     def _refuse(self, headline: str) -> FunctreeError:
+        """An error that lists the selected parts."""
         remedy = "select more, or fewer"
         parts = [Problem(path, None, value_text(follow(self._tree, path)), "selected", remedy) for path in self._paths]
         return FunctreeError(headline, parts)
 
 
 def select(tree: T) -> Selection[T]:
-    """Choose parts of a tree, to look at them or to change them.
+    """Select parts of a tree, to read or to change them.
 
-    Works on modules, lists, tuples, named tuples and dicts. What is not selected stays the same object.
+    This works on modules, lists, tuples, named tuples and dicts. A change keeps the objects of all parts that are not
+    selected.
 
     Args:
         tree: any tree.
 
     Returns:
-        A selection of the whole tree. Narrow it with `.at(where)`, `.under(cls)`, `.where(filter)`, one after another;
-        then `.get()`, `.set(value)`, `.set_each(values)`, `.apply(fn)`, `.insert_after(value)`,
+        A selection of the whole tree. Narrow it with one or more of `.at(where)`, `.under(cls)` and `.where(filter)`.
+        Then use `.get()`, `.set(value)`, `.set_each(values)`, `.apply(fn)`, `.insert_after(value)`,
         `.insert_before(value)`, `.remove()`, `.count()`, `.expect(number)`, `.paths()` or `.partition()`.
 
     Examples:
@@ -327,5 +356,23 @@ def select(tree: T) -> Selection[T]:
     return Selection(tree, [Path()])
 
 
+def _missing(node: Any, where: Path, below: Path, key: Any, known: Iterable[Any]) -> FunctreeError:
+    """The error for a path with a key that a node does not have.
+
+    Args:
+        node: the node.
+        where: its path.
+        below: the path that a user asked for.
+        key: the key in it that the node does not have.
+        known: the keys that the node has.
+    """
+    if key in _fields(node):
+        hint = "; it is a static field, not a part of the tree"
+    else:
+        hint = did_you_mean(key, known)
+    return FunctreeError(f"there is no `{below}`: `{where or type(node).__name__}` has no `{Path((key,))}`{hint}")
+
+
 def _fields(node: Any) -> Iterable[str]:
+    """The names of the fields of a dataclass, which every module is; none for other nodes."""
     return [field.name for field in fields(node)] if is_dataclass(node) else ()

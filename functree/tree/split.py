@@ -1,4 +1,4 @@
-"""A tree ─► its skeleton and its arrays, in as many parts as there are filters; and back."""
+"""A tree ─► its skeleton and its arrays, in one part for each filter; and these ─► the tree."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -14,20 +14,20 @@ from functree.tree.skeleton.skeleton import Skeleton
 
 
 def split(tree: Any, *filters: Any) -> tuple[Any, ...]:
-    """Take a tree apart: what is static, and its arrays in one part for each filter.
+    """Split a tree into its static values and its arrays, with one part of the arrays for each filter.
 
     Args:
         tree: any tree.
-        *filters: in order, each array goes to the first that matches it; `...`, last, takes the rest. Without any,
-            there is one part with all arrays.
+        *filters: each array is in the part of the first filter that matches it. A last `...` matches all arrays that
+            are left. Without filters there is one part with all arrays.
 
     Returns:
-        `(static, *parts)`. `static` is hashable, equal by value and type, and the same for all filters. Each part has
-        the tree's structure, with None where its arrays are not.
+        `(static, *parts)`. `static` is hashable, equal by value and type, and does not depend on the filters. Each part
+        has the structure of the tree, with None in the place of everything that is not in the part.
 
     Raises:
-        RuleError: `...` is not the last filter, or something is no filter.
-        FunctreeError: arrays that no filter matches, or static values that cannot be hashed; lists them.
+        RuleError: `...` is not the last filter, or an argument is not a filter.
+        FunctreeError: no filter matches some arrays, or some static values cannot be hashed. The error lists them.
 
     Examples:
         >>> layer = eqx.nn.Linear(2, 3, key=jax.random.key(0))
@@ -39,7 +39,7 @@ def split(tree: Any, *filters: Any) -> tuple[Any, ...]:
     """
     written = filters or (...,)
     if any(f is ... for f in written[:-1]):
-        raise RuleError("`...` may only be the last filter: a filter behind it would match nothing")
+        raise RuleError("`...` may only be the last filter: a filter after it would match nothing")
     leaves = read(tree)
     static = leaves.skeleton
     static.check_hashable()
@@ -48,21 +48,25 @@ def split(tree: Any, *filters: Any) -> tuple[Any, ...]:
     lost = [leaf for leaf, choice in zip(leaves.leaves, choices, strict=True) if choice is None]
     if lost:
         problems = [leaf.problem("no filter matches it", "add a filter for it, or `...` last") for leaf in lost]
-        raise FunctreeError(f"{count(len(lost), 'leaf')} in no part", problems)
-    pairs = list(zip(leaves.leaves, choices, strict=True))
-    parts = [[leaf.value if choice == number else None for leaf, choice in pairs] for number in range(len(written))]
+        raise FunctreeError(f"no filter matches {count(len(lost), 'leaf')}", problems)
+    # Each part has a place for each array, and None where the array is in another part.
+    parts: list[list[Any]] = [[None] * len(choices) for _ in written]
+    for place, (leaf, choice) in enumerate(zip(leaves.leaves, choices, strict=True)):
+        if choice is not None:
+            parts[choice][place] = leaf.value
     return (static, *map(static.spread, parts))
 
 
 def merge(static: Skeleton, *parts: Any) -> Any:
-    """Put a tree together again from what `ft.split` gave.
+    """Merge the values that `ft.split` returned into a tree.
 
     Args:
         static: from `split`.
-        *parts: trees of the split tree's structure, each array in exactly one.
+        *parts: trees with the structure of the tree that was split. Each array is in exactly one of them.
 
     Raises:
-        FunctreeError: a part of another structure; an array that is in no part or in several. Lists them by path.
+        FunctreeError: a part has another structure, or an array is in no part or in several. The error lists the
+            arrays by path.
 
     Examples:
         >>> static, arrays = ft.split({"a": jnp.ones(2), "b": "text"})
@@ -78,7 +82,7 @@ def merge(static: Skeleton, *parts: Any) -> Any:
         if len(found) == 1:
             values.append(found[0])
             continue
-        why = f"is in {len(found)} parts" if found else "is in none of the parts"
+        why = f"is in {len(found)} parts" if found else "is in no part"
         problems.append(Problem(path, None, "", why, "give each array in exactly one part"))
     if problems:
         raise FunctreeError(f"{count(len(problems), 'leaf')} cannot be merged", problems)
@@ -86,15 +90,16 @@ def merge(static: Skeleton, *parts: Any) -> Any:
 
 
 def _arrays_of(static: Skeleton, part: Any, index: int) -> list[Any]:
-    """What a part has in the place of each array of the tree that was split; None where it has nothing."""
+    """The value of a part in the place of each array of the tree that was split; None if it has no value there."""
     flat, treedef = tree_flatten(part, is_leaf=_is_none)
-    # A tree of marks, in which None is a leaf, as it is in a part: which leaves are arrays' can be read from it.
+    # A tree with a number for each array and None for all else, flattened as the part is. It shows which leaves of the
+    # part are in the place of an array. The numbers begin with 1: they are only compared with None.
     marks, whole = tree_flatten(static.spread(range(1, len(static) + 1)), is_leaf=_is_none)
     if treedef != whole:
         have = tree_structure(part).num_leaves
         raise FunctreeError(
-            f"part {index} is of another structure than the tree that was split: a {type(part).__name__} with "
-            f"{count(have, 'leaf')}; parts keep the tree's structure, with None where an array is elsewhere"
+            f"part {index} has another structure than the tree that was split: it is a {type(part).__name__} with "
+            f"{count(have, 'leaf')}; a part has the structure of the tree, with None in the place of all other leaves"
         )
     stray = [i for i, (value, mark) in enumerate(zip(flat, marks, strict=True)) if value is not None and mark is None]
     if stray:
@@ -103,9 +108,10 @@ def _arrays_of(static: Skeleton, part: Any, index: int) -> list[Any]:
 
 
 def _stray(part: Any, index: int, places: Iterable[int]) -> FunctreeError:
+    """The error for leaves of a part that are not in the place of an array."""
     paths = [Path.of(keys) for keys, _ in tree_flatten_with_path(part, is_leaf=_is_none)[0]]
-    why = "was not an array of the tree that was split"
-    problems = [Problem(paths[place], None, "", why, "leave it out") for place in places]
+    why = "is not in the place of an array of the tree that was split"
+    problems = [Problem(paths[place], None, "", why, "write None there") for place in places]
     return FunctreeError(f"part {index} has {count(len(problems), 'leaf')} too many", problems)
 
 

@@ -139,7 +139,7 @@ class _Tracer:
         """What a leaf comes from, told by its sizes for the real parameters and for the changed ones.
 
         It may have all the parameter's dimensions behind some of its own, or some of them in their order and none of
-        its own. Others cannot be told: galore's rank is the parameter's smallest size, or not, as it happens.
+        its own. Others cannot be determined: galore's rank is the parameter's smallest size, or not, as it happens.
         """
         varies = [a != b for a, b in zip(real.shape, other.shape, strict=True)]
         nothing = (None,) * len(varies)

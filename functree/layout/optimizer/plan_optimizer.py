@@ -41,7 +41,7 @@ def plan_optimizer(
         layout: of the model.
         mesh: as in `ft.plan`.
         wrt: the filter of the parameters that the optimizer updates.
-        otherwise: a layout for leaves that depend on the parameters' shapes in a way that cannot be told.
+        otherwise: a layout for leaves that depend on the parameters' shapes in a way that cannot be determined.
 
     Returns:
         The plan of `tx.init(parameters)`.
@@ -147,7 +147,7 @@ class Derived(Layout):
 
 INDEPENDENT = "does not depend on the parameters"
 UNDERIVABLE = (
-    "depends on the shapes of the parameters in a way that cannot be told, so no parameter's spec is its own",
+    "depends on the shapes of the parameters in a way that cannot be determined, so no parameter's spec is its own",
     "give a layout for such leaves: `otherwise=P()` for whole on every device; in a TrainState, by a pattern: "
     "`StateSharding({'opt_state.**': P(), ...: layout})`",
 )

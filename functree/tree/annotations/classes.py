@@ -1,4 +1,4 @@
-"""A class ─► what its annotations say of each field, inherited ones in terms of the class's own type parameters."""
+"""A class ─► the hint of each of its fields; hints of inherited fields use the type parameters of the class itself."""
 
 import inspect
 import typing
@@ -10,30 +10,38 @@ from functree.tree.annotations.hints import NO_ENV, NOTHING, Env, Hint, Namespac
 
 
 class ClassHints(NamedTuple):
-    """What a class says.
+    """The hints of a class.
 
     Attributes:
-        fields: of each field.
-        bases: for each generic base, what that one's type parameters are in this class.
+        fields: the hint of each field that has one.
+        bases: for each generic base class, the values that its type parameters have in this class.
     """
 
     fields: Mapping[str, Hint]
     bases: Mapping[type, Env]
 
     def env(self, cls: type, hint: Hint) -> Env:
-        """The type parameters of the class, where the annotation of the place that an instance stands in has them."""
+        """The values of the type parameters of the class, for an instance whose annotation is `hint`."""
         parameters: tuple[TypeVar, ...] = getattr(cls, "__parameters__", ())
         if hint.later:
-            return {variable: hint for variable in parameters}  # unknown; the leaves will say so
+            # The annotation cannot be resolved, so the parameters are unknown too. Each leaf that depends on one of
+            # them then reports the annotation that cannot be resolved.
+            return {variable: hint for variable in parameters}
         for origin, args in hint.generics:
             if origin is not cls and not issubclass(cls, origin):
                 continue
             given: Env = dict(zip(getattr(origin, "__parameters__", ()), args, strict=False))
             if origin is cls:
                 return given
-            # `Box[X]` holds an instance of a subclass: its parameters are those that it hands to `Box`.
+            # The annotation is `Box[X]`, and the value is an instance of a subclass of `Box`: the subclass'
+            # parameters are the type variables in the arguments that it gives to `Box`.
             handed = self.bases.get(origin, {})
-            return {v: arg for p, arg in given.items() for v in (_variables(handed[p]) if p in handed else [p])}
+            values: dict[TypeVar, Hint] = {}
+            for parameter, arg in given.items():
+                variables = _variables(handed[parameter]) if parameter in handed else [parameter]
+                for variable in variables:
+                    values[variable] = arg
+            return values
         return NO_ENV
 
 
@@ -41,7 +49,7 @@ _CLASSES: WeakKeyDictionary[type, ClassHints] = WeakKeyDictionary()
 
 
 def class_hints(cls: type) -> ClassHints:
-    """What a class says, read once. A name that cannot be resolved yet is looked up again when a leaf needs it."""
+    """The hints of a class, read once. A name that cannot be resolved yet is looked up again when a leaf needs it."""
     found = _CLASSES.get(cls)
     if found is None:
         found = _CLASSES[cls] = _read(cls)
@@ -51,6 +59,8 @@ def class_hints(cls: type) -> ClassHints:
 def _read(cls: type) -> ClassHints:
     bases = _bases(cls)
     hints: dict[str, Hint] = {}
+    # Base classes first, so that a field that a subclass annotates again has the annotation of the subclass. Each
+    # annotation is read in the module of the class that wrote it. The last class of the order is `object`.
     for base in reversed(cls.__mro__[:-1]):
         namespace = _namespace(base)
         for name, annotation in inspect.get_annotations(base).items():
@@ -59,19 +69,24 @@ def _read(cls: type) -> ClassHints:
 
 
 def _namespace(cls: type) -> Namespace:
+    """The names that the annotations of a class may use: those of its module and its body, and its own name."""
+    # Python keeps the parameters of `class Box[T]` in `__type_params__` only.
     parameters = {p.__name__: p for p in getattr(cls, "__type_params__", ())}
     return Namespace(cls.__module__, {**vars(cls), **parameters, cls.__name__: cls})
 
 
 def _variables(hint: Hint) -> list[TypeVar]:
+    """The type variables that a hint consists of."""
     return [later.what for later in hint.later if isinstance(later.what, TypeVar)]
 
 
 def _bases(cls: type) -> dict[type, dict[TypeVar, Hint]]:
-    """For each generic base, what its type parameters are in this class (`class B(A[Float[Array, "p q"]])`)."""
+    """For each generic base, the values of its type parameters in this class (`class B(A[Float[Array, "p q"]])`)."""
     found: dict[type, dict[TypeVar, Hint]] = {}
 
     def visit(current: type, env: Env) -> None:
+        # `__orig_bases__` has the bases with their arguments. It is looked up in the class itself, since a subclass
+        # without generic bases of its own would inherit the attribute.
         for base in vars(current).get("__orig_bases__", current.__bases__):
             origin: Any = typing.get_origin(base) or base
             if not isinstance(origin, type) or origin in (typing.Generic, typing.Protocol, object):

@@ -1,4 +1,4 @@
-"""A jaxtyping array hint, `Float[Array, "embed hidden"]` ─► its `ArrayForm`: a name, or none, for each dimension."""
+"""A jaxtyping annotation, `Float[Array, "embed hidden"]` ─► its `ArrayForm`: a name or None for each dimension."""
 
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -14,24 +14,29 @@ class Dim(NamedTuple):
 
     name: str | None
     token: str
-    variadic: bool = False
-    broadcast: bool = False  # `#b`: may be 1, and is never sharded then
+    variadic: bool = False  # `*b`: any number of dimensions
+    broadcast: bool = False  # `#b`: the size may be 1, and then the dimension is never sharded
 
 
 class ArrayForm(NamedTuple):
-    """One way in which an array may stand there: its dimensions, its dtypes, and a physical spec if one is written."""
+    """One alternative of an array's annotation: its dimensions, its dtypes, and its `PartitionSpec` if it has one."""
 
     dims: tuple[Dim, ...]
-    dtype: Any = None  # jaxtyping's class (`Float`), None for any
+    dtype: Any = None  # jaxtyping's class (`Float`), None for any dtype
     spec: PartitionSpec | None = None
-    plain: Axes | None = None  # the axes, where they do not depend on the array
-    wrong: str = ""  # why the string cannot be read
+    plain: Axes | None = None  # the axes, if they are the same for every array that fits
+    wrong: str = ""  # why the dimension string cannot be read
 
     def fits(self, ndim: int) -> bool:
-        return ndim == len(self.dims) or (ndim >= len(self.dims) - 1 and any(dim.variadic for dim in self.dims))
+        """Whether an array of this rank fits."""
+        if ndim == len(self.dims):
+            return True
+        # A variadic token is for any number of dimensions, zero included.
+        return ndim >= len(self.dims) - 1 and any(dim.variadic for dim in self.dims)
 
     def dims_for(self, ndim: int) -> list[Dim]:
-        """One `Dim` for each dimension. A variadic one keeps its name when it spans exactly one."""
+        """One `Dim` for each dimension. A variadic token keeps its name if it is for exactly one dimension."""
+        # A name for several dimensions would be one axis several times, which no rule could shard.
         out: list[Dim] = []
         for dim in self.dims:
             span = ndim - len(self.dims) + 1 if dim.variadic else 1
@@ -44,23 +49,25 @@ def array_form(dim_str: str, dtype: Any = None) -> ArrayForm:
     """A jaxtyping dimension string ─► its `ArrayForm`."""
     tokens = dim_str.split()
     dims = tuple(map(dim, tokens))
-    fixed = not any(d.variadic or d.broadcast for d in dims)
-    wrong = next((token for token in tokens if any(mark in token for mark in "@:") and "{" not in token), None)
-    return ArrayForm(
-        dims,
-        dtype,
-        plain=Axes(*(d.name for d in dims)) if fixed else None,
-        wrong="" if wrong is None else f"`{wrong}` in a dimension string is no axis name",
-    )
+    plain, wrong = None, ""
+    if not any(d.variadic or d.broadcast for d in dims):
+        plain = Axes(*(d.name for d in dims))
+    for token in tokens:
+        # `embed:data` or `embed@data` would give mesh axes to an axis, as some libraries do. jaxtyping reads it as an
+        # expression, so it must not pass without a name. `{...}` is an expression, and may have these characters.
+        if ("@" in token or ":" in token) and "{" not in token:
+            wrong = f"`{token}` in a dimension string is not an axis name"
+            break
+    return ArrayForm(dims, dtype, plain=plain, wrong=wrong)
 
 
 def form_of_axes(axes: Axes) -> ArrayForm:
-    """The `ArrayForm` of an array whose axes are written out."""
+    """The `ArrayForm` of an array whose axes are given as `Axes`."""
     return ArrayForm(tuple(Dim(name, name or "_") for name in axes), plain=axes)
 
 
 def dim(token: str) -> Dim:
-    """One token of a dimension string: modifiers, then a name, a size or an expression."""
+    """Parse one token of a dimension string: modifiers, then a name, a size or an expression."""
     modifiers, rest = _modifiers(token)
     name, equals, size = rest.partition("=")
     if equals and name.isidentifier():  # `dim=4`, in which the modifiers may stand on either side
@@ -70,17 +77,19 @@ def dim(token: str) -> Dim:
 
 
 def _modifiers(token: str) -> tuple[str, str]:
+    """A token as its modifiers and the rest."""
     rest = token.lstrip("#*_?")
     return token[: len(token) - len(rest)], rest
 
 
 def hint_text(hint: Any) -> str:
-    """A jaxtyping hint as one writes it."""
+    """The source text of a jaxtyping annotation."""
     array = getattr(hint.array_type, "__name__", str(hint.array_type)).rpartition(".")[2]
     return f'{hint.dtype.__name__}[{array}, "{hint.dim_str}"]'
 
 
 @lru_cache(maxsize=4096)
 def dtype_fits(hint_dtype: Any, dtype: Any) -> bool:
-    """Whether jaxtyping's `Float`, `Int`, ... takes an array of this dtype."""
+    """Whether jaxtyping's `Float`, `Int`, ... accepts an array of this dtype."""
+    # jaxtyping itself decides, by `isinstance` with an abstract array.
     return hint_dtype is None or isinstance(jax.ShapeDtypeStruct((), dtype), hint_dtype[Any, "..."])

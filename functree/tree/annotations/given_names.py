@@ -1,4 +1,4 @@
-"""Names given from outside, by a field's `ft.names`, a layout's `names=` or the module itself ─► a leaf's axes."""
+"""Names from a field's `ft.names`, a layout's `names=` or a module's `__axis_names__` ─► the axes of a leaf."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -15,7 +15,7 @@ from functree.tree.paths import Path
 
 
 class Giver(IntEnum):
-    """Who gave some names. Of several that name one leaf, the first of these decides."""
+    """The source of some names. If several sources name one leaf, the first of these decides."""
 
     FIELD = 0
     LAYOUT = 1
@@ -24,15 +24,15 @@ class Giver(IntEnum):
 
 @dataclass(eq=False)
 class GivenNames:
-    """`ft.names` that hold below one place of a tree.
+    """`ft.names` for the leaves below one node of a tree.
 
     Attributes:
         names: the patterns and their axes.
-        depth: the length of the place's path; patterns begin there.
-        giver: who gave them.
-        used: the patterns that a leaf matched.
-        by_leaf: whether an array that lies in no module asked, for names of a field.
-        by_module: whether a module took them over.
+        depth: the length of the path of the node; patterns are matched with the rest of a leaf's path.
+        giver: the source of the names.
+        used: the patterns that have matched a leaf.
+        by_leaf: for the names of a field: whether an array that is in no module below the field used them.
+        by_module: for the names of a field: whether a module below the field used them.
     """
 
     names: Names
@@ -44,29 +44,32 @@ class GivenNames:
 
 
 def check_names(names: Mapping[type, Names]) -> None:
-    """Raise AxesError for `names=` that are no `{cls: ft.names(...)}`."""
+    """Raise AxesError if `names=` is not a `{cls: ft.names(...)}`."""
     for cls, given in names.items():
         if not isinstance(cls, type) or not isinstance(given, Names):
             raise AxesError(f"`names=` maps classes to `ft.names(...)`, not {cls!r} to {given!r}")
 
 
 def given_at(node: Any, depth: int, pending: GivenNames | None, names: Mapping[type, Names]) -> tuple[GivenNames, ...]:
-    """The names that begin to hold at a module.
+    """The names that are given at a module, for all leaves below it.
 
     Args:
         node: the module.
         depth: the length of its path.
-        pending: those of the annotation of a field above, for the first module below it.
-        names: the layout's.
+        pending: the names in the annotation of a field above, if this is the first module below the field.
+        names: the `names=` of the layout.
     """
     found: list[GivenNames] = []
     if pending is not None:
         pending.by_module = True
+        # A copy for this module: a field such as `list[Linear]` has several, and each counts its own used patterns.
         found.append(GivenNames(pending.names, depth, Giver.FIELD))
-    for cls in type(node).__mro__ if names else ():
-        if cls in names:
-            found.append(GivenNames(names[cls], depth, Giver.LAYOUT))
-            break
+    if names:
+        # Names of a class are also for its subclasses; those of the nearest class count.
+        for cls in type(node).__mro__:
+            if cls in names:
+                found.append(GivenNames(names[cls], depth, Giver.LAYOUT))
+                break
     own = own_names(node)
     if own is not None:
         found.append(GivenNames(own, depth, Giver.MODULE))
@@ -74,7 +77,11 @@ def given_at(node: Any, depth: int, pending: GivenNames | None, names: Mapping[t
 
 
 def given_axes(path: Path, several: Iterable[GivenNames]) -> Axes | None:
-    """The axes that are given to a leaf: a field's own before a layout's before a module's, inner before outer."""
+    """The axes that are given to a leaf, or None.
+
+    Names of a field come before those of a layout, and those of a layout before those of a module. Among names of one
+    source, the innermost come first.
+    """
     for given in sorted(several, key=lambda given: (given.giver, -given.depth)):
         text = match_text(Path(path[given.depth :]))
         for pattern, axes in given.names:
@@ -85,26 +92,34 @@ def given_axes(path: Path, several: Iterable[GivenNames]) -> Axes | None:
 
 
 def unmatched(node: Any, path: tuple[Any, ...], several: Iterable[GivenNames]) -> list[Problem]:
-    """Patterns given at a place for which it has no leaf. One whose leaf is None is fine."""
+    """The problems of patterns that are given at a node and match none of its leaves. A leaf may be None."""
     suspects = [pattern for given in several for pattern, _ in given.names if pattern not in given.used]
     if not suspects:
         return []
+    # A pattern that was not used may still have a leaf: other names may have named it, and it may be None.
     places = [Path.of(keys) for keys, _ in tree_flatten_with_path(node, is_leaf=lambda x: x is None)[0]]
     texts = [match_text(place) for place in places]
-    missing = [p for p in suspects if not any(map(glob_pattern(p).fullmatch, texts))]
-    return [_unmatched(node, Path(path), pattern, places) for pattern in missing if not _leads_to_none(node, pattern)]
+    found = []
+    for pattern in suspects:
+        matches = glob_pattern(pattern).fullmatch
+        if not any(map(matches, texts)) and not _leads_to_none(node, pattern):
+            found.append(_unmatched(node, Path(path), pattern, places))
+    return found
 
 
 def _leads_to_none(node: Any, pattern: str) -> bool:
-    """Whether a pattern without wildcards leads to None, or through it: to a part that the module goes without.
+    """Whether the path of a pattern without wildcards leads to None or through it: the module has no such part.
 
-    An optimizer puts other empty nodes in the place of parameters that it leaves alone; they count too.
+    optax replaces the parameters that an optimizer does not update by other empty nodes. These count as None too.
     """
     if literal_text(pattern) is None:
         return False
     for key in Path.parse(pattern):
         try:
-            node = getattr(node, key) if isinstance(key, str) and hasattr(node, key) else node[key]
+            if isinstance(key, str) and hasattr(node, key):
+                node = getattr(node, key)
+            else:
+                node = node[key]
         except (TypeError, LookupError):
             return False
         if not tree_leaves(node):
@@ -114,7 +129,9 @@ def _leads_to_none(node: Any, pattern: str) -> bool:
 
 def _unmatched(node: Any, path: Path, pattern: str, places: Iterable[Path]) -> Problem:
     cls = type(node).__name__
-    why = f"`ft.names` gives axes to `{pattern}`, and {cls} has no such leaf{did_you_mean(pattern, places)}"
+    why = f"`ft.names` gives axes to `{pattern}`, but {cls} has no such leaf{did_you_mean(pattern, places)}"
     named = [f"`{place}`" for place in places if place][:4]
-    remedy = f"name a leaf of {cls}: {', '.join(named)}" if named else "write `Annotated[Array, ft.Axes(...)]`"
+    remedy = f"name a leaf of {cls}: {', '.join(named)}"
+    if not named:  # the node is a single array, which `ft.names` cannot name
+        remedy = "write `Annotated[Array, ft.Axes(...)]`"
     return Problem(path, None, cls, why, remedy)

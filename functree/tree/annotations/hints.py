@@ -1,4 +1,4 @@
-"""One annotation of a class ─► a `Hint`: the axis names that it allows, for an array there and for what lies below."""
+"""One annotation of a field ─► a `Hint`: the axes that it allows for an array there, and for arrays below the field."""
 
 import collections.abc as abc
 import sys
@@ -19,11 +19,12 @@ from functree.tree.annotations.dimensions import ArrayForm, array_form, form_of_
 from functree.tree.axes import BUFFER, Axes, Names
 from functree.tree.paths import Path
 
-Env = Mapping[TypeVar, "Hint"]
+Env = Mapping[TypeVar, "Hint"]  # the values of type variables
 NO_ENV: Env = types.MappingProxyType({})
 
 
-# An annotation in quotes is a program, and may fail as one.
+# An annotation in quotes is an expression that may raise anything. These errors make it an annotation that cannot be
+# resolved, which is reported with the path of its leaf; others are not caught, since they are not about the annotation.
 UNREADABLE = (
     *(NameError, AttributeError, LookupError, SyntaxError, TypeError, ValueError),
     *(ArithmeticError, ImportError, RecursionError, FunctreeError),
@@ -32,27 +33,40 @@ UNREADABLE = (
 
 @dataclass(frozen=True, eq=False)
 class Namespace:
-    """Where the names of an annotation are looked up: the module and the class that wrote it."""
+    """Where the names of an annotation are looked up: the module and the class in which it is written."""
 
     module: str
     names: Mapping[str, Any] = field(default_factory=dict)
 
     def find(self, text: str) -> Any:
+        """The value of an expression. Raises what the expression raises."""
+        # The module is looked up now and not when the class is read: a name may be defined below the class. It is
+        # copied, since `eval` adds `__builtins__` to its globals.
         known = sys.modules.get(self.module)
         return eval(text, dict(vars(known)) if known else {}, dict(self.names))
 
 
 class Later(NamedTuple):
-    """What is looked up when a leaf needs it: a name in quotes, a type variable, a `type X = ...`."""
+    """A part of an annotation that is resolved when a leaf needs it: a quoted name, a type variable, a type alias.
+
+    Attributes:
+        what: the text, the `TypeVar`, or the alias (`type X = ...`) with its arguments.
+        namespace: where a text is looked up.
+        optional: whether it may stay unknown, because the union that it is in also allows any array. The recursive
+            alias `ArrayTree = Array | Iterable["ArrayTree"] | ...` of optax is one, and cannot be resolved from
+            another module.
+        env: the values of type variables.
+        marks: the marks of an `Annotated` around it.
+    """
 
     what: Any
     namespace: Namespace
-    optional: bool  # the other half of a recursive alias of arrays, as optax's: nothing is lost where it stays unknown
+    optional: bool
     env: Env = NO_ENV
-    marks: tuple[Any, ...] = ()  # of an `Annotated` around it
+    marks: tuple[Any, ...] = ()
 
     def resolve(self, strict: bool = True) -> "Hint":
-        """What it says. Raises NameError and the like, as Python does."""
+        """The hint that it is replaced by. Raises NameError and others, as Python does."""
         try:
             return annotated(self._found().bind(self.env), self.marks)
         except NameError:
@@ -64,37 +78,57 @@ class Later(NamedTuple):
         if isinstance(self.what, TypeVar):
             if self.what in self.env:
                 return self.env[self.what]
+            # A variable without a value may be anything that its constraints or its bound allow.
             return merge(parse(bound, self.namespace) for bound in self.what.__constraints__ or (self.what.__bound__,))
         if isinstance(self.what, str):
             return parse(self.namespace.find(self.what), self.namespace, self.optional)
+        # An alias is resolved in its own module, which need not be that of the class; its arguments are in the class'.
         alias, args = typing.get_origin(self.what) or self.what, typing.get_args(self.what)
         env = dict(zip(alias.__type_params__, (parse(arg, self.namespace) for arg in args), strict=False))
         return parse(alias.__value__, Namespace(alias.__module__), self.optional).bind(env)
 
     def bind(self, env: Env) -> "Later":
+        """The same with values for type variables. Values that it has already may contain these variables."""
         return self._replace(env={**env, **{v: hint.bind(env) for v, hint in self.env.items()}})
 
 
-_MAX_STEPS = 32  # of quoted names that stand for quoted names: more are a circle
+# Quoted names that lead to quoted names are resolved this often. More steps are a name that is defined by itself.
+_MAX_STEPS = 32
 
 
 @dataclass(frozen=True, eq=False)
 class Hint:
-    """All that an annotation says. A union says what each of its alternatives says."""
+    """All that an annotation says about arrays. The hint of a union has the parts of all its alternatives.
+
+    Hints are compared by identity, which is fast: they are keys in the walk over a tree.
+
+    Attributes:
+        text: the annotation, for messages.
+        forms: the alternatives for an array in the field itself.
+        element: the hint of each element of a container: X in `list[X]`, `tuple[X, ...]`, `dict[str, X]`.
+        elements: the hints of the elements of a `tuple[X, Y]`.
+        below: the hint of an array at any depth: X in `PyTree[X]`.
+        generics: the generic classes with their arguments: `Box[X]`.
+        names: the `ft.names` in its `Annotated`.
+        buffer: whether it is an `ft.Buffer`.
+        later: its parts that are not resolved yet.
+        open: whether it, or a hint in it, has such parts.
+    """
 
     text: str = ""
     forms: tuple[ArrayForm, ...] = ()
-    element: "Hint | None" = None  # list[X], tuple[X, ...], dict[str, X]
-    elements: "tuple[Hint, ...]" = ()  # tuple[X, Y]
-    below: "Hint | None" = None  # PyTree[X]: at any depth
-    generics: "tuple[tuple[type, tuple[Hint, ...]], ...]" = ()  # Box[X]
+    element: "Hint | None" = None
+    elements: "tuple[Hint, ...]" = ()
+    below: "Hint | None" = None
+    generics: "tuple[tuple[type, tuple[Hint, ...]], ...]" = ()
     names: Names | None = None
     buffer: bool = False
     later: tuple[Later, ...] = ()
-    open: bool = False  # has something for later somewhere
+    open: bool = False
 
     def child(self, index: int | None) -> "Hint":
-        """What it says of a container's element; `index` is None in a mapping."""
+        """The hint of an element of a container; `index` is None for the values of a mapping."""
+        # If the annotation cannot be resolved, neither can that of an element: each leaf below reports it.
         if self.later or self is NOTHING:
             return self
         if self.elements and index is not None and index < len(self.elements):
@@ -103,10 +137,13 @@ class Hint:
             found = self.element or NOTHING
         if self.below is None:
             return found
-        return self._under if found is NOTHING else replace(merge((found, self.below)), below=self.below)
+        # `PyTree[X]` annotates the elements of the elements too, so it is passed on.
+        if found is NOTHING:
+            return self._under
+        return replace(merge((found, self.below)), below=self.below)
 
     def at(self, path: Path) -> "Hint":
-        """What it says of a place in the containers below it."""
+        """The hint at a path in the containers below the field."""
         hint = self
         for key in path:
             hint = hint.tried().child(key if isinstance(key, int) else None)
@@ -114,13 +151,17 @@ class Hint:
 
     @cached_property
     def _under(self) -> "Hint":
-        return NOTHING if self.below is None else replace(self.below, below=self.below)
+        # Cached, so that all elements of a container have one object for their hint: hints are compared by identity.
+        if self.below is None:
+            return NOTHING
+        return replace(self.below, below=self.below)
 
     def bind(self, env: Env) -> "Hint":
-        """The hint with type variables replaced."""
+        """The hint with type variables replaced by their values."""
         if not self.open or not env:
             return self
         if self._only_later and len(self.later) == 1 and not self.later[0].marks and self.later[0].what in env:
+            # It is a type variable and nothing else: no copy of the value, for the same reason.
             return env[self.later[0].what]
         return replace(
             self,
@@ -133,16 +174,18 @@ class Hint:
 
     @property
     def _only_later(self) -> bool:
+        """Whether the hint has no parts except those that are not resolved yet."""
         says = self.forms or self.element or self.elements or self.below or self.generics or self.names or self.buffer
         return not says
 
     @cached_property
     def settled(self) -> "Hint":
-        """The hint with what is for later looked up. Raises NameError and the like; a failure is not remembered."""
+        """The resolved hint. Raises NameError and others."""
+        # `cached_property` does not remember a failure: a name may be defined later.
         return self._settle(lambda later: True)
 
     def tried(self) -> "Hint":
-        """`settled`; without what may stay unknown, where that fails, or else the hint itself."""
+        """The resolved hint; if that fails, without its optional parts; if that fails too, the hint itself."""
         try:
             return self.settled
         except UNREADABLE:
@@ -152,29 +195,33 @@ class Hint:
                 return self
 
     def looked_up(self) -> "Hint":
-        """The hint with its quoted names looked up, as far as they are known, and its type variables left."""
+        """The hint with its quoted names resolved, if they are defined. Its type variables are kept."""
         try:
             return self._settle(lambda later: not isinstance(later.what, TypeVar))
         except UNREADABLE:
             return self
 
     def _settle(self, wanted: Callable[[Later], bool], strict: bool = True) -> "Hint":
+        """The hint with some of its parts resolved, again and again: a quoted name may lead to another one."""
         hint, quoted = self, any(not isinstance(later.what, TypeVar) for later in self.later)
         for _ in range(_MAX_STEPS):
             now = [later for later in hint.later if wanted(later)]
             if not now:
-                return replace(hint, text=self.text) if quoted and hint is not NOTHING else hint
+                if quoted and hint is not NOTHING:
+                    return replace(hint, text=self.text)  # messages show the annotation as it is written
+                return hint
             left = replace(hint, later=tuple(later for later in hint.later if not wanted(later)))
+            # If nothing else is left, `left` is an empty hint that is not `NOTHING`, and would count as an alternative.
             kept = [left] if left.later or not left._only_later else []
             hint = merge([*kept, *(later.resolve(strict) for later in now)])
-        raise NameError("it stands for itself")
+        raise NameError("it is defined by itself")
 
 
 NOTHING = Hint()
 
 
 def merge(hints: Iterable[Hint]) -> Hint:
-    """The union of what several hints say."""
+    """The hint of a union of annotations."""
     hints = tuple(dict.fromkeys(h for h in hints if h is not NOTHING))
     if len(hints) <= 1:
         return hints[0] if hints else NOTHING
@@ -201,18 +248,22 @@ def merge(hints: Iterable[Hint]) -> Hint:
 
 
 def parse(hint: Any, namespace: Namespace, optional: bool = False) -> Hint:
-    """A type expression ─► what it says of axes. One that says nothing is `NOTHING`."""
+    """A type expression ─► its hint. A type that says nothing about arrays has the hint `NOTHING`."""
+    # Each case is one form of a type expression. The order matters for those that are also classes.
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if isinstance(hint, str | typing.ForwardRef):
         text = hint if isinstance(hint, str) else hint.__forward_arg__
         return _later(text, text, namespace, optional)
     if isinstance(hint, TypeVar):
         return _later(hint.__name__, hint, Namespace(hint.__module__), optional)
-    if type(origin or hint).__name__ == "TypeAliasType":  # Python 3.12's, or the one of typing_extensions
+    # By name: the class is new in Python 3.12, and typing_extensions has another one for older versions.
+    if type(origin or hint).__name__ == "TypeAliasType":
         return _later(str(hint), hint, namespace, optional)
     if origin is typing.Annotated:
         return annotated(parse(args[0], namespace, optional), hint.__metadata__)
     if origin in (typing.Union, types.UnionType):
+        # `Array | Iterable["ArrayTree"]`: the union allows any array, so a name in it that cannot be resolved does not
+        # hide the axes of an array.
         optional = optional or any(arg in (jax.Array, np.ndarray, Any) for arg in args)
         return merge(parse(arg, namespace, optional) for arg in args)
     if origin in (typing.Final, typing.Required, typing.NotRequired):
@@ -228,11 +279,13 @@ def parse(hint: Any, namespace: Namespace, optional: bool = False) -> Hint:
 
 
 def _later(text: str, what: Any, namespace: Namespace, optional: bool) -> Hint:
+    """The hint of a type expression that is resolved when a leaf needs it."""
     return Hint(text=text, later=(Later(what, namespace, optional),), open=True)
 
 
 def _parametrized(hint: Any, origin: Any, args: tuple[Any, ...], namespace: Namespace, optional: bool) -> Hint:
-    """Containers and generic classes."""
+    """The hint of a container or a generic class with arguments."""
+    # The arguments of `type[X]` and `Callable[[X], Y]` are not annotations of arrays in the value.
     if not isinstance(origin, type) or origin in (type, abc.Callable):
         return NOTHING
     inner = [NOTHING if arg is ... else parse(arg, namespace, optional) for arg in args]
@@ -240,15 +293,18 @@ def _parametrized(hint: Any, origin: Any, args: tuple[Any, ...], namespace: Name
         return NOTHING
     said = Hint(text=str(hint), open=any(h.open for h in inner))
     if origin.__module__ not in ("builtins", "collections", "collections.abc"):
+        # A generic class: only its own annotations tell where its arguments are.
         return replace(said, generics=((origin, tuple(inner)),))
     if origin is tuple and not (len(args) == 2 and args[1] is ...):
         return replace(said, elements=tuple(inner))
+    # The keys of a mapping are not leaves; its values are the last argument.
     return replace(said, element=inner[-1] if issubclass(origin, abc.Mapping) else inner[0])
 
 
 def annotated(hint: Hint, marks: Iterable[Any]) -> Hint:
-    """What `Annotated` adds to a hint: axes, names, a spec, that it is a buffer."""
-    for mark in sorted(marks, key=lambda mark: isinstance(mark, PartitionSpec)):  # a spec is one for the axes given
+    """A hint with the marks of an `Annotated`: axes, names, a spec, or that it is a buffer."""
+    # Specs last, in whatever order they are written: `ft.Axes` replaces the forms that a spec is put into.
+    for mark in sorted(marks, key=lambda mark: isinstance(mark, PartitionSpec)):
         if isinstance(mark, Names):
             hint = replace(hint, names=mark)
         elif mark is BUFFER:
@@ -262,8 +318,9 @@ def annotated(hint: Hint, marks: Iterable[Any]) -> Hint:
 
 
 def _with_spec(hint: Hint, spec: PartitionSpec) -> Hint:
-    """The hint with a spec for the arrays that it speaks of; where it speaks of none, for all that are there."""
+    """The hint with a spec for all arrays that it annotates. If it annotates none, the spec is for all arrays below."""
     if not (hint.forms or hint.element or hint.elements or hint.below or hint.generics or hint.later):
+        # `Annotated[eqx.nn.Linear, P("data")]`: an array of any rank and dtype, at any depth.
         leaf = Hint(text=hint.text or f"Annotated[..., {spec}]", forms=(array_form("...")._replace(spec=spec),))
         return replace(leaf, below=leaf, names=hint.names, buffer=hint.buffer)
 

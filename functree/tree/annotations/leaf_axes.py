@@ -1,11 +1,11 @@
-"""An array and its annotation ─► its axes, or the reason why they cannot be told."""
+"""An array and its annotation ─► its axes, or the reason why they cannot be determined."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from jax.sharding import PartitionSpec
 
-from functree.errors import Problem
+from functree.errors import Problem, count
 from functree.tree.annotations.dimensions import ArrayForm, dtype_fits
 from functree.tree.annotations.hints import UNREADABLE, Hint
 from functree.tree.axes import Axes
@@ -14,7 +14,7 @@ from functree.tree.paths import Path
 
 
 class LeafAxes(NamedTuple):
-    """What is known of one array's axes; the attributes are those of `Leaf`."""
+    """The axes of one array; the attributes are those of `Leaf`."""
 
     axes: Axes
     annotated: bool = False
@@ -23,19 +23,21 @@ class LeafAxes(NamedTuple):
     misfit: Problem | None = None
 
 
-# What a hint says of a rank and a dtype is the same for each layer of a model: a memory for the reading of one tree.
+# All layers of a model have the same annotations, shapes and dtypes. So the axes are computed once for each
+# combination of these; the memory is for one walk over one tree.
 Memory = dict[tuple[Any, ...], LeafAxes]
 
 
 def leaf_axes(
     memory: Memory, value: Any, path: Path, hint: Hint, given: Axes | None, stack: tuple[str, ...]
 ) -> LeafAxes:
-    """The axes of an array: those `given` from outside, else those of its annotation, behind the axes of its stacks."""
+    """The axes of an array: those of its stacks, and then those `given` from outside or those of its annotation."""
     key = (hint, value.shape, value.dtype, given, stack)
     found = memory.get(key)
     if found is None:
         found = _read(value, path, hint, given, stack)
-        if found.misfit is None:  # which names the path
+        # A misfit has the path of the leaf in it, so it is not the same for another leaf.
+        if found.misfit is None:
             memory[key] = found
     return found
 
@@ -49,7 +51,7 @@ def _read(value: Any, path: Path, hint: Hint, given: Axes | None, stack: tuple[s
         return _unannotated(value, stack)
     wrong = next((form.wrong for form in hint.forms if form.wrong), None)
     if wrong is not None:
-        remedy = "name the axes there, and write rules for the mesh axes that they go to"
+        remedy = "write only the names of axes there, and choose the mesh axes by rules"
         return _misfit(value, path, stack, f"{wrong}: `{hint.text}`", remedy)
     ndim = len(value.shape) - len(stack)
     fitting = [form for form in hint.forms if form.fits(ndim)]
@@ -62,21 +64,23 @@ def _given(value: Any, path: Path, hint: Hint, given: Axes, stack: tuple[str, ..
     ndim = len(value.shape) - len(stack)
     if len(given) != ndim:
         return _wrong_rank(value, path, f'"{given}"', stack, [len(given)])
-    # The names come from outside; a physical spec that the annotation has holds all the same.
+    # Names from outside replace those of the annotation, but not a `PartitionSpec` that the annotation has.
     spec = next((form.spec for form in hint.forms if form.spec is not None and form.fits(ndim)), None)
     return LeafAxes(Axes(*stack, *given), True, _unnamed(stack, given, ["_"] * ndim), _behind(stack, spec))
 
 
 def _unannotated(value: Any, stack: tuple[str, ...]) -> LeafAxes:
     axes = _unknown(value, stack)
-    # A scalar has no axes to be named; in a stack it has the stack's.
+    # A stack of scalars has the axes of the stack and no others, so all of its axes are named.
     return LeafAxes(axes, annotated=bool(stack) and len(value.shape) == len(stack))
 
 
 def _chosen(value: Any, path: Path, hint: Hint, fitting: Sequence[ArrayForm], stack: tuple[str, ...]) -> LeafAxes:
-    """Among the alternatives of the right rank, those of the right dtype; they must agree."""
+    """The axes by the alternatives of the right rank; if these differ, by those that also have the right dtype."""
     found = _different(_by_form(form, value, stack) for form in fitting)
     if len(found) > 1:
+        # The dtype is asked only now: an annotation with one alternative names the axes of an array of any dtype, such
+        # as the int8 weights of a quantized model.
         of_dtype = [form for form in fitting if dtype_fits(form.dtype, value.dtype)]
         found = _different(_by_form(form, value, stack) for form in of_dtype) or found
     if len(found) == 1:
@@ -88,31 +92,36 @@ def _chosen(value: Any, path: Path, hint: Hint, fitting: Sequence[ArrayForm], st
 
 
 def _different(found: Iterable[LeafAxes]) -> list[LeafAxes]:
+    """Those that differ in their axes or their spec: `Float[Array, "a"] | Int[Array, "a"]` is not ambiguous."""
     return list({(one.axes, one.spec): one for one in found}.values())
 
 
 def _by_form(form: ArrayForm, value: Any, stack: tuple[str, ...]) -> LeafAxes:
+    """The axes of an array by one alternative of its annotation."""
     if form.plain is not None:
         names: Sequence[str | None] = form.plain
         dims: Sequence[Any] = form.dims
     else:
         dims = form.dims_for(len(value.shape) - len(stack))
         sizes = value.shape[len(stack) :]
-        # A dimension that is broadcast, `#b` of size 1, has no name: it is never sharded.
-        names = [None if dim.broadcast and size == 1 else dim.name for dim, size in zip(dims, sizes, strict=True)]
+        names = []
+        for dim, size in zip(dims, sizes, strict=True):
+            # A broadcast dimension, `#b` of size 1, cannot be sharded. So it has no name here.
+            is_broadcast = dim.broadcast and size == 1
+            names.append(None if is_broadcast else dim.name)
     tokens = [dim.token for dim in dims]
     return LeafAxes(Axes(*stack, *names), True, _unnamed(stack, names, tokens), _behind(stack, form.spec))
 
 
 def _behind(stack: Sequence[str], spec: PartitionSpec | None) -> PartitionSpec | None:
-    """The spec of an annotation, which speaks of one layer, for a leaf that has a stack's dimensions in front."""
+    """The spec of an annotation, which is for one layer, for an array that has the dimensions of stacks in front."""
     if spec is None or not stack:
         return spec
     return PartitionSpec(*[None] * len(stack), *spec)
 
 
 def _unnamed(stack: Sequence[str], names: Sequence[str | None], tokens: Sequence[str]) -> tuple[str, ...]:
-    """For each dimension without a name, what is written there."""
+    """`Leaf.unnamed`: for each dimension without a name, the token that is written there."""
     if all(names):
         return ()
     written = ["" if name else token for name, token in zip(names, tokens, strict=True)]
@@ -120,8 +129,9 @@ def _unnamed(stack: Sequence[str], names: Sequence[str | None], tokens: Sequence
 
 
 def _unknown(value: Any, stack: tuple[str, ...]) -> Axes:
-    """The axes of an array of which only the stack's are known."""
+    """The axes of an array of which only those of the stacks are known."""
     ndim = len(value.shape)
+    # Cut off, since a misfit may have fewer dimensions than its stacks.
     return Axes(*(*stack, *[None] * ndim)[:ndim])
 
 
@@ -130,18 +140,21 @@ def _unknown(value: Any, stack: tuple[str, ...]) -> Axes:
 
 def _wrong_rank(value: Any, path: Path, hint: str, stack: tuple[str, ...], ranks: Sequence[int]) -> LeafAxes:
     have = len(value.shape)
-    behind = f" behind the stack's `{' '.join(stack)}`" if stack else ""
-    why = f"has {have} dimensions; `{hint}` has {' or '.join(map(str, ranks))}{behind}"
+    after = f" after the axes `{' '.join(stack)}` of its stack" if stack else ""
+    why = f"has {count(have, 'dimension')}; `{hint}` has {' or '.join(map(str, ranks))}{after}"
     remedy = "make the annotation and the array agree"
     if have > max(ranks) + len(stack):
+        # The usual reason for too many dimensions: `eqx.filter_vmap` of a constructor.
         made = "made by `ft.stack`"
         remedy = f"hold layers that were stacked (by vmap or scan) in `ft.Stacked[...]`, {made}, or {remedy}"
     return _misfit(value, path, stack, why, remedy)
 
 
 def _unresolved(value: Any, path: Path, hint: Hint, stack: tuple[str, ...]) -> LeafAxes:
+    # Resolved once more, for the text of the error that Python raises.
     try:
-        error: object = hint.settled and "it can now"
+        _ = hint.settled
+        error = "the name was not defined when the tree was read, but it is now"
     except UNREADABLE as raised:
         error = str(raised) or type(raised).__name__
     why = f"its annotation `{hint.text}` cannot be resolved: {error}"

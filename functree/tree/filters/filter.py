@@ -1,4 +1,4 @@
-"""A predicate over the leaves of a tree, as a value: globs, regular expressions, classes, axes, shapes, callables."""
+"""What a user writes for a filter ─► a `Filter`: a predicate over leaves, by path, class or function."""
 
 import re
 import types
@@ -15,7 +15,7 @@ from functree.tree.paths import Path
 
 
 class Filter:
-    """A predicate over leaves: a value, hashable and equal by value, combined with `&`, `|` and `~`.
+    """A predicate over leaves. Filters are hashable and equal by value, and are combined with `&`, `|` and `~`.
 
     Examples:
         >>> ft.glob("**.bias") | ft.larger_than(100) & ~ft.has_axis("embed")
@@ -46,17 +46,22 @@ class Filter:
 
 @dataclass(frozen=True, repr=False)
 class All(Filter):
+    """Leaves that all parts match; made by `&`."""
+
     parts: tuple[Filter, ...]
 
     def __call__(self, leaf: Leaf, /) -> bool:
         return all(part(leaf) for part in self.parts)
 
     def __repr__(self) -> str:
+        # `&` binds more tightly than `|`, as in Python.
         return " & ".join(f"({part!r})" if isinstance(part, Any_) else repr(part) for part in self.parts)
 
 
 @dataclass(frozen=True, repr=False)
 class Any_(Filter):
+    """Leaves that at least one part matches; made by `|`."""
+
     parts: tuple[Filter, ...]
 
     def __call__(self, leaf: Leaf, /) -> bool:
@@ -68,6 +73,8 @@ class Any_(Filter):
 
 @dataclass(frozen=True, repr=False)
 class Not(Filter):
+    """Leaves that the part does not match; made by `~`."""
+
     part: Filter
 
     def __call__(self, leaf: Leaf, /) -> bool:
@@ -78,11 +85,13 @@ class Not(Filter):
 
 
 def _joined(kind: "type[All] | type[Any_]", *operands: Any) -> Filter:
-    """`a & b & c` is one filter of three parts, wherever the brackets stand."""
+    """Several filters as one. `a & b & c`, with brackets or without, is one filter of three parts."""
     parts: list[Filter] = []
     for written in operands:
         if written is ...:
-            raise RuleError("`...` is no part of a filter: it stands alone, as the last filter of an ordered list")
+            raise RuleError(
+                "`...` cannot be combined with other filters: use it alone, as the last filter of an ordered list"
+            )
         part = as_filter(written)
         parts += part.parts if isinstance(part, kind) else (part,)
     return kind(tuple(parts))
@@ -95,7 +104,7 @@ class Glob(Filter):
     pattern: str
 
     def __post_init__(self) -> None:
-        glob_pattern(self.pattern)  # a bad one is found here
+        glob_pattern(self.pattern)  # raises here for an invalid glob, and not only when a tree is read
 
     def __call__(self, leaf: Leaf, /) -> bool:
         matches = glob_pattern(self.pattern).fullmatch
@@ -106,13 +115,13 @@ class Glob(Filter):
 
 
 def glob(pattern: str) -> Filter:
-    """Leaves whose path matches: `*` is any text within one part, `**` any number of parts.
+    """Leaves whose path matches a glob: `*` matches any text within one part, `**` any number of parts.
 
     Args:
-        pattern: parts joined by dots; a key that is not an identifier is quoted, and is literal then.
+        pattern: parts joined by dots; a key that is not an identifier is quoted, and has no wildcards then.
 
     Raises:
-        RuleError: a part that cannot be read.
+        RuleError: a part cannot be read.
 
     Examples:
         >>> [str(row.path) for row in ft.plan({"a": jnp.ones(2), "b": jnp.ones(2)}, {"a": ft.P(), "b": ft.P()}, {})]
@@ -125,6 +134,8 @@ def glob(pattern: str) -> Filter:
 
 @dataclass(frozen=True, repr=False)
 class Regex(Filter):
+    """Leaves whose path as text matches a compiled regular expression, from its beginning to its end."""
+
     pattern: re.Pattern[str]
 
     def __call__(self, leaf: Leaf, /) -> bool:
@@ -136,6 +147,8 @@ class Regex(Filter):
 
 @dataclass(frozen=True, repr=False)
 class Under(Filter):
+    """Leaves below an instance of some classes; made by `ft.under`."""
+
     classes: tuple[type, ...]
 
     def __call__(self, leaf: Leaf, /) -> bool:
@@ -146,17 +159,18 @@ class Under(Filter):
 
 
 def under(cls: "type | types.UnionType") -> Filter:
-    """Leaves anywhere below an instance of a class, or of one of several (`Linear | Conv`).
+    """Leaves anywhere below an instance of a class, or of one of several classes (`Linear | Conv`).
 
     Raises:
-        RuleError: not a class.
+        RuleError: the argument is not a class.
 
     Examples:
         >>> ft.under(eqx.nn.Linear)
         under(Linear)
     """
-    union = typing.get_origin(cls) in (types.UnionType, typing.Union)
-    classes: tuple[Any, ...] = typing.get_args(cls) if union else (cls,)
+    classes: tuple[Any, ...] = (cls,)
+    if typing.get_origin(cls) in (types.UnionType, typing.Union):
+        classes = typing.get_args(cls)
     if not all(isinstance(c, type) for c in classes):
         raise RuleError(f"`under` takes a class, or several joined by `|`, not {cls!r}")
     return Under(classes)
@@ -164,6 +178,8 @@ def under(cls: "type | types.UnionType") -> Filter:
 
 @dataclass(frozen=True, repr=False)
 class Where(Filter):
+    """Leaves for which a function `(path, leaf) -> bool` is true."""
+
     function: Callable[[Path, Any], Any]
 
     def __call__(self, leaf: Leaf, /) -> bool:
@@ -174,7 +190,7 @@ class Where(Filter):
 
 
 class Everything(Filter):
-    """What `...` means."""
+    """All leaves; written as `...`."""
 
     def __call__(self, leaf: Leaf, /) -> bool:
         return True
@@ -190,21 +206,25 @@ class Everything(Filter):
 
 
 def patterns(item: Filter) -> Iterator[Filter]:
-    """The patterns that a filter is made of."""
-    if isinstance(item, Glob | Regex):
-        yield item
-    for part in item.parts if isinstance(item, All | Any_) else (item.part,) if isinstance(item, Not) else ():
-        yield from patterns(part)
+    """The globs and regular expressions in a filter."""
+    match item:
+        case Glob() | Regex():
+            yield item
+        case All() | Any_():
+            for part in item.parts:
+                yield from patterns(part)
+        case Not():
+            yield from patterns(item.part)
 
 
 FilterLike = (
     Filter | str | re.Pattern[str] | type | types.UnionType | types.EllipsisType | Path | Callable[[Path, Any], Any]
 )
-"""What is taken as a filter."""
+"""What a user can write for a filter."""
 
 
 def as_filter(written: Any) -> Filter:
-    """What a user wrote for a filter ─► the filter. Raises RuleError for anything else."""
+    """What a user wrote for a filter ─► the filter. Raises RuleError for anything that is not a filter."""
     match written:
         case Filter():
             return written
@@ -218,11 +238,13 @@ def as_filter(written: Any) -> Filter:
             return Everything()
         case Path():
             return Glob(str(written))
+    # `typing.Union[A, B]` and `Box[int]` are not instances of the classes above.
     if typing.get_origin(written) is not None:
         return under(written)
+    # Filters are compared by value, and a layout with a filter is a key of caches. So a function has to be hashable.
     if callable(written) and isinstance(written, Hashable):
         return Where(written)
     raise RuleError(
-        f"{written!r} is no filter: write a glob (`'**.bias'`), a compiled regular expression, a class, a callable "
+        f"{written!r} is not a filter: write a glob (`'**.bias'`), a compiled regular expression, a class, a callable "
         "`(path, leaf) -> bool` that can be hashed, `...`, or one of functree's filters"
     )

@@ -1,4 +1,4 @@
-"""Filters by what an array is: its axes, shape and dtype, and whether it is trained."""
+"""Filters by the properties of an array: its axes, shape and dtype, and whether it is trained."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,12 +15,13 @@ from functree.tree.leaf import Leaf
 
 @dataclass(frozen=True, repr=False)
 class Predicate(Filter):
-    """A test of a leaf.
+    """A filter that calls a function of the leaf.
 
     Attributes:
-        text: as it is written.
-        test: a function of the leaf and of `wanted`.
-        wanted: what is tested for.
+        text: the filter as a user writes it.
+        test: a function of the leaf and of the values in `wanted`. Functions of a module, so that equal filters are
+            equal by value.
+        wanted: the arguments of the filter.
     """
 
     text: str
@@ -38,7 +39,7 @@ def has_axis(name: str) -> Filter:
     """Leaves that have this axis.
 
     Raises:
-        RuleError: not the name of an axis.
+        RuleError: the argument is not the name of an axis.
 
     Examples:
         >>> ft.has_axis("embed")
@@ -53,7 +54,7 @@ def has_ndim(ndim: int) -> Filter:
     """Leaves with this number of dimensions.
 
     Raises:
-        RuleError: not a number of dimensions.
+        RuleError: the argument is not a number of dimensions.
 
     Examples:
         >>> ft.has_ndim(2)
@@ -68,7 +69,7 @@ def has_dtype(dtype: Any) -> Filter:
     """Leaves of this dtype, or of a kind of dtypes such as `jnp.floating`.
 
     Raises:
-        RuleError: not a dtype.
+        RuleError: the argument is not a dtype.
 
     Examples:
         >>> ft.has_dtype(jnp.floating)
@@ -79,11 +80,12 @@ def has_dtype(dtype: Any) -> Filter:
 
 
 def _dtype(written: Any) -> Any:
-    """One object for each dtype, however it is written; kinds of dtypes (`jnp.floating`) as they are."""
+    """The numpy class of a dtype, or of a kind of dtypes (`jnp.floating`)."""
+    # `"float32"`, `jnp.float32` and `np.dtype("float32")` have one class, so filters of them are equal.
     if isinstance(written, type) and issubclass(written, np.generic):
         return written
     try:
-        if written is not None:  # numpy takes None for float64
+        if written is not None:  # numpy reads None as float64
             return jnp.dtype(written).type
     except TypeError:
         pass
@@ -91,10 +93,10 @@ def _dtype(written: Any) -> Any:
 
 
 def larger_than(elements: int) -> Filter:
-    """Leaves of more than this many elements.
+    """Leaves with more than this number of elements.
 
     Raises:
-        RuleError: not a number.
+        RuleError: the argument is not a number.
 
     Examples:
         >>> ft.larger_than(2**20)
@@ -134,7 +136,7 @@ def _buffer(leaf: Leaf) -> bool:
 
 
 is_trainable: Filter = Predicate("is_trainable", _trainable)
-"""Inexact arrays that are neither an `ft.Buffer` nor state.
+"""Arrays of floating-point or complex numbers that are neither an `ft.Buffer` nor state.
 
 Examples:
     >>> ~ft.is_trainable
@@ -152,7 +154,7 @@ Examples:
 
 
 is_state: Filter = Predicate("is_state", _state)
-"""Arrays in an `ft.State`, and the values that `ft.StateRef`s begin with.
+"""Arrays in an `ft.State`, and the initial values of `ft.StateRef`s.
 
 Examples:
     >>> static, state, rest = ft.split({"count": ft.StateRef(0), "w": jnp.ones(2)}, ft.is_state, ...)

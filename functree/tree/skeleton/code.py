@@ -1,4 +1,4 @@
-"""Python's source, written line by line ─► a function with a file name, so that tracebacks and profiles show it."""
+"""Python source, line by line ─► a function with a file name, which tracebacks and profiles show."""
 
 import itertools
 import linecache
@@ -10,7 +10,7 @@ _NUMBERS = itertools.count()
 
 
 class Code:
-    """The body of a function as it is written, and the values that it names."""
+    """The body of a function that is being generated, and the values that it uses."""
 
     def __init__(self) -> None:
         self.lines: list[str] = []
@@ -18,17 +18,17 @@ class Code:
         self._names: Iterator[str] = (f"x{i}" for i in itertools.count())
 
     def name(self) -> str:
-        """A name that nothing has yet."""
+        """A new name."""
         return next(self._names)
 
     def value(self, value: Any) -> str:
-        """The name of a value that the code uses."""
+        """Add a value that the code uses, as a global variable of the function; returns its name."""
         name = self.name()
         self.values[name] = value
         return name
 
     def assign(self, expression: str) -> str:
-        """Write an assignment; returns the name."""
+        """Add an assignment to a new name; returns the name."""
         name = self.name()
         self.lines.append(f"{name} = {expression}")
         return name
@@ -37,15 +37,16 @@ class Code:
         """The finished function.
 
         Args:
-            head: its name and parameters, `take(tree)`.
-            what: for its file name, which tracebacks show: `Model`.
+            head: its name and parameters: `take(tree)`.
+            what: a text for its file name, which tracebacks show: `Model`.
         """
         source = "\n    ".join((f"def {head}:", *self.lines)) + "\n"
         name = head.partition("(")[0]
         file = f"<functree: {name} {what} {next(_NUMBERS)}>"
         exec(compile(source, file, "exec"), self.values)
         function = self.values[name]
-        # Where tracebacks look up the lines of a file that is not on disk; None: it never changes.
+        # Tracebacks look up the lines of a file here. None in the place of the modification time: the entry is valid
+        # although there is no file on disk. The entry is removed together with the function.
         linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
         weakref.finalize(function, linecache.cache.pop, file, None)
         return function

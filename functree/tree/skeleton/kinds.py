@@ -1,7 +1,8 @@
-"""The kinds of nodes that trees are made of: each tells its children, and writes the code that takes such nodes apart.
+"""A node of a tree ─► its `Kind`: how its children are found, and the code that flattens and rebuilds such nodes.
 
-The code for a whole tree is one function, written node by node from a sample. It reads each array by one expression,
-and compares in passing all that is static. It remembers nothing of the sample: what is changed in place is seen.
+The code for a whole tree is one generated function, written node by node from a sample. It reads each array by one
+expression, and compares all static values on the way. It does not depend on the identity of the nodes of the sample,
+so a tree that was changed in place (a list with another element) is recognized as another structure.
 """
 
 import dataclasses
@@ -22,37 +23,45 @@ from functree.tree.skeleton.static_value import StaticValue
 
 
 class TakeCode(Code):
-    """The body of a function from a tree to its arrays, which returns None for a tree of another structure."""
+    """The body of a function from a tree to its arrays. For a tree of another structure the function returns None."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.arrays: list[str] = []
+        self.arrays: list[str] = []  # the expressions of the arrays, in JAX's order
 
     def visit(self, sample: Any, at: str) -> None:
-        """Write the code for a node that is found by the expression `at`."""
+        """Write the code for a node.
+
+        Args:
+            sample: a node with the structure that is expected.
+            at: the expression of the node in the generated code.
+        """
         kind_of(sample).take(self, sample, at)
 
     def refuse_if(self, condition: str) -> None:
-        """Trees of which this holds have another structure."""
+        """Return None from the generated function if a condition is true."""
         self.lines.append(f"if {condition}: return None")
 
     def static(self, value: Any, at: str) -> None:
-        """What stands at `at` has to be this value."""
+        """Refuse trees in which the expression `at` has another value."""
         found = self.assign(at)
+        # Most static values are the same object in every tree, and `is` takes no call.
         self.refuse_if(f"{found} is not {self.value(value)} and {self.value(StaticValue(value).differs)}({found})")
 
     def node(self, sample: Any, at: str) -> str:
-        """The name of a node, which has to be of the sample's class."""
+        """Refuse trees in which the node at `at` has another class; returns a name for the node."""
         node = self.assign(at)
         self.refuse_if(f"type({node}) is not {self.value(type(sample))}")
         return node
 
     def children(self, samples: Iterable[Any], at: str) -> None:
-        """The children of a node, as a sequence at `at` has them."""
+        """Write the code for the children of a node; the expression `at` is a sequence of them."""
         samples = list(samples)
+        # Checked before they are unpacked, because unpacking another number of values raises.
         self.refuse_if(f"len({at}) != {len(samples)}")
         names = [self.name() for _ in samples]
         if names:
+            # The comma makes a single name unpack too.
             self.lines.append(f"{', '.join(names)}, = {at}")
         for child, name in zip(samples, names, strict=True):
             self.visit(child, name)
@@ -63,24 +72,24 @@ class BuildCode(Code):
 
     def __init__(self) -> None:
         super().__init__()
-        self.arrays: int = 0
+        self.arrays: int = 0  # the number of arrays so far
 
     def visit(self, sample: Any) -> str:
-        """Write the code for a node; returns its expression."""
+        """Write the code that builds a node like the sample; returns the expression of the node."""
         return kind_of(sample).build(self, sample)
 
     def array(self) -> str:
-        """The name of the next array."""
+        """The name of the next array. Arrays are visited in JAX's order."""
         self.arrays += 1
         return f"a{self.arrays - 1}"
 
     def items(self, samples: Iterable[Any]) -> str:
-        """The expressions of some nodes, each with a comma behind it."""
+        """The expressions of some nodes, each with a comma after it, so that one of them is a tuple too."""
         return "".join([f"{self.visit(sample)}, " for sample in samples])
 
 
 class Kind:
-    """How the nodes of one kind are read, taken apart and built."""
+    """How the nodes of one kind are read, flattened and built."""
 
     by_field: bool = False
     """Whether the keys of its children are names of fields, which a class may annotate."""
@@ -90,27 +99,27 @@ class Kind:
         return ()
 
     def paths(self, node: Any) -> Iterator[tuple[tuple[Any, ...], Any]]:
-        """The same, with the keys from the node to the child as functree's paths have them."""
+        """(keys, child) pairs in JAX's order, with the keys from the node to the child in functree's paths."""
         return (((key,), child) for key, child in self.children(node))
 
     def statics(self, node: Any) -> Iterable[tuple[tuple[Any, ...], Any]]:
-        """What a node holds besides its children: (keys, value) pairs."""
+        """The static data of a node: (keys, value) pairs."""
         return ()
 
     @abstractmethod
     def take(self, code: TakeCode, sample: Any, at: str) -> None:
-        """Write the code that takes apart a node like the sample, found by the expression `at`."""
+        """Write the code that flattens a node like the sample; `at` is the expression of the node."""
 
     @abstractmethod
     def build(self, code: BuildCode, sample: Any) -> str:
-        """Write the code that builds a node like the sample; returns its expression."""
+        """Write the code that builds a node like the sample; returns the expression of the node."""
 
 
 class ArrayKind(Kind):
     """An array."""
 
     def take(self, code: TakeCode, sample: Any, at: str) -> None:
-        # What really stands there is for the caller to look at, for all arrays at once.
+        # Not checked to be an array: the caller checks all arrays at once, which is faster.
         code.arrays.append(at)
 
     def build(self, code: BuildCode, sample: Any) -> str:
@@ -118,7 +127,7 @@ class ArrayKind(Kind):
 
 
 class NoneKind(Kind):
-    """`None`, which JAX sees as a node without children."""
+    """`None`, which JAX treats as a node without children."""
 
     def take(self, code: TakeCode, sample: Any, at: str) -> None:
         code.refuse_if(f"{at} is not None")
@@ -128,7 +137,7 @@ class NoneKind(Kind):
 
 
 class StaticKind(Kind):
-    """A leaf that is no array."""
+    """A leaf that is not an array."""
 
     def statics(self, node: Any) -> Iterable[tuple[tuple[Any, ...], Any]]:
         return (((), node),)
@@ -155,12 +164,12 @@ class SequenceKind(Kind):
 
 
 class NamedTupleKind(Kind):
-    """A named tuple that JAX flattens as it flattens tuples."""
+    """A named tuple that JAX flattens like a tuple, so that its elements are its children."""
 
     by_field = True
 
     def children(self, node: Any) -> Iterable[tuple[Any, Any]]:
-        # Not by JAX's keys: version 0.10.2 gives every field the key of the first.
+        # The keys of JAX are not used: in version 0.10.2 each field has the key of the first field.
         return zip(node._fields, node, strict=True)
 
     def take(self, code: TakeCode, sample: Any, at: str) -> None:
@@ -171,19 +180,21 @@ class NamedTupleKind(Kind):
 
 
 class DictKind(Kind):
-    """A dict, whose keys JAX sorts."""
+    """A dict. JAX sorts its keys."""
 
     def children(self, node: Any) -> Iterable[tuple[Any, Any]]:
         return [(key, node[key]) for key in sorted(node)]
 
     def take(self, code: TakeCode, sample: Any, at: str) -> None:
         node = code.node(sample, at)
+        # A dict of the same length with other keys raises KeyError, which the generated function handles.
         code.refuse_if(f"len({node}) != {len(sample)}")
         keys = sorted(sample)
         for key in keys:
             code.visit(sample[key], f"{node}[{_key(code, key)}]")
         if not all(type(key) is str for key in keys):
-            # {1: x} is not {True: x}. Last, for by now the keys are known to be equal, and so to have an order.
+            # {1: x} and {True: x} have equal keys, but another structure. Checked last: the keys are known to be equal
+            # by now, so they can be sorted.
             code.static(tuple(keys), f"tuple(sorted({node}))")
 
     def build(self, code: BuildCode, sample: Any) -> str:
@@ -192,11 +203,13 @@ class DictKind(Kind):
 
 
 class RegisteredKind(Kind):
-    """A node of any other class that is registered with JAX."""
+    """A node of any other class that is registered with JAX. The generated code calls JAX for one level of it."""
 
     def children(self, node: Any) -> Iterable[tuple[Any, Any]]:
         level = default_registry.flatten_one_level_with_keys(node)
-        return level[0] if level is not None else ()
+        if level is None:
+            return ()
+        return level[0]
 
     def paths(self, node: Any) -> Iterator[tuple[tuple[Any, ...], Any]]:
         return (((plain_key(key),), child) for key, child in self.children(node))
@@ -218,21 +231,21 @@ class RegisteredKind(Kind):
 
 
 class DefaultDictKind(RegisteredKind):
-    """A defaultdict: JAX keeps its factory."""
+    """A defaultdict. Its treedef has the factory, so it is built by JAX, but it is read like a dict."""
 
     def children(self, node: Any) -> Iterable[tuple[Any, Any]]:
         return [(key, node[key]) for key in sorted(node)]
 
 
 class StateKind(RegisteredKind):
-    """State: each child has the path that its declaration has in the model."""
+    """A state. Each child has the path of its declaration in the model, which may be several keys."""
 
     def paths(self, node: StateMapping) -> Iterator[tuple[tuple[Any, ...], Any]]:
         return ((entry.path, child) for entry, (_, child) in zip(node.entries(), self.children(node), strict=True))
 
 
 class PackedKind(RegisteredKind):
-    """A packed tree: its arrays have the paths that they have in the tree."""
+    """A packed tree. Its arrays have the paths that they have in the tree that was packed."""
 
     def paths(self, node: Any) -> Iterator[tuple[tuple[Any, ...], Any]]:
         return zip(node.static.paths, node.arrays, strict=True)
@@ -259,7 +272,7 @@ class ModuleKind(Kind):
         contents = _contents(node)
         try:
             return [(name, contents[name]) for name in _fields(type(node), False)]
-        except KeyError:  # a field without a value, which Equinox leaves out
+        except KeyError:  # a field without a value, which Equinox leaves out when it flattens a module
             return [(plain_key(key), child) for key, child in REGISTERED.children(node)]
 
     def statics(self, node: Any) -> Iterable[tuple[tuple[Any, ...], Any]]:
@@ -267,12 +280,13 @@ class ModuleKind(Kind):
         return [((name,), contents[name]) for name in _fields(type(node), True) if name in contents]
 
     def take(self, code: TakeCode, sample: Any, at: str) -> None:
+        # A module with all its fields is read from its `__dict__`. Equinox's own flattening is slower.
         if not _complete(sample):
             REGISTERED.take(code, sample, at)
             return
         known = _contents(sample)
         contents = code.assign(f"{code.value(_contents)}({code.node(sample, at)})")
-        # One that wraps a function holds more than its fields say.
+        # A module that wraps a function has attributes of the function too, such as its name, and is not complete.
         code.refuse_if(f"len({contents}) != {len(known)}")
         for name in _fields(type(sample), True):
             code.static(known[name], f"{contents}[{name!r}]")
@@ -280,11 +294,13 @@ class ModuleKind(Kind):
             code.visit(known[name], f"{contents}[{name!r}]")
 
     def build(self, code: BuildCode, sample: Any) -> str:
-        """As Equinox makes a module of its leaves: without `__init__`."""
+        """As Equinox builds a module from its leaves: without `__init__`."""
         if not _complete(sample):
             return REGISTERED.build(code, sample)
         known, cls = _contents(sample), type(sample)
+        # The children first, because they are written as statements before those of the module itself.
         below = [(name, code.visit(known[name])) for name in _fields(cls, False)]
+        # `object.__new__` and the assignments to `__dict__` go past `__setattr__`, which raises: modules are frozen.
         module = code.assign(f"{code.value(object.__new__)}({code.value(cls)})")
         contents = code.assign(f"{code.value(_contents)}({module})")
         below += [(name, code.value(known[name])) for name in _fields(cls, True)]
@@ -292,29 +308,30 @@ class ModuleKind(Kind):
         return module
 
 
-# A module's `__dict__`, without the `__getattribute__` by which Equinox binds methods.
+# A function from a module to its `__dict__`, past `__getattribute__`, by which Equinox binds methods and which is slow.
 _contents: Callable[[Any], dict[str, Any]] = eqx.Module.__dict__["__dict__"].__get__
 
 
 @functools.cache
 def _fields(cls: type, static: bool) -> tuple[str, ...]:
+    """The names of a module's static fields, or of its other fields."""
     found = dataclasses.fields(cls)  # pyright: ignore[reportArgumentType]
     return tuple(f.name for f in found if bool(f.metadata.get("static", False)) is static)
 
 
 def _complete(module: eqx.Module) -> bool:
-    """Whether a module holds what its fields say and nothing else; one that wraps a function holds its name too."""
+    """Whether a module has a value for each field and no other attributes, as one that wraps a function has."""
     cls = type(module)
     return _contents(module).keys() == {*_fields(cls, True), *_fields(cls, False)}
 
 
 def _key(code: Code, key: Any) -> str:
-    """The expression for a key of a dict."""
+    """The expression of a key of a dict: a literal for a string, or else the name of a value."""
     return repr(key) if type(key) is str else code.value(key)
 
 
 def one_level(node: Any) -> tuple[list[Any], Any]:
-    """A node's children, and the structure of it alone."""
+    """The children of a node, and the treedef of this node alone."""
     return tree_flatten(node, is_leaf=lambda x: x is not node)
 
 
@@ -328,6 +345,7 @@ def kind_of(node: Any) -> Kind:
     """The kind of a node or leaf."""
     if node is None:
         return NONE
+    # By the exact class: a subclass of list or dict is a leaf for JAX, or is registered with a flattening of its own.
     container = _CONTAINERS.get(type(node))
     if container is not None:
         return container
@@ -347,6 +365,6 @@ def kind_of(node: Any) -> Kind:
 
 
 def _flattens_as_tuple(node: tuple[Any, ...]) -> bool:
-    """Whether a named tuple's children are its elements: its class may be registered with others, or another order."""
+    """Whether the children of a named tuple are its elements. Its class may be registered with another flattening."""
     children, _ = one_level(node)
     return len(children) == len(node) and all(a is b for a, b in zip(children, node, strict=True))

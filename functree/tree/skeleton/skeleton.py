@@ -1,4 +1,4 @@
-"""A tree ─► its `Skeleton`: the tree without its arrays, and the ways from a tree to arrays and back."""
+"""A tree ─► its `Skeleton`: the tree without its arrays, and functions from a tree to its arrays and back."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property
@@ -15,14 +15,14 @@ from functree.tree.skeleton.static_value import StaticValue, is_hashable
 
 
 class Skeleton:
-    """A tree without its arrays: hashable, and equal to that of another tree which differs in nothing but arrays.
+    """A tree without its arrays. It is hashable, and equal to the skeletons of trees that differ only in their arrays.
 
-    Static values are compared with their types, so `1`, `True` and `1.0` are three. Nothing in it holds an array.
+    Static values are compared with their types, so `1`, `True` and `1.0` are different. A skeleton holds no array.
 
     Attributes:
-        treedef: JAX's structure of the tree.
-        places: of the arrays, among the leaves in JAX's order.
-        others: (place, value) of the leaves that are no arrays.
+        treedef: JAX's treedef of the tree.
+        places: the indices of the arrays among all leaves, in JAX's order.
+        others: (index, value) of the leaves that are not arrays.
     """
 
     def __init__(self, treedef: Any, places: Sequence[int], others: Sequence[tuple[int, Any]]):
@@ -43,10 +43,10 @@ class Skeleton:
 
     @cached_property
     def take(self) -> Callable[[Any], list[Any] | None]:
-        """A function from a tree to its arrays, in JAX's order; from a tree of another skeleton, to None.
+        """A function from a tree to its arrays, in JAX's order. For a tree with another skeleton it returns None.
 
-        It is generated, for wrappers that take many trees of one skeleton apart. It does not look at what stands in
-        an array's place.
+        The function is generated, for wrappers that flatten many trees with one skeleton. It does not check that the
+        values in the place of arrays are arrays.
         """
         return self._code.take
 
@@ -54,15 +54,15 @@ class Skeleton:
 
     @cached_property
     def build(self) -> Callable[[Sequence[Any]], Any]:
-        """A function from arrays, in JAX's order, to the tree; generated as `take` is."""
+        """A function from arrays, in JAX's order, to the tree. It is generated, like `take`."""
         return self._code.build
 
     def fill(self, values: Iterable[Any]) -> Any:
-        """The tree with a value for each array. For a single time: `build` is worth its code after a few."""
+        """The tree with a value for each array. If this is needed more than a few times, `build` is faster."""
         return self._unflatten(values, dict(self.others))
 
     def spread(self, values: Iterable[Any]) -> Any:
-        """A tree with a value for each array, and None where other leaves are."""
+        """A tree with a value for each array, and None in the place of other leaves."""
         return self._unflatten(values, {})
 
     def _unflatten(self, values: Iterable[Any], others: dict[int, Any]) -> Any:
@@ -71,7 +71,7 @@ class Skeleton:
             leaves[place] = value
         return self.treedef.unflatten(leaves)
 
-    # What it knows
+    # Paths and static values
 
     @cached_property
     def paths(self) -> tuple[Path, ...]:
@@ -80,35 +80,37 @@ class Skeleton:
 
     @cached_property
     def keys(self) -> tuple[Any, ...]:
-        """JAX's key for each array, with the whole path as its name."""
+        """A JAX key for each array, with the text of the whole path as its name."""
         return tuple(GetAttrKey(str(path)) for path in self.paths)
 
     @cached_property
     def statics(self) -> tuple[tuple[Path, Any], ...]:
-        """All that is static, by path: leaves that are no arrays, and static fields of modules."""
+        """All static values with their paths: leaves that are not arrays, and static data of nodes."""
         return tuple((Path(keys), value) for keys, value in _statics(self._sample, ()))
 
     def check_hashable(self) -> None:
-        """Raise FunctreeError for static values that cannot be hashed, by path."""
+        """Raise FunctreeError if static values cannot be hashed. The error lists them by path."""
         lost = [(path, value) for path, value in self.statics if not is_hashable(value)]
         if lost:
             problems = [_unhashable(path, value) for path, value in lost]
             raise FunctreeError(f"{count(len(problems), 'leaf')} cannot be static", problems)
 
     def __len__(self) -> int:
-        """How many arrays such a tree has."""
+        """The number of arrays."""
         return len(self.places)
 
     @cached_property
     def _sample(self) -> Any:
-        """A tree of this skeleton, which the code is written from."""
+        """A tree with this skeleton, from which the code is written."""
         return self.fill([_SAMPLE_ARRAY] * len(self))
 
     @cached_property
     def _code(self) -> "_Functions":
+        """The generated functions. They are generated when they are first needed, since many skeletons need none."""
         what = type(self._sample).__name__
         take = TakeCode()
         take.visit(self._sample, "tree")
+        # A module without one of its fields, or a dict with other keys, raises KeyError: it has another structure.
         take.lines = ["try:", *(f"    {line}" for line in take.lines), f"    return [{', '.join(take.arrays)}]"]
         take.lines += ["except KeyError:", "    return None"]
         build = BuildCode()
@@ -118,6 +120,7 @@ class Skeleton:
         return _Functions(take.function("take(tree)", what), build.function("build(arrays)", what))
 
     def __reduce__(self) -> tuple[Any, ...]:
+        # Generated functions cannot be pickled; they are generated again where they are needed.
         return Skeleton, (self.treedef, self.places, self.others)
 
     def __eq__(self, other: object) -> bool:
@@ -136,6 +139,7 @@ class Skeleton:
 
     @cached_property
     def _hash(self) -> int:
+        # A skeleton has a hash even if some of its values have none, so that it can be compared and printed in errors.
         others = tuple(StaticValue(value) for _, value in self.others if is_hashable(value))
         return hash((StaticValue(self.treedef), self.places, others))
 
@@ -150,11 +154,12 @@ class _Functions(NamedTuple):
     build: Callable[[Sequence[Any]], Any]
 
 
-# Stands for each array where the code, the paths and the statics of a skeleton are read from a sample.
+# In the sample of a skeleton, this is in the place of each array.
 _SAMPLE_ARRAY = jax.ShapeDtypeStruct((), "float32")
 
 
 def _array_paths(node: Any, path: tuple[Any, ...]) -> Iterator[tuple[Any, ...]]:
+    """The path of each array below a node."""
     kind = kind_of(node)
     if kind is ARRAY:
         yield path
@@ -164,6 +169,7 @@ def _array_paths(node: Any, path: tuple[Any, ...]) -> Iterator[tuple[Any, ...]]:
 
 
 def _statics(node: Any, path: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    """The path and value of each static value below a node."""
     kind = kind_of(node)
     for keys, value in kind.statics(node):
         yield (*path, *keys), value

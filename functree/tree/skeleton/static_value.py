@@ -1,4 +1,4 @@
-"""A static value ─► `StaticValue`: compared and hashed by type and value, so that 1, True and 1.0 are three."""
+"""A static value ─► `StaticValue`: compared and hashed by type and value, so that 1, True and 1.0 are different."""
 
 import dataclasses
 from typing import Any
@@ -7,9 +7,10 @@ from jax.tree_util import PyTreeDef
 
 
 class StaticValue:
-    """A static value that is equal to another only if their types are too, and those of what they hold.
+    """A static value that is equal to another one only if their types, and the types of the values in them, are equal.
 
-    What they hold is compared in tuples (named ones too), lists, frozen sets, frozen dataclasses and tree structures.
+    The values in tuples (named tuples too), lists, frozen sets, frozen dataclasses and treedefs are compared this way.
+    Other objects are compared by their type and their own `==`.
 
     Raises:
         TypeError: (when hashed) the value cannot be hashed.
@@ -22,7 +23,7 @@ class StaticValue:
         self.value = value
 
     def differs(self, other: Any) -> bool:
-        """Whether another value, not wrapped, is not this one."""
+        """Whether another value, which is not wrapped, differs from this one."""
         return not same_value(self.value, other)
 
     def __eq__(self, other: object) -> bool:
@@ -36,7 +37,8 @@ class StaticValue:
 
 
 def same_value(one: Any, other: Any) -> bool:
-    """Whether two values are equal, and of equal types, down to what they hold."""
+    """Whether two values, and the values in them, are equal and of equal types."""
+    # Also for a value that is not equal to itself, such as nan: it is the same static value.
     if one is other:
         return True
     cls = type(one)
@@ -49,10 +51,12 @@ def same_value(one: Any, other: Any) -> bool:
     if cls is frozenset:
         return {StaticValue(x) for x in one} == {StaticValue(x) for x in other}
     if cls is PyTreeDef:
-        # Not by its own `==`, for which the static fields 1 and True of a module are equal, and nan is not nan.
+        # A treedef's own `==` compares static fields by `==`: 1 and True would be equal, and nan different from nan.
         return same_value(one.node_data(), other.node_data()) and same_value(one.children(), other.children())
+    # Not `one != other`, which some classes do not define together with `__eq__`.
     if not one == other:
         return False
+    # What follows only refines their own `==`, which says that (1,) is equal to (True,).
     if isinstance(one, tuple):
         return all(map(same_value, one, other))
     parameters = getattr(cls, "__dataclass_params__", None)
@@ -62,11 +66,12 @@ def same_value(one: Any, other: Any) -> bool:
     return all(same_value(getattr(one, name), getattr(other, name)) for name in compared)
 
 
-# 0.0 == -0.0, and nan is not equal to itself; their texts tell these apart.
+# Compared by their text, because 0.0 == -0.0, and nan is not equal to itself.
 _NUMBERS = (float, complex)
 
 
 def _hash(value: Any) -> int:
+    """A hash that is the same for values that are `same_value`. Raises TypeError for a value without a hash."""
     cls = type(value)
     if cls in _NUMBERS:
         return hash((cls, repr(value)))
@@ -78,10 +83,13 @@ def _hash(value: Any) -> int:
 
 
 def _structure_hash(treedef: Any) -> int:
-    """JAX's own hash leaves out what nodes hold, so that all configurations of one model would have the same."""
+    """The hash of a treedef, with the static data of its nodes.
+
+    JAX's own hash leaves them out, so all configurations of one model would have the same hash.
+    """
     try:
         data = _hash(treedef.node_data())
-    except TypeError:  # a class of nodes may hold what cannot be hashed, as a dict its list of keys
+    except TypeError:  # the static data of a dict is the list of its keys, which has no hash
         data = 0
     return hash((data, *map(_structure_hash, treedef.children())))
 
