@@ -458,7 +458,7 @@ def test_bad_heads_and_axes() -> None:
         nn.Attention(12, 4, 3, key=KEY)
     with pytest.raises(FunctreeError, match=r"head_dim=3[\s\S]*even"):
         nn.Attention(12, 4, key=KEY)
-    with pytest.raises(AxesError, match=r'Linear\(axes="embed"\): a weight has two'):
+    with pytest.raises(AxesError, match=r'Linear\(axes="embed"\): name both dimensions'):
         nn.Linear(4, 8, axes="embed", key=KEY)
 
 

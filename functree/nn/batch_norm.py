@@ -97,7 +97,7 @@ class BatchNorm(eqx.Module):
         if x.ndim == 1 and self.axis_name is None:
             raise FunctreeError(
                 f"BatchNorm got a single vector of size {x.shape[0]}, without a batch: call it outside of vmap, on the "
-                'whole batch, or pass it as `axis_name=` the name of the vmap, `jax.vmap(..., axis_name="batch")`'
+                'whole batch, or name the vmap: `BatchNorm(..., axis_name="batch")`, `jax.vmap(..., axis_name="batch")`'
             )
 
         def over_batch(x: Array) -> Array:

@@ -2,7 +2,6 @@
 
 import dataclasses
 from collections.abc import Iterator
-from typing import Any
 
 import jax.numpy as jnp
 from jax.typing import DTypeLike
@@ -93,5 +92,5 @@ def _problem(config: TransformerConfig, name: str, why: str, remedy: str = "") -
     return Problem(None, None, f"{name}={getattr(config, name)}", why, remedy)
 
 
-def _is_size(value: Any) -> bool:
+def _is_size(value: object) -> bool:
     return isinstance(value, int) and value > 0

@@ -39,10 +39,10 @@ def make_mesh(
         raise ShardingError("a mesh needs at least one mesh axis: `ft.make_mesh(data=8)`")
     found = list(jax.devices() if devices is None else np.ravel(np.asarray(devices, dtype=object)))
     needed, have = math.prod(sizes.values()), len(found)
-    asked = " × ".join(f"{name}={size}" for name, size in sizes.items())
+    requested = " × ".join(f"{name}={size}" for name, size in sizes.items())
     if needed > have:
         raise ShardingError(
-            f"{asked} needs {needed} devices, but there {'is' if have == 1 else 'are'} {have}; on a CPU, set "
+            f"{requested} needs {needed} devices, but there {'is' if have == 1 else 'are'} {have}; on a CPU, set "
             f"XLA_FLAGS=--xla_force_host_platform_device_count={needed} before jax is imported"
         )
     grid = _grid(sizes, found[:needed], dcn) if dcn else None

@@ -62,7 +62,7 @@ def with_ema(tx: optax.GradientTransformation, decay: float = 0.999) -> optax.Gr
     return optax.GradientTransformationExtraArgs(init, update)  # pyright: ignore[reportArgumentType]
 
 
-def _wide(x: Any) -> Any:
+def _wide(x: jax.Array) -> jax.Array:
     """The array in float32, or in its own dtype if that is wider."""
     return x.astype(jnp.float32) if jnp.finfo(x.dtype).bits < 32 else x
 

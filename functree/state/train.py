@@ -190,7 +190,7 @@ def _on_device(x: Any) -> Any:
     return jax.device_put(x, jax.memory.Space.Device)
 
 
-def _is_none(node: Any) -> bool:
+def _is_none(node: object) -> bool:
     return node is None
 
 

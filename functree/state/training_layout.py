@@ -37,7 +37,7 @@ class TrainStateLike(Protocol):
 
 
 class Position(NamedTuple):
-    """The position of a leaf: the path of its training state, the field of it, and the path below this field."""
+    """The position of a leaf: the path of its training state, the field, and the path below this field."""
 
     state: Path
     field: str

@@ -71,7 +71,7 @@ def accumulate(fn: Callable[_P, _T], steps: int) -> Callable[_P, _T]:
         batch = [leaf for leaf in leaves.leaves if leaf.path[0] not in fixed]
         _check(batch, steps)
 
-        def piece(i: Any) -> Any:
+        def piece(i: jax.Array) -> Any:
             taken = {leaf.path: _piece(leaf.value, i, steps) for leaf in batch}
             call = leaves.skeleton.fill(taken.get(leaf.path, leaf.value) for leaf in leaves.leaves)
             args, kwargs = signature.arguments(call)
@@ -79,7 +79,7 @@ def accumulate(fn: Callable[_P, _T], steps: int) -> Callable[_P, _T]:
             own = {name: value for name, value in kwargs.items() if name not in bound.kwargs}
             return inner(*args[len(bound.args) :], **own)
 
-        def add(total: Any, i: Any) -> tuple[Any, None]:
+        def add(total: Any, i: jax.Array) -> tuple[Any, None]:
             return tree_map(_added, total, eqx.filter(piece(i), is_array)), None
 
         # The loop carries the sum: stacked outputs would need the memory of the gradients of all pieces.
@@ -117,7 +117,7 @@ def _parts(x: Any) -> int:
     return math.prod(sharding.mesh.shape[axis] for axis in mesh_axes(entry))
 
 
-def _piece(x: Any, i: Any, steps: int) -> Any:
+def _piece(x: Any, i: jax.Array, steps: int) -> jax.Array:
     """Every `steps`-th example from the i-th on.
 
     A contiguous piece of a sharded batch would be on a few devices only. This one has examples of every device, so it
@@ -127,7 +127,7 @@ def _piece(x: Any, i: Any, steps: int) -> Any:
     return jax.lax.dynamic_index_in_dim(apart, i, axis=1, keepdims=False)
 
 
-def _zeros(like: Any) -> Any:
+def _zeros(like: jax.ShapeDtypeStruct) -> jax.Array:
     """The sum of no pieces. On Explicit axes the carry of a scan must keep its type, sharding included."""
     sharding = getattr(like, "sharding", None)
     if sharding is not None and AxisType.Explicit in sharding.mesh.axis_types:
@@ -141,14 +141,14 @@ def _wide(dtype: Any) -> Any:
     return jnp.float32 if narrow else dtype
 
 
-def _added(total: Any, new: Any) -> Any:
+def _added(total: jax.Array, new: jax.Array) -> jax.Array:
     """The sum with one more piece. Arrays that are not inexact are not summed: the last piece's replaces the others."""
     if not jnp.issubdtype(new.dtype, jnp.inexact):
         return new
     return total + new.astype(total.dtype)
 
 
-def _averaged(total: Any, steps: int, dtype: Any) -> Any:
+def _averaged(total: jax.Array, steps: int, dtype: Any) -> jax.Array:
     """The mean of the pieces, in the dtype that the function itself returns."""
     if not jnp.issubdtype(dtype, jnp.inexact):
         return total

@@ -4,10 +4,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from jax.sharding import PartitionSpec
+
 from functree.calls.signature import RESULT, Signature
 from functree.errors import AxesError
 from functree.layout.decision import Decision
-from functree.layout.layout import Layout, LayoutLike, Resolution, as_layout
+from functree.layout.layout import Layout, LayoutLike, LayoutTree, Resolution, as_layout
 from functree.layout.meshes import MeshView
 from functree.layout.rules import AxisRules
 from functree.layout.validation import spec_of_axes
@@ -21,7 +23,7 @@ from functree.tree.leaf import Leaf
 _STATIC = (int, float, complex, bool, str, bytes, type(None), None)
 
 
-def signature_layouts(fun: Callable[..., Any], rules: LayoutLike) -> tuple[dict[str, Any], Any]:
+def signature_layouts(fun: Callable[..., Any], rules: LayoutLike) -> tuple[dict[str, LayoutTree], LayoutTree]:
     """The layouts of a function's arguments and result, by its annotations and some rules.
 
     Args:
@@ -50,7 +52,7 @@ def signature_layouts(fun: Callable[..., Any], rules: LayoutLike) -> tuple[dict[
     """
     (signature, _), layout = Signature.of(fun), as_layout(rules)
 
-    def given(record: Any, name: str) -> Any:
+    def given(record: Any, name: str) -> LayoutTree:
         if record.__annotations__.get(name, ...) in _STATIC:
             return None
         hint = class_hints(record).fields.get(name, NOTHING)
@@ -74,7 +76,7 @@ def _settled(hint: Hint) -> Hint:
         raise _Unclear(f"cannot be resolved: {error}") from error
 
 
-def _layout(hint: Hint, rules: Layout) -> Any:
+def _layout(hint: Hint, rules: Layout) -> LayoutTree:
     """The layout by one annotation: a spec if it does not depend on the array, else a `ByHint`."""
     if hint is NOTHING:
         return rules
@@ -93,7 +95,7 @@ def _layout(hint: Hint, rules: Layout) -> Any:
     return _array_layout(hint, rules)
 
 
-def _array_layout(hint: Hint, rules: Layout) -> Any:
+def _array_layout(hint: Hint, rules: Layout) -> Layout | PartitionSpec:
     """The spec of an annotated array; a `ByHint` if the spec depends on the array.
 
     Alternatives (`Float[Array, "a b"] | Float[Array, "c"]`) are distinguished by the rank and the dtype of the array.
@@ -129,7 +131,9 @@ class ByHint(Layout):
 
     def _named(self, leaf: Leaf) -> Leaf:
         path = leaf.patterned[0]
-        given = given_axes(path, [GivenNames(self.hint.names, 0, Giver.FIELD)]) if self.hint.names else None
+        given = None
+        if self.hint.names:
+            given = given_axes(path, [GivenNames(self.hint.names, 0, Giver.FIELD)])
         found = leaf_axes({}, leaf.value, leaf.path, self.hint.at(path), given, ())
         return leaf._replace(**found._asdict()) if found.annotated else leaf
 

@@ -6,7 +6,7 @@ from typing import Any
 from functree.errors import AxesError, Problem, count
 from functree.tree.annotations.classes import class_hints
 from functree.tree.annotations.dimensions import ArrayForm, Dim, dtype_fits
-from functree.tree.annotations.hints import NOTHING, UNREADABLE
+from functree.tree.annotations.hints import NOTHING, UNREADABLE, Hint
 from functree.tree.leaf import Leaf
 from functree.tree.leaves import read
 from functree.tree.paths import Path
@@ -30,7 +30,7 @@ class Sizes:
         self.name: str = name
         self.where: str = where
         # By kind and name of the axis: its sizes, several for a variadic one, and the path of the array they are from.
-        self.bound: dict[Any, tuple[tuple[int, ...], Path]] = {}
+        self.bound: dict[tuple[bool, str, Path | None], tuple[tuple[int, ...], Path]] = {}
 
     def copy(self) -> "Sizes":
         """A copy. Sizes that are added to the copy are not added to the original."""
@@ -71,7 +71,9 @@ class Sizes:
             number = count(len({p.path for p in problems}), "array")
             raise AxesError(f"{self.name}: {number} not as annotated{where}", problems)
 
-    def _bind(self, leaf: Leaf, dim: Dim, sizes: tuple[int, ...], expressions: list[Any]) -> str | None:
+    def _bind(
+        self, leaf: Leaf, dim: Dim, sizes: tuple[int, ...], expressions: list[tuple[Leaf, Dim, int]]
+    ) -> str | None:
         """The reason why a dimension does not fit; None if it fits, or is an expression, which is added to the list.
 
         jaxtyping's modifiers are `#` (broadcast), `*` (variadic), `_` (anonymous) and `?` (may differ by leaf).
@@ -81,7 +83,9 @@ class Sizes:
         if "_" in modifiers or body in ("", "...") or (dim.broadcast and all(size == 1 for size in sizes)):
             return None
         if body.isdigit():
-            return None if sizes == (int(body),) else f'"{dim.token}" requires size {body}, but the size is {sizes[0]}'
+            if sizes == (int(body),):
+                return None
+            return f'"{dim.token}" requires size {body}, but the size is {sizes[0]}'
         if not body.isidentifier():
             # jaxtyping's `{name}` refers to the arguments of the function, which are not known here.
             if "{" not in body:
@@ -113,7 +117,7 @@ _REMEDY = "make the sizes equal, or give the axes different names"
 
 def annotated(record: Any, leaves: Sequence[Leaf]) -> Iterator[tuple[Leaf, tuple[ArrayForm, ...]]]:
     """The arrays with an annotation of the function itself, and the alternatives that the annotation allows."""
-    hints: Mapping[str, Any] = class_hints(type(record)).fields
+    hints: Mapping[str, Hint] = class_hints(type(record)).fields
     for leaf in leaves:
         # Below a module the module's own annotations count. (`within[0]` is the record itself.)
         if any(cls.__module__ not in _CONTAINERS for cls in leaf.within[1:]):

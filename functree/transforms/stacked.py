@@ -225,7 +225,7 @@ def _stateful(layer: Any, result: Any) -> tuple[Any, Any]:
 
 
 def _check_same_type(layer: Any, x: Any, y: Any) -> None:
-    """Raise with our own message before `lax.scan` does, which speaks of its carry."""
+    """Raise with our own message before `lax.scan` does, whose message is about its carry."""
     given, returned = _types(x), _types(y)
     if given != returned:
         raise FunctreeError(

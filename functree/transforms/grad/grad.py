@@ -202,7 +202,9 @@ class _Call(NamedTuple):
     places: tuple[int, ...]
 
 
-def _positional(fn: Callable[..., Any], args: Any, kwargs: Any, argnums: Sequence[int]) -> _Call:
+def _positional(
+    fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], argnums: Sequence[int]
+) -> _Call:
     """A call, with arguments that were passed by keyword made positional if `argnums` refers to them."""
     # The signature is inspected only if it is needed: that is slow, and impossible for some builtins.
     signature = _signature(fn) if max(argnums, default=0) >= len(args) else None
@@ -217,7 +219,7 @@ def _positional(fn: Callable[..., Any], args: Any, kwargs: Any, argnums: Sequenc
     return _Call(args, kwargs, places)
 
 
-def _one_each(layout: LayoutTree, argnums: int | Sequence[int]) -> tuple[Any, ...]:
+def _one_each(layout: LayoutTree, argnums: int | Sequence[int]) -> tuple[LayoutTree, ...]:
     """The layout of each differentiated argument."""
     if isinstance(argnums, int):
         return (layout,)

@@ -50,8 +50,8 @@ class Jit(Function[_P, _T]):
 
     Attributes:
         compilations: one record for each program that it has used, with what differed from the most similar earlier
-            one. Wrappers of one function with equal options share traces and programs. A record of a program that
-            another wrapper compiled says so.
+            one. Wrappers of one function with equal options share traces and programs. The record of a
+            program that another wrapper compiled is marked.
 
     Examples:
         >>> double = ft.jit(lambda x: 2 * x)
@@ -149,7 +149,7 @@ class Jit(Function[_P, _T]):
 
     def _donated(self, call: Any, found: FoundCall, arguments: Arguments, requested: Inputs) -> list[Kept]:
         """The donated arguments, with the shardings that their replacements in the result keep."""
-        shardings = [None if isinstance(x, Tracer) else getattr(x, "sharding", None) for x in found.arrays]
+        shardings = [_named_sharding(x) for x in found.arrays]
         if requested.shardings is not None:
             shardings = _first_of_each(requested.shardings, shardings)
         paths, donated = found.group.paths, set(arguments.donated)
@@ -159,12 +159,17 @@ class Jit(Function[_P, _T]):
             # An argument that is a bare array has no path below its name. It is not state (see `closed`).
             if not own or own[0] not in donated or len(paths[own[0]]) == len(name):
                 continue
-            named = [shardings[i] if isinstance(shardings[i], NamedSharding) else None for i in own]
-            kept.append(Kept(StateForm.of(value), tuple(named)))
+            kept.append(Kept(StateForm.of(value), tuple(shardings[i] for i in own)))
         return kept
 
 
-def _first_of_each(ones: Sequence[Any], others: Sequence[Any]) -> list[Any]:
+def _named_sharding(array: Any) -> NamedSharding | None:
+    """The sharding of an array that is on a mesh, else None. That of a traced array is not known."""
+    sharding = None if isinstance(array, Tracer) else getattr(array, "sharding", None)
+    return sharding if isinstance(sharding, NamedSharding) else None
+
+
+def _first_of_each(ones: Shardings, others: Shardings) -> list[NamedSharding | None]:
     """Of each pair the first value, or the second one where the first is None."""
     return [other if one is None else one for one, other in zip(ones, others, strict=True)]
 
