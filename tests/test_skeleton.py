@@ -213,6 +213,14 @@ def test_a_module_that_holds_more_than_another():
     assert taken(Pair(X, X)) is not None and taken(more) is None
 
 
+def test_a_packed_tree_with_another_number_of_arrays():
+    packed = ft.pack([X, X])
+    taken = Skeleton.of(packed).take
+    assert same_objects(taken(packed), [X, X])
+    for arrays in ((X,), (X, X, X), ()):
+        assert taken(type(packed)(arrays, packed.static)) is None
+
+
 def test_a_module_that_lacks_a_field_or_has_more():
     wrapped = eqx.filter_jit(lambda x: x)
     for tree in (wrapped, Method(X).get, eqx.nn.Lambda(wrapped)):
@@ -265,6 +273,7 @@ def test_what_cannot_be_hashed():
         skeleton.check_hashable()
     assert [(str(p.path), p.what) for p in caught.value.problems] == [("a.second", "set"), ("b.name", "list")]
     Skeleton.of({"a": Pair(X, (1, 2))}).check_hashable()
+    assert Skeleton.of([X, {1, 2}]) == Skeleton.of([X, {1, 2}]) != Skeleton.of([X, {1, 3}])
 
 
 @given(TREES)

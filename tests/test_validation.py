@@ -1,9 +1,8 @@
 """A leaf and the decision about it ─► its spec, and all that is wrong with it."""
 
-import jax
-import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec
+from trees import leaf
 
 import functree as ft
 from functree.layout.decision import Decision, Dimension, whole
@@ -20,10 +19,6 @@ from functree.tree.leaf import Leaf
 
 P = PartitionSpec
 MESH = MeshView({"data": 2, "model": 4})
-
-
-def leaf(axes: str, *shape: int) -> Leaf:
-    return Leaf(ft.Path(("w",)), jax.ShapeDtypeStruct(shape, jnp.float32), ft.Axes.parse(axes), annotated=True)
 
 
 def whys(leaf: Leaf, decision: Decision) -> list[str]:

@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 from jax import Array
 from jaxtyping import Float
 
+from functree.tree.axes import Axes
+from functree.tree.leaf import Leaf
 from functree.tree.nodes import children
 from functree.tree.paths import Path
 
@@ -70,6 +72,11 @@ class BareMLP(eqx.Module):
 def x(*shape: int, dtype: Any = np.float32) -> jax.ShapeDtypeStruct:
     """An array of this shape that is nowhere."""
     return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def leaf(axes: str, *shape: int) -> Leaf:
+    """The leaf `w` of a tree, with an annotation that gives it these axes."""
+    return Leaf(Path(("w",)), x(*shape), Axes.parse(axes), annotated=True)
 
 
 def linear(use_bias: bool = True) -> eqx.nn.Linear:

@@ -1,0 +1,76 @@
+"""A call ─► its group, and its arrays."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from checks import raises
+from trees import Leafy, x
+
+from functree.calls import call_groups
+from functree.calls.call_groups import CallGroups
+from functree.tree.skeleton.skeleton import Skeleton
+
+A = jnp.ones(2)
+
+
+def test_calls_that_differ_in_arrays_alone_are_one_group():
+    groups = CallGroups()
+    first = groups.find({"x": A, "n": 1, "m": Leafy(A, None, static="a")})
+    again = groups.find({"x": jnp.zeros((3, 3)), "n": 1, "m": Leafy(np.ones(1), None, static="a")})
+    assert again.group is first.group
+    for other in ({"x": A, "n": True}, {"x": A, "n": 1, "m": Leafy(A, None)}, {"x": 1, "n": A}, [A], {"x": A, "n": A}):
+        assert groups.find(other).group not in (first.group, groups.find([A, A]).group)
+
+
+@pytest.mark.parametrize(("value", "concrete"), [
+    (A, True), (jax.random.key(0), True), (np.ones(2), False), (np.float32(1), False), (x(2), False),
+], ids=["array", "key", "numpy", "scalar", "abstract"])  # fmt: skip
+@pytest.mark.parametrize("beside", [[], [A]], ids=["alone", "beside an array"])
+def test_whether_all_arrays_have_values(value: Any, concrete: bool, beside: list[Any]):
+    groups = CallGroups()
+    for _ in range(3):  # looked up, and then found among the recent ones
+        found = groups.find([*beside, value])
+        assert found.concrete is concrete and list(found.arrays) == [*beside, value]
+        assert groups.find([*beside, A]).concrete
+    jax.eval_shape(lambda x: groups.find([*beside, x]).concrete or x, A)
+    traced = []
+    jax.jit(lambda x: traced.append(groups.find([x]).concrete) or x)(A)
+    assert traced == [False]
+
+
+def test_what_stands_in_an_array_s_place_is_looked_at():
+    groups = CallGroups()
+    array = groups.find([A])
+    for other in ("text", 1, None, jnp.sum):
+        assert groups.find([other]).group is not array.group
+
+
+def test_few_groups_are_tried_before_one_is_looked_up(monkeypatch: pytest.MonkeyPatch):
+    groups, calls = CallGroups(), [[A] * n for n in range(1, 20)]
+    made = [groups.find(call).group for call in calls]
+    looked_up: list[Any] = []
+    of = Skeleton.of
+    monkeypatch.setattr(Skeleton, "of", lambda tree: looked_up.append(tree) or of(tree))
+    assert [groups.find(call).group for call in calls[-call_groups.RECENT :]] == made[-call_groups.RECENT :]
+    assert looked_up == []
+    assert groups.find(calls[0]).group is made[0] and len(looked_up) == 1
+    assert groups.find(calls[0]).group is made[0] and len(looked_up) == 1
+    assert groups.find(calls[-1 - call_groups.RECENT]).group is made[-1 - call_groups.RECENT] and len(looked_up) == 2
+
+
+@pytest.mark.parametrize(("call", "heads"), [
+    ({"a": A}, (0,)), ({"a": [A, A], "b": A}, (0, 2)), ({"a": {"x": 1}, "b": [A, A], "c": (A,)}, (0, 2)),
+    ({"a": 1}, ()),
+], ids=["one", "two", "one without", "none"])  # fmt: skip
+def test_the_first_array_of_each_parameter(call: Any, heads: tuple[int, ...]):
+    assert CallGroups().find(call).group.heads == heads
+
+
+def test_what_cannot_be_hashed_is_refused_once_and_again():
+    groups = CallGroups()
+    for _ in range(2):
+        with raises("1 leaf cannot be static", "a.0", "set"):
+            groups.find({"a": [{1, 2}], "x": A})
