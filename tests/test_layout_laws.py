@@ -265,7 +265,7 @@ SAID = {
     "indivisible size": "multiple of",
     "missing name": "no rule names",
     "unmatched leaf": "no filter matches it",
-    "dead filter": "matches no leaf|decides nothing",
+    "dead filter": "matches no leaf|is never used",
 }
 
 

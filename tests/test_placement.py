@@ -101,7 +101,7 @@ def test_shard_names_a_bare_array():
     [
         (jnp.ones((4, 8)), "batch", r'"batch" names 1 dimensions, and it has 2'),
         ({"x": jnp.ones((4, 8))}, "batch hidden", "names a bare array's dimensions, and this is a dict"),
-        (jnp.ones((4, 8)), "batch hiden", "no rule names `hiden`; did you mean it by the rule `hidden`"),
+        (jnp.ones((4, 8)), "batch hiden", "no rule names `hiden`; did you mean `hiden` in the rule `hidden`"),
         (jnp.ones((3, 8)), "batch hidden", '"batch" has size 3; rule batch→data needs a multiple of data=2'),
     ],
 )
