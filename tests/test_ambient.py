@@ -32,7 +32,7 @@ def test_rules_can_be_switched_off_inside():
 @pytest.mark.parametrize(
     ("axes", "message"),
     [
-        ("batch hiden", "no rule names `hiden`; did you mean it by the rule `hidden`"),
+        ("batch hiden", "no rule names `hiden`; did you mean the rule for `hidden`"),
         ("hidden hidden", '`model` is taken by "hidden"'),
     ],
 )
@@ -59,7 +59,7 @@ def test_spec_serves_jax_out_sharding():
 
 
 def test_rules_must_be_a_layout():
-    with pytest.raises(ft.RuleError, match="is no layout"), ft.axis_rules({"batch": "data"}):
+    with pytest.raises(ft.RuleError, match="is not a layout"), ft.axis_rules({"batch": "data"}):
         pass
 
 

@@ -102,7 +102,7 @@ def test_a_third_compilation_for_a_number_warns():
             f(Linear(), {"lr": 0.4}, X)
         f(Linear(), {"lr": 0.5}, X)  # once
     text = str(caught[0].message)
-    for fragment in ("step compiles a third time for `lr.lr` alone", "Python number", "now 0.4", "jnp.asarray"):
+    for fragment in ("step compiles a third time because of `lr.lr` alone", "Python number", "now 0.4", "jnp.asarray"):
         assert fragment in text
     assert caught[0].filename == __file__
 
@@ -183,4 +183,4 @@ def test_a_config_is_compared_field_by_field_and_functions_by_name():
     again = ft.jit(lambda x, act: act(x))
     for _ in range(2):
         again(jnp.ones(3), lambda x: x)
-    assert str(again.compilations[1]).endswith("<lambda> (another object, equal only by identity: make it once)")
+    assert str(again.compilations[1]).endswith("<lambda> (a different object, which is equal only to itself: create it once)")

@@ -232,7 +232,7 @@ TWICE: dict[str, Callable[[Any], tuple[Any, ...]]] = {
 SAID = {
     "within an argument": ("s.b   f32[8]\n      is the same", "as `s.a`, and both are donated"),
     "two donated arguments": ("t.b   f32[8]\n      is the same", "as `s.0`, and both are donated"),
-    "donated and kept": ("t   f32[8]\n      is the same", "as `s.0`, and it is donated there"),
+    "donated and kept": ("t   f32[8]\n      is the same", "as `s.0`, and that one is donated"),
     "numpy": ("s.b   f32[8]\n      is the same", "as `s.a`, and both are donated"),
 }
 
@@ -292,10 +292,10 @@ def test_a_donated_array_is_used_again(function: str, where: str, arrays: str):
     f(s, t)
     other = {"same": f, "another that donates": ft.jit(total, donate="s"), "another": ft.jit(total)}[function]
     expected = raises(
-        "total: 2 arguments deleted",
+        "total: 2 arguments are deleted",
         "s.a   f32[8]\n      was donated to an earlier call, and is deleted",
         "s.b   f32[4]",
-        "use what that call returned; or do not donate it",
+        "use what that call returned, or do not donate it",
     )
     with expected:
         other(s, t)
@@ -362,7 +362,7 @@ def run(program: str, *args: str) -> subprocess.CompletedProcess[str]:
 def test_no_mistake_in_donation_ends_the_process():
     done = run(OURS)
     twice = "step: 1 array is donated twice"
-    gone = "step: 1 argument deleted"
+    gone = "step: 1 argument is deleted"
     assert done.stdout.splitlines() == [
         f"one array twice | {twice}",
         f"donated and kept | {twice}",

@@ -69,12 +69,12 @@ def test_min_size_counts_elements() -> None:
 
 
 def test_the_reasons() -> None:
-    assert row(ALL, 4, 8).reason == "FSDP: dimension 1 is the largest left"
-    assert row(ALL).reason == "FSDP: no dimension left"
-    assert row(P("data") | ALL, 4, 8).reason == "P('data') as given; FSDP: uses data already"
-    assert row(P("model") | ALL, 4).reason == "P('model') as given; FSDP: no dimension left"
+    assert row(ALL, 4, 8).reason == "FSDP: dimension 1 is the largest unsharded dimension"
+    assert row(ALL).reason == "FSDP: no unsharded dimension"
+    assert row(P("data") | ALL, 4, 8).reason == "P('data') as given; FSDP: already uses data"
+    assert row(P("model") | ALL, 4).reason == "P('model') as given; FSDP: no unsharded dimension"
     assert row(P("data") | ft.FSDP(("model", "data"), min_size=0), 4, 8).reason.endswith(
-        "FSDP: uses (model, data) already"
+        "FSDP: already uses (model, data)"
     )
 
 
@@ -91,7 +91,7 @@ def test_it_takes_only_what_is_whole() -> None:
 
 def test_none_divides() -> None:
     text = refused({"w": jnp.ones((3, 5))}, ALL)
-    assert "FSDP('data'): none of its whole dimensions (dimension 0=3, dimension 1=5) is a multiple of data=2" in text
+    assert "FSDP('data'): none of its unsharded dimensions (dimension 0=3, dimension 1=5) is a multiple of data=2" in text
     assert "write `otherwise=P()` to leave such leaves as they are" in text and "w   f32[3, 5]" in text
     text = refused({"w": jnp.ones((3, 8))}, P(None, "model") | ALL)  # the 8 is taken
     assert "(dimension 0=3) is a multiple of data=2" in text
@@ -100,7 +100,7 @@ def test_none_divides() -> None:
 
 def test_otherwise() -> None:
     found = row(ft.FSDP("data", min_size=0, otherwise=P()), 3, 5)
-    assert found.spec == P(None, None) and found.reason == "FSDP: none divides, otherwise P()"
+    assert found.spec == P(None, None) and found.reason == "FSDP: no dimension is divisible, otherwise P()"
     assert row(ft.FSDP("model", min_size=0, otherwise=P("data")), 6, 5).spec == P("data", None)
     assert row(ft.FSDP("model", min_size=0, otherwise=P("data")), 8, 5).spec == P("model", None)
     assert "needs a multiple of 2" in refused({"w": jnp.ones((3, 5))}, ft.FSDP("data", min_size=0, otherwise=P("data")))
@@ -116,7 +116,7 @@ def test_only_the_named_axes() -> None:
     assert ft.plan(tree, ft.FSDP("data", min_size=0, axes=("embed",)), SIZES)["w"].spec == P("data", None)
     assert ft.FSDP("data", axes="embed seq") == ft.FSDP("data", axes=("embed", "seq"))
     other = ft.plan(tree, ft.FSDP("data", min_size=0, axes=("seq",)), SIZES)["w"]
-    assert other.spec == P(None, None) and other.reason == "FSDP: no dimension left"
+    assert other.spec == P(None, None) and other.reason == "FSDP: no unsharded dimension"
     # indivisible is only what it may take
     assert '("embed"=3)' in refused(Named(jnp.ones((3, 8))), ft.FSDP("data", min_size=0, axes=("embed",)))
     assert ft.plan({"w": jnp.ones((4, 8))}, ft.FSDP("data", min_size=0, axes=("embed",)), SIZES)["w"].spec == P(
@@ -152,7 +152,7 @@ def test_never_the_axis_of_a_stack() -> None:
     plan = ft.plan(stacked(64, 6), ALL, SIZES)
     assert plan["layer.w"].axes == ft.Axes("layers", "embed", "hidden")
     assert plan["layer.w"].spec == P(None, "data", None)
-    assert 'none of its whole dimensions ("embed"=3, ' in refused(
+    assert 'none of its unsharded dimensions ("embed"=3, ' in refused(
         eqx.tree_at(lambda s: s.layer.w, stacked(64, 6), jax.ShapeDtypeStruct((64, 3, 5), jnp.float32)), ALL
     )
 
@@ -187,13 +187,13 @@ NONSENSE: dict[str, tuple[dict[str, Any], str]] = {
     "twice": ({"axis": ("data", "data")}, "several different ones"),
     "a spec": ({"axis": P("data")}, "the first argument is a mesh axis"),
     "numbers": ({"axis": (1, 2)}, "the first argument is a mesh axis"),
-    "negative": ({"axis": "data", "min_size": -1}, "min_size=-1 is a number of elements, 0 or more"),
-    "a float": ({"axis": "data", "min_size": 1e6}, "min_size=1000000.0 is a number of elements"),
-    "True": ({"axis": "data", "min_size": True}, "min_size=True is a number of elements"),
-    "otherwise": ({"axis": "data", "otherwise": "data"}, "otherwise='data' is no PartitionSpec; write `P()` for whole"),
+    "negative": ({"axis": "data", "min_size": -1}, "min_size=-1: give a number of elements, 0 or more"),
+    "a float": ({"axis": "data", "min_size": 1e6}, "min_size=1000000.0: give a number of elements"),
+    "True": ({"axis": "data", "min_size": True}, "min_size=True: give a number of elements"),
+    "otherwise": ({"axis": "data", "otherwise": "data"}, "otherwise='data' is not a PartitionSpec; write `P()` to replicate"),
     "otherwise odd": ({"axis": "data", "otherwise": P(3)}, "3 is neither a mesh axis"),
-    "axes number": ({"axis": "data", "axes": 3}, "axes=3 is no list of axis names"),
-    "axes numbers": ({"axis": "data", "axes": (3,)}, "axes=(3,) is no list of axis names"),
+    "axes number": ({"axis": "data", "axes": 3}, "axes=3 is not a list of axis names"),
+    "axes numbers": ({"axis": "data", "axes": (3,)}, "axes=(3,) is not a list of axis names"),
     "axes empty": ({"axis": "data", "axes": ()}, "leave it out for every axis"),
     "axes blank": ({"axis": "data", "axes": " "}, "leave it out for every axis"),
 }

@@ -376,7 +376,7 @@ def test_static_parameters(options: Any):
         f(X, n), f(X, n=n)
         assert seen[-1] == n and type(seen[-1]) is type(n)
     assert len(seen) == 3
-    with raises("cannot be static", "n   ", "is declared static, and cannot be hashed"):
+    with raises("cannot be static", "n   ", "is declared static, but cannot be hashed"):
         f(X, X)
 
 

@@ -120,7 +120,7 @@ def test_in_shardings_of_a_bound_module():
 WRONG: dict[str, tuple[Any, tuple[str, ...]]] = {
     "too few": (
         (P(),),
-        ("in_shardings has 1 layout, and three has 3 positional parameters (a, b, c)", "`None` for what is no array"),
+        ("in_shardings has 1 layout, and three has 3 positional parameters (a, b, c)", "`None` for a parameter that is not an array"),
     ),
     "too many": ((P(),) * 4, ("in_shardings has 4 layouts", "3 positional parameters")),
     "unknown name": (
@@ -198,7 +198,7 @@ def test_silent_failure_31_an_array_that_is_moved_on_each_call(array: Any):
     with pytest.warns(UserWarning) as caught:
         f({"x": array}, y)
     assert [str(w.message) for w in caught] == [
-        "<lambda>: `tree.x` moved to where in_shardings says on each call: put it there once with `ft.shard`"
+        "<lambda>: each call moves `tree.x` to the sharding of in_shardings: use `ft.shard` once, before the calls"
     ]
     assert caught[0].filename == __file__
     f({"x": array}, y)  # once
@@ -468,7 +468,7 @@ def test_given_rules_win():
         assert ft.spec("batch embed") == P(None, "model")
     assert_lies(f(lay(X)), "data")
     assert_lies(jax.jit(lambda x: f(x) * 1)(lay(X)), "data")
-    with raises("3 is no layout", error=ft.RuleError):
+    with raises("3 is not a layout", error=ft.RuleError):
         ft.jit(lambda x: x, rules=3)
 
 

@@ -101,10 +101,10 @@ def test_a_named_sharding_brings_its_mesh_and_memory(mesh: Mesh) -> None:
     assert plan.mesh == mesh and plan["w"].spec == P("data", None) and plan["w"].memory_kind == "pinned_host"
     assert plan.shardings["w"] == NamedSharding(mesh, P("data", None), memory_kind="pinned_host")
     assert refused(jnp.ones(4), NamedSharding(mesh, P("data")), {"data": 4}).startswith(
-        "the layout is for the mesh (data=2, model=4), and the tree goes on (data=4): use one mesh"
+        "the layout is for the mesh (data=2, model=4), but the tree is laid out on (data=4): use one mesh"
     )
     swapped = Mesh(np.array(jax.devices())[::-1].reshape(2, 4), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
-    assert "of other devices, and the tree goes on" in refused(jnp.ones(4), NamedSharding(mesh, P("data")), swapped)
+    assert "of other devices, but the tree is laid out on" in refused(jnp.ones(4), NamedSharding(mesh, P("data")), swapped)
 
 
 def test_a_callable_sees_path_and_leaf() -> None:
@@ -119,7 +119,7 @@ def test_a_callable_sees_path_and_leaf() -> None:
     assert [row.spec for row in plan] == [P("data", None), P(None)]
     assert plan["a.w"].reason == "P('data') by test_a_callable_sees_path_and_leaf.<locals>.by_rank"
     text = refused(two(), lambda path, leaf: "data")
-    assert "returned 'data', which is no PartitionSpec" in text and "return `P(...)` for every leaf" in text
+    assert "returned 'data', which is not a PartitionSpec" in text and "return `P(...)` for every leaf" in text
     assert "returned None" in refused(two(), lambda path, leaf: None)
 
 
@@ -128,7 +128,7 @@ def test_none_is_no_layout() -> None:
     text = refused({"w": jnp.ones(4)}, {"w": None})
     assert (
         "no layout was given for this array (`None`)" in text
-        and "write `P()` for whole on every device" in text
+        and "write `P()` to replicate it" in text
     )
     assert "no layout was given" in refused({"w": jnp.ones(4)}, ft.StateSharding({"w": None}))
     assert specs({"w": jnp.ones(4), "n": 3}, {"w": P(), "n": None}) == [P(None)]  # nothing to say of what is no array
@@ -143,7 +143,7 @@ def test_what_is_no_layout(bad: Any) -> None:
         lambda x: ft.FSDP("data") | x,
         lambda x: x | ft.FSDP("a"),
     ):
-        with pytest.raises(ft.RuleError, match="is no layout: write `P"):
+        with pytest.raises(ft.RuleError, match="is not a layout: write `P"):
             make(bad)
     with pytest.raises(ft.RuleError):
         ft.plan({"a": jnp.ones(2)}, {"a": bad} if not isinstance(bad, dict | tuple) else bad, SIZES)
@@ -206,35 +206,35 @@ def test_the_order_matters() -> None:
 CONFLICTS: dict[str, tuple[Any, str]] = {
     "two specs": (
         as_layout(P("data")) | P("model"),
-        "dimension 0 is on data already, and P('model') puts it on model",
+        "dimension 0 is already sharded over data, and P('model') shards it over model",
     ),
     "a spec and rules": (
         P("data") | ft.AxisRules({"embed": "model", "hidden": None}),
-        '"embed" is on data already, and rule embed→model puts it on model',
+        '"embed" is already sharded over data, and rule embed→model shards it over model',
     ),
     "rules and a spec": (
         ft.AxisRules({"embed": ("data", "model"), "hidden": None}) | P("data"),
-        "\"embed\" is on (data, model) already, and P('data') puts it on data",
+        "\"embed\" is already sharded over (data, model), and P('data') shards it over data",
     ),
     "rules that take more": (
         P("data") | ft.AxisRules({"embed": ("data", "model"), "hidden": None}),
-        '"embed" is on data already, and rule embed→(data, model) puts it on (data, model)',
+        '"embed" is already sharded over data, and rule embed→(data, model) shards it over (data, model)',
     ),
     "two rules": (
         ft.AxisRules({"embed": "data", "hidden": None}) | ft.AxisRules({"embed": "model"}),
-        '"embed" is on data already, and rule embed→model puts it on model',
+        '"embed" is already sharded over data, and rule embed→model shards it over model',
     ),
     "FSDP and rules": (
         ft.FSDP("data", min_size=0) | ft.AxisRules({"hidden": "model", "embed": None}),
-        '"hidden" is on data already, and rule hidden→model puts it on model',
+        '"hidden" is already sharded over data, and rule hidden→model shards it over model',
     ),
     "FSDP and a callable": (
         ft.FSDP("data", min_size=0) | (lambda p, x: P(None, "model")),
-        "is on data already, and P(None, 'model') puts it on",
+        "is already sharded over data, and P(None, 'model') shards it over",
     ),
     "in a StateSharding": (
         ft.StateSharding({...: P("data")}) | ft.StateSharding({...: P("model")}),
-        "is on data already, and P('model') puts it on model",
+        "is already sharded over data, and P('model') shards it over model",
     ),
 }
 
@@ -249,7 +249,7 @@ def test_a_conflict_is_an_error(case: str) -> None:
     text = refused(One(jnp.ones((8, 16))), layout)
     plain = said.replace("dimension 0", '"embed"')
     assert said in text or plain in text
-    assert "let the layout behind `|` shard only what the first leaves whole" in text
+    assert "let the layout after `|` shard only dimensions that the layout before it leaves unsharded" in text
 
 
 def test_a_mesh_axis_used_by_both_is_an_error() -> None:
@@ -282,7 +282,7 @@ def test_names_are_checked_against_the_composition() -> None:
 
 def test_none_cannot_be_joined() -> None:
     for make in (lambda: ft.FSDP("data") | None, lambda: None | ft.FSDP("data")):
-        with pytest.raises(ft.RuleError, match="`None` is not one: leave it out, or write `P\\(\\)` for whole"):
+        with pytest.raises(ft.RuleError, match="`None` is not one: leave it out, or write `P\\(\\)` to replicate"):
             make()
 
 

@@ -294,7 +294,7 @@ ILLEGAL: dict[str, tuple[Callable[[st.DrawFn, Drawn], Any], str]] = {
     "indivisible size": (that_does_not_divide, "multiple of"),
     "missing name": (without_a_name, "no rule names"),
     "unmatched leaf": (that_matches_not_all, "no filter matches it"),
-    "hidden filter": (with_a_hidden_filter, "decides nothing"),
+    "hidden filter": (with_a_hidden_filter, "is never used"),
     "filter of nothing": (with_a_filter_of_nothing, "matches no leaf"),
 }
 OF_FILTERS = ("hidden filter", "filter of nothing")

@@ -44,16 +44,16 @@ def test_arrays_on_several_shardings(mesh: Mesh) -> None:
         "both": (P(None, ("data", "model")), "as it is sharded now", (4, 1), 16, 1, None),
         "whole": (P(None, None), "as it is sharded now", (4, 8), 128, 8, None),
         "host": (P("data", None), "as it is sharded now", (2, 8), 64, 4, "pinned_host"),
-        "single": (None, "whole, committed to cpu:3 alone", (4, 8), 128, 1, None),
-        "uncommitted": (None, "whole, uncommitted, on cpu:0 alone", (4, 8), 128, 1, None),
+        "single": (None, "committed to the device cpu:3", (4, 8), 128, 1, None),
+        "uncommitted": (None, "uncommitted, on the device cpu:0", (4, 8), 128, 1, None),
         "numpy": (None, "a numpy array in the host's memory", (4, 8), 128, 1, None),
         "abstract": (None, "abstract, with no sharding", (4, 8), 128, 1, None),
         "born": (P("model", None), "as it is sharded now", (1, 8), 32, 2, None),
     }
     assert plan.mesh == mesh and plan.problems == () and plan.total_bytes == 9 * 128
     assert plan.specs["sharded"] == P("data", None) and plan.specs["single"] is None
-    assert "whole, committed to cpu:3 alone" in str(plan)
-    with pytest.raises(ft.ShardingError, match="abstract: abstract, with no sharding; there is no P"):
+    assert "committed to the device cpu:3" in str(plan)
+    with pytest.raises(ft.ShardingError, match="abstract: abstract, with no sharding; it has no P"):
         _ = plan.shardings
 
 
@@ -68,7 +68,7 @@ def test_intent_and_fact() -> None:
     assert fact.shardings.w == intent.shardings.w
     assert ft.plan(model, fact)["w"].spec == P("data", "model")  # handed on
     assert ft.plan(model)["w"].spec is None and ft.plan(model).mesh is None
-    with pytest.raises(ft.ShardingError, match="the plan says: whole, uncommitted, on cpu:0 alone"):
+    with pytest.raises(ft.ShardingError, match="the plan has no spec for it: uncommitted, on the device cpu:0"):
         ft.plan(model, ft.plan(model), mesh)
 
 
@@ -93,7 +93,7 @@ def test_in_a_trace(kind: AxisType) -> None:
     if kind is AxisType.Explicit:
         assert told(row) == (P("data", None), "by its type", (2, 8), 64, 4, None)
     else:
-        assert (row.spec is None and row.reason.startswith("traced under Auto axes")) or row.reason.startswith(
+        assert (row.spec is None and row.reason.startswith("traced with Auto mesh axes")) or row.reason.startswith(
             "traced, where"
         )
 

@@ -32,7 +32,7 @@ def test_a_dict_that_is_no_mesh(bad: dict[Any, Any]) -> None:
 
 @pytest.mark.parametrize("bad", [3, "data", [2, 4], (("data", 2),)])
 def test_what_is_no_mesh_at_all(bad: Any) -> None:
-    with pytest.raises(ft.ShardingError, match="is no mesh: give a `Mesh`, an `AbstractMesh`, or a dict of sizes"):
+    with pytest.raises(ft.ShardingError, match="is not a mesh: give a `Mesh`, an `AbstractMesh`, or a dict of sizes"):
         mesh_view(bad)
 
 

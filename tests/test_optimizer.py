@@ -574,7 +574,7 @@ def test_an_optimizer_whose_state_has_other_leaves_for_other_sizes():
 def test_errors_of_the_model_and_of_what_is_no_optimizer():
     with pytest.raises(ft.ShardingError, match="no rule names `hidden`"):
         ft.plan_optimizer(adam(), NET, ft.AxisRules({"embed": None}), SIZES)
-    with pytest.raises(ft.FunctreeError, match="is no optimizer"):
+    with pytest.raises(ft.FunctreeError, match="is not an optimizer"):
         ft.plan_optimizer(optax.adam, NET, RULES, SIZES)  # type: ignore[arg-type]
     with pytest.raises(ft.ShardingError, match="no layout was given for this array"):
         ft.plan_optimizer(adam(), NET, None, SIZES)

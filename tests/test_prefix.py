@@ -103,9 +103,9 @@ WRONG: dict[str, tuple[Any, Any, str]] = {
     "deeper": ({"a": [x()]}, {"a": {"b": P()}}, "at a the layouts are a dict and the tree is a list"),
     "below a leaf": ({"a": x()}, {"a": [P()]}, "at a the layouts are a list and the tree is a leaf"),
     "below None": ({"a": None}, {"a": {"b": P()}}, "at a the layouts are a dict and the tree is a leaf"),
-    "no layout": ({"a": x()}, {"a": 3}, "3 is no layout"),
-    "a text": ({"a": x()}, {"a": "data"}, "'data' is no layout"),
-    "no layout at all": (x(), 3, "3 is no layout"),
+    "no layout": ({"a": x()}, {"a": 3}, "3 is not a layout"),
+    "a text": ({"a": x()}, {"a": "data"}, "'data' is not a layout"),
+    "no layout at all": (x(), 3, "3 is not a layout"),
 }
 
 

@@ -145,7 +145,7 @@ def test_the_reason_names_the_rule_of_each_dimension() -> None:
 
 def test_a_name_that_no_rule_mentions() -> None:
     text = why(leaf("embed hidden"), ft.AxisRules({"embed": None, "hiden": "model"}))
-    assert "no rule names `hidden`; did you mean it by the rule `hiden`?" in text
+    assert "no rule names `hidden`; did you mean the rule for `hiden`?" in text
     assert 'Try: add a rule for "hidden", or `"hidden": None` to leave it unsharded' in text
     assert 'w   f32[8, 8]   "embed hidden"' in text
     assert "did you mean" not in why(leaf("embed vocab"), ft.AxisRules({"embed": None, "hidden": "model"}))
@@ -157,11 +157,11 @@ def test_a_name_that_no_rule_mentions() -> None:
 def test_a_name_whose_rules_are_all_blocked() -> None:
     blocked: Table = [("embed", "model"), ("vocab", "model")]
     text = why(leaf("embed vocab"), ft.AxisRules(blocked))
-    assert '"vocab" has no rule left: `model` is taken by "embed", and no rule says that it may stay whole' in text
-    assert 'add `("vocab", None)` behind its rules to let it stay whole' in text
+    assert '"vocab" has no rule left: `model` is used by "embed", and no rule lets "vocab" be unsharded' in text
+    assert 'add `("vocab", None)` after its rules to leave it unsharded' in text
     for closing in ([("vocab", None)], [(..., None)]):
         assert ft.plan(leaf("embed vocab"), ft.AxisRules([*blocked, *closing]), SIZES)["w"].spec == P("model", None)
-    assert '`data` is taken by "a"' in why(leaf("a b"), ft.AxisRules([("a", "data"), ("b", ("model", "data"))]))
+    assert '`data` is used by "a"' in why(leaf("a b"), ft.AxisRules([("a", "data"), ("b", ("model", "data"))]))
 
 
 def test_a_size_that_does_not_divide() -> None:
@@ -218,8 +218,8 @@ def test_what_one_part_of_a_tree_lacks_another_may_have() -> None:
 
 def test_a_typo_does_not_hide_behind_the_ellipsis() -> None:
     text = why(leaf("embed hidden"), ft.AxisRules({"hiden": "model", ...: None}))
-    assert '"hidden" fell through to `...: None`, and no leaf has the axis of rule `hiden`' in text
-    assert 'write the same name in both, or `"hidden": None` if they are two' in text
+    assert '"hidden" has no rule but `...: None`, and no leaf has the axis of rule `hiden`' in text
+    assert 'write the same name in both, or add `"hidden": None` if they are different axes' in text
     assert 'w   f32[8, 8]   "embed hidden"' in text
     written = ft.AxisRules({"hiden": "model", "hidden": None, ...: None})
     assert ft.plan(leaf("embed hidden"), written, SIZES).unused == ("hiden",)
@@ -241,7 +241,7 @@ def test_no_near_miss_of_other_names(name: str) -> None:
 
 def test_near_misses_are_of_the_whole_composition() -> None:
     text = why(leaf("embed hidden"), ft.AxisRules({"hiden": "model"}) | ft.AxisRules({...: None}))
-    assert '"hidden" fell through to `...: None`, and no leaf has the axis of rule `hiden`' in text
+    assert '"hidden" has no rule but `...: None`, and no leaf has the axis of rule `hiden`' in text
     # a name that the one rules on has not fallen through the other
     assert ft.plan(
         leaf("hidden"), ft.AxisRules({"hidden": "model"}) | ft.AxisRules({"hiden": "data", ...: None}), SIZES
@@ -255,7 +255,7 @@ def test_near_misses_are_of_the_whole_composition() -> None:
 def test_a_single_array_has_near_misses_too() -> None:
     rules = ft.AxisRules({"hidden": "model", ...: None})
     for mesh in (None, SIZES):
-        with pytest.raises(ft.ShardingError, match=r'"hiden" fell through to `...: None`'):
+        with pytest.raises(ft.ShardingError, match=r'"hiden" has no rule but `...: None`'):
             rules.spec("batch hiden", mesh=mesh)
 
 
@@ -269,7 +269,7 @@ def test_a_mesh_axis_that_the_mesh_lacks() -> None:
     text = str(caught.value)
     assert "rule hidden→modle\n      the mesh (data=2, model=4) has no axis `modle`; did you mean `model`?" in text
     assert "rule unused→bogus\n      the mesh (data=2, model=4) has no axis `bogus`" in text
-    assert "name an axis of the mesh, or drop such rules on purpose with `rules.on(mesh)`" in text
+    assert "name an axis of the mesh, or leave such rules out with `rules.on(mesh)`" in text
     assert len(caught.value.problems) == 2  # once for each rule, not for each leaf
 
 
@@ -315,7 +315,7 @@ def test_spec_checks_what_it_is_given() -> None:
 
 def test_an_unannotated_leaf() -> None:
     text = why({"w": jnp.ones((4, 4))}, ft.AxisRules({"a": "data", ...: None}))
-    assert "has no axis names, and rules place axes by name" in text
+    assert "has no axis names, and rules shard axes by name" in text
     for remedy in ('annotate the field (`Float[Array, "..."]`)', "give `names=` to the rules", "by a path filter"):
         assert remedy in text
     assert ft.plan({"step": jnp.ones(())}, ft.AxisRules({"a": "data"}), SIZES)["step"].spec == P()  # rank 0
@@ -402,15 +402,15 @@ NONSENSE: dict[str, tuple[Any, str]] = {
     "a spec": ({"a": P("data")}, "the right side is a mesh axis"),
     "a dict": ({"a": {"data": 1}}, "the right side is a mesh axis"),
     "True": ({"a": True}, "the right side is a mesh axis"),
-    "no mesh axes": ({"a": ()}, "rule a→(): mesh axes are non-empty names; write `None` for whole"),
+    "no mesh axes": ({"a": ()}, "rule a→(): mesh axes are non-empty names; write `None` for unsharded"),
     "an empty mesh axis": ({"a": ""}, "mesh axes are non-empty names"),
     "None among mesh axes": ({"a": ("data", None)}, "mesh axes are non-empty names"),
     "nested": ({"a": (("data",),)}, "mesh axes are non-empty names"),
-    "twice": ({"a": ("data", "data")}, "rule a→(data, data): mesh axis `data` stands twice; name it once"),
-    "... first": ({...: None, "a": "data"}, "`...` may only be the last rule: what stands behind it would never apply"),
+    "twice": ({"a": ("data", "data")}, "rule a→(data, data): mesh axis `data` is named twice; name it once"),
+    "... first": ({...: None, "a": "data"}, "`...` may only be the last rule: a rule after it would never apply"),
     "... twice": ([(..., None), (..., None)], "`...` may only be the last rule"),
-    "... to an axis": ({...: "data"}, "`...: 'data'`: only `...: None` is possible; a mesh axis goes to a name"),
-    "behind None": ([("a", None), ("a", "data")], "rule a→data can never apply: `('a', None)` stands before it"),
+    "... to an axis": ({...: "data"}, "`...: 'data'`: only `...: None` is possible; name the axis that is to be sharded"),
+    "behind None": ([("a", None), ("a", "data")], "rule a→data can never apply: `('a', None)` is before it"),
     "None twice": ([("a", None), ("a", None)], "rule a→None can never apply"),
 }
 

@@ -83,7 +83,7 @@ def test_shard_names_a_bare_array():
     [
         (jnp.ones((4, 8)), "batch", r'"batch" names 1 dimensions, but the array has 2'),
         ({"x": jnp.ones((4, 8))}, "batch hidden", "names the dimensions of a bare array, but this is a dict"),
-        (jnp.ones((4, 8)), "batch hiden", "no rule names `hiden`; did you mean it by the rule `hidden`"),
+        (jnp.ones((4, 8)), "batch hiden", "no rule names `hiden`; did you mean the rule for `hidden`"),
         (jnp.ones((3, 8)), "batch hidden", '"batch" has size 3; rule batch→data needs a multiple of data=2'),
     ],
 )

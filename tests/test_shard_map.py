@@ -583,7 +583,7 @@ NONSENSE = [
     ({"in_specs": (P(), P())}, ft.RuleError, r"in_specs has 2 layouts, and <lambda> has 1 positional parameter \(x\)"),
     ({"in_specs": {"y": P()}}, ft.RuleError, r"<lambda> has no parameter 'y'.*its parameters are x"),
     ({"in_specs": 3}, ft.RuleError, r"in_specs: 3 is neither a layout, nor one for each"),
-    ({"in_specs": (3,)}, ft.RuleError, r"3 is no layout"),
+    ({"in_specs": (3,)}, ft.RuleError, r"3 is not a layout"),
     ({"in_specs": ({"a": P()},)}, ft.RuleError, r"at x the layouts are a dict and the tree is a leaf"),
     (
         {"in_specs": P("dta")},
@@ -615,19 +615,19 @@ NONSENSE = [
     ({"axis_names": "data"}, ft.FunctreeError, r"axis_names='data' is a string: use a set"),
     ({"shapes": "globl"}, ft.FunctreeError, r'shapes=\'globl\' is not one of "global", "local", None'),
     ({"mesh": {"data": 2}}, ft.ShardingError, r"give a `Mesh`, not sizes"),
-    ({"mesh": 3}, ft.ShardingError, r"3 is no mesh"),
+    ({"mesh": 3}, ft.ShardingError, r"3 is not a mesh"),
     (
         {"in_specs": ft.on_host(P("data"))},
         ft.ShardingError,
         r"is laid out in pinned_host, but shard_map moves no array to another memory",
     ),
-    ({"x": jax.ShapeDtypeStruct((8, 4), "float32")}, ft.FunctreeError, r"`x` is abstract, so there is nothing"),
+    ({"x": jax.ShapeDtypeStruct((8, 4), "float32")}, ft.FunctreeError, r"`x` is abstract, so the function cannot run"),
     (
         {"x": jax.device_put(X, jax.devices()[1])},
         ft.ShardingError,
         r"committed to cpu:1 alone, but the mesh has other",
     ),
-    ({"in_specs": None, "rules": RULES}, ft.ShardingError, r"x   f32.*has no axis names, and rules place axes by name"),
+    ({"in_specs": None, "rules": RULES}, ft.ShardingError, r"x   f32.*has no axis names, and rules shard axes by name"),
     ({"x": {"a": set()}}, ft.FunctreeError, r"x\.a   set\n +is neither an array nor hashable"),
 ]
 
@@ -662,7 +662,7 @@ def test_pythons_own_words_for_a_wrong_call():
         shard_map(lambda x: x, mesh=MESH, in_specs=P(), out_specs=P())()
     with pytest.raises(TypeError, match="a function was expected, not 3"):
         shard_map(3, mesh=MESH)  # type: ignore[call-overload]
-    with pytest.raises(ft.FunctreeError, match="max> does not tell its parameters: wrap it"):
+    with pytest.raises(ft.FunctreeError, match="max> has no signature: wrap it"):
         shard_map(max, mesh=MESH)
 
 

@@ -137,7 +137,7 @@ BAD = [
     ),
     (
         Float[Array, "batch@data"],
-        r"annotation of `x`, .*, cannot be read: `batch@data` in a dimension string is no axis",
+        r"annotation of `x`, .*, cannot be read: `batch@data` in a dimension string is not an axis",
     ),
 ]
 
@@ -156,9 +156,9 @@ def test_annotations_that_say_nothing_clear(where: str, annotation: Any, message
 def test_names_that_no_rule_places():
     def f(x: Float[Array, "bacth"]) -> None: ...
 
-    with pytest.raises(ft.ShardingError, match="no rule names `bacth`; did you mean it by the rule `batch`"):
+    with pytest.raises(ft.ShardingError, match="no rule names `bacth`; did you mean the rule for `batch`"):
         signature_layouts(f, RULES)
-    with pytest.raises(ft.RuleError, match="3 is no layout"):
+    with pytest.raises(ft.RuleError, match="3 is not a layout"):
         signature_layouts(f, 3)
 
 

@@ -165,30 +165,30 @@ def test_a_leaf_that_nothing_matches() -> None:
     assert "add a filter for it, or `...: P()` as the last one" in text
     many = ft.StateSharding([(f"a{i}", P()) for i in range(20)], unused="ignore")
     assert "'a7' and others" in refused(net(), many) and "'a8'" not in refused(net(), many)
-    assert "no filter matches it; there are none" in refused(net(), ft.StateSharding({}))
+    assert "no filter matches it; there are no filters" in refused(net(), ft.StateSharding({}))
 
 
 def test_a_filter_that_matches_nothing() -> None:
     text = refused(net(), ft.StateSharding({"**.bais": P("data"), ...: P()}))
     assert "the layout does not fit the tree on mesh (data=2, model=4)" in text
     assert "filter '**.bais'\n      matches no leaf" in text
-    assert 'mend the filter, remove it, or write `unused="ignore"`' in text
+    assert 'correct the filter, remove it, or write `unused="ignore"`' in text
 
 
 def test_a_filter_that_earlier_ones_hide() -> None:
     text = refused(net(), ft.StateSharding({"layers.**": P(), "**.bias": P("data"), ...: P()}))
     assert (
-        "filter '**.bias'\n      decides nothing: earlier filters take all that it matches "
+        "filter '**.bias'\n      is never used: earlier filters match all of its leaves "
         "(layers.0.bias by 'layers.**')" in text
     )
-    assert "put it before them, or remove it" in text
+    assert "write it before them, or remove it" in text
     # one leaf left is enough
     assert specs(net(), ft.StateSharding({"layers.0.**": P(), "**.bias": P("data"), ...: P()}))["layers.1.bias"] == P(
         "data"
     )
     # by two together
     text = refused(net(), ft.StateSharding([("layers.0.*", P()), ("layers.1.*", P()), (Linear, P()), (..., P())]))
-    assert "filter Linear\n      decides nothing" in text
+    assert "filter Linear\n      is never used" in text
 
 
 def test_a_last_ellipsis_is_exempt() -> None:
@@ -206,7 +206,7 @@ def test_unused_says_what_to_do() -> None:
         assert specs(net(), ft.StateSharding(filters, unused="warn"))["scale"] == P(None)
     assert sorted(str(w.message)[:31] for w in caught) == [
         "filter '**.bais' matches no lea",
-        "filter '**.bias' decides nothin",
+        "filter '**.bias' is never used:",
     ]
     # unmatched leaves are an error all the same
     with pytest.raises(ft.ShardingError, match="no filter matches it"):
@@ -239,7 +239,7 @@ def test_everything_wrong_in_one_error() -> None:
 # Construction
 
 NONSENSE: dict[str, tuple[Any, str]] = {
-    "... first": ({...: P(), "a": P()}, "`...` may only be the last filter: 'a' behind it would match nothing"),
+    "... first": ({...: P(), "a": P()}, "`...` may only be the last filter: 'a' after it would match nothing"),
     "... twice": ([(..., P()), (..., P())], "`...` may only be the last filter"),
     "a number": (5, "StateSharding takes a mapping or (filter, layout) pairs; 5 is neither"),
     "None": (None, "None is neither"),
@@ -251,9 +251,9 @@ NONSENSE: dict[str, tuple[Any, str]] = {
     "a list as filter": ([(["a"], P())], "['a'] is not a filter"),
     "a bad glob": ({"a..b": P()}, "'a..b' is not a path"),
     "a bad glob part": ({"a.b**": P()}, "cannot read 'b**'"),
-    "a bad layout": ({"a": "data"}, "'data' is no layout"),
-    "a list as layout": ({"a": [P()]}, "is no layout"),
-    "a class as layout": ({"a": Linear}, "is no layout"),
+    "a bad layout": ({"a": "data"}, "'data' is not a layout"),
+    "a list as layout": ({"a": [P()]}, "is not a layout"),
+    "a class as layout": ({"a": Linear}, "is not a layout"),
     "an odd spec": ({"a": P(3)}, "P(3): 3 is neither a mesh axis"),
 }
 
@@ -268,7 +268,7 @@ def test_nonsense_is_refused_at_construction(case: str) -> None:
 
 @pytest.mark.parametrize("unused", ["no", None, True, ["error"]])
 def test_nonsense_as_unused(unused: Any) -> None:
-    with pytest.raises(ft.RuleError, match='is none of "error", "warn", "ignore"'):
+    with pytest.raises(ft.RuleError, match='is not one of "error", "warn", "ignore"'):
         ft.StateSharding({...: P()}, unused=unused)
 
 
@@ -380,7 +380,7 @@ def test_from_the_specs_of_a_plan() -> None:
 def test_from_specs_of_another_structure() -> None:
     text = refused({"a": jnp.ones(2), "b": jnp.ones(2)}, ft.StateSharding.from_specs({"a": P(), "c": P()}))
     assert "filter 'c'\n      matches no leaf" in text and "b   f32[2]\n      no filter matches it" in text
-    with pytest.raises(ft.RuleError, match="a: 3 is no PartitionSpec"):
+    with pytest.raises(ft.RuleError, match="a: 3 is not a PartitionSpec"):
         ft.StateSharding.from_specs({"a": 3})
 
 

@@ -1,4 +1,4 @@
-"""A function of calls ─► a function of arrays that JAX can trace, for one skeleton of its calls."""
+"""A function of modules ─► a `Body`: a function of arrays that JAX can trace, for calls with one skeleton."""
 
 import inspect
 from collections.abc import Callable, Iterable, Sequence
@@ -12,7 +12,7 @@ from functree.tree.paths import Path
 
 
 class Labels:
-    """The names of some arguments' arrays, as they stand in the compiled text. The same object for each call."""
+    """The names of arrays in the compiled text. It is one object for all calls, so JAX compares it by identity."""
 
     __slots__ = ("keys",)
 
@@ -21,7 +21,7 @@ class Labels:
 
 
 class Arrays:
-    """Arguments' arrays: a node that flattens in constant Python time, with a path for each array."""
+    """The arrays of arguments, as a node that JAX flattens in one Python call, with a path for each array."""
 
     __slots__ = ("labels", "values")
 
@@ -39,11 +39,11 @@ register_pytree_with_keys(
 
 
 class Arguments:
-    """The arrays of a call as the two arguments of a compiled function: those that are kept, and those donated.
+    """The arrays of a call as the two arguments of a compiled function: arrays that are kept, and donated arrays.
 
     Args:
-        paths: of the arrays.
-        donated: the names of the donated parameters; `more.mode` is one among any names.
+        paths: the paths of the arrays.
+        donated: the names of the donated parameters; `more.mode` is the argument `mode` in `**more`.
     """
 
     def __init__(self, paths: Sequence[Path], donated: frozenset[str]):
@@ -70,26 +70,27 @@ class Arguments:
 
 
 def _taker(places: Sequence[int], size: int) -> Callable[[Sequence[Any]], Sequence[Any]]:
-    """The values at some places, in C."""
+    """A function from values to those at some indices. Most values are selected in C, by `itemgetter`."""
     if len(places) == size:
         return lambda values: values
+    # `itemgetter` returns a tuple only for two or more indices.
     if len(places) < 2:
         return lambda values: [values[i] for i in places]
     return itemgetter(*places)
 
 
 class Body:
-    """A function from the two arguments to an `Output`: what JAX traces.
+    """The function that JAX traces: from the two arguments to an `Output`.
 
-    JAX finds a trace by the identity of its function. So one of these serves every program that differs only in how
-    the arrays are sharded, and the user's function is traced once for all of them. It holds neither an array nor, but
-    weakly, the user's function.
+    JAX caches traces by the identity of the function. One body is used for all programs that differ only in the
+    shardings of arrays, so the user's function is traced once for all of them. A body holds no array, and only a weak
+    reference to the user's function.
 
     Args:
-        compute: from a call's arrays to the output.
-        arguments: how the arrays are handed over.
-        fun: gives the user's function, whose name, file and line JAX shows.
-        name: of that function.
+        compute: a function from the arrays of a call to the output.
+        arguments: how the arrays are passed.
+        fun: returns the user's function. JAX shows its file and line.
+        name: the name of that function.
     """
 
     def __init__(
@@ -110,5 +111,5 @@ class Body:
 
     @property
     def __wrapped__(self) -> Callable[..., Any]:
-        """The user's function, of which JAX names the file and the line in its errors."""
+        """The user's function. JAX shows its file and line in errors."""
         return self._fun()

@@ -1,4 +1,4 @@
-"""A call ─► the group of calls that differ from it in their arrays alone, found quickly, and its arrays."""
+"""A call ─► its arrays, and its group: all calls with the same structure and static values."""
 
 from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple
@@ -13,24 +13,25 @@ from functree.tree.leaves import read
 from functree.tree.paths import Path
 from functree.tree.skeleton.skeleton import Skeleton
 
-RECENT = 4  # groups that are tried before one is looked up, which takes far longer
+# The number of groups whose generated code is tried before a call is flattened by JAX, which takes far longer.
+RECENT = 4
 
 
 class CallGroup:
-    """The calls of one skeleton, and what is remembered for them.
+    """The calls with one skeleton, and their traces and programs.
 
     Attributes:
-        skeleton: of the calls.
-        heads: the place of the first array of each parameter.
-        several_devices: whether such calls had arrays on several devices.
-        bodies: what is traced, by whatever a trace depends on.
-        programs: what is compiled, by whatever that depends on.
-        last: the key and the program that were used last.
+        skeleton: the skeleton of the calls.
+        heads: the index of the first array of each parameter.
+        several_devices: whether a call of the group has had arrays on several devices.
+        bodies: the traced functions, by everything that a trace depends on.
+        programs: the compiled programs, by everything that a compilation depends on.
+        last: the key and the program of the last call.
     """
 
     def __init__(self, skeleton: Skeleton):
         self.skeleton: Skeleton = skeleton
-        # From the skeleton once: a call has no time to ask a property of a property.
+        # Copied from the skeleton, because each property takes time in every call.
         self.take: Any = skeleton.take
         self.build: Any = skeleton.build
         self.paths: tuple[Path, ...] = skeleton.paths
@@ -42,6 +43,7 @@ class CallGroup:
 
 
 def _heads(paths: Sequence[Path]) -> tuple[int, ...]:
+    """The index of the first array of each parameter."""
     first: dict[Any, int] = {}
     for i, path in enumerate(paths):
         first.setdefault(path[:1], i)
@@ -49,12 +51,12 @@ def _heads(paths: Sequence[Path]) -> tuple[int, ...]:
 
 
 class FoundCall(NamedTuple):
-    """A call that has been taken apart.
+    """A flattened call.
 
     Attributes:
-        group: of the call.
-        arrays: in JAX's order.
-        concrete: whether all of them are `jax.Array`s with values; else some are traced, abstract, or numpy's.
+        group: the group of the call.
+        arrays: the arrays of the call, in JAX's order.
+        concrete: whether all of them are `jax.Array`s with values; otherwise some are traced, abstract, or of numpy.
     """
 
     group: CallGroup
@@ -63,19 +65,22 @@ class FoundCall(NamedTuple):
 
 
 class CallGroups:
-    """The groups of calls that a function has had."""
+    """The groups of the calls of one function."""
 
     def __init__(self) -> None:
         self._recent: list[CallGroup] = []
         self._known: dict[Skeleton, CallGroup] = {}
-        self._concrete: frozenset[type] = frozenset()  # the class of JAX's arrays, once one has been seen
+        # The classes of JAX's concrete arrays. They are private, so they are collected from calls.
+        self._concrete: frozenset[type] = frozenset()
 
     def find(self, call: Any) -> FoundCall:
-        """Take a call apart.
+        """Flatten a call and find its group.
 
         Raises:
-            FunctreeError: leaves that are neither arrays nor hashable, by path; what is no tree.
+            FunctreeError: leaves are neither arrays nor hashable (the error lists them by path), or the call is not a
+                tree.
         """
+        # The generated code of a group refuses calls of other groups, and is much faster than `Skeleton.of`.
         for group in self._recent:
             arrays = group.take(call)
             if arrays is not None:
@@ -86,20 +91,22 @@ class CallGroups:
         return self._look_up(call)
 
     def _look_up(self, call: Any) -> FoundCall:
+        """Find the group of a call by its skeleton, or make a new group."""
         try:
             skeleton = Skeleton.of(call)
         except (TypeError, ValueError, RecursionError, SystemError):
-            read(call)  # says by path what is no tree
+            read(call)  # raises an error with the path of the node that JAX cannot flatten
             raise
         group = self._known.get(skeleton)
         if group is None:
             check_static(skeleton)
             group = self._known[skeleton] = CallGroup(skeleton)
-        # A new list, for another thread may be going through the old one.
+        # A new list, because another thread may be iterating over the old one.
         self._recent = [group, *(other for other in self._recent if other is not group)][:RECENT]
         return self._with_kinds(group, group.take(call))
 
     def _with_kinds(self, group: CallGroup, arrays: Sequence[Any]) -> FoundCall:
+        """A call whose arrays have classes that have not been seen before, or are not all concrete."""
         kinds = {type(x) for x in arrays}
         unlike = (Tracer, jax.ShapeDtypeStruct, np.ndarray, np.generic)
         concrete = not any(issubclass(kind, unlike) for kind in kinds)

@@ -1,4 +1,4 @@
-"""A call and its program ─► an error or a warning, before JAX sees the call."""
+"""A call and its program ─► an error or a warning, before the call is passed to JAX."""
 
 import inspect
 import warnings
@@ -17,11 +17,11 @@ from functree.errors import FunctreeError, ShardingError
 from functree.layout.meshes import NO_MESH, MeshView, tracing
 from functree.tree.paths import Path
 
-BIG_CONSTANT = 2**20  # bytes: a larger array that a function closes over is warned of
+BIG_CONSTANT = 2**20  # bytes; there is a warning for a larger array that a function closes over
 
 
 def check_call(program: Program, found: FoundCall) -> None:
-    """That arguments have values, are not deleted, and none is donated twice."""
+    """Raise an error if arguments have no values or are deleted, or if an array is donated twice."""
     arrays, arguments = found.arrays, program.body.arguments
     if not found.concrete or isinstance(program.mesh, AbstractMesh):
         _refuse_abstract(program, arrays)
@@ -33,10 +33,11 @@ def check_call(program: Program, found: FoundCall) -> None:
 
 
 def _refuse_abstract(program: Program, arrays: Sequence[Any]) -> None:
+    """Raise an error if an argument or the mesh is abstract."""
     for path, array in zip(program.group.paths, arrays, strict=True):
         if isinstance(array, jax.ShapeDtypeStruct):
             raise FunctreeError(
-                f"{program.name}: `{path}` is abstract, so there is nothing to run: use `.lower`, `.eval_shape`"
+                f"{program.name}: `{path}` is abstract, so the function cannot run: use `.lower` or `.eval_shape`"
             )
     if isinstance(program.mesh, AbstractMesh) and not tracing():
         view = MeshView(dict(program.mesh.shape))
@@ -44,24 +45,27 @@ def _refuse_abstract(program: Program, arrays: Sequence[Any]) -> None:
 
 
 def warn_moved(program: Program) -> None:
-    """Of arguments that are moved to their devices on each call."""
+    """Warn of arguments that each call moves to the shardings of `in_shardings`."""
     paths = ", ".join(f"`{program.group.paths[i]}`" for i in program.moved[:4])
-    more = f" and {len(program.moved) - 4} more" if len(program.moved) > 4 else ""
+    if len(program.moved) > 4:
+        paths += f" and {len(program.moved) - 4} more"
     warnings.warn(
-        f"{program.name}: {paths}{more} moved to where in_shardings says on each call: put it there once with "
-        "`ft.shard`",
+        f"{program.name}: each call moves {paths} to the sharding of in_shardings: use `ft.shard` once, before the "
+        "calls",
         stacklevel=3,
     )
 
 
 def warn_constants(name: str, fun: Callable[..., Any], traced: Any) -> None:
-    """Arrays that the function closes over are copied into the program, however large they are."""
+    """Warn of large arrays that the function closes over, since each becomes a constant of the program."""
     for constant in getattr(traced.jaxpr, "consts", ()):
         size = getattr(constant, "nbytes", 0)
         if isinstance(constant, Tracer) or size <= BIG_CONSTANT:
             continue
         path = next((path for path, value in _closed_over(fun) if value is constant), None)
-        what = f"{constant.dtype}{list(constant.shape)}" + (f" (`{path}`)" if path is not None else "")
+        what = f"{constant.dtype}{list(constant.shape)}"
+        if path is not None:
+            what += f" (`{path}`)"
         warnings.warn(
             f"{name} closes over an array of {size / 2**20:.1f} MiB, {what}: it becomes a constant of "
             "the compiled program, on every device; pass it as an argument",
@@ -70,7 +74,7 @@ def warn_constants(name: str, fun: Callable[..., Any], traced: Any) -> None:
 
 
 def _closed_over(fun: Any) -> Iterator[tuple[Path, Any]]:
-    """The leaves of what a function closes over, globals that it names among them, by path."""
+    """The leaves of all variables that a function closes over, and of the globals that it uses, with their paths."""
     if not inspect.isfunction(fun):
         return
     found = inspect.getclosurevars(fun)

@@ -1,4 +1,4 @@
-"""Two compilations of one function ─► what differed between them, by path."""
+"""Two compilations of one function ─► the differences between them, with paths."""
 
 import dataclasses
 import warnings
@@ -9,6 +9,7 @@ import jax
 from jax.sharding import AbstractMesh, Mesh
 
 from functree.calls.call_groups import CallGroup
+from functree.layout.layout import Layout
 from functree.layout.meshes import MeshView
 from functree.layout.placement import sharding_text
 from functree.tree.arrays import dtype_text
@@ -17,13 +18,13 @@ from functree.tree.skeleton.static_value import StaticValue, same_value
 
 
 class Difference(NamedTuple):
-    """One thing that was otherwise in an earlier compilation.
+    """One difference from an earlier compilation.
 
     Attributes:
-        path: of the leaf, from the parameter's name on; empty for what is no leaf.
+        path: the path of the leaf, which begins with the name of a parameter; empty if the difference is not in a leaf.
         kind: `static`, `shape`, `dtype`, `weak type`, `sharding`, `structure`, `rules`, `mesh` or `settings`.
-        before: as it was.
-        now: as it is.
+        before: the value in the earlier compilation.
+        now: the value in this one.
     """
 
     path: Path
@@ -34,17 +35,21 @@ class Difference(NamedTuple):
     def __str__(self) -> str:
         where = f"{self.path}: " if self.path else ""
         before, now = self.text(self.before), self.text(self.now)
-        alike = " (another object, equal only by identity: make it once)" if before == now else ""
-        return f"{where}{self.kind} {before} → {now}{alike}"
+        text = f"{where}{self.kind} {before} → {now}"
+        if before == now:
+            # Such as two lambdas from one line. The values differ, but their texts do not show it.
+            text += " (a different object, which is equal only to itself: create it once)"
+        return text
 
     def text(self, value: Any) -> str:
-        """One of the two, for a person: a function by its name."""
+        """The text of one of the two values; for a function it is the name."""
         if self.kind == "static":
             return getattr(value, "__qualname__", getattr(value, "__name__", None)) or repr(value)
         return _text(value)
 
 
 def _text(value: Any) -> str:
+    """The text of a value; a mesh has its sizes and the types of its axes, which may be the only difference."""
     if not isinstance(value, Mesh | AbstractMesh):
         return str(value)
     kinds = "/".join(dict.fromkeys(kind.name for kind in value.axis_types))
@@ -52,13 +57,13 @@ def _text(value: Any) -> str:
 
 
 class Compilation(NamedTuple):
-    """One compilation of a function, and what made it one.
+    """One compilation of a function, and the reason for it.
 
     Attributes:
-        number: 1 for the first.
-        differences: from the nearest earlier one; empty for the first.
-        shared: whether the program was there already, compiled by another wrapper of the same function with equal
-            options.
+        number: 1 for the first compilation.
+        differences: the differences from the most similar earlier compilation; empty for the first one.
+        shared: whether the program existed already, because another wrapper of the same function with equal options
+            had compiled it.
     """
 
     number: int
@@ -74,15 +79,23 @@ _SHARED = " (shared: compiled by another wrapper of this function)"
 
 
 class Situation(NamedTuple):
-    """All that a compilation depends on."""
+    """Everything that a compilation depends on.
+
+    Attributes:
+        leaves: for each leaf of the call, (kind, value) pairs.
+        mesh: the mesh.
+        rules: the ambient rules.
+    """
 
     leaves: Mapping[Path, tuple[tuple[str, Any], ...]]
-    mesh: Any
-    rules: Any
+    mesh: Mesh | AbstractMesh | None
+    rules: Layout | None
 
 
-def situation(group: CallGroup, arrays: Sequence[Any], mesh: Any, rules: Any) -> Situation:
-    """What a call looks like to the compiler."""
+def situation(
+    group: CallGroup, arrays: Sequence[Any], mesh: Mesh | AbstractMesh | None, rules: Layout | None
+) -> Situation:
+    """The situation of a call."""
     known = {path: _array(x) for path, x in zip(group.paths, arrays, strict=True)}
     for path, value in group.skeleton.statics:
         known.setdefault(path, (("static", StaticValue(value)),))
@@ -90,6 +103,7 @@ def situation(group: CallGroup, arrays: Sequence[Any], mesh: Any, rules: Any) ->
 
 
 def _array(value: Any) -> tuple[tuple[str, Any], ...]:
+    """The properties of an array that a compilation depends on. The array itself is not kept."""
     aval = value.aval if isinstance(value, jax.Array) else jax.typeof(value)
     return (
         ("shape", tuple(aval.shape)),
@@ -100,10 +114,11 @@ def _array(value: Any) -> tuple[tuple[str, Any], ...]:
 
 
 def differences(before: Situation, now: Situation) -> tuple[Difference, ...]:
-    """What is otherwise, leaf by leaf."""
+    """The differences between two situations, leaf by leaf."""
     found: list[Difference] = []
     for path in dict.fromkeys((*before.leaves, *now.leaves)):
         old, new = before.leaves.get(path), now.leaves.get(path)
+        # A leaf that exists only in one of them, or is an array in one and static in the other.
         if old is None or new is None or [kind for kind, _ in old] != [kind for kind, _ in new]:
             found.append(Difference(path, "structure", _brief(old), _brief(new)))
             continue
@@ -118,7 +133,7 @@ def differences(before: Situation, now: Situation) -> tuple[Difference, ...]:
 
 
 def _apart(path: Path, kind: str, before: Any, now: Any) -> list[Difference]:
-    """What differs; of two configs, the fields that do."""
+    """The differences between two values. For two dataclasses of one class (configs) these are their fields."""
     fields: list[Difference] = []
     if type(before) is type(now) and dataclasses.is_dataclass(before) and not isinstance(before, type):
         for name in (field.name for field in dataclasses.fields(before)):
@@ -132,44 +147,47 @@ def _bare(value: Any) -> Any:
     return value.value if isinstance(value, StaticValue) else value
 
 
-def _brief(told: tuple[tuple[str, Any], ...] | None) -> str:
-    if told is None:
+def _brief(properties: tuple[tuple[str, Any], ...] | None) -> str:
+    """A leaf in a difference of structure."""
+    if properties is None:
         return "nothing"
-    return f"static {told[0][1]!r}" if told[0][0] == "static" else "an array"
+    kind, value = properties[0]
+    return f"static {value!r}" if kind == "static" else "an array"
 
 
 class Log:
     """The compilations of one function.
 
     Args:
-        name: of the function.
+        name: the name of the function.
 
     Attributes:
-        records: one for each.
+        records: one for each compilation.
     """
 
     def __init__(self, name: str):
         self.name = name
         self.records: list[Compilation] = []
         self._situations: list[Situation] = []
-        self._numbers: dict[Path, int] = {}
+        self._numbers: dict[Path, int] = {}  # how often a Python number at a path was the only difference
 
     def add(self, now: Situation, shared: bool = False) -> None:
-        """A compilation, compared with the earlier one that is nearest. Warns where a Python number is the reason."""
+        """Add a compilation, compared with the most similar earlier one. Warns if a Python number is the reason."""
         nearest = min((differences(before, now) for before in self._situations), key=len, default=())
         if self._situations and not nearest:
-            # All that we know of is the same: it was a setting of JAX, such as its matmul precision.
-            nearest = (Difference(Path(), "settings", "JAX's settings", "others"),)
+            # Everything that is compared is the same. So a setting of JAX has changed, such as its matmul precision.
+            nearest = (Difference(Path(), "settings", "of JAX", "others"),)
         self._situations.append(now)
         self.records.append(Compilation(len(self._situations), nearest, shared))
         if len(nearest) == 1 and nearest[0].kind == "static" and type(nearest[0].now) in (int, float, complex):
             self._number(nearest[0])
 
     def _number(self, changed: Difference) -> None:
+        """Count a compilation for a Python number, and warn at the second: a single one may be on purpose."""
         self._numbers[changed.path] = self._numbers.get(changed.path, 0) + 1
         if self._numbers[changed.path] == 2:
             warnings.warn(
-                f"{self.name} compiles a third time for `{changed.path}` alone, a Python number and so static "
-                f"({changed.before!r}, now {changed.now!r}): hand it over as an array, `jnp.asarray(...)`, to trace it",
+                f"{self.name} compiles a third time because of `{changed.path}` alone, a Python number and therefore "
+                f"static ({changed.before!r}, now {changed.now!r}): pass an array, `jnp.asarray(...)`, to trace it",
                 stacklevel=5,
             )

@@ -1,6 +1,7 @@
-"""Donated arguments ─► an error by path, before one buffer is donated twice.
+"""Donated arguments ─► an error with paths, before one buffer is donated twice.
 
-JAX 0.10 ends the process where an array on several devices is donated twice, and later versions raise in XLA's words.
+If an array on several devices is donated twice, JAX 0.10 aborts the process. Later versions raise an error of XLA,
+which has no paths.
 """
 
 from collections.abc import Sequence
@@ -17,7 +18,7 @@ from functree.tree.paths import Path
 
 
 def twice_by_identity(donated: Sequence[Any], kept: Sequence[Any]) -> bool:
-    """Whether an array is donated twice, or donated and handed over beside it. Cheap enough for each call."""
+    """Whether an array is donated twice, or donated and also passed without donation. Fast enough for each call."""
     given = set(map(id, donated))
     return len(given) < len(donated) or not given.isdisjoint(map(id, kept))
 
@@ -28,33 +29,36 @@ def is_deleted(array: Any) -> bool:
 
 
 def refuse_deleted(name: str, paths: Sequence[Path], arrays: Sequence[Any]) -> FunctreeError:
-    """The error for arguments of a function that were donated to an earlier call, by path."""
+    """The error for arguments that were donated to an earlier call. It lists their paths."""
     why = "was donated to an earlier call, and is deleted"
-    remedy = "use what that call returned; or do not donate it"
+    remedy = "use what that call returned, or do not donate it"
     pairs = zip(paths, arrays, strict=True)
     problems = [array_problem(path, array, why, remedy) for path, array in pairs if is_deleted(array)]
-    return FunctreeError(f"{name}: {count(len(problems), 'argument')} deleted", problems)
+    verb = "is" if len(problems) == 1 else "are"
+    return FunctreeError(f"{name}: {count(len(problems), 'argument')} {verb} deleted", problems)
 
 
 def check_donated(
     name: str, paths: Sequence[Path], arrays: Sequence[Any], arguments: Arguments, by_buffer: bool
 ) -> None:
-    """Raise for arrays that are donated and stand elsewhere too.
+    """Raise FunctreeError if an array is donated twice, or donated and also passed without donation.
 
     Args:
-        name: of the function.
-        paths: of the arrays.
-        arrays: of a call.
+        name: the name of the function.
+        paths: the paths of the arrays.
+        arrays: the arrays of a call.
         arguments: which of them are donated.
-        by_buffer: also find two arrays on one buffer, as `jax.device_put` makes them.
+        by_buffer: whether to find different arrays with one buffer too, as `jax.device_put` makes them.
 
     Raises:
-        FunctreeError: names both paths; or those of arrays that are deleted already, which have no buffer.
+        FunctreeError: such an array has two paths, which the error lists; or an array is deleted.
     """
+    # The buffers of a deleted array cannot be read.
     if by_buffer and any(map(is_deleted, arrays)):
         raise refuse_deleted(name, paths, arrays)
     first: dict[Any, tuple[Path, bool]] = {}
     problems: list[Problem] = []
+    # The donated arrays first: a kept array is a problem only if a donated one has the same buffer.
     for i, donated in [(i, True) for i in arguments.donated] + [(i, False) for i in arguments.kept]:
         for place in _places(arrays[i], by_buffer):
             other, other_donated = first.setdefault(place, (paths[i], donated))
@@ -68,15 +72,16 @@ def check_donated(
 
 def _twice(path: Path, array: Any, other: Path, donated: bool, by_buffer: bool) -> Problem:
     what = "buffer" if by_buffer else "array"
-    how = "both are donated" if donated else "it is donated there"
+    how = "both are donated" if donated else "that one is donated"
     why = f"is the same {what} as `{other}`, and {how}"
     return array_problem(path, array, why, "donate it once, or pass a copy (`jnp.copy`)")
 
 
 def _places(array: Any, by_buffer: bool) -> list[Any]:
-    """What tells an array: itself, or its buffers."""
+    """What identifies an array: its id, or its buffers."""
     if not by_buffer:
         return [id(array)]
+    # A traced array has no buffer, and neither has an array of keys by JAX's public functions.
     if not is_concrete(array) or jnp.issubdtype(array.dtype, jax.dtypes.extended):
         return []
     return [(shard.device, shard.data.unsafe_buffer_pointer()) for shard in array.addressable_shards if shard.data.size]

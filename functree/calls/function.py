@@ -1,4 +1,4 @@
-"""A function that is compiled for each group of its calls: `Function`, the base of what the wrappers return."""
+"""A function of modules ─► a `Function`, which is compiled for each group of its calls; the base of all wrappers."""
 
 import functools
 from abc import abstractmethod
@@ -26,11 +26,11 @@ _T = TypeVar("_T")
 
 
 class Function(Generic[_P, _T]):
-    """A function that is compiled once for each group of its calls.
+    """A function of modules that is compiled for each group of its calls.
 
     Attributes:
-        compilations: a record for each program that it has used, of what differed from the nearest earlier one. One
-            that another wrapper of the function had compiled before is marked as shared.
+        compilations: a record for each program that it has used, with the differences from the most similar earlier
+            one. A program that another wrapper of the function had compiled is marked as shared.
     """
 
     compilations: list[Compilation]
@@ -41,19 +41,20 @@ class Function(Generic[_P, _T]):
         functools.update_wrapper(self, fun, updated=())
         self._bound, self._traces, self._static = bound, traces, static
         self._is_bound = bool(bound.args or bound.kwargs)
-        # Looked up once: a call has no time for an attribute of an attribute.
+        # Copied, because each attribute of an attribute takes time in every call.
         self._signature, self._groups = traces.signature, traces.groups
         self._log, self._used = Log(traces.signature.name), set[Program]()
         self._moving: Counter[Program] = Counter()
         self.compilations = self._log.records
 
     def __call__(self, *args: _P.args, **kwargs: _P.kwargs) -> _T:
-        # What most calls need not do is left out of their way: where a call has 300 µs, each function that it enters
-        # for the first time in a while costs one or two.
+        # A call of a compiled function may take 300 µs, and each Python function that it calls takes one or two. So
+        # everything that most calls do not need is behind a condition here.
         program, found = self._prepare(args, kwargs)
         arrays = found.arrays
         if program.careful or found.group.several_devices or not found.concrete:
             check_call(program, found)
+        # A lowering during the call shows that JAX has compiled something, which it does not report.
         before = lowerings.count
         if program.entered is None:
             result = program(arrays)
@@ -62,6 +63,7 @@ class Function(Generic[_P, _T]):
                 result = program(arrays)
         if lowerings.count != before or program not in self._used:
             self._note(program, arrays, shared=lowerings.count == before)
+        # The first call may move its arguments on purpose; a second one shows that every call does.
         if program.moved:
             self._moving[program] += 1
             if self._moving[program] == 2:
@@ -89,20 +91,20 @@ class Function(Generic[_P, _T]):
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         return self if instance is None else BoundFunction(self, instance)
 
-    # What each kind of function says for itself
+    # For subclasses
 
     @abstractmethod
     def _key(self, found: FoundCall) -> Hashable:
-        """All that a program depends on, besides the group of its calls."""
+        """Everything that a program depends on, except the group of the call."""
 
     @abstractmethod
     def _program(self, call: Any, found: FoundCall) -> Program:
-        """A new program: all that is checked and resolved once."""
+        """Make a program: everything that is checked and resolved only once."""
 
-    # A call finds its program
+    # From a call to its program
 
     def _prepare(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Program, FoundCall]:
-        """The program for a call, made if there is none yet; and the call taken apart."""
+        """The program for a call, which is made if it does not exist yet, and the flattened call."""
         if self._is_bound:
             args, kwargs = self._bound.call(args, kwargs)
         call = self._signature.bind(args, kwargs)
@@ -110,20 +112,24 @@ class Function(Generic[_P, _T]):
             call = with_static(call, self._static)
         found = self._groups.find(call)
         group, key = found.group, self._key(found)
-        # Most calls are as the last one was: to compare what is mostly the same objects is cheaper than to hash it.
+        # Most calls have the key of the last call. Comparing keys is cheaper than hashing them, because most of their
+        # elements are the same objects.
         last = group.last
         if last is None or last[0] != key:
             program = group.programs.get(key)
             if program is None:
                 program = self._program(call, found)
-                key = self._key(found)  # which may ask for more, once such calls are on several devices
+                # Again, because the key has more elements once calls of the group are on several devices, and
+                # `_program` may have found that.
+                key = self._key(found)
                 group.programs[key] = program
                 self._used.add(program)
             group.last = last = key, program
         return last[1], found
 
     def _note(self, program: Program, arrays: Sequence[Any], shared: bool) -> None:
-        """A call has compiled something, or used a program for the first time, unless it is a part of another one."""
+        """Log that a call has compiled something, or has used a program for the first time."""
+        # Under a trace of another function, the program is a part of that function's program.
         if tracing() or any(isinstance(x, Tracer) for x in arrays):
             return
         if on_several_devices(arrays):
@@ -132,6 +138,7 @@ class Function(Generic[_P, _T]):
         self._log.add(situation(program.group, arrays, program.mesh, program.rules), shared)
 
     def _trace(self, bound: tuple[Any, ...], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Traced:
+        """Trace a call; `bound` is the instance of a method, or empty."""
         program, found = self._prepare((*bound, *args), kwargs)
         seen = situation(program.group, found.arrays, program.mesh, program.rules)
         call = Call(program, self._signature, self._bound, bound, self._static, seen)
@@ -139,11 +146,11 @@ class Function(Generic[_P, _T]):
 
 
 class BoundFunction(Generic[_P, _T]):
-    """A method that is such a function, with its instance."""
+    """A `Function` in a class, bound to an instance."""
 
     def __init__(self, function: Function[..., _T], instance: Any):
         self._function, self._instance = function, instance
-        # As of any bound method: by these others, `ft.jit` too, know what it is bound to.
+        # Bound methods have these attributes, by which other wrappers such as `ft.jit` find the instance.
         self.__func__: Function[..., _T] = function
         self.__self__: Any = instance
         self.__name__: str = function.__name__
@@ -154,19 +161,19 @@ class BoundFunction(Generic[_P, _T]):
 
     @property
     def compilations(self) -> list[Compilation]:
-        """Those of the function, for all instances."""
+        """The compilations of the function, for all instances."""
         return self._function.compilations
 
     def trace(self, *args: _P.args, **kwargs: _P.kwargs) -> Traced:
-        """As the function's."""
+        """Trace a call without running it; see `Function.trace`."""
         return self._function._trace((self._instance,), args, kwargs)
 
     def lower(self, *args: _P.args, **kwargs: _P.kwargs) -> Lowered:
-        """As the function's."""
+        """Trace and lower a call without running it; see `Function.lower`."""
         return self.trace(*args, **kwargs).lower()
 
     def eval_shape(self, *args: _P.args, **kwargs: _P.kwargs) -> Any:
-        """As the function's."""
+        """The result of a call as `jax.ShapeDtypeStruct`s; see `Function.eval_shape`."""
         return self.trace(*args, **kwargs).out_info
 
 

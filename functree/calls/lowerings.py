@@ -1,6 +1,7 @@
-"""How often JAX has made a program, in this thread: the only way to see a compilation that no trace announces.
+"""The number of programs that JAX has lowered in this thread, which shows whether a call has compiled something.
 
-Lowerings are counted, not compilations: of a program that the persistent cache holds, nothing else is heard.
+A compilation need not trace the function again, so traces cannot be counted instead. Lowerings are counted and not
+compilations, because a program from the persistent cache is lowered but not compiled.
 """
 
 import threading
@@ -9,7 +10,7 @@ import jax
 
 
 class Lowerings(threading.local):
-    """A counter of programs."""
+    """A counter of programs, one for each thread."""
 
     count: int = 0
 
@@ -18,6 +19,7 @@ lowerings: Lowerings = Lowerings()
 
 
 def _heard(event: str, duration_secs: float, **kwargs: str | int) -> None:
+    """Count a lowering. JAX calls this in the thread that lowers, when it has finished."""
     if event == "/jax/core/compile/jaxpr_to_mlir_module_duration":
         lowerings.count += 1
 

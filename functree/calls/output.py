@@ -1,4 +1,4 @@
-"""What comes out of a compiled function: its arrays in one flat node, and the rest as static data."""
+"""The result of a compiled function ─► an `Output`: its arrays in one flat node, and the rest as static data."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -11,12 +11,12 @@ from functree.tree.skeleton.skeleton import Skeleton
 
 
 class Output:
-    """A function's result, taken apart.
+    """A flattened result of a function.
 
     Attributes:
-        values: its arrays.
+        values: the arrays of the result.
         skeleton: the result without its arrays.
-        which: for each array of the skeleton, its place among the values; None where each has one of its own.
+        which: for each array of the skeleton, its index among the values; None if these are one to one.
     """
 
     __slots__ = ("skeleton", "values", "which")
@@ -29,27 +29,26 @@ class Output:
 
     @classmethod
     def of(cls, tree: Any, name: str) -> "Output":
-        """A result taken apart.
+        """Flatten a result.
 
         Args:
             tree: the result of a function that is being traced.
-            name: of the function.
+            name: the name of the function.
 
         Raises:
-            FunctreeError: a tracer in a static field of the result, where it would outlive its trace.
+            FunctreeError: a static field of the result has a traced array, which must not be used after the trace.
         """
         skeleton = Skeleton.of(tree)
         kept = [path for path, value in skeleton.statics if isinstance(value, Tracer)]
         if kept:
             why = "is a traced array in a static field, which would be used after its trace has ended"
             problems = [Problem(path, None, "", why, "declare the field without `static=True`") for path in kept]
-            raise FunctreeError(
-                f"{name}: {count(len(kept), 'static field')} of the result with traced values", problems
-            )
+            fields = count(len(kept), "static field")
+            raise FunctreeError(f"{name}: the result has {fields} with traced values", problems)
         return cls(skeleton.take(tree) or (), skeleton)
 
     def distinct(self) -> "Output":
-        """The same, with an array that stands at two places of the result only once."""
+        """The same output, in which an array that is at two paths of the result is only one value."""
         first: dict[int, int] = {}
         which = tuple(first.setdefault(id(value), len(first)) for value in self.values)
         different = {id(value): value for value in self.values}
@@ -61,7 +60,7 @@ class Output:
         return self.like(self.values)
 
     def like(self, values: Sequence[Any]) -> Any:
-        """A tree like the result, with others for its values."""
+        """A tree with the structure of the result and with other values."""
         return self.skeleton.build(values if self.which is None else [values[i] for i in self.which])
 
 

@@ -1,36 +1,38 @@
-"""What `in_shardings=` and `in_specs=` say ─► a layout, or a prefix tree of layouts, for a call."""
+"""The layouts of `in_shardings=` or `in_specs=` ─► a layout, or a prefix tree of layouts, for a call."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from functree.calls.signature import Signature
 from functree.errors import RuleError, count, did_you_mean
-from functree.layout.layout import is_layout
+from functree.layout.layout import LayoutTree, is_layout
 
 
 class ParameterLayouts:
     """The layouts that an option gives to the parameters of a function.
 
     Args:
-        option: its name.
-        written: one entry for each positional parameter, a dict by parameter name, or one layout for all.
-        signature: of the function.
-        otherwise: the layout of the parameters that it does not name.
+        option: the name of the option, for errors.
+        written: one entry for each positional parameter, a dict by parameter names, or one layout for all parameters.
+        signature: the signature of the function.
+        otherwise: the layout of parameters that a dict does not name.
 
     Raises:
-        RuleError: another number of entries than parameters, an unknown name, or something that is no layout.
+        RuleError: the number of entries is not that of the parameters, a name is unknown, or something is not a layout.
     """
 
-    def __init__(self, option: str, written: Any, signature: Signature, otherwise: Any = None):
+    def __init__(self, option: str, written: Any, signature: Signature, otherwise: LayoutTree = None):
         self.signature: Signature = signature
-        self.otherwise: Any = otherwise
-        self.by_name: dict[str, Any] | None = None
-        self.all: Any = None
+        self.otherwise: LayoutTree = otherwise
+        self.by_name: dict[str, LayoutTree] | None = None
+        self.all: LayoutTree = None
         if is_layout(written):
             self.all = written
         elif isinstance(written, dict):
             self.by_name = dict(written)
-            lost = [] if signature.by_name else [name for name in written if name not in signature.parameters]
-            if lost:
+            lost = [name for name in written if name not in signature.parameters]
+            # With `**kwargs`, any name may be that of an argument.
+            if lost and signature.by_name is None:
                 near = did_you_mean(lost[0], signature.parameters)
                 raise RuleError(
                     f"{option}: {signature.name} has no parameter {lost[0]!r}{near}; its parameters are "
@@ -43,21 +45,23 @@ class ParameterLayouts:
                 f"{option}: {written!r} is neither a layout, nor one for each positional parameter, nor a dict by name"
             )
 
-    def _in_order(self, option: str, written: Any) -> dict[str, Any]:
+    def _in_order(self, option: str, written: Sequence[LayoutTree]) -> dict[str, LayoutTree]:
+        """The layouts by parameter names, from one for each positional parameter."""
         positional = self.signature.positional
         if len(written) != len(positional):
             raise RuleError(
                 f"{option} has {count(len(written), 'layout')}, and {self.signature.name} has "
                 f"{count(len(positional), 'positional parameter')} ({', '.join(positional) or 'none'}): give each one, "
-                "`None` for what is no array"
+                "`None` for a parameter that is not an array"
             )
         return dict(zip(positional, written, strict=True))
 
-    def prefix(self, call: Any) -> Any:
-        """The layouts of a call."""
+    def prefix(self, call: Any) -> LayoutTree:
+        """The layouts of a call: one layout, or a named tuple like the call."""
         if self.by_name is None:
             return self.all
         given, by_name = dict(self.by_name), self.signature.by_name
+        # The layouts of arguments in `**kwargs` are given by their own names, and the call has them in one dict.
         if by_name is not None and by_name not in given:
             given[by_name] = {name: given.get(name, self.otherwise) for name in call[call._fields.index(by_name)]}
         return self.signature.call(*(given.get(name, self.otherwise) for name in call._fields))

@@ -1,4 +1,4 @@
-"""A body, and how its arguments and its result are sharded ─► the program that JAX compiles for it."""
+"""A body, and the shardings of its arguments and its result ─► the `Program` that JAX compiles for it."""
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -16,15 +16,15 @@ from functree.layout.layout import Layout
 from functree.layout.meshes import tracing
 
 Shardings = Sequence[NamedSharding | None]
-"""A sharding for each array; None for one that is handed over or returned as it comes."""
+"""A sharding for each array; None for an array that may have any sharding."""
 
 
 class Prepared(NamedTuple):
-    """A body that has been traced, and the layout of its result found.
+    """A body that has been traced, with the shardings of its result.
 
     Attributes:
-        jitted: the function that `jax.jit` made.
-        traced: JAX's `Traced` of the call that it was prepared for.
+        jitted: the function that `jax.jit` returned.
+        traced: JAX's `Traced` of the call that the body was traced for.
         out_shardings: for each array of the result; None if there are none.
     """
 
@@ -46,11 +46,11 @@ def prepare(
 
     Args:
         body: the function.
-        arrays: of a call.
+        arrays: the arrays of a call.
         entered: the mesh to enter around the trace, if it is not the current one.
-        options: what `jax.jit` takes besides shardings and donation.
+        options: the options of `jax.jit`, without shardings and donation.
         in_shardings: for each array of a call; None if there are none.
-        lay_outputs: from the traced result to a sharding for each of its arrays, or to None.
+        lay_outputs: a function from the traced result to a sharding for each of its arrays, or to None.
     """
     arguments, given = body.arguments, dict(options or {})
     if arguments.donated:
@@ -63,7 +63,7 @@ def prepare(
         output = traced.out_info
         out_shardings = lay_outputs(output)
         if out_shardings is not None:
-            # JAX finds the trace of the same body: the user's function does not run again.
+            # JAX has the trace of the same body in its cache, so the user's function is not traced again.
             values = [_ambient(sharding) for sharding in out_shardings]
             jitted = jax.jit(body, out_shardings=Output(values, output.skeleton, output.which), **given)
     return Prepared(jitted, traced, out_shardings)
@@ -71,19 +71,19 @@ def prepare(
 
 @dataclass(frozen=True, eq=False)
 class Program:
-    """What JAX compiles for the calls of one group.
+    """A function that JAX compiles for the calls of one group.
 
     Attributes:
-        name: of the function.
-        group: of the calls.
+        name: the name of the user's function.
+        group: the group of the calls.
         body: the function from arrays to arrays.
-        jitted: the same, by `jax.jit`.
-        mesh: the mesh of the body; None for that of the arguments.
+        jitted: `jax.jit` of the body.
+        mesh: the mesh of the body; None for the mesh of the arguments.
         rules: the ambient rules of the body.
         entered: the mesh to enter around a call, if it is not the current one.
         in_shardings: for each array of a call; None if there are none.
         out_shardings: for each array of the result; None if there are none.
-        moved: the places of the arrays that JAX moves to their devices in every call.
+        moved: the indices of the arrays that JAX moves to other devices in every call.
     """
 
     name: str
@@ -99,7 +99,7 @@ class Program:
 
     @cached_property
     def careful(self) -> bool:
-        """Whether a call is checked before: arrays are donated, or there are no devices."""
+        """Whether each call is checked before it runs: because arrays are donated, or the mesh has no devices."""
         return bool(self.body.arguments.donated) or isinstance(self.mesh, AbstractMesh)
 
     def __call__(self, arrays: Sequence[Any]) -> Any:
@@ -115,9 +115,9 @@ class Program:
 
 
 def around(mesh: Mesh | AbstractMesh | None) -> AbstractContextManager[Any]:
-    """The mesh around a call: nothing to do where it is the current one, or where a trace is under way.
+    """A context with a mesh. It does nothing if the mesh is the current one, or while a function is traced.
 
-    `jax.set_mesh` sets it at once, not when it is entered: so call this nowhere but in a `with`.
+    Call this only in a `with` statement: `jax.set_mesh` sets the mesh when it is called, and not when it is entered.
     """
     if not isinstance(mesh, Mesh) or tracing() or jax.sharding.get_mesh() is mesh:
         return nullcontext()
@@ -125,11 +125,9 @@ def around(mesh: Mesh | AbstractMesh | None) -> AbstractContextManager[Any]:
 
 
 def _ambient(sharding: Any) -> Any:
-    """A sharding for `jax.jit`.
-
-    Under a trace a mesh is known without its devices; but an eager `vmap` or `grad` is about to run all the same. So
-    there the spec is left to JAX, which knows the ambient mesh whole.
-    """
+    """A sharding for `jax.jit`, or only its spec if its mesh is the current abstract mesh."""
+    # During a trace the current mesh is abstract. But an eager `vmap` or `grad` is a trace too, and runs the program:
+    # JAX then needs devices. For a spec it takes the current mesh, of which it knows the devices.
     if sharding is None or isinstance(sharding.mesh, Mesh) or sharding.memory_kind is not None:
         return sharding
     ambient = jax.sharding.get_abstract_mesh()

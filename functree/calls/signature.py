@@ -1,4 +1,4 @@
-"""A function ─► its `Signature`: the class of its calls, which are trees whose fields are annotated."""
+"""A function ─► its `Signature`: a class for its calls, which are trees with the parameters as annotated fields."""
 
 import functools
 import inspect
@@ -12,17 +12,17 @@ from functree.errors import FunctreeError
 from functree.tree.annotations.hints import UNREADABLE
 from functree.tree.paths import Path
 
-RESULT = "result"  # what paths call it
+RESULT = "result"  # the name of a function's result in paths
 _EMPTY = inspect.Parameter.empty
 
 
 class Bound(NamedTuple):
-    """A callable, as a function and what is bound to it.
+    """A callable, as a function and the arguments that are bound to it.
 
     Attributes:
         fun: the function.
-        args: bound by position: the instance of a method, a partial's arguments, a module that is called.
-        kwargs: bound by name.
+        args: arguments bound by position: the instance of a method, the arguments of a partial, a callable module.
+        kwargs: arguments bound by name.
     """
 
     fun: Callable[..., Any]
@@ -31,12 +31,13 @@ class Bound(NamedTuple):
 
     @classmethod
     def of(cls, fun: Any) -> "Bound":
-        """What is bound to a callable. Raises TypeError for what cannot be called."""
+        """The function of a callable and its bound arguments. Raises TypeError if it cannot be called."""
         if isinstance(fun, functools.partial):
             inner, args, kwargs = cls.of(fun.func)
             return cls(inner, (*args, *fun.args), {**kwargs, **fun.keywords})
         if hasattr(fun, "__func__") and hasattr(fun, "__self__"):
             return cls(fun.__func__, (fun.__self__,), {})
+        # A callable module is a node of a tree: its arrays are arguments of the function `type(fun).__call__`.
         if default_registry.flatten_one_level(fun) is not None:
             return cls(type(fun).__call__, (fun,), {})
         if not callable(fun):
@@ -44,29 +45,29 @@ class Bound(NamedTuple):
         return cls(fun, (), {})
 
     def call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
-        """All arguments of a call."""
+        """The arguments of a call with those that are bound."""
         if not self.args and not self.kwargs:
             return args, kwargs
         return (*self.args, *args), {**self.kwargs, **kwargs}
 
 
 class Signature:
-    """A function as its annotations describe it. A call of it is a named tuple of its parameters' values.
+    """The parameters and annotations of a function. A call of the function is a named tuple of its arguments.
 
-    Such a tuple is a tree whose fields are annotated, so that what reads the axes of a module reads those of a call.
-    It knows nothing of the function itself, so that what is remembered for a function does not keep it alive.
+    Such a named tuple is a tree with annotated fields, so the axes of arguments are read like those of a module. A
+    signature has no reference to the function itself, so that caches with signatures do not keep functions alive.
 
     Args:
         fun: a function.
-        bound: how many parameters are bound by position, and the names of those that are bound by name.
+        bound: the number of parameters that are bound by position, and the names of those that are bound by name.
 
     Raises:
-        FunctreeError: a function of C that does not tell its parameters.
+        FunctreeError: the function is written in C, and has no signature that Python can read.
 
     Attributes:
-        name: of the function.
-        positional: the parameters that are given by position, without those that are bound.
-        by_name: the parameter that takes unknown names, or None.
+        name: the name of the function.
+        positional: the names of the parameters that are given by position, without those that are bound.
+        by_name: the name of the `**kwargs` parameter, or None.
         call: the class of its calls.
         result: the class of its results, with one field.
     """
@@ -96,11 +97,12 @@ class Signature:
 
     @property
     def parameters(self) -> tuple[str, ...]:
-        """All of them, those that are bound first."""
+        """The names of all parameters, in the order of the signature."""
         return self.call._fields
 
     def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """A call, defaults filled in; `args` begin with what is bound. Raises TypeError as Python does."""
+        """A call with defaults; `args` begin with bound arguments. Raises TypeError as Python does."""
+        # The usual call, by position and without `*args` or `**kwargs`, is bound without `inspect`, which is slow.
         if self._simple and not kwargs:
             missing = self._defaults[len(args) :]
             if len(args) + len(missing) == len(self._defaults) and not any(x is _EMPTY for x in missing):
@@ -110,7 +112,7 @@ class Signature:
         return self.call(*bound.arguments.values())
 
     def each(self, call: Any) -> Iterator[tuple[Path, Any]]:
-        """A call's arguments by path, one by one where a parameter takes any number of them."""
+        """The arguments of a call with their paths; each argument in `*args` and `**kwargs` has its own path."""
         for name, value in zip(self.parameters, call, strict=True):
             if name == self.by_name:
                 yield from ((Path((name, key)), value[key]) for key in value)
@@ -120,12 +122,12 @@ class Signature:
                 yield Path((name,)), value
 
     def run(self, fun: Callable[..., Any], call: Any) -> Any:
-        """The result of the function, or of one that takes the same, for a call."""
+        """The result of a function with this signature for a call."""
         args, kwargs = self.arguments(call)
         return fun(*args, **kwargs)
 
     def arguments(self, call: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """A call as the function takes it."""
+        """A call as `(args, kwargs)`."""
         bound = inspect.BoundArguments(self._signature, OrderedDict(zip(self.parameters, call, strict=True)))
         return bound.args, bound.kwargs
 
@@ -134,11 +136,13 @@ def _signature(fun: Any) -> inspect.Signature:
     try:
         return inspect.signature(fun)
     except ValueError as error:
-        raise FunctreeError(f"{fun!r} does not tell its parameters: wrap it, `lambda x: ...`") from error
+        raise FunctreeError(f"{fun!r} has no signature: wrap it in a function, `lambda x: ...`") from error
 
 
 def _record(fun: Any, annotations: Mapping[str, Any]) -> Any:
-    """A class of named tuples. `typing.NamedTuple` refuses names that begin with an underscore."""
+    """A class of named tuples with annotated fields."""
+    # Not `typing.NamedTuple`, which refuses names that begin with an underscore. JAX and functree treat any subclass of
+    # tuple with `_fields` as a named tuple.
     members = {
         "__slots__": (),
         "__module__": getattr(fun, "__module__", __name__),
@@ -150,16 +154,19 @@ def _record(fun: Any, annotations: Mapping[str, Any]) -> Any:
 
 
 def _annotation(fun: Any, parameter: inspect.Parameter) -> Any:
+    """The annotation of a parameter's value in a call: a tuple for `*args`, and a dict for `**kwargs`."""
     hint = _resolved(fun, parameter.annotation)
     if hint is _EMPTY:
         return hint
     if parameter.kind is inspect.Parameter.VAR_POSITIONAL:
         return tuple[hint, ...]
-    return dict[str, hint] if parameter.kind is inspect.Parameter.VAR_KEYWORD else hint
+    if parameter.kind is inspect.Parameter.VAR_KEYWORD:
+        return dict[str, hint]
+    return hint
 
 
 def _resolved(fun: Any, annotation: Any) -> Any:
-    """An annotation in quotes looked up where the function stands; one that cannot be read there stays as it is."""
+    """A quoted annotation, resolved in the scope of the function. If that fails, it is returned as it is."""
     if not isinstance(annotation, str):
         return annotation
     inner = inspect.unwrap(fun)
@@ -170,7 +177,7 @@ def _resolved(fun: Any, annotation: Any) -> Any:
 
 
 def closed_over(fun: Any) -> dict[str, Any]:
-    """The values of the variables that a function closes over, by name."""
+    """The variables that a function closes over, by name."""
     code, cells = getattr(fun, "__code__", None), getattr(fun, "__closure__", None)
     found: dict[str, Any] = {}
     if not code or not cells:

@@ -1,4 +1,4 @@
-"""A call of a function made by `ft.jit` ─► what JAX knows of it: traced, lowered, compiled, over modules."""
+"""A call of a function made by `ft.jit` ─► its stages, traced, lowered and compiled, for trees of modules."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -22,15 +22,15 @@ from functree.tree.skeleton.skeleton import Skeleton
 
 
 class Call(NamedTuple):
-    """The call that a stage is of.
+    """The call that a stage belongs to.
 
     Attributes:
-        program: the function, for one group of its calls.
-        signature: of the function.
-        bound: what is bound to the function.
-        instance: what is given in front of every call's arguments: the instance of a method.
+        program: the program of the call.
+        signature: the signature of the function.
+        bound: the function and the arguments bound to it.
+        instance: the instance of a method, which comes before the arguments of every call; or an empty tuple.
         static: the names of static parameters.
-        situation: all that a compilation depends on.
+        situation: everything that a compilation depends on.
     """
 
     program: Program
@@ -46,25 +46,28 @@ class Call(NamedTuple):
         return with_static(self.signature.bind(args, kwargs), self.static)
 
     def values(self, tree: Any) -> list[Any]:
-        """JAX's tree for the two arguments ─► a value for each of the call's arrays."""
+        """A tree from JAX with the structure of the compiled function's arguments ─► a value for each array."""
         (kept, donated), _ = tree
         return self.program.body.arguments.join(kept, donated)
 
     def arguments(self, values: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """A value for each array ─► `(args, kwargs)` as the function takes them, None for statics."""
+        """A value for each array ─► `(args, kwargs)` of the function, with None for static values."""
         return self.signature.arguments(self.program.group.skeleton.spread(values))
 
 
 class Stage:
-    """What all three stages tell. Trees have the structure of the function's arguments `(args, kwargs)`, or of its
-    result, with None where a leaf of the arguments is no array."""
+    """The base class of the three stages.
+
+    Trees have the structure of the function's arguments `(args, kwargs)`, with None in the place of leaves that are not
+    arrays, or the structure of its result.
+    """
 
     def __init__(self, stage: Any, call: Call):
         self._stage, self._call = stage, call
 
     @property
     def args_info(self) -> Any:
-        """`(args, kwargs)` of `jax.stages.ArgInfo`: shapes, dtypes, what is donated."""
+        """`(args, kwargs)` of `jax.stages.ArgInfo`: shapes, dtypes, and whether they are donated."""
         return self._arguments(self._stage.args_info)
 
     @property
@@ -79,7 +82,7 @@ class Stage:
 
     @property
     def out_info(self) -> Any:
-        """The result, as `jax.ShapeDtypeStruct`s and the like."""
+        """The result, with an abstract value for each array."""
         return self._stage.out_info.tree
 
     @property
@@ -89,28 +92,28 @@ class Stage:
 
     @property
     def out_avals(self) -> Any:
-        """The result, as abstract values."""
+        """The result, with JAX's type of each array."""
         return jax.tree.map(jax.typeof, self._stage.out_info).tree
 
     @property
     def donate_argnums(self) -> tuple[int, ...]:
-        """Which of the arguments' arrays are donated, as places among them in JAX's order."""
+        """The indices of the donated arrays, among all arrays of the arguments in JAX's order."""
         return self._call.program.body.arguments.donated
 
     @property
     def in_shardings(self) -> Any:
-        """What `in_shardings` came to, `(args, kwargs)`; None where an array goes as it comes."""
+        """`(args, kwargs)` of the shardings by `in_shardings`; None for an array with any sharding."""
         program = self._call.program
         return self._call.arguments(program.in_shardings or [None] * len(program.group.paths))
 
     @property
     def out_shardings(self) -> Any:
-        """What `out_shardings` and the donated state came to; None where the compiler chooses."""
+        """The shardings of the result by `out_shardings` and by donated state; None if the compiler chooses."""
         output = self._stage.out_info
         return output.like(self._call.program.out_shardings or [None] * len(output.values))
 
     def _arguments(self, tree: Any) -> Any:
-        """JAX's tree for the two arguments, as `(args, kwargs)`."""
+        """A tree from JAX as `(args, kwargs)` of the function."""
         return self._call.arguments(self._call.values(tree))
 
     def __repr__(self) -> str:
@@ -118,7 +121,7 @@ class Stage:
 
 
 class Traced(Stage):
-    """A function traced for one call; as `jax.stages.Traced`, over modules.
+    """A function traced for one call; like `jax.stages.Traced`, for functions of modules.
 
     Examples:
         >>> traced = ft.jit(lambda x: {"y": 2 * x}).trace(jax.ShapeDtypeStruct((3,), "float32"))
@@ -128,21 +131,21 @@ class Traced(Stage):
 
     @property
     def jaxpr(self) -> Any:
-        """The function as a `ClosedJaxpr`: its arguments are the kept arrays, then the donated ones."""
+        """The function as a `ClosedJaxpr`. Its arguments are the arrays that are kept, and then the donated ones."""
         return self._stage.jaxpr
 
     @property
     def fun_name(self) -> str:
-        """The function's name."""
+        """The name of the function."""
         return self._stage.fun_name
 
     def lower(self, *, lowering_platforms: tuple[str, ...] | None = None) -> "Lowered":
-        """The program before it is compiled, for this platform or others (`("tpu",)`)."""
+        """Lower the function, for this platform or for others (`("tpu",)`)."""
         return Lowered(self._stage.lower(lowering_platforms=lowering_platforms), self._call)
 
 
 class Lowered(Stage):
-    """A function lowered for one call; as `jax.stages.Lowered`, over modules.
+    """A function lowered for one call; like `jax.stages.Lowered`, for functions of modules.
 
     Examples:
         >>> lowered = ft.jit(lambda x: 2 * x).lower(jnp.ones(3))
@@ -151,7 +154,7 @@ class Lowered(Stage):
     """
 
     def compile(self, compiler_options: Mapping[str, Any] | None = None) -> "Compiled":
-        """The compiled program."""
+        """Compile the program."""
         return Compiled(self._stage.compile(compiler_options), self._call)
 
     def as_text(self, dialect: str | None = None, *, debug_info: bool = False) -> str:
@@ -159,38 +162,38 @@ class Lowered(Stage):
         return self._stage.as_text(dialect=dialect, debug_info=debug_info)
 
     def compiler_ir(self, dialect: str | None = None) -> Any | None:
-        """The program as the compiler's own object."""
+        """The program as an object of the compiler."""
         return self._stage.compiler_ir(dialect=dialect)
 
     def cost_analysis(self) -> Any | None:
-        """The compiler's estimate of costs, before compilation."""
+        """The compiler's estimate of the costs, before compilation."""
         return self._stage.cost_analysis()
 
 
 class Compiled(Stage):
-    """A function compiled for one call; as `jax.stages.Compiled`, over modules. It can be called.
+    """A function compiled for one call; like `jax.stages.Compiled`, for functions of modules. It can be called.
 
     Examples:
         >>> compiled = ft.jit(lambda m, x: m["w"] * x).lower({"w": jnp.ones(3)}, jnp.ones(3)).compile()
         >>> compiled({"w": jnp.ones(3)}, jnp.ones(4))
         Traceback (most recent call last):
             ...
-        functree.errors.FunctreeError: <lambda>: 1 argument not as it was compiled for
+        functree.errors.FunctreeError: <lambda>: 1 argument is not as compiled
         <BLANKLINE>
           x   f32[4]
               shape (3,) when compiled, (4,) now
         <BLANKLINE>
-        Try: call the function itself, which compiles again where it has to
+        Try: call the function itself, which compiles again if necessary
     """
 
     _checked: tuple[Any, ...] | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run it.
+        """Run the compiled program.
 
         Raises:
-            FunctreeError: arguments of another structure, shape, dtype or sharding than it was compiled for, by path;
-                an array donated twice, or to an earlier call.
+            FunctreeError: arguments have another structure, shape, dtype or sharding than those that it was compiled
+                for; an array is donated twice, or was donated to an earlier call. The error lists the paths.
         """
         program, call = self._call.program, self._call.bind(args, kwargs)
         arrays = program.group.take(call)
@@ -207,8 +210,9 @@ class Compiled(Stage):
     call = __call__
 
     def _check(self, arrays: Sequence[Any]) -> None:
-        """That arrays are as they were when it was compiled. What was so in the last call is so now."""
-        # JAX moves an uncommitted array to where it is needed; one that is committed to the same device it does not.
+        """Raise FunctreeError if arrays are not as they were when the program was compiled."""
+        # Arrays with the same type, sharding and commitment as in the last call need no check. The commitment counts,
+        # since JAX moves uncommitted arrays to the devices of the program, but not committed ones.
         seen = tuple(tuple(getattr(x, name, None) for name in ("aval", "sharding", "committed")) for x in arrays)
         if self._checked is not None and seen == self._checked and not any(aval is None for aval, *_ in seen):
             return
@@ -230,7 +234,7 @@ class Compiled(Stage):
         self._checked = seen
 
     def _other(self, call: Any) -> FunctreeError:
-        """The error for a call of another group."""
+        """The error for a call with another structure or other static values."""
         group = CallGroup(Skeleton.of(call))
         arrays = group.take(call) or []
         now = situation(group, arrays, self._call.situation.mesh, self._call.situation.rules)
@@ -240,26 +244,26 @@ class Compiled(Stage):
 
     @property
     def input_shardings(self) -> Any:
-        """`(args, kwargs)` of the shardings that it was compiled for."""
+        """`(args, kwargs)` of the shardings that the program was compiled for."""
         return self._arguments(self._stage.input_shardings)
 
     @property
     def output_shardings(self) -> Any:
-        """The result's shardings."""
+        """The shardings of the result."""
         return self._stage.output_shardings.tree
 
     @property
     def input_formats(self) -> Any:
-        """`(args, kwargs)` of the memory layouts that it was compiled for."""
+        """`(args, kwargs)` of the memory layouts that the program was compiled for."""
         return self._arguments(self._stage.input_formats)
 
     @property
     def output_formats(self) -> Any:
-        """The result's memory layouts."""
+        """The memory layouts of the result."""
         return self._stage.output_formats.tree
 
     def as_text(self) -> str | None:
-        """The compiled program as text. Its parameters carry their paths: `kept.x`, `donated.model.up`."""
+        """The compiled program as text. Its parameters have the paths of the arrays: `kept.x`, `donated.model.up`."""
         return self._stage.as_text()
 
     def cost_analysis(self) -> Any | None:
@@ -271,19 +275,20 @@ class Compiled(Stage):
         return self._stage.memory_analysis()
 
     def runtime_executable(self) -> Any | None:
-        """The executable as the runtime's own object."""
+        """The executable as an object of the runtime."""
         return self._stage.runtime_executable()
 
 
 def _is_taken(array: Any, sharding: Any) -> bool:
-    """Whether JAX takes an array as it is, or may move it since it is uncommitted."""
+    """Whether JAX accepts an array: it is sharded as required, or may be moved because it is uncommitted."""
     if sharding is None or not isinstance(array, jax.Array) or not array.committed:
         return True
     return is_sharded_as(array, sharding)
 
 
 def _refuse(program: Program, found: Sequence[Difference], arrays: Mapping[Path, Any]) -> FunctreeError:
-    remedy = "call the function itself, which compiles again where it has to"
+    """The error for arguments that differ from those that the program was compiled for."""
+    remedy = "call the function itself, which compiles again if necessary"
     problems: list[Problem] = []
     for different in found:
         before, now = different.text(different.before), different.text(different.now)
@@ -293,5 +298,6 @@ def _refuse(program: Program, found: Sequence[Difference], arrays: Mapping[Path,
             problems.append(Problem(different.path, None, "", why, remedy))
         else:
             problems.append(array_problem(different.path, array, why, remedy))
-    number = count(len({problem.path for problem in problems}), "argument")
-    return FunctreeError(f"{program.name}: {number} not as it was compiled for", problems)
+    number = len({problem.path for problem in problems})
+    verb = "is" if number == 1 else "are"
+    return FunctreeError(f"{program.name}: {count(number, 'argument')} {verb} not as compiled", problems)

@@ -1,4 +1,4 @@
-"""Values that `static_argnums` or `static_argnames` keep out of tracing, whatever they hold."""
+"""Arguments of `static_argnums` and `static_argnames` ─► static leaves of a call, even if they contain arrays."""
 
 from typing import Any
 
@@ -9,29 +9,37 @@ from functree.tree.skeleton.static_value import StaticValue, is_hashable
 
 
 class StaticArgument(StaticValue):
-    """One leaf of a call, equal by type and value."""
+    """A static argument as one leaf of a call, compared by type and value."""
 
     __slots__ = ()
 
 
 def with_static(call: Any, names: frozenset[str]) -> Any:
-    """A call in which the values of some parameters are such leaves; `more.mode` is one among any names."""
+    """A call with static leaves for some parameters; the name `more.mode` is the argument `mode` in `**more`."""
     if not names:
         return call
     return type(call)(*[_static(name, value, names) for name, value in zip(call._fields, call, strict=True)])
 
 
 def _static(name: str, value: Any, names: frozenset[str]) -> Any:
+    """The value of one parameter, as a static leaf if its name is among the names."""
     if name in names:
         return StaticArgument(value)
+    # The dict of `**kwargs`, in which single arguments may be static.
     if type(value) is dict and any(f"{name}.{key}" in names for key in value):
         return {key: StaticArgument(x) if f"{name}.{key}" in names else x for key, x in value.items()}
     return value
 
 
 def opened(call: Any) -> list[Any]:
-    """The values of a call as the function is given them, without such leaves around them."""
-    return [{key: _opened(x) for key, x in value.items()} if type(value) is dict else _opened(value) for value in call]
+    """The values of a call for the function itself: static leaves are replaced by their values."""
+    values = []
+    for value in call:
+        if type(value) is dict:
+            values.append({key: _opened(x) for key, x in value.items()})
+        else:
+            values.append(_opened(value))
+    return values
 
 
 def _opened(value: Any) -> Any:
@@ -39,11 +47,12 @@ def _opened(value: Any) -> Any:
 
 
 def check_static(skeleton: Skeleton) -> None:
-    """Raise FunctreeError for static values of a call that cannot be hashed, by path."""
+    """Raise FunctreeError if static values of a call cannot be hashed. The error lists them by path."""
+    # Static arguments first: they have another remedy than leaves that are not arrays.
     problems: list[Problem] = []
     for path, static in skeleton.statics:
         if isinstance(static, StaticArgument) and not is_hashable(static):
-            why, value = "is declared static, and cannot be hashed", static.value
+            why, value = "is declared static, but cannot be hashed", static.value
             remedy = "make it hashable"
             if is_array(value):
                 remedy = "leave it out of `static_argnums` and `static_argnames`"

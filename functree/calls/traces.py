@@ -1,4 +1,4 @@
-"""A function and its options ─► what is remembered for them: the groups of its calls, their traces and programs."""
+"""A function and its options ─► its `Traces`: the groups of its calls, with their traces and programs."""
 
 import weakref
 from collections.abc import Callable, Hashable
@@ -12,12 +12,12 @@ from functree.tree.skeleton.skeleton import Skeleton
 
 
 class Traces:
-    """What is remembered for a function under equal options, however often it is wrapped.
+    """The traces and programs of a function, shared by all wrappers of it that have equal options.
 
     Attributes:
-        signature: of the function.
-        groups: of its calls, with their traces and programs.
-        fun: gives the function, which it does not keep alive.
+        signature: the signature of the function.
+        groups: the groups of its calls, with their traces and programs.
+        fun: returns the function. The reference is weak.
     """
 
     def __init__(self, bound: Bound, signature: Signature):
@@ -27,24 +27,28 @@ class Traces:
 
 
 def _reference(fun: Any) -> Callable[[], Any]:
+    """A weak reference to a function, or a strong one if it has no weak references."""
     try:
         return weakref.ref(fun)
-    except TypeError:  # some functions of C
+    except TypeError:  # some functions that are written in C
         return lambda: fun
 
 
-# By function, and then by the options. No value holds its function, so that one which is gone takes its traces along.
+# By function, and then by options. The values do not hold the function, so its traces are deleted together with it.
 _SHARED: WeakKeyDictionary[Any, dict[Hashable, Traces]] = WeakKeyDictionary()
 
 
 def traces_of(bound: Bound, signature: Signature, *options: Any) -> Traces:
-    """What is remembered for a function under some options: the same object wherever they are equal.
+    """The traces of a function with some options. Equal functions and options have the same object.
 
     Args:
-        bound: the function.
-        signature: of the function.
-        options: a tree of hashable values, prefix trees of layouts among them; what cannot be hashed is not shared.
+        bound: the function and the arguments bound to it.
+        signature: the signature of the function.
+        options: a tree of hashable values, which may contain prefix trees of layouts. If they cannot be hashed, the
+            traces are not shared.
     """
+    # The options are compared as a skeleton, so that 1 and True are different and trees of layouts are compared by
+    # their structure and leaves.
     try:
         skeleton = Skeleton.of(options)
         skeleton.check_hashable()

@@ -1,26 +1,27 @@
-"""What layouts have decided about one leaf: a `Decision`, dimension by dimension, and how a spec is put into one."""
+"""A leaf ─► a `Decision`: what layouts have decided about each of its dimensions, and why."""
 
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from jax.sharding import PartitionSpec
 
+from functree.errors import Problem
 from functree.layout.specs import axes_text, entry, invalid_entry, mesh_axes, spec_text
 from functree.tree.leaf import Leaf
 
 Fault = tuple[str, str]
-"""What is wrong with a leaf, and the remedy."""
+"""What is wrong with a leaf, and what to change."""
 
 
 class Dimension(NamedTuple):
     """What is decided about one dimension of a leaf.
 
     Attributes:
-        mesh_axes: over which it is split; `()` where it is whole.
-        source: what split it, as messages name it: `rule hidden→model`, `P('data')`.
-        settled: False where it has a name, and no layout has mentioned that yet.
-        closed: whether only `...: None` is about its name.
-        fault: why it cannot stay as it is, unless a layout behind this one decides about it.
+        mesh_axes: the mesh axes that shard it; `()` if it is unsharded.
+        source: the rule or spec that sharded it, for messages: `rule hidden→model`, `P('data')`.
+        settled: False if it has a name that no layout has mentioned yet.
+        closed: whether no rule is about its name except `...: None`.
+        fault: why it may not stay as it is. A later layout that decides about the dimension removes the fault.
     """
 
     mesh_axes: tuple[str, ...] = ()
@@ -34,14 +35,14 @@ WHOLE = Dimension()
 
 
 class Decision(NamedTuple):
-    """Where one leaf goes.
+    """How one leaf is sharded.
 
     Attributes:
         dimensions: one for each dimension of the leaf.
-        reason: why, for a person.
-        faults: what is wrong whatever layouts come behind.
-        memory_kind: where in a device's memory; None for the default.
-        specified: False where no layout was given: `None`.
+        reason: the reason, for the plan.
+        faults: what is wrong, and cannot be corrected by later layouts.
+        memory_kind: the kind of memory; None for the default.
+        specified: False if no layout was given (`None`).
     """
 
     dimensions: tuple[Dimension, ...]
@@ -52,7 +53,7 @@ class Decision(NamedTuple):
 
     @property
     def mesh_axes(self) -> tuple[tuple[str, ...], ...]:
-        """For each dimension, the mesh axes over which it is split."""
+        """For each dimension, the mesh axes that shard it."""
         return tuple(dimension.mesh_axes for dimension in self.dimensions)
 
     @property
@@ -61,28 +62,29 @@ class Decision(NamedTuple):
         return PartitionSpec(*[entry(dimension.mesh_axes) for dimension in self.dimensions])
 
     def used(self, but: int | None = None) -> set[str]:
-        """The mesh axes that split a dimension, one of them left out."""
+        """The mesh axes that shard the dimensions; those of the dimension `but` are not counted."""
         return {axis for i, dimension in enumerate(self.dimensions) if i != but for axis in dimension.mesh_axes}
 
     def because(self, reason: str) -> "Decision":
-        """The same, for one more reason."""
+        """The same decision with one more reason."""
         return self._replace(reason="; ".join(filter(None, (self.reason, reason))))
 
     def wrong(self, *faults: Fault) -> "Decision":
-        """The same, with more that is wrong."""
+        """The same decision with more faults."""
         return self._replace(faults=(*self.faults, *faults))
 
     def each(self, change: Callable[[int, Dimension], Dimension]) -> "Decision":
-        """The same, with each dimension changed."""
+        """The same decision with each dimension changed."""
         return self._replace(dimensions=tuple(change(i, one) for i, one in enumerate(self.dimensions)))
 
     def settle(self) -> "Decision":
-        """The same, with nothing left to be decided about names."""
+        """The same decision without faults about names: all dimensions are decided, whatever their names are."""
         return self.each(lambda i, one: one._replace(settled=True, closed=False, fault=None))
 
 
 def whole(leaf: Leaf, reason: str = "") -> Decision:
-    """Every dimension whole, and its name not mentioned yet."""
+    """A decision in which all dimensions are unsharded and no name has been mentioned."""
+    # If the annotation does not fit, the leaf may have more dimensions than axes.
     names = (*leaf.axes, *[None] * (len(leaf.shape) - len(leaf.axes)))
     return Decision(tuple(WHOLE if name is None else _UNSETTLED for name in names), reason)
 
@@ -96,19 +98,20 @@ def decide_each(
     alike: Callable[[Leaf], Hashable],
     decide: Callable[[Leaf, Decision | None], Decision],
 ) -> list[Decision]:
-    """A decision for each leaf, computed once for leaves that are alike: most of a large model's are.
+    """A decision for each leaf, computed only once for leaves that are alike, as the layers of a large model are.
 
     Args:
         leaves: the leaves.
-        before: what was decided about each before, or None.
-        alike: all of a leaf that the decision depends on.
-        decide: a leaf, and what was decided before ─► the decision.
+        before: the earlier decision about each leaf, or None.
+        alike: a function from a leaf to everything that the decision about it depends on.
+        decide: a function from a leaf and the earlier decision to the decision.
     """
     known: dict[Hashable, Decision] = {}
     found = []
     for i, leaf in enumerate(leaves):
         start = None if before is None else before[i]
-        # By identity: what was decided before is one object for leaves that are alike, and lives as long as `before`.
+        # The earlier decision is compared by its id, which is fast. Leaves that are alike share one object, because an
+        # earlier call of this function made it; and `before` keeps it alive, so that its id is not used again.
         key = (id(start), alike(leaf))
         decision = known.get(key)
         if decision is None:
@@ -118,19 +121,20 @@ def decide_each(
 
 
 def undecided(leaf: Leaf) -> Decision:
-    """Every dimension whole, or as the physical spec of the leaf's annotation has it."""
+    """The first decision about a leaf: unsharded, or sharded by the `PartitionSpec` in its annotation."""
     start = whole(leaf)
     return start if leaf.spec is None else apply_spec(leaf, leaf.spec, start, "its annotation")
 
 
 def apply_spec(leaf: Leaf, spec: PartitionSpec, before: Decision, reason: str) -> Decision:
-    """A physical spec over what is still whole. What it splits differently from before is a fault."""
+    """Shard the unsharded dimensions by a spec. A dimension that is already sharded in another way is a fault."""
     faults: list[Fault] = []
     if len(spec.partitions) > len(leaf.shape):
         why = f"{spec_text(spec)} has {len(spec.partitions)} entries for {len(leaf.shape)} dimensions"
         faults.append((why, "give one entry for each dimension, or fewer"))
     invalid = invalid_entry(spec)
     if invalid is not None:
+        # An entry that is not a name cannot be compared with mesh axes, so the other checks are left out.
         return before.wrong(*faults, (f"{spec_text(spec)}: {invalid}", "write names of mesh axes, or `None`"))
     if spec.unreduced or spec.reduced:
         why = f"{spec_text(spec)} describes partial sums, which exist only inside a computation"
@@ -143,7 +147,7 @@ def apply_spec(leaf: Leaf, spec: PartitionSpec, before: Decision, reason: str) -
             continue
         axes = mesh_axes(written)
         if not axes:
-            continue
+            continue  # `None` leaves the dimension to later layouts
         have = dimensions[i].mesh_axes
         if have and have != axes:
             faults.append(conflict(i, leaf, have, axes, spec_text(spec)))
@@ -153,18 +157,23 @@ def apply_spec(leaf: Leaf, spec: PartitionSpec, before: Decision, reason: str) -
 
 
 def conflict(dim: int, leaf: Leaf, have: Sequence[str], want: Sequence[str], who: str) -> Fault:
-    """The fault that a layout splits what one before it has split differently."""
-    why = f"{leaf.dimension(dim)} is on {axes_text(have)} already, and {who} puts it on {axes_text(want)}"
-    return why, "let the layout behind `|` shard only what the first leaves whole"
+    """The fault that a dimension is already sharded, and `who` shards it in another way."""
+    have_text, want_text = axes_text(have), axes_text(want)
+    why = f"{leaf.dimension(dim)} is already sharded over {have_text}, and {who} shards it over {want_text}"
+    return why, "let the layout after `|` shard only dimensions that the layout before it leaves unsharded"
 
 
-def unreadable(leaf: Leaf) -> Fault:
-    """The fault that a leaf's axes cannot be determined, for a layout that has to know them."""
-    problem: Any = leaf.misfit
-    return problem.why, problem.remedy + optimizer_remedy(leaf)
+def unreadable(leaf: Leaf, misfit: Problem) -> Fault:
+    """The fault that the axes of a leaf cannot be determined, for a layout that needs them."""
+    return misfit.why, misfit.remedy + optimizer_remedy(leaf)
 
 
 def optimizer_remedy(leaf: Leaf) -> str:
-    """What to add to a remedy for a leaf of a bare optimizer state: there the model's annotations need not fit."""
-    inside = any(issubclass(cls, tuple) and cls.__module__.split(".")[0] == "optax" for cls in leaf.within)
-    return "; for an optimizer's state use `ft.plan_optimizer`" if inside else ""
+    """The end of the remedy for a leaf of an optimizer's state, or an empty text for other leaves.
+
+    The arrays of an optimizer's state are in a copy of the model, and may have other shapes than its annotations say.
+    """
+    for cls in leaf.within:
+        if issubclass(cls, tuple) and cls.__module__.split(".")[0] == "optax":
+            return "; for an optimizer's state use `ft.plan_optimizer`"
+    return ""

@@ -1,4 +1,4 @@
-"""Shard the largest dimension that is left: `FSDP`, the layout of parameters that are gathered where they are used."""
+"""A leaf ─► its largest unsharded dimension, sharded: `FSDP`, for parameters that are gathered for each use."""
 
 import math
 from collections.abc import Sequence
@@ -7,7 +7,7 @@ from typing import Any
 from jax.sharding import PartitionSpec
 
 from functree.errors import Problem, RuleError, near_name
-from functree.layout.decision import Decision, apply_spec, decide_each, undecided, unreadable
+from functree.layout.decision import Decision, Dimension, apply_spec, decide_each, undecided, unreadable
 from functree.layout.layout import Layout, Resolution, as_layout
 from functree.layout.meshes import MeshView
 from functree.layout.specs import axes_text, spec_text
@@ -17,19 +17,20 @@ from functree.values import Value
 
 
 class FSDP(Value, Layout):
-    """Shards the largest dimension that is still whole and that the mesh axis divides; the outermost of equals.
+    """A layout that shards the largest unsharded dimension which the mesh axis divides; of equal ones the outermost.
 
-    Never the axis of a stack. Leaves that are smaller than `min_size`, have no whole dimension left, or use the mesh
-    axis already, stay as they are.
+    The axis of a stack of layers is never sharded. A leaf stays as it is if it has fewer than `min_size` elements, has
+    no unsharded dimension, or is already sharded over the mesh axis.
 
     Args:
-        axis: the mesh axis, or several.
-        min_size: elements; smaller leaves stay.
-        axes: only dimensions with these axis names are taken, if given.
-        otherwise: the spec of a leaf none of whose whole dimensions divides; without it, that is an error.
+        axis: the mesh axis, or several mesh axes.
+        min_size: leaves with fewer elements stay as they are.
+        axes: if given, only dimensions with these axes are sharded.
+        otherwise: the spec of a leaf of which the mesh axis divides no unsharded dimension. Without it, such a leaf is
+            an error.
 
     Raises:
-        RuleError: an argument that means nothing.
+        RuleError: an argument is invalid.
 
     Examples:
         >>> ft.plan(jnp.ones((4, 1024)), ft.FSDP("data", min_size=0), {"data": 2}).specs
@@ -56,12 +57,12 @@ class FSDP(Value, Layout):
             raise RuleError(f"FSDP({axis!r}): the first argument is a mesh axis, or several different ones")
         named = _names(axes.split() if isinstance(axes, str) else axes)
         if axes is not None and not named:
-            raise RuleError(f"FSDP: axes={axes!r} is no list of axis names; leave it out for every axis")
+            raise RuleError(f"FSDP: axes={axes!r} is not a list of axis names; leave it out for every axis")
         if type(min_size) is not int or min_size < 0:
-            raise RuleError(f"FSDP: min_size={min_size!r} is a number of elements, 0 or more")
+            raise RuleError(f"FSDP: min_size={min_size!r}: give a number of elements, 0 or more")
         if otherwise is not None and not isinstance(otherwise, PartitionSpec):
-            raise RuleError(f"FSDP: otherwise={otherwise!r} is no PartitionSpec; write `P()` for whole")
-        as_layout(otherwise)  # an invalid entry is found here
+            raise RuleError(f"FSDP: otherwise={otherwise!r} is not a PartitionSpec; write `P()` to replicate")
+        as_layout(otherwise)  # raises for a spec with an invalid entry
         self._set(
             axis=mesh_axes[0] if len(mesh_axes) == 1 else mesh_axes,
             min_size=min_size,
@@ -83,22 +84,27 @@ class FSDP(Value, Layout):
         return Resolution(decisions, tuple(problems))
 
     def _misspelt(self, leaves: Sequence[Leaf]) -> list[Problem]:
-        """Names in `axes` that no leaf has, and that are a near miss of one: nothing would be sharded, in silence."""
+        """The problems of names in `axes` that are probably misspelled: no leaf has them, and one has a similar name.
+
+        Without this check such a name would not shard anything, and there would be no message.
+        """
         if self.axes is None:
             return []
         present = sorted({name for leaf in leaves for name in leaf.axes if name is not None})
-        near = {name: near_name(name, present) for name in self.axes if name not in present}
-        return [
-            Problem(None, None, repr(self), f"no leaf has the axis `{name}`; did you mean `{found}`?", "mend `axes=`")
-            for name, found in near.items()
-            if found
-        ]
+        problems = []
+        for name in self.axes:
+            near = None if name in present else near_name(name, present)
+            if near is not None:
+                why = f"no leaf has the axis `{name}`; did you mean `{near}`?"
+                problems.append(Problem(None, None, repr(self), why, "correct `axes=`"))
+        return problems
 
     def _decide(self, leaf: Leaf, mesh: MeshView, before: Decision | None) -> Decision:
         start = undecided(leaf) if before is None else before
         if leaf.misfit is not None and not start.faults:
-            # A stack that no annotation tells of would be sharded along its layers.
-            return start.wrong(unreadable(leaf))
+            # Layers that were stacked outside of `ft.Stacked` do not fit their annotations. Without this fault their
+            # leading dimension would be sharded, and with it the layers.
+            return start.wrong(unreadable(leaf, leaf.misfit))
         start = self._mentioned(leaf, start)
         stays = self._stays(leaf, start)
         if stays:
@@ -110,44 +116,53 @@ class FSDP(Value, Layout):
         largest = max(fitting, key=lambda dim: (leaf.shape[dim], -dim))
         split = start.dimensions[largest]._replace(mesh_axes=self.mesh_axes, source=f"{RULE}FSDP({self.axis!r})")
         decision = start.each(lambda dim, dimension: split if dim == largest else dimension)
-        return decision.because(f"FSDP: {leaf.dimension(largest)} is the largest left")
+        return decision.because(f"FSDP: {leaf.dimension(largest)} is the largest unsharded dimension")
 
     def _mentioned(self, leaf: Leaf, start: Decision) -> Decision:
-        """A decision in which the axes that FSDP names are mentioned."""
-        if self.axes is None:
+        """The decision with the names in `axes` mentioned: they need no rule, even if they stay unsharded."""
+        named = self.axes
+        if named is None:
             return start
-        mine = self.axes
-        return start.each(
-            lambda dim, dimension: dimension._replace(settled=True, fault=None) if leaf.axes[dim] in mine else dimension
-        )
+
+        def mention(dim: int, dimension: Dimension) -> Dimension:
+            if leaf.axes[dim] in named:
+                return dimension._replace(settled=True, fault=None)
+            return dimension
+
+        return start.each(mention)
 
     def _stays(self, leaf: Leaf, start: Decision) -> str:
-        """Why a leaf stays as it is; empty where it does not."""
+        """Why a leaf stays as it is; an empty text if it does not."""
         if leaf.value.size < self.min_size:
             return f"smaller than {self.min_size} elements"
         if not start.used().isdisjoint(self.mesh_axes):
-            return f"uses {axes_text(self.mesh_axes)} already"
-        return "" if self._free(leaf, start) else "no dimension left"
+            return f"already uses {axes_text(self.mesh_axes)}"
+        return "" if self._free(leaf, start) else "no unsharded dimension"
 
     def _free(self, leaf: Leaf, start: Decision) -> list[int]:
-        """The dimensions that it may shard."""
+        """The dimensions that may be sharded."""
+        # Not those of stacks: a scan over the layers would gather the whole stack for each layer.
         free = [dim for dim, axes in enumerate(start.mesh_axes) if not axes and dim >= leaf.stacked]
-        return free if self.axes is None else [dim for dim in free if leaf.axes[dim] in self.axes]
+        if self.axes is None:
+            return free
+        return [dim for dim in free if leaf.axes[dim] in self.axes]
 
     def _unfit(self, leaf: Leaf, start: Decision, parts: int) -> Decision:
+        """The decision about a leaf of which the mesh axis divides no unsharded dimension."""
         if self.otherwise is not None:
-            applied = apply_spec(
-                leaf, self.otherwise, start, f"FSDP: none divides, otherwise {spec_text(self.otherwise)}"
-            )
-            # It is no word about names: what was wrong with them before still is.
-            return applied.each(
-                lambda dim, dimension: dimension._replace(
-                    settled=start.dimensions[dim].settled, fault=start.dimensions[dim].fault
-                )
-            )
+            reason = f"FSDP: no dimension is divisible, otherwise {spec_text(self.otherwise)}"
+            applied = apply_spec(leaf, self.otherwise, start, reason)
+
+            def keep_faults(dim: int, dimension: Dimension) -> Dimension:
+                # A spec in a layout settles all names, but `otherwise` is about sizes: a name that no rule mentions is
+                # still a fault.
+                before = start.dimensions[dim]
+                return dimension._replace(settled=before.settled, fault=before.fault)
+
+            return applied.each(keep_faults)
         sizes = ", ".join(f"{leaf.dimension(dim)}={leaf.shape[dim]}" for dim in self._free(leaf, start))
         wanted = f"a multiple of {axes_text(self.mesh_axes)}={parts}"
-        why = f"FSDP({self.axis!r}): none of its whole dimensions ({sizes}) is {wanted}"
+        why = f"FSDP({self.axis!r}): none of its unsharded dimensions ({sizes}) is {wanted}"
         remedy = "pad one of them, raise `min_size`, or write `otherwise=P()` to leave such leaves as they are"
         return start.wrong((why, remedy))
 
@@ -156,18 +171,24 @@ class FSDP(Value, Layout):
 
     def __repr__(self) -> str:
         given = [repr(self.axis)]
-        given += [f"min_size={self.min_size}"] if self.min_size != 2**18 else []
-        given += [f"axes={self.axes!r}"] if self.axes is not None else []
-        given += [f"otherwise={spec_text(self.otherwise)}"] if self.otherwise is not None else []
+        if self.min_size != 2**18:
+            given.append(f"min_size={self.min_size}")
+        if self.axes is not None:
+            given.append(f"axes={self.axes!r}")
+        if self.otherwise is not None:
+            given.append(f"otherwise={spec_text(self.otherwise)}")
         return f"FSDP({', '.join(given)})"
 
 
 def _alike(leaf: Leaf) -> tuple[Any, ...]:
-    """All of a leaf that FSDP decides by."""
+    """Everything that FSDP's decision about a leaf depends on."""
     return (leaf.axes, leaf.shape, leaf.stacked, leaf.spec, leaf.misfit)
 
 
 def _names(given: Any) -> tuple[str, ...]:
-    """Names as a tuple; none at all where one is no name."""
-    several = tuple(given) if isinstance(given, tuple | list) else ()
-    return several if all(isinstance(name, str) and name for name in several) else ()
+    """A list or tuple of names as a tuple; an empty tuple if it is something else, or if an element is not a name."""
+    if not isinstance(given, tuple | list):
+        return ()
+    if not all(isinstance(name, str) and name for name in given):
+        return ()
+    return tuple(given)

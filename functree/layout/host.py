@@ -1,4 +1,4 @@
-"""A layout ─► the same, in the pinned memory of the host."""
+"""A layout ─► the same layout in the pinned memory of the host."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from functree.tree.leaf import Leaf
 
 @dataclass(frozen=True, repr=False)
 class OnHost(Layout):
-    """Another layout, in host memory; made by `ft.on_host`."""
+    """Another layout in host memory; made by `ft.on_host`."""
 
     layout: Layout
 
@@ -35,13 +35,13 @@ class OnHost(Layout):
 
 
 def on_host(layout: LayoutLike) -> Layout:
-    """The same layout, in the pinned memory of the host.
+    """The same layout in the pinned memory of the host.
 
     Args:
         layout: any layout.
 
     Raises:
-        RuleError: not a layout.
+        RuleError: the argument is not a layout.
 
     Examples:
         >>> ft.plan(jnp.ones((4, 8)), ft.on_host(ft.P("data")), {"data": 2})[()].memory_kind

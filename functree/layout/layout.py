@@ -1,4 +1,4 @@
-"""What a layout is: a value that decides, for the leaves of a tree and a mesh's sizes, where each dimension goes."""
+"""`Layout`: the leaves of a tree and a mesh ─► a `Decision` for each leaf; and what a user can write for a layout."""
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -20,10 +20,10 @@ class Resolution(NamedTuple):
     """What a layout decides about some leaves.
 
     Attributes:
-        decisions: one for each.
-        problems: what is wrong with the layout as a whole.
-        unused: names of rules that no leaf has.
-        leaves: the leaves themselves, where the layout knows their axes better than their annotations do.
+        decisions: one for each leaf.
+        problems: what is wrong with the layout itself, and not with a single leaf.
+        unused: names in rules that no leaf has.
+        leaves: the leaves with other axes than their annotations say, if the layout knows these; or None.
     """
 
     decisions: list[Decision]
@@ -33,10 +33,10 @@ class Resolution(NamedTuple):
 
 
 class Layout:
-    """A layout: immutable, hashable, equal by value, printable.
+    """The base class of layouts. A layout is immutable and hashable, is equal by value, and has a readable `repr`.
 
-    `first | then` shards by `then` what `first` left whole. The classes of layouts are functree's own: to compute a
-    layout, give a function `(path, leaf) -> P` wherever a layout is taken.
+    `first | then` is a layout in which `then` shards dimensions that `first` leaves unsharded. This class is not for
+    subclasses of users: to compute a layout, give a function `(path, leaf) -> P` in the place of a layout.
 
     Examples:
         >>> rules = ft.AxisRules({"hidden": "model", "embed": None}) | ft.FSDP("data", min_size=0)
@@ -48,16 +48,22 @@ class Layout:
 
     @abstractmethod
     def resolve(self, leaves: Sequence[Leaf], mesh: MeshView, before: Sequence[Decision] | None = None) -> Resolution:
-        """Decide for each leaf. `before` is what the layouts in front of this one decided."""
+        """Decide about each leaf.
+
+        Args:
+            leaves: the leaves.
+            mesh: the sizes of the mesh.
+            before: the decisions of the layouts before this one, or None if this is the first.
+        """
 
     @property
     def given_names(self) -> Mapping[type, Names]:
-        """The axes that it gives to foreign classes."""
+        """The axes that the layout gives to the leaves of classes without annotations."""
         return {}
 
     @property
     def own_mesh(self) -> Mesh | AbstractMesh | None:
-        """The mesh that it brings along, if any."""
+        """The mesh that is a part of the layout, or None."""
         return None
 
     def __or__(self, then: "LayoutLike") -> "Layout":
@@ -68,7 +74,7 @@ class Layout:
 
 
 LayoutLike = Layout | PartitionSpec | NamedSharding | Callable[[Path, Any], PartitionSpec] | None
-"""What is taken as a layout."""
+"""What a user can write for a layout."""
 
 LayoutTree = Any
 """A layout, or a prefix tree of layouts."""
@@ -76,7 +82,7 @@ LayoutTree = Any
 
 @dataclass(frozen=True, repr=False)
 class Fixed(Layout):
-    """One `PartitionSpec` for every leaf, possibly with a mesh and a memory kind of its own."""
+    """A `PartitionSpec` for every leaf, or a `NamedSharding` with its mesh and memory kind."""
 
     spec: PartitionSpec
     mesh: Mesh | AbstractMesh | None = None
@@ -90,9 +96,12 @@ class Fixed(Layout):
         return Resolution(decide_each(leaves, before, lambda leaf: (leaf.axes, len(leaf.shape)), self._decide))
 
     def _decide(self, leaf: Leaf, before: Decision | None) -> Decision:
+        # `whole` and not `undecided`: a spec that is given here replaces the spec of an annotation.
         start = whole(leaf) if before is None else before
         decision = apply_spec(leaf, self.spec, start, f"{spec_text(self.spec)} as given")
-        return decision if self.memory_kind is None else decision._replace(memory_kind=self.memory_kind)
+        if self.memory_kind is None:
+            return decision
+        return decision._replace(memory_kind=self.memory_kind)
 
     def __repr__(self) -> str:
         if self.mesh is None:
@@ -102,7 +111,7 @@ class Fixed(Layout):
 
 @dataclass(frozen=True, repr=False)
 class Unspecified(Layout):
-    """`None`: no layout was given. What that means depends on the function that takes it."""
+    """`None`: no layout was given. The meaning depends on the function that takes the layout."""
 
     def resolve(self, leaves: Sequence[Leaf], mesh: MeshView, before: Sequence[Decision] | None = None) -> Resolution:
         return Resolution([whole(leaf)._replace(specified=False) for leaf in leaves])
@@ -125,8 +134,8 @@ class Computed(Layout):
         spec = self.function(leaf.patterned[0], leaf.value)
         if isinstance(spec, PartitionSpec):
             return apply_spec(leaf, spec, before, f"{spec_text(spec)} by {self!r}")
-        why = f"{self!r} returned {spec!r}, which is no PartitionSpec"
-        return before.wrong((why, "return `P(...)` for every leaf; `P()` for whole"))
+        why = f"{self!r} returned {spec!r}, which is not a PartitionSpec"
+        return before.wrong((why, "return `P(...)` for every leaf; `P()` to replicate it"))
 
     def __repr__(self) -> str:
         return getattr(self.function, "__qualname__", repr(self.function))
@@ -134,15 +143,15 @@ class Computed(Layout):
 
 @dataclass(frozen=True, repr=False)
 class Composition(Layout):
-    """Layouts in turn; each may only shard what those before it left whole."""
+    """Layouts one after another; made by `|`. Each may only shard dimensions that the ones before left unsharded."""
 
     parts: tuple[Layout, ...]
 
     @staticmethod
     def of(first: Layout, then: Layout) -> "Composition":
-        """Two layouts, compositions themselves or not, as one."""
+        """The composition of two layouts. The parts of compositions are joined, so that brackets do not matter."""
         if isinstance(first, Unspecified) or isinstance(then, Unspecified):
-            raise RuleError("`|` joins layouts, and `None` is not one: leave it out, or write `P()` for whole")
+            raise RuleError("`|` joins layouts, and `None` is not one: leave it out, or write `P()` to replicate")
         parts: list[Layout] = []
         for layout in (first, then):
             parts += layout.parts if isinstance(layout, Composition) else (layout,)
@@ -171,7 +180,7 @@ class Composition(Layout):
 
 
 def merge_names(several: Iterable[Mapping[type, Names]]) -> dict[type, Names]:
-    """The `names=` of several layouts. Raises RuleError where two name one class differently."""
+    """The `names=` of several layouts in one mapping. Raises RuleError if two give different names to one class."""
     merged: dict[type, Names] = {}
     for names in several:
         for cls, given in names.items():
@@ -180,11 +189,19 @@ def merge_names(several: Iterable[Mapping[type, Names]]) -> dict[type, Names]:
     return merged
 
 
-# What is taken as a layout
+# What a user can write for a layout
 
 
 def written_pairs(written: Any, wanted: str) -> list[tuple[Any, Any]]:
-    """A mapping, or pairs, as pairs. Raises RuleError for anything else; `wanted` says what is expected."""
+    """A mapping, or an iterable of pairs, as a list of pairs.
+
+    Args:
+        written: what a user wrote.
+        wanted: what is expected, for the error.
+
+    Raises:
+        RuleError: it is something else.
+    """
     if isinstance(written, Mapping):
         return list(written.items())
     if not isinstance(written, Iterable) or isinstance(written, str | bytes | PartitionSpec):
@@ -197,16 +214,18 @@ def written_pairs(written: Any, wanted: str) -> list[tuple[Any, Any]]:
 
 
 def is_layout(value: Any) -> bool:
-    """Whether a value is taken as a layout, and not as a tree of them."""
+    """Whether a value is a layout, and not a tree of layouts."""
     return value is None or isinstance(value, Layout | PartitionSpec | NamedSharding) or _is_function(value)
 
 
 def _is_function(value: Any) -> bool:
+    """Whether a value is a function that computes a layout."""
+    # A callable module is a tree of layouts with the structure of a model, and not a function.
     return callable(value) and not isinstance(value, type) and not hasattr(value, "__dataclass_fields__")
 
 
 def as_layout(value: Any) -> Layout:
-    """What a user wrote for a layout ─► the layout. Raises RuleError for what is none."""
+    """What a user wrote for a layout ─► the layout. Raises RuleError for anything that is not a layout."""
     match value:
         case Layout():
             return value
@@ -222,6 +241,6 @@ def as_layout(value: Any) -> Layout:
     if _is_function(value):
         return Computed(value)
     raise RuleError(
-        f"{value!r} is no layout: write `P(...)`, `AxisRules`, `FSDP`, `StateSharding`, a `Plan`, a callable "
+        f"{value!r} is not a layout: write `P(...)`, `AxisRules`, `FSDP`, `StateSharding`, a `Plan`, a callable "
         "(path, leaf) -> P, or a tree of these"
     )

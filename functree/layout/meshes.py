@@ -1,4 +1,4 @@
-"""Whatever stands for a mesh ─► the sizes of its axes, and the mesh itself where there is one."""
+"""What a user can write for a mesh ─► a `MeshView`: the sizes of the mesh axes, and the mesh itself if there is one."""
 
 import functools
 import math
@@ -14,7 +14,12 @@ from functree.errors import ShardingError
 
 
 class MeshView(NamedTuple):
-    """A mesh as a plan sees it: no device is touched."""
+    """The part of a mesh that a plan needs. A plan uses no devices.
+
+    Attributes:
+        sizes: the size of each mesh axis.
+        mesh: the mesh, or None if only sizes were given.
+    """
 
     sizes: Mapping[str, int]
     mesh: Mesh | AbstractMesh | None = None
@@ -24,12 +29,12 @@ class MeshView(NamedTuple):
 
     @property
     def devices(self) -> int:
-        """How many there are."""
+        """The number of devices."""
         return math.prod(self.sizes.values())
 
 
 MeshLike = Mesh | AbstractMesh | Mapping[str, int] | None
-"""What is taken as a mesh; `None` is the current one."""
+"""What a user can write for a mesh; `None` is the current mesh."""
 
 NO_MESH = "pass `mesh=`, or enter `with jax.set_mesh(mesh):`"
 
@@ -38,7 +43,7 @@ def mesh_view(mesh: MeshLike) -> MeshView:
     """A `Mesh`, an `AbstractMesh`, a dict of sizes, or None for the current mesh ─► its view.
 
     Raises:
-        ShardingError: there is no current mesh, or the value is none.
+        ShardingError: there is no current mesh, or the value is not a mesh.
     """
     if mesh is None:
         mesh = current_mesh()
@@ -48,41 +53,46 @@ def mesh_view(mesh: MeshLike) -> MeshView:
         if manual:
             raise ShardingError(
                 f"inside shard_map the mesh axes ({', '.join(manual)}) are Manual and shapes are local: lay arrays out "
-                "outside of it, and write `ft.constrain` for the axes that are left"
+                "outside of it, and use `ft.constrain` for the other mesh axes"
             )
     if isinstance(mesh, Mesh | AbstractMesh):
         return MeshView(dict(mesh.shape), mesh)
     if isinstance(mesh, Mapping):
         for name, size in mesh.items():
+            # By type: `True` is an int.
             if not isinstance(name, str) or type(size) is not int or size < 1:
                 raise ShardingError(f"a mesh as a dict has names and positive sizes, not {name!r}: {size!r}")
         return MeshView(dict(mesh))
-    raise ShardingError(f"{mesh!r} is no mesh: give a `Mesh`, an `AbstractMesh`, or a dict of sizes")
+    raise ShardingError(f"{mesh!r} is not a mesh: give a `Mesh`, an `AbstractMesh`, or a dict of sizes")
 
 
 def current_mesh() -> Mesh | AbstractMesh | None:
-    """The mesh of `jax.set_mesh`; while tracing, the abstract one, with what is manual marked so.
+    """The mesh of `jax.set_mesh`, or None. While a function is traced it is abstract, and has its Manual axes marked.
 
     Raises:
-        ShardingError: a mesh was entered by the deprecated `with mesh:`, which JAX's types do not see.
+        ShardingError: a mesh was entered by the deprecated `with mesh:`, which the types of arrays do not show.
     """
     abstract = jax.sharding.get_abstract_mesh()
     if not abstract.empty:
         return abstract if abstract.manual_axes else _with_devices(abstract)
     if _legacy_mesh():
+        # Not "there is no mesh", which would be confusing inside of a `with mesh:`.
         raise ShardingError(
-            "a mesh was entered by `with mesh:`, which is deprecated and which JAX's types do not see: "
+            "a mesh was entered by `with mesh:`, which is deprecated and has no effect on the types of arrays: "
             "write `with jax.set_mesh(mesh):`"
         )
     return None
 
 
 def _with_devices(abstract: AbstractMesh) -> Mesh | AbstractMesh:
-    """The mesh behind the abstract one. JAX gives it outside of a trace only, and has no other way to ask."""
+    """The current mesh with its devices. JAX returns it only outside of a trace."""
     if tracing():
         return abstract
     mesh = jax.sharding.get_mesh()
-    return mesh if isinstance(mesh, Mesh) and dict(mesh.shape) == dict(abstract.shape) else abstract
+    # `jax.sharding.use_abstract_mesh` may have set an abstract mesh that is not the abstract mesh of this one.
+    if isinstance(mesh, Mesh) and dict(mesh.shape) == dict(abstract.shape):
+        return mesh
+    return abstract
 
 
 def abstract_mesh(mesh: Mesh | AbstractMesh) -> AbstractMesh:
@@ -91,7 +101,8 @@ def abstract_mesh(mesh: Mesh | AbstractMesh) -> AbstractMesh:
 
 
 def tracing() -> bool:
-    """Whether a trace is under way, be it of an eager `grad` or `vmap`; JAX has no other public way to ask."""
+    """Whether a function is being traced; an eager `grad` or `vmap` counts too."""
+    # `get_mesh` raises during a trace. JAX has no other public function that tells this.
     try:
         jax.sharding.get_mesh()
     except ValueError:
@@ -100,13 +111,15 @@ def tracing() -> bool:
 
 
 def _legacy_mesh() -> bool:
+    """Whether a mesh was entered by the deprecated `with mesh:`."""
     resources = _thread_resources()
     return resources is not None and not resources.env.physical_mesh.empty
 
 
 @functools.cache
 def _thread_resources() -> Any:
-    """What `with mesh:` sets, for the current thread; None once JAX has dropped it."""
+    """The object in which `with mesh:` sets the mesh of the current thread; None once JAX has removed it."""
+    # Cached, since even the access to the attribute warns. The object itself is thread-local, so it may be shared.
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         return getattr(pxla, "thread_resources", None)

@@ -1,4 +1,4 @@
-"""How an array is placed: the mesh that it is on, whether its sharding is the wanted one, and the text of that."""
+"""An array ─► the mesh that it is on, whether it is sharded as wanted, and the text of its sharding."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -12,37 +12,38 @@ from functree.layout.specs import spec_text
 
 
 def is_concrete(value: Any) -> bool:
-    """Whether a value is a JAX array with values: not traced, abstract or numpy's."""
+    """Whether a value is a JAX array with values, and not traced, abstract or an array of numpy."""
     return isinstance(value, jax.Array) and not isinstance(value, Tracer)
 
 
 def mesh_of(array: Any) -> Mesh | AbstractMesh | None:
-    """The mesh that an array is on. A tracer's type tells it too, on Auto axes as well."""
+    """The mesh that an array is on, or None. The type of a tracer has a mesh too, even if all mesh axes are Auto."""
     sharding = jax.typeof(array).sharding if isinstance(array, Tracer) else getattr(array, "sharding", None)
     mesh = getattr(sharding, "mesh", None)
     return None if mesh is None or mesh.empty else mesh
 
 
 def first_mesh(arrays: Iterable[Any]) -> Mesh | AbstractMesh | None:
-    """The mesh of the first array that is on one."""
+    """The mesh of the first array that is on a mesh."""
     return next((mesh for mesh in map(mesh_of, arrays) if mesh is not None), None)
 
 
 def is_sharded_as(array: jax.Array, sharding: Any) -> bool:
-    """Whether an array is sharded as wanted, and in the wanted memory; both may be written in different ways."""
+    """Whether an array is sharded as wanted, in the wanted kind of memory."""
+    # Not by `==`: P("data") and P("data", None) are one sharding of a matrix.
     here = array.sharding
     return memory_of(here) == memory_of(sharding) and here.is_equivalent_to(sharding, array.ndim)
 
 
 def memory_of(sharding: Any) -> str:
-    """The memory kind of a sharding."""
+    """The memory kind of a sharding; the default kind may be written as None."""
     return sharding.memory_kind or "device"
 
 
 def sharding_text(sharding: Any) -> str:
-    """A sharding for a person: `P('data') on (data=8)`."""
+    """The text of a sharding: `P('data') on (data=8)`."""
     if sharding is None:
-        return "anywhere"
+        return "unspecified"
     if not isinstance(sharding, NamedSharding):
         devices = sorted(str(device) for device in sharding.device_set)
         return f"on {devices[0]}" if len(devices) == 1 else f"on {len(devices)} devices"

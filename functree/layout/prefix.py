@@ -1,4 +1,4 @@
-"""A prefix tree of layouts and a tree ─► for each layout, the subtree it stands over."""
+"""A prefix tree of layouts and a tree ─► each layout with the subtree that it is for."""
 
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping
@@ -14,12 +14,17 @@ from functree.tree.paths import Path
 
 
 class DerivesLayout:
-    """A module that derives the layout of all its parts from that of one of them; a base class for `TrainState`."""
+    """A module that derives the layout of all its parts from the layout of one of them; the base of `TrainState`."""
 
     @staticmethod
     @abstractmethod
     def derived_layout(layout: Layout, found: Mapping[Path, Any]) -> Layout:
-        """The layout of a tree in which such modules are found, by their paths; `layout` is what stands over it."""
+        """The layout of a tree that contains such modules.
+
+        Args:
+            layout: the layout that a user gave for the tree.
+            found: the modules, by their paths in the tree.
+        """
 
 
 class Part(NamedTuple):
@@ -27,8 +32,8 @@ class Part(NamedTuple):
 
     Attributes:
         layout: the layout.
-        path: of the subtree that it stands over.
-        leaves: how many leaves, of any kind, the subtree has.
+        path: the path of the subtree that the layout is for.
+        leaves: the number of leaves of the subtree; leaves that are not arrays count too.
     """
 
     layout: Layout
@@ -37,10 +42,10 @@ class Part(NamedTuple):
 
 
 def broadcast(prefix: LayoutTree, tree: Any) -> list[Part]:
-    """The layouts of a prefix tree, in the order of the leaves that they stand over.
+    """The layouts of a prefix tree, in the order of the leaves that they are for.
 
     Raises:
-        RuleError: the prefix has another structure than the tree, or holds something that is no layout.
+        RuleError: the prefix has another structure than the tree, or contains something that is not a layout.
     """
     return list(_parts(prefix, tree, Path()))
 
@@ -48,13 +53,15 @@ def broadcast(prefix: LayoutTree, tree: Any) -> list[Part]:
 def _parts(prefix: LayoutTree, tree: Any, path: Path) -> Iterator[Part]:
     if is_layout(prefix):
         layout, found = as_layout(prefix), dict(_deriving(tree, Path()))
-        for module in list(found.values())[:1]:
-            layout = module.derived_layout(layout, found)
+        if found:
+            # One call for all of them: the derived layout has to know the paths of all such modules.
+            first = next(iter(found.values()))
+            layout = first.derived_layout(layout, found)
         yield Part(layout, path, tree_structure(tree).num_leaves)
         return
     layouts, nodes = children(prefix), children(tree)
     if layouts is None:
-        as_layout(prefix)  # says what is wrong with it
+        as_layout(prefix)  # raises: a leaf of the prefix tree that is not a layout
     where = str(path) or "the root"
     if nodes is None or layouts is None or type(prefix) is not type(tree):
         raise RuleError(
@@ -73,9 +80,9 @@ def _parts(prefix: LayoutTree, tree: Any, path: Path) -> Iterator[Part]:
 
 
 def _deriving(tree: Any, path: Path) -> Iterator[tuple[Path, DerivesLayout]]:
-    """The modules in plain containers that derive a layout, by path."""
+    """The modules that derive a layout, with their paths. They are looked for in plain containers only."""
     if isinstance(tree, PackedTree):
-        tree = tree.tree
+        tree = tree.tree  # its leaves have the paths of the tree that was packed
     if isinstance(tree, DerivesLayout):
         yield path, tree
     elif isinstance(tree, list | tuple | dict):
@@ -84,4 +91,5 @@ def _deriving(tree: Any, path: Path) -> Iterator[tuple[Path, DerivesLayout]]:
 
 
 def _kind(value: Any) -> str:
+    """A node in messages: the name of its class, or `leaf`."""
     return "leaf" if children(value) is None else type(value).__name__

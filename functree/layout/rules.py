@@ -1,4 +1,4 @@
-"""Axis names ─► mesh axes by an ordered table: `AxisRules`."""
+"""The axes of a leaf ─► mesh axes, by an ordered table of rules: `AxisRules`."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from types import EllipsisType
@@ -25,23 +25,24 @@ from functree.tree.axes import Axes, Names
 from functree.tree.leaf import Leaf
 from functree.values import Value
 
-Rule = tuple[str, tuple[str, ...]]  # an axis name, and the mesh axes that it goes to; () for whole
+Rule = tuple[str, tuple[str, ...]]  # an axis, and the mesh axes that shard it; () for unsharded
 
 
 class AxisRules(Value, Layout):
-    """An ordered table of axis names and mesh axes, by Linen's algorithm.
+    """A layout by an ordered table of axes and mesh axes. It uses the algorithm of Flax Linen.
 
-    The rules are tried in their order; a mesh axis splits at most one dimension of an array; the first rule for a
-    name whose mesh axes are free wins, later ones for the same name are its fallbacks. So one table serves parameters
-    and activations.
+    The rules are tried in their order. A mesh axis shards at most one dimension of an array. An axis is sharded by its
+    first rule whose mesh axes are not used yet, so later rules for the same axis are its fallbacks. One table is for
+    parameters and activations.
 
     Args:
-        rules: `{name: mesh axis, tuple of mesh axes, or None}`, or pairs, where a name may come again. `None` is whole,
-            as far as these rules go. `...: None`, last, closes every name that is left.
+        rules: `{axis: mesh axis, tuple of mesh axes, or None}`; or pairs, in which an axis may have several rules.
+            `None` leaves the axis unsharded; a layout after `|` may still shard it. A last `...: None` leaves all other
+            axes unsharded.
         names: `{cls: ft.names(...)}`, axes for the leaves of classes without annotations.
 
     Raises:
-        RuleError: a name or a value that means nothing, a mesh axis twice in one rule, a rule that can never apply.
+        RuleError: an axis or a value is invalid, one rule has a mesh axis twice, or a rule can never apply.
 
     Examples:
         >>> rules = ft.AxisRules({"batch": "data", "hidden": "model", "embed": None})
@@ -67,11 +68,14 @@ class AxisRules(Value, Layout):
 
     @classmethod
     def identity(cls, mesh: MeshLike) -> "AxisRules":
-        """Each mesh axis' name for itself."""
+        """Rules in which each mesh axis shards the axis of the same name."""
         return cls({name: name for name in mesh_view(mesh).sizes})
 
     def on(self, mesh: MeshLike) -> "AxisRules":
-        """These rules without those that name a mesh axis which the mesh lacks; a name left without rules is whole."""
+        """The rules without those that name a mesh axis which the mesh does not have.
+
+        An axis that has no rules then is left unsharded.
+        """
         sizes = mesh_view(mesh).sizes
         kept = [(name, axes) for name, axes in self.rules if all(axis in sizes for axis in axes)]
         named = {name for name, _ in kept}
@@ -79,15 +83,16 @@ class AxisRules(Value, Layout):
         return AxisRules([*kept_pairs(kept), *((n, None) for n in lost), *self._closing()], dict(self.names))
 
     def spec(self, axes: str | Axes, shape: Sequence[int] | None = None, mesh: MeshLike = None) -> PartitionSpec:
-        """The spec of an array with these axes, one entry for each.
+        """The spec of an array with these axes, with one entry for each axis.
 
         Args:
-            axes: the names, as `Axes` or text.
-            shape: the sizes, to be checked against the mesh.
-            mesh: a mesh, or a dict of sizes; without one, mesh axes are not checked.
+            axes: the axes, as `Axes` or text.
+            shape: the shape of the array; if it is given, the sizes are checked.
+            mesh: a mesh, or a dict of sizes. Without it, mesh axes are not checked.
 
         Raises:
-            ShardingError: a name that no rule mentions or whose mesh axes are taken; a size that does not divide.
+            ShardingError: no rule names an axis, the mesh axes of all its rules are used by other axes, or the mesh
+                axes do not divide a size.
         """
         return spec_of_axes(self, Axes.of(axes), shape, mesh_view(mesh) if mesh is not None else None)
 
@@ -104,20 +109,24 @@ class AxisRules(Value, Layout):
     def _decide(self, leaf: Leaf, before: Decision | None) -> Decision:
         start = undecided(leaf) if before is None else before
         if leaf.spec is not None:
-            return start  # the physical spec of an annotation wins over rules
+            return start  # a `PartitionSpec` in an annotation takes precedence over rules
         if leaf.misfit is not None:
-            return start.wrong(unreadable(leaf))
+            return start.wrong(unreadable(leaf, leaf.misfit))
         if not leaf.annotated and leaf.shape:
             why, remedy = UNANNOTATED
             return start.wrong((why, remedy + optimizer_remedy(leaf)))
         return self._apply(leaf, start)
 
     def _apply(self, leaf: Leaf, start: Decision) -> Decision:
-        """Linen's algorithm, over what is still whole."""
+        """Linen's algorithm, for the dimensions that are still unsharded."""
         decision = start
-        reasons: dict[int, str] = {}
+        reasons: dict[int, str] = {}  # the rule that applied to a dimension
+        # By rules and then by dimensions: of two axes that compete for a mesh axis, the one with the earlier rule gets
+        # it, wherever its dimension is.
         for name, mesh_axes in self.rules:
             for dim, axis in enumerate(leaf.axes):
+                # An earlier rule applied, or another dimension uses the mesh axes. A mesh axis that already shards
+                # this very dimension is no obstacle: it may agree with the rule.
                 if axis != name or dim in reasons or not decision.used(but=dim).isdisjoint(mesh_axes):
                     continue
                 reasons[dim] = rule_text(name, mesh_axes)
@@ -128,41 +137,57 @@ class AxisRules(Value, Layout):
         return named._replace(reason=_reason(leaf, start, reasons, self.closed))
 
     def _settled(self, leaf: Leaf, dim: int, dimension: Dimension, ruled: bool, decision: Decision) -> Dimension:
-        """A dimension with what the rules say of its name: a name that they do not mention is a fault, for now."""
+        """A dimension after the rules were tried. An axis that no rule names is a fault, until a later layout names it.
+
+        Args:
+            leaf: the leaf.
+            dim: the index of the dimension.
+            dimension: what is decided about it.
+            ruled: whether a rule applied to it.
+            decision: what is decided about the leaf.
+        """
         name = leaf.axes[dim]
         if dimension.settled or ruled or name is None:
             return dimension._replace(settled=True, fault=None, closed=dimension.closed and name not in self.mentioned)
         if self.closed:
             return dimension._replace(settled=True, fault=None, closed=name not in self.mentioned)
         if name not in self.mentioned:
-            # A layout in front may be about the name; then its own words say what is wrong.
+            # Rules before these may name the axis, and may have found a fault (all mesh axes are used). That fault
+            # says more than "no rule names it".
             return dimension._replace(fault=dimension.fault or self._unmentioned(name))
         return dimension._replace(fault=None if dimension.mesh_axes else self._blocked(leaf, name, decision))
 
     def _blocked(self, leaf: Leaf, name: str, decision: Decision) -> Fault:
+        """The fault that the mesh axes of all rules for an axis are used by other dimensions."""
+        # An axis without a `None` rule is never left unsharded silently.
         owner = {axis: dim for dim, axes in enumerate(decision.mesh_axes) for axis in axes}
         taken = next(axis for n, axes in self.rules if n == name for axis in axes if axis in owner)
-        why = f'"{name}" has no rule left: `{taken}` is taken by {leaf.dimension(owner[taken])}, '
-        why += "and no rule says that it may stay whole"
-        return why, f'add `("{name}", None)` behind its rules to let it stay whole, or a fallback on another mesh axis'
+        why = f'"{name}" has no rule left: `{taken}` is used by {leaf.dimension(owner[taken])}, '
+        why += f'and no rule lets "{name}" be unsharded'
+        return why, f'add `("{name}", None)` after its rules to leave it unsharded, or a fallback to another mesh axis'
 
     def _unmentioned(self, name: str) -> Fault:
+        """The fault that no rule names an axis."""
         near = near_name(name, self.mentioned)
-        hint = f"; did you mean it by the rule `{near}`?" if near else did_you_mean(name, self.mentioned)
+        if near is not None:
+            # So similar that it is a typo, and it may be in the rule as well as in the annotation.
+            hint = f"; did you mean the rule for `{near}`?"
+        else:
+            hint = did_you_mean(name, self.mentioned)
         return f"no rule names `{name}`{hint}", f'add a rule for "{name}", or `"{name}": None` to leave it unsharded'
 
     @property
     def mentioned(self) -> frozenset[str]:
-        """The axis names that the rules are about."""
+        """The axes that the rules name."""
         return frozenset(name for name, _ in self.rules)
 
     def _missing(self, mesh: MeshView) -> tuple[Problem, ...]:
-        remedy = "name an axis of the mesh, or drop such rules on purpose with `rules.on(mesh)`"
-        return tuple(
-            problem
-            for name, axes in self.rules
-            for problem in missing_axes(RULE + rule_text(name, axes), axes, mesh, remedy)
-        )
+        """The problems of rules that name mesh axes which the mesh does not have, even if no leaf has their axis."""
+        remedy = "name an axis of the mesh, or leave such rules out with `rules.on(mesh)`"
+        problems: list[Problem] = []
+        for name, axes in self.rules:
+            problems += missing_axes(RULE + rule_text(name, axes), axes, mesh, remedy)
+        return tuple(problems)
 
     def _closing(self) -> list[tuple[Any, None]]:
         return [(..., None)] if self.closed else []
@@ -175,21 +200,24 @@ class AxisRules(Value, Layout):
 
     def __repr__(self) -> str:
         pairs = [("..." if name is ... else repr(name), repr(value)) for name, value in self._pairs()]
+        # A dict would keep only the last of several rules for one axis.
         if len({name for name, _ in self.rules}) == len(self.rules):
             table = "{" + ", ".join(f"{name}: {value}" for name, value in pairs) + "}"
         else:
             table = "[" + ", ".join(f"({name}, {value})" for name, value in pairs) + "]"
-        names = ", ".join(f"{cls.__name__}: {given!r}" for cls, given in self.names)
-        return f"AxisRules({table}{f', names={{{names}}}' if names else ''})"
+        if self.names:
+            names = ", ".join(f"{cls.__name__}: {given!r}" for cls, given in self.names)
+            return f"AxisRules({table}, names={{{names}}})"
+        return f"AxisRules({table})"
 
 
 def _alike(leaf: Leaf) -> tuple[Any, ...]:
-    """All of a leaf that rules decide by."""
+    """Everything that the decision of rules about a leaf depends on. Sizes are checked later, for each leaf."""
     return (leaf.axes, leaf.annotated, leaf.unnamed, leaf.spec, leaf.misfit)
 
 
 def _split(leaf: Leaf, decision: Decision, dim: int, mesh_axes: tuple[str, ...], source: str) -> Decision:
-    """A decision with one dimension split by a rule."""
+    """A decision with one dimension sharded by a rule."""
     have = decision.dimensions[dim].mesh_axes
     if have and have != mesh_axes:
         return decision.wrong(conflict(dim, leaf, have, mesh_axes, source))
@@ -198,22 +226,23 @@ def _split(leaf: Leaf, decision: Decision, dim: int, mesh_axes: tuple[str, ...],
 
 
 UNANNOTATED = (
-    "has no axis names, and rules place axes by name",
+    "has no axis names, and rules shard axes by name",
     'annotate the field (`Float[Array, "..."]`), give `names=` to the rules, or lay it out by a path filter',
 )
 
 
 def rule_text(name: str, mesh_axes: Sequence[str]) -> str:
-    """`hidden→model`."""
+    """The text of a rule: `hidden→model`."""
     return f"{name}→{axes_text(mesh_axes)}"
 
 
 def kept_pairs(rules: Iterable[Rule]) -> list[tuple[Any, Any]]:
-    """Rules as one writes them."""
+    """Rules as pairs, as a user writes them."""
     return [(name, entry(axes)) for name, axes in rules]
 
 
 def _reason(leaf: Leaf, start: Decision, reasons: Mapping[int, str], closed: bool) -> str:
+    """The reason for a decision: the rule for each dimension, after the reasons of earlier layouts."""
     parts = [start.reason] if start.reason else []
     for dim, name in enumerate(leaf.axes):
         if dim in reasons:
@@ -221,7 +250,7 @@ def _reason(leaf: Leaf, start: Decision, reasons: Mapping[int, str], closed: boo
         elif name is not None and closed:
             parts.append(f"{name}→None (...)")
         elif dim < len(leaf.unnamed) and leaf.unnamed[dim] and not start.reason:
-            parts.append(f"`{leaf.unnamed[dim]}` whole: no name")
+            parts.append(f"`{leaf.unnamed[dim]}` unsharded: no name")
     return ", ".join(parts) or "a scalar"
 
 
@@ -229,42 +258,48 @@ def _reason(leaf: Leaf, start: Decision, reasons: Mapping[int, str], closed: boo
 
 
 def _rule(name: Any, value: Any) -> Rule:
+    """One rule that a user wrote. Raises RuleError if it is invalid."""
     if not isinstance(name, str) or not name.isidentifier():
         raise RuleError(f"{name!r} is not an axis name: the left side of a rule is an identifier, or `...`")
     if value is not None and not isinstance(value, str | tuple | list):
         raise RuleError(f"rule {name}→{value!r}: the right side is a mesh axis, a tuple of them, or `None`")
-    mesh_axes = () if value is None else (value,) if isinstance(value, str) else tuple(value)
-    if value is not None and (not mesh_axes or not all(isinstance(a, str) and a for a in mesh_axes)):
-        raise RuleError(f"rule {name}→{value!r}: mesh axes are non-empty names; write `None` for whole")
+    if value is None:
+        return name, ()
+    mesh_axes = (value,) if isinstance(value, str) else tuple(value)
+    if not mesh_axes or not all(isinstance(a, str) and a for a in mesh_axes):
+        raise RuleError(f"rule {name}→{value!r}: mesh axes are non-empty names; write `None` for unsharded")
     twice = next((a for a in mesh_axes if mesh_axes.count(a) > 1), None)
     if twice is not None:
-        raise RuleError(f"rule {rule_text(name, mesh_axes)}: mesh axis `{twice}` stands twice; name it once")
+        raise RuleError(f"rule {rule_text(name, mesh_axes)}: mesh axis `{twice}` is named twice; name it once")
     return name, mesh_axes
 
 
 def _closed(pairs: Sequence[tuple[Any, Any]]) -> bool:
+    """Whether the rules end with `...: None`. Raises RuleError if a `...` is invalid."""
     places = [i for i, (name, _) in enumerate(pairs) if isinstance(name, EllipsisType)]
     if not places:
         return False
     if places != [len(pairs) - 1]:
-        raise RuleError("`...` may only be the last rule: what stands behind it would never apply")
+        raise RuleError("`...` may only be the last rule: a rule after it would never apply")
     if pairs[-1][1] is not None:
-        raise RuleError(f"`...: {pairs[-1][1]!r}`: only `...: None` is possible; a mesh axis goes to a name")
+        raise RuleError(f"`...: {pairs[-1][1]!r}`: only `...: None` is possible; name the axis that is to be sharded")
     return True
 
 
 def _check_reachable(rules: Sequence[Rule]) -> None:
-    whole: set[str] = set()
+    """Raise RuleError if a rule can never apply, because an earlier rule leaves its axis unsharded."""
+    unsharded: set[str] = set()
     for name, mesh_axes in rules:
-        if name in whole:
-            raise RuleError(f"rule {rule_text(name, mesh_axes)} can never apply: `({name!r}, None)` stands before it")
+        if name in unsharded:
+            raise RuleError(f"rule {rule_text(name, mesh_axes)} can never apply: `({name!r}, None)` is before it")
         if not mesh_axes:
-            whole.add(name)
+            unsharded.add(name)
 
 
 def _checked_names(names: Mapping[type, Names]) -> Iterable[tuple[type, Names]]:
+    """The pairs of a `names=`. Raises RuleError if it is invalid."""
     if not isinstance(names, Mapping):
-        raise RuleError(f"`names=` maps classes to `ft.names(...)`; {names!r} is no mapping")
+        raise RuleError(f"`names=` maps classes to `ft.names(...)`; {names!r} is not a mapping")
     for cls, given in names.items():
         if not isinstance(cls, type) or not isinstance(given, Names):
             raise RuleError(f"`names=` maps classes to `ft.names(...)`, not {cls!r} to {given!r}")

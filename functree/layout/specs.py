@@ -1,4 +1,4 @@
-"""A `PartitionSpec` and its entries ─► mesh axes and back, and their texts."""
+"""A `PartitionSpec` ─► its mesh axes and its text; and mesh axes ─► the entries of a spec."""
 
 from collections.abc import Collection, Sequence
 from typing import Any
@@ -6,18 +6,18 @@ from typing import Any
 from jax.sharding import PartitionSpec
 
 Entry = str | tuple[str, ...] | None
-"""One entry of a spec: a mesh axis, several, or `None` for a whole dimension."""
+"""One entry of a spec: a mesh axis, several mesh axes, or `None` for an unsharded dimension."""
 
 
 def mesh_axes(entry: Any) -> tuple[str, ...]:
-    """The mesh axes of one entry of a spec; none for `None` and for `P.UNCONSTRAINED`."""
+    """The mesh axes of one entry of a spec. `None` and `P.UNCONSTRAINED` have none."""
     if isinstance(entry, str):
         return (entry,)
     return tuple(entry) if isinstance(entry, tuple) else ()
 
 
 def entry(axes: Sequence[str]) -> Entry:
-    """One entry of a spec for some mesh axes."""
+    """The entry of a spec for some mesh axes."""
     if not axes:
         return None
     return axes[0] if len(axes) == 1 else tuple(axes)
@@ -29,7 +29,7 @@ def named_axes(spec: PartitionSpec) -> set[str]:
 
 
 def without(spec: PartitionSpec, axes: Collection[str]) -> PartitionSpec:
-    """A spec that leaves some mesh axes out."""
+    """A spec without some mesh axes."""
     kept = [tuple(axis for axis in mesh_axes(one) if axis not in axes) for one in spec.partitions]
     return PartitionSpec(*map(entry, kept))
 
@@ -40,14 +40,15 @@ def of_rank(spec: PartitionSpec, ndim: int) -> PartitionSpec:
 
 
 def axes_text(axes: Sequence[str]) -> str:
-    """Mesh axes as messages name them."""
+    """The text of mesh axes in messages: `data`, `(data, model)`, or `None`."""
     if not axes:
         return "None"
     return axes[0] if len(axes) == 1 else f"({', '.join(axes)})"
 
 
 def spec_text(spec: PartitionSpec) -> str:
-    """A spec as one writes it."""
+    """The text of a spec, as a user writes it: `P('data', None)`."""
+    # Not `repr`, which has a bare `UNCONSTRAINED` that a user could not write.
     parts = ["P.UNCONSTRAINED" if one is PartitionSpec.UNCONSTRAINED else repr(one) for one in spec.partitions]
     if spec.unreduced:
         parts.append(f"unreduced={set(spec.unreduced)!r}")
@@ -57,7 +58,8 @@ def spec_text(spec: PartitionSpec) -> str:
 
 
 def invalid_entry(spec: PartitionSpec) -> str | None:
-    """Why the first entry that is not a name, a tuple of names or `None` is wrong; JAX takes anything."""
+    """Why the first entry that is not a name, a tuple of names or `None` is invalid; or None if all are valid."""
+    # JAX accepts any value when a spec is created.
     for item in spec.partitions:
         if item is None or item is PartitionSpec.UNCONSTRAINED:
             continue

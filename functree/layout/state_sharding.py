@@ -1,10 +1,11 @@
-"""Ordered filters ─► layouts: `StateSharding`, where the first filter that matches a leaf decides."""
+"""Ordered filters and their layouts ─► `StateSharding`, in which the first filter that matches a leaf decides."""
 
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from types import EllipsisType, UnionType
 from typing import Any, Literal
 
+from jax.sharding import AbstractMesh, Mesh
 from jax.tree_util import tree_flatten_with_path
 
 from functree.errors import Problem, RuleError
@@ -30,14 +31,15 @@ Unused = Literal["error", "warn", "ignore"]
 
 
 class StateSharding(Value, Layout):
-    """Filters and layouts in order; a leaf is laid out by the first whose filter matches it.
+    """Filters and layouts in order. A leaf is laid out by the layout of the first filter that matches it.
 
     Args:
         rules: `{filter: layout, ..., ...: P()}`, or pairs. `...` matches everything and may only be last.
-        unused: what to do about a filter that matches nothing, or only what earlier ones take; a last `...` is exempt.
+        unused: whether it is an error, a warning or ignored if a filter matches no leaf, or only leaves that earlier
+            filters match. A last `...` may match nothing.
 
     Raises:
-        RuleError: `...` not last, or what is not a filter or no layout.
+        RuleError: `...` is not last, or the rules contain something that is not a filter or not a layout.
 
     Examples:
         >>> layout = ft.StateSharding({"**.bias": ft.P(), ...: ft.P("model")})
@@ -64,10 +66,10 @@ class StateSharding(Value, Layout):
     ):
         pairs = written_pairs(rules, "StateSharding takes a mapping or (filter, layout) pairs")
         if unused not in ("error", "warn", "ignore"):
-            raise RuleError(f'StateSharding: unused={unused!r} is none of "error", "warn", "ignore"')
+            raise RuleError(f'StateSharding: unused={unused!r} is not one of "error", "warn", "ignore"')
         for i, (written, _) in enumerate(pairs):
             if written is ... and i < len(pairs) - 1:
-                raise RuleError(f"`...` may only be the last filter: {pairs[i + 1][0]!r} behind it would match nothing")
+                raise RuleError(f"`...` may only be the last filter: {pairs[i + 1][0]!r} after it would match nothing")
         filters = tuple(as_filter(written) for written, _ in pairs)
         self._set(
             filters=tuple(written for written, _ in pairs),
@@ -83,16 +85,21 @@ class StateSharding(Value, Layout):
 
     @classmethod
     def from_specs(cls, tree: Any) -> "StateSharding":
-        """The layout that gives each leaf what stands at its path in a tree of specs with the model's structure."""
+        """The layout that lays out each leaf by the spec at its path in a tree of specs."""
+        # `None` is not a leaf here: in a tree of specs it is in the place of values that are not arrays.
         found, _ = tree_flatten_with_path(tree, is_leaf=lambda x: x is not None and is_layout(x))
+        pairs: list[tuple[FilterLike, LayoutLike]] = []
         for keys, value in found:
+            path = Path.of(keys)
             if not is_layout(value):
-                raise RuleError(f"{Path.of(keys)}: {value!r} is no PartitionSpec")
-        return cls([(str(Path.of(keys)) if keys else ..., value) for keys, value in found])
+                raise RuleError(f"{path}: {value!r} is not a PartitionSpec")
+            # A single spec has an empty path, which is not a glob.
+            pairs.append((str(path) if keys else ..., value))
+        return cls(pairs)
 
     @property
     def shardings(self) -> tuple[Any, ...]:
-        """The layouts, under the name that Flax gives them."""
+        """The layouts, by the name that they have in Flax."""
         return self.layouts
 
     @property
@@ -100,7 +107,7 @@ class StateSharding(Value, Layout):
         return merge_names(layout.given_names for layout in self._layouts)
 
     @property
-    def own_mesh(self) -> Any:
+    def own_mesh(self) -> Mesh | AbstractMesh | None:
         return next((layout.own_mesh for layout in self._layouts if layout.own_mesh is not None), None)
 
     def resolve(self, leaves: Sequence[Leaf], mesh: MeshView, before: Sequence[Decision] | None = None) -> Resolution:
@@ -108,19 +115,23 @@ class StateSharding(Value, Layout):
         decisions: list[Any] = [None] * len(leaves) if before is None else list(before)
         problems: list[Problem] = []
         unused: list[str] = []
+        # Each layout decides about all of its leaves at once. The groups have the positions of their leaves, because
+        # the decisions are returned in the order of all leaves.
         groups: dict[int | None, list[int]] = {}
         for position, choice in enumerate(choices):
             groups.setdefault(choice, []).append(position)
         for choice, positions in groups.items():
             if choice is None:
                 problems += [self._unmatched(leaves[p]) for p in positions]
-                for p in positions if before is None else ():
-                    decisions[p] = whole(leaves[p])
+                if before is None:
+                    for p in positions:
+                        decisions[p] = whole(leaves[p])
                 continue
             group = [leaves[p] for p in positions]
             found = self._layouts[choice].resolve(group, mesh, before and [before[p] for p in positions])
             named = f"{_written(self.filters[choice])}: "
-            # Layouts give many leaves one decision: it stays one, as that is most of the time of a large plan.
+            # Many leaves share one decision object, and the plan computes sizes and text once for each object. So the
+            # filter is added to the reason once for each object too, and not for each leaf.
             renamed = {id(d): d._replace(reason=named + d.reason) for d in {id(d): d for d in found.decisions}.values()}
             for position, decision in zip(positions, found.decisions, strict=True):
                 decisions[position] = renamed[id(decision)]
@@ -131,7 +142,7 @@ class StateSharding(Value, Layout):
 
     @property
     def tolerant(self) -> "StateSharding":
-        """The same, for a part of the tree that it is for: filters may match nothing."""
+        """The same layout for a part of its tree, where filters may match nothing."""
         return _made(self._pairs, "ignore")
 
     @property
@@ -139,24 +150,27 @@ class StateSharding(Value, Layout):
         return tuple(zip(self.filters, self.layouts, strict=True))
 
     def first(self, leaf: Leaf) -> int | None:
-        """The index of the filter that decides for a leaf."""
+        """The index of the filter that decides about a leaf; None if no filter matches it."""
         return self._chosen(leaf)
 
     def _unmatched(self, leaf: Leaf) -> Problem:
-        listed = ", ".join(map(_written, self.filters[:8])) + (" and others" if len(self.filters) > 8 else "")
-        why = f"no filter matches it; the filters are {listed}" if listed else "no filter matches it; there are none"
+        """The problem of a leaf that no filter matches."""
+        listed = ", ".join(map(_written, self.filters[:8]))
+        if len(self.filters) > 8:
+            listed += " and others"
+        why = "no filter matches it; " + (f"the filters are {listed}" if listed else "there are no filters")
         return Problem(leaf.path, leaf.shape, leaf.text, why, "add a filter for it, or `...: P()` as the last one")
 
     def _dead(self, leaves: Sequence[Leaf], groups: Mapping[int | None, Any]) -> list[Problem]:
-        """Filters that decide nothing, and why."""
+        """The problems of filters that decide about no leaf."""
+        # A tree without arrays, such as the state of `optax.sgd`, says nothing about the filters.
         if self.unused == "ignore" or not leaves:
             return []
-        dead = [
-            (i, item)
-            for i, item in enumerate(self._filters)
-            if i not in groups and not (isinstance(item, Everything) and i == len(self._filters) - 1)
-        ]
-        problems = [self._dead_problem(i, [leaf for leaf in leaves if item(leaf)]) for i, item in dead]
+        problems = []
+        for i, item in enumerate(self._filters):
+            last_resort = isinstance(item, Everything) and i == len(self._filters) - 1
+            if i not in groups and not last_resort:
+                problems.append(self._dead_problem(i, [leaf for leaf in leaves if item(leaf)]))
         if self.unused == "warn":
             for problem in problems:
                 warnings.warn(f"{problem.what} {problem.why}", stacklevel=2)
@@ -164,13 +178,14 @@ class StateSharding(Value, Layout):
         return problems
 
     def _dead_problem(self, index: int, hidden: Sequence[Leaf]) -> Problem:
+        """The problem of a filter that decides about no leaf; `hidden` are the leaves that it matches."""
         what = f"filter {_written(self.filters[index])}"
         if not hidden:
-            remedy = 'mend the filter, remove it, or write `unused="ignore"`'
+            remedy = 'correct the filter, remove it, or write `unused="ignore"`'
             return Problem(None, None, what, "matches no leaf", remedy)
         first = self.filters[self._chosen(hidden[0]) or 0]
-        why = f"decides nothing: earlier filters take all that it matches ({hidden[0].path} by {_written(first)})"
-        return Problem(None, None, what, why, "put it before them, or remove it")
+        why = f"is never used: earlier filters match all of its leaves ({hidden[0].path} by {_written(first)})"
+        return Problem(None, None, what, why, "write it before them, or remove it")
 
     def _parts(self) -> tuple[Any, ...]:
         return (self._filters, self._layouts, self.unused)
@@ -179,17 +194,20 @@ class StateSharding(Value, Layout):
         pairs = [(_written(f), repr(layout)) for f, layout in zip(self.filters, self._layouts, strict=True)]
         if len(set(self.filters)) == len(self.filters):
             table = "{" + ", ".join(f"{f}: {layout}" for f, layout in pairs) + "}"
-        else:  # a dict would keep one of two equal filters
+        else:  # a dict would keep only one of two equal filters
             table = "[" + ", ".join(f"({f}, {layout})" for f, layout in pairs) + "]"
-        return f"StateSharding({table}{'' if self.unused == 'error' else f', unused={self.unused!r}'})"
+        if self.unused == "error":
+            return f"StateSharding({table})"
+        return f"StateSharding({table}, unused={self.unused!r})"
 
 
 def _made(pairs: Any, unused: Unused) -> StateSharding:
+    """For pickle, which calls a function by position, and `unused` is by name only."""
     return StateSharding(pairs, unused=unused)
 
 
 def _written(written: Any) -> str:
-    """A filter as one writes it."""
+    """The text of a filter, as a user writes it."""
     match written:
         case EllipsisType():
             return "..."

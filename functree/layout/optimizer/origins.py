@@ -1,7 +1,8 @@
-"""An optimizer and its parameters ─► for each leaf of its state, the dimensions of a parameter that it has.
+"""An optimizer and its parameters ─► the origin of each leaf of its state: a parameter and some of its dimensions.
 
-What a leaf of the state stands for is not asked of its type: `tx.init` is traced again with every size changed and
-different, and the sizes tell which dimensions of which parameter a leaf has.
+The origin is not found by the types in the state, which differ for each optimizer. Instead `tx.init` is traced a
+second time with parameters of other sizes, all of them different. The sizes of the leaves then show which dimensions
+of which parameter each leaf has.
 """
 
 from collections import defaultdict
@@ -22,19 +23,19 @@ Shape = tuple[int, ...]
 
 
 class Optimizer(Protocol):
-    """What is asked of an optimizer: optax's `GradientTransformation`, and whatever has its `init`."""
+    """An optimizer: optax's `GradientTransformation`, or any object with its `init`."""
 
     @property
     def init(self) -> Callable[..., Any]: ...
 
 
 class Origin(NamedTuple):
-    """What one leaf of an optimizer's state comes from.
+    """The parameter that one leaf of an optimizer's state belongs to.
 
     Attributes:
-        parameter: the path of the parameter, or None.
-        dims: for each dimension of the leaf, the parameter's dimension that it is, or None.
-        derived: False where the leaf depends on the parameters' shapes in a way that sizes cannot tell.
+        parameter: the path of the parameter, or None if the leaf belongs to none.
+        dims: for each dimension of the leaf, the index of the parameter's dimension that it is, or None.
+        derived: False if the leaf depends on the shapes of the parameters, but its dimensions cannot be determined.
     """
 
     parameter: Path | None
@@ -42,12 +43,13 @@ class Origin(NamedTuple):
     derived: bool = True
 
     def describe(self, leaf: Leaf, parameters: Mapping[Path, Leaf]) -> Leaf:
-        """A leaf of the state, with the axes that it has from its parameter, whose path patterns see too."""
+        """A leaf of the state with the axes of its parameter. Patterns are matched with the parameter's path too."""
         if self.parameter is None:
             return leaf._replace(axes=Axes(*[None] * len(leaf.shape)), misfit=None)
         axes = parameters[self.parameter].axes
         kept = Axes(*[None if dim is None else axes[dim] for dim in self.dims])
         aliases = (leaf.path, self.parameter)
+        # The misfit of a copy of the model is not an error, since its axes are not those of its annotations.
         return leaf._replace(axes=kept, aliases=aliases, misfit=None, annotated=self.derived, stacked=0)
 
 
@@ -55,8 +57,8 @@ class Trained(NamedTuple):
     """The parameters that an optimizer updates.
 
     Attributes:
-        skeleton: of the model.
-        leaves: by path, None for the arrays of the model that it does not update.
+        skeleton: the skeleton of the model.
+        leaves: the leaves by path; None for arrays of the model that the optimizer does not update.
     """
 
     skeleton: Skeleton
@@ -64,46 +66,67 @@ class Trained(NamedTuple):
 
     @property
     def parameters(self) -> dict[Path, Leaf]:
-        """Those that it updates."""
+        """The leaves that it updates, by path."""
         return {path: leaf for path, leaf in self.leaves.items() if leaf is not None}
 
     def tree(self, value: Callable[[Leaf], Any]) -> Any:
-        """A tree like the model with a value for each parameter, and None elsewhere: what the optimizer is given."""
+        """A tree with the structure of the model, with a value for each parameter and None for all else.
+
+        `tx.init` is called with such a tree.
+        """
         return self.skeleton.spread(None if leaf is None else value(leaf) for leaf in self.leaves.values())
 
 
 def abstract_state(tx: Optimizer, params: Any) -> Leaves:
-    """The leaves of `tx.init(params)`, abstract. Raises FunctreeError for what is no optimizer."""
+    """The leaves of `tx.init(params)`, abstract. Raises FunctreeError if `tx` is not an optimizer."""
     if not callable(getattr(tx, "init", None)):
-        raise FunctreeError(f"{tx!r} is no optimizer: an optax GradientTransformation has `init` and `update`")
+        raise FunctreeError(f"{tx!r} is not an optimizer: an optax GradientTransformation has `init` and `update`")
     return read(eqx.filter_eval_shape(tx.init, params))
 
 
 def find_origins(tx: Optimizer, trained: Trained, state: Sequence[Leaf]) -> list[Origin]:
-    """What each leaf of an optimizer's state comes from.
+    """The origin of each leaf of an optimizer's state.
 
     Args:
         tx: the optimizer.
         trained: its parameters.
-        state: the leaves of `tx.init(parameters)`, by their paths in the state.
+        state: the leaves of `tx.init(parameters)`, with their paths in the state.
     """
     tracer = _Tracer(tx, trained, state)
-    rivals = dict.fromkeys(owner for several in tracer.owners.values() if len(several) > 1 for owner in several)
-    steps = dict.fromkeys(tracer.parameters, 1) | {path: 1 + i % STEPS for i, path in enumerate(rivals)}
+    # The path of a leaf may be that of several parameters. The sizes of such parameters are changed by different
+    # steps, so that the sizes of the leaf show which of them it belongs to.
+    rivals: dict[Path, None] = {}
+    for several in tracer.owners.values():
+        if len(several) > 1:
+            rivals.update(dict.fromkeys(several))
+    steps = dict.fromkeys(tracer.parameters, 1)
+    for i, path in enumerate(rivals):
+        steps[path] = 1 + i % STEPS
     changed, other = tracer.changed(steps)
     jumped = tracer.jumped(other)
-    if jumped:  # by the next larger sizes; so such parameters get smaller ones
+    # With a larger size, a parameter may be over a threshold of the optimizer (127 to 128 for adafactor), and have
+    # other leaves. Smaller sizes are tried for such parameters.
+    if jumped:
         changed, other = tracer.changed(steps | {path: -steps[path] for path in jumped})
         jumped = tracer.jumped(other)
     return [tracer.origin(leaf, changed, other, jumped) for leaf in state]
 
 
-# By so many different steps the sizes of parameters change whose paths do not tell them apart.
+# The number of different steps for parameters that cannot be distinguished by paths. Large steps are more likely to
+# change a decision of the optimizer.
 STEPS = 8
 
 
 class _Tracer:
-    """An optimizer, traced for parameters of other sizes."""
+    """An optimizer, and what it is traced with.
+
+    Attributes:
+        tx: the optimizer.
+        trained: its parameters.
+        state: the leaves of its state for the real sizes.
+        parameters: the leaves that it updates, by path.
+        owners: for each leaf of the state, the parameters that it may belong to.
+    """
 
     def __init__(self, tx: Optimizer, trained: Trained, state: Sequence[Leaf]):
         self.tx, self.trained, self.state = tx, trained, state
@@ -111,59 +134,84 @@ class _Tracer:
         self.owners: dict[Path, list[Path]] = _owners([leaf.path for leaf in state], self.parameters)
 
     def changed(self, steps: Mapping[Path, int]) -> tuple[dict[Path, Shape], dict[Path, Leaf]]:
-        """Other sizes for the parameters, and the leaves of the state for them; none if it cannot be made of these."""
+        """Other shapes of the parameters, and the leaves of the state for these, by path.
+
+        There are no leaves if `tx.init` raises for these shapes.
+        """
         shapes = {path: _distinct(leaf.shape, steps[path]) for path, leaf in self.parameters.items()}
         params = self.trained.tree(lambda leaf: jax.ShapeDtypeStruct(shapes[leaf.path], leaf.value.dtype))
         try:
             state = abstract_state(self.tx, params)
-        except (TypeError, ValueError):  # an `init` that computes with the parameters needs sizes that fit together
+        except (TypeError, ValueError):
+            # An `init` that computes with two parameters, such as their product, needs sizes that fit together.
             return shapes, {}
         return shapes, {leaf.path: leaf for leaf in state.leaves}
 
     def jumped(self, other: Mapping[Path, Leaf]) -> set[Path]:
-        """The parameters whose state has other leaves or ranks for other sizes: the optimizer decided otherwise."""
+        """The parameters whose state has other leaves, or leaves of other ranks, for the changed sizes."""
         odd = [leaf.path for leaf in self.state if leaf.path not in other or not _same_rank(leaf, other[leaf.path])]
         return {owner for path in odd for owner in self.owners[path]}
 
     def origin(
         self, leaf: Leaf, changed: Mapping[Path, Shape], other: Mapping[Path, Leaf], jumped: Collection[Path]
     ) -> Origin:
-        """What a leaf comes from, by the first parameter that its sizes speak of."""
+        """The origin of a leaf: the first parameter that its path allows and its sizes confirm.
+
+        Args:
+            leaf: a leaf of the state.
+            changed: the changed shapes of the parameters.
+            other: the leaves of the state for the changed shapes.
+            jumped: the parameters whose state changed too much to be compared.
+        """
         owners = self.owners[leaf.path]
         if leaf.path not in other or any(owner in jumped for owner in owners):
             return self._by_shape(leaf, owners)
+        # `(None,)`: a leaf without a parameter still has to be checked for sizes that changed.
         found = [self._by_sizes(leaf, other[leaf.path], owner, changed) for owner in owners or (None,)]
         return next((origin for origin in found if origin.derived), found[0])
 
     def _by_sizes(self, real: Leaf, other: Leaf, owner: Path | None, changed: Mapping[Path, Shape]) -> Origin:
-        """What a leaf comes from, told by its sizes for the real parameters and for the changed ones.
+        """The origin of a leaf, by its sizes for the real and for the changed parameters.
 
-        It may have all the parameter's dimensions behind some of its own, or some of them in their order and none of
-        its own. Others cannot be determined: galore's rank is the parameter's smallest size, or not, as it happens.
+        A leaf may have all dimensions of the parameter after some of its own, or some of the parameter's dimensions in
+        their order and none of its own (except of size 1). Other leaves cannot be determined: the rank of galore may be
+        equal to the smallest size of a parameter only by chance.
         """
+        # A size that does not change does not come from a parameter.
         varies = [a != b for a, b in zip(real.shape, other.shape, strict=True)]
         nothing = (None,) * len(varies)
         if owner is None or not any(varies):
             return Origin(owner, nothing, derived=not any(varies))
         want, have = changed[owner], self.parameters[owner].shape
+        # All dimensions of the parameter, after `lead` others that do not change (a history of gradients).
         lead = len(varies) - len(want)
         if lead >= 0 and other.shape[lead:] == want and real.shape[lead:] == have and not any(varies[:lead]):
             return Origin(owner, (*nothing[:lead], *range(len(want))))
-        dims = tuple(want.index(n) if v and n in want else None for n, v in zip(other.shape, varies, strict=True))
-        told = [
-            size == 1 and not varied if dim is None else size == have[dim]
-            for dim, size, varied in zip(dims, real.shape, varies, strict=True)
-        ]
+        # Some dimensions of the parameter, as in a factored state. All changed sizes are different, so a size of the
+        # leaf belongs to one dimension.
+        dims: list[int | None] = []
+        for size, other_size, varied in zip(real.shape, other.shape, varies, strict=True):
+            if varied and other_size in want:
+                dim = want.index(other_size)
+                # The real size has to be that of the same dimension.
+                fits = size == have[dim]
+            else:
+                dim = None
+                fits = size == 1 and not varied
+            if not fits:
+                return Origin(owner, nothing, derived=False)
+            dims.append(dim)
         kept = [dim for dim in dims if dim is not None]
-        if all(told) and kept == sorted(set(kept)):
-            return Origin(owner, dims)
-        return Origin(owner, nothing, derived=False)
+        if kept != sorted(set(kept)):
+            return Origin(owner, nothing, derived=False)
+        return Origin(owner, tuple(dims))
 
     def _by_shape(self, leaf: Leaf, owners: Sequence[Path]) -> Origin:
-        """Where other sizes do not help: only what has its parameter's shape is known."""
+        """The origin of a leaf that has no other sizes to compare: it can only have the shape of its parameter."""
         owner = owners[0] if owners else None
         if owner is not None and leaf.shape == self.parameters[owner].shape:
             return Origin(owner, tuple(range(len(leaf.shape))))
+        # A scalar has no dimensions that would have to be determined.
         return Origin(owner, (None,) * len(leaf.shape), derived=not leaf.shape)
 
 
@@ -172,35 +220,49 @@ def _same_rank(one: Leaf, other: Leaf) -> bool:
 
 
 def _distinct(shape: Sequence[int], step: int) -> Shape:
-    """Sizes that all differ from each other and from the real ones, in the same order and close to them.
+    """Other sizes, which are different from each other and from the real sizes.
 
-    Optimizers decide by size (adafactor factors what is large, and by the order of sizes), so both are kept.
+    Optimizers decide by sizes: adafactor factors large dimensions, and the two largest ones. So the sizes are close to
+    the real ones, and in the same order.
+
+    Args:
+        shape: the real shape.
+        step: by how much the sizes are changed, at least; negative for smaller sizes.
     """
     out, taken = list(shape), set(shape)
     way = 1 if step > 0 else -1
+    # In the order of sizes, so that a size that has to be changed by more than the step stays behind the one before it.
     for i in sorted(range(len(shape)), key=lambda i: (shape[i], i), reverse=way < 0):
         size = shape[i] + step
         while size > 0 and size in taken:
             size += way
-        while size <= 0 or size in taken:  # nothing below is left
+        # There is no smaller size left. This changes the order, but sizes must be positive and different.
+        while size <= 0 or size in taken:
             size += 1
         out[i] = size
         taken.add(size)
     return tuple(out)
 
 
-# Whose a leaf is
+# The parameters that a leaf may belong to
 
 
 def _owners(paths: Sequence[Path], parameters: Collection[Path]) -> dict[Path, list[Path]]:
-    """For each leaf of the state, the parameters that its path may speak of, the likeliest first.
+    """For each leaf of the state, the parameters that it may belong to by its path, the most likely one first.
 
-    `0.mu.w` speaks of `w`, `0.mu.w.1` too. What is in front stands before a tree of parameters, so every leaf behind
-    it must be at a parameter's path. Of several fronts, the one with the most parameters behind it counts first, of
-    equals the shortest: so `0.mu.w` is of `w` and not of a parameter `mu`, and `0.mu.a.w` of `a.w` and not of `w`.
+    The state contains trees of parameters, so the path of a leaf is a prefix (`0.mu`), then the path of a parameter
+    (`w`), and then the keys of several leaves for one parameter, if there are any (`0.mu.w.1`). It is not known where
+    the prefix ends. But every leaf after a prefix must be at the path of a parameter, or else it is not a prefix. If
+    several prefixes are possible, the one with the most parameters after it comes first, and then the shorter one. So
+    `0.mu.w` belongs to `w` and not to a parameter `mu`, and `0.mu.a.w` to `a.w` and not to `w`.
     """
+    # For each leaf and each length k of the prefix: the parameter whose path comes next.
     matches = {path: [_first_of(path[k:], parameters) for k in range(len(path) + 1)] for path in paths}
-    failing = {path[:k] for path, found in matches.items() for k, match in enumerate(found) if match is None}
+    # Not prefixes: a leaf after them is not at the path of a parameter.
+    failing: set[tuple[Any, ...]] = set()
+    for path, found in matches.items():
+        failing.update(path[:k] for k, match in enumerate(found) if match is None)
+    # The parameters after each prefix.
     behind: defaultdict[tuple[Any, ...], set[Path]] = defaultdict(set)
     for path, found in matches.items():
         for k, match in enumerate(found):
@@ -208,24 +270,36 @@ def _owners(paths: Sequence[Path], parameters: Collection[Path]) -> dict[Path, l
                 behind[path[:k]].add(match)
     owners: dict[Path, list[Path]] = {}
     for path, found in matches.items():
+        # The lengths of the possible prefixes, the best first.
         fronts = sorted((-len(behind[path[:k]]), k) for k in range(len(found)) if path[:k] in behind)
         owners[path] = list(dict.fromkeys(match for _, k in fronts if (match := found[k]) is not None))
     return owners | _owners_below([path for path, several in owners.items() if not several], parameters)
 
 
 def _first_of(keys: tuple[Any, ...], parameters: Collection[Path]) -> Path | None:
-    """The longest parameter's path that some keys begin with."""
-    return next((Path(keys[:n]) for n in range(len(keys), -1, -1) if keys[:n] in parameters), None)
+    """The longest path of a parameter that some keys begin with."""
+    for n in range(len(keys), -1, -1):
+        if keys[:n] in parameters:
+            return Path(keys[:n])
+    return None
 
 
 def _owners_below(paths: Sequence[Path], parameters: Collection[Path]) -> dict[Path, list[Path]]:
-    """For leaves of a part of the parameters (`lookahead` gives its inner optimizer one half): those that end alike.
+    """For leaves that have no prefix: the parameters whose paths have the same end.
 
-    Not where they are so many that their sizes do not tell them apart.
+    `optax.lookahead` has the parameters `fast.w` and `slow.w`, and initializes its inner optimizer with one half of
+    them, so that the paths in its state end with `w` only. If there are too many parameters with the same end, their
+    sizes do not distinguish them, and the leaf has no owner.
     """
+    if not paths:
+        return {}
     endings: defaultdict[tuple[Any, ...], list[Path]] = defaultdict(list)
-    for path in parameters if paths else ():
+    for path in parameters:
         for k in range(1, len(path)):
             endings[path[k:]].append(path)
-    found = {path: next((endings[path[k:]] for k in range(len(path)) if path[k:] in endings), []) for path in paths}
-    return {path: several if len(several) <= STEPS else [] for path, several in found.items()}
+    owners: dict[Path, list[Path]] = {}
+    for path in paths:
+        # The longest end of the path that is also the end of a parameter's path.
+        found = next((endings[path[k:]] for k in range(len(path)) if path[k:] in endings), [])
+        owners[path] = found if len(found) <= STEPS else []
+    return owners

@@ -29,25 +29,26 @@ def plan_optimizer(
     wrt: FilterLike = is_trainable,
     otherwise: LayoutTree = None,
 ) -> Plan:
-    """Decide where each array of an optimizer's state goes, from the layout of the model alone.
+    """Plan the state of an optimizer, by the layout of the model alone.
 
-    A leaf that stands for a parameter and has its shape gets the parameter's spec; a factored one the specs of the
-    dimensions it keeps; one with further leading dimensions the parameter's behind unsharded ones. What does not
-    depend on the parameters' shapes is whole.
+    A leaf that belongs to a parameter and has its shape gets the spec of the parameter. A factored leaf gets the
+    entries of the dimensions that it keeps. A leaf with additional leading dimensions gets the spec of the parameter
+    after unsharded entries. Leaves that do not depend on the shapes of the parameters are replicated.
 
     Args:
         tx: any optax optimizer.
-        model: concrete or abstract.
-        layout: of the model.
-        mesh: as in `ft.plan`.
-        wrt: the filter of the parameters that the optimizer updates.
-        otherwise: a layout for leaves that depend on the parameters' shapes in a way that cannot be determined.
+        model: a concrete or abstract model.
+        layout: the layout of the model.
+        mesh: the mesh, as in `ft.plan`.
+        wrt: a filter for the parameters that the optimizer updates.
+        otherwise: a layout for leaves that depend on the shapes of the parameters in a way that cannot be determined.
 
     Returns:
         The plan of `tx.init(parameters)`.
 
     Raises:
-        ShardingError: the model cannot be laid out; a leaf of the state cannot be derived and there is no `otherwise`.
+        ShardingError: the model cannot be laid out, or the spec of a leaf of the state cannot be determined and there
+            is no `otherwise`.
 
     Examples:
         >>> import optax
@@ -59,7 +60,7 @@ def plan_optimizer(
 
 
 class PlannedState(NamedTuple):
-    """The plan of an optimizer's state, and the parameters that it is for."""
+    """The plan of an optimizer's state, and the parameters that the optimizer is initialized with."""
 
     plan: Plan
     parameters: Any
@@ -68,7 +69,7 @@ class PlannedState(NamedTuple):
 def plan_state(
     tx: Optimizer, model: Any, layout: LayoutTree, mesh: MeshLike, wrt: FilterLike, otherwise: LayoutTree
 ) -> PlannedState:
-    """As `plan_optimizer`."""
+    """The same as `plan_optimizer`, with the parameters."""
     leaves, parts = read_for(model, layout)
     view = agreed_view(mesh, parts)
     rows = {row.path: row for row in plan_leaves(leaves, parts, view)}
@@ -77,6 +78,8 @@ def plan_state(
     state = abstract_state(tx, params)
     origins = find_origins(tx, trained, state.leaves)
     parameters = trained.parameters
+    # The axes of the state come from the parameters. Annotations say nothing about it: the leaves of its copies of the
+    # model may have other shapes. So the problems of names are left out as well.
     pairs = zip(state.leaves, origins, strict=True)
     described = Leaves(tuple(origin.describe(leaf, parameters) for leaf, origin in pairs), (), state.skeleton)
     derived = Derived(tuple(origins), rows, None if otherwise is None else as_layout(otherwise))
@@ -88,14 +91,15 @@ def select_trained(leaves: Leaves, wrt: FilterLike, name: str) -> Trained:
     """The arrays of a model that a filter matches.
 
     Args:
-        leaves: of the model.
+        leaves: the leaves of the model.
         wrt: the filter.
-        name: of the model's class.
+        name: the name of the model's class, for the error.
 
     Raises:
-        RuleError: a pattern in the filter matches no leaf: what it was to freeze would be trained.
+        RuleError: a pattern in the filter matches no leaf.
     """
     matches = as_filter(wrt)
+    # With a misspelled pattern in `~ft.glob(...)`, parameters that should be frozen would be trained.
     for pattern in patterns(matches):
         if not any(map(pattern, leaves.leaves)):
             near = did_you_mean(getattr(pattern, "pattern", ""), [leaf.path for leaf in leaves.leaves])
@@ -104,12 +108,12 @@ def select_trained(leaves: Leaves, wrt: FilterLike, name: str) -> Trained:
 
 
 class Derived(Layout):
-    """The layout of one optimizer state, leaf by leaf in its order.
+    """The layout of one optimizer state. It is for all leaves of this state, in their order.
 
     Args:
-        origins: of the leaves.
-        rows: of the parameters.
-        otherwise: the layout of leaves that cannot be derived.
+        origins: the origin of each leaf.
+        rows: the rows of the model's plan, by path.
+        otherwise: the layout of leaves whose origin cannot be determined.
     """
 
     def __init__(self, origins: Sequence[Origin], rows: Mapping[Path, Row], otherwise: Layout | None):
@@ -131,14 +135,16 @@ class Derived(Layout):
         start = whole(leaf).settle()
         if not origin.derived:
             return start.wrong(UNDERIVABLE)
-        if origin.parameter is None or all(dim is None for dim in origin.dims):
-            number = origin.parameter is not None and not leaf.shape
-            return start.because(f"one number for {origin.parameter}" if number else INDEPENDENT)
+        if origin.parameter is None:
+            return start.because(INDEPENDENT)
+        if all(dim is None for dim in origin.dims):
+            return start.because(INDEPENDENT if leaf.shape else f"one number for {origin.parameter}")
         row = self.rows[origin.parameter]
         spec = row.spec if row.spec is not None else [None] * len(row.shape)
         source = f"the spec of {origin.parameter}"
         axes = [() if dim is None else mesh_axes(spec[dim]) for dim in origin.dims]
         reason = f"as {origin.parameter}"
+        # Unless it has all dimensions in their order, the reason lists them.
         if origin.dims != tuple(range(len(row.shape))):
             reason += f", its dimensions {_kept(origin.dims)}"
         dimensions = tuple(Dimension(one, source) for one in axes)
@@ -147,11 +153,12 @@ class Derived(Layout):
 
 INDEPENDENT = "does not depend on the parameters"
 UNDERIVABLE = (
-    "depends on the shapes of the parameters in a way that cannot be determined, so no parameter's spec is its own",
-    "give a layout for such leaves: `otherwise=P()` for whole on every device; in a TrainState, by a pattern: "
+    "depends on the shapes of the parameters in a way that cannot be determined, so it has the spec of no parameter",
+    "give a layout for such leaves: `otherwise=P()` replicates them; in a TrainState, by a pattern: "
     "`StateSharding({'opt_state.**': P(), ...: layout})`",
 )
 
 
 def _kept(dims: Sequence[int | None]) -> str:
-    return ", ".join("whole" if dim is None else str(dim) for dim in dims)
+    """The dimensions of a parameter in a reason: `0, 2`."""
+    return ", ".join("unsharded" if dim is None else str(dim) for dim in dims)

@@ -1,4 +1,4 @@
-"""The rows of a plan ─► lines, in which equal layers of a list are one."""
+"""The rows of a plan ─► lines, in which the equal layers of a list are one line."""
 
 import math
 from collections.abc import Sequence
@@ -11,31 +11,34 @@ from functree.tree.paths import part_text
 
 
 class Line(NamedTuple):
-    """Rows that differ only in an index on their way."""
+    """One or more rows that differ only in the indices of their paths."""
 
     path: str
     array: str
     axes: str
     spec: str
-    each: int  # bytes on one device, of all its rows together
-    total: int
+    each: int  # bytes on one device, of all rows together
+    total: int  # bytes of all arrays
     copies: int
     reason: str
-    rows: int
+    rows: int  # the number of rows
 
     @property
     def title(self) -> str:
+        """The path, and the number of rows if there are several."""
         return f"{self.path} ×{self.rows}" if self.rows > 1 else self.path
 
     @property
     def told(self) -> str:
+        """The axes and the reason."""
         return f"{self.axes}: {self.reason}" if self.axes else self.reason
 
 
 def fold(rows: Sequence[Row]) -> list[Line]:
-    """One line for rows that are alike but for the indices in their paths."""
+    """One line for all rows that differ only in the indices of their paths."""
     groups: dict[tuple[object, ...], list[Row]] = {}
     for row in rows:
+        # An index of a list is an int. A dict key that is an int is one too; such rows are folded as well.
         pattern = tuple("*" if isinstance(key, int) else key for key in row.path)
         alike = (pattern, row.shape, str(row.dtype), row.axes, row.spec, row.reason, row.memory_kind, row.copies)
         groups.setdefault(alike, []).append(row)
@@ -43,12 +46,16 @@ def fold(rows: Sequence[Row]) -> list[Line]:
 
 
 def _lines(rows: Sequence[Row]) -> list[Line]:
-    """One line where the indices are a full grid, so that its title says exactly which rows it is for."""
+    """One line if the indices are a full grid, and else one line for each row."""
+    # The title `a.{0-1}.b.{0-1}` is for four rows. If there are only three of them, it would be wrong.
     grid = math.prod(len(set(keys)) for keys in zip(*(row.path for row in rows), strict=True))
-    return [_line(rows)] if grid == len(rows) else [_line([row]) for row in rows]
+    if grid == len(rows):
+        return [_line(rows)]
+    return [_line([row]) for row in rows]
 
 
 def _line(rows: Sequence[Row]) -> Line:
+    """One line for some rows."""
     row = rows[0]
     spec = spec_text(row.spec) if row.spec is not None else "-"
     return Line(
@@ -68,13 +75,15 @@ def _common_path(rows: Sequence[Row]) -> str:
     """`blocks.{0-10,12}.w` for the paths `blocks.0.w` to `blocks.10.w` and `blocks.12.w`."""
     parts = []
     for keys in zip(*(row.path for row in rows), strict=True):
-        different = sorted(set(keys)) if len(set(keys)) > 1 else []
-        parts.append(f"{{{_ranges(different)}}}" if different else part_text(keys[0]))
+        if len(set(keys)) > 1:
+            parts.append("{" + _ranges(sorted(set(keys))) + "}")
+        else:
+            parts.append(part_text(keys[0]))
     return ".".join(parts) or "(the array)"
 
 
 def _ranges(indices: Sequence[int]) -> str:
-    """`0-3,5` for 0, 1, 2, 3 and 5."""
+    """The text of sorted indices: `0-3,5` for 0, 1, 2, 3 and 5."""
     runs: list[list[int]] = []
     for index in indices:
         if runs and index == runs[-1][-1] + 1:
@@ -85,7 +94,7 @@ def _ranges(indices: Sequence[int]) -> str:
 
 
 def bytes_text(size: float) -> str:
-    """`1.5 MiB`."""
+    """A number of bytes as text: `1.5 MiB`."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if size < 1024:
             return f"{size:.0f} {unit}" if unit == "B" or size == math.floor(size) else f"{size:.1f} {unit}"

@@ -1,4 +1,4 @@
-"""Live arrays ─► how they are sharded now."""
+"""Arrays ─► rows that show how they are sharded now."""
 
 import math
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from functree.tree.leaf import Leaf
 
 
 class Live(NamedTuple):
-    """How an array is sharded: a spec where there is one, and the words for it."""
+    """How an array is sharded: its spec, or None if it has none, and a reason for the plan."""
 
     spec: PartitionSpec | None
     reason: str
@@ -26,7 +26,7 @@ class Live(NamedTuple):
 
 
 def live_rows(leaves: Sequence[Leaf]) -> tuple[list[Row], Mesh | AbstractMesh | None]:
-    """A row for each array as it is, and the first mesh that one is on."""
+    """A row for each array with its current sharding, and the mesh of the first array that is on a mesh."""
     live = [live_sharding(leaf.value) for leaf in leaves]
     rows = []
     for leaf, x in zip(leaves, live, strict=True):
@@ -38,7 +38,7 @@ def live_rows(leaves: Sequence[Leaf]) -> tuple[list[Row], Mesh | AbstractMesh | 
 
 
 def live_sharding(value: Any) -> Live:
-    """How an array is sharded. One that is numpy's, or is not on devices yet, has no spec."""
+    """How an array is sharded. An array that is abstract, of numpy, or on a single device has no spec."""
     shape = tuple(value.shape)
     if not isinstance(value, jax.Array | jax.ShapeDtypeStruct):
         return Live(None, "a numpy array in the host's memory", shape)
@@ -49,6 +49,7 @@ def live_sharding(value: Any) -> Live:
         return Live(None, "abstract, with no sharding", shape)
     local = tuple(sharding.shard_shape(shape))
     kind = None if memory_of(sharding) == "device" else sharding.memory_kind
+    # A `ShapeDtypeStruct` has no `committed`; a sharding that it has was given on purpose.
     committed = bool(getattr(value, "committed", True))
     if isinstance(sharding, NamedSharding):
         spec = of_rank(sharding.spec, len(shape))
@@ -57,26 +58,29 @@ def live_sharding(value: Any) -> Live:
     if isinstance(sharding, SingleDeviceSharding):
         device = next(iter(sharding.device_set))
         how = "committed to" if committed else "uncommitted, on"
-        return Live(None, f"whole, {how} {device.platform}:{device.id} alone", local, 1, kind)
+        return Live(None, f"{how} the device {device.platform}:{device.id}", local, 1, kind)
     copies = len(sharding.device_set) // _parts(shape, local)
     return Live(None, f"as it is sharded now, by a {type(sharding).__name__}", local, copies, kind)
 
 
 def _traced(value: Any) -> Live:
+    """How a traced array is sharded, by its type."""
     sharding = jax.typeof(value).sharding
     shape = tuple(value.shape)
     if not isinstance(sharding, NamedSharding) or sharding.mesh.empty:
         return Live(None, "traced, without a mesh in its type", shape)
     spec, mesh = of_rank(sharding.spec, len(shape)), sharding.mesh
     if not mesh.are_all_axes_explicit:
-        return Live(None, "traced under Auto axes, whose types do not tell shardings", shape, mesh=mesh)
+        # The type has a spec, but its `None` may be "unsharded" or "not known".
+        return Live(None, "traced with Auto mesh axes: its type does not have its sharding", shape, mesh=mesh)
     local = tuple(sharding.shard_shape(shape))
     return Live(spec, "by its type", local, mesh.size // _parts(shape, local), None, mesh)
 
 
 def _parts(shape: tuple[int, ...], local: tuple[int, ...]) -> int:
-    """Into how many different parts a shape is cut."""
+    """The number of different shards of an array."""
     parts = 1
     for size, one in zip(shape, local, strict=True):
+        # A dimension of size 0 has shards of size 0.
         parts *= -(-size // one) if one else 1
     return parts

@@ -1,4 +1,4 @@
-"""A plan ─► a page for a notebook or a browser."""
+"""The rows of a plan ─► HTML, for a notebook or a browser."""
 
 import html
 from collections.abc import Sequence
@@ -22,7 +22,14 @@ STYLE = """
 
 
 def plan_html(rows: Sequence[Row], notes: Sequence[str], devices: int, page: bool) -> str:
-    """The same as HTML: a bar for the bytes on each device, orange where every device keeps all of it."""
+    """The plan as HTML, with a bar for the bytes on each device. The bar of a replicated array is orange.
+
+    Args:
+        rows: the rows of the plan.
+        notes: the lines about the whole plan.
+        devices: the number of devices.
+        page: whether to return a whole page, and not a fragment for a notebook.
+    """
     lines = fold(rows)
     most = max((line.each for line in lines), default=1) or 1
     titles = "".join(f"<th>{title}</th>" for title in ("path", "array", "axes", "spec", "per device", "why"))
@@ -36,6 +43,7 @@ def plan_html(rows: Sequence[Row], notes: Sequence[str], devices: int, page: boo
 
 
 def _html_row(line: Line, most: int, devices: int) -> str:
+    """One row of the table; `most` is the number of bytes of the longest bar."""
     copied = devices > 1 and line.copies == devices
     texts = (line.title, line.array, line.axes, line.spec)
     cells = "".join(f"<td><code>{html.escape(text)}</code></td>" for text in texts)

@@ -1,4 +1,4 @@
-"""`Plan`: where each array of a tree goes and why; immutable, and a layout itself."""
+"""`Plan`: the spec of each array of a tree, and the reason for it."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -21,14 +21,14 @@ from functree.values import Value
 
 
 class Plan(Value, Layout):
-    """Where each array of a tree goes, and why. Immutable; itself a layout, so that it can be handed on.
+    """The spec of each array of a tree, and the reason for it. A plan is immutable, and it is a layout itself.
 
     Attributes:
         rows: one for each array.
-        problems: what is wrong; empty unless made with `check=False`.
-        unused: names of rules that no leaf has.
-        mesh: the mesh, or None where only sizes were given.
-        sizes: of the mesh's axes.
+        problems: what is wrong; empty unless the plan was made with `check=False`.
+        unused: the axes of rules that no leaf has.
+        mesh: the mesh, or None if only sizes were given.
+        sizes: the sizes of the mesh axes.
 
     Examples:
         >>> plan = ft.plan({"w": jnp.ones((4, 8))}, ft.P("data"), {"data": 2})
@@ -67,20 +67,20 @@ class Plan(Value, Layout):
 
     @property
     def view(self) -> MeshView:
-        """The mesh as plans see it."""
+        """The mesh, or its sizes, as a `MeshView`."""
         return MeshView(self.sizes, self.mesh)
 
     @property
     def specs(self) -> Any:
-        """A tree of `PartitionSpec`s with the structure of the tree's arrays; None where other leaves are."""
+        """A tree of `PartitionSpec`s with the structure of the tree, and None in the place of other leaves."""
         return self.skeleton.spread(row.spec for row in self.rows)
 
     @property
     def shardings(self) -> Any:
-        """A tree of `NamedSharding`s, memory kinds included.
+        """A tree of `NamedSharding`s, with memory kinds.
 
         Raises:
-            ShardingError: the plan was made for sizes only, without a mesh; it has problems; an array has no spec.
+            ShardingError: the plan was made for sizes and not for a mesh, it has problems, or an array has no spec.
         """
         if self.problems:
             raise refuse(self.problems, self.view)
@@ -89,20 +89,20 @@ class Plan(Value, Layout):
     def sharding(self, row: Row) -> NamedSharding:
         """The sharding of one row."""
         if self.mesh is None:
-            what = f"this plan knows the sizes {self.view} and no devices"
-            raise ShardingError(f"{what}: plan with a `Mesh` for shardings")
+            what = f"this plan was made for the sizes {self.view}, without devices"
+            raise ShardingError(f"{what}: plan with a `Mesh` to get shardings")
         if row.spec is None:
-            raise ShardingError(f"{row.path}: {row.reason}; there is no PartitionSpec for that")
+            raise ShardingError(f"{row.path}: {row.reason}; it has no PartitionSpec")
         return NamedSharding(self.mesh, row.spec, memory_kind=row.memory_kind)
 
     @property
     def total_bytes(self) -> int:
-        """Bytes of the whole tree, each array once."""
+        """The bytes of the whole tree, with each array counted once."""
         return sum(row.bytes_global for row in self.rows)
 
     @property
     def bytes_per_device(self) -> int:
-        """Bytes that one device keeps, host memory included."""
+        """The bytes on one device, with host memory."""
         return sum(row.bytes_per_device for row in self.rows)
 
     def __getitem__(self, path: Any) -> Row:
@@ -123,15 +123,15 @@ class Plan(Value, Layout):
         return self.mesh
 
     def resolve(self, leaves: Sequence[Leaf], mesh: MeshView, before: Sequence[Decision] | None = None) -> Resolution:
-        """As a layout: what was decided for the same path."""
+        """Decide about each leaf as the plan does about the array at the same path."""
         starts = before or map(whole, leaves)
         return Resolution([self._decide(leaf, start) for leaf, start in zip(leaves, starts, strict=True)])
 
     def _decide(self, leaf: Leaf, before: Decision) -> Decision:
         row = next((self._by_path[path] for path in leaf.patterned if path in self._by_path), None)
         if row is None or row.spec is None:
-            why = "the plan has no row for it" if row is None else f"the plan says: {row.reason}"
-            return before.wrong((why, "plan the tree that it belongs to"))
+            why = "the plan has no row for it" if row is None else f"the plan has no spec for it: {row.reason}"
+            return before.wrong((why, "use a plan of the tree that it belongs to"))
         decision = apply_spec(leaf, row.spec, before, row.reason)
         return decision._replace(memory_kind=row.memory_kind or before.memory_kind)
 
@@ -145,14 +145,14 @@ class Plan(Value, Layout):
         return f"<Plan of {len(self.rows)} arrays on mesh {self.view}>"
 
     def html(self) -> str:
-        """A page of its own: the rows with their bytes, to be searched and sorted by eye."""
+        """The plan as a HTML page, with a bar for the bytes of each leaf."""
         return plan_html(self.rows, self._notes(), self.view.devices, page=True)
 
     def _repr_html_(self) -> str:
         return plan_html(self.rows, self._notes(), self.view.devices, page=False)
 
     def _notes(self) -> list[str]:
-        """What stands below the table."""
+        """The lines below the table."""
         sizes = f"{bytes_text(self.total_bytes)} in all, {bytes_text(self.bytes_per_device)} on each device"
         notes = [f"mesh {self.view}: {count(len(self.rows), 'array')}, {sizes}"]
         if self.unused:

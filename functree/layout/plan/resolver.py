@@ -1,4 +1,4 @@
-"""(tree, layout, mesh) ─► `Plan`: one row for each leaf with its spec and the reason. The one resolver."""
+"""A tree, a layout and a mesh ─► a `Plan`: one row for each leaf, with its spec and the reason."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -24,17 +24,17 @@ from functree.tree.paths import Path
 
 
 def plan(tree: Any, layout: LayoutTree = None, mesh: MeshLike = None, *, check: bool = True) -> Plan:
-    """Decide where each array of a tree goes, and check it. Touches no device.
+    """Choose the spec of each array of a tree, and check it. No device is used.
 
     Args:
         tree: concrete or abstract arrays, in modules and containers.
-        layout: a layout, or a prefix tree of layouts. Without one, the plan tells how the live arrays are sharded.
+        layout: a layout, or a prefix tree of layouts. Without it, the plan shows how the arrays are sharded now.
         mesh: a `Mesh`, an `AbstractMesh`, a dict of sizes, or None for the current mesh.
-        check: raise what is wrong; else it is in `plan.problems`.
+        check: whether to raise an error for problems. If it is False, they are in `plan.problems`.
 
     Raises:
-        ShardingError: everything that is wrong, leaf by leaf; or there is no mesh.
-        RuleError: the prefix tree does not have the tree's structure.
+        ShardingError: leaves cannot be laid out (the error lists all problems), or there is no mesh.
+        RuleError: the prefix tree does not have the structure of the tree.
 
     Examples:
         >>> class MLP(eqx.Module):
@@ -44,7 +44,9 @@ def plan(tree: Any, layout: LayoutTree = None, mesh: MeshLike = None, *, check: 
         >>> row.spec, row.reason
         (P(None, 'model'), 'embed→None, hidden→model')
     """
-    return _live_plan(tree, mesh) if layout is None else plan_tree(tree, layout, mesh, check=check)
+    if layout is None:
+        return _live_plan(tree, mesh)
+    return plan_tree(tree, layout, mesh, check=check)
 
 
 def plan_tree(
@@ -63,7 +65,7 @@ def plan_tree(
 
 
 def read_for(tree: Any, layout: LayoutTree) -> tuple[Leaves, list[Part]]:
-    """The leaves of a tree as a layout names them, and the layouts that stand over them."""
+    """The leaves of a tree, with the names that a layout gives them, and the parts of the layout."""
     parts = broadcast(layout, tree)
     return read(tree, merge_names(part.layout.given_names for part in parts)), parts
 
@@ -80,12 +82,12 @@ def plan_leaves(
     """The plan of leaves that have been read.
 
     Args:
-        leaves: of a tree.
-        parts: the layouts that stand over it.
-        view: of the mesh.
-        check: raise what is wrong.
-        same: for each abstract leaf, a number that it shares with the leaves that are the same array.
-        allow_unspecified: whether an array whose layout is `None` gets a row without a spec, instead of an error.
+        leaves: the leaves of a tree.
+        parts: the layouts of the tree, in the order of their leaves.
+        view: the mesh.
+        check: whether to raise an error for problems.
+        same: for each abstract leaf, a number that is the same for leaves that are the same array.
+        allow_unspecified: whether an array whose layout is `None` has a row without a spec, instead of an error.
     """
     decisions: list[Decision] = []
     problems, known = list(leaves.problems), list[Leaf]()
@@ -96,10 +98,13 @@ def plan_leaves(
         decisions += found.decisions
         problems += found.problems
         unused += found.unused
+    # Two parts of a tree may have the same layout, and report the same problem of it.
     problems = list(dict.fromkeys(problems))
     unused = _absent(unused, leaves.leaves)
     problems += near_misses(known, decisions, unused)
-    clean: dict[int, bool] = {}  # layouts give many leaves one decision
+    # Many leaves share one decision object, so each object is examined once. Most have no sharded dimension and no
+    # fault, and then nothing can be wrong with the leaf.
+    clean: dict[int, bool] = {}
     for leaf, decision in zip(known, decisions, strict=True):
         if not decision.specified and not allow_unspecified:
             problems.append(leaf.problem(*UNSPECIFIED))
@@ -114,17 +119,17 @@ def plan_leaves(
     return Plan(rows, leaves.skeleton, view, problems, unused)
 
 
-UNSPECIFIED = ("no layout was given for this array (`None`)", "write `P()` for whole on every device")
+UNSPECIFIED = ("no layout was given for this array (`None`)", "write `P()` to replicate it")
 
 
 def _is_clean(decision: Decision) -> bool:
-    """Whether nothing can be wrong with a leaf about which this was decided: it is whole, and no fault was found."""
+    """Whether nothing can be wrong with a leaf that has this decision: it is unsharded, and no layout found a fault."""
     whole = all(not dimension.mesh_axes and dimension.fault is None for dimension in decision.dimensions)
     return whole and not decision.faults
 
 
 def _absent(names: Sequence[str], leaves: Sequence[Leaf]) -> list[str]:
-    """Those names that no leaf has: what one part of a tree lacks, another may have."""
+    """The names that no leaf of the whole tree has. Each layout reports those that its own part does not have."""
     if not names:
         return []
     present = {name for axes in {leaf.axes for leaf in leaves} for name in axes}
@@ -132,10 +137,11 @@ def _absent(names: Sequence[str], leaves: Sequence[Leaf]) -> list[str]:
 
 
 def _grouped(leaves: Leaves, parts: Sequence[Part]) -> Iterator[tuple[Part, Sequence[Leaf]]]:
-    """The arrays below each layout, with the paths that its patterns see."""
+    """The arrays that each layout is for, with the paths that its patterns are matched with."""
     if len(parts) == 1 and not parts[0].path:
         yield parts[0], leaves.leaves
         return
+    # A part has a number of leaves of any kind, and `places` are the indices of the arrays among these.
     places = leaves.skeleton.places
     end_of_part, start = 0, 0
     for part in parts:
@@ -150,12 +156,13 @@ def _grouped(leaves: Leaves, parts: Sequence[Part]) -> Iterator[tuple[Part, Sequ
 
 
 def _rows(leaves: Sequence[Leaf], decisions: Sequence[Decision], view: MeshView) -> list[Row]:
+    """One row for each leaf. Leaves with one decision object and one shape and dtype share the computed values."""
     known: dict[tuple[Any, ...], _Sizes] = {}
     rows = []
     for leaf, decision in zip(leaves, decisions, strict=True):
         value = leaf.value
         shape, dtype = value.shape, value.dtype
-        key = (id(decision), shape, dtype)  # one decision may be for leaves of several shapes
+        key = (id(decision), shape, dtype)  # leaves of different shapes may share one decision object
         sizes = known.get(key)
         if sizes is None:
             sizes = known[key] = _sizes(shape, dtype, decision, view)
@@ -166,7 +173,7 @@ def _rows(leaves: Sequence[Leaf], decisions: Sequence[Decision], view: MeshView)
 
 
 _Sizes = tuple[PartitionSpec | None, tuple[int, ...], int, int, int]
-"""The spec, local shape, bytes in all and on one device, and copies of a row."""
+"""The spec, local shape, bytes in all, bytes on one device, and number of copies of a row."""
 
 
 def _sizes(shape: tuple[int, ...], dtype: Any, decision: Decision, view: MeshView) -> _Sizes:
@@ -179,13 +186,15 @@ def _sizes(shape: tuple[int, ...], dtype: Any, decision: Decision, view: MeshVie
 
 
 def _conflicting(leaves: Sequence[Leaf], rows: Sequence[Row], same: Sequence[int] | None) -> list[Problem]:
-    """One array that stands at two paths with two specs."""
+    """The problems of arrays that are at two paths of the tree with two different specs, such as tied weights."""
     first: dict[int, Row] = {}
     found = []
     for i, (leaf, row) in enumerate(zip(leaves, rows, strict=True)):
+        # One `ShapeDtypeStruct` may describe several arrays, so its identity says nothing.
         if same is None and isinstance(leaf.value, jax.ShapeDtypeStruct | np.generic):
-            continue  # equal descriptions may be one object without being one array
-        other = first.setdefault(same[i] if same is not None else id(leaf.value), row)
+            continue
+        array = id(leaf.value) if same is None else same[i]
+        other = first.setdefault(array, row)
         if (other.spec, other.memory_kind) != (row.spec, row.memory_kind):
             why = f"is the same array as `{other.path}`, and is laid out {_where(row)} here and {_where(other)} there"
             found.append(leaf.problem(why, "give both paths one spec, or make two arrays"))
@@ -193,26 +202,35 @@ def _conflicting(leaves: Sequence[Leaf], rows: Sequence[Row], same: Sequence[int
 
 
 def _where(row: Row) -> str:
+    """The spec and the memory kind of a row, for messages."""
     where = "unknown" if row.spec is None else spec_text(row.spec)
     return f"{where} in {row.memory_kind}" if row.memory_kind else where
 
 
 def agreed_view(mesh: MeshLike, parts: Sequence[Part]) -> MeshView:
-    """The mesh that was given, or the one that the layouts bring along; they must agree."""
+    """The mesh that was given, or else the mesh of a `NamedSharding` or a plan among the layouts.
+
+    Raises:
+        ShardingError: there is no mesh, or two meshes are different.
+    """
     own = [part.layout.own_mesh for part in parts if part.layout.own_mesh is not None]
     view = mesh_view(own[0] if mesh is None and own else mesh)
     for other in own:
+        # An abstract mesh has no devices, and agrees with each mesh of the same shape.
         both = isinstance(view.mesh, Mesh) and isinstance(other, Mesh)
         if dict(other.shape) != dict(view.sizes) or (both and other != view.mesh):
             its = MeshView(dict(other.shape))
             devices = ", of other devices" if its.sizes == view.sizes else ""
-            raise ShardingError(f"the layout is for the mesh {its}{devices}, and the tree goes on {view}: use one mesh")
+            text = f"the layout is for the mesh {its}{devices}, but the tree is laid out on {view}: use one mesh"
+            raise ShardingError(text)
     return view
 
 
 def _live_plan(tree: Any, mesh: MeshLike) -> Plan:
-    """How the arrays are sharded now."""
+    """A plan that shows how the arrays are sharded now."""
     leaves = read(tree)
     rows, found = live_rows(leaves.leaves)
     where = found if mesh is None else mesh
-    return Plan(rows, leaves.skeleton, MeshView({}) if where is None else mesh_view(where))
+    # Arrays without a mesh, such as those on a single device, have a plan too.
+    view = MeshView({}) if where is None else mesh_view(where)
+    return Plan(rows, leaves.skeleton, view)

@@ -1,4 +1,4 @@
-"""What a plan says of one array."""
+"""`Row`: what a plan says about one array."""
 
 from typing import Any, NamedTuple
 
@@ -9,19 +9,19 @@ from functree.tree.paths import Path
 
 
 class Row(NamedTuple):
-    """What a plan says of one array.
+    """What a plan says about one array.
 
     Attributes:
-        path: where it stands in the tree.
-        shape: of the whole array.
-        dtype: of its elements.
+        path: the path of the array in the tree.
+        shape: the shape of the whole array.
+        dtype: the dtype of the array.
         axes: the names of its dimensions.
-        spec: where it goes, with one entry for each dimension; None where no spec can say it.
-        reason: why.
-        local_shape: of one device's part.
-        bytes_global: of the whole array.
-        bytes_per_device: of one device's part.
-        copies: on how many devices each byte is kept.
+        spec: its spec, with one entry for each dimension; None if its sharding has no spec.
+        reason: the reason for the spec.
+        local_shape: the shape of the shard on one device.
+        bytes_global: the bytes of the whole array.
+        bytes_per_device: the bytes of the shard on one device.
+        copies: the number of devices that have each byte.
         memory_kind: `"pinned_host"` for host memory; None for the default.
 
     Examples:

@@ -1,4 +1,4 @@
-"""A plan ─► a table for a log."""
+"""The rows of a plan ─► a table as text."""
 
 import io
 from collections.abc import Sequence
@@ -17,11 +17,11 @@ COLUMNS = (36, 18, 30)  # of path, array and spec
 
 
 def plan_text(rows: Sequence[Row], notes: Sequence[str]) -> str:
-    """The table, at most 100 columns wide: for each leaf a line for what goes where, then its axes and the reason."""
+    """The table, at most 100 columns wide. Below the spec of each leaf are its axes and the reason."""
     blocks = []
     for line in fold(rows):
         title = line.title
-        if cell_len(title) > COLUMNS[0]:  # a path that was broken could not be searched for
+        if cell_len(title) > COLUMNS[0]:  # a long path has a line of its own, so that it can be searched for
             blocks.append(Text(title, overflow="fold"))
             title = ""
         blocks += [_columns(title, line.array, line.spec, bytes_text(line.each)), Padding(line.told, (0, 0, 0, 4))]
@@ -30,6 +30,7 @@ def plan_text(rows: Sequence[Row], notes: Sequence[str]) -> str:
 
 
 def _columns(*cells: str) -> Table:
+    """One line of the table."""
     grid = Table.grid(padding=(0, 2, 0, 0))
     for width in COLUMNS:
         grid.add_column(width=width, overflow="fold")
@@ -39,6 +40,7 @@ def _columns(*cells: str) -> Table:
 
 
 def _rendered(content: RenderableType) -> list[str]:
+    """The lines of a text by rich, without colours and markup: paths may contain `[...]`."""
     out = io.StringIO()
     Console(file=out, width=WIDTH, no_color=True, highlight=False, markup=False, emoji=False).print(content)
     return [line.rstrip() for line in out.getvalue().splitlines()]
