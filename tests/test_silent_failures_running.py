@@ -269,7 +269,7 @@ def test_silent_failure_20_calls_of_all_kinds(how: str):
 
 @pytest.mark.parametrize("option", ["device", "backend"])
 def test_silent_failure_20_a_device(option: str):
-    text = f"jit has no `{option}`: put the arrays where they should be (`jax.device_put`), or write `with jax.def"
+    text = f"jit has no `{option}`: move the arrays to the device (`jax.device_put`), or use `with jax.def"
     with pytest.raises(ft.FunctreeError, match=re.escape(text)):
         ft.jit(mse, **{option: jax.devices()[1]})
     with jax.default_device(jax.devices()[1]):

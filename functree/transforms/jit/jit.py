@@ -145,7 +145,9 @@ _REFUSED = {
     "donate_argnames": "jit: use `donate=`, with names or positions, instead of donate_argnames",
     "backend": f"jit has no `backend`: {_USE_DEVICE_PUT}",
     "device": f"jit has no `device`: {_USE_DEVICE_PUT}",
-    "abstracted_axes": "jit has no `abstracted_axes`: sizes are part of a program; `jax.export` has symbolic sizes",
+    "abstracted_axes": (
+        "jit has no `abstracted_axes`: sizes are part of a compiled program; `jax.export` has symbolic sizes"
+    ),
 }
 
 
