@@ -21,6 +21,8 @@ from jaxtyping import Float
 from meshes import MESH, assert_lies, lay
 
 import functree as ft
+from functree.calls.body import Arguments
+from functree.calls.donation import check_donated
 
 P = PartitionSpec
 SPECS = {"w": P("data", "model"), "b": P("model")}
@@ -268,6 +270,23 @@ def test_silent_failure_24_two_arrays_on_one_buffer(donate: Any):
     with raises("total: 1 array is donated twice", "t.a   f32[8, 2]\n      is the same buffer as `s.0`"):
         f([x], {"a": same})
     f([x.copy()], {"a": x.copy()})
+
+
+def test_an_array_may_be_kept_twice_beside_a_donated_one():
+    x, other = lay(jnp.ones(8), "data"), lay(jnp.zeros(8), "data")
+    same = lay(x, "data")
+    for _ in range(2):
+        ft.jit(total, donate="s")([other.copy()], {"a": x, "b": x, "c": same})
+        assert not x.is_deleted() and not same.is_deleted()
+
+
+def test_arrays_without_elements_have_no_buffer():
+    x = lay(jnp.ones((0, 2)), "data")
+    paths = [ft.Path(("s",)), ft.Path(("t",))]
+    arguments = Arguments(paths, frozenset({"s"}))
+    check_donated("f", paths, [x, lay(x, "data", None)], arguments, by_buffer=True)
+    with raises("f: 1 array is donated twice"):
+        check_donated("f", paths, [x, x], arguments, by_buffer=False)
 
 
 def test_keys_and_empty_arrays_share_no_buffer():

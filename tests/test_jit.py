@@ -376,8 +376,10 @@ def test_static_parameters(options: Any):
         f(X, n), f(X, n=n)
         assert seen[-1] == n and type(seen[-1]) is type(n)
     assert len(seen) == 3
-    with raises("cannot be static", "n   ", "is declared static, but cannot be hashed"):
+    with raises("cannot be static", "n   ", "is declared static, but cannot be hashed", "leave it out of `static_arg"):
         f(X, X)
+    with raises("cannot be static", "n   list", "is declared static, but cannot be hashed", "make it hashable"):
+        f(X, [3])
 
 
 def test_static_names_among_any():

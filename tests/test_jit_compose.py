@@ -250,6 +250,23 @@ def test_calls_inside_traces_are_no_compilations_of_their_own():
     assert len(f.compilations) == 1
 
 
+EAGER: dict[str, tuple[Callable[[Any], Any], Any, P]] = {
+    "grad": (lambda f: jax.grad(lambda x: f(x).sum())(X), 2 * jnp.ones((4, 8)), P("data")),
+    "vmap": (lambda f: jax.vmap(f, in_axes=1)(X), 2 * X.T, P(None, "data")),
+    "jvp": (lambda f: jax.jvp(f, (X,), (X,))[1], 2 * X, P("data")),
+}
+
+
+@pytest.mark.parametrize("transform", EAGER)
+def test_in_an_eager_transform_the_ambient_mesh_has_devices(transform: str):
+    """Under the trace of the transform the mesh is abstract; and yet the call runs at once."""
+    apply, expected, spec = EAGER[transform]
+    with jax.set_mesh(MESH):
+        found = apply(ft.jit(lambda x: x * 2, in_shardings=P("data")))
+    np.testing.assert_allclose(found, expected)
+    assert found.sharding.is_equivalent_to(NamedSharding(MESH, spec), 2)
+
+
 def test_a_failure_leaves_nothing_behind():
     def body(x: Array, fail: bool) -> Array:
         if fail:

@@ -11,12 +11,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from checks import python_calls
 from jax import Array
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 from jaxtyping import Float
 from meshes import EXPLICIT, MESH, assert_lies
 
 import functree as ft
+from functree.transforms.jit.jitted import Jit
 
 P = PartitionSpec
 REVERSED = Mesh(MESH.devices[::-1, ::-1], MESH.axis_names, axis_types=(AxisType.Auto,) * 2)
@@ -441,6 +443,14 @@ def test_explicit_axes():
     assert_lies(result, "data", "model", mesh=EXPLICIT)
     with raises("y   f32[8, 4]\n      is on the mesh (data=2, model=4) with Auto axes"):
         f(lay(X, "data", mesh=EXPLICIT), lay(X, "data", mesh=MESH))
+
+
+def test_the_second_call_finds_the_first_one_s_program():
+    """Calls on several devices depend on their meshes too, which is known once the first of them is prepared."""
+    f = ft.jit(lambda x, y: x + y)
+    x = lay(X, "data")
+    made = [python_calls(lambda: f(x, x), of=Jit._program) for _ in range(3)]
+    assert made == [1, 0, 0] and len(f.compilations) == 1
 
 
 # The rules. Silent failure 23.

@@ -77,6 +77,6 @@ def test_in_host_memory():
     (NamedSharding(MESH, P("data"), memory_kind="pinned_host"), "P('data') on (data=2, model=4) in pinned_host"),
     (SingleDeviceSharding(DEVICES[1]), f"on {DEVICES[1]}"),
     (SimpleNamespace(device_set=set(DEVICES)), "on 8 devices"),
-], ids=str)  # fmt: skip
+], ids=range(6))  # fmt: skip
 def test_in_words(sharding: Any, text: str):
     assert sharding_text(sharding) == text

@@ -209,6 +209,8 @@ def test_one_array_at_two_paths() -> None:
         ft.plan([array, array], [P("data"), P()], SIZES)
     struct = jax.ShapeDtypeStruct((4,), jnp.float32)  # one description of two arrays
     assert ft.plan([struct, struct], [P("data"), P()], SIZES)["0"].spec == P("data")
+    number = np.float32(1)  # a value, and no array in some memory
+    assert ft.plan([number, number], [P(), ft.on_host(P())], SIZES)["1"].memory_kind == "pinned_host"
 
 
 # The mesh

@@ -147,3 +147,10 @@ def test_unused_and_problems_of_all_parts_are_joined() -> None:
 def test_a_layout_over_abstract_values() -> None:
     tree = jax.eval_shape(lambda: {"a": x(4, 8), "b": x()})
     assert specs(tree, {"a": P("data"), "b": P("model")}) == {"a": P("data", None), "b": P("model")}
+
+
+def test_what_is_wrong_with_a_layout_is_said_once():
+    rules = ft.AxisRules({"embed": "dtaa", "hidden": None})
+    model = Model(x(4, 8), "m", 3)
+    problems = ft.plan([model, model, {"again": model}], [rules, rules, rules], SIZES, check=False).problems
+    assert [problem.path for problem in problems].count(None) == 1

@@ -477,3 +477,18 @@ def test_a_leaf_is_not_blamed_for_one_before_it(layout: ft.Layout):
 
     problems = ft.plan(Scales(jnp.ones(()), jnp.ones(())), layout, {"data": 2}, check=False).problems
     assert [str(problem.path) for problem in problems] == ["first"]
+
+
+@pytest.mark.parametrize("names", ["ab", "ba"])
+def test_without_a_name_is_not_without_an_annotation(names: str):
+    rules, arrays = ft.AxisRules({"embed": None}), {names[0]: leaf("_ _", 4, 8), names[1]: jnp.ones((4, 8))}
+    problems = ft.plan(arrays, rules, SIZES, check=False).problems
+    assert [str(problem.path) for problem in problems] == [names[1]]
+
+
+def test_each_reason_has_its_own_words():
+    tree = {"any": leaf("embed _", 4, 8), "number": leaf("embed 8", 4, 8), "dots": leaf("embed ...", 4, 8)}
+    plan = ft.plan(tree, ft.AxisRules({"embed": None}), SIZES)
+    assert [plan[(name, "w")].reason for name in tree] == [
+        "embed→None, `_` whole: no name", "embed→None, `8` whole: no name", "embed→None, `...` whole: no name",
+    ]  # fmt: skip

@@ -59,6 +59,15 @@ def test_shard_commits_what_lies_right_by_chance():
     assert placed.committed and placed.sharding == NamedSharding(mesh, P("data"))
 
 
+@pytest.mark.parametrize("other", [ft.make_mesh(data=8), mesh_of(explicit=True)], ids=["shape", "explicit"])
+def test_shard_moves_to_another_mesh_what_lies_right_there(other: Mesh):
+    """On the same devices, in the same parts: and yet the array's mesh is another one."""
+    x = jax.device_put(jnp.ones(8), NamedSharding(other, P(other.axis_names)))
+    placed = ft.shard(x, P(("data", "model")), MESH)
+    assert placed.sharding == NamedSharding(MESH, P(("data", "model")))
+    assert placed.sharding.mesh.axis_types == MESH.axis_types and placed.sharding.mesh.shape == MESH.shape
+
+
 def test_shard_moves_only_what_must_move():
     half = eqx.tree_at(lambda m: m.down, ft.shard(mlp(), RULES, MESH), jnp.ones((8, 6)))
     whole = ft.shard(half, RULES, MESH)

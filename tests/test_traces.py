@@ -10,6 +10,7 @@ import equinox as eqx
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from checks import raises
 from meshes import MESH
 
 import functree as ft
@@ -98,6 +99,19 @@ def test_what_is_bound_is_an_argument():
     assert ft.jit(scaled)(jnp.asarray(2.0), jnp.ones(3)).tolist() == [2.0] * 3
     assert ft.jit(Scale(jnp.asarray(4.0)))(jnp.ones(2)).tolist() == [4.0, 4.0]
     assert ft.jit(Scale(jnp.asarray(5.0)))(jnp.ones(2)).tolist() == [5.0, 5.0]
+
+
+@pytest.mark.parametrize("first", ["bound", "plain"])
+def test_what_is_bound_is_no_parameter(first: str):
+    """Positional layouts are for the parameters that are left: with equal options they are others."""
+    f, _ = counted()
+    options = {"in_shardings": (P("data"),), "mesh": MESH}
+    for kind in (first, "plain" if first == "bound" else "bound"):
+        if kind == "bound":
+            assert ft.jit(functools.partial(f, y=3.0), **options)(jnp.ones(8)).tolist() == [3.0] * 8
+        else:
+            with raises("in_shardings has 1 layout, and ", "has 2 positional parameters (x, y)"):
+                ft.jit(f, **options)(jnp.ones(8))
 
 
 def test_options_that_cannot_be_hashed_are_not_shared():
