@@ -336,7 +336,7 @@ def test_a_tree_is_read_no_more_often_than_it_has_to_be(tx: Any):
 
 
 def test_misuse_of_create():
-    with raises("3 is not an optimizer"):
+    with raises("3 is no optimizer"):
         ft.TrainState.create(net(), 3)  # pyright: ignore
     with raises("nothing to train: no array of Net matches wrt=larger_than(1000000)"):
         ft.TrainState.create(net(), optax.sgd(1.0), wrt=ft.larger_than(10**6))
@@ -603,7 +603,7 @@ def test_state_that_is_declared_in_equinox_way_is_an_error():
 
 
 def test_swapped_arguments():
-    with pytest.raises(ft.FunctreeError, match=r"a Linear is not an optimizer: `TrainState.create\(model, tx\)`"):
+    with pytest.raises(ft.FunctreeError, match=r"a Linear is no optimizer: `TrainState.create\(model, tx\)`"):
         ft.TrainState.create(TX, ft.nn.Linear(2, 2, key=jax.random.key(0)))  # type: ignore[arg-type]
 
 
