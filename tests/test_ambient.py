@@ -33,7 +33,7 @@ def test_rules_can_be_switched_off_inside():
     ("axes", "message"),
     [
         ("batch hiden", "no rule names `hiden`; did you mean the rule for `hidden`"),
-        ("hidden hidden", '`model` is taken by "hidden"'),
+        ("hidden hidden", '`model` is used by "hidden"'),
     ],
 )
 def test_spec_refuses_what_the_rules_do_not_place(axes: str, message: str):

@@ -25,7 +25,7 @@ DONATED: list[tuple[set[str], tuple[int, ...]]] = [
 ]
 
 
-@pytest.mark.parametrize(("names", "places"), DONATED, ids=str)
+@pytest.mark.parametrize(("names", "places"), DONATED, ids=range(len(DONATED)))
 def test_arrays_are_split_and_joined(names: set[str], places: tuple[int, ...]):
     arguments = Arguments(PATHS, frozenset(names))
     assert arguments.donated == places and sorted((*arguments.kept, *places)) == [0, 1, 2, 3, 4]
@@ -37,7 +37,7 @@ def test_arrays_are_split_and_joined(names: set[str], places: tuple[int, ...]):
     assert list(arguments.take_kept("abcde")) == list(kept.values)
 
 
-@pytest.mark.parametrize(("names", "places"), DONATED, ids=str)
+@pytest.mark.parametrize(("names", "places"), DONATED, ids=range(len(DONATED)))
 def test_they_are_nodes_with_paths(names: set[str], places: tuple[int, ...]):
     arguments = Arguments(PATHS, frozenset(names))
     values = [jnp.float32(i) for i in range(5)]

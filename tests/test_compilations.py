@@ -183,4 +183,5 @@ def test_a_config_is_compared_field_by_field_and_functions_by_name():
     again = ft.jit(lambda x, act: act(x))
     for _ in range(2):
         again(jnp.ones(3), lambda x: x)
-    assert str(again.compilations[1]).endswith("<lambda> (a different object, which is equal only to itself: create it once)")
+    alike = "<lambda> (a different object, which is equal only to itself: create it once)"
+    assert str(again.compilations[1]).endswith(alike)

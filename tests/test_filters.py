@@ -205,7 +205,7 @@ def test_a_filter_asks_all_names_of_a_leaf() -> None:
 
 
 NONSENSE: dict[str, tuple[Callable[[], Any], list[str]]] = {
-    "a number": (lambda: as_filter(3), ["3 is not a filter: write a glob (`'**.bias'`), a compiled regular expression"]),
+    "a number": (lambda: as_filter(3), ["3 is not a filter: write a glob (`'**.bias'`), a compiled regular"]),
     "None": (lambda: as_filter(None), ["None is not a filter"]),
     "a list": (lambda: as_filter(["a"]), ["['a'] is not a filter"]),
     "a dict": (lambda: as_filter({}), ["{} is not a filter"]),
@@ -226,7 +226,7 @@ NONSENSE: dict[str, tuple[Callable[[], Any], list[str]]] = {
     "a size that is a truth": (lambda: ft.larger_than(True), ["not True"]),
     "and 3": (lambda: ft.glob("a") & 3, ["3 is not a filter"]),
     "3 or": (lambda: 3 | ft.glob("a"), ["3 is not a filter"]),
-    "and ...": (lambda: ft.glob("a") & ..., ["`...` cannot be combined with other filters", "the last filter of an ordered list"]),
+    "and ...": (lambda: ft.glob("a") & ..., ["`...` cannot be combined with other filters", "the last filter"]),
     "... or": (lambda: ... | ft.glob("a"), ["`...` cannot be combined with other filters"]),
 }
 

@@ -122,7 +122,7 @@ def test_in_shardings_of_a_bound_module():
 WRONG: dict[str, tuple[Any, tuple[str, ...]]] = {
     "too few": (
         (P(),),
-        ("in_shardings has 1 layout, and three has 3 positional parameters (a, b, c)", "`None` for a parameter that is not an array"),
+        ("in_shardings has 1 layout, and three has 3 positional parameters (a, b, c)", "`None` for a parameter that"),
     ),
     "too many": ((P(),) * 4, ("in_shardings has 4 layouts", "3 positional parameters")),
     "unknown name": (

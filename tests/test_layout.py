@@ -104,7 +104,7 @@ def test_a_named_sharding_brings_its_mesh_and_memory(mesh: Mesh) -> None:
         "the layout is for the mesh (data=2, model=4), but the tree is laid out on (data=4): use one mesh"
     )
     swapped = Mesh(np.array(jax.devices())[::-1].reshape(2, 4), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
-    assert "of other devices, but the tree is laid out on" in refused(jnp.ones(4), NamedSharding(mesh, P("data")), swapped)
+    assert "of other devices, but the tree is laid out" in refused(jnp.ones(4), NamedSharding(mesh, P("data")), swapped)
 
 
 def test_a_callable_sees_path_and_leaf() -> None:

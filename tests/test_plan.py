@@ -226,7 +226,7 @@ def test_layouts_that_bring_two_meshes(mesh: Mesh) -> None:
     other = Mesh(np.array(jax.devices()), ("data",), axis_types=(AxisType.Auto,))
     tree = {"a": jnp.ones(8), "b": jnp.ones(8)}
     layout = {"a": NamedSharding(mesh, P("data")), "b": NamedSharding(other, P("data"))}
-    with pytest.raises(ft.ShardingError, match=r"for the mesh \(data=8\), but the tree is laid out on \(data=2, model=4\)"):
+    with pytest.raises(ft.ShardingError, match=r"for the mesh \(data=8\), but the tree is laid out on \(data=2"):
         ft.plan(tree, layout)
     assert ft.plan(tree, {"a": layout["a"], "b": P()}).mesh == mesh
     with jax.set_mesh(mesh), pytest.raises(ft.ShardingError, match="use one mesh"):
@@ -250,7 +250,8 @@ def test_a_plan_is_a_layout(mesh: Mesh) -> None:
         ft.plan(mlp(6, 12), plan)
     with pytest.raises(ft.ShardingError) as caught:
         ft.plan({"other": jnp.ones(2)}, plan)
-    assert "the plan has no row for it" in str(caught.value) and "use a plan of the tree that it belongs to" in str(caught.value)
+    assert "the plan has no row for it" in str(caught.value)
+    assert "use a plan of the tree that it belongs to" in str(caught.value)
     with pytest.raises(ft.ShardingError, match="use one mesh"):
         ft.plan(mlp(), plan, {"data": 8})
     # sizes alone are no mesh: such a plan goes anywhere its specs do

@@ -409,7 +409,7 @@ NONSENSE: dict[str, tuple[Any, str]] = {
     "twice": ({"a": ("data", "data")}, "rule a→(data, data): mesh axis `data` is named twice; name it once"),
     "... first": ({...: None, "a": "data"}, "`...` may only be the last rule: a rule after it would never apply"),
     "... twice": ([(..., None), (..., None)], "`...` may only be the last rule"),
-    "... to an axis": ({...: "data"}, "`...: 'data'`: only `...: None` is possible; name the axis that is to be sharded"),
+    "... to an axis": ({...: "data"}, "`...: 'data'`: only `...: None` is possible; name the axis that is to be"),
     "behind None": ([("a", None), ("a", "data")], "rule a→data can never apply: `('a', None)` is before it"),
     "None twice": ([("a", None), ("a", None)], "rule a→None can never apply"),
 }

@@ -598,7 +598,7 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], list[str]]] = {
         lambda: ft.select(model()).at("named.first.T"), FunctreeError, ["`named.first` has no `T`"],
     ),
     "a static field": (
-        lambda: ft.select(model()).at("layers.0.name"), FunctreeError, ["`layers.0` has no `name`", "it is a static field"],
+        lambda: ft.select(model()).at("layers.0.name"), FunctreeError, ["`layers.0` has no `name`", "a static field"],
     ),
     "no path": (lambda: ft.select(model()).at("layers..x"), RuleError, ["'layers..x' is not a path"]),
     "at a number": (lambda: ft.select(model()).at(3), RuleError, ["at takes a path or a function", "not 3"]),
@@ -607,7 +607,7 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], list[str]]] = {
         FunctreeError, ["the function returned 'dense', which is not a part of the tree"],
     ),
     "at: a slice": (
-        lambda: ft.select([1, 2, [3]]).at(lambda t: [t[1:]]), FunctreeError, ["returned [<leaf>, [<leaf>]], which is not"],
+        lambda: ft.select([1, 2, [3]]).at(lambda t: [t[1:]]), FunctreeError, ["returned [<leaf>, [<leaf>]], which is"],
     ),
     "at: no parts": (lambda: ft.select(model()).at(lambda m: ()), FunctreeError, ["the function returned ()"]),
     "at: one in another": (

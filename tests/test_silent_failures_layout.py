@@ -85,7 +85,7 @@ def test_silent_failure_5_two_axes_on_one_mesh_axis() -> None:
         ft.FSDP("model", min_size=0) | P("model", "model"),
     ):
         text = refused({"w": jnp.ones((8, 16))}, layout)
-        assert "uses mesh axis `model` twice, the second time for dimension 1" in text or "is already sharded over model" in text
+        assert "uses mesh axis `model` twice, the second time for" in text or "is already sharded over model" in text
     with pytest.raises(ft.RuleError, match="mesh axis `model` is named twice"):
         ft.AxisRules({"embed": ("model", "model")})
 

@@ -315,7 +315,7 @@ def test_a_tree_is_read_no_more_often_than_it_has_to_be(tx: Any):
 
 
 def test_misuse_of_create():
-    with raises("3 is not an optimizer"):
+    with raises("3 is no optimizer"):
         ft.TrainState.create(net(), 3)  # pyright: ignore
     with raises("nothing to train: no array of Net matches wrt=larger_than(1000000)"):
         ft.TrainState.create(net(), optax.sgd(1.0), wrt=ft.larger_than(10**6))
