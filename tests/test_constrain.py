@@ -156,3 +156,15 @@ def test_constrain_refuses_a_layout_for_another_mesh():
     other = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
     with jax.set_mesh(MESH), pytest.raises(ft.ShardingError, match=r"mesh \(data=4, model=2\).*use one mesh"):
         ft.constrain(jnp.ones((4, 8)), NamedSharding(other, P("data")))
+
+
+def test_inside_shard_map_sizes_are_local():
+    """Three of six rows are on each device along `data`, which does not divide three."""
+
+    def body(x: Array) -> Array:
+        return ft.constrain(x, "batch hidden", RULES)
+
+    x = jnp.ones((6, 8))
+    mapped = jax.shard_map(body, mesh=MESH, in_specs=P("data"), out_specs=P("data"), axis_names={"data"})
+    found = jax.jit(mapped)(x)
+    assert found.shape == (6, 8) and found.sharding.is_equivalent_to(NamedSharding(MESH, P("data", "model")), 2)
