@@ -168,3 +168,11 @@ def test_inside_shard_map_sizes_are_local():
     mapped = jax.shard_map(body, mesh=MESH, in_specs=P("data"), out_specs=P("data"), axis_names={"data"})
     found = jax.jit(mapped)(x)
     assert found.shape == (6, 8) and found.sharding.is_equivalent_to(NamedSharding(MESH, P("data", "model")), 2)
+
+
+def test_a_layout_brings_its_mesh():
+    """Where there is no ambient mesh, and the array is on none."""
+    planned = ft.plan(jnp.ones((4, 8)), P(None, "model"), MESH)
+    for layout, spec in ((NamedSharding(MESH, P("data")), P("data")), (planned, P(None, "model"))):
+        found = jax.jit(lambda x, layout=layout: ft.constrain(x * 2, layout))(jnp.ones((4, 8)))
+        assert found.sharding.is_equivalent_to(NamedSharding(MESH, spec), 2)

@@ -441,6 +441,13 @@ def test_explicit_axes():
         f(lay(X, "data", mesh=EXPLICIT), lay(X, "data", mesh=MESH))
 
 
+def test_the_layout_of_a_result_is_of_the_shapes_of_each_call():
+    f = ft.jit(lambda x: x * 2, out_shardings=ft.FSDP("data", min_size=0), mesh=MESH)
+    for shape, spec in (((8, 4), P("data")), ((3, 4), P(None, "data")), ((8, 4), P("data"))):
+        assert_lies(f(jnp.ones(shape)), *spec)
+    assert len(f.compilations) == 2
+
+
 def test_the_second_call_finds_the_first_one_s_program():
     """Calls on several devices depend on their meshes too, which is known once the first of them is prepared."""
     f = ft.jit(lambda x, y: x + y)
