@@ -448,6 +448,14 @@ def test_the_layout_of_a_result_is_of_the_shapes_of_each_call():
     assert len(f.compilations) == 2
 
 
+def test_silent_failure_23_ambient_rules_that_change_beside_layouts():
+    f = ft.jit(lambda x: ft.constrain(x * 2, "batch hidden"), in_shardings=P(), mesh=MESH)
+    x = lay(jnp.ones((8, 4)))
+    for rules, spec in (({"batch": "data", ...: None}, P("data")), ({"hidden": "model", ...: None}, P(None, "model"))):
+        with ft.axis_rules(ft.AxisRules(rules)):
+            assert_lies(f(x), *spec)
+
+
 def test_the_second_call_finds_the_first_one_s_program():
     """Calls on several devices depend on their meshes too, which is known once the first of them is prepared."""
     f = ft.jit(lambda x, y: x + y)
