@@ -67,3 +67,11 @@ def test_ambient_filters_may_match_nothing():
     layout = ft.StateSharding({"opt_state.**": P(), ...: RULES})
     with ft.axis_rules(layout):
         assert ft.spec("batch hidden") == P("data", "model")
+
+
+def test_filters_that_match_nothing_in_one_array_are_no_mistake():
+    """They are for a whole tree, of which one array at a time is laid out."""
+    layout = ft.StateSharding({"embed.**": ft.P(), "blocks.**": ft.P("data"), ...: RULES})
+    with jax.set_mesh(ft.make_mesh(data=2, model=4)), ft.axis_rules(layout):
+        found = jax.jit(lambda x: ft.constrain(x, "batch hidden"))(jax.numpy.ones((4, 8)))
+    assert found.sharding.spec == ft.P("data", "model")

@@ -156,3 +156,23 @@ def test_constrain_refuses_a_layout_for_another_mesh():
     other = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
     with jax.set_mesh(MESH), pytest.raises(ft.ShardingError, match=r"mesh \(data=4, model=2\).*use one mesh"):
         ft.constrain(jnp.ones((4, 8)), NamedSharding(other, P("data")))
+
+
+def test_inside_shard_map_sizes_are_local():
+    """Three of six rows are on each device along `data`, which does not divide three."""
+
+    def body(x: Array) -> Array:
+        return ft.constrain(x, "batch hidden", RULES)
+
+    x = jnp.ones((6, 8))
+    mapped = jax.shard_map(body, mesh=MESH, in_specs=P("data"), out_specs=P("data"), axis_names={"data"})
+    found = jax.jit(mapped)(x)
+    assert found.shape == (6, 8) and found.sharding.is_equivalent_to(NamedSharding(MESH, P("data", "model")), 2)
+
+
+def test_a_layout_brings_its_mesh():
+    """Where there is no ambient mesh, and the array is on none."""
+    planned = ft.plan(jnp.ones((4, 8)), P(None, "model"), MESH)
+    for layout, spec in ((NamedSharding(MESH, P("data")), P("data")), (planned, P(None, "model"))):
+        found = jax.jit(lambda x, layout=layout: ft.constrain(x * 2, layout))(jnp.ones((4, 8)))
+        assert found.sharding.is_equivalent_to(NamedSharding(MESH, spec), 2)

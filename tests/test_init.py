@@ -224,3 +224,10 @@ def test_an_optimizer_is_born_where_its_model_lies(explicit: bool):
     assert state[0].nu.down.sharding == NamedSharding(mesh, P("model", "data"))
     assert state[0].count.sharding == NamedSharding(mesh, P())
     assert ft.plan(state)["0.mu.up"].copies == 1
+
+
+def test_the_layout_is_of_the_shapes_of_each_call():
+    init = ft.init(lambda x: x * 2, ft.FSDP("data", min_size=0), MESH)
+    for shape, spec in (((8, 4), P("data", None)), ((4, 8), P(None, "data")), ((3, 2), P(None, "data"))):
+        assert init(jnp.ones(shape)).sharding.spec == spec
+    assert len(init.compilations) == 3

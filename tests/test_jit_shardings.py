@@ -445,6 +445,21 @@ def test_explicit_axes():
         f(lay(X, "data", mesh=EXPLICIT), lay(X, "data", mesh=MESH))
 
 
+def test_the_layout_of_a_result_is_of_the_shapes_of_each_call():
+    f = ft.jit(lambda x: x * 2, out_shardings=ft.FSDP("data", min_size=0), mesh=MESH)
+    for shape, spec in (((8, 4), P("data")), ((3, 4), P(None, "data")), ((8, 4), P("data"))):
+        assert_lies(f(jnp.ones(shape)), *spec)
+    assert len(f.compilations) == 2
+
+
+def test_silent_failure_23_ambient_rules_that_change_beside_layouts():
+    f = ft.jit(lambda x: ft.constrain(x * 2, "batch hidden"), in_shardings=P(), mesh=MESH)
+    x = lay(jnp.ones((8, 4)))
+    for rules, spec in (({"batch": "data", ...: None}, P("data")), ({"hidden": "model", ...: None}, P(None, "model"))):
+        with ft.axis_rules(ft.AxisRules(rules)):
+            assert_lies(f(x), *spec)
+
+
 def test_the_second_call_finds_the_first_one_s_program():
     """Calls on several devices depend on their meshes too, which is known once the first of them is prepared."""
     f = ft.jit(lambda x, y: x + y)

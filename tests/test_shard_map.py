@@ -530,6 +530,26 @@ def test_inside_ambient_rules_and_other_settings_it_is_traced_again():
     np.testing.assert_array_equal(f(X), X)
 
 
+@pytest.mark.parametrize("inner", [False, True], ids=["directly", "by a function"])
+def test_a_traced_array_that_is_closed_over_is_of_this_trace(inner: bool):
+    """One function, called in two traces: nothing of the first may be left in the second."""
+    held: Any = None
+
+    def scaled(x: Array) -> Array:
+        return x * held
+
+    f = shard_map((lambda x: scaled(x)) if inner else scaled, mesh=LINE, in_specs=P("x"), out_specs=P("x"))
+
+    def step(x: Array, factor: Array) -> Array:
+        nonlocal held
+        held = factor
+        return f(x)
+
+    for factor in (2.0, 3.0):
+        found = jax.jit(lambda *args: step(*args))(X, jnp.float32(factor))
+        np.testing.assert_array_equal(found, X * factor)
+
+
 def test_arguments_are_let_go():
     f = shard_map(lambda tree: tree["x"], mesh=LINE, in_specs=P("x"), out_specs=P("x"))
     x = X + 1
