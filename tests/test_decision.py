@@ -94,9 +94,9 @@ APPLIED: dict[str, tuple[P | None, P, P, list[str]]] = {
     "None leaves it": (P("data"), P(None, None), P("data", None), []),
     "as a tuple": (P("data"), P(("data",)), P("data", None), []),
     "another": (P("data"), P("model"), P("data", None),
-                ['"a" is on data already, and P(\'model\') puts it on model']),
+                ['"a" is already sharded over data, and P(\'model\') shards it over model']),
     "more of them": (P("data"), P(("data", "model")), P("data", None),
-                     ['"a" is on data already, and P((\'data\', \'model\')) puts it on (data, model)']),
+                     ['"a" is already sharded over data, and P((\'data\', \'model\')) shards it over (data, model)']),
     "too many": (None, P("data", None, "model"), P("data", None),
                  ["P('data', None, 'model') has 3 entries for 2 dimensions"]),
     "no entry": (P("data"), P(None, 3), P("data", None),
@@ -107,7 +107,7 @@ APPLIED: dict[str, tuple[P | None, P, P, list[str]]] = {
                 ["P('data', unreduced={'model'}) describes partial sums, which exist only inside a computation"]),
     "all at once": (P("data"), P("model", P.UNCONSTRAINED, None), P("data", None),
                     ["P('model', P.UNCONSTRAINED, None) has 3 entries for 2 dimensions",
-                     '"a" is on data already, and P(\'model\', P.UNCONSTRAINED, None) puts it on model',
+                     '"a" is already sharded over data, and P(\'model\', P.UNCONSTRAINED, None) shards it over model',
                      "dimension 1 is `P.UNCONSTRAINED`, which does not say how it is sharded"]),
 }  # fmt: skip
 
@@ -126,8 +126,8 @@ def test_a_spec_over_what_is_whole(case: str):
 
 def test_a_conflict_says_who_and_what_to_do():
     why, remedy = conflict(1, leaf("_ b", 4, 8), ("data",), ("model", "stage"), "rule b→model")
-    assert why == '"b" is on data already, and rule b→model puts it on (model, stage)'
-    assert remedy == "let the layout behind `|` shard only what the first leaves whole"
+    assert why == '"b" is already sharded over data, and rule b→model shards it over (model, stage)'
+    assert remedy == "let the layout after `|` shard only dimensions that the layout before it leaves unsharded"
 
 
 class ScaleState(tuple[Any, ...]):
@@ -144,11 +144,14 @@ class Module:
     __module__ = "optax.modules"
 
 
+MISFIT = Problem(Path(("w",)), (4, 8), "f32[4, 8]", "has 2 dimensions", "mend it")
+
+
 @pytest.mark.parametrize(("within", "inside"), [
     ((), False), ((list, dict), False), ((ScaleState,), True), ((dict, ScaleState, list), True), ((Mine,), False),
     ((Module,), False), ((tuple,), False),
 ], ids=str)  # fmt: skip
 def test_in_an_optimizer_s_state_there_is_another_way(within: Any, inside: bool):
-    inner = AB._replace(within=within, misfit=Problem(Path(("w",)), (4, 8), "f32[4, 8]", "has 2 dimensions", "mend it"))
+    inner = AB._replace(within=within, misfit=MISFIT)
     more = "; for an optimizer's state use `ft.plan_optimizer`" if inside else ""
-    assert optimizer_remedy(inner) == more and unreadable(inner) == ("has 2 dimensions", "mend it" + more)
+    assert optimizer_remedy(inner) == more and unreadable(inner, MISFIT) == ("has 2 dimensions", "mend it" + more)

@@ -64,13 +64,13 @@ def test_a_spec_that_names_what_is_not_manual():
     tree = {"a": [jnp.ones(4), jnp.ones(4)], "b": jnp.ones(4), "c": jnp.ones(4)}
     found = DATA.lay_global(tree, {"a": P("data"), "b": P(("data", "model")), "c": P()})
     assert [str(problem.path) for problem in found.problems] == ["b"]
-    assert whys(found.problems) == ["P(('data', 'model')) names model, and only data is manual here"]
+    assert whys(found.problems) == ["P(('data', 'model')) names model, but only data is manual here"]
     assert found.problems[0].remedy == "leave it out of the spec, or add it to `axis_names`"
 
 
 def test_host_memory_is_refused():
     found = BOTH.lay_global(jnp.ones(8), ft.on_host(P("data")))
-    assert whys(found.problems) == ["is laid out in pinned_host, and shard_map moves nothing there"]
+    assert whys(found.problems) == ["is laid out in pinned_host, but shard_map moves no array to another memory"]
 
 
 ELSEWHERE = jax.make_mesh((2, 2), ("data", "model"), axis_types=MESH.axis_types, devices=jax.devices()[4:])
@@ -81,14 +81,14 @@ ON: dict[str, tuple[ManualMesh, Any, list[str]]] = {
     "uncommitted": (BOTH, HERE, []),
     "numpy": (BOTH, np.ones((4, 8)), []),
     "abstract": (BOTH, x(4, 8), []),
-    "elsewhere": (BOTH, jax.device_put(HERE, NamedSharding(ELSEWHERE, P())), ["and the mesh is of other devices"]),
-    "on one device": (BOTH, jax.device_put(HERE, jax.devices()[0]), ["and the mesh is of other devices"]),
+    "elsewhere": (BOTH, jax.device_put(HERE, NamedSharding(ELSEWHERE, P())), ["but the mesh has other devices"]),
+    "on one device": (BOTH, jax.device_put(HERE, jax.devices()[0]), ["but the mesh has other devices"]),
     "an abstract mesh": (ManualMesh(MESH.abstract_mesh, BOTH.manual), lay(HERE, "data"), []),
     "Auto on Explicit": (ManualMesh(EXPLICIT, BOTH.manual), lay(HERE, "data"), ["its type is on a mesh of Auto axes"]),
     "of its type": (ManualMesh(EXPLICIT, BOTH.manual), jax.device_put(HERE, NamedSharding(EXPLICIT, P("data"))), []),
     "of another type": (
         ManualMesh(EXPLICIT, BOTH.manual), jax.device_put(HERE, NamedSharding(EXPLICIT, P(None, "model"))),
-        ["its type is sharded P(None, 'model'), and its spec is P('data', None); Explicit axes are not moved"],
+        ["its type is sharded P(None, 'model'), but its spec is P('data', None); Explicit axes are not moved"],
     ),
 }  # fmt: skip
 
@@ -142,9 +142,9 @@ def test_what_may_differ_along_an_axis_that_its_spec_calls_equal():
 
     jax.shard_map(body, mesh=MESH, in_specs=P("data", "model"), out_specs=P("data", "model"))(HERE)
     assert found == [
-        ["P(None, None) says that it is the same along (data, model), and it may differ there"],
-        ["P('data', None) says that it is the same along model, and it may differ there"],
-        ["P(None, None) says that it is the same along data, and it may differ there"],
+        ["P(None, None) says that it is the same along (data, model), but it may differ there"],
+        ["P('data', None) says that it is the same along model, but it may differ there"],
+        ["P(None, None) says that it is the same along data, but it may differ there"],
         [],
     ]
     assert BOTH.varying(leaf("a b", 2, 2), P()) == []

@@ -52,5 +52,5 @@ def test_a_traced_array_in_a_static_field_is_refused():
         object.__setattr__(kept, "static", x)  # Equinox would warn
         return Output.of({"kept": [kept], "fine": Leafy(x, None)}, "make")
 
-    with raises("make: 1 static field of the result with traced values", "kept.0.static", "without `static=True`"):
+    with raises("make: the result has 1 static field with traced values", "kept.0.static", "without `static=True`"):
         jax.eval_shape(body, A)

@@ -71,7 +71,7 @@ def test_in_host_memory():
 
 
 @pytest.mark.parametrize(("sharding", "text"), [
-    (None, "anywhere"),
+    (None, "unspecified"),
     (NamedSharding(MESH, P()), "P() on (data=2, model=4)"),
     (NamedSharding(MESH, P(None, "model")), "P(None, 'model') on (data=2, model=4)"),
     (NamedSharding(MESH, P("data"), memory_kind="pinned_host"), "P('data') on (data=2, model=4) in pinned_host"),

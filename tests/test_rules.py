@@ -490,5 +490,7 @@ def test_each_reason_has_its_own_words():
     tree = {"any": leaf("embed _", 4, 8), "number": leaf("embed 8", 4, 8), "dots": leaf("embed ...", 4, 8)}
     plan = ft.plan(tree, ft.AxisRules({"embed": None}), SIZES)
     assert [plan[(name, "w")].reason for name in tree] == [
-        "embed→None, `_` whole: no name", "embed→None, `8` whole: no name", "embed→None, `...` whole: no name",
-    ]  # fmt: skip
+        "embed→None, `_` unsharded: no name",
+        "embed→None, `8` unsharded: no name",
+        "embed→None, `...` unsharded: no name",
+    ]

@@ -645,7 +645,7 @@ NONSENSE = [
     (
         {"x": jax.device_put(X, jax.devices()[1])},
         ft.ShardingError,
-        r"committed to cpu:1 alone, but the mesh has other",
+        r"is sharded on cpu:1, but the mesh has other",
     ),
     ({"in_specs": None, "rules": RULES}, ft.ShardingError, r"x   f32.*has no axis names, and rules shard axes by name"),
     ({"x": {"a": set()}}, ft.FunctreeError, r"x\.a   set\n +is neither an array nor hashable"),

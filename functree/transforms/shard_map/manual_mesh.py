@@ -10,8 +10,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from functree.errors import Problem, ShardingError
 from functree.layout.layout import Fixed, LayoutTree
 from functree.layout.meshes import MeshView, abstract_mesh
-from functree.layout.placement import is_concrete
-from functree.layout.plan.live import live_sharding
+from functree.layout.placement import is_concrete, sharding_text
 from functree.layout.plan.resolver import plan_leaves, read_for
 from functree.layout.prefix import Part
 from functree.layout.specs import axes_text, mesh_axes, named_axes, of_rank, spec_text, without
@@ -129,7 +128,7 @@ class ManualMesh(NamedTuple):
             return []  # JAX moves a NumPy array, and an abstract one is on no device
         if is_concrete(value) and value.committed and isinstance(self.mesh, Mesh):
             if value.sharding.device_set != set(self.mesh.devices.flat):
-                why = f"{live_sharding(value).reason}, but the mesh has other devices"
+                why = f"is sharded {sharding_text(value.sharding)}, but the mesh has other devices"
                 return [leaf.problem(why, "move it to the mesh with `ft.shard`")]
         return [] if is_untyped(value) else self._mistyped(leaf, spec)
 
