@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from checks import raises
 from jax import Array
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Float
 from meshes import MESH, assert_lies, lay
 
@@ -270,6 +270,14 @@ def test_silent_failure_24_two_arrays_on_one_buffer(donate: Any):
     with raises("total: 1 array is donated twice", "t.a   f32[8, 2]\n      is the same buffer as `s.0`"):
         f([x], {"a": same})
     f([x.copy()], {"a": x.copy()})
+
+
+def test_an_abstract_state_keeps_the_sharding_that_it_is_given():
+    f = ft.jit(lambda s: spread(s), donate="s")
+    for spec in (P("data"), P(None, "model"), P("data")):
+        abstract = {"w": jax.ShapeDtypeStruct((8, 4), jnp.float32, sharding=NamedSharding(MESH, spec))}
+        [sharding] = jax.tree.leaves(f.lower(abstract).compile().output_shardings)
+        assert sharding.is_equivalent_to(NamedSharding(MESH, spec), 2)
 
 
 def test_an_array_may_be_kept_twice_beside_a_donated_one():

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from checks import python_calls
+from checks import python_calls, raises
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
 from meshes import MESH, mesh_of
@@ -548,6 +548,22 @@ def test_a_traced_array_that_is_closed_over_is_of_this_trace(inner: bool):
     for factor in (2.0, 3.0):
         found = jax.jit(lambda *args: step(*args))(X, jnp.float32(factor))
         np.testing.assert_array_equal(found, X * factor)
+
+
+def test_the_ambient_mesh_may_be_another_one_in_each_call():
+    seen = []
+    f = shard_map(lambda x: seen.append(x.shape) or x, in_specs=P("data"), out_specs=P("data"))
+    for sizes in ({"data": 8}, {"data": 2, "model": 4}, {"data": 8}):
+        with jax.set_mesh(ft.make_mesh(**sizes)):
+            np.testing.assert_array_equal(f(np.asarray(X)), X)
+    assert seen == [(1, 4), (4, 4)]
+
+
+def test_an_array_that_is_committed_later_is_looked_at():
+    f = shard_map(lambda x: x * 2, mesh=LINE, in_specs=P("x"), out_specs=P("x"))
+    np.testing.assert_array_equal(f(X), 2 * X)
+    with raises("x   f32[8, 4]", "and the mesh is of other devices", "`ft.shard`", error=ft.ShardingError):
+        f(jax.device_put(X, X.device))
 
 
 def test_arguments_are_let_go():

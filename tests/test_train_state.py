@@ -148,6 +148,15 @@ def test_patterns_for_the_model_reach_the_moments(pattern: Any):
     assert found["model.up"] == found["opt_state.0.mu.up"] == P(None, None)
 
 
+@pytest.mark.parametrize("pattern", ["runs.0.model.bias", "model.bias", "bias"])
+def test_patterns_begin_at_the_root_at_the_state_or_at_its_model(pattern: str):
+    tree = {"runs": [ft.TrainState.create(net(), optax.adam(1.0))], "beside": jnp.ones(32)}
+    plan = ft.plan(tree, ft.StateSharding({pattern: P("model"), ...: P()}), SIZES)
+    found = {str(row.path) for row in plan if row.spec == P("model")}
+    moments = {f"runs.0.opt_state.0.{name}.bias" for name in ("mu", "nu")}
+    assert found == {"runs.0.model.bias", *moments}
+
+
 NAMED: dict[str, Any] = {
     "all": "opt_state.**",
     "one": "opt_state.0.mu.up",
