@@ -157,6 +157,24 @@ def test_patterns_begin_at_the_root_at_the_state_or_at_its_model(pattern: str):
     assert found == {"runs.0.model.bias", *moments}
 
 
+def test_each_optimizer_follows_the_model_of_its_own_state():
+    tree = {name: ft.TrainState.create(net(), optax.sgd(1.0, momentum=0.9)) for name in ("one", "other")}
+    layout = ft.StateSharding({"one.model.bias": P("model"), "other.model.bias": P("data"), ...: P()})
+    plan = ft.plan(tree, layout, SIZES)
+    found = {str(row.path): row.spec for row in plan if row.spec not in (P(), P(None), P(None, None))}
+    assert found == {
+        "one.model.bias": P("model"), "one.opt_state.0.trace.bias": P("model"),
+        "other.model.bias": P("data"), "other.opt_state.0.trace.bias": P("data"),
+    }  # fmt: skip
+
+
+def test_a_layout_on_the_host_may_speak_of_the_optimizer_s_state():
+    ts = ft.TrainState.create(net(), optax.sgd(1.0, momentum=0.9))
+    plan = ft.plan(ts, ft.on_host(ft.StateSharding({"opt_state.**.bias": P("data"), ...: P()})), SIZES)
+    assert plan["opt_state.0.trace.bias"].spec == P("data") and plan["model.bias"].spec == P(None)
+    assert plan["opt_state.0.trace.bias"].memory_kind == "pinned_host"
+
+
 NAMED: dict[str, Any] = {
     "all": "opt_state.**",
     "one": "opt_state.0.mu.up",
