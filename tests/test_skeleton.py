@@ -233,6 +233,19 @@ def test_a_module_that_lacks_a_field_or_has_more():
     assert Skeleton.of(Pair(X, X)).take(partial) is None
 
 
+def test_a_named_tuple_that_is_registered_in_another_order():
+    class Reversed(NamedTuple):
+        x: Any
+        y: Any
+
+    jax.tree_util.register_pytree_node(Reversed, lambda p: ((p.y, p.x), None), lambda _, c: Reversed(c[1], c[0]))
+    other = jnp.zeros(3)
+    skeleton = Skeleton.of(Reversed(X, other))
+    assert same_objects(skeleton.take(Reversed(X, other)), [other, X])
+    built = skeleton.build([other, X])
+    assert type(built) is Reversed and same_objects(built, (X, other))
+
+
 def test_init_is_not_called_again():
     calls = []
 

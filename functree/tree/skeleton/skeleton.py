@@ -102,7 +102,8 @@ class Skeleton:
     @cached_property
     def _sample(self) -> Any:
         """A tree with this skeleton, from which the code is written."""
-        return self.fill([_SAMPLE_ARRAY] * len(self))
+        # Different objects, because the kind of a named tuple is found by comparing children by identity.
+        return self.fill(jax.ShapeDtypeStruct((), "float32") for _ in self.places)
 
     @cached_property
     def _code(self) -> "_Functions":
@@ -152,10 +153,6 @@ class _Functions(NamedTuple):
 
     take: Callable[[Any], list[Any] | None]
     build: Callable[[Sequence[Any]], Any]
-
-
-# In the sample of a skeleton, this is in the place of each array.
-_SAMPLE_ARRAY = jax.ShapeDtypeStruct((), "float32")
 
 
 def _array_paths(node: Any, path: tuple[Any, ...]) -> Iterator[tuple[Any, ...]]:
