@@ -532,7 +532,7 @@ def test_type_aliases() -> None:
             cls = namespace[name]
             item = [x(2, 3)] if name == "Quoted695" else x(2, 3)
             assert jax.tree.leaves(told(cls[Weight], cls(item))) == [Axes("embed", "hidden")]
-        for name, says in {"Lost": "'Unknown' is not defined", "Self": "stands for itself"}.items():
+        for name, says in {"Lost": "'Unknown' is not defined", "Self": "it is defined by itself"}.items():
             with pytest.raises(AxesError, match=says):
                 told(namespace[name], [x(2)])
 
