@@ -1,6 +1,5 @@
 """`ft.constrain`, beside what JAX does with literal specs."""
 
-
 import equinox as eqx
 import jax
 import jax.numpy as jnp

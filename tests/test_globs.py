@@ -103,9 +103,7 @@ def test_what_is_no_glob(pattern: str) -> None:
 
 
 def test_the_message_says_what_stars_are() -> None:
-    with pytest.raises(
-        ft.RuleError, match=r"glob 'a\.\*\*b': cannot read '\*\*b'; `\*` matches any text within one"
-    ):
+    with pytest.raises(ft.RuleError, match=r"glob 'a\.\*\*b': cannot read '\*\*b'; `\*` matches any text within one"):
         ft.glob("a.**b")
 
 

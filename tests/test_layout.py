@@ -126,10 +126,7 @@ def test_a_callable_sees_path_and_leaf() -> None:
 def test_none_is_no_layout() -> None:
     assert refused({"a": two(), "b": two()}, {"a": P(), "b": None}).startswith("2 leaves cannot be laid out")
     text = refused({"w": jnp.ones(4)}, {"w": None})
-    assert (
-        "no layout was given for this array (`None`)" in text
-        and "write `P()` to replicate it" in text
-    )
+    assert "no layout was given for this array (`None`)" in text and "write `P()` to replicate it" in text
     assert "no layout was given" in refused({"w": jnp.ones(4)}, ft.StateSharding({"w": None}))
     assert specs({"w": jnp.ones(4), "n": 3}, {"w": P(), "n": None}) == [P(None)]  # nothing to say of what is no array
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-PROGRAM = '''
+PROGRAM = """
 import equinox as eqx
 import functree as ft
 from jax import Array
@@ -57,7 +57,7 @@ def show(x: Array, model: Model, ts: ft.TrainState[Model]) -> None:
     reveal_type(ft.value_and_grad(loss))
     reveal_type(ft.unpack(ft.pack(model)))
     reveal_type(ft.apply_gradients(ts, model).model)
-'''
+"""
 
 EXPECTED = """
 Jit[(x: Array, n: int = 1), dict[str, Array]]
