@@ -1,5 +1,6 @@
 """What is remembered for a function: shared by all that wrap it with equal options, and gone with it."""
 
+import dataclasses
 import functools
 import gc
 import weakref
@@ -148,3 +149,32 @@ def test_a_function_lives_as_long_as_its_wrapper():
     jitted = ft.jit(lambda x: x + 1)
     gc.collect()
     assert jitted(jnp.ones(2)).tolist() == [2, 2] and jitted(jnp.ones(3)).tolist() == [2, 2, 2]
+
+
+@dataclasses.dataclass(frozen=True)
+class Times:
+    """A callable that is no tree, and equal to another one with an equal factor."""
+
+    factor: Any
+
+    def __call__(self, x: Any) -> Any:
+        return x * self.factor if self.factor is not True else -x
+
+
+@pytest.mark.parametrize("bind", [lambda f: f, functools.partial, lambda f: f.__call__])
+@pytest.mark.parametrize(
+    "wrap",
+    [ft.jit, lambda f: ft.init(f, P(), MESH), lambda f: ft.shard_map(f, mesh=MESH, in_specs=P(), out_specs=P())],
+)
+def test_equal_callables_are_two_functions(wrap: Callable[[Any], Any], bind: Callable[[Any], Any]):
+    x = np.ones(2, np.float32)
+    assert Times(1) == Times(True)
+    one, true = Times(1), Times(True)
+    assert [wrap(bind(f))(x).tolist() for f in (one, true)] == [[1, 1], [-1, -1]]
+    first, second = Times(2), Times(2)
+    kept = wrap(bind(first)), wrap(bind(second))
+    assert kept[0](x).tolist() == [2, 2]
+    del first, kept
+    last = wrap(bind(second))
+    gc.collect()
+    assert last(x).tolist() == [2, 2]

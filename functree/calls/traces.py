@@ -3,7 +3,6 @@
 import weakref
 from collections.abc import Callable, Hashable
 from typing import Any
-from weakref import WeakKeyDictionary
 
 from functree.calls.call_groups import CallGroups
 from functree.calls.signature import Bound, Signature
@@ -34,12 +33,23 @@ def _reference(fun: Any) -> Callable[[], Any]:
         return lambda: fun
 
 
-# By function, and then by options. The values do not hold the function, so its traces are deleted together with it.
-_SHARED: WeakKeyDictionary[Any, dict[Hashable, Traces]] = WeakKeyDictionary()
+# By the identity of a function, because equal callables may differ (`F(1)` and `F(True)`), and then by options. The
+# values do not hold the function.
+_SHARED: dict[int, dict[Hashable, Traces]] = {}
+
+
+def _shared(fun: Any) -> dict[Hashable, Traces]:
+    """The traces of a function by options, deleted together with it. TypeError if it has no hash or weak references."""
+    hash(fun)  # an object without a hash may be changed between two wrappers
+    found = _SHARED.get(id(fun))
+    if found is None:
+        weakref.finalize(fun, _SHARED.pop, id(fun), None)
+        found = _SHARED[id(fun)] = {}
+    return found
 
 
 def traces_of(bound: Bound, signature: Signature, *options: Any) -> Traces:
-    """The traces of a function with some options. Equal functions and options have the same object.
+    """The traces of a function with some options. The same function with equal options has the same object.
 
     Args:
         bound: the function and the arguments bound to it.
@@ -52,7 +62,7 @@ def traces_of(bound: Bound, signature: Signature, *options: Any) -> Traces:
     try:
         skeleton = Skeleton.of(options)
         skeleton.check_hashable()
-        shared = _SHARED.setdefault(bound.fun, {})
+        shared = _shared(bound.fun)
     except (TypeError, ValueError, FunctreeError):
         return Traces(bound, signature)
     key = (skeleton, len(bound.args), frozenset(bound.kwargs))
