@@ -12,17 +12,12 @@ from hypothesis import strategies as st
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
 from meshes import MESH, mesh_of
-from trees import MLP
+from trees import MLP, mlp
 
 import functree as ft
 
 P = PartitionSpec
 RULES = ft.AxisRules({"batch": "data", "hidden": "model", "embed": None})
-
-
-def mlp(embed: int = 6, hidden: int = 8) -> MLP:
-    up, down = jax.random.normal(jax.random.key(0), (2, embed, hidden))
-    return MLP(up, down.T)
 
 
 @pytest.mark.parametrize("explicit", [False, True])

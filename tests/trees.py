@@ -59,6 +59,12 @@ class MLP(eqx.Module):
         return self.activation(x @ self.up) @ self.down
 
 
+def mlp(embed: int = 6, hidden: int = 8) -> MLP:
+    """An MLP with random weights."""
+    up, down = jax.random.normal(jax.random.key(0), (2, embed, hidden))
+    return MLP(up, down.T)
+
+
 class BareMLP(eqx.Module):
     """Arrays alone, so that JAX's own transforms take it too."""
 

@@ -1,13 +1,16 @@
 """A call ─► its arrays, and its group: all calls with the same structure and static values."""
 
 from collections.abc import Hashable, Sequence
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 from jax.core import Tracer
+from jax.sharding import NamedSharding
 
 from functree.calls.static_arguments import check_static
+from functree.layout.placement import is_concrete
 from functree.tree.arrays import is_array
 from functree.tree.leaves import read
 from functree.tree.paths import Path
@@ -62,6 +65,26 @@ class FoundCall(NamedTuple):
     group: CallGroup
     arrays: Sequence[Any]
     concrete: bool
+
+    def kinds(self) -> tuple[Any, ...]:
+        """What a layout depends on: the types of the arrays, their shardings, and whether they are committed."""
+        if not self.concrete:
+            return tuple(map(_kind, self.arrays))
+        shardings = tuple(map(_SHARDING, self.arrays))
+        # An array with a `NamedSharding` is always committed, and to read `committed` of each array costs time.
+        asked = () if _NAMED.issuperset(map(type, shardings)) else tuple(map(_COMMITTED, self.arrays))
+        return tuple(map(_AVAL, self.arrays)), shardings, asked
+
+
+_AVAL, _SHARDING, _COMMITTED = attrgetter("aval"), attrgetter("sharding"), attrgetter("committed")
+_NAMED = frozenset({NamedSharding})
+
+
+def _kind(array: Any) -> tuple[Any, ...]:
+    """The same for an array that may be traced, abstract or of numpy, which has no sharding of its own."""
+    if isinstance(array, jax.ShapeDtypeStruct):
+        return array.shape, array.dtype, array.weak_type, array.sharding
+    return jax.typeof(array), (array.sharding, array.committed) if is_concrete(array) else None
 
 
 class CallGroups:

@@ -1,7 +1,6 @@
 """A function and the options of `ft.jit` ─► `Jit`, with the key, the checks and the shardings of each call."""
 
 from collections.abc import Callable, Hashable, Sequence
-from operator import attrgetter
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import jax
@@ -22,7 +21,7 @@ from functree.calls.static_arguments import opened
 from functree.calls.traces import Traces
 from functree.layout.layout import Layout, LayoutTree
 from functree.layout.meshes import current_mesh
-from functree.layout.placement import first_mesh, is_concrete
+from functree.layout.placement import first_mesh
 from functree.placing.ambient import Surroundings, ambient_rules
 from functree.transforms.jit.closed_state import Kept, StateForm, closed
 from functree.transforms.jit.shardings import Inputs, check_mesh, inputs, outputs
@@ -77,7 +76,7 @@ class Jit(Function[_P, _T]):
         rules = options.rules if options.rules is not None else ambient_rules()
         mesh: Any = options.mesh or jax.sharding.get_abstract_mesh()
         if self._laid_out:
-            return (mesh if mesh.empty else options.mesh or current_mesh(), rules, *_shardings(found))
+            return (mesh if mesh.empty else options.mesh or current_mesh(), rules, *found.kinds())
         return (mesh, rules, _meshes(found) if found.group.several_devices else ())
 
     def _program(self, call: Any, found: FoundCall) -> Program:
@@ -187,26 +186,6 @@ def _body(traces: Traces, group: CallGroup, donated: frozenset[str], surrounding
         return Output.of(_repacked(result, packed), signature.name)
 
     return Body(compute, Arguments(group.paths, donated), fun, signature.name)
-
-
-_AVAL, _SHARDING, _COMMITTED = attrgetter("aval"), attrgetter("sharding"), attrgetter("committed")
-_NAMED = frozenset({NamedSharding})
-
-
-def _shardings(found: FoundCall) -> tuple[Any, ...]:
-    """What a layout depends on: the types of the arrays, their shardings, and whether they are committed."""
-    if not found.concrete:
-        return tuple(map(_kind, found.arrays)), ()
-    shardings = tuple(map(_SHARDING, found.arrays))
-    # An array with a `NamedSharding` is always committed, and to read `committed` of each array costs time.
-    asked = () if _NAMED.issuperset(map(type, shardings)) else tuple(map(_COMMITTED, found.arrays))
-    return tuple(map(_AVAL, found.arrays)), shardings, asked
-
-
-def _kind(array: Any) -> tuple[Any, ...]:
-    if isinstance(array, jax.ShapeDtypeStruct):
-        return array.shape, array.dtype, array.weak_type, array.sharding
-    return jax.typeof(array), (array.sharding, array.committed) if is_concrete(array) else None
 
 
 def _meshes(found: FoundCall) -> tuple[Any, ...]:

@@ -3,7 +3,6 @@
 import types
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from operator import attrgetter
 from typing import Any, Literal, NamedTuple, ParamSpec, TypeVar
 
 import jax
@@ -67,7 +66,7 @@ class Mapped(Function[_P, _T]):
         return f"<ft.shard_map of {self._signature.name}>"
 
     def _key(self, found: FoundCall) -> Hashable:
-        return (self._place(found.arrays), *map(_CONCRETE if found.concrete else _kind, found.arrays))
+        return (self._place(found.arrays), *found.kinds())
 
     def _prepare(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Program, FoundCall]:
         if not _captures_tracer(self._bound.fun):
@@ -196,17 +195,6 @@ class _LocalBody(NamedTuple):
         if options.shapes is not None:
             sizes.check(record, leaves)
         return Output.of(result, signature.name), list(laid.specs)
-
-
-# What a program depends on in a concrete array: its type, its sharding, and whether it is committed.
-_CONCRETE = attrgetter("aval", "sharding", "committed")
-
-
-def _kind(array: Any) -> Any:
-    """The same for any array, which may also be traced, abstract or NumPy's."""
-    if isinstance(array, jax.ShapeDtypeStruct):
-        return array
-    return _CONCRETE(array) if is_concrete(array) else (jax.typeof(array), type(array))
 
 
 def _captures_tracer(fun: Any) -> bool:
