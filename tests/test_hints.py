@@ -461,6 +461,20 @@ def test_a_circle_is_called_one() -> None:
         told("Zig", x(2))
 
 
+@pytest.mark.parametrize(
+    ("annotation", "remedy"),
+    [
+        ("Unknown", "define or import the name"),
+        ("Zig", "write an annotation that Python can evaluate"),
+        ("1/0", "write an annotation that Python can evaluate"),
+        ("jax.nothing", "write an annotation that Python can evaluate"),
+    ],
+)
+def test_the_remedy_is_for_what_went_wrong(annotation: str, remedy: str) -> None:
+    with pytest.raises(AxesError, match=remedy):
+        told(annotation, x(2))
+
+
 def test_an_unknown_name_over_modules_that_speak_for_themselves() -> None:
     assert told("Unknown", Bound(x(2, 3))).item == Axes("p", "q")
     assert told("list[Unknown]", [Bound(x(2, 3))])[0].item == Axes("p", "q")

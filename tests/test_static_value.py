@@ -1,10 +1,12 @@
 """`StaticValue`: static values by type and value."""
 
 import dataclasses
+from decimal import Decimal
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -43,6 +45,8 @@ VALUES: list[Any] = [
     Config(1), Config(True), Config((1,)), Config((1.0,)), ByIdentity(1), ByIdentity(1), jnp.sin, jnp.dtype("int8"),
     ft.Axes("a"), ft.P("a"), ft.P("b"), jax.tree.structure({1: 0}), jax.tree.structure({True: 0}),
     jax.tree.structure([{1: 0}]), jax.tree.structure([{1.0: 0}]),
+    np.float32(0), np.float32(-0.0), np.float64(0), np.float64(-0.0), np.float64("nan"), np.int32(0), np.bool_(False),
+    Decimal("0"), Decimal("-0"), Decimal("0.0"),
 ]  # fmt: skip
 
 
@@ -59,6 +63,7 @@ def test_no_other_is_equal(i: int):
         lambda: NAN,
         lambda: float("nan"),
         lambda: (float("nan"), -0.0, 1),
+        lambda: (np.float32("nan"), np.float64("nan"), np.float32(-0.0), Decimal("NaN")),
         lambda: frozenset([float("nan"), (1, True)]),
         lambda: Point("a", (1.0,)),
         lambda: Config((1, "a"), note=object()),

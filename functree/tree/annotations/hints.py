@@ -214,7 +214,7 @@ class Hint:
             # If nothing else is left, `left` is an empty hint that is not `NOTHING`, and would count as an alternative.
             kept = [left] if left.later or not left._only_later else []
             hint = merge([*kept, *(later.resolve(strict) for later in now)])
-        raise NameError("it is defined by itself")
+        raise RecursionError("it is defined by itself")
 
 
 NOTHING = Hint()

@@ -152,13 +152,15 @@ def _wrong_rank(value: Any, path: Path, hint: str, stack: tuple[str, ...], ranks
 
 def _unresolved(value: Any, path: Path, hint: Hint, stack: tuple[str, ...]) -> LeafAxes:
     # Resolved once more, for the text of the error that Python raises.
+    remedy = "define or import the name in the module of the class, not in a function or under TYPE_CHECKING"
     try:
         _ = hint.settled
         error = "the name was not defined when the tree was read, but it is now"
     except UNREADABLE as raised:
         error = str(raised) or type(raised).__name__
+        if not isinstance(raised, NameError):
+            remedy = "write an annotation that Python can evaluate"
     why = f"its annotation `{hint.text}` cannot be resolved: {error}"
-    remedy = "define or import the name in the module of the class, not in a function or under TYPE_CHECKING"
     return _misfit(value, path, stack, why, remedy)
 
 

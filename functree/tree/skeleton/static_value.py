@@ -1,8 +1,10 @@
 """A static value ─► `StaticValue`: compared and hashed by type and value, so that 1, True and 1.0 are different."""
 
 import dataclasses
+from decimal import Decimal
 from typing import Any
 
+import numpy as np
 from jax.tree_util import PyTreeDef
 
 
@@ -44,7 +46,7 @@ def same_value(one: Any, other: Any) -> bool:
     cls = type(one)
     if cls is not type(other):
         return False
-    if cls in _NUMBERS:
+    if _is_number(cls):
         return repr(one) == repr(other)
     if cls is tuple or cls is list:
         return len(one) == len(other) and all(map(same_value, one, other))
@@ -66,14 +68,15 @@ def same_value(one: Any, other: Any) -> bool:
     return all(same_value(getattr(one, name), getattr(other, name)) for name in compared)
 
 
-# Compared by their text, because 0.0 == -0.0, and nan is not equal to itself.
-_NUMBERS = (float, complex)
+def _is_number(cls: type) -> bool:
+    """Whether values of a class are compared by their text, because 0.0 == -0.0, and nan is not equal to itself."""
+    return cls is float or cls is complex or cls is Decimal or issubclass(cls, np.number)
 
 
 def _hash(value: Any) -> int:
     """A hash that is the same for values that are `same_value`. Raises TypeError for a value without a hash."""
     cls = type(value)
-    if cls in _NUMBERS:
+    if _is_number(cls):
         return hash((cls, repr(value)))
     if cls is tuple or cls is frozenset:
         return hash((cls, cls(map(_hash, value))))
