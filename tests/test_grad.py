@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import operator
 import re
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -226,7 +227,7 @@ class Callable_(eqx.Module):
         return self(x)
 
 
-def test_methods_modules_partials_and_builtins():
+def test_methods_modules_partials_and_functions_of_jax():
     module, x = Callable_(jnp.float32(3)), jnp.arange(3.0)
     with jax.numpy_rank_promotion("allow"):
         assert module.method(x).scale == 3.0
@@ -234,6 +235,7 @@ def test_methods_modules_partials_and_builtins():
         assert not hasattr(grad(module), "scale")
         assert grad(functools.partial(Callable_.__call__, x=x))(module).scale == 3.0
     assert np.array_equal(grad(jnp.sum)(x), jnp.ones(3))
+    assert grad(operator.neg)(jnp.float32(3)) == -1.0
 
 
 def test_what_it_closes_over_is_constant():
@@ -312,6 +314,11 @@ def test_argnums_that_are_not_there(argnums: Any):
 def test_a_call_that_does_not_fit_the_signature():
     with pytest.raises(TypeError, match="missing a required argument: 'x'"):
         grad(loss, argnums=1)(MODEL)
+
+
+def test_a_builtin_without_a_signature_is_refused_at_once():
+    with raises("<built-in function max> has no signature: wrap it in a function, `lambda x: ...`"):
+        grad(max)
 
 
 # Where gradients lie

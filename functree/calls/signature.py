@@ -74,7 +74,7 @@ class Signature:
 
     def __init__(self, fun: Callable[..., Any], bound: tuple[int, Collection[str]] = (0, ())):
         self.name: str = getattr(fun, "__qualname__", type(fun).__name__).rpartition("<locals>.")[2]
-        self._signature: inspect.Signature = _signature(fun)
+        self._signature: inspect.Signature = inspected(fun)
         parameters = list(self._signature.parameters.values())
         kinds = inspect.Parameter
         by_position = (kinds.POSITIONAL_ONLY, kinds.POSITIONAL_OR_KEYWORD)
@@ -132,7 +132,8 @@ class Signature:
         return bound.args, bound.kwargs
 
 
-def _signature(fun: Any) -> inspect.Signature:
+def inspected(fun: Any) -> inspect.Signature:
+    """Python's signature of a callable. Raises FunctreeError if it is written in C and has none."""
     try:
         return inspect.signature(fun)
     except ValueError as error:

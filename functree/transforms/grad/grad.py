@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.tree_util import tree_leaves
 
+from functree.calls.signature import inspected
 from functree.errors import FunctreeError, Problem, RuleError, count
 from functree.layout.layout import LayoutTree
 from functree.transforms.grad.parameters import Parameters
@@ -71,8 +72,9 @@ def value_and_grad(
 
     Raises:
         RuleError: `wrt` is not a filter.
-        FunctreeError: (when called) the filter matches no leaf, or a leaf that is abstract or not inexact; there is no
-            such argument; inside shard_map, the result would not be the gradient of the loss.
+        FunctreeError: `fn` is written in C and has no signature; (when called) the filter matches no leaf, or a leaf
+            that is abstract or not inexact; there is no such argument; inside shard_map, the result would not be the
+            gradient of the loss.
         ShardingError: (when called) the layout does not fit the gradients. Ambient rules that do not lay out a gradient
             are an error too, as in `ft.constrain`: a gradient is not replicated because its axes have no names.
 
@@ -179,19 +181,10 @@ def _like(fn: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[...
         # `updated=()`: the `__dict__` of a callable module has its fields, which the wrapper must not get.
         wrapped: Any = wraps(fn, updated=())(wrapper)
         wrapped.__annotations__ = {k: v for k, v in getattr(fn, "__annotations__", {}).items() if k != "return"}
-        signature = _signature(fn)
-        if signature is not None:
-            wrapped.__signature__ = signature.replace(return_annotation=inspect.Signature.empty)
+        wrapped.__signature__ = inspected(fn).replace(return_annotation=inspect.Signature.empty)
         return wrapped
 
     return decorate
-
-
-def _signature(fn: Callable[..., Any]) -> inspect.Signature | None:
-    try:
-        return inspect.signature(fn)
-    except ValueError:  # some builtins have no signature
-        return None
 
 
 class _Call(NamedTuple):
@@ -206,10 +199,8 @@ def _positional(
     fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], argnums: Sequence[int]
 ) -> _Call:
     """A call, with arguments that were passed by keyword made positional if `argnums` refers to them."""
-    # The signature is inspected only if it is needed: that is slow, and impossible for some builtins.
-    signature = _signature(fn) if max(argnums, default=0) >= len(args) else None
-    if signature is not None:
-        bound = signature.bind(*args, **kwargs)
+    if max(argnums, default=0) >= len(args):
+        bound = inspected(fn).bind(*args, **kwargs)
         args, kwargs = bound.args, bound.kwargs
     have = len(args)
     places = tuple(range(have)[i] for i in argnums if -have <= i < have)
