@@ -10,7 +10,7 @@ from jax.core import Tracer
 from jax.sharding import NamedSharding
 
 from functree.calls.static_arguments import check_static
-from functree.layout.placement import is_concrete
+from functree.layout.placement import is_concrete, mesh_of
 from functree.tree.arrays import is_array
 from functree.tree.leaves import read
 from functree.tree.paths import Path
@@ -74,6 +74,21 @@ class FoundCall(NamedTuple):
         # An array with a `NamedSharding` is always committed, and to read `committed` of each array costs time.
         asked = () if _NAMED.issuperset(map(type, shardings)) else tuple(map(_COMMITTED, self.arrays))
         return tuple(map(_AVAL, self.arrays)), shardings, asked
+
+
+    def placement(self) -> Hashable:
+        """On which meshes and devices the arrays are, as far as it can be read without a cost.
+
+        To read it of all arrays would cost a few percent of a call on one device, so there it is read of the first
+        array of each parameter only. All that matters to a program on one device is in the types of the arrays.
+        """
+        if not self.concrete:
+            return frozenset(map(mesh_of, self.arrays))
+        if not self.group.several_devices:
+            return tuple([self.arrays[i].sharding for i in self.group.heads])
+        shardings = frozenset(map(_SHARDING, self.arrays))
+        asked = () if _NAMED.issuperset(map(type, shardings)) else tuple(map(_COMMITTED, self.arrays))
+        return shardings, asked
 
 
 _AVAL, _SHARDING, _COMMITTED = attrgetter("aval"), attrgetter("sharding"), attrgetter("committed")

@@ -7,11 +7,12 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 import jax
-from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 
-from functree.calls.body import Body
+from functree.calls.body import Arrays, Body
 from functree.calls.call_groups import CallGroup
 from functree.calls.output import Output
+from functree.layout.constraint import constrained
 from functree.layout.layout import Layout
 from functree.layout.meshes import tracing
 
@@ -55,18 +56,66 @@ def prepare(
     arguments, given = body.arguments, dict(options or {})
     if arguments.donated:
         given["donate_argnums"] = (1,)
-    if in_shardings is not None:
-        given["in_shardings"] = arguments.split([_ambient(sharding) for sharding in in_shardings])
-    jitted = jax.jit(body, **given)
+    constraining = tracing() and _by_constraints(in_shardings)
+    fun: Callable[..., Output] = _Constrained(body, in_shardings) if constraining else body
+    if in_shardings is not None and not constraining:
+        given["in_shardings"] = arguments.split(in_shardings)
+    jitted = jax.jit(fun, **given)
     with around(entered):
         traced = jitted.trace(*arguments.split(arrays))
         output = traced.out_info
         out_shardings = lay_outputs(output)
-        if out_shardings is not None:
-            # JAX has the trace of the same body in its cache, so the user's function is not traced again.
-            values = [_ambient(sharding) for sharding in out_shardings]
-            jitted = jax.jit(body, out_shardings=Output(values, output.skeleton, output.which), **given)
+        # JAX has the trace of the same body in its cache, so the user's function is not traced again.
+        if out_shardings is None:
+            pass
+        elif constraining or (tracing() and _by_constraints(out_shardings)):
+            jitted = jax.jit(_Constrained(body, in_shardings, out_shardings), **given)
+        else:
+            jitted = jax.jit(fun, out_shardings=Output(out_shardings, output.skeleton, output.which), **given)
     return Prepared(jitted, traced, out_shardings)
+
+
+def _by_constraints(shardings: Shardings | None) -> bool:
+    """Whether shardings are given by constraints in the function, and not to `jax.jit`, inside of another trace."""
+    meshes = [one.mesh for one in shardings or () if one is not None]
+    return any(isinstance(mesh, AbstractMesh) or AxisType.Explicit in mesh.axis_types for mesh in meshes)
+
+
+class _Constrained:
+    """A body whose arguments and result are constrained, instead of being given shardings in `jax.jit`.
+
+    `jax.jit` takes a sharding on an abstract mesh only to lower a function. But in the trace of an outer function the
+    mesh of the arguments is known without its devices, and an eager `grad` or `vmap` is such a trace and runs the
+    program. Constraints on an abstract mesh take the devices of the arguments. On Explicit axes `jax.jit` does not
+    change the types of arrays, so the body would see and return arrays whose types are unsharded.
+
+    Args:
+        body: the function.
+        in_shardings: for each array of a call; None if there are none.
+        out_shardings: for each array of the result; None if there are none.
+    """
+
+    def __init__(self, body: Body, in_shardings: Shardings | None, out_shardings: Shardings | None = None):
+        self._in_shardings, self._out_shardings = in_shardings, out_shardings
+        self._arguments = body.arguments
+        # JAX caches its trace by the body.
+        self._jitted: Any = jax.jit(body)
+        self.__name__: str = body.__name__
+
+    def __call__(self, kept: Arrays, donated: Arrays) -> Output:
+        arrays = _constrained(self._arguments.join(kept, donated), self._in_shardings)
+        output: Output = self._jitted(*self._arguments.split(arrays))
+        return Output(_constrained(output.values, self._out_shardings), output.skeleton, output.which)
+
+
+def _constrained(arrays: Sequence[Any], shardings: Shardings | None) -> Sequence[Any]:
+    """Arrays, each constrained to its sharding if it has one."""
+    if shardings is None:
+        return arrays
+    new: list[Any] = []
+    for array, one in zip(arrays, shardings, strict=True):
+        new.append(array if one is None else constrained(array, one.mesh, one.spec, one.memory_kind))
+    return new
 
 
 @dataclass(frozen=True, eq=False)
@@ -122,13 +171,3 @@ def around(mesh: Mesh | AbstractMesh | None) -> AbstractContextManager[Any]:
     if not isinstance(mesh, Mesh) or tracing() or jax.sharding.get_mesh() is mesh:
         return nullcontext()
     return jax.set_mesh(mesh)
-
-
-def _ambient(sharding: Any) -> Any:
-    """A sharding for `jax.jit`, or only its spec if its mesh is the current abstract mesh."""
-    # During a trace the current mesh is abstract. But an eager `vmap` or `grad` is a trace too, and runs the program:
-    # JAX then needs devices. For a spec it takes the current mesh, of which it knows the devices.
-    if sharding is None or isinstance(sharding.mesh, Mesh) or sharding.memory_kind is not None:
-        return sharding
-    ambient = jax.sharding.get_abstract_mesh()
-    return sharding if ambient.empty or ambient != sharding.mesh else sharding.spec

@@ -3,7 +3,8 @@
 import functools
 import math
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import jax
@@ -67,7 +68,10 @@ def mesh_view(mesh: MeshLike) -> MeshView:
 
 
 def current_mesh() -> Mesh | AbstractMesh | None:
-    """The mesh of `jax.set_mesh`, or None. While a function is traced it is abstract, and has its Manual axes marked.
+    """The mesh of `jax.set_mesh` or of the `ft.jit` that is being traced, or None.
+
+    Under a trace whose devices are not known it is abstract. In the body of a shard_map it is too, and its Manual axes
+    are marked.
 
     Raises:
         ShardingError: a mesh was entered by the deprecated `with mesh:`, which the types of arrays do not show.
@@ -84,10 +88,24 @@ def current_mesh() -> Mesh | AbstractMesh | None:
     return None
 
 
+# JAX knows the devices of the current mesh outside of a trace only. An abstract mesh alone does not say where an array
+# without a sharding is put: a constraint on it has no effect if nothing else in the program is on a mesh. A user
+# context is part of the key of every trace that JAX caches.
+_DEVICES = jax.make_user_context(None)
+
+
+@contextmanager
+def known_mesh(mesh: Mesh) -> Iterator[None]:
+    """Make a mesh the current one while a function is traced, with its devices."""
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh), _DEVICES(mesh):
+        yield
+
+
 def _with_devices(abstract: AbstractMesh) -> Mesh | AbstractMesh:
-    """The current mesh with its devices. JAX returns it only outside of a trace."""
+    """The current mesh with its devices, if they are known."""
     if tracing():
-        return abstract
+        known: Mesh | None = _DEVICES.value
+        return known if known is not None and known.abstract_mesh == abstract else abstract
     mesh = jax.sharding.get_mesh()
     # `jax.sharding.use_abstract_mesh` may have set an abstract mesh that is not the abstract mesh of this one.
     if isinstance(mesh, Mesh) and dict(mesh.shape) == dict(abstract.shape):

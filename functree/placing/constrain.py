@@ -4,16 +4,15 @@ from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import jax
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from functree.errors import ShardingError
+from functree.layout.constraint import constrained
 from functree.layout.layout import LayoutLike, LayoutTree
 from functree.layout.meshes import MeshView, current_mesh
 from functree.layout.placement import first_mesh
 from functree.layout.plan.resolver import agreed_view, plan_leaves, read_for
-from functree.layout.plan.row import Row
 from functree.layout.prefix import Part, broadcast
-from functree.layout.specs import without
 from functree.placing.ambient import ambient_rules
 from functree.placing.shard import named_array
 from functree.tree.axes import Axes
@@ -64,7 +63,8 @@ def constrain(tree: T, layout: str | Axes | LayoutTree, rules: LayoutLike = None
     sizes.update((name, 1) for name in manual & sizes.keys())
     planned = plan_leaves(leaves, parts, MeshView(sizes, mesh))
     pairs = zip(leaves.leaves, planned.rows, strict=True)
-    return leaves.skeleton.fill([_constrained(leaf.value, row, mesh) for leaf, row in pairs])
+    values = [constrained(leaf.value, mesh, row.spec or PartitionSpec(), row.memory_kind) for leaf, row in pairs]
+    return leaves.skeleton.fill(values)
 
 
 def _find_mesh(leaves: Leaves, parts: Sequence[Part]) -> Mesh | AbstractMesh | None:
@@ -77,21 +77,3 @@ def _find_mesh(leaves: Leaves, parts: Sequence[Part]) -> Mesh | AbstractMesh | N
         return own[0]
     values = [leaf.value for leaf in leaves.leaves if isinstance(leaf.value, jax.Array)]
     return first_mesh(values)
-
-
-def _constrained(value: Any, row: Row, mesh: Mesh | AbstractMesh) -> Any:
-    """The array, constrained to its row. A mesh may mix types of axes, and JAX has one function for each type."""
-    types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-    spec = row.spec if row.spec is not None else PartitionSpec()
-
-    def on_axes_of(wanted: AxisType) -> NamedSharding:
-        others = {name for name, axis_type in types.items() if axis_type != wanted}
-        return NamedSharding(mesh, without(spec, others))
-
-    if AxisType.Explicit in types.values():
-        value = jax.sharding.reshard(value, on_axes_of(AxisType.Explicit))
-    if AxisType.Auto in types.values():
-        value = jax.lax.with_sharding_constraint(value, on_axes_of(AxisType.Auto))
-    if row.memory_kind == "pinned_host":
-        value = jax.device_put(value, jax.memory.Space.Host)
-    return value

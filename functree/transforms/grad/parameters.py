@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from functree.errors import FunctreeError, Problem, ShardingError, count
@@ -66,11 +67,15 @@ class Parameters(NamedTuple):
 
     def gradient(self, arrays: Sequence[Any]) -> Any:
         """The gradient as a tree like the argument, with None for other leaves, constrained by the layout."""
-        tree = self.leaves.skeleton.spread(self._merged(arrays, [None] * len(self.chosen)))
         # If the types have the shardings, JAX has laid out the gradient already. A given `layout=` is still applied.
         if not self.parts or (self.ambient and all(map(_typed, self.arrays))):
-            return tree
-        return constrain(tree, _Gradients(self))
+            return self._tree(arrays)
+        tied = [_tied(gradient, array) for gradient, array in zip(arrays, self.arrays, strict=True)]
+        return constrain(self._tree(tied), _Gradients(self))
+
+    def _tree(self, gradients: Sequence[Any]) -> Any:
+        """Gradients as a tree like the argument, with None for other leaves."""
+        return self.leaves.skeleton.spread(self._merged(gradients, [None] * len(self.chosen)))
 
     def _merged(self, arrays: Iterable[Any], others: Sequence[Any]) -> list[Any]:
         """One value for each leaf: the next of `arrays` if it is differentiated, else that of `others`."""
@@ -106,6 +111,17 @@ def _typed(array: Any) -> bool:
     """Whether the type of an array has its whole sharding: there is a mesh, without Auto axes."""
     mesh = jax.typeof(array).sharding.mesh
     return not mesh.empty and AxisType.Auto not in mesh.axis_types
+
+
+def _tied(gradient: jax.Array, parameter: Any) -> jax.Array:
+    """The gradient, in a program that needs the parameter.
+
+    The gradient of a linear function does not depend on the parameter. If nothing else does, JAX drops the parameter
+    and with it the devices of its mesh, and a constraint on the mesh has no effect. XLA removes the selection.
+    """
+    if not isinstance(parameter, Tracer) or _typed(parameter) or jax.typeof(parameter).sharding.mesh.empty:
+        return gradient
+    return jax.lax.select(False, parameter, gradient)
 
 
 def _type_mesh(arrays: Iterable[Any]) -> AbstractMesh | None:

@@ -19,8 +19,9 @@ from functree.calls.program import Program, Shardings, prepare
 from functree.calls.signature import Bound
 from functree.calls.static_arguments import opened
 from functree.calls.traces import Traces
+from functree.errors import ShardingError
 from functree.layout.layout import Layout, LayoutTree
-from functree.layout.meshes import current_mesh
+from functree.layout.meshes import NO_MESH, current_mesh
 from functree.layout.placement import first_mesh
 from functree.placing.ambient import Surroundings, ambient_rules
 from functree.transforms.jit.closed_state import Kept, StateForm, closed
@@ -74,23 +75,22 @@ class Jit(Function[_P, _T]):
     def _key(self, found: FoundCall) -> Hashable:
         options = self._options
         rules = options.rules if options.rules is not None else ambient_rules()
-        mesh: Any = options.mesh or jax.sharding.get_abstract_mesh()
+        mesh = options.mesh or current_mesh()
         if self._laid_out:
-            return (mesh if mesh.empty else options.mesh or current_mesh(), rules, *found.kinds())
-        return (mesh, rules, _meshes(found) if found.group.several_devices else ())
+            return (mesh, rules, *found.kinds())
+        return (mesh, rules, found.placement())
 
     def _program(self, call: Any, found: FoundCall) -> Program:
         name, options, (group, arrays, _) = self._signature.name, self._options, found
         rules = options.rules if options.rules is not None else ambient_rules()
-        current = current_mesh()
-        mesh = options.mesh or current
-        if mesh is None and self._laid_out:
-            mesh = first_mesh(arrays)
-        requested = Inputs(mesh, None, ())
+        mesh, mesh_of_arguments = options.mesh or current_mesh(), None
+        if mesh is None:
+            mesh_of_arguments = first_mesh(arrays)
+        requested = Inputs(mesh or mesh_of_arguments if self._laid_out else mesh, None, ())
         if self._layouts is not None:
             requested = inputs(name, call, arrays, self._layouts.prefix(call), mesh)
         check_mesh(name, group.paths, arrays, requested.mesh)
-        surroundings = Surroundings(requested.mesh, rules)
+        surroundings = Surroundings(requested.mesh or mesh_of_arguments, rules)
         body = group.bodies.get(surroundings)
         if body is None:
             body = group.bodies[surroundings] = _body(self._traces, group, options.donated, surroundings)
@@ -114,11 +114,13 @@ class Jit(Function[_P, _T]):
             lay_outputs=lay_outputs,
         )
         warn_constants(name, self._bound.fun, prepared.traced)
-        if entered is None and current is None and not _uses_arguments(prepared.traced.jaxpr.jaxpr):
-            # JAX drops unused arguments, and chooses the devices by the others. If it drops all, it would run on the
-            # default device.
-            mesh_of_arguments = first_mesh(arrays)
-            entered = mesh_of_arguments if isinstance(mesh_of_arguments, Mesh) else None
+        if mesh_of_arguments is not None and not _uses_mesh(prepared.traced.jaxpr.jaxpr):
+            # JAX drops unused arguments, and chooses the devices by the others. If it drops all that are on a mesh, it
+            # would run on the default device.
+            if isinstance(mesh_of_arguments, Mesh):
+                entered = mesh_of_arguments
+            elif "sharding_constraint" in str(prepared.traced.jaxpr):
+                raise _lost_mesh(name)
         return Program(
             name,
             group,
@@ -188,18 +190,21 @@ def _body(traces: Traces, group: CallGroup, donated: frozenset[str], surrounding
     return Body(compute, Arguments(group.paths, donated), fun, signature.name)
 
 
-def _meshes(found: FoundCall) -> tuple[Any, ...]:
-    """The meshes of a call, read from the first array of each parameter: to read all would cost as much as the call.
+def _uses_mesh(jaxpr: Any) -> bool:
+    """Whether the result of a function depends on an argument that is on a mesh."""
+    needed = {id(x) for x in jaxpr.outvars}
+    for equation in reversed(jaxpr.eqns):
+        if equation.effects or any(id(x) in needed for x in equation.outvars):
+            needed.update(map(id, equation.invars))
+    return any(id(x) in needed and not x.aval.sharding.mesh.empty for x in jaxpr.invars)
 
-    This is for functions without layouts. All else that matters is in the types of arrays, but the devices are not.
-    """
-    heads = (found.arrays[i] for i in found.group.heads)
-    return tuple(getattr(x.sharding, "mesh", None) if found.concrete else None for x in heads)
 
-
-def _uses_arguments(jaxpr: Any) -> bool:
-    used = {id(x) for equation in jaxpr.eqns for x in equation.invars} | {id(x) for x in jaxpr.outvars}
-    return any(id(x) in used for x in jaxpr.invars)
+def _lost_mesh(name: str) -> ShardingError:
+    """The error for a function, called in a trace, whose constraints would have no effect."""
+    return ShardingError(
+        f"{name} constrains arrays on the mesh of its arguments, but its result depends on none that is on the mesh. "
+        f"JAX drops unused arguments, and the constraints with them: {NO_MESH} with a `Mesh`"
+    )
 
 
 # Packed trees

@@ -136,7 +136,7 @@ class Mapped(Function[_P, _T]):
         """The mesh of a call, and the mesh axes that become Manual."""
         name, outer = self._signature.name, jax.sharding.get_abstract_mesh()
         mesh = self._options.mesh if self._options.mesh is not None else current_mesh()
-        mesh = mesh if mesh is not None else first_mesh(x for x in arrays if is_concrete(x))
+        mesh = mesh if mesh is not None else first_mesh(arrays)
         if mesh is None:
             raise ShardingError(f"{name}: there is no mesh: {NO_MESH}")
         view = MeshView(dict(mesh.shape))
