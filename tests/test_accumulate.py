@@ -199,3 +199,30 @@ def test_explicit_pieces_that_devices_do_not_share():
     x = ft.shard(X, P("data"), mesh)
     with raises("x, y   f32[16, 16]", "of size 16 cannot be split into 4 pieces on each of 8 devices"):
         ft.jit(ft.accumulate(BOTH, 4), mesh=mesh)(ft.shard(MODEL, P(), mesh), x, x)
+
+
+@pytest.mark.parametrize("what", ["gradients", "aux"])
+def test_in_shard_map_with_results_that_differ_between_shards(what: str):
+    def loss(w: Any, x: Any) -> Any:
+        whole = jnp.sum(jax.lax.all_gather(w, "data", tiled=True))
+        mean = jax.lax.pmean(jnp.mean((x * whole) ** 2), "data")
+        return (mean, x.sum()) if what == "aux" else mean
+
+    w, x = jnp.arange(8.0), jnp.arange(32.0)
+    mesh = ft.make_mesh(data=8)
+
+    def run(steps: int) -> Any:
+        gradient = ft.value_and_grad(loss, has_aux=what == "aux")
+        step = ft.accumulate(gradient, steps) if steps else gradient
+        specs = ((P(), P("data")), P("data")) if what == "aux" else (P(), P("data"))
+
+        def local(w: Any, x: Any) -> Any:
+            value, gradient = step(w, x)
+            return ((value[0], value[1][None]), gradient) if what == "aux" else (value, gradient)
+
+        return ft.shard_map(local, mesh=mesh, in_specs=(P("data"), P("data")), out_specs=specs)(w, x)
+
+    (value, found), (whole, expected) = run(2), run(0)
+    assert np.allclose(found, expected, rtol=1e-5)
+    if what == "gradients":
+        assert np.allclose(value, whole, rtol=1e-5)

@@ -9,6 +9,7 @@ import pytest
 from checks import raises
 from trees import Leafy, x
 
+import functree as ft
 from functree.calls import call_groups
 from functree.calls.call_groups import CallGroups
 from functree.tree.skeleton.skeleton import Skeleton
@@ -52,8 +53,8 @@ def test_few_groups_are_tried_before_one_is_looked_up(monkeypatch: pytest.Monkey
     groups, calls = CallGroups(), [[A] * n for n in range(1, 20)]
     made = [groups.find(call).group for call in calls]
     looked_up: list[Any] = []
-    of = Skeleton.of
-    monkeypatch.setattr(Skeleton, "of", lambda tree: looked_up.append(tree) or of(tree))
+    apart = Skeleton.apart
+    monkeypatch.setattr(Skeleton, "apart", lambda tree: looked_up.append(tree) or apart(tree))
     assert [groups.find(call).group for call in calls[-call_groups.RECENT :]] == made[-call_groups.RECENT :]
     assert looked_up == []
     assert groups.find(calls[0]).group is made[0] and len(looked_up) == 1
@@ -74,3 +75,30 @@ def test_what_cannot_be_hashed_is_refused_once_and_again():
     for _ in range(2):
         with raises("1 leaf cannot be static", "a.0", "set"):
             groups.find({"a": [{1, 2}], "x": A})
+
+
+class Fresh:
+    """Static data that is equal only to itself, and new each time that its node is flattened."""
+
+
+class Node:
+    def __init__(self, x: Any):
+        self.x = x
+
+
+jax.tree_util.register_pytree_node(Node, lambda node: ((node.x,), Fresh()), lambda _, children: Node(*children))
+
+
+@pytest.mark.parametrize("make", [lambda: Node(A), lambda: {float("nan"): A}], ids=["node", "key"])
+def test_a_call_that_its_own_code_does_not_take(make: Any):
+    groups = CallGroups()
+    for _ in range(2):
+        found = groups.find([make()])
+        assert len(found.arrays) == 1 and found.arrays[0] is A and found.concrete
+    f = ft.jit(lambda tree: [2 * x for x in jax.tree.leaves(tree)])
+    assert np.array_equal(f(make())[0], 2 * A) and np.array_equal(f(make())[0], 2 * A)
+
+
+def test_a_mutable_array_is_no_argument():
+    with raises("1 leaf cannot be static", "ref", "Ref", "is mutable", "pass its value, `ref[...]`"):
+        ft.jit(lambda ref: ref[...] * 2)(jax.new_ref(A))

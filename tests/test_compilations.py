@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from checks import counted
+from checks import compilations, counted
 from jax import Array
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 from meshes import MESH, lay
 
 import functree as ft
@@ -185,3 +185,47 @@ def test_a_config_is_compared_field_by_field_and_functions_by_name():
         again(jnp.ones(3), lambda x: x)
     alike = "<lambda> (a different object, which is equal only to itself: create it once)"
     assert str(again.compilations[1]).endswith(alike)
+
+
+def placed_on(devices: Any) -> Any:
+    mesh = jax.make_mesh((len(devices),), ("data",), axis_types=(jax.sharding.AxisType.Auto,), devices=devices)
+    return jax.device_put(np.ones(8, np.float32), NamedSharding(mesh, P("data")))
+
+
+DEVICES = jax.devices()
+PLACES: dict[str, Any] = {
+    "single devices": [jax.device_put(np.ones(8, np.float32), device) for device in DEVICES[:3]],
+    "meshes": [placed_on(DEVICES[:4]), placed_on(DEVICES[4:])],
+    "the order of devices": [placed_on(DEVICES), placed_on(DEVICES[::-1])],
+    "meshes of one device": [placed_on(DEVICES[:1]), placed_on(DEVICES[1:2])],
+}
+WRAPPERS: dict[str, Any] = {
+    "jit": lambda: ft.jit(lambda x: x * 2),
+    "donated": lambda: ft.jit(lambda x: x * 2, donate="x"),
+    "shard_map": lambda: ft.shard_map(lambda x: x * 2, in_specs=P("data"), out_specs=P("data")),
+}
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+@pytest.mark.parametrize("places", PLACES)
+def test_other_devices_are_another_compilation(places: str, wrapper: str):
+    if wrapper == "shard_map" and places == "single devices":
+        return  # it needs a mesh
+    f = WRAPPERS[wrapper]()
+    with compilations() as heard:
+        for x in PLACES[places]:
+            for _ in range(2):
+                f(jax.device_put(np.ones(8, np.float32), x.sharding))
+    assert len(f.compilations) == len(PLACES[places]) == len(heard)
+    kinds = {d.kind for record in f.compilations[1:] for d in record.differences}
+    assert kinds <= {"sharding", "devices", "mesh"} and kinds
+    assert "a different object" not in "".join(map(str, f.compilations))
+
+
+def test_devices_in_a_record():
+    f = ft.jit(lambda x: x * 2)
+    f(placed_on(DEVICES)), f(placed_on(DEVICES[::-1]))
+    found = str(f.compilations[1])
+    assert found == (
+        "compilation 2: x: devices cpu:0, cpu:1, cpu:2, cpu:3, … (8 devices) → cpu:7, cpu:6, cpu:5, cpu:4, … (8 devices)"
+    )

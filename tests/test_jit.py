@@ -15,6 +15,7 @@ from checks import counted, raises
 from jax import Array
 from jax.sharding import PartitionSpec
 from jaxtyping import Float
+from meshes import MESH
 
 import functree as ft
 
@@ -475,3 +476,18 @@ def test_silent_failure_27_a_block_is_taken_out():
     model.layers[0] = None  # type: ignore[index]
     assert f(model) == 2
     assert {str(d.path).split(".")[2] for d in f.compilations[1:] for d in d.differences} <= {"0"}
+
+
+@pytest.mark.parametrize("wrap", [
+    lambda f: ft.jit(f), lambda f: ft.jit(f, mesh=MESH, in_shardings=P("data"), out_shardings=P("data"), donate="x"),
+    lambda f: ft.init(f, P("data"), MESH),
+], ids=["plain", "laid out", "init"])  # fmt: skip
+def test_without_jit_the_body_sees_values(wrap: Any):
+    def f(x: Any) -> Any:
+        return {"x": x} if x.sum() > 0 else {"x": -x}  # not possible with a traced array
+
+    wrapped, x = wrap(f), jnp.arange(8.0)
+    with jax.disable_jit():
+        assert np.array_equal(wrapped(x)["x"], x) and np.array_equal(wrapped(-x)["x"], x)
+    with pytest.raises(jax.errors.TracerBoolConversionError):
+        wrapped(x)

@@ -5,10 +5,12 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from checks import raises
 from trees import Leafy, Pair
 
+import functree as ft
 from functree.calls.output import Output
 
 A, B = jnp.ones(2), jnp.zeros(3)
@@ -52,5 +54,20 @@ def test_a_traced_array_in_a_static_field_is_refused():
         object.__setattr__(kept, "static", x)  # Equinox would warn
         return Output.of({"kept": [kept], "fine": Leafy(x, None)}, "make")
 
-    with raises("make: the result has 1 static field with traced values", "kept.0.static", "without `static=True`"):
+    with raises("make: 1 static value cannot be returned", "kept.0.static", "without `static=True`"):
         jax.eval_shape(body, A)
+
+
+@pytest.mark.parametrize(("make", "told"), [
+    (lambda x: {1, 2}, ["set", "all calls would return one object", "return an array, or something hashable"]),
+    (lambda x: np.array(["a"]), ["ndarray", "neither an array nor hashable"]),
+    (lambda x: lambda: x, ["closes over a traced array", "return the array itself"]),
+], ids=["set", "texts", "closure"])  # fmt: skip
+def test_static_values_that_cannot_be_returned(make: Any, told: list[str]):
+    with raises("f: 1 static value cannot be returned", "b.0", *told):
+
+        @ft.jit
+        def f(x: Any) -> Any:
+            return {"a": x, "b": [make(x)], "c": (jnp.tanh, "text")}
+
+        f(jnp.ones(2))

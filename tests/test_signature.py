@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int, PyTree
+from meshes import mesh_of
 
 import functree as ft
 from functree.calls.signature import Bound, Signature
@@ -282,3 +283,75 @@ def test_names_of_each_leaf():
 
 def test_masks_and_numbers():
     checked({"x": Bool[Array, "batch"], "y": Float[Array, ""], "z": int}, jnp.ones(3, bool), np.float32(1), 4)
+
+
+def another(fun: Any) -> Any:
+    """Passes one argument more than it gets."""
+
+    @functools.wraps(fun)
+    def wrapper(x: Any) -> Any:
+        return fun(jnp.float32(2), x)
+
+    return wrapper
+
+
+def passing(fun: Any) -> Any:
+    @functools.wraps(fun)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        return fun(*args, **kwargs)
+
+    return wrapper
+
+
+def with_option(fun: Any) -> Any:
+    @functools.wraps(fun)
+    def wrapper(factor: Any, x: Any, extra: Any = 1.0) -> Any:
+        return fun(factor, x) * extra
+
+    return wrapper
+
+
+def scaled(factor: Any, x: Any) -> Any:
+    return jnp.sum(factor * x)
+
+
+class Twice(eqx.Module):
+    def __call__(self, x: Any) -> Any:
+        return x * 2
+
+
+WRAPPED: dict[str, tuple[Any, Any]] = {
+    "one argument less": (another, lambda f, x: f(x)),
+    "the same": (passing, lambda f, x: f(jnp.float32(2), x=x)),
+    "one more": (with_option, lambda f, x: f(jnp.float32(2), x, extra=jnp.float32(1))),
+}
+
+
+@pytest.mark.parametrize("case", WRAPPED)
+@pytest.mark.parametrize("wrap", [ft.jit, lambda f: ft.init(f, ft.P(), mesh_of()), ft.typed, jax.jit, ft.grad])
+def test_decorators_that_change_the_parameters(case: str, wrap: Any):
+    decorate, call = WRAPPED[case]
+    x = jnp.arange(4.0)
+    found = call(wrap(decorate(scaled)), x)
+    if wrap is ft.grad:
+        assert found.shape == (x.shape if case == "one argument less" else ())
+    else:
+        assert found == 12.0
+
+
+def test_a_parameter_called_self():
+    f = ft.jit(lambda self: self * 2)
+    x = jnp.ones(2)
+    assert np.array_equal(f(self=x), 2 * x) and f.eval_shape(self=x).shape == (2,) and len(f.compilations) == 1
+    assert np.array_equal(f.lower(self=x).compile()(self=x), 2 * x)
+
+
+@pytest.mark.parametrize(("fun", "name"), [
+    (functools.partial(scaled, 1.0), "scaled"), (scaled, "scaled"), (Twice(), "Twice.__call__"),
+], ids=["partial", "function", "module"])  # fmt: skip
+def test_every_function_has_a_name(fun: Any, name: str):
+    class Model:
+        f = ft.jit(fun)
+
+    assert ft.jit(fun).__name__ in (name, name.rpartition(".")[2])
+    assert Model().f.__name__

@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import enum
 import functools
 from typing import Any, NamedTuple
 
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from jax.scipy.spatial.transform import Rotation
 
 import functree as ft
 from functree.calls.call_groups import CallGroups
@@ -348,3 +350,130 @@ def test_canary_equinox_keeps_fields_in_the_module_s_dict():
     assert (new.first, new.second, new.name) == (X, 2, "other")
     assert jax.tree.structure(new) == jax.tree.structure(Pair(X, 2, "other"))
     assert isinstance(Method(X).get, eqx.Module) and arrays_of(Method(X).get) == [X], "a bound method is a module"
+
+
+# Classes that look at their arrays
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["a"], meta_fields=[])
+@dataclasses.dataclass
+class Converts:
+    a: Any
+
+    def __post_init__(self) -> None:
+        self.a = jnp.asarray(self.a)
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["a"], meta_fields=[])
+@dataclasses.dataclass
+class Checks:
+    a: Any
+
+    def __post_init__(self) -> None:
+        assert self.a.ndim == 1 and self.a.dtype == jnp.float32
+
+
+@jax.tree_util.register_pytree_node_class
+class Compares:
+    def __init__(self, a: Any, b: Any):
+        if a.shape != b.shape:
+            raise ValueError("two shapes")
+        self.a, self.b = a, b
+
+    def tree_flatten(self) -> tuple[Any, None]:
+        return (self.a, self.b), None
+
+    @classmethod
+    def tree_unflatten(cls, _: None, children: Any) -> "Compares":
+        return cls(*children)
+
+
+class Fields(NamedTuple):
+    a: Any
+    b: Any
+
+
+class Casts(Fields):
+    def __new__(cls, a: Any, b: Any) -> "Casts":
+        return super().__new__(cls, jnp.asarray(a), jnp.asarray(b))
+
+
+class Batch(NamedTuple):
+    """Its length and iteration are those of its arrays, as of a dataset."""
+
+    a: Any
+    b: Any
+
+    def __len__(self) -> int:
+        return self.a.shape[0]
+
+    def __iter__(self) -> Any:
+        return (Batch(a, b) for a, b in zip(self.a, self.b, strict=True))
+
+
+PARTICULAR = {
+    "converts": lambda: Converts(X),
+    "checks": lambda: Checks(X),
+    "compares": lambda: Compares(X, jnp.zeros(2)),
+    "casts": lambda: Casts(X, jnp.zeros(3)),
+    "batch": lambda: Batch(X, jnp.zeros(2)),
+    "of JAX": lambda: Rotation.from_quat(jnp.array([0.0, 0.0, 0.0, 1.0])),
+}
+
+
+@pytest.mark.parametrize("case", PARTICULAR)
+def test_classes_that_look_at_their_arrays(case: str):
+    tree = PARTICULAR[case]()
+    arrays = jax.tree.leaves(tree)
+
+    def leaves(found: Any) -> list[Any]:
+        assert type(found) is type(tree)
+        return jax.tree.leaves(found)
+
+    f = ft.jit(lambda tree: (tree, [2 * x for x in jax.tree.leaves(tree)]))
+    for _ in range(2):
+        same, doubled = f(tree)
+        assert jax.tree.all(jax.tree.map(np.array_equal, leaves(same), arrays))
+        assert jax.tree.all(jax.tree.map(lambda x, y: np.array_equal(x, 2 * y), doubled, arrays))
+    assert len(f.compilations) == 1
+    assert leaves(ft.unpack(ft.pack(tree))) == arrays or same_objects(leaves(ft.unpack(ft.pack(tree))), arrays)
+    assert isinstance(f(ft.pack(tree))[0], ft.Packed)
+    plan = ft.plan(tree, ft.P(), {"data": 2})
+    assert [row.shape for row in plan] == [x.shape for x in arrays]
+    assert len(leaves(ft.grad(lambda tree: sum(x.sum() for x in jax.tree.leaves(tree)))(tree))) == len(arrays)
+
+
+NESTED = [lambda tree: (tree,), lambda tree: [tree], lambda tree: {"a": tree}, lambda tree: Leafed(tree, None)]
+
+
+class Leafed(NamedTuple):
+    child: Any
+    other: Any
+
+
+@pytest.mark.parametrize("deep", [150, 250, 1000, 5000])
+@pytest.mark.parametrize("nest", NESTED, ids=["tuples", "lists", "dicts", "named tuples"])
+def test_deep_trees(nest: Any, deep: int):
+    tree = functools.reduce(lambda tree, _: nest(tree), range(deep), X)
+    calls = {
+        "argument": lambda: ft.jit(lambda tree: tree)(tree),
+        "result": lambda: ft.jit(lambda x: functools.reduce(lambda tree, _: nest(tree), range(deep), x))(X),
+        "packed": lambda: ft.pack(tree),
+    }
+    for what, call in calls.items():
+        try:
+            found = call()
+        except ft.FunctreeError as error:
+            assert deep > 150, what
+            assert "contains itself, or is nested too deeply, cannot be read as a tree" in str(error)
+        else:
+            (leaf,) = jax.tree.leaves(found)
+            assert np.array_equal(leaf, X)
+
+
+def test_keys_that_are_texts_of_another_class():
+    class Name(enum.StrEnum):
+        A = "a"
+
+    f = ft.jit(lambda tree: [type(key).__name__ for key in tree])
+    assert [f({"a": X}), f({Name.A: X}), f({"a": X})] == [["str"], ["Name"], ["str"]]

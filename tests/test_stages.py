@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from checks import raises
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 from trees import MLP
@@ -244,3 +245,14 @@ def test_an_abstract_mesh(mesh: Mesh, placed: tuple[MLP, Array]):
 def test_an_abstract_call_is_an_error(mesh: Mesh):
     with pytest.raises(ft.FunctreeError, match=r"step: `model.up` is abstract.*use `.lower` or `.eval_shape`"):
         ft.jit(step)(*abstract(mesh))
+
+
+def test_a_compiled_function_runs_on_values():
+    compiled = ft.jit(lambda x: x * 2).lower(jnp.ones(2)).compile()
+    for call in (
+        lambda: jax.vmap(compiled)(jnp.ones((3, 2))),
+        lambda: jax.jit(compiled)(jnp.ones(2)),
+        lambda: compiled(jax.ShapeDtypeStruct((2,), "float32")),
+    ):
+        with raises("`x` has no value, and a compiled program runs on values"):
+            call()

@@ -36,6 +36,34 @@ class ByIdentity:
     size: Any
 
 
+@dataclasses.dataclass(frozen=True)
+class Lenient:
+    """It is compared by an `==` of its own, which does not read the field."""
+
+    note: Any
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Lenient)
+
+    def __hash__(self) -> int:
+        return 0
+
+
+@jax.tree_util.register_pytree_node_class
+class Aux:
+    """A node with static data of any kind."""
+
+    def __init__(self, child: Any, data: Any):
+        self.child, self.data = child, data
+
+    def tree_flatten(self) -> tuple[Any, Any]:
+        return (self.child,), self.data
+
+    @classmethod
+    def tree_unflatten(cls, data: Any, children: Any) -> "Aux":
+        return cls(*children, data)
+
+
 NAN = float("nan")
 VALUES: list[Any] = [
     0, False, 0.0, -0.0, 0j, -0j, 1, True, 1.0, 1 + 0j, NAN, "1", b"1", None, ..., int, bool,
@@ -46,7 +74,9 @@ VALUES: list[Any] = [
     ft.Axes("a"), ft.P("a"), ft.P("b"), jax.tree.structure({1: 0}), jax.tree.structure({True: 0}),
     jax.tree.structure([{1: 0}]), jax.tree.structure([{1.0: 0}]),
     np.float32(0), np.float32(-0.0), np.float64(0), np.float64(-0.0), np.float64("nan"), np.int32(0), np.bool_(False),
-    Decimal("0"), Decimal("-0"), Decimal("0.0"),
+    Decimal("0"), Decimal("-0"), Decimal("0.0"), Point(NAN, 1), Config(NAN),
+    jax.tree.structure(Aux(None, {"n": 1})), jax.tree.structure(Aux(None, {"n": True})),
+    jax.tree.structure(Aux(None, {1})), jax.tree.structure(Aux(None, {True})),
 ]  # fmt: skip
 
 
@@ -67,6 +97,10 @@ def test_no_other_is_equal(i: int):
         lambda: frozenset([float("nan"), (1, True)]),
         lambda: Point("a", (1.0,)),
         lambda: Config((1, "a"), note=object()),
+        lambda: Config(float("nan")),
+        lambda: Lenient(object()),
+        lambda: (Point(float("nan"), Config((float("nan"),))),),
+        lambda: jax.tree.structure(Aux(None, {"n": float("nan"), "m": [1]})),
         lambda: jax.tree.structure([{1: 0}, None]),
         lambda: ft.Axes("a", None),
         lambda: "a" * 1000,

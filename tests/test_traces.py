@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import equinox as eqx
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -178,3 +179,29 @@ def test_equal_callables_are_two_functions(wrap: Callable[[Any], Any], bind: Cal
     last = wrap(bind(second))
     gc.collect()
     assert last(x).tolist() == [2, 2]
+
+
+CHANGED: dict[str, Any] = {
+    "in_shardings": lambda f, layouts: ft.jit(f, in_shardings=(layouts, None), mesh=MESH),
+    "out_shardings": lambda f, layouts: ft.jit(f, out_shardings=layouts, mesh=MESH),
+    "in_specs": lambda f, layouts: ft.shard_map(f, in_specs=(layouts, None), out_specs=P("data"), mesh=MESH),
+    "out_specs": lambda f, layouts: ft.shard_map(f, in_specs=(P(), None), out_specs=layouts, mesh=MESH),
+    "init": lambda f, layouts: ft.init(f, layouts, MESH),
+}
+
+
+@pytest.mark.parametrize("option", CHANGED)
+def test_layouts_that_are_changed_after_wrapping(option: str):
+    def f(tree: Any, y: Any = 2.0) -> Any:
+        return {"a": [2 * tree["a"][0]]}
+
+    layouts: Any = {"a": [P("data")]}
+    first = CHANGED[option](f, layouts)
+    layouts["a"][0] = P("model")
+    tree = {"a": [ft.shard(jnp.arange(8.0), P("data"), MESH)]}
+    if option in ("out_specs", "init"):
+        tree = {"a": [jnp.arange(8.0)]}
+    expected = jax.tree.leaves(CHANGED[option](lambda tree, y=2.0: f(tree, y), {"a": [P("data")]})(tree))[0]
+    for jitted in (first, CHANGED[option](f, {"a": [P("data")]})):
+        (found,) = jax.tree.leaves(jitted(tree))
+        assert np.array_equal(found, expected) and found.sharding.is_equivalent_to(expected.sharding, 1)

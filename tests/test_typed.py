@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import jaxtyping
 import numpy as np
 import pytest
+from checks import raises
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
 from meshes import EXPLICIT, MESH
@@ -196,3 +197,16 @@ def test_it_composes():
     f = typed(up)
     np.testing.assert_array_equal(jax.vmap(f, (0, None))(jnp.stack([X, X]), UP)[0], up(X, UP))
     np.testing.assert_array_equal(jax.grad(lambda x: f(x, UP).sum())(X), jnp.full((4, 6), 8.0))
+
+
+def test_defaults_are_not_checked():
+    @ft.typed
+    def f(x: Float[Array, "n"], scale: float = 1, mask: Float[Array, "n"] = None, *, offset: str = 0) -> Array:
+        return x * scale
+
+    assert np.array_equal(f(jnp.ones(2)), jnp.ones(2))
+    assert np.array_equal(f(jnp.ones(2), 2.0, mask=jnp.ones(2)), [2.0, 2.0])
+    with pytest.raises(TypeError):
+        f(jnp.ones(2), "text")
+    with raises("mask", '"n" has size 3 here, and 2 in `x`', error=ft.AxesError):
+        f(jnp.ones(2), mask=jnp.ones(3))

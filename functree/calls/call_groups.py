@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding
 from functree.calls.static_arguments import check_static
 from functree.layout.placement import is_concrete, mesh_of
 from functree.tree.arrays import is_array
-from functree.tree.leaves import read
+from functree.tree.leaves import read, too_deep
 from functree.tree.paths import Path
 from functree.tree.skeleton.skeleton import Skeleton
 
@@ -75,7 +75,6 @@ class FoundCall(NamedTuple):
         asked = () if _NAMED.issuperset(map(type, shardings)) else tuple(map(_COMMITTED, self.arrays))
         return tuple(map(_AVAL, self.arrays)), shardings, asked
 
-
     def placement(self) -> Hashable:
         """On which meshes and devices the arrays are, as far as it can be read without a cost.
 
@@ -131,17 +130,19 @@ class CallGroups:
     def _look_up(self, call: Any) -> FoundCall:
         """Find the group of a call by its skeleton, or make a new group."""
         try:
-            skeleton = Skeleton.of(call)
-        except (TypeError, ValueError, RecursionError, SystemError):
+            skeleton, arrays = Skeleton.apart(call)
+            group = self._known.get(skeleton)
+            if group is None:
+                check_static(skeleton.learn(call, functions=True))
+                group = self._known[skeleton] = CallGroup(skeleton)
+        except RecursionError:
+            raise too_deep(call) from None
+        except (TypeError, ValueError, SystemError):
             read(call)  # raises an error with the path of the node that JAX cannot flatten
             raise
-        group = self._known.get(skeleton)
-        if group is None:
-            check_static(skeleton)
-            group = self._known[skeleton] = CallGroup(skeleton)
         # A new list, because another thread may be iterating over the old one.
         self._recent = [group, *(other for other in self._recent if other is not group)][:RECENT]
-        return self._with_kinds(group, group.take(call))
+        return self._with_kinds(group, arrays)
 
     def _with_kinds(self, group: CallGroup, arrays: Sequence[Any]) -> FoundCall:
         """A call whose arrays have classes that have not been seen before, or are not all concrete."""

@@ -7,14 +7,16 @@ from typing import Any
 
 import jax
 from jax.core import Tracer
-from jax.sharding import AbstractMesh
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.tree_util import tree_flatten_with_path
 
 from functree.calls.call_groups import FoundCall
 from functree.calls.donation import check_donated, is_deleted, refuse_deleted, twice_by_identity
 from functree.calls.program import Program
-from functree.errors import FunctreeError, ShardingError
-from functree.layout.meshes import NO_MESH, MeshView, tracing
+from functree.errors import FunctreeError, Problem, ShardingError, count
+from functree.layout.meshes import NO_MESH, MeshView, current_mesh, tracing
+from functree.layout.placement import first_mesh, is_concrete, mesh_of
+from functree.tree.leaf import array_problem
 from functree.tree.paths import Path
 
 BIG_CONSTANT = 2**20  # bytes; there is a warning for a larger array that a function closes over
@@ -44,6 +46,95 @@ def _refuse_abstract(program: Program, arrays: Sequence[Any]) -> None:
         raise ShardingError(f"{program.name}: {view} has no devices to run on: {NO_MESH} with a `Mesh`")
 
 
+def check_mesh(name: str, paths: Sequence[Path], arrays: Sequence[Any], mesh: Mesh | AbstractMesh | None) -> None:
+    """Check that the arguments are on the function's mesh or, if it has none, on the mesh of the first argument.
+
+    A traced array on Auto axes is not checked: it is placed nowhere yet, and the mesh of its type has no effect.
+
+    Raises:
+        ShardingError: arguments are on another mesh, or on different devices; the message has their paths.
+    """
+    mesh = mesh if mesh is not None else first_mesh(arrays)
+    if mesh is None:
+        _check_devices(name, paths, arrays)
+        return
+    if getattr(mesh, "manual_axes", ()):
+        return
+    _check_outer(name, mesh)
+    problems: list[Problem] = []
+    for path, array in zip(paths, arrays, strict=True):
+        devices, own_mesh = _other_devices(array, mesh), mesh_of(array)
+        if devices is not None:
+            problems.append(array_problem(path, array, f"is committed to {devices} only", MOVE))
+        elif own_mesh is None or (isinstance(array, Tracer) and AxisType.Explicit not in own_mesh.axis_types):
+            continue
+        elif (difference := _other_mesh(own_mesh, mesh)) is not None:
+            problems.append(array_problem(path, array, f"is on the mesh {difference}", MOVE))
+    if problems:
+        number = f"{count(len(problems), 'argument')} {'is' if len(problems) == 1 else 'are'}"
+        raise ShardingError(f"{name} runs on mesh {MeshView(dict(mesh.shape))}, but {number} not on it", problems)
+
+
+def _check_devices(name: str, paths: Sequence[Path], arrays: Sequence[Any]) -> None:
+    """Check that arguments without a mesh are not on different devices."""
+    committed = [(p, x) for p, x in zip(paths, arrays, strict=True) if is_concrete(x) and x.committed]
+    problems: list[Problem] = []
+    for path, array in committed:
+        first, devices = committed[0][0], _devices_text(committed[0][1])
+        if array.sharding.device_set != committed[0][1].sharding.device_set:
+            why = f"is committed to {_devices_text(array)}, but `{first}` to {devices}"
+            problems.append(array_problem(path, array, why, "move them to one device, or all to one mesh (`ft.shard`)"))
+    if problems:
+        raise ShardingError(f"{name}: the arguments are on different devices", problems)
+
+
+def _check_outer(name: str, mesh: Mesh | AbstractMesh) -> None:
+    """Check that a function which is traced as a part of another one has the devices of the other one's mesh."""
+    outer = current_mesh() if tracing() else None
+    if not isinstance(outer, Mesh) or not isinstance(mesh, Mesh):
+        return
+    own, others = list(mesh.devices.flat), list(outer.devices.flat)
+    if own == others:
+        return
+    what = "the same devices in another order" if set(own) == set(others) else "other devices"
+    raise ShardingError(
+        f"{name} runs on mesh {MeshView(dict(mesh.shape))}, but is called in a function that runs on "
+        f"{MeshView(dict(outer.shape))}, with {what}. JAX compiles both as one program, with one order of devices: "
+        "use the devices of the outer mesh in the same order"
+    )
+
+
+def _devices_text(array: jax.Array) -> str:
+    return ", ".join(sorted(map(str, array.sharding.device_set)))
+
+
+MOVE = "move it to the function's mesh: `ft.shard(x, layout, mesh)`"
+
+
+def _other_devices(array: Any, mesh: Mesh | AbstractMesh) -> str | None:
+    """The devices that an array without a mesh is committed to; None if they are those of the function's mesh."""
+    if not isinstance(mesh, Mesh) or not is_concrete(array):
+        return None
+    if not array.committed or isinstance(array.sharding, NamedSharding):
+        return None
+    return None if array.sharding.device_set == set(mesh.devices.flat) else _devices_text(array)
+
+
+def _other_mesh(one: Mesh | AbstractMesh, other: Mesh | AbstractMesh) -> str | None:
+    """A text of a mesh that differs from another, with the difference; None if they agree."""
+    text = str(MeshView(dict(one.shape)))
+    if dict(one.shape) != dict(other.shape):
+        return text
+    if isinstance(one, Mesh) and isinstance(other, Mesh) and one.devices.tolist() != other.devices.tolist():
+        return f"{text}, with other devices"
+    if AxisType.Manual in (*one.axis_types, *other.axis_types):  # inside `shard_map`, where the types change
+        return None
+    explicit = AxisType.Explicit in one.axis_types
+    if explicit == (AxisType.Explicit in other.axis_types):
+        return None
+    return f"{text} with {'Explicit' if explicit else 'Auto'} axes"
+
+
 def warn_moved(program: Program) -> None:
     """Warn of arguments that each call moves to the shardings of `in_shardings`."""
     paths = ", ".join(f"`{program.group.paths[i]}`" for i in program.moved[:4])
@@ -58,7 +149,7 @@ def warn_moved(program: Program) -> None:
 
 def warn_constants(name: str, fun: Callable[..., Any], traced: Any) -> None:
     """Warn of large arrays that the function closes over, since each becomes a constant of the program."""
-    for constant in getattr(traced.jaxpr, "consts", ()):
+    for constant in () if traced is None else traced.jaxpr.consts:
         size = getattr(constant, "nbytes", 0)
         if isinstance(constant, Tracer) or size <= BIG_CONSTANT:
             continue

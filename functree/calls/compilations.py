@@ -1,6 +1,7 @@
 """Two compilations of one function ─► the differences between them, with paths."""
 
 import dataclasses
+import functools
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -22,7 +23,7 @@ class Difference(NamedTuple):
 
     Attributes:
         path: the path of the leaf, which begins with the name of a parameter; empty if the difference is not in a leaf.
-        kind: `static`, `shape`, `dtype`, `weak type`, `sharding`, `structure`, `rules`, `mesh` or `settings`.
+        kind: `static`, `shape`, `dtype`, `weak type`, `sharding`, `devices`, `structure`, `rules`, `mesh`, `settings`.
         before: the value in the earlier compilation.
         now: the value in this one.
     """
@@ -36,7 +37,9 @@ class Difference(NamedTuple):
         where = f"{self.path}: " if self.path else ""
         before, now = self.text(self.before), self.text(self.now)
         text = f"{where}{self.kind} {before} → {now}"
-        if before == now:
+        if before == now and isinstance(self.now, Mesh | Devices):
+            text += " (other devices, or in another order)"
+        elif before == now:
             # Such as two lambdas from one line. The values differ, but their texts do not show it.
             text += " (a different object, which is equal only to itself: create it once)"
         return text
@@ -104,13 +107,37 @@ def situation(
 
 def _array(value: Any) -> tuple[tuple[str, Any], ...]:
     """The properties of an array that a compilation depends on. The array itself is not kept."""
+    sharding = getattr(value, "sharding", None)
     aval = value.aval if isinstance(value, jax.Array) else jax.typeof(value)
     return (
         ("shape", tuple(aval.shape)),
         ("dtype", dtype_text(aval.dtype)),
         ("weak type", bool(aval.weak_type)),
-        ("sharding", sharding_text(getattr(value, "sharding", None))),
+        ("sharding", sharding_text(sharding)),
+        ("devices", _devices_of(sharding)),
     )
+
+
+class Devices(NamedTuple):
+    """The devices of a mesh, in its order."""
+
+    names: tuple[str, ...]
+
+    def __str__(self) -> str:
+        shown = ", ".join(self.names[:4])
+        return shown if len(self.names) <= 4 else f"{shown}, … ({len(self.names)} devices)"
+
+
+@functools.lru_cache(maxsize=64)
+def _devices(mesh: Mesh) -> Devices:
+    """The devices of a mesh; one object for all arrays that are on it."""
+    return Devices(tuple(map(str, mesh.devices.flat)))
+
+
+def _devices_of(sharding: Any) -> Devices | None:
+    """The devices of a sharding on a mesh. The text of one without a mesh names the devices itself."""
+    mesh = getattr(sharding, "mesh", None)
+    return _devices(mesh) if isinstance(mesh, Mesh) else None
 
 
 def differences(before: Situation, now: Situation) -> tuple[Difference, ...]:

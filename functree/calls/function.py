@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar, overload
 
+import jax
 from jax.core import Tracer
 
 from functree.calls.call_groups import FoundCall
@@ -38,6 +39,7 @@ class Function(Generic[_P, _T]):
     __wrapped__: Callable[_P, _T]
 
     def __init__(self, fun: Callable[_P, _T], bound: Bound, traces: Traces, static: frozenset[str] = frozenset()):
+        self.__name__ = traces.signature.name  # a partial and a module have no name of their own
         functools.update_wrapper(self, fun, updated=())
         self._bound, self._traces, self._static = bound, traces, static
         self._is_bound = bool(bound.args or bound.kwargs)
@@ -47,7 +49,7 @@ class Function(Generic[_P, _T]):
         self._moving: Counter[Program] = Counter()
         self.compilations = self._log.records
 
-    def __call__(self, *args: _P.args, **kwargs: _P.kwargs) -> _T:
+    def __call__(self, /, *args: _P.args, **kwargs: _P.kwargs) -> _T:
         # A call of a compiled function may take 300 µs, and each Python function that it calls takes one or two. So
         # everything that most calls do not need is behind a condition here.
         program, found = self._prepare(args, kwargs)
@@ -70,15 +72,15 @@ class Function(Generic[_P, _T]):
                 warn_moved(program)
         return result
 
-    def trace(self, *args: _P.args, **kwargs: _P.kwargs) -> Traced:
+    def trace(self, /, *args: _P.args, **kwargs: _P.kwargs) -> Traced:
         """Trace a call, of arrays or of `jax.ShapeDtypeStruct`s, without running it."""
         return self._trace((), args, kwargs)
 
-    def lower(self, *args: _P.args, **kwargs: _P.kwargs) -> Lowered:
+    def lower(self, /, *args: _P.args, **kwargs: _P.kwargs) -> Lowered:
         """Trace and lower a call, of arrays or of `jax.ShapeDtypeStruct`s, without running it."""
         return self._trace((), args, kwargs).lower()
 
-    def eval_shape(self, *args: _P.args, **kwargs: _P.kwargs) -> Any:
+    def eval_shape(self, /, *args: _P.args, **kwargs: _P.kwargs) -> Any:
         """The result of a call as `jax.ShapeDtypeStruct`s."""
         return self._trace((), args, kwargs).out_info
 
@@ -111,6 +113,8 @@ class Function(Generic[_P, _T]):
         if self._static:
             call = with_static(call, self._static)
         found = self._groups.find(call)
+        if jax.config.jax_disable_jit:
+            return self._program(call, found), found  # which runs without being traced, and is not kept
         group, key = found.group, self._key(found)
         # Most calls have the key of the last call. Comparing keys is cheaper than hashing them, because most of their
         # elements are the same objects.
@@ -156,7 +160,7 @@ class BoundFunction(Generic[_P, _T]):
         self.__name__: str = function.__name__
         self.__doc__ = function.__doc__
 
-    def __call__(self, *args: _P.args, **kwargs: _P.kwargs) -> _T:
+    def __call__(self, /, *args: _P.args, **kwargs: _P.kwargs) -> _T:
         return self._function(self._instance, *args, **kwargs)
 
     @property
@@ -164,15 +168,15 @@ class BoundFunction(Generic[_P, _T]):
         """The compilations of the function, for all instances."""
         return self._function.compilations
 
-    def trace(self, *args: _P.args, **kwargs: _P.kwargs) -> Traced:
+    def trace(self, /, *args: _P.args, **kwargs: _P.kwargs) -> Traced:
         """Trace a call without running it; see `Function.trace`."""
         return self._function._trace((self._instance,), args, kwargs)
 
-    def lower(self, *args: _P.args, **kwargs: _P.kwargs) -> Lowered:
+    def lower(self, /, *args: _P.args, **kwargs: _P.kwargs) -> Lowered:
         """Trace and lower a call without running it; see `Function.lower`."""
         return self.trace(*args, **kwargs).lower()
 
-    def eval_shape(self, *args: _P.args, **kwargs: _P.kwargs) -> Any:
+    def eval_shape(self, /, *args: _P.args, **kwargs: _P.kwargs) -> Any:
         """The result of a call as `jax.ShapeDtypeStruct`s; see `Function.eval_shape`."""
         return self.trace(*args, **kwargs).out_info
 

@@ -1,7 +1,8 @@
-"""The number of programs that JAX has lowered in this thread, which shows whether a call has compiled something.
+"""The number of programs that JAX has lowered or compiled in this thread, which shows whether a call has done so.
 
-A compilation need not trace the function again, so traces cannot be counted instead. Lowerings are counted and not
-compilations, because a program from the persistent cache is lowered but not compiled.
+A compilation need not trace the function again, so traces cannot be counted instead. Neither of the two is enough: a
+program from the persistent cache is lowered and not compiled, and for other devices a program is compiled again from
+the lowered text that JAX has kept.
 """
 
 import threading
@@ -10,17 +11,19 @@ import jax
 
 
 class Lowerings(threading.local):
-    """A counter of programs, one for each thread."""
+    """A counter of lowerings and compilations, one for each thread."""
 
     count: int = 0
 
 
 lowerings: Lowerings = Lowerings()
 
+_EVENTS = ("/jax/core/compile/jaxpr_to_mlir_module_duration", "/jax/core/compile/backend_compile_duration")
+
 
 def _heard(event: str, duration_secs: float, **kwargs: str | int) -> None:
-    """Count a lowering. JAX calls this in the thread that lowers, when it has finished."""
-    if event == "/jax/core/compile/jaxpr_to_mlir_module_duration":
+    """Count an event. JAX calls this in the thread that lowers or compiles, when it has finished."""
+    if event in _EVENTS:
         lowerings.count += 1
 
 

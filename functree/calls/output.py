@@ -6,8 +6,11 @@ from typing import Any
 from jax.core import Tracer
 from jax.tree_util import GetAttrKey, register_pytree_with_keys
 
+from functree.calls.signature import closed_over
 from functree.errors import FunctreeError, Problem, count
+from functree.tree.leaves import read, too_deep
 from functree.tree.skeleton.skeleton import Skeleton
+from functree.tree.skeleton.static_value import is_hashable
 
 
 class Output:
@@ -36,16 +39,33 @@ class Output:
             name: the name of the function.
 
         Raises:
-            FunctreeError: a static field of the result has a traced array, which must not be used after the trace.
+            FunctreeError: a static value of the result is or holds a traced array, which must not be used after the
+                trace, or cannot be hashed, so that it might be changed between two calls.
         """
-        skeleton = Skeleton.of(tree)
-        kept = [path for path, value in skeleton.statics if isinstance(value, Tracer)]
-        if kept:
-            why = "is a traced array in a static field, which would be used after its trace has ended"
-            problems = [Problem(path, None, "", why, "declare the field without `static=True`") for path in kept]
-            fields = count(len(kept), "static field")
-            raise FunctreeError(f"{name}: the result has {fields} with traced values", problems)
-        return cls(skeleton.take(tree) or (), skeleton)
+        try:
+            skeleton, values = Skeleton.apart(tree)
+            skeleton.learn(tree, functions=True)
+        except RecursionError:
+            raise too_deep(tree) from None
+        except SystemError:
+            read(tree)  # raises an error for a tree that JAX cannot flatten
+            raise
+        problems: list[Problem] = []
+        for path, value in skeleton.statics:
+            if isinstance(value, Tracer):
+                why = "is a traced array in a static field, which would be used after its trace has ended"
+                problems.append(Problem(path, None, "", why, "declare the field without `static=True`"))
+            elif any(isinstance(held, Tracer) for held in closed_over(value).values()):
+                why = "closes over a traced array, which would be used after its trace has ended"
+                problems.append(Problem(path, None, "", why, "return the array itself"))
+            elif not is_hashable(value):
+                why = "is neither an array nor hashable: all calls would return one object, with each other's changes"
+                problems.append(
+                    Problem(path, None, type(value).__name__, why, "return an array, or something hashable")
+                )
+        if problems:
+            raise FunctreeError(f"{name}: {count(len(problems), 'static value')} cannot be returned", problems)
+        return cls(values, skeleton)
 
     def distinct(self) -> "Output":
         """The same output, in which an array that is at two paths of the result is only one value."""

@@ -24,8 +24,8 @@ class Prepared(NamedTuple):
     """A body that has been traced, with the shardings of its result.
 
     Attributes:
-        jitted: the function that `jax.jit` returned.
-        traced: JAX's `Traced` of the call that the body was traced for.
+        jitted: the function that `jax.jit` returned, or the body itself under `jax.disable_jit()`.
+        traced: JAX's `Traced` of the call that the body was traced for; None under `jax.disable_jit()`.
         out_shardings: for each array of the result; None if there are none.
     """
 
@@ -60,6 +60,8 @@ def prepare(
     fun: Callable[..., Output] = _Constrained(body, in_shardings) if constraining else body
     if in_shardings is not None and not constraining:
         given["in_shardings"] = arguments.split(in_shardings)
+    if jax.config.jax_disable_jit:
+        return Prepared(fun, None, None)
     jitted = jax.jit(fun, **given)
     with around(entered):
         traced = jitted.trace(*arguments.split(arrays))

@@ -121,23 +121,42 @@ class Signature:
             else:
                 yield Path((name,)), value
 
-    def run(self, fun: Callable[..., Any], call: Any) -> Any:
-        """The result of a function with this signature for a call."""
-        args, kwargs = self.arguments(call)
+    def given(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Collection[str]:
+        """The parameters that have a value in `args` and `kwargs`, and not their default."""
+        return self._signature.bind(*args, **kwargs).arguments.keys()
+
+    def run(self, fun: Callable[..., Any], call: Any, given: Collection[str] | None = None) -> Any:
+        """The result of a function with this signature for a call; with `given`, only these parameters are passed."""
+        args, kwargs = self.arguments(call, given)
         return fun(*args, **kwargs)
 
-    def arguments(self, call: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """A call as `(args, kwargs)`."""
-        bound = inspect.BoundArguments(self._signature, OrderedDict(zip(self.parameters, call, strict=True)))
+    def arguments(self, call: Any, given: Collection[str] | None = None) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """A call as `(args, kwargs)`; with `given`, only the values of these parameters."""
+        pairs = zip(self.parameters, call, strict=True)
+        values = OrderedDict((name, value) for name, value in pairs if given is None or name in given)
+        bound = inspect.BoundArguments(self._signature, values)
         return bound.args, bound.kwargs
 
 
 def inspected(fun: Any) -> inspect.Signature:
-    """Python's signature of a callable. Raises FunctreeError if it is written in C and has none."""
+    """The signature by which a callable is called. Raises FunctreeError if it is written in C and has none.
+
+    A decorator that passes on all arguments, as `(*args, **kwargs)`, has the signature of the function that it wraps.
+    One with parameters of its own has those, although `functools.wraps` refers to the other signature.
+    """
     try:
-        return inspect.signature(fun)
+        own = inspect.signature(fun, follow_wrapped=False)
+    except ValueError:  # such as a function that `jax.jit` returned
+        own = None
+    try:
+        if own is None or [p.kind for p in own.parameters.values()] == _ANY_ARGUMENTS:
+            return inspect.signature(fun)
     except ValueError as error:
         raise FunctreeError(f"{fun!r} has no signature: wrap it in a function, `lambda x: ...`") from error
+    return own
+
+
+_ANY_ARGUMENTS = [inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD]
 
 
 def _record(fun: Any, annotations: Mapping[str, Any]) -> Any:

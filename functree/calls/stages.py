@@ -188,7 +188,7 @@ class Compiled(Stage):
 
     _checked: tuple[Any, ...] | None = None
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         """Run the compiled program.
 
         Raises:
@@ -211,6 +211,9 @@ class Compiled(Stage):
 
     def _check(self, arrays: Sequence[Any]) -> None:
         """Raise FunctreeError if arrays are not as they were when the program was compiled."""
+        # By class first, because this runs in every call; and first of all, because a tracer has no commitment.
+        if any(issubclass(kind, Tracer | jax.ShapeDtypeStruct) for kind in set(map(type, arrays))):
+            raise self._without_value(arrays)
         # Arrays with the same type, sharding and commitment as in the last call need no check. The commitment counts,
         # since JAX moves uncommitted arrays to the devices of the program, but not committed ones.
         seen = tuple(tuple(getattr(x, name, None) for name in ("aval", "sharding", "committed")) for x in arrays)
@@ -219,8 +222,6 @@ class Compiled(Stage):
         program, found = self._call.program, list[Difference]()
         wanted, avals = self._call.values(self._stage.input_shardings), self._call.values(self._stage.in_avals)
         for path, x, aval, sharding in zip(program.group.paths, arrays, avals, wanted, strict=True):
-            if isinstance(x, Tracer | jax.ShapeDtypeStruct):
-                raise FunctreeError(f"{program.name}: `{path}` has no value, and a compiled program runs on values")
             if tuple(x.shape) != tuple(aval.shape):
                 found.append(Difference(path, "shape", tuple(aval.shape), tuple(x.shape)))
             elif x.dtype != aval.dtype:
@@ -232,6 +233,13 @@ class Compiled(Stage):
         if program.body.arguments.donated:
             check_donated(program.name, program.group.paths, arrays, program.body.arguments, by_buffer=True)
         self._checked = seen
+
+    def _without_value(self, arrays: Sequence[Any]) -> FunctreeError:
+        """The error for an array that is traced or abstract."""
+        program = self._call.program
+        pairs = zip(program.group.paths, arrays, strict=True)
+        path = next(path for path, x in pairs if isinstance(x, Tracer | jax.ShapeDtypeStruct))
+        return FunctreeError(f"{program.name}: `{path}` has no value, and a compiled program runs on values")
 
     def _other(self, call: Any) -> FunctreeError:
         """The error for a call with another structure or other static values."""

@@ -2,6 +2,8 @@
 
 from typing import Any
 
+import jax
+
 from functree.errors import FunctreeError, Problem, count
 from functree.tree.arrays import is_array, value_text
 from functree.tree.skeleton.skeleton import Skeleton
@@ -51,6 +53,9 @@ def check_static(skeleton: Skeleton) -> None:
     # Static arguments first: they have another remedy than leaves that are not arrays.
     problems: list[Problem] = []
     for path, static in skeleton.statics:
+        if isinstance(static, jax.Ref):
+            why, remedy = "is mutable, so it can be neither an argument nor static", "pass its value, `ref[...]`"
+            problems.append(Problem(path, None, "Ref", why, remedy))
         if isinstance(static, StaticArgument) and not is_hashable(static):
             why, value = "is declared static, but cannot be hashed", static.value
             remedy = "make it hashable"

@@ -4,7 +4,7 @@ from abc import abstractmethod
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-from jax.tree_util import tree_structure
+from jax.tree_util import tree_map, tree_structure
 
 from functree.errors import RuleError
 from functree.layout.layout import Layout, LayoutTree, as_layout, is_layout
@@ -39,6 +39,11 @@ class Part(NamedTuple):
     layout: Layout
     path: Path
     leaves: int
+
+
+def copied(prefix: LayoutTree) -> LayoutTree:
+    """A prefix tree of layouts in containers of its own, on which a later change of the given ones has no effect."""
+    return tree_map(lambda one: one, prefix, is_leaf=is_layout)
 
 
 def broadcast(prefix: LayoutTree, tree: Any) -> list[Part]:

@@ -1,7 +1,7 @@
 """Traced arrays and a layout ─► the same arrays, constrained to the shardings of the layout."""
 
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import jax
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec

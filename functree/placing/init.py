@@ -9,6 +9,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from functree.calls.body import Arguments, Body
 from functree.calls.call_groups import CallGroup, FoundCall
+from functree.calls.checks import check_mesh
 from functree.calls.function import Function, on_several_devices
 from functree.calls.output import Output
 from functree.calls.program import Program, prepare
@@ -21,6 +22,8 @@ from functree.layout.optimizer.origins import Optimizer
 from functree.layout.optimizer.plan_optimizer import plan_state
 from functree.layout.plan.plan import Plan
 from functree.layout.plan.resolver import plan_tree
+from functree.layout.prefix import copied
+from functree.placing.ambient import ambient_rules
 from functree.tree.filters.filter import FilterLike
 from functree.tree.filters.predicates import is_trainable
 
@@ -46,11 +49,11 @@ class Init(Function[_P, _T]):
         super().__init__(make, bound, traces)
         self._layout, self._mesh, self._fresh = layout, mesh, fresh
 
-    def plan(self, *args: _P.args, **kwargs: _P.kwargs) -> Plan:
+    def plan(self, /, *args: _P.args, **kwargs: _P.kwargs) -> Plan:
         """The plan of the result; no array is allocated."""
         return self._planned(self._output(args, kwargs))
 
-    def abstract(self, *args: _P.args, **kwargs: _P.kwargs) -> _T:
+    def abstract(self, /, *args: _P.args, **kwargs: _P.kwargs) -> _T:
         """The result as `jax.ShapeDtypeStruct`s, with shardings if there is a layout; no array is allocated."""
         output = self._output(args, kwargs)
         if self._layout is None:
@@ -65,10 +68,12 @@ class Init(Function[_P, _T]):
     def _key(self, found: FoundCall) -> Hashable:
         # The mesh is part of the key: without `mesh=`, another ambient mesh needs other shardings of the result.
         mesh = current_mesh() if self._mesh is None else mesh_view(self._mesh).mesh
-        return (mesh, *map(_kind, found.arrays))
+        return (mesh, ambient_rules(), found.placement(), *map(_kind, found.arrays))
 
     def _program(self, call: Any, found: FoundCall) -> Program:
         group, body = found.group, self._body(found.group)
+        mesh = current_mesh() if self._mesh is None else mesh_view(self._mesh).mesh
+        check_mesh(self._signature.name, group.paths, found.arrays, mesh)
         prepared = prepare(body, found.arrays, lay_outputs=self._shardings)
         group.several_devices = group.several_devices or on_several_devices(found.arrays)
         return Program(self._signature.name, group, body, prepared.jitted, out_shardings=prepared.out_shardings)
@@ -125,6 +130,7 @@ def _kind(array: Any) -> Any:
 
 def _init(make: Callable[_P, _T], layout: LayoutTree, mesh: MeshLike, fresh: bool = False) -> Init[_P, _T]:
     signature, bound = Signature.of(make)
+    layout = copied(layout)  # the traces are shared by the layout as it is now
     traces = traces_of(bound, signature, Init, layout, mesh, fresh)
     return Init(make, bound, traces, layout, mesh, fresh)
 

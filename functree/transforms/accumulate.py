@@ -128,11 +128,16 @@ def _piece(x: Any, i: jax.Array, steps: int) -> jax.Array:
 
 
 def _zeros(like: jax.ShapeDtypeStruct) -> jax.Array:
-    """The sum of no pieces. On Explicit axes the carry of a scan must keep its type, sharding included."""
+    """The sum of no pieces. The carry of a scan must keep its type, with its sharding, and what varies in shard_map."""
     sharding = getattr(like, "sharding", None)
     if sharding is not None and AxisType.Explicit in sharding.mesh.axis_types:
-        return jnp.zeros(like.shape, _wide(like.dtype), out_sharding=sharding)
-    return jnp.zeros(like.shape, _wide(like.dtype))
+        zeros = jnp.zeros(like.shape, _wide(like.dtype), out_sharding=sharding)
+    else:
+        zeros = jnp.zeros(like.shape, _wide(like.dtype))
+    manual = like.manual_axis_type  # None outside of shard_map
+    if manual is None or not manual.varying:
+        return zeros
+    return jax.lax.pcast(zeros, tuple(manual.varying), to="varying")
 
 
 def _wide(dtype: Any) -> Any:

@@ -10,7 +10,7 @@ from beartype import beartype
 from jax.sharding import AxisType, PartitionSpec
 from jaxtyping import jaxtyped
 
-from functree.calls.signature import Signature
+from functree.calls.signature import Signature, inspected
 from functree.errors import Problem, ShardingError, count
 from functree.layout.meshes import MeshView
 from functree.layout.specs import of_rank, spec_text, without
@@ -82,21 +82,34 @@ def typed(fun: Any = None, *, constrain: bool = False) -> Any:
 
     # jaxtyping checks the result when `checked` returns. Our own check is inside, so that its message comes first.
     @jaxtyped(typechecker=beartype)
-    @functools.wraps(bound.fun)
+    @_called_as(bound.fun)
     def checked(*args: Any, **kwargs: Any) -> Any:
         return check_and_constrain(signature.result(bound.fun(*args, **kwargs)), _SIZES.get())[0]
 
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         sizes = Sizes(signature.name)
-        call = check_and_constrain(signature.bind(*bound.call(args, kwargs)), sizes)
+        args, kwargs = bound.call(args, kwargs)
+        call = check_and_constrain(signature.bind(args, kwargs), sizes)
         # `checked` has the user's signature, so the sizes of this call cannot be passed to it as an argument.
         token = _SIZES.set(sizes)
         try:
-            return signature.run(checked, call)
+            # Without the defaults, which need not have the annotated type: `mask: Float[Array, "n"] = None`.
+            return signature.run(checked, call, signature.given(args, kwargs))
         finally:
             _SIZES.reset(token)
 
     return functools.update_wrapper(wrapper, fun, updated=())
+
+
+def _called_as(fun: Callable[..., Any]) -> Callable[[Any], Any]:
+    """As `functools.wraps`, with the signature by which `fun` itself is called: it may be a wrapper too."""
+
+    def decorate(wrapper: Any) -> Any:
+        wrapped: Any = functools.wraps(fun)(wrapper)
+        wrapped.__signature__ = inspected(fun)
+        return wrapped
+
+    return decorate
 
 
 _SIZES: ContextVar[Sizes] = ContextVar("sizes of the call that is being checked")

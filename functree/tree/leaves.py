@@ -69,8 +69,7 @@ def read(tree: Any, names: Mapping[type, Names] | None = None) -> Leaves:
     try:
         walk.visit(tree, (), NOTHING, _Context())
     except RecursionError:
-        why = f"a {type(tree).__name__} that contains itself, or is nested too deeply, cannot be read as a tree"
-        raise FunctreeError(why) from None
+        raise too_deep(tree) from None
     # Names of a field that were used by arrays outside of any module. Names that a module used have been checked at
     # that module, and names that nothing used belong to a field without arrays.
     for node, path, given in walk.fields:
@@ -108,6 +107,12 @@ def tree_axes(tree: Any, names: Mapping[type, Names] | None = None) -> Any:
     if problems:
         raise AxesError(f"the axes of {count(len(problems), 'leaf')} cannot be determined", problems)
     return leaves.skeleton.spread(leaf.axes for leaf in leaves.leaves)
+
+
+def too_deep(tree: Any) -> FunctreeError:
+    """The error for a tree that cannot be visited within Python's limit of recursion."""
+    why = f"a {type(tree).__name__} that contains itself, or is nested too deeply, cannot be read as a tree"
+    return FunctreeError(why)
 
 
 class _Context(NamedTuple):

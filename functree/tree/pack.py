@@ -94,7 +94,7 @@ def pack(tree: T | Packed[T]) -> Packed[T]:
     if isinstance(tree, Packed):
         return tree
     leaves = read(tree)
-    leaves.skeleton.check_hashable()
+    leaves.skeleton.learn(tree).check_hashable()
     return Packed(tuple(leaf.value for leaf in leaves.leaves), leaves.skeleton)
 
 

@@ -10,6 +10,7 @@ from functree.calls.traces import traces_of
 from functree.errors import FunctreeError, RuleError, ShardingError, did_you_mean
 from functree.layout.layout import LayoutLike, LayoutTree, as_layout
 from functree.layout.meshes import mesh_view
+from functree.layout.prefix import copied
 from functree.transforms.jit.jitted import Jit, JitOptions
 
 _P = ParamSpec("_P")
@@ -116,7 +117,10 @@ def jit(
     if mesh is not None and mesh_view(mesh).mesh is None:
         raise ShardingError("jit runs on devices: give a `Mesh`, not sizes")
     layout = None if rules is None else as_layout(rules)
-    own = {"keep_unused": keep_unused, "inline": inline, "compiler_options": compiler_options}
+    # Copies, because the traces are shared by the options as they are now.
+    layouts = copied(in_shardings), copied(out_shardings)
+    compiler = None if compiler_options is None else dict(compiler_options)
+    own = {"keep_unused": keep_unused, "inline": inline, "compiler_options": compiler}
 
     def wrap(fun: Any) -> Any:
         if not callable(fun):
@@ -129,7 +133,7 @@ def jit(
         for name in (name.rpartition(".")[2] for name in static):
             if isinstance(in_shardings, dict) and in_shardings.get(name) is not None:
                 raise RuleError(f"in_shardings: `{name}` is static, so it has no sharding: leave it out")
-        options = JitOptions(in_shardings, out_shardings, mesh, layout, donated, static, own)
+        options = JitOptions(*layouts, mesh, layout, donated, static, own)
         return Jit(fun, bound, traces_of(bound, signature, Jit, tuple(options)), options)
 
     return wrap if fun is None else wrap(fun)

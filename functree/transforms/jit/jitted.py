@@ -3,14 +3,13 @@
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
-import jax
 from jax.core import Tracer
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.tree_util import tree_map
 
 from functree.calls.body import Arguments, Body
 from functree.calls.call_groups import CallGroup, FoundCall
-from functree.calls.checks import warn_constants
+from functree.calls.checks import check_mesh, warn_constants
 from functree.calls.donation import check_donated, is_deleted, refuse_deleted
 from functree.calls.function import Function, on_several_devices
 from functree.calls.output import Output
@@ -25,7 +24,7 @@ from functree.layout.meshes import NO_MESH, current_mesh
 from functree.layout.placement import first_mesh
 from functree.placing.ambient import Surroundings, ambient_rules
 from functree.transforms.jit.closed_state import Kept, StateForm, closed
-from functree.transforms.jit.shardings import Inputs, check_mesh, inputs, outputs
+from functree.transforms.jit.shardings import Inputs, inputs, outputs
 from functree.tree.pack import Packed, pack
 from functree.tree.skeleton.skeleton import Skeleton
 
@@ -83,10 +82,11 @@ class Jit(Function[_P, _T]):
     def _program(self, call: Any, found: FoundCall) -> Program:
         name, options, (group, arrays, _) = self._signature.name, self._options, found
         rules = options.rules if options.rules is not None else ambient_rules()
-        mesh, mesh_of_arguments = options.mesh or current_mesh(), None
-        if mesh is None:
-            mesh_of_arguments = first_mesh(arrays)
-        requested = Inputs(mesh or mesh_of_arguments if self._laid_out else mesh, None, ())
+        mesh = options.mesh or current_mesh()
+        mesh_of_arguments = first_mesh(arrays) if mesh is None else None
+        if mesh is None and self._laid_out:
+            mesh = mesh_of_arguments
+        requested = Inputs(mesh, None, ())
         if self._layouts is not None:
             requested = inputs(name, call, arrays, self._layouts.prefix(call), mesh)
         check_mesh(name, group.paths, arrays, requested.mesh)
@@ -114,12 +114,13 @@ class Jit(Function[_P, _T]):
             lay_outputs=lay_outputs,
         )
         warn_constants(name, self._bound.fun, prepared.traced)
-        if mesh_of_arguments is not None and not _uses_mesh(prepared.traced.jaxpr.jaxpr):
+        traced = prepared.traced
+        if mesh_of_arguments is not None and traced is not None and not _uses_mesh(traced.jaxpr.jaxpr):
             # JAX drops unused arguments, and chooses the devices by the others. If it drops all that are on a mesh, it
             # would run on the default device.
             if isinstance(mesh_of_arguments, Mesh):
                 entered = mesh_of_arguments
-            elif "sharding_constraint" in str(prepared.traced.jaxpr):
+            elif "sharding_constraint" in str(traced.jaxpr):
                 raise _lost_mesh(name)
         return Program(
             name,

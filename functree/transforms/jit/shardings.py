@@ -10,10 +10,9 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 
 from functree.calls.program import Shardings
 from functree.calls.signature import Signature
-from functree.errors import Problem, ShardingError, count
+from functree.errors import Problem, ShardingError
 from functree.layout.layout import LayoutTree
-from functree.layout.meshes import MeshView
-from functree.layout.placement import first_mesh, is_concrete, is_sharded_as, memory_of, mesh_of, sharding_text
+from functree.layout.placement import is_sharded_as, memory_of, mesh_of, sharding_text
 from functree.layout.plan.plan import Plan
 from functree.layout.plan.resolver import plan_tree
 from functree.layout.specs import spec_text
@@ -114,52 +113,3 @@ def outputs(signature: Signature, result: Any, layouts: LayoutTree, mesh: Mesh |
 def _planning(mesh: Mesh | AbstractMesh | None) -> Mesh | AbstractMesh | None:
     """The mesh for a plan. Inside shard_map it is None, so that the plan raises its error for Manual axes."""
     return None if getattr(mesh, "manual_axes", ()) else mesh
-
-
-def check_mesh(name: str, paths: Sequence[Path], arrays: Sequence[Any], mesh: Mesh | AbstractMesh | None) -> None:
-    """Check that the arguments are on the function's mesh or, if it has none, on the mesh of the first argument.
-
-    Raises:
-        ShardingError: arguments are on another mesh; the message has their paths.
-    """
-    mesh = mesh if mesh is not None else first_mesh(arrays)
-    if mesh is None or getattr(mesh, "manual_axes", ()):
-        return
-    problems: list[Problem] = []
-    for path, array in zip(paths, arrays, strict=True):
-        devices, own_mesh = _other_devices(array, mesh), mesh_of(array)
-        if devices is not None:
-            problems.append(array_problem(path, array, f"is committed to {devices} only", MOVE))
-        elif own_mesh is not None and (difference := _other_mesh(own_mesh, mesh)) is not None:
-            problems.append(array_problem(path, array, f"is on the mesh {difference}", MOVE))
-    if problems:
-        number = f"{count(len(problems), 'argument')} {'is' if len(problems) == 1 else 'are'}"
-        raise ShardingError(f"{name} runs on mesh {MeshView(dict(mesh.shape))}, but {number} not on it", problems)
-
-
-MOVE = "move it to the function's mesh: `ft.shard(x, layout, mesh)`"
-
-
-def _other_devices(array: Any, mesh: Mesh | AbstractMesh) -> str | None:
-    """The devices that an array without a mesh is committed to; None if they are those of the function's mesh."""
-    if not isinstance(mesh, Mesh) or not is_concrete(array):
-        return None
-    if not array.committed or isinstance(array.sharding, NamedSharding):
-        return None
-    devices = array.sharding.device_set
-    return None if devices == set(mesh.devices.flat) else ", ".join(sorted(map(str, devices)))
-
-
-def _other_mesh(one: Mesh | AbstractMesh, other: Mesh | AbstractMesh) -> str | None:
-    """A text of a mesh that differs from another, with the difference; None if they agree."""
-    text = str(MeshView(dict(one.shape)))
-    if dict(one.shape) != dict(other.shape):
-        return text
-    if isinstance(one, Mesh) and isinstance(other, Mesh) and one.devices.tolist() != other.devices.tolist():
-        return f"{text}, with other devices"
-    if AxisType.Manual in (*one.axis_types, *other.axis_types):  # inside `shard_map`, where the types change
-        return None
-    explicit = AxisType.Explicit in one.axis_types
-    if explicit == (AxisType.Explicit in other.axis_types):
-        return None
-    return f"{text} with {'Explicit' if explicit else 'Auto'} axes"

@@ -21,10 +21,11 @@ from functree.calls.traces import Traces
 from functree.errors import ShardingError, did_you_mean
 from functree.layout.layout import Layout, LayoutTree
 from functree.layout.meshes import NO_MESH, MeshView, current_mesh
-from functree.layout.placement import first_mesh, is_concrete
+from functree.layout.placement import first_mesh
 from functree.placing.ambient import axis_rules
 from functree.transforms.shard_map.manual_mesh import ManualMesh
 from functree.transforms.sizes import Sizes
+from functree.tree.skeleton.skeleton import Skeleton
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -109,12 +110,12 @@ class Mapped(Function[_P, _T]):
             # The specs of the result depend on its structure, which is known after the body has run. JAX reads
             # `out_specs` only then, so the body appends to the list. Otherwise the function would be traced twice.
             out_specs: list[PartitionSpec] = []
-            outputs: list[Output] = []
+            skeletons: list[Skeleton] = []
 
             def body(*arrays: Any) -> list[Any]:
                 output, specs = local(arrays)
                 out_specs.extend(specs)
-                outputs.append(output)
+                skeletons.append(output.skeleton)
                 return list(output.values)
 
             # The name is that of the user's function in JAX's messages and in profiles.
@@ -128,7 +129,7 @@ class Mapped(Function[_P, _T]):
                     axis_names=set(place.manual),
                     check_vma=options.check_vma,
                 )(*[place.reshard(x, spec) for x, spec in zip(arrays, in_specs, strict=True)])
-            return Output(values, outputs[0].skeleton)
+            return Output(values, skeletons[0])
 
         return compute
 

@@ -8,6 +8,7 @@ from functree.calls.traces import traces_of
 from functree.errors import FunctreeError, ShardingError
 from functree.layout.layout import LayoutLike, LayoutTree, as_layout
 from functree.layout.meshes import MeshLike, mesh_view
+from functree.layout.prefix import copied
 from functree.transforms.shard_map.mapped import MapOptions, Mapped, Shapes
 
 _P = ParamSpec("_P")
@@ -113,7 +114,7 @@ def shard_map(
         raise ShardingError("shard_map runs on devices: give a `Mesh`, not sizes")
     manual = None if axis_names is None else tuple(axis_names)
     layout = None if rules is None else as_layout(rules)
-    options = MapOptions(given_mesh, in_specs, out_specs, layout, manual, check_vma, shapes)
+    options = MapOptions(given_mesh, copied(in_specs), copied(out_specs), layout, manual, check_vma, shapes)
 
     def wrap(fun: Any) -> Any:
         signature, bound = Signature.of(fun)

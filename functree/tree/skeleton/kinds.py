@@ -55,7 +55,7 @@ class TakeCode(Code):
         return node
 
     def children(self, samples: Iterable[Any], at: str) -> None:
-        """Write the code for the children of a node; the expression `at` is a sequence of them."""
+        """Write the code for the children of a node; the expression `at` is a list or tuple of them."""
         samples = list(samples)
         # Checked before they are unpacked, because unpacking another number of values raises.
         self.refuse_if(f"len({at}) != {len(samples)}")
@@ -160,7 +160,8 @@ class SequenceKind(Kind):
 
     def build(self, code: BuildCode, sample: Any) -> str:
         items = code.items(sample)
-        return f"[{items}]" if type(sample) is list else f"({items})"
+        # Each container is a statement: Python refuses an expression with 200 nested brackets.
+        return code.assign(f"[{items}]" if type(sample) is list else f"({items})")
 
 
 class NamedTupleKind(Kind):
@@ -170,13 +171,16 @@ class NamedTupleKind(Kind):
 
     def children(self, node: Any) -> Iterable[tuple[Any, Any]]:
         # The keys of JAX are not used: in version 0.10.2 each field has the key of the first field.
-        return zip(node._fields, node, strict=True)
+        return zip(node._fields, elements(node), strict=True)
 
     def take(self, code: TakeCode, sample: Any, at: str) -> None:
-        code.children(sample, code.node(sample, at))
+        node = code.node(sample, at)
+        if type(sample).__iter__ is not tuple.__iter__ or type(sample).__len__ is not tuple.__len__:
+            node = code.assign(f"{code.value(elements)}({node})")
+        code.children(elements(sample), node)
 
     def build(self, code: BuildCode, sample: Any) -> str:
-        return f"{code.value(type(sample))}({code.items(sample)})"
+        return code.assign(f"{code.value(type(sample))}({code.items(elements(sample))})")
 
 
 class DictKind(Kind):
@@ -192,14 +196,20 @@ class DictKind(Kind):
         keys = sorted(sample)
         for key in keys:
             code.visit(sample[key], f"{node}[{_key(code, key)}]")
-        if not all(type(key) is str for key in keys):
+        if all(type(key) is str for key in keys):
+            # A key of a subclass of str, such as a member of a `StrEnum`, is equal to its text.
+            code.refuse_if(f"not {code.value(_STR.issuperset)}(map(type, {node}))")
+        else:
             # {1: x} and {True: x} have equal keys, but another structure. Checked last: the keys are known to be equal
             # by now, so they can be sorted.
             code.static(tuple(keys), f"tuple(sorted({node}))")
 
     def build(self, code: BuildCode, sample: Any) -> str:
         items = [f"{_key(code, key)}: {code.visit(sample[key])}" for key in sorted(sample)]
-        return "{" + ", ".join(items) + "}"
+        return code.assign("{" + ", ".join(items) + "}")
+
+
+_STR = frozenset({str})
 
 
 class RegisteredKind(Kind):
@@ -227,7 +237,7 @@ class RegisteredKind(Kind):
 
     def build(self, code: BuildCode, sample: Any) -> str:
         children, treedef = one_level(sample)
-        return f"{code.value(treedef.unflatten)}(({code.items(children)}))"
+        return code.assign(f"{code.value(treedef.unflatten)}(({code.items(children)}))")
 
 
 class DefaultDictKind(RegisteredKind):
@@ -367,4 +377,10 @@ def kind_of(node: Any) -> Kind:
 def _flattens_as_tuple(node: tuple[Any, ...]) -> bool:
     """Whether the children of a named tuple are its elements. Its class may be registered with another flattening."""
     children, _ = one_level(node)
-    return len(children) == len(node) and all(a is b for a, b in zip(children, node, strict=True))
+    own = elements(node)
+    return len(children) == len(own) and all(a is b for a, b in zip(children, own, strict=True))
+
+
+def elements(node: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The elements of a named tuple. The class may have a length and an iteration of its own; JAX does not use them."""
+    return tuple(tuple.__iter__(node))

@@ -33,11 +33,32 @@ class Skeleton:
     @classmethod
     def of(cls, tree: Any) -> "Skeleton":
         """The skeleton of a tree, whose arrays may be traced or abstract."""
+        return cls.apart(tree)[0]
+
+    @classmethod
+    def apart(cls, tree: Any) -> tuple["Skeleton", list[Any]]:
+        """The skeleton of a tree, and its arrays in JAX's order."""
         leaves, treedef = tree_flatten(tree)
         places = [place for place, leaf in enumerate(leaves) if is_array(leaf)]
         arrays = set(places)
         others = [(place, leaf) for place, leaf in enumerate(leaves) if place not in arrays]
-        return cls(treedef, places, others)
+        return cls(treedef, places, others), [leaves[place] for place in places]
+
+    def learn(self, tree: Any, functions: bool = False) -> "Skeleton":
+        """Find the paths and static values in a tree with this skeleton. Returns the skeleton itself.
+
+        Otherwise they are found in a sample, in which other objects are in the place of the arrays. The constructors of
+        some classes do not accept these.
+
+        Args:
+            tree: a tree with this skeleton. Nothing of its arrays is kept.
+            functions: whether to generate `take` and `build` from it too.
+        """
+        found: dict[str, Any] = {"paths": _paths(tree), "statics": _static_values(tree)}
+        if functions:
+            found["_code"] = _functions(tree)
+        vars(self).update(found)
+        return self
 
     # From a tree to its arrays
 
@@ -76,7 +97,7 @@ class Skeleton:
     @cached_property
     def paths(self) -> tuple[Path, ...]:
         """The path of each array."""
-        return tuple(Path(keys) for keys in _array_paths(self._sample, ()))
+        return _paths(self._sample)
 
     @cached_property
     def keys(self) -> tuple[Any, ...]:
@@ -86,7 +107,7 @@ class Skeleton:
     @cached_property
     def statics(self) -> tuple[tuple[Path, Any], ...]:
         """All static values with their paths: leaves that are not arrays, and static data of nodes."""
-        return tuple((Path(keys), value) for keys, value in _statics(self._sample, ()))
+        return _static_values(self._sample)
 
     def check_hashable(self) -> None:
         """Raise FunctreeError if static values cannot be hashed. The error lists them by path."""
@@ -108,17 +129,7 @@ class Skeleton:
     @cached_property
     def _code(self) -> "_Functions":
         """The generated functions. They are generated when they are first needed, since many skeletons need none."""
-        what = type(self._sample).__name__
-        take = TakeCode()
-        take.visit(self._sample, "tree")
-        # A module without one of its fields, or a dict with other keys, raises KeyError: it has another structure.
-        take.lines = ["try:", *(f"    {line}" for line in take.lines), f"    return [{', '.join(take.arrays)}]"]
-        take.lines += ["except KeyError:", "    return None"]
-        build = BuildCode()
-        tree = build.visit(self._sample)
-        arrays = "".join(f"a{i}, " for i in range(build.arrays))
-        build.lines = [f"{arrays or '()'} = arrays", *build.lines, f"return {tree}"]
-        return _Functions(take.function("take(tree)", what), build.function("build(arrays)", what))
+        return _functions(self._sample)
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Generated functions cannot be pickled; they are generated again where they are needed.
@@ -153,6 +164,31 @@ class _Functions(NamedTuple):
 
     take: Callable[[Any], list[Any] | None]
     build: Callable[[Sequence[Any]], Any]
+
+
+def _functions(sample: Any) -> _Functions:
+    """The functions for trees with the skeleton of a sample."""
+    what = type(sample).__name__
+    take = TakeCode()
+    take.visit(sample, "tree")
+    # A module without one of its fields, or a dict with other keys, raises KeyError: it has another structure.
+    take.lines = ["try:", *(f"    {line}" for line in take.lines), f"    return [{', '.join(take.arrays)}]"]
+    take.lines += ["except KeyError:", "    return None"]
+    build = BuildCode()
+    tree = build.visit(sample)
+    arrays = "".join(f"a{i}, " for i in range(build.arrays))
+    build.lines = [f"{arrays or '()'} = arrays", *build.lines, f"return {tree}"]
+    return _Functions(take.function("take(tree)", what), build.function("build(arrays)", what))
+
+
+def _paths(tree: Any) -> tuple[Path, ...]:
+    """The path of each array of a tree."""
+    return tuple(Path(keys) for keys in _array_paths(tree, ()))
+
+
+def _static_values(tree: Any) -> tuple[tuple[Path, Any], ...]:
+    """All static values of a tree with their paths."""
+    return tuple((Path(keys), value) for keys, value in _statics(tree, ()))
 
 
 def _array_paths(node: Any, path: tuple[Any, ...]) -> Iterator[tuple[Any, ...]]:

@@ -1,6 +1,7 @@
 """A static value ─► `StaticValue`: compared and hashed by type and value, so that 1, True and 1.0 are different."""
 
 import dataclasses
+import functools
 from decimal import Decimal
 from typing import Any
 
@@ -11,7 +12,7 @@ from jax.tree_util import PyTreeDef
 class StaticValue:
     """A static value that is equal to another one only if their types, and the types of the values in them, are equal.
 
-    The values in tuples (named tuples too), lists, frozen sets, frozen dataclasses and treedefs are compared this way.
+    The values in tuples (named tuples too), lists, dicts, sets, frozen dataclasses and treedefs are compared this way.
     Other objects are compared by their type and their own `==`.
 
     Raises:
@@ -48,24 +49,36 @@ def same_value(one: Any, other: Any) -> bool:
         return False
     if _is_number(cls):
         return repr(one) == repr(other)
-    if cls is tuple or cls is list:
+    if cls is list or (isinstance(one, tuple) and cls.__eq__ is tuple.__eq__):
         return len(one) == len(other) and all(map(same_value, one, other))
-    if cls is frozenset:
+    if cls is dict:
+        return len(one) == len(other) and _values(one) == _values(other)
+    if cls is frozenset or cls is set:
         return {StaticValue(x) for x in one} == {StaticValue(x) for x in other}
     if cls is PyTreeDef:
         # A treedef's own `==` compares static fields by `==`: 1 and True would be equal, and nan different from nan.
         return same_value(one.node_data(), other.node_data()) and same_value(one.children(), other.children())
+    fields = _compared_fields(cls)
+    if fields is not None:
+        return all(same_value(getattr(one, name), getattr(other, name)) for name in fields)
     # Not `one != other`, which some classes do not define together with `__eq__`.
-    if not one == other:
-        return False
-    # What follows only refines their own `==`, which says that (1,) is equal to (True,).
-    if isinstance(one, tuple):
-        return all(map(same_value, one, other))
+    return bool(one == other)
+
+
+def _values(mapping: dict[Any, Any]) -> dict[StaticValue, StaticValue]:
+    """The same dict, with keys and values that are compared by type and value."""
+    return {StaticValue(key): StaticValue(value) for key, value in mapping.items()}
+
+
+@functools.cache
+def _compared_fields(cls: type) -> tuple[str, ...] | None:
+    """The fields by which a frozen dataclass is compared; None for a class that is compared by its own `==`."""
     parameters = getattr(cls, "__dataclass_params__", None)
     if parameters is None or not (parameters.frozen and parameters.eq):
-        return True
-    compared = (field.name for field in dataclasses.fields(one) if field.compare)
-    return all(same_value(getattr(one, name), getattr(other, name)) for name in compared)
+        return None
+    # An `__eq__` that was generated is that of the fields. One that a user wrote may compare something else.
+    generated = cls.__eq__.__code__.co_filename == "<string>"
+    return tuple(field.name for field in dataclasses.fields(cls) if field.compare) if generated else None
 
 
 def _is_number(cls: type) -> bool:
@@ -78,10 +91,15 @@ def _hash(value: Any) -> int:
     cls = type(value)
     if _is_number(cls):
         return hash((cls, repr(value)))
-    if cls is tuple or cls is frozenset:
-        return hash((cls, cls(map(_hash, value))))
+    if cls is frozenset:
+        return hash((cls, frozenset(map(_hash, value))))
+    if isinstance(value, tuple) and cls.__eq__ is tuple.__eq__:
+        return hash((cls, *map(_hash, value)))
     if cls is PyTreeDef:
         return _structure_hash(value)
+    fields = _compared_fields(cls)
+    if fields is not None:
+        return hash((cls, *[_hash(getattr(value, name)) for name in fields]))
     return hash((cls, value))
 
 
