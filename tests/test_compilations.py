@@ -226,6 +226,5 @@ def test_devices_in_a_record():
     f = ft.jit(lambda x: x * 2)
     f(placed_on(DEVICES)), f(placed_on(DEVICES[::-1]))
     found = str(f.compilations[1])
-    assert found == (
-        "compilation 2: x: devices cpu:0, cpu:1, cpu:2, cpu:3, … (8 devices) → cpu:7, cpu:6, cpu:5, cpu:4, … (8 devices)"
-    )
+    first, then = "cpu:0, cpu:1, cpu:2, cpu:3, … (8 devices)", "cpu:7, cpu:6, cpu:5, cpu:4, … (8 devices)"
+    assert found == f"compilation 2: x: devices {first} → {then}"

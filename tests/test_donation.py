@@ -410,4 +410,3 @@ def test_plain_jax_does_not_survive_it(attempt: str):
         assert done.returncode < 0, "killed by a signal"
     else:
         assert "Error" in done.stderr
-

@@ -7,11 +7,15 @@ from typing import Any, NamedTuple, ParamSpec, TypeVar, overload
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import AbstractMesh, AxisType, Mesh
 from jax.tree_util import tree_leaves
 
+from functree.calls.program import around
 from functree.calls.signature import inspected
 from functree.errors import FunctreeError, Problem, RuleError, count
 from functree.layout.layout import LayoutTree
+from functree.layout.meshes import current_mesh
+from functree.layout.placement import first_mesh
 from functree.transforms.grad.parameters import Parameters
 from functree.tree.filters.filter import FilterLike, as_filter
 from functree.tree.filters.predicates import is_trainable
@@ -235,8 +239,17 @@ def _differentiate(
             _check_one_loss(result[0] if has_aux else result, parameters, arrays_of_each)
         return result
 
-    result, gradients = jax.value_and_grad(of_arrays, has_aux=has_aux)([own.arrays for own in parameters])
+    with around(_explicit_mesh(parameters)):
+        result, gradients = jax.value_and_grad(of_arrays, has_aux=has_aux)([own.arrays for own in parameters])
     return result, tuple(own.gradient(arrays) for own, arrays in zip(parameters, gradients, strict=True))
+
+
+def _explicit_mesh(parameters: Sequence[Parameters]) -> Mesh | AbstractMesh | None:
+    """The mesh of the parameters if its axes are Explicit: JAX computes no gradient on them without a current mesh."""
+    mesh = current_mesh()
+    if mesh is None:
+        mesh = first_mesh(array for own in parameters for array in own.arrays)
+    return mesh if mesh is not None and AxisType.Explicit in mesh.axis_types else None
 
 
 # Inside shard_map

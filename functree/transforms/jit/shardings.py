@@ -112,4 +112,4 @@ def outputs(signature: Signature, result: Any, layouts: LayoutTree, mesh: Mesh |
 
 def _planning(mesh: Mesh | AbstractMesh | None) -> Mesh | AbstractMesh | None:
     """The mesh for a plan. Inside shard_map it is None, so that the plan raises its error for Manual axes."""
-    return None if getattr(mesh, "manual_axes", ()) else mesh
+    return None if jax.sharding.get_abstract_mesh().manual_axes else mesh
