@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
 import functree as ft
@@ -19,6 +19,7 @@ from functree.transforms.sizes import Sizes
 
 P = PartitionSpec
 RULES = ft.AxisRules({"batch": "data", "hidden": "model", "embed": None, "pad": None})
+SIZES = {"data": 2, "model": 4}
 BatchHidden = Float[Array, "batch hidden"]
 
 
@@ -123,6 +124,58 @@ def test_names_that_depend_on_the_array_wait_for_it(annotation: Any, value: Any,
 def test_other_layouts_that_go_by_size_wait_too():
     layout = signature_layouts(MLP.__call__, RULES | ft.FSDP("data", min_size=0))[0]["x"]
     assert ft.plan(jnp.ones((4, 2)), layout, {"data": 2, "model": 4}).specs == P("data", None)
+
+
+# What a layout has besides rules (a mesh, a memory kind, more sharded dimensions) is not lost, whatever is annotated.
+HERE = NamedSharding(ft.make_mesh(data=2, model=4), P())
+WITH_MORE: list[tuple[Any, Any, Any]] = [
+    (Float[Array, "*batch hidden"], RULES | HERE, P("data", "model")),
+    (Float[Array, "batch hidden"], RULES | HERE, P("data", "model")),
+    (Annotated[Float[Array, "batch hidden"], P("model")], RULES | HERE, P("model", None)),
+    (Float[Array, "*batch hidden"], HERE, P(None, None)),
+    (Float[Array, "batch hidden"], ft.on_host(HERE), P(None, None)),
+    (Annotated[Float[Array, "batch hidden"], P("model")], ft.on_host(RULES) | HERE, P("model", None)),
+    (Annotated[Float[Array, "a b"], P("model")], ft.FSDP("data", min_size=0) | HERE, P("model", "data")),
+]
+
+
+@pytest.mark.parametrize(("annotation", "rules", "spec"), WITH_MORE, ids=str)
+def test_nothing_of_another_layout_is_lost(annotation: Any, rules: Any, spec: P):
+    def f(x):
+        return x
+
+    f.__annotations__ = {"x": annotation}
+    layout = signature_layouts(f, rules)[0]["x"]
+    plan = ft.plan(jnp.ones((4, 8)), layout)  # without a mesh: that of the layout
+    assert plan.mesh == HERE.mesh and plan.specs == spec
+    assert plan[()].memory_kind == ft.plan(jnp.ones((4, 8)), rules, check=False)[()].memory_kind
+
+
+def test_without_rules_an_annotation_with_a_spec_is_that_spec():
+    def f(x: Annotated[Float[Array, "a b"], P("model")], y: Float[Array, "a b"]) -> None: ...
+
+    assert signature_layouts(f, None)[0]["x"] == P("model")
+
+
+def test_what_stands_in_a_union_waits_for_the_array_too():
+    def f(x):
+        return x
+
+    # An alternative that cannot be resolved is not looked at before an array may be one of it.
+    f.__annotations__ = {"x": Float[Array, "batch"] | list[tuple["Nowhere", Array]]}  # type: ignore[name-defined]
+    layout = signature_layouts(f, RULES)[0]["x"]
+    assert isinstance(layout, ByHint) and ft.plan(jnp.ones(4), layout, SIZES).specs == P("data")
+    with pytest.raises(ft.ShardingError, match="its annotation `Nowhere` cannot be resolved"):
+        ft.plan([(jnp.ones(4), jnp.ones(4))], layout, SIZES)
+
+
+def test_a_layout_that_waits_names_axes_in_messages_and_rows():
+    def f(x: PyTree[Float[Array, "batch"]]) -> None: ...
+
+    layout = signature_layouts(f, RULES)[0]["x"]
+    plan = ft.plan({"a": jnp.ones(3)}, layout, SIZES, check=False)
+    assert plan["a"].axes == ft.Axes("batch")
+    assert plan.problems[0].why == '"batch" has size 3; rule batch→data needs a multiple of data=2'
 
 
 BAD = [
