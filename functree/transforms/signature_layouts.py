@@ -14,7 +14,7 @@ from functree.layout.meshes import MeshView
 from functree.layout.rules import AxisRules
 from functree.layout.validation import spec_of_axes
 from functree.tree.annotations.classes import class_hints
-from functree.tree.annotations.given_names import GivenNames, Giver, given_axes
+from functree.tree.annotations.given_names import given_by
 from functree.tree.annotations.hints import NOTHING, UNREADABLE, Hint
 from functree.tree.annotations.leaf_axes import leaf_axes
 from functree.tree.axes import Names
@@ -92,8 +92,10 @@ def _layout(hint: Hint, rules: Layout) -> LayoutTree:
     if hint.element is None:
         return _array_layout(hint, rules)
     one = _layout(_settled(hint.element), rules)
-    # For `list[tuple[X, Y]]` a tuple of layouts would be taken as one entry for each element of the list.
-    return ByHint(hint, rules) if isinstance(one, tuple) else one
+    # The layout is for the whole container. A spec, and rules without an annotation, are the same for each element. But a
+    # `ByHint` reads the annotation at the path of a leaf below the container; and a tuple, as for `list[tuple[X, Y]]`,
+    # would be taken as one entry for each element of the list.
+    return ByHint(hint, rules) if isinstance(one, tuple | ByHint) else one
 
 
 def _array_layout(hint: Hint, rules: Layout) -> Layout | PartitionSpec:
@@ -143,9 +145,7 @@ class ByHint(Layout):
 
     def _named(self, leaf: Leaf) -> Leaf:
         path = leaf.patterned[0]
-        given = None
-        if self.hint.names:
-            given = given_axes(path, [GivenNames(self.hint.names, 0, Giver.FIELD)])
+        given = given_by(self.hint, path)
         found = leaf_axes({}, leaf.value, leaf.path, self.hint.at(path), given, ())
         return leaf._replace(**found._asdict()) if found.annotated else leaf
 
