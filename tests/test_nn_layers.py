@@ -398,9 +398,9 @@ def test_dropout_in_inference_needs_no_key() -> None:
     assert nn.Dropout(0.0)(x) is x and nn.Dropout(0.5)(x, key=KEY).dtype == jnp.bfloat16
 
 
-@pytest.mark.parametrize("p", [1, 1.5, -0.1, float("nan")])
-def test_no_probability(p: float) -> None:
-    with pytest.raises(FunctreeError, match="p must be at least 0 and less than 1"):
+@pytest.mark.parametrize("p", [1, 1.5, -0.1, float("nan"), "0.5", None, False])
+def test_no_probability(p: Any) -> None:
+    with pytest.raises(FunctreeError, match="p must be a number, at least 0 and less than 1"):
         nn.Dropout(p)
 
 

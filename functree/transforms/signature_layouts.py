@@ -92,9 +92,9 @@ def _layout(hint: Hint, rules: Layout) -> LayoutTree:
     if hint.element is None:
         return _array_layout(hint, rules)
     one = _layout(_settled(hint.element), rules)
-    # The layout is for the whole container. A spec, and rules without an annotation, are the same for each element. But a
-    # `ByHint` reads the annotation at the path of a leaf below the container; and a tuple, as for `list[tuple[X, Y]]`,
-    # would be taken as one entry for each element of the list.
+    # The layout is for the whole container. A spec, and rules without an annotation, are the same for each element. But
+    # a `ByHint` reads the annotation at the path of a leaf below the container; and a tuple, as for
+    # `list[tuple[X, Y]]`, would be taken as one entry for each element of the list.
     return ByHint(hint, rules) if isinstance(one, tuple | ByHint) else one
 
 
