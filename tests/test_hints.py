@@ -582,35 +582,41 @@ def test_no_sharding_language_in_a_string(token: str) -> None:
     assert "choose the mesh axes by rules" in str(error.value)
 
 
-# token ─► name, variadic, broadcast; the canary for what jaxtyping accepts.
+# token ─► name, variadic, broadcast, and what is compared: the body; the canary for what jaxtyping accepts.
 TOKENS = {
-    "a": ("a", False, False),
-    "dim=4": ("dim", False, False),
-    "_pad": ("pad", False, False),
-    "_": (None, False, False),
-    "#b": ("b", False, True),
-    "?x": ("x", False, False),
-    "4": (None, False, False),
-    "a*b": (None, False, False),
-    "{self.n}": (None, False, False),
-    "min(a,b)": (None, False, False),
-    "*batch": ("batch", True, False),
-    "...": (None, True, False),
-    "*_": (None, True, False),
-    "a/b": (None, False, False),
-    "*#b": ("b", True, True),
-    "#*b": ("b", True, True),
-    "#dim=4": ("dim", False, True),
-    "dim=#4": ("dim", False, True),
-    "größe": ("größe", False, False),
-    "=4": (None, False, False),
+    "a": ("a", False, False, "a"),
+    "dim=4": ("dim", False, False, "4"),
+    "_pad": ("pad", False, False, "pad"),
+    "_": (None, False, False, ""),
+    "#b": ("b", False, True, "b"),
+    "?x": ("x", False, False, "x"),
+    "4": (None, False, False, "4"),
+    "a*b": (None, False, False, "a*b"),
+    "{self.n}": (None, False, False, "{self.n}"),
+    "min(a,b)": (None, False, False, "min(a,b)"),
+    "*batch": ("batch", True, False, "batch"),
+    "...": (None, True, False, "..."),
+    "*_": (None, True, False, ""),
+    "a/b": (None, False, False, "a/b"),
+    "*#b": ("b", True, True, "b"),
+    "#*b": ("b", True, True, "b"),
+    "#dim=4": ("dim", False, True, "4"),
+    "dim=#4": ("dim", False, True, "4"),
+    "größe": ("größe", False, False, "größe"),
+    "=4": (None, False, False, "4"),
+    "a+b=6": (None, False, False, "6"),
+    "rows=a*b": ("rows", False, False, "a*b"),
+    "rows=_": ("rows", False, False, ""),
+    "a==b": (None, False, False, "a==b"),
 }
 
 
 @pytest.mark.parametrize("token", TOKENS)
 def test_tokens(token: str) -> None:
-    name, variadic, broadcast = TOKENS[token]
-    assert dim(token) == (name, token, variadic, broadcast)
+    found = dim(token)
+    assert (found.name, found.variadic, found.broadcast, found.body) == TOKENS[token] and found.token == token
+    assert found.anonymous == (token in ("_pad", "_", "...", "*_", "rows=_"))
+    assert found.by_leaf == (token == "?x")
 
 
 @pytest.mark.parametrize("token", TOKENS)

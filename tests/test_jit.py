@@ -383,6 +383,14 @@ def test_static_parameters(options: Any):
         f(X, [3])
 
 
+@pytest.mark.parametrize("option", ["static_argnums", "static_argnames", "donate"])
+@pytest.mark.parametrize("none", [None, (), [], iter(())], ids=["None", "()", "[]", "iterator"])
+def test_options_that_name_no_parameter(option: str, none: Any):
+    f = ft.jit(lambda x: x * 2, **{option: none})
+    np.testing.assert_array_equal(f(X), X * 2)
+    np.testing.assert_array_equal(f(X), X * 2)
+
+
 def test_static_names_among_any():
     def body(x: Array, **more: Any) -> Array:
         return x * 2 if more["mode"] == ("double",) else x + more["by"]
@@ -400,6 +408,8 @@ def test_parameters_that_there_are_not(option: str):
     near = "" if option == "static_argnums" else "; did you mean `model`?"
     with raises(f"{option}={wrong!r}: ", f"body has no such parameter{near}", "its parameters are model, batch"):
         ft.jit(body, **{option: wrong})
+    with raises(f"{option}=0.5: ", "body has no such parameter", "its parameters are model, batch"):
+        ft.jit(body, **{option: 0.5})
 
 
 REFUSED = {

@@ -148,8 +148,28 @@ def test_in_shardings_that_do_not_fit_the_arguments():
         "at a the layouts have 2 children and the tree has 1", "`y` is only in the layouts", error=ft.RuleError
     ):
         f({"x": X}, X)
-    with raises("in_shardings: `b` is static, so it has no sharding: leave it out", error=ft.RuleError):
-        ft.jit(three, in_shardings={"b": P()}, static_argnames="b")
+
+
+# A layout for `b`, which is static; the dict and the tuple are one thing to the user.
+FOR_STATIC: list[tuple[Any, Any]] = [
+    (three, {"b": P()}),
+    (three, (None, P(), None)),
+    (three, [P(), (P(), P()), P()]),
+    (lambda a, **more: a, {"b": P()}),
+]
+
+
+@pytest.mark.parametrize(("fun", "given"), FOR_STATIC)
+def test_a_layout_for_a_static_parameter(fun: Any, given: Any):
+    said = ("in_shardings: `b` is static, so it has no sharding: leave it out, or write `None` in its place",)
+    with raises(*said, error=ft.RuleError):
+        ft.jit(fun, in_shardings=given, static_argnames="b")
+
+
+@pytest.mark.parametrize("given", [P(), {"a": P()}, {"a": P(), "b": None}, (P(), None, None)], ids=str)
+def test_static_parameters_that_have_no_layout(given: Any):
+    f = ft.jit(lambda a, b, c: a * 2, in_shardings=given, static_argnames="b", mesh=MESH)
+    assert_lies(f(X, ("any", "thing"), None))
 
 
 def test_static_arguments_beside_in_shardings():

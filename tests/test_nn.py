@@ -433,7 +433,14 @@ BAD_FIELDS = {
     "max_seq": (dict(max_seq=-1), ["max_seq=-1", "positive integer"]),
     "heads": (dict(heads=0), ["heads=0", "positive integer"]),
     "rope_theta": (dict(rope_theta=0.0), ["rope_theta=0.0", "positive"]),
+    "no number": (dict(rope_theta="x", norm_eps=None), ["rope_theta='x'", "norm_eps=None", "a positive number"]),
+    "no finite number": (dict(rope_theta=float("inf"), norm_eps=float("nan")), ["rope_theta=inf", "norm_eps=nan"]),
+    "flags for numbers": (dict(layers=True, norm_eps=True), ["layers=True", "positive integer", "norm_eps=True"]),
+    "texts for sizes": (dict(heads="4", head_dim=None), ["heads='4'", "head_dim=None", "positive integer"]),
+    "no flag": (dict(tie_embedding="no"), ["tie_embedding='no'", "True or False"]),
+    "no dtype": (dict(param_dtype="x", compute_dtype=None), ["param_dtype=x", "compute_dtype=None", "floating dtype"]),
     "remat": (dict(remat="some"), ["remat='some'", '"full"', '"dots"']),
+    "remat and more": (dict(remat=3, layers=0), ["remat=3", "it must be None", "layers=0"]),
     "dtype": (dict(param_dtype=jnp.int32), ["param_dtype=int32", "floating", "param_dtype=jnp.float32"]),
     "several": (dict(kv_heads=3, head_dim=5, hidden=-2), ["kv_heads=3", "head_dim=5", "hidden=-2"]),
 }
@@ -451,6 +458,39 @@ def test_bad_configs(case: str) -> None:
 def test_equal_configs_are_equal() -> None:
     other = dataclasses.replace(CONFIG, param_dtype="float32", compute_dtype=np.dtype(np.float32))
     assert other == CONFIG and hash(other) == hash(CONFIG)
+    numbers = dataclasses.replace(CONFIG, layers=np.int64(CONFIG.layers), rope_theta=10_000)
+    assert numbers == CONFIG and type(numbers.layers) is int and type(numbers.rope_theta) is float
+
+
+# What is created, and the argument that the error has to name. No layer may fail in JAX, or only when it is called.
+BAD_SIZES: dict[str, tuple[Callable[[], Any], list[str]]] = {
+    "no heads": (lambda: nn.Attention(8, 0, key=KEY), ["Attention cannot be built", "heads=0"]),
+    "no heads of keys": (lambda: nn.Attention(8, 4, 0, key=KEY), ["Attention", "kv_heads=0"]),
+    "more heads than sizes": (lambda: nn.Attention(2, 4, key=KEY), ["Attention", "head_dim=0"]),
+    "heads less than none": (lambda: nn.Attention(8, -4, key=KEY), ["Attention", "heads=-4"]),
+    "text": (lambda: nn.Attention(8, "4", key=KEY), ["Attention", "heads='4'"]),  # type: ignore[arg-type]
+    "a fraction": (lambda: nn.Attention(8, 4.0, key=KEY), ["Attention", "heads=4.0"]),  # type: ignore[arg-type]
+    "several": (lambda: nn.MLP(0, -1, key=KEY), ["MLP cannot be built", "embed=0", "hidden=-1"]),
+    "a flag": (lambda: nn.Linear(True, 8, key=KEY), ["Linear", "in_size=True"]),
+    "Linear": (lambda: nn.Linear(8, 0, key=KEY), ["Linear", "out_size=0"]),
+    "Embedding": (lambda: nn.Embedding(0, 8, key=KEY), ["Embedding", "vocab_size=0"]),
+    "RMSNorm": (lambda: nn.RMSNorm(0), ["RMSNorm", "size=0"]),
+    "LayerNorm": (lambda: nn.LayerNorm(-1), ["LayerNorm", "size=-1"]),
+    "BatchNorm": (lambda: nn.BatchNorm(0), ["BatchNorm", "size=0"]),
+}
+
+
+@pytest.mark.parametrize("case", BAD_SIZES)
+def test_bad_sizes(case: str) -> None:
+    make, fragments = BAD_SIZES[case]
+    with pytest.raises(FunctreeError) as caught:
+        make()
+    for fragment in (*fragments, "it must be a positive integer"):
+        assert fragment in str(caught.value)
+
+
+def test_sizes_of_numpy() -> None:
+    assert nn.Attention(np.int64(8), np.int32(4), key=KEY).query.shape == (8, 4, 2)
 
 
 def test_bad_heads_and_axes() -> None:
@@ -470,11 +510,55 @@ def test_a_sequence_that_is_too_long(shape: tuple[int, ...]) -> None:
         assert fragment in str(caught.value)
 
 
-def test_another_config_for_the_same_layers_is_an_error():
-    config = nn.TransformerConfig(64, 8, layers=1, heads=2, kv_heads=2, head_dim=4, hidden=8)
-    model = nn.Transformer.create(config, key=jax.random.key(0))
-    for change in ({"rope_theta": 10.0}, {"norm_eps": 0.5}, {"compute_dtype": jnp.bfloat16}):
-        (name,) = change
-        with pytest.raises(FunctreeError, match=f"config.{name} is .*, but its layers were made with"):
-            dataclasses.replace(model, config=dataclasses.replace(config, **change))
-    assert dataclasses.replace(model, config=dataclasses.replace(config, remat="full")).config.remat == "full"
+# Another config for the same layers, and what the layers say of the field.
+OTHER_CONFIGS: dict[str, tuple[dict[str, Any], list[str]]] = {
+    "rope_theta": (dict(rope_theta=10.0), ["config.rope_theta=10.0", "made with 10000.0"]),
+    "norm_eps": (dict(norm_eps=0.5), ["config.norm_eps=0.5", "made with 1e-05"]),
+    "compute_dtype": (dict(compute_dtype=jnp.bfloat16), ["config.compute_dtype=dtype(bfloat16)", "dtype('float32')"]),
+    "tie_embedding": (dict(tie_embedding=True), ["config.tie_embedding=True", "made with False"]),
+    "layers": (dict(layers=5), ["config.layers=5", "made with 3"]),
+    "vocab_size": (dict(vocab_size=38), ["config.vocab_size=38", "made with 37"]),
+    "embed": (dict(embed=16), ["config.embed=16", "made with 12"]),
+    "heads": (dict(heads=8), ["config.heads=8", "made with 4"]),
+    "kv_heads": (dict(kv_heads=4), ["config.kv_heads=4", "made with 2"]),
+    "head_dim": (dict(head_dim=8), ["config.head_dim=8", "made with 6"]),
+    "hidden": (dict(hidden=24), ["config.hidden=24", "made with 20"]),
+    "several": (dict(hidden=24, layers=5), ["config.hidden=24", "config.layers=5"]),
+}
+
+
+@pytest.mark.parametrize("case", OTHER_CONFIGS)
+def test_another_config_for_the_same_layers_is_an_error(case: str):
+    change, fragments = OTHER_CONFIGS[case]
+    with pytest.raises(FunctreeError) as caught:
+        dataclasses.replace(create(CONFIG), config=dataclasses.replace(CONFIG, **change))
+    remedies = ("the config disagrees with the layers", "`Transformer.create`", "`dataclasses.replace`")
+    for fragment in (*fragments, *remedies):
+        assert fragment in str(caught.value)
+    assert len(caught.value.problems) == len(change)
+
+
+def test_other_layers_for_the_same_config_are_an_error():
+    model = create(CONFIG)
+    with pytest.raises(FunctreeError, match=r"config.layers=3\n.*made with 2"):
+        dataclasses.replace(model, blocks=model.blocks[:2])
+    short = dataclasses.replace(model, blocks=model.blocks[:2], config=dataclasses.replace(CONFIG, layers=2))
+    assert short.config.layers == len(short.blocks) == 2
+    with pytest.raises(FunctreeError, match=r"config.tie_embedding=False\n.*made with True"):
+        dataclasses.replace(model, unembed=None)
+
+
+def test_a_config_may_differ_in_what_the_layers_do_not_keep():
+    model = create(CONFIG)
+    config = dataclasses.replace(CONFIG, remat="full", max_seq=99, param_dtype=jnp.bfloat16)
+    models = {
+        "as it was": model,
+        "abstract": jax.eval_shape(lambda: model),
+        "converted": jax.tree.map(lambda x: x.astype(jnp.bfloat16), model),
+        "a part": eqx.partition(model, lambda x: x.ndim > 2)[0],
+        "several": jax.tree.map(lambda x: jnp.stack([x, x]), model),
+        "other layers": eqx.tree_at(lambda m: (m.embed, m.blocks.layer.mlp), model, replace=(jnp.sin, jnp.sin)),
+        "no stack": eqx.tree_at(lambda m: m.blocks, model, replace=list(model.blocks)),
+    }
+    for name, one in models.items():
+        assert dataclasses.replace(one, config=config).config == config, name

@@ -329,15 +329,22 @@ class Residual(eqx.Module):
         return x + jax.nn.relu(y) * jnp.broadcast_to(self.scale, y.shape), state
 
 
-@pytest.mark.parametrize("in_a_row", [False, True], ids=["scan", "in a Sequential"])
-def test_batch_norm_in_a_stack_has_a_state_for_each_layer(in_a_row: bool) -> None:
+# What is called with `state=`: the stack, or a layer around it.
+AROUND: dict[str, Any] = {
+    "scan": lambda made: made,
+    "the stack itself": lambda made: made,
+    "in a Sequential": lambda made: nn.Sequential([made]),
+    "Jitted": nn.Jitted,
+    "Jitted in a Sequential": lambda made: nn.Sequential([nn.Jitted(made)]),
+}
+
+
+@pytest.mark.parametrize("how", AROUND)
+def test_batch_norm_in_a_stack_has_a_state_for_each_layer(how: str) -> None:
     made = ft.stack(lambda key: Residual(nn.BatchNorm(8), jax.random.normal(key, (8,))), 3, KEY)
-    stack, state = ft.make_state(nn.Sequential([made]) if in_a_row else made)
-    if in_a_row:
-        y, after = ft.jit(lambda stack, x, state: stack(x, state=state))(stack, jnp.asarray(X), state)
-        stack = stack[0]
-    else:
-        y, after = ft.jit(lambda stack, x, state: stack.scan(x, state=state))(stack, jnp.asarray(X), state)
+    layer, state = ft.make_state(AROUND[how](made))
+    run = ft.jit(lambda layer, x, state: (layer.scan if how == "scan" else layer)(x, state=state))
+    y, after = run(layer, jnp.asarray(X), state)
     x, means = jnp.asarray(X), []
     for i in range(3):
         layer, own = ft.make_state(Residual(nn.BatchNorm(8), made.layer.scale[i]))
@@ -391,9 +398,9 @@ def test_dropout_in_inference_needs_no_key() -> None:
     assert nn.Dropout(0.0)(x) is x and nn.Dropout(0.5)(x, key=KEY).dtype == jnp.bfloat16
 
 
-@pytest.mark.parametrize("p", [1, 1.5, -0.1, float("nan")])
-def test_no_probability(p: float) -> None:
-    with pytest.raises(FunctreeError, match="p must be at least 0 and less than 1"):
+@pytest.mark.parametrize("p", [1, 1.5, -0.1, float("nan"), "0.5", None, False])
+def test_no_probability(p: Any) -> None:
+    with pytest.raises(FunctreeError, match="p must be a number, at least 0 and less than 1"):
         nn.Dropout(p)
 
 
@@ -470,7 +477,9 @@ def test_sequential_gives_each_that_takes_one_a_key_of_its_own() -> None:
 
 
 @pytest.mark.parametrize(
-    "wrap", [lambda x: x, nn.Jitted, lambda x: nn.Sequential([x])], ids=["bare", "Jitted", "in one"]
+    "wrap",
+    [lambda x: x, nn.Jitted, lambda x: nn.Jitted(nn.Jitted(x)), lambda x: nn.Sequential([x])],
+    ids=["bare", "Jitted", "Jitted twice", "in one"],
 )
 def test_keys_and_state_reach_a_layer_that_is_wrapped(wrap: Any) -> None:
     model, state = ft.make_state(nn.Sequential([wrap(Noise()), wrap(nn.Dropout(0.5))]))

@@ -2,14 +2,14 @@
 
 import functools
 from collections.abc import Callable
-from typing import Annotated, Any
+from typing import Annotated, Any, get_origin
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int, PyTree
 from meshes import mesh_of
 
@@ -20,6 +20,7 @@ from functree.transforms.sizes import Sizes
 
 P = PartitionSpec
 RULES = ft.AxisRules({"batch": "data", "hidden": "model", "embed": None, "pad": None})
+SIZES = {"data": 2, "model": 4}
 BatchHidden = Float[Array, "batch hidden"]
 
 
@@ -102,6 +103,9 @@ WAITING: list[tuple[Any, Any, Any]] = [
     (Float[Array, "batch"] | Int[Array, "hidden"], jnp.ones(4, int), P("model")),
     (list[tuple[Float[Array, "batch"], Float[Array, "hidden"]]], [(np.ones(2), np.ones(4))], [(P("data"), P("model"))]),
     (PyTree[Float[Array, "batch"]], {"a": [jnp.ones(2)]}, {"a": [P("data")]}),
+    (list[Float[Array, "*batch embed"]], [jnp.ones((4, 2))], [P("data", None)]),
+    (dict[str, list[Float[Array, "#batch embed"]]], {"a": [jnp.ones((1, 2))]}, {"a": [P(None, None)]}),
+    (list[Annotated[Array, ft.names({"**": "batch"})]], [jnp.ones(4)], [P("data")]),
     (Annotated[eqx.nn.Linear, ft.names(weight="hidden embed", bias="hidden")], None, (P("model", None), P("model"))),
 ]
 
@@ -124,6 +128,61 @@ def test_names_that_depend_on_the_array_wait_for_it(annotation: Any, value: Any,
 def test_other_layouts_that_go_by_size_wait_too():
     layout = signature_layouts(MLP.__call__, RULES | ft.FSDP("data", min_size=0))[0]["x"]
     assert ft.plan(jnp.ones((4, 2)), layout, {"data": 2, "model": 4}).specs == P("data", None)
+
+
+# What a layout has besides rules (a mesh, a memory kind, more sharded dimensions) is not lost, whatever is annotated.
+HERE = NamedSharding(ft.make_mesh(data=2, model=4), P())
+WITH_MORE: list[tuple[Any, Any, Any]] = [
+    (Float[Array, "*batch hidden"], RULES | HERE, P("data", "model")),
+    (Float[Array, "batch hidden"], RULES | HERE, P("data", "model")),
+    (Annotated[Float[Array, "batch hidden"], P("model")], RULES | HERE, P("model", None)),
+    (Float[Array, "*batch hidden"], HERE, P(None, None)),
+    (Float[Array, "batch hidden"], ft.on_host(HERE), P(None, None)),
+    (Annotated[Float[Array, "batch hidden"], P("model")], ft.on_host(RULES) | HERE, P("model", None)),
+    (list[Annotated[Float[Array, "batch hidden"], P("model")]], RULES | HERE, P("model", None)),
+    (Annotated[Float[Array, "a b"], P("model")], ft.FSDP("data", min_size=0) | HERE, P("model", "data")),
+]
+
+
+@pytest.mark.parametrize(("annotation", "rules", "spec"), WITH_MORE, ids=str)
+def test_nothing_of_another_layout_is_lost(annotation: Any, rules: Any, spec: P):
+    def f(x):
+        return x
+
+    f.__annotations__ = {"x": annotation}
+    layout = signature_layouts(f, rules)[0]["x"]
+    listed = get_origin(annotation) is list
+    plan = ft.plan([jnp.ones((4, 8))] if listed else jnp.ones((4, 8)), layout)  # without a mesh: that of the layout
+    (row,) = plan.rows
+    assert plan.mesh == HERE.mesh and row.spec == spec
+    assert row.memory_kind == ft.plan(jnp.ones((4, 8)), rules, check=False)[()].memory_kind
+
+
+def test_without_rules_an_annotation_with_a_spec_is_that_spec():
+    def f(x: Annotated[Float[Array, "a b"], P("model")], y: Float[Array, "a b"]) -> None: ...
+
+    assert signature_layouts(f, None)[0]["x"] == P("model")
+
+
+def test_what_stands_in_a_union_waits_for_the_array_too():
+    def f(x):
+        return x
+
+    # An alternative that cannot be resolved is not looked at before an array may be one of it.
+    f.__annotations__ = {"x": Float[Array, "batch"] | list[tuple["Nowhere", Array]]}  # type: ignore[name-defined]
+    layout = signature_layouts(f, RULES)[0]["x"]
+    assert isinstance(layout, ByHint) and ft.plan(jnp.ones(4), layout, SIZES).specs == P("data")
+    with pytest.raises(ft.ShardingError, match="its annotation `Nowhere` cannot be resolved"):
+        ft.plan([(jnp.ones(4), jnp.ones(4))], layout, SIZES)
+
+
+def test_a_layout_that_waits_names_axes_in_messages_and_rows():
+    def f(x: PyTree[Float[Array, "batch"]]) -> None: ...
+
+    layout = signature_layouts(f, RULES)[0]["x"]
+    plan = ft.plan({"a": jnp.ones(3)}, layout, SIZES, check=False)
+    assert plan["a"].axes == ft.Axes("batch")
+    assert plan.problems[0].why == '"batch" has size 3; rule batch→data needs a multiple of data=2'
 
 
 BAD = [
@@ -233,12 +292,42 @@ AGREE: list[tuple[list[Any], list[Any]]] = [
     ([Float[Array, "*#a b"], Float[Array, "*a b"]], [(1, 3), (2, 3)]),
     ([Float[Array, "a"] | None, Float[Array, "a b"] | Float[Array, "a"]], [(2,), (2, 3)]),
     ([Array, FLOATS], [(5,), (2, 3)]),
+    ([Float[Array, "rows=a"], Float[Array, "a"]], [(5,), (5,)]),
+    ([Float[Array, "rows=_"], Float[Array, "rows"]], [(5,), (4,)]),
+    ([Annotated[Array, ft.Axes("_a")]] * 2, [(5,), (5,)]),
 ]
 
 
 @pytest.mark.parametrize(("hints", "shapes"), AGREE)
 def test_sizes_that_agree(hints: list[Any], shapes: list[Any]):
     checked(dict(zip("xy", hints, strict=True)), *(jnp.ones(shape) for shape in shapes))
+
+
+# Axes by `ft.names` in an annotation replace those that it has otherwise, and are of the function itself too.
+GIVEN: list[tuple[Any, Any, str | None]] = [
+    (Annotated[Float[Array, "a b"], ft.names({"**": "x y batch"})], (5, 6, 2), None),
+    (
+        Annotated[Float[Array, "a b"], ft.names({"**": "x y batch"})],
+        (5, 6, 7),
+        'y.*"batch" has size 2 here, and 7 in `x`',
+    ),
+    (Annotated[Float[Array, "a b"], ft.names({"**": "x y batch"})], (5, 6), 'x.*has 2 dimensions; `"x y batch"` has 3'),
+    (Annotated[list[Float[Array, "batch"]], ft.names({"0": "other"})], [(5,)], None),
+    (Annotated[list[Float[Array, "batch"]], ft.names({"0": "other"})], [(2,), (5,)], '"batch" has size 2 here, and 5'),
+    (Annotated[list[Array], ft.names({"0": "batch"})], [(5,)], 'y.*"batch" has size 2 here, and 5 in `x.0`'),
+    (list[Annotated[Array, ft.names({"**": "batch"})]], [(5,)], 'y.*"batch" has size 2 here, and 5 in `x.0`'),
+    (Annotated[list[Int[Array, "a"]], ft.names({"0": "batch"})], [(2,)], "x.0.*its dtype is float32, .* says Int"),
+]
+
+
+@pytest.mark.parametrize(("hint", "shapes", "message"), GIVEN)
+def test_sizes_of_axes_by_names(hint: Any, shapes: Any, message: str | None):
+    x = [jnp.ones(shape) for shape in shapes] if isinstance(shapes, list) else jnp.ones(shapes)
+    hints = {"x": hint, "y": FLOATS}
+    if message is None:
+        return checked(hints, x, jnp.ones((2, 3)))
+    with pytest.raises(ft.AxesError, match=r"(?s)^f: 1 array not as annotated\n.*" + message):
+        checked(hints, x, jnp.ones((2, 3)))
 
 
 DIFFER: list[tuple[list[Any], list[Any], str]] = [
@@ -252,6 +341,9 @@ DIFFER: list[tuple[list[Any], list[Any], str]] = [
     ([Float[Array, "#a"], Float[Array, "a"]], [(3,), (2,)], r'"a" has size 2 here, and 3 in `x`'),
     ([FLOATS, FLOATS], [(2, 3), (2,)], r"y.*has 1 dimension; `Float.* has 2"),
     ([FLOATS, Int[Array, "batch"]], [(2, 3), (2,)], r"y.*its dtype is float32, but the annotation says Int"),
+    ([FLOATS, Float[Array, "rows=batch"]], [(2, 3), (5,)], r'"batch" has size 5 here, and 2 in `x`'),
+    ([FLOATS, Float[Array, "batch==2"]], [(2, 3), (5,)], r"`batch==2` is True, but the size is 5"),
+    ([Annotated[Array, ft.Axes("_a")]] * 2, [(5,), (4,)], r'"_a" has size 4 here, and 5 in `x`'),
     ([FLOATS, "Nowhere"], [(2, 3), (2,)], r"y.*its annotation `Nowhere` cannot be resolved"),
 ]
 

@@ -496,7 +496,7 @@ ERRORS: dict[str, tuple[type[Exception], Callable[[], Any], list[str]]] = {
     "leading sizes differ": (
         FunctreeError,
         lambda: Stacked({"a": jnp.ones((3, 4)), "b": [jnp.ones(2)]}),
-        ['the same leading size, that of "layers"', "layer.a", "size 3", "layer.b.0", "size 2", "ft.stack"],
+        ['the same leading size, that of "layers"', "layer.a   f32[3, 4]", "size 3", "layer.b.0   f32[2]", "size 2"],
     ),
     "a scalar leaf": (
         FunctreeError,
@@ -517,6 +517,7 @@ ERRORS: dict[str, tuple[type[Exception], Callable[[], Any], list[str]]] = {
     ),
     "no layers": (FunctreeError, lambda: stack(Layer, 0, KEY), ["stack(n=0)", "positive integer"]),
     "half a layer": (FunctreeError, lambda: stack(Layer, 2.5, KEY), ["stack(n=2.5)", "positive integer"]),
+    "a flag for a number": (FunctreeError, lambda: stack(Layer, True, KEY), ["stack(n=True)", "positive integer"]),
     "index above": (
         FunctreeError,
         lambda: stack(Layer, 2, KEY)[2],

@@ -12,6 +12,7 @@ from jaxtyping import Array, Float, PRNGKeyArray
 
 from functree.errors import FunctreeError, Problem
 from functree.nn.activations import activation
+from functree.nn.checks import check_sizes
 from functree.nn.products import product
 from functree.nn.rope import rope
 from functree.nn.weights import Initializer, cast, dtype_or_none, fan_in
@@ -40,7 +41,7 @@ class Attention(eqx.Module):
         compute_dtype: the dtype to which they are cast in the computation; `None`: that of `x`.
 
     Raises:
-        FunctreeError: `kv_heads` does not divide `heads`, or `head_dim` is odd.
+        FunctreeError: a size is not a positive integer, `kv_heads` does not divide `heads`, or `head_dim` is odd.
 
     Examples:
         >>> attention = ft.nn.Attention(8, 4, 2, key=jax.random.key(0))
@@ -70,8 +71,10 @@ class Attention(eqx.Module):
         param_dtype: DTypeLike = jnp.float32,
         compute_dtype: DTypeLike | None = None,
     ):
+        check_sizes("Attention", embed=embed, heads=heads)  # first: a default below divides by `heads`
         kv_heads = heads if kv_heads is None else kv_heads
         head_dim = embed // heads if head_dim is None else head_dim
+        check_sizes("Attention", kv_heads=kv_heads, head_dim=head_dim)
         if problems := list(head_problems(heads, kv_heads, head_dim)):
             raise FunctreeError("Attention cannot be built", problems)
         query_key, key_key, value_key, out_key = jax.random.split(key, 4)
@@ -125,7 +128,7 @@ def attend(
 
 
 def head_problems(heads: int, kv_heads: int, head_dim: int) -> Iterator[Problem]:
-    """The problems of these numbers of heads, for the layer and for the config of a model.
+    """The problems of these numbers of heads, which are positive integers, for the layer and for the config of a model.
 
     Examples:
         >>> from functree.nn.attention import head_problems

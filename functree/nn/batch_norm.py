@@ -9,6 +9,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from functree.errors import FunctreeError
+from functree.nn.checks import check_sizes
 from functree.nn.norm import affine, one_axis
 from functree.nn.products import along
 from functree.nn.weights import accumulator
@@ -35,7 +36,8 @@ class BatchNorm(eqx.Module):
         param_dtype: the dtype of the weight and the bias. The averages are float32 or wider.
 
     Raises:
-        FunctreeError: (when called) there is neither a batch dimension nor `axis_name`.
+        FunctreeError: `size` is not a positive integer; (when called) there is neither a batch dimension nor
+            `axis_name`.
         AxesError: `axes` is not one name.
 
     Examples:
@@ -68,6 +70,7 @@ class BatchNorm(eqx.Module):
         param_dtype: DTypeLike = jnp.float32,
     ):
         self.axes = one_axis("BatchNorm", axes)
+        check_sizes("BatchNorm", size=size)
         self.weight = jnp.ones((size,), param_dtype) if channelwise_affine else None
         self.bias = jnp.zeros((size,), param_dtype) if channelwise_affine else None
         wide = accumulator(param_dtype)

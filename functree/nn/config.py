@@ -2,14 +2,19 @@
 
 import dataclasses
 from collections.abc import Iterator
+from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import DTypeLike
 
 from functree.errors import FunctreeError, Problem
 from functree.nn.attention import head_problems
-from functree.transforms.remat import Remat, remat_policy
+from functree.nn.checks import is_number, is_size, size_problems
+from functree.transforms.remat import REMATS, Remat, remat_policy
 
+_NUMBERS = ("rope_theta", "norm_eps")
+_DTYPES = ("param_dtype", "compute_dtype")
 _SIZES = ("vocab_size", "embed", "layers", "heads", "kv_heads", "head_dim", "hidden", "max_seq")
 
 
@@ -30,7 +35,7 @@ class TransformerConfig:
         tie_embedding: whether the logits are computed with the table of the embedding.
         remat: what the backward pass recomputes, as in `Stacked.scan`: `None`, `"full"`, `"dots"`, `ft.offload(...)`, a
             policy.
-        param_dtype: the dtype of the parameters.
+        param_dtype: the dtype in which the parameters are created.
         compute_dtype: the dtype of the activations and of the logits. Weights are cast to it in the computation. Norms,
             rotations and softmax are computed in float32 or wider in any case.
         norm_eps: the `eps` of the norms.
@@ -64,33 +69,43 @@ class TransformerConfig:
     norm_eps: float = 1e-5
 
     def __post_init__(self) -> None:
-        for name in ("param_dtype", "compute_dtype"):  # one spelling, so that equal configs are equal
-            object.__setattr__(self, name, jnp.dtype(getattr(self, name)))
-        remat_policy(self.remat)
-        if problems := [*_size_problems(self), *_dtype_problems(self)]:
+        for name in _DTYPES:
+            object.__setattr__(self, name, _dtype(getattr(self, name)))
+        if problems := list(_problems(self)):
             raise FunctreeError("no transformer can be built with these fields", problems)
+        # One spelling (`10_000` is 10_000.0), as for dtypes: what is static is compared by type too.
+        for name in _SIZES:
+            object.__setattr__(self, name, int(getattr(self, name)))
+        for name in _NUMBERS:
+            object.__setattr__(self, name, float(getattr(self, name)))
 
 
-def _size_problems(config: TransformerConfig) -> Iterator[Problem]:
-    wrong = [name for name in _SIZES if not _is_size(getattr(config, name))]
-    for name in wrong:
-        yield _problem(config, name, "it must be a positive integer")
-    if not {"heads", "kv_heads", "head_dim"} & set(wrong):
-        yield from head_problems(config.heads, config.kv_heads, config.head_dim)
-    for name in ("rope_theta", "norm_eps"):
-        if not getattr(config, name) > 0:
-            yield _problem(config, name, "it must be positive")
+def _problems(config: TransformerConfig) -> Iterator[Problem]:
+    yield from size_problems(**{name: getattr(config, name) for name in _SIZES})
+    heads, kv_heads, head_dim = config.heads, config.kv_heads, config.head_dim
+    if is_size(heads) and is_size(kv_heads) and is_size(head_dim):
+        yield from head_problems(heads, kv_heads, head_dim)
+    for name in _NUMBERS:
+        value = getattr(config, name)
+        if not (is_number(value) and value > 0):
+            yield Problem(None, None, f"{name}={value!r}", "it must be a positive number")
+    if not isinstance(config.tie_embedding, bool):
+        yield Problem(None, None, f"tie_embedding={config.tie_embedding!r}", "it must be True or False")
+    for name in _DTYPES:
+        dtype = getattr(config, name)
+        if not (isinstance(dtype, np.dtype) and jnp.issubdtype(dtype, jnp.floating)):
+            yield Problem(None, None, f"{name}={dtype}", "it must be a floating dtype", f"{name}=jnp.float32")
+    try:
+        remat_policy(config.remat)
+    except FunctreeError:
+        yield Problem(None, None, f"remat={config.remat!r}", f"it must be {REMATS}")
 
 
-def _dtype_problems(config: TransformerConfig) -> Iterator[Problem]:
-    for name in ("param_dtype", "compute_dtype"):
-        if not jnp.issubdtype(getattr(config, name), jnp.floating):
-            yield _problem(config, name, "it must be a floating dtype", f"{name}=jnp.float32")
-
-
-def _problem(config: TransformerConfig, name: str, why: str, remedy: str = "") -> Problem:
-    return Problem(None, None, f"{name}={getattr(config, name)}", why, remedy)
-
-
-def _is_size(value: object) -> bool:
-    return isinstance(value, int) and value > 0
+def _dtype(value: Any) -> Any:
+    """A dtype in any spelling as `np.dtype`, and any other value as it is."""
+    if value is None:  # NumPy reads it as float64
+        return None
+    try:
+        return jnp.dtype(value)
+    except TypeError:
+        return value

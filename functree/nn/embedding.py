@@ -7,6 +7,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from functree.nn.activations import table_for
+from functree.nn.checks import check_sizes
 from functree.nn.products import product, rows
 from functree.nn.weights import Initializer, cast, dtype_or_none, small_normal
 
@@ -21,6 +22,9 @@ class Embedding(eqx.Module):
         key: the key for the table.
         param_dtype: the dtype of the table.
         compute_dtype: the dtype of the result; `None`: `param_dtype`, and for `logits` that of `x`.
+
+    Raises:
+        FunctreeError: a size is not a positive integer.
 
     Examples:
         >>> table = ft.nn.Embedding(100, 8, key=jax.random.key(0))
@@ -41,6 +45,7 @@ class Embedding(eqx.Module):
         param_dtype: DTypeLike = jnp.float32,
         compute_dtype: DTypeLike | None = None,
     ):
+        check_sizes("Embedding", vocab_size=vocab_size, embed=embed)
         self.weight = init(key, (vocab_size, embed), param_dtype)
         self.compute_dtype = dtype_or_none(compute_dtype)
 

@@ -7,6 +7,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from functree.errors import AxesError
+from functree.nn.checks import check_sizes
 from functree.nn.products import along, product
 from functree.nn.weights import Initializer, cast, dtype_or_none, fan_in
 from functree.tree.axes import Axes, Names, names
@@ -27,6 +28,7 @@ class Linear(eqx.Module):
 
     Raises:
         AxesError: `axes` does not have two names.
+        FunctreeError: a size is not a positive integer.
 
     Examples:
         >>> head = ft.nn.Linear(4, 8, axes="embed vocab", key=jax.random.key(0))
@@ -56,6 +58,7 @@ class Linear(eqx.Module):
         self.axes = Axes.of(axes)
         if len(self.axes) != 2:
             raise AxesError(f'Linear(axes="{self.axes}"): name both dimensions of the weight, as in "embed hidden"')
+        check_sizes("Linear", in_size=in_size, out_size=out_size)
         self.weight = init(key, (in_size, out_size), param_dtype)
         self.bias = jnp.zeros((out_size,), param_dtype) if use_bias else None
         self.compute_dtype = dtype_or_none(compute_dtype)

@@ -9,6 +9,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from functree.nn.activations import activation
+from functree.nn.checks import check_sizes
 from functree.nn.products import product
 from functree.nn.weights import Initializer, cast, dtype_or_none, fan_in
 
@@ -26,6 +27,9 @@ class MLP(eqx.Module):
         key: the key for the matrices.
         param_dtype: the dtype of the parameters.
         compute_dtype: the dtype to which they are cast in the computation; `None`: that of `x`.
+
+    Raises:
+        FunctreeError: a size is not a positive integer.
 
     Examples:
         >>> ft.nn.MLP(4, 8, key=jax.random.key(0))(jnp.ones((2, 3, 4))).shape
@@ -47,6 +51,7 @@ class MLP(eqx.Module):
         param_dtype: DTypeLike = jnp.float32,
         compute_dtype: DTypeLike | None = None,
     ):
+        check_sizes("MLP", embed=embed, hidden=hidden)
         gate_key, up_key, down_key = jax.random.split(key, 3)
         self.gate = init(gate_key, (embed, hidden), param_dtype)
         self.up = init(up_key, (embed, hidden), param_dtype)

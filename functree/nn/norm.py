@@ -8,6 +8,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from functree.errors import AxesError
+from functree.nn.checks import check_sizes
 from functree.nn.products import along
 from functree.nn.weights import Initializer, accumulator, dtype_or_none
 from functree.tree.axes import Axes, Names, names
@@ -25,6 +26,9 @@ class RMSNorm(eqx.Module):
         key: the key for the scale, if `init` needs one.
         param_dtype: the dtype of the scale.
         compute_dtype: the dtype of the result; `None`: that of `x`.
+
+    Raises:
+        FunctreeError: `size` is not a positive integer.
 
     Examples:
         >>> x = ft.nn.RMSNorm(2)(jnp.array([3.0, 4.0]))
@@ -46,6 +50,7 @@ class RMSNorm(eqx.Module):
         param_dtype: DTypeLike = jnp.float32,
         compute_dtype: DTypeLike | None = None,
     ):
+        check_sizes("RMSNorm", size=size)
         self.scale = init(key, (size,), param_dtype)
         self.eps = eps
         self.compute_dtype = dtype_or_none(compute_dtype)
@@ -73,6 +78,7 @@ class LayerNorm(eqx.Module):
 
     Raises:
         AxesError: `axes` is not one name.
+        FunctreeError: `size` is not a positive integer.
 
     Examples:
         >>> print(ft.nn.LayerNorm(3)(jnp.array([1.0, 2.0, 3.0])).round(3))
@@ -97,6 +103,7 @@ class LayerNorm(eqx.Module):
         compute_dtype: DTypeLike | None = None,
     ):
         self.axes = one_axis("LayerNorm", axes)
+        check_sizes("LayerNorm", size=size)
         self.weight = jnp.ones((size,), param_dtype) if use_weight else None
         self.bias = jnp.zeros((size,), param_dtype) if use_bias else None
         self.eps, self.compute_dtype = eps, dtype_or_none(compute_dtype)

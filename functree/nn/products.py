@@ -11,9 +11,9 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from functree.layout.specs import mesh_axes, without
+from functree.layout.specs import Entry, mesh_axes, of_rank, without
 
-Entries = tuple[str | tuple[str, ...] | None, ...]
+Entries = tuple[Entry, ...]
 
 
 def product(x: Float[Array, "..."], weight: Float[Array, "..."], summed: int = 1) -> Float[Array, "..."]:
@@ -72,8 +72,7 @@ def _layout(mesh: AbstractMesh | None, entries: Entries) -> NamedSharding | None
 
 def _entries(x: Array) -> Entries:
     """The spec in the type of `x`, with one entry for each dimension. It names Explicit axes only."""
-    entries = tuple(jax.typeof(x).sharding.spec)
-    return entries + (None,) * (x.ndim - len(entries))
+    return tuple(of_rank(jax.typeof(x).sharding.spec, x.ndim))
 
 
 def _left(inner: Entries, outer: Entries) -> Entries:

@@ -9,12 +9,11 @@ import jax
 from jaxtyping import PRNGKeyArray
 
 from functree.errors import FunctreeError
-from functree.layout.layout import Layout, LayoutLike, LayoutTree, as_layout
+from functree.layout.layout import Layout, LayoutLike, as_layout
 from functree.placing.ambient import ambient_rules
 from functree.placing.constrain import constrain
 from functree.state.state import State, holds_refs
 from functree.transforms.jit.jit import jit
-from functree.transforms.stacked import Stacked
 from functree.tree.axes import Axes
 
 
@@ -55,9 +54,7 @@ class Sequential(eqx.Module):
                     f"layer {i} of a Sequential, {type(layer).__name__}, keeps state: call it with "
                     "`state=state`, from `model, state = ft.make_state(model)`, and it returns `(x, state)`"
                 )
-            # `Stacked.__call__` passes its arguments to each layer, and `scan` slices the state for them.
-            run = layer.scan if isinstance(layer, Stacked) else layer
-            x, state = run(x, state=state, **options)
+            x, state = layer(x, state=state, **options)
         return x if state is None else (x, state)
 
     def __len__(self) -> int:
@@ -69,8 +66,10 @@ class Sequential(eqx.Module):
 
 def _takes(layer: Any, name: str) -> bool:
     """Whether a layer has a parameter of this name."""
+    while isinstance(layer, Jitted):  # passes all arguments to its body
+        layer = layer.body
     try:
-        parameters = inspect.signature(layer.body if isinstance(layer, Jitted) else layer).parameters
+        parameters = inspect.signature(layer).parameters
     except (TypeError, ValueError):  # some functions written in C have no signature
         return False
     return name in parameters
@@ -94,14 +93,12 @@ class Constrain(eqx.Module):
         (1, 4)
     """
 
-    layout: Axes | LayoutTree = eqx.field(static=True)
+    layout: Axes | Layout = eqx.field(static=True)
     rules: Layout | None = eqx.field(static=True)
 
-    def __init__(self, layout: str | Axes | LayoutTree, rules: LayoutLike = None):
-        self.layout = Axes.of(layout) if isinstance(layout, str) else layout
+    def __init__(self, layout: str | Axes | LayoutLike, rules: LayoutLike = None):
+        self.layout = Axes.of(layout) if isinstance(layout, str | Axes) else as_layout(layout)
         self.rules = None if rules is None else as_layout(rules)
-        if not isinstance(self.layout, Axes):
-            self.layout = as_layout(layout)
 
     def __call__(self, x: Any) -> Any:
         if isinstance(self.layout, Axes) and self.rules is None and ambient_rules() is None:

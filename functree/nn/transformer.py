@@ -1,11 +1,14 @@
 """Tokens ─► logits, by a Llama-like language model."""
 
+from collections.abc import Iterator
+from typing import Any
+
 import equinox as eqx
 import jax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
-from functree.errors import FunctreeError
+from functree.errors import FunctreeError, Problem
 from functree.nn.activations import activation
 from functree.nn.attention import Attention
 from functree.nn.config import TransformerConfig
@@ -15,6 +18,7 @@ from functree.nn.mlp import MLP
 from functree.nn.norm import RMSNorm
 from functree.nn.weights import Initializer, fan_in, small_normal
 from functree.transforms.stacked import Stacked, stack
+from functree.tree.arrays import is_array
 
 
 class Block(eqx.Module):
@@ -81,6 +85,9 @@ class Transformer(eqx.Module):
         unembed: computes the logits; `None`: they are computed with the table of the embedding.
         config: the sizes and options that it was created with.
 
+    Raises:
+        FunctreeError: the config disagrees with the layers, as after `dataclasses.replace(model, config=...)`.
+
     Examples:
         >>> config = ft.nn.TransformerConfig(100, 8, layers=2, heads=4, kv_heads=2, head_dim=2, hidden=16)
         >>> model = ft.nn.Transformer.create(config, key=jax.random.key(0))
@@ -101,20 +108,18 @@ class Transformer(eqx.Module):
 
         The layers have to work without a config, so they keep what they compute with. Another config alone, as by
         `dataclasses.replace(model, config=...)`, would show other values than the model computes with.
+
+        `param_dtype` is not compared: it is the dtype in which the parameters were created, and a model whose arrays
+        were converted or quantized is as good.
         """
-        config, block = self.config, self.blocks.layer
-        values = {
-            "norm_eps": (config.norm_eps, self.norm.eps),
-            "compute_dtype": (config.compute_dtype, self.embed.compute_dtype),
-        }
-        if isinstance(block, Block):  # surgery may have replaced the blocks by other layers
-            values["rope_theta"] = (config.rope_theta, block.attn.rope_theta)
-        for name, (of_config, of_layers) in values.items():
+        problems: list[Problem] = []
+        for name, of_layers in _fields_of_layers(self):
+            of_config = getattr(self.config, name)
             if of_config != of_layers:
-                raise FunctreeError(
-                    f"Transformer: config.{name} is {of_config!r}, but its layers were made with {of_layers!r}: create "
-                    "the model from the new config (`Transformer.create`), and move the arrays (`ft.split`, `ft.merge`)"
-                )
+                why = f"its layers were made with {of_layers!r}"
+                problems.append(Problem(None, None, f"config.{name}={of_config!r}", why, _OTHER_CONFIG))
+        if problems:
+            raise FunctreeError("Transformer: the config disagrees with the layers", list(dict.fromkeys(problems)))
 
     @classmethod
     def create(
@@ -172,6 +177,39 @@ class Transformer(eqx.Module):
         """The logits for the output of `features`."""
         logits = self.embed.logits(x) if self.unembed is None else self.unembed(x)
         return activation(logits, "batch seq vocab")
+
+
+_OTHER_CONFIG = (
+    "create the model from the new config (`Transformer.create`), and move the arrays (`ft.split`, `ft.merge`); or, if "
+    "the layers are as they should be, give the model a config with their values (`dataclasses.replace`)"
+)
+
+
+def _fields_of_layers(model: Transformer) -> Iterator[tuple[str, Any]]:
+    """Fields of the config, and their values in the layers. Layers that surgery has put there say nothing."""
+    yield "tie_embedding", model.unembed is None
+    if isinstance(model.norm, RMSNorm):
+        yield "norm_eps", model.norm.eps
+    if isinstance(model.embed, Embedding):
+        yield "compute_dtype", model.embed.compute_dtype
+        yield from _sizes(model.embed.weight, "vocab_size embed")
+    block = model.blocks.layer if isinstance(model.blocks, Stacked) else None
+    if not isinstance(block, Block):
+        return
+    if isinstance(block.attn, Attention):
+        yield "rope_theta", block.attn.rope_theta
+        yield from _sizes(block.attn.query, "layers embed heads head_dim")
+        yield from _sizes(block.attn.key, "layers embed kv_heads head_dim")
+    if isinstance(block.mlp, MLP):
+        yield from _sizes(block.mlp.gate, "layers embed hidden")
+
+
+def _sizes(weight: Any, fields: str) -> Iterator[tuple[str, int]]:
+    """Fields of the config, and their values in the shape of a weight."""
+    if not is_array(weight):  # in a part of a model, or in a tree of specs
+        return
+    # From the last dimension on: models that were stacked by vmap have more dimensions in front.
+    yield from zip(reversed(fields.split()), reversed(weight.shape), strict=False)
 
 
 def _unembed(config: TransformerConfig, init: Initializer, key: PRNGKeyArray) -> Linear:

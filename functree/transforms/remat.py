@@ -12,6 +12,8 @@ from functree.errors import FunctreeError, Problem, count, did_you_mean
 #: `None` for nothing.
 Remat = str | Callable[..., Any] | None
 
+REMATS = 'None, "full", "dots", `ft.offload("name")` or one of `jax.checkpoint_policies`'
+
 _POLICIES: dict[str, Callable[..., Any]] = {
     "full": jax.checkpoint_policies.nothing_saveable,
     "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
@@ -143,6 +145,4 @@ def remat_policy(remat: Remat) -> Callable[..., Any] | None:
         return remat
     if isinstance(remat, str) and remat in _POLICIES:
         return _POLICIES[remat]
-    raise FunctreeError(
-        f'remat={remat!r}: use None, "full", "dots", `ft.offload("name")` or one of `jax.checkpoint_policies`'
-    )
+    raise FunctreeError(f"remat={remat!r}: use {REMATS}")

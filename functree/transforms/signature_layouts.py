@@ -4,17 +4,17 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jax.sharding import PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from functree.calls.signature import RESULT, Signature
 from functree.errors import AxesError
 from functree.layout.decision import Decision
-from functree.layout.layout import Layout, LayoutLike, LayoutTree, Resolution, as_layout
+from functree.layout.layout import Layout, LayoutLike, LayoutTree, Resolution, Unspecified, as_layout
 from functree.layout.meshes import MeshView
 from functree.layout.rules import AxisRules
 from functree.layout.validation import spec_of_axes
 from functree.tree.annotations.classes import class_hints
-from functree.tree.annotations.given_names import GivenNames, Giver, given_axes
+from functree.tree.annotations.given_names import given_by
 from functree.tree.annotations.hints import NOTHING, UNREADABLE, Hint
 from functree.tree.annotations.leaf_axes import leaf_axes
 from functree.tree.axes import Names
@@ -80,19 +80,22 @@ def _layout(hint: Hint, rules: Layout) -> LayoutTree:
     """The layout by one annotation: a spec if it does not depend on the array, else a `ByHint`."""
     if hint is NOTHING:
         return rules
-    inner = [_layout(_settled(element), rules) for element in hint.elements]
-    one = _layout(_settled(hint.element), rules) if hint.element else None
     in_any_tree = hint.below is not None and any(form.dtype for form in hint.below.forms)  # `PyTree[X]`
+    if hint.names or hint.generics or in_any_tree:
+        return ByHint(hint, rules)
     # A union such as `Float[Array, "a"] | tuple[...]` has more than one kind: only the value shows which it is.
-    kinds = bool(hint.forms) + bool(hint.elements) + bool(hint.element)
-    if hint.names or hint.generics or in_any_tree or kinds != 1:
+    kinds = [kind for kind in (hint.forms, hint.elements, hint.element) if kind]
+    if len(kinds) != 1:
         return ByHint(hint, rules)
     if hint.elements:
-        return tuple(inner)
-    if hint.element:
-        # For `list[tuple[X, Y]]` a tuple of layouts would be taken as one entry for each element of the list.
-        return ByHint(hint, rules) if isinstance(one, tuple) else one
-    return _array_layout(hint, rules)
+        return tuple(_layout(_settled(element), rules) for element in hint.elements)
+    if hint.element is None:
+        return _array_layout(hint, rules)
+    one = _layout(_settled(hint.element), rules)
+    # The layout is for the whole container. A spec, and rules without an annotation, are the same for each element. But
+    # a `ByHint` reads the annotation at the path of a leaf below the container; and a tuple, as for
+    # `list[tuple[X, Y]]`, would be taken as one entry for each element of the list.
+    return ByHint(hint, rules) if isinstance(one, tuple | ByHint) else one
 
 
 def _array_layout(hint: Hint, rules: Layout) -> Layout | PartitionSpec:
@@ -107,10 +110,15 @@ def _array_layout(hint: Hint, rules: Layout) -> Layout | PartitionSpec:
         kinds.setdefault((len(form.dims), form.dtype), set()).add((form.spec, *(dim.token for dim in form.dims)))
     if any(len(alternatives) > 1 for alternatives in kinds.values()):
         raise _Unclear("is ambiguous: alternatives of the same rank and dtype name its dimensions differently")
-    (axes, spec), *others = {(form.plain, form.spec) for form in hint.forms}
-    if spec is not None and not others:
+    said = {(form.plain, form.spec) for form in hint.forms}
+    if len(said) > 1:
+        return ByHint(hint, rules)
+    ((axes, spec),) = said
+    # Another layout may have a mesh or a memory kind, and may shard more dimensions than the annotation says. In a bare
+    # spec all of this would be lost.
+    if spec is not None and isinstance(rules, AxisRules | Unspecified):
         return spec
-    if axes is None or others or not isinstance(rules, AxisRules):
+    if axes is None or not isinstance(rules, AxisRules):
         return ByHint(hint, rules)
     return spec_of_axes(rules, axes, None, None)
 
@@ -126,14 +134,18 @@ class ByHint(Layout):
     def given_names(self) -> Mapping[type, Names]:
         return self.rules.given_names
 
+    @property
+    def own_mesh(self) -> Mesh | AbstractMesh | None:
+        return self.rules.own_mesh
+
     def resolve(self, leaves: Sequence[Leaf], mesh: MeshView, before: Sequence[Decision] | None = None) -> Resolution:
-        return self.rules.resolve([self._named(leaf) for leaf in leaves], mesh, before)
+        named = [self._named(leaf) for leaf in leaves]
+        # With the named leaves, messages and rows of a plan have the axes.
+        return self.rules.resolve(named, mesh, before)._replace(leaves=named)
 
     def _named(self, leaf: Leaf) -> Leaf:
         path = leaf.patterned[0]
-        given = None
-        if self.hint.names:
-            given = given_axes(path, [GivenNames(self.hint.names, 0, Giver.FIELD)])
+        given = given_by(self.hint, path)
         found = leaf_axes({}, leaf.value, leaf.path, self.hint.at(path), given, ())
         return leaf._replace(**found._asdict()) if found.annotated else leaf
 

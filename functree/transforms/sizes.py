@@ -5,7 +5,8 @@ from typing import Any
 
 from functree.errors import AxesError, Problem, count
 from functree.tree.annotations.classes import class_hints
-from functree.tree.annotations.dimensions import ArrayForm, Dim, dtype_fits
+from functree.tree.annotations.dimensions import ArrayForm, Dim, dtype_fits, form_of_axes
+from functree.tree.annotations.given_names import given_by
 from functree.tree.annotations.hints import NOTHING, UNREADABLE, Hint
 from functree.tree.leaf import Leaf
 from functree.tree.leaves import read
@@ -61,11 +62,13 @@ class Sizes:
                 problems.append(leaf.problem(why, "convert the array, or change the annotation"))
             for dim, sizes in _spans(form, leaf.shape):
                 why = self._bind(leaf, dim, sizes, expressions)
-                problems += [leaf.problem(why, _REMEDY)] if why else []
+                if why is not None:
+                    problems.append(leaf.problem(why, _REMEDY))
         # Expressions such as `batch*seq` are last: they may use names that a later array binds.
         for leaf, dim, size in expressions:
             why = self._evaluate(dim, size)
-            problems += [leaf.problem(why, _REMEDY)] if why else []
+            if why is not None:
+                problems.append(leaf.problem(why, _REMEDY))
         if problems:
             where = f", by {self.where} shapes" if self.where else ""
             number = count(len({p.path for p in problems}), "array")
@@ -74,13 +77,9 @@ class Sizes:
     def _bind(
         self, leaf: Leaf, dim: Dim, sizes: tuple[int, ...], expressions: list[tuple[Leaf, Dim, int]]
     ) -> str | None:
-        """The reason why a dimension does not fit; None if it fits, or is an expression, which is added to the list.
-
-        jaxtyping's modifiers are `#` (broadcast), `*` (variadic), `_` (anonymous) and `?` (may differ by leaf).
-        """
-        modifiers = dim.token[: len(dim.token) - len(dim.token.lstrip("#*_?"))]
-        body = dim.token.rpartition("=")[2].lstrip("#*_?")
-        if "_" in modifiers or body in ("", "...") or (dim.broadcast and all(size == 1 for size in sizes)):
+        """The reason why a dimension does not fit; None if it fits, or is an expression, which is added to the list."""
+        body = dim.body
+        if dim.anonymous or (dim.broadcast and all(size == 1 for size in sizes)):
             return None
         if body.isdigit():
             if sizes == (int(body),):
@@ -93,7 +92,7 @@ class Sizes:
             return None
         if dim.variadic and dim.broadcast:
             return None
-        key = (dim.variadic, body, Path(leaf.path[1:]) if "?" in modifiers else None)
+        key = (dim.variadic, body, Path(leaf.path[1:]) if dim.by_leaf else None)
         known, owner = self.bound.setdefault(key, (sizes, leaf.path))
         if known == sizes:
             return None
@@ -102,14 +101,13 @@ class Sizes:
 
     def _evaluate(self, dim: Dim, size: int) -> str | None:
         """The reason why a size does not fit an expression of other sizes; None if it fits."""
-        body = dim.token.rpartition("=")[2].lstrip("#*_?")
         single = [(name, sizes[0]) for (variadic, name, _), (sizes, _) in self.bound.items() if not variadic]
         try:
             # As jaxtyping evaluates it. The text is from the user's own annotation, not from data.
-            wanted = eval(body, dict(_BUILTINS), dict(single))
+            wanted = eval(dim.body, dict(_BUILTINS), dict(single))
         except UNREADABLE as error:
-            return f"`{body}` cannot be evaluated: {error}"
-        return None if wanted == size else f"`{body}` is {wanted}, but the size is {size}"
+            return f"`{dim.body}` cannot be evaluated: {error}"
+        return None if wanted == size else f"`{dim.body}` is {wanted}, but the size is {size}"
 
 
 _REMEDY = "make the sizes equal, or give the axes different names"
@@ -122,9 +120,20 @@ def annotated(record: Any, leaves: Sequence[Leaf]) -> Iterator[tuple[Leaf, tuple
         # Below a module the module's own annotations count. (`within[0]` is the record itself.)
         if any(cls.__module__ not in _CONTAINERS for cls in leaf.within[1:]):
             continue
-        hint = hints.get(leaf.path[0], NOTHING).at(Path(leaf.path[1:]))
-        if hint.forms or hint.later:
-            yield leaf, hint.forms
+        hint, below = hints.get(leaf.path[0], NOTHING), Path(leaf.path[1:])
+        forms = _forms(hint, below)
+        if forms or hint.at(below).later:
+            yield leaf, forms
+
+
+def _forms(hint: Hint, path: Path) -> tuple[ArrayForm, ...]:
+    """The alternatives for an array at a path below a parameter. Axes by `ft.names` replace those of its annotation."""
+    given = given_by(hint, path)
+    forms = hint.at(path).forms
+    if given is None:
+        return forms
+    form = form_of_axes(given)
+    return tuple(form._replace(dtype=other.dtype) for other in forms) or (form,)
 
 
 def _chosen(leaf: Leaf, forms: Sequence[ArrayForm]) -> ArrayForm:

@@ -12,6 +12,7 @@ from jaxtyping import Array, Int, PRNGKeyArray
 from functree.errors import AxesError, FunctreeError, Problem
 from functree.transforms.remat import Offload, Remat, check_names, remat_policy
 from functree.tree.interfaces import Stack, StateMapping
+from functree.tree.leaf import array_problem
 from functree.tree.paths import Path
 
 T = TypeVar("T")
@@ -75,9 +76,13 @@ class Stacked(eqx.Module, Stack, Generic[T]):
             return Stacked(_take(self.layer, index), self.axis)
         return _take(self.layer, _position(index, len(self)))
 
-    def __call__(self, x: X, *args: Any) -> X:
-        """Apply the layers to `x` in order; each is called as `layer(x, *args)`."""
-        return self.scan(x, *args)
+    @overload
+    def __call__(self, x: X, *args: Any, state: None = None) -> X: ...
+    @overload
+    def __call__(self, x: X, *args: Any, state: S) -> tuple[X, S]: ...
+    def __call__(self, x: Any, *args: Any, state: Any = None) -> Any:
+        """Apply the layers to `x` in order; each is called as `layer(x, *args)`, or with `state=` as in `scan`."""
+        return self.scan(x, *args, state=state)
 
     @overload
     def scan(self, x: X, *args: Any, remat: Remat = None, unroll: int | bool = 1, state: None = None) -> X: ...
@@ -159,7 +164,7 @@ def stack(make: Callable[[PRNGKeyArray], T], n: int, key: PRNGKeyArray, axis: st
         >>> ft.stack(lambda key: ft.nn.RMSNorm(4), 3, jax.random.key(0)).layer.scale.shape
         (3, 4)
     """
-    if not isinstance(n, int) or n < 1:
+    if type(n) is not int or n < 1:  # by type: `True` is an int
         raise FunctreeError(f"stack(n={n!r}): the number of layers must be a positive integer")
     return Stacked(eqx.filter_vmap(make)(jax.random.split(key, n)), axis)
 
@@ -182,7 +187,7 @@ def _depth(stacked: Stacked[Any], state: Mapping[Path, Any] | None = None) -> in
 
 def _leading(path: Path, leaf: Any) -> Problem:
     why = f"has leading size {leaf.shape[0]}" if leaf.shape else "has no dimensions"
-    return Problem(path, leaf.shape, "", why, "build the layers with `ft.stack`, or with `eqx.filter_vmap`")
+    return array_problem(path, leaf, why, "build the layers with `ft.stack`, or with `eqx.filter_vmap`")
 
 
 def _is_array(leaf: Any) -> bool:

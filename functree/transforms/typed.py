@@ -76,7 +76,7 @@ def typed(fun: Any = None, *, constrain: bool = False) -> Any:
         sizes.check(record, leaves.leaves)
         named = [leaf for leaf, _ in annotated(record, leaves.leaves)]
         if constrain:
-            return _constrained(record, leaves, named)
+            return _constrained(leaves, named)
         _check_types(signature.name, named)
         return record
 
@@ -115,8 +115,8 @@ def _called_as(fun: Callable[..., Any]) -> Callable[[Any], Any]:
 _SIZES: ContextVar[Sizes] = ContextVar("sizes of the call that is being checked")
 
 
-def _constrained(record: Any, leaves: Leaves, named: Sequence[Leaf]) -> Any:
-    """The record with annotated arrays constrained by their axes, or by the spec in their annotation."""
+def _constrained(leaves: Leaves, named: Sequence[Leaf]) -> Any:
+    """The call or result with annotated arrays constrained by their axes, or by the spec in their annotation."""
     layouts: dict[Path, Axes | PartitionSpec] = {}
     for leaf in named:
         layouts[leaf.path] = leaf.axes if leaf.spec is None else leaf.spec

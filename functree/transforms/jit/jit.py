@@ -7,7 +7,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from functree.calls.signature import Signature
 from functree.calls.traces import traces_of
-from functree.errors import FunctreeError, RuleError, ShardingError, did_you_mean
+from functree.errors import FunctreeError, ShardingError, did_you_mean
 from functree.layout.layout import LayoutLike, LayoutTree, as_layout
 from functree.layout.meshes import mesh_view
 from functree.layout.prefix import copied
@@ -25,8 +25,8 @@ def jit(
     out_shardings: LayoutTree = None,
     mesh: Mesh | AbstractMesh | None = None,
     rules: LayoutLike = None,
-    static_argnums: int | Sequence[int] = (),
-    static_argnames: str | Sequence[str] = (),
+    static_argnums: int | Sequence[int] | None = (),
+    static_argnames: str | Sequence[str] | None = (),
     donate: Any = (),
     keep_unused: bool = False,
     inline: bool = False,
@@ -40,8 +40,8 @@ def jit(
     out_shardings: LayoutTree = None,
     mesh: Mesh | AbstractMesh | None = None,
     rules: LayoutLike = None,
-    static_argnums: int | Sequence[int] = (),
-    static_argnames: str | Sequence[str] = (),
+    static_argnums: int | Sequence[int] | None = (),
+    static_argnames: str | Sequence[str] | None = (),
     donate: Any = (),
     keep_unused: bool = False,
     inline: bool = False,
@@ -55,8 +55,8 @@ def jit(
     out_shardings: LayoutTree = None,
     mesh: Mesh | AbstractMesh | None = None,
     rules: LayoutLike = None,
-    static_argnums: int | Sequence[int] = (),
-    static_argnames: str | Sequence[str] = (),
+    static_argnums: int | Sequence[int] | None = (),
+    static_argnames: str | Sequence[str] | None = (),
     donate: Any = (),
     keep_unused: bool = False,
     inline: bool = False,
@@ -81,10 +81,11 @@ def jit(
             that replaces a donated argument keeps its shardings.
         mesh: the mesh of the body. If it is not given, it is the current mesh, or else the mesh of the arguments.
         rules: the ambient rules in the body, as by `ft.axis_rules`.
-        static_argnums: positions of parameters that are static, whatever their values are.
+        static_argnums: positions of parameters that are static, whatever their values are; `None` for none.
         static_argnames: names of such parameters.
-        donate: names or positions of the parameters whose arrays may be overwritten; `...` for all. A part of the
-            result with the structure, shapes and dtypes of a donated argument keeps the shardings of that argument.
+        donate: names or positions of the parameters whose arrays may be overwritten; `...` for all, `None` for none. A
+            part of the result with the structure, shapes and dtypes of a donated argument keeps the shardings of that
+            argument.
         keep_unused: as in `jax.jit`.
         inline: as in `jax.jit`.
         compiler_options: as in `jax.jit`.
@@ -95,11 +96,13 @@ def jit(
         `compilations`, a record of each compilation and its cause.
 
     Raises:
-        FunctreeError: an option is unknown; (when called) a leaf is neither an array nor hashable; an array would be
-            donated twice.
-        RuleError: `in_shardings` does not have the structure of the parameters.
-        ShardingError: (when called) a layout does not fit an argument, an argument is sharded otherwise, or an array
-            is on another mesh; the message has the paths.
+        FunctreeError: `fun` is not a function, or has no signature that Python can read; an option is unknown, or names
+            an unknown parameter; (when called) a leaf is neither an array nor hashable, an argument is deleted, or an
+            array is donated twice.
+        RuleError: `in_shardings` does not have the structure of the parameters, or has a layout for a static one;
+            `rules` is not a layout.
+        ShardingError: `mesh` is not a mesh, or only has sizes; (when called) a layout does not fit an argument, an
+            argument is sharded otherwise, or an array is on another mesh; the message has the paths.
 
     Examples:
         >>> mesh = ft.make_mesh(data=2, model=4)
@@ -129,10 +132,6 @@ def jit(
         static = frozenset(_named(signature, "static_argnums", static_argnums))
         static |= frozenset(_named(signature, "static_argnames", static_argnames))
         donated = frozenset(signature.parameters if donate is ... else _named(signature, "donate", donate))
-        # The name of a parameter among `**more` is `more.mode` in `static`, and `mode` in the dict.
-        for name in (name.rpartition(".")[2] for name in static):
-            if isinstance(in_shardings, dict) and in_shardings.get(name) is not None:
-                raise RuleError(f"in_shardings: `{name}` is static, so it has no sharding: leave it out")
         options = JitOptions(*layouts, mesh, layout, donated, static, own)
         return Jit(fun, bound, traces_of(bound, signature, Jit, tuple(options)), options)
 
@@ -155,10 +154,19 @@ _REFUSED = {
 }
 
 
+def _listed(which: Any) -> tuple[Any, ...]:
+    """The names or positions that an option gives: one, several, or, as in `jax.jit`, `None` for none."""
+    if which is None:
+        return ()
+    if isinstance(which, str) or not isinstance(which, Iterable):
+        return (which,)
+    return tuple(which)
+
+
 def _named(signature: Signature, option: str, which: Any) -> Iterable[str]:
     """The names of the parameters that an option gives by name or position; `more.mode` for one among `**more`."""
     known = signature.parameters
-    for one in (which,) if isinstance(which, int | str) else tuple(which):
+    for one in _listed(which):
         if isinstance(one, str) and (one in known or signature.by_name is not None):
             yield one if one in known else f"{signature.by_name}.{one}"
         elif type(one) is int and -len(signature.positional) <= one < len(signature.positional):

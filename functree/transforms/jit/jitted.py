@@ -1,6 +1,6 @@
 """A function and the options of `ft.jit` ─► `Jit`, with the key, the checks and the shardings of each call."""
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 from jax.core import Tracer
@@ -18,7 +18,7 @@ from functree.calls.program import Program, Shardings, prepare
 from functree.calls.signature import Bound
 from functree.calls.static_arguments import opened
 from functree.calls.traces import Traces
-from functree.errors import ShardingError
+from functree.errors import RuleError, ShardingError
 from functree.layout.layout import Layout, LayoutTree
 from functree.layout.meshes import NO_MESH, current_mesh
 from functree.layout.placement import first_mesh
@@ -64,6 +64,8 @@ class Jit(Function[_P, _T]):
         self._options = options
         given = options.in_shardings
         self._layouts = None if given is None else ParameterLayouts("in_shardings", given, traces.signature)
+        if self._layouts is not None:
+            _check_static(self._layouts, options.static)
         # Without layouts and donation our part of a program does not depend on the shardings of the arguments. JAX then
         # distinguishes its own programs by them, and the key stays short.
         self._laid_out = bool(options.donated) or given is not None or options.out_shardings is not None
@@ -163,6 +165,17 @@ class Jit(Function[_P, _T]):
                 continue
             kept.append(Kept(StateForm.of(value), tuple(shardings[i] for i in own)))
         return kept
+
+
+def _check_static(layouts: ParameterLayouts, static: Collection[str]) -> None:
+    """Raise RuleError for a static parameter that has a layout of its own. (One layout for all is for arrays only.)"""
+    for name in sorted(static):
+        # A parameter among `**more` is `more.mode` here, and `mode` among the layouts.
+        own = name.rpartition(".")[2]
+        if layouts.by_name is not None and layouts.by_name.get(own) is not None:
+            raise RuleError(
+                f"in_shardings: `{own}` is static, so it has no sharding: leave it out, or write `None` in its place"
+            )
 
 
 def _named_sharding(array: Any) -> NamedSharding | None:

@@ -10,12 +10,39 @@ from functree.tree.axes import Axes
 
 
 class Dim(NamedTuple):
-    """One token of a jaxtyping dimension string."""
+    """One token of a jaxtyping dimension string.
+
+    Attributes:
+        name: the name of the axis, or None.
+        token: the token as it is written.
+        modifiers: those that the token has: `#` (broadcast), `*` (variadic), `_` (anonymous), `?` (may differ by leaf).
+        body: the rest of the token: a name, a size, or an expression; for `rows=4` the size.
+    """
 
     name: str | None
     token: str
-    variadic: bool = False  # `*b`: any number of dimensions
-    broadcast: bool = False  # `#b`: the size may be 1, and then the dimension is never sharded
+    modifiers: str = ""
+    body: str = ""
+
+    @property
+    def variadic(self) -> bool:
+        """Whether it is for any number of dimensions: `*b`, `...`."""
+        return "*" in self.modifiers or self.body == "..."
+
+    @property
+    def broadcast(self) -> bool:
+        """Whether the size may be 1; then the dimension is never sharded: `#b`."""
+        return "#" in self.modifiers
+
+    @property
+    def anonymous(self) -> bool:
+        """Whether the size is not compared with that of other dimensions: `_b`, `_`, `...`."""
+        return "_" in self.modifiers or self.body in ("", "...")
+
+    @property
+    def by_leaf(self) -> bool:
+        """Whether it may have another size in each leaf of a tree: `?b`."""
+        return "?" in self.modifiers
 
 
 class ArrayForm(NamedTuple):
@@ -63,17 +90,20 @@ def array_form(dim_str: str, dtype: Any = None) -> ArrayForm:
 
 def form_of_axes(axes: Axes) -> ArrayForm:
     """The `ArrayForm` of an array whose axes are given as `Axes`."""
-    return ArrayForm(tuple(Dim(name, name or "_") for name in axes), plain=axes)
+    # Names are not parsed: an axis may be called `_pad`, which as a token would be anonymous.
+    return ArrayForm(tuple(Dim(name, name or "_", body=name or "") for name in axes), plain=axes)
 
 
 def dim(token: str) -> Dim:
     """Parse one token of a dimension string: modifiers, then a name, a size or an expression."""
-    modifiers, rest = _modifiers(token)
-    name, equals, size = rest.partition("=")
-    if equals and name.isidentifier():  # `dim=4`, in which the modifiers may stand on either side
-        more, _ = _modifiers(size)
-        return Dim(name, token, "*" in modifiers + more, "#" in modifiers + more)
-    return Dim(rest if rest.isidentifier() else None, token, "*" in modifiers or rest == "...", "#" in modifiers)
+    modifiers, body = _modifiers(token)
+    name = body
+    # `rows=4` is a size with a name. Two signs (`a==b`) are an expression to jaxtyping, which gives no name.
+    if body.count("=") == 1:
+        name, _, size = body.partition("=")
+        more, body = _modifiers(size)  # the modifiers may stand on either side
+        modifiers += more
+    return Dim(name if name.isidentifier() else None, token, modifiers, body)
 
 
 def _modifiers(token: str) -> tuple[str, str]:

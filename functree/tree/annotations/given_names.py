@@ -8,6 +8,7 @@ from typing import Any
 from jax.tree_util import tree_flatten_with_path, tree_leaves
 
 from functree.errors import AxesError, Problem, did_you_mean
+from functree.tree.annotations.hints import Hint
 from functree.tree.axes import Axes, Names
 from functree.tree.globs import glob_pattern, literal_text, match_text
 from functree.tree.interfaces import own_names
@@ -89,6 +90,16 @@ def given_axes(path: Path, several: Iterable[GivenNames]) -> Axes | None:
                 given.used.add(pattern)
                 return axes
     return None
+
+
+def given_by(hint: Hint, path: Path) -> Axes | None:
+    """The axes that the `ft.names` in an annotation give to an array at a path below the annotated value, or None."""
+    given: Axes | None = None
+    for depth in range(len(path) + 1):
+        names = hint.at(Path(path[:depth])).names
+        if names is not None:  # the innermost names decide, even if they do not name the array
+            given = given_axes(path, [GivenNames(names, depth, Giver.FIELD)])
+    return given
 
 
 def unmatched(node: Any, path: tuple[Any, ...], several: Iterable[GivenNames]) -> list[Problem]:
