@@ -230,6 +230,8 @@ def test_one_array_at_two_paths():
     with raises("b.tied   f32[8, 4]", "is the same array as `a`", "P(None, 'model') here and P('data', None) there"):
         f(x, {"tied": x})
     ft.jit(lambda a, b: b, in_shardings=P("data"), mesh=MESH)(x, {"tied": x})
+    for layouts in [(P("data"), None), (None, P("data")), (P("data"), NamedSharding(MESH, P("data")))]:
+        assert_lies(ft.jit(lambda a, b: (a, b), in_shardings=layouts, mesh=MESH)(x, x)[1], "data")
 
 
 def test_sizes_that_do_not_divide():

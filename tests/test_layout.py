@@ -107,6 +107,16 @@ def test_a_named_sharding_brings_its_mesh_and_memory(mesh: Mesh) -> None:
     assert "of other devices, but the tree is laid out" in refused(jnp.ones(4), NamedSharding(mesh, P("data")), swapped)
 
 
+@pytest.mark.parametrize("kind", [None, "device"])
+def test_a_named_sharding_in_default_memory_is_as_its_spec(mesh: Mesh, kind: str | None) -> None:
+    named = NamedSharding(mesh, P("data"), memory_kind=kind)
+    x = jnp.ones((4, 8))
+    plan = ft.plan({"w": x, "tied": x}, {"w": named, "tied": P("data")}, mesh)
+    assert [row.memory_kind for row in plan] == [None, None]
+    assert ft.plan(x, ft.on_host(P()) | named)[()].memory_kind == "pinned_host"
+    assert ft.plan(x, ft.on_host(P()) | named)[()].spec == P("data", None)
+
+
 def test_a_callable_sees_path_and_leaf() -> None:
     seen = []
 
