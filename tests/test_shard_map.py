@@ -630,7 +630,7 @@ NONSENSE = [
     ({"in_specs": {"y": P()}}, ft.RuleError, r"<lambda> has no parameter 'y'.*its parameters are x"),
     ({"in_specs": 3}, ft.RuleError, r"in_specs: 3 is neither a layout, nor one for each"),
     ({"in_specs": (3,)}, ft.RuleError, r"3 is not a layout"),
-    ({"in_specs": ({"a": P()},)}, ft.RuleError, r"at x the layouts are a dict and the tree is a leaf"),
+    ({"in_specs": ({"a": P()},)}, ft.RuleError, r"at `x`: the layouts are a dict and the tree is a leaf"),
     (
         {"in_specs": P("dta")},
         ft.ShardingError,

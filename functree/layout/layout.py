@@ -242,7 +242,8 @@ def as_layout(value: Any) -> Layout:
             return Unspecified()
     if _is_function(value):
         return Computed(value)
-    raise RuleError(
-        f"{value!r} is not a layout: write `P(...)`, `AxisRules`, `FSDP`, `StateSharding`, a `Plan`, a callable "
-        "(path, leaf) -> P, or a tree of these"
-    )
+    raise RuleError(f"{value!r} is not a layout: write {LAYOUTS}")
+
+
+LAYOUTS = "`P(...)`, `AxisRules`, `FSDP`, `StateSharding`, a `Plan`, or a callable (path, leaf) -> P"
+"""What a user can write for a layout, in messages."""
