@@ -308,6 +308,9 @@ def test_on_host(mesh: Mesh) -> None:
     assert plan.shardings["a"].w == NamedSharding(mesh, P(None, "model"), memory_kind="pinned_host")
     assert plan.shardings["b"].w.memory_kind != "pinned_host"
     assert repr(ft.on_host(P("data"))) == "on_host(P('data'))" and ft.on_host(P()) == ft.on_host(P()) != P()
+    for nothing in (None, 3):
+        with pytest.raises(ft.RuleError, match=f"{nothing}`? is not "):
+            ft.on_host(nothing)  # type: ignore[arg-type]
     # joined, with host memory said by either
     for layout in (
         ft.on_host(P("data")) | P(None, "model"),
