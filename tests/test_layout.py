@@ -60,7 +60,13 @@ SPEC_ERRORS: dict[str, tuple[P, list[str]]] = {
         P("modle"),
         ["P('modle') names `modle`, and the mesh (data=2, model=4) has no such axis; did you mean `model`?"],
     ),
-    "repeated": (P("data", "data"), ["P('data', 'data') uses mesh axis `data` twice, the second time for dimension 1"]),
+    "repeated": (
+        P("data", "data"),
+        [
+            "P('data', 'data') uses mesh axis `data` twice, the second time for dimension 1",
+            "Try: name the mesh axis once: it shards one dimension of an array",
+        ],
+    ),
     "repeated in one": (P(("data", "data")), ["uses mesh axis `data` twice, the second time for dimension 0"]),
     "repeated across": (
         P(("data", "model"), "model"),
@@ -150,8 +156,9 @@ def test_what_is_no_layout(bad: Any) -> None:
         lambda x: ft.FSDP("data") | x,
         lambda x: x | ft.FSDP("a"),
     ):
-        with pytest.raises(ft.RuleError, match="is not a layout: write `P"):
+        with pytest.raises(ft.RuleError, match="is not a layout: write `P") as caught:
             make(bad)
+        assert str(caught.value).endswith("a `Plan`, or a callable (path, leaf) -> P")  # no tree of them
     with pytest.raises(ft.RuleError):
         ft.plan({"a": jnp.ones(2)}, {"a": bad} if not isinstance(bad, dict | tuple) else bad, SIZES)
 
