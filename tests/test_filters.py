@@ -2,15 +2,21 @@
 
 # ruff: noqa: UP007  (`Union` and `Optional` are forms under test)
 
+import enum
+import pickle
 import re
+from collections import OrderedDict
 from collections.abc import Callable
-from typing import Any, Union
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar, Union
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
+from checks import raises
 from hypothesis import given
 from hypothesis import strategies as st
 from jaxtyping import Array, Float
@@ -212,11 +218,23 @@ NONSENSE: dict[str, tuple[Callable[[], Any], list[str]]] = {
     "bytes": (lambda: as_filter(b"a"), ["b'a' is not a filter"]),
     "a regex of bytes": (lambda: as_filter(re.compile(b"a")), ["is not a filter"]),
     "an unhashable callable": (lambda: as_filter(Unhashable()), ["is not a filter", "that can be hashed"]),
-    "an alias of a class": (lambda: as_filter(list[int]), ["`under` takes a class", "list[int]"]),
+    "an alias of a class": (
+        lambda: as_filter(list[int]),
+        ["a filter by class takes a class", "not list[int]; write `list`: the arg"],
+    ),
+    "a class with arguments": (
+        lambda: as_filter(Boxed[int]),
+        ["write `Boxed`: the arguments of a class are not known"],
+    ),
+    "a union with one": (lambda: ft.under(Boxed[int] | MLP), ["write `Boxed`"]),
     "a bad glob": (lambda: as_filter("a..b"), ["'a..b' is not a path", "parts are joined by single dots"]),
     "a glob of stars": (lambda: ft.glob("a**"), ["glob 'a**': cannot read 'a**'"]),
-    "under an object": (lambda: ft.under(3), ["`under` takes a class, or several joined by `|`, not 3"]),  # pyright: ignore
-    "no axis": (lambda: ft.has_axis("a b"), ["`has_axis` takes the name of one axis, an identifier, not 'a b'"]),
+    "under an object": (lambda: ft.under(3), ["a filter by class takes a class, or several joined by `|`, not 3"]),  # pyright: ignore
+    "no axis": (
+        lambda: ft.has_axis("a b"),
+        ["`has_axis` takes the name of one axis, an identifier (not `_`), not 'a b'"],
+    ),
+    "no name": (lambda: ft.has_axis("_"), ["`has_axis` takes the name of one axis", "not '_'"]),
     "axis None": (lambda: ft.has_axis(None), ["`has_axis` takes", "not None"]),  # pyright: ignore
     "no number": (lambda: ft.has_ndim("2"), ["`has_ndim` takes a number of dimensions, not '2'"]),  # pyright: ignore
     "less than none": (lambda: ft.has_ndim(-1), ["`has_ndim` takes", "not -1"]),
@@ -229,6 +247,13 @@ NONSENSE: dict[str, tuple[Callable[[], Any], list[str]]] = {
     "and ...": (lambda: ft.glob("a") & ..., ["`...` cannot be combined with other filters", "the last filter"]),
     "... or": (lambda: ... | ft.glob("a"), ["`...` cannot be combined with other filters"]),
 }
+
+
+T = TypeVar("T")
+
+
+class Boxed(eqx.Module, Generic[T]):
+    item: T
 
 
 class Unhashable:
@@ -282,3 +307,37 @@ def test_combinations_are_logic(formula: Any, leaf: Any) -> None:
         return
     pasted = eval(repr(formula[0]), {**namespace, **kinds})
     assert as_filter(pasted)(leaf) is formula[0](leaf)
+
+
+class Color(enum.Enum):
+    RED = 1
+    BLUE = 2
+
+
+@dataclass(frozen=True, order=True)
+class Key:
+    """A key of a dict whose text is not a literal of Python."""
+
+    number: int
+
+
+@pytest.mark.parametrize(
+    ("key", "other"), [(Color.RED, Color.BLUE), (Key(1), Key(2)), ((Color.RED, 1), (Color.RED, 2))]
+)
+def test_a_path_with_a_key_that_has_no_literal(key: Any, other: Any) -> None:
+    tree = OrderedDict({key: [jnp.ones(4)], other: [jnp.ones(4)]})
+    path, away = ft.Path((key, 0)), ft.Path((other, 0))
+    chosen = as_filter(path)
+    assert [chosen(leaf) for leaf in read(tree).leaves] == [True, False]
+    assert chosen == as_filter(ft.Path((key, 0))) != as_filter(away) and hash(chosen) == hash(as_filter(path))
+    assert pickle.loads(pickle.dumps(chosen)) == chosen
+    layout = ft.StateSharding({path: ft.P("data"), ...: ft.P()})
+    assert [row.spec for row in ft.plan(tree, layout, {"data": 2})] == [ft.P("data"), ft.P(None)]
+    again = ft.StateSharding.from_specs(ft.plan(tree, layout, {"data": 2}).specs)
+    assert [row.spec for row in ft.plan(tree, again, {"data": 2})] == [ft.P("data"), ft.P(None)]
+    _, one, rest = ft.split(tree, path, ...)
+    assert rest[key][0] is None and one[other][0] is None
+    with raises("matches no leaf of OrderedDict", error=RuleError):
+        ft.plan_optimizer(
+            optax.sgd(1.0), tree, ft.P(), {"data": 2}, wrt=ft.is_trainable & ~as_filter(ft.Path(("no", Key(3))))
+        )

@@ -194,6 +194,11 @@ NONSENSE: dict[str, tuple[dict[str, Any], str]] = {
     "otherwise odd": ({"axis": "data", "otherwise": P(3)}, "3 is neither a mesh axis"),
     "axes number": ({"axis": "data", "axes": 3}, "axes=3 is not a list of axis names"),
     "axes numbers": ({"axis": "data", "axes": (3,)}, "axes=(3,) is not a list of axis names"),
+    "axes with a comma": ({"axis": "data", "axes": "embed,hidden"}, "axes='embed,hidden' is not a list of axis names"),
+    "axes without a name": (
+        {"axis": "data", "axes": ("embed", "_")},
+        "such as `('embed', 'hidden')` or `'embed hidden'`",
+    ),
     "axes empty": ({"axis": "data", "axes": ()}, "leave it out for every axis"),
     "axes blank": ({"axis": "data", "axes": " "}, "leave it out for every axis"),
 }

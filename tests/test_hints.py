@@ -94,6 +94,14 @@ class Layered(Box[list[U]], Generic[U]):
     """Hands a list of its own parameter up."""
 
 
+class Paired(Box[tuple[T, U]], Generic[T, U]):
+    """Hands both of its parameters up in a tuple."""
+
+
+class Wrapped(Box[Mixin[U]], Generic[U]):
+    """Hands its parameter up in a generic class."""
+
+
 class Reused(Box[list[T]], Generic[T]):
     """Hands a list of its parameter to a base whose parameter has the same name."""
 
@@ -214,6 +222,12 @@ TABLE: dict[str, tuple[Any, Any, list[str]]] = {
     "an alternative, handed up": (LooseReused[Float[Array, "a"]], LooseReused([x(2)]), ["a"]),
     "handed up": (Layered[Float[Array, "a"]], Layered([x(2)]), ["a"]),
     "handed up under one name": (Reused[Float[Array, "a"]], Reused([x(2)]), ["a"]),
+    "a list handed up, under the base": (Box[list[Float[Array, "a"]]], Layered([x(2)]), ["a"]),
+    "one name handed up, under the base": (Box[list[Float[Array, "a"]]], Reused([x(2)]), ["a"]),
+    "a quoted list handed up": (Box["list[Float[Array, 'a']]"], Layered([x(2)]), ["a"]),
+    "a tuple handed up": (Box[tuple[Float[Array, "a"], Float[Array, "b c"]]], Paired((x(2), x(2, 3))), ["a", "b c"]),
+    "a generic handed up": (Box[Mixin[Float[Array, "a"]]], Wrapped(Mixin(x(2))), ["a"]),
+    "another container than is handed up": (Box[Float[Array, "a"]], Layered([x(2)]), ["_"]),
     "subclass under a generic": (Box[Float[Array, "a"]], Sub(x(2), x(3)), ["a", "a"]),
     "plain subclass under a generic": (Box[Float[Array, "a"]], Plain(x(2)), ["a"]),
     "bound subclass under a generic": (Box[Float[Array, "a b"]], Bound(x(2, 3)), ["p q"]),

@@ -60,7 +60,13 @@ SPEC_ERRORS: dict[str, tuple[P, list[str]]] = {
         P("modle"),
         ["P('modle') names `modle`, and the mesh (data=2, model=4) has no such axis; did you mean `model`?"],
     ),
-    "repeated": (P("data", "data"), ["P('data', 'data') uses mesh axis `data` twice, the second time for dimension 1"]),
+    "repeated": (
+        P("data", "data"),
+        [
+            "P('data', 'data') uses mesh axis `data` twice, the second time for dimension 1",
+            "Try: name the mesh axis once: it shards one dimension of an array",
+        ],
+    ),
     "repeated in one": (P(("data", "data")), ["uses mesh axis `data` twice, the second time for dimension 0"]),
     "repeated across": (
         P(("data", "model"), "model"),
@@ -107,6 +113,16 @@ def test_a_named_sharding_brings_its_mesh_and_memory(mesh: Mesh) -> None:
     assert "of other devices, but the tree is laid out" in refused(jnp.ones(4), NamedSharding(mesh, P("data")), swapped)
 
 
+@pytest.mark.parametrize("kind", [None, "device"])
+def test_a_named_sharding_in_default_memory_is_as_its_spec(mesh: Mesh, kind: str | None) -> None:
+    named = NamedSharding(mesh, P("data"), memory_kind=kind)
+    x = jnp.ones((4, 8))
+    plan = ft.plan({"w": x, "tied": x}, {"w": named, "tied": P("data")}, mesh)
+    assert [row.memory_kind for row in plan] == [None, None]
+    assert ft.plan(x, ft.on_host(P()) | named)[()].memory_kind == "pinned_host"
+    assert ft.plan(x, ft.on_host(P()) | named)[()].spec == P("data", None)
+
+
 def test_a_callable_sees_path_and_leaf() -> None:
     seen = []
 
@@ -140,8 +156,9 @@ def test_what_is_no_layout(bad: Any) -> None:
         lambda x: ft.FSDP("data") | x,
         lambda x: x | ft.FSDP("a"),
     ):
-        with pytest.raises(ft.RuleError, match="is not a layout: write `P"):
+        with pytest.raises(ft.RuleError, match="is not a layout: write `P") as caught:
             make(bad)
+        assert str(caught.value).endswith("a `Plan`, or a callable (path, leaf) -> P")  # no tree of them
     with pytest.raises(ft.RuleError):
         ft.plan({"a": jnp.ones(2)}, {"a": bad} if not isinstance(bad, dict | tuple) else bad, SIZES)
 
@@ -298,6 +315,9 @@ def test_on_host(mesh: Mesh) -> None:
     assert plan.shardings["a"].w == NamedSharding(mesh, P(None, "model"), memory_kind="pinned_host")
     assert plan.shardings["b"].w.memory_kind != "pinned_host"
     assert repr(ft.on_host(P("data"))) == "on_host(P('data'))" and ft.on_host(P()) == ft.on_host(P()) != P()
+    for nothing in (None, 3):
+        with pytest.raises(ft.RuleError, match=f"{nothing}`? is not "):
+            ft.on_host(nothing)  # type: ignore[arg-type]
     # joined, with host memory said by either
     for layout in (
         ft.on_host(P("data")) | P(None, "model"),

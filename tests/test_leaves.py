@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from checks import raises
 from hypothesis import given
 from hypothesis import strategies as st
 from jaxtyping import Array, Float, Int, PyTree
@@ -303,6 +304,14 @@ def test_bad_names(names: Any) -> None:
         ft.tree_axes(linear(), names)
 
 
+@pytest.mark.parametrize("names", [[eqx.nn.Linear], "Linear", 3, ft.names()])
+def test_names_that_are_no_mapping(names: Any) -> None:
+    with raises("`names=` maps classes to `ft.names(...)`; ", "is not a mapping", error=AxesError):
+        ft.tree_axes(linear(), names)
+    with raises("`names=` maps classes to `ft.names(...)`; ", "is not a mapping", error=ft.RuleError):
+        ft.AxisRules({}, names=names)
+
+
 # What cannot be determined
 
 
@@ -326,7 +335,8 @@ ERRORS: dict[str, tuple[Any, Any, list[str]]] = {
     "more dimensions": (
         Float[Array, "a b"],
         x(4, 2, 3),
-        ["has 3 dimensions", "hold layers that were stacked (by vmap or scan) in `ft.Stacked[...]`, made by"],
+        ["has 3 dimensions", "if these are several layers in one array (by vmap or scan), hold them in `ft.Stacked`",
+         "(`ft.stack` makes one); else change the annotation or the array"],
     ),
     "in a stack": (
         Stacky,
@@ -354,7 +364,8 @@ ERRORS: dict[str, tuple[Any, Any, list[str]]] = {
     "names of no field": (
         Annotated[eqx.nn.Linear, ft.names(weigth="out in", bias="out")],
         linear(),
-        ["w   Linear", "`ft.names` gives axes to `weigth`, but Linear has no such leaf; did you mean `weight`?",
+        ["axes are given to leaves that do not exist", "w   Linear",
+         "`ft.names` gives axes to `weigth`, but Linear has no such leaf; did you mean `weight`?",
          "name a leaf of Linear: `weight`, `bias`"],
     ),
     "names of a static field": (
@@ -409,8 +420,64 @@ def test_errors_are_collected() -> None:
         ft.tree_axes({"model": [wrong, wrong]})
     paths = {str(problem.path) for problem in error.value.problems}
     assert paths == {f"model.{i}.{name}" for i in (0, 1) for name in ("w", "tie", "lin")}
-    assert "the axes of 6 leaves cannot be determined" in str(error.value)
+    assert "the axes of 4 leaves cannot be determined" in str(error.value)  # a module is not a leaf
     assert [leaf.misfit is None for leaf in read({"model": [wrong]}).leaves] == [False, False, True, True]
+
+
+def test_names_for_the_root() -> None:
+    class Own(eqx.Module):
+        w: Array
+
+        def __axis_names__(self) -> Any:
+            return ft.names(v="a")
+
+    with raises("axes are given to leaves that do not exist\n\n  Own\n", "but Own has no such leaf", error=AxesError):
+        ft.tree_axes(Own(jnp.ones(2)))
+    with raises("the layout does not fit the tree on mesh (data=2)\n\n  Own\n", error=ft.ShardingError):
+        ft.plan(Own(jnp.ones(2)), ft.P(), {"data": 2})
+    with raises("the layout does not fit the tree on mesh (data=2)\n\n  m   Own\n", error=ft.ShardingError):
+        ft.plan({"m": Own(jnp.ones(2))}, ft.P(), {"data": 2})
+
+
+def states(*refs: ft.StateRef) -> Any:
+    """The state of an ensemble of three models."""
+    return eqx.filter_vmap(lambda key: ft.make_state(list(refs))[1])(jnp.arange(3))
+
+
+def test_state_of_another_rank_than_its_refs() -> None:
+    named = states(ft.StateRef(jnp.ones(4), "embed"), ft.StateRef(jnp.ones(4)), ft.StateRef(0.0))
+    found = read({"s": named}).leaves
+    assert [leaf.misfit.why for leaf in found if leaf.misfit] == [
+        'has 2 dimensions, but its `StateRef` declares 1 ("embed")',
+        "has 2 dimensions, but its `StateRef` declares 1",
+        "has 1 dimension, but its `StateRef` declares 0",
+    ]
+    assert [leaf.axes for leaf in found] == [(None, None), (None, None), (None,)]
+    said = ("s.0   f32[3, 4]\n", 'declares 1 ("embed")', "if these are several layers in one array", "(`P(...)`)")
+    for layout in (ft.AxisRules({"embed": None}), ft.FSDP("data", min_size=0), ft.FSDP("data", 0, axes="embed")):
+        with raises("3 leaves cannot be laid out", *said, error=ft.ShardingError):
+            ft.plan({"s": named}, layout, {"data": 3})
+    assert ft.plan({"s": named}, ft.P("data"), {"data": 3})["s.0"].spec == ft.P("data", None)
+    fewer = jax.tree.map(lambda x: x[0, 0] if x.ndim > 1 else x, named)
+    (first, *_) = read(fewer).leaves
+    assert first.misfit is not None and first.misfit.why.startswith("has 0 dimensions, but its")
+    assert first.misfit.remedy == "lay it out by a spec (`P(...)`), or declare all of its dimensions"
+
+
+def test_state_as_one_layer_of_a_stack_has_it() -> None:
+    """Its entries are those of all layers, and its values those of one."""
+    make = lambda key: ft.StateRef(jnp.ones(4), "embed")  # noqa: E731
+    _, state = ft.make_state(ft.stack(make, 3, jax.random.key(0)))
+    twice = ft.make_state(ft.stack(lambda key: ft.stack(make, 2, key), 3, jax.random.key(0), axis="groups"))[1]
+    rules = ft.AxisRules({"embed": "data", "layers": None, "groups": None})
+    for whole, cut, axes in (
+        (state, 0, ("layers", "embed")), (state, 1, ("embed",)), (twice, 0, ("groups", "layers", "embed")),
+        (twice, 1, ("layers", "embed")), (twice, 2, ("embed",)),
+    ):  # fmt: skip
+        sliced = jax.tree.map(lambda x, cut=cut: x[(0,) * cut], whole)
+        (leaf,) = read(sliced).leaves
+        assert (leaf.axes, leaf.stacked, leaf.misfit) == (axes, len(axes) - 1, None)
+        assert ft.plan(sliced, rules, {"data": 2})[leaf.path].spec == ft.P(*[None] * (len(axes) - 1), "data")
 
 
 # Axes and names themselves

@@ -7,8 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from checks import raises
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 from jaxtyping import Array, Float
+from meshes import mesh_of
 
 import functree as ft
 
@@ -93,9 +95,36 @@ def test_in_a_trace(kind: AxisType) -> None:
     if kind is AxisType.Explicit:
         assert told(row) == (P("data", None), "by its type", (2, 8), 64, 4, None)
     else:
-        assert (row.spec is None and row.reason.startswith("traced with Auto mesh axes")) or row.reason.startswith(
-            "traced, where"
-        )
+        assert row.spec is None and row.reason == NOT_EXPLICIT
+
+
+NOT_EXPLICIT = "traced, and not all mesh axes are Explicit: its type does not have its whole sharding"
+
+
+@pytest.mark.parametrize("explicit", [True, False])
+def test_inside_shard_map(explicit: bool) -> None:
+    mesh, rows = mesh_of(explicit), []
+
+    def f(x: Array) -> Array:
+        rows.append(ft.plan(x)[()])
+        return x
+
+    x = jax.device_put(jnp.ones((4, 8)), NamedSharding(mesh, P("data")))
+    jax.shard_map(f, mesh=mesh, in_specs=P("data"), out_specs=P("data"))(x)
+    assert told(rows[0]) == (None, NOT_EXPLICIT, (2, 8), 64, 1, None)
+
+
+def test_a_mesh_that_the_arrays_are_not_on(mesh: Mesh) -> None:
+    tree = {"x": jax.device_put(jnp.ones((4, 8)), NamedSharding(mesh, P("data"))), "y": jnp.ones(2)}
+    for same in (None, mesh, mesh.abstract_mesh, {"data": 2, "model": 4}):
+        assert ft.plan(tree, None, same)["x"].spec == P("data", None)
+    said = ("but `mesh` is (foo=2): leave `mesh` out", "give a layout too")
+    with raises("the arrays are on the mesh (data=2, model=4), ", *said, error=ft.ShardingError):
+        ft.plan(tree, None, {"foo": 2})
+    swapped = Mesh(np.array(jax.devices())[::-1].reshape(2, 4), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+    with raises("the arrays are on the mesh (data=2, model=4), of other devices, but", error=ft.ShardingError):
+        ft.plan(tree, None, swapped)
+    assert dict(ft.plan({"y": jnp.ones(2)}, None, {"foo": 2}).sizes) == {"foo": 2}  # it is on no mesh
 
 
 def test_the_output_of_a_jitted_function(mesh: Mesh) -> None:

@@ -268,7 +268,10 @@ def test_what_cannot_be_derived_is_an_error_that_names_otherwise(name: str):
     for problem in caught.value.problems:
         assert problem.path is not None and problem.shape == state[ft.Path(problem.path)].shape
         assert str(ft.Path(problem.path)) in str(caught.value)
-        assert "depends on the shapes of the parameters in a way that cannot be determined" in problem.why
+        assert problem.why == (
+            "depends on the shapes of the parameters in a way that cannot be determined, "
+            "so it cannot get the spec of a parameter"
+        )
         assert "`otherwise=P()`" in problem.remedy
     plan = ft.plan_optimizer(tx, DICT, DICT_LAYOUT, SIZES, otherwise=P())
     failed = {problem.path for problem in caught.value.problems}
@@ -300,6 +303,12 @@ def test_otherwise_is_any_layout_and_sees_the_parameters_path():
     with pytest.raises(ft.ShardingError, match="data=2 needs a multiple of 2"):
         odd = {"w": S((3, 3), jnp.float32)}
         ft.plan_optimizer(optax.flatten(adam()), odd, P(), SIZES, otherwise=P("data"))
+
+
+@pytest.mark.parametrize("otherwise", [{"w": P()}, [P()], 3])
+def test_otherwise_is_one_layout(otherwise: Any):
+    with pytest.raises(ft.RuleError, match=r"is not a layout: .*a callable \(path, leaf\) -> P$"):
+        ft.plan_optimizer(adam(), DICT, DICT_LAYOUT, SIZES, otherwise=otherwise)
 
 
 def test_otherwise_by_rules_needs_names():

@@ -11,7 +11,15 @@ from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 from meshes import EXPLICIT, MESH, lay
 from trees import x
 
-from functree.layout.placement import first_mesh, is_concrete, is_sharded_as, memory_of, mesh_of, sharding_text
+from functree.layout.placement import (
+    first_mesh,
+    is_concrete,
+    is_sharded_as,
+    memory_of,
+    mesh_of,
+    other_memory,
+    sharding_text,
+)
 
 P = PartitionSpec
 HERE = lay(jnp.ones((4, 8)), "data")
@@ -80,3 +88,15 @@ def test_in_host_memory():
 ], ids=range(6))  # fmt: skip
 def test_in_words(sharding: Any, text: str):
     assert sharding_text(sharding) == text
+
+
+@pytest.mark.parametrize(("sharding", "kind"), [
+    (NamedSharding(MESH, P()), None),
+    (NamedSharding(MESH, P(), memory_kind="device"), None),
+    (SingleDeviceSharding(DEVICES[0]), None),
+    (HERE.sharding, None),
+    (SimpleNamespace(memory_kind=None), None),
+    (NamedSharding(MESH, P(), memory_kind="pinned_host"), "pinned_host"),
+])  # fmt: skip
+def test_memory_that_is_not_the_default(sharding: Any, kind: str | None):
+    assert other_memory(sharding) == kind

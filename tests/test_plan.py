@@ -93,6 +93,8 @@ def test_a_row_by_path_tuple_and_text() -> None:
     for path in ("up", ("a.b", 1), ("a.b", "1", "up"), "0", ()):
         with pytest.raises(KeyError, match="no array at"):
             plan[path]
+    with pytest.raises(TypeError, match=r"a plan is indexed by a path, not by 0; its rows by index are in `plan.rows`"):
+        _ = plan[0]
     with pytest.raises(KeyError, match=r'did you mean `"a.b".1.up`'):
         plan['"a.b".1.pu']
     assert list(plan) == list(plan.rows) and len(plan) == 6
@@ -209,6 +211,8 @@ def test_one_array_at_two_paths() -> None:
         ft.plan([array, array], [P("data"), P()], SIZES)
     struct = jax.ShapeDtypeStruct((4,), jnp.float32)  # one description of two arrays
     assert ft.plan([struct, struct], [P("data"), P()], SIZES)["0"].spec == P("data")
+    plan = ft.plan([shared, shared], [P("data"), None], SIZES, check=False)  # `None` asks for nothing
+    assert [(str(p.path), p.why) for p in plan.problems] == [("1", "no layout was given for this array (`None`)")]
     number = np.float32(1)  # a value, and no array in some memory
     assert ft.plan([number, number], [P(), ft.on_host(P())], SIZES)["1"].memory_kind == "pinned_host"
 
@@ -287,6 +291,9 @@ def test_it_lets_the_arrays_go_and_can_be_copied() -> None:
     assert [ref() for ref in alive] == [None, None]
     for again in (pickle.loads(pickle.dumps(plan)), copy.copy(plan), copy.deepcopy(plan)):
         assert again == plan and again.specs == plan.specs
+    of_module = ft.plan(abstract(mlp()), RULES, SIZES)
+    again = pickle.loads(pickle.dumps(of_module))
+    assert again == of_module and again.specs == of_module.specs and copy.deepcopy(of_module) == of_module
 
 
 def test_what_needs_no_device() -> None:

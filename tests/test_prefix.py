@@ -1,5 +1,6 @@
 """Prefix trees of layouts: which layout stands over which leaves, and what a wrong one says."""
 
+from collections import OrderedDict
 from typing import Any
 
 import equinox as eqx
@@ -91,21 +92,25 @@ WRONG: dict[str, tuple[Any, Any, str]] = {
     "another key": (
         {"a": x()},
         {"b": P()},
-        "at the root the layouts have 1 children and the tree has 1; `b` is only in the layouts",
+        "at the root: `b` is only in the layouts; `a` is only in the tree: a tree of layouts has the keys of the tree",
     ),
-    "a key too few": (
-        {"a": x(), "b": x()},
-        {"a": P()},
-        "the layouts have 1 children and the tree has 2; `b` is only in the tree",
+    "a key too few": ({"a": x(), "b": x()}, {"a": P()}, "at the root: `b` is only in the tree: a tree of layouts"),
+    "a long list": ({"l": [x()]}, {"l": [P()] * 3}, "at `l`: `1`, `2` are only in the layouts: a tree of layouts"),
+    "many keys": ({}, {str(i): P() for i in range(9)}, '"4"`, `"5"` and 3 more are only in the layouts: a tree'),
+    "another order": (
+        {"o": OrderedDict(a=x(), b=x())},
+        {"o": OrderedDict(b=P(), a=P("data"))},
+        "at `o`: the layouts have the keys of the tree in another order: `b`, `a` instead of `a`, `b`",
     ),
-    "a long list": ([x()], [P(), P()], "the layouts have 2 children and the tree has 1; `1` is only in the layouts"),
-    "another kind": ([x()], (P(),), "at the root the layouts are a tuple and the tree is a list"),
-    "deeper": ({"a": [x()]}, {"a": {"b": P()}}, "at a the layouts are a dict and the tree is a list"),
-    "below a leaf": ({"a": x()}, {"a": [P()]}, "at a the layouts are a list and the tree is a leaf"),
-    "below None": ({"a": None}, {"a": {"b": P()}}, "at a the layouts are a dict and the tree is a leaf"),
-    "no layout": ({"a": x()}, {"a": 3}, "3 is not a layout"),
-    "a text": ({"a": x()}, {"a": "data"}, "'data' is not a layout"),
-    "no layout at all": (x(), 3, "3 is not a layout"),
+    "another kind": ([x()], (P(),), "at the root: the layouts are a tuple and the tree is a list"),
+    "deeper": ({"a": [x()]}, {"a": {"b": P()}}, "at `a`: the layouts are a dict and the tree is a list"),
+    "below a leaf": ({"a": x()}, {"a": [P()]}, "at `a`: the layouts are a list and the tree is a leaf"),
+    "below None": ({"a": None}, {"a": {"b": P()}}, "at `a`: the layouts are a dict and the tree is a leaf"),
+    "no layout": ({"a": x()}, {"a": 3}, "at `a`: 3 is not a layout: write `P(...)`, "),
+    "no tree of layouts": ({"a": x()}, {"a": 3}, "or a callable (path, leaf) -> P, or a tree of these"),
+    "a text": ({"a": [x()]}, {"a": ["data"]}, "at `a.0`: 'data' is not a layout"),
+    "no layout at all": (x(), 3, "at the root: 3 is not a layout"),
+    "an invalid spec": ({"a": x()}, {"a": P(3)}, "at `a`: P(3): 3 is neither a mesh axis"),  # type: ignore[arg-type]
 }
 
 

@@ -396,6 +396,10 @@ NONSENSE: dict[str, tuple[Any, str]] = {
     "no pairs": (["batch"], "'batch' is neither"),
     "three": ([("batch", "data", "model")], "('batch', 'data', 'model') is neither"),
     "a name that is none": ({"a b": "data"}, "'a b' is not an axis name"),
+    "the text of no name": (
+        {"_": "data"},
+        "'_' is not an axis name: the left side of a rule is an identifier (not `_`)",
+    ),
     "a number as name": ({3: "data"}, "3 is not an axis name"),
     "None as name": ({None: "data"}, "None is not an axis name"),
     "a number as mesh axis": ({"a": 3}, "rule a→3: the right side is a mesh axis, a tuple of them, or `None`"),

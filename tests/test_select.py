@@ -578,7 +578,7 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], list[str]]] = {
     ),
     "set_each": (
         lambda: ft.select(model()).under(Norm).set_each([1]),
-        FunctreeError, ["set_each has 1 value for 3 parts", 'layers.1, pair.0, heads."a.b"   Norm'],
+        FunctreeError, ["set_each has 1 value for 3 parts", 'layers.1, pair.0, heads."a.b"   Norm', "Try: give one"],
     ),
     "set_each of nothing": (
         lambda: ft.select(model()).where("nothing").set_each([1, 2]), FunctreeError, ["2 values for 0 parts"],
@@ -618,6 +618,9 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], list[str]]] = {
         lambda: ft.select(model()).at(lambda m: (m, m.act)), FunctreeError, ["`act` is inside `Model`"],
     ),
     "under a number": (lambda: ft.select(model()).under(3), FunctreeError, ["under takes a class", "not 3"]),
+    "under a class with arguments": (
+        lambda: ft.select(model()).under(list[int]), FunctreeError, ["not list[int]; write `list`: the arguments"],
+    ),
     "under a text": (lambda: ft.select(model()).under("Norm"), FunctreeError, ["under takes a class", "not 'Norm'"]),
     "where a number": (lambda: ft.select(model()).where(3), RuleError, ["3 is not a filter", "write a glob"]),
     "where a bad glob": (lambda: ft.select(model()).where("a..b"), RuleError, ["'a..b'"]),

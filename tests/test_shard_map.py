@@ -378,6 +378,16 @@ def test_statics_are_told_apart_by_type_and_value():
     assert [(type(s), s) for s in seen] == [(type(s), s) for s in (1, True, 1.0, "one", None, jnp.tanh)]
 
 
+def test_a_named_sharding_is_in_device_memory():
+    for kind in (None, "device"):
+        named = NamedSharding(MESH, P("data"), memory_kind=kind)
+        doubled = ft.shard_map(lambda x: 2 * x, mesh=MESH, in_specs=(named,), out_specs=named)
+        assert doubled(jnp.ones((4, 8))).sharding.is_equivalent_to(named, 2)
+    host = NamedSharding(MESH, P("data"), memory_kind="pinned_host")
+    with raises("is laid out in pinned_host, but shard_map moves no array to another memory"):
+        ft.shard_map(lambda x: x, mesh=MESH, in_specs=(host,), out_specs=P("data"))(jnp.ones((4, 8)))
+
+
 def test_prefix_trees():
     tree = {"a": X, "b": [X, (X, "text")]}
     specs = {"a": P("x"), "b": [P(), P("x")]}
@@ -620,7 +630,7 @@ NONSENSE = [
     ({"in_specs": {"y": P()}}, ft.RuleError, r"<lambda> has no parameter 'y'.*its parameters are x"),
     ({"in_specs": 3}, ft.RuleError, r"in_specs: 3 is neither a layout, nor one for each"),
     ({"in_specs": (3,)}, ft.RuleError, r"3 is not a layout"),
-    ({"in_specs": ({"a": P()},)}, ft.RuleError, r"at x the layouts are a dict and the tree is a leaf"),
+    ({"in_specs": ({"a": P()},)}, ft.RuleError, r"at `x`: the layouts are a dict and the tree is a leaf"),
     (
         {"in_specs": P("dta")},
         ft.ShardingError,

@@ -98,7 +98,7 @@ def test_silent_failure_6_a_stack_without_its_name() -> None:
     for layout in (rules, ft.FSDP("data", min_size=0)):
         text = refused({"blocks": bare}, layout)
         assert 'blocks.up   f32[8, 8, 16]\n      has 3 dimensions; `Float[Array, "embed hidden"]` has 2' in text
-        assert "hold layers that were stacked (by vmap or scan) in `ft.Stacked[...]`" in text
+        assert "several layers in one array (by vmap or scan), hold them in `ft.Stacked`" in text
     stacked = ft.Stacked(bare, axis="layers")
     plan = ft.plan(stacked, rules, SIZES)
     assert plan["layer.up"].spec == P(None, "data", "model")

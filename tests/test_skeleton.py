@@ -1,9 +1,11 @@
 """Skeletons, and the code that is written for them: laws for trees of all kinds, with `jax.tree` as the oracle."""
 
 import collections
+import copy
 import dataclasses
 import enum
 import functools
+import pickle
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -295,6 +297,32 @@ def test_what_cannot_be_hashed():
 def test_the_paths_are_those_of_the_walk(tree: Any):
     assert Skeleton.of(tree).paths == tuple(leaf.path for leaf in read(tree).leaves)
     assert Skeleton.of(tree) == read(tree).skeleton
+
+
+COPIED = {
+    "module": Pair([jnp.ones(2), None], {"k": Method(jnp.ones(3))}, "static"),
+    "of Equinox": eqx.nn.GRUCell(2, 3, key=jax.random.key(0)),
+    "of functree": ft.nn.MLP(4, 8, key=jax.random.key(0)),
+    "stacked": ft.stack(lambda key: ft.nn.MLP(4, 8, key=key), 3, jax.random.key(0)),
+    "packed": ft.pack(Pair(jnp.ones(2), (1, "text"))),
+    "with state": ft.make_state([ft.nn.BatchNorm(4)]),
+    "registered": Registered(jnp.ones(2), 3),
+    "containers": [Point(jnp.ones(1), 1), collections.OrderedDict(b=jnp.ones(1), a=2), {"d": None}],
+    "an array": jnp.ones(2),
+    "nothing": None,
+}
+
+
+@pytest.mark.parametrize("case", COPIED)
+def test_pickled_and_copied(case: str):
+    tree = COPIED[case]
+    static, arrays = ft.split(tree)
+    _ = static.build, static.take  # generated functions are no part of a copy
+    for again in (pickle.loads(pickle.dumps(static)), copy.copy(static), copy.deepcopy(static)):
+        assert again == static and hash(again) == hash(static) and again.paths == static.paths
+        assert jax.tree.structure(ft.merge(again, arrays)) == jax.tree.structure(tree)
+    packed = ft.pack(tree)
+    assert pickle.loads(pickle.dumps(packed)).static == copy.deepcopy(packed).static == packed.static
 
 
 @given(TREES)

@@ -15,6 +15,7 @@ from checks import refused
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
 from meshes import SIZES
+from trees import mlp
 
 import functree as ft
 
@@ -104,6 +105,22 @@ def test_the_first_match_wins() -> None:
     }
 
 
+def test_the_filter_is_named_after_the_reasons_of_earlier_layouts() -> None:
+    tree = {"w": mlp(), "v": mlp()}
+    rules = ft.AxisRules({"embed": None, "hidden": "model"})
+    fsdp = ft.FSDP("data", min_size=0)
+    inner = ft.StateSharding({"**.up": fsdp, ...: P()})
+    plan = ft.plan(tree, rules | ft.StateSharding({"w.**": inner, ...: rules}), SIZES)
+    largest = 'FSDP: "embed" is the largest unsharded dimension'
+    assert plan["w.up"].reason == f"embed→None, hidden→model; 'w.**': '**.up': {largest}"
+    assert plan["w.down"].reason == "hidden→model, embed→None; 'w.**': ...: P() as given"
+    assert plan["v.up"].reason == "embed→None, hidden→model; ...: embed→None, hidden→model"
+    first = ft.plan(tree, ft.StateSharding({"w.**": fsdp, ...: rules}) | fsdp, SIZES)
+    assert first["v.up"].reason == f"...: embed→None, hidden→model; {largest}"
+    unmatched = ft.plan(tree, rules | ft.StateSharding({"w.**": fsdp}), SIZES, check=False)
+    assert unmatched["v.up"].reason == "embed→None, hidden→model" and len(unmatched.problems) == 2
+
+
 def test_pairs_and_mappings_are_the_same() -> None:
     pairs = [("**.bias", P()), (..., P("data"))]
     assert ft.StateSharding(pairs) == ft.StateSharding(dict(pairs)) == ft.StateSharding([list(pair) for pair in pairs])
@@ -178,8 +195,8 @@ def test_a_filter_that_matches_nothing() -> None:
 def test_a_filter_that_earlier_ones_hide() -> None:
     text = refused(net(), ft.StateSharding({"layers.**": P(), "**.bias": P("data"), ...: P()}))
     assert (
-        "filter '**.bias'\n      is never used: earlier filters match all of its leaves "
-        "(layers.0.bias by 'layers.**')" in text
+        "filter '**.bias'\n      is never used: earlier filters match all of its leaves; "
+        "`layers.0.bias` is matched by 'layers.**'" in text
     )
     assert "write it before them, or remove it" in text
     # one leaf left is enough
@@ -208,6 +225,7 @@ def test_unused_says_what_to_do() -> None:
         "filter '**.bais' matches no lea",
         "filter '**.bias' is never used:",
     ]
+    assert {w.filename for w in caught} == {__file__}  # the line of the call
     # unmatched leaves are an error all the same
     with pytest.raises(ft.ShardingError, match="no filter matches it"):
         ft.plan(net(), ft.StateSharding({"conv.*": P()}, unused="ignore"), SIZES)

@@ -399,8 +399,10 @@ def test_missing_gradients_are_named():
     with raises("2 parameters cannot be updated", "down", "has no gradient", "bias", "ft.grad(loss, wrt=...)"):
         ft.apply_gradients(ts, ft.grad(loss, wrt="up")(ts.model))
     wrong = eqx.tree_at(lambda g: g.up, ft.grad(loss)(ts.model), jnp.ones((16, 3)))
-    with raises("1 parameter cannot be updated", "up   f32[16, 32]", "has a gradient f32[16, 3]"):
+    said = ("needs a gradient of its shape, but got f32[16, 3]", "Try: pass the gradient of this model, from `ft.grad`")
+    with raises("1 parameter cannot be updated", "up   f32[16, 32]", *said) as caught:
         ft.apply_gradients(ts, wrong)
+    assert "filter" not in str(caught.value)
 
 
 def test_state_is_handed_on():
@@ -409,9 +411,23 @@ def test_state_is_handed_on():
     assert ft.apply_gradients(ts, gradients).state is ts.state
     state = ts.state.set(ts.model.norm.mean, jnp.ones(32))
     assert ft.apply_gradients(ts, gradients, state=state).state is state
-    other = ft.make_state(ft.StateRef(0))[1]
-    with raises("apply_gradients got State(", "of another model?", error=ft.StateError):
-        ft.apply_gradients(ts, gradients, state=other)
+    has = "but the model has a State of `norm.mean` (hidden), `norm.var` (hidden): is it the state of another model?"
+    for other, got in OTHER_STATES:
+        with raises(f"apply_gradients got {got}, {has}", error=ft.StateError):
+            ft.apply_gradients(ts, gradients, state=other)
+    without = ft.TrainState.create({"w": jnp.ones(2)}, optax.sgd(1.0))
+    with raises("apply_gradients got a State of", "but the model has no state: ", error=ft.StateError):
+        ft.apply_gradients(without, {"w": jnp.ones(2)}, state=ts.state)
+
+
+OTHER_STATES: list[tuple[Any, str]] = [
+    (ft.make_state({"a": ft.StateRef(jnp.ones(5000))})[1], "a State of `a`"),
+    (ft.make_state({"norm": {"mean": ft.StateRef(0.0), "var": ft.StateRef(0.0)}})[1],
+     "a State of `norm.mean`, `norm.var`"),
+    (ft.make_state([ft.StateRef(0) for _ in range(9)])[1], "a State of `0`, `1`, `2`, `3`, `4`, `5`, 3 more"),
+    (ft.make_state({})[1], "an empty State"),
+    ({"a": jnp.ones(2)}, "a dict"),
+]  # fmt: skip
 
 
 # The average
@@ -609,8 +625,12 @@ def test_state_that_is_declared_in_equinox_way_is_an_error():
 
 
 def test_swapped_arguments():
-    with pytest.raises(ft.FunctreeError, match=r"a Linear is not an optimizer: call `TrainState.create\(model, tx\)`"):
-        ft.TrainState.create(TX, ft.nn.Linear(2, 2, key=jax.random.key(0)))  # type: ignore[arg-type]
+    layer = ft.nn.Linear(2, 2, key=jax.random.key(0))
+    said = "a Linear is not an optimizer: the argument `tx` is an optax GradientTransformation, which has `init` and"
+    with raises(said):
+        ft.TrainState.create(TX, layer)  # type: ignore[arg-type]
+    with raises(said):
+        ft.plan_optimizer(layer, TX, P(), SIZES)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("pattern", [ft.glob("weigth"), ft.glob("**.weigth"), re.compile("weigth")], ids=repr)
@@ -631,3 +651,50 @@ def test_a_field_that_a_subclass_adds_is_laid_out_by_the_layout():
     plan = ft.plan(more, ft.AxisRules({"embed": None, "hidden": "model"}), {"model": 4}, check=False)
     assert plan["target.weight"].spec == plan["model.weight"].spec == P(None, "model")
     assert plan["step"].spec == P()
+
+
+class Averaging(ft.TrainState[Any]):
+    """A subclass with a field of its own, which its own constructor fills."""
+
+    target: Any
+    name: str = eqx.field(static=True)
+    told: str = eqx.field(static=True, init=False)
+
+    def __init__(self, ts: ft.TrainState[Any]):
+        self.step, self.model, self.opt_state, self.state = ts.step, ts.model, ts.opt_state, ts.state
+        self.key, self.tx, self.wrt = ts.key, ts.tx, ts.wrt
+        self.target, self.name, self.told = ts.model, "mine", "once"
+
+
+@pytest.mark.parametrize("jit", [False, True])
+def test_a_subclass_stays_one(jit: bool):
+    ts = Averaging(ft.TrainState.create(net(), optax.sgd(0.5), key=jax.random.key(1)))
+
+    def step(ts: Averaging) -> Averaging:
+        return ft.apply_gradients(ts, ft.grad(loss)(ts.model))
+
+    after = (ft.jit(step) if jit else step)(ts)
+    assert type(after) is Averaging and jax.tree.structure(after) == jax.tree.structure(ts)
+    assert (after.name, after.told) == ("mine", "once") and after.wrt is ts.wrt and int(after.step) == 1
+    assert jnp.array_equal(after.target.up, ts.model.up) and not jnp.array_equal(after.model.up, ts.model.up)
+    plain = ft.apply_gradients(ft.TrainState.create(net(), optax.sgd(0.5)), ft.grad(loss)(ts.model))
+    assert jnp.allclose(after.model.up, plain.model.up)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_an_abstract_model_has_an_abstract_training_state(optimizer: str):
+    tx = OPTIMIZERS[optimizer]()
+    ts = ft.TrainState.create(ft.abstract(net)(), tx)
+    assert not any(isinstance(x, jax.Array) for x in jax.tree.leaves(ts))
+    concrete = ft.TrainState.create(net(), tx)
+    assert described(ts) == described(concrete)
+
+
+def test_one_abstract_parameter_is_enough():
+    ts = ft.TrainState.create({"a": jnp.ones(2), "b": jax.ShapeDtypeStruct((3,), jnp.float32)}, optax.adam(1e-3))
+    assert isinstance(ts.opt_state[0].mu["a"], jax.ShapeDtypeStruct) and isinstance(ts.step, jax.ShapeDtypeStruct)
+
+
+def described(tree: Any) -> list[Any]:
+    arrays = [x for x in jax.tree.leaves(tree) if hasattr(x, "shape")]
+    return [(x.shape, x.dtype, bool(getattr(x, "weak_type", False))) for x in arrays]

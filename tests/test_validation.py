@@ -81,7 +81,12 @@ def test_the_spec_of_axes_alone() -> None:
         spec_of_axes(rules, ft.Axes("a", "c"), (3, 3), MESH)
     text = str(caught.value)
     assert text.startswith('"a c" cannot be laid out on mesh (data=2, model=4)\n')
-    assert all(said in text for said in ("no axis `nowhere`", "has size 3;", "no rule names `c`", "(the array)"))
+    assert all(said in text for said in ("no axis `nowhere`", "has size 3;", "no rule names `c`"))
+    assert '\n  "a c" of shape (3, 3)\n' in text and "f32" not in text and "(the array)" not in text
+    with pytest.raises(ft.ShardingError) as caught:
+        spec_of_axes(rules, ft.Axes("a", "c"), None, None)
+    assert '\n  "a c"\n      no rule names `c`' in str(caught.value) and "0" not in str(caught.value)
+    assert caught.value.problems[0][:2] == (None, None)
 
 
 def test_one_error_for_a_tree() -> None:

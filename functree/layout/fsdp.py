@@ -12,6 +12,7 @@ from functree.layout.layout import Layout, Resolution, as_layout
 from functree.layout.meshes import MeshView
 from functree.layout.specs import axes_text, spec_text
 from functree.layout.validation import RULE, missing_axes
+from functree.tree.axes import is_axis_name
 from functree.tree.leaf import Leaf
 from functree.values import Value
 
@@ -56,8 +57,11 @@ class FSDP(Value, Layout):
         if not mesh_axes or len(set(mesh_axes)) < len(mesh_axes):
             raise RuleError(f"FSDP({axis!r}): the first argument is a mesh axis, or several different ones")
         named = _names(axes.split() if isinstance(axes, str) else axes)
-        if axes is not None and not named:
-            raise RuleError(f"FSDP: axes={axes!r} is not a list of axis names; leave it out for every axis")
+        if axes is not None and not (named and all(map(is_axis_name, named))):
+            raise RuleError(
+                f"FSDP: axes={axes!r} is not a list of axis names, such as `('embed', 'hidden')` or `'embed hidden'`; "
+                "leave it out for every axis"
+            )
         if type(min_size) is not int or min_size < 0:
             raise RuleError(f"FSDP: min_size={min_size!r}: give a number of elements, 0 or more")
         if otherwise is not None and not isinstance(otherwise, PartitionSpec):

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from jax.sharding import AbstractMesh, Mesh
 
+from functree.errors import RuleError
 from functree.layout.decision import Decision
 from functree.layout.layout import Layout, LayoutLike, Resolution, as_layout
 from functree.layout.meshes import MeshView
@@ -41,10 +42,12 @@ def on_host(layout: LayoutLike) -> Layout:
         layout: any layout.
 
     Raises:
-        RuleError: the argument is not a layout.
+        RuleError: the argument is not a layout, or is None.
 
     Examples:
         >>> ft.plan(jnp.ones((4, 8)), ft.on_host(ft.P("data")), {"data": 2})[()].memory_kind
         'pinned_host'
     """
+    if layout is None:
+        raise RuleError("`on_host` takes a layout, and `None` is not one: write `P()` to replicate")
     return OnHost(as_layout(layout))

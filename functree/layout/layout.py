@@ -10,6 +10,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from functree.errors import Problem, RuleError
 from functree.layout.decision import Decision, apply_spec, decide_each, whole
 from functree.layout.meshes import MeshView
+from functree.layout.placement import other_memory
 from functree.layout.specs import invalid_entry, spec_text
 from functree.tree.axes import Names
 from functree.tree.leaf import Leaf
@@ -235,12 +236,14 @@ def as_layout(value: Any) -> Layout:
                 raise RuleError(f"{spec_text(value)}: {invalid}")
             return Fixed(value)
         case NamedSharding():
-            return Fixed(value.spec, value.mesh, value.memory_kind)
+            # Default memory is None here, as for a bare spec: it does not replace the memory of an earlier layout.
+            return Fixed(value.spec, value.mesh, other_memory(value))
         case None:
             return Unspecified()
     if _is_function(value):
         return Computed(value)
-    raise RuleError(
-        f"{value!r} is not a layout: write `P(...)`, `AxisRules`, `FSDP`, `StateSharding`, a `Plan`, a callable "
-        "(path, leaf) -> P, or a tree of these"
-    )
+    raise RuleError(f"{value!r} is not a layout: write {LAYOUTS}")
+
+
+LAYOUTS = "`P(...)`, `AxisRules`, `FSDP`, `StateSharding`, a `Plan`, or a callable (path, leaf) -> P"
+"""What a user can write for a layout, in messages."""

@@ -7,7 +7,7 @@ import jax
 from jax.core import Tracer
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
-from functree.layout.meshes import MeshView
+from functree.layout.meshes import mesh_view
 from functree.layout.specs import spec_text
 
 
@@ -40,6 +40,12 @@ def memory_of(sharding: Any) -> str:
     return sharding.memory_kind or "device"
 
 
+def other_memory(sharding: Any) -> str | None:
+    """The memory kind of a sharding; None if it is the default kind, which JAX writes as "device"."""
+    kind = memory_of(sharding)
+    return None if kind == "device" else kind
+
+
 def sharding_text(sharding: Any) -> str:
     """The text of a sharding: `P('data') on (data=8)`."""
     if sharding is None:
@@ -47,5 +53,6 @@ def sharding_text(sharding: Any) -> str:
     if not isinstance(sharding, NamedSharding):
         devices = sorted(str(device) for device in sharding.device_set)
         return f"on {devices[0]}" if len(devices) == 1 else f"on {len(devices)} devices"
-    kind = "" if memory_of(sharding) == "device" else f" in {sharding.memory_kind}"
-    return f"{spec_text(sharding.spec)} on {MeshView(dict(sharding.mesh.shape))}{kind}"
+    kind = other_memory(sharding)
+    where = f"{spec_text(sharding.spec)} on {mesh_view(sharding.mesh)}"
+    return where if kind is None else f"{where} in {kind}"

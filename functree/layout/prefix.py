@@ -1,13 +1,13 @@
 """A prefix tree of layouts and a tree ─► each layout with the subtree that it is for."""
 
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jax.tree_util import tree_map, tree_structure
 
-from functree.errors import RuleError
-from functree.layout.layout import Layout, LayoutTree, as_layout, is_layout
+from functree.errors import MAX_PATHS, RuleError
+from functree.layout.layout import LAYOUTS, Layout, LayoutLike, LayoutTree, as_layout, is_layout
 from functree.tree.interfaces import PackedTree
 from functree.tree.nodes import children
 from functree.tree.paths import Path
@@ -56,8 +56,9 @@ def broadcast(prefix: LayoutTree, tree: Any) -> list[Part]:
 
 
 def _parts(prefix: LayoutTree, tree: Any, path: Path) -> Iterator[Part]:
+    where = f"`{path}`" if path else "the root"
     if is_layout(prefix):
-        layout, found = as_layout(prefix), dict(_deriving(tree, Path()))
+        layout, found = _written(prefix, where), dict(_deriving(tree, Path()))
         if found:
             # One call for all of them: the derived layout has to know the paths of all such modules.
             first = next(iter(found.values()))
@@ -66,20 +67,15 @@ def _parts(prefix: LayoutTree, tree: Any, path: Path) -> Iterator[Part]:
         return
     layouts, nodes = children(prefix), children(tree)
     if layouts is None:
-        as_layout(prefix)  # raises: a leaf of the prefix tree that is not a layout
-    where = str(path) or "the root"
-    if nodes is None or layouts is None or type(prefix) is not type(tree):
+        raise RuleError(f"at {where}: {prefix!r} is not a layout: write {LAYOUTS}, or a tree of these")
+    if nodes is None or type(prefix) is not type(tree):
         raise RuleError(
-            f"at {where} the layouts are a {_kind(prefix)} and the tree is a {_kind(tree)}; "
+            f"at {where}: the layouts are a {_kind(prefix)} and the tree is a {_kind(tree)}; "
             "a tree of layouts has the tree's own structure down to each layout"
         )
     have, want = [key for key, _ in layouts], [key for key, _ in nodes]
     if have != want:
-        odd = [key for key in have if key not in want] or [key for key in want if key not in have]
-        raise RuleError(
-            f"at {where} the layouts have {len(have)} children and the tree has {len(want)}; "
-            f"`{Path((odd[0],))}` is only in {'the layouts' if odd[0] in have else 'the tree'}"
-        )
+        raise RuleError(f"at {where}: {_difference(have, want)}")
     for (key, below), (_, node) in zip(layouts, nodes, strict=True):
         yield from _parts(below, node, path / key)
 
@@ -93,6 +89,34 @@ def _deriving(tree: Any, path: Path) -> Iterator[tuple[Path, DerivesLayout]]:
     elif isinstance(tree, list | tuple | dict):
         for key, child in children(tree) or ():
             yield from _deriving(child, path / key)
+
+
+def _written(layout: LayoutLike, where: str) -> Layout:
+    """A layout of a prefix tree. Raises RuleError with the path for one that is invalid."""
+    try:
+        return as_layout(layout)
+    except RuleError as error:
+        raise RuleError(f"at {where}: {error}") from error
+
+
+def _difference(have: Sequence[Any], want: Sequence[Any]) -> str:
+    """How the keys of the layouts differ from those of the tree, for messages."""
+    parts: list[str] = []
+    for keys, others, where in ((have, want, "the layouts"), (want, have, "the tree")):
+        lost = [key for key in keys if key not in others]
+        if lost:
+            parts.append(f"{_listed(lost)} {'is' if len(lost) == 1 else 'are'} only in {where}")
+    if not parts:
+        # For JAX, an `OrderedDict` with another order has another structure.
+        return f"the layouts have the keys of the tree in another order: {_listed(have)} instead of {_listed(want)}"
+    return "; ".join(parts) + ": a tree of layouts has the keys of the tree"
+
+
+def _listed(keys: Sequence[Any]) -> str:
+    """The first few keys, for messages."""
+    text = ", ".join(f"`{Path((key,))}`" for key in keys[:MAX_PATHS])
+    rest = len(keys) - MAX_PATHS
+    return f"{text} and {rest} more" if rest > 0 else text
 
 
 def _kind(value: Any) -> str:

@@ -21,7 +21,8 @@ from functree.layout.layout import Layout, Resolution, written_pairs
 from functree.layout.meshes import MeshLike, MeshView, mesh_view
 from functree.layout.specs import axes_text, entry
 from functree.layout.validation import RULE, missing_axes, spec_of_axes
-from functree.tree.axes import Axes, Names
+from functree.tree.annotations.given_names import invalid_names
+from functree.tree.axes import Axes, Names, is_axis_name
 from functree.tree.leaf import Leaf
 from functree.values import Value
 
@@ -62,7 +63,7 @@ class AxisRules(Value, Layout):
         self._set(
             rules=tuple(_rule(name, value) for name, value in pairs if name is not ...),
             closed=_closed(pairs),
-            names=tuple(_checked_names({} if names is None else names)),
+            names=_checked_names({} if names is None else names),
         )
         _check_reachable(self.rules)
 
@@ -147,15 +148,18 @@ class AxisRules(Value, Layout):
             decision: what is decided about the leaf.
         """
         name = leaf.axes[dim]
+        mentioned = name in self.mentioned
         if dimension.settled or ruled or name is None:
-            return dimension._replace(settled=True, fault=None, closed=dimension.closed and name not in self.mentioned)
+            return dimension._replace(settled=True, fault=None, closed=dimension.closed and not mentioned)
         if self.closed:
-            return dimension._replace(settled=True, fault=None, closed=name not in self.mentioned)
-        if name not in self.mentioned:
+            return dimension._replace(settled=True, fault=None, closed=not mentioned)
+        if not mentioned:
             # Rules before these may name the axis, and may have found a fault (all mesh axes are used). That fault
             # says more than "no rule names it".
             return dimension._replace(fault=dimension.fault or self._unmentioned(name))
-        return dimension._replace(fault=None if dimension.mesh_axes else self._blocked(leaf, name, decision))
+        if dimension.mesh_axes:
+            return dimension._replace(fault=None)
+        return dimension._replace(fault=self._blocked(leaf, name, decision))
 
     def _blocked(self, leaf: Leaf, name: str, decision: Decision) -> Fault:
         """The fault that the mesh axes of all rules for an axis are used by other dimensions."""
@@ -259,8 +263,8 @@ def _reason(leaf: Leaf, start: Decision, reasons: Mapping[int, str], closed: boo
 
 def _rule(name: Any, value: Any) -> Rule:
     """One rule that a user wrote. Raises RuleError if it is invalid."""
-    if not isinstance(name, str) or not name.isidentifier():
-        raise RuleError(f"{name!r} is not an axis name: the left side of a rule is an identifier, or `...`")
+    if not is_axis_name(name):
+        raise RuleError(f"{name!r} is not an axis name: the left side of a rule is an identifier (not `_`), or `...`")
     if value is not None and not isinstance(value, str | tuple | list):
         raise RuleError(f"rule {name}→{value!r}: the right side is a mesh axis, a tuple of them, or `None`")
     if value is None:
@@ -296,11 +300,9 @@ def _check_reachable(rules: Sequence[Rule]) -> None:
             unsharded.add(name)
 
 
-def _checked_names(names: Mapping[type, Names]) -> Iterable[tuple[type, Names]]:
+def _checked_names(names: Mapping[type, Names]) -> tuple[tuple[type, Names], ...]:
     """The pairs of a `names=`. Raises RuleError if it is invalid."""
-    if not isinstance(names, Mapping):
-        raise RuleError(f"`names=` maps classes to `ft.names(...)`; {names!r} is not a mapping")
-    for cls, given in names.items():
-        if not isinstance(cls, type) or not isinstance(given, Names):
-            raise RuleError(f"`names=` maps classes to `ft.names(...)`, not {cls!r} to {given!r}")
-        yield cls, given
+    invalid = invalid_names(names)
+    if invalid is not None:
+        raise RuleError(invalid)
+    return tuple(names.items())

@@ -1,5 +1,6 @@
 """Ordered filters and their layouts ─► `StateSharding`, in which the first filter that matches a leaf decides."""
 
+import inspect
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from types import EllipsisType, UnionType
@@ -21,7 +22,7 @@ from functree.layout.layout import (
 )
 from functree.layout.meshes import MeshView
 from functree.tree.axes import Names
-from functree.tree.filters.filter import Everything, Filter, FilterLike, as_filter
+from functree.tree.filters.filter import Everything, Filter, FilterLike, as_filter, path_glob
 from functree.tree.filters.first_match import FirstMatch
 from functree.tree.leaf import Leaf
 from functree.tree.paths import Path
@@ -94,7 +95,7 @@ class StateSharding(Value, Layout):
             if not is_layout(value):
                 raise RuleError(f"{path}: {value!r} is not a PartitionSpec")
             # A single spec has an empty path, which is not a glob.
-            pairs.append((str(path) if keys else ..., value))
+            pairs.append((path_glob(path) if keys else ..., value))
         return cls(pairs)
 
     @property
@@ -111,34 +112,34 @@ class StateSharding(Value, Layout):
         return next((layout.own_mesh for layout in self._layouts if layout.own_mesh is not None), None)
 
     def resolve(self, leaves: Sequence[Leaf], mesh: MeshView, before: Sequence[Decision] | None = None) -> Resolution:
-        choices = [self._chosen(leaf) for leaf in leaves]
-        decisions: list[Any] = [None] * len(leaves) if before is None else list(before)
+        groups = self._groups(leaves)
+        decided: dict[int, Decision] = {}
         problems: list[Problem] = []
         unused: list[str] = []
-        # Each layout decides about all of its leaves at once. The groups have the positions of their leaves, because
-        # the decisions are returned in the order of all leaves.
-        groups: dict[int | None, list[int]] = {}
-        for position, choice in enumerate(choices):
-            groups.setdefault(choice, []).append(position)
         for choice, positions in groups.items():
-            if choice is None:
-                problems += [self._unmatched(leaves[p]) for p in positions]
-                if before is None:
-                    for p in positions:
-                        decisions[p] = whole(leaves[p])
-                continue
             group = [leaves[p] for p in positions]
-            found = self._layouts[choice].resolve(group, mesh, before and [before[p] for p in positions])
-            named = f"{_written(self.filters[choice])}: "
-            # Many leaves share one decision object, and the plan computes sizes and text once for each object. So the
-            # filter is added to the reason once for each object too, and not for each leaf.
-            renamed = {id(d): d._replace(reason=named + d.reason) for d in {id(d): d for d in found.decisions}.values()}
-            for position, decision in zip(positions, found.decisions, strict=True):
-                decisions[position] = renamed[id(decision)]
+            earlier = None if before is None else [before[p] for p in positions]
+            if choice is None:
+                problems += map(self._unmatched, group)
+                decided.update(zip(positions, earlier or map(whole, group), strict=True))
+                continue
+            found = self._layouts[choice].resolve(group, mesh, earlier)
+            renamed = _renamed(found.decisions, earlier, _written(self.filters[choice]))
+            decided.update(zip(positions, renamed, strict=True))
             problems += found.problems
             unused += found.unused
         problems += self._dead(leaves, groups)
-        return Resolution(decisions, tuple(problems), tuple(unused))
+        return Resolution([decided[p] for p in range(len(leaves))], tuple(problems), tuple(unused))
+
+    def _groups(self, leaves: Sequence[Leaf]) -> dict[int | None, list[int]]:
+        """The positions of the leaves that each filter decides about: a layout decides about all of its leaves at once.
+
+        Leaves that no filter matches are at None.
+        """
+        groups: dict[int | None, list[int]] = {}
+        for position, leaf in enumerate(leaves):
+            groups.setdefault(self._chosen(leaf), []).append(position)
+        return groups
 
     @property
     def tolerant(self) -> "StateSharding":
@@ -159,7 +160,7 @@ class StateSharding(Value, Layout):
         if len(self.filters) > 8:
             listed += " and others"
         why = "no filter matches it; " + (f"the filters are {listed}" if listed else "there are no filters")
-        return Problem(leaf.path, leaf.shape, leaf.text, why, "add a filter for it, or `...: P()` as the last one")
+        return leaf.problem(why, "add a filter for it, or `...: P()` as the last one")
 
     def _dead(self, leaves: Sequence[Leaf], groups: Mapping[int | None, Any]) -> list[Problem]:
         """The problems of filters that decide about no leaf."""
@@ -173,7 +174,7 @@ class StateSharding(Value, Layout):
                 problems.append(self._dead_problem(i, [leaf for leaf in leaves if item(leaf)]))
         if self.unused == "warn":
             for problem in problems:
-                warnings.warn(f"{problem.what} {problem.why}", stacklevel=2)
+                _warn(f"{problem.what} {problem.why}")
             return []
         return problems
 
@@ -184,7 +185,8 @@ class StateSharding(Value, Layout):
             remedy = 'correct the filter, remove it, or write `unused="ignore"`'
             return Problem(None, None, what, "matches no leaf", remedy)
         first = self.filters[self._chosen(hidden[0]) or 0]
-        why = f"is never used: earlier filters match all of its leaves ({hidden[0].path} by {_written(first)})"
+        by = f"`{hidden[0].path}` is matched by {_written(first)}"
+        why = f"is never used: earlier filters match all of its leaves; {by}"
         return Problem(None, None, what, why, "write it before them, or remove it")
 
     def _parts(self) -> tuple[Any, ...]:
@@ -199,6 +201,30 @@ class StateSharding(Value, Layout):
         if self.unused == "error":
             return f"StateSharding({table})"
         return f"StateSharding({table}, unused={self.unused!r})"
+
+
+def _renamed(found: Sequence[Decision], before: Sequence[Decision] | None, name: str) -> list[Decision]:
+    """Decisions with the name of a filter in their reasons: before what its layout has added to the earlier reason."""
+    # Many leaves share one decision object, and the plan computes sizes and text once for each object. So a decision is
+    # renamed once for each object too, and not for each leaf.
+    known: dict[tuple[int, int], Decision] = {}
+    renamed: list[Decision] = []
+    for i, decision in enumerate(found):
+        earlier = "" if before is None else before[i].reason
+        key = (id(decision), 0 if before is None else id(before[i]))
+        if key not in known:
+            added = decision.reason.removeprefix(earlier).lstrip(",; ")
+            known[key] = decision._replace(reason=earlier).because(f"{name}: {added}")
+        renamed.append(known[key])
+    return renamed
+
+
+def _warn(text: str) -> None:
+    """A warning at the line of the user's call: at the first frame that is not in functree or JAX."""
+    level, frame = 1, inspect.currentframe()
+    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("functree", "jax"):
+        level, frame = level + 1, frame.f_back
+    warnings.warn(text, stacklevel=level)
 
 
 def _made(pairs: Any, unused: Unused) -> StateSharding:

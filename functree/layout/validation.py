@@ -76,7 +76,7 @@ def _dimension_faults(leaf: Leaf, dim: int, decision: Decision, mesh: MeshView) 
         seen.add(axis)
     for axis in again:
         why = f"{source} uses mesh axis `{axis}` twice, the second time for {leaf.dimension(dim)}"
-        found.append((why, "a mesh axis shards one dimension of an array; leave the other unsharded"))
+        found.append((why, "name the mesh axis once: it shards one dimension of an array"))
     parts = math.prod(mesh.sizes[axis] for axis in axes if axis in mesh.sizes)
     # If a mesh axis does not exist, the number of parts is not known.
     if not missing and leaf.shape[dim] % parts:
@@ -87,14 +87,14 @@ def _dimension_faults(leaf: Leaf, dim: int, decision: Decision, mesh: MeshView) 
 def _indivisible(leaf: Leaf, dim: int, mesh_axes: Sequence[str], parts: int, source: str) -> Fault:
     """The fault that a size is not a multiple of the number of parts."""
     size, text, where = leaf.shape[dim], leaf.dimension(dim), axes_text(mesh_axes)
-    name = leaf.axes[dim] if dim < len(leaf.axes) else None
     padded = -(-size // parts) * parts  # the next multiple
     if not source.startswith(RULE):
         why = f"{text} has size {size}; {where}={parts} needs a multiple of {parts}"
         return why, f"pad {text} to {padded}, or write `None` there to leave it unsharded"
+    # Rules shard dimensions that have names, and FSDP only dimensions that it can divide.
+    name = leaf.axes[dim]
     why = f"{text} has size {size}; {source} needs a multiple of {where}={parts}"
-    unsharded = f'write `"{name}": None`' if name else "write `None` there"
-    return why, f"pad {text} to {padded}, or {unsharded} to leave it unsharded" + optimizer_remedy(leaf)
+    return why, f'pad {text} to {padded}, or write `"{name}": None` to leave it unsharded' + optimizer_remedy(leaf)
 
 
 def local_shape(shape: Sequence[int], mesh_axes: Sequence[Sequence[str]], mesh: MeshView) -> tuple[int, ...]:
@@ -132,8 +132,17 @@ def spec_of_axes(layout: Layout, axes: Axes, shape: Sequence[int] | None, mesh: 
         problems += leaf_problems(leaf, decision, anywhere)
     if problems:
         where = f" on mesh {mesh}" if mesh is not None else ""
-        raise ShardingError(f'"{axes}" cannot be laid out{where}', problems)
+        raise ShardingError(f'"{axes}" cannot be laid out{where}', [_of_axes(one, axes, shape) for one in problems])
     return decision.spec
+
+
+def _of_axes(problem: Problem, axes: Axes, shape: Sequence[int] | None) -> Problem:
+    """A problem of the array that `spec_of_axes` makes up, with only what is known of it."""
+    if problem.path is None:
+        return problem
+    if shape is None:
+        return problem._replace(path=None, shape=None, what=f'"{axes}"')
+    return problem._replace(path=None, shape=tuple(shape), what=f'"{axes}" of shape {tuple(shape)}')
 
 
 def refuse(problems: Sequence[Problem], mesh: MeshView) -> ShardingError:
@@ -146,5 +155,6 @@ def refuse(problems: Sequence[Problem], mesh: MeshView) -> ShardingError:
 
 def leaves_at_fault(problems: Sequence[Problem]) -> str:
     """The number of leaves with problems as a text: `2 leaves`. Empty if no problem is about a single leaf."""
-    paths = {problem.path for problem in problems if problem.path is not None}
+    # A problem with a path and without a shape is about a module: about names for a leaf that it does not have.
+    paths = {problem.path for problem in problems if problem.path is not None and problem.shape is not None}
     return count(len(paths), "leaf") if paths else ""

@@ -16,7 +16,7 @@ from functree.calls.program import Program, prepare
 from functree.calls.signature import Bound, Signature
 from functree.calls.traces import Traces, traces_of
 from functree.errors import ShardingError
-from functree.layout.layout import LayoutTree
+from functree.layout.layout import LayoutLike, LayoutTree
 from functree.layout.meshes import NO_MESH, MeshLike, current_mesh, mesh_view
 from functree.layout.optimizer.origins import Optimizer
 from functree.layout.optimizer.plan_optimizer import plan_state
@@ -190,7 +190,7 @@ def init_optimizer(
     mesh: MeshLike = None,
     *,
     wrt: FilterLike = is_trainable,
-    otherwise: LayoutTree = None,
+    otherwise: LayoutLike = None,
 ) -> Any:
     """The result of `tx.init(parameters)`, created sharded as `ft.plan_optimizer` says. It has no array of the model.
 

@@ -57,10 +57,10 @@ class State(StateMapping):
             # With more dimensions in front it is the state of all layers of a stack.
             stacked = shape[len(shape) - len(key.shape) :] == key.shape
             why = "it is that of all layers: run them by `stacked.scan(..., state=state)`" if stacked else _OTHER
-            raise StateError(f"the state at `{key.path}` has shape {shape}, but its ref {key.shape}: {why}")
+            raise StateError(f"the state at `{key.path}` has shape {shape}, but its ref has {key.shape}: {why}")
         if is_array(value) and value.dtype != key.dtype:
             raise StateError(
-                f"the state at `{key.path}` is {array_text(value)}, but its ref {array_text(key)}: {_OTHER}"
+                f"the state at `{key.path}` is {array_text(value)}, but its ref is {array_text(key)}: {_OTHER}"
             )
         return value
 
@@ -80,8 +80,9 @@ class State(StateMapping):
         new: Any = jnp.asarray(value, ref.dtype) if number else value
         if not is_array(new) or tuple(new.shape) != ref.shape or new.dtype != ref.dtype:
             text = array_text(new) if is_array(new) else repr(new)
+            have = array_text(ref)
             raise StateError(
-                f"the state at `{path}` is {array_text(ref)}, but the new value {text}: shape and dtype cannot change"
+                f"the state at `{path}` is {have}, but the new value is {text}: shape and dtype cannot change"
             )
         new = new if isinstance(new, jax.ShapeDtypeStruct) else strong(jnp.asarray(new))
         return State(self._entries, {**self._values, path: new})

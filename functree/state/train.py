@@ -12,6 +12,7 @@ from jaxtyping import Array, Int, PRNGKeyArray
 from functree.errors import FunctreeError, Problem, StateError, count
 from functree.layout.layout import Layout, LayoutTree
 from functree.layout.meshes import MeshLike
+from functree.layout.optimizer.origins import check_optimizer
 from functree.layout.optimizer.plan_optimizer import select_trained
 from functree.layout.prefix import DerivesLayout
 from functree.placing.shard import shard
@@ -22,6 +23,7 @@ from functree.tree.arrays import array_text
 from functree.tree.filters.filter import Filter, FilterLike, as_filter
 from functree.tree.filters.predicates import is_trainable
 from functree.tree.leaves import Leaves, read
+from functree.tree.nodes import children, rebuilt
 from functree.tree.paths import Path
 from functree.tree.skeleton.skeleton import Skeleton
 
@@ -77,9 +79,10 @@ class TrainState(eqx.Module, DerivesLayout, Generic[M]):
         """The training state before the first step. Under `ft.init` each of its arrays is created sharded.
 
         Args:
-            model: the model; concrete, traced or abstract. If it declares state that was not made yet, it is made.
+            model: the model; concrete, traced or abstract. If it declares state that was not made yet, it is made. If
+                the model is abstract, so are the step and the optimizer's state.
             tx: any optax optimizer.
-            layout: the layout of the model, by which the whole training state is placed.
+            layout: the layout of the model, by which the whole training state is placed; for concrete arrays only.
             mesh: a mesh, or None for the current one.
             state: the state of the model, if it was made already.
             key: the value of the attribute `key`.
@@ -87,6 +90,8 @@ class TrainState(eqx.Module, DerivesLayout, Generic[M]):
 
         Raises:
             FunctreeError: `tx` is not an optimizer; no parameter matches `wrt`.
+            RuleError: `wrt` is not a filter, or a pattern in it matches no leaf; `layout` is not a layout.
+            StateError: the state of the model cannot be made, as in `ft.make_state`.
             ShardingError: the layout does not fit.
 
         Examples:
@@ -96,12 +101,7 @@ class TrainState(eqx.Module, DerivesLayout, Generic[M]):
             >>> ft.init(make, rules, mesh)(jax.random.key(0)).model.bias.sharding.spec
             P('model',)
         """
-        if not (callable(getattr(tx, "init", None)) and callable(getattr(tx, "update", None))):
-            text = repr(tx) if len(repr(tx)) < 40 else f"a {type(tx).__name__}"
-            raise FunctreeError(
-                f"{text} is not an optimizer: call `TrainState.create(model, tx)` with an optax "
-                "GradientTransformation, which has `init` and `update`"
-            )
+        check_optimizer(tx, ("init", "update"))
         leaves, name = read(model), type(model).__name__
         if state is None:
             model, made = place_state(model, leaves.leaves)
@@ -111,8 +111,13 @@ class TrainState(eqx.Module, DerivesLayout, Generic[M]):
         trained = select_trained(leaves, chosen, name)
         if not trained.parameters:
             raise FunctreeError(f"nothing to train: no array of {name} matches wrt={wrt!r}")
-        opt_state = _strong(apart(tx.init(trained.tree(lambda leaf: leaf.value)), model))
-        ts = cls(jnp.zeros((), jnp.int32), model, opt_state, state, key, tx, chosen)
+        params = trained.tree(lambda leaf: leaf.value)
+        if any(isinstance(leaf.value, jax.ShapeDtypeStruct) for leaf in leaves.leaves):
+            # `tx.init` allocates arrays even for abstract parameters, and these may be too large for any device.
+            step, opt_state = eqx.filter_eval_shape(_start, tx, params)
+        else:
+            step, opt_state = _start(tx, params)
+        ts = cls(step, model, apart(opt_state, model), state, key, tx, chosen)
         return ts if layout is None else shard(ts, layout, mesh)
 
     @staticmethod
@@ -121,17 +126,25 @@ class TrainState(eqx.Module, DerivesLayout, Generic[M]):
         return TrainingLayout(layout, found)
 
 
+def _start(tx: optax.GradientTransformation, params: Any) -> tuple[Any, Any]:
+    """The step and the optimizer's state before the first update."""
+    return jnp.zeros((), jnp.int32), _strong(tx.init(params))
+
+
 def _without_state(leaves: Leaves, model: Any) -> Leaves:
     """The leaves of a model after its state has been moved out: without the initial values of its refs."""
     kept = tuple(leaf for leaf in leaves.leaves if not any(issubclass(cls, StateRef) for cls in leaf.within))
     return Leaves(kept, (), Skeleton.of(model))
 
 
-def apply_gradients(ts: TrainState[M], grads: Any, *, state: State | None = None, **extra: Any) -> TrainState[M]:
+TS = TypeVar("TS", bound=TrainState[Any])
+
+
+def apply_gradients(ts: TS, grads: Any, *, state: State | None = None, **extra: Any) -> TS:
     """The training state after one update.
 
     Args:
-        ts: the training state before the update.
+        ts: the training state before the update. Fields that a subclass adds stay as they are.
         grads: a tree like the model, from `ft.grad` or `ft.value_and_grad`. Its values for frozen parameters are not
             used, and may be None.
         state: the model's state after the step, if it has one.
@@ -155,12 +168,18 @@ def apply_gradients(ts: TrainState[M], grads: Any, *, state: State | None = None
     gradients: list[Any] = []
     problems: list[Problem] = []
     for leaf in leaves.leaves:
-        trained, grad = ts.wrt(leaf), found.get(leaf.path)
-        params.append(leaf.value if trained else None)
-        gradients.append(grad if trained else None)
-        if trained and (grad is None or grad.shape != leaf.shape):
-            why = "has no gradient" if grad is None else f"has a gradient {array_text(grad)}"
-            problems.append(leaf.problem(why, _DIFFERENTIATE))
+        if not ts.wrt(leaf):
+            params.append(None)
+            gradients.append(None)
+            continue
+        grad = found.get(leaf.path)
+        params.append(leaf.value)
+        gradients.append(grad)
+        if grad is None:
+            problems.append(leaf.problem("has no gradient", _DIFFERENTIATE))
+        elif grad.shape != leaf.shape:
+            why = f"needs a gradient of its shape, but got {array_text(grad)}"
+            problems.append(leaf.problem(why, _OF_THIS_MODEL))
     if problems:
         raise FunctreeError(f"{count(len(problems), 'parameter')} cannot be updated", problems)
     update = optax.with_extra_args_support(ts.tx).update
@@ -169,13 +188,32 @@ def apply_gradients(ts: TrainState[M], grads: Any, *, state: State | None = None
     model = jax.tree.map(updated, updates, ts.model, is_leaf=_is_none)
     if state is not None and jax.tree.structure(state) != jax.tree.structure(ts.state):
         raise StateError(
-            f"apply_gradients got {state!r}, but the model's state is {ts.state!r}: is it that of another model?"
+            f"apply_gradients got {_pieces(state)}, but the model has {_pieces(ts.state)}: "
+            "is it the state of another model?"
         )
     state = ts.state if state is None else state
-    return TrainState(ts.step + 1, model, _strong(opt_state), state, ts.key, ts.tx, ts.wrt)
+    new = {"step": ts.step + 1, "model": model, "opt_state": _strong(opt_state), "state": state}
+    # Not by the constructor: a subclass may have more fields, and a constructor of its own.
+    return rebuilt(ts, [new.get(field, value) for field, value in children(ts) or ()])
 
 
 _DIFFERENTIATE = "give `ft.grad(loss, wrt=...)` and `TrainState.create(..., wrt=...)` the same filter"
+_OF_THIS_MODEL = "pass the gradient of this model, from `ft.grad` or `ft.value_and_grad`"
+
+
+def _pieces(state: Any) -> str:
+    """The pieces of a model's state in a message, without their values."""
+    if state is None:
+        return "no state"
+    if not isinstance(state, State):
+        return f"a {type(state).__name__}"
+    listed = [f"`{path}` ({axes})" if any(axes) else f"`{path}`" for path, axes, _ in state.entries()]
+    if len(listed) > _PIECES:
+        listed[_PIECES:] = [f"{len(listed) - _PIECES} more"]
+    return f"a State of {', '.join(listed)}" if listed else "an empty State"
+
+
+_PIECES = 6
 
 
 def _strong(opt_state: Any) -> Any:

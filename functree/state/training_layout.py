@@ -10,9 +10,8 @@ from functree.layout.host import OnHost
 from functree.layout.layout import Composition, Layout, Resolution, Unspecified
 from functree.layout.meshes import MeshView
 from functree.layout.optimizer.origins import Origin, Trained, find_origins
-from functree.layout.optimizer.plan_optimizer import Derived
+from functree.layout.optimizer.plan_optimizer import Derived, Placed
 from functree.layout.plan.plan import Plan
-from functree.layout.plan.row import Row
 from functree.layout.state_sharding import StateSharding
 from functree.tree.axes import Names
 from functree.tree.filters.filter import Filter
@@ -107,7 +106,13 @@ NOT_OF_MODEL = "does not depend on the model"
 
 
 class _TrainState:
-    """One training state of a tree: the indices of the leaves of its model and of its optimizer's state."""
+    """One training state of a tree.
+
+    Attributes:
+        model: the indices of the leaves of its model, by their paths in the model.
+        parameters: the leaves that the optimizer updates, by their paths in the model.
+        origins: the origins of the leaves of the optimizer's state, by their indices.
+    """
 
     def __init__(self, path: Path, state: TrainStateLike, leaves: Sequence[Leaf], positions: Sequence[Position | None]):
         own = [(i, position) for i, position in enumerate(positions) if position and position.state == path]
@@ -126,21 +131,16 @@ class _TrainState:
     def derived(self, leaves: Sequence[Leaf], decided: Mapping[int, Decision], mesh: MeshView) -> dict[int, Decision]:
         """The decisions for the leaves of the optimizer's state for which the layout does not decide itself."""
         open_origins = {i: origin for i, origin in self.origins.items() if i not in decided}
-        rows = {path: _row(leaf, decided[self.model[path]]) for path, leaf in self.parameters.items()}
-        found = Derived(list(open_origins.values()), rows, None).resolve([leaves[i] for i in open_origins], mesh)
+        parameters = {path: decided[self.model[path]] for path in self.parameters}
+        placed = {path: Placed(decision.mesh_axes, decision.memory_kind) for path, decision in parameters.items()}
+        derived = Derived(list(open_origins.values()), placed, None)
+        found = derived.resolve([leaves[i] for i in open_origins], mesh)
         decisions: dict[int, Decision] = {}
         for (i, origin), decision in zip(open_origins.items(), found.decisions, strict=True):
             # If no layout was given for a parameter, none was given for its statistics either.
-            specified = origin.parameter is None or rows[origin.parameter].spec is not None
+            specified = origin.parameter is None or parameters[origin.parameter].specified
             decisions[i] = decision._replace(specified=specified)
         return decisions
-
-
-def _row(leaf: Leaf, decision: Decision) -> Row:
-    """The row of a parameter, in the form that `Derived` takes."""
-    spec = decision.spec if decision.specified else None
-    shape, kind = leaf.shape, decision.memory_kind
-    return Row(leaf.path, shape, leaf.value.dtype, leaf.axes, spec, "", shape, 0, 0, 0, kind)
 
 
 def _renamed(leaf: Leaf, path: Path, position: Position | None) -> Leaf:

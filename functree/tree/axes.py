@@ -1,7 +1,7 @@
 """The names of an array's dimensions: `Axes`; and `names` and `Buffer`, for the annotations of fields."""
 
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, Self, TypeVar
+from typing import Annotated, Any, Self, TypeGuard, TypeVar
 
 from functree.errors import AxesError
 from functree.tree.globs import glob_pattern
@@ -34,7 +34,7 @@ class Axes(tuple[str | None, ...]):
 
     def __new__(cls, *names: str | None) -> Self:
         for name in names:
-            if name is not None and not (isinstance(name, str) and name.isidentifier() and name != "_"):
+            if name is not None and not is_axis_name(name):
                 raise AxesError(
                     f"{name!r} is not an axis name: names are Python identifiers, and a dimension without one is "
                     "`None` (`_` in text)"
@@ -64,6 +64,11 @@ class Axes(tuple[str | None, ...]):
     def __getnewargs__(self) -> tuple[str | None, ...]:
         # For pickle and copy: the default would pass one tuple to `__new__`, which takes the names one by one.
         return tuple(self)
+
+
+def is_axis_name(name: object) -> TypeGuard[str]:
+    """Whether a value can be the name of an axis: an identifier, but not `_`, which stands for a missing name."""
+    return isinstance(name, str) and name.isidentifier() and name != "_"
 
 
 class Names(Value):

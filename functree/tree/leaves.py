@@ -14,11 +14,11 @@ from jax.tree_util import GetAttrKey, tree_leaves, tree_map, tree_structure
 
 from functree.errors import AxesError, FunctreeError, Problem, count
 from functree.tree.annotations.classes import ClassHints, class_hints
-from functree.tree.annotations.given_names import GivenNames, Giver, check_names, given_at, given_axes, unmatched
+from functree.tree.annotations.given_names import GivenNames, Giver, given_at, given_axes, invalid_names, unmatched
 from functree.tree.annotations.hints import NO_ENV, NOTHING, Hint
-from functree.tree.annotations.leaf_axes import Memory, leaf_axes
+from functree.tree.annotations.leaf_axes import Memory, leaf_axes, state_axes
 from functree.tree.arrays import is_array
-from functree.tree.axes import Names
+from functree.tree.axes import Axes, Names
 from functree.tree.interfaces import PackedTree, Stack, StateMapping
 from functree.tree.leaf import Leaf
 from functree.tree.paths import Path, plain_key
@@ -60,12 +60,9 @@ def read(tree: Any, names: Mapping[type, Names] | None = None) -> Leaves:
         names: `{cls: ft.names(...)}`, axes for the leaves of classes that have no annotations.
 
     Raises:
-        AxesError: `names` is not such a mapping.
         FunctreeError: the tree has a dict whose keys cannot be sorted, or contains itself. JAX cannot flatten these.
     """
-    names = names or {}
-    check_names(names)
-    walk = _Walk(names)
+    walk = _Walk(names or {})
     try:
         walk.visit(tree, (), NOTHING, _Context())
     except RecursionError:
@@ -92,7 +89,7 @@ def tree_axes(tree: Any, names: Mapping[type, Names] | None = None) -> Any:
     Raises:
         AxesError: the rank of a leaf does not fit its annotation, or fits several alternatives with different names;
             an annotation cannot be resolved; names are given to a field that does not exist. The error lists all
-            leaves with a problem, by path.
+            leaves with a problem, by path. Or `names` is not such a mapping.
 
     Examples:
         >>> class MLP(eqx.Module):
@@ -102,10 +99,16 @@ def tree_axes(tree: Any, names: Mapping[type, Names] | None = None) -> Any:
         >>> axes.up, axes.down
         (Axes('embed', 'hidden'), Axes('hidden', 'embed'))
     """
+    invalid = None if names is None else invalid_names(names)
+    if invalid is not None:
+        raise AxesError(invalid)
     leaves = read(tree, names)
-    problems = (*leaves.problems, *(leaf.misfit for leaf in leaves.leaves if leaf.misfit))
-    if problems:
-        raise AxesError(f"the axes of {count(len(problems), 'leaf')} cannot be determined", problems)
+    misfits = [leaf.misfit for leaf in leaves.leaves if leaf.misfit]
+    if misfits:
+        headline = f"the axes of {count(len(misfits), 'leaf')} cannot be determined"
+        raise AxesError(headline, [*leaves.problems, *misfits])
+    if leaves.problems:
+        raise AxesError("axes are given to leaves that do not exist", leaves.problems)
     return leaves.skeleton.spread(leaf.axes for leaf in leaves.leaves)
 
 
@@ -263,13 +266,17 @@ class _Walk:
         within = (*context.within, type(node))
         # JAX flattens a state into one child for each entry; `split` puts None in the place of some of them.
         children = tree_leaves(node, is_leaf=lambda x: x is None)
-        for (below, axes, stacked), child in zip(node.entries(), children, strict=True):
+        for entry, child in zip(node.entries(), children, strict=True):
             if child is None:
                 continue
             if is_array(child):
                 self.places.append(self.size)
-                place, annotated = Path((*path, *below)), any(axes) or not child.shape
-                self.leaves.append(Leaf(place, child, axes, within, (), stacked, annotated))
+                place = Path((*path, *entry.path))
+                # One layer of a stack has values without the leading dimensions of the stack.
+                unstacked = min(max(len(entry.axes) - len(child.shape), 0), entry.stacked)
+                declared, stacked = Axes(*entry.axes[unstacked:]), entry.stacked - unstacked
+                axes, annotated, _, _, misfit = state_axes(child, place, declared)
+                self.leaves.append(Leaf(place, child, axes, within, (), stacked, annotated, misfit=misfit))
             else:
                 self.others.append((self.size, child))
             self.size += 1

@@ -3,13 +3,14 @@
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from copy import copy
 from dataclasses import fields, is_dataclass
-from typing import Any, Generic, TypeVar, get_origin
+from types import UnionType
+from typing import Any, Generic, TypeVar, get_args, get_origin
 
 from jax.tree_util import tree_flatten_with_path
 
 from functree.errors import FunctreeError, Problem, RuleError, count, did_you_mean
 from functree.tree.arrays import value_text
-from functree.tree.filters.filter import Filter, as_filter
+from functree.tree.filters.filter import Filter, as_filter, bare_class
 from functree.tree.leaves import read
 from functree.tree.nodes import blanked, children, follow, marked, rebuilt
 from functree.tree.paths import Path
@@ -47,7 +48,9 @@ class Selection(Generic[T]):
                 a selected part to one of its parts, or to a tuple or list of them: `lambda model: model.blocks[0]`.
 
         Raises:
-            FunctreeError: there is nothing at the path, or the function returns something that is not a part.
+            FunctreeError: there is nothing at the path; the function returns something that is not a part, or a part
+                and another one that is inside of it.
+            RuleError: `where` is neither a path nor a function, or its text is not a path.
         """
         if isinstance(where, str | Path):
             below = Path.parse(where) if isinstance(where, str) else where
@@ -67,7 +70,8 @@ class Selection(Generic[T]):
         try:
             isinstance(None, cls)
         except TypeError:
-            raise FunctreeError(f"under takes a class, or several joined by `|`, not {cls!r}") from None
+            bare = bare_class(get_args(cls) if isinstance(cls, UnionType) else (cls,))
+            raise FunctreeError(f"under takes a class, or several joined by `|`, not {cls!r}{bare}") from None
         return self._outermost(lambda path, node: isinstance(node, cls))
 
     def where(self, what: Any) -> "Selection[T]":
@@ -112,7 +116,7 @@ class Selection(Generic[T]):
             FunctreeError: the number of parts is different. The error lists them.
         """
         if len(self._paths) != number:
-            raise self._refuse(f"expected {count(number, 'part')}, found {len(self._paths)}")
+            raise self._refuse(f"expected {count(number, 'part')}, found {len(self._paths)}", "select more, or fewer")
         return self
 
     def partition(self) -> tuple[T, T]:
@@ -148,7 +152,8 @@ class Selection(Generic[T]):
         """
         values = list(values)
         if len(values) != len(self._paths):
-            raise self._refuse(f"set_each has {count(len(values), 'value')} for {count(len(self._paths), 'part')}")
+            headline = f"set_each has {count(len(values), 'value')} for {count(len(self._paths), 'part')}"
+            raise self._refuse(headline, "give one value for each part")
         by_path = dict(zip(self._paths, values, strict=True))
         return self._changed(lambda path, node: by_path[path])
 
@@ -162,7 +167,7 @@ class Selection(Generic[T]):
         Raises:
             FunctreeError: a part is not an element of a list or tuple.
         """
-        return self._inserted(lambda node: (node, value))
+        return self._inserted(lambda node: (node, value), insert=True)
 
     def insert_before(self, value: Any) -> T:
         """The tree with a value before each selected element of a list or tuple.
@@ -170,7 +175,7 @@ class Selection(Generic[T]):
         Raises:
             FunctreeError: a part is not an element of a list or tuple.
         """
-        return self._inserted(lambda node: (value, node))
+        return self._inserted(lambda node: (value, node), insert=True)
 
     def remove(self) -> T:
         """The tree without the selected elements of lists, tuples and dicts.
@@ -178,7 +183,7 @@ class Selection(Generic[T]):
         Raises:
             FunctreeError: a part is not an element of a list, tuple or dict.
         """
-        return self._inserted(lambda node: ())
+        return self._inserted(lambda node: (), insert=False)
 
     def __iter__(self) -> Iterator[Any]:
         return (follow(self._tree, path) for path in self._paths)
@@ -277,9 +282,9 @@ class Selection(Generic[T]):
 
         return visit(Path(), self._tree)
 
-    def _inserted(self, around: Callable[[Any], tuple[Any, ...]]) -> T:
-        """The tree in which each selected element is replaced by several elements, or by none."""
-        self._check_elements(insert=bool(around(None)))
+    def _inserted(self, around: Callable[[Any], tuple[Any, ...]], *, insert: bool) -> T:
+        """The tree in which each selected element is replaced by several elements (`insert`), or by none."""
+        self._check_elements(insert)
         chosen = set(self._paths)
         above = {path[:i] for path in self._paths for i in range(len(path))}
 
@@ -324,9 +329,8 @@ class Selection(Generic[T]):
             headline = f"nothing can be inserted next to {parts}" if insert else f"{parts} cannot be removed"
             raise FunctreeError(headline, problems)
 
-    def _refuse(self, headline: str) -> FunctreeError:
+    def _refuse(self, headline: str, remedy: str) -> FunctreeError:
         """An error that lists the selected parts."""
-        remedy = "select more, or fewer"
         parts = [Problem(path, None, value_text(follow(self._tree, path)), "selected", remedy) for path in self._paths]
         return FunctreeError(headline, parts)
 

@@ -77,10 +77,20 @@ class Trained(NamedTuple):
         return self.skeleton.spread(None if leaf is None else value(leaf) for leaf in self.leaves.values())
 
 
+def check_optimizer(tx: Any, methods: Sequence[str] = ("init",)) -> None:
+    """Raise FunctreeError if `tx` is not an optimizer; `methods` are those that are needed."""
+    if all(callable(getattr(tx, method, None)) for method in methods):
+        return
+    text = repr(tx)
+    if len(text) > 40:  # most likely a model, in swapped arguments
+        text = f"a {type(tx).__name__}"
+    wanted = "an optax GradientTransformation, which has `init` and `update`"
+    raise FunctreeError(f"{text} is not an optimizer: the argument `tx` is {wanted}")
+
+
 def abstract_state(tx: Optimizer, params: Any) -> Leaves:
     """The leaves of `tx.init(params)`, abstract. Raises FunctreeError if `tx` is not an optimizer."""
-    if not callable(getattr(tx, "init", None)):
-        raise FunctreeError(f"{tx!r} is not an optimizer: an optax GradientTransformation has `init` and `update`")
+    check_optimizer(tx)
     return read(eqx.filter_eval_shape(tx.init, params))
 
 

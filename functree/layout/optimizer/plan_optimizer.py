@@ -3,16 +3,18 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from jax.sharding import PartitionSpec
+
 from functree.errors import RuleError, did_you_mean
 from functree.layout.decision import Decision, Dimension, whole
-from functree.layout.layout import Layout, LayoutTree, Resolution, as_layout
+from functree.layout.layout import Layout, LayoutLike, LayoutTree, Resolution, as_layout
 from functree.layout.meshes import MeshLike, MeshView
 from functree.layout.optimizer.origins import Optimizer, Origin, Trained, abstract_state, find_origins
 from functree.layout.plan.plan import Plan
 from functree.layout.plan.resolver import agreed_view, plan_leaves, read_for
 from functree.layout.plan.row import Row
 from functree.layout.prefix import Part
-from functree.layout.specs import mesh_axes
+from functree.layout.specs import mesh_axes, of_rank
 from functree.tree.filters.filter import FilterLike, as_filter, patterns
 from functree.tree.filters.predicates import is_trainable
 from functree.tree.leaf import Leaf
@@ -27,7 +29,7 @@ def plan_optimizer(
     mesh: MeshLike = None,
     *,
     wrt: FilterLike = is_trainable,
-    otherwise: LayoutTree = None,
+    otherwise: LayoutLike = None,
 ) -> Plan:
     """Plan the state of an optimizer, by the layout of the model alone.
 
@@ -49,6 +51,8 @@ def plan_optimizer(
     Raises:
         ShardingError: the model cannot be laid out, or the spec of a leaf of the state cannot be determined and there
             is no `otherwise`.
+        RuleError: `layout` or `otherwise` is not a layout; `wrt` is not a filter, or a pattern in it matches no leaf.
+        FunctreeError: `tx` is not an optimizer.
 
     Examples:
         >>> import optax
@@ -67,12 +71,12 @@ class PlannedState(NamedTuple):
 
 
 def plan_state(
-    tx: Optimizer, model: Any, layout: LayoutTree, mesh: MeshLike, wrt: FilterLike, otherwise: LayoutTree
+    tx: Optimizer, model: Any, layout: LayoutTree, mesh: MeshLike, wrt: FilterLike, otherwise: LayoutLike
 ) -> PlannedState:
     """The same as `plan_optimizer`, with the parameters."""
     leaves, parts = read_for(model, layout)
     view = agreed_view(mesh, parts)
-    rows = {row.path: row for row in plan_leaves(leaves, parts, view)}
+    planned = {row.path: _placed(row) for row in plan_leaves(leaves, parts, view)}
     trained = select_trained(leaves, wrt, type(model).__name__)
     params = trained.tree(lambda leaf: leaf.value)
     state = abstract_state(tx, params)
@@ -82,7 +86,7 @@ def plan_state(
     # model may have other shapes. So the problems of names are left out as well.
     pairs = zip(state.leaves, origins, strict=True)
     described = Leaves(tuple(origin.describe(leaf, parameters) for leaf, origin in pairs), (), state.skeleton)
-    derived = Derived(tuple(origins), rows, None if otherwise is None else as_layout(otherwise))
+    derived = Derived(tuple(origins), planned, None if otherwise is None else as_layout(otherwise))
     whole_state = Part(derived, Path(), state.skeleton.treedef.num_leaves)
     return PlannedState(plan_leaves(described, [whole_state], view), params)
 
@@ -107,18 +111,36 @@ def select_trained(leaves: Leaves, wrt: FilterLike, name: str) -> Trained:
     return Trained(leaves.skeleton, {leaf.path: leaf if matches(leaf) else None for leaf in leaves.leaves})
 
 
+class Placed(NamedTuple):
+    """What is decided about one parameter, as far as the optimizer's state follows it.
+
+    Attributes:
+        mesh_axes: for each dimension, the mesh axes that shard it.
+        memory_kind: the kind of memory; None for the default.
+    """
+
+    mesh_axes: tuple[tuple[str, ...], ...]
+    memory_kind: str | None
+
+
+def _placed(row: Row) -> Placed:
+    """What the plan of a model says about one parameter."""
+    spec = PartitionSpec() if row.spec is None else row.spec
+    return Placed(tuple(map(mesh_axes, of_rank(spec, len(row.shape)))), row.memory_kind)
+
+
 class Derived(Layout):
-    """The layout of one optimizer state. It is for all leaves of this state, in their order.
+    """The layout of the leaves of one optimizer state.
 
     Args:
-        origins: the origin of each leaf.
-        rows: the rows of the model's plan, by path.
+        origins: the origin of each leaf. The layout is for these leaves, in this order.
+        parameters: what is decided about the parameters, by path.
         otherwise: the layout of leaves whose origin cannot be determined.
     """
 
-    def __init__(self, origins: Sequence[Origin], rows: Mapping[Path, Row], otherwise: Layout | None):
+    def __init__(self, origins: Sequence[Origin], parameters: Mapping[Path, Placed], otherwise: Layout | None):
         self.origins: Sequence[Origin] = origins
-        self.rows: Mapping[Path, Row] = rows
+        self.parameters: Mapping[Path, Placed] = parameters
         self.otherwise: Layout | None = otherwise
 
     def resolve(self, leaves: Sequence[Leaf], mesh: MeshView, before: Sequence[Decision] | None = None) -> Resolution:
@@ -139,21 +161,21 @@ class Derived(Layout):
             return start.because(INDEPENDENT)
         if all(dim is None for dim in origin.dims):
             return start.because(INDEPENDENT if leaf.shape else f"one number for {origin.parameter}")
-        row = self.rows[origin.parameter]
-        spec = row.spec if row.spec is not None else [None] * len(row.shape)
+        parameter = self.parameters[origin.parameter]
         source = f"the spec of {origin.parameter}"
-        axes = [() if dim is None else mesh_axes(spec[dim]) for dim in origin.dims]
+        axes = [() if dim is None else parameter.mesh_axes[dim] for dim in origin.dims]
         reason = f"as {origin.parameter}"
         # Unless it has all dimensions in their order, the reason lists them.
-        if origin.dims != tuple(range(len(row.shape))):
+        if origin.dims != tuple(range(len(parameter.mesh_axes))):
             reason += f", its dimensions {_kept(origin.dims)}"
         dimensions = tuple(Dimension(one, source) for one in axes)
-        return Decision(dimensions, reason, memory_kind=row.memory_kind)
+        return Decision(dimensions, reason, memory_kind=parameter.memory_kind)
 
 
 INDEPENDENT = "does not depend on the parameters"
 UNDERIVABLE = (
-    "depends on the shapes of the parameters in a way that cannot be determined, so it has the spec of no parameter",
+    "depends on the shapes of the parameters in a way that cannot be determined, so it cannot get the spec of a "
+    "parameter",
     "give a layout for such leaves: `otherwise=P()` replicates them; in a TrainState, by a pattern: "
     "`StateSharding({'opt_state.**': P(), ...: layout})`",
 )

@@ -8,7 +8,7 @@ import jax
 from jax.core import Tracer
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from functree.layout.placement import memory_of
+from functree.layout.placement import other_memory
 from functree.layout.plan.row import Row
 from functree.layout.specs import of_rank
 from functree.tree.leaf import Leaf
@@ -32,8 +32,20 @@ def live_rows(leaves: Sequence[Leaf]) -> tuple[list[Row], Mesh | AbstractMesh | 
     for leaf, x in zip(leaves, live, strict=True):
         shape, dtype = leaf.value.shape, leaf.value.dtype
         total, local = (math.prod(s) * dtype.itemsize for s in (shape, x.local_shape))
-        numbers = (x.local_shape, total, local, x.copies)
-        rows.append(Row(leaf.path, shape, dtype, leaf.axes, x.spec, x.reason, *numbers, x.memory_kind))
+        row = Row(
+            leaf.path,
+            shape,
+            dtype,
+            leaf.axes,
+            spec=x.spec,
+            reason=x.reason,
+            local_shape=x.local_shape,
+            bytes_global=total,
+            bytes_per_device=local,
+            copies=x.copies,
+            memory_kind=x.memory_kind,
+        )
+        rows.append(row)
     return rows, next((x.mesh for x in live if x.mesh is not None), None)
 
 
@@ -48,7 +60,7 @@ def live_sharding(value: Any) -> Live:
     if sharding is None:
         return Live(None, "abstract, with no sharding", shape)
     local = tuple(sharding.shard_shape(shape))
-    kind = None if memory_of(sharding) == "device" else sharding.memory_kind
+    kind = other_memory(sharding)
     # A `ShapeDtypeStruct` has no `committed`; a sharding that it has was given on purpose.
     committed = bool(getattr(value, "committed", True))
     if isinstance(sharding, NamedSharding):
@@ -71,8 +83,10 @@ def _traced(value: Any) -> Live:
         return Live(None, "traced, without a mesh in its type", shape)
     spec, mesh = of_rank(sharding.spec, len(shape)), sharding.mesh
     if not mesh.are_all_axes_explicit:
-        # The type has a spec, but its `None` may be "unsharded" or "not known".
-        return Live(None, "traced with Auto mesh axes: its type does not have its sharding", shape, mesh=mesh)
+        # The type has a spec, but its `None` may be "unsharded" or "not known": a type says nothing about Auto axes,
+        # and inside `shard_map` shapes are local along Manual ones.
+        why = "traced, and not all mesh axes are Explicit: its type does not have its whole sharding"
+        return Live(None, why, shape, mesh=mesh)
     local = tuple(sharding.shard_shape(shape))
     return Live(spec, "by its type", local, mesh.size // _parts(shape, local), None, mesh)
 

@@ -38,13 +38,13 @@ class Plan(Value, Layout):
         True
     """
 
-    __slots__ = ("_by_path", "mesh", "problems", "rows", "sizes", "skeleton", "unused")
+    __slots__ = ("_by_path", "_skeleton", "mesh", "problems", "rows", "sizes", "unused")
     rows: tuple[Row, ...]
     problems: tuple[Problem, ...]
     unused: tuple[str, ...]
     mesh: Mesh | AbstractMesh | None
     sizes: Mapping[str, int]
-    skeleton: Skeleton
+    _skeleton: Skeleton
     _by_path: dict[Path, Row]
 
     def __init__(
@@ -57,7 +57,7 @@ class Plan(Value, Layout):
     ):
         self._set(
             rows=tuple(rows),
-            skeleton=skeleton,
+            _skeleton=skeleton,
             mesh=view.mesh,
             sizes=dict(view.sizes),
             problems=tuple(problems),
@@ -73,7 +73,7 @@ class Plan(Value, Layout):
     @property
     def specs(self) -> Any:
         """A tree of `PartitionSpec`s with the structure of the tree, and None in the place of other leaves."""
-        return self.skeleton.spread(row.spec for row in self.rows)
+        return self._skeleton.spread(row.spec for row in self.rows)
 
     @property
     def shardings(self) -> Any:
@@ -84,7 +84,7 @@ class Plan(Value, Layout):
         """
         if self.problems:
             raise refuse(self.problems, self.view)
-        return self.skeleton.spread(map(self.sharding, self.rows))
+        return self._skeleton.spread(map(self.sharding, self.rows))
 
     def sharding(self, row: Row) -> NamedSharding:
         """The sharding of one row."""
@@ -107,7 +107,10 @@ class Plan(Value, Layout):
 
     def __getitem__(self, path: Any) -> Row:
         """The row at a path: an `ft.Path`, a tuple, or its text."""
-        key = Path.parse(path) if isinstance(path, str) else Path(path)
+        if not isinstance(path, str | tuple):
+            # A plan has a length and can be iterated over, so an index is a likely guess.
+            raise TypeError(f"a plan is indexed by a path, not by {path!r}; its rows by index are in `plan.rows`")
+        key = Path(path)
         if key not in self._by_path:
             raise KeyError(f"no array at `{key}`{did_you_mean(key, self._by_path)}")
         return self._by_path[key]
@@ -129,14 +132,15 @@ class Plan(Value, Layout):
 
     def _decide(self, leaf: Leaf, before: Decision) -> Decision:
         row = next((self._by_path[path] for path in leaf.patterned if path in self._by_path), None)
-        if row is None or row.spec is None:
-            why = "the plan has no row for it" if row is None else f"the plan has no spec for it: {row.reason}"
-            return before.wrong((why, "use a plan of the tree that it belongs to"))
+        if row is None:
+            return before.wrong(("the plan has no row for it", _OWN_TREE))
+        if row.spec is None:
+            return before.wrong((f"the plan has no spec for it: {row.reason}", _OWN_TREE))
         decision = apply_spec(leaf, row.spec, before, row.reason)
         return decision._replace(memory_kind=row.memory_kind or before.memory_kind)
 
     def _parts(self) -> tuple[Any, ...]:
-        return (self.rows, tuple(self.sizes.items()), self.mesh, self.skeleton.treedef)
+        return (self.rows, tuple(self.sizes.items()), self.mesh, self._skeleton.treedef)
 
     def __str__(self) -> str:
         return plan_text(self.rows, self._notes())
@@ -158,3 +162,6 @@ class Plan(Value, Layout):
         if self.unused:
             notes.append(f"rules that no leaf needed: {', '.join(self.unused)}")
         return notes + [f"PROBLEM {problem.path or problem.what}: {problem.why}" for problem in self.problems]
+
+
+_OWN_TREE = "use a plan of the tree that it belongs to"

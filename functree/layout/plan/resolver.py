@@ -2,11 +2,11 @@
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from functree.errors import Problem, ShardingError
 from functree.layout.decision import Decision
@@ -33,8 +33,9 @@ def plan(tree: Any, layout: LayoutTree = None, mesh: MeshLike = None, *, check: 
         check: whether to raise an error for problems. If it is False, they are in `plan.problems`.
 
     Raises:
-        ShardingError: leaves cannot be laid out (the error lists all problems), or there is no mesh.
-        RuleError: the prefix tree does not have the structure of the tree.
+        ShardingError: leaves cannot be laid out (the error lists all problems), or there is no mesh; without a layout,
+            the arrays are on another mesh than `mesh`.
+        RuleError: the layout is not a layout, or a prefix tree that does not have the structure of the tree.
 
     Examples:
         >>> class MLP(eqx.Module):
@@ -166,14 +167,31 @@ def _rows(leaves: Sequence[Leaf], decisions: Sequence[Decision], view: MeshView)
         sizes = known.get(key)
         if sizes is None:
             sizes = known[key] = _sizes(shape, dtype, decision, view)
-        spec, local, total, per_device, copies = sizes
-        reason, kind = decision.reason, decision.memory_kind
-        rows.append(Row(leaf.path, shape, dtype, leaf.axes, spec, reason, local, total, per_device, copies, kind))
+        row = Row(
+            leaf.path,
+            shape,
+            dtype,
+            leaf.axes,
+            spec=sizes.spec,
+            reason=decision.reason,
+            local_shape=sizes.local_shape,
+            bytes_global=sizes.total,
+            bytes_per_device=sizes.per_device,
+            copies=sizes.copies,
+            memory_kind=decision.memory_kind,
+        )
+        rows.append(row)
     return rows
 
 
-_Sizes = tuple[PartitionSpec | None, tuple[int, ...], int, int, int]
-"""The spec, local shape, bytes in all, bytes on one device, and number of copies of a row."""
+class _Sizes(NamedTuple):
+    """The attributes of a row that are computed from its shape, its dtype and the decision about it."""
+
+    spec: PartitionSpec | None
+    local_shape: tuple[int, ...]
+    total: int
+    per_device: int
+    copies: int
 
 
 def _sizes(shape: tuple[int, ...], dtype: Any, decision: Decision, view: MeshView) -> _Sizes:
@@ -182,29 +200,37 @@ def _sizes(shape: tuple[int, ...], dtype: Any, decision: Decision, view: MeshVie
     split = math.prod(view.sizes.get(axis, 1) for axes in mesh_axes for axis in axes)
     spec = decision.spec if decision.specified else None
     total, per_device = math.prod(shape) * dtype.itemsize, math.prod(local) * dtype.itemsize
-    return spec, local, total, per_device, max(1, view.devices // split)
+    return _Sizes(spec, local, total, per_device, max(1, view.devices // split))
 
 
 def _conflicting(leaves: Sequence[Leaf], rows: Sequence[Row], same: Sequence[int] | None) -> list[Problem]:
     """The problems of arrays that are at two paths of the tree with two different specs, such as tied weights."""
-    first: dict[int, Row] = {}
+    first: dict[int, tuple[Path, _Place]] = {}
     found = []
     for i, (leaf, row) in enumerate(zip(leaves, rows, strict=True)):
         # One `ShapeDtypeStruct` may describe several arrays, so its identity says nothing.
         if same is None and isinstance(leaf.value, jax.ShapeDtypeStruct | np.generic):
             continue
+        # No layout was given for this path (`None`), so every sharding is right for it.
+        if row.spec is None:
+            continue
         array = id(leaf.value) if same is None else same[i]
-        other = first.setdefault(array, row)
-        if (other.spec, other.memory_kind) != (row.spec, row.memory_kind):
-            why = f"is the same array as `{other.path}`, and is laid out {_where(row)} here and {_where(other)} there"
+        here: _Place = (row.spec, row.memory_kind)
+        path, there = first.setdefault(array, (row.path, here))
+        if here != there:
+            why = f"is the same array as `{path}`, and is laid out {_where(*here)} here and {_where(*there)} there"
             found.append(leaf.problem(why, "give both paths one spec, or make two arrays"))
     return found
 
 
-def _where(row: Row) -> str:
+_Place = tuple[PartitionSpec, str | None]
+"""The spec and the memory kind of a row."""
+
+
+def _where(spec: PartitionSpec, memory_kind: str | None) -> str:
     """The spec and the memory kind of a row, for messages."""
-    where = "unknown" if row.spec is None else spec_text(row.spec)
-    return f"{where} in {row.memory_kind}" if row.memory_kind else where
+    where = spec_text(spec)
+    return where if memory_kind is None else f"{where} in {memory_kind}"
 
 
 def agreed_view(mesh: MeshLike, parts: Sequence[Part]) -> MeshView:
@@ -216,14 +242,25 @@ def agreed_view(mesh: MeshLike, parts: Sequence[Part]) -> MeshView:
     own = [part.layout.own_mesh for part in parts if part.layout.own_mesh is not None]
     view = mesh_view(own[0] if mesh is None and own else mesh)
     for other in own:
-        # An abstract mesh has no devices, and agrees with each mesh of the same shape.
-        both = isinstance(view.mesh, Mesh) and isinstance(other, Mesh)
-        if dict(other.shape) != dict(view.sizes) or (both and other != view.mesh):
-            its = MeshView(dict(other.shape))
-            devices = ", of other devices" if its.sizes == view.sizes else ""
-            text = f"the layout is for the mesh {its}{devices}, but the tree is laid out on {view}: use one mesh"
-            raise ShardingError(text)
+        if not _agrees(view, other):
+            its = _compared(other, view)
+            raise ShardingError(f"the layout is for the mesh {its}, but the tree is laid out on {view}: use one mesh")
     return view
+
+
+def _agrees(view: MeshView, other: Mesh | AbstractMesh) -> bool:
+    """Whether a mesh may be the one of the view. An abstract mesh has no devices: only its shape is compared."""
+    if dict(other.shape) != dict(view.sizes):
+        return False
+    if not isinstance(view.mesh, Mesh) or not isinstance(other, Mesh):
+        return True
+    return other == view.mesh
+
+
+def _compared(other: Mesh | AbstractMesh, view: MeshView) -> str:
+    """The text of a mesh that does not agree with a view."""
+    its = mesh_view(other)
+    return f"{its}, of other devices" if its.sizes == view.sizes else str(its)
 
 
 def _live_plan(tree: Any, mesh: MeshLike) -> Plan:
@@ -233,4 +270,7 @@ def _live_plan(tree: Any, mesh: MeshLike) -> Plan:
     where = found if mesh is None else mesh
     # Arrays without a mesh, such as those on a single device, have a plan too.
     view = MeshView({}) if where is None else mesh_view(where)
+    if found is not None and not _agrees(view, found):
+        text = f"the arrays are on the mesh {_compared(found, view)}, but `mesh` is {view}: "
+        raise ShardingError(text + "leave `mesh` out to see how the arrays are sharded now, or give a layout too")
     return Plan(rows, leaves.skeleton, view)

@@ -38,9 +38,7 @@ class ClassHints(NamedTuple):
             handed = self.bases.get(origin, {})
             values: dict[TypeVar, Hint] = {}
             for parameter, arg in given.items():
-                variables = _variables(handed[parameter]) if parameter in handed else [parameter]
-                for variable in variables:
-                    values[variable] = arg
+                values |= _solved(handed[parameter], arg) if parameter in handed else {parameter: arg}
             return values
         return NO_ENV
 
@@ -75,9 +73,19 @@ def _namespace(cls: type) -> Namespace:
     return Namespace(cls.__module__, {**vars(cls), **parameters, cls.__name__: cls})
 
 
-def _variables(hint: Hint) -> list[TypeVar]:
-    """The type variables that a hint consists of."""
-    return [later.what for later in hint.later if isinstance(later.what, TypeVar)]
+def _solved(pattern: Hint, value: Hint) -> dict[TypeVar, Hint]:
+    """The values of the type variables in a pattern, such as `list[U]`, for which it says the same as another hint."""
+    value = value.tried()
+    found = {later.what: value for later in pattern.later if isinstance(later.what, TypeVar)}
+    pairs: list[tuple[Hint | None, Hint | None]] = [(pattern.element, value.element), (pattern.below, value.below)]
+    pairs += zip(pattern.elements, value.elements, strict=False)
+    for (cls, arguments), (other, values) in zip(pattern.generics, value.generics, strict=False):
+        if cls is other:
+            pairs += zip(arguments, values, strict=False)
+    for ours, its in pairs:
+        if ours is not None and its is not None:
+            found |= _solved(ours, its)
+    return found
 
 
 def _bases(cls: type) -> dict[type, dict[TypeVar, Hint]]:

@@ -7,7 +7,7 @@ from typing import Any
 
 from jax.tree_util import tree_flatten_with_path, tree_leaves
 
-from functree.errors import AxesError, Problem, did_you_mean
+from functree.errors import Problem, did_you_mean
 from functree.tree.annotations.hints import Hint
 from functree.tree.axes import Axes, Names
 from functree.tree.globs import glob_pattern, literal_text, match_text
@@ -44,11 +44,14 @@ class GivenNames:
     by_module: bool = False
 
 
-def check_names(names: Mapping[type, Names]) -> None:
-    """Raise AxesError if `names=` is not a `{cls: ft.names(...)}`."""
+def invalid_names(names: object) -> str | None:
+    """Why a `names=` is not a `{cls: ft.names(...)}`; None if it is."""
+    if not isinstance(names, Mapping):
+        return f"`names=` maps classes to `ft.names(...)`; {names!r} is not a mapping"
     for cls, given in names.items():
         if not isinstance(cls, type) or not isinstance(given, Names):
-            raise AxesError(f"`names=` maps classes to `ft.names(...)`, not {cls!r} to {given!r}")
+            return f"`names=` maps classes to `ft.names(...)`, not {cls!r} to {given!r}"
+    return None
 
 
 def given_at(node: Any, depth: int, pending: GivenNames | None, names: Mapping[type, Names]) -> tuple[GivenNames, ...]:
@@ -142,7 +145,7 @@ def _unmatched(node: Any, path: Path, pattern: str, places: Iterable[Path]) -> P
     cls = type(node).__name__
     why = f"`ft.names` gives axes to `{pattern}`, but {cls} has no such leaf{did_you_mean(pattern, places)}"
     named = [f"`{place}`" for place in places if place][:4]
-    remedy = f"name a leaf of {cls}: {', '.join(named)}"
     if not named:  # the node is a single array, which `ft.names` cannot name
-        remedy = "write `Annotated[Array, ft.Axes(...)]`"
-    return Problem(path, None, cls, why, remedy)
+        return Problem(path, None, cls, why, "write `Annotated[Array, ft.Axes(...)]`")
+    # An empty path would be printed as that of a tree that is a single array.
+    return Problem(path or None, None, cls, why, f"name a leaf of {cls}: {', '.join(named)}")

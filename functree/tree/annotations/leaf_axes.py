@@ -42,6 +42,20 @@ def leaf_axes(
     return found
 
 
+def state_axes(value: Any, path: Path, declared: Axes) -> LeafAxes:
+    """The axes of a piece of state, as its `StateRef` declares them; a misfit if the value has another rank."""
+    have = len(value.shape)
+    if have == len(declared):
+        # A scalar has no axes that would need a name.
+        return LeafAxes(declared, annotated=any(declared) or not declared)
+    named = f' ("{declared}")' if any(declared) else ""
+    why = f"has {count(have, 'dimension')}, but its `StateRef` declares {len(declared)}{named}"
+    remedy = "lay it out by a spec (`P(...)`), or declare all of its dimensions"
+    if have > len(declared):
+        remedy = f"{STACK}; else {remedy}"
+    return _misfit(value, path, (), why, remedy)
+
+
 def _read(value: Any, path: Path, hint: Hint, given: Axes | None, stack: tuple[str, ...]) -> LeafAxes:
     if given is not None:
         return _given(value, path, hint, given, stack)
@@ -137,16 +151,17 @@ def _unknown(value: Any, stack: tuple[str, ...]) -> Axes:
 
 # What can be wrong
 
+# The usual reason for too many dimensions is `eqx.filter_vmap` of a constructor.
+STACK = "if these are several layers in one array (by vmap or scan), hold them in `ft.Stacked` (`ft.stack` makes one)"
+
 
 def _wrong_rank(value: Any, path: Path, hint: str, stack: tuple[str, ...], ranks: Sequence[int]) -> LeafAxes:
     have = len(value.shape)
     after = f" after the axes `{' '.join(stack)}` of its stack" if stack else ""
     why = f"has {count(have, 'dimension')}; `{hint}` has {' or '.join(map(str, ranks))}{after}"
-    remedy = "make the annotation and the array agree"
+    remedy = "change the annotation or the array"
     if have > max(ranks) + len(stack):
-        # The usual reason for too many dimensions: `eqx.filter_vmap` of a constructor.
-        made = "made by `ft.stack`"
-        remedy = f"hold layers that were stacked (by vmap or scan) in `ft.Stacked[...]`, {made}, or {remedy}"
+        remedy = f"{STACK}; else {remedy}"
     return _misfit(value, path, stack, why, remedy)
 
 

@@ -4,7 +4,7 @@ import re
 import types
 import typing
 from abc import abstractmethod
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -114,6 +114,29 @@ class Glob(Filter):
         return f"glob({self.pattern!r})"
 
 
+@dataclass(frozen=True, repr=False)
+class At(Filter):
+    """The leaf at a path whose text is not a glob, because it has a key such as an Enum, which has no literal."""
+
+    path: Path
+
+    def __call__(self, leaf: Leaf, /) -> bool:
+        return self.path in leaf.patterned
+
+    def __repr__(self) -> str:
+        return f"Path({tuple(self.path)!r})"
+
+
+def path_glob(path: Path) -> "str | Path":
+    """The glob that matches only this path; the path itself if its text cannot be read."""
+    text = str(path)
+    try:
+        glob_pattern(text)
+    except RuleError:
+        return path
+    return text
+
+
 def glob(pattern: str) -> Filter:
     """Leaves whose path matches a glob: `*` matches any text within one part, `**` any number of parts.
 
@@ -172,8 +195,17 @@ def under(cls: "type | types.UnionType") -> Filter:
     if typing.get_origin(cls) in (types.UnionType, typing.Union):
         classes = typing.get_args(cls)
     if not all(isinstance(c, type) for c in classes):
-        raise RuleError(f"`under` takes a class, or several joined by `|`, not {cls!r}")
+        raise RuleError(f"a filter by class takes a class, or several joined by `|`, not {cls!r}{bare_class(classes)}")
     return Under(classes)
+
+
+def bare_class(classes: Iterable[Any]) -> str:
+    """The end of an error about classes with arguments, such as `Box[int]`; empty if there is none."""
+    for cls in classes:
+        origin = typing.get_origin(cls)
+        if isinstance(origin, type):
+            return f"; write `{origin.__name__}`: the arguments of a class are not known of its instances"
+    return ""
 
 
 @dataclass(frozen=True, repr=False)
@@ -206,9 +238,9 @@ class Everything(Filter):
 
 
 def patterns(item: Filter) -> Iterator[Filter]:
-    """The globs and regular expressions in a filter."""
+    """The globs, paths and regular expressions in a filter."""
     match item:
-        case Glob() | Regex():
+        case Glob() | At() | Regex():
             yield item
         case All() | Any_():
             for part in item.parts:
@@ -237,7 +269,8 @@ def as_filter(written: Any) -> Filter:
         case types.EllipsisType():
             return Everything()
         case Path():
-            return Glob(str(written))
+            pattern = path_glob(written)
+            return Glob(pattern) if isinstance(pattern, str) else At(pattern)
     # `typing.Union[A, B]` and `Box[int]` are not instances of the classes above.
     if typing.get_origin(written) is not None:
         return under(written)

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from functree.errors import RuleError
+from functree.tree.axes import is_axis_name
 from functree.tree.filters.filter import Filter
 from functree.tree.interfaces import HoldsState
 from functree.tree.leaf import Leaf
@@ -45,8 +46,8 @@ def has_axis(name: str) -> Filter:
         >>> ft.has_axis("embed")
         has_axis('embed')
     """
-    if not isinstance(name, str) or not name.isidentifier():
-        raise RuleError(f"`has_axis` takes the name of one axis, an identifier, not {name!r}")
+    if not is_axis_name(name):
+        raise RuleError(f"`has_axis` takes the name of one axis, an identifier (not `_`), not {name!r}")
     return Predicate(f"has_axis({name!r})", _has_axis, (name,))
 
 

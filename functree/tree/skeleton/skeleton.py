@@ -132,8 +132,15 @@ class Skeleton:
         return _functions(self._sample)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Generated functions cannot be pickled; they are generated again where they are needed.
-        return Skeleton, (self.treedef, self.places, self.others)
+        # By a tree: JAX cannot pickle the treedef of a tree with modules. Generated functions cannot be pickled either;
+        # they are generated again where they are needed.
+        return Skeleton.of, (self._sample,)
+
+    def __copy__(self) -> "Skeleton":
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Skeleton":
+        return self  # it is immutable
 
     def __eq__(self, other: object) -> bool:
         if self is other:
