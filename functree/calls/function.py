@@ -13,7 +13,7 @@ from functree.calls.call_groups import FoundCall
 from functree.calls.checks import check_call, warn_moved
 from functree.calls.compilations import Compilation, Log, situation
 from functree.calls.lowerings import lowerings
-from functree.calls.program import Program, around
+from functree.calls.program import Program, around, without_jit
 from functree.calls.signature import Bound
 from functree.calls.stages import Call, Lowered, Traced
 from functree.calls.static_arguments import with_static
@@ -113,7 +113,7 @@ class Function(Generic[_P, _T]):
         if self._static:
             call = with_static(call, self._static)
         found = self._groups.find(call)
-        if jax.config.jax_disable_jit:
+        if without_jit():
             return self._program(call, found), found  # which runs without being traced, and is not kept
         group, key = found.group, self._key(found)
         # Most calls have the key of the last call. Comparing keys is cheaper than hashing them, because most of their

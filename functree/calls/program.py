@@ -60,7 +60,7 @@ def prepare(
     fun: Callable[..., Output] = _Constrained(body, in_shardings) if constraining else body
     if in_shardings is not None and not constraining:
         given["in_shardings"] = arguments.split(in_shardings)
-    if jax.config.jax_disable_jit:
+    if without_jit():
         return Prepared(fun, None, None)
     jitted = jax.jit(fun, **given)
     with around(entered):
@@ -163,6 +163,14 @@ class Program:
         """JAX's `Traced` for a call's arrays, abstract ones too."""
         with around(self.entered):
             return self.jitted.trace(*self.body.arguments.split(arrays))
+
+
+_CONFIG: Any = jax.config  # its options are attributes that type checkers do not know
+
+
+def without_jit() -> bool:
+    """Whether functions are run and not compiled, because of `jax.disable_jit()`."""
+    return _CONFIG.jax_disable_jit
 
 
 def around(mesh: Mesh | AbstractMesh | None) -> AbstractContextManager[Any]:

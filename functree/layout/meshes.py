@@ -4,7 +4,7 @@ import functools
 import math
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
 import jax
@@ -95,9 +95,12 @@ _DEVICES = jax.make_user_context(None)
 
 
 @contextmanager
-def known_mesh(mesh: Mesh) -> Iterator[None]:
-    """Make a mesh the current one while a function is traced, with its devices."""
-    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh), _DEVICES(mesh):
+def traced_under(mesh: Mesh | AbstractMesh) -> Iterator[None]:
+    """Make a mesh the current one while a function is traced, with its devices if it has any."""
+    with ExitStack() as stack:
+        stack.enter_context(jax.sharding.use_abstract_mesh(abstract_mesh(mesh)))
+        if isinstance(mesh, Mesh):
+            stack.enter_context(_DEVICES(mesh))
         yield
 
 

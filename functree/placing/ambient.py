@@ -9,7 +9,7 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from functree.errors import ShardingError
 from functree.layout.layout import Layout, LayoutLike, as_layout
-from functree.layout.meshes import MeshView, current_mesh, known_mesh
+from functree.layout.meshes import MeshView, current_mesh, traced_under
 from functree.layout.placement import first_mesh
 from functree.layout.specs import without
 from functree.layout.state_sharding import StateSharding
@@ -96,10 +96,8 @@ class Surroundings(NamedTuple):
         manual = jax.sharding.get_abstract_mesh().manual_axes
         with ExitStack() as stack:
             # Inside `shard_map` the ambient mesh has Manual axes, which our mesh does not have: keep it.
-            if isinstance(mesh, Mesh) and not manual:
-                stack.enter_context(known_mesh(mesh))
-            elif mesh is not None and not manual:
-                stack.enter_context(jax.sharding.use_abstract_mesh(mesh))
+            if mesh is not None and not manual:
+                stack.enter_context(traced_under(mesh))
             if self.rules is not None:
                 stack.enter_context(axis_rules(self.rules))
             yield

@@ -88,13 +88,13 @@ def typed(fun: Any = None, *, constrain: bool = False) -> Any:
 
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         sizes = Sizes(signature.name)
-        args, kwargs = bound.call(args, kwargs)
-        call = check_and_constrain(signature.bind(args, kwargs), sizes)
+        whole = bound.call(args, kwargs)
+        call = check_and_constrain(signature.bind(*whole), sizes)
         # `checked` has the user's signature, so the sizes of this call cannot be passed to it as an argument.
         token = _SIZES.set(sizes)
         try:
             # Without the defaults, which need not have the annotated type: `mask: Float[Array, "n"] = None`.
-            return signature.run(checked, call, signature.given(args, kwargs))
+            return signature.run(checked, call, signature.given(*whole))
         finally:
             _SIZES.reset(token)
 

@@ -49,7 +49,7 @@ def same_value(one: Any, other: Any) -> bool:
         return False
     if _is_number(cls):
         return repr(one) == repr(other)
-    if cls is list or (isinstance(one, tuple) and cls.__eq__ is tuple.__eq__):
+    if cls is list or _is_plain_tuple(cls):
         return len(one) == len(other) and all(map(same_value, one, other))
     if cls is dict:
         return len(one) == len(other) and _values(one) == _values(other)
@@ -81,6 +81,11 @@ def _compared_fields(cls: type) -> tuple[str, ...] | None:
     return tuple(field.name for field in dataclasses.fields(cls) if field.compare) if generated else None
 
 
+def _is_plain_tuple(cls: type) -> bool:
+    """Whether values of a class are compared as tuples: tuples themselves, and most named tuples."""
+    return issubclass(cls, tuple) and cls.__eq__ is tuple.__eq__
+
+
 def _is_number(cls: type) -> bool:
     """Whether values of a class are compared by their text, because 0.0 == -0.0, and nan is not equal to itself."""
     return cls is float or cls is complex or cls is Decimal or issubclass(cls, np.number)
@@ -93,7 +98,7 @@ def _hash(value: Any) -> int:
         return hash((cls, repr(value)))
     if cls is frozenset:
         return hash((cls, frozenset(map(_hash, value))))
-    if isinstance(value, tuple) and cls.__eq__ is tuple.__eq__:
+    if _is_plain_tuple(cls):
         return hash((cls, *map(_hash, value)))
     if cls is PyTreeDef:
         return _structure_hash(value)
