@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar, overload
 
-import jax
 from jax.core import Tracer
 
 from functree.calls.call_groups import FoundCall
