@@ -510,6 +510,11 @@ ERRORS: dict[str, tuple[type[Exception], Callable[[], Any], list[str]]] = {
         lambda: Stacked(jnp.ones(3), axis="my axis"),
         ["Stacked(axis='my axis')", "identifier"],
     ),
+    "the axis is an unnamed one": (
+        AxesError,
+        lambda: Stacked(jnp.ones(3), axis="_"),
+        ["Stacked(axis='_')", "identifier"],
+    ),
     "the axis is no text": (
         AxesError,
         lambda: Stacked(jnp.ones(3), axis=0),

@@ -11,6 +11,7 @@ from jaxtyping import Array, Int, PRNGKeyArray
 
 from functree.errors import AxesError, FunctreeError, Problem
 from functree.transforms.remat import Offload, Remat, check_names, remat_policy
+from functree.tree.axes import is_axis_name
 from functree.tree.interfaces import Stack, StateMapping
 from functree.tree.leaf import array_problem
 from functree.tree.paths import Path
@@ -48,7 +49,7 @@ class Stacked(eqx.Module, Stack, Generic[T]):
     axis: str = eqx.field(static=True, default="layers")
 
     def __check_init__(self) -> None:
-        if not (isinstance(self.axis, str) and self.axis.isidentifier()):
+        if not is_axis_name(self.axis):
             raise AxesError(f'Stacked(axis={self.axis!r}): the name of an axis must be an identifier, such as "layers"')
         _depth(self)
 
