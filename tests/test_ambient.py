@@ -1,8 +1,14 @@
 """`axis_rules` and `spec`."""
 
+from typing import Any
+
 import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
+from checks import raises
 from jax.sharding import PartitionSpec as P
+from meshes import MESH, assert_lies, lay
 
 import functree as ft
 
@@ -75,3 +81,72 @@ def test_filters_that_match_nothing_in_one_array_are_no_mistake():
     with jax.set_mesh(ft.make_mesh(data=2, model=4)), ft.axis_rules(layout):
         found = jax.jit(lambda x: ft.constrain(x, "batch hidden"))(jax.numpy.ones((4, 8)))
     assert found.sharding.spec == ft.P("data", "model")
+
+
+FSDP = ft.FSDP("data", min_size=0)
+FOR_ACTIVATIONS: dict[str, Any] = {
+    "rules": RULES,
+    "rules and FSDP": RULES | FSDP,
+    "FSDP and rules": FSDP | RULES,
+    "two tables": ft.AxisRules({"batch": "data"}) | ft.AxisRules({"hidden": "model", "embed": None}) | FSDP,
+    "filters": ft.StateSharding({"**.bias": P("model"), ...: RULES | FSDP}),
+    "on the host": ft.on_host(RULES | FSDP),
+}
+FOR_PARAMETERS: dict[str, Any] = {
+    "FSDP": FSDP,
+    "a spec": P("model"),
+    "filters without rules": ft.StateSharding({"**.bias": RULES, ...: P()}),
+    "filters without a last one": ft.StateSharding({"**.bias": RULES}),
+    "a function": lambda path, leaf: P(),
+    "a plan": ft.plan(jnp.ones((4, 8)), P("data"), {"data": 2, "model": 4}),
+    "FSDP and a spec": FSDP | P("model"),
+}
+
+
+@pytest.mark.parametrize("case", FOR_ACTIVATIONS)
+def test_axes_are_laid_out_by_the_axis_rules_of_a_layout(case: str):
+    layout = FOR_ACTIVATIONS[case]
+    with ft.axis_rules(layout):
+        assert ft.spec("batch hidden") == P("data", "model") and ft.spec("hidden embed") == P("model", None)
+    x = lay(jnp.ones((4, 8)), "data")
+    constrained = [
+        ft.jit(lambda x: ft.constrain(x * 2, "batch hidden"), rules=layout)(x),
+        ft.jit(lambda x: ft.constrain(x * 2, "batch hidden", rules=layout))(x),
+        ft.jit(ft.nn.Constrain("batch hidden"), rules=layout)(x),
+    ]
+    for found in constrained:
+        assert_lies(found, "data", "model")
+        assert found.sharding.memory_kind != "pinned_host"
+
+
+@pytest.mark.parametrize("case", FOR_PARAMETERS)
+def test_a_layout_without_axis_rules_lays_out_no_activation(case: str):
+    layout, x = FOR_PARAMETERS[case], lay(jnp.ones((4, 8)), "data")
+    told = ["there is a mesh (data=2, model=4) but no rules to lay out `batch hidden`", "with `AxisRules`"]
+    with raises(*told, error=ft.ShardingError):
+        ft.jit(lambda x: ft.constrain(x * 2, "batch hidden"), rules=layout)(x)
+    with raises(*told, error=ft.ShardingError):
+        ft.jit(lambda x: ft.constrain(x * 2, "batch hidden", rules=layout))(x)
+    with ft.axis_rules(layout), raises("there are no ambient rules", "with `AxisRules`", error=ft.ShardingError):
+        ft.spec("batch hidden")
+    # The layers are not refused: they constrain nothing, and their activations stay as the compiler has them.
+    found = ft.jit(ft.nn.Constrain("batch hidden"), rules=layout)(x)
+    assert np.array_equal(found, x)
+    assert_lies(found, "data")
+
+
+CONFIG = ft.nn.TransformerConfig(64, 32, layers=2, heads=4, kv_heads=4, head_dim=8, hidden=64)
+
+
+@pytest.mark.parametrize("ambient", [FSDP, P(), FSDP | P("model")], ids=["FSDP", "a spec", "both"])
+def test_silent_failure_33_a_layout_for_parameters_moves_no_activation(ambient: Any):
+    """The program is that without ambient rules: as many collectives, and as many operations."""
+    model = ft.shard(ft.nn.Transformer.create(CONFIG, key=jax.random.key(0)), FSDP, MESH)
+    tokens = lay(jnp.zeros((8, 16), jnp.int32), "data")
+
+    def compiled(rules: Any) -> Any:
+        return ft.jit(lambda model, tokens: model(tokens).sum(), rules=rules).lower(model, tokens).compile()
+
+    found, without = compiled(ambient), compiled(None)
+    assert found.as_text().count("all-gather(") == without.as_text().count("all-gather(")
+    assert found.cost_analysis()["flops"] == without.cost_analysis()["flops"]

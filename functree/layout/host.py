@@ -27,6 +27,14 @@ class OnHost(Layout):
     def own_mesh(self) -> Mesh | AbstractMesh | None:
         return self.layout.own_mesh
 
+    @property
+    def by_axes(self) -> Layout | None:
+        return self.layout.by_axes
+
+    @property
+    def tolerant(self) -> Layout:
+        return OnHost(self.layout.tolerant)
+
     def resolve(self, leaves: Sequence[Leaf], mesh: MeshView, before: Sequence[Decision] | None = None) -> Resolution:
         found = self.layout.resolve(leaves, mesh, before)
         return found._replace(decisions=[d._replace(memory_kind="pinned_host") for d in found.decisions])

@@ -67,6 +67,19 @@ class Layout:
         """The mesh that is a part of the layout, or None."""
         return None
 
+    @property
+    def by_axes(self) -> "Layout | None":
+        """The part of the layout that lays out an array by the names of its axes alone; None if there is none.
+
+        Such an array is an activation. `FSDP` and specs are written for parameters.
+        """
+        return None
+
+    @property
+    def tolerant(self) -> "Layout":
+        """The same layout, in which a filter that matches no leaf is not an error."""
+        return self
+
     def __or__(self, then: "LayoutLike") -> "Layout":
         return Composition.of(self, as_layout(then))
 
@@ -165,6 +178,15 @@ class Composition(Layout):
     @property
     def own_mesh(self) -> Mesh | AbstractMesh | None:
         return next((part.own_mesh for part in self.parts if part.own_mesh is not None), None)
+
+    @property
+    def by_axes(self) -> Layout | None:
+        named = tuple(part.by_axes for part in self.parts if part.by_axes is not None)
+        return Composition(named) if len(named) > 1 else next(iter(named), None)
+
+    @property
+    def tolerant(self) -> Layout:
+        return Composition(tuple(part.tolerant for part in self.parts))
 
     def resolve(self, leaves: Sequence[Leaf], mesh: MeshView, before: Sequence[Decision] | None = None) -> Resolution:
         problems: list[Problem] = []

@@ -101,6 +101,10 @@ class AxisRules(Value, Layout):
     def given_names(self) -> Mapping[type, Names]:
         return dict(self.names)
 
+    @property
+    def by_axes(self) -> "AxisRules":
+        return self
+
     def resolve(self, leaves: Sequence[Leaf], mesh: MeshView, before: Sequence[Decision] | None = None) -> Resolution:
         present = {name for axes in {leaf.axes for leaf in leaves} for name in axes}
         unused = tuple(dict.fromkeys(name for name, _ in self.rules if name not in present))

@@ -111,6 +111,11 @@ class StateSharding(Value, Layout):
     def own_mesh(self) -> Mesh | AbstractMesh | None:
         return next((layout.own_mesh for layout in self._layouts if layout.own_mesh is not None), None)
 
+    @property
+    def by_axes(self) -> Layout | None:
+        """That of a last `...`: an array that is not in a tree matches no other filter."""
+        return self._layouts[-1].by_axes if self.filters and self.filters[-1] is ... else None
+
     def resolve(self, leaves: Sequence[Leaf], mesh: MeshView, before: Sequence[Decision] | None = None) -> Resolution:
         groups = self._groups(leaves)
         decided: dict[int, Decision] = {}

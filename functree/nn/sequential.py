@@ -10,7 +10,7 @@ from jaxtyping import PRNGKeyArray
 
 from functree.errors import FunctreeError
 from functree.layout.layout import Layout, LayoutLike, as_layout
-from functree.placing.ambient import ambient_rules
+from functree.placing.ambient import ambient_axis_rules
 from functree.placing.constrain import constrain
 from functree.state.state import State, holds_refs
 from functree.transforms.jit.jit import jit
@@ -101,7 +101,7 @@ class Constrain(eqx.Module):
         self.rules = None if rules is None else as_layout(rules)
 
     def __call__(self, x: Any) -> Any:
-        if isinstance(self.layout, Axes) and self.rules is None and ambient_rules() is None:
+        if isinstance(self.layout, Axes) and self.rules is None and ambient_axis_rules() is None:
             return x
         return constrain(x, self.layout, self.rules)
 

@@ -12,7 +12,6 @@ from functree.layout.layout import Layout, LayoutLike, as_layout
 from functree.layout.meshes import MeshView, current_mesh, traced_under
 from functree.layout.placement import first_mesh
 from functree.layout.specs import without
-from functree.layout.state_sharding import StateSharding
 from functree.layout.validation import spec_of_axes
 from functree.tree.axes import Axes
 
@@ -26,7 +25,8 @@ def axis_rules(rules: LayoutLike) -> Iterator[None]:
     """Make rules ambient for `constrain`, `spec` and the layers of `ft.nn`, while they are traced.
 
     Args:
-        rules: `AxisRules`, or a composition that begins with them.
+        rules: a layout. Gradients are laid out by the whole of it. Activations, whose axes have names, are laid out
+            by its `AxisRules` only: of a composition these, and of a `StateSharding` those of its last `...`.
 
     Raises:
         RuleError: `rules` is not a layout.
@@ -36,11 +36,9 @@ def axis_rules(rules: LayoutLike) -> Iterator[None]:
         ...     ft.spec("batch embed")
         P('data', None)
     """
-    layout = None if rules is None else as_layout(rules)
-    if isinstance(layout, StateSharding):
-        # Its filters were written for a whole tree. Ambient rules lay out a single array or gradient, so a filter that
-        # matches nothing there is not an error.
-        layout = layout.tolerant
+    # The filters of a `StateSharding` were written for a whole tree. Ambient rules lay out a single array or gradient,
+    # so a filter that matches nothing there is not an error.
+    layout = None if rules is None else as_layout(rules).tolerant
     with _RULES(layout):
         yield
 
@@ -48,6 +46,12 @@ def axis_rules(rules: LayoutLike) -> Iterator[None]:
 def ambient_rules() -> Layout | None:
     """The rules of the innermost `axis_rules`; None if there are none."""
     return _RULES.value
+
+
+def ambient_axis_rules() -> Layout | None:
+    """The `AxisRules` of the ambient rules, which lay out activations; None if they have none."""
+    rules = ambient_rules()
+    return None if rules is None else rules.by_axes
 
 
 def spec(axes: str | Axes) -> PartitionSpec:
@@ -64,10 +68,11 @@ def spec(axes: str | Axes) -> PartitionSpec:
         ...     ft.spec("batch hidden")
         P('data', 'model')
     """
-    rules = ambient_rules()
+    rules = ambient_axis_rules()
     if rules is None:
         raise ShardingError(
-            "there are no ambient rules: enter `with ft.axis_rules(rules):` around the call that traces this"
+            "there are no ambient rules: enter `with ft.axis_rules(rules):`, with `AxisRules`, around the call that "
+            "traces this"
         )
     mesh = current_mesh()
     view = None if mesh is None else MeshView(dict(mesh.shape), mesh)

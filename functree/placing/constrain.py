@@ -8,12 +8,12 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from functree.errors import ShardingError
 from functree.layout.constraint import constrained
-from functree.layout.layout import LayoutLike, LayoutTree
+from functree.layout.layout import LayoutLike, LayoutTree, as_layout
 from functree.layout.meshes import MeshView, current_mesh
 from functree.layout.placement import first_mesh
 from functree.layout.plan.resolver import agreed_view, plan_leaves, read_for
 from functree.layout.prefix import Part, broadcast
-from functree.placing.ambient import ambient_rules
+from functree.placing.ambient import ambient_axis_rules
 from functree.placing.shard import named_array
 from functree.tree.axes import Axes
 from functree.tree.leaves import Leaves
@@ -30,7 +30,8 @@ def constrain(tree: T, layout: str | Axes | LayoutTree, rules: LayoutLike = None
     Args:
         tree: an array, or a tree of arrays.
         layout: the axes of a bare array (`"batch seq embed"`), or a layout for a tree.
-        rules: the rules for these axes; the ambient rules if not given.
+        rules: the rules for these axes; the ambient rules if not given. Only the `AxisRules` of a layout are used:
+            `FSDP` and specs are written for parameters.
 
     Raises:
         ShardingError: a size that its mesh axes do not divide (JAX alone replicates such an array silently); an axis
@@ -44,9 +45,8 @@ def constrain(tree: T, layout: str | Axes | LayoutTree, rules: LayoutLike = None
     """
     if isinstance(layout, str | Axes):
         leaves = named_array(tree, layout)
-        if rules is None:
-            rules = ambient_rules()
-        parts = [] if rules is None else broadcast(rules, tree)
+        by_axes = ambient_axis_rules() if rules is None else as_layout(rules).by_axes
+        parts = [] if by_axes is None else broadcast(by_axes, tree)
     else:
         leaves, parts = read_for(tree, layout)
     mesh = _find_mesh(leaves, parts)
@@ -55,7 +55,7 @@ def constrain(tree: T, layout: str | Axes | LayoutTree, rules: LayoutLike = None
     if not parts:
         raise ShardingError(
             f"there is a mesh {MeshView(dict(mesh.shape))} but no rules to lay out `{leaves.leaves[0].axes}`: enter "
-            "`with ft.axis_rules(rules):`, or pass `rules=`"
+            "`with ft.axis_rules(rules):` with `AxisRules`, or pass them as `rules=`"
         )
     # Shapes are local along Manual axes: for the check of divisibility these axes count as one device.
     manual = set(getattr(mesh, "manual_axes", ()))

@@ -15,7 +15,7 @@ from functree.errors import Problem, ShardingError, count
 from functree.layout.meshes import MeshView
 from functree.layout.specs import of_rank, spec_text, without
 from functree.layout.validation import spec_of_axes
-from functree.placing.ambient import ambient_rules
+from functree.placing.ambient import ambient_axis_rules
 from functree.placing.constrain import constrain as constrained
 from functree.transforms.sizes import Sizes, annotated
 from functree.tree.axes import Axes
@@ -129,7 +129,7 @@ def _constrained(leaves: Leaves, named: Sequence[Leaf]) -> Any:
 
 def _check_types(name: str, named: Sequence[Leaf]) -> None:
     """On Explicit axes, compare the shardings in the types of arrays with those by the ambient rules."""
-    rules = ambient_rules()
+    rules = ambient_axis_rules()
     if rules is None:
         return
     problems: list[Problem] = []
