@@ -149,9 +149,11 @@ def differences(before: Situation, now: Situation) -> tuple[Difference, ...]:
         if old is None or new is None or [kind for kind, _ in old] != [kind for kind, _ in new]:
             found.append(Difference(path, "structure", _brief(old), _brief(new)))
             continue
-        for (kind, a), (_, b) in zip(old, new, strict=True):
-            if a != b:
-                found += _apart(path, kind, _bare(a), _bare(b))
+        different = {kind: (_bare(a), _bare(b)) for (kind, a), (_, b) in zip(old, new, strict=True) if a != b}
+        if "sharding" in different:
+            different.pop("devices", None)  # another sharding says it already
+        for kind, (a, b) in different.items():
+            found += _apart(path, kind, a, b)
     if before.mesh != now.mesh:
         found.append(Difference(Path(), "mesh", before.mesh, now.mesh))
     if before.rules != now.rules:
