@@ -156,7 +156,7 @@ def test_a_traced_array_in_a_static_field_is_named():
     def make(key: Array) -> dict[str, Keeps]:
         return {"layer": Keeps(jnp.ones(8), jax.random.normal(key, ()))}
 
-    with pytest.raises(ft.FunctreeError, match=r"(?s)make: the result has 1 static field .*layer\.scale.*static=True"):
+    with pytest.raises(ft.FunctreeError, match=r"(?s)make: the result has 1 static value .*layer\.scale.*static=True"):
         with pytest.warns(UserWarning, match="set as static"):  # Equinox's own
             ft.init(make, P("data"), MESH)(KEY)
 

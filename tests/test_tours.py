@@ -187,7 +187,7 @@ SAID = {
     "rank": "P('devices', None) has 2 entries for 1 dimensions",
     "undefined": "P('device') names `device`, and the mesh (devices=8) has no such axis; did you mean `devices`?",
     "divisible": "dimension 0 has size 12; devices=8 needs a multiple of 8",
-    "mesh": "runs on mesh (devices=4), but 1 argument is not on it",
+    "mesh": "runs on mesh (devices=4), but is called in a function that runs on (devices=8), with other devices",
 }
 
 

@@ -10,7 +10,6 @@ from functree.calls.signature import closed_over
 from functree.errors import FunctreeError, Problem, count
 from functree.tree.leaves import read, too_deep
 from functree.tree.skeleton.skeleton import Skeleton
-from functree.tree.skeleton.static_value import is_hashable
 
 
 class Output:
@@ -39,8 +38,8 @@ class Output:
             name: the name of the function.
 
         Raises:
-            FunctreeError: a static value of the result is or holds a traced array, which must not be used after the
-                trace, or cannot be hashed, so that it might be changed between two calls.
+            FunctreeError: a static value of the result is a traced array, or a function that closes over one. It must
+                not be used after the trace.
         """
         try:
             skeleton, values = Skeleton.apart(tree)
@@ -58,13 +57,9 @@ class Output:
             elif any(isinstance(held, Tracer) for held in closed_over(value).values()):
                 why = "closes over a traced array, which would be used after its trace has ended"
                 problems.append(Problem(path, None, "", why, "return the array itself"))
-            elif not is_hashable(value):
-                why = "is neither an array nor hashable: all calls would return one object, with each other's changes"
-                problems.append(
-                    Problem(path, None, type(value).__name__, why, "return an array, or something hashable")
-                )
         if problems:
-            raise FunctreeError(f"{name}: {count(len(problems), 'static value')} cannot be returned", problems)
+            values = count(len(problems), "static value")
+            raise FunctreeError(f"{name}: the result has {values} that would outlive the trace", problems)
         return cls(values, skeleton)
 
     def distinct(self) -> "Output":

@@ -5,6 +5,7 @@ expression, and compares all static values on the way. It does not depend on the
 so a tree that was changed in place (a list with another element) is recognized as another structure.
 """
 
+import copy
 import dataclasses
 import functools
 from abc import abstractmethod
@@ -19,7 +20,7 @@ from functree.tree.arrays import is_array
 from functree.tree.interfaces import PackedTree, StateMapping
 from functree.tree.paths import plain_key
 from functree.tree.skeleton.code import Code
-from functree.tree.skeleton.static_value import StaticValue
+from functree.tree.skeleton.static_value import StaticValue, is_hashable
 
 
 class TakeCode(Code):
@@ -146,7 +147,10 @@ class StaticKind(Kind):
         code.static(sample, at)
 
     def build(self, code: BuildCode, sample: Any) -> str:
-        return code.value(sample)
+        if is_hashable(sample):
+            return code.value(sample)
+        # A set, or a list of a class of its own: two trees must not share what can be changed in one of them.
+        return f"{code.value(copy.deepcopy)}({code.value(sample)})"
 
 
 class SequenceKind(Kind):
