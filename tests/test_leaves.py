@@ -280,6 +280,64 @@ def test_inner_names_win_over_outer_ones() -> None:
     assert axes.inner.lin.weight == Axes("inner", None) and axes.inner.lin.bias == Axes("bias")
 
 
+class Halves(eqx.Module):
+    up: eqx.nn.Linear
+    down: eqx.nn.Linear
+
+
+class Mixed(eqx.Module):
+    block: Halves
+    other: eqx.nn.Linear
+
+
+LINEAR = ft.names(weight="out in", bias="out")
+
+
+@pytest.mark.parametrize(("names", "expected"), [
+    ({eqx.nn.Linear: LINEAR}, ["out in", "out in", "out in"]),
+    ({Halves: ft.names({"down.weight": "b a"})}, ["_ _", "b a", "_ _"]),
+    ({eqx.nn.Linear: LINEAR, Halves: ft.names({"down.weight": "b a"})}, ["out in", "b a", "out in"]),
+    ({Halves: ft.names({"down.weight": "b a"}), eqx.nn.Linear: LINEAR}, ["out in", "b a", "out in"]),
+    ({eqx.nn.Linear: LINEAR, Halves: ft.names({"down.*": "", "down.weight": "b a"})}, None),
+    (
+        {eqx.nn.Linear: LINEAR, Halves: ft.names({"down.weight": "b a"}), Mixed: ft.names({"**.down.weight": "c d"})},
+        ["out in", "c d", "out in"],
+    ),
+    ({Mixed: ft.names({"block.**.weight": "x y"}), Halves: ft.names({"*.weight": "b a"})}, ["x y", "x y", "_ _"]),
+], ids=["inner", "outer", "both", "in another order", "wrong rank", "three", "by pattern"])  # fmt: skip
+def test_silent_failure_40_the_outermost_class_names_a_leaf(names: Any, expected: list[str] | None) -> None:
+    tree = Mixed(Halves(linear(), linear()), linear())
+    if expected is None:
+        with pytest.raises(AxesError, match=r"block\.down\.weight"):
+            ft.tree_axes(tree, names)
+        return
+    axes = ft.tree_axes(tree, names)
+    found = [axes.block.up.weight, axes.block.down.weight, axes.other.weight]
+    assert found == [Axes.parse(text) for text in expected]
+
+
+@pytest.mark.parametrize(("names", "unused"), [
+    ({eqx.nn.Linear: LINEAR}, []),
+    ({eqx.nn.Linear: LINEAR, eqx.nn.LSTMCell: LINEAR}, ["names= of LSTMCell"]),
+    ({eqx.nn.Linear: LINEAR, Halves: ft.names({"*.weight": "b a", "*.bias": "b"})}, []),
+    ({eqx.nn.Linear: LINEAR, Mixed: ft.names({"**.weight": "b a", "**.bias": "b"})}, ["names= of Linear"]),
+    ({eqx.nn.LSTMCell: LINEAR}, ["names= of LSTMCell"]),
+], ids=["none", "a class that is not there", "some of its leaves", "all by an outer class", "alone"])  # fmt: skip
+def test_names_that_name_nothing_are_told(names: Any, unused: list[str]) -> None:
+    tree, sizes = Mixed(Halves(linear(), linear()), linear()), {"data": 1}
+    plan = ft.plan(tree, ft.AxisRules({...: None}, names=names), sizes, check=False)
+    assert list(plan.unused) == unused
+    text = str(plan)
+    if any(row.shape and not any(row.axes) for row in plan):
+        first = text.splitlines()[0]
+        assert first.startswith(
+            "WARNING names= of LSTMCell: named no leaf, and these have no axis names: `block.up.weight`"
+        )
+        assert "WARNING names= of LSTMCell" in plan.html()
+    else:
+        assert "WARNING" not in text and ("named no leaf" in text) == bool(unused)
+
+
 def test_a_module_may_name_its_own_axes() -> None:
     class Own(eqx.Module):
         weight: Array

@@ -45,11 +45,13 @@ class Leaves:
         leaves: one `Leaf` for each array.
         problems: names that were given to leaves that do not exist.
         skeleton: the tree without its arrays.
+        unused: the classes in `names` that have named no leaf.
     """
 
     leaves: tuple[Leaf, ...]
     problems: tuple[Problem, ...]
     skeleton: Skeleton
+    unused: tuple[type, ...] = ()
 
 
 def read(tree: Any, names: Mapping[type, Names] | None = None) -> Leaves:
@@ -73,7 +75,8 @@ def read(tree: Any, names: Mapping[type, Names] | None = None) -> Leaves:
         if given.by_leaf and not given.by_module:
             walk.note_unmatched(node, path, (given,))
     skeleton = Skeleton(tree_structure(tree), walk.places, walk.others)
-    return Leaves(tuple(walk.leaves), tuple(walk.problems), skeleton)
+    unused = tuple(cls for cls in walk.names if cls not in walk.used)
+    return Leaves(tuple(walk.leaves), tuple(walk.problems), skeleton, unused)
 
 
 def tree_axes(tree: Any, names: Mapping[type, Names] | None = None) -> Any:
@@ -155,6 +158,7 @@ class _Walk:
         self.kinds: dict[type, Kind] = {}
         self.classes: dict[type, ClassHints] = {}
         self.memory: Memory = {}
+        self.used: set[type] = set()  # the classes in `names` that have named a leaf
         self.fields: list[tuple[Any, Keys, GivenNames]] = []  # the fields whose annotation has `ft.names`
 
     def visit(self, node: Any, path: Keys, hint: Hint, context: _Context) -> None:
@@ -245,6 +249,7 @@ class _Walk:
                 below = hint.child(None)
             self.visit(child, (*path, name), below, inside)
         if opened:
+            self.used.update(given.cls for given in opened if given.cls is not None and given.used)
             self.note_unmatched(node, path, opened)
 
     def _packed(self, node: Any, path: Keys, hint: Hint, context: _Context) -> None:

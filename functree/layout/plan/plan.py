@@ -19,6 +19,9 @@ from functree.tree.paths import Path
 from functree.tree.skeleton.skeleton import Skeleton
 from functree.values import Value
 
+NAMES = "names= of "
+"""The beginning of an entry of `Plan.unused` that is a class in `names=`, and not an axis."""
+
 
 class Plan(Value, Layout):
     """The spec of each array of a tree, and the reason for it. A plan is immutable, and it is a layout itself.
@@ -26,7 +29,7 @@ class Plan(Value, Layout):
     Attributes:
         rows: one for each array.
         problems: what is wrong; empty unless the plan was made with `check=False`.
-        unused: the axes of rules that no leaf has.
+        unused: the axes of rules that no leaf has; and `names= of Linear` for a class in `names=` that names no leaf.
         mesh: the mesh, or None if only sizes were given.
         sizes: the sizes of the mesh axes.
 
@@ -143,24 +146,38 @@ class Plan(Value, Layout):
         return (self.rows, tuple(self.sizes.items()), self.mesh, self._skeleton.treedef)
 
     def __str__(self) -> str:
-        return plan_text(self.rows, self._notes())
+        return plan_text(self.rows, self._notes(), self._warnings())
 
     def __repr__(self) -> str:
         return f"<Plan of {len(self.rows)} arrays on mesh {self.view}>"
 
     def html(self) -> str:
         """The plan as a HTML page, with a bar for the bytes of each leaf."""
-        return plan_html(self.rows, self._notes(), self.view.devices, page=True)
+        return plan_html(self.rows, [*self._warnings(), *self._notes()], self.view.devices, page=True)
 
     def _repr_html_(self) -> str:
-        return plan_html(self.rows, self._notes(), self.view.devices, page=False)
+        return plan_html(self.rows, [*self._warnings(), *self._notes()], self.view.devices, page=False)
+
+    def _warnings(self) -> list[str]:
+        """The lines above the table: names that name nothing, if there are leaves that they may be meant for."""
+        names = [one for one in self.unused if one.startswith(NAMES)]
+        unnamed = [row for row in self.rows if row.shape and not any(row.axes)]
+        if not names or not unnamed:
+            return []
+        paths = ", ".join(f"`{row.path}`" for row in unnamed[:4])
+        more = f" and {len(unnamed) - 4} more" if len(unnamed) > 4 else ""
+        return [f"WARNING {', '.join(names)}: named no leaf, and these have no axis names: {paths}{more}"]
 
     def _notes(self) -> list[str]:
         """The lines below the table."""
         sizes = f"{bytes_text(self.total_bytes)} in all, {bytes_text(self.bytes_per_device)} on each device"
         notes = [f"mesh {self.view}: {count(len(self.rows), 'array')}, {sizes}"]
-        if self.unused:
-            notes.append(f"rules that no leaf needed: {', '.join(self.unused)}")
+        rules = [one for one in self.unused if not one.startswith(NAMES)]
+        if rules:
+            notes.append(f"rules that no leaf needed: {', '.join(rules)}")
+        names = [one for one in self.unused if one.startswith(NAMES)]
+        if names and not self._warnings():
+            notes.append(f"{', '.join(names)}: named no leaf")
         return notes + [f"PROBLEM {problem.path or problem.what}: {problem.why}" for problem in self.problems]
 
 

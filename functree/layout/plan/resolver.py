@@ -13,7 +13,7 @@ from functree.layout.decision import Decision
 from functree.layout.layout import LayoutTree, merge_names
 from functree.layout.meshes import MeshLike, MeshView, mesh_view
 from functree.layout.plan.live import live_rows
-from functree.layout.plan.plan import Plan
+from functree.layout.plan.plan import NAMES, Plan
 from functree.layout.plan.row import Row
 from functree.layout.prefix import Part, broadcast
 from functree.layout.specs import spec_text
@@ -102,6 +102,7 @@ def plan_leaves(
     # Two parts of a tree may have the same layout, and report the same problem of it.
     problems = list(dict.fromkeys(problems))
     unused = _absent(unused, leaves.leaves)
+    no_names = [f"{NAMES}{cls.__name__}" for cls in leaves.unused]
     problems += near_misses(known, decisions, unused)
     # Many leaves share one decision object, so each object is examined once. Most have no sharded dimension and no
     # fault, and then nothing can be wrong with the leaf.
@@ -117,7 +118,7 @@ def plan_leaves(
     problems += _conflicting(known, rows, same)
     if problems and check:
         raise refuse(problems, view)
-    return Plan(rows, leaves.skeleton, view, problems, unused)
+    return Plan(rows, leaves.skeleton, view, problems, [*unused, *no_names])
 
 
 UNSPECIFIED = ("no layout was given for this array (`None`)", "write `P()` to replicate it")

@@ -16,8 +16,14 @@ WIDTH = 100
 COLUMNS = (36, 18, 30)  # of path, array and spec
 
 
-def plan_text(rows: Sequence[Row], notes: Sequence[str]) -> str:
-    """The table, at most 100 columns wide. Below the spec of each leaf are its axes and the reason."""
+def plan_text(rows: Sequence[Row], notes: Sequence[str], warnings: Sequence[str] = ()) -> str:
+    """The table, at most 100 columns wide. Below the spec of each leaf are its axes and the reason.
+
+    Args:
+        rows: one for each array.
+        notes: the lines below the table.
+        warnings: the lines above it.
+    """
     blocks = []
     for line in fold(rows):
         title = line.title
@@ -26,7 +32,8 @@ def plan_text(rows: Sequence[Row], notes: Sequence[str]) -> str:
             title = ""
         blocks += [_columns(title, line.array, line.spec, bytes_text(line.each)), Padding(line.told, (0, 0, 0, 4))]
     titles = _columns("path", "array", "spec", "per device")
-    return "\n".join([*_rendered(Group(titles, *blocks)), "", *_rendered(Group(*map(Text, notes)))])
+    head = [*_rendered(Group(*map(Text, warnings))), ""] if warnings else []
+    return "\n".join([*head, *_rendered(Group(titles, *blocks)), "", *_rendered(Group(*map(Text, notes)))])
 
 
 def _columns(*cells: str) -> Table:

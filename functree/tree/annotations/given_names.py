@@ -31,6 +31,7 @@ class GivenNames:
         names: the patterns and their axes.
         depth: the length of the path of the node; patterns are matched with the rest of a leaf's path.
         giver: the source of the names.
+        cls: for names of a layout: the class that they are given for.
         used: the patterns that have matched a leaf.
         by_leaf: for the names of a field: whether an array that is in no module below the field used them.
         by_module: for the names of a field: whether a module below the field used them.
@@ -39,6 +40,7 @@ class GivenNames:
     names: Names
     depth: int
     giver: Giver
+    cls: type | None = None
     used: set[str] = field(default_factory=set)
     by_leaf: bool = False
     by_module: bool = False
@@ -72,7 +74,7 @@ def given_at(node: Any, depth: int, pending: GivenNames | None, names: Mapping[t
         # Names of a class are also for its subclasses; those of the nearest class count.
         for cls in type(node).__mro__:
             if cls in names:
-                found.append(GivenNames(names[cls], depth, Giver.LAYOUT))
+                found.append(GivenNames(names[cls], depth, Giver.LAYOUT, cls))
                 break
     own = own_names(node)
     if own is not None:
@@ -83,16 +85,21 @@ def given_at(node: Any, depth: int, pending: GivenNames | None, names: Mapping[t
 def given_axes(path: Path, several: Iterable[GivenNames]) -> Axes | None:
     """The axes that are given to a leaf, or None.
 
-    Names of a field come before those of a layout, and those of a layout before those of a module. Among names of one
-    source, the innermost come first.
+    Names of a field come before those of a layout, and those of a layout before those of a module. Of the classes in a
+    layout's `names=` the outermost comes first, since it knows the part that a layer plays. Of the names of fields and of
+    modules the innermost come first.
     """
-    for given in sorted(several, key=lambda given: (given.giver, -given.depth)):
+    for given in sorted(several, key=_precedence):
         text = match_text(Path(path[given.depth :]))
         for pattern, axes in given.names:
             if glob_pattern(pattern).fullmatch(text):
                 given.used.add(pattern)
                 return axes
     return None
+
+
+def _precedence(given: GivenNames) -> tuple[Giver, int]:
+    return given.giver, given.depth if given.giver is Giver.LAYOUT else -given.depth
 
 
 def given_by(hint: Hint, path: Path) -> Axes | None:
