@@ -58,8 +58,8 @@ class Output:
                 why = "closes over a traced array, which would be used after its trace has ended"
                 problems.append(Problem(path, None, "", why, "return the array itself"))
         if problems:
-            values = count(len(problems), "static value")
-            raise FunctreeError(f"{name}: the result has {values} that would outlive the trace", problems)
+            number = count(len(problems), "static value")
+            raise FunctreeError(f"{name}: the result has {number} that would outlive the trace", problems)
         return cls(values, skeleton)
 
     def distinct(self) -> "Output":

@@ -86,8 +86,8 @@ def given_axes(path: Path, several: Iterable[GivenNames]) -> Axes | None:
     """The axes that are given to a leaf, or None.
 
     Names of a field come before those of a layout, and those of a layout before those of a module. Of the classes in a
-    layout's `names=` the outermost comes first, since it knows the part that a layer plays. Of the names of fields and of
-    modules the innermost come first.
+    layout's `names=` the outermost comes first, since it knows the part that a layer plays. Of the names of fields and
+    of modules the innermost come first.
     """
     for given in sorted(several, key=_precedence):
         text = match_text(Path(path[given.depth :]))
