@@ -1,5 +1,6 @@
 """A tree taken apart and put together: the same tree, whatever the filters."""
 
+import re
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
@@ -9,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from checks import raises
 from hypothesis import given
 from hypothesis import strategies as st
 from trees import Keyless, Leafy, containers, flat, same
@@ -32,8 +34,21 @@ FILTERS = st.lists(
 )  # fmt: skip
 
 
+def matching(tree: Any, filters: list[Any]) -> list[Any]:
+    """The filters without those that `split` refuses: patterns and classes that match nothing."""
+    kept = []
+    for one in filters:
+        try:
+            ft.split(tree, one, ...)
+        except ft.FunctreeError:
+            continue
+        kept.append(one)
+    return kept
+
+
 @given(TREES, FILTERS)
 def test_merge_undoes_split(tree: Any, filters: list[Any]) -> None:
+    filters = matching(tree, filters)
     static, *parts = ft.split(tree, *filters, ...)
     assert len(parts) == len(filters) + 1
     assert same(ft.merge(static, *parts), tree)
@@ -48,6 +63,7 @@ def test_merge_undoes_split(tree: Any, filters: list[Any]) -> None:
 
 @given(TREES, FILTERS)
 def test_an_array_is_in_the_part_of_the_first_filter(tree: Any, filters: list[Any]) -> None:
+    filters = matching(tree, filters)
     _, *parts = ft.split(tree, *filters, ...)
     for index, part in enumerate(parts):
         earlier = ft.split(tree, *filters[:index], ...)[-1]
@@ -58,7 +74,7 @@ def test_an_array_is_in_the_part_of_the_first_filter(tree: Any, filters: list[An
 @given(TREES, FILTERS)
 def test_static_does_not_depend_on_the_filters(tree: Any, filters: list[Any]) -> None:
     static = ft.split(tree)[0]
-    other = ft.split(tree, *filters, ...)[0]
+    other = ft.split(tree, *matching(tree, filters), ...)[0]
     assert isinstance(static, Skeleton) and static == other and hash(static) == hash(other)
     again = ft.split(jax.tree.map(lambda leaf: leaf + 1 if isinstance(leaf, np.ndarray) else leaf, tree))[0]
     assert again == static and hash(again) == hash(static)
@@ -205,3 +221,40 @@ def test_the_path_of_what_is_missing() -> None:
     with pytest.raises(FunctreeError) as error:
         ft.merge(static, jax.tree.map(lambda _: None, part))
     assert [problem.path for problem in error.value.problems] == [("b", 0, 0)]
+
+
+class Two(eqx.Module):
+    first: eqx.nn.Linear
+    second: eqx.nn.Conv1d
+
+
+def two() -> Two:
+    keys = jax.random.split(jax.random.key(0))
+    return Two(eqx.nn.Linear(2, 3, key=keys[0]), eqx.nn.Conv1d(2, 3, 1, key=keys[1]))
+
+
+NAMES_NOTHING: dict[str, tuple[Any, str]] = {
+    "a glob": ("third.**", "glob('third.**')"),
+    "a typo": ("**.wieght", "glob('**.wieght')"),
+    "a path": (ft.Path(("third", "weight")), "glob('third.weight')"),
+    "a regular expression": (re.compile("third.*"), "re.compile('third.*')"),
+    "a class": (eqx.nn.LSTMCell, "under(LSTMCell)"),
+    "two": (ft.glob("third.*") | ft.glob("fourth.*"), "glob('third.*'), glob('fourth.*')"),
+    "with a property": (ft.glob("third.*") & ft.is_trainable, "glob('third.*')"),
+}
+
+
+@pytest.mark.parametrize("case", NAMES_NOTHING)
+def test_a_filter_that_names_nothing_of_the_tree(case: str) -> None:
+    written, told = NAMES_NOTHING[case]
+    with raises(f"split: {told} matches no array of the tree", "first.weight", "f32[3, 2]", "correct the filter"):
+        ft.split(two(), written, ...)
+
+
+@pytest.mark.parametrize("written", [
+    ft.has_axis("nowhere"), ft.is_buffer, ft.larger_than(100), lambda path, leaf: False, ft.under(Two) & ft.is_buffer,
+    eqx.nn.Linear | eqx.nn.LSTMCell, ft.glob("first.*") | ft.glob("third.*"), ~ft.under(eqx.nn.LSTMCell),
+], ids=["axis", "buffer", "size", "function", "in a class", "two classes", "two patterns", "not"])  # fmt: skip
+def test_a_filter_by_a_property_may_match_nothing(written: Any) -> None:
+    _, part, rest = ft.split(two(), written, ...)
+    assert len(jax.tree.leaves(part)) + len(jax.tree.leaves(rest)) == 4

@@ -21,7 +21,8 @@ T = TypeVar("T")
 class Selection(Generic[T]):
     """Selected parts of a tree, none of them inside another; made by `ft.select`.
 
-    A selection is immutable, and each change returns a new tree. Iteration yields the parts, and `len` is their number.
+    A selection is immutable, and each change returns a new tree. To change nothing at all, because nothing is selected,
+    is an error. Iteration yields the parts, and `len` is their number.
 
     Examples:
         >>> mlp = eqx.nn.MLP(2, 2, 8, 2, key=jax.random.key(0))
@@ -32,11 +33,12 @@ class Selection(Generic[T]):
         0.0
     """
 
-    __slots__ = ("_paths", "_tree")
+    __slots__ = ("_asked", "_paths", "_tree")
 
-    def __init__(self, tree: T, paths: Sequence[Path]):
+    def __init__(self, tree: T, paths: Sequence[Path], asked: str = ""):
         self._tree: T = tree
         self._paths: tuple[Path, ...] = tuple(paths)
+        self._asked: str = asked  # what was asked for, for messages: `.under(Linear)`
 
     # Choosing
 
@@ -54,11 +56,11 @@ class Selection(Generic[T]):
         """
         if isinstance(where, str | Path):
             below = Path.parse(where) if isinstance(where, str) else where
-            return Selection(self._tree, [self._there(path, below) for path in self._paths])
+            return self._chosen([self._there(path, below) for path in self._paths], f".at({str(below)!r})")
         found: list[Path] = []
         for path in self._paths:
             found += [Path((*path, *key)) for key in self._accessed(path, where)]
-        return Selection(self._tree, found)
+        return self._chosen(found, f".at({_name(where)})")
 
     def under(self, cls: Any) -> "Selection[T]":
         """Select the outermost instances of a class, or of several classes (`Linear | Conv`).
@@ -72,7 +74,7 @@ class Selection(Generic[T]):
         except TypeError:
             bare = bare_class(get_args(cls) if isinstance(cls, UnionType) else (cls,))
             raise FunctreeError(f"under takes a class, or several joined by `|`, not {cls!r}{bare}") from None
-        return self._outermost(lambda path, node: isinstance(node, cls))
+        return self._chosen(self._outermost(lambda path, node: isinstance(node, cls)), f".under({_name(cls)})")
 
     def where(self, what: Any) -> "Selection[T]":
         """Select the arrays that a filter matches, or the outermost parts for which a function is true.
@@ -88,8 +90,8 @@ class Selection(Generic[T]):
         # A function as a filter sees only arrays, but here it sees every node. `get_origin` is for `Linear[int]` and
         # `typing.Union[A, B]`, which are callable.
         if what is ... or isinstance(what, str | Filter | type) or get_origin(what) or not callable(what):
-            return self._matched(as_filter(what))
-        return self._outermost(what)
+            return self._chosen(self._matched(as_filter(what)), f".where({as_filter(what)!r})")
+        return self._chosen(self._outermost(what), f".where({_name(what)})")
 
     # Looking
 
@@ -237,8 +239,11 @@ class Selection(Generic[T]):
                     raise FunctreeError(f"at: `{part}` is inside `{outer or type(node).__name__}`: choose one of them")
         return parts
 
-    def _outermost(self, fits: Callable[[Path, Any], Any]) -> "Selection[T]":
-        """Select the nodes for which a function is true, and nothing below such a node."""
+    def _chosen(self, paths: Sequence[Path], asked: str) -> "Selection[T]":
+        return Selection(self._tree, paths, self._asked + asked)
+
+    def _outermost(self, fits: Callable[[Path, Any], Any]) -> list[Path]:
+        """The paths of the nodes for which a function is true, and of nothing below such a node."""
         found: list[Path] = []
 
         def visit(start: Path, path: Path, node: Any) -> None:
@@ -250,10 +255,10 @@ class Selection(Generic[T]):
 
         for start in self._paths:
             visit(start, Path(), follow(self._tree, start))
-        return Selection(self._tree, found)
+        return found
 
-    def _matched(self, chosen: Filter) -> "Selection[T]":
-        """Select the arrays that a filter matches."""
+    def _matched(self, chosen: Filter) -> list[Path]:
+        """The paths of the arrays that a filter matches."""
         whole = read(self._tree)
         # The paths of nodes, found by position. The leaves of a state and of a packed tree have the path in the model
         # (several keys) instead of the path of their node (one key).
@@ -266,10 +271,11 @@ class Selection(Generic[T]):
                 # Patterns are matched with the path from the selected part on.
                 if place[:depth] == start and chosen(leaf._replace(aliases=(Path(leaf.path[depth:]),))):
                     found.append(place)
-        return Selection(self._tree, found)
+        return found
 
     def _changed(self, change: Callable[[Path, Any], Any]) -> T:
         """The tree with another value for each selected part. All nodes that are not above a part stay the same."""
+        self._check_some()
         chosen = set(self._paths)
         above = {path[:i] for path in self._paths for i in range(len(path))}
 
@@ -284,6 +290,7 @@ class Selection(Generic[T]):
 
     def _inserted(self, around: Callable[[Any], tuple[Any, ...]], *, insert: bool) -> T:
         """The tree in which each selected element is replaced by several elements (`insert`), or by none."""
+        self._check_some()
         self._check_elements(insert)
         chosen = set(self._paths)
         above = {path[:i] for path in self._paths for i in range(len(path))}
@@ -312,6 +319,14 @@ class Selection(Generic[T]):
 
         return visit(Path(), self._tree)
 
+    def _check_some(self) -> None:
+        """Raise FunctreeError if nothing is selected: the tree would silently stay as it is."""
+        if not self._paths:
+            raise FunctreeError(
+                f"nothing is selected by select({type(self._tree).__name__}){self._asked}, so nothing can be changed: "
+                "correct what is selected, or ask `.count()` first"
+            )
+
     def _check_elements(self, insert: bool) -> None:
         """Raise FunctreeError for selected parts that are not elements of a container which may have another length."""
         wanted = "a list or a tuple" if insert else "a list, a tuple or a dict"
@@ -333,6 +348,11 @@ class Selection(Generic[T]):
         """An error that lists the selected parts."""
         parts = [Problem(path, None, value_text(follow(self._tree, path)), "selected", remedy) for path in self._paths]
         return FunctreeError(headline, parts)
+
+
+def _name(what: Any) -> str:
+    """A class or a function in messages."""
+    return getattr(what, "__name__", None) or repr(what)
 
 
 def select(tree: T) -> Selection[T]:

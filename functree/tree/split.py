@@ -1,14 +1,14 @@
 """A tree ─► its skeleton and its arrays, in one part for each filter; and these ─► the tree."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from jax.tree_util import tree_flatten, tree_flatten_with_path, tree_structure
 
 from functree.errors import FunctreeError, Problem, RuleError, count
-from functree.tree.filters.filter import as_filter
+from functree.tree.filters.filter import Filter, as_filter, naming
 from functree.tree.filters.first_match import FirstMatch
-from functree.tree.leaves import read
+from functree.tree.leaves import Leaves, read
 from functree.tree.paths import Path
 from functree.tree.skeleton.skeleton import Skeleton
 
@@ -27,7 +27,8 @@ def split(tree: Any, *filters: Any) -> tuple[Any, ...]:
 
     Raises:
         RuleError: `...` is not the last filter, or an argument is not a filter.
-        FunctreeError: no filter matches some arrays, or some static values cannot be hashed. The error lists them.
+        FunctreeError: no filter matches some arrays, or some static values cannot be hashed. The error lists them. Or a
+            pattern or a class matches no array; a filter by a property, such as `ft.has_axis`, may match none.
 
     Examples:
         >>> layer = eqx.nn.Linear(2, 3, key=jax.random.key(0))
@@ -43,7 +44,9 @@ def split(tree: Any, *filters: Any) -> tuple[Any, ...]:
     leaves = read(tree)
     static = leaves.skeleton
     static.check_hashable()
-    chosen = FirstMatch([as_filter(f) for f in written])
+    wanted = [as_filter(f) for f in written]
+    _check_named(wanted, leaves)
+    chosen = FirstMatch(wanted)
     choices = [chosen(leaf) for leaf in leaves.leaves]
     lost = [leaf for leaf, choice in zip(leaves.leaves, choices, strict=True) if choice is None]
     if lost:
@@ -55,6 +58,18 @@ def split(tree: Any, *filters: Any) -> tuple[Any, ...]:
         if choice is not None:
             parts[choice][place] = leaf.value
     return (static, *map(static.spread, parts))
+
+
+def _check_named(filters: Sequence[Filter], leaves: Leaves) -> None:
+    """Raise for filters that match no array because of a pattern or a class. A property may be that of no array."""
+    lost: list[Filter] = []
+    for item in filters:
+        if not any(map(item, leaves.leaves)):
+            lost += [part for part in naming(item) if not any(map(part, leaves.leaves))]
+    if lost:
+        why, remedy = "does not match", "correct the filter, or leave it out"
+        problems = [leaf.problem(why, remedy) for leaf in leaves.leaves]
+        raise FunctreeError(f"split: {', '.join(map(repr, lost))} matches no array of the tree", problems)
 
 
 def merge(static: Skeleton, *parts: Any) -> Any:

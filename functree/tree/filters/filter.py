@@ -239,14 +239,19 @@ class Everything(Filter):
 
 def patterns(item: Filter) -> Iterator[Filter]:
     """The globs, paths and regular expressions in a filter."""
+    return (part for part in naming(item) if not isinstance(part, Under))
+
+
+def naming(item: Filter) -> Iterator[Filter]:
+    """The parts of a filter that name something of one tree: patterns and classes, and not properties such as axes."""
     match item:
-        case Glob() | At() | Regex():
+        case Glob() | At() | Regex() | Under():
             yield item
         case All() | Any_():
             for part in item.parts:
-                yield from patterns(part)
+                yield from naming(part)
         case Not():
-            yield from patterns(item.part)
+            yield from naming(item.part)
 
 
 FilterLike = (
