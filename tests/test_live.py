@@ -131,3 +131,34 @@ def test_the_output_of_a_jitted_function(mesh: Mesh) -> None:
     x = jax.device_put(jnp.ones((8, 8)), NamedSharding(mesh, P("data", "model")))
     row = ft.plan({"y": jax.jit(lambda x: x * 2)(x)})["y"]
     assert row.spec == P("data", "model") and row.copies == 1
+
+
+def on_mesh(devices: Any, axis: str) -> Any:
+    mesh = Mesh(np.array(devices), (axis,), axis_types=(AxisType.Auto,))
+    return jax.device_put(np.ones((4, 8), np.float32), NamedSharding(mesh, P(axis)))
+
+
+def test_arrays_on_several_meshes_are_told_apart() -> None:
+    devices = jax.devices()
+    tree = {
+        "first": on_mesh(devices[:4], "data"),
+        "same": on_mesh(devices[:4], "data"),
+        "other axes": on_mesh(devices[4:6], "model"),
+        "other devices": on_mesh(devices[4:], "data"),
+        "other order": on_mesh(devices[3::-1], "data"),
+    }
+    plan = ft.plan(tree)
+    assert plan.mesh == tree["first"].sharding.mesh
+    # The shardings are those of the arrays, each on its own mesh.
+    assert all(plan.shardings[key].is_equivalent_to(x.sharding, 2) for key, x in tree.items())
+    meshes = {str(row.path): row.mesh for row in plan}
+    own = {key: x.sharding.mesh for key, x in tree.items()}
+    assert meshes["first"] is None and meshes["same"] is None
+    assert all(meshes[f'"{key}"'] == own[key] for key in ("other axes", "other devices", "other order"))
+    reasons = {str(row.path): row.reason for row in plan}
+    assert reasons["same"] == "as it is sharded now"
+    assert reasons['"other axes"'] == "as it is sharded now, on the mesh (model=2) of cpu:4, cpu:5"
+    assert reasons['"other order"'] == "as it is sharded now, on the mesh (data=4) of cpu:3, cpu:2, cpu:1, cpu:0"
+    assert "arrays on other meshes: (model=2), (data=4)" in str(plan)
+    with raises('"other axes"', "the plan has it on another mesh", "make a plan for each mesh", error=ft.ShardingError):
+        ft.plan(tree, plan)

@@ -42,7 +42,8 @@ RULES = ft.AxisRules({"hidden": ("data", "model"), "embed": None})
 
 
 def described(row: ft.Row) -> tuple[Any, ...]:
-    return (str(row.path), row.shape, str(row.dtype), row.axes, *row[4:])
+    assert row.mesh is None  # it is the plan's
+    return (str(row.path), row.shape, str(row.dtype), row.axes, *row[4:11])
 
 
 # Rows

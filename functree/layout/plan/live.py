@@ -8,6 +8,7 @@ import jax
 from jax.core import Tracer
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
+from functree.layout.meshes import MeshView
 from functree.layout.placement import other_memory
 from functree.layout.plan.row import Row
 from functree.layout.specs import of_rank
@@ -28,9 +29,11 @@ class Live(NamedTuple):
 def live_rows(leaves: Sequence[Leaf]) -> tuple[list[Row], Mesh | AbstractMesh | None]:
     """A row for each array with its current sharding, and the mesh of the first array that is on a mesh."""
     live = [live_sharding(leaf.value) for leaf in leaves]
+    first = next((x.mesh for x in live if x.mesh is not None), None)
     rows = []
     for leaf, x in zip(leaves, live, strict=True):
         shape, dtype = leaf.value.shape, leaf.value.dtype
+        other = x.mesh if x.mesh != first else None
         total, local = (math.prod(s) * dtype.itemsize for s in (shape, x.local_shape))
         row = Row(
             leaf.path,
@@ -38,15 +41,26 @@ def live_rows(leaves: Sequence[Leaf]) -> tuple[list[Row], Mesh | AbstractMesh | 
             dtype,
             leaf.axes,
             spec=x.spec,
-            reason=x.reason,
+            reason=x.reason if other is None else f"{x.reason}, on {_mesh_text(other)}",
             local_shape=x.local_shape,
             bytes_global=total,
             bytes_per_device=local,
             copies=x.copies,
             memory_kind=x.memory_kind,
+            mesh=other,
         )
         rows.append(row)
-    return rows, next((x.mesh for x in live if x.mesh is not None), None)
+    return rows, first
+
+
+def _mesh_text(mesh: Mesh | AbstractMesh) -> str:
+    """A mesh that is not the plan's, with its devices: two meshes may have the same sizes."""
+    text = f"the mesh {MeshView(dict(mesh.shape))}"
+    if not isinstance(mesh, Mesh):
+        return text
+    devices = [f"{device.platform}:{device.id}" for device in mesh.devices.flat]
+    shown = ", ".join(devices[:4])
+    return f"{text} of {shown}" + (", …" if len(devices) > 4 else "")
 
 
 def live_sharding(value: Any) -> Live:

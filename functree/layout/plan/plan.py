@@ -96,7 +96,7 @@ class Plan(Value, Layout):
             raise ShardingError(f"{what}: plan with a `Mesh` to get shardings")
         if row.spec is None:
             raise ShardingError(f"{row.path}: {row.reason}; it has no PartitionSpec")
-        return NamedSharding(self.mesh, row.spec, memory_kind=row.memory_kind)
+        return NamedSharding(row.mesh or self.mesh, row.spec, memory_kind=row.memory_kind)
 
     @property
     def total_bytes(self) -> int:
@@ -139,6 +139,8 @@ class Plan(Value, Layout):
             return before.wrong(("the plan has no row for it", _OWN_TREE))
         if row.spec is None:
             return before.wrong((f"the plan has no spec for it: {row.reason}", _OWN_TREE))
+        if row.mesh is not None:
+            return before.wrong((f"the plan has it on another mesh: {row.reason}", "make a plan for each mesh"))
         decision = apply_spec(leaf, row.spec, before, row.reason)
         return decision._replace(memory_kind=row.memory_kind or before.memory_kind)
 
@@ -172,6 +174,9 @@ class Plan(Value, Layout):
         """The lines below the table."""
         sizes = f"{bytes_text(self.total_bytes)} in all, {bytes_text(self.bytes_per_device)} on each device"
         notes = [f"mesh {self.view}: {count(len(self.rows), 'array')}, {sizes}"]
+        others = list(dict.fromkeys(str(MeshView(dict(row.mesh.shape))) for row in self.rows if row.mesh is not None))
+        if others:
+            notes.append(f"arrays on other meshes: {', '.join(others)}")
         rules = [one for one in self.unused if not one.startswith(NAMES)]
         if rules:
             notes.append(f"rules that no leaf needed: {', '.join(rules)}")

@@ -2,7 +2,7 @@
 
 from typing import Any, NamedTuple
 
-from jax.sharding import PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from functree.tree.axes import Axes
 from functree.tree.paths import Path
@@ -23,6 +23,8 @@ class Row(NamedTuple):
         bytes_per_device: the bytes of the shard on one device.
         copies: the number of devices that have each byte.
         memory_kind: `"pinned_host"` for host memory; None for the default.
+        mesh: the mesh of an array that is on another mesh than the plan's; else None. Only a plan of how arrays are
+            sharded now has such rows.
 
     Examples:
         >>> row = ft.plan(jnp.ones((4, 8)), ft.P("data"), {"data": 2, "model": 4})[()]
@@ -41,3 +43,4 @@ class Row(NamedTuple):
     bytes_per_device: int
     copies: int
     memory_kind: str | None = None
+    mesh: Mesh | AbstractMesh | None = None
