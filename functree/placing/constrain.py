@@ -70,10 +70,11 @@ def constrain(tree: T, layout: str | Axes | LayoutTree, rules: LayoutLike = None
 def _find_mesh(leaves: Leaves, parts: Sequence[Part]) -> Mesh | AbstractMesh | None:
     """The ambient mesh, else the mesh of the layout, else that of the arrays."""
     mesh = current_mesh()
+    own = next((part.layout.own_mesh for part in parts if part.layout.own_mesh is not None), None)
     if mesh is not None:
-        return mesh
-    own = [part.layout.own_mesh for part in parts if part.layout.own_mesh is not None]
-    if own:
-        return own[0]
+        # The ambient mesh of a trace may be abstract, and the same mesh in the layout have its devices.
+        return own if isinstance(own, Mesh) and own.abstract_mesh == mesh else mesh
+    if own is not None:
+        return own
     values = [leaf.value for leaf in leaves.leaves if isinstance(leaf.value, jax.Array)]
     return first_mesh(values)
