@@ -286,3 +286,79 @@ def test_a_failure_leaves_nothing_behind():
 def test_disabled():
     with jax.disable_jit():
         assert ft.jit(lambda tree: tree["x"] * 2, donate=...)({"x": jnp.ones(3)}).sum() == 6
+
+
+FIRST_INSIDE: dict[str, dict[str, Any]] = {
+    "nothing": {},
+    "in_shardings": {"in_shardings": P("data", "model")},
+    "out_shardings": {"out_shardings": P("data", "model")},
+    "rules": {"rules": RULES},
+    "donated": {"donate": 0},
+}
+Y = np.arange(32, dtype=np.float32).reshape(4, 8)
+
+
+@pytest.mark.parametrize("options", FIRST_INSIDE)
+@pytest.mark.parametrize("mesh", [MESH, EXPLICIT], ids=["auto", "explicit"])
+def test_silent_failure_41_a_function_first_called_inside_a_trace(options: str, mesh: Any):
+    f = ft.jit(lambda x: x * 2, **FIRST_INSIDE[options])
+    x = jax.device_put(Y, NamedSharding(mesh, P("data", "model")))
+    with jax.set_mesh(mesh):
+        inside = jax.jit(lambda x: f(x))(x)
+    outside = f(x)
+    assert np.array_equal(inside, 2 * Y) and np.array_equal(outside, 2 * Y)
+    assert outside.sharding.is_equivalent_to(NamedSharding(mesh, P("data", "model")), 2)
+    if options in ("nothing", "rules", "donated"):
+        assert f(jnp.asarray(Y)).sharding.num_devices == 1
+
+
+@pytest.mark.parametrize("options", [name for name in FIRST_INSIDE if name != "donated"])
+@pytest.mark.parametrize("around", [lambda f: f, jax.jit], ids=["eager", "in jit"])
+def test_auto_axes_of_it(options: str, around: Any):
+    sharding = NamedSharding(EXPLICIT, P("data", "model"))
+    x = jax.device_put(Y, sharding)
+    f = ft.jit(lambda x: x * 2, **FIRST_INSIDE[options])
+    found = around(lambda x: jax.sharding.auto_axes(f, out_sharding=sharding)(x))(x)
+    assert np.array_equal(found, 2 * Y) and found.sharding == sharding
+    other = ft.jit(lambda x: x * 2, mesh=EXPLICIT)
+    with pytest.raises(ft.ShardingError, match=r"x   f32\[4, 8\]\n +is on the mesh \(data=2, model=4\) with Auto axes"):
+        around(lambda x: jax.sharding.auto_axes(other, out_sharding=sharding)(x))(x)
+
+
+@pytest.mark.parametrize("mesh", [MESH, EXPLICIT], ids=["auto", "explicit"])
+@pytest.mark.parametrize("around", [lambda f: f, jax.jit], ids=["eager", "in jit"])
+@pytest.mark.parametrize("options", [{}, {"spmd_axis_name": "data"}], ids=["sharded", "spmd"])
+def test_vmap_over_a_sharded_dimension_around_shard_map(mesh: Any, around: Any, options: Any):
+    x = jax.device_put(Y, NamedSharding(mesh, P("data", "model")))
+    specs = {"in_specs": P("model"), "out_specs": P("model"), "mesh": mesh}
+    found = around(jax.vmap(ft.shard_map(lambda x: x * 2, **specs), **options))(x)
+    plain = around(jax.vmap(jax.jit(jax.shard_map(lambda x: x * 2, **specs)), **options))(x)
+    assert np.array_equal(found, plain) and found.sharding.is_equivalent_to(plain.sharding, 2)
+
+
+def test_an_inner_mesh_over_the_same_devices():
+    """One of other sizes holds; in another order, or over others, it is an error: JAX compiles one program."""
+    devices = jax.devices()
+
+    def called(inner: Any) -> Any:
+        f = ft.jit(lambda x: ft.constrain(x * 2, P("data", "model")), mesh=inner)
+        return ft.jit(lambda x: f(x) + 0, mesh=MESH)(jnp.ones((8, 8)))
+
+    kinds = (jax.sharding.AxisType.Auto,) * 2
+    other_sizes = jax.make_mesh((4, 2), ("data", "model"), axis_types=kinds, devices=devices)
+    assert called(other_sizes).sharding.is_equivalent_to(NamedSharding(other_sizes, P("data", "model")), 2)
+    order = jax.sharding.Mesh(np.array(devices[::-1]).reshape(2, 4), ("data", "model"), axis_types=kinds)
+    half = jax.sharding.Mesh(np.array(devices[:4]).reshape(2, 2), ("data", "model"), axis_types=kinds)
+    for inner, told in ((order, "the same devices in another order"), (half, "other devices")):
+        with pytest.raises(ft.ShardingError, match=f"is called in a function that runs on .*, with {told}"):
+            called(inner)
+
+
+def test_a_function_whose_mesh_would_be_lost():
+    x = jax.device_put(Y, NamedSharding(MESH, P("data", "model")))
+    f = ft.jit(lambda x: ft.constrain(jnp.zeros((8, 8)), P("data", "model")))
+    assert f(x).sharding.is_equivalent_to(NamedSharding(MESH, P("data", "model")), 2)
+    with pytest.raises(ft.ShardingError, match=r"its result depends on none that is on the mesh.*pass `mesh=`"):
+        jax.jit(lambda x: f(x))(x)
+    g = ft.jit(lambda x: ft.constrain(jnp.zeros((8, 8)), P("data", "model")), mesh=MESH)
+    assert jax.jit(lambda x: g(x))(x).sharding.is_equivalent_to(NamedSharding(MESH, P("data", "model")), 2)

@@ -66,13 +66,18 @@ def check_mesh(name: str, paths: Sequence[Path], arrays: Sequence[Any], mesh: Me
         devices, own_mesh = _other_devices(array, mesh), mesh_of(array)
         if devices is not None:
             problems.append(array_problem(path, array, f"is committed to {devices} only", MOVE))
-        elif own_mesh is None or (isinstance(array, Tracer) and AxisType.Explicit not in own_mesh.axis_types):
+        elif own_mesh is None or (isinstance(array, Tracer) and not _is_explicit(own_mesh, mesh)):
             continue
         elif (difference := _other_mesh(own_mesh, mesh)) is not None:
             problems.append(array_problem(path, array, f"is on the mesh {difference}", MOVE))
     if problems:
         number = f"{count(len(problems), 'argument')} {'is' if len(problems) == 1 else 'are'}"
         raise ShardingError(f"{name} runs on mesh {MeshView(dict(mesh.shape))}, but {number} not on it", problems)
+
+
+def _is_explicit(*meshes: Mesh | AbstractMesh) -> bool:
+    """Whether one of the meshes has Explicit axes."""
+    return any(AxisType.Explicit in mesh.axis_types for mesh in meshes)
 
 
 def _check_devices(name: str, paths: Sequence[Path], arrays: Sequence[Any]) -> None:

@@ -28,6 +28,12 @@ def first_mesh(arrays: Iterable[Any]) -> Mesh | AbstractMesh | None:
     return next((mesh for mesh in map(mesh_of, arrays) if mesh is not None), None)
 
 
+def with_devices_of(mesh: AbstractMesh, arrays: Iterable[Any]) -> Mesh | AbstractMesh:
+    """The mesh of an array that has the shape of an abstract mesh, with its devices; else the abstract mesh itself."""
+    meshes = (mesh_of(array) for array in arrays)
+    return next((one for one in meshes if isinstance(one, Mesh) and one.abstract_mesh == mesh), mesh)
+
+
 def is_sharded_as(array: jax.Array, sharding: Any) -> bool:
     """Whether an array is sharded as wanted, in the wanted kind of memory."""
     # Not by `==`: P("data") and P("data", None) are one sharding of a matrix.

@@ -20,8 +20,8 @@ from functree.calls.static_arguments import opened
 from functree.calls.traces import Traces
 from functree.errors import RuleError, ShardingError
 from functree.layout.layout import Layout, LayoutTree
-from functree.layout.meshes import NO_MESH, current_mesh
-from functree.layout.placement import first_mesh
+from functree.layout.meshes import NO_MESH, current_mesh, tracing
+from functree.layout.placement import first_mesh, with_devices_of
 from functree.placing.ambient import Surroundings, ambient_rules
 from functree.transforms.jit.closed_state import Kept, StateForm, closed
 from functree.transforms.jit.shardings import Inputs, inputs, outputs
@@ -85,6 +85,9 @@ class Jit(Function[_P, _T]):
         name, options, (group, arrays, _) = self._signature.name, self._options, found
         rules = options.rules if options.rules is not None else ambient_rules()
         mesh = options.mesh or current_mesh()
+        if isinstance(mesh, AbstractMesh) and not tracing():
+            # Such as inside of an eager `jax.sharding.auto_axes`, whose arrays know the devices.
+            mesh = with_devices_of(mesh, arrays)
         mesh_of_arguments = first_mesh(arrays) if mesh is None else None
         if mesh is None and self._laid_out:
             mesh = mesh_of_arguments

@@ -126,7 +126,8 @@ class Mapped(Function[_P, _T]):
                     mesh=place.mesh,
                     in_specs=in_specs,
                     out_specs=out_specs,
-                    axis_names=set(place.manual),
+                    # Not named if they are all: a `vmap` on an Explicit mesh takes one of them away.
+                    axis_names=frozenset() if place.manual == set(place.mesh.axis_names) else place.manual,
                     check_vma=options.check_vma,
                 )(*[place.reshard(x, spec) for x, spec in zip(arrays, in_specs, strict=True)])
             return Output(values, skeletons[0])
