@@ -48,6 +48,16 @@ class FunctreeError(Exception):
         self.problems = problems or (Problem(None, None, "", headline),)
 
 
+class FunctreeWarning(UserWarning):
+    """Something that functree does, and that costs more than it looks. `simplefilter("error", ft.FunctreeWarning)` of
+    the module `warnings` makes it an error.
+
+    Examples:
+        >>> issubclass(ft.FunctreeWarning, UserWarning)
+        True
+    """
+
+
 class AxesError(FunctreeError):
     """An annotation does not fit its leaf, or an annotation cannot be read.
 

@@ -1,5 +1,6 @@
 """A call ─► its arrays, and its group: all calls with the same structure and static values."""
 
+from collections import Counter
 from collections.abc import Hashable, Sequence
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -30,6 +31,8 @@ class CallGroup:
         bodies: the traced functions, by everything that a trace depends on.
         programs: the compiled programs, by everything that a compilation depends on.
         last: the key and the program of the last call.
+        targets: where arguments that nobody has placed are placed, by everything that this depends on.
+        placed: how often the JAX array at a path has been placed.
     """
 
     def __init__(self, skeleton: Skeleton):
@@ -43,6 +46,8 @@ class CallGroup:
         self.bodies: dict[Hashable, Any] = {}
         self.programs: dict[Hashable, Any] = {}
         self.last: tuple[Hashable, Any] | None = None
+        self.targets: dict[Hashable, Any] = {}
+        self.placed: Counter[Path] = Counter()
 
 
 def _heads(paths: Sequence[Path]) -> tuple[int, ...]:
@@ -74,6 +79,14 @@ class FoundCall(NamedTuple):
         # An array with a `NamedSharding` is always committed, and to read `committed` of each array costs time.
         asked = () if _NAMED.issuperset(map(type, shardings)) else tuple(map(_COMMITTED, self.arrays))
         return tuple(map(_AVAL, self.arrays)), shardings, asked
+
+    def all_placed(self) -> bool:
+        """Whether all arrays are on a mesh."""
+        return self.concrete and _NAMED.issuperset(map(type, map(_SHARDING, self.arrays)))
+
+    def on_no_mesh(self) -> bool:
+        """Whether all arrays have values, and none is on a mesh."""
+        return self.concrete and NamedSharding not in set(map(type, map(_SHARDING, self.arrays)))
 
     def placement(self) -> Hashable:
         """On which meshes and devices the arrays are, as far as it can be read without a cost.

@@ -10,10 +10,10 @@ from jax.core import Tracer
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.tree_util import tree_flatten_with_path
 
-from functree.calls.call_groups import FoundCall
+from functree.calls.call_groups import CallGroup, FoundCall
 from functree.calls.donation import check_donated, is_deleted, refuse_deleted, twice_by_identity
 from functree.calls.program import Program
-from functree.errors import FunctreeError, Problem, ShardingError, count
+from functree.errors import FunctreeError, FunctreeWarning, Problem, ShardingError, count
 from functree.layout.meshes import NO_MESH, MeshView, current_mesh, tracing
 from functree.layout.placement import first_mesh, is_concrete, mesh_of
 from functree.tree.leaf import array_problem
@@ -150,6 +150,24 @@ def warn_moved(program: Program) -> None:
         "calls",
         stacklevel=3,
     )
+
+
+def warn_placed(name: str, group: CallGroup, arrays: Sequence[Any], placed: Sequence[int]) -> None:
+    """Warn of arrays that nobody has placed and that a second call places again."""
+    again: list[Path] = []
+    for i in placed:
+        if is_concrete(arrays[i]):
+            group.placed[group.paths[i]] += 1
+            if group.placed[group.paths[i]] == 2:
+                again.append(group.paths[i])
+    if again:
+        paths = ", ".join(f"`{path}`" for path in again[:4])
+        more = f" and {len(again) - 4} more" if len(again) > 4 else ""
+        warnings.warn(
+            f"{name}: each call places {paths}{more} by the rules: use `ft.shard` once, before the calls",
+            FunctreeWarning,
+            stacklevel=6,
+        )
 
 
 def warn_constants(name: str, fun: Callable[..., Any], traced: Any) -> None:
