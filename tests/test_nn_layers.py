@@ -37,7 +37,8 @@ def filled(tree: Any) -> Any:
     def fill(leaf: Any) -> Any:
         return jnp.asarray(random.normal(size=leaf.shape) / 2, leaf.dtype)
 
-    return ft.select(tree).where(ft.is_trainable).apply(fill)
+    trained = ft.select(tree).where(ft.is_trainable)
+    return trained.apply(fill) if trained else tree
 
 
 # Sharded equals unsharded

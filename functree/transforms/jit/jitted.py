@@ -116,10 +116,12 @@ class Jit(Function[_P, _T]):
     def _program(self, call: Any, found: FoundCall) -> Program:
         name, options, (group, arrays, _) = self._signature.name, self._options, found
         rules = options.rules if options.rules is not None else ambient_rules()
-        mesh = options.mesh or current_mesh()
-        if isinstance(mesh, AbstractMesh) and not tracing():
-            # Such as inside of an eager `jax.sharding.auto_axes`, whose arrays know the devices.
-            mesh = with_devices_of(mesh, arrays)
+        mesh = options.mesh
+        if mesh is None:
+            mesh = current_mesh()
+            if isinstance(mesh, AbstractMesh) and not tracing():
+                # Such as inside of an eager `jax.sharding.auto_axes`, whose arrays know the devices.
+                mesh = with_devices_of(mesh, arrays)
         mesh_of_arguments = first_mesh(arrays) if mesh is None else None
         if mesh is None and self._laid_out:
             mesh = mesh_of_arguments
