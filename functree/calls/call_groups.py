@@ -1,6 +1,5 @@
 """A call ─► its arrays, and its group: all calls with the same structure and static values."""
 
-from collections import Counter
 from collections.abc import Hashable, Sequence
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -32,7 +31,6 @@ class CallGroup:
         programs: the compiled programs, by everything that a compilation depends on.
         last: the key and the program of the last call.
         targets: where arguments that nobody has placed are placed, by everything that this depends on.
-        placed: how often the JAX array at a path has been placed.
     """
 
     def __init__(self, skeleton: Skeleton):
@@ -47,7 +45,6 @@ class CallGroup:
         self.programs: dict[Hashable, Any] = {}
         self.last: tuple[Hashable, Any] | None = None
         self.targets: dict[Hashable, Any] = {}
-        self.placed: Counter[Path] = Counter()
 
 
 def _heads(paths: Sequence[Path]) -> tuple[int, ...]:

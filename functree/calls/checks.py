@@ -2,6 +2,7 @@
 
 import inspect
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -10,7 +11,7 @@ from jax.core import Tracer
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.tree_util import tree_flatten_with_path
 
-from functree.calls.call_groups import CallGroup, FoundCall
+from functree.calls.call_groups import FoundCall
 from functree.calls.donation import check_donated, is_deleted, refuse_deleted, twice_by_identity
 from functree.calls.program import Program
 from functree.errors import FunctreeError, FunctreeWarning, Problem, ShardingError, count
@@ -152,14 +153,16 @@ def warn_moved(program: Program) -> None:
     )
 
 
-def warn_placed(name: str, group: CallGroup, arrays: Sequence[Any], placed: Sequence[int]) -> None:
-    """Warn of arrays that nobody has placed and that a second call places again."""
-    again: list[Path] = []
-    for i in placed:
-        if is_concrete(arrays[i]):
-            group.placed[group.paths[i]] += 1
-            if group.placed[group.paths[i]] == 2:
-                again.append(group.paths[i])
+def warn_placed(name: str, placed: Sequence[Path], known: Counter[Path]) -> None:
+    """Warn of arrays that nobody has placed and that a second call of a function places again.
+
+    Args:
+        name: the name of the function.
+        placed: the paths of the JAX arrays that this call places.
+        known: how often the function has placed the array at a path.
+    """
+    known.update(placed)
+    again = [path for path in placed if known[path] == 2]
     if again:
         paths = ", ".join(f"`{path}`" for path in again[:4])
         more = f" and {len(again) - 4} more" if len(again) > 4 else ""

@@ -5,6 +5,7 @@ from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax.core import Tracer
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
@@ -129,7 +130,7 @@ def place(arrays: Sequence[Any], targets: Targets, fresh: Collection[int]) -> li
         targets: where they belong.
         fresh: the indices of arrays that are donated: their placed copies share no buffer with the given arrays.
     """
-    new, moving = list(arrays), list[tuple[int, NamedSharding]]()
+    new, moving = list(arrays), dict[int, NamedSharding]()
     for i, spec, kind in targets.specs:
         array, mesh = arrays[i], targets.mesh
         if isinstance(array, Tracer):
@@ -137,13 +138,10 @@ def place(arrays: Sequence[Any], targets: Targets, fresh: Collection[int]) -> li
         elif isinstance(array, jax.ShapeDtypeStruct):
             new[i] = array.update(sharding=NamedSharding(mesh, spec, memory_kind=kind))
         elif isinstance(mesh, Mesh):
-            moving.append((i, NamedSharding(mesh, spec, memory_kind=kind)))
-    for copied in (False, True):
-        group = [(i, sharding) for i, sharding in moving if (i in fresh) is copied]
-        if group:
-            values, shardings = [arrays[i] for i, _ in group], [sharding for _, sharding in group]
-            # A numpy array may share its memory too.
-            placed = jax.device_put(values, shardings, may_alias=False if copied else None)
-            for (i, _), array in zip(group, placed, strict=True):
-                new[i] = array
+            moving[i] = NamedSharding(mesh, spec, memory_kind=kind)
+    # `device_put` may share a buffer with the given array, even with `may_alias=False`: of a replicated array that on the
+    # device where the given one is.
+    values = [jnp.array(arrays[i], copy=True) if i in fresh else arrays[i] for i in moving]
+    for i, array in zip(moving, jax.device_put(values, list(moving.values())), strict=True):
+        new[i] = array
     return new

@@ -1,5 +1,6 @@
 """A function and the options of `ft.jit` ─► `Jit`, with the key, the checks and the shardings of each call."""
 
+from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Sequence
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
@@ -71,6 +72,7 @@ class Jit(Function[_P, _T]):
             _check_static(self._layouts, options.static)
         # Without layouts and donation our part of a program does not depend on the shardings of the arguments. JAX then
         # distinguishes its own programs by them, and the key stays short.
+        self._placings: Counter[Path] = Counter()
         self._laid_out = bool(options.donated) or given is not None or options.out_shardings is not None
 
     def __repr__(self) -> str:
@@ -103,7 +105,8 @@ class Jit(Function[_P, _T]):
         if targets is None:
             name = self._signature.name
             targets = group.targets[key] = find_targets(name, call, unplaced, group.paths, rules, mesh)
-        warn_placed(self._signature.name, group, arrays, unplaced)
+        put = [group.paths[i] for i, _, _ in targets.specs if arrays[i].ndim and is_concrete(arrays[i])]
+        warn_placed(self._signature.name, put, self._placings)
         donated = set(Arguments(group.paths, options.donated).donated) if options.donated else ()
         new = place(arrays, targets, donated)
         return FoundCall(group, new, all(map(is_concrete, new)))
