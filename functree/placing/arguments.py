@@ -139,8 +139,8 @@ def place(arrays: Sequence[Any], targets: Targets, fresh: Collection[int]) -> li
             new[i] = array.update(sharding=NamedSharding(mesh, spec, memory_kind=kind))
         elif isinstance(mesh, Mesh):
             moving[i] = NamedSharding(mesh, spec, memory_kind=kind)
-    # `device_put` may share a buffer with the given array, even with `may_alias=False`: of a replicated array that on the
-    # device where the given one is.
+    # `device_put` may share a buffer with the given array, even with `may_alias=False`: that on the device where the
+    # given array is, if the array is replicated.
     values = [jnp.array(arrays[i], copy=True) if i in fresh else arrays[i] for i in moving]
     for i, array in zip(moving, jax.device_put(values, list(moving.values())), strict=True):
         new[i] = array
