@@ -499,5 +499,20 @@ def test_without_jit_the_body_sees_values(wrap: Any):
     wrapped, x = wrap(f), jnp.arange(8.0)
     with jax.disable_jit():
         assert np.array_equal(wrapped(x)["x"], x) and np.array_equal(wrapped(-x)["x"], x)
+    assert wrapped.compilations == []  # nothing was compiled
     with pytest.raises(jax.errors.TracerBoolConversionError):
         wrapped(x)
+
+
+@pytest.mark.parametrize("wrap", [
+    lambda f: ft.jit(f), lambda f: ft.shard_map(f, mesh=MESH, in_specs=P("data"), out_specs=P("data")),
+    lambda f: ft.init(f, P("data"), MESH),
+], ids=["jit", "shard_map", "init"])  # fmt: skip
+def test_without_jit_functions_are_still_traced_and_lowered_on_demand(wrap: Any):
+    x = jnp.arange(8.0)
+    with jax.disable_jit():
+        wrapped = wrap(lambda x: x * 2)
+        assert wrapped.eval_shape(x).shape == (8,)
+        compiled = wrapped.lower(x).compile()
+        assert np.array_equal(wrapped(x), x * 2)
+    assert np.array_equal(compiled(x), x * 2)

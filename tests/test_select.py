@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from checks import raises
-from hypothesis import assume, given
+from hypothesis import given
 from hypothesis import strategies as st
 from jaxtyping import Array, Float
 from penzai import pz
@@ -114,7 +114,9 @@ def test_remove_undoes_insert(elements: Any, data: st.DataObject) -> None:
 @given(TREES, FILTERS)
 def test_filters_are_those_of_split_and_of_layouts(tree: Any, chosen: Any) -> None:
     selection = ft.select(tree).where(chosen)
-    assume(selection)  # `split` refuses a pattern that matches nothing
+    if not selection:  # `split` refuses a pattern that matches nothing
+        assert selection.paths() == ()
+        return
     first = ft.split(tree, chosen, *([] if chosen is ... else [...]))[1]
     flat = jax.tree_util.tree_flatten_with_path(first)[0]
     assert selection.paths() == tuple(Path.of(keys) for keys, _ in flat)
@@ -181,7 +183,9 @@ def test_penzai_selects_the_same(tree: Any, cls: Any) -> None:
 @given(PLAIN, CLASSES)
 def test_penzai_changes_the_same(tree: Any, cls: Any) -> None:
     ours, theirs = both(tree, cls)
-    assume(ours)  # ours refuses to change nothing at all
+    if not ours:  # ours refuses to change nothing at all
+        assert theirs.count() == 0
+        return
     assert same(ours.set("new"), theirs.set("new"))
     assert same(ours.apply(lambda part: ("in", part)), theirs.apply(lambda part: ("in", part)))
     values = [str(i) for i in range(ours.count())]
@@ -204,7 +208,8 @@ def test_penzai_inserts_and_removes_the_same(elements: Any, cls: Any) -> None:
     theirs = pz.select(tree).at(lambda tree: tree["a"].w).at_children()
     theirs = theirs.where(lambda node: isinstance(node, cls))
     assert ours.count() == theirs.count()
-    assume(ours)
+    if not ours:
+        return
     assert same(ours.remove(), theirs.remove_from_parent())
     assert same(ours.insert_after("new"), theirs.insert_after("new"))
     assert same(ours.insert_before("new"), theirs.insert_before("new"))

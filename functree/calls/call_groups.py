@@ -1,6 +1,6 @@
 """A call ─► its arrays, and its group: all calls with the same structure and static values."""
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Collection, Hashable, Sequence
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -73,9 +73,7 @@ class FoundCall(NamedTuple):
         if not self.concrete:
             return tuple(map(_kind, self.arrays))
         shardings = tuple(map(_SHARDING, self.arrays))
-        # An array with a `NamedSharding` is always committed, and to read `committed` of each array costs time.
-        asked = () if _NAMED.issuperset(map(type, shardings)) else tuple(map(_COMMITTED, self.arrays))
-        return tuple(map(_AVAL, self.arrays)), shardings, asked
+        return tuple(map(_AVAL, self.arrays)), shardings, self._committed(shardings)
 
     def all_placed(self) -> bool:
         """Whether all arrays are on a mesh."""
@@ -96,8 +94,12 @@ class FoundCall(NamedTuple):
         if not self.group.several_devices:
             return tuple([self.arrays[i].sharding for i in self.group.heads])
         shardings = frozenset(map(_SHARDING, self.arrays))
-        asked = () if _NAMED.issuperset(map(type, shardings)) else tuple(map(_COMMITTED, self.arrays))
-        return shardings, asked
+        return shardings, self._committed(shardings)
+
+    def _committed(self, shardings: Collection[Any]) -> tuple[bool, ...]:
+        """Whether each array is committed; empty if all are, because they are on a mesh."""
+        # An array with a `NamedSharding` is always committed, and to read `committed` of each array costs time.
+        return () if _NAMED.issuperset(map(type, shardings)) else tuple(map(_COMMITTED, self.arrays))
 
 
 _AVAL, _SHARDING, _COMMITTED = attrgetter("aval"), attrgetter("sharding"), attrgetter("committed")

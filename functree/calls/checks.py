@@ -15,7 +15,7 @@ from functree.calls.call_groups import FoundCall
 from functree.calls.donation import check_donated, is_deleted, refuse_deleted, twice_by_identity
 from functree.calls.program import Program
 from functree.errors import FunctreeError, FunctreeWarning, Problem, ShardingError, count
-from functree.layout.meshes import NO_MESH, MeshView, current_mesh, tracing
+from functree.layout.meshes import NO_MESH, current_mesh, mesh_view, tracing
 from functree.layout.placement import first_mesh, is_concrete, mesh_of
 from functree.tree.leaf import array_problem
 from functree.tree.paths import Path
@@ -43,7 +43,7 @@ def _refuse_abstract(program: Program, arrays: Sequence[Any]) -> None:
                 f"{program.name}: `{path}` is abstract, so the function cannot run: use `.lower` or `.eval_shape`"
             )
     if isinstance(program.mesh, AbstractMesh) and not tracing():
-        view = MeshView(dict(program.mesh.shape))
+        view = mesh_view(program.mesh)
         raise ShardingError(f"{program.name}: {view} has no devices to run on: {NO_MESH} with a `Mesh`")
 
 
@@ -73,7 +73,7 @@ def check_mesh(name: str, paths: Sequence[Path], arrays: Sequence[Any], mesh: Me
             problems.append(array_problem(path, array, f"is on the mesh {difference}", MOVE))
     if problems:
         number = f"{count(len(problems), 'argument')} {'is' if len(problems) == 1 else 'are'}"
-        raise ShardingError(f"{name} runs on mesh {MeshView(dict(mesh.shape))}, but {number} not on it", problems)
+        raise ShardingError(f"{name} runs on mesh {mesh_view(mesh)}, but {number} not on it", problems)
 
 
 def _is_explicit(*meshes: Mesh | AbstractMesh) -> bool:
@@ -83,12 +83,14 @@ def _is_explicit(*meshes: Mesh | AbstractMesh) -> bool:
 
 def _check_devices(name: str, paths: Sequence[Path], arrays: Sequence[Any]) -> None:
     """Check that arguments without a mesh are not on different devices."""
-    committed = [(p, x) for p, x in zip(paths, arrays, strict=True) if is_concrete(x) and x.committed]
+    committed = [(path, x) for path, x in zip(paths, arrays, strict=True) if is_concrete(x) and x.committed]
+    if not committed:
+        return
+    first_path, first = committed[0]
     problems: list[Problem] = []
     for path, array in committed:
-        first, devices = committed[0][0], _devices_text(committed[0][1])
-        if array.sharding.device_set != committed[0][1].sharding.device_set:
-            why = f"is committed to {_devices_text(array)}, but `{first}` to {devices}"
+        if array.sharding.device_set != first.sharding.device_set:
+            why = f"is committed to {_devices_text(array)}, but `{first_path}` to {_devices_text(first)}"
             problems.append(array_problem(path, array, why, "move them to one device, or all to one mesh (`ft.shard`)"))
     if problems:
         raise ShardingError(f"{name}: the arguments are on different devices", problems)
@@ -104,8 +106,8 @@ def _check_outer(name: str, mesh: Mesh | AbstractMesh) -> None:
         return
     what = "the same devices in another order" if set(own) == set(others) else "other devices"
     raise ShardingError(
-        f"{name} runs on mesh {MeshView(dict(mesh.shape))}, but is called in a function that runs on "
-        f"{MeshView(dict(outer.shape))}, with {what}. JAX compiles both as one program, with one order of devices: "
+        f"{name} runs on mesh {mesh_view(mesh)}, but is called in a function that runs on "
+        f"{mesh_view(outer)}, with {what}. JAX compiles both as one program, with one order of devices: "
         "use the devices of the outer mesh in the same order"
     )
 
@@ -128,7 +130,7 @@ def _other_devices(array: Any, mesh: Mesh | AbstractMesh) -> str | None:
 
 def _other_mesh(one: Mesh | AbstractMesh, other: Mesh | AbstractMesh) -> str | None:
     """A text of a mesh that differs from another, with the difference; None if they agree."""
-    text = str(MeshView(dict(one.shape)))
+    text = str(mesh_view(one))
     if dict(one.shape) != dict(other.shape):
         return text
     if isinstance(one, Mesh) and isinstance(other, Mesh) and one.devices.tolist() != other.devices.tolist():
@@ -174,8 +176,16 @@ def warn_placed(name: str, placed: Sequence[Path], known: Counter[Path]) -> None
 
 
 def warn_constants(name: str, fun: Callable[..., Any], traced: Any) -> None:
-    """Warn of large arrays that the function closes over, since each becomes a constant of the program."""
-    for constant in () if traced is None else traced.jaxpr.consts:
+    """Warn of large arrays that the function closes over, since each becomes a constant of the program.
+
+    Args:
+        name: the name of the function.
+        fun: the function.
+        traced: JAX's `Traced` of a call; None under `jax.disable_jit()`.
+    """
+    if traced is None:
+        return
+    for constant in traced.jaxpr.consts:
         size = getattr(constant, "nbytes", 0)
         if isinstance(constant, Tracer) or size <= BIG_CONSTANT:
             continue

@@ -11,7 +11,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from functree.calls.call_groups import CallGroup
 from functree.layout.layout import Layout
-from functree.layout.meshes import MeshView
+from functree.layout.meshes import mesh_view
 from functree.layout.placement import sharding_text
 from functree.tree.arrays import dtype_text
 from functree.tree.paths import Path
@@ -56,7 +56,7 @@ def _text(value: Any) -> str:
     if not isinstance(value, Mesh | AbstractMesh):
         return str(value)
     kinds = "/".join(dict.fromkeys(kind.name for kind in value.axis_types))
-    return f"{MeshView(dict(value.shape))} {kinds}"
+    return f"{mesh_view(value)} {kinds}"
 
 
 class Compilation(NamedTuple):

@@ -6,12 +6,13 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar, overload
 
+import jax
 from jax.core import Tracer
 
 from functree.calls.call_groups import FoundCall
 from functree.calls.checks import check_call, warn_moved
 from functree.calls.compilations import Compilation, Log, situation
-from functree.calls.lowerings import lowerings
+from functree.calls.compile_events import compile_events
 from functree.calls.program import Program, around, without_jit
 from functree.calls.signature import Bound
 from functree.calls.stages import Call, Lowered, Traced
@@ -55,15 +56,15 @@ class Function(Generic[_P, _T]):
         arrays = found.arrays
         if program.careful or found.group.several_devices or not found.concrete:
             check_call(program, found)
-        # A lowering during the call shows that JAX has compiled something, which it does not report.
-        before = lowerings.count
+        # Only the counter shows that JAX has lowered or compiled something during the call.
+        before = compile_events.count
         if program.entered is None:
             result = program(arrays)
         else:
             with around(program.entered):
                 result = program(arrays)
-        if lowerings.count != before or program not in self._used:
-            self._note(program, arrays, shared=lowerings.count == before)
+        if compile_events.count != before or program not in self._used:
+            self._note(program, arrays, shared=compile_events.count == before)
         # The first call may move its arguments on purpose; a second one shows that every call does.
         if program.moved:
             self._moving[program] += 1
@@ -137,8 +138,9 @@ class Function(Generic[_P, _T]):
 
     def _note(self, program: Program, arrays: Sequence[Any], shared: bool) -> None:
         """Log that a call has compiled something, or has used a program for the first time."""
-        # Under a trace of another function, the program is a part of that function's program.
-        if tracing() or any(isinstance(x, Tracer) for x in arrays):
+        # Under a trace of another function, the program is a part of that function's program. Under
+        # `jax.disable_jit()` there is none.
+        if tracing() or without_jit() or any(isinstance(x, Tracer) for x in arrays):
             return
         if on_several_devices(arrays):
             program.group.several_devices = True
@@ -147,10 +149,11 @@ class Function(Generic[_P, _T]):
 
     def _trace(self, bound: tuple[Any, ...], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Traced:
         """Trace a call; `bound` is the instance of a method, or empty."""
-        program, found = self._prepare((*bound, *args), kwargs)
-        seen = situation(program.group, found.arrays, program.mesh, program.rules)
-        call = Call(program, self._signature, self._bound, bound, self._static, seen)
-        return Traced(program.trace(found.arrays), call)
+        with jax.disable_jit(False):  # which changes calls only
+            program, found = self._prepare((*bound, *args), kwargs)
+            seen = situation(program.group, found.arrays, program.mesh, program.rules)
+            call = Call(program, self._signature, self._bound, bound, self._static, seen)
+            return Traced(program.trace(found.arrays), call)
 
 
 class BoundFunction(Generic[_P, _T]):

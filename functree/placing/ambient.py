@@ -9,7 +9,7 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from functree.errors import ShardingError
 from functree.layout.layout import Layout, LayoutLike, as_layout
-from functree.layout.meshes import MeshView, current_mesh, traced_under
+from functree.layout.meshes import current_mesh, mesh_view, traced_under
 from functree.layout.placement import first_mesh
 from functree.layout.specs import without
 from functree.layout.validation import spec_of_axes
@@ -75,7 +75,7 @@ def spec(axes: str | Axes) -> PartitionSpec:
             "traces this"
         )
     mesh = current_mesh()
-    view = None if mesh is None else MeshView(dict(mesh.shape), mesh)
+    view = None if mesh is None else mesh_view(mesh)
     found = spec_of_axes(rules, Axes.of(axes), None, view)
     if mesh is None:
         return found

@@ -9,7 +9,7 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from functree.errors import ShardingError
 from functree.layout.constraint import constrained
 from functree.layout.layout import LayoutLike, LayoutTree, as_layout
-from functree.layout.meshes import MeshView, current_mesh
+from functree.layout.meshes import MeshView, current_mesh, mesh_view
 from functree.layout.placement import first_mesh
 from functree.layout.plan.resolver import agreed_view, plan_leaves, read_for
 from functree.layout.prefix import Part, broadcast
@@ -54,7 +54,7 @@ def constrain(tree: T, layout: str | Axes | LayoutTree, rules: LayoutLike = None
         return tree
     if not parts:
         raise ShardingError(
-            f"there is a mesh {MeshView(dict(mesh.shape))} but no rules to lay out `{leaves.leaves[0].axes}`: enter "
+            f"there is a mesh {mesh_view(mesh)} but no rules to lay out `{leaves.leaves[0].axes}`: enter "
             "`with ft.axis_rules(rules):` with `AxisRules`, or pass them as `rules=`"
         )
     # Shapes are local along Manual axes: for the check of divisibility these axes count as one device.

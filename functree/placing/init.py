@@ -5,7 +5,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from functree.calls.body import Arguments, Body
 from functree.calls.call_groups import CallGroup, FoundCall
@@ -67,16 +67,18 @@ class Init(Function[_P, _T]):
 
     def _key(self, found: FoundCall) -> Hashable:
         # The mesh is part of the key: without `mesh=`, another ambient mesh needs other shardings of the result.
-        mesh = current_mesh() if self._mesh is None else mesh_view(self._mesh).mesh
-        return (mesh, ambient_rules(), found.placement(), *map(_kind, found.arrays))
+        return (self._mesh_now(), ambient_rules(), found.placement(), *map(_kind, found.arrays))
 
     def _program(self, call: Any, found: FoundCall) -> Program:
         group, body = found.group, self._body(found.group)
-        mesh = current_mesh() if self._mesh is None else mesh_view(self._mesh).mesh
-        check_mesh(self._signature.name, group.paths, found.arrays, mesh)
+        check_mesh(self._signature.name, group.paths, found.arrays, self._mesh_now())
         prepared = prepare(body, found.arrays, lay_outputs=self._shardings)
         group.several_devices = group.several_devices or on_several_devices(found.arrays)
         return Program(self._signature.name, group, body, prepared.jitted, out_shardings=prepared.out_shardings)
+
+    def _mesh_now(self) -> Mesh | AbstractMesh | None:
+        """The mesh of a call that is made now."""
+        return current_mesh() if self._mesh is None else mesh_view(self._mesh).mesh
 
     def _output(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Output:
         """The result of a call, with abstract arrays."""

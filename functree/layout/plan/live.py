@@ -8,7 +8,7 @@ import jax
 from jax.core import Tracer
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from functree.layout.meshes import MeshView
+from functree.layout.meshes import mesh_view
 from functree.layout.placement import other_memory
 from functree.layout.plan.row import Row
 from functree.layout.specs import of_rank
@@ -55,7 +55,7 @@ def live_rows(leaves: Sequence[Leaf]) -> tuple[list[Row], Mesh | AbstractMesh | 
 
 def _mesh_text(mesh: Mesh | AbstractMesh) -> str:
     """A mesh that is not the plan's, with its devices: two meshes may have the same sizes."""
-    text = f"the mesh {MeshView(dict(mesh.shape))}"
+    text = f"the mesh {mesh_view(mesh)}"
     if not isinstance(mesh, Mesh):
         return text
     devices = [f"{device.platform}:{device.id}" for device in mesh.devices.flat]

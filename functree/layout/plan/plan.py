@@ -8,7 +8,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from functree.errors import Problem, ShardingError, count, did_you_mean
 from functree.layout.decision import Decision, apply_spec, whole
 from functree.layout.layout import Layout, Resolution
-from functree.layout.meshes import MeshView
+from functree.layout.meshes import MeshView, mesh_view
 from functree.layout.plan.fold import bytes_text
 from functree.layout.plan.page import plan_html
 from functree.layout.plan.row import Row
@@ -162,7 +162,7 @@ class Plan(Value, Layout):
 
     def _warnings(self) -> list[str]:
         """The lines above the table: names that name nothing, if there are leaves that they may be meant for."""
-        names = [one for one in self.unused if one.startswith(NAMES)]
+        names = self._unused_names()
         unnamed = [row for row in self.rows if row.shape and not any(row.axes)]
         if not names or not unnamed:
             return []
@@ -170,17 +170,21 @@ class Plan(Value, Layout):
         more = f" and {len(unnamed) - 4} more" if len(unnamed) > 4 else ""
         return [f"WARNING {', '.join(names)}: named no leaf, and these have no axis names: {paths}{more}"]
 
+    def _unused_names(self) -> list[str]:
+        """The classes in `names=` that have named no leaf."""
+        return [one for one in self.unused if one.startswith(NAMES)]
+
     def _notes(self) -> list[str]:
         """The lines below the table."""
         sizes = f"{bytes_text(self.total_bytes)} in all, {bytes_text(self.bytes_per_device)} on each device"
         notes = [f"mesh {self.view}: {count(len(self.rows), 'array')}, {sizes}"]
-        others = list(dict.fromkeys(str(MeshView(dict(row.mesh.shape))) for row in self.rows if row.mesh is not None))
+        others = list(dict.fromkeys(str(mesh_view(row.mesh)) for row in self.rows if row.mesh is not None))
         if others:
             notes.append(f"arrays on other meshes: {', '.join(others)}")
-        rules = [one for one in self.unused if not one.startswith(NAMES)]
+        names = self._unused_names()
+        rules = [one for one in self.unused if one not in names]
         if rules:
             notes.append(f"rules that no leaf needed: {', '.join(rules)}")
-        names = [one for one in self.unused if one.startswith(NAMES)]
         if names and not self._warnings():
             notes.append(f"{', '.join(names)}: named no leaf")
         return notes + [f"PROBLEM {problem.path or problem.what}: {problem.why}" for problem in self.problems]

@@ -79,16 +79,17 @@ class Jit(Function[_P, _T]):
         return f"<ft.jit of {self._signature.name}>"
 
     def _key(self, found: FoundCall) -> Hashable:
-        options = self._options
-        rules = options.rules if options.rules is not None else ambient_rules()
-        mesh = options.mesh or current_mesh()
+        mesh = self._options.mesh or current_mesh()
         if self._laid_out:
-            return (mesh, rules, *found.kinds())
-        return (mesh, rules, found.placement())
+            return (mesh, self._rules(), *found.kinds())
+        return (mesh, self._rules(), found.placement())
+
+    def _rules(self) -> Layout | None:
+        """The rules that are ambient in the body of a call that is made now."""
+        return self._options.rules if self._options.rules is not None else ambient_rules()
 
     def _placed(self, call: Any, found: FoundCall) -> FoundCall:
-        options = self._options
-        rules = options.rules if options.rules is not None else ambient_rules()
+        options, rules = self._options, self._rules()
         if rules is None or found.all_placed():
             return found
         mesh = options.mesh or current_mesh()
@@ -118,8 +119,7 @@ class Jit(Function[_P, _T]):
 
     def _program(self, call: Any, found: FoundCall) -> Program:
         name, options, (group, arrays, _) = self._signature.name, self._options, found
-        rules = options.rules if options.rules is not None else ambient_rules()
-        mesh = options.mesh
+        mesh, rules = options.mesh, self._rules()
         if mesh is None:
             mesh = current_mesh()
             if isinstance(mesh, AbstractMesh) and not tracing():

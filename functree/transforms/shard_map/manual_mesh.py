@@ -9,7 +9,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 from functree.errors import Problem, ShardingError
 from functree.layout.layout import Fixed, LayoutTree
-from functree.layout.meshes import MeshView, abstract_mesh
+from functree.layout.meshes import MeshView, abstract_mesh, mesh_view
 from functree.layout.placement import is_concrete, sharding_text
 from functree.layout.plan.resolver import plan_leaves, read_for
 from functree.layout.prefix import Part
@@ -23,7 +23,7 @@ class PartialView(MeshView):
     """A mesh of which some axes count as one device in a plan. Messages show the real sizes."""
 
     def __str__(self) -> str:
-        return str(MeshView(dict(self.mesh.shape))) if self.mesh is not None else super().__str__()
+        return str(mesh_view(self.mesh)) if self.mesh is not None else super().__str__()
 
 
 class Laid(NamedTuple):
@@ -116,7 +116,7 @@ class ManualMesh(NamedTuple):
 
     def refuse(self, name: str, problems: Sequence[Problem]) -> ShardingError:
         """The error that lists all problems of a call."""
-        error = refuse(problems, MeshView(dict(self.mesh.shape)))
+        error = refuse(problems, mesh_view(self.mesh))
         return ShardingError(f"{name}: {str(error).splitlines()[0]}", problems)
 
     # Problems that a plan does not find
@@ -139,7 +139,7 @@ class ManualMesh(NamedTuple):
         other_axes = explicit and sharding.mesh.axis_names != self.mesh.axis_names
         if other_axes or (self.explicit and not explicit):
             kind = "Explicit" if explicit else "Auto"
-            why = f"its type is on a mesh of {kind} axes, {MeshView(dict(sharding.mesh.shape))}"
+            why = f"its type is on a mesh of {kind} axes, {mesh_view(sharding.mesh)}"
             return [leaf.problem(why, "move it to the mesh with `ft.shard`")]
         have = self.project(of_rank(sharding.spec, len(leaf.shape)))
         if not self.explicit or have == spec:

@@ -20,7 +20,7 @@ from functree.calls.signature import Bound, Signature, closed_over
 from functree.calls.traces import Traces
 from functree.errors import ShardingError, did_you_mean
 from functree.layout.layout import Layout, LayoutTree
-from functree.layout.meshes import NO_MESH, MeshView, current_mesh
+from functree.layout.meshes import NO_MESH, current_mesh, mesh_view
 from functree.layout.placement import first_mesh
 from functree.placing.ambient import axis_rules
 from functree.transforms.shard_map.manual_mesh import ManualMesh
@@ -141,10 +141,10 @@ class Mapped(Function[_P, _T]):
         mesh = mesh if mesh is not None else first_mesh(arrays)
         if mesh is None:
             raise ShardingError(f"{name}: there is no mesh: {NO_MESH}")
-        view = MeshView(dict(mesh.shape))
+        view = mesh_view(mesh)
         if outer.manual_axes:
             if dict(mesh.shape) != dict(outer.shape):
-                around = MeshView(dict(outer.shape))
+                around = mesh_view(outer)
                 raise ShardingError(
                     f"{name}: its mesh is {view}, but it is called inside a shard_map over {around}: leave `mesh=` out"
                 )

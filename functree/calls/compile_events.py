@@ -10,13 +10,13 @@ import threading
 import jax
 
 
-class Lowerings(threading.local):
+class CompileEvents(threading.local):
     """A counter of lowerings and compilations, one for each thread."""
 
     count: int = 0
 
 
-lowerings: Lowerings = Lowerings()
+compile_events: CompileEvents = CompileEvents()
 
 _EVENTS = ("/jax/core/compile/jaxpr_to_mlir_module_duration", "/jax/core/compile/backend_compile_duration")
 
@@ -24,7 +24,7 @@ _EVENTS = ("/jax/core/compile/jaxpr_to_mlir_module_duration", "/jax/core/compile
 def _heard(event: str, duration_secs: float, **kwargs: str | int) -> None:
     """Count an event. JAX calls this in the thread that lowers or compiles, when it has finished."""
     if event in _EVENTS:
-        lowerings.count += 1
+        compile_events.count += 1
 
 
 jax.monitoring.register_event_duration_secs_listener(_heard)
