@@ -2,7 +2,8 @@
 
 import itertools
 import warnings
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
@@ -42,20 +43,52 @@ def step(tree: Any, x: Float[Array, "batch embed"]) -> Any:
     return jax.tree.map(lambda w: w + w if jnp.issubdtype(w.dtype, jnp.inexact) else w, tree), x + x
 
 
-# What nobody has placed, and the specs of its arrays by the rules.
-ARGUMENTS: dict[str, tuple[Any, list[P]]] = {
-    "numpy": (lambda: layer(np.asarray), [P(None, "model"), P("model")]),
-    "uncommitted": (layer, [P(None, "model"), P("model")]),
-    "packed": (lambda: ft.pack(layer()), [P(None, "model"), P("model")]),
-    "TrainState": (
-        lambda: ft.TrainState.create(layer(), TX),
-        [P(), P(None, "model"), P("model"), P(), *[P(None, "model"), P("model")] * 2],
-    ),
+def abstract(tree: Any) -> Any:
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
+
+
+def adam_state() -> Any:
+    return TX.init(layer())
+
+
+LAYER, STATE = [P(None, "model"), P("model")], [P(), *[P(None, "model"), P("model")] * 2]
+
+
+class Argument(NamedTuple):
+    """Something that nobody has placed.
+
+    Attributes:
+        make: makes it.
+        specs: of its arrays by the rules.
+        warns: whether a second call with it is warned of. NumPy's arrays are moved in each call in any case.
+        call: calls a function with it and with a batch.
+    """
+
+    make: Callable[[], Any]
+    specs: list[P]
+    warns: bool = True
+    call: Callable[..., Any] = lambda f, tree, x: f(tree, x)
+
+
+def lowered(f: Any, tree: Any, x: Any) -> Any:
+    """The result of the program that is compiled for abstract arguments."""
+    return f.lower(abstract(tree), abstract(x)).compile()(ft.shard(tree, RULES, x.sharding.mesh), x)
+
+
+def in_vmap(f: Any, tree: Any, x: Any) -> Any:
+    """The result in an eager `vmap`, whose tracers know no mesh."""
+    return jax.tree.map(lambda y: y[0], jax.vmap(f, in_axes=(0, None))(jax.tree.map(lambda w: w[None], tree), x))
+
+
+ARGUMENTS = {
+    "numpy": Argument(lambda: layer(np.asarray), LAYER, warns=False),
+    "uncommitted": Argument(layer, LAYER),
+    "abstract": Argument(layer, LAYER, warns=False, call=lowered),
+    "tracer": Argument(layer, LAYER, warns=False, call=in_vmap),
+    "packed": Argument(lambda: ft.pack(layer()), LAYER),
+    "TrainState": Argument(lambda: ft.TrainState.create(layer(), TX), [P(), *LAYER, *STATE]),
+    "bare optimizer state": Argument(adam_state, STATE),
 }
-
-
-def specs(tree: Any) -> list[P]:
-    return [P(*x.sharding.spec) if x.ndim else P() for x in jax.tree.leaves(tree)]
 
 
 def lies(tree: Any, expected: list[P], mesh: Any) -> None:
@@ -67,28 +100,25 @@ def lies(tree: Any, expected: list[P], mesh: Any) -> None:
 
 @pytest.mark.parametrize(("kind", "axes", "donated"), list(itertools.product(ARGUMENTS, MESHES, [False, True])))
 def test_where_they_are_placed(kind: str, axes: str, donated: bool):
-    make, expected = ARGUMENTS[kind]
-    mesh, tree = MESHES[axes], make()
+    argument, mesh = ARGUMENTS[kind], MESHES[axes]
+    tree, x = argument.make(), ft.shard(X, P("data"), mesh)
     f = ft.jit(step, rules=RULES, mesh=mesh, donate="tree" if donated else ())
-    x = ft.shard(X, P("data"), mesh)
-    with compilations() as heard:
-        out, y = f(tree, x)
-        lies(out, expected, mesh)
-        lies(y, [P("data")], mesh)
-        # The caller's arrays stay, donated or not.
-        assert not any(isinstance(leaf, jax.Array) and leaf.is_deleted() for leaf in jax.tree.leaves(tree))
-        found = [np.asarray(leaf) for leaf in jax.tree.leaves(tree)]
-        # What came out is placed, and is the state of the next call, which compiles nothing.
-        first = len(heard)
-        out, _ = f(out, x)
-        assert len(heard) == first
-    lies(out, expected, mesh)
-    assert len(f.compilations) == 1
-    for before, after in zip(found, jax.tree.leaves(out), strict=True):
-        factor = 4 if jnp.issubdtype(before.dtype, jnp.inexact) else 1
-        assert np.array_equal(factor * before, after)
-    # The same call with arguments that somebody has placed is the same program.
-    f(ft.shard(make(), RULES, mesh), x)
+    out, y = argument.call(f, tree, x)
+    lies(out, argument.specs, mesh)
+    lies(y, [P("data")], mesh)
+    # The caller's arrays stay, donated or not.
+    assert not any(isinstance(leaf, jax.Array) and leaf.is_deleted() for leaf in jax.tree.leaves(tree))
+    for before, after in zip(jax.tree.leaves(tree), jax.tree.leaves(out), strict=True):
+        assert np.array_equal(before + before if jnp.issubdtype(before.dtype, jnp.inexact) else before, after)
+    # The second call compiles nothing, and is warned of.
+    with compilations() as heard, warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        again, _ = argument.call(f, tree, x)
+    lies(again, argument.specs, mesh)
+    assert [str(one.message).partition(":")[0] for one in told] == ["step"] * argument.warns
+    assert kind in ("abstract", "tracer") or not heard
+    # What came out, and what somebody has placed, are arguments of the same program.
+    f(again, x), f(ft.shard(argument.make(), RULES, mesh), x)
     assert len(f.compilations) == 1
 
 
@@ -106,25 +136,6 @@ def test_a_second_call_with_jax_arrays_warns_once(axes: str):
         f(layer(), x)
         for _ in range(3):  # an array of numpy is moved in each call in any case
             f(layer(np.asarray), x)
-
-
-@pytest.mark.parametrize("axes", MESHES)
-def test_abstract_arguments_are_lowered_as_they_would_be_placed(axes: str):
-    mesh = MESHES[axes]
-    f = ft.jit(step, rules=RULES, mesh=mesh)
-    abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), layer())
-    compiled = f.lower(abstract, jax.ShapeDtypeStruct(X.shape, X.dtype)).compile()
-    out, _ = compiled(ft.shard(layer(), RULES, mesh), ft.shard(X, P("data"), mesh))
-    lies(out, [P(None, "model"), P("model")], mesh)
-
-
-@pytest.mark.parametrize("around", [jax.vmap, jax.jit], ids=["vmap", "jit"])
-def test_a_tracer_without_a_mesh_is_constrained(around: Any):
-    f = ft.jit(lambda layer: layer, rules=RULES, mesh=MESH)
-    tree = layer() if around is jax.jit else jax.tree.map(lambda x: x[None], layer())
-    out = around(f)(tree)
-    lead = () if around is jax.jit else (None,)
-    lies(out, [P(*lead, None, "model"), P(*lead, "model")], MESH)
 
 
 def test_what_is_committed_stays():

@@ -98,7 +98,7 @@ def test_a_third_compilation_for_a_number_warns():
     with jax.numpy_dtype_promotion("standard"):
         f(Linear(), {"lr": 0.1}, X), f(Linear(), {"lr": 0.2}, X)
         f(Linear(), {"lr": 0.3, "x": X}, X)  # for something else too
-        with pytest.warns(UserWarning) as caught:
+        with pytest.warns(ft.FunctreeWarning) as caught:
             f(Linear(), {"lr": 0.4}, X)
         f(Linear(), {"lr": 0.5}, X)  # once
     text = str(caught[0].message)
@@ -127,7 +127,7 @@ def test_a_large_constant_warns():
         return x + large.sum()
 
     f = ft.jit(closing)
-    with pytest.warns(UserWarning) as caught:
+    with pytest.warns(ft.FunctreeWarning) as caught:
         f(X.sum())
     (warning,) = caught
     for fragment in (

@@ -215,7 +215,7 @@ def test_silent_failure_31_an_array_that_is_moved_on_each_call(array: Any):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert_lies(f({"x": array}, y), "data")
-    with pytest.warns(UserWarning) as caught:
+    with pytest.warns(ft.FunctreeWarning) as caught:
         f({"x": array}, y)
     assert [str(w.message) for w in caught] == [
         "<lambda>: each call moves `tree.x` to the sharding of in_shardings: use `ft.shard` once, before the calls"

@@ -25,7 +25,7 @@ from functree.layout.layout import Layout, LayoutTree
 from functree.layout.meshes import NO_MESH, current_mesh, tracing
 from functree.layout.placement import first_mesh, is_concrete, with_devices_of
 from functree.placing.ambient import Surroundings, ambient_rules
-from functree.placing.arguments import find_targets, is_unplaced, place
+from functree.placing.arguments import find_targets, is_unplaced, rules_for_parameters
 from functree.transforms.jit.closed_state import Kept, StateForm, closed
 from functree.transforms.jit.shardings import Inputs, inputs, outputs
 from functree.tree.pack import Packed, pack
@@ -70,9 +70,10 @@ class Jit(Function[_P, _T]):
         self._layouts = None if given is None else ParameterLayouts("in_shardings", given, traces.signature)
         if self._layouts is not None:
             _check_static(self._layouts, options.static)
+        # How often the rules have placed the array at a path.
+        self._placings: Counter[Path] = Counter()
         # Without layouts and donation our part of a program does not depend on the shardings of the arguments. JAX then
         # distinguishes its own programs by them, and the key stays short.
-        self._placings: Counter[Path] = Counter()
         self._laid_out = bool(options.donated) or given is not None or options.out_shardings is not None
 
     def __repr__(self) -> str:
@@ -98,18 +99,18 @@ class Jit(Function[_P, _T]):
         if mesh is None or jax.sharding.get_abstract_mesh().manual_axes:
             return found
         group, arrays = found.group, found.arrays
-        unplaced = [i for i, x in enumerate(arrays) if self._by_rules(group.paths[i]) and is_unplaced(x)]
+        unplaced = {i: x for i, x in enumerate(arrays) if self._by_rules(group.paths[i]) and is_unplaced(x)}
         if not unplaced:
             return found
-        key = (mesh, rules, tuple((i, arrays[i].shape, arrays[i].dtype) for i in unplaced))
+        key = (mesh, rules, tuple((i, x.shape, x.dtype) for i, x in unplaced.items()))
         targets = group.targets.get(key)
         if targets is None:
-            name = self._signature.name
-            targets = group.targets[key] = find_targets(name, call, unplaced, group.paths, rules, mesh)
-        put = [group.paths[i] for i, _, _ in targets.specs if arrays[i].ndim and is_concrete(arrays[i])]
+            layouts = rules_for_parameters(rules, self._signature)
+            targets = group.targets[key] = find_targets(call, unplaced, layouts, mesh)
+        put = [row.path for i, row in targets.rows.items() if row.shape and is_concrete(arrays[i])]
         warn_placed(self._signature.name, put, self._placings)
         donated = set(Arguments(group.paths, options.donated).donated) if options.donated else ()
-        new = place(arrays, targets, donated)
+        new = targets.place(arrays, donated)
         return FoundCall(group, new, all(map(is_concrete, new)))
 
     def _by_rules(self, path: Path) -> bool:
