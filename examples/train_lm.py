@@ -108,7 +108,11 @@ def make_train_step(tx: optax.GradientTransformation) -> Callable[..., Any]:
 def write(model: ft.nn.Transformer, prompt: bytes, length: int, temperature: float, seed: int) -> str:
     """Continue a prompt byte by byte. The window always has the same size, so this is compiled once."""
     rng, seq, text = np.random.default_rng(seed), model.config.max_seq, bytearray(prompt)
-    next_byte = ft.jit(lambda model, window, last: model(window)[last])
+
+    @ft.jit
+    def next_byte(model: ft.nn.Transformer, window: Int[Array, "seq"], last: Int[Array, ""]) -> Array:
+        return model(window)[last]
+
     for _ in range(length):
         seen = np.frombuffer(text[-seq:], np.uint8)
         window = np.pad(seen, (0, seq - len(seen))).astype(np.int32)  # `last` does not attend to what follows

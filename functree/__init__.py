@@ -5,6 +5,7 @@ from jax.sharding import PartitionSpec
 from functree import nn as nn
 from functree.errors import AxesError as AxesError
 from functree.errors import FunctreeError as FunctreeError
+from functree.errors import FunctreeWarning as FunctreeWarning
 from functree.errors import Problem as Problem
 from functree.errors import RuleError as RuleError
 from functree.errors import ShardingError as ShardingError

@@ -1,6 +1,8 @@
 """Problems found in a tree or a layout ─► one exception whose text lists them all."""
 
 import difflib
+import inspect
+import warnings
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -46,6 +48,25 @@ class FunctreeError(Exception):
         problems = tuple(problems)
         super().__init__(_text(headline, problems) if problems else headline)
         self.problems = problems or (Problem(None, None, "", headline),)
+
+
+class FunctreeWarning(UserWarning):
+    """The category of all warnings of functree: of what runs, and costs more than it looks.
+
+    `warnings.simplefilter("error", ft.FunctreeWarning)` makes them errors.
+
+    Examples:
+        >>> issubclass(ft.FunctreeWarning, UserWarning)
+        True
+    """
+
+
+def warn(text: str) -> None:
+    """Warn at the line of the user's call: at the first frame that is not in functree or JAX."""
+    level, frame = 1, inspect.currentframe()
+    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("functree", "jax"):
+        level, frame = level + 1, frame.f_back
+    warnings.warn(text, FunctreeWarning, stacklevel=level)
 
 
 class AxesError(FunctreeError):

@@ -40,6 +40,10 @@ def annotated(x: Float[Array, "rows cols"]) -> Float[Array, "rows cols"]:
     return x * 2
 
 
+def by_axes(x: Float[Array, "rows cols"]) -> Array:
+    return ft.constrain(x * 2, "rows cols")
+
+
 def square(x: Array) -> Array:
     return (x**2).sum()
 
@@ -55,7 +59,7 @@ def layout(mesh: Mesh | None) -> Any:
 # What names a sharding. Ours takes `mesh=`, or nothing; plain JAX takes the mesh.
 OURS: dict[str, Callable[..., Any]] = {
     "constrain": lambda **mesh: ft.jit(lambda x: ft.constrain(x * 2, SPEC), **mesh),
-    "constrain by axes": lambda **mesh: ft.jit(lambda x: ft.constrain(x * 2, "rows cols"), rules=RULES, **mesh),
+    "constrain by axes": lambda **mesh: ft.jit(by_axes, rules=RULES, **mesh),
     "typed": lambda **mesh: ft.jit(ft.typed(annotated, constrain=True), rules=RULES, **mesh),
     "in_shardings": lambda **mesh: ft.jit(lambda x: x * 2, in_shardings=SPEC, **mesh),
     "in_shardings by rules": lambda **mesh: ft.jit(annotated, in_shardings=RULES, **mesh),
@@ -69,7 +73,8 @@ OURS: dict[str, Callable[..., Any]] = {
     ),
     "grad alone": lambda mesh=None: ft.grad(linear, layout=SPEC if mesh is None else NamedSharding(mesh, SPEC)),
 }
-DOUBLED = {"typed", "in_shardings", "in_shardings by rules"}  # the argument is sharded, and its double
+# The argument is sharded, and its double.
+DOUBLED = {"constrain by axes", "typed", "in_shardings", "in_shardings by rules"}
 SQUARED = {"grad"}
 ONES = {"grad of a linear function", "grad alone"}
 LOCAL = {"in_shardings", "in_shardings by rules", "out_shardings", "out_shardings by rules", "shard_map"}

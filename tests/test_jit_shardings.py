@@ -215,7 +215,7 @@ def test_silent_failure_31_an_array_that_is_moved_on_each_call(array: Any):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert_lies(f({"x": array}, y), "data")
-    with pytest.warns(UserWarning) as caught:
+    with pytest.warns(ft.FunctreeWarning) as caught:
         f({"x": array}, y)
     assert [str(w.message) for w in caught] == [
         "<lambda>: each call moves `tree.x` to the sharding of in_shardings: use `ft.shard` once, before the calls"
@@ -354,6 +354,13 @@ def ambient() -> Any:
     return dict(mesh.shape)
 
 
+def by_rows(f: Any) -> Any:
+    def annotated(x: Float[Array, "batch embed"]) -> Array:
+        return f(x)
+
+    return annotated
+
+
 MESHES: dict[str, Callable[[Any], Any]] = {
     "alone": lambda f: f,
     "in jit": jax.jit,
@@ -362,7 +369,7 @@ MESHES: dict[str, Callable[[Any], Any]] = {
     "in scan": lambda f: lambda x: jax.lax.scan(lambda c, x: (c, f(x)), 0.0, x[None])[1][0],
     "in checkpoint": jax.checkpoint,
     "in ft.jit": ft.jit,
-    "in ft.jit, with rules": lambda f: ft.jit(lambda x: f(x), rules=RULES, mesh=MESH),
+    "in ft.jit, with rules": lambda f: ft.jit(by_rows(f), rules=RULES, mesh=MESH),
 }
 
 
@@ -404,7 +411,7 @@ def test_the_arguments_bring_the_mesh(options: Any):
 
 
 def test_the_context_brings_the_mesh():
-    f = ft.jit(lambda x: ft.constrain(x * 2, "batch embed"), rules=RULES)
+    f = ft.jit(by_rows(lambda x: ft.constrain(x * 2, "batch embed")), rules=RULES)
     for mesh in (MESH, TALL, MESH):
         with jax.set_mesh(mesh):
             assert_lies(f(X), "data", mesh=mesh)

@@ -59,7 +59,7 @@ def assert_planned(tree: Any, plan: ft.Plan) -> None:
 class Task(NamedTuple):
     make: Callable[[Any], Any]
     loss: Callable[[Any, Array], Array]
-    batch: np.ndarray
+    batch: Callable[[], np.ndarray]
 
     def step(self, model: Any, opt: Any, batch: Array) -> tuple[Any, Any, Array]:
         with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
@@ -81,12 +81,12 @@ TASKS = {
     "layer": Task(
         lambda key: ft.nn.MLP(8, 16, key=key),
         identity_loss,
-        np.random.default_rng(0).normal(size=(4, 3, 8)).astype(np.float32),
+        lambda: np.random.default_rng(0).normal(size=(4, 3, 8)).astype(np.float32),
     ),
     "transformer": Task(
         lambda key: ft.nn.Transformer.create(CONFIG, key=key),
         next_token_loss,
-        np.random.default_rng(0).integers(0, 32, (4, 9)).astype(np.int32),
+        lambda: np.random.default_rng(0).integers(0, 32, (4, 9)).astype(np.int32),
     ),
 }
 
@@ -114,7 +114,7 @@ def losses_alone(task: str) -> list[float]:
     model, step, losses = jax.tree.map(jnp.asarray, model_of(task)), jax.jit(TASKS[task].step), []
     opt = jax.jit(TX.init)(model)
     for _ in range(10):
-        model, opt, loss = step(model, opt, TASKS[task].batch)
+        model, opt, loss = step(model, opt, TASKS[task].batch())
         losses.append(float(loss))
     return losses
 
@@ -138,7 +138,7 @@ def test_silent_failure_11_ten_steps_compile_nothing_after_the_first(task: str, 
     assert any("data" in str(row.spec) or "model" in str(row.spec) for row in (*plans[0], *plans[1]))
     options = {"in_shardings": (*plans, P("data")), "mesh": MESH} if told == "in_shardings" else {}
     step = ft.jit(TASKS[task].step, rules=rules, donate=("model", "opt"), **options)
-    model, opt, losses = train(step, model, opt, ft.shard(TASKS[task].batch, P("data"), MESH))
+    model, opt, losses = train(step, model, opt, ft.shard(TASKS[task].batch(), P("data"), MESH))
     assert_planned(model, plans[0])
     assert_planned(opt, plans[1])
     np.testing.assert_allclose(losses, losses_alone(task), rtol=2e-4)
@@ -159,7 +159,7 @@ def test_silent_failure_11_with_moments_in_host_memory(donate: Any):
 
     options = {"in_shardings": (rules, host, P("data")), "out_shardings": (rules, host, None), "mesh": MESH}
     jitted = ft.jit(step, rules=rules, donate=donate, **options)
-    model, opt, losses = train(jitted, model, opt, ft.shard(task.batch, P("data"), MESH))
+    model, opt, losses = train(jitted, model, opt, ft.shard(task.batch(), P("data"), MESH))
     kinds = jax.tree.map(lambda x: x.sharding.memory_kind, opt[0])
     assert {*jax.tree.leaves(kinds.mu), *jax.tree.leaves(kinds.nu)} == {"pinned_host"} and kinds.count == "device"
     assert_planned(opt, plans[1])

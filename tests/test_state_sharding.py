@@ -219,7 +219,7 @@ def test_unused_says_what_to_do() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert specs(net(), ft.StateSharding(filters, unused="ignore"))["scale"] == P(None)
-    with pytest.warns(UserWarning) as caught:
+    with pytest.warns(ft.FunctreeWarning) as caught:
         assert specs(net(), ft.StateSharding(filters, unused="warn"))["scale"] == P(None)
     assert sorted(str(w.message)[:31] for w in caught) == [
         "filter '**.bais' matches no lea",

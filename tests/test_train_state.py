@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Annotated, Any
 
 import equinox as eqx
 import jax
@@ -79,6 +79,7 @@ OPTIMIZERS: dict[str, Callable[[], Any]] = {
     "MultiSteps": lambda: optax.MultiSteps(adafactor(), 2),
     "inject_hyperparams": lambda: optax.inject_hyperparams(optax.adam)(learning_rate=1e-2),
     "with_ema": lambda: ft.with_ema(adafactor(), 0.9),
+    "sm3": lambda: optax.sm3(1e-2),  # whose state has a list of arrays for each parameter
 }
 LAYOUTS: dict[str, Any] = {
     "rules": RULES,
@@ -134,6 +135,38 @@ def test_the_plan_of_the_whole_is_the_plan_of_the_optimizer(name: str, layout: s
     assert ft.plan(ts, ft.StateSharding.from_specs(plan.specs), SIZES).specs == plan.specs
     packed, nested = ft.plan(ft.pack(ts), chosen, SIZES), ft.plan([{"a": (ts,)}, ts], chosen, SIZES)
     assert rows_of(packed) == rows_of(nested, "1") == rows_of(nested, "0.a.0") == rows_of(plan)
+
+
+class Named(eqx.Module):
+    layer: Annotated[eqx.nn.Linear, ft.names(weight="hidden embed", bias="hidden")]
+
+
+def linear() -> eqx.nn.Linear:
+    return eqx.nn.Linear(8, 16, key=jax.random.key(0))
+
+
+GIVERS: dict[str, tuple[Any, ft.AxisRules]] = {
+    "of a field": (Named(linear()), ft.AxisRules({"hidden": "model", "embed": None})),
+    "of a layout": (
+        linear(),
+        ft.AxisRules(
+            {"hidden": "model", "embed": None},
+            names={eqx.nn.Linear: ft.names(weight="hidden embed", bias="hidden")},
+        ),
+    ),
+    "of the class": (
+        ft.nn.Linear(8, 16, key=jax.random.key(0)), ft.AxisRules({"hidden": "model", "embed": None})
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("giver", GIVERS)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_names_from_outside_reach_the_optimizers_state(name: str, giver: str):
+    (model, rules), tx = GIVERS[giver], OPTIMIZERS[name]()
+    plan = ft.plan(ft.TrainState.create(model, tx), rules, SIZES)
+    assert rows_of(plan, "opt_state") == rows_of(ft.plan_optimizer(tx, model, rules, SIZES))
+    assert [row.spec for row in plan if row.path[0] == "model" and row.path[-1] == "bias"] == [P("model")]
 
 
 def specs(layout: Any, tx: Any = None, model: Any = None) -> dict[str, Any]:

@@ -30,6 +30,7 @@ class CallGroup:
         bodies: the traced functions, by everything that a trace depends on.
         programs: the compiled programs, by everything that a compilation depends on.
         last: the key and the program of the last call.
+        targets: where arguments that nobody has placed are placed, by everything that this depends on.
     """
 
     def __init__(self, skeleton: Skeleton):
@@ -43,6 +44,7 @@ class CallGroup:
         self.bodies: dict[Hashable, Any] = {}
         self.programs: dict[Hashable, Any] = {}
         self.last: tuple[Hashable, Any] | None = None
+        self.targets: dict[Hashable, Any] = {}
 
 
 def _heads(paths: Sequence[Path]) -> tuple[int, ...]:
@@ -72,6 +74,14 @@ class FoundCall(NamedTuple):
             return tuple(map(_kind, self.arrays))
         shardings = tuple(map(_SHARDING, self.arrays))
         return tuple(map(_AVAL, self.arrays)), shardings, self._committed(shardings)
+
+    def all_placed(self) -> bool:
+        """Whether all arrays are on a mesh."""
+        return self.concrete and _NAMED.issuperset(map(type, map(_SHARDING, self.arrays)))
+
+    def on_no_mesh(self) -> bool:
+        """Whether all arrays have values, and none is on a mesh."""
+        return self.concrete and NamedSharding not in set(map(type, map(_SHARDING, self.arrays)))
 
     def placement(self) -> Hashable:
         """On which meshes and devices the arrays are, as far as it can be read without a cost.

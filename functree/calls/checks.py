@@ -1,7 +1,7 @@
 """A call and its program ─► an error or a warning, before the call is passed to JAX."""
 
 import inspect
-import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -13,7 +13,7 @@ from jax.tree_util import tree_flatten_with_path
 from functree.calls.call_groups import FoundCall
 from functree.calls.donation import check_donated, is_deleted, refuse_deleted, twice_by_identity
 from functree.calls.program import Program
-from functree.errors import FunctreeError, Problem, ShardingError, count
+from functree.errors import FunctreeError, Problem, ShardingError, count, warn
 from functree.layout.meshes import NO_MESH, current_mesh, mesh_view, tracing
 from functree.layout.placement import first_mesh, is_concrete, mesh_of
 from functree.tree.leaf import array_problem
@@ -147,11 +147,28 @@ def warn_moved(program: Program) -> None:
     paths = ", ".join(f"`{program.group.paths[i]}`" for i in program.moved[:4])
     if len(program.moved) > 4:
         paths += f" and {len(program.moved) - 4} more"
-    warnings.warn(
+    warn(
         f"{program.name}: each call moves {paths} to the sharding of in_shardings: use `ft.shard` once, before the "
         "calls",
-        stacklevel=3,
     )
+
+
+def warn_placed(name: str, placed: Sequence[Path], known: Counter[Path]) -> None:
+    """Warn of arrays that nobody has placed and that a second call of a function places again.
+
+    Args:
+        name: the name of the function.
+        placed: the paths of the JAX arrays that this call places.
+        known: how often the function has placed the array at a path.
+    """
+    known.update(placed)
+    again = [path for path in placed if known[path] == 2]
+    if again:
+        paths = ", ".join(f"`{path}`" for path in again[:4])
+        more = f" and {len(again) - 4} more" if len(again) > 4 else ""
+        warn(
+            f"{name}: each call places {paths}{more} by the rules: use `ft.shard` once, before the calls",
+        )
 
 
 def warn_constants(name: str, fun: Callable[..., Any], traced: Any) -> None:
@@ -172,10 +189,9 @@ def warn_constants(name: str, fun: Callable[..., Any], traced: Any) -> None:
         what = f"{constant.dtype}{list(constant.shape)}"
         if path is not None:
             what += f" (`{path}`)"
-        warnings.warn(
+        warn(
             f"{name} closes over an array of {size / 2**20:.1f} MiB, {what}: it becomes a constant of "
             "the compiled program, on every device; pass it as an argument",
-            stacklevel=5,
         )
 
 

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -10,6 +9,7 @@ import jax
 from jax.sharding import AbstractMesh, Mesh
 
 from functree.calls.call_groups import CallGroup
+from functree.errors import warn
 from functree.layout.layout import Layout
 from functree.layout.meshes import mesh_view
 from functree.layout.placement import sharding_text
@@ -215,8 +215,7 @@ class Log:
         """Count a compilation for a Python number, and warn at the second: a single one may be on purpose."""
         self._numbers[changed.path] = self._numbers.get(changed.path, 0) + 1
         if self._numbers[changed.path] == 2:
-            warnings.warn(
+            warn(
                 f"{self.name} compiles a third time because of `{changed.path}` alone, a Python number and therefore "
                 f"static ({changed.before!r}, now {changed.now!r}): pass an array, `jnp.asarray(...)`, to trace it",
-                stacklevel=5,
             )

@@ -99,6 +99,10 @@ class Function(Generic[_P, _T]):
     def _key(self, found: FoundCall) -> Hashable:
         """Everything that a program depends on, except the group of the call."""
 
+    def _placed(self, call: Any, found: FoundCall) -> FoundCall:
+        """The call, with arrays that nobody has placed where they belong."""
+        return found
+
     @abstractmethod
     def _program(self, call: Any, found: FoundCall) -> Program:
         """Make a program: everything that is checked and resolved only once."""
@@ -115,6 +119,7 @@ class Function(Generic[_P, _T]):
         found = self._groups.find(call)
         if without_jit():
             return self._program(call, found), found  # which runs without being traced, and is not kept
+        found = self._placed(call, found)
         group, key = found.group, self._key(found)
         # Most calls have the key of the last call. Comparing keys is cheaper than hashing them, because most of their
         # elements are the same objects.

@@ -1,7 +1,5 @@
 """Ordered filters and their layouts ─► `StateSharding`, in which the first filter that matches a leaf decides."""
 
-import inspect
-import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from types import EllipsisType, UnionType
 from typing import Any, Literal
@@ -9,7 +7,7 @@ from typing import Any, Literal
 from jax.sharding import AbstractMesh, Mesh
 from jax.tree_util import tree_flatten_with_path
 
-from functree.errors import Problem, RuleError
+from functree.errors import Problem, RuleError, warn
 from functree.layout.decision import Decision, whole
 from functree.layout.layout import (
     Layout,
@@ -179,7 +177,7 @@ class StateSharding(Value, Layout):
                 problems.append(self._dead_problem(i, [leaf for leaf in leaves if item(leaf)]))
         if self.unused == "warn":
             for problem in problems:
-                _warn(f"{problem.what} {problem.why}")
+                warn(f"{problem.what} {problem.why}")
             return []
         return problems
 
@@ -222,14 +220,6 @@ def _renamed(found: Sequence[Decision], before: Sequence[Decision] | None, name:
             known[key] = decision._replace(reason=earlier).because(f"{name}: {added}")
         renamed.append(known[key])
     return renamed
-
-
-def _warn(text: str) -> None:
-    """A warning at the line of the user's call: at the first frame that is not in functree or JAX."""
-    level, frame = 1, inspect.currentframe()
-    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("functree", "jax"):
-        level, frame = level + 1, frame.f_back
-    warnings.warn(text, stacklevel=level)
 
 
 def _made(pairs: Any, unused: Unused) -> StateSharding:

@@ -1,5 +1,6 @@
 """Concrete arrays and a layout ─► the same arrays, sharded as the layout says."""
 
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -50,12 +51,17 @@ def shard(tree: T, layout: LayoutTree, mesh: MeshLike = None, *, axes: str | Axe
     if not isinstance(planned.mesh, Mesh):
         raise ShardingError(f"arrays cannot be placed on {planned.view}, which has no devices: {NO_MESH} with a `Mesh`")
     values = [leaf.value for leaf in leaves.leaves]
-    # By identity: an array at two places of the tree is moved once, and all moves are one call of `device_put`.
-    targets = {id(x): planned.sharding(row) for x, row in zip(values, planned.rows, strict=True)}
-    moving = {id(x): x for x in values if not _is_placed(x, targets[id(x)])}
-    moved = jax.device_put(list(moving.values()), [targets[i] for i in moving])
+    return leaves.skeleton.fill(moved_once(values, list(map(planned.sharding, planned.rows))))
+
+
+def moved_once(values: Sequence[Any], targets: Sequence[NamedSharding]) -> list[Any]:
+    """Arrays with the wanted shardings. An array that stands in the sequence twice stays one array."""
+    # All moves are one call of `device_put`.
+    wanted = {id(x): target for x, target in zip(values, targets, strict=True)}
+    moving = {id(x): x for x in values if not _is_placed(x, wanted[id(x)])}
+    moved = jax.device_put(list(moving.values()), [wanted[i] for i in moving])
     placed = dict(zip(moving, moved, strict=True))
-    return leaves.skeleton.fill(placed.get(id(x), x) for x in values)
+    return [placed.get(id(x), x) for x in values]
 
 
 def _is_placed(value: Any, target: NamedSharding) -> bool:

@@ -8,11 +8,10 @@ from functree.tree.annotations.classes import class_hints
 from functree.tree.annotations.dimensions import ArrayForm, Dim, dtype_fits, form_of_axes
 from functree.tree.annotations.given_names import given_by
 from functree.tree.annotations.hints import NOTHING, UNREADABLE, Hint
-from functree.tree.leaf import Leaf
+from functree.tree.leaf import Leaf, is_in_module
 from functree.tree.leaves import read
 from functree.tree.paths import Path
 
-_CONTAINERS = ("builtins", "collections")
 _BUILTINS = {"__builtins__": {}, "min": min, "max": max, "abs": abs}
 
 
@@ -117,8 +116,7 @@ def annotated(record: Any, leaves: Sequence[Leaf]) -> Iterator[tuple[Leaf, tuple
     """The arrays with an annotation of the function itself, and the alternatives that the annotation allows."""
     hints: Mapping[str, Hint] = class_hints(type(record)).fields
     for leaf in leaves:
-        # Below a module the module's own annotations count. (`within[0]` is the record itself.)
-        if any(cls.__module__ not in _CONTAINERS for cls in leaf.within[1:]):
+        if is_in_module(leaf):  # where the module's own annotations count
             continue
         hint, below = hints.get(leaf.path[0], NOTHING), Path(leaf.path[1:])
         forms = _forms(hint, below)

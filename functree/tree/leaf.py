@@ -70,6 +70,15 @@ class Leaf(NamedTuple):
         return Problem(self.path, tuple(self.shape), self.text, why, remedy)
 
 
+# The modules of the classes of plain containers.
+_CONTAINERS = ("builtins", "collections")
+
+
+def is_in_module(leaf: Leaf) -> bool:
+    """Whether a leaf of a call is in a module, and not in plain containers only. (`within[0]` is the call itself.)"""
+    return any(cls.__module__ not in _CONTAINERS for cls in leaf.within[1:])
+
+
 def array_problem(path: Path, value: Any, why: str, remedy: str) -> Problem:
     """A `Problem` of an array of which only the path is known."""
     return Problem(path, tuple(value.shape), array_text(value), why, remedy)

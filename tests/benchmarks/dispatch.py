@@ -54,16 +54,24 @@ LIMITS = {
         ("ft.jit, StateSharding", NOISE, "jax.jit, modules"),
         ("ft.jit, packed", 1.1, FLOOR),
         ("ft.jit, packed, donated", 1.3, DONATED_FLOOR),
+        ("ft.jit, modules, rules", 1.05, "ft.jit, modules"),
+        ("ft.jit, packed, rules", 1.05, "ft.jit, packed"),
         ("ft.jit, modules", 1 / 2, "eqx.filter_jit"),
         ("ft.jit, StateSharding", 1 / 20, "nnx.jit, StateSharding"),
     ),
-    8: (("ft.jit, modules", 1.25, FLOOR), ("ft.jit, packed", 1.1, FLOOR)),
+    8: (
+        ("ft.jit, modules", 1.25, FLOOR),
+        ("ft.jit, packed", 1.1, FLOOR),
+        ("ft.jit, modules, rules", 1.05, "ft.jit, modules"),
+        ("ft.jit, packed, rules", 1.05, "ft.jit, packed"),
+    ),
 }
 
 WIDTH = 8
 TX = optax.adam(1e-3)
 ARRAYS_PER_BLOCK = 16
 # The model's layout, and the adam state's: one stands for each parameter of `step`.
+RULES = ft.FSDP("data", min_size=0)
 LAYOUTS = (ft.StateSharding({...: P("data")}), ft.StateSharding({ft.has_ndim(0): P(), ...: P("data")}))
 
 
@@ -188,6 +196,9 @@ def make_rows(blocks: int, mesh: Mesh) -> list[Row]:
         Row("ft.jit, modules", ft.jit(step), tree()),
         Row("ft.jit, StateSharding", ft.jit(step, **in_and_out), tree()),
         Row("ft.jit, packed", ft.jit(step), packed()),
+        # With rules, each call looks whether somebody has placed its arrays.
+        Row("ft.jit, modules, rules", ft.jit(step, rules=RULES), tree()),
+        Row("ft.jit, packed, rules", ft.jit(step, rules=RULES), packed()),
         Row("eqx.filter_jit", eqx.filter_jit(step), tree()),
         Row("nnx.jit", nnx.jit(nnx_step), nnx_tree(), in_place=True),
         Row("nnx.jit, StateSharding", nnx.jit(nnx_step, **nnx_in_and_out), nnx_tree(), in_place=True),

@@ -80,7 +80,9 @@ def jit(
         out_shardings: the layout of the result, or a prefix tree of layouts. `None`: the compiler chooses; but a part
             that replaces a donated argument keeps its shardings.
         mesh: the mesh of the body. If it is not given, it is the current mesh, or else the mesh of the arguments.
-        rules: the ambient rules in the body, as by `ft.axis_rules`.
+        rules: the ambient rules in the body, as by `ft.axis_rules`. Arguments that nobody has placed (uncommitted,
+            abstract, NumPy's) and that have no entry in `in_shardings` are placed by them: leaves of modules and of a
+            training state as by `ft.shard`, bare arrays by their annotations and the `AxisRules` alone.
         static_argnums: positions of parameters that are static, whatever their values are; `None` for none.
         static_argnames: names of such parameters.
         donate: names or positions of the parameters whose arrays may be overwritten; `...` for all, `None` for none. A

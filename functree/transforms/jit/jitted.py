@@ -1,15 +1,17 @@
 """A function and the options of `ft.jit` ─► `Jit`, with the key, the checks and the shardings of each call."""
 
+from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Sequence
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
+import jax
 from jax.core import Tracer
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.tree_util import tree_map
 
 from functree.calls.body import Arguments, Body
 from functree.calls.call_groups import CallGroup, FoundCall
-from functree.calls.checks import check_mesh, warn_constants
+from functree.calls.checks import check_mesh, warn_constants, warn_placed
 from functree.calls.donation import check_donated, is_deleted, refuse_deleted
 from functree.calls.function import Function, on_several_devices
 from functree.calls.output import Output
@@ -21,11 +23,13 @@ from functree.calls.traces import Traces
 from functree.errors import RuleError, ShardingError
 from functree.layout.layout import Layout, LayoutTree
 from functree.layout.meshes import NO_MESH, current_mesh, tracing
-from functree.layout.placement import first_mesh, with_devices_of
+from functree.layout.placement import first_mesh, is_concrete, with_devices_of
 from functree.placing.ambient import Surroundings, ambient_rules
+from functree.placing.arguments import find_targets, is_unplaced, rules_for_parameters
 from functree.transforms.jit.closed_state import Kept, StateForm, closed
 from functree.transforms.jit.shardings import Inputs, inputs, outputs
 from functree.tree.pack import Packed, pack
+from functree.tree.paths import Path
 from functree.tree.skeleton.skeleton import Skeleton
 
 _P = ParamSpec("_P")
@@ -66,6 +70,8 @@ class Jit(Function[_P, _T]):
         self._layouts = None if given is None else ParameterLayouts("in_shardings", given, traces.signature)
         if self._layouts is not None:
             _check_static(self._layouts, options.static)
+        # How often the rules have placed the array at a path.
+        self._placings: Counter[Path] = Counter()
         # Without layouts and donation our part of a program does not depend on the shardings of the arguments. JAX then
         # distinguishes its own programs by them, and the key stays short.
         self._laid_out = bool(options.donated) or given is not None or options.out_shardings is not None
@@ -82,6 +88,35 @@ class Jit(Function[_P, _T]):
     def _rules(self) -> Layout | None:
         """The rules that are ambient in the body of a call that is made now."""
         return self._options.rules if self._options.rules is not None else ambient_rules()
+
+    def _placed(self, call: Any, found: FoundCall) -> FoundCall:
+        options, rules = self._options, self._rules()
+        if rules is None or found.all_placed():
+            return found
+        mesh = options.mesh or current_mesh()
+        if mesh is None:
+            mesh = None if found.on_no_mesh() else first_mesh(found.arrays)
+        if mesh is None or jax.sharding.get_abstract_mesh().manual_axes:
+            return found
+        group, arrays = found.group, found.arrays
+        unplaced = {i: x for i, x in enumerate(arrays) if self._by_rules(group.paths[i]) and is_unplaced(x)}
+        if not unplaced:
+            return found
+        key = (mesh, rules, tuple((i, x.shape, x.dtype) for i, x in unplaced.items()))
+        targets = group.targets.get(key)
+        if targets is None:
+            layouts = rules_for_parameters(rules, self._signature)
+            targets = group.targets[key] = find_targets(call, unplaced, layouts, mesh)
+        put = [row.path for i, row in targets.rows.items() if row.shape and is_concrete(arrays[i])]
+        warn_placed(self._signature.name, put, self._placings)
+        donated = set(Arguments(group.paths, options.donated).donated) if options.donated else ()
+        new = targets.place(arrays, donated)
+        return FoundCall(group, new, all(map(is_concrete, new)))
+
+    def _by_rules(self, path: Path) -> bool:
+        """Whether the rules decide about an argument that nobody has placed: `in_shardings` has no entry for it."""
+        layouts = self._layouts
+        return layouts is None or (layouts.by_name is not None and path[0] not in layouts.by_name)
 
     def _program(self, call: Any, found: FoundCall) -> Program:
         name, options, (group, arrays, _) = self._signature.name, self._options, found

@@ -117,9 +117,10 @@ def unmatched(node: Any, path: tuple[Any, ...], several: Iterable[GivenNames]) -
     suspects = [pattern for given in several for pattern, _ in given.names if pattern not in given.used]
     if not suspects:
         return []
-    # A pattern that was not used may still have a leaf: other names may have named it, and it may be None.
+    # A pattern that was not used may still have a leaf: other names may have named it, and it may be None. Or several
+    # arrays may be in its place, as in the state of some optimizers. Then the parameter tells how these are laid out.
     places = [Path.of(keys) for keys, _ in tree_flatten_with_path(node, is_leaf=lambda x: x is None)[0]]
-    texts = [match_text(place) for place in places]
+    texts = {match_text(Path(place[:depth])) for place in places for depth in range(1, len(place) + 1)}
     found = []
     for pattern in suspects:
         matches = glob_pattern(pattern).fullmatch
