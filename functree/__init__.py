@@ -45,6 +45,7 @@ from functree.transforms.stacked import stack as stack
 from functree.transforms.shard_map.shard_map import shard_map as shard_map
 from functree.transforms.signature_layouts import signature_layouts as signature_layouts
 from functree.transforms.typed import typed as typed
+from functree.tree.annotations.equinox_names import equinox_names as equinox_names
 from functree.tree.axes import Axes as Axes
 from functree.tree.axes import Buffer as Buffer
 from functree.tree.axes import names as names

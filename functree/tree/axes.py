@@ -71,6 +71,37 @@ def is_axis_name(name: object) -> TypeGuard[str]:
     return isinstance(name, str) and name.isidentifier() and name != "_"
 
 
+class OpenAxes(Value):
+    """The axes of an array of any rank, in which `...` stands for any number of unnamed dimensions.
+
+    Attributes:
+        before: the axes before the `...`.
+        after: the axes behind it.
+    """
+
+    __slots__ = ("after", "before")
+    before: Axes
+    after: Axes
+
+    def __init__(self, before: Axes, after: Axes):
+        self._set(before=before, after=after)
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """The axes of a text such as `out_channels ...`. Raises AxesError if it has more than one `...`."""
+        before, _, after = text.partition("...")
+        return cls(Axes.parse(before), Axes.parse(after))
+
+    def _parts(self) -> tuple[Any, ...]:
+        return (self.before, self.after)
+
+    def __str__(self) -> str:
+        return " ".join(filter(None, (str(self.before), "...", str(self.after))))
+
+    def __repr__(self) -> str:
+        return repr(str(self))
+
+
 class Names(Value):
     """Axes for the leaves below a module that has no annotations of its own; made by `ft.names`.
 
@@ -79,15 +110,15 @@ class Names(Value):
     """
 
     __slots__ = ("pairs",)
-    pairs: tuple[tuple[str, Axes], ...]
+    pairs: tuple[tuple[str, Axes | OpenAxes], ...]
 
-    def __init__(self, pairs: tuple[tuple[str, Axes], ...]):
+    def __init__(self, pairs: tuple[tuple[str, Axes | OpenAxes], ...]):
         self._set(pairs=pairs)
 
     def _parts(self) -> tuple[Any, ...]:
         return (self.pairs,)
 
-    def __iter__(self) -> Iterator[tuple[str, Axes]]:
+    def __iter__(self) -> Iterator[tuple[str, Axes | OpenAxes]]:
         return iter(self.pairs)
 
     def __repr__(self) -> str:
@@ -102,7 +133,7 @@ def names(patterns: Mapping[str, str | Axes] | None = None, /, **fields: str | A
 
     Args:
         patterns: `{glob: axes}`, for leaves further down; a glob is matched with the path below the module.
-        **fields: the axes of the module's own fields.
+        **fields: the axes of the module's own fields. In a text, `...` stands for any number of unnamed dimensions.
 
     Raises:
         AxesError: the axes cannot be read. (A field that the module does not have is an error when a tree is read.)
@@ -119,7 +150,12 @@ def names(patterns: Mapping[str, str | Axes] | None = None, /, **fields: str | A
         if not isinstance(pattern, str):
             raise AxesError(f"`ft.names` maps globs, as text, to axes; {pattern!r} is not a text")
         glob_pattern(pattern)  # raises here for an invalid glob, and not only when a tree is read
-    return Names(tuple((pattern, Axes.of(axes)) for pattern, axes in both.items()))
+    return Names(tuple((pattern, _written(axes)) for pattern, axes in both.items()))
+
+
+def _written(axes: str | Axes) -> Axes | OpenAxes:
+    """The axes that a user wrote in `ft.names`."""
+    return OpenAxes.parse(axes) if isinstance(axes, str) and "..." in axes.split() else Axes.of(axes)
 
 
 class BufferMark:

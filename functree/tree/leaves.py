@@ -14,6 +14,7 @@ from jax.tree_util import GetAttrKey, tree_leaves, tree_map, tree_structure
 
 from functree.errors import AxesError, FunctreeError, Problem, count
 from functree.tree.annotations.classes import ClassHints, class_hints
+from functree.tree.annotations.equinox_names import equinox_names
 from functree.tree.annotations.given_names import GivenNames, Giver, given_at, given_axes, invalid_names, unmatched
 from functree.tree.annotations.hints import NO_ENV, NOTHING, Hint
 from functree.tree.annotations.leaf_axes import Memory, leaf_axes, state_axes
@@ -75,7 +76,7 @@ def read(tree: Any, names: Mapping[type, Names] | None = None) -> Leaves:
         if given.by_leaf and not given.by_module:
             walk.note_unmatched(node, path, (given,))
     skeleton = Skeleton(tree_structure(tree), walk.places, walk.others)
-    unused = tuple(cls for cls in walk.names if cls not in walk.used)
+    unused = tuple(cls for cls in walk.names if cls not in walk.used and not _is_stock(cls, walk.names[cls]))
     return Leaves(tuple(walk.leaves), tuple(walk.problems), skeleton, unused)
 
 
@@ -119,6 +120,11 @@ def too_deep(tree: Any) -> FunctreeError:
     """The error for a tree that cannot be visited within Python's limit of recursion."""
     why = f"a {type(tree).__name__} that contains itself, or is nested too deeply, cannot be read as a tree"
     return FunctreeError(why)
+
+
+def _is_stock(cls: type, names: Names) -> bool:
+    """Whether `ft.equinox_names` has these names for a class. It has all layers, and no tree does."""
+    return equinox_names.get(cls) == names
 
 
 class _Context(NamedTuple):

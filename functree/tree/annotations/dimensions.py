@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import PartitionSpec
 
-from functree.tree.axes import Axes
+from functree.tree.axes import Axes, OpenAxes
 
 
 class Dim(NamedTuple):
@@ -88,8 +88,12 @@ def array_form(dim_str: str, dtype: Any = None) -> ArrayForm:
     return ArrayForm(dims, dtype, plain=plain, wrong=wrong)
 
 
-def form_of_axes(axes: Axes) -> ArrayForm:
+@lru_cache(maxsize=4096)
+def form_of_axes(axes: Axes | OpenAxes) -> ArrayForm:
     """The `ArrayForm` of an array whose axes are given as `Axes`."""
+    if isinstance(axes, OpenAxes):
+        before, after = form_of_axes(axes.before).dims, form_of_axes(axes.after).dims
+        return ArrayForm((*before, dim("..."), *after))
     # Names are not parsed: an axis may be called `_pad`, which as a token would be anonymous.
     return ArrayForm(tuple(Dim(name, name or "_", body=name or "") for name in axes), plain=axes)
 

@@ -1,6 +1,6 @@
 """Names from a field's `ft.names`, a layout's `names=` or a module's `__axis_names__` ─► the axes of a leaf."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any
@@ -9,10 +9,10 @@ from jax.tree_util import tree_flatten_with_path, tree_leaves
 
 from functree.errors import Problem, did_you_mean
 from functree.tree.annotations.hints import Hint
-from functree.tree.axes import Axes, Names
-from functree.tree.globs import glob_pattern, literal_text, match_text
+from functree.tree.axes import Axes, Names, OpenAxes
+from functree.tree.globs import glob_pattern, match_text
 from functree.tree.interfaces import own_names
-from functree.tree.paths import Path
+from functree.tree.paths import Path, tokens
 
 
 class Giver(IntEnum):
@@ -82,7 +82,7 @@ def given_at(node: Any, depth: int, pending: GivenNames | None, names: Mapping[t
     return tuple(found)
 
 
-def given_axes(path: Path, several: Iterable[GivenNames]) -> Axes | None:
+def given_axes(path: Path, several: Iterable[GivenNames]) -> Axes | OpenAxes | None:
     """The axes that are given to a leaf, or None.
 
     Names of a field come before those of a layout, and those of a layout before those of a module. Of the classes in a
@@ -102,9 +102,9 @@ def _precedence(given: GivenNames) -> tuple[Giver, int]:
     return given.giver, given.depth if given.giver is Giver.LAYOUT else -given.depth
 
 
-def given_by(hint: Hint, path: Path) -> Axes | None:
+def given_by(hint: Hint, path: Path) -> Axes | OpenAxes | None:
     """The axes that the `ft.names` in an annotation give to an array at a path below the annotated value, or None."""
-    given: Axes | None = None
+    given: Axes | OpenAxes | None = None
     for depth in range(len(path) + 1):
         names = hint.at(Path(path[:depth])).names
         if names is not None:  # the innermost names decide, even if they do not name the array
@@ -117,36 +117,32 @@ def unmatched(node: Any, path: tuple[Any, ...], several: Iterable[GivenNames]) -
     suspects = [pattern for given in several for pattern, _ in given.names if pattern not in given.used]
     if not suspects:
         return []
-    # A pattern that was not used may still have a leaf: other names may have named it, and it may be None. Or several
-    # arrays may be in its place, as in the state of some optimizers. Then the parameter tells how these are laid out.
-    places = [Path.of(keys) for keys, _ in tree_flatten_with_path(node, is_leaf=lambda x: x is None)[0]]
+    # A pattern that was not used may still have a leaf: other names may have named it. Or several arrays may be in its
+    # place, as in the state of some optimizers: these are laid out like the parameter.
+    nodes = [(Path.of(keys), x) for keys, x in tree_flatten_with_path(node, is_leaf=_is_empty)[0]]
+    places = [place for place, _ in nodes]
     texts = {match_text(Path(place[:depth])) for place in places for depth in range(1, len(place) + 1)}
+    empty = {match_text(place) for place, x in nodes if _is_empty(x)}
     found = []
     for pattern in suspects:
         matches = glob_pattern(pattern).fullmatch
-        if not any(map(matches, texts)) and not _leads_to_none(node, pattern):
+        if not any(map(matches, texts)) and not _leads_through(pattern, empty):
             found.append(_unmatched(node, Path(path), pattern, places))
     return found
 
 
-def _leads_to_none(node: Any, pattern: str) -> bool:
-    """Whether the path of a pattern without wildcards leads to None or through it: the module has no such part.
+def _is_empty(node: Any) -> bool:
+    """Whether a node has no leaves. It is None, or optax has put it in the place of what it does not update."""
+    return not tree_leaves(node)
 
-    optax replaces the parameters that an optimizer does not update by other empty nodes. These count as None too.
-    """
-    if literal_text(pattern) is None:
-        return False
-    for key in Path.parse(pattern):
-        try:
-            if isinstance(key, str) and hasattr(node, key):
-                node = getattr(node, key)
-            else:
-                node = node[key]
-        except (TypeError, LookupError):
-            return False
-        if not tree_leaves(node):
-            return True
-    return False
+
+def _leads_through(pattern: str, empty: Collection[str]) -> bool:
+    """Whether a pattern is for what is below one of some empty nodes."""
+    parts = list(tokens(pattern))
+    # A beginning that ends in `**` matches every node, and says nothing about this one.
+    ends = [depth for depth in range(len(parts) + 1) if depth == 0 or parts[depth - 1] != "**"]
+    begins = [glob_pattern(".".join(parts[:depth])).fullmatch for depth in ends]
+    return any(matches(text) for matches in begins for text in empty)
 
 
 def _unmatched(node: Any, path: Path, pattern: str, places: Iterable[Path]) -> Problem:

@@ -6,9 +6,9 @@ from typing import Any, NamedTuple
 from jax.sharding import PartitionSpec
 
 from functree.errors import Problem, count
-from functree.tree.annotations.dimensions import ArrayForm, dtype_fits
+from functree.tree.annotations.dimensions import ArrayForm, dtype_fits, form_of_axes
 from functree.tree.annotations.hints import UNREADABLE, Hint
-from functree.tree.axes import Axes
+from functree.tree.axes import Axes, OpenAxes
 from functree.tree.leaf import array_problem
 from functree.tree.paths import Path
 
@@ -29,7 +29,7 @@ Memory = dict[tuple[Any, ...], LeafAxes]
 
 
 def leaf_axes(
-    memory: Memory, value: Any, path: Path, hint: Hint, given: Axes | None, stack: tuple[str, ...]
+    memory: Memory, value: Any, path: Path, hint: Hint, given: Axes | OpenAxes | None, stack: tuple[str, ...]
 ) -> LeafAxes:
     """The axes of an array: those of its stacks, and then those `given` from outside or those of its annotation."""
     key = (hint, value.shape, value.dtype, given, stack)
@@ -56,7 +56,7 @@ def state_axes(value: Any, path: Path, declared: Axes) -> LeafAxes:
     return _misfit(value, path, (), why, remedy)
 
 
-def _read(value: Any, path: Path, hint: Hint, given: Axes | None, stack: tuple[str, ...]) -> LeafAxes:
+def _read(value: Any, path: Path, hint: Hint, given: Axes | OpenAxes | None, stack: tuple[str, ...]) -> LeafAxes:
     if given is not None:
         return _given(value, path, hint, given, stack)
     if hint.later:
@@ -74,13 +74,13 @@ def _read(value: Any, path: Path, hint: Hint, given: Axes | None, stack: tuple[s
     return _chosen(value, path, hint, fitting, stack)
 
 
-def _given(value: Any, path: Path, hint: Hint, given: Axes, stack: tuple[str, ...]) -> LeafAxes:
-    ndim = len(value.shape) - len(stack)
-    if len(given) != ndim:
-        return _wrong_rank(value, path, f'"{given}"', stack, [len(given)])
+def _given(value: Any, path: Path, hint: Hint, given: Axes | OpenAxes, stack: tuple[str, ...]) -> LeafAxes:
+    ndim, form = len(value.shape) - len(stack), form_of_axes(given)
+    if not form.fits(ndim):
+        return _wrong_rank(value, path, f'"{given}"', stack, [len(form.dims)])
     # Names from outside replace those of the annotation, but not a `PartitionSpec` that the annotation has.
     spec = next((form.spec for form in hint.forms if form.spec is not None and form.fits(ndim)), None)
-    return LeafAxes(Axes(*stack, *given), True, _unnamed(stack, given, ["_"] * ndim), _behind(stack, spec))
+    return _by_form(form._replace(spec=spec), value, stack)
 
 
 def _unannotated(value: Any, stack: tuple[str, ...]) -> LeafAxes:
