@@ -1,5 +1,8 @@
 """`axis_rules` and `spec`."""
 
+import asyncio
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -7,10 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from checks import raises
+from jax import Array
 from jax.sharding import PartitionSpec as P
+from jaxtyping import Float
 from meshes import MESH, assert_lies, lay
 
 import functree as ft
+from functree.placing.ambient import ambient_rules
 
 RULES = ft.AxisRules({"batch": "data", "hidden": "model", "embed": None})
 
@@ -33,6 +39,82 @@ def test_rules_end_with_their_context_also_after_an_error():
 def test_rules_can_be_switched_off_inside():
     with ft.axis_rules(RULES), ft.axis_rules(None), pytest.raises(ft.ShardingError, match="no ambient rules"):
         ft.spec("batch")
+
+
+# Tasks of asyncio take turns in one thread.
+
+OTHERS = ft.AxisRules({"batch": "model", "hidden": None})
+
+
+def in_turn(*bodies: Callable[[], Any], rules: Sequence[Any]) -> list[list[Any]]:
+    """What functions return that are called in turn in several tasks, each in the rules of its task."""
+
+    async def task(body: Callable[[], Any], layout: Any, turns: int) -> list[Any]:
+        results = []
+        with ft.axis_rules(layout):
+            for _ in range(turns):
+                await asyncio.sleep(0)
+                results.append(body())
+        return results
+
+    async def main() -> list[list[Any]]:
+        # They end in another order than they began.
+        each = zip(bodies, rules, range(2, 2 + len(bodies)), strict=True)
+        return await asyncio.gather(*(task(*one) for one in each))
+
+    return asyncio.run(main())
+
+
+def test_each_task_has_its_own_rules():
+    def seen() -> Any:
+        return ft.spec("batch hidden")
+
+    found = in_turn(seen, seen, seen, rules=[RULES, OTHERS, RULES])
+    assert [set(one) for one in found] == [{P("data", "model")}, {P("model", None)}, {P("data", "model")}]
+    with pytest.raises(ft.ShardingError, match="no ambient rules"):
+        ft.spec("batch")
+    assert ambient_rules() is None and jax.jit(lambda x: (ambient_rules(), x)[1])(1) == 1
+
+
+WRAPPERS: dict[str, Callable[[Any], Any]] = {
+    "ft.jit": lambda f: ft.jit(f, mesh=MESH),
+    "ft.shard_map": lambda f: ft.shard_map(f, mesh=MESH, in_specs=P(), out_specs=P()),
+    "ft.init": lambda f: ft.init(f, P(), MESH),
+}
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_functions_that_are_traced_in_tasks(wrapper: str):
+    traced: list[Any] = []
+
+    def body(x: Float[Array, "batch hidden"]) -> Any:
+        traced.append(ambient_rules())
+        return x * 2
+
+    f, x = WRAPPERS[wrapper](body), jnp.ones((8, 4))
+    in_turn(lambda: f(x), lambda: f(x), lambda: f(x), rules=[RULES, OTHERS, None])
+    assert sorted(map(repr, traced)) == sorted(map(repr, [RULES, OTHERS, None]))  # once for each, whoever called last
+
+
+def test_a_plain_jit_that_would_remember_the_rules_of_another_task():
+    def plain() -> Any:
+        return jax.jit(lambda x: (ft.spec("batch"), x)[1])(1.0)
+
+    with pytest.raises(
+        ft.ShardingError, match=r"another asyncio task of this thread is in `ft.axis_rules`.*ft.jit\(rules"
+    ):
+        in_turn(plain, plain, rules=[RULES, OTHERS])
+    assert in_turn(plain, plain, rules=[RULES, RULES]) == [[1.0] * 2, [1.0] * 3]  # equal rules are no harm
+
+
+def test_threads_have_their_own_rules():
+    async def main() -> Any:
+        with ft.axis_rules(RULES):
+            return await asyncio.to_thread(lambda: (ft.spec("batch"), ft.jit(lambda x: (ft.spec("batch"), x)[1])(1)))
+
+    assert asyncio.run(main()) == (P("data"), 1)  # asyncio hands them over
+    with ft.axis_rules(RULES), ThreadPoolExecutor(1) as pool:
+        assert pool.submit(ambient_rules).result() is None
 
 
 @pytest.mark.parametrize(

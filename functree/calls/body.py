@@ -7,6 +7,7 @@ from typing import Any
 
 from jax.tree_util import GetAttrKey, register_pytree_with_keys
 
+from functree.calls.derivatives import Context
 from functree.calls.output import Output
 from functree.tree.paths import Path
 
@@ -91,6 +92,7 @@ class Body:
         arguments: how the arrays are passed.
         fun: returns the user's function. JAX shows its file and line.
         name: the name of that function.
+        context: the context in which the user's function runs; None if it needs none.
     """
 
     def __init__(
@@ -99,8 +101,10 @@ class Body:
         arguments: Arguments,
         fun: Callable[[], Callable[..., Any]],
         name: str,
+        context: Context | None = None,
     ):
         self._compute, self._fun = compute, fun
+        self.context: Context | None = context
         self.arguments: Arguments = arguments
         self.__name__: str = name.rpartition(".")[2]
         self.__qualname__: str = self.__name__

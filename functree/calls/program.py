@@ -7,14 +7,20 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 import jax
+from jax.extend.core import jaxpr_as_fun
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
+from jax.tree_util import tree_leaves, tree_structure, tree_unflatten
 
-from functree.calls.body import Arrays, Body
+from functree.calls.body import Arguments, Arrays, Body
 from functree.calls.call_groups import CallGroup
+from functree.calls.derivatives import Context, has_derivatives, in_context
 from functree.calls.output import Output
 from functree.layout.constraint import constrained
 from functree.layout.layout import Layout
 from functree.layout.meshes import tracing
+
+ArrayFunction = Callable[[Arrays, Arrays], Output]
+"""A body, or a function with a body in it."""
 
 Shardings = Sequence[NamedSharding | None]
 """A sharding for each array; None for an array that may have any sharding."""
@@ -57,24 +63,24 @@ def prepare(
     if arguments.donated:
         given["donate_argnums"] = (1,)
     constraining = tracing() and _by_constraints(in_shardings)
-    fun: Callable[..., Output] = _Constrained(body, in_shardings) if constraining else body
+    fun: ArrayFunction = _Constrained(body, arguments, in_shardings) if constraining else body
     if in_shardings is not None and not constraining:
         given["in_shardings"] = arguments.split(in_shardings)
     if without_jit():
         return Prepared(fun, None, None)
-    jitted = jax.jit(fun, **given)
     with around(entered):
-        traced = jitted.trace(*arguments.split(arrays))
+        traced = jax.jit(fun, **given).trace(*arguments.split(arrays))
         output = traced.out_info
         out_shardings = lay_outputs(output)
-        # JAX has the trace of the same body in its cache, so the user's function is not traced again.
-        if out_shardings is None:
-            pass
-        elif constraining or (tracing() and _by_constraints(out_shardings)):
-            jitted = jax.jit(_Constrained(body, in_shardings, out_shardings), **given)
-        else:
-            jitted = jax.jit(fun, out_shardings=Output(out_shardings, output.skeleton, output.which), **given)
-    return Prepared(jitted, traced, out_shardings)
+        # JAX has the trace of the body in its cache, so the user's function is not traced again.
+        fun = body
+        if tracing() and body.context is not None and has_derivatives(traced.jaxpr):
+            fun = _InContext(body, body.context)
+        if constraining or (tracing() and _by_constraints(out_shardings)):
+            fun = _Constrained(fun, arguments, in_shardings, out_shardings)
+        elif out_shardings is not None:
+            given["out_shardings"] = Output(out_shardings, output.skeleton, output.which)
+    return Prepared(jax.jit(fun, **given), traced, out_shardings)
 
 
 def _by_constraints(shardings: Shardings | None) -> bool:
@@ -92,17 +98,24 @@ class _Constrained:
     change the types of arrays, so the body would see and return arrays whose types are unsharded.
 
     Args:
-        body: the function.
+        fun: the function.
+        arguments: how the arrays are passed.
         in_shardings: for each array of a call; None if there are none.
         out_shardings: for each array of the result; None if there are none.
     """
 
-    def __init__(self, body: Body, in_shardings: Shardings | None, out_shardings: Shardings | None = None):
+    def __init__(
+        self,
+        fun: ArrayFunction,
+        arguments: Arguments,
+        in_shardings: Shardings | None,
+        out_shardings: Shardings | None = None,
+    ):
         self._in_shardings, self._out_shardings = in_shardings, out_shardings
-        self._arguments = body.arguments
-        # JAX caches its trace by the body.
-        self._jitted: Any = jax.jit(body)
-        self.__name__: str = body.__name__
+        self._arguments = arguments
+        # JAX caches its trace by the function.
+        self._jitted: Any = jax.jit(fun)
+        self.__name__: str = fun.__name__
 
     def __call__(self, kept: Arrays, donated: Arrays) -> Output:
         arrays = _constrained(self._arguments.join(kept, donated), self._in_shardings)
@@ -118,6 +131,21 @@ def _constrained(arrays: Sequence[Any], shardings: Shardings | None) -> Sequence
     for array, one in zip(arrays, shardings, strict=True):
         new.append(array if one is None else constrained(array, one.mesh, one.spec, one.memory_kind))
     return new
+
+
+class _InContext:
+    """A body whose custom derivative rules run in the body's context when JAX differentiates an outer function."""
+
+    def __init__(self, body: Body, context: Context):
+        self._context = context
+        self._jitted: Any = jax.jit(body)
+        self.__name__: str = body.__name__
+
+    def __call__(self, kept: Arrays, donated: Arrays) -> Output:
+        # Not `self._jitted.trace`, whose result does not have the traced arrays that the function closes over.
+        jaxpr, output = jax.make_jaxpr(self._jitted, return_shape=True)(kept, donated)
+        run: Any = jaxpr_as_fun(in_context(jaxpr, self._context))
+        return tree_unflatten(tree_structure(output), run(*tree_leaves((kept, donated))))
 
 
 @dataclass(frozen=True, eq=False)

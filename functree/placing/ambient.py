@@ -1,7 +1,9 @@
 """Ambient rules: used while a function is traced, without being passed to it (`with ft.axis_rules(rules):`)."""
 
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import jax
@@ -9,15 +11,29 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from functree.errors import ShardingError
 from functree.layout.layout import Layout, LayoutLike, as_layout
-from functree.layout.meshes import current_mesh, mesh_view, traced_under
+from functree.layout.meshes import current_mesh, mesh_view, traced_under, tracing
 from functree.layout.placement import first_mesh
 from functree.layout.specs import without
 from functree.layout.validation import spec_of_axes
 from functree.tree.axes import Axes
 
+# The rules of the current asyncio task, or of the thread outside of any.
+_RULES: ContextVar[Layout | None] = ContextVar("functree.axis_rules", default=None)
+
 # A user context is part of the key of every trace that JAX caches. So JAX does not reuse under one set of rules what
-# was traced under another, as it would with a plain `ContextVar`.
-_RULES = jax.make_user_context(None)
+# was traced under another. It has one value for each thread: the rules that were entered last, by whichever task, and
+# have not been left.
+_OF_THREAD = jax.make_user_context(None)
+
+
+class _Entered(threading.local):
+    """The rules that the tasks of this thread are in, in the order in which they entered them."""
+
+    def __init__(self) -> None:
+        self.rules: list[list[Layout | None]] = []
+
+
+_ENTERED = _Entered()
 
 
 @contextmanager
@@ -39,13 +55,39 @@ def axis_rules(rules: LayoutLike) -> Iterator[None]:
     # The filters of a `StateSharding` were written for a whole tree. Ambient rules lay out a single array or gradient,
     # so a filter that matches nothing there is not an error.
     layout = None if rules is None else as_layout(rules).tolerant
-    with _RULES(layout):
+    before, entry = _RULES.get(), [layout]
+    _RULES.set(layout)
+    _ENTERED.rules.append(entry)
+    _tell_jax()
+    try:
         yield
+    finally:
+        _RULES.set(before)
+        # By identity: another task may have entered other rules since, or equal ones.
+        _ENTERED.rules[:] = [other for other in _ENTERED.rules if other is not entry]
+        _tell_jax()
+
+
+def _tell_jax() -> None:
+    """Make the rules that were entered last those of the thread."""
+    # A context is left in the opposite order of entering, which tasks do not keep to. So it is entered only.
+    _OF_THREAD(_ENTERED.rules[-1][0] if _ENTERED.rules else None).__enter__()
 
 
 def ambient_rules() -> Layout | None:
-    """The rules of the innermost `axis_rules`; None if there are none."""
-    return _RULES.value
+    """The rules of the innermost `axis_rules` of this task; None if there are none.
+
+    Raises:
+        ShardingError: a function is traced that JAX would remember for the rules of another task.
+    """
+    rules = _RULES.get()
+    if rules is not _OF_THREAD.value and rules != _OF_THREAD.value and tracing():
+        raise ShardingError(
+            "another asyncio task of this thread is in `ft.axis_rules`, or this thread was started in one: `jax.jit` "
+            "would remember this trace for the rules of that one. Use `ft.jit(rules=...)`, or leave `ft.axis_rules` "
+            "before `await`"
+        )
+    return rules
 
 
 def ambient_axis_rules() -> Layout | None:
@@ -88,7 +130,7 @@ class Surroundings(NamedTuple):
 
     Attributes:
         mesh: the ambient mesh; None for the mesh of the arguments.
-        rules: the ambient rules; None to leave those of the caller.
+        rules: the ambient rules, those of the caller if the function has none of its own.
     """
 
     mesh: Mesh | AbstractMesh | None
@@ -103,6 +145,5 @@ class Surroundings(NamedTuple):
             # Inside `shard_map` the ambient mesh has Manual axes, which our mesh does not have: keep it.
             if mesh is not None and not manual:
                 stack.enter_context(traced_under(mesh))
-            if self.rules is not None:
-                stack.enter_context(axis_rules(self.rules))
+            stack.enter_context(axis_rules(self.rules))
             yield

@@ -16,14 +16,14 @@ from functree.calls.program import Program, prepare
 from functree.calls.signature import Bound, Signature
 from functree.calls.traces import Traces, traces_of
 from functree.errors import ShardingError
-from functree.layout.layout import LayoutLike, LayoutTree
+from functree.layout.layout import Layout, LayoutLike, LayoutTree
 from functree.layout.meshes import NO_MESH, MeshLike, current_mesh, mesh_view
 from functree.layout.optimizer.origins import Optimizer
 from functree.layout.optimizer.plan_optimizer import plan_state
 from functree.layout.plan.plan import Plan
 from functree.layout.plan.resolver import plan_tree
 from functree.layout.prefix import copied
-from functree.placing.ambient import ambient_rules
+from functree.placing.ambient import ambient_rules, axis_rules
 from functree.tree.filters.filter import FilterLike
 from functree.tree.filters.predicates import is_trainable
 
@@ -88,9 +88,10 @@ class Init(Function[_P, _T]):
 
     def _body(self, group: CallGroup) -> Body:
         """The user's function for one group of its calls; one body for all meshes, so that it is traced once."""
-        body = group.bodies.get(None)
+        rules = ambient_rules()
+        body = group.bodies.get(rules)
         if body is None:
-            body = group.bodies[None] = _body(self._traces, group, self._fresh)
+            body = group.bodies[rules] = _body(self._traces, group, rules, self._fresh)
         return body
 
     def _planned(self, output: Output) -> Plan:
@@ -109,12 +110,13 @@ class Init(Function[_P, _T]):
         return [by_place[place] for place in range(len(output.values))]
 
 
-def _body(traces: Traces, group: CallGroup, fresh: bool) -> Body:
-    """The user's function, for one group of its calls, as a function from arrays to arrays."""
+def _body(traces: Traces, group: CallGroup, rules: Layout | None, fresh: bool) -> Body:
+    """The user's function, for one group of its calls and one set of rules, as a function from arrays to arrays."""
     signature, fun = traces.signature, traces.fun
 
     def compute(arrays: Sequence[Any]) -> Output:
-        result = signature.run(fun(), group.build(arrays))
+        with axis_rules(rules):
+            result = signature.run(fun(), group.build(arrays))
         output = Output.of(result, signature.name)
         if fresh:
             # An optimizer may return parameters as part of its state. A copy of each array gives it its own memory, so

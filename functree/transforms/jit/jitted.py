@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Sequence
+from functools import partial
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import jax
@@ -242,7 +243,7 @@ def _body(traces: Traces, group: CallGroup, donated: frozenset[str], surrounding
             result = signature.run(fun(), record(*_unpacked(opened(call))))
         return Output.of(_repacked(result, packed), signature.name)
 
-    return Body(compute, Arguments(group.paths, donated), fun, signature.name)
+    return Body(compute, Arguments(group.paths, donated), fun, signature.name, partial(surroundings.entered, ()))
 
 
 def _uses_mesh(jaxpr: Any) -> bool:

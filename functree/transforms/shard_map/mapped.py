@@ -2,7 +2,7 @@
 
 import types
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from functools import partial
 from typing import Any, Literal, NamedTuple, ParamSpec, TypeVar
 
 import jax
@@ -22,7 +22,7 @@ from functree.errors import ShardingError, did_you_mean
 from functree.layout.layout import Layout, LayoutTree
 from functree.layout.meshes import NO_MESH, current_mesh, mesh_view
 from functree.layout.placement import first_mesh
-from functree.placing.ambient import axis_rules
+from functree.placing.ambient import Surroundings, ambient_rules, axis_rules
 from functree.transforms.shard_map.manual_mesh import ManualMesh
 from functree.transforms.sizes import Sizes
 from functree.tree.skeleton.skeleton import Skeleton
@@ -67,7 +67,11 @@ class Mapped(Function[_P, _T]):
         return f"<ft.shard_map of {self._signature.name}>"
 
     def _key(self, found: FoundCall) -> Hashable:
-        return (self._place(found.arrays), *found.kinds())
+        return (self._place(found.arrays), self._rules(), *found.kinds())
+
+    def _rules(self) -> Layout | None:
+        """The rules that are ambient in the body of a call that is made now."""
+        return self._options.rules if self._options.rules is not None else ambient_rules()
 
     def _prepare(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Program, FoundCall]:
         if not _captures_tracer(self._bound.fun):
@@ -81,10 +85,13 @@ class Mapped(Function[_P, _T]):
     def _program(self, call: Any, found: FoundCall) -> Program:
         name, (group, arrays, _) = self._signature.name, found
         place = self._place(arrays)
-        body = Body(self._computation(call, found, place), Arguments(group.paths, frozenset()), self._traces.fun, name)
+        compute, fun = self._computation(call, found, place), self._traces.fun
+        # The mesh of a rule that is run later is that of the body, whose axes are Manual: JAX restores it.
+        context = partial(Surroundings(None, self._rules()).entered, ())
+        body = Body(compute, Arguments(group.paths, frozenset()), fun, name, context)
         prepared = prepare(body, arrays, options={"inline": True})
         group.several_devices = group.several_devices or on_several_devices(arrays)
-        return Program(name, group, body, prepared.jitted, mesh=place.mesh, rules=self._options.rules)
+        return Program(name, group, body, prepared.jitted, mesh=place.mesh, rules=self._rules())
 
     def _computation(self, call: Any, found: FoundCall, place: ManualMesh) -> Callable[[Sequence[Any]], Output]:
         """The function from global arrays to global arrays, for calls like this one.
@@ -103,7 +110,7 @@ class Mapped(Function[_P, _T]):
             problems += place.misplaced(leaf, spec)
         if problems:
             raise place.refuse(signature.name, problems)
-        local = _LocalBody(signature, fun, group, options, place, sizes)
+        local = _LocalBody(signature, fun, group, options, self._rules(), place, sizes)
         in_specs = laid.specs
 
         def compute(arrays: Sequence[Any]) -> Output:
@@ -169,6 +176,7 @@ class _LocalBody(NamedTuple):
     fun: Callable[[], Any]
     group: CallGroup
     options: MapOptions
+    rules: Layout | None
     place: ManualMesh
     sizes: Sizes
 
@@ -179,7 +187,7 @@ class _LocalBody(NamedTuple):
         call, sizes = self.group.build(arrays), self.sizes.copy()
         if options.shapes == "local":
             sizes.check(call)
-        with nullcontext() if options.rules is None else axis_rules(options.rules):
+        with axis_rules(self.rules):
             result = signature.run(self.fun(), call)
         record = signature.result(result)
         out_specs = options.rules if options.out_specs is None else options.out_specs
