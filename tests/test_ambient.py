@@ -91,7 +91,7 @@ def test_functions_that_are_traced_in_tasks(wrapper: str):
         traced.append(ambient_rules())
         return x * 2
 
-    f, x = WRAPPERS[wrapper](body), jnp.ones((8, 4))
+    f, x = WRAPPERS[wrapper](body), np.ones((8, 4), np.float32)
     in_turn(lambda: f(x), lambda: f(x), lambda: f(x), rules=[RULES, OTHERS, None])
     assert sorted(map(repr, traced)) == sorted(map(repr, [RULES, OTHERS, None]))  # once for each, whoever called last
 
