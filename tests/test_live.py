@@ -117,14 +117,14 @@ def test_inside_shard_map(explicit: bool) -> None:
 def test_a_mesh_that_the_arrays_are_not_on(mesh: Mesh) -> None:
     tree = {"x": jax.device_put(jnp.ones((4, 8)), NamedSharding(mesh, P("data"))), "y": jnp.ones(2)}
     for same in (None, mesh, mesh.abstract_mesh, {"data": 2, "model": 4}):
-        assert ft.plan(tree, None, same)["x"].spec == P("data", None)
+        assert ft.plan(tree, mesh=same)["x"].spec == P("data", None)
     said = ("but `mesh` is (foo=2): leave `mesh` out", "give a layout too")
     with raises("the arrays are on the mesh (data=2, model=4), ", *said, error=ft.ShardingError):
-        ft.plan(tree, None, {"foo": 2})
+        ft.plan(tree, mesh={"foo": 2})
     swapped = Mesh(np.array(jax.devices())[::-1].reshape(2, 4), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
     with raises("the arrays are on the mesh (data=2, model=4), of other devices, but", error=ft.ShardingError):
-        ft.plan(tree, None, swapped)
-    assert dict(ft.plan({"y": jnp.ones(2)}, None, {"foo": 2}).sizes) == {"foo": 2}  # it is on no mesh
+        ft.plan(tree, mesh=swapped)
+    assert dict(ft.plan({"y": jnp.ones(2)}, mesh={"foo": 2}).sizes) == {"foo": 2}  # it is on no mesh
 
 
 def test_the_output_of_a_jitted_function(mesh: Mesh) -> None:

@@ -438,10 +438,13 @@ BAD_FIELDS = {
     "flags for numbers": (dict(layers=True, norm_eps=True), ["layers=True", "positive integer", "norm_eps=True"]),
     "texts for sizes": (dict(heads="4", head_dim=None), ["heads='4'", "head_dim=None", "positive integer"]),
     "no flag": (dict(tie_embedding="no"), ["tie_embedding='no'", "True or False"]),
-    "no dtype": (dict(param_dtype="x", compute_dtype=None), ["param_dtype=x", "compute_dtype=None", "floating dtype"]),
+    "no dtype": (
+        dict(param_dtype="x", compute_dtype=None),
+        ["param_dtype='x'", "compute_dtype=None", "floating-"],
+    ),
     "remat": (dict(remat="some"), ["remat='some'", '"full"', '"dots"']),
     "remat and more": (dict(remat=3, layers=0), ["remat=3", "it must be None", "layers=0"]),
-    "dtype": (dict(param_dtype=jnp.int32), ["param_dtype=int32", "floating", "param_dtype=jnp.float32"]),
+    "dtype": (dict(param_dtype=jnp.int32), ["param_dtype=int32", "floating", "such as `jnp.float32`"]),
     "several": (dict(kv_heads=3, head_dim=5, hidden=-2), ["kv_heads=3", "head_dim=5", "hidden=-2"]),
 }
 

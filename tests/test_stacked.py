@@ -520,9 +520,17 @@ ERRORS: dict[str, tuple[type[Exception], Callable[[], Any], list[str]]] = {
         lambda: Stacked(jnp.ones(3), axis=0),
         ["Stacked(axis=0)", "identifier"],
     ),
-    "no layers": (FunctreeError, lambda: stack(Layer, 0, KEY), ["stack(n=0)", "positive integer"]),
-    "half a layer": (FunctreeError, lambda: stack(Layer, 2.5, KEY), ["stack(n=2.5)", "positive integer"]),
-    "a flag for a number": (FunctreeError, lambda: stack(Layer, True, KEY), ["stack(n=True)", "positive integer"]),
+    "no layers": (FunctreeError, lambda: stack(Layer, 0, KEY), ["stack cannot", "n=0", "positive integer"]),
+    "half a layer": (
+        FunctreeError,
+        lambda: stack(Layer, 2.5, KEY),
+        ["stack cannot", "n=2.5", "positive integer"],
+    ),
+    "a flag for a number": (
+        FunctreeError,
+        lambda: stack(Layer, True, KEY),
+        ["stack cannot", "n=True", "positive integer"],
+    ),
     "index above": (
         FunctreeError,
         lambda: stack(Layer, 2, KEY)[2],

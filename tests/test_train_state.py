@@ -499,7 +499,7 @@ def test_the_average_inside_of_others_and_misuse():
     with raises("keeps 2 averages"):
         ft.averaged(ft.TrainState.create(net(), twice()))
     for decay in (1, -0.1, float("nan")):
-        with raises(f"with_ema(decay={decay!r}): the decay must be at least 0 and less than 1"):
+        with raises("with_ema cannot average", f"decay={decay!r}", "it must be at least 0 and less than 1"):
             ft.with_ema(optax.sgd(1.0), decay)
     tx = ft.with_ema(optax.sgd(1.0))
     with raises("with_ema averages the parameters", "`tx.update(gradients, state, params)`"):

@@ -5,7 +5,7 @@ from typing import Any
 
 from functree.calls.signature import Signature
 from functree.errors import RuleError, count, did_you_mean
-from functree.layout.layout import LayoutTree, is_layout
+from functree.layout.layout import LayoutTree, is_layout, meant_rules
 
 
 class ParameterLayouts:
@@ -36,7 +36,7 @@ class ParameterLayouts:
                 near = did_you_mean(lost[0], signature.parameters)
                 raise RuleError(
                     f"{option}: {signature.name} has no parameter {lost[0]!r}{near}; its parameters are "
-                    f"{', '.join(signature.parameters) or 'none'}"
+                    f"{', '.join(signature.parameters) or 'none'}{meant_rules(written)}"
                 )
         elif isinstance(written, tuple | list):
             self.by_name = self._in_order(option, written)

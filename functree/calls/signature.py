@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from jax.tree_util import default_registry
 
 from functree.errors import FunctreeError
+from functree.parameters import FUNCTION, shown
 from functree.tree.annotations.hints import UNREADABLE
 from functree.tree.paths import Path
 
@@ -31,7 +32,9 @@ class Bound(NamedTuple):
 
     @classmethod
     def of(cls, fun: Any) -> "Bound":
-        """The function of a callable and its bound arguments. Raises TypeError if it cannot be called."""
+        """The function of a callable and its bound arguments. Raises FunctreeError if it cannot be called."""
+        if not FUNCTION.fits(fun):
+            raise FunctreeError(f"a function was expected, not {shown(fun)}")
         if isinstance(fun, functools.partial):
             inner, args, kwargs = cls.of(fun.func)
             return cls(inner, (*args, *fun.args), {**kwargs, **fun.keywords})
@@ -40,8 +43,6 @@ class Bound(NamedTuple):
         # A callable module is a node of a tree: its arrays are arguments of the function `type(fun).__call__`.
         if default_registry.flatten_one_level(fun) is not None:
             return cls(type(fun).__call__, (fun,), {})
-        if not callable(fun):
-            raise TypeError(f"a function was expected, not {fun!r}")
         return cls(fun, (), {})
 
     def call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], Mapping[str, Any]]:

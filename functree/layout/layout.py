@@ -12,6 +12,7 @@ from functree.layout.decision import Decision, apply_spec, decide_each, whole
 from functree.layout.meshes import MeshView
 from functree.layout.placement import other_memory
 from functree.layout.specs import invalid_entry, spec_text
+from functree.parameters import check_callback
 from functree.tree.axes import Names
 from functree.tree.leaf import Leaf
 from functree.tree.paths import Path
@@ -215,6 +216,15 @@ def merge_names(several: Iterable[Mapping[type, Names]]) -> dict[type, Names]:
 # What a user can write for a layout
 
 
+def meant_rules(value: object) -> str:
+    """The end of an error about a value that may be meant as a table of rules; empty if it is not one."""
+    if not isinstance(value, Mapping) or not value:
+        return ""
+    # The values of a tree of layouts are layouts, and those of a table of rules are mesh axes.
+    is_table = all(one is None or isinstance(one, str | tuple) for one in value.values())
+    return "; for a table of rules write `ft.AxisRules({...})`" if is_table else ""
+
+
 def written_pairs(written: Any, wanted: str) -> list[tuple[Any, Any]]:
     """A mapping, or an iterable of pairs, as a list of pairs.
 
@@ -263,8 +273,9 @@ def as_layout(value: Any) -> Layout:
         case None:
             return Unspecified()
     if _is_function(value):
+        check_callback(value, "a layout")
         return Computed(value)
-    raise RuleError(f"{value!r} is not a layout: write {LAYOUTS}")
+    raise RuleError(f"{value!r} is not a layout: write {LAYOUTS}{meant_rules(value)}")
 
 
 LAYOUTS = "`P(...)`, `AxisRules`, `FSDP`, `StateSharding`, a `Plan`, or a callable (path, leaf) -> P"

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from jax.tree_util import tree_map, tree_structure
 
 from functree.errors import MAX_PATHS, RuleError
-from functree.layout.layout import LAYOUTS, Layout, LayoutLike, LayoutTree, as_layout, is_layout
+from functree.layout.layout import LAYOUTS, Layout, LayoutLike, LayoutTree, as_layout, is_layout, meant_rules
 from functree.tree.interfaces import PackedTree
 from functree.tree.nodes import children
 from functree.tree.paths import Path
@@ -67,15 +67,16 @@ def _parts(prefix: LayoutTree, tree: Any, path: Path) -> Iterator[Part]:
         return
     layouts, nodes = children(prefix), children(tree)
     if layouts is None:
-        raise RuleError(f"at {where}: {prefix!r} is not a layout: write {LAYOUTS}, or a tree of these")
+        hint = meant_rules(prefix)
+        raise RuleError(f"at {where}: {prefix!r} is not a layout: write {LAYOUTS}, or a tree of these{hint}")
     if nodes is None or type(prefix) is not type(tree):
         raise RuleError(
             f"at {where}: the layouts are a {_kind(prefix)} and the tree is a {_kind(tree)}; "
-            "a tree of layouts has the tree's own structure down to each layout"
+            f"a tree of layouts has the tree's own structure down to each layout{meant_rules(prefix)}"
         )
     have, want = [key for key, _ in layouts], [key for key, _ in nodes]
     if have != want:
-        raise RuleError(f"at {where}: {_difference(have, want)}")
+        raise RuleError(f"at {where}: {_difference(have, want)}{meant_rules(prefix)}")
     for (key, below), (_, node) in zip(layouts, nodes, strict=True):
         yield from _parts(below, node, path / key)
 

@@ -21,6 +21,7 @@ from functree.layout.layout import Layout, Resolution, written_pairs
 from functree.layout.meshes import MeshLike, MeshView, mesh_view
 from functree.layout.specs import axes_text, entry
 from functree.layout.validation import RULE, missing_axes, spec_of_axes
+from functree.parameters import SHAPE, check
 from functree.tree.annotations.given_names import invalid_names
 from functree.tree.axes import Axes, Names, is_axis_name
 from functree.tree.leaf import Leaf
@@ -95,6 +96,7 @@ class AxisRules(Value, Layout):
             ShardingError: no rule names an axis, the mesh axes of all its rules are used by other axes, or the mesh
                 axes do not divide a size.
         """
+        check("no spec for such a shape", shape=(shape, SHAPE.or_none()))
         return spec_of_axes(self, Axes.of(axes), shape, mesh_view(mesh) if mesh is not None else None)
 
     @property

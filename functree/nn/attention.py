@@ -12,10 +12,10 @@ from jaxtyping import Array, Float, PRNGKeyArray
 
 from functree.errors import FunctreeError, Problem
 from functree.nn.activations import activation
-from functree.nn.checks import check_sizes
 from functree.nn.products import product
 from functree.nn.rope import rope
 from functree.nn.weights import Initializer, cast, dtype_or_none, fan_in
+from functree.parameters import FLOATING, FUNCTION, KEY, POSITIVE, SIZE, check
 
 
 class Attention(eqx.Module):
@@ -71,10 +71,22 @@ class Attention(eqx.Module):
         param_dtype: DTypeLike = jnp.float32,
         compute_dtype: DTypeLike | None = None,
     ):
-        check_sizes("Attention", embed=embed, heads=heads)  # first: a default below divides by `heads`
+        # First: a default below divides by `heads`.
+        check(
+            "Attention cannot be built",
+            embed=(embed, SIZE),
+            heads=(heads, SIZE),
+            kv_heads=(kv_heads, SIZE.or_none()),
+            head_dim=(head_dim, SIZE.or_none()),
+            rope_theta=(rope_theta, POSITIVE),
+            init=(init, FUNCTION),
+            key=(key, KEY),
+            param_dtype=(param_dtype, FLOATING),
+            compute_dtype=(compute_dtype, FLOATING.or_none()),
+        )
         kv_heads = heads if kv_heads is None else kv_heads
         head_dim = embed // heads if head_dim is None else head_dim
-        check_sizes("Attention", kv_heads=kv_heads, head_dim=head_dim)
+        check("Attention cannot be built", head_dim=(head_dim, SIZE))
         if problems := list(head_problems(heads, kv_heads, head_dim)):
             raise FunctreeError("Attention cannot be built", problems)
         query_key, key_key, value_key, out_key = jax.random.split(key, 4)

@@ -9,13 +9,15 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from functree.errors import FunctreeError
-from functree.nn.checks import check_sizes
 from functree.nn.norm import affine, one_axis
 from functree.nn.products import along
 from functree.nn.weights import accumulator
+from functree.parameters import FLAG, FLOATING, FRACTION, POSITIVE, SIZE, TEXT, TEXTS, Takes, check
 from functree.state.refs import StateRef
 from functree.state.state import State
 from functree.tree.axes import Axes, Names, names
+
+AXIS_NAME = Takes("a name, several, or None", lambda value: value is None or TEXT.fits(value) or TEXTS.fits(value))
 
 
 class BatchNorm(eqx.Module):
@@ -70,7 +72,16 @@ class BatchNorm(eqx.Module):
         param_dtype: DTypeLike = jnp.float32,
     ):
         self.axes = one_axis("BatchNorm", axes)
-        check_sizes("BatchNorm", size=size)
+        check(
+            "BatchNorm cannot be built",
+            size=(size, SIZE),
+            axis_name=(axis_name, AXIS_NAME),
+            eps=(eps, POSITIVE),
+            channelwise_affine=(channelwise_affine, FLAG),
+            momentum=(momentum, FRACTION),
+            inference=(inference, FLAG),
+            param_dtype=(param_dtype, FLOATING),
+        )
         self.weight = jnp.ones((size,), param_dtype) if channelwise_affine else None
         self.bias = jnp.zeros((size,), param_dtype) if channelwise_affine else None
         wide = accumulator(param_dtype)

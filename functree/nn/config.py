@@ -2,15 +2,13 @@
 
 import dataclasses
 from collections.abc import Iterator
-from typing import Any
 
 import jax.numpy as jnp
-import numpy as np
 from jax.typing import DTypeLike
 
 from functree.errors import FunctreeError, Problem
 from functree.nn.attention import head_problems
-from functree.nn.checks import is_number, is_size, size_problems
+from functree.parameters import FLAG, FLOATING, POSITIVE, SIZE, is_size, problems
 from functree.transforms.remat import REMATS, Remat, remat_policy
 
 _NUMBERS = ("rope_theta", "norm_eps")
@@ -69,11 +67,11 @@ class TransformerConfig:
     norm_eps: float = 1e-5
 
     def __post_init__(self) -> None:
+        if found := list(_problems(self)):
+            raise FunctreeError("no transformer can be built with these fields", found)
+        # One spelling (`10_000` is 10_000.0): what is static is compared by type too.
         for name in _DTYPES:
-            object.__setattr__(self, name, _dtype(getattr(self, name)))
-        if problems := list(_problems(self)):
-            raise FunctreeError("no transformer can be built with these fields", problems)
-        # One spelling (`10_000` is 10_000.0), as for dtypes: what is static is compared by type too.
+            object.__setattr__(self, name, jnp.dtype(getattr(self, name)))
         for name in _SIZES:
             object.__setattr__(self, name, int(getattr(self, name)))
         for name in _NUMBERS:
@@ -81,31 +79,17 @@ class TransformerConfig:
 
 
 def _problems(config: TransformerConfig) -> Iterator[Problem]:
-    yield from size_problems(**{name: getattr(config, name) for name in _SIZES})
+    kinds = {
+        **dict.fromkeys(_SIZES, SIZE),
+        **dict.fromkeys(_NUMBERS, POSITIVE),
+        **dict.fromkeys(_DTYPES, FLOATING),
+        "tie_embedding": FLAG,
+    }
+    yield from problems(**{name: (getattr(config, name), kind) for name, kind in kinds.items()})
     heads, kv_heads, head_dim = config.heads, config.kv_heads, config.head_dim
     if is_size(heads) and is_size(kv_heads) and is_size(head_dim):
         yield from head_problems(heads, kv_heads, head_dim)
-    for name in _NUMBERS:
-        value = getattr(config, name)
-        if not (is_number(value) and value > 0):
-            yield Problem(None, None, f"{name}={value!r}", "it must be a positive number")
-    if not isinstance(config.tie_embedding, bool):
-        yield Problem(None, None, f"tie_embedding={config.tie_embedding!r}", "it must be True or False")
-    for name in _DTYPES:
-        dtype = getattr(config, name)
-        if not (isinstance(dtype, np.dtype) and jnp.issubdtype(dtype, jnp.floating)):
-            yield Problem(None, None, f"{name}={dtype}", "it must be a floating dtype", f"{name}=jnp.float32")
     try:
         remat_policy(config.remat)
     except FunctreeError:
         yield Problem(None, None, f"remat={config.remat!r}", f"it must be {REMATS}")
-
-
-def _dtype(value: Any) -> Any:
-    """A dtype in any spelling as `np.dtype`, and any other value as it is."""
-    if value is None:  # NumPy reads it as float64
-        return None
-    try:
-        return jnp.dtype(value)
-    except TypeError:
-        return value

@@ -9,7 +9,7 @@ from jax.sharding import AxisType
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from functree.errors import FunctreeError
-from functree.nn.checks import is_number
+from functree.parameters import DECAY, FLAG, check
 
 
 class Dropout(eqx.Module):
@@ -35,8 +35,7 @@ class Dropout(eqx.Module):
     inference: bool  # not static, as in Equinox: `eqx.nn.inference_mode(model)` sets it by `eqx.tree_at`
 
     def __init__(self, p: float = 0.5, inference: bool = False):
-        if not (is_number(p) and 0 <= p < 1):
-            raise FunctreeError(f"Dropout(p={p!r}): p must be a number, at least 0 and less than 1")
+        check("Dropout cannot be built", p=(p, DECAY), inference=(inference, FLAG))
         self.p, self.inference = p, inference
 
     def __call__(

@@ -7,9 +7,9 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from functree.nn.activations import table_for
-from functree.nn.checks import check_sizes
 from functree.nn.products import product, rows
 from functree.nn.weights import Initializer, cast, dtype_or_none, small_normal
+from functree.parameters import FLOATING, FUNCTION, KEY, SIZE, check
 
 
 class Embedding(eqx.Module):
@@ -45,7 +45,15 @@ class Embedding(eqx.Module):
         param_dtype: DTypeLike = jnp.float32,
         compute_dtype: DTypeLike | None = None,
     ):
-        check_sizes("Embedding", vocab_size=vocab_size, embed=embed)
+        check(
+            "Embedding cannot be built",
+            vocab_size=(vocab_size, SIZE),
+            embed=(embed, SIZE),
+            init=(init, FUNCTION),
+            key=(key, KEY),
+            param_dtype=(param_dtype, FLOATING),
+            compute_dtype=(compute_dtype, FLOATING.or_none()),
+        )
         self.weight = init(key, (vocab_size, embed), param_dtype)
         self.compute_dtype = dtype_or_none(compute_dtype)
 

@@ -7,9 +7,9 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from functree.errors import AxesError
-from functree.nn.checks import check_sizes
 from functree.nn.products import along, product
 from functree.nn.weights import Initializer, cast, dtype_or_none, fan_in
+from functree.parameters import FLAG, FLOATING, FUNCTION, KEY, SIZE, check
 from functree.tree.axes import Axes, Names, names
 
 
@@ -58,7 +58,16 @@ class Linear(eqx.Module):
         self.axes = Axes.of(axes)
         if len(self.axes) != 2:
             raise AxesError(f'Linear(axes="{self.axes}"): name both dimensions of the weight, as in "embed hidden"')
-        check_sizes("Linear", in_size=in_size, out_size=out_size)
+        check(
+            "Linear cannot be built",
+            in_size=(in_size, SIZE),
+            out_size=(out_size, SIZE),
+            use_bias=(use_bias, FLAG),
+            init=(init, FUNCTION),
+            key=(key, KEY),
+            param_dtype=(param_dtype, FLOATING),
+            compute_dtype=(compute_dtype, FLOATING.or_none()),
+        )
         self.weight = init(key, (in_size, out_size), param_dtype)
         self.bias = jnp.zeros((out_size,), param_dtype) if use_bias else None
         self.compute_dtype = dtype_or_none(compute_dtype)

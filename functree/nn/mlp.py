@@ -9,9 +9,9 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from functree.nn.activations import activation
-from functree.nn.checks import check_sizes
 from functree.nn.products import product
 from functree.nn.weights import Initializer, cast, dtype_or_none, fan_in
+from functree.parameters import FLOATING, FUNCTION, KEY, SIZE, check
 
 
 class MLP(eqx.Module):
@@ -51,7 +51,15 @@ class MLP(eqx.Module):
         param_dtype: DTypeLike = jnp.float32,
         compute_dtype: DTypeLike | None = None,
     ):
-        check_sizes("MLP", embed=embed, hidden=hidden)
+        check(
+            "MLP cannot be built",
+            embed=(embed, SIZE),
+            hidden=(hidden, SIZE),
+            init=(init, FUNCTION),
+            key=(key, KEY),
+            param_dtype=(param_dtype, FLOATING),
+            compute_dtype=(compute_dtype, FLOATING.or_none()),
+        )
         gate_key, up_key, down_key = jax.random.split(key, 3)
         self.gate = init(gate_key, (embed, hidden), param_dtype)
         self.up = init(up_key, (embed, hidden), param_dtype)

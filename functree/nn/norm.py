@@ -8,9 +8,9 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from functree.errors import AxesError
-from functree.nn.checks import check_sizes
 from functree.nn.products import along
 from functree.nn.weights import Initializer, accumulator, dtype_or_none
+from functree.parameters import FLAG, FLOATING, FUNCTION, KEY, POSITIVE, SIZE, check
 from functree.tree.axes import Axes, Names, names
 
 
@@ -50,7 +50,15 @@ class RMSNorm(eqx.Module):
         param_dtype: DTypeLike = jnp.float32,
         compute_dtype: DTypeLike | None = None,
     ):
-        check_sizes("RMSNorm", size=size)
+        check(
+            "RMSNorm cannot be built",
+            size=(size, SIZE),
+            eps=(eps, POSITIVE),
+            init=(init, FUNCTION),
+            key=(key, KEY.or_none()),
+            param_dtype=(param_dtype, FLOATING),
+            compute_dtype=(compute_dtype, FLOATING.or_none()),
+        )
         self.scale = init(key, (size,), param_dtype)
         self.eps = eps
         self.compute_dtype = dtype_or_none(compute_dtype)
@@ -103,7 +111,15 @@ class LayerNorm(eqx.Module):
         compute_dtype: DTypeLike | None = None,
     ):
         self.axes = one_axis("LayerNorm", axes)
-        check_sizes("LayerNorm", size=size)
+        check(
+            "LayerNorm cannot be built",
+            size=(size, SIZE),
+            eps=(eps, POSITIVE),
+            use_weight=(use_weight, FLAG),
+            use_bias=(use_bias, FLAG),
+            param_dtype=(param_dtype, FLOATING),
+            compute_dtype=(compute_dtype, FLOATING.or_none()),
+        )
         self.weight = jnp.ones((size,), param_dtype) if use_weight else None
         self.bias = jnp.zeros((size,), param_dtype) if use_bias else None
         self.eps, self.compute_dtype = eps, dtype_or_none(compute_dtype)

@@ -10,6 +10,7 @@ from jaxtyping import PRNGKeyArray
 
 from functree.errors import FunctreeError
 from functree.layout.layout import Layout, LayoutLike, as_layout
+from functree.parameters import FUNCTION, ITERABLE, check
 from functree.placing.ambient import ambient_axis_rules
 from functree.placing.constrain import constrain
 from functree.state.state import State, holds_refs
@@ -38,6 +39,7 @@ class Sequential(eqx.Module):
     layers: list[Any]
 
     def __init__(self, layers: Iterable[Any]):
+        check("Sequential cannot be built", layers=(layers, ITERABLE))
         self.layers = list(layers)
 
     def __call__(self, x: Any, *, state: State | None = None, key: PRNGKeyArray | None = None) -> Any:
@@ -119,6 +121,9 @@ class Jitted(eqx.Module):
     """
 
     body: Callable[..., Any]
+
+    def __check_init__(self) -> None:
+        check("Jitted cannot be built", body=(self.body, FUNCTION))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return _run(self.body, *args, **kwargs)

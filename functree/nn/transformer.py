@@ -17,8 +17,12 @@ from functree.nn.linear import Linear
 from functree.nn.mlp import MLP
 from functree.nn.norm import RMSNorm
 from functree.nn.weights import Initializer, fan_in, small_normal
+from functree.parameters import FUNCTION, KEY, Takes, check, is_integers
 from functree.transforms.stacked import Stacked, stack
 from functree.tree.arrays import is_array
+
+CONFIG = Takes("a `ft.nn.TransformerConfig`", lambda value: isinstance(value, TransformerConfig))
+TOKENS = Takes("an array of integers, with a dimension for the sequence", lambda x: is_integers(x) and x.ndim > 0)
 
 
 class Block(eqx.Module):
@@ -48,6 +52,7 @@ class Block(eqx.Module):
     @classmethod
     def create(cls, config: TransformerConfig, *, init: Initializer = fan_in, key: PRNGKeyArray) -> "Block":
         """A block with the sizes of a config; `init` is the initializer of its matrices."""
+        check("Block cannot be built", config=(config, CONFIG), init=(init, FUNCTION), key=(key, KEY))
         attn_key, mlp_key = jax.random.split(key)
         dtype = config.param_dtype
         return cls(
@@ -138,6 +143,13 @@ class Transformer(eqx.Module):
             embed_init: the initializer of the table of the embedding.
             key: is split for all of them.
         """
+        check(
+            "Transformer cannot be built",
+            config=(config, CONFIG),
+            init=(init, FUNCTION),
+            embed_init=(embed_init, FUNCTION),
+            key=(key, KEY),
+        )
         embed_key, blocks_key, unembed_key = jax.random.split(key, 3)
         dtype = config.param_dtype
         return cls(
@@ -165,6 +177,7 @@ class Transformer(eqx.Module):
 
     def features(self, tokens: Int[Array, "*batch seq"]) -> Float[Array, "*batch seq embed"]:
         """The normalized output of the last block, from which the logits are computed."""
+        check("Transformer cannot read these tokens", tokens=(tokens, TOKENS))
         if tokens.shape[-1] > self.config.max_seq:
             raise FunctreeError(
                 f"tokens of shape {tokens.shape}: a sequence of {tokens.shape[-1]} is longer than "

@@ -13,6 +13,7 @@ from functree.layout.meshes import MeshView, current_mesh, mesh_view
 from functree.layout.placement import first_mesh
 from functree.layout.plan.resolver import agreed_view, plan_leaves, read_for
 from functree.layout.prefix import Part, broadcast
+from functree.parameters import check_tree
 from functree.placing.ambient import ambient_axis_rules
 from functree.placing.shard import named_array
 from functree.tree.axes import Axes
@@ -43,6 +44,9 @@ def constrain(tree: T, layout: str | Axes | LayoutTree, rules: LayoutLike = None
         ...     jax.jit(lambda x: ft.constrain(x * 2, "batch embed"))(jnp.ones((8, 4))).sharding.spec
         P('data',)
     """
+    check_tree("constrain", tree)
+    if rules is not None:
+        as_layout(rules)
     if isinstance(layout, str | Axes):
         leaves = named_array(tree, layout)
         by_axes = ambient_axis_rules() if rules is None else as_layout(rules).by_axes

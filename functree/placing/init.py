@@ -23,6 +23,7 @@ from functree.layout.optimizer.plan_optimizer import plan_state
 from functree.layout.plan.plan import Plan
 from functree.layout.plan.resolver import plan_tree
 from functree.layout.prefix import copied
+from functree.parameters import FUNCTION, check
 from functree.placing.ambient import ambient_rules, axis_rules
 from functree.tree.filters.filter import FilterLike
 from functree.tree.filters.predicates import is_trainable
@@ -133,6 +134,7 @@ def _kind(array: Any) -> Any:
 
 
 def _init(make: Callable[_P, _T], layout: LayoutTree, mesh: MeshLike, fresh: bool = False) -> Init[_P, _T]:
+    check("init makes no tree", make=(make, FUNCTION))
     signature, bound = Signature.of(make)
     layout = copied(layout)  # the traces are shared by the layout as it is now
     traces = traces_of(bound, signature, Init, layout, mesh, fresh)

@@ -13,6 +13,7 @@ from functree.layout.meshes import NO_MESH, MeshLike
 from functree.layout.placement import is_concrete, is_sharded_as
 from functree.layout.plan.resolver import agreed_view, plan_leaves, read_for
 from functree.layout.prefix import broadcast
+from functree.parameters import check_tree
 from functree.tree.arrays import is_array
 from functree.tree.axes import Axes
 from functree.tree.leaves import Leaves, read
@@ -42,6 +43,7 @@ def shard(tree: T, layout: LayoutTree, mesh: MeshLike = None, *, axes: str | Axe
         >>> x.sharding.spec
         P('data', None)
     """
+    check_tree("shard", tree)
     if axes is None:
         leaves, parts = read_for(tree, layout)
     else:

@@ -7,7 +7,9 @@ import jax.numpy as jnp
 import optax
 
 from functree.errors import FunctreeError
-from functree.state.train import TrainState, updated
+from functree.layout.optimizer.origins import check_optimizer
+from functree.parameters import DECAY, check
+from functree.state.train import TRAIN_STATE, TrainState, updated
 from functree.tree.nodes import children
 
 
@@ -39,8 +41,8 @@ def with_ema(tx: optax.GradientTransformation, decay: float = 0.999) -> optax.Gr
         >>> ts.model["w"].tolist(), ft.averaged(ts)["w"].tolist()
         ([1.0, 1.0], [0.5, 0.5])
     """
-    if not 0 <= decay < 1:
-        raise FunctreeError(f"with_ema(decay={decay!r}): the decay must be at least 0 and less than 1")
+    check_optimizer(tx, ("init", "update"))
+    check("with_ema cannot average", decay=(decay, DECAY))
     inner = optax.with_extra_args_support(tx)
 
     def init(params: Any) -> AveragedState:
@@ -76,6 +78,7 @@ def averaged(ts: TrainState[Any]) -> Any:
     Raises:
         FunctreeError: the optimizer keeps no average, or several.
     """
+    check("averaged has no average", ts=(ts, TRAIN_STATE))
     found = _averages(ts.opt_state)
     if len(found) != 1:
         raise FunctreeError(

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax.tree_util import DictKey, register_pytree_with_keys
 
 from functree.errors import StateError, did_you_mean
+from functree.parameters import check_tree
 from functree.state.refs import StateRef, strong
 from functree.tree.arrays import array_text, is_array
 from functree.tree.interfaces import Entry, PackedTree, StateMapping
@@ -185,6 +186,7 @@ def make_state(model: T) -> tuple[T, State]:
         >>> list(map(str, state)), state[model["b"]].shape
         (['a'], (3,))
     """
+    check_tree("make_state", model)
     return place_state(model, read(model).leaves)
 
 

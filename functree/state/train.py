@@ -11,10 +11,11 @@ from jaxtyping import Array, Int, PRNGKeyArray
 
 from functree.errors import FunctreeError, Problem, StateError, count
 from functree.layout.layout import Layout, LayoutTree
-from functree.layout.meshes import MeshLike
+from functree.layout.meshes import MeshLike, mesh_view
 from functree.layout.optimizer.origins import check_optimizer
 from functree.layout.optimizer.plan_optimizer import select_trained
 from functree.layout.prefix import DerivesLayout
+from functree.parameters import KEY, Takes, check, check_tree
 from functree.placing.shard import shard
 from functree.state.refs import StateRef, strong
 from functree.state.state import State, apart, place_state
@@ -102,6 +103,10 @@ class TrainState(eqx.Module, DerivesLayout, Generic[M]):
             P('model',)
         """
         check_optimizer(tx, ("init", "update"))
+        check("TrainState cannot be created", state=(state, STATE), key=(key, KEY.or_none()))
+        check_tree("TrainState.create", model)
+        if mesh is not None:
+            mesh_view(mesh)
         leaves, name = read(model), type(model).__name__
         if state is None:
             model, made = place_state(model, leaves.leaves)
@@ -137,6 +142,9 @@ def _without_state(leaves: Leaves, model: Any) -> Leaves:
     return Leaves(kept, (), Skeleton.of(model))
 
 
+STATE = Takes("an `ft.State`", lambda value: isinstance(value, State)).or_none()
+TRAIN_STATE = Takes("an `ft.TrainState`", lambda value: isinstance(value, TrainState))
+
 TS = TypeVar("TS", bound=TrainState[Any])
 
 
@@ -161,6 +169,7 @@ def apply_gradients(ts: TS, grads: Any, *, state: State | None = None, **extra: 
         >>> ts.model["w"].tolist(), int(ts.step)
         ([0.5, 0.5, 0.5], 1)
     """
+    check("apply_gradients cannot update", ts=(ts, TRAIN_STATE))
     leaves = read(ts.model)
     found = {leaf.path: leaf.value for leaf in read(grads).leaves}
     # Both with None for frozen parameters, which the optimizer does not get.

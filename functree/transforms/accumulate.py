@@ -14,6 +14,7 @@ from jax.tree_util import tree_map
 from functree.calls.signature import Signature
 from functree.errors import FunctreeError, Problem, count
 from functree.layout.specs import mesh_axes
+from functree.parameters import FUNCTION, SIZE, check
 from functree.transforms.jit.jit import jit
 from functree.tree.arrays import is_array
 from functree.tree.leaf import Leaf
@@ -51,8 +52,8 @@ def accumulate(fn: Callable[_P, _T], steps: int) -> Callable[_P, _T]:
         >>> bool(jnp.allclose(gradient, ft.grad(loss)(jnp.ones(3), x)))
         True
     """
-    if type(steps) is not int or steps < 1:
-        raise FunctreeError(f"accumulate(steps={steps!r}): the number of pieces must be a positive integer")
+    check("accumulate cannot divide the batch", fn=(fn, FUNCTION), steps=(steps, SIZE))
+    steps = int(steps)
 
     # Under jit it is traced once, and JAX uses this trace twice: for the shapes of the result, and in the loop.
     inner: Any = jit(fn, inline=True)

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 
 from functree.errors import FunctreeError, Problem, count, did_you_mean
+from functree.tree.skeleton.static_value import is_hashable
 
 #: What the backward pass recomputes: `"full"` or `"dots"`, `ft.offload(...)`, a policy of `jax.checkpoint_policies`, or
 #: `None` for nothing.
@@ -141,7 +142,7 @@ def remat_policy(remat: Remat) -> Callable[..., Any] | None:
         >>> remat_policy("dots") is jax.checkpoint_policies.dots_with_no_batch_dims_saveable
         True
     """
-    if remat is None or callable(remat):
+    if remat is None or (callable(remat) and not isinstance(remat, type) and is_hashable(remat)):
         return remat
     if isinstance(remat, str) and remat in _POLICIES:
         return _POLICIES[remat]

@@ -13,6 +13,7 @@ from functree.layout.layout import Layout, LayoutLike, LayoutTree, Resolution, U
 from functree.layout.meshes import MeshView
 from functree.layout.rules import AxisRules
 from functree.layout.validation import spec_of_axes
+from functree.parameters import FUNCTION, check
 from functree.tree.annotations.classes import class_hints
 from functree.tree.annotations.given_names import given_by
 from functree.tree.annotations.hints import NOTHING, UNREADABLE, Hint
@@ -50,6 +51,7 @@ def signature_layouts(fun: Callable[..., Any], rules: LayoutLike) -> tuple[dict[
         >>> inputs, output
         ({'x': P('data', None), 'up': P(None, 'model')}, P('data', 'model'))
     """
+    check("signature_layouts reads no signature", fun=(fun, FUNCTION))
     (signature, _), layout = Signature.of(fun), as_layout(rules)
 
     def given(record: Any, name: str) -> LayoutTree:

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int, PRNGKeyArray
 
 from functree.errors import AxesError, FunctreeError, Problem
+from functree.parameters import FLAG, FUNCTION, KEY, SIZE, Takes, check
 from functree.transforms.remat import Offload, Remat, check_names, remat_policy
 from functree.tree.axes import is_axis_name
 from functree.tree.interfaces import Stack, StateMapping
@@ -115,6 +116,7 @@ class Stacked(eqx.Module, Stack, Generic[T]):
             >>> layers.scan(jnp.ones((5, 4)), remat="dots").shape
             (5, 4)
         """
+        check("a Stacked cannot be scanned", unroll=(unroll, UNROLL), state=(state, STATE))
         arrays, static = eqx.partition(self.layer, eqx.is_array)
         shared, own = ({}, {}) if state is None else state.of_layers(self.layer)
 
@@ -146,6 +148,10 @@ class Stacked(eqx.Module, Stack, Generic[T]):
         return x if state is None else (x, state.update({**shared, **own}))
 
 
+UNROLL = Takes("a positive integer, or True for all layers", lambda value: FLAG.fits(value) or SIZE.fits(value))
+STATE = Takes("an `ft.State`", lambda value: isinstance(value, StateMapping)).or_none()
+
+
 def stack(make: Callable[[PRNGKeyArray], T], n: int, key: PRNGKeyArray, axis: str = "layers") -> Stacked[T]:
     """Make `n` layers, each from its own key, as one module.
 
@@ -165,8 +171,7 @@ def stack(make: Callable[[PRNGKeyArray], T], n: int, key: PRNGKeyArray, axis: st
         >>> ft.stack(lambda key: ft.nn.RMSNorm(4), 3, jax.random.key(0)).layer.scale.shape
         (3, 4)
     """
-    if type(n) is not int or n < 1:  # by type: `True` is an int
-        raise FunctreeError(f"stack(n={n!r}): the number of layers must be a positive integer")
+    check("stack cannot make layers", make=(make, FUNCTION), n=(n, SIZE), key=(key, KEY))
     return Stacked(eqx.filter_vmap(make)(jax.random.split(key, n)), axis)
 
 

@@ -15,6 +15,7 @@ from functree.errors import Problem, ShardingError, count
 from functree.layout.meshes import MeshView
 from functree.layout.specs import of_rank, spec_text, without
 from functree.layout.validation import spec_of_axes
+from functree.parameters import FLAG, FUNCTION, check
 from functree.placing.ambient import ambient_axis_rules
 from functree.placing.constrain import constrain as constrained
 from functree.transforms.sizes import Sizes, annotated
@@ -66,6 +67,7 @@ def typed(fun: Any = None, *, constrain: bool = False) -> Any:
               "embed" has size 5 here, and 6 in `x`
         ...
     """
+    check("typed cannot check calls", fun=(fun, FUNCTION.or_none()), constrain=(constrain, FLAG))
     if fun is None:
         return lambda fun: typed(fun, constrain=constrain)
     signature, bound = Signature.of(fun)
@@ -107,6 +109,8 @@ def _called_as(fun: Callable[..., Any]) -> Callable[[Any], Any]:
     def decorate(wrapper: Any) -> Any:
         wrapped: Any = functools.wraps(fun)(wrapper)
         wrapped.__signature__ = inspected(fun)
+        if not wrapped.__name__.isidentifier():
+            wrapped.__name__ = "function"  # a lambda: jaxtyping writes a function with this name
         return wrapped
 
     return decorate

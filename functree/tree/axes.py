@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Self, TypeGuard, TypeVar
 
 from functree.errors import AxesError
+from functree.parameters import shown
 from functree.tree.globs import glob_pattern
 from functree.values import Value
 
@@ -44,6 +45,8 @@ class Axes(tuple[str | None, ...]):
     @classmethod
     def parse(cls, text: str) -> Self:
         """The axes of a text: names separated by spaces, `_` for an unnamed dimension."""
+        if not isinstance(text, str):
+            raise AxesError(f"axes are parsed from a text (`'batch embed'`), not from {shown(text)}")
         return cls(*(None if name == "_" else name for name in text.split()))
 
     @classmethod
@@ -145,6 +148,8 @@ def names(patterns: Mapping[str, str | Axes] | None = None, /, **fields: str | A
         >>> ft.names({"*_proj.weight": "heads embed"}) == ft.names({"*_proj.weight": ft.Axes("heads", "embed")})
         True
     """
+    if patterns is not None and not isinstance(patterns, Mapping):
+        raise AxesError(f"`ft.names` takes a mapping from globs to axes, not {shown(patterns)}")
     both = {**(patterns or {}), **fields}
     for pattern in both:
         if not isinstance(pattern, str):

@@ -13,6 +13,7 @@ from jax.core import Tracer
 from jax.tree_util import GetAttrKey, tree_leaves, tree_map, tree_structure
 
 from functree.errors import AxesError, FunctreeError, Problem, count
+from functree.parameters import check_tree
 from functree.tree.annotations.classes import ClassHints, class_hints
 from functree.tree.annotations.equinox_names import equinox_names
 from functree.tree.annotations.given_names import GivenNames, Giver, given_at, given_axes, invalid_names, unmatched
@@ -103,6 +104,7 @@ def tree_axes(tree: Any, names: Mapping[type, Names] | None = None) -> Any:
         >>> axes.up, axes.down
         (Axes('embed', 'hidden'), Axes('hidden', 'embed'))
     """
+    check_tree("tree_axes", tree)
     invalid = None if names is None else invalid_names(names)
     if invalid is not None:
         raise AxesError(invalid)

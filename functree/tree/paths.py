@@ -10,6 +10,7 @@ from typing import Any, Self
 from jax.tree_util import DictKey, FlattenedIndexKey, GetAttrKey, SequenceKey
 
 from functree.errors import RuleError
+from functree.parameters import shown
 
 
 class Path(tuple[Any, ...]):
@@ -40,11 +41,15 @@ class Path(tuple[Any, ...]):
     def __new__(cls, keys: Iterable[Any] = ()) -> Self:
         if isinstance(keys, str):
             return super().__new__(cls, map(_plain, tokens(keys), repeat(keys)))
+        if not isinstance(keys, Iterable):
+            raise RuleError(f"a path has a sequence of keys, or a text such as `blocks.3.attn`, not {shown(keys)}")
         return super().__new__(cls, keys)
 
     @classmethod
     def parse(cls, text: str) -> Self:
         """The path that has this text."""
+        if not isinstance(text, str):
+            raise RuleError(f"a path is parsed from a text, such as `blocks.3.attn`, not from {shown(text)}")
         return cls(text)
 
     @classmethod

@@ -9,6 +9,7 @@ from typing import Any, Generic, TypeVar, get_args, get_origin
 from jax.tree_util import tree_flatten_with_path
 
 from functree.errors import FunctreeError, Problem, RuleError, count, did_you_mean
+from functree.parameters import EXTENT, FUNCTION, ITERABLE, check, check_callback, shown
 from functree.tree.arrays import value_text
 from functree.tree.filters.filter import Filter, as_filter, bare_class
 from functree.tree.leaves import read
@@ -91,6 +92,7 @@ class Selection(Generic[T]):
         # `typing.Union[A, B]`, which are callable.
         if what is ... or isinstance(what, str | Filter | type) or get_origin(what) or not callable(what):
             return self._chosen(self._matched(as_filter(what)), f".where({as_filter(what)!r})")
+        check_callback(what, "a filter")
         return self._chosen(self._outermost(what), f".where({_name(what)})")
 
     # Looking
@@ -117,6 +119,7 @@ class Selection(Generic[T]):
         Raises:
             FunctreeError: the number of parts is different. The error lists them.
         """
+        check("a selection has a number of parts", number=(number, EXTENT))
         if len(self._paths) != number:
             raise self._refuse(f"expected {count(number, 'part')}, found {len(self._paths)}", "select more, or fewer")
         return self
@@ -152,6 +155,7 @@ class Selection(Generic[T]):
         Raises:
             FunctreeError: the number of values is not the number of parts.
         """
+        check("set_each sets nothing", values=(values, ITERABLE))
         values = list(values)
         if len(values) != len(self._paths):
             headline = f"set_each has {count(len(values), 'value')} for {count(len(self._paths), 'part')}"
@@ -161,6 +165,7 @@ class Selection(Generic[T]):
 
     def apply(self, fn: Callable[[Any], Any]) -> T:
         """The tree with the result of a function in the place of each selected part."""
+        check("apply changes nothing", fn=(fn, FUNCTION))
         return self._changed(lambda path, node: fn(node))
 
     def insert_after(self, value: Any) -> T:
@@ -218,8 +223,8 @@ class Selection(Generic[T]):
 
     def _accessed(self, path: Path, where: Callable[[Any], Any]) -> list[Path]:
         """The paths of the parts that a function returns, from the part at `path` on."""
-        if not callable(where):
-            raise RuleError(f"at takes a path or a function from the tree to one of its parts, not {where!r}")
+        if not callable(where) or isinstance(where, type):
+            raise RuleError(f"at takes a path or a function from the tree to one of its parts, not {shown(where)}")
         node = follow(self._tree, path)
         # The function is called with a copy in which each node and leaf is a different object, so that the objects
         # that it returns show their paths.

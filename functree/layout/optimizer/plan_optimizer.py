@@ -15,6 +15,7 @@ from functree.layout.plan.resolver import agreed_view, plan_leaves, read_for
 from functree.layout.plan.row import Row
 from functree.layout.prefix import Part
 from functree.layout.specs import mesh_axes, of_rank
+from functree.parameters import check_tree
 from functree.tree.filters.filter import FilterLike, as_filter, patterns
 from functree.tree.filters.predicates import is_trainable
 from functree.tree.leaf import Leaf
@@ -74,6 +75,7 @@ def plan_state(
     tx: Optimizer, model: Any, layout: LayoutTree, mesh: MeshLike, wrt: FilterLike, otherwise: LayoutLike
 ) -> PlannedState:
     """The same as `plan_optimizer`, with the parameters."""
+    check_tree("plan_optimizer", model)
     leaves, parts = read_for(model, layout)
     view = agreed_view(mesh, parts)
     planned = {row.path: _placed(row) for row in plan_leaves(leaves, parts, view)}

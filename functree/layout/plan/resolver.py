@@ -8,7 +8,7 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
-from functree.errors import Problem, ShardingError
+from functree.errors import Problem, RuleError, ShardingError
 from functree.layout.decision import Decision
 from functree.layout.layout import LayoutTree, merge_names
 from functree.layout.meshes import MeshLike, MeshView, mesh_view
@@ -18,24 +18,27 @@ from functree.layout.plan.row import Row
 from functree.layout.prefix import Part, broadcast
 from functree.layout.specs import spec_text
 from functree.layout.validation import leaf_problems, local_shape, near_misses, refuse
+from functree.parameters import FLAG, check_tree
+from functree.parameters import check as check_values
 from functree.tree.leaf import Leaf
 from functree.tree.leaves import Leaves, read
 from functree.tree.paths import Path
 
 
-def plan(tree: Any, layout: LayoutTree = None, mesh: MeshLike = None, *, check: bool = True) -> Plan:
+def plan(tree: Any, layout: LayoutTree = ..., mesh: MeshLike = None, *, check: bool = True) -> Plan:
     """Choose the spec of each array of a tree, and check it. No device is used.
 
     Args:
         tree: concrete or abstract arrays, in modules and containers.
-        layout: a layout, or a prefix tree of layouts. Without it, the plan shows how the arrays are sharded now.
+        layout: a layout, or a prefix tree of layouts. If it is left out, the plan shows how the arrays are sharded now.
         mesh: a `Mesh`, an `AbstractMesh`, a dict of sizes, or None for the current mesh.
         check: whether to raise an error for problems. If it is False, they are in `plan.problems`.
 
     Raises:
         ShardingError: leaves cannot be laid out (the error lists all problems), or there is no mesh; without a layout,
             the arrays are on another mesh than `mesh`.
-        RuleError: the layout is not a layout, or a prefix tree that does not have the structure of the tree.
+        FunctreeError: `tree` is a class, or a function that was not called.
+        RuleError: the layout is None, or not a layout, or a prefix tree that does not have the structure of the tree.
 
     Examples:
         >>> class MLP(eqx.Module):
@@ -45,8 +48,14 @@ def plan(tree: Any, layout: LayoutTree = None, mesh: MeshLike = None, *, check: 
         >>> row.spec, row.reason
         (P(None, 'model'), 'embed→None, hidden→model')
     """
-    if layout is None:
+    check_tree("plan", tree)
+    check_values("plan cannot be made", check=(check, FLAG))
+    if layout is ...:
         return _live_plan(tree, mesh)
+    if layout is None:
+        raise RuleError(
+            "plan: the layout is None: leave it out to see how the arrays are sharded now, or write `P()` to replicate"
+        )
     return plan_tree(tree, layout, mesh, check=check)
 
 

@@ -16,6 +16,7 @@ from functree.errors import FunctreeError, Problem, RuleError, count
 from functree.layout.layout import LayoutTree
 from functree.layout.meshes import current_mesh
 from functree.layout.placement import first_mesh
+from functree.parameters import FLAG, FUNCTION, POSITIONS, check, shown
 from functree.transforms.grad.parameters import Parameters
 from functree.tree.filters.filter import FilterLike, as_filter
 from functree.tree.filters.predicates import is_trainable
@@ -94,17 +95,20 @@ def value_and_grad(
         True
     """
     chosen = as_filter(wrt)
-    numbers = (argnums,) if isinstance(argnums, int) else tuple(argnums)
+    check("there is no such gradient", argnums=(argnums, POSITIONS), has_aux=(has_aux, FLAG))
+    numbers = tuple(argnums) if isinstance(argnums, Sequence) else (argnums,)
     layouts = _one_each(layout, argnums)
 
     def decorate(fn: Callable[..., Any]) -> Callable[..., Any]:
+        check("there is nothing to differentiate", fn=(fn, FUNCTION))
+
         @_like(fn)
         def value_and_gradient(*args: Any, **kwargs: Any) -> Any:
             call = _positional(fn, args, kwargs, numbers)
             each = zip(call.places, layouts, strict=True)
             parameters = [Parameters.of(call.args[i], i, chosen, layout) for i, layout in each]
             result, gradients = _differentiate(fn, call, parameters, has_aux)
-            return result, gradients[0] if isinstance(argnums, int) else gradients
+            return result, gradients if isinstance(argnums, Sequence) else gradients[0]
 
         return value_and_gradient
 
@@ -216,7 +220,7 @@ def _positional(
 
 def _one_each(layout: LayoutTree, argnums: int | Sequence[int]) -> tuple[LayoutTree, ...]:
     """The layout of each differentiated argument."""
-    if isinstance(argnums, int):
+    if not isinstance(argnums, Sequence):
         return (layout,)
     layouts = layout if type(layout) is tuple else (layout,) * len(argnums)
     if len(layouts) != len(argnums):
@@ -235,6 +239,8 @@ def _differentiate(
         for place, own, arrays in zip(call.places, parameters, arrays_of_each, strict=True):
             args[place] = own.with_arrays(arrays)
         result = fn(*args, **call.kwargs)
+        if has_aux and not (isinstance(result, tuple | list) and len(result) == 2):
+            raise FunctreeError(f"with has_aux=True the function returns `(value, aux)`, not {shown(result)}")
         if manual:
             _check_one_loss(result[0] if has_aux else result, parameters, arrays_of_each)
         return result

@@ -11,6 +11,7 @@ from functree.errors import FunctreeError, ShardingError, did_you_mean
 from functree.layout.layout import LayoutLike, LayoutTree, as_layout
 from functree.layout.meshes import mesh_view
 from functree.layout.prefix import copied
+from functree.parameters import FLAG, FUNCTION, MAPPING, POSITION, check
 from functree.transforms.jit.jitted import Jit, JitOptions
 
 _P = ParamSpec("_P")
@@ -121,6 +122,13 @@ def jit(
         raise FunctreeError(_REFUSED.get(name, f"jit has no option `{name}`{did_you_mean(name, _OPTIONS)}"))
     if mesh is not None and mesh_view(mesh).mesh is None:
         raise ShardingError("jit runs on devices: give a `Mesh`, not sizes")
+    check(
+        "jit cannot compile so",
+        fun=(fun, FUNCTION.or_none()),
+        keep_unused=(keep_unused, FLAG),
+        inline=(inline, FLAG),
+        compiler_options=(compiler_options, MAPPING.or_none()),
+    )
     layout = None if rules is None else as_layout(rules)
     # Copies, because the traces are shared by the options as they are now.
     layouts = copied(in_shardings), copied(out_shardings)
@@ -128,8 +136,6 @@ def jit(
     own = {"keep_unused": keep_unused, "inline": inline, "compiler_options": compiler}
 
     def wrap(fun: Any) -> Any:
-        if not callable(fun):
-            raise FunctreeError(f"jit takes a function, not {fun!r}")
         signature, bound = Signature.of(fun)
         static = frozenset(_named(signature, "static_argnums", static_argnums))
         static |= frozenset(_named(signature, "static_argnames", static_argnames))
@@ -171,8 +177,8 @@ def _named(signature: Signature, option: str, which: Any) -> Iterable[str]:
     for one in _listed(which):
         if isinstance(one, str) and (one in known or signature.by_name is not None):
             yield one if one in known else f"{signature.by_name}.{one}"
-        elif type(one) is int and -len(signature.positional) <= one < len(signature.positional):
-            yield signature.positional[one]
+        elif POSITION.fits(one) and one in range(-len(signature.positional), len(signature.positional)):
+            yield signature.positional[int(one)]
         else:
             every = "; `donate=...` donates all of them" if option == "donate" else ""
             raise FunctreeError(

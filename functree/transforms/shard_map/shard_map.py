@@ -9,6 +9,7 @@ from functree.errors import FunctreeError, ShardingError
 from functree.layout.layout import LayoutLike, LayoutTree, as_layout
 from functree.layout.meshes import MeshLike, mesh_view
 from functree.layout.prefix import copied
+from functree.parameters import FLAG, FUNCTION, TEXTS, check, shown
 from functree.transforms.shard_map.mapped import MapOptions, Mapped, Shapes
 
 _P = ParamSpec("_P")
@@ -104,10 +105,16 @@ def shard_map(
     """
     for name in refused:
         raise FunctreeError(_REFUSED.get(name, f"shard_map has no option `{name}`"))
-    if shapes not in ("global", "local", None):
-        raise FunctreeError(f'shard_map: shapes={shapes!r} is not one of "global", "local", None')
+    if not (shapes is None or isinstance(shapes, str)) or shapes not in ("global", "local", None):
+        raise FunctreeError(f'shard_map: shapes={shown(shapes)} is not one of "global", "local", None')
     if isinstance(axis_names, str):
         raise FunctreeError(f"shard_map: axis_names={axis_names!r} is a string: use a set, {{{axis_names!r}}}")
+    check(
+        "shard_map cannot map so",
+        fun=(fun, FUNCTION.or_none()),
+        axis_names=(axis_names, TEXTS.or_none()),
+        check_vma=(check_vma, FLAG),
+    )
     # `mesh_view` also takes None, as the current mesh; here None means the mesh of each call.
     given_mesh = None if mesh is None else mesh_view(mesh).mesh
     if mesh is not None and given_mesh is None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from functree.errors import RuleError
+from functree.parameters import check_callback, shown
 from functree.tree.globs import glob_pattern, match_text
 from functree.tree.leaf import Leaf
 from functree.tree.paths import Path
@@ -152,6 +153,8 @@ def glob(pattern: str) -> Filter:
         >>> ft.glob("**.bias")
         glob('**.bias')
     """
+    if not isinstance(pattern, str):
+        raise RuleError(f"`glob` takes a text such as `'**.bias'`, not {shown(pattern)}")
     return Glob(pattern)
 
 
@@ -281,6 +284,7 @@ def as_filter(written: Any) -> Filter:
         return under(written)
     # Filters are compared by value, and a layout with a filter is a key of caches. So a function has to be hashable.
     if callable(written) and isinstance(written, Hashable):
+        check_callback(written, "a filter")
         return Where(written)
     raise RuleError(
         f"{written!r} is not a filter: write a glob (`'**.bias'`), a compiled regular expression, a class, a callable "

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from functree.errors import RuleError
+from functree.parameters import is_number, shown
 from functree.tree.axes import is_axis_name
 from functree.tree.filters.filter import Filter
 from functree.tree.interfaces import HoldsState
@@ -88,7 +89,7 @@ def _dtype(written: Any) -> Any:
     try:
         if written is not None:  # numpy reads None as float64
             return jnp.dtype(written).type
-    except TypeError:
+    except (TypeError, ValueError):
         pass
     raise RuleError(f"`has_dtype` takes a dtype, or a kind of them such as `jnp.floating`, not {written!r}")
 
@@ -103,8 +104,8 @@ def larger_than(elements: int) -> Filter:
         >>> ft.larger_than(2**20)
         larger_than(1048576)
     """
-    if isinstance(elements, bool) or not isinstance(elements, int | float):
-        raise RuleError(f"`larger_than` takes a number of elements, not {elements!r}")
+    if not is_number(elements) or elements < 0:
+        raise RuleError(f"`larger_than` takes a number of elements, not {shown(elements)}")
     return Predicate(f"larger_than({elements})", _larger_than, (elements,))
 
 
