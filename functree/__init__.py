@@ -31,6 +31,7 @@ from functree.placing.ambient import axis_rules as axis_rules
 from functree.placing.ambient import spec as spec
 from functree.transforms.grad.grad import grad as grad
 from functree.transforms.grad.grad import value_and_grad as value_and_grad
+from functree.placing.copy import copy as copy
 from functree.placing.init import abstract as abstract
 from functree.placing.init import init as init
 from functree.placing.init import init_optimizer as init_optimizer

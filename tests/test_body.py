@@ -1,4 +1,4 @@
-"""The arguments of a compiled function: arrays that are kept, and arrays that are donated."""
+"""The arguments of a compiled function: the arrays of each parameter, with their paths."""
 
 import inspect
 from collections.abc import Sequence
@@ -11,15 +11,15 @@ import functree as ft
 from functree.calls.body import Arguments, Arrays, Body
 from functree.calls.output import Output
 
-PATHS = [ft.Path(keys) for keys in [("state", "w"), ("x",), ("more", "mode", 0), ("more", "rate"), ("state", "b")]]
+PATHS = [ft.Path(keys) for keys in [("state", "w"), ("state", "b"), ("x",), ("more", "mode", 0), ("more", "rate")]]
 # What is donated, and the places of its arrays.
 DONATED: list[tuple[set[str], tuple[int, ...]]] = [
     (set(), ()),
-    ({"x"}, (1,)),
-    ({"state"}, (0, 4)),
-    ({"more.mode"}, (2,)),
-    ({"more.mode", "more.rate"}, (2, 3)),
-    ({"more"}, (2, 3)),
+    ({"x"}, (2,)),
+    ({"state"}, (0, 1)),
+    ({"more.mode"}, (3,)),
+    ({"more.mode", "more.rate"}, (3, 4)),
+    ({"more"}, (3, 4)),
     ({"w", "state.w.0", "rate"}, ()),
     ({"state", "x", "more"}, (0, 1, 2, 3, 4)),
 ]
@@ -29,22 +29,28 @@ DONATED: list[tuple[set[str], tuple[int, ...]]] = [
 def test_arrays_are_split_and_joined(names: set[str], places: tuple[int, ...]):
     arguments = Arguments(PATHS, frozenset(names))
     assert arguments.donated == places and sorted((*arguments.kept, *places)) == [0, 1, 2, 3, 4]
-    kept, donated = arguments.split("abcde")
-    assert list(donated.values) == ["abcde"[i] for i in places]
-    assert list(kept.values) == [letter for i, letter in enumerate("abcde") if i not in places]
-    assert arguments.join(kept, donated) == list("abcde")
-    assert list(arguments.take_donated("abcde")) == list(donated.values)
-    assert list(arguments.take_kept("abcde")) == list(kept.values)
+    split = arguments.split("abcde")
+    donated = [letter for i in arguments.donated_arguments for letter in split[i].values]
+    assert donated == ["abcde"[i] for i in places] == list(arguments.take_donated("abcde"))
+    assert list(arguments.take_kept("abcde")) == [letter for i, letter in enumerate("abcde") if i not in places]
+    assert arguments.join(split) == list("abcde")
+    # `**more` has two arguments if a part of it is donated.
+    partly = names == {"more.mode"}
+    assert arguments.names == ["state", "x", "more", *["more_"] * partly]
 
 
 @pytest.mark.parametrize(("names", "places"), DONATED, ids=range(len(DONATED)))
 def test_they_are_nodes_with_paths(names: set[str], places: tuple[int, ...]):
     arguments = Arguments(PATHS, frozenset(names))
     values = [jnp.float32(i) for i in range(5)]
-    found = [(str(keys[-1]), leaf) for keys, leaf in jax.tree_util.tree_leaves_with_path(arguments.split(values)[1])]
-    assert found == [(f".{PATHS[i]}", values[i]) for i in places]
+    found = [
+        (name.rstrip("_") + jax.tree_util.keystr(keys), leaf)
+        for name, argument in zip(arguments.names, arguments.split(values), strict=True)
+        for keys, leaf in jax.tree_util.tree_leaves_with_path(argument)
+    ]
+    assert found == [(str(path), value) for path, value in zip(PATHS, values, strict=True)]
     again = jax.tree.map(lambda x: x + 1, arguments.split(values))
-    assert isinstance(again[0], Arrays) and arguments.join(*again) == [x + 1 for x in values]
+    assert isinstance(again[0], Arrays) and arguments.join(again) == [x + 1 for x in values]
     assert jax.tree.structure(arguments.split(values)) == jax.tree.structure(arguments.split(values[::-1]))
 
 
@@ -57,6 +63,6 @@ def test_what_jax_traces():
 
     body = Body(compute, Arguments(PATHS, frozenset({"x"})), lambda: step, "Model.step")
     assert body.__name__ == body.__qualname__ == "step" and body.__wrapped__ is step
-    assert list(inspect.signature(body).parameters) == ["kept", "donated"]
+    assert list(inspect.signature(body).parameters) == ["state", "x", "more"]
     result = jax.jit(body)(*body.arguments.split([jnp.float32(i) for i in range(1, 6)]))
     assert result.tree == {"sum": 15.0, "first": 1.0}

@@ -10,6 +10,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from checks import python_calls
 from jax import Array
@@ -555,7 +556,7 @@ def test_an_error_of_jax_names_the_users_line():
     def body(x: Array, y: Array) -> Array:
         return x if x.sum() > 0 else y
 
-    where = r"test_jit_shardings.py:\d+ for jit.*argument kept.x"
+    where = r"test_jit_shardings.py:\d+ for jit.*argument x\b"
     with pytest.raises(jax.errors.TracerBoolConversionError, match=where):
         ft.jit(body)(jnp.ones(2), jnp.ones(2))
 
@@ -564,3 +565,36 @@ def test_an_error_of_jax_names_the_users_line():
 def test_a_function_that_uses_no_argument_runs_where_they_lie(explicit: bool):
     x = ft.shard(jnp.ones((8, 4)), P("data"), ft.make_mesh(data=2, model=4, explicit=explicit))
     assert ft.jit(lambda x: jnp.ones_like(x))(x).sharding.device_set == x.sharding.device_set
+
+
+# An optimizer's state
+
+
+def step(model: Any, opt_state: Any, x: Any) -> Any:
+    return model
+
+
+NAMED_RULES = ft.AxisRules({"embed": "data", "hidden": "model"})
+MLP_SPECS = {"up": P("data", "model"), "bias": P("model")}
+# A layout of the model for the state of an optimizer, and what the error has to name.
+FOR_THE_MODEL: dict[str, tuple[Any, Any, list[str]]] = {
+    "rules": (NAMED_RULES, optax.adafactor(1e-3), ["does not fit 4 leaves", "opt_state.0.v_row.weight"]),
+    "specs with its structure": (MLP_SPECS, optax.adam(1e-3), ["at `opt_state`: the layouts are a dict", "is a tuple"]),
+    "one spec": (P("data", "model"), optax.adam(1e-3), ["does not fit 3 leaves", "opt_state.0.count   i32[]"]),
+    "fsdp": (ft.FSDP("data", min_size=0), optax.adafactor(1e-3), ["opt_state.0.v_row.weight"]),
+    "a pattern": (
+        ft.StateSharding({"weight": P("data", "model"), ...: P("model")}), optax.adam(1e-3),
+        ["filter 'weight', for `opt_state`\n      matches no leaf"],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", FOR_THE_MODEL)
+def test_the_layout_of_a_model_for_the_state_of_an_optimizer(case: str):
+    layout, tx, told = FOR_THE_MODEL[case]
+    model = ft.nn.Linear(8, 8, key=jax.random.key(0))
+    with raises(*told, "for an optimizer's state use `ft.plan_optimizer`", error=ft.FunctreeError):
+        ft.jit(step, in_shardings=(None, layout, None), mesh=MESH)(model, tx.init(model), X)
+    # And so it is done.
+    state = ft.plan_optimizer(tx, model, NAMED_RULES, MESH)
+    ft.jit(step, in_shardings=(NAMED_RULES, state, P()), mesh=MESH).lower(model, tx.init(model), X)

@@ -706,7 +706,7 @@ def test_another_mesh_inside():
 def test_pythons_own_words_for_a_wrong_call():
     with pytest.raises(TypeError, match="missing a required argument: 'x'"):
         shard_map(lambda x: x, mesh=MESH, in_specs=P(), out_specs=P())()
-    with pytest.raises(TypeError, match="a function was expected, not 3"):
+    with pytest.raises(ft.FunctreeError, match=r"shard_map cannot map so\s+fun=3\s+it must be a function"):
         shard_map(3, mesh=MESH)  # type: ignore[call-overload]
     with pytest.raises(ft.FunctreeError, match="max> has no signature: wrap it"):
         shard_map(max, mesh=MESH)
@@ -735,7 +735,7 @@ def test_stages_name_the_arguments_by_path():
     model = ft.shard(mlp(), RULES, MESH)
     lowered = mapped.lower(model, INPUTS[0])
     text = lowered.as_text(debug_info=True)
-    assert all(name in text for name in ("m.up", "m.down", "kept.x"))
+    assert all(name in text for name in ("m.up", "m.down", '"x"'))
     assert mapped.eval_shape(mlp(), INPUTS[0]).shape == (4, 6)
     assert mapped.trace(mlp(), jax.ShapeDtypeStruct((4, 6), "float32")).out_info.shape == (4, 6)
     compiled = lowered.compile()

@@ -265,7 +265,7 @@ def test_what_is_bound():
     model = MLP(jnp.ones((2, 4)))
     part = functools.partial(functools.partial(model.__call__, 1), x=2)
     assert Bound.of(part)[1:] == ((model, 1), {"x": 2})
-    with pytest.raises(TypeError, match="a function was expected, not 3"):
+    with pytest.raises(ft.FunctreeError, match="a function was expected, not 3"):
         Bound.of(3)
 
 

@@ -2,14 +2,27 @@
 
 import inspect
 from collections.abc import Callable, Iterable, Sequence
+from itertools import groupby
 from operator import itemgetter
 from typing import Any
 
-from jax.tree_util import GetAttrKey, register_pytree_with_keys
+from jax.tree_util import register_pytree_with_keys
 
 from functree.calls.derivatives import Context
 from functree.calls.output import Output
 from functree.tree.paths import Path
+
+
+class Label:
+    """The key of an array in its parameter. Behind the name of the parameter, its text makes the path of the array."""
+
+    __slots__ = ("text",)
+
+    def __init__(self, text: str):
+        self.text: str = text
+
+    def __str__(self) -> str:
+        return self.text
 
 
 class Labels:
@@ -17,12 +30,12 @@ class Labels:
 
     __slots__ = ("keys",)
 
-    def __init__(self, paths: Iterable[Path]):
-        self.keys: tuple[Any, ...] = tuple(GetAttrKey(str(path)) for path in paths)
+    def __init__(self, texts: Iterable[str]):
+        self.keys: tuple[Label, ...] = tuple(map(Label, texts))
 
 
 class Arrays:
-    """The arrays of arguments, as a node that JAX flattens in one Python call, with a path for each array."""
+    """The arrays of a parameter, as a node that JAX flattens in one Python call, with a path for each array."""
 
     __slots__ = ("labels", "values")
 
@@ -40,11 +53,19 @@ register_pytree_with_keys(
 
 
 class Arguments:
-    """The arrays of a call as the two arguments of a compiled function: arrays that are kept, and donated arrays.
+    """The arrays of a call as the arguments of a compiled function: one for each parameter of the user's function.
+
+    If only some of the arguments in `**more` are donated, this parameter has several.
 
     Args:
-        paths: the paths of the arrays.
+        paths: the paths of the arrays, in JAX's order; so those of a parameter are next to each other.
         donated: the names of the donated parameters; `more.mode` is the argument `mode` in `**more`.
+
+    Attributes:
+        names: of the arguments.
+        donated_arguments: the indices of the donated arguments.
+        donated: the indices of the donated arrays.
+        kept: the indices of the others.
     """
 
     def __init__(self, paths: Sequence[Path], donated: frozenset[str]):
@@ -53,21 +74,28 @@ class Arguments:
         self.kept: tuple[int, ...] = tuple(i for i, given in enumerate(is_donated) if not given)
         self.take_donated: Callable[[Sequence[Any]], Sequence[Any]] = _taker(self.donated, len(paths))
         self.take_kept: Callable[[Sequence[Any]], Sequence[Any]] = _taker(self.kept, len(paths))
-        self._kept_labels = Labels(paths[i] for i in self.kept)
-        self._donated_labels = Labels(paths[i] for i in self.donated)
+        self.names: list[str] = []
+        self.donated_arguments: list[int] = []
+        self._parts: list[tuple[slice, Labels]] = []
+        for (name, given), run in groupby(range(len(paths)), lambda i: (paths[i][0], is_donated[i])):
+            self._add(name, given, list(run), paths)
 
-    def split(self, values: Sequence[Any]) -> tuple[Arrays, Arrays]:
-        """A value for each array ─► the two arguments."""
-        kept, donated = self.take_kept(values), self.take_donated(values)
-        return Arrays(kept, self._kept_labels), Arrays(donated, self._donated_labels)
+    def _add(self, name: str, donated: bool, places: Sequence[int], paths: Sequence[Path]) -> None:
+        while name in self.names:
+            name += "_"
+        if donated:
+            self.donated_arguments.append(len(self.names))
+        labels = Labels(str(paths[i]).removeprefix(str(paths[i][:1][0])) for i in places)
+        self.names.append(name)
+        self._parts.append((slice(places[0], places[-1] + 1), labels))
 
-    def join(self, kept: Arrays, donated: Arrays) -> list[Any]:
-        """The two arguments ─► their values in the order of the call's arrays."""
-        values: list[Any] = [None] * (len(self.kept) + len(self.donated))
-        for places, arrays in ((self.kept, kept), (self.donated, donated)):
-            for place, value in zip(places, arrays.values, strict=True):
-                values[place] = value
-        return values
+    def split(self, values: Sequence[Any]) -> tuple[Arrays, ...]:
+        """A value for each array ─► the arguments."""
+        return tuple([Arrays(values[part], labels) for part, labels in self._parts])
+
+    def join(self, arguments: Iterable[Arrays]) -> list[Any]:
+        """The arguments ─► their values in the order of the call's arrays."""
+        return [value for argument in arguments for value in argument.values]
 
 
 def _taker(places: Sequence[int], size: int) -> Callable[[Sequence[Any]], Sequence[Any]]:
@@ -81,7 +109,7 @@ def _taker(places: Sequence[int], size: int) -> Callable[[Sequence[Any]], Sequen
 
 
 class Body:
-    """The function that JAX traces: from the two arguments to an `Output`.
+    """The function that JAX traces: from `Arrays` for each parameter to an `Output`.
 
     JAX caches traces by the identity of the function. One body is used for all programs that differ only in the
     shardings of arrays, so the user's function is traced once for all of them. A body holds no array, and only a weak
@@ -108,10 +136,12 @@ class Body:
         self.arguments: Arguments = arguments
         self.__name__: str = name.rpartition(".")[2]
         self.__qualname__: str = self.__name__
-        self.__signature__: inspect.Signature = inspect.signature(self.__call__)
+        # By this JAX names the arguments, in errors and in the compiled text.
+        parameters = [inspect.Parameter(name, inspect.Parameter.POSITIONAL_ONLY) for name in arguments.names]
+        self.__signature__: inspect.Signature = inspect.Signature(parameters)
 
-    def __call__(self, kept: Arrays, donated: Arrays) -> Output:
-        return self._compute(self.arguments.join(kept, donated))
+    def __call__(self, *arguments: Arrays) -> Output:
+        return self._compute(self.arguments.join(arguments))
 
     @property
     def __wrapped__(self) -> Callable[..., Any]:

@@ -24,14 +24,15 @@ def twice_by_identity(donated: Sequence[Any], kept: Sequence[Any]) -> bool:
 
 
 def is_deleted(array: Any) -> bool:
-    """Whether an array was donated to an earlier call."""
+    """Whether an array is deleted, because it was donated to an earlier call or by its method `delete`."""
     return is_concrete(array) and array.is_deleted()
 
 
 def refuse_deleted(name: str, paths: Sequence[Path], arrays: Sequence[Any]) -> FunctreeError:
-    """The error for arguments that were donated to an earlier call. It lists their paths."""
-    why = "was donated to an earlier call, and is deleted"
-    remedy = "use what that call returned, or do not donate it"
+    """The error for arrays that are deleted. It lists their paths."""
+    # An array may also be deleted by its method `delete`, and JAX does not keep why it was.
+    why = "is deleted"
+    remedy = "if it was donated, use what that call returned, or donate a copy (`ft.copy`) to keep it"
     pairs = zip(paths, arrays, strict=True)
     problems = [array_problem(path, array, why, remedy) for path, array in pairs if is_deleted(array)]
     verb = "is" if len(problems) == 1 else "are"
@@ -74,7 +75,7 @@ def _twice(path: Path, array: Any, other: Path, donated: bool, by_buffer: bool) 
     what = "buffer" if by_buffer else "array"
     how = "both are donated" if donated else "that one is donated"
     why = f"is the same {what} as `{other}`, and {how}"
-    return array_problem(path, array, why, "donate it once, or pass a copy (`jnp.copy`)")
+    return array_problem(path, array, why, "donate it once, or pass a copy (`ft.copy`)")
 
 
 def _places(array: Any, by_buffer: bool) -> list[Any]:
@@ -84,4 +85,10 @@ def _places(array: Any, by_buffer: bool) -> list[Any]:
     # A traced array has no buffer, and neither has an array of keys by JAX's public functions.
     if not is_concrete(array) or jnp.issubdtype(array.dtype, jax.dtypes.extended):
         return []
-    return [(shard.device, shard.data.unsafe_buffer_pointer()) for shard in array.addressable_shards if shard.data.size]
+    places = [
+        (shard.device, shard.data.unsafe_buffer_pointer()) for shard in array.addressable_shards if shard.data.size
+    ]
+    # On a CPU, `jax.device_put` of an aligned NumPy array copies nothing. JAX does not overwrite such foreign memory, so
+    # two arrays may be over it. It is known by shards of one array that share it; memory of JAX is of one device.
+    is_foreign = len({pointer for _, pointer in places}) < len(places)
+    return [] if is_foreign else places

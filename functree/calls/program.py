@@ -1,5 +1,6 @@
 """A body, and the shardings of its arguments and its result ─► the `Program` that JAX compiles for it."""
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -19,8 +20,8 @@ from functree.layout.constraint import constrained
 from functree.layout.layout import Layout
 from functree.layout.meshes import tracing
 
-ArrayFunction = Callable[[Arrays, Arrays], Output]
-"""A body, or a function with a body in it."""
+ArrayFunction = Callable[..., Output]
+"""A body, or a function with a body in it, of `Arrays` for each parameter."""
 
 Shardings = Sequence[NamedSharding | None]
 """A sharding for each array; None for an array that may have any sharding."""
@@ -60,8 +61,10 @@ def prepare(
         lay_outputs: a function from the traced result to a sharding for each of its arrays, or to None.
     """
     arguments, given = body.arguments, dict(options or {})
-    if arguments.donated:
-        given["donate_argnums"] = (1,)
+    # Not in a trace: the arrays behind the tracers of an eager `vmap` or `grad` cannot be checked, and JAX 0.10 ends
+    # the process if one of them is deleted already. In the trace of an outer jit it has no effect.
+    if arguments.donated and not tracing():
+        given["donate_argnums"] = tuple(arguments.donated_arguments)
     constraining = tracing() and _by_constraints(in_shardings)
     fun: ArrayFunction = _Constrained(body, arguments, in_shardings) if constraining else body
     if in_shardings is not None and not constraining:
@@ -115,10 +118,10 @@ class _Constrained:
         self._arguments = arguments
         # JAX caches its trace by the function.
         self._jitted: Any = jax.jit(fun)
-        self.__name__: str = fun.__name__
+        self.__name__, self.__signature__ = fun.__name__, inspect.signature(fun)
 
-    def __call__(self, kept: Arrays, donated: Arrays) -> Output:
-        arrays = _constrained(self._arguments.join(kept, donated), self._in_shardings)
+    def __call__(self, *arguments: Arrays) -> Output:
+        arrays = _constrained(self._arguments.join(arguments), self._in_shardings)
         output: Output = self._jitted(*self._arguments.split(arrays))
         return Output(_constrained(output.values, self._out_shardings), output.skeleton, output.which)
 
@@ -139,13 +142,13 @@ class _InContext:
     def __init__(self, body: Body, context: Context):
         self._context = context
         self._jitted: Any = jax.jit(body)
-        self.__name__: str = body.__name__
+        self.__name__, self.__signature__ = body.__name__, body.__signature__
 
-    def __call__(self, kept: Arrays, donated: Arrays) -> Output:
+    def __call__(self, *arguments: Arrays) -> Output:
         # Not `self._jitted.trace`, whose result does not have the traced arrays that the function closes over.
-        jaxpr, output = jax.make_jaxpr(self._jitted, return_shape=True)(kept, donated)
+        jaxpr, output = jax.make_jaxpr(self._jitted, return_shape=True)(*arguments)
         run: Any = jaxpr_as_fun(in_context(jaxpr, self._context))
-        return tree_unflatten(tree_structure(output), run(*tree_leaves((kept, donated))))
+        return tree_unflatten(tree_structure(output), run(*tree_leaves(arguments)))
 
 
 @dataclass(frozen=True, eq=False)
@@ -182,8 +185,7 @@ class Program:
         return bool(self.body.arguments.donated) or isinstance(self.mesh, AbstractMesh)
 
     def __call__(self, arrays: Sequence[Any]) -> Any:
-        kept, donated = self.body.arguments.split(arrays)
-        output = self.jitted(kept, donated)
+        output = self.jitted(*self.body.arguments.split(arrays))
         # As `output.tree`, without the function calls for what most results do not have.
         return output.skeleton.build(output.values) if output.which is None else output.tree
 

@@ -47,8 +47,8 @@ class Call(NamedTuple):
 
     def values(self, tree: Any) -> list[Any]:
         """A tree from JAX with the structure of the compiled function's arguments ─► a value for each array."""
-        (kept, donated), _ = tree
-        return self.program.body.arguments.join(kept, donated)
+        arguments, _ = tree
+        return self.program.body.arguments.join(arguments)
 
     def arguments(self, values: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """A value for each array ─► `(args, kwargs)` of the function, with None for static values."""
@@ -131,7 +131,7 @@ class Traced(Stage):
 
     @property
     def jaxpr(self) -> Any:
-        """The function as a `ClosedJaxpr`. Its arguments are the arrays that are kept, and then the donated ones."""
+        """The function as a `ClosedJaxpr`. Its arguments are the arrays, in JAX's order."""
         return self._stage.jaxpr
 
     @property
@@ -193,7 +193,7 @@ class Compiled(Stage):
 
         Raises:
             FunctreeError: arguments have another structure, shape, dtype or sharding than those that it was compiled
-                for; an array is donated twice, or was donated to an earlier call. The error lists the paths.
+                for; an array is donated twice, or is deleted. The error lists the paths.
         """
         program, call = self._call.program, self._call.bind(args, kwargs)
         arrays = program.group.take(call)
@@ -271,7 +271,7 @@ class Compiled(Stage):
         return self._stage.output_formats.tree
 
     def as_text(self) -> str | None:
-        """The compiled program as text. Its parameters have the paths of the arrays: `kept.x`, `donated.model.up`."""
+        """The compiled program as text. Its parameters have the paths of the arrays: `x`, `model.up`."""
         return self._stage.as_text()
 
     def cost_analysis(self) -> Any | None:

@@ -173,7 +173,12 @@ def optimizer_remedy(leaf: Leaf) -> str:
 
     The arrays of an optimizer's state are in a copy of the model, and may have other shapes than its annotations say.
     """
-    for cls in leaf.within:
-        if issubclass(cls, tuple) and cls.__module__.split(".")[0] == "optax":
-            return "; for an optimizer's state use `ft.plan_optimizer`"
-    return ""
+    return USE_PLAN_OPTIMIZER if any(map(is_optimizer_state, leaf.within)) else ""
+
+
+USE_PLAN_OPTIMIZER = "; for an optimizer's state use `ft.plan_optimizer`"
+
+
+def is_optimizer_state(cls: type) -> bool:
+    """Whether instances of a class are the state of an optax transformation."""
+    return issubclass(cls, tuple) and cls.__module__.split(".")[0] == "optax"

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 from jax.tree_util import tree_map, tree_structure
 
 from functree.errors import MAX_PATHS, RuleError
+from functree.layout.decision import USE_PLAN_OPTIMIZER, is_optimizer_state
 from functree.layout.layout import LAYOUTS, Layout, LayoutLike, LayoutTree, as_layout, is_layout, meant_rules
 from functree.tree.interfaces import PackedTree
 from functree.tree.nodes import children
@@ -72,7 +73,7 @@ def _parts(prefix: LayoutTree, tree: Any, path: Path) -> Iterator[Part]:
     if nodes is None or type(prefix) is not type(tree):
         raise RuleError(
             f"at {where}: the layouts are a {_kind(prefix)} and the tree is a {_kind(tree)}; "
-            f"a tree of layouts has the tree's own structure down to each layout{meant_rules(prefix)}"
+            f"a tree of layouts has the tree's own structure down to each layout{meant_rules(prefix)}{_optimizer(tree)}"
         )
     have, want = [key for key, _ in layouts], [key for key, _ in nodes]
     if have != want:
@@ -118,6 +119,13 @@ def _listed(keys: Sequence[Any]) -> str:
     text = ", ".join(f"`{Path((key,))}`" for key in keys[:MAX_PATHS])
     rest = len(keys) - MAX_PATHS
     return f"{text} and {rest} more" if rest > 0 else text
+
+
+def _optimizer(tree: Any) -> str:
+    """The end of an error about the layouts of an optimizer's state; empty for other trees."""
+    # A chain of transformations has a tuple of states.
+    states = [tree, *(tree if isinstance(tree, tuple) else ())]
+    return USE_PLAN_OPTIMIZER if any(is_optimizer_state(type(state)) for state in states) else ""
 
 
 def _kind(value: Any) -> str:

@@ -106,7 +106,7 @@ def plan_leaves(
         found = part.layout.resolve(group, view)
         known += found.leaves or group
         decisions += found.decisions
-        problems += found.problems
+        problems += [_of_part(problem, part) for problem in found.problems]
         unused += found.unused
     # Two parts of a tree may have the same layout, and report the same problem of it.
     problems = list(dict.fromkeys(problems))
@@ -128,6 +128,13 @@ def plan_leaves(
     if problems and check:
         raise refuse(problems, view)
     return Plan(rows, leaves.skeleton, view, problems, [*unused, *no_names])
+
+
+def _of_part(problem: Problem, part: Part) -> Problem:
+    """A problem of a layout itself, with the path of the subtree that the layout is for."""
+    if problem.path is not None or not part.path:
+        return problem
+    return problem._replace(what=f"{problem.what}, for `{part.path}`")
 
 
 UNSPECIFIED = ("no layout was given for this array (`None`)", "write `P()` to replicate it")

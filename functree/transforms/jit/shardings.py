@@ -11,13 +11,16 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from functree.calls.program import Shardings
 from functree.calls.signature import Signature
 from functree.errors import Problem, ShardingError
+from functree.layout.decision import optimizer_remedy
 from functree.layout.layout import LayoutTree
 from functree.layout.placement import is_sharded_as, memory_of, mesh_of, sharding_text
 from functree.layout.plan.plan import Plan
 from functree.layout.plan.resolver import plan_tree
+from functree.layout.prefix import DerivesLayout
 from functree.layout.specs import spec_text
 from functree.layout.validation import leaves_at_fault
-from functree.tree.leaf import array_problem
+from functree.tree.leaf import Leaf, array_problem
+from functree.tree.leaves import read
 from functree.tree.paths import Path
 
 
@@ -60,8 +63,24 @@ def inputs(
             moved.append(i)
     if problems:
         at_fault = leaves_at_fault(problems) or "the call"
-        raise ShardingError(f"{name}: in_shardings does not fit {at_fault} on mesh {planned.view}", problems)
+        headline = f"{name}: in_shardings does not fit {at_fault} on mesh {planned.view}"
+        raise ShardingError(headline, _with_remedy(problems, read(call).leaves))
     return Inputs(planned.mesh, shardings, tuple(moved))
+
+
+def _with_remedy(problems: Sequence[Problem], leaves: Sequence[Leaf]) -> list[Problem]:
+    """The problems; those of an optimizer's state say how it is laid out."""
+    # In a training state, such as `ft.TrainState`, it is laid out like the model.
+    remedies = {leaf.path: optimizer_remedy(leaf) for leaf in leaves if not any(map(_derives, leaf.within))}
+    new: list[Problem] = []
+    for problem in problems:
+        more = "" if problem.path is None else remedies.get(Path(problem.path), "")
+        new.append(problem._replace(remedy=problem.remedy.removesuffix(more) + more))
+    return new
+
+
+def _derives(cls: type) -> bool:
+    return issubclass(cls, DerivesLayout)
 
 
 def _shardings(planned: Plan) -> list[NamedSharding | None]:
