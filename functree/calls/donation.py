@@ -85,10 +85,9 @@ def _places(array: Any, by_buffer: bool) -> list[Any]:
     # A traced array has no buffer, and neither has an array of keys by JAX's public functions.
     if not is_concrete(array) or jnp.issubdtype(array.dtype, jax.dtypes.extended):
         return []
-    places = [
-        (shard.device, shard.data.unsafe_buffer_pointer()) for shard in array.addressable_shards if shard.data.size
-    ]
-    # On a CPU, `jax.device_put` of an aligned NumPy array copies nothing. JAX does not overwrite such foreign memory, so
-    # two arrays may be over it. It is known by shards of one array that share it; memory of JAX is of one device.
+    shards = [shard for shard in array.addressable_shards if shard.data.size]
+    places = [(shard.device, shard.data.unsafe_buffer_pointer()) for shard in shards]
+    # On a CPU, `jax.device_put` of an aligned NumPy array copies nothing. JAX does not overwrite such foreign memory,
+    # so two arrays may be over it. It is known by shards of one array that share it: JAX's own is of one device.
     is_foreign = len({pointer for _, pointer in places}) < len(places)
     return [] if is_foreign else places
