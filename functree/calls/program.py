@@ -65,7 +65,7 @@ def prepare(
     # the process if one of them is deleted already. In the trace of an outer jit it has no effect.
     if arguments.donated and not tracing():
         given["donate_argnums"] = tuple(arguments.donated_arguments)
-    constraining = tracing() and _by_constraints(in_shardings)
+    constraining = tracing() and any(one is not None for one in in_shardings or ())
     fun: ArrayFunction = _Constrained(body, arguments, in_shardings) if constraining else body
     if in_shardings is not None and not constraining:
         given["in_shardings"] = arguments.split(in_shardings)
@@ -87,7 +87,7 @@ def prepare(
 
 
 def _by_constraints(shardings: Shardings | None) -> bool:
-    """Whether shardings are given by constraints in the function, and not to `jax.jit`, inside of another trace."""
+    """Whether the shardings of a result are given by constraints, and not to `jax.jit`, inside of another trace."""
     meshes = [one.mesh for one in shardings or () if one is not None]
     return any(isinstance(mesh, AbstractMesh) or AxisType.Explicit in mesh.axis_types for mesh in meshes)
 
@@ -95,10 +95,11 @@ def _by_constraints(shardings: Shardings | None) -> bool:
 class _Constrained:
     """A body whose arguments and result are constrained, instead of being given shardings in `jax.jit`.
 
-    `jax.jit` takes a sharding on an abstract mesh only to lower a function. But in the trace of an outer function the
-    mesh of the arguments is known without its devices, and an eager `grad` or `vmap` is such a trace and runs the
-    program. Constraints on an abstract mesh take the devices of the arguments. On Explicit axes `jax.jit` does not
-    change the types of arrays, so the body would see and return arrays whose types are unsharded.
+    In the trace of an outer function it is not known how the arguments are sharded, and an eager `grad` or `vmap` is
+    such a trace and runs the program: `jax.jit` refuses an argument that is committed to another sharding than the one
+    it was given. It also takes a sharding on an abstract mesh only to lower a function, while a constraint takes the
+    devices of the arguments. And on Explicit axes `jax.jit` does not change the types of arrays, so the body would see
+    and return arrays whose types are unsharded.
 
     Args:
         fun: the function.
