@@ -101,15 +101,17 @@ def plan_leaves(
     """
     decisions: list[Decision] = []
     problems, known = list(leaves.problems), list[Leaf]()
+    parts_of: dict[Problem, list[Part]] = {}
     unused: list[str] = []
     for part, group in _grouped(leaves, parts):
         found = part.layout.resolve(group, view)
         known += found.leaves or group
         decisions += found.decisions
-        problems += [_of_part(problem, part) for problem in found.problems]
+        for problem in found.problems:
+            parts_of.setdefault(problem, []).append(part)
         unused += found.unused
     # Two parts of a tree may have the same layout, and report the same problem of it.
-    problems = list(dict.fromkeys(problems))
+    problems += [_of_parts(problem, own) for problem, own in parts_of.items()]
     unused = _absent(unused, leaves.leaves)
     no_names = [f"{NAMES}{cls.__name__}" for cls in leaves.unused]
     problems += near_misses(known, decisions, unused)
@@ -130,11 +132,12 @@ def plan_leaves(
     return Plan(rows, leaves.skeleton, view, problems, [*unused, *no_names])
 
 
-def _of_part(problem: Problem, part: Part) -> Problem:
-    """A problem of a layout itself, with the path of the subtree that the layout is for."""
-    if problem.path is not None or not part.path:
+def _of_parts(problem: Problem, parts: Sequence[Part]) -> Problem:
+    """A problem of a layout itself, with the path of the subtree that the layout is for if there is only one."""
+    path = parts[0].path if len(parts) == 1 else None
+    if problem.path is not None or not path:
         return problem
-    return problem._replace(what=f"{problem.what}, for `{part.path}`")
+    return problem._replace(what=f"{problem.what}, for `{path}`")
 
 
 UNSPECIFIED = ("no layout was given for this array (`None`)", "write `P()` to replicate it")
