@@ -112,7 +112,7 @@ def jit(
         >>> rules = ft.AxisRules({"batch": "data", "hidden": "model", "embed": None, "seq": None})
         >>> model = ft.shard(ft.nn.MLP(8, 16, key=jax.random.key(0)), rules, mesh)
         >>> @ft.jit(rules=rules, donate="model")
-        ... def step(model, x):
+        ... def step(model, x: Float[Array, "batch seq embed"]):
         ...     return jax.tree.map(lambda w: w - 0.1 * x.mean(), model), model(x).sum()
         >>> model, loss = step(model, jnp.ones((4, 2, 8)))
         >>> model.down.sharding.spec, len(step.compilations)

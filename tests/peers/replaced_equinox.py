@@ -1,0 +1,38 @@
+"""`eqx.filter_jit` by `ft.jit`, with the names and the habits of equinox: what the tests of equinox import."""
+
+import inspect
+import types
+from typing import Any
+
+import equinox as real
+
+import functree as ft
+
+__all__ = ["eqx", "equinox", "filter_jit"]
+
+
+def _donated(fun: Any, donate: str) -> Any:
+    """The parameters that `donate="all"`, `"all-except-first"` and `"none"` mean."""
+    if donate in ("all", "warn"):
+        return ...
+    if donate in ("all-except-first", "warn-except-first"):
+        return tuple(inspect.signature(fun).parameters)[1:]
+    return ()
+
+
+def filter_jit(fun: Any = None, *, donate: str = "none", **options: Any) -> Any:
+    if fun is None:
+        return lambda fun: filter_jit(fun, donate=donate, **options)
+    return ft.jit(fun, donate=_donated(fun, donate), **options)
+
+
+class _Equinox(types.ModuleType):
+    """The module `equinox` in which `filter_jit` is ours."""
+
+    filter_jit = staticmethod(filter_jit)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(real, name)
+
+
+eqx = equinox = _Equinox("equinox")

@@ -1,0 +1,59 @@
+"""`haliax.named_jit` by `ft.jit`, with the names and the habits of haliax: what the tests of haliax import."""
+
+import contextlib
+import functools
+import types
+from typing import Any
+
+import haliax as real
+
+import functree as ft
+
+__all__ = ["haliax", "hax", "named_jit"]
+
+
+def named_jit(
+    fun: Any = None,
+    axis_resources: Any = None,
+    *,
+    in_axis_resources: Any = None,
+    out_axis_resources: Any = None,
+    donate_args: Any = None,
+    donate_kwargs: Any = None,
+    **options: Any,
+) -> Any:
+    """The function in haliax' own axis mapping, which lays its arguments and its result out by constraints."""
+    if fun is None:
+        return functools.partial(
+            named_jit,
+            axis_resources=axis_resources,
+            in_axis_resources=in_axis_resources,
+            out_axis_resources=out_axis_resources,
+            donate_args=donate_args,
+            donate_kwargs=donate_kwargs,
+            **options,
+        )
+    inputs, outputs = (axis_resources if one is None else one for one in (in_axis_resources, out_axis_resources))
+
+    @functools.wraps(fun)
+    def body(*args: Any, **kwargs: Any) -> Any:
+        with real.axis_mapping(axis_resources) if axis_resources else contextlib.nullcontext():
+            args, kwargs = real.shard((args, kwargs), inputs) if inputs else (args, kwargs)
+            result = fun(*args, **kwargs)
+            return real.shard(result, outputs) if outputs else result
+
+    several = donate_args if isinstance(donate_args, tuple | list) else ()
+    donated = tuple(i for i, given in enumerate(several) if given is True)
+    return ft.jit(body, donate=... if donate_args is True else donated, **options)
+
+
+class _Haliax(types.ModuleType):
+    """The module `haliax` in which `named_jit` is ours."""
+
+    named_jit = staticmethod(named_jit)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(real, name)
+
+
+haliax = hax = _Haliax("haliax")
