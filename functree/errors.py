@@ -61,6 +61,12 @@ class FunctreeWarning(UserWarning):
     """
 
 
+def listed(texts: Sequence[str], most: int = 4) -> str:
+    """The first few texts, and the number of the others: `a, b and 3 more`."""
+    rest = len(texts) - most
+    return ", ".join(texts[:most]) + (f" and {rest} more" if rest > 0 else "")
+
+
 def warn(text: str) -> None:
     """Warn at the line of the user's call: at the first frame that is not in functree or JAX."""
     level, frame = 1, inspect.currentframe()
@@ -150,11 +156,7 @@ def _path_text(path: tuple[object, ...] | None) -> str:
 def _some(paths: Sequence[str]) -> str:
     """The first few paths, and the number of the others."""
     named = list(dict.fromkeys(path for path in paths if path))
-    text = ", ".join(named[:MAX_PATHS])
-    rest = len(named) - MAX_PATHS
-    if rest > 0:
-        text += f" and {rest} more"
-    return text
+    return listed(named, MAX_PATHS)
 
 
 def count(number: int, noun: str) -> str:

@@ -31,18 +31,22 @@ class Takes(NamedTuple):
         return Takes(f"{self.text}, or None", lambda value: value is None or self.fits(value))
 
 
-def is_size(value: object) -> bool:
+def _is_integer(value: object) -> bool:
+    # A flag is an `int` in Python, and in the place of a number it is a mistake.
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)
+
+
+def is_size(value: Any) -> bool:
     """Whether a value is a positive integer."""
-    # A flag is an `int` in Python, and in the place of a size it is a mistake.
-    return isinstance(value, int | np.integer) and not isinstance(value, bool) and bool(value > 0)
+    return _is_integer(value) and bool(value > 0)
 
 
-def _is_extent(value: object) -> bool:
-    return isinstance(value, int | np.integer) and not isinstance(value, bool) and bool(value >= 0)
+def _is_extent(value: Any) -> bool:
+    return _is_integer(value) and bool(value >= 0)
 
 
 def _are_positions(value: object) -> bool:
-    return isinstance(value, tuple | list) and all(map(POSITION.fits, value))
+    return _is_integer(value) or (isinstance(value, tuple | list) and all(map(_is_integer, value)))
 
 
 def is_number(value: object) -> bool:
@@ -78,7 +82,7 @@ def is_key(value: object) -> bool:
 
 FLAG = Takes("True or False", lambda value: isinstance(value, bool | np.bool_))
 SIZE = Takes("a positive integer", is_size)
-EXTENT = Takes("an integer, at least 0", lambda value: _is_extent(value))
+EXTENT = Takes("an integer, at least 0", _is_extent)
 POSITIVE = Takes("a positive number", lambda value: is_number(value) and value > 0)
 FRACTION = Takes("a number from 0 to 1", lambda value: is_number(value) and 0 <= value <= 1)
 DECAY = Takes("at least 0 and less than 1", lambda value: is_number(value) and 0 <= value < 1)
@@ -86,14 +90,12 @@ FUNCTION = Takes("a function", callable)
 KEY = Takes("a random key, such as `jax.random.key(0)`", is_key)
 FLOATING = Takes("a floating-point dtype, such as `jnp.float32`", is_floating)
 TEXT = Takes("a text", lambda value: isinstance(value, str))
-POSITION = Takes("an integer", lambda value: isinstance(value, int | np.integer) and not isinstance(value, bool))
-POSITIONS = Takes("a position, or several in a tuple", lambda value: POSITION.fits(value) or _are_positions(value))
+POSITION = Takes("an integer", _is_integer)
+POSITIONS = Takes("a position, or several in a tuple", _are_positions)
 MAPPING = Takes("a mapping", lambda value: isinstance(value, Mapping))
 ITERABLE = Takes("a list or a tuple", lambda value: isinstance(value, Iterable) and not isinstance(value, str | bytes))
-SHAPE = Takes("a tuple of sizes", lambda value: ITERABLE.fits(value) and all(_is_extent(one) for one in value))
-TEXTS = Takes(
-    "a collection of texts", lambda value: ITERABLE.fits(value) and all(isinstance(one, str) for one in value)
-)
+SHAPE = Takes("a tuple of sizes", lambda value: ITERABLE.fits(value) and all(map(_is_extent, value)))
+TEXTS = Takes("a collection of texts", lambda value: ITERABLE.fits(value) and all(map(TEXT.fits, value)))
 
 
 def shown(value: object) -> str:

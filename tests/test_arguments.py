@@ -172,6 +172,20 @@ def test_silent_failure_34_what_has_no_names_is_replicated_with_a_warning():
         ft.jit(lambda w: w, rules=RULES, mesh=ft.make_mesh(data=1, model=1, devices=jax.devices()[:1]))(X)
 
 
+def test_what_has_no_names_is_warned_of_after_a_trace_too():
+    f, x = ft.jit(lambda x: x * 2, rules=RULES, mesh=MESH), np.ones((8, 4), np.float32)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        jax.vmap(f)(x[None])  # of a traced array the layout is left to the compiler
+    with pytest.warns(ft.FunctreeWarning, match="`x` f32.*has no axis names"):
+        f(x)
+
+
+def test_an_entry_for_a_keyword_argument_decides_instead():
+    f = ft.jit(lambda **more: more, rules=RULES, mesh=MESH, in_shardings={"mode": P(None, "data")})
+    lies(f(mode=jnp.ones((8, 4)))["mode"], [P(None, "data")], MESH)
+
+
 def test_a_whole_layout_is_for_modules_only():
     both = RULES | ft.FSDP("data", min_size=0)
     f = ft.jit(step, rules=both, mesh=MESH)

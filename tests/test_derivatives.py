@@ -136,6 +136,27 @@ def test_a_shard_map_keeps_its_rules(ambient: bool):
     assert SEEN and {spec for _, spec in SEEN} == {P(None, "model")}
 
 
+def test_rules_hold_after_a_call_with_an_array_of_numpy():
+    """Its type is that of a traced array, and the program of the eager call is another one."""
+    for wrap in (
+        lambda f: ft.jit(f, rules=RULES, mesh=MESH),
+        lambda f: ft.shard_map(f, rules=RULES, mesh=MESH, axis_names={"data"}),
+    ):
+        f = wrap(_annotated(backward()))
+        f(X)
+        SEEN.clear()
+        with ft.axis_rules(OTHERS):
+            jax.grad(lambda x, f=f: f(x).sum())(X)
+        assert SEEN and {spec[1] for _, spec in SEEN} == {"model"}
+
+
+def _annotated(f: Callable[[Array], Array]) -> Callable[[Array], Array]:
+    def inner(x: Float[Array, "rows cols"]) -> Float[Array, "rows cols"]:
+        return f(x)
+
+    return inner
+
+
 def test_the_function_is_traced_once():
     traces, double = list[Array](), backward()
 

@@ -373,6 +373,19 @@ def test_a_donating_function_in_an_eager_transform(around: Any):
     assert x.is_deleted()
 
 
+@pytest.mark.parametrize("spec", [None, P("data")], ids=["one device", "many"])
+@pytest.mark.parametrize("beside", [None, np.ones(2, np.float32)], ids=["alone", "beside numpy"])
+def test_a_function_first_called_in_a_trace_donates_outside(spec: Any, beside: Any):
+    def new() -> Any:
+        return jnp.ones((8, 4)) if spec is None else lay(jnp.ones((8, 4)), *spec)
+
+    f, x = ft.jit(lambda x, y: x + 1, donate="x"), new()
+    jax.jit(lambda z: f(x, beside) + z)(1.0)
+    assert not x.is_deleted()
+    f(x, beside)
+    assert x.is_deleted()
+
+
 def aligned(offset: int) -> Any:
     """A NumPy array `offset` bytes behind a multiple of 64. JAX uses the memory of an aligned one as it is."""
     memory = np.zeros(8 * 16 * 4 + 128, np.uint8)

@@ -1,7 +1,7 @@
 """A function of modules ─► a `Body`: a function of arrays that JAX can trace, for calls with one skeleton."""
 
 import inspect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from itertools import groupby
 from operator import itemgetter
 from typing import Any
@@ -52,6 +52,11 @@ register_pytree_with_keys(
 )
 
 
+def donated_places(paths: Sequence[Path], donated: Collection[str]) -> tuple[int, ...]:
+    """The indices of the donated arrays; `more.mode` is the name of the argument `mode` in `**more`."""
+    return tuple(i for i, path in enumerate(paths) if path[0] in donated or ".".join(map(str, path[:2])) in donated)
+
+
 class Arguments:
     """The arrays of a call as the arguments of a compiled function: one for each parameter of the user's function.
 
@@ -69,23 +74,23 @@ class Arguments:
     """
 
     def __init__(self, paths: Sequence[Path], donated: frozenset[str]):
-        is_donated = [path[0] in donated or ".".join(map(str, path[:2])) in donated for path in paths]
-        self.donated: tuple[int, ...] = tuple(i for i, given in enumerate(is_donated) if given)
-        self.kept: tuple[int, ...] = tuple(i for i, given in enumerate(is_donated) if not given)
+        self.donated: tuple[int, ...] = donated_places(paths, donated)
+        given = set(self.donated)
+        self.kept: tuple[int, ...] = tuple(i for i in range(len(paths)) if i not in given)
         self.take_donated: Callable[[Sequence[Any]], Sequence[Any]] = _taker(self.donated, len(paths))
         self.take_kept: Callable[[Sequence[Any]], Sequence[Any]] = _taker(self.kept, len(paths))
         self.names: list[str] = []
         self.donated_arguments: list[int] = []
         self._parts: list[tuple[slice, Labels]] = []
-        for (name, given), run in groupby(range(len(paths)), lambda i: (paths[i][0], is_donated[i])):
-            self._add(name, given, list(run), paths)
+        for (name, is_donated), run in groupby(range(len(paths)), lambda i: (paths[i][0], i in given)):
+            self._add(name, is_donated, list(run), paths)
 
     def _add(self, name: str, donated: bool, places: Sequence[int], paths: Sequence[Path]) -> None:
         while name in self.names:
             name += "_"
         if donated:
             self.donated_arguments.append(len(self.names))
-        labels = Labels(str(paths[i]).removeprefix(str(paths[i][:1][0])) for i in places)
+        labels = Labels(str(paths[i]).removeprefix(paths[i][0]) for i in places)
         self.names.append(name)
         self._parts.append((slice(places[0], places[-1] + 1), labels))
 

@@ -13,7 +13,7 @@ from jax.tree_util import tree_flatten_with_path
 from functree.calls.call_groups import FoundCall
 from functree.calls.donation import check_donated, is_deleted, refuse_deleted, twice_by_identity
 from functree.calls.program import Program
-from functree.errors import FunctreeError, Problem, ShardingError, count, warn
+from functree.errors import FunctreeError, Problem, ShardingError, count, listed, warn
 from functree.layout.meshes import NO_MESH, current_mesh, mesh_view, tracing
 from functree.layout.placement import first_mesh, is_concrete, mesh_of
 from functree.tree.leaf import array_problem
@@ -144,13 +144,9 @@ def _other_mesh(one: Mesh | AbstractMesh, other: Mesh | AbstractMesh) -> str | N
 
 def warn_moved(program: Program) -> None:
     """Warn of arguments that each call moves to the shardings of `in_shardings`."""
-    paths = ", ".join(f"`{program.group.paths[i]}`" for i in program.moved[:4])
-    if len(program.moved) > 4:
-        paths += f" and {len(program.moved) - 4} more"
-    warn(
-        f"{program.name}: each call moves {paths} to the sharding of in_shardings: use `ft.shard` once, before the "
-        "calls",
-    )
+    paths = listed([f"`{program.group.paths[i]}`" for i in program.moved])
+    text = f"each call moves {paths} to the sharding of in_shardings: use `ft.shard` once, before the calls"
+    warn(f"{program.name}: {text}")
 
 
 def warn_placed(name: str, placed: Sequence[Path], known: Counter[Path]) -> None:
@@ -164,11 +160,8 @@ def warn_placed(name: str, placed: Sequence[Path], known: Counter[Path]) -> None
     known.update(placed)
     again = [path for path in placed if known[path] == 2]
     if again:
-        paths = ", ".join(f"`{path}`" for path in again[:4])
-        more = f" and {len(again) - 4} more" if len(again) > 4 else ""
-        warn(
-            f"{name}: each call places {paths}{more} by the rules: use `ft.shard` once, before the calls",
-        )
+        paths = listed([f"`{path}`" for path in again])
+        warn(f"{name}: each call places {paths} by the rules: use `ft.shard` once, before the calls")
 
 
 def warn_constants(name: str, fun: Callable[..., Any], traced: Any) -> None:

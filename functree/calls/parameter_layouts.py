@@ -6,6 +6,7 @@ from typing import Any
 from functree.calls.signature import Signature
 from functree.errors import RuleError, count, did_you_mean
 from functree.layout.layout import LayoutTree, is_layout, meant_rules
+from functree.tree.paths import Path
 
 
 class ParameterLayouts:
@@ -55,6 +56,12 @@ class ParameterLayouts:
                 "`None` for a parameter that is not an array"
             )
         return dict(zip(positional, written, strict=True))
+
+    def has_entry(self, path: Path) -> bool:
+        """Whether a layout was given for the array at a path of a call; `None` is one too."""
+        if self.by_name is None or path[0] in self.by_name:
+            return True
+        return path[0] == self.signature.by_name and path[1] in self.by_name
 
     def prefix(self, call: Any) -> LayoutTree:
         """The layouts of a call: one layout, or a named tuple like the call."""

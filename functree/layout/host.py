@@ -1,31 +1,18 @@
 """A layout ─► the same layout in the pinned memory of the host."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-
-from jax.sharding import AbstractMesh, Mesh
 
 from functree.errors import RuleError
 from functree.layout.decision import Decision
-from functree.layout.layout import Layout, LayoutLike, Resolution, as_layout
+from functree.layout.layout import Layout, LayoutLike, Modified, Resolution, as_layout
 from functree.layout.meshes import MeshView
-from functree.tree.axes import Names
 from functree.tree.leaf import Leaf
 
 
 @dataclass(frozen=True, repr=False)
-class OnHost(Layout):
+class OnHost(Modified):
     """Another layout in host memory; made by `ft.on_host`."""
-
-    layout: Layout
-
-    @property
-    def given_names(self) -> Mapping[type, Names]:
-        return self.layout.given_names
-
-    @property
-    def own_mesh(self) -> Mesh | AbstractMesh | None:
-        return self.layout.own_mesh
 
     @property
     def by_axes(self) -> Layout | None:

@@ -124,6 +124,21 @@ class Fixed(Layout):
         return repr(NamedSharding(self.mesh, self.spec, memory_kind=self.memory_kind))
 
 
+@dataclass(frozen=True, repr=False, eq=False)
+class Modified(Layout):
+    """The base of layouts that change what another one decides. Names and the mesh are those of the other one."""
+
+    layout: Layout
+
+    @property
+    def given_names(self) -> Mapping[type, Names]:
+        return self.layout.given_names
+
+    @property
+    def own_mesh(self) -> Mesh | AbstractMesh | None:
+        return self.layout.own_mesh
+
+
 @dataclass(frozen=True, repr=False)
 class Unspecified(Layout):
     """`None`: no layout was given. The meaning depends on the function that takes the layout."""

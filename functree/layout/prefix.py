@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from jax.tree_util import tree_map, tree_structure
 
-from functree.errors import MAX_PATHS, RuleError
+from functree.errors import MAX_PATHS, RuleError, listed
 from functree.layout.decision import USE_PLAN_OPTIMIZER, is_optimizer_state
 from functree.layout.layout import LAYOUTS, Layout, LayoutLike, LayoutTree, as_layout, is_layout, meant_rules
 from functree.tree.interfaces import PackedTree
@@ -116,9 +116,7 @@ def _difference(have: Sequence[Any], want: Sequence[Any]) -> str:
 
 def _listed(keys: Sequence[Any]) -> str:
     """The first few keys, for messages."""
-    text = ", ".join(f"`{Path((key,))}`" for key in keys[:MAX_PATHS])
-    rest = len(keys) - MAX_PATHS
-    return f"{text} and {rest} more" if rest > 0 else text
+    return listed([f"`{Path((key,))}`" for key in keys], MAX_PATHS)
 
 
 def _optimizer(tree: Any) -> str:

@@ -12,17 +12,16 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from functree.calls.parameter_layouts import ParameterLayouts
 from functree.calls.signature import Signature
-from functree.errors import Problem, ShardingError, warn
+from functree.errors import Problem, ShardingError, listed, warn
 from functree.layout.constraint import constrained
 from functree.layout.decision import Decision, optimizer_remedy, whole
-from functree.layout.layout import Layout, Resolution
+from functree.layout.layout import Layout, Modified, Resolution
 from functree.layout.meshes import MeshView
 from functree.layout.plan.resolver import plan_tree
 from functree.layout.plan.row import Row
 from functree.layout.validation import leaves_at_fault
 from functree.placing.shard import moved_once
 from functree.tree.arrays import array_text
-from functree.tree.axes import Names
 from functree.tree.leaf import Leaf, is_in_module
 
 
@@ -33,18 +32,15 @@ class Targets:
     Attributes:
         mesh: the mesh.
         rows: for the index of each array that nobody has placed, its row of the plan.
+        donated: the indices of the donated arrays: their placed copies share no buffer with the given arrays.
     """
 
     mesh: Mesh | AbstractMesh
     rows: Mapping[int, Row]
+    donated: Collection[int]
 
-    def place(self, arrays: Sequence[Any], donated: Collection[int]) -> list[Any]:
-        """The arrays of a call, with those that nobody has placed where they belong.
-
-        Args:
-            arrays: all arrays of the call.
-            donated: the indices of arrays that are donated: their placed copies share no buffer with the given arrays.
-        """
+    def place(self, arrays: Sequence[Any]) -> list[Any]:
+        """All arrays of a call, with those that nobody has placed where they belong."""
         new, traced, moving = list(arrays), dict[int, Any](), dict[int, Any]()
         for i in self.rows:
             array = arrays[i]
@@ -58,7 +54,7 @@ class Targets:
             new[i] = array
         # `device_put` may share a buffer with the given array, even with `may_alias=False`: that on the device where
         # the given array is, if the array is replicated.
-        copies = {id(array): jnp.array(array, copy=True) for i, array in moving.items() if i in donated}
+        copies = {id(array): jnp.array(array, copy=True) for i, array in moving.items() if i in self.donated}
         own = [copies.get(id(array), array) for array in moving.values()]
         for i, array in zip(moving, moved_once(own, list(map(self._sharding, moving))), strict=True):
             new[i] = array
@@ -94,7 +90,13 @@ def is_unplaced(array: Any) -> bool:
     return getattr(array, "sharding", None) is None
 
 
-def find_targets(call: Any, arrays: Mapping[int, Any], layouts: ParameterLayouts, mesh: Mesh | AbstractMesh) -> Targets:
+def find_targets(
+    call: Any,
+    arrays: Mapping[int, Any],
+    layouts: ParameterLayouts,
+    mesh: Mesh | AbstractMesh,
+    donated: Collection[int] = (),
+) -> Targets:
     """Where the rules lay out the arguments that nobody has placed.
 
     Args:
@@ -102,6 +104,7 @@ def find_targets(call: Any, arrays: Mapping[int, Any], layouts: ParameterLayouts
         arrays: the arrays that nobody has placed, by their indices.
         layouts: the rules as the layout of each parameter, by `rules_for_parameters`.
         mesh: the mesh of the function.
+        donated: the indices of the donated arrays.
 
     Raises:
         ShardingError: the rules do not fit an array, as in `ft.plan`.
@@ -118,7 +121,7 @@ def find_targets(call: Any, arrays: Mapping[int, Any], layouts: ParameterLayouts
     anonymous = [row for i, row in rows.items() if is_anonymous(row) and not isinstance(arrays[i], Tracer)]
     if anonymous and view.devices > 1:
         _warn_replicated(name, anonymous, view)
-    return Targets(mesh, {i: row for i, row in rows.items() if row.spec is not None})
+    return Targets(mesh, {i: row for i, row in rows.items() if row.spec is not None}, frozenset(donated))
 
 
 def rules_for_parameters(rules: Layout, signature: Signature) -> ParameterLayouts:
@@ -127,22 +130,12 @@ def rules_for_parameters(rules: Layout, signature: Signature) -> ParameterLayout
 
 
 @dataclass(frozen=True)
-class _ForArguments(Layout):
+class _ForArguments(Modified):
     """The layout of a function's arguments by its rules.
 
     Leaves of modules, and of a training state, are laid out by the whole of the rules, as by `ft.shard`. Bare arrays
     are laid out by the function's annotations and the `AxisRules` alone, as activations are.
     """
-
-    rules: Layout
-
-    @property
-    def given_names(self) -> Mapping[type, Names]:
-        return self.rules.given_names
-
-    @property
-    def own_mesh(self) -> Mesh | AbstractMesh | None:
-        return self.rules.own_mesh
 
     def resolve(self, leaves: Sequence[Leaf], mesh: MeshView, before: Sequence[Decision] | None = None) -> Resolution:
         inside = [i for i, leaf in enumerate(leaves) if is_in_module(leaf)]
@@ -150,7 +143,7 @@ class _ForArguments(Layout):
         decisions: list[Decision] = [whole(leaf, NO_NAMES + optimizer_remedy(leaf)).settle() for leaf in leaves]
         problems: list[Problem] = []
         unused: list[str] = []
-        for layout, own in ((self.rules, inside), (self.rules.by_axes, bare)):
+        for layout, own in ((self.layout, inside), (self.layout.by_axes, bare)):
             if layout is None or not own:
                 continue
             found = layout.resolve([leaves[i] for i in own], mesh)
@@ -179,11 +172,10 @@ def _no_names(leaf: Leaf, decision: Decision) -> bool:
 
 
 def _warn_replicated(name: str, rows: Sequence[Row], view: MeshView) -> None:
-    arrays = ", ".join(f"`{row.path}` {array_text(row)}" for row in rows[:4])
-    more = f" and {len(rows) - 4} more" if len(rows) > 4 else ""
+    arrays = listed([f"`{row.path}` {array_text(row)}" for row in rows])
     optimizer = next(filter(None, (row.reason.removeprefix(NO_NAMES) for row in rows)), "")
     what, verb = ("it", "has") if len(rows) == 1 else ("them", "have")
     warn(
-        f"{name}: {arrays}{more} {verb} no axis names and nobody has placed {what}, so this is replicated on the mesh "
+        f"{name}: {arrays} {verb} no axis names and nobody has placed {what}, so this is replicated on the mesh "
         f"{view}: annotate {what}, place {what} with `ft.shard`, or write `in_shardings=`{optimizer}",
     )

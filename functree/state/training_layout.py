@@ -1,19 +1,17 @@
 """The layout of a model ─► the layout of its training state: of model, optimizer state, model state, and the rest."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
-
-from jax.sharding import AbstractMesh, Mesh
 
 from functree.layout.decision import Decision, whole
 from functree.layout.host import OnHost
-from functree.layout.layout import Composition, Layout, Resolution, Unspecified
+from functree.layout.layout import Composition, Layout, Modified, Resolution, Unspecified
 from functree.layout.meshes import MeshView
 from functree.layout.optimizer.origins import Origin, Trained, find_origins
 from functree.layout.optimizer.plan_optimizer import Derived, Placed
 from functree.layout.plan.plan import Plan
 from functree.layout.state_sharding import StateSharding
-from functree.tree.axes import Names
 from functree.tree.filters.filter import Filter
 from functree.tree.leaf import Leaf
 from functree.tree.paths import Path
@@ -43,7 +41,8 @@ class Position(NamedTuple):
     below: Path
 
 
-class TrainingLayout(Layout):
+@dataclass(frozen=True, repr=False, eq=False)
+class TrainingLayout(Modified):
     """The layout of a tree that contains training states, from the layout of the model.
 
     The layout of the model itself decides for the models and their state, for leaves outside of the training states,
@@ -56,17 +55,7 @@ class TrainingLayout(Layout):
         states: the training states, concrete or abstract, by path.
     """
 
-    def __init__(self, layout: Layout, states: Mapping[Path, TrainStateLike]):
-        self.layout: Layout = layout
-        self.states: Mapping[Path, TrainStateLike] = states
-
-    @property
-    def given_names(self) -> Mapping[type, Names]:
-        return self.layout.given_names
-
-    @property
-    def own_mesh(self) -> Mesh | AbstractMesh | None:
-        return self.layout.own_mesh
+    states: Mapping[Path, TrainStateLike]
 
     def resolve(self, leaves: Sequence[Leaf], mesh: MeshView, before: Sequence[Decision] | None = None) -> Resolution:
         if isinstance(self.layout, Unspecified):

@@ -1,15 +1,15 @@
 """The annotations of a function, and rules ─► the layouts of its arguments and its result."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jax.sharding import AbstractMesh, Mesh, PartitionSpec
+from jax.sharding import PartitionSpec
 
 from functree.calls.signature import RESULT, Signature
 from functree.errors import AxesError
 from functree.layout.decision import Decision
-from functree.layout.layout import Layout, LayoutLike, LayoutTree, Resolution, Unspecified, as_layout
+from functree.layout.layout import Layout, LayoutLike, LayoutTree, Modified, Resolution, Unspecified, as_layout
 from functree.layout.meshes import MeshView
 from functree.layout.rules import AxisRules
 from functree.layout.validation import spec_of_axes
@@ -18,7 +18,6 @@ from functree.tree.annotations.classes import class_hints
 from functree.tree.annotations.given_names import given_by
 from functree.tree.annotations.hints import NOTHING, UNREADABLE, Hint
 from functree.tree.annotations.leaf_axes import leaf_axes
-from functree.tree.axes import Names
 from functree.tree.leaf import Leaf
 
 _STATIC = (int, float, complex, bool, str, bytes, type(None), None)
@@ -84,11 +83,11 @@ def _layout(hint: Hint, rules: Layout) -> LayoutTree:
         return rules
     in_any_tree = hint.below is not None and any(form.dtype for form in hint.below.forms)  # `PyTree[X]`
     if hint.names or hint.generics or in_any_tree:
-        return ByHint(hint, rules)
+        return ByHint(rules, hint)
     # A union such as `Float[Array, "a"] | tuple[...]` has more than one kind: only the value shows which it is.
     kinds = [kind for kind in (hint.forms, hint.elements, hint.element) if kind]
     if len(kinds) != 1:
-        return ByHint(hint, rules)
+        return ByHint(rules, hint)
     if hint.elements:
         return tuple(_layout(_settled(element), rules) for element in hint.elements)
     if hint.element is None:
@@ -97,7 +96,7 @@ def _layout(hint: Hint, rules: Layout) -> LayoutTree:
     # The layout is for the whole container. A spec, and rules without an annotation, are the same for each element. But
     # a `ByHint` reads the annotation at the path of a leaf below the container; and a tuple, as for
     # `list[tuple[X, Y]]`, would be taken as one entry for each element of the list.
-    return ByHint(hint, rules) if isinstance(one, tuple | ByHint) else one
+    return ByHint(rules, hint) if isinstance(one, tuple | ByHint) else one
 
 
 def _array_layout(hint: Hint, rules: Layout) -> Layout | PartitionSpec:
@@ -114,36 +113,27 @@ def _array_layout(hint: Hint, rules: Layout) -> Layout | PartitionSpec:
         raise _Unclear("is ambiguous: alternatives of the same rank and dtype name its dimensions differently")
     said = {(form.plain, form.spec) for form in hint.forms}
     if len(said) > 1:
-        return ByHint(hint, rules)
+        return ByHint(rules, hint)
     ((axes, spec),) = said
     # Another layout may have a mesh or a memory kind, and may shard more dimensions than the annotation says. In a bare
     # spec all of this would be lost.
     if spec is not None and isinstance(rules, AxisRules | Unspecified):
         return spec
     if axes is None or not isinstance(rules, AxisRules):
-        return ByHint(hint, rules)
+        return ByHint(rules, hint)
     return spec_of_axes(rules, axes, None, None)
 
 
 @dataclass(frozen=True, repr=False, eq=False)
-class ByHint(Layout):
+class ByHint(Modified):
     """Rules for leaves whose axes come from an annotation, once the arrays are known."""
 
     hint: Hint
-    rules: Layout
-
-    @property
-    def given_names(self) -> Mapping[type, Names]:
-        return self.rules.given_names
-
-    @property
-    def own_mesh(self) -> Mesh | AbstractMesh | None:
-        return self.rules.own_mesh
 
     def resolve(self, leaves: Sequence[Leaf], mesh: MeshView, before: Sequence[Decision] | None = None) -> Resolution:
         named = [self._named(leaf) for leaf in leaves]
         # With the named leaves, messages and rows of a plan have the axes.
-        return self.rules.resolve(named, mesh, before)._replace(leaves=named)
+        return self.layout.resolve(named, mesh, before)._replace(leaves=named)
 
     def _named(self, leaf: Leaf) -> Leaf:
         path = leaf.patterned[0]
@@ -156,13 +146,13 @@ class ByHint(Layout):
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, ByHint):
             return False
-        return (self.rules, _compared(self.hint)) == (other.rules, _compared(other.hint))
+        return (self.layout, _compared(self.hint)) == (other.layout, _compared(other.hint))
 
     def __hash__(self) -> int:
-        return hash((self.hint.text, self.rules))
+        return hash((self.hint.text, self.layout))
 
     def __repr__(self) -> str:
-        return f"{self.rules!r} by `{self.hint.text}`"
+        return f"{self.layout!r} by `{self.hint.text}`"
 
 
 def _compared(hint: Hint | None) -> Any:

@@ -8,7 +8,7 @@ from typing import Any, Generic, TypeVar, get_args, get_origin
 
 from jax.tree_util import tree_flatten_with_path
 
-from functree.errors import FunctreeError, Problem, RuleError, count, did_you_mean
+from functree.errors import FunctreeError, Problem, RuleError, count, did_you_mean, listed
 from functree.parameters import EXTENT, FUNCTION, ITERABLE, check, check_callback, shown
 from functree.tree.arrays import value_text
 from functree.tree.filters.filter import Filter, as_filter, bare_class
@@ -201,9 +201,7 @@ class Selection(Generic[T]):
     def __repr__(self) -> str:
         text = f"{count(len(self._paths), 'part')} of {type(self._tree).__name__}"
         if self._paths:
-            text += ": " + ", ".join(str(path) or "the whole" for path in self._paths[:4])
-        if len(self._paths) > 4:
-            text += f" and {len(self._paths) - 4} more"
+            text += ": " + listed([str(path) or "the whole" for path in self._paths])
         return f"<{text}>"
 
     # How the parts are found and changed

@@ -5,7 +5,7 @@ from typing import Any
 
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
-from functree.errors import Problem, ShardingError, count, did_you_mean
+from functree.errors import Problem, ShardingError, count, did_you_mean, listed
 from functree.layout.decision import Decision, apply_spec, whole
 from functree.layout.layout import Layout, Resolution
 from functree.layout.meshes import MeshView, mesh_view
@@ -166,9 +166,8 @@ class Plan(Value, Layout):
         unnamed = [row for row in self.rows if row.shape and not any(row.axes)]
         if not names or not unnamed:
             return []
-        paths = ", ".join(f"`{row.path}`" for row in unnamed[:4])
-        more = f" and {len(unnamed) - 4} more" if len(unnamed) > 4 else ""
-        return [f"WARNING {', '.join(names)}: named no leaf, and these have no axis names: {paths}{more}"]
+        paths = listed([f"`{row.path}`" for row in unnamed])
+        return [f"WARNING {', '.join(names)}: named no leaf, and these have no axis names: {paths}"]
 
     def _unused_names(self) -> list[str]:
         """The classes in `names=` that have named no leaf."""

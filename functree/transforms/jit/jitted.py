@@ -10,7 +10,7 @@ from jax.core import Tracer
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.tree_util import tree_map
 
-from functree.calls.body import Arguments, Body
+from functree.calls.body import Arguments, Body, donated_places
 from functree.calls.call_groups import CallGroup, FoundCall
 from functree.calls.checks import check_mesh, warn_constants, warn_placed
 from functree.calls.donation import check_donated, is_deleted, refuse_deleted
@@ -81,10 +81,9 @@ class Jit(Function[_P, _T]):
         return f"<ft.jit of {self._signature.name}>"
 
     def _key(self, found: FoundCall) -> Hashable:
-        mesh = self._options.mesh or current_mesh()
-        if self._laid_out:
-            return (mesh, self._rules(), *found.kinds())
-        return (mesh, self._rules(), found.placement())
+        # In the trace of an outer function a program donates nothing, and has constraints in the place of shardings.
+        start = (tracing(), self._options.mesh or current_mesh(), self._rules())
+        return (*start, *found.kinds()) if self._laid_out else (*start, found.placement())
 
     def _rules(self) -> Layout | None:
         """The rules that are ambient in the body of a call that is made now."""
@@ -103,21 +102,21 @@ class Jit(Function[_P, _T]):
         unplaced = {i: x for i, x in enumerate(arrays) if self._by_rules(group.paths[i]) and is_unplaced(x)}
         if not unplaced:
             return found
-        key = (mesh, rules, tuple((i, x.shape, x.dtype) for i, x in unplaced.items()))
+        # A traced array without names is left to the compiler; any other one is replicated, which is warned of.
+        key = (mesh, rules, tuple((i, x.shape, x.dtype, isinstance(x, Tracer)) for i, x in unplaced.items()))
         targets = group.targets.get(key)
         if targets is None:
             layouts = rules_for_parameters(rules, self._signature)
-            targets = group.targets[key] = find_targets(call, unplaced, layouts, mesh)
+            donated = donated_places(group.paths, options.donated)
+            targets = group.targets[key] = find_targets(call, unplaced, layouts, mesh, donated)
         put = [row.path for i, row in targets.rows.items() if row.shape and is_concrete(arrays[i])]
         warn_placed(self._signature.name, put, self._placings)
-        donated = set(Arguments(group.paths, options.donated).donated) if options.donated else ()
-        new = targets.place(arrays, donated)
+        new = targets.place(arrays)
         return FoundCall(group, new, all(map(is_concrete, new)))
 
     def _by_rules(self, path: Path) -> bool:
         """Whether the rules decide about an argument that nobody has placed: `in_shardings` has no entry for it."""
-        layouts = self._layouts
-        return layouts is None or (layouts.by_name is not None and path[0] not in layouts.by_name)
+        return self._layouts is None or not self._layouts.has_entry(path)
 
     def _program(self, call: Any, found: FoundCall) -> Program:
         name, options, (group, arrays, _) = self._signature.name, self._options, found

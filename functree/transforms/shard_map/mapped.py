@@ -20,7 +20,7 @@ from functree.calls.signature import Bound, Signature, closed_over
 from functree.calls.traces import Traces
 from functree.errors import ShardingError, did_you_mean
 from functree.layout.layout import Layout, LayoutTree
-from functree.layout.meshes import NO_MESH, current_mesh, mesh_view
+from functree.layout.meshes import NO_MESH, current_mesh, mesh_view, tracing
 from functree.layout.placement import first_mesh
 from functree.placing.ambient import Surroundings, ambient_rules, axis_rules
 from functree.transforms.shard_map.manual_mesh import ManualMesh
@@ -67,7 +67,8 @@ class Mapped(Function[_P, _T]):
         return f"<ft.shard_map of {self._signature.name}>"
 
     def _key(self, found: FoundCall) -> Hashable:
-        return (self._place(found.arrays), self._rules(), *found.kinds())
+        # In the trace of an outer function, custom derivative rules have to keep the rules of the body.
+        return (tracing(), self._place(found.arrays), self._rules(), *found.kinds())
 
     def _rules(self) -> Layout | None:
         """The rules that are ambient in the body of a call that is made now."""
