@@ -86,7 +86,8 @@ EXTENT = Takes("an integer, at least 0", _is_extent)
 POSITIVE = Takes("a positive number", lambda value: is_number(value) and value > 0)
 FRACTION = Takes("a number from 0 to 1", lambda value: is_number(value) and 0 <= value <= 1)
 DECAY = Takes("at least 0 and less than 1", lambda value: is_number(value) and 0 <= value < 1)
-FUNCTION = Takes("a function", callable)
+# A `staticmethod` is callable, but a function that wraps one is bound to instances.
+FUNCTION = Takes("a function", lambda value: callable(value) and not isinstance(value, staticmethod))
 KEY = Takes("a random key, such as `jax.random.key(0)`", is_key)
 FLOATING = Takes("a floating-point dtype, such as `jnp.float32`", is_floating)
 TEXT = Takes("a text", lambda value: isinstance(value, str))
@@ -115,7 +116,10 @@ def problems(**given: tuple[object, Takes]) -> Iterator[Problem]:
     """
     for name, (value, takes) in given.items():
         if not takes.fits(value):
-            yield Problem(None, None, f"{name}={shown(value)}", f"it must be {takes.text}")
+            remedy = ""
+            if isinstance(value, staticmethod | classmethod | property):
+                remedy = f"put `@{type(value).__name__}` above the decorators of functree"
+            yield Problem(None, None, f"{name}={shown(value)}", f"it must be {takes.text}", remedy)
 
 
 def check(headline: str, **given: tuple[object, Takes]) -> None:

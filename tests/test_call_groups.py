@@ -1,5 +1,6 @@
 """A call ─► its group, and its arrays."""
 
+import itertools
 from typing import Any
 
 import jax
@@ -97,6 +98,41 @@ def test_a_call_that_its_own_code_does_not_take(make: Any):
         assert len(found.arrays) == 1 and found.arrays[0] is A and found.concrete
     f = ft.jit(lambda tree: [2 * x for x in jax.tree.leaves(tree)])
     assert np.array_equal(f(make())[0], 2 * A) and np.array_equal(f(make())[0], 2 * A)
+
+
+@pytest.mark.filterwarnings("ignore:Python iterable type")
+@pytest.mark.parametrize("static", [(), "x"], ids=["", "static"])
+@pytest.mark.parametrize("kind", ["generator", "map", "zip", "chain", "list_iterator"])
+def test_what_a_trace_would_use_up_is_no_argument(kind: str, static: Any):
+    made: Any = {
+        "generator": (a for a in [A]),
+        "map": map(jnp.sin, [A]),
+        "zip": zip([A], [A], strict=True),
+        "chain": itertools.chain([A]),
+        "list_iterator": iter([A]),
+    }[kind]
+    f = ft.jit(lambda x: jax.tree.map(jnp.add, *x), static_argnames=static)
+    why = "would be used up by the trace, and its arrays would be constants of the program"
+    with raises("1 leaf cannot be static", f"x   {kind}", why, "pass a list or an array"):
+        f(made)
+
+
+class Loader:
+    """Data, one batch after the other."""
+
+    def __iter__(self) -> Any:
+        return self
+
+    def __next__(self) -> Any:
+        return A
+
+    @ft.jit
+    def halved(self, x: Any) -> Any:
+        return x / 2
+
+
+def test_an_iterator_of_ones_own_is_static():
+    assert np.array_equal(Loader().halved(A), A / 2)
 
 
 def test_a_mutable_array_is_no_argument():

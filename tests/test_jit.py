@@ -302,6 +302,52 @@ def test_what_is_not_callable():
         ft.jit(3)  # type: ignore[call-overload]
 
 
+@pytest.mark.parametrize("wrapper", [ft.jit, lambda f: ft.shard_map(f, in_specs=ft.P(), out_specs=ft.P())])
+@pytest.mark.parametrize("kind", [staticmethod, classmethod, property])
+def test_what_decorates_a_method_comes_above(wrapper: Any, kind: Any):
+    with raises("it must be a function", f"put `@{kind.__name__}` above the decorators of functree"):
+        wrapper(kind(lambda x: x))
+
+
+def noted(x: Any) -> Any:
+    return 2 * x
+
+
+noted.unit = "m"  # type: ignore[attr-defined]
+WRAPPED = {
+    "jit": ft.jit,
+    "shard_map": lambda f: ft.shard_map(f, in_specs=ft.P(), out_specs=ft.P()),
+    "typed": ft.typed,
+    "grad": ft.grad,
+    "jit of a grad": lambda f: ft.jit(ft.grad(f)),
+}
+
+
+@pytest.mark.parametrize("wrapper", WRAPPED)
+def test_attributes_of_a_function_are_those_of_the_wrapper(wrapper: str):
+    wrapped = WRAPPED[wrapper](noted)
+    assert wrapped.unit == "m" and wrapped.__name__ == "noted" and wrapped.__wrapped__.__name__ == "noted"
+    # The fields of a module are not those of its wrapper.
+    assert not hasattr(WRAPPED[wrapper](linear()), "weight")
+
+
+class WithStatic:
+    @staticmethod
+    @ft.jit
+    def double(x: Any) -> Any:
+        return 2 * x
+
+    @classmethod
+    @ft.jit
+    def named(cls, x: Any) -> Any:
+        return {cls.__name__: x}
+
+
+def test_static_methods_and_class_methods():
+    assert np.array_equal(WithStatic().double(X), 2 * X) and np.array_equal(WithStatic.double(X), 2 * X)
+    assert np.array_equal(WithStatic().named(X)["WithStatic"], X)
+
+
 # Parameters
 
 
@@ -410,6 +456,44 @@ def test_parameters_that_there_are_not(option: str):
         ft.jit(body, **{option: wrong})
     with raises(f"{option}=0.5: ", "body has no such parameter", "its parameters are model, batch"):
         ft.jit(body, **{option: 0.5})
+
+
+def test_gradients_of_integers_are_static():
+    loss = jax.grad(lambda m: m["w"].sum() + m["n"].astype(float), allow_int=True)
+    gradient = loss({"w": X, "n": jnp.int32(3)})
+    f = ft.jit(lambda gradient: jax.tree.map(lambda x: x, gradient))
+    for _ in range(2):
+        found = f(loss({"w": X, "n": jnp.int32(3)}))
+        assert found["n"].dtype == jax.dtypes.float0 and np.array_equal(found["w"], gradient["w"])
+    assert len(f.compilations) == 1
+
+
+class Hidden:
+    """An array that JAX does not see."""
+
+    def __init__(self, x: Any):
+        self.x = x
+
+    def __jax_array__(self) -> Any:
+        return self.x
+
+
+def test_an_array_that_jax_does_not_see_is_refused():
+    f = ft.jit(lambda tree: jax.tree.leaves(tree)[0] * 2)
+    why = "has an array that JAX cannot see, because its class is no pytree"
+    with raises("1 leaf cannot be static", "tree.a.0   Hidden", why, "register the class, or pass the array itself"):
+        f({"a": [Hidden(X)]})
+
+
+@pytest.mark.parametrize(("static", "donated"), [("x", "x"), ("x", 0), ("mode", "mode"), ("more", "mode")])
+def test_what_is_static_is_not_donated(static: str, donated: Any):
+    def body(x: Any, **more: Any) -> Any:
+        return x
+
+    name = {"x": "x", 0: "x", "mode": "more.mode"}[donated]
+    with raises(f"donate='{name}'", "is static", "no array that can be donated", "leave it out of `donate`, or out of"):
+        ft.jit(body, static_argnames=static, donate=donated)
+    ft.jit(body, static_argnames=static, donate=...)  # of all parameters those that have arrays
 
 
 REFUSED = {

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from checks import raises
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int, PyTree
 from meshes import mesh_of
@@ -405,6 +406,24 @@ def with_option(fun: Any) -> Any:
 
 def scaled(factor: Any, x: Any) -> Any:
     return jnp.sum(factor * x)
+
+
+class Unsigned:
+    """A callable whose signature cannot be asked for."""
+
+    @property
+    def __signature__(self) -> Any:
+        raise TypeError("no signature")
+
+    def __call__(self, x: Any) -> Any:
+        return 2 * x
+
+
+@pytest.mark.parametrize("fun", [int, max, Unsigned()], ids=["int", "max", "Unsigned"])
+def test_a_callable_without_a_signature(fun: Any):
+    for wrapper in (ft.jit, ft.typed, lambda fun: signature_layouts(fun, RULES)):
+        with raises(f"{fun!r} has no signature: wrap it in a function, `lambda x: ...`"):
+            wrapper(fun)
 
 
 class Twice(eqx.Module):

@@ -104,6 +104,8 @@ def test_no_other_is_equal(i: int):
         lambda: jax.tree.structure([{1: 0}, None]),
         lambda: ft.Axes("a", None),
         lambda: "a" * 1000,
+        lambda: np.zeros((2, 3), jax.dtypes.float0),
+        lambda: (np.zeros(2, jax.dtypes.float0), 1),
     ],
 )
 def test_what_is_made_twice_is_equal(make: Any):

@@ -6,9 +6,11 @@ from typing import Any
 from jax.core import Tracer
 from jax.tree_util import GetAttrKey, register_pytree_with_keys
 
-from functree.calls.signature import closed_over
+from functree.calls.signature import RESULT, closed_over
+from functree.calls.static_arguments import runs_once
 from functree.errors import FunctreeError, Problem, count
 from functree.tree.leaves import read, too_deep
+from functree.tree.paths import Path
 from functree.tree.skeleton.skeleton import Skeleton
 
 
@@ -38,8 +40,8 @@ class Output:
             name: the name of the function.
 
         Raises:
-            FunctreeError: a static value of the result is a traced array, or a function that closes over one. It must
-                not be used after the trace.
+            FunctreeError: a static value of the result is a traced array, a function that closes over one, or what
+                computes only when it is used, such as a generator. It must not be used after the trace.
         """
         try:
             skeleton, values = Skeleton.apart(tree)
@@ -51,12 +53,16 @@ class Output:
             raise
         problems: list[Problem] = []
         for path, value in skeleton.statics:
+            what, why, remedy = "", "", ""
             if isinstance(value, Tracer):
-                why = "is a traced array in a static field, which would be used after its trace has ended"
-                problems.append(Problem(path, None, "", why, "declare the field without `static=True`"))
+                why, remedy = "is a traced array in a static field", "declare the field without `static=True`"
             elif any(isinstance(held, Tracer) for held in closed_over(value).values()):
-                why = "closes over a traced array, which would be used after its trace has ended"
-                problems.append(Problem(path, None, "", why, "return the array itself"))
+                why, remedy = "closes over a traced array", "return the array itself"
+            elif runs_once(value):
+                what, why, remedy = type(value).__name__, "computes when it is used", "return a list or an array"
+            if remedy:
+                why += ", which would be after its trace has ended"
+                problems.append(Problem(Path((RESULT, *path)), None, what, why, remedy))
         if problems:
             number = count(len(problems), "static value")
             raise FunctreeError(f"{name}: the result has {number} that would outlive the trace", problems)

@@ -4,6 +4,7 @@ import functools
 import inspect
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping
+from types import FunctionType, MethodType
 from typing import Any, NamedTuple
 
 from jax.tree_util import default_registry
@@ -139,6 +140,14 @@ class Signature:
         return bound.args, bound.kwargs
 
 
+def attributes_of(fun: Any) -> tuple[str, ...]:
+    """The `updated=` of `functools.update_wrapper`: a wrapper gets the attributes that a user gave to a function.
+
+    The `__dict__` of another callable, such as a module, has its fields, which a wrapper must not get.
+    """
+    return functools.WRAPPER_UPDATES if isinstance(fun, FunctionType | MethodType) else ()
+
+
 def inspected(fun: Any) -> inspect.Signature:
     """The signature by which a callable is called. Raises FunctreeError if it is written in C and has none.
 
@@ -147,12 +156,12 @@ def inspected(fun: Any) -> inspect.Signature:
     """
     try:
         own = inspect.signature(fun, follow_wrapped=False)
-    except ValueError:  # such as a function that `jax.jit` returned
+    except (ValueError, TypeError):  # such as a function that `jax.jit` returned
         own = None
     try:
         if own is None or [p.kind for p in own.parameters.values()] == _ANY_ARGUMENTS:
             return inspect.signature(fun)
-    except ValueError as error:
+    except (ValueError, TypeError) as error:
         raise FunctreeError(f"{fun!r} has no signature: wrap it in a function, `lambda x: ...`") from error
     return own
 

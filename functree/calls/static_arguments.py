@@ -1,5 +1,6 @@
 """Arguments of `static_argnums` and `static_argnames` ─► static leaves of a call, even if they contain arrays."""
 
+from collections.abc import AsyncIterator, Awaitable, Iterator
 from typing import Any
 
 import jax
@@ -48,15 +49,33 @@ def _opened(value: Any) -> Any:
     return value.value if isinstance(value, StaticArgument) else value
 
 
+def runs_once(value: object) -> bool:
+    """Whether a value is only a computation, which runs once, when it is iterated or awaited: a generator, a `map`.
+
+    An object of another class that can be iterated, such as a loader of data, may be static.
+    """
+    return isinstance(value, Iterator | AsyncIterator | Awaitable) and type(value).__module__ in _PYTHONS_OWN
+
+
+_PYTHONS_OWN = ("builtins", "itertools")
+
+
 def check_static(skeleton: Skeleton) -> None:
-    """Raise FunctreeError if static values of a call cannot be hashed. The error lists them by path."""
+    """Raise FunctreeError for values of a call that cannot be static. The error lists them by path."""
     # Static arguments first: they have another remedy than leaves that are not arrays.
     problems: list[Problem] = []
     for path, static in skeleton.statics:
         if isinstance(static, jax.Ref):
             why, remedy = "is mutable, so it can be neither an argument nor static", "pass its value, `ref[...]`"
             problems.append(Problem(path, None, "Ref", why, remedy))
-        if isinstance(static, StaticArgument) and not is_hashable(static):
+        elif hasattr(type(static), "__jax_array__"):
+            why = "has an array that JAX cannot see, because its class is no pytree"
+            remedy = "register the class, or pass the array itself, `jnp.asarray(...)`"
+            problems.append(Problem(path, None, type(static).__name__, why, remedy))
+        elif runs_once(_opened(static)):
+            why = "would be used up by the trace, and its arrays would be constants of the program"
+            problems.append(Problem(path, None, type(_opened(static)).__name__, why, "pass a list or an array"))
+        elif isinstance(static, StaticArgument) and not is_hashable(static):
             why, value = "is declared static, but cannot be hashed", static.value
             remedy = "make it hashable"
             if is_array(value):

@@ -30,18 +30,23 @@ class Peer(NamedTuple):
     Attributes:
         files: the pattern of its test files.
         replaced: the last line of the imports of a test file, as a pattern; behind it, our functions are imported.
-        options: further options of pytest.
+        words: further patterns that are replaced, each with its replacement.
     """
 
     files: str
     replaced: str
-    options: tuple[str, ...] = ()
+    words: tuple[tuple[str, str], ...] = ()
 
 
 # The first statement that is no import.
 _AFTER_IMPORTS = r"(?m)^(?=(?:[A-Za-z_]+ *=|def |class |@|config\.|jax\.config\.|jtu\.|absltest\.|if ))"
 PEERS = {
-    "jax": Peer("*_test.py", r"(?m)^(?:jax\.)?config\.parse_flags_with_absl\(\)\n"),
+    "jax": Peer(
+        "*_test.py",
+        r"(?m)^(?:jax\.)?config\.parse_flags_with_absl\(\)\n",
+        # The deprecated way to enter a mesh, which functree refuses.
+        ((r"\bwith (mesh\w*|global_mesh|m\d?):", r"with jax.set_mesh(\1):"), (r"\bjtu\.with_mesh\(", "with_mesh(")),
+    ),
     "equinox": Peer("test_*.py", _AFTER_IMPORTS),
     "haliax": Peer("test_*.py", _AFTER_IMPORTS),
 }
@@ -52,7 +57,10 @@ def translated(text: str, peer: str) -> str:
     found = re.search(PEERS[peer].replaced, text)
     if found is None:
         sys.exit(f"no end of the imports was found, by {PEERS[peer].replaced}")
-    return f"{text[: found.end()]}from replaced_{peer} import *  # noqa: F403\n{text[found.end() :]}"
+    imports, rest = text[: found.end()], text[found.end() :]
+    for pattern, words in PEERS[peer].words:
+        rest = re.sub(pattern, words, rest)
+    return f"{imports}from replaced_{peer} import *  # noqa: F403\n{rest}"
 
 
 def results(folder: Path, file: str, timeout: int, options: tuple[str, ...]) -> dict[str, str]:
@@ -94,7 +102,7 @@ def main() -> int:
     files = sorted(path.name for path in options.folder.glob(PEERS[options.peer].files))
     if not files:
         parser.error(f"{options.folder} has no {PEERS[options.peer].files}")
-    more = (*PEERS[options.peer].options, *(("-k", options.only) if options.only else ()))
+    more = ("-k", options.only) if options.only else ()
     lost = 0
     with tempfile.TemporaryDirectory() as temporary:
         plain, ours = Path(temporary) / "plain", Path(temporary) / "ours"

@@ -1,15 +1,19 @@
 """`jax.jit` and `pjit` by `ft.jit`, with the names and the habits of jax: what the tests of jax import."""
 
+import functools
+import inspect
 import types
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import jax as real
 import jax.numpy as jnp
+import numpy as np
 
 import functree as ft
 
-__all__ = ["jax", "jit", "pjit"]
+__all__ = ["jax", "jit", "pjit", "with_mesh"]
 
 NUMBERS = bool | int | float | complex
 
@@ -20,35 +24,61 @@ def _several(which: Any) -> tuple[Any, ...]:
     return tuple(which) if isinstance(which, Iterable) and not isinstance(which, str) else (which,)
 
 
+def _traced(tree: Any) -> Any:
+    """Python's numbers as arrays: they are traced by `jax.jit`, and static in `ft.jit`."""
+    return real.tree.map(lambda x: jnp.asarray(x) if isinstance(x, NUMBERS) else x, tree)
+
+
+class Stage:
+    """What `trace`, `lower` and `compile` return, which may be called with Python's numbers."""
+
+    def __init__(self, stage: Any):
+        self._stage = stage
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._stage(*_traced(args), **_traced(kwargs))
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._stage, name)
+        if name not in ("lower", "compile"):
+            return value
+        return lambda *args, **kwargs: Stage(value(*args, **kwargs))
+
+
 class Replaced:
-    """A function by `ft.jit`. Python numbers are traced, as by `jax.jit`; in `ft.jit` they are static."""
+    """A function by `ft.jit`. Python's numbers are traced, as by `jax.jit`."""
 
     def __init__(self, fun: Callable[..., Any], options: dict[str, Any]):
         self._fun = ft.jit(fun, **options)
-        self.__wrapped__ = fun
-        self._static = (_several(options.get("static_argnums")), _several(options.get("static_argnames")))
+        functools.update_wrapper(self, fun, updated=())
+        self._positions = {n for n in _several(options.get("static_argnums")) if n >= 0}
+        self._names = set(_several(options.get("static_argnames")))
+        parameters = list(inspect.signature(fun).parameters)
+        self._names |= {parameters[n] for n in _several(options.get("static_argnums")) if -n <= len(parameters) > n}
+        self._positions |= {parameters.index(name) for name in self._names if name in parameters}
 
     def _arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        numbers, names = self._static
-        static = {n % max(len(args), 1) for n in numbers}
-        made = tuple(x if i in static else _traced(x) for i, x in enumerate(args))
-        return made, {name: x if name in names else _traced(x) for name, x in kwargs.items()}
+        made = tuple(x if i in self._positions else _traced(x) for i, x in enumerate(args))
+        return made, {name: x if name in self._names else _traced(x) for name, x in kwargs.items()}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         args, kwargs = self._arguments(args, kwargs)
         return self._fun(*args, **kwargs)
 
-    def trace(self, *args: Any, **kwargs: Any) -> Any:
+    def trace(self, *args: Any, **kwargs: Any) -> Stage:
         args, kwargs = self._arguments(args, kwargs)
-        return self._fun.trace(*args, **kwargs)
+        return Stage(self._fun.trace(*args, **kwargs))
 
-    def lower(self, *args: Any, **kwargs: Any) -> Any:
+    def lower(self, *args: Any, **kwargs: Any) -> Stage:
         args, kwargs = self._arguments(args, kwargs)
-        return self._fun.lower(*args, **kwargs)
+        return Stage(self._fun.lower(*args, **kwargs))
 
     def eval_shape(self, *args: Any, **kwargs: Any) -> Any:
         args, kwargs = self._arguments(args, kwargs)
         return self._fun.eval_shape(*args, **kwargs)
+
+    def _cache_size(self) -> int:
+        return len(self._fun.compilations)
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         return self if instance is None else types.MethodType(self, instance)
@@ -57,14 +87,9 @@ class Replaced:
         return getattr(self.__dict__["_fun"], name)
 
 
-def _traced(tree: Any) -> Any:
-    return real.tree.map(lambda x: jnp.asarray(x) if isinstance(x, NUMBERS) else x, tree)
-
-
 def jit(fun: Any = None, /, *, donate_argnums: Any = None, donate_argnames: Any = None, **options: Any) -> Any:
-    donated = (*_several(donate_argnums), *_several(donate_argnames))
-    if donated:
-        options["donate"] = donated
+    if donate_argnums is not None or donate_argnames is not None:
+        options["donate"] = (*_several(donate_argnums), *_several(donate_argnames))
     for name in ("device", "backend", "abstracted_axes"):
         if options.get(name, ...) is None:
             del options[name]
@@ -74,6 +99,15 @@ def jit(fun: Any = None, /, *, donate_argnums: Any = None, donate_argnames: Any 
 
 
 pjit = jit
+
+
+@contextmanager
+def with_mesh(named_shape: Sequence[tuple[str, int]]) -> Iterator[None]:
+    """`with_mesh` of jax' own test utilities, which enters `with mesh:`."""
+    names, sizes = zip(*named_shape, strict=True) if named_shape else ((), ())
+    devices = np.array(real.devices()[: int(np.prod(sizes, dtype=int))]).reshape(sizes)
+    with real.set_mesh(real.sharding.Mesh(devices, names)):
+        yield
 
 
 class _Jax(types.ModuleType):

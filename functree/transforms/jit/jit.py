@@ -1,6 +1,6 @@
 """A function of modules, and layouts ─► the compiled function, whose donated state keeps its shardings."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, ParamSpec, TypeVar, overload
 
 from jax.sharding import AbstractMesh, Mesh
@@ -100,8 +100,8 @@ def jit(
 
     Raises:
         FunctreeError: `fun` is not a function, or has no signature that Python can read; an option is unknown, or names
-            an unknown parameter; (when called) a leaf is neither an array nor hashable, an argument is deleted, or an
-            array is donated twice.
+            an unknown parameter; a parameter is both static and donated; (when called) a leaf is neither an array nor
+            hashable, an argument is deleted, an array is donated twice, or the result is a generator.
         RuleError: `in_shardings` does not have the structure of the parameters, or has a layout for a static one;
             `rules` is not a layout.
         ShardingError: `mesh` is not a mesh, or only has sizes; (when called) a layout does not fit an argument, an
@@ -140,10 +140,23 @@ def jit(
         static = frozenset(_named(signature, "static_argnums", static_argnums))
         static |= frozenset(_named(signature, "static_argnames", static_argnames))
         donated = frozenset(signature.parameters if donate is ... else _named(signature, "donate", donate))
+        if donate is not ...:
+            _check_not_static(donated, static)
         options = JitOptions(*layouts, mesh, layout, donated, static, own)
         return Jit(fun, bound, traces_of(bound, signature, Jit, tuple(options)), options)
 
     return wrap if fun is None else wrap(fun)
+
+
+def _check_not_static(donated: Iterable[str], static: Collection[str]) -> None:
+    """Raise FunctreeError for parameters that are both donated and static."""
+    for name in sorted(donated):
+        # `more` is all of `**more`, and `more.mode` is one argument in it.
+        if name in static or name.partition(".")[0] in static:
+            raise FunctreeError(
+                f"donate={name!r}: `{name}` is static, so it has no array that can be donated: leave it out of "
+                "`donate`, or out of `static_argnums` and `static_argnames`"
+            )
 
 
 _OPTIONS = (

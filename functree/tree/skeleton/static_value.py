@@ -5,6 +5,7 @@ import functools
 from decimal import Decimal
 from typing import Any
 
+import jax
 import numpy as np
 from jax.tree_util import PyTreeDef
 
@@ -55,6 +56,8 @@ def same_value(one: Any, other: Any) -> bool:
         return len(one) == len(other) and _values(one) == _values(other)
     if cls is frozenset or cls is set:
         return {StaticValue(x) for x in one} == {StaticValue(x) for x in other}
+    if _is_float0(one):
+        return _is_float0(other) and one.shape == other.shape
     if cls is PyTreeDef:
         # A treedef's own `==` compares static fields by `==`: 1 and True would be equal, and nan different from nan.
         return same_value(one.node_data(), other.node_data()) and same_value(one.children(), other.children())
@@ -91,6 +94,11 @@ def _is_number(cls: type) -> bool:
     return cls is float or cls is complex or cls is Decimal or issubclass(cls, np.number)
 
 
+def _is_float0(value: Any) -> bool:
+    """Whether a value is what JAX returns as the gradient of integers: an array that holds only its shape."""
+    return isinstance(value, np.ndarray) and value.dtype == jax.dtypes.float0
+
+
 def _hash(value: Any) -> int:
     """A hash that is the same for values that are `same_value`. Raises TypeError for a value without a hash."""
     cls = type(value)
@@ -100,6 +108,8 @@ def _hash(value: Any) -> int:
         return hash((cls, frozenset(map(_hash, value))))
     if _is_plain_tuple(cls):
         return hash((cls, *map(_hash, value)))
+    if _is_float0(value):
+        return hash((cls, value.shape))
     if cls is PyTreeDef:
         return _structure_hash(value)
     fields = _compared_fields(cls)
@@ -122,6 +132,8 @@ def _structure_hash(treedef: Any) -> int:
 
 def is_hashable(value: Any) -> bool:
     """Whether a value can be hashed."""
+    if _is_float0(value):
+        return True
     try:
         hash(value)
     except TypeError:
