@@ -1,6 +1,7 @@
 """`ft.jit` inside JAX's transforms, around them and inside itself: the values and shardings of plain JAX."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import equinox as eqx
@@ -312,17 +313,46 @@ def test_silent_failure_41_a_function_first_called_inside_a_trace(options: str, 
         assert f(jnp.asarray(Y)).sharding.num_devices == 1
 
 
+AROUND = {"eager": lambda f: f, "jax.jit": jax.jit, "ft.jit": ft.jit, "ft.jit, mesh=": ft.jit(mesh=EXPLICIT)}
+
+
+@pytest.mark.parametrize("ambient", [False, True], ids=["", "set_mesh"])
 @pytest.mark.parametrize("options", [name for name in FIRST_INSIDE if name != "donated"])
-@pytest.mark.parametrize("around", [lambda f: f, jax.jit], ids=["eager", "in jit"])
-def test_auto_axes_of_it(options: str, around: Any):
+@pytest.mark.parametrize("around", AROUND)
+def test_auto_axes_of_it(options: str, around: str, ambient: bool):
     sharding = NamedSharding(EXPLICIT, P("data", "model"))
     x = jax.device_put(Y, sharding)
     f = ft.jit(lambda x: x * 2, **FIRST_INSIDE[options])
-    found = around(lambda x: jax.sharding.auto_axes(f, out_sharding=sharding)(x))(x)
+    with jax.set_mesh(EXPLICIT) if ambient else nullcontext():
+        found = AROUND[around](lambda x: jax.sharding.auto_axes(f, out_sharding=sharding)(x))(x)
+        assert np.array_equal(found, 2 * Y) and found.sharding == sharding
+        if ambient and options != "in_shardings":  # NumPy's array is replicated by auto_axes
+            found = AROUND[around](lambda: jax.sharding.auto_axes(f, out_sharding=sharding)(Y))()
+            assert np.array_equal(found, 2 * Y) and found.sharding == sharding
+        other = ft.jit(lambda x: x * 2, mesh=EXPLICIT)
+        here = r"x   f32\[4, 8\]\n +is on the mesh \(data=2, model=4\) with Auto axes"
+        with pytest.raises(ft.ShardingError, match=here):
+            AROUND[around](lambda x: jax.sharding.auto_axes(other, out_sharding=sharding)(x))(x)
+
+
+@pytest.mark.parametrize("around", ["eager", "jax.jit", "ft.jit"])
+@pytest.mark.parametrize("options", [name for name in FIRST_INSIDE if name != "donated"])
+def test_explicit_axes_of_it(options: str, around: str):
+    sharding = NamedSharding(MESH, P("data", "model"))
+    x = jax.device_put(Y, sharding)
+    f = ft.jit(lambda x: x * 2, **FIRST_INSIDE[options])
+    with jax.set_mesh(MESH):
+        found = AROUND[around](lambda x: jax.sharding.explicit_axes(f, in_sharding=P("data", "model"))(x))(x)
     assert np.array_equal(found, 2 * Y) and found.sharding == sharding
-    other = ft.jit(lambda x: x * 2, mesh=EXPLICIT)
-    with pytest.raises(ft.ShardingError, match=r"x   f32\[4, 8\]\n +is on the mesh \(data=2, model=4\) with Auto axes"):
-        around(lambda x: jax.sharding.auto_axes(other, out_sharding=sharding)(x))(x)
+
+
+def test_auto_axes_in_a_body_do_not_lose_the_devices():
+    def body(x: Any) -> Any:
+        return ft.constrain(x * 2, P("data", "model"))
+
+    spec = P("data", "model")
+    f = ft.jit(lambda x: jax.sharding.auto_axes(body, out_sharding=spec)(x), mesh=EXPLICIT)
+    assert f(Y).sharding == NamedSharding(EXPLICIT, spec)
 
 
 @pytest.mark.parametrize("mesh", [MESH, EXPLICIT], ids=["auto", "explicit"])

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import jax
 from jax.interpreters import pxla
-from jax.sharding import AbstractMesh, Mesh
+from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from functree.errors import ShardingError
 
@@ -106,14 +106,17 @@ def traced_under(mesh: Mesh | AbstractMesh) -> Iterator[None]:
 
 def _with_devices(abstract: AbstractMesh) -> Mesh | AbstractMesh:
     """The current mesh with its devices, if they are known."""
-    if tracing():
-        known: Mesh | None = _DEVICES.value
-        return known if known is not None and known.abstract_mesh == abstract else abstract
-    mesh = jax.sharding.get_mesh()
+    known: Mesh | None = _DEVICES.value if tracing() else jax.sharding.get_mesh()
     # `jax.sharding.use_abstract_mesh` may have set an abstract mesh that is not the abstract mesh of this one.
-    if isinstance(mesh, Mesh) and dict(mesh.shape) == dict(abstract.shape):
-        return mesh
-    return abstract
+    if not isinstance(known, Mesh) or tuple(known.shape.items()) != tuple(abstract.shape.items()):
+        return abstract
+    # `auto_axes` and `explicit_axes` change the types of the axes, and not the devices.
+    return known if known.axis_types == abstract.axis_types else _with_types(known, abstract.axis_types)
+
+
+@functools.lru_cache(maxsize=16)
+def _with_types(mesh: Mesh, axis_types: tuple[AxisType, ...]) -> Mesh:
+    return Mesh(mesh.devices, mesh.axis_names, axis_types)
 
 
 def abstract_mesh(mesh: Mesh | AbstractMesh) -> AbstractMesh:
