@@ -96,6 +96,9 @@ POSITIONS = Takes("a position, or several in a tuple", _are_positions)
 MAPPING = Takes("a mapping", lambda value: isinstance(value, Mapping))
 ITERABLE = Takes("a list or a tuple", lambda value: isinstance(value, Iterable) and not isinstance(value, str | bytes))
 SHAPE = Takes("a tuple of sizes", lambda value: ITERABLE.fits(value) and all(map(_is_extent, value)))
+DEVICES = Takes(
+    "a tuple of devices", lambda value: isinstance(value, tuple) and all(isinstance(one, jax.Device) for one in value)
+)
 TEXTS = Takes("a collection of texts", lambda value: ITERABLE.fits(value) and all(map(TEXT.fits, value)))
 
 

@@ -233,6 +233,34 @@ def test_one_trace_for_all_stages_and_the_call(mesh: Mesh, placed: tuple[MLP, Ar
     assert traces == 1
 
 
+def test_a_program_for_devices_that_are_given_later(mesh: Mesh):
+    sharding = NamedSharding(mesh.abstract_mesh, P("data"))
+    x = jax.ShapeDtypeStruct((8, 2), jnp.float32, sharding=sharding)
+    lowered = ft.jit(lambda batch: {"y": 2 * batch["x"]}).trace({"x": x}).lower(lowering_platforms=("cpu",))
+    compiled = lowered.compile(device_assignment=tuple(mesh.devices.flat))
+    placed = jax.device_put(np.ones((8, 2), np.float32), NamedSharding(mesh, P("data")))
+    found = compiled({"x": placed})["y"]
+    assert np.array_equal(found, 2 * np.ones((8, 2))) and found.sharding == NamedSharding(mesh, P("data"))
+
+
+NOT_STAGES: dict[str, tuple[str, dict[str, Any], str]] = {
+    "platforms": ("lower", {"lowering_platforms": "tpu"}, "it must be a collection of texts, or None"),
+    "options": ("compile", {"compiler_options": 3}, "it must be a mapping, or None"),
+    "number": ("compile", {"device_assignment": 3}, "it must be a tuple of devices, or None"),
+    "list": ("compile", {"device_assignment": jax.devices()[:1]}, "it must be a tuple of devices, or None"),
+    "text": ("compile", {"device_assignment": ("cpu",)}, "it must be a tuple of devices, or None"),
+}
+
+
+@pytest.mark.parametrize("case", NOT_STAGES)
+def test_options_of_stages_that_there_are_not(case: str):
+    method, options, message = NOT_STAGES[case]
+    traced = ft.jit(lambda x: 2 * x).trace(jnp.ones(2))
+    stage: Any = traced if method == "lower" else traced.lower()
+    with raises("<lambda> cannot be ", f"{next(iter(options))}=", message):
+        getattr(stage, method)(**options)
+
+
 def test_an_abstract_mesh(mesh: Mesh, placed: tuple[MLP, Array]):
     elsewhere = mesh.abstract_mesh
     function = ft.jit(step, mesh=elsewhere, in_shardings={"model": RULES, "x": P("data")})

@@ -15,6 +15,7 @@ from functree.calls.signature import Bound, Signature
 from functree.calls.static_arguments import with_static
 from functree.errors import FunctreeError, Problem, count
 from functree.layout.placement import is_sharded_as, sharding_text
+from functree.parameters import DEVICES, MAPPING, TEXTS, check
 from functree.tree.arrays import is_array
 from functree.tree.leaf import array_problem
 from functree.tree.paths import Path
@@ -140,7 +141,15 @@ class Traced(Stage):
         return self._stage.fun_name
 
     def lower(self, *, lowering_platforms: tuple[str, ...] | None = None) -> "Lowered":
-        """Lower the function, for this platform or for others (`("tpu",)`)."""
+        """Lower the function, for this platform or for others (`("tpu",)`).
+
+        Raises:
+            FunctreeError: `lowering_platforms` is not a tuple of names.
+        """
+        check(
+            f"{self._call.program.name} cannot be lowered so",
+            lowering_platforms=(lowering_platforms, TEXTS.or_none()),
+        )
         return Lowered(self._stage.lower(lowering_platforms=lowering_platforms), self._call)
 
 
@@ -153,9 +162,27 @@ class Lowered(Stage):
         True
     """
 
-    def compile(self, compiler_options: Mapping[str, Any] | None = None) -> "Compiled":
-        """Compile the program."""
-        return Compiled(self._stage.compile(compiler_options), self._call)
+    def compile(
+        self,
+        compiler_options: Mapping[str, Any] | None = None,
+        *,
+        device_assignment: tuple[jax.Device, ...] | None = None,
+    ) -> "Compiled":
+        """Compile the program.
+
+        Args:
+            compiler_options: as in `jax.jit`.
+            device_assignment: the devices of a program that was traced on an abstract mesh, in the order of that mesh.
+
+        Raises:
+            FunctreeError: one of them is something else.
+        """
+        check(
+            f"{self._call.program.name} cannot be compiled so",
+            compiler_options=(compiler_options, MAPPING.or_none()),
+            device_assignment=(device_assignment, DEVICES.or_none()),
+        )
+        return Compiled(self._stage.compile(compiler_options, device_assignment=device_assignment), self._call)
 
     def as_text(self, dialect: str | None = None, *, debug_info: bool = False) -> str:
         """The program as text: `dialect` is `"stablehlo"` or `"hlo"`."""

@@ -45,7 +45,10 @@ PEERS = {
         "*_test.py",
         r"(?m)^(?:jax\.)?config\.parse_flags_with_absl\(\)\n",
         # The deprecated way to enter a mesh, which functree refuses.
-        ((r"\bwith (mesh\w*|global_mesh|m\d?):", r"with jax.set_mesh(\1):"), (r"\bjtu\.with_mesh\(", "with_mesh(")),
+        (
+            (r"\bwith (mesh\w*|global_mesh|jtu\.create_mesh\(.*\))((?: as \w+)?):", r"with entered(\1)\2:"),
+            (r"\bjtu\.with_mesh\(", "with_mesh("),
+        ),
     ),
     "equinox": Peer("test_*.py", _AFTER_IMPORTS),
     "haliax": Peer("test_*.py", _AFTER_IMPORTS),

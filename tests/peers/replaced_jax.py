@@ -13,9 +13,11 @@ import numpy as np
 
 import functree as ft
 
-__all__ = ["jax", "jit", "pjit", "with_mesh"]
+__all__ = ["entered", "jax", "jit", "pjit", "with_mesh"]
 
 NUMBERS = bool | int | float | complex
+# What `with mesh:` has entered. It is deprecated, and is `mesh=` in `ft.jit`.
+ENTERED: list[Any] = []
 
 
 def _several(which: Any) -> tuple[Any, ...]:
@@ -49,13 +51,21 @@ class Replaced:
     """A function by `ft.jit`. Python's numbers are traced, as by `jax.jit`."""
 
     def __init__(self, fun: Callable[..., Any], options: dict[str, Any]):
-        self._fun = ft.jit(fun, **options)
-        functools.update_wrapper(self, fun, updated=())
+        self._given, self._options = fun, options
+        self._made = {None: ft.jit(fun, **options)}
+        functools.update_wrapper(self, self._made[None])
         self._positions = {n for n in _several(options.get("static_argnums")) if n >= 0}
         self._names = set(_several(options.get("static_argnames")))
-        parameters = list(inspect.signature(fun).parameters)
+        parameters = list(inspect.signature(self._made[None]).parameters)
         self._names |= {parameters[n] for n in _several(options.get("static_argnums")) if -n <= len(parameters) > n}
         self._positions |= {parameters.index(name) for name in self._names if name in parameters}
+
+    @property
+    def _fun(self) -> Any:
+        mesh = ENTERED[-1] if ENTERED else None
+        if mesh not in self._made:
+            self._made[mesh] = ft.jit(self._given, **self._options, mesh=mesh)
+        return self._made[mesh]
 
     def _arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         made = tuple(x if i in self._positions else _traced(x) for i, x in enumerate(args))
@@ -84,10 +94,21 @@ class Replaced:
         return self if instance is None else types.MethodType(self, instance)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["_fun"], name)
+        if name.startswith("_") and not name.endswith("__"):
+            raise AttributeError(name)
+        return getattr(self._fun, name)
 
 
-def jit(fun: Any = None, /, *, donate_argnums: Any = None, donate_argnames: Any = None, **options: Any) -> Any:
+def jit(
+    fun: Any = None,
+    in_shardings: Any = None,
+    out_shardings: Any = None,
+    *,
+    donate_argnums: Any = None,
+    donate_argnames: Any = None,
+    **options: Any,
+) -> Any:
+    options |= {"in_shardings": in_shardings, "out_shardings": out_shardings}
     if donate_argnums is not None or donate_argnames is not None:
         options["donate"] = (*_several(donate_argnums), *_several(donate_argnames))
     for name in ("device", "backend", "abstracted_axes"):
@@ -102,11 +123,21 @@ pjit = jit
 
 
 @contextmanager
+def entered(mesh: Any) -> Iterator[Any]:
+    """`with mesh:`."""
+    ENTERED.append(mesh)
+    try:
+        yield mesh
+    finally:
+        ENTERED.pop()
+
+
+@contextmanager
 def with_mesh(named_shape: Sequence[tuple[str, int]]) -> Iterator[None]:
     """`with_mesh` of jax' own test utilities, which enters `with mesh:`."""
     names, sizes = zip(*named_shape, strict=True) if named_shape else ((), ())
     devices = np.array(real.devices()[: int(np.prod(sizes, dtype=int))]).reshape(sizes)
-    with real.set_mesh(real.sharding.Mesh(devices, names)):
+    with entered(real.sharding.Mesh(devices, names)):
         yield
 
 
