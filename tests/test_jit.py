@@ -485,6 +485,12 @@ def test_an_array_that_jax_does_not_see_is_refused():
         f({"a": [Hidden(X)]})
 
 
+def test_the_type_of_an_array_is_refused():
+    remedy = "pass `jax.ShapeDtypeStruct(x.shape, x.dtype)`"
+    with raises("1 leaf cannot be static", "x.0   ShapedArray", "is the type of an array", remedy):
+        ft.jit(lambda x: x[0] * 2).lower([jax.typeof(X)])
+
+
 @pytest.mark.parametrize(("static", "donated"), [("x", "x"), ("x", 0), ("mode", "mode"), ("more", "mode")])
 def test_what_is_static_is_not_donated(static: str, donated: Any):
     def body(x: Any, **more: Any) -> Any:

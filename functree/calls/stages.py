@@ -166,7 +166,7 @@ class Lowered(Stage):
         self,
         compiler_options: Mapping[str, Any] | None = None,
         *,
-        device_assignment: tuple[jax.Device, ...] | None = None,
+        device_assignment: tuple[Any, ...] | None = None,
     ) -> "Compiled":
         """Compile the program.
 

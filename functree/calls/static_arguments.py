@@ -63,24 +63,30 @@ _PYTHONS_OWN = ("builtins", "itertools")
 def check_static(skeleton: Skeleton) -> None:
     """Raise FunctreeError for values of a call that cannot be static. The error lists them by path."""
     # Static arguments first: they have another remedy than leaves that are not arrays.
-    problems: list[Problem] = []
-    for path, static in skeleton.statics:
-        if isinstance(static, jax.Ref):
-            why, remedy = "is mutable, so it can be neither an argument nor static", "pass its value, `ref[...]`"
-            problems.append(Problem(path, None, "Ref", why, remedy))
-        elif hasattr(type(static), "__jax_array__"):
-            why = "has an array that JAX cannot see, because its class is no pytree"
-            remedy = "register the class, or pass the array itself, `jnp.asarray(...)`"
-            problems.append(Problem(path, None, type(static).__name__, why, remedy))
-        elif runs_once(_opened(static)):
-            why = "would be used up by the trace, and its arrays would be constants of the program"
-            problems.append(Problem(path, None, type(_opened(static)).__name__, why, "pass a list or an array"))
-        elif isinstance(static, StaticArgument) and not is_hashable(static):
-            why, value = "is declared static, but cannot be hashed", static.value
-            remedy = "make it hashable"
-            if is_array(value):
-                remedy = "leave it out of `static_argnums` and `static_argnames`"
-            problems.append(Problem(path, None, value_text(value), why, remedy))
+    found = ((path, _not_static(static)) for path, static in skeleton.statics)
+    problems = [Problem(path, None, *why) for path, why in found if why is not None]
     if problems:
         raise FunctreeError(f"{count(len(problems), 'leaf')} cannot be static", problems)
     skeleton.check_hashable()
+
+
+def _not_static(static: Any) -> tuple[str, str, str] | None:
+    """What a value is that cannot be static, why, and the remedy; None for other values."""
+    value, kind = _opened(static), type(_opened(static)).__name__
+    if isinstance(static, jax.Ref):
+        return "Ref", "is mutable, so it can be neither an argument nor static", "pass its value, `ref[...]`"
+    if isinstance(static, jax.core.ShapedArray):
+        remedy = "pass `jax.ShapeDtypeStruct(x.shape, x.dtype)`"
+        return kind, "is the type of an array, which is neither an array nor static", remedy
+    if hasattr(type(static), "__jax_array__"):
+        remedy = "register the class, or pass the array itself, `jnp.asarray(...)`"
+        return kind, "has an array that JAX cannot see, because its class is no pytree", remedy
+    if runs_once(value):
+        why = "would be used up by the trace, and its arrays would be constants of the program"
+        return kind, why, "pass a list or an array"
+    if isinstance(static, StaticArgument) and not is_hashable(static):
+        remedy = "make it hashable"
+        if is_array(value):
+            remedy = "leave it out of `static_argnums` and `static_argnames`"
+        return value_text(value), "is declared static, but cannot be hashed", remedy
+    return None
