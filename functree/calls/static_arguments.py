@@ -4,6 +4,7 @@ from collections.abc import AsyncIterator, Awaitable, Iterator
 from typing import Any
 
 import jax
+from jax.core import ShapedArray
 
 from functree.errors import FunctreeError, Problem, count
 from functree.tree.arrays import is_array, value_text
@@ -75,7 +76,7 @@ def _not_static(static: Any) -> tuple[str, str, str] | None:
     value, kind = _opened(static), type(_opened(static)).__name__
     if isinstance(static, jax.Ref):
         return "Ref", "is mutable, so it can be neither an argument nor static", "pass its value, `ref[...]`"
-    if isinstance(static, jax.core.ShapedArray):
+    if isinstance(static, ShapedArray):
         remedy = "pass `jax.ShapeDtypeStruct(x.shape, x.dtype)`"
         return kind, "is the type of an array, which is neither an array nor static", remedy
     if hasattr(type(static), "__jax_array__"):
