@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 import functree as ft
-from functree.calls.body import Arguments, Arrays, Body
+from functree.calls.body import Arguments, Arrays, Body, donated_places
 from functree.calls.output import Output
 
 PATHS = [ft.Path(keys) for keys in [("state", "w"), ("state", "b"), ("x",), ("more", "mode", 0), ("more", "rate")]]
@@ -27,7 +27,7 @@ DONATED: list[tuple[set[str], tuple[int, ...]]] = [
 
 @pytest.mark.parametrize(("names", "places"), DONATED, ids=range(len(DONATED)))
 def test_arrays_are_split_and_joined(names: set[str], places: tuple[int, ...]):
-    arguments = Arguments(PATHS, frozenset(names))
+    arguments = Arguments(PATHS, donated_places(PATHS, names))
     assert arguments.donated == places and sorted((*arguments.kept, *places)) == [0, 1, 2, 3, 4]
     split = arguments.split("abcde")
     donated = [letter for i in arguments.donated_arguments for letter in split[i].values]
@@ -41,7 +41,7 @@ def test_arrays_are_split_and_joined(names: set[str], places: tuple[int, ...]):
 
 @pytest.mark.parametrize(("names", "places"), DONATED, ids=range(len(DONATED)))
 def test_they_are_nodes_with_paths(names: set[str], places: tuple[int, ...]):
-    arguments = Arguments(PATHS, frozenset(names))
+    arguments = Arguments(PATHS, donated_places(PATHS, names))
     values = [jnp.float32(i) for i in range(5)]
     found = [
         (name.rstrip("_") + jax.tree_util.keystr(keys), leaf)
@@ -61,7 +61,7 @@ def test_what_jax_traces():
     def compute(arrays: Sequence[jax.Array]) -> Output:
         return Output.of({"sum": sum(arrays[1:], arrays[0]), "first": arrays[0]}, "f")
 
-    body = Body(compute, Arguments(PATHS, frozenset({"x"})), lambda: step, "Model.step")
+    body = Body(compute, Arguments(PATHS, donated_places(PATHS, {"x"})), lambda: step, "Model.step")
     assert body.__name__ == body.__qualname__ == "step" and body.__wrapped__ is step
     assert list(inspect.signature(body).parameters) == ["state", "x", "more"]
     result = jax.jit(body)(*body.arguments.split([jnp.float32(i) for i in range(1, 6)]))

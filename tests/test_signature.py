@@ -426,6 +426,81 @@ def test_a_callable_without_a_signature(fun: Any):
             wrapper(fun)
 
 
+def scaled_sum(x: Any, y: Any, scale: Any = 2.0, mask: Any = None) -> Any:
+    return (jnp.dot(x, y) * scale).sum() if mask is None else (jnp.dot(x, y) * mask).sum()
+
+
+# What passes on the arguments that it is given: an argument more or less is another call of it.
+PASSING: dict[str, tuple[Any, Any]] = {
+    "vmap": (jax.vmap(scaled_sum, in_axes=(0, None)), [4.0, 4.0, 4.0]),
+    "filter_vmap": (eqx.filter_vmap(scaled_sum, in_axes=(0, None)), [4.0, 4.0, 4.0]),
+    "vmap of a gradient": (jax.vmap(ft.grad(scaled_sum), in_axes=(0, None)), [[2.0, 2.0]] * 3),
+    "gradient of a vmap": (
+        ft.grad(lambda x, y: jax.vmap(scaled_sum, in_axes=(0, None))(x, y).sum()),
+        [[2.0, 2.0]] * 3,
+    ),
+    "checkpoint": (jax.checkpoint(lambda x, y, scale=2.0: scaled_sum(x, y, scale)), 12.0),
+    "jit": (jax.jit(scaled_sum, static_argnames=("scale", "mask")), 12.0),
+    "ft.jit": (ft.jit(scaled_sum), 12.0),
+    "filter_jit": (eqx.filter_jit(scaled_sum), 12.0),
+    "typed": (ft.typed(scaled_sum), 12.0),
+    "passing": (passing(scaled_sum), 12.0),
+    "partial": (functools.partial(jax.vmap(scaled_sum, in_axes=(0, None)), jnp.ones((3, 2))), [4.0, 4.0, 4.0]),
+    "shard_map": (
+        jax.shard_map(jnp.dot, mesh=mesh_of({"data": 8}), in_specs=P(), out_specs=P()),
+        [2.0, 2.0, 2.0],
+    ),
+    "checkpoint of a reduction": (jax.checkpoint(jnp.sum), 6.0),
+}
+
+
+@pytest.mark.parametrize("case", PASSING)
+def test_defaults_are_not_passed_to_what_passes_arguments_on(case: str):
+    fun, expected = PASSING[case]
+    x, y = jnp.ones((3, 2)), jnp.ones(2)
+    args = {"partial": (y,), "checkpoint of a reduction": (x,)}.get(case, (x, y))
+    f = ft.jit(fun)
+    for _ in range(2):
+        np.testing.assert_array_equal(f(*args), expected)
+    assert len(f.compilations) == 1
+    np.testing.assert_array_equal(f.lower(*args).compile()(*args), expected)
+
+
+def test_defaults_are_not_passed_by_accumulate():
+    summed = ft.accumulate(jax.vmap(scaled_sum, in_axes=(None, 0)), 2)
+    np.testing.assert_array_equal(summed(jnp.ones(2), jnp.ones((4, 2))), [4.0, 4.0])
+
+
+def test_another_argument_is_another_call():
+    f = ft.jit(jax.vmap(scaled_sum))
+    x = jnp.ones((3, 2))
+    f(x, x)
+    np.testing.assert_array_equal(f(x, x, scale=jnp.full(3, 5.0)), [10.0] * 3)
+    assert str(f.compilations[1]) == "compilation 2: scale: structure nothing → an array"
+
+
+class Masked(eqx.Module):
+    weight: Float[Array, "size"]
+
+    @jax.checkpoint
+    def scaled(self, x: Any, k: Any = 1.0) -> Any:
+        return self.weight * x * k
+
+
+def test_defaults_of_a_wrapped_method():
+    assert ft.jit(Masked(jnp.ones(2)).scaled)(jnp.ones(2)).sum() == 2
+
+
+def test_a_default_that_is_not_as_annotated():
+    @ft.typed
+    def masked(x: Float[Array, "rows cols"], mask: Float[Array, "rows"] = None) -> Array:  # type: ignore[assignment]
+        return x if mask is None else x * mask[:, None]
+
+    x = jnp.ones((3, 2))
+    np.testing.assert_array_equal(ft.jit(masked)(x), x)
+    np.testing.assert_array_equal(ft.jit(masked)(x, jnp.zeros(3)), 0 * x)
+
+
 class Twice(eqx.Module):
     def __call__(self, x: Any) -> Any:
         return x * 2

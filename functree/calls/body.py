@@ -53,18 +53,18 @@ register_pytree_with_keys(
 
 
 def donated_places(paths: Sequence[Path], donated: Collection[str]) -> tuple[int, ...]:
-    """The indices of the donated arrays; `more.mode` is the name of the argument `mode` in `**more`."""
+    """The indices of the arrays of donated parameters; `more.mode` is the name of the argument `mode` in `**more`."""
     return tuple(i for i, path in enumerate(paths) if path[0] in donated or ".".join(map(str, path[:2])) in donated)
 
 
 class Arguments:
     """The arrays of a call as the arguments of a compiled function: one for each parameter of the user's function.
 
-    If only some of the arguments in `**more` are donated, this parameter has several.
+    If only some of the arrays of a parameter are donated, this parameter has several.
 
     Args:
         paths: the paths of the arrays, in JAX's order; so those of a parameter are next to each other.
-        donated: the names of the donated parameters; `more.mode` is the argument `mode` in `**more`.
+        donated: the indices of the donated arrays.
 
     Attributes:
         names: of the arguments.
@@ -73,9 +73,9 @@ class Arguments:
         kept: the indices of the others.
     """
 
-    def __init__(self, paths: Sequence[Path], donated: frozenset[str]):
-        self.donated: tuple[int, ...] = donated_places(paths, donated)
-        given = set(self.donated)
+    def __init__(self, paths: Sequence[Path], donated: tuple[int, ...]):
+        self.donated: tuple[int, ...] = donated
+        given = set(donated)
         self.kept: tuple[int, ...] = tuple(i for i in range(len(paths)) if i not in given)
         self.take_donated: Callable[[Sequence[Any]], Sequence[Any]] = _taker(self.donated, len(paths))
         self.take_kept: Callable[[Sequence[Any]], Sequence[Any]] = _taker(self.kept, len(paths))

@@ -7,8 +7,10 @@ from typing import Any, NamedTuple
 
 import jax
 from jax.sharding import AbstractMesh, Mesh
+from jax.tree_util import PyTreeDef
 
 from functree.calls.call_groups import CallGroup
+from functree.calls.signature import NOT_GIVEN
 from functree.errors import warn
 from functree.layout.layout import Layout
 from functree.layout.meshes import mesh_view
@@ -101,8 +103,12 @@ def situation(
     """The situation of a call."""
     known = {path: _array(x) for path, x in zip(group.paths, arrays, strict=True)}
     for path, value in group.skeleton.statics:
-        known.setdefault(path, (("static", StaticValue(value)),))
+        if not (isinstance(value, PyTreeDef) and value == _NOT_GIVEN):
+            known.setdefault(path, (("static", StaticValue(value)),))
     return Situation(known, mesh, rules)
+
+
+_NOT_GIVEN = jax.tree.structure(NOT_GIVEN)
 
 
 def _array(value: Any) -> tuple[tuple[str, Any], ...]:

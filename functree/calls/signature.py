@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from types import FunctionType, MethodType
 from typing import Any, NamedTuple
 
-from jax.tree_util import default_registry
+from jax.tree_util import default_registry, register_static
 
 from functree.errors import FunctreeError
 from functree.parameters import FUNCTION, shown
@@ -16,6 +16,14 @@ from functree.tree.paths import Path
 
 RESULT = "result"  # the name of a function's result in paths
 _EMPTY = inspect.Parameter.empty
+
+
+@register_static
+class NotGiven:
+    """The value of a parameter that a call does not give; a tree without leaves."""
+
+
+NOT_GIVEN = NotGiven()
 
 
 class Bound(NamedTuple):
@@ -76,9 +84,12 @@ class Signature:
 
     def __init__(self, fun: Callable[..., Any], bound: tuple[int, Collection[str]] = (0, ())):
         self.name: str = getattr(fun, "__qualname__", type(fun).__name__).rpartition("<locals>.")[2]
-        self._signature: inspect.Signature = inspected(fun)
-        parameters = list(self._signature.parameters.values())
-        kinds = inspect.Parameter
+        signature, kinds = inspected(fun), inspect.Parameter
+        parameters = list(signature.parameters.values())
+        if _passes_on(fun):
+            # Such as `jax.vmap(f)`: to pass the defaults of `f` is something else than to leave them to `f`.
+            parameters = [p if p.default is _EMPTY else p.replace(default=NOT_GIVEN) for p in parameters]
+        self._signature: inspect.Signature = signature.replace(parameters=parameters)
         by_position = (kinds.POSITIONAL_ONLY, kinds.POSITIONAL_OR_KEYWORD)
         number, names = bound
         taken = {*(p.name for p in parameters[:number]), *names}
@@ -134,7 +145,7 @@ class Signature:
 
     def arguments(self, call: Any, given: Collection[str] | None = None) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """A call as `(args, kwargs)`; with `given`, only the values of these parameters."""
-        pairs = zip(self.parameters, call, strict=True)
+        pairs = [(name, value) for name, value in zip(self.parameters, call, strict=True) if value is not NOT_GIVEN]
         values = OrderedDict((name, value) for name, value in pairs if given is None or name in given)
         bound = inspect.BoundArguments(self._signature, values)
         return bound.args, bound.kwargs
@@ -154,19 +165,35 @@ def inspected(fun: Any) -> inspect.Signature:
     A decorator that passes on all arguments, as `(*args, **kwargs)`, has the signature of the function that it wraps.
     One with parameters of its own has those, although `functools.wraps` refers to the other signature.
     """
+    own = _own(fun)
     try:
-        own = inspect.signature(fun, follow_wrapped=False)
-    except (ValueError, TypeError):  # such as a function that `jax.jit` returned
-        own = None
-    try:
-        if own is None or [p.kind for p in own.parameters.values()] == _ANY_ARGUMENTS:
-            return inspect.signature(fun)
+        return inspect.signature(fun) if own is None or _is_any(own) else own
     except (ValueError, TypeError) as error:
         raise FunctreeError(f"{fun!r} has no signature: wrap it in a function, `lambda x: ...`") from error
-    return own
 
 
-_ANY_ARGUMENTS = [inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD]
+def _passes_on(fun: Any) -> bool:
+    """Whether a callable is a wrapper that passes on the arguments that it is given, whatever they are."""
+    code = getattr(fun, "__code__", None)
+    if code is not None:  # by the code: a wrapper may have a `__signature__` that is not its own
+        any_arguments = inspect.CO_VARARGS | inspect.CO_VARKEYWORDS
+        return code.co_argcount + code.co_kwonlyargcount == 0 and code.co_flags & any_arguments == any_arguments
+    own = _own(fun)
+    return own is None or _is_any(own)
+
+
+def _own(fun: Any) -> inspect.Signature | None:
+    """The signature of a callable itself, and not of what it wraps; None for one that `jax.jit` has returned."""
+    try:
+        return inspect.signature(fun, follow_wrapped=False)
+    except (ValueError, TypeError):
+        return None
+
+
+def _is_any(signature: inspect.Signature) -> bool:
+    """Whether a signature is `(*args, **kwargs)`."""
+    kinds = [p.kind for p in signature.parameters.values()]
+    return kinds == [inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD]
 
 
 def _record(fun: Any, annotations: Mapping[str, Any]) -> Any:

@@ -125,7 +125,7 @@ def _body(traces: Traces, group: CallGroup, rules: Layout | None, fresh: bool) -
             return Output([jnp.copy(value) for value in output.values], output.skeleton)
         return output.distinct()
 
-    return Body(compute, Arguments(group.paths, frozenset()), fun, signature.name)
+    return Body(compute, Arguments(group.paths, ()), fun, signature.name)
 
 
 def _kind(array: Any) -> Any:

@@ -30,26 +30,16 @@ class Peer(NamedTuple):
     Attributes:
         files: the pattern of its test files.
         replaced: the last line of the imports of a test file, as a pattern; behind it, our functions are imported.
-        words: further patterns that are replaced, each with its replacement.
     """
 
     files: str
     replaced: str
-    words: tuple[tuple[str, str], ...] = ()
 
 
 # The first statement that is no import.
 _AFTER_IMPORTS = r"(?m)^(?=(?:[A-Za-z_]+ *=|def |class |@|config\.|jax\.config\.|jtu\.|absltest\.|if ))"
 PEERS = {
-    "jax": Peer(
-        "*_test.py",
-        r"(?m)^(?:jax\.)?config\.parse_flags_with_absl\(\)\n",
-        # The deprecated way to enter a mesh, which functree refuses.
-        (
-            (r"\bwith (mesh\w*|global_mesh|jtu\.create_mesh\(.*\))((?: as \w+)?):", r"with entered(\1)\2:"),
-            (r"\bjtu\.with_mesh\(", "with_mesh("),
-        ),
-    ),
+    "jax": Peer("*_test.py", r"(?m)^(?:jax\.)?config\.parse_flags_with_absl\(\)\n"),
     "equinox": Peer("test_*.py", _AFTER_IMPORTS),
     "haliax": Peer("test_*.py", _AFTER_IMPORTS),
 }
@@ -60,10 +50,7 @@ def translated(text: str, peer: str) -> str:
     found = re.search(PEERS[peer].replaced, text)
     if found is None:
         sys.exit(f"no end of the imports was found, by {PEERS[peer].replaced}")
-    imports, rest = text[: found.end()], text[found.end() :]
-    for pattern, words in PEERS[peer].words:
-        rest = re.sub(pattern, words, rest)
-    return f"{imports}from replaced_{peer} import *  # noqa: F403\n{rest}"
+    return f"{text[: found.end()]}from replaced_{peer} import *  # noqa: F403\n{text[found.end() :]}"
 
 
 def results(folder: Path, file: str, timeout: int, options: tuple[str, ...]) -> dict[str, str]:

@@ -3,20 +3,18 @@
 import functools
 import inspect
 import types
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax as real
 import jax.numpy as jnp
-import numpy as np
 
 import functree as ft
 
-__all__ = ["entered", "jax", "jit", "pjit", "with_mesh"]
+__all__ = ["jax", "jit", "pjit"]
 
 NUMBERS = bool | int | float | complex
-# What `with mesh:` has entered. It is deprecated, and is `mesh=` in `ft.jit`.
+# What the deprecated `with mesh:` has entered. It is given to `ft.jit` as `mesh=`.
 ENTERED: list[Any] = []
 
 
@@ -53,7 +51,7 @@ class Replaced:
     def __init__(self, fun: Callable[..., Any], options: dict[str, Any]):
         self._given, self._options = fun, options
         self._made = {None: ft.jit(fun, **options)}
-        functools.update_wrapper(self, self._made[None])
+        functools.update_wrapper(self, self._made[None], updated=())
         self._positions = {n for n in _several(options.get("static_argnums")) if n >= 0}
         self._names = set(_several(options.get("static_argnames")))
         parameters = list(inspect.signature(self._made[None]).parameters)
@@ -122,23 +120,13 @@ def jit(
 pjit = jit
 
 
-@contextmanager
-def entered(mesh: Any) -> Iterator[Any]:
-    """`with mesh:`."""
+def _entered(mesh: Any) -> Any:
     ENTERED.append(mesh)
-    try:
-        yield mesh
-    finally:
-        ENTERED.pop()
+    return mesh
 
 
-@contextmanager
-def with_mesh(named_shape: Sequence[tuple[str, int]]) -> Iterator[None]:
-    """`with_mesh` of jax' own test utilities, which enters `with mesh:`."""
-    names, sizes = zip(*named_shape, strict=True) if named_shape else ((), ())
-    devices = np.array(real.devices()[: int(np.prod(sizes, dtype=int))]).reshape(sizes)
-    with entered(real.sharding.Mesh(devices, names)):
-        yield
+real.sharding.Mesh.__enter__ = _entered
+real.sharding.Mesh.__exit__ = lambda mesh, *error: ENTERED.pop() and None
 
 
 class _Jax(types.ModuleType):

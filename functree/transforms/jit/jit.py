@@ -88,7 +88,7 @@ def jit(
         static_argnames: names of such parameters.
         donate: names or positions of the parameters whose arrays may be overwritten; `...` for all, `None` for none. A
             part of the result with the structure, shapes and dtypes of a donated argument keeps the shardings of that
-            argument.
+            argument. An array that nobody has placed is copied to several devices, and is not overwritten.
         keep_unused: as in `jax.jit`.
         inline: as in `jax.jit`.
         compiler_options: as in `jax.jit`.

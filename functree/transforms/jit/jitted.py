@@ -134,9 +134,12 @@ class Jit(Function[_P, _T]):
             requested = inputs(name, call, arrays, self._layouts.prefix(call), mesh)
         check_mesh(name, group.paths, arrays, requested.mesh)
         surroundings = Surroundings(requested.mesh or mesh_of_arguments, rules)
-        body = group.bodies.get(surroundings)
+        donated, known = donated_places(group.paths, options.donated), surroundings.mesh
+        if options.out_shardings is not None if known is None else known.size > 1:
+            donated = tuple(i for i in donated if not _is_spread(arrays[i], requested.sharding(i)))
+        body = group.bodies.get((surroundings, donated))
         if body is None:
-            body = group.bodies[surroundings] = _body(self._traces, group, options.donated, surroundings)
+            body = group.bodies[surroundings, donated] = _body(self._traces, group, donated, surroundings)
         group.several_devices = group.several_devices or on_several_devices(arrays)
         # JAX would report a deleted array without its path.
         if any(map(is_deleted, arrays)):
@@ -146,7 +149,7 @@ class Jit(Function[_P, _T]):
         entered = options.mesh if isinstance(options.mesh, Mesh) else None
 
         def lay_outputs(output: Output) -> Shardings | None:
-            return self._lay_outputs(output, call, found, body.arguments, requested)
+            return self._lay_outputs(output, call, found, requested)
 
         prepared = prepare(
             body,
@@ -178,27 +181,25 @@ class Jit(Function[_P, _T]):
             moved=requested.moved,
         )
 
-    def _lay_outputs(
-        self, output: Output, call: Any, found: FoundCall, arguments: Arguments, requested: Inputs
-    ) -> Shardings | None:
+    def _lay_outputs(self, output: Output, call: Any, found: FoundCall, requested: Inputs) -> Shardings | None:
         """The sharding of each array of a result: by `out_shardings`, else that of the donated argument it replaces."""
         options = self._options
         if options.out_shardings is None and not options.donated:
             return None
         result = output.tree
-        shardings = closed(result, self._donated(call, found, arguments, requested))
+        shardings = closed(result, self._donated(call, found, requested))
         if options.out_shardings is not None:
             wanted = outputs(self._signature, result, options.out_shardings, requested.mesh)
             shardings = _first_of_each(wanted, shardings)
         return None if all(sharding is None for sharding in shardings) else shardings
 
-    def _donated(self, call: Any, found: FoundCall, arguments: Arguments, requested: Inputs) -> list[Kept]:
+    def _donated(self, call: Any, found: FoundCall, requested: Inputs) -> list[Kept]:
         """The donated arguments, with the shardings that their replacements in the result keep."""
         shardings = [_named_sharding(x) for x in found.arrays]
         if requested.shardings is not None:
             shardings = _first_of_each(requested.shardings, shardings)
-        paths, donated = found.group.paths, set(arguments.donated)
-        kept: list[Kept] = []
+        paths = found.group.paths
+        donated, kept = set(donated_places(paths, self._options.donated)), list[Kept]()
         for name, value in self._signature.each(call):
             own = [i for i, path in enumerate(paths) if path[: len(name)] == name]
             # An argument that is a bare array has no path below its name. It is not state (see `closed`).
@@ -219,6 +220,16 @@ def _check_static(layouts: ParameterLayouts, static: Collection[str]) -> None:
             )
 
 
+def _is_spread(array: Any, sharding: NamedSharding | None) -> bool:
+    """Whether the compiler spreads an array over the devices as it likes: nobody has placed it.
+
+    JAX copies such an array to the devices, so a donation gives nothing, and XLA may fail: it chooses the output that
+    takes the place of a donated input before it chooses how the input is sharded.
+    """
+    has_value = not isinstance(array, Tracer | jax.ShapeDtypeStruct)
+    return sharding is None and has_value and is_unplaced(array) and array.ndim > 0
+
+
 def _named_sharding(array: Any) -> NamedSharding | None:
     """The sharding of an array that is on a mesh, else None. That of a traced array is not known."""
     sharding = None if isinstance(array, Tracer) else getattr(array, "sharding", None)
@@ -230,7 +241,7 @@ def _first_of_each(ones: Shardings, others: Shardings) -> list[NamedSharding | N
     return [other if one is None else one for one, other in zip(ones, others, strict=True)]
 
 
-def _body(traces: Traces, group: CallGroup, donated: frozenset[str], surroundings: Surroundings) -> Body:
+def _body(traces: Traces, group: CallGroup, donated: tuple[int, ...], surroundings: Surroundings) -> Body:
     """The user's function for one group of its calls, and one ambient mesh and rules."""
     signature, fun, record = traces.signature, traces.fun, traces.signature.call
     packed = [value for _, value in group.skeleton.statics if isinstance(value, Skeleton)]

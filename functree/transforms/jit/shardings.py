@@ -37,6 +37,10 @@ class Inputs(NamedTuple):
     shardings: Shardings | None
     moved: tuple[int, ...]
 
+    def sharding(self, i: int) -> NamedSharding | None:
+        """The sharding of an array; None if it may have any."""
+        return None if self.shardings is None else self.shardings[i]
+
 
 def inputs(
     name: str, call: Any, arrays: Sequence[Any], layouts: LayoutTree, mesh: Mesh | AbstractMesh | None

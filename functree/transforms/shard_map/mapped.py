@@ -89,7 +89,7 @@ class Mapped(Function[_P, _T]):
         compute, fun = self._computation(call, found, place), self._traces.fun
         # The mesh of a rule that is run later is that of the body, whose axes are Manual: JAX restores it.
         context = partial(Surroundings(None, self._rules()).entered, ())
-        body = Body(compute, Arguments(group.paths, frozenset()), fun, name, context)
+        body = Body(compute, Arguments(group.paths, ()), fun, name, context)
         prepared = prepare(body, arrays, options={"inline": True})
         group.several_devices = group.several_devices or on_several_devices(arrays)
         return Program(name, group, body, prepared.jitted, mesh=place.mesh, rules=self._rules())
