@@ -6,11 +6,11 @@
 
 The tests are not in the packages. Copy them by hand from the repository of the peer, at the tag of the installed
 version, into a folder that git ignores, such as `build/peers/jax`. Each file runs twice, in processes of its own: as it
-is, and translated. A test that passes as it is and fails translated is listed with the first line of its error.
+is, and translated. A test that passes as it is and fails translated is listed with the reason, which `reasons.py` has;
+without one, with the first line of its error, and the exit status is 1.
 """
 
 import argparse
-import collections
 import os
 import re
 import shutil
@@ -18,8 +18,12 @@ import subprocess
 import sys
 import tempfile
 import xml.etree.ElementTree as ElementTree
+from collections.abc import Iterable
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import NamedTuple
+
+from reasons import REASONS
 
 HERE = Path(__file__).parent
 
@@ -106,14 +110,28 @@ def main() -> int:
             after = results(ours, file, options.timeout, more)
             passed = [name for name, error in before.items() if not error]
             failed = {name: after.get(name, "did not run") for name in passed if after.get(name, "did not run")}
-            lost += len(failed)
-            print(f"\n{file}: of {len(passed)} tests that pass, {len(passed) - len(failed)} pass translated")
-            kinds = collections.Counter(re.sub(r"\d+", "N", error)[:100] for error in failed.values())
-            for error, number in kinds.most_common(25):
-                print(f"    {number:4} × {error}")
-            for name, error in failed.items():
-                print(f"  {name}: {error}")
+            print(
+                f"\n{file}: of {len(passed)} tests that pass, {len(passed) - len(failed)} pass translated", flush=True
+            )
+            for reason, names in by_reason(options.peer, failed).items():
+                print(f"  {len(names)} × {reason}")
+                for name in sorted(names):
+                    print(f"      {name}" + ("" if reason else f": {failed[name]}"))
+                lost += 0 if reason else len(names)
+    print(f"\n{lost} without a reason")
     return 1 if lost else 0
+
+
+def by_reason(peer: str, failed: Iterable[str]) -> dict[str, list[str]]:
+    """The names of the tests that failed by the reason; those without one are the last, with an empty text."""
+    found: dict[str, list[str]] = {}
+    left = list(failed)
+    for reason, patterns in REASONS[peer].items():
+        names = [name for name in left if any(fnmatchcase(name, pattern) for pattern in patterns.split())]
+        if names:
+            found[reason] = names
+            left = [name for name in left if name not in names]
+    return {**found, "": left} if left else found
 
 
 if __name__ == "__main__":
