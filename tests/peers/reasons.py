@@ -75,7 +75,6 @@ REASONS: dict[str, dict[str, str]] = {
             ArrayPjitTest.test_jit_partially_specified_shardings
         """,
         "in a trace nothing is donated": "ArrayPjitTest.test_jit_no_forwarding",
-        "an array that nobody has placed is not donated to several devices": "PJitTest.testBufferDonationWithNames",
         "two arrays over the memory of one array of numpy may not both be donated": """
             PJitTest.testBufferDonationWith*
         """,
@@ -101,7 +100,11 @@ REASONS: dict[str, dict[str, str]] = {
             JitTest.test_jit_cache_clear
             ArrayPjitTest.test_pjit_keep_unused_* ArrayPjitTest.test_jit_cpp_cache_obj_config
             APITest.test_cache_miss_explanations_* PJitTest.testLowerCompile PJitTest.testVMapShardingConstraint*
+            TracebackTest.test_jit_traceback
             OverrideLoweringTest.test_sharding_constraint_as_noop UtilTest.test_get_intermediate_shardings
+        """,
+        "the translation gives the mesh of the deprecated `with mesh:` to `ft.jit` alone": """
+            PJitTest.testDifferentNestedMesh PJitTest.testSameNestedMesh ArrayPjitTest.test_list_in_pspec
         """,
         "the translation itself makes arrays of Python's numbers, which is traced, logged or typed too": """
             JitTest.test_jit_with_pruned_args* APITest.test_user_trace_context_hooks
