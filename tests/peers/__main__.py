@@ -109,6 +109,8 @@ def main() -> int:
             print(f"{file}: translated", file=sys.stderr)
             after = results(ours, file, options.timeout, more)
             passed = [name for name, error in before.items() if not error]
+            if before and not passed:
+                sys.exit(f"no test of {file} passes as it is: are the tests those of the installed {options.peer}?")
             failed = {name: after.get(name, "did not run") for name in passed if after.get(name, "did not run")}
             print(
                 f"\n{file}: of {len(passed)} tests that pass, {len(passed) - len(failed)} pass translated", flush=True

@@ -6,6 +6,7 @@ import types
 from typing import Any
 
 import haliax as real
+import jax
 
 import functree as ft
 
@@ -45,6 +46,19 @@ def named_jit(
     several = donate_args if isinstance(donate_args, tuple | list) else ()
     donated = tuple(i for i, given in enumerate(several) if given is True)
     return ft.jit(body, donate=... if donate_args is True else donated, **options)
+
+
+# The deprecated `with mesh:` is `with jax.set_mesh(mesh):`, which haliax knows too.
+CURRENT: list[Any] = []
+
+
+def _entered(mesh: Any) -> Any:
+    CURRENT.append(jax.set_mesh(mesh))
+    return mesh
+
+
+jax.sharding.Mesh.__enter__ = _entered
+jax.sharding.Mesh.__exit__ = lambda mesh, *error: CURRENT.pop().__exit__(*error)
 
 
 class _Haliax(types.ModuleType):
