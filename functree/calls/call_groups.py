@@ -30,6 +30,7 @@ class CallGroup:
         bodies: the traced functions, by everything that a trace depends on.
         programs: the compiled programs, by everything that a compilation depends on.
         last: the key and the program of the last call.
+        shardings: the shardings of the arrays of the last call, and the same without repetition.
         targets: where arguments that nobody has placed are placed, by everything that this depends on.
     """
 
@@ -44,6 +45,7 @@ class CallGroup:
         self.bodies: dict[Hashable, Any] = {}
         self.programs: dict[Hashable, Any] = {}
         self.last: tuple[Hashable, Any] | None = None
+        self.shardings: tuple[tuple[Any, ...], frozenset[Any]] = (), frozenset()
         self.targets: dict[Hashable, Any] = {}
 
 
@@ -93,8 +95,13 @@ class FoundCall(NamedTuple):
             return frozenset(map(mesh_of, self.arrays))
         if not self.group.several_devices:
             return tuple([self.arrays[i].sharding for i in self.group.heads])
-        shardings = frozenset(map(_SHARDING, self.arrays))
-        return shardings, self._committed(shardings)
+        every = tuple(map(_SHARDING, self.arrays))
+        # Most calls have the sharding objects of the last call. To compare them takes less time than to hash them.
+        last, distinct = self.group.shardings
+        if every != last:
+            distinct = frozenset(every)
+            self.group.shardings = every, distinct
+        return distinct, self._committed(distinct)
 
     def _committed(self, shardings: Collection[Any]) -> tuple[bool, ...]:
         """Whether each array is committed; empty if all are, because they are on a mesh."""
