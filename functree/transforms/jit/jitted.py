@@ -134,12 +134,7 @@ class Jit(Function[_P, _T]):
             requested = inputs(name, call, arrays, self._layouts.prefix(call), mesh)
         check_mesh(name, group.paths, arrays, requested.mesh)
         surroundings = Surroundings(requested.mesh or mesh_of_arguments, rules)
-        donated, known = donated_places(group.paths, options.donated), surroundings.mesh
-        if options.out_shardings is not None if known is None else known.size > 1:
-            donated = tuple(i for i in donated if not _is_spread(arrays[i], requested.sharding(i)))
-        body = group.bodies.get((surroundings, donated))
-        if body is None:
-            body = group.bodies[surroundings, donated] = _body(self._traces, group, donated, surroundings)
+        body = self._body(found, requested, surroundings)
         group.several_devices = group.several_devices or on_several_devices(arrays)
         # JAX would report a deleted array without its path.
         if any(map(is_deleted, arrays)):
@@ -180,6 +175,19 @@ class Jit(Function[_P, _T]):
             out_shardings=prepared.out_shardings,
             moved=requested.moved,
         )
+
+    def _body(self, found: FoundCall, requested: Inputs, surroundings: Surroundings) -> Body:
+        """The body for a call: one for all programs with the same surroundings and the same donated arrays."""
+        group, arrays, _ = found
+        donated, mesh = donated_places(group.paths, self._options.donated), surroundings.mesh
+        # If no mesh is known, layouts of the result bring their own.
+        several = self._options.out_shardings is not None if mesh is None else mesh.size > 1
+        if several:
+            donated = tuple(i for i in donated if not _is_spread(arrays[i], requested.sharding(i)))
+        body = group.bodies.get((surroundings, donated))
+        if body is None:
+            body = group.bodies[surroundings, donated] = _body(self._traces, group, donated, surroundings)
+        return body
 
     def _lay_outputs(self, output: Output, call: Any, found: FoundCall, requested: Inputs) -> Shardings | None:
         """The sharding of each array of a result: by `out_shardings`, else that of the donated argument it replaces."""
