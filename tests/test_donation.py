@@ -302,12 +302,19 @@ def test_what_nobody_has_placed_is_not_donated_to_several_devices(kind: str, by:
         assert not any(x.is_deleted() for x in state)
 
 
+@pytest.mark.parametrize("options", [{}, {"mesh": ft.make_mesh(data=1, devices=jax.devices()[:1])}], ids=["", "mesh"])
+def test_what_nobody_has_placed_is_donated_to_one_device(options: Any):
+    x = jnp.ones((8, 4))
+    ft.jit(lambda x: 2 * x, donate="x", **options)(x)
+    assert x.is_deleted()
+
+
 def test_a_state_in_which_an_array_is_not_placed_keeps_the_shardings_of_the_others():
     state = {"w": lay(jnp.ones((8, 4)), "data", "model"), "mu": jnp.ones((8, 4)), "count": jnp.zeros(())}
     f = ft.jit(lambda s: jax.tree.map(lambda x: x + 1, s), donate="s")
     w = state["w"]
     result = f(state)
-    assert w.is_deleted() and not state["mu"].is_deleted()
+    assert w.is_deleted() and state["count"].is_deleted() and not state["mu"].is_deleted()
     assert result["w"].sharding == NamedSharding(MESH, P("data", "model"))
     mu = result["mu"]
     f(result)

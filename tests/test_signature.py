@@ -430,6 +430,10 @@ def scaled_sum(x: Any, y: Any, scale: Any = 2.0, mask: Any = None) -> Any:
     return (jnp.dot(x, y) * scale).sum() if mask is None else (jnp.dot(x, y) * mask).sum()
 
 
+def flagged(x: Any, *, flag: Any = True) -> Any:
+    return x.sum() if flag else -x.sum()  # the default is no traced value
+
+
 # What passes on the arguments that it is given: an argument more or less is another call of it.
 PASSING: dict[str, tuple[Any, Any]] = {
     "vmap": (jax.vmap(scaled_sum, in_axes=(0, None)), [4.0, 4.0, 4.0]),
@@ -451,6 +455,10 @@ PASSING: dict[str, tuple[Any, Any]] = {
         [2.0, 2.0, 2.0],
     ),
     "checkpoint of a reduction": (jax.checkpoint(jnp.sum), 6.0),
+    "jit with a flag": (jax.jit(flagged), 6.0),
+    "jit of a vmap": (jax.jit(jax.vmap(scaled_sum, in_axes=(0, None))), [4.0, 4.0, 4.0]),
+    "jit of a jit of a vmap": (jax.jit(jax.jit(jax.vmap(scaled_sum, in_axes=(0, None)))), [4.0, 4.0, 4.0]),
+    "ft.jit of a vmap": (ft.jit(jax.vmap(scaled_sum, in_axes=(0, None))), [4.0, 4.0, 4.0]),
 }
 
 
@@ -458,7 +466,7 @@ PASSING: dict[str, tuple[Any, Any]] = {
 def test_defaults_are_not_passed_to_what_passes_arguments_on(case: str):
     fun, expected = PASSING[case]
     x, y = jnp.ones((3, 2)), jnp.ones(2)
-    args = {"partial": (y,), "checkpoint of a reduction": (x,)}.get(case, (x, y))
+    args = {"partial": (y,), "checkpoint of a reduction": (x,), "jit with a flag": (x,)}.get(case, (x, y))
     f = ft.jit(fun)
     for _ in range(2):
         np.testing.assert_array_equal(f(*args), expected)

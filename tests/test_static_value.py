@@ -71,6 +71,7 @@ VALUES: list[Any] = [
     frozenset([True]), frozenset([(1,)]), frozenset([(1.0,)]), Point(1), Point(True), Other(1), (1, 0),
     Point((1,)), Point((True,)),
     Config(1), Config(True), Config((1,)), Config((1.0,)), ByIdentity(1), ByIdentity(1), jnp.sin, jnp.dtype("int8"),
+    np.zeros(2, jax.dtypes.float0), np.zeros(3, jax.dtypes.float0), np.zeros((2, 1), jax.dtypes.float0),
     ft.Axes("a"), ft.P("a"), ft.P("b"), jax.tree.structure({1: 0}), jax.tree.structure({True: 0}),
     jax.tree.structure([{1: 0}]), jax.tree.structure([{1.0: 0}]),
     np.float32(0), np.float32(-0.0), np.float64(0), np.float64(-0.0), np.float64("nan"), np.int32(0), np.bool_(False),

@@ -165,35 +165,29 @@ def inspected(fun: Any) -> inspect.Signature:
     A decorator that passes on all arguments, as `(*args, **kwargs)`, has the signature of the function that it wraps.
     One with parameters of its own has those, although `functools.wraps` refers to the other signature.
     """
-    own = _own(fun)
     try:
-        return inspect.signature(fun) if own is None or _is_any(own) else own
+        own = inspect.signature(fun, follow_wrapped=False)
+    except (ValueError, TypeError):
+        own = None
+    try:
+        if own is None or [p.kind for p in own.parameters.values()] == _ANY_ARGUMENTS:
+            return inspect.signature(fun)
     except (ValueError, TypeError) as error:
         raise FunctreeError(f"{fun!r} has no signature: wrap it in a function, `lambda x: ...`") from error
+    return own
+
+
+_ANY_ARGUMENTS = [inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD]
 
 
 def _passes_on(fun: Any) -> bool:
     """Whether a callable is a wrapper that passes on the arguments that it is given, whatever they are."""
     code = getattr(fun, "__code__", None)
-    if code is not None:  # by the code: a wrapper may have a `__signature__` that is not its own
-        any_arguments = inspect.CO_VARARGS | inspect.CO_VARKEYWORDS
-        return code.co_argcount + code.co_kwonlyargcount == 0 and code.co_flags & any_arguments == any_arguments
-    own = _own(fun)
-    return own is None or _is_any(own)
-
-
-def _own(fun: Any) -> inspect.Signature | None:
-    """The signature of a callable itself, and not of what it wraps; None for one that `jax.jit` has returned."""
-    try:
-        return inspect.signature(fun, follow_wrapped=False)
-    except (ValueError, TypeError):
-        return None
-
-
-def _is_any(signature: inspect.Signature) -> bool:
-    """Whether a signature is `(*args, **kwargs)`."""
-    kinds = [p.kind for p in signature.parameters.values()]
-    return kinds == [inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD]
+    if code is None:  # such as what `jax.jit` returns
+        return hasattr(fun, "__wrapped__")
+    # By the code, because a wrapper may have a `__signature__` that is not its own.
+    any_arguments = inspect.CO_VARARGS | inspect.CO_VARKEYWORDS
+    return code.co_argcount + code.co_kwonlyargcount == 0 and code.co_flags & any_arguments == any_arguments
 
 
 def _record(fun: Any, annotations: Mapping[str, Any]) -> Any:
