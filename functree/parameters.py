@@ -3,7 +3,7 @@
 import inspect
 import math
 import reprlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from numbers import Real
 from typing import Any, NamedTuple
 
@@ -95,11 +95,13 @@ POSITION = Takes("an integer", _is_integer)
 POSITIONS = Takes("a position, or several in a tuple", _are_positions)
 MAPPING = Takes("a mapping", lambda value: isinstance(value, Mapping))
 ITERABLE = Takes("a list or a tuple", lambda value: isinstance(value, Iterable) and not isinstance(value, str | bytes))
-SHAPE = Takes("a tuple of sizes", lambda value: ITERABLE.fits(value) and all(map(_is_extent, value)))
+# Not an iterator, which the check would use up.
+_COLLECTION = Takes("a collection", lambda value: isinstance(value, Collection) and ITERABLE.fits(value))
+SHAPE = Takes("a tuple of sizes", lambda value: _COLLECTION.fits(value) and all(map(_is_extent, value)))
 DEVICES = Takes(
     "a tuple of devices", lambda value: isinstance(value, tuple) and all(isinstance(one, jax.Device) for one in value)
 )
-TEXTS = Takes("a collection of texts", lambda value: ITERABLE.fits(value) and all(map(TEXT.fits, value)))
+TEXTS = Takes("a collection of texts", lambda value: _COLLECTION.fits(value) and all(map(TEXT.fits, value)))
 
 
 def shown(value: object) -> str:

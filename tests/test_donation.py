@@ -302,6 +302,15 @@ def test_what_nobody_has_placed_is_not_donated_to_several_devices(kind: str, by:
         assert not any(x.is_deleted() for x in state)
 
 
+def test_a_deleted_array_that_nobody_has_placed_is_told_by_its_path():
+    f = ft.jit(lambda s: [2 * x for x in s], donate="s", out_shardings=P("data"), mesh=MESH)
+    f([jnp.ones((8, 4))])
+    gone = jnp.ones((8, 4))
+    gone.delete()
+    with raises("1 argument is deleted", "s.0   f32[8, 4]"):
+        f([gone])
+
+
 @pytest.mark.parametrize("options", [{}, {"mesh": ft.make_mesh(data=1, devices=jax.devices()[:1])}], ids=["", "mesh"])
 def test_what_nobody_has_placed_is_donated_to_one_device(options: Any):
     x = jnp.ones((8, 4))

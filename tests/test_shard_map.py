@@ -784,3 +784,9 @@ def test_the_gradient_of_a_local_mean(check_vma: bool, times: float | None):
 def test_options_of_other_times(option: str, instead: str):
     with pytest.raises(ft.FunctreeError, match=instead):
         shard_map(lambda x: x, mesh=LINE, in_specs=P(), out_specs=P(), **{option: True})
+
+
+def test_axis_names_in_an_iterator_are_refused():
+    names: Any = iter(("data",))
+    with pytest.raises(ft.FunctreeError, match=r"axis_names=.*\n +it must be a collection of texts, or None"):
+        ft.shard_map(lambda x: x, axis_names=names)

@@ -14,7 +14,7 @@ from functree.calls.checks import check_call, warn_moved
 from functree.calls.compilations import Compilation, Log, situation
 from functree.calls.compile_events import compile_events
 from functree.calls.program import Program, around, without_jit
-from functree.calls.signature import Bound, attributes_of
+from functree.calls.signature import Bound, wrapper_updates
 from functree.calls.stages import Call, Lowered, Traced
 from functree.calls.static_arguments import with_static
 from functree.calls.traces import Traces
@@ -40,7 +40,7 @@ class Function(Generic[_P, _T]):
 
     def __init__(self, fun: Callable[_P, _T], bound: Bound, traces: Traces, static: frozenset[str] = frozenset()):
         self.__name__ = traces.signature.name  # a partial and a module have no name of their own
-        functools.update_wrapper(self, fun, updated=attributes_of(fun))
+        functools.update_wrapper(self, fun, updated=wrapper_updates(fun))
         self._bound, self._traces, self._static = bound, traces, static
         self._is_bound = bool(bound.args or bound.kwargs)
         # Copied, because each attribute of an attribute takes time in every call.

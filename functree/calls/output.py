@@ -7,11 +7,11 @@ from jax.core import Tracer
 from jax.tree_util import GetAttrKey, register_pytree_with_keys
 
 from functree.calls.signature import RESULT, closed_over
-from functree.calls.static_arguments import runs_once
 from functree.errors import FunctreeError, Problem, count
 from functree.tree.leaves import read, too_deep
 from functree.tree.paths import Path
 from functree.tree.skeleton.skeleton import Skeleton
+from functree.tree.skeleton.static_value import runs_once
 
 
 class Output:

@@ -167,6 +167,7 @@ class Program:
         in_shardings: for each array of a call; None if there are none.
         out_shardings: for each array of the result; None if there are none.
         moved: the indices of the arrays that JAX moves to other devices in every call.
+        donates: whether parameters of the user's function are donated, even if none of their arrays can be.
     """
 
     name: str
@@ -179,11 +180,12 @@ class Program:
     in_shardings: Shardings | None = None
     out_shardings: Shardings | None = None
     moved: tuple[int, ...] = ()
+    donates: bool = False
 
     @cached_property
     def careful(self) -> bool:
-        """Whether each call is checked before it runs: because arrays are donated, or the mesh has no devices."""
-        return bool(self.body.arguments.donated) or isinstance(self.mesh, AbstractMesh)
+        """Whether each call is checked before it runs: because it donates, or the mesh has no devices."""
+        return self.donates or isinstance(self.mesh, AbstractMesh)
 
     def __call__(self, arrays: Sequence[Any]) -> Any:
         output = self.jitted(*self.body.arguments.split(arrays))

@@ -151,7 +151,7 @@ class Signature:
         return bound.args, bound.kwargs
 
 
-def attributes_of(fun: Any) -> tuple[str, ...]:
+def wrapper_updates(fun: Any) -> tuple[str, ...]:
     """The `updated=` of `functools.update_wrapper`: a wrapper gets the attributes that a user gave to a function.
 
     The `__dict__` of another callable, such as a module, has its fields, which a wrapper must not get.

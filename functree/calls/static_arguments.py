@@ -1,6 +1,5 @@
-"""Arguments of `static_argnums` and `static_argnames` ─► static leaves of a call, even if they contain arrays."""
+"""What is static in a call: the arguments that are declared so, and an error for what cannot be."""
 
-from collections.abc import AsyncIterator, Awaitable, Iterator
 from typing import Any
 
 import jax
@@ -9,7 +8,7 @@ from jax.core import ShapedArray
 from functree.errors import FunctreeError, Problem, count
 from functree.tree.arrays import is_array, value_text
 from functree.tree.skeleton.skeleton import Skeleton
-from functree.tree.skeleton.static_value import StaticValue, is_hashable
+from functree.tree.skeleton.static_value import StaticValue, is_hashable, runs_once
 
 
 class StaticArgument(StaticValue):
@@ -48,17 +47,6 @@ def opened(call: Any) -> list[Any]:
 
 def _opened(value: Any) -> Any:
     return value.value if isinstance(value, StaticArgument) else value
-
-
-def runs_once(value: object) -> bool:
-    """Whether a value is only a computation, which runs once, when it is iterated or awaited: a generator, a `map`.
-
-    An object of another class that can be iterated, such as a loader of data, may be static.
-    """
-    return isinstance(value, Iterator | AsyncIterator | Awaitable) and type(value).__module__ in _PYTHONS_OWN
-
-
-_PYTHONS_OWN = ("builtins", "itertools")
 
 
 def check_static(skeleton: Skeleton) -> None:

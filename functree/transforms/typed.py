@@ -10,7 +10,7 @@ from beartype import beartype
 from jax.sharding import AxisType, PartitionSpec
 from jaxtyping import jaxtyped
 
-from functree.calls.signature import Signature, attributes_of, inspected
+from functree.calls.signature import Signature, inspected, wrapper_updates
 from functree.errors import Problem, ShardingError, count
 from functree.layout.meshes import MeshView
 from functree.layout.specs import of_rank, spec_text, without
@@ -100,7 +100,7 @@ def typed(fun: Any = None, *, constrain: bool = False) -> Any:
         finally:
             _SIZES.reset(token)
 
-    return functools.update_wrapper(wrapper, fun, updated=attributes_of(fun))
+    return functools.update_wrapper(wrapper, fun, updated=wrapper_updates(fun))
 
 
 def _called_as(fun: Callable[..., Any]) -> Callable[[Any], Any]:

@@ -1,10 +1,10 @@
 """`eqx.filter_jit` by `ft.jit`, with the names and the habits of equinox: what the tests of equinox import."""
 
 import inspect
-import types
 from typing import Any
 
 import equinox as real
+from replaced import replaced
 
 import functree as ft
 
@@ -26,13 +26,4 @@ def filter_jit(fun: Any = None, *, donate: str = "none", **options: Any) -> Any:
     return ft.jit(fun, donate=_donated(fun, donate), **options)
 
 
-class _Equinox(types.ModuleType):
-    """The module `equinox` in which `filter_jit` is ours."""
-
-    filter_jit = staticmethod(filter_jit)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(real, name)
-
-
-eqx = equinox = _Equinox("equinox")
+eqx = equinox = replaced(real, filter_jit=filter_jit)

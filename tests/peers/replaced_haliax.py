@@ -2,11 +2,11 @@
 
 import contextlib
 import functools
-import types
 from typing import Any
 
 import haliax as real
 import jax
+from replaced import replaced
 
 import functree as ft
 
@@ -61,13 +61,4 @@ jax.sharding.Mesh.__enter__ = _entered
 jax.sharding.Mesh.__exit__ = lambda mesh, *error: CURRENT.pop().__exit__(*error)
 
 
-class _Haliax(types.ModuleType):
-    """The module `haliax` in which `named_jit` is ours."""
-
-    named_jit = staticmethod(named_jit)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(real, name)
-
-
-haliax = hax = _Haliax("haliax")
+haliax = hax = replaced(real, named_jit=named_jit)

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax as real
 import jax.numpy as jnp
+from replaced import replaced
 
 import functree as ft
 
@@ -129,13 +130,4 @@ real.sharding.Mesh.__enter__ = _entered
 real.sharding.Mesh.__exit__ = lambda mesh, *error: ENTERED.pop() and None
 
 
-class _Jax(types.ModuleType):
-    """The module `jax` in which `jit` is ours. Functree itself uses the real one."""
-
-    jit = staticmethod(jit)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(real, name)
-
-
-jax = _Jax("jax")
+jax = replaced(real, jit=jit)

@@ -11,7 +11,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 from jax.tree_util import tree_leaves
 
 from functree.calls.program import around
-from functree.calls.signature import attributes_of, inspected
+from functree.calls.signature import inspected, wrapper_updates
 from functree.errors import FunctreeError, Problem, RuleError, count
 from functree.layout.layout import LayoutTree
 from functree.layout.meshes import current_mesh
@@ -186,7 +186,7 @@ def _like(fn: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[...
     """As `functools.wraps`, but the wrapper does not get the annotation of `fn`'s result, which is not its own."""
 
     def decorate(wrapper: Callable[..., Any]) -> Callable[..., Any]:
-        wrapped: Any = wraps(fn, updated=attributes_of(fn))(wrapper)
+        wrapped: Any = wraps(fn, updated=wrapper_updates(fn))(wrapper)
         wrapped.__annotations__ = {k: v for k, v in getattr(fn, "__annotations__", {}).items() if k != "return"}
         wrapped.__signature__ = inspected(fn).replace(return_annotation=inspect.Signature.empty)
         return wrapped

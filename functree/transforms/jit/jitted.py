@@ -174,6 +174,7 @@ class Jit(Function[_P, _T]):
             in_shardings=requested.shardings,
             out_shardings=prepared.out_shardings,
             moved=requested.moved,
+            donates=bool(options.donated),
         )
 
     def _body(self, found: FoundCall, requested: Inputs, surroundings: Surroundings) -> Body:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import AsyncIterator, Awaitable, Iterator
 from decimal import Decimal
 from typing import Any
 
@@ -139,3 +140,14 @@ def is_hashable(value: Any) -> bool:
     except TypeError:
         return False
     return True
+
+
+def runs_once(value: object) -> bool:
+    """Whether a value is only a computation, which runs once, when it is iterated or awaited: a generator, a `map`.
+
+    An object of another class that can be iterated, such as a loader of data, may be static.
+    """
+    return isinstance(value, Iterator | AsyncIterator | Awaitable) and type(value).__module__ in _PYTHONS_OWN
+
+
+_PYTHONS_OWN = ("builtins", "itertools")
