@@ -1,6 +1,7 @@
 """A call ─► its group, and its arrays."""
 
 import itertools
+import random
 from typing import Any
 
 import jax
@@ -11,7 +12,6 @@ from checks import raises
 from trees import Leafy, x
 
 import functree as ft
-from functree.calls import call_groups
 from functree.calls.call_groups import CallGroups
 from functree.tree.skeleton.skeleton import Skeleton
 
@@ -50,17 +50,41 @@ def test_what_stands_in_an_array_s_place_is_looked_at():
         assert groups.find([other]).group is not array.group
 
 
-def test_few_groups_are_tried_before_one_is_looked_up(monkeypatch: pytest.MonkeyPatch):
-    groups, calls = CallGroups(), [[A] * n for n in range(1, 20)]
+GROUPS: dict[str, list[Any]] = {
+    "length": [[A] * n for n in range(1, 40)],
+    "a static value": [[A, n] for n in range(40)],
+    "the last static value": [[*[A, 0] * 10, n] for n in range(40)],
+    "a key": [{"a": A, str(n): A} for n in range(40)],
+    "a key below": [{"a": A, "b": [{str(n): A}]} for n in range(40)],
+    "a class": [[A, A], (A, A), {"a": A, "b": A}, Leafy(A, A)],
+    "several": [[A] * n + [m] + [{str(k): A}] for n in range(3) for m in range(3) for k in range(3)],
+    "what is no array": [[A], ["text"], [None], [1], [jnp.sum]],
+    "a large part": [{"a": [[A] * 20] * n + [m]} for n in range(5) for m in range(4)],
+}
+
+
+@pytest.mark.parametrize("what", GROUPS)
+def test_one_group_leads_to_another(what: str, monkeypatch: pytest.MonkeyPatch):
+    groups, calls = CallGroups(), GROUPS[what]
     made = [groups.find(call).group for call in calls]
+    assert len(set(map(id, made))) == len(calls)
+    shuffled = list(zip(calls, made, strict=True)) * 3
+    for _ in range(3):
+        random.Random(0).shuffle(shuffled)
+        assert all(groups.find(call).group is group for call, group in shuffled)
     looked_up: list[Any] = []
     apart = Skeleton.apart
     monkeypatch.setattr(Skeleton, "apart", lambda tree: looked_up.append(tree) or apart(tree))
-    assert [groups.find(call).group for call in calls[-call_groups.RECENT :]] == made[-call_groups.RECENT :]
+    assert all(groups.find(call).group is group for call, group in shuffled)
     assert looked_up == []
-    assert groups.find(calls[0]).group is made[0] and len(looked_up) == 1
-    assert groups.find(calls[0]).group is made[0] and len(looked_up) == 1
-    assert groups.find(calls[-1 - call_groups.RECENT]).group is made[-1 - call_groups.RECENT] and len(looked_up) == 2
+    assert max(len(group.others) for group in made) <= len(calls) + 1
+
+
+def test_refusals_by_what_is_new_in_each_call_are_not_kept_for_ever():
+    groups = CallGroups()
+    for _ in range(100):
+        assert groups.find([A]).group is not groups.find([Node(A)]).group
+    assert all(len(group.others) <= len(groups._known) + 1 for group in groups._known.values())
 
 
 @pytest.mark.parametrize(("call", "heads"), [

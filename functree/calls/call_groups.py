@@ -14,10 +14,9 @@ from functree.layout.placement import is_concrete, mesh_of
 from functree.tree.arrays import is_array
 from functree.tree.leaves import read, too_deep
 from functree.tree.paths import Path
+from functree.tree.skeleton.code import Refusal, refused
+from functree.tree.skeleton.form import form_of
 from functree.tree.skeleton.skeleton import Skeleton
-
-# The number of groups whose generated code is tried before a call is flattened by JAX, which takes far longer.
-RECENT = 4
 
 
 class CallGroup:
@@ -25,6 +24,7 @@ class CallGroup:
 
     Attributes:
         skeleton: the skeleton of the calls.
+        others: for a call that `take` refuses, a group that it may belong to.
         heads: the index of the first array of each parameter.
         several_devices: whether a call of the group has had arrays on several devices.
         bodies: the traced functions, by everything that a trace depends on.
@@ -36,9 +36,7 @@ class CallGroup:
 
     def __init__(self, skeleton: Skeleton):
         self.skeleton: Skeleton = skeleton
-        # Copied from the skeleton, because each property takes time in every call.
-        self.take: Any = skeleton.take
-        self.build: Any = skeleton.build
+        self.others: dict[Refusal, CallGroup] = {}
         self.paths: tuple[Path, ...] = skeleton.paths
         self.heads: tuple[int, ...] = _heads(self.paths)
         self.several_devices: bool = False
@@ -47,6 +45,18 @@ class CallGroup:
         self.last: tuple[Hashable, Any] | None = None
         self.shardings: tuple[tuple[Any, ...], frozenset[Any]] = (), frozenset()
         self.targets: dict[Hashable, Any] = {}
+
+    def take(self, call: Any) -> list[Any] | Refusal:
+        """The arrays of a call in JAX's order, or a refusal of a call that is not of this group.
+
+        It does not check that the values in the place of arrays are arrays. The first use generates a function, which
+        is far faster and takes the place of this one.
+        """
+        skeleton, arrays = Skeleton.apart(call)
+        if skeleton != self.skeleton:
+            return ()
+        vars(self)["take"] = form_of(call).take
+        return arrays
 
 
 def _heads(paths: Sequence[Path]) -> tuple[int, ...]:
@@ -124,7 +134,8 @@ class CallGroups:
     """The groups of the calls of one function."""
 
     def __init__(self) -> None:
-        self._recent: list[CallGroup] = []
+        self._first: CallGroup | None = None
+        self._last: CallGroup | None = None
         self._known: dict[Skeleton, CallGroup] = {}
         # The classes of JAX's concrete arrays. They are private, so they are collected from calls.
         self._concrete: frozenset[type] = frozenset()
@@ -136,31 +147,63 @@ class CallGroups:
             FunctreeError: leaves are neither arrays nor hashable (the error lists them by path), or the call is not a
                 tree.
         """
-        # The generated code of a group refuses calls of other groups, and is much faster than `Skeleton.of`.
-        for group in self._recent:
-            arrays = group.take(call)
-            if arrays is not None:
-                if self._concrete.issuperset(map(type, arrays)):
-                    return FoundCall(group, arrays, True)
-                if all(map(is_array, arrays)):
-                    return self._with_kinds(group, arrays)
-        return self._look_up(call)
-
-    def _look_up(self, call: Any) -> FoundCall:
-        """Find the group of a call by its skeleton, or make a new group."""
+        ends: list[tuple[CallGroup, Refusal]] = []
         try:
-            skeleton, arrays = Skeleton.apart(call)
-            group = self._known.get(skeleton)
-            if group is None:
-                check_static(skeleton.learn(call, functions=True))
-                group = self._known[skeleton] = CallGroup(skeleton)
+            # Most calls are of the group of the last call, or of one that has followed it before. From the first group
+            # there is a way to each group that was called twice.
+            found = self._follow(self._last, call, ends)
+            if found is None and self._first is not self._last:
+                found = self._follow(self._first, call, ends)
+            if found is None:
+                found = self._look_up(call)
         except RecursionError:
             raise too_deep(call) from None
         except (TypeError, ValueError, SystemError):
             read(call)  # raises an error with the path of the node that JAX cannot flatten
             raise
-        # A new list, because another thread may be iterating over the old one.
-        self._recent = [group, *(other for other in self._recent if other is not group)][:RECENT]
+        self._last = found.group
+        for group, refusal in ends:
+            # More of them than groups: they are of static values that are new in every call.
+            if len(group.others) > len(self._known):
+                group.others.clear()
+            group.others[refusal] = found.group
+        return found
+
+    def _follow(self, group: CallGroup | None, call: Any, ends: list[tuple[CallGroup, Refusal]]) -> FoundCall | None:
+        """Find the group of a call, from one group to the next by what each of them refuses the call for.
+
+        Returns:
+            None if the way ends; the group at its end is added to `ends`, with its refusal.
+        """
+        for _ in self._known:
+            if group is None:
+                break
+            arrays = group.take(call)
+            if isinstance(arrays, list):
+                if self._concrete.issuperset(map(type, arrays)):
+                    return FoundCall(group, arrays, True)
+                if all(map(is_array, arrays)):
+                    return self._with_kinds(group, arrays)
+                place = list(map(is_array, arrays)).index(False)
+                refusal = "no array", place, refused(arrays[place])
+            else:
+                refusal = arrays
+            following = group.others.get(refusal)
+            if following is None and refusal:
+                ends.append((group, refusal))
+            group = following
+        return None
+
+    def _look_up(self, call: Any) -> FoundCall:
+        """Find the group of a call by its skeleton, or make a new group."""
+        skeleton, arrays = Skeleton.apart(call)
+        group = self._known.get(skeleton)
+        if group is None:
+            check_static(skeleton.learn(call))
+            group = self._known[skeleton] = CallGroup(skeleton)
+            self._first = self._first or group
+        else:
+            group.take(call)  # generates its code
         return self._with_kinds(group, arrays)
 
     def _with_kinds(self, group: CallGroup, arrays: Sequence[Any]) -> FoundCall:

@@ -45,7 +45,7 @@ class Output:
         """
         try:
             skeleton, values = Skeleton.apart(tree)
-            skeleton.learn(tree, functions=True)
+            skeleton.learn(tree)
         except RecursionError:
             raise too_deep(tree) from None
         except SystemError:
@@ -75,14 +75,18 @@ class Output:
         different = {id(value): value for value in self.values}
         return Output(tuple(different.values()), self.skeleton, which)
 
+    def built(self) -> Any:
+        """The result of a call. It shares nothing that can be changed with the results of other calls."""
+        return self.skeleton.build(self.values if self.which is None else [self.values[i] for i in self.which])
+
     @property
     def tree(self) -> Any:
-        """The result."""
+        """A tree with the structure of the result, whose values may be anything."""
         return self.like(self.values)
 
     def like(self, values: Sequence[Any]) -> Any:
         """A tree with the structure of the result and with other values."""
-        return self.skeleton.build(values if self.which is None else [values[i] for i in self.which])
+        return self.skeleton.fresh(values if self.which is None else [values[i] for i in self.which])
 
 
 register_pytree_with_keys(

@@ -188,9 +188,8 @@ class Program:
         return self.donates or isinstance(self.mesh, AbstractMesh)
 
     def __call__(self, arrays: Sequence[Any]) -> Any:
-        output = self.jitted(*self.body.arguments.split(arrays))
-        # As `output.tree`, without the function calls for what most results do not have.
-        return output.skeleton.build(output.values) if output.which is None else output.tree
+        output: Output = self.jitted(*self.body.arguments.split(arrays))
+        return output.built()
 
     def trace(self, arrays: Sequence[Any]) -> Any:
         """JAX's `Traced` for a call's arrays, abstract ones too."""

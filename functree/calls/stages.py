@@ -224,7 +224,7 @@ class Compiled(Stage):
         """
         program, call = self._call.program, self._call.bind(args, kwargs)
         arrays = program.group.take(call)
-        if arrays is None or not all(map(is_array, arrays)):
+        if type(arrays) is tuple or not all(map(is_array, arrays)):
             raise self._other(call)
         self._check(arrays)
         arguments = program.body.arguments
@@ -232,7 +232,7 @@ class Compiled(Stage):
             check_donated(program.name, program.group.paths, arrays, arguments, by_buffer=False)
         if any(isinstance(x, jax.Array) and x.is_deleted() for x in arrays):
             raise refuse_deleted(program.name, program.group.paths, arrays)
-        return self._stage(*arguments.split(arrays)).tree
+        return self._stage(*arguments.split(arrays)).built()
 
     call = __call__
 
@@ -270,8 +270,8 @@ class Compiled(Stage):
 
     def _other(self, call: Any) -> FunctreeError:
         """The error for a call with another structure or other static values."""
-        group = CallGroup(Skeleton.of(call))
-        arrays = group.take(call) or []
+        skeleton, arrays = Skeleton.apart(call)
+        group = CallGroup(skeleton)
         now = situation(group, arrays, self._call.situation.mesh, self._call.situation.rules)
         kinds = ("static", "structure", "shape", "dtype")
         found = [different for different in differences(self._call.situation, now) if different.kind in kinds]

@@ -61,7 +61,7 @@ class Init(Function[_P, _T]):
             return output.tree
         planned = self._planned(output)
         rows = [jax.ShapeDtypeStruct(row.shape, row.dtype, sharding=planned.sharding(row)) for row in planned.rows]
-        return output.skeleton.fill(rows)
+        return output.skeleton.fresh(rows)
 
     def __repr__(self) -> str:
         return f"<ft.init of {self._signature.name}>"
@@ -117,7 +117,7 @@ def _body(traces: Traces, group: CallGroup, rules: Layout | None, fresh: bool) -
 
     def compute(arrays: Sequence[Any]) -> Output:
         with axis_rules(rules):
-            result = signature.run(fun(), group.build(arrays))
+            result = signature.run(fun(), group.skeleton.fill(arrays))
         output = Output.of(result, signature.name)
         if fresh:
             # An optimizer may return parameters as part of its state. A copy of each array gives it its own memory, so

@@ -39,6 +39,9 @@ class Path(tuple[Any, ...]):
     __slots__ = ()
 
     def __new__(cls, keys: Iterable[Any] = ()) -> Self:
+        # First of all, because most paths are made of the keys that were met in a tree.
+        if type(keys) is tuple:
+            return super().__new__(cls, keys)
         if isinstance(keys, str):
             return super().__new__(cls, map(_plain, tokens(keys), repeat(keys)))
         if not isinstance(keys, Iterable):

@@ -256,7 +256,7 @@ def _body(traces: Traces, group: CallGroup, donated: tuple[int, ...], surroundin
     packed = [value for _, value in group.skeleton.statics if isinstance(value, Skeleton)]
 
     def compute(arrays: Sequence[Any]) -> Output:
-        call = group.build(arrays)
+        call = group.skeleton.fill(arrays)
         with surroundings.entered(arrays):
             check_mesh(signature.name, group.paths, arrays, surroundings.mesh)
             result = signature.run(fun(), record(*_unpacked(opened(call))))

@@ -185,7 +185,7 @@ class _LocalBody(NamedTuple):
         """The local result, and the spec of each of its arrays."""
         signature, options, place = self.signature, self.options, self.place
         # A copy: JAX may trace this again, and the result's sizes must not be compared with those of another trace.
-        call, sizes = self.group.build(arrays), self.sizes.copy()
+        call, sizes = self.group.skeleton.fill(arrays), self.sizes.copy()
         if options.shapes == "local":
             sizes.check(call)
         with axis_rules(self.rules):

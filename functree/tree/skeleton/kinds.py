@@ -1,8 +1,8 @@
 """A node of a tree ─► its `Kind`: how its children are found, and the code that flattens and rebuilds such nodes.
 
-The code for a whole tree is one generated function, written node by node from a sample. It reads each array by one
-expression, and compares all static values on the way. It does not depend on the identity of the nodes of the sample,
-so a tree that was changed in place (a list with another element) is recognized as another structure.
+The code for a tree is written node by node from a sample (see `Form`). It reads each array by one expression, and
+compares all static values on the way. It does not depend on the identity of the nodes of the sample, so a tree that was
+changed in place (a list with another element) is recognized as another structure.
 """
 
 import copy
@@ -19,74 +19,8 @@ from jax.tree_util import default_registry, tree_flatten
 from functree.tree.arrays import is_array
 from functree.tree.interfaces import PackedTree, StateMapping
 from functree.tree.paths import plain_key
-from functree.tree.skeleton.code import Code
-from functree.tree.skeleton.static_value import StaticValue, is_hashable
-
-
-class TakeCode(Code):
-    """The body of a function from a tree to its arrays. For a tree of another structure the function returns None."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.arrays: list[str] = []  # the expressions of the arrays, in JAX's order
-
-    def visit(self, sample: Any, at: str) -> None:
-        """Write the code for a node.
-
-        Args:
-            sample: a node with the structure that is expected.
-            at: the expression of the node in the generated code.
-        """
-        kind_of(sample).take(self, sample, at)
-
-    def refuse_if(self, condition: str) -> None:
-        """Return None from the generated function if a condition is true."""
-        self.lines.append(f"if {condition}: return None")
-
-    def static(self, value: Any, at: str) -> None:
-        """Refuse trees in which the expression `at` has another value."""
-        found = self.assign(at)
-        # Most static values are the same object in every tree, and `is` takes no call.
-        self.refuse_if(f"{found} is not {self.value(value)} and {self.value(StaticValue(value).differs)}({found})")
-
-    def node(self, sample: Any, at: str) -> str:
-        """Refuse trees in which the node at `at` has another class; returns a name for the node."""
-        node = self.assign(at)
-        self.refuse_if(f"type({node}) is not {self.value(type(sample))}")
-        return node
-
-    def children(self, samples: Iterable[Any], at: str) -> None:
-        """Write the code for the children of a node; the expression `at` is a list or tuple of them."""
-        samples = list(samples)
-        # Checked before they are unpacked, because unpacking another number of values raises.
-        self.refuse_if(f"len({at}) != {len(samples)}")
-        names = [self.name() for _ in samples]
-        if names:
-            # The comma makes a single name unpack too.
-            self.lines.append(f"{', '.join(names)}, = {at}")
-        for child, name in zip(samples, names, strict=True):
-            self.visit(child, name)
-
-
-class BuildCode(Code):
-    """The body of a function from arrays to a tree."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.arrays: int = 0  # the number of arrays so far
-
-    def visit(self, sample: Any) -> str:
-        """Write the code that builds a node like the sample; returns the expression of the node."""
-        return kind_of(sample).build(self, sample)
-
-    def array(self) -> str:
-        """The name of the next array. Arrays are visited in JAX's order."""
-        self.arrays += 1
-        return f"a{self.arrays - 1}"
-
-    def items(self, samples: Iterable[Any]) -> str:
-        """The expressions of some nodes, each with a comma after it, so that one of them is a tuple too."""
-        return "".join([f"{self.visit(sample)}, " for sample in samples])
+from functree.tree.skeleton.code import BuildCode, Code, TakeCode
+from functree.tree.skeleton.static_value import is_hashable
 
 
 class Kind:
@@ -109,7 +43,13 @@ class Kind:
 
     @abstractmethod
     def take(self, code: TakeCode, sample: Any, at: str) -> None:
-        """Write the code that flattens a node like the sample; `at` is the expression of the node."""
+        """Write the code that flattens a node like the sample.
+
+        Args:
+            code: the code.
+            sample: a node with the structure that is expected.
+            at: the name of the node in the generated code; for a leaf its expression.
+        """
 
     @abstractmethod
     def build(self, code: BuildCode, sample: Any) -> str:
@@ -121,7 +61,7 @@ class ArrayKind(Kind):
 
     def take(self, code: TakeCode, sample: Any, at: str) -> None:
         # Not checked to be an array: the caller checks all arrays at once, which is faster.
-        code.arrays.append(at)
+        code.array(at)
 
     def build(self, code: BuildCode, sample: Any) -> str:
         return code.array()
@@ -131,7 +71,7 @@ class NoneKind(Kind):
     """`None`, which JAX treats as a node without children."""
 
     def take(self, code: TakeCode, sample: Any, at: str) -> None:
-        code.refuse_if(f"{at} is not None")
+        code.refuse_if(f"{at} is not None", f"type({at})")
 
     def build(self, code: BuildCode, sample: Any) -> str:
         return "None"
@@ -149,8 +89,12 @@ class StaticKind(Kind):
     def build(self, code: BuildCode, sample: Any) -> str:
         if is_hashable(sample):
             return code.value(sample)
-        # A set, or a list of a class of its own: two trees must not share what can be changed in one of them.
-        return f"{code.value(copy.deepcopy)}({code.value(sample)})"
+        return f"{code.value(own_copy)}({code.value(sample)})"
+
+
+def own_copy(static: Any) -> Any:
+    """A static leaf for one more tree. Two trees must not share what can be changed in one of them, such as a set."""
+    return static if is_hashable(static) else copy.deepcopy(static)
 
 
 class SequenceKind(Kind):
@@ -160,7 +104,8 @@ class SequenceKind(Kind):
         return enumerate(node)
 
     def take(self, code: TakeCode, sample: Any, at: str) -> None:
-        code.children(sample, code.node(sample, at))
+        code.type_of(sample, at)
+        code.children(sample, at)
 
     def build(self, code: BuildCode, sample: Any) -> str:
         items = code.items(sample)
@@ -178,10 +123,10 @@ class NamedTupleKind(Kind):
         return zip(node._fields, elements(node), strict=True)
 
     def take(self, code: TakeCode, sample: Any, at: str) -> None:
-        node = code.node(sample, at)
+        code.type_of(sample, at)
         if type(sample).__iter__ is not tuple.__iter__ or type(sample).__len__ is not tuple.__len__:
-            node = code.assign(f"{code.value(elements)}({node})")
-        code.children(elements(sample), node)
+            at = code.assign(f"{code.value(elements)}({at})")
+        code.children(elements(sample), at)
 
     def build(self, code: BuildCode, sample: Any) -> str:
         return code.assign(f"{code.value(type(sample))}({code.items(elements(sample))})")
@@ -194,19 +139,20 @@ class DictKind(Kind):
         return [(key, node[key]) for key in sorted(node)]
 
     def take(self, code: TakeCode, sample: Any, at: str) -> None:
-        node = code.node(sample, at)
+        code.type_of(sample, at)
         # A dict of the same length with other keys raises KeyError, which the generated function handles.
-        code.refuse_if(f"len({node}) != {len(sample)}")
+        code.refuse_if(f"len({at}) != {len(sample)}", f"len({at})")
+        code.dicts.append(at)
         keys = sorted(sample)
         for key in keys:
-            code.visit(sample[key], f"{node}[{_key(code, key)}]")
+            code.visit(sample[key], f"{at}[{_key(code, key)}]")
         if all(type(key) is str for key in keys):
             # A key of a subclass of str, such as a member of a `StrEnum`, is equal to its text.
-            code.refuse_if(f"not {code.value(_STR.issuperset)}(map(type, {node}))")
+            code.refuse_if(f"not {code.value(_STR.issuperset)}(map(type, {at}))", f"frozenset(map(type, {at}))")
         else:
             # {1: x} and {True: x} have equal keys, but another structure. Checked last: the keys are known to be equal
             # by now, so they can be sorted.
-            code.static(tuple(keys), f"tuple(sorted({node}))")
+            code.static(tuple(keys), f"tuple(sorted({at}))")
 
     def build(self, code: BuildCode, sample: Any) -> str:
         items = [f"{_key(code, key)}: {code.visit(sample[key])}" for key in sorted(sample)]
@@ -233,9 +179,9 @@ class RegisteredKind(Kind):
 
     def take(self, code: TakeCode, sample: Any, at: str) -> None:
         children, treedef = one_level(sample)
-        node = code.node(sample, at)
+        code.type_of(sample, at)
         below, structure = code.name(), code.name()
-        code.lines.append(f"{below}, {structure} = {code.value(one_level)}({node})")
+        code.lines.append(f"{below}, {structure} = {code.value(one_level)}({at})")
         code.static(treedef, structure)
         code.children(children, below)
 
@@ -268,13 +214,14 @@ class PackedKind(RegisteredKind):
         return (((), node.static),)
 
     def take(self, code: TakeCode, sample: Any, at: str) -> None:
-        node = code.node(sample, at)
-        code.static(sample.static, f"{node}.static")
-        code.refuse_if(f"len({node}.arrays) != {len(sample.arrays)}")
-        code.arrays.append(f"*{node}.arrays")
+        code.type_of(sample, at)
+        code.static(sample.static, f"{at}.static")
+        code.refuse_if(f"len({at}.arrays) != {len(sample.arrays)}", f"len({at}.arrays)")
+        code.several(f"{at}.arrays", len(sample.arrays))
 
     def build(self, code: BuildCode, sample: Any) -> str:
-        return f"{code.value(type(sample))}(({code.items(sample.arrays)}), {code.value(sample.static)})"
+        arrays = f"tuple({code.several(len(sample.arrays))})"
+        return f"{code.value(type(sample))}({arrays}, {code.value(sample.static)})"
 
 
 class ModuleKind(Kind):
@@ -299,9 +246,10 @@ class ModuleKind(Kind):
             REGISTERED.take(code, sample, at)
             return
         known = _contents(sample)
-        contents = code.assign(f"{code.value(_contents)}({code.node(sample, at)})")
+        code.type_of(sample, at)
+        contents = code.assign(f"{code.value(_contents)}({at})")
         # A module that wraps a function has attributes of the function too, such as its name, and is not complete.
-        code.refuse_if(f"len({contents}) != {len(known)}")
+        code.refuse_if(f"len({contents}) != {len(known)}", f"len({contents})")
         for name in _fields(type(sample), True):
             code.static(known[name], f"{contents}[{name!r}]")
         for name in _fields(type(sample), False):
@@ -350,6 +298,7 @@ def one_level(node: Any) -> tuple[list[Any], Any]:
 
 
 ARRAY, NONE, STATIC = ArrayKind(), NoneKind(), StaticKind()
+LEAVES: frozenset[Kind] = frozenset({ARRAY, NONE, STATIC})
 SEQUENCE, DICT, DEFAULT_DICT, NAMED_TUPLE = SequenceKind(), DictKind(), DefaultDictKind(), NamedTupleKind()
 MODULE, STATE, PACKED, REGISTERED = ModuleKind(), StateKind(), PackedKind(), RegisteredKind()
 _CONTAINERS: dict[type, Kind] = {list: SEQUENCE, tuple: SEQUENCE, dict: DICT, defaultdict: DEFAULT_DICT}

@@ -1,6 +1,6 @@
-"""A tree ─► its `Skeleton`: the tree without its arrays, and functions from a tree to its arrays and back."""
+"""A tree ─► its `Skeleton`: the tree without its arrays, with their paths."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -10,7 +10,8 @@ from jax.tree_util import GetAttrKey, tree_flatten
 from functree.errors import FunctreeError, Problem, count
 from functree.tree.arrays import is_array
 from functree.tree.paths import Path
-from functree.tree.skeleton.kinds import ARRAY, NONE, STATIC, BuildCode, TakeCode, kind_of
+from functree.tree.skeleton.form import form_of
+from functree.tree.skeleton.kinds import ARRAY, LEAVES, kind_of, own_copy
 from functree.tree.skeleton.static_value import StaticValue, is_hashable
 
 
@@ -44,43 +45,38 @@ class Skeleton:
         others = [(place, leaf) for place, leaf in enumerate(leaves) if place not in arrays]
         return cls(treedef, places, others), [leaves[place] for place in places]
 
-    def learn(self, tree: Any, functions: bool = False) -> "Skeleton":
+    def learn(self, tree: Any) -> "Skeleton":
         """Find the paths and static values in a tree with this skeleton. Returns the skeleton itself.
 
         Otherwise they are found in a sample, in which other objects are in the place of the arrays. The constructors of
         some classes do not accept these.
-
-        Args:
-            tree: a tree with this skeleton. Nothing of its arrays is kept.
-            functions: whether to generate `take` and `build` from it too.
         """
-        found: dict[str, Any] = {"paths": _paths(tree), "statics": _static_values(tree)}
-        if functions:
-            found["_code"] = _functions(tree)
-        vars(self).update(found)
+        vars(self)["_known"] = _Known.of(tree)
         return self
-
-    # From a tree to its arrays
-
-    @cached_property
-    def take(self) -> Callable[[Any], list[Any] | None]:
-        """A function from a tree to its arrays, in JAX's order. For a tree with another skeleton it returns None.
-
-        The function is generated, for wrappers that flatten many trees with one skeleton. It does not check that the
-        values in the place of arrays are arrays.
-        """
-        return self._code.take
 
     # From values to a tree
 
-    @cached_property
-    def build(self) -> Callable[[Sequence[Any]], Any]:
-        """A function from arrays, in JAX's order, to the tree. It is generated, like `take`."""
-        return self._code.build
+    def build(self, arrays: Sequence[Any]) -> Any:
+        """A new tree with these arrays, in JAX's order; it shares nothing that can be changed with other trees.
+
+        The second call generates a function, which is far faster and takes the place of this one. Most results are
+        built once for each compilation, or in every step of a loop.
+        """
+        tree = self.fresh(arrays)
+        if self._was_built:
+            vars(self)["build"] = form_of(tree).build
+        self._was_built = True
+        return tree
+
+    _was_built: bool = False
 
     def fill(self, values: Iterable[Any]) -> Any:
-        """The tree with a value for each array. If this is needed more than a few times, `build` is faster."""
+        """The tree with a value for each array."""
         return self._unflatten(values, dict(self.others))
+
+    def fresh(self, values: Iterable[Any]) -> Any:
+        """The same, but the tree shares nothing that can be changed with other trees."""
+        return self._unflatten(values, {place: own_copy(value) for place, value in self.others})
 
     def spread(self, values: Iterable[Any]) -> Any:
         """A tree with a value for each array, and None in the place of other leaves."""
@@ -94,20 +90,20 @@ class Skeleton:
 
     # Paths and static values
 
-    @cached_property
+    @property
     def paths(self) -> tuple[Path, ...]:
         """The path of each array."""
-        return _paths(self._sample)
+        return self._known.paths
 
     @cached_property
     def keys(self) -> tuple[Any, ...]:
         """A JAX key for each array, with the text of the whole path as its name."""
         return tuple(GetAttrKey(str(path)) for path in self.paths)
 
-    @cached_property
+    @property
     def statics(self) -> tuple[tuple[Path, Any], ...]:
         """All static values with their paths: leaves that are not arrays, and static data of nodes."""
-        return _static_values(self._sample)
+        return self._known.statics
 
     def check_hashable(self) -> None:
         """Raise FunctreeError if static values cannot be hashed. The error lists them by path."""
@@ -121,15 +117,14 @@ class Skeleton:
         return len(self.places)
 
     @cached_property
+    def _known(self) -> "_Known":
+        return _Known.of(self._sample)
+
+    @cached_property
     def _sample(self) -> Any:
         """A tree with this skeleton, from which the code is written."""
         # Different objects, because the kind of a named tuple is found by comparing children by identity.
         return self.fill(jax.ShapeDtypeStruct((), "float32") for _ in self.places)
-
-    @cached_property
-    def _code(self) -> "_Functions":
-        """The generated functions. They are generated when they are first needed, since many skeletons need none."""
-        return _functions(self._sample)
 
     def __reduce__(self) -> tuple[Any, ...]:
         # By a tree: JAX cannot pickle the treedef of a tree with modules. Generated functions cannot be pickled either;
@@ -166,55 +161,36 @@ class Skeleton:
         return f"<Skeleton: {count(len(self), 'array')}, {count(len(self.others), 'other leaf')}>"
 
 
-class _Functions(NamedTuple):
-    """The generated functions of a skeleton."""
+class _Known(NamedTuple):
+    """What is known of a tree besides its arrays.
 
-    take: Callable[[Any], list[Any] | None]
-    build: Callable[[Sequence[Any]], Any]
+    Attributes:
+        paths: the path of each array.
+        statics: all static values with their paths.
+    """
 
+    paths: tuple[Path, ...]
+    statics: tuple[tuple[Path, Any], ...]
 
-def _functions(sample: Any) -> _Functions:
-    """The functions for trees with the skeleton of a sample."""
-    what = type(sample).__name__
-    take = TakeCode()
-    take.visit(sample, "tree")
-    # A module without one of its fields, or a dict with other keys, raises KeyError: it has another structure.
-    take.lines = ["try:", *(f"    {line}" for line in take.lines), f"    return [{', '.join(take.arrays)}]"]
-    take.lines += ["except KeyError:", "    return None"]
-    build = BuildCode()
-    tree = build.visit(sample)
-    arrays = "".join(f"a{i}, " for i in range(build.arrays))
-    build.lines = [f"{arrays or '()'} = arrays", *build.lines, f"return {tree}"]
-    return _Functions(take.function("take(tree)", what), build.function("build(arrays)", what))
+    @classmethod
+    def of(cls, tree: Any) -> "_Known":
+        """What is known of a tree, from one walk."""
+        paths: list[Path] = []
+        statics: list[tuple[Path, Any]] = []
 
+        def visit(node: Any, path: tuple[Any, ...]) -> None:
+            kind = kind_of(node)
+            if kind is ARRAY:
+                paths.append(Path(path))
+                return
+            for keys, value in kind.statics(node):
+                statics.append((Path((*path, *keys)), value))
+            if kind not in LEAVES:
+                for keys, child in kind.paths(node):
+                    visit(child, (*path, *keys))
 
-def _paths(tree: Any) -> tuple[Path, ...]:
-    """The path of each array of a tree."""
-    return tuple(Path(keys) for keys in _array_paths(tree, ()))
-
-
-def _static_values(tree: Any) -> tuple[tuple[Path, Any], ...]:
-    """All static values of a tree with their paths."""
-    return tuple((Path(keys), value) for keys, value in _statics(tree, ()))
-
-
-def _array_paths(node: Any, path: tuple[Any, ...]) -> Iterator[tuple[Any, ...]]:
-    """The path of each array below a node."""
-    kind = kind_of(node)
-    if kind is ARRAY:
-        yield path
-    elif kind is not NONE and kind is not STATIC:
-        for keys, child in kind.paths(node):
-            yield from _array_paths(child, (*path, *keys))
-
-
-def _statics(node: Any, path: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, ...], Any]]:
-    """The path and value of each static value below a node."""
-    kind = kind_of(node)
-    for keys, value in kind.statics(node):
-        yield (*path, *keys), value
-    for keys, child in kind.paths(node):
-        yield from _statics(child, (*path, *keys))
+        visit(tree, ())
+        return cls(tuple(paths), tuple(statics))
 
 
 def _unhashable(path: Path, value: Any) -> Problem:
