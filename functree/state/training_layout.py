@@ -8,7 +8,8 @@ from functree.layout.decision import Decision, whole
 from functree.layout.host import OnHost
 from functree.layout.layout import Composition, Layout, Modified, Resolution, Unspecified
 from functree.layout.meshes import MeshView
-from functree.layout.optimizer.origins import Origin, Trained, find_origins
+from functree.layout.optimizer.optimizer_state import origins_of
+from functree.layout.optimizer.origins import Origin, Trained
 from functree.layout.optimizer.plan_optimizer import Derived, Placed
 from functree.layout.plan.plan import Plan
 from functree.layout.state_sharding import StateSharding
@@ -115,7 +116,7 @@ class _TrainState:
         trained = Trained(Skeleton.of(state.model), parameters)
         opt_leaves = [leaves[i]._replace(path=below, aliases=()) for i, below in optimizer.items()]
         self.parameters: dict[Path, Leaf] = trained.parameters
-        self.origins: dict[int, Origin] = dict(zip(optimizer, find_origins(state.tx, trained, opt_leaves), strict=True))
+        self.origins: dict[int, Origin] = dict(zip(optimizer, origins_of(state.tx, trained, opt_leaves), strict=True))
 
     def derived(self, leaves: Sequence[Leaf], decided: Mapping[int, Decision], mesh: MeshView) -> dict[int, Decision]:
         """The decisions for the leaves of the optimizer's state for which the layout does not decide itself."""

@@ -166,6 +166,7 @@ class _Walk:
         self.kinds: dict[type, Kind] = {}
         self.classes: dict[type, ClassHints] = {}
         self.memory: Memory = {}
+        self.tried: dict[Hint, Hint] = {}
         self.used: set[type] = set()  # the classes in `names` that have named a leaf
         self.fields: list[tuple[Any, Keys, GivenNames]] = []  # the fields whose annotation has `ft.names`
 
@@ -211,7 +212,11 @@ class _Walk:
     def _annotated(self, node: Any, kind: Kind, path: Keys, hint: Hint, context: _Context) -> tuple[Hint, _Context]:
         """The resolved annotation of a node, and the context with what the annotation says about all leaves below."""
         if hint.later:
-            hint = hint.tried()
+            # Once in a walk. In the next one it is tried again, since a name may be defined later.
+            tried = self.tried.get(hint)
+            if tried is None:
+                tried = self.tried[hint] = hint.tried()
+            hint = tried
         if hint.buffer:
             context = context._replace(buffer=True)
         if hint.names is not None and kind is not NONE:

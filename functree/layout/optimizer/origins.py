@@ -3,9 +3,11 @@
 The origin is not found by the types in the state, which differ for each optimizer. Instead `tx.init` is traced a
 second time with parameters of other sizes, all of them different. The sizes of the leaves then show which dimensions
 of which parameter each leaf has.
+
+A trace takes long, and most parameters of a large model are alike. So the second trace is of one parameter of each kind
+where the optimizer allows it.
 """
 
-from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -13,6 +15,8 @@ import equinox as eqx
 import jax
 
 from functree.errors import FunctreeError
+from functree.layout.optimizer.owners import STEPS, Owners, owners_of
+from functree.layout.optimizer.representatives import Representatives, representatives
 from functree.tree.axes import Axes
 from functree.tree.leaf import Leaf
 from functree.tree.leaves import Leaves, read
@@ -102,7 +106,53 @@ def find_origins(tx: Optimizer, trained: Trained, state: Sequence[Leaf]) -> list
         trained: its parameters.
         state: the leaves of `tx.init(parameters)`, with their paths in the state.
     """
-    tracer = _Tracer(tx, trained, state)
+    owners = owners_of([leaf.path for leaf in state], trained.parameters)
+    few = representatives(trained.parameters, state, owners)
+    found = None if few is None else _by_few(tx, trained, state, owners, few)
+    return _by_all(tx, trained, state, owners) if found is None else found
+
+
+# What `tx.init` raises if it needs more parameters than it gets, or sizes that fit together.
+_REFUSED = (TypeError, ValueError, LookupError, AttributeError)
+
+
+def _by_few(
+    tx: Optimizer, trained: Trained, state: Sequence[Leaf], owners: Owners, few: Representatives
+) -> list[Origin] | None:
+    """The origin of each leaf, by traces of `tx.init` with one parameter of each kind, and None instead of the others.
+
+    Returns:
+        None if the optimizer does not allow it: it raises, such as one with a tree of labels for all parameters; or its
+        state for these parameters is not a part of its state for all of them.
+    """
+    leaves = {path: leaf if path in few.parameters else None for path, leaf in trained.leaves.items()}
+    reduced = trained._replace(leaves=leaves)
+    try:
+        small = abstract_state(tx, reduced.tree(lambda leaf: leaf.value)).leaves
+    except _REFUSED:
+        return None
+    found = {leaf.path: leaf for leaf in small}
+    same = all(_is_like(leaf, found.get(few.leaves[leaf.path])) for leaf in state)
+    if not same or found.keys() != set(few.leaves.values()):
+        return None
+    own = {leaf.path: [one for one in owners.get(leaf.path, ()) if one in few.parameters] for leaf in small}
+    origins = dict(zip(found, _by_all(tx, reduced, small, own), strict=True))
+    return [_for_leaf(origins[few.leaves[leaf.path]], owners[leaf.path]) for leaf in state]
+
+
+def _is_like(leaf: Leaf, other: Leaf | None) -> bool:
+    """Whether a leaf has the shape and dtype of another one."""
+    return other is not None and leaf.shape == other.shape and leaf.value.dtype == other.value.dtype
+
+
+def _for_leaf(origin: Origin, owners: Sequence[Path]) -> Origin:
+    """The origin of the leaf in the same place that belongs to another parameter."""
+    return origin if origin.parameter is None else origin._replace(parameter=owners[0])
+
+
+def _by_all(tx: Optimizer, trained: Trained, state: Sequence[Leaf], owners: Owners) -> list[Origin]:
+    """The origin of each leaf, by a trace of `tx.init` with other sizes of all parameters."""
+    tracer = _Tracer(tx, trained, state, owners)
     # The path of a leaf may be that of several parameters. The sizes of such parameters are changed by different
     # steps, so that the sizes of the leaf show which of them it belongs to.
     rivals: dict[Path, None] = {}
@@ -122,11 +172,6 @@ def find_origins(tx: Optimizer, trained: Trained, state: Sequence[Leaf]) -> list
     return [tracer.origin(leaf, changed, other, jumped) for leaf in state]
 
 
-# The number of different steps for parameters that cannot be distinguished by paths. Large steps are more likely to
-# change a decision of the optimizer.
-STEPS = 8
-
-
 class _Tracer:
     """An optimizer, and what it is traced with.
 
@@ -138,10 +183,9 @@ class _Tracer:
         owners: for each leaf of the state, the parameters that it may belong to.
     """
 
-    def __init__(self, tx: Optimizer, trained: Trained, state: Sequence[Leaf]):
-        self.tx, self.trained, self.state = tx, trained, state
+    def __init__(self, tx: Optimizer, trained: Trained, state: Sequence[Leaf], owners: Owners):
+        self.tx, self.trained, self.state, self.owners = tx, trained, state, owners
         self.parameters: dict[Path, Leaf] = trained.parameters
-        self.owners: dict[Path, list[Path]] = _owners([leaf.path for leaf in state], self.parameters)
 
     def changed(self, steps: Mapping[Path, int]) -> tuple[dict[Path, Shape], dict[Path, Leaf]]:
         """Other shapes of the parameters, and the leaves of the state for these, by path.
@@ -252,64 +296,3 @@ def _distinct(shape: Sequence[int], step: int) -> Shape:
         out[i] = size
         taken.add(size)
     return tuple(out)
-
-
-# The parameters that a leaf may belong to
-
-
-def _owners(paths: Sequence[Path], parameters: Collection[Path]) -> dict[Path, list[Path]]:
-    """For each leaf of the state, the parameters that it may belong to by its path, the most likely one first.
-
-    The state contains trees of parameters, so the path of a leaf is a prefix (`0.mu`), then the path of a parameter
-    (`w`), and then the keys of several leaves for one parameter, if there are any (`0.mu.w.1`). It is not known where
-    the prefix ends. But every leaf after a prefix must be at the path of a parameter, or else it is not a prefix. If
-    several prefixes are possible, the one with the most parameters after it comes first, and then the shorter one. So
-    `0.mu.w` belongs to `w` and not to a parameter `mu`, and `0.mu.a.w` to `a.w` and not to `w`.
-    """
-    # For each leaf and each length k of the prefix: the parameter whose path comes next.
-    matches = {path: [_first_of(path[k:], parameters) for k in range(len(path) + 1)] for path in paths}
-    # Not prefixes: a leaf after them is not at the path of a parameter.
-    failing: set[tuple[Any, ...]] = set()
-    for path, found in matches.items():
-        failing.update(path[:k] for k, match in enumerate(found) if match is None)
-    # The parameters after each prefix.
-    behind: defaultdict[tuple[Any, ...], set[Path]] = defaultdict(set)
-    for path, found in matches.items():
-        for k, match in enumerate(found):
-            if match is not None and path[:k] not in failing:
-                behind[path[:k]].add(match)
-    owners: dict[Path, list[Path]] = {}
-    for path, found in matches.items():
-        # The lengths of the possible prefixes, the best first.
-        fronts = sorted((-len(behind[path[:k]]), k) for k in range(len(found)) if path[:k] in behind)
-        owners[path] = list(dict.fromkeys(match for _, k in fronts if (match := found[k]) is not None))
-    return owners | _owners_below([path for path, several in owners.items() if not several], parameters)
-
-
-def _first_of(keys: tuple[Any, ...], parameters: Collection[Path]) -> Path | None:
-    """The longest path of a parameter that some keys begin with."""
-    for n in range(len(keys), -1, -1):
-        if keys[:n] in parameters:
-            return Path(keys[:n])
-    return None
-
-
-def _owners_below(paths: Sequence[Path], parameters: Collection[Path]) -> dict[Path, list[Path]]:
-    """For leaves that have no prefix: the parameters whose paths have the same end.
-
-    `optax.lookahead` has the parameters `fast.w` and `slow.w`, and initializes its inner optimizer with one half of
-    them, so that the paths in its state end with `w` only. If there are too many parameters with the same end, their
-    sizes do not distinguish them, and the leaf has no owner.
-    """
-    if not paths:
-        return {}
-    endings: defaultdict[tuple[Any, ...], list[Path]] = defaultdict(list)
-    for path in parameters:
-        for k in range(1, len(path)):
-            endings[path[k:]].append(path)
-    owners: dict[Path, list[Path]] = {}
-    for path in paths:
-        # The longest end of the path that is also the end of a parameter's path.
-        found = next((endings[path[k:]] for k in range(len(path)) if path[k:] in endings), [])
-        owners[path] = found if len(found) <= STEPS else []
-    return owners

@@ -6,10 +6,11 @@ from typing import Any, NamedTuple
 from jax.sharding import PartitionSpec
 
 from functree.errors import RuleError, did_you_mean
-from functree.layout.decision import Decision, Dimension, whole
+from functree.layout.decision import WHOLE, Decision, Dimension
 from functree.layout.layout import Layout, LayoutLike, LayoutTree, Resolution, as_layout
 from functree.layout.meshes import MeshLike, MeshView
-from functree.layout.optimizer.origins import Optimizer, Origin, Trained, abstract_state, find_origins
+from functree.layout.optimizer.optimizer_state import optimizer_state
+from functree.layout.optimizer.origins import Optimizer, Origin, Trained
 from functree.layout.plan.plan import Plan
 from functree.layout.plan.resolver import agreed_view, plan_leaves, read_for
 from functree.layout.plan.row import Row
@@ -80,9 +81,7 @@ def plan_state(
     view = agreed_view(mesh, parts)
     planned = {row.path: _placed(row) for row in plan_leaves(leaves, parts, view)}
     trained = select_trained(leaves, wrt, type(model).__name__)
-    params = trained.tree(lambda leaf: leaf.value)
-    state = abstract_state(tx, params)
-    origins = find_origins(tx, trained, state.leaves)
+    state, origins = optimizer_state(tx, trained)
     parameters = trained.parameters
     # The axes of the state come from the parameters. Annotations say nothing about it: the leaves of its copies of the
     # model may have other shapes. So the problems of names are left out as well.
@@ -90,7 +89,7 @@ def plan_state(
     described = Leaves(tuple(origin.describe(leaf, parameters) for leaf, origin in pairs), (), state.skeleton)
     derived = Derived(tuple(origins), planned, None if otherwise is None else as_layout(otherwise))
     whole_state = Part(derived, Path(), state.skeleton.treedef.num_leaves)
-    return PlannedState(plan_leaves(described, [whole_state], view), params)
+    return PlannedState(plan_leaves(described, [whole_state], view), trained.tree(lambda leaf: leaf.value))
 
 
 def select_trained(leaves: Leaves, wrt: FilterLike, name: str) -> Trained:
@@ -146,7 +145,15 @@ class Derived(Layout):
         self.otherwise: Layout | None = otherwise
 
     def resolve(self, leaves: Sequence[Leaf], mesh: MeshView, before: Sequence[Decision] | None = None) -> Resolution:
-        decisions = [self._decide(leaf, origin) for leaf, origin in zip(leaves, self.origins, strict=True)]
+        # Most parameters have several leaves, such as the two moments of adam, about which the decision is one object.
+        known: dict[tuple[Origin, int], Decision] = {}
+        decisions: list[Decision] = []
+        for leaf, origin in zip(leaves, self.origins, strict=True):
+            key = origin, len(leaf.shape)
+            decision = known.get(key)
+            if decision is None:
+                decision = known[key] = self._decide(leaf, origin)
+            decisions.append(decision)
         lost = [i for i, origin in enumerate(self.origins) if not origin.derived]
         if self.otherwise is None or not lost:
             return Resolution(decisions)
@@ -156,17 +163,18 @@ class Derived(Layout):
         return Resolution(decisions, found.problems, found.unused)
 
     def _decide(self, leaf: Leaf, origin: Origin) -> Decision:
-        start = whole(leaf).settle()
+        # The axes of the leaf are not asked: what is decided about the parameter is decided about them.
+        start = Decision((WHOLE,) * len(leaf.shape))
         if not origin.derived:
             return start.wrong(UNDERIVABLE)
         if origin.parameter is None:
             return start.because(INDEPENDENT)
         if all(dim is None for dim in origin.dims):
             return start.because(INDEPENDENT if leaf.shape else f"one number for {origin.parameter}")
-        parameter = self.parameters[origin.parameter]
-        source = f"the spec of {origin.parameter}"
+        parameter, name = self.parameters[origin.parameter], str(origin.parameter)
+        source = f"the spec of {name}"
         axes = [() if dim is None else parameter.mesh_axes[dim] for dim in origin.dims]
-        reason = f"as {origin.parameter}"
+        reason = f"as {name}"
         # Unless it has all dimensions in their order, the reason lists them.
         if origin.dims != tuple(range(len(parameter.mesh_axes))):
             reason += f", its dimensions {_kept(origin.dims)}"
