@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from trees import Keyless, Leafy, Pair, containers, is_none, nodes, same
 
 import functree as ft
-from functree.tree.nodes import blanked, children, follow, marked, rebuilt
+from functree.tree.nodes import blanked, children, marked, nodes_at, rebuilt
 from functree.tree.paths import Path
 
 LEAVES = st.sampled_from([np.zeros((2, 3), np.float32), np.int32(4), None, 1, True, "text", abs, ()])
@@ -36,8 +36,9 @@ def test_rebuilt_of_its_own_children_is_the_node(tree: Any) -> None:
 
 
 @given(TREES)
-def test_follow_finds_each_node(tree: Any) -> None:
-    assert all(follow(tree, path) is node for path, node in nodes(tree))
+def test_each_node_is_found_by_its_path(tree: Any) -> None:
+    paths, expected = zip(*nodes(tree), strict=True)
+    assert all(one is other for one, other in zip(nodes_at(tree, paths), expected, strict=True))
 
 
 @given(TREES)
@@ -92,4 +93,4 @@ def test_what_is_no_child_is_kept() -> None:
 
 def test_a_path_that_is_not_there() -> None:
     with pytest.raises(KeyError):
-        follow({"a": 1}, ("b",))
+        nodes_at({"a": 1}, [Path(("b",))])

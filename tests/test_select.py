@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from checks import raises
+from checks import python_calls, raises
 from hypothesis import given
 from hypothesis import strategies as st
 from jaxtyping import Array, Float
@@ -20,7 +20,7 @@ from trees import Keyless, Leafy, Pair, containers, is_none, nodes, same
 
 import functree as ft
 from functree.errors import FunctreeError, RuleError
-from functree.tree.nodes import children, follow
+from functree.tree.nodes import children, nodes_at
 from functree.tree.paths import Path
 
 ARRAYS = [np.zeros((2, 3), np.float32), np.int32(4), np.ones(2, np.int8), np.ones((2, 2), np.float32)]
@@ -59,9 +59,9 @@ def test_get_of_set_is_what_was_set(drawn: tuple[Any, ft.Selection[Any]]) -> Non
     _, selection = drawn
     values = [object() for _ in selection]
     changed = selection.set_each(values)
-    assert all(follow(changed, path) is value for path, value in zip(selection.paths(), values, strict=True))
+    assert all(a is b for a, b in zip(nodes_at(changed, selection.paths()), values, strict=True))
     again = selection.set(values)
-    assert all(follow(again, path) is values for path in selection.paths())
+    assert all(part is values for part in nodes_at(again, selection.paths()))
 
 
 @given(selections())
@@ -69,7 +69,7 @@ def test_the_number_of_parts(drawn: tuple[Any, ft.Selection[Any]]) -> None:
     tree, selection = drawn
     assert selection.count() == len(selection) == len(selection.paths()) == len(list(selection))
     assert selection.expect(selection.count()) is selection
-    assert all(part is follow(tree, path) for part, path in zip(selection, selection.paths(), strict=True))
+    assert all(a is b for a, b in zip(selection, nodes_at(tree, selection.paths()), strict=True))
     assert list(selection.paths()) == [path for path, _ in nodes(tree) if path in selection.paths()]
 
 
@@ -81,7 +81,7 @@ def test_what_is_not_selected_is_the_same_object(drawn: tuple[Any, ft.Selection[
     for path, node in nodes(tree):
         inside = any(path[: len(one)] == one for one in chosen)
         above = any(one[: len(path)] == path for one in chosen)
-        assert inside or above or follow(changed, path) is node
+        assert inside or above or nodes_at(changed, [path])[0] is node
 
 
 @given(selections())
@@ -296,7 +296,7 @@ def test_at(case: str) -> None:
     tree = model()
     selection = ft.select(tree).at(where)
     assert texts(selection) == paths
-    assert all(part is follow(tree, path) for part, path in zip(selection, selection.paths(), strict=True))
+    assert all(a is b for a, b in zip(selection, nodes_at(tree, selection.paths()), strict=True))
 
 
 def test_at_below_another_choice() -> None:
@@ -687,3 +687,21 @@ def test_problems_have_the_paths() -> None:
     with pytest.raises(FunctreeError) as found:
         ft.select(model()).under(Norm).get()
     assert [str(problem.path) for problem in found.value.problems] == ["layers.1", "pair.0", 'heads."a.b"']
+
+
+def test_many_parts_are_found_in_one_walk() -> None:
+    """The time for each part does not depend on their number."""
+    few, many = ([Leafy(jnp.ones(1), n) for n in range(size)] for size in (50, 500))
+
+    def calls(tree: list[Any]) -> int:
+        chosen = ft.select(tree).under(Leafy)
+        return sum(python_calls(run) for run in (
+            lambda: chosen.at("w").apply(lambda x: x),
+            lambda: chosen.at(lambda leafy: leafy.w).count(),
+            lambda: chosen.where("w").count(),
+            lambda: chosen.remove(),
+            lambda: chosen.insert_after(None),
+            lambda: ft.select(tree).at(lambda tree: [leafy.w for leafy in tree]).count(),
+        ))  # fmt: skip
+
+    assert calls(many) < 12 * calls(few)

@@ -6,7 +6,6 @@ from contextvars import ContextVar
 from typing import Any, ParamSpec, TypeVar, overload
 
 import jax
-from beartype import beartype
 from jax.sharding import AxisType, PartitionSpec
 from jaxtyping import jaxtyped
 
@@ -70,6 +69,8 @@ def typed(fun: Any = None, *, constrain: bool = False) -> Any:
     check("typed cannot check calls", fun=(fun, FUNCTION.or_none()), constrain=(constrain, FLAG))
     if fun is None:
         return lambda fun: typed(fun, constrain=constrain)
+    from beartype import beartype  # which takes as long to import as a third of functree
+
     signature, bound = Signature.of(fun)
 
     def check_and_constrain(record: Any, sizes: Sizes) -> Any:

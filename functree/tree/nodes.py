@@ -1,6 +1,6 @@
 """A node of a tree ─► its children by key, and the same node with other children."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from functree.tree.paths import Path, plain_key
@@ -28,11 +28,19 @@ def rebuilt(node: Any, values: Sequence[Any]) -> Any:
     return treedef.unflatten(values)
 
 
-def follow(tree: Any, path: Sequence[Any]) -> Any:
-    """The node at a path that exists in the tree."""
-    for key in path:
-        tree = dict(children(tree) or ())[key]
-    return tree
+def nodes_at(tree: Any, paths: Iterable[Path]) -> list[Any]:
+    """The nodes at paths that exist in the tree. Each node above them is opened once."""
+    opened: dict[tuple[Any, ...], dict[Any, Any]] = {}
+    found: list[Any] = []
+    for path in paths:
+        node = tree
+        for i, key in enumerate(path):
+            below = opened.get(path[:i])
+            if below is None:
+                below = opened[path[:i]] = dict(children(node) or ())
+            node = below[key]
+        found.append(node)
+    return found
 
 
 def blanked(node: Any) -> Any:

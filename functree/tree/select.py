@@ -13,7 +13,7 @@ from functree.parameters import EXTENT, FUNCTION, ITERABLE, check, check_callbac
 from functree.tree.arrays import value_text
 from functree.tree.filters.filter import Filter, as_filter, bare_class
 from functree.tree.leaves import read
-from functree.tree.nodes import blanked, children, follow, marked, rebuilt
+from functree.tree.nodes import blanked, children, marked, nodes_at, rebuilt
 from functree.tree.paths import Path
 
 T = TypeVar("T")
@@ -57,10 +57,10 @@ class Selection(Generic[T]):
         """
         if isinstance(where, str | Path):
             below = Path.parse(where) if isinstance(where, str) else where
-            return self._chosen([self._there(path, below) for path in self._paths], f".at({str(below)!r})")
+            return self._chosen([_there(path, part, below) for path, part in self._parts()], f".at({str(below)!r})")
         found: list[Path] = []
-        for path in self._paths:
-            found += [Path((*path, *key)) for key in self._accessed(path, where)]
+        for path, part in self._parts():
+            found += [Path((*path, *key)) for key in _accessed(part, where)]
         return self._chosen(found, f".at({_name(where)})")
 
     def under(self, cls: Any) -> "Selection[T]":
@@ -193,7 +193,7 @@ class Selection(Generic[T]):
         return self._inserted(lambda node: (), insert=False)
 
     def __iter__(self) -> Iterator[Any]:
-        return (follow(self._tree, path) for path in self._paths)
+        return iter(nodes_at(self._tree, self._paths))
 
     def __len__(self) -> int:
         return len(self._paths)
@@ -206,41 +206,9 @@ class Selection(Generic[T]):
 
     # How the parts are found and changed
 
-    def _there(self, path: Path, below: Path) -> Path:
-        """The path of the node that is at `below` in the part at `path`. Raises FunctreeError if there is none."""
-        node = follow(self._tree, path)
-        for i, key in enumerate(below):
-            known = dict(children(node) or ())
-            # The keys of an `ft.State` and of a packed tree are whole paths, as texts.
-            if (rest := str(Path(below[i:]))) in known and not isinstance(node, dict):
-                return Path((*path, *below[:i], rest))
-            if key not in known:
-                raise _missing(node, Path((*path, *below[:i])), below, key, known)
-            node = known[key]
-        return Path((*path, *below))
-
-    def _accessed(self, path: Path, where: Callable[[Any], Any]) -> list[Path]:
-        """The paths of the parts that a function returns, from the part at `path` on."""
-        if not callable(where) or isinstance(where, type):
-            raise RuleError(f"at takes a path or a function from the tree to one of its parts, not {shown(where)}")
-        node = follow(self._tree, path)
-        # The function is called with a copy in which each node and leaf is a different object, so that the objects
-        # that it returns show their paths.
-        copied, places = marked(node)
-        found = where(copied)
-        several = (found,)
-        if type(found) in (tuple, list) and id(found) not in places:
-            several = found  # a tuple or list that the function made, and not one that is in the tree
-        lost = [x for x in several if id(x) not in places]
-        if lost or not several:
-            stray = lost[0] if lost else found
-            raise FunctreeError(f"at: the function returned {stray!r}, which is not a part of the tree")
-        parts = list(dict.fromkeys(places[id(x)] for x in several))
-        for part in parts:
-            for outer in parts:
-                if part != outer and part[: len(outer)] == outer:
-                    raise FunctreeError(f"at: `{part}` is inside `{outer or type(node).__name__}`: choose one of them")
-        return parts
+    def _parts(self) -> Iterator[tuple[Path, Any]]:
+        """The paths and the selected parts."""
+        return zip(self._paths, self, strict=True)
 
     def _chosen(self, paths: Sequence[Path], asked: str) -> "Selection[T]":
         return Selection(self._tree, paths, self._asked + asked)
@@ -256,8 +224,8 @@ class Selection(Generic[T]):
             for key, child in children(node) or ():
                 visit(start, path / key, child)
 
-        for start in self._paths:
-            visit(start, Path(), follow(self._tree, start))
+        for start, part in self._parts():
+            visit(start, Path(), part)
         return found
 
     def _matched(self, chosen: Filter) -> list[Path]:
@@ -267,14 +235,14 @@ class Selection(Generic[T]):
         # (several keys) instead of the path of their node (one key).
         places = [Path.of(keys) for keys, _ in tree_flatten_with_path(self._tree)[0]]
         leaves = [(places[i], leaf) for i, leaf in zip(whole.skeleton.places, whole.leaves, strict=True)]
-        found = []
-        for start in self._paths:
-            depth = len(start)
-            for place, leaf in leaves:
-                # Patterns are matched with the path from the selected part on.
-                if place[:depth] == start and chosen(leaf._replace(aliases=(Path(leaf.path[depth:]),))):
-                    found.append(place)
-        return found
+        found: dict[Path, list[Path]] = {start: [] for start in self._paths}
+        for place, leaf in leaves:
+            # The selected part that the leaf is in, if it is in one: no part is inside another.
+            start = next((place[:depth] for depth in range(len(place) + 1) if place[:depth] in found), None)
+            # Patterns are matched with the path from the selected part on.
+            if start is not None and chosen(leaf._replace(aliases=(Path(leaf.path[len(start) :]),))):
+                found[Path(start)].append(place)
+        return [place for places in found.values() for place in places]
 
     def _changed(self, change: Callable[[Path, Any], Any]) -> T:
         """The tree with another value for each selected part. All nodes that are not above a part stay the same."""
@@ -335,13 +303,15 @@ class Selection(Generic[T]):
         wanted = "a list or a tuple" if insert else "a list, a tuple or a dict"
         remedy = "`.apply(lambda part: ...)` to replace the part" if insert else "`.set(None)`"
         problems = []
-        for path in self._paths:
-            parent = follow(self._tree, Path(path[:-1])) if path else None
+        parents = nodes_at(self._tree, [Path(path[:-1]) for path in self._paths])
+        for (path, part), parent in zip(self._parts(), parents, strict=True):
+            if not path:
+                parent = None
             if type(parent) in (list, tuple) or (not insert and isinstance(parent, dict)):
                 continue
             where = "is the whole tree" if parent is None else f"is a field of {type(parent).__name__}"
             why = f"{where}, not an element of {wanted}"
-            problems.append(Problem(path, None, value_text(follow(self._tree, path)), why, remedy))
+            problems.append(Problem(path, None, value_text(part), why, remedy))
         if problems:
             parts = count(len(problems), "part")
             headline = f"nothing can be inserted next to {parts}" if insert else f"{parts} cannot be removed"
@@ -349,7 +319,7 @@ class Selection(Generic[T]):
 
     def _refuse(self, headline: str, remedy: str) -> FunctreeError:
         """An error that lists the selected parts."""
-        parts = [Problem(path, None, value_text(follow(self._tree, path)), "selected", remedy) for path in self._paths]
+        parts = [Problem(path, None, value_text(part), "selected", remedy) for path, part in self._parts()]
         return FunctreeError(headline, parts)
 
 
@@ -381,6 +351,43 @@ def select(tree: T) -> Selection[T]:
         (True, True)
     """
     return Selection(tree, [Path()])
+
+
+def _there(path: Path, node: Any, below: Path) -> Path:
+    """The path of the node that is at `below` in the node at `path`. Raises FunctreeError if there is none."""
+    for i, key in enumerate(below):
+        known = dict(children(node) or ())
+        # The keys of an `ft.State` and of a packed tree are whole paths, as texts.
+        if (rest := str(Path(below[i:]))) in known and not isinstance(node, dict):
+            return Path((*path, *below[:i], rest))
+        if key not in known:
+            raise _missing(node, Path((*path, *below[:i])), below, key, known)
+        node = known[key]
+    return Path((*path, *below))
+
+
+def _accessed(node: Any, where: Callable[[Any], Any]) -> list[Path]:
+    """The paths of the parts of a node that a function returns, from the node on."""
+    if not callable(where) or isinstance(where, type):
+        raise RuleError(f"at takes a path or a function from the tree to one of its parts, not {shown(where)}")
+    # The function is called with a copy in which each node and leaf is a different object, so that the objects
+    # that it returns show their paths.
+    copied, places = marked(node)
+    found = where(copied)
+    several = (found,)
+    if type(found) in (tuple, list) and id(found) not in places:
+        several = found  # a tuple or list that the function made, and not one that is in the tree
+    lost = [x for x in several if id(x) not in places]
+    if lost or not several:
+        stray = lost[0] if lost else found
+        raise FunctreeError(f"at: the function returned {stray!r}, which is not a part of the tree")
+    parts = list(dict.fromkeys(places[id(x)] for x in several))
+    chosen = set(parts)
+    for part in parts:
+        outer = next((part[:i] for i in range(len(part)) if part[:i] in chosen), None)
+        if outer is not None:
+            raise FunctreeError(f"at: `{part}` is inside `{Path(outer) or type(node).__name__}`: choose one of them")
+    return parts
 
 
 def _missing(node: Any, where: Path, below: Path, key: Any, known: Iterable[Any]) -> FunctreeError:

@@ -1,19 +1,14 @@
 """The rows of a plan ─► a table as text."""
 
-import io
 from collections.abc import Sequence
-
-from rich.cells import cell_len
-from rich.console import Console, Group, RenderableType
-from rich.padding import Padding
-from rich.table import Table
-from rich.text import Text
+from itertools import zip_longest
 
 from functree.layout.plan.fold import bytes_text, fold
 from functree.layout.plan.row import Row
 
 WIDTH = 100
 COLUMNS = (36, 18, 30)  # of path, array and spec
+INDENT = "    "
 
 
 def plan_text(rows: Sequence[Row], notes: Sequence[str], warnings: Sequence[str] = ()) -> str:
@@ -24,30 +19,49 @@ def plan_text(rows: Sequence[Row], notes: Sequence[str], warnings: Sequence[str]
         notes: the lines below the table.
         warnings: the lines above it.
     """
-    blocks = []
+    lines: list[str] = []
+    for warning in warnings:
+        lines += _wrapped(warning, WIDTH)
+    if warnings:
+        lines.append("")
+    lines += _columns("path", "array", "spec", "per device")
     for line in fold(rows):
         title = line.title
-        if cell_len(title) > COLUMNS[0]:  # a long path has a line of its own, so that it can be searched for
-            blocks.append(Text(title, overflow="fold"))
+        if _width(title) > COLUMNS[0]:  # a long path has a line of its own, so that it can be searched for
+            lines += _wrapped(title, WIDTH)
             title = ""
-        blocks += [_columns(title, line.array, line.spec, bytes_text(line.each)), Padding(line.told, (0, 0, 0, 4))]
-    titles = _columns("path", "array", "spec", "per device")
-    head = [*_rendered(Group(*map(Text, warnings))), ""] if warnings else []
-    return "\n".join([*head, *_rendered(Group(titles, *blocks)), "", *_rendered(Group(*map(Text, notes)))])
+        lines += _columns(title, line.array, line.spec, bytes_text(line.each))
+        lines += [INDENT + part for part in _wrapped(line.told, WIDTH - len(INDENT))]
+    lines.append("")
+    for note in notes:
+        lines += _wrapped(note, WIDTH)
+    return "\n".join([line.rstrip() for line in lines])
 
 
-def _columns(*cells: str) -> Table:
-    """One line of the table."""
-    grid = Table.grid(padding=(0, 2, 0, 0))
-    for width in COLUMNS:
-        grid.add_column(width=width, overflow="fold")
-    grid.add_column(width=10, justify="right", no_wrap=True)
-    grid.add_row(*cells)
-    return grid
+def _columns(path: str, array: str, spec: str, size: str) -> list[str]:
+    """One line of the table; several if a cell is too long for its column."""
+    cells = [_wrapped(cell, width) for cell, width in zip((path, array, spec), COLUMNS, strict=True)]
+    lines: list[str] = []
+    for parts in zip_longest(*cells, [size.rjust(10)], fillvalue=""):
+        padded = [part + " " * (width - _width(part)) for part, width in zip(parts, COLUMNS, strict=False)]
+        lines.append("  ".join([*padded, parts[-1]]))
+    return lines
 
 
-def _rendered(content: RenderableType) -> list[str]:
-    """The lines of a text by rich, without colours and markup: paths may contain `[...]`."""
-    out = io.StringIO()
-    Console(file=out, width=WIDTH, no_color=True, highlight=False, markup=False, emoji=False).print(content)
-    return [line.rstrip() for line in out.getvalue().splitlines()]
+def _width(text: str) -> int:
+    """The number of columns of a text on a terminal: some characters take two, and some none."""
+    if text.isascii():
+        return len(text)
+    from rich.cells import cell_len  # rich takes long to import, and most tables do not need it
+
+    return cell_len(text)
+
+
+def _wrapped(text: str, width: int) -> list[str]:
+    """A text in lines. Words that are too long for a line are cut."""
+    if _width(text) <= width:
+        return [text]
+    from rich.console import Console
+    from rich.text import Text
+
+    return [line.plain for line in Text(text).wrap(Console(width=width), width, overflow="fold")]
