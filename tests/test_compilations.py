@@ -8,12 +8,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from checks import compilations, counted
+from checks import compilations, counted, python_calls
 from jax import Array
 from jax.sharding import NamedSharding, PartitionSpec
 from meshes import MESH, lay
 
 import functree as ft
+from functree.calls.compilations import Log
+from functree.tree.skeleton.static_value import StaticValue
 
 P = PartitionSpec
 X = jnp.arange(4.0)
@@ -228,3 +230,59 @@ def test_devices_in_a_record():
     found = str(f.compilations[1])
     first, then = "cpu:0, cpu:1, cpu:2, cpu:3, … (8 devices)", "cpu:7, cpu:6, cpu:5, cpu:4, … (8 devices)"
     assert found == f"compilation 2: x: devices {first} → {then}"
+
+
+# Many compilations, and those that no call has made
+
+
+def test_the_nearest_of_many_is_found_and_each_costs_the_same():
+    f = ft.jit(lambda tree, n, mode: tree["w"] * 2)
+    tree = {"w": jnp.ones(3), **{f"b{i}": jnp.ones(1) for i in range(30)}}
+    log = Log("f")
+    situations = [f.trace(tree, str(n), mode)._call.situation for n in range(60) for mode in ("a", "b", "c")]
+    costs: list[int] = []
+    for now in situations:
+        costs.append(python_calls(lambda now=now: log.add(now)))
+    assert max(costs[20:]) <= max(costs[:20])
+    assert [str(record) for record in log.records[1:4]] == [
+        "compilation 2: mode: static 'a' → 'b'", "compilation 3: mode: static 'a' → 'c'",
+        "compilation 4: n: static '0' → '1'",
+    ]  # fmt: skip
+    assert [len(record.differences) for record in log.records[1:]] == [1] * 179
+    oldest = situations[0]._replace(leaves={**situations[0].leaves, ft.Path(("new",)): (("static", StaticValue(1)),)})
+    log.add(oldest)
+    assert str(log.records[-1]) == "compilation 181: new: structure nothing → static 1"
+
+
+def test_what_lower_has_compiled_is_a_compilation():
+    f = ft.jit(lambda x: x + 1)
+    lowered = f.lower(jnp.ones(3))
+    assert f.compilations == []
+    lowered.compile()
+    assert list(map(str, f.compilations)) == ["compilation 1: the first"]
+    f(jnp.ones(3)), lowered.compile(), f.lower(jnp.ones(3)).compile()
+    assert len(f.compilations) == 1, "JAX has compiled it once"
+    f(jnp.ones(4)), f.lower(jnp.ones(5)).compile(), f(jnp.ones(5))
+    assert list(map(str, f.compilations[1:])) == [
+        "compilation 2: x: shape (3,) → (4,)", "compilation 3: x: shape (3,) → (5,)"
+    ]  # fmt: skip
+    f.lower(jnp.ones(5)).compile({"xla_cpu_enable_fast_math": True})
+    assert str(f.compilations[3]) == "compilation 4: compiler options {} → {'xla_cpu_enable_fast_math': True}"
+
+
+@pytest.mark.parametrize("wrap", [ft.jit, ft.shard_map(mesh=MESH, in_specs=P("data"), out_specs=P("data"))])
+def test_methods_and_shard_map_count_what_lower_has_compiled(wrap: Any):
+    class Model(eqx.Module):
+        w: Any
+
+        @wrap
+        def __call__(self, x: Any) -> Any:
+            return x * self.w
+
+        step = __call__
+
+    model, x = Model(jnp.ones(8)), jnp.ones(8)
+    model.step.lower(x).compile()
+    assert len(model.step.compilations) == 1
+    model.step(x)
+    assert len(model.step.compilations) == 1

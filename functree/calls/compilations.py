@@ -2,10 +2,11 @@
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 from jax.tree_util import PyTreeDef
 
@@ -25,7 +26,8 @@ class Difference(NamedTuple):
 
     Attributes:
         path: the path of the leaf, which begins with the name of a parameter; empty if the difference is not in a leaf.
-        kind: `static`, `shape`, `dtype`, `weak type`, `sharding`, `devices`, `structure`, `rules`, `mesh`, `settings`.
+        kind: `static`, `shape`, `dtype`, `weak type`, `sharding`, `devices`, `structure`, `rules`, `mesh`,
+            `compiler options`, `settings`.
         before: the value in the earlier compilation.
         now: the value in this one.
     """
@@ -90,11 +92,13 @@ class Situation(NamedTuple):
         leaves: for each leaf of the call, (kind, value) pairs.
         mesh: the mesh.
         rules: the ambient rules.
+        options: the options of the compiler, as (name, value) pairs.
     """
 
     leaves: Mapping[Path, tuple[tuple[str, Any], ...]]
     mesh: Mesh | AbstractMesh | None
     rules: Layout | None
+    options: tuple[tuple[str, Any], ...] = ()
 
 
 def situation(
@@ -164,6 +168,8 @@ def differences(before: Situation, now: Situation) -> tuple[Difference, ...]:
         found.append(Difference(Path(), "mesh", before.mesh, now.mesh))
     if before.rules != now.rules:
         found.append(Difference(Path(), "rules", before.rules, now.rules))
+    if before.options != now.options:
+        found.append(Difference(Path(), "compiler options", dict(before.options), dict(now.options)))
     return tuple(found)
 
 
@@ -190,6 +196,74 @@ def _brief(properties: tuple[tuple[str, Any], ...] | None) -> str:
     return f"static {value!r}" if kind == "static" else "an array"
 
 
+class _Seen:
+    """The situations of earlier compilations, as a table of numbers: a row for each, a column for each leaf.
+
+    Most situations of one function have most of their values in common, and each value is kept once. To compare rows of
+    numbers takes a few microseconds for each hundred of them, where to compare situations takes a millisecond for each.
+    """
+
+    # The number of rows that are compared leaf by leaf. The others differ from the new situation in more leaves.
+    NEAREST = 4
+
+    def __init__(self) -> None:
+        self._columns: dict[Hashable, int] = {}
+        self._numbers: dict[Hashable, int] = {}
+        self._values: list[Any] = [None]  # by number; 0 is that of a leaf that does not exist
+        self._table: np.ndarray[Any, Any] = np.zeros((0, 0), np.int32)
+        self._size: int = 0
+
+    def __len__(self) -> int:
+        return self._size
+
+    def add(self, situation: Situation) -> None:
+        """Add a situation."""
+        row = self._row(situation)
+        rows, columns = self._table.shape
+        if self._size == rows:
+            # Twice as large, so that a row is copied only a few times.
+            self._table = np.pad(self._table, ((0, max(8, rows)), (0, 0)))
+        if len(row) > columns:
+            self._table = np.pad(self._table, ((0, 0), (0, max(len(row) - columns, columns))))
+        self._table[self._size, : len(row)] = row
+        self._size += 1
+
+    def nearest(self, situation: Situation) -> list[Situation]:
+        """A few earlier situations that differ from this one in the fewest leaves, the earliest first."""
+        row = self._row(situation)
+        padded = np.zeros(self._table.shape[1], np.int32)
+        padded[: len(row)] = row[: len(padded)]  # new leaves differ from all earlier situations
+        differing = np.count_nonzero(self._table[: self._size] != padded, axis=1)
+        order = np.argsort(differing, kind="stable")[: self.NEAREST]
+        return [self._situation(self._table[i]) for i in order]
+
+    def _row(self, situation: Situation) -> np.ndarray[Any, Any]:
+        """The numbers of a situation; values and leaves that are new get new numbers and columns."""
+        cells: dict[Hashable, Hashable] = {**situation.leaves, **dict(zip(_BESIDE, situation[1:], strict=True))}
+        row = np.zeros(len(self._columns) + len(cells), np.int32)
+        for key, value in cells.items():
+            column = self._columns.setdefault(key, len(self._columns))
+            number = self._numbers.setdefault(value, len(self._values))
+            if number == len(self._values):
+                self._values.append(value)
+            row[column] = number
+        return row[: len(self._columns)]
+
+    def _situation(self, row: np.ndarray[Any, Any]) -> Situation:
+        """The situation of a row."""
+        # The table may have fewer columns than there are, and more: some are not used yet.
+        cells: dict[Any, Any] = {}
+        for key, number in zip(self._columns, row.tolist(), strict=False):
+            if number:
+                cells[key] = self._values[number]
+        beside = [cells.pop(key) for key in _BESIDE]
+        return Situation(cells, *beside)
+
+
+# The columns of what is not a leaf.
+_BESIDE = ("mesh", "rules", "options")
+
+
 class Log:
     """The compilations of one function.
 
@@ -203,17 +277,17 @@ class Log:
     def __init__(self, name: str):
         self.name = name
         self.records: list[Compilation] = []
-        self._situations: list[Situation] = []
+        self._seen = _Seen()
         self._numbers: dict[Path, int] = {}  # how often a Python number at a path was the only difference
 
     def add(self, now: Situation, shared: bool = False) -> None:
         """Add a compilation, compared with the most similar earlier one. Warns if a Python number is the reason."""
-        nearest = min((differences(before, now) for before in self._situations), key=len, default=())
-        if self._situations and not nearest:
+        nearest = min((differences(before, now) for before in self._seen.nearest(now)), key=len, default=())
+        if self._seen and not nearest:
             # Everything that is compared is the same. So a setting of JAX has changed, such as its matmul precision.
             nearest = (Difference(Path(), "settings", "of JAX", "others"),)
-        self._situations.append(now)
-        self.records.append(Compilation(len(self._situations), nearest, shared))
+        self._seen.add(now)
+        self.records.append(Compilation(len(self._seen), nearest, shared))
         if len(nearest) == 1 and nearest[0].kind == "static" and type(nearest[0].now) in (int, float, complex):
             self._number(nearest[0])
 

@@ -30,8 +30,9 @@ class Function(Generic[_P, _T]):
     """A function of modules that is compiled for each group of its calls.
 
     Attributes:
-        compilations: a record for each program that it has used, with the differences from the most similar earlier
-            one. A program that another wrapper of the function had compiled is marked as shared.
+        compilations: a record for each program that it has used or that `.lower(...).compile()` has made, with the
+            differences from the most similar earlier one. A program that another wrapper of the function had compiled
+            is marked as shared.
     """
 
     compilations: list[Compilation]
@@ -152,7 +153,7 @@ class Function(Generic[_P, _T]):
         with jax.disable_jit(False):  # which changes calls only
             program, found = self._prepare((*bound, *args), kwargs)
             seen = situation(program.group, found.arrays, program.mesh, program.rules)
-            call = Call(program, self._signature, self._bound, bound, self._static, seen)
+            call = Call(program, self._signature, self._bound, bound, self._static, seen, self._log)
             return Traced(program.trace(found.arrays), call)
 
 

@@ -8,7 +8,8 @@ from jax.core import Tracer
 from jax.tree_util import tree_structure
 
 from functree.calls.call_groups import CallGroup
-from functree.calls.compilations import Difference, Situation, differences, situation
+from functree.calls.compilations import Difference, Log, Situation, differences, situation
+from functree.calls.compile_events import compile_events
 from functree.calls.donation import check_donated, refuse_deleted, twice_by_identity
 from functree.calls.program import Program
 from functree.calls.signature import Bound, Signature
@@ -32,6 +33,7 @@ class Call(NamedTuple):
         instance: the instance of a method, which comes before the arguments of every call; or an empty tuple.
         static: the names of static parameters.
         situation: everything that a compilation depends on.
+        log: the compilations of the function.
     """
 
     program: Program
@@ -40,6 +42,7 @@ class Call(NamedTuple):
     instance: tuple[Any, ...]
     static: frozenset[str]
     situation: Situation
+    log: Log
 
     def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Another call of the same function."""
@@ -182,7 +185,12 @@ class Lowered(Stage):
             compiler_options=(compiler_options, MAPPING.or_none()),
             device_assignment=(device_assignment, DEVICES.or_none()),
         )
-        return Compiled(self._stage.compile(compiler_options, device_assignment=device_assignment), self._call)
+        before = compile_events.count
+        compiled = self._stage.compile(compiler_options, device_assignment=device_assignment)
+        if compile_events.count != before:  # JAX has not compiled it before, for a call or here
+            options = tuple(sorted((compiler_options or {}).items()))
+            self._call.log.add(self._call.situation._replace(options=options))
+        return Compiled(compiled, self._call)
 
     def as_text(self, dialect: str | None = None, *, debug_info: bool = False) -> str:
         """The program as text: `dialect` is `"stablehlo"` or `"hlo"`."""

@@ -1,7 +1,7 @@
 """A prefix tree of layouts and a tree ─► each layout with the subtree that it is for."""
 
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jax.tree_util import tree_map, tree_structure
@@ -53,33 +53,65 @@ def broadcast(prefix: LayoutTree, tree: Any) -> list[Part]:
     Raises:
         RuleError: the prefix has another structure than the tree, or contains something that is not a layout.
     """
-    return list(_parts(prefix, tree, Path()))
-
-
-def _parts(prefix: LayoutTree, tree: Any, path: Path) -> Iterator[Part]:
-    where = f"`{path}`" if path else "the root"
-    if is_layout(prefix):
-        layout, found = _written(prefix, where), dict(_deriving(tree, Path()))
+    parts: list[Part] = []
+    for one, path, subtree in aligned(prefix, tree, _LAYOUTS):
+        layout, found = _written(one, _where(path)), dict(_deriving(subtree, Path()))
         if found:
             # One call for all of them: the derived layout has to know the paths of all such modules.
             first = next(iter(found.values()))
             layout = first.derived_layout(layout, found)
-        yield Part(layout, path, tree_structure(tree).num_leaves)
+        parts.append(Part(layout, path, tree_structure(subtree).num_leaves))
+    return parts
+
+
+_ROOT = Path()
+
+
+class PrefixOf(NamedTuple):
+    """What a prefix tree is made of.
+
+    Attributes:
+        noun: their name for messages: `layouts`.
+        one: the name of one of them: `layout`.
+        is_one: whether a value is one of them, and not a tree.
+        wanted: what a value should be that is neither.
+        hint: for a wrong part of the prefix, the end of the error.
+    """
+
+    noun: str
+    one: str
+    is_one: Callable[[Any], bool]
+    wanted: str
+    hint: Callable[[Any, Any], str] = lambda prefix, tree: ""
+
+
+def aligned(prefix: Any, tree: Any, of: PrefixOf, path: Path = _ROOT) -> Iterator[tuple[Any, Path, Any]]:
+    """The values of a prefix tree, each with the path of the subtree that it is for, and with this subtree.
+
+    Raises:
+        RuleError: the prefix has another structure than the tree, or contains something that does not belong in it.
+    """
+    if of.is_one(prefix):
+        yield prefix, path, tree
         return
-    layouts, nodes = children(prefix), children(tree)
-    if layouts is None:
-        hint = meant_rules(prefix)
-        raise RuleError(f"at {where}: {prefix!r} is not a layout: write {LAYOUTS}, or a tree of these{hint}")
+    values, nodes, where = children(prefix), children(tree), _where(path)
+    hint = of.hint(prefix, tree)
+    if values is None:
+        raise RuleError(f"at {where}: {prefix!r} {of.wanted}, or a tree of these{hint}")
     if nodes is None or type(prefix) is not type(tree):
         raise RuleError(
-            f"at {where}: the layouts are a {_kind(prefix)} and the tree is a {_kind(tree)}; "
-            f"a tree of layouts has the tree's own structure down to each layout{meant_rules(prefix)}{_optimizer(tree)}"
+            f"at {where}: the {of.noun} are a {_kind(prefix)} and the tree is a {_kind(tree)}; "
+            f"a tree of {of.noun} has the tree's own structure down to each {of.one}{hint}"
         )
-    have, want = [key for key, _ in layouts], [key for key, _ in nodes]
+    have, want = [key for key, _ in values], [key for key, _ in nodes]
     if have != want:
-        raise RuleError(f"at {where}: {_difference(have, want)}{meant_rules(prefix)}")
-    for (key, below), (_, node) in zip(layouts, nodes, strict=True):
-        yield from _parts(below, node, path / key)
+        raise RuleError(f"at {where}: {_difference(have, want, of.noun)}{hint}")
+    for (key, below), (_, node) in zip(values, nodes, strict=True):
+        yield from aligned(below, node, of, path / key)
+
+
+def _where(path: Path) -> str:
+    return f"`{path}`" if path else "the root"
 
 
 def _deriving(tree: Any, path: Path) -> Iterator[tuple[Path, DerivesLayout]]:
@@ -101,17 +133,17 @@ def _written(layout: LayoutLike, where: str) -> Layout:
         raise RuleError(f"at {where}: {error}") from error
 
 
-def _difference(have: Sequence[Any], want: Sequence[Any]) -> str:
+def _difference(have: Sequence[Any], want: Sequence[Any], noun: str) -> str:
     """How the keys of the layouts differ from those of the tree, for messages."""
     parts: list[str] = []
-    for keys, others, where in ((have, want, "the layouts"), (want, have, "the tree")):
+    for keys, others, where in ((have, want, f"the {noun}"), (want, have, "the tree")):
         lost = [key for key in keys if key not in others]
         if lost:
             parts.append(f"{_listed(lost)} {'is' if len(lost) == 1 else 'are'} only in {where}")
     if not parts:
         # For JAX, an `OrderedDict` with another order has another structure.
-        return f"the layouts have the keys of the tree in another order: {_listed(have)} instead of {_listed(want)}"
-    return "; ".join(parts) + ": a tree of layouts has the keys of the tree"
+        return f"the {noun} have the keys of the tree in another order: {_listed(have)} instead of {_listed(want)}"
+    return "; ".join(parts) + f": a tree of {noun} has the keys of the tree"
 
 
 def _listed(keys: Sequence[Any]) -> str:
@@ -119,11 +151,15 @@ def _listed(keys: Sequence[Any]) -> str:
     return listed([f"`{Path((key,))}`" for key in keys], MAX_PATHS)
 
 
-def _optimizer(tree: Any) -> str:
-    """The end of an error about the layouts of an optimizer's state; empty for other trees."""
+def _hint(prefix: Any, tree: Any) -> str:
+    """The end of an error about layouts of another structure: rules, or the state of an optimizer, may be meant."""
     # A chain of transformations has a tuple of states.
     states = [tree, *(tree if isinstance(tree, tuple) else ())]
-    return USE_PLAN_OPTIMIZER if any(is_optimizer_state(type(state)) for state in states) else ""
+    optimizer = USE_PLAN_OPTIMIZER if any(is_optimizer_state(type(state)) for state in states) else ""
+    return meant_rules(prefix) + optimizer
+
+
+_LAYOUTS = PrefixOf("layouts", "layout", is_layout, f"is not a layout: write {LAYOUTS}", _hint)
 
 
 def _kind(value: Any) -> str:

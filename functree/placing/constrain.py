@@ -15,7 +15,8 @@ from functree.layout.plan.resolver import agreed_view, plan_leaves, read_for
 from functree.layout.prefix import Part, broadcast
 from functree.parameters import check_tree
 from functree.placing.ambient import ambient_axis_rules
-from functree.placing.shard import named_array
+from functree.placing.named_arrays import named_arrays
+from functree.tree.arrays import is_array
 from functree.tree.axes import Axes
 from functree.tree.leaves import Leaves
 
@@ -48,7 +49,10 @@ def constrain(tree: T, layout: str | Axes | LayoutTree, rules: LayoutLike = None
     if rules is not None:
         as_layout(rules)
     if isinstance(layout, str | Axes):
-        leaves = named_array(tree, layout)
+        if not is_array(tree):
+            kind = type(tree).__name__
+            raise ShardingError(f'"{layout}" names the dimensions of a bare array, but this is a {kind}: give a layout')
+        leaves = named_arrays(tree, layout)
         by_axes = ambient_axis_rules() if rules is None else as_layout(rules).by_axes
         parts = [] if by_axes is None else broadcast(by_axes, tree)
     else:

@@ -6,54 +6,81 @@ from typing import Any, TypeVar
 import jax
 from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding
+from jax.tree_util import tree_leaves
 
 from functree.errors import Problem, ShardingError, count
 from functree.layout.layout import LayoutTree
 from functree.layout.meshes import NO_MESH, MeshLike
 from functree.layout.placement import is_concrete, is_sharded_as
+from functree.layout.plan.plan import Plan
 from functree.layout.plan.resolver import agreed_view, plan_leaves, read_for
 from functree.layout.prefix import broadcast
 from functree.parameters import check_tree
-from functree.tree.arrays import is_array
-from functree.tree.axes import Axes
-from functree.tree.leaves import Leaves, read
+from functree.placing.batch import Batch
+from functree.placing.named_arrays import AxesTree, named_arrays
+from functree.tree.leaves import Leaves
 
 T = TypeVar("T")
 
 
-def shard(tree: T, layout: LayoutTree, mesh: MeshLike = None, *, axes: str | Axes | None = None) -> T:
+def shard(tree: T, layout: LayoutTree, mesh: MeshLike = None, *, axes: AxesTree = None) -> T:
     """Place concrete arrays as a layout says.
 
     Args:
         tree: arrays in modules and containers. Values that are not arrays stay as they are.
         layout: a layout, or a prefix tree of layouts.
         mesh: a mesh, or None for the current one.
-        axes: the axes of a bare array, which has no annotation.
+        axes: the axes of a bare array, which has no annotation; or those of a tree of bare arrays, as a prefix tree:
+            `{"tokens": "batch seq", "mask": "batch seq"}`.
 
     Returns:
         The same tree. An array that has its sharding already is returned as the same object. An array that is at two
         places of the tree stays one array.
 
     Raises:
-        ShardingError: the layout does not fit the tree; there is no mesh with devices; an array is traced or abstract.
+        ShardingError: the layout or the axes do not fit the tree; there is no mesh with devices; an array is traced or
+            abstract.
+        RuleError: `layout` is not a layout; `layout` or `axes` have another structure than the tree.
 
     Examples:
         >>> mesh = ft.make_mesh(data=2, model=4)
         >>> x = ft.shard(jnp.ones((4, 8)), ft.AxisRules({"batch": "data", "embed": None}), mesh, axes="batch embed")
         >>> x.sharding.spec
         P('data', None)
+        >>> batch = {"tokens": np.ones((4, 16), int), "weight": np.ones(4)}
+        >>> rules = ft.AxisRules({"batch": "data", "seq": None})
+        >>> ft.shard(batch, rules, mesh, axes={"tokens": "batch seq", "weight": "batch"})["weight"].sharding.spec
+        P('data',)
     """
     check_tree("shard", tree)
+    batch = Batch.of(tree, layout, mesh, axes)
+    shardings = None if batch is None else _SHARDINGS.get(batch)
+    if batch is not None and shardings is not None:
+        return batch.structure.unflatten(moved_once(tree_leaves(tree), shardings))
+    leaves, planned = _planned(tree, layout, mesh, axes)
+    shardings = list(map(planned.sharding, planned.rows))
+    if batch is not None:
+        if len(_SHARDINGS) >= _REMEMBERED:
+            _SHARDINGS.clear()
+        _SHARDINGS[batch] = shardings
+    return leaves.skeleton.fill(moved_once([leaf.value for leaf in leaves.leaves], shardings))
+
+
+_SHARDINGS: dict[Batch, list[NamedSharding]] = {}
+_REMEMBERED = 256  # batches
+
+
+def _planned(tree: Any, layout: LayoutTree, mesh: MeshLike, axes: AxesTree) -> tuple[Leaves, Plan]:
+    """The leaves of a tree, and their plan on a mesh with devices."""
     if axes is None:
         leaves, parts = read_for(tree, layout)
     else:
-        leaves, parts = named_array(tree, axes), broadcast(layout, tree)
+        leaves, parts = named_arrays(tree, axes), broadcast(layout, tree)
     _check_concrete(leaves)
     planned = plan_leaves(leaves, parts, agreed_view(mesh, parts))
     if not isinstance(planned.mesh, Mesh):
         raise ShardingError(f"arrays cannot be placed on {planned.view}, which has no devices: {NO_MESH} with a `Mesh`")
-    values = [leaf.value for leaf in leaves.leaves]
-    return leaves.skeleton.fill(moved_once(values, list(map(planned.sharding, planned.rows))))
+    return leaves, planned
 
 
 def moved_once(values: Sequence[Any], targets: Sequence[NamedSharding]) -> list[Any]:
@@ -84,19 +111,3 @@ def _check_concrete(leaves: Leaves) -> None:
             problems.append(leaf.problem(why, remedy))
     if problems:
         raise ShardingError(f"{count(len(problems), 'leaf')} cannot be placed on devices", problems)
-
-
-def named_array(tree: Any, axes: str | Axes) -> Leaves:
-    """A bare array as the only leaf of a tree, with these axes.
-
-    Raises:
-        ShardingError: it is not an array, or has another number of dimensions.
-    """
-    if not is_array(tree):
-        raise ShardingError(f'axes="{axes}" names the dimensions of a bare array, but this is a {type(tree).__name__}')
-    leaves, named = read(tree), Axes.of(axes)
-    leaf = leaves.leaves[0]
-    if len(named) != len(leaf.shape):
-        why = f'"{named}" names {len(named)} dimensions, but the array has {len(leaf.shape)}'
-        raise ShardingError("the axes do not fit", [leaf.problem(why, "name each dimension")])
-    return Leaves((leaf._replace(axes=named, annotated=True, misfit=None),), (), leaves.skeleton)

@@ -104,6 +104,14 @@ class TakeCode(Code):
         self.arrays.append(f"*{at}")
         self.size += number
 
+    def include(self, inner: "TakeCode", at: str) -> None:
+        """Add the code for a part that is at the expression `at`."""
+        self.lines.append(f"{inner.root} = {at}")
+        self.add(inner)
+        self.arrays += inner.arrays
+        self.size += inner.size
+        self.dicts += inner.dicts
+
     def refuse_if(self, condition: str, found: str) -> None:
         """Refuse trees for which a condition is true; `found` is an expression of what differs, which has a hash."""
         self.lines.append(f"if {condition}: return {next(self._names)}, {found}")
@@ -136,7 +144,7 @@ class TakeCode(Code):
         lines = [f"    {line}" for line in (*self.lines, f"return [{', '.join(self.arrays)}]")]
         # A module without one of its fields, or a dict with other keys, raises KeyError: it has another structure.
         found = f"{self.value(_keys)}({self.value(tuple(self.dicts))}, locals())"
-        self.lines = ["try:", *lines, "except KeyError:", f"    return {next(self._names)}, {found}"]
+        self.lines[:] = ["try:", *lines, "except KeyError:", f"    return {next(self._names)}, {found}"]
         return self.function(f"take({self.root})", what)
 
 

@@ -106,22 +106,14 @@ class _Take(TakeCode):
         if form is None:
             inner = _Take.of(sample, self)
             if inner.size < LARGE:
-                self._inline(inner, at)
+                self.include(inner, at)
+                self.parts.update(inner.parts)
                 return
             form = _remembered(sample, inner)
         self.parts[id(sample)] = sample, form
         arrays = self.assign(f"{self.value(form.take)}({at})")
         self.refuse_if(f"type({arrays}) is tuple", arrays)
         self.several(arrays, form.size)
-
-    def _inline(self, inner: "_Take", at: str) -> None:
-        """Add the code for a part as a part of this code."""
-        self.lines.append(f"{inner.root} = {at}")
-        self.add(inner)
-        self.arrays += inner.arrays
-        self.size += inner.size
-        self.dicts += inner.dicts
-        self.parts |= inner.parts
 
 
 class _Build(BuildCode):

@@ -1,0 +1,74 @@
+"""A tree of bare arrays and a layout ─► a `Batch`: what the shardings of such trees depend on, hashable.
+
+A loop places a new batch in every step, and all of them have one form. To plan each takes several times as long as to
+place it.
+"""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.tree_util import tree_flatten
+
+from functree.layout.fsdp import FSDP
+from functree.layout.layout import Composition, LayoutTree
+from functree.layout.meshes import MeshLike, current_mesh
+from functree.layout.placement import is_concrete
+from functree.layout.rules import AxisRules
+from functree.placing.named_arrays import AxesTree
+from functree.tree.axes import Axes
+
+
+class Batch(NamedTuple):
+    """The form of a tree of bare arrays in plain containers, and how it is laid out.
+
+    Attributes:
+        structure: the treedef of the tree.
+        types: the shape and dtype of each array.
+        layout: the layouts, and their treedef.
+        axes: the texts of the axes, and their treedef.
+        mesh: the mesh.
+    """
+
+    structure: Any
+    types: tuple[tuple[tuple[int, ...], Any], ...]
+    layout: tuple[tuple[Any, ...], Any]
+    axes: tuple[tuple[Any, ...], Any]
+    mesh: Mesh | None
+
+    @classmethod
+    def of(cls, tree: Any, layout: LayoutTree, mesh: MeshLike, axes: AxesTree) -> "Batch | None":
+        """The form of a batch; None for a tree that has to be planned anew.
+
+        That is a tree with modules or with anything but arrays with values, or with one array at two places; or a
+        layout that may ask for more than shapes and names, such as a function.
+        """
+        if not _is_batch(tree):
+            return None
+        arrays, structure = tree_flatten(tree)
+        layouts, layout_structure = tree_flatten(layout, is_leaf=_is_plain_layout)
+        texts, axes_structure = tree_flatten(axes)
+        if len(set(map(id, arrays))) != len(arrays) or not all(map(_is_plain_layout, layouts)):
+            return None
+        where = current_mesh() if mesh is None else mesh
+        if not (where is None or isinstance(where, Mesh)) or not all(isinstance(text, str | Axes) for text in texts):
+            return None  # an error says what is wrong
+        types = tuple([(x.shape, x.dtype) for x in arrays])
+        return cls(structure, types, (tuple(layouts), layout_structure), (tuple(texts), axes_structure), where)
+
+
+def _is_batch(tree: Any) -> bool:
+    """Whether a tree has only arrays with values, in plain containers."""
+    kind = type(tree)
+    if kind is dict:
+        return all(map(_is_batch, tree.values()))
+    if kind is list or kind is tuple:
+        return all(map(_is_batch, tree))
+    return kind is np.ndarray or is_concrete(tree)
+
+
+def _is_plain_layout(layout: Any) -> bool:
+    """Whether a layout depends only on the names and shapes of arrays."""
+    if isinstance(layout, Composition):
+        return all(map(_is_plain_layout, layout.parts))
+    return isinstance(layout, PartitionSpec | NamedSharding | AxisRules | FSDP)
