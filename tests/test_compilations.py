@@ -286,3 +286,42 @@ def test_methods_and_shard_map_count_what_lower_has_compiled(wrap: Any):
     assert len(model.step.compilations) == 1
     model.step(x)
     assert len(model.step.compilations) == 1
+
+
+def test_what_jax_compiles_for_itself_is_no_compilation_of_the_function():
+    """To move an array to the devices of a program, JAX runs functions of its own, which are compiled at first."""
+    jax.clear_caches()
+    f = ft.shard_map(lambda x: x * 2, mesh=MESH, in_specs=P("data"), out_specs=P("data"))
+    f.lower(X).compile()
+    with compilations() as events:
+        f(X)
+    assert events and len(f.compilations) == 1
+
+
+@pytest.mark.parametrize("wrap", [ft.jit, ft.shard_map(mesh=MESH, in_specs=P(), out_specs=P())], ids=["jit", "map"])
+def test_a_cleared_cache(wrap: Any):
+    traces: list[int] = []
+
+    def double(x: Any) -> Any:
+        traces.append(1)
+        return 2 * x
+
+    f, other = wrap(double), wrap(double)
+    f(X), f(X[:2]), other(X)
+    assert len(traces) == 2 and len(f.compilations) == 2
+    f.clear_cache()
+    assert f.compilations == []
+    assert np.array_equal(f(X), 2 * X) and len(traces) == 3, "one program, with its trace"
+    assert list(map(str, f.compilations)) == ["compilation 1: the first"]
+    assert np.array_equal(other(X), 2 * X) and len(traces) == 3, "they share their traces"
+
+    class Model(eqx.Module):
+        @wrap
+        def __call__(self, x: Any) -> Any:
+            return double(x)
+
+        step = __call__
+
+    Model().step(X)
+    Model().step.clear_cache()
+    assert Model().step.compilations == []

@@ -2,6 +2,7 @@
 
 import functools
 import gc
+import math
 import weakref
 from collections.abc import Callable
 from typing import Annotated, Any
@@ -614,6 +615,82 @@ def test_a_later_call_runs_little_python(arrays: int):
     assert python_calls(lambda: f(tree)) > 1000
     f(tree)  # which generates the code that takes calls apart
     assert python_calls(lambda: f(tree)) < 60 + 3 * arrays
+
+
+PLACED = {
+    "uncommitted": lambda mesh: X,
+    "numpy": lambda mesh: np.asarray(X),
+    "sharded": lambda mesh: jax.device_put(X, NamedSharding(mesh, P("data"))),
+    "abstract": lambda mesh: jax.ShapeDtypeStruct(X.shape, X.dtype),
+}
+
+
+@pytest.mark.parametrize("explicit", [False, True], ids=["auto", "explicit"])
+def test_arguments_of_one_type_share_a_trace(explicit: bool):
+    mesh, traces = mesh_of(explicit), list[Any]()
+
+    def double(x: Any) -> Any:
+        traces.append(x.shape)
+        return {"doubled": x * 2, "n": len(traces)}
+
+    f = shard_map(double, mesh=mesh, in_specs=P("data"), out_specs=P("data"))
+    for place in (*PLACED.values(), *reversed(PLACED.values())):
+        x = place(mesh)
+        if isinstance(x, jax.ShapeDtypeStruct):
+            assert f.eval_shape(x)["doubled"].shape == X.shape
+            continue
+        assert np.array_equal(f(x)["doubled"], 2 * X) and f(x)["n"] == 1
+    assert len(traces) == 1
+    assert np.array_equal(f(jnp.ones(8, jnp.int32))["doubled"], [2] * 8), "another type is another trace"
+    assert f(X)["n"] == 1 and len(traces) == 2, "and has its own result"
+
+
+# Explicit axes: the types have the specs
+
+
+EXPLICIT = mesh_of(explicit=True)
+
+
+def typed(*spec: Any) -> Any:
+    return jax.device_put(jnp.arange(32.0).reshape(8, 4), NamedSharding(EXPLICIT, P(*spec)))
+
+
+@pytest.mark.parametrize("spec", [("data",), ("data", "model"), (None, "model"), (("data", "model"),), ()], ids=str)
+@pytest.mark.parametrize("around", ["call", "jit", "mesh", "grad"])
+def test_without_in_specs_the_types_tell(spec: tuple[Any, ...], around: str):
+    seen: list[Any] = []
+
+    def body(x: Any, *, tree: Any) -> Any:
+        seen.append((x.shape, tree["a"].shape))
+        return x * 2
+
+    x, parts = typed(*spec), math.prod(MESH.shape[axis] for entry in spec if entry for axis in np.ravel(entry))
+    out = P(*spec)
+    f = shard_map(body, out_specs=out) if around == "mesh" else shard_map(body, mesh=EXPLICIT, out_specs=out)
+    if around == "jit":
+        y = ft.jit(lambda x, tree: f(x, tree=tree))(x, {"a": x})
+    elif around == "mesh":
+        with jax.set_mesh(EXPLICIT):
+            y = f(x, tree={"a": x})
+    elif around == "grad":
+        y = jax.grad(lambda x: f(x, tree={"a": x}).sum())(x) * x
+    else:
+        y = f(x, tree={"a": x})
+    assert np.array_equal(y, 2 * np.asarray(x)) and y.sharding.is_equivalent_to(x.sharding, 2)
+    assert all(math.prod(shape) * parts == x.size for shapes in seen for shape in shapes)
+
+
+def test_what_has_no_type_needs_a_spec():
+    f = shard_map(lambda x, y: x, mesh=EXPLICIT, out_specs=P("data"))
+    for other in (jnp.ones(8), np.ones(8)):
+        with pytest.raises(ft.ShardingError, match=r"(?s)1 leaf.*y   f.*no layout was given for this array"):
+            f(typed("data"), other)
+    g = shard_map(lambda x, y: x, mesh=EXPLICIT, in_specs=(None, P("data")), out_specs=P("data"))
+    assert g(typed("data"), jnp.ones(8)).shape == (8, 4), "`None` for one of them"
+    with pytest.raises(ft.ShardingError, match="no layout was given for this array"):
+        shard_map(lambda x: x, mesh=EXPLICIT)(typed("data"))
+    with pytest.raises(ft.ShardingError, match="no layout was given for this array"):
+        shard_map(lambda x: x, mesh=MESH, out_specs=P())(ft.shard(X, P("data"), MESH))
 
 
 # Nonsense

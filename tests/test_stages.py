@@ -284,3 +284,50 @@ def test_a_compiled_function_runs_on_values():
     ):
         with raises("`x` has no value, and a compiled program runs on values"):
             call()
+
+
+X = jnp.ones(3)
+
+
+def mixed(a: Any, b: Any, c: Any = 1, *, d: Any) -> Any:
+    return a + b + d
+
+
+def many(a: Any, *more: Any, **named: Any) -> Any:
+    return a
+
+
+class WithMethod(eqx.Module):
+    w: Any
+
+    def step(self, x: Any, y: Any) -> Any:
+        return self.w * x + y
+
+
+KEYWORDS: dict[str, tuple[Any, tuple[Any, ...], dict[str, Any]]] = {
+    "by position": (mixed, (X, X), {"d": X}),
+    "by keyword": (mixed, (X,), {"b": X, "d": X}),
+    "all by keyword": (mixed, (), {"a": X, "b": X, "d": X}),
+    "*args": (many, (X, X, X), {}),
+    "**kwargs": (many, (X,), {"x": X, "y": X}),
+    "all in **kwargs": (many, (), {"a": X, "y": X}),
+    "a tree": (many, ({"k": [X, X]},), {"y": (X,)}),
+}
+
+
+@pytest.mark.parametrize("case", KEYWORDS)
+def test_keywords_are_apart_as_in_jax(case: str):
+    fun, args, kwargs = KEYWORDS[case]
+    ours, theirs = ft.jit(fun).lower(*args, **kwargs), jax.jit(fun).lower(*args, **kwargs)
+    for name in ("args_info", "in_avals"):
+        (mine, by_name), (others, by_others_name) = getattr(ours, name), getattr(theirs, name)
+        assert jax.tree.leaves(mine) == jax.tree.leaves(others)
+        assert {key: one for key, one in by_name.items() if one is not None} == by_others_name
+    assert ours.in_tree == jax.tree.structure(ours.args_info)
+    assert ours.compile().input_shardings[1].keys() >= kwargs.keys()
+
+
+def test_keywords_of_a_method():
+    lowered = ft.jit(WithMethod(X).step).lower(X, y=X)
+    args, kwargs = lowered.args_info
+    assert len(jax.tree.leaves(args)) == 2 and list(kwargs) == ["y"]

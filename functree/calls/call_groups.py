@@ -134,6 +134,10 @@ class CallGroups:
     """The groups of the calls of one function."""
 
     def __init__(self) -> None:
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget all groups, with their traces and programs."""
         self._first: CallGroup | None = None
         self._last: CallGroup | None = None
         self._known: dict[Skeleton, CallGroup] = {}

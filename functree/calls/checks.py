@@ -1,16 +1,15 @@
 """A call and its program ─► an error or a warning, before the call is passed to JAX."""
 
-import inspect
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 from jax.core import Tracer
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
-from jax.tree_util import tree_flatten_with_path
 
 from functree.calls.call_groups import FoundCall
+from functree.calls.closures import closed_over, held, used_globals
 from functree.calls.donation import check_donated, is_deleted, refuse_deleted, twice_by_identity
 from functree.calls.program import Program
 from functree.errors import FunctreeError, Problem, ShardingError, count, listed, warn
@@ -178,7 +177,8 @@ def warn_constants(name: str, fun: Callable[..., Any], traced: Any) -> None:
         size = getattr(constant, "nbytes", 0)
         if isinstance(constant, Tracer) or size <= BIG_CONSTANT:
             continue
-        path = next((path for path, value in _closed_over(fun) if value is constant), None)
+        variables = {**used_globals(fun), **closed_over(fun)}
+        path = next((path for path, value in held(variables) if value is constant), None)
         what = f"{constant.dtype}{list(constant.shape)}"
         if path is not None:
             what += f" (`{path}`)"
@@ -186,12 +186,3 @@ def warn_constants(name: str, fun: Callable[..., Any], traced: Any) -> None:
             f"{name} closes over an array of {size / 2**20:.1f} MiB, {what}: it becomes a constant of "
             "the compiled program, on every device; pass it as an argument",
         )
-
-
-def _closed_over(fun: Any) -> Iterator[tuple[Path, Any]]:
-    """The leaves of all variables that a function closes over, and of the globals that it uses, with their paths."""
-    if not inspect.isfunction(fun):
-        return
-    found = inspect.getclosurevars(fun)
-    for name, value in {**found.globals, **found.nonlocals}.items():
-        yield from ((Path((name, *Path.of(keys))), leaf) for keys, leaf in tree_flatten_with_path(value)[0])

@@ -291,6 +291,12 @@ class Log:
         if len(nearest) == 1 and nearest[0].kind == "static" and type(nearest[0].now) in (int, float, complex):
             self._number(nearest[0])
 
+    def clear(self) -> None:
+        """Forget all compilations."""
+        self.records.clear()
+        self._numbers.clear()
+        self._seen = _Seen()
+
     def _number(self, changed: Difference) -> None:
         """Count a compilation for a Python number, and warn at the second: a single one may be on purpose."""
         self._numbers[changed.path] = self._numbers.get(changed.path, 0) + 1

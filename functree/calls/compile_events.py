@@ -1,4 +1,4 @@
-"""The number of programs that JAX has lowered or compiled in this thread, which shows whether a call has done so.
+"""The programs that JAX has lowered or compiled in this thread, which show whether a call has done so.
 
 A compilation need not trace the function again, so traces cannot be counted instead. Neither of the two is enough: a
 program from the persistent cache is lowered and not compiled, and for other devices a program is compiled again from
@@ -6,14 +6,31 @@ the lowered text that JAX has kept.
 """
 
 import threading
+from collections import deque
 
 import jax
 
 
 class CompileEvents(threading.local):
-    """A counter of lowerings and compilations, one for each thread."""
+    """The lowerings and compilations in one thread.
 
-    count: int = 0
+    Attributes:
+        count: their number.
+        names: the names of the last programs, in order; None for one without a name.
+    """
+
+    def __init__(self) -> None:
+        self.count: int = 0
+        self.names: deque[str | None] = deque(maxlen=256)
+
+    def have(self, name: str, before: int) -> bool:
+        """Whether a function has been lowered or compiled since the count was `before`.
+
+        JAX compiles functions of its own too, such as one that moves arrays to the devices of a program.
+        """
+        number = min(self.count - before, len(self.names))
+        recent = list(self.names)[len(self.names) - number :]
+        return f"jit({name})" in recent or None in recent
 
 
 compile_events: CompileEvents = CompileEvents()
@@ -22,9 +39,11 @@ _EVENTS = ("/jax/core/compile/jaxpr_to_mlir_module_duration", "/jax/core/compile
 
 
 def _heard(event: str, duration_secs: float, **kwargs: str | int) -> None:
-    """Count an event. JAX calls this in the thread that lowers or compiles, when it has finished."""
+    """Note an event. JAX calls this in the thread that lowers or compiles, when it has finished."""
     if event in _EVENTS:
+        name = kwargs.get("fun_name")
         compile_events.count += 1
+        compile_events.names.append(None if name is None else str(name))
 
 
 jax.monitoring.register_event_duration_secs_listener(_heard)

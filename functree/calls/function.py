@@ -57,7 +57,7 @@ class Function(Generic[_P, _T]):
         arrays = found.arrays
         if program.careful or found.group.several_devices or not found.concrete:
             check_call(program, found)
-        # Only the counter shows that JAX has lowered or compiled something during the call.
+        # Only these events show that JAX has lowered or compiled something during the call.
         before = compile_events.count
         if program.entered is None:
             result = program(arrays)
@@ -65,7 +65,7 @@ class Function(Generic[_P, _T]):
             with around(program.entered):
                 result = program(arrays)
         if compile_events.count != before or program not in self._used:
-            self._note(program, arrays, shared=compile_events.count == before)
+            self._note(program, arrays, compile_events.have(program.body.__name__, before))
         # The first call may move its arguments on purpose; a second one shows that every call does.
         if program.moved:
             self._moving[program] += 1
@@ -84,6 +84,13 @@ class Function(Generic[_P, _T]):
     def eval_shape(self, /, *args: _P.args, **kwargs: _P.kwargs) -> Any:
         """The result of a call as `jax.ShapeDtypeStruct`s."""
         return self._trace((), args, kwargs).out_info
+
+    def clear_cache(self) -> None:
+        """Forget all traces and programs, and their records. Other wrappers that share them forget them too."""
+        self._groups.clear()
+        self._log.clear()
+        self._used.clear()
+        self._moving.clear()
 
     @overload
     def __get__(self, instance: None, owner: type | None = None) -> Self: ...
@@ -137,23 +144,25 @@ class Function(Generic[_P, _T]):
             group.last = last = key, program
         return last[1], found
 
-    def _note(self, program: Program, arrays: Sequence[Any], shared: bool) -> None:
-        """Log that a call has compiled something, or has used a program for the first time."""
+    def _note(self, program: Program, arrays: Sequence[Any], compiled: bool) -> None:
+        """Log that a call has compiled its program, or has used it for the first time."""
         # Under a trace of another function, the program is a part of that function's program. Under
         # `jax.disable_jit()` there is none.
         if tracing() or without_jit() or any(isinstance(x, Tracer) for x in arrays):
             return
         if on_several_devices(arrays):
             program.group.several_devices = True
-        self._used.add(program)
-        self._log.add(situation(program.group, arrays, program.mesh, program.rules), shared)
+        if compiled or program not in self._used:
+            self._used.add(program)
+            self._log.add(situation(program.group, arrays, program.mesh, program.rules), shared=not compiled)
 
     def _trace(self, bound: tuple[Any, ...], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Traced:
         """Trace a call; `bound` is the instance of a method, or empty."""
         with jax.disable_jit(False):  # which changes calls only
             program, found = self._prepare((*bound, *args), kwargs)
             seen = situation(program.group, found.arrays, program.mesh, program.rules)
-            call = Call(program, self._signature, self._bound, bound, self._static, seen, self._log)
+            names = frozenset(kwargs)
+            call = Call(program, self._signature, self._bound, bound, self._static, names, seen, self._log)
             return Traced(program.trace(found.arrays), call)
 
 
@@ -175,6 +184,10 @@ class BoundFunction(Generic[_P, _T]):
     def compilations(self) -> list[Compilation]:
         """The compilations of the function, for all instances."""
         return self._function.compilations
+
+    def clear_cache(self) -> None:
+        """Forget all traces and programs of the function, for all instances; see `Function.clear_cache`."""
+        self._function.clear_cache()
 
     def trace(self, /, *args: _P.args, **kwargs: _P.kwargs) -> Traced:
         """Trace a call without running it; see `Function.trace`."""

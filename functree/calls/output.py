@@ -6,7 +6,8 @@ from typing import Any
 from jax.core import Tracer
 from jax.tree_util import GetAttrKey, register_pytree_with_keys
 
-from functree.calls.signature import RESULT, closed_over
+from functree.calls.closures import closed_over
+from functree.calls.signature import RESULT
 from functree.errors import FunctreeError, Problem, count
 from functree.tree.leaves import read, too_deep
 from functree.tree.paths import Path

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from jax.tree_util import default_registry, register_static
 
+from functree.calls.closures import closed_over
 from functree.errors import FunctreeError
 from functree.parameters import FUNCTION, shown
 from functree.tree.annotations.hints import UNREADABLE
@@ -225,17 +226,3 @@ def _resolved(fun: Any, annotation: Any) -> Any:
         return eval(annotation, getattr(inner, "__globals__", {}), closed_over(inner))
     except UNREADABLE:
         return annotation
-
-
-def closed_over(fun: Any) -> dict[str, Any]:
-    """The variables that a function closes over, by name."""
-    code, cells = getattr(fun, "__code__", None), getattr(fun, "__closure__", None)
-    found: dict[str, Any] = {}
-    if not code or not cells:
-        return found
-    for name, cell in zip(code.co_freevars, cells, strict=True):
-        try:
-            found[name] = cell.cell_contents
-        except ValueError:  # not assigned yet
-            continue
-    return found

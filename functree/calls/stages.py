@@ -32,6 +32,7 @@ class Call(NamedTuple):
         bound: the function and the arguments bound to it.
         instance: the instance of a method, which comes before the arguments of every call; or an empty tuple.
         static: the names of static parameters.
+        by_keyword: the names of the arguments that are passed by keyword.
         situation: everything that a compilation depends on.
         log: the compilations of the function.
     """
@@ -41,6 +42,7 @@ class Call(NamedTuple):
     bound: Bound
     instance: tuple[Any, ...]
     static: frozenset[str]
+    by_keyword: frozenset[str]
     situation: Situation
     log: Log
 
@@ -55,8 +57,13 @@ class Call(NamedTuple):
         return self.program.body.arguments.join(arguments)
 
     def arguments(self, values: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """A value for each array ─► `(args, kwargs)` of the function, with None for static values."""
-        return self.signature.arguments(self.program.group.skeleton.spread(values))
+        """A value for each array ─► `(args, kwargs)` of the call, with None for static values."""
+        args, kwargs = self.signature.arguments(self.program.group.skeleton.spread(values))
+        names = self.signature.parameters[: len(args)]
+        # Behind an argument that is passed by keyword, defaults have no position either.
+        start = next((i for i, name in enumerate(names) if name in self.by_keyword), len(args))
+        kwargs.update(zip(names[start:], args[start:], strict=False))
+        return args[:start], kwargs
 
 
 class Stage:
@@ -187,7 +194,8 @@ class Lowered(Stage):
         )
         before = compile_events.count
         compiled = self._stage.compile(compiler_options, device_assignment=device_assignment)
-        if compile_events.count != before:  # JAX has not compiled it before, for a call or here
+        # Otherwise JAX had compiled it before, for a call or here.
+        if compile_events.have(self._call.program.body.__name__, before):
             options = tuple(sorted((compiler_options or {}).items()))
             self._call.log.add(self._call.situation._replace(options=options))
         return Compiled(compiled, self._call)

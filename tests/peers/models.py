@@ -1,4 +1,4 @@
-"""Plan and train models that were written without functree, and compare with the same steps in plain Equinox.
+r"""Plan and train models that were written without functree, and compare with the same steps in plain Equinox.
 
     python tests/peers/models.py [--only NAME]
 
@@ -6,8 +6,8 @@ Each model comes from a package of others, or is an example of Equinox' or diffr
 None has annotations for functree. Each one is laid out in two ways: by `ft.FSDP`, and by an `ft.StateSharding` of path
 filters.
 
-- At its published size it is planned, with the state of Adam, and nothing is allocated. Where no size was published, or
-  one that a single device trains in seconds, it is one that is worth sharding.
+- At its full size it is planned, with the state of Adam, and nothing is allocated. This is the published size, or that
+  of the documentation; for what is only a layer or a sketch there, it is one that is worth sharding.
 - At a small size it is trained for three steps on eight simulated devices. The losses, the norms of the gradients, the
   parameters and the state of the model have to be those of `eqx.filter_jit` on one device. Each array has to be sharded
   as planned, and the step has to be compiled once.
@@ -657,15 +657,15 @@ EXAMPLES = (
         "the layers are stacked: specs with one more dimension",
     ),
     Example(
-        "LRU, 8 layers of 1024", "memax", make_memory("LRU"), memory_loss, series(8),
+        "LRU of 8 × 1024", "memax", make_memory("LRU"), memory_loss, series(8),
         {"layers.*.C_*": IN, "layers.*.*": OUT, "ff.**": OUT},
     ),
     Example(
-        "S6, 8 layers of 1024", "memax", make_memory("S6"), memory_loss, series(8),
+        "S6 of 8 × 1024", "memax", make_memory("S6"), memory_loss, series(8),
         {"layers.*.C.weight": IN, "layers.**.weight": OUT, "ff.**": OUT},
     ),
     Example(
-        "MAF, 10 layers of 1024", "flowjax", make_flow, flow_loss, vectors(8, 8),
+        "MAF of 10 × 1024", "flowjax", make_flow, flow_loss, vectors(8, 8),
         {"**.layers.2.weight.**": STACKED_IN, "**.layers.*.weight.**": STACKED_OUT},
         "wrt= without paramax.NonTrainable; made outside of ft.init and ft.abstract, as it closes over arrays",
         trained=ft.is_trainable & ~ft.under(paramax.NonTrainable),
@@ -726,12 +726,12 @@ EXAMPLES = (
         {"cell.weight_*": OUT, "cell.bias": OUT, "linear.weight": IN},
     ),
     Example(
-        "BatchNorm, SpectralNorm", "equinox", make_stateful, stateful_loss, vectors(16, 8),
+        "BatchNorm and SpectralNorm", "equinox", make_stateful, stateful_loss, vectors(16, 8),
         {"spectral.layer.*": OUT, "norm2.*": OUT, "linear1.weight": IN},
         "the eqx.nn.State is passed to TrainState.create and apply_gradients",
     ),
     Example(
-        "DCGAN, discriminator", "equinox", make_discriminator, discriminator_loss, images(1, 64, 2),
+        "DCGAN discriminator", "equinox", make_discriminator, discriminator_loss, images(1, 64, 2),
         {"layers.11.weight": IN, ft.under(eqx.nn.Conv2d): OUT},
         "the eqx.nn.State is passed to TrainState.create and apply_gradients",
     ),
@@ -747,7 +747,7 @@ def layouts(example: Example, full: bool) -> dict[str, tuple[Any, ft.P]]:
     # The default of `min_size` is right for the full sizes; it would leave every array of a small model whole.
     fsdp = ft.FSDP(("data", "model")) if full else ft.FSDP(("data", "model"), min_size=2**6)
     by_path = ft.StateSharding({**example.filters, ...: ft.P()})
-    return dict(zip(LAYOUTS, [(fsdp, ft.P(("data", "model"))), (by_path, ft.P("data"))], strict=True))
+    return {"FSDP": (fsdp, ft.P(("data", "model"))), "filters": (by_path, ft.P("data"))}
 
 
 def model_and_state(made: Any) -> tuple[Any, Any]:
@@ -905,12 +905,13 @@ def check_all(example: Example) -> tuple[list[Result], list[str]]:
             problems += [f"{name}: {problem}" for problem in results[-1].problems]
     except Exception as error:  # the other models are to be tested all the same
         traceback.print_exc()
-        problems.append(f"{type(error).__name__}: {error}")
+        first_line = str(error).partition("\n")[0]
+        problems.append(f"{type(error).__name__}: {first_line}")
     return results, problems
 
 
-COLUMNS = "{:24} {:20} {:>10} {:>10} {:>10} {:>9} {:>4}  {}"
-HEAD = ("model", "package", "parameters", "FSDP", "filters", "differs", "comp", "needs, besides a layout")
+COLUMNS = "{:26} {:18} {:>11} {:>10} {:>10} {:>8} {:>8}  {}"
+HEAD = ("model", "package", "parameters", "FSDP", "filters", "differs", "compiled", "needs")
 
 
 def row(example: Example, results: list[Result]) -> str:
@@ -935,7 +936,8 @@ def main() -> int:
     chosen = [example for example in EXAMPLES if only in example.name.lower()]
     if not chosen:
         parser.error(f"no model has {only} in its name; there are {', '.join(example.name for example in EXAMPLES)}")
-    print(f"FSDP and filters: MiB per device for the parameters and the state of Adam on {FULL_MESH}")
+    print(f"FSDP, filters: MiB on each device of {FULL_MESH} at the full size, with the state of Adam.")
+    print("differs: by how much at most from plain Equinox. compiled: how often, for each layout.\n")
     print(COLUMNS.format(*HEAD), flush=True)
     wrong = []
     for example in chosen:

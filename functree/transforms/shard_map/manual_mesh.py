@@ -1,7 +1,7 @@
 """A mesh, and the mesh axes that a shard_map makes Manual ─► specs of global and local trees, and their problems."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -11,7 +11,7 @@ from functree.errors import Problem, ShardingError
 from functree.layout.layout import Fixed, LayoutTree
 from functree.layout.meshes import MeshView, abstract_mesh, mesh_view
 from functree.layout.placement import is_concrete, sharding_text
-from functree.layout.plan.resolver import plan_leaves, read_for
+from functree.layout.plan.resolver import UNSPECIFIED, plan_leaves, read_for
 from functree.layout.prefix import Part
 from functree.layout.specs import axes_text, mesh_axes, named_axes, of_rank, spec_text, without
 from functree.layout.validation import refuse
@@ -64,23 +64,40 @@ class ManualMesh(NamedTuple):
 
     def lay_global(self, tree: Any, layouts: LayoutTree) -> Laid:
         """Lay out a tree of global arrays. A Manual axis counts with its size, so sizes have to be divisible by it."""
-        return self._lay(tree, layouts, {axis: self.mesh.shape[axis] for axis in self.manual})
+        return self._lay(tree, layouts, {axis: self.mesh.shape[axis] for axis in self.manual}, self._typed)
 
     def lay_local(self, tree: Any, layouts: LayoutTree) -> Laid:
         """Lay out a tree of local arrays. Every axis counts as one device, so each size fits."""
-        return self._lay(tree, layouts, {})
+        return self._lay(tree, layouts, {}, lambda leaf: None)
 
-    def _lay(self, tree: Any, layouts: LayoutTree, sizes: dict[str, int]) -> Laid:
+    def _lay(
+        self, tree: Any, layouts: LayoutTree, sizes: dict[str, int], otherwise: Callable[[Leaf], PartitionSpec | None]
+    ) -> Laid:
+        """Lay out a tree; `otherwise` is the spec of an array for which no layout was given, or None."""
         leaves, parts = read_for(tree, layouts)
         view = PartialView({axis: sizes.get(axis, 1) for axis in self.mesh.shape}, self.mesh)
         # `same`: one array at two places may have two specs here, since nothing is placed.
-        plan = plan_leaves(leaves, parts, view, check=False, same=range(len(leaves.leaves)))
-        problems = [*plan.problems, *self._outside(leaves, parts)]
+        same = range(len(leaves.leaves))
+        plan = plan_leaves(leaves, parts, view, check=False, same=same, allow_unspecified=True)
+        problems, specs = [*plan.problems, *self._outside(leaves, parts)], list[PartitionSpec]()
         for leaf, row in zip(leaves.leaves, plan.rows, strict=True):
             if row.memory_kind is not None:
                 why = f"is laid out in {row.memory_kind}, but shard_map moves no array to another memory"
                 problems.append(leaf.problem(why, "move it before or after, by `ft.shard` or `ft.jit`"))
-        return Laid(leaves.leaves, tuple(self.project(row.spec or PartitionSpec()) for row in plan.rows), problems)
+            spec = otherwise(leaf) if row.spec is None else row.spec
+            if spec is None:
+                problems.append(leaf.problem(*UNSPECIFIED))
+            specs.append(self.project(spec or PartitionSpec()))
+        return Laid(leaves.leaves, tuple(specs), problems)
+
+    def _typed(self, leaf: Leaf) -> PartitionSpec | None:
+        """The spec in the type of an array, for which no layout was given; None without a type on Explicit axes."""
+        if not self.explicit or is_untyped(leaf.value):
+            return None
+        sharding = jax.typeof(leaf.value).sharding
+        if AxisType.Explicit not in sharding.mesh.axis_types:
+            return None
+        return of_rank(sharding.spec, len(leaf.shape))
 
     def _outside(self, leaves: Leaves, parts: Sequence[Part]) -> list[Problem]:
         """Problems of `P`s that name a mesh axis which does not become Manual here.

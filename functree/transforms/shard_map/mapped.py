@@ -1,22 +1,21 @@
 """A function and the options of `ft.shard_map` ─► `Mapped`, with the key, the checks and the program of each call."""
 
-import types
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal, NamedTuple, ParamSpec, TypeVar
 
 import jax
 from jax.core import Tracer
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
-from jax.tree_util import tree_leaves
 
 from functree.calls.body import Arguments, Body
 from functree.calls.call_groups import CallGroup, FoundCall
+from functree.calls.closures import held_at_any_depth
 from functree.calls.function import Function, on_several_devices
 from functree.calls.output import Output
 from functree.calls.parameter_layouts import ParameterLayouts
 from functree.calls.program import Program, prepare
-from functree.calls.signature import Bound, Signature, closed_over
+from functree.calls.signature import Bound, Signature
 from functree.calls.traces import Traces
 from functree.errors import ShardingError, did_you_mean
 from functree.layout.layout import Layout, LayoutTree
@@ -75,7 +74,8 @@ class Mapped(Function[_P, _T]):
         return self._options.rules if self._options.rules is not None else ambient_rules()
 
     def _prepare(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Program, FoundCall]:
-        if not _captures_tracer(self._bound.fun):
+        # Outside of all traces there is no tracer.
+        if not tracing() or not _captures_tracer(self._bound.fun):
             return super()._prepare(args, kwargs)
         # A program that contains a tracer must not be cached: the trace has ended when the next call uses it, and JAX
         # would raise for a leaked tracer.
@@ -112,33 +112,27 @@ class Mapped(Function[_P, _T]):
         if problems:
             raise place.refuse(signature.name, problems)
         local = _LocalBody(signature, fun, group, options, self._rules(), place, sizes)
-        in_specs = laid.specs
+        in_specs, body = laid.specs, _TracedBody(signature.name, local)
+        if not tracing():
+            # Programs that differ only in where their arguments are share one trace of the user's function.
+            types = tuple(
+                (leaf.shape, leaf.value.dtype, getattr(leaf.value, "weak_type", False)) for leaf in laid.leaves
+            )
+            body = group.bodies.setdefault((place, self._rules(), in_specs, types), body)
 
         def compute(arrays: Sequence[Any]) -> Output:
-            # The specs of the result depend on its structure, which is known after the body has run. JAX reads
-            # `out_specs` only then, so the body appends to the list. Otherwise the function would be traced twice.
-            out_specs: list[PartitionSpec] = []
-            skeletons: list[Skeleton] = []
-
-            def body(*arrays: Any) -> list[Any]:
-                output, specs = local(arrays)
-                out_specs.extend(specs)
-                skeletons.append(output.skeleton)
-                return list(output.values)
-
-            # The name is that of the user's function in JAX's messages and in profiles.
-            body.__name__ = body.__qualname__ = signature.name.rpartition(".")[2]
             with jax.sharding.use_abstract_mesh(place.abstract):
                 values = jax.shard_map(
-                    body,
+                    body.jitted,
                     mesh=place.mesh,
                     in_specs=in_specs,
-                    out_specs=out_specs,
+                    # JAX reads them only when the body has been traced.
+                    out_specs=body.out_specs,
                     # Not named if they are all: a `vmap` on an Explicit mesh takes one of them away.
                     axis_names=frozenset() if place.manual == set(place.mesh.axis_names) else place.manual,
                     check_vma=options.check_vma,
                 )(*[place.reshard(x, spec) for x, spec in zip(arrays, in_specs, strict=True)])
-            return Output(values, skeletons[0])
+            return Output(values, body.skeleton)
 
         return compute
 
@@ -168,6 +162,34 @@ class Mapped(Function[_P, _T]):
         if not wanted:
             raise ShardingError(f"{name}: all axes of the mesh {view} are manual already")
         return ManualMesh(mesh, frozenset(wanted))
+
+
+class _TracedBody:
+    """The body of a shard_map, as a function of local arrays that JAX traces once for arguments of one type.
+
+    The specs of its result depend on the structure of the result, which is known after it has run.
+
+    Attributes:
+        jitted: the function.
+        out_specs: the specs of its result.
+        skeleton: the skeleton of its result.
+    """
+
+    skeleton: Skeleton
+
+    def __init__(self, name: str, local: "_LocalBody"):
+        self.out_specs: list[PartitionSpec] = []
+
+        def body(*arrays: Any) -> list[Any]:
+            output, specs = local(arrays)
+            # The same list each time, because it was passed to JAX.
+            self.out_specs[:] = specs
+            self.skeleton = output.skeleton
+            return list(output.values)
+
+        # The name is that of the user's function in JAX's messages and in profiles.
+        body.__name__ = body.__qualname__ = name.rpartition(".")[2]
+        self.jitted: Any = jax.jit(body, inline=True)
 
 
 class _LocalBody(NamedTuple):
@@ -210,15 +232,4 @@ class _LocalBody(NamedTuple):
 
 def _captures_tracer(fun: Any) -> bool:
     """Whether a function closes over a traced array, directly or in the functions that it closes over."""
-    return any(isinstance(x, Tracer) for value in _captured(fun) for x in tree_leaves(value))
-
-
-def _captured(fun: Any) -> Iterator[Any]:
-    """All values that a function closes over, and those that the functions among them close over."""
-    waiting, seen = [fun], set[int]()
-    while waiting:
-        for value in closed_over(waiting.pop()).values():
-            if isinstance(value, types.FunctionType) and id(value) not in seen:
-                seen.add(id(value))
-                waiting.append(value)
-            yield value
+    return any(isinstance(value, Tracer) for _, value in held_at_any_depth(fun))

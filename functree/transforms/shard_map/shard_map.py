@@ -66,7 +66,7 @@ def shard_map(
         mesh: a mesh. If it is not given, it is the current mesh, or else the mesh of the arguments.
         in_specs: the layouts of the arguments: one entry for each positional parameter, or a dict by parameter name,
             each entry a layout or a prefix tree of layouts; or one layout for all. `*args` has a single entry. `None`
-            is the entry of a value that is not an array.
+            is the entry of a value that is not an array, and of arrays on Explicit axes, whose types have their specs.
         out_specs: the layout of the result, or a prefix tree of layouts. A layout sees the local result.
         rules: the layout where `in_specs` or `out_specs` is not given, by the annotations of the function and of its
             modules. They are ambient in the body.

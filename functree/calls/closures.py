@@ -1,0 +1,66 @@
+"""A function ─► the values that it closes over, and the leaves in them, whatever they are."""
+
+from collections import deque
+from collections.abc import Iterator, Mapping
+from types import FunctionType
+from typing import Any
+
+from functree.tree.nodes import children
+from functree.tree.paths import Path
+
+
+def closed_over(fun: Any) -> dict[str, Any]:
+    """The variables that a function closes over, by name."""
+    code, cells = getattr(fun, "__code__", None), getattr(fun, "__closure__", None)
+    found: dict[str, Any] = {}
+    if not code or not cells:
+        return found
+    for name, cell in zip(code.co_freevars, cells, strict=True):
+        try:
+            found[name] = cell.cell_contents
+        except ValueError:  # not assigned yet
+            continue
+    return found
+
+
+def used_globals(fun: Any) -> dict[str, Any]:
+    """The global variables that a function uses, by name. Names of attributes may be among them."""
+    if not isinstance(fun, FunctionType):
+        return {}
+    known = fun.__globals__
+    return {name: known[name] for name in fun.__code__.co_names if name in known}
+
+
+def held(values: Mapping[str, Any]) -> Iterator[tuple[Path, Any]]:
+    """The leaves of some variables with their paths, the outermost first.
+
+    A program may close over what is no tree for JAX: a dict with keys of several types, or a list that contains itself.
+    """
+    waiting = deque((Path((name,)), value) for name, value in values.items())
+    seen: dict[int, Any] = {}  # by identity; with the objects, so that their identities stay their own
+    while waiting:
+        path, node = waiting.popleft()
+        if id(node) in seen:
+            continue
+        seen[id(node)] = node
+        if isinstance(node, dict):
+            below: Any = node.items()
+        elif isinstance(node, list | tuple):
+            below = enumerate(node)
+        else:
+            below = children(node)
+        if below is None:
+            yield path, node
+        else:
+            waiting.extend((path / key, child) for key, child in below)
+
+
+def held_at_any_depth(fun: Any) -> Iterator[tuple[Path, Any]]:
+    """The same for all variables that a function closes over, and those that functions among these close over."""
+    waiting, seen = [fun], set[int]()
+    while waiting:
+        for path, value in held(closed_over(waiting.pop())):
+            if isinstance(value, FunctionType) and id(value) not in seen:
+                seen.add(id(value))
+                waiting.append(value)
+            yield path, value
