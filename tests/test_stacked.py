@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from checks import raises
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AxisType
 from jaxtyping import Array, Float, PRNGKeyArray
@@ -602,3 +603,182 @@ def test_errors(case: str) -> None:
         wrong()
     for fragment in fragments:
         assert fragment in str(caught.value)
+
+
+# Inputs and outputs of each layer
+
+
+class Cell(eqx.Module):
+    """A layer with dropout, a cache that it reads and writes, and a count of its calls."""
+
+    weight: Float[Array, "embed embed"]
+    dropout: ft.nn.Dropout
+    calls: ft.StateRef
+
+    def __init__(self, key: PRNGKeyArray):
+        self.weight = jax.random.normal(key, (SIZE, SIZE)) / 2
+        self.dropout = ft.nn.Dropout(0.5)
+        self.calls = ft.StateRef(jnp.zeros((), jnp.int32))
+
+    def __call__(self, x: Array, *args: Any, **given: Any) -> Any:
+        y = jnp.tanh(x @ self.weight)
+        for scale in (*args, given.get("scale", 1.0)):
+            y = y * scale
+        if "key" in given:
+            y = self.dropout(y, key=given["key"])
+        results: list[Any] = [y]
+        if "cache" in given:
+            cache = {"k": given["cache"]["k"] + y, "unused": None}
+            results.append({"cache": cache, "norm": jnp.sum(y**2), "number": 1.5})
+        if "state" in given:
+            state = given["state"]
+            results.append(state.set(self.calls, state[self.calls] + 1))
+        return results[0] if len(results) == 1 else tuple(results)
+
+
+def cells() -> tuple[Stacked[Cell], ft.State]:
+    return ft.make_state(stack(Cell, DEPTH, KEY))
+
+
+KEYS = jax.random.split(jax.random.key(2), DEPTH)
+SCALES = jnp.linspace(0.5, 1.5, DEPTH)
+CACHES = {"k": jnp.arange(DEPTH * 3 * SIZE, dtype=jnp.float32).reshape(DEPTH, 3, SIZE), "unused": None}
+EACH: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
+    "nothing": ((), {}),
+    "a key": ((), {"key": KEYS}),
+    "raw keys": ((), {"key": jax.random.key_data(KEYS)}),
+    "numbers": ((), {"scale": SCALES}),
+    "of numpy": ((), {"scale": np.asarray(SCALES)}),
+    "a tree": ((), {"cache": CACHES}),
+    "beside what is shared": ((2.0, jnp.float32(3)), {"key": KEYS, "scale": SCALES, "cache": CACHES}),
+}
+
+
+def by_hand(stacked: Any, x: Any, args: Any, each: Any, state: Any = None) -> tuple[Any, list[Any]]:
+    """Layer by layer, each with its own part."""
+    outs: list[Any] = []
+    for i in range(DEPTH):
+        layer = jax.tree.map(lambda leaf, i=i: leaf[i], eqx.filter(stacked.layer, eqx.is_array))
+        layer = eqx.combine(layer, eqx.filter(stacked.layer, eqx.is_array, inverse=True))
+        result = layer(x, *args, **jax.tree.map(lambda leaf, i=i: leaf[i], each))
+        x, out = result if isinstance(result, tuple) else (result, None)
+        outs.append(out)
+    return x, outs
+
+
+@pytest.mark.parametrize("case", EACH)
+@pytest.mark.parametrize("remat", [None, "full"])
+@pytest.mark.parametrize("unroll", [1, True])
+def test_each_layer_gets_its_part(case: str, remat: Any, unroll: Any) -> None:
+    args, each = EACH[case]
+    stacked, _ = cells()
+    collect = "cache" in each
+
+    def scanned(stacked: Any, each: Any) -> Any:
+        result = stacked.scan(X, *args, each=each, collect=collect, remat=remat, unroll=unroll)
+        return result if collect else (result, None)
+
+    y, outs = ft.jit(scanned)(stacked, each) if case != "nothing" else scanned(stacked, None)
+    expected, parts = by_hand(stacked, X, args, each)
+    np.testing.assert_allclose(y, expected, rtol=1e-6)
+    if collect:
+        wanted = jax.tree.map(lambda *leaves: jnp.stack(list(map(jnp.asarray, leaves))), *parts)
+        assert jax.tree.structure(outs) == jax.tree.structure(wanted)
+        jax.tree.map(lambda one, other: np.testing.assert_allclose(one, other, rtol=1e-5), outs, wanted)
+        assert outs["number"].tolist() == [1.5] * DEPTH and outs["cache"]["unused"] is None
+
+
+def test_the_gradient_reaches_what_each_layer_gets() -> None:
+    stacked, _ = cells()
+
+    def loss(scales: Array, cache: Array) -> Array:
+        each = {"scale": scales, "cache": {"k": cache, "unused": None}}
+        y, outs = stacked.scan(X, each=each, collect=True, remat="dots")
+        return jnp.sum(y) + jnp.sum(outs["cache"]["k"] * cache)
+
+    def loss_by_hand(scales: Array, cache: Array) -> Array:
+        y, outs = by_hand(stacked, X, (), {"scale": scales, "cache": {"k": cache, "unused": None}})
+        return jnp.sum(y) + sum(jnp.sum(out["cache"]["k"] * k) for out, k in zip(outs, cache, strict=True))
+
+    found = jax.grad(loss, argnums=(0, 1))(SCALES, CACHES["k"])
+    for one, other in zip(found, jax.grad(loss_by_hand, argnums=(0, 1))(SCALES, CACHES["k"]), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("collect", [False, True])
+def test_state_comes_last(collect: bool) -> None:
+    stacked, state = cells()
+    each: dict[str, Any] = {"scale": SCALES, **({"cache": CACHES} if collect else {})}
+    *results, after = stacked.scan(X, each=each, collect=collect, state=state)
+    assert len(results) == 1 + collect
+    np.testing.assert_allclose(results[0], by_hand(stacked, X, (), each)[0], rtol=1e-6)
+    [calls] = jax.tree.leaves(after)
+    assert calls.tolist() == [1] * DEPTH
+
+
+def test_what_each_layer_gets_is_laid_out_too() -> None:
+    mesh = ft.make_mesh(data=2, model=4)
+    stacked, _ = cells()
+    caches = ft.shard(CACHES["k"], ft.P(None, None, "model"), mesh)
+
+    @ft.jit(donate="cache")
+    def step(stacked: Any, cache: Any) -> Any:
+        y, outs = stacked.scan(X, each={"cache": cache}, collect=True)
+        return y, outs["cache"]
+
+    _, new = step(ft.shard(stacked, ft.P(), mesh), {"k": caches, "unused": None})
+    assert new["k"].sharding.spec == ft.P(None, None, "model") and len(step.compilations) == 1
+
+
+class Returns(eqx.Module):
+    """A layer that returns whatever it is told to."""
+
+    weight: Array
+    result: Any = eqx.field(static=True)
+
+    def __call__(self, x: Array, **given: Any) -> Any:
+        return self.result(x, given)
+
+
+def returning(result: Callable[[Any, Any], Any]) -> Stacked[Returns]:
+    return Stacked(Returns(jnp.ones(DEPTH), result))
+
+
+MISUSE: dict[str, tuple[Any, tuple[str, ...]]] = {
+    "one key for all": (
+        lambda s: s.scan(X, each={"key": KEY}),
+        ("each layer needs its own part of an array", "each.key", "has no leading dimension, and there are 5 layers",
+         "split it, `jax.random.split(key, 5)`"),
+    ),
+    "another number": (
+        lambda s: s.scan(X, each={"cache": {"k": jnp.ones((4, 2)), "v": jnp.ones((5, 2))}}),
+        ("each.cache.k", "f32[4, 2]", "has leading size 4, and there are 5 layers", "pass what all layers share"),
+    ),
+    "no dict": (lambda s: s.scan(X, each=KEYS), ("each=", "it must be keyword arguments of the layers in a dict")),
+    "no names": (lambda s: s.scan(X, each={1: KEYS}), ("it must be keyword arguments of the layers in a dict",)),
+    "the state": (lambda s: s.scan(X, each={"state": KEYS}), ("the state is `state=`",)),
+    "no flag": (lambda s: s.scan(X, collect=1), ("collect=1", "it must be True or False")),
+    "no pair": (
+        lambda s: returning(lambda x, given: x).scan(X, collect=True),
+        ("Returns is called with `collect=True` but does not return `(y, out)`",),
+    ),
+    "three": (
+        lambda s: returning(lambda x, given: (x, x, x)).scan(X, collect=True),
+        ("Returns is called with `collect=True` but does not return `(y, out)`",),
+    ),
+    "no state": (
+        lambda s: returning(lambda x, given: (x, x)).scan(X, collect=True, state=ft.State((), {})),
+        ("Returns is called with `collect=True` and `state=` but does not return `(y, out, state)`",),
+    ),
+    "another shape": (
+        lambda s: returning(lambda x, given: (x[:1], x)).scan(X, collect=True),
+        ("Returns takes float32[3,4] and returns float32[1,4]",),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", MISUSE)
+def test_misuse_of_each_and_collect(case: str) -> None:
+    run, fragments = MISUSE[case]
+    with raises(*fragments):
+        run(cells()[0])

@@ -2,7 +2,7 @@
 
 import operator
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Generic, TypeVar, overload
+from typing import Any, Generic, Literal, TypeVar, overload
 
 import equinox as eqx
 import jax
@@ -20,6 +20,8 @@ from functree.tree.paths import Path
 T = TypeVar("T")
 X = TypeVar("X")
 S = TypeVar("S")
+Each = Mapping[str, Any] | None
+"""Keyword arguments of layers, whose arrays have a leading dimension with a part for each layer."""
 
 
 class Stacked(eqx.Module, Stack, Generic[T]):
@@ -87,69 +89,184 @@ class Stacked(eqx.Module, Stack, Generic[T]):
         return self.scan(x, *args, state=state)
 
     @overload
-    def scan(self, x: X, *args: Any, remat: Remat = None, unroll: int | bool = 1, state: None = None) -> X: ...
+    def scan(
+        self,
+        x: X,
+        *args: Any,
+        each: Each = None,
+        collect: Literal[False] = False,
+        remat: Remat = None,
+        unroll: int | bool = 1,
+        state: None = None,
+    ) -> X: ...
     @overload
-    def scan(self, x: X, *args: Any, remat: Remat = None, unroll: int | bool = 1, state: S) -> tuple[X, S]: ...
-    def scan(self, x: Any, *args: Any, remat: Remat = None, unroll: int | bool = 1, state: Any = None) -> Any:
-        """Apply the layers to `x` in order, and choose what is kept for the backward pass.
+    def scan(
+        self,
+        x: X,
+        *args: Any,
+        each: Each = None,
+        collect: Literal[False] = False,
+        remat: Remat = None,
+        unroll: int | bool = 1,
+        state: S,
+    ) -> tuple[X, S]: ...
+    @overload
+    def scan(
+        self,
+        x: X,
+        *args: Any,
+        each: Each = None,
+        collect: Literal[True],
+        remat: Remat = None,
+        unroll: int | bool = 1,
+        state: None = None,
+    ) -> tuple[X, Any]: ...
+    @overload
+    def scan(
+        self,
+        x: X,
+        *args: Any,
+        each: Each = None,
+        collect: Literal[True],
+        remat: Remat = None,
+        unroll: int | bool = 1,
+        state: S,
+    ) -> tuple[X, Any, S]: ...
+    def scan(
+        self,
+        x: Any,
+        *args: Any,
+        each: Each = None,
+        collect: bool = False,
+        remat: Remat = None,
+        unroll: int | bool = 1,
+        state: Any = None,
+    ) -> Any:
+        """Apply the layers to `x` in order, with inputs and outputs of each of them.
 
         Args:
             x: an array, or a tree of arrays, that every layer returns with the same shapes and dtypes.
             *args: passed to every layer; each gets the same values.
+            each: keyword arguments of the layers, of which each layer gets its own part: trees of arrays whose leading
+                dimension is that of the layers, such as `{"key": jax.random.split(key, len(layers))}`.
+            collect: whether each layer returns `(x, out)`, a tree of arrays besides. The scan returns these as one tree
+                whose arrays have a leading dimension.
             remat: what is kept for the backward pass. `None`: everything; `"full"`: only the input of each layer;
                 `"dots"`: also the products with weights; `ft.offload(...)`: values by their names, in host memory;
                 or a policy of `jax.checkpoint_policies`.
             unroll: the number of layers in one iteration of the loop, as in `jax.lax.scan`.
-            state: an `ft.State`. Each layer is then called as `layer(x, *args, state=state)` and returns `(x, state)`.
-                A layer sees its own slice of the state that its `StateRef`s declare. Other state is shared by all
-                layers and passed from one to the next; this includes state whose ref is also outside of the stack.
+            state: an `ft.State`. Each layer is then called with `state=` too and returns it last: `(x, state)`, or
+                `(x, out, state)`. A layer sees its own slice of the state that its `StateRef`s declare. Other state is
+                shared by all layers and passed from one to the next; this includes state whose ref is also outside of
+                the stack.
 
         Returns:
-            The `x` that the last layer returns; with `state=`, the pair `(x, state)`.
+            The `x` that the last layer returns; with `collect` or `state=` a tuple: `(x, outs)`, `(x, state)` or
+            `(x, outs, state)`.
 
         Raises:
-            FunctreeError: a layer changes the shape or dtype of `x`; `remat` is unknown; no value of a layer has a
-                name that is to be offloaded; a layer is called with a state and does not return one.
+            FunctreeError: a layer changes the shape or dtype of `x`, or does not return a tuple as above; an array in
+                `each` has another leading size, with its path; `remat` is unknown; no value of a layer has a name that
+                is to be offloaded.
 
         Examples:
             >>> layers = ft.stack(lambda key: ft.nn.MLP(4, 8, key=key), 3, jax.random.key(0))
             >>> layers.scan(jnp.ones((5, 4)), remat="dots").shape
             (5, 4)
+
+            Dropout with a key for each layer:
+
+            >>> make = lambda key: ft.nn.Sequential([ft.nn.Linear(4, 4, key=key), ft.nn.Dropout(0.5)])
+            >>> layers = ft.stack(make, 3, jax.random.key(0))
+            >>> layers.scan(jnp.ones((5, 4)), each={"key": jax.random.split(jax.random.key(1), 3)}).shape
+            (5, 4)
         """
-        check("a Stacked cannot be scanned", unroll=(unroll, UNROLL), state=(state, STATE))
-        arrays, static = eqx.partition(self.layer, eqx.is_array)
+        check(
+            "a Stacked cannot be scanned",
+            each=(each, EACH),
+            collect=(collect, FLAG),
+            unroll=(unroll, UNROLL),
+            state=(state, STATE),
+        )
         shared, own = ({}, {}) if state is None else state.of_layers(self.layer)
-
-        def step(carry: tuple[X, Any], slices: tuple[Any, Any]) -> tuple[tuple[X, Any], Any]:
-            (x, shared), (arrays, own) = carry, slices
-            layer = eqx.combine(arrays, static)
-            if state is None:
-                y = layer(x, *args)
-            else:
-                y, after = _stateful(layer, layer(x, *args, state=state.update({**shared, **own})))
-                shared = {path: after[path] for path in shared}
-                own = {path: after[path] for path in own}
-            _check_same_type(layer, x, y)
-            return (y, shared), own
-
         depth = _depth(self, own)
+        _check_each(each or {}, depth)
+        step = _Step(*eqx.partition((self.layer, dict(each or {})), eqx.is_array), args, state, collect)
+        run_step: Any = step
         if (policy := remat_policy(remat)) is not None:
             # In one program XLA would merge the recomputation with the forward pass and save nothing (common
             # subexpressions). Two loops are not merged, so the costly barriers are needed only without a loop.
             unrolled = unroll is True or unroll >= depth
-            step = jax.checkpoint(step, policy=policy, prevent_cse=unrolled)
+            run_step = jax.checkpoint(step, policy=policy, prevent_cse=unrolled)
 
         def run(x: Any, arrays: Any) -> Any:
-            return jax.lax.scan(step, (x, shared), (arrays, own), length=depth, unroll=unroll)
+            return jax.lax.scan(run_step, (x, shared), (arrays, own), length=depth, unroll=unroll)
 
         if isinstance(policy, Offload):
-            check_names(policy, type(self.layer).__name__, run, x, arrays)
-        (x, shared), own = run(x, arrays)
-        return x if state is None else (x, state.update({**shared, **own}))
+            check_names(policy, type(self.layer).__name__, run, x, step.arrays)
+        (x, shared), (outs, own) = run(x, step.arrays)
+        results = [x]
+        if collect:
+            results.append(outs)
+        if state is not None:
+            results.append(state.update({**shared, **own}))
+        return results[0] if len(results) == 1 else tuple(results)
+
+
+class _Step:
+    """One layer of a scan, as a function of what `jax.lax.scan` passes.
+
+    Attributes:
+        arrays: the arrays of all layers, and of what is given for each layer.
+        static: the same trees with everything else.
+        args: what is passed to every layer.
+        state: the state before the first layer, or None.
+        collect: whether the layers return something besides.
+    """
+
+    def __init__(self, arrays: Any, static: Any, args: tuple[Any, ...], state: Any, collect: bool):
+        self.arrays, self.static, self.args, self.state, self.collect = arrays, static, args, state, collect
+
+    def __call__(self, carry: Any, slices: Any) -> Any:
+        (x, shared), (arrays, own) = carry, slices
+        layer, given = eqx.combine(arrays, self.static)
+        if self.state is not None:
+            given["state"] = self.state.update({**shared, **own})
+        y, out, after = self._results(layer, layer(x, *self.args, **given))
+        if after is not None:
+            shared = {path: after[path] for path in shared}
+            own = {path: after[path] for path in own}
+        _check_same_type(layer, x, y)
+        return (y, shared), (out, own)
+
+    def _results(self, layer: Any, result: Any) -> tuple[Any, Any, Any]:
+        """What a layer returns, what it returns besides, and its state; None for what is not asked for."""
+        if not self.collect and self.state is None:
+            return result, None, None
+        wanted = ["y", *["out"] * self.collect, *["state"] * (self.state is not None)]
+        fits = isinstance(result, tuple) and len(result) == len(wanted)
+        if not fits or (self.state is not None and not isinstance(result[-1], StateMapping)):
+            options = [*["`collect=True`"] * self.collect, *["`state=`"] * (self.state is not None)]
+            raise FunctreeError(
+                f"{type(layer).__name__} is called with {' and '.join(options)} but does not return "
+                f"`({', '.join(wanted)})`"
+            )
+        out = result[1] if self.collect else None
+        return result[0], out, None if self.state is None else result[-1]
 
 
 UNROLL = Takes("a positive integer, or True for all layers", lambda value: FLAG.fits(value) or SIZE.fits(value))
 STATE = Takes("an `ft.State`", lambda value: isinstance(value, StateMapping)).or_none()
+
+
+def _are_keywords(value: object) -> bool:
+    names = value if isinstance(value, Mapping) else [None]
+    return all(isinstance(name, str) and name.isidentifier() and name != "state" for name in names)
+
+
+EACH = Takes(
+    'keyword arguments of the layers in a dict, `{"key": keys}`; the state is `state=`', _are_keywords
+).or_none()
 
 
 def stack(make: Callable[[PRNGKeyArray], T], n: int, key: PRNGKeyArray, axis: str = "layers") -> Stacked[T]:
@@ -191,6 +308,21 @@ def _depth(stacked: Stacked[Any], state: Mapping[Path, Any] | None = None) -> in
     return sizes.pop()[0]
 
 
+def _check_each(each: Mapping[str, Any], depth: int) -> None:
+    """Raise FunctreeError for arrays in `each` that do not have a part for each layer."""
+    problems: list[Problem] = []
+    for keys, leaf in jax.tree_util.tree_leaves_with_path(dict(each)):
+        if not _is_array(leaf) or leaf.shape[:1] == (depth,):
+            continue
+        path, remedy = Path(("each", *Path.of(keys))), "pass what all layers share by position, `scan(x, shared)`"
+        if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) and not leaf.shape:
+            remedy = f"split it, `jax.random.split(key, {depth})`"
+        why = f"has leading size {leaf.shape[0]}" if leaf.shape else "has no leading dimension"
+        problems.append(array_problem(path, leaf, f"{why}, and there are {depth} layers", remedy))
+    if problems:
+        raise FunctreeError("each layer needs its own part of an array", problems)
+
+
 def _leading(path: Path, leaf: Any) -> Problem:
     why = f"has leading size {leaf.shape[0]}" if leaf.shape else "has no dimensions"
     return array_problem(path, leaf, why, "build the layers with `ft.stack`, or with `eqx.filter_vmap`")
@@ -226,13 +358,6 @@ def _position(index: Any, depth: int) -> Any:
     if not -depth <= position < depth:
         raise FunctreeError(f"layer {position} of a Stacked of {depth}: the index is out of range")
     return position
-
-
-def _stateful(layer: Any, result: Any) -> tuple[Any, Any]:
-    """The result of a layer that was called with a state: its output, and the new state."""
-    if isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], StateMapping):
-        return result
-    raise FunctreeError(f"{type(layer).__name__} is called with `state=` but does not return `(y, state)`")
 
 
 def _check_same_type(layer: Any, x: Any, y: Any) -> None:
