@@ -1,5 +1,6 @@
 """Traced, lowered and compiled calls over modules: trees of their structure, abstract arguments, checked calls."""
 
+from collections.abc import Callable
 from typing import Any
 
 import equinox as eqx
@@ -7,9 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from checks import raises
+from checks import compilations, raises
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
+from meshes import MESH, mesh_of
 from trees import MLP
 
 import functree as ft
@@ -331,3 +333,33 @@ def test_keywords_of_a_method():
     lowered = ft.jit(WithMethod(X).step).lower(X, y=X)
     args, kwargs = lowered.args_info
     assert len(jax.tree.leaves(args)) == 2 and list(kwargs) == ["y"]
+
+
+COMPILED_BEFORE: dict[str, Callable[[], tuple[Any, Any]]] = {
+    "plain": lambda: (ft.jit(lambda x: x * 2), X),
+    "mesh": lambda: (ft.jit(lambda x: x * 2, mesh=MESH), ft.shard(jnp.ones(8), P("data"), MESH)),
+    "explicit": lambda: (ft.jit(lambda x: x * 2, mesh=mesh_of(True)), ft.shard(jnp.ones(8), P("data"), mesh_of(True))),
+    "donated": lambda: (
+        ft.jit(lambda x: {"a": x["a"] * 2}, donate="x", mesh=MESH), {"a": ft.shard(jnp.ones(8), P("data"), MESH)}
+    ),
+    "in_shardings": lambda: (
+        ft.jit(lambda x: x * 2, in_shardings=P("data"), out_shardings=P(), mesh=MESH),
+        ft.shard(jnp.ones(8), P("data"), MESH),
+    ),
+    "shard_map": lambda: (
+        ft.shard_map(lambda x: x * 2, mesh=MESH, in_specs=P("data"), out_specs=P("data")),
+        ft.shard(jnp.ones(8), P("data"), MESH),
+    ),
+    "rules": lambda: (
+        ft.jit(lambda x: x * 2, rules=ft.AxisRules({...: None}), mesh=MESH), ft.shard(jnp.ones(8), P("data"), MESH)
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", COMPILED_BEFORE)
+def test_a_call_uses_what_was_compiled_before_it(case: str):
+    f, x = COMPILED_BEFORE[case]()
+    f.lower(x).compile()
+    with compilations() as heard:
+        f(x)
+    assert heard == [] and len(f.compilations) == 1

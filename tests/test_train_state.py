@@ -13,7 +13,7 @@ import pytest
 from checks import python_calls, raises
 from jax import Array
 from jax.sharding import Mesh, NamedSharding
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, PRNGKeyArray
 from meshes import MESH, SIZES
 
 import functree as ft
@@ -652,9 +652,111 @@ def test_the_optimizers_state_in_host_memory_trains(mesh: Mesh):
 TX = optax.adam(1e-2)
 
 
-def test_state_that_is_declared_in_equinox_way_is_an_error():
-    with pytest.raises(ft.StateError, match=r"is an `eqx.nn.StateIndex`.*use a layer of `ft.nn`"):
-        ft.TrainState.create(eqx.nn.BatchNorm(3, "batch", mode="batch"), TX)
+# Models with Equinox' own state
+
+
+class OwnState(eqx.Module):
+    """With a state of several leaves for each layer, and a parameter whose type is weak."""
+
+    linear: eqx.nn.Linear
+    norms: list[eqx.nn.BatchNorm]
+    spectral: eqx.nn.SpectralNorm[eqx.nn.Linear]
+    act: eqx.nn.PReLU
+
+    def __init__(self, key: PRNGKeyArray):
+        keys = jax.random.split(key, 3)
+        self.linear = eqx.nn.Linear(4, 8, key=keys[0])
+        self.norms = [eqx.nn.BatchNorm(8, "batch", mode="batch"), eqx.nn.BatchNorm(8, "batch", mode="ema")]
+        self.spectral = eqx.nn.SpectralNorm(eqx.nn.Linear(8, 8, key=keys[1]), "weight", key=keys[2])
+        self.act = eqx.nn.PReLU(0.2)
+
+    def __call__(self, x: Array, state: eqx.nn.State) -> tuple[Array, eqx.nn.State]:
+        x = self.act(self.linear(x))
+        for norm in self.norms:
+            x, state = norm(x, state)
+        return self.spectral(x, state)
+
+
+def own_loss(model: OwnState, state: eqx.nn.State, x: Array) -> tuple[Array, eqx.nn.State]:
+    y, state = jax.vmap(model, axis_name="batch", in_axes=(0, None), out_axes=(0, None))(x, state)
+    return jnp.mean(y**2), state
+
+
+OWN_LAYOUTS = {
+    "rules": ft.AxisRules({"out_features": "model", ...: None}, names=ft.equinox_names),
+    "rules and FSDP": ft.AxisRules({"out_features": "model", ...: None}, names=ft.equinox_names) | ft.FSDP("data"),
+    "FSDP": ft.FSDP("data", min_size=0),
+    "filters": ft.StateSharding({"linear.weight": P("model"), "state.**": P(), ...: P()}),
+}
+
+
+@pytest.mark.parametrize("name", OWN_LAYOUTS)
+def test_a_model_with_equinox_own_state(name: str):
+    layout, mesh, tx = OWN_LAYOUTS[name], ft.make_mesh(data=2, model=4), optax.adam(1e-2, eps=1e-3)
+    x = jax.random.normal(jax.random.key(1), (8, 4))
+    # With a larger `eps`, because the gradient of a bias before a norm is nothing but rounding.
+
+    # By hand, in plain Equinox.
+    model, state = eqx.nn.make_with_state(OwnState)(jax.random.key(0))
+    opt_state = tx.init(eqx.filter(model, eqx.is_inexact_array))
+
+    @eqx.filter_jit
+    def by_hand(model: Any, state: Any, opt_state: Any) -> Any:
+        (loss, state), grads = eqx.filter_value_and_grad(own_loss, has_aux=True)(model, state, x)
+        updates, opt_state = tx.update(grads, opt_state, eqx.filter(model, eqx.is_inexact_array))
+        return eqx.apply_updates(model, updates), state, opt_state, loss
+
+    expected = []
+    for _ in range(3):
+        model, state, opt_state, loss = by_hand(model, state, opt_state)
+        expected.append(float(loss))
+
+    @ft.jit(donate="ts")
+    def step(ts: Any, x: Array) -> Any:
+        (loss, after), grads = ft.value_and_grad(own_loss, has_aux=True)(ts.model, ts.state, x)
+        return ft.apply_gradients(ts, grads, state=after), loss
+
+    new_model, new_state = eqx.nn.make_with_state(OwnState)(jax.random.key(0))
+    ts = ft.TrainState.create(new_model, tx, layout=layout, mesh=mesh, state=new_state)
+    plan, losses = ft.plan(ts, layout, mesh), []
+    for _ in range(3):
+        ts, loss = step(ts, x)
+        losses.append(float(loss))
+    np.testing.assert_allclose(losses, expected, rtol=1e-5)
+    for one, other in zip(jax.tree.leaves((ts.model, ts.state)), jax.tree.leaves((model, state)), strict=True):
+        if eqx.is_array(one):
+            np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
+    assert len(step.compilations) == 1, "no type is weak"
+    laid = [row.spec for row in ft.plan(ts).rows]
+    assert laid == [row.spec for row in plan.rows]
+    if name == "rules":
+        rows = [row for row in plan.rows if row.path[0] == "state"]
+        assert len(rows) == 8 and all(row.local_shape == row.shape for row in rows)
+        assert {row.reason for row in rows} == {"a scalar", "`...` unsharded: no name"}
+
+
+def test_state_of_equinox_that_is_not_given_is_an_error():
+    model, state = eqx.nn.make_with_state(OwnState)(jax.random.key(0))
+    remedy = "`eqx.nn.make_with_state`, and pass its state, `TrainState.create(model, tx, state=state)`; or use a layer"
+    with raises("is an `eqx.nn.StateIndex`", remedy, error=ft.StateError):
+        ft.TrainState.create(model, TX)
+    with raises("`batch_counter` is an `eqx.nn.StateIndex`", remedy, error=ft.StateError):
+        ft.make_state(eqx.nn.BatchNorm(3, "batch", mode="batch"))
+    with raises("state=", "it must be an `ft.State` or an `eqx.nn.State`, or None"):
+        ft.TrainState.create(model, TX, state={})  # type: ignore[arg-type]
+    ts = ft.TrainState.create(model, TX, state=state)
+    with raises("apply_gradients got an empty State, but the model has a State", error=ft.StateError):
+        ft.apply_gradients(ts, ft.grad(lambda m: jnp.sum(m.linear.weight))(ts.model), state=ft.State((), {}))
+
+
+def test_a_weak_parameter_at_two_places_stays_one_array():
+    weak = jnp.asarray(0.2)
+    ts = ft.TrainState.create({"a": weak, "b": weak, "w": jnp.ones(3)}, TX)
+    assert weak.weak_type and ts.model["a"] is ts.model["b"] and not ts.model["a"].weak_type
+    model = {"w": jnp.ones(3)}
+    assert ft.TrainState.create(model, TX).model is model
+    abstract = ft.abstract(lambda: ft.TrainState.create({"a": jnp.asarray(0.2)}, TX))()
+    assert not abstract.model["a"].weak_type
 
 
 def test_swapped_arguments():

@@ -11,7 +11,7 @@ from functree.calls.call_groups import CallGroup
 from functree.calls.compilations import Difference, Log, Situation, differences, situation
 from functree.calls.compile_events import compile_events
 from functree.calls.donation import check_donated, refuse_deleted, twice_by_identity
-from functree.calls.program import Program
+from functree.calls.program import Program, around
 from functree.calls.signature import Bound, Signature
 from functree.calls.static_arguments import with_static
 from functree.errors import FunctreeError, Problem, count
@@ -160,7 +160,9 @@ class Traced(Stage):
             f"{self._call.program.name} cannot be lowered so",
             lowering_platforms=(lowering_platforms, TEXTS.or_none()),
         )
-        return Lowered(self._stage.lower(lowering_platforms=lowering_platforms), self._call)
+        # On the mesh of the calls: otherwise JAX would lower and compile again for a call.
+        with around(self._call.program.entered):
+            return Lowered(self._stage.lower(lowering_platforms=lowering_platforms), self._call)
 
 
 class Lowered(Stage):
@@ -193,7 +195,8 @@ class Lowered(Stage):
             device_assignment=(device_assignment, DEVICES.or_none()),
         )
         before = compile_events.count
-        compiled = self._stage.compile(compiler_options, device_assignment=device_assignment)
+        with around(self._call.program.entered):
+            compiled = self._stage.compile(compiler_options, device_assignment=device_assignment)
         # Otherwise JAX had compiled it before, for a call or here.
         if compile_events.have(self._call.program.body.__name__, before):
             options = tuple(sorted((compiler_options or {}).items()))

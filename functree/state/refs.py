@@ -86,6 +86,8 @@ class StateRef(eqx.Module, HoldsState):
         return f"<StateRef {self.dtype}{list(self.shape)} {where}>"
 
 
-def strong(value: jax.Array) -> jax.Array:
-    """The value with a strong type. A step returns strong types, so with a weak one it would be compiled twice."""
+def strong(value: Any) -> Any:
+    """An array with a strong type. A step returns strong types, so with a weak one it would be compiled twice."""
+    if isinstance(value, jax.ShapeDtypeStruct):
+        return value.update(weak_type=False) if value.weak_type else value
     return jnp.asarray(value, value.dtype) if jax.typeof(value).weak_type else value

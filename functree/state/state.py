@@ -209,8 +209,9 @@ def place_state(model: T, leaves: Sequence[Leaf]) -> tuple[T, State]:
             return
         if isinstance(node, eqx.nn.StateIndex):
             raise StateError(
-                f"`{path}` is an `eqx.nn.StateIndex`, whose state is in an `eqx.nn.State`: use a layer of `ft.nn`, or "
-                "an `ft.StateRef` instead"
+                f"`{path}` is an `eqx.nn.StateIndex`, whose state is in an `eqx.nn.State`: make the model by "
+                "`eqx.nn.make_with_state`, and pass its state, `TrainState.create(model, tx, state=state)`; or use a "
+                "layer of `ft.nn`"
             )
         if isinstance(node, PackedTree) and refs(node):
             raise StateError(

@@ -60,7 +60,7 @@ class TrainState(eqx.Module, DerivesLayout, Generic[M]):
     step: Int[Array, ""]
     model: M
     opt_state: Any
-    state: State | None
+    state: State | eqx.nn.State | None
     key: PRNGKeyArray | None
     tx: Any = eqx.field(static=True)
     wrt: Filter = eqx.field(static=True)
@@ -73,7 +73,7 @@ class TrainState(eqx.Module, DerivesLayout, Generic[M]):
         *,
         layout: LayoutTree = None,
         mesh: MeshLike = None,
-        state: State | None = None,
+        state: State | eqx.nn.State | None = None,
         key: PRNGKeyArray | None = None,
         wrt: FilterLike = is_trainable,
     ) -> "TrainState[M]":
@@ -85,14 +85,16 @@ class TrainState(eqx.Module, DerivesLayout, Generic[M]):
             tx: any optax optimizer.
             layout: the layout of the model, by which the whole training state is placed; for concrete arrays only.
             mesh: a mesh, or None for the current one.
-            state: the state of the model, if it was made already.
+            state: the state of the model, if it was made already: an `ft.State`, or an `eqx.nn.State`. The leaves of
+                the latter have no names, so rules leave them whole.
             key: the value of the attribute `key`.
             wrt: a filter. Parameters that do not match are frozen: the optimizer does not get them.
 
         Raises:
             FunctreeError: `tx` is not an optimizer; no parameter matches `wrt`.
             RuleError: `wrt` is not a filter, or a pattern in it matches no leaf; `layout` is not a layout.
-            StateError: the state of the model cannot be made, as in `ft.make_state`.
+            StateError: the state of the model cannot be made, as in `ft.make_state`; it declares state in Equinox' way,
+                and `state` is not given.
             ShardingError: the layout does not fit.
 
         Examples:
@@ -116,13 +118,13 @@ class TrainState(eqx.Module, DerivesLayout, Generic[M]):
         trained = select_trained(leaves, chosen, name)
         if not trained.parameters:
             raise FunctreeError(f"nothing to train: no array of {name} matches wrt={wrt!r}")
-        params = trained.tree(lambda leaf: leaf.value)
+        model, params = _strong(model), _strong(trained.tree(lambda leaf: leaf.value))
         if any(isinstance(leaf.value, jax.ShapeDtypeStruct) for leaf in leaves.leaves):
             # `tx.init` allocates arrays even for abstract parameters, and these may be too large for any device.
             step, opt_state = eqx.filter_eval_shape(_start, tx, params)
         else:
             step, opt_state = _start(tx, params)
-        ts = cls(step, model, apart(opt_state, model), state, key, tx, chosen)
+        ts = cls(step, model, apart(opt_state, model), _strong(state), key, tx, chosen)
         return ts if layout is None else shard(ts, layout, mesh)
 
     @staticmethod
@@ -142,13 +144,14 @@ def _without_state(leaves: Leaves, model: Any) -> Leaves:
     return Leaves(kept, (), Skeleton.of(model))
 
 
-STATE = Takes("an `ft.State`", lambda value: isinstance(value, State)).or_none()
+STATE = Takes("an `ft.State` or an `eqx.nn.State`", lambda value: isinstance(value, State | eqx.nn.State)).or_none()
 TRAIN_STATE = Takes("an `ft.TrainState`", lambda value: isinstance(value, TrainState))
 
 TS = TypeVar("TS", bound=TrainState[Any])
+T = TypeVar("T")
 
 
-def apply_gradients(ts: TS, grads: Any, *, state: State | None = None, **extra: Any) -> TS:
+def apply_gradients(ts: TS, grads: Any, *, state: State | eqx.nn.State | None = None, **extra: Any) -> TS:
     """The training state after one update.
 
     Args:
@@ -195,7 +198,7 @@ def apply_gradients(ts: TS, grads: Any, *, state: State | None = None, **extra: 
     spread = leaves.skeleton.spread
     updates, opt_state = update(spread(gradients), jax.tree.map(_on_device, ts.opt_state), spread(params), **extra)
     model = jax.tree.map(updated, updates, ts.model, is_leaf=_is_none)
-    if state is not None and jax.tree.structure(state) != jax.tree.structure(ts.state):
+    if state is not None and not _same_pieces(state, ts.state):
         raise StateError(
             f"apply_gradients got {_pieces(state)}, but the model has {_pieces(ts.state)}: "
             "is it the state of another model?"
@@ -208,6 +211,14 @@ def apply_gradients(ts: TS, grads: Any, *, state: State | None = None, **extra: 
 
 _DIFFERENTIATE = "give `ft.grad(loss, wrt=...)` and `TrainState.create(..., wrt=...)` the same filter"
 _OF_THIS_MODEL = "pass the gradient of this model, from `ft.grad` or `ft.value_and_grad`"
+
+
+def _same_pieces(state: Any, before: Any) -> bool:
+    """Whether a state is of the same model as another one."""
+    # Equinox takes the values from a state of which a new one was made, so that it cannot be compared any more.
+    if isinstance(before, eqx.nn.State):
+        return isinstance(state, eqx.nn.State)
+    return jax.tree.structure(state) == jax.tree.structure(before)
 
 
 def _pieces(state: Any) -> str:
@@ -225,9 +236,12 @@ def _pieces(state: Any) -> str:
 _PIECES = 6
 
 
-def _strong(opt_state: Any) -> Any:
-    """An optimizer's state without weak types. The initial state of L-BFGS has some, and a step would compile twice."""
-    return jax.tree.map(lambda x: strong(x) if isinstance(x, jax.Array) else x, opt_state)
+def _strong(tree: T) -> T:
+    """A tree without weak types, with which a step would compile twice: those of `eqx.nn.PReLU`, or of L-BFGS."""
+    arrays = [x for x in jax.tree.leaves(tree) if isinstance(x, jax.Array | jax.ShapeDtypeStruct)]
+    new = {id(x): strong(x) for x in arrays if jax.typeof(x).weak_type}
+    # An array that is at two places of the tree stays one array.
+    return jax.tree.map(lambda x: new.get(id(x), x), tree) if new else tree
 
 
 def _on_device(x: Any) -> Any:

@@ -15,7 +15,7 @@ from jax.tree_util import GetAttrKey, tree_leaves, tree_map, tree_structure
 from functree.errors import AxesError, FunctreeError, Problem, count
 from functree.parameters import check_tree
 from functree.tree.annotations.classes import ClassHints, class_hints
-from functree.tree.annotations.equinox_names import equinox_names
+from functree.tree.annotations.equinox_names import OWN_STATE, equinox_names
 from functree.tree.annotations.given_names import GivenNames, Giver, given_at, given_axes, invalid_names, unmatched
 from functree.tree.annotations.hints import NO_ENV, NOTHING, Hint
 from functree.tree.annotations.leaf_axes import Memory, leaf_axes, state_axes
@@ -66,7 +66,7 @@ def read(tree: Any, names: Mapping[type, Names] | None = None) -> Leaves:
     Raises:
         FunctreeError: the tree has a dict whose keys cannot be sorted, or contains itself. JAX cannot flatten these.
     """
-    walk = _Walk(names or {})
+    walk = _Walk({**OWN_STATE, **(names or {})})
     try:
         walk.visit(tree, (), NOTHING, _Context())
     except RecursionError:

@@ -24,11 +24,15 @@ equinox_names: Mapping[type, Names] = MappingProxyType(
         eqx.nn.WeightNorm: names(g="..."),
         # The initial values of Equinox' own state, in a model that was made without `eqx.nn.make_with_state`.
         eqx.nn.StateIndex: names({"init.**": "..."}),
+        eqx.nn.State: names({"**": "..."}),
     }
 )
 """Names for the leaves of each layer in `eqx.nn`, for `names=` of rules. They are the names of the constructors'
 parameters, such as `out_features` and `in_features`; a dimension that is none of these is unnamed. `LayerNorm` and
 `RMSNorm` have annotations of their own, with the axis `shape`.
+
+Those of `eqx.nn.State`, which holds what layers declare by `eqx.nn.StateIndex`, are read without `names=` too: its
+leaves have no names, and rules leave them whole.
 
 Examples:
     >>> rules = ft.AxisRules({"out_features": "model", "in_features": None}, names=ft.equinox_names)
@@ -36,3 +40,6 @@ Examples:
     >>> ft.plan(model, rules, {"model": 4})["layers.0.weight"].spec
     P('model', None)
 """
+
+OWN_STATE: Mapping[type, Names] = MappingProxyType({eqx.nn.State: equinox_names[eqx.nn.State]})
+"""Names for Equinox' own state, whose leaves nobody can annotate."""
