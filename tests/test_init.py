@@ -1,5 +1,6 @@
 """`init`, `abstract`, `init_optimizer`: born where the layout says, equal to the bit, never whole on one device."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -9,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from checks import raises
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
 from meshes import MESH, mesh_of
@@ -231,3 +233,51 @@ def test_the_layout_is_of_the_shapes_of_each_call():
     for shape, spec in (((8, 4), P("data", None)), ((4, 8), P(None, "data")), ((3, 2), P(None, "data"))):
         assert init(jnp.ones(shape)).sharding.spec == spec
     assert len(init.compilations) == 3
+
+
+# What a constructor keeps in a closure
+
+
+def in_a_list(x: Any) -> Any:
+    kept = {"a": [0, x]}
+    return lambda y: y + kept["a"][1]
+
+
+def in_an_inner_function(x: Any) -> Any:
+    def inner(y: Any) -> Any:
+        return y + x
+
+    return lambda y: inner(y)
+
+
+KEPT: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "a variable": (lambda x: lambda y: y + x, "x"),
+    "in a tree": (in_a_list, "kept.a.1"),
+    "in an inner function": (in_an_inner_function, "x"),
+    "a default": (lambda x: lambda y, x=x: y + x, "defaults.0"),
+    "a keyword's default": (lambda x: lambda y, *, b=x: y + b, "b"),
+    "jitted": (lambda x: jax.jit(lambda y: y + x), "x"),
+    "a partial's function": (lambda x: functools.partial(lambda a, y: y + x, 1), "x"),
+    "a partial's argument": (lambda x: functools.partial(lambda a, y: y + a, x), "args.0"),
+}
+
+
+class Holder(eqx.Module):
+    weight: Any
+    layers: list[Any]
+
+    def __init__(self, keep: Callable[[Any], Any], key: Any):
+        self.weight = jax.random.normal(key, (4,))
+        self.layers = [None, {"act": eqx.nn.Lambda(keep(jnp.zeros(4)))}]
+
+
+@pytest.mark.parametrize("case", KEPT)
+def test_a_traced_array_in_a_closure_is_an_error_by_path(case: str):
+    keep, name = KEPT[case]
+    remedy = "make it an array of the result; or make the object outside of the trace, and then `ft.shard` it"
+    for wrap in (lambda make: ft.init(make, P(), MESH), ft.abstract, ft.jit):
+        with raises("result.layers.1.act.fn", f"closes over a traced array, `{name}`", remedy):
+            wrap(lambda key: Holder(keep, key))(jax.random.key(0))
+    made = ft.shard(Holder(keep, jax.random.key(0)), P(), MESH)
+    assert made.weight.sharding.mesh == MESH
+    assert np.array_equal(ft.jit(lambda model, y: model.layers[1]["act"](y))(made, jnp.ones(4)), jnp.ones(4))

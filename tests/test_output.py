@@ -63,7 +63,11 @@ def test_a_traced_array_in_a_static_field_is_refused():
 
 def test_a_function_that_closes_over_a_traced_array_is_refused():
     with raises(
-        "_closures: the result has 1 static value", "outlive", "b.0", "closes over a traced array", "return the array"
+        "_closures: the result has 1 static value",
+        "outlive",
+        "b.0",
+        "closes over a traced array, `x`",
+        "make it an array of the result",
     ):
         ft.jit(_closures)(jnp.ones(2))
 

@@ -1,8 +1,9 @@
 """A function ─► the values that it closes over, and the leaves in them, whatever they are."""
 
+import functools
 from collections import deque
 from collections.abc import Iterator, Mapping
-from types import FunctionType
+from types import FunctionType, MethodType
 from typing import Any
 
 from functree.tree.nodes import children
@@ -56,11 +57,23 @@ def held(values: Mapping[str, Any]) -> Iterator[tuple[Path, Any]]:
 
 
 def held_at_any_depth(fun: Any) -> Iterator[tuple[Path, Any]]:
-    """The same for all variables that a function closes over, and those that functions among these close over."""
+    """The same for all that a function keeps, and for what functions among this keep."""
     waiting, seen = [fun], set[int]()
     while waiting:
-        for path, value in held(closed_over(waiting.pop())):
-            if isinstance(value, FunctionType) and id(value) not in seen:
+        for path, value in held(kept_by(waiting.pop())):
+            if callable(value) and id(value) not in seen:
                 seen.add(id(value))
                 waiting.append(value)
             yield path, value
+
+
+def kept_by(fun: Any) -> dict[str, Any]:
+    """The variables and defaults of a function; for a callable that wraps another one, that one and its arguments."""
+    if isinstance(fun, functools.partial):
+        return {"func": fun.func, "args": fun.args, **fun.keywords}
+    if isinstance(fun, MethodType):
+        return {"self": fun.__self__, "func": fun.__func__}
+    if not isinstance(fun, FunctionType):
+        wrapped = getattr(fun, "__wrapped__", None)  # such as that of `jax.jit`
+        return {} if wrapped is None else {"fun": wrapped}
+    return {**closed_over(fun), "defaults": fun.__defaults__, **(fun.__kwdefaults__ or {})}

@@ -6,7 +6,7 @@ from typing import Any
 from jax.core import Tracer
 from jax.tree_util import GetAttrKey, register_pytree_with_keys
 
-from functree.calls.closures import closed_over
+from functree.calls.closures import held_at_any_depth
 from functree.calls.signature import RESULT
 from functree.errors import FunctreeError, Problem, count
 from functree.tree.leaves import read, too_deep
@@ -57,8 +57,11 @@ class Output:
             what, why, remedy = "", "", ""
             if isinstance(value, Tracer):
                 why, remedy = "is a traced array in a static field", "declare the field without `static=True`"
-            elif any(isinstance(held, Tracer) for held in closed_over(value).values()):
-                why, remedy = "closes over a traced array", "return the array itself"
+            elif (kept := _traced_in(value)) is not None:
+                why = f"closes over a traced array, `{kept}`"
+                remedy = (
+                    "make it an array of the result; or make the object outside of the trace, and then `ft.shard` it"
+                )
             elif runs_once(value):
                 what, why, remedy = type(value).__name__, "computes when it is used", "return a list or an array"
             if remedy:
@@ -88,6 +91,13 @@ class Output:
     def like(self, values: Sequence[Any]) -> Any:
         """A tree with the structure of the result and with other values."""
         return self.skeleton.fresh(values if self.which is None else [values[i] for i in self.which])
+
+
+def _traced_in(value: Any) -> Path | None:
+    """The path of a traced array that a function keeps, among its variables; None if there is none."""
+    if not callable(value) or isinstance(value, type):
+        return None
+    return next((path for path, held in held_at_any_depth(value) if isinstance(held, Tracer)), None)
 
 
 register_pytree_with_keys(
