@@ -106,7 +106,8 @@ USES: dict[str, Use] = {
     "StateRef": (ft.StateRef, {"init": jnp.ones(3), "axes": "a"}),
     "Stacked": (ft.Stacked, {"layer": layers().layer, "axis": "layers"}),
     "Stacked.scan": (
-        lambda args, **k: layers().scan(**k), {"x": X, "args": (), "remat": None, "unroll": 1, "state": None}
+        lambda args, **k: layers().scan(**k),
+        {"x": X, "args": (), "each": None, "collect": False, "remat": None, "unroll": 1, "state": None},
     ),
     "stack": (ft.stack, {"make": lambda key: ft.nn.MLP(8, 8, key=key), "n": 3, "key": KEY, "axis": "layers"}),
     "TrainState.create": (

@@ -740,6 +740,13 @@ class Returns(eqx.Module):
         return self.result(x, given)
 
 
+class Named(eqx.Module):
+    weight: Array
+
+    def __call__(self, x: Array, *, key: Any) -> Array:
+        return x * self.weight
+
+
 def returning(result: Callable[[Any, Any], Any]) -> Stacked[Returns]:
     return Stacked(Returns(jnp.ones(DEPTH), result))
 
@@ -756,6 +763,10 @@ MISUSE: dict[str, tuple[Any, tuple[str, ...]]] = {
     ),
     "no dict": (lambda s: s.scan(X, each=KEYS), ("each=", "it must be keyword arguments of the layers in a dict")),
     "no names": (lambda s: s.scan(X, each={1: KEYS}), ("it must be keyword arguments of the layers in a dict",)),
+    "no such parameter": (
+        lambda s: Stacked(Named(jnp.ones(DEPTH))).scan(X, each={"kee": KEYS}),
+        ("each={'kee': ...}: Named has no parameter `kee`", "did you mean `key`"),
+    ),
     "the state": (lambda s: s.scan(X, each={"state": KEYS}), ("the state is `state=`",)),
     "no flag": (lambda s: s.scan(X, collect=1), ("collect=1", "it must be True or False")),
     "no pair": (

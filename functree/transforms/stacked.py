@@ -1,5 +1,6 @@
 """Layers of equal structure ─► one module whose arrays have a leading dimension, run by a single `lax.scan`."""
 
+import inspect
 import operator
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Generic, Literal, TypeVar, overload
@@ -9,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int, PRNGKeyArray
 
-from functree.errors import AxesError, FunctreeError, Problem
+from functree.errors import AxesError, FunctreeError, Problem, did_you_mean
 from functree.parameters import FLAG, FUNCTION, KEY, SIZE, Takes, check
 from functree.transforms.remat import Offload, Remat, check_names, remat_policy
 from functree.tree.axes import is_axis_name
@@ -190,7 +191,7 @@ class Stacked(eqx.Module, Stack, Generic[T]):
         )
         shared, own = ({}, {}) if state is None else state.of_layers(self.layer)
         depth = _depth(self, own)
-        _check_each(each or {}, depth)
+        _check_each(self.layer, each or {}, depth)
         step = _Step(*eqx.partition((self.layer, dict(each or {})), eqx.is_array), args, state, collect)
         run_step: Any = step
         if (policy := remat_policy(remat)) is not None:
@@ -308,8 +309,16 @@ def _depth(stacked: Stacked[Any], state: Mapping[Path, Any] | None = None) -> in
     return sizes.pop()[0]
 
 
-def _check_each(each: Mapping[str, Any], depth: int) -> None:
-    """Raise FunctreeError for arrays in `each` that do not have a part for each layer."""
+def _check_each(layer: Any, each: Mapping[str, Any], depth: int) -> None:
+    """Raise FunctreeError for what a layer does not take, and for arrays that do not have a part for each layer."""
+    if not each:
+        return
+    parameters = inspect.signature(layer).parameters
+    if not any(one.kind is one.VAR_KEYWORD for one in parameters.values()):
+        for name in each:
+            if name not in parameters:
+                near = did_you_mean(name, parameters)
+                raise FunctreeError(f"each={{{name!r}: ...}}: {type(layer).__name__} has no parameter `{name}`{near}")
     problems: list[Problem] = []
     for keys, leaf in jax.tree_util.tree_leaves_with_path(dict(each)):
         if not _is_array(leaf) or leaf.shape[:1] == (depth,):
