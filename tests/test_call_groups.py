@@ -13,6 +13,7 @@ from trees import Leafy, x
 
 import functree as ft
 from functree.calls.call_groups import CallGroups
+from functree.tree.skeleton.code import Code
 from functree.tree.skeleton.skeleton import Skeleton
 
 A = jnp.ones(2)
@@ -162,3 +163,30 @@ def test_an_iterator_of_ones_own_is_static():
 def test_a_mutable_array_is_no_argument():
     with raises("1 leaf cannot be static", "ref", "Ref", "is mutable", "pass its value, `ref[...]`"):
         ft.jit(lambda ref: ref[...] * 2)(jax.new_ref(A))
+
+
+def test_what_a_step_returns_has_the_form_of_what_it_takes():
+    """And another function of such a state generates nothing for it either."""
+    made: list[str] = []
+    function = Code.function
+
+    def counted(code: Code, head: str, what: str) -> Any:
+        made.append(what)
+        return function(code, head, what)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Code, "function", counted)
+        state = {"layers": [Leafy([jnp.ones(1)] * 20, None) for _ in range(3)]}
+        step = ft.jit(lambda state, x: (jax.tree.map(lambda leaf: leaf + 1, state), x))
+        for _ in range(4):
+            state, _ = step(state, A)
+        # Of the call, the state, its list, one layer and the list in it; and the result.
+        assert sorted(made) == sorted(["Record", "dict", "list", "Leafy", "list", "tuple"] * 2)
+        made.clear()
+        for _ in range(4):
+            ft.jit(lambda state: jax.tree.leaves(state)[0])(state)
+        assert made == []
+        other = ft.jit(lambda state: state)
+        for _ in range(4):
+            other(state)
+        assert made == ["Record", "Record"], "for the other call"

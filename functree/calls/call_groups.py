@@ -15,7 +15,7 @@ from functree.tree.arrays import is_array
 from functree.tree.leaves import read, too_deep
 from functree.tree.paths import Path
 from functree.tree.skeleton.code import Refusal, refused
-from functree.tree.skeleton.form import form_of
+from functree.tree.skeleton.form import Form, form_of
 from functree.tree.skeleton.skeleton import Skeleton
 
 
@@ -55,8 +55,11 @@ class CallGroup:
         skeleton, arrays = Skeleton.apart(call)
         if skeleton != self.skeleton:
             return ()
-        vars(self)["take"] = form_of(call).take
+        self._form = form_of(call)  # kept, so that others find it
+        vars(self)["take"] = self._form.take
         return arrays
+
+    _form: Form | None = None
 
 
 def _heads(paths: Sequence[Path]) -> tuple[int, ...]:

@@ -10,7 +10,7 @@ from jax.tree_util import GetAttrKey, tree_flatten
 from functree.errors import FunctreeError, Problem, count
 from functree.tree.arrays import is_array
 from functree.tree.paths import Path
-from functree.tree.skeleton.form import form_of
+from functree.tree.skeleton.form import Form, form_of
 from functree.tree.skeleton.kinds import ARRAY, LEAVES, kind_of, own_copy
 from functree.tree.skeleton.static_value import StaticValue, is_hashable
 
@@ -64,11 +64,13 @@ class Skeleton:
         """
         tree = self.fresh(arrays)
         if self._was_built:
-            vars(self)["build"] = form_of(tree).build
+            self._form = form_of(tree)  # kept, so that others find it
+            vars(self)["build"] = self._form.build
         self._was_built = True
         return tree
 
     _was_built: bool = False
+    _form: Form | None = None
 
     def fill(self, values: Iterable[Any]) -> Any:
         """The tree with a value for each array."""
