@@ -1,8 +1,10 @@
 """`plan_optimizer` and `init_optimizer` for every optimizer that optax exports, against literal specs."""
 
+import gc
 import inspect
 import re
 import warnings
+import weakref
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
@@ -244,12 +246,15 @@ def want(path: ft.Path, shape: tuple[int, ...]) -> P:
     lead = len(shape) - len(SHAPES[name])
     if lead >= 0 and shape[lead:] == SHAPES[name]:
         return P(*[None] * lead, *SPECS[name])
-    return FACTORED[path[at - 1 :]] if shape else P()
+    # Without the place in a list of models, as in `mu.3.up`.
+    field = next(key for key in reversed(path[:at]) if isinstance(key, str))
+    return FACTORED[field, *path[at:]] if shape else P()
 
 
+@pytest.mark.parametrize("copies", [1, 4], ids=["one of each kind", "four of each kind"])
 @pytest.mark.parametrize("name", sorted(set(NAMES) - set(NOT_DERIVABLE)))
-def test_every_optimizer_is_laid_out(name: str):
-    tx, model = build(name), given(name, NET)
+def test_every_optimizer_is_laid_out(name: str, copies: int):
+    tx, model = build(name), given(name, NET if copies == 1 else [NET] * copies)
     plan = ft.plan_optimizer(tx, model, RULES, SIZES)
     state = jax.eval_shape(tx.init, arrays(model))
     expected = [(ft.Path.of(path), x.shape, x.dtype) for path, x in jax.tree.leaves_with_path(state)]
@@ -751,3 +756,108 @@ def test_silent_failure_14_where_tree_map_params_does_not_fit():
 
 def concrete_dict() -> dict[str, Array]:
     return {name: concrete(shape) for name, shape in SHAPES.items()}
+
+
+# How often the optimizer is traced, and with how many parameters
+
+
+class Counted:
+    """An optimizer that notes how many parameters each trace of its `init` has."""
+
+    def __init__(self, tx: Any, refuses: bool = False):
+        self.traces: list[int] = []
+        self.tx = optax.GradientTransformation(self._init(tx, refuses), tx.update)
+
+    def _init(self, tx: Any, refuses: bool) -> Any:
+        def init(params: Any) -> Any:
+            self.traces.append(len(jax.tree.leaves(params)))
+            if refuses and self.traces[-1] < 12:
+                raise KeyError("it needs all of them")
+            return tx.init(params)
+
+        return init
+
+
+MANY = {f"w{i}": S((8, 16) if i % 2 else (16, 8), jnp.float32) for i in range(12)}
+
+
+@pytest.mark.parametrize("make", [adam, lambda: optax.adafactor(1e-3), lambda: optax.lbfgs(1e-3)])
+def test_the_second_trace_is_of_one_parameter_of_each_kind(make: Any):
+    counted = Counted(make())
+    plan = ft.plan_optimizer(counted.tx, MANY, P("data"), SIZES)
+    assert counted.traces == [12, 2, 2], "all, then two at their own sizes and at others"
+    again = ft.plan_optimizer(counted.tx, MANY, P("data"), SIZES)
+    assert len(counted.traces) == 3 and again.rows == plan.rows
+    assert ft.plan_optimizer(counted.tx, MANY, P(None, "model"), SIZES).rows != plan.rows
+    assert len(counted.traces) == 3, "the layout makes no difference to the origins"
+
+
+def sized(x: Any) -> Any:
+    return S((x.shape[0] * 2, *x.shape[1:]), x.dtype)
+
+
+OTHERWISE: dict[str, Callable[[], Any]] = {
+    "shapes": lambda: ft.plan_optimizer(TX.tx, {**MANY, "w0": sized(MANY["w0"])}, P("data"), SIZES),
+    "dtype": lambda: ft.plan_optimizer(TX.tx, {**MANY, "w0": S((16, 8), jnp.bfloat16)}, P("data"), SIZES),
+    "names": lambda: ft.plan_optimizer(TX.tx, {f"v{i}": x for i, x in enumerate(MANY.values())}, P("data"), SIZES),
+    "wrt": lambda: ft.plan_optimizer(TX.tx, MANY, P("data"), SIZES, wrt=~ft.glob("w3")),
+}
+TX = Counted(adam())
+
+
+@pytest.mark.parametrize("case", OTHERWISE)
+def test_other_parameters_are_traced_anew(case: str):
+    ft.plan_optimizer(TX.tx, MANY, P("data"), SIZES)
+    before = len(TX.traces)
+    OTHERWISE[case]()
+    assert len(TX.traces) > before
+
+
+def test_other_settings_of_jax_are_traced_anew():
+    counted = Counted(adam())
+    ft.plan_optimizer(counted.tx, MANY, P("data"), SIZES)
+    with jax.enable_x64(True):
+        ft.plan_optimizer(counted.tx, MANY, P("data"), SIZES)
+    assert len(counted.traces) == 6
+
+
+@pytest.mark.parametrize("make", [adam, lambda: optax.adafactor(1e-3)])
+def test_an_optimizer_that_needs_all_parameters_gets_all(make: Any):
+    counted = Counted(make(), refuses=True)
+    plan = ft.plan_optimizer(counted.tx, MANY, P("data"), SIZES)
+    assert counted.traces == [12, 2, 12]
+    assert plan.rows == ft.plan_optimizer(make(), MANY, P("data"), SIZES).rows
+
+
+def number_of_parameters() -> Any:
+    """Its state has a vector with a number for each parameter, whose size does not depend on the parameters' sizes."""
+    return optax.GradientTransformation(
+        lambda params: {"each": jnp.zeros(len(jax.tree.leaves(params))), "mu": jax.tree.map(jnp.zeros_like, params)},
+        adam().update,
+    )
+
+
+def test_a_state_for_some_that_is_no_part_of_the_state_for_all():
+    plan = ft.plan_optimizer(number_of_parameters(), MANY, P("data"), SIZES)
+    assert plan["each"].spec == P(None) and plan["each"].reason == "does not depend on the parameters"
+    assert plan["mu.w3"].spec == P("data", None)
+
+
+def test_what_is_remembered_is_forgotten_with_the_optimizer():
+    made = adam()
+    ft.plan_optimizer(made, MANY, P("data"), SIZES)
+    init = weakref.ref(made.init)
+    del made
+    gc.collect()
+    assert init() is None
+
+
+def test_a_training_state_is_traced_with_few_parameters_and_once():
+    counted = Counted(adam())
+    model = {name: jnp.ones(x.shape) for name, x in MANY.items()}
+    ts = ft.TrainState.create(model, counted.tx)
+    counted.traces.clear()
+    ft.plan(ts, P("data"), SIZES)
+    assert counted.traces == [2, 2]
+    ft.plan(ts, P(None, "model"), SIZES)
+    assert counted.traces == [2, 2]

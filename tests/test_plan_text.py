@@ -7,6 +7,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import pytest
+from checks import python_calls
 from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import Mesh, PartitionSpec
@@ -121,6 +122,15 @@ def test_memory_kinds_and_what_no_spec_says(mesh: Mesh) -> None:
 )  # fmt: skip
 def test_sizes(size: int, text: str) -> None:
     assert bytes_text(size) == text
+
+
+def test_each_row_costs_the_same_and_needs_no_rich():
+    def calls(rows: int) -> int:
+        tree = {f"w{i}": {"a": jax.ShapeDtypeStruct((8, i + 1), jnp.float32)} for i in range(rows)}
+        plan = ft.plan(tree, P(), SIZES)
+        return python_calls(lambda: str(plan))
+
+    assert calls(1000) < 12 * calls(100)
 
 
 # HTML

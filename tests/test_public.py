@@ -168,3 +168,9 @@ def test_a_name_must_stand_in_the_documentation_whole() -> None:
     pages = {"a.md": "Use `ft.shard_map`.", "b.md": "::: functree.nn.Linear\n"}
     names = ["shard", "shard_map", "nn.Linear", "nn.Lin", "Linear"]
     assert undocumented(names, pages) == ["shard", "nn.Lin", "Linear"]
+
+
+def test_what_takes_long_to_import_is_imported_when_it_is_needed():
+    code = "import sys, functree; print([name for name in ('beartype', 'rich', 'hypothesis') if name in sys.modules])"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True, text=True)
+    assert found.stdout == "[]\n"
