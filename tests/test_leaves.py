@@ -22,6 +22,7 @@ from functree.tree.arrays import is_array
 from functree.tree.axes import Axes
 from functree.tree.interfaces import Stack
 from functree.tree.leaves import read
+from functree.tree.skeleton.skeleton import Skeleton
 
 
 class Block(eqx.Module):
@@ -607,3 +608,59 @@ def test_the_spec_of_an_annotation_speaks_of_one_layer_of_a_stack():
         assert plan[f"{path}.gate"].spec == ft.P(*[None] * lead)
     sharded = ft.plan(stacked, ft.AxisRules({"layers": "data", ...: None}), {"data": 2, "model": 4})
     assert sharded["layer.gate"].spec == ft.P("data")
+
+
+# Equinox' own state has the paths of its declarations
+
+
+class Inner(eqx.Module):
+    norms: list[eqx.nn.BatchNorm]
+    by_name: dict[str, eqx.nn.SpectralNorm[eqx.nn.Linear]]
+    own: eqx.nn.StateIndex[Any]
+
+    def __init__(self, key: Any):
+        self.norms = [eqx.nn.BatchNorm(3, "batch", mode="batch") for _ in range(2)]
+        linear = eqx.nn.Linear(2, 3, key=key)
+        self.by_name = {"a b": eqx.nn.SpectralNorm(linear, "weight", key=key)}
+        self.own = eqx.nn.StateIndex({"count": jnp.zeros(2)})
+
+
+class Outer(eqx.Module):
+    inner: tuple[Inner, ...]
+
+    def __init__(self, key: Any):
+        self.inner = (Inner(key),)
+
+
+OWN = [
+    "inner.0.norms.0.batch_counter", "inner.0.norms.0.batch_state_index.0", "inner.0.norms.0.batch_state_index.1",
+    "inner.0.norms.1.batch_counter", "inner.0.norms.1.batch_state_index.0", "inner.0.norms.1.batch_state_index.1",
+    'inner.0.by_name."a b".uv_index.0', 'inner.0.by_name."a b".uv_index.1', "inner.0.own.count",
+]  # fmt: skip
+
+
+def test_equinox_state_has_the_paths_of_the_model() -> None:
+    """A canary too: Equinox writes the place of each index as its marker."""
+    model, state = eqx.nn.make_with_state(Outer)(jax.random.key(0))
+    assert [str(leaf.path) for leaf in read(state).leaves] == OWN
+    assert Skeleton.of(state).paths == tuple(leaf.path for leaf in read(state).leaves)
+    assert all(leaf.annotated and not any(leaf.axes) for leaf in read({"s": state}).leaves)
+    assert [leaf.value.shape for leaf in read(state).leaves] == [x.shape for x in jax.tree.leaves(state)]
+    places = {"data": 2}
+    plan = ft.plan(state, ft.StateSharding({"**.own.count": ft.P("data"), ...: ft.P()}), places)
+    assert [row.spec for row in plan if row.spec != ft.P(*[None] * len(row.shape))] == [ft.P("data")]
+    static, arrays = ft.split(state)
+    assert jax.tree.structure(ft.merge(static, arrays)) == jax.tree.structure(state)
+    assert ft.select({"m": model, "s": state}).where("**.own.count").count() == 1
+    f = ft.jit(lambda state: state)
+    assert jax.tree.structure(f(state)) == jax.tree.structure(state)
+    assert "state.inner.0.own.count" in f.lower(state).compile().as_text()
+
+
+def test_equinox_state_whose_indices_have_no_place() -> None:
+    """As of a model that was made by other means than `eqx.nn.make_with_state`."""
+    _, state = eqx.nn.make_with_state(lambda: [eqx.nn.StateIndex(jnp.zeros(2))])()
+    assert [str(leaf.path) for leaf in read(state).leaves] == ["0"]
+    bare = eqx.nn.State([eqx.nn.StateIndex(jnp.zeros(2)), {"x": eqx.nn.StateIndex(jnp.zeros(3))}])
+    assert [str(leaf.path) for leaf in read(bare).leaves] == ["0", "1"]
+    assert Skeleton.of(bare).paths == tuple(leaf.path for leaf in read(bare).leaves)

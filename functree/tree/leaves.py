@@ -28,6 +28,7 @@ from functree.tree.skeleton.kinds import (
     ARRAY,
     DEFAULT_DICT,
     DICT,
+    EQUINOX_STATE,
     NONE,
     PACKED,
     SEQUENCE,
@@ -199,6 +200,11 @@ class _Walk:
             self._state(node, path, context)
         elif kind is PACKED:
             self._packed(node, path, hint, context)
+        elif kind is EQUINOX_STATE:
+            opened = given_at(node, len(path), context.pending, self.names)
+            inside = _Context((*context.within, type(node)), context.stack, context.given + opened, context.buffer)
+            for keys, child in kind.paths(node):
+                self.visit(child, (*path, *keys), NOTHING, inside)
         elif kind is not NONE:
             self._node(node, kind, path, hint, context)
 

@@ -8,6 +8,7 @@ changed in place (a list with another element) is recognized as another structur
 import copy
 import dataclasses
 import functools
+import re
 from abc import abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
@@ -204,6 +205,35 @@ class StateKind(RegisteredKind):
         return ((entry.path, child) for entry, (_, child) in zip(node.entries(), self.children(node), strict=True))
 
 
+class EquinoxStateKind(RegisteredKind):
+    """Equinox' own state. Each value has the path of the `StateIndex` that declares it in the model."""
+
+    def paths(self, node: eqx.nn.State) -> Iterator[tuple[tuple[Any, ...], Any]]:
+        _, treedef = one_level(node)
+        # `eqx.nn.make_with_state` marks each index by its place, as a text: `Net.norms[0].batch_counter`.
+        _, markers = treedef.node_data()
+        for i, (marker, (_, child)) in enumerate(zip(markers, self.children(node), strict=True)):
+            yield _place_of(marker) or (i,), child
+
+
+_STEP = re.compile(r"\.(\w+)|\[(\d+)\]|\['([^']*)'\]")
+
+
+def _place_of(marker: Any) -> tuple[Any, ...]:
+    """The keys in a marker, behind the name of the class of the model; empty if it has another form."""
+    keys: list[Any] = []
+    root = re.match(r"\w*", marker) if isinstance(marker, str) else None
+    end = None if root is None else root.end()
+    while end is not None and end < len(marker):
+        step = _STEP.match(marker, end)
+        if step is None:
+            return (marker,)
+        name, index, key = step.groups()
+        keys.append(int(index) if index is not None else name if name is not None else key)
+        end = step.end()
+    return tuple(keys)
+
+
 class PackedKind(RegisteredKind):
     """A packed tree. Its arrays have the paths that they have in the tree that was packed."""
 
@@ -301,6 +331,7 @@ ARRAY, NONE, STATIC = ArrayKind(), NoneKind(), StaticKind()
 LEAVES: frozenset[Kind] = frozenset({ARRAY, NONE, STATIC})
 SEQUENCE, DICT, DEFAULT_DICT, NAMED_TUPLE = SequenceKind(), DictKind(), DefaultDictKind(), NamedTupleKind()
 MODULE, STATE, PACKED, REGISTERED = ModuleKind(), StateKind(), PackedKind(), RegisteredKind()
+EQUINOX_STATE = EquinoxStateKind()
 _CONTAINERS: dict[type, Kind] = {list: SEQUENCE, tuple: SEQUENCE, dict: DICT, defaultdict: DEFAULT_DICT}
 
 
@@ -320,6 +351,8 @@ def kind_of(node: Any) -> Kind:
         return STATE
     if isinstance(node, eqx.Module):
         return MODULE
+    if isinstance(node, eqx.nn.State):
+        return EQUINOX_STATE
     if default_registry.flatten_one_level(node) is None:
         return STATIC
     if isinstance(node, tuple) and hasattr(type(node), "_fields") and _flattens_as_tuple(node):
