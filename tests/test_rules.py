@@ -174,7 +174,8 @@ def test_a_size_that_does_not_divide() -> None:
         '  w   f32[1001, 4096]   "hidden embed"\n'
         '      "hidden" has size 1001; rule hidden→model needs a multiple of model=2\n'
         "\n"
-        'Try: pad "hidden" to 1002, or write `"hidden": None` to leave it unsharded'
+        'Try: pad "hidden" to 1002, leave this leaf unsharded by a path filter (`StateSharding`), or every "hidden" by '
+        '`"hidden": None`'
     )
     both = why(leaf("a", 12), ft.AxisRules({"a": ("data", "model")}))
     assert (

@@ -94,7 +94,8 @@ def _indivisible(leaf: Leaf, dim: int, mesh_axes: Sequence[str], parts: int, sou
     # Rules shard dimensions that have names, and FSDP only dimensions that it can divide.
     name = leaf.axes[dim]
     why = f"{text} has size {size}; {source} needs a multiple of {where}={parts}"
-    return why, f'pad {text} to {padded}, or write `"{name}": None` to leave it unsharded' + optimizer_remedy(leaf)
+    alone = "leave this leaf unsharded by a path filter (`StateSharding`)"
+    return why, f'pad {text} to {padded}, {alone}, or every "{name}" by `"{name}": None`' + optimizer_remedy(leaf)
 
 
 def local_shape(shape: Sequence[int], mesh_axes: Sequence[Sequence[str]], mesh: MeshView) -> tuple[int, ...]:

@@ -52,7 +52,7 @@ def state_axes(value: Any, path: Path, declared: Axes) -> LeafAxes:
     why = f"has {count(have, 'dimension')}, but its `StateRef` declares {len(declared)}{named}"
     remedy = "lay it out by a spec (`P(...)`), or declare all of its dimensions"
     if have > len(declared):
-        remedy = f"{STACK}; else {remedy}"
+        remedy = f"{STACK}; else {remedy}, or name its dimensions from outside (`names={{Class: ft.names(...)}}`)"
     return _misfit(value, path, (), why, remedy)
 
 
@@ -161,7 +161,7 @@ def _wrong_rank(value: Any, path: Path, hint: str, stack: tuple[str, ...], ranks
     why = f"has {count(have, 'dimension')}; `{hint}` has {' or '.join(map(str, ranks))}{after}"
     remedy = "change the annotation or the array"
     if have > max(ranks) + len(stack):
-        remedy = f"{STACK}; else {remedy}"
+        remedy = f"{STACK}; else {remedy}, or name its dimensions from outside (`names={{Class: ft.names(...)}}`)"
     return _misfit(value, path, stack, why, remedy)
 
 
