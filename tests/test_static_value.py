@@ -4,6 +4,7 @@ import dataclasses
 from decimal import Decimal
 from typing import Any, NamedTuple
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import functree as ft
-from functree.tree.skeleton.static_value import StaticValue
+from functree.tree.skeleton.static_value import StaticValue, same_value
 
 
 class Point(NamedTuple):
@@ -162,3 +163,37 @@ def test_equal_if_and_only_if_they_read_the_same(one: Any, other: Any):
     assert StaticValue(one).differs(other) == (StaticValue(one) != StaticValue(other))
     if StaticValue(one) == StaticValue(other):
         assert hash(StaticValue(one)) == hash(StaticValue(other))
+
+
+class Refuses:
+    """Equal to nothing that it can be compared with."""
+
+    def __eq__(self, other: object) -> bool:
+        raise RuntimeError("must not be compared")
+
+    __hash__ = object.__hash__
+
+
+def test_values_are_compared_only_if_their_hashes_are_equal():
+    """The static values of two functions meet where generated code is shared; one must not break the other."""
+    one, other = Refuses(), Refuses()
+    assert same_value(one, one) and not same_value(one, other) and StaticValue(one).differs(other)
+    assert not same_value((1, one), (1, other)) and StaticValue(one) != StaticValue(other)
+    for value in (one, other, one):
+        held = [Held(jnp.ones(20), value) for _ in range(20)]
+        f = ft.jit(lambda x, held=held: (jax.tree.map(lambda leaf: leaf * 2, held), x))
+        for _ in range(4):
+            assert f(jnp.ones(2))[0][3].static is value
+
+
+class Held(eqx.Module):
+    x: Any
+    static: Any = eqx.field(static=True)
+
+
+@pytest.mark.filterwarnings("ignore:A JAX array is being set as static")
+@pytest.mark.filterwarnings("ignore:A NumPy array is being set as static")
+def test_arrays_are_the_same_only_as_objects():
+    one, other = np.ones(3), np.ones(3)
+    assert same_value(one, one) and not same_value(one, other) and not same_value([one], [other])
+    assert not same_value(jnp.ones(3), jnp.ones(3))

@@ -65,8 +65,19 @@ def same_value(one: Any, other: Any) -> bool:
     fields = _compared_fields(cls)
     if fields is not None:
         return all(same_value(getattr(one, name), getattr(other, name)) for name in fields)
+    # The comparison of two arrays has no single truth value.
+    if issubclass(cls, np.ndarray | jax.Array) or _differ_in_hash(one, other):
+        return False
     # Not `one != other`, which some classes do not define together with `__eq__`.
     return bool(one == other)
+
+
+def _differ_in_hash(one: Any, other: Any) -> bool:
+    """Whether two values cannot be equal, as a dict finds out, without calling an `__eq__` that may raise."""
+    try:
+        return hash(one) != hash(other)
+    except TypeError:
+        return False
 
 
 def _values(mapping: dict[Any, Any]) -> dict[StaticValue, StaticValue]:
