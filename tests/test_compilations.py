@@ -239,7 +239,7 @@ def test_the_nearest_of_many_is_found_and_each_costs_the_same():
     f = ft.jit(lambda tree, n, mode: tree["w"] * 2)
     tree = {"w": jnp.ones(3), **{f"b{i}": jnp.ones(1) for i in range(30)}}
     log = Log("f")
-    situations = [f.trace(tree, str(n), mode)._call.situation for n in range(60) for mode in ("a", "b", "c")]
+    situations = [f.trace(tree, str(n), mode)._call.seen.situation for n in range(60) for mode in ("a", "b", "c")]
     costs: list[int] = []
     for now in situations:
         costs.append(python_calls(lambda now=now: log.add(now)))

@@ -45,7 +45,7 @@ def test_init_is_not_called_again():
 
 def test_statics_have_paths():
     tree = {"a": [Pair(X, 3, name="n")], "p": Point(X, "text"), "q": {1: X}}
-    found = {str(path): value for path, value in Skeleton.of(tree).statics}
+    found = {str(ft.Path(keys)): value for keys, value in Skeleton.of(tree).statics}
     assert found == {"a.0.name": "n", "a.0.second": 3, "p.y": "text"}
 
 

@@ -101,24 +101,48 @@ class Situation(NamedTuple):
     options: tuple[tuple[str, Any], ...] = ()
 
 
-def situation(
-    group: CallGroup, arrays: Sequence[Any], mesh: Mesh | AbstractMesh | None, rules: Layout | None
-) -> Situation:
-    """The situation of a call."""
-    known = {path: _array(x) for path, x in zip(group.paths, arrays, strict=True)}
-    for path, value in group.skeleton.statics:
-        if not (isinstance(value, PyTreeDef) and value == _NOT_GIVEN):
-            known.setdefault(path, (("static", StaticValue(value)),))
-    return Situation(known, mesh, rules)
+class Seen(NamedTuple):
+    """A call that was traced. It holds no arrays, and much less than a `Situation`, which few traces need.
+
+    Attributes:
+        group: the group of the call.
+        types: JAX's type of each array.
+        shardings: the sharding of each array, or None.
+        mesh: the mesh.
+        rules: the ambient rules.
+    """
+
+    group: CallGroup
+    types: tuple[Any, ...]
+    shardings: tuple[Any, ...]
+    mesh: Mesh | AbstractMesh | None
+    rules: Layout | None
+
+    @classmethod
+    def of(
+        cls, group: CallGroup, arrays: Sequence[Any], mesh: Mesh | AbstractMesh | None, rules: Layout | None
+    ) -> "Seen":
+        """A call with these arrays."""
+        types = tuple([x.aval if isinstance(x, jax.Array) else jax.typeof(x) for x in arrays])
+        return cls(group, types, tuple([getattr(x, "sharding", None) for x in arrays]), mesh, rules)
+
+    @property
+    def situation(self) -> Situation:
+        """Everything that its compilation depends on."""
+        known: dict[Path, tuple[tuple[str, Any], ...]] = {}
+        for path, aval, sharding in zip(self.group.paths, self.types, self.shardings, strict=True):
+            known[path] = _array(aval, sharding)
+        for keys, value in self.group.skeleton.statics:
+            if not (isinstance(value, PyTreeDef) and value == _NOT_GIVEN):
+                known.setdefault(Path(keys), (("static", StaticValue(value)),))
+        return Situation(known, self.mesh, self.rules)
 
 
 _NOT_GIVEN = jax.tree.structure(NOT_GIVEN)
 
 
-def _array(value: Any) -> tuple[tuple[str, Any], ...]:
-    """The properties of an array that a compilation depends on. The array itself is not kept."""
-    sharding = getattr(value, "sharding", None)
-    aval = value.aval if isinstance(value, jax.Array) else jax.typeof(value)
+def _array(aval: Any, sharding: Any) -> tuple[tuple[str, Any], ...]:
+    """The properties of an array that a compilation depends on."""
     return (
         ("shape", tuple(aval.shape)),
         ("dtype", dtype_text(aval.dtype)),

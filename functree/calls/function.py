@@ -11,7 +11,7 @@ from jax.core import Tracer
 
 from functree.calls.call_groups import FoundCall
 from functree.calls.checks import check_call, warn_moved
-from functree.calls.compilations import Compilation, Log, situation
+from functree.calls.compilations import Compilation, Log, Seen
 from functree.calls.compile_events import compile_events
 from functree.calls.program import Program, around, without_jit
 from functree.calls.signature import Bound, wrapper_updates
@@ -154,13 +154,14 @@ class Function(Generic[_P, _T]):
             program.group.several_devices = True
         if compiled or program not in self._used:
             self._used.add(program)
-            self._log.add(situation(program.group, arrays, program.mesh, program.rules), shared=not compiled)
+            seen = Seen.of(program.group, arrays, program.mesh, program.rules)
+            self._log.add(seen.situation, shared=not compiled)
 
     def _trace(self, bound: tuple[Any, ...], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Traced:
         """Trace a call; `bound` is the instance of a method, or empty."""
         with jax.disable_jit(False):  # which changes calls only
             program, found = self._prepare((*bound, *args), kwargs)
-            seen = situation(program.group, found.arrays, program.mesh, program.rules)
+            seen = Seen.of(program.group, found.arrays, program.mesh, program.rules)
             names = frozenset(kwargs)
             call = Call(program, self._signature, self._bound, bound, self._static, names, seen, self._log)
             return Traced(program.trace(found.arrays), call)

@@ -11,7 +11,7 @@ from functree.calls.signature import RESULT
 from functree.errors import FunctreeError, Problem, count
 from functree.tree.leaves import read, too_deep
 from functree.tree.paths import Path
-from functree.tree.skeleton.skeleton import Skeleton
+from functree.tree.skeleton.skeleton import Skeleton, statics_of
 from functree.tree.skeleton.static_value import runs_once
 
 
@@ -46,14 +46,14 @@ class Output:
         """
         try:
             skeleton, values = Skeleton.apart(tree)
-            skeleton.learn(tree)
+            statics = statics_of(tree)
         except RecursionError:
             raise too_deep(tree) from None
         except SystemError:
             read(tree)  # raises an error for a tree that JAX cannot flatten
             raise
         problems: list[Problem] = []
-        for path, value in skeleton.statics:
+        for path, value in statics:
             what, why, remedy = "", "", ""
             if isinstance(value, Tracer):
                 why, remedy = "is a traced array in a static field", "declare the field without `static=True`"

@@ -8,7 +8,7 @@ from jax.core import Tracer
 from jax.tree_util import tree_structure
 
 from functree.calls.call_groups import CallGroup
-from functree.calls.compilations import Difference, Log, Situation, differences, situation
+from functree.calls.compilations import Difference, Log, Seen, differences
 from functree.calls.compile_events import compile_events
 from functree.calls.donation import check_donated, refuse_deleted, twice_by_identity
 from functree.calls.program import Program, around
@@ -33,7 +33,7 @@ class Call(NamedTuple):
         instance: the instance of a method, which comes before the arguments of every call; or an empty tuple.
         static: the names of static parameters.
         by_keyword: the names of the arguments that are passed by keyword.
-        situation: everything that a compilation depends on.
+        seen: what a compilation depends on.
         log: the compilations of the function.
     """
 
@@ -43,7 +43,7 @@ class Call(NamedTuple):
     instance: tuple[Any, ...]
     static: frozenset[str]
     by_keyword: frozenset[str]
-    situation: Situation
+    seen: Seen
     log: Log
 
     def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -200,7 +200,7 @@ class Lowered(Stage):
         # Otherwise JAX had compiled it before, for a call or here.
         if compile_events.have(self._call.program.body.__name__, before):
             options = tuple(sorted((compiler_options or {}).items()))
-            self._call.log.add(self._call.situation._replace(options=options))
+            self._call.log.add(self._call.seen.situation._replace(options=options))
         return Compiled(compiled, self._call)
 
     def as_text(self, dialect: str | None = None, *, debug_info: bool = False) -> str:
@@ -291,9 +291,10 @@ class Compiled(Stage):
         """The error for a call with another structure or other static values."""
         skeleton, arrays = Skeleton.apart(call)
         group = CallGroup(skeleton)
-        now = situation(group, arrays, self._call.situation.mesh, self._call.situation.rules)
+        before = self._call.seen
+        now = Seen.of(group, arrays, before.mesh, before.rules)
         kinds = ("static", "structure", "shape", "dtype")
-        found = [different for different in differences(self._call.situation, now) if different.kind in kinds]
+        found = [different for different in differences(before.situation, now.situation) if different.kind in kinds]
         return _refuse(self._call.program, found, dict(zip(group.paths, arrays, strict=True)))
 
     @property

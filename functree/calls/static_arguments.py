@@ -7,6 +7,7 @@ from jax.core import ShapedArray
 
 from functree.errors import FunctreeError, Problem, count
 from functree.tree.arrays import is_array, value_text
+from functree.tree.paths import Path
 from functree.tree.skeleton.skeleton import Skeleton
 from functree.tree.skeleton.static_value import StaticValue, is_hashable, runs_once
 
@@ -52,8 +53,8 @@ def _opened(value: Any) -> Any:
 def check_static(skeleton: Skeleton) -> None:
     """Raise FunctreeError for values of a call that cannot be static. The error lists them by path."""
     # Static arguments first: they have another remedy than leaves that are not arrays.
-    found = ((path, _not_static(static)) for path, static in skeleton.statics)
-    problems = [Problem(path, None, *why) for path, why in found if why is not None]
+    found = ((keys, _not_static(static)) for keys, static in skeleton.statics)
+    problems = [Problem(Path(keys), None, *why) for keys, why in found if why is not None]
     if problems:
         raise FunctreeError(f"{count(len(problems), 'leaf')} cannot be static", problems)
     skeleton.check_hashable()

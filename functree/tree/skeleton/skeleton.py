@@ -14,6 +14,10 @@ from functree.tree.skeleton.form import Form, form_of
 from functree.tree.skeleton.kinds import ARRAY, LEAVES, kind_of, own_copy
 from functree.tree.skeleton.static_value import StaticValue, is_hashable
 
+# The keys of a path. A model has far more static values than arrays, and Python's garbage collector looks at each
+# `Path` again and again, but not at tuples of texts and numbers.
+Keys = tuple[Any, ...]
+
 
 class Skeleton:
     """A tree without its arrays. It is hashable, and equal to the skeletons of trees that differ only in their arrays.
@@ -103,13 +107,13 @@ class Skeleton:
         return tuple(GetAttrKey(str(path)) for path in self.paths)
 
     @property
-    def statics(self) -> tuple[tuple[Path, Any], ...]:
+    def statics(self) -> tuple[tuple[Keys, Any], ...]:
         """All static values with their paths: leaves that are not arrays, and static data of nodes."""
         return self._known.statics
 
     def check_hashable(self) -> None:
         """Raise FunctreeError if static values cannot be hashed. The error lists them by path."""
-        lost = [(path, value) for path, value in self.statics if not is_hashable(value)]
+        lost = [(Path(keys), value) for keys, value in self.statics if not is_hashable(value)]
         if lost:
             problems = [_unhashable(path, value) for path, value in lost]
             raise FunctreeError(f"{count(len(problems), 'leaf')} cannot be static", problems)
@@ -163,6 +167,11 @@ class Skeleton:
         return f"<Skeleton: {count(len(self), 'array')}, {count(len(self.others), 'other leaf')}>"
 
 
+def statics_of(tree: Any) -> tuple[tuple[Keys, Any], ...]:
+    """All static values of a tree with their paths, for those who need them once; see `Skeleton.statics`."""
+    return _Known.of(tree).statics
+
+
 class _Known(NamedTuple):
     """What is known of a tree besides its arrays.
 
@@ -172,13 +181,13 @@ class _Known(NamedTuple):
     """
 
     paths: tuple[Path, ...]
-    statics: tuple[tuple[Path, Any], ...]
+    statics: tuple[tuple[Keys, Any], ...]
 
     @classmethod
     def of(cls, tree: Any) -> "_Known":
         """What is known of a tree, from one walk."""
         paths: list[Path] = []
-        statics: list[tuple[Path, Any]] = []
+        statics: list[tuple[Keys, Any]] = []
 
         def visit(node: Any, path: tuple[Any, ...]) -> None:
             kind = kind_of(node)
@@ -186,7 +195,7 @@ class _Known(NamedTuple):
                 paths.append(Path(path))
                 return
             for keys, value in kind.statics(node):
-                statics.append((Path((*path, *keys)), value))
+                statics.append(((*path, *keys), value))
             if kind not in LEAVES:
                 for keys, child in kind.paths(node):
                     visit(child, (*path, *keys))
