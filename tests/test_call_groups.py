@@ -190,3 +190,19 @@ def test_what_a_step_returns_has_the_form_of_what_it_takes():
         for _ in range(4):
             other(state)
         assert made == ["Record", "Record"], "for the other call"
+
+
+def test_another_thread_may_add_a_group_meanwhile():
+    groups = CallGroups()
+    calls = [[A, n] for n in range(4)]
+    for call in calls * 3:
+        groups.find(call)
+    first = groups.find(calls[0]).group
+    taken = first.take
+
+    def take(call: Any) -> Any:
+        groups._known[Skeleton.of([A, object()])] = first  # as another thread would
+        return taken(call)
+
+    vars(first)["take"] = take
+    assert [groups.find(call).group.skeleton for call in calls] == [Skeleton.of(call) for call in calls]

@@ -654,10 +654,26 @@ def closes_over_a_deep_list() -> Any:
     return fun
 
 
+class Broken:
+    """A node that can be flattened no more, as an `eqx.nn.State` of which a new one was made."""
+
+
+def refuse(node: Any) -> Any:
+    raise ValueError("it was used up")
+
+
+jax.tree_util.register_pytree_node(Broken, refuse, refuse)
+
+
+def closes_over_what_cannot_be_flattened() -> Any:
+    kept = [Broken(), BIG]
+    return lambda x: x + kept[1][0, 0]
+
+
 wrapped: Any = ft.jit
 CLOSURES = [
     closes_over_keys_of_several_types, closes_over_itself, closes_over_a_dict_that_contains_itself,
-    closes_over_what_comes_later, closes_over_a_deep_list,
+    closes_over_what_comes_later, closes_over_a_deep_list, closes_over_what_cannot_be_flattened,
 ]  # fmt: skip
 
 

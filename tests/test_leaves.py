@@ -22,6 +22,7 @@ from functree.tree.arrays import is_array
 from functree.tree.axes import Axes
 from functree.tree.interfaces import Stack
 from functree.tree.leaves import read
+from functree.tree.skeleton.kinds import _place_of
 from functree.tree.skeleton.skeleton import Skeleton
 
 
@@ -57,6 +58,10 @@ TREES = st.recursive(LEAVES, containers, max_leaves=12)
 @given(TREES)
 def test_axes_have_the_structure_of_the_arrays(tree: Any) -> None:
     arrays = jax.tree.map(lambda leaf: leaf if is_array(leaf) else None, tree)
+    if callable(tree) and not jax.tree.structure(tree).num_nodes > 1:
+        with raises("tree_axes takes a tree of arrays", "is a function: call it first"):
+            ft.tree_axes(tree)
+        return
     axes = ft.tree_axes(tree)
     assert jax.tree.structure(axes) == jax.tree.structure(arrays)
     for leaf, names in zip(jax.tree.leaves(arrays), jax.tree.leaves(axes), strict=True):
@@ -655,6 +660,14 @@ def test_equinox_state_has_the_paths_of_the_model() -> None:
     f = ft.jit(lambda state: state)
     assert jax.tree.structure(f(state)) == jax.tree.structure(state)
     assert "state.inner.0.own.count" in f.lower(state).compile().as_text()
+
+
+@pytest.mark.parametrize(("marker", "keys"), [
+    ("Net.a[0].b", ("a", 0, "b")), ("Net['a b'][''].c", ("a b", "", "c")), ("list[1]", (1,)), ("Net", ()), ("", ()),
+    ("Net.a[<flat index 0>]", ("Net.a[<flat index 0>]",)), ('Net["it\'s"]', ('Net["it\'s"]',)), (object(), ()),
+])  # fmt: skip
+def test_the_marker_of_an_index_as_a_path(marker: Any, keys: tuple[Any, ...]) -> None:
+    assert _place_of(marker) == keys
 
 
 def test_equinox_state_whose_indices_have_no_place() -> None:

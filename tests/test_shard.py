@@ -189,6 +189,13 @@ def test_axes_of_a_tree(case: str):
                 assert x.sharding == NamedSharding(MESH, spec) and np.array_equal(x, old)
 
 
+def test_axes_beside_names_in_the_rules():
+    rules = ft.AxisRules({"out_features": "model", "in_features": None, "batch": "data"}, names=ft.equinox_names)
+    tree = [eqx.nn.Linear(4, 8, key=jax.random.key(0)), WEIGHT]
+    linear, weight = ft.shard(tree, rules, MESH, axes=[None, "batch"])
+    assert linear.weight.sharding.spec == P("model", None) and weight.sharding.spec == P("data")
+
+
 @pytest.mark.parametrize(
     ("axes", "message"),
     [

@@ -645,6 +645,35 @@ def test_arguments_of_one_type_share_a_trace(explicit: bool):
     assert f(X)["n"] == 1 and len(traces) == 2, "and has its own result"
 
 
+def test_a_trace_in_another_setting_keeps_its_own_result():
+    """The result's structure depends on a setting of JAX, and the traces of both settings are used again."""
+
+    def body(x: Any) -> Any:
+        wide = jax.config.jax_enable_x64  # pyright: ignore[reportAttributeAccessIssue]
+        return {"x": x, "again": x} if wide else {"x": x}
+
+    f = shard_map(body, mesh=MESH, in_specs=P("data"), out_specs=P("data"))
+    uncommitted, sharded = X, jax.device_put(X, NamedSharding(MESH, P("data")))
+    assert f(uncommitted).keys() == {"x"}
+    with jax.enable_x64(True):
+        assert f(uncommitted).keys() == {"x", "again"}
+    assert f(sharded).keys() == {"x"} and f(uncommitted).keys() == {"x"}
+
+
+def test_a_default_that_is_traced_is_an_argument():
+    traces: list[int] = []
+
+    def outer(w: Any) -> Any:
+        def scaled(x: Any, w: Any = w) -> Any:
+            traces.append(1)
+            return x * w
+
+        f = shard_map(scaled, mesh=MESH, in_specs=P(), out_specs=P())
+        return f(X) + f(X)
+
+    assert np.array_equal(jax.jit(outer)(jnp.float32(3)), 6 * X) and len(traces) == 1
+
+
 # Explicit axes: the types have the specs
 
 

@@ -299,6 +299,10 @@ def many(a: Any, *more: Any, **named: Any) -> Any:
     return a
 
 
+def only(a: Any, /, b: Any, **named: Any) -> Any:
+    return a + b
+
+
 class WithMethod(eqx.Module):
     w: Any
 
@@ -327,6 +331,21 @@ def test_keywords_are_apart_as_in_jax(case: str):
         assert {key: one for key, one in by_name.items() if one is not None} == by_others_name
     assert ours.in_tree == jax.tree.structure(ours.args_info)
     assert ours.compile().input_shardings[1].keys() >= kwargs.keys()
+
+
+# Of these, `jax.jit` lowers only the first.
+CLASHING: dict[str, tuple[Any, tuple[Any, ...], dict[str, Any]]] = {
+    "called as **kwargs": (many, (X, X, X), {"named": X}),
+    "called as *args": (many, (X, X, X), {"more": X}),
+    "called as what is positional only": (only, (X, X), {"a": X}),
+    "behind what is positional only": (only, (X,), {"a": X, "b": X}),
+}
+
+
+@pytest.mark.parametrize("case", CLASHING)
+def test_keywords_with_the_name_of_another_parameter(case: str):
+    fun, args, kwargs = CLASHING[case]
+    assert ft.jit(fun).lower(*args, **kwargs).in_tree == jax.tree.structure((args, kwargs))
 
 
 def test_keywords_of_a_method():

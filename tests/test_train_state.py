@@ -757,6 +757,8 @@ def test_a_weak_parameter_at_two_places_stays_one_array():
     assert ft.TrainState.create(model, TX).model is model
     abstract = ft.abstract(lambda: ft.TrainState.create({"a": jnp.asarray(0.2)}, TX))()
     assert not abstract.model["a"].weak_type
+    weak_shape = jax.ShapeDtypeStruct((), jnp.float32, weak_type=True)
+    assert not ft.TrainState.create({"a": weak_shape}, TX).model["a"].weak_type
 
 
 def test_swapped_arguments():

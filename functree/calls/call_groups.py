@@ -45,6 +45,7 @@ class CallGroup:
         self.last: tuple[Hashable, Any] | None = None
         self.shardings: tuple[tuple[Any, ...], frozenset[Any]] = (), frozenset()
         self.targets: dict[Hashable, Any] = {}
+        self._form: Form | None = None
 
     def take(self, call: Any) -> list[Any] | Refusal:
         """The arrays of a call in JAX's order, or a refusal of a call that is not of this group.
@@ -58,8 +59,6 @@ class CallGroup:
         self._form = form_of(call)  # kept, so that others find it
         vars(self)["take"] = self._form.take
         return arrays
-
-    _form: Form | None = None
 
 
 def _heads(paths: Sequence[Path]) -> tuple[int, ...]:
@@ -182,7 +181,8 @@ class CallGroups:
         Returns:
             None if the way ends; the group at its end is added to `ends`, with its refusal.
         """
-        for _ in self._known:
+        # At most as many steps as there are groups. Their number, because another thread may add one meanwhile.
+        for _ in range(len(self._known)):
             if group is None:
                 break
             arrays = group.take(call)

@@ -2,7 +2,7 @@
 
 import functools
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -44,26 +44,33 @@ def held(values: Mapping[str, Any]) -> Iterator[tuple[Path, Any]]:
         if id(node) in seen:
             continue
         seen[id(node)] = node
-        if isinstance(node, dict):
-            below: Any = node.items()
-        elif isinstance(node, list | tuple):
-            below = enumerate(node)
-        else:
-            below = children(node)
+        below = _below(node)
         if below is None:
             yield path, node
         else:
             waiting.extend((path / key, child) for key, child in below)
 
 
-def held_at_any_depth(fun: Any) -> Iterator[tuple[Path, Any]]:
-    """The same for all that a function keeps, and for what functions among this keep."""
-    waiting, seen = [fun], set[int]()
+def _below(node: Any) -> Iterable[tuple[Any, Any]] | None:
+    """The (key, child) pairs of a node; None for a leaf, and for what cannot be flattened."""
+    if isinstance(node, dict):
+        return node.items()
+    if isinstance(node, list | tuple):
+        return enumerate(node)
+    try:
+        return children(node)
+    except (TypeError, ValueError):  # such as an `eqx.nn.State` of which a new one was made
+        return None
+
+
+def held_at_any_depth(variables: Mapping[str, Any]) -> Iterator[tuple[Path, Any]]:
+    """The same, and what functions among these leaves keep."""
+    waiting, seen = [variables], set[int]()
     while waiting:
-        for path, value in held(kept_by(waiting.pop())):
+        for path, value in held(waiting.pop()):
             if callable(value) and id(value) not in seen:
                 seen.add(id(value))
-                waiting.append(value)
+                waiting.append(kept_by(value))
             yield path, value
 
 

@@ -6,7 +6,7 @@ from typing import Any
 from jax.core import Tracer
 from jax.tree_util import GetAttrKey, register_pytree_with_keys
 
-from functree.calls.closures import held_at_any_depth
+from functree.calls.closures import held_at_any_depth, kept_by
 from functree.calls.signature import RESULT
 from functree.errors import FunctreeError, Problem, count
 from functree.tree.leaves import read, too_deep
@@ -97,7 +97,7 @@ def _traced_in(value: Any) -> Path | None:
     """The path of a traced array that a function keeps, among its variables; None if there is none."""
     if not callable(value) or isinstance(value, type):
         return None
-    return next((path for path, held in held_at_any_depth(value) if isinstance(held, Tracer)), None)
+    return next((path for path, held in held_at_any_depth(kept_by(value)) if isinstance(held, Tracer)), None)
 
 
 register_pytree_with_keys(

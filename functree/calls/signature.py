@@ -151,6 +151,18 @@ class Signature:
         bound = inspect.BoundArguments(self._signature, values)
         return bound.args, bound.kwargs
 
+    def by_keyword(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], names: Collection[str]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Arguments as they are if these names, and what comes behind the first of them, are passed by keyword."""
+        parameters = [
+            p for p in self._signature.parameters.values() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+        ]
+        either = [p.name if p.kind is p.POSITIONAL_OR_KEYWORD else None for p in parameters[: len(args)]]
+        start = next((i for i, name in enumerate(either) if name in names), len(args))
+        moved = {name: value for name, value in zip(either[start:], args[start:], strict=False) if name is not None}
+        return args[:start], {**moved, **kwargs}
+
 
 def wrapper_updates(fun: Any) -> tuple[str, ...]:
     """The `updated=` of `functools.update_wrapper`: a wrapper gets the attributes that a user gave to a function.

@@ -59,11 +59,8 @@ class Call(NamedTuple):
     def arguments(self, values: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """A value for each array ─► `(args, kwargs)` of the call, with None for static values."""
         args, kwargs = self.signature.arguments(self.program.group.skeleton.spread(values))
-        names = self.signature.parameters[: len(args)]
         # Behind an argument that is passed by keyword, defaults have no position either.
-        start = next((i for i, name in enumerate(names) if name in self.by_keyword), len(args))
-        kwargs.update(zip(names[start:], args[start:], strict=False))
-        return args[:start], kwargs
+        return self.signature.by_keyword(args, kwargs, self.by_keyword)
 
 
 class Stage:

@@ -18,7 +18,7 @@ from functree.placing.ambient import ambient_axis_rules
 from functree.placing.named_arrays import named_arrays
 from functree.tree.arrays import is_array
 from functree.tree.axes import Axes
-from functree.tree.leaves import Leaves
+from functree.tree.leaves import Leaves, read
 
 T = TypeVar("T")
 
@@ -52,7 +52,7 @@ def constrain(tree: T, layout: str | Axes | LayoutTree, rules: LayoutLike = None
         if not is_array(tree):
             kind = type(tree).__name__
             raise ShardingError(f'"{layout}" names the dimensions of a bare array, but this is a {kind}: give a layout')
-        leaves = named_arrays(tree, layout)
+        leaves = named_arrays(read(tree), tree, layout)
         by_axes = ambient_axis_rules() if rules is None else as_layout(rules).by_axes
         parts = [] if by_axes is None else broadcast(by_axes, tree)
     else:

@@ -1,25 +1,27 @@
 """Bare arrays and the texts of their axes ─► leaves that have these axes."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from jax.tree_util import tree_structure
 
-from functree.errors import ShardingError, count
+from functree.errors import Problem, ShardingError, count
 from functree.layout.prefix import PrefixOf, aligned
 from functree.tree.arrays import is_array
 from functree.tree.axes import Axes
-from functree.tree.leaves import Leaves, read
+from functree.tree.leaves import Leaves
 from functree.tree.nodes import children
 
 AxesTree = str | Axes | Mapping[Any, Any] | list[Any] | tuple[Any, ...] | None
 """The axes of a bare array, or a prefix tree of these. `None` leaves the arrays below it their own."""
 
 
-def named_arrays(tree: Any, axes: AxesTree) -> Leaves:
+def named_arrays(leaves: Leaves, tree: Any, axes: AxesTree) -> Leaves:
     """The leaves of a tree, with these axes.
 
     Args:
+        leaves: the leaves of the tree.
         tree: bare arrays in containers. Modules have annotations instead.
         axes: the axes of each array, as a prefix tree: one text may be for all arrays below it.
 
@@ -35,8 +37,7 @@ def named_arrays(tree: Any, axes: AxesTree) -> Leaves:
             kind = type(subtree).__name__
             raise ShardingError(f'axes="{named}" names the dimensions of a bare array, but this is a {kind}')
         given += [named] * tree_structure(subtree).num_leaves
-    leaves = read(tree)
-    named_leaves, problems = list(leaves.leaves), list(leaves.problems)
+    named_leaves, problems = list(leaves.leaves), list[Problem]()
     for i, (place, leaf) in enumerate(zip(leaves.skeleton.places, leaves.leaves, strict=True)):
         own = given[place]
         if own is None:
@@ -50,7 +51,7 @@ def named_arrays(tree: Any, axes: AxesTree) -> Leaves:
         named_leaves[i] = leaf._replace(axes=own, annotated=True, misfit=None)
     if problems:
         raise ShardingError("the axes do not fit", problems)
-    return Leaves(tuple(named_leaves), (), leaves.skeleton)
+    return replace(leaves, leaves=tuple(named_leaves))
 
 
 def _is_axes(value: object) -> bool:

@@ -14,7 +14,6 @@ from functree.layout.meshes import NO_MESH, MeshLike
 from functree.layout.placement import is_concrete, is_sharded_as
 from functree.layout.plan.plan import Plan
 from functree.layout.plan.resolver import agreed_view, plan_leaves, read_for
-from functree.layout.prefix import broadcast
 from functree.parameters import check_tree
 from functree.placing.batch import Batch
 from functree.placing.named_arrays import AxesTree, named_arrays
@@ -72,10 +71,9 @@ _REMEMBERED = 256  # batches
 
 def _planned(tree: Any, layout: LayoutTree, mesh: MeshLike, axes: AxesTree) -> tuple[Leaves, Plan]:
     """The leaves of a tree, and their plan on a mesh with devices."""
-    if axes is None:
-        leaves, parts = read_for(tree, layout)
-    else:
-        leaves, parts = named_arrays(tree, axes), broadcast(layout, tree)
+    leaves, parts = read_for(tree, layout)
+    if axes is not None:
+        leaves = named_arrays(leaves, tree, axes)
     _check_concrete(leaves)
     planned = plan_leaves(leaves, parts, agreed_view(mesh, parts))
     if not isinstance(planned.mesh, Mesh):

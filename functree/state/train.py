@@ -81,7 +81,8 @@ class TrainState(eqx.Module, DerivesLayout, Generic[M]):
 
         Args:
             model: the model; concrete, traced or abstract. If it declares state that was not made yet, it is made. If
-                the model is abstract, so are the step and the optimizer's state.
+                the model is abstract, so are the step and the optimizer's state. Weakly typed arrays get strong types,
+                which a step returns.
             tx: any optax optimizer.
             layout: the layout of the model, by which the whole training state is placed; for concrete arrays only.
             mesh: a mesh, or None for the current one.

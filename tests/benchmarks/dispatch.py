@@ -14,7 +14,6 @@ import dataclasses
 import functools
 import gc
 import os
-import platform
 import random
 import statistics
 import sys
@@ -32,11 +31,11 @@ import jax
 import optax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from machine import machine
 
 import functree as ft
 
 try:
-    import flax
     from flax import nnx
 except ImportError:
     sys.exit("this benchmark compares with flax, which is not installed: pip install 'functree[bench]'")
@@ -251,14 +250,6 @@ def measure(rows: list[Row], rounds: int, title: str) -> dict[str, float]:
     return {row.name: 1e6 * statistics.quantiles(row.times, n=4)[0] for row in rows}
 
 
-def machine() -> str:
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    model = next((line.split(": ")[1] for line in lines if line.startswith("model name")), platform.processor())
-    versions = f"jax {jax.__version__}, equinox {eqx.__version__}, flax {flax.__version__}"
-    return f"{model}, {os.cpu_count()} cores; Python {platform.python_version()}, {versions}"
-
-
 def show(results: dict[int, dict[str, float]], markdown: bool) -> None:
     """A table of times and of their ratios to the floor, with two columns for each number of arrays."""
     cells = [["", *(head for arrays in results for head in (f"{arrays:,} arrays, µs", "× floor"))]]
@@ -294,7 +285,7 @@ def main() -> int:
     options = parser.parse_args()
     if options.rounds <= SLOW_EVERY:
         parser.error(f"--rounds: more than {SLOW_EVERY}, for a quartile of the rows that run in one of so many")
-    print(f"{machine()}; lower quartiles of {options.rounds} rounds\n")
+    print(f"{machine('jax', 'equinox', 'flax')}; lower quartiles of {options.rounds} rounds\n")
     failures = []
     for devices in options.devices:
         mesh = ft.make_mesh(data=devices, devices=jax.devices()[:devices])

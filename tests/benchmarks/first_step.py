@@ -8,7 +8,6 @@ disturbs less. Nothing is remembered from the last round, unless that is what is
 import argparse
 import gc
 import os
-import platform
 import statistics
 import subprocess
 import sys
@@ -28,6 +27,7 @@ import numpy as np
 import optax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from machine import machine
 
 import functree as ft
 
@@ -343,14 +343,6 @@ def loops(rounds: int) -> Iterator[Row]:
 MEASUREMENTS = (traces, optimizers, batches, structures, selections, texts, compilations, imports, loops)
 
 
-def machine() -> str:
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    model = next((line.split(": ")[1] for line in lines if line.startswith("model name")), platform.processor())
-    versions = f"jax {jax.__version__}, equinox {eqx.__version__}, optax {optax.__version__}"
-    return f"{model}, {os.cpu_count()} cores; Python {platform.python_version()}, {versions}"
-
-
 def text_of(seconds: float) -> str:
     return f"{1e3 * seconds:,.1f} ms" if seconds >= 1e-3 else f"{1e6 * seconds:,.0f} µs"
 
@@ -361,7 +353,7 @@ def main() -> int:
     parser.add_argument("--only", choices=[one.__name__ for one in MEASUREMENTS], nargs="+", help="some of them")
     parser.add_argument("--no-limits", action="store_true", help="print the table only, and always exit with 0")
     options = parser.parse_args()
-    print(f"{machine()}; medians of {options.rounds} rounds\n")
+    print(f"{machine('jax', 'equinox', 'optax')}; medians of {options.rounds} rounds\n")
     print("| | time | against | ratio | at most |\n|---|--:|---|--:|--:|")
     missed = 0
     for measure in MEASUREMENTS:

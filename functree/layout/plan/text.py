@@ -1,4 +1,7 @@
-"""The rows of a plan ─► a table as text."""
+"""The rows of a plan ─► a table as text.
+
+The lines are put together here: a table of rich takes 0.3 ms for each row, which is ten seconds for a large model.
+"""
 
 from collections.abc import Sequence
 from itertools import zip_longest

@@ -1,16 +1,19 @@
 """A function and the options of `ft.shard_map` ─► `Mapped`, with the key, the checks and the program of each call."""
 
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
+from types import FunctionType
 from typing import Any, Literal, NamedTuple, ParamSpec, TypeVar
 
 import jax
 from jax.core import Tracer
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
+from jax.tree_util import register_static
 
 from functree.calls.body import Arguments, Body
 from functree.calls.call_groups import CallGroup, FoundCall
-from functree.calls.closures import held_at_any_depth
+from functree.calls.closures import closed_over, held_at_any_depth, kept_by
 from functree.calls.function import Function, on_several_devices
 from functree.calls.output import Output
 from functree.calls.parameter_layouts import ParameterLayouts
@@ -112,27 +115,37 @@ class Mapped(Function[_P, _T]):
         if problems:
             raise place.refuse(signature.name, problems)
         local = _LocalBody(signature, fun, group, options, self._rules(), place, sizes)
-        in_specs, body = laid.specs, _TracedBody(signature.name, local)
+        in_specs, traced = laid.specs, local.traced_once()
         if not tracing():
             # Programs that differ only in where their arguments are share one trace of the user's function.
-            types = tuple(
-                (leaf.shape, leaf.value.dtype, getattr(leaf.value, "weak_type", False)) for leaf in laid.leaves
-            )
-            body = group.bodies.setdefault((place, self._rules(), in_specs, types), body)
+            types = [(leaf.shape, leaf.value.dtype, getattr(leaf.value, "weak_type", False)) for leaf in laid.leaves]
+            traced = group.bodies.setdefault((place, self._rules(), in_specs, *types), traced)
 
         def compute(arrays: Sequence[Any]) -> Output:
+            # The specs of the result depend on its structure, which is known after the body has run. JAX reads
+            # `out_specs` only then, so the body appends to the list. Otherwise the function would be traced twice.
+            out_specs: list[PartitionSpec] = []
+            skeletons: list[Skeleton] = []
+
+            def body(*arrays: Any) -> list[Any]:
+                output, specs = traced(*arrays)
+                out_specs.extend(specs.specs)
+                skeletons.append(output.skeleton)
+                return list(output.values)
+
+            # The name is that of the user's function in JAX's messages and in profiles.
+            body.__name__ = body.__qualname__ = traced.__name__
             with jax.sharding.use_abstract_mesh(place.abstract):
                 values = jax.shard_map(
-                    body.jitted,
+                    body,
                     mesh=place.mesh,
                     in_specs=in_specs,
-                    # JAX reads them only when the body has been traced.
-                    out_specs=body.out_specs,
+                    out_specs=out_specs,
                     # Not named if they are all: a `vmap` on an Explicit mesh takes one of them away.
                     axis_names=frozenset() if place.manual == set(place.mesh.axis_names) else place.manual,
                     check_vma=options.check_vma,
                 )(*[place.reshard(x, spec) for x, spec in zip(arrays, in_specs, strict=True)])
-            return Output(values, body.skeleton)
+            return Output(values, skeletons[0])
 
         return compute
 
@@ -164,32 +177,12 @@ class Mapped(Function[_P, _T]):
         return ManualMesh(mesh, frozenset(wanted))
 
 
-class _TracedBody:
-    """The body of a shard_map, as a function of local arrays that JAX traces once for arguments of one type.
+@register_static
+@dataclass(frozen=True)
+class _Specs:
+    """The spec of each array of a result, as static data of what JAX has traced."""
 
-    The specs of its result depend on the structure of the result, which is known after it has run.
-
-    Attributes:
-        jitted: the function.
-        out_specs: the specs of its result.
-        skeleton: the skeleton of its result.
-    """
-
-    skeleton: Skeleton
-
-    def __init__(self, name: str, local: "_LocalBody"):
-        self.out_specs: list[PartitionSpec] = []
-
-        def body(*arrays: Any) -> list[Any]:
-            output, specs = local(arrays)
-            # The same list each time, because it was passed to JAX.
-            self.out_specs[:] = specs
-            self.skeleton = output.skeleton
-            return list(output.values)
-
-        # The name is that of the user's function in JAX's messages and in profiles.
-        body.__name__ = body.__qualname__ = name.rpartition(".")[2]
-        self.jitted: Any = jax.jit(body, inline=True)
+    specs: tuple[PartitionSpec, ...]
 
 
 class _LocalBody(NamedTuple):
@@ -203,7 +196,16 @@ class _LocalBody(NamedTuple):
     place: ManualMesh
     sizes: Sizes
 
-    def __call__(self, arrays: Sequence[Any]) -> tuple[Output, list[PartitionSpec]]:
+    def traced_once(self) -> Any:
+        """A function of local arrays that JAX traces once for arguments of one type."""
+
+        def body(*arrays: Any) -> tuple[Output, _Specs]:
+            return self(arrays)
+
+        body.__name__ = body.__qualname__ = self.signature.name.rpartition(".")[2]
+        return jax.jit(body, inline=True)
+
+    def __call__(self, arrays: Sequence[Any]) -> tuple[Output, _Specs]:
         """The local result, and the spec of each of its arrays."""
         signature, options, place = self.signature, self.options, self.place
         # A copy: JAX may trace this again, and the result's sizes must not be compared with those of another trace.
@@ -227,9 +229,11 @@ class _LocalBody(NamedTuple):
             leaves = [place.enlarge(leaf, spec) for leaf, spec in zip(laid.leaves, laid.specs, strict=True)]
         if options.shapes is not None:
             sizes.check(record, leaves)
-        return Output.of(result, signature.name), list(laid.specs)
+        return Output.of(result, signature.name), _Specs(laid.specs)
 
 
 def _captures_tracer(fun: Any) -> bool:
     """Whether a function closes over a traced array, directly or in the functions that it closes over."""
-    return any(isinstance(value, Tracer) for _, value in held_at_any_depth(fun))
+    # Not its defaults, which are arguments of the call.
+    variables = closed_over(fun) if isinstance(fun, FunctionType) else kept_by(fun)
+    return any(isinstance(value, Tracer) for _, value in held_at_any_depth(variables))

@@ -52,7 +52,7 @@ def state_axes(value: Any, path: Path, declared: Axes) -> LeafAxes:
     why = f"has {count(have, 'dimension')}, but its `StateRef` declares {len(declared)}{named}"
     remedy = "lay it out by a spec (`P(...)`), or declare all of its dimensions"
     if have > len(declared):
-        remedy = f"{STACK}; else {remedy}, or name its dimensions from outside (`names={{Class: ft.names(...)}}`)"
+        remedy = f"{STACK}; else {remedy}"
     return _misfit(value, path, (), why, remedy)
 
 

@@ -18,8 +18,8 @@ _NUMBERS = itertools.count()
 Refusal = tuple[Hashable, ...]
 """What `take` returns for a tree of another structure: the number of the check that refused it, and what it found.
 
-A function checks the nodes of a tree in one order. So of two trees that have one refusal, neither is refused earlier by
-another function that passes the same check.
+All functions check the nodes of a tree in the same order. So a function whose own trees have what was found there
+refuses the tree, if it does, by a later check.
 """
 
 
@@ -161,8 +161,8 @@ def _keys(dicts: Iterable[str], found: Mapping[str, Any]) -> Hashable:
 class BuildCode(Code):
     """The body of a function from arrays to a tree."""
 
-    def __init__(self, outer: Code | None = None) -> None:
-        super().__init__(outer)
+    def __init__(self) -> None:
+        super().__init__()
         self.size: int = 0  # the number of arrays so far
 
     @abstractmethod

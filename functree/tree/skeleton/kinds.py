@@ -216,21 +216,26 @@ class EquinoxStateKind(RegisteredKind):
             yield _place_of(marker) or (i,), child
 
 
-_STEP = re.compile(r"\.(\w+)|\[(\d+)\]|\['([^']*)'\]")
+_MARKER = re.compile(r"\w*((?:\.\w+|\[\d+\]|\['[^']*'\])*)")
+_STEP = re.compile(r"\.(?P<name>\w+)|\[(?P<index>\d+)\]|\['(?P<key>[^']*)'\]")
 
 
 def _place_of(marker: Any) -> tuple[Any, ...]:
-    """The keys in a marker, behind the name of the class of the model; empty if it has another form."""
+    """The keys in a marker, behind the name of the class of the model; the marker itself if it has another form.
+
+    Empty for an index without a place: it is the model itself, or the model was made by other means.
+    """
+    if not isinstance(marker, str):
+        return ()
+    known = _MARKER.fullmatch(marker)
+    if known is None:
+        return (marker,)
     keys: list[Any] = []
-    root = re.match(r"\w*", marker) if isinstance(marker, str) else None
-    end = None if root is None else root.end()
-    while end is not None and end < len(marker):
-        step = _STEP.match(marker, end)
-        if step is None:
-            return (marker,)
-        name, index, key = step.groups()
-        keys.append(int(index) if index is not None else name if name is not None else key)
-        end = step.end()
+    for step in _STEP.finditer(known[1]):
+        if step["index"] is not None:
+            keys.append(int(step["index"]))
+        else:
+            keys.append(step[step.lastgroup or "name"])
     return tuple(keys)
 
 

@@ -34,6 +34,8 @@ class Skeleton:
         self.treedef: Any = treedef
         self.places: tuple[int, ...] = tuple(places)
         self.others: tuple[tuple[int, Any], ...] = tuple(others)
+        self._was_built: bool = False
+        self._form: Form | None = None
 
     @classmethod
     def of(cls, tree: Any) -> "Skeleton":
@@ -72,9 +74,6 @@ class Skeleton:
             vars(self)["build"] = self._form.build
         self._was_built = True
         return tree
-
-    _was_built: bool = False
-    _form: Form | None = None
 
     def fill(self, values: Iterable[Any]) -> Any:
         """The tree with a value for each array."""
