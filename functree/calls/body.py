@@ -13,25 +13,16 @@ from functree.calls.output import Output
 from functree.tree.paths import Path
 
 
-class Label:
-    """The key of an array in its parameter. Behind the name of the parameter, its text makes the path of the array."""
-
-    __slots__ = ("text",)
-
-    def __init__(self, text: str):
-        self.text: str = text
-
-    def __str__(self) -> str:
-        return self.text
-
-
 class Labels:
-    """The names of arrays in the compiled text. It is one object for all calls, so JAX compares it by identity."""
+    """The keys of arrays in their parameter. Behind its name, the text of a key makes the path of the array.
+
+    It is one object for all calls, so JAX compares it by identity.
+    """
 
     __slots__ = ("keys",)
 
-    def __init__(self, texts: Iterable[str]):
-        self.keys: tuple[Label, ...] = tuple(map(Label, texts))
+    def __init__(self, keys: Iterable[str]):
+        self.keys: tuple[str, ...] = tuple(keys)
 
 
 class Arrays:

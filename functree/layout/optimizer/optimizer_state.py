@@ -16,7 +16,7 @@ class OptimizerState(NamedTuple):
     """The state of an optimizer.
 
     Attributes:
-        leaves: the leaves of `tx.init(parameters)`, abstract.
+        leaves: the leaves of `tx.init(parameters)`, abstract, with the axes of their parameters.
         origins: the origin of each leaf.
     """
 
@@ -30,7 +30,8 @@ def optimizer_state(tx: Optimizer, trained: Trained) -> OptimizerState:
     Raises:
         FunctreeError: `tx` is not an optimizer.
     """
-    return _remembered(tx, ("state", _type(trained)), lambda: _traced(tx, trained))
+    axes = tuple(None if leaf is None else leaf.axes for leaf in trained.leaves.values())
+    return _remembered(tx, ("state", _type(trained), axes), lambda: _traced(tx, trained))
 
 
 def origins_of(tx: Optimizer, trained: Trained, state: Sequence[Leaf]) -> Sequence[Origin]:
@@ -40,8 +41,13 @@ def origins_of(tx: Optimizer, trained: Trained, state: Sequence[Leaf]) -> Sequen
 
 
 def _traced(tx: Optimizer, trained: Trained) -> OptimizerState:
-    leaves = abstract_state(tx, trained.tree(lambda leaf: leaf.value))
-    return OptimizerState(leaves, find_origins(tx, trained, leaves.leaves))
+    state = abstract_state(tx, trained.tree(lambda leaf: leaf.value))
+    origins = find_origins(tx, trained, state.leaves)
+    # The axes of the state come from the parameters. Annotations say nothing about it: the leaves of its copies of the
+    # model may have other shapes. So the problems of names are left out as well.
+    parameters = trained.parameters
+    described = [origin.describe(leaf, parameters) for leaf, origin in zip(state.leaves, origins, strict=True)]
+    return OptimizerState(Leaves(tuple(described), (), state.skeleton), origins)
 
 
 def _type(trained: Trained) -> Hashable:

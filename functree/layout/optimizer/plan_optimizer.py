@@ -3,8 +3,6 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from jax.sharding import PartitionSpec
-
 from functree.errors import RuleError, did_you_mean
 from functree.layout.decision import WHOLE, Decision, Dimension
 from functree.layout.layout import Layout, LayoutLike, LayoutTree, Resolution, as_layout
@@ -13,9 +11,8 @@ from functree.layout.optimizer.optimizer_state import optimizer_state
 from functree.layout.optimizer.origins import Optimizer, Origin, Trained
 from functree.layout.plan.plan import Plan
 from functree.layout.plan.resolver import agreed_view, plan_leaves, read_for
-from functree.layout.plan.row import Row
 from functree.layout.prefix import Part
-from functree.layout.specs import mesh_axes, of_rank
+from functree.layout.specs import mesh_axes
 from functree.parameters import check_tree
 from functree.tree.filters.filter import FilterLike, as_filter, patterns
 from functree.tree.filters.predicates import is_trainable
@@ -79,17 +76,12 @@ def plan_state(
     check_tree("plan_optimizer", model)
     leaves, parts = read_for(model, layout)
     view = agreed_view(mesh, parts)
-    planned = {row.path: _placed(row) for row in plan_leaves(leaves, parts, view)}
+    planned = _placed(plan_leaves(leaves, parts, view))
     trained = select_trained(leaves, wrt, type(model).__name__)
     state, origins = optimizer_state(tx, trained)
-    parameters = trained.parameters
-    # The axes of the state come from the parameters. Annotations say nothing about it: the leaves of its copies of the
-    # model may have other shapes. So the problems of names are left out as well.
-    pairs = zip(state.leaves, origins, strict=True)
-    described = Leaves(tuple(origin.describe(leaf, parameters) for leaf, origin in pairs), (), state.skeleton)
-    derived = Derived(tuple(origins), planned, None if otherwise is None else as_layout(otherwise))
+    derived = Derived(origins, planned, None if otherwise is None else as_layout(otherwise))
     whole_state = Part(derived, Path(), state.skeleton.treedef.num_leaves)
-    return PlannedState(plan_leaves(described, [whole_state], view), trained.tree(lambda leaf: leaf.value))
+    return PlannedState(plan_leaves(state, [whole_state], view), trained.tree(lambda leaf: leaf.value))
 
 
 def select_trained(leaves: Leaves, wrt: FilterLike, name: str) -> Trained:
@@ -124,10 +116,18 @@ class Placed(NamedTuple):
     memory_kind: str | None
 
 
-def _placed(row: Row) -> Placed:
-    """What the plan of a model says about one parameter."""
-    spec = PartitionSpec() if row.spec is None else row.spec
-    return Placed(tuple(map(mesh_axes, of_rank(spec, len(row.shape)))), row.memory_kind)
+def _placed(plan: Plan) -> dict[Path, Placed]:
+    """What the plan of a model says about each parameter, by path."""
+    # Most rows share their spec with others. It has an entry for each dimension; a row without one is replicated.
+    known: dict[tuple[int, int, str | None], Placed] = {}
+    found: dict[Path, Placed] = {}
+    for row in plan:
+        key = id(row.spec), len(row.shape), row.memory_kind
+        if key not in known:
+            entries = [None] * len(row.shape) if row.spec is None else row.spec.partitions
+            known[key] = Placed(tuple(map(mesh_axes, entries)), row.memory_kind)
+        found[row.path] = known[key]
+    return found
 
 
 class Derived(Layout):
@@ -176,9 +176,9 @@ class Derived(Layout):
         axes = [() if dim is None else parameter.mesh_axes[dim] for dim in origin.dims]
         reason = f"as {name}"
         # Unless it has all dimensions in their order, the reason lists them.
-        if origin.dims != tuple(range(len(parameter.mesh_axes))):
+        if not origin.has_all_of(len(parameter.mesh_axes)):
             reason += f", its dimensions {_kept(origin.dims)}"
-        dimensions = tuple(Dimension(one, source) for one in axes)
+        dimensions = tuple(Dimension(one, source) if one else WHOLE for one in axes)
         return Decision(dimensions, reason, memory_kind=parameter.memory_kind)
 
 

@@ -177,16 +177,22 @@ def _grouped(leaves: Leaves, parts: Sequence[Part]) -> Iterator[tuple[Part, Sequ
 
 
 def _rows(leaves: Sequence[Leaf], decisions: Sequence[Decision], view: MeshView) -> list[Row]:
-    """One row for each leaf. Leaves with one decision object and one shape and dtype share the computed values."""
+    """One row for each leaf. Leaves that are sharded alike, with one shape and dtype, share the computed values."""
     known: dict[tuple[Any, ...], _Sizes] = {}
+    # Most leaves share one decision object, which is told faster than that two of them shard alike.
+    by_decision: dict[tuple[Any, ...], _Sizes] = {}
     rows = []
     for leaf, decision in zip(leaves, decisions, strict=True):
         value = leaf.value
         shape, dtype = value.shape, value.dtype
         key = (id(decision), shape, dtype)  # leaves of different shapes may share one decision object
-        sizes = known.get(key)
+        sizes = by_decision.get(key)
         if sizes is None:
-            sizes = known[key] = _sizes(shape, dtype, decision, view)
+            alike = (decision.mesh_axes, decision.specified, shape, dtype)
+            sizes = known.get(alike)
+            if sizes is None:
+                sizes = known[alike] = _sizes(shape, dtype, decision, view)
+            by_decision[key] = sizes
         row = Row(
             leaf.path,
             shape,

@@ -1,6 +1,6 @@
 """A tree ─► its `Skeleton`: the tree without its arrays, with their paths."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -106,9 +106,9 @@ class Skeleton:
         return tuple(GetAttrKey(str(path)) for path in self.paths)
 
     @property
-    def statics(self) -> tuple[tuple[Keys, Any], ...]:
+    def statics(self) -> Iterator[tuple[Keys, Any]]:
         """All static values with their paths: leaves that are not arrays, and static data of nodes."""
-        return self._known.statics
+        return zip(self._known.keys, self._known.values, strict=True)
 
     def check_hashable(self) -> None:
         """Raise FunctreeError if static values cannot be hashed. The error lists them by path."""
@@ -166,9 +166,9 @@ class Skeleton:
         return f"<Skeleton: {count(len(self), 'array')}, {count(len(self.others), 'other leaf')}>"
 
 
-def statics_of(tree: Any) -> tuple[tuple[Keys, Any], ...]:
-    """All static values of a tree with their paths, for those who need them once; see `Skeleton.statics`."""
-    return _Known.of(tree).statics
+def statics_of(tree: Any) -> Iterator[tuple[Keys, Any]]:
+    """The static values of a tree with their paths, for those who need them once; see `Skeleton.statics`."""
+    return (found for found in _walked(tree) if found[1] is not ARRAY)
 
 
 class _Known(NamedTuple):
@@ -176,31 +176,44 @@ class _Known(NamedTuple):
 
     Attributes:
         paths: the path of each array.
-        statics: all static values with their paths.
+        keys: the path of each static value.
+        values: the static values.
     """
 
     paths: tuple[Path, ...]
-    statics: tuple[tuple[Keys, Any], ...]
+    keys: tuple[Keys, ...]
+    values: tuple[Any, ...]
 
     @classmethod
     def of(cls, tree: Any) -> "_Known":
         """What is known of a tree, from one walk."""
         paths: list[Path] = []
-        statics: list[tuple[Keys, Any]] = []
-
-        def visit(node: Any, path: tuple[Any, ...]) -> None:
-            kind = kind_of(node)
-            if kind is ARRAY:
+        # Two lists: a model has thousands of static values, and a pair for each of them is one more object for Python's
+        # garbage collector, which runs the more often the more objects a trace makes.
+        keys: list[Keys] = []
+        values: list[Any] = []
+        for path, value in _walked(tree):
+            if value is ARRAY:
                 paths.append(Path(path))
-                return
-            for keys, value in kind.statics(node):
-                statics.append(((*path, *keys), value))
-            if kind not in LEAVES:
-                for keys, child in kind.paths(node):
-                    visit(child, (*path, *keys))
+            else:
+                keys.append(path)
+                values.append(value)
+        return cls(tuple(paths), tuple(keys), tuple(values))
 
-        visit(tree, ())
-        return cls(tuple(paths), tuple(statics))
+
+def _walked(tree: Any) -> Iterator[tuple[Keys, Any]]:
+    """The static values of a tree with their paths, and `ARRAY` for each array, in JAX's order."""
+    waiting: list[tuple[Keys, Any]] = [((), tree)]
+    while waiting:
+        path, node = waiting.pop()
+        kind = kind_of(node)
+        if kind is ARRAY:
+            yield path, ARRAY
+            continue
+        for keys, value in kind.statics(node):
+            yield (*path, *keys), value
+        if kind not in LEAVES:
+            waiting += reversed([((*path, *keys), child) for keys, child in kind.paths(node)])
 
 
 def _unhashable(path: Path, value: Any) -> Problem:

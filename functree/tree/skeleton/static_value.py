@@ -61,6 +61,8 @@ def same_value(one: Any, other: Any) -> bool:
         return _is_float0(other) and one.shape == other.shape
     if cls is PyTreeDef:
         # A treedef's own `==` compares static fields by `==`: 1 and True would be equal, and nan different from nan.
+        if _is_leaf(one):
+            return _is_leaf(other)
         return same_value(one.node_data(), other.node_data()) and same_value(one.children(), other.children())
     fields = _compared_fields(cls)
     if fields is not None:
@@ -139,7 +141,14 @@ def _structure_hash(treedef: Any) -> int:
         data = _hash(treedef.node_data())
     except TypeError:  # the static data of a dict is the list of its keys, which has no hash
         data = 0
-    return hash((data, *map(_structure_hash, treedef.children())))
+    # Most children are leaves, which need no hash of their own: their number is enough.
+    children = treedef.children()
+    return hash((data, len(children), *[_structure_hash(child) for child in children if not _is_leaf(child)]))
+
+
+def _is_leaf(treedef: Any) -> bool:
+    """Whether a treedef is that of a leaf. That of `None` has one node too, and no leaf."""
+    return treedef.num_leaves == 1 and treedef.num_nodes == 1
 
 
 def is_hashable(value: Any) -> bool:
