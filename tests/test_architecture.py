@@ -273,6 +273,22 @@ def _exception_names(node: ast.expr | None) -> list[str]:
     return [ast.unparse(node).split(".")[-1]]
 
 
+def recursive_closures(root: Path) -> list[str]:
+    """Functions inside of functions that call themselves: such a cycle keeps all that they see until a collection."""
+    out = []
+    for path in modules(root).values():
+        for outer in ast.walk(parse(path)):
+            if not isinstance(outer, ast.FunctionDef):
+                continue
+            for inner in ast.walk(outer):
+                if inner is outer or not isinstance(inner, ast.FunctionDef):
+                    continue
+                names = [node.id for one in inner.body for node in ast.walk(one) if isinstance(node, ast.Name)]
+                if inner.name in names:
+                    out.append(f"{at(root, path, inner.lineno)}: {inner.name} in {outer.name} calls itself")
+    return out
+
+
 # Held on functree
 
 RULES: tuple[Callable[[Path], list[str]], ...] = (
@@ -285,6 +301,7 @@ RULES: tuple[Callable[[Path], list[str]], ...] = (
     vague_names,
     asserts,
     broad_handlers,
+    recursive_closures,
 )
 
 
@@ -393,6 +410,12 @@ BROKEN: dict[str, tuple[Callable[[Path], list[str]], dict[str, str], list[str]]]
         vague_names,
         {"tree/_utils.py": "", "helpers/__init__.py": "", "tree/paths.py": "", "tree/util_of_use.py": ""},
         ["pkg/helpers: name it after what is in it", "pkg/tree/_utils.py: name it after what is in it"],
+    ),
+    "a closure that calls itself": (
+        recursive_closures,
+        {"errors.py": "def f(x):\n    def g(y):\n        return g(y - 1) if y else x\n    return g(3)\n",
+         "cli.py": "def f(x):\n    def g(y):\n        return f(y)\n    return g(x)\n"},
+        ["pkg/errors.py:2: g in f calls itself"],
     ),
     "an assert": (
         asserts,

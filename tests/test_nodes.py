@@ -1,6 +1,9 @@
 """A node's children, and the same node with others: what JAX flattens, one level at a time."""
 
+import gc
+import weakref
 from collections import OrderedDict, defaultdict
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -11,7 +14,7 @@ from hypothesis import strategies as st
 from trees import Keyless, Leafy, Pair, containers, is_none, nodes, same
 
 import functree as ft
-from functree.tree.nodes import blanked, children, marked, nodes_at, rebuilt
+from functree.tree.nodes import BELOW, blanked, children, mapped, marked, nodes_at, outermost, rebuilt
 from functree.tree.paths import Path
 
 LEAVES = st.sampled_from([np.zeros((2, 3), np.float32), np.int32(4), None, 1, True, "text", abs, ()])
@@ -94,3 +97,59 @@ def test_what_is_no_child_is_kept() -> None:
 def test_a_path_that_is_not_there() -> None:
     with pytest.raises(KeyError):
         nodes_at({"a": 1}, [Path(("b",))])
+
+
+@given(TREES)
+def test_mapped_to_nothing_else_is_the_tree(tree: Any) -> None:
+    assert same(mapped(tree, lambda _, node: node if children(node) is None else BELOW), tree)
+
+
+@given(TREES)
+def test_the_outermost_are_in_order_and_not_inside_each_other(tree: Any) -> None:
+    for fits in (lambda _, node: isinstance(node, list | dict), lambda path, _: len(path) == 2, lambda *_: False):
+        expected: dict[Path, Any] = {}
+        for path, node in nodes(tree):
+            if fits(path, node) and not any(path[: len(above)] == above for above in expected):
+                expected[path] = node
+        found = list(outermost(tree, fits))
+        assert [path for path, _ in found] == list(expected)
+        assert all(node is other for (_, node), other in zip(found, expected.values(), strict=True))
+
+
+# What walks over a tree, and what must not keep it afterwards.
+WALKS: dict[str, Callable[[Any], Any]] = {
+    "select.set": lambda tree: ft.select(tree).at("a").set(1),
+    "select.at": lambda tree: ft.select(tree).at(lambda tree: tree["a"]).get(),
+    "select.apply": lambda tree: ft.select(tree).under(Leafy).apply(lambda leaf: leaf),
+    "select.remove": lambda tree: ft.select(tree).at("b.0").remove(),
+    "select.insert": lambda tree: ft.select(tree).at("b.0").insert_after(2),
+    "select.partition": lambda tree: ft.select(tree).where("**.w").partition(),
+    "select.where": lambda tree: ft.select(tree).where(lambda path, node: node is None).count(),
+    "split": ft.split,
+    "pack": ft.pack,
+    "make_state": ft.make_state,
+    "plan": lambda tree: ft.plan(tree, ft.P(), {"data": 2}),
+    "shard": lambda tree: ft.shard(tree, ft.P(), ft.make_mesh(data=8)),
+    "tree_axes": ft.tree_axes,
+    "copy": ft.copy,
+    "trace": lambda tree: ft.jit(lambda tree: tree).trace(tree).out_info,
+}
+
+
+@pytest.mark.parametrize("walk", WALKS.values(), ids=WALKS)
+def test_a_tree_is_freed_without_a_collection(walk: Callable[[Any], Any]) -> None:
+    def freed() -> bool:
+        array = np.ones(3)
+        tree = {"a": Leafy(array, None), "b": [Leafy(np.ones(2), 1), ()]}
+        walk(tree)
+        alive = weakref.ref(array)
+        del array, tree
+        return alive() is None
+
+    freed()  # the first one may fill caches
+    gc.collect()
+    gc.disable()
+    try:
+        assert freed()
+    finally:
+        gc.enable()

@@ -3,7 +3,6 @@
 import inspect
 from collections.abc import Callable, Collection, Iterable, Sequence
 from itertools import groupby
-from operator import itemgetter
 from typing import Any
 
 from jax.tree_util import register_pytree_with_keys
@@ -68,8 +67,6 @@ class Arguments:
         self.donated: tuple[int, ...] = donated
         given = set(donated)
         self.kept: tuple[int, ...] = tuple(i for i in range(len(paths)) if i not in given)
-        self.take_donated: Callable[[Sequence[Any]], Sequence[Any]] = _taker(self.donated, len(paths))
-        self.take_kept: Callable[[Sequence[Any]], Sequence[Any]] = _taker(self.kept, len(paths))
         self.names: list[str] = []
         self.donated_arguments: list[int] = []
         self._parts: list[tuple[slice, Labels]] = []
@@ -92,16 +89,6 @@ class Arguments:
     def join(self, arguments: Iterable[Arrays]) -> list[Any]:
         """The arguments ─► their values in the order of the call's arrays."""
         return [value for argument in arguments for value in argument.values]
-
-
-def _taker(places: Sequence[int], size: int) -> Callable[[Sequence[Any]], Sequence[Any]]:
-    """A function from values to those at some indices. Most values are selected in C, by `itemgetter`."""
-    if len(places) == size:
-        return lambda values: values
-    # `itemgetter` returns a tuple only for two or more indices.
-    if len(places) < 2:
-        return lambda values: [values[i] for i in places]
-    return itemgetter(*places)
 
 
 class Body:

@@ -17,10 +17,9 @@ from functree.tree.leaf import array_problem
 from functree.tree.paths import Path
 
 
-def twice_by_identity(donated: Sequence[Any], kept: Sequence[Any]) -> bool:
-    """Whether an array is donated twice, or donated and also passed without donation. Fast enough for each call."""
-    given = set(map(id, donated))
-    return len(given) < len(donated) or not given.isdisjoint(map(id, kept))
+def any_twice(arrays: Sequence[Any]) -> bool:
+    """Whether one array is among the arguments of a call twice. Fast enough for each call."""
+    return len(set(map(id, arrays))) < len(arrays)
 
 
 def is_deleted(array: Any) -> bool:

@@ -18,6 +18,7 @@ from functree.calls.signature import Bound, wrapper_updates
 from functree.calls.stages import Call, Lowered, Traced
 from functree.calls.static_arguments import with_static
 from functree.calls.traces import Traces
+from functree.layout.layout import Layout
 from functree.layout.meshes import tracing
 from functree.layout.placement import is_concrete
 
@@ -104,11 +105,15 @@ class Function(Generic[_P, _T]):
     # For subclasses
 
     @abstractmethod
-    def _key(self, found: FoundCall) -> Hashable:
+    def _rules(self) -> Layout | None:
+        """The rules that are ambient in the body of a call that is made now."""
+
+    @abstractmethod
+    def _key(self, found: FoundCall, rules: Layout | None) -> Hashable:
         """Everything that a program depends on, except the group of the call."""
 
-    def _placed(self, call: Any, found: FoundCall) -> FoundCall:
-        """The call, with arrays that nobody has placed where they belong."""
+    def _placed(self, call: Any, found: FoundCall, rules: Layout) -> FoundCall:
+        """The call, with arrays that nobody has placed where the rules put them."""
         return found
 
     @abstractmethod
@@ -127,8 +132,10 @@ class Function(Generic[_P, _T]):
         found = self._groups.find(call)
         if without_jit():
             return self._program(call, found), found  # which runs without being traced, and is not kept
-        found = self._placed(call, found)
-        group, key = found.group, self._key(found)
+        rules = self._rules()
+        if rules is not None:
+            found = self._placed(call, found, rules)
+        group, key = found.group, self._key(found, rules)
         # Most calls have the key of the last call. Comparing keys is cheaper than hashing them, because most of their
         # elements are the same objects.
         last = group.last
@@ -138,7 +145,7 @@ class Function(Generic[_P, _T]):
                 program = self._program(call, found)
                 # Again, because the key has more elements once calls of the group are on several devices, and
                 # `_program` may have found that.
-                key = self._key(found)
+                key = self._key(found, rules)
                 group.programs[key] = program
                 self._used.add(program)
             group.last = last = key, program

@@ -37,24 +37,24 @@ class Batch(NamedTuple):
     mesh: Mesh | None
 
     @classmethod
-    def of(cls, tree: Any, layout: LayoutTree, mesh: MeshLike, axes: AxesTree) -> "Batch | None":
-        """The form of a batch; None for a tree that has to be planned anew.
+    def of(cls, tree: Any, layout: LayoutTree, mesh: MeshLike, axes: AxesTree) -> "tuple[list[Any], Batch | None]":
+        """The arrays of a batch, and its form; None for a tree that has to be planned anew.
 
         That is a tree with modules or with anything but arrays with values, or with one array at two places; or a
         layout that may ask for more than shapes and names, such as a function.
         """
         if not _is_batch(tree):
-            return None
+            return [], None
         arrays, structure = tree_flatten(tree)
         layouts, layout_structure = tree_flatten(layout, is_leaf=_is_plain_layout)
         texts, axes_structure = tree_flatten(axes)
         if len(set(map(id, arrays))) != len(arrays) or not all(map(_is_plain_layout, layouts)):
-            return None
+            return arrays, None
         where = current_mesh() if mesh is None else mesh
         if not (where is None or isinstance(where, Mesh)) or not all(isinstance(text, str | Axes) for text in texts):
-            return None  # an error says what is wrong
+            return arrays, None  # an error says what is wrong
         types = tuple([(x.shape, x.dtype) for x in arrays])
-        return cls(structure, types, (tuple(layouts), layout_structure), (tuple(texts), axes_structure), where)
+        return arrays, cls(structure, types, (tuple(layouts), layout_structure), (tuple(texts), axes_structure), where)
 
 
 def _is_batch(tree: Any) -> bool:

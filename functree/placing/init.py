@@ -66,9 +66,12 @@ class Init(Function[_P, _T]):
     def __repr__(self) -> str:
         return f"<ft.init of {self._signature.name}>"
 
-    def _key(self, found: FoundCall) -> Hashable:
+    def _rules(self) -> Layout | None:
+        return ambient_rules()
+
+    def _key(self, found: FoundCall, rules: Layout | None) -> Hashable:
         # The mesh is part of the key: without `mesh=`, another ambient mesh needs other shardings of the result.
-        return (self._mesh_now(), ambient_rules(), found.placement(), *map(_kind, found.arrays))
+        return (self._mesh_now(), rules, found.placement(), *map(_kind, found.arrays))
 
     def _program(self, call: Any, found: FoundCall) -> Program:
         group, body = found.group, self._body(found.group)
@@ -89,7 +92,7 @@ class Init(Function[_P, _T]):
 
     def _body(self, group: CallGroup) -> Body:
         """The user's function for one group of its calls; one body for all meshes, so that it is traced once."""
-        rules = ambient_rules()
+        rules = self._rules()
         body = group.bodies.get(rules)
         if body is None:
             body = group.bodies[rules] = _body(self._traces, group, rules, self._fresh)

@@ -15,7 +15,7 @@ from functree.tree.arrays import array_text, is_array
 from functree.tree.interfaces import Entry, PackedTree, StateMapping
 from functree.tree.leaf import Leaf
 from functree.tree.leaves import read
-from functree.tree.nodes import children, rebuilt
+from functree.tree.nodes import BELOW, children, mapped, outermost
 from functree.tree.paths import Path
 
 T = TypeVar("T")
@@ -195,44 +195,46 @@ def place_state(model: T, leaves: Sequence[Leaf]) -> tuple[T, State]:
     by_path = {leaf.path: leaf for leaf in leaves}
     found: dict[Any, tuple[Path, StateRef]] = {}
 
-    def find(path: Path, node: Any) -> None:
-        if isinstance(node, StateRef):
-            if node.path is not None:
-                raise StateError(
-                    f"the StateRef at `{path}` has a path already, `{node.path}`: make the state once, "
-                    "and pass it (`TrainState.create(model, tx, state=state)`)"
-                )
-            first = found.setdefault(node.token, (path, node))
-            # A ref inside of a stack that is also outside of it means one piece for all layers, at the outer path.
-            if by_path[path / "init"].stacked < by_path[first[0] / "init"].stacked:
-                found[node.token] = (path, node)
-            return
-        if isinstance(node, eqx.nn.StateIndex):
+    declarations = (StateRef, eqx.nn.StateIndex, PackedTree)
+    for path, node in outermost(model, lambda _, node: isinstance(node, declarations)):
+        if not isinstance(node, StateRef):
+            _refuse_declaration(path, node)
+            continue
+        if node.path is not None:
             raise StateError(
-                f"`{path}` is an `eqx.nn.StateIndex`, whose state is in an `eqx.nn.State`: make the model by "
-                "`eqx.nn.make_with_state`, and pass its state, `TrainState.create(model, tx, state=state)`; or use a "
-                "layer of `ft.nn`"
+                f"the StateRef at `{path}` has a path already, `{node.path}`: make the state once, "
+                "and pass it (`TrainState.create(model, tx, state=state)`)"
             )
-        if isinstance(node, PackedTree) and refs(node):
-            raise StateError(
-                f"{str(path) or 'the model'} is packed, so its refs cannot get paths: make the state, then pack"
-            )
-        for key, child in children(node) or ():
-            find(path / key, child)
-
-    def place(node: Any) -> Any:
-        if isinstance(node, StateRef):
-            return node.at(found[node.token][0])
-        below = children(node)
-        return node if not below else rebuilt(node, [place(child) for _, child in below])
-
-    find(Path(), model)
+        first = found.setdefault(node.token, (path, node))
+        # A ref inside of a stack that is also outside of it means one piece for all layers, at the outer path.
+        if by_path[path / "init"].stacked < by_path[first[0] / "init"].stacked:
+            found[node.token] = (path, node)
     if not found:
         return model, State((), {})
     leaves = [by_path[path / "init"] for path, _ in found.values()]
     entries = [Entry(Path(leaf.path[:-1]), leaf.axes, leaf.stacked) for leaf in leaves]
-    model = place(model)
+
+    def placed(_: Path, node: Any) -> Any:
+        if isinstance(node, StateRef):
+            return node.at(found[node.token][0])
+        return BELOW if children(node) else node
+
+    model = mapped(model, placed)
     return model, State(tuple(entries), apart({path: ref.init for path, ref in found.values()}, model))
+
+
+def _refuse_declaration(path: Path, node: Any) -> None:
+    """Raise StateError for Equinox' own declaration of state, and for a packed tree that has refs."""
+    if isinstance(node, eqx.nn.StateIndex):
+        raise StateError(
+            f"`{path}` is an `eqx.nn.StateIndex`, whose state is in an `eqx.nn.State`: make the model by "
+            "`eqx.nn.make_with_state`, and pass its state, `TrainState.create(model, tx, state=state)`; or use a "
+            "layer of `ft.nn`"
+        )
+    if refs(node):
+        raise StateError(
+            f"{str(path) or 'the model'} is packed, so its refs cannot get paths: make the state, then pack"
+        )
 
 
 def holds_refs(module: Any) -> bool:

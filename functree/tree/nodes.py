@@ -1,6 +1,6 @@
 """A node of a tree ─► its children by key, and the same node with other children."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from functree.tree.paths import Path, plain_key
@@ -43,12 +43,41 @@ def nodes_at(tree: Any, paths: Iterable[Path]) -> list[Any]:
     return found
 
 
-def blanked(node: Any) -> Any:
-    """The same node with None for every leaf."""
-    below = children(node)
-    if below is None:
-        return None
-    return rebuilt(node, [blanked(child) for _, child in below])
+def outermost(tree: Any, fits: Callable[[Path, Any], Any]) -> Iterator[tuple[Path, Any]]:
+    """The nodes and leaves for which a function of path and node is true, with their paths; nothing below such a node.
+
+    `None` counts as a leaf.
+    """
+    waiting: list[tuple[Path, Any]] = [(Path(), tree)]
+    while waiting:
+        path, node = waiting.pop()
+        if fits(path, node):
+            yield path, node
+        else:
+            waiting += [(path / key, child) for key, child in reversed(children(node) or ())]
+
+
+_ROOT = Path()
+
+
+def mapped(tree: Any, change: Callable[[Path, Any], Any], path: Path = _ROOT) -> Any:
+    """A tree in which each node is what a function of path and node returns for it.
+
+    Where the function returns `BELOW`, the children of the node are changed instead. Leaves and `None` have none.
+    """
+    changed = change(path, tree)
+    if changed is not BELOW:
+        return changed
+    return rebuilt(tree, [mapped(child, change, path / key) for key, child in children(tree) or ()])
+
+
+BELOW = object()
+"""What a function returns to `mapped` for a node whose children are to be changed."""
+
+
+def blanked(tree: Any) -> Any:
+    """The same tree with None for every leaf."""
+    return mapped(tree, lambda _, node: None if children(node) is None else BELOW)
 
 
 class _Mark:
@@ -64,17 +93,17 @@ def marked(node: Any) -> tuple[Any, dict[int, Path]]:
     The paths are valid as long as the copy is alive.
     """
     places: dict[int, Path] = {}
+    return _marked(Path(), node, places), places
 
-    def visit(path: Path, node: Any) -> Any:
-        below = children(node)
-        if below is None:
-            copy = _Mark()
-        else:
-            copy = rebuilt(node, [visit(path / key, child) for key, child in below])
-        if type(copy) is tuple and not copy:
-            # Python has only one empty tuple, so two of them would have one id. Each empty list has its own.
-            copy = []
-        places[id(copy)] = path
-        return copy
 
-    return visit(Path(), node), places
+def _marked(path: Path, node: Any, places: dict[int, Path]) -> Any:
+    below = children(node)
+    if below is None:
+        copy = _Mark()
+    else:
+        copy = rebuilt(node, [_marked(path / key, child, places) for key, child in below])
+    if type(copy) is tuple and not copy:
+        # Python has only one empty tuple, so two of them would have one id. Each empty list has its own.
+        copy = []
+    places[id(copy)] = path
+    return copy

@@ -1,6 +1,6 @@
 """A tree and a selection of its parts ─► the tree with these parts changed."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from copy import copy
 from dataclasses import fields, is_dataclass
 from types import UnionType
@@ -13,7 +13,7 @@ from functree.parameters import EXTENT, FUNCTION, ITERABLE, check, check_callbac
 from functree.tree.arrays import value_text
 from functree.tree.filters.filter import Filter, as_filter, bare_class
 from functree.tree.leaves import read
-from functree.tree.nodes import blanked, children, marked, nodes_at, rebuilt
+from functree.tree.nodes import BELOW, blanked, children, mapped, marked, nodes_at, outermost, rebuilt
 from functree.tree.paths import Path
 
 T = TypeVar("T")
@@ -128,20 +128,17 @@ class Selection(Generic[T]):
         """`(selected, rest)`: two trees with the structure of the tree. Each leaf is in one, and None in the other."""
         chosen = set(self._paths)
 
-        def only(keep: bool) -> Callable[[Path, Any], Any]:
-            """A function that blanks all that is not selected (`keep`), or all that is."""
+        def selected(path: Path, node: Any) -> Any:
+            if path in chosen:
+                return node
+            return None if children(node) is None else BELOW
 
-            def visit(path: Path, node: Any) -> Any:
-                if path in chosen:
-                    return node if keep else blanked(node)
-                below = children(node)
-                if below is None:
-                    return None if keep else node
-                return rebuilt(node, [visit(path / key, child) for key, child in below])
+        def rest(path: Path, node: Any) -> Any:
+            if path in chosen:
+                return blanked(node)
+            return node if children(node) is None else BELOW
 
-            return visit
-
-        return only(True)(Path(), self._tree), only(False)(Path(), self._tree)
+        return mapped(self._tree, selected), mapped(self._tree, rest)
 
     # Changing
 
@@ -215,18 +212,7 @@ class Selection(Generic[T]):
 
     def _outermost(self, fits: Callable[[Path, Any], Any]) -> list[Path]:
         """The paths of the nodes for which a function is true, and of nothing below such a node."""
-        found: list[Path] = []
-
-        def visit(start: Path, path: Path, node: Any) -> None:
-            if fits(path, node):
-                found.append(Path((*start, *path)))
-                return
-            for key, child in children(node) or ():
-                visit(start, path / key, child)
-
-        for start, part in self._parts():
-            visit(start, Path(), part)
-        return found
+        return [Path((*start, *path)) for start, part in self._parts() for path, _ in outermost(part, fits)]
 
     def _matched(self, chosen: Filter) -> list[Path]:
         """The paths of the arrays that a filter matches."""
@@ -250,14 +236,12 @@ class Selection(Generic[T]):
         chosen = set(self._paths)
         above = {path[:i] for path in self._paths for i in range(len(path))}
 
-        def visit(path: Path, node: Any) -> Any:
+        def changed(path: Path, node: Any) -> Any:
             if path in chosen:
                 return change(path, node)
-            if path not in above:
-                return node
-            return rebuilt(node, [visit(path / key, child) for key, child in children(node) or ()])
+            return BELOW if path in above else node
 
-        return visit(Path(), self._tree)
+        return mapped(self._tree, changed)
 
     def _inserted(self, around: Callable[[Any], tuple[Any, ...]], *, insert: bool) -> T:
         """The tree in which each selected element is replaced by several elements (`insert`), or by none."""
@@ -265,30 +249,7 @@ class Selection(Generic[T]):
         self._check_elements(insert)
         chosen = set(self._paths)
         above = {path[:i] for path in self._paths for i in range(len(path))}
-
-        def visit(path: Path, node: Any) -> Any:
-            if path not in above:
-                return node
-            items = [(key, path / key, child) for key, child in children(node) or ()]
-            if isinstance(node, dict):
-                # A copy keeps the class, and the factory of a defaultdict. JAX would sort the keys.
-                kept = copy(node)
-                for key, at, child in items:
-                    kept[key] = visit(at, child)
-                    if at in chosen:
-                        del kept[key]
-                return kept
-            new: list[Any] = []
-            for _, at, child in items:
-                if at in chosen:
-                    new += around(child)
-                else:
-                    new.append(visit(at, child))
-            if type(node) in (list, tuple):
-                return type(node)(new)
-            return rebuilt(node, new)
-
-        return visit(Path(), self._tree)
+        return _with_elements(self._tree, Path(), chosen, above, around)
 
     def _check_some(self) -> None:
         """Raise FunctreeError if nothing is selected: the tree would silently stay as it is."""
@@ -388,6 +349,44 @@ def _accessed(node: Any, where: Callable[[Any], Any]) -> list[Path]:
         if outer is not None:
             raise FunctreeError(f"at: `{part}` is inside `{Path(outer) or type(node).__name__}`: choose one of them")
     return parts
+
+
+def _with_elements(
+    node: Any,
+    path: Path,
+    chosen: Collection[Path],
+    above: Collection[tuple[Any, ...]],
+    around: Callable[[Any], tuple[Any, ...]],
+) -> Any:
+    """A node in which each chosen element is replaced by several elements, or by none.
+
+    Args:
+        node: the node.
+        path: its path.
+        chosen: the paths of the chosen elements.
+        above: the paths of the nodes above them.
+        around: what takes the place of an element. For an element of a dict it is not used: such an element is removed.
+    """
+    if path not in above:
+        return node
+    items = [(key, path / key, child) for key, child in children(node) or ()]
+    if isinstance(node, dict):
+        # A copy keeps the class, and the factory of a defaultdict. JAX would sort the keys.
+        kept = copy(node)
+        for key, at, child in items:
+            kept[key] = _with_elements(child, at, chosen, above, around)
+            if at in chosen:
+                del kept[key]
+        return kept
+    new: list[Any] = []
+    for _, at, child in items:
+        if at in chosen:
+            new += around(child)
+        else:
+            new.append(_with_elements(child, at, chosen, above, around))
+    if type(node) in (list, tuple):
+        return type(node)(new)
+    return rebuilt(node, new)
 
 
 def _missing(node: Any, where: Path, below: Path, key: Any, known: Iterable[Any]) -> FunctreeError:

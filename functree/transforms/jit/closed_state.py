@@ -42,17 +42,17 @@ def closed(result: Any, donated: Sequence[Kept]) -> list[NamedSharding | None]:
     the shardings of the k-th argument. A bare array never keeps a sharding: that it has the shape of an argument does
     not mean that it replaces it.
     """
-    waiting = list(donated)
+    return _closed(result, list(donated))
 
-    def visit(node: Any) -> list[NamedSharding | None]:
-        below = children(node)
-        if below is None:
-            return [None] if is_array(node) else []
-        mine = StateForm.of(node) if waiting else None
-        for i, kept in enumerate(waiting):
-            if kept.form == mine:
-                del waiting[i]
-                return list(kept.shardings)
-        return [sharding for _, child in below for sharding in visit(child)]
 
-    return visit(result)
+def _closed(node: Any, waiting: list[Kept]) -> list[NamedSharding | None]:
+    """The same for a part of a result; the arguments that are replaced by it are removed from those that wait."""
+    below = children(node)
+    if below is None:
+        return [None] if is_array(node) else []
+    mine = StateForm.of(node) if waiting else None
+    for i, kept in enumerate(waiting):
+        if kept.form == mine:
+            del waiting[i]
+            return list(kept.shardings)
+    return [sharding for _, child in below for sharding in _closed(child, waiting)]

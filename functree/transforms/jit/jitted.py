@@ -80,18 +80,17 @@ class Jit(Function[_P, _T]):
     def __repr__(self) -> str:
         return f"<ft.jit of {self._signature.name}>"
 
-    def _key(self, found: FoundCall) -> Hashable:
-        # In the trace of an outer function a program donates nothing, and has constraints in the place of shardings.
-        start = (tracing(), self._options.mesh or current_mesh(), self._rules())
-        return (*start, *found.kinds()) if self._laid_out else (*start, found.placement())
-
     def _rules(self) -> Layout | None:
-        """The rules that are ambient in the body of a call that is made now."""
         return self._options.rules if self._options.rules is not None else ambient_rules()
 
-    def _placed(self, call: Any, found: FoundCall) -> FoundCall:
-        options, rules = self._options, self._rules()
-        if rules is None or found.all_placed():
+    def _key(self, found: FoundCall, rules: Layout | None) -> Hashable:
+        # In the trace of an outer function a program donates nothing, and has constraints in the place of shardings.
+        start = (tracing(), self._options.mesh or current_mesh(), rules)
+        return (*start, *found.kinds()) if self._laid_out else (*start, found.placement())
+
+    def _placed(self, call: Any, found: FoundCall, rules: Layout) -> FoundCall:
+        options = self._options
+        if found.all_placed():
             return found
         mesh = options.mesh or current_mesh()
         if mesh is None:

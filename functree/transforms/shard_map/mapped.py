@@ -68,13 +68,12 @@ class Mapped(Function[_P, _T]):
     def __repr__(self) -> str:
         return f"<ft.shard_map of {self._signature.name}>"
 
-    def _key(self, found: FoundCall) -> Hashable:
-        # In the trace of an outer function, custom derivative rules have to keep the rules of the body.
-        return (tracing(), self._place(found.arrays), self._rules(), *found.kinds())
-
     def _rules(self) -> Layout | None:
-        """The rules that are ambient in the body of a call that is made now."""
         return self._options.rules if self._options.rules is not None else ambient_rules()
+
+    def _key(self, found: FoundCall, rules: Layout | None) -> Hashable:
+        # In the trace of an outer function, custom derivative rules have to keep the rules of the body.
+        return (tracing(), self._place(found.arrays), rules, *found.kinds())
 
     def _prepare(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Program, FoundCall]:
         # Outside of all traces there is no tracer.

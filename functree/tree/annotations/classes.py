@@ -91,18 +91,19 @@ def _solved(pattern: Hint, value: Hint) -> dict[TypeVar, Hint]:
 def _bases(cls: type) -> dict[type, dict[TypeVar, Hint]]:
     """For each generic base, the values of its type parameters in this class (`class B(A[Float[Array, "p q"]])`)."""
     found: dict[type, dict[TypeVar, Hint]] = {}
-
-    def visit(current: type, env: Env) -> None:
-        # `__orig_bases__` has the bases with their arguments. It is looked up in the class itself, since a subclass
-        # without generic bases of its own would inherit the attribute.
-        for base in vars(current).get("__orig_bases__", current.__bases__):
-            origin: Any = typing.get_origin(base) or base
-            if not isinstance(origin, type) or origin in (typing.Generic, typing.Protocol, object):
-                continue
-            args = [parse(arg, _namespace(current)).bind(env) for arg in typing.get_args(base)]
-            inner: dict[TypeVar, Hint] = dict(zip(getattr(origin, "__parameters__", ()), args, strict=False))
-            found.setdefault(origin, {}).update(inner)
-            visit(origin, inner)
-
-    visit(cls, {})
+    _add_bases(cls, {}, found)
     return found
+
+
+def _add_bases(cls: type, env: Env, found: dict[type, dict[TypeVar, Hint]]) -> None:
+    """Add the values for each generic base of a class whose own type parameters have the values `env`."""
+    # `__orig_bases__` has the bases with their arguments. It is looked up in the class itself, since a subclass
+    # without generic bases of its own would inherit the attribute.
+    for base in vars(cls).get("__orig_bases__", cls.__bases__):
+        origin: Any = typing.get_origin(base) or base
+        if not isinstance(origin, type) or origin in (typing.Generic, typing.Protocol, object):
+            continue
+        args = [parse(arg, _namespace(cls)).bind(env) for arg in typing.get_args(base)]
+        inner: dict[TypeVar, Hint] = dict(zip(getattr(origin, "__parameters__", ()), args, strict=False))
+        found.setdefault(origin, {}).update(inner)
+        _add_bases(origin, inner, found)
