@@ -60,10 +60,7 @@ def same_value(one: Any, other: Any) -> bool:
     if _is_float0(one):
         return _is_float0(other) and one.shape == other.shape
     if cls is PyTreeDef:
-        # A treedef's own `==` compares static fields by `==`: 1 and True would be equal, and nan different from nan.
-        if _is_leaf(one):
-            return _is_leaf(other)
-        return same_value(one.node_data(), other.node_data()) and same_value(one.children(), other.children())
+        return _same_structure(one, other)
     fields = _compared_fields(cls)
     if fields is not None:
         return all(same_value(getattr(one, name), getattr(other, name)) for name in fields)
@@ -132,18 +129,46 @@ def _hash(value: Any) -> int:
     return hash((cls, value))
 
 
+# Without recursion, because trees may be deeper than Python's stack.
+
+
+def _same_structure(one: Any, other: Any) -> bool:
+    """Whether two treedefs are equal, with the static data of their nodes.
+
+    JAX's own `==` compares these by `==`: 1 and True would be equal, and nan different from nan.
+    """
+    waiting = [(one, other)]
+    while waiting:
+        one, other = waiting.pop()
+        if _is_leaf(one) or _is_leaf(other):
+            if _is_leaf(one) is not _is_leaf(other):
+                return False
+            continue
+        children, others = one.children(), other.children()
+        if len(children) != len(others) or not same_value(one.node_data(), other.node_data()):
+            return False
+        waiting += zip(children, others, strict=True)
+    return True
+
+
 def _structure_hash(treedef: Any) -> int:
     """The hash of a treedef, with the static data of its nodes.
 
     JAX's own hash leaves them out, so all configurations of one model would have the same hash.
     """
-    try:
-        data = _hash(treedef.node_data())
-    except TypeError:  # the static data of a dict is the list of its keys, which has no hash
-        data = 0
-    # Most children are leaves, which need no hash of their own: their number is enough.
-    children = treedef.children()
-    return hash((data, len(children), *[_structure_hash(child) for child in children if not _is_leaf(child)]))
+    found: list[tuple[int, int]] = []
+    waiting = [treedef]
+    while waiting:
+        one = waiting.pop()
+        try:
+            data = _hash(one.node_data())
+        except TypeError:  # the static data of a dict is the list of its keys, which has no hash
+            data = 0
+        children = one.children()
+        found.append((data, len(children)))
+        # Most children are leaves, which need no hash of their own: their number is enough.
+        waiting += [child for child in children if not _is_leaf(child)]
+    return hash(tuple(found))
 
 
 def _is_leaf(treedef: Any) -> bool:
