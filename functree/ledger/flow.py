@@ -1,0 +1,150 @@
+"""A value in a compiled program ─► the values that it was made of, through tuples, fusions, calls and loops."""
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from functools import cached_property
+from typing import NamedTuple
+
+from functree.ledger.hlo import Hlo, Instruction
+
+# What the compilers insert to place a value elsewhere in memory.
+COPIES = frozenset({"bitcast", "copy", "copy-done", "copy-start", "optimization-barrier", "reshape"})
+# What changes the place, the order, the number or the precision of elements, and computes nothing.
+MOVES = COPIES | {
+    "broadcast", "concatenate", "convert", "dynamic-slice", "dynamic-update-slice", "pad", "reduce-precision",
+    "reverse", "slice", "transpose",
+}  # fmt: skip
+# Of the operands of these, the slice that is the value. The others are places, what is padded with, and conditions.
+_PASSED = {"dynamic-slice": (0, 1), "dynamic-update-slice": (0, 2), "gather": (0, 1), "pad": (0, 1), "select": (1, 3)}
+
+# The instructions that run one computation once, with their operands as its parameters.
+_ONCE = frozenset({"async-start", "call", "fusion", "fusion-start"})
+CALLS = _ONCE | {"conditional", "custom-call", "while"}
+"""The opcodes of instructions that call computations, except those that do so for each element."""
+
+
+class Value(NamedTuple):
+    """The result of an instruction, or a part of it.
+
+    Attributes:
+        instruction: the instruction.
+        part: the indices of the part in a tuple, from the outermost; empty for the whole. The parts of an asynchronous
+            collective are those of its result.
+    """
+
+    instruction: Instruction
+    part: tuple[int, ...] = ()
+
+
+class Flow:
+    """Where the values of a program come from.
+
+    Args:
+        hlo: the program.
+    """
+
+    def __init__(self, hlo: Hlo):
+        self.hlo: Hlo = hlo
+
+    @cached_property
+    def callers(self) -> Mapping[str, list[Instruction]]:
+        """The instructions that call a computation, by its name."""
+        found: defaultdict[str, list[Instruction]] = defaultdict(list)
+        for one in self.hlo.instructions.values():
+            if one.opcode in CALLS:
+                for name in one.computations:
+                    found[name].append(one)
+        return found
+
+    def source(self, value: Value) -> Value:
+        """Where a value was computed: behind copies, tuples and fusions, and not outside of a loop."""
+        while True:
+            before = self._inside(value)
+            if before is None:
+                return value
+            value = before
+
+    def origins(self, value: Value, passes: Callable[[Instruction], bool]) -> frozenset[Value]:
+        """Where a value was computed, through loops and branches too, and behind what passes values on.
+
+        Args:
+            value: the value.
+            passes: whether an instruction passes on the values of its operands.
+        """
+        found: set[Value] = set()
+        seen: set[Value] = {value}
+        waiting = [value]
+        while waiting:
+            one = waiting.pop()
+            before = self._before(one)
+            if not before and passes(one.instruction):
+                before = self._passed(one)
+            if not before:
+                found.add(one)
+            waiting += [new for new in before if new not in seen]
+            seen.update(before)
+        return frozenset(found)
+
+    def operand(self, value: Value, index: int) -> Value:
+        """An operand of the instruction that computed a value."""
+        return Value(self._named(value.instruction.operands[index]))
+
+    def _passed(self, value: Value) -> list[Value]:
+        """The operands that an instruction passes on, without places and conditions."""
+        one, part = value
+        if part and part[0] < len(one.operands) and len(one.arrays) > 1:
+            return [
+                Value(self._named(one.operands[part[0]]), part[1:])
+            ]  # a combined collective: one part for each operand
+        first, last = _PASSED.get(one.opcode, (0, None))
+        return [Value(self._named(name)) for name in one.operands[first:last]]
+
+    def _before(self, value: Value) -> list[Value]:
+        """The values that are passed on as this one, by a loop in its first iteration and in the later ones."""
+        inside = self._inside(value)
+        if inside is not None:
+            return [inside]
+        one, part = value
+        if one.opcode == "parameter":
+            return [new for caller in self.callers.get(one.computation, []) for new in self._given(caller, value)]
+        if one.opcode == "while":
+            return [Value(self._named(one.operands[0]), part), Value(self.hlo.roots[one.called("body")], part)]
+        if one.opcode == "conditional":
+            return [Value(self.hlo.roots[name], part) for name in one.computations]
+        return []
+
+    def _given(self, caller: Instruction, parameter: Value) -> list[Value]:
+        """The values that a caller gives to a part of a parameter of its computation."""
+        one, part = parameter
+        match caller.opcode:
+            case "while":
+                return self._before(Value(caller, part))
+            case "conditional":  # its first operand chooses the branch
+                branches = enumerate(caller.computations, start=1)
+                return [Value(self._named(caller.operands[i]), part) for i, name in branches if name == one.computation]
+        return [Value(self._named(caller.operands[int(one.argument)]), part)]
+
+    def _inside(self, value: Value) -> Value | None:
+        """The value that is passed on as this one by the same computation, or by a fusion; None if it is computed."""
+        one, part = value
+        match one.opcode:
+            case "get-tuple-element":
+                return Value(self._named(one.operands[0]), (int(one.attribute("index") or 0), *part))
+            case "tuple" if part:
+                return Value(self._named(one.operands[part[0]]), part[1:])
+            case "fusion" | "call":
+                return Value(self.hlo.roots[one.computations[0]], part)
+            case "fusion-done" | "async-done":
+                return Value(self.hlo.roots[self._named(one.operands[0]).computations[0]], part)
+            case "all-gather-done" | "all-reduce-done" | "collective-permute-done" | "reduce-scatter-done":
+                # A part of the result of a collective, of which its start is the collective itself.
+                return Value(self._named(one.operands[0]), part)
+            case "parameter":
+                callers = self.callers.get(one.computation, [])
+                # A computation that is called from several places has a parameter of several values.
+                if len(callers) == 1 and callers[0].opcode in _ONCE:
+                    return Value(self._named(callers[0].operands[int(one.argument)]), part)
+        return Value(self._named(one.operands[0]), part) if one.opcode in COPIES else None
+
+    def _named(self, name: str) -> Instruction:
+        return self.hlo.instructions[name]

@@ -1,0 +1,74 @@
+"""A compiled program ─► how often each of its computations runs."""
+
+import re
+from collections.abc import Mapping
+
+from functree.ledger.flow import CALLS, Flow, Value
+from functree.ledger.hlo import Instruction
+
+_KNOWN = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
+
+
+def runs(flow: Flow) -> Mapping[str, int | None]:
+    """How often each computation runs, by its name; None if a loop around it has an unknown length.
+
+    Each branch of a conditional counts as if it were taken.
+    """
+    hlo = flow.hlo
+    found: dict[str, int | None] = {hlo.entry: 1}
+    # In the text, a computation stands in front of those that call it.
+    for name in reversed(hlo.computations):
+        times = found.setdefault(name, 0)
+        for one in hlo.computations[name]:
+            if one.opcode not in CALLS:
+                continue
+            each = trip_count(flow, one) if one.opcode == "while" else 1
+            for called in one.computations:
+                before = found.get(called, 0)
+                # The condition of a loop runs once more than its body, and has nothing in it that is counted.
+                found[called] = None if times is None or each is None or before is None else before + times * each
+    return found
+
+
+def trip_count(flow: Flow, loop: Instruction) -> int | None:
+    """The number of iterations of a `while`; None if it depends on data, or is not understood.
+
+    The compilers for CPUs and GPUs write it into the text. The one for TPUs does not; there it is read from the loop,
+    if its condition is `i < N` and its body adds a constant to i.
+    """
+    known = _KNOWN.search(loop.attribute("backend_config") or "")
+    if known is not None:
+        return int(known[1])
+    roots = flow.hlo.roots
+    test = flow.source(Value(roots[loop.called("condition")]))
+    if test.instruction.opcode != "compare" or test.instruction.attribute("direction") != "LT":
+        return None
+    counter, end = flow.source(flow.operand(test, 0)), _number(flow, flow.operand(test, 1))
+    if counter.instruction.opcode != "parameter":
+        return None
+    start = _number(flow, Value(flow.operand(Value(loop), 0).instruction, counter.part))
+    step = _step(flow, Value(roots[loop.called("body")], counter.part))
+    if start is None or end is None or step is None:
+        return None
+    return max(0, -(-(end - start) // step))
+
+
+def _step(flow: Flow, following: Value) -> int | None:
+    """What the body of a loop adds to a part of its state; None if it is not a positive constant."""
+    added = flow.source(following)
+    if added.instruction.opcode != "add":
+        return None
+    for old, new in ((0, 1), (1, 0)):
+        before, step = flow.source(flow.operand(added, old)), _number(flow, flow.operand(added, new))
+        same = before.instruction.opcode == "parameter" and before.part == following.part
+        if same and step is not None and step > 0:
+            return step
+    return None
+
+
+def _number(flow: Flow, value: Value) -> int | None:
+    """The value of an integer constant."""
+    one = flow.source(value).instruction
+    if one.opcode != "constant" or not re.fullmatch(r"-?\d+", one.argument):
+        return None
+    return int(one.argument)

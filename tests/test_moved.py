@@ -1,0 +1,133 @@
+"""What the collectives of compiled programs move, against closed forms and against texts of other compilers."""
+
+from collections import Counter
+from functools import cache
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+import functree as ft
+from functree.ledger.flow import Flow
+from functree.ledger.groups import groups_of, mesh_axes_of
+from functree.ledger.hlo import ArrayType, Hlo
+from functree.ledger.moved import moved_in
+
+MESH = {"data": 2, "model": 4}
+BATCH, SEQ, EMBED, LAYERS = 16, 32, 64, 3
+TENSOR = {"heads": "model", "kv_heads": "model", "hidden": "model", "vocab": "model"}
+TP = ft.AxisRules({"batch": "data", **TENSOR, ...: None})
+
+
+def loss(model: Any, tokens: Any) -> Any:
+    labels = optax.softmax_cross_entropy_with_integer_labels
+    return labels(model(tokens[:, :-1]), tokens[:, 1:]).mean()
+
+
+@cache
+def train_step(layout: ft.Layout, remat: str | None) -> tuple[str, Any]:
+    """The text of a compiled training step, and the plan of its parameters."""
+    config = ft.nn.TransformerConfig(
+        256, EMBED, layers=LAYERS, heads=8, kv_heads=4, head_dim=8, hidden=128, max_seq=SEQ, remat=remat
+    )
+    mesh = ft.make_mesh(**MESH)
+    model = ft.abstract(lambda key: ft.nn.Transformer.create(config, key=key))(jax.random.key(0))
+    step = ft.jit(
+        lambda model, tokens: ft.value_and_grad(loss)(model, tokens),
+        in_shardings=(layout, ft.P("data")),
+        mesh=mesh,
+        rules=layout,
+    )
+    lowered = step.lower(model, jax.ShapeDtypeStruct((BATCH, SEQ + 1), jnp.int32))
+    return lowered.compile().as_text() or "", ft.plan(model, layout, mesh)
+
+
+def totals(text: str) -> Counter[tuple[str, tuple[str, ...]]]:
+    """The bytes by kind and mesh axes, with all runs."""
+    found: Counter[tuple[str, tuple[str, ...]]] = Counter()
+    for moved in moved_in(Flow(Hlo(text))):
+        groups = groups_of(moved.instruction.attribute("replica_groups") or "", 8)
+        assert groups is not None and moved.count is not None
+        found[moved.kind, mesh_axes_of(groups, MESH) or ()] += moved.type.bytes * moved.count
+    return found
+
+
+@pytest.mark.parametrize("remat", [None, "full"])
+def test_tensor_parallelism_moves_activations(remat: str | None) -> None:
+    text, plan = train_step(TP, remat)
+    residual = BATCH // 2 * SEQ * EMBED * 4  # the bytes of the residual stream on one device
+    # The outputs of attention and MLP; their recomputation is of the first, since the backward pass needs it.
+    forward, again = 2, 1 if remat else 0
+    backward = 5  # the gradients of the inputs of query, key, value, gate and up
+    once = 2  # after the lookup, and the gradient of the input of the logits
+    in_the_loss = 3 * (BATCH // 2 * SEQ * 4)  # the largest logit, the sum of the exponentials, the logit of the label
+    assert totals(text) == {
+        ("all-reduce", ("model",)): ((forward + again + backward) * LAYERS + once) * residual + in_the_loss,
+        ("all-reduce", ("data",)): plan.bytes_per_device + 4,  # the gradients, and the loss
+    }
+
+
+# As TPUs write asynchronous collectives and reduce-scatters, and as GPUs write starts and ends.
+OTHERS = """HloModule jit_step
+
+%add (a: f32[], b: f32[]) -> f32[] {
+  %a = f32[] parameter(0)
+  %b = f32[] parameter(1)
+  ROOT %sum = f32[] add(%a, %b)
+}
+
+%fused_computation.1 (p.1: bf16[8,4]) -> (bf16[8,4], bf16[64,4], u32[]) {
+  %p.1 = bf16[8,4]{1,0:T(8,128)(2,1)} parameter(0)
+  %gather.1 = bf16[64,4]{1,0} all-gather(%p.1), channel_id=7, replica_groups=[1,8]<=[8], dimensions={0}, \
+frontend_attributes={chain_id="3"}
+  ROOT %begin = (bf16[8,4]{1,0}, bf16[64,4]{1,0}, u32[]{:S(2)}) custom-call(%gather.1), \
+custom_call_target="AsyncCollectiveStart"
+}
+
+%fused_computation.2 (p.2: bf16[8,4]) -> bf16[64,4] {
+  %p.2 = bf16[8,4]{1,0} parameter(0)
+  %gather.2 = bf16[64,4]{1,0} all-gather(%p.2), channel_id=7, replica_groups=[1,8]<=[8], dimensions={0}, \
+frontend_attributes={chain_id="3"}
+  ROOT %end = bf16[64,4]{1,0} custom-call(%p.2, %gather.2), custom_call_target="AsyncCollectiveDone"
+}
+
+%all-reduce-scatter.5 (p.3: f32[64,4]) -> (f32[8,4], f32[8,2]) {
+  %p.3 = f32[64,4]{1,0} parameter(0)
+  %reduced = (f32[64,4]{1,0}, f32[64,2]{1,0}) all-reduce(%p.3, %p.3), replica_groups=[1,8]<=[8], to_apply=%add
+  %one = f32[64,4]{1,0} get-tuple-element(%reduced), index=0
+  %part = f32[8,4]{1,0} dynamic-slice(%one), dynamic_slice_sizes={8,4}
+  %other = f32[8,2]{1,0} dynamic-slice(%one), dynamic_slice_sizes={8,2}
+  ROOT %parts = (f32[8,4]{1,0}, f32[8,2]{1,0}) tuple(%part, %other)
+}
+
+ENTRY %main (x: bf16[8,4], y: f32[64,4]) -> bf16[64,4] {
+  %x = bf16[8,4]{1,0} parameter(0)
+  %y = f32[64,4]{1,0} parameter(1)
+  %chain = (bf16[8,4]{1,0}, bf16[64,4]{1,0}, u32[]{:S(2)}) fusion(%x), kind=kCustom, calls=%fused_computation.1
+  %scattered = (f32[8,4]{1,0}, f32[8,2]{1,0}) fusion(%y), kind=kCustom, calls=%all-reduce-scatter.5
+  %start = ((f32[64,4]{1,0}, f32[2]{0}), (f32[64,32]{1,0}, f32[16]{0})) all-gather-start(%y, %y), \
+replica_groups=[1,8]<=[8], dimensions={1}
+  %done = (f32[64,32]{1,0}, f32[16]{0}) all-gather-done(%start)
+  %sums = ((f32[9]{0}), f32[9]{0}) all-reduce-start(%y), replica_groups=[2,4]<=[8], to_apply=%add
+  %summed = f32[9]{0} all-reduce-done(%sums)
+  %permuted = f32[64,4]{1,0} collective-permute(%y), source_target_pairs={{0,1},{1,0}}
+  ROOT %result = bf16[64,4]{1,0} fusion(%x), kind=kCustom, calls=%fused_computation.2
+}
+"""
+
+
+def test_what_other_compilers_write_counts_once() -> None:
+    found = [(moved.kind, moved.instruction.name, moved.index, moved.type) for moved in moved_in(Flow(Hlo(OTHERS)))]
+    assert found == [
+        ("all-gather", "gather.1", 0, ArrayType("bf16", (64, 4))),
+        ("reduce-scatter", "reduced", 0, ArrayType("f32", (8, 4))),
+        ("reduce-scatter", "reduced", 1, ArrayType("f32", (8, 2))),
+        ("all-gather", "start", 0, ArrayType("f32", (64, 32))),
+        ("all-gather", "start", 1, ArrayType("f32", (16,))),
+        ("all-reduce", "sums", 0, ArrayType("f32", (9,))),
+        ("collective-permute", "permuted", 0, ArrayType("f32", (64, 4))),
+    ]
+    others = [moved for moved in moved_in(Flow(Hlo(OTHERS))) if moved.count != 1]
+    assert not others
