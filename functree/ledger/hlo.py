@@ -59,8 +59,11 @@ class Instruction:
     __slots__ = ("_rest", "computation", "name", "opcode", "type")
 
     def __init__(self, name: str, opcode: str, computation: str, type_: str, rest: str):
-        self.name, self.opcode, self.computation, self.type = name, opcode, computation, type_
-        self._rest = rest
+        self.name: str = name
+        self.opcode: str = opcode
+        self.computation: str = computation
+        self.type: str = type_
+        self._rest: str = rest
 
     @property
     def arrays(self) -> list[ArrayType]:
