@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from checks import raises
+from checks import python_calls, raises
 from jax import Array
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Float
@@ -344,6 +344,15 @@ def test_an_array_may_be_kept_twice_beside_a_donated_one():
     for _ in range(2):
         ft.jit(total, donate="s")([other.copy()], {"a": x, "b": x, "c": same})
         assert not x.is_deleted() and not same.is_deleted()
+
+
+def test_paths_are_compared_only_if_a_donated_array_is_there_twice():
+    f, other = ft.jit(total, donate="s"), jnp.zeros(8)
+    for _ in range(2):
+        f([other.copy()], [other, other])
+    assert python_calls(lambda: f([other.copy()], [other, other]), of=check_donated) == 0
+    with raises("t.0", "is the same array as `s.0`, and that one is donated"):
+        f([other], [other, jnp.ones(8)])
 
 
 def test_arrays_without_elements_have_no_buffer():

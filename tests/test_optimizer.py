@@ -852,6 +852,19 @@ def test_what_is_remembered_is_forgotten_with_the_optimizer():
     assert init() is None
 
 
+def test_under_other_names_nothing_is_traced_again():
+    counted = Counted(adam())
+    model = Named(S((8, 16), jnp.float32))
+    for names in ("rows columns", "embed hidden", "rows columns"):
+        layout = ft.AxisRules({names.split()[0]: "data", ...: None}, names={Named: ft.names(w=names)})
+        assert ft.plan_optimizer(counted.tx, model, layout, SIZES)["0.mu.w"].spec == P("data", None)
+    assert len(counted.traces) == 2
+
+
+class Named(eqx.Module):
+    w: Any
+
+
 def test_a_training_state_is_traced_with_few_parameters_and_once():
     counted = Counted(adam())
     model = {name: jnp.ones(x.shape) for name, x in MANY.items()}

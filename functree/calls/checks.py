@@ -10,7 +10,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 
 from functree.calls.call_groups import FoundCall
 from functree.calls.closures import closed_over, held, used_globals
-from functree.calls.donation import any_twice, check_donated, is_deleted, refuse_deleted
+from functree.calls.donation import check_donated, is_deleted, refuse_deleted, twice_by_identity
 from functree.calls.program import Program
 from functree.errors import FunctreeError, Problem, ShardingError, count, listed, warn
 from functree.layout.meshes import NO_MESH, current_mesh, mesh_view, tracing
@@ -29,7 +29,7 @@ def check_call(program: Program, found: FoundCall) -> None:
     gone = [x.is_deleted() for x in arrays] if found.concrete else map(is_deleted, arrays)
     if True in gone:
         raise refuse_deleted(program.name, program.group.paths, arrays)
-    if arguments.donated and any_twice(arrays):
+    if arguments.donated and twice_by_identity(arrays, arguments):
         check_donated(program.name, program.group.paths, arrays, arguments, by_buffer=False)
 
 

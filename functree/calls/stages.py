@@ -10,7 +10,7 @@ from jax.tree_util import tree_structure
 from functree.calls.call_groups import CallGroup
 from functree.calls.compilations import Difference, Log, Seen, differences
 from functree.calls.compile_events import compile_events
-from functree.calls.donation import any_twice, check_donated, refuse_deleted
+from functree.calls.donation import check_donated, refuse_deleted, twice_by_identity
 from functree.calls.program import Program, around
 from functree.calls.signature import Bound, Signature
 from functree.calls.static_arguments import with_static
@@ -244,7 +244,7 @@ class Compiled(Stage):
             raise self._other(call)
         self._check(arrays)
         arguments = program.body.arguments
-        if arguments.donated and any_twice(arrays):
+        if arguments.donated and twice_by_identity(arrays, arguments):
             check_donated(program.name, program.group.paths, arrays, arguments, by_buffer=False)
         if any(isinstance(x, jax.Array) and x.is_deleted() for x in arrays):
             raise refuse_deleted(program.name, program.group.paths, arrays)

@@ -122,6 +122,8 @@ class Flow:
             case "conditional":  # its first operand chooses the branch
                 branches = enumerate(caller.computations, start=1)
                 return [Value(self._named(caller.operands[i]), part) for i, name in branches if name == one.computation]
+            case "custom-call":  # only the compiler knows what it does with the parameters
+                return []
         return [Value(self._named(caller.operands[int(one.argument)]), part)]
 
     def _inside(self, value: Value) -> Value | None:

@@ -215,9 +215,7 @@ def place_state(model: T, leaves: Sequence[Leaf]) -> tuple[T, State]:
     entries = [Entry(Path(leaf.path[:-1]), leaf.axes, leaf.stacked) for leaf in leaves]
 
     def placed(_: Path, node: Any) -> Any:
-        if isinstance(node, StateRef):
-            return node.at(found[node.token][0])
-        return BELOW if children(node) else node
+        return node.at(found[node.token][0]) if isinstance(node, StateRef) else BELOW
 
     model = mapped(model, placed)
     return model, State(tuple(entries), apart({path: ref.init for path, ref in found.values()}, model))

@@ -63,12 +63,13 @@ _ROOT = Path()
 def mapped(tree: Any, change: Callable[[Path, Any], Any], path: Path = _ROOT) -> Any:
     """A tree in which each node is what a function of path and node returns for it.
 
-    Where the function returns `BELOW`, the children of the node are changed instead. Leaves and `None` have none.
+    Where the function returns `BELOW`, the children of the node are changed instead; leaves and `None` stay.
     """
     changed = change(path, tree)
     if changed is not BELOW:
         return changed
-    return rebuilt(tree, [mapped(child, change, path / key) for key, child in children(tree) or ()])
+    below = children(tree)
+    return tree if below is None else rebuilt(tree, [mapped(child, change, path / key) for key, child in below])
 
 
 BELOW = object()

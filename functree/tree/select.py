@@ -134,9 +134,7 @@ class Selection(Generic[T]):
             return None if children(node) is None else BELOW
 
         def rest(path: Path, node: Any) -> Any:
-            if path in chosen:
-                return blanked(node)
-            return node if children(node) is None else BELOW
+            return blanked(node) if path in chosen else BELOW
 
         return mapped(self._tree, selected), mapped(self._tree, rest)
 

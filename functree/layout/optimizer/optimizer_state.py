@@ -30,8 +30,14 @@ def optimizer_state(tx: Optimizer, trained: Trained) -> OptimizerState:
     Raises:
         FunctreeError: `tx` is not an optimizer.
     """
+    type_ = _type(trained)
     axes = tuple(None if leaf is None else leaf.axes for leaf in trained.leaves.values())
-    return _remembered(tx, ("state", _type(trained), axes), lambda: _traced(tx, trained))
+
+    def describe() -> OptimizerState:
+        # By the type alone: under other names nothing is traced again.
+        return _described(_remembered(tx, ("state", type_), lambda: _traced(tx, trained)), trained)
+
+    return _remembered(tx, ("described", type_, axes), describe)
 
 
 def origins_of(tx: Optimizer, trained: Trained, state: Sequence[Leaf]) -> Sequence[Origin]:
@@ -41,13 +47,21 @@ def origins_of(tx: Optimizer, trained: Trained, state: Sequence[Leaf]) -> Sequen
 
 
 def _traced(tx: Optimizer, trained: Trained) -> OptimizerState:
-    state = abstract_state(tx, trained.tree(lambda leaf: leaf.value))
-    origins = find_origins(tx, trained, state.leaves)
-    # The axes of the state come from the parameters. Annotations say nothing about it: the leaves of its copies of the
-    # model may have other shapes. So the problems of names are left out as well.
+    """The state of an optimizer, whose leaves have no axes of their parameters yet."""
+    leaves = abstract_state(tx, trained.tree(lambda leaf: leaf.value))
+    return OptimizerState(leaves, find_origins(tx, trained, leaves.leaves))
+
+
+def _described(state: OptimizerState, trained: Trained) -> OptimizerState:
+    """The state of an optimizer with the axes of its parameters.
+
+    Annotations say nothing about it: the leaves of its copies of the model may have other shapes. So the problems of
+    names are left out as well.
+    """
+    leaves, origins = state
     parameters = trained.parameters
-    described = [origin.describe(leaf, parameters) for leaf, origin in zip(state.leaves, origins, strict=True)]
-    return OptimizerState(Leaves(tuple(described), (), state.skeleton), origins)
+    described = [origin.describe(leaf, parameters) for leaf, origin in zip(leaves.leaves, origins, strict=True)]
+    return OptimizerState(Leaves(tuple(described), (), leaves.skeleton), origins)
 
 
 def _type(trained: Trained) -> Hashable:
