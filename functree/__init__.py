@@ -10,6 +10,9 @@ from functree.errors import Problem as Problem
 from functree.errors import RuleError as RuleError
 from functree.errors import ShardingError as ShardingError
 from functree.errors import StateError as StateError
+from functree.compiled.collective import Collective as Collective
+from functree.compiled.ledger import Ledger as Ledger
+from functree.compiled.memory import Memory as Memory
 from functree.layout.fsdp import FSDP as FSDP
 from functree.layout.layout import Layout as Layout
 from functree.layout.host import on_host as on_host
@@ -36,6 +39,7 @@ from functree.placing.init import abstract as abstract
 from functree.placing.init import init as init
 from functree.placing.init import init_optimizer as init_optimizer
 from functree.transforms.jit.jit import jit as jit
+from functree.transforms.ledger import ledger as ledger
 from functree.placing.mesh import make_mesh as make_mesh
 from functree.placing.constrain import constrain as constrain
 from functree.placing.shard import shard as shard

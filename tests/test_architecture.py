@@ -16,7 +16,7 @@ PACKAGE = Path(__file__).parent.parent / "functree"
 # From the ground up. A module imports from its own floor and from those before it; functree/__init__.py and
 # functree/__main__.py stand on top and import from all.
 FLOORS = (
-    "errors", "parameters", "values", "tree", "layout", "ledger", "calls", "placing", "transforms", "state", "nn",
+    "errors", "parameters", "values", "tree", "layout", "compiled", "calls", "placing", "transforms", "state", "nn",
     "report", "io", "testing", "cli",
 )  # fmt: skip
 ROOF = ("__init__", "__main__")
@@ -470,7 +470,7 @@ def test_each_floor_may_import_those_below_it_and_no_other(tmp_path: Path) -> No
     violations = floors(package(tmp_path, files))
     assert len(violations) == n * (n - 1) // 2
     line = FLOORS.index("layout") + 1
-    assert f"pkg/layout/m.py:{line}: pkg.layout.m imports pkg.ledger.m, which is above it" in violations
+    assert f"pkg/layout/m.py:{line}: pkg.layout.m imports pkg.compiled.m, which is above it" in violations
 
 
 def test_the_standard_library_has_private_modules_too(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 import functree as ft
-from functree.ledger.hlo import ArrayType, Hlo, Instruction
+from functree.compiled.hlo import ArrayType, Hlo, Instruction
 
 # Of programs for a CPU, a TPU and a GPU.
 TEXT = """HloModule jit_step, is_scheduled=true, entry_computation_layout={(f32[8]{0})->f32[8]{0}}, num_partitions=8

@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from functree.ledger.flow import Flow
-from functree.ledger.hlo import Hlo
-from functree.ledger.loops import runs, trip_count
+from functree.compiled.flow import Flow
+from functree.compiled.hlo import Hlo
+from functree.compiled.loops import runs, trip_count
 
 P = jax.sharding.PartitionSpec
 

@@ -10,10 +10,10 @@ import optax
 import pytest
 
 import functree as ft
-from functree.ledger.flow import Flow
-from functree.ledger.groups import groups_of, mesh_axes_of
-from functree.ledger.hlo import ArrayType, Hlo
-from functree.ledger.moved import moved_in
+from functree.compiled.flow import Flow
+from functree.compiled.groups import groups_of, mesh_axes_of
+from functree.compiled.hlo import ArrayType, Hlo
+from functree.compiled.moved import moved_in
 
 MESH = {"data": 2, "model": 4}
 BATCH, SEQ, EMBED, LAYERS = 16, 32, 64, 3

@@ -17,7 +17,7 @@ from rich.cells import cell_len
 
 import functree as ft
 from functree.layout.plan.fold import bytes_text, fold
-from functree.layout.plan.text import WIDTH
+from functree.layout.table import WIDTH
 
 P = PartitionSpec
 

@@ -9,10 +9,10 @@ import optax
 import pytest
 
 import functree as ft
-from functree.ledger.flow import Flow
-from functree.ledger.hlo import Hlo
-from functree.ledger.moved import moved_in
-from functree.ledger.served import Served
+from functree.compiled.flow import Flow
+from functree.compiled.hlo import Hlo
+from functree.compiled.moved import moved_in
+from functree.compiled.served import Served
 
 TENSOR = {"heads": "model", "kv_heads": "model", "hidden": "model", "vocab": "model"}
 TP_AND_FSDP = ft.AxisRules({"batch": "data", **TENSOR, ...: None}) | ft.FSDP("data", min_size=0)

@@ -17,11 +17,20 @@ class CompileEvents(threading.local):
     Attributes:
         count: their number.
         names: the names of the last programs, in order; None for one without a name.
+        compiled: the number of compilations, also those that were found in the persistent cache.
+        cached: the number of programs that were found there.
     """
 
     def __init__(self) -> None:
         self.count: int = 0
+        self.compiled: int = 0
+        self.cached: int = 0
         self.names: deque[str | None] = deque(maxlen=256)
+
+    @property
+    def by_compiler(self) -> int:
+        """The number of programs that the compiler has compiled."""
+        return self.compiled - self.cached
 
     def have(self, name: str, before: int) -> bool:
         """Whether a function has been lowered or compiled since the count was `before`.
@@ -35,7 +44,9 @@ class CompileEvents(threading.local):
 
 compile_events: CompileEvents = CompileEvents()
 
-_EVENTS = ("/jax/core/compile/jaxpr_to_mlir_module_duration", "/jax/core/compile/backend_compile_duration")
+_COMPILED = "/jax/core/compile/backend_compile_duration"
+_CACHED = "/jax/compilation_cache/cache_hits"
+_EVENTS = ("/jax/core/compile/jaxpr_to_mlir_module_duration", _COMPILED)
 
 
 def _heard(event: str, duration_secs: float, **kwargs: str | int) -> None:
@@ -43,7 +54,14 @@ def _heard(event: str, duration_secs: float, **kwargs: str | int) -> None:
     if event in _EVENTS:
         name = kwargs.get("fun_name")
         compile_events.count += 1
+        compile_events.compiled += event == _COMPILED
         compile_events.names.append(None if name is None else str(name))
 
 
+def _found(event: str, **kwargs: str | int) -> None:
+    """Note that a program was in the persistent cache."""
+    compile_events.cached += event == _CACHED
+
+
 jax.monitoring.register_event_duration_secs_listener(_heard)
+jax.monitoring.register_event_listener(_found)

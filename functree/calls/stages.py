@@ -10,10 +10,13 @@ from jax.tree_util import tree_structure
 from functree.calls.call_groups import CallGroup
 from functree.calls.compilations import Difference, Log, Seen, differences
 from functree.calls.compile_events import compile_events
+from functree.calls.compiled_program import heard_compiling, ledger_of
 from functree.calls.donation import check_donated, refuse_deleted, twice_by_identity
+from functree.calls.output import Output
 from functree.calls.program import Program, around
 from functree.calls.signature import Bound, Signature
 from functree.calls.static_arguments import with_static
+from functree.compiled.ledger import Ledger
 from functree.errors import FunctreeError, Problem, count
 from functree.layout.placement import is_sharded_as, sharding_text
 from functree.parameters import DEVICES, MAPPING, TEXTS, check
@@ -192,13 +195,13 @@ class Lowered(Stage):
             device_assignment=(device_assignment, DEVICES.or_none()),
         )
         before = compile_events.count
-        with around(self._call.program.entered):
+        with heard_compiling() as heard, around(self._call.program.entered):
             compiled = self._stage.compile(compiler_options, device_assignment=device_assignment)
         # Otherwise JAX had compiled it before, for a call or here.
         if compile_events.have(self._call.program.body.__name__, before):
             options = tuple(sorted((compiler_options or {}).items()))
             self._call.log.add(self._call.seen.situation._replace(options=options))
-        return Compiled(compiled, self._call)
+        return Compiled(compiled, self._call, heard.warnings)
 
     def as_text(self, dialect: str | None = None, *, debug_info: bool = False) -> str:
         """The program as text: `dialect` is `"stablehlo"` or `"hlo"`."""
@@ -229,7 +232,10 @@ class Compiled(Stage):
         Try: call the function itself, which compiles again if necessary
     """
 
-    _checked: tuple[Any, ...] | None = None
+    def __init__(self, stage: Any, call: Call, warnings: tuple[str, ...] | None = None):
+        super().__init__(stage, call)
+        self._checked: tuple[Any, ...] | None = None
+        self._warnings = warnings
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         """Run the compiled program.
@@ -326,9 +332,29 @@ class Compiled(Stage):
         """The compiler's estimate of memory on one device, in bytes."""
         return self._stage.memory_analysis()
 
+    def ledger(self) -> Ledger:
+        """What the compiled program moves between devices, for which parameters, and what it keeps in memory.
+
+        Raises:
+            FunctreeError: the compiler gives no text of the program.
+        """
+        program = self._call.program
+        paths = [path for part in program.body.arguments.split(program.group.paths) for path in part.values]
+        outputs = _output_paths(self._stage.out_info)
+        return ledger_of(self._stage, program.name, paths, outputs, program.mesh, self._warnings)
+
     def runtime_executable(self) -> Any | None:
         """The executable as an object of the runtime."""
         return self._stage.runtime_executable()
+
+
+def _output_paths(output: Output) -> list[Path]:
+    """The path of each array that a program returns; of an array that is at several paths of the result, the first."""
+    found = [Path()] * len(output.values)
+    which = output.which or tuple(range(len(output.values)))
+    for i, path in reversed(list(zip(which, output.skeleton.paths, strict=True))):
+        found[i] = path
+    return found
 
 
 def _is_taken(array: Any, sharding: Any) -> bool:

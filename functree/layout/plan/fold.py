@@ -2,12 +2,12 @@
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from functree.layout.plan.row import Row
 from functree.layout.specs import spec_text
 from functree.tree.arrays import dtype_text
-from functree.tree.paths import part_text
+from functree.tree.paths import Path, part_text
 
 
 class Line(NamedTuple):
@@ -38,11 +38,15 @@ def fold(rows: Sequence[Row]) -> list[Line]:
     """One line for all rows that differ only in the indices of their paths."""
     groups: dict[tuple[object, ...], list[Row]] = {}
     for row in rows:
-        # An index of a list is an int. A dict key that is an int is one too; such rows are folded as well.
-        pattern = tuple("*" if isinstance(key, int) else key for key in row.path)
-        alike = (pattern, row.shape, str(row.dtype), row.axes, row.spec, row.reason, row.memory_kind, row.copies)
+        same = (row.shape, str(row.dtype), row.axes, row.spec, row.reason, row.memory_kind, row.copies)
+        alike = (pattern_of(row.path), *same)
         groups.setdefault(alike, []).append(row)
     return [line for group in groups.values() for line in _lines(group)]
+
+
+def pattern_of(path: Path) -> tuple[Any, ...]:
+    """A path without its indices. An int that is the key of a dict counts as an index too."""
+    return tuple("*" if isinstance(key, int) else key for key in path)
 
 
 def _lines(rows: Sequence[Row]) -> list[Line]:
@@ -59,7 +63,7 @@ def _line(rows: Sequence[Row]) -> Line:
     row = rows[0]
     spec = spec_text(row.spec) if row.spec is not None else "-"
     return Line(
-        _common_path(rows),
+        common_path([row.path for row in rows]),
         f"{dtype_text(row.dtype)}[{', '.join(map(str, row.shape))}]",
         str(row.axes) if any(row.axes) else "",
         f"{spec} {row.memory_kind}" if row.memory_kind else spec,
@@ -71,10 +75,10 @@ def _line(rows: Sequence[Row]) -> Line:
     )
 
 
-def _common_path(rows: Sequence[Row]) -> str:
+def common_path(paths: Sequence[Path]) -> str:
     """`blocks.{0-10,12}.w` for the paths `blocks.0.w` to `blocks.10.w` and `blocks.12.w`."""
     parts = []
-    for keys in zip(*(row.path for row in rows), strict=True):
+    for keys in zip(*paths, strict=True):
         if len(set(keys)) > 1:
             parts.append("{" + _ranges(sorted(set(keys))) + "}")
         else:

@@ -4,9 +4,9 @@ from collections import defaultdict
 from collections.abc import Mapping
 from functools import cached_property
 
-from functree.ledger.flow import MOVES, Flow, Value
-from functree.ledger.hlo import Instruction
-from functree.ledger.moved import KINDS, Moved
+from functree.compiled.flow import KINDS, MOVES, Flow, Value
+from functree.compiled.hlo import Instruction
+from functree.compiled.moved import Moved
 
 _GATHERS = frozenset({"all-gather", "all-to-all", "collective-permute"})
 # Where elements at different places are combined. Elsewhere each element of a result is made of the elements of the
@@ -37,12 +37,12 @@ class Served:
 
     def weights(self, moved: Moved) -> frozenset[int]:
         """The parameters that the moved array consists of; empty if it was computed."""
-        return self._of(self._operand(moved))
+        return self._of(moved.operand)
 
     def products(self, moved: Moved) -> frozenset[int]:
         """The parameters that were multiplied, or looked up in, to make the moved array."""
         found: set[int] = set()
-        for value in self._flow.origins(self._operand(moved), _is_elementwise):
+        for value in self._flow.origins(moved.operand, _is_elementwise):
             if value.instruction.opcode in _PRODUCTS:
                 for i in range(len(value.instruction.operands)):
                     found |= self._of(self._flow.operand(value, i))
@@ -50,24 +50,28 @@ class Served:
 
     def outputs(self, moved: Moved) -> frozenset[int]:
         """The outputs that are made of the moved array element by element: a gradient's are those of its parameter."""
-        whole, part = self._outputs.get(Value(moved.instruction), set()), Value(moved.instruction, (moved.index,))
-        return frozenset(whole | self._outputs.get(part, set()))
+        reached, _ = self._outputs
+        return frozenset(reached[Value(moved.instruction)] | reached[Value(moved.instruction, (moved.index,))])
+
+    def made_of(self, output: int) -> frozenset[int]:
+        """The parameters that an output is made of element by element: the old value of what it is the new value of."""
+        _, made = self._outputs
+        return frozenset(made[output])
 
     @cached_property
-    def _outputs(self) -> Mapping[Value, set[int]]:
-        """For each result of a collective, the outputs that are made of it element by element."""
-        hlo, found = self._flow.hlo, defaultdict[Value, set[int]](set)
+    def _outputs(self) -> tuple[Mapping[Value, set[int]], Mapping[int, set[int]]]:
+        """What the outputs are made of element by element: for each result of a collective the outputs, and for each
+        output the parameters."""
+        hlo, reached, made = self._flow.hlo, defaultdict[Value, set[int]](set), defaultdict[int, set[int]](set)
         result = hlo.roots[hlo.entry]
         names = result.operands if result.opcode == "tuple" else [result.name]
         for i, name in enumerate(names):
             for value in self._flow.origins(Value(hlo.instructions[name]), _is_elementwise):
                 if _kind(value.instruction) is not None:
-                    found[value].add(i)
-        return found
-
-    def _operand(self, moved: Moved) -> Value:
-        operands = moved.instruction.operands
-        return Value(self._flow.hlo.instructions[operands[min(moved.index, len(operands) - 1)]])
+                    reached[value].add(i)
+                elif value.instruction in self._parameters:
+                    made[i].add(self._parameters[value.instruction])
+        return reached, made
 
     def _of(self, value: Value) -> frozenset[int]:
         """The parameters that a value consists of; empty if it was computed."""

@@ -1,11 +1,13 @@
 """A value in a compiled program ─► the values that it was made of, through tuples, fusions, calls and loops."""
 
+import math
+import re
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from functools import cached_property
 from typing import NamedTuple
 
-from functree.ledger.hlo import Hlo, Instruction
+from functree.compiled.hlo import Hlo, Instruction
 
 # What the compilers insert to place a value elsewhere in memory.
 COPIES = frozenset({"bitcast", "copy", "copy-done", "copy-start", "optimization-barrier", "reshape"})
@@ -21,6 +23,9 @@ _PASSED = {"dynamic-slice": (0, 1), "dynamic-update-slice": (0, 2), "gather": (0
 _ONCE = frozenset({"async-start", "call", "fusion", "fusion-start"})
 CALLS = _ONCE | {"conditional", "custom-call", "while"}
 """The opcodes of instructions that call computations, except those that do so for each element."""
+
+KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
+"""The kinds of collectives."""
 
 
 class Value(NamedTuple):
@@ -85,9 +90,39 @@ class Flow:
             seen.update(before)
         return frozenset(found)
 
+    def inputs(self, value: Value) -> list[Value]:
+        """What a value was made of in one step, without the places, and the conditions, by which it was chosen."""
+        return self._before(value) or self._passed(value)
+
     def operand(self, value: Value, index: int) -> Value:
         """An operand of the instruction that computed a value."""
         return Value(self._named(value.instruction.operands[index]))
+
+    def concatenated(self, collective: Instruction) -> list[tuple[Value, int]]:
+        """The values that a compiler has joined in one flat array to move them at once, and their numbers of elements.
+
+        Empty for a collective that moves its operands as they are.
+        """
+        if len(collective.operands) != 1:
+            return []
+        joined = self.source(Value(self._named(collective.operands[0]))).instruction
+        if joined.opcode != "concatenate" or len(joined.arrays[0].shape) != 1:
+            return []
+        values = [Value(self._named(name)) for name in joined.operands]
+        return [(value, math.prod(value.instruction.arrays[0].shape)) for value in values]
+
+    def _part_of_joined(self, one: Instruction) -> Value | None:
+        """The array that a slice takes out of the result of a collective that moves several, joined in one."""
+        whole = self.source(Value(self._named(one.operands[0])))
+        span = re.fullmatch(r"\{\[(\d+):(\d+)\]\}", one.attribute("slice") or "")
+        if span is None or whole.instruction.opcode.removesuffix("-start") not in KINDS:
+            return None
+        start = 0
+        for i, (_, size) in enumerate(self.concatenated(whole.instruction)):
+            if (start, start + size) == (int(span[1]), int(span[2])):
+                return Value(whole.instruction, (i,))
+            start += size
+        return None
 
     def _passed(self, value: Value) -> list[Value]:
         """The operands that an instruction passes on, without places and conditions."""
@@ -132,6 +167,8 @@ class Flow:
         match one.opcode:
             case "get-tuple-element":
                 return Value(self._named(one.operands[0]), (int(one.attribute("index") or 0), *part))
+            case "slice":
+                return self._part_of_joined(one)
             case "tuple" if part:
                 return Value(self._named(one.operands[part[0]]), part[1:])
             case "fusion" | "call":

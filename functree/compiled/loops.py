@@ -3,8 +3,8 @@
 import re
 from collections.abc import Mapping
 
-from functree.ledger.flow import CALLS, Flow, Value
-from functree.ledger.hlo import Instruction
+from functree.compiled.flow import CALLS, Flow, Value
+from functree.compiled.hlo import Instruction
 
 _KNOWN = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 

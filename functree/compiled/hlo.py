@@ -23,6 +23,10 @@ _COMPUTATIONS = re.compile(
 _METADATA = re.compile(r', metadata=\{((?:[^"{}]|"(?:[^"\\]|\\.)*")*)\}')
 
 
+# `replica_groups=mesh['x'=4,'y'=2], device_ids=([2,4]T(1,0)) {'x'}` is one attribute.
+_INSIDE = ", device_ids="
+
+
 class ArrayType(NamedTuple):
     """The type of an array on one device.
 
@@ -103,7 +107,7 @@ class Instruction:
                 depth += 1
             elif not quoted and letter in "}])":
                 depth -= 1
-            elif not quoted and not depth and letter == "," and text[end + 1 : end + 2] == " ":
+            elif not quoted and not depth and text.startswith(", ", end) and not text.startswith(_INSIDE, end):
                 return text[start:end]
         return text[start:]
 

@@ -4,11 +4,12 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from functree.ledger.flow import Flow
-from functree.ledger.hlo import ArrayType, Instruction
-from functree.ledger.loops import runs
+from functree.compiled.flow import KINDS, Flow, Value
+from functree.compiled.hlo import ArrayType, Instruction
+from functree.compiled.loops import runs
 
-KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
+# Collectives that JAX can make, or a user by a flag, and that are not understood.
+_OTHERS = ("collective-broadcast", "ragged-all-to-all", "recv", "send")
 _OPCODES = {f"{kind}{ending}": kind for kind in KINDS for ending in ("", "-start")}
 
 
@@ -20,6 +21,8 @@ class Moved:
         kind: one of `KINDS`.
         instruction: the collective.
         index: the index of the array among those that the collective moves.
+        arrays: the number of arrays that it moves.
+        operand: what is moved.
         type: the type of its result on one device.
         count: how often it runs; None if a loop around it has an unknown length.
     """
@@ -27,6 +30,8 @@ class Moved:
     kind: str
     instruction: Instruction
     index: int
+    arrays: int
+    operand: Value
     type: ArrayType
     count: int | None
 
@@ -44,8 +49,28 @@ def moved_in(flow: Flow) -> Iterator[Moved]:
         root = flow.hlo.roots[one.computation]
         if kind == "all-reduce" and one.computation.startswith("all-reduce-scatter"):
             kind, types = "reduce-scatter", root.arrays
-        for index, type_ in enumerate(types):
-            yield Moved(kind, one, index, type_, times[one.computation])
+        operands, types = _each(flow, one, types)
+        for index, (operand, type_) in enumerate(zip(operands, types, strict=True)):
+            yield Moved(kind, one, index, len(types), operand, type_, times[one.computation])
+
+
+def others_in(flow: Flow) -> list[Instruction]:
+    """The collectives of a program of kinds that are not understood."""
+    every = flow.hlo.instructions.values()
+    return [one for one in every if one.opcode.removesuffix("-start") in _OTHERS]
+
+
+def _each(flow: Flow, one: Instruction, types: list[ArrayType]) -> tuple[list[Value], list[ArrayType]]:
+    """The operand of each array, and the type of its result."""
+    whole = types[0]
+    joined = flow.concatenated(one)
+    if joined:
+        return [operand for operand, _ in joined], [ArrayType(whole.dtype, (size,)) for _, size in joined]
+    operands = [Value(flow.hlo.instructions[name]) for name in one.operands]
+    if one.opcode == "all-to-all" and one.attribute("dimensions") is None:
+        # One array in as many pieces as there are devices.
+        return operands[:1], [ArrayType(whole.dtype, (len(types), *whole.shape))]
+    return operands, types
 
 
 def _done(flow: Flow) -> dict[str, Instruction]:

@@ -1,0 +1,64 @@
+"""A function that JAX has compiled ─► the ledger of its program."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import jax
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.tree_util import tree_leaves
+
+from functree.calls.compile_events import compile_events
+from functree.compiled.backend import backend_text
+from functree.compiled.diagnostics import Said, listening
+from functree.compiled.ledger import Ledger
+from functree.compiled.read import CompiledProgram, read_ledger
+from functree.errors import FunctreeError
+from functree.tree.paths import Path
+
+
+@contextmanager
+def heard_compiling() -> Iterator[Said]:
+    """Listen to the compiler. What it has said is not known if JAX found the program in one of its caches."""
+    before = compile_events.by_compiler
+    with listening() as said:
+        yield said
+    if compile_events.by_compiler == before:
+        said.warnings = None
+
+
+def ledger_of(
+    compiled: Any,
+    name: str,
+    parameters: Sequence[Path],
+    outputs: Sequence[Path],
+    mesh: Mesh | AbstractMesh | None,
+    warnings: tuple[str, ...] | None,
+) -> Ledger:
+    """The ledger of a compiled function.
+
+    Args:
+        compiled: JAX's compiled function.
+        name: the name of the function.
+        parameters: the path of each of its arrays, in JAX's order; it begins with the name of an argument.
+        outputs: the path of each array of its result.
+        mesh: the mesh that it was compiled for; None for that of its shardings.
+        warnings: what the compiler has said; None if it is not known.
+
+    Raises:
+        FunctreeError: the compiler gives no text of the program.
+    """
+    text = compiled.as_text()
+    if text is None:
+        raise FunctreeError(f"{name}: the compiler for {jax.default_backend()} gives no text of the program to read")
+    # An array that the program does not use has no sharding, and is none of its parameters.
+    given = tree_leaves(compiled.input_shardings, is_leaf=lambda one: one is None)
+    used = [path for path, sharding in zip(parameters, given, strict=True) if sharding is not None]
+    shardings = [one for one in [*given, *tree_leaves(compiled.output_shardings)] if one is not None]
+    if mesh is None:
+        meshes = [one.mesh for one in shardings if isinstance(one, NamedSharding)]
+        mesh = max(meshes, key=lambda one: one.size, default=None)
+    sizes = {} if mesh is None else dict(mesh.shape)
+    devices = next((one.device_set for one in shardings), jax.devices())
+    backend = backend_text(next(iter(devices)))
+    return read_ledger(CompiledProgram(text, compiled.memory_analysis(), used, outputs, sizes, backend, warnings))

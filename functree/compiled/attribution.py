@@ -1,0 +1,103 @@
+"""An array that a collective moves ─► the paths of the parameters that it serves.
+
+Parameters are found by what is made of what in the program, never by their shapes, which several may have, nor by the
+names of operations, which after a hit of the persistent cache are those of another program. Paths only tell which
+output is the new value, or the gradient, of which parameter.
+"""
+
+import math
+from collections.abc import Collection, Sequence
+from functools import cached_property
+
+from functree.compiled.hlo import Hlo
+from functree.compiled.moved import Moved
+from functree.compiled.served import Served
+from functree.tree.paths import Path
+
+
+class Attribution:
+    """The parameters that the collectives of a program serve, by number.
+
+    Args:
+        hlo: the program.
+        served: what its collectives serve.
+        parameters: the path of each parameter of the program, which begins with the name of an argument.
+        outputs: the path of each output of the program.
+    """
+
+    def __init__(self, hlo: Hlo, served: Served, parameters: Sequence[Path], outputs: Sequence[Path]):
+        self._served, self._parameters, self._outputs = served, parameters, outputs
+        entry = hlo.computations[hlo.entry]
+        self._ranks = {int(one.argument): len(one.arrays[0].shape) for one in entry if one.opcode == "parameter"}
+        self._output_ranks = [len(array.shape) for array in hlo.roots[hlo.entry].arrays]
+
+    def of(self, moved: Moved) -> list[int]:
+        """The parameters that an array serves: it consists of them, is their gradient, or was multiplied by them."""
+        found = self._served.weights(moved) or self._gradient_of(moved) or self._served.products(moved)
+        return sorted(found)
+
+    def _gradient_of(self, moved: Moved) -> Collection[int]:
+        """The parameters whose gradients, or parts of them, the moved array is."""
+        families = self._families(self._served.outputs(moved))
+        # A single number that many parameters are updated by is no gradient, but the norm of all gradients.
+        if len(families) > 1 and math.prod(moved.type.shape) == 1:
+            return ()
+        return {min(family, key=self._rank) for family in families}
+
+    def _families(self, outputs: Collection[int]) -> list[set[int]]:
+        """The parameters that outputs belong to, each with its state: moments, averages, the parameter itself.
+
+        The new value of a parameter is made of its moments; that of an average is made of the parameter.
+        """
+        families: list[set[int]] = []
+        for output in outputs:
+            own = self._replaced[output]
+            if own is None:
+                continue
+            replaced = {self._replaced[other] for other in outputs}
+            joined = {own} | (self._served.made_of(output) & replaced)
+            for family in [family for family in families if family & joined]:
+                families.remove(family)
+                joined |= family
+            families.append(joined)
+        return families
+
+    def _rank(self, parameter: int) -> tuple[int, int]:
+        """The order in a family: a parameter has a shorter path than its moments (`mu.<path>`), or is before them."""
+        return len(self._parameters[parameter]), parameter
+
+    @cached_property
+    def _replaced(self) -> list[int | None]:
+        """For each output the parameter of which it is the new value, or the gradient; None if there is none."""
+        by_end: dict[object, list[int]] = {}
+        for number, path in enumerate(self._parameters):
+            by_end.setdefault(path[-1], []).append(number)
+        return [self._counterpart(i, by_end) for i in range(len(self._outputs))]
+
+    def _counterpart(self, output: int, by_end: dict[object, list[int]]) -> int | None:
+        path, made = self._outputs[output], self._served.made_of(output)
+        fitting = [i for i in by_end.get(path[-1], ()) if self._fits(i, output)] if path else []
+        if fitting:
+            # Of several that are named alike, the one that it is made of, and then the one with the shortest path.
+            named = [(_common(self._parameters[i], path), i in made, -len(self._parameters[i]), -i) for i in fitting]
+            return -max(named)[-1]
+        fitting = [i for i in made if self._ranks.get(i) == self._output_ranks[output]]
+        return fitting[0] if len(fitting) == 1 else None
+
+    def _fits(self, parameter: int, output: int) -> bool:
+        """Whether an output may belong to a parameter: with as many dimensions, and named as it."""
+        path = self._parameters[parameter]
+        common = path[len(path) - _common(path, self._outputs[output]) :]
+        # An index alone, as of the second of two results, names nothing, unless the argument is a list of arrays.
+        named = any(isinstance(key, str) for key in common) or len(common) == len(path) - 1
+        return named and self._ranks.get(parameter) == self._output_ranks[output]
+
+
+def _common(path: Path, other: Path) -> int:
+    """The number of keys at the ends of two paths that are equal."""
+    number = 0
+    for one, two in zip(reversed(path), reversed(other), strict=False):
+        if one != two:
+            break
+        number += 1
+    return number

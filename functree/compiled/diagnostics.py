@@ -1,0 +1,176 @@
+"""What XLA says on the standard error of the process while it compiles ─► its warnings.
+
+XLA tells nobody else of an involuntary rematerialization or a slow compilation: it writes a line to file descriptor 2.
+So that descriptor is a pipe while something compiles, and a thread passes on what comes through it at once. There is
+one pipe for the process, however many threads compile: two of them would each restore what the other one had set.
+"""
+
+import os
+import re
+import select
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+
+class Said:
+    """What was written to standard error while a context was entered.
+
+    Attributes:
+        warnings: the warnings of the compiler; None as long as the context is entered, and if the process has no
+            standard error that could be listened to. Of several threads that compile at once each gets all of them.
+    """
+
+    def __init__(self) -> None:
+        self.warnings: tuple[str, ...] | None = None
+        self.chunks: list[bytes] = []
+
+
+@contextmanager
+def listening() -> Iterator[Said]:
+    """Listen to the compiler; what others write to standard error is passed on too."""
+    said = Said()
+    pipe = _STANDARD_ERROR.enter(said)
+    try:
+        yield said
+    finally:
+        if pipe:
+            _STANDARD_ERROR.leave(said)
+            said.warnings = tuple(warnings_in(b"".join(said.chunks).decode(errors="replace")))
+
+
+class _StandardError:
+    """Standard error as a pipe, for as long as somebody listens."""
+
+    def __init__(self) -> None:
+        self._changing = threading.Lock()
+        self._reader: _Reader | None = None
+
+    def enter(self, said: Said) -> bool:
+        """Begin to listen; return whether that is possible."""
+        with self._changing:
+            if self._reader is None:
+                self._reader = self._redirect()
+            if self._reader is None:
+                return False
+            with self._reader.reading:
+                self._reader.listeners.append(said)
+            return True
+
+    def leave(self, said: Said) -> None:
+        """Stop listening, when all that was written before has been read."""
+        with self._changing:
+            reader = self._reader
+            assert reader is not None
+            if len(reader.listeners) == 1:
+                os.dup2(reader.original, 2)
+                self._reader = None
+            reader.leave(said)
+            if self._reader is None:
+                reader.close()
+
+    def forget(self) -> None:
+        """Restore standard error in a process that was forked while somebody listened: it has no thread to read."""
+        self._changing = threading.Lock()
+        if self._reader is not None:
+            os.dup2(self._reader.original, 2)
+        self._reader = None
+
+    def _redirect(self) -> "_Reader | None":
+        try:
+            original = os.dup(2)
+        except OSError:  # a process without standard error
+            return None
+        read, write = os.pipe()
+        reader = _Reader(read, write, original)
+        os.dup2(write, 2)
+        return reader
+
+
+_CAPACITY = 65536
+
+
+class _Reader(threading.Thread):
+    """A thread that passes on what comes through a pipe.
+
+    It lives until every writer has closed the pipe: a process that was started meanwhile has it as its standard error.
+    """
+
+    def __init__(self, read: int, write: int, original: int):
+        super().__init__(daemon=True, name="functree: standard error")
+        self._read, self._write, self.original = read, write, original
+        self.reading: threading.Lock = threading.Lock()
+        self.listeners: list[Said] = []
+        self._passed_on = 0
+        self.start()
+
+    def run(self) -> None:
+        while True:
+            select.select([self._read], [], [])
+            # Read under the lock, so that nothing is neither in the pipe nor passed on while somebody holds it.
+            with self.reading:
+                data = os.read(self._read, _CAPACITY)
+                for said in self.listeners:
+                    said.chunks.append(data)
+                self._passed_on += len(data)
+                self._pass_on(data)
+            if not data:
+                break
+        os.close(self._read)
+        os.close(self.original)
+
+    def _pass_on(self, data: bytes) -> None:
+        rest = memoryview(data)
+        try:
+            while rest:
+                rest = rest[os.write(self.original, rest) :]
+        except OSError:
+            pass  # the original is closed, for example a pipe that nobody reads: without us it would be lost too
+
+    def leave(self, said: Said) -> None:
+        """Remove a listener, when all that was written before has been read."""
+        end = self._passed_on + _CAPACITY
+        while True:
+            with self.reading:
+                # In a pipe that is never empty, because others write on, it was read after as much as a pipe can hold.
+                if not self._waiting() or self._passed_on >= end:
+                    self.listeners.remove(said)
+                    return
+            time.sleep(0)
+
+    def close(self) -> None:
+        """Close the pipe from this side."""
+        os.close(self._write)
+
+    def _waiting(self) -> bool:
+        """Whether something in the pipe has not been read."""
+        return bool(select.select([self._read], [], [], 0)[0])
+
+
+_STANDARD_ERROR = _StandardError()
+if hasattr(os, "register_at_fork"):  # not on Windows
+    os.register_at_fork(after_in_child=_STANDARD_ERROR.forget)
+
+_HEAD = re.compile(r"^[IWEF]\d{4} [\d:.]+ +\d+ [\w.]+:\d+\] ?(.*)$")
+# What is worth telling: the others are about the compiler itself, and nobody can do anything about them.
+_TOLD = re.compile(
+    r"involuntary full rematerialization|very slow compile|can't reduce memory use|constant folding an instruction is"
+    r"|ran out of memory|exceeds available",
+    re.IGNORECASE,
+)
+
+
+def warnings_in(text: str) -> Sequence[str]:
+    """The warnings of the compiler among what was written to standard error, each once, without time and place."""
+    found: dict[str, None] = {}
+    lines = text.splitlines()
+    for i, line in enumerate(lines):
+        head = _HEAD.match(line)
+        if head is None:
+            continue
+        # A message of several lines begins with an empty one, and has its words between lines of stars.
+        message = head[1] or " ".join(following for following in lines[i + 1 : i + 4] if not following.startswith("*"))
+        if _TOLD.search(message):
+            found[message.strip()] = None
+    return list(found)

@@ -1,0 +1,103 @@
+"""`Ledger`: what a compiled program moves between devices, and what it keeps in their memory."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from functree.compiled.collective import Collective
+from functree.compiled.memory import Memory
+from functree.compiled.page import ledger_html
+from functree.compiled.text import ledger_text, summary_text
+from functree.layout.meshes import MeshView
+
+
+@dataclass(frozen=True, repr=False)
+class Ledger:
+    """What a compiled program moves between devices, and what it keeps in their memory.
+
+    It is made by `compiled.ledger()`, or by `ft.ledger`.
+
+    Attributes:
+        collectives: each array that is moved, in the order of the program's text.
+        memory: the bytes on one device.
+        backend: what it was compiled for: `cpu`, `tpu v5e`, `cuda h100`.
+        sizes: the sizes of the mesh axes; empty if the mesh is not known.
+        warnings: what the compiler has said, for example of an involuntary rematerialization.
+        warnings_known: whether the compiler was listened to. False if JAX had the program in a cache, so that nothing
+            was compiled.
+        not_understood: what the ledger could not read, one sentence for each.
+
+    Examples:
+        >>> mesh = ft.make_mesh(data=2, model=4)
+        >>> @ft.jit(in_shardings=(ft.P("model"), ft.P(None, "model")), out_shardings=ft.P(), mesh=mesh)
+        ... def project(w, x):
+        ...     return x @ w
+        >>> shapes = [jax.ShapeDtypeStruct(shape, "float32") for shape in [(64, 32), (16, 64)]]
+        >>> ledger = project.lower(*shapes).compile().ledger()
+        >>> moved = ledger.collectives[0]
+        >>> moved.kind, moved.mesh_axes, moved.bytes, moved.count
+        ('all-reduce', ('model',), 2048, 1)
+        >>> ledger.memory.arguments["w"]
+        2048
+    """
+
+    collectives: tuple[Collective, ...]
+    memory: Memory
+    backend: str
+    sizes: Mapping[str, int] = field(hash=False)
+    warnings: tuple[str, ...] = ()
+    warnings_known: bool = True
+    not_understood: tuple[str, ...] = ()
+
+    def totals(self) -> dict[tuple[str, tuple[str, ...] | None], int]:
+        """The bytes of all runs by kind and mesh axes, the largest first.
+
+        A collective in a loop of unknown length counts once, so that its total is the least that it may be.
+        """
+        found: dict[tuple[str, tuple[str, ...] | None], int] = {}
+        for one in self.collectives:
+            key = (one.kind, one.mesh_axes)
+            found[key] = found.get(key, 0) + one.total
+        return dict(sorted(found.items(), key=lambda item: -item[1]))
+
+    @property
+    def attributed(self) -> float:
+        """The share of the moved bytes that have a path, between 0 and 1; 1 if nothing is moved."""
+        total = sum(one.total for one in self.collectives)
+        return sum(one.total for one in self.collectives if one.paths) / total if total else 1.0
+
+    def summary(self) -> str:
+        """The totals by kind and mesh axes, and the memory, in a few lines."""
+        mesh = f", mesh {MeshView(self.sizes)}" if self.sizes else ""
+        return summary_text(self.totals(), self.memory, self.attributed, f"{self.backend}{mesh}")
+
+    def __str__(self) -> str:
+        return ledger_text(self.collectives, self.summary(), self._notes())
+
+    def __repr__(self) -> str:
+        return f"<Ledger of {len(self.collectives)} collectives for {self.backend}>"
+
+    def html(self) -> str:
+        """The ledger as a HTML page, with a bar for the bytes of each collective and argument."""
+        return self._html(page=True)
+
+    def _repr_html_(self) -> str:
+        return self._html(page=False)
+
+    def _html(self, page: bool) -> str:
+        return ledger_html(self.collectives, self.memory, [*self._notes(), *self.summary().splitlines()], page)
+
+    def _notes(self) -> list[str]:
+        """What a reader must know before the figures."""
+        notes = [f"WARNING of the compiler: {warning}" for warning in self.warnings]
+        notes += [f"not understood: {what}" for what in self.not_understood]
+        if not self.warnings_known:
+            notes.append("JAX had the program in a cache, so it is not known what the compiler would have warned of")
+        if self.backend == "cpu" and self.collectives:
+            notes.append(_CPU)
+        return notes
+
+
+_CPU = (
+    "compiled for CPUs: for TPUs and GPUs the compiler chooses other collectives, and moves bfloat16 as it is "
+    "(`ft.make_mesh(..., target=)`)"
+)

@@ -1,0 +1,114 @@
+"""A collective of a training step ─► its phase: forward, backward, recomputation, or the update of the optimizer.
+
+The name of an operation has the transformations in it that JAX has made it by: `jit(step)/transpose(jvp())/mul`. Names
+of parameters in it are never read: after a hit of the persistent cache they are those of another program.
+"""
+
+from collections.abc import Iterator
+from functools import cached_property
+
+from functree.compiled.flow import Flow
+from functree.compiled.hlo import Instruction
+from functree.compiled.moved import Moved
+
+PHASES = ("forward", "backward", "recompute", "update")
+
+
+class Phases:
+    """The phases of the collectives of a program.
+
+    Args:
+        flow: where the values of the program come from.
+    """
+
+    def __init__(self, flow: Flow):
+        self._flow = flow
+
+    def phase(self, moved: Moved) -> str | None:
+        """One of `PHASES`; None if the compiler has combined operations of several phases, or lost their names."""
+        named = next((one for one in self.described(moved) if one.metadata("op_name")), None)
+        if named is None:
+            return None
+        names = split(named.metadata("op_name") or "")
+        if named is moved.instruction and len(names) == moved.arrays:
+            names = [names[moved.index]]  # one for each array
+        phases = {_phase(name) or self._outside(moved) for name in names}
+        return phases.pop() if len(phases) == 1 else None
+
+    def described(self, moved: Moved) -> Iterator[Instruction]:
+        """The instructions that describe a collective, the nearest first.
+
+        Some compilers leave a collective without metadata that they have made of others. Then what it moves says where
+        it comes from, and else what it is a part of.
+        """
+        yield moved.instruction
+        yield self._flow.source(moved.operand).instruction
+        computation = moved.instruction.computation
+        while callers := self._flow.callers.get(computation):
+            yield callers[0]
+            computation = callers[0].computation
+
+    def _outside(self, moved: Moved) -> str:
+        """The phase of what is neither differentiated nor a derivative: before the gradients, or made of them."""
+        return "update" if self._depends_on_backward(moved) else "forward"
+
+    @cached_property
+    def _backward(self) -> frozenset[Instruction]:
+        """The instructions of the backward pass, without constants: one constant may serve the forward pass too."""
+        computed = [one for one in self._flow.hlo.instructions.values() if one.opcode != "constant"]
+        return frozenset(one for one in computed if _phase(one.metadata("op_name") or "") == "backward")
+
+    def _depends_on_backward(self, moved: Moved) -> bool:
+        if not self._backward:
+            return False
+        seen = {moved.operand}
+        waiting = [moved.operand]
+        while waiting:
+            one = waiting.pop()
+            if one.instruction in self._backward:
+                return True
+            new = [value for value in self._flow.inputs(one) if value not in seen]
+            waiting += new
+            seen.update(new)
+        return False
+
+
+def _phase(name: str) -> str | None:
+    """The phase that the name of an operation says; None if it was neither differentiated nor is a derivative."""
+    if "rematted_computation" in name:
+        return "recompute"
+    if "transpose(" in name:
+        return "backward"
+    return "forward" if "jvp(" in name else None
+
+
+def split(name: str) -> list[str]:
+    """The names of the operations that a compiler has combined.
+
+    >>> split("jit(f)/transpose(jvp())/(reduce_sum:while/dot_general)")
+    ['jit(f)/transpose(jvp())/reduce_sum', 'jit(f)/transpose(jvp())/while/dot_general']
+    """
+    opened: list[int] = []
+    for i, letter in enumerate(name):
+        if letter == "(":
+            opened.append(i)
+        elif letter == ")" and opened:
+            opened.pop()
+        elif letter == ":" and opened:
+            return _distributed(name, opened[-1])
+    return [name]
+
+
+def _distributed(name: str, start: int) -> list[str]:
+    """`a(b:c)d` ─► `abd` and `acd`, where `start` is the index of the parenthesis."""
+    parts, depth, end = [""], 0, start
+    for end in range(start + 1, len(name)):
+        letter = name[end]
+        if letter == ")" and depth == 0:
+            break
+        depth += (letter == "(") - (letter == ")")
+        if letter == ":" and depth == 0:
+            parts.append("")
+        else:
+            parts[-1] += letter
+    return [name[:start] + part + name[end + 1 :] for part in parts]

@@ -1,0 +1,135 @@
+"""A compiled program, with the paths of its arguments and results ─► its `Ledger`."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+from functree.compiled.attribution import Attribution
+from functree.compiled.collective import Collective
+from functree.compiled.flow import Flow
+from functree.compiled.groups import groups_of, mesh_axes_of
+from functree.compiled.hlo import Hlo
+from functree.compiled.ledger import Ledger
+from functree.compiled.memory import BytesByPath, Memory
+from functree.compiled.moved import Moved, moved_in, others_in
+from functree.compiled.phases import Phases
+from functree.compiled.served import Served
+from functree.compiled.sources import Sources
+from functree.tree.paths import Path
+
+
+class CompiledProgram(NamedTuple):
+    """A program as its compiler describes it.
+
+    Attributes:
+        text: the text of the program.
+        memory: the statistics of its memory, as of `compiled.memory_analysis()`; None if the compiler gives none.
+        parameters: the path of each parameter of the program; it begins with the name of an argument.
+        outputs: the path of each output.
+        sizes: the sizes of the mesh axes; empty if the mesh is not known.
+        backend: the name of what it is compiled for.
+        warnings: what the compiler has said; None if it was not listened to.
+    """
+
+    text: str
+    memory: Any
+    parameters: Sequence[Path]
+    outputs: Sequence[Path]
+    sizes: dict[str, int]
+    backend: str
+    warnings: tuple[str, ...] | None
+
+
+def read_ledger(program: CompiledProgram) -> Ledger:
+    """The ledger of a program."""
+    reader = _Reader(program)
+    collectives = tuple(map(reader.collective, moved_in(reader.flow)))
+    return Ledger(
+        collectives,
+        _memory(program, reader.hlo),
+        program.backend,
+        program.sizes,
+        program.warnings or (),
+        program.warnings is not None,
+        tuple(reader.not_understood(collectives)),
+    )
+
+
+class _Reader:
+    """All that is asked about the collectives of one program."""
+
+    def __init__(self, program: CompiledProgram):
+        self.hlo: Hlo = Hlo(program.text)
+        self.flow: Flow = Flow(self.hlo)
+        self._sizes = program.sizes
+        self._parameters = program.parameters
+        self._attribution = Attribution(self.hlo, Served(self.flow), program.parameters, program.outputs)
+        self._phases = Phases(self.flow)
+        self._sources = Sources(program.text)
+
+    def collective(self, moved: Moved) -> Collective:
+        """What the ledger says about an array that is moved."""
+        paths = [self._parameters[i] for i in self._attribution.of(moved)]
+        axes, size = self._groups(moved)
+        return Collective(
+            moved.kind,
+            axes,
+            size,
+            moved.type.bytes,
+            moved.count,
+            tuple(Path(path[1:]) for path in paths),
+            tuple(str(path[0]) for path in paths),
+            self._phases.phase(moved),
+            self._source(moved),
+            moved.instruction.name,
+        )
+
+    def _groups(self, moved: Moved) -> tuple[tuple[str, ...] | None, int | None]:
+        """The mesh axes over which an array is moved, and the number of devices in a group."""
+        one = moved.instruction
+        text = one.attribute("source_target_pairs") or one.attribute("replica_groups")
+        devices = 1
+        for size in self._sizes.values():
+            devices *= size
+        groups = None if text is None else groups_of(text, devices)
+        if not groups:
+            return None, None
+        axes = mesh_axes_of(groups, self._sizes) if self._sizes else None
+        return axes, max(map(len, groups))
+
+    def _source(self, moved: Moved) -> str | None:
+        """The line of source of the nearest instruction that has one."""
+        lines = map(self._sources.line, self._phases.described(moved))
+        return next((line for line in lines if line is not None), None)
+
+    def not_understood(self, collectives: Sequence[Collective]) -> Iterator[str]:
+        """A sentence for each thing in the program that could not be read."""
+        for one in others_in(self.flow):
+            yield f"{one.opcode} ({one.name}): the ledger does not know this kind of collective, and leaves it out"
+        unknown = list(dict.fromkeys(one.op for one in collectives if one.mesh_axes is None))
+        if unknown and self._sizes:
+            yield f"the groups of devices of {', '.join(unknown)}: they are not on the mesh, or spelled in a new way"
+        elif unknown:
+            yield "the mesh of the program, so there are no names for the mesh axes: give it as `mesh=`"
+        endless = list(dict.fromkeys(one.op for one in collectives if one.count is None))
+        if endless:
+            yield f"how often {', '.join(endless)} run: the length of a loop depends on data; they count once"
+
+
+def _memory(program: CompiledProgram, hlo: Hlo) -> Memory:
+    """The memory of a program; what the compiler does not say is taken from the program's parameters and results."""
+    sizes: dict[Path, int] = {}
+    for one in hlo.computations[hlo.entry]:
+        if one.opcode == "parameter":
+            sizes[program.parameters[int(one.argument)]] = one.arrays[0].bytes
+    known = program.memory
+    if known is None:
+        outputs = sum(array.bytes for array in hlo.roots[hlo.entry].arrays)
+        return Memory(BytesByPath(sizes), outputs, 0, 0, sum(sizes.values()) + outputs)
+    given = known.argument_size_in_bytes + known.host_argument_size_in_bytes
+    outputs = known.output_size_in_bytes + known.host_output_size_in_bytes
+    aliases = known.alias_size_in_bytes + known.host_alias_size_in_bytes
+    temporaries = known.temp_size_in_bytes + known.host_temp_size_in_bytes
+    peak = known.peak_memory_in_bytes
+    if program.backend == "cpu":  # whose compiler leaves out temporaries
+        peak = given + outputs - aliases + temporaries
+    return Memory(BytesByPath(sizes), outputs, aliases, temporaries, peak)
