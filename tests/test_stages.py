@@ -268,7 +268,7 @@ def test_an_abstract_mesh(mesh: Mesh, placed: tuple[MLP, Array]):
     function = ft.jit(step, mesh=elsewhere, in_shardings={"model": RULES, "x": P("data")})
     text = function.trace(*abstract(elsewhere)).lower(lowering_platforms=("tpu",)).as_text()  # type: ignore[arg-type]
     assert '"model"=4' in text
-    with pytest.raises(ft.ShardingError, match=r"step: \(data=2, model=4\) has no devices to run on"):
+    with pytest.raises(ft.ShardingError, match=r"step cannot run: \(data=2, model=4\) has no devices"):
         function(*placed)
 
 

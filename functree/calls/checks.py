@@ -13,7 +13,7 @@ from functree.calls.closures import closed_over, held, used_globals
 from functree.calls.donation import check_donated, is_deleted, refuse_deleted, twice_by_identity
 from functree.calls.program import Program
 from functree.errors import FunctreeError, Problem, ShardingError, count, listed, warn
-from functree.layout.meshes import NO_MESH, current_mesh, mesh_view, tracing
+from functree.layout.meshes import current_mesh, mesh_view, tracing
 from functree.layout.placement import first_mesh, is_concrete, mesh_of
 from functree.tree.leaf import array_problem
 from functree.tree.paths import Path
@@ -24,7 +24,7 @@ BIG_CONSTANT = 2**20  # bytes; there is a warning for a larger array that a func
 def check_call(program: Program, found: FoundCall) -> None:
     """Raise an error if arguments have no values or are deleted, or if an array is donated twice."""
     arrays, arguments = found.arrays, program.body.arguments
-    if not found.concrete or isinstance(program.mesh, AbstractMesh):
+    if program.missing is not None or not found.concrete:
         _refuse_abstract(program, arrays)
     gone = [x.is_deleted() for x in arrays] if found.concrete else map(is_deleted, arrays)
     if True in gone:
@@ -34,15 +34,14 @@ def check_call(program: Program, found: FoundCall) -> None:
 
 
 def _refuse_abstract(program: Program, arrays: Sequence[Any]) -> None:
-    """Raise an error if an argument or the mesh is abstract."""
+    """Raise an error if an argument is abstract, or if nothing can be run on the mesh."""
+    if program.missing is not None and not tracing():
+        raise ShardingError(f"{program.name} cannot run: {program.missing}")
     for path, array in zip(program.group.paths, arrays, strict=True):
         if isinstance(array, jax.ShapeDtypeStruct):
             raise FunctreeError(
                 f"{program.name}: `{path}` is abstract, so the function cannot run: use `.lower` or `.eval_shape`"
             )
-    if isinstance(program.mesh, AbstractMesh) and not tracing():
-        view = mesh_view(program.mesh)
-        raise ShardingError(f"{program.name}: {view} has no devices to run on: {NO_MESH} with a `Mesh`")
 
 
 def check_mesh(name: str, paths: Sequence[Path], arrays: Sequence[Any], mesh: Mesh | AbstractMesh | None) -> None:

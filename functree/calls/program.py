@@ -8,6 +8,8 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
+from jax.core import Tracer
 from jax.extend.core import jaxpr_as_fun
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.tree_util import tree_leaves, tree_structure, tree_unflatten
@@ -18,7 +20,7 @@ from functree.calls.derivatives import Context, has_derivatives, in_context
 from functree.calls.output import Output
 from functree.layout.constraint import constrained
 from functree.layout.layout import Layout
-from functree.layout.meshes import tracing
+from functree.layout.meshes import tracing, without_devices
 
 ArrayFunction = Callable[..., Output]
 """A body, or a function with a body in it, of `Arrays` for each parameter."""
@@ -183,9 +185,14 @@ class Program:
     donates: bool = False
 
     @cached_property
+    def missing(self) -> str | None:
+        """Why nothing can be run on the mesh; None if it has devices."""
+        return None if self.mesh is None else without_devices(self.mesh)
+
+    @cached_property
     def careful(self) -> bool:
-        """Whether each call is checked before it runs: because it donates, or the mesh has no devices."""
-        return self.donates or isinstance(self.mesh, AbstractMesh)
+        """Whether each call is checked before it runs: because it donates, or nothing can be run on the mesh."""
+        return self.donates or self.missing is not None
 
     def __call__(self, arrays: Sequence[Any]) -> Any:
         output: Output = self.jitted(*self.body.arguments.split(arrays))
@@ -194,7 +201,23 @@ class Program:
     def trace(self, arrays: Sequence[Any]) -> Any:
         """JAX's `Traced` for a call's arrays, abstract ones too."""
         with around(self.entered):
-            return self.jitted.trace(*self.body.arguments.split(arrays))
+            return self.jitted.trace(*self.body.arguments.split(traceable(arrays, self.mesh)))
+
+
+def traceable(arrays: Sequence[Any], mesh: Mesh | AbstractMesh | None) -> Sequence[Any]:
+    """The arrays of a call as its function can be traced with them.
+
+    If the mesh is of devices that are only compiled for, those that nobody has placed are abstract: they are in the
+    memory of other devices, of which there are other kinds.
+    """
+    if mesh is None or isinstance(mesh, AbstractMesh) or without_devices(mesh) is None:
+        return arrays
+    return [_abstract(x) if isinstance(x, jax.Array | np.ndarray) and not isinstance(x, Tracer) else x for x in arrays]
+
+
+def _abstract(array: Any) -> jax.ShapeDtypeStruct:
+    kind = jax.typeof(array)
+    return jax.ShapeDtypeStruct(kind.shape, kind.dtype, weak_type=kind.weak_type)
 
 
 _CONFIG: Any = jax.config  # its options are attributes that type checkers do not know

@@ -1,10 +1,12 @@
 """A call of a function made by `ft.jit` ─► its stages, traced, lowered and compiled, for trees of modules."""
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import jax
 from jax.core import Tracer
+from jax.sharding import Mesh
 from jax.tree_util import tree_structure
 
 from functree.calls.call_groups import CallGroup
@@ -12,12 +14,13 @@ from functree.calls.compilations import Difference, Log, Seen, differences
 from functree.calls.compile_events import compile_events
 from functree.calls.compiled_program import heard_compiling, ledger_of
 from functree.calls.donation import check_donated, refuse_deleted, twice_by_identity
+from functree.calls.out_of_memory import Argument, check_fits, refusing_too_large
 from functree.calls.output import Output
 from functree.calls.program import Program, around
 from functree.calls.signature import Bound, Signature
 from functree.calls.static_arguments import with_static
 from functree.compiled.ledger import Ledger
-from functree.errors import FunctreeError, Problem, count
+from functree.errors import FunctreeError, Problem, ShardingError, count
 from functree.layout.placement import is_sharded_as, sharding_text
 from functree.parameters import DEVICES, MAPPING, TEXTS, check
 from functree.tree.arrays import is_array
@@ -187,7 +190,7 @@ class Lowered(Stage):
             device_assignment: the devices of a program that was traced on an abstract mesh, in the order of that mesh.
 
         Raises:
-            FunctreeError: one of them is something else.
+            FunctreeError: one of them is something else; or the program does not fit in the memory of a target.
         """
         check(
             f"{self._call.program.name} cannot be compiled so",
@@ -195,13 +198,35 @@ class Lowered(Stage):
             device_assignment=(device_assignment, DEVICES.or_none()),
         )
         before = compile_events.count
-        with heard_compiling() as heard, around(self._call.program.entered):
+        with heard_compiling() as heard, around(self._call.program.entered), self._refusing_too_large():
             compiled = self._stage.compile(compiler_options, device_assignment=device_assignment)
         # Otherwise JAX had compiled it before, for a call or here.
         if compile_events.have(self._call.program.body.__name__, before):
             options = tuple(sorted((compiler_options or {}).items()))
             self._call.log.add(self._call.seen.situation._replace(options=options))
+        self._check_fits(compiled)
         return Compiled(compiled, self._call, heard.warnings)
+
+    def _refusing_too_large(self) -> AbstractContextManager[None]:
+        """A context in which a program that is too large for a target is an error with paths."""
+        mesh = self._call.program.mesh
+        if self._call.program.missing is None or not isinstance(mesh, Mesh):
+            return nullcontext()
+        return refusing_too_large(self._call.program.name, mesh.devices.flat[0], self._arguments_of_program())
+
+    def _check_fits(self, compiled: Any) -> None:
+        mesh = self._call.program.mesh
+        if self._call.program.missing is not None and isinstance(mesh, Mesh):
+            check_fits(self._call.program.name, mesh.devices.flat[0], compiled, self._arguments_of_program())
+
+    def _arguments_of_program(self) -> list[Argument]:
+        """The arrays of the call, with their shardings as far as they are known."""
+        program, seen = self._call.program, self._call.seen
+        wanted = program.in_shardings or seen.shardings
+        return [
+            Argument(path, value, one if one is not None else sharding)
+            for path, value, one, sharding in zip(program.group.paths, seen.types, wanted, seen.shardings, strict=True)
+        ]
 
     def as_text(self, dialect: str | None = None, *, debug_info: bool = False) -> str:
         """The program as text: `dialect` is `"stablehlo"` or `"hlo"`."""
@@ -242,9 +267,12 @@ class Compiled(Stage):
 
         Raises:
             FunctreeError: arguments have another structure, shape, dtype or sharding than those that it was compiled
-                for; an array is donated twice, or is deleted. The error lists the paths.
+                for; an array is donated twice, or is deleted. The error lists the paths. Or the program was compiled
+                for devices that are not there.
         """
         program, call = self._call.program, self._call.bind(args, kwargs)
+        if program.missing is not None:
+            raise ShardingError(f"{program.name} cannot run: {program.missing}")
         arrays = program.group.take(call)
         if type(arrays) is tuple or not all(map(is_array, arrays)):
             raise self._other(call)

@@ -26,13 +26,17 @@ class Phases:
 
     def phase(self, moved: Moved) -> str | None:
         """One of `PHASES`; None if the compiler has combined operations of several phases, or lost their names."""
-        named = next((one for one in self.described(moved) if one.metadata("op_name")), None)
+        own = split(moved.instruction.metadata("op_name") or "")
+        if len(own) == moved.arrays and own != [""]:
+            return self._of(own[moved.index], moved)  # one name for each array
+        # Of combined arrays some compilers name only the first. Then what is moved says more.
+        moving = self._flow.source(moved.operand).instruction.metadata("op_name") or ""
+        if moved.arrays > 1 and _phase(moving) is not None:
+            return _phase(moving)
+        named = next((name for one in self.described(moved) if (name := one.metadata("op_name"))), None)
         if named is None:
             return None
-        names = split(named.metadata("op_name") or "")
-        if named is moved.instruction and len(names) == moved.arrays:
-            names = [names[moved.index]]  # one for each array
-        phases = {_phase(name) or self._outside(moved) for name in names}
+        phases = {self._of(name, moved) for name in split(named)}
         return phases.pop() if len(phases) == 1 else None
 
     def described(self, moved: Moved) -> Iterator[Instruction]:
@@ -48,9 +52,12 @@ class Phases:
             yield callers[0]
             computation = callers[0].computation
 
-    def _outside(self, moved: Moved) -> str:
-        """The phase of what is neither differentiated nor a derivative: before the gradients, or made of them."""
-        return "update" if self._depends_on_backward(moved) else "forward"
+    def _of(self, name: str, moved: Moved) -> str:
+        """The phase of an operation of this name.
+
+        What is neither differentiated nor a derivative is before the gradients, or is made of them.
+        """
+        return _phase(name) or ("update" if self._depends_on_backward(moved) else "forward")
 
     @cached_property
     def _backward(self) -> frozenset[Instruction]:

@@ -98,7 +98,10 @@ class _Reader:
 
     def _source(self, moved: Moved) -> str | None:
         """The line of source of the nearest instruction that has one."""
-        lines = map(self._sources.line, self._phases.described(moved))
+        places = list(self._phases.described(moved))
+        if moved.arrays > 1:  # the line of the collective is that of the first array
+            places[:2] = reversed(places[:2])
+        lines = map(self._sources.line, places)
         return next((line for line in lines if line is not None), None)
 
     def not_understood(self, collectives: Sequence[Collective]) -> Iterator[str]:

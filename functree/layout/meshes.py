@@ -119,6 +119,34 @@ def _with_types(mesh: Mesh, axis_types: tuple[AxisType, ...]) -> Mesh:
     return Mesh(mesh.devices, mesh.axis_names, axis_types)
 
 
+def without_devices(mesh: Mesh | AbstractMesh) -> str | None:
+    """Why nothing can be run on a mesh, and what to do; None if it has devices.
+
+    The devices of a topology (`ft.make_mesh(..., target=)`, `jax.experimental.topologies`) are only compiled for.
+    """
+    if isinstance(mesh, AbstractMesh):
+        return f"{mesh_view(mesh)} has no devices: {NO_MESH} with a `Mesh`"
+    if not _is_compiled_for(mesh):
+        return None
+    kind = mesh.devices.flat[0].device_kind
+    return f"{mesh_view(mesh)} has devices ({kind}) that are only compiled for: {_ONLY_COMPILED}"
+
+
+_ONLY_COMPILED = "use `.lower(...).compile()` or `ft.ledger`; to run, make the mesh without `target=`"
+
+
+@functools.lru_cache(maxsize=64)
+def _is_compiled_for(mesh: Mesh) -> bool:
+    """Whether the devices of a mesh are not there."""
+    device = mesh.devices.flat[0]
+    if device in jax.devices():
+        return False
+    try:
+        return device not in jax.devices(device.platform)
+    except RuntimeError:  # this platform is not on this machine
+        return True
+
+
 def abstract_mesh(mesh: Mesh | AbstractMesh) -> AbstractMesh:
     """A mesh without its devices."""
     return mesh.abstract_mesh if isinstance(mesh, Mesh) else mesh

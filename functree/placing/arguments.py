@@ -16,7 +16,7 @@ from functree.errors import Problem, ShardingError, listed, warn
 from functree.layout.constraint import constrained
 from functree.layout.decision import Decision, optimizer_remedy, whole
 from functree.layout.layout import Layout, Modified, Resolution
-from functree.layout.meshes import MeshView
+from functree.layout.meshes import MeshView, without_devices
 from functree.layout.plan.resolver import plan_tree
 from functree.layout.plan.row import Row
 from functree.layout.validation import leaves_at_fault
@@ -48,8 +48,10 @@ class Targets:
                 new[i] = array.update(sharding=self._sharding(i))
             elif isinstance(array, Tracer):
                 traced[i] = array
-            elif isinstance(self.mesh, Mesh):
+            elif without_devices(self.mesh) is None:
                 moving[i] = array
+            elif isinstance(self.mesh, Mesh):  # such a program can be compiled, and not run
+                new[i] = jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=self._sharding(i))
         for i, array in (self._constrain(traced) if traced else {}).items():
             new[i] = array
         # `device_put` may share a buffer with the given array, even with `may_alias=False`: that on the device where

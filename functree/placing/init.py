@@ -17,7 +17,7 @@ from functree.calls.signature import Bound, Signature
 from functree.calls.traces import Traces, traces_of
 from functree.errors import ShardingError
 from functree.layout.layout import Layout, LayoutLike, LayoutTree
-from functree.layout.meshes import NO_MESH, MeshLike, current_mesh, mesh_view
+from functree.layout.meshes import NO_MESH, MeshLike, current_mesh, mesh_view, without_devices
 from functree.layout.optimizer.origins import Optimizer
 from functree.layout.optimizer.plan_optimizer import plan_state
 from functree.layout.plan.plan import Plan
@@ -78,7 +78,8 @@ class Init(Function[_P, _T]):
         check_mesh(self._signature.name, group.paths, found.arrays, self._mesh_now())
         prepared = prepare(body, found.arrays, lay_outputs=self._shardings)
         group.several_devices = group.several_devices or on_several_devices(found.arrays)
-        return Program(self._signature.name, group, body, prepared.jitted, out_shardings=prepared.out_shardings)
+        mesh = self._mesh_now()
+        return Program(self._signature.name, group, body, prepared.jitted, mesh, out_shardings=prepared.out_shardings)
 
     def _mesh_now(self) -> Mesh | AbstractMesh | None:
         """The mesh of a call that is made now."""
@@ -103,11 +104,11 @@ class Init(Function[_P, _T]):
 
     def _shardings(self, output: Output) -> list[NamedSharding | None]:
         planned = self._planned(output)
-        if not isinstance(planned.mesh, Mesh):
-            raise ShardingError(
-                f"arrays cannot be created on {planned.view}, which has no devices: {NO_MESH} with a `Mesh`; "
-                "inside jit write `ft.constrain(make(...), layout)`"
-            )
+        if planned.mesh is None:
+            raise ShardingError(f"arrays cannot be created on {planned.view}, which has no devices: {NO_MESH}")
+        if isinstance(planned.mesh, AbstractMesh):
+            inside = "inside jit write `ft.constrain(make(...), layout)`"
+            raise ShardingError(f"arrays cannot be created: {without_devices(planned.mesh)}; {inside}")
         # One array at two places of the result is one output of the program, so two rows may share a place.
         which = range(len(planned.rows)) if output.which is None else output.which
         by_place = dict(zip(which, map(planned.sharding, planned.rows), strict=True))

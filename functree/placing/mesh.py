@@ -9,11 +9,17 @@ import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh
 
+from functree.compiled.targets.target import target_devices
 from functree.errors import ShardingError, did_you_mean
 
 
 def make_mesh(
-    *, explicit: bool = False, devices: Sequence[Any] | None = None, dcn: Mapping[str, int] | None = None, **sizes: int
+    *,
+    explicit: bool = False,
+    devices: Sequence[Any] | None = None,
+    dcn: Mapping[str, int] | None = None,
+    target: str | None = None,
+    **sizes: int,
 ) -> Mesh:
     """A mesh of devices with named mesh axes.
 
@@ -22,24 +28,32 @@ def make_mesh(
             are Auto (`jax.make_mesh` makes Explicit ones by default).
         devices: the devices; by default all devices.
         dcn: the factor of a mesh axis that crosses slices: `data=8, dcn={"data": 4}` is 4 slices of 2 devices.
+        target: an accelerator that is not there, for which programs are compiled and not run: `"tpu:v5e:16x16"` is a
+            slice of 256 TPUs (extra `functree[tpu]`), `"cuda:h100:8"` 8 GPUs (extra `functree[cuda]`).
         **sizes: the sizes of the mesh axes by name, outermost first.
 
     Raises:
-        ShardingError: a size is not a positive integer, or the sizes do not fit the devices.
+        ShardingError: a size is not a positive integer, or the sizes do not fit the devices; `target` names no target,
+            or its compiler is not installed.
 
     Examples:
         >>> dict(ft.make_mesh(data=2, model=4).shape)
         {'data': 2, 'model': 4}
     """
-    _check_options(explicit, devices, dcn)
+    _check_options(explicit, devices, dcn, target)
     for name, size in sizes.items():
         if type(size) is not int or size < 1:
             raise ShardingError(f"mesh axis {name}={size!r}: a size must be a positive integer")
     if not sizes:
         raise ShardingError("a mesh needs at least one mesh axis: `ft.make_mesh(data=8)`")
-    found = list(jax.devices() if devices is None else np.ravel(np.asarray(devices, dtype=object)))
-    needed, have = math.prod(sizes.values()), len(found)
+    needed = math.prod(sizes.values())
     requested = " × ".join(f"{name}={size}" for name, size in sizes.items())
+    if target is not None:
+        devices = target_devices(target)
+        if needed != len(devices):
+            raise ShardingError(f"{requested} is {needed} devices, but target={target!r} has {len(devices)}")
+    found = list(jax.devices() if devices is None else np.ravel(np.asarray(devices, dtype=object)))
+    have = len(found)
     if needed > have:
         raise ShardingError(
             f"{requested} needs {needed} devices, but there {'is' if have == 1 else 'are'} {have}; on a CPU, set "
@@ -52,15 +66,18 @@ def make_mesh(
     return jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=types, devices=found[:needed])
 
 
-def _check_options(explicit: object, devices: object, dcn: object) -> None:
+def _check_options(explicit: object, devices: object, dcn: object, target: object) -> None:
     """Raise for an option that has a value of the wrong type: `devices=8` is meant as a size of a mesh axis."""
     for name, given, fits in (
         ("explicit", explicit, isinstance(explicit, bool)),
         ("devices", devices, devices is None or isinstance(devices, Sequence | np.ndarray)),
         ("dcn", dcn, dcn is None or isinstance(dcn, Mapping)),
+        ("target", target, target is None or isinstance(target, str)),
     ):
         if not fits:
             raise ShardingError(f"make_mesh({name}={given!r}): `{name}` is an option, so it cannot name a mesh axis")
+    if devices is not None and target is not None:
+        raise ShardingError("make_mesh takes `devices` or `target`, which has devices of its own, and not both")
 
 
 def _grid(sizes: Mapping[str, int], devices: Sequence[Any], dcn: Mapping[str, int]) -> np.ndarray[Any, Any]:

@@ -6,11 +6,11 @@ from typing import Any, TypeVar
 import jax
 import numpy as np
 from jax.core import Tracer
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import NamedSharding
 
 from functree.errors import Problem, ShardingError, count
 from functree.layout.layout import LayoutTree
-from functree.layout.meshes import NO_MESH, MeshLike
+from functree.layout.meshes import NO_MESH, MeshLike, without_devices
 from functree.layout.placement import is_concrete, is_sharded_as
 from functree.layout.plan.plan import Plan
 from functree.layout.plan.resolver import agreed_view, plan_leaves, read_for
@@ -85,8 +85,11 @@ def _planned(tree: Any, layout: LayoutTree, mesh: MeshLike, axes: AxesTree) -> t
         leaves = named_arrays(leaves, tree, axes)
     _check_concrete(leaves)
     planned = plan_leaves(leaves, parts, agreed_view(mesh, parts))
-    if not isinstance(planned.mesh, Mesh):
+    if planned.mesh is None:
         raise ShardingError(f"arrays cannot be placed on {planned.view}, which has no devices: {NO_MESH} with a `Mesh`")
+    missing = without_devices(planned.mesh)
+    if missing is not None:
+        raise ShardingError(f"arrays cannot be placed: {missing}")
     return leaves, planned
 
 

@@ -52,9 +52,7 @@ def ledger(
         fn = jit(fn, in_shardings=in_shardings, out_shardings=out_shardings, mesh=mesh)
     elif in_shardings is not None or out_shardings is not None:
         name = getattr(fn, "__name__", repr(fn))
-        raise FunctreeError(
-            f"ledger: {name} is jitted already: give `in_shardings` and `out_shardings` where it is jitted"
-        )
+        raise FunctreeError(f"ledger: {name} is jitted already: give the layouts where it is jitted")
     if isinstance(fn, Function):
         return fn.lower(*args, **kwargs).compile().ledger()
     return _of_others(fn, args, kwargs, mesh)

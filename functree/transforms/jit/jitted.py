@@ -17,7 +17,7 @@ from functree.calls.donation import check_donated, is_deleted, refuse_deleted
 from functree.calls.function import Function, on_several_devices
 from functree.calls.output import Output
 from functree.calls.parameter_layouts import ParameterLayouts
-from functree.calls.program import Program, Shardings, prepare
+from functree.calls.program import Program, Shardings, prepare, traceable
 from functree.calls.signature import Bound
 from functree.calls.static_arguments import opened
 from functree.calls.traces import Traces
@@ -147,7 +147,7 @@ class Jit(Function[_P, _T]):
 
         prepared = prepare(
             body,
-            arrays,
+            traceable(arrays, requested.mesh),
             entered=entered,
             options=options.jax,
             in_shardings=requested.shardings,

@@ -1,0 +1,94 @@
+"""The name of an accelerator that is not there ─► its devices, for which programs can be compiled and not run."""
+
+import functools
+import importlib.util
+import os
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import jax
+from jax.experimental import topologies
+
+from functree.compiled.targets.gpus import GPUS, target_config
+from functree.errors import ShardingError, did_you_mean
+
+EXAMPLES = '`"tpu:v5e:16x16"` for a slice of TPUs, `"cuda:h100:8"` for GPUs'
+GPUS_OF_A_HOST = 8
+
+_TPUS = ("v4", "v5e", "v5p", "v6e", "tpu7x")
+# The package that has the compiler, and the extra of functree that installs it.
+_COMPILERS = {"tpu": ("libtpu", "functree[tpu]"), "cuda": ("jax_cuda13_plugin", "functree[cuda]")}
+
+# What the compiler for TPUs asks its surroundings for, and would otherwise ask the network for. The last one lets
+# several processes have it at once.
+_WITHOUT_TPU = {
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "TPU_ACCELERATOR_TYPE": "v5litepod-8",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+}
+
+
+@functools.lru_cache(maxsize=32)  # so that the devices of a target are equal whenever it is named
+def target_devices(target: str) -> tuple[Any, ...]:
+    """The devices of a target.
+
+    Raises:
+        ShardingError: the text names no target; its compiler is not installed; it knows no slice of this shape.
+    """
+    parts = target.split(":") if isinstance(target, str) else []
+    if len(parts) != 3 or parts[0] not in _COMPILERS:
+        raise ShardingError(f"target={target!r} is not a target: write {EXAMPLES}")
+    platform, kind, shape = parts
+    kinds = list(_TPUS if platform == "tpu" else GPUS)
+    if kind not in kinds:
+        raise ShardingError(f"target={target!r}: `{kind}` is none of {', '.join(kinds)}{did_you_mean(kind, kinds)}")
+    _check_installed(target, platform)
+    return _tpus(target, kind, shape) if platform == "tpu" else _gpus(target, kind, shape)
+
+
+def _check_installed(target: str, platform: str) -> None:
+    package, extra = _COMPILERS[platform]
+    if importlib.util.find_spec(package) is None:
+        raise ShardingError(f'target={target!r} needs the compiler of the target: pip install "{extra}"')
+
+
+def _tpus(target: str, kind: str, shape: str) -> tuple[Any, ...]:
+    if re.fullmatch(r"\d+(x\d+){1,2}", shape) is None:
+        raise ShardingError(f"target={target!r}: the shape of a slice is written as `16x16`, or `4x4x8`")
+    try:
+        with _environment(_WITHOUT_TPU):
+            return tuple(topologies.get_topology_desc(platform="tpu", topology_name=f"{kind}:{shape}").devices)
+    except jax.errors.JaxRuntimeError as error:  # only this compiler knows which slices there are
+        raise ShardingError(f"target={target!r}: there is no such slice: {error}") from error
+
+
+def _gpus(target: str, kind: str, shape: str) -> tuple[Any, ...]:
+    if re.fullmatch(r"[1-9]\d*", shape) is None:
+        raise ShardingError(f"target={target!r}: write the number of GPUs at the end, such as `cuda:{kind}:8`")
+    number = int(shape)
+    if number > GPUS_OF_A_HOST and number % GPUS_OF_A_HOST:
+        raise ShardingError(f"target={target!r}: more than {GPUS_OF_A_HOST} GPUs are hosts of {GPUS_OF_A_HOST}")
+    hosts, each = max(1, number // GPUS_OF_A_HOST), min(number, GPUS_OF_A_HOST)
+    return tuple(
+        topologies.get_topology_desc(
+            platform="cuda",
+            topology_name=target,
+            topology=f"1x{hosts}x{each}",
+            target_config=target_config(GPUS[kind]),
+        ).devices
+    )
+
+
+@contextmanager
+def _environment(values: Mapping[str, str]) -> Iterator[None]:
+    """Environment variables, for as long as the context is entered; those that the user has set stay as they are."""
+    new = {name: value for name, value in values.items() if name not in os.environ}
+    os.environ.update(new)
+    try:
+        yield
+    finally:
+        for name in new:
+            os.environ.pop(name, None)
