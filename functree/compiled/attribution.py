@@ -32,8 +32,9 @@ class Attribution:
         self._output_ranks = [len(array.shape) for array in hlo.roots[hlo.entry].arrays]
 
     def of(self, moved: Moved) -> list[int]:
-        """The parameters that an array serves: it consists of them, is their gradient, or was multiplied by them."""
-        found = self._served.weights(moved) or self._gradient_of(moved) or self._served.products(moved)
+        """The parameters that an array serves: it consists of them, is their gradient, was or will be multiplied by them."""
+        served = self._served
+        found = served.weights(moved) or self._gradient_of(moved) or served.products(moved) or served.factors(moved)
         return sorted(found)
 
     def _gradient_of(self, moved: Moved) -> Collection[int]:

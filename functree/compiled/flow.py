@@ -14,7 +14,7 @@ COPIES = frozenset({"bitcast", "copy", "copy-done", "copy-start", "optimization-
 # What changes the place, the order, the number or the precision of elements, and computes nothing.
 MOVES = COPIES | {
     "broadcast", "concatenate", "convert", "dynamic-slice", "dynamic-update-slice", "pad", "reduce-precision",
-    "reverse", "slice", "transpose",
+    "reverse", "slice", "slice-done", "slice-start", "transpose",
 }  # fmt: skip
 # Of the operands of these, the slice that is the value. The others are places, what is padded with, and conditions.
 _PASSED = {"dynamic-slice": (0, 1), "dynamic-update-slice": (0, 2), "gather": (0, 1), "pad": (0, 1), "select": (1, 3)}
@@ -76,6 +76,12 @@ class Flow:
             value: the value.
             passes: whether an instruction passes on the values of its operands.
         """
+        return self.history(value, passes)[0]
+
+    def history(
+        self, value: Value, passes: Callable[[Instruction], bool]
+    ) -> tuple[frozenset[Value], frozenset[Value]]:
+        """Where a value was computed, and all values in between, the value itself too."""
         found: set[Value] = set()
         seen: set[Value] = {value}
         waiting = [value]
@@ -88,7 +94,7 @@ class Flow:
                 found.add(one)
             waiting += [new for new in before if new not in seen]
             seen.update(before)
-        return frozenset(found)
+        return frozenset(found), frozenset(seen)
 
     def inputs(self, value: Value) -> list[Value]:
         """What a value was made of in one step, without the places, and the conditions, by which it was chosen."""

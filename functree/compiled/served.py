@@ -12,12 +12,12 @@ _GATHERS = frozenset({"all-gather", "all-to-all", "collective-permute"})
 # Where elements at different places are combined. Elsewhere each element of a result is made of the elements of the
 # operands at the same place, as in the update of an optimizer.
 _COMBINES = frozenset({
-    "cholesky", "convolution", "custom-call", "dot", "fft", "gather", "iota", "reduce", "reduce-window", "rng",
-    "rng-bit-generator", "scatter", "select-and-scatter", "sort", "triangular-solve", *KINDS,
+    "cholesky", "convolution", "dot", "fft", "gather", "iota", "reduce", "reduce-window", "rng",
+    "rng-bit-generator", "scatter", "select-and-scatter", "sort", "triangular-solve",
 })  # fmt: skip
 _PRODUCTS = frozenset({"convolution", "custom-call", "dot", "gather", "scatter"})
-# What a TPU starts, and goes on with beside other work; and where it puts the result.
-_ASYNCHRONOUS = ('"AsyncCollectiveStart"', '"AsyncCollectiveDone"')
+# What a TPU starts, and goes on with beside other work; what it fetches in several pieces; where it puts results.
+_MOVING_CALLS = ('"AsyncCollectiveStart"', '"AsyncCollectiveDone"', '"ConcatBitcast"')
 _EMPTY = ('"AllocateBuffer"',)
 
 
@@ -66,20 +66,56 @@ class Served:
         result = hlo.roots[hlo.entry]
         names = result.operands if result.opcode == "tuple" else [result.name]
         for i, name in enumerate(names):
-            for value in self._flow.origins(Value(hlo.instructions[name]), _is_elementwise):
+            origins, passed = self._flow.history(Value(hlo.instructions[name]), _is_elementwise)
+            for value in passed:
                 if _kind(value.instruction) is not None:
                     reached[value].add(i)
-                elif value.instruction in self._parameters:
-                    made[i].add(self._parameters[value.instruction])
+            made[i].update(self._parameters[one.instruction] for one in origins if one.instruction in self._parameters)
         return reached, made
+
+    def factors(self, moved: Moved) -> frozenset[int]:
+        """The parameters that the moved array is multiplied by, or looked up in, afterwards."""
+        whole, part = self._factors[Value(moved.instruction)], self._factors[Value(moved.instruction, (moved.index,))]
+        return frozenset(whole | part)
+
+    @cached_property
+    def _factors(self) -> Mapping[Value, set[int]]:
+        """For each result of a collective, the parameters that it is multiplied by."""
+        found = defaultdict[Value, set[int]](set)
+        for one in self._flow.hlo.instructions.values():
+            if one.opcode not in _PRODUCTS:
+                continue
+            operands = [self._flow.operand(Value(one), i) for i in range(len(one.operands))]
+            parameters = [self._of(value) for value in operands]
+            every = frozenset[int]().union(*parameters)
+            for value, own in zip(operands, parameters, strict=True):
+                if own or not every:
+                    continue
+                for origin in self._flow.origins(value, _is_local):
+                    if _kind(origin.instruction) is not None:
+                        found[origin] |= every
+        return found
 
     def _of(self, value: Value) -> frozenset[int]:
         """The parameters that a value consists of; empty if it was computed."""
-        origins = {one.instruction for one in self._flow.origins(value, _is_moved)}
+        origins = {one.instruction for one in self._flow.origins(value, self._is_moved)}
         made = {one for one in origins if not _is_filling(one)}
         if not made or not all(one in self._parameters for one in made):
             return frozenset()
         return frozenset(self._parameters[one] for one in made)
+
+    def _is_moved(self, one: Instruction) -> bool:
+        """Whether an instruction moves elements and computes nothing."""
+        if one.opcode == "custom-call":
+            return one.attribute("custom_call_target") in _MOVING_CALLS
+        if one.opcode == "maximum":
+            # TPUs join arrays so: each is padded by the least value to the shape of the whole.
+            return all(self._is_padded(Value(self._flow.hlo.instructions[name])) for name in one.operands)
+        return one.opcode in MOVES or _kind(one) in _GATHERS
+
+    def _is_padded(self, value: Value) -> bool:
+        origins = self._flow.origins(value, lambda one: one.opcode == "convert")
+        return all(one.instruction.opcode == "pad" for one in origins)
 
 
 def _kind(one: Instruction) -> str | None:
@@ -88,16 +124,16 @@ def _kind(one: Instruction) -> str | None:
     return kind if kind in KINDS else None
 
 
-def _is_moved(one: Instruction) -> bool:
-    """Whether an instruction moves elements and computes nothing."""
-    if one.opcode == "custom-call":
-        return one.attribute("custom_call_target") in _ASYNCHRONOUS
-    return one.opcode in MOVES or _kind(one) in _GATHERS
-
-
 def _is_elementwise(one: Instruction) -> bool:
-    """Whether an instruction combines only elements at the same place."""
-    return one.opcode not in _COMBINES and _kind(one) is None and one.opcode not in ("parameter", "constant")
+    """Whether an instruction combines only elements at the same place, of one device or of several."""
+    if one.opcode == "custom-call":
+        return one.attribute("custom_call_target") in _MOVING_CALLS
+    return one.opcode not in _COMBINES and one.opcode not in ("parameter", "constant")
+
+
+def _is_local(one: Instruction) -> bool:
+    """Whether an instruction combines only elements at the same place of one device."""
+    return _kind(one) is None and _is_elementwise(one)
 
 
 def _is_filling(one: Instruction) -> bool:
