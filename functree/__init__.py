@@ -13,6 +13,8 @@ from functree.errors import StateError as StateError
 from functree.compiled.collective import Collective as Collective
 from functree.compiled.ledger import Ledger as Ledger
 from functree.compiled.memory import Memory as Memory
+from functree.layout.diff import Change as Change
+from functree.layout.diff import Diff as Diff
 from functree.layout.fsdp import FSDP as FSDP
 from functree.layout.layout import Layout as Layout
 from functree.layout.host import on_host as on_host

@@ -32,9 +32,10 @@ class Attribution:
         self._output_ranks = [len(array.shape) for array in hlo.roots[hlo.entry].arrays]
 
     def of(self, moved: Moved) -> list[int]:
-        """The parameters that an array serves: it consists of them, is their gradient, was or will be multiplied by them."""
+        """The parameters that an array serves: it is made of them, is their gradient, or is multiplied by them."""
         served = self._served
-        found = served.weights(moved) or self._gradient_of(moved) or served.products(moved) or served.factors(moved)
+        found = served.weights(moved) or self._gradient_of(moved)
+        found = found or served.products(moved) or served.factors(moved)
         return sorted(found)
 
     def _gradient_of(self, moved: Moved) -> Collection[int]:

@@ -78,9 +78,7 @@ class Flow:
         """
         return self.history(value, passes)[0]
 
-    def history(
-        self, value: Value, passes: Callable[[Instruction], bool]
-    ) -> tuple[frozenset[Value], frozenset[Value]]:
+    def history(self, value: Value, passes: Callable[[Instruction], bool]) -> tuple[frozenset[Value], frozenset[Value]]:
         """Where a value was computed, and all values in between, the value itself too."""
         found: set[Value] = set()
         seen: set[Value] = {value}

@@ -3,11 +3,17 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from functree.compiled.codec import LedgerParts, ledger_json, read_ledger_json
 from functree.compiled.collective import Collective
+from functree.compiled.diff import memory_changes, moved_changes
 from functree.compiled.memory import Memory
 from functree.compiled.page import ledger_html
 from functree.compiled.text import ledger_text, summary_text
+from functree.errors import FunctreeError
+from functree.layout.diff import Change, Diff
 from functree.layout.meshes import MeshView
+from functree.parameters import shown
+from functree.tree.paths import Path
 
 
 @dataclass(frozen=True, repr=False)
@@ -75,6 +81,44 @@ class Ledger:
 
     def __repr__(self) -> str:
         return f"<Ledger of {len(self.collectives)} collectives for {self.backend}>"
+
+    def diff(self, other: "Ledger") -> Diff:
+        """What differs in another ledger: what is moved, by parameter, kind, mesh axes and phase; and the memory.
+
+        Raises:
+            FunctreeError: the other value is not a ledger.
+        """
+        if not isinstance(other, Ledger):
+            raise FunctreeError(f"a ledger is compared with a ledger, not with {shown(other)}")
+        rows: list[Change] = []
+        for what, old, new in (("backend", self.backend, other.backend), ("mesh", self.sizes, other.sizes)):
+            if old != new:
+                rows.append(Change(Path(), what, old, new))
+        rows += moved_changes(self.collectives, other.collectives)
+        return Diff((*rows, *memory_changes(self.memory, other.memory)))
+
+    def to_json(self) -> str:
+        """The ledger as JSON."""
+        known = (self.warnings, self.warnings_known, self.not_understood)
+        return ledger_json(LedgerParts(self.collectives, self.memory, self.backend, self.sizes, *known))
+
+    @classmethod
+    def from_json(cls, text: str) -> "Ledger":
+        """The ledger of a JSON, equal to the one that it was made from.
+
+        Raises:
+            FunctreeError: the text is not the JSON of a ledger.
+        """
+        parts = read_ledger_json(text)
+        return cls(
+            tuple(parts.collectives),
+            parts.memory,
+            parts.backend,
+            parts.sizes,
+            tuple(parts.warnings),
+            parts.warnings_known,
+            tuple(parts.not_understood),
+        )
 
     def html(self) -> str:
         """The ledger as a HTML page, with a bar for the bytes of each collective and argument."""

@@ -29,6 +29,8 @@ _WITHOUT_TPU = {
     "TPU_ACCELERATOR_TYPE": "v5litepod-8",
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
 }
+# The plugin for CUDA looks for the libraries that run programs, and else refuses to be loaded.
+_WITHOUT_CUDA = {"JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"}
 
 
 @functools.lru_cache(maxsize=32)  # so that the devices of a target are equal whenever it is named
@@ -36,7 +38,8 @@ def target_devices(target: str) -> tuple[Any, ...]:
     """The devices of a target.
 
     Raises:
-        ShardingError: the text names no target; its compiler is not installed; it knows no slice of this shape.
+        ShardingError: the text names no target; its compiler is not installed, or cannot be loaded; it knows no slice
+            of this shape.
     """
     parts = target.split(":") if isinstance(target, str) else []
     if len(parts) != 3 or parts[0] not in _COMPILERS:
@@ -72,14 +75,15 @@ def _gpus(target: str, kind: str, shape: str) -> tuple[Any, ...]:
     if number > GPUS_OF_A_HOST and number % GPUS_OF_A_HOST:
         raise ShardingError(f"target={target!r}: more than {GPUS_OF_A_HOST} GPUs are hosts of {GPUS_OF_A_HOST}")
     hosts, each = max(1, number // GPUS_OF_A_HOST), min(number, GPUS_OF_A_HOST)
-    return tuple(
-        topologies.get_topology_desc(
-            platform="cuda",
-            topology_name=target,
-            topology=f"1x{hosts}x{each}",
-            target_config=target_config(GPUS[kind]),
-        ).devices
-    )
+    # Domains of NVLink, hosts of each, devices of each host: between these hosts there is no NVLink.
+    topology, config = f"{hosts}x1x{each}", target_config(GPUS[kind])
+    try:
+        with _environment(_WITHOUT_CUDA):
+            described = topologies.get_topology_desc(target, "cuda", topology=topology, target_config=config)
+    except NotImplementedError as error:  # JAX has looked for a GPU before, and has given up its plugin
+        why = "JAX has no CUDA plugin, because it found no GPU: set JAX_PLATFORMS=cpu before jax is imported"
+        raise ShardingError(f"target={target!r}: {why}") from error
+    return tuple(described.devices)
 
 
 @contextmanager

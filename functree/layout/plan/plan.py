@@ -5,15 +5,19 @@ from typing import Any
 
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
-from functree.errors import Problem, ShardingError, count, did_you_mean, listed
+from functree.errors import FunctreeError, Problem, ShardingError, count, did_you_mean, listed
 from functree.layout.decision import Decision, apply_spec, whole
+from functree.layout.diff import Diff
 from functree.layout.layout import Layout, Resolution
 from functree.layout.meshes import MeshView, mesh_view
+from functree.layout.plan.codec import PlanParts, plan_json, read_plan
+from functree.layout.plan.diff import plan_diff
 from functree.layout.plan.fold import bytes_text
 from functree.layout.plan.page import plan_html
 from functree.layout.plan.row import Row
 from functree.layout.plan.text import plan_text
 from functree.layout.validation import refuse
+from functree.parameters import shown
 from functree.tree.leaf import Leaf
 from functree.tree.paths import Path
 from functree.tree.skeleton.skeleton import Skeleton
@@ -47,13 +51,13 @@ class Plan(Value, Layout):
     unused: tuple[str, ...]
     mesh: Mesh | AbstractMesh | None
     sizes: Mapping[str, int]
-    _skeleton: Skeleton
+    _skeleton: Skeleton | None
     _by_path: dict[Path, Row]
 
     def __init__(
         self,
         rows: Sequence[Row],
-        skeleton: Skeleton,
+        skeleton: Skeleton | None,
         view: MeshView,
         problems: Sequence[Problem] = (),
         unused: Sequence[str] = (),
@@ -75,19 +79,31 @@ class Plan(Value, Layout):
 
     @property
     def specs(self) -> Any:
-        """A tree of `PartitionSpec`s with the structure of the tree, and None in the place of other leaves."""
-        return self._skeleton.spread(row.spec for row in self.rows)
+        """A tree of `PartitionSpec`s with the structure of the tree, and None in the place of other leaves.
+
+        Raises:
+            ShardingError: the plan was read from JSON, which has no tree.
+        """
+        return self._tree().spread(row.spec for row in self.rows)
 
     @property
     def shardings(self) -> Any:
         """A tree of `NamedSharding`s, with memory kinds.
 
         Raises:
-            ShardingError: the plan was made for sizes and not for a mesh, it has problems, or an array has no spec.
+            ShardingError: the plan was made for sizes and not for a mesh, it has problems, or an array has no spec; it
+                was read from JSON, which has no tree.
         """
         if self.problems:
             raise refuse(self.problems, self.view)
-        return self._skeleton.spread(map(self.sharding, self.rows))
+        return self._tree().spread(map(self.sharding, self.rows))
+
+    def _tree(self) -> Skeleton:
+        """The tree without its arrays."""
+        if self._skeleton is None:
+            why = "this plan was read from JSON, which has the paths of the tree and not the tree"
+            raise ShardingError(f"{why}: plan your tree by it, `ft.plan(tree, plan, mesh)`")
+        return self._skeleton
 
     def sharding(self, row: Row) -> NamedSharding:
         """The sharding of one row."""
@@ -145,13 +161,43 @@ class Plan(Value, Layout):
         return decision._replace(memory_kind=row.memory_kind or before.memory_kind)
 
     def _parts(self) -> tuple[Any, ...]:
-        return (self.rows, tuple(self.sizes.items()), self.mesh, self._skeleton.treedef)
+        treedef = None if self._skeleton is None else self._skeleton.treedef
+        return (self.rows, tuple(self.sizes.items()), self.mesh, treedef)
 
     def __str__(self) -> str:
         return plan_text(self.rows, self._notes(), self._warnings())
 
     def __repr__(self) -> str:
         return f"<Plan of {len(self.rows)} arrays on mesh {self.view}>"
+
+    def diff(self, other: "Plan") -> Diff:
+        """What differs in another plan: arrays, specs, memory, bytes. Reasons are not compared.
+
+        Raises:
+            FunctreeError: the other value is not a plan.
+        """
+        if not isinstance(other, Plan):
+            raise FunctreeError(f"a plan is compared with a plan, not with {shown(other)}")
+        return plan_diff(self.rows, other.rows, (self.sizes, other.sizes))
+
+    def to_json(self) -> str:
+        """The plan as JSON: its rows, the sizes of its mesh, its problems. It has no devices, and no tree."""
+        return plan_json(PlanParts(self.rows, self.sizes, self.problems, self.unused))
+
+    @classmethod
+    def from_json(cls, text: str) -> "Plan":
+        """The plan of a JSON. It is a layout as any other plan, and it can be printed and compared.
+
+        Raises:
+            FunctreeError: the text is not the JSON of a plan.
+
+        Examples:
+            >>> plan = ft.plan({"w": jnp.ones((4, 8))}, ft.P("data"), {"data": 2})
+            >>> ft.Plan.from_json(plan.to_json()).rows == plan.rows
+            True
+        """
+        parts = read_plan(text)
+        return cls(parts.rows, None, MeshView(parts.sizes), parts.problems, parts.unused)
 
     def html(self) -> str:
         """The plan as a HTML page, with a bar for the bytes of each leaf."""

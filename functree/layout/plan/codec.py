@@ -1,0 +1,153 @@
+"""A plan ─► JSON, and back."""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
+
+from functree.errors import FunctreeError, Problem
+from functree.layout.plan.row import Row
+from functree.tree.axes import Axes
+from functree.tree.paths import Path
+
+FORMAT = 1
+
+
+class PlanParts(NamedTuple):
+    """What JSON has of a plan: all but the structure of the tree and the devices of the mesh."""
+
+    rows: Sequence[Row]
+    sizes: Mapping[str, int]
+    problems: Sequence[Problem]
+    unused: Sequence[str]
+
+
+def plan_json(parts: PlanParts) -> str:
+    """A plan as JSON."""
+    return json.dumps(
+        {
+            "functree": "plan",
+            "format": FORMAT,
+            "mesh": dict(parts.sizes),
+            "rows": [_row(row) for row in parts.rows],
+            "problems": [_problem(one) for one in parts.problems],
+            "unused": list(parts.unused),
+        },
+        indent=1,
+    )
+
+
+def read_plan(text: str) -> PlanParts:
+    """The parts of a plan from its JSON.
+
+    Raises:
+        FunctreeError: the text is something else.
+    """
+    data = loaded(text, "plan", FORMAT)
+    try:
+        rows = [_read_row(row) for row in data["rows"]]
+        problems = [_read_problem(one) for one in data["problems"]]
+        return PlanParts(rows, dict(data["mesh"]), problems, list(data["unused"]))
+    except (KeyError, TypeError, AttributeError) as error:
+        raise FunctreeError(f"the JSON is not of a whole plan: {error!r}") from error
+
+
+def loaded(text: str, kind: str, newest: int) -> dict[str, Any]:
+    """What JSON of functree says.
+
+    Args:
+        text: the JSON.
+        kind: what it is of: `plan`, `ledger`.
+        newest: the newest format that can be read.
+
+    Raises:
+        FunctreeError: it is not JSON; it is of something else; it is of a newer format.
+    """
+    if not isinstance(text, str | bytes):
+        raise FunctreeError(f"a {kind} is read from the text of its JSON, not from {text!r}")
+    try:
+        data = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise FunctreeError(f"not the JSON of a {kind}: {error}") from error
+    if not isinstance(data, dict) or data.get("functree") != kind:
+        found = data.get("functree") if isinstance(data, dict) else None
+        raise FunctreeError(f"the JSON is of a {found}, not of a {kind}" if found else f"not the JSON of a {kind}")
+    if data.get("format") not in range(1, newest + 1):
+        raise FunctreeError(
+            f"the JSON of this {kind} has format {data.get('format')!r}, and this functree reads up to {newest}"
+        )
+    return data
+
+
+def _row(row: Row) -> dict[str, Any]:
+    return {
+        "path": str(row.path),
+        "shape": list(row.shape),
+        "dtype": str(row.dtype),
+        "axes": list(row.axes),
+        "spec": None if row.spec is None else [_entry(entry) for entry in row.spec],
+        "reason": row.reason,
+        "local_shape": list(row.local_shape),
+        "bytes_global": row.bytes_global,
+        "bytes_per_device": row.bytes_per_device,
+        "copies": row.copies,
+        "memory_kind": row.memory_kind,
+        "mesh": None if row.mesh is None else dict(row.mesh.shape),
+    }
+
+
+def _entry(entry: Any) -> Any:
+    return list(entry) if isinstance(entry, tuple) else entry
+
+
+def _read_row(data: Mapping[str, Any]) -> Row:
+    spec = data["spec"]
+    return Row(
+        Path(data["path"]),
+        tuple(data["shape"]),
+        _dtype(data["dtype"]),
+        Axes(*data["axes"]),
+        None if spec is None else PartitionSpec(*(tuple(e) if isinstance(e, list) else e for e in spec)),
+        data["reason"],
+        tuple(data["local_shape"]),
+        data["bytes_global"],
+        data["bytes_per_device"],
+        data["copies"],
+        data["memory_kind"],
+        _mesh(data["mesh"]),
+    )
+
+
+def _dtype(text: str) -> Any:
+    """The dtype with this text, also that of random keys: `key<fry>`."""
+    if text.startswith("key<"):
+        implementation = _IMPLEMENTATIONS.get(text.removeprefix("key<").removesuffix(">"))
+        if implementation is None:
+            raise FunctreeError(f"the JSON has random keys of an unknown kind: {text}")
+        return jax.eval_shape(lambda: jax.random.key(0, impl=implementation)).dtype
+    return jnp.dtype(text)
+
+
+_IMPLEMENTATIONS = {"fry": "threefry2x32", "rbg": "rbg", "urbg": "unsafe_rbg"}
+
+
+def _mesh(sizes: Mapping[str, int] | None) -> Mesh | AbstractMesh | None:
+    return None if sizes is None else AbstractMesh(tuple(sizes.values()), tuple(sizes))
+
+
+def _problem(problem: Problem) -> dict[str, Any]:
+    return {**problem._asdict(), "path": None if problem.path is None else str(Path(problem.path))}
+
+
+def _read_problem(data: Mapping[str, Any]) -> Problem:
+    path, shape = data["path"], data["shape"]
+    return Problem(
+        None if path is None else Path(path),
+        None if shape is None else tuple(shape),
+        data["what"],
+        data["why"],
+        data["remedy"],
+    )
