@@ -3,6 +3,7 @@
 from jax.sharding import PartitionSpec
 
 from functree import nn as nn
+from functree import testing as testing
 from functree.errors import AxesError as AxesError
 from functree.errors import FunctreeError as FunctreeError
 from functree.errors import FunctreeWarning as FunctreeWarning

@@ -1,4 +1,4 @@
-"""Training steps whose compiled programs tests take apart: a small Llama, in a scan or unrolled, under three layouts."""
+"""Training steps whose compiled programs tests take apart: a small Llama, scanned or unrolled, under three layouts."""
 
 from functools import cache
 from typing import Any

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -288,6 +288,10 @@ class _Seen:
 _BESIDE = ("mesh", "rules", "options")
 
 
+observers: list[Callable[[str, Compilation], None]] = []
+"""Functions that are told of each compilation, with the name of the function that is compiled."""
+
+
 class Log:
     """The compilations of one function.
 
@@ -311,7 +315,10 @@ class Log:
             # Everything that is compared is the same. So a setting of JAX has changed, such as its matmul precision.
             nearest = (Difference(Path(), "settings", "of JAX", "others"),)
         self._seen.add(now)
-        self.records.append(Compilation(len(self._seen), nearest, shared))
+        record = Compilation(len(self._seen), nearest, shared)
+        self.records.append(record)
+        for observe in observers:
+            observe(self.name, record)
         if len(nearest) == 1 and nearest[0].kind == "static" and type(nearest[0].now) in (int, float, complex):
             self._number(nearest[0])
 

@@ -19,7 +19,8 @@ class Said:
 
     Attributes:
         warnings: the warnings of the compiler; None as long as the context is entered, and if the process has no
-            standard error that could be listened to. Of several threads that compile at once each gets all of them.
+            standard error that could be listened to, or `TF_CPP_MIN_LOG_LEVEL` silences them. Of several threads that
+            compile at once each gets all of them.
     """
 
     def __init__(self) -> None:
@@ -31,12 +32,13 @@ class Said:
 def listening() -> Iterator[Said]:
     """Listen to the compiler; what others write to standard error is passed on too."""
     said = Said()
-    pipe = _STANDARD_ERROR.enter(said)
+    reader = _STANDARD_ERROR.enter(said)
     try:
         yield said
     finally:
-        if pipe:
-            _STANDARD_ERROR.leave(said)
+        if reader is not None:
+            _STANDARD_ERROR.leave(said, reader)
+        if reader is not None and not _SILENCED:
             said.warnings = tuple(warnings_in(b"".join(said.chunks).decode(errors="replace")))
 
 
@@ -47,27 +49,25 @@ class _StandardError:
         self._changing = threading.Lock()
         self._reader: _Reader | None = None
 
-    def enter(self, said: Said) -> bool:
-        """Begin to listen; return whether that is possible."""
+    def enter(self, said: Said) -> "_Reader | None":
+        """Begin to listen; None if that is not possible."""
         with self._changing:
             if self._reader is None:
                 self._reader = self._redirect()
-            if self._reader is None:
-                return False
-            with self._reader.reading:
-                self._reader.listeners.append(said)
-            return True
+            if self._reader is not None:
+                with self._reader.reading:
+                    self._reader.listeners.append(said)
+            return self._reader
 
-    def leave(self, said: Said) -> None:
+    def leave(self, said: Said, reader: "_Reader") -> None:
         """Stop listening, when all that was written before has been read."""
         with self._changing:
-            reader = self._reader
-            assert reader is not None
-            if len(reader.listeners) == 1:
+            last = len(reader.listeners) == 1
+            if last:
                 os.dup2(reader.original, 2)
                 self._reader = None
             reader.leave(said)
-            if self._reader is None:
+            if last:
                 reader.close()
 
     def forget(self) -> None:
@@ -89,6 +89,8 @@ class _StandardError:
 
 
 _CAPACITY = 65536
+# The level is read when JAX is imported: at 2 XLA writes errors only. The default of JAX is 1.
+_SILENCED = os.environ.get("TF_CPP_MIN_LOG_LEVEL", "1") not in ("", "0", "1")
 
 
 class _Reader(threading.Thread):
@@ -155,10 +157,11 @@ if hasattr(os, "register_at_fork"):  # not on Windows
 _HEAD = re.compile(r"^[IWEF]\d{4} [\d:.]+ +\d+ [\w.]+:\d+\] ?(.*)$")
 # What is worth telling: the others are about the compiler itself, and nobody can do anything about them.
 _TOLD = re.compile(
-    r"involuntary full rematerialization|very slow compile|can't reduce memory use|constant folding an instruction is"
-    r"|ran out of memory|exceeds available",
+    r"involuntary full rematerialization|very slow compile|constant folding an instruction is taking"
+    r"|can't reduce memory use",
     re.IGNORECASE,
 )
+_TAIL = re.compile(r"\. As the last resort, SPMD will replicate.*")
 
 
 def warnings_in(text: str) -> Sequence[str]:
@@ -169,8 +172,10 @@ def warnings_in(text: str) -> Sequence[str]:
         head = _HEAD.match(line)
         if head is None:
             continue
-        # A message of several lines begins with an empty one, and has its words between lines of stars.
-        message = head[1] or " ".join(following for following in lines[i + 1 : i + 4] if not following.startswith("*"))
+        message = head[1].strip()
+        if not message or message.endswith(":"):  # the rest is behind empty lines, or lines of stars
+            rest = (more.strip() for more in lines[i + 1 : i + 4])
+            message = f"{message} {next((more for more in rest if more.strip('*')), '')}".strip()
         if _TOLD.search(message):
-            found[message.strip()] = None
+            found[_TAIL.sub("", message)] = None
     return list(found)

@@ -135,12 +135,15 @@ class Ledger:
         notes = [f"WARNING of the compiler: {warning}" for warning in self.warnings]
         notes += [f"not understood: {what}" for what in self.not_understood]
         if not self.warnings_known:
-            notes.append("JAX had the program in a cache, so it is not known what the compiler would have warned of")
+            notes.append(_UNHEARD)
         if self.backend == "cpu" and self.collectives:
             notes.append(_CPU)
         return notes
 
 
+_UNHEARD = (
+    "it is not known what the compiler warns of: JAX had the program in a cache, or `TF_CPP_MIN_LOG_LEVEL` silences it"
+)
 _CPU = (
     "compiled for CPUs: for TPUs and GPUs the compiler chooses other collectives, and moves bfloat16 as it is "
     "(`ft.make_mesh(..., target=)`)"

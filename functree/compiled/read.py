@@ -1,5 +1,6 @@
 """A compiled program, with the paths of its arguments and results ─► its `Ledger`."""
 
+import re
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -48,7 +49,7 @@ def read_ledger(program: CompiledProgram) -> Ledger:
         _memory(program, reader.hlo),
         program.backend,
         program.sizes,
-        program.warnings or (),
+        tuple(map(reader.with_line, program.warnings or ())),
         program.warnings is not None,
         tuple(reader.not_understood(collectives)),
     )
@@ -103,6 +104,12 @@ class _Reader:
             places[:2] = reversed(places[:2])
         lines = map(self._sources.line, places)
         return next((line for line in lines if line is not None), None)
+
+    def with_line(self, warning: str) -> str:
+        """A warning of the compiler, with the line of source that it is about."""
+        frame = re.search(r"stack_frame_id=(\d+)", warning)
+        line = None if frame is None else self._sources.of_frame(int(frame[1]))
+        return warning if line is None else f"{warning} at {line}"
 
     def not_understood(self, collectives: Sequence[Collective]) -> Iterator[str]:
         """A sentence for each thing in the program that could not be read."""

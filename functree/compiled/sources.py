@@ -34,12 +34,13 @@ class Sources:
         self._text = text
 
     def line(self, one: Instruction) -> str | None:
-        """`file:line` of an instruction; None if it has no stack frame.
-
-        It is the innermost frame in the code of the user's model; if there is none, the innermost of all.
-        """
+        """`file:line` of an instruction; None if it has no stack frame."""
         frame = one.metadata("stack_frame_id")
-        frames = [] if frame is None else list(self._outwards(int(frame)))
+        return None if frame is None else self.of_frame(int(frame))
+
+    def of_frame(self, frame: int) -> str | None:
+        """`file:line` of a stack frame: that of the innermost frame in the user's model, or else of the innermost."""
+        frames = list(self._outwards(frame))
         chosen = next((place for place in frames if _is_model(Path(place[0]))), None)
         if chosen is None:
             chosen = next(iter(frames), None)

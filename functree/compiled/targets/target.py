@@ -21,13 +21,14 @@ _TPUS = ("v4", "v5e", "v5p", "v6e", "tpu7x")
 # The package that has the compiler, and the extra of functree that installs it.
 _COMPILERS = {"tpu": ("libtpu", "functree[tpu]"), "cuda": ("jax_cuda13_plugin", "functree[cuda]")}
 
-# What the compiler for TPUs asks its surroundings for, and would otherwise ask the network for. The last one lets
-# several processes have it at once.
+# What the compiler for TPUs asks its surroundings for, and would otherwise ask the network for; that several processes
+# may have it at once; and that it writes its warnings to standard error, which are in `ledger.warnings` then.
 _WITHOUT_TPU = {
     "TPU_SKIP_MDS_QUERY": "1",
     "TPU_WORKER_HOSTNAMES": "localhost",
     "TPU_ACCELERATOR_TYPE": "v5litepod-8",
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+    "TPU_STDERR_LOG_LEVEL": "1",
 }
 # The plugin for CUDA looks for the libraries that run programs, and else refuses to be loaded.
 _WITHOUT_CUDA = {"JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"}

@@ -1,0 +1,60 @@
+"""A plan ─► the text of a golden file, and the assertion that a plan is as the file says."""
+
+import difflib
+import os
+from pathlib import Path
+
+from functree.errors import FunctreeError, count
+from functree.layout.plan.fold import bytes_text, fold
+from functree.layout.plan.plan import Plan
+from functree.parameters import shown
+
+UPDATE = "FUNCTREE_UPDATE_GOLDEN"
+"""The environment variable that has golden files written."""
+
+
+def assert_layout(plan: Plan, file: str | os.PathLike[str]) -> None:
+    """Assert that a plan is as a text file says, which a person can review in a pull request.
+
+    The file has a line for each leaf, in which the layers of a list are one: path, array, axes, spec, bytes on each
+    device. Run the tests with `FUNCTREE_UPDATE_GOLDEN=1` to write it.
+
+    Args:
+        plan: the plan.
+        file: the path of the text file.
+
+    Raises:
+        AssertionError: the plan is another one; the message has the lines that differ. Or there is no such file.
+        FunctreeError: `plan` is not a plan.
+
+    Examples:
+        >>> plan = ft.plan({"w": jnp.ones((8, 16))}, ft.P(None, "model"), {"data": 2, "model": 4})
+        >>> ft.testing.assert_layout(plan, "layouts/missing.txt")
+        Traceback (most recent call last):
+            ...
+        AssertionError: there is no file layouts/missing.txt: write it with FUNCTREE_UPDATE_GOLDEN=1, and review it
+    """
+    if not isinstance(plan, Plan):
+        raise FunctreeError(f"assert_layout takes a plan, `ft.plan(tree, layout, mesh)`, not {shown(plan)}")
+    path, text = Path(file), golden_text(plan)
+    if os.environ.get(UPDATE, "") not in ("", "0"):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+        return
+    if not path.exists():
+        raise AssertionError(f"there is no file {path}: write it with {UPDATE}=1, and review it")
+    before = path.read_text(encoding="utf-8")
+    if before == text:
+        return
+    lines = difflib.unified_diff(before.splitlines(), text.splitlines(), str(path), "the plan", lineterm="", n=1)
+    raise AssertionError("\n".join([f"the layout is not that of {path} (if it is meant: {UPDATE}=1)", "", *lines]))
+
+
+def golden_text(plan: Plan) -> str:
+    """The text of a golden file: every line by itself, so that a change of one leaf is a change of one line."""
+    lines = [f"mesh {plan.view}, {count(len(plan), 'array')}, {bytes_text(plan.bytes_per_device)} on each device", ""]
+    for line in fold(plan.rows):
+        axes = f'  "{line.axes}"' if line.axes else ""
+        lines.append(f"{line.title}  {line.array}{axes}  {line.spec}  {bytes_text(line.each)}")
+    lines += [f"PROBLEM {problem.path or problem.what}: {problem.why}" for problem in plan.problems]
+    return "\n".join(lines) + "\n"
