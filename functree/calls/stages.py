@@ -154,6 +154,12 @@ class Traced(Stage):
         return self._stage.jaxpr
 
     @property
+    def out_avals(self) -> Any:
+        """The result, with JAX's type of each array, which may be weak."""
+        output = self._stage.out_info
+        return output.like(self._stage.jaxpr.out_avals)
+
+    @property
     def fun_name(self) -> str:
         """The name of the function."""
         return self._stage.fun_name

@@ -44,12 +44,13 @@ def assert_closed(step: Callable[..., Any], args: Sequence[Any]) -> None:
     check("assert_closed cannot check this", step=(step, FUNCTION))
     if not isinstance(args, Sequence):
         raise FunctreeError("assert_closed takes the arguments as a tuple: `assert_closed(step, (state, batch))`")
-    compiled = (step if isinstance(step, Function) else jit(step)).lower(*args).compile()
+    traced = (step if isinstance(step, Function) else jit(step)).trace(*args)
+    compiled = traced.lower().compile()
     given, by_name = compiled.in_avals
     shardings, shardings_by_name = compiled.input_shardings
     donated, donated_by_name = compiled.args_info
     names = [*compiled.positional[: len(given)], *by_name]
-    result = _abstract(compiled.out_avals, compiled.output_shardings)
+    result = _abstract(traced.out_avals, compiled.output_shardings)
     before = list(map(_abstract, [*given, *by_name.values()], [*shardings, *shardings_by_name.values()]))
     infos = [*donated, *donated_by_name.values()]
     states = [i for i, info in enumerate(infos) if any(one.donated for one in tree_leaves(info))] or [0]
