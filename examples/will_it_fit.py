@@ -1,13 +1,13 @@
 """Will it fit? Training steps of Llama 3, compiled for TPUs and GPUs that are not there.
 
-    python examples/will_it_fit.py 2>/dev/null                        # eleven cases, about four minutes
+    python examples/will_it_fit.py 2>/dev/null                        # eleven cases, three minutes
     python examples/will_it_fit.py --model 8b --target tpu:v5e:4x4 cuda:h100:8
     python examples/will_it_fit.py --model 70b --target tpu:v5p:4x4x8 --mesh data=8,model=16 --batch 2 --seq 4096
 
 No accelerator is needed, but the compilers are: `pip install "functree[tpu]"`, or `"functree[cuda]"`. They say how much
-memory a device needs, and functree's ledger tells what is moved, over which mesh axes. On standard error they say more.
+memory each device needs, and the ledger says what is moved over which mesh axes. Their logs are on standard error.
 
-Parameters, gradients and the moments of AdamW are float32, and the computation is bfloat16. The backward pass computes
+The parameters and the moments of AdamW are float32, and the computation is bfloat16. The backward pass computes
 each block again. The attention keeps all its weights in memory, so longer sequences than 2,048 need much more of it.
 """
 
@@ -34,7 +34,7 @@ from jaxtyping import Array, Float, Int
 
 import functree as ft
 
-MODELS = {
+MODELS: dict[str, dict[str, Any]] = {
     "8b": {"embed": 4096, "layers": 32, "heads": 32, "hidden": 14336},
     "70b": {"embed": 8192, "layers": 80, "heads": 64, "hidden": 28672},
     "405b": {"embed": 16384, "layers": 126, "heads": 128, "hidden": 53248},
@@ -96,12 +96,7 @@ def lower(model: str, mesh: Mesh, batch: int, seq: int) -> Any:
 class Case:
     """A model on a target, and what its compiler says; all bytes are those of one device.
 
-    Attributes:
-        fits: whether there is enough memory; None if the step could not be compiled at all.
-        error: why it does not fit, or could not be compiled.
-        seconds: the time that the compiler took.
-        memory: the bytes of each part.
-        moved: kind, mesh axes and bytes of what a step moves.
+    `fits` is None if the step could not be compiled at all; `moved` has kind, mesh axes and bytes.
     """
 
     model: str
@@ -113,41 +108,38 @@ class Case:
     memory: dict[str, int] = field(default_factory=dict)
     moved: list[tuple[str, tuple[str, ...] | None, int]] = field(default_factory=list)
 
-    def compile(self, batch: int, seq: int) -> ft.Ledger | None:
-        """Compile the step, and note what the compiler says. The ledger is None if there is no program."""
-        try:
-            lowered = lower(self.model, ft.make_mesh(target=self.target, **self.mesh), batch, seq)
-        except ft.FunctreeError as error:  # the compiler is not installed, or the mesh has another size
-            self.error = str(error)
-            return None
-        start = time.perf_counter()
-        try:
-            compiled = lowered.compile()
-        except ft.FunctreeError as error:
-            self.fits, self.error = False, str(error)
-            return None
-        finally:
-            self.seconds = time.perf_counter() - start
-        ledger = compiled.ledger()
-        self.fits, self.memory = True, memory_by_part(ledger.memory)
-        self.moved = [(*key, size) for key, size in ledger.totals().items()]
-        return ledger
+
+def compile_case(case: Case, batch: int, seq: int) -> ft.Ledger | None:
+    """Compile the training step of a case, and note in it what the compiler says."""
+    try:
+        mesh = ft.make_mesh(target=case.target, data=case.mesh["data"], model=case.mesh["model"])
+        lowered = lower(case.model, mesh, batch, seq)
+    except ft.FunctreeError as error:  # the compiler is not installed, or a size does not fit the mesh
+        case.error = str(error)
+        return None
+    start = time.perf_counter()
+    try:
+        compiled = lowered.compile()
+    except ft.FunctreeError as error:  # the program is too large
+        case.fits, case.error = False, str(error)
+        return None
+    finally:
+        case.seconds = time.perf_counter() - start
+    ledger = compiled.ledger()
+    case.fits, case.memory = True, memory_by_part(ledger.memory)
+    case.moved = [(*key, size) for key, size in ledger.totals().items()]
+    return ledger
+
+
+# A key in the path of an argument, and what the argument is.
+PARTS = {"tokens": "batch", "mu": "first moments", "nu": "second moments", "model": "parameters"}
 
 
 def memory_by_part(memory: ft.Memory) -> dict[str, int]:
     """The bytes of each part. The gradients are temporaries, and the results are in the memory of the arguments."""
-    parts = dict.fromkeys(["parameters", "first moments", "second moments", "counters", "batch"], 0)
+    parts = Counter({"parameters": 0})  # the first to be printed
     for path, size in memory.arguments.items():
-        if path[0] == "tokens":
-            parts["batch"] += size
-        elif path[1] == "model":
-            parts["parameters"] += size
-        elif "mu" in path:
-            parts["first moments"] += size
-        elif "nu" in path:
-            parts["second moments"] += size
-        else:
-            parts["counters"] += size
+        parts[next((part for key, part in PARTS.items() if key in path), "counters")] += size
     return {**parts, "temporaries": memory.temporaries, "peak": memory.peak}
 
 
@@ -155,40 +147,40 @@ def memory_by_part(memory: ft.Memory) -> dict[str, int]:
 
 
 def gib(size: float) -> str:
-    return f"{size / 2**30:,.1f}"
-
-
-def describe(case: Case, ledger: ft.Ledger | None) -> str:
-    if ledger is None:
-        return f"{case.error}\n\n{'Not compiled.' if case.fits is None else 'It does not fit.'}"
-    warnings = [f"The compiler warns: {warning}" for warning in ledger.warnings]
-    parts = ", ".join(f"{name} {gib(size)}" for name, size in case.memory.items())
-    return "\n".join([*warnings, ledger.summary(), f"in GiB: {parts}", "", "It fits."])
+    return f"{size / 2**30:,.2f}"
 
 
 def mesh_text(mesh: dict[str, int]) -> str:
     return ",".join(f"{name}={size}" for name, size in mesh.items())
 
 
-def table(cases: Sequence[Case]) -> str:
-    """A line for each case, and columns for the mesh axes that something is moved over."""
-    moved: list[Counter[str]] = []
-    for case in cases:
-        by_axes = Counter[str]()
-        for _, axes, size in case.moved:
-            by_axes["?" if axes is None else "+".join(axes)] += size
-        moved.append(by_axes)
-    columns = sorted({axes for by_axes in moved for axes in by_axes}, key=lambda axes: (len(axes), axes))
-    rows = [["model", "target", "mesh", "fits", "peak", "of", *(f"over {axes}" for axes in columns), "seconds"]]
-    for case, by_axes in zip(cases, moved, strict=True):
-        fits = {True: "yes", False: "no", None: "?"}[case.fits]
-        peak = gib(case.memory["peak"]) if case.memory else "-"
-        there = str(MEMORY.get(case.target.split(":")[1], "-"))
-        sizes = [gib(by_axes[axes]) if axes in by_axes else "-" for axes in columns]
-        rows.append([case.model, case.target, mesh_text(case.mesh), fits, peak, there, *sizes, f"{case.seconds:.0f}"])
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ["  ".join(cell.ljust(wide) for cell, wide in zip(row, widths, strict=True)).rstrip() for row in rows]
-    return "\n".join(lines)
+def describe(case: Case, ledger: ft.Ledger | None) -> str:
+    """What the compiler says of a case, in several lines."""
+    if ledger is None:
+        return case.error if case.fits is False else f"Not compiled: {case.error}"
+    warnings = [f"The compiler warns: {warning}" for warning in ledger.warnings]
+    parts = ", ".join(f"{name} {gib(size)}" for name, size in case.memory.items())
+    return "\n".join([*warnings, ledger.summary(), f"in GiB: {parts}", "It fits."])
+
+
+def row(case: Case) -> dict[str, str]:
+    """The line of a case in the table, by the titles of its columns."""
+    over = Counter[str]()
+    for _, axes, size in case.moved:
+        over["over ?" if axes is None else f"over {'+'.join(axes)}"] += size
+    cells = {"model": case.model, "target": case.target, "mesh": mesh_text(case.mesh)}
+    cells["fits"] = {True: "yes", False: "no", None: "?"}[case.fits]
+    cells["seconds"] = f"{case.seconds:.0f}"
+    cells["peak"] = gib(case.memory["peak"]) if case.memory else "-"
+    cells["of"] = next((str(size) for kind, size in MEMORY.items() if f":{kind}:" in case.target), "-")
+    return cells | {axes: gib(size) for axes, size in sorted(over.items())}
+
+
+def table(rows: Sequence[dict[str, str]]) -> str:
+    titles = list(dict.fromkeys(title for cells in rows for title in cells))
+    lines = [titles, *([cells.get(title, "-") for title in titles] for cells in rows)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in lines)
 
 
 # --- The command line -----------------------------------------------------------------------------------------------
@@ -211,46 +203,41 @@ def mesh_sizes(text: str) -> dict[str, int]:
     return {"data": int(found[1]), "model": int(found[2])}
 
 
-def positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
-    return int(text)
-
-
 def command_line() -> argparse.ArgumentParser:
     described = "Compile training steps of Llama 3 for TPUs and GPUs that are not there: what fits, and what is moved."
     parser = argparse.ArgumentParser(description=described, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    targets = "slices of TPUs, or cuda:h100:8; None: some for each model"
     parser.add_argument("--model", nargs="+", choices=list(MODELS), default=list(MODELS), help="sizes of Llama 3")
-    parser.add_argument(
-        "--target", nargs="+", metavar="tpu:v5e:16x16", help="slices of TPUs, or cuda:h100:8; None: some for each model"
-    )
-    parser.add_argument(
-        "--mesh", type=mesh_sizes, metavar="data=16,model=16", help="FSDP × tensor parallelism; None: model=8"
-    )
-    parser.add_argument("--batch", type=positive, default=1, metavar="N", help="sequences for each shard of `data`")
-    parser.add_argument("--seq", type=positive, default=2048, metavar="N", help="tokens in a sequence")
+    parser.add_argument("--target", nargs="+", metavar="tpu:v5e:16x16", help=targets)
+    parser.add_argument("--mesh", type=mesh_sizes, metavar="data=16,model=16", help="its axes; None: model=8")
+    parser.add_argument("--batch", type=int, default=1, metavar="N", help="sequences for each shard of the batch")
+    parser.add_argument("--seq", type=int, default=2048, metavar="N", help="tokens in a sequence")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures, in bytes of one device")
     parser.add_argument("--html", type=Path, metavar="FOLDER", help="write a page with the ledger of each case")
     return parser
 
 
 def main(arguments: list[str] | None = None) -> int:
-    options = command_line().parse_args(arguments)
+    parser = command_line()
+    options = parser.parse_args(arguments)
+    if min(options.batch, options.seq) < 1:
+        parser.error("--batch and --seq are at least 1")
     cases: list[Case] = []
     for model in options.model:
         for target in options.target or TARGETS[model]:
             case = Case(model, target, options.mesh or default_mesh(target))
-            print(f"--- Llama 3 {model} on {target}, mesh {mesh_text(case.mesh)}, sequence {options.seq:,}", flush=True)
-            ledger = case.compile(options.batch, options.seq)
-            print(f"\n{describe(case, ledger)}\n", flush=True)
+            print(f"--- Llama 3 {model} on {target}, {mesh_text(case.mesh)}, sequence {options.seq:,}\n", flush=True)
+            ledger = compile_case(case, options.batch, options.seq)
+            print(describe(case, ledger), end="\n\n", flush=True)
             cases.append(case)
             if options.json:
                 options.json.write_text(json.dumps([asdict(case) for case in cases], indent=1))
             if options.html and ledger:
                 options.html.mkdir(parents=True, exist_ok=True)
                 (options.html / f"{model}-{target.replace(':', '-')}.html").write_text(ledger.html())
-    shape = f"{options.batch} × {options.seq:,} tokens for each shard of `data`"
-    print(f"GiB of each device, and moved to it in a step of {shape}\n\n{table(cases)}")
+    shard = f"{options.batch} × {options.seq:,} tokens for each shard of the batch"
+    print(f"Of each device: compiler's seconds, peak of memory in GiB, GiB moved in a step of {shard}\n")
+    print(table([row(case) for case in cases]))
     return 1 if any(case.fits is None for case in cases) else 0
 
 

@@ -6,8 +6,9 @@ output is the new value, or the gradient, of which parameter.
 """
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
+from typing import Any
 
 from functree.compiled.hlo import Hlo
 from functree.compiled.moved import Moved
@@ -71,35 +72,26 @@ class Attribution:
     @cached_property
     def _replaced(self) -> list[int | None]:
         """For each output the parameter of which it is the new value, or the gradient; None if there is none."""
-        by_end: dict[object, list[int]] = {}
+        by_end: dict[tuple[Any, ...], list[int]] = {}
         for number, path in enumerate(self._parameters):
-            by_end.setdefault(path[-1], []).append(number)
+            for start in range(1, len(path)):
+                by_end.setdefault(path[start:], []).append(number)
         return [self._counterpart(i, by_end) for i in range(len(self._outputs))]
 
-    def _counterpart(self, output: int, by_end: dict[object, list[int]]) -> int | None:
+    def _counterpart(self, output: int, by_end: Mapping[tuple[Any, ...], list[int]]) -> int | None:
         path, made = self._outputs[output], self._served.made_of(output)
-        fitting = [i for i in by_end.get(path[-1], ()) if self._fits(i, output)] if path else []
-        if fitting:
-            # Of several that are named alike, the one that it is made of, and then the one with the shortest path.
-            named = [(_common(self._parameters[i], path), i in made, -len(self._parameters[i]), -i) for i in fitting]
-            return -max(named)[-1]
+        for start in range(len(path)):  # the longest common end first
+            fitting = [i for i in by_end.get(path[start:], ()) if self._fits(i, output, path[start:])]
+            if fitting:
+                # Of several that are named alike, the one that it is made of, and then the one with the shortest path.
+                return min(fitting, key=lambda i: (i not in made, len(self._parameters[i]), i))
         fitting = [i for i in made if self._ranks.get(i) == self._output_ranks[output]]
         return fitting[0] if len(fitting) == 1 else None
 
-    def _fits(self, parameter: int, output: int) -> bool:
-        """Whether an output may belong to a parameter: with as many dimensions, and named as it."""
-        path = self._parameters[parameter]
-        common = path[len(path) - _common(path, self._outputs[output]) :]
-        # An index alone, as of the second of two results, names nothing, unless the argument is a list of arrays.
-        named = any(isinstance(key, str) for key in common) or len(common) == len(path) - 1
+    def _fits(self, parameter: int, output: int, end: tuple[Any, ...]) -> bool:
+        """Whether an output whose path has the same end may belong to a parameter: with as many dimensions, and named.
+
+        An index alone, as of the second of two results, names nothing, unless the argument is a list of arrays.
+        """
+        named = any(isinstance(key, str) for key in end) or len(end) == len(self._parameters[parameter]) - 1
         return named and self._ranks.get(parameter) == self._output_ranks[output]
-
-
-def _common(path: Path, other: Path) -> int:
-    """The number of keys at the ends of two paths that are equal."""
-    number = 0
-    for one, two in zip(reversed(path), reversed(other), strict=False):
-        if one != two:
-            break
-        number += 1
-    return number

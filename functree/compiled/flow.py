@@ -24,6 +24,12 @@ _ONCE = frozenset({"async-start", "call", "fusion", "fusion-start"})
 CALLS = _ONCE | {"conditional", "custom-call", "while"}
 """The opcodes of instructions that call computations, except those that do so for each element."""
 
+_PASSES_ON = COPIES | _ONCE | {
+    "all-gather-done", "all-reduce-done", "async-done", "collective-permute-done", "conditional", "fusion-done",
+    "get-tuple-element", "parameter", "reduce-scatter-done", "slice", "tuple", "while",
+}  # fmt: skip
+"""The opcodes of the instructions whose result is a value that was computed by another one."""
+
 KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
 """The kinds of collectives."""
 
@@ -85,13 +91,17 @@ class Flow:
         waiting = [value]
         while waiting:
             one = waiting.pop()
-            before = self._before(one)
+            # Most values are computed, and this loop is most of the time that a ledger takes.
+            before = self._before(one) if one.instruction.opcode in _PASSES_ON else None
             if not before and passes(one.instruction):
                 before = self._passed(one)
             if not before:
                 found.add(one)
-            waiting += [new for new in before if new not in seen]
-            seen.update(before)
+                continue
+            for new in before:
+                if new not in seen:
+                    seen.add(new)
+                    waiting.append(new)
         return frozenset(found), frozenset(seen)
 
     def inputs(self, value: Value) -> list[Value]:
@@ -132,9 +142,8 @@ class Flow:
         """The operands that an instruction passes on, without places and conditions."""
         one, part = value
         if part and part[0] < len(one.operands) and len(one.arrays) > 1:
-            return [
-                Value(self._named(one.operands[part[0]]), part[1:])
-            ]  # a combined collective: one part for each operand
+            # A combined collective: one part for each operand.
+            return [Value(self._named(one.operands[part[0]]), part[1:])]
         first, last = _PASSED.get(one.opcode, (0, None))
         return [Value(self._named(name)) for name in one.operands[first:last]]
 

@@ -60,7 +60,8 @@ class Instruction:
         type: the text of the type of its result.
     """
 
-    __slots__ = ("_rest", "computation", "name", "opcode", "type")
+    # What begins with `_` but `_rest` is read when it is first asked for: walks ask again, and most are never asked.
+    __slots__ = ("_arrays", "_computations", "_operands", "_rest", "computation", "name", "opcode", "type")
 
     def __init__(self, name: str, opcode: str, computation: str, type_: str, rest: str):
         self.name: str = name
@@ -72,8 +73,12 @@ class Instruction:
     @property
     def arrays(self) -> list[ArrayType]:
         """The arrays of its result, those of nested tuples in order."""
-        found = _ARRAY.findall(self.type)
-        return [ArrayType(dtype, tuple(map(int, filter(None, shape.split(","))))) for dtype, shape in found]
+        try:
+            return self._arrays
+        except AttributeError:
+            found = _ARRAY.findall(self.type)
+            self._arrays = [ArrayType(dtype, tuple(map(int, filter(None, shape.split(","))))) for dtype, shape in found]
+            return self._arrays
 
     @property
     def argument(self) -> str:
@@ -83,13 +88,21 @@ class Instruction:
     @property
     def operands(self) -> list[str]:
         """The names of its operands."""
-        return _NAME.findall(self.argument)
+        try:
+            return self._operands
+        except AttributeError:
+            self._operands = _NAME.findall(self.argument)
+            return self._operands
 
     @property
     def computations(self) -> list[str]:
         """The names of the computations that it calls: those of a fusion, the branches of a conditional."""
-        found = _COMPUTATIONS.findall(_METADATA.sub("", self._rest))
-        return [name for text in found for name in re.findall(r"[\w.\-]+", text)]
+        try:
+            return self._computations
+        except AttributeError:
+            found = _COMPUTATIONS.findall(_METADATA.sub("", self._rest))
+            self._computations = [name for text in found for name in re.findall(r"[\w.\-]+", text)]
+            return self._computations
 
     def attribute(self, name: str) -> str | None:
         """The text of an attribute, such as `dimensions`; None if it does not have it."""

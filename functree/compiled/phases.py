@@ -23,10 +23,15 @@ class Phases:
 
     def __init__(self, flow: Flow):
         self._flow = flow
+        # Those of a collective, once for all arrays that the compiler has combined in it.
+        self._names: dict[Instruction, list[str]] = {}
 
     def phase(self, moved: Moved) -> str | None:
         """One of `PHASES`; None if the compiler has combined operations of several phases, or lost their names."""
-        own = split(moved.instruction.metadata("op_name") or "")
+        one = moved.instruction
+        if one not in self._names:
+            self._names[one] = split(one.metadata("op_name") or "")
+        own = self._names[one]
         if len(own) == moved.arrays and own != [""]:
             return self._of(own[moved.index], moved)  # one name for each array
         # Of combined arrays some compilers name only the first. Then what is moved says more.

@@ -74,7 +74,9 @@ class Served:
         return reached, made
 
     def factors(self, moved: Moved) -> frozenset[int]:
-        """The parameters that the moved array is multiplied by, or looked up in, afterwards."""
+        """The parameters that the moved array itself is multiplied by, or looked up in, afterwards."""
+        if moved.kind not in _GATHERS:
+            return frozenset()
         whole, part = self._factors[Value(moved.instruction)], self._factors[Value(moved.instruction, (moved.index,))]
         return frozenset(whole | part)
 
@@ -85,21 +87,25 @@ class Served:
         for one in self._flow.hlo.instructions.values():
             if one.opcode not in _PRODUCTS:
                 continue
-            operands = [self._flow.operand(Value(one), i) for i in range(len(one.operands))]
-            parameters = [self._of(value) for value in operands]
-            every = frozenset[int]().union(*parameters)
-            for value, own in zip(operands, parameters, strict=True):
-                if own or not every:
+            walks = [
+                self._flow.history(Value(self._flow.hlo.instructions[name]), self._is_moved) for name in one.operands
+            ]
+            parameters = frozenset[int]().union(*(self._among(origins) for origins, _ in walks))
+            for origins, passed in walks:
+                if self._among(origins):
                     continue
-                for origin in self._flow.origins(value, _is_local):
-                    if _kind(origin.instruction) is not None:
-                        found[origin] |= every
+                for value in passed:
+                    if _kind(value.instruction) is not None:
+                        found[value] |= parameters
         return found
 
     def _of(self, value: Value) -> frozenset[int]:
         """The parameters that a value consists of; empty if it was computed."""
-        origins = {one.instruction for one in self._flow.origins(value, self._is_moved)}
-        made = {one for one in origins if not _is_filling(one)}
+        return self._among(self._flow.origins(value, self._is_moved))
+
+    def _among(self, origins: frozenset[Value]) -> frozenset[int]:
+        """The parameters that these values are; empty if one of them was computed."""
+        made = {one.instruction for one in origins if not _is_filling(one.instruction)}
         if not made or not all(one in self._parameters for one in made):
             return frozenset()
         return frozenset(self._parameters[one] for one in made)
@@ -129,11 +135,6 @@ def _is_elementwise(one: Instruction) -> bool:
     if one.opcode == "custom-call":
         return one.attribute("custom_call_target") in _MOVING_CALLS
     return one.opcode not in _COMBINES and one.opcode not in ("parameter", "constant")
-
-
-def _is_local(one: Instruction) -> bool:
-    """Whether an instruction combines only elements at the same place of one device."""
-    return _kind(one) is None and _is_elementwise(one)
 
 
 def _is_filling(one: Instruction) -> bool:

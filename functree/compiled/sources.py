@@ -32,6 +32,7 @@ class Sources:
 
     def __init__(self, text: str):
         self._text = text
+        self._known: dict[int, str | None] = {}
 
     def line(self, one: Instruction) -> str | None:
         """`file:line` of an instruction; None if it has no stack frame."""
@@ -40,6 +41,11 @@ class Sources:
 
     def of_frame(self, frame: int) -> str | None:
         """`file:line` of a stack frame: that of the innermost frame in the user's model, or else of the innermost."""
+        if frame not in self._known:
+            self._known[frame] = self._chosen(frame)
+        return self._known[frame]
+
+    def _chosen(self, frame: int) -> str | None:
         frames = list(self._outwards(frame))
         chosen = next((place for place in frames if _is_model(Path(place[0]))), None)
         if chosen is None:
