@@ -189,7 +189,12 @@ def test_the_update_has_a_phase_of_its_own() -> None:
     ledger = step.lower(params, jax.eval_shape(tx.init, params), jax.ShapeDtypeStruct((16, 64), "float32"))
     moved = {(one.phase, one.bytes): list(map(str, one.paths)) for one in ledger.compile().ledger().collectives}
     # The norm of all gradients is one number, which belongs to no parameter if there are several.
-    assert moved == {("update", 4): [], ("backward", 64 * 32 * 4 // 4): ["w"], ("backward", 32 * 4): ["b"]}
+    assert moved == {
+        ("forward", 16 // 2 * 32 * 4): ["w", ""],  # the product of two arguments, of which `x` is an array itself
+        ("backward", 64 * 32 * 4 // 4): ["w"],
+        ("backward", 32 * 4): ["b"],
+        ("update", 4): [],
+    }
 
 
 def test_equal_shapes_are_told_apart() -> None:

@@ -141,7 +141,7 @@ ENTRY %main (x: f32[8,4]) -> (f32[8,4], f32[8,4]) {
 
 def test_what_is_not_understood_is_said() -> None:
     paths = [ft.Path("x")], [ft.Path("0"), ft.Path("1")]
-    ledger = read_ledger(CompiledProgram(TEXT, None, *paths, {"data": 4}, "cpu", None))
+    ledger = read_ledger(CompiledProgram(TEXT, lambda: None, *paths, {"data": 4}, "cpu", None))
     assert ledger.not_understood == (
         "collective-broadcast (sent): the ledger does not know this kind of collective, and leaves it out",
         "the groups of devices of sum: they are not on the mesh, or spelled in a new way",
@@ -149,7 +149,7 @@ def test_what_is_not_understood_is_said() -> None:
     assert [(one.op, one.mesh_axes, one.group_size) for one in ledger.collectives] == [("sum", None, None)]
     assert "not understood: collective-broadcast" in str(ledger) and "not understood" in ledger.html()
     assert ledger.memory.peak == 128 + 256  # the compiler has told nothing
-    without_mesh = read_ledger(CompiledProgram(TEXT, None, *paths, {}, "cpu", None))
+    without_mesh = read_ledger(CompiledProgram(TEXT, lambda: None, *paths, {}, "cpu", None))
     assert "the mesh of the program, so there are no names for the mesh axes" in without_mesh.not_understood[1]
 
 

@@ -1,6 +1,7 @@
 """A function that JAX has compiled ─► the ledger of its program."""
 
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
@@ -48,9 +49,21 @@ def ledger_of(
     Raises:
         FunctreeError: the compiler gives no text of the program.
     """
-    text = compiled.as_text()
-    if text is None:
-        raise FunctreeError(f"{name}: the compiler for {jax.default_backend()} gives no text of the program to read")
+    # For a large program XLA takes as long for this as we do for the text, and it lets other threads run meanwhile.
+    with ThreadPoolExecutor(1) as pool:
+        memory = pool.submit(compiled.memory_analysis)
+        text = compiled.as_text()
+        if text is None:
+            platform = jax.default_backend()
+            raise FunctreeError(f"{name}: the compiler for {platform} gives no text of the program to read")
+        used, sizes, backend = _described(compiled, parameters, mesh)
+        return read_ledger(CompiledProgram(text, memory.result, used, outputs, sizes, backend, warnings))
+
+
+def _described(
+    compiled: Any, parameters: Sequence[Path], mesh: Mesh | AbstractMesh | None
+) -> tuple[list[Path], dict[str, int], str]:
+    """The arrays that a program uses, the sizes of its mesh, and the name of what it is compiled for."""
     # An array that the program does not use has no sharding, and is none of its parameters.
     given = tree_leaves(compiled.input_shardings, is_leaf=lambda one: one is None)
     used = [path for path, sharding in zip(parameters, given, strict=True) if sharding is not None]
@@ -60,5 +73,4 @@ def ledger_of(
         mesh = max(meshes, key=lambda one: one.size, default=None)
     sizes = {} if mesh is None else dict(mesh.shape)
     devices = next((one.device_set for one in shardings), jax.devices())
-    backend = backend_text(next(iter(devices)))
-    return read_ledger(CompiledProgram(text, compiled.memory_analysis(), used, outputs, sizes, backend, warnings))
+    return used, sizes, backend_text(next(iter(devices)))

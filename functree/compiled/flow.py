@@ -56,13 +56,15 @@ class Flow:
 
     def __init__(self, hlo: Hlo):
         self.hlo: Hlo = hlo
+        # Walks meet the same values again: a parameter and its moments share most of what they are made of.
+        self._operands: dict[Instruction, list[Value]] = {}
 
     @cached_property
     def callers(self) -> Mapping[str, list[Instruction]]:
         """The instructions that call a computation, by its name."""
         found: defaultdict[str, list[Instruction]] = defaultdict(list)
-        for one in self.hlo.instructions.values():
-            if one.opcode in CALLS:
+        for opcode in CALLS:
+            for one in self.hlo.by_opcode.get(opcode, ()):
                 for name in one.computations:
                     found[name].append(one)
         return found
@@ -144,8 +146,11 @@ class Flow:
         if part and part[0] < len(one.operands) and len(one.arrays) > 1:
             # A combined collective: one part for each operand.
             return [Value(self._named(one.operands[part[0]]), part[1:])]
-        first, last = _PASSED.get(one.opcode, (0, None))
-        return [Value(self._named(name)) for name in one.operands[first:last]]
+        known = self._operands.get(one)
+        if known is None:
+            first, last = _PASSED.get(one.opcode, (0, None))
+            known = self._operands[one] = [Value(self._named(name)) for name in one.operands[first:last]]
+        return known
 
     def _before(self, value: Value) -> list[Value]:
         """The values that are passed on as this one, by a loop in its first iteration and in the later ones."""

@@ -149,6 +149,7 @@ class Hlo:
     Attributes:
         instructions: by name.
         computations: the instructions of each computation, in order, by its name.
+        by_opcode: the instructions of each opcode.
         roots: the instruction that is the result of each computation.
         entry: the name of the computation of the whole program.
     """
@@ -156,6 +157,7 @@ class Hlo:
     def __init__(self, text: str):
         self.instructions: dict[str, Instruction] = {}
         self.computations: dict[str, list[Instruction]] = {}
+        self.by_opcode: dict[str, list[Instruction]] = {}
         self.roots: dict[str, Instruction] = {}
         self.entry: str = ""
         current, own = "", list[Instruction]()
@@ -166,5 +168,6 @@ class Hlo:
                 continue
             one = self.instructions[name] = Instruction(name, opcode, current, type_, rest)
             own.append(one)
+            self.by_opcode.setdefault(opcode, []).append(one)
             if root:
                 self.roots[current] = one

@@ -40,9 +40,9 @@ def moved_in(flow: Flow) -> Iterator[Moved]:
     """The arrays that the collectives of a program move, in the order of its text."""
     times = runs(flow)
     done = _done(flow)
-    for one in flow.hlo.instructions.values():
-        kind = _OPCODES.get(one.opcode)
-        if kind is None or _is_repeated(flow, one):
+    for one in [one for one in flow.hlo.instructions.values() if one.opcode in _OPCODES]:
+        kind = _OPCODES[one.opcode]
+        if _is_repeated(flow, one):
             continue
         # A start returns its operands too, and what it needs to go on; its end returns the result only.
         types = done.get(one.name, one).arrays
@@ -56,8 +56,8 @@ def moved_in(flow: Flow) -> Iterator[Moved]:
 
 def others_in(flow: Flow) -> list[Instruction]:
     """The collectives of a program of kinds that are not understood."""
-    every = flow.hlo.instructions.values()
-    return [one for one in every if one.opcode.removesuffix("-start") in _OTHERS]
+    opcodes = [f"{name}{ending}" for name in _OTHERS for ending in ("", "-start")]
+    return [one for opcode in opcodes for one in flow.hlo.by_opcode.get(opcode, ())]
 
 
 def _each(flow: Flow, one: Instruction, types: list[ArrayType]) -> tuple[list[Value], list[ArrayType]]:
@@ -75,8 +75,8 @@ def _each(flow: Flow, one: Instruction, types: list[ArrayType]) -> tuple[list[Va
 
 def _done(flow: Flow) -> dict[str, Instruction]:
     """The end of each asynchronous collective, by the name of its start."""
-    ends = [one for one in flow.hlo.instructions.values() if one.opcode.endswith("-done")]
-    return {one.operands[0]: one for one in ends if one.opcode.removesuffix("-done") in KINDS}
+    ends = [one for kind in KINDS for one in flow.hlo.by_opcode.get(f"{kind}-done", ())]
+    return {one.operands[0]: one for one in ends}
 
 
 _CHAIN = re.compile(r'chain_id="(\d+)"')

@@ -2,7 +2,7 @@
 
 import gc
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -25,7 +25,8 @@ class CompiledProgram(NamedTuple):
 
     Attributes:
         text: the text of the program.
-        memory: the statistics of its memory, as of `compiled.memory_analysis()`; None if the compiler gives none.
+        memory: returns the statistics of its memory, as `compiled.memory_analysis` does; None if the compiler gives
+            none. It is called last.
         parameters: the path of each parameter of the program; it begins with the name of an argument.
         outputs: the path of each output.
         sizes: the sizes of the mesh axes; empty if the mesh is not known.
@@ -34,7 +35,7 @@ class CompiledProgram(NamedTuple):
     """
 
     text: str
-    memory: Any
+    memory: Callable[[], Any]
     parameters: Sequence[Path]
     outputs: Sequence[Path]
     sizes: dict[str, int]
@@ -157,7 +158,7 @@ def _memory(program: CompiledProgram, hlo: Hlo) -> Memory:
     for one in hlo.computations[hlo.entry]:
         if one.opcode == "parameter":
             sizes[program.parameters[int(one.argument)]] = one.arrays[0].bytes
-    known = program.memory
+    known = program.memory()
     if known is None:
         outputs = sum(array.bytes for array in hlo.roots[hlo.entry].arrays)
         return Memory(BytesByPath(sizes), outputs, 0, 0, sum(sizes.values()) + outputs)

@@ -84,9 +84,8 @@ class Served:
     def _factors(self) -> Mapping[Value, set[int]]:
         """For each result of a collective, the parameters that it is multiplied by."""
         found = defaultdict[Value, set[int]](set)
-        for one in self._flow.hlo.instructions.values():
-            if one.opcode not in _PRODUCTS:
-                continue
+        by_opcode = self._flow.hlo.by_opcode
+        for one in [one for opcode in _PRODUCTS for one in by_opcode.get(opcode, ())]:
             walks = [
                 self._flow.history(Value(self._flow.hlo.instructions[name]), self._is_moved) for name in one.operands
             ]
