@@ -1,6 +1,7 @@
 """A program that does not fit on the devices that it is compiled for ─► an error with the figures and the leaves."""
 
 import math
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -9,7 +10,7 @@ import jax
 
 from functree.compiled.backend import backend_text
 from functree.compiled.targets.gpus import memory_of
-from functree.errors import FunctreeError, Problem
+from functree.errors import FunctreeError, Problem, listed
 from functree.layout.placement import sharding_text
 from functree.layout.plan.fold import bytes_text
 from functree.tree.leaf import array_problem
@@ -52,8 +53,16 @@ def refusing_too_large(name: str, device: Any, arguments: Sequence[Argument]) ->
     except jax.errors.JaxRuntimeError as error:
         if not str(error).startswith("RESOURCE_EXHAUSTED"):
             raise
-        said = str(error).removeprefix("RESOURCE_EXHAUSTED: ").splitlines()[0]
-        raise _too_large(name, device, said, arguments) from error
+        raise _too_large(name, device, _figures(str(error)), arguments) from error
+
+
+def _figures(message: str) -> str:
+    """The figures in the error of a compiler; its first line if it is written in a new way."""
+    known = re.search(r"\(([\d.]+[KMGT])\) exceeds available \w+ \(([\d.]+[KMGT])\)", message)
+    if known is None:
+        return message.removeprefix("RESOURCE_EXHAUSTED: ").splitlines()[0]
+    needed, available = (f"{figure[:-1]} {figure[-1]}iB" for figure in known.groups())
+    return f"it needs {needed}, and there are {available}"
 
 
 def check_fits(name: str, device: Any, compiled: Any, arguments: Sequence[Argument]) -> None:
@@ -74,7 +83,7 @@ def _too_large(name: str, device: Any, said: str, arguments: Sequence[Argument])
     given = bytes_text(sum(one.bytes for one in arguments))
     headline = (
         f"{name} does not fit in the memory of a {backend_text(device)}: {said}\n"
-        f"Its arguments are {given} on each device; the largest of them:"
+        f"Its arguments are {given} on each device ({_by_part(arguments)}); the largest of them:"
     )
     problems: list[Problem] = []
     for one in largest[:LARGEST]:
@@ -84,6 +93,16 @@ def _too_large(name: str, device: Any, said: str, arguments: Sequence[Argument])
         rest = bytes_text(sum(one.bytes for one in largest[LARGEST:]))
         problems.append(Problem(None, None, f"{len(largest) - LARGEST} others", f"{rest} on each device", ""))
     return FunctreeError(headline, problems)
+
+
+def _by_part(arguments: Sequence[Argument]) -> str:
+    """The bytes of each part of the arguments: of the fields of a state, or of the arguments themselves."""
+    parts: dict[Path, int] = {}
+    for one in arguments:
+        part = Path(one.path[:2]) if len(one.path) > 2 else Path(one.path[:1])
+        parts[part] = parts.get(part, 0) + one.bytes
+    largest = sorted(parts.items(), key=lambda item: -item[1])
+    return listed([f"{part} {bytes_text(size)}" for part, size in largest])
 
 
 _REMEDY = (

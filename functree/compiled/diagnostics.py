@@ -2,7 +2,8 @@
 
 XLA tells nobody else of an involuntary rematerialization or a slow compilation: it writes a line to file descriptor 2.
 So that descriptor is a pipe while something compiles, and a thread passes on what comes through it at once. There is
-one pipe for the process, however many threads compile: two of them would each restore what the other one had set.
+one pipe for the process, however many threads compile: two of them would each restore what the other one had set. The
+compiler for TPUs writes to files instead.
 """
 
 import os
@@ -12,6 +13,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 
 
 class Said:
@@ -32,6 +34,7 @@ class Said:
 def listening() -> Iterator[Said]:
     """Listen to the compiler; what others write to standard error is passed on too."""
     said = Said()
+    logged = {file: file.stat().st_size for file in _log_files()}
     reader = _STANDARD_ERROR.enter(said)
     try:
         yield said
@@ -39,7 +42,17 @@ def listening() -> Iterator[Said]:
         if reader is not None:
             _STANDARD_ERROR.leave(said, reader)
         if reader is not None and not _SILENCED:
-            said.warnings = tuple(warnings_in(b"".join(said.chunks).decode(errors="replace")))
+            heard = [*said.chunks, *(file.read_bytes()[logged.get(file, 0) :] for file in _log_files())]
+            said.warnings = tuple(warnings_in(b"".join(heard).decode(errors="replace")))
+
+
+log_folders: list[Path] = []
+"""The folders in which a compiler of this process writes its log, instead of to standard error."""
+
+
+def _log_files() -> list[Path]:
+    """The logs of this process with warnings."""
+    return [file for folder in log_folders for file in folder.glob(f"*.log.WARNING.*.{os.getpid()}")]
 
 
 class _StandardError:

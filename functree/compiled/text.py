@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from functree.compiled.collective import Collective
 from functree.compiled.fold import axes_text, fold
 from functree.compiled.memory import Memory
+from functree.errors import count
 from functree.layout.plan.fold import bytes_text
 from functree.layout.table import INDENT, WIDTH, columns, width, wrapped
 
@@ -38,7 +39,8 @@ def ledger_text(collectives: Sequence[Collective], summary: str, notes: Sequence
         lines += [INDENT + part for part in wrapped(line.told, WIDTH - len(INDENT))]
     if len(folded) > LINES:
         rest = bytes_text(sum(line.total for line in folded[LINES:]))
-        lines.append(f"and {len(folded) - LINES} smaller lines, {rest} in all (`ledger.collectives` has each)")
+        more = count(len(folded) - LINES, "smaller line")
+        lines.append(f"and {more}, {rest} in all (`ledger.collectives` has each)")
     return "\n".join([line.rstrip() for line in [*lines, "", summary]])
 
 
@@ -63,7 +65,8 @@ def summary_text(
 
 def unattributed_text(attributed: float) -> str:
     """What is said of the bytes without a path."""
-    return f"{100 * (1 - attributed):.1f} % of these bytes serve no parameter that could be found"
+    share = f"{100 * (1 - attributed):.1f} %" if not 0 < 1 - attributed < 0.0005 else "less than 0.1 %"
+    return f"{share} of these bytes serve no parameter that could be found"
 
 
 def memory_text(memory: Memory) -> str:

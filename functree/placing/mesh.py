@@ -63,7 +63,13 @@ def make_mesh(
     types = (AxisType.Explicit if explicit else AxisType.Auto,) * len(sizes)
     if grid is not None:
         return Mesh(grid, tuple(sizes), axis_types=types)
-    return jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=types, devices=found[:needed])
+    try:
+        return jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=types, devices=found[:needed])
+    except NotImplementedError:
+        # No order in which each mesh axis runs along whole axes of the torus of a TPU slice; so some are split.
+        shape = tuple(sizes.values())
+        grid = mesh_utils.create_device_mesh(shape, devices=found[:needed], allow_split_physical_axes=True)
+        return Mesh(grid, tuple(sizes), axis_types=types)
 
 
 def _check_options(explicit: object, devices: object, dcn: object, target: object) -> None:

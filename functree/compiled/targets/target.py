@@ -1,16 +1,21 @@
 """The name of an accelerator that is not there ─► its devices, for which programs can be compiled and not run."""
 
+import atexit
 import functools
 import importlib.util
 import os
 import re
+import shutil
+import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import jax
 from jax.experimental import topologies
 
+from functree.compiled.diagnostics import log_folders
 from functree.compiled.targets.gpus import GPUS, target_config
 from functree.errors import ShardingError, did_you_mean
 
@@ -21,14 +26,13 @@ _TPUS = ("v4", "v5e", "v5p", "v6e", "tpu7x")
 # The package that has the compiler, and the extra of functree that installs it.
 _COMPILERS = {"tpu": ("libtpu", "functree[tpu]"), "cuda": ("jax_cuda13_plugin", "functree[cuda]")}
 
-# What the compiler for TPUs asks its surroundings for, and would otherwise ask the network for; that several processes
-# may have it at once; and that it writes its warnings to standard error, which are in `ledger.warnings` then.
+# What the compiler for TPUs asks its surroundings for, and would otherwise ask the network for. The last one lets
+# several processes have it at once.
 _WITHOUT_TPU = {
     "TPU_SKIP_MDS_QUERY": "1",
     "TPU_WORKER_HOSTNAMES": "localhost",
     "TPU_ACCELERATOR_TYPE": "v5litepod-8",
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
-    "TPU_STDERR_LOG_LEVEL": "1",
 }
 # The plugin for CUDA looks for the libraries that run programs, and else refuses to be loaded.
 _WITHOUT_CUDA = {"JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"}
@@ -62,11 +66,23 @@ def _check_installed(target: str, platform: str) -> None:
 def _tpus(target: str, kind: str, shape: str) -> tuple[Any, ...]:
     if re.fullmatch(r"\d+(x\d+){1,2}", shape) is None:
         raise ShardingError(f"target={target!r}: the shape of a slice is written as `16x16`, or `4x4x8`")
+    # A chip of these has two cores, which are one device to JAX only if it is configured so.
+    options = {"chip_config_name": "megacore"} if kind == "v4" else {}
     try:
-        with _environment(_WITHOUT_TPU):
-            return tuple(topologies.get_topology_desc(platform="tpu", topology_name=f"{kind}:{shape}").devices)
+        with _environment({**_WITHOUT_TPU, "TPU_LOG_DIR": _tpu_logs()}):
+            return tuple(topologies.get_topology_desc(f"{kind}:{shape}", "tpu", **options).devices)
     except jax.errors.JaxRuntimeError as error:  # only this compiler knows which slices there are
         raise ShardingError(f"target={target!r}: there is no such slice: {error}") from error
+
+
+@functools.cache
+def _tpu_logs() -> str:
+    """A folder for the logs of the compiler for TPUs, which it chooses once, when it is loaded."""
+    folder = tempfile.mkdtemp(prefix="functree-tpu-logs-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    # The others: the user's choice, and where they are if the compiler was loaded before.
+    log_folders.extend(Path(one) for one in (folder, os.environ.get("TPU_LOG_DIR"), "/tmp/tpu_logs") if one)
+    return folder
 
 
 def _gpus(target: str, kind: str, shape: str) -> tuple[Any, ...]:
