@@ -156,6 +156,9 @@ def train(options: argparse.Namespace, rules: ft.Layout, text: np.ndarray, held_
     model = make_model(config, key=key)
     state = ft.init_optimizer(tx, model, rules)
     train_step, measure = make_train_step(tx), ft.jit(bits_per_byte)
+    # Compiled here and not in the first step, to see what it moves between devices before anything is run.
+    ledger = train_step.lower(model, state, tests[0]).compile().ledger()
+    print(f"The training step: {ledger.summary()}\n")
 
     def test(step: int) -> None:
         curve.held_out[step] = float(np.mean([measure(model, tokens) for tokens in tests]))

@@ -1,11 +1,11 @@
 """Will it fit? Training steps of Llama 3, compiled for TPUs and GPUs that are not there.
 
-    python examples/will_it_fit.py 2>/dev/null                        # eleven cases, three minutes
+    python examples/will_it_fit.py                                    # eleven cases, three minutes
     python examples/will_it_fit.py --model 8b --target tpu:v5e:4x4 cuda:h100:8
     python examples/will_it_fit.py --model 70b --target tpu:v5p:4x4x8 --mesh data=8,model=16 --batch 2 --seq 4096
 
 No accelerator is needed, but the compilers are: `pip install "functree[tpu]"`, or `"functree[cuda]"`. They say how much
-memory each device needs, and the ledger says what is moved over which mesh axes. Their logs are on standard error.
+memory each device needs, and the ledger says what is moved over which mesh axes.
 
 The parameters and the moments of AdamW are float32, and the computation is bfloat16. The backward pass computes
 each block again. The attention keeps all its weights in memory, so longer sequences than 2,048 need much more of it.

@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -218,3 +219,15 @@ def test_an_involuntary_rematerialization_is_heard(capfd: pytest.CaptureFixture[
     ledger = ft.ledger(lambda table: ft.constrain(table, ft.P(None, "y")), table, in_shardings=ft.P("x"), mesh=mesh)
     assert ledger.warnings_known and "Involuntary full rematerialization" in ledger.warnings[0]
     assert not capfd.readouterr().err  # this compiler writes to a file, and what is of no use is not passed on
+
+
+def test_will_it_fit() -> None:
+    script = Path(__file__).parents[1] / "examples" / "will_it_fit.py"
+    command = [sys.executable, str(script), "--model", "8b", "--target", "tpu:v5e:2x4", "cuda:h100:8", "--seq", "256"]
+    environment = {**os.environ, "PYTHONPATH": str(script.parents[1])}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "train_step does not fit in the memory of a tpu v5e: it needs " in done.stdout
+    assert "It fits." in done.stdout and "all-reduce" in done.stdout and "first moments" in done.stdout
+    assert re.search(r"^8b +tpu:v5e:2x4 +data=1,model=8 +no ", done.stdout, re.M)
+    assert re.search(r"^8b +cuda:h100:8 +data=1,model=8 +yes ", done.stdout, re.M)

@@ -82,12 +82,12 @@ def not_linked(pages: Mapping[str, str]) -> set[str]:
 
 
 def public_names() -> list[str]:
-    """`jit`, `nn.Linear` and the like; without `nn` itself, which is a module and has a page."""
-    found = []
-    for package in ("", "nn"):
+    """`jit`, `nn.Linear` and the like; without `nn` and `testing`, which are modules and have a page."""
+    found, packages = [], ("nn", "testing")
+    for package in ("", *packages):
         init = (ROOT / "functree" / package / "__init__.py").read_text(encoding="utf-8")
         names = re.findall(r"^from \S+ import \w+ as (\w+)$", init, re.M)
-        found += [f"{package}.{name}" if package else name for name in names if name != "nn"]
+        found += [f"{package}.{name}" if package else name for name in names if name not in packages]
     return found
 
 

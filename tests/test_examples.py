@@ -54,6 +54,9 @@ def test_train_lm(rules: str, tmp_path: Path):
     before, after = re.search(r"^Held-out text: (.*) bits per byte before training, (.*) after\.$", out, re.M).groups()
     assert float(after) < float(before) < 10
     assert re.search(r"^A sample:\n\ndef ", out, re.M)
+    assert re.search(rf"^The training step: cpu, mesh \({mesh}\): .* moved to each device$", out, re.M)
+    moved = {"fsdp": "all-gather +data", "tp": "all-reduce +model", "fsdp+tp": "all-gather +data"}[rules]
+    assert re.search(rf"^    {moved} +\S+ [KM]iB$", out, re.M) and "memory of each device: arguments " in out
     assert re.search(r"step 3/3 .* loss \d\.\d\d · [\d,]+ tokens/s", out)
     assert out.count("tokens/s") == 1, "where there is no terminal, the bar is written once"
     assert f"The loss over the steps: {picture}" in out and picture.read_bytes().startswith(PNG)
@@ -178,3 +181,12 @@ def test_help_tells_the_sizes(name: str):
     assert (code, err) == (0, "")
     for flag in "--batch --embed --hidden --model".split():
         assert re.search(rf"^  {flag} .*\(default: \d+\)$", out, re.M)
+
+
+def test_will_it_fit_without_the_compilers():
+    """`test_accelerators.py` runs it with them."""
+    code, out, err = run("will_it_fit.py", "--help")
+    assert (code, err) == (0, "") and "--target" in out and "sequence" in out
+    code, out, err = run("will_it_fit.py", "--model", "8b", "--target", "tpu:v5:2x4")
+    assert (code, err) == (1, "") and "`v5` is none of v4, v5e, v5p, v6e, tpu7x" in out
+    assert run("will_it_fit.py", "--mesh", "data")[0] == 2
