@@ -2,6 +2,7 @@
 
 import inspect
 import math
+import os
 import reprlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from numbers import Real
@@ -90,7 +91,9 @@ DECAY = Takes("at least 0 and less than 1", lambda value: is_number(value) and 0
 FUNCTION = Takes("a function", lambda value: callable(value) and not isinstance(value, staticmethod))
 KEY = Takes("a random key, such as `jax.random.key(0)`", is_key)
 FLOATING = Takes("a floating-point dtype, such as `jnp.float32`", is_floating)
+ROOM = Takes("a number, at least 0", lambda value: is_number(value) and value >= 0)
 TEXT = Takes("a text", lambda value: isinstance(value, str))
+FILE = Takes("the path of a file", lambda value: isinstance(value, str | os.PathLike) and str(value) != "")
 POSITION = Takes("an integer", _is_integer)
 POSITIONS = Takes("a position, or several in a tuple", _are_positions)
 MAPPING = Takes("a mapping", lambda value: isinstance(value, Mapping))

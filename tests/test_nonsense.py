@@ -63,6 +63,8 @@ NONSENSE: dict[str, Any] = {
     "a spec": P("data"), "rules": RULES, "a path": ft.Path(("a",)), "...": ..., "axes": ft.Axes("a"),
     "an init": ft.init(lambda: jnp.ones(3), P(), MESH), "a sharding": NamedSharding(MESH, P()),
 }  # fmt: skip
+PLAN = ft.plan(MODEL, RULES, MESH)
+LEDGER = ft.ledger(double, X, in_shardings=P("data"), mesh=MESH)
 FUNCTIONS = ("a class", "a mesh", "a jitted function", "a function", "a module", "an init")
 
 
@@ -157,7 +159,26 @@ USES: dict[str, Use] = {
         },
     ),
     "make_mesh": (
-        lambda sizes, **k: ft.make_mesh(data=sizes, **k), {"explicit": False, "devices": None, "dcn": None, "sizes": 8}
+        lambda sizes, **k: ft.make_mesh(data=sizes, **k),
+        {"explicit": False, "devices": None, "dcn": None, "target": None, "sizes": 8},
+    ),
+    "ledger": (
+        lambda fn, args, kwargs, **k: ft.ledger(fn, args, **k),
+        {"fn": double, "args": X, "in_shardings": RULES, "out_shardings": None, "mesh": MESH, "kwargs": None},
+    ),
+    "Ledger.diff": (LEDGER.diff, {"other": LEDGER}),
+    "Ledger.from_json": (ft.Ledger.from_json, {"text": LEDGER.to_json()}),
+    "Plan.diff": (PLAN.diff, {"other": PLAN}),
+    "Plan.from_json": (ft.Plan.from_json, {"text": PLAN.to_json()}),
+    "testing.assert_layout": (ft.testing.assert_layout, {"plan": PLAN, "file": "missing.txt"}),
+    "testing.assert_collectives": (
+        ft.testing.assert_collectives, {"ledger": LEDGER, "allow": None, "at_most": None}
+    ),
+    "testing.assert_peak_memory": (ft.testing.assert_peak_memory, {"compiled": LEDGER, "bytes": 2**30}),
+    "testing.assert_closed": (ft.testing.assert_closed, {"step": lambda x: x, "args": (X,)}),
+    "testing.assert_same_as_unsharded": (
+        ft.testing.assert_same_as_unsharded,
+        {"fn": double, "args": (X,), "layouts": RULES, "mesh": MESH, "rtol": 1e-5, "atol": 1e-6},
     ),
     "make_state": (ft.make_state, {"model": Counts(ft.StateRef(jnp.zeros(3)))}),
     "merge": (
@@ -274,12 +295,16 @@ USES: dict[str, Use] = {
 # array. A layer of a Sequential or a Stacked, for example, is called with `x`.
 OF_THE_USER: dict[str, set[str]] = {
     "accumulate": {"fn"}, "grad": {"fn"}, "value_and_grad": {"fn"}, "init": {"make"}, "abstract": {"make"},
+    "ledger": {"fn"}, "testing.assert_closed": {"step"}, "testing.assert_same_as_unsharded": {"fn"},
     "stack": {"make"}, "jit": {"fun"}, "shard_map": {"fun"}, "typed": {"fun"}, "Selection.at": {"where"},
     "Selection.apply": {"fn"},
     **{f"nn.{layer}": {"init"} for layer in ("Linear", "Attention", "Embedding", "RMSNorm", "MLP")},
     "nn.Transformer.create": {"init", "embed_init"}, "nn.Block.create": {"init"},
 }  # fmt: skip
-COMPUTED_WITH = {("Stacked.scan", "x"), ("nn.Transformer.logits", "x"), ("nn.Embedding.logits", "x")}
+COMPUTED_WITH = {
+    ("Stacked.scan", "x"), ("nn.Transformer.logits", "x"), ("nn.Embedding.logits", "x"), ("ledger", "args"),
+    ("testing.assert_closed", "args"), ("testing.assert_same_as_unsharded", "args"),
+}  # fmt: skip
 # Python's own protocols: `plan[path]` and `state[ref]` raise KeyError and TypeError as a dict does. XLA's options have
 # names that only XLA knows. Without a function, `ft.grad` is a decorator.
 NOT_OURS = {("jit", "compiler_options", "a dict"), ("grad", "fn", "None"), ("value_and_grad", "fn", "None")}
@@ -289,8 +314,13 @@ INTERNAL = {
 }  # fmt: skip
 # What users do not construct: these are results, and errors.
 RESULTS = {
+    "Change",
+    "Collective",
+    "Diff",
     "Filter",
     "Layout",
+    "Ledger",
+    "Memory",
     "Packed",
     "Plan",
     "Row",
@@ -311,13 +341,13 @@ def parameters(function: Any) -> set[str]:
 def public() -> dict[str, Any]:
     """Every public function, class and method, by its name."""
     found: dict[str, Any] = {}
-    for prefix, module in (("", ft), ("nn.", ft.nn)):
+    for prefix, module in (("", ft), ("nn.", ft.nn), ("testing.", ft.testing)):
         for name, value in vars(module).items():
             if name.startswith("_") or inspect.ismodule(value) or not callable(value):
                 continue
             if isinstance(value, type) and issubclass(value, Exception):
                 continue
-            if isinstance(value, ft.Filter) or name == "Buffer":
+            if isinstance(value, ft.Filter) or name in ("Buffer", "assert_no_recompile"):  # these take nothing
                 continue
             if prefix + name not in RESULTS:
                 found[prefix + name] = value
@@ -346,6 +376,10 @@ def test_every_public_function_and_parameter_is_in_the_table():
 @pytest.mark.parametrize("name", USES)
 def test_the_arguments_of_the_table_are_sense(name: str):
     use, arguments = USES[name]
+    if name == "testing.assert_layout":  # there is no such file, which is the message
+        with raises("there is no file missing.txt", error=AssertionError):
+            use(**arguments)
+        return
     use(**arguments)
 
 
@@ -365,6 +399,8 @@ def test_nonsense(name: str, parameter: str):
             use(**{**arguments, parameter: value})
         except ft.FunctreeError as error:
             assert str(error).strip()
+        except AssertionError as error:
+            assert name.startswith("testing.") and str(error).strip()
         except Exception as error:
             pytest.fail(f"{name}({parameter}={what}): {type(error).__name__}: {error}")
 

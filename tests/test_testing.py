@@ -85,8 +85,17 @@ def test_budgets_for_collectives() -> None:
     with failing as caught:
         assert_collectives(ledger, at_most={("all-reduce", "data"): 145155})
     assert str(caught.value).startswith("all-reduce over data moves 141.8 KiB, of at most 141.8 KiB\n")
-    with raises("allow='all-reduce': give a set of kinds, `{'all-reduce'}`"):
-        assert_collectives(ledger, allow="all-reduce")
+    for wrong, message in {
+        "all-reduce": "allow='all-reduce': give a set of kinds, such as `{'all-reduce'}`",
+        ("allreduce",): "'allreduce' is no kind of collective: all-reduce, all-gather,",
+        (("all-gather", 3),): "mesh axes are names, such as ('all-reduce', 'model')",
+    }.items():
+        with raises(message):
+            assert_collectives(ledger, allow=wrong)  # pyright: ignore[reportArgumentType]
+    with raises("'all_gather' is no kind of collective", "did you mean `all-gather`?"):
+        assert_collectives(ledger, at_most={"all_gather": 0})
+    with raises("at_most='2 MiB': give a number of bytes, or one for each kind in a dict"):
+        assert_collectives(ledger, at_most="2 MiB")  # pyright: ignore[reportArgumentType]
     with raises("give a ledger, or a function that `ft.jit` has compiled, not 3"):
         assert_collectives(3)
 

@@ -4,11 +4,12 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from functree.compiled.collective import Collective
+from functree.compiled.flow import KINDS
 from functree.compiled.fold import fold
 from functree.compiled.ledger import Ledger
-from functree.errors import FunctreeError
+from functree.errors import FunctreeError, did_you_mean
 from functree.layout.plan.fold import bytes_text
-from functree.parameters import shown
+from functree.parameters import EXTENT, check, shown
 
 Kind = str | tuple[str, str | tuple[str, ...]]
 """A kind of collective, `"all-reduce"`; or only that over these mesh axes, `("all-reduce", "model")`."""
@@ -45,15 +46,13 @@ def assert_collectives(
     """
     found = _ledger(ledger)
     if allow is not None:
-        if isinstance(allow, str):
-            raise FunctreeError(f"allow={allow!r}: give a set of kinds, `{{{allow!r}}}`")
+        if not isinstance(allow, Collection) or isinstance(allow, str | bytes):
+            raise FunctreeError(f"allow={shown(allow)}: give a set of kinds, such as `{{'all-reduce'}}`")
         allowed = list(map(_key, allow))
         others = [one for one in found.collectives if not any(_fits(one, key) for key in allowed)]
         if others:
             raise AssertionError(f"the program has collectives that are not allowed\n{_listed(others)}")
-    budgets = {None: at_most} if isinstance(at_most, int) else dict(at_most or {})
-    for kind, most in budgets.items():
-        key = None if kind is None else _key(kind)
+    for key, most in _budgets(at_most).items():
         moved = [one for one in found.collectives if key is None or _fits(one, key)]
         total = sum(one.total for one in moved)
         if total > most:
@@ -72,6 +71,7 @@ def assert_peak_memory(compiled: Any, bytes: int) -> None:
         AssertionError: it needs more. The message has the memory by part, and the largest arguments.
         FunctreeError: `compiled` is something else.
     """
+    check("assert_peak_memory has no budget", bytes=(bytes, EXTENT))
     memory = _ledger(compiled).memory
     if memory.peak <= bytes:
         return
@@ -91,20 +91,38 @@ def _ledger(value: Any) -> Ledger:
     return make()
 
 
-def _key(kind: Kind) -> tuple[str, tuple[str, ...] | None]:
-    """A kind, and the mesh axes if they are given."""
-    if isinstance(kind, str):
-        return kind, None
-    name, axes = kind
-    return name, (axes,) if isinstance(axes, str) else tuple(axes)
+_Key = tuple[str, tuple[str, ...] | None]
+"""A kind, and the mesh axes if they are given."""
 
 
-def _fits(one: Collective, key: tuple[str, tuple[str, ...] | None]) -> bool:
+def _budgets(at_most: object) -> dict[_Key | None, int]:
+    """The most bytes of each kind; of None for all kinds together."""
+    if at_most is None:
+        return {}
+    if EXTENT.fits(at_most):
+        return {None: int(at_most)}  # pyright: ignore[reportArgumentType]
+    if not isinstance(at_most, Mapping) or not all(map(EXTENT.fits, at_most.values())):
+        raise FunctreeError(f"at_most={shown(at_most)}: give a number of bytes, or one for each kind in a dict")
+    return {_key(kind): size for kind, size in at_most.items()}
+
+
+def _key(kind: object) -> _Key:
+    """What a user has written for a kind. Raises FunctreeError for one that does not exist, which would fit nothing."""
+    name, axes = kind if isinstance(kind, tuple) and len(kind) == 2 else (kind, None)
+    if name not in KINDS:
+        raise FunctreeError(f"{shown(kind)} is no kind of collective: {', '.join(KINDS)}{did_you_mean(name, KINDS)}")
+    axes = (axes,) if isinstance(axes, str) else axes
+    if axes is not None and not (isinstance(axes, tuple | list) and all(isinstance(one, str) for one in axes)):
+        raise FunctreeError(f"{shown(kind)}: mesh axes are names, such as ('all-reduce', 'model')")
+    return str(name), None if axes is None else tuple(axes)
+
+
+def _fits(one: Collective, key: _Key) -> bool:
     kind, axes = key
     return one.kind == kind and (axes is None or one.mesh_axes == axes)
 
 
-def _text(key: tuple[str, tuple[str, ...] | None]) -> str:
+def _text(key: _Key) -> str:
     kind, axes = key
     return kind if axes is None else f"{kind} over {', '.join(axes)}"
 

@@ -42,7 +42,7 @@ def assert_closed(step: Callable[..., Any], args: Sequence[Any]) -> None:
           state: dtype f32 → bf16
     """
     check("assert_closed cannot check this", step=(step, FUNCTION))
-    if not isinstance(args, Sequence):
+    if not isinstance(args, tuple | list):
         raise FunctreeError("assert_closed takes the arguments as a tuple: `assert_closed(step, (state, batch))`")
     traced = (step if isinstance(step, Function) else jit(step)).trace(*args)
     compiled = traced.lower().compile()

@@ -7,7 +7,7 @@ from pathlib import Path
 from functree.errors import FunctreeError, count
 from functree.layout.plan.fold import bytes_text, fold
 from functree.layout.plan.plan import Plan
-from functree.parameters import shown
+from functree.parameters import FILE, check, shown
 
 UPDATE = "FUNCTREE_UPDATE_GOLDEN"
 """The environment variable that has golden files written."""
@@ -36,6 +36,7 @@ def assert_layout(plan: Plan, file: str | os.PathLike[str]) -> None:
     """
     if not isinstance(plan, Plan):
         raise FunctreeError(f"assert_layout takes a plan, `ft.plan(tree, layout, mesh)`, not {shown(plan)}")
+    check("assert_layout has nothing to compare with", file=(file, FILE))
     path, text = Path(file), golden_text(plan)
     if os.environ.get(UPDATE, "") not in ("", "0"):
         path.parent.mkdir(parents=True, exist_ok=True)

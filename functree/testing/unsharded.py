@@ -15,7 +15,7 @@ from functree.layout.layout import Layout, LayoutTree
 from functree.layout.meshes import without_devices
 from functree.layout.plan.plan import Plan
 from functree.layout.plan.resolver import plan_tree
-from functree.parameters import FUNCTION, POSITIVE, check
+from functree.parameters import FUNCTION, ROOM, check, shown
 from functree.transforms.jit.jit import jit
 from functree.tree.leaves import read
 from functree.tree.skeleton.skeleton import Skeleton
@@ -53,8 +53,10 @@ def assert_same_as_unsharded(
         ...     return model(x).mean()
         >>> ft.testing.assert_same_as_unsharded(loss, (model, jnp.ones((4, 2, 8))), rules, mesh)
     """
-    check("assert_same_as_unsharded cannot compare this", fn=(fn, FUNCTION), rtol=(rtol, POSITIVE))
-    if not isinstance(args, Sequence):
+    check("assert_same_as_unsharded cannot compare this", fn=(fn, FUNCTION), rtol=(rtol, ROOM), atol=(atol, ROOM))
+    if not isinstance(mesh, Mesh):
+        raise ShardingError(f"assert_same_as_unsharded runs on devices: give a `Mesh`, not {shown(mesh)}")
+    if not isinstance(args, tuple | list):
         raise FunctreeError("assert_same_as_unsharded takes the arguments as a tuple: `(model, batch)`")
     missing = without_devices(mesh)
     if missing is not None:
