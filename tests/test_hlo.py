@@ -131,3 +131,11 @@ def test_no_instruction_of_a_program_is_missed() -> None:
     for one in hlo.instructions.values():
         assert all(name in hlo.instructions for name in one.operands), one
         assert all(name in hlo.computations for name in one.computations), one
+
+
+def test_groups_with_the_order_of_their_devices_are_one_attribute() -> None:
+    groups = "mesh['axis_0'=4,'axis_1'=2], device_ids=([2,4]T(1,0)) {'axis_0'}"
+    line = f"  %sum = f32[] all-reduce(%x), channel_id=8, replica_groups={groups}, use_global_device_ids=true"
+    hlo = Hlo(f"ENTRY %main (x: f32[]) -> f32[] {{\n{line}\n}}")
+    assert hlo.instructions["sum"].attribute("replica_groups") == groups
+    assert hlo.instructions["sum"].attribute("use_global_device_ids") == "true"

@@ -1,47 +1,16 @@
 """What the collectives of compiled programs move, against closed forms and against texts of other compilers."""
 
 from collections import Counter
-from functools import cache
-from typing import Any
 
-import jax
-import jax.numpy as jnp
-import optax
 import pytest
+from meshes import SIZES
+from training import BATCH, EMBED, LAYERS, SEQ, gradient
 
-import functree as ft
 from functree.compiled.flow import Flow
 from functree.compiled.groups import groups_of, mesh_axes_of
 from functree.compiled.hlo import ArrayType, Hlo
 from functree.compiled.moved import moved_in
-
-MESH = {"data": 2, "model": 4}
-BATCH, SEQ, EMBED, LAYERS = 16, 32, 64, 3
-TENSOR = {"heads": "model", "kv_heads": "model", "hidden": "model", "vocab": "model"}
-TP = ft.AxisRules({"batch": "data", **TENSOR, ...: None})
-
-
-def loss(model: Any, tokens: Any) -> Any:
-    labels = optax.softmax_cross_entropy_with_integer_labels
-    return labels(model(tokens[:, :-1]), tokens[:, 1:]).mean()
-
-
-@cache
-def train_step(layout: ft.Layout, remat: str | None) -> tuple[str, Any]:
-    """The text of a compiled training step, and the plan of its parameters."""
-    config = ft.nn.TransformerConfig(
-        256, EMBED, layers=LAYERS, heads=8, kv_heads=4, head_dim=8, hidden=128, max_seq=SEQ, remat=remat
-    )
-    mesh = ft.make_mesh(**MESH)
-    model = ft.abstract(lambda key: ft.nn.Transformer.create(config, key=key))(jax.random.key(0))
-    step = ft.jit(
-        lambda model, tokens: ft.value_and_grad(loss)(model, tokens),
-        in_shardings=(layout, ft.P("data")),
-        mesh=mesh,
-        rules=layout,
-    )
-    lowered = step.lower(model, jax.ShapeDtypeStruct((BATCH, SEQ + 1), jnp.int32))
-    return lowered.compile().as_text() or "", ft.plan(model, layout, mesh)
+from functree.compiled.served import Served
 
 
 def totals(text: str) -> Counter[tuple[str, tuple[str, ...]]]:
@@ -50,13 +19,14 @@ def totals(text: str) -> Counter[tuple[str, tuple[str, ...]]]:
     for moved in moved_in(Flow(Hlo(text))):
         groups = groups_of(moved.instruction.attribute("replica_groups") or "", 8)
         assert groups is not None and moved.count is not None
-        found[moved.kind, mesh_axes_of(groups, MESH) or ()] += moved.type.bytes * moved.count
+        found[moved.kind, mesh_axes_of(groups, SIZES) or ()] += moved.type.bytes * moved.count
     return found
 
 
 @pytest.mark.parametrize("remat", [None, "full"])
 def test_tensor_parallelism_moves_activations(remat: str | None) -> None:
-    text, plan = train_step(TP, remat)
+    compiled, plan = gradient("TP", remat)
+    text = compiled.as_text()
     residual = BATCH // 2 * SEQ * EMBED * 4  # the bytes of the residual stream on one device
     # The outputs of attention and MLP; their recomputation is of the first, since the backward pass needs it.
     forward, again = 2, 1 if remat else 0
@@ -131,3 +101,38 @@ def test_what_other_compilers_write_counts_once() -> None:
     ]
     others = [moved for moved in moved_in(Flow(Hlo(OTHERS))) if moved.count != 1]
     assert not others
+
+
+# As CUDA's compiler joins gradients to move them at once, and as an array is moved in a piece for each device.
+JOINED = """HloModule jit_step
+
+ENTRY %main (x: f32[6,4], y: f32[8], z: f32[4,4]) -> (f32[24], f32[8], f32[4,4]) {
+  %x = f32[6,4]{1,0} parameter(0)
+  %y = f32[8]{0} parameter(1)
+  %z = f32[4,4]{1,0} parameter(2)
+  %flat = f32[24]{0} bitcast(%x)
+  %joined = f32[32]{0} concatenate(%flat, %y), dimensions={0}
+  %start = ((f32[32]{0}), f32[32]{0}) all-reduce-start(%joined), replica_groups=[1,8]<=[8], to_apply=%add
+  %done = f32[32]{0} all-reduce-done(%start)
+  %first = f32[24]{0} slice(%done), slice={[0:24]}
+  %second = f32[8]{0} slice(%done), slice={[24:32]}
+  %one = f32[1,4]{1,0} slice(%z), slice={[0:1], [0:4]}
+  %two = f32[1,4]{1,0} slice(%z), slice={[1:2], [0:4]}
+  %pieces = (f32[1,4]{1,0}, f32[1,4]{1,0}) all-to-all(%one, %two), replica_groups={{0,1},{2,3},{4,5},{6,7}}
+  %piece = f32[1,4]{1,0} get-tuple-element(%pieces), index=0
+  ROOT %results = (f32[24]{0}, f32[8]{0}, f32[1,4]{1,0}) tuple(%first, %second, %piece)
+}
+"""
+
+
+def test_what_is_joined_is_split() -> None:
+    flow = Flow(Hlo(JOINED))
+    found = [(moved.kind, moved.index, moved.arrays, moved.type) for moved in moved_in(flow)]
+    assert found == [
+        ("all-reduce", 0, 2, ArrayType("f32", (24,))),
+        ("all-reduce", 1, 2, ArrayType("f32", (8,))),
+        ("all-to-all", 0, 1, ArrayType("f32", (2, 1, 4))),
+    ]
+    served = Served(flow)
+    assert [sorted(served.weights(moved)) for moved in moved_in(flow)] == [[0], [1], [2]]
+    assert [sorted(served.outputs(moved)) for moved in moved_in(flow)] == [[0], [1], [2]]

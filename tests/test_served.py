@@ -1,24 +1,14 @@
 """Which parameters the collectives of a training step serve, against lists that are written down."""
 
 from collections import Counter
-from typing import Any
 
-import jax
-import jax.numpy as jnp
-import optax
 import pytest
+from training import ATTENTION, MLP, NORMS, training_step
 
-import functree as ft
 from functree.compiled.flow import Flow
 from functree.compiled.hlo import Hlo
 from functree.compiled.moved import moved_in
 from functree.compiled.served import Served
-
-TENSOR = {"heads": "model", "kv_heads": "model", "hidden": "model", "vocab": "model"}
-TP_AND_FSDP = ft.AxisRules({"batch": "data", **TENSOR, ...: None}) | ft.FSDP("data", min_size=0)
-NORMS = ["attn_norm.scale", "mlp_norm.scale"]
-ATTENTION = ["attn.query", "attn.key", "attn.value", "attn.out"]
-MLP = ["mlp.gate", "mlp.up", "mlp.down"]
 
 
 def served(text: str) -> list[tuple[str, str, list[str]]]:
@@ -37,28 +27,9 @@ def served(text: str) -> list[tuple[str, str, list[str]]]:
     return rows
 
 
-def loss(model: Any, tokens: Any) -> Any:
-    labels = optax.softmax_cross_entropy_with_integer_labels
-    return labels(model(tokens[:, :-1]), tokens[:, 1:]).mean()
-
-
 @pytest.fixture(scope="module")
 def rows() -> list[tuple[str, str, list[str]]]:
-    config = ft.nn.TransformerConfig(256, 64, layers=3, heads=8, kv_heads=4, head_dim=8, hidden=128, max_seq=32)
-    mesh = ft.make_mesh(data=2, model=4)
-
-    def make(key: Any) -> Any:
-        return ft.TrainState.create(ft.nn.Transformer.create(config, key=key), optax.adamw(1e-3))
-
-    @ft.jit(in_shardings=(TP_AND_FSDP, ft.P("data")), out_shardings=(TP_AND_FSDP, None), mesh=mesh, rules=TP_AND_FSDP)
-    def step(ts: Any, tokens: Any) -> Any:
-        value, grads = ft.value_and_grad(loss)(ts.model, tokens)
-        return ft.apply_gradients(ts, grads), value
-
-    with jax.numpy_dtype_promotion("standard"):  # Adam raises a float to the power of an integer
-        state = ft.abstract(make)(jax.random.key(0))
-        lowered = step.lower(state, jax.ShapeDtypeStruct((16, 33), jnp.int32))
-    return served(lowered.compile().as_text() or "")
+    return served(training_step("FSDP+TP")[0].as_text())
 
 
 def names(rows: list[tuple[str, str, list[str]]], kind: str, how: str) -> Counter[str]:
@@ -91,3 +62,48 @@ def test_what_serves_no_parameter(rows: list[tuple[str, str, list[str]]]) -> Non
     rest = [(kind, several) for kind, how, several in rows if how == "" or several == ["the loss"]]
     # The largest logit, the sum of the exponentials, the logit of the label; and the loss itself, which is an output.
     assert Counter(map(str, rest)) == {"('all-reduce', [])": 3, "('all-reduce', ['the loss'])": 1}
+
+
+# As a TPU multiplies by a weight whose shards travel around a ring: fetched in pieces, and joined by padding.
+RING = """HloModule jit_step
+
+%joining (a: f32[2,4], b: f32[2,4]) -> f32[4,4] {
+  %a = f32[2,4]{1,0} parameter(0)
+  %b = f32[2,4]{1,0} parameter(1)
+  %least = f32[] constant(-inf)
+  %upper = f32[4,4]{1,0} pad(%a, %least), padding=0_2x0_0
+  %lower = f32[4,4]{1,0} pad(%b, %least), padding=2_0x0_0
+  %wide = f32[4,4]{1,0} convert(%upper)
+  ROOT %whole = f32[4,4]{1,0} maximum(%wide, %lower)
+}
+
+ENTRY %main (w: f32[2,4], x: f32[8,4], v: f32[8,8]) -> f32[8,4] {
+  %w = f32[2,4]{1,0} parameter(0)
+  %x = f32[8,4]{1,0} parameter(1)
+  %v = f32[8,8]{1,0} parameter(2)
+  %one.start = ((f32[2,4]{1,0}), f32[1,4]{1,0}, s32[]) slice-start(%w), slice={[0:1], [0:4]}
+  %one = f32[1,4]{1,0} slice-done(%one.start)
+  %two.start = ((f32[2,4]{1,0}), f32[1,4]{1,0}, s32[]) slice-start(%w), slice={[1:2], [0:4]}
+  %two = f32[1,4]{1,0} slice-done(%two.start)
+  %fetched = f32[2,4]{1,0} custom-call(%one, %two), custom_call_target="ConcatBitcast"
+  %passed = f32[2,4]{1,0} collective-permute(%fetched), source_target_pairs={{0,1},{1,0}}
+  %whole = f32[4,4]{1,0} fusion(%fetched, %passed), kind=kLoop, calls=%joining
+  %product = f32[8,4]{1,0} dot(%x, %whole), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+  %sum = f32[8,4]{1,0} all-reduce(%product), replica_groups=[1,8]<=[8], to_apply=%add
+  %sorted = f32[8,4]{1,0} sort(%sum), dimensions={0}, to_apply=%less
+  %gathered = f32[8,4]{1,0} all-gather(%sorted), replica_groups=[1,8]<=[8], dimensions={0}
+  ROOT %result = f32[8,4]{1,0} dot(%v, %gathered), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+}
+"""
+
+
+def test_a_weight_that_travels_around_a_ring() -> None:
+    flow = Flow(Hlo(RING))
+    by, moved = Served(flow), {one.kind: one for one in moved_in(flow)}
+    assert by.weights(moved["collective-permute"]) == {0}
+    assert by.products(moved["all-reduce"]) == {0, 1} and not by.weights(moved["all-reduce"])
+    # What is sorted belongs to nothing before it, and is multiplied by a parameter behind it.
+    gathered = moved["all-gather"]
+    assert not by.weights(gathered) and not by.products(gathered) and by.factors(gathered) == {2}
+    # The loss, too, is multiplied by what follows from it: only what is moved itself counts, and not a sum of it.
+    assert not by.factors(moved["all-reduce"])
