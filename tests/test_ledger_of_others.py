@@ -153,6 +153,33 @@ def test_what_is_not_understood_is_said() -> None:
     assert "the mesh of the program, so there are no names for the mesh axes" in without_mesh.not_understood[1]
 
 
+def test_effects_in_order() -> None:
+    """A token comes before the parameters, and before the results."""
+
+    def fun(w: Any, x: Any) -> Any:
+        jax.debug.print("{}", x.sum(), ordered=True)
+        return w @ x
+
+    ledger = ft.ledger(fun, jax.ShapeDtypeStruct((4, 3), "float32"), jax.ShapeDtypeStruct((3,), "float32"))
+    assert {str(path): size for path, size in ledger.memory.arguments.items()} == {"w": 48, "x": 12}
+
+
+def test_a_program_whose_result_is_a_loop() -> None:
+    text = """HloModule jit_f
+
+ENTRY %main (w: f32[8], x: f32[8]) -> (f32[8], f32[8]) {
+  %w = f32[8]{0} parameter(0)
+  %x = f32[8]{0} parameter(1)
+  %grad = f32[8]{0} all-reduce(%x), channel_id=2, replica_groups={{0,1}}
+  %new = f32[8]{0} add(%w, %grad)
+  ROOT %both = (f32[8]{0}, f32[8]{0}) custom-call(%new, %w), custom_call_target="AsyncCollectiveDone"
+}
+"""
+    paths = [ft.Path("w"), ft.Path("x")], [ft.Path("0.w"), ft.Path("1")]
+    ledger = read_ledger(CompiledProgram(text, lambda: None, *paths, {"data": 2}, "cpu", None))
+    assert [one.arguments for one in ledger.collectives] == [("x",)] and ledger.memory.outputs == 64
+
+
 def test_on_one_device() -> None:
     ledger = ft.ledger(jax.jit(jnp.sin), jnp.ones(3))
     assert not ledger.collectives and ledger.sizes == {} and ledger.attributed == 1

@@ -216,7 +216,7 @@ class Lowered(Stage):
             options = tuple(sorted((compiler_options or {}).items()))
             self._call.log.add(self._call.seen.situation._replace(options=options))
         self._check_fits(compiled)
-        return Compiled(compiled, self._call, heard.warnings)
+        return Compiled(compiled, self._call, self._stage.out_info, heard.warnings)
 
     def _refusing_too_large(self) -> AbstractContextManager[None]:
         """A context in which a program that is too large for a target is an error with paths."""
@@ -268,8 +268,10 @@ class Compiled(Stage):
         Try: call the function itself, which compiles again if necessary
     """
 
-    def __init__(self, stage: Any, call: Call, warnings: tuple[str, ...] | None = None):
+    def __init__(self, stage: Any, call: Call, output: Output, warnings: tuple[str, ...] | None):
         super().__init__(stage, call)
+        # JAX has it for a compiled function too, but not for one with ordered effects.
+        self._output = output
         self._checked: tuple[Any, ...] | None = None
         self._warnings = warnings
 
@@ -379,7 +381,7 @@ class Compiled(Stage):
         """
         program = self._call.program
         paths = [path for part in program.body.arguments.split(program.group.paths) for path in part.values]
-        outputs = _output_paths(self._stage.out_info)
+        outputs = _output_paths(self._output)
         return ledger_of(self._stage, program.name, paths, outputs, program.mesh, self._warnings)
 
     def runtime_executable(self) -> Any | None:

@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
-from functree.compiled.hlo import Hlo
+from functree.compiled.flow import Flow
 from functree.compiled.moved import Moved
 from functree.compiled.served import Served
 from functree.tree.paths import Path
@@ -20,17 +20,15 @@ class Attribution:
     """The parameters that the collectives of a program serve, by number.
 
     Args:
-        hlo: the program.
-        served: what its collectives serve.
+        flow: where the values of the program come from.
         parameters: the path of each parameter of the program, which begins with the name of an argument.
         outputs: the path of each output of the program.
     """
 
-    def __init__(self, hlo: Hlo, served: Served, parameters: Sequence[Path], outputs: Sequence[Path]):
-        self._served, self._parameters, self._outputs = served, parameters, outputs
-        entry = hlo.computations[hlo.entry]
-        self._ranks = {int(one.argument): len(one.arrays[0].shape) for one in entry if one.opcode == "parameter"}
-        self._output_ranks = [len(array.shape) for array in hlo.roots[hlo.entry].arrays]
+    def __init__(self, flow: Flow, parameters: Sequence[Path], outputs: Sequence[Path]):
+        self._served, self._parameters, self._outputs = Served(flow), parameters, outputs
+        self._ranks = [len(one.arrays[0].shape) for one in flow.hlo.parameters]
+        self._output_ranks = [len(type_.shape) for _, type_ in flow.results]
 
     def of(self, moved: Moved) -> list[int]:
         """The parameters that an array serves: it is made of them, is their gradient, or is multiplied by them."""
@@ -85,7 +83,7 @@ class Attribution:
             if fitting:
                 # Of several that are named alike, the one that it is made of, and then the one with the shortest path.
                 return min(fitting, key=lambda i: (i not in made, len(self._parameters[i]), i))
-        fitting = [i for i in made if self._ranks.get(i) == self._output_ranks[output]]
+        fitting = [i for i in made if self._ranks[i] == self._output_ranks[output]]
         return fitting[0] if len(fitting) == 1 else None
 
     def _fits(self, parameter: int, output: int, end: tuple[Any, ...]) -> bool:
@@ -94,4 +92,4 @@ class Attribution:
         An index alone, as of the second of two results, names nothing, unless the argument is a list of arrays.
         """
         named = any(isinstance(key, str) for key in end) or len(end) == len(self._parameters[parameter]) - 1
-        return named and self._ranks.get(parameter) == self._output_ranks[output]
+        return named and self._ranks[parameter] == self._output_ranks[output]

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from functools import cached_property
 from typing import NamedTuple
 
-from functree.compiled.hlo import Hlo, Instruction
+from functree.compiled.hlo import ArrayType, Hlo, Instruction
 
 # What the compilers insert to place a value elsewhere in memory.
 COPIES = frozenset({"bitcast", "copy", "copy-done", "copy-start", "optimization-barrier", "reshape"})
@@ -68,6 +68,17 @@ class Flow:
                 for name in one.computations:
                     found[name].append(one)
         return found
+
+    @property
+    def results(self) -> list[tuple[Value, ArrayType]]:
+        """The results of the whole program and their types, without tokens."""
+        root = self.hlo.roots[self.hlo.entry]
+        values = [Value(root)]
+        if root.opcode == "tuple":
+            values = [Value(self._named(name)) for name in root.operands]
+        elif root.type.startswith("("):  # such as a loop
+            values = [Value(root, (i,)) for i in range(len(root.arrays))]
+        return [pair for pair in zip(values, root.arrays, strict=True) if not pair[1].is_token]
 
     def source(self, value: Value) -> Value:
         """Where a value was computed: behind copies, tuples and fusions, and not outside of a loop."""

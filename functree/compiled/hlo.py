@@ -39,6 +39,11 @@ class ArrayType(NamedTuple):
     shape: tuple[int, ...]
 
     @property
+    def is_token(self) -> bool:
+        """Whether it is no array, but what orders effects."""
+        return self.dtype == "token"
+
+    @property
     def bytes(self) -> int:
         """The number of bytes, without padding."""
         return math.ceil(math.prod(self.shape) * _bits(self.dtype) / 8)
@@ -171,3 +176,9 @@ class Hlo:
             self.by_opcode.setdefault(opcode, []).append(one)
             if root:
                 self.roots[current] = one
+
+    @property
+    def parameters(self) -> list[Instruction]:
+        """The parameters of the whole program in their order, without tokens: those of ordered effects come first."""
+        found = [one for one in self.computations[self.entry] if one.opcode == "parameter"]
+        return [one for one in sorted(found, key=lambda one: int(one.argument)) if not one.arrays[0].is_token]

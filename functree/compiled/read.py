@@ -15,7 +15,6 @@ from functree.compiled.ledger import Ledger
 from functree.compiled.memory import BytesByPath, Memory
 from functree.compiled.moved import Moved, moved_in, others_in
 from functree.compiled.phases import Phases
-from functree.compiled.served import Served
 from functree.compiled.sources import Sources
 from functree.tree.paths import Path
 
@@ -69,7 +68,7 @@ def _read(program: CompiledProgram) -> Ledger:
     collectives = tuple(map(reader.collective, moved_in(reader.flow)))
     return Ledger(
         collectives,
-        _memory(program, reader.hlo),
+        _memory(program, reader.flow),
         program.backend,
         program.sizes,
         tuple(map(reader.with_line, program.warnings or ())),
@@ -82,11 +81,10 @@ class _Reader:
     """All that is asked about the collectives of one program."""
 
     def __init__(self, program: CompiledProgram):
-        self.hlo: Hlo = Hlo(program.text)
-        self.flow: Flow = Flow(self.hlo)
+        self.flow: Flow = Flow(Hlo(program.text))
         self._sizes = program.sizes
         self._parameters = program.parameters
-        self._attribution = Attribution(self.hlo, Served(self.flow), program.parameters, program.outputs)
+        self._attribution = Attribution(self.flow, program.parameters, program.outputs)
         self._phases = Phases(self.flow)
         self._sources = Sources(program.text)
         # Those of a collective, once for all arrays that the compiler has combined in it.
@@ -152,15 +150,14 @@ class _Reader:
             yield f"how often {', '.join(endless)} run: the length of a loop depends on data; they count once"
 
 
-def _memory(program: CompiledProgram, hlo: Hlo) -> Memory:
+def _memory(program: CompiledProgram, flow: Flow) -> Memory:
     """The memory of a program; what the compiler does not say is taken from the program's parameters and results."""
     sizes: dict[Path, int] = {}
-    for one in hlo.computations[hlo.entry]:
-        if one.opcode == "parameter":
-            sizes[program.parameters[int(one.argument)]] = one.arrays[0].bytes
+    for path, one in zip(program.parameters, flow.hlo.parameters, strict=True):
+        sizes[path] = one.arrays[0].bytes
     known = program.memory()
     if known is None:
-        outputs = sum(array.bytes for array in hlo.roots[hlo.entry].arrays)
+        outputs = sum(type_.bytes for _, type_ in flow.results)
         return Memory(BytesByPath(sizes), outputs, 0, 0, sum(sizes.values()) + outputs)
     given = known.argument_size_in_bytes + known.host_argument_size_in_bytes
     outputs = known.output_size_in_bytes + known.host_output_size_in_bytes

@@ -32,8 +32,7 @@ class Served:
 
     def __init__(self, flow: Flow):
         self._flow = flow
-        entry = flow.hlo.computations[flow.hlo.entry]
-        self._parameters = {one: int(one.argument) for one in entry if one.opcode == "parameter"}
+        self._parameters = {one: i for i, one in enumerate(flow.hlo.parameters)}
 
     def weights(self, moved: Moved) -> frozenset[int]:
         """The parameters that the moved array consists of; empty if it was computed."""
@@ -62,11 +61,9 @@ class Served:
     def _outputs(self) -> tuple[Mapping[Value, set[int]], Mapping[int, set[int]]]:
         """What the outputs are made of element by element: for each result of a collective the outputs, and for each
         output the parameters."""
-        hlo, reached, made = self._flow.hlo, defaultdict[Value, set[int]](set), defaultdict[int, set[int]](set)
-        result = hlo.roots[hlo.entry]
-        names = result.operands if result.opcode == "tuple" else [result.name]
-        for i, name in enumerate(names):
-            origins, passed = self._flow.history(Value(hlo.instructions[name]), _is_elementwise)
+        reached, made = defaultdict[Value, set[int]](set), defaultdict[int, set[int]](set)
+        for i, (result, _) in enumerate(self._flow.results):
+            origins, passed = self._flow.history(result, _is_elementwise)
             for value in passed:
                 if _kind(value.instruction) is not None:
                     reached[value].add(i)
