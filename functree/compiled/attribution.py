@@ -34,7 +34,8 @@ class Attribution:
         """The parameters that an array serves: it is made of them, is their gradient, or is multiplied by them."""
         served = self._served
         found = served.weights(moved) or self._gradient_of(moved)
-        found = found or served.products(moved) or served.factors(moved)
+        # An activation is gathered for what it is multiplied by, and not for the sum of all layers that it may be.
+        found = found or served.factors(moved) or served.products(moved)
         return sorted(found)
 
     def _gradient_of(self, moved: Moved) -> Collection[int]:
@@ -51,11 +52,11 @@ class Attribution:
         The new value of a parameter is made of its moments; that of an average is made of the parameter.
         """
         families: list[set[int]] = []
+        replaced = {self._replaced[output] for output in outputs}
         for output in outputs:
             own = self._replaced[output]
             if own is None:
                 continue
-            replaced = {self._replaced[other] for other in outputs}
             joined = {own} | (self._served.made_of(output) & replaced)
             for family in [family for family in families if family & joined]:
                 families.remove(family)

@@ -41,7 +41,7 @@ class Served:
     def products(self, moved: Moved) -> frozenset[int]:
         """The parameters that were multiplied, or looked up in, to make the moved array."""
         found: set[int] = set()
-        for value in self._flow.origins(moved.operand, _is_elementwise):
+        for value in self._flow.origins(moved.operand, _is_local):
             if value.instruction.opcode in _PRODUCTS:
                 for i in range(len(value.instruction.operands)):
                     found |= self._of(self._flow.operand(value, i))
@@ -130,7 +130,16 @@ def _is_elementwise(one: Instruction) -> bool:
     """Whether an instruction combines only elements at the same place, of one device or of several."""
     if one.opcode == "custom-call":
         return one.attribute("custom_call_target") in _MOVING_CALLS
+    if one.opcode == "broadcast":
+        # A single number is at no place. The norm of all gradients, by which each of them is divided, is such a number:
+        # it is made of everything, and walks through it would be quadratic.
+        return one.attribute("dimensions") != "{}"
     return one.opcode not in _COMBINES and one.opcode not in ("parameter", "constant")
+
+
+def _is_local(one: Instruction) -> bool:
+    """Whether an instruction combines only elements at the same place of one device."""
+    return _kind(one) is None and _is_elementwise(one)
 
 
 def _is_filling(one: Instruction) -> bool:

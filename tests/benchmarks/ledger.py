@@ -73,12 +73,15 @@ def measure(devices: int, name: str, unrolled: bool, layers: int, rounds: int) -
         512, width, layers=layers, heads=8, kv_heads=4, head_dim=16, hidden=2 * width, max_seq=32
     )
 
+    # The norm of all gradients is made of everything, and a part of all that is new.
+    tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
+
     def make(key: jax.Array) -> ft.TrainState:
         model = ft.nn.Transformer.create(config, key=key)
         if not unrolled:
-            return ft.TrainState.create(model, optax.adamw(1e-3))
+            return ft.TrainState.create(model, tx)
         rest = ft.nn.Transformer.create(dataclasses.replace(config, layers=1), key=key)
-        return ft.TrainState.create(Blocks(rest, list(model.blocks)), optax.adamw(1e-3))
+        return ft.TrainState.create(Blocks(rest, list(model.blocks)), tx)
 
     def loss(model: Blocks, tokens: jax.Array) -> jax.Array:
         labels = optax.softmax_cross_entropy_with_integer_labels
