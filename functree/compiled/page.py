@@ -7,7 +7,7 @@ from functree.compiled.collective import Collective
 from functree.compiled.fold import fold
 from functree.compiled.memory import Memory
 from functree.layout.plan.fold import bytes_text
-from functree.layout.plan.page import STYLE
+from functree.layout.plan.page import in_style, whole_page
 
 LARGEST = 30
 """The number of arguments that the page shows."""
@@ -25,11 +25,8 @@ def ledger_html(collectives: Sequence[Collective], memory: Memory, notes: Sequen
     moved = _table(("for", "moved by", "over", "runs", "bytes", "where"), list(_moved(collectives)))
     kept = _table(("argument", "bytes on each device"), list(_kept(memory)))
     told = "".join(f"<p{' class=problem' if n.startswith('WARNING') else ''}>{html.escape(n)}</p>" for n in notes)
-    fragment = f'<style>{STYLE}</style><div class="functree">{told}{moved}{kept}</div>'
-    if not page:
-        return fragment
-    head = '<!doctype html><html lang="en"><head><meta charset="utf-8"><title>functree ledger</title></head>'
-    return f"{head}<body>{fragment}</body></html>"
+    fragment = in_style(f"{told}{moved}{kept}")
+    return whole_page(fragment, "functree ledger") if page else fragment
 
 
 def _table(titles: Sequence[str], rows: Sequence[str]) -> str:

@@ -35,10 +35,18 @@ def plan_html(rows: Sequence[Row], notes: Sequence[str], devices: int, page: boo
     titles = "".join(f"<th>{title}</th>" for title in ("path", "array", "axes", "spec", "per device", "why"))
     body = "".join(_html_row(line, most, devices) for line in lines)
     told = "".join(f"<p{' class=problem' if n.startswith('PROBLEM') else ''}>{html.escape(n)}</p>" for n in notes)
-    fragment = f'<style>{STYLE}</style><div class="functree">{told}<table><tr>{titles}</tr>{body}</table></div>'
-    if not page:
-        return fragment
-    head = '<!doctype html><html lang="en"><head><meta charset="utf-8"><title>functree plan</title></head>'
+    fragment = in_style(f"{told}<table><tr>{titles}</tr>{body}</table>")
+    return whole_page(fragment, "functree plan") if page else fragment
+
+
+def in_style(content: str) -> str:
+    """Content of ours with its style, for a notebook."""
+    return f'<style>{STYLE}</style><div class="functree">{content}</div>'
+
+
+def whole_page(fragment: str, title: str) -> str:
+    """A fragment as a page for a browser."""
+    head = f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{title}</title></head>'
     return f"{head}<body>{fragment}</body></html>"
 
 
