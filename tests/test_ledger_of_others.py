@@ -9,7 +9,7 @@ import optax
 import pytest
 from checks import raises
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from meshes import MESH
+from meshes import EXPLICIT, MESH
 
 import functree as ft
 from functree.compiled.read import CompiledProgram, read_ledger
@@ -184,6 +184,17 @@ def test_on_one_device() -> None:
     ledger = ft.ledger(jax.jit(jnp.sin), jnp.ones(3))
     assert not ledger.collectives and ledger.sizes == {} and ledger.attributed == 1
     assert "cpu: 0 B moved to each device" in str(ledger) and not ledger.totals()
+
+
+@pytest.mark.parametrize("mesh", [MESH, EXPLICIT], ids=["auto", "explicit"])
+def test_on_the_current_mesh(mesh: Mesh) -> None:
+    w, x = (jax.ShapeDtypeStruct((64, 64), "float32", sharding=NamedSharding(mesh, P("model"))) for _ in range(2))
+    with jax.set_mesh(mesh):
+        for fun in (lambda w: ft.constrain(w, P()), jax.jit(lambda w: ft.constrain(w, P()))):
+            moved = ft.ledger(fun, w).collectives
+            assert [(one.kind, one.mesh_axes, one.arguments) for one in moved] == [("all-gather", ("model",), ("w",))]
+    # Without a mesh of its own it is that of the arguments.
+    assert ft.ledger(lambda w, x: w + x, w, x).sizes == {"data": 2, "model": 4}
 
 
 def test_what_cannot_be_compiled() -> None:

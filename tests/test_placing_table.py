@@ -211,9 +211,9 @@ def public_functions() -> set[str]:
 
 
 def test_every_function_has_a_row():
-    # `stack` makes a module, `offload` a policy, and `copy` leaves arrays where they are; the others run and read
-    # functions, and are tested under each mode in files of their own.
-    others = {"stack", "offload", "copy", "accumulate", "shard_map", "signature_layouts", "typed"}
+    # `stack` makes a module, `offload` a policy, and `copy` leaves arrays where they are; the others run, compile and
+    # read functions, and are tested under each mode in files of their own.
+    others = {"stack", "offload", "copy", "accumulate", "ledger", "shard_map", "signature_layouts", "typed"}
     assert public_functions() - others == set(TABLE)
     assert all(set(outcomes) == set(MODES) for _, outcomes in TABLE.values())
 

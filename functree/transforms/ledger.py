@@ -78,11 +78,17 @@ def _of_others(fn: Any, args: Sequence[Any], kwargs: dict[str, Any], mesh: MeshL
 def _names(fn: Any, given: int, traced: int) -> list[tuple[Any, ...]]:
     """The beginnings of the paths of the arguments that are passed by position.
 
-    If some of them are static, JAX does not say which ones. Then arguments are named by their positions.
+    If some of them are static, JAX does not say which ones. Then arguments are named by their positions, as they are
+    if the function has no signature that Python can read.
     """
+    by_position = [("args", i) for i in range(traced)]
     if given != traced:
-        return [("args", i) for i in range(traced)]
-    return list(_positional(inspect.signature(fn), given))
+        return by_position
+    try:
+        signature = inspect.signature(fn)
+    except (TypeError, ValueError):
+        return by_position
+    return list(_positional(signature, given))
 
 
 def _positional(signature: inspect.Signature, number: int) -> Iterator[tuple[Any, ...]]:
