@@ -128,6 +128,69 @@ def test_a_collective_without_a_parameter() -> None:
     assert "no parameter" in str(ledger) and "no parameter" in ledger.html()
 
 
+def dots(params: Any, x: Any) -> Any:
+    return x + jax.nn.relu(x @ params["up"] + params["bias"][None]) @ params["down"]
+
+
+SPECS = {"up": P(None, "model"), "bias": P("model"), "down": P("model")}
+SHAPES = {
+    name: jax.ShapeDtypeStruct(shape, "float32")
+    for name, shape in zip(NAMES, [(64, 128), (128,), (128, 64)], strict=True)
+}
+BATCH = jax.ShapeDtypeStruct((32, 64), "float32")
+
+
+@pytest.mark.parametrize("names", [("m", "params", "v"), ("averages", "weights"), ("a", "b", "z")])
+def test_moments_with_paths_as_long_as_those_of_the_parameters(names: tuple[str, ...]) -> None:
+    """Which of them are the parameters is told by what the model computes with, not by the order of the names."""
+    model = next(name for name in names if name in ("params", "weights", "b"))
+    others = [name for name in names if name != model]
+
+    def step(state: Any, x: Any) -> Any:
+        grads = jax.grad(lambda params: (dots(params, x) ** 2).mean())(state[model])
+        moments = {
+            name: jax.tree.map(lambda m, g: 0.9 * m + 0.1 * g * g, state[name], grads)
+            for name in names
+            if name != model
+        }
+        scaled = jax.tree.map(lambda g, *all: g + 0 * sum(all), grads, *moments.values())
+        return {**moments, model: jax.tree.map(lambda w, g: w - 0.1 * g, state[model], scaled)}
+
+    specs = dict.fromkeys(names, SPECS)
+    layouts = {"in_shardings": (specs, P("data")), "out_shardings": specs, "mesh": MESH}
+    ledger = ft.ledger(step, dict.fromkeys(names, SHAPES), BATCH, **layouts)
+    gradients = {str(one.path) for one in ledger.collectives if one.mesh_axes == ("data",)}
+    assert gradients == {f"{model}.{name}" for name in SHAPES}
+
+
+def test_what_the_forward_pass_adds_to_an_argument_is_no_gradient_of_it() -> None:
+    layouts = {"in_shardings": (SPECS, P("data")), "out_shardings": P("data"), "mesh": MESH}
+    for fun in (dots, lambda params, x: {"up": dots(params, x)}, lambda params, x: (dots(params, x), x)):
+        moved = ft.ledger(fun, SHAPES, BATCH, **layouts).collectives
+        assert [(one.mesh_axes, str(one.path), one.phase) for one in moved] == [(("model",), "down", "forward")]
+
+
+def test_gradients_without_names() -> None:
+    """Two bare arrays, whose gradients are two bare results: nobody can tell which is whose, and nobody guesses."""
+
+    def step(up: Any, down: Any, x: Any) -> Any:
+        return jax.value_and_grad(lambda up, down: ((jnp.tanh(x @ up) @ down) ** 2).mean(), argnums=(0, 1))(up, down)
+
+    layouts = {"in_shardings": (P(), P(), P("data")), "out_shardings": P(), "mesh": MESH}
+    ledger = ft.ledger(step, SHAPES["up"], SHAPES["down"], BATCH, **layouts)
+    assert {one.paths for one in ledger.collectives} == {()} and ledger.attributed == 0
+    assert "100.0 % of these bytes serve no parameter" in ledger.summary()
+
+
+def test_a_mesh_for_a_program_without_one() -> None:
+    with raises("ledger: the program was compiled for 1 device, and `mesh=` has 8: give its arguments shardings"):
+        ft.ledger(jax.jit(jnp.sin), BATCH, mesh=MESH)
+    placed = jax.ShapeDtypeStruct((64, 64), "float32", sharding=NamedSharding(MESH, P("data")))
+    other = ft.make_mesh(a=4, b=2)
+    moved = ft.ledger(jax.jit(lambda x: x.sum()), placed, mesh=other).collectives
+    assert [one.mesh_axes for one in moved] == [("data",)]  # that of its shardings
+
+
 TEXT = """HloModule jit_f
 
 ENTRY %main (x: f32[8,4]) -> (f32[8,4], f32[8,4]) {

@@ -100,6 +100,30 @@ def test_budgets_for_collectives() -> None:
         assert_collectives(3)
 
 
+def test_budgets_that_could_not_fail() -> None:
+    ledger = gradient("TP", None)[0].ledger()
+    with raises("the program has no mesh axis `modell`; its mesh has data, model; did you mean `model`?"):
+        assert_collectives(ledger, at_most={("all-reduce", "modell"): 0})
+    with raises("the program has no mesh axis `fsdp`; its mesh has data, model"):
+        assert_collectives(ledger, allow={"all-gather", ("all-reduce", "fsdp")})
+    both = gradient("FSDP", None)[0].ledger()
+    for axes in (("data", "model"), ("model", "data")):  # in any order
+        with failing:
+            assert_collectives(both, at_most={("all-gather", axes): 0})
+
+    def endless(w: Any, x: Any) -> Any:
+        def body(x: Any) -> Any:
+            return ft.constrain((x @ w) / 2, ft.P(None, "model"))
+
+        return jax.lax.while_loop(lambda x: jnp.abs(x).max() > 1, body, x)
+
+    shapes = [jax.ShapeDtypeStruct(shape, "float32") for shape in [(64, 64), (16, 64)]]
+    layouts = {"in_shardings": (ft.P("model"), ft.P(None, "model")), "out_shardings": ft.P(None, "model"), "mesh": MESH}
+    with failing as caught:
+        assert_collectives(ft.ledger(endless, *shapes, **layouts), at_most=2**20)
+    assert "this program cannot be held to a budget:\n  how often " in str(caught.value)
+
+
 def test_budgets_for_memory() -> None:
     compiled = gradient("TP", None)[0]
     peak = compiled.ledger().memory.peak

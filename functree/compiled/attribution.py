@@ -30,10 +30,20 @@ class Attribution:
         self._ranks = [len(one.arrays[0].shape) for one in flow.hlo.parameters]
         self._output_ranks = [len(type_.shape) for _, type_ in flow.results]
 
-    def of(self, moved: Moved) -> list[int]:
-        """The parameters that an array serves: it is made of them, is their gradient, or is multiplied by them."""
+    def of(self, moved: Moved, phase: str | None) -> list[int]:
+        """The parameters that an array serves: it is made of them, is their gradient, or is multiplied by them.
+
+        Args:
+            moved: the array.
+            phase: the phase of the collective. What the forward pass adds to an argument is no gradient of it.
+        """
         served = self._served
-        found = served.weights(moved) or self._gradient_of(moved)
+        found: Collection[int] = served.weights(moved)
+        if not found and phase not in ("forward", "recompute"):
+            found = self._gradient_of(moved)
+            # A gradient of which nobody can tell the parameter. What it was multiplied by are activations.
+            if not found and phase == "backward" and served.outputs(moved):
+                return []
         # An activation is gathered for what it is multiplied by, and not for the sum of all layers that it may be.
         found = found or served.factors(moved) or served.products(moved)
         return sorted(found)
@@ -64,9 +74,12 @@ class Attribution:
             families.append(joined)
         return families
 
-    def _rank(self, parameter: int) -> tuple[int, int]:
-        """The order in a family: a parameter has a shorter path than its moments (`mu.<path>`), or is before them."""
-        return len(self._parameters[parameter]), parameter
+    def _rank(self, parameter: int) -> tuple[bool, int, int]:
+        """The order in a family: the model computes with its parameters, and not with their moments and averages.
+
+        If that does not tell, such as for several steps in one program: moments have longer paths (`mu.<path>`).
+        """
+        return parameter not in self._served.computed_with, len(self._parameters[parameter]), parameter
 
     @cached_property
     def _replaced(self) -> list[int | None]:

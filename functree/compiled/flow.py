@@ -3,7 +3,7 @@
 import math
 import re
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import cached_property
 from typing import NamedTuple
 
@@ -95,13 +95,15 @@ class Flow:
             value: the value.
             passes: whether an instruction passes on the values of its operands.
         """
-        return self.history(value, passes)[0]
+        return self.history([value], passes)[0]
 
-    def history(self, value: Value, passes: Callable[[Instruction], bool]) -> tuple[frozenset[Value], frozenset[Value]]:
-        """Where a value was computed, and all values in between, the value itself too."""
+    def history(
+        self, values: Iterable[Value], passes: Callable[[Instruction], bool]
+    ) -> tuple[frozenset[Value], frozenset[Value]]:
+        """Where some values were computed, and all values in between, these themselves too."""
         found: set[Value] = set()
-        seen: set[Value] = {value}
-        waiting = [value]
+        waiting = list(values)
+        seen: set[Value] = set(waiting)
         while waiting:
             one = waiting.pop()
             # Most values are computed, and this loop is most of the time that a ledger takes.

@@ -7,7 +7,7 @@ of parameters in it are never read: after a hit of the persistent cache they are
 from collections.abc import Iterator
 from functools import cached_property
 
-from functree.compiled.flow import Flow
+from functree.compiled.flow import Flow, Value
 from functree.compiled.hlo import Instruction
 from functree.compiled.moved import Moved
 
@@ -25,6 +25,8 @@ class Phases:
         self._flow = flow
         # Those of a collective, once for all arrays that the compiler has combined in it.
         self._names: dict[Instruction, list[str]] = {}
+        # What earlier walks have found to be made of nothing of the backward pass: each value is met once.
+        self._independent: set[Value] = set()
 
     def phase(self, moved: Moved) -> str | None:
         """One of `PHASES`; None if the compiler has combined operations of several phases, or lost their names."""
@@ -79,9 +81,10 @@ class Phases:
             one = waiting.pop()
             if one.instruction in self._backward:
                 return True
-            new = [value for value in self._flow.inputs(one) if value not in seen]
+            new = [value for value in self._flow.inputs(one) if value not in seen and value not in self._independent]
             waiting += new
             seen.update(new)
+        self._independent |= seen
         return False
 
 

@@ -92,7 +92,8 @@ class _Reader:
 
     def collective(self, moved: Moved) -> Collective:
         """What the ledger says about an array that is moved."""
-        paths = [self._parameters[i] for i in self._attribution.of(moved)]
+        phase = self._phases.phase(moved)
+        paths = [self._parameters[i] for i in self._attribution.of(moved, phase)]
         one = moved.instruction
         if one not in self._groups:
             self._groups[one] = self._groups_of(one)
@@ -105,7 +106,7 @@ class _Reader:
             moved.count,
             tuple(Path(path[1:]) for path in paths),
             tuple(str(path[0]) for path in paths),
-            self._phases.phase(moved),
+            phase,
             self._source(moved),
             moved.instruction.name,
         )

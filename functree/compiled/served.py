@@ -42,10 +42,29 @@ class Served:
         """The parameters that were multiplied, or looked up in, to make the moved array."""
         found: set[int] = set()
         for value in self._flow.origins(moved.operand, _is_local):
-            if value.instruction.opcode in _PRODUCTS:
-                for i in range(len(value.instruction.operands)):
-                    found |= self._of(self._flow.operand(value, i))
+            for product in self._products_of(value):
+                for i in range(len(product.instruction.operands)):
+                    found |= self._of(self._flow.operand(product, i))
         return frozenset(found)
+
+    def _products_of(self, value: Value) -> list[Value]:
+        """The products that a value is: itself, or those whose parts it is the sum of, as GPUs split long products."""
+        one = value.instruction
+        if one.opcode == "reduce":
+            if self._flow.hlo.roots[one.called("to_apply")].opcode != "add":
+                return []
+            parts = self._flow.origins(self._flow.operand(value, 0), self._is_moved)
+            return [part for part in parts if part.instruction.opcode == "dot"]
+        return [value] if one.opcode in _PRODUCTS else []
+
+    @cached_property
+    def computed_with(self) -> frozenset[int]:
+        """The parameters that products are made of, also after element-wise operations: biases, scales of norms."""
+        by_opcode, named = self._flow.hlo.by_opcode, self._flow.hlo.instructions
+        products = [one for opcode in _PRODUCTS for one in by_opcode.get(opcode, ())]
+        operands = [Value(named[name]) for one in products for name in one.operands]
+        origins, _ = self._flow.history(operands, _is_elementwise)
+        return frozenset(self._parameters[one.instruction] for one in origins if one.instruction in self._parameters)
 
     def outputs(self, moved: Moved) -> frozenset[int]:
         """The outputs that are made of the moved array element by element: a gradient's are those of its parameter."""
@@ -63,7 +82,7 @@ class Served:
         output the parameters."""
         reached, made = defaultdict[Value, set[int]](set), defaultdict[int, set[int]](set)
         for i, (result, _) in enumerate(self._flow.results):
-            origins, passed = self._flow.history(result, _is_elementwise)
+            origins, passed = self._flow.history([result], _is_elementwise)
             for value in passed:
                 if _kind(value.instruction) is not None:
                     reached[value].add(i)
@@ -84,7 +103,7 @@ class Served:
         by_opcode = self._flow.hlo.by_opcode
         for one in [one for opcode in _PRODUCTS for one in by_opcode.get(opcode, ())]:
             walks = [
-                self._flow.history(Value(self._flow.hlo.instructions[name]), self._is_moved) for name in one.operands
+                self._flow.history([Value(self._flow.hlo.instructions[name])], self._is_moved) for name in one.operands
             ]
             parameters = frozenset[int]().union(*(self._among(origins) for origins, _ in walks))
             for origins, passed in walks:

@@ -30,6 +30,7 @@ def assert_collectives(
 
     Raises:
         AssertionError: it has others, or moves more. The message has what is moved, for which parameters and how much.
+            Or there is something in it that the ledger could not read.
         FunctreeError: an argument is something else.
 
     Examples:
@@ -45,6 +46,11 @@ def assert_collectives(
           all-reduce over model, 2 KiB: w, x
     """
     found = _ledger(ledger)
+    # What could not be read may be anything, and what runs nobody knows how often is in no budget.
+    if found.not_understood and (allow is not None or at_most is not None):
+        raise AssertionError("\n  ".join(["this program cannot be held to a budget:", *found.not_understood]))
+    for kind in [*(allow if isinstance(allow, Collection) else ()), *(at_most if isinstance(at_most, Mapping) else ())]:
+        _check_axes(kind, found)
     if allow is not None:
         if not isinstance(allow, Collection) or isinstance(allow, str | bytes):
             raise FunctreeError(f"allow={shown(allow)}: give a set of kinds, such as `{{'all-reduce'}}`")
@@ -117,9 +123,19 @@ def _key(kind: object) -> _Key:
     return str(name), None if axes is None else tuple(axes)
 
 
+def _check_axes(kind: object, ledger: Ledger) -> None:
+    """Raise FunctreeError for mesh axes that the program does not have: a budget for them would hold always."""
+    if isinstance(kind, str | bytes):
+        return
+    for axis in _key(kind)[1] or ():
+        if axis not in ledger.sizes:
+            known = f"its mesh has {', '.join(ledger.sizes) or 'no axes'}{did_you_mean(axis, ledger.sizes)}"
+            raise FunctreeError(f"{shown(kind)}: the program has no mesh axis `{axis}`; {known}")
+
+
 def _fits(one: Collective, key: _Key) -> bool:
     kind, axes = key
-    return one.kind == kind and (axes is None or one.mesh_axes == axes)
+    return one.kind == kind and (axes is None or set(one.mesh_axes or ()) == set(axes))
 
 
 def _text(key: _Key) -> str:

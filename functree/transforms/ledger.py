@@ -72,7 +72,7 @@ def _of_others(fn: Any, args: Sequence[Any], kwargs: dict[str, Any], mesh: MeshL
     parameters = [_argument_path([plain_key(key) for key in path], named) for path, _ in entries]
     outputs = [Path.of(path) for path, _ in results]
     view = None if mesh is None else mesh_view(mesh).mesh
-    return ledger_of(compiled, name, parameters, outputs, view, heard.warnings)
+    return ledger_of(compiled, name, parameters, outputs, view, heard.warnings, of_program=False)
 
 
 def _names(fn: Any, given: int, traced: int) -> list[tuple[Any, ...]]:
