@@ -134,8 +134,9 @@ def dots(params: Any, x: Any) -> Any:
 
 SPECS = {"up": P(None, "model"), "bias": P("model"), "down": P("model")}
 SHAPES = {
-    name: jax.ShapeDtypeStruct(shape, "float32")
-    for name, shape in zip(NAMES, [(64, 128), (128,), (128, 64)], strict=True)
+    "up": jax.ShapeDtypeStruct((64, 128), "float32"),
+    "bias": jax.ShapeDtypeStruct((128,), "float32"),
+    "down": jax.ShapeDtypeStruct((128, 64), "float32"),
 }
 BATCH = jax.ShapeDtypeStruct((32, 64), "float32")
 
@@ -148,11 +149,7 @@ def test_moments_with_paths_as_long_as_those_of_the_parameters(names: tuple[str,
 
     def step(state: Any, x: Any) -> Any:
         grads = jax.grad(lambda params: (dots(params, x) ** 2).mean())(state[model])
-        moments = {
-            name: jax.tree.map(lambda m, g: 0.9 * m + 0.1 * g * g, state[name], grads)
-            for name in names
-            if name != model
-        }
+        moments = {name: jax.tree.map(lambda m, g: 0.9 * m + 0.1 * g * g, state[name], grads) for name in others}
         scaled = jax.tree.map(lambda g, *all: g + 0 * sum(all), grads, *moments.values())
         return {**moments, model: jax.tree.map(lambda w, g: w - 0.1 * g, state[model], scaled)}
 
