@@ -129,6 +129,10 @@ class Instruction:
                 return text[start:end]
         return text[start:]
 
+    def mentions(self, text: str) -> bool:
+        """Whether a text is anywhere in its operands, attributes and metadata, which is faster than to read them."""
+        return text in self._rest
+
     def called(self, name: str) -> str:
         """The name of a computation that it calls: `body` or `condition` of a `while`."""
         return (self.attribute(name) or "").removeprefix("%")

@@ -69,7 +69,8 @@ class Phases:
     @cached_property
     def _backward(self) -> frozenset[Instruction]:
         """The instructions of the backward pass, without constants: one constant may serve the forward pass too."""
-        computed = [one for one in self._flow.hlo.instructions.values() if one.opcode != "constant"]
+        every = self._flow.hlo.instructions.values()
+        computed = [one for one in every if one.mentions("transpose(") and one.opcode != "constant"]
         return frozenset(one for one in computed if _phase(one.metadata("op_name") or "") == "backward")
 
     def _depends_on_backward(self, moved: Moved) -> bool:

@@ -1,6 +1,7 @@
 """A compiled program, with the paths of its arguments and results ─► its `Ledger`."""
 
 import gc
+import math
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -87,17 +88,14 @@ class _Reader:
         self._attribution = Attribution(self.flow, program.parameters, program.outputs)
         self._phases = Phases(self.flow)
         self._sources = Sources(program.text)
-        # Those of a collective, once for all arrays that the compiler has combined in it.
-        self._groups: dict[Instruction, tuple[tuple[str, ...] | None, int | None]] = {}
+        # By their text: a program has thousands of collectives, over a few combinations of mesh axes.
+        self._known_groups: dict[str, tuple[tuple[str, ...] | None, int | None]] = {}
 
     def collective(self, moved: Moved) -> Collective:
         """What the ledger says about an array that is moved."""
         phase = self._phases.phase(moved)
         paths = [self._parameters[i] for i in self._attribution.of(moved, phase)]
-        one = moved.instruction
-        if one not in self._groups:
-            self._groups[one] = self._groups_of(one)
-        axes, size = self._groups[one]
+        axes, size = self._groups(moved.instruction)
         return Collective(
             moved.kind,
             axes,
@@ -111,13 +109,17 @@ class _Reader:
             moved.instruction.name,
         )
 
-    def _groups_of(self, one: Instruction) -> tuple[tuple[str, ...] | None, int | None]:
+    def _groups(self, one: Instruction) -> tuple[tuple[str, ...] | None, int | None]:
         """The mesh axes over which a collective moves arrays, and the number of devices in a group."""
         text = one.attribute("source_target_pairs") or one.attribute("replica_groups")
-        devices = 1
-        for size in self._sizes.values():
-            devices *= size
-        groups = None if text is None else groups_of(text, devices)
+        if text is None:
+            return None, None
+        if text not in self._known_groups:
+            self._known_groups[text] = self._read_groups(text)
+        return self._known_groups[text]
+
+    def _read_groups(self, text: str) -> tuple[tuple[str, ...] | None, int | None]:
+        groups = groups_of(text, math.prod(self._sizes.values()))
         if not groups:
             return None, None
         axes = mesh_axes_of(groups, self._sizes) if self._sizes else None

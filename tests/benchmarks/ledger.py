@@ -68,7 +68,7 @@ def measure(devices: int, name: str, unrolled: bool, layers: int, rounds: int) -
     layout: ft.Layout = ft.AxisRules({"batch": "data", **tensor, ...: None})
     if name == "FSDP+TP":
         layout = layout | ft.FSDP("data", min_size=0)
-    width = max(64, devices // 4)
+    width = max(64, devices // 2)  # so that no shard of a scale is a single number
     config = ft.nn.TransformerConfig(
         512, width, layers=layers, heads=8, kv_heads=4, head_dim=16, hidden=2 * width, max_seq=32
     )
