@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from checks import raises
+from jaxtyping import Array, Float
 from training import BATCH, EMBED, LAYERS, LAYOUTS, SEQ, gradient, training_step
 
 import functree as ft
@@ -132,6 +133,10 @@ def apply(model: Any, x: Any) -> Any:
     return model(x).mean()
 
 
+def scaled(scale: Float[Array, "batch"], x: Float[Array, "batch"]) -> Any:
+    return scale * x
+
+
 CALLS: dict[str, Any] = {
     "a call": lambda mesh: ft.jit(apply, in_shardings=(RULES, ft.P("data")), mesh=mesh, rules=RULES)(MLP, X),
     "by rules, of NumPy's": lambda mesh: ft.jit(lambda m, x: m(x), rules=RULES, mesh=mesh)(
@@ -162,6 +167,10 @@ def test_what_works_there(platform: str) -> None:
     fun = ft.jit(apply, in_shardings=(RULES, ft.P("data")), mesh=mesh, rules=RULES)
     for args in ((model, jax.ShapeDtypeStruct(X.shape, X.dtype)), (MLP, X)):
         assert fun.lower(*args).compile().ledger().collectives[0].path == ft.Path("down")
+    # A weak type stays weak: it decides the dtype of the result.
+    weak, x = jnp.broadcast_to(jnp.asarray(2.0), (8,)), jnp.ones(8, "bfloat16")
+    for options in ({"rules": RULES}, {"in_shardings": ft.P("data")}):
+        assert ft.jit(scaled, mesh=mesh, **options).lower(weak, x).out_info.dtype == "bfloat16"
     closed = ft.jit(
         lambda state, x: {"w": state["w"] + x.mean()}, donate="state", in_shardings=(ft.P("data"), ft.P()), mesh=mesh
     )

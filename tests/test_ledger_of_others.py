@@ -240,6 +240,12 @@ ENTRY %main (w: f32[8], x: f32[8]) -> (f32[8], f32[8]) {
     assert [one.arguments for one in ledger.collectives] == [("x",)] and ledger.memory.outputs == 64
 
 
+def test_a_program_with_other_parameters_than_the_function() -> None:
+    program = CompiledProgram(TEXT, lambda: None, [], [ft.Path("0"), ft.Path("1")], {"data": 4}, "cpu", None)
+    with raises("the ledger cannot name what it reads: the program has 1 parameter, but 0 arrays of the function"):
+        read_ledger(program)
+
+
 def test_on_one_device() -> None:
     ledger = ft.ledger(jax.jit(jnp.sin), jnp.ones(3))
     assert not ledger.collectives and ledger.sizes == {} and ledger.attributed == 1

@@ -80,11 +80,6 @@ class Stage:
         self._stage, self._call = stage, call
 
     @property
-    def positional(self) -> tuple[str, ...]:
-        """The names of the parameters that are given by position, in their order."""
-        return self._call.signature.positional
-
-    @property
     def args_info(self) -> Any:
         """`(args, kwargs)` of `jax.stages.ArgInfo`: shapes, dtypes, and whether they are donated."""
         return self._arguments(self._stage.args_info)

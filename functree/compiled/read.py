@@ -17,6 +17,7 @@ from functree.compiled.memory import BytesByPath, Memory
 from functree.compiled.moved import Moved, moved_in, others_in
 from functree.compiled.phases import Phases
 from functree.compiled.sources import Sources
+from functree.errors import FunctreeError, count
 from functree.tree.paths import Path
 
 
@@ -44,7 +45,11 @@ class CompiledProgram(NamedTuple):
 
 
 def read_ledger(program: CompiledProgram) -> Ledger:
-    """The ledger of a program."""
+    """The ledger of a program.
+
+    Raises:
+        FunctreeError: the program has other parameters than the arrays of the function, so that no path is known.
+    """
     with _without_collector():
         return _read(program)
 
@@ -83,6 +88,10 @@ class _Reader:
 
     def __init__(self, program: CompiledProgram):
         self.flow: Flow = Flow(Hlo(program.text))
+        have, known = len(self.flow.hlo.parameters), len(program.parameters)
+        if have != known:
+            why = f"the program has {count(have, 'parameter')}, but {count(known, 'array')} of the function were found"
+            raise FunctreeError(f"the ledger cannot name what it reads: {why}")
         self._sizes = program.sizes
         self._parameters = program.parameters
         self._attribution = Attribution(self.flow, program.parameters, program.outputs)

@@ -51,7 +51,9 @@ class Targets:
             elif without_devices(self.mesh) is None:
                 moving[i] = array
             elif isinstance(self.mesh, Mesh):  # such a program can be compiled, and not run
-                new[i] = jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=self._sharding(i))
+                kind = jax.typeof(array)
+                weak = {"sharding": self._sharding(i), "weak_type": kind.weak_type}
+                new[i] = jax.ShapeDtypeStruct(kind.shape, kind.dtype, **weak)
         for i, array in (self._constrain(traced) if traced else {}).items():
             new[i] = array
         # `device_put` may share a buffer with the given array, even with `may_alias=False`: that on the device where

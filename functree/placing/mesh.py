@@ -30,7 +30,8 @@ def make_mesh(
         dcn: the factor of a mesh axis that crosses slices: `data=8, dcn={"data": 4}` is 4 slices of 2 devices.
         target: an accelerator that is not there, for which programs are compiled and not run: `"tpu:v5e:16x16"` is a
             slice of 256 TPUs (extra `functree[tpu]`), `"cuda:h100:8"` 8 GPUs (extra `functree[cuda]`).
-        **sizes: the sizes of the mesh axes by name, outermost first.
+        **sizes: the sizes of the mesh axes by name, outermost first. Where they do not fit the axes of the torus of a
+            TPU slice, a mesh axis may be a part of one.
 
     Raises:
         ShardingError: a size is not a positive integer, or the sizes do not fit the devices; `target` names no target,

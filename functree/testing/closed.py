@@ -9,6 +9,7 @@ from jax.tree_util import tree_leaves
 from functree.calls.call_groups import CallGroup
 from functree.calls.compilations import Difference, Seen, differences
 from functree.calls.function import Function
+from functree.calls.signature import Signature
 from functree.errors import FunctreeError
 from functree.layout.placement import sharding_text
 from functree.parameters import FUNCTION, check
@@ -49,7 +50,8 @@ def assert_closed(step: Callable[..., Any], args: Sequence[Any]) -> None:
     given, by_name = compiled.in_avals
     shardings, shardings_by_name = compiled.input_shardings
     donated, donated_by_name = compiled.args_info
-    names = [*compiled.positional[: len(given)], *by_name]
+    signature, _ = Signature.of(step.__wrapped__ if isinstance(step, Function) else step)
+    names = [*signature.positional[: len(given)], *by_name]
     result = _abstract(traced.out_avals, compiled.output_shardings)
     before = list(map(_abstract, [*given, *by_name.values()], [*shardings, *shardings_by_name.values()]))
     infos = [*donated, *donated_by_name.values()]
