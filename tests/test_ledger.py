@@ -197,6 +197,31 @@ def test_the_update_has_a_phase_of_its_own() -> None:
     }
 
 
+def test_gradients_that_are_single_numbers_are_told_apart_from_their_norm() -> None:
+    import optax
+
+    tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(0.1))
+    layout = {name: ft.P(("data", "model")) for name in "abc"}  # a shard is one number
+
+    @ft.jit(in_shardings=(layout, None, ft.P(("data", "model"))), out_shardings=(layout, None), mesh=MESH)
+    def step(scales: Any, opt_state: Any, x: Any) -> Any:
+        def loss(scales: Any) -> jax.Array:
+            y = x
+            for scale in scales.values():
+                y = jnp.sin(y * scale[None])
+            return y.mean()
+
+        updates, opt_state = tx.update(jax.grad(loss)(scales), opt_state)
+        return optax.apply_updates(scales, updates), opt_state
+
+    scales = {name: jax.ShapeDtypeStruct((8,), "float32") for name in layout}
+    with jax.numpy_dtype_promotion("standard"):
+        ledger = step.lower(scales, jax.eval_shape(tx.init, scales), jax.ShapeDtypeStruct((16, 8), "float32"))
+    collectives = ledger.compile().ledger().collectives
+    backward = {tuple(map(str, one.paths)) for one in collectives if one.phase == "backward"}
+    assert backward == {("a",), ("b",), ("c",)}
+
+
 def test_equal_shapes_are_told_apart() -> None:
     x, w = jax.ShapeDtypeStruct((16, 64), "float32"), jax.ShapeDtypeStruct((64, 64), "float32")
     layouts = {"left": ft.P("model", None), "right": ft.P(None, "data")}

@@ -11,6 +11,8 @@ from functree.compiled.hlo import ArrayType, Hlo, Instruction
 
 # What the compilers insert to place a value elsewhere in memory.
 COPIES = frozenset({"bitcast", "copy", "copy-done", "copy-start", "optimization-barrier", "reshape"})
+# What only changes the shape.
+RESHAPES = frozenset({"bitcast", "reshape"})
 # What changes the place, the order, the number or the precision of elements, and computes nothing.
 MOVES = COPIES | {
     "broadcast", "concatenate", "convert", "dynamic-slice", "dynamic-update-slice", "pad", "reduce-precision",
@@ -32,6 +34,9 @@ _PASSES_ON = COPIES | _ONCE | {
 
 KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
 """The kinds of collectives."""
+
+COLLECTIVES = {f"{kind}{ending}": kind for kind in KINDS for ending in ("", "-start")}
+"""The kind of each opcode of a collective."""
 
 
 class Value(NamedTuple):
@@ -107,7 +112,9 @@ class Flow:
         while waiting:
             one = waiting.pop()
             # Most values are computed, and this loop is most of the time that a ledger takes.
-            before = self._before(one) if one.instruction.opcode in _PASSES_ON else None
+            opcode = one.instruction.opcode
+            is_passed_on = opcode in _PASSES_ON and (opcode not in RESHAPES or passes(one.instruction))
+            before = self._before(one) if is_passed_on else None
             if not before and passes(one.instruction):
                 before = self._passed(one)
             if not before:
@@ -144,7 +151,7 @@ class Flow:
         """The array that a slice takes out of the result of a collective that moves several, joined in one."""
         whole = self.source(Value(self._named(one.operands[0])))
         span = re.fullmatch(r"\{\[(\d+):(\d+)\]\}", one.attribute("slice") or "")
-        if span is None or whole.instruction.opcode.removesuffix("-start") not in KINDS:
+        if span is None or whole.instruction.opcode not in COLLECTIVES:
             return None
         start = 0
         for i, (_, size) in enumerate(self.concatenated(whole.instruction)):
@@ -195,25 +202,25 @@ class Flow:
     def _inside(self, value: Value) -> Value | None:
         """The value that is passed on as this one by the same computation, or by a fusion; None if it is computed."""
         one, part = value
-        match one.opcode:
+        match one.opcode:  # the most frequent first: walks come here for each value
+            case "parameter":
+                callers = self.callers.get(one.computation, [])
+                # A computation that is called from several places has a parameter of several values.
+                is_own = len(callers) == 1 and callers[0].opcode in _ONCE
+                return Value(self._named(callers[0].operands[int(one.argument)]), part) if is_own else None
+            case "fusion" | "call":
+                return Value(self.hlo.roots[one.computations[0]], part)
             case "get-tuple-element":
                 return Value(self._named(one.operands[0]), (int(one.attribute("index") or 0), *part))
             case "slice":
                 return self._part_of_joined(one)
             case "tuple" if part:
                 return Value(self._named(one.operands[part[0]]), part[1:])
-            case "fusion" | "call":
-                return Value(self.hlo.roots[one.computations[0]], part)
             case "fusion-done" | "async-done":
                 return Value(self.hlo.roots[self._named(one.operands[0]).computations[0]], part)
             case "all-gather-done" | "all-reduce-done" | "collective-permute-done" | "reduce-scatter-done":
                 # A part of the result of a collective, of which its start is the collective itself.
                 return Value(self._named(one.operands[0]), part)
-            case "parameter":
-                callers = self.callers.get(one.computation, [])
-                # A computation that is called from several places has a parameter of several values.
-                if len(callers) == 1 and callers[0].opcode in _ONCE:
-                    return Value(self._named(callers[0].operands[int(one.argument)]), part)
         return Value(self._named(one.operands[0]), part) if one.opcode in COPIES else None
 
     def _named(self, name: str) -> Instruction:

@@ -6,6 +6,7 @@ names of instructions are unique.
 
 import math
 import re
+from sys import intern
 from typing import NamedTuple
 
 # An instruction, or the head of a computation. A tuple type has commas, spaces and comments (`/*index=5*/`) in it, and
@@ -20,7 +21,7 @@ _COMPUTATIONS = re.compile(
     r"=(\{[^}]*\}|%?[\w.\-]+)"
 )
 # The name of an operation in it may look like attributes.
-_METADATA = re.compile(r', metadata=\{((?:[^"{}]|"(?:[^"\\]|\\.)*")*)\}')
+_METADATA = re.compile(r', metadata=\{((?:[^"{}]++|"(?:[^"\\]++|\\.)*+")*+)\}')
 
 
 # `replica_groups=mesh['x'=4,'y'=2], device_ids=([2,4]T(1,0)) {'x'}` is one attribute.
@@ -111,11 +112,14 @@ class Instruction:
 
     def attribute(self, name: str) -> str | None:
         """The text of an attribute, such as `dimensions`; None if it does not have it."""
-        text = _METADATA.sub("", self._rest)
-        start = text.find(f", {name}=")
+        text, wanted = self._rest, f", {name}="
+        start, metadata = text.find(wanted), text.find(", metadata={")
+        if 0 <= metadata < start:
+            text = _METADATA.sub("", text)
+            start = text.find(wanted)
         if start < 0:
             return None
-        start += len(name) + 3
+        start += len(wanted)
         depth, quoted = 0, False
         for end in range(start, len(text)):
             letter = text[end]
@@ -175,7 +179,7 @@ class Hlo:
                 current, own = computation, self.computations.setdefault(computation, [])
                 self.entry = computation if entry else self.entry
                 continue
-            one = self.instructions[name] = Instruction(name, opcode, current, type_, rest)
+            one = self.instructions[name] = Instruction(name, intern(opcode), current, type_, rest)
             own.append(one)
             self.by_opcode.setdefault(opcode, []).append(one)
             if root:

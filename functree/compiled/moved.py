@@ -4,13 +4,12 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from functree.compiled.flow import KINDS, Flow, Value
+from functree.compiled.flow import COLLECTIVES, KINDS, Flow, Value
 from functree.compiled.hlo import ArrayType, Instruction
 from functree.compiled.loops import runs
 
 # Collectives that JAX can make, or a user by a flag, and that are not understood.
 _OTHERS = ("collective-broadcast", "ragged-all-to-all", "recv", "send")
-_OPCODES = {f"{kind}{ending}": kind for kind in KINDS for ending in ("", "-start")}
 
 
 @dataclass(frozen=True)
@@ -40,8 +39,8 @@ def moved_in(flow: Flow) -> Iterator[Moved]:
     """The arrays that the collectives of a program move, in the order of its text."""
     times = runs(flow)
     done = _done(flow)
-    for one in [one for one in flow.hlo.instructions.values() if one.opcode in _OPCODES]:
-        kind = _OPCODES[one.opcode]
+    for one in [one for one in flow.hlo.instructions.values() if one.opcode in COLLECTIVES]:
+        kind = COLLECTIVES[one.opcode]
         if _is_repeated(flow, one):
             continue
         # A start returns its operands too, and what it needs to go on; its end returns the result only.

@@ -5,7 +5,6 @@ of parameters in it are never read: after a hit of the persistent cache they are
 """
 
 from collections.abc import Iterator
-from functools import cached_property
 
 from functree.compiled.flow import Flow, Value
 from functree.compiled.hlo import Instruction
@@ -66,27 +65,25 @@ class Phases:
         """
         return _phase(name) or ("update" if self._depends_on_backward(moved) else "forward")
 
-    @cached_property
-    def _backward(self) -> frozenset[Instruction]:
-        """The instructions of the backward pass, without constants: one constant may serve the forward pass too."""
-        every = self._flow.hlo.instructions.values()
-        computed = [one for one in every if one.mentions("transpose(") and one.opcode != "constant"]
-        return frozenset(one for one in computed if _phase(one.metadata("op_name") or "") == "backward")
-
     def _depends_on_backward(self, moved: Moved) -> bool:
-        if not self._backward:
-            return False
         seen = {moved.operand}
         waiting = [moved.operand]
         while waiting:
             one = waiting.pop()
-            if one.instruction in self._backward:
+            if _is_backward(one.instruction):
                 return True
             new = [value for value in self._flow.inputs(one) if value not in seen and value not in self._independent]
             waiting += new
             seen.update(new)
         self._independent |= seen
         return False
+
+
+def _is_backward(one: Instruction) -> bool:
+    """Whether an instruction is of the backward pass alone: one constant may serve the forward pass too."""
+    if one.opcode == "constant" or not one.mentions("transpose("):
+        return False
+    return _phase(one.metadata("op_name") or "") == "backward"
 
 
 def _phase(name: str) -> str | None:

@@ -83,6 +83,10 @@ def _read(program: CompiledProgram) -> Ledger:
     )
 
 
+_Groups = tuple[tuple[str, ...] | None, int | None]
+"""The mesh axes over which a collective moves arrays, and the number of devices in a group."""
+
+
 class _Reader:
     """All that is asked about the collectives of one program."""
 
@@ -97,14 +101,16 @@ class _Reader:
         self._attribution = Attribution(self.flow, program.parameters, program.outputs)
         self._phases = Phases(self.flow)
         self._sources = Sources(program.text)
+        # Those of a collective, once for all arrays that the compiler has combined in it.
+        self._groups: dict[Instruction, _Groups] = {}
         # By their text: a program has thousands of collectives, over a few combinations of mesh axes.
-        self._known_groups: dict[str, tuple[tuple[str, ...] | None, int | None]] = {}
+        self._known_groups: dict[str, _Groups] = {}
 
     def collective(self, moved: Moved) -> Collective:
         """What the ledger says about an array that is moved."""
         phase = self._phases.phase(moved)
         paths = [self._parameters[i] for i in self._attribution.of(moved, phase)]
-        axes, size = self._groups(moved.instruction)
+        axes, size = self._groups_of(moved.instruction)
         return Collective(
             moved.kind,
             axes,
@@ -118,16 +124,15 @@ class _Reader:
             moved.instruction.name,
         )
 
-    def _groups(self, one: Instruction) -> tuple[tuple[str, ...] | None, int | None]:
-        """The mesh axes over which a collective moves arrays, and the number of devices in a group."""
-        text = one.attribute("source_target_pairs") or one.attribute("replica_groups")
-        if text is None:
-            return None, None
-        if text not in self._known_groups:
-            self._known_groups[text] = self._read_groups(text)
-        return self._known_groups[text]
+    def _groups_of(self, one: Instruction) -> _Groups:
+        if one not in self._groups:
+            text = one.attribute("replica_groups") or one.attribute("source_target_pairs") or ""
+            if text not in self._known_groups:
+                self._known_groups[text] = self._read_groups(text)
+            self._groups[one] = self._known_groups[text]
+        return self._groups[one]
 
-    def _read_groups(self, text: str) -> tuple[tuple[str, ...] | None, int | None]:
+    def _read_groups(self, text: str) -> _Groups:
         groups = groups_of(text, math.prod(self._sizes.values()))
         if not groups:
             return None, None

@@ -4,16 +4,16 @@ from collections import defaultdict
 from collections.abc import Mapping
 from functools import cached_property
 
-from functree.compiled.flow import KINDS, MOVES, Flow, Value
+from functree.compiled.flow import COLLECTIVES, MOVES, RESHAPES, Flow, Value
 from functree.compiled.hlo import Instruction
 from functree.compiled.moved import Moved
 
 _GATHERS = frozenset({"all-gather", "all-to-all", "collective-permute"})
-# Where elements at different places are combined. Elsewhere each element of a result is made of the elements of the
-# operands at the same place, as in the update of an optimizer.
-_COMBINES = frozenset({
-    "cholesky", "convolution", "dot", "fft", "gather", "iota", "reduce", "reduce-window", "rng",
-    "rng-bit-generator", "scatter", "select-and-scatter", "sort", "triangular-solve",
+# Where elements at different places are combined, or begin. Elsewhere each element of a result is made of the elements
+# of the operands at the same place, as in the update of an optimizer.
+_NOT_ELEMENTWISE = frozenset({
+    "cholesky", "constant", "convolution", "dot", "fft", "gather", "iota", "parameter", "reduce", "reduce-window",
+    "rng", "rng-bit-generator", "scatter", "select-and-scatter", "sort", "triangular-solve",
 })  # fmt: skip
 _PRODUCTS = frozenset({"convolution", "custom-call", "dot", "gather", "scatter"})
 # What a TPU starts, and goes on with beside other work; what it fetches in several pieces; where it puts results.
@@ -41,7 +41,7 @@ class Served:
     def products(self, moved: Moved) -> frozenset[int]:
         """The parameters that were multiplied, or looked up in, to make the moved array."""
         found: set[int] = set()
-        for value in self._flow.origins(moved.operand, _is_local):
+        for value in self._flow.origins(moved.operand, self._is_local):
             for product in self._products_of(value):
                 for i in range(len(product.instruction.operands)):
                     found |= self._of(self._flow.operand(product, i))
@@ -63,7 +63,7 @@ class Served:
         by_opcode, named = self._flow.hlo.by_opcode, self._flow.hlo.instructions
         products = [one for opcode in _PRODUCTS for one in by_opcode.get(opcode, ())]
         operands = [Value(named[name]) for one in products for name in one.operands]
-        origins, _ = self._flow.history(operands, _is_elementwise)
+        origins, _ = self._flow.history(operands, self._is_elementwise)
         return frozenset(self._parameters[one.instruction] for one in origins if one.instruction in self._parameters)
 
     def outputs(self, moved: Moved) -> frozenset[int]:
@@ -82,9 +82,9 @@ class Served:
         output the parameters."""
         reached, made = defaultdict[Value, set[int]](set), defaultdict[int, set[int]](set)
         for i, (result, _) in enumerate(self._flow.results):
-            origins, passed = self._flow.history([result], _is_elementwise)
+            origins, passed = self._flow.history([result], self._is_elementwise)
             for value in passed:
-                if _kind(value.instruction) is not None:
+                if value.instruction.opcode in COLLECTIVES:
                     reached[value].add(i)
             made[i].update(self._parameters[one.instruction] for one in origins if one.instruction in self._parameters)
         return reached, made
@@ -110,7 +110,7 @@ class Served:
                 if self._among(origins):
                     continue
                 for value in passed:
-                    if _kind(value.instruction) is not None:
+                    if value.instruction.opcode in COLLECTIVES:
                         found[value] |= parameters
         return found
 
@@ -132,33 +132,30 @@ class Served:
         if one.opcode == "maximum":
             # TPUs join arrays so: each is padded by the least value to the shape of the whole.
             return all(self._is_padded(Value(self._flow.hlo.instructions[name])) for name in one.operands)
-        return one.opcode in MOVES or _kind(one) in _GATHERS
+        return one.opcode in MOVES or COLLECTIVES.get(one.opcode) in _GATHERS
 
     def _is_padded(self, value: Value) -> bool:
-        origins = self._flow.origins(value, lambda one: one.opcode == "convert")
+        origins = self._flow.origins(value, lambda one: one.opcode == "convert" or one.opcode in RESHAPES)
         return all(one.instruction.opcode == "pad" for one in origins)
 
+    def _is_local(self, one: Instruction) -> bool:
+        """Whether an instruction combines only elements at the same place of one device."""
+        return one.opcode not in COLLECTIVES and self._is_elementwise(one)
 
-def _kind(one: Instruction) -> str | None:
-    """The kind of a collective; None for another instruction."""
-    kind = one.opcode.removesuffix("-start")
-    return kind if kind in KINDS else None
-
-
-def _is_elementwise(one: Instruction) -> bool:
-    """Whether an instruction combines only elements at the same place, of one device or of several."""
-    if one.opcode == "custom-call":
-        return one.attribute("custom_call_target") in _MOVING_CALLS
-    if one.opcode == "broadcast":
-        # A single number is at no place. The norm of all gradients, by which each of them is divided, is such a number:
-        # it is made of everything, and walks through it would be quadratic.
-        return one.attribute("dimensions") != "{}"
-    return one.opcode not in _COMBINES and one.opcode not in ("parameter", "constant")
+    def _is_elementwise(self, one: Instruction) -> bool:
+        """Whether an instruction combines only elements at the same place, of one device or of several."""
+        if one.opcode == "custom-call":
+            return one.attribute("custom_call_target") in _MOVING_CALLS
+        if one.opcode == "broadcast" or one.opcode in RESHAPES:
+            # A single number is at no place. The norm of all gradients, by which each of them is divided, is such a
+            # number: it is made of everything.
+            return _is_number(one) or not _is_number(self._flow.hlo.instructions[one.operands[0]])
+        return one.opcode not in _NOT_ELEMENTWISE
 
 
-def _is_local(one: Instruction) -> bool:
-    """Whether an instruction combines only elements at the same place of one device."""
-    return _kind(one) is None and _is_elementwise(one)
+def _is_number(one: Instruction) -> bool:
+    """Whether a result that is one array has no dimensions."""
+    return "[]" in one.type
 
 
 def _is_filling(one: Instruction) -> bool:
