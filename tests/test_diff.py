@@ -85,14 +85,17 @@ def test_a_plan_of_live_arrays_as_json() -> None:
     assert str(after) == str(before)
 
 
+PLAN = ft.plan({"w": jnp.ones(2)}, ft.P(), SIZES).to_json()
 NOT_JSON = {
     "{": "not the JSON of a plan",
     "[]": "not the JSON of a plan",
     "{}": "not the JSON of a plan",
     '{"functree": "ledger", "format": 1}': "the JSON is of a ledger, not of a plan",
     '{"functree": "plan", "format": 99}': "has format 99, and this functree reads up to 1",
-    '{"functree": "plan", "format": 1}': "the JSON is not of a whole plan: KeyError('rows')",
-    '{"functree": "plan", "format": 1, "rows": 3}': "the JSON is not of a whole plan",
+    '{"functree": "plan", "format": 1}': "the JSON is not of a whole plan: it has no `mesh`",
+    PLAN.replace("[", '3, "x": [', 1): "the JSON is not of a whole plan: `rows` is 3, and not a list",
+    PLAN.replace("float32", "flo"): "there is no dtype 'flo'",
+    PLAN.replace('"w"', "2"): "`rows.0.path` is 2, and not a text",
 }
 
 
@@ -110,8 +113,26 @@ def test_a_ledger_as_json() -> None:
         ft.Ledger.from_json(plan(ft.P()).to_json())
     with raises("a ledger is read from the text of its JSON, not from 3"):
         ft.Ledger.from_json(3)  # pyright: ignore[reportArgumentType]
-    with raises("the JSON is not of a whole ledger"):
+    with raises("the JSON is not of a whole ledger: it has no `backend`"):
         ft.Ledger.from_json('{"functree": "ledger", "format": 1}')
+
+
+@pytest.mark.parametrize("where", [
+    "backend", "mesh.data", "collectives", "collectives.0.bytes", "collectives.0.count", "collectives.0.mesh_axes",
+    "collectives.0.paths", "memory", "memory.peak", "memory.arguments", "memory.arguments.w", "warnings_known",
+])  # fmt: skip
+@pytest.mark.parametrize("value", [1.5, [None], {"a": {}}])
+def test_nonsense_in_the_json_of_a_ledger(where: str, value: Any) -> None:
+    memory = ft.Memory({ft.Path("w"): 8}, 8, 0, 0, 16)
+    moved = ft.Collective("all-reduce", ("data",), 8, 32, 1, (ft.Path("w"),), ("w",), None, None, "all-reduce.1")
+    data = json.loads(ft.Ledger((moved,), memory, "cpu", {"data": 8}).to_json())
+    *outer, name = where.split(".")
+    inner = data
+    for key in outer:
+        inner = inner[int(key) if isinstance(inner, list) else key]
+    inner[name] = value
+    with raises(f"the JSON is not of a whole ledger: `{where}"):
+        ft.Ledger.from_json(json.dumps(data))
 
 
 def test_ledgers_differ_by_parameter() -> None:

@@ -7,11 +7,34 @@ from typing import Any, NamedTuple
 
 from functree.compiled.collective import Collective
 from functree.compiled.memory import BytesByPath, Memory
-from functree.errors import FunctreeError
-from functree.layout.plan.codec import loaded
+from functree.layout.json_text import loaded
 from functree.tree.paths import Path
 
 FORMAT = 1
+
+_NUMBER, _NAME = (int, None), (str, None)
+_FORM = {
+    "backend": str,
+    "mesh": {...: int},
+    "collectives": [
+        {
+            "kind": str,
+            "mesh_axes": ([str], None),
+            "group_size": _NUMBER,
+            "bytes": int,
+            "count": _NUMBER,
+            "paths": [str],
+            "arguments": [str],
+            "phase": _NAME,
+            "source": _NAME,
+            "op": str,
+        }
+    ],
+    "memory": {"arguments": {...: int}, "outputs": int, "aliases": int, "temporaries": int, "peak": int},
+    "warnings": [str],
+    "warnings_known": bool,
+    "not_understood": [str],
+}
 
 
 class LedgerParts(NamedTuple):
@@ -57,21 +80,18 @@ def read_ledger_json(text: str) -> LedgerParts:
     Raises:
         FunctreeError: the text is something else.
     """
-    data = loaded(text, "ledger", FORMAT)
-    try:
-        memory = dict(data["memory"])
-        arguments = BytesByPath({Path(path): size for path, size in memory.pop("arguments").items()})
-        return LedgerParts(
-            [_read_collective(one) for one in data["collectives"]],
-            Memory(arguments, **memory),
-            data["backend"],
-            dict(data["mesh"]),
-            list(data["warnings"]),
-            data["warnings_known"],
-            list(data["not_understood"]),
-        )
-    except (KeyError, TypeError, AttributeError) as error:
-        raise FunctreeError(f"the JSON is not of a whole ledger: {error!r}") from error
+    data = loaded(text, "ledger", FORMAT, _FORM)
+    memory = data["memory"]
+    arguments = BytesByPath({Path(path): size for path, size in memory["arguments"].items()})
+    return LedgerParts(
+        [_read_collective(one) for one in data["collectives"]],
+        Memory(arguments, memory["outputs"], memory["aliases"], memory["temporaries"], memory["peak"]),
+        data["backend"],
+        data["mesh"],
+        data["warnings"],
+        data["warnings_known"],
+        data["not_understood"],
+    )
 
 
 def _collective(one: Collective) -> dict[str, Any]:
@@ -82,10 +102,14 @@ def _collective(one: Collective) -> dict[str, Any]:
 def _read_collective(data: Mapping[str, Any]) -> Collective:
     axes = data["mesh_axes"]
     return Collective(
-        **{
-            **data,
-            "mesh_axes": None if axes is None else tuple(axes),
-            "paths": tuple(map(Path, data["paths"])),
-            "arguments": tuple(data["arguments"]),
-        }
+        data["kind"],
+        None if axes is None else tuple(axes),
+        data["group_size"],
+        data["bytes"],
+        data["count"],
+        tuple(map(Path, data["paths"])),
+        tuple(data["arguments"]),
+        data["phase"],
+        data["source"],
+        data["op"],
     )

@@ -9,11 +9,35 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from functree.errors import FunctreeError, Problem
+from functree.layout.json_text import loaded
 from functree.layout.plan.row import Row
 from functree.tree.axes import Axes
 from functree.tree.paths import Path
 
 FORMAT = 1
+
+_NAME, _SIZES = (str, None), {...: int}
+_FORM = {
+    "mesh": _SIZES,
+    "rows": [
+        {
+            "path": str,
+            "shape": [int],
+            "dtype": str,
+            "axes": [_NAME],
+            "spec": ([(str, None, [str])], None),
+            "reason": str,
+            "local_shape": [int],
+            "bytes_global": int,
+            "bytes_per_device": int,
+            "copies": int,
+            "memory_kind": _NAME,
+            "mesh": (_SIZES, None),
+        }
+    ],
+    "problems": [{"path": _NAME, "shape": ([int], None), "what": str, "why": str, "remedy": str}],
+    "unused": [str],
+}
 
 
 class PlanParts(NamedTuple):
@@ -46,40 +70,10 @@ def read_plan(text: str) -> PlanParts:
     Raises:
         FunctreeError: the text is something else.
     """
-    data = loaded(text, "plan", FORMAT)
-    try:
-        rows = [_read_row(row) for row in data["rows"]]
-        problems = [_read_problem(one) for one in data["problems"]]
-        return PlanParts(rows, dict(data["mesh"]), problems, list(data["unused"]))
-    except (KeyError, TypeError, AttributeError) as error:
-        raise FunctreeError(f"the JSON is not of a whole plan: {error!r}") from error
-
-
-def loaded(text: str, kind: str, newest: int) -> dict[str, Any]:
-    """What JSON of functree says.
-
-    Args:
-        text: the JSON.
-        kind: what it is of: `plan`, `ledger`.
-        newest: the newest format that can be read.
-
-    Raises:
-        FunctreeError: it is not JSON; it is of something else; it is of a newer format.
-    """
-    if not isinstance(text, str | bytes):
-        raise FunctreeError(f"a {kind} is read from the text of its JSON, not from {text!r}")
-    try:
-        data = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise FunctreeError(f"not the JSON of a {kind}: {error}") from error
-    if not isinstance(data, dict) or data.get("functree") != kind:
-        found = data.get("functree") if isinstance(data, dict) else None
-        raise FunctreeError(f"the JSON is of a {found}, not of a {kind}" if found else f"not the JSON of a {kind}")
-    if data.get("format") not in range(1, newest + 1):
-        raise FunctreeError(
-            f"the JSON of this {kind} has format {data.get('format')!r}, and this functree reads up to {newest}"
-        )
-    return data
+    data = loaded(text, "plan", FORMAT, _FORM)
+    rows = [_read_row(row) for row in data["rows"]]
+    problems = [_read_problem(one) for one in data["problems"]]
+    return PlanParts(rows, data["mesh"], problems, data["unused"])
 
 
 def _row(row: Row) -> dict[str, Any]:
@@ -128,7 +122,10 @@ def _dtype(text: str) -> Any:
         if implementation is None:
             raise FunctreeError(f"the JSON has random keys of an unknown kind: {text}")
         return jax.eval_shape(lambda: jax.random.key(0, impl=implementation)).dtype
-    return jnp.dtype(text)
+    try:
+        return jnp.dtype(text)
+    except TypeError as error:
+        raise FunctreeError(f"the JSON is not of a whole plan: there is no dtype {text!r}") from error
 
 
 _IMPLEMENTATIONS = {"fry": "threefry2x32", "rbg": "rbg", "urbg": "unsafe_rbg"}
