@@ -167,7 +167,7 @@ def test_phases_and_lines_of_a_step() -> None:
     assert found == {("forward", True): 6, ("recompute", True): 1, ("backward", True): 6}
     assert {one.phase for one in ledger.collectives if one.mesh_axes == ("data",) and one.bytes > 4} == {"backward"}
     lines = {str(one.path).rpartition(".layer.")[2]: one.source for one in ledger.collectives if one.phase == "forward"}
-    assert "nn/mlp.py:" in (lines["mlp.down"] or "") and "nn/attention.py:" in (lines["attn.out"] or "")
+    assert "nn/mlp.py:" in (lines["mlp.down"] or "") and "nn/attention/layer.py:" in (lines["attn.out"] or "")
     assert "training.py:" in (lines["None"] or "")  # the loss, which a test file computes
 
 
@@ -299,7 +299,7 @@ def test_the_share_without_a_path_is_printed() -> None:
 def test_the_text() -> None:
     ledger = gradient("TP", None, True)[0].ledger()
     text = str(ledger)
-    assert "model.blocks.{0-2}.attn.out" in text and "nn/attention.py:" in text
+    assert "model.blocks.{0-2}.attn.out" in text and "nn/attention/layer.py:" in text
     assert "all-reduce            model                                    1.4 MiB" in text
     assert "memory of each device: arguments 142.8 KiB" in text and max(map(len, text.splitlines())) <= 120
     assert "compiled for CPUs" in text

@@ -16,7 +16,7 @@ from functree import nn
 from functree.errors import AxesError, FunctreeError
 from functree.layout.rules import AxisRules
 from functree.nn.activations import activation, table_for
-from functree.nn.attention import attend
+from functree.nn.attention.attend import attend
 from functree.nn.rope import rope
 from functree.nn.weights import accumulator
 from functree.placing.ambient import axis_rules

@@ -17,7 +17,8 @@ from jaxtyping import Array, Float, PRNGKeyArray
 
 import functree as ft
 from functree.errors import AxesError, FunctreeError
-from functree.nn import attention, mlp, transformer
+from functree.nn import mlp, transformer
+from functree.nn.attention import layer as attention
 from functree.transforms.remat import offload, remat_policy
 from functree.transforms.stacked import Stacked, stack
 

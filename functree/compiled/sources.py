@@ -19,7 +19,7 @@ _FRAME = re.compile(r"(\d+) \{file_location_id=(\d+)(?: parent_frame_id=(\d+))?"
 # and a line in one says more than the line that calls the whole model; but not the products that they share.
 _OWN = Path(__file__).parents[1]
 _LAYERS = _OWN / "nn"
-_SHARED = frozenset({"activations.py", "products.py"})
+_SHARED = frozenset({"activations.py", "attend.py", "cached.py", "products.py", "shards.py"})
 _INSTALLED = frozenset({"site-packages", "dist-packages"})
 
 

@@ -7,12 +7,15 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from functree.errors import FunctreeError, Problem
-from functree.nn.attention import head_problems
+from functree.nn.attention.attend import IMPLEMENTATION, Implementation
+from functree.nn.attention.layer import head_problems
+from functree.nn.rope import SCALING, Scaling
 from functree.parameters import FLAG, FLOATING, POSITIVE, SIZE, is_size, problems
 from functree.transforms.remat import REMATS, Remat, remat_policy
 
 _NUMBERS = ("rope_theta", "norm_eps")
 _DTYPES = ("param_dtype", "compute_dtype")
+_FLAGS = ("tie_embedding", "attention_bias", "qk_norm")
 _SIZES = ("vocab_size", "embed", "layers", "heads", "kv_heads", "head_dim", "hidden", "max_seq")
 
 
@@ -37,6 +40,12 @@ class TransformerConfig:
         compute_dtype: the dtype of the activations and of the logits. Weights are cast to it in the computation. Norms,
             rotations and softmax are computed in float32 or wider in any case.
         norm_eps: the `eps` of the norms.
+        attention_bias: whether queries, keys and values have biases, as in Qwen 2.
+        qk_norm: whether queries and keys are normalized over `head_dim`, as in Qwen 3.
+        window: how many tokens a token sees at most, itself among them, as in Mistral; `None`: all before it.
+        rope_scaling: a hashable function that changes the rotary frequencies, such as `ft.nn.Llama3Rope`.
+        attention: what computes attention: `"auto"`, `"xla"`, `"chunked"`, `"splash"`, `"cudnn"`, or a function of the
+            arguments of `jax.nn.dot_product_attention`; see `ft.nn.Attention`.
 
     Raises:
         FunctreeError: fields are wrong; the error lists all of them.
@@ -65,6 +74,11 @@ class TransformerConfig:
     param_dtype: DTypeLike = jnp.float32
     compute_dtype: DTypeLike = jnp.float32
     norm_eps: float = 1e-5
+    attention_bias: bool = False
+    qk_norm: bool = False
+    window: int | None = None
+    rope_scaling: Scaling | None = None
+    attention: Implementation = "auto"
 
     def __post_init__(self) -> None:
         if found := list(_problems(self)):
@@ -76,6 +90,8 @@ class TransformerConfig:
             object.__setattr__(self, name, int(getattr(self, name)))
         for name in _NUMBERS:
             object.__setattr__(self, name, float(getattr(self, name)))
+        if self.window is not None:
+            object.__setattr__(self, "window", int(self.window))
 
 
 def _problems(config: TransformerConfig) -> Iterator[Problem]:
@@ -83,7 +99,10 @@ def _problems(config: TransformerConfig) -> Iterator[Problem]:
         **dict.fromkeys(_SIZES, SIZE),
         **dict.fromkeys(_NUMBERS, POSITIVE),
         **dict.fromkeys(_DTYPES, FLOATING),
-        "tie_embedding": FLAG,
+        **dict.fromkeys(_FLAGS, FLAG),
+        "window": SIZE.or_none(),
+        "rope_scaling": SCALING,
+        "attention": IMPLEMENTATION,
     }
     yield from problems(**{name: (getattr(config, name), kind) for name, kind in kinds.items()})
     heads, kv_heads, head_dim = config.heads, config.kv_heads, config.head_dim

@@ -23,11 +23,13 @@ class RMSNorm(eqx.Module):
         size: the size of the last dimension.
         eps: is added to the mean square, so that the result for zeros is finite.
         init: the initializer of the scale; by default ones.
+        axes: the name of the last dimension.
         key: the key for the scale, if `init` needs one.
         param_dtype: the dtype of the scale.
         compute_dtype: the dtype of the result; `None`: that of `x`.
 
     Raises:
+        AxesError: `axes` is not one name.
         FunctreeError: `size` is not a positive integer.
 
     Examples:
@@ -36,8 +38,9 @@ class RMSNorm(eqx.Module):
         1.0
     """
 
-    scale: Float[Array, "embed"]
+    scale: Float[Array, "size"]
     eps: float = eqx.field(static=True)
+    axes: Axes = eqx.field(static=True)
     compute_dtype: np.dtype | None = eqx.field(static=True)
 
     def __init__(
@@ -46,10 +49,12 @@ class RMSNorm(eqx.Module):
         eps: float = 1e-5,
         *,
         init: Initializer = jax.nn.initializers.ones,
+        axes: str | Axes = "embed",
         key: PRNGKeyArray | None = None,
         param_dtype: DTypeLike = jnp.float32,
         compute_dtype: DTypeLike | None = None,
     ):
+        self.axes = one_axis("RMSNorm", axes)
         check(
             "RMSNorm cannot be built",
             size=(size, SIZE),
@@ -63,7 +68,11 @@ class RMSNorm(eqx.Module):
         self.eps = eps
         self.compute_dtype = dtype_or_none(compute_dtype)
 
-    def __call__(self, x: Float[Array, "*batch embed"]) -> Float[Array, "*batch embed"]:
+    def __axis_names__(self) -> Names:
+        """The axes of this instance's leaves, which differ from instance to instance."""
+        return names(scale=self.axes)
+
+    def __call__(self, x: Float[Array, "*batch size"]) -> Float[Array, "*batch size"]:
         wide = x.astype(accumulator(x.dtype))
         unit = wide * jax.lax.rsqrt(jnp.mean(wide**2, axis=-1, keepdims=True) + self.eps)
         scaled = unit * along(self.scale.astype(wide.dtype), wide)

@@ -9,7 +9,7 @@ uses already.
 import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Shaped
 
 from functree.layout.specs import Entry, mesh_axes, of_rank, without
 
@@ -45,18 +45,42 @@ def rows(table: Float[Array, "vocab embed"], index: Int[Array, "*batch"]) -> Flo
     return table.at[index].get(mode="fill", out_sharding=_layout(mesh, (*outer, inner[-1])))
 
 
-def along(vector: Float[Array, "size"], x: Float[Array, "*batch size"]) -> Float[Array, "*batch size"]:
-    """A vector broadcast to the shape of `x`, along its last dimension, and sharded like `x`.
+def along(weight: Float[Array, "*size"], x: Float[Array, "..."]) -> Float[Array, "..."]:
+    """A weight broadcast to the shape of `x`, along its last dimensions, and sharded like `x`.
 
     Examples:
         >>> from functree.nn.products import along
         >>> along(jnp.arange(3.0), jnp.ones((2, 3))).shape
         (2, 3)
     """
-    entries, mesh = _entries(x), _explicit_mesh(x, vector)
+    entries, mesh, first = _entries(x), _explicit_mesh(x, weight), x.ndim - weight.ndim
     if mesh is not None:
-        vector = jax.sharding.reshard(vector, _layout(mesh, entries[-1:]))
-    return jax.lax.broadcast_in_dim(vector, x.shape, (x.ndim - 1,), out_sharding=_layout(mesh, entries))
+        weight = jax.sharding.reshard(weight, _layout(mesh, entries[first:]))
+    return jax.lax.broadcast_in_dim(weight, x.shape, range(first, x.ndim), out_sharding=_layout(mesh, entries))
+
+
+def indices_along(x: Shaped[Array, "*batch size"]) -> Int[Array, "*batch size"]:
+    """0, 1, 2, … along the last dimension of `x`, for every place in it, and sharded like it.
+
+    Examples:
+        >>> from functree.nn.products import indices_along
+        >>> indices_along(jnp.ones((2, 3)))[0]
+        Array([0, 1, 2], dtype=int32)
+    """
+    layout = _layout(_explicit_mesh(x), _entries(x))
+    return jax.lax.broadcasted_iota(jnp.int32, x.shape, x.ndim - 1, out_sharding=layout)
+
+
+def whole(x: Float[Array, "..."]) -> Float[Array, "..."]:
+    """`x`, on Explicit mesh axes with its last dimension unsharded: some operations need it so.
+
+    Examples:
+        >>> from functree.nn.products import whole
+        >>> whole(jnp.ones((2, 3))).shape
+        (2, 3)
+    """
+    mesh = _explicit_mesh(x)
+    return x if mesh is None else jax.sharding.reshard(x, _layout(mesh, (*_entries(x)[:-1], None)))
 
 
 def _explicit_mesh(*arrays: Array) -> AbstractMesh | None:

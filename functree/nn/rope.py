@@ -1,16 +1,77 @@
 """Queries or keys ─► the same, rotated by their positions (RoPE), so that attention depends on relative positions."""
 
+import math
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from functree.errors import FunctreeError
 from functree.nn.weights import accumulator
+from functree.parameters import POSITIVE, SIZE, Takes, problems
+
+Scaling = Callable[[Float[Array, "pairs"]], Float[Array, "pairs"]]
+"""A hashable function of the frequencies, in radians per position, that returns other ones."""
+
+SCALING = Takes(
+    "a hashable function of the frequencies, such as `ft.nn.Llama3Rope(...)`",
+    lambda value: callable(value) and isinstance(value, Hashable),
+).or_none()
+
+
+@dataclass(frozen=True)
+class Llama3Rope:
+    """The frequencies of Llama 3.1 and later, for sequences longer than those that it was trained on first.
+
+    Waves that are long beside the first sequences are slowed down, short ones are kept, and in between it is
+    interpolated (Grattafiori et al., "The Llama 3 herd of models", 2024; `rope_type: llama3` in published weights).
+
+    Args:
+        factor: by how much the longest waves are slowed down.
+        low: waves longer than `original / low` positions are slowed down by the whole factor.
+        high: waves shorter than `original / high` positions are kept.
+        original: the length of the sequences of the first training.
+
+    Raises:
+        FunctreeError: a value is not positive, or `high` is not above `low`.
+
+    Examples:
+        >>> scaling = ft.nn.Llama3Rope(factor=8, low=1, high=4, original=8192)
+        >>> attention = ft.nn.Attention(8, 4, rope_scaling=scaling, key=jax.random.key(0))
+        >>> attention.rope_scaling.factor
+        8.0
+    """
+
+    factor: float
+    low: float
+    high: float
+    original: int
+
+    def __post_init__(self) -> None:
+        numbers = {name: (getattr(self, name), POSITIVE) for name in ("factor", "low", "high")}
+        if found := list(problems(**numbers, original=(self.original, SIZE))):
+            raise FunctreeError("no rotation has these frequencies", found)
+        if self.high <= self.low:
+            raise FunctreeError(f"Llama3Rope(low={self.low}, high={self.high}): `high` must be above `low`")
+        # One spelling (8 is 8.0): what is static is compared by type too.
+        for name in numbers:
+            object.__setattr__(self, name, float(getattr(self, name)))
+        object.__setattr__(self, "original", int(self.original))
+
+    def __call__(self, frequencies: Float[Array, "pairs"]) -> Float[Array, "pairs"]:
+        """The frequencies, slowed down."""
+        waves = self.original * frequencies / (2 * math.pi)  # in a sequence of the first training
+        kept = jnp.clip((waves - self.low) / (self.high - self.low), 0, 1)
+        return kept * frequencies + (1 - kept) * frequencies / self.factor
 
 
 def rope(
     x: Float[Array, "*batch seq heads head_dim"],
     *,
     theta: float = 10_000.0,
-    positions: Int[Array, "seq"] | None = None,
+    positions: Int[Array, "*#batch seq"] | None = None,
+    scaling: Scaling | None = None,
 ) -> Float[Array, "*batch seq heads head_dim"]:
     """Rotate each pair of dimensions `i` and `i + head_dim / 2` by `position · theta^(-2i / head_dim)` radians.
 
@@ -21,6 +82,7 @@ def rope(
         x: queries or keys; `head_dim` is even.
         theta: the base of the frequencies.
         positions: the position of each token in its sequence; by default 0, 1, 2, …
+        scaling: changes the frequencies, as `Llama3Rope` does; by default they stay.
 
     Examples:
         >>> from functree.nn.rope import rope
@@ -31,8 +93,15 @@ def rope(
     dtype = accumulator(x.dtype)
     positions = jnp.arange(seq, dtype=dtype) if positions is None else positions.astype(dtype)
     frequencies = theta ** (-jnp.arange(0, head_dim, 2, dtype=dtype) / head_dim)
-    angles = jnp.outer(positions, frequencies)
+    if scaling is not None:
+        frequencies = scaling(frequencies)
+    angles = positions[..., None] * frequencies[(None,) * positions.ndim]
     first, second = jnp.split(x.astype(dtype), 2, axis=-1)
     # The tables are broadcast over the heads only here, after `cos` and `sin`: earlier, the compiled program is longer.
-    cos, sin = (jnp.broadcast_to(table[:, None, :], first.shape) for table in (jnp.cos(angles), jnp.sin(angles)))
+    cos, sin = (_as(first, table) for table in (jnp.cos(angles), jnp.sin(angles)))
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
+
+
+def _as(x: Float[Array, "*batch seq heads pairs"], table: Float[Array, "*#batch seq pairs"]) -> Float[Array, "..."]:
+    """The table for all batches and heads."""
+    return jnp.broadcast_to(table[..., None, :], x.shape)

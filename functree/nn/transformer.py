@@ -1,28 +1,33 @@
 """Tokens ─► logits, by a Llama-like language model."""
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, overload
 
 import equinox as eqx
 import jax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
-from functree.errors import FunctreeError, Problem
+from functree.errors import FunctreeError, Problem, count
 from functree.nn.activations import activation
-from functree.nn.attention import Attention
+from functree.nn.attention.cached import next_positions
+from functree.nn.attention.layer import Attention, LayerCache, Positions, Segments
+from functree.nn.cache import Cache
 from functree.nn.config import TransformerConfig
 from functree.nn.embedding import Embedding
 from functree.nn.linear import Linear
 from functree.nn.mlp import MLP
 from functree.nn.norm import RMSNorm
 from functree.nn.weights import Initializer, fan_in, small_normal
-from functree.parameters import FUNCTION, KEY, Takes, check, is_integers
+from functree.parameters import FUNCTION, KEY, Takes, check, is_integers, shown
 from functree.transforms.stacked import Stacked, stack
 from functree.tree.arrays import is_array
 
 CONFIG = Takes("a `ft.nn.TransformerConfig`", lambda value: isinstance(value, TransformerConfig))
+Tokens = Int[Array, "*batch seq"]
 TOKENS = Takes("an array of integers, with a dimension for the sequence", lambda x: is_integers(x) and x.ndim > 0)
+
+CACHE = Takes("an `ft.nn.Cache`", lambda value: isinstance(value, Cache)).or_none()
 
 
 class Block(eqx.Module):
@@ -62,7 +67,13 @@ class Block(eqx.Module):
                 config.heads,
                 config.kv_heads,
                 config.head_dim,
+                use_bias=config.attention_bias,
+                qk_norm=config.qk_norm,
+                norm_eps=config.norm_eps,
+                window=config.window,
                 rope_theta=config.rope_theta,
+                rope_scaling=config.rope_scaling,
+                attention=config.attention,
                 init=init,
                 key=attn_key,
                 param_dtype=dtype,
@@ -71,10 +82,52 @@ class Block(eqx.Module):
             mlp=MLP(config.embed, config.hidden, init=init, key=mlp_key, param_dtype=dtype),
         )
 
-    def __call__(self, x: Float[Array, "*batch seq embed"]) -> Float[Array, "*batch seq embed"]:
-        x = checkpoint_name(x, "block_input")
-        x = activation(x + self.attn(self.attn_norm(x)), "batch seq embed")
-        return activation(x + self.mlp(self.mlp_norm(x)), "batch seq embed")
+    @overload
+    def __call__(
+        self,
+        x: Float[Array, "*batch seq embed"],
+        positions: Positions = None,
+        segments: Segments = None,
+        filled: None = None,
+        *,
+        cache: None = None,
+    ) -> Float[Array, "*batch seq embed"]: ...
+    @overload
+    def __call__(
+        self,
+        x: Float[Array, "batch seq embed"],
+        positions: Positions,
+        segments: Segments,
+        filled: Int[Array, "batch"],
+        *,
+        cache: LayerCache,
+    ) -> tuple[Float[Array, "batch seq embed"], LayerCache]: ...
+    def __call__(
+        self, x: Any, positions: Any = None, segments: Any = None, filled: Any = None, *, cache: Any = None
+    ) -> Any:
+        """The block of `x`, with the arguments of `Attention`; with a cache also the new keys and values."""
+        x, new = checkpoint_name(x, "block_input"), None
+        mixed = self.attn(self.attn_norm(x), positions, segments, filled, cache=cache)
+        if cache is not None:
+            mixed, new = mixed
+        x = activation(x + mixed, "batch seq embed")
+        x = activation(x + self.mlp(self.mlp_norm(x)), "batch seq embed")
+        return x if cache is None else (x, new)
+
+
+class Head(eqx.Module):
+    """Computes the logits of the tokens that follow, by a table of tokens or a linear layer.
+
+    Args:
+        weights: the table of an embedding, or a linear layer.
+    """
+
+    weights: Embedding | Linear
+
+    def __call__(self, x: Float[Array, "*batch seq embed"]) -> Float[Array, "*batch seq vocab"]:
+        """The logits for the output of `Transformer.features`."""
+        logits = self.weights.logits(x) if isinstance(self.weights, Embedding) else self.weights(x)
+        return activation(logits, "batch seq vocab")
 
 
 class Transformer(eqx.Module):
@@ -167,29 +220,92 @@ class Transformer(eqx.Module):
             config=config,
         )
 
-    def __call__(self, tokens: Int[Array, "*batch seq"]) -> Float[Array, "*batch seq vocab"]:
+    @overload
+    def __call__(
+        self, tokens: Tokens, positions: Positions = None, segments: Segments = None, cache: None = None
+    ) -> Float[Array, "*batch seq vocab"]: ...
+    @overload
+    def __call__(
+        self, tokens: Tokens, positions: Positions = None, segments: Segments = None, *, cache: Cache
+    ) -> tuple[Float[Array, "batch seq vocab"], Cache]: ...
+    def __call__(self, tokens: Any, positions: Any = None, segments: Any = None, cache: Any = None) -> Any:
         """For each token, the logits of the token that follows it, in `config.compute_dtype`.
 
-        Raises:
-            FunctreeError: the sequence is longer than `config.max_seq`.
-        """
-        return self.logits(self.features(tokens))
+        Args:
+            tokens: the tokens.
+            positions: the position of each token, by which queries and keys are rotated; by default 0, 1, 2, … behind
+                those in the cache.
+            segments: the segment of each token, an integer. A token sees only those of its own segment before it, so
+                that several texts can be packed in one sequence. By default all are in one.
+            cache: keys and values of the tokens before these. It is returned with those of these tokens too.
 
-    def features(self, tokens: Int[Array, "*batch seq"]) -> Float[Array, "*batch seq embed"]:
+        Returns:
+            The logits; with a cache `(logits, cache)`.
+
+        Raises:
+            FunctreeError: the sequence is longer than `config.max_seq`; positions or segments have another shape; both
+                segments and a cache are given.
+        """
+        if cache is None:
+            return self.logits(self.features(tokens, positions, segments))
+        x, new = self.run(tokens, positions, segments, cache)
+        return self.logits(x), cache.extended(*new)
+
+    def features(
+        self, tokens: Tokens, positions: Positions = None, segments: Segments = None
+    ) -> Float[Array, "*batch seq embed"]:
         """The normalized output of the last block, from which the logits are computed."""
-        check("Transformer cannot read these tokens", tokens=(tokens, TOKENS))
-        if tokens.shape[-1] > self.config.max_seq:
-            raise FunctreeError(
-                f"tokens of shape {tokens.shape}: a sequence of {tokens.shape[-1]} is longer than "
-                f"max_seq={self.config.max_seq}; shorten it, or build the model with a larger max_seq"
-            )
+        return self.run(tokens, positions, segments)[0]
+
+    def run(
+        self, tokens: Tokens, positions: Positions = None, segments: Segments = None, cache: Cache | None = None
+    ) -> tuple[Float[Array, "*batch seq embed"], Any]:
+        """The features of the tokens; with a cache also their keys and values in each layer, for `cache.extended`."""
+        self._check(tokens, positions, segments, cache)
         x = activation(self.embed(tokens), "batch seq embed")
-        return self.norm(self.blocks.scan(x, remat=self.config.remat))
+        if cache is None:
+            # Layers that surgery has put there need not take more than `x`.
+            given = [] if positions is None and segments is None else [positions, segments]
+            return self.norm(self.blocks.scan(x, *given, remat=self.config.remat)), None
+        if positions is None:
+            positions = next_positions(cache.filled, tokens.shape[1])
+        each = {"cache": (cache.key, cache.value)}
+        x, new = self.blocks.scan(x, positions, None, cache.filled, each=each, collect=True)
+        return self.norm(x), new
+
+    def _check(self, tokens: Any, positions: Any, segments: Any, cache: Any) -> None:
+        check("Transformer cannot read these tokens", tokens=(tokens, TOKENS), cache=(cache, CACHE))
+        seq = tokens.shape[-1]
+        if seq > self.config.max_seq:
+            raise FunctreeError(
+                f"tokens of shape {tokens.shape}: a sequence of {seq} is longer than max_seq={self.config.max_seq}; "
+                "shorten it, or build the model with a larger max_seq"
+            )
+        problems: list[Problem] = []
+        for name, value in (("positions", positions), ("segments", segments)):
+            if value is None:
+                continue
+            fits = is_integers(value) and value.shape == tokens.shape
+            if not fits and not (name == "positions" and is_integers(value) and value.shape == (seq,)):
+                why = f"must be integers of the shape of the tokens, {tokens.shape}"
+                problems.append(Problem(None, None, f"{name}={shown(value)}", why))
+        if cache is not None and segments is not None:
+            why = "a row of a cache is one text"
+            problems.append(Problem(None, None, "segments", why, "give each text a row of its own"))
+        if cache is not None and (tokens.ndim != 2 or tokens.shape[0] != cache.filled.shape[0]):
+            why = f"must be (batch, seq), and the cache has {count(cache.filled.shape[0], 'row')}"
+            problems.append(Problem(None, None, f"tokens of shape {tokens.shape}", why))
+        if problems:
+            raise FunctreeError("Transformer cannot read these tokens", problems)
 
     def logits(self, x: Float[Array, "*batch seq embed"]) -> Float[Array, "*batch seq vocab"]:
         """The logits for the output of `features`."""
-        logits = self.embed.logits(x) if self.unembed is None else self.unembed(x)
-        return activation(logits, "batch seq vocab")
+        return self.head(x)
+
+    @property
+    def head(self) -> "Head":
+        """What computes the logits, without the rest of the model."""
+        return Head(self.embed if self.unembed is None else self.unembed)
 
 
 _OTHER_CONFIG = (
@@ -210,7 +326,11 @@ def _fields_of_layers(model: Transformer) -> Iterator[tuple[str, Any]]:
     if not isinstance(block, Block):
         return
     if isinstance(block.attn, Attention):
-        yield "rope_theta", block.attn.rope_theta
+        attn = block.attn
+        for name in ("window", "rope_theta", "rope_scaling", "attention"):
+            yield name, getattr(attn, name)
+        yield "attention_bias", attn.query_bias is not None
+        yield "qk_norm", attn.query_norm is not None
         yield from _sizes(block.attn.query, "layers embed heads head_dim")
         yield from _sizes(block.attn.key, "layers embed kv_heads head_dim")
     if isinstance(block.mlp, MLP):
