@@ -227,7 +227,8 @@ USES: dict[str, Use] = {
     "nn.Attention": (
         ft.nn.Attention,
         {
-            "embed": 8, "heads": 2, "kv_heads": None, "head_dim": None, "rope_theta": 1e4, "key": KEY,
+            "embed": 8, "heads": 2, "kv_heads": None, "head_dim": None, "use_bias": False, "qk_norm": False,
+            "norm_eps": 1e-5, "window": None, "rope_theta": 1e4, "rope_scaling": None, "attention": "auto", "key": KEY,
             "init": jax.nn.initializers.normal(), "param_dtype": jnp.float32, "compute_dtype": None,
         },
     ),
@@ -256,8 +257,8 @@ USES: dict[str, Use] = {
     "nn.RMSNorm": (
         ft.nn.RMSNorm,
         {
-            "size": 4, "eps": 1e-5, "init": jax.nn.initializers.ones, "key": None, "param_dtype": jnp.float32,
-            "compute_dtype": None,
+            "size": 4, "eps": 1e-5, "init": jax.nn.initializers.ones, "axes": "embed", "key": None,
+            "param_dtype": jnp.float32, "compute_dtype": None,
         },
     ),
     "nn.MLP": (
@@ -275,9 +276,11 @@ USES: dict[str, Use] = {
         {
             "vocab_size": 16, "embed": 8, "layers": 2, "heads": 2, "kv_heads": 2, "head_dim": 4, "hidden": 8,
             "max_seq": 8, "rope_theta": 1e4, "tie_embedding": False, "remat": None, "param_dtype": jnp.float32,
-            "compute_dtype": jnp.float32, "norm_eps": 1e-5,
+            "compute_dtype": jnp.float32, "norm_eps": 1e-5, "attention_bias": False, "qk_norm": False, "window": None,
+            "rope_scaling": None, "attention": "auto",
         },
     ),
+    "nn.Llama3Rope": (ft.nn.Llama3Rope, {"factor": 8.0, "low": 1.0, "high": 4.0, "original": 8192}),
     "nn.Transformer.create": (
         ft.nn.Transformer.create,
         {
@@ -285,7 +288,27 @@ USES: dict[str, Use] = {
             "key": KEY,
         },
     ),
-    "nn.Transformer.features": (TRANSFORMER.features, {"tokens": jnp.zeros((1, 4), int)}),
+    "nn.Transformer.features": (
+        TRANSFORMER.features, {"tokens": jnp.zeros((1, 4), int), "positions": None, "segments": None}
+    ),
+    "nn.Transformer.run": (
+        TRANSFORMER.run, {"tokens": jnp.zeros((1, 4), int), "positions": None, "segments": None, "cache": None}
+    ),
+    "nn.Cache.create": (ft.nn.Cache.create, {"model": TRANSFORMER, "batch": 1, "length": 8}),
+    "nn.generate": (
+        ft.nn.generate,
+        {
+            "model": TRANSFORMER, "prompts": jnp.zeros((1, 2), int), "length": 2, "lengths": None, "key": KEY,
+            "temperature": 1.0, "top_k": None, "top_p": None, "stop": None, "pad": 0,
+        },
+    ),
+    "nn.cross_entropy": (
+        ft.nn.cross_entropy,
+        {
+            "model": TRANSFORMER, "tokens": jnp.zeros((1, 4), int), "targets": jnp.zeros((1, 4), int),
+            "positions": None, "segments": None, "chunk": 1024, "mask": None, "z_loss": 0.0,
+        },
+    ),
     "nn.Transformer.logits": (TRANSFORMER.logits, {"x": jnp.zeros((1, 4, 8))}),
     "nn.Embedding.logits": (TRANSFORMER.embed.logits, {"x": jnp.zeros((1, 4, 8))}),
     "nn.Block.create": (ft.nn.Block.create, {"config": CONFIG, "init": jax.nn.initializers.normal(), "key": KEY}),
@@ -311,6 +334,7 @@ NOT_OURS = {("jit", "compiler_options", "a dict"), ("grad", "fn", "None"), ("val
 # Called by functree itself, with values that it has checked.
 INTERNAL = {
     "StateSharding.first", "Path.of", "StateRef.at", "State.update", "State.of_layers", "Plan.sharding", "nn.Block",
+    "nn.Cache", "nn.Cache.extended",
 }  # fmt: skip
 # What users do not construct: these are results, and errors.
 RESULTS = {

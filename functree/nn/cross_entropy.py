@@ -14,7 +14,7 @@ from functree.errors import FunctreeError, Problem
 from functree.layout.specs import entry, mesh_axes
 from functree.nn.activations import activation
 from functree.nn.attention.layer import Positions, Segments
-from functree.nn.attention.shards import on_one_device, specs_of, without_axes
+from functree.nn.attention.shards import on_one_device, resharded, specs_of, without_axes
 from functree.nn.products import indices_along
 from functree.nn.transformer import TOKENS, Tokens, Transformer
 from functree.nn.weights import accumulator
@@ -97,7 +97,7 @@ def _on_batches(loss: Loss, head: Any, x: Array, targets: Array, weights: Array)
     """
     specs = None if on_one_device() else specs_of([x, targets, weights], ["batch _ _", "batch _", "batch _"])
     axes = () if specs is None else mesh_axes(specs[0][0])
-    if not axes:
+    if specs is None or not axes:
         return loss(head, x, targets, weights)
     arrays, static = eqx.partition(head, eqx.is_array)
     arrays = jax.tree.map(lambda array: without_axes(array, axes), arrays)
@@ -108,7 +108,7 @@ def _on_batches(loss: Loss, head: Any, x: Array, targets: Array, weights: Array)
 
     whole, batch = PartitionSpec(), PartitionSpec(entry(axes))
     mapped = jax.shard_map(of_batches, in_specs=(whole, batch, batch, batch), out_specs=whole, axis_names=set(axes))
-    return mapped(arrays, x, targets, weights)
+    return mapped(arrays, *map(resharded, (x, targets, weights), specs))
 
 
 def _sum(chunk: int, z_loss: float, head: Any, x: Array, targets: Array, weights: Array) -> Float[Array, ""]:
