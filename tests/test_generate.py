@@ -47,8 +47,10 @@ def continued(name: str, row: int, length: int, new: int) -> list[int]:
     return tokens
 
 
-@pytest.mark.parametrize("steps", [[1] * 9, [7, 2], [3, 1, 1, 4]], ids=str)
-@pytest.mark.parametrize("name", FAMILY)
+STEPS = [("llama", [1] * 9), ("qwen 2", [7, 2]), ("qwen 3", [3, 1, 1, 4]), ("mistral", [1] * 9), ("mistral", [7, 1, 1])]
+
+
+@pytest.mark.parametrize(("name", "steps"), STEPS, ids=str)
 def test_a_cache_changes_no_logits(name: str, steps: list[int]) -> None:
     run = ft.jit(lambda model, tokens, cache: model(tokens, cache=cache), donate="cache")
     cache, found, start = ft.nn.Cache.create(model(name), 2, 12), [], 0
@@ -69,8 +71,7 @@ def test_generation_is_what_the_model_says(name: str) -> None:
     assert ragged.tolist() == [[*continued(name, 0, 4, 8), *[-1] * 5], continued(name, 1, 9, 8)]
 
 
-@pytest.mark.parametrize("explicit", [False, True], ids=["auto", "explicit"])
-@pytest.mark.parametrize("name", FAMILY)
+@pytest.mark.parametrize(("name", "explicit"), zip(FAMILY, [False, True, False, True], strict=True), ids=str)
 def test_generation_on_a_mesh(name: str, explicit: bool) -> None:
     mesh = ft.make_mesh(data=2, model=2, devices=jax.devices()[:4], explicit=explicit)
     with jax.set_mesh(mesh), ft.axis_rules(RULES):
