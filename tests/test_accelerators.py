@@ -20,6 +20,10 @@ from jaxtyping import Array, Float
 from training import BATCH, EMBED, LAYERS, LAYOUTS, SEQ, gradient, training_step
 
 import functree as ft
+from functree.nn.attention.attend import attend
+
+# Without a GPU, JAX cannot say what the installed cuDNN takes; a test of its own is about the warning.
+pytestmark = pytest.mark.filterwarnings('ignore:attention. the kernel "cudnn":functree.FunctreeWarning')
 
 TARGETS = {"tpu": "tpu:v5e:2x4", "cuda": "cuda:h100:8"}
 BACKENDS = {"tpu": "tpu v5e", "cuda": "cuda h100"}
@@ -240,3 +244,30 @@ def test_will_it_fit() -> None:
     assert "It fits." in done.stdout and "all-reduce" in done.stdout and "first moments" in done.stdout
     assert re.search(r"^8b +tpu:v5e:2x4 +data=1,model=8 +no ", done.stdout, re.M)
     assert re.search(r"^8b +cuda:h100:8 +data=1,model=8 +yes ", done.stdout, re.M)
+
+
+@pytest.mark.parametrize("kv_heads", [8, 2], ids=["as many key heads", "fewer key heads than devices"])
+def test_attention_of_a_long_sequence_holds_nothing(kv_heads: int) -> None:
+    """Batch 4, sequence 8,192, 8 heads of 128: the kernel for TPUs, forward, and twice backward."""
+    over = "model" if kv_heads == 8 else None
+    rules = ft.AxisRules({"batch": "data", "heads": "model", "kv_heads": over, ...: None})
+    specs = [ft.P("data", None, "model"), *[ft.P("data", None, over)] * 2]
+
+    @ft.jit(in_shardings=specs, out_shardings=tuple(specs), mesh=mesh_of("tpu"), rules=rules)
+    def gradient(query: Any, key: Any, value: Any) -> Any:
+        return jax.grad(lambda *given: attend(*given).astype(jnp.float32).sum(), (0, 1, 2))(query, key, value)
+
+    arrays = [jax.ShapeDtypeStruct((4, 8192, heads, 128), jnp.bfloat16) for heads in (8, kv_heads, kv_heads)]
+    compiled = gradient.lower(*arrays).compile()
+    ledger = compiled.ledger()
+    assert ledger.memory.temporaries < 2**20 and compiled.as_text().count('"tpu_custom_call"') == 3
+    # Each device has gradients of all key and value heads by its own query heads.
+    moved = {} if over else {("all-reduce", ("model",)): 2 * 4 // 2 * 8192 * kv_heads * 128 * 2}
+    assert ledger.totals() == moved
+
+
+def test_attention_on_a_gpu_that_is_not_there_says_what_it_is_computed_by() -> None:
+    arrays = [jax.ShapeDtypeStruct((8, 64, 8, 128), jnp.bfloat16)] * 3
+    fun = ft.jit(attend, mesh=mesh_of("cuda"), in_shardings=ft.P("data"))
+    with pytest.warns(ft.FunctreeWarning, match='the kernel "cudnn" cannot compute this'):
+        fun.lower(*arrays)

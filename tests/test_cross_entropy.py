@@ -36,7 +36,7 @@ def whole(model: Any, mask: Any, z_loss: float) -> Any:
 
 
 CASES = [(8, None, 0.0, False), (8, MASK, 1e-2, True), (10, MASK, 0.0, True), (64, None, 1e-2, False)]
-MESHES: dict[str, Any] = {"one device": None, "auto": False, "explicit": True}
+MESHES: dict[str, Any] = {"one device": None, "auto": False, "explicit": True, "a batch on one device": False}
 
 
 @pytest.mark.parametrize("where", MESHES)
@@ -50,7 +50,8 @@ def test_against_all_logits(chunk: int, mask: Any, z_loss: float, tied: bool, wh
     given: list[Any] = [model(tied), TOKENS, TARGETS, mask]
     step = ft.jit(ft.value_and_grad(loss), rules=None if where == "one device" else RULES)
     if where != "one device":
-        mesh = ft.make_mesh(data=2, model=2, devices=jax.devices()[:4], explicit=MESHES[where])
+        data = 1 if where == "a batch on one device" else 2
+        mesh = ft.make_mesh(data=data, model=2, devices=jax.devices()[: 2 * data], explicit=MESHES[where])
         given[0] = ft.shard(given[0], RULES, mesh)
         given[1:] = [one if one is None else ft.shard(one, RULES, mesh, axes="batch seq") for one in given[1:]]
     with jax.default_matmul_precision("highest"):

@@ -299,7 +299,7 @@ def test_the_share_without_a_path_is_printed() -> None:
 def test_the_text() -> None:
     ledger = gradient("TP", None, True)[0].ledger()
     text = str(ledger)
-    assert "model.blocks.{0-2}.attn.out" in text and "nn/attention/layer.py:" in text
+    assert "model.blocks.{0-2}.attn.out" in text and "attention/layer.py:" in text
     assert "all-reduce            model                                    1.4 MiB" in text
     assert "memory of each device: arguments 142.8 KiB" in text and max(map(len, text.splitlines())) <= 120
     assert "compiled for CPUs" in text

@@ -96,7 +96,9 @@ def _on_batches(loss: Loss, head: Any, x: Array, targets: Array, weights: Array)
     compiler's partitioner sees, both would be done for each chunk.
     """
     specs = None if on_one_device() else specs_of([x, targets, weights], ["batch _ _", "batch _", "batch _"])
-    axes = () if specs is None else mesh_axes(specs[0][0])
+    sizes = jax.sharding.get_abstract_mesh().shape
+    # XLA's partitioner refuses a sum over a mesh axis of one device (in jax 0.12).
+    axes = () if specs is None else tuple(axis for axis in mesh_axes(specs[0][0]) if sizes[axis] > 1)
     if specs is None or not axes:
         return loss(head, x, targets, weights)
     arrays, static = eqx.partition(head, eqx.is_array)

@@ -74,7 +74,7 @@ def attend(
         return jax.lax.platform_dependent(
             *arrays, default=plain, **{kernel.platform: _on_shards(partial(kernel.run, window=window), check_vma=False)}
         )
-    problem = f'attention: the kernel "{kernel.name}" cannot compute this: {why}'
+    problem = f'attention: the kernel "{kernel.name}" cannot compute this: {why.rstrip(".")}'
     if implementation != "auto":
         raise FunctreeError(problem)
     warn(f'{problem}. It is computed in chunks instead; attention="chunked" says that this is meant')
