@@ -8,7 +8,7 @@ No accelerator is needed, but the compilers are: `pip install "functree[tpu]"`, 
 memory each device needs, and the ledger says what is moved over which mesh axes.
 
 The parameters and the moments of AdamW are float32, and the computation is bfloat16. The backward pass computes
-each block again. The attention keeps all its weights in memory, so longer sequences than 2,048 need much more of it.
+each block again. All logits are held at one time (`ft.nn.cross_entropy` does not need that).
 """
 
 import argparse
