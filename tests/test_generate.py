@@ -89,6 +89,13 @@ def test_one_compilation_for_prompts_of_a_bucket() -> None:
             assert tokens.shape == (2, seq + 4) and np.array_equal(tokens[:, :seq], PROMPTS[:, :seq])
 
 
+@pytest.mark.parametrize("dtype", ["uint8", "int16", "uint32"])
+def test_prompts_of_any_integers(dtype: str) -> None:
+    tokens = ft.nn.generate(model("llama"), PROMPTS.astype(dtype), 8, lengths=LENGTHS.astype("int16"), stop=200, pad=3)
+    assert tokens.dtype == dtype
+    assert tokens.tolist() == ft.nn.generate(model("llama"), PROMPTS, 8, lengths=LENGTHS, pad=3).tolist()
+
+
 def test_the_cache_is_updated_in_place() -> None:
     cache = ft.abstract(ft.nn.Cache.create)(model("llama"), 2, 48)
     step = ft.jit(lambda model, tokens, cache: model(tokens, cache=cache), donate="cache")
@@ -161,6 +168,11 @@ def test_what_does_not_go_with_a_cache() -> None:
         model("llama")(PROMPTS[:1], cache=cache)
     with raises("a cache for 65 tokens is longer than the model's max_seq=64"):
         ft.nn.Cache.create(model("llama"), 2, 65)
+    other = ft.nn.TransformerConfig(**{**SIZES, "kv_heads": 4}, max_seq=64)
+    foreign = jax.eval_shape(lambda: ft.nn.Cache.create(ft.nn.Transformer.create(other, key=jax.random.key(0)), 2, 12))
+    with raises("it is of another model") as error:
+        model("llama")(PROMPTS, cache=foreign)
+    assert "cache.key=float32[2, 2, 12, 4, 8]" in str(error.value)
     with raises("must be integers of the shape of the tokens, (2, 9)"):
         model("llama")(PROMPTS, np.zeros((2, 8), int))
 

@@ -9,8 +9,8 @@ from jaxtyping import Array, Float, Int
 from functree.errors import FunctreeError
 from functree.nn.activations import activation
 from functree.nn.attention.cached import cached_positions
-from functree.nn.attention.shards import on_shards
 from functree.nn.config import TransformerConfig
+from functree.nn.shards import on_shards
 from functree.parameters import EXTENT, SIZE, Takes, check
 
 CONFIG = Takes("an `ft.nn.Transformer`", lambda value: isinstance(value, TransformerConfig))
@@ -67,6 +67,12 @@ class Cache(eqx.Module):
         shape = (config.layers, batch, slots, config.kv_heads, config.head_dim)
         key, value = (activation(jnp.zeros(shape, config.compute_dtype), _AXES) for _ in range(2))
         return cls(key, value, activation(jnp.zeros(batch, jnp.int32), "batch"))
+
+    def fits(self, config: TransformerConfig) -> bool:
+        """Whether it is a cache for models of a config."""
+        layers, _, _, kv_heads, head_dim = self.key.shape
+        own = (layers, kv_heads, head_dim, self.key.dtype)
+        return own == (config.layers, config.kv_heads, config.head_dim, config.compute_dtype)
 
     def extended(self, key: Layers, value: Layers, lengths: Int[Array, "batch"] | None = None) -> "Cache":
         """The cache with more tokens.

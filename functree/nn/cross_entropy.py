@@ -14,8 +14,8 @@ from functree.errors import FunctreeError, Problem
 from functree.layout.specs import entry, mesh_axes
 from functree.nn.activations import activation
 from functree.nn.attention.layer import Positions, Segments
-from functree.nn.attention.shards import on_one_device, resharded, specs_of, without_axes
 from functree.nn.products import indices_along
+from functree.nn.shards import on_one_device, resharded, specs_of, without_axes
 from functree.nn.transformer import TOKENS, Tokens, Transformer
 from functree.nn.weights import accumulator
 from functree.parameters import ROOM, SIZE, Takes, check, is_integers, shown

@@ -11,9 +11,9 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from functree.errors import FunctreeError, Problem
 from functree.nn.activations import activation
-from functree.nn.attention.shards import on_shards
 from functree.nn.cache import Cache
 from functree.nn.products import whole
+from functree.nn.shards import on_shards
 from functree.nn.transformer import Transformer
 from functree.parameters import FRACTION, KEY, POSITION, POSITIONS, ROOM, SIZE, Takes, check, is_integers, shown
 from functree.transforms.jit.jit import jit
@@ -181,6 +181,7 @@ def generation(
     length: int,
 ) -> Int[Array, "batch seq"]:
     batch, seq = prompts.shape
+    pad, lengths = pad.astype(prompts.dtype), lengths.astype(jnp.int32)
     features, new = model.run(prompts, cache=Cache.create(model, batch, 0))
     cache = Cache.create(model, batch, seq + length).extended(*new, lengths=lengths)
     logits = model.logits(on_shards(_last, [features, lengths], ["batch _ _", "batch"]))
@@ -195,8 +196,8 @@ def generation(
     def step(carry: Any) -> Any:
         i, token, cache, tokens, ended = carry
         logits, cache = model(token[:, None], cache=cache)
-        ended |= _are_in(stops, token)
-        token = jnp.where(ended, pad, _chosen(logits[:, 0], choice, i)).astype(prompts.dtype)
+        ended |= _are_in(stops, token.astype(stops.dtype))
+        token = jnp.where(ended, pad, _chosen(logits[:, 0], choice, i).astype(prompts.dtype))
         return i + 1, token, cache, _with(tokens, token, i), ended
 
     start = jnp.int32(1), first, cache, tokens, first != first

@@ -295,6 +295,9 @@ class Transformer(eqx.Module):
         if cache is not None and (tokens.ndim != 2 or tokens.shape[0] != cache.filled.shape[0]):
             why = f"must be (batch, seq), and the cache has {count(cache.filled.shape[0], 'row')}"
             problems.append(Problem(None, None, f"tokens of shape {tokens.shape}", why))
+        if cache is not None and not cache.fits(self.config):
+            why = "it is of another model"
+            problems.append(Problem(None, None, f"cache.key={shown(cache.key)}", why, "ft.nn.Cache.create(model, ...)"))
         if problems:
             raise FunctreeError("Transformer cannot read these tokens", problems)
 

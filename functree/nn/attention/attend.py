@@ -11,8 +11,8 @@ from jaxtyping import Array, Float, Int
 from functree.errors import FunctreeError, warn
 from functree.nn.attention.chunked import CHUNK, Places, chunked
 from functree.nn.attention.cudnn import cudnn, why_not_cudnn
-from functree.nn.attention.shards import HEADS, KV_HEADS, on_one_device, on_shards, specs_of
 from functree.nn.attention.splash import splash, why_not_splash
+from functree.nn.shards import HEADS, KV_HEADS, on_one_device, on_shards, specs_of
 from functree.parameters import Takes
 
 NAMES = ("auto", "xla", "chunked", "splash", "cudnn")

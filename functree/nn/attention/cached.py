@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from functree.nn.attention.chunked import Places, chunked, in_groups, scores, seen, softmax, summed
-from functree.nn.attention.shards import HEADS, KV_HEADS, on_shards
+from functree.nn.shards import HEADS, KV_HEADS, on_shards
 from functree.nn.weights import accumulator
 
 _FEW = 16
