@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from checks import raises
 from jaxtyping import Array, Float
-from training import BATCH, EMBED, LAYERS, LAYOUTS, SEQ, gradient, training_step
+from training import BATCH, EMBED, LAYERS, LAYOUTS, SEQ, TENSOR, gradient, make, training_step
 
 import functree as ft
 from functree.nn.attention.attend import attend
@@ -62,6 +62,40 @@ def test_tensor_parallelism(platform: str, remat: str | None, unrolled: bool) ->
         ("forward", ("weight",)): 1,
         ("backward", ("weight",)): 1,
     }
+
+
+@pytest.mark.parametrize("explicit", [False, True], ids=["auto", "explicit"])
+@pytest.mark.parametrize("platform", TARGETS)
+def test_sequence_parallelism(platform: str, explicit: bool) -> None:
+    """Where tensor parallelism has an all-reduce, there are a reduce-scatter and an all-gather, and no weight moves."""
+    rules = ft.AxisRules({"batch": "data", **TENSOR, "seq": "model", ...: None})
+    mesh = ft.make_mesh(data=2, model=4, target=TARGETS[platform], explicit=explicit)
+
+    @ft.jit(in_shardings=(rules, ft.P("data")), out_shardings=(None, rules), mesh=mesh, rules=rules)
+    def gradient(model: Any, tokens: Any) -> Any:
+        return ft.value_and_grad(ft.nn.cross_entropy)(model, tokens[:, :-1], tokens[:, 1:])
+
+    model = ft.abstract(make)(jax.random.key(0))
+    ledger = gradient.lower(model, jax.ShapeDtypeStruct((BATCH, SEQ + 1), "int32")).compile().ledger()
+    runs: Counter[tuple[str, str | None, tuple[str, ...]]] = Counter()
+    for one in ledger.collectives:
+        names = tuple(sorted(str(path).split(".")[-1] for path in one.paths))
+        if one.mesh_axes == ("model",) and "weight" not in names and names:
+            runs[one.kind, one.phase, names] += one.count or 0
+    blocks = {
+        ("reduce-scatter", "forward", ("out",)),
+        ("reduce-scatter", "forward", ("down",)),
+        ("reduce-scatter", "backward", ("key", "query", "value")),
+        ("reduce-scatter", "backward", ("gate", "up")),
+        ("all-gather", "forward", ("key", "query", "value")),
+        ("all-gather", "forward", ("gate", "up")),
+        ("all-gather", "backward", ("out",)),
+        ("all-gather", "backward", ("down",)),
+    }
+    assert runs == dict.fromkeys(blocks, LAYERS)
+    # Outside of the blocks: the embedding, what the head takes, and the sums of the loss.
+    most = (8 * LAYERS + 4) * RESIDUAL + IN_THE_LOSS
+    assert sum(size for (_, axes), size in ledger.totals().items() if axes == ("model",)) <= most
 
 
 @pytest.mark.parametrize("remat", [None, "full"])
@@ -174,7 +208,8 @@ def test_what_works_there(platform: str) -> None:
     # A weak type stays weak: it decides the dtype of the result.
     weak, x = jnp.broadcast_to(jnp.asarray(2.0), (8,)), jnp.ones(8, "bfloat16")
     for options in ({"rules": RULES}, {"in_shardings": ft.P("data")}):
-        assert ft.jit(scaled, mesh=mesh, **options).lower(weak, x).out_info.dtype == "bfloat16"
+        for on in (mesh, ft.make_mesh(data=2, model=4, target=TARGETS[platform], explicit=True)):
+            assert ft.jit(scaled, mesh=on, **options).lower(weak, x).out_info.dtype == "bfloat16"
     closed = ft.jit(
         lambda state, x: {"w": state["w"] + x.mean()}, donate="state", in_shardings=(ft.P("data"), ft.P()), mesh=mesh
     )

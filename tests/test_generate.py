@@ -11,6 +11,7 @@ import pytest
 from checks import raises
 
 import functree as ft
+from functree.nn.generate import generation
 
 SIZES = {"vocab_size": 96, "embed": 32, "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 8, "hidden": 48}
 FAMILY: dict[str, dict[str, Any]] = {
@@ -22,9 +23,9 @@ FAMILY: dict[str, dict[str, Any]] = {
 RANDOM = np.random.default_rng(0)
 PROMPTS = RANDOM.integers(1, 96, (2, 9)).astype(np.int32)
 LENGTHS = np.array([4, 9], np.int32)
-RULES = ft.AxisRules(
-    {"batch": "data", "heads": "model", "kv_heads": "model", "hidden": "model", "vocab": "model", ...: None}
-)
+TENSOR = {"heads": "model", "kv_heads": "model", "hidden": "model", "vocab": "model"}
+# The sequence too, which is that of training: a step of one token cannot be sharded.
+RULES = ft.AxisRules({"batch": "data", **TENSOR, "seq": "model", ...: None})
 
 
 @functools.cache
@@ -82,7 +83,9 @@ def test_generation_on_a_mesh(name: str, explicit: bool) -> None:
 
 def test_one_compilation_for_prompts_of_a_bucket() -> None:
     generate = functools.partial(ft.nn.generate, model("llama"), length=4, key=jax.random.key(0), top_k=5, top_p=0.9)
+    before = len(generation.compilations)
     generate(PROMPTS, temperature=1.0)
+    assert len(generation.compilations) == before + 1
     with ft.testing.assert_no_recompile():
         for seq in (1, 5, 9):
             tokens = np.asarray(generate(PROMPTS[:, :seq], temperature=0.5))

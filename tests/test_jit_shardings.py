@@ -243,6 +243,22 @@ def test_silent_failure_31_in_explicit_mode():
         f(ft.shard(X, P("data"), MESH))  # an array of an Auto mesh has another type
 
 
+@pytest.mark.parametrize("stage", ["trace", "lower", "eval_shape"])
+def test_on_explicit_axes_abstract_arrays_have_the_types_of_placed_ones(stage: str):
+    seen: list[Any] = []
+
+    def double(tree: dict[str, Any], x: Float[Array, "batch embed"]) -> Any:
+        seen.append(jax.tree.map(jax.typeof, (tree, x)))
+        return tree["y"] * 2 + x
+
+    abstract = jax.ShapeDtypeStruct(X.shape, X.dtype)
+    f = ft.jit(double, mesh=EXPLICIT, in_shardings=(P(None, "model"), RULES))
+    getattr(f, stage)({"y": abstract}, abstract)
+    assert [str(kind) for kind in jax.tree.leaves(seen)] == ["float32[8,4@model]", "float32[8@data,4]"]
+    f({"y": ft.shard(X, P(None, "model"), EXPLICIT)}, ft.shard(X, P("data"), EXPLICIT))
+    assert len(seen) == 1
+
+
 def test_one_array_at_two_paths():
     x = lay(X, "data")
     f = ft.jit(lambda a, b: b, in_shardings={"a": P("data"), "b": {"tied": P(None, "model")}}, mesh=MESH)

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec
 from functree import nn
 from functree.errors import AxesError, FunctreeError
 from functree.layout.rules import AxisRules
-from functree.nn.activations import activation, table_for
+from functree.nn.activations import activation, inputs, looked_up
 from functree.nn.attention.attend import attend
 from functree.nn.rope import rope
 from functree.nn.weights import accumulator
@@ -387,14 +387,14 @@ def test_initializers_are_arguments() -> None:
 def test_activations_are_left_alone_without_rules() -> None:
     x = jnp.asarray(X)
     assert activation(x, "batch seq embed") is x
-    assert table_for(jnp.asarray(TOKENS), x) is x
+    assert [one is x for one in inputs(x, "hidden", "heads head_dim")] == [True, True]
 
 
 def test_activations_are_constrained_by_the_names_of_their_axes(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: dict[Any, tuple[int, ...]] = {}
 
-    def constrain(x: jax.Array, layout: Any) -> jax.Array:
-        seen[layout] = x.shape
+    def constrain(x: jax.Array, axes: str, rules: Any = None) -> jax.Array:
+        seen[axes if rules is None else rules.spec(axes)] = x.shape
         return x
 
     monkeypatch.setattr("functree.nn.activations.constrain", constrain)
@@ -406,11 +406,17 @@ def test_activations_are_constrained_by_the_names_of_their_axes(monkeypatch: pyt
         "hidden": (20,),
         "vocab": (37,),
     }
+    # The table, and what is looked up in it: no mesh axis is used twice.
+    specs: dict[str, list[Any]] = {
+        "batch seq": [("model", None), ("data", None, None)],
+        "seq": [("model", "data"), (None, "data")],
+    }
     for outer, shape in {"batch seq": (2, 9), "seq": (9,)}.items():
         with axis_rules(AxisRules({"batch": "data", "embed": "data", "vocab": "model", ...: None})):
             jax.eval_shape(model, jax.ShapeDtypeStruct(shape, jnp.int32))
-        table = PartitionSpec("model", None if outer == "batch seq" else "data")
+        table, *places = (PartitionSpec(*entries) for entries in specs[outer])
         assert seen.pop(table) == (37, 12)
+        assert [seen.pop(spec) for spec in places] == [(*shape, 12)] * len(places)
         assert seen == {f"{outer} {inner}": shape + size for inner, size in sizes.items()}
         seen.clear()
 
@@ -419,7 +425,9 @@ def test_nobody_names_further_batch_dimensions() -> None:
     x = jnp.ones((1, 2, 3, 4))
     with axis_rules(AxisRules({"batch": "data"})):
         assert activation(x, "batch seq embed") is x
-        assert table_for(jnp.ones((1, 2, 3), jnp.int32), x) is x
+        assert [one is x for one in inputs(x, "hidden", "heads head_dim")] == [True, True]
+        found = jax.make_jaxpr(looked_up)(jnp.ones((5, 4)), jnp.ones((1, 2, 3), jnp.int32))
+        assert "sharding_constraint" not in str(found)
 
 
 # Errors

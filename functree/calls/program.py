@@ -201,23 +201,39 @@ class Program:
     def trace(self, arrays: Sequence[Any]) -> Any:
         """JAX's `Traced` for a call's arrays, abstract ones too."""
         with around(self.entered):
-            return self.jitted.trace(*self.body.arguments.split(traceable(arrays, self.mesh)))
+            return self.jitted.trace(*self.body.arguments.split(traceable(arrays, self.mesh, self.in_shardings)))
 
 
-def traceable(arrays: Sequence[Any], mesh: Mesh | AbstractMesh | None) -> Sequence[Any]:
+def traceable(
+    arrays: Sequence[Any], mesh: Mesh | AbstractMesh | None, in_shardings: Shardings | None = None
+) -> Sequence[Any]:
     """The arrays of a call as its function can be traced with them.
 
     If the mesh is of devices that are only compiled for, those that nobody has placed are abstract: they are in the
-    memory of other devices, of which there are other kinds.
+    memory of other devices, of which there are other kinds. On Explicit axes abstract arrays that nobody has placed get
+    their shardings here: `jax.jit` does not change types, so the body would see unsharded ones.
     """
-    if mesh is None or isinstance(mesh, AbstractMesh) or without_devices(mesh) is None:
+    if mesh is None:
         return arrays
-    return [_abstract(x) if isinstance(x, jax.Array | np.ndarray) and not isinstance(x, Tracer) else x for x in arrays]
+    if not isinstance(mesh, AbstractMesh) and without_devices(mesh) is not None:
+        arrays = [
+            _abstract(x) if isinstance(x, jax.Array | np.ndarray) and not isinstance(x, Tracer) else x for x in arrays
+        ]
+    if in_shardings is None or AxisType.Explicit not in mesh.axis_types:
+        return arrays
+    return [_typed(x, wanted) for x, wanted in zip(arrays, in_shardings, strict=True)]
 
 
 def _abstract(array: Any) -> jax.ShapeDtypeStruct:
     kind = jax.typeof(array)
     return jax.ShapeDtypeStruct(kind.shape, kind.dtype, weak_type=kind.weak_type)
+
+
+def _typed(array: Any, wanted: NamedSharding | None) -> Any:
+    """An abstract array without a sharding, with the one that is wanted."""
+    if wanted is None or not isinstance(array, jax.ShapeDtypeStruct) or array.sharding is not None:
+        return array
+    return array.update(sharding=wanted)
 
 
 _CONFIG: Any = jax.config  # its options are attributes that type checkers do not know

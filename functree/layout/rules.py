@@ -17,7 +17,7 @@ from functree.layout.decision import (
     undecided,
     unreadable,
 )
-from functree.layout.layout import Layout, Resolution, written_pairs
+from functree.layout.layout import Composition, Layout, Resolution, written_pairs
 from functree.layout.meshes import MeshLike, MeshView, mesh_view
 from functree.layout.specs import axes_text, entry
 from functree.layout.validation import RULE, missing_axes, spec_of_axes
@@ -202,14 +202,16 @@ class AxisRules(Value, Layout):
     def _closing(self) -> list[tuple[Any, None]]:
         return [(..., None)] if self.closed else []
 
-    def _pairs(self) -> list[tuple[Any, Any]]:
+    @property
+    def pairs(self) -> list[tuple[Any, Any]]:
+        """The rules as a user writes them."""
         return [*kept_pairs(self.rules), *self._closing()]
 
     def _parts(self) -> tuple[Any, ...]:
         return (self.rules, self.closed, frozenset(self.names))
 
     def __repr__(self) -> str:
-        pairs = [("..." if name is ... else repr(name), repr(value)) for name, value in self._pairs()]
+        pairs = [("..." if name is ... else repr(name), repr(value)) for name, value in self.pairs]
         # A dict would keep only the last of several rules for one axis.
         if len({name for name, _ in self.rules}) == len(self.rules):
             table = "{" + ", ".join(f"{name}: {value}" for name, value in pairs) + "}"
@@ -244,6 +246,22 @@ UNANNOTATED = (
 def rule_text(name: str, mesh_axes: Sequence[str]) -> str:
     """The text of a rule: `hidden→model`."""
     return f"{name}→{axes_text(mesh_axes)}"
+
+
+def unsharded(layout: Layout, axis: str) -> Layout:
+    """`AxisRules`, or their composition, with an axis left unsharded.
+
+    Examples:
+        >>> from functree.layout.rules import unsharded
+        >>> unsharded(ft.AxisRules({"batch": "data", "seq": "model"}), "seq")
+        AxisRules({'seq': None, 'batch': 'data'})
+    """
+    if isinstance(layout, Composition):
+        return Composition(tuple(unsharded(part, axis) for part in layout.parts))
+    if not isinstance(layout, AxisRules):
+        return layout
+    pairs = [(name, mesh_axes) for name, mesh_axes in layout.pairs if name != axis]
+    return AxisRules([(axis, None), *pairs], dict(layout.names))
 
 
 def kept_pairs(rules: Iterable[Rule]) -> list[tuple[Any, Any]]:

@@ -7,7 +7,7 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
+from jax.sharding import AxisType, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
 from functree.errors import FunctreeError, Problem
@@ -15,7 +15,7 @@ from functree.layout.specs import entry, mesh_axes
 from functree.nn.activations import activation
 from functree.nn.attention.layer import Positions, Segments
 from functree.nn.products import indices_along
-from functree.nn.shards import on_one_device, resharded, specs_of, without_axes
+from functree.nn.shards import on_one_device, specs_of
 from functree.nn.transformer import TOKENS, Tokens, Transformer
 from functree.nn.weights import accumulator
 from functree.parameters import ROOM, SIZE, Takes, check, is_integers, shown
@@ -102,15 +102,17 @@ def _on_batches(loss: Loss, head: Any, x: Array, targets: Array, weights: Array)
     if specs is None or not axes:
         return loss(head, x, targets, weights)
     arrays, static = eqx.partition(head, eqx.is_array)
-    arrays = jax.tree.map(lambda array: without_axes(array, axes), arrays)
 
     def of_batches(arrays: Any, *parts: Array) -> Array:
         own = jax.tree.map(lambda array: jax.lax.pcast(array, axes, to="varying"), arrays)
         return jax.lax.psum(loss(eqx.combine(own, static), *parts), axes)
 
     whole, batch = PartitionSpec(), PartitionSpec(entry(axes))
-    mapped = jax.shard_map(of_batches, in_specs=(whole, batch, batch, batch), out_specs=whole, axis_names=set(axes))
-    return mapped(arrays, *map(resharded, (x, targets, weights), specs))
+    mapped: Any = jax.shard_map(of_batches, in_specs=(whole, batch, batch, batch), out_specs=whole, axis_names=set(axes))
+    if AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types:
+        # JAX 0.10 gathers what enters here along the other mesh axes, if these are Explicit.
+        mapped = jax.sharding.auto_axes(mapped, out_sharding=whole)
+    return mapped(arrays, x, targets, weights)
 
 
 def _sum(chunk: int, z_loss: float, head: Any, x: Array, targets: Array, weights: Array) -> Float[Array, ""]:

@@ -6,8 +6,8 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
-from functree.nn.activations import table_for
-from functree.nn.products import product, rows
+from functree.nn.activations import looked_up
+from functree.nn.products import product
 from functree.nn.weights import Initializer, cast, dtype_or_none, small_normal
 from functree.parameters import FLOATING, FUNCTION, KEY, SIZE, check
 
@@ -59,7 +59,7 @@ class Embedding(eqx.Module):
 
     def __call__(self, tokens: Int[Array, "*batch"]) -> Float[Array, "*batch embed"]:
         """The rows of the tokens. A token that is not less than `vocab_size` gets a row of NaN."""
-        vectors = rows(table_for(tokens, self.weight), tokens)
+        vectors = looked_up(self.weight, tokens)
         return vectors if self.compute_dtype is None else vectors.astype(self.compute_dtype)
 
     def logits(self, x: Float[Array, "*batch embed"]) -> Float[Array, "*batch vocab"]:

@@ -10,7 +10,7 @@ from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from functree.errors import FunctreeError, Problem
-from functree.nn.activations import activation
+from functree.nn.activations import activation, whole_sequence
 from functree.nn.cache import Cache
 from functree.nn.products import whole
 from functree.nn.shards import on_shards
@@ -171,15 +171,16 @@ def _narrowed(tokens: Array, seq: int) -> Array:
 
 
 @jit
+@whole_sequence()
 def generation(
     model: Transformer,
-    prompts: Int[Array, "batch seq"],
+    prompts: Int[Array, "batch _"],
     lengths: Int[Array, "batch"],
     choice: _Choice,
     stops: Int[Array, "stops"],
     pad: Int[Array, ""],
     length: int,
-) -> Int[Array, "batch seq"]:
+) -> Int[Array, "batch _"]:
     batch, seq = prompts.shape
     pad, lengths = pad.astype(prompts.dtype), lengths.astype(jnp.int32)
     features, new = model.run(prompts, cache=Cache.create(model, batch, 0))

@@ -8,7 +8,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, PRNGKeyArray
 
-from functree.nn.activations import activation
+from functree.nn.activations import activation, inputs
 from functree.nn.products import product
 from functree.nn.weights import Initializer, cast, dtype_or_none, fan_in
 from functree.parameters import FLOATING, FUNCTION, KEY, SIZE, check
@@ -68,6 +68,7 @@ class MLP(eqx.Module):
 
     def __call__(self, x: Float[Array, "*batch embed"]) -> Float[Array, "*batch embed"]:
         x, gate, up, down = cast(self.compute_dtype, x, self.gate, self.up, self.down)
+        (x,) = inputs(x, "hidden")
         gated = checkpoint_name(product(x, gate), "mlp_gate")
         raised = checkpoint_name(product(x, up), "mlp_up")
         hidden = activation(jax.nn.silu(gated) * raised, "batch seq hidden")

@@ -3,14 +3,14 @@
 Kernels need it, and other implementations gain by it: no device computes with heads that are not its own.
 """
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, PartitionSpec
 from jaxtyping import Array
 
-from functree.layout.specs import Entry, mesh_axes, of_rank, without
+from functree.layout.specs import Entry, mesh_axes, of_rank
 from functree.placing.ambient import ambient_axis_rules, spec
 
 HEADS = "batch _ heads _"
@@ -100,11 +100,6 @@ def resharded(x: Array, wanted: PartitionSpec) -> Array:
     if AxisType.Explicit not in mesh.axis_types or of_rank(jax.typeof(x).sharding.spec, x.ndim) == wanted:
         return x
     return jax.sharding.reshard(x, wanted)
-
-
-def without_axes(x: Array, axes: Collection[str]) -> Array:
-    """On Explicit mesh axes, an array that is not sharded along some of them."""
-    return resharded(x, without(of_rank(jax.typeof(x).sharding.spec, x.ndim), axes))
 
 
 def _of_own_heads(x: Array, own: int, total: int, axes: Entry) -> Array:

@@ -9,7 +9,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from functree.errors import FunctreeError, Problem, count
-from functree.nn.activations import activation
+from functree.nn.activations import activation, inputs, whole_sequence
 from functree.nn.attention.cached import next_positions
 from functree.nn.attention.layer import Attention, LayerCache, Positions, Segments
 from functree.nn.cache import Cache
@@ -248,8 +248,9 @@ class Transformer(eqx.Module):
         """
         if cache is None:
             return self.logits(self.features(tokens, positions, segments))
-        x, new = self.run(tokens, positions, segments, cache)
-        return self.logits(x), cache.extended(*new)
+        with whole_sequence():
+            x, new = self.run(tokens, positions, segments, cache)
+            return self.logits(x), cache.extended(*new)
 
     def features(
         self, tokens: Tokens, positions: Positions = None, segments: Segments = None
@@ -303,7 +304,7 @@ class Transformer(eqx.Module):
 
     def logits(self, x: Float[Array, "*batch seq embed"]) -> Float[Array, "*batch seq vocab"]:
         """The logits for the output of `features`."""
-        return self.head(x)
+        return self.head(*inputs(x, "vocab"))
 
     @property
     def head(self) -> "Head":

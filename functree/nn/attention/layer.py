@@ -12,7 +12,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from functree.errors import FunctreeError, Problem
-from functree.nn.activations import activation
+from functree.nn.activations import activation, inputs
 from functree.nn.attention.attend import IMPLEMENTATION, Implementation, attend
 from functree.nn.attention.cached import attend_cached
 from functree.nn.norm import RMSNorm
@@ -186,7 +186,10 @@ class Attention(eqx.Module):
         """
         x, *weights, out = cast(self.compute_dtype, x, self.query, self.key, self.value, self.out)
         biases = self.query_bias, self.key_bias, self.value_bias
-        query, key, value = (_shifted(product(x, weight), bias) for weight, bias in zip(weights, biases, strict=True))
+        places = inputs(x, "heads head_dim", "kv_heads head_dim", "kv_heads head_dim")
+        query, key, value = (
+            _shifted(product(x, weight), bias) for x, weight, bias in zip(places, weights, biases, strict=True)
+        )
         query = self._rotated(query, self.query_norm, positions)
         key = self._rotated(key, self.key_norm, positions)
         query = checkpoint_name(activation(query, "batch seq heads head_dim"), "attn_query")

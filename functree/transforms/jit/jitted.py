@@ -147,7 +147,7 @@ class Jit(Function[_P, _T]):
 
         prepared = prepare(
             body,
-            traceable(arrays, requested.mesh),
+            traceable(arrays, requested.mesh, requested.shardings),
             entered=entered,
             options=options.jax,
             in_shardings=requested.shardings,

@@ -13,6 +13,7 @@ from functree.calls.signature import Signature
 from functree.errors import Problem, ShardingError
 from functree.layout.decision import optimizer_remedy
 from functree.layout.layout import LayoutTree
+from functree.layout.meshes import without_devices
 from functree.layout.placement import is_sharded_as, memory_of, mesh_of, sharding_text
 from functree.layout.plan.plan import Plan
 from functree.layout.plan.resolver import plan_tree
@@ -61,7 +62,7 @@ def inputs(
         if isinstance(array, jax.Array) and array.committed:
             if not _is_taken(array, wanted):
                 problems.append(_other_sharding(row.path, array, wanted))
-        elif AxisType.Explicit in wanted.mesh.axis_types:
+        elif AxisType.Explicit in wanted.mesh.axis_types and without_devices(wanted.mesh) is None:
             problems.append(_untyped(row.path, array))
         else:
             moved.append(i)
