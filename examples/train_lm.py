@@ -3,6 +3,8 @@
     python examples/train_lm.py                                        # 8 simulated devices on a CPU, two minutes
     python examples/train_lm.py --rules fsdp --mesh data=8
     python examples/train_lm.py --layers 8 --embed 512 --steps 5000    # on larger devices
+    python examples/train_lm.py --batch 64 --accumulate 4              # of a large batch, a quarter at a time
+    python examples/train_lm.py --generate "class Stack:" --sample 500
 
 Read it from top to bottom: the rules, the text, the training step, the run.
 """
@@ -12,11 +14,12 @@ import os
 import re
 import sys
 import sysconfig
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from math import gcd, log
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 # Simulate 8 devices on the CPU, unless their number is set already. JAX reads this once, when it is imported.
 if not re.search("device_count|_cpu_devices", " ".join([os.environ.get("XLA_FLAGS", ""), *os.environ])):
@@ -43,6 +46,8 @@ RULES: dict[str, ft.Layout] = {
     "fsdp": ft.AxisRules({"batch": "data", ...: None}) | FSDP,
     "tp": ft.AxisRules({"batch": "data", **TENSOR, ...: None}),
     "fsdp+tp": ft.AxisRules({"batch": "data", **TENSOR, ...: None}) | FSDP,
+    # And between the products, where tensor parallelism leaves the sequence whole, its parts.
+    "fsdp+tp+sp": ft.AxisRules({"batch": "data", **TENSOR, "seq": "model", ...: None}) | FSDP,
 }
 
 
@@ -83,8 +88,7 @@ def windows(text: np.ndarray, starts: np.ndarray, seq: int) -> Int[np.ndarray, "
 
 
 def bits_per_byte(model: ft.nn.Transformer, tokens: Int[Array, "batch seq+1"]) -> Float[Array, ""]:
-    logits = model(tokens[:, :-1])
-    return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean() / log(2)
+    return ft.nn.cross_entropy(model, tokens[:, :-1], tokens[:, 1:]) / log(2)
 
 
 def make_optimizer(lr: float, steps: int) -> optax.GradientTransformation:
@@ -93,12 +97,13 @@ def make_optimizer(lr: float, steps: int) -> optax.GradientTransformation:
     return optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(rate, b2=0.98, weight_decay=0.1))
 
 
-def make_train_step(tx: optax.GradientTransformation) -> Callable[..., Any]:
+def make_train_step(tx: optax.GradientTransformation, accumulate: int) -> Callable[..., Any]:
     """The training step. Model and state are donated and keep their shardings, so it is compiled only once."""
+    gradient = ft.accumulate(ft.value_and_grad(bits_per_byte), accumulate)
 
     @ft.jit(donate=("model", "state"))
     def train_step(model, state, tokens):
-        loss, grads = ft.value_and_grad(bits_per_byte)(model, tokens)
+        loss, grads = gradient(model, tokens)
         updates, state = tx.update(grads, state, model)
         return optax.apply_updates(model, updates), state, loss
 
@@ -106,21 +111,12 @@ def make_train_step(tx: optax.GradientTransformation) -> Callable[..., Any]:
 
 
 def write(model: ft.nn.Transformer, prompt: bytes, length: int, temperature: float, seed: int) -> str:
-    """Continue a prompt byte by byte. The window always has the same size, so this is compiled once."""
-    rng, seq, text = np.random.default_rng(seed), model.config.max_seq, bytearray(prompt)
-
-    @ft.jit
-    def next_byte(model: ft.nn.Transformer, window: Int[Array, "seq"], last: Int[Array, ""]) -> Array:
-        return model(window)[last]
-
-    for _ in range(length):
-        seen = np.frombuffer(text[-seq:], np.uint8)
-        window = np.pad(seen, (0, seq - len(seen))).astype(np.int32)  # `last` does not attend to what follows
-        last = np.int32(len(seen) - 1)  # an array: a Python number is static, so each would be compiled
-        logits = np.asarray(next_byte(model, window, last), np.float64)
-        gumbel = rng.gumbel(size=VOCAB) * temperature  # the largest of logits / temperature + gumbel is a sample
-        text.append(int(np.argmax(logits + gumbel)))
-    return text.decode(errors="replace")
+    """Continue a prompt byte by byte, up to the end of a file: one program, with a cache of keys and values."""
+    rows = jax.sharding.get_abstract_mesh().shape["data"]  # the rules shard the batch, so each shard writes one
+    prompts = np.frombuffer(prompt, np.uint8)[None].repeat(rows, axis=0)
+    key, end = jax.random.key(seed), END_OF_FILE[0]
+    tokens = ft.nn.generate(model, prompts, length, temperature=temperature, key=key, stop=end, pad=end)
+    return bytes(np.asarray(tokens)[0]).rstrip(END_OF_FILE).decode(errors="replace")
 
 
 # --- The run --------------------------------------------------------------------------------------------------------
@@ -128,10 +124,11 @@ def write(model: ft.nn.Transformer, prompt: bytes, length: int, temperature: flo
 
 @dataclass
 class Curve:
-    """Bits per byte: of each training batch, and of the held-out text by step."""
+    """Bits per byte: of each training batch, and of the held-out text by step; and the seconds of each step."""
 
     train: list[float] = field(default_factory=list)
     held_out: dict[int, float] = field(default_factory=dict)
+    seconds: list[float] = field(default_factory=list)
 
 
 def train(options: argparse.Namespace, rules: ft.Layout, text: np.ndarray, held_out: np.ndarray, curve: Curve) -> None:
@@ -147,7 +144,8 @@ def train(options: argparse.Namespace, rules: ft.Layout, text: np.ndarray, held_
     print(f"The text: {len(text) / 1e6:.1f} MB to train on, {len(held_out) / 1e6:.1f} MB of other files held out\n")
 
     def batch(text: np.ndarray, starts: np.ndarray) -> Int[Array, "batch seq+1"]:
-        return ft.shard(windows(text, starts, options.seq), rules, axes="batch seq")
+        # The sequences are one longer than what is sharded, so this dimension has no name.
+        return ft.shard(windows(text, starts, options.seq), rules, axes="batch _")
 
     places = np.linspace(0, len(held_out) - options.seq - 1, 8 * options.batch, dtype=int)
     tests = [batch(held_out, starts) for starts in np.split(places, 8)]
@@ -155,7 +153,7 @@ def train(options: argparse.Namespace, rules: ft.Layout, text: np.ndarray, held_
     # From here on there are arrays, each created sharded as planned.
     model = make_model(config, key=key)
     state = ft.init_optimizer(tx, model, rules)
-    train_step, measure = make_train_step(tx), ft.jit(bits_per_byte)
+    train_step, measure = make_train_step(tx, options.accumulate), ft.jit(bits_per_byte)
     # Compiled here and not in the first step, to see what it moves between devices before anything is run.
     ledger = train_step.lower(model, state, tests[0]).compile().ledger()
     print(f"The training step: {ledger.summary()}\n")
@@ -164,17 +162,22 @@ def train(options: argparse.Namespace, rules: ft.Layout, text: np.ndarray, held_
         curve.held_out[step] = float(np.mean([measure(model, tokens) for tokens in tests]))
         console.print(f"step {step:>5}: {curve.held_out[step]:.3f} bits per byte of held-out text")
 
-    rng, console = np.random.default_rng(options.seed), Console()
+    rng, console, speed = np.random.default_rng(options.seed), Console(), Speed.of(model, options)
     test(0)
-    for step in progress(options, curve, console):
+    for step in progress(options, curve, speed, console):
         tokens = batch(text, rng.integers(0, len(text) - options.seq, options.batch))
+        start = time.perf_counter()
         model, state, loss = train_step(model, state, tokens)
         curve.train.append(float(loss))  # waits for the devices; on fast ones, read only every tenth loss
+        curve.seconds.append(time.perf_counter() - start)
         if step % max(1, options.steps // 10) == 0 or step == options.steps:
             test(step)
     before, after = curve.held_out[0], curve.held_out[options.steps]
     print(f"\nHeld-out text: {before:.2f} bits per byte before training, {after:.2f} after.")
-    print(f"\nA sample:\n\n{write(model, b'def ', options.sample, options.temperature, options.seed)}\n")
+    print(f"The speed: {speed.text(float(np.median(curve.seconds)))}, on {jax.device_count()} × {speed.kind}.")
+    if options.sample:
+        sample = write(model, options.generate, options.sample, options.temperature, options.seed)
+        print(f"\nA sample:\n\n{sample}\n")
 
 
 def model_config(options: argparse.Namespace) -> ft.nn.TransformerConfig:
@@ -186,24 +189,73 @@ def model_config(options: argparse.Namespace) -> ft.nn.TransformerConfig:
         kv_heads=options.kv_heads or options.heads,
         head_dim=options.embed // options.heads,
         hidden=options.hidden or 3 * options.embed,
-        max_seq=options.seq,
+        # A sample may be longer than the sequences: each byte sees as many bytes before it as in training.
+        max_seq=max(options.seq, len(options.generate) + options.sample),
+        window=options.seq,
+        compute_dtype=compute_dtype(options.dtype),
     )
+
+
+def compute_dtype(asked: str) -> str:
+    """What is computed in: bfloat16 where the devices have units for it. Parameters and moments are float32."""
+    if asked != "auto":
+        return asked
+    device = jax.devices()[0]
+    old = device.platform == "gpu" and float(getattr(device, "compute_capability", 0)) < 8.0
+    return "float32" if device.platform == "cpu" or old else "bfloat16"
+
+
+# The most that a device computes in a second, in dense bfloat16 operations, as their makers say.
+PEAKS = {"TPU v4": 275e12, "TPU v5 lite": 197e12, "TPU v5e": 197e12, "TPU v5": 459e12}
+PEAKS |= {"TPU v6 lite": 918e12, "TPU v6e": 918e12, "TPU7x": 1153e12}
+PEAKS |= {"A100": 312e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12}
+
+
+class Speed(NamedTuple):
+    """How fast the training is.
+
+    Attributes:
+        kind: the kind of the devices.
+        tokens: the tokens of a step.
+        operations: the floating-point operations of a step, forward and backward, that the model needs.
+        peak: how many all devices compute in a second; None if it is not known.
+    """
+
+    kind: str
+    tokens: int
+    operations: float
+    peak: float | None
+
+    @classmethod
+    def of(cls, model: ft.nn.Transformer, options: argparse.Namespace) -> "Speed":
+        """That of a model, whose matrices are used twice as often backward. A token sees half of its sequence."""
+        weights = sum(leaf.size for leaf in jax.tree.leaves(model)) - model.embed.weight.size
+        config, kind, tokens = model.config, jax.devices()[0].device_kind, options.batch * options.seq
+        attention = 2 * config.layers * config.heads * config.head_dim * options.seq
+        known = [peak for name, peak in PEAKS.items() if name in kind and config.compute_dtype == "bfloat16"]
+        peak = known[0] * jax.device_count() if known else None
+        return cls(kind, tokens, 3 * tokens * (2 * weights + attention), peak)
+
+    def text(self, seconds: float) -> str:
+        """The speed of a step that takes so long."""
+        share = f", {self.operations / seconds / self.peak:.1%} of the peak" if self.peak else ""
+        return f"{self.tokens / seconds:,.0f} tokens/s{share}"
 
 
 def last_line(plan: ft.Plan) -> str:
     return str(plan).splitlines()[-1]
 
 
-def progress(options: argparse.Namespace, curve: Curve, console: Console) -> Iterator[int]:
+def progress(options: argparse.Namespace, curve: Curve, speed: Speed, console: Console) -> Iterator[int]:
     """The numbers of the steps, from 1, with a progress bar."""
-    text = "loss {task.fields[loss]:.2f} · {task.fields[speed]:,.0f} tokens/s"
-    columns = TextColumn("step"), MofNCompleteColumn(), BarColumn(), TextColumn(text), TimeRemainingColumn()
+    text = TextColumn("loss {task.fields[loss]:.2f} · {task.fields[speed]}")
+    columns = TextColumn("step"), MofNCompleteColumn(), BarColumn(), text, TimeRemainingColumn()
     with Progress(*columns, console=console) as bar:
-        task = bar.add_task("", total=options.steps, loss=float("nan"), speed=0.0)
+        task = bar.add_task("", total=options.steps, loss=float("nan"), speed="")
         for step in range(1, options.steps + 1):
             yield step
-            speed = (bar.tasks[0].speed or 0.0) * options.batch * options.seq
-            bar.update(task, completed=step, loss=curve.train[-1], speed=speed)
+            recent = speed.text(float(np.median(curve.seconds[-20:])))
+            bar.update(task, completed=step, loss=curve.train[-1], speed=recent)
 
 
 def draw(curve: Curve, options: argparse.Namespace) -> None:
@@ -263,6 +315,18 @@ def positive(text: str) -> int:
     return int(text)
 
 
+def count(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of bytes")
+    return int(text)
+
+
+def prompt(text: str) -> bytes:
+    if not text:
+        raise argparse.ArgumentTypeError("the prompt is empty: write at least one character")
+    return text.encode()
+
+
 def picture(text: str) -> Path:
     if not Path(text).parent.is_dir():
         raise argparse.ArgumentTypeError(f"there is no folder {str(Path(text).parent)!r}")
@@ -283,12 +347,16 @@ def command_line() -> Parser:
     training = parser.add_argument_group("training")
     training.add_argument("--steps", type=positive, default=300, metavar="N", help="steps")
     training.add_argument("--batch", type=positive, default=16, metavar="N", help="sequences in a step")
+    training.add_argument("--accumulate", type=positive, default=1, metavar="N", help="pieces of a batch, done in turn")
     training.add_argument("--seq", type=positive, default=128, metavar="N", help="bytes in a sequence")
+    dtypes = ["auto", "float32", "bfloat16"]
+    training.add_argument("--dtype", choices=dtypes, default="auto", help="what is computed in; auto: by the devices")
     training.add_argument("--lr", type=float, default=3e-3, metavar="X", help="highest learning rate")
     training.add_argument("--seed", type=int, default=0, metavar="N", help="seed of weights, batches and sample")
     training.add_argument("--megabytes", type=float, default=4.0, metavar="X", help="megabytes of text, at most")
     output = parser.add_argument_group("output")
-    output.add_argument("--sample", type=int, default=300, metavar="N", help="bytes to sample at the end")
+    output.add_argument("--generate", type=prompt, default="def ", metavar="TEXT", help="what the sample begins with")
+    output.add_argument("--sample", type=count, default=300, metavar="N", help="bytes to sample at the end; 0: none")
     output.add_argument("--temperature", type=float, default=0.5, metavar="X", help="of the sample; 0: greedy")
     output.add_argument("--out", type=picture, default="train_lm.png", metavar="FILE", help="the loss curve, a PNG")
     output.add_argument("--verbose", action="store_true", help="print the optimizer's whole plan")

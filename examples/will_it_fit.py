@@ -8,7 +8,8 @@ No accelerator is needed, but the compilers are: `pip install "functree[tpu]"`, 
 memory each device needs, and the ledger says what is moved over which mesh axes.
 
 The parameters and the moments of AdamW are float32, and the computation is bfloat16. The backward pass computes
-each block again. All logits are held at one time (`ft.nn.cross_entropy` does not need that).
+each block again. On TPUs attention is computed by their kernel, and for GPUs in chunks: without a GPU, JAX cannot tell
+what cuDNN takes. `--sequence-parallel` shards what is between the products too.
 """
 
 import argparse
@@ -54,12 +55,11 @@ MEMORY |= {"a100": 79.3, "h100": 79.1, "h200": 139.8, "b200": 178.4}
 # --- The training step ----------------------------------------------------------------------------------------------
 
 
-def cross_entropy(model: ft.nn.Transformer, tokens: Int[Array, "batch seq+1"]) -> Float[Array, ""]:
-    logits = model(tokens[:, :-1]).astype(jnp.float32)
-    return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
+def loss_of(model: ft.nn.Transformer, tokens: Int[Array, "batch seq+1"]) -> Float[Array, ""]:
+    return ft.nn.cross_entropy(model, tokens[:, :-1], tokens[:, 1:])
 
 
-def lower(model: str, mesh: Mesh, batch: int, seq: int) -> Any:
+def lower(model: str, mesh: Mesh, batch: int, seq: int, sequence_parallel: bool) -> Any:
     """The training step, ready to be compiled for a mesh; no array is created."""
     config = ft.nn.TransformerConfig(
         VOCAB,
@@ -74,6 +74,8 @@ def lower(model: str, mesh: Mesh, batch: int, seq: int) -> Any:
     tensor = {"vocab": "model", "heads": "model", "hidden": "model"}
     if KV_HEADS % mesh.shape["model"] == 0:
         tensor["kv_heads"] = "model"  # else each device has all of them, which are few
+    if sequence_parallel:
+        tensor["seq"] = "model"  # where no other axis is sharded by it
     rules = ft.AxisRules({"batch": "data", **tensor, ...: None}) | ft.FSDP("data")
 
     @ft.abstract
@@ -82,7 +84,7 @@ def lower(model: str, mesh: Mesh, batch: int, seq: int) -> Any:
 
     @ft.jit(in_shardings=(rules, ft.P("data")), out_shardings=(rules, None), mesh=mesh, rules=rules, donate="ts")
     def train_step(ts, tokens):
-        loss, grads = ft.value_and_grad(cross_entropy)(ts.model, tokens)
+        loss, grads = ft.value_and_grad(loss_of)(ts.model, tokens)
         return ft.apply_gradients(ts, grads), loss
 
     tokens = jax.ShapeDtypeStruct((batch * mesh.shape["data"], seq + 1), jnp.int32)
@@ -109,11 +111,11 @@ class Case:
     moved: list[tuple[str, tuple[str, ...] | None, int]] = field(default_factory=list)
 
 
-def compile_case(case: Case, batch: int, seq: int) -> ft.Ledger | None:
+def compile_case(case: Case, batch: int, seq: int, sequence_parallel: bool) -> ft.Ledger | None:
     """Compile the training step of a case, and note in it what the compiler says."""
     try:
         mesh = ft.make_mesh(target=case.target, data=case.mesh["data"], model=case.mesh["model"])
-        lowered = lower(case.model, mesh, batch, seq)
+        lowered = lower(case.model, mesh, batch, seq, sequence_parallel)
     except ft.FunctreeError as error:  # the compiler is not installed, or a size does not fit the mesh
         case.error = str(error)
         return None
@@ -211,7 +213,8 @@ def command_line() -> argparse.ArgumentParser:
     parser.add_argument("--target", nargs="+", metavar="tpu:v5e:16x16", help=targets)
     parser.add_argument("--mesh", type=mesh_sizes, metavar="data=16,model=16", help="its axes; None: model=8")
     parser.add_argument("--batch", type=int, default=1, metavar="N", help="sequences for each shard of the batch")
-    parser.add_argument("--seq", type=int, default=2048, metavar="N", help="tokens in a sequence")
+    parser.add_argument("--seq", type=int, default=8192, metavar="N", help="tokens in a sequence")
+    parser.add_argument("--sequence-parallel", action="store_true", help="shard the sequence over `model` too")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures, in bytes of one device")
     parser.add_argument("--html", type=Path, metavar="FOLDER", help="write a page with the ledger of each case")
     return parser
@@ -227,7 +230,7 @@ def main(arguments: list[str] | None = None) -> int:
         for target in options.target or TARGETS[model]:
             case = Case(model, target, options.mesh or default_mesh(target))
             print(f"--- Llama 3 {model} on {target}, {mesh_text(case.mesh)}, sequence {options.seq:,}\n", flush=True)
-            ledger = compile_case(case, options.batch, options.seq)
+            ledger = compile_case(case, options.batch, options.seq, options.sequence_parallel)
             print(describe(case, ledger), end="\n\n", flush=True)
             cases.append(case)
             if options.json:

@@ -40,25 +40,36 @@ def run(name: str, *arguments: str, around: tuple[str, ...] = (), **environment:
     return done.returncode, done.stdout, done.stderr
 
 
-@pytest.mark.parametrize("rules", ["fsdp", "tp", "fsdp+tp"])
-def test_train_lm(rules: str, tmp_path: Path):
+@pytest.mark.parametrize(
+    ("rules", "options"),
+    [
+        ("fsdp", "--generate class"),
+        ("tp", "--accumulate 2 --dtype bfloat16"),
+        ("fsdp+tp", "--sample 40"),  # longer than a sequence
+        ("fsdp+tp+sp", "--accumulate 4 --sample 0"),
+    ],
+    ids=["fsdp", "tp", "fsdp+tp", "fsdp+tp+sp"],
+)
+def test_train_lm(rules: str, options: str, tmp_path: Path):
     picture = tmp_path / "curve.png"
-    code, out, err = run("train_lm.py", *TINY, "--rules", rules, "--out", str(picture))
+    code, out, err = run("train_lm.py", *TINY, "--rules", rules, "--out", str(picture), *options.split())
     assert (code, err) == (0, "")
     mesh = "data=8" if rules == "fsdp" else "data=2, model=4"
     assert re.search(r"^path +array +spec +per device$", out, re.M)
     assert re.search(rf"^mesh \({mesh}\): 12 arrays, .* on each device$", out, re.M)
     assert re.search(rf"^The optimizer: mesh \({mesh}\): 26 arrays", out, re.M)
-    table = {"fsdp": "P('data', None)", "tp": "P('model', None)", "fsdp+tp": "P('model', 'data')"}[rules]
+    table = {"fsdp": "P('data', None)", "tp": "P('model', None)"}.get(rules, "P('model', 'data')")
     assert re.search(rf"^embed\.weight .* {re.escape(table)} ", out, re.M)
     before, after = re.search(r"^Held-out text: (.*) bits per byte before training, (.*) after\.$", out, re.M).groups()
     assert float(after) < float(before) < 10
-    assert re.search(r"^A sample:\n\ndef ", out, re.M)
+    prompt = {"fsdp": "class", "fsdp+tp+sp": None}.get(rules, "def ")
+    assert ("A sample:" not in out) if prompt is None else re.search(rf"^A sample:\n\n{prompt}", out, re.M)
+    assert re.search(r"^The speed: [\d,]+ tokens/s, on 8 × cpu\.$", out, re.M)
     assert re.search(rf"^The training step: cpu, mesh \({mesh}\): .* moved to each device$", out, re.M)
-    moved = {"fsdp": "all-gather +data", "tp": "all-reduce +model", "fsdp+tp": "all-gather +data"}[rules]
+    moved = {"tp": "all-reduce +model", "fsdp+tp+sp": "all-gather +model"}.get(rules, "all-gather +data")
     assert re.search(rf"^    {moved} +\S+ [KM]iB$", out, re.M) and "memory of each device: arguments " in out
     assert re.search(r"step 3/3 .* loss \d\.\d\d · [\d,]+ tokens/s", out)
-    assert out.count("tokens/s") == 1, "where there is no terminal, the bar is written once"
+    assert out.count("tokens/s") == 2, "where there is no terminal, the bar is written once"
     assert f"The loss over the steps: {picture}" in out and picture.read_bytes().startswith(PNG)
 
 
@@ -102,6 +113,7 @@ def test_help():
             'blocks.layer.attn.query f32[1, 24, 6, 4]   "layers embed heads head_dim": "heads" has',
         ),
         ("--batch 3", '"batch" has size 3; rule batch→data needs a multiple of data=2'),
+        ("--accumulate 3", "its leading dimension of size 8 cannot be split into 3 pieces"),
         ("--out nowhere/curve.png", "there is no folder 'nowhere'"),
     ],
 )
@@ -109,6 +121,20 @@ def test_a_mistake_is_one_line(arguments: str, said: str):
     code, _, err = run("train_lm.py", *TINY, *arguments.split())
     assert code == 2
     assert err.count("\n") == 1 and err.startswith("train_lm.py: error: ") and said in err
+
+
+def test_generate():
+    code, out, err = run("generate.py", *"--steps 150 --new 90".split())
+    assert (code, err) == (0, "")
+    assert len(re.findall(r"\(a line of the text\)$", out, re.M)) >= 2, out
+    assert "Other prompts and options: nothing is compiled again." in out
+    assert re.search(r"^A cache for 100 tokens: \(2, 1, 64, 2, 16\) keys, as long as the window$", out, re.M)
+    assert "\n2 programs: " in out and "in place: 32.0 KiB of the cache" in out
+    assert re.search(r"^a token: \d+\.\d\d ms after 10 tokens, \d+\.\d\d ms after 90$", out, re.M)
+    assert re.search(r"^key +f32\[2, 4, 64, 2, +P\(None, 'data', None, 'model', ", out, re.M)
+    assert "4 texts, in shards of (1, 79): the same as on one device." in out
+    code, _, err = run("generate.py", "--steps", "1", "--mesh", "data=5,model=2")
+    assert code == 2 and "generate.py: error: " in err and "Traceback" not in err
 
 
 def test_bring_your_own():

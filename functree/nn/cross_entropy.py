@@ -108,7 +108,9 @@ def _on_batches(loss: Loss, head: Any, x: Array, targets: Array, weights: Array)
         return jax.lax.psum(loss(eqx.combine(own, static), *parts), axes)
 
     whole, batch = PartitionSpec(), PartitionSpec(entry(axes))
-    mapped: Any = jax.shard_map(of_batches, in_specs=(whole, batch, batch, batch), out_specs=whole, axis_names=set(axes))
+    mapped: Any = jax.shard_map(
+        of_batches, in_specs=(whole, batch, batch, batch), out_specs=whole, axis_names=set(axes)
+    )
     if AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types:
         # JAX 0.10 gathers what enters here along the other mesh axes, if these are Explicit.
         mapped = jax.sharding.auto_axes(mapped, out_sharding=whole)
