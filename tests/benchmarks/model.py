@@ -10,13 +10,11 @@ What is compiled for TPUs needs the extra `functree[tpu]`, and no TPU.
 
 import argparse
 import dataclasses
-import gc
 import os
 import re
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -26,65 +24,14 @@ if "device_count" not in os.environ.get("XLA_FLAGS", ""):
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from jax.sharding import Mesh, NamedSharding
 from machine import machine
 from plain import Attend, Config, Model, attend_plain, attend_splash
+from steps import TX, Run, layout_of, make_state, make_step, transformer_config, weights_of
 
 import functree as ft
 from functree.compiled.read import CompiledProgram, read_ledger
 from functree.tree.leaves import read
-
-TENSOR = {"vocab": "model", "hidden": "model", "heads": "model", "kv_heads": "model"}
-TX = optax.adamw(1e-4)
-
-
-def layout_of(config: Config) -> ft.Layout:
-    """FSDP and tensor parallelism; the scales of norms are whole, as in `plain.SPECS`."""
-    scales = config.layers * config.embed
-    return ft.AxisRules({"batch": "data", **TENSOR, ...: None}) | ft.FSDP("data", min_size=scales + 1)
-
-
-def transformer_config(config: Config, seq: int, attention: Any = "auto") -> ft.nn.TransformerConfig:
-    """The same sizes, for functree."""
-    return ft.nn.TransformerConfig(
-        config.vocab,
-        config.embed,
-        config.layers,
-        config.heads,
-        config.kv_heads,
-        config.head_dim,
-        config.hidden,
-        max_seq=seq,
-        rope_theta=config.theta,
-        remat="full" if config.remat else None,
-        compute_dtype=config.dtype,
-        attention=attention,
-    )
-
-
-def loss(model: ft.nn.Transformer, tokens: Any) -> Any:
-    """The mean cross-entropy of the tokens that follow."""
-    return ft.nn.cross_entropy(model, tokens[:, :-1], tokens[:, 1:])
-
-
-def make_state(config: ft.nn.TransformerConfig, key: Any) -> ft.TrainState:
-    """The model with the state of its optimizer."""
-    return ft.TrainState.create(ft.nn.Transformer.create(config, key=key), TX)
-
-
-def make_step(mesh: Mesh | None, layout: ft.Layout) -> Any:
-    """The training step of functree, on a mesh or on one device."""
-
-    def step(ts: ft.TrainState, tokens: Any) -> tuple[ft.TrainState, Any]:
-        value, grads = ft.value_and_grad(loss)(ts.model, tokens)
-        return ft.apply_gradients(ts, grads), value
-
-    if mesh is None:
-        return ft.jit(step, donate="ts")
-    shardings: Any = {"in_shardings": (layout, ft.P("data")), "out_shardings": (layout, None)}
-    return ft.jit(step, mesh=mesh, rules=layout, donate="ts", **shardings)
-
 
 # --- The time of a step ---------------------------------------------------------------------------------------------
 
@@ -109,28 +56,6 @@ def timed_step(rounds: int) -> None:
             print(f"| {where} | {attention} | {one:.1f} | {other:.1f} | {ratio:.3f} | 1.03 |", flush=True)
 
 
-class Run:
-    """A training step with its state, which each call replaces."""
-
-    def __init__(self, step: Callable[..., Any], state: Any, tokens: Any):
-        self.step, self.state, self.tokens = step, state, tokens
-
-    def once(self) -> Any:
-        """Run it, and wait for it."""
-        out = self.step(self.state, self.tokens)
-        self.state = out[0]
-        return jax.block_until_ready(out)
-
-    def seconds(self) -> float:
-        """The time of one run; what it replaces is freed outside of the clock."""
-        gc.collect()
-        start = time.perf_counter()
-        out = self.once()
-        taken = time.perf_counter() - start
-        del out
-        return taken
-
-
 def of_functree(config: Config, attention: str, mesh: Mesh | None, tokens: Any) -> tuple[Any, Any, Any]:
     """functree's step, state and batch."""
     own, key, layout = transformer_config(config, tokens.shape[1] - 1, attention), jax.random.key(0), layout_of(config)
@@ -149,17 +74,6 @@ def hand_written(config: Config, mesh: Mesh | None, tokens: Any, model: ft.nn.Tr
     params = weights_of(model)
     shardings: Any = step.input_shardings[0]
     return step, *jax.device_put(((params, TX.init(params)), tokens), shardings)
-
-
-def weights_of(model: ft.nn.Transformer) -> Any:
-    """The weights of functree's model, in the tree of the hand-written one."""
-    layer, unembed = model.blocks.layer, model.unembed
-    assert isinstance(unembed, ft.nn.Linear)
-    names = {"attn_norm": layer.attn_norm.scale, "mlp_norm": layer.mlp_norm.scale}
-    names |= {name: getattr(layer.attn, name) for name in ("query", "key", "value", "out")}
-    names |= {name: getattr(layer.mlp, name) for name in ("gate", "up", "down")}
-    params = {"embed": model.embed.weight, "blocks": names, "norm": model.norm.scale, "unembed": unembed.weight}
-    return jax.tree.map(np.asarray, params)
 
 
 # --- The size of a program ------------------------------------------------------------------------------------------
