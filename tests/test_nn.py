@@ -9,6 +9,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax.sharding import PartitionSpec
 
@@ -20,6 +21,9 @@ from functree.nn.attention.attend import attend
 from functree.nn.rope import rope
 from functree.nn.weights import accumulator
 from functree.placing.ambient import axis_rules
+from functree.state.train import TrainState, apply_gradients
+from functree.transforms.grad.grad import value_and_grad
+from functree.transforms.jit.jit import jit
 from functree.tree.axes import Axes
 from functree.tree.leaves import tree_axes
 
@@ -223,9 +227,39 @@ def test_dtypes_apart(tie_embedding: bool) -> None:
     assert logits.dtype == jnp.bfloat16
     exact_logits = run(create(dataclasses.replace(config, compute_dtype="float32")), TOKENS)
     np.testing.assert_allclose(logits.astype(jnp.float32), exact_logits, rtol=0.1, atol=0.15)
-    with jax.numpy_dtype_promotion("standard"):  # for the gradient of `jax.nn.dot_product_attention`
-        grads = jax.eval_shape(jax.grad(loss), model, TOKENS)
+    grads = jax.eval_shape(jax.grad(loss), model, TOKENS)
     assert {leaf.dtype for leaf in jax.tree.leaves(grads)} == {jnp.dtype("float32")}
+
+
+PRECISIONS: dict[str, tuple[str, str, str | None]] = {
+    "bfloat16 in compute": ("float32", "bfloat16", None),
+    "and in the first moments": ("float32", "bfloat16", "bfloat16"),
+    "and in parameters": ("bfloat16", "bfloat16", "float32"),
+    "float16 in compute": ("float32", "float16", None),
+}
+
+
+@pytest.mark.parametrize("case", PRECISIONS)
+def test_mixed_precision_trains(case: str) -> None:
+    """Parameters, computation and moments in the dtypes asked for, with strict promotion; the loss in float32."""
+    param_dtype, compute_dtype, mu_dtype = PRECISIONS[case]
+    config = dataclasses.replace(CONFIG, layers=1, param_dtype=param_dtype, compute_dtype=compute_dtype, qk_norm=True)
+    tx = optax.adam(1e-2, mu_dtype=mu_dtype)
+    ts = TrainState.create(nn.Transformer.create(config, key=KEY), tx)
+
+    @jit
+    def step(ts: TrainState, tokens: Any) -> Any:
+        value, grads = value_and_grad(nn.cross_entropy)(ts.model, tokens[:, :-1], tokens[:, 1:])
+        with jax.numpy_dtype_promotion("standard"):  # for optax's own arithmetic
+            return apply_gradients(ts, grads), value, grads
+
+    losses: list[float] = []
+    for _ in range(8):
+        ts, value, grads = step(ts, TOKENS)
+        losses.append(float(value))
+    assert value.dtype == "float32" and losses[-1] < 0.9 * losses[0] and np.isfinite(losses).all()
+    for tree, dtype in ((ts.model, param_dtype), (grads, param_dtype), (ts.opt_state[0].mu, mu_dtype or param_dtype)):
+        assert {leaf.dtype for leaf in jax.tree.leaves(tree)} == {jnp.dtype(dtype)}
 
 
 def test_param_dtype() -> None:
