@@ -19,8 +19,8 @@ collect_ignore = [] if all(map(importlib.util.find_spec, _COMPILERS)) else ["tes
 def _with_devices(flags: str) -> str:
     """`flags` (the text of XLA_FLAGS) with `DEVICES` CPU devices; what else it sets stays.
 
-    Machine code is not optimized, unless the flags say how: most of a test's time is compilation, and a third of that is
-    LLVM's. The programs that tests take apart are XLA's, and stay what they are.
+    Machine code is not optimized, unless the flags say how: most of a test's time is compilation, and a third of that
+    is LLVM's. The programs that tests take apart are XLA's, and stay what they are.
     """
     name, level = "--xla_force_host_platform_device_count", "--xla_backend_optimization_level"
     others = [flag for flag in flags.split() if not flag.startswith(name)]

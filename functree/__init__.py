@@ -44,6 +44,8 @@ from functree.placing.init import init_optimizer as init_optimizer
 from functree.transforms.jit.jit import jit as jit
 from functree.transforms.ledger import ledger as ledger
 from functree.placing.mesh import make_mesh as make_mesh
+from functree.io.weights.load import load_weights as load_weights
+from functree.io.weights.save import save_weights as save_weights
 from functree.placing.constrain import constrain as constrain
 from functree.placing.shard import shard as shard
 from functree.transforms.remat import offload as offload

@@ -254,11 +254,11 @@ def test_under_jit_vmap_scan_and_remat():
     def jitted(arrays: MLP, x: Array) -> Any:
         return grad(loss)(eqx.combine(arrays, rest), x)
 
-    assert_close(jax.jit(jitted)(arrays, X), expected, 1e-4)
+    assert_close(jax.jit(jitted)(arrays, X), expected, 5e-4)
     single = jax.vmap(jitted, in_axes=(None, 0))(arrays, X[:, None])
-    assert_close(jax.tree.map(lambda g: g.mean(0), single), expected, 1e-4)
+    assert_close(jax.tree.map(lambda g: g.mean(0), single), expected, 5e-4)
     scanned = jax.lax.scan(lambda c, x: (c, jitted(arrays, x)), 0, X[:, None])[1]
-    assert_close(scanned, single, 1e-4)
+    assert_close(scanned, single, 5e-4)
     remat = jax.checkpoint(lambda up, down, x: jnp.mean((jnp.tanh(x @ up) @ down) ** 2))
     both = grad(remat, argnums=(0, 1))(MODEL.up, MODEL.down, X)
     assert_close(both, jax.grad(remat, argnums=(0, 1))(MODEL.up, MODEL.down, X), 0)

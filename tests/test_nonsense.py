@@ -5,6 +5,7 @@ The functions and their parameters are found by enumeration, so that a new one i
 
 import inspect
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import equinox as eqx
@@ -52,6 +53,7 @@ MODEL = mlp()
 STATE = ft.TrainState.create(MODEL, TX)
 COUNTS, PIECES = ft.make_state(Counts(ft.StateRef(jnp.zeros(3))))
 CONFIG = ft.nn.TransformerConfig(16, 8, 2, 2, 2, 4, 8)
+LLAMA = Path(__file__).parent / "fixtures" / "hf" / "llama"
 TRANSFORMER = ft.nn.Transformer.create(CONFIG, key=KEY)
 
 NONSENSE: dict[str, Any] = {
@@ -309,6 +311,24 @@ USES: dict[str, Use] = {
             "positions": None, "segments": None, "chunk": 1024, "mask": None, "z_loss": 0.0,
         },
     ),
+    "nn.config_from_json": (
+        lambda path, fields: ft.nn.config_from_json(path, compute_dtype=fields), {"path": LLAMA, "fields": "float32"}
+    ),
+    "load_weights": (
+        lambda fields, **given: ft.load_weights(**given, max_seq=fields),
+        {"folder": LLAMA, "layout": ft.P(), "mesh": MESH, "param_dtype": None, "fields": 16},
+    ),
+    "save_weights": (ft.save_weights, {"folder": "weights", "model": TRANSFORMER}),
+    "nn.WeightMap": (
+        ft.nn.WeightMap,
+        {"fields": {"n": ft.nn.WeightMap.only(1)}, "weights": {"embed.weight": "w"}, "options": {"qk_norm": True}},
+    ),
+    "nn.WeightMap.sets": (
+        lambda absent, **given: ft.nn.WeightMap.sets(**given, embed=absent),
+        {"field": "embed", "text": "a number", "fits": bool, "absent": 8},
+    ),
+    "nn.WeightMap.only": (lambda values: ft.nn.WeightMap.only(values), {"values": 1}),
+    "nn.WeightMap.ignored": (ft.nn.WeightMap.ignored, {"text": "a number", "fits": bool}),
     "nn.Transformer.logits": (TRANSFORMER.logits, {"x": jnp.zeros((1, 4, 8))}),
     "nn.Embedding.logits": (TRANSFORMER.embed.logits, {"x": jnp.zeros((1, 4, 8))}),
     "nn.Block.create": (ft.nn.Block.create, {"config": CONFIG, "init": jax.nn.initializers.normal(), "key": KEY}),
@@ -395,6 +415,12 @@ def test_every_public_function_and_parameter_is_in_the_table():
     assert sorted(found.keys() - USES.keys()) == [] == sorted(USES.keys() - found.keys())
     for name, function in found.items():
         assert parameters(function) == set(USES[name][1]), name
+
+
+@pytest.fixture(autouse=True)
+def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder of its own, for what is written."""
+    monkeypatch.chdir(tmp_path)
 
 
 @pytest.mark.parametrize("name", USES)

@@ -208,8 +208,8 @@ def test_remat_changes_nothing(layers: Stacked[Layer], remat: str, unroll: int) 
 
     value, grad = value_and_grad(remat=None)
     again, grad_again = value_and_grad(remat=REMATS[remat], unroll=unroll)
-    np.testing.assert_allclose(value, again, rtol=1e-6)
-    np.testing.assert_allclose(grad, grad_again, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(value, again, rtol=1e-5)
+    np.testing.assert_allclose(grad, grad_again, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("unroll", [1, True])
@@ -681,11 +681,11 @@ def test_each_layer_gets_its_part(case: str, remat: Any, unroll: Any) -> None:
 
     y, outs = ft.jit(scanned)(stacked, each) if case != "nothing" else scanned(stacked, None)
     expected, parts = by_hand(stacked, X, args, each)
-    np.testing.assert_allclose(y, expected, rtol=1e-6)
+    np.testing.assert_allclose(y, expected, rtol=1e-5)
     if collect:
         wanted = jax.tree.map(lambda *leaves: jnp.stack(list(map(jnp.asarray, leaves))), *parts)
         assert jax.tree.structure(outs) == jax.tree.structure(wanted)
-        jax.tree.map(lambda one, other: np.testing.assert_allclose(one, other, rtol=1e-5), outs, wanted)
+        jax.tree.map(lambda one, other: np.testing.assert_allclose(one, other, rtol=1e-4), outs, wanted)
         assert outs["number"].tolist() == [1.5] * DEPTH and outs["cache"]["unused"] is None
 
 
@@ -703,7 +703,7 @@ def test_the_gradient_reaches_what_each_layer_gets() -> None:
 
     found = jax.grad(loss, argnums=(0, 1))(SCALES, CACHES["k"])
     for one, other in zip(found, jax.grad(loss_by_hand, argnums=(0, 1))(SCALES, CACHES["k"]), strict=True):
-        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("collect", [False, True])
@@ -712,7 +712,7 @@ def test_state_comes_last(collect: bool) -> None:
     each: dict[str, Any] = {"scale": SCALES, **({"cache": CACHES} if collect else {})}
     *results, after = stacked.scan(X, each=each, collect=collect, state=state)
     assert len(results) == 1 + collect
-    np.testing.assert_allclose(results[0], by_hand(stacked, X, (), each)[0], rtol=1e-6)
+    np.testing.assert_allclose(results[0], by_hand(stacked, X, (), each)[0], rtol=1e-5)
     [calls] = jax.tree.leaves(after)
     assert calls.tolist() == [1] * DEPTH
 

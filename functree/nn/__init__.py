@@ -18,3 +18,5 @@ from functree.nn.sequential import Jitted as Jitted
 from functree.nn.sequential import Sequential as Sequential
 from functree.nn.transformer import Block as Block
 from functree.nn.transformer import Transformer as Transformer
+from functree.nn.weight_map import WeightMap as WeightMap
+from functree.nn.weight_map import config_from_json as config_from_json

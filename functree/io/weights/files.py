@@ -1,0 +1,80 @@
+"""The safetensors files of a model ─► shape, dtype and blocks of each tensor, by name. Nothing is read whole."""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from functree.errors import FunctreeError
+from functree.io.extras import needed
+
+INDEX = "model.safetensors.index.json"
+
+
+class Tensor(NamedTuple):
+    """A tensor in a file, of which slices can be read.
+
+    Attributes:
+        shape: its shape.
+        dtype: its dtype.
+        source: an open slice of safetensors.
+    """
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    source: Any
+
+    def read(self, index: Sequence[slice]) -> np.ndarray:
+        """A block of the tensor."""
+        return np.asarray(self.source[tuple(index)])
+
+
+#: The dtypes of safetensors that JAX has, by their names there.
+_DTYPES = {
+    "F64": "float64",
+    "F32": "float32",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2",
+}
+
+
+def open_tensors(folder: Path) -> Mapping[str, Tensor]:
+    """All tensors in the files of a folder, by name.
+
+    Raises:
+        FunctreeError: there is no file, a file that the index names is missing, or one is not a safetensors file.
+    """
+    safetensors = needed("safetensors", "weights")
+    tensors: dict[str, Tensor] = {}
+    for file in _files(folder):
+        try:
+            handle = safetensors.safe_open(file, framework="np")
+        except safetensors.SafetensorError as error:
+            raise FunctreeError(f"{file} is not a safetensors file, or not all of it is there: {error}") from None
+        for name in handle.keys():
+            if name in tensors:
+                raise FunctreeError(f"{file}: another file has a tensor {name!r} too")
+            source = handle.get_slice(name)
+            kind = source.get_dtype()
+            if kind not in _DTYPES:
+                raise FunctreeError(f"{file}: {name} has the dtype {kind}, and weights are of {', '.join(_DTYPES)}")
+            tensors[name] = Tensor(tuple(source.get_shape()), np.dtype(_DTYPES[kind]), source)
+    return tensors
+
+
+def _files(folder: Path) -> list[Path]:
+    """The files with tensors: those that the index names, or the only one."""
+    index = folder / INDEX
+    if not index.is_file():
+        found = sorted(folder.glob("*.safetensors"))
+        if not found:
+            raise FunctreeError(f"{folder}: there is no *.safetensors file")
+        return found
+    files = sorted({folder / name for name in json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()})
+    if missing := [file.name for file in files if not file.is_file()]:
+        raise FunctreeError(f"{index} names files that are not there: {', '.join(missing)}")
+    return files

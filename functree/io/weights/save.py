@@ -1,0 +1,142 @@
+"""A `Transformer` ─► the files of a published model: `config.json`, and `*.safetensors`."""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+from functree.errors import FunctreeError
+from functree.io.extras import needed
+from functree.io.weights.files import INDEX
+from functree.io.weights.load import Weight, weights_of
+from functree.nn.config import TransformerConfig
+from functree.nn.rope import Llama3Rope
+from functree.nn.transformer import Transformer
+from functree.nn.weight_map import WeightMap
+from functree.parameters import FOLDER, Takes, check
+from functree.tree.leaves import read
+
+_MODEL = Takes("an `ft.nn.Transformer`", lambda value: isinstance(value, Transformer))
+#: A larger model is split into several files, as published ones are.
+MOST_BYTES = 5 * 10**9
+
+
+def save_weights(folder: str | Path, model: Transformer) -> None:
+    """Write a model as it would be published, so that `ft.load_weights` and others read it.
+
+    The family is the one that computes the same: `qwen3` with norms of queries and keys, `qwen2` with biases, `mistral`
+    with a window, else `llama`.
+
+    Args:
+        folder: a folder without weights; it is created.
+        model: the model.
+
+    Raises:
+        FunctreeError: the folder has weights already; no family computes what the model does.
+    """
+    check("no weights are saved", folder=(folder, FOLDER), model=(model, _MODEL))
+    folder, safetensors = Path(folder), needed("safetensors.numpy", "weights")
+    name = _family(model.config)
+    if found := sorted(file.name for file in (*folder.glob("config.json"), *folder.glob("*.safetensors*"))):
+        raise FunctreeError(f"{folder} has {', '.join(found)} already: save to another folder, or remove them")
+    folder.mkdir(parents=True, exist_ok=True)
+    arrays = [leaf.value for leaf in read(model).leaves]
+    weights = list(weights_of(model, WeightMap.families[name]))
+    files = _files(weights, arrays)
+    for file, own in files.items():
+        tensors = dict(_tensors([weights[i] for i in own], [arrays[i] for i in own]))
+        if jax.process_index() == 0:
+            safetensors.save_file(tensors, folder / file, metadata={"format": "pt"})
+    if jax.process_index() == 0:
+        if len(files) > 1:
+            _write(folder / INDEX, _index(files, weights, arrays))
+        _write(folder / "config.json", _config(name, model))
+
+
+def _files(weights: Sequence[Weight], arrays: Sequence[jax.Array]) -> dict[str, list[int]]:
+    """The files, each with the indices of its weights: one, or several of at most `MOST_BYTES` or one weight."""
+    groups: list[list[int]] = [[]]
+    size = 0
+    for i, array in enumerate(arrays):
+        if groups[-1] and size + array.nbytes > MOST_BYTES:
+            groups.append([])
+            size = 0
+        groups[-1].append(i)
+        size += array.nbytes
+    if len(groups) == 1:
+        return {"model.safetensors": groups[0]}
+    return {f"model-{i + 1:05}-of-{len(groups):05}.safetensors": group for i, group in enumerate(groups)}
+
+
+def _tensors(weights: Sequence[Weight], arrays: Sequence[jax.Array]) -> Iterator[tuple[str, np.ndarray]]:
+    """The tensors of some weights, by name."""
+    for weight, array in zip(weights, arrays, strict=True):
+        whole = np.asarray(multihost_utils.process_allgather(array, tiled=True))
+        for name, one in zip(weight.names, whole if weight.stacked else [whole], strict=True):
+            yield name, weight.form.to_file(one)
+
+
+def _index(
+    files: Mapping[str, Sequence[int]], weights: Sequence[Weight], arrays: Sequence[jax.Array]
+) -> dict[str, Any]:
+    named = {name: file for file, own in files.items() for i in own for name in weights[i].names}
+    return {
+        "metadata": {"total_size": sum(array.nbytes for array in arrays)},
+        "weight_map": dict(sorted(named.items())),
+    }
+
+
+def _write(file: Path, value: Mapping[str, Any]) -> None:
+    file.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+
+
+def _family(config: TransformerConfig) -> str:
+    """The family whose models compute as this one does.
+
+    Raises:
+        FunctreeError: none does.
+    """
+    special = {"qwen3": config.qk_norm, "qwen2": config.attention_bias, "mistral": config.window is not None}
+    named = [name for name, is_so in special.items() if is_so]
+    why = ""
+    if len(named) > 1:
+        why = f"it has what only {' and only '.join(named)} has"
+    elif not isinstance(config.rope_scaling, Llama3Rope | None):
+        why = f"no family has rope_scaling={config.rope_scaling!r}"
+    if why:
+        raise FunctreeError(f"no published family computes what this model does: {why}")
+    return next(iter(named), "llama")
+
+
+_ARCHITECTURES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
+
+
+def _config(name: str, model: Transformer) -> dict[str, Any]:
+    """What `config.json` says of a model."""
+    config, scaling = model.config, model.config.rope_scaling
+    rope: dict[str, Any] = {"rope_theta": config.rope_theta, "rope_type": "default"}
+    if isinstance(scaling, Llama3Rope):
+        rope |= {"rope_type": "llama3", "factor": scaling.factor, "low_freq_factor": scaling.low}
+        rope |= {"high_freq_factor": scaling.high, "original_max_position_embeddings": scaling.original}
+    return {
+        "architectures": [f"{_ARCHITECTURES[name]}ForCausalLM"],
+        "model_type": name,
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.embed,
+        "num_hidden_layers": config.layers,
+        "num_attention_heads": config.heads,
+        "num_key_value_heads": config.kv_heads,
+        "head_dim": config.head_dim,
+        "intermediate_size": config.hidden,
+        "max_position_embeddings": config.max_seq,
+        "hidden_act": "silu",
+        "rms_norm_eps": config.norm_eps,
+        "rope_parameters": rope,
+        "tie_word_embeddings": config.tie_embedding,
+        "dtype": str(model.embed.weight.dtype),
+        **({"sliding_window": config.window} if name == "mistral" else {}),
+    }
