@@ -317,8 +317,14 @@ def positive(text: str) -> int:
 
 def count(text: str) -> int:
     if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of bytes")
+        raise argparse.ArgumentTypeError(f"{text!r} is not 0 or a positive number")
     return int(text)
+
+
+def amount(text: str) -> float:
+    if not re.fullmatch(r"\d*\.?\d+(e-?\d+)?|\d+\.", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of at least 0")
+    return float(text)
 
 
 def prompt(text: str) -> bytes:
@@ -351,13 +357,13 @@ def command_line() -> Parser:
     training.add_argument("--seq", type=positive, default=128, metavar="N", help="bytes in a sequence")
     dtypes = ["auto", "float32", "bfloat16"]
     training.add_argument("--dtype", choices=dtypes, default="auto", help="what is computed in; auto: by the devices")
-    training.add_argument("--lr", type=float, default=3e-3, metavar="X", help="highest learning rate")
-    training.add_argument("--seed", type=int, default=0, metavar="N", help="seed of weights, batches and sample")
-    training.add_argument("--megabytes", type=float, default=4.0, metavar="X", help="megabytes of text, at most")
+    training.add_argument("--lr", type=amount, default=3e-3, metavar="X", help="highest learning rate")
+    training.add_argument("--seed", type=count, default=0, metavar="N", help="seed of weights, batches and sample")
+    training.add_argument("--megabytes", type=amount, default=4.0, metavar="X", help="megabytes of text, or 20 files")
     output = parser.add_argument_group("output")
     output.add_argument("--generate", type=prompt, default="def ", metavar="TEXT", help="what the sample begins with")
     output.add_argument("--sample", type=count, default=300, metavar="N", help="bytes to sample at the end; 0: none")
-    output.add_argument("--temperature", type=float, default=0.5, metavar="X", help="of the sample; 0: greedy")
+    output.add_argument("--temperature", type=amount, default=0.5, metavar="X", help="of the sample; 0: greedy")
     output.add_argument("--out", type=picture, default="train_lm.png", metavar="FILE", help="the loss curve, a PNG")
     output.add_argument("--verbose", action="store_true", help="print the optimizer's whole plan")
     return parser

@@ -62,6 +62,20 @@ def test_against_all_logits(chunk: int, mask: Any, z_loss: float, tied: bool, wh
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-6 * float(jnp.abs(other).max()) + 1e-7)
 
 
+@pytest.mark.parametrize("target", [-100, -1, 96, 1000])
+def test_a_target_that_is_no_token_is_seen_unless_it_is_masked(target: int) -> None:
+    targets = TARGETS.copy()
+    targets[1, 3] = target
+    mask = np.ones_like(MASK)
+    mask[1, 3] = False
+    own = model()
+    loss = jax.jit(lambda targets, mask=None: ft.nn.cross_entropy(own, TOKENS, targets, chunk=8, mask=mask))
+    assert np.isnan(loss(targets))
+    np.testing.assert_allclose(loss(targets, mask), loss(TARGETS, mask), rtol=1e-6)
+    grads = jax.jit(jax.grad(lambda model: ft.nn.cross_entropy(model, TOKENS, targets, chunk=8, mask=mask)))(own)
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(grads))
+
+
 def test_nothing_counts() -> None:
     loss, gradients = ft.jit(ft.value_and_grad(ft.nn.cross_entropy))(
         model(), TOKENS, TARGETS, mask=jnp.zeros_like(MASK)

@@ -94,7 +94,7 @@ def test_one_compilation_for_prompts_of_a_bucket() -> None:
 
 @pytest.mark.parametrize("dtype", ["uint8", "int16", "uint32"])
 def test_prompts_of_any_integers(dtype: str) -> None:
-    tokens = ft.nn.generate(model("llama"), PROMPTS.astype(dtype), 8, lengths=LENGTHS.astype("int16"), stop=200, pad=3)
+    tokens = ft.nn.generate(model("llama"), PROMPTS.astype(dtype), 8, lengths=LENGTHS.astype("int16"), stop=95, pad=3)
     assert tokens.dtype == dtype
     assert tokens.tolist() == ft.nn.generate(model("llama"), PROMPTS, 8, lengths=LENGTHS, pad=3).tolist()
 
@@ -107,6 +107,20 @@ def test_the_cache_is_updated_in_place() -> None:
     # No array as large as the cache is made besides.
     made = re.findall(r"= f32\[2,2,48,2,8\]\S* (\w[\w-]*)\(", compiled.as_text())
     assert not [opcode for opcode in made if opcode == "copy"]
+
+
+@pytest.mark.parametrize(
+    ("name", "length", "most"), [("llama", 5, 5), ("mistral", 16, 64), ("mistral", 3, 3), ("mistral", 5, 64)]
+)
+def test_a_token_that_a_cache_has_no_room_for_is_seen(name: str, length: int, most: int) -> None:
+    """With a window of 5 a cache of 5 is enough, up to `max_seq`."""
+    step = ft.jit(lambda model, tokens, cache: model(tokens, cache=cache))
+    cache = ft.nn.Cache.create(model(name), 1, length)
+    tokens = RANDOM.integers(0, 96, (1, 66)).astype(np.int32)
+    for start in range(0, 66, 3):
+        logits, cache = step(model(name), tokens[:, start : start + 3], cache)
+        beyond = np.arange(start, start + 3) >= most
+        assert np.isnan(logits[0]).all(-1).tolist() == np.isnan(logits[0]).any(-1).tolist() == beyond.tolist()
 
 
 def test_what_stops_a_row() -> None:
@@ -149,7 +163,13 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"top_k": 3}, "top_k=3  at temperature 0 the likeliest token is chosen, whatever it is"),
     ({"lengths": np.array([0, 9])}, "a prompt has from 1 to 9 tokens"),
     ({"lengths": np.array([1, 10])}, "a prompt has from 1 to 9 tokens"),
-    ({"lengths": np.array([3])}, "it must be an integer for each of 2 prompts"),
+    ({"lengths": np.array([3])}, "it must be an array of an integer for each of 2 prompts"),
+    ({"lengths": [3, 4]}, "lengths=[3, 4]  it must be an array of an integer for each of 2 prompts"),
+    ({"prompts": PROMPTS + 95}, "the model has 96 tokens, and some are not among them: "),
+    ({"prompts": -PROMPTS}, "prompts the model has 96 tokens, and some are not among them: -"),
+    ({"stop": [3, 96]}, "stop=96  the model has 96 tokens"),
+    ({"stop": -1}, "stop=-1  the model has 96 tokens"),
+    ({"stop": "end"}, "it must be a token, or several"),
     ({"prompts": PROMPTS[0]}, "it must be an array of integers, (batch, seq), of at least one token"),
     ({"stop": "end"}, "stop='end'"),
 ]

@@ -21,8 +21,9 @@ Layers = Float[Array, "layers batch seq kv_heads head_dim"]
 class Cache(eqx.Module):
     """The keys and values of the tokens so far, of which a model that is given more tokens computes nothing again.
 
-    It is immutable: `logits, cache = model(tokens, cache=cache)`. Donate it, and it is updated in place. A full cache
-    forgets its oldest tokens, which a model with a window does not see any more.
+    It is immutable: `logits, cache = model(tokens, cache=cache)`. Donate it, and it is updated in place. With a window
+    it forgets the tokens that the model does not see any more. Without one it has room for `length` tokens, and the
+    logits of those behind them are NaN.
 
     Args:
         key: the keys of each layer, after the rotation. The slot of a token is its position modulo their number.
@@ -67,6 +68,12 @@ class Cache(eqx.Module):
         shape = (config.layers, batch, slots, config.kv_heads, config.head_dim)
         key, value = (activation(jnp.zeros(shape, config.compute_dtype), _AXES) for _ in range(2))
         return cls(key, value, activation(jnp.zeros(batch, jnp.int32), "batch"))
+
+    def most_tokens(self, config: TransformerConfig) -> int:
+        """How many tokens a row may have in a model with this config."""
+        slots = self.key.shape[2]
+        forgets = config.window is not None and slots >= config.window  # those that nobody sees any more
+        return config.max_seq if forgets else min(slots, config.max_seq)
 
     def fits(self, config: TransformerConfig) -> bool:
         """Whether it is a cache for models of a config."""

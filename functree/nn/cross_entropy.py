@@ -38,12 +38,13 @@ def cross_entropy(
 
     The logits of all tokens would be the largest array of a training step. So they are computed for a part of the
     sequence at a time. If the loss is differentiated, its gradient is computed in the same pass, and no logits are
-    computed twice. (So only reverse mode differentiates it, and once, unless `chunk` covers the whole sequence.)
+    computed twice. (So `jax.jvp` does not differentiate it, unless `chunk` covers the whole sequence.)
 
     Args:
         model: the model.
         tokens: the tokens.
-        targets: the token that follows each of them.
+        targets: the token that follows each of them. One that is not in the vocabulary makes the loss NaN, unless the
+            mask leaves it out.
         positions: as in a call of the model.
         segments: as in a call of the model.
         chunk: of how many positions of the sequence the logits are held at one time; the last may be fewer.
@@ -138,7 +139,8 @@ def _of_chunk(given: tuple[Any, Array], targets: Array, weights: Array, z_loss: 
     loss = log_total - jnp.where(is_target, logits, 0).sum(-1)
     if z_loss:
         loss += z_loss * log_total**2
-    return (loss * weights).sum()
+    loss = jnp.where((targets >= 0) & (targets < logits.shape[-1]), loss, jnp.nan)
+    return jnp.where(weights > 0, loss * weights, 0).sum()
 
 
 @eqx.filter_custom_vjp

@@ -22,6 +22,7 @@ _MODEL = Takes("an `ft.nn.Transformer`", lambda value: isinstance(value, Transfo
 _PROMPTS = Takes(
     "an array of integers, (batch, seq), of at least one token", lambda x: is_integers(x) and x.ndim == 2 and x.size > 0
 )
+_STOP = Takes("a token, or several", POSITIONS.fits)
 _LEAST = 16
 
 
@@ -94,11 +95,12 @@ def generate(
         temperature=(temperature, ROOM),
         top_k=(top_k, SIZE.or_none()),
         top_p=(top_p, FRACTION.or_none()),
-        stop=(stop, POSITIONS.or_none()),
+        stop=(stop, _STOP.or_none()),
         pad=(pad, POSITION),
     )
     batch, seq = prompts.shape
-    if problems := _problems(model, prompts, length, lengths, key, temperature, top_k, top_p):
+    stops: Any = np.asarray([] if stop is None else stop, np.int32).reshape(-1)
+    if problems := _problems(model, prompts, length, lengths, key, temperature, top_k, top_p, stops):
         raise FunctreeError("generate cannot continue these prompts", problems)
     choice = _Choice(
         None if temperature == 0 else key,
@@ -106,10 +108,9 @@ def generate(
         None if top_k is None else np.int32(top_k),
         None if top_p is None else np.float32(top_p),
     )
-    stops: Any = np.asarray([] if stop is None else stop, np.int32).reshape(-1)
     ends: Any = np.full(batch, seq, np.int32) if lengths is None else lengths
     padded = _in_bucket(prompts, min(_bucket(seq), model.config.max_seq - length))
-    return _narrowed(generation(model, padded, ends, choice, stops, jnp.int32(pad), int(length)), seq + length)
+    return _narrowed(generation(model, padded, ends, choice, stops, jnp.int32(pad), range(length)), seq + length)
 
 
 def _problems(
@@ -121,6 +122,7 @@ def _problems(
     temperature: float,
     top_k: int | None,
     top_p: float | None,
+    stops: np.ndarray,
 ) -> list[Problem]:
     """What is wrong, each value for itself being one that its parameter takes."""
     found: list[Problem] = []
@@ -131,10 +133,16 @@ def _problems(
         found.append(Problem(None, None, f"length={length}", why, remedy))
     if lengths is not None:
         if not is_integers(lengths) or lengths.shape != (batch,):
-            why = f"it must be an integer for each of {batch} prompts"
+            why = f"it must be an array of an integer for each of {batch} prompts"
             found.append(Problem(None, None, f"lengths={shown(lengths)}", why))
         elif _is_here(lengths) and not all(0 < one <= seq for one in np.asarray(lengths)):
             found.append(Problem(None, None, f"lengths={lengths}", f"a prompt has from 1 to {seq} tokens"))
+    vocab = model.config.vocab_size
+    if _is_here(prompts) and len(unknown := _outside(np.asarray(prompts), vocab)):
+        why = f"the model has {vocab} tokens, and some are not among them: {_few(unknown)}"
+        found.append(Problem(None, None, "prompts", why))
+    if len(unknown := _outside(stops, vocab)):
+        found.append(Problem(None, None, f"stop={_few(unknown)}", f"the model has {vocab} tokens"))
     if temperature and key is None:
         why = "tokens are drawn with a key"
         found.append(Problem(None, None, f"temperature={temperature}", why, "key=jax.random.key(0)"))
@@ -143,6 +151,16 @@ def _problems(
             why = "at temperature 0 the likeliest token is chosen, whatever it is"
             found.append(Problem(None, None, f"{name}={value}", why, "temperature=1.0"))
     return found
+
+
+def _outside(tokens: np.ndarray, vocab: int) -> np.ndarray:
+    """The tokens that a vocabulary does not have."""
+    return np.unique(tokens[(tokens < 0) | (tokens >= vocab)])
+
+
+def _few(tokens: np.ndarray) -> str:
+    """The first of some tokens."""
+    return ", ".join(map(str, tokens[:5].tolist())) + ", …" * (len(tokens) > 5)
 
 
 def _bucket(seq: int) -> int:
@@ -179,9 +197,10 @@ def generation(
     choice: _Choice,
     stops: Int[Array, "stops"],
     pad: Int[Array, ""],
-    length: int,
+    new_tokens: range,  # a number that differs would be warned of, as one that could be traced
 ) -> Int[Array, "batch _"]:
     batch, seq = prompts.shape
+    length = len(new_tokens)
     pad, lengths = pad.astype(prompts.dtype), lengths.astype(jnp.int32)
     features, new = model.run(prompts, cache=Cache.create(model, batch, 0))
     cache = Cache.create(model, batch, seq + length).extended(*new, lengths=lengths)

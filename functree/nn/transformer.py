@@ -5,6 +5,7 @@ from typing import Any, overload
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
@@ -240,16 +241,20 @@ class Transformer(eqx.Module):
             cache: keys and values of the tokens before these. It is returned with those of these tokens too.
 
         Returns:
-            The logits; with a cache `(logits, cache)`.
+            The logits; with a cache `(logits, cache)`. Behind the last token that the cache has room for, or that
+            `config.max_seq` allows, they are NaN.
 
         Raises:
-            FunctreeError: the sequence is longer than `config.max_seq`; positions or segments have another shape; both
-                segments and a cache are given.
+            FunctreeError: the sequence is empty, or longer than `config.max_seq`; positions or segments have another
+                shape; both segments and a cache are given.
         """
         if cache is None:
             return self.logits(self.features(tokens, positions, segments))
         with whole_sequence():
             x, new = self.run(tokens, positions, segments, cache)
+            # How many tokens a row has had is not known here: one too many is seen in the result.
+            beyond = next_positions(cache.filled, tokens.shape[1]) >= cache.most_tokens(self.config)
+            x = jnp.where(beyond[..., None], jnp.nan, x)
             return self.logits(x), cache.extended(*new)
 
     def features(
@@ -277,6 +282,8 @@ class Transformer(eqx.Module):
     def _check(self, tokens: Any, positions: Any, segments: Any, cache: Any) -> None:
         check("Transformer cannot read these tokens", tokens=(tokens, TOKENS), cache=(cache, CACHE))
         seq = tokens.shape[-1]
+        if not tokens.size:
+            raise FunctreeError(f"tokens of shape {tokens.shape}: there is no token to read")
         if seq > self.config.max_seq:
             raise FunctreeError(
                 f"tokens of shape {tokens.shape}: a sequence of {seq} is longer than max_seq={self.config.max_seq}; "
