@@ -81,6 +81,13 @@ def test_generation_on_a_mesh(name: str, explicit: bool) -> None:
     assert tokens.sharding.is_equivalent_to(jax.NamedSharding(mesh, ft.P("data")), 2)
 
 
+def test_types_tell_where_there_are_no_rules() -> None:
+    mesh = ft.make_mesh(data=2, model=2, devices=jax.devices()[:4], explicit=True)
+    prompts = np.pad(PROMPTS, [(0, 0), (0, 1)])
+    tokens = ft.nn.generate(ft.shard(model("llama"), RULES, mesh), ft.shard(prompts, ft.P(None, "model"), mesh), 4)
+    assert tokens.tolist() == ft.nn.generate(model("llama"), prompts, 4).tolist()
+
+
 def test_one_compilation_for_prompts_of_a_bucket() -> None:
     generate = functools.partial(ft.nn.generate, model("llama"), length=4, key=jax.random.key(0), top_k=5, top_p=0.9)
     before = len(generation.compilations)

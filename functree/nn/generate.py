@@ -199,7 +199,7 @@ def generation(
     pad: Int[Array, ""],
     new_tokens: range,  # a number that differs would be warned of, as one that could be traced
 ) -> Int[Array, "batch _"]:
-    batch, seq = prompts.shape
+    prompts, (batch, seq) = whole(prompts), prompts.shape
     length = len(new_tokens)
     pad, lengths = pad.astype(prompts.dtype), lengths.astype(jnp.int32)
     features, new = model.run(prompts, cache=Cache.create(model, batch, 0))
