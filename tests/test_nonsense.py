@@ -354,7 +354,7 @@ NOT_OURS = {("jit", "compiler_options", "a dict"), ("grad", "fn", "None"), ("val
 # Called by functree itself, with values that it has checked.
 INTERNAL = {
     "StateSharding.first", "Path.of", "StateRef.at", "State.update", "State.of_layers", "Plan.sharding", "nn.Block",
-    "nn.Cache", "nn.Cache.extended", "nn.Cache.fits",
+    "nn.Cache", "nn.Cache.extended", "nn.Cache.fits", "nn.Cache.most_tokens",
 }  # fmt: skip
 # What users do not construct: these are results, and errors.
 RESULTS = {
