@@ -23,6 +23,7 @@ from functree.io.weights.blocks import Form
 from functree.io.weights.files import Tensor
 
 MODELS = Path(__file__).parent / "fixtures" / "hf"
+KEY = jax.random.key(0)
 TOKENS = np.load(MODELS / "tokens.npy")
 TENSOR = {"heads": "model", "kv_heads": "model", "hidden": "model", "vocab": "model"}
 LAYOUT = ft.AxisRules({"batch": "data", **TENSOR, ...: None}) | ft.FSDP("data", min_size=0)
@@ -182,6 +183,13 @@ def test_what_is_refused(case: str, copied: Path) -> None:
         load(copied)
 
 
+def test_several_dtypes_become_one_that_is_asked_for(copied: Path) -> None:
+    changed(copied, **{GATE: tensors(copied)[GATE].astype("float16")})
+    gate = load(copied, param_dtype=jnp.float32).blocks.layer.mlp.gate
+    assert gate.dtype == jnp.float32
+    np.testing.assert_allclose(gate, load(MODELS / "llama").blocks.layer.mlp.gate, rtol=1e-3, atol=1e-5)
+
+
 @pytest.mark.parametrize("field", ["hidden_size", "num_hidden_layers", "vocab_size", "num_key_value_heads"])
 def test_a_size_that_the_weights_do_not_have(field: str, copied: Path) -> None:
     given = json.loads((copied / "config.json").read_text())
@@ -201,6 +209,13 @@ def test_files_that_are_not_whole(copied: Path) -> None:
         load(copied)
     shutil.rmtree(copied)
     shutil.copytree(MODELS / "llama_sharded", copied)
+    index = copied / "model.safetensors.index.json"
+    whole = index.read_text()
+    for text, said in (("{", "index.json is not JSON: "), ('{"weight_map": 1}', 'it has to have a "weight_map"')):
+        index.write_text(text)
+        with raises(said, error=ft.FunctreeError):
+            load(copied)
+    index.write_text(whole)
     (copied / "model-00003-of-00007.safetensors").unlink()
     with raises("names files that are not there: model-00003-of-00007.safetensors", error=ft.FunctreeError):
         load(copied)
@@ -226,6 +241,9 @@ def test_what_is_not_saved(tmp_path: Path) -> None:
         config = ft.nn.TransformerConfig(16, **sizes, **options)
         with raises("no published family computes what this model does", said, error=ft.FunctreeError):
             ft.save_weights(tmp_path / "new", ft.nn.Transformer.create(config, key=jax.random.key(0)))
+    model = ft.select(load(MODELS / "llama")).at(lambda model: model.unembed).set(ft.nn.Linear(32, 96, key=KEY))
+    with raises("the family has no name for `unembed.bias`", error=ft.FunctreeError):
+        ft.save_weights(tmp_path / "new", model)
     assert not (tmp_path / "new").exists()
 
 

@@ -46,7 +46,8 @@ def open_tensors(folder: Path) -> Mapping[str, Tensor]:
     """All tensors in the files of a folder, by name.
 
     Raises:
-        FunctreeError: there is no file, a file that the index names is missing, or one is not a safetensors file.
+        FunctreeError: there is no file, a file that the index names is missing, one is not a safetensors file, or the
+            index is not one.
     """
     safetensors = needed("safetensors", "weights")
     tensors: dict[str, Tensor] = {}
@@ -74,7 +75,19 @@ def _files(folder: Path) -> list[Path]:
         if not found:
             raise FunctreeError(f"{folder}: there is no *.safetensors file")
         return found
-    files = sorted({folder / name for name in json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()})
+    files = sorted({folder / name for name in _file_names(index)})
     if missing := [file.name for file in files if not file.is_file()]:
         raise FunctreeError(f"{index} names files that are not there: {', '.join(missing)}")
     return files
+
+
+def _file_names(index: Path) -> set[str]:
+    """The names of the files in an index."""
+    try:
+        named = json.loads(index.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise FunctreeError(f"{index} is not JSON: {error}") from None
+    files = named.get("weight_map") if isinstance(named, dict) else None
+    if not isinstance(files, dict) or not all(isinstance(name, str) for name in files.values()):
+        raise FunctreeError(f'{index}: it has to have a "weight_map", from each weight to its file')
+    return set(files.values())

@@ -59,7 +59,7 @@ def load_weights(
     model = abstract(Transformer.create)(config, key=jax.random.key(0))
     planned = plan(model, layout, mesh)
     weights = list(weights_of(model, family))
-    _check(file.parent, weights, tensors)
+    _check(file.parent, weights, tensors, mixed=param_dtype is not None)
     leaves = read(model)
     arrays = [
         weight.array(tensors, planned.sharding(row), param_dtype)
@@ -119,13 +119,20 @@ def weights_of(model: Transformer, family: WeightMap) -> Iterator[Weight]:
         yield Weight(leaf.path, leaf.value.shape, names, stacked, form)
 
 
-def _check(folder: FilePath, weights: list[Weight], tensors: Mapping[str, Tensor]) -> None:
-    """Raise for weights that are missing, that have another shape, or that nobody reads."""
+def _check(folder: FilePath, weights: list[Weight], tensors: Mapping[str, Tensor], mixed: bool) -> None:
+    """Raise for weights that are missing, that have another shape, or that nobody reads.
+
+    Args:
+        folder: their folder, for the message.
+        weights: the weights of the model.
+        tensors: those in the files.
+        mixed: whether the layers of a weight may have several dtypes, since all become one.
+    """
     problems: list[Problem] = []
     unread = dict.fromkeys(tensors)
     for weight in weights:
         dtypes = {str(tensors[name].dtype) for name in weight.names if name in tensors}
-        if len(dtypes) > 1:
+        if len(dtypes) > 1 and not mixed:
             why = f"its layers have several dtypes: {', '.join(sorted(dtypes))}"
             problems.append(Problem(weight.path, None, "", why, "say which, as `param_dtype=`"))
         for name in weight.names:

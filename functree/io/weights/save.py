@@ -43,10 +43,10 @@ def save_weights(folder: str | Path, model: Transformer) -> None:
     name = _family(model.config)
     if found := sorted(file.name for file in (*folder.glob("config.json"), *folder.glob("*.safetensors*"))):
         raise FunctreeError(f"{folder} has {', '.join(found)} already: save to another folder, or remove them")
-    folder.mkdir(parents=True, exist_ok=True)
     arrays = [leaf.value for leaf in read(model).leaves]
     weights = list(weights_of(model, WeightMap.families[name]))
-    files = _files(weights, arrays)
+    files = _files(arrays)
+    folder.mkdir(parents=True, exist_ok=True)
     for file, own in files.items():
         tensors = dict(_tensors([weights[i] for i in own], [arrays[i] for i in own]))
         if jax.process_index() == 0:
@@ -57,8 +57,8 @@ def save_weights(folder: str | Path, model: Transformer) -> None:
         _write(folder / "config.json", _config(name, model))
 
 
-def _files(weights: Sequence[Weight], arrays: Sequence[jax.Array]) -> dict[str, list[int]]:
-    """The files, each with the indices of its weights: one, or several of at most `MOST_BYTES` or one weight."""
+def _files(arrays: Sequence[jax.Array]) -> dict[str, list[int]]:
+    """The files, each with the indices of its arrays: one, or several of at most `MOST_BYTES` or one weight."""
     groups: list[list[int]] = [[]]
     size = 0
     for i, array in enumerate(arrays):
