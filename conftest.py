@@ -92,6 +92,7 @@ def _doctest_surroundings(request: pytest.FixtureRequest) -> Iterator[None]:
     names = request.getfixturevalue("doctest_namespace")
     names.update(ft=ft, jax=jax, jnp=jnp, eqx=eqx, np=np)
     names.update(Array=Array, Float=Float, Int=Int, P=PartitionSpec)
+    names.update(folder=request.getfixturevalue("tmp_path"))
     if request.node.path.suffix != ".md":
         yield
         return

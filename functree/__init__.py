@@ -5,6 +5,7 @@ from jax.sharding import PartitionSpec
 from functree import nn as nn
 from functree import testing as testing
 from functree.errors import AxesError as AxesError
+from functree.errors import CheckpointError as CheckpointError
 from functree.errors import FunctreeError as FunctreeError
 from functree.errors import FunctreeWarning as FunctreeWarning
 from functree.errors import Problem as Problem
@@ -44,6 +45,12 @@ from functree.placing.init import init_optimizer as init_optimizer
 from functree.transforms.jit.jit import jit as jit
 from functree.transforms.ledger import ledger as ledger
 from functree.placing.mesh import make_mesh as make_mesh
+from functree.io.checkpoints.checkpoints import Checkpoints as Checkpoints
+from functree.io.checkpoints.inspect import Checkpoint as Checkpoint
+from functree.io.checkpoints.inspect import inspect as inspect
+from functree.io.checkpoints.manifest import SavedArray as SavedArray
+from functree.io.checkpoints.read import restore as restore
+from functree.io.checkpoints.write import save as save
 from functree.io.weights.load import load_weights as load_weights
 from functree.io.weights.save import save_weights as save_weights
 from functree.placing.constrain import constrain as constrain

@@ -117,6 +117,17 @@ class StateError(FunctreeError):
     """
 
 
+class CheckpointError(FunctreeError):
+    """A checkpoint cannot be written or read, is not what was saved, or does not fit the tree that it is restored into.
+
+    Examples:
+        >>> ft.restore("/nowhere", {})
+        Traceback (most recent call last):
+            ...
+        functree.errors.CheckpointError: /nowhere is not a checkpoint: there is no such folder
+    """
+
+
 # A large model has thousands of leaves, and one mistake often affects all of them. The text names only the first few;
 # `.problems` has them all.
 MAX_PATHS = 6  # named for each group of leaves with the same problems; the other leaves are counted

@@ -13,6 +13,13 @@ def needed(package: str, extra: str) -> ModuleType:
     Raises:
         FunctreeError: it is not installed; the message says what to install.
     """
-    if importlib.util.find_spec(package.partition(".")[0]) is None:
-        raise FunctreeError(f"`{package.partition('.')[0]}` is not installed: pip install 'functree[{extra}]'")
+    if not _is_installed(package):
+        raise FunctreeError(f"`{package}` is not installed: pip install 'functree[{extra}]'")
     return importlib.import_module(package)
+
+
+def _is_installed(package: str) -> bool:
+    try:
+        return importlib.util.find_spec(package) is not None
+    except ModuleNotFoundError:  # the package that it would be in
+        return False

@@ -82,7 +82,7 @@ def _row(row: Row) -> dict[str, Any]:
         "shape": list(row.shape),
         "dtype": str(row.dtype),
         "axes": list(row.axes),
-        "spec": None if row.spec is None else [_entry(entry) for entry in row.spec],
+        "spec": spec_entries(row.spec),
         "reason": row.reason,
         "local_shape": list(row.local_shape),
         "bytes_global": row.bytes_global,
@@ -93,18 +93,25 @@ def _row(row: Row) -> dict[str, Any]:
     }
 
 
-def _entry(entry: Any) -> Any:
-    return list(entry) if isinstance(entry, tuple) else entry
+def spec_entries(spec: PartitionSpec | None) -> list[Any] | None:
+    """A spec in JSON: the entry of each dimension."""
+    return None if spec is None else [list(entry) if isinstance(entry, tuple) else entry for entry in spec]
+
+
+def spec_of(entries: Sequence[Any] | None) -> PartitionSpec | None:
+    """The spec of such entries."""
+    if entries is None:
+        return None
+    return PartitionSpec(*(tuple(entry) if isinstance(entry, list) else entry for entry in entries))
 
 
 def _read_row(data: Mapping[str, Any]) -> Row:
-    spec = data["spec"]
     return Row(
         Path(data["path"]),
         tuple(data["shape"]),
-        _dtype(data["dtype"]),
+        dtype_of(data["dtype"]),
         Axes(*data["axes"]),
-        None if spec is None else PartitionSpec(*(tuple(e) if isinstance(e, list) else e for e in spec)),
+        spec_of(data["spec"]),
         data["reason"],
         tuple(data["local_shape"]),
         data["bytes_global"],
@@ -115,10 +122,14 @@ def _read_row(data: Mapping[str, Any]) -> Row:
     )
 
 
-def _dtype(text: str) -> Any:
-    """The dtype with this text, also that of random keys: `key<fry>`."""
+def dtype_of(text: str) -> Any:
+    """The dtype with this text, also that of random keys: `key<fry>`.
+
+    Raises:
+        FunctreeError: there is none.
+    """
     if text.startswith("key<"):
-        implementation = _IMPLEMENTATIONS.get(text.removeprefix("key<").removesuffix(">"))
+        implementation = key_implementation(text)
         if implementation is None:
             raise FunctreeError(f"the JSON has random keys of an unknown kind: {text}")
         return jax.eval_shape(lambda: jax.random.key(0, impl=implementation)).dtype
@@ -126,6 +137,11 @@ def _dtype(text: str) -> Any:
         return jnp.dtype(text)
     except TypeError as error:
         raise FunctreeError(f"the JSON is not of a whole plan: there is no dtype {text!r}") from error
+
+
+def key_implementation(dtype: Any) -> str | None:
+    """The name of the implementation of random keys with a dtype, or with its text `key<fry>`; None if unknown."""
+    return _IMPLEMENTATIONS.get(str(dtype).removeprefix("key<").removesuffix(">"))
 
 
 _IMPLEMENTATIONS = {"fry": "threefry2x32", "rbg": "rbg", "urbg": "unsafe_rbg"}

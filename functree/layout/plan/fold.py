@@ -31,7 +31,7 @@ class Line(NamedTuple):
     @property
     def told(self) -> str:
         """The axes and the reason."""
-        return f"{self.axes}: {self.reason}" if self.axes else self.reason
+        return ": ".join(filter(None, (self.axes, self.reason)))
 
 
 def fold(rows: Sequence[Row]) -> list[Line]:

@@ -1,0 +1,226 @@
+"""`Checkpoints`: the checkpoints of a run, by step; written in the background, the newest kept."""
+
+import os
+import threading
+from pathlib import Path as FilePath
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+import jax
+
+from functree.errors import CheckpointError, FunctreeError, warn
+from functree.io.checkpoints.folder import is_step, local, remove, sweep
+from functree.io.checkpoints.read import restore
+from functree.io.checkpoints.write import Writing
+from functree.layout.layout import LayoutTree
+from functree.layout.meshes import MeshLike
+from functree.parameters import EXTENT, FLAG, FOLDER, SIZE, check
+from functree.processes.agreement import agreed, chosen
+from functree.tree.filters.filter import FilterLike
+
+T = TypeVar("T")
+
+
+class Checkpoints:
+    """The checkpoints of a run: step `n` is the checkpoint `folder/n`.
+
+    Each is written in the background while the next steps run. What a process that was killed has left half-written
+    is never seen, and the next `save` removes it. Use it in a `with` statement, which waits at its end.
+
+    Args:
+        folder: the folder. With several processes, one that all of them see.
+        keep: how many are kept, the newest; None for all.
+        every: only steps that this number divides are saved; None for each step that is given.
+
+    Attributes:
+        folder: the folder.
+
+    Raises:
+        CheckpointError: what could not be written in the background, at the next call of any method.
+
+    Examples:
+        >>> with ft.Checkpoints(folder / "run", keep=2, every=10) as checkpoints:
+        ...     for step in range(1, 41):
+        ...         saved = checkpoints.save(step, {"w": jnp.full((4,), step)})
+        >>> checkpoints.steps, saved
+        ((30, 40), True)
+        >>> checkpoints.restore({"w": jnp.zeros(4, int)})["w"][0].item()
+        40
+    """
+
+    def __init__(self, folder: str | os.PathLike[str], keep: int | None = 3, every: int | None = None):
+        check(
+            "there are no such checkpoints",
+            folder=(folder, FOLDER),
+            keep=(keep, SIZE.or_none()),
+            every=(every, SIZE.or_none()),
+        )
+        self.folder: FilePath = local(folder)
+        self._keep, self._every = keep, every
+        self._open, self._swept = False, False
+        self._running: _Background | None = None
+
+    def __enter__(self) -> Self:
+        self._open = True
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._open = False
+        try:
+            self.wait()
+        except FunctreeError as failed:
+            if error is None:
+                raise
+            error.add_note(f"and the last checkpoint was not saved: {failed}")  # not in the place of the first error
+
+    @property
+    def steps(self) -> tuple[int, ...]:
+        """The steps that have a checkpoint, in their order."""
+        if not self.folder.is_dir():
+            return ()
+        return tuple(sorted(int(one.name) for one in self.folder.iterdir() if is_step(one)))
+
+    @property
+    def latest(self) -> int | None:
+        """The newest step that has a checkpoint; None if there is none."""
+        return max(self.steps, default=None)
+
+    def save(self, step: int, tree: Any, meta: Any = None, force: bool = False) -> bool:
+        """Save a tree as the checkpoint of a step. When this returns, the tree may be donated.
+
+        Args:
+            step: the step, at least 0.
+            tree: as in `ft.save`.
+            meta: as in `ft.save`.
+            force: whether a step is saved that `every` leaves out.
+
+        Returns:
+            Whether it is saved: False only for a step that `every` leaves out.
+
+        Raises:
+            CheckpointError: as `ft.save`; the step has a checkpoint already; the one before could not be written.
+            FunctreeError: this is outside of the `with` statement.
+        """
+        check("nothing is saved", step=(step, EXTENT), force=(force, FLAG))
+        if not self._open:
+            raise FunctreeError(
+                "`save` writes in the background, and waits at the end of a `with` statement: write "
+                "`with ft.Checkpoints(folder) as checkpoints:` around the loop"
+            )
+        if not force and self._every is not None and step % self._every != 0:
+            return False
+        self.wait()
+        if jax.process_index() == 0:
+            self._sweep()
+        latest = self.latest
+        if latest is not None and step < latest:
+            warn(f"{self.folder} has step {latest} already, and step {step} is saved: a restart goes on from {latest}")
+        path = self.folder / str(step)
+        writing = Writing.begin(path, tree, meta=meta, verify=True, step=int(step))
+        self._running = _Background(writing, lambda: self._retain(int(step)))
+        return True
+
+    def wait(self) -> None:
+        """Wait until what is being written is whole.
+
+        Raises:
+            CheckpointError: it could not be written.
+        """
+        running, self._running = self._running, None
+
+        def finish() -> tuple[None, Any]:
+            if running is not None:
+                running.wait()
+            return None, dict
+
+        agreed("a checkpoint could not be written", finish)
+
+    def restore(
+        self,
+        like: T,
+        step: int | None = None,
+        layout: LayoutTree = None,
+        mesh: MeshLike = None,
+        *,
+        only: FilterLike | None = None,
+        cast: bool = False,
+        verify: bool = True,
+    ) -> T:
+        """The tree of a step, as by `ft.restore`.
+
+        Args:
+            like: as in `ft.restore`.
+            step: the step; by default the latest.
+            layout: as in `ft.restore`.
+            mesh: as in `ft.restore`.
+            only: as in `ft.restore`.
+            cast: as in `ft.restore`.
+            verify: as in `ft.restore`.
+
+        Raises:
+            CheckpointError: as `ft.restore`; there is no checkpoint, or none of this step.
+        """
+        check("nothing is restored", step=(step, EXTENT.or_none()))
+        self.wait()
+        while True:
+            # All processes take the same step, also while another run adds and removes some.
+            found = chosen(str(self.latest)) if step is None else str(step)
+            if found == "None" or (step is not None and step not in self.steps):
+                raise CheckpointError(self._nothing(step))
+            try:
+                return restore(self.folder / found, like, layout, mesh, only=only, cast=cast, verify=verify)
+            except CheckpointError:
+                # One that was removed meanwhile, to keep only so many: a newer one is there.
+                removed = chosen(str(not is_step(self.folder / found))) == "True"
+                if step is not None or not removed or chosen(str(self.latest)) == found:
+                    raise
+
+    def _nothing(self, step: int | None) -> str:
+        steps = ", ".join(map(str, self.steps)) or "none"
+        what = "no checkpoint" if step is None else f"no checkpoint of step {step}"
+        return f"{self.folder} has {what}: its steps are {steps}"
+
+    def __repr__(self) -> str:
+        return f"<Checkpoints at {self.folder}: {len(self.steps)} steps, latest {self.latest}>"
+
+    def _sweep(self) -> None:
+        """Remove what processes that were killed have left half-written."""
+        if self._swept or not self.folder.is_dir():
+            return
+        self._swept = True
+        for one in self.folder.iterdir():
+            if one.name.isdigit() and one.is_dir():
+                sweep(one)
+
+    def _retain(self, saved: int) -> None:
+        """Remove all but the newest checkpoints, and never the one that was just saved."""
+        if self._keep is None or jax.process_index() != 0:
+            return
+        others = [step for step in self.steps if step != saved]
+        for step in others[: max(0, len(others) + 1 - self._keep)]:
+            remove(self.folder / str(step))
+
+
+class _Background:
+    """A checkpoint that is finished in a thread."""
+
+    def __init__(self, writing: Writing, then: Any):
+        self._error: BaseException | None = None
+        self._writing, self._then = writing, then
+        self._thread = threading.Thread(target=self._run, name="functree checkpoint")
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self._writing.finish()
+            self._then()
+        except BaseException as error:
+            self._error = error
+
+    def wait(self) -> None:
+        """Wait for the thread; raise what was raised in it."""
+        self._thread.join()
+        if self._error is not None:
+            raise self._error

@@ -1,0 +1,235 @@
+"""The folder of a checkpoint: its manifest, and beside it a folder with the values of the arrays.
+
+The manifest is the last file that is written, and it names the folder of the values. So a folder without one is not a
+checkpoint, a manifest that replaces another replaces a checkpoint whole, and what it does not name is not part of it.
+A writer holds a lock for what it writes. What nobody has locked and no manifest names was left by a process that died.
+"""
+
+import os
+import shutil
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import jax
+
+from functree.errors import CheckpointError
+from functree.io.checkpoints.manifest import Manifest
+
+MANIFEST = "functree.json"
+_VALUES, _LOCK = "arrays-", ".lock"
+
+# What orbax, tensorstore and the file system raise for files that cannot be read or written. Not all errors: one of a
+# device, such as one that is out of memory, is not about a file.
+_FOREIGN = (OSError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, EOFError, RuntimeError)
+
+
+@contextmanager
+def files(headline: str) -> Iterator[None]:
+    """What is raised inside while files are read or written becomes a CheckpointError, with its cause chained."""
+    try:
+        yield
+    except (CheckpointError, jax.errors.JaxRuntimeError):
+        raise
+    except _FOREIGN as error:
+        raise CheckpointError(f"{headline}: {_first_line(error)}") from error
+
+
+def _first_line(error: BaseException) -> str:
+    return next(iter(str(error).splitlines()), "") or type(error).__name__
+
+
+def local(path: str | os.PathLike[str]) -> Path:
+    """The absolute path of a checkpoint.
+
+    Raises:
+        CheckpointError: it is the address of a bucket.
+    """
+    text = os.fspath(path)
+    if "://" in text:
+        raise CheckpointError(
+            f"{text} is the address of a bucket, and checkpoints are written to a file system that all processes "
+            "share: mount the bucket (gcsfuse, mount-s3), and give the path"
+        )
+    return Path(text).expanduser().absolute()
+
+
+def read_manifest(path: Path) -> Manifest:
+    """What the checkpoint in a folder says about itself.
+
+    Raises:
+        CheckpointError: it is not a checkpoint, or its manifest is not what was written.
+    """
+    try:
+        text = (path / MANIFEST).read_bytes().decode()
+    except FileNotFoundError:
+        raise CheckpointError(f"{path} is not a checkpoint: {_no_manifest(path)}") from None
+    except NotADirectoryError:
+        raise CheckpointError(f"{path} is not a checkpoint: it is a file") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{path / MANIFEST} cannot be read: {error}") from error
+    return Manifest.from_json(text, path / MANIFEST)
+
+
+def _no_manifest(path: Path) -> str:
+    if not path.is_dir():
+        return "there is no such folder"
+    if any(path.glob(f"{_VALUES}*")):
+        return f"it has no {MANIFEST}, so it is still written, or its writer was stopped"
+    steps = sorted(int(one.name) for one in path.iterdir() if is_step(one))
+    if steps:
+        return f"it has the checkpoints of several steps: give one of them, such as {path / str(steps[-1])}"
+    return f"it has no {MANIFEST}"
+
+
+def is_step(path: Path) -> bool:
+    """Whether a path is a checkpoint that is named by a step."""
+    name = path.name
+    return name.isascii() and name.isdigit() and str(int(name)) == name and (path / MANIFEST).is_file()
+
+
+class Draft:
+    """The values of a checkpoint that is being written.
+
+    Args:
+        path: the folder of the checkpoint. It is created.
+        overwrite: whether a checkpoint that is there is replaced.
+
+    Raises:
+        CheckpointError: the path has something that is not to be overwritten; it cannot be created.
+    """
+
+    def __init__(self, path: Path, overwrite: bool):
+        self.path, self._overwrite = path, overwrite
+        with files(f"{path} cannot be written"):
+            check_free(path, overwrite)
+            self.name, self._lock = _locked(path)
+
+    @property
+    def values(self) -> Path:
+        """The folder of the values."""
+        return self.path / self.name
+
+    def commit(self, manifest: Manifest) -> None:
+        """Write the manifest: from here on this is the checkpoint.
+
+        Raises:
+            CheckpointError: another writer was first, or the file cannot be written.
+        """
+        written = self.path / f"{self.name}.json"
+        with files(f"{self.path} cannot be written"):
+            try:
+                _write(written, manifest.to_json())
+                self._name_it(written)
+            finally:
+                written.unlink(missing_ok=True)
+            os.close(self._lock)
+            sweep(self.path)
+
+    def _name_it(self, written: Path) -> None:
+        """Give the manifest its name, in one step."""
+        if self._overwrite:
+            os.replace(written, self.path / MANIFEST)
+            return
+        try:
+            os.link(written, self.path / MANIFEST)  # fails if there is one
+        except FileExistsError:
+            raise CheckpointError(f"{self.path}: another process has saved a checkpoint there meanwhile") from None
+
+    def discard(self) -> None:
+        """Remove what was written."""
+        os.close(self._lock)
+        sweep(self.path)
+
+
+def check_free(path: Path, overwrite: bool) -> None:
+    """Raise CheckpointError if a path has something that a checkpoint must not replace."""
+    if (path / MANIFEST).exists():
+        if not overwrite:
+            raise CheckpointError(f"{path} is a checkpoint already: save to another path, or with `overwrite=True`")
+    elif path.exists() and not path.is_dir():
+        raise CheckpointError(f"{path} is a file: save to another path")
+    elif path.is_dir() and (others := [one.name for one in path.iterdir() if not one.name.startswith(_VALUES)]):
+        raise CheckpointError(f"{path} is a folder that is not a checkpoint: it has `{min(others)}`; save elsewhere")
+
+
+def check_seen(values: Path) -> None:
+    """Raise CheckpointError if this process does not see what the first one writes."""
+    if not (values.parent / f"{values.name}{_LOCK}").exists():
+        raise CheckpointError(
+            f"process {jax.process_index()} does not see the folder {values.parent} that process 0 writes to: give a "
+            "path on a file system that all processes share"
+        )
+
+
+def _locked(path: Path) -> tuple[str, int]:
+    """A new name for values, and its open lock."""
+    import fcntl  # there is none on Windows, where nothing else of functree needs it
+
+    while True:
+        path.mkdir(parents=True, exist_ok=True)
+        name = f"{_VALUES}{uuid.uuid4().hex[:12]}"
+        lock = path / f"{name}{_LOCK}"
+        try:
+            opened = os.open(lock, os.O_CREAT | os.O_EXCL | os.O_RDWR)
+        except FileNotFoundError:  # another process has removed the folder, which was empty
+            continue
+        fcntl.flock(opened, fcntl.LOCK_EX)
+        if lock.exists():
+            return name, opened
+        os.close(opened)  # it was taken for a dead one between these two lines
+
+
+def _is_dead(lock: Path) -> bool:
+    """Whether no process holds a lock."""
+    import fcntl
+
+    try:
+        opened = os.open(lock, os.O_RDWR)
+    except FileNotFoundError:
+        return True
+    try:
+        fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    finally:
+        os.close(opened)
+    return True
+
+
+def sweep(path: Path) -> None:
+    """Remove what dead processes have left in the folder of a checkpoint, and the folder if it is empty then."""
+    for name in sorted({one.name.partition(".")[0] for one in path.glob(f"{_VALUES}*")}):
+        # The lock is looked at before the manifest, because a writer releases it after its manifest is there.
+        if _is_dead(path / f"{name}{_LOCK}"):
+            if not _is_named(path, name):
+                shutil.rmtree(path / name, ignore_errors=True)
+                (path / f"{name}.json").unlink(missing_ok=True)
+            (path / f"{name}{_LOCK}").unlink(missing_ok=True)
+    try:
+        path.rmdir()
+    except OSError:  # it is not empty
+        return
+
+
+def _is_named(path: Path, name: str) -> bool:
+    """Whether the values of this name are those of the checkpoint, or may be."""
+    try:
+        return read_manifest(path).arrays == name
+    except CheckpointError:
+        return (path / MANIFEST).exists()  # a manifest that cannot be read: nothing is removed
+
+
+def remove(path: Path) -> None:
+    """Remove a checkpoint: first its manifest, so that nobody finds half of it."""
+    (path / MANIFEST).unlink(missing_ok=True)
+    sweep(path)
+
+
+def _write(path: Path, text: str) -> None:
+    """Write a file that is on the disk when this returns."""
+    with path.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())

@@ -1,0 +1,152 @@
+"""`Checkpoint`: what is known of a checkpoint without loading it."""
+
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path as FilePath
+from typing import Any
+
+from functree.errors import FunctreeError, count, did_you_mean
+from functree.io.checkpoints.folder import local, read_manifest
+from functree.io.checkpoints.manifest import SavedArray
+from functree.layout.diff import Change, Diff, changes
+from functree.layout.meshes import MeshView
+from functree.layout.plan.fold import bytes_text
+from functree.layout.plan.plan import Plan
+from functree.layout.plan.row import Row
+from functree.layout.plan.text import plan_text
+from functree.layout.specs import spec_text
+from functree.parameters import FILE, check, shown
+from functree.tree.arrays import array_text
+from functree.tree.paths import Path
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """What is known of a checkpoint without loading it; made by `ft.inspect`.
+
+    Attributes:
+        path: its folder.
+        rows: what was saved, one row for each array.
+        step: the step of `ft.Checkpoints`, or None.
+        meta: what was saved with it.
+        sizes: the sizes of the mesh axes on which the arrays were.
+
+    Examples:
+        >>> ft.save(folder / "saved", {"w": jnp.ones((4, 8)), "b": jnp.zeros(8)})
+        >>> checkpoint = ft.inspect(folder / "saved")
+        >>> checkpoint["w"].shape, checkpoint.total_bytes
+        ((4, 8), 160)
+    """
+
+    path: FilePath
+    rows: tuple[SavedArray, ...]
+    step: int | None
+    meta: Any
+    sizes: Mapping[str, int]
+
+    @property
+    def total_bytes(self) -> int:
+        """The bytes of all arrays, with each counted once."""
+        return sum(row.bytes for row in self.rows if row.same_as is None)
+
+    def __getitem__(self, path: Any) -> SavedArray:
+        """The row at a path: an `ft.Path`, a tuple, or its text."""
+        if not isinstance(path, str | tuple):
+            raise TypeError(f"a checkpoint is indexed by a path, not by {path!r}; its rows by index are in `.rows`")
+        key = Path(path)
+        for row in self.rows:
+            if row.path == key:
+                return row
+        raise KeyError(f"no array at `{key}`{did_you_mean(key, [row.path for row in self.rows])}")
+
+    def __iter__(self) -> Iterator[SavedArray]:
+        return iter(self.rows)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __str__(self) -> str:
+        rows = [_plan_row(row) for row in self.rows]
+        return plan_text(rows, self._notes(), column="bytes")
+
+    def __repr__(self) -> str:
+        return f"<Checkpoint of {count(len(self.rows), 'array')} at {self.path}>"
+
+    def diff(self, other: "Checkpoint | Plan") -> Diff:
+        """What differs in another checkpoint, or in a plan: arrays, axes, specs; and the values of two checkpoints.
+
+        Raises:
+            FunctreeError: the other value is neither.
+
+        Examples:
+            >>> ft.save(folder / "before", {"w": jnp.ones((4, 8))})
+            >>> ft.save(folder / "after", {"w": jnp.zeros((4, 8))})
+            >>> print(ft.inspect(folder / "before").diff(ft.inspect(folder / "after")))
+            w: digest 21a93e83 → ca8d46b2
+        """
+        if not isinstance(other, Checkpoint | Plan):
+            raise FunctreeError(f"a checkpoint is compared with a checkpoint or a plan, not with {shown(other)}")
+        before, after = ({row.path: row for row in rows} for rows in (self.rows, other.rows))
+        values = isinstance(other, Checkpoint)
+        sizes = [] if self.sizes == dict(other.sizes) else [Change(Path(), "mesh", self.sizes, dict(other.sizes))]
+        found = changes(
+            before,
+            after,
+            lambda path: path,
+            lambda _, row: _properties(row, values),
+            lambda _, row: ("array", _whole(row)),
+        )
+        return Diff((*sizes, *found))
+
+    def _notes(self) -> list[str]:
+        """The lines below the table."""
+        verified = sum(row.digest is not None for row in self.rows)
+        notes = [f"{self.path}: {count(len(self.rows), 'array')}, {bytes_text(self.total_bytes)}"]
+        if self.step is not None:
+            notes.append(f"step {self.step}")
+        notes.append(f"saved from the mesh {MeshView(self.sizes)}; {count(verified, 'digest')}")
+        if self.meta is not None:
+            notes.append(f"meta: {shown(self.meta)}")
+        return notes
+
+
+def inspect(path: str | os.PathLike[str]) -> Checkpoint:
+    """What is known of a checkpoint. Its arrays are not loaded.
+
+    Args:
+        path: its folder.
+
+    Raises:
+        CheckpointError: it is not a checkpoint, or its manifest is not what was written.
+
+    Examples:
+        >>> ft.save(folder / "inspected", {"w": jnp.ones((4, 8), jnp.bfloat16)}, meta={"loss": 2.5})
+        >>> found = ft.inspect(folder / "inspected")
+        >>> found["w"].dtype, found.meta
+        (dtype(bfloat16), {'loss': 2.5})
+    """
+    check("nothing is inspected", path=(path, FILE))
+    folder = local(path)
+    manifest = read_manifest(folder)
+    return Checkpoint(folder, manifest.rows, manifest.step, manifest.meta, manifest.sizes)
+
+
+def _plan_row(row: SavedArray) -> Row:
+    """A row for the table of a plan, with the bytes of the whole array."""
+    reason = "" if row.same_as is None else f"the same array as {row.same_as}"
+    each = row.bytes if row.same_as is None else 0
+    return Row(row.path, row.shape, row.dtype, row.axes, row.spec, reason, row.shape, row.bytes, each, 1)
+
+
+def _whole(row: SavedArray | Row) -> str:
+    return f"{array_text(row)} {_spec(row)}"
+
+
+def _spec(row: SavedArray | Row) -> str:
+    return "-" if row.spec is None else spec_text(row.spec)
+
+
+def _properties(row: Any, values: bool) -> dict[str, Any]:
+    compared = {"array": array_text(row), "axes": str(row.axes), "spec": _spec(row)}
+    return {**compared, "digest": row.digest} if values else compared

@@ -1,0 +1,158 @@
+"""`Manifest`: what a checkpoint says about its arrays; and its JSON, with a checksum of its own."""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from jax.sharding import PartitionSpec
+
+from functree.errors import CheckpointError, FunctreeError
+from functree.layout.json_text import loaded
+from functree.layout.plan.codec import dtype_of, spec_entries, spec_of
+from functree.tree.axes import Axes
+from functree.tree.paths import Path
+
+FORMAT = 1
+
+_FORM = {
+    "arrays": (str, None),
+    "step": (int, None),
+    "mesh": {...: int},
+    "rows": [
+        {
+            "path": str,
+            "shape": [int],
+            "dtype": str,
+            "axes": [(str, None)],
+            "spec": ([(str, None, [str])], None),
+            "bytes": int,
+            "digest": (str, None),
+            "same_as": (str, None),
+        }
+    ],
+    "numbers": {...: str},
+}
+
+
+class SavedArray(NamedTuple):
+    """What a checkpoint says about one array.
+
+    Attributes:
+        path: its path in the tree that was saved.
+        shape: its shape.
+        dtype: its dtype.
+        axes: the names of its dimensions.
+        spec: how it was sharded when it was saved; None if it had no spec.
+        bytes: its bytes, those of one copy.
+        digest: the digest of its values, as 8 hexadecimal digits; None if none was kept.
+        same_as: the path of the array that it was the same array as, if it stood at several places; else None.
+
+    Examples:
+        >>> ft.save(folder / "rows", {"w": jnp.ones((4, 8))})
+        >>> row = ft.inspect(folder / "rows").rows[0]
+        >>> row.path, row.shape, row.bytes
+        (Path('w'), (4, 8), 128)
+    """
+
+    path: Path
+    shape: tuple[int, ...]
+    dtype: Any
+    axes: Axes
+    spec: PartitionSpec | None
+    bytes: int
+    digest: str | None = None
+    same_as: Path | None = None
+
+
+class Manifest(NamedTuple):
+    """What a checkpoint says about itself.
+
+    Attributes:
+        rows: one for each array.
+        arrays: the name of the folder inside the checkpoint that has their values; None if no array has a value.
+        step: the step of `ft.Checkpoints`, or None.
+        sizes: the sizes of the mesh axes on which the arrays lay.
+        numbers: the Python numbers of the tree, which are not saved, by path and as text. They come back from `like`,
+            and one that differs there is warned about.
+        meta: what the user saved with it.
+    """
+
+    rows: tuple[SavedArray, ...]
+    arrays: str | None
+    step: int | None
+    sizes: Mapping[str, int]
+    numbers: Mapping[str, str]
+    meta: Any
+
+    def to_json(self) -> str:
+        """The text of the manifest, with its checksum."""
+        body = {
+            "functree": "checkpoint",
+            "format": FORMAT,
+            "arrays": self.arrays,
+            "step": self.step,
+            "mesh": dict(self.sizes),
+            "rows": list(map(_row, self.rows)),
+            "numbers": dict(self.numbers),
+            "meta": self.meta,
+        }
+        return json.dumps({**body, "checksum": _checksum(body)}, indent=1)
+
+    @classmethod
+    def from_json(cls, text: str, where: object) -> "Manifest":
+        """The manifest of a text.
+
+        Args:
+            text: its JSON.
+            where: the file, for messages.
+
+        Raises:
+            CheckpointError: the text is not that of a manifest, is of a newer format, or is not what was written.
+        """
+        try:
+            body = json.loads(text)
+            kept = body.pop("checksum", None) if isinstance(body, dict) else None
+            # Before anything else is looked at: a digit of the format may have changed too.
+            if kept is not None and kept != _checksum(body):
+                raise CheckpointError(f"{where} is not what was written: its checksum differs")
+            data = loaded(text, "checkpoint", FORMAT, _FORM)
+            rows = tuple(map(_read_row, data["rows"]))
+        except (FunctreeError, ValueError) as error:
+            if isinstance(error, CheckpointError):
+                raise
+            raise CheckpointError(f"{where} is not the manifest of a checkpoint: {error}") from error
+        if kept is None:
+            raise CheckpointError(f"{where} is not the manifest of a checkpoint: it has no `checksum`")
+        return cls(rows, data["arrays"], data["step"], data["mesh"], data["numbers"], data.get("meta"))
+
+
+def _checksum(body: Mapping[str, Any]) -> str:
+    """A checksum of what a manifest says."""
+    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+
+
+def _row(row: SavedArray) -> dict[str, Any]:
+    return {
+        "path": str(row.path),
+        "shape": list(row.shape),
+        "dtype": str(row.dtype),
+        "axes": list(row.axes),
+        "spec": spec_entries(row.spec),
+        "bytes": row.bytes,
+        "digest": row.digest,
+        "same_as": None if row.same_as is None else str(row.same_as),
+    }
+
+
+def _read_row(data: Mapping[str, Any]) -> SavedArray:
+    return SavedArray(
+        Path(data["path"]),
+        tuple(data["shape"]),
+        dtype_of(data["dtype"]),
+        Axes(*data["axes"]),
+        spec_of(data["spec"]),
+        data["bytes"],
+        data["digest"],
+        None if data["same_as"] is None else Path(data["same_as"]),
+    )

@@ -1,0 +1,191 @@
+"""A checkpoint and a tree like the one that was saved ─► the tree with the saved arrays, born where a layout says."""
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path as FilePath
+from typing import Any, TypeVar
+
+import jax
+import numpy as np
+from jax.core import Tracer
+from jax.sharding import Sharding
+
+from functree.errors import CheckpointError, Problem, count, listed, warn
+from functree.io.checkpoints.contents import digest_text, numbers_of
+from functree.io.checkpoints.engine import load_arrays
+from functree.io.checkpoints.folder import files, local, read_manifest
+from functree.io.checkpoints.manifest import Manifest
+from functree.io.checkpoints.wanted import Wanted, wanted_arrays
+from functree.layout.layout import LayoutTree
+from functree.layout.meshes import MeshLike
+from functree.layout.plan.resolver import plan
+from functree.layout.validation import refuse
+from functree.parameters import FILE, FLAG, check, check_tree
+from functree.processes.agreement import agreed, chosen
+from functree.tree.digest import digest
+from functree.tree.filters.filter import Filter, FilterLike, as_filter
+from functree.tree.leaves import Leaves, read
+from functree.tree.paths import Path
+
+T = TypeVar("T")
+
+
+def restore(
+    path: str | os.PathLike[str],
+    like: T,
+    layout: LayoutTree = None,
+    mesh: MeshLike = None,
+    *,
+    only: FilterLike | None = None,
+    cast: bool = False,
+    verify: bool = True,
+) -> T:
+    """The tree that was saved. Its arrays are created sharded, on any number of devices and processes.
+
+    Args:
+        path: the folder of the checkpoint.
+        like: a tree like the one that was saved, abstract or with arrays: it gives the structure, and all that is
+            static.
+        layout: the layout of the tree. By default each array is sharded as the one in `like`.
+        mesh: a mesh, or None for the current one.
+        only: a filter of the arrays that are restored. Others are neither compared nor read, and come from `like`.
+        cast: whether an array is cast if `like` has another dtype.
+        verify: whether the digests are computed again, and compared.
+
+    Raises:
+        CheckpointError: it is not a checkpoint; its arrays and those of `like` differ in path, shape, dtype, or kind of
+            random key (the error lists all of them, and nothing is read); an array in `like` has no sharding, and there
+            is no layout; data have changed since they were saved.
+        ShardingError: the layout does not fit the tree.
+
+    Examples:
+        >>> mesh, make = ft.make_mesh(data=8), ft.abstract(eqx.nn.Linear)
+        >>> ft.save(folder / "linear", eqx.nn.Linear(16, 8, key=jax.random.key(0)))
+        >>> like = make(16, 8, key=jax.random.key(0))
+        >>> ft.restore(folder / "linear", like, ft.FSDP("data", min_size=0), mesh).weight.sharding.spec
+        P(None, 'data')
+    """
+    check("nothing is restored", path=(path, FILE), cast=(cast, FLAG), verify=(verify, FLAG))
+    check_tree("restore", like)
+    folder, chosen_filter = local(path), None if only is None else as_filter(only)
+
+    def prepare() -> tuple[tuple[Manifest, Leaves, list[Wanted]], Any]:
+        manifest, leaves = read_manifest(folder), read(like)
+        shardings = _shardings(like, leaves, layout, mesh, chosen_filter)
+        wanted = wanted_arrays(folder, manifest, leaves, shardings, chosen_filter, cast)
+        facts = {"manifest": manifest.to_json().splitlines(), "like": [f"{one.leaf.path} {one}" for one in wanted]}
+        return (manifest, leaves, wanted), lambda: facts
+
+    while True:
+        manifest, leaves, wanted = agreed(f"{folder} is not restored", prepare)
+        try:
+            stored = _stored(folder, manifest, wanted)
+            if verify:
+                _verify(folder, wanted, stored)
+        except CheckpointError:
+            # Another process may have replaced the checkpoint meanwhile: then the new one is read.
+            if chosen(str(_is_replaced(folder, manifest))) == "False":
+                raise
+        else:
+            if only is None:
+                _warn_of_numbers(manifest, like)
+            arrays = _arrays(wanted, stored)
+            return leaves.skeleton.fill([arrays.get(leaf.path, leaf.value) for leaf in leaves.leaves])
+
+
+def _shardings(
+    like: Any, leaves: Leaves, layout: LayoutTree, mesh: MeshLike, only: Filter | None
+) -> list[Sharding | None]:
+    """For each array in `like` its sharding by the layout, or its own; None for what has none.
+
+    Raises:
+        ShardingError: the layout does not fit those that are restored.
+    """
+    if layout is None:
+        return [_own_sharding(leaf.value) for leaf in leaves.leaves]
+    planned = plan(like, layout, mesh, check=False)
+    others = {leaf.path for leaf in leaves.leaves if only is not None and not only(leaf)}
+    if problems := [problem for problem in planned.problems if problem.path not in others]:
+        raise refuse(problems, planned.view)
+    return [None if row.path in others else planned.sharding(row) for row in planned.rows]
+
+
+def _own_sharding(value: Any) -> Sharding | None:
+    """The sharding of an array in `like`; None if it has none, or is not committed to its device."""
+    if isinstance(value, Tracer) or not isinstance(value, jax.Array | jax.ShapeDtypeStruct):
+        return None
+    return value.sharding if getattr(value, "committed", True) else None
+
+
+def _stored(folder: FilePath, manifest: Manifest, wanted: Sequence[Wanted]) -> dict[str, Any]:
+    """What is stored of the arrays, by name; each is read once."""
+    first = {one.name: one for one in reversed(wanted)}
+    targets = {name: one.target for name, one in first.items()}
+    # An array without elements is in the manifest alone.
+    empty = {name: np.empty(target.shape, target.dtype) for name, target in targets.items() if not target.size}
+    full = {name: target for name, target in targets.items() if name not in empty}
+
+    def load() -> tuple[dict[str, Any], Any]:
+        with files(f"{folder} cannot be read"):
+            if full and manifest.arrays is None:
+                raise CheckpointError(f"{folder} cannot be read: its manifest names no arrays")
+            return (load_arrays(folder / manifest.arrays, full) if manifest.arrays else {}), dict
+
+    return {**empty, **agreed(f"{folder} is not restored", load)}
+
+
+def _verify(folder: FilePath, wanted: Sequence[Wanted], stored: Mapping[str, Any]) -> None:
+    """Compare the digests of what was read with those of what was saved.
+
+    Raises:
+        CheckpointError: some differ.
+    """
+    digests = {name: digest(value) for name, value in stored.items() if value.size}
+    problems, without = list[Problem](), 0
+    for one in wanted:
+        if one.name not in digests:
+            continue
+        if one.row.digest is None:
+            without += 1
+        elif (found := digest_text(digests[one.name])) != one.row.digest:
+            why = f"its values are not those that were saved: their digest is {found}, and was {one.row.digest}"
+            problems.append(one.leaf.problem(why, "restore another checkpoint: the files of this one have changed"))
+    if problems:
+        raise CheckpointError(f"{count(len(problems), 'leaf')} of {folder} cannot be restored", problems)
+    if without:
+        warn(f"{folder} was saved with `verify=False`: {count(without, 'array')} cannot be verified")
+
+
+def _is_replaced(folder: FilePath, manifest: Manifest) -> bool:
+    try:
+        return read_manifest(folder).arrays != manifest.arrays
+    except CheckpointError:
+        return False
+
+
+def _warn_of_numbers(manifest: Manifest, like: Any) -> None:
+    """Warn of numbers that were others when the tree was saved: they are static, and come from `like`."""
+    now = numbers_of(like)
+    others = [(path, then) for path, then in manifest.numbers.items() if now.get(path, then) != then]
+    changed = [f"`{path}` was {then} and is {now[path]}" for path, then in others]
+    if changed:
+        remedy = "a number that is to be saved has to be an array: `jnp.asarray(...)`"
+        warn(f"Python numbers are not restored, and come from `like`: {listed(changed)}; {remedy}")
+
+
+def _arrays(wanted: Sequence[Wanted], stored: Mapping[str, Any]) -> dict[Path, Any]:
+    """The arrays by path. One array at several places of `like`, or of the saved tree, is one array again."""
+    made: dict[Any, Any] = {}
+    used: set[str] = set()
+    arrays: dict[Path, Any] = {}
+    for one in wanted:
+        value = one.leaf.value
+        is_abstract = isinstance(value, jax.ShapeDtypeStruct)
+        key = (one.name, one.sharding, value.dtype) if is_abstract else id(value)
+        if key not in made:
+            array = one.array(stored[one.name])
+            # Two arrays on one buffer could not both be donated.
+            made[key] = array.copy() if one.name in used else array
+            used.add(one.name)
+        arrays[one.leaf.path] = made[key]
+    return arrays

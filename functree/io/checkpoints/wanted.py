@@ -1,0 +1,175 @@
+"""The arrays that are restored: each with what was saved for it, and where it is created."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path as FilePath
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+from jax.sharding import NamedSharding, Sharding
+
+from functree.errors import CheckpointError, Problem, count
+from functree.io.checkpoints.contents import partly
+from functree.io.checkpoints.manifest import Manifest, SavedArray
+from functree.io.checkpoints.remedy import without
+from functree.io.checkpoints.stored import from_stored, is_key, stored_form, stored_sharding
+from functree.layout.meshes import without_devices
+from functree.tree.arrays import array_text, dtype_text
+from functree.tree.filters.filter import Filter
+from functree.tree.leaf import Leaf
+from functree.tree.leaves import Leaves
+from functree.tree.paths import Path
+
+
+class Wanted(NamedTuple):
+    """An array that is restored.
+
+    Attributes:
+        leaf: the array in `like`.
+        row: what was saved for it.
+        sharding: where it is created; None for an array of numpy, and for one that is not committed to a device.
+    """
+
+    leaf: Leaf
+    row: SavedArray
+    sharding: Sharding | None
+
+    @property
+    def name(self) -> str:
+        """The name of what is stored."""
+        return str(self.row.same_as or self.row.path)
+
+    @property
+    def target(self) -> Any:
+        """What is read."""
+        shape, dtype = stored_form(self.row.shape, self.row.dtype)
+        if self.sharding is None or not _is_enabled(dtype):
+            return np.empty(shape, dtype)
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=stored_sharding(self.sharding, len(shape)))
+
+    def array(self, stored: Any) -> Any:
+        """The array from what was read."""
+        value = self.leaf.value
+        array = from_stored(stored, self.row.dtype)
+        if array.dtype != value.dtype:
+            array = array.astype(value.dtype)
+        if self.sharding is not None:
+            return jax.device_put(array, self.sharding)
+        return jnp.asarray(array) if isinstance(value, jax.Array) else array
+
+
+def wanted_arrays(
+    folder: FilePath,
+    manifest: Manifest,
+    leaves: Leaves,
+    shardings: Sequence[Sharding | None],
+    only: Filter | None,
+    cast: bool,
+) -> list[Wanted]:
+    """The arrays that are restored.
+
+    Args:
+        folder: the checkpoint, for the message.
+        manifest: what it says.
+        leaves: the arrays in `like`.
+        shardings: where each of them is created.
+        only: the filter of those that are restored.
+        cast: whether they may have other dtypes.
+
+    Raises:
+        CheckpointError: they differ from those that were saved.
+    """
+    rows = {row.path: row for row in manifest.rows}
+    taken = [(leaf, to) for leaf, to in zip(leaves.leaves, shardings, strict=True) if only is None or only(leaf)]
+    problems = [
+        *(problem for leaf, _ in taken for problem in _differences(leaf, rows.get(leaf.path), cast)),
+        *(_row_problem(row, "was saved, and `like` has no such array") for row in _extra(leaves, manifest, only)),
+    ]
+    if problems:
+        paths = {*rows, *(leaf.path for leaf in leaves.leaves)}
+        remedy = without({Path(problem.path or ()) for problem in problems}, paths, only)
+        # One of another dtype is a problem with a remedy of its own.
+        problems = [problem if problem.remedy else problem._replace(remedy=remedy) for problem in problems]
+    problems += [problem for leaf, to in taken for problem in _misplaced(leaf, to)]
+    problems += _untied([leaf for leaf, _ in taken], rows)
+    if problems:
+        wrong = count(len({problem.path for problem in problems}), "leaf")
+        raise CheckpointError(f"{wrong} cannot be restored from {folder}", problems)
+    return [Wanted(leaf, rows[leaf.path], to) for leaf, to in taken]
+
+
+def _differences(leaf: Leaf, row: SavedArray | None, cast: bool) -> Iterator[Problem]:
+    """In what an array in `like` differs from the one that was saved."""
+    if row is None:
+        yield leaf.problem("is in `like`, and was not saved", "")
+        return
+    if leaf.shape != row.shape:
+        yield leaf.problem(f"was saved as {_row_text(row)}: another shape", "")
+    if leaf.value.dtype == row.dtype:
+        return
+    saved, wanted = dtype_text(row.dtype), dtype_text(leaf.value.dtype)
+    if is_key(row.dtype) or is_key(leaf.value.dtype):
+        kinds = is_key(row.dtype) and is_key(leaf.value.dtype)
+        other = "random keys of another kind" if kinds else "and random keys are no numbers"
+        how = "make `like` with the same `jax.random.key(..., impl=)`" if kinds else "save and restore typed keys alike"
+        yield leaf.problem(f"was saved as {saved}: {other}", how)
+    elif not cast:
+        yield leaf.problem(f"was saved as {saved}", f"to have it as {wanted}: cast=True")
+
+
+def _row_text(row: SavedArray) -> str:
+    """An array that was saved, in messages."""
+    return array_text(row) + (f'   "{row.axes}"' if any(row.axes) else "")
+
+
+def _row_problem(row: SavedArray, why: str) -> Problem:
+    return Problem(row.path, row.shape, _row_text(row), why)
+
+
+def _extra(leaves: Leaves, manifest: Manifest, only: Filter | None) -> Iterator[SavedArray]:
+    """The arrays that were saved, and that `like` does not have."""
+    known = {leaf.path for leaf in leaves.leaves}
+    for row in manifest.rows:
+        if row.path not in known:
+            leaf = Leaf(row.path, jax.ShapeDtypeStruct(row.shape, row.dtype), row.axes)
+            if only is None or only(leaf):
+                yield row
+
+
+def _misplaced(leaf: Leaf, sharding: Sharding | None) -> Iterator[Problem]:
+    """Why an array cannot be created where it is wanted."""
+    value = leaf.value
+    if isinstance(value, Tracer):
+        yield leaf.problem("is traced in `like`", "restore outside of jit")
+    elif sharding is None and isinstance(value, jax.ShapeDtypeStruct):
+        how = "give `layout=` and a mesh, or make `like` with them: `ft.abstract(make, layout, mesh)`"
+        yield leaf.problem("has no sharding in `like`, and there is no layout", how)
+    elif sharding is None:
+        return
+    elif isinstance(sharding, NamedSharding) and (missing := without_devices(sharding.mesh)) is not None:
+        yield leaf.problem(f"cannot be created: {missing}", "")
+    elif (where := partly(sharding)) is not None:
+        yield leaf.problem(where, "give a layout on a mesh of all devices")
+    elif not _is_enabled(value.dtype):
+        how = "enable it: `jax.config.update('jax_enable_x64', True)`"
+        yield leaf.problem(f"JAX has no {value.dtype} without `jax_enable_x64`", how)
+
+
+def _is_enabled(dtype: Any) -> bool:
+    """Whether JAX has a dtype as it is configured: those of 8 bytes are off by default."""
+    return is_key(dtype) or jax.dtypes.canonicalize_dtype(dtype) == dtype
+
+
+def _untied(leaves: Sequence[Leaf], rows: Mapping[Path, SavedArray]) -> Iterator[Problem]:
+    """The places of one array in `like` for which two different arrays were saved."""
+    first: dict[int, SavedArray] = {}
+    for leaf in leaves:
+        row = rows.get(leaf.path)
+        if row is None or not isinstance(leaf.value, jax.Array):
+            continue
+        other = first.setdefault(id(leaf.value), row)
+        if other is not row and (row.digest is None or row.digest != other.digest):
+            why = f"is one array with `{other.path}` in `like`, and two arrays were saved"
+            yield leaf.problem(why, "untie them in `like`: `ft.copy` one of them")

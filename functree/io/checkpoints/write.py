@@ -1,0 +1,165 @@
+"""A tree ─► a checkpoint: its arrays by orbax, and a manifest with a digest of each."""
+
+import math
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path as FilePath
+from typing import Any
+
+import jax
+import numpy as np
+
+from functree.errors import CheckpointError, Problem, listed
+from functree.io.checkpoints.contents import Contents, digest_text
+from functree.io.checkpoints.engine import load_arrays, start_saving
+from functree.io.checkpoints.folder import Draft, check_free, check_seen, files, local
+from functree.parameters import FILE, FLAG, check
+from functree.processes.agreement import agreed, chosen
+from functree.tree.digest import digest
+from functree.tree.paths import Path
+
+
+def save(
+    path: str | os.PathLike[str], tree: Any, *, verify: bool = True, overwrite: bool = False, meta: Any = None
+) -> None:
+    """Save the arrays of a tree, each under its path. When this returns, the checkpoint is whole.
+
+    Args:
+        path: a folder, which is created. With several processes, one that all of them see.
+        tree: concrete arrays, in modules and containers. What is not an array is not saved.
+        verify: whether a digest of each array's values is kept, by which `ft.restore` notices that data have changed.
+        overwrite: whether a checkpoint at this path is replaced: once the new one is whole and was read back.
+        meta: kept with the arrays and returned by `ft.inspect`: JSON values.
+
+    Raises:
+        CheckpointError: the path has something already; an array is traced, abstract, or not of all processes;
+            `meta` is not JSON; the files cannot be written. What was at the path before is still there.
+        FunctreeError: the processes do not save the same.
+
+    Examples:
+        >>> model = ft.nn.Linear(8, 16, key=jax.random.key(0))
+        >>> ft.save(folder / "model", model, meta={"tokens": 1000})
+        >>> print(ft.inspect(folder / "model").meta)
+        {'tokens': 1000}
+    """
+    check("nothing is saved", path=(path, FILE), verify=(verify, FLAG), overwrite=(overwrite, FLAG))
+    Writing.begin(local(path), tree, meta=meta, verify=verify, overwrite=overwrite).finish()
+
+
+class Writing:
+    """A checkpoint that is being written: its values in the background, and then its manifest.
+
+    Args:
+        contents: what is saved. Its arrays are not kept: they would take memory until all is written.
+        draft: the folder with its values; None in processes other than the first.
+        values: the path of this folder.
+        verify: whether digests are kept.
+        check: whether the values are read back before they count.
+    """
+
+    def __init__(self, contents: Contents, draft: Draft | None, values: FilePath, verify: bool, check: bool):
+        self._manifest, self._draft, self._values = contents.manifest, draft, values
+        # Dispatched before the caller can donate the arrays.
+        self._digests = {name: digest(value) for name, value in contents.stored.items()} if verify else {}
+        if jax.process_count() > 1:
+            agreed(self._failure, lambda: (None, lambda: {"values": [" ".join(one) for one in self._found().items()]}))
+        self._targets = {name: _target(value) for name, value in contents.stored.items()} if verify and check else {}
+        self._is_empty = not contents.stored
+        with files(self._failure):
+            self._response = start_saving(values, contents.stored)
+
+    @classmethod
+    def begin(
+        cls, path: FilePath, tree: Any, *, meta: Any, verify: bool, overwrite: bool = False, step: int | None = None
+    ) -> "Writing":
+        """Begin to write a checkpoint. When this returns, the arrays may be donated.
+
+        Raises:
+            CheckpointError: as `save`.
+        """
+        failure = f"{path} cannot be written"
+
+        def prepare() -> tuple[Contents, Any]:
+            contents = Contents.of(tree, meta, step)
+            with files(failure):
+                check_free(path, overwrite)
+            return contents, contents.facts
+
+        contents = agreed(failure, prepare)
+        draft = agreed(failure, lambda: (Draft(path, overwrite) if jax.process_index() == 0 else None, dict))
+        try:
+            values = path / chosen("" if draft is None else draft.name)
+            agreed(failure, lambda: (check_seen(values), dict))
+            return cls(contents, draft, values, verify, check=overwrite)
+        except BaseException:
+            _discard(draft)
+            raise
+
+    def finish(self) -> None:
+        """Wait until the values are written, and write the manifest.
+
+        Raises:
+            CheckpointError: as `save`.
+        """
+        try:
+            with files(self._failure):
+                self._response.result()
+            found = self._found()
+            self._read_back(found)
+            if self._draft is not None:
+                rows = [row._replace(digest=found.get(str(row.same_as or row.path))) for row in self._manifest.rows]
+                name = None if self._is_empty else self._values.name
+                self._draft.commit(self._manifest._replace(rows=tuple(rows), arrays=name))
+        except BaseException:
+            _discard(self._draft)
+            raise
+
+    @property
+    def _failure(self) -> str:
+        return f"{self._values.parent} cannot be written"
+
+    def _found(self) -> dict[str, str]:
+        """The digests as text.
+
+        Raises:
+            CheckpointError: the copies of an array have different values.
+        """
+        found = {name: digest_text(value) for name, value in self._digests.items()}
+        if differ := [name for name, text in found.items() if " " in text]:
+            why = "has copies on several devices that have different values, so it is not one array"
+            problems = [Problem(Path(name), None, "", why, "place it anew, with `ft.shard`") for name in differ]
+            raise CheckpointError(self._failure, problems)
+        return found
+
+    def _read_back(self, found: Mapping[str, str]) -> None:
+        """Raise if what was written is not what was to be written; some arrays at a time, to need little memory."""
+        for names in _groups(self._targets):
+            with files(f"{self._values} cannot be read"):
+                stored = load_arrays(self._values, {name: self._targets[name] for name in names})
+            if differ := [name for name in names if digest_text(digest(stored[name])) != found[name]]:
+                raise CheckpointError(f"{self._failure}: other values are read from the disk for {listed(differ)}")
+
+
+def _target(value: Any) -> Any:
+    """What is read back of an array."""
+    if isinstance(value, jax.Array):
+        return jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=value.sharding)
+    return np.empty(value.shape, value.dtype)
+
+
+def _groups(targets: Mapping[str, Any]) -> Iterator[list[str]]:
+    """The names of the arrays, in groups of about a gibibyte."""
+    group, size = list[str](), 0
+    for name, target in targets.items():
+        group.append(name)
+        size += math.prod(target.shape) * target.dtype.itemsize
+        if size >= 2**30:
+            yield group
+            group, size = [], 0
+    if group:
+        yield group
+
+
+def _discard(draft: Draft | None) -> None:
+    if draft is not None:
+        draft.discard()

@@ -1,0 +1,113 @@
+"""What each process found by itself ─► the same in all of them, or one error in all of them that says which differs."""
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from itertools import zip_longest
+from typing import Any, TypeVar
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+from functree import errors
+from functree.errors import FunctreeError, Problem, listed
+
+T = TypeVar("T")
+
+Facts = Mapping[str, Sequence[str]]
+"""What must be the same in all processes: for each name, lines of text."""
+
+
+def agreed(what: str, local: Callable[[], tuple[T, Callable[[], Facts]]]) -> T:
+    """The result of a function of each process, once all processes have been found to say the same of it.
+
+    All processes call this at the same place of their programs. With a single process it only calls the function.
+
+    Args:
+        what: what was to be done, for the message: `the arrays cannot be placed`.
+        local: returns the result, and a function that returns the facts about it.
+
+    Raises:
+        FunctreeError: the function raised it in one of the processes; each of the others raises an error of the same
+            class that names this process. Or the facts differ.
+    """
+    if jax.process_count() == 1:
+        return local()[0]
+    try:
+        result, facts = local()
+        said = {"facts": {name: list(lines) for name, lines in facts().items()}}
+    except FunctreeError as error:
+        _exchanged(json.dumps({"class": type(error).__name__, "error": str(error)}))
+        raise
+    texts = _exchanged(json.dumps(said))
+    if texts is not None:
+        reports = list(map(json.loads, texts))
+        _raise_failures(what, reports)
+        _raise_differences(what, [report["facts"] for report in reports])
+    return result
+
+
+def chosen(name: str) -> str:
+    """What the first process says; the others give a text that does not matter, of any length."""
+    if jax.process_count() == 1:
+        return name
+    texts = _exchanged(name)
+    return name if texts is None else texts[0]
+
+
+def _exchanged(text: str) -> list[str] | None:
+    """The texts of all processes, in their order; None if all are the same."""
+    mine = text.encode()
+    digests = _gathered(np.frombuffer(hashlib.sha256(mine).digest(), np.uint8))
+    if (digests == digests[0]).all():
+        return None
+    sizes = _gathered(np.array(len(mine), np.int32))
+    padded = np.zeros(int(sizes.max()), np.uint8)
+    padded[: len(mine)] = np.frombuffer(mine, np.uint8)
+    return [row[:size].tobytes().decode() for row, size in zip(_gathered(padded), sizes, strict=True)]
+
+
+def _gathered(value: np.ndarray) -> np.ndarray:
+    """The values of all processes, behind a leading dimension of the processes."""
+    return np.asarray(multihost_utils.process_allgather(value))
+
+
+def _raise_failures(what: str, reports: Sequence[Mapping[str, Any]]) -> None:
+    """Raise in this process, which has no error of its own, if some of the others have one."""
+    failed = {process: report for process, report in enumerate(reports) if "error" in report}
+    if failed:
+        process, report = next(iter(failed.items()))
+        who = f"process {process}" if len(failed) == 1 else f"processes {listed(list(map(str, failed)))}"
+        kind = getattr(errors, report["class"], FunctreeError)
+        raise kind(f"{what}: {who} of {len(reports)} failed:\n{report['error']}")
+
+
+def _raise_differences(what: str, facts: Sequence[Facts]) -> None:
+    """Raise for the names whose lines are not the same in all processes."""
+    problems = []
+    for name in dict.fromkeys(name for one in facts for name in one):
+        lines = [list(one.get(name, ["(nothing)"])) for one in facts]
+        usual = max(lines, key=lines.count)  # the first of those that most processes have
+        others = [process for process, one in enumerate(lines) if one != usual]
+        if others:
+            problems.append(Problem(None, None, name, _difference(lines, lines.index(usual), others), _REMEDY))
+    if problems:
+        raise FunctreeError(f"{what}: the {len(facts)} processes differ", problems)
+
+
+_REMEDY = "all processes have to run the same program, with the same configuration and the same seeds"
+_MOST_LINES = 4
+
+
+def _difference(lines: Sequence[list[str]], usual: int, others: Sequence[int]) -> str:
+    """Which processes differ from most of them, and in which lines."""
+    who = f"process {others[0]} differs" if len(others) == 1 else f"processes {listed(list(map(str, others)))} differ"
+    pairs = zip_longest(lines[usual], lines[others[0]], fillvalue="(nothing)")
+    different = [(i, pair) for i, pair in enumerate(pairs, 1) if pair[0] != pair[1]]
+    text = [f"{who} from process {usual}, first in line {different[0][0]}:"]
+    for _, (here, there) in different[:_MOST_LINES]:
+        text += [f"process {usual}: {here}", f"process {others[0]}: {there}"]
+    if len(different) > _MOST_LINES:
+        text.append(f"and in {len(different) - _MOST_LINES} more lines")
+    return "\n".join(text)

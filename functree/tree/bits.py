@@ -1,0 +1,25 @@
+"""An array ─► the bits of its elements, as unsigned integers."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+
+def unsigned(dtype: Any) -> jnp.dtype:
+    """The unsigned integers with as many bits as a dtype of real numbers has."""
+    if jnp.issubdtype(dtype, jnp.integer):
+        return jnp.dtype(f"uint{jnp.iinfo(dtype).bits}")
+    return jnp.dtype(f"uint{jnp.finfo(dtype).bits}")
+
+
+def bits(array: jax.Array) -> jax.Array:
+    """The bits of each element of an array of real numbers."""
+    return jax.lax.bitcast_convert_type(array, unsigned(array.dtype))
+
+
+def on_device(array: jax.Array) -> jax.Array:
+    """An array in the memory of its devices, where it can be computed with."""
+    if array.sharding.memory_kind in (None, "device"):
+        return array
+    return jax.device_put(array, array.sharding.with_memory_kind("device"))
