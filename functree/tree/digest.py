@@ -4,6 +4,7 @@
 sum. Positions are mixed in, so elements that change places do too. The order of the sum does not matter.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -75,12 +76,19 @@ def _words_of_numpy(array: np.ndarray) -> list[np.ndarray]:
 
 def _positions(shape: Sequence[int]) -> jax.Array:
     """The index of each element among all, row by row."""
-    position, stride = jnp.zeros((), jnp.uint32), 1
-    for dimension in reversed(range(len(shape))):
-        index = jax.lax.broadcasted_iota(jnp.uint32, shape, dimension)
-        position = position + index * jnp.uint32(stride % _PRIME)
-        stride *= shape[dimension]
+    position = jnp.zeros((), jnp.uint32)
+    for dimension, stride in enumerate(strides(shape)):
+        position = position + jax.lax.broadcasted_iota(jnp.uint32, shape, dimension) * jnp.uint32(stride)
     return position
+
+
+def strides(shape: Sequence[int]) -> list[int]:
+    """How far the index of an element moves with each dimension, modulo a prime.
+
+    >>> strides((2, 3, 4))
+    [12, 4, 1]
+    """
+    return [math.prod(shape[dimension + 1 :]) % _PRIME for dimension in range(len(shape))]
 
 
 def _mix(x: jax.Array) -> jax.Array:

@@ -10,7 +10,7 @@ from jax.tree_util import tree_flatten_with_path
 
 from functree.errors import CheckpointError, Problem, RuleError, count, listed
 from functree.io.checkpoints.manifest import Manifest, SavedArray
-from functree.io.checkpoints.stored import to_stored
+from functree.io.checkpoints.stored import NOT_STORED, to_stored
 from functree.layout.meshes import mesh_view
 from functree.layout.plan.live import live_rows
 from functree.parameters import check_tree, shown
@@ -62,14 +62,16 @@ class Contents(NamedTuple):
         manifest = self.manifest
         texts = [f"{row.path} {row.dtype}{list(row.shape)} {row.spec}" for row in manifest.rows]
         own = {path: value for path, value in self.stored.items() if not isinstance(value, jax.Array)}
-        values = [f"{path} {digest_text(digest(value))}" for path, value in own.items()]
+        values = [f"{path} {digest_text(value)}" for path, value in own.items()]
         rest = [json.dumps([manifest.step, manifest.numbers, manifest.meta], sort_keys=True)]
         return {"arrays": texts, "arrays of numpy": values, "step, numbers and meta": rest}
 
 
-def digest_text(value: jax.Array) -> str:
-    """A digest as text; several if the copies of the array have different values on several devices."""
-    return " ".join(f"{found:08x}" for found in sorted({int(shard.data) for shard in value.addressable_shards}))
+def digest_text(array: Any) -> str:
+    """The digest of an array as text; several if its copies have different values on several devices."""
+    # It is waited for. With many programs at once that talk to all devices, simulated ones run out of threads.
+    shards = digest(array).addressable_shards
+    return " ".join(f"{found:08x}" for found in sorted({int(shard.data) for shard in shards}))
 
 
 def numbers_of(tree: Any) -> dict[str, str]:
@@ -87,6 +89,8 @@ def _problems(leaves: Sequence[Leaf]) -> Iterator[Problem]:
             yield leaf.problem("is abstract, and has no values", "save the tree that was made, not its `ft.abstract`")
         elif (where := partly(leaf.value)) is not None:
             yield leaf.problem(where, "place it for all processes: `ft.shard(tree, ft.P(), mesh)`")
+        elif str(leaf.value.dtype) in NOT_STORED:
+            yield leaf.problem("has a dtype that XLA cannot convert to bytes", "convert it, such as to int8")
         elif isinstance(leaf.value, jax.Array) and leaf.value.is_deleted():
             yield leaf.problem("was donated, and has no values any more", "save the state that the step returned")
         if not _is_readable(leaf.path):

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
+from functree.errors import CheckpointError
 from functree.io.extras import needed
 
 
@@ -37,12 +38,22 @@ def load_arrays(folder: Path, targets: Mapping[str, Any]) -> dict[str, Any]:
 
     Returns:
         Arrays of JAX with these shardings, and arrays of numpy.
+
+    Raises:
+        CheckpointError: JAX has no such dtype, as it is configured in other threads than this one.
     """
     orbax = _orbax()
     if not targets:
         return {}
     with _context(orbax):
-        return orbax.load(folder, dict(targets))
+        arrays = orbax.load(folder, dict(targets))
+    for name, array in arrays.items():
+        if array.dtype != targets[name].dtype:
+            raise CheckpointError(
+                f"{name} was read as {array.dtype}, and not as {targets[name].dtype}: orbax reads in threads of its "
+                "own, in which `jax.enable_x64` does not hold: set `jax_enable_x64` for the whole process"
+            )
+    return arrays
 
 
 def _orbax() -> Any:

@@ -22,7 +22,6 @@ from functree.layout.plan.resolver import plan
 from functree.layout.validation import refuse
 from functree.parameters import FILE, FLAG, check, check_tree
 from functree.processes.agreement import agreed, chosen
-from functree.tree.digest import digest
 from functree.tree.filters.filter import Filter, FilterLike, as_filter
 from functree.tree.leaves import Leaves, read
 from functree.tree.paths import Path
@@ -140,14 +139,14 @@ def _verify(folder: FilePath, wanted: Sequence[Wanted], stored: Mapping[str, Any
     Raises:
         CheckpointError: some differ.
     """
-    digests = {name: digest(value) for name, value in stored.items() if value.size}
+    digests = {name: digest_text(value) for name, value in stored.items() if value.size}
     problems, without = list[Problem](), 0
     for one in wanted:
         if one.name not in digests:
             continue
         if one.row.digest is None:
             without += 1
-        elif (found := digest_text(digests[one.name])) != one.row.digest:
+        elif (found := digests[one.name]) != one.row.digest:
             why = f"its values are not those that were saved: their digest is {found}, and was {one.row.digest}"
             problems.append(one.leaf.problem(why, "restore another checkpoint: the files of this one have changed"))
     if problems:

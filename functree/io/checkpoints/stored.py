@@ -15,7 +15,11 @@ from functree.layout.plan.codec import key_implementation
 from functree.layout.specs import of_rank
 from functree.tree.bits import bits, on_device, unsigned
 
-_AS_BYTES = ("uint2", "uint4", "float8_e4m3")  # each element is a byte
+# Of the dtypes with less than a byte, zarr has some in some versions. Each element of these is stored as a byte.
+_AS_BYTES = ("int2", "uint2", "int4", "uint4", "float4_e2m1fn", "float8_e4m3")
+
+NOT_STORED = ("int1", "uint1", "float6_e2m3fn", "float6_e3m2fn")
+"""The dtypes that JAX names and XLA cannot convert."""
 
 
 def is_key(dtype: Any) -> bool:

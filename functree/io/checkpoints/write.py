@@ -15,7 +15,6 @@ from functree.io.checkpoints.engine import load_arrays, start_saving
 from functree.io.checkpoints.folder import Draft, check_free, check_seen, files, local
 from functree.parameters import FILE, FLAG, check
 from functree.processes.agreement import agreed, chosen
-from functree.tree.digest import digest
 from functree.tree.paths import Path
 
 
@@ -59,10 +58,7 @@ class Writing:
 
     def __init__(self, contents: Contents, draft: Draft | None, values: FilePath, verify: bool, check: bool):
         self._manifest, self._draft, self._values = contents.manifest, draft, values
-        # Dispatched before the caller can donate the arrays.
-        self._digests = {name: digest(value) for name, value in contents.stored.items()} if verify else {}
-        if jax.process_count() > 1:
-            agreed(self._failure, lambda: (None, lambda: {"values": [" ".join(one) for one in self._found().items()]}))
+        self._digests = _digests(values.parent, contents.stored) if verify else {}
         self._targets = {name: _target(value) for name, value in contents.stored.items()} if verify and check else {}
         self._is_empty = not contents.stored
         with files(self._failure):
@@ -104,10 +100,10 @@ class Writing:
         try:
             with files(self._failure):
                 self._response.result()
-            found = self._found()
-            self._read_back(found)
+            self._read_back()
             if self._draft is not None:
-                rows = [row._replace(digest=found.get(str(row.same_as or row.path))) for row in self._manifest.rows]
+                digests = self._digests
+                rows = [row._replace(digest=digests.get(str(row.same_as or row.path))) for row in self._manifest.rows]
                 name = None if self._is_empty else self._values.name
                 self._draft.commit(self._manifest._replace(rows=tuple(rows), arrays=name))
         except BaseException:
@@ -118,26 +114,32 @@ class Writing:
     def _failure(self) -> str:
         return f"{self._values.parent} cannot be written"
 
-    def _found(self) -> dict[str, str]:
-        """The digests as text.
-
-        Raises:
-            CheckpointError: the copies of an array have different values.
-        """
-        found = {name: digest_text(value) for name, value in self._digests.items()}
-        if differ := [name for name, text in found.items() if " " in text]:
-            why = "has copies on several devices that have different values, so it is not one array"
-            problems = [Problem(Path(name), None, "", why, "place it anew, with `ft.shard`") for name in differ]
-            raise CheckpointError(self._failure, problems)
-        return found
-
-    def _read_back(self, found: Mapping[str, str]) -> None:
+    def _read_back(self) -> None:
         """Raise if what was written is not what was to be written; some arrays at a time, to need little memory."""
         for names in _groups(self._targets):
             with files(f"{self._values} cannot be read"):
                 stored = load_arrays(self._values, {name: self._targets[name] for name in names})
-            if differ := [name for name in names if digest_text(digest(stored[name])) != found[name]]:
+            if differ := [name for name in names if digest_text(stored[name]) != self._digests[name]]:
                 raise CheckpointError(f"{self._failure}: other values are read from the disk for {listed(differ)}")
+
+
+def _digests(path: FilePath, stored: Mapping[str, Any]) -> dict[str, str]:
+    """The digest of each array, the same in all processes.
+
+    Raises:
+        CheckpointError: the copies of an array have different values.
+    """
+    failure = f"{path} cannot be written"
+
+    def compute() -> tuple[dict[str, str], Any]:
+        found = {name: digest_text(value) for name, value in stored.items()}
+        if differ := [name for name, text in found.items() if " " in text]:
+            why = "has copies on several devices that have different values, so it is not one array"
+            problems = [Problem(Path(name), None, "", why, "place it anew, with `ft.shard`") for name in differ]
+            raise CheckpointError(failure, problems)
+        return found, lambda: {"values": [" ".join(one) for one in found.items()]}
+
+    return agreed(failure, compute)
 
 
 def _target(value: Any) -> Any:
