@@ -16,8 +16,8 @@ PACKAGE = Path(__file__).parent.parent / "functree"
 # From the ground up. A module imports from its own floor and from those before it; functree/__init__.py and
 # functree/__main__.py stand on top and import from all.
 FLOORS = (
-    "errors", "parameters", "values", "tree", "layout", "compiled", "processes", "calls", "placing", "transforms", "state", "nn",
-    "report", "io", "testing", "cli",
+    "errors", "parameters", "values", "tree", "layout", "compiled", "processes", "calls", "placing", "transforms",
+    "state", "nn", "report", "io", "testing", "cli",
 )  # fmt: skip
 ROOF = ("__init__", "__main__")
 

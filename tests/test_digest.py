@@ -1,4 +1,4 @@
-"""The digest of an array: that of a plain computation in Python, under every sharding; each change of a bit changes it."""
+"""The digest of an array: as computed in plain Python, under every sharding; each bit and each place counts."""
 
 from typing import Any
 

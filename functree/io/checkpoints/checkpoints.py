@@ -78,9 +78,12 @@ class Checkpoints:
     @property
     def steps(self) -> tuple[int, ...]:
         """The steps that have a checkpoint, in their order."""
-        if not self.folder.is_dir():
-            return ()
-        return tuple(sorted(int(one.name) for one in self.folder.iterdir() if is_step(one)))
+        for _ in range(_LOOKS):
+            names = [one for one in self.folder.iterdir() if one.name.isdigit()] if self.folder.is_dir() else []
+            found = tuple(sorted(int(one.name) for one in names if is_step(one)))
+            if found or not names:
+                return found
+        return ()
 
     @property
     def latest(self) -> int | None:
@@ -114,11 +117,8 @@ class Checkpoints:
         self.wait()
         if jax.process_index() == 0:
             self._sweep()
-        latest = self.latest
-        if latest is not None and step < latest:
-            warn(f"{self.folder} has step {latest} already, and step {step} is saved: a restart goes on from {latest}")
-        path = self.folder / str(step)
-        writing = Writing.begin(path, tree, meta=meta, verify=True, step=int(step))
+        agreed("nothing is saved", lambda: (self._check_new(int(step)), dict))
+        writing = Writing.begin(self.folder / str(step), tree, meta=meta, verify=True, step=int(step))
         self._running = _Background(writing, lambda: self._retain(int(step)))
         return True
 
@@ -177,6 +177,16 @@ class Checkpoints:
                 if step is not None or not removed or chosen(str(self.latest)) == found:
                     raise
 
+    def _check_new(self, step: int) -> None:
+        """Raise CheckpointError for a step that exists; warn of one that is not the latest."""
+        steps = self.steps
+        if step in steps:
+            raise CheckpointError(
+                f"{self.folder} has step {step} already: remove {self.folder / str(step)} to replace it"
+            )
+        if steps and step < steps[-1]:
+            warn(f"step {step} is saved, and {self.folder} has step {steps[-1]}, from which a restart would go on")
+
     def _nothing(self, step: int | None) -> str:
         steps = ", ".join(map(str, self.steps)) or "none"
         what = "no checkpoint" if step is None else f"no checkpoint of step {step}"
@@ -201,6 +211,10 @@ class Checkpoints:
         others = [step for step in self.steps if step != saved]
         for step in others[: max(0, len(others) + 1 - self._keep)]:
             remove(self.folder / str(step))
+
+
+# A run that keeps only a few may have replaced all that were listed before they were looked at.
+_LOOKS = 3
 
 
 class _Background:

@@ -8,32 +8,36 @@ A writer holds a lock for what it writes. What nobody has locked and no manifest
 import os
 import shutil
 import uuid
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import jax
 
-from functree.errors import CheckpointError
+from functree.errors import CheckpointError, FunctreeError
 from functree.io.checkpoints.manifest import Manifest
 
 MANIFEST = "functree.json"
 _VALUES, _LOCK = "arrays-", ".lock"
 
-# What orbax, tensorstore and the file system raise for files that cannot be read or written. Not all errors: one of a
-# device, such as one that is out of memory, is not about a file.
-_FOREIGN = (OSError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, EOFError, RuntimeError)
 
+class files:
+    """What is raised inside, while files are read or written, becomes a CheckpointError with its cause chained.
 
-@contextmanager
-def files(headline: str) -> Iterator[None]:
-    """What is raised inside while files are read or written becomes a CheckpointError, with its cause chained."""
-    try:
-        yield
-    except (CheckpointError, jax.errors.JaxRuntimeError):
-        raise
-    except _FOREIGN as error:
-        raise CheckpointError(f"{headline}: {_first_line(error)}") from error
+    orbax raises errors of all classes, `Exception` itself among them. Those of a device, such as one that is out of
+    memory, are not about a file, and stay what they are.
+
+    Args:
+        failure: what is not possible, for the message.
+    """
+
+    def __init__(self, failure: str):
+        self._failure = failure
+
+    def __enter__(self) -> None:
+        """Nothing is to be done."""
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if isinstance(error, Exception) and not isinstance(error, FunctreeError | jax.errors.JaxRuntimeError):
+            raise CheckpointError(f"{self._failure}: {_first_line(error)}") from error
 
 
 def _first_line(error: BaseException) -> str:
@@ -203,14 +207,23 @@ def sweep(path: Path) -> None:
     for name in sorted({one.name.partition(".")[0] for one in path.glob(f"{_VALUES}*")}):
         # The lock is looked at before the manifest, because a writer releases it after its manifest is there.
         if _is_dead(path / f"{name}{_LOCK}"):
-            if not _is_named(path, name):
-                shutil.rmtree(path / name, ignore_errors=True)
-                (path / f"{name}.json").unlink(missing_ok=True)
-            (path / f"{name}{_LOCK}").unlink(missing_ok=True)
+            kept = {name} if _is_named(path, name) else set()
+            # orbax writes into a folder of its own beside the one that it is to become.
+            for one in path.glob(f"{name}*"):
+                if one.name not in kept:
+                    _delete(one)
     try:
         path.rmdir()
     except OSError:  # it is not empty
         return
+
+
+def _delete(path: Path) -> None:
+    """Delete a file, or a folder with all that is in it; another process may do so too."""
+    if path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def _is_named(path: Path, name: str) -> bool:

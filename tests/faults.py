@@ -1,0 +1,299 @@
+"""What can happen to checkpoints: flipped bits, killed writers, full disks, two writers at once.
+
+Each function lets it happen so often, and returns what was found. The tests do it a few times; to do it in full:
+
+    python tests/faults.py flips --count 200 --megabytes 50
+    python tests/faults.py kills --count 50
+    python tests/faults.py kills --count 50 --processes 2
+    python tests/faults.py races --count 8
+    python tests/faults.py full
+"""
+
+import argparse
+import collections
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+if __name__ == "__main__" and "FUNCTREE_PROCESS" not in os.environ:
+    # Before JAX makes its devices. For the processes that are started here, and under pytest, others do this.
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from launch import ended, initialized, started
+
+import functree as ft
+
+LAYOUT = ft.StateSharding({"**.key": ft.P(), "**.step": ft.P(), ...: ft.P("data")})
+
+
+def state(step: int, elements: int, mesh: jax.sharding.Mesh) -> Any:
+    """A state whose values follow from its step."""
+    make = ft.init(_state, LAYOUT, mesh)
+    return make(jnp.int32(step), elements)
+
+
+def _state(step: Any, elements: int) -> Any:
+    key = jax.random.fold_in(jax.random.key(0), step)
+    w = jax.random.normal(key, (8, elements // 16))
+    half = jax.random.normal(jax.random.fold_in(key, 1), (8, elements // 16), jnp.bfloat16)
+    return {"step": step, "key": key, "model": {"w": w, "half": half, "small": jnp.arange(16, dtype=jnp.int8)}}
+
+
+def is_state(found: Any, step: int, elements: int, mesh: jax.sharding.Mesh) -> bool:
+    """Whether a state is that of a step, bit by bit."""
+    return all(map(_is_same, jax.tree.leaves(found), jax.tree.leaves(state(step, elements, mesh))))
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    if jnp.issubdtype(other.dtype, jax.dtypes.prng_key):
+        one, other = jax.random.key_data(one), jax.random.key_data(other)
+    return one.dtype == other.dtype and np.asarray(one).tobytes() == np.asarray(other).tobytes()
+
+
+def flips(folder: Path, count: int, elements: int, seed: int = 0) -> collections.Counter[str]:
+    """Single bits flipped in the files of a checkpoint, half of them anywhere, half in a file of any size.
+
+    Returns:
+        How often a flip was noticed, with the path of a leaf or without, or changed nothing; and `MISSED`: how often
+        something else was loaded than was saved.
+    """
+    chance = random.Random(seed)
+    mesh = ft.make_mesh(data=8)
+    path = folder / "checkpoint"
+    ft.save(path, state(1, elements, mesh), meta={"tokens": 12})
+    like = ft.abstract(_state, LAYOUT, mesh)(jnp.int32(0), elements)
+    files = sorted(file for file in path.rglob("*") if file.is_file() and file.stat().st_size)
+    found: collections.Counter[str] = collections.Counter()
+    for i in range(count):
+        sizes = [file.stat().st_size if i % 2 else 1 for file in files]
+        file = chance.choices(files, sizes)[0]
+        with _flipped(file, chance):
+            what = _noticed(path, like, elements, mesh)
+        found[f"{what} ({'values' if file.stat().st_size > elements else 'metadata'})"] += 1
+        _progress(f"flip {i + 1} of {count}: {what} in {file.name}")
+    assert _noticed(path, like, elements, mesh) == "nothing changed"  # all bits are back
+    return found
+
+
+class _flipped:
+    """One bit of a file is flipped inside."""
+
+    def __init__(self, file: Path, chance: random.Random):
+        self.file, self.at, self.bit = file, chance.randrange(file.stat().st_size), 1 << chance.randrange(8)
+
+    def __enter__(self) -> None:
+        self._flip()
+
+    def __exit__(self, *_: object) -> None:
+        self._flip()
+
+    def _flip(self) -> None:
+        with self.file.open("r+b") as opened:
+            opened.seek(self.at)
+            byte = opened.read(1)[0]
+            opened.seek(self.at)
+            opened.write(bytes([byte ^ self.bit]))
+
+
+def _noticed(path: Path, like: Any, elements: int, mesh: jax.sharding.Mesh) -> str:
+    try:
+        meta = ft.inspect(path).meta
+        found = ft.restore(path, like)
+    except ft.CheckpointError as error:
+        return "noticed, by path" if error.problems[0].path is not None else "noticed"
+    return "nothing changed" if meta == {"tokens": 12} and is_state(found, 1, elements, mesh) else "MISSED"
+
+
+def kills(folder: Path, count: int, elements: int, processes: int = 1, seed: int = 0) -> collections.Counter[str]:
+    """A training that saves each step, killed at a random moment and started again.
+
+    Returns:
+        How many starts there were, the steps that were lost at most, and how often something was wrong.
+    """
+    chance = random.Random(seed)
+    mesh = ft.make_mesh(data=8)
+    run, log = folder / "run", folder / "log"
+    found: collections.Counter[str] = collections.Counter()
+    for i in range(count):
+        log.write_text("")
+        training = started([__file__, "train", str(run), str(log), str(elements)], processes)
+        _wait_for_steps(log, training)
+        time.sleep(chance.uniform(0, 0.6))
+        # One dies, and its supervisor kills the others a moment later.
+        chance.shuffle(training)
+        for process in training:
+            process.send_signal(signal.SIGKILL)
+            time.sleep(chance.uniform(0, 0.1))
+        ended(training, 10)
+        returned = max(map(int, log.read_text().split()), default=-1)
+        latest = ft.Checkpoints(run).latest
+        lost = returned - (-1 if latest is None else latest)
+        found[f"{max(lost, 0)} steps lost"] += 1
+        like = ft.abstract(_state, LAYOUT, mesh)(jnp.int32(0), elements)
+        whole = latest is None or is_state(ft.restore(run / str(latest), like), latest, elements, mesh)
+        found["whole" if whole else "BROKEN"] += 1
+        _progress(f"kill {i + 1} of {count}: step {returned} of {processes} processes, {lost} lost")
+    with ft.Checkpoints(run) as checkpoints:
+        checkpoints.save(10**6, state(0, elements, mesh))
+    dead = [one for one in run.rglob("*") if one.is_dir() and ("tmp" in one.name or _is_dead(one))]
+    found["dead folders"] = len(dead)
+    return found
+
+
+def _is_dead(folder: Path) -> bool:
+    """Whether a folder is a step without a manifest, or has values that no manifest names."""
+    if folder.name.isdigit():
+        return not (folder / "functree.json").is_file()
+    return folder.name.startswith("arrays-") and folder.name not in (folder.parent / "functree.json").read_text()
+
+
+def _wait_for_steps(log: Path, running: Sequence["subprocess.Popen[str]"]) -> None:
+    """Wait until a training has saved a step."""
+    until = time.monotonic() + 60
+    while not log.read_text():
+        if time.monotonic() > until or any(process.poll() is not None for process in running):
+            raise RuntimeError(f"the training does not run: {ended(running, 1)}")
+        time.sleep(0.02)
+
+
+def train(run: str, log: str, elements: int) -> None:
+    """Save each step of a training that goes on from the latest, until it is killed."""
+    initialized()
+    mesh = ft.make_mesh(data=8)
+    with ft.Checkpoints(run, keep=2) as checkpoints:
+        step = -1
+        if checkpoints.latest is not None:
+            like = ft.abstract(_state, LAYOUT, mesh)(jnp.int32(0), elements)
+            step = int(checkpoints.restore(like)["step"])
+        while True:
+            step += 1
+            checkpoints.save(step, state(step, elements, mesh))
+            if jax.process_index() == 0:
+                with open(log, "a") as opened:
+                    opened.write(f"{step}\n")
+
+
+def races(folder: Path, count: int, elements: int) -> collections.Counter[str]:
+    """Two processes save to one path at once, and a reader restores the latest of a run that keeps only one.
+
+    Returns:
+        What became of it: `MIXED` if something was restored that nobody saved, `FOREIGN` for an error of another kind.
+    """
+    mesh = ft.make_mesh(data=8)
+    like = ft.abstract(_state, LAYOUT, mesh)(jnp.int32(0), elements)
+    found: collections.Counter[str] = collections.Counter()
+    for i in range(count):
+        path = folder / f"race{i}"
+        at = str(time.time() + 6)
+        writers = [started([__file__, "write", str(path), at, str(step), str(elements)])[0] for step in (1, 2)]
+        ends = ended(writers, 60)
+        won = [step for step, (_, out, _) in zip((1, 2), ends, strict=True) if out.strip() == "saved"]
+        lost = [out for _, out, _ in ends if out.strip() != "saved"]
+        found[f"{len(won)} saved"] += 1
+        found["FOREIGN"] += sum("CheckpointError" not in out for out in lost) + sum(status for status, _, _ in ends)
+        found["MIXED"] += not is_state(ft.restore(path, like), won[-1], elements, mesh)
+        _progress(f"race {i + 1} of {count}: {len(won)} saved")
+    run, log = folder / "run", folder / "log"
+    log.write_text("")
+    training = started([__file__, "train", str(run), str(log), str(elements)])
+    _wait_for_steps(log, training)
+    reader = ft.Checkpoints(run)
+    while reader.latest is None:
+        time.sleep(0.02)
+    until = time.monotonic() + 2 * count
+    while time.monotonic() < until:
+        read = reader.restore(like)
+        found["read under retention"] += 1
+        found["MIXED"] += not is_state(read, int(read["step"]), elements, mesh)
+    training[0].kill()
+    ended(training, 10)
+    return found
+
+
+def write(path: str, at: str, step: str, elements: int) -> None:
+    """Save a state at a moment, and print what became of it."""
+    tree = state(int(step), elements, ft.make_mesh(data=8))
+    ft.save(f"{path}.warm{step}", tree)
+    time.sleep(max(0, float(at) - time.time()))
+    try:
+        ft.save(path, tree)
+        print("saved")
+    except ft.FunctreeError as error:
+        print(type(error).__name__, error)
+
+
+def full(folder: Path, elements: int) -> collections.Counter[str]:
+    """A run on a file system that fills up: each process that saves gets an error, what was there is still whole."""
+    disk = folder / "disk"
+    disk.mkdir()
+    size = elements * 4 * 5 // 2
+    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", disk], check=True)
+    found: collections.Counter[str] = collections.Counter()
+    mesh = ft.make_mesh(data=8)
+    try:
+        like = ft.abstract(_state, LAYOUT, mesh)(jnp.int32(0), elements)
+        for step in range(6):
+            try:
+                with ft.Checkpoints(disk / "run", keep=None) as checkpoints:
+                    checkpoints.save(step, state(step, elements, mesh))
+                found["saved"] += 1
+            except ft.CheckpointError as error:
+                found[f"CheckpointError: {str(error).split(': ', 1)[1][:60]}"] += 1
+            latest = ft.Checkpoints(disk / "run").latest
+            if latest is None or not is_state(ft.restore(disk / "run" / str(latest), like), latest, elements, mesh):
+                found["BROKEN"] += 1
+        left = [one for one in (disk / "run").rglob("*") if one.is_dir() and _is_dead(one)]
+        found["dead folders"] = len(left)
+    finally:
+        subprocess.run(["umount", disk], check=True)
+    return found
+
+
+def _progress(text: str) -> None:
+    if sys.stderr.isatty() or __name__ == "__main__":
+        print(text, file=sys.stderr)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=["flips", "kills", "races", "full", "train", "write"])
+    parser.add_argument("rest", nargs="*", help="of the processes that this one starts")
+    parser.add_argument("--count", type=int, default=50, help="how often")
+    parser.add_argument("--megabytes", type=float, default=4, help="the size of the state")
+    parser.add_argument("--processes", type=int, default=1, help="of the training that is killed")
+    parser.add_argument("--seed", type=int, default=0)
+    given = parser.parse_args()
+    if given.what in ("train", "write"):
+        {"train": train, "write": write}[given.what](*given.rest[:-1], int(given.rest[-1]))  # type: ignore[operator]
+        return
+    elements = int(given.megabytes * 2**20 / 6) * 2
+    folder = Path(tempfile.mkdtemp(prefix="functree-faults-"))
+    try:
+        found = {
+            "flips": lambda: flips(folder, given.count, elements, given.seed),
+            "kills": lambda: kills(folder, given.count, elements, given.processes, given.seed),
+            "races": lambda: races(folder, given.count, elements),
+            "full": lambda: full(folder, elements),
+        }[given.what]()
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    for what, times in sorted(found.items()):
+        print(f"{what}: {times}")
+    if any(times for what, times in found.items() if what.isupper() and times):
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()
