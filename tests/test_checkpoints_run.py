@@ -2,6 +2,7 @@
 
 import gc
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,15 @@ from meshes import lay
 import functree as ft
 
 ELEMENTS = 2**16
+
+# After a read that failed, orbax leaves tasks behind that were never awaited.
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning", "ignore::RuntimeWarning")
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left_for_other_tests() -> Iterator[None]:
+    yield
+    gc.collect()
 
 
 def tree(step: int) -> Any:
@@ -143,13 +153,10 @@ def test_half_a_manifest_is_no_checkpoint(tmp_path: Path) -> None:
 # What happens to them
 
 
-# After a read that failed, orbax leaves tasks behind that were never awaited.
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning", "ignore::RuntimeWarning")
 def test_flipped_bits(tmp_path: Path) -> None:
     found = faults.flips(tmp_path, 40, ELEMENTS)
     assert sum(found.values()) == 40 and found["noticed, by path (values)"] > 10
     assert not any("MISSED" in what for what in found)
-    gc.collect()
 
 
 @pytest.mark.parametrize("processes", [1, 2])

@@ -1,7 +1,5 @@
 """The digest of an array: as computed in plain Python, under every sharding; each bit and each place counts."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,7 +10,8 @@ from jax.sharding import NamedSharding
 from meshes import EXPLICIT, MESH
 
 import functree as ft
-from functree.tree.digest import digest, strides
+from functree.processes.digest import digest as found
+from functree.processes.digest import strides
 
 DTYPES = [
     "bool_", "int2", "uint2", "int4", "uint4", "int8", "uint16", "int32", "uint32", "int64", "float64", "complex64",
@@ -49,10 +48,6 @@ def values(dtype: str) -> np.ndarray:
     return numbers.astype(jnp.dtype(dtype))
 
 
-def found(array: Any) -> int:
-    return int(digest(array))
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_of_each_dtype(dtype: str) -> None:
     array = values(dtype)
@@ -69,6 +64,11 @@ def test_of_random_keys(impl: str) -> None:
     keys = jax.random.split(jax.random.key(3, impl=impl), 8)
     assert found(keys) == found(jax.device_put(keys, NamedSharding(MESH, ft.P("data"))))
     assert found(keys) == found(jax.random.key_data(keys))
+
+
+def test_of_one_device() -> None:
+    array = jnp.arange(16.0).reshape(8, 2)
+    assert found(array) == found(jax.device_put(array, jax.devices()[3])) == by_hand(words(np.asarray(array)))
 
 
 def test_of_host_memory_and_of_nothing() -> None:
@@ -95,5 +95,5 @@ def test_places_count(order: list[int]) -> None:
 
 def test_the_places_in_a_large_array_differ() -> None:
     """Positions have 32 bits, and a stride of a multiple of 2**32 would not be seen in them."""
-    assert strides((3, 2**16, 2**16)) == [5, 2**16, 1]
-    assert strides((2, 2**17, 2**17)) == [2**34 - 4 * (2**32 - 5), 2**17, 1]
+    assert strides((3, 2**16, 2**16)) == (5, 2**16, 1)
+    assert strides((2, 2**17, 2**17)) == (2**34 - 4 * (2**32 - 5), 2**17, 1)

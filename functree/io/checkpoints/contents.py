@@ -15,7 +15,7 @@ from functree.layout.meshes import mesh_view
 from functree.layout.plan.live import live_rows
 from functree.parameters import check_tree, shown
 from functree.processes.agreement import Facts
-from functree.tree.digest import digest
+from functree.processes.digest import digest
 from functree.tree.leaf import Leaf
 from functree.tree.leaves import read
 from functree.tree.paths import Path
@@ -62,16 +62,9 @@ class Contents(NamedTuple):
         manifest = self.manifest
         texts = [f"{row.path} {row.dtype}{list(row.shape)} {row.spec}" for row in manifest.rows]
         own = {path: value for path, value in self.stored.items() if not isinstance(value, jax.Array)}
-        values = [f"{path} {digest_text(value)}" for path, value in own.items()]
+        values = [f"{path} {digest(value):08x}" for path, value in own.items()]
         rest = [json.dumps([manifest.step, manifest.numbers, manifest.meta], sort_keys=True)]
         return {"arrays": texts, "arrays of numpy": values, "step, numbers and meta": rest}
-
-
-def digest_text(array: Any) -> str:
-    """The digest of an array as text; several if its copies have different values on several devices."""
-    # It is waited for. With many programs at once that talk to all devices, simulated ones run out of threads.
-    shards = digest(array).addressable_shards
-    return " ".join(f"{found:08x}" for found in sorted({int(shard.data) for shard in shards}))
 
 
 def numbers_of(tree: Any) -> dict[str, str]:

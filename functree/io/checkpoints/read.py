@@ -11,7 +11,7 @@ from jax.core import Tracer
 from jax.sharding import Sharding
 
 from functree.errors import CheckpointError, Problem, count, listed, warn
-from functree.io.checkpoints.contents import digest_text, numbers_of
+from functree.io.checkpoints.contents import numbers_of
 from functree.io.checkpoints.engine import load_arrays
 from functree.io.checkpoints.folder import files, local, read_manifest
 from functree.io.checkpoints.manifest import Manifest
@@ -22,6 +22,7 @@ from functree.layout.plan.resolver import plan
 from functree.layout.validation import refuse
 from functree.parameters import FILE, FLAG, check, check_tree
 from functree.processes.agreement import agreed, chosen
+from functree.processes.same_copies import digests_of
 from functree.tree.filters.filter import Filter, FilterLike, as_filter
 from functree.tree.leaves import Leaves, read
 from functree.tree.paths import Path
@@ -139,7 +140,7 @@ def _verify(folder: FilePath, wanted: Sequence[Wanted], stored: Mapping[str, Any
     Raises:
         CheckpointError: some differ.
     """
-    digests = {name: digest_text(value) for name, value in stored.items() if value.size}
+    digests, _ = digests_of({name: value for name, value in stored.items() if value.size})
     problems, without = list[Problem](), 0
     for one in wanted:
         if one.name not in digests:

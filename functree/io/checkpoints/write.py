@@ -9,13 +9,13 @@ from typing import Any
 import jax
 import numpy as np
 
-from functree.errors import CheckpointError, Problem, listed
-from functree.io.checkpoints.contents import Contents, digest_text
+from functree.errors import CheckpointError, listed
+from functree.io.checkpoints.contents import Contents
 from functree.io.checkpoints.engine import load_arrays, start_saving
 from functree.io.checkpoints.folder import Draft, check_free, check_seen, files, local
 from functree.parameters import FILE, FLAG, check
 from functree.processes.agreement import agreed, chosen
-from functree.tree.paths import Path
+from functree.processes.same_copies import digests_of
 
 
 def save(
@@ -58,7 +58,11 @@ class Writing:
 
     def __init__(self, contents: Contents, draft: Draft | None, values: FilePath, verify: bool, check: bool):
         self._manifest, self._draft, self._values = contents.manifest, draft, values
-        self._digests = _digests(values.parent, contents.stored) if verify else {}
+        self._digests: dict[str, str] = {}
+        if verify:
+            self._digests, differ = digests_of(contents.stored)
+            if differ:
+                raise CheckpointError(self._failure, differ)
         self._targets = {name: _target(value) for name, value in contents.stored.items()} if verify and check else {}
         self._is_empty = not contents.stored
         with files(self._failure):
@@ -119,27 +123,9 @@ class Writing:
         for names in _groups(self._targets):
             with files(f"{self._values} cannot be read"):
                 stored = load_arrays(self._values, {name: self._targets[name] for name in names})
-            if differ := [name for name in names if digest_text(stored[name]) != self._digests[name]]:
+            found, _ = digests_of(stored)
+            if differ := [name for name in names if found[name] != self._digests[name]]:
                 raise CheckpointError(f"{self._failure}: other values are read from the disk for {listed(differ)}")
-
-
-def _digests(path: FilePath, stored: Mapping[str, Any]) -> dict[str, str]:
-    """The digest of each array, the same in all processes.
-
-    Raises:
-        CheckpointError: the copies of an array have different values.
-    """
-    failure = f"{path} cannot be written"
-
-    def compute() -> tuple[dict[str, str], Any]:
-        found = {name: digest_text(value) for name, value in stored.items()}
-        if differ := [name for name, text in found.items() if " " in text]:
-            why = "has copies on several devices that have different values, so it is not one array"
-            problems = [Problem(Path(name), None, "", why, "place it anew, with `ft.shard`") for name in differ]
-            raise CheckpointError(failure, problems)
-        return found, lambda: {"values": [" ".join(one) for one in found.items()]}
-
-    return agreed(failure, compute)
 
 
 def _target(value: Any) -> Any:
