@@ -1,8 +1,11 @@
 """Arrays by name ─► files, and back: by orbax, which knows nothing here of trees."""
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
+
+import jax
 
 from functree.errors import CheckpointError
 from functree.io.extras import needed
@@ -45,7 +48,9 @@ def load_arrays(folder: Path, targets: Mapping[str, Any]) -> dict[str, Any]:
     orbax = _orbax()
     if not targets:
         return {}
-    with _context(orbax):
+    context = _context(orbax)
+    context.memory.read_concurrent_bytes = _most_bytes(targets)
+    with context:
         arrays = orbax.load(folder, dict(targets))
     for name, array in arrays.items():
         if array.dtype != targets[name].dtype:
@@ -69,3 +74,12 @@ def _context(orbax: Any) -> Any:
     context.array.saving.enable_write_sharding_file = False
     context.pytree.loading.partial_load = True
     return context
+
+
+def _most_bytes(targets: Mapping[str, Any]) -> int:
+    """How many bytes may be on their way at once: an eighth of all, and more than the largest array has.
+
+    What is read is in memory twice until it is on its device. With no limit half of all is.
+    """
+    sizes = [math.prod(target.shape) * target.dtype.itemsize for target in targets.values()]
+    return max(sum(sizes) // (8 * jax.process_count()), max(sizes) + 2**20)
