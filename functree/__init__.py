@@ -53,6 +53,8 @@ from functree.io.checkpoints.read import restore as restore
 from functree.io.checkpoints.write import save as save
 from functree.io.weights.load import load_weights as load_weights
 from functree.io.weights.save import save_weights as save_weights
+from functree.processes.check import check_processes as check_processes
+from functree.processes.preempted import preempted as preempted
 from functree.placing.constrain import constrain as constrain
 from functree.placing.shard import shard as shard
 from functree.transforms.remat import offload as offload

@@ -139,7 +139,7 @@ def _text(headline: str, problems: Sequence[Problem]) -> str:
     # The dicts are ordered sets: one leaf may have the same problem from two layouts, and it is listed once.
     leaves: dict[tuple[str, str], dict[str, None]] = {}
     for p in problems:
-        leaves.setdefault((_path_text(p.path), p.what), {})[p.why] = None
+        leaves.setdefault((path_text(p.path), p.what), {})[p.why] = None
     # A leaf with two problems is one entry with both, so leaves are grouped by all of their problems together.
     groups: dict[tuple[str, tuple[str, ...]], list[str]] = {}
     for (path, what), whys in leaves.items():
@@ -156,7 +156,7 @@ def _text(headline: str, problems: Sequence[Problem]) -> str:
     return "\n".join(lines)
 
 
-def _path_text(path: tuple[object, ...] | None) -> str:
+def path_text(path: tuple[object, ...] | None) -> str:
     """A path as it is printed; empty for a problem that is not about a single leaf."""
     if path is None:
         return ""

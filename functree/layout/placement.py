@@ -41,6 +41,13 @@ def is_sharded_as(array: jax.Array, sharding: Any) -> bool:
     return memory_of(here) == memory_of(sharding) and here.is_equivalent_to(sharding, array.ndim)
 
 
+def is_placed(value: Any, target: NamedSharding) -> bool:
+    """Whether an array has its sharding already. Uncommitted arrays do not, so that they become committed."""
+    if not is_concrete(value) or not value.committed or not isinstance(value.sharding, NamedSharding):
+        return False
+    return value.sharding.mesh == target.mesh and is_sharded_as(value, target)
+
+
 def memory_of(sharding: Any) -> str:
     """The memory kind of a sharding; the default kind may be written as None."""
     return sharding.memory_kind or "device"

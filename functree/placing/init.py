@@ -17,7 +17,7 @@ from functree.calls.signature import Bound, Signature
 from functree.calls.traces import Traces, traces_of
 from functree.errors import ShardingError
 from functree.layout.layout import Layout, LayoutLike, LayoutTree
-from functree.layout.meshes import NO_MESH, MeshLike, current_mesh, mesh_view, without_devices
+from functree.layout.meshes import NO_MESH, MeshLike, current_mesh, mesh_view, tracing, without_devices
 from functree.layout.optimizer.origins import Optimizer
 from functree.layout.optimizer.plan_optimizer import plan_state
 from functree.layout.plan.plan import Plan
@@ -25,6 +25,8 @@ from functree.layout.plan.resolver import plan_tree
 from functree.layout.prefix import copied
 from functree.parameters import FUNCTION, check
 from functree.placing.ambient import ambient_rules, axis_rules
+from functree.processes.agreement import Facts, agreed
+from functree.processes.facts import facts_of
 from functree.tree.filters.filter import FilterLike
 from functree.tree.filters.predicates import is_trainable
 
@@ -49,6 +51,11 @@ class Init(Function[_P, _T]):
     ):
         super().__init__(make, bound, traces)
         self._layout, self._mesh, self._fresh = layout, mesh, fresh
+
+    def __call__(self, /, *args: _P.args, **kwargs: _P.kwargs) -> _T:
+        if jax.process_count() > 1 and not tracing():
+            agreed(f"{self.__name__} makes no tree", lambda: (None, lambda: self._facts(args, kwargs)))
+        return super().__call__(*args, **kwargs)
 
     def plan(self, /, *args: _P.args, **kwargs: _P.kwargs) -> Plan:
         """The plan of the result; no array is allocated."""
@@ -80,6 +87,11 @@ class Init(Function[_P, _T]):
         group.several_devices = group.several_devices or on_several_devices(found.arrays)
         mesh = self._mesh_now()
         return Program(self._signature.name, group, body, prepared.jitted, mesh, out_shardings=prepared.out_shardings)
+
+    def _facts(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Facts:
+        """What has to be the same in all processes: the values of the arguments, and the plan."""
+        arguments = self._signature.bind(*self._bound.call(args, kwargs))
+        return {"arguments": facts_of(arguments), "plan": facts_of(self._planned(self._output(args, kwargs)))}
 
     def _mesh_now(self) -> Mesh | AbstractMesh | None:
         """The mesh of a call that is made now."""
@@ -162,7 +174,7 @@ def init(make: Callable[_P, _T], layout: LayoutTree, mesh: MeshLike = None) -> I
     Raises:
         ShardingError: (when called) the layout does not fit the tree, or there is no mesh with devices.
         FunctreeError: (when called) an argument is neither an array nor hashable, or a static field of the result
-            contains a traced array.
+            contains a traced array; the processes have other arguments, or another plan.
 
     Examples:
         >>> mesh = ft.make_mesh(data=8)

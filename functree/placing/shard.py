@@ -1,6 +1,8 @@
 """Concrete arrays and a layout ─► the same arrays, sharded as the layout says."""
 
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any, TypeVar
 
 import jax
@@ -11,10 +13,11 @@ from jax.sharding import NamedSharding
 from functree.errors import Problem, ShardingError, count
 from functree.layout.layout import LayoutTree
 from functree.layout.meshes import NO_MESH, MeshLike, without_devices
-from functree.layout.placement import is_concrete, is_sharded_as
+from functree.layout.placement import is_placed
 from functree.layout.plan.plan import Plan
 from functree.layout.plan.resolver import agreed_view, plan_leaves, read_for
-from functree.parameters import check_tree
+from functree.parameters import FLAG, check, check_tree
+from functree.placing.across import Values, place_across
 from functree.placing.batch import Batch
 from functree.placing.named_arrays import AxesTree, named_arrays
 from functree.tree.leaves import Leaves
@@ -22,7 +25,7 @@ from functree.tree.leaves import Leaves
 T = TypeVar("T")
 
 
-def shard(tree: T, layout: LayoutTree, mesh: MeshLike = None, *, axes: AxesTree = None) -> T:
+def shard(tree: T, layout: LayoutTree, mesh: MeshLike = None, *, axes: AxesTree = None, local: bool = False) -> T:
     """Place concrete arrays as a layout says.
 
     Args:
@@ -31,6 +34,8 @@ def shard(tree: T, layout: LayoutTree, mesh: MeshLike = None, *, axes: AxesTree 
         mesh: a mesh, or None for the current one.
         axes: the axes of a bare array, which has no annotation; or those of a tree of bare arrays, as a prefix tree:
             `{"tokens": "batch seq", "mask": "batch seq"}`.
+        local: with several processes, whether each hands in its own rows: the part of each array that its devices
+            keep. Else each hands in the whole arrays, and they are compared.
 
     Returns:
         The same tree. An array that has its sharding already is returned as the same object. An array that is at two
@@ -38,7 +43,8 @@ def shard(tree: T, layout: LayoutTree, mesh: MeshLike = None, *, axes: AxesTree 
 
     Raises:
         ShardingError: the layout or the axes do not fit the tree; there is no mesh with devices; an array is traced or
-            abstract.
+            abstract; the mesh does not have devices of all processes.
+        FunctreeError: the processes have different arrays, or layouts.
         RuleError: `layout` is not a layout; `layout` or `axes` have another structure than the tree.
 
     Examples:
@@ -52,6 +58,9 @@ def shard(tree: T, layout: LayoutTree, mesh: MeshLike = None, *, axes: AxesTree 
         P('data',)
     """
     check_tree("shard", tree)
+    check("no array can be placed", local=(local, FLAG))
+    if jax.process_count() > 1:
+        return _shard_across(tree, layout, mesh, axes, local)
     arrays, batch = Batch.of(tree, layout, mesh, axes)
     if batch is not None:
         shardings = _SHARDINGS.get(batch)
@@ -66,6 +75,11 @@ def shard(tree: T, layout: LayoutTree, mesh: MeshLike = None, *, axes: AxesTree 
     return leaves.skeleton.fill(moved_once([leaf.value for leaf in leaves.leaves], shardings))
 
 
+def _shard_across(tree: T, layout: LayoutTree, mesh: MeshLike, axes: AxesTree, local: bool) -> T:
+    """The same with several processes."""
+    return place_across(partial(_planned, tree, layout, mesh, axes), local)
+
+
 _SHARDINGS: dict[Batch, list[NamedSharding]] = {}
 _REMEMBERED = 256  # batches
 
@@ -78,13 +92,19 @@ def _moved(arrays: Sequence[Any], targets: Sequence[NamedSharding]) -> list[Any]
     return moved_once(arrays, targets)
 
 
-def _planned(tree: Any, layout: LayoutTree, mesh: MeshLike, axes: AxesTree) -> tuple[Leaves, Plan]:
-    """The leaves of a tree, and their plan on a mesh with devices."""
+def _planned(
+    tree: Any, layout: LayoutTree, mesh: MeshLike, axes: AxesTree, values: Values | None = None, check: bool = True
+) -> tuple[Leaves, Plan]:
+    """The leaves of a tree, and their plan on a mesh with devices; by the shapes of other arrays, if they are given."""
     leaves, parts = read_for(tree, layout)
     if axes is not None:
         leaves = named_arrays(leaves, tree, axes)
     _check_concrete(leaves)
-    planned = plan_leaves(leaves, parts, agreed_view(mesh, parts))
+    shaped = leaves
+    if values is not None:
+        own = [leaf._replace(value=value) for leaf, value in zip(leaves.leaves, values, strict=True)]
+        shaped = replace(leaves, leaves=tuple(own))
+    planned = plan_leaves(shaped, parts, agreed_view(mesh, parts), check=check)
     if planned.mesh is None:
         raise ShardingError(f"arrays cannot be placed on {planned.view}, which has no devices: {NO_MESH} with a `Mesh`")
     missing = without_devices(planned.mesh)
@@ -97,17 +117,10 @@ def moved_once(values: Sequence[Any], targets: Sequence[NamedSharding]) -> list[
     """Arrays with the wanted shardings. An array that stands in the sequence twice stays one array."""
     # All moves are one call of `device_put`.
     wanted = {id(x): target for x, target in zip(values, targets, strict=True)}
-    moving = {id(x): x for x in values if not _is_placed(x, wanted[id(x)])}
+    moving = {id(x): x for x in values if not is_placed(x, wanted[id(x)])}
     moved = jax.device_put(list(moving.values()), [wanted[i] for i in moving])
     placed = dict(zip(moving, moved, strict=True))
     return [placed.get(id(x), x) for x in values]
-
-
-def _is_placed(value: Any, target: NamedSharding) -> bool:
-    """Whether an array has its sharding already. Uncommitted arrays do not, so that they become committed."""
-    if not is_concrete(value) or not value.committed or not isinstance(value.sharding, NamedSharding):
-        return False
-    return value.sharding.mesh == target.mesh and is_sharded_as(value, target)
 
 
 def _check_concrete(leaves: Leaves) -> None:

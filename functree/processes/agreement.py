@@ -29,23 +29,31 @@ def agreed(what: str, local: Callable[[], tuple[T, Callable[[], Facts]]]) -> T:
         local: returns the result, and a function that returns the facts about it.
 
     Raises:
-        FunctreeError: the function raised it in one of the processes; each of the others raises an error of the same
-            class that names this process. Or the facts differ.
+        FunctreeError: the facts differ; or the function raised an error in one of the processes: then the others raise
+            one that names it, of the same class if that is one of functree.
     """
     if jax.process_count() == 1:
         return local()[0]
-    try:
+    with _telling_errors():
         result, facts = local()
         said = {"facts": {name: list(lines) for name, lines in facts().items()}}
-    except FunctreeError as error:
-        _exchanged(json.dumps({"class": type(error).__name__, "error": str(error)}))
-        raise
     texts = _exchanged(json.dumps(said))
     if texts is not None:
         reports = list(map(json.loads, texts))
         _raise_failures(what, reports)
         _raise_differences(what, [report["facts"] for report in reports])
     return result
+
+
+class _telling_errors:
+    """An error that is raised inside is told to the other processes, which wait to hear from this one."""
+
+    def __enter__(self) -> None:
+        """Nothing is to be done."""
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if isinstance(error, Exception):
+            _exchanged(json.dumps({"class": type(error).__name__, "error": str(error)}))
 
 
 def chosen(name: str) -> str:
@@ -85,7 +93,7 @@ def _raise_failures(what: str, reports: Sequence[Mapping[str, Any]]) -> None:
         process, report = next(iter(failed.items()))
         who = f"process {process}" if len(failed) == 1 else f"processes {listed(list(map(str, failed)))}"
         kind = getattr(errors, report["class"], FunctreeError)
-        raise kind(f"{what}: {who} of {len(reports)} failed:\n{report['error']}")
+        raise kind(f"{what}: {who} of {len(reports)} failed with {report['class']}:\n{report['error']}")
 
 
 def _raise_differences(what: str, facts: Sequence[Facts]) -> None:
@@ -110,7 +118,8 @@ def _difference(lines: Sequence[list[str]], usual: int, others: Sequence[int]) -
     who = f"process {others[0]} differs" if len(others) == 1 else f"processes {listed(list(map(str, others)))} differ"
     pairs = zip_longest(lines[usual], lines[others[0]], fillvalue="(nothing)")
     different = [(i, pair) for i, pair in enumerate(pairs, 1) if pair[0] != pair[1]]
-    text = [f"{who} from process {usual}, first in line {different[0][0]}:"]
+    where = f", first in line {different[0][0]} of {len(lines[usual])}" if len(lines[usual]) > 1 else ""
+    text = [f"{who} from process {usual}{where}:"]
     for _, (here, there) in different[:_MOST_LINES]:
         text += [f"process {usual}: {here}", f"process {others[0]}: {there}"]
     if len(different) > _MOST_LINES:

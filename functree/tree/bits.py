@@ -1,9 +1,12 @@
 """An array ─► the bits of its elements, as unsigned integers."""
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Sharding
 
 
 def unsigned(dtype: Any) -> jnp.dtype:
@@ -23,3 +26,16 @@ def on_device(array: jax.Array) -> jax.Array:
     if array.sharding.memory_kind in (None, "device"):
         return array
     return jax.device_put(array, array.sharding.with_memory_kind("device"))
+
+
+def with_sharding(fun: Callable[..., jax.Array], sharding: Sharding, *args: Any) -> jax.Array:
+    """The result of a function of arrays, with a sharding; also if other processes have parts of it."""
+    kind = sharding.memory_kind
+    if kind in (None, "device"):
+        return _jitted(fun, sharding)(*args)
+    return jax.device_put(_jitted(fun, sharding.with_memory_kind("device"))(*args), sharding)
+
+
+@functools.lru_cache(maxsize=256)
+def _jitted(fun: Callable[..., jax.Array], sharding: Sharding) -> Any:
+    return jax.jit(fun, out_shardings=sharding)

@@ -1,7 +1,7 @@
 """`Checkpoints`: the checkpoints of a run, by step; written in the background, the newest kept."""
 
 import os
-import threading
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path as FilePath
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -57,23 +57,27 @@ class Checkpoints:
         )
         self.folder: FilePath = local(folder)
         self._keep, self._every = keep, every
-        self._open, self._swept = False, False
-        self._running: _Background | None = None
+        self._swept = False
+        self._threads: ThreadPoolExecutor | None = None  # of one thread, in which the checkpoints are finished
+        self._running: Future[None] | None = None
 
     def __enter__(self) -> Self:
-        self._open = True
+        self._threads = ThreadPoolExecutor(1, "functree checkpoint")
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._open = False
+        threads, self._threads = self._threads, None
         try:
             self.wait()
         except FunctreeError as failed:
             if error is None:
                 raise
             error.add_note(f"and the last checkpoint was not saved: {failed}")  # not in the place of the first error
+        finally:
+            if threads is not None:
+                threads.shutdown()
 
     @property
     def steps(self) -> tuple[int, ...]:
@@ -107,7 +111,7 @@ class Checkpoints:
             FunctreeError: this is outside of the `with` statement.
         """
         check("nothing is saved", step=(step, EXTENT), force=(force, FLAG))
-        if not self._open:
+        if self._threads is None:
             raise FunctreeError(
                 "`save` writes in the background, and waits at the end of a `with` statement: write "
                 "`with ft.Checkpoints(folder) as checkpoints:` around the loop"
@@ -119,7 +123,7 @@ class Checkpoints:
             self._sweep()
         agreed("nothing is saved", lambda: (self._check_new(int(step)), dict))
         writing = Writing.begin(self.folder / str(step), tree, meta=meta, verify=True, step=int(step))
-        self._running = _Background(writing, lambda: self._retain(int(step)))
+        self._running = self._threads.submit(self._finish, writing, int(step))
         return True
 
     def wait(self) -> None:
@@ -132,7 +136,7 @@ class Checkpoints:
 
         def finish() -> tuple[None, Any]:
             if running is not None:
-                running.wait()
+                running.result()
             return None, dict
 
         agreed("a checkpoint could not be written", finish)
@@ -204,6 +208,11 @@ class Checkpoints:
             if one.name.isdigit() and one.is_dir():
                 sweep(one)
 
+    def _finish(self, writing: Writing, step: int) -> None:
+        """The part that runs in the background."""
+        writing.finish()
+        self._retain(step)
+
     def _retain(self, saved: int) -> None:
         """Remove all but the newest checkpoints, and never the one that was just saved."""
         if self._keep is None or jax.process_index() != 0:
@@ -215,26 +224,3 @@ class Checkpoints:
 
 # A run that keeps only a few may have replaced all that were listed before they were looked at.
 _LOOKS = 3
-
-
-class _Background:
-    """A checkpoint that is finished in a thread."""
-
-    def __init__(self, writing: Writing, then: Any):
-        self._error: BaseException | None = None
-        self._writing, self._then = writing, then
-        self._thread = threading.Thread(target=self._run, name="functree checkpoint")
-        self._thread.start()
-
-    def _run(self) -> None:
-        try:
-            self._writing.finish()
-            self._then()
-        except BaseException as error:
-            self._error = error
-
-    def wait(self) -> None:
-        """Wait for the thread; raise what was raised in it."""
-        self._thread.join()
-        if self._error is not None:
-            raise self._error

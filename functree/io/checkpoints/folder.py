@@ -106,6 +106,7 @@ class Draft:
 
     def __init__(self, path: Path, overwrite: bool):
         self.path, self._overwrite = path, overwrite
+        self._lock: int | None
         with files(f"{path} cannot be written"):
             check_free(path, overwrite)
             self.name, self._lock = _locked(path)
@@ -128,7 +129,7 @@ class Draft:
                 self._name_it(written)
             finally:
                 written.unlink(missing_ok=True)
-            os.close(self._lock)
+            self._release()
             sweep(self.path)
 
     def _name_it(self, written: Path) -> None:
@@ -143,8 +144,14 @@ class Draft:
 
     def discard(self) -> None:
         """Remove what was written."""
-        os.close(self._lock)
+        self._release()
         sweep(self.path)
+
+    def _release(self) -> None:
+        """Give the lock back. It may have been given back already, by a commit that failed after it."""
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
 
 
 def check_free(path: Path, overwrite: bool) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import Sharding
 
-from functree.errors import CheckpointError, Problem, count, listed, warn
+from functree.errors import CheckpointError, Problem, count, listed, path_text, warn
 from functree.io.checkpoints.contents import numbers_of
 from functree.io.checkpoints.engine import load_arrays
 from functree.io.checkpoints.folder import files, local, read_manifest
@@ -18,11 +18,13 @@ from functree.io.checkpoints.manifest import Manifest
 from functree.io.checkpoints.wanted import Wanted, wanted_arrays
 from functree.layout.layout import LayoutTree
 from functree.layout.meshes import MeshLike
+from functree.layout.placement import sharding_text
 from functree.layout.plan.resolver import plan
 from functree.layout.validation import refuse
 from functree.parameters import FILE, FLAG, check, check_tree
 from functree.processes.agreement import agreed, chosen
 from functree.processes.same_copies import digests_of
+from functree.tree.arrays import array_text
 from functree.tree.filters.filter import Filter, FilterLike, as_filter
 from functree.tree.leaves import Leaves, read
 from functree.tree.paths import Path
@@ -73,7 +75,7 @@ def restore(
         manifest, leaves = read_manifest(folder), read(like)
         shardings = _shardings(like, leaves, layout, mesh, chosen_filter)
         wanted = wanted_arrays(folder, manifest, leaves, shardings, chosen_filter, cast)
-        facts = {"manifest": manifest.to_json().splitlines(), "like": [f"{one.leaf.path} {one}" for one in wanted]}
+        facts = {"manifest": manifest.to_json().splitlines(), "like": list(map(_fact, wanted))}
         return (manifest, leaves, wanted), lambda: facts
 
     while True:
@@ -91,6 +93,11 @@ def restore(
                 _warn_of_numbers(manifest, like)
             arrays = _arrays(wanted, stored)
             return leaves.skeleton.fill([arrays.get(leaf.path, leaf.value) for leaf in leaves.leaves])
+
+
+def _fact(one: Wanted) -> str:
+    sharding = "on the host" if one.sharding is None else sharding_text(one.sharding)
+    return f"{path_text(one.leaf.path)}: {array_text(one.leaf.value)} {sharding}"
 
 
 def _shardings(

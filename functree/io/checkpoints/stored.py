@@ -3,6 +3,8 @@
 The two have the same bits in the same order, so they have the same digest.
 """
 
+import functools
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -13,7 +15,7 @@ from jax.sharding import NamedSharding, Sharding
 
 from functree.layout.plan.codec import key_implementation
 from functree.layout.specs import of_rank
-from functree.tree.bits import bits, on_device, unsigned
+from functree.tree.bits import bits, on_device, unsigned, with_sharding
 
 # Of the dtypes with less than a byte, zarr has some in some versions. Each element of these is stored as a byte.
 _AS_BYTES = ("int2", "uint2", "int4", "uint4", "float4_e2m1fn", "float8_e4m3")
@@ -42,17 +44,22 @@ def to_stored(value: jax.Array | np.ndarray | np.generic) -> jax.Array | np.ndar
         return np.asarray(value).view(dtype)
     if value.dtype == dtype:
         return value
-    stored = _to_stored(on_device(value))
-    return jax.device_put(stored, stored_sharding(value.sharding, len(shape)))
+    return with_sharding(_to_stored, stored_sharding(value.sharding, len(shape)), on_device(value))
 
 
-def from_stored(stored: jax.Array | np.ndarray, dtype: Any) -> jax.Array | np.ndarray:
-    """The array of a dtype that was stored so: in the memory of its devices, or of numpy if what was stored is."""
+def from_stored(stored: jax.Array | np.ndarray, dtype: Any, sharding: Sharding | None) -> jax.Array | np.ndarray:
+    """The array of a dtype that was stored so.
+
+    Args:
+        stored: what was stored, with the sharding of what is stored for such an array.
+        dtype: the dtype of the array.
+        sharding: the sharding of the array; None for what is in the memory of the host.
+    """
     if stored.dtype == dtype:
         return stored
-    if isinstance(stored, jax.Array):
-        return _from_stored(on_device(stored), dtype)
-    return _from_stored(jnp.asarray(stored), dtype) if is_key(dtype) else stored.view(dtype)
+    if isinstance(stored, jax.Array) and sharding is not None:
+        return with_sharding(_reader(dtype), sharding, on_device(stored))
+    return _reader(dtype)(jnp.asarray(stored)) if is_key(dtype) else np.asarray(stored).view(dtype)
 
 
 def stored_sharding(sharding: Sharding, ndim: int) -> Sharding:
@@ -62,13 +69,13 @@ def stored_sharding(sharding: Sharding, ndim: int) -> Sharding:
     return sharding.update(spec=of_rank(sharding.spec, ndim))
 
 
-@jax.jit
 def _to_stored(value: jax.Array) -> jax.Array:
     return jax.random.key_data(value) if is_key(value.dtype) else bits(value).astype(jnp.uint8)
 
 
-@partial(jax.jit, static_argnums=1)
-def _from_stored(stored: jax.Array, dtype: Any) -> jax.Array:
+@functools.cache
+def _reader(dtype: Any) -> Callable[[jax.Array], jax.Array]:
+    """The function from what is stored to an array of a dtype."""
     if is_key(dtype):
-        return jax.random.wrap_key_data(stored, impl=key_implementation(dtype))
-    return jax.lax.bitcast_convert_type(stored.astype(unsigned(dtype)), dtype)
+        return partial(jax.random.wrap_key_data, impl=key_implementation(dtype))
+    return lambda stored: jax.lax.bitcast_convert_type(stored.astype(unsigned(dtype)), dtype)

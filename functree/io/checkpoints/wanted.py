@@ -1,6 +1,7 @@
 """The arrays that are restored: each with what was saved for it, and where it is created."""
 
-from collections.abc import Iterator, Mapping, Sequence
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path as FilePath
 from typing import Any, NamedTuple
 
@@ -16,7 +17,9 @@ from functree.io.checkpoints.manifest import Manifest, SavedArray
 from functree.io.checkpoints.remedy import without
 from functree.io.checkpoints.stored import from_stored, is_key, stored_form, stored_sharding
 from functree.layout.meshes import without_devices
+from functree.layout.placement import is_sharded_as
 from functree.tree.arrays import array_text, dtype_text
+from functree.tree.bits import on_device, with_sharding
 from functree.tree.filters.filter import Filter
 from functree.tree.leaf import Leaf
 from functree.tree.leaves import Leaves
@@ -52,12 +55,24 @@ class Wanted(NamedTuple):
     def array(self, stored: Any) -> Any:
         """The array from what was read."""
         value = self.leaf.value
-        array = from_stored(stored, self.row.dtype)
-        if array.dtype != value.dtype:
-            array = array.astype(value.dtype)
+        array = from_stored(stored, self.row.dtype, self.sharding)
         if self.sharding is not None:
-            return jax.device_put(array, self.sharding)
+            return self._cast(array, value.dtype, self.sharding)
+        array = array.astype(value.dtype) if array.dtype != value.dtype else array
         return jnp.asarray(array) if isinstance(value, jax.Array) else array
+
+    def _cast(self, array: Any, dtype: Any, sharding: Sharding) -> Any:
+        """An array with a dtype and a sharding."""
+        if not isinstance(array, jax.Array):  # it was read by numpy, since JAX has no such dtype
+            return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index].astype(dtype))
+        if array.dtype == dtype and is_sharded_as(array, sharding):
+            return array
+        return with_sharding(_caster(dtype), sharding, on_device(array))
+
+
+@functools.cache
+def _caster(dtype: Any) -> Callable[[jax.Array], jax.Array]:
+    return lambda array: array if array.dtype == dtype else array.astype(dtype)
 
 
 def wanted_arrays(

@@ -3,6 +3,7 @@
 import math
 import os
 from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
 from pathlib import Path as FilePath
 from typing import Any
 
@@ -42,7 +43,8 @@ def save(
         {'tokens': 1000}
     """
     check("nothing is saved", path=(path, FILE), verify=(verify, FLAG), overwrite=(overwrite, FLAG))
-    Writing.begin(local(path), tree, meta=meta, verify=verify, overwrite=overwrite).finish()
+    writing = Writing.begin(local(path), tree, meta=meta, verify=verify, overwrite=overwrite)
+    agreed(f"{path} cannot be written", lambda: (writing.finish(), dict))
 
 
 class Writing:
@@ -86,14 +88,15 @@ class Writing:
             return contents, contents.facts
 
         contents = agreed(failure, prepare)
-        draft = agreed(failure, lambda: (Draft(path, overwrite) if jax.process_index() == 0 else None, dict))
-        try:
+        with ExitStack() as undo:
+            draft = agreed(failure, lambda: (Draft(path, overwrite) if jax.process_index() == 0 else None, dict))
+            if draft is not None:
+                undo.callback(draft.discard)
             values = path / chosen("" if draft is None else draft.name)
             agreed(failure, lambda: (check_seen(values), dict))
-            return cls(contents, draft, values, verify, check=overwrite)
-        except BaseException:
-            _discard(draft)
-            raise
+            writing = cls(contents, draft, values, verify, check=overwrite)
+            undo.pop_all()
+        return writing
 
     def finish(self) -> None:
         """Wait until the values are written, and write the manifest.
@@ -101,7 +104,9 @@ class Writing:
         Raises:
             CheckpointError: as `save`.
         """
-        try:
+        with ExitStack() as undo:
+            if self._draft is not None:
+                undo.callback(self._draft.discard)
             with files(self._failure):
                 self._response.result()
             self._read_back()
@@ -110,9 +115,7 @@ class Writing:
                 rows = [row._replace(digest=digests.get(str(row.same_as or row.path))) for row in self._manifest.rows]
                 name = None if self._is_empty else self._values.name
                 self._draft.commit(self._manifest._replace(rows=tuple(rows), arrays=name))
-        except BaseException:
-            _discard(self._draft)
-            raise
+            undo.pop_all()
 
     @property
     def _failure(self) -> str:
@@ -146,8 +149,3 @@ def _groups(targets: Mapping[str, Any]) -> Iterator[list[str]]:
             group, size = [], 0
     if group:
         yield group
-
-
-def _discard(draft: Draft | None) -> None:
-    if draft is not None:
-        draft.discard()

@@ -12,6 +12,7 @@ from functree.layout.layout import LayoutLike, LayoutTree, as_layout
 from functree.layout.meshes import mesh_view
 from functree.layout.prefix import copied
 from functree.parameters import FLAG, FUNCTION, MAPPING, POSITION, check
+from functree.transforms.jit.checked import CheckedJit
 from functree.transforms.jit.jitted import Jit, JitOptions
 
 _P = ParamSpec("_P")
@@ -32,6 +33,7 @@ def jit(
     keep_unused: bool = False,
     inline: bool = False,
     compiler_options: dict[str, Any] | None = None,
+    check_processes: bool = False,
     **refused: Any,
 ) -> Jit[_P, _T]: ...
 @overload
@@ -47,6 +49,7 @@ def jit(
     keep_unused: bool = False,
     inline: bool = False,
     compiler_options: dict[str, Any] | None = None,
+    check_processes: bool = False,
     **refused: Any,
 ) -> Callable[[Callable[_P, _T]], Jit[_P, _T]]: ...
 def jit(
@@ -62,6 +65,7 @@ def jit(
     keep_unused: bool = False,
     inline: bool = False,
     compiler_options: dict[str, Any] | None = None,
+    check_processes: bool = False,
     **refused: Any,
 ) -> Any:
     """Compile a function of modules. A call costs no more than one of `jax.jit` with the same tree.
@@ -92,6 +96,8 @@ def jit(
         keep_unused: as in `jax.jit`.
         inline: as in `jax.jit`.
         compiler_options: as in `jax.jit`.
+        check_processes: with several processes, whether each compilation is compared in all of them before it runs.
+            Processes with other shapes or programs would compute a wrong number, or wait for each other for ever.
         **refused: options of `jax.jit` that have another name here; the error says which.
 
     Returns:
@@ -101,7 +107,8 @@ def jit(
     Raises:
         FunctreeError: `fun` is not a function, or has no signature that Python can read; an option is unknown, or names
             an unknown parameter; a parameter is both static and donated; (when called) a leaf is neither an array nor
-            hashable, an argument is deleted, an array is donated twice, or the result is a generator.
+            hashable, an argument is deleted, an array is donated twice, the result is a generator, or the processes
+            differ.
         RuleError: `in_shardings` does not have the structure of the parameters, or has a layout for a static one;
             `rules` is not a layout.
         ShardingError: `mesh` is not a mesh, or only has sizes; (when called) a layout does not fit an argument, an
@@ -128,6 +135,7 @@ def jit(
         keep_unused=(keep_unused, FLAG),
         inline=(inline, FLAG),
         compiler_options=(compiler_options, MAPPING.or_none()),
+        check_processes=(check_processes, FLAG),
     )
     layout = None if rules is None else as_layout(rules)
     # Copies, because the traces are shared by the options as they are now.
@@ -143,7 +151,8 @@ def jit(
         if donate is not ...:
             _check_not_static(donated, static)
         options = JitOptions(*layouts, mesh, layout, donated, static, own)
-        return Jit(fun, bound, traces_of(bound, signature, Jit, tuple(options)), options)
+        kind = CheckedJit if check_processes else Jit
+        return kind(fun, bound, traces_of(bound, signature, Jit, tuple(options)), options)
 
     return wrap if fun is None else wrap(fun)
 
@@ -161,7 +170,7 @@ def _check_not_static(donated: Iterable[str], static: Collection[str]) -> None:
 
 _OPTIONS = (
     "in_shardings", "out_shardings", "mesh", "rules", "static_argnums", "static_argnames", "donate", "keep_unused",
-    "inline", "compiler_options",
+    "inline", "compiler_options", "check_processes",
 )  # fmt: skip
 _USE_DEVICE_PUT = "move the arrays to the device (`jax.device_put`), or use `with jax.default_device(device):`"
 _REFUSED = {

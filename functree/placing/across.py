@@ -1,0 +1,195 @@
+"""Arrays that each process has ─► arrays on a mesh of all processes, once these have been found to say the same."""
+
+import math
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+
+from functree.errors import ShardingError, count, listed, path_text
+from functree.layout.placement import is_placed
+from functree.layout.plan.plan import Plan
+from functree.layout.specs import mesh_axes, of_rank, spec_text
+from functree.processes.agreement import agreed
+from functree.processes.digest import Bounds
+from functree.processes.facts import checksum, facts_of
+from functree.processes.same_copies import compared
+from functree.tree.arrays import array_text
+from functree.tree.bits import on_device, with_sharding
+from functree.tree.leaf import Leaf
+from functree.tree.leaves import Leaves
+
+FAILURE = "the arrays cannot be placed"
+
+Values = Sequence[Any]
+
+
+class Planner(Protocol):
+    """Reads a tree and plans it."""
+
+    def __call__(self, values: Values | None = None, check: bool = True) -> tuple[Leaves, Plan]:
+        """The leaves of the tree, and their plan.
+
+        Args:
+            values: the arrays by whose shapes it is planned; by default those of the tree.
+            check: whether an array that cannot be laid out is an error.
+        """
+        ...
+
+
+def place_across(planner: Planner, local: bool) -> Any:
+    """A tree with its arrays on a mesh of all processes.
+
+    Args:
+        planner: reads and plans the tree.
+        local: whether each process has its own rows of each array; else each has all of it.
+
+    Raises:
+        FunctreeError: the processes have other plans, or other values for what several of them have.
+    """
+    tree, shardings = agreed(FAILURE, lambda: _prepared(planner, local))
+    leaves = tree.leaves
+    if local:
+        _check_rows(leaves, shardings)
+    made: dict[int, jax.Array] = {}  # an array at two places of the tree stays one array
+    for leaf, sharding in zip(leaves, shardings, strict=True):
+        if id(leaf.value) not in made:
+            made[id(leaf.value)] = (_from_rows if local else _from_whole)(leaf.value, sharding)
+    return tree.skeleton.fill([made[id(leaf.value)] for leaf in leaves])
+
+
+def _prepared(planner: Planner, local: bool) -> tuple[tuple[Leaves, list[NamedSharding]], Any]:
+    """What is placed, and where; and the facts about it."""
+    tree, planned = planner(check=not local)  # by the shapes of rows nothing can be said yet
+    leaves = tree.leaves
+    _check_all_processes(planned)
+    if local:
+        _check_local(leaves)
+        shapes = [
+            _whole_shape(leaf.value, planned.sharding(row)) for leaf, row in zip(leaves, planned.rows, strict=True)
+        ]
+        _, planned = planner(shapes)
+    own = [] if local else [leaf for leaf in leaves if _is_own(leaf.value)]
+    values = [f"{path_text(leaf.path)}: {array_text(leaf.value)} {checksum(_host(leaf.value)):08x}" for leaf in own]
+    facts = {"plan": facts_of(planned), "values": values}
+    return (tree, list(map(planned.sharding, planned.rows))), lambda: facts
+
+
+def _check_local(leaves: Sequence[Leaf]) -> None:
+    """Raise ShardingError for arrays that are no rows of this process."""
+    problems = [leaf.problem(_ALL, "leave it out: it is placed already") for leaf in leaves if not _is_own(leaf.value)]
+    problems += [
+        leaf.problem(_KEYS, "make them in all processes, with `local=False`") for leaf in leaves if _is_key(leaf.value)
+    ]
+    if problems:
+        raise ShardingError(f"{count(len(problems), 'leaf')} cannot be placed with `local=True`", problems)
+
+
+_ALL = "is an array of all processes, and not the rows of this one"
+_KEYS = "has random keys, of which a process has no rows"
+
+
+def _check_all_processes(planned: Plan) -> None:
+    """Raise ShardingError for a mesh without devices of some processes: they would wait for the others for ever."""
+    devices = planned.mesh.devices.flat if isinstance(planned.mesh, Mesh) else ()
+    missing = sorted(set(range(jax.process_count())) - {device.process_index for device in devices})
+    if missing:
+        who = f"process {missing[0]}" if len(missing) == 1 else f"processes {listed(list(map(str, missing)))}"
+        raise ShardingError(f"{FAILURE}: the mesh has no device of {who}: make a mesh of all devices")
+
+
+def _from_whole(value: Any, sharding: NamedSharding) -> jax.Array:
+    """An array of which each process has all values. No process talks to another one."""
+    if is_placed(value, sharding):
+        return value
+    if not _is_own(value):
+        return with_sharding(jnp.asarray, sharding, on_device(value))
+    array = _host(value)
+    if not _is_key(value):
+        return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
+    spec = of_rank(sharding.spec, array.ndim)
+    words = jax.make_array_from_callback(array.shape, sharding.update(spec=spec), lambda index: array[index])
+    return with_sharding(partial(jax.random.wrap_key_data, impl=jax.random.key_impl(value)), sharding, words)
+
+
+def _from_rows(value: Any, sharding: NamedSharding) -> jax.Array:
+    """An array of which each process has its own rows."""
+    whole = _whole_shape(value, sharding)
+    return jax.make_array_from_process_local_data(sharding, _host(value), whole.shape)
+
+
+def _is_own(value: Any) -> bool:
+    """Whether an array is this process' alone: of numpy, or on devices of this process."""
+    return not isinstance(value, jax.Array) or value.is_fully_addressable
+
+
+def _host(value: Any) -> np.ndarray:
+    """An array of this process in the memory of the host, with a dtype that JAX has; the words of random keys."""
+    if _is_key(value):
+        value = jax.random.key_data(value)
+    array = np.asarray(value)
+    return array.astype(jax.dtypes.canonicalize_dtype(array.dtype), copy=False)
+
+
+def _is_key(value: Any) -> bool:
+    return jnp.issubdtype(value.dtype, jax.dtypes.prng_key)
+
+
+# Rows
+
+
+def _whole_shape(value: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
+    """The whole array, as an abstract one, of which this process has its own rows."""
+    parts = _parts(sharding, len(value.shape))
+    own = _block(parts, sharding, jax.process_index())
+    sizes = [size * n // len(mine) for size, n, mine in zip(value.shape, parts, own, strict=True)]
+    return jax.ShapeDtypeStruct(tuple(sizes), jax.dtypes.canonicalize_dtype(value.dtype))
+
+
+def _parts(sharding: NamedSharding, ndim: int) -> list[int]:
+    """The number of parts of each dimension."""
+    sizes = sharding.mesh.shape
+    return [math.prod(sizes[axis] for axis in mesh_axes(entry)) for entry in of_rank(sharding.spec, ndim)]
+
+
+Block = tuple[tuple[int, ...], ...]
+"""What a process has of an array: in each dimension, which of its parts."""
+
+
+def _block(parts: Sequence[int], sharding: NamedSharding, process: int) -> Block:
+    """The parts that the devices of a process keep.
+
+    Raises:
+        ShardingError: they are not all combinations of parts of each dimension.
+    """
+    indices = sharding.devices_indices_map(tuple(parts))
+    own = {
+        tuple(part.indices(n)[0] for part, n in zip(index, parts, strict=True))
+        for device, index in indices.items()
+        if device.process_index == process
+    }
+    block = tuple(tuple(sorted(set(column))) for column in zip(*own, strict=True))
+    if math.prod(map(len, block)) != len(own):
+        raise ShardingError(
+            f"{FAILURE}: by {spec_text(sharding.spec)} the devices of process {process} do not keep a block of the "
+            "array, so it has no rows of its own: give all processes the whole array, with `local=False`"
+        )
+    return block
+
+
+def _check_rows(leaves: Sequence[Leaf], shardings: Sequence[NamedSharding]) -> None:
+    """Raise ShardingError if processes that keep the same rows have different ones."""
+    mine: dict[str, list[tuple[Bounds, int]]] = {}
+    for leaf, sharding in zip(leaves, shardings, strict=True):
+        parts = _parts(sharding, leaf.value.ndim)
+        blocks = [_block(parts, sharding, process) for process in range(jax.process_count())]
+        if len(set(blocks)) < len(blocks):
+            own = blocks[jax.process_index()]
+            mine[str(leaf.path)] = [(tuple((one[0], one[-1] + 1) for one in own), checksum(_host(leaf.value)))]
+    _, problems = compared(mine, "give the same rows to processes that keep the same part, or another layout")
+    if problems:
+        raise ShardingError(FAILURE, problems)

@@ -1,0 +1,328 @@
+"""What the processes of `test_processes.py` run: each case in all of them, one after the other.
+
+Each prints a line of JSON: for each case what it returned or raised, and how long it took. `rank` is the process.
+"""
+
+import json
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from launch import initialized
+
+initialized()  # before anything asks JAX for its devices
+
+import equinox as eqx  # noqa: E402
+import jax  # noqa: E402
+import jax.numpy as jnp  # noqa: E402
+import numpy as np  # noqa: E402
+import optax  # noqa: E402
+from jax.sharding import Mesh, NamedSharding  # noqa: E402
+from jaxtyping import Array, Float  # noqa: E402
+
+import functree as ft  # noqa: E402
+
+RANK, COUNT = jax.process_index(), jax.process_count()
+MESH = ft.make_mesh(data=COUNT, model=8 // COUNT)
+LAYOUT = ft.AxisRules({"batch": "data", "hidden": "model", ...: None})
+FOLDER = Path(sys.argv[1])
+CASES: dict[str, Callable[[], Any]] = {}
+ODD = COUNT - 1  # the process that differs
+
+
+def case(run: Callable[[], Any]) -> Callable[[], Any]:
+    CASES[run.__name__] = run
+    return run
+
+
+class MLP(eqx.Module):
+    up: Float[Array, "embed hidden"]
+    down: Float[Array, "hidden embed"]
+
+    def __call__(self, x: Float[Array, "batch embed"]) -> Float[Array, "batch embed"]:
+        return jnp.tanh(x @ self.up) @ self.down
+
+
+def make(key: Any, embed: int = 16, hidden: int = 32) -> MLP:
+    up, down = jax.random.split(key)
+    return MLP(jax.random.normal(up, (embed, hidden)) * 0.3, jax.random.normal(down, (hidden, embed)) * 0.3)
+
+
+def model() -> MLP:
+    return ft.init(make, LAYOUT, MESH)(jax.random.key(0))
+
+
+def batch(step: int, embed: int = 16) -> np.ndarray:
+    return np.random.default_rng(step).normal(size=(8, embed)).astype(np.float32)
+
+
+def place(x: Any, **options: Any) -> Any:
+    return ft.shard(x, LAYOUT, MESH, axes="batch embed", **options)
+
+
+def loss(model: MLP, x: Any) -> Any:
+    return jnp.mean((model(x) - jnp.sin(x)) ** 2)
+
+
+def whole(tree: Any) -> Any:
+    """The values of a tree, in each process."""
+    replicate = jax.jit(lambda t: t, out_shardings=NamedSharding(MESH, ft.P()))
+    return jax.tree.map(np.asarray, replicate(tree))
+
+
+TX = optax.adam(1e-2)
+
+
+def train(steps: int, run: Path | None = None) -> list[float]:
+    ts = ft.init(lambda key: ft.TrainState.create(make(key), TX), LAYOUT, MESH)(jax.random.key(0))
+
+    @ft.jit(donate="ts", check_processes=True)
+    def step(ts: Any, x: Any) -> Any:
+        value, grads = ft.value_and_grad(loss)(ts.model, x)
+        return ft.apply_gradients(ts, grads), value
+
+    losses = []
+    for i in range(steps):
+        ts, value = step(ts, place(batch(i)))
+        losses.append(float(value))
+    return losses
+
+
+# What works
+
+
+@case
+def losses() -> Any:
+    return train(20)
+
+
+@case
+def plans() -> Any:
+    live = ft.plan(model())
+    return [str(row.spec) for row in live], live.bytes_per_device
+
+
+@case
+def rows() -> Any:
+    """Each process hands in its own rows: the array is the one that all have whole."""
+    x = batch(0)
+    own = x[RANK * 8 // COUNT : (RANK + 1) * 8 // COUNT]
+    placed = {"x": own, "y": own * 2}
+    got = ft.shard(placed, LAYOUT, MESH, axes={"x": "batch embed", "y": "batch embed"}, local=True)
+    same = [np.array_equal(whole(got["x"]), x), np.array_equal(whole(got["y"]), x * 2)]
+    return same, str(got["x"].sharding.spec), got["x"].shape
+
+
+@case
+def whole_arrays() -> Any:
+    """Host arrays, local arrays, keys, one at two places, one that is placed already."""
+    x, key = batch(0), jax.random.split(jax.random.key(3), 8)
+    tree = {"np": x, "own": jnp.asarray(x), "again": x, "key": key, "int": np.arange(8)}
+    got = ft.shard(tree, ft.StateSharding({"key": ft.P("data"), ...: ft.P()}), MESH)
+    same = [np.array_equal(whole(got["np"]), x), np.array_equal(whole(got["own"]), x), got["np"] is got["again"]]
+    words = whole(jax.jit(jax.random.key_data)(got["key"]))
+    same += [np.array_equal(words, np.asarray(jax.random.key_data(key))), str(got["int"].dtype) == "int32"]
+    return same, ft.shard(got, ft.P(), MESH)["np"] is got["np"]
+
+
+@case
+def one_program() -> Any:
+    f = ft.jit(lambda m, x: loss(m, x), check_processes=True)
+    m = model()
+    values = [float(f(m, place(batch(i)))) for i in range(3)]
+    return len(f.compilations), values[0] == float(f(m, place(batch(0))))
+
+
+@case
+def saved() -> Any:
+    m = model()
+    ft.save(FOLDER / "model", m, meta={"by": "all"})
+    like = ft.abstract(make, ft.P(None, ("data", "model")), MESH)(jax.random.key(0))
+    back = ft.restore(FOLDER / "model", like)
+    with ft.Checkpoints(FOLDER / "run", keep=2) as checkpoints:
+        for step in range(4):
+            checkpoints.save(step, m)
+    again = checkpoints.restore(like)
+    pairs = [zip(jax.tree.leaves(whole(t)), jax.tree.leaves(whole(m)), strict=True) for t in (back, again)]
+    same = [np.array_equal(a, b) for pair in pairs for a, b in pair]
+    return all(same), list(checkpoints.steps), str(back.up.sharding.spec)
+
+
+@case
+def the_same() -> Any:
+    m = model()
+    ft.check_processes(
+        step=3, layout=LAYOUT, plan=ft.plan(m), mesh=MESH, model=m, batch=batch(0), f=make, name="a\nb",
+        program=ft.jit(loss).lower(m, place(batch(0))),
+    )  # fmt: skip
+    return None
+
+
+@case
+def not_preempted() -> Any:
+    return [ft.preempted(step) for step in range(3)]
+
+
+# What differs in one process
+
+
+def differs(value: Any, other: Any) -> Any:
+    return other if RANK == ODD else value
+
+
+@case
+def other_shapes() -> Any:
+    return ft.init(make, LAYOUT, MESH)(jax.random.key(0), embed=differs(32, 16))
+
+
+@case
+def other_key() -> Any:
+    return ft.init(make, LAYOUT, MESH)(jax.random.key(differs(0, 1)))
+
+
+@case
+def other_layout() -> Any:
+    return ft.init(make, differs(LAYOUT, ft.P()), MESH)(jax.random.key(0))
+
+
+@case
+def other_devices() -> Any:
+    devices = differs(jax.devices(), jax.devices()[::-1])
+    mesh = Mesh(np.array(devices).reshape(COUNT, -1), ("data", "model"))
+    return ft.init(make, LAYOUT, mesh)(jax.random.key(0))
+
+
+@case
+def other_mesh() -> Any:
+    return ft.shard(batch(0), ft.P("data"), differs(MESH, ft.make_mesh(data=8 // COUNT, model=COUNT, other=1)))
+
+
+@case
+def other_batch() -> Any:
+    return place(batch(differs(0, 1)))
+
+
+@case
+def other_batch_shape() -> Any:
+    return place(batch(0)[: differs(8, 4)])
+
+
+@case
+def other_program() -> Any:
+    f = ft.jit(lambda x: differs(jnp.sin, jnp.cos)(x).sum(), check_processes=True)
+    return f(place(batch(0)))
+
+
+@case
+def other_collectives() -> Any:
+    """A constraint inside, which without the check would wait for ever."""
+
+    def f(x: Any) -> Any:
+        y = ft.constrain(x * 2, differs(ft.P("data"), ft.P(None, "model")))
+        return y @ y.T
+
+    return ft.jit(f, mesh=MESH, check_processes=True)(place(batch(0)))
+
+
+@case
+def other_argument() -> Any:
+    x = ft.shard(batch(0), ft.P(), MESH)
+    f = ft.jit(lambda x, n: x * n, check_processes=True)
+    return f(x, differs(2, 3))
+
+
+@case
+def an_error_in_one() -> Any:
+    def f(x: Any) -> Any:
+        if RANK == ODD:
+            raise ValueError("mine alone")
+        return x.sum()
+
+    return ft.jit(f, check_processes=True)(place(batch(0)))
+
+
+@case
+def an_array_that_does_not_fit_in_one() -> Any:
+    return place(np.ones((differs(8, 7), 16), np.float32))
+
+
+@case
+def part_of_the_devices() -> Any:
+    return ft.shard(batch(0), ft.P(), ft.make_mesh(data=8 // COUNT, devices=jax.devices()[: 8 // COUNT]))
+
+
+@case
+def rows_that_do_not_fit() -> Any:
+    return place(batch(0)[: differs(4, 3)], local=True)
+
+
+@case
+def rows_of_one_part() -> Any:
+    """All processes keep all rows, and one has others."""
+    return ft.shard(batch(differs(0, 1)), ft.P(), MESH, local=True)
+
+
+@case
+def rows_that_are_none() -> Any:
+    return ft.shard({"w": model().up}, ft.P(), MESH, local=True)
+
+
+@case
+def saved_elsewhere() -> Any:
+    return ft.save(FOLDER / f"at{differs(0, 1)}", model())
+
+
+@case
+def saved_by_one_alone() -> Any:
+    return ft.save(FOLDER / "alone", {"w": jnp.ones(3)})
+
+
+@case
+def saved_with_other_numpy() -> Any:
+    return ft.save(FOLDER / "numpy", {"w": model().up, "n": np.arange(3) + differs(0, 1)})
+
+
+@case
+def saved_torn() -> Any:
+    """One array, whose copies in one process have other values."""
+    pieces = [jax.device_put(np.full((4,), differs(0.0, 1.0), np.float32), d) for d in jax.local_devices()]
+    torn = jax.make_array_from_single_device_arrays((4,), NamedSharding(MESH, ft.P()), pieces)
+    return ft.save(FOLDER / "torn", {"w": torn})
+
+
+@case
+def restored_otherwise() -> Any:
+    like = ft.abstract(make, differs(LAYOUT, ft.P()), MESH)(jax.random.key(0))
+    return ft.restore(FOLDER / "model", like)
+
+
+@case
+def restored_by_one_that_does_not_fit() -> Any:
+    like = ft.abstract(make, LAYOUT, MESH)(jax.random.key(0), embed=differs(16, 32))
+    return ft.restore(FOLDER / "model", like)
+
+
+@case
+def other_step() -> Any:
+    return ft.check_processes(step=5, stop=differs(False, True))
+
+
+def told(run: Callable[[], Any]) -> dict[str, Any]:
+    """What a case returned, or what it raised."""
+    start = time.monotonic()
+    try:
+        result: dict[str, Any] = {"returned": run()}
+        json.dumps(result)
+    except Exception as error:  # told to the test
+        result = {"raised": type(error).__name__, "text": str(error)}
+        if not isinstance(error, ft.FunctreeError | ValueError):
+            traceback.print_exc()
+    return {**result, "seconds": time.monotonic() - start}
+
+
+if __name__ == "__main__":
+    results = {name: told(run) for name, run in CASES.items()}
+    print("RESULTS", json.dumps(results))
