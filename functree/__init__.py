@@ -51,6 +51,8 @@ from functree.io.checkpoints.inspect import inspect as inspect
 from functree.io.checkpoints.manifest import SavedArray as SavedArray
 from functree.io.checkpoints.read import restore as restore
 from functree.io.checkpoints.write import save as save
+from functree.io.export import Exported as Exported
+from functree.io.export import export as export
 from functree.io.weights.load import load_weights as load_weights
 from functree.io.weights.save import save_weights as save_weights
 from functree.processes.check import check_processes as check_processes

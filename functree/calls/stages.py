@@ -14,6 +14,7 @@ from functree.calls.compilations import Difference, Log, Seen, differences
 from functree.calls.compile_events import compile_events
 from functree.calls.compiled_program import heard_compiling, ledger_of
 from functree.calls.donation import check_donated, refuse_deleted, twice_by_identity
+from functree.calls.flat import FlatProgram, flat_program
 from functree.calls.out_of_memory import Argument, check_fits, refusing_too_large
 from functree.calls.output import Output
 from functree.calls.program import Program, around
@@ -159,12 +160,28 @@ class Traced(Stage):
         """The name of the function."""
         return self._stage.fun_name
 
-    def lower(self, *, lowering_platforms: tuple[str, ...] | None = None) -> "Lowered":
+    def of_arrays(self) -> FlatProgram:
+        """The program as a plain function of its arrays, for `jax.export`."""
+        seen = self._call.seen
+        return flat_program(self._call.program, seen.types, seen.shardings)
+
+    @property
+    def entered(self) -> Mesh | None:
+        """The mesh that is entered around a call, if it is not the current one."""
+        return self._call.program.entered
+
+    def lower(self, *, lowering_platforms: tuple[str, ...] | None = None, **refused: Any) -> "Lowered":
         """Lower the function, for this platform or for others (`("tpu",)`).
 
         Raises:
-            FunctreeError: `lowering_platforms` is not a tuple of names.
+            FunctreeError: `lowering_platforms` is not a tuple of names; another option is given, as by `jax.export`.
         """
+        if refused:
+            name = self._call.program.name
+            raise FunctreeError(
+                f"{name} has arguments that JAX cannot export: write `ft.export({name}, *args)`, whose result "
+                "`jax.export.deserialize` reads"
+            )
         check(
             f"{self._call.program.name} cannot be lowered so",
             lowering_platforms=(lowering_platforms, TEXTS.or_none()),

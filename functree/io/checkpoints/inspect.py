@@ -83,7 +83,7 @@ class Checkpoint:
             >>> ft.save(folder / "before", {"w": jnp.ones((4, 8))})
             >>> ft.save(folder / "after", {"w": jnp.zeros((4, 8))})
             >>> print(ft.inspect(folder / "before").diff(ft.inspect(folder / "after")))
-            w: digest 21a93e83 → ca8d46b2
+            w: digest f8f5d28f → db0587f7
         """
         if not isinstance(other, Checkpoint | Plan):
             raise FunctreeError(f"a checkpoint is compared with a checkpoint or a plan, not with {shown(other)}")
