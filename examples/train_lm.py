@@ -5,17 +5,23 @@
     python examples/train_lm.py --layers 8 --embed 512 --steps 5000    # on larger devices
     python examples/train_lm.py --batch 64 --accumulate 4              # of a large batch, a quarter at a time
     python examples/train_lm.py --generate "class Stack:" --sample 500
+    python examples/train_lm.py --checkpoint run                       # stop it, and it goes on where it was
+    python examples/train_lm.py --checkpoint run --processes 2         # also in two processes, or on another mesh
 
-Read it from top to bottom: the rules, the text, the training step, the run.
+Read it from top to bottom: the rules, the text, the training step, the run, several processes.
 """
 
 import argparse
 import os
 import re
+import signal
+import socket
+import subprocess
 import sys
 import sysconfig
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from math import gcd, log
 from pathlib import Path
@@ -28,6 +34,7 @@ if not re.search("device_count|_cpu_devices", " ".join([os.environ.get("XLA_FLAG
 import jax
 import numpy as np
 import optax
+from jax.experimental.multihost_utils import process_allgather
 from jaxtyping import Array, Float, Int
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -79,6 +86,12 @@ def read_text(megabytes: float) -> tuple[np.ndarray, np.ndarray]:
     return np.frombuffer(train, np.uint8), np.frombuffer(held_out, np.uint8)
 
 
+def starts_of(step: int, options: argparse.Namespace, length: int) -> np.ndarray:
+    """Where the sequences of a step begin. They follow from the step alone, so a run that goes on has the same."""
+    rng = np.random.default_rng((options.seed, step))
+    return rng.integers(0, length - options.seq, options.batch)
+
+
 def windows(text: np.ndarray, starts: np.ndarray, seq: int) -> Int[np.ndarray, "batch seq+1"]:
     """Pieces of the text that are one byte longer than a sequence: each byte predicts the next one."""
     return text[starts[:, None] + np.arange(seq + 1)].astype(np.int32)
@@ -116,7 +129,7 @@ def write(model: ft.nn.Transformer, prompt: bytes, length: int, temperature: flo
     prompts = np.frombuffer(prompt, np.uint8)[None].repeat(rows, axis=0)
     key, end = jax.random.key(seed), END_OF_FILE[0]
     tokens = ft.nn.generate(model, prompts, length, temperature=temperature, key=key, stop=end, pad=end)
-    return bytes(np.asarray(tokens)[0]).rstrip(END_OF_FILE).decode(errors="replace")
+    return bytes(process_allgather(tokens, tiled=True)[0]).rstrip(END_OF_FILE).decode(errors="replace")
 
 
 # --- The run --------------------------------------------------------------------------------------------------------
@@ -130,9 +143,17 @@ class Curve:
     held_out: dict[int, float] = field(default_factory=dict)
     seconds: list[float] = field(default_factory=list)
 
+    @classmethod
+    def of_json(cls, saved: Mapping[str, Any]) -> "Curve":
+        return cls(saved["train"], {int(step): value for step, value in saved["held_out"].items()})
 
-def train(options: argparse.Namespace, rules: ft.Layout, text: np.ndarray, held_out: np.ndarray, curve: Curve) -> None:
-    """Plan, create, train and sample. The ambient mesh and rules are those of `main`."""
+    def to_json(self) -> dict[str, Any]:
+        # Not the seconds: each process measures its own, and what is saved has to be the same in all.
+        return {"train": self.train, "held_out": {str(step): value for step, value in self.held_out.items()}}
+
+
+def train(options: argparse.Namespace, rules: ft.Layout, text: np.ndarray, held_out: np.ndarray) -> Curve:
+    """Plan, create or restore, train and sample. The ambient mesh and rules are those of `main`."""
     # Mistakes are found by the plan, before an array is allocated or anything is compiled.
     config, key = model_config(options), jax.random.key(options.seed)
     tx = make_optimizer(options.lr, options.steps)
@@ -150,9 +171,17 @@ def train(options: argparse.Namespace, rules: ft.Layout, text: np.ndarray, held_
     places = np.linspace(0, len(held_out) - options.seq - 1, 8 * options.batch, dtype=int)
     tests = [batch(held_out, starts) for starts in np.split(places, 8)]
 
-    # From here on there are arrays, each created sharded as planned.
+    # From here on there are arrays, each created sharded as planned, or read so from the latest checkpoint.
     model = make_model(config, key=key)
     state = ft.init_optimizer(tx, model, rules)
+    curve, first = Curve(), 1
+    checkpoints = None if options.checkpoint is None else ft.Checkpoints(options.checkpoint, every=options.save_every)
+    if checkpoints is not None and (latest := checkpoints.latest) is not None:
+        model, state = checkpoints.restore((model, state), latest)
+        saved = ft.inspect(checkpoints.folder / str(latest)).meta
+        check_same(options, saved["options"])
+        curve, first = Curve.of_json(saved["curve"]), latest + 1
+        print(f"Going on after step {latest} of {checkpoints.folder}.\n")
     train_step, measure = make_train_step(tx, options.accumulate), ft.jit(bits_per_byte)
     # Compiled here and not in the first step, to see what it moves between devices before anything is run.
     ledger = train_step.lower(model, state, tests[0]).compile().ledger()
@@ -162,22 +191,49 @@ def train(options: argparse.Namespace, rules: ft.Layout, text: np.ndarray, held_
         curve.held_out[step] = float(np.mean([measure(model, tokens) for tokens in tests]))
         console.print(f"step {step:>5}: {curve.held_out[step]:.3f} bits per byte of held-out text")
 
-    rng, console, speed = np.random.default_rng(options.seed), Console(), Speed.of(model, options)
-    test(0)
-    for step in progress(options, curve, speed, console):
-        tokens = batch(text, rng.integers(0, len(text) - options.seq, options.batch))
-        start = time.perf_counter()
-        model, state, loss = train_step(model, state, tokens)
-        curve.train.append(float(loss))  # waits for the devices; on fast ones, read only every tenth loss
-        curve.seconds.append(time.perf_counter() - start)
-        if step % max(1, options.steps // 10) == 0 or step == options.steps:
-            test(step)
+    console, speed = Console(), Speed.of(model, options)
+    if first == 1:
+        test(0)
+    with checkpoints or nullcontext():  # at its end, what is still being written is waited for
+        for step in progress(options, first, curve, speed, console):
+            tokens = batch(text, starts_of(step, options, len(text)))
+            start = time.perf_counter()
+            model, state, loss = train_step(model, state, tokens)
+            curve.train.append(float(loss))  # waits for the devices; on fast ones, read only every tenth loss
+            curve.seconds.append(time.perf_counter() - start)
+            if step % max(1, options.steps // 10) == 0 or step == options.steps:
+                test(step)
+            stop = checkpoints is not None and ft.preempted(step)  # SIGTERM, in any of the processes
+            if checkpoints is not None:
+                meta = {"curve": curve.to_json(), "options": kept(options)}
+                checkpoints.save(step, (model, state), meta, force=stop or step == options.steps)
+            if stop:
+                print(f"\nStopped after step {step}, which is saved: the same command goes on from there.")
+                raise SystemExit(STOPPED)
     before, after = curve.held_out[0], curve.held_out[options.steps]
     print(f"\nHeld-out text: {before:.2f} bits per byte before training, {after:.2f} after.")
     print(f"The speed: {speed.text(float(np.median(curve.seconds)))}, on {jax.device_count()} × {speed.kind}.")
     if options.sample:
         sample = write(model, options.generate, options.sample, options.temperature, options.seed)
         print(f"\nA sample:\n\n{sample}\n")
+    return curve
+
+
+# What a run that goes on has to have the same: its losses would be others.
+SAME = ("layers", "embed", "hidden", "heads", "kv_heads", "steps", "batch", "accumulate", "seq", "dtype", "lr", "seed")
+STOPPED = 143  # the exit status of a process that SIGTERM has stopped
+
+
+def kept(options: argparse.Namespace) -> dict[str, Any]:
+    return {name: getattr(options, name) for name in (*SAME, "megabytes")}
+
+
+def check_same(options: argparse.Namespace, saved: Mapping[str, Any]) -> None:
+    """Raise if a run would go on with other options than it began with."""
+    now = kept(options)
+    if other := [name for name in now if saved[name] != now[name]]:
+        given = " ".join(f"--{name.replace('_', '-')} {saved[name]}" for name in other)
+        raise ft.FunctreeError(f"{options.checkpoint} has a run with {given}: give the same, or another folder")
 
 
 def model_config(options: argparse.Namespace) -> ft.nn.TransformerConfig:
@@ -246,13 +302,13 @@ def last_line(plan: ft.Plan) -> str:
     return str(plan).splitlines()[-1]
 
 
-def progress(options: argparse.Namespace, curve: Curve, speed: Speed, console: Console) -> Iterator[int]:
-    """The numbers of the steps, from 1, with a progress bar."""
+def progress(options: argparse.Namespace, first: int, curve: Curve, speed: Speed, console: Console) -> Iterator[int]:
+    """The numbers of the steps, from the first, with a progress bar."""
     text = TextColumn("loss {task.fields[loss]:.2f} · {task.fields[speed]}")
     columns = TextColumn("step"), MofNCompleteColumn(), BarColumn(), text, TimeRemainingColumn()
     with Progress(*columns, console=console) as bar:
-        task = bar.add_task("", total=options.steps, loss=float("nan"), speed="")
-        for step in range(1, options.steps + 1):
+        task = bar.add_task("", total=options.steps, completed=first - 1, loss=float("nan"), speed="")
+        for step in range(first, options.steps + 1):
             yield step
             recent = speed.text(float(np.median(curve.seconds[-20:])))
             bar.update(task, completed=step, loss=curve.train[-1], speed=recent)
@@ -276,6 +332,54 @@ def draw(curve: Curve, options: argparse.Namespace) -> None:
     axes.legend(frameon=False)
     figure.savefig(options.out, format="png")
     print(f"The loss over the steps: {options.out}")
+
+
+# --- Several processes ----------------------------------------------------------------------------------------------
+
+# What each of the processes that `--processes` starts is told.
+COORDINATOR, COUNT, NUMBER = "TRAIN_LM_COORDINATOR", "TRAIN_LM_PROCESSES", "TRAIN_LM_PROCESS"
+
+
+def start_processes(number: int) -> int:
+    """Run this command in several processes of this machine, which share its devices, as on several machines.
+
+    If one of them ends with an error, so do the others. SIGTERM is passed on to them.
+    """
+    with socket.socket() as opened:  # a free port
+        opened.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{opened.getsockname()[1]}"
+    flags = re.sub(r"(device_count=)\d+", rf"\g<1>{max(1, 8 // number)}", os.environ["XLA_FLAGS"])
+    base = {**os.environ, "XLA_FLAGS": flags, COORDINATOR: address, COUNT: str(number)}
+    running = [
+        subprocess.Popen([sys.executable, *sys.argv], env={**base, NUMBER: str(process)}) for process in range(number)
+    ]
+
+    def stop(signum: int, _: object) -> None:
+        for process in running:
+            process.send_signal(signum)
+
+    signal.signal(signal.SIGTERM, stop)
+    failed: int | None = None
+    while any(process.poll() is None for process in running):
+        time.sleep(0.1)
+        bad = [i for i, process in enumerate(running) if process.poll() not in (None, 0, STOPPED)]
+        if bad and failed is None:
+            failed = bad[0]
+            print(f"process {failed} of {number} ended with status {running[failed].poll()}", file=sys.stderr)
+            stop(signal.SIGKILL, None)
+    return next((code for process in running if (code := process.wait())), 0) if failed is None else 1
+
+
+def join_processes(options: argparse.Namespace) -> None:
+    """Become one of several processes: those that `--processes` has started, or those of a cluster."""
+    if COORDINATOR in os.environ:
+        jax.config.update("jax_cpu_collectives_implementation", "gloo")
+        numbers = int(os.environ[COUNT]), int(os.environ[NUMBER])
+        jax.distributed.initialize(os.environ[COORDINATOR], *numbers, heartbeat_timeout_seconds=10)
+    elif options.distributed:
+        jax.distributed.initialize(heartbeat_timeout_seconds=30)
+    if jax.process_index() > 0:  # the first process tells what there is to tell
+        sys.stdout = open(os.devnull, "w")
 
 
 # --- The command line -----------------------------------------------------------------------------------------------
@@ -360,6 +464,13 @@ def command_line() -> Parser:
     training.add_argument("--lr", type=amount, default=3e-3, metavar="X", help="highest learning rate")
     training.add_argument("--seed", type=count, default=0, metavar="N", help="seed of weights, batches and sample")
     training.add_argument("--megabytes", type=amount, default=4.0, metavar="X", help="megabytes of text, or 20 files")
+    running = parser.add_argument_group("running")
+    running.add_argument("--checkpoint", type=Path, metavar="DIR", help="save there, and go on from what is there")
+    running.add_argument("--save-every", type=positive, metavar="N", help="steps between checkpoints; None: a tenth")
+    running.add_argument(
+        "--processes", type=positive, default=1, metavar="N", help="processes on this machine, to try it"
+    )
+    running.add_argument("--distributed", action="store_true", help="one process of a cluster: Slurm, Kubernetes, TPUs")
     output = parser.add_argument_group("output")
     output.add_argument("--generate", type=prompt, default="def ", metavar="TEXT", help="what the sample begins with")
     output.add_argument("--sample", type=count, default=300, metavar="N", help="bytes to sample at the end; 0: none")
@@ -372,23 +483,26 @@ def command_line() -> Parser:
 def main(arguments: list[str] | None = None) -> int:
     parser = command_line()
     options = parser.parse_args(arguments)
+    options.save_every = options.save_every or max(1, options.steps // 10)
+    if options.processes > 1 and COORDINATOR not in os.environ:
+        return start_processes(options.processes)
+    join_processes(options)
     text, held_out = read_text(options.megabytes)
     if options.seq >= len(held_out):
         parser.error(f"argument --seq: {options.seq} is longer than the {len(held_out)} bytes of held-out text")
-    curve, stopped = Curve(), False
     try:
         sizes: dict[str, Any] = options.mesh or default_mesh(options.rules)
         rules = RULES[options.rules]
         with jax.set_mesh(ft.make_mesh(**sizes)), ft.axis_rules(rules):
-            train(options, rules, text, held_out, curve)
+            curve = train(options, rules, text, held_out)
     except ft.FunctreeError as error:
         parser.error(one_line(error))
     except KeyboardInterrupt:
-        stopped = True
-        print(f"\nStopped after {len(curve.train)} of {options.steps} steps.")
-    if curve.held_out:
+        print("\nStopped.")
+        return 130
+    if jax.process_index() == 0:
         draw(curve, options)
-    return 130 if stopped else 0
+    return 0
 
 
 if __name__ == "__main__":

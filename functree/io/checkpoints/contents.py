@@ -63,8 +63,15 @@ class Contents(NamedTuple):
         texts = [f"{row.path} {row.dtype}{list(row.shape)} {row.spec}" for row in manifest.rows]
         own = {path: value for path, value in self.stored.items() if not isinstance(value, jax.Array)}
         values = [f"{path} {digest(value):08x}" for path, value in own.items()]
-        rest = [json.dumps([manifest.step, manifest.numbers, manifest.meta], sort_keys=True)]
-        return {"arrays": texts, "arrays of numpy": values, "step, numbers and meta": rest}
+        numbers = [f"{path}: {number}" for path, number in manifest.numbers.items()]
+        meta = json.dumps(manifest.meta, indent=1, sort_keys=True).splitlines()
+        return {
+            "arrays": texts,
+            "arrays of numpy": values,
+            "numbers": numbers,
+            "step": [str(manifest.step)],
+            "meta": meta,
+        }
 
 
 def numbers_of(tree: Any) -> dict[str, str]:
