@@ -143,16 +143,17 @@ class Curve:
     held_out: dict[int, float] = field(default_factory=dict)
     seconds: list[float] = field(default_factory=list)
 
-    @classmethod
-    def of_json(cls, saved: Mapping[str, Any]) -> "Curve":
-        return cls(saved["train"], {int(step): value for step, value in saved["held_out"].items()})
+    def go_on(self, saved: Mapping[str, Any]) -> None:
+        """Take what `to_json` has kept."""
+        self.train += saved["train"]
+        self.held_out |= {int(step): value for step, value in saved["held_out"].items()}
 
     def to_json(self) -> dict[str, Any]:
         # Not the seconds: each process measures its own, and what is saved has to be the same in all.
         return {"train": self.train, "held_out": {str(step): value for step, value in self.held_out.items()}}
 
 
-def train(options: argparse.Namespace, rules: ft.Layout, text: np.ndarray, held_out: np.ndarray) -> Curve:
+def train(options: argparse.Namespace, rules: ft.Layout, text: np.ndarray, held_out: np.ndarray, curve: Curve) -> None:
     """Plan, create or restore, train and sample. The ambient mesh and rules are those of `main`."""
     # Mistakes are found by the plan, before an array is allocated or anything is compiled.
     config, key = model_config(options), jax.random.key(options.seed)
@@ -174,13 +175,14 @@ def train(options: argparse.Namespace, rules: ft.Layout, text: np.ndarray, held_
     # From here on there are arrays, each created sharded as planned, or read so from the latest checkpoint.
     model = make_model(config, key=key)
     state = ft.init_optimizer(tx, model, rules)
-    curve, first = Curve(), 1
+    first = 1
     checkpoints = None if options.checkpoint is None else ft.Checkpoints(options.checkpoint, every=options.save_every)
     if checkpoints is not None and (latest := checkpoints.latest) is not None:
         model, state = checkpoints.restore((model, state), latest)
         saved = ft.inspect(checkpoints.folder / str(latest)).meta
         check_same(options, saved["options"])
-        curve, first = Curve.of_json(saved["curve"]), latest + 1
+        curve.go_on(saved["curve"])
+        first = latest + 1
         print(f"Going on after step {latest} of {checkpoints.folder}.\n")
     train_step, measure = make_train_step(tx, options.accumulate), ft.jit(bits_per_byte)
     # Compiled here and not in the first step, to see what it moves between devices before anything is run.
@@ -208,20 +210,22 @@ def train(options: argparse.Namespace, rules: ft.Layout, text: np.ndarray, held_
                 meta = {"curve": curve.to_json(), "options": kept(options)}
                 checkpoints.save(step, (model, state), meta, force=stop or step == options.steps)
             if stop:
-                print(f"\nStopped after step {step}, which is saved: the same command goes on from there.")
-                raise SystemExit(STOPPED)
+                raise Stopped(f"Stopped after step {step}, which is saved: the same command goes on from there.")
     before, after = curve.held_out[0], curve.held_out[options.steps]
     print(f"\nHeld-out text: {before:.2f} bits per byte before training, {after:.2f} after.")
     print(f"The speed: {speed.text(float(np.median(curve.seconds)))}, on {jax.device_count()} × {speed.kind}.")
     if options.sample:
         sample = write(model, options.generate, options.sample, options.temperature, options.seed)
         print(f"\nA sample:\n\n{sample}\n")
-    return curve
 
 
 # What a run that goes on has to have the same: its losses would be others.
 SAME = ("layers", "embed", "hidden", "heads", "kv_heads", "steps", "batch", "accumulate", "seq", "dtype", "lr", "seed")
 STOPPED = 143  # the exit status of a process that SIGTERM has stopped
+
+
+class Stopped(Exception):
+    """The machine is to be taken away, and the last step is saved."""
 
 
 def kept(options: argparse.Namespace) -> dict[str, Any]:
@@ -490,19 +494,23 @@ def main(arguments: list[str] | None = None) -> int:
     text, held_out = read_text(options.megabytes)
     if options.seq >= len(held_out):
         parser.error(f"argument --seq: {options.seq} is longer than the {len(held_out)} bytes of held-out text")
+    curve, status = Curve(), 0
     try:
         sizes: dict[str, Any] = options.mesh or default_mesh(options.rules)
         rules = RULES[options.rules]
         with jax.set_mesh(ft.make_mesh(**sizes)), ft.axis_rules(rules):
-            curve = train(options, rules, text, held_out)
+            train(options, rules, text, held_out, curve)
     except ft.FunctreeError as error:
         parser.error(one_line(error))
     except KeyboardInterrupt:
-        print("\nStopped.")
-        return 130
-    if jax.process_index() == 0:
+        status = 130
+        print(f"\nStopped after {len(curve.train)} of {options.steps} steps.")
+    except Stopped as stopped:
+        status = STOPPED
+        print(f"\n{stopped}")
+    if curve.held_out and jax.process_index() == 0:
         draw(curve, options)
-    return 0
+    return status
 
 
 if __name__ == "__main__":

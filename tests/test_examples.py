@@ -2,11 +2,15 @@
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
+
+import functree as ft
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples"
@@ -23,7 +27,7 @@ from rich.console import Console
 
 def print_and_interrupt(console, *objects, print=Console.print, **options):
     print(console, *objects, **options)
-    if str(objects[0]).startswith("step     0:"):
+    if objects and str(objects[0]).startswith("step     0:"):
         signal.raise_signal(signal.SIGINT)
 
 Console.print = print_and_interrupt
@@ -92,6 +96,35 @@ def test_ctrl_c_leaves_the_picture_of_what_there_is(tmp_path: Path):
     assert (code, err) == (130, "")
     assert re.search(r"^Stopped after \d+ of 1000000 steps\.$", out, re.M)
     assert picture.read_bytes().startswith(PNG)
+
+
+def losses(folder: Path, step: int) -> list[float]:
+    """The loss of each step, as the checkpoint of a step has them."""
+    return ft.inspect(folder / str(step)).meta["curve"]["train"]
+
+
+def test_a_training_goes_on_where_it_was(tmp_path: Path):
+    """SIGTERM, other options, another mesh, two processes: the same losses, to the bit where nothing else differs."""
+    tiny = [*TINY, "--sample", "0", "--out", str(tmp_path / "curve.png"), "--steps", "12", "--save-every", "5"]
+
+    def train(name: str, *options: str) -> tuple[int, str, str]:
+        return run("train_lm.py", *tiny, "--checkpoint", str(tmp_path / name), *options)
+
+    assert train("whole")[0] == 0
+    around = ("-c", INTERRUPTED.replace("SIGINT", "SIGTERM").replace("step     0:", "step     4:"))
+    code, out, err = run("train_lm.py", *tiny, "--checkpoint", str(tmp_path / "parts"), around=around)
+    assert (code, err) == (143, "") and "Stopped after step 4, which is saved: the same command goes on" in out
+    code, _, err = train("parts", "--lr", "1.0")
+    assert (code, err.count("\n")) == (2, 1) and "has a run with --lr 0.003: give the same, or another folder" in err
+    shutil.copytree(tmp_path / "parts", tmp_path / "processes")
+    code, out, _ = train("parts")
+    assert code == 0 and "Going on after step 4 of" in out
+    assert losses(tmp_path / "parts", 12) == losses(tmp_path / "whole", 12)
+    code, out, err = train("processes", "--processes", "2", "--mesh", "data=4,model=2")
+    assert code == 0 and "Going on after step 4 of" in out, err
+    np.testing.assert_allclose(losses(tmp_path / "processes", 12), losses(tmp_path / "whole", 12), rtol=1e-5)
+    code, _, err = train("processes", "--processes", "2", "--lr", "1.0")
+    assert code == 1 and re.search(r"^process [01] of 2 ended with status 2$", err, re.M)
 
 
 def test_help():

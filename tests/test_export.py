@@ -150,6 +150,12 @@ def test_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
             ft.export(named, jnp.ones((2, 3)), **wrong)
     with raises("takes 1 arrays, in the order of their paths, and 2 were given: x"):
         ft.export(f, x).call(x, x)
+    with raises("cannot run: 1 argument differ", "x   f32[2]", "was exported as f32[3]"):
+        ft.export(f, x).call(jnp.ones(2))
+    with raises("cannot run", "x   i32[3]", "was exported as f32[3]"):
+        ft.export(f, x).call(jnp.ones(3, int))
+    with raises("these bytes are not an exported function"):
+        ft.Exported.deserialize(b"nonsense")
     with raises("nothing is read", "data=", "it must be bytes"):
         ft.Exported.deserialize("text")  # type: ignore[arg-type]
     exported = ft.export(f, x)

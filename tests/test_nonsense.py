@@ -4,6 +4,7 @@ The functions and their parameters are found by enumeration, so that a new one i
 """
 
 import inspect
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -85,6 +86,31 @@ def entered(**arguments: Any) -> None:
 
 # For each function a use of it, and arguments with which it works. `*names` and `**names` are given one value.
 Use = tuple[Callable[..., Any], dict[str, Any]]
+
+
+SERIALIZED = ft.export(ft.jit(lambda x: x), jnp.ones(3)).serialize()
+
+
+def fresh(path: Any) -> Any:
+    """A path where nothing is: nonsense is handed in once for each of its kinds."""
+    if path == "saved":
+        shutil.rmtree(path, ignore_errors=True)
+    return path
+
+
+def saved(path: Any) -> Any:
+    """A path, where there is a checkpoint if it is the right one."""
+    if path == "saved":
+        ft.save(path, {"w": jnp.ones(3)}, overwrite=True)
+    return path
+
+
+def in_a_run(use: Callable[[ft.Checkpoints], Any]) -> None:
+    shutil.rmtree("run", ignore_errors=True)
+    with ft.Checkpoints("run") as checkpoints:
+        use(checkpoints)
+
+
 USES: dict[str, Use] = {
     "AxisRules": (ft.AxisRules, {"rules": {"a": "data"}, "names": None}),
     "AxisRules.spec": (RULES.spec, {"axes": ft.Axes("embed"), "shape": (8,), "mesh": MESH}),
@@ -157,6 +183,7 @@ USES: dict[str, Use] = {
         {
             "fun": double, "in_shardings": None, "out_shardings": None, "mesh": MESH, "rules": None, "donate": (),
             "static_argnums": (), "static_argnames": (), "keep_unused": False, "inline": False,
+            "check_processes": False,
             "compiler_options": None, "refused": None,
         },
     ),
@@ -195,7 +222,7 @@ USES: dict[str, Use] = {
     "pack": (ft.pack, {"tree": MODEL}),
     "unpack": (ft.unpack, {"packed": ft.pack(MODEL)}),
     "plan": (ft.plan, {"tree": MODEL, "layout": RULES, "mesh": MESH, "check": True}),
-    "shard": (ft.shard, {"tree": X, "layout": RULES, "mesh": MESH, "axes": "embed hidden"}),
+    "shard": (ft.shard, {"tree": X, "layout": RULES, "mesh": MESH, "axes": "embed hidden", "local": False}),
     "shard_map": (
         lambda refused, **k: ft.shard_map(**k, **({} if refused is None else {"auto": refused}))(jnp.array(X)),
         {
@@ -318,6 +345,39 @@ USES: dict[str, Use] = {
         lambda fields, **given: ft.load_weights(**given, max_seq=fields),
         {"folder": LLAMA, "layout": ft.P(), "mesh": MESH, "param_dtype": None, "fields": 16},
     ),
+    "save": (
+        lambda path, **given: ft.save(fresh(path), **given),
+        {"path": "saved", "tree": {"w": jnp.ones(3)}, "verify": True, "overwrite": False, "meta": {"a": 1}},
+    ),
+    "restore": (
+        lambda path, **given: ft.restore(saved(path), **given),
+        {
+            "path": "saved", "like": {"w": jnp.zeros(3)}, "layout": ft.P(), "mesh": MESH, "only": None, "cast": False,
+            "verify": True,
+        },
+    ),
+    "inspect": (lambda path: ft.inspect(saved(path)), {"path": "saved"}),
+    "Checkpoint.diff": (lambda other: ft.inspect(saved("saved")).diff(other), {"other": ft.plan(jnp.ones(2))}),
+    "Checkpoints": (ft.Checkpoints, {"folder": "run", "keep": 3, "every": None}),
+    "Checkpoints.save": (
+        lambda **given: in_a_run(lambda run: run.save(**given)),
+        {"step": 1, "tree": {"w": jnp.ones(3)}, "meta": {"a": 1}, "force": False},
+    ),
+    "Checkpoints.restore": (
+        lambda **given: in_a_run(lambda run: (run.save(7, {"w": jnp.ones(3)}), run.restore(**given))),
+        {
+            "like": {"w": jnp.zeros(3)}, "step": 7, "layout": ft.P(), "mesh": MESH, "only": None, "cast": False,
+            "verify": True,
+        },
+    ),
+    "check_processes": (lambda values: ft.check_processes(value=values), {"values": 3}),
+    "preempted": (ft.preempted, {"step": 3}),
+    "export": (
+        lambda f, args, **given: ft.export(f, args, **given),
+        {"f": ft.jit(lambda x: x), "args": jnp.ones(3), "platforms": None, "symbolic": None},
+    ),
+    "Exported.call": (lambda arrays: ft.export(ft.jit(lambda x: x), jnp.ones(3)).call(arrays), {"arrays": jnp.ones(3)}),
+    "Exported.deserialize": (ft.Exported.deserialize, {"data": SERIALIZED}),
     "save_weights": (ft.save_weights, {"folder": "weights", "model": TRANSFORMER}),
     "nn.WeightMap": (
         ft.nn.WeightMap,
@@ -359,7 +419,10 @@ INTERNAL = {
 # What users do not construct: these are results, and errors.
 RESULTS = {
     "Change",
+    "Checkpoint",
     "Collective",
+    "Exported",
+    "SavedArray",
     "Diff",
     "Filter",
     "Layout",

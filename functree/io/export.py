@@ -1,6 +1,6 @@
 """A function of `ft.jit` ─► bytes that run in a process without functree, on the same shardings."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -8,16 +8,17 @@ import jax.export
 from jax.sharding import NamedSharding
 
 from functree.calls.flat import FlatProgram
-from functree.calls.function import BoundFunction, Function
+from functree.calls.function import BoundFunction
 from functree.calls.program import around
 from functree.calls.signature import Signature
-from functree.errors import FunctreeError, Problem, did_you_mean
-from functree.io.extras import needed
+from functree.errors import FunctreeError, Problem, count, did_you_mean
+from functree.io.extras import foreign, needed
 from functree.layout.plan.fold import bytes_text
 from functree.layout.table import columns
 from functree.parameters import TEXTS, Takes, check, shown
-from functree.tree.arrays import array_text
-from functree.tree.leaf import Leaf
+from functree.transforms.jit.jitted import Jit
+from functree.tree.arrays import array_text, is_array
+from functree.tree.leaf import Leaf, array_problem
 from functree.tree.leaves import read
 from functree.tree.paths import Path
 
@@ -58,12 +59,16 @@ class Exported:
             The arrays of the result, in the order of their paths.
 
         Raises:
-            FunctreeError: it has another number of arguments.
+            FunctreeError: it has another number of arguments, or one of another shape or dtype.
         """
         if len(arrays) != len(self.exported.in_avals):
             raise FunctreeError(
                 f"{self.exported.fun_name} takes {len(self.exported.in_avals)} arrays, in the order of their paths, "
                 f"and {len(arrays)} were given: {self._names() or 'see `exported.in_avals`'}"
+            )
+        if problems := list(self._misfits(arrays)):
+            raise FunctreeError(
+                f"{self.exported.fun_name} cannot run: {count(len(problems), 'argument')} differ", problems
             )
         return tuple(self.exported.call(*arrays))
 
@@ -81,11 +86,12 @@ class Exported:
         """The function of some bytes.
 
         Raises:
-            FunctreeError: they are not bytes; flatbuffers is not installed.
+            FunctreeError: they are not bytes, or not those of a function; flatbuffers is not installed.
         """
         check("nothing is read", data=(data, _BYTES))
         needed("flatbuffers", "export")
-        return cls(jax.export.deserialize(bytearray(data)))
+        with foreign(FunctreeError, "these bytes are not an exported function"):
+            return cls(jax.export.deserialize(bytearray(data)))
 
     def __str__(self) -> str:
         exported = self.exported
@@ -99,6 +105,18 @@ class Exported:
 
     def __repr__(self) -> str:
         return f"<Exported of {self.exported.fun_name}, {len(self.exported.in_avals)} arguments>"
+
+    def _misfits(self, arrays: Sequence[Any]) -> Iterator[Problem]:
+        """The arguments that are not as they were exported."""
+        for i, (array, wanted) in enumerate(zip(arrays, self.exported.in_avals, strict=True)):
+            path = Path((i,)) if self.paths is None else self.paths[i]
+            if not is_array(array):
+                yield Problem(path, None, shown(array), f"was exported as {array_text(wanted)}", "give an array")
+                continue
+            sizes = [(one, size) for one, size in zip(array.shape, wanted.shape, strict=False) if isinstance(size, int)]
+            same = array.ndim == wanted.ndim and all(one == size for one, size in sizes)
+            if not same or jax.dtypes.canonicalize_dtype(array.dtype) != wanted.dtype:
+                yield array_problem(path, array, f"was exported as {array_text(wanted)}", "")
 
     def _names(self) -> str:
         return ", ".join(map(str, self.paths or ()))
@@ -141,7 +159,8 @@ def export(
         (5, 8)
     """
     name = getattr(f, "__name__", None) or shown(f)
-    if not isinstance(f, Function | BoundFunction):
+    function = f.__func__ if isinstance(f, BoundFunction) else f
+    if not isinstance(function, Jit):
         raise FunctreeError(f"export takes a function of `ft.jit`: write `ft.export(ft.jit({name}), ...)`")
     check(
         f"{name} cannot be exported so",

@@ -12,36 +12,17 @@ from pathlib import Path
 
 import jax
 
-from functree.errors import CheckpointError, FunctreeError
+from functree.errors import CheckpointError
 from functree.io.checkpoints.manifest import Manifest
+from functree.io.extras import foreign
 
 MANIFEST = "functree.json"
 _VALUES, _LOCK = "arrays-", ".lock"
 
 
-class files:
-    """What is raised inside, while files are read or written, becomes a CheckpointError with its cause chained.
-
-    orbax raises errors of all classes, `Exception` itself among them. Those of a device, such as one that is out of
-    memory, are not about a file, and stay what they are.
-
-    Args:
-        failure: what is not possible, for the message.
-    """
-
-    def __init__(self, failure: str):
-        self._failure = failure
-
-    def __enter__(self) -> None:
-        """Nothing is to be done."""
-
-    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        if isinstance(error, Exception) and not isinstance(error, FunctreeError | jax.errors.JaxRuntimeError):
-            raise CheckpointError(f"{self._failure}: {_first_line(error)}") from error
-
-
-def _first_line(error: BaseException) -> str:
-    return next(iter(str(error).splitlines()), "") or type(error).__name__
+def files(failure: str) -> foreign:
+    """What is raised inside, while files are read or written, becomes a CheckpointError with its cause chained."""
+    return foreign(CheckpointError, failure)
 
 
 def local(path: str | os.PathLike[str]) -> Path:
@@ -105,8 +86,9 @@ class Draft:
     """
 
     def __init__(self, path: Path, overwrite: bool):
-        self.path, self._overwrite = path, overwrite
-        self._lock: int | None
+        self.path: Path = path
+        self.name: str
+        self._overwrite, self._lock = overwrite, None
         with files(f"{path} cannot be written"):
             check_free(path, overwrite)
             self.name, self._lock = _locked(path)
