@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.export
+import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
 from functree.calls.flat import FlatProgram
@@ -115,11 +116,17 @@ class Exported:
                 continue
             sizes = [(one, size) for one, size in zip(array.shape, wanted.shape, strict=False) if isinstance(size, int)]
             same = array.ndim == wanted.ndim and all(one == size for one, size in sizes)
-            if not same or jax.dtypes.canonicalize_dtype(array.dtype) != wanted.dtype:
+            if not same or _dtype(array) != wanted.dtype:
                 yield array_problem(path, array, f"was exported as {array_text(wanted)}", "")
 
     def _names(self) -> str:
         return ", ".join(map(str, self.paths or ()))
+
+
+def _dtype(array: Any) -> Any:
+    """The dtype that an array has for JAX."""
+    is_key = jnp.issubdtype(array.dtype, jax.dtypes.prng_key)
+    return array.dtype if is_key else jax.dtypes.canonicalize_dtype(array.dtype)
 
 
 def _bytes(value: Any) -> str:
