@@ -36,7 +36,7 @@ def value(found: Any) -> float:
     return float(found["w"][0, 0])
 
 
-def test_each_step_that_is_due_is_saved(tmp_path: Path) -> None:
+def test_silent_failure_38_each_step_that_is_due_is_saved(tmp_path: Path) -> None:
     """In the background, and whole before the next: none is skipped, however fast they come."""
     with ft.Checkpoints(tmp_path, keep=None) as checkpoints:
         saved = [checkpoints.save(step, tree(step), meta={"step": step}) for step in range(12)]

@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -125,6 +126,29 @@ def test_a_training_goes_on_where_it_was(tmp_path: Path):
     np.testing.assert_allclose(losses(tmp_path / "processes", 12), losses(tmp_path / "whole", 12), rtol=1e-5)
     code, _, err = train("processes", "--processes", "2", "--lr", "1.0")
     assert code == 1 and re.search(r"^process [01] of 2 ended with status 2$", err, re.M)
+
+
+def test_finetune(tmp_path: Path):
+    """Only the adapters are trained and saved; the merged model is the published one, and what was trained."""
+    places = "--adapters", str(tmp_path / "adapters"), "--out", str(tmp_path / "merged")
+    code, out, err = run("finetune.py", "--steps", "40", "--sample", "8", *places)
+    assert (code, err) == (0, "")
+    assert "1,344 of 30,752 numbers are trained" in out and "Saved in" in out
+    before, after = map(float, re.search(r"The loss: (\S+) at first, (\S+) at last", out).groups())
+    assert after < before - 0.5
+    saved = ft.inspect(tmp_path / "adapters")
+    assert {row.path[-1] for row in saved} == {"lora_a", "lora_b"} and saved.total_bytes == 1344 * 4
+    published = ROOT / "tests" / "fixtures" / "hf" / "llama"
+    one, other = (ft.load_weights(folder, ft.P(), ft.make_mesh(data=8)) for folder in (published, tmp_path / "merged"))
+    changed = [str(row.path) for row in ft.plan(one) if not np.array_equal(_at(one, row.path), _at(other, row.path))]
+    assert changed == ["blocks.layer.attn.query", "blocks.layer.attn.value"]
+    assert len(re.search(r"goes on with the tokens \[(.*)\]", out)[1].split(",")) == 8
+    code, _, err = run("finetune.py", "--model", "nowhere")
+    assert code == 2 and "config.json" in err and "Traceback" not in err
+
+
+def _at(tree: Any, path: ft.Path) -> np.ndarray:
+    return np.asarray(ft.select(tree).at(str(path)).get()[0])
 
 
 def test_help():

@@ -86,7 +86,7 @@ DIFFERENCES: dict[str, list[str]] = {
 
 
 @pytest.mark.parametrize("processes", [2, 4])
-def test_all_cases(processes: int, tmp_path: Path) -> None:
+def test_silent_failure_36_what_works_and_what_differs(processes: int, tmp_path: Path) -> None:
     told = told_by(processes, tmp_path)
     works: dict[str, Any] = {
         "plans": [["P(None, 'model')", "P('model', None)"], 2 * 16 * 32 * 4 // (8 // processes)],

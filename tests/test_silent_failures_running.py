@@ -1,12 +1,15 @@
 """What fails in silence elsewhere, and is an error or right by construction here: the numbers of
 `silent-failures.md` that are about running. Those about donation and rules are in `test_donation.py` (22, 24, 29)
 and `test_jit_shardings.py` (21, 23, 31), those about statics in `test_jit.py` (27, 28); 12 and 30 in
-`test_grad.py` too.
+`test_grad.py` too; 36 is in `test_processes.py`, and 38 in `test_checkpoints_run.py`.
 """
 
 import functools
+import json
 import re
+import shutil
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -290,6 +293,45 @@ def test_silent_failure_30_a_loss_averaged_in_shards():
 
 
 # Asynchronous
+
+
+def test_silent_failure_16_a_restored_tree_lies_as_it_did_and_nothing_is_swapped(tmp_path: Path):
+    """Arrays of one shape are told apart by path, whatever the order of the fields; each is sharded as it was."""
+    saved = {"a": np.zeros((8, 4), np.float32), "b": np.ones((8, 4), np.float32)}
+    placed = ft.shard(saved, {"a": P("data"), "b": P(None, "model")}, MESH)
+    ft.save(tmp_path / "c", placed)
+
+    class Swapped(eqx.Module):
+        b: Any
+        a: Any
+
+    like = Swapped(b=placed["b"] * 0, a=placed["a"] + 1)
+    for found in (ft.restore(tmp_path / "c", like), vars(ft.restore(tmp_path / "c", like))):
+        one, other = (found["a"], found["b"]) if isinstance(found, dict) else (found.a, found.b)
+        assert np.array_equal(one, saved["a"]) and np.array_equal(other, saved["b"])
+        assert one.sharding == placed["a"].sharding and other.sharding == placed["b"].sharding
+
+
+@pytest.mark.parametrize(
+    ("like", "said"), [(jnp.ones((8, 4), jnp.bfloat16), "was saved as f32"), (None, "no such array")]
+)
+def test_silent_failure_35_another_dtype_or_a_missing_leaf(like: Any, said: str, tmp_path: Path):
+    ft.save(tmp_path / "c", {"w": jnp.ones((8, 4))})
+    with pytest.raises(ft.CheckpointError, match=said):
+        ft.restore(tmp_path / "c", {"w": like})
+
+
+@pytest.mark.parametrize(
+    "field", [{"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, {"sliding_window": 4}]
+)
+def test_silent_failure_37_a_config_that_the_loader_does_not_know(field: dict[str, Any], tmp_path: Path):
+    """All weights would load, and the model compute something else."""
+    model = Path(__file__).parent / "fixtures" / "hf" / "llama"
+    config = json.loads((model / "config.json").read_text()) | field
+    shutil.copytree(model, tmp_path / "m")
+    (tmp_path / "m" / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ft.FunctreeError, match=next(iter(field))):
+        ft.load_weights(tmp_path / "m", P(), MESH)
 
 
 def test_a_call_returns_before_the_work_is_done():

@@ -1,0 +1,169 @@
+"""Fine-tune a published model with LoRA: loaded sharded, adapters put in by surgery, only these trained and saved.
+
+    python examples/finetune.py                                   # a tiny Llama of random weights, half a minute
+    python examples/finetune.py --model path/to/llama --rank 16 --steps 1000 --adapters adapters --out merged
+
+Read it from top to bottom: the adapter, the surgery, the training, what is saved, the merged model.
+
+LoRA (Hu et al. 2021, https://arxiv.org/abs/2106.09685) leaves the weights W as they are, and trains a product of low
+rank beside each: W + (alpha / rank) · A · B.
+"""
+
+import argparse
+import os
+import sys
+import tempfile
+from pathlib import Path
+
+# Simulate 8 devices on the CPU, so that this runs anywhere. JAX reads both variables once, when it is imported.
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+if "device_count" not in os.environ.get("XLA_FLAGS", ""):
+    os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jaxtyping import Array, Float, Int
+
+import functree as ft
+
+LLAMA = Path(__file__).parents[1] / "tests" / "fixtures" / "hf" / "llama"
+
+# Tensor parallelism over `model`, and FSDP over `data` for what is large. `rank` is whole: it is small.
+TENSOR = {"heads": "model", "kv_heads": "model", "hidden": "model", "vocab": "model"}
+RULES = ft.AxisRules({"batch": "data", **TENSOR, ...: None}) | ft.FSDP("data", min_size=2**12, otherwise=ft.P())
+
+# --- 1. The adapter: a weight of the queries or values, and the product beside it -----------------------------------
+
+
+class LoRA(eqx.Module):
+    """A weight with a product of low rank. It has the axes of the weight, so the same rules lay it out."""
+
+    weight: Float[Array, "embed heads head_dim"]
+    lora_a: Float[Array, "embed rank"]
+    lora_b: Float[Array, "rank heads head_dim"]
+    scale: float = eqx.field(static=True)
+
+    def merged(self) -> Array:
+        """The one weight that computes the same; with or without the dimension of the layers."""
+        product = jnp.einsum("...er,...rhd->...ehd", self.lora_a, self.lora_b)
+        return self.weight + self.scale * product.astype(self.weight.dtype)
+
+
+ADAPTERS = ft.glob("**.lora_a") | ft.glob("**.lora_b")
+ADAPTED = ("blocks.layer.attn.query", "blocks.layer.attn.value")
+
+# --- 2. The surgery: an adapter in the place of each weight, and back ------------------------------------------------
+
+
+def with_adapters(model: ft.nn.Transformer, rank: int, alpha: float, key: Array) -> ft.nn.Transformer:
+    """The model with an adapter around some weights. B is zero, so it computes what it did."""
+
+    def adapter(weight: Array, key: Array) -> LoRA:
+        layers, embed, heads, head_dim = weight.shape  # of all layers: they are stacked
+        a = jax.random.normal(key, (layers, embed, rank), weight.dtype) / np.sqrt(embed)
+        return LoRA(weight, a, jnp.zeros((layers, rank, heads, head_dim), weight.dtype), alpha / rank)
+
+    for path, own in zip(ADAPTED, jax.random.split(key, len(ADAPTED)), strict=True):
+        model = ft.select(model).at(path).apply(lambda weight, own=own: adapter(weight, own))
+    return ft.shard(model, RULES)
+
+
+def merged(model: ft.nn.Transformer) -> ft.nn.Transformer:
+    """The model without adapters, which computes the same."""
+    return ft.select(model).under(LoRA).apply(LoRA.merged)
+
+
+# --- 3. The training: only the adapters have gradients and moments ---------------------------------------------------
+
+
+def loss(model: ft.nn.Transformer, tokens: Int[Array, "batch _"]) -> Float[Array, ""]:
+    return ft.nn.cross_entropy(merged(model), tokens[:, :-1], tokens[:, 1:])
+
+
+def train(ts: ft.TrainState, text: np.ndarray, options: argparse.Namespace) -> tuple[ft.TrainState, float, float]:
+    """The state after so many steps, and the loss of the first and of the last ten."""
+
+    @ft.jit(donate="ts")
+    def train_step(ts: ft.TrainState, tokens: Int[Array, "batch _"]) -> tuple[ft.TrainState, Array]:
+        value, grads = ft.value_and_grad(loss, wrt=ADAPTERS)(ts.model, tokens)
+        return ft.apply_gradients(ts, grads), value
+
+    rng, losses = np.random.default_rng(options.seed), list[float]()
+    for step in range(1, options.steps + 1):
+        starts = rng.integers(0, len(text) - options.seq, (options.batch, 1))
+        tokens = ft.shard(text[starts + np.arange(options.seq + 1)], RULES, axes="batch _")
+        ts, value = train_step(ts, tokens)
+        losses.append(float(value))
+        if step % max(1, options.steps // 5) == 0:
+            print(f"step {step:>5}: loss {np.mean(losses[-10:]):.3f}")
+    return ts, float(np.mean(losses[:10])), float(np.mean(losses[-10:]))
+
+
+# --- 4. What is saved: the adapters; 5. what is used: the merged model -----------------------------------------------
+
+
+def finetune(options: argparse.Namespace) -> None:
+    key = jax.random.key(options.seed)
+
+    def published() -> ft.nn.Transformer:
+        base = ft.load_weights(options.model, RULES, max_seq=options.seq + options.sample)
+        return with_adapters(base, options.rank, options.alpha, key)
+
+    model = published()
+    print(f"{ft.plan(model)}\n")
+    tx = optax.adam(options.lr)
+    ts = ft.TrainState.create(model, tx, layout=RULES, wrt=ADAPTERS)
+    _, adapters, rest = ft.split(model, ADAPTERS, ...)
+    trained, kept = (sum(leaf.size for leaf in jax.tree.leaves(part)) for part in (adapters, rest))
+    print(f"{trained:,} of {trained + kept:,} numbers are trained\n")
+
+    # A real tokenizer is the model's own; the tiny one has a vocabulary of less than a byte.
+    text = (np.frombuffer(Path(__file__).read_bytes(), np.uint8) % model.config.vocab_size).astype(np.int32)
+    ts, before, after = train(ts, text, options)
+    print(f"\nThe loss: {before:.3f} at first, {after:.3f} at last")
+
+    folder = options.adapters or Path(tempfile.mkdtemp()) / "adapters"
+    _, adapters, _ = ft.split(ts.model, ADAPTERS, ...)
+    ft.save(folder, adapters, overwrite=True, meta={"rank": options.rank, "alpha": options.alpha})
+    print(f"Saved in {folder}: {ft.inspect(folder).total_bytes:,} bytes, of {ft.plan(ts.model).total_bytes:,}")
+
+    # Somewhere else: the published model with new adapters, and what was saved in their place.
+    final = merged(ft.restore(folder, published(), only=ADAPTERS))
+    if options.out is not None:
+        ft.save_weights(options.out, final)
+        print(f"The merged model, as it would be published: {options.out}")
+    rows = jax.sharding.get_abstract_mesh().shape["data"]  # the rules shard the batch: one sequence on each shard
+    prompts = np.tile(text[: options.seq // 2], (rows, 1))
+    written = ft.nn.generate(final, prompts, options.sample, temperature=0.0)
+    print(f"It goes on with the tokens {np.asarray(written)[0, : options.sample].tolist()}")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    described, formatter = "Fine-tune a published model with LoRA.", argparse.ArgumentDefaultsHelpFormatter
+    parser = argparse.ArgumentParser(description=described, formatter_class=formatter)
+    parser.add_argument("--model", type=Path, default=LLAMA, metavar="DIR", help="config.json and *.safetensors")
+    parser.add_argument("--rank", type=int, default=4, metavar="N", help="of the adapters")
+    parser.add_argument("--alpha", type=float, default=8.0, metavar="X", help="their scale is alpha / rank")
+    parser.add_argument("--steps", type=int, default=100, metavar="N", help="steps")
+    parser.add_argument("--batch", type=int, default=8, metavar="N", help="sequences in a step")
+    parser.add_argument("--seq", type=int, default=32, metavar="N", help="tokens in a sequence")
+    parser.add_argument("--lr", type=float, default=1e-2, metavar="X", help="learning rate")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of adapters and batches")
+    parser.add_argument("--sample", type=int, default=16, metavar="N", help="tokens to generate")
+    parser.add_argument("--adapters", type=Path, metavar="DIR", help="where they are saved; None: a temporary folder")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="where the merged model is saved; None: nowhere")
+    options = parser.parse_args(arguments)
+    data = jax.device_count() // 2 or 1
+    try:
+        with jax.set_mesh(ft.make_mesh(data=data, model=jax.device_count() // data)), ft.axis_rules(RULES):
+            finetune(options)
+    except ft.FunctreeError as error:
+        parser.exit(2, f"{parser.prog}: error: {error}\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
