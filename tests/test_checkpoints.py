@@ -433,3 +433,76 @@ def test_copies_that_differ(tmp_path: Path) -> None:
     with raises("cannot be written", "w", "has copies that have different values, so it is not one array"):
         ft.save(tmp_path / "c", {"w": torn})
     assert not (tmp_path / "c").exists()
+
+
+# Formats that were written once
+
+
+def test_a_checkpoint_of_the_first_format_is_still_read() -> None:
+    """It was written once, and stays: whatever comes later reads it."""
+    path = Path(__file__).parent / "fixtures" / "checkpoints" / "format-1"
+    w = np.arange(32, dtype=np.float32).reshape(8, 4) / np.float32(8)
+    like = {
+        "model": {"w": jnp.zeros((8, 4)), "half": jnp.zeros(8, jnp.bfloat16), "bits": jnp.zeros(8, jnp.int4)},
+        "key": jax.random.key(0), "numpy": np.zeros(3), "empty": jnp.zeros((0, 2)),
+        "step": 17, "tied": jnp.zeros((8, 4)),
+    }  # fmt: skip
+    found = ft.restore(path, like)
+    assert bits(found["model"]["w"]) == bits(found["tied"]) == bits(w)
+    assert bits(found["model"]["half"]) == bits(np.arange(8).astype(jnp.bfloat16))
+    assert np.array_equal(found["model"]["bits"].astype(int), [0, 1, 2, 3, 0, 1, 2, 3])
+    assert bits(found["key"]) == bits(jax.random.key(7)) and np.array_equal(found["numpy"], [0.0, 0.5, 1.0])
+    checkpoint = ft.inspect(path)
+    assert checkpoint.meta == {"tokens": 12, "by": "functree"} and checkpoint["tied"].same_as == ft.Path("model.w")
+    assert checkpoint["model.w"].spec == ft.P("data", "model") and checkpoint.sizes == {"data": 2, "model": 4}
+
+
+# After surgery
+
+
+class Adapter(eqx.Module):
+    weight: Float[Array, "embed classes"]
+    lora_a: Float[Array, "embed rank"]
+    lora_b: Float[Array, "rank classes"]
+
+
+def _adapted(model: Net) -> Net:
+    return ft.select(model).at("head").apply(lambda w: Adapter(w, jnp.ones((16, 2)), jnp.zeros((2, 8))))
+
+
+RULES = ft.AxisRules({**TENSOR, ...: None})
+# What is restored into ─► the arrays that come from it and not from the checkpoint.
+SURGERIES: dict[str, tuple[Callable[[Any], Any], tuple[str, ...]]] = {
+    "another optimizer": (lambda key: ft.TrainState.create(make(key), optax.adam(1e-3), key=key), ("opt_state",)),
+    "another head": (lambda key: ft.TrainState.create(make(key, classes=3), ADAFACTOR, key=key), ("head",)),
+    "adapters": (
+        lambda key: ft.TrainState.create(_adapted(make(key)), ADAFACTOR, key=key, wrt="head.lora_*"),
+        ("head", "opt_state"),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SURGERIES)
+def test_after_surgery_the_remedy_of_the_error_is_what_helps(trained: tuple[Path, Any], name: str) -> None:
+    path, ts = trained
+    create, new = SURGERIES[name]
+    like = ft.init(create, RULES, MESH)(jax.random.key(5))
+    with pytest.raises(ft.CheckpointError, match="to restore the rest, and take these from `like`: only=") as caught:
+        ft.restore(path, like)
+    remedy = str(caught.value).split("only=")[1].splitlines()[0]
+    found = ft.restore(path, like, only=eval(remedy, {"ft": ft}))
+    saved = {row.path for row in ft.inspect(path)}
+    old, own, now = ({row.path: leaf for row, leaf in _leaves(tree)} for tree in (ts, like, found))
+    same = {
+        path
+        for path in now
+        if path in saved and now[path].shape == old[path].shape and bits(now[path]) == bits(old[path])
+    }
+    assert ft.Path("model.body.embed.weight") in same and ft.Path("key") in same
+    for path in now.keys() - same:
+        assert now[path] is own[path] and any(name in path for name in new)
+
+
+def _leaves(tree: Any) -> Any:
+    arrays = [leaf for leaf in jax.tree.leaves(tree) if isinstance(leaf, jax.Array)]
+    return zip(ft.plan(tree), arrays, strict=True)
