@@ -4,14 +4,15 @@ Each prints a line of JSON: for each case what it returned or raised, and how lo
 """
 
 import json
-import sys
+import os
+import shutil
 import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from launch import initialized
+from launch import ROOT, initialized
 
 initialized()  # before anything asks JAX for its devices
 
@@ -22,20 +23,27 @@ import numpy as np  # noqa: E402
 import optax  # noqa: E402
 from jax.sharding import Mesh, NamedSharding  # noqa: E402
 from jaxtyping import Array, Float  # noqa: E402
+from safetensors.numpy import load_file, save_file  # noqa: E402
 
 import functree as ft  # noqa: E402
 
 RANK, COUNT = jax.process_index(), jax.process_count()
 MESH = ft.make_mesh(data=COUNT, model=8 // COUNT)
 LAYOUT = ft.AxisRules({"batch": "data", "hidden": "model", ...: None})
-FOLDER = Path(sys.argv[1])
+FOLDER = Path(os.environ["FUNCTREE_FOLDER"])
 CASES: dict[str, Callable[[], Any]] = {}
+ALIKE: dict[str, Callable[[], Any]] = {}  # cases that return numbers, the same in any number of processes
 ODD = COUNT - 1  # the process that differs
 
 
 def case(run: Callable[[], Any]) -> Callable[[], Any]:
     CASES[run.__name__] = run
     return run
+
+
+def alike(run: Callable[[], Any]) -> Callable[[], Any]:
+    ALIKE[run.__name__] = run
+    return case(run)
 
 
 class MLP(eqx.Module):
@@ -164,6 +172,132 @@ def the_same() -> Any:
 @case
 def not_preempted() -> Any:
     return [ft.preempted(step) for step in range(3)]
+
+
+# The same numbers in any number of processes
+
+CONFIG = ft.nn.TransformerConfig(64, 16, layers=2, heads=8, kv_heads=8, head_dim=4, hidden=32)
+TENSOR = {"heads": "model", "kv_heads": "model", "hidden": "model", "vocab": "model"}
+RULES = ft.AxisRules({"batch": "data", **TENSOR, ...: None}) | ft.FSDP("data", min_size=0, otherwise=ft.P())
+TOKENS = np.random.default_rng(3).integers(0, 64, (8, 9))
+
+
+def numbers(tree: Any) -> list[float]:
+    """A number for each array of a tree."""
+    return [float(np.sin(np.arange(x.size)) @ x.ravel().astype(np.float64)) for x in jax.tree.leaves(whole(tree))]
+
+
+def transformer() -> Any:
+    return ft.init(ft.nn.Transformer.create, RULES, MESH)(CONFIG, key=jax.random.key(0))
+
+
+def tokens() -> Any:
+    return ft.shard(TOKENS, RULES, MESH, axes="batch _")
+
+
+def next_token(model: Any, tokens: Any) -> Any:
+    return ft.nn.cross_entropy(model, tokens[:, :-1], tokens[:, 1:])
+
+
+@alike
+def gradients() -> Any:
+    f = ft.jit(ft.value_and_grad(next_token), rules=RULES, mesh=MESH, check_processes=True)
+    return numbers(f(transformer(), tokens()))
+
+
+@alike
+def pieces() -> Any:
+    f = ft.jit(ft.accumulate(ft.value_and_grad(next_token), 2), rules=RULES, mesh=MESH)
+    return numbers(f(transformer(), tokens()))
+
+
+@alike
+def written() -> Any:
+    with jax.set_mesh(MESH), ft.axis_rules(RULES):
+        found = ft.nn.generate(transformer(), TOKENS[:, :4], 5)
+    return np.asarray(whole(found)).tolist()
+
+
+@alike
+def by_shards() -> Any:
+    rules = ft.AxisRules({"batch": "data", "hidden": "model", "embed": None})
+
+    @ft.shard_map(mesh=MESH, rules=rules)
+    def ffn(
+        x: Float[Array, "batch embed"], up: Float[Array, "embed hidden"], down: Float[Array, "hidden embed"]
+    ) -> Float[Array, "batch embed"]:
+        return jax.lax.psum(jnp.tanh(x @ up) @ down, "model")
+
+    m = model()
+    return numbers(jax.jit(ffn)(place(batch(0)), m.up, m.down))
+
+
+@alike
+def averages() -> Any:
+    """A training with the state of a BatchNorm, and an average of the parameters."""
+    rules = ft.AxisRules({"batch": "data", ...: None})
+
+    class Net(eqx.Module):
+        w: Float[Array, "embed hidden"]
+        norm: ft.nn.BatchNorm
+
+    def create(key: Any) -> Any:
+        net = Net(jax.random.normal(key, (16, 8)), ft.nn.BatchNorm(8, axes="hidden"))
+        return ft.TrainState.create(net, ft.with_ema(optax.sgd(0.1), decay=0.5), key=key)
+
+    ts = ft.init(create, rules, MESH)(jax.random.key(0))
+
+    @ft.jit(donate="ts")
+    def step(ts: Any, x: Any) -> Any:
+        def loss(net: Any, state: Any) -> Any:
+            y, state = net.norm(x @ net.w, state)
+            return jnp.sum(jnp.sin(y)), state
+
+        (_, state), grads = ft.value_and_grad(loss, has_aux=True)(ts.model, ts.state)
+        return ft.apply_gradients(ts, grads, state=state)
+
+    for i in range(3):
+        ts = step(ts, ft.shard(batch(i), rules, MESH, axes="batch embed"))
+    kept = ft.copy(ts)
+    step(ts, ft.shard(batch(9), rules, MESH, axes="batch embed"))
+    return numbers((kept.model, kept.state, ft.averaged(kept)))
+
+
+@alike
+def optimizers() -> Any:
+    m = transformer()
+    states = [ft.init_optimizer(tx, m, RULES, MESH) for tx in (optax.adafactor(1e-3), optax.lion(1e-3))]
+    return numbers(states)
+
+
+@alike
+def parts() -> Any:
+    """Split, packed, changed by surgery: of arrays that no process has whole."""
+    m = model()
+    static, arrays = ft.split(m)
+    packed = ft.pack(ft.merge(static, arrays))
+    double = ft.jit(lambda m: ft.select(m).at("up").apply(lambda w: 2 * w))
+    return numbers((double(packed), ft.select(m).at("down").apply(lambda w: w + 1)))
+
+
+@alike
+def looked_at() -> Any:
+    f = ft.jit(next_token, rules=RULES, mesh=MESH)
+    ledger = f.lower(transformer(), tokens()).compile().ledger()
+    return [len(ledger.collectives) > 0, len(ft.export(f, transformer(), tokens()).exported.in_avals)]
+
+
+@alike
+def published() -> Any:
+    rules = ft.AxisRules({"batch": "data", "hidden": "model", ...: None})
+    m = ft.load_weights(ROOT / "tests" / "fixtures" / "hf" / "llama", rules, MESH)
+    ft.save_weights(FOLDER / f"weights{COUNT}", m)
+    again = ft.load_weights(FOLDER / f"weights{COUNT}", rules, MESH)
+    same = all(
+        np.array_equal(a, b) for a, b in zip(jax.tree.leaves(whole(m)), jax.tree.leaves(whole(again)), strict=True)
+    )
+    logits = ft.jit(lambda m, t: m(t), rules=rules, mesh=MESH)(m, ft.shard(TOKENS, rules, MESH, axes="batch _"))
+    return [same, *numbers(logits)]
 
 
 # What differs in one process
@@ -306,6 +440,26 @@ def restored_by_one_that_does_not_fit() -> Any:
 
 
 @case
+def other_weights() -> Any:
+    """One machine has files of its own, with another value."""
+    folder = FOLDER / f"own{differs(0, 1)}"
+    if RANK in (0, ODD):
+        shutil.copytree(ROOT / "tests" / "fixtures" / "hf" / "llama", folder)
+    if RANK == ODD:
+        tensors = load_file(folder / "model.safetensors")
+        tensors["model.norm.weight"] = tensors["model.norm.weight"] + 1
+        save_file(tensors, folder / "model.safetensors")
+    ft.check_processes()  # the files are there
+    return ft.load_weights(folder, ft.P(), MESH)
+
+
+@case
+def other_model_published() -> Any:
+    m = ft.load_weights(ROOT / "tests" / "fixtures" / "hf" / "llama", ft.P(), MESH)
+    return ft.save_weights(FOLDER / f"merged{differs(0, 1)}", m)
+
+
+@case
 def other_step() -> Any:
     return ft.check_processes(step=5, stop=differs(False, True))
 
@@ -320,9 +474,10 @@ def told(run: Callable[[], Any]) -> dict[str, Any]:
         result = {"raised": type(error).__name__, "text": str(error)}
         if not isinstance(error, ft.FunctreeError | ValueError):
             traceback.print_exc()
-    return {**result, "seconds": time.monotonic() - start}
+    return {**result, "seconds": time.monotonic() - start, "alike": run.__name__ in ALIKE}
 
 
 if __name__ == "__main__":
-    results = {name: told(run) for name, run in CASES.items()}
+    # One process alone only has the numbers that several are compared with.
+    results = {name: told(run) for name, run in (CASES if COUNT > 1 else ALIKE).items()}
     print("RESULTS", json.dumps(results))

@@ -3,8 +3,10 @@
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -126,6 +128,55 @@ def test_a_training_goes_on_where_it_was(tmp_path: Path):
     np.testing.assert_allclose(losses(tmp_path / "processes", 12), losses(tmp_path / "whole", 12), rtol=1e-5)
     code, _, err = train("processes", "--processes", "2", "--lr", "1.0")
     assert code == 1 and re.search(r"^process [01] of 2 ended with status 2$", err, re.M)
+
+
+def children(pid: int) -> list[int]:
+    """The processes that a process has started."""
+    return [int(one) for one in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def started(*arguments: str, devices: int = 8) -> "subprocess.Popen[str]":
+    flags = f"--xla_force_host_platform_device_count={devices} --xla_backend_optimization_level=0"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "XLA_FLAGS": flags}
+    command = [sys.executable, str(EXAMPLES / "train_lm.py"), *arguments]
+    return subprocess.Popen(command, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+
+
+def await_step(folder: Path, step: int, running: "subprocess.Popen[str]") -> None:
+    until = time.monotonic() + 90
+    while not (folder / str(step) / "functree.json").exists():
+        assert running.poll() is None and time.monotonic() < until, running.communicate()
+        time.sleep(0.05)
+
+
+def test_two_processes_of_which_one_dies_or_is_preempted(tmp_path: Path):
+    """A killed one ends the other, and the run goes on on fewer devices; SIGTERM stops both at one saved step."""
+    options = [*TINY, "--sample", "0", "--out", str(tmp_path / "curve.png"), "--steps", "60", "--save-every", "5"]
+    whole = [*options, "--checkpoint", str(tmp_path / "whole")]
+    assert run("train_lm.py", *whole)[0] == 0
+    two = [*options, "--checkpoint", str(tmp_path / "two"), "--processes", "2"]
+
+    running = started(*two)
+    await_step(tmp_path / "two", 5, running)
+    os.kill(children(running.pid)[1], signal.SIGKILL)
+    killed = time.monotonic()
+    _, err = running.communicate(timeout=60)
+    assert time.monotonic() - killed < 15 and running.returncode == 1
+    assert re.search(r"^process [01] of 2 ended with status -\d+$", err, re.M)
+
+    running = started(*two)
+    latest = max(int(one.name) for one in (tmp_path / "two").iterdir() if (one / "functree.json").exists())
+    await_step(tmp_path / "two", latest + 5, running)
+    running.send_signal(signal.SIGTERM)
+    out, err = running.communicate(timeout=60)
+    assert running.returncode == 143, err
+    stopped = int(re.search(r"^Stopped after step (\d+), which is saved", out, re.M)[1])
+    assert ft.Checkpoints(tmp_path / "two").latest == stopped > latest
+
+    running = started(*[one for one in two if one not in ("--processes", "2")], devices=4)
+    out, err = running.communicate(timeout=120)
+    assert running.returncode == 0 and f"Going on after step {stopped} of" in out, err
+    np.testing.assert_allclose(losses(tmp_path / "two", 60), losses(tmp_path / "whole", 60), rtol=1e-5)
 
 
 def test_finetune(tmp_path: Path):

@@ -28,7 +28,7 @@ LIMIT = 10.0  # seconds in which each case has to end
 
 def told_by(processes: int, folder: Path) -> list[dict[str, Any]]:
     """What each process tells of each case."""
-    ends = ended(started([WORKER, str(folder)], processes), 180)
+    ends = ended(started([WORKER], processes, FUNCTREE_FOLDER=str(folder)), 180)
     lines = [[line for line in out.splitlines() if line.startswith("RESULTS")] for _, out, _ in ends]
     assert all(status == 0 for status, _, _ in ends) and all(lines), ends[-1][2][-3000:]
     return [json.loads(line[0].removeprefix("RESULTS")) for line in lines]
@@ -81,6 +81,8 @@ DIFFERENCES: dict[str, list[str]] = {
     "saved_torn": ["cannot be written", "w", "has copies that have different values in process {odd}"],
     "restored_otherwise": ["is not restored", "like", "process {odd} differs", "up: f32[16, 32] P(None, 'model')"],
     "restored_by_one_that_does_not_fit": ["process {odd} of {count} failed", "up   f32[32, 32]", "another shape"],
+    "other_weights": ["the processes read other weights", "norm.scale", "different values in process {odd}"],
+    "other_model_published": ["no weights are saved", "process {odd} differs", "merged0"],
     "other_step": ["check_processes: the {count} processes differ", "stop", "process 0: False", "process {odd}: True"],
 }
 
@@ -88,6 +90,9 @@ DIFFERENCES: dict[str, list[str]] = {
 @pytest.mark.parametrize("processes", [2, 4])
 def test_silent_failure_36_what_works_and_what_differs(processes: int, tmp_path: Path) -> None:
     told = told_by(processes, tmp_path)
+    (tmp_path / "alone").mkdir()
+    alone = told_by(1, tmp_path / "alone")[0]
+    alike = {name for name, one in alone.items() if one["alike"]}
     works: dict[str, Any] = {
         "plans": [["P(None, 'model')", "P('model', None)"], 2 * 16 * 32 * 4 // (8 // processes)],
         "rows": [[True, True], "P('data', None)", [8, 16]],
@@ -97,10 +102,15 @@ def test_silent_failure_36_what_works_and_what_differs(processes: int, tmp_path:
         "the_same": None,
         "not_preempted": [False] * 3,
     }
-    assert set(told[0]) == {"losses", *works, *DIFFERENCES}
+    assert set(told[0]) == {"losses", *works, *alike, *DIFFERENCES} and len(alike) >= 9
     for one in told:
         np.testing.assert_allclose(one["losses"]["returned"], of_one_process(20), rtol=1e-6)
         assert {name: one[name].get("returned", one[name]) for name in works} == works
+        for name in alike:
+            assert "returned" in one[name], (name, one[name])
+            np.testing.assert_allclose(
+                one[name]["returned"], alone[name]["returned"], rtol=2e-5, atol=1e-5, err_msg=name
+            )
     for name, fragments in DIFFERENCES.items():
         for process, one in enumerate(told):
             assert "raised" in one[name] and one[name]["seconds"] < LIMIT, (name, process, one[name])

@@ -5,7 +5,6 @@ from typing import Any
 
 import jax
 import jax.export
-import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
 from functree.calls.flat import FlatProgram
@@ -19,6 +18,7 @@ from functree.layout.table import columns
 from functree.parameters import TEXTS, Takes, check, shown
 from functree.transforms.jit.jitted import Jit
 from functree.tree.arrays import array_text, is_array
+from functree.tree.bits import is_key
 from functree.tree.leaf import Leaf, array_problem
 from functree.tree.leaves import read
 from functree.tree.paths import Path
@@ -125,8 +125,7 @@ class Exported:
 
 def _dtype(array: Any) -> Any:
     """The dtype that an array has for JAX."""
-    is_key = jnp.issubdtype(array.dtype, jax.dtypes.prng_key)
-    return array.dtype if is_key else jax.dtypes.canonicalize_dtype(array.dtype)
+    return array.dtype if is_key(array.dtype) else jax.dtypes.canonicalize_dtype(array.dtype)
 
 
 def _bytes(value: Any) -> str:

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Sequence
-from functools import partial
 from typing import Any, Protocol
 
 import jax
@@ -19,7 +18,7 @@ from functree.processes.digest import Bounds
 from functree.processes.facts import checksum, facts_of
 from functree.processes.same_copies import compared
 from functree.tree.arrays import array_text
-from functree.tree.bits import on_device, with_sharding
+from functree.tree.bits import is_key, keys_of, on_device, with_sharding
 from functree.tree.leaf import Leaf
 from functree.tree.leaves import Leaves
 
@@ -73,6 +72,7 @@ def _prepared(planner: Planner, local: bool) -> tuple[tuple[Leaves, list[NamedSh
             _whole_shape(leaf.value, planned.sharding(row)) for leaf, row in zip(leaves, planned.rows, strict=True)
         ]
         _, planned = planner(shapes)
+        _check_sizes(leaves, shapes, planned)
     own = [] if local else [leaf for leaf in leaves if _is_own(leaf.value)]
     values = [f"{path_text(leaf.path)}: {array_text(leaf.value)} {checksum(_host(leaf.value)):08x}" for leaf in own]
     facts = {"plan": facts_of(planned), "values": values}
@@ -81,16 +81,29 @@ def _prepared(planner: Planner, local: bool) -> tuple[tuple[Leaves, list[NamedSh
 
 def _check_local(leaves: Sequence[Leaf]) -> None:
     """Raise ShardingError for arrays that are no rows of this process."""
-    problems = [leaf.problem(_ALL, "leave it out: it is placed already") for leaf in leaves if not _is_own(leaf.value)]
-    problems += [
-        leaf.problem(_KEYS, "make them in all processes, with `local=False`") for leaf in leaves if _is_key(leaf.value)
-    ]
+    problems = []
+    for leaf in leaves:
+        if not _is_own(leaf.value):
+            problems.append(leaf.problem(_ALL, "leave it out: it is placed already"))
+        elif is_key(leaf.value.dtype):
+            problems.append(leaf.problem(_KEYS, "make them in all processes, with `local=False`"))
     if problems:
         raise ShardingError(f"{count(len(problems), 'leaf')} cannot be placed with `local=True`", problems)
 
 
 _ALL = "is an array of all processes, and not the rows of this one"
 _KEYS = "has random keys, of which a process has no rows"
+
+
+def _check_sizes(leaves: Sequence[Leaf], shapes: Sequence[Any], planned: Plan) -> None:
+    """Raise ShardingError if the layout of an array changes with the size of the whole, as that of `ft.FSDP` may."""
+    problems = [
+        leaf.problem(f"its rows are those of another array than {array_text(shape)}", "write its spec: `ft.P(...)`")
+        for leaf, shape, row in zip(leaves, shapes, planned.rows, strict=True)
+        if _whole_shape(leaf.value, planned.sharding(row)).shape != shape.shape
+    ]
+    if problems:
+        raise ShardingError(f"{count(len(problems), 'leaf')} cannot be placed with `local=True`", problems)
 
 
 def _check_all_processes(planned: Plan) -> None:
@@ -109,11 +122,11 @@ def _from_whole(value: Any, sharding: NamedSharding) -> jax.Array:
     if not _is_own(value):
         return with_sharding(jnp.asarray, sharding, on_device(value))
     array = _host(value)
-    if not _is_key(value):
+    if not is_key(value.dtype):
         return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
     spec = of_rank(sharding.spec, array.ndim)
     words = jax.make_array_from_callback(array.shape, sharding.update(spec=spec), lambda index: array[index])
-    return with_sharding(partial(jax.random.wrap_key_data, impl=jax.random.key_impl(value)), sharding, words)
+    return with_sharding(keys_of(str(jax.random.key_impl(value))), sharding, words)
 
 
 def _from_rows(value: Any, sharding: NamedSharding) -> jax.Array:
@@ -129,14 +142,10 @@ def _is_own(value: Any) -> bool:
 
 def _host(value: Any) -> np.ndarray:
     """An array of this process in the memory of the host, with a dtype that JAX has; the words of random keys."""
-    if _is_key(value):
+    if is_key(value.dtype):
         value = jax.random.key_data(value)
     array = np.asarray(value)
     return array.astype(jax.dtypes.canonicalize_dtype(array.dtype), copy=False)
-
-
-def _is_key(value: Any) -> bool:
-    return jnp.issubdtype(value.dtype, jax.dtypes.prng_key)
 
 
 # Rows

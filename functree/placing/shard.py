@@ -58,7 +58,8 @@ def shard(tree: T, layout: LayoutTree, mesh: MeshLike = None, *, axes: AxesTree 
         P('data',)
     """
     check_tree("shard", tree)
-    check("no array can be placed", local=(local, FLAG))
+    if local is not False:
+        check("no array can be placed", local=(local, FLAG))
     if jax.process_count() > 1:
         return _shard_across(tree, layout, mesh, axes, local)
     arrays, batch = Batch.of(tree, layout, mesh, axes)

@@ -16,7 +16,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from functree.layout.specs import mesh_axes, of_rank
-from functree.tree.bits import bits, on_device
+from functree.tree.bits import bits, is_key, on_device
 
 _PRIME = 2**32 - 5  # the strides of a very large array are taken modulo a prime, so that its positions do not repeat
 
@@ -51,7 +51,7 @@ def digest_parts(array: jax.Array | np.ndarray | np.generic) -> list[Part]:
         words, whole = _words_of_numpy(np.asarray(array)), tuple((0, size) for size in array.shape)
         return [Part(whole, _digest(words, np.zeros(array.ndim, np.uint32), strides(array.shape)))]
     array = on_device(array)
-    if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
+    if is_key(array.dtype):
         array = jax.random.key_data(array)
     steps, shards = strides(array.shape), array.addressable_shards
     bounds = [_bounds(shard.index, array.shape) for shard in shards]

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, Sharding
 from jax.tree_util import tree_flatten_with_path
@@ -17,6 +16,7 @@ from functree.layout.meshes import mesh_view
 from functree.layout.plan.plan import Plan
 from functree.layout.specs import spec_text
 from functree.tree.arrays import array_text, is_array
+from functree.tree.bits import is_key
 from functree.tree.paths import Path
 
 # The address of an object, and what a process counts for itself.
@@ -77,7 +77,7 @@ def _leaf_text(leaf: Any) -> str:
 
 def values_text(array: Any) -> str:
     """The values of an array of this process: as they are, or a checksum if they are many."""
-    if isinstance(array, jax.Array) and jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
+    if is_key(array.dtype):
         array = jax.random.key_data(array)
     host = np.asarray(array)
     if host.size <= _FEW:

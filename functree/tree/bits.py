@@ -9,6 +9,11 @@ import jax.numpy as jnp
 from jax.sharding import Sharding
 
 
+def is_key(dtype: Any) -> bool:
+    """Whether a dtype is that of typed random keys."""
+    return jnp.issubdtype(dtype, jax.dtypes.prng_key)
+
+
 def unsigned(dtype: Any) -> jnp.dtype:
     """The unsigned integers with as many bits as a dtype of real numbers has."""
     if jnp.issubdtype(dtype, jnp.integer):
@@ -26,6 +31,12 @@ def on_device(array: jax.Array) -> jax.Array:
     if array.sharding.memory_kind in (None, "device"):
         return array
     return jax.device_put(array, array.sharding.with_memory_kind("device"))
+
+
+@functools.cache
+def keys_of(impl: str) -> Callable[[jax.Array], jax.Array]:
+    """The function from words to typed keys of an implementation; one function, so that it is compiled once."""
+    return functools.partial(jax.random.wrap_key_data, impl=impl)
 
 
 def with_sharding(fun: Callable[..., jax.Array], sharding: Sharding, *args: Any) -> jax.Array:

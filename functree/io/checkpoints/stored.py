@@ -5,7 +5,6 @@ The two have the same bits in the same order, so they have the same digest.
 
 import functools
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import jax
@@ -15,18 +14,13 @@ from jax.sharding import NamedSharding, Sharding
 
 from functree.layout.plan.codec import key_implementation
 from functree.layout.specs import of_rank
-from functree.tree.bits import bits, on_device, unsigned, with_sharding
+from functree.tree.bits import bits, is_key, keys_of, on_device, unsigned, with_sharding
 
 # Of the dtypes with less than a byte, zarr has some in some versions. Each element of these is stored as a byte.
 _AS_BYTES = ("int2", "uint2", "int4", "uint4", "float4_e2m1fn", "float8_e4m3")
 
 NOT_STORED = ("int1", "uint1", "float6_e2m3fn", "float6_e3m2fn")
 """The dtypes that JAX names and XLA cannot convert."""
-
-
-def is_key(dtype: Any) -> bool:
-    """Whether a dtype is that of random keys."""
-    return jnp.issubdtype(dtype, jax.dtypes.prng_key)
 
 
 def stored_form(shape: tuple[int, ...], dtype: Any) -> tuple[tuple[int, ...], np.dtype]:
@@ -77,5 +71,5 @@ def _to_stored(value: jax.Array) -> jax.Array:
 def _reader(dtype: Any) -> Callable[[jax.Array], jax.Array]:
     """The function from what is stored to an array of a dtype."""
     if is_key(dtype):
-        return partial(jax.random.wrap_key_data, impl=key_implementation(dtype))
+        return keys_of(key_implementation(dtype) or "")
     return lambda stored: jax.lax.bitcast_convert_type(stored.astype(unsigned(dtype)), dtype)

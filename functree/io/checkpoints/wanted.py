@@ -15,11 +15,11 @@ from functree.errors import CheckpointError, Problem, count
 from functree.io.checkpoints.contents import partly
 from functree.io.checkpoints.manifest import Manifest, SavedArray
 from functree.io.checkpoints.remedy import without
-from functree.io.checkpoints.stored import from_stored, is_key, stored_form, stored_sharding
+from functree.io.checkpoints.stored import from_stored, stored_form, stored_sharding
 from functree.layout.meshes import without_devices
 from functree.layout.placement import is_sharded_as
 from functree.tree.arrays import array_text, dtype_text
-from functree.tree.bits import on_device, with_sharding
+from functree.tree.bits import is_key, on_device, with_sharding
 from functree.tree.filters.filter import Filter
 from functree.tree.leaf import Leaf
 from functree.tree.leaves import Leaves
@@ -59,7 +59,9 @@ class Wanted(NamedTuple):
         if self.sharding is not None:
             return self._cast(array, value.dtype, self.sharding)
         array = array.astype(value.dtype) if array.dtype != value.dtype else array
-        return jnp.asarray(array) if isinstance(value, jax.Array) else array
+        if isinstance(value, jax.Array):
+            return jnp.asarray(array)
+        return array[()] if isinstance(value, np.generic) else array
 
     def _cast(self, array: Any, dtype: Any, sharding: Sharding) -> Any:
         """An array with a dtype and a sharding."""

@@ -14,11 +14,15 @@ from functree.errors import FunctreeError, Problem, ShardingError, count
 from functree.io.weights.blocks import Form
 from functree.io.weights.files import Tensor, open_tensors
 from functree.layout.layout import LayoutTree
+from functree.layout.plan.plan import Plan
 from functree.layout.plan.resolver import plan
 from functree.nn.transformer import Transformer
 from functree.nn.weight_map import WeightMap, config_from_json, family_of, read_config
 from functree.parameters import FLOATING, FOLDER, check
 from functree.placing.init import abstract
+from functree.processes.agreement import Facts, agreed
+from functree.processes.facts import facts_of
+from functree.processes.same_copies import digests_of
 from functree.tree.leaves import read
 from functree.tree.paths import Path
 
@@ -44,28 +48,65 @@ def load_weights(
 
     Raises:
         FunctreeError: the family is unknown, a field of `config.json` is not understood, a weight is missing, has
-            another shape, or is not read; the error lists all of them.
+            another shape, or is not read; the error lists all of them. Or the processes have other files.
         ShardingError: the layout does not fit.
     """
     check("no weights are loaded", folder=(folder, FOLDER), param_dtype=(param_dtype, FLOATING.or_none()))
     if layout is None:
         raise ShardingError("no weights are loaded: the layout is None; write `P()` to replicate")
-    file, given = read_config(folder)
-    config, family = config_from_json(file, **fields), family_of(file, given)
-    tensors = open_tensors(file.parent)
-    table = tensors.get(family.weights["embed.weight"])
-    if table is not None:  # what `config.json` says is the dtype of the training
-        config = dataclasses.replace(config, param_dtype=table.dtype if param_dtype is None else param_dtype)
-    model = abstract(Transformer.create)(config, key=jax.random.key(0))
-    planned = plan(model, layout, mesh)
-    weights = list(weights_of(model, family))
-    _check(file.parent, weights, tensors, mixed=param_dtype is not None)
-    leaves = read(model)
+
+    def prepare() -> tuple[_Published, Any]:
+        found = _Published.of(FilePath(folder), layout, mesh, param_dtype, fields)
+        return found, found.facts
+
+    published = agreed(f"{folder}: no weights are loaded", prepare)
+    leaves = read(published.model)
     arrays = [
-        weight.array(tensors, planned.sharding(row), param_dtype)
-        for weight, row in zip(weights, planned.rows, strict=True)
+        weight.array(published.tensors, published.plan.sharding(row), param_dtype)
+        for weight, row in zip(published.weights, published.plan.rows, strict=True)
     ]
+    if jax.process_count() > 1:
+        # Each machine may have files of its own.
+        _, differ = digests_of({str(leaf.path): array for leaf, array in zip(leaves.leaves, arrays, strict=True)})
+        if differ:
+            raise FunctreeError(f"{folder}: the processes read other weights", differ)
     return leaves.skeleton.fill(arrays)
+
+
+class _Published(NamedTuple):
+    """A published model, of which nothing was read but the heads of its files.
+
+    Attributes:
+        model: the abstract model.
+        plan: where its arrays are created.
+        weights: which tensors they are read from.
+        tensors: those in the files.
+    """
+
+    model: Transformer
+    plan: Plan
+    weights: "list[Weight]"
+    tensors: Mapping[str, Tensor]
+
+    @classmethod
+    def of(
+        cls, folder: FilePath, layout: LayoutTree, mesh: Mesh | None, param_dtype: Any, fields: Mapping[str, Any]
+    ) -> "_Published":
+        """What is in a folder; the errors are those of `load_weights`."""
+        file, given = read_config(folder)
+        config, family = config_from_json(file, **fields), family_of(file, given)
+        tensors = open_tensors(file.parent)
+        table = tensors.get(family.weights["embed.weight"])
+        if table is not None:  # what `config.json` says is the dtype of the training
+            config = dataclasses.replace(config, param_dtype=table.dtype if param_dtype is None else param_dtype)
+        model = abstract(Transformer.create)(config, key=jax.random.key(0))
+        planned = plan(model, layout, mesh)
+        weights = list(weights_of(model, family))
+        _check(file.parent, weights, tensors, mixed=param_dtype is not None)
+        return cls(model, planned, weights, tensors)
+
+    def facts(self) -> Facts:
+        return {"config": [repr(self.model.config)], "plan": facts_of(self.plan)}
 
 
 class Weight(NamedTuple):

@@ -1,7 +1,8 @@
 """A `Transformer` ─► the files of a published model: `config.json`, and `*.safetensors`."""
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,14 @@ from functree.errors import FunctreeError
 from functree.io.extras import needed
 from functree.io.weights.files import INDEX
 from functree.io.weights.load import Weight, weights_of
+from functree.layout.plan.resolver import plan
 from functree.nn.config import TransformerConfig
 from functree.nn.rope import Llama3Rope
 from functree.nn.transformer import Transformer
 from functree.nn.weight_map import WeightMap
 from functree.parameters import FOLDER, Takes, check
+from functree.processes.agreement import agreed
+from functree.processes.facts import facts_of
 from functree.tree.leaves import read
 
 _MODEL = Takes("an `ft.nn.Transformer`", lambda value: isinstance(value, Transformer))
@@ -36,25 +40,35 @@ def save_weights(folder: str | Path, model: Transformer) -> None:
         model: the model.
 
     Raises:
-        FunctreeError: the folder has weights already; no family computes what the model does.
+        FunctreeError: the folder has weights already; no family computes what the model does; the processes have other
+            models.
     """
     check("no weights are saved", folder=(folder, FOLDER), model=(model, _MODEL))
     folder, safetensors = Path(folder), needed("safetensors.numpy", "weights")
-    name = _family(model.config)
-    if found := sorted(file.name for file in (*folder.glob("config.json"), *folder.glob("*.safetensors*"))):
-        raise FunctreeError(f"{folder} has {', '.join(found)} already: save to another folder, or remove them")
+    failure = f"{folder}: no weights are saved"
+
+    def prepare() -> tuple[str, Any]:
+        name = _family(model.config)
+        if found := sorted(file.name for file in (*folder.glob("config.json"), *folder.glob("*.safetensors*"))):
+            raise FunctreeError(f"{folder} has {', '.join(found)} already: save to another folder, or remove them")
+        return name, lambda: {"folder": [str(folder)], "config": [repr(model.config)], "model": facts_of(plan(model))}
+
+    name = agreed(failure, prepare)
     arrays = [leaf.value for leaf in read(model).leaves]
     weights = list(weights_of(model, WeightMap.families[name]))
     files = _files(arrays)
-    folder.mkdir(parents=True, exist_ok=True)
+
+    def write(run: Callable[[], None]) -> None:
+        """Write a file in the first process; the others hear of it if that fails."""
+        agreed(failure, lambda: (run() if jax.process_index() == 0 else None, dict))
+
+    write(lambda: folder.mkdir(parents=True, exist_ok=True))
     for file, own in files.items():
         tensors = dict(_tensors([weights[i] for i in own], [arrays[i] for i in own]))
-        if jax.process_index() == 0:
-            safetensors.save_file(tensors, folder / file, metadata={"format": "pt"})
-    if jax.process_index() == 0:
-        if len(files) > 1:
-            _write(folder / INDEX, _index(files, weights, arrays))
-        _write(folder / "config.json", _config(name, model))
+        write(partial(safetensors.save_file, tensors, folder / file, metadata={"format": "pt"}))
+    if len(files) > 1:
+        write(lambda: _write(folder / INDEX, _index(files, weights, arrays)))
+    write(lambda: _write(folder / "config.json", _config(name, model)))
 
 
 def _files(arrays: Sequence[jax.Array]) -> dict[str, list[int]]:
