@@ -126,8 +126,8 @@ class Writing:
         for names in _groups(self._targets):
             with files(f"{self._values} cannot be read"):
                 stored = load_arrays(self._values, {name: self._targets[name] for name in names})
-            found, _ = digests_of(stored)
-            if differ := [name for name in names if found[name] != self._digests[name]]:
+            found, torn = digests_of(stored)
+            if differ := [name for name in names if torn or found[name] != self._digests[name]]:
                 raise CheckpointError(f"{self._failure}: other values are read from the disk for {listed(differ)}")
 
 
