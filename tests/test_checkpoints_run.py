@@ -72,6 +72,18 @@ def test_an_array_may_be_donated_while_it_is_saved(tmp_path: Path) -> None:
     assert [value(checkpoints.restore(tree(0), i)) for i in range(5)] == [0, 1, 2, 3, 4]
 
 
+def test_meta_is_that_of_the_call(tmp_path: Path) -> None:
+    """It is written later: what the loop does with its list meanwhile is not saved."""
+    losses: list[float] = []
+    with ft.Checkpoints(tmp_path, keep=None) as checkpoints:
+        for step in range(4):
+            losses.append(float(step))
+            checkpoints.save(step, tree(step), meta={"losses": losses})
+            losses += [9.0]
+            losses.pop()
+    assert [ft.inspect(tmp_path / str(step)).meta["losses"] for step in (0, 3)] == [[0.0], [0.0, 1.0, 2.0, 3.0]]
+
+
 def test_what_is_refused(tmp_path: Path) -> None:
     checkpoints = ft.Checkpoints(tmp_path / "run")
     assert (checkpoints.steps, checkpoints.latest) == ((), None)
@@ -154,7 +166,7 @@ def test_half_a_manifest_is_no_checkpoint(tmp_path: Path) -> None:
 
 
 def test_flipped_bits(tmp_path: Path) -> None:
-    found = faults.flips(tmp_path, 40, ELEMENTS)
+    found = faults.flips(tmp_path, 40, 50 * 2**20 // 3)  # 50 MB
     assert sum(found.values()) == 40 and found["noticed, by path (values)"] > 10
     assert not any("MISSED" in what for what in found)
 

@@ -151,13 +151,13 @@ def await_step(folder: Path, step: int, running: "subprocess.Popen[str]") -> Non
 
 def test_two_processes_of_which_one_dies_or_is_preempted(tmp_path: Path):
     """A killed one ends the other, and the run goes on on fewer devices; SIGTERM stops both at one saved step."""
-    options = [*TINY, "--sample", "0", "--out", str(tmp_path / "curve.png"), "--steps", "60", "--save-every", "5"]
+    options = [*TINY, "--sample", "0", "--out", str(tmp_path / "curve.png"), "--steps", "30", "--save-every", "3"]
     whole = [*options, "--checkpoint", str(tmp_path / "whole")]
     assert run("train_lm.py", *whole)[0] == 0
     two = [*options, "--checkpoint", str(tmp_path / "two"), "--processes", "2"]
 
     running = started(*two)
-    await_step(tmp_path / "two", 5, running)
+    await_step(tmp_path / "two", 3, running)
     os.kill(children(running.pid)[1], signal.SIGKILL)
     killed = time.monotonic()
     _, err = running.communicate(timeout=60)
@@ -166,7 +166,7 @@ def test_two_processes_of_which_one_dies_or_is_preempted(tmp_path: Path):
 
     running = started(*two)
     latest = max(int(one.name) for one in (tmp_path / "two").iterdir() if (one / "functree.json").exists())
-    await_step(tmp_path / "two", latest + 5, running)
+    await_step(tmp_path / "two", latest + 3, running)
     running.send_signal(signal.SIGTERM)
     out, err = running.communicate(timeout=60)
     assert running.returncode == 143, err
@@ -176,7 +176,7 @@ def test_two_processes_of_which_one_dies_or_is_preempted(tmp_path: Path):
     running = started(*[one for one in two if one not in ("--processes", "2")], devices=4)
     out, err = running.communicate(timeout=120)
     assert running.returncode == 0 and f"Going on after step {stopped} of" in out, err
-    np.testing.assert_allclose(losses(tmp_path / "two", 60), losses(tmp_path / "whole", 60), rtol=1e-5)
+    np.testing.assert_allclose(losses(tmp_path / "two", 30), losses(tmp_path / "whole", 30), rtol=1e-5)
 
 
 def test_finetune(tmp_path: Path):

@@ -76,7 +76,7 @@ def texts_of_all(text: str) -> list[str]:
         return [text]
     mine = np.frombuffer(text.encode(), np.uint8)
     sizes = _gathered(np.array(mine.size, np.int32))
-    padded = np.zeros(int(sizes.max()), np.uint8)
+    padded = np.zeros(1 << int(sizes.max()).bit_length(), np.uint8)  # of few lengths: each is compiled once
     padded[: mine.size] = mine
     return [row[:size].tobytes().decode() for row, size in zip(_gathered(padded), sizes, strict=True)]
 

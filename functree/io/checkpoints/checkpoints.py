@@ -9,7 +9,7 @@ from typing import Any, Self, TypeVar
 import jax
 
 from functree.errors import CheckpointError, FunctreeError, warn
-from functree.io.checkpoints.folder import is_step, local, remove, sweep
+from functree.io.checkpoints.folder import files, is_step, local, remove, sweep
 from functree.io.checkpoints.read import restore
 from functree.io.checkpoints.write import Writing
 from functree.layout.layout import LayoutTree
@@ -36,7 +36,8 @@ class Checkpoints:
         folder: the folder.
 
     Raises:
-        CheckpointError: what could not be written in the background, at the next call of any method.
+        CheckpointError: what could not be written in the background: at the next `save`, `wait` or `restore`, and at
+            the end of the `with` statement.
 
     Examples:
         >>> with ft.Checkpoints(folder / "run", keep=2, every=10) as checkpoints:
@@ -62,6 +63,8 @@ class Checkpoints:
         self._running: Future[None] | None = None
 
     def __enter__(self) -> Self:
+        facts = {"folder": [str(self.folder)], "keep": [str(self._keep)], "every": [str(self._every)]}
+        agreed(f"{self.folder} is not opened", lambda: (None, lambda: facts))
         self._threads = ThreadPoolExecutor(1, "functree checkpoint")
         return self
 
@@ -70,7 +73,11 @@ class Checkpoints:
     ) -> None:
         threads, self._threads = self._threads, None
         try:
-            self.wait()
+            if error is None:
+                self.wait()
+            elif self._running is not None:
+                # Alone: the other processes may be in the middle of a step, where this one will not come.
+                self._running.result()
         except FunctreeError as failed:
             if error is None:
                 raise
@@ -119,9 +126,7 @@ class Checkpoints:
         if not force and self._every is not None and step % self._every != 0:
             return False
         self.wait()
-        if jax.process_index() == 0:
-            self._sweep()
-        agreed("nothing is saved", lambda: (self._check_new(int(step)), dict))
+        agreed("nothing is saved", lambda: (self._check_new(int(step)), lambda: {"step": [str(step)]}))
         writing = Writing.begin(self.folder / str(step), tree, meta=meta, verify=True, step=int(step))
         self._running = self._threads.submit(self._finish, writing, int(step))
         return True
@@ -170,9 +175,8 @@ class Checkpoints:
         self.wait()
         while True:
             # All processes take the same step, also while another run adds and removes some.
-            found = chosen(str(self.latest)) if step is None else str(step)
-            if found == "None" or (step is not None and step not in self.steps):
-                raise CheckpointError(self._nothing(step))
+            found = chosen(str(self.latest if step is None else step))
+            agreed("nothing is restored", lambda step=step, found=found: (self._check_has(step, found), dict))
             try:
                 return restore(self.folder / found, like, layout, mesh, only=only, cast=cast, verify=verify)
             except CheckpointError:
@@ -183,7 +187,10 @@ class Checkpoints:
 
     def _check_new(self, step: int) -> None:
         """Raise CheckpointError for a step that exists; warn of one that is not the latest."""
-        steps = self.steps
+        with files(f"{self.folder} cannot be written"):
+            if jax.process_index() == 0:
+                self._sweep()
+            steps = self.steps
         if step in steps:
             raise CheckpointError(
                 f"{self.folder} has step {step} already: remove {self.folder / str(step)} to replace it"
@@ -191,10 +198,12 @@ class Checkpoints:
         if steps and step < steps[-1]:
             warn(f"step {step} is saved, and {self.folder} has step {steps[-1]}, from which a restart would go on")
 
-    def _nothing(self, step: int | None) -> str:
-        steps = ", ".join(map(str, self.steps)) or "none"
-        what = "no checkpoint" if step is None else f"no checkpoint of step {step}"
-        return f"{self.folder} has {what}: its steps are {steps}"
+    def _check_has(self, step: int | None, found: str) -> None:
+        """Raise CheckpointError if there is no checkpoint, or none of a step."""
+        steps = self.steps
+        if found == "None" or (step is not None and int(found) not in steps):
+            what = "no checkpoint" if step is None else f"no checkpoint of step {found}"
+            raise CheckpointError(f"{self.folder} has {what}: its steps are {', '.join(map(str, steps)) or 'none'}")
 
     def __repr__(self) -> str:
         return f"<Checkpoints at {self.folder}: {len(self.steps)} steps, latest {self.latest}>"
@@ -217,9 +226,10 @@ class Checkpoints:
         """Remove all but the newest checkpoints, and never the one that was just saved."""
         if self._keep is None or jax.process_index() != 0:
             return
-        others = [step for step in self.steps if step != saved]
-        for step in others[: max(0, len(others) + 1 - self._keep)]:
-            remove(self.folder / str(step))
+        with files(f"old checkpoints in {self.folder} cannot be removed"):
+            others = [step for step in self.steps if step != saved]
+            for step in others[: max(0, len(others) + 1 - self._keep)]:
+                remove(self.folder / str(step))
 
 
 # A run that keeps only a few may have replaced all that were listed before they were looked at.

@@ -1,5 +1,6 @@
 """A tree ─► what a checkpoint keeps of it: the arrays that are stored, and a manifest."""
 
+import copy
 import json
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -44,6 +45,7 @@ class Contents(NamedTuple):
         if problems := list(_problems(leaves)):
             raise CheckpointError(f"{count(len(problems), 'leaf')} cannot be saved", problems)
         _check_meta(meta)
+        meta = copy.deepcopy(meta)  # it is written later, in the background
         live, mesh = live_rows(leaves)
         rows, stored, first = [], dict[str, Any](), dict[int, Path]()
         for leaf, row in zip(leaves, live, strict=True):

@@ -61,6 +61,11 @@ def load_arrays(folder: Path, targets: Mapping[str, Any]) -> dict[str, Any]:
     return arrays
 
 
+def check_installed() -> None:
+    """Raise FunctreeError if orbax is not installed."""
+    _orbax()
+
+
 def _orbax() -> Any:
     return needed("orbax.checkpoint", "checkpoint").v1
 

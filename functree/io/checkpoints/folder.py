@@ -8,6 +8,8 @@ A writer holds a lock for what it writes. What nobody has locked and no manifest
 import os
 import shutil
 import uuid
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import jax
@@ -35,7 +37,7 @@ def local(path: str | os.PathLike[str]) -> Path:
     if "://" in text:
         raise CheckpointError(
             f"{text} is the address of a bucket, and checkpoints are written to a file system that all processes "
-            "share: mount the bucket (gcsfuse, mount-s3), and give the path"
+            "share, with locks and links: save there, and copy what is finished to the bucket"
         )
     return Path(text).expanduser().absolute()
 
@@ -168,37 +170,44 @@ def _locked(path: Path) -> tuple[str, int]:
             opened = os.open(lock, os.O_CREAT | os.O_EXCL | os.O_RDWR)
         except FileNotFoundError:  # another process has removed the folder, which was empty
             continue
-        fcntl.flock(opened, fcntl.LOCK_EX)
-        if lock.exists():
-            return name, opened
-        os.close(opened)  # it was taken for a dead one between these two lines
+        with ExitStack() as undo:
+            undo.callback(os.close, opened)
+            fcntl.flock(opened, fcntl.LOCK_EX)
+            if lock.exists():  # else it was taken for that of a dead process, and is deleted, between these two lines
+                undo.pop_all()
+                return name, opened
 
 
-def _is_dead(lock: Path) -> bool:
-    """Whether no process holds a lock."""
+@contextmanager
+def _if_dead(lock: Path) -> Iterator[bool]:
+    """Whether no process holds a lock. Inside nobody can take it."""
     import fcntl
 
-    try:
-        opened = os.open(lock, os.O_RDWR)
-    except FileNotFoundError:
-        return True
-    try:
-        fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    finally:
-        os.close(opened)
-    return True
+    with ExitStack() as undo:
+        try:
+            opened = os.open(lock, os.O_RDWR)
+        except FileNotFoundError:
+            yield True
+            return
+        undo.callback(os.close, opened)
+        try:
+            fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield False
+            return
+        yield True
 
 
 def sweep(path: Path) -> None:
     """Remove what dead processes have left in the folder of a checkpoint, and the folder if it is empty then."""
     for name in sorted({one.name.partition(".")[0] for one in path.glob(f"{_VALUES}*")}):
         # The lock is looked at before the manifest, because a writer releases it after its manifest is there.
-        if _is_dead(path / f"{name}{_LOCK}"):
+        with _if_dead(path / f"{name}{_LOCK}") as dead:
+            if not dead:
+                continue
             kept = {name} if _is_named(path, name) else set()
-            # orbax writes into a folder of its own beside the one that it is to become.
-            for one in path.glob(f"{name}*"):
+            # orbax writes into a folder of its own beside the one that it is to become. The lock is the last to go.
+            for one in sorted(path.glob(f"{name}*"), key=lambda one: one.suffix == _LOCK):
                 if one.name not in kept:
                     _delete(one)
     try:

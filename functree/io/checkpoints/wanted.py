@@ -163,7 +163,9 @@ def _misplaced(leaf: Leaf, sharding: Sharding | None) -> Iterator[Problem]:
     elif sharding is None and isinstance(value, jax.ShapeDtypeStruct):
         how = "give `layout=` and a mesh, or make `like` with them: `ft.abstract(make, layout, mesh)`"
         yield leaf.problem("has no sharding in `like`, and there is no layout", how)
-    elif sharding is None:
+    elif isinstance(value, np.ndarray | np.generic) and sharding is None:
+        return
+    elif sharding is None and _is_enabled(value.dtype):
         return
     elif isinstance(sharding, NamedSharding) and (missing := without_devices(sharding.mesh)) is not None:
         yield leaf.problem(f"cannot be created: {missing}", "")
@@ -181,12 +183,13 @@ def _is_enabled(dtype: Any) -> bool:
 
 def _untied(leaves: Sequence[Leaf], rows: Mapping[Path, SavedArray]) -> Iterator[Problem]:
     """The places of one array in `like` for which two different arrays were saved."""
-    first: dict[int, SavedArray] = {}
+    first: dict[int, SavedArray] = {}  # by the array in `like`
     for leaf in leaves:
         row = rows.get(leaf.path)
         if row is None or not isinstance(leaf.value, jax.Array):
             continue
         other = first.setdefault(id(leaf.value), row)
-        if other is not row and (row.digest is None or row.digest != other.digest):
+        stored_once = (other.same_as or other.path) == (row.same_as or row.path)
+        if not stored_once and (row.digest is None or row.digest != other.digest):
             why = f"is one array with `{other.path}` in `like`, and two arrays were saved"
             yield leaf.problem(why, "untie them in `like`: `ft.copy` one of them")

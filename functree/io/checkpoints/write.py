@@ -2,7 +2,7 @@
 
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path as FilePath
 from typing import Any
@@ -12,7 +12,7 @@ import numpy as np
 
 from functree.errors import CheckpointError, listed
 from functree.io.checkpoints.contents import Contents
-from functree.io.checkpoints.engine import load_arrays, start_saving
+from functree.io.checkpoints.engine import check_installed, load_arrays, start_saving
 from functree.io.checkpoints.folder import Draft, check_free, check_seen, files, local
 from functree.parameters import FILE, FLAG, check
 from functree.processes.agreement import agreed, chosen
@@ -82,10 +82,11 @@ class Writing:
         failure = f"{path} cannot be written"
 
         def prepare() -> tuple[Contents, Any]:
+            check_installed()
             contents = Contents.of(tree, meta, step)
             with files(failure):
                 check_free(path, overwrite)
-            return contents, contents.facts
+            return contents, lambda: {**contents.facts(), "options": [f"verify={verify}, overwrite={overwrite}"]}
 
         contents = agreed(failure, prepare)
         with ExitStack() as undo:
@@ -124,11 +125,14 @@ class Writing:
     def _read_back(self) -> None:
         """Raise if what was written is not what was to be written; some arrays at a time, to need little memory."""
         for names in _groups(self._targets):
-            with files(f"{self._values} cannot be read"):
-                stored = load_arrays(self._values, {name: self._targets[name] for name in names})
+            stored = agreed(self._failure, lambda names=names: (self._loaded(names), dict))
             found, torn = digests_of(stored)
             if differ := [name for name in names if torn or found[name] != self._digests[name]]:
                 raise CheckpointError(f"{self._failure}: other values are read from the disk for {listed(differ)}")
+
+    def _loaded(self, names: Sequence[str]) -> dict[str, Any]:
+        with files(f"{self._values} cannot be read"):
+            return load_arrays(self._values, {name: self._targets[name] for name in names})
 
 
 def _target(value: Any) -> Any:

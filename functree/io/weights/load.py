@@ -11,6 +11,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.typing import DTypeLike
 
 from functree.errors import FunctreeError, Problem, ShardingError, count
+from functree.io.extras import foreign
 from functree.io.weights.blocks import Form
 from functree.io.weights.files import Tensor, open_tensors
 from functree.layout.layout import LayoutTree
@@ -61,10 +62,15 @@ def load_weights(
 
     published = agreed(f"{folder}: no weights are loaded", prepare)
     leaves = read(published.model)
-    arrays = [
-        weight.array(published.tensors, published.plan.sharding(row), param_dtype)
-        for weight, row in zip(published.weights, published.plan.rows, strict=True)
-    ]
+
+    def arrays_of() -> tuple[list[jax.Array], Any]:
+        pairs = zip(published.weights, published.plan.rows, strict=True)
+        with foreign(FunctreeError, f"{folder}: the weights cannot be read"):
+            return [
+                weight.array(published.tensors, published.plan.sharding(row), param_dtype) for weight, row in pairs
+            ], dict
+
+    arrays = agreed(f"{folder}: no weights are loaded", arrays_of)
     if jax.process_count() > 1:
         # Each machine may have files of its own.
         _, differ = digests_of({str(leaf.path): array for leaf, array in zip(leaves.leaves, arrays, strict=True)})

@@ -1,6 +1,6 @@
 """`CheckedJit`: a compiled function that runs only if all processes have compiled the same program."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, ParamSpec, TypeVar
 
 import jax
@@ -24,24 +24,30 @@ class CheckedJit(Jit[_P, _T]):
     def __init__(self, *args: Any):
         super().__init__(*args)
         self._agreed: set[Any] = set()  # the compilations that were found to be the same
+        self._is_call = False  # whether what is prepared next is a call, and not only traced
 
     def __call__(self, /, *args: _P.args, **kwargs: _P.kwargs) -> _T:
-        if jax.process_count() > 1 and not tracing():
-            self._check(args, kwargs)
+        self._is_call = jax.process_count() > 1 and not tracing()
         return super().__call__(*args, **kwargs)
 
-    def _check(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Compare the compilation that a call needs, if it is a new one."""
+    def _prepare(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Program, FoundCall]:
+        """As that of every function; and what a call needs that was not compiled yet is compared."""
+        is_call, self._is_call = self._is_call, False
+        if not is_call:
+            return super()._prepare(args, kwargs)
         failure = f"{self.__name__} does not run"
-        if not self._agreed:  # the other processes are at their first call too, and hear of an error in this one
-            agreed(failure, lambda: (None, lambda: self._facts(*self._prepare(args, kwargs))))
-            self._agreed.add(_key(*self._prepare(args, kwargs)))
-            return
-        program, found = self._prepare(args, kwargs)
-        key = _key(program, found)
-        if key not in self._agreed:
-            agreed(failure, lambda: (None, lambda: self._facts(program, found)))
-            self._agreed.add(key)
+        if not self._agreed:
+            # The other processes are at their first call too, and hear of an error in this one.
+            prepared = agreed(failure, lambda: self._told(super(CheckedJit, self)._prepare(args, kwargs)))
+        else:
+            prepared = super()._prepare(args, kwargs)
+            if _key(*prepared) not in self._agreed:
+                agreed(failure, lambda: self._told(prepared))
+        self._agreed.add(_key(*prepared))
+        return prepared
+
+    def _told(self, prepared: tuple[Program, FoundCall]) -> tuple[tuple[Program, FoundCall], Callable[[], Facts]]:
+        return prepared, lambda: self._facts(*prepared)
 
     def _facts(self, program: Program, found: FoundCall) -> Facts:
         """What has to be the same in all processes: the arguments, the mesh, the lowered program."""
