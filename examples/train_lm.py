@@ -352,7 +352,11 @@ def start_processes(number: int) -> int:
     with socket.socket() as opened:  # a free port
         opened.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{opened.getsockname()[1]}"
-    flags = re.sub(r"(device_count=)\d+", rf"\g<1>{max(1, 8 // number)}", os.environ["XLA_FLAGS"])
+
+    def share(devices: re.Match[str]) -> str:
+        return str(max(1, int(devices[0]) // number))
+
+    flags = re.sub(r"(?<=device_count=)\d+", share, os.environ.get("XLA_FLAGS", ""))
     base = {**os.environ, "XLA_FLAGS": flags, COORDINATOR: address, COUNT: str(number)}
     running = [
         subprocess.Popen([sys.executable, *sys.argv], env={**base, NUMBER: str(process)}) for process in range(number)

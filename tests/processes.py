@@ -7,7 +7,6 @@ import json
 import os
 import shutil
 import time
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -470,10 +469,8 @@ def told(run: Callable[[], Any]) -> dict[str, Any]:
     try:
         result: dict[str, Any] = {"returned": run()}
         json.dumps(result)
-    except Exception as error:  # told to the test
+    except (ft.FunctreeError, ValueError) as error:  # an error of another class ends the process, and fails the test
         result = {"raised": type(error).__name__, "text": str(error)}
-        if not isinstance(error, ft.FunctreeError | ValueError):
-            traceback.print_exc()
     return {**result, "seconds": time.monotonic() - start, "alike": run.__name__ in ALIKE}
 
 

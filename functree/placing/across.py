@@ -9,11 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from functree.errors import ShardingError, count, listed, path_text
+from functree.errors import ShardingError, count, path_text
 from functree.layout.placement import is_placed
 from functree.layout.plan.plan import Plan
 from functree.layout.specs import mesh_axes, of_rank, spec_text
-from functree.processes.agreement import agreed
+from functree.processes.agreement import agreed, named
 from functree.processes.digest import Bounds
 from functree.processes.facts import checksum, facts_of
 from functree.processes.same_copies import compared
@@ -111,8 +111,7 @@ def _check_all_processes(planned: Plan) -> None:
     devices = planned.mesh.devices.flat if isinstance(planned.mesh, Mesh) else ()
     missing = sorted(set(range(jax.process_count())) - {device.process_index for device in devices})
     if missing:
-        who = f"process {missing[0]}" if len(missing) == 1 else f"processes {listed(list(map(str, missing)))}"
-        raise ShardingError(f"{FAILURE}: the mesh has no device of {who}: make a mesh of all devices")
+        raise ShardingError(f"{FAILURE}: the mesh has no device of {named(missing)}: make a mesh of all devices")
 
 
 def _from_whole(value: Any, sharding: NamedSharding) -> jax.Array:

@@ -56,6 +56,12 @@ class _telling_errors:
             _exchanged(json.dumps({"class": type(error).__name__, "error": str(error)}))
 
 
+def named(processes: Sequence[int]) -> str:
+    """Some processes in messages: `process 1`, `processes 1, 2`."""
+    texts = list(map(str, processes))
+    return f"process {texts[0]}" if len(texts) == 1 else f"processes {listed(texts)}"
+
+
 def chosen(name: str) -> str:
     """What the first process says; the others give a text that does not matter, of any length."""
     if jax.process_count() == 1:
@@ -90,8 +96,8 @@ def _raise_failures(what: str, reports: Sequence[Mapping[str, Any]]) -> None:
     """Raise in this process, which has no error of its own, if some of the others have one."""
     failed = {process: report for process, report in enumerate(reports) if "error" in report}
     if failed:
-        process, report = next(iter(failed.items()))
-        who = f"process {process}" if len(failed) == 1 else f"processes {listed(list(map(str, failed)))}"
+        report = next(iter(failed.values()))
+        who = named(list(failed))
         kind = getattr(errors, report["class"], FunctreeError)
         raise kind(f"{what}: {who} of {len(reports)} failed with {report['class']}:\n{report['error']}")
 
@@ -115,7 +121,7 @@ _MOST_LINES = 4
 
 def _difference(lines: Sequence[list[str]], usual: int, others: Sequence[int]) -> str:
     """Which processes differ from most of them, and in which lines."""
-    who = f"process {others[0]} differs" if len(others) == 1 else f"processes {listed(list(map(str, others)))} differ"
+    who = f"{named(others)} {'differs' if len(others) == 1 else 'differ'}"
     pairs = zip_longest(lines[usual], lines[others[0]], fillvalue="(nothing)")
     different = [(i, pair) for i, pair in enumerate(pairs, 1) if pair[0] != pair[1]]
     where = f", first in line {different[0][0]} of {len(lines[usual])}" if len(lines[usual]) > 1 else ""

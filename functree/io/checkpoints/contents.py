@@ -9,13 +9,13 @@ import jax
 from jax.core import Tracer
 from jax.tree_util import tree_flatten_with_path
 
-from functree.errors import CheckpointError, Problem, RuleError, count, listed
+from functree.errors import CheckpointError, Problem, RuleError, count
 from functree.io.checkpoints.manifest import Manifest, SavedArray
 from functree.io.checkpoints.stored import NOT_STORED, to_stored
 from functree.layout.meshes import mesh_view
 from functree.layout.plan.live import live_rows
 from functree.parameters import check_tree, shown
-from functree.processes.agreement import Facts
+from functree.processes.agreement import Facts, named
 from functree.processes.digest import digest
 from functree.tree.leaf import Leaf
 from functree.tree.leaves import read
@@ -30,7 +30,7 @@ class Contents(NamedTuple):
         manifest: what is said of them, without digests.
     """
 
-    stored: dict[str, jax.Array | Any]
+    stored: dict[str, Any]
     manifest: Manifest
 
     @classmethod
@@ -107,8 +107,7 @@ def partly(value: Any) -> str | None:
     there = sorted({device.process_index for device in sharding.device_set})
     if len(there) == jax.process_count():
         return None
-    who = f"process {there[0]}" if len(there) == 1 else f"processes {listed(list(map(str, there)))}"
-    return f"is only on devices of {who}, and there are {jax.process_count()}"
+    return f"is only on devices of {named(there)}, and there are {jax.process_count()}"
 
 
 def _is_readable(path: Path) -> bool:

@@ -95,11 +95,6 @@ class Draft:
             check_free(path, overwrite)
             self.name, self._lock = _locked(path)
 
-    @property
-    def values(self) -> Path:
-        """The folder of the values."""
-        return self.path / self.name
-
     def commit(self, manifest: Manifest) -> None:
         """Write the manifest: from here on this is the checkpoint.
 

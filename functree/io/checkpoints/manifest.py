@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec
 
 from functree.errors import CheckpointError, FunctreeError
 from functree.layout.json_text import loaded
-from functree.layout.plan.codec import dtype_of, spec_entries, spec_of
+from functree.layout.plan.codec import ARRAY_FORM, array_json, read_array
 from functree.tree.axes import Axes
 from functree.tree.paths import Path
 
@@ -21,11 +21,7 @@ _FORM = {
     "mesh": {...: int},
     "rows": [
         {
-            "path": str,
-            "shape": [int],
-            "dtype": str,
-            "axes": [(str, None)],
-            "spec": ([(str, None, [str])], None),
+            **ARRAY_FORM,
             "bytes": int,
             "digest": (str, None),
             "same_as": (str, None),
@@ -134,11 +130,7 @@ def _checksum(body: Mapping[str, Any]) -> str:
 
 def _row(row: SavedArray) -> dict[str, Any]:
     return {
-        "path": str(row.path),
-        "shape": list(row.shape),
-        "dtype": str(row.dtype),
-        "axes": list(row.axes),
-        "spec": spec_entries(row.spec),
+        **array_json(row),
         "bytes": row.bytes,
         "digest": row.digest,
         "same_as": None if row.same_as is None else str(row.same_as),
@@ -146,13 +138,5 @@ def _row(row: SavedArray) -> dict[str, Any]:
 
 
 def _read_row(data: Mapping[str, Any]) -> SavedArray:
-    return SavedArray(
-        Path(data["path"]),
-        tuple(data["shape"]),
-        dtype_of(data["dtype"]),
-        Axes(*data["axes"]),
-        spec_of(data["spec"]),
-        data["bytes"],
-        data["digest"],
-        None if data["same_as"] is None else Path(data["same_as"]),
-    )
+    same_as = None if data["same_as"] is None else Path(data["same_as"])
+    return SavedArray(*read_array(data), data["bytes"], data["digest"], same_as)

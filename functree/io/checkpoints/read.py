@@ -75,12 +75,11 @@ def restore(
         manifest, leaves = read_manifest(folder), read(like)
         shardings = _shardings(like, leaves, layout, mesh, chosen_filter)
         wanted = wanted_arrays(folder, manifest, leaves, shardings, chosen_filter, cast)
-        facts = {
+        return (manifest, leaves, wanted), lambda: {
             "manifest": manifest.to_json().splitlines(),
             "like": list(map(_fact, wanted)),
             "verify": [str(verify)],
         }
-        return (manifest, leaves, wanted), lambda: facts
 
     while True:
         manifest, leaves, wanted = agreed(f"{folder} is not restored", prepare)

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -17,15 +17,20 @@ from functree.tree.paths import Path
 FORMAT = 1
 
 _NAME, _SIZES = (str, None), {...: int}
+ARRAY_FORM: dict[str, Any] = {
+    "path": str,
+    "shape": [int],
+    "dtype": str,
+    "axes": [_NAME],
+    "spec": ([(str, None, [str])], None),
+}
+"""What JSON of functree says of an array first of all."""
+
 _FORM = {
     "mesh": _SIZES,
     "rows": [
         {
-            "path": str,
-            "shape": [int],
-            "dtype": str,
-            "axes": [_NAME],
-            "spec": ([(str, None, [str])], None),
+            **ARRAY_FORM,
             "reason": str,
             "local_shape": [int],
             "bytes_global": int,
@@ -76,13 +81,40 @@ def read_plan(text: str) -> PlanParts:
     return PlanParts(rows, data["mesh"], problems, data["unused"])
 
 
-def _row(row: Row) -> dict[str, Any]:
+class HasArray(Protocol):
+    """A row about an array: of a plan, or of something else."""
+
+    @property
+    def path(self) -> Path: ...
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def dtype(self) -> Any: ...
+    @property
+    def axes(self) -> Axes: ...
+    @property
+    def spec(self) -> PartitionSpec | None: ...
+
+
+def array_json(row: HasArray) -> dict[str, Any]:
+    """The part of a row that is about the array, in the form `ARRAY_FORM`."""
     return {
         "path": str(row.path),
         "shape": list(row.shape),
         "dtype": str(row.dtype),
         "axes": list(row.axes),
-        "spec": spec_entries(row.spec),
+        "spec": _entries(row.spec),
+    }
+
+
+def read_array(data: Mapping[str, Any]) -> tuple[Path, tuple[int, ...], Any, Axes, PartitionSpec | None]:
+    """The path, shape, dtype, axes and spec of an array from its JSON."""
+    return Path(data["path"]), tuple(data["shape"]), _dtype(data["dtype"]), Axes(*data["axes"]), _spec(data["spec"])
+
+
+def _row(row: Row) -> dict[str, Any]:
+    return {
+        **array_json(row),
         "reason": row.reason,
         "local_shape": list(row.local_shape),
         "bytes_global": row.bytes_global,
@@ -93,12 +125,12 @@ def _row(row: Row) -> dict[str, Any]:
     }
 
 
-def spec_entries(spec: PartitionSpec | None) -> list[Any] | None:
+def _entries(spec: PartitionSpec | None) -> list[Any] | None:
     """A spec in JSON: the entry of each dimension."""
     return None if spec is None else [list(entry) if isinstance(entry, tuple) else entry for entry in spec]
 
 
-def spec_of(entries: Sequence[Any] | None) -> PartitionSpec | None:
+def _spec(entries: Sequence[Any] | None) -> PartitionSpec | None:
     """The spec of such entries."""
     if entries is None:
         return None
@@ -107,11 +139,7 @@ def spec_of(entries: Sequence[Any] | None) -> PartitionSpec | None:
 
 def _read_row(data: Mapping[str, Any]) -> Row:
     return Row(
-        Path(data["path"]),
-        tuple(data["shape"]),
-        dtype_of(data["dtype"]),
-        Axes(*data["axes"]),
-        spec_of(data["spec"]),
+        *read_array(data),
         data["reason"],
         tuple(data["local_shape"]),
         data["bytes_global"],
@@ -122,7 +150,7 @@ def _read_row(data: Mapping[str, Any]) -> Row:
     )
 
 
-def dtype_of(text: str) -> Any:
+def _dtype(text: str) -> Any:
     """The dtype with this text, also that of random keys: `key<fry>`.
 
     Raises:
