@@ -15,8 +15,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-# Simulate 8 devices on the CPU, so that this runs anywhere. JAX reads both variables once, when it is imported.
-os.environ.setdefault("JAX_PLATFORMS", "cpu")
+# Simulate 8 devices where there is only a CPU, so that this runs anywhere. JAX reads this once, when it is imported.
 if "device_count" not in os.environ.get("XLA_FLAGS", ""):
     os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
 
@@ -156,6 +155,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--adapters", type=Path, metavar="DIR", help="where they are saved; None: a temporary folder")
     parser.add_argument("--out", type=Path, metavar="DIR", help="where the merged model is saved; None: nowhere")
     options = parser.parse_args(arguments)
+    if options.out is not None and options.out.is_dir() and any(options.out.iterdir()):  # before the training
+        parser.error(f"--out {options.out} has files already")
     data = jax.device_count() // 2 or 1
     try:
         with jax.set_mesh(ft.make_mesh(data=data, model=jax.device_count() // data)), ft.axis_rules(RULES):

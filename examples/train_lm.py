@@ -383,9 +383,10 @@ def join_processes(options: argparse.Namespace) -> None:
     if COORDINATOR in os.environ:
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
         numbers = int(os.environ[COUNT]), int(os.environ[NUMBER])
-        jax.distributed.initialize(os.environ[COORDINATOR], *numbers, heartbeat_timeout_seconds=10)
+        limits = {"heartbeat_timeout_seconds": 10, "shutdown_timeout_seconds": 30}
+        jax.distributed.initialize(os.environ[COORDINATOR], *numbers, **limits)
     elif options.distributed:
-        jax.distributed.initialize(heartbeat_timeout_seconds=30)
+        jax.distributed.initialize(heartbeat_timeout_seconds=30, shutdown_timeout_seconds=60)
     if jax.process_index() > 0:  # the first process tells what there is to tell
         sys.stdout = open(os.devnull, "w")
 

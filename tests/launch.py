@@ -64,6 +64,7 @@ def initialized() -> None:
         int(os.environ["FUNCTREE_PROCESSES"]),
         int(os.environ["FUNCTREE_PROCESS"]),
         heartbeat_timeout_seconds=10,
+        shutdown_timeout_seconds=int(os.environ.get("FUNCTREE_SHUTDOWN_SECONDS", 30)),
     )
 
 

@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import time
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -144,6 +145,15 @@ def one_program() -> Any:
 
 
 @case
+def prepared_once() -> Any:
+    """What nobody has placed is placed by the rules once in a call; twice would be a warning."""
+    f = ft.jit(lambda m, x: loss(m, x), rules=LAYOUT, mesh=MESH, check_processes=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", ft.FunctreeWarning)
+        return float(f(make(jax.random.key(0)), place(batch(0)))) == float(f(model(), place(batch(0))))
+
+
+@case
 def saved() -> Any:
     m = model()
     ft.save(FOLDER / "model", m, meta={"by": "all"})
@@ -206,8 +216,8 @@ def gradients() -> Any:
 
 @alike
 def pieces() -> Any:
-    f = ft.jit(ft.accumulate(ft.value_and_grad(next_token), 2), rules=RULES, mesh=MESH)
-    return numbers(f(transformer(), tokens()))
+    f = ft.jit(ft.accumulate(ft.value_and_grad(loss), 2), rules=LAYOUT, mesh=MESH)
+    return numbers(f(model(), place(batch(0))))
 
 
 @alike
@@ -427,6 +437,20 @@ def saved_torn() -> Any:
 
 
 @case
+def saved_while_steps_run() -> Any:
+    """What is written in the background talks to no other process: that would be in the way of the steps."""
+    f, m = ft.jit(lambda m, x: jax.tree.map(lambda w, d: w - 0.1 * d, m, ft.grad(loss)(m, x))), model()
+    large = ft.shard({"w": np.ones((8, 2**19), np.float32)}, ft.P(("data", "model")), MESH)
+    with ft.Checkpoints(FOLDER / "steps", keep=2) as checkpoints:
+        for step in range(4):
+            checkpoints.save(step, {"m": m, **large})
+            for i in range(3):
+                m = f(m, place(batch(i)))
+                ft.check_processes(i=i)
+    return checkpoints.steps, bool(np.isfinite(float(loss(m, place(batch(0))))))
+
+
+@case
 def restored_otherwise() -> Any:
     like = ft.abstract(make, differs(LAYOUT, ft.P()), MESH)(jax.random.key(0))
     return ft.restore(FOLDER / "model", like)
@@ -439,23 +463,72 @@ def restored_by_one_that_does_not_fit() -> Any:
 
 
 @case
-def other_weights() -> Any:
-    """One machine has files of its own, with another value."""
-    folder = FOLDER / f"own{differs(0, 1)}"
+def restored_with_the_files_of_one_process_torn() -> Any:
+    """What the last process reads is gone; the others can read their parts."""
+    tree = {"w": ft.shard(np.ones((8, 4096), np.float32), ft.P(("data", "model")), MESH)}
+    ft.save(FOLDER / "torn_files", tree)
+    if RANK == ODD:
+        for file in FOLDER.glob(f"torn_files/*/state/ocdbt.process_{ODD}/d/*"):
+            file.write_bytes(b"")
+    ft.check_processes()  # the files are torn
+    return ft.restore(FOLDER / "torn_files", tree)
+
+
+def own_files(name: str, where: slice) -> Path:
+    """A folder with the files of a model; one machine has others, of which some values differ."""
+    folder = FOLDER / f"{name}{differs(0, 1)}"
     if RANK in (0, ODD):
         shutil.copytree(ROOT / "tests" / "fixtures" / "hf" / "llama", folder)
     if RANK == ODD:
         tensors = load_file(folder / "model.safetensors")
-        tensors["model.norm.weight"] = tensors["model.norm.weight"] + 1
+        tensors["model.norm.weight"][where] += 1
         save_file(tensors, folder / "model.safetensors")
     ft.check_processes()  # the files are there
-    return ft.load_weights(folder, ft.P(), MESH)
+    return folder
+
+
+@case
+def other_weights() -> Any:
+    return ft.load_weights(own_files("copies", np.s_[-1:]), ft.P(), MESH)
+
+
+@case
+def other_weights_without_copies() -> Any:
+    """No two processes have the same part."""
+    return ft.load_weights(own_files("parts", np.s_[:]), ft.FSDP(("data", "model"), min_size=0, otherwise=ft.P()), MESH)
+
+
+@case
+def another_step_restored() -> Any:
+    return ft.Checkpoints(FOLDER / "run").restore(model(), differs(2, 3))
+
+
+@case
+def a_model_with_functions() -> Any:
+    """A function has another address in each process."""
+    folder = ROOT / "tests" / "fixtures" / "hf" / "llama"
+    m = ft.load_weights(folder, ft.P(), MESH, attention=jax.nn.dot_product_attention, remat=lambda *_, **__: True)
+    ft.save_weights(FOLDER / "functions", m)
+    return True
 
 
 @case
 def other_model_published() -> Any:
     m = ft.load_weights(ROOT / "tests" / "fixtures" / "hf" / "llama", ft.P(), MESH)
     return ft.save_weights(FOLDER / f"merged{differs(0, 1)}", m)
+
+
+@case
+def published_with_other_numpy() -> Any:
+    m = ft.load_weights(ROOT / "tests" / "fixtures" / "hf" / "llama", ft.P(), MESH)
+    m = ft.select(m).at("norm.scale").set(np.ones(32, np.float32) + differs(0, 1))
+    return ft.save_weights(FOLDER / "numpy_weights", m)
+
+
+@case
+def published_by_each_alone() -> Any:
+    m = ft.load_weights(ROOT / "tests" / "fixtures" / "hf" / "llama", ft.P(), MESH)
+    return ft.save_weights(FOLDER / "alone_weights", jax.tree.map(jnp.asarray, whole(m)))
 
 
 @case

@@ -194,6 +194,8 @@ def test_finetune(tmp_path: Path):
     changed = [str(row.path) for row in ft.plan(one) if not np.array_equal(_at(one, row.path), _at(other, row.path))]
     assert changed == ["blocks.layer.attn.query", "blocks.layer.attn.value"]
     assert len(re.search(r"goes on with the tokens \[(.*)\]", out)[1].split(",")) == 8
+    code, _, err = run("finetune.py", *places)
+    assert code == 2 and "merged has files already" in err
     code, _, err = run("finetune.py", "--model", "nowhere")
     assert code == 2 and "config.json" in err and "Traceback" not in err
 

@@ -301,8 +301,8 @@ def test_offload_keeps_named_values_on_the_host(remat: Any, kept: list[str], unr
     assert moved(forward) == [(shape, "Host") for shape in shapes]
     assert moved(backward) == [(shape, "Device") for shape in shapes]
     value, expected = gradient(remat, unroll)(TWICE, X), gradient(None)(TWICE, X)
-    np.testing.assert_allclose(value.layer.up, expected.layer.up, rtol=1e-5, atol=1e-6)
-    np.testing.assert_allclose(value.layer.down, expected.layer.down, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(value.layer.up, expected.layer.up, rtol=1e-5, atol=3e-6)
+    np.testing.assert_allclose(value.layer.down, expected.layer.down, rtol=1e-5, atol=3e-6)
 
 
 @pytest.mark.parametrize(("others", "again"), [("full", 2), ("dots", 2), (None, 0)])

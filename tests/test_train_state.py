@@ -815,7 +815,7 @@ def test_a_subclass_stays_one(jit: bool):
     assert (after.name, after.told) == ("mine", "once") and after.wrt is ts.wrt and int(after.step) == 1
     assert jnp.array_equal(after.target.up, ts.model.up) and not jnp.array_equal(after.model.up, ts.model.up)
     plain = ft.apply_gradients(ft.TrainState.create(net(), optax.sgd(0.5)), ft.grad(loss)(ts.model))
-    assert jnp.allclose(after.model.up, plain.model.up)
+    assert jnp.allclose(after.model.up, plain.model.up, atol=1e-6)
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)

@@ -135,9 +135,53 @@ def test_saved_and_loaded_again(name: str, most_bytes: int, tmp_path: Path, monk
     assert again.config == model.config and len(list((tmp_path / "new").glob("*.safetensors"))) > 1 - (most_bytes > 1e9)
     for one, two in zip(jax.tree.leaves(model), jax.tree.leaves(again), strict=True):
         assert one.dtype == two.dtype and np.array_equal(one, two)
+    written = json.loads((tmp_path / "new" / "config.json").read_text())
+    # Where readers of either age look; the older ones take 10,000 for what is not there.
+    assert written["rope_theta"] == written["rope_parameters"]["rope_theta"] == model.config.rope_theta
+    assert (written["rope_scaling"] or {}).get("factor") == written["rope_parameters"].get("factor")
     expected, found = tensors(MODELS / name), tensors(tmp_path / "new")
     assert found.keys() == expected.keys()
     assert all(found[key].tobytes() == expected[key].tobytes() for key in expected)
+
+
+def on_explicit_axes(model: ft.nn.Transformer) -> Any:
+    mesh = jax.make_mesh((3, 2), ("data", "model"), devices=jax.devices()[:6])  # there are three layers
+    return ft.shard(model, ft.AxisRules({"layers": "data", "hidden": "model", ...: None}), mesh)
+
+
+def in_host_memory(model: ft.nn.Transformer) -> Any:
+    return jax.tree.map(lambda x: jax.device_put(x, x.sharding.with_memory_kind("pinned_host")), model)
+
+
+PLACES = [on_explicit_axes, in_host_memory, lambda model: jax.tree.map(np.asarray, model)]
+
+
+@pytest.mark.parametrize("place", PLACES, ids=["layers sharded on explicit axes", "host memory", "numpy"])
+def test_saved_from_anywhere(place: Any, tmp_path: Path) -> None:
+    ft.save_weights(tmp_path, place(load(MODELS / "llama")))
+    expected, found = tensors(MODELS / "llama"), tensors(tmp_path)
+    assert found.keys() == expected.keys()
+    assert all(found[key].tobytes() == expected[key].tobytes() for key in expected)
+
+
+def donated(model: ft.nn.Transformer) -> Any:
+    ft.select(model).at("norm.scale").get().delete()
+    return model
+
+
+UNSAVEABLE = {
+    "abstract": (lambda model: ft.abstract(lambda: model)(), ["embed.weight", "is abstract, and has no values"]),
+    "donated": (donated, ["norm.scale", "was donated, and has no values any more"]),
+}
+
+
+@pytest.mark.parametrize("of, said", UNSAVEABLE.values(), ids=UNSAVEABLE)
+def test_without_values(of: Any, said: list[str], tmp_path: Path) -> None:
+    with raises("no weights are saved", *said, error=ft.FunctreeError):
+        ft.save_weights(tmp_path / "new", of(load(MODELS / "llama")))
+    with raises("no weights are saved", "is traced, and has no values yet", error=ft.FunctreeError):
+        jax.jit(lambda model: ft.save_weights(tmp_path / "new", model))(load(MODELS / "llama"))
+    assert not (tmp_path / "new").exists()
 
 
 # What is refused

@@ -45,6 +45,24 @@ def agreed(what: str, local: Callable[[], tuple[T, Callable[[], Facts]]]) -> T:
     return result
 
 
+def wait_in_all(what: str, is_done: Callable[[], bool]) -> None:
+    """Wait until something is done in all processes. An error in one of them ends the waiting of all.
+
+    All processes call this at the same place of their programs.
+
+    Args:
+        what: what was to be done, for the message.
+        is_done: whether it is done in this process, after waiting for a moment.
+
+    Raises:
+        FunctreeError: `is_done` raised an error in one of the processes, as in `agreed`.
+    """
+    done = [False]
+    while not all(done):
+        mine = agreed(what, lambda: (is_done(), dict))
+        done = [text == "True" for text in texts_of_all(str(mine))]
+
+
 class _telling_errors:
     """An error that is raised inside is told to the other processes, which wait to hear from this one."""
 

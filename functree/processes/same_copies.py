@@ -5,24 +5,31 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from functree.errors import Problem
-from functree.processes.agreement import texts_of_all
+from functree.processes.agreement import agreed, texts_of_all
 from functree.processes.digest import Bounds, digest_parts, joined
 from functree.tree.paths import Path
 
+_PLACE = "place it anew, with `ft.shard`"
 
-def digests_of(arrays: Mapping[str, Any]) -> tuple[dict[str, str], list[Problem]]:
+
+def digests_of(arrays: Mapping[str, Any], remedy: str = _PLACE) -> tuple[dict[str, str], list[Problem]]:
     """The digests of some arrays. All processes call this, with arrays of the same names.
 
     Args:
         arrays: arrays by the text of their path.
+        remedy: what to do about copies with other values.
 
     Returns:
         The digest of each array, as 8 hexadecimal digits, and a problem for each that has copies of other values.
     """
-    started = {name: digest_parts(array) for name, array in arrays.items()}
-    read = {name: [(part.bounds, part.read()) for part in parts] for name, parts in started.items()}
-    found, problems = compared(read, "place it anew, with `ft.shard`")
+    read = agreed("the copies of arrays are not compared", lambda: (_read(arrays), dict))
+    found, problems = compared(read, remedy)
     return {name: f"{joined(parts):08x}" for name, parts in found.items()}, problems
+
+
+def _read(arrays: Mapping[str, Any]) -> dict[str, list[tuple[Bounds, int]]]:
+    started = {name: digest_parts(array) for name, array in arrays.items()}  # all at once, on the devices
+    return {name: [(part.bounds, part.read()) for part in parts] for name, parts in started.items()}
 
 
 def compared(

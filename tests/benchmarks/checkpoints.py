@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +77,13 @@ def timed(run: Callable[[], Any]) -> float:
     return seconds
 
 
+def orders(ways: Iterable[str], rounds: int) -> Iterator[list[str]]:
+    """The order of the ways in each round, in turn; a round more, which imports and compiles."""
+    names = list(ways)
+    for i in range(rounds + 1):
+        yield names[i % len(names) :] + names[: i % len(names)]
+
+
 def measure(gigabytes: float, rounds: int) -> None:
     """Print the table of times."""
     mesh = ft.make_mesh(data=2, model=4)
@@ -85,25 +92,30 @@ def measure(gigabytes: float, rounds: int) -> None:
         state = tree(gigabytes, mesh)
         size = sum(x.nbytes for x in jax.tree.leaves(state))
         all_ways = ways(folder, state)
-        times: dict[str, list[tuple[float, float]]] = {way: [] for way in all_ways}
-        for round_ in range(rounds + 1):
-            # In turn, since the first to write finds the disk idle.
-            for way in [*all_ways][round_ % 3 :] + [*all_ways][: round_ % 3]:
-                save, load = all_ways[way]
-                found = timed(save), timed(load)
-                if round_:  # the first one imports and compiles
-                    times[way].append(found)
+        saves: dict[str, list[float]] = {way: [] for way in all_ways}
+        loads: dict[str, list[float]] = {way: [] for way in all_ways}
+        for order in orders(all_ways, rounds):
+            for way in order:
+                saves[way].append(timed(all_ways[way][0]))
                 for path in folder.iterdir():
                     shutil.rmtree(path)
-        print(f"{size / 1e9:.2f} GB, {rounds} rounds, medians; the ratios are those of each round to orbax")
+        for save, _ in all_ways.values():
+            save()
+        os.sync()  # else the loads compete with what is still written to the disk
+        for order in orders(all_ways, 3 * rounds):
+            for way in order:
+                loads[way].append(timed(all_ways[way][1]))
+        for path in folder.iterdir():
+            shutil.rmtree(path)
+        print(f"{size / 1e9:.2f} GB, {rounds} saves and {3 * rounds} loads of each; medians, and those of ratios")
         print("| way | save | load | save, ratio | load, ratio |\n|---|---|---|---|---|")
-        for way, found in times.items():
-            seconds = [statistics.median(column) for column in zip(*found, strict=True)]
+        for way in all_ways:
+            columns = [statistics.median(found[way][1:]) for found in (saves, loads)]
             ratios = [
-                statistics.median(own[i] / base[i] for own, base in zip(found, times["orbax"], strict=True))
-                for i in range(2)
+                statistics.median(own / base for own, base in zip(found[way][1:], found["orbax"][1:], strict=True))
+                for found in (saves, loads)
             ]
-            print(f"| {way} | {seconds[0]:.2f} s | {seconds[1]:.2f} s | {ratios[0]:.2f} | {ratios[1]:.2f} |")
+            print(f"| {way} | {columns[0]:.2f} s | {columns[1]:.2f} s | {ratios[0]:.2f} | {ratios[1]:.2f} |")
         digests = timed(lambda: digests_of({str(i): x for i, x in enumerate(jax.tree.leaves(state))}))
         print(f"the digests alone: {digests:.2f} s, {size / digests / 1e9:.1f} GB/s")
         for way, (save, _) in all_ways.items():

@@ -9,13 +9,14 @@ from typing import Any, Self, TypeVar
 import jax
 
 from functree.errors import CheckpointError, FunctreeError, warn
+from functree.io.checkpoints.engine import is_done
 from functree.io.checkpoints.folder import files, is_step, local, remove, sweep
 from functree.io.checkpoints.read import restore
 from functree.io.checkpoints.write import Writing
 from functree.layout.layout import LayoutTree
 from functree.layout.meshes import MeshLike
 from functree.parameters import EXTENT, FLAG, FOLDER, SIZE, check
-from functree.processes.agreement import agreed, chosen
+from functree.processes.agreement import agreed, chosen, wait_in_all
 from functree.tree.filters.filter import FilterLike
 
 T = TypeVar("T")
@@ -59,19 +60,20 @@ class Checkpoints:
         self.folder: FilePath = local(folder)
         self._keep, self._every = keep, every
         self._swept = False
-        self._threads: ThreadPoolExecutor | None = None  # of one thread, in which the checkpoints are finished
+        self._saved: set[int] = set()  # the steps of this run
+        self._is_open = False  # whether this is inside of the `with` statement
         self._running: Future[None] | None = None
 
     def __enter__(self) -> Self:
         facts = {"folder": [str(self.folder)], "keep": [str(self._keep)], "every": [str(self._every)]}
         agreed(f"{self.folder} is not opened", lambda: (None, lambda: facts))
-        self._threads = ThreadPoolExecutor(1, "functree checkpoint")
+        self._is_open = True
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        threads, self._threads = self._threads, None
+        self._is_open = False
         try:
             if error is None:
                 self.wait()
@@ -82,9 +84,6 @@ class Checkpoints:
             if error is None:
                 raise
             error.add_note(f"and the last checkpoint was not saved: {failed}")  # not in the place of the first error
-        finally:
-            if threads is not None:
-                threads.shutdown()
 
     @property
     def steps(self) -> tuple[int, ...]:
@@ -118,7 +117,7 @@ class Checkpoints:
             FunctreeError: this is outside of the `with` statement.
         """
         check("nothing is saved", step=(step, EXTENT), force=(force, FLAG))
-        if self._threads is None:
+        if not self._is_open:
             raise FunctreeError(
                 "`save` writes in the background, and waits at the end of a `with` statement: write "
                 "`with ft.Checkpoints(folder) as checkpoints:` around the loop"
@@ -128,7 +127,9 @@ class Checkpoints:
         self.wait()
         agreed("nothing is saved", lambda: (self._check_new(int(step)), lambda: {"step": [str(step)]}))
         writing = Writing.begin(self.folder / str(step), tree, meta=meta, verify=True, step=int(step))
-        self._running = self._threads.submit(self._finish, writing, int(step))
+        thread = ThreadPoolExecutor(1, "functree checkpoint")
+        self._running = thread.submit(self._finish, writing, int(step))
+        thread.shutdown(wait=False)  # it ends after this
         return True
 
     def wait(self) -> None:
@@ -138,13 +139,8 @@ class Checkpoints:
             CheckpointError: it could not be written.
         """
         running, self._running = self._running, None
-
-        def finish() -> tuple[None, Any]:
-            if running is not None:
-                running.result()
-            return None, dict
-
-        agreed("a checkpoint could not be written", finish)
+        # Only here may the processes talk to each other: not in the background, between their steps.
+        wait_in_all("a checkpoint could not be written", lambda: running is None or is_done(running))
 
     def restore(
         self,
@@ -173,17 +169,22 @@ class Checkpoints:
         """
         check("nothing is restored", step=(step, EXTENT.or_none()))
         self.wait()
+        asked = {"step": [str(step)]}
         while True:
-            # All processes take the same step, also while another run adds and removes some.
-            found = chosen(str(self.latest if step is None else step))
-            agreed("nothing is restored", lambda step=step, found=found: (self._check_has(step, found), dict))
+            found = str(self._latest_in_all() if step is None else step)
+            agreed("nothing is restored", lambda found=found: (self._check_has(step, found), lambda: asked))
             try:
                 return restore(self.folder / found, like, layout, mesh, only=only, cast=cast, verify=verify)
             except CheckpointError:
                 # One that was removed meanwhile, to keep only so many: a newer one is there.
                 removed = chosen(str(not is_step(self.folder / found))) == "True"
-                if step is not None or not removed or chosen(str(self.latest)) == found:
+                if step is not None or not removed or str(self._latest_in_all()) == found:
                     raise
+
+    def _latest_in_all(self) -> int | None:
+        """The latest step that the first process sees."""
+        found = chosen(str(agreed("nothing is restored", lambda: (self.latest, dict))))
+        return None if found == "None" else int(found)
 
     def _check_new(self, step: int) -> None:
         """Raise CheckpointError for a step that exists; warn of one that is not the latest."""
@@ -219,16 +220,17 @@ class Checkpoints:
 
     def _finish(self, writing: Writing, step: int) -> None:
         """The part that runs in the background."""
-        writing.finish()
+        writing.finish_alone()
         self._retain(step)
 
     def _retain(self, saved: int) -> None:
-        """Remove all but the newest checkpoints, and never the one that was just saved."""
+        """Remove all but the newest checkpoints: those of this run are newer than others, whatever their steps."""
+        self._saved.add(saved)
         if self._keep is None or jax.process_index() != 0:
             return
         with files(f"old checkpoints in {self.folder} cannot be removed"):
-            others = [step for step in self.steps if step != saved]
-            for step in others[: max(0, len(others) + 1 - self._keep)]:
+            steps = sorted(self.steps, key=lambda step: (step == saved, step in self._saved, step))
+            for step in steps[: -self._keep]:
                 remove(self.folder / str(step))
 
 

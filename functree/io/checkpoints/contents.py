@@ -6,16 +6,16 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
-from jax.core import Tracer
 from jax.tree_util import tree_flatten_with_path
 
 from functree.errors import CheckpointError, Problem, RuleError, count
 from functree.io.checkpoints.manifest import Manifest, SavedArray
 from functree.io.checkpoints.stored import NOT_STORED, to_stored
+from functree.io.saveable import not_saveable
 from functree.layout.meshes import mesh_view
 from functree.layout.plan.live import live_rows
 from functree.parameters import check_tree, shown
-from functree.processes.agreement import Facts, named
+from functree.processes.agreement import Facts
 from functree.processes.digest import digest
 from functree.tree.leaf import Leaf
 from functree.tree.leaves import read
@@ -62,7 +62,7 @@ class Contents(NamedTuple):
     def facts(self) -> Facts:
         """What has to be the same in all processes: the arrays, and the values of those that each has for itself."""
         manifest = self.manifest
-        texts = [f"{row.path} {row.dtype}{list(row.shape)} {row.spec}" for row in manifest.rows]
+        texts = [f"{row.path} {row.dtype}{list(row.shape)} {row.spec} {row.same_as or ''}" for row in manifest.rows]
         own = {path: value for path, value in self.stored.items() if not isinstance(value, jax.Array)}
         values = [f"{path} {digest(value):08x}" for path, value in own.items()]
         numbers = [f"{path}: {number}" for path, number in manifest.numbers.items()]
@@ -85,29 +85,12 @@ def numbers_of(tree: Any) -> dict[str, str]:
 
 def _problems(leaves: Sequence[Leaf]) -> Iterator[Problem]:
     for leaf in leaves:
-        if isinstance(leaf.value, Tracer):
-            yield leaf.problem("is traced, and has no values yet", "save outside of jit")
-        elif isinstance(leaf.value, jax.ShapeDtypeStruct):
-            yield leaf.problem("is abstract, and has no values", "save the tree that was made, not its `ft.abstract`")
-        elif (where := partly(leaf.value)) is not None:
-            yield leaf.problem(where, "place it for all processes: `ft.shard(tree, ft.P(), mesh)`")
+        if (problem := not_saveable(leaf)) is not None:
+            yield problem
         elif str(leaf.value.dtype) in NOT_STORED:
             yield leaf.problem("has a dtype that XLA cannot convert to bytes", "convert it, such as to int8")
-        elif isinstance(leaf.value, jax.Array) and leaf.value.is_deleted():
-            yield leaf.problem("was donated, and has no values any more", "save the state that the step returned")
         if not _is_readable(leaf.path):
             yield leaf.problem("its path has a key that has no text of its own", "name it by a text or a number")
-
-
-def partly(value: Any) -> str | None:
-    """Why an array, or a sharding, is not one of all processes; None if it is."""
-    sharding = getattr(value, "sharding", value)
-    if jax.process_count() == 1 or not isinstance(sharding, jax.sharding.Sharding):
-        return None
-    there = sorted({device.process_index for device in sharding.device_set})
-    if len(there) == jax.process_count():
-        return None
-    return f"is only on devices of {named(there)}, and there are {jax.process_count()}"
 
 
 def _is_readable(path: Path) -> bool:

@@ -1,6 +1,7 @@
 """Arrays by name ─► files, and back: by orbax, which knows nothing here of trees."""
 
 import math
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -14,12 +15,28 @@ from functree.io.extras import needed
 class Response(Protocol):
     """A save that runs in the background."""
 
-    def result(self) -> None:
-        """Wait until all is written; raise what was raised there."""
+    def result(self, timeout: float | None = None) -> None:
+        """Wait until all is written; raise what was raised there, or TimeoutError after some seconds."""
+
+
+def is_done(running: Response) -> bool:
+    """Whether a save has ended, after waiting for a moment; with a single process, until it has.
+
+    What was raised there is raised here.
+    """
+    seconds = None if jax.process_count() == 1 else 0.25
+    start = time.monotonic()
+    try:
+        running.result(timeout=seconds)
+    except TimeoutError:
+        if seconds is None or time.monotonic() - start < seconds:  # it is orbax that has waited too long
+            raise
+        return False
+    return True
 
 
 class _Done:
-    def result(self) -> None:
+    def result(self, timeout: float | None = None) -> None:
         """Nothing was to be written."""
 
 
@@ -41,24 +58,32 @@ def load_arrays(folder: Path, targets: Mapping[str, Any]) -> dict[str, Any]:
 
     Returns:
         Arrays of JAX with these shardings, and arrays of numpy.
-
-    Raises:
-        CheckpointError: JAX has no such dtype, as it is configured in other threads than this one.
     """
     orbax = _orbax()
     if not targets:
         return {}
     context = _context(orbax)
     context.memory.read_concurrent_bytes = _most_bytes(targets)
+    # Each process reads for itself. If it had to wait for the others, an error in one of them would be a hang here.
+    own = orbax.multihost.process_index()
+    context.multiprocessing.active_processes = {own}
+    context.multiprocessing.primary_host = own
     with context:
-        arrays = orbax.load(folder, dict(targets))
+        return orbax.load(folder, dict(targets))
+
+
+def check_dtypes(arrays: Mapping[str, Any], targets: Mapping[str, Any]) -> None:
+    """Look at the dtypes of arrays that were read.
+
+    Raises:
+        CheckpointError: JAX has no such dtype, as it is configured in other threads than this one.
+    """
     for name, array in arrays.items():
         if array.dtype != targets[name].dtype:
             raise CheckpointError(
                 f"{name} was read as {array.dtype}, and not as {targets[name].dtype}: orbax reads in threads of its "
                 "own, in which `jax.enable_x64` does not hold: set `jax_enable_x64` for the whole process"
             )
-    return arrays
 
 
 def check_installed() -> None:

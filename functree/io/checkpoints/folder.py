@@ -7,6 +7,7 @@ A writer holds a lock for what it writes. What nobody has locked and no manifest
 
 import os
 import shutil
+import time
 import uuid
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -129,6 +130,9 @@ class Draft:
     def _release(self) -> None:
         """Give the lock back. It may have been given back already, by a commit that failed after it."""
         if self._lock is not None:
+            import fcntl
+
+            fcntl.flock(self._lock, fcntl.LOCK_UN)  # also for processes that were forked meanwhile
             os.close(self._lock)
             self._lock = None
 
@@ -144,9 +148,17 @@ def check_free(path: Path, overwrite: bool) -> None:
         raise CheckpointError(f"{path} is a folder that is not a checkpoint: it has `{min(others)}`; save elsewhere")
 
 
+#: Seconds after which what one machine has written to a network file system is seen by the others.
+_SEEN_AFTER = 5
+
+
 def check_seen(values: Path) -> None:
     """Raise CheckpointError if this process does not see what the first one writes."""
-    if not (values.parent / f"{values.name}{_LOCK}").exists():
+    until = time.monotonic() + _SEEN_AFTER
+    while not (values.parent.is_dir() and f"{values.name}{_LOCK}" in os.listdir(values.parent)):
+        if time.monotonic() < until:
+            time.sleep(0.05)
+            continue
         raise CheckpointError(
             f"process {jax.process_index()} does not see the folder {values.parent} that process 0 writes to: give a "
             "path on a file system that all processes share"

@@ -10,9 +10,9 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import Sharding
 
-from functree.errors import CheckpointError, count, listed, path_text, warn
+from functree.errors import CheckpointError, Problem, count, listed, path_text, warn
 from functree.io.checkpoints.contents import numbers_of
-from functree.io.checkpoints.engine import load_arrays
+from functree.io.checkpoints.engine import check_dtypes, load_arrays
 from functree.io.checkpoints.folder import files, local, read_manifest
 from functree.io.checkpoints.manifest import Manifest
 from functree.io.checkpoints.wanted import Wanted, wanted_arrays
@@ -135,13 +135,36 @@ def _stored(folder: FilePath, manifest: Manifest, wanted: Sequence[Wanted]) -> d
     empty = {name: np.empty(target.shape, target.dtype) for name, target in targets.items() if not target.size}
     full = {name: target for name, target in targets.items() if name not in empty}
 
+    if full and manifest.arrays is None:
+        raise CheckpointError(f"{folder} cannot be read: its manifest names no arrays")
+    return {**empty, **_loaded(folder, folder / manifest.arrays, full)} if manifest.arrays else empty
+
+
+def _loaded(folder: FilePath, values: FilePath, targets: Mapping[str, Any]) -> dict[str, Any]:
+    """Some arrays of a checkpoint.
+
+    Raises:
+        CheckpointError: one cannot be read. Orbax may not say which, so it is looked for by halves: in all processes,
+            since orbax counts its calls, and they have to be as many in each.
+    """
+
     def load() -> tuple[dict[str, Any], Any]:
         with files(f"{folder} cannot be read"):
-            if full and manifest.arrays is None:
-                raise CheckpointError(f"{folder} cannot be read: its manifest names no arrays")
-            return (load_arrays(folder / manifest.arrays, full) if manifest.arrays else {}), dict
+            return load_arrays(values, targets), dict
 
-    return {**empty, **agreed(f"{folder} is not restored", load)}
+    try:
+        arrays = agreed(f"{folder} is not restored", load)
+    except CheckpointError as error:
+        names = list(targets)
+        if len(names) == 1:
+            remedy = "restore another checkpoint: the files of this one are damaged, or the disk is"
+            problem = Problem(Path(names[0]), None, "", str(error), remedy)
+            raise CheckpointError(f"{folder} cannot be restored", [problem]) from error
+        for half in (names[: len(names) // 2], names[len(names) // 2 :]):
+            _loaded(folder, values, {name: targets[name] for name in half})
+        raise  # all could be read this time
+    check_dtypes(arrays, targets)
+    return arrays
 
 
 def _verify(folder: FilePath, wanted: Sequence[Wanted], stored: Mapping[str, Any]) -> None:
@@ -151,7 +174,8 @@ def _verify(folder: FilePath, wanted: Sequence[Wanted], stored: Mapping[str, Any
         CheckpointError: some differ.
     """
     # Each process has read for itself, so copies may differ.
-    digests, problems = digests_of({name: value for name, value in stored.items() if value.size})
+    full = {name: value for name, value in stored.items() if value.size}
+    digests, problems = digests_of(full, "restore another checkpoint: a process reads other values than the others")
     without = 0
     for one in wanted:
         if one.name not in digests:

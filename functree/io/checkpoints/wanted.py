@@ -12,10 +12,10 @@ from jax.core import Tracer
 from jax.sharding import NamedSharding, Sharding
 
 from functree.errors import CheckpointError, Problem, count
-from functree.io.checkpoints.contents import partly
 from functree.io.checkpoints.manifest import Manifest, SavedArray
 from functree.io.checkpoints.remedy import without
 from functree.io.checkpoints.stored import from_stored, stored_form, stored_sharding
+from functree.io.saveable import partly
 from functree.layout.meshes import without_devices
 from functree.layout.placement import is_sharded_as
 from functree.tree.arrays import array_text, dtype_text

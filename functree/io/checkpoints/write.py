@@ -3,7 +3,7 @@
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path as FilePath
 from typing import Any
 
@@ -12,10 +12,10 @@ import numpy as np
 
 from functree.errors import CheckpointError, listed
 from functree.io.checkpoints.contents import Contents
-from functree.io.checkpoints.engine import check_installed, load_arrays, start_saving
-from functree.io.checkpoints.folder import Draft, check_free, check_seen, files, local
+from functree.io.checkpoints.engine import Response, check_dtypes, check_installed, is_done, load_arrays, start_saving
+from functree.io.checkpoints.folder import Draft, check_seen, files, local
 from functree.parameters import FILE, FLAG, check
-from functree.processes.agreement import agreed, chosen
+from functree.processes.agreement import agreed, chosen, wait_in_all
 from functree.processes.same_copies import digests_of
 
 
@@ -28,7 +28,8 @@ def save(
         path: a folder, which is created. With several processes, one that all of them see.
         tree: concrete arrays, in modules and containers. What is not an array is not saved.
         verify: whether a digest of each array's values is kept, by which `ft.restore` notices that data have changed.
-        overwrite: whether a checkpoint at this path is replaced: once the new one is whole and was read back.
+        overwrite: whether a checkpoint at this path is replaced: once the new one is whole and, with `verify=True`, was
+            read back.
         meta: kept with the arrays and returned by `ft.inspect`: JSON values.
 
     Raises:
@@ -67,8 +68,11 @@ class Writing:
                 raise CheckpointError(self._failure, differ)
         self._targets = {name: _target(value) for name, value in contents.stored.items()} if verify and check else {}
         self._is_empty = not contents.stored
+        self._response = agreed(self._failure, lambda: (self._started(contents), dict))
+
+    def _started(self, contents: Contents) -> Response:
         with files(self._failure):
-            self._response = start_saving(values, contents.stored)
+            return start_saving(self._values, contents.stored)
 
     @classmethod
     def begin(
@@ -84,8 +88,6 @@ class Writing:
         def prepare() -> tuple[Contents, Any]:
             check_installed()
             contents = Contents.of(tree, meta, step)
-            with files(failure):
-                check_free(path, overwrite)
             return contents, lambda: {**contents.facts(), "options": [f"verify={verify}, overwrite={overwrite}"]}
 
         contents = agreed(failure, prepare)
@@ -100,23 +102,48 @@ class Writing:
         return writing
 
     def finish(self) -> None:
-        """Wait until the values are written, and write the manifest.
+        """Wait until the values are written in all processes, which all call this, and write the manifest.
 
         Raises:
             CheckpointError: as `save`.
         """
+        with self._undone():
+            # Orbax would let the others wait for minutes for one that cannot write.
+            wait_in_all(self._failure, self._is_written)
+            self._read_back()
+            self._commit()
+
+    def finish_alone(self) -> None:
+        """As `finish`, and no process talks to another one: in the background that would disturb their steps.
+
+        Raises:
+            CheckpointError: as `save`.
+        """
+        with self._undone():
+            with files(self._failure):
+                self._response.result()
+            self._commit()
+
+    def _is_written(self) -> bool:
+        with files(self._failure):
+            return is_done(self._response)
+
+    @contextmanager
+    def _undone(self) -> Iterator[None]:
+        """What was written is removed if there is an error inside."""
         with ExitStack() as undo:
             if self._draft is not None:
                 undo.callback(self._draft.discard)
-            with files(self._failure):
-                self._response.result()
-            self._read_back()
-            if self._draft is not None:
-                digests = self._digests
-                rows = [row._replace(digest=digests.get(str(row.same_as or row.path))) for row in self._manifest.rows]
-                name = None if self._is_empty else self._values.name
-                self._draft.commit(self._manifest._replace(rows=tuple(rows), arrays=name))
+            yield
             undo.pop_all()
+
+    def _commit(self) -> None:
+        """Write the manifest, in the first process."""
+        if self._draft is not None:
+            digests = self._digests
+            rows = [row._replace(digest=digests.get(str(row.same_as or row.path))) for row in self._manifest.rows]
+            name = None if self._is_empty else self._values.name
+            self._draft.commit(self._manifest._replace(rows=tuple(rows), arrays=name))
 
     @property
     def _failure(self) -> str:
@@ -126,6 +153,7 @@ class Writing:
         """Raise if what was written is not what was to be written; some arrays at a time, to need little memory."""
         for names in _groups(self._targets):
             stored = agreed(self._failure, lambda names=names: (self._loaded(names), dict))
+            check_dtypes(stored, self._targets)
             found, torn = digests_of(stored)
             if differ := [name for name in names if torn or found[name] != self._digests[name]]:
                 raise CheckpointError(f"{self._failure}: other values are read from the disk for {listed(differ)}")

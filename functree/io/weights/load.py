@@ -22,7 +22,7 @@ from functree.nn.weight_map import WeightMap, config_from_json, family_of, read_
 from functree.parameters import FLOATING, FOLDER, check
 from functree.placing.init import abstract
 from functree.processes.agreement import Facts, agreed
-from functree.processes.facts import facts_of
+from functree.processes.facts import checksum, facts_of
 from functree.processes.same_copies import digests_of
 from functree.tree.leaves import read
 from functree.tree.paths import Path
@@ -72,8 +72,8 @@ def load_weights(
 
     arrays = agreed(f"{folder}: no weights are loaded", arrays_of)
     if jax.process_count() > 1:
-        # Each machine may have files of its own.
-        _, differ = digests_of({str(leaf.path): array for leaf, array in zip(leaves.leaves, arrays, strict=True)})
+        named = {str(leaf.path): array for leaf, array in zip(leaves.leaves, arrays, strict=True)}
+        _, differ = digests_of(named, "give all processes the same files")
         if differ:
             raise FunctreeError(f"{folder}: the processes read other weights", differ)
     return leaves.skeleton.fill(arrays)
@@ -112,7 +112,10 @@ class _Published(NamedTuple):
         return cls(model, planned, weights, tensors)
 
     def facts(self) -> Facts:
-        return {"config": [repr(self.model.config)], "plan": facts_of(self.plan)}
+        # Each machine may have files of its own: of another model of the same shapes, perhaps.
+        beginnings = {name: checksum(tensor.beginning()) for name, tensor in self.tensors.items()}
+        tensors = sorted(f"{name} begins with {number:08x}" for name, number in beginnings.items())
+        return {"config": facts_of(self.model.config), "plan": facts_of(self.plan), "tensors": tensors}
 
 
 class Weight(NamedTuple):

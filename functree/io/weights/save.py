@@ -7,14 +7,19 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.experimental import multihost_utils
+from jax.sharding import NamedSharding, PartitionSpec
 
 from functree.errors import FunctreeError
 from functree.io.extras import needed
+from functree.io.saveable import not_saveable
 from functree.io.weights.files import INDEX
 from functree.io.weights.load import Weight, weights_of
 from functree.layout.plan.resolver import plan
+from functree.layout.specs import of_rank
 from functree.nn.config import TransformerConfig
 from functree.nn.rope import Llama3Rope
 from functree.nn.transformer import Transformer
@@ -22,6 +27,8 @@ from functree.nn.weight_map import WeightMap
 from functree.parameters import FOLDER, Takes, check
 from functree.processes.agreement import agreed
 from functree.processes.facts import facts_of
+from functree.processes.same_copies import digests_of
+from functree.tree.bits import on_device, with_sharding
 from functree.tree.leaves import read
 
 _MODEL = Takes("an `ft.nn.Transformer`", lambda value: isinstance(value, Transformer))
@@ -40,21 +47,28 @@ def save_weights(folder: str | Path, model: Transformer) -> None:
         model: the model.
 
     Raises:
-        FunctreeError: the folder has weights already; no family computes what the model does; the processes have other
-            models.
+        FunctreeError: the folder has weights already; no family computes what the model does; an array has no values,
+            or is not one of all processes; the processes have other models.
     """
     check("no weights are saved", folder=(folder, FOLDER), model=(model, _MODEL))
-    folder, safetensors = Path(folder), needed("safetensors.numpy", "weights")
+    folder = Path(folder)
     failure = f"{folder}: no weights are saved"
+    leaves = read(model).leaves
 
-    def prepare() -> tuple[str, Any]:
-        name = _family(model.config)
+    def prepare() -> tuple[tuple[str, Any], Any]:
+        safetensors, name = needed("safetensors.numpy", "weights"), _family(model.config)
+        if problems := [problem for leaf in leaves if (problem := not_saveable(leaf)) is not None]:
+            raise FunctreeError(failure, problems)
         if found := sorted(file.name for file in (*folder.glob("config.json"), *folder.glob("*.safetensors*"))):
             raise FunctreeError(f"{folder} has {', '.join(found)} already: save to another folder, or remove them")
-        return name, lambda: {"folder": [str(folder)], "config": [repr(model.config)], "model": facts_of(plan(model))}
+        facts = {"folder": [str(folder)], "config": facts_of(model.config), "model": facts_of(plan(model))}
+        return (name, safetensors), lambda: facts
 
-    name = agreed(failure, prepare)
-    arrays = [leaf.value for leaf in read(model).leaves]
+    name, safetensors = agreed(failure, prepare)
+    arrays = [leaf.value for leaf in leaves]
+    _, differ = digests_of({str(leaf.path): leaf.value for leaf in leaves})
+    if differ:
+        raise FunctreeError(failure, differ)
     weights = list(weights_of(model, WeightMap.families[name]))
     files = _files(arrays)
 
@@ -64,7 +78,7 @@ def save_weights(folder: str | Path, model: Transformer) -> None:
 
     write(lambda: folder.mkdir(parents=True, exist_ok=True))
     for file, own in files.items():
-        tensors = dict(_tensors([weights[i] for i in own], [arrays[i] for i in own]))
+        tensors = _tensors([weights[i] for i in own], [arrays[i] for i in own])
         write(partial(safetensors.save_file, tensors, folder / file, metadata={"format": "pt"}))
     if len(files) > 1:
         write(lambda: _write(folder / INDEX, _index(files, weights, arrays)))
@@ -86,12 +100,39 @@ def _files(arrays: Sequence[jax.Array]) -> dict[str, list[int]]:
     return {f"model-{i + 1:05}-of-{len(groups):05}.safetensors": group for i, group in enumerate(groups)}
 
 
-def _tensors(weights: Sequence[Weight], arrays: Sequence[jax.Array]) -> Iterator[tuple[str, np.ndarray]]:
-    """The tensors of some weights, by name."""
+def _tensors(weights: Sequence[Weight], arrays: Sequence[jax.Array]) -> dict[str, np.ndarray]:
+    """The tensors of some weights, by name: in the first process, which writes; the others give it their parts."""
+    tensors: dict[str, np.ndarray] = {}
     for weight, array in zip(weights, arrays, strict=True):
-        whole = np.asarray(multihost_utils.process_allgather(array, tiled=True))
-        for name, one in zip(weight.names, whole if weight.stacked else [whole], strict=True):
-            yield name, weight.form.to_file(one)
+        for name, part in zip(weight.names, _layers(array) if weight.stacked else [array], strict=True):
+            whole = _on_host(part)
+            if jax.process_index() == 0:
+                tensors[name] = weight.form.to_file(whole)
+    return tensors
+
+
+def _on_host(array: jax.Array | np.ndarray) -> np.ndarray:
+    if isinstance(array, np.ndarray):  # each process has all of it
+        return array
+    return np.asarray(multihost_utils.process_allgather(array, tiled=True))
+
+
+def _layers(array: jax.Array | np.ndarray) -> Iterator[jax.Array | np.ndarray]:
+    """The layers of a stacked array, one at a time: all of a large model would not fit onto a device."""
+    if isinstance(array, np.ndarray):
+        yield from array
+        return
+    array = on_device(array)
+    if isinstance(array.sharding, NamedSharding):  # on explicit axes JAX slices no sharded dimension
+        spec = PartitionSpec(None, *of_rank(array.sharding.spec, array.ndim)[1:])
+        array = with_sharding(jnp.asarray, array.sharding.update(spec=spec), array)
+    for i in range(array.shape[0]):
+        yield _layer(array, i)
+
+
+@jax.jit
+def _layer(array: jax.Array, i: int) -> jax.Array:
+    return lax.dynamic_index_in_dim(array, i, keepdims=False)
 
 
 def _index(
@@ -132,9 +173,9 @@ _ARCHITECTURES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwe
 def _config(name: str, model: Transformer) -> dict[str, Any]:
     """What `config.json` says of a model."""
     config, scaling = model.config, model.config.rope_scaling
-    rope: dict[str, Any] = {"rope_theta": config.rope_theta, "rope_type": "default"}
+    rope: dict[str, Any] = {"rope_type": "default"}
     if isinstance(scaling, Llama3Rope):
-        rope |= {"rope_type": "llama3", "factor": scaling.factor, "low_freq_factor": scaling.low}
+        rope = {"rope_type": "llama3", "factor": scaling.factor, "low_freq_factor": scaling.low}
         rope |= {"high_freq_factor": scaling.high, "original_max_position_embeddings": scaling.original}
     return {
         "architectures": [f"{_ARCHITECTURES[name]}ForCausalLM"],
@@ -149,7 +190,10 @@ def _config(name: str, model: Transformer) -> dict[str, Any]:
         "max_position_embeddings": config.max_seq,
         "hidden_act": "silu",
         "rms_norm_eps": config.norm_eps,
-        "rope_parameters": rope,
+        "rope_parameters": {"rope_theta": config.rope_theta, **rope},
+        # Where older readers look, which would take the neutral value and compute something else.
+        "rope_theta": config.rope_theta,
+        "rope_scaling": rope if scaling else None,
         "tie_word_embeddings": config.tie_embedding,
         "dtype": str(model.embed.weight.dtype),
         **({"sliding_window": config.window} if name == "mistral" else {}),
