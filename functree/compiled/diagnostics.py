@@ -10,7 +10,6 @@ import os
 import re
 import select
 import threading
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -73,15 +72,17 @@ class _StandardError:
             return self._reader
 
     def leave(self, said: Said, reader: "_Reader") -> None:
-        """Stop listening, when all that was written before has been read."""
-        with self._changing:
-            last = len(reader.listeners) == 1
-            if last:
+        """Stop listening, when all that was written before has been read; the last one restores standard error."""
+        with self._changing, reader.reading:
+            reader.read_on()
+            if len(reader.listeners) == 1:
+                # The pipe is read right before and right after: another thread must write twice in between for its
+                # second line to overtake the first. No system call can exclude that, and nothing is lost by it.
                 os.dup2(reader.original, 2)
-                self._reader = None
-            reader.leave(said)
-            if last:
+                reader.read_on()
                 reader.close()
+                self._reader = None
+            reader.listeners.remove(said)
 
     def forget(self) -> None:
         """Restore standard error in a process that was forked while somebody listened: it has no thread to read."""
@@ -91,6 +92,8 @@ class _StandardError:
         self._reader = None
 
     def _redirect(self) -> "_Reader | None":
+        if not hasattr(select, "poll"):  # on Windows a pipe cannot be asked whether it is empty
+            return None
         try:
             original = os.dup(2)
         except OSError:  # a process without standard error
@@ -110,6 +113,11 @@ class _Reader(threading.Thread):
     """A thread that passes on what comes through a pipe.
 
     It lives until every writer has closed the pipe: a process that was started meanwhile has it as its standard error.
+
+    Attributes:
+        original: the file descriptor that standard error was before.
+        reading: held by who reads from the pipe, so that nothing is neither in the pipe nor passed on meanwhile.
+        listeners: who gets what is read.
     """
 
     def __init__(self, read: int, write: int, original: int):
@@ -117,23 +125,31 @@ class _Reader(threading.Thread):
         self._read, self._write, self.original = read, write, original
         self.reading: threading.Lock = threading.Lock()
         self.listeners: list[Said] = []
-        self._passed_on = 0
         self.start()
 
     def run(self) -> None:
-        while True:
-            select.select([self._read], [], [])
-            # Read under the lock, so that nothing is neither in the pipe nor passed on while somebody holds it.
+        ended = False
+        while not ended:
+            self._written(None)
             with self.reading:
-                data = os.read(self._read, _CAPACITY)
-                for said in self.listeners:
-                    said.chunks.append(data)
-                self._passed_on += len(data)
-                self._pass_on(data)
-            if not data:
-                break
+                ended = self._written(0) and self._take() == 0
         os.close(self._read)
         os.close(self.original)
+
+    def read_on(self) -> None:
+        """Read what has been written; only while `reading` is held."""
+        # Of a pipe that is never empty, because others write on, as much is read as it can hold.
+        rest = _CAPACITY
+        while rest > 0 and self._written(0):
+            rest -= self._take()
+
+    def _take(self) -> int:
+        """Tell the listeners what is read and pass it on; how many bytes, 0 at the end of the pipe."""
+        data = os.read(self._read, _CAPACITY)
+        for said in self.listeners:
+            said.chunks.append(data)
+        self._pass_on(data)
+        return len(data)
 
     def _pass_on(self, data: bytes) -> None:
         rest = memoryview(data)
@@ -143,24 +159,15 @@ class _Reader(threading.Thread):
         except OSError:
             pass  # the original is closed, for example a pipe that nobody reads: without us it would be lost too
 
-    def leave(self, said: Said) -> None:
-        """Remove a listener, when all that was written before has been read."""
-        end = self._passed_on + _CAPACITY
-        while True:
-            with self.reading:
-                # In a pipe that is never empty, because others write on, it was read after as much as a pipe can hold.
-                if not self._waiting() or self._passed_on >= end:
-                    self.listeners.remove(said)
-                    return
-            time.sleep(0)
-
     def close(self) -> None:
         """Close the pipe from this side."""
         os.close(self._write)
 
-    def _waiting(self) -> bool:
-        """Whether something in the pipe has not been read."""
-        return bool(select.select([self._read], [], [], 0)[0])
+    def _written(self, milliseconds: int | None) -> bool:
+        """Whether something in the pipe has not been read, or becomes so in this time; None waits for it."""
+        poll = select.poll()  # `select.select` takes no descriptor above 1023
+        poll.register(self._read, select.POLLIN)
+        return bool(poll.poll(milliseconds))
 
 
 _STANDARD_ERROR = _StandardError()
