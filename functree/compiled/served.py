@@ -16,6 +16,7 @@ _NOT_ELEMENTWISE = frozenset({
     "rng", "rng-bit-generator", "scatter", "select-and-scatter", "sort", "triangular-solve",
 })  # fmt: skip
 _PRODUCTS = frozenset({"convolution", "custom-call", "dot", "gather", "scatter"})
+_READS = frozenset({"dynamic-slice", "gather", "slice"})  # what takes numbers out of an array
 # What a TPU starts, and goes on with beside other work; what it fetches in several pieces; where it puts results.
 _MOVING_CALLS = ('"AsyncCollectiveStart"', '"AsyncCollectiveDone"', '"ConcatBitcast"')
 _EMPTY = ('"AllocateBuffer"',)
@@ -55,14 +56,47 @@ class Served:
                 return []
             parts = self._flow.origins(self._flow.operand(value, 0), self._is_moved)
             return [part for part in parts if part.instruction.opcode == "dot"]
-        return [value] if one.opcode in _PRODUCTS else []
+        return [value] if self._is_product(one) else []
+
+    def _is_product(self, one: Instruction) -> bool:
+        return one.opcode in _PRODUCTS or one in self._lookups
+
+    @cached_property
+    def _products(self) -> list[Instruction]:
+        """The instructions that multiply values, or look up in them."""
+        by_opcode = self._flow.hlo.by_opcode
+        return [*(one for opcode in _PRODUCTS for one in by_opcode.get(opcode, ())), *self._lookups]
+
+    @cached_property
+    def _lookups(self) -> frozenset[Instruction]:
+        """The slices at places that were read from an array: what compilers make of a gather, or a scatter, in a loop.
+
+        The places of other slices are counted by a loop, or known for each device.
+        """
+        by_opcode, named = self._flow.hlo.by_opcode, self._flow.hlo.instructions
+        found = set[Instruction]()
+        for opcode, first in (("dynamic-slice", 1), ("dynamic-update-slice", 2)):
+            for one in by_opcode.get(opcode, ()):
+                places = [Value(named[name]) for name in one.operands[first:]]
+                _, passed = self._flow.history(places, self._is_computed)
+                if any(value.instruction.opcode in _READS and self._is_data(value) for value in passed):
+                    found.add(one)
+        return frozenset(found)
+
+    def _is_computed(self, one: Instruction) -> bool:
+        """Whether an instruction computes with numbers, as it is done with the places of slices."""
+        return one.opcode not in _NOT_ELEMENTWISE
+
+    def _is_data(self, read: Value) -> bool:
+        """Whether what is read from is not a table of constants."""
+        table = self._flow.origins(self._flow.operand(read, 0), self._is_moved)
+        return not all(_is_filling(value.instruction) for value in table)
 
     @cached_property
     def computed_with(self) -> frozenset[int]:
         """The parameters that products are made of, also after element-wise operations: biases, scales of norms."""
-        by_opcode, named = self._flow.hlo.by_opcode, self._flow.hlo.instructions
-        products = [one for opcode in _PRODUCTS for one in by_opcode.get(opcode, ())]
-        operands = [Value(named[name]) for one in products for name in one.operands]
+        named = self._flow.hlo.instructions
+        operands = [Value(named[name]) for one in self._products for name in one.operands]
         origins, _ = self._flow.history(operands, self._is_elementwise)
         return frozenset(self._parameters[one.instruction] for one in origins if one.instruction in self._parameters)
 
@@ -100,8 +134,7 @@ class Served:
     def _factors(self) -> Mapping[Value, set[int]]:
         """For each result of a collective, the parameters that it is multiplied by."""
         found = defaultdict[Value, set[int]](set)
-        by_opcode = self._flow.hlo.by_opcode
-        for one in [one for opcode in _PRODUCTS for one in by_opcode.get(opcode, ())]:
+        for one in self._products:
             walks = [
                 self._flow.history([Value(self._flow.hlo.instructions[name])], self._is_moved) for name in one.operands
             ]
@@ -150,7 +183,7 @@ class Served:
             # A single number is at no place. The norm of all gradients, by which each of them is divided, is such a
             # number: it is made of everything.
             return _is_number(one) or not _is_number(self._flow.hlo.instructions[one.operands[0]])
-        return one.opcode not in _NOT_ELEMENTWISE
+        return one.opcode not in _NOT_ELEMENTWISE and one not in self._lookups
 
 
 def _is_number(one: Instruction) -> bool:
