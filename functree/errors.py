@@ -4,6 +4,7 @@ import difflib
 import inspect
 import warnings
 from collections.abc import Iterable, Sequence
+from types import FrameType
 from typing import NamedTuple
 
 
@@ -69,10 +70,18 @@ def listed(texts: Sequence[str], most: int = 4) -> str:
 
 def warn(text: str) -> None:
     """Warn at the line of the user's call: at the first frame that is not in functree or JAX."""
-    level, frame = 1, inspect.currentframe()
-    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("functree", "jax"):
+    warnings.warn(text, FunctreeWarning, stacklevel=users_frame()[0])
+
+
+def users_frame() -> tuple[int, FrameType | None]:
+    """The first frame that is not in functree or JAX, and its distance from the caller; None if there is none."""
+    level, frame = 0, inspect.currentframe()
+    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _SKIPPED:
         level, frame = level + 1, frame.f_back
-    warnings.warn(text, FunctreeWarning, stacklevel=level)
+    return level, frame
+
+
+_SKIPPED = ("functree", "jax", "contextlib")
 
 
 class AxesError(FunctreeError):

@@ -4,6 +4,7 @@ Each prints a line of JSON: for each case what it returned or raised, and how lo
 """
 
 import json
+import logging
 import os
 import shutil
 import time
@@ -26,6 +27,7 @@ from jaxtyping import Array, Float  # noqa: E402
 from safetensors.numpy import load_file, save_file  # noqa: E402
 
 import functree as ft  # noqa: E402
+from functree.processes import agreement  # noqa: E402
 
 RANK, COUNT = jax.process_index(), jax.process_count()
 MESH = ft.make_mesh(data=COUNT, model=8 // COUNT)
@@ -150,7 +152,8 @@ def prepared_once() -> Any:
     f = ft.jit(lambda m, x: loss(m, x), rules=LAYOUT, mesh=MESH, check_processes=True)
     with warnings.catch_warnings():
         warnings.simplefilter("error", ft.FunctreeWarning)
-        return float(f(make(jax.random.key(0)), place(batch(0)))) == float(f(model(), place(batch(0))))
+        m, x = make(jax.random.key(0)), place(batch(0))
+        return float(f(m, x)) == float(f(ft.shard(m, LAYOUT, MESH), x))
 
 
 @case
@@ -529,6 +532,21 @@ def published_with_other_numpy() -> Any:
 def published_by_each_alone() -> Any:
     m = ft.load_weights(ROOT / "tests" / "fixtures" / "hf" / "llama", ft.P(), MESH)
     return ft.save_weights(FOLDER / "alone_weights", jax.tree.map(jnp.asarray, whole(m)))
+
+
+@case
+def one_comes_late() -> Any:
+    """What the first process logs while it waits, and when the last one has come."""
+    heard: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: heard.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("functree").addHandler(handler)
+    agreement.LONG, usual = 0.5, agreement.LONG
+    time.sleep(differs(0, 2))
+    ft.check_processes(step=1)
+    logging.getLogger("functree").removeHandler(handler)
+    agreement.LONG = usual
+    return heard if RANK == 0 else None
 
 
 @case

@@ -4,6 +4,7 @@
 """
 
 import json
+import re
 import signal
 import subprocess
 import time
@@ -110,6 +111,9 @@ def test_silent_failure_36_what_works_and_what_differs(processes: int, tmp_path:
         "the_same": None,
         "not_preempted": [False] * 3,
     }
+    [late] = told[0].pop("one_comes_late")["returned"]
+    who = f"process 0 of {processes} has waited for the others for 0.5 s at {WORKER}"
+    assert re.fullmatch(rf"{who}:\d+: does each of them come there\?", late)
     assert set(told[0]) == {"losses", *works, *alike, *DIFFERENCES} and len(alike) >= 9
     for one in told:
         np.testing.assert_allclose(one["losses"]["returned"], of_one_process(20), rtol=1e-6)

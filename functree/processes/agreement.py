@@ -2,6 +2,8 @@
 
 import hashlib
 import json
+import logging
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from itertools import zip_longest
 from typing import Any, TypeVar
@@ -11,7 +13,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from functree import errors
-from functree.errors import FunctreeError, Problem, listed
+from functree.errors import FunctreeError, Problem, listed, users_frame
 
 T = TypeVar("T")
 
@@ -107,7 +109,25 @@ def texts_of_all(text: str) -> list[str]:
 
 def _gathered(value: np.ndarray) -> np.ndarray:
     """The values of all processes, behind a leading dimension of the processes."""
-    return np.asarray(multihost_utils.process_allgather(value))
+    said = threading.Timer(LONG, _LOG.warning, [_waiting_text()])
+    said.daemon = True
+    said.start()
+    try:
+        return np.asarray(multihost_utils.process_allgather(value))
+    finally:
+        said.cancel()
+
+
+LONG = 60.0
+"""After how many seconds of waiting for the others a process says where it waits."""
+
+_LOG = logging.getLogger("functree")
+
+
+def _waiting_text() -> str:
+    who, (_, frame) = f"process {jax.process_index()} of {jax.process_count()}", users_frame()
+    where = "" if frame is None else f" at {frame.f_code.co_filename}:{frame.f_lineno}"
+    return f"{who} has waited for the others for {LONG:g} s{where}: does each of them come there?"
 
 
 def _raise_failures(what: str, reports: Sequence[Mapping[str, Any]]) -> None:
