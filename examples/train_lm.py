@@ -158,9 +158,13 @@ def train(options: argparse.Namespace, rules: ft.Layout, text: np.ndarray, held_
     # Mistakes are found by the plan, before an array is allocated or anything is compiled.
     config, key = model_config(options), jax.random.key(options.seed)
     tx = make_optimizer(options.lr, options.steps)
-    make_model = ft.init(ft.nn.Transformer.create, rules)
-    model_plan = make_model.plan(config, key=key)
-    state_plan = ft.plan_optimizer(tx, ft.abstract(ft.nn.Transformer.create)(config, key=key), rules)
+
+    def make(key):
+        model = ft.nn.Transformer.create(config, key=key)
+        return model, tx.init(model)
+
+    model, state = ft.abstract(make, rules)(key)
+    model_plan, state_plan = ft.plan(model, rules), ft.plan_optimizer(tx, model, rules)
     print(f"The model\n\n{model_plan}\n")
     print(f"The optimizer\n\n{state_plan}\n" if options.verbose else f"The optimizer: {last_line(state_plan)}")
     print(f"The text: {len(text) / 1e6:.1f} MB to train on, {len(held_out) / 1e6:.1f} MB of other files held out\n")
@@ -173,14 +177,14 @@ def train(options: argparse.Namespace, rules: ft.Layout, text: np.ndarray, held_
     tests = [batch(held_out, starts) for starts in np.split(places, 8)]
 
     # From here on there are arrays, each created sharded as planned, or read so from the latest checkpoint.
-    model = make_model(config, key=key)
-    state = ft.init_optimizer(tx, model, rules)
     first = 1
     checkpoints = None if options.checkpoint is None else ft.Checkpoints(options.checkpoint, every=options.save_every)
-    if checkpoints is not None and (latest := checkpoints.latest) is not None:
-        model, state = checkpoints.restore((model, state), latest)
+    if checkpoints is None or (latest := checkpoints.latest) is None:
+        model, state = ft.init(make, rules)(key)
+    else:
         saved = ft.inspect(checkpoints.folder / str(latest)).meta
         check_same(options, saved["options"])
+        model, state = checkpoints.restore((model, state), latest)
         curve.go_on(saved["curve"])
         first = latest + 1
         print(f"Going on after step {latest} of {checkpoints.folder}.\n")
