@@ -7,6 +7,7 @@ its devices. It stands at the root because the doctests in `functree/`, `docs/` 
 import importlib.util
 import os
 from collections.abc import Iterator
+from importlib.metadata import version
 
 DEVICES = 8
 
@@ -16,22 +17,23 @@ _COMPILERS = ("libtpu", "jax_cuda13_plugin")
 collect_ignore = [] if all(map(importlib.util.find_spec, _COMPILERS)) else ["tests/test_accelerators.py"]
 
 
-def _with_devices(flags: str) -> str:
-    """`flags` (the text of XLA_FLAGS) with `DEVICES` CPU devices; what else it sets stays.
+# Most of a test's time is compilation, and most of that is machine code. So this is not optimized, and by jaxlib 0.10
+# made in XLA's older way, which takes half the time. Later ones know only the newer way, so the tests with the newest
+# JAX run by that. The collectives of a program are the same in both.
+_FLAGS = ["--xla_backend_optimization_level=0"]
+if version("jaxlib").startswith("0.10."):
+    _FLAGS.append("--xla_cpu_use_fusion_emitters=false")
 
-    Machine code is not optimized, unless the flags say how: most of a test's time is compilation, and a third of that
-    is LLVM's. The programs that tests take apart are XLA's, and stay what they are.
-    """
-    name, level = "--xla_force_host_platform_device_count", "--xla_backend_optimization_level"
-    others = [flag for flag in flags.split() if not flag.startswith(name)]
-    if not any(flag.startswith(level) for flag in others):
-        others.append(f"{level}=0")
-    return " ".join([*others, f"{name}={DEVICES}"])
+
+def _with_flags(flags: str) -> str:
+    """`flags` (the text of XLA_FLAGS) with those of the tests; but for the devices, what it sets itself stays."""
+    devices = f"--xla_force_host_platform_device_count={DEVICES}"
+    return " ".join({flag.partition("=")[0]: flag for flag in [*_FLAGS, *flags.split(), devices]}.values())
 
 
 # Both are read once: JAX_PLATFORMS when jax is imported, XLA_FLAGS when it makes its devices.
 os.environ["JAX_PLATFORMS"] = "cpu"
-os.environ["XLA_FLAGS"] = _with_devices(os.environ.get("XLA_FLAGS", ""))
+os.environ["XLA_FLAGS"] = _with_flags(os.environ.get("XLA_FLAGS", ""))
 
 import equinox as eqx  # noqa: E402
 import hypothesis  # noqa: E402

@@ -1,6 +1,7 @@
 """Several local processes of one program, as a launcher would start them: with hard limits on their time."""
 
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -18,6 +19,11 @@ def free_port() -> int:
         return opened.getsockname()[1]
 
 
+def with_devices(number: int) -> str:
+    """The `XLA_FLAGS` of this process, with another number of simulated devices."""
+    return re.sub(r"(?<=device_count=)\d+", str(number), os.environ["XLA_FLAGS"])
+
+
 Running = list[subprocess.Popen[str]]
 
 
@@ -30,11 +36,11 @@ def started(arguments: Sequence[str], processes: int = 1, devices: int = 8, **en
         devices: the simulated devices of all of them together.
         **environment: further variables of their environment.
     """
-    port, own = free_port(), devices // processes
+    port = free_port()
     base = {
         **os.environ,
         "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": f"--xla_force_host_platform_device_count={own} --xla_backend_optimization_level=0",
+        "XLA_FLAGS": with_devices(devices // processes),
         "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")]),
         **environment,
     }

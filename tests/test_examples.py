@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from launch import with_devices
 
 import functree as ft
 
@@ -136,8 +137,7 @@ def children(pid: int) -> list[int]:
 
 
 def started(*arguments: str, devices: int = 8) -> "subprocess.Popen[str]":
-    flags = f"--xla_force_host_platform_device_count={devices} --xla_backend_optimization_level=0"
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "XLA_FLAGS": flags}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "XLA_FLAGS": with_devices(devices)}
     command = [sys.executable, str(EXAMPLES / "train_lm.py"), *arguments]
     return subprocess.Popen(command, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
