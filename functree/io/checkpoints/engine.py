@@ -109,8 +109,8 @@ def _context(orbax: Any) -> Any:
 def _most_bytes(targets: Mapping[str, Any]) -> int:
     """How many bytes may be on their way at once: a fifth of all, and more than the largest array has.
 
-    What is read is in memory twice until it is on its device. With no limit half of all is; with a lower one orbax takes
-    longer, which wakes all that wait whenever one of them has been read.
+    What is read is in memory twice until it is on its device. With no limit half of all is. With a lower one orbax
+    takes longer: it wakes all reads that wait whenever one has ended.
     """
     sizes = [math.prod(target.shape) * target.dtype.itemsize for target in targets.values()]
     return max(sum(sizes) // (5 * jax.process_count()), max(sizes) + 2**20)
