@@ -1,7 +1,9 @@
-"""What every test and every doctest runs under: eight simulated CPU devices and JAX at its strictest.
+"""What every test and every doctest runs under: eight simulated CPU devices and JAX at its
+strictest.
 
-pytest reads this file before it collects anything, in each worker process as well, and so before JAX makes
-its devices. It stands at the root because the doctests in `functree/`, `docs/` and `README.md` need it too.
+pytest reads this file before it collects anything, in each worker process as well, and so before
+JAX makes its devices. It stands at the root because the doctests in `functree/`, `docs/` and
+`README.md` need it too.
 """
 
 import importlib.util
@@ -11,24 +13,32 @@ from importlib.metadata import version
 
 DEVICES = 8
 
-# The compilers of accelerators are extras of a gigabyte. `.ci/run` installs them, and names this file on the command
-# line, so that it fails if these tests do not run.
+# The compilers of accelerators are extras of a gigabyte. `.ci/run` installs them, and names this
+# file on the command line, so that it fails if these tests do not run.
 _COMPILERS = ("libtpu", "jax_cuda13_plugin")
-collect_ignore = [] if all(map(importlib.util.find_spec, _COMPILERS)) else ["tests/test_accelerators.py"]
+collect_ignore = (
+    []
+    if all(map(importlib.util.find_spec, _COMPILERS))
+    else ["tests/compiled/test_accelerators.py"]
+)
 
 
-# Most of a test's time is compilation, and most of that is machine code. So this is not optimized, and by jaxlib 0.10
-# made in XLA's older way, which takes half the time. Later ones know only the newer way, so the tests with the newest
-# JAX run by that. The collectives of a program are the same in both.
+# Most of a test's time is compilation, and most of that is machine code. So this is not optimized,
+# and by jaxlib 0.10 made in XLA's older way, which takes half the time. Later ones know only the
+# newer way, so the tests with the newest JAX run by that. The collectives of a program are the same
+# in both.
 _FLAGS = ["--xla_backend_optimization_level=0"]
 if version("jaxlib").startswith("0.10."):
     _FLAGS.append("--xla_cpu_use_fusion_emitters=false")
 
 
 def _with_flags(flags: str) -> str:
-    """`flags` (the text of XLA_FLAGS) with those of the tests; but for the devices, what it sets itself stays."""
+    """`flags` (the text of XLA_FLAGS) with those of the tests; but for the devices, what it sets
+    itself stays."""
     devices = f"--xla_force_host_platform_device_count={DEVICES}"
-    return " ".join({flag.partition("=")[0]: flag for flag in [*_FLAGS, *flags.split(), devices]}.values())
+    return " ".join(
+        {flag.partition("=")[0]: flag for flag in [*_FLAGS, *flags.split(), devices]}.values()
+    )
 
 
 # Both are read once: JAX_PLATFORMS when jax is imported, XLA_FLAGS when it makes its devices.
@@ -44,15 +54,15 @@ import pytest  # noqa: E402
 from jax.sharding import AxisType, Mesh, PartitionSpec  # noqa: E402
 from jaxtyping import Array, Float, Int  # noqa: E402
 
-# Hostile on purpose. Users' programs run under either setting, and a library that promotes by accident
-# breaks the strict ones and hides a wrong rank or dtype from the others. A test that runs code which is not
-# ours and promotes (optax.adam's bias correction does) says so where it does:
+# Hostile on purpose. Users' programs run under either setting, and a library that promotes by
+# accident breaks the strict ones and hides a wrong rank or dtype from the others. A test that runs
+# code which is not ours and promotes (optax.adam's bias correction does) says so where it does:
 # `with jax.numpy_dtype_promotion("standard"):`, or `with jax.numpy_rank_promotion("allow"):`.
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 
-# No limits on time: the first example pays for a compilation, and on a busy machine anything is slow. Derandomized
-# where a run must be repeatable.
+# No limits on time: the first example pays for a compilation, and on a busy machine anything is
+# slow. Derandomized where a run must be repeatable.
 hypothesis.settings.register_profile(
     "functree",
     deadline=None,
@@ -77,7 +87,9 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.fixture
 def mesh() -> Mesh:
     """A 2 by 4 mesh with axes `data` and `model`, both Auto."""
-    return Mesh(np.array(jax.devices()).reshape(2, 4), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+    return Mesh(
+        np.array(jax.devices()).reshape(2, 4), ("data", "model"), axis_types=(AxisType.Auto,) * 2
+    )
 
 
 @pytest.fixture(autouse=True)

@@ -1,18 +1,22 @@
-"""A plain Equinox model, sharded without a change of its code: first by FSDP, then by tensor parallelism.
+"""A plain Equinox model, sharded without a change of its code: first by FSDP, then by tensor
+parallelism.
 
     python examples/bring_your_own.py
 
-The classifier below does not use functree. The lines that shard it are marked `# +fsdp` and `# +tensor`; all other
-lines only run it and print the results. `ft.jit` takes modules as arguments.
+The classifier below does not use functree. The lines that shard it are marked `# +fsdp` and `#
++tensor`; all other lines only run it and print the results. `ft.jit` takes modules as arguments.
 """
 
 import os
 import sys
 
-# Simulate 8 devices on the CPU, so that this runs anywhere. JAX reads both variables once, when it is imported.
+# Simulate 8 devices on the CPU, so that this runs anywhere. JAX reads both variables once, when it
+# is imported.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 if "device_count" not in os.environ.get("XLA_FLAGS", ""):
-    os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+    os.environ["XLA_FLAGS"] = (
+        os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+    )
 
 import equinox as eqx
 import jax
@@ -22,7 +26,8 @@ from jaxtyping import Array, PRNGKeyArray
 
 import functree as ft
 
-# --- The model: a text classifier of `eqx.nn` layers ----------------------------------------------------------------
+# --- The model: a text classifier of `eqx.nn` layers
+# ----------------------------------------------------------------
 
 
 class Block(eqx.Module):
@@ -54,7 +59,17 @@ class Classifier(eqx.Module):
     norm: eqx.nn.LayerNorm
     head: eqx.nn.Linear
 
-    def __init__(self, words: int, length: int, classes: int, size: int, heads: int, depth: int, *, key: PRNGKeyArray):
+    def __init__(
+        self,
+        words: int,
+        length: int,
+        classes: int,
+        size: int,
+        heads: int,
+        depth: int,
+        *,
+        key: PRNGKeyArray,
+    ):
         embedding_key, positions_key, head_key, *block_keys = jax.random.split(key, 3 + depth)
         self.embedding = eqx.nn.Embedding(words, size, key=embedding_key)
         self.positions = 0.02 * jax.random.normal(positions_key, (length, size))
@@ -76,7 +91,8 @@ def loss_and_grads(model: Classifier, words: Array, labels: Array) -> Array:
     return -jnp.take_along_axis(log_probabilities, labels[:, None], axis=1).mean()
 
 
-# --- The model sharded ----------------------------------------------------------------------------------------------
+# --- The model sharded
+# ----------------------------------------------------------------------------------------------
 
 
 def fsdp(model: Classifier, words: Array, labels: Array):
@@ -90,13 +106,17 @@ def fsdp(model: Classifier, words: Array, labels: Array):
 
 
 def tensor_parallel(model: Classifier, words: Array, labels: Array):
-    """Tensor parallelism: heads and hidden units are sharded over four devices, and the batch over two."""
+    """Tensor parallelism: heads and hidden units are sharded over four devices, and the batch over
+    two."""
     mesh = ft.make_mesh(data=2, model=4)  # +tensor
-    projections = {"attention.output*.weight": "embed heads", "attention.*.weight": "heads embed"}  # +tensor
-    up, down = {"up.weight": "hidden embed", "up.bias": "hidden"}, {"down.weight": "embed hidden"}  # +tensor
-    # The first pattern that matches decides. The last one is for norms and a bias, whose dimension is the embedding.
-    names = {Block: ft.names({**projections, **up, **down, "**": "embed"})}  # +tensor
-    rules = ft.AxisRules({"heads": "model", "hidden": "model", "embed": None}, names=names)  # +tensor
+    out = {"attention.output*.weight": "embed heads"}  # +tensor
+    others = {"attention.*.weight": "heads embed"}  # +tensor
+    up = {"up.weight": "hidden embed", "up.bias": "hidden"}  # +tensor
+    down = {"down.weight": "embed hidden"}  # +tensor
+    # The first pattern that matches decides. The last one is for norms and a bias, whose dimension
+    # is the embedding.
+    names = {Block: ft.names({**out, **others, **up, **down, "**": "embed"})}  # +tensor
+    rules = ft.AxisRules({"heads": "model", "hidden": "model", "embed": None}, names)  # +tensor
     layout = ft.StateSharding({"blocks.**": rules, ...: ft.P()})  # +tensor
     print(ft.plan(model, layout, mesh))
     model = ft.shard(model, layout, mesh)  # +tensor
@@ -104,22 +124,32 @@ def tensor_parallel(model: Classifier, words: Array, labels: Array):
     return loss_and_grads(model, words, labels)
 
 
-# --- The same results ------------------------------------------------------------------------------------------------
+# --- The same results
+# ------------------------------------------------------------------------------------------------
 
 
 def main() -> None:
-    model = Classifier(words=1000, length=32, classes=10, size=64, heads=4, depth=2, key=jax.random.key(0))
+    model = Classifier(
+        words=1000, length=32, classes=10, size=64, heads=4, depth=2, key=jax.random.key(0)
+    )
     rng = np.random.default_rng(0)
-    words, labels = jnp.asarray(rng.integers(0, 1000, (16, 32))), jnp.asarray(rng.integers(0, 10, 16))
+    words, labels = (
+        jnp.asarray(rng.integers(0, 1000, (16, 32))),
+        jnp.asarray(rng.integers(0, 10, 16)),
+    )
     expected = loss_and_grads(model, words, labels)
     for shard in (fsdp, tensor_parallel):
         print(f"{shard.__doc__}\n")
         found = shard(model, words, labels)
-        differences = jax.tree.map(lambda a, b: np.abs(np.asarray(a) - np.asarray(b)).max(), expected, found)
+        differences = jax.tree.map(
+            lambda a, b: np.abs(np.asarray(a) - np.asarray(b)).max(), expected, found
+        )
         worst = max(jax.tree.leaves(differences))
         if not worst < 1e-5:
             sys.exit(f"The sharded and the unsharded results differ by {worst}.")
-        print(f"\nLoss {found[0]:.6f}, unsharded {expected[0]:.6f}. No gradient differs by more than {worst:.0e}.\n")
+        print(
+            f"\nLoss {found[0]:.6f}, unsharded {expected[0]:.6f}. No gradient differs by more than {worst:.0e}.\n"
+        )
 
 
 if __name__ == "__main__":

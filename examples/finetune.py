@@ -1,12 +1,13 @@
-"""Fine-tune a published model with LoRA: loaded sharded, adapters put in by surgery, only these trained and saved.
+"""Fine-tune a published model with LoRA: loaded sharded, adapters put in by surgery, only these
+trained and saved.
 
     python examples/finetune.py                                   # a tiny Llama of random weights, half a minute
     python examples/finetune.py --model path/to/llama --rank 16 --steps 1000 --adapters adapters --out merged
 
 Read it from top to bottom: the adapter, the surgery, the training, what is saved, the merged model.
 
-LoRA (Hu et al. 2021, https://arxiv.org/abs/2106.09685) leaves the weights W as they are, and trains a product of low
-rank beside each: W + (alpha / rank) · A · B.
+LoRA (Hu et al. 2021, https://arxiv.org/abs/2106.09685) leaves the weights W as they are, and trains
+a product of low rank beside each: W + (alpha / rank) · A · B.
 """
 
 import argparse
@@ -15,9 +16,12 @@ import sys
 import tempfile
 from pathlib import Path
 
-# Simulate 8 devices where there is only a CPU, so that this runs anywhere. JAX reads this once, when it is imported.
+# Simulate 8 devices where there is only a CPU, so that this runs anywhere. JAX reads this once,
+# when it is imported.
 if "device_count" not in os.environ.get("XLA_FLAGS", ""):
-    os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+    os.environ["XLA_FLAGS"] = (
+        os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+    )
 
 import equinox as eqx
 import jax
@@ -30,15 +34,20 @@ import functree as ft
 
 LLAMA = Path(__file__).parents[1] / "tests" / "fixtures" / "hf" / "llama"
 
-# Tensor parallelism over `model`, and FSDP over `data` for what is large. `rank` is whole: it is small.
+# Tensor parallelism over `model`, and FSDP over `data` for what is large. `rank` is whole: it is
+# small.
 TENSOR = {"heads": "model", "kv_heads": "model", "hidden": "model", "vocab": "model"}
-RULES = ft.AxisRules({"batch": "data", **TENSOR, ...: None}) | ft.FSDP("data", min_size=2**12, otherwise=ft.P())
+RULES = ft.AxisRules({"batch": "data", **TENSOR, ...: None}) | ft.FSDP(
+    "data", min_size=2**12, otherwise=ft.P()
+)
 
-# --- 1. The adapter: a weight of the queries or values, and the product beside it -----------------------------------
+# --- 1. The adapter: a weight of the queries or values, and the product beside it
+# -----------------------------------
 
 
 class LoRA(eqx.Module):
-    """A weight with a product of low rank. It has the axes of the weight, so the same rules lay it out."""
+    """A weight with a product of low rank. It has the axes of the weight, so the same rules lay it
+    out."""
 
     weight: Float[Array, "embed heads head_dim"]
     lora_a: Float[Array, "embed rank"]
@@ -54,16 +63,21 @@ class LoRA(eqx.Module):
 ADAPTERS = ft.glob("**.lora_a") | ft.glob("**.lora_b")
 ADAPTED = ("blocks.layer.attn.query", "blocks.layer.attn.value")
 
-# --- 2. The surgery: an adapter in the place of each weight, and back ------------------------------------------------
+# --- 2. The surgery: an adapter in the place of each weight, and back
+# ------------------------------------------------
 
 
-def with_adapters(model: ft.nn.Transformer, rank: int, alpha: float, key: Array) -> ft.nn.Transformer:
+def with_adapters(
+    model: ft.nn.Transformer, rank: int, alpha: float, key: Array
+) -> ft.nn.Transformer:
     """The model with an adapter around some weights. B is zero, so it computes what it did."""
 
     def adapter(weight: Array, key: Array) -> LoRA:
         layers, embed, heads, head_dim = weight.shape  # of all layers: they are stacked
         a = jax.random.normal(key, (layers, embed, rank), weight.dtype) / np.sqrt(embed)
-        return LoRA(weight, a, jnp.zeros((layers, rank, heads, head_dim), weight.dtype), alpha / rank)
+        return LoRA(
+            weight, a, jnp.zeros((layers, rank, heads, head_dim), weight.dtype), alpha / rank
+        )
 
     for path, own in zip(ADAPTED, jax.random.split(key, len(ADAPTED)), strict=True):
         model = ft.select(model).at(path).apply(lambda weight, own=own: adapter(weight, own))
@@ -75,14 +89,17 @@ def merged(model: ft.nn.Transformer) -> ft.nn.Transformer:
     return ft.select(model).under(LoRA).apply(LoRA.merged)
 
 
-# --- 3. The training: only the adapters have gradients and moments ---------------------------------------------------
+# --- 3. The training: only the adapters have gradients and moments
+# ---------------------------------------------------
 
 
 def loss(model: ft.nn.Transformer, tokens: Int[Array, "batch _"]) -> Float[Array, ""]:
     return ft.nn.cross_entropy(merged(model), tokens[:, :-1], tokens[:, 1:])
 
 
-def train(ts: ft.TrainState, text: np.ndarray, options: argparse.Namespace) -> tuple[ft.TrainState, float, float]:
+def train(
+    ts: ft.TrainState, text: np.ndarray, options: argparse.Namespace
+) -> tuple[ft.TrainState, float, float]:
     """The state after so many steps, and the loss of the first and of the last ten."""
 
     @ft.jit(donate="ts")
@@ -101,7 +118,8 @@ def train(ts: ft.TrainState, text: np.ndarray, options: argparse.Namespace) -> t
     return ts, float(np.mean(losses[:10])), float(np.mean(losses[-10:]))
 
 
-# --- 4. What is saved: the adapters; 5. what is used: the merged model -----------------------------------------------
+# --- 4. What is saved: the adapters; 5. what is used: the merged model
+# -----------------------------------------------
 
 
 def finetune(options: argparse.Namespace) -> None:
@@ -120,46 +138,71 @@ def finetune(options: argparse.Namespace) -> None:
     print(f"{trained:,} of {trained + kept:,} numbers are trained\n")
 
     # A real tokenizer is the model's own; the tiny one has a vocabulary of less than a byte.
-    text = (np.frombuffer(Path(__file__).read_bytes(), np.uint8) % model.config.vocab_size).astype(np.int32)
+    text = (np.frombuffer(Path(__file__).read_bytes(), np.uint8) % model.config.vocab_size).astype(
+        np.int32
+    )
     ts, before, after = train(ts, text, options)
     print(f"\nThe loss: {before:.3f} at first, {after:.3f} at last")
 
     folder = options.adapters or Path(tempfile.mkdtemp()) / "adapters"
     _, adapters, _ = ft.split(ts.model, ADAPTERS, ...)
     ft.save(folder, adapters, overwrite=True, meta={"rank": options.rank, "alpha": options.alpha})
-    print(f"Saved in {folder}: {ft.inspect(folder).total_bytes:,} bytes, of {ft.plan(ts.model).total_bytes:,}")
+    print(
+        f"Saved in {folder}: {ft.inspect(folder).total_bytes:,} bytes, of {ft.plan(ts.model).total_bytes:,}"
+    )
 
     # Somewhere else: the published model with new adapters, and what was saved in their place.
     final = merged(ft.restore(folder, published(), only=ADAPTERS))
     if options.out is not None:
         ft.save_weights(options.out, final)
         print(f"The merged model, as it would be published: {options.out}")
-    rows = jax.sharding.get_abstract_mesh().shape["data"]  # the rules shard the batch: one sequence on each shard
+    rows = jax.sharding.get_abstract_mesh().shape[
+        "data"
+    ]  # the rules shard the batch: one sequence on each shard
     prompts = np.tile(text[: options.seq // 2], (rows, 1))
     written = ft.nn.generate(final, prompts, options.sample, temperature=0.0)
     print(f"It goes on with the tokens {np.asarray(written)[0, : options.sample].tolist()}")
 
 
 def main(arguments: list[str] | None = None) -> int:
-    described, formatter = "Fine-tune a published model with LoRA.", argparse.ArgumentDefaultsHelpFormatter
+    described, formatter = (
+        "Fine-tune a published model with LoRA.",
+        argparse.ArgumentDefaultsHelpFormatter,
+    )
     parser = argparse.ArgumentParser(description=described, formatter_class=formatter)
-    parser.add_argument("--model", type=Path, default=LLAMA, metavar="DIR", help="config.json and *.safetensors")
+    parser.add_argument(
+        "--model", type=Path, default=LLAMA, metavar="DIR", help="config.json and *.safetensors"
+    )
     parser.add_argument("--rank", type=int, default=4, metavar="N", help="of the adapters")
-    parser.add_argument("--alpha", type=float, default=8.0, metavar="X", help="their scale is alpha / rank")
+    parser.add_argument(
+        "--alpha", type=float, default=8.0, metavar="X", help="their scale is alpha / rank"
+    )
     parser.add_argument("--steps", type=int, default=100, metavar="N", help="steps")
     parser.add_argument("--batch", type=int, default=8, metavar="N", help="sequences in a step")
     parser.add_argument("--seq", type=int, default=32, metavar="N", help="tokens in a sequence")
     parser.add_argument("--lr", type=float, default=1e-2, metavar="X", help="learning rate")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of adapters and batches")
     parser.add_argument("--sample", type=int, default=16, metavar="N", help="tokens to generate")
-    parser.add_argument("--adapters", type=Path, metavar="DIR", help="where they are saved; None: a temporary folder")
-    parser.add_argument("--out", type=Path, metavar="DIR", help="where the merged model is saved; None: nowhere")
+    parser.add_argument(
+        "--adapters",
+        type=Path,
+        metavar="DIR",
+        help="where they are saved; None: a temporary folder",
+    )
+    parser.add_argument(
+        "--out", type=Path, metavar="DIR", help="where the merged model is saved; None: nowhere"
+    )
     options = parser.parse_args(arguments)
-    if options.out is not None and options.out.is_dir() and any(options.out.iterdir()):  # before the training
+    if (
+        options.out is not None and options.out.is_dir() and any(options.out.iterdir())
+    ):  # before the training
         parser.error(f"--out {options.out} has files already")
     data = jax.device_count() // 2 or 1
     try:
-        with jax.set_mesh(ft.make_mesh(data=data, model=jax.device_count() // data)), ft.axis_rules(RULES):
+        with (
+            jax.set_mesh(ft.make_mesh(data=data, model=jax.device_count() // data)),
+            ft.axis_rules(RULES),
+        ):
             finetune(options)
     except ft.FunctreeError as error:
         parser.exit(2, f"{parser.prog}: error: {error}\n")

@@ -3,9 +3,9 @@
     python examples/flax_tour.py                    # with 8 devices simulated on the CPU
     python examples/flax_tour.py --html tour.html   # also a page with pictures of arrays and shardings, by treescope
 
-Numbers in brackets are those of the notebook's cells. Linen keeps the axes of a parameter in a box around it
-(`Partitioned`, `LogicallyPartitioned`). functree reads them from the annotations of a module's fields, so parameters
-are plain arrays.
+Numbers in brackets are those of the notebook's cells. Linen keeps the axes of a parameter in a box
+around it (`Partitioned`, `LogicallyPartitioned`). functree reads them from the annotations of a
+module's fields, so parameters are plain arrays.
 """
 
 # %% [1] Simulate 8 devices on the CPU. JAX reads both variables once, when it is imported.
@@ -13,7 +13,9 @@ import os
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 if "device_count" not in os.environ.get("XLA_FLAGS", ""):
-    os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+    os.environ["XLA_FLAGS"] = (
+        os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+    )
 
 # %% [2-4]
 import timeit
@@ -32,7 +34,8 @@ import functree as ft
 show = Show(__doc__)
 show("[3] We have 8 fake JAX devices now", jax.devices())
 
-# %% [6] A mesh with named mesh axes. The functions below take it as an argument, or use that of their arrays.
+# %% [6] A mesh with named mesh axes. The functions below take it as an argument, or use that of
+# their arrays.
 mesh = ft.make_mesh(data=2, model=4)
 show("[6] mesh", mesh)
 
@@ -40,8 +43,8 @@ show.section("Define a layer")
 xavier_normal = jax.nn.initializers.xavier_normal()
 
 
-# %% [7] `with_partitioning(init, (None, "model"))` becomes a spec in the annotation of the field, and
-# `with_sharding_constraint` becomes `ft.constrain`. Neither contains the mesh.
+# %% [7] `with_partitioning(init, (None, "model"))` becomes a spec in the annotation of the field,
+# and `with_sharding_constraint` becomes `ft.constrain`. Neither contains the mesh.
 class DotReluDot(eqx.Module):
     w1: Annotated[Float[Array, "features depth"], P(None, "model")]
     w2: Annotated[Float[Array, "depth features"], P("model", None)]
@@ -88,9 +91,9 @@ def init_fn(key: PRNGKeyArray) -> ft.TrainState[MLP]:
     return ft.TrainState.create(MLP(LAYERS, DEPTH, key), optimizer)
 
 
-# %% [13] The sharding of the output: a plan replaces `eval_shape` and `get_sharding`. A spec in an annotation has
-# precedence over rules, and the optimizer's state is sharded like its parameters. `...: None` is the rule for all other
-# axes, which are not sharded.
+# %% [13] The sharding of the output: a plan replaces `eval_shape` and `get_sharding`. A spec in an
+# annotation has precedence over rules, and the optimizer's state is sharded like its parameters.
+# `...: None` is the rule for all other axes, which are not sharded.
 make_state = ft.init(init_fn, ft.AxisRules({...: None}), mesh)
 state_plan = make_state.plan(k)
 state_sharding = state_plan.shardings
@@ -103,7 +106,9 @@ show("[15] w1", layer.w1)
 show("[15] w2", layer.w2)
 
 # %% [16] The parameter is an array, without a box. The plan has its spec.
-show("[16] type, spec, shape", (type(layer.w1), state_plan["model.layers.0.w1"].spec, layer.w1.shape))
+show(
+    "[16] type, spec, shape", (type(layer.w1), state_plan["model.layers.0.w1"].spec, layer.w1.shape)
+)
 
 # %% [17] There is nothing to unbox and to box again: the annotations belong to the class.
 all_zero_params = jax.tree.map(jnp.zeros_like, initialized_state.model)
@@ -149,7 +154,9 @@ show("[24] y", y)
 show.section("Profiling")
 
 # %% [25] A call returns before the computation is done, so wait for the result.
-seconds = timeit.repeat(lambda: jax.block_until_ready(train_step(initialized_state, x)), number=1, repeat=3)
+seconds = timeit.repeat(
+    lambda: jax.block_until_ready(train_step(initialized_state, x)), number=1, repeat=3
+)
 show("[25] ms for a step, the best of 3", round(1000 * min(seconds)))
 
 show.section("Logical axis annotation")
@@ -195,7 +202,8 @@ def logical_init_fn(key: PRNGKeyArray, use_scan: bool) -> ft.TrainState[LogicalM
     return ft.TrainState.create(LogicalMLP(LAYERS, DEPTH, use_scan, key), optimizer)
 
 
-# %% [30] An axis without a rule is an error; it is not replicated by default. So `embed` and `layers` have rules.
+# %% [30] An axis without a rule is an error; it is not replicated by default. So `embed` and
+# `layers` have rules.
 rules = ft.AxisRules({"batch": "data", "hidden": "model", "embed": None, "layers": None})
 logical_abstract = ft.abstract(logical_init_fn)(k, False)
 logical_axes = ft.tree_axes(logical_abstract.model).layers[0]
@@ -215,16 +223,22 @@ show("[34] sharding of weight 1", logical_initialized_state.model.layers[0].w1)
 show("[34] sharding of weight 2", logical_initialized_state.model.layers[0].w2)
 
 
-# A training step with rules: activations and gradients are constrained by them. The donated state keeps its shardings.
+# A training step with rules: activations and gradients are constrained by them. The donated state
+# keeps its shardings.
 @ft.jit(rules=rules, donate="state")
-def logical_train_step(state: ft.TrainState[LogicalMLP], x: Array) -> tuple[ft.TrainState[LogicalMLP], Array]:
+def logical_train_step(
+    state: ft.TrainState[LogicalMLP], x: Array
+) -> tuple[ft.TrainState[LogicalMLP], Array]:
     loss, gradients = ft.value_and_grad(lambda model: model(x).sum())(state.model)
     return ft.apply_gradients(state, gradients), loss
 
 
 for _ in range(3):
     logical_initialized_state, loss = logical_train_step(logical_initialized_state, x)
-show("steps, and compilations", (int(logical_initialized_state.step), len(logical_train_step.compilations)))
+show(
+    "steps, and compilations",
+    (int(logical_initialized_state.step), len(logical_train_step.compilations)),
+)
 
 # USE_SCAN = True: the program contains one layer, whatever the number of layers.
 scanned_state = ft.init(logical_init_fn, rules, mesh)(k, True)

@@ -3,8 +3,9 @@
     python examples/penzai_tour.py                    # with 8 devices simulated on the CPU
     python examples/penzai_tour.py --html tour.html   # also a page with pictures of arrays and shardings, by treescope
 
-Numbers in brackets are those of the notebook's cells. Two things are always different here. Models are immutable, so
-functions take state and return the new state. Arrays are plain JAX arrays, so the names of axes are in annotations.
+Numbers in brackets are those of the notebook's cells. Two things are always different here. Models
+are immutable, so functions take state and return the new state. Arrays are plain JAX arrays, so the
+names of axes are in annotations.
 """
 
 # %% [1-7] Setup. Simulate 8 devices on the CPU. JAX reads both variables once, when it is imported.
@@ -12,7 +13,9 @@ import os
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 if "device_count" not in os.environ.get("XLA_FLAGS", ""):
-    os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+    os.environ["XLA_FLAGS"] = (
+        os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+    )
 
 from typing import Any
 
@@ -36,8 +39,8 @@ assert jax.local_device_count() == 8
 show.section("JIT-compiling models")
 
 
-# %% [9] A parameter and a counter. The layer has a `StateRef`, which knows the path of the value. The value is in a
-# `State`.
+# %% [9] A parameter and a counter. The layer has a `StateRef`, which knows the path of the value.
+# The value is in a `State`.
 class CounterLayer(eqx.Module):
     counter: ft.StateRef
 
@@ -55,7 +58,8 @@ model, state = ft.make_state(make_model(jax.random.key(0)))
 ones = jnp.ones(8)
 show("[9] model", model)
 
-# %% [10, 11] Nothing is mutated: the counter increases because the new state is passed to the next call.
+# %% [10, 11] Nothing is mutated: the counter increases because the new state is passed to the next
+# call.
 counts = {}
 (y, count), state = model(ones, state=state)
 counts[10] = int(count)
@@ -63,12 +67,14 @@ counts[10] = int(count)
 counts[11] = int(count)
 show("[10, 11] the counter after each call", (counts[10], counts[11]))
 
-# %% [12, 13] Nothing to unbind and freeze: `make_state` has moved the values out, and the model has only slots.
+# %% [12, 13] Nothing to unbind and freeze: `make_state` has moved the values out, and the model has
+# only slots.
 show("[12] model_with_slots", model.layers[1])
 show("[13] frozen_vars", state)
 
 
-# %% [14-16] `model(x, state=state)` is a pure function. There are no variables to bind again, or to update afterwards.
+# %% [14-16] `model(x, state=state)` is a pure function. There are no variables to bind again, or to
+# update afterwards.
 @ft.jit
 def rebinding_call(model: Any, state: ft.State, x: Float[Array, "features"]) -> Any:
     return model(x, state=state)
@@ -78,18 +84,21 @@ def rebinding_call(model: Any, state: ft.State, x: Float[Array, "features"]) -> 
 counts[15] = int(count)
 show("[15] result", (y, counts[15]))
 
-# %% [17, 18] `stateless_call` is the same call. An old state can be used again: the count is that of [15].
+# %% [17, 18] `stateless_call` is the same call. An old state can be used again: the count is that
+# of [15].
 (y, count), _ = rebinding_call(model, state, ones)
 counts[18] = int(count)
 show("[18] from the state before [15]", counts[18])
 
-# %% [19-21] An initializer under jit, which returns model and state. (`ft.init` creates them sharded: see [57].)
+# %% [19-21] An initializer under jit, which returns model and state. (`ft.init` creates them
+# sharded: see [57].)
 model, state = ft.jit(lambda key: ft.make_state(make_model(key)))(jax.random.key(0))
 counts[20] = int(next(iter(state.values())))
 show("[21] model", model)
 
 
-# %% [22-24] `variable_jit` is jit with donated state: it is updated in place, and the old state is deleted.
+# %% [22-24] `variable_jit` is jit with donated state: it is updated in place, and the old state is
+# deleted.
 @ft.jit(donate="state")
 def jitted_call(model: Any, state: ft.State, x: Float[Array, "features"]) -> Any:
     return model(x, state=state)
@@ -99,7 +108,10 @@ def jitted_call(model: Any, state: ft.State, x: Float[Array, "features"]) -> Any
 counts[23] = int(count)
 (y, count), state = jitted_call(model, state, ones)
 counts[24] = int(count)
-show("[23, 24] the counter, and the number of compilations", (counts[23], counts[24], len(jitted_call.compilations)))
+show(
+    "[23, 24] the counter, and the number of compilations",
+    (counts[23], counts[24], len(jitted_call.compilations)),
+)
 
 # %% [25-27] A layer that compiles its own call.
 jit_model = ft.nn.Jitted(model)
@@ -119,8 +131,9 @@ assert jit_model.body is model
 
 show.section("Sharding basics, and pictures of shardings")
 
-# %% [31, 32] A mesh of devices. JAX has removed `PositionalSharding`; a `NamedSharding` on a mesh with named mesh axes
-# replaces it. (`devices` is an option of `ft.make_mesh`, so this mesh axis is made by JAX's own class.)
+# %% [31, 32] A mesh of devices. JAX has removed `PositionalSharding`; a `NamedSharding` on a mesh
+# with named mesh axes replaces it. (`devices` is an option of `ft.make_mesh`, so this mesh axis is
+# made by JAX's own class.)
 line = Mesh(mesh_utils.create_device_mesh((8,)), ("devices",))
 show("[31] devices", line)
 show("[32] pos_sharding", NamedSharding(line, P("devices")))
@@ -154,7 +167,8 @@ for cell, spec in {41: P("foo", "bar"), 42: P(None, ("bar", "foo"), None), 43: P
 
 show.section("Sharding arrays whose axes have names")
 
-# %% [44-46] An array of values 1 + 0 to 3 + 3. It is a plain array; the names of its axes are given where needed.
+# %% [44-46] An array of values 1 + 0 to 3 + 3. It is a plain array; the names of its axes are given
+# where needed.
 arr = jnp.arange(1, 4)[:, None] + jnp.arange(4)[None, :]
 show("[45] arr", arr)
 
@@ -163,8 +177,8 @@ arrays[49] = ft.shard(arr, ft.AxisRules({"foo": None, "bar": "columns"}), wide, 
 show("[49] sharded_arr", arrays[49])
 
 
-# %% [50, 51] A tree of arrays with named axes: a module, whose annotations have the names. functree checks them against
-# the ranks of the arrays.
+# %% [50, 51] A tree of arrays with named axes: a module, whose annotations have the names. functree
+# checks them against the ranks of the arrays.
 class SomeArrays(eqx.Module):
     one: Float[Array, "a b c"]
     two: Float[Array, "a"]
@@ -175,8 +189,8 @@ some_arrays = SomeArrays(jnp.ones((4, 8, 6)), jnp.ones(8), jnp.ones((4, 12)))
 show("[50] some_array_tree", some_arrays)
 show("[51] mesh", mesh)
 
-# %% [52, 53] `name_to_name_sharding` is a plan, which also gives the reasons. `...: None` is for `c` and `d`, which are
-# not sharded. Without it they would be an error, since they have no rule.
+# %% [52, 53] `name_to_name_sharding` is a plan, which also gives the reasons. `...: None` is for
+# `c` and `d`, which are not sharded. Without it they would be an error, since they have no rule.
 rules = ft.AxisRules({"a": "bar", "b": "foo", ...: None})
 plan = ft.plan(some_arrays, rules, mesh)
 show("[53] plan", plan)
@@ -187,17 +201,19 @@ arrays[54] = ft.shard(some_arrays, plan, mesh)
 arrays[55] = ft.shard(some_arrays, rules, mesh)
 show("[55] sharded", arrays[55])
 
-# %% [56] A mesh whose mesh axes have the names of axes: each axis is sharded over the mesh axis of its name. `P()`
-# replicates arrays of which these rules shard nothing.
+# %% [56] A mesh whose mesh axes have the names of axes: each axis is sharded over the mesh axis of
+# its name. `P()` replicates arrays of which these rules shard nothing.
 already_matching_mesh = ft.make_mesh(b=4, a=2)
-arrays[56] = ft.shard(some_arrays, ft.AxisRules.identity(already_matching_mesh) | P(), already_matching_mesh)
+arrays[56] = ft.shard(
+    some_arrays, ft.AxisRules.identity(already_matching_mesh) | P(), already_matching_mesh
+)
 show("[56] by their own names", arrays[56])
 
 show.section("Sharding models and training loops")
 
 
-# %% [57, 58] A small transformer with a list of blocks, as in the notebook, so that layers can be inserted between
-# them. (functree's own transformer has its blocks in one `ft.Stacked`.)
+# %% [57, 58] A small transformer with a list of blocks, as in the notebook, so that layers can be
+# inserted between them. (functree's own transformer has its blocks in one `ft.Stacked`.)
 class Decoder(eqx.Module):
     embed: ft.nn.Embedding
     blocks: ft.nn.Sequential
@@ -213,13 +229,23 @@ class Decoder(eqx.Module):
 
 
 config = ft.nn.TransformerConfig(
-    vocab_size=100, embed=64, layers=2, heads=2, kv_heads=2, head_dim=16, hidden=128, tie_embedding=True
+    vocab_size=100,
+    embed=64,
+    layers=2,
+    heads=2,
+    kv_heads=2,
+    head_dim=16,
+    hidden=128,
+    tie_embedding=True,
 )
-embed_rules = ft.AxisRules({"embed": "devices", ...: None})  # shard the embedding dimension across devices
+embed_rules = ft.AxisRules(
+    {"embed": "devices", ...: None}
+)  # shard the embedding dimension across devices
 sharded_init = ft.init(Decoder.create, embed_rules, line)
 tiny_transformer = sharded_init(config, key=jax.random.key(42))
 
-# %% [59] Each parameter was created sharded. `sharded_init.plan(...)` shows the plan without creating them.
+# %% [59] Each parameter was created sharded. `sharded_init.plan(...)` shows the plan without
+# creating them.
 show("[59] tiny_transformer", tiny_transformer)
 
 # %% [60] A batch, sharded over the devices.
@@ -227,22 +253,28 @@ batch_rules = ft.AxisRules({"batch": "devices", ...: None})
 tokens = ft.shard(jnp.ones((16, 20), jnp.int32), batch_rules, line, axes="batch seq")
 show("[60] tokens", tokens)
 
-# %% [61, 62] The compiler chooses the sharding of the result. (In the notebook the batch was sharded over the devices;
-# newer compilers may replicate it.)
+# %% [61, 62] The compiler chooses the sharding of the result. (In the notebook the batch was
+# sharded over the devices; newer compilers may replicate it.)
 apply = ft.jit(lambda model, tokens: model(tokens))
 result = apply(tiny_transformer, tokens)
 show("[61] result", result)
 show("[62] its sharding", result.sharding)
 
-# More control, with "fully sharded data parallel" guaranteed: the layers of `ft.nn` constrain their activations by the
-# rules of the jit. A mesh axis shards one dimension of an array: the batch of activations, and `embed` of parameters.
+# More control, with "fully sharded data parallel" guaranteed: the layers of `ft.nn` constrain their
+# activations by the rules of the jit. A mesh axis shards one dimension of an array: the batch of
+# activations, and `embed` of parameters.
 fsdp_rules = ft.AxisRules({"batch": "devices", "embed": "devices", ...: None})
-fsdp_result = ft.jit(lambda model, tokens: model(tokens), rules=fsdp_rules)(tiny_transformer, tokens)
+fsdp_result = ft.jit(lambda model, tokens: model(tokens), rules=fsdp_rules)(
+    tiny_transformer, tokens
+)
 show("[62] its sharding, by rules", fsdp_result.sharding)
 
-# %% [63, 64] A layer that constrains its input, after each block: the batch is sharded over the devices.
+# %% [63, 64] A layer that constrains its input, after each block: the batch is sharded over the
+# devices.
 constrain = ft.nn.Constrain("batch seq embed", batch_rules)
-tiny_transformer_constrained = ft.select(tiny_transformer).under(ft.nn.Block).insert_after(constrain)
+tiny_transformer_constrained = (
+    ft.select(tiny_transformer).under(ft.nn.Block).insert_after(constrain)
+)
 constrained_result = apply(tiny_transformer_constrained, tokens)
 
 # %% [65] Select the constraints.

@@ -1,7 +1,8 @@
-"""The output of a tour: text on the terminal, and with `--html FILE` also a page with pictures by treescope.
+"""The output of a tour: text on the terminal, and with `--html FILE` also a page with pictures by
+treescope.
 
-The tours in this folder use it: `show = Show(__doc__)`, then `show("[33] x", x)` for each value, and `show.save()` at
-the end.
+The tours in this folder use it: `show = Show(__doc__)`, then `show("[33] x", x)` for each value,
+and `show.save()` at the end.
 """
 
 import argparse
@@ -27,12 +28,20 @@ class Show:
 
     def __init__(self, doc: str | None):
         about = (doc or "").strip()
-        parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
-        parser.add_argument("--html", type=Path, metavar="FILE", help="write a page with pictures (by treescope)")
+        parser = argparse.ArgumentParser(
+            description=about, formatter_class=argparse.RawDescriptionHelpFormatter
+        )
+        parser.add_argument(
+            "--html", type=Path, metavar="FILE", help="write a page with pictures (by treescope)"
+        )
         self.file: Path | None = parser.parse_args().html
         if self.file is not None and not self.file.absolute().parent.is_dir():
             parser.error(f"there is no folder {str(self.file.parent)!r}")
-        self.page = ["<!DOCTYPE html>", '<meta charset="utf-8">', f"<title>{about.splitlines()[0]}</title>"]
+        self.page = [
+            "<!DOCTYPE html>",
+            '<meta charset="utf-8">',
+            f"<title>{about.splitlines()[0]}</title>",
+        ]
 
     def __call__(self, name: str, value: Any) -> None:
         """Show a value as text on the terminal, and as a picture on the page."""
@@ -77,7 +86,11 @@ def _text(value: Any) -> str:
     """A table for a tree of arrays or a plan, and one line for other values."""
     if _is_array(value):
         small = f" = {np.asarray(value)}" if value.ndim == 0 else ""
-        where = f" as {value.sharding.spec}" if isinstance(value.sharding, NamedSharding) else " on one device"
+        where = (
+            f" as {value.sharding.spec}"
+            if isinstance(value.sharding, NamedSharding)
+            else " on one device"
+        )
         return f"{value.dtype}{list(value.shape)}{where}{small}"
     if isinstance(value, NamedSharding):
         return f"{value.spec} on {value.mesh}"

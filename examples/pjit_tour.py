@@ -1,17 +1,22 @@
-"""The module `jax.experimental.pjit` of early versions of JAX, from its docstring to its last helper, in functree.
+"""The module `jax.experimental.pjit` of early versions of JAX, from its docstring to its last
+helper, in functree.
 
     python examples/pjit_tour.py                    # with 8 devices simulated on the CPU
     python examples/pjit_tour.py --html tour.html   # also a page with pictures of arrays and shardings, by treescope
 
-The sections are those of the module's source. Today `pjit` is `jax.jit`. This tour shows with `ft.jit` what the source
-promised and checked, on the function and the mesh of its docstring.
+The sections are those of the module's source. Today `pjit` is `jax.jit`. This tour shows with
+`ft.jit` what the source promised and checked, on the function and the mesh of its docstring.
 """
 
 import os
 
-os.environ.setdefault("JAX_PLATFORMS", "cpu")  # simulate 8 devices; JAX reads both variables when it is imported
+os.environ.setdefault(
+    "JAX_PLATFORMS", "cpu"
+)  # simulate 8 devices; JAX reads both variables when it is imported
 if "device_count" not in os.environ.get("XLA_FLAGS", ""):
-    os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+    os.environ["XLA_FLAGS"] = (
+        os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+    )
 
 import warnings
 from collections.abc import Callable
@@ -44,8 +49,8 @@ def attempt(name: str, function: Callable[..., Any], *args: Any) -> str:
 show.section("pjit")
 
 
-# %% The docstring's example: a convolution, partitioned automatically. `in_axis_resources=None` meant replicated. Here
-# that is `P()`, and `None` means any sharding.
+# %% The docstring's example: a convolution, partitioned automatically. `in_axis_resources=None`
+# meant replicated. Here that is `P()`, and `None` means any sharding.
 def smooth(x: Float[Array, "n"]) -> Float[Array, "n"]:
     return jnp.convolve(x, jnp.asarray([0.5, 1.0, 0.5]), "same")
 
@@ -59,8 +64,9 @@ with jax.set_mesh(mesh):
 show("f(x)", np.asarray(y))
 show("the sharding of f(x)", y)
 
-# %% "The returned function will use the mesh definition available at each call site": it still does, and the records
-# of its compilations show this. Without a current mesh, the mesh of the arguments is used; here they have none.
+# %% "The returned function will use the mesh definition available at each call site": it still
+# does, and the records of its compilations show this. Without a current mesh, the mesh of the
+# arguments is used; here they have none.
 half = Mesh(np.array(jax.devices()[:4]), ("devices",))
 with jax.set_mesh(half):
     y_half = f(ft.shard(x, P()))
@@ -68,8 +74,9 @@ show("on 4 devices", y_half)
 show("f.compilations", [str(compilation) for compilation in f.compilations])
 messages = {"no mesh": attempt("without a mesh", f, x)}
 
-# %% "Inputs will be automatically partitioned if they're not already": here only uncommitted arrays are. As this is
-# done on each call, the second call warns. A committed array is never moved implicitly.
+# %% "Inputs will be automatically partitioned if they're not already": here only uncommitted arrays
+# are. As this is done on each call, the second call warns. A committed array is never moved
+# implicitly.
 g = ft.jit(lambda x: 2 * x, in_shardings=P("devices"), out_shardings=P("devices"), mesh=mesh)
 doubled = g(x)
 with warnings.catch_warnings(record=True) as caught:
@@ -78,8 +85,8 @@ with warnings.catch_warnings(record=True) as caught:
 show("the second call warns", str(caught[-1].message))
 messages["moved"] = attempt("an input that is sharded otherwise", g, whole)
 
-# %% "Make sure the relevant out_axis_resources match the in_axis_resources": then the result can be passed in again.
-# (For donated state this is not needed: it keeps its shardings.)
+# %% "Make sure the relevant out_axis_resources match the in_axis_resources": then the result can be
+# passed in again. (For donated state this is not needed: it keeps its shardings.)
 for _ in range(3):
     doubled = g(doubled)
 show("doubled four times", np.asarray(doubled))
@@ -87,8 +94,8 @@ show("doubled four times", np.asarray(doubled))
 # (The docstring's note on multi-process platforms is left out: there is one process here.)
 
 
-# %% "A pytree prefix": one layout for a whole subtree. Entries are given by position or by parameter name. Rules are
-# layouts, too.
+# %% "A pytree prefix": one layout for a whole subtree. Entries are given by position or by
+# parameter name. Rules are layouts, too.
 @ft.jit(in_shardings={"params": {"w": P(None, "devices"), "rest": P()}, "x": P()}, mesh=mesh)
 def apply(params: dict[str, Any], x: Array) -> Array:
     return x @ params["w"] + sum(jax.tree.leaves(params["rest"]))
@@ -98,8 +105,9 @@ params = {"w": jnp.ones((8, 16)), "rest": [jnp.ones(16), {"bias": jnp.ones(16)}]
 z = apply(params, x)
 show("a prefix", z)
 
-# %% static_argnums still exists, and Python numbers are always static. donate_argnums has become `donate=`, with names
-# or positions. "pjit does not support kwargs": here a call with keywords shares the trace of the positional call.
+# %% static_argnums still exists, and Python numbers are always static. donate_argnums has become
+# `donate=`, with names or positions. "pjit does not support kwargs": here a call with keywords
+# shares the trace of the positional call.
 power = ft.jit(lambda x, n: x**n, in_shardings=(P("devices"), None), donate="x", mesh=mesh)
 donated = ft.shard(x, P("devices"), mesh)
 cubed = power(n=3, x=donated)
@@ -113,8 +121,8 @@ show("lowered, compiled, run", np.asarray(compiled(whole)))
 
 show.section("Parsing and checking resources")
 
-# %% ParsedPartitionSpec: an entry is None, a mesh axis, or a tuple of mesh axes. Dimensions without an entry are not
-# sharded.
+# %% ParsedPartitionSpec: an entry is None, a mesh axis, or a tuple of mesh axes. Dimensions without
+# an entry are not sharded.
 grid = ft.make_mesh(rows=4, columns=2)
 square = jnp.ones((8, 8))
 specs = (P("rows", "columns"), P(("rows", "columns")), P(None, "columns"), P("rows"), P())
@@ -122,13 +130,17 @@ spread = {spec: ft.shard(square, spec, grid) for spec in specs}
 for spec, array in spread.items():
     show(f"8 × 8 by {spec}", array)
 
-# %% _check_unique_resources and _check_shapes_against_resources: the same checks are made for all leaves before
-# anything runs, and the error has the path of each leaf and a remedy. (A plan needs no devices: the mesh may be a dict
-# of sizes.)
+# %% _check_unique_resources and _check_shapes_against_resources: the same checks are made for all
+# leaves before anything runs, and the error has the path of each leaf and a remedy. (A plan needs
+# no devices: the mesh may be a dict of sizes.)
 sizes = {"devices": 8}
 messages["type"] = attempt("no spec", lambda: ft.jit(smooth, in_shardings="devices"))
-messages["unique"] = attempt("a mesh axis twice", ft.plan, {"w": square}, P("devices", "devices"), sizes)
-messages["rank"] = attempt("more entries than dimensions", ft.plan, {"b": x}, P("devices", None), sizes)
+messages["unique"] = attempt(
+    "a mesh axis twice", ft.plan, {"w": square}, P("devices", "devices"), sizes
+)
+messages["rank"] = attempt(
+    "more entries than dimensions", ft.plan, {"b": x}, P("devices", None), sizes
+)
 messages["undefined"] = attempt("an undefined mesh axis", ft.plan, {"b": x}, P("device"), sizes)
 messages["divisible"] = attempt(
     "a size that does not divide", ft.plan, {"w": square, "b": jnp.ones(12)}, P("devices"), sizes
@@ -145,8 +157,8 @@ show("vmap", batched)
 primal, tangent = jax.jvp(f, (whole,), (jnp.ones_like(whole),))
 show("jvp", tangent)
 
-# %% _pjit_partial_eval and _pjit_transpose: the compiler chooses the shardings of the residuals. (Formerly "all get
-# fully replicated".)
+# %% _pjit_partial_eval and _pjit_transpose: the compiler chooses the shardings of the residuals.
+# (Formerly "all get fully replicated".)
 gradient = jax.grad(lambda x: f(x).sum())(whole)
 show("grad", np.asarray(gradient))
 
@@ -166,7 +178,8 @@ loss = ft.jit(ft.value_and_grad(lambda model, x: (model(x) ** 2).mean()), rules=
 value, gradients = loss(model, batch)
 show("gradients", ft.plan(gradients))
 
-# %% pjit inside pjit: `f` is traced into the outer program. "Changing the physical mesh is not allowed inside."
+# %% pjit inside pjit: `f` is traced into the outer program. "Changing the physical mesh is not
+# allowed inside."
 nested = ft.jit(lambda x: f(f(x)), mesh=mesh)(whole)
 show("nested", np.asarray(nested))
 inner = ft.jit(smooth, mesh=half)
@@ -175,8 +188,8 @@ messages["mesh"] = attempt("another mesh inside", ft.jit(lambda x: inner(x), mes
 show.section("with_sharding_constraint")
 
 
-# %% `ft.constrain`, by a spec or by axes. Outside of a trace it moves the array; pjit's function raised
-# NotImplementedError there.
+# %% `ft.constrain`, by a spec or by axes. Outside of a trace it moves the array; pjit's function
+# raised NotImplementedError there.
 @ft.jit(rules=rules)
 def constrained(x: Float[Array, "batch embed"]) -> Float[Array, "batch hidden"]:
     return ft.constrain(jnp.tanh(x), "batch hidden")
@@ -190,8 +203,11 @@ show("outside", outside)
 
 show.section("Helpers")
 
-# %% GlobalDeviceArray, FROM_GDA: every array has its sharding, and `None` among in_shardings accepts any.
-any_sharding = ft.jit(lambda x, y: (x, y), in_shardings=(None, P("devices")), mesh=mesh)(whole, doubled)
+# %% GlobalDeviceArray, FROM_GDA: every array has its sharding, and `None` among in_shardings
+# accepts any.
+any_sharding = ft.jit(lambda x, y: (x, y), in_shardings=(None, P("devices")), mesh=mesh)(
+    whole, doubled
+)
 show("any sharding", any_sharding)
 
 # %% parse_op_sharding: the shardings of a compiled program and of live arrays, as specs.

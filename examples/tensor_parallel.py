@@ -1,11 +1,13 @@
-"""A tensor-parallel MLP in three ways: with specs, with an annotated signature, and by the compiler.
+"""A tensor-parallel MLP in three ways: with specs, with an annotated signature, and by the
+compiler.
 
     python examples/tensor_parallel.py                            # with 8 devices simulated on the CPU
     python examples/tensor_parallel.py --model 4 --hidden 4096
 
-The hidden units are sharded over the mesh axis `model`, and each device computes with its own units. So each device has
-a partial sum of every element of the result, and one all-reduce adds them. The gradient with respect to the input needs
-a second all-reduce. All three ways compile to just these collectives.
+The hidden units are sharded over the mesh axis `model`, and each device computes with its own
+units. So each device has a partial sum of every element of the result, and one all-reduce adds
+them. The gradient with respect to the input needs a second all-reduce. All three ways compile to
+just these collectives.
 """
 
 import argparse
@@ -15,10 +17,13 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-# Simulate 8 devices on the CPU, so that this runs anywhere. JAX reads both variables once, when it is imported.
+# Simulate 8 devices on the CPU, so that this runs anywhere. JAX reads both variables once, when it
+# is imported.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 if "device_count" not in os.environ.get("XLA_FLAGS", ""):
-    os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+    os.environ["XLA_FLAGS"] = (
+        os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+    )
 
 import equinox as eqx
 import jax
@@ -30,7 +35,8 @@ from rich.table import Table
 
 import functree as ft
 
-# --- The model: it names its axes, and does not mention devices -----------------------------------------------------
+# --- The model: it names its axes, and does not mention devices
+# -----------------------------------------------------
 
 
 class MLP(eqx.Module):
@@ -41,40 +47,51 @@ class MLP(eqx.Module):
         return jax.nn.gelu(x @ self.up) @ self.down
 
 
-# --- Three ways to run it -------------------------------------------------------------------------------------------
+# --- Three ways to run it
+# -------------------------------------------------------------------------------------------
 
 # A rule for each axis; and the specs that result for an MLP, by path.
 RULES = ft.AxisRules({"hidden": "model", "batch": None, "embed": None})
 SPECS = ft.StateSharding({"up": ft.P(None, "model"), "down": ft.P("model", None)})
 
 
-# 1. The function runs on each device with its shards, which are given by specs. `psum` adds the partial sums.
+# 1. The function runs on each device with its shards, which are given by specs. `psum` adds the
+# partial sums.
 @ft.shard_map(in_specs={"mlp": SPECS, "x": ft.P()}, out_specs=ft.P())
 def by_specs(mlp: MLP, x: Array) -> Array:
     return jax.lax.psum(mlp(x), "model")
 
 
-# 2. The same, but the shards are given by the annotations and the rules, and every call is checked against them.
+# 2. The same, but the shards are given by the annotations and the rules, and every call is checked
+# against them.
 @ft.shard_map(rules=RULES)
 def by_signature(mlp: MLP, x: Float[Array, "batch embed"]) -> Float[Array, "batch embed"]:
     return jax.lax.psum(mlp(x), "model")
 
 
-# 3. The function runs on global arrays: from the shardings of arguments and result, the compiler finds the collectives.
+# 3. The function runs on global arrays: from the shardings of arguments and result, the compiler
+# finds the collectives.
 @ft.jit(in_shardings=RULES, out_shardings=ft.P())
 def by_compiler(mlp: MLP, x: Float[Array, "batch embed"]) -> Float[Array, "batch embed"]:
     return mlp(x)
 
 
 Way = Callable[[MLP, Array], Array]
-WAYS: dict[str, Way] = {"by_specs": by_specs, "by_signature": by_signature, "by_compiler": by_compiler}
+WAYS: dict[str, Way] = {
+    "by_specs": by_specs,
+    "by_signature": by_signature,
+    "by_compiler": by_compiler,
+}
 
-# --- The comparison -------------------------------------------------------------------------------------------------
+# --- The comparison
+# -------------------------------------------------------------------------------------------------
 
 
 def gradients_through(way: Way) -> Callable[[MLP, Array], Any]:
     """The gradients of the mean square of the result, with respect to the MLP and to its input."""
-    return ft.grad(lambda mlp, x: jnp.mean(way(mlp, x) ** 2), argnums=(0, 1), layout=(RULES, ft.P()))
+    return ft.grad(
+        lambda mlp, x: jnp.mean(way(mlp, x) ** 2), argnums=(0, 1), layout=(RULES, ft.P())
+    )
 
 
 def collectives(program: str) -> str:
@@ -85,17 +102,30 @@ def collectives(program: str) -> str:
 
 
 def difference(found: Any, expected: Any) -> float:
-    """The largest difference between two trees of arrays, relative to the largest number in the same array."""
-    pairs = zip(map(np.asarray, jax.tree.leaves(found)), map(np.asarray, jax.tree.leaves(expected)), strict=True)
+    """The largest difference between two trees of arrays, relative to the largest number in the
+    same array."""
+    pairs = zip(
+        map(np.asarray, jax.tree.leaves(found)),
+        map(np.asarray, jax.tree.leaves(expected)),
+        strict=True,
+    )
     return max(float(np.abs(a - b).max() / np.abs(b).max()) for a, b in pairs)
 
 
 def compare(mlp: MLP, x: Array, devices: int) -> float:
-    """Run the MLP in each way and on one device, print a comparison, and return the largest difference."""
+    """Run the MLP in each way and on one device, print a comparison, and return the largest
+    difference."""
     mesh = ft.make_mesh(model=devices)
     print(ft.plan({"mlp": mlp, "x": x}, {"mlp": RULES, "x": ft.P()}, mesh), end="\n\n")
     table = Table(
-        "", "result spec", "error", "collectives", "gradients'\nerror", "their\ncollectives", box=None, pad_edge=False
+        "",
+        "result spec",
+        "error",
+        "collectives",
+        "gradients'\nerror",
+        "their\ncollectives",
+        box=None,
+        pad_edge=False,
     )
     expected, worst = (mlp(x), gradients_through(MLP.__call__)(mlp, x)), 0.0
     with jax.set_mesh(mesh):
@@ -104,9 +134,13 @@ def compare(mlp: MLP, x: Array, devices: int) -> float:
             programs = ft.jit(way), ft.jit(gradients_through(way))
             found = [program(mlp, x) for program in programs]
             off = [difference(*both) for both in zip(found, expected, strict=True)]
-            counted = [collectives(program.lower(mlp, x).compile().as_text() or "") for program in programs]
+            counted = [
+                collectives(program.lower(mlp, x).compile().as_text() or "") for program in programs
+            ]
             (result,) = ft.plan(found[0])
-            table.add_row(name, str(result.spec), f"{off[0]:.0e}", counted[0], f"{off[1]:.0e}", counted[1])
+            table.add_row(
+                name, str(result.spec), f"{off[0]:.0e}", counted[0], f"{off[1]:.0e}", counted[1]
+            )
             worst = max(worst, *off)
     Console().print(table)
     return worst
@@ -114,11 +148,15 @@ def compare(mlp: MLP, x: Array, devices: int) -> float:
 
 def main() -> None:
     shown = argparse.ArgumentDefaultsHelpFormatter
-    parser = argparse.ArgumentParser(description="A tensor-parallel MLP in three ways.", formatter_class=shown)
+    parser = argparse.ArgumentParser(
+        description="A tensor-parallel MLP in three ways.", formatter_class=shown
+    )
     parser.add_argument("--batch", type=int, default=16, help="inputs")
     parser.add_argument("--embed", type=int, default=256, help="size of an input")
     parser.add_argument("--hidden", type=int, default=1024, help="hidden units")
-    parser.add_argument("--model", type=int, default=jax.device_count(), help="devices that share the hidden units")
+    parser.add_argument(
+        "--model", type=int, default=jax.device_count(), help="devices that share the hidden units"
+    )
     options = parser.parse_args()
     if min(vars(options).values()) < 1:
         parser.error("all sizes are at least 1")
@@ -133,7 +171,9 @@ def main() -> None:
         parser.exit(2, f"{parser.prog}: error: {error}\n")
     if not worst < 1e-4:
         parser.exit(1, f"{parser.prog}: the results differ by {worst:.0e}\n")
-    print(f"\nAll results equal those of one device, to {worst:.0e} of the largest number in each array.")
+    print(
+        f"\nAll results equal those of one device, to {worst:.0e} of the largest number in each array."
+    )
 
 
 if __name__ == "__main__":

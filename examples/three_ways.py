@@ -1,11 +1,12 @@
-"""Auto, Explicit and Manual: JAX's three types of mesh axes, for one small model with one set of rules.
+"""Auto, Explicit and Manual: JAX's three types of mesh axes, for one small model with one set of
+rules.
 
     python examples/three_ways.py                                 # with 8 devices simulated on the CPU
     python examples/three_ways.py --data 4 --model 2 --hidden 512
 
-The batch is sharded over the mesh axis `data` and the hidden units over `model`, so the result needs a sum over
-`model`. The three differ in what inserts this sum, in what the types of arrays show, and in what happens if the sum is
-forgotten.
+The batch is sharded over the mesh axis `data` and the hidden units over `model`, so the result
+needs a sum over `model`. The three differ in what inserts this sum, in what the types of arrays
+show, and in what happens if the sum is forgotten.
 """
 
 import argparse
@@ -15,10 +16,13 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-# Simulate 8 devices on the CPU, so that this runs anywhere. JAX reads both variables once, when it is imported.
+# Simulate 8 devices on the CPU, so that this runs anywhere. JAX reads both variables once, when it
+# is imported.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 if "device_count" not in os.environ.get("XLA_FLAGS", ""):
-    os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+    os.environ["XLA_FLAGS"] = (
+        os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+    )
 
 import equinox as eqx
 import jax
@@ -30,7 +34,8 @@ from rich.table import Table
 
 import functree as ft
 
-# --- The model ------------------------------------------------------------------------------------------------------
+# --- The model
+# ------------------------------------------------------------------------------------------------------
 
 RULES = ft.AxisRules({"batch": "data", "hidden": "model", "embed": None})
 
@@ -54,23 +59,27 @@ class Block(eqx.Module):
         return hidden
 
 
-# --- The three ways -------------------------------------------------------------------------------------------------
+# --- The three ways
+# -------------------------------------------------------------------------------------------------
 
 
-# Auto axes: arrays are global, and their types have no shardings. The compiler chooses them, guided by constraints.
+# Auto axes: arrays are global, and their types have no shardings. The compiler chooses them, guided
+# by constraints.
 @ft.jit(rules=RULES)
 def automatic(block: Block, x: Float[Array, "batch embed"]) -> Float[Array, "batch embed"]:
     hidden = ft.constrain(block.hidden(x), "batch hidden")
     return x + ft.constrain(hidden @ block.down, "batch embed")
 
 
-# Explicit axes: arrays are global, and their types have shardings. If a result's is ambiguous, JAX asks for it.
+# Explicit axes: arrays are global, and their types have shardings. If a result's is ambiguous, JAX
+# asks for it.
 @ft.jit(rules=RULES)
 def explicit(block: Block, x: Float[Array, "batch embed"]) -> Float[Array, "batch embed"]:
     return x + jnp.dot(block.hidden(x), block.down, out_sharding=ft.spec("batch embed"))
 
 
-# Manual axes: arrays are local, and their types have the axes along which they vary. All collectives are written.
+# Manual axes: arrays are local, and their types have the axes along which they vary. All
+# collectives are written.
 @ft.shard_map(rules=RULES)
 def manual(block: Block, x: Float[Array, "batch embed"]) -> Float[Array, "batch embed"]:
     return x + jax.lax.psum(block.hidden(x) @ block.down, "model")
@@ -81,20 +90,25 @@ def forgetful(block: Block, x: Float[Array, "batch embed"]) -> Float[Array, "bat
     return x + block.hidden(x) @ block.down
 
 
-# --- Training: one step for all three -------------------------------------------------------------------------------
+# --- Training: one step for all three
+# -------------------------------------------------------------------------------
 
 
-# The block is donated: the new one uses its memory and keeps its shardings. `way` is not an array, so it is static.
+# The block is donated: the new one uses its memory and keeps its shardings. `way` is not an array,
+# so it is static.
 @ft.jit(rules=RULES, donate="block")
 def train_step(way: Any, block: Block, x: Array) -> tuple[Block, Array]:
     loss, gradients = ft.value_and_grad(lambda block: jnp.mean(way(block, x) ** 2))(block)
     return jax.tree.map(lambda p, g: p - 0.1 * g, block, gradients), loss
 
 
-# --- The comparison -------------------------------------------------------------------------------------------------
+# --- The comparison
+# -------------------------------------------------------------------------------------------------
 
 Way = Callable[[Block, Array], Array]
-WAYS: dict[str, tuple[Way, Way, str]] = {  # the way, `forgetful` run in this way, and what inserts the sum
+WAYS: dict[
+    str, tuple[Way, Way, str]
+] = {  # the way, `forgetful` run in this way, and what inserts the sum
     "automatic": (automatic, ft.jit(forgetful, rules=RULES), "the compiler"),
     "explicit": (explicit, ft.jit(forgetful, rules=RULES), "`out_sharding=`"),
     "manual": (manual, ft.shard_map(forgetful, rules=RULES), "`psum`"),
@@ -113,7 +127,9 @@ def attempt(function: Callable[..., Any], *arguments: Any) -> str:
     """The result of a function as text, or the error that it raises."""
     try:
         return str(function(*arguments))
-    except Exception as error:  # functree raises a `ft.FunctreeError`; JAX's own error has no public name
+    except (
+        Exception
+    ) as error:  # functree raises a `ft.FunctreeError`; JAX's own error has no public name
         return f"{type(error).__name__}: {error}"
 
 
@@ -141,7 +157,9 @@ def compare(batch: int, embed: int, hidden: int, data: int, model: int) -> None:
     Console().print(looks, "", results)
     print("\nIf the sum is forgotten:", *forgotten, sep="\n\n")
     with jax.set_mesh(auto):
-        print(f"\nWith one more hidden unit, in all three ways:\n\n{attempt(make, embed, hidden + 1, block_key)}")
+        print(
+            f"\nWith one more hidden unit, in all three ways:\n\n{attempt(make, embed, hidden + 1, block_key)}"
+        )
 
 
 def main() -> None:

@@ -1,4 +1,5 @@
-"""Train a small byte-level transformer on Python's own source code, sharded over the devices there are.
+"""Train a small byte-level transformer on Python's own source code, sharded over the devices there
+are.
 
     python examples/train_lm.py                                        # 8 simulated devices on a CPU, two minutes
     python examples/train_lm.py --rules fsdp --mesh data=8
@@ -27,9 +28,14 @@ from math import gcd, log
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
-# Simulate 8 devices on the CPU, unless their number is set already. JAX reads this once, when it is imported.
-if not re.search("device_count|_cpu_devices", " ".join([os.environ.get("XLA_FLAGS", ""), *os.environ])):
-    os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+# Simulate 8 devices on the CPU, unless their number is set already. JAX reads this once, when it is
+# imported.
+if not re.search(
+    "device_count|_cpu_devices", " ".join([os.environ.get("XLA_FLAGS", ""), *os.environ])
+):
+    os.environ["XLA_FLAGS"] = (
+        os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+    )
 
 import jax
 import numpy as np
@@ -41,12 +47,15 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 import functree as ft
 
-# --- The rules: over which mesh axis each axis is sharded -----------------------------------------------------------
+# --- The rules: over which mesh axis each axis is sharded
+# -----------------------------------------------------------
 
-# FSDP: each device has a shard of every large array, and gathers the other shards when it uses the array.
+# FSDP: each device has a shard of every large array, and gathers the other shards when it uses the
+# array.
 FSDP = ft.FSDP("data", min_size=1024)
 
-# Tensor parallelism: the heads, the hidden units and the vocabulary are sharded, and so is the computation with them.
+# Tensor parallelism: the heads, the hidden units and the vocabulary are sharded, and so is the
+# computation with them.
 TENSOR = {"heads": "model", "kv_heads": "model", "hidden": "model", "vocab": "model"}
 
 RULES: dict[str, ft.Layout] = {
@@ -59,7 +68,8 @@ RULES: dict[str, ft.Layout] = {
 
 
 def default_mesh(rules: str) -> dict[str, int]:
-    """A mesh of all devices: `data` only for FSDP alone, else also `model`, with four devices if this divides."""
+    """A mesh of all devices: `data` only for FSDP alone, else also `model`, with four devices if
+    this divides."""
     devices = jax.device_count()
     if rules == "fsdp":
         return {"data": devices}
@@ -67,18 +77,30 @@ def default_mesh(rules: str) -> dict[str, int]:
     return {"data": devices // model, "model": model}
 
 
-# --- The text: a token is a byte ------------------------------------------------------------------------------------
+# --- The text: a token is a byte
+# ------------------------------------------------------------------------------------
 
 VOCAB = 256
 END_OF_FILE = b"\0"
-SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "pydoc_data"}  # not prose
+SKIPPED = {
+    "site-packages",
+    "dist-packages",
+    "test",
+    "tests",
+    "idle_test",
+    "encodings",
+    "pydoc_data",
+}  # not prose
 
 
 def read_text(megabytes: float) -> tuple[np.ndarray, np.ndarray]:
-    """The source files of the standard library, as bytes: nine tenths for training, and every tenth held out."""
+    """The source files of the standard library, as bytes: nine tenths for training, and every tenth
+    held out."""
     root = Path(sysconfig.get_path("stdlib"))
     paths = sorted(path.relative_to(root) for path in root.rglob("*.py"))
-    files = [(root / path).read_bytes() + END_OF_FILE for path in paths if SKIPPED.isdisjoint(path.parts)]
+    files = [
+        (root / path).read_bytes() + END_OF_FILE for path in paths if SKIPPED.isdisjoint(path.parts)
+    ]
     ends = np.cumsum([len(file) for file in files])
     files = files[: max(20, int(np.searchsorted(ends, megabytes * 1e6)))]
     held_out = b"".join(files[::10])
@@ -87,17 +109,20 @@ def read_text(megabytes: float) -> tuple[np.ndarray, np.ndarray]:
 
 
 def starts_of(step: int, options: argparse.Namespace, length: int) -> np.ndarray:
-    """Where the sequences of a step begin. They follow from the step alone, so a run that goes on has the same."""
+    """Where the sequences of a step begin. They follow from the step alone, so a run that goes on
+    has the same."""
     rng = np.random.default_rng((options.seed, step))
     return rng.integers(0, length - options.seq, options.batch)
 
 
 def windows(text: np.ndarray, starts: np.ndarray, seq: int) -> Int[np.ndarray, "batch seq+1"]:
-    """Pieces of the text that are one byte longer than a sequence: each byte predicts the next one."""
+    """Pieces of the text that are one byte longer than a sequence: each byte predicts the next
+    one."""
     return text[starts[:, None] + np.arange(seq + 1)].astype(np.int32)
 
 
-# --- The training step ----------------------------------------------------------------------------------------------
+# --- The training step
+# ----------------------------------------------------------------------------------------------
 
 
 def bits_per_byte(model: ft.nn.Transformer, tokens: Int[Array, "batch seq+1"]) -> Float[Array, ""]:
@@ -105,13 +130,15 @@ def bits_per_byte(model: ft.nn.Transformer, tokens: Int[Array, "batch seq+1"]) -
 
 
 def make_optimizer(lr: float, steps: int) -> optax.GradientTransformation:
-    """AdamW. The learning rate rises over the first tenth of the steps, and then falls along a cosine."""
+    """AdamW. The learning rate rises over the first tenth of the steps, and then falls along a
+    cosine."""
     rate = optax.warmup_cosine_decay_schedule(lr / 10, lr, steps // 10, steps, end_value=lr / 10)
     return optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(rate, b2=0.98, weight_decay=0.1))
 
 
 def make_train_step(tx: optax.GradientTransformation, accumulate: int) -> Callable[..., Any]:
-    """The training step. Model and state are donated and keep their shardings, so it is compiled only once."""
+    """The training step. Model and state are donated and keep their shardings, so it is compiled
+    only once."""
     gradient = ft.accumulate(ft.value_and_grad(bits_per_byte), accumulate)
 
     @ft.jit(donate=("model", "state"))
@@ -123,21 +150,32 @@ def make_train_step(tx: optax.GradientTransformation, accumulate: int) -> Callab
     return train_step
 
 
-def write(model: ft.nn.Transformer, prompt: bytes, length: int, temperature: float, seed: int) -> str:
-    """Continue a prompt byte by byte, up to the end of a file: one program, with a cache of keys and values."""
-    rows = jax.sharding.get_abstract_mesh().shape["data"]  # the rules shard the batch, so each shard writes one
+def write(
+    model: ft.nn.Transformer, prompt: bytes, length: int, temperature: float, seed: int
+) -> str:
+    """Continue a prompt byte by byte, up to the end of a file: one program, with a cache of keys
+    and values."""
+    rows = jax.sharding.get_abstract_mesh().shape[
+        "data"
+    ]  # the rules shard the batch, so each shard writes one
     prompts = np.frombuffer(prompt, np.uint8)[None].repeat(rows, axis=0)
     key, end = jax.random.key(seed), END_OF_FILE[0]
-    tokens = ft.nn.generate(model, prompts, length, temperature=temperature, key=key, stop=end, pad=end)
-    return bytes(process_allgather(tokens, tiled=True)[0]).rstrip(END_OF_FILE).decode(errors="replace")
+    tokens = ft.nn.generate(
+        model, prompts, length, temperature=temperature, key=key, stop=end, pad=end
+    )
+    return (
+        bytes(process_allgather(tokens, tiled=True)[0]).rstrip(END_OF_FILE).decode(errors="replace")
+    )
 
 
-# --- The run --------------------------------------------------------------------------------------------------------
+# --- The run
+# --------------------------------------------------------------------------------------------------------
 
 
 @dataclass
 class Curve:
-    """Bits per byte: of each training batch, and of the held-out text by step; and the seconds of each step."""
+    """Bits per byte: of each training batch, and of the held-out text by step; and the seconds of
+    each step."""
 
     train: list[float] = field(default_factory=list)
     held_out: dict[int, float] = field(default_factory=dict)
@@ -149,11 +187,21 @@ class Curve:
         self.held_out |= {int(step): value for step, value in saved["held_out"].items()}
 
     def to_json(self) -> dict[str, Any]:
-        # Not the seconds: each process measures its own, and what is saved has to be the same in all.
-        return {"train": self.train, "held_out": {str(step): value for step, value in self.held_out.items()}}
+        # Not the seconds: each process measures its own, and what is saved has to be the same in
+        # all.
+        return {
+            "train": self.train,
+            "held_out": {str(step): value for step, value in self.held_out.items()},
+        }
 
 
-def train(options: argparse.Namespace, rules: ft.Layout, text: np.ndarray, held_out: np.ndarray, curve: Curve) -> None:
+def train(
+    options: argparse.Namespace,
+    rules: ft.Layout,
+    text: np.ndarray,
+    held_out: np.ndarray,
+    curve: Curve,
+) -> None:
     """Plan, create or restore, train and sample. The ambient mesh and rules are those of `main`."""
     # Mistakes are found by the plan, before an array is allocated or anything is compiled.
     config, key = model_config(options), jax.random.key(options.seed)
@@ -166,8 +214,14 @@ def train(options: argparse.Namespace, rules: ft.Layout, text: np.ndarray, held_
     model, state = ft.abstract(make, rules)(key)
     model_plan, state_plan = ft.plan(model, rules), ft.plan_optimizer(tx, model, rules)
     print(f"The model\n\n{model_plan}\n")
-    print(f"The optimizer\n\n{state_plan}\n" if options.verbose else f"The optimizer: {last_line(state_plan)}")
-    print(f"The text: {len(text) / 1e6:.1f} MB to train on, {len(held_out) / 1e6:.1f} MB of other files held out\n")
+    print(
+        f"The optimizer\n\n{state_plan}\n"
+        if options.verbose
+        else f"The optimizer: {last_line(state_plan)}"
+    )
+    print(
+        f"The text: {len(text) / 1e6:.1f} MB to train on, {len(held_out) / 1e6:.1f} MB of other files held out\n"
+    )
 
     def batch(text: np.ndarray, starts: np.ndarray) -> Int[Array, "batch seq+1"]:
         # The sequences are one longer than what is sharded, so this dimension has no name.
@@ -176,9 +230,14 @@ def train(options: argparse.Namespace, rules: ft.Layout, text: np.ndarray, held_
     places = np.linspace(0, len(held_out) - options.seq - 1, 8 * options.batch, dtype=int)
     tests = [batch(held_out, starts) for starts in np.split(places, 8)]
 
-    # From here on there are arrays, each created sharded as planned, or read so from the latest checkpoint.
+    # From here on there are arrays, each created sharded as planned, or read so from the latest
+    # checkpoint.
     first = 1
-    checkpoints = None if options.checkpoint is None else ft.Checkpoints(options.checkpoint, every=options.save_every)
+    checkpoints = (
+        None
+        if options.checkpoint is None
+        else ft.Checkpoints(options.checkpoint, every=options.save_every)
+    )
     if checkpoints is None or (latest := checkpoints.latest) is None:
         model, state = ft.init(make, rules)(key)
     else:
@@ -189,7 +248,8 @@ def train(options: argparse.Namespace, rules: ft.Layout, text: np.ndarray, held_
         first = latest + 1
         print(f"Going on after step {latest} of {checkpoints.folder}.\n")
     train_step, measure = make_train_step(tx, options.accumulate), ft.jit(bits_per_byte)
-    # Compiled here and not in the first step, to see what it moves between devices before anything is run.
+    # Compiled here and not in the first step, to see what it moves between devices before anything
+    # is run.
     ledger = train_step.lower(model, state, tests[0]).compile().ledger()
     print(f"The training step: {ledger.summary()}\n")
 
@@ -205,26 +265,47 @@ def train(options: argparse.Namespace, rules: ft.Layout, text: np.ndarray, held_
             tokens = batch(text, starts_of(step, options, len(text)))
             start = time.perf_counter()
             model, state, loss = train_step(model, state, tokens)
-            curve.train.append(float(loss))  # waits for the devices; on fast ones, read only every tenth loss
+            curve.train.append(
+                float(loss)
+            )  # waits for the devices; on fast ones, read only every tenth loss
             curve.seconds.append(time.perf_counter() - start)
             if step % max(1, options.steps // 10) == 0 or step == options.steps:
                 test(step)
-            stop = checkpoints is not None and ft.preempted(step)  # SIGTERM, in any of the processes
+            stop = checkpoints is not None and ft.preempted(
+                step
+            )  # SIGTERM, in any of the processes
             if checkpoints is not None:
                 meta = {"curve": curve.to_json(), "options": kept(options)}
                 checkpoints.save(step, (model, state), meta, force=stop or step == options.steps)
             if stop:
-                raise Stopped(f"Stopped after step {step}, which is saved: the same command goes on from there.")
+                raise Stopped(
+                    f"Stopped after step {step}, which is saved: the same command goes on from there."
+                )
     before, after = curve.held_out[0], curve.held_out[options.steps]
     print(f"\nHeld-out text: {before:.2f} bits per byte before training, {after:.2f} after.")
-    print(f"The speed: {speed.text(float(np.median(curve.seconds)))}, on {jax.device_count()} × {speed.kind}.")
+    print(
+        f"The speed: {speed.text(float(np.median(curve.seconds)))}, on {jax.device_count()} × {speed.kind}."
+    )
     if options.sample:
         sample = write(model, options.generate, options.sample, options.temperature, options.seed)
         print(f"\nA sample:\n\n{sample}\n")
 
 
 # What a run that goes on has to have the same: its losses would be others.
-SAME = ("layers", "embed", "hidden", "heads", "kv_heads", "steps", "batch", "accumulate", "seq", "dtype", "lr", "seed")
+SAME = (
+    "layers",
+    "embed",
+    "hidden",
+    "heads",
+    "kv_heads",
+    "steps",
+    "batch",
+    "accumulate",
+    "seq",
+    "dtype",
+    "lr",
+    "seed",
+)
 STOPPED = 143  # the exit status of a process that SIGTERM has stopped
 
 
@@ -241,7 +322,9 @@ def check_same(options: argparse.Namespace, saved: Mapping[str, Any]) -> None:
     now = kept(options)
     if other := [name for name in now if saved[name] != now[name]]:
         given = " ".join(f"--{name.replace('_', '-')} {saved[name]}" for name in other)
-        raise ft.FunctreeError(f"{options.checkpoint} has a run with {given}: give the same, or another folder")
+        raise ft.FunctreeError(
+            f"{options.checkpoint} has a run with {given}: give the same, or another folder"
+        )
 
 
 def model_config(options: argparse.Namespace) -> ft.nn.TransformerConfig:
@@ -253,7 +336,8 @@ def model_config(options: argparse.Namespace) -> ft.nn.TransformerConfig:
         kv_heads=options.kv_heads or options.heads,
         head_dim=options.embed // options.heads,
         hidden=options.hidden or 3 * options.embed,
-        # A sample may be longer than the sequences: each byte sees as many bytes before it as in training.
+        # A sample may be longer than the sequences: each byte sees as many bytes before it as in
+        # training.
         max_seq=max(options.seq, len(options.generate) + options.sample),
         window=options.seq,
         compute_dtype=compute_dtype(options.dtype),
@@ -261,7 +345,8 @@ def model_config(options: argparse.Namespace) -> ft.nn.TransformerConfig:
 
 
 def compute_dtype(asked: str) -> str:
-    """What is computed in: bfloat16 where the devices have units for it. Parameters and moments are float32."""
+    """What is computed in: bfloat16 where the devices have units for it. Parameters and moments are
+    float32."""
     if asked != "auto":
         return asked
     device = jax.devices()[0]
@@ -281,7 +366,8 @@ class Speed(NamedTuple):
     Attributes:
         kind: the kind of the devices.
         tokens: the tokens of a step.
-        operations: the floating-point operations of a step, forward and backward, that the model needs.
+        operations: the floating-point operations of a step, forward and backward, that the model
+            needs.
         peak: how many all devices compute in a second; None if it is not known.
     """
 
@@ -292,11 +378,20 @@ class Speed(NamedTuple):
 
     @classmethod
     def of(cls, model: ft.nn.Transformer, options: argparse.Namespace) -> "Speed":
-        """That of a model, whose matrices are used twice as often backward. A token sees half of its sequence."""
+        """That of a model, whose matrices are used twice as often backward. A token sees half of
+        its sequence."""
         weights = sum(leaf.size for leaf in jax.tree.leaves(model)) - model.embed.weight.size
-        config, kind, tokens = model.config, jax.devices()[0].device_kind, options.batch * options.seq
+        config, kind, tokens = (
+            model.config,
+            jax.devices()[0].device_kind,
+            options.batch * options.seq,
+        )
         attention = 2 * config.layers * config.heads * config.head_dim * options.seq
-        known = [peak for name, peak in PEAKS.items() if name in kind and config.compute_dtype == "bfloat16"]
+        known = [
+            peak
+            for name, peak in PEAKS.items()
+            if name in kind and config.compute_dtype == "bfloat16"
+        ]
         peak = known[0] * jax.device_count() if known else None
         return cls(kind, tokens, 3 * tokens * (2 * weights + attention), peak)
 
@@ -310,12 +405,16 @@ def last_line(plan: ft.Plan) -> str:
     return str(plan).splitlines()[-1]
 
 
-def progress(options: argparse.Namespace, first: int, curve: Curve, speed: Speed, console: Console) -> Iterator[int]:
+def progress(
+    options: argparse.Namespace, first: int, curve: Curve, speed: Speed, console: Console
+) -> Iterator[int]:
     """The numbers of the steps, from the first, with a progress bar."""
     text = TextColumn("loss {task.fields[loss]:.2f} · {task.fields[speed]}")
     columns = TextColumn("step"), MofNCompleteColumn(), BarColumn(), text, TimeRemainingColumn()
     with Progress(*columns, console=console) as bar:
-        task = bar.add_task("", total=options.steps, completed=first - 1, loss=float("nan"), speed="")
+        task = bar.add_task(
+            "", total=options.steps, completed=first - 1, loss=float("nan"), speed=""
+        )
         for step in range(first, options.steps + 1):
             yield step
             recent = speed.text(float(np.median(curve.seconds[-20:])))
@@ -333,8 +432,19 @@ def draw(curve: Curve, options: argparse.Namespace) -> None:
     axes = figure.add_subplot()
     steps = range(1, len(curve.train) + 1)
     axes.plot(steps, curve.train, color="#9db8e8", linewidth=1, label="training batches")
-    axes.plot(*zip(*curve.held_out.items(), strict=True), "o-", color="#c2410c", markersize=4, label="held-out files")
-    axes.set(xlabel="step", ylabel="bits per byte", ylim=(0, None), title=f"train_lm.py --rules {options.rules}")
+    axes.plot(
+        *zip(*curve.held_out.items(), strict=True),
+        "o-",
+        color="#c2410c",
+        markersize=4,
+        label="held-out files",
+    )
+    axes.set(
+        xlabel="step",
+        ylabel="bits per byte",
+        ylim=(0, None),
+        title=f"train_lm.py --rules {options.rules}",
+    )
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(axis="y", alpha=0.3)
     axes.legend(frameon=False)
@@ -342,14 +452,16 @@ def draw(curve: Curve, options: argparse.Namespace) -> None:
     print(f"The loss over the steps: {options.out}")
 
 
-# --- Several processes ----------------------------------------------------------------------------------------------
+# --- Several processes
+# ----------------------------------------------------------------------------------------------
 
 # What each of the processes that `--processes` starts is told.
 COORDINATOR, COUNT, NUMBER = "TRAIN_LM_COORDINATOR", "TRAIN_LM_PROCESSES", "TRAIN_LM_PROCESS"
 
 
 def start_processes(number: int) -> int:
-    """Run this command in several processes of this machine, which share its devices, as on several machines.
+    """Run this command in several processes of this machine, which share its devices, as on several
+    machines.
 
     If one of them ends with an error, so do the others. SIGTERM is passed on to them.
     """
@@ -363,7 +475,8 @@ def start_processes(number: int) -> int:
     flags = re.sub(r"(?<=device_count=)\d+", share, os.environ.get("XLA_FLAGS", ""))
     base = {**os.environ, "XLA_FLAGS": flags, COORDINATOR: address, COUNT: str(number)}
     running = [
-        subprocess.Popen([sys.executable, *sys.argv], env={**base, NUMBER: str(process)}) for process in range(number)
+        subprocess.Popen([sys.executable, *sys.argv], env={**base, NUMBER: str(process)})
+        for process in range(number)
     ]
 
     def stop(signum: int, _: object) -> None:
@@ -377,13 +490,19 @@ def start_processes(number: int) -> int:
         bad = [i for i, process in enumerate(running) if process.poll() not in (None, 0, STOPPED)]
         if bad and failed is None:
             failed = bad[0]
-            print(f"process {failed} of {number} ended with status {running[failed].poll()}", file=sys.stderr)
+            print(
+                f"process {failed} of {number} ended with status {running[failed].poll()}",
+                file=sys.stderr,
+            )
             stop(signal.SIGKILL, None)
-    return next((code for process in running if (code := process.wait())), 0) if failed is None else 1
+    return (
+        next((code for process in running if (code := process.wait())), 0) if failed is None else 1
+    )
 
 
 def join_processes(options: argparse.Namespace) -> None:
-    """Become one of several processes: those that `--processes` has started, or those of a cluster."""
+    """Become one of several processes: those that `--processes` has started, or those of a
+    cluster."""
     if COORDINATOR in os.environ:
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
         numbers = int(os.environ[COUNT]), int(os.environ[NUMBER])
@@ -395,7 +514,8 @@ def join_processes(options: argparse.Namespace) -> None:
         sys.stdout = open(os.devnull, "w")
 
 
-# --- The command line -----------------------------------------------------------------------------------------------
+# --- The command line
+# -----------------------------------------------------------------------------------------------
 
 
 class Parser(argparse.ArgumentParser):
@@ -406,7 +526,8 @@ class Parser(argparse.ArgumentParser):
 
 
 def one_line(error: ft.FunctreeError) -> str:
-    """The headline of an error, its first problem and the remedy for it; the whole text lists all problems."""
+    """The headline of an error, its first problem and the remedy for it; the whole text lists all
+    problems."""
     headline, first = str(error).splitlines()[0], error.problems[0]
     text = headline
     if first.why != headline:
@@ -422,7 +543,9 @@ def mesh_sizes(text: str) -> dict[str, int]:
     pairs = [part.partition("=") for part in text.split(",")]
     sizes = {name: int(size) for name, _, size in pairs if name.isidentifier() and size.isdecimal()}
     if len(sizes) < len(pairs):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a mesh: write axes and their sizes, as in data=2,model=4")
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a mesh: write axes and their sizes, as in data=2,model=4"
+        )
     return sizes
 
 
@@ -459,36 +582,91 @@ def picture(text: str) -> Path:
 def command_line() -> Parser:
     described = "Train a small byte-level transformer on Python's own source code, sharded over all devices."
     parser = Parser(description=described, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.add_argument("--mesh", type=mesh_sizes, metavar="data=2,model=4", help="axes and sizes; None: all devices")
-    parser.add_argument("--rules", choices=list(RULES), default="fsdp+tp", help="the layout of model and batches")
+    parser.add_argument(
+        "--mesh",
+        type=mesh_sizes,
+        metavar="data=2,model=4",
+        help="axes and sizes; None: all devices",
+    )
+    parser.add_argument(
+        "--rules", choices=list(RULES), default="fsdp+tp", help="the layout of model and batches"
+    )
     sizes = parser.add_argument_group("sizes")
     sizes.add_argument("--layers", type=positive, default=2, metavar="N", help="blocks")
-    sizes.add_argument("--embed", type=positive, default=128, metavar="N", help="size of the residual stream")
-    sizes.add_argument("--hidden", type=positive, metavar="N", help="size of the MLPs; None: 3 × embed")
+    sizes.add_argument(
+        "--embed", type=positive, default=128, metavar="N", help="size of the residual stream"
+    )
+    sizes.add_argument(
+        "--hidden", type=positive, metavar="N", help="size of the MLPs; None: 3 × embed"
+    )
     sizes.add_argument("--heads", type=positive, default=8, metavar="N", help="attention heads")
-    sizes.add_argument("--kv-heads", type=positive, metavar="N", help="key and value heads; None: as many as heads")
+    sizes.add_argument(
+        "--kv-heads", type=positive, metavar="N", help="key and value heads; None: as many as heads"
+    )
     training = parser.add_argument_group("training")
     training.add_argument("--steps", type=positive, default=300, metavar="N", help="steps")
-    training.add_argument("--batch", type=positive, default=16, metavar="N", help="sequences in a step")
-    training.add_argument("--accumulate", type=positive, default=1, metavar="N", help="pieces of a batch, done in turn")
-    training.add_argument("--seq", type=positive, default=128, metavar="N", help="bytes in a sequence")
-    dtypes = ["auto", "float32", "bfloat16"]
-    training.add_argument("--dtype", choices=dtypes, default="auto", help="what is computed in; auto: by the devices")
-    training.add_argument("--lr", type=amount, default=3e-3, metavar="X", help="highest learning rate")
-    training.add_argument("--seed", type=count, default=0, metavar="N", help="seed of weights, batches and sample")
-    training.add_argument("--megabytes", type=amount, default=4.0, metavar="X", help="megabytes of text, or 20 files")
-    running = parser.add_argument_group("running")
-    running.add_argument("--checkpoint", type=Path, metavar="DIR", help="save there, and go on from what is there")
-    running.add_argument("--save-every", type=positive, metavar="N", help="steps between checkpoints; None: a tenth")
-    running.add_argument(
-        "--processes", type=positive, default=1, metavar="N", help="processes on this machine, to try it"
+    training.add_argument(
+        "--batch", type=positive, default=16, metavar="N", help="sequences in a step"
     )
-    running.add_argument("--distributed", action="store_true", help="one process of a cluster: Slurm, Kubernetes, TPUs")
+    training.add_argument(
+        "--accumulate",
+        type=positive,
+        default=1,
+        metavar="N",
+        help="pieces of a batch, done in turn",
+    )
+    training.add_argument(
+        "--seq", type=positive, default=128, metavar="N", help="bytes in a sequence"
+    )
+    dtypes = ["auto", "float32", "bfloat16"]
+    training.add_argument(
+        "--dtype", choices=dtypes, default="auto", help="what is computed in; auto: by the devices"
+    )
+    training.add_argument(
+        "--lr", type=amount, default=3e-3, metavar="X", help="highest learning rate"
+    )
+    training.add_argument(
+        "--seed", type=count, default=0, metavar="N", help="seed of weights, batches and sample"
+    )
+    training.add_argument(
+        "--megabytes", type=amount, default=4.0, metavar="X", help="megabytes of text, or 20 files"
+    )
+    running = parser.add_argument_group("running")
+    running.add_argument(
+        "--checkpoint", type=Path, metavar="DIR", help="save there, and go on from what is there"
+    )
+    running.add_argument(
+        "--save-every", type=positive, metavar="N", help="steps between checkpoints; None: a tenth"
+    )
+    running.add_argument(
+        "--processes",
+        type=positive,
+        default=1,
+        metavar="N",
+        help="processes on this machine, to try it",
+    )
+    running.add_argument(
+        "--distributed",
+        action="store_true",
+        help="one process of a cluster: Slurm, Kubernetes, TPUs",
+    )
     output = parser.add_argument_group("output")
-    output.add_argument("--generate", type=prompt, default="def ", metavar="TEXT", help="what the sample begins with")
-    output.add_argument("--sample", type=count, default=300, metavar="N", help="bytes to sample at the end; 0: none")
-    output.add_argument("--temperature", type=amount, default=0.5, metavar="X", help="of the sample; 0: greedy")
-    output.add_argument("--out", type=picture, default="train_lm.png", metavar="FILE", help="the loss curve, a PNG")
+    output.add_argument(
+        "--generate",
+        type=prompt,
+        default="def ",
+        metavar="TEXT",
+        help="what the sample begins with",
+    )
+    output.add_argument(
+        "--sample", type=count, default=300, metavar="N", help="bytes to sample at the end; 0: none"
+    )
+    output.add_argument(
+        "--temperature", type=amount, default=0.5, metavar="X", help="of the sample; 0: greedy"
+    )
+    output.add_argument(
+        "--out", type=picture, default="train_lm.png", metavar="FILE", help="the loss curve, a PNG"
+    )
     output.add_argument("--verbose", action="store_true", help="print the optimizer's whole plan")
     return parser
 
@@ -502,7 +680,9 @@ def main(arguments: list[str] | None = None) -> int:
     join_processes(options)
     text, held_out = read_text(options.megabytes)
     if options.seq >= len(held_out):
-        parser.error(f"argument --seq: {options.seq} is longer than the {len(held_out)} bytes of held-out text")
+        parser.error(
+            f"argument --seq: {options.seq} is longer than the {len(held_out)} bytes of held-out text"
+        )
     curve, status = Curve(), 0
     try:
         sizes: dict[str, Any] = options.mesh or default_mesh(options.rules)

@@ -4,12 +4,14 @@
     python examples/will_it_fit.py --model 8b --target tpu:v5e:4x4 cuda:h100:8
     python examples/will_it_fit.py --model 70b --target tpu:v5p:4x4x8 --mesh data=8,model=16 --batch 2 --seq 4096
 
-No accelerator is needed, but the compilers are: `pip install "functree[tpu]"`, or `"functree[cuda]"`. They say how much
-memory each device needs, and the ledger says what is moved over which mesh axes.
+No accelerator is needed, but the compilers are: `pip install "functree[tpu]"`, or
+`"functree[cuda]"`. They say how much memory each device needs, and the ledger says what is moved
+over which mesh axes.
 
-The parameters and the moments of AdamW are float32, and the computation is bfloat16. The backward pass computes
-each block again. On TPUs attention is computed by their kernel, and for GPUs in chunks: without a GPU, JAX cannot tell
-what cuDNN takes. `--sequence-parallel` shards what is between the products too.
+The parameters and the moments of AdamW are float32, and the computation is bfloat16. The backward
+pass computes each block again. On TPUs attention is computed by their kernel, and for GPUs in
+chunks: without a GPU, JAX cannot tell what cuDNN takes. `--sequence-parallel` shards what is
+between the products too.
 """
 
 import argparse
@@ -48,11 +50,13 @@ TARGETS = {
     "405b": ["tpu:v5e:16x16", "tpu:v5p:8x8x16", "cuda:h100:64", "cuda:b200:64"],
 }
 
-# The GiB that a program may use on a device: for TPUs as their compiler says, for GPUs as their drivers do.
+# The GiB that a program may use on a device: for TPUs as their compiler says, for GPUs as their
+# drivers do.
 MEMORY = {"v5e": 15.75, "v5p": 95.73, "v6e": 31.24, "tpu7x": 94.74}
 MEMORY |= {"a100": 79.3, "h100": 79.1, "h200": 139.8, "b200": 178.4}
 
-# --- The training step ----------------------------------------------------------------------------------------------
+# --- The training step
+# ----------------------------------------------------------------------------------------------
 
 
 def loss_of(model: ft.nn.Transformer, tokens: Int[Array, "batch seq+1"]) -> Float[Array, ""]:
@@ -82,7 +86,13 @@ def lower(model: str, mesh: Mesh, batch: int, seq: int, sequence_parallel: bool)
     def make_state(key):
         return ft.TrainState.create(ft.nn.Transformer.create(config, key=key), optax.adamw(1e-4))
 
-    @ft.jit(in_shardings=(rules, ft.P("data")), out_shardings=(rules, None), mesh=mesh, rules=rules, donate="ts")
+    @ft.jit(
+        in_shardings=(rules, ft.P("data")),
+        out_shardings=(rules, None),
+        mesh=mesh,
+        rules=rules,
+        donate="ts",
+    )
     def train_step(ts, tokens):
         loss, grads = ft.value_and_grad(loss_of)(ts.model, tokens)
         return ft.apply_gradients(ts, grads), loss
@@ -91,7 +101,8 @@ def lower(model: str, mesh: Mesh, batch: int, seq: int, sequence_parallel: bool)
     return train_step.lower(make_state(jax.random.key(0)), tokens)
 
 
-# --- A case ---------------------------------------------------------------------------------------------------------
+# --- A case
+# ---------------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -116,7 +127,9 @@ def compile_case(case: Case, batch: int, seq: int, sequence_parallel: bool) -> f
     try:
         mesh = ft.make_mesh(target=case.target, data=case.mesh["data"], model=case.mesh["model"])
         lowered = lower(case.model, mesh, batch, seq, sequence_parallel)
-    except ft.FunctreeError as error:  # the compiler is not installed, or a size does not fit the mesh
+    except (
+        ft.FunctreeError
+    ) as error:  # the compiler is not installed, or a size does not fit the mesh
         case.error = str(error)
         return None
     start = time.perf_counter()
@@ -138,14 +151,16 @@ PARTS = {"tokens": "batch", "mu": "first moments", "nu": "second moments", "mode
 
 
 def memory_by_part(memory: ft.Memory) -> dict[str, int]:
-    """The bytes of each part. The gradients are temporaries, and the results are in the memory of the arguments."""
+    """The bytes of each part. The gradients are temporaries, and the results are in the memory of
+    the arguments."""
     parts = Counter({"parameters": 0})  # the first to be printed
     for path, size in memory.arguments.items():
         parts[next((part for key, part in PARTS.items() if key in path), "counters")] += size
     return {**parts, "temporaries": memory.temporaries, "peak": memory.peak}
 
 
-# --- What is printed ------------------------------------------------------------------------------------------------
+# --- What is printed
+# ------------------------------------------------------------------------------------------------
 
 
 def gib(size: float) -> str:
@@ -174,7 +189,9 @@ def row(case: Case) -> dict[str, str]:
     cells["fits"] = {True: "yes", False: "no", None: "?"}[case.fits]
     cells["seconds"] = f"{case.seconds:.0f}"
     cells["peak"] = gib(case.memory["peak"]) if case.memory else "-"
-    cells["of"] = next((str(size) for kind, size in MEMORY.items() if f":{kind}:" in case.target), "-")
+    cells["of"] = next(
+        (str(size) for kind, size in MEMORY.items() if f":{kind}:" in case.target), "-"
+    )
     return cells | {axes: gib(size) for axes, size in sorted(over.items())}
 
 
@@ -185,7 +202,8 @@ def table(rows: Sequence[dict[str, str]]) -> str:
     return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in lines)
 
 
-# --- The command line -----------------------------------------------------------------------------------------------
+# --- The command line
+# -----------------------------------------------------------------------------------------------
 
 
 def default_mesh(target: str) -> dict[str, int]:
@@ -201,22 +219,38 @@ def mesh_sizes(text: str) -> dict[str, int]:
     """`data=16,model=16` ─► `{"data": 16, "model": 16}`."""
     found = re.fullmatch(r"data=(\d+),model=(\d+)", text)
     if found is None:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a mesh: write both axes, as in data=16,model=16")
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a mesh: write both axes, as in data=16,model=16"
+        )
     return {"data": int(found[1]), "model": int(found[2])}
 
 
 def command_line() -> argparse.ArgumentParser:
     described = "Compile training steps of Llama 3 for TPUs and GPUs that are not there: what fits, and what is moved."
-    parser = argparse.ArgumentParser(description=described, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=described, formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
     targets = "slices of TPUs, or cuda:h100:8; None: some for each model"
-    parser.add_argument("--model", nargs="+", choices=list(MODELS), default=list(MODELS), help="sizes of Llama 3")
+    parser.add_argument(
+        "--model", nargs="+", choices=list(MODELS), default=list(MODELS), help="sizes of Llama 3"
+    )
     parser.add_argument("--target", nargs="+", metavar="tpu:v5e:16x16", help=targets)
-    parser.add_argument("--mesh", type=mesh_sizes, metavar="data=16,model=16", help="its axes; None: model=8")
-    parser.add_argument("--batch", type=int, default=1, metavar="N", help="sequences for each shard of the batch")
+    parser.add_argument(
+        "--mesh", type=mesh_sizes, metavar="data=16,model=16", help="its axes; None: model=8"
+    )
+    parser.add_argument(
+        "--batch", type=int, default=1, metavar="N", help="sequences for each shard of the batch"
+    )
     parser.add_argument("--seq", type=int, default=8192, metavar="N", help="tokens in a sequence")
-    parser.add_argument("--sequence-parallel", action="store_true", help="shard the sequence over `model` too")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures, in bytes of one device")
-    parser.add_argument("--html", type=Path, metavar="FOLDER", help="write a page with the ledger of each case")
+    parser.add_argument(
+        "--sequence-parallel", action="store_true", help="shard the sequence over `model` too"
+    )
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="write all figures, in bytes of one device"
+    )
+    parser.add_argument(
+        "--html", type=Path, metavar="FOLDER", help="write a page with the ledger of each case"
+    )
     return parser
 
 
@@ -229,7 +263,10 @@ def main(arguments: list[str] | None = None) -> int:
     for model in options.model:
         for target in options.target or TARGETS[model]:
             case = Case(model, target, options.mesh or default_mesh(target))
-            print(f"--- Llama 3 {model} on {target}, {mesh_text(case.mesh)}, sequence {options.seq:,}\n", flush=True)
+            print(
+                f"--- Llama 3 {model} on {target}, {mesh_text(case.mesh)}, sequence {options.seq:,}\n",
+                flush=True,
+            )
             ledger = compile_case(case, options.batch, options.seq, options.sequence_parallel)
             print(describe(case, ledger), end="\n\n", flush=True)
             cases.append(case)
@@ -237,9 +274,13 @@ def main(arguments: list[str] | None = None) -> int:
                 options.json.write_text(json.dumps([asdict(case) for case in cases], indent=1))
             if options.html and ledger:
                 options.html.mkdir(parents=True, exist_ok=True)
-                (options.html / f"{model}-{target.replace(':', '-')}.html").write_text(ledger.html())
+                (options.html / f"{model}-{target.replace(':', '-')}.html").write_text(
+                    ledger.html()
+                )
     shard = f"{options.batch} × {options.seq:,} tokens for each shard of the batch"
-    print(f"Of each device: compiler's seconds, peak of memory in GiB, GiB moved in a step of {shard}\n")
+    print(
+        f"Of each device: compiler's seconds, peak of memory in GiB, GiB moved in a step of {shard}\n"
+    )
     print(table([row(case) for case in cases]))
     return 1 if any(case.fits is None for case in cases) else 0
 

@@ -14,7 +14,8 @@ class Problem(NamedTuple):
     Attributes:
         path: the leaf's path (an `ft.Path`), or `None` if the problem is not about a single leaf.
         shape: the leaf's shape, or `None`.
-        what: a text for the leaf or rule that the problem is about: `f32[1001, 4096]  "hidden embed"`.
+        what: a text for the leaf or rule that the problem is about: `f32[1001, 4096]  "hidden
+            embed"`.
         why: what is wrong with it.
         remedy: what to change; may be empty.
 
@@ -31,12 +32,13 @@ class Problem(NamedTuple):
 
 
 class FunctreeError(Exception):
-    """The base class of all errors of functree. `.problems` has one record for each thing that is wrong.
+    """The base class of all errors of functree. `.problems` has one record for each thing that is
+    wrong.
 
     Args:
         headline: the first line of the text.
-        problems: the records, listed below the headline. If there are none, `.problems` has one record, made from the
-            headline.
+        problems: the records, listed below the headline. If there are none, `.problems` has one
+            record, made from the headline.
 
     Examples:
         >>> ft.plan({"w": jnp.ones((3, 4))}, ft.P("data"), {"data": 2}, check=False).problems[0].why
@@ -74,7 +76,8 @@ def warn(text: str) -> None:
 
 
 def users_frame() -> tuple[int, FrameType | None]:
-    """The first frame that is not in functree or JAX, and its distance from the caller; None if there is none."""
+    """The first frame that is not in functree or JAX, and its distance from the caller; None if
+    there is none."""
     level, frame = 0, inspect.currentframe()
     while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _SKIPPED:
         level, frame = level + 1, frame.f_back
@@ -84,7 +87,15 @@ def users_frame() -> tuple[int, FrameType | None]:
 _SKIPPED = ("functree", "jax", "contextlib")
 
 
-class AxesError(FunctreeError):
+class FunctreeTypeError(FunctreeError, TypeError):
+    """A parameter was given a value of a wrong type."""
+
+
+class FunctreeValueError(FunctreeError, ValueError):
+    """A parameter was given a value of a right type that is not one of those it takes."""
+
+
+class AxesError(FunctreeError, ValueError):
     """An annotation does not fit its leaf, or an annotation cannot be read.
 
     Examples:
@@ -95,7 +106,7 @@ class AxesError(FunctreeError):
     """
 
 
-class RuleError(FunctreeError):
+class RuleError(FunctreeError, ValueError):
     """A layout, filter or path is invalid for every tree. Raised when it is created.
 
     Examples:
@@ -127,29 +138,44 @@ class StateError(FunctreeError):
 
 
 class CheckpointError(FunctreeError):
-    """A checkpoint cannot be written or read, is not what was saved, or does not fit the tree that it is restored into.
+    """A checkpoint cannot be written or read, or does not fit the tree that it is restored into.
+
+    It is also an `OSError` if the files are at fault: they are missing, damaged or already there,
+    or cannot be read or written. An error of the operating system is its `__cause__`.
 
     Examples:
-        >>> ft.restore("/nowhere", {})
+        >>> ft.restore(folder, {})
         Traceback (most recent call last):
             ...
-        functree.errors.CheckpointError: /nowhere is not a checkpoint: there is no such folder
+        functree.errors.CheckpointFileError: ... is not a checkpoint: it has no functree.json
+        >>> ft.save(folder / "w", {"w": jnp.ones(3)})
+        >>> ft.restore(folder / "w", {"v": jnp.ones(3)})
+        Traceback (most recent call last):
+            ...
+        functree.errors.CheckpointError: 2 leaves cannot be restored from ...
     """
 
 
-# A large model has thousands of leaves, and one mistake often affects all of them. The text names only the first few;
-# `.problems` has them all.
+class CheckpointFileError(CheckpointError, OSError):
+    """A checkpoint cannot be written or read because of its files."""
+
+
+# A large model has thousands of leaves, and one mistake often affects all of them. The text names
+# only the first few; `.problems` has them all.
 MAX_PATHS = 6  # named for each group of leaves with the same problems; the other leaves are counted
 MAX_GROUPS = 40
 
 
 def _text(headline: str, problems: Sequence[Problem]) -> str:
-    """The headline, one paragraph for each group of leaves with the same problems, and the remedies."""
-    # The dicts are ordered sets: one leaf may have the same problem from two layouts, and it is listed once.
+    """The headline, one paragraph for each group of leaves with the same problems, and the
+    remedies."""
+    # The dicts are ordered sets: one leaf may have the same problem from two layouts, and it is
+    # listed once.
     leaves: dict[tuple[str, str], dict[str, None]] = {}
     for p in problems:
         leaves.setdefault((path_text(p.path), p.what), {})[p.why] = None
-    # A leaf with two problems is one entry with both, so leaves are grouped by all of their problems together.
+    # A leaf with two problems is one entry with both, so leaves are grouped by all of their
+    # problems together.
     groups: dict[tuple[str, tuple[str, ...]], list[str]] = {}
     for (path, what), whys in leaves.items():
         groups.setdefault((what, tuple(whys)), []).append(path)
@@ -186,9 +212,11 @@ def count(number: int, noun: str) -> str:
 
 
 def near_name(name: str, known: Iterable[str]) -> str | None:
-    """The known name that differs by one edit or one swap of neighbouring letters, for names of four letters or more.
+    """The known name that differs by one edit or one swap of neighbouring letters, for names of
+    four letters or more.
 
-    If one of the two names begins with the other (`head`, `heads`), they are different names and not a typo.
+    If one of the two names begins with the other (`head`, `heads`), they are different names and
+    not a typo.
 
     >>> near_name("hiden", ["embed", "hidden"]), near_name("head", ["heads"])
     ('hidden', None)
@@ -201,7 +229,8 @@ def near_name(name: str, known: Iterable[str]) -> str | None:
 
 
 def _one_edit(short: str, long: str) -> bool:
-    """Whether one inserted or changed letter, or one swap of neighbours, makes the longer name of the shorter one."""
+    """Whether one inserted or changed letter, or one swap of neighbours, makes the longer name of
+    the shorter one."""
     if len(long) - len(short) > 1 or short == long:
         return False
     # The first letter that differs: an edit can only be there.
@@ -213,7 +242,8 @@ def _one_edit(short: str, long: str) -> bool:
 
 
 def did_you_mean(name: object, known: Iterable[object]) -> str:
-    """The text `; did you mean ...?` with the nearest known name, or an empty text if no name is near.
+    """The text `; did you mean ...?` with the nearest known name, or an empty text if no name is
+    near.
 
     >>> did_you_mean("hiden", ["embed", "hidden"])
     '; did you mean `hidden`?'

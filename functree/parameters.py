@@ -1,4 +1,5 @@
-"""What a user passes for a parameter ─► one error that names each wrong value, and what belongs in its place."""
+"""What a user passes for a parameter ─► one error that names each wrong value, and what belongs in
+its place."""
 
 import inspect
 import math
@@ -13,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import all_leaves
 
-from functree.errors import FunctreeError, Problem, RuleError
+from functree.errors import FunctreeError, FunctreeTypeError, FunctreeValueError, Problem, RuleError
 
 
 class Takes(NamedTuple):
@@ -21,15 +22,25 @@ class Takes(NamedTuple):
 
     Attributes:
         text: what they are, for messages.
-        fits: whether a value is one of them.
+        is_type: whether a value is of their type; if it is not, the error is a `TypeError`.
+        is_value: whether a value of their type is one of them; if not, it is a `ValueError`.
     """
 
     text: str
-    fits: Callable[[Any], bool]
+    is_type: Callable[[Any], bool]
+    is_value: Callable[[Any], bool] = lambda value: True
+
+    def fits(self, value: object) -> bool:
+        """Whether a value is one of them."""
+        return self.is_type(value) and self.is_value(value)
 
     def or_none(self) -> "Takes":
         """These values and None."""
-        return Takes(f"{self.text}, or None", lambda value: value is None or self.fits(value))
+        return Takes(
+            f"{self.text}, or None",
+            lambda value: value is None or self.is_type(value),
+            lambda value: value is None or self.is_value(value),
+        )
 
 
 def _is_integer(value: object) -> bool:
@@ -37,44 +48,48 @@ def _is_integer(value: object) -> bool:
     return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 
+def _is_real(value: object) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
 def is_size(value: Any) -> bool:
     """Whether a value is a positive integer."""
     return _is_integer(value) and bool(value > 0)
 
 
-def _is_extent(value: Any) -> bool:
-    return _is_integer(value) and bool(value >= 0)
-
-
-def _are_positions(value: object) -> bool:
-    return _is_integer(value) or (isinstance(value, tuple | list) and all(map(_is_integer, value)))
-
-
-def is_number(value: object) -> bool:
+def is_number(value: Any) -> bool:
     """Whether a value is a finite real number."""
-    return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
+    return _is_real(value) and math.isfinite(value)
 
 
-def is_floating(value: Any) -> bool:
-    """Whether a value is a dtype of floating-point numbers, in one of the forms that JAX takes."""
+def _is_dtype(value: Any) -> bool:
+    """Whether a value stands for a dtype in one of the forms that JAX takes."""
     # numpy takes None for float64, and everything that has a `dtype`, such as an array.
     if not isinstance(value, str | type | np.dtype | type(jnp.float32)):
         return False
     try:
-        return bool(jnp.issubdtype(jnp.dtype(value), jnp.floating))
+        jnp.dtype(value)
     except TypeError:
         return False
+    return True
 
 
-def is_integers(value: Any) -> bool:
+def is_floating(value: Any) -> bool:
+    """Whether a value is a dtype of floating-point numbers, in one of the forms that JAX takes."""
+    return _is_dtype(value) and bool(jnp.issubdtype(jnp.dtype(value), jnp.floating))
+
+
+_ARRAYS = jax.Array | np.ndarray | jax.ShapeDtypeStruct
+
+
+def is_integers(value: object) -> bool:
     """Whether a value is an array of integers, which may be traced or abstract."""
-    arrays = jax.Array | np.ndarray | jax.ShapeDtypeStruct
-    return isinstance(value, arrays) and bool(jnp.issubdtype(value.dtype, jnp.integer))
+    return isinstance(value, _ARRAYS) and bool(jnp.issubdtype(value.dtype, jnp.integer))
 
 
 def is_key(value: object) -> bool:
     """Whether a value is one random key, typed or raw, concrete, traced or abstract."""
-    if not isinstance(value, jax.Array | np.ndarray | jax.ShapeDtypeStruct):
+    if not isinstance(value, _ARRAYS):
         return False
     if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
         return value.shape == ()
@@ -82,30 +97,57 @@ def is_key(value: object) -> bool:
 
 
 FLAG = Takes("True or False", lambda value: isinstance(value, bool | np.bool_))
-SIZE = Takes("a positive integer", is_size)
-EXTENT = Takes("an integer, at least 0", _is_extent)
-POSITIVE = Takes("a positive number", lambda value: is_number(value) and value > 0)
-FRACTION = Takes("a number from 0 to 1", lambda value: is_number(value) and 0 <= value <= 1)
-DECAY = Takes("at least 0 and less than 1", lambda value: is_number(value) and 0 <= value < 1)
+SIZE = Takes("a positive integer", _is_integer, lambda value: value > 0)
+EXTENT = Takes("an integer, at least 0", _is_integer, lambda value: value >= 0)
+POSITIVE = Takes("a positive number", _is_real, lambda value: is_number(value) and value > 0)
+FRACTION = Takes("a number from 0 to 1", _is_real, lambda value: 0 <= value <= 1)
+DECAY = Takes("at least 0 and less than 1", _is_real, lambda value: 0 <= value < 1)
+ROOM = Takes("a number, at least 0", _is_real, lambda value: is_number(value) and value >= 0)
 # A `staticmethod` is callable, but a function that wraps one is bound to instances.
-FUNCTION = Takes("a function", lambda value: callable(value) and not isinstance(value, staticmethod))
-KEY = Takes("a random key, such as `jax.random.key(0)`", is_key)
-FLOATING = Takes("a floating-point dtype, such as `jnp.float32`", is_floating)
-ROOM = Takes("a number, at least 0", lambda value: is_number(value) and value >= 0)
+FUNCTION = Takes(
+    "a function", lambda value: callable(value) and not isinstance(value, staticmethod)
+)
+KEY = Takes(
+    "a random key, such as `jax.random.key(0)`",
+    lambda value: isinstance(value, _ARRAYS),
+    is_key,
+)
+FLOATING = Takes("a floating-point dtype, such as `jnp.float32`", _is_dtype, is_floating)
 TEXT = Takes("a text", lambda value: isinstance(value, str))
-FILE = Takes("the path of a file", lambda value: isinstance(value, str | os.PathLike) and str(value) != "")
+FILE = Takes(
+    "the path of a file",
+    lambda value: isinstance(value, str | os.PathLike),
+    lambda value: str(value) != "",
+)
 FOLDER = FILE._replace(text="the path of a folder")
 POSITION = Takes("an integer", _is_integer)
-POSITIONS = Takes("a position, or several in a tuple", _are_positions)
-MAPPING = Takes("a mapping", lambda value: isinstance(value, Mapping))
-ITERABLE = Takes("a list or a tuple", lambda value: isinstance(value, Iterable) and not isinstance(value, str | bytes))
-# Not an iterator, which the check would use up.
-_COLLECTION = Takes("a collection", lambda value: isinstance(value, Collection) and ITERABLE.fits(value))
-SHAPE = Takes("a tuple of sizes", lambda value: _COLLECTION.fits(value) and all(map(_is_extent, value)))
-DEVICES = Takes(
-    "a tuple of devices", lambda value: isinstance(value, tuple) and all(isinstance(one, jax.Device) for one in value)
+POSITIONS = Takes(
+    "a position, or several in a tuple",
+    lambda value: (
+        _is_integer(value) or (isinstance(value, tuple | list) and all(map(_is_integer, value)))
+    ),
 )
-TEXTS = Takes("a collection of texts", lambda value: _COLLECTION.fits(value) and all(map(TEXT.fits, value)))
+MAPPING = Takes("a mapping", lambda value: isinstance(value, Mapping))
+ITERABLE = Takes(
+    "a list or a tuple",
+    lambda value: isinstance(value, Iterable) and not isinstance(value, str | bytes),
+)
+# Not an iterator, which the check would use up.
+_COLLECTION = Takes(
+    "a collection", lambda value: isinstance(value, Collection) and ITERABLE.fits(value)
+)
+SHAPE = Takes(
+    "a tuple of sizes",
+    lambda value: _COLLECTION.fits(value) and all(map(_is_integer, value)),
+    lambda value: all(map(EXTENT.fits, value)),
+)
+DEVICES = Takes(
+    "a tuple of devices",
+    lambda value: isinstance(value, tuple) and all(isinstance(one, jax.Device) for one in value),
+)
+TEXTS = Takes(
+    "a collection of texts", lambda value: _COLLECTION.fits(value) and all(map(TEXT.fits, value))
+)
 
 
 def shown(value: object) -> str:
@@ -131,33 +173,48 @@ def problems(**given: tuple[object, Takes]) -> Iterator[Problem]:
             yield Problem(None, None, f"{name}={shown(value)}", f"it must be {takes.text}", remedy)
 
 
-def check(headline: str, **given: tuple[object, Takes]) -> None:
-    """Raise FunctreeError for values that do not belong in their parameters.
+def check(headline: str, /, *others: Problem, **given: tuple[object, Takes]) -> None:
+    """Raise an error that lists the values that do not belong in their parameters.
 
     Args:
         headline: what is not possible with such values.
+        *others: what else is wrong with values of the right types.
         **given: for each parameter, its value and what it takes.
+
+    Raises:
+        FunctreeTypeError: a value is of a wrong type. If others are only wrong, it lists them too.
+        FunctreeValueError: all values are of the right types, and some are wrong.
     """
-    if found := list(problems(**given)):
-        raise FunctreeError(headline, found)
+    if found := [*problems(**given), *others]:
+        right_type = all(takes.is_type(value) for value, takes in given.values())
+        raise parameter_error(headline, found, right_type=right_type)
+
+
+def parameter_error(
+    headline: str, found: Iterable[Problem] = (), *, right_type: bool
+) -> FunctreeError:
+    """The error for values that are not of the right type, or that only are not the right ones."""
+    kind = FunctreeValueError if right_type else FunctreeTypeError
+    return kind(headline, found)
 
 
 def check_tree(function: str, tree: object) -> None:
-    """Raise FunctreeError for a class, or for a function that was not called, in the place of a tree."""
+    """Raise FunctreeTypeError for a class or an uncalled function in the place of a tree."""
     if not callable(tree) or not all_leaves([tree]):  # a callable module is a tree
         return
     what, remedy = "a function", "call it first"
     if isinstance(tree, type):
         what, remedy = "a class", "make an instance of it"
     name = getattr(tree, "__name__", None) or shown(tree)
-    raise FunctreeError(
+    raise FunctreeTypeError(
         f"{function} takes a tree of arrays, and {name} is {what}: {remedy}, or give `ft.abstract({name})(...)` for "
         "the shapes alone"
     )
 
 
 def check_callback(function: Callable[..., Any], what: str) -> None:
-    """Raise RuleError for a function that cannot be called with a path and a leaf, as filters and layouts are."""
+    """Raise RuleError for a function that cannot be called with a path and a leaf, as filters and
+    layouts are."""
     # A mesh is callable too, as a decorator.
     if not isinstance(function, jax.sharding.Mesh):
         try:
@@ -168,4 +225,6 @@ def check_callback(function: Callable[..., Any], what: str) -> None:
             pass
         else:
             return
-    raise RuleError(f"{shown(function)} is not {what}: a function is one if it takes `(path, leaf)`")
+    raise RuleError(
+        f"{shown(function)} is not {what}: a function is one if it takes `(path, leaf)`"
+    )

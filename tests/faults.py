@@ -1,6 +1,7 @@
 """What can happen to checkpoints: flipped bits, killed writers, full disks, two writers at once.
 
-Each function lets it happen so often, and returns what was found. The tests do it a few times; to do it in full:
+Each function lets it happen so often, and returns what was found. The tests do it a few times; to
+do it in full:
 
     python tests/faults.py flips --count 200 --megabytes 50
     python tests/faults.py kills --count 50
@@ -24,9 +25,14 @@ from pathlib import Path
 from typing import Any
 
 if __name__ == "__main__" and "FUNCTREE_PROCESS" not in os.environ:
-    # Before JAX makes its devices. For the processes that are started here, and under pytest, others do this.
+    # Before JAX makes its devices. For the processes that are started here, and under pytest,
+    # others do this.
     os.environ["JAX_PLATFORMS"] = "cpu"
-    os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
+    os.environ["XLA_FLAGS"] = (
+        "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
+    )
+
+sys.path.insert(0, str(Path(__file__).parent / "lib"))
 
 import jax
 import jax.numpy as jnp
@@ -48,7 +54,11 @@ def _state(step: Any, elements: int) -> Any:
     key = jax.random.fold_in(jax.random.key(0), step)
     w = jax.random.normal(key, (8, elements // 16))
     half = jax.random.normal(jax.random.fold_in(key, 1), (8, elements // 16), jnp.bfloat16)
-    return {"step": step, "key": key, "model": {"w": w, "half": half, "small": jnp.arange(16, dtype=jnp.int8)}}
+    return {
+        "step": step,
+        "key": key,
+        "model": {"w": w, "half": half, "small": jnp.arange(16, dtype=jnp.int8)},
+    }
 
 
 def is_state(found: Any, step: int, elements: int, mesh: jax.sharding.Mesh) -> bool:
@@ -63,10 +73,12 @@ def _is_same(one: Any, other: Any) -> bool:
 
 
 def flips(folder: Path, count: int, elements: int, seed: int = 0) -> collections.Counter[str]:
-    """Single bits flipped in the files of a checkpoint, half of them anywhere, half in a file of any size.
+    """Single bits flipped in the files of a checkpoint, half of them anywhere, half in a file of
+    any size.
 
     Returns:
-        How often a flip was noticed, with the path of a leaf or without, or changed nothing; and `MISSED`: how often
+        How often a flip was noticed, with the path of a leaf or without, or changed nothing; and
+            `MISSED`: how often
         something else was loaded than was saved.
     """
     chance = random.Random(seed)
@@ -91,7 +103,11 @@ class _flipped:
     """One bit of a file is flipped inside."""
 
     def __init__(self, file: Path, chance: random.Random):
-        self.file, self.at, self.bit = file, chance.randrange(file.stat().st_size), 1 << chance.randrange(8)
+        self.file, self.at, self.bit = (
+            file,
+            chance.randrange(file.stat().st_size),
+            1 << chance.randrange(8),
+        )
 
     def __enter__(self) -> None:
         self._flip()
@@ -113,14 +129,21 @@ def _noticed(path: Path, like: Any, elements: int, mesh: jax.sharding.Mesh) -> s
         found = ft.restore(path, like)
     except ft.CheckpointError as error:
         return "noticed, by path" if error.problems[0].path is not None else "noticed"
-    return "nothing changed" if meta == {"tokens": 12} and is_state(found, 1, elements, mesh) else "MISSED"
+    return (
+        "nothing changed"
+        if meta == {"tokens": 12} and is_state(found, 1, elements, mesh)
+        else "MISSED"
+    )
 
 
-def kills(folder: Path, count: int, elements: int, processes: int = 1, seed: int = 0) -> collections.Counter[str]:
+def kills(
+    folder: Path, count: int, elements: int, processes: int = 1, seed: int = 0
+) -> collections.Counter[str]:
     """A training that saves each step, killed at a random moment and started again.
 
     Returns:
-        How many starts there were, the steps that were lost at most, and how often something was wrong.
+        How many starts there were, the steps that were lost at most, and how often something was
+            wrong.
     """
     chance = random.Random(seed)
     mesh = ft.make_mesh(data=8)
@@ -142,7 +165,9 @@ def kills(folder: Path, count: int, elements: int, processes: int = 1, seed: int
         lost = returned - (-1 if latest is None else latest)
         found[f"{max(lost, 0)} steps lost"] += 1
         like = ft.abstract(_state, LAYOUT, mesh)(jnp.int32(0), elements)
-        whole = latest is None or is_state(ft.restore(run / str(latest), like), latest, elements, mesh)
+        whole = latest is None or is_state(
+            ft.restore(run / str(latest), like), latest, elements, mesh
+        )
         found["whole" if whole else "BROKEN"] += 1
         _progress(f"kill {i + 1} of {count}: step {returned} of {processes} processes, {lost} lost")
     with ft.Checkpoints(run) as checkpoints:
@@ -156,7 +181,10 @@ def _is_dead(folder: Path) -> bool:
     """Whether a folder is a step without a manifest, or has values that no manifest names."""
     if folder.name.isdigit():
         return not (folder / "functree.json").is_file()
-    return folder.name.startswith("arrays-") and folder.name not in (folder.parent / "functree.json").read_text()
+    return (
+        folder.name.startswith("arrays-")
+        and folder.name not in (folder.parent / "functree.json").read_text()
+    )
 
 
 def _wait_for_steps(log: Path, running: Sequence["subprocess.Popen[str]"]) -> None:
@@ -186,23 +214,30 @@ def train(run: str, log: str, elements: int) -> None:
 
 
 def races(folder: Path, count: int, elements: int) -> collections.Counter[str]:
-    """Two processes save to one path at once, and a reader restores the latest of a run that keeps only one.
+    """Two processes save to one path at once, and a reader restores the latest of a run that keeps
+    only one.
 
     Returns:
-        What became of it: `MIXED` if something was restored that nobody saved, `FOREIGN` for an error of another kind.
+        What became of it: `MIXED` if something was restored that nobody saved, `FOREIGN` for an
+            error of another kind.
     """
     mesh = ft.make_mesh(data=8)
     like = ft.abstract(_state, LAYOUT, mesh)(jnp.int32(0), elements)
     found: collections.Counter[str] = collections.Counter()
     for i in range(count):
         path = folder / f"race{i}"
-        at = str(time.time() + 6)
-        writers = [started([__file__, "write", str(path), at, str(step), str(elements)])[0] for step in (1, 2)]
+        writers = [
+            started([__file__, "write", str(path), str(step), str(elements)])[0] for step in (1, 2)
+        ]
         ends = ended(writers, 60)
-        won = [step for step, (_, out, _) in zip((1, 2), ends, strict=True) if out.strip() == "saved"]
+        won = [
+            step for step, (_, out, _) in zip((1, 2), ends, strict=True) if out.strip() == "saved"
+        ]
         lost = [out for _, out, _ in ends if out.strip() != "saved"]
         found[f"{len(won)} saved"] += 1
-        found["FOREIGN"] += sum("CheckpointError" not in out for out in lost) + sum(status for status, _, _ in ends)
+        found["FOREIGN"] += sum("CheckpointFileError" not in out for out in lost) + sum(
+            status for status, _, _ in ends
+        )
         found["MIXED"] += not is_state(ft.restore(path, like), won[-1], elements, mesh)
         _progress(f"race {i + 1} of {count}: {len(won)} saved")
     run, log = folder / "run", folder / "log"
@@ -222,11 +257,15 @@ def races(folder: Path, count: int, elements: int) -> collections.Counter[str]:
     return found
 
 
-def write(path: str, at: str, step: str, elements: int) -> None:
-    """Save a state at a moment, and print what became of it."""
+def write(path: str, step: str, elements: int) -> None:
+    """Save a state when the other writer is ready too, and print what became of it."""
     tree = state(int(step), elements, ft.make_mesh(data=8))
     ft.save(f"{path}.warm{step}", tree)
-    time.sleep(max(0, float(at) - time.time()))
+    until = time.monotonic() + 60
+    while not all(Path(f"{path}.warm{one}", "functree.json").exists() for one in (1, 2)):
+        if time.monotonic() > until:
+            raise RuntimeError("the other writer did not come")
+        time.sleep(0.001)
     try:
         ft.save(path, tree)
         print("saved")
@@ -235,7 +274,8 @@ def write(path: str, at: str, step: str, elements: int) -> None:
 
 
 def full(folder: Path, elements: int) -> collections.Counter[str]:
-    """A run on a file system that fills up: each process that saves gets an error, what was there is still whole."""
+    """A run on a file system that fills up: each process that saves gets an error, what was there
+    is still whole."""
     disk = folder / "disk"
     disk.mkdir()
     size = elements * 4 * 5 // 2
@@ -252,7 +292,9 @@ def full(folder: Path, elements: int) -> collections.Counter[str]:
             except ft.CheckpointError as error:
                 found[f"CheckpointError: {str(error).split(': ', 1)[1][:60]}"] += 1
             latest = ft.Checkpoints(disk / "run").latest
-            if latest is None or not is_state(ft.restore(disk / "run" / str(latest), like), latest, elements, mesh):
+            if latest is None or not is_state(
+                ft.restore(disk / "run" / str(latest), like), latest, elements, mesh
+            ):
                 found["BROKEN"] += 1
         left = [one for one in (disk / "run").rglob("*") if one.is_dir() and _is_dead(one)]
         found["dead folders"] = len(left)
@@ -267,7 +309,9 @@ def _progress(text: str) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("what", choices=["flips", "kills", "races", "full", "train", "write"])
     parser.add_argument("rest", nargs="*", help="of the processes that this one starts")
     parser.add_argument("--count", type=int, default=50, help="how often")

@@ -1,17 +1,24 @@
-"""Random programs: layouts × transforms × models, each compared with plain JAX; out of CI, for hours if need be.
+"""Random programs: layouts × transforms × models, each compared with plain JAX; out of CI, for
+hours if need be. And the tables of the tests, whole.
 
     python tests/soak.py --programs 10000 --seed 0
     python tests/soak.py --seed 4711 --programs 1 --verbose     # one program again
+    python tests/soak.py --tables                               # every cell, some minutes
 
-Each program is a random model of annotated arrays under random rules, given to `ft.jit` in a random way, called in a
-random transform. Its result has to have the values that NumPy computes, and to be sharded as the rules say, by a
-reading of them that uses nothing of functree. Any error is a failure.
+Each program is a random model of annotated arrays under random rules, given to `ft.jit` in a random
+way, called in a random transform. Its result has to have the values that NumPy computes, and to be
+sharded as the rules say, by a reading of them that uses nothing of functree. Any error is a
+failure.
+
+Of a large table of cases the tests run a covering of the pairs of values (`tests/lib/covering.py`).
+`--tables` runs each cell of these tables, in pytest.
 """
 
 import argparse
 import dataclasses
 import os
 import random
+import subprocess
 import sys
 import time
 import traceback
@@ -21,19 +28,24 @@ from pathlib import Path
 from typing import Any
 
 os.environ["JAX_PLATFORMS"] = "cpu"  # both are read when jax starts
-os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+os.environ["XLA_FLAGS"] = (
+    os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+)
 sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parent / "lib"))
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+from covering import WHOLE
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
 import functree as ft
 
+TESTS = Path(__file__).parent
 AXES = ("batch", "seq", "embed", "hidden", "heads", "vocab")
 SIZES = (8, 16, 24)
 MESHES = (
@@ -50,7 +62,8 @@ Rule = tuple[str, str | tuple[str, ...] | None]
 
 @dataclasses.dataclass
 class Leaf:
-    """One array of a model: its axes, its shape, and the number of leading dimensions that belong to a stack."""
+    """One array of a model: its axes, its shape, and the number of leading dimensions that belong
+    to a stack."""
 
     axes: tuple[str, ...]
     shape: tuple[int, ...]
@@ -60,8 +73,11 @@ class Leaf:
 # What the rules say, read by hand
 
 
-def spec_of(leaf: Leaf, rules: Sequence[Rule], fsdp: tuple[str, int] | None, sizes: dict[str, int]) -> P:
-    """The first rule of each name whose mesh axes are free; FSDP takes the largest dimension that is left."""
+def spec_of(
+    leaf: Leaf, rules: Sequence[Rule], fsdp: tuple[str, int] | None, sizes: dict[str, int]
+) -> P:
+    """The first rule of each name whose mesh axes are free; FSDP takes the largest dimension that
+    is left."""
     entries: list[Any] = [None] * len(leaf.axes)
     settled = [False] * len(leaf.axes)
     used: set[str] = set()
@@ -75,7 +91,9 @@ def spec_of(leaf: Leaf, rules: Sequence[Rule], fsdp: tuple[str, int] | None, siz
                 used.update(own)
     if fsdp is not None and fsdp[0] not in used and np.prod(leaf.shape) >= fsdp[1]:
         fits = [
-            i for i in range(leaf.stacked, len(entries)) if entries[i] is None and leaf.shape[i] % sizes[fsdp[0]] == 0
+            i
+            for i in range(leaf.stacked, len(entries))
+            if entries[i] is None and leaf.shape[i] % sizes[fsdp[0]] == 0
         ]
         if fits:
             entries[max(fits, key=lambda i: (leaf.shape[i], -i))] = fsdp[0]
@@ -92,11 +110,18 @@ def make_class(rng: random.Random, sizes: dict[str, int]) -> tuple[Callable[[], 
         axes = tuple(rng.sample(AXES, rng.randint(1, 3)))
         leaves.append(Leaf(axes, tuple(sizes[axis] for axis in axes)))
     names = [f"w{i}" for i in range(len(leaves))]
-    hints = {name: Float[Array, " ".join(leaf.axes)] for name, leaf in zip(names, leaves, strict=True)}
+    hints = {
+        name: Float[Array, " ".join(leaf.axes)] for name, leaf in zip(names, leaves, strict=True)
+    }
     cls: Any = type("Random", (eqx.Module,), {"__annotations__": hints, "__module__": __name__})
 
     def make() -> Any:
-        return cls(*[np.arange(np.prod(leaf.shape), dtype=np.float32).reshape(leaf.shape) % 7 - 3 for leaf in leaves])
+        return cls(
+            *[
+                np.arange(np.prod(leaf.shape), dtype=np.float32).reshape(leaf.shape) % 7 - 3
+                for leaf in leaves
+            ]
+        )
 
     return make, leaves
 
@@ -116,14 +141,18 @@ def make_model(rng: random.Random) -> tuple[Any, list[Leaf]]:
     if kind == "nested":
         return ({"x": [make()]}, make()), leaves * 2
     stacked = jax.tree.map(lambda *xs: np.stack(xs), *[make() for _ in range(3)])
-    return ft.Stacked(stacked), [Leaf(("layers", *leaf.axes), (3, *leaf.shape), 1) for leaf in leaves]
+    return ft.Stacked(stacked), [
+        Leaf(("layers", *leaf.axes), (3, *leaf.shape), 1) for leaf in leaves
+    ]
 
 
 def make_rules(rng: random.Random, mesh: dict[str, int]) -> list[Rule]:
     """Rules for all axes in random order, some with a fallback. All sizes are multiples of 8."""
     rules: list[Rule] = []
     for axis in rng.sample(AXES, len(AXES)):
-        target = rng.choice([None, *mesh, *mesh, tuple(rng.sample(list(mesh), 2)) if len(mesh) > 1 else None])
+        target = rng.choice(
+            [None, *mesh, *mesh, tuple(rng.sample(list(mesh), 2)) if len(mesh) > 1 else None]
+        )
         rules.append((axis, target))
         if target is not None:
             if rng.random() < 0.3:
@@ -239,23 +268,46 @@ def run(program: Program) -> None:
     with jax.set_mesh(program.mesh):
         result = TRANSFORMS[program.transform](f, model)
     assert jax.tree.structure(result) == jax.tree.structure(program.model), "another structure"
-    # Where nothing asks for the sharding of a result, the compiler may choose another one inside of a transform.
-    asked = program.given in ("out_shardings", "both") or program.computed == "gradient" or program.transform == "eager"
+    # Where nothing asks for the sharding of a result, the compiler may choose another one inside of
+    # a transform.
+    asked = (
+        program.given in ("out_shardings", "both")
+        or program.computed == "gradient"
+        or program.transform == "eager"
+    )
     leaves = zip(jax.tree.leaves(result), jax.tree.leaves(program.model), specs, strict=True)
     for i, (found, before, spec) in enumerate(leaves):
         assert np.array_equal(found, 2 * before), f"leaf {i} has other values"
         if not asked:
             continue
         wanted = NamedSharding(program.mesh, spec)
-        assert found.sharding.is_equivalent_to(wanted, found.ndim), f"leaf {i} is {found.sharding}, not {spec}"
+        assert found.sharding.is_equivalent_to(wanted, found.ndim), (
+            f"leaf {i} is {found.sharding}, not {spec}"
+        )
+
+
+def run_tables() -> int:
+    """Run every cell of the tables of which the tests run a part."""
+    found = {path for path in TESTS.glob("*/test_*.py") if "from covering" in path.read_text()}
+    command = [sys.executable, "-m", "pytest", *map(str, sorted(found))]
+    return subprocess.run(command, env={**os.environ, WHOLE: "1"}, cwd=TESTS.parent).returncode
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--programs", type=int, default=10_000)
-    parser.add_argument("--seed", type=int, default=0, help="of the first program; the others follow")
+    parser.add_argument(
+        "--seed", type=int, default=0, help="of the first program; the others follow"
+    )
     parser.add_argument("--verbose", action="store_true", help="print each program")
+    parser.add_argument(
+        "--tables", action="store_true", help="instead, each cell of the tables of the tests"
+    )
     options = parser.parse_args()
+    if options.tables:
+        return run_tables()
     warnings.simplefilter("ignore")
     failed, start = [], time.perf_counter()
     for seed in range(options.seed, options.seed + options.programs):
@@ -266,16 +318,23 @@ def main() -> int:
             run(program)
         except Exception as error:  # whatever it is, it is listed
             failed.append(seed)
-            print(f"FAILED {program}\n    {type(error).__name__}: {str(error).splitlines()[0][:300]}", flush=True)
+            print(
+                f"FAILED {program}\n    {type(error).__name__}: {str(error).splitlines()[0][:300]}",
+                flush=True,
+            )
             if options.verbose:
                 traceback.print_exc()
         if (seed - options.seed + 1) % 100 == 0:
             took = time.perf_counter() - start
             print(
-                f"{seed - options.seed + 1} programs, {len(failed)} failed, {took:.0f} s", file=sys.stderr, flush=True
+                f"{seed - options.seed + 1} programs, {len(failed)} failed, {took:.0f} s",
+                file=sys.stderr,
+                flush=True,
             )
             jax.clear_caches()
-    print(f"seeds {options.seed} to {options.seed + options.programs - 1}: {len(failed)} failed {failed[:20]}")
+    print(
+        f"seeds {options.seed} to {options.seed + options.programs - 1}: {len(failed)} failed {failed[:20]}"
+    )
     return 1 if failed else 0
 
 

@@ -1,18 +1,18 @@
 """A call ─► its arrays, and its group: all calls with the same structure and static values."""
 
-from collections.abc import Collection, Hashable, Sequence
+from collections.abc import Collection, Hashable, Iterable, Sequence
 from operator import attrgetter
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 from jax.core import Tracer
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, Sharding
 
 from functree.calls.static_arguments import check_static
-from functree.layout.placement import is_concrete, mesh_of
-from functree.tree.arrays import is_array
-from functree.tree.leaves import read, too_deep
+from functree.devices.placement import is_concrete, mesh_of
+from functree.labels.leaves import read, too_deep
+from functree.tree.arrays import AnyArray, Tree, is_array
 from functree.tree.paths import Path
 from functree.tree.skeleton.code import Refusal, refused
 from functree.tree.skeleton.form import Form, form_of
@@ -24,6 +24,7 @@ class CallGroup:
 
     Attributes:
         skeleton: the skeleton of the calls.
+        paths: the path of each array.
         others: for a call that `take` refuses, a group that it may belong to.
         heads: the index of the first array of each parameter.
         several_devices: whether a call of the group has had arrays on several devices.
@@ -31,27 +32,29 @@ class CallGroup:
         programs: the compiled programs, by everything that a compilation depends on.
         last: the key and the program of the last call.
         shardings: the shardings of the arrays of the last call, and the same without repetition.
-        targets: where arguments that nobody has placed are placed, by everything that this depends on.
+        targets: where arguments that nobody has placed are placed, by everything that this depends
+            on.
     """
 
     def __init__(self, skeleton: Skeleton):
         self.skeleton: Skeleton = skeleton
-        self.others: dict[Refusal, CallGroup] = {}
         self.paths: tuple[Path, ...] = skeleton.paths
+        self.others: dict[Refusal, CallGroup] = {}
         self.heads: tuple[int, ...] = _heads(self.paths)
         self.several_devices: bool = False
+        # What is kept here is made by wrappers, each of which keeps something else.
         self.bodies: dict[Hashable, Any] = {}
         self.programs: dict[Hashable, Any] = {}
         self.last: tuple[Hashable, Any] | None = None
-        self.shardings: tuple[tuple[Any, ...], frozenset[Any]] = (), frozenset()
+        self.shardings: tuple[tuple[Sharding, ...], frozenset[Sharding]] = (), frozenset()
         self.targets: dict[Hashable, Any] = {}
         self._form: Form | None = None
 
-    def take(self, call: Any) -> list[Any] | Refusal:
+    def take(self, call: Tree) -> list[Tree] | Refusal:
         """The arrays of a call in JAX's order, or a refusal of a call that is not of this group.
 
-        It does not check that the values in the place of arrays are arrays. The first use generates a function, which
-        is far faster and takes the place of this one.
+        It does not check that what it returns as arrays are arrays. The first use generates a
+        function, which is far faster and replaces this one.
         """
         skeleton, arrays = Skeleton.apart(call)
         if skeleton != self.skeleton:
@@ -60,30 +63,40 @@ class CallGroup:
         vars(self)["take"] = self._form.take
         return arrays
 
+    def see_devices(self, arrays: Iterable[AnyArray]) -> None:
+        """Note whether a call has arrays on several devices."""
+        if any(x.sharding.num_devices > 1 for x in arrays if is_concrete(x)):
+            self.several_devices = True
+
 
 def _heads(paths: Sequence[Path]) -> tuple[int, ...]:
     """The index of the first array of each parameter."""
-    first: dict[Any, int] = {}
+    first: dict[Hashable, int] = {}
     for i, path in enumerate(paths):
         first.setdefault(path[:1], i)
     return tuple(first.values())
 
 
-class FoundCall(NamedTuple):
-    """A flattened call.
+class FlatCall(NamedTuple):
+    """A call, and its arrays.
 
     Attributes:
+        call: the call, a named tuple of the arguments.
         group: the group of the call.
-        arrays: the arrays of the call, in JAX's order.
-        concrete: whether all of them are `jax.Array`s with values; otherwise some are traced, abstract, or of numpy.
+        arrays: the arrays of the call, in JAX's order. Some of them may have been placed, and are
+            others than in `call` then.
+        concrete: whether all of them are `jax.Array`s with values; otherwise some are traced,
+            abstract, or of numpy.
     """
 
+    call: Tree
     group: CallGroup
-    arrays: Sequence[Any]
+    arrays: Sequence[AnyArray]
     concrete: bool
 
-    def kinds(self) -> tuple[Any, ...]:
-        """What a layout depends on: the types of the arrays, their shardings, and whether they are committed."""
+    def kinds(self) -> tuple[Hashable, ...]:
+        """What a layout depends on: the types of the arrays, their shardings, and whether they are
+        committed."""
         if not self.concrete:
             return tuple(map(_kind, self.arrays))
         shardings = tuple(map(_SHARDING, self.arrays))
@@ -100,36 +113,55 @@ class FoundCall(NamedTuple):
     def placement(self) -> Hashable:
         """On which meshes and devices the arrays are, as far as it can be read without a cost.
 
-        To read it of all arrays would cost a few percent of a call on one device, so there it is read of the first
-        array of each parameter only. All that matters to a program on one device is in the types of the arrays.
+        To read it of all arrays would cost a few percent of a call on one device, so there it is
+        read of the first array of each parameter only. All that matters to a program on one device
+        is in the types of the arrays.
         """
         if not self.concrete:
             return frozenset(map(mesh_of, self.arrays))
         if not self.group.several_devices:
-            return tuple([self.arrays[i].sharding for i in self.group.heads])
+            return tuple([_SHARDING(self.arrays[i]) for i in self.group.heads])
         every = tuple(map(_SHARDING, self.arrays))
-        # Most calls have the sharding objects of the last call. To compare them takes less time than to hash them.
+        # Most calls have the sharding objects of the last call. To compare them takes less time
+        # than to hash them.
         last, distinct = self.group.shardings
         if every != last:
             distinct = frozenset(every)
             self.group.shardings = every, distinct
         return distinct, self._committed(distinct)
 
-    def _committed(self, shardings: Collection[Any]) -> tuple[bool, ...]:
+    def abstract(self) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """The arrays without their values, with their shardings as far as they are known."""
+        return tuple(map(_abstract, self.arrays))
+
+    def _committed(self, shardings: Collection[Sharding]) -> tuple[bool, ...]:
         """Whether each array is committed; empty if all are, because they are on a mesh."""
-        # An array with a `NamedSharding` is always committed, and to read `committed` of each array costs time.
-        return () if _NAMED.issuperset(map(type, shardings)) else tuple(map(_COMMITTED, self.arrays))
+        # An array with a `NamedSharding` is always committed, and to read `committed` of each array
+        # costs time.
+        if _NAMED.issuperset(map(type, shardings)):
+            return ()
+        return tuple(map(_COMMITTED, self.arrays))
 
 
 _AVAL, _SHARDING, _COMMITTED = attrgetter("aval"), attrgetter("sharding"), attrgetter("committed")
 _NAMED = frozenset({NamedSharding})
 
 
-def _kind(array: Any) -> tuple[Any, ...]:
-    """The same for an array that may be traced, abstract or of numpy, which has no sharding of its own."""
+def _kind(array: AnyArray) -> tuple[Hashable, ...]:
+    """The same for an array that may be traced, abstract or of numpy, which has no sharding of its
+    own."""
     if isinstance(array, jax.ShapeDtypeStruct):
         return array.shape, array.dtype, array.weak_type, array.sharding
-    return jax.typeof(array), (array.sharding, array.committed) if is_concrete(array) else None
+    if is_concrete(array):
+        return jax.typeof(array), (array.sharding, array.committed)
+    return jax.typeof(array), None
+
+
+def _abstract(array: AnyArray) -> jax.ShapeDtypeStruct:
+    kind = jax.typeof(array)
+    # An array of numpy has no sharding, and that of a traced one is not known.
+    sharding = getattr(array, "sharding", None)
+    return jax.ShapeDtypeStruct(kind.shape, kind.dtype, sharding=sharding, weak_type=kind.weak_type)
 
 
 class CallGroups:
@@ -146,17 +178,17 @@ class CallGroups:
         # The classes of JAX's concrete arrays. They are private, so they are collected from calls.
         self._concrete: frozenset[type] = frozenset()
 
-    def find(self, call: Any) -> FoundCall:
+    def find(self, call: Tree) -> FlatCall:
         """Flatten a call and find its group.
 
         Raises:
-            FunctreeError: leaves are neither arrays nor hashable (the error lists them by path), or the call is not a
-                tree.
+            FunctreeError: leaves are neither arrays nor hashable (the error lists them by path), or
+                the call is not a tree.
         """
         ends: list[tuple[CallGroup, Refusal]] = []
         try:
-            # Most calls are of the group of the last call, or of one that has followed it before. From the first group
-            # there is a way to each group that was called twice.
+            # Most calls are of the group of the last call, or of one that has followed it before.
+            # From the first group there is a way to each group that was called twice.
             found = self._follow(self._last, call, ends)
             if found is None and self._first is not self._last:
                 found = self._follow(self._first, call, ends)
@@ -175,24 +207,28 @@ class CallGroups:
             group.others[refusal] = found.group
         return found
 
-    def _follow(self, group: CallGroup | None, call: Any, ends: list[tuple[CallGroup, Refusal]]) -> FoundCall | None:
-        """Find the group of a call, from one group to the next by what each of them refuses the call for.
+    def _follow(
+        self, group: CallGroup | None, call: Tree, ends: list[tuple[CallGroup, Refusal]]
+    ) -> FlatCall | None:
+        """Find the group of a call, from one group to the next by what each of them refuses the
+        call for.
 
         Returns:
             None if the way ends; the group at its end is added to `ends`, with its refusal.
         """
-        # At most as many steps as there are groups. Their number, because another thread may add one meanwhile.
+        # At most as many steps as there are groups. Their number, because another thread may add
+        # one meanwhile.
         for _ in range(len(self._known)):
             if group is None:
                 break
             arrays = group.take(call)
             if isinstance(arrays, list):
                 if self._concrete.issuperset(map(type, arrays)):
-                    return FoundCall(group, arrays, True)
+                    return FlatCall(call, group, arrays, True)
                 if all(map(is_array, arrays)):
-                    return self._with_kinds(group, arrays)
-                place = list(map(is_array, arrays)).index(False)
-                refusal = "no array", place, refused(arrays[place])
+                    return self._with_kinds(call, group, arrays)
+                index = next(i for i, array in enumerate(arrays) if not is_array(array))
+                refusal = "no array", index, refused(arrays[index])
             else:
                 refusal = arrays
             following = group.others.get(refusal)
@@ -201,7 +237,7 @@ class CallGroups:
             group = following
         return None
 
-    def _look_up(self, call: Any) -> FoundCall:
+    def _look_up(self, call: Tree) -> FlatCall:
         """Find the group of a call by its skeleton, or make a new group."""
         skeleton, arrays = Skeleton.apart(call)
         group = self._known.get(skeleton)
@@ -211,13 +247,14 @@ class CallGroups:
             self._first = self._first or group
         else:
             group.take(call)  # generates its code
-        return self._with_kinds(group, arrays)
+        return self._with_kinds(call, group, arrays)
 
-    def _with_kinds(self, group: CallGroup, arrays: Sequence[Any]) -> FoundCall:
-        """A call whose arrays have classes that have not been seen before, or are not all concrete."""
+    def _with_kinds(self, call: Tree, group: CallGroup, arrays: Sequence[AnyArray]) -> FlatCall:
+        """A call whose arrays have classes that have not been seen before, or are not all
+        concrete."""
         kinds = {type(x) for x in arrays}
         unlike = (Tracer, jax.ShapeDtypeStruct, np.ndarray, np.generic)
         concrete = not any(issubclass(kind, unlike) for kind in kinds)
         if concrete:
             self._concrete |= kinds
-        return FoundCall(group, arrays, concrete)
+        return FlatCall(call, group, arrays, concrete)

@@ -1,56 +1,74 @@
 """A call and its program ─► an error or a warning, before the call is passed to JAX."""
 
 from collections import Counter
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
+from operator import methodcaller
 
 import jax
 from jax.core import Tracer
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
+from jax.stages import Traced
 
-from functree.calls.call_groups import FoundCall
+from functree.calls.call_groups import FlatCall
 from functree.calls.closures import closed_over, held, used_globals
-from functree.calls.donation import check_donated, is_deleted, refuse_deleted, twice_by_identity
+from functree.calls.donation import check_donated, twice_by_identity
 from functree.calls.program import Program
-from functree.errors import FunctreeError, Problem, ShardingError, count, listed, warn
-from functree.layout.meshes import current_mesh, mesh_view, tracing
-from functree.layout.placement import first_mesh, is_concrete, mesh_of
-from functree.tree.leaf import array_problem
+from functree.calls.signature import AnyFunction
+from functree.devices.deleted import is_deleted, refuse_deleted
+from functree.devices.meshes import current_mesh, mesh_view, tracing
+from functree.devices.placement import first_mesh, is_concrete, mesh_of
+from functree.errors import FunctreeTypeError, Problem, ShardingError, count, listed, warn
+from functree.labels.leaf import array_problem
+from functree.tree.arrays import AnyArray
 from functree.tree.paths import Path
 
 BIG_CONSTANT = 2**20  # bytes; there is a warning for a larger array that a function closes over
 
 
-def check_call(program: Program, found: FoundCall) -> None:
-    """Raise an error if arguments have no values or are deleted, or if an array is donated twice."""
-    arrays, arguments = found.arrays, program.body.arguments
-    if program.missing is not None or not found.concrete:
+def check_call(program: Program, flat: FlatCall) -> None:
+    """Raise an error if arguments have no values or are deleted, or if an array is donated
+    twice."""
+    arrays, arguments = flat.arrays, program.body.arguments
+    if program.missing is not None or not flat.concrete:
         _refuse_abstract(program, arrays)
-    gone = [x.is_deleted() for x in arrays] if found.concrete else map(is_deleted, arrays)
-    if True in gone:
+    # By a function in C where it can be, since on several devices this is a part of each call.
+    is_gone = _IS_DELETED if flat.concrete else is_deleted
+    # JAX 0.10 ends the process if an array on several devices is deleted, and to run a step again
+    # on the old state is a mistake that is easily made.
+    if any(map(is_gone, arrays)):
         raise refuse_deleted(program.name, program.group.paths, arrays)
+    # Not by their buffers: on several devices it takes longer to read these than to make the call.
     if arguments.donated and twice_by_identity(arrays, arguments):
         check_donated(program.name, program.group.paths, arrays, arguments, by_buffer=False)
 
 
-def _refuse_abstract(program: Program, arrays: Sequence[Any]) -> None:
+_IS_DELETED = methodcaller("is_deleted")
+
+
+def _refuse_abstract(program: Program, arrays: Sequence[AnyArray]) -> None:
     """Raise an error if an argument is abstract, or if nothing can be run on the mesh."""
     if program.missing is not None and not tracing():
         raise ShardingError(f"{program.name} cannot run: {program.missing}")
     for path, array in zip(program.group.paths, arrays, strict=True):
         if isinstance(array, jax.ShapeDtypeStruct):
-            raise FunctreeError(
-                f"{program.name}: `{path}` is abstract, so the function cannot run: use `.lower` or `.eval_shape`"
+            raise FunctreeTypeError(
+                f"{program.name}: `{path}` is abstract, so the function cannot run: use `.lower` "
+                "or `.eval_shape`"
             )
 
 
-def check_mesh(name: str, paths: Sequence[Path], arrays: Sequence[Any], mesh: Mesh | AbstractMesh | None) -> None:
-    """Check that the arguments are on the function's mesh or, if it has none, on the mesh of the first argument.
+def check_mesh(
+    name: str, paths: Sequence[Path], arrays: Sequence[AnyArray], mesh: Mesh | AbstractMesh | None
+) -> None:
+    """Check that the arguments are on the function's mesh or, if it has none, on the mesh of the
+    first argument.
 
-    A traced array on Auto axes is not checked: it is placed nowhere yet, and the mesh of its type has no effect.
+    A traced array on Auto axes is not checked: it is placed nowhere yet, and the mesh of its type
+    has no effect.
 
     Raises:
-        ShardingError: arguments are on another mesh, or on different devices; the message has their paths.
+        ShardingError: arguments are on another mesh, or on different devices; the message has their
+            paths.
     """
     mesh = mesh if mesh is not None else first_mesh(arrays)
     if mesh is None:
@@ -61,51 +79,53 @@ def check_mesh(name: str, paths: Sequence[Path], arrays: Sequence[Any], mesh: Me
     _check_outer(name, mesh)
     problems: list[Problem] = []
     for path, array in zip(paths, arrays, strict=True):
-        devices, own_mesh = _other_devices(array, mesh), mesh_of(array)
-        if devices is not None:
-            problems.append(array_problem(path, array, f"is committed to {devices} only", MOVE))
-        elif own_mesh is None or (isinstance(array, Tracer) and not _is_explicit(own_mesh, mesh)):
-            continue
-        elif (difference := _other_mesh(own_mesh, mesh)) is not None:
-            problems.append(array_problem(path, array, f"is on the mesh {difference}", MOVE))
+        why = _other_devices(array, mesh) or _other_mesh(array, mesh)
+        if why is not None:
+            problems.append(array_problem(path, array, why, MOVE))
     if problems:
-        number = f"{count(len(problems), 'argument')} {'is' if len(problems) == 1 else 'are'}"
-        raise ShardingError(f"{name} runs on mesh {mesh_view(mesh)}, but {number} not on it", problems)
+        verb = "is" if len(problems) == 1 else "are"
+        number = count(len(problems), "argument")
+        headline = f"{name} runs on mesh {mesh_view(mesh)}, but {number} {verb} not on it"
+        raise ShardingError(headline, problems)
 
 
-def _is_explicit(*meshes: Mesh | AbstractMesh) -> bool:
-    """Whether one of the meshes has Explicit axes."""
-    return any(AxisType.Explicit in mesh.axis_types for mesh in meshes)
-
-
-def _check_devices(name: str, paths: Sequence[Path], arrays: Sequence[Any]) -> None:
+def _check_devices(name: str, paths: Sequence[Path], arrays: Sequence[AnyArray]) -> None:
     """Check that arguments without a mesh are not on different devices."""
-    committed = [(path, x) for path, x in zip(paths, arrays, strict=True) if is_concrete(x) and x.committed]
+    # JAX checks it too, but its message has no paths.
+    committed: dict[Path, jax.Array] = {}
+    for path, array in zip(paths, arrays, strict=True):
+        if is_concrete(array) and array.committed:
+            committed[path] = array
     if not committed:
         return
-    first_path, first = committed[0]
+    first_path, first = next(iter(committed.items()))
     problems: list[Problem] = []
-    for path, array in committed:
+    for path, array in committed.items():
         if array.sharding.device_set != first.sharding.device_set:
-            why = f"is committed to {_devices_text(array)}, but `{first_path}` to {_devices_text(first)}"
-            problems.append(array_problem(path, array, why, "move them to one device, or all to one mesh (`ft.shard`)"))
+            devices, others = _devices_text(array), _devices_text(first)
+            why = f"is committed to {devices}, but `{first_path}` to {others}"
+            remedy = "move them to one device, or all to one mesh (`ft.shard`)"
+            problems.append(array_problem(path, array, why, remedy))
     if problems:
         raise ShardingError(f"{name}: the arguments are on different devices", problems)
 
 
 def _check_outer(name: str, mesh: Mesh | AbstractMesh) -> None:
-    """Check that a function which is traced as a part of another one has the devices of the other one's mesh."""
+    """Check that a function which is traced as a part of another one has the devices of the other
+    one's mesh."""
     outer = current_mesh() if tracing() else None
     if not isinstance(outer, Mesh) or not isinstance(mesh, Mesh):
         return
     own, others = list(mesh.devices.flat), list(outer.devices.flat)
     if own == others:
         return
-    what = "the same devices in another order" if set(own) == set(others) else "other devices"
+    what = "other devices"
+    if set(own) == set(others):
+        what = "the same devices in another order"
     raise ShardingError(
         f"{name} runs on mesh {mesh_view(mesh)}, but is called in a function that runs on "
-        f"{mesh_view(outer)}, with {what}. JAX compiles both as one program, with one order of devices: "
-        "use the devices of the outer mesh in the same order"
+        f"{mesh_view(outer)}, with {what}. JAX compiles both as one program, with one order of "
+        "devices: use the devices of the outer mesh in the same order"
     )
 
 
@@ -116,35 +136,45 @@ def _devices_text(array: jax.Array) -> str:
 MOVE = "move it to the function's mesh: `ft.shard(x, layout, mesh)`"
 
 
-def _other_devices(array: Any, mesh: Mesh | AbstractMesh) -> str | None:
-    """The devices that an array without a mesh is committed to; None if they are those of the function's mesh."""
+def _other_devices(array: AnyArray, mesh: Mesh | AbstractMesh) -> str | None:
+    """Why an array without a mesh is not on the devices of a mesh; None if it is, or is on none."""
     if not isinstance(mesh, Mesh) or not is_concrete(array):
         return None
     if not array.committed or isinstance(array.sharding, NamedSharding):
         return None
-    return None if array.sharding.device_set == set(mesh.devices.flat) else _devices_text(array)
+    if array.sharding.device_set == set(mesh.devices.flat):
+        return None
+    return f"is committed to {_devices_text(array)} only"
 
 
-def _other_mesh(one: Mesh | AbstractMesh, other: Mesh | AbstractMesh) -> str | None:
-    """A text of a mesh that differs from another, with the difference; None if they agree."""
-    text = str(mesh_view(one))
-    if dict(one.shape) != dict(other.shape):
-        return text
-    if isinstance(one, Mesh) and isinstance(other, Mesh) and one.devices.tolist() != other.devices.tolist():
-        return f"{text}, with other devices"
-    if AxisType.Manual in (*one.axis_types, *other.axis_types):  # inside `shard_map`, where the types change
+def _other_mesh(array: AnyArray, mesh: Mesh | AbstractMesh) -> str | None:
+    """Why the mesh that an array is on is not a function's mesh; None if it is, or is on none."""
+    own = mesh_of(array)
+    if own is None:
         return None
-    explicit = AxisType.Explicit in one.axis_types
-    if explicit == (AxisType.Explicit in other.axis_types):
+    explicit, explicit_here = (AxisType.Explicit in one.axis_types for one in (own, mesh))
+    # A traced array on Auto axes is placed nowhere yet, and the mesh of its type has no effect.
+    if isinstance(array, Tracer) and not explicit and not explicit_here:
         return None
-    return f"{text} with {'Explicit' if explicit else 'Auto'} axes"
+    why = f"is on the mesh {mesh_view(own)}"
+    if dict(own.shape) != dict(mesh.shape):
+        return why
+    if isinstance(own, Mesh) and isinstance(mesh, Mesh):
+        if own.devices.tolist() != mesh.devices.tolist():
+            return f"{why}, with other devices"
+    # Inside `shard_map` the types of the axes change.
+    if AxisType.Manual in (*own.axis_types, *mesh.axis_types) or explicit == explicit_here:
+        return None
+    return f"{why} with {'Explicit' if explicit else 'Auto'} axes"
 
 
 def warn_moved(program: Program) -> None:
     """Warn of arguments that each call moves to the shardings of `in_shardings`."""
     paths = listed([f"`{program.group.paths[i]}`" for i in program.moved])
-    text = f"each call moves {paths} to the sharding of in_shardings: use `ft.shard` once, before the calls"
-    warn(f"{program.name}: {text}")
+    warn(
+        f"{program.name}: each call moves {paths} to the sharding of in_shardings: use `ft.shard` "
+        "once, before the calls"
+    )
 
 
 def warn_placed(name: str, placed: Sequence[Path], known: Counter[Path]) -> None:
@@ -159,29 +189,32 @@ def warn_placed(name: str, placed: Sequence[Path], known: Counter[Path]) -> None
     again = [path for path in placed if known[path] == 2]
     if again:
         paths = listed([f"`{path}`" for path in again])
-        warn(f"{name}: each call places {paths} by the rules: use `ft.shard` once, before the calls")
+        warn(
+            f"{name}: each call places {paths} by the rules: use `ft.shard` once, before the calls"
+        )
 
 
-def warn_constants(name: str, fun: Callable[..., Any], traced: Any) -> None:
-    """Warn of large arrays that the function closes over, since each becomes a constant of the program.
+def warn_constants(name: str, fun: AnyFunction, traced: Traced) -> None:
+    """Warn of large arrays that the function closes over, since each becomes a constant of the
+    program.
 
     Args:
         name: the name of the function.
         fun: the function.
-        traced: JAX's `Traced` of a call; None under `jax.disable_jit()`.
+        traced: JAX's `Traced` of a call.
     """
-    if traced is None:
-        return
     for constant in traced.jaxpr.consts:
         size = getattr(constant, "nbytes", 0)
+        # A traced array of an outer function is passed to the program, and is no constant of it.
         if isinstance(constant, Tracer) or size <= BIG_CONSTANT:
             continue
+        # JAX does not tell where a constant is from, so it is looked for among these by identity.
         variables = {**used_globals(fun), **closed_over(fun)}
         path = next((path for path, value in held(variables) if value is constant), None)
         what = f"{constant.dtype}{list(constant.shape)}"
         if path is not None:
             what += f" (`{path}`)"
         warn(
-            f"{name} closes over an array of {size / 2**20:.1f} MiB, {what}: it becomes a constant of "
-            "the compiled program, on every device; pass it as an argument",
+            f"{name} closes over an array of {size / 2**20:.1f} MiB, {what}: it becomes a constant "
+            "of the compiled program, on every device; pass it as an argument",
         )

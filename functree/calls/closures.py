@@ -35,10 +35,13 @@ def used_globals(fun: Any) -> dict[str, Any]:
 def held(values: Mapping[str, Any]) -> Iterator[tuple[Path, Any]]:
     """The leaves of some variables with their paths, the outermost first.
 
-    A program may close over what is no tree for JAX: a dict with keys of several types, or a list that contains itself.
+    Not by `functree.tree.nodes.walk`: a program may close over what is no tree for JAX, such as a
+    dict with keys of several types, or a list that contains itself.
     """
     waiting = deque((Path((name,)), value) for name, value in values.items())
-    seen: dict[int, Any] = {}  # by identity; with the objects, so that their identities stay their own
+    seen: dict[
+        int, Any
+    ] = {}  # by identity; with the objects, so that their identities stay their own
     while waiting:
         path, node = waiting.popleft()
         if id(node) in seen:
@@ -75,7 +78,8 @@ def held_at_any_depth(variables: Mapping[str, Any]) -> Iterator[tuple[Path, Any]
 
 
 def kept_by(fun: Any) -> dict[str, Any]:
-    """The variables and defaults of a function; for a callable that wraps another one, that one and its arguments."""
+    """The variables and defaults of a function; for a callable that wraps another one, that one and
+    its arguments."""
     if isinstance(fun, functools.partial):
         return {"func": fun.func, "args": fun.args, **fun.keywords}
     if isinstance(fun, MethodType):

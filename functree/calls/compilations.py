@@ -2,21 +2,23 @@
 
 import dataclasses
 import functools
+from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+import numpy.typing as npt
 from jax.sharding import AbstractMesh, Mesh
 from jax.tree_util import PyTreeDef
 
 from functree.calls.call_groups import CallGroup
 from functree.calls.signature import NOT_GIVEN
+from functree.devices.meshes import mesh_view
+from functree.devices.placement import sharding_text
 from functree.errors import warn
 from functree.layout.layout import Layout
-from functree.layout.meshes import mesh_view
-from functree.layout.placement import sharding_text
-from functree.tree.arrays import dtype_text
+from functree.tree.arrays import AnyArray, dtype_text
 from functree.tree.paths import Path
 from functree.tree.skeleton.static_value import StaticValue, same_value
 
@@ -25,9 +27,10 @@ class Difference(NamedTuple):
     """One difference from an earlier compilation.
 
     Attributes:
-        path: the path of the leaf, which begins with the name of a parameter; empty if the difference is not in a leaf.
-        kind: `static`, `shape`, `dtype`, `weak type`, `sharding`, `devices`, `structure`, `rules`, `mesh`,
-            `compiler options`, `settings`.
+        path: the path of the leaf, which begins with the name of a parameter; empty if the
+            difference is not in a leaf.
+        kind: `static`, `shape`, `dtype`, `weak type`, `sharding`, `devices`, `structure`, `rules`,
+            `mesh`, `compiler options`, `settings`.
         before: the value in the earlier compilation.
         now: the value in this one.
     """
@@ -38,29 +41,34 @@ class Difference(NamedTuple):
     now: Any
 
     def __str__(self) -> str:
-        where = f"{self.path}: " if self.path else ""
         before, now = self.text(self.before), self.text(self.now)
-        text = f"{where}{self.kind} {before} → {now}"
-        if before == now and isinstance(self.now, Mesh | Devices):
+        text = f"{self.kind} {before} → {now}"
+        if self.path:
+            text = f"{self.path}: {text}"
+        if before == now and self.kind in ("mesh", "devices"):
             text += " (other devices, or in another order)"
         elif before == now:
             # Such as two lambdas from one line. The values differ, but their texts do not show it.
             text += " (a different object, which is equal only to itself: create it once)"
         return text
 
-    def text(self, value: Any) -> str:
+    def text(self, value: object) -> str:
         """The text of one of the two values; for a function it is the name."""
         if self.kind == "static":
             return getattr(value, "__qualname__", getattr(value, "__name__", None)) or repr(value)
-        return _text(value)
-
-
-def _text(value: Any) -> str:
-    """The text of a value; a mesh has its sizes and the types of its axes, which may be the only difference."""
-    if not isinstance(value, Mesh | AbstractMesh):
+        if isinstance(value, Mesh | AbstractMesh):
+            # The types of the axes may be the only difference.
+            kinds = "/".join(dict.fromkeys(kind.name for kind in value.axis_types))
+            return f"{mesh_view(value)} {kinds}"
+        if self.kind == "devices" and isinstance(value, tuple):
+            return _devices_text(value)
         return str(value)
-    kinds = "/".join(dict.fromkeys(kind.name for kind in value.axis_types))
-    return f"{mesh_view(value)} {kinds}"
+
+
+def _devices_text(names: tuple[str, ...]) -> str:
+    """The names of the devices of a mesh, the first of them if there are many."""
+    shown = ", ".join(names[:4])
+    return shown if len(names) <= 4 else f"{shown}, … ({len(names)} devices)"
 
 
 class Compilation(NamedTuple):
@@ -68,9 +76,10 @@ class Compilation(NamedTuple):
 
     Attributes:
         number: 1 for the first compilation.
-        differences: the differences from the most similar earlier compilation; empty for the first one.
-        shared: whether the program existed already, because another wrapper of the same function with equal options
-            had compiled it.
+        differences: the differences from the most similar earlier compilation; empty for the first
+            one.
+        shared: whether the program existed already, because another wrapper of the same function
+            with equal options had compiled it.
     """
 
     number: int
@@ -79,99 +88,70 @@ class Compilation(NamedTuple):
 
     def __str__(self) -> str:
         why = "; ".join(map(str, self.differences)) or "the first"
-        return f"compilation {self.number}: {why}" + (_SHARED if self.shared else "")
+        text = f"compilation {self.number}: {why}"
+        if self.shared:
+            text += " (shared: compiled by another wrapper of this function)"
+        return text
 
 
-_SHARED = " (shared: compiled by another wrapper of this function)"
+Properties = tuple[tuple[str, Any], ...]
+"""What a compilation depends on at one leaf, as (kind, value) pairs."""
 
 
 class Situation(NamedTuple):
     """Everything that a compilation depends on.
 
     Attributes:
-        leaves: for each leaf of the call, (kind, value) pairs.
+        leaves: the properties of each leaf of the call.
         mesh: the mesh.
         rules: the ambient rules.
         options: the options of the compiler, as (name, value) pairs.
     """
 
-    leaves: Mapping[Path, tuple[tuple[str, Any], ...]]
+    leaves: Mapping[Path, Properties]
     mesh: Mesh | AbstractMesh | None
     rules: Layout | None
     options: tuple[tuple[str, Any], ...] = ()
 
-
-class Seen(NamedTuple):
-    """A call that was traced. It holds no arrays, and much less than a `Situation`, which few traces need.
-
-    Attributes:
-        group: the group of the call.
-        types: JAX's type of each array.
-        shardings: the sharding of each array, or None.
-        mesh: the mesh.
-        rules: the ambient rules.
-    """
-
-    group: CallGroup
-    types: tuple[Any, ...]
-    shardings: tuple[Any, ...]
-    mesh: Mesh | AbstractMesh | None
-    rules: Layout | None
-
     @classmethod
     def of(
-        cls, group: CallGroup, arrays: Sequence[Any], mesh: Mesh | AbstractMesh | None, rules: Layout | None
-    ) -> "Seen":
-        """A call with these arrays."""
-        types = tuple([x.aval if isinstance(x, jax.Array) else jax.typeof(x) for x in arrays])
-        return cls(group, types, tuple([getattr(x, "sharding", None) for x in arrays]), mesh, rules)
-
-    @property
-    def situation(self) -> Situation:
-        """Everything that its compilation depends on."""
-        known: dict[Path, tuple[tuple[str, Any], ...]] = {}
-        for path, aval, sharding in zip(self.group.paths, self.types, self.shardings, strict=True):
-            known[path] = _array(aval, sharding)
-        for keys, value in self.group.skeleton.statics:
+        cls,
+        group: CallGroup,
+        arrays: Sequence[AnyArray],
+        mesh: Mesh | AbstractMesh | None,
+        rules: Layout | None,
+    ) -> "Situation":
+        """The situation of a call of a group with these arrays."""
+        leaves: dict[Path, Properties] = {}
+        for path, array in zip(group.paths, arrays, strict=True):
+            leaves[path] = _of_array(array)
+        for keys, value in group.skeleton.statics:
             if not (isinstance(value, PyTreeDef) and value == _NOT_GIVEN):
-                known.setdefault(Path(keys), (("static", StaticValue(value)),))
-        return Situation(known, self.mesh, self.rules)
+                leaves.setdefault(Path(keys), (("static", StaticValue(value)),))
+        return cls(leaves, mesh, rules)
 
 
 _NOT_GIVEN = jax.tree.structure(NOT_GIVEN)
 
 
-def _array(aval: Any, sharding: Any) -> tuple[tuple[str, Any], ...]:
+def _of_array(array: AnyArray) -> Properties:
     """The properties of an array that a compilation depends on."""
+    kind, sharding = jax.typeof(array), getattr(array, "sharding", None)
+    mesh = getattr(sharding, "mesh", None)
     return (
-        ("shape", tuple(aval.shape)),
-        ("dtype", dtype_text(aval.dtype)),
-        ("weak type", bool(aval.weak_type)),
+        ("shape", tuple(kind.shape)),
+        ("dtype", dtype_text(kind.dtype)),
+        ("weak type", bool(kind.weak_type)),
         ("sharding", sharding_text(sharding)),
-        ("devices", _devices_of(sharding)),
+        # The text of a sharding without a mesh names the devices itself.
+        ("devices", _device_names(mesh) if isinstance(mesh, Mesh) else None),
     )
 
 
-class Devices(NamedTuple):
-    """The devices of a mesh, in its order."""
-
-    names: tuple[str, ...]
-
-    def __str__(self) -> str:
-        shown = ", ".join(self.names[:4])
-        return shown if len(self.names) <= 4 else f"{shown}, … ({len(self.names)} devices)"
-
-
 @functools.lru_cache(maxsize=64)
-def _devices(mesh: Mesh) -> Devices:
-    """The devices of a mesh; one object for all arrays that are on it."""
-    return Devices(tuple(map(str, mesh.devices.flat)))
-
-
-def _devices_of(sharding: Any) -> Devices | None:
-    """The devices of a sharding on a mesh. The text of one without a mesh names the devices itself."""
-    mesh = getattr(sharding, "mesh", None)
-    return _devices(mesh) if isinstance(mesh, Mesh) else None
+def _device_names(mesh: Mesh) -> tuple[str, ...]:
+    """The names of the devices of a mesh; one object for all arrays that are on it."""
+    return tuple(map(str, mesh.devices.flat))
 
 
 def differences(before: Situation, now: Situation) -> tuple[Difference, ...]:
@@ -180,39 +160,48 @@ def differences(before: Situation, now: Situation) -> tuple[Difference, ...]:
     for path in dict.fromkeys((*before.leaves, *now.leaves)):
         old, new = before.leaves.get(path), now.leaves.get(path)
         # A leaf that exists only in one of them, or is an array in one and static in the other.
-        if old is None or new is None or [kind for kind, _ in old] != [kind for kind, _ in new]:
+        if old is None or new is None or dict(old).keys() != dict(new).keys():
             found.append(Difference(path, "structure", _brief(old), _brief(new)))
-            continue
-        different = {kind: (_bare(a), _bare(b)) for (kind, a), (_, b) in zip(old, new, strict=True) if a != b}
-        if "sharding" in different:
-            different.pop("devices", None)  # another sharding says it already
-        for kind, (a, b) in different.items():
-            found += _apart(path, kind, a, b)
+        else:
+            found += _leaf_differences(path, old, new)
     if before.mesh != now.mesh:
         found.append(Difference(Path(), "mesh", before.mesh, now.mesh))
     if before.rules != now.rules:
         found.append(Difference(Path(), "rules", before.rules, now.rules))
     if before.options != now.options:
-        found.append(Difference(Path(), "compiler options", dict(before.options), dict(now.options)))
+        found.append(
+            Difference(Path(), "compiler options", dict(before.options), dict(now.options))
+        )
     return tuple(found)
 
 
-def _apart(path: Path, kind: str, before: Any, now: Any) -> list[Difference]:
-    """The differences between two values. For two dataclasses of one class (configs) these are their fields."""
+def _leaf_differences(path: Path, before: Properties, now: Properties) -> list[Difference]:
+    """The differences between the properties of a leaf, which is an array or static in both."""
+    found: list[Difference] = []
+    for (kind, old), (_, new) in zip(before, now, strict=True):
+        if old == new:
+            continue
+        if isinstance(old, StaticValue) and isinstance(new, StaticValue):
+            found += _static_differences(path, old.value, new.value)
+        # The text of another sharding shows other devices already.
+        elif kind != "devices" or not any(one.kind == "sharding" for one in found):
+            found.append(Difference(path, kind, old, new))
+    return found
+
+
+def _static_differences(path: Path, before: Any, now: Any) -> list[Difference]:
+    """The differences between two static values: of two configs the fields that differ."""
     fields: list[Difference] = []
-    if type(before) is type(now) and dataclasses.is_dataclass(before) and not isinstance(before, type):
-        for name in (field.name for field in dataclasses.fields(before)):
-            a, b = getattr(before, name), getattr(now, name)
-            if not same_value(a, b):
-                fields.append(Difference(path / name, kind, a, b))
-    return fields or [Difference(path, kind, before, now)]
+    is_config = dataclasses.is_dataclass(before) and not isinstance(before, type)
+    if is_config and type(before) is type(now):
+        for field in dataclasses.fields(before):
+            old, new = getattr(before, field.name), getattr(now, field.name)
+            if not same_value(old, new):
+                fields.append(Difference(path / field.name, "static", old, new))
+    return fields or [Difference(path, "static", before, now)]
 
 
-def _bare(value: Any) -> Any:
-    return value.value if isinstance(value, StaticValue) else value
-
-
-def _brief(properties: tuple[tuple[str, Any], ...] | None) -> str:
+def _brief(properties: Properties | None) -> str:
     """A leaf in a difference of structure."""
     if properties is None:
         return "nothing"
@@ -220,21 +209,27 @@ def _brief(properties: tuple[tuple[str, Any], ...] | None) -> str:
     return f"static {value!r}" if kind == "static" else "an array"
 
 
-class _Seen:
-    """The situations of earlier compilations, as a table of numbers: a row for each, a column for each leaf.
+_Numbers = npt.NDArray[np.int32]
 
-    Most situations of one function have most of their values in common, and each value is kept once. To compare rows of
-    numbers takes a few microseconds for each hundred of them, where to compare situations takes a millisecond for each.
+
+class _SituationTable:
+    """The situations of earlier compilations, as a table of numbers: a row for each, a column for
+    each leaf.
+
+    Most situations of one function have most of their values in common, and each value is kept
+    once. To compare rows of numbers takes a few microseconds for each hundred of them, where to
+    compare situations takes a millisecond for each.
     """
 
-    # The number of rows that are compared leaf by leaf. The others differ from the new situation in more leaves.
+    # The number of rows that are compared leaf by leaf. The others differ from the new situation in
+    # more leaves.
     NEAREST = 4
 
     def __init__(self) -> None:
         self._columns: dict[Hashable, int] = {}
         self._numbers: dict[Hashable, int] = {}
-        self._values: list[Any] = [None]  # by number; 0 is that of a leaf that does not exist
-        self._table: np.ndarray[Any, Any] = np.zeros((0, 0), np.int32)
+        self._values: list[Hashable] = [None]  # by number; 0 is that of a leaf that does not exist
+        self._table: _Numbers = np.zeros((0, 0), np.int32)
         self._size: int = 0
 
     def __len__(self) -> int:
@@ -253,7 +248,8 @@ class _Seen:
         self._size += 1
 
     def nearest(self, situation: Situation) -> list[Situation]:
-        """A few earlier situations that differ from this one in the fewest leaves, the earliest first."""
+        """A few earlier situations that differ from this one in the fewest leaves, the earliest
+        first."""
         row = self._row(situation)
         padded = np.zeros(self._table.shape[1], np.int32)
         padded[: len(row)] = row[: len(padded)]  # new leaves differ from all earlier situations
@@ -261,9 +257,11 @@ class _Seen:
         order = np.argsort(differing, kind="stable")[: self.NEAREST]
         return [self._situation(self._table[i]) for i in order]
 
-    def _row(self, situation: Situation) -> np.ndarray[Any, Any]:
-        """The numbers of a situation; values and leaves that are new get new numbers and columns."""
-        cells: dict[Hashable, Hashable] = {**situation.leaves, **dict(zip(_BESIDE, situation[1:], strict=True))}
+    def _row(self, situation: Situation) -> _Numbers:
+        """The numbers of a situation; values and leaves that are new get new numbers and
+        columns."""
+        beside = dict(zip(_BESIDE, situation[1:], strict=True))
+        cells: dict[Hashable, Hashable] = {**situation.leaves, **beside}
         row = np.zeros(len(self._columns) + len(cells), np.int32)
         for key, value in cells.items():
             column = self._columns.setdefault(key, len(self._columns))
@@ -273,7 +271,7 @@ class _Seen:
             row[column] = number
         return row[: len(self._columns)]
 
-    def _situation(self, row: np.ndarray[Any, Any]) -> Situation:
+    def _situation(self, row: _Numbers) -> Situation:
         """The situation of a row."""
         # The table may have fewer columns than there are, and more: some are not used yet.
         cells: dict[Any, Any] = {}
@@ -305,34 +303,43 @@ class Log:
     def __init__(self, name: str):
         self.name = name
         self.records: list[Compilation] = []
-        self._seen = _Seen()
-        self._numbers: dict[Path, int] = {}  # how often a Python number at a path was the only difference
+        self._table = _SituationTable()
+        # How often a Python number at a path was the only difference.
+        self._numbers: Counter[Path] = Counter()
 
     def add(self, now: Situation, shared: bool = False) -> None:
-        """Add a compilation, compared with the most similar earlier one. Warns if a Python number is the reason."""
-        nearest = min((differences(before, now) for before in self._seen.nearest(now)), key=len, default=())
-        if self._seen and not nearest:
-            # Everything that is compared is the same. So a setting of JAX has changed, such as its matmul precision.
+        """Add a compilation, compared with the most similar earlier one. Warns if a Python number
+        is the reason."""
+        candidates = [differences(before, now) for before in self._table.nearest(now)]
+        nearest = min(candidates, key=len, default=())
+        if self._table and not nearest:
+            # Everything that is compared is the same. So a setting of JAX has changed, such as its
+            # matmul precision.
             nearest = (Difference(Path(), "settings", "of JAX", "others"),)
-        self._seen.add(now)
-        record = Compilation(len(self._seen), nearest, shared)
+        self._table.add(now)
+        record = Compilation(len(self._table), nearest, shared)
         self.records.append(record)
         for observe in observers:
             observe(self.name, record)
-        if len(nearest) == 1 and nearest[0].kind == "static" and type(nearest[0].now) in (int, float, complex):
-            self._number(nearest[0])
+        if len(nearest) == 1 and nearest[0].kind == "static":
+            self._count_number(nearest[0])
 
     def clear(self) -> None:
         """Forget all compilations."""
         self.records.clear()
         self._numbers.clear()
-        self._seen = _Seen()
+        self._table = _SituationTable()
 
-    def _number(self, changed: Difference) -> None:
-        """Count a compilation for a Python number, and warn at the second: a single one may be on purpose."""
-        self._numbers[changed.path] = self._numbers.get(changed.path, 0) + 1
+    def _count_number(self, changed: Difference) -> None:
+        """Count a compilation for a Python number, and warn at the second: a single one may be on
+        purpose."""
+        # By type and not by isinstance: True is an int, and switches between two programs.
+        if type(changed.now) not in (int, float, complex):
+            return
+        self._numbers[changed.path] += 1
         if self._numbers[changed.path] == 2:
             warn(
-                f"{self.name} compiles a third time because of `{changed.path}` alone, a Python number and therefore "
-                f"static ({changed.before!r}, now {changed.now!r}): pass an array, `jnp.asarray(...)`, to trace it",
+                f"{self.name} compiles a third time because of `{changed.path}` alone, a Python "
+                f"number and therefore static ({changed.before!r}, now {changed.now!r}): pass an "
+                "array, `jnp.asarray(...)`, to trace it",
             )

@@ -3,24 +3,26 @@
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import Any
 
 import jax
-from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, Sharding
+from jax.stages import Compiled
 from jax.tree_util import tree_leaves
 
 from functree.calls.compile_events import compile_events
-from functree.compiled.backend import backend_text
-from functree.compiled.diagnostics import Said, listening
+from functree.compiled.diagnostics import CompilerOutput, listening
 from functree.compiled.ledger import Ledger
 from functree.compiled.read import CompiledProgram, read_ledger
-from functree.errors import FunctreeError, count
+from functree.devices.backend import backend_text
+from functree.errors import FunctreeError, FunctreeValueError, count
 from functree.tree.paths import Path
 
 
 @contextmanager
-def heard_compiling() -> Iterator[Said]:
-    """Listen to the compiler. What it has said is not known if JAX found the program in one of its caches."""
+def heard_compiling() -> Iterator[CompilerOutput]:
+    """Listen to the compiler. What it has said is not known if JAX found the program in one of its
+    caches."""
+    # By the number of programs that were compiled, since JAX does not tell whether it has done so.
     before = compile_events.by_compiler
     with listening() as said:
         yield said
@@ -29,7 +31,7 @@ def heard_compiling() -> Iterator[Said]:
 
 
 def ledger_of(
-    compiled: Any,
+    compiled: Compiled,
     name: str,
     parameters: Sequence[Path],
     outputs: Sequence[Path],
@@ -43,42 +45,58 @@ def ledger_of(
     Args:
         compiled: JAX's compiled function.
         name: the name of the function.
-        parameters: the path of each of its arrays, in JAX's order; it begins with the name of an argument.
+        parameters: the path of each of its arrays, in JAX's order; it begins with the name of an
+            argument.
         outputs: the path of each array of its result.
         mesh: the mesh that it was compiled for; None for that of its shardings.
         of_program: whether that is known; else the mesh is taken only if no sharding is on one.
         warnings: what the compiler has said; None if it is not known.
 
     Raises:
-        FunctreeError: the compiler gives no text of the program; the mesh has another number of devices.
+        FunctreeError: the compiler gives no text of the program; the mesh has another number of
+            devices.
     """
-    # For a large program XLA takes as long for this as we do for the text, and it lets other threads run meanwhile.
+    # For a large program XLA takes as long for this as we do for the text, and it lets other
+    # threads run meanwhile.
     with ThreadPoolExecutor(1) as pool:
         memory = pool.submit(compiled.memory_analysis)
         text = compiled.as_text()
         if text is None:
             platform = jax.default_backend()
-            raise FunctreeError(f"{name}: the compiler for {platform} gives no text of the program to read")
+            raise FunctreeError(
+                f"{name}: the compiler for {platform} gives no text of the program to read"
+            )
         used, sizes, backend = _described(compiled, parameters, mesh, of_program)
-        return read_ledger(CompiledProgram(text, memory.result, used, outputs, sizes, backend, warnings))
+        return read_ledger(
+            CompiledProgram(text, memory.result, used, outputs, sizes, backend, warnings)
+        )
 
 
 def _described(
-    compiled: Any, parameters: Sequence[Path], mesh: Mesh | AbstractMesh | None, of_program: bool
+    compiled: Compiled,
+    parameters: Sequence[Path],
+    mesh: Mesh | AbstractMesh | None,
+    of_program: bool,
 ) -> tuple[list[Path], dict[str, int], str]:
-    """The arrays that a program uses, the sizes of its mesh, and the name of what it is compiled for."""
-    # An array that the program does not use has no sharding, and is none of its parameters.
+    """The arrays that a program uses, the sizes of its mesh, and the name of what it is compiled
+    for."""
+    used: list[Path] = []
+    shardings: list[Sharding] = tree_leaves(compiled.output_shardings)
     given = tree_leaves(compiled.input_shardings, is_leaf=lambda one: one is None)
-    used = [path for path, sharding in zip(parameters, given, strict=True) if sharding is not None]
-    shardings = [one for one in [*given, *tree_leaves(compiled.output_shardings)] if one is not None]
+    for path, sharding in zip(parameters, given, strict=True):
+        # An array that the program does not use has no sharding, and is none of its parameters.
+        if sharding is not None:
+            used.append(path)
+            shardings.append(sharding)
     meshes = [one.mesh for one in shardings if isinstance(one, NamedSharding)]
-    devices = next((one.device_set for one in shardings), jax.devices()[:1])
+    devices = shardings[0].device_set if shardings else jax.devices()[:1]
     if mesh is None or (meshes and not of_program):
+        # The largest: a part of the arrays may be on a mesh of some of the devices.
         mesh = max(meshes, key=lambda one: one.size, default=mesh)
     if mesh is not None and not of_program and mesh.size != len(devices):
-        raise FunctreeError(
-            f"ledger: the program was compiled for {count(len(devices), 'device')}, and `mesh=` has {mesh.size}: "
-            "give its arguments shardings on the mesh"
+        raise FunctreeValueError(
+            f"ledger: the program was compiled for {count(len(devices), 'device')}, and `mesh=` "
+            f"has {mesh.size}: give its arguments shardings on the mesh"
         )
     sizes = {} if mesh is None else dict(mesh.shape)
     return used, sizes, backend_text(next(iter(devices)))

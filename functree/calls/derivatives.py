@@ -1,36 +1,57 @@
-"""A traced function ─► the same function, whose custom derivative rules run with its own ambient mesh and rules.
+"""A traced function ─► the same function, whose custom derivative rules run in its own context.
 
-JAX runs the rules of `jax.custom_vjp` and `jax.custom_jvp` when it differentiates, which may be long after the function
-that contains them was traced, and outside of it. JAX then restores the mesh without its devices, and no user contexts.
+JAX runs the rules of `jax.custom_vjp` and `jax.custom_jvp` when it differentiates, which may be
+long after the function that contains them was traced, and outside of it. JAX then restores the mesh
+without its devices, and no user contexts.
 """
 
+import functools
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
-from jax.extend.core import ClosedJaxpr, Jaxpr
+import jax
+from jax.extend.core import ClosedJaxpr, Jaxpr, jaxpr_as_fun
 from jax.extend.linear_util import WrappedFun, transformation2
+from jax.tree_util import tree_leaves, tree_structure, tree_unflatten
 
-Context = Callable[[], AbstractContextManager[Any]]
-"""A hashable function that makes a context."""
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+
+Context = Callable[[], AbstractContextManager[None]]
+"""A hashable function that makes a context, such as that of an ambient mesh and rules."""
 
 _RULES = frozenset({"fwd_jaxpr_thunk", "bwd", "jvp_jaxpr_fun"})
-"""The parameters of an equation that are functions of the user, which JAX calls when it differentiates."""
+"""The parameters of an equation that are functions of the user, which JAX calls when it
+differentiates."""
 
 
-def has_derivatives(value: Any) -> bool:
+def has_derivatives(value: object) -> bool:
     """Whether a function, or one that it calls, has custom derivative rules."""
     if isinstance(value, tuple | list):
         return any(map(has_derivatives, value))
     if not isinstance(value, ClosedJaxpr | Jaxpr):
         return False
-    params = [one.params for one in value.eqns]
-    return any(not _RULES.isdisjoint(one) or any(map(has_derivatives, one.values())) for one in params)
+    for equation in value.eqns:
+        params = equation.params
+        if not _RULES.isdisjoint(params) or any(map(has_derivatives, params.values())):
+            return True
+    return False
 
 
-def in_context(jaxpr: ClosedJaxpr, context: Context) -> ClosedJaxpr:
+def in_context(fun: Callable[_P, _T], context: Context) -> Callable[_P, _T]:
     """The same function, whose custom derivative rules run in a context."""
-    return _Rewriting(context).value(jaxpr)
+    jitted = jax.jit(fun)
+
+    @functools.wraps(fun, updated=())
+    def rewritten(*args: _P.args, **kwargs: _P.kwargs) -> _T:
+        # Not `jitted.trace`, whose result does not have the traced arrays that the function closes
+        # over.
+        jaxpr, output = jax.make_jaxpr(jitted, return_shape=True)(*args, **kwargs)
+        run = jaxpr_as_fun(_Rewriting(context).value(jaxpr))
+        return tree_unflatten(tree_structure(output), run(*tree_leaves((args, kwargs))))
+
+    return rewritten
 
 
 class _Rewriting:
@@ -38,9 +59,9 @@ class _Rewriting:
 
     def __init__(self, context: Context):
         self._context = context
-        # A function that is called several times stays one function, so that JAX compiles it once. The original is kept
-        # too, so that its id is not used again.
-        self._known: dict[int, tuple[Any, Any]] = {}
+        # A function that is called several times stays one function, so that JAX compiles it once.
+        # The original is kept too, so that its id is not used again.
+        self._known: dict[int, tuple[object, object]] = {}
 
     def value(self, value: Any) -> Any:
         """A parameter of an equation, or a result of a rule: the functions in it are rewritten."""
@@ -52,25 +73,28 @@ class _Rewriting:
             self._known[id(value)] = value, self._function(value)
         return self._known[id(value)][1]
 
-    def _function(self, jaxpr: Any) -> Any:
+    def _function(self, jaxpr: Any) -> object:
         # A `ClosedJaxpr` contains a `Jaxpr`; in later versions of JAX the two are one class.
         if isinstance(jaxpr, ClosedJaxpr) and jaxpr.jaxpr is not jaxpr:
             return jaxpr.replace(jaxpr=self.value(jaxpr.jaxpr))
+        equations = [one.replace(params=self._params(one.params)) for one in jaxpr.eqns]
         new: Any = jaxpr
-        return new.replace(eqns=[one.replace(params=self._params(one.params)) for one in jaxpr.eqns])
+        return new.replace(eqns=equations)
 
-    def _params(self, params: Mapping[str, Any]) -> dict[str, Any]:
-        rules = {key: _entered(rule, self._context) for key, rule in params.items() if _is_rule(key, rule)}
-        return {key: self.value(value) for key, value in params.items()} | rules
-
-
-def _is_rule(key: str, value: Any) -> bool:
-    return key in _RULES and isinstance(value, WrappedFun)
+    def _params(self, params: Mapping[str, object]) -> dict[str, object]:
+        new: dict[str, object] = {}
+        for key, value in params.items():
+            if key in _RULES and isinstance(value, WrappedFun):
+                new[key] = _entered(value, self._context)
+            else:
+                new[key] = self.value(value)
+        return new
 
 
 @transformation2
-def _entered(rule: Callable[..., Any], context: Context, *args: Any, **kwargs: Any) -> Any:
-    """A rule that runs in a context. It may return a function with rules of its own, for higher derivatives."""
+def _entered(rule: Callable[..., object], context: Context, *args: Any, **kwargs: Any) -> object:
+    """A rule that runs in a context. It may return a function with rules of its own, for higher
+    derivatives."""
     with context():
         result = rule(*args, **kwargs)
     return _Rewriting(context).value(result)

@@ -1,26 +1,27 @@
-"""A function of modules ─► a `Function`, which is compiled for each group of its calls; the base of all wrappers."""
+"""A function of modules ─► a `Function`, compiled for each group of its calls."""
 
 import functools
 from abc import abstractmethod
 from collections import Counter
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar, overload
 
 import jax
 from jax.core import Tracer
 
-from functree.calls.call_groups import FoundCall
+from functree.calls.call_groups import FlatCall
 from functree.calls.checks import check_call, warn_moved
-from functree.calls.compilations import Compilation, Log, Seen
+from functree.calls.compilations import Compilation, Log, Situation
 from functree.calls.compile_events import compile_events
 from functree.calls.program import Program, around, without_jit
-from functree.calls.signature import Bound, wrapper_updates
-from functree.calls.stages import Call, Lowered, Traced
+from functree.calls.signature import Args, Kwargs, Partial, Record, wrapper_updates
+from functree.calls.stage import StagedCall
+from functree.calls.stages import Lowered, Traced
 from functree.calls.static_arguments import with_static
 from functree.calls.traces import Traces
+from functree.devices.meshes import tracing
 from functree.layout.layout import Layout
-from functree.layout.meshes import tracing
-from functree.layout.placement import is_concrete
+from functree.tree.arrays import AnyArray, Tree
 
 _P = ParamSpec("_P")
 _Q = ParamSpec("_Q")
@@ -31,20 +32,26 @@ class Function(Generic[_P, _T]):
     """A function of modules that is compiled for each group of its calls.
 
     Attributes:
-        compilations: a record for each program that it has used or that `.lower(...).compile()` has made, with the
-            differences from the most similar earlier one. A program that another wrapper of the function had compiled
-            is marked as shared.
+        compilations: a record for each program that it has used or that `.lower(...).compile()` has
+            made, with the differences from the most similar earlier one. A program that another
+            wrapper of the function had compiled is marked as shared.
     """
 
     compilations: list[Compilation]
     __name__: str
     __wrapped__: Callable[_P, _T]
 
-    def __init__(self, fun: Callable[_P, _T], bound: Bound, traces: Traces, static: frozenset[str] = frozenset()):
+    def __init__(
+        self,
+        fun: Callable[_P, _T],
+        partial: Partial,
+        traces: Traces,
+        static: frozenset[str] = frozenset(),
+    ):
         self.__name__ = traces.signature.name  # a partial and a module have no name of their own
         functools.update_wrapper(self, fun, updated=wrapper_updates(fun))
-        self._bound, self._traces, self._static = bound, traces, static
-        self._is_bound = bool(bound.args or bound.kwargs)
+        self._partial, self._traces, self._static = partial, traces, static
+        self._is_bound = bool(partial.args or partial.kwargs)
         # Copied, because each attribute of an attribute takes time in every call.
         self._signature, self._groups = traces.signature, traces.groups
         self._log, self._used = Log(traces.signature.name), set[Program]()
@@ -52,12 +59,12 @@ class Function(Generic[_P, _T]):
         self.compilations = self._log.records
 
     def __call__(self, /, *args: _P.args, **kwargs: _P.kwargs) -> _T:
-        # A call of a compiled function may take 300 µs, and each Python function that it calls takes one or two. So
-        # everything that most calls do not need is behind a condition here.
-        program, found = self._prepare(args, kwargs)
-        arrays = found.arrays
-        if program.careful or found.group.several_devices or not found.concrete:
-            check_call(program, found)
+        # A call of a compiled function may take 300 µs, and each Python function that it calls
+        # takes one or two. So everything that most calls do not need is behind a condition here.
+        program, flat = self._prepare(args, kwargs)
+        arrays = flat.arrays
+        if program.careful or flat.group.several_devices or not flat.concrete:
+            check_call(program, flat)
         # Only these events show that JAX has lowered or compiled something during the call.
         before = compile_events.count
         if program.entered is None:
@@ -82,12 +89,13 @@ class Function(Generic[_P, _T]):
         """Trace and lower a call, of arrays or of `jax.ShapeDtypeStruct`s, without running it."""
         return self._trace((), args, kwargs).lower()
 
-    def eval_shape(self, /, *args: _P.args, **kwargs: _P.kwargs) -> Any:
+    def eval_shape(self, /, *args: _P.args, **kwargs: _P.kwargs) -> Tree:
         """The result of a call as `jax.ShapeDtypeStruct`s."""
         return self._trace((), args, kwargs).out_info
 
     def clear_cache(self) -> None:
-        """Forget all traces and programs, and their records. Other wrappers that share them forget them too."""
+        """Forget all traces and programs, and their records. Other wrappers that share them forget
+        them too."""
         self._groups.clear()
         self._log.clear()
         self._used.clear()
@@ -109,79 +117,86 @@ class Function(Generic[_P, _T]):
         """The rules that are ambient in the body of a call that is made now."""
 
     @abstractmethod
-    def _key(self, found: FoundCall, rules: Layout | None) -> Hashable:
+    def _key(self, flat: FlatCall, rules: Layout | None) -> Hashable:
         """Everything that a program depends on, except the group of the call."""
 
-    def _placed(self, call: Any, found: FoundCall, rules: Layout) -> FoundCall:
+    def _placed(self, flat: FlatCall, rules: Layout) -> FlatCall:
         """The call, with arrays that nobody has placed where the rules put them."""
-        return found
+        return flat
 
     @abstractmethod
-    def _program(self, call: Any, found: FoundCall) -> Program:
+    def _program(self, flat: FlatCall) -> Program:
         """Make a program: everything that is checked and resolved only once."""
 
     # From a call to its program
 
-    def _prepare(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Program, FoundCall]:
-        """The program for a call, which is made if it does not exist yet, and the flattened call."""
+    def _bind(self, args: Args, kwargs: Kwargs) -> Record:
+        """A call of the function."""
         if self._is_bound:
-            args, kwargs = self._bound.call(args, kwargs)
+            args, kwargs = self._partial.with_bound(args, kwargs)
         call = self._signature.bind(args, kwargs)
-        if self._static:
-            call = with_static(call, self._static)
-        found = self._groups.find(call)
+        return with_static(call, self._static) if self._static else call
+
+    def _prepare(self, args: Args, kwargs: Kwargs) -> tuple[Program, FlatCall]:
+        """The program for a call, which is made if it does not exist yet, and the flattened
+        call."""
+        flat = self._groups.find(self._bind(args, kwargs))
         if without_jit():
-            return self._program(call, found), found  # which runs without being traced, and is not kept
+            # The program runs without being traced, and is not kept.
+            return self._program(flat), flat
         rules = self._rules()
         if rules is not None:
-            found = self._placed(call, found, rules)
-        group, key = found.group, self._key(found, rules)
-        # Most calls have the key of the last call. Comparing keys is cheaper than hashing them, because most of their
-        # elements are the same objects.
+            flat = self._placed(flat, rules)
+        group, key = flat.group, self._key(flat, rules)
+        # Most calls have the key of the last call. Comparing keys is cheaper than hashing them,
+        # because most of their elements are the same objects.
         last = group.last
         if last is None or last[0] != key:
             program = group.programs.get(key)
             if program is None:
-                program = self._program(call, found)
-                # Again, because the key has more elements once calls of the group are on several devices, and
-                # `_program` may have found that.
-                key = self._key(found, rules)
+                program = self._program(flat)
+                # Again, because the key has more elements once calls of the group are on several
+                # devices, and `_program` may have found that.
+                key = self._key(flat, rules)
                 group.programs[key] = program
                 self._used.add(program)
             group.last = last = key, program
-        return last[1], found
+        return last[1], flat
 
-    def _note(self, program: Program, arrays: Sequence[Any], compiled: bool) -> None:
+    def _note(self, program: Program, arrays: Sequence[AnyArray], compiled: bool) -> None:
         """Log that a call has compiled its program, or has used it for the first time."""
         # Under a trace of another function, the program is a part of that function's program. Under
         # `jax.disable_jit()` there is none.
         if tracing() or without_jit() or any(isinstance(x, Tracer) for x in arrays):
             return
-        if on_several_devices(arrays):
-            program.group.several_devices = True
+        program.group.see_devices(arrays)
         if compiled or program not in self._used:
             self._used.add(program)
-            seen = Seen.of(program.group, arrays, program.mesh, program.rules)
-            self._log.add(seen.situation, shared=not compiled)
+            situation = Situation.of(program.group, arrays, program.mesh, program.rules)
+            self._log.add(situation, shared=not compiled)
 
-    def _trace(self, bound: tuple[Any, ...], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Traced:
-        """Trace a call; `bound` is the instance of a method, or empty."""
+    def _trace(self, instance: Args, args: Args, kwargs: Kwargs) -> Traced:
+        """Trace a call; `instance` is that of a method, or empty."""
+
+        def bind(args: Args, kwargs: Kwargs) -> Record:
+            return self._bind((*instance, *args), kwargs)
+
         with jax.disable_jit(False):  # which changes calls only
-            program, found = self._prepare((*bound, *args), kwargs)
-            seen = Seen.of(program.group, found.arrays, program.mesh, program.rules)
-            names = frozenset(kwargs)
-            call = Call(program, self._signature, self._bound, bound, self._static, names, seen, self._log)
-            return Traced(program.trace(found.arrays), call)
+            program, flat = self._prepare((*instance, *args), kwargs)
+            names, arrays = frozenset(kwargs), flat.abstract()
+            call = StagedCall(program, self._signature, bind, names, arrays, self._log)
+            return Traced(program.trace(flat.arrays), call)
 
 
 class BoundFunction(Generic[_P, _T]):
     """A `Function` in a class, bound to an instance."""
 
-    def __init__(self, function: Function[..., _T], instance: Any):
+    def __init__(self, function: Function[..., _T], instance: object):
         self._function, self._instance = function, instance
-        # Bound methods have these attributes, by which other wrappers such as `ft.jit` find the instance.
+        # Bound methods have these attributes, by which other wrappers such as `ft.jit` find the
+        # instance.
         self.__func__: Function[..., _T] = function
-        self.__self__: Any = instance
+        self.__self__: object = instance
         self.__name__: str = function.__name__
         self.__doc__ = function.__doc__
 
@@ -194,7 +209,8 @@ class BoundFunction(Generic[_P, _T]):
         return self._function.compilations
 
     def clear_cache(self) -> None:
-        """Forget all traces and programs of the function, for all instances; see `Function.clear_cache`."""
+        """Forget all traces and programs of the function, for all instances; see
+        `Function.clear_cache`."""
         self._function.clear_cache()
 
     def trace(self, /, *args: _P.args, **kwargs: _P.kwargs) -> Traced:
@@ -205,11 +221,6 @@ class BoundFunction(Generic[_P, _T]):
         """Trace and lower a call without running it; see `Function.lower`."""
         return self.trace(*args, **kwargs).lower()
 
-    def eval_shape(self, /, *args: _P.args, **kwargs: _P.kwargs) -> Any:
+    def eval_shape(self, /, *args: _P.args, **kwargs: _P.kwargs) -> Tree:
         """The result of a call as `jax.ShapeDtypeStruct`s; see `Function.eval_shape`."""
         return self.trace(*args, **kwargs).out_info
-
-
-def on_several_devices(arrays: Sequence[Any]) -> bool:
-    """Whether an array is on more than one device."""
-    return any(x.sharding.num_devices > 1 for x in arrays if is_concrete(x))

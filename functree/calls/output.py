@@ -1,7 +1,6 @@
-"""The result of a compiled function ─► an `Output`: its arrays in one flat node, and the rest as static data."""
+"""The result of a compiled function ─► an `Output`: its arrays, and the rest as static data."""
 
 from collections.abc import Sequence
-from typing import Any
 
 from jax.core import Tracer
 from jax.tree_util import GetAttrKey, register_pytree_with_keys
@@ -9,31 +8,35 @@ from jax.tree_util import GetAttrKey, register_pytree_with_keys
 from functree.calls.closures import held_at_any_depth, kept_by
 from functree.calls.signature import RESULT
 from functree.errors import FunctreeError, Problem, count
-from functree.tree.leaves import read, too_deep
+from functree.labels.leaves import read, too_deep
+from functree.tree.arrays import Tree
 from functree.tree.paths import Path
 from functree.tree.skeleton.skeleton import Skeleton, statics_of
 from functree.tree.skeleton.static_value import runs_once
 
 
 class Output:
-    """A flattened result of a function.
+    """A flattened result of a function, as one node for JAX.
 
     Attributes:
-        values: the arrays of the result.
+        values: the arrays of the result, or what there is for each of them, such as its sharding.
         skeleton: the result without its arrays.
-        which: for each array of the skeleton, its index among the values; None if these are one to one.
+        which: for each array of the skeleton, its index among the values; None if these are one to
+            one.
     """
 
     __slots__ = ("skeleton", "values", "which")
-    values: Sequence[Any]
+    values: Sequence[Tree]
     skeleton: Skeleton
     which: tuple[int, ...] | None
 
-    def __init__(self, values: Sequence[Any], skeleton: Skeleton, which: tuple[int, ...] | None = None):
+    def __init__(
+        self, values: Sequence[Tree], skeleton: Skeleton, which: tuple[int, ...] | None = None
+    ):
         self.values, self.skeleton, self.which = values, skeleton, which
 
     @classmethod
-    def of(cls, tree: Any, name: str) -> "Output":
+    def of(cls, tree: Tree, name: str) -> "Output":
         """Flatten a result.
 
         Args:
@@ -41,11 +44,13 @@ class Output:
             name: the name of the function.
 
         Raises:
-            FunctreeError: a static value of the result is a traced array, a function that closes over one, or what
-                computes only when it is used, such as a generator. It must not be used after the trace.
+            FunctreeError: a static value of the result is a traced array, a function that closes
+                over one, or what computes only when it is used, such as a generator. It must not be
+                used after the trace.
         """
         try:
             skeleton, values = Skeleton.apart(tree)
+            # Of the tree and not of the skeleton, which would have to build a sample for them.
             statics = statics_of(tree)
         except RecursionError:
             raise too_deep(tree) from None
@@ -54,50 +59,75 @@ class Output:
             raise
         problems: list[Problem] = []
         for path, value in statics:
-            what, why, remedy = "", "", ""
-            if isinstance(value, Tracer):
-                why, remedy = "is a traced array in a static field", "declare the field without `static=True`"
-            elif (kept := _traced_in(value)) is not None:
-                why = f"closes over a traced array, `{kept}`"
-                remedy = (
-                    "make it an array of the result; or make the object outside of the trace, and then `ft.shard` it"
-                )
-            elif runs_once(value):
-                what, why, remedy = type(value).__name__, "computes when it is used", "return a list or an array"
-            if remedy:
+            found = _outliving(value)
+            if found is not None:
+                what, why, remedy = found
                 why += ", which would be after its trace has ended"
                 problems.append(Problem(Path((RESULT, *path)), None, what, why, remedy))
         if problems:
             number = count(len(problems), "static value")
-            raise FunctreeError(f"{name}: the result has {number} that would outlive the trace", problems)
+            raise FunctreeError(
+                f"{name}: the result has {number} that would outlive the trace", problems
+            )
         return cls(values, skeleton)
 
     def distinct(self) -> "Output":
-        """The same output, in which an array that is at two paths of the result is only one value."""
+        """The same output, in which an array that is at two paths of the result is only one
+        value."""
+        # While a function is traced, an array at two paths is one tracer, hence by identity.
         first: dict[int, int] = {}
         which = tuple(first.setdefault(id(value), len(first)) for value in self.values)
         different = {id(value): value for value in self.values}
         return Output(tuple(different.values()), self.skeleton, which)
 
-    def built(self) -> Any:
-        """The result of a call. It shares nothing that can be changed with the results of other calls."""
-        return self.skeleton.build(self.values if self.which is None else [self.values[i] for i in self.which])
+    def built(self) -> Tree:
+        """The result of a call. It shares nothing that can be changed with the results of other
+        calls."""
+        return self.skeleton.build(self._spread(self.values))
 
     @property
-    def tree(self) -> Any:
+    def tree(self) -> Tree:
         """A tree with the structure of the result, whose values may be anything."""
         return self.like(self.values)
 
-    def like(self, values: Sequence[Any]) -> Any:
+    def like(self, values: Sequence[Tree]) -> Tree:
         """A tree with the structure of the result and with other values."""
-        return self.skeleton.fresh(values if self.which is None else [values[i] for i in self.which])
+        return self.skeleton.fresh(self._spread(values))
+
+    def paths(self) -> list[Path]:
+        """The path of each value; of one that is at several paths of the result, the first."""
+        found = [Path()] * len(self.values)
+        which = self.which or range(len(self.values))
+        # From the last to the first, so that the first path is what stays.
+        for i, path in reversed(list(zip(which, self.skeleton.paths, strict=True))):
+            found[i] = path
+        return found
+
+    def _spread(self, values: Sequence[Tree]) -> Sequence[Tree]:
+        """Values of the output ─► one for each array of the skeleton."""
+        if self.which is None:
+            return values
+        return [values[i] for i in self.which]
 
 
-def _traced_in(value: Any) -> Path | None:
-    """The path of a traced array that a function keeps, among its variables; None if there is none."""
-    if not callable(value) or isinstance(value, type):
-        return None
-    return next((path for path, held in held_at_any_depth(kept_by(value)) if isinstance(held, Tracer)), None)
+def _outliving(value: object) -> tuple[str, str, str] | None:
+    """What a static value is that must not be used after the trace, why, and the remedy; None for
+    other values."""
+    if isinstance(value, Tracer):
+        remedy = "declare the field without `static=True`"
+        return "", "is a traced array in a static field", remedy
+    if callable(value) and not isinstance(value, type):
+        for path, held in held_at_any_depth(kept_by(value)):
+            if isinstance(held, Tracer):
+                remedy = (
+                    "make it an array of the result; or make the object outside of the trace, and "
+                    "then `ft.shard` it"
+                )
+                return "", f"closes over a traced array, `{path}`", remedy
+    # Such as a generator, whose body would run with the traced arrays that it has.
+    if runs_once(value):
+        return type(value).__name__, "computes when it is used", "return a list or an array"
+    return None
 
 
 register_pytree_with_keys(

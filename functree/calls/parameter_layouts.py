@@ -1,4 +1,5 @@
-"""The layouts of `in_shardings=` or `in_specs=` ─► a layout, or a prefix tree of layouts, for a call."""
+"""The layouts of `in_shardings=` or `in_specs=` ─► a layout, or a prefix tree of layouts, for a
+call."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -14,15 +15,19 @@ class ParameterLayouts:
 
     Args:
         option: the name of the option, for errors.
-        written: one entry for each positional parameter, a dict by parameter names, or one layout for all parameters.
+        written: one entry for each positional parameter, a dict by parameter names, or one layout
+            for all parameters.
         signature: the signature of the function.
         otherwise: the layout of parameters that a dict does not name.
 
     Raises:
-        RuleError: the number of entries is not that of the parameters, a name is unknown, or something is not a layout.
+        RuleError: the number of entries is not that of the parameters, a name is unknown, or
+            something is not a layout.
     """
 
-    def __init__(self, option: str, written: Any, signature: Signature, otherwise: LayoutTree = None):
+    def __init__(
+        self, option: str, written: Any, signature: Signature, otherwise: LayoutTree = None
+    ):
         self.signature: Signature = signature
         self.otherwise: LayoutTree = otherwise
         self.by_name: dict[str, LayoutTree] | None = None
@@ -68,7 +73,10 @@ class ParameterLayouts:
         if self.by_name is None:
             return self.all
         given, by_name = dict(self.by_name), self.signature.by_name
-        # The layouts of arguments in `**kwargs` are given by their own names, and the call has them in one dict.
+        # The layouts of arguments in `**kwargs` are given by their own names, and the call has them
+        # in one dict.
         if by_name is not None and by_name not in given:
-            given[by_name] = {name: given.get(name, self.otherwise) for name in call[call._fields.index(by_name)]}
+            given[by_name] = {
+                name: given.get(name, self.otherwise) for name in call[call._fields.index(by_name)]
+            }
         return self.signature.call(*(given.get(name, self.otherwise) for name in call._fields))

@@ -1,22 +1,33 @@
-"""A function ─► its `Signature`: a class for its calls, which are trees with the parameters as annotated fields."""
+"""A function ─► its `Signature`: a class for its calls, trees with the parameters as fields."""
 
 import functools
 import inspect
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from types import FunctionType, MethodType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 from jax.tree_util import default_registry, register_static
 
 from functree.calls.closures import closed_over
-from functree.errors import FunctreeError
+from functree.errors import FunctreeTypeError, FunctreeValueError
+from functree.labels.annotations.hints import UNREADABLE
 from functree.parameters import FUNCTION, shown
-from functree.tree.annotations.hints import UNREADABLE
+from functree.tree.arrays import Tree
 from functree.tree.paths import Path
 
 RESULT = "result"  # the name of a function's result in paths
 _EMPTY = inspect.Parameter.empty
+_BY_POSITION = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+
+AnyFunction = Callable[..., Tree]
+"""A function of trees, with any signature."""
+
+Args = tuple[Tree, ...]
+"""The arguments of a call that are passed by position."""
+
+Kwargs = Mapping[str, Tree]
+"""The arguments of a call that are passed by keyword."""
 
 
 @register_static
@@ -27,106 +38,143 @@ class NotGiven:
 NOT_GIVEN = NotGiven()
 
 
-class Bound(NamedTuple):
-    """A callable, as a function and the arguments that are bound to it.
+class Partial(NamedTuple):
+    """A callable as a function and the arguments that are bound to it, as `functools.partial` is.
 
     Attributes:
         fun: the function.
-        args: arguments bound by position: the instance of a method, the arguments of a partial, a callable module.
+        args: arguments bound by position: the instance of a method, the arguments of a partial, a
+            callable module.
         kwargs: arguments bound by name.
     """
 
-    fun: Callable[..., Any]
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
+    fun: AnyFunction
+    args: Args
+    kwargs: Kwargs
 
     @classmethod
-    def of(cls, fun: Any) -> "Bound":
-        """The function of a callable and its bound arguments. Raises FunctreeError if it cannot be called."""
+    def of(cls, fun: Any) -> "Partial":
+        """The function of a callable and its bound arguments. Raises FunctreeError if it cannot be
+        called."""
         if not FUNCTION.fits(fun):
-            raise FunctreeError(f"a function was expected, not {shown(fun)}")
+            raise FunctreeTypeError(f"a function was expected, not {shown(fun)}")
         if isinstance(fun, functools.partial):
             inner, args, kwargs = cls.of(fun.func)
             return cls(inner, (*args, *fun.args), {**kwargs, **fun.keywords})
         if hasattr(fun, "__func__") and hasattr(fun, "__self__"):
             return cls(fun.__func__, (fun.__self__,), {})
-        # A callable module is a node of a tree: its arrays are arguments of the function `type(fun).__call__`.
+        # A callable module is a node of a tree: its arrays are arguments of the function
+        # `type(fun).__call__`.
         if default_registry.flatten_one_level(fun) is not None:
             return cls(type(fun).__call__, (fun,), {})
         return cls(fun, (), {})
 
-    def call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
+    def with_bound(self, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
         """The arguments of a call with those that are bound."""
         if not self.args and not self.kwargs:
             return args, kwargs
         return (*self.args, *args), {**self.kwargs, **kwargs}
 
 
-class Signature:
-    """The parameters and annotations of a function. A call of the function is a named tuple of its arguments.
+class Record(tuple):
+    """A call of a function, or its result: a named tuple, which is a tree with annotated fields.
 
-    Such a named tuple is a tree with annotated fields, so the axes of arguments are read like those of a module. A
-    signature has no reference to the function itself, so that caches with signatures do not keep functions alive.
+    Each signature has classes of its own for them. They are not made by `typing.NamedTuple`, which
+    refuses names that begin with an underscore. JAX and functree treat any subclass of tuple with
+    `_fields` as a named tuple.
+    """
+
+    __slots__ = ()
+    # Without an annotation, which would be read as that of a parameter.
+    _fields = tuple[str, ...]()
+
+    def __new__(cls, *values: Tree) -> Self:
+        return tuple.__new__(cls, values)
+
+
+class Signature:
+    """The parameters and annotations of a function. A call of the function is a named tuple of its
+    arguments.
+
+    Such a named tuple is a tree with annotated fields, so the axes of arguments are read like those
+    of a module. A signature has no reference to the function itself, so that caches with signatures
+    do not keep functions alive.
 
     Args:
         fun: a function.
-        bound: the number of parameters that are bound by position, and the names of those that are bound by name.
+        bound: the number of parameters that are bound by position, and the names of those that are
+            bound by name.
 
     Raises:
         FunctreeError: the function is written in C, and has no signature that Python can read.
 
     Attributes:
         name: the name of the function.
-        positional: the names of the parameters that are given by position, without those that are bound.
+        positional: the names of the parameters that are given by position, without those that are
+            bound.
         by_name: the name of the `**kwargs` parameter, or None.
         call: the class of its calls.
         result: the class of its results, with one field.
     """
 
-    def __init__(self, fun: Callable[..., Any], bound: tuple[int, Collection[str]] = (0, ())):
+    def __init__(self, fun: AnyFunction, bound: tuple[int, Collection[str]] = (0, ())):
+        # `Model.step`, and of a function in a function its own name only.
         self.name: str = getattr(fun, "__qualname__", type(fun).__name__).rpartition("<locals>.")[2]
-        signature, kinds = inspected(fun), inspect.Parameter
-        parameters = list(signature.parameters.values())
+        signature = inspected(fun)
         if _passes_on(fun):
-            # Such as `jax.vmap(f)`: to pass the defaults of `f` is something else than to leave them to `f`.
-            parameters = [p if p.default is _EMPTY else p.replace(default=NOT_GIVEN) for p in parameters]
-        self._signature: inspect.Signature = signature.replace(parameters=parameters)
-        by_position = (kinds.POSITIONAL_ONLY, kinds.POSITIONAL_OR_KEYWORD)
+            signature = _with_defaults_left(signature)
+        self._signature: inspect.Signature = signature
+        self.positional: tuple[str, ...] = ()
+        self.by_name: str | None = None
+        self._many: str | None = None  # the name of the `*args` parameter
+        parameters = list(signature.parameters.values())
         number, names = bound
-        taken = {*(p.name for p in parameters[:number]), *names}
-        ordered = [p.name for p in parameters if p.kind in (*by_position, kinds.VAR_POSITIONAL)]
-        self.positional: tuple[str, ...] = tuple(name for name in ordered if name not in taken)
-        self.by_name: str | None = next((p.name for p in parameters if p.kind is kinds.VAR_KEYWORD), None)
-        self._many: str | None = next((p.name for p in parameters if p.kind is kinds.VAR_POSITIONAL), None)
-        self._simple: bool = all(p.kind in by_position for p in parameters)
-        self._defaults: tuple[Any, ...] = tuple(p.default for p in parameters)
-        self.call: Any = _record(fun, {p.name: _annotation(fun, p) for p in parameters})
-        self.result: Any = _record(fun, {RESULT: _resolved(fun, self._signature.return_annotation)})
+        taken = {*list(signature.parameters)[:number], *names}
+        for parameter in parameters:
+            if parameter.kind is parameter.VAR_KEYWORD:
+                self.by_name = parameter.name
+            if parameter.kind is parameter.VAR_POSITIONAL:
+                self._many = parameter.name
+            by_position = parameter.kind in (*_BY_POSITION, parameter.VAR_POSITIONAL)
+            if by_position and parameter.name not in taken:
+                self.positional += (parameter.name,)
+        self._simple: bool = all(p.kind in _BY_POSITION for p in parameters)
+        self._defaults: Args = tuple(p.default for p in parameters)
+        self.call: type[Record] = _record(fun, {p.name: _annotation(fun, p) for p in parameters})
+        self.result: type[Record] = _record(
+            fun, {RESULT: _resolved(fun, signature.return_annotation)}
+        )
 
     @classmethod
-    def of(cls, fun: Any) -> tuple["Signature", Bound]:
+    def of(cls, fun: object) -> tuple["Signature", Partial]:
         """The signature of a callable, and what is bound to it."""
-        bound = Bound.of(fun)
-        return cls(bound.fun, (len(bound.args), bound.kwargs)), bound
+        partial = Partial.of(fun)
+        return cls(partial.fun, (len(partial.args), partial.kwargs)), partial
 
     @property
     def parameters(self) -> tuple[str, ...]:
         """The names of all parameters, in the order of the signature."""
         return self.call._fields
 
-    def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """A call with defaults; `args` begin with bound arguments. Raises TypeError as Python does."""
-        # The usual call, by position and without `*args` or `**kwargs`, is bound without `inspect`, which is slow.
+    def bind(self, args: Args, kwargs: Kwargs) -> Record:
+        """A call with defaults; `args` begin with bound arguments. Raises TypeError as Python
+        does."""
+        # The usual call, by position and without `*args` or `**kwargs`, is bound without `inspect`,
+        # which is slow.
         if self._simple and not kwargs:
             missing = self._defaults[len(args) :]
-            if len(args) + len(missing) == len(self._defaults) and not any(x is _EMPTY for x in missing):
+            if len(args) + len(missing) == len(self._defaults) and not any(
+                x is _EMPTY for x in missing
+            ):
                 return tuple.__new__(self.call, (*args, *missing))
         bound = self._signature.bind(*args, **kwargs)
+        # They are a part of the call, so that a call with a default is that in which it is given.
         bound.apply_defaults()
         return self.call(*bound.arguments.values())
 
-    def each(self, call: Any) -> Iterator[tuple[Path, Any]]:
-        """The arguments of a call with their paths; each argument in `*args` and `**kwargs` has its own path."""
+    def each(self, call: Record) -> Iterator[tuple[Path, Tree]]:
+        """The arguments of a call with their paths; each argument in `*args` and `**kwargs` has its
+        own path."""
         for name, value in zip(self.parameters, call, strict=True):
             if name == self.by_name:
                 yield from ((Path((name, key)), value[key]) for key in value)
@@ -135,48 +183,77 @@ class Signature:
             else:
                 yield Path((name,)), value
 
-    def given(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Collection[str]:
+    def given(self, args: Args, kwargs: Kwargs) -> Collection[str]:
         """The parameters that have a value in `args` and `kwargs`, and not their default."""
         return self._signature.bind(*args, **kwargs).arguments.keys()
 
-    def run(self, fun: Callable[..., Any], call: Any, given: Collection[str] | None = None) -> Any:
-        """The result of a function with this signature for a call; with `given`, only these parameters are passed."""
+    def run(
+        self, fun: AnyFunction, call: Iterable[Tree], given: Collection[str] | None = None
+    ) -> Tree:
+        """The result of a function with this signature for a call; with `given`, only these
+        parameters are passed."""
         args, kwargs = self.arguments(call, given)
         return fun(*args, **kwargs)
 
-    def arguments(self, call: Any, given: Collection[str] | None = None) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def arguments(
+        self, call: Iterable[Tree], given: Collection[str] | None = None
+    ) -> tuple[Args, dict[str, Tree]]:
         """A call as `(args, kwargs)`; with `given`, only the values of these parameters."""
-        pairs = [(name, value) for name, value in zip(self.parameters, call, strict=True) if value is not NOT_GIVEN]
-        values = OrderedDict((name, value) for name, value in pairs if given is None or name in given)
+        values = OrderedDict[str, Tree]()
+        for name, value in zip(self.parameters, call, strict=True):
+            if value is not NOT_GIVEN and (given is None or name in given):
+                values[name] = value
         bound = inspect.BoundArguments(self._signature, values)
         return bound.args, bound.kwargs
 
     def by_keyword(
-        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], names: Collection[str]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Arguments as they are if these names, and what comes behind the first of them, are passed by keyword."""
-        parameters = [
-            p for p in self._signature.parameters.values() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
-        ]
-        either = [p.name if p.kind is p.POSITIONAL_OR_KEYWORD else None for p in parameters[: len(args)]]
-        start = next((i for i, name in enumerate(either) if name in names), len(args))
-        moved = {name: value for name, value in zip(either[start:], args[start:], strict=False) if name is not None}
+        self, args: Args, kwargs: Kwargs, names: Collection[str]
+    ) -> tuple[Args, dict[str, Tree]]:
+        """Arguments as they are if these names, and what comes behind the first of them, are passed
+        by keyword."""
+        parameters = list(self._signature.parameters.values())
+        start = len(args)
+        for i, parameter in enumerate(parameters[: len(args)]):
+            if parameter.kind is parameter.POSITIONAL_OR_KEYWORD and parameter.name in names:
+                start = i
+                break
+        # Positional-only parameters come before all others, so all that follow have names.
+        moved = {p.name: value for p, value in zip(parameters[start:], args[start:], strict=False)}
         return args[:start], {**moved, **kwargs}
 
 
-def wrapper_updates(fun: Any) -> tuple[str, ...]:
-    """The `updated=` of `functools.update_wrapper`: a wrapper gets the attributes that a user gave to a function.
+def _with_defaults_left(signature: inspect.Signature) -> inspect.Signature:
+    """The signature of a wrapper such as `jax.vmap(f)`, which leaves defaults to `f`.
 
-    The `__dict__` of another callable, such as a module, has its fields, which a wrapper must not get.
+    To pass the defaults of `f` is something else: `jax.vmap` would map over them.
     """
-    return functools.WRAPPER_UPDATES if isinstance(fun, FunctionType | MethodType) else ()
+    parameters: list[inspect.Parameter] = []
+    for parameter in signature.parameters.values():
+        if parameter.default is not _EMPTY:
+            parameter = parameter.replace(default=NOT_GIVEN)
+        parameters.append(parameter)
+    return signature.replace(parameters=parameters)
 
 
-def inspected(fun: Any) -> inspect.Signature:
-    """The signature by which a callable is called. Raises FunctreeError if it is written in C and has none.
+def wrapper_updates(fun: object) -> tuple[str, ...]:
+    """The `updated=` of `functools.update_wrapper`: a wrapper gets the attributes that a user gave
+    to a function.
 
-    A decorator that passes on all arguments, as `(*args, **kwargs)`, has the signature of the function that it wraps.
-    One with parameters of its own has those, although `functools.wraps` refers to the other signature.
+    The `__dict__` of another callable, such as a module, has its fields, which a wrapper must not
+    get.
+    """
+    if isinstance(fun, FunctionType | MethodType):
+        return functools.WRAPPER_UPDATES
+    return ()
+
+
+def inspected(fun: AnyFunction) -> inspect.Signature:
+    """The signature by which a callable is called. Raises FunctreeError if it is written in C and
+    has none.
+
+    A decorator that passes on all arguments, as `(*args, **kwargs)`, has the signature of the
+    function that it wraps. One with parameters of its own has those, although `functools.wraps`
+    refers to the other signature.
     """
     try:
         own = inspect.signature(fun, follow_wrapped=False)
@@ -186,39 +263,44 @@ def inspected(fun: Any) -> inspect.Signature:
         if own is None or [p.kind for p in own.parameters.values()] == _ANY_ARGUMENTS:
             return inspect.signature(fun)
     except (ValueError, TypeError) as error:
-        raise FunctreeError(f"{fun!r} has no signature: wrap it in a function, `lambda x: ...`") from error
+        raise FunctreeValueError(
+            f"{fun!r} has no signature: wrap it in a function, `lambda x: ...`"
+        ) from error
     return own
 
 
 _ANY_ARGUMENTS = [inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD]
 
 
-def _passes_on(fun: Any) -> bool:
-    """Whether a callable is a wrapper that passes on the arguments that it is given, whatever they are."""
+def _passes_on(fun: AnyFunction) -> bool:
+    """Whether a callable is a wrapper that passes on the arguments that it is given, whatever they
+    are."""
     code = getattr(fun, "__code__", None)
     if code is None:  # such as what `jax.jit` returns
         return hasattr(fun, "__wrapped__")
     # By the code, because a wrapper may have a `__signature__` that is not its own.
     any_arguments = inspect.CO_VARARGS | inspect.CO_VARKEYWORDS
-    return code.co_argcount + code.co_kwonlyargcount == 0 and code.co_flags & any_arguments == any_arguments
+    return (
+        code.co_argcount + code.co_kwonlyargcount == 0
+        and code.co_flags & any_arguments == any_arguments
+    )
 
 
-def _record(fun: Any, annotations: Mapping[str, Any]) -> Any:
-    """A class of named tuples with annotated fields."""
-    # Not `typing.NamedTuple`, which refuses names that begin with an underscore. JAX and functree treat any subclass of
-    # tuple with `_fields` as a named tuple.
+def _record(fun: AnyFunction, annotations: Mapping[str, object]) -> type[Record]:
+    """A class of records with annotated fields."""
     members = {
         "__slots__": (),
+        # Forward references in the annotations are looked up in this module.
         "__module__": getattr(fun, "__module__", __name__),
         "__annotations__": {name: hint for name, hint in annotations.items() if hint is not _EMPTY},
-        "__new__": lambda cls, *values: tuple.__new__(cls, values),
         "_fields": tuple(annotations),
     }
-    return type("Record", (tuple,), members)
+    return type("Record", (Record,), members)
 
 
-def _annotation(fun: Any, parameter: inspect.Parameter) -> Any:
-    """The annotation of a parameter's value in a call: a tuple for `*args`, and a dict for `**kwargs`."""
+def _annotation(fun: AnyFunction, parameter: inspect.Parameter) -> Any:
+    """The annotation of a parameter's value in a call: a tuple for `*args`, and a dict for
+    `**kwargs`."""
     hint = _resolved(fun, parameter.annotation)
     if hint is _EMPTY:
         return hint
@@ -229,11 +311,13 @@ def _annotation(fun: Any, parameter: inspect.Parameter) -> Any:
     return hint
 
 
-def _resolved(fun: Any, annotation: Any) -> Any:
-    """A quoted annotation, resolved in the scope of the function. If that fails, it is returned as it is."""
+def _resolved(fun: AnyFunction, annotation: object) -> Any:
+    """A quoted annotation, resolved in the scope of the function. If that fails, it is returned as
+    it is."""
     if not isinstance(annotation, str):
         return annotation
     inner = inspect.unwrap(fun)
+    # The variables that it closes over too, such as a class that a test defines.
     try:
         return eval(annotation, getattr(inner, "__globals__", {}), closed_over(inner))
     except UNREADABLE:

@@ -1,12 +1,13 @@
 """What is static in a call: the arguments that are declared so, and an error for what cannot be."""
 
-from typing import Any
+from collections.abc import Sequence
 
 import jax
 from jax.core import ShapedArray
 
-from functree.errors import FunctreeError, Problem, count
-from functree.tree.arrays import is_array, value_text
+from functree.calls.signature import Record
+from functree.errors import FunctreeTypeError, Problem, count
+from functree.tree.arrays import Tree, is_array, value_text
 from functree.tree.paths import Path
 from functree.tree.skeleton.skeleton import Skeleton
 from functree.tree.skeleton.static_value import StaticValue, is_hashable, runs_once
@@ -18,27 +19,33 @@ class StaticArgument(StaticValue):
     __slots__ = ()
 
 
-def with_static(call: Any, names: frozenset[str]) -> Any:
-    """A call with static leaves for some parameters; the name `more.mode` is the argument `mode` in `**more`."""
-    if not names:
-        return call
-    return type(call)(*[_static(name, value, names) for name, value in zip(call._fields, call, strict=True)])
+def with_static(call: Record, names: frozenset[str]) -> Record:
+    """A call with static leaves for some parameters; the name `more.mode` is the argument `mode` in
+    `**more`."""
+    values: list[Tree] = []
+    for name, value in zip(call._fields, call, strict=True):
+        if name in names:
+            values.append(StaticArgument(value))
+        elif type(value) is dict:  # perhaps `**more`, in which single arguments may be static
+            values.append(_with_static_items(name, value, names))
+        else:
+            values.append(value)
+    return type(call)(*values)
 
 
-def _static(name: str, value: Any, names: frozenset[str]) -> Any:
-    """The value of one parameter, as a static leaf if its name is among the names."""
-    if name in names:
-        return StaticArgument(value)
-    # The dict of `**kwargs`, in which single arguments may be static.
-    if type(value) is dict and any(f"{name}.{key}" in names for key in value):
-        return {key: StaticArgument(x) if f"{name}.{key}" in names else x for key, x in value.items()}
-    return value
+def _with_static_items(
+    name: str, values: dict[str, Tree], names: frozenset[str]
+) -> dict[str, Tree]:
+    """A dict with static leaves for some of its keys; the same dict if there are none."""
+    static = {key: StaticArgument(x) for key, x in values.items() if f"{name}.{key}" in names}
+    return {**values, **static} if static else values
 
 
-def opened(call: Any) -> list[Any]:
+def opened(call: Sequence[Tree]) -> list[Tree]:
     """The values of a call for the function itself: static leaves are replaced by their values."""
-    values = []
+    values: list[Tree] = []
     for value in call:
+        # Perhaps `**more`. Deeper down there are no static arguments.
         if type(value) is dict:
             values.append({key: _opened(x) for key, x in value.items()})
         else:
@@ -46,28 +53,38 @@ def opened(call: Any) -> list[Any]:
     return values
 
 
-def _opened(value: Any) -> Any:
-    return value.value if isinstance(value, StaticArgument) else value
+def _opened(value: Tree) -> Tree:
+    if isinstance(value, StaticArgument):
+        return value.value
+    return value
 
 
 def check_static(skeleton: Skeleton) -> None:
-    """Raise FunctreeError for values of a call that cannot be static. The error lists them by path."""
-    # Static arguments first: they have another remedy than leaves that are not arrays.
-    found = ((keys, _not_static(static)) for keys, static in skeleton.statics)
-    problems = [Problem(Path(keys), None, *why) for keys, why in found if why is not None]
+    """Raise FunctreeError for values of a call that cannot be static. The error lists them by
+    path."""
+    problems: list[Problem] = []
+    for keys, static in skeleton.statics:
+        why = _not_static(static)
+        if why is not None:
+            problems.append(Problem(Path(keys), None, *why))
+    # These first: they have another remedy than leaves that are not arrays.
     if problems:
-        raise FunctreeError(f"{count(len(problems), 'leaf')} cannot be static", problems)
+        raise FunctreeTypeError(f"{count(len(problems), 'leaf')} cannot be static", problems)
     skeleton.check_hashable()
 
 
-def _not_static(static: Any) -> tuple[str, str, str] | None:
+def _not_static(static: object) -> tuple[str, str, str] | None:
     """What a value is that cannot be static, why, and the remedy; None for other values."""
-    value, kind = _opened(static), type(_opened(static)).__name__
+    # Of a static argument, the value that the user has passed.
+    value = _opened(static)
+    kind = type(value).__name__
     if isinstance(static, jax.Ref):
-        return "Ref", "is mutable, so it can be neither an argument nor static", "pass its value, `ref[...]`"
+        why = "is mutable, so it can be neither an argument nor static"
+        return "Ref", why, "pass its value, `ref[...]`"
     if isinstance(static, ShapedArray):
         remedy = "pass `jax.ShapeDtypeStruct(x.shape, x.dtype)`"
         return kind, "is the type of an array, which is neither an array nor static", remedy
+    # By the class, as Python looks for such methods.
     if hasattr(type(static), "__jax_array__"):
         remedy = "register the class, or pass the array itself, `jnp.asarray(...)`"
         return kind, "has an array that JAX cannot see, because its class is no pytree", remedy

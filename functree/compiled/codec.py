@@ -1,17 +1,17 @@
 """A ledger ─► JSON, and back."""
 
-import dataclasses
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from functree.compiled.collective import Collective
 from functree.compiled.memory import BytesByPath, Memory
-from functree.layout.json_text import loaded
+from functree.report.json_text import loaded
 from functree.tree.paths import Path
 
 FORMAT = 1
 
+# What a collective and a ledger have in JSON: see `functree.report.json_text.Form`.
 _NUMBER, _NAME = (int, None), (str, None)
 _FORM = {
     "backend": str,
@@ -30,7 +30,13 @@ _FORM = {
             "op": str,
         }
     ],
-    "memory": {"arguments": {...: int}, "outputs": int, "aliases": int, "temporaries": int, "peak": int},
+    "memory": {
+        "arguments": {...: int},
+        "outputs": int,
+        "aliases": int,
+        "temporaries": int,
+        "peak": int,
+    },
     "warnings": [str],
     "warnings_known": bool,
     "not_understood": [str],
@@ -38,7 +44,7 @@ _FORM = {
 
 
 class LedgerParts(NamedTuple):
-    """What a ledger consists of."""
+    """What a ledger consists of, for `Ledger`, which is above this module."""
 
     collectives: Sequence[Collective]
     memory: Memory
@@ -58,7 +64,7 @@ def ledger_json(parts: LedgerParts) -> str:
             "format": FORMAT,
             "backend": parts.backend,
             "mesh": dict(parts.sizes),
-            "collectives": [_collective(one) for one in parts.collectives],
+            "collectives": list(map(_collective, parts.collectives)),
             "memory": {
                 "arguments": {str(path): size for path, size in memory.arguments.items()},
                 "outputs": memory.outputs,
@@ -82,10 +88,14 @@ def read_ledger_json(text: str) -> LedgerParts:
     """
     data = loaded(text, "ledger", FORMAT, _FORM)
     memory = data["memory"]
+    # By paths again, so that `memory.arguments` is looked up as that of a ledger that was read from
+    # a program.
     arguments = BytesByPath({Path(path): size for path, size in memory["arguments"].items()})
     return LedgerParts(
-        [_read_collective(one) for one in data["collectives"]],
-        Memory(arguments, memory["outputs"], memory["aliases"], memory["temporaries"], memory["peak"]),
+        list(map(_read_collective, data["collectives"])),
+        Memory(
+            arguments, memory["outputs"], memory["aliases"], memory["temporaries"], memory["peak"]
+        ),
         data["backend"],
         data["mesh"],
         data["warnings"],
@@ -95,21 +105,23 @@ def read_ledger_json(text: str) -> LedgerParts:
 
 
 def _collective(one: Collective) -> dict[str, Any]:
-    fields = {field.name: getattr(one, field.name) for field in dataclasses.fields(one)}
-    return {**fields, "paths": [str(path) for path in one.paths]}
+    return {**vars(one), "paths": list(map(str, one.paths))}
 
 
 def _read_collective(data: Mapping[str, Any]) -> Collective:
+    # JSON has lists in the place of tuples. Names that a later functree has added are left out.
     axes = data["mesh_axes"]
+    if axes is not None:
+        axes = tuple(axes)
     return Collective(
-        data["kind"],
-        None if axes is None else tuple(axes),
-        data["group_size"],
-        data["bytes"],
-        data["count"],
-        tuple(map(Path, data["paths"])),
-        tuple(data["arguments"]),
-        data["phase"],
-        data["source"],
-        data["op"],
+        kind=data["kind"],
+        mesh_axes=axes,
+        group_size=data["group_size"],
+        bytes=data["bytes"],
+        count=data["count"],
+        paths=tuple(map(Path, data["paths"])),
+        arguments=tuple(data["arguments"]),
+        phase=data["phase"],
+        source=data["source"],
+        op=data["op"],
     )

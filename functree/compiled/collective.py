@@ -7,17 +7,20 @@ from functree.tree.paths import Path
 
 @dataclass(frozen=True)
 class Collective:
-    """One array that a compiled program moves between devices. Arrays that the compiler has combined share `op`.
+    """One array that a compiled program moves between devices.
+
+    Arrays that the compiler has combined in one collective share `op`.
 
     Attributes:
         kind: `all-reduce`, `all-gather`, `reduce-scatter`, `all-to-all`, `collective-permute`.
-        mesh_axes: the mesh axes that vary within a group of devices, for a permute between source and target; None if
-            the groups are not understood, or the mesh is not known.
+        mesh_axes: the mesh axes that vary within a group of devices, for a permute between source
+            and target; None if the groups are not understood, or the mesh is not known.
         group_size: the number of devices in a group; None likewise.
         bytes: the bytes of its result on one device, once.
-        count: how often it runs, with all loops around it; a branch counts as if it were taken. None if the length of a
-            loop is not known.
-        paths: the parameters that it serves, each path starting inside its argument; empty if there are none.
+        count: how often it runs, with all loops around it; a branch counts as if it were taken.
+            None if the length of a loop is not known.
+        paths: the parameters that it serves, each path starting inside its argument; empty if there
+            are none.
         arguments: the function's parameters that these belong to, in the same order.
         phase: `forward`, `backward`, `recompute`, `update`; None if it is not known.
         source: the line that it comes from, `file:line`; None if it is not known.
@@ -38,9 +41,13 @@ class Collective:
     @property
     def path(self) -> Path | None:
         """The parameter that it serves, if it is only one."""
-        return self.paths[0] if len(self.paths) == 1 else None
+        if len(self.paths) != 1:
+            return None
+        return self.paths[0]
 
     @property
     def total(self) -> int:
         """The bytes of all its runs; of one run, if their number is not known."""
-        return self.bytes * (1 if self.count is None else self.count)
+        if self.count is None:
+            return self.bytes
+        return self.bytes * self.count

@@ -4,28 +4,31 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from functree.compiled.collective import Collective
-from functree.compiled.fold import axes_text, full_paths
 from functree.compiled.memory import Memory
-from functree.layout.diff import Change, changes
-from functree.layout.plan.fold import bytes_text
+from functree.compiled.table_rows import axes_text, full_paths
+from functree.report.byte_sizes import bytes_text
+from functree.report.diff import Change, changes
 from functree.tree.paths import Path
 
 
-class _Moved(NamedTuple):
-    """All that is moved by one kind of collective, over the same mesh axes and in the same phase, for one parameter."""
+class _Total(NamedTuple):
+    """What collectives of one kind, mesh axes and phase move for one parameter."""
 
     runs: int
     bytes: int
 
 
 def moved_changes(before: Sequence[Collective], after: Sequence[Collective]) -> Iterator[Change]:
-    """What differs in what two programs move. Names of instructions and lines of source are not compared."""
+    """What differs in what two programs move.
+
+    Names of instructions and lines of source are not compared: both change when nothing else does.
+    """
     return changes(
         _by_parameter(before),
         _by_parameter(after),
-        lambda key: key[0][0] if len(key[0]) == 1 else Path(),
+        _path,
         _properties,
-        lambda key, moved: (_what(key), bytes_text(moved.bytes)),
+        lambda key, total: (_what(key), bytes_text(total.bytes)),
     )
 
 
@@ -45,23 +48,40 @@ def memory_changes(before: Memory, after: Memory) -> Iterator[Change]:
 
 
 _Key = tuple[tuple[Path, ...], str, tuple[str, ...] | None, str | None]
+"""The parameters, the kind, the mesh axes and the phase of some collectives."""
 
 
-def _by_parameter(collectives: Sequence[Collective]) -> dict[_Key, _Moved]:
-    found: dict[_Key, _Moved] = {}
+def _by_parameter(collectives: Sequence[Collective]) -> dict[_Key, _Total]:
+    found: dict[_Key, _Total] = {}
     for one in collectives:
         key = (tuple(full_paths(one)), one.kind, one.mesh_axes, one.phase)
         runs, size = found.get(key, (0, 0))
-        found[key] = _Moved(runs + (one.count or 1), size + one.total)
+        if one.count is None:
+            runs += 1  # as in `Ledger.totals`, a loop of unknown length counts once
+        else:
+            runs += one.count
+        found[key] = _Total(runs, size + one.total)
     return found
 
 
-def _properties(key: _Key, moved: _Moved) -> dict[str, int]:
+def _path(key: _Key) -> Path:
+    """The parameter that is served, if it is only one; of several, `_what` tells the paths."""
+    paths, *_ = key
+    if len(paths) != 1:
+        return Path()
+    return paths[0]
+
+
+def _properties(key: _Key, total: _Total) -> dict[str, int]:
     what = _what(key)
-    return {f"bytes of {what}": moved.bytes, f"runs of {what}": moved.runs}
+    return {f"bytes of {what}": total.bytes, f"runs of {what}": total.runs}
 
 
 def _what(key: _Key) -> str:
     paths, kind, axes, phase = key
-    of = f" for {', '.join(map(str, paths))}" if len(paths) > 1 else ""
-    return f"{kind} over {axes_text(axes)}{f' ({phase})' if phase else ''}{of}"
+    text = f"{kind} over {axes_text(axes)}"
+    if phase:
+        text += f" ({phase})"
+    if len(paths) > 1:
+        text += f" for {', '.join(map(str, paths))}"
+    return text

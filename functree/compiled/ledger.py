@@ -9,10 +9,10 @@ from functree.compiled.diff import memory_changes, moved_changes
 from functree.compiled.memory import Memory
 from functree.compiled.page import ledger_html
 from functree.compiled.text import ledger_text, summary_text
-from functree.errors import FunctreeError
-from functree.layout.diff import Change, Diff
-from functree.layout.meshes import MeshView
+from functree.devices.meshes import MeshView
+from functree.errors import FunctreeTypeError
 from functree.parameters import shown
+from functree.report.diff import Change, Diff
 from functree.tree.paths import Path
 
 
@@ -28,13 +28,14 @@ class Ledger:
         backend: what it was compiled for: `cpu`, `tpu v5e`, `cuda h100`.
         sizes: the sizes of the mesh axes; empty if the mesh is not known.
         warnings: what the compiler has said, for example of an involuntary rematerialization.
-        warnings_known: whether the compiler was listened to. False if JAX had the program in a cache, so that nothing
-            was compiled.
+        warnings_known: whether the compiler was listened to. False if JAX had the program in a
+            cache, so that nothing was compiled.
         not_understood: what the ledger could not read, one sentence for each.
 
     Examples:
         >>> mesh = ft.make_mesh(data=2, model=4)
-        >>> @ft.jit(in_shardings=(ft.P("model"), ft.P(None, "model")), out_shardings=ft.P(), mesh=mesh)
+        >>> layouts = (ft.P("model"), ft.P(None, "model"))
+        >>> @ft.jit(in_shardings=layouts, out_shardings=ft.P(), mesh=mesh)
         ... def project(w, x):
         ...     return x @ w
         >>> shapes = [jax.ShapeDtypeStruct(shape, "float32") for shape in [(64, 32), (16, 64)]]
@@ -49,7 +50,7 @@ class Ledger:
     collectives: tuple[Collective, ...]
     memory: Memory
     backend: str
-    sizes: Mapping[str, int] = field(hash=False)
+    sizes: Mapping[str, int] = field(hash=False)  # a dict has no hash
     warnings: tuple[str, ...] = ()
     warnings_known: bool = True
     not_understood: tuple[str, ...] = ()
@@ -57,7 +58,8 @@ class Ledger:
     def totals(self) -> dict[tuple[str, tuple[str, ...] | None], int]:
         """The bytes of all runs by kind and mesh axes, the largest first.
 
-        A collective in a loop of unknown length counts once, so that its total is the least that it may be.
+        A collective in a loop of unknown length counts once, so that its total is the least that it
+        may be.
         """
         found: dict[tuple[str, tuple[str, ...] | None], int] = {}
         for one in self.collectives:
@@ -69,38 +71,55 @@ class Ledger:
     def attributed(self) -> float:
         """The share of the moved bytes that have a path, between 0 and 1; 1 if nothing is moved."""
         total = sum(one.total for one in self.collectives)
-        return sum(one.total for one in self.collectives if one.paths) / total if total else 1.0
+        if total == 0:
+            return 1.0
+        return sum(one.total for one in self.collectives if one.paths) / total
 
     def summary(self) -> str:
         """The totals by kind and mesh axes, and the memory, in a few lines."""
-        mesh = f", mesh {MeshView(self.sizes)}" if self.sizes else ""
-        return summary_text(self.totals(), self.memory, self.attributed, f"{self.backend}{mesh}")
+        where = self.backend
+        if self.sizes:
+            where += f", mesh {MeshView(self.sizes)}"
+        return summary_text(self.totals(), self.memory, self.attributed, where)
 
     def __str__(self) -> str:
-        return ledger_text(self.collectives, self.summary(), self._notes())
+        notes = [*self._warning_texts(), *self._notes()]
+        return ledger_text(self.collectives, self.summary(), notes)
 
     def __repr__(self) -> str:
         return f"<Ledger of {len(self.collectives)} collectives for {self.backend}>"
 
     def diff(self, other: "Ledger") -> Diff:
-        """What differs in another ledger: what is moved, by parameter, kind, mesh axes and phase; and the memory.
+        """What differs in another ledger.
+
+        It compares what is moved, by parameter, kind, mesh axes and phase, and the memory.
 
         Raises:
             FunctreeError: the other value is not a ledger.
         """
         if not isinstance(other, Ledger):
-            raise FunctreeError(f"a ledger is compared with a ledger, not with {shown(other)}")
+            raise FunctreeTypeError(f"a ledger is compared with a ledger, not with {shown(other)}")
         rows: list[Change] = []
-        for what, old, new in (("backend", self.backend, other.backend), ("mesh", self.sizes, other.sizes)):
-            if old != new:
-                rows.append(Change(Path(), what, old, new))
+        if self.backend != other.backend:
+            rows.append(Change(Path(), "backend", self.backend, other.backend))
+        if self.sizes != other.sizes:
+            rows.append(Change(Path(), "mesh", self.sizes, other.sizes))
         rows += moved_changes(self.collectives, other.collectives)
-        return Diff((*rows, *memory_changes(self.memory, other.memory)))
+        rows += memory_changes(self.memory, other.memory)
+        return Diff(tuple(rows))
 
     def to_json(self) -> str:
         """The ledger as JSON."""
-        known = (self.warnings, self.warnings_known, self.not_understood)
-        return ledger_json(LedgerParts(self.collectives, self.memory, self.backend, self.sizes, *known))
+        parts = LedgerParts(
+            self.collectives,
+            self.memory,
+            self.backend,
+            self.sizes,
+            self.warnings,
+            self.warnings_known,
+            self.not_understood,
+        )
+        return ledger_json(parts)
 
     @classmethod
     def from_json(cls, text: str) -> "Ledger":
@@ -128,12 +147,15 @@ class Ledger:
         return self._html(page=False)
 
     def _html(self, page: bool) -> str:
-        return ledger_html(self.collectives, self.memory, [*self._notes(), *self.summary().splitlines()], page)
+        notes = [*self._notes(), *self.summary().splitlines()]
+        return ledger_html(self.collectives, self.memory, self._warning_texts(), notes, page)
+
+    def _warning_texts(self) -> list[str]:
+        return [f"WARNING of the compiler: {warning}" for warning in self.warnings]
 
     def _notes(self) -> list[str]:
         """What a reader must know before the figures."""
-        notes = [f"WARNING of the compiler: {warning}" for warning in self.warnings]
-        notes += [f"not understood: {what}" for what in self.not_understood]
+        notes = [f"not understood: {what}" for what in self.not_understood]
         if not self.warnings_known:
             notes.append(_UNHEARD)
         if self.backend == "cpu" and self.collectives:
@@ -142,9 +164,11 @@ class Ledger:
 
 
 _UNHEARD = (
-    "it is not known what the compiler warns of: JAX had the program in a cache, or `TF_CPP_MIN_LOG_LEVEL` silences it"
+    "it is not known what the compiler warns of: JAX had the program in a cache, or "
+    "`TF_CPP_MIN_LOG_LEVEL` silences it"
 )
+# The compiler for CPUs has no reduce-scatter, and moves bfloat16 as float32.
 _CPU = (
-    "compiled for CPUs: for TPUs and GPUs the compiler chooses other collectives, and moves bfloat16 as it is "
-    "(`ft.make_mesh(..., target=)`)"
+    "compiled for CPUs: for TPUs and GPUs the compiler chooses other collectives, and moves "
+    "bfloat16 as it is (`ft.make_mesh(..., target=)`)"
 )

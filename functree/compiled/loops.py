@@ -3,13 +3,13 @@
 import re
 from collections.abc import Mapping
 
-from functree.compiled.flow import CALLS, Flow, Value
+from functree.compiled.data_flow import CALLS, DataFlow, Value
 from functree.compiled.hlo import Instruction
 
 _KNOWN = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 
 
-def runs(flow: Flow) -> Mapping[str, int | None]:
+def runs(flow: DataFlow) -> Mapping[str, int | None]:
     """How often each computation runs, by its name; None if a loop around it has an unknown length.
 
     Each branch of a conditional counts as if it were taken.
@@ -18,23 +18,29 @@ def runs(flow: Flow) -> Mapping[str, int | None]:
     found: dict[str, int | None] = {hlo.entry: 1}
     # In the text, a computation stands in front of those that call it.
     for name in reversed(hlo.computations):
-        times = found.setdefault(name, 0)
+        times = found.setdefault(name, 0)  # 0: nothing that is counted calls it
         for one in hlo.computations[name]:
             if one.opcode not in CALLS:
                 continue
-            each = trip_count(flow, one) if one.opcode == "while" else 1
+            each = 1
+            if one.opcode == "while":
+                each = trip_count(flow, one)
             for called in one.computations:
                 before = found.get(called, 0)
-                # The condition of a loop runs once more than its body, and has nothing in it that is counted.
-                found[called] = None if times is None or each is None or before is None else before + times * each
+                # The condition of a loop runs once more than its body, and has nothing in it that
+                # is counted.
+                if times is None or each is None or before is None:
+                    found[called] = None
+                else:
+                    found[called] = before + times * each
     return found
 
 
-def trip_count(flow: Flow, loop: Instruction) -> int | None:
+def trip_count(flow: DataFlow, loop: Instruction) -> int | None:
     """The number of iterations of a `while`; None if it depends on data, or is not understood.
 
-    The compilers for CPUs and GPUs write it into the text. The one for TPUs does not; there it is read from the loop,
-    if its condition is `i < N` and its body adds a constant to i.
+    The compilers for CPUs and GPUs write it into the text. The one for TPUs does not; there it is
+    read from the loop, if its condition is `i < N` and its body adds a constant to i.
     """
     known = _KNOWN.search(loop.attribute("backend_config") or "")
     if known is not None:
@@ -46,27 +52,31 @@ def trip_count(flow: Flow, loop: Instruction) -> int | None:
     counter, end = flow.source(flow.operand(test, 0)), _number(flow, flow.operand(test, 1))
     if counter.instruction.opcode != "parameter":
         return None
+    # The counter is a part of the state of the loop: its start is that part of the operand.
     start = _number(flow, Value(flow.operand(Value(loop), 0).instruction, counter.part))
     step = _step(flow, Value(roots[loop.called("body")], counter.part))
     if start is None or end is None or step is None:
         return None
+    # Rounded up, and not by a float, which has fewer digits than a counter of 64 bits.
     return max(0, -(-(end - start) // step))
 
 
-def _step(flow: Flow, following: Value) -> int | None:
-    """What the body of a loop adds to a part of its state; None if it is not a positive constant."""
+def _step(flow: DataFlow, following: Value) -> int | None:
+    """What the body of a loop adds to a part of its state; None if it is no positive constant."""
     added = flow.source(following)
     if added.instruction.opcode != "add":
         return None
+    # `i + 1` or `1 + i`.
     for old, new in ((0, 1), (1, 0)):
-        before, step = flow.source(flow.operand(added, old)), _number(flow, flow.operand(added, new))
+        before = flow.source(flow.operand(added, old))
+        step = _number(flow, flow.operand(added, new))
         same = before.instruction.opcode == "parameter" and before.part == following.part
         if same and step is not None and step > 0:
             return step
     return None
 
 
-def _number(flow: Flow, value: Value) -> int | None:
+def _number(flow: DataFlow, value: Value) -> int | None:
     """The value of an integer constant."""
     one = flow.source(value).instruction
     if one.opcode != "constant" or not re.fullmatch(r"-?\d+", one.argument):

@@ -19,7 +19,7 @@ class BytesByPath(Mapping[Path, int]):
         self._sizes: dict[Path, int] = dict(sizes)
 
     def __getitem__(self, path: Any) -> int:
-        key = Path(path)
+        key = Path(path)  # of a text too, such as `model.blocks.0.w`
         if key not in self._sizes:
             raise KeyError(f"no argument at `{key}`{did_you_mean(key, self._sizes)}")
         return self._sizes[key]
@@ -39,13 +39,13 @@ class Memory:
     """What a compiled program needs on one device, in bytes.
 
     Attributes:
-        arguments: the bytes of each array of the arguments, by its path, which begins with the name of the function's
-            parameter. An array that the program does not use is not part of it.
+        arguments: the bytes of each array of the arguments, by its path, which begins with the name
+            of the function's parameter. An array that the program does not use is not part of it.
         outputs: the bytes of the result.
         aliases: the bytes of the result that are in the memory of donated arguments.
         temporaries: the bytes of what is computed in between.
-        peak: the most bytes at one time, as the compiler says. The one for CPUs leaves out temporaries, so there it is
-            the sum.
+        peak: the most bytes at one time, as the compiler says. The one for CPUs leaves out
+            temporaries, so there it is the sum.
     """
 
     arguments: Mapping[Path, int] = field(hash=False)

@@ -1,61 +1,71 @@
 """What a ledger knows ─► HTML, for a notebook or a browser."""
 
-import html
 from collections.abc import Iterator, Sequence
 
 from functree.compiled.collective import Collective
-from functree.compiled.fold import fold
 from functree.compiled.memory import Memory
-from functree.layout.plan.fold import bytes_text
-from functree.layout.plan.page import in_style, whole_page
+from functree.compiled.table_rows import NO_PARAMETER, table_rows
+from functree.report.byte_sizes import bytes_text
+from functree.report.page import (
+    bar_cell,
+    code_cells,
+    comment_cell,
+    notes_html,
+    report_html,
+    table_html,
+)
 
 LARGEST = 30
 """The number of arguments that the page shows."""
 
 
-def ledger_html(collectives: Sequence[Collective], memory: Memory, notes: Sequence[str], page: bool) -> str:
-    """The ledger as HTML, with a bar for the bytes of each line. The bar of what serves no parameter is orange.
+def ledger_html(
+    collectives: Sequence[Collective],
+    memory: Memory,
+    warnings: Sequence[str],
+    notes: Sequence[str],
+    page: bool,
+) -> str:
+    """The ledger as HTML, with a bar for the bytes of each line.
+
+    The bar of what serves no parameter is orange.
 
     Args:
         collectives: what is moved.
         memory: the memory.
-        notes: the lines above the tables.
+        warnings: what the compiler said, and stands out above the tables.
+        notes: the other lines above the tables.
         page: whether to return a whole page, and not a fragment for a notebook.
     """
-    moved = _table(("for", "moved by", "over", "runs", "bytes", "where"), list(_moved(collectives)))
-    kept = _table(("argument", "bytes on each device"), list(_kept(memory)))
-    told = "".join(f"<p{' class=problem' if n.startswith('WARNING') else ''}>{html.escape(n)}</p>" for n in notes)
-    fragment = in_style(f"{told}{moved}{kept}")
-    return whole_page(fragment, "functree ledger") if page else fragment
-
-
-def _table(titles: Sequence[str], rows: Sequence[str]) -> str:
-    if not rows:
-        return ""
-    head = "".join(f"<th>{title}</th>" for title in titles)
-    return f"<table><tr>{head}</tr>{''.join(rows)}</table>"
+    content = notes_html(warnings, notes)
+    if collectives:
+        titles = ("for", "moved by", "over", "runs", "bytes", "where")
+        content += table_html(titles, _moved(collectives))
+    if memory.arguments:
+        content += table_html(("argument", "bytes on each device"), _arguments(memory))
+    return report_html(content, "functree ledger", page)
 
 
 def _moved(collectives: Sequence[Collective]) -> Iterator[str]:
-    lines = fold(collectives)
-    most = max((line.total for line in lines), default=1) or 1
-    for line in lines:
-        cells = "".join(f"<td><code>{html.escape(text)}</code></td>" for text in (line.title, line.kind, line.axes))
-        kind = ' class="copied"' if line.title == "no parameter" else ""
-        where = f'<td class="why">{html.escape(line.told)}</td>'
-        yield f'<tr{kind}>{cells}<td class="n">{line.runs}</td>{_bar(line.total, most)}{where}</tr>'
+    rows = table_rows(collectives)  # the largest first
+    for row in rows:
+        kind = ' class="copied"' if row.title == NO_PARAMETER else ""
+        cells = (
+            code_cells(row.title, row.kind, row.axes),
+            f'<td class="n">{row.runs}</td>',
+            bar_cell(bytes_text(row.total), row.total, rows[0].total),
+            comment_cell(row.details),
+        )
+        yield f"<tr{kind}>{''.join(cells)}</tr>"
 
 
-def _kept(memory: Memory) -> Iterator[str]:
-    largest = sorted(memory.arguments.items(), key=lambda item: -item[1])
-    most = max((size for _, size in largest), default=1) or 1
-    for path, size in largest[:LARGEST]:
-        yield f"<tr><td><code>{html.escape(str(path))}</code></td>{_bar(size, most)}</tr>"
-    if len(largest) > LARGEST:
-        rest = bytes_text(sum(size for _, size in largest[LARGEST:]))
-        yield f'<tr><td class="why">{len(largest) - LARGEST} smaller ones</td><td class="n">{rest}</td></tr>'
-
-
-def _bar(size: int, most: int) -> str:
-    width = max(1, round(100 * size / most))
-    return f'<td class="n">{bytes_text(size)}<div class="bar" style="width:{width}%"></div></td>'
+def _arguments(memory: Memory) -> Iterator[str]:
+    arguments = sorted(memory.arguments.items(), key=lambda item: item[1], reverse=True)
+    _, most = arguments[0]
+    for path, size in arguments[:LARGEST]:
+        yield f"<tr>{code_cells(str(path))}{bar_cell(bytes_text(size), size, most)}</tr>"
+    smaller = arguments[LARGEST:]
+    if smaller:
+        rest = bytes_text(sum(size for _, size in smaller))
+        title = comment_cell(f"{len(smaller)} smaller ones")
+        yield f'<tr>{title}<td class="n">{rest}</td></tr>'

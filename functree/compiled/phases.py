@@ -1,14 +1,16 @@
-"""A collective of a training step ─► its phase: forward, backward, recomputation, or the update of the optimizer.
+"""A collective of a training step ─► its phase: forward, backward, recompute or update.
 
-The name of an operation has the transformations in it that JAX has made it by: `jit(step)/transpose(jvp())/mul`. Names
-of parameters in it are never read: after a hit of the persistent cache they are those of another program.
+Recompute is what the backward pass computes again, update is the optimizer. The name of an
+operation has the transformations in it that JAX has made it by: `jit(step)/transpose(jvp())/mul`.
+Names of parameters in it are never read: after a hit of the persistent cache they are those of
+another program.
 """
 
 from collections.abc import Iterator
 
-from functree.compiled.flow import Flow, Value
+from functree.compiled.data_flow import DataFlow, Value
 from functree.compiled.hlo import Instruction
-from functree.compiled.moved import Moved
+from functree.compiled.moved_arrays import MovedArray
 
 PHASES = ("forward", "backward", "recompute", "update")
 
@@ -20,15 +22,19 @@ class Phases:
         flow: where the values of the program come from.
     """
 
-    def __init__(self, flow: Flow):
+    def __init__(self, flow: DataFlow):
         self._flow = flow
         # Those of a collective, once for all arrays that the compiler has combined in it.
         self._names: dict[Instruction, list[str]] = {}
-        # What earlier walks have found to be made of nothing of the backward pass: each value is met once.
+        # What earlier walks have found to be made of nothing of the backward pass: each value is
+        # met once.
         self._independent: set[Value] = set()
 
-    def phase(self, moved: Moved) -> str | None:
-        """One of `PHASES`; None if the compiler has combined operations of several phases, or lost their names."""
+    def phase(self, moved: MovedArray) -> str | None:
+        """The phase of a moved array, one of `PHASES`.
+
+        None if the compiler has combined operations of several phases, or lost their names.
+        """
         one = moved.instruction
         if one not in self._names:
             self._names[one] = split(one.metadata("op_name") or "")
@@ -36,20 +42,24 @@ class Phases:
         if len(own) == moved.arrays and own != [""]:
             return self._of(own[moved.index], moved)  # one name for each array
         # Of combined arrays some compilers name only the first. Then what is moved says more.
-        moving = self._flow.source(moved.operand).instruction.metadata("op_name") or ""
-        if moved.arrays > 1 and _phase(moving) is not None:
-            return _phase(moving)
-        named = next((name for one in self.described(moved) if (name := one.metadata("op_name"))), None)
-        if named is None:
-            return None
-        phases = {self._of(name, moved) for name in split(named)}
-        return phases.pop() if len(phases) == 1 else None
+        if moved.arrays > 1:
+            source = self._flow.source(moved.operand).instruction
+            phase = _phase(source.metadata("op_name") or "")
+            if phase is not None:
+                return phase
+        for described in self.described(moved):
+            name = described.metadata("op_name")
+            if name:
+                phases = {self._of(part, moved) for part in split(name)}
+                # Of several it is not known which one is that of this array.
+                return phases.pop() if len(phases) == 1 else None
+        return None
 
-    def described(self, moved: Moved) -> Iterator[Instruction]:
+    def described(self, moved: MovedArray) -> Iterator[Instruction]:
         """The instructions that describe a collective, the nearest first.
 
-        Some compilers leave a collective without metadata that they have made of others. Then what it moves says where
-        it comes from, and else what it is a part of.
+        Some compilers leave a collective without metadata that they have made of others. Then what
+        it moves says where it comes from, and else what it is a part of.
         """
         yield moved.instruction
         yield self._flow.source(moved.operand).instruction
@@ -58,41 +68,57 @@ class Phases:
             yield callers[0]
             computation = callers[0].computation
 
-    def _of(self, name: str, moved: Moved) -> str:
-        """The phase of an operation of this name.
+    def _of(self, name: str, moved: MovedArray) -> str:
+        """The phase of an operation of this name."""
+        phase = _phase(name)
+        if phase is not None:
+            return phase
+        # What is neither differentiated nor a derivative is before the gradients, or made of them.
+        if self._depends_on_backward(moved):
+            return "update"
+        return "forward"
 
-        What is neither differentiated nor a derivative is before the gradients, or is made of them.
-        """
-        return _phase(name) or ("update" if self._depends_on_backward(moved) else "forward")
-
-    def _depends_on_backward(self, moved: Moved) -> bool:
+    def _depends_on_backward(self, moved: MovedArray) -> bool:
+        """Whether the moved array is made of something of the backward pass."""
         seen = {moved.operand}
         waiting = [moved.operand]
         while waiting:
             one = waiting.pop()
             if _is_backward(one.instruction):
                 return True
-            new = [value for value in self._flow.inputs(one) if value not in seen and value not in self._independent]
-            waiting += new
-            seen.update(new)
+            for value in self._flow.inputs(one):
+                if value not in seen and value not in self._independent:
+                    waiting.append(value)
+                    seen.add(value)
+        # None of them depends on it: the walk has come to the end of each.
         self._independent |= seen
         return False
 
 
 def _is_backward(one: Instruction) -> bool:
-    """Whether an instruction is of the backward pass alone: one constant may serve the forward pass too."""
-    if one.opcode == "constant" or not one.mentions("transpose("):
+    """Whether an instruction is of the backward pass alone."""
+    # Compilers join equal constants: one may serve the forward pass too, whatever its name says.
+    if one.opcode == "constant":
+        return False
+    # The name is read last, for it takes longest, and this is asked of each value of the program.
+    if not one.mentions("transpose("):
         return False
     return _phase(one.metadata("op_name") or "") == "backward"
 
 
 def _phase(name: str) -> str | None:
-    """The phase that the name of an operation says; None if it was neither differentiated nor is a derivative."""
+    """The phase that the name of an operation says.
+
+    None if it was neither differentiated nor is a derivative.
+    """
+    # What is recomputed is a part of the backward pass, and may be named by both.
     if "rematted_computation" in name:
         return "recompute"
     if "transpose(" in name:
         return "backward"
-    return "forward" if "jvp(" in name else None
+    if "jvp(" in name:
+        return "forward"
+    return None
 
 
 def split(name: str) -> list[str]:

@@ -9,12 +9,12 @@ from typing import Any, NamedTuple
 
 from functree.compiled.attribution import Attribution
 from functree.compiled.collective import Collective
-from functree.compiled.flow import Flow
+from functree.compiled.data_flow import DataFlow
 from functree.compiled.groups import groups_of, mesh_axes_of
 from functree.compiled.hlo import Hlo, Instruction
 from functree.compiled.ledger import Ledger
 from functree.compiled.memory import BytesByPath, Memory
-from functree.compiled.moved import Moved, moved_in, others_in
+from functree.compiled.moved_arrays import MovedArray, moved_arrays, unknown_collectives
 from functree.compiled.phases import Phases
 from functree.compiled.sources import Sources
 from functree.errors import FunctreeError, count
@@ -26,9 +26,10 @@ class CompiledProgram(NamedTuple):
 
     Attributes:
         text: the text of the program.
-        memory: returns the statistics of its memory, as `compiled.memory_analysis` does; None if the compiler gives
-            none. It is called last.
-        parameters: the path of each parameter of the program; it begins with the name of an argument.
+        memory: returns the statistics of its memory, as `compiled.memory_analysis` does; None if
+            the compiler gives none. It is called last.
+        parameters: the path of each parameter of the program; it begins with the name of an
+            argument.
         outputs: the path of each output.
         sizes: the sizes of the mesh axes; empty if the mesh is not known.
         backend: the name of what it is compiled for.
@@ -48,7 +49,8 @@ def read_ledger(program: CompiledProgram) -> Ledger:
     """The ledger of a program.
 
     Raises:
-        FunctreeError: the program has other parameters than the arrays of the function, so that no path is known.
+        FunctreeError: the program has other parameters than the arrays of the function, so that no
+            path is known.
     """
     with _without_collector():
         return _read(program)
@@ -56,9 +58,10 @@ def read_ledger(program: CompiledProgram) -> Ledger:
 
 @contextmanager
 def _without_collector() -> Iterator[None]:
-    """Let Python's collector of garbage rest: it would look at all objects of a large program again and again.
+    """Let Python's garbage collector rest meanwhile.
 
-    An instruction is an object, and none of them is in a reference cycle. It halves the time for 50,000 instructions.
+    It would look at all objects of a large program again and again: an instruction is an object,
+    and none of them is in a reference cycle. This halves the time for 50,000 instructions.
     """
     collecting = gc.isenabled()
     gc.disable()
@@ -71,7 +74,7 @@ def _without_collector() -> Iterator[None]:
 
 def _read(program: CompiledProgram) -> Ledger:
     reader = _Reader(program)
-    collectives = tuple(map(reader.collective, moved_in(reader.flow)))
+    collectives = tuple(map(reader.collective, moved_arrays(reader.flow)))
     return Ledger(
         collectives,
         _memory(program, reader.flow),
@@ -91,11 +94,14 @@ class _Reader:
     """All that is asked about the collectives of one program."""
 
     def __init__(self, program: CompiledProgram):
-        self.flow: Flow = Flow(Hlo(program.text))
+        self.flow: DataFlow = DataFlow(Hlo(program.text))
         have, known = len(self.flow.hlo.parameters), len(program.parameters)
         if have != known:
-            why = f"the program has {count(have, 'parameter')}, but {count(known, 'array')} of the function were found"
-            raise FunctreeError(f"the ledger cannot name what it reads: {why}")
+            found = f"{count(known, 'array')} of the function were found"
+            raise FunctreeError(
+                "the ledger cannot name what it reads: "
+                f"the program has {count(have, 'parameter')}, but {found}"
+            )
         self._sizes = program.sizes
         self._parameters = program.parameters
         self._attribution = Attribution(self.flow, program.parameters, program.outputs)
@@ -103,25 +109,31 @@ class _Reader:
         self._sources = Sources(program.text)
         # Those of a collective, once for all arrays that the compiler has combined in it.
         self._groups: dict[Instruction, _Groups] = {}
-        # By their text: a program has thousands of collectives, over a few combinations of mesh axes.
+        # By their text: a program has thousands of collectives, over a few combinations of mesh
+        # axes.
         self._known_groups: dict[str, _Groups] = {}
 
-    def collective(self, moved: Moved) -> Collective:
+    def collective(self, moved: MovedArray) -> Collective:
         """What the ledger says about an array that is moved."""
         phase = self._phases.phase(moved)
-        paths = [self._parameters[i] for i in self._attribution.of(moved, phase)]
         axes, size = self._groups_of(moved.instruction)
+        paths: list[Path] = []
+        arguments: list[str] = []
+        for parameter in self._attribution.of(moved, phase):
+            argument, *keys = self._parameters[parameter]
+            paths.append(Path(keys))
+            arguments.append(str(argument))
         return Collective(
-            moved.kind,
-            axes,
-            size,
-            moved.type.bytes,
-            moved.count,
-            tuple(Path(path[1:]) for path in paths),
-            tuple(str(path[0]) for path in paths),
-            phase,
-            self._source(moved),
-            moved.instruction.name,
+            kind=moved.kind,
+            mesh_axes=axes,
+            group_size=size,
+            bytes=moved.type.bytes,
+            count=moved.count,
+            paths=tuple(paths),
+            arguments=tuple(arguments),
+            phase=phase,
+            source=self._source(moved),
+            op=moved.instruction.name,
         )
 
     def _groups_of(self, one: Instruction) -> _Groups:
@@ -136,39 +148,59 @@ class _Reader:
         groups = groups_of(text, math.prod(self._sizes.values()))
         if not groups:
             return None, None
-        axes = mesh_axes_of(groups, self._sizes) if self._sizes else None
+        axes = None
+        if self._sizes:
+            axes = mesh_axes_of(groups, self._sizes)
         return axes, max(map(len, groups))
 
-    def _source(self, moved: Moved) -> str | None:
+    def _source(self, moved: MovedArray) -> str | None:
         """The line of source of the nearest instruction that has one."""
-        places = list(self._phases.described(moved))
-        if moved.arrays > 1:  # the line of the collective is that of the first array
-            places[:2] = reversed(places[:2])
-        lines = map(self._sources.line, places)
-        return next((line for line in lines if line is not None), None)
+        collective, operand, *around = self._phases.described(moved)
+        if moved.arrays == 1:
+            nearest = (collective, operand, *around)
+        else:
+            # The line of a combined collective is that of its first array.
+            nearest = (operand, collective, *around)
+        for one in nearest:
+            line = self._sources.line(one)
+            if line is not None:
+                return line
+        return None
 
     def with_line(self, warning: str) -> str:
         """A warning of the compiler, with the line of source that it is about."""
         frame = re.search(r"stack_frame_id=(\d+)", warning)
-        line = None if frame is None else self._sources.of_frame(int(frame[1]))
-        return warning if line is None else f"{warning} at {line}"
+        if frame is None:
+            return warning
+        line = self._sources.of_frame(int(frame[1]))
+        if line is None:
+            return warning
+        return f"{warning} at {line}"
 
     def not_understood(self, collectives: Sequence[Collective]) -> Iterator[str]:
         """A sentence for each thing in the program that could not be read."""
-        for one in others_in(self.flow):
-            yield f"{one.opcode} ({one.name}): the ledger does not know this kind of collective, and leaves it out"
-        unknown = list(dict.fromkeys(one.op for one in collectives if one.mesh_axes is None))
+        for one in unknown_collectives(self.flow):
+            why = "the ledger does not know this kind of collective, and leaves it out"
+            yield f"{one.opcode} ({one.name}): {why}"
+        # Without repeats: a combined collective is one instruction of several arrays.
+        unknown = dict.fromkeys(one.op for one in collectives if one.mesh_axes is None)
         if unknown and self._sizes:
-            yield f"the groups of devices of {', '.join(unknown)}: they are not on the mesh, or spelled in a new way"
+            why = "they are not on the mesh, or spelled in a new way"
+            yield f"the groups of devices of {', '.join(unknown)}: {why}"
         elif unknown:
-            yield "the mesh of the program, so there are no names for the mesh axes: give it as `mesh=`"
-        endless = list(dict.fromkeys(one.op for one in collectives if one.count is None))
+            why = "so there are no names for the mesh axes: give it as `mesh=`"
+            yield f"the mesh of the program, {why}"
+        endless = dict.fromkeys(one.op for one in collectives if one.count is None)
         if endless:
-            yield f"how often {', '.join(endless)} run: the length of a loop depends on data; they count once"
+            why = "the length of a loop depends on data; they count once"
+            yield f"how often {', '.join(endless)} run: {why}"
 
 
-def _memory(program: CompiledProgram, flow: Flow) -> Memory:
-    """The memory of a program; what the compiler does not say is taken from the program's parameters and results."""
+def _memory(program: CompiledProgram, flow: DataFlow) -> Memory:
+    """The memory of a program.
+
+    If the compiler does not say it, it is that of the program's parameters and results.
+    """
     sizes: dict[Path, int] = {}
     for path, one in zip(program.parameters, flow.hlo.parameters, strict=True):
         sizes[path] = one.arrays[0].bytes
@@ -176,6 +208,7 @@ def _memory(program: CompiledProgram, flow: Flow) -> Memory:
     if known is None:
         outputs = sum(type_.bytes for _, type_ in flow.results)
         return Memory(BytesByPath(sizes), outputs, 0, 0, sum(sizes.values()) + outputs)
+    # The compiler counts what is in host memory apart, and a `Memory` does not.
     given = known.argument_size_in_bytes + known.host_argument_size_in_bytes
     outputs = known.output_size_in_bytes + known.host_output_size_in_bytes
     aliases = known.alias_size_in_bytes + known.host_alias_size_in_bytes

@@ -1,11 +1,13 @@
 """A compiled program ─► the line of the source that an instruction comes from.
 
-The text of a program begins with four tables: names of files, names of functions, places in files, and stack frames,
-which refer to each other by number. The metadata of an instruction has the number of its innermost frame.
+The text of a program begins with four tables: names of files, names of functions, places in files,
+and stack frames, which refer to each other by number. The metadata of an instruction has the number
+of its innermost frame.
 """
 
 import re
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from functools import cached_property
 from pathlib import Path
 
@@ -15,12 +17,23 @@ _FILE = re.compile(r'(\d+) "(.*)"')
 _LOCATION = re.compile(r"(\d+) \{file_name_id=(\d+).* line=(\d+)")
 _FRAME = re.compile(r"(\d+) \{file_location_id=(\d+)(?: parent_frame_id=(\d+))?")
 
-# Files of packages, in which users do not look for their own model. The layers of `functree.nn` are parts of a model,
-# and a line in one says more than the line that calls the whole model; but not the products that they share.
-_OWN = Path(__file__).parents[1]
-_LAYERS = _OWN / "nn"
-_SHARED = frozenset({"activations.py", "attend.py", "cached.py", "products.py", "shards.py"})
+_PACKAGE = Path(__file__).parents[1]
 _INSTALLED = frozenset({"site-packages", "dist-packages"})
+_layer_files: set[str] = set()
+
+
+def name_lines_of(*layers: Callable[..., object]) -> None:
+    """Name the lines of some layers' modules, though they are in functree.
+
+    `functree.nn`, which is above this floor, calls it once with its public layers. They are parts
+    of a user's model, and a line in one says more than the line that calls the whole model.
+
+    Args:
+        layers: classes and functions.
+    """
+    for layer in layers:
+        # Not by `inspect.getfile`, which takes a decorated function to be where its decorator is.
+        _layer_files.add(str(sys.modules[layer.__module__].__file__))
 
 
 class Sources:
@@ -37,20 +50,29 @@ class Sources:
     def line(self, one: Instruction) -> str | None:
         """`file:line` of an instruction; None if it has no stack frame."""
         frame = one.metadata("stack_frame_id")
-        return None if frame is None else self.of_frame(int(frame))
+        if frame is None:
+            return None
+        return self.of_frame(int(frame))
 
     def of_frame(self, frame: int) -> str | None:
-        """`file:line` of a stack frame: that of the innermost frame in the user's model, or else of the innermost."""
+        """`file:line` of a stack frame.
+
+        It is that of the innermost frame in the user's model around it; if there is none, of the
+        frame itself.
+        """
         if frame not in self._known:
             self._known[frame] = self._chosen(frame)
         return self._known[frame]
 
     def _chosen(self, frame: int) -> str | None:
         frames = list(self._outwards(frame))
-        chosen = next((place for place in frames if _is_model(Path(place[0]))), None)
-        if chosen is None:
-            chosen = next(iter(frames), None)
-        return None if chosen is None else f"{chosen[0]}:{chosen[1]}"
+        for file, line in frames:
+            if _is_model(file):
+                return f"{file}:{line}"
+        if not frames:
+            return None
+        file, line = frames[0]
+        return f"{file}:{line}"
 
     def _outwards(self, frame: int) -> Iterator[tuple[str, int]]:
         """File and line of a frame, and of those around it."""
@@ -63,26 +85,36 @@ class Sources:
 
     @cached_property
     def _files(self) -> dict[int, str]:
-        return {int(number): name for number, name in _FILE.findall(self._table("FileNames"))}
+        """The name of each file."""
+        return {int(file): name for file, name in _FILE.findall(self._table("FileNames"))}
 
     @cached_property
     def _locations(self) -> dict[int, tuple[int, int]]:
-        found = _LOCATION.findall(self._table("FileLocations"))
-        return {int(number): (int(file), int(line)) for number, file, line in found}
+        """The file and the line of each location."""
+        locations: dict[int, tuple[int, int]] = {}
+        for location, file, line in _LOCATION.findall(self._table("FileLocations")):
+            locations[int(location)] = (int(file), int(line))
+        return locations
 
     @cached_property
     def _frames(self) -> dict[int, tuple[int, int]]:
-        found = _FRAME.findall(self._table("StackFrames"))
-        return {int(number): (int(location), int(parent or 0)) for number, location, parent in found}
+        """The location of each frame, and the number of the frame around it."""
+        frames: dict[int, tuple[int, int]] = {}
+        for frame, location, parent in _FRAME.findall(self._table("StackFrames")):
+            frames[int(frame)] = (int(location), int(parent or 0))
+        return frames
 
     def _table(self, title: str) -> str:
         """The lines of a table in the head of the text; empty if it has no such table."""
         start = self._text.find(f"\n{title}\n")
-        return "" if start < 0 else self._text[start : self._text.find("\n\n", start + 1)]
+        if start < 0:
+            return ""
+        return self._text[start : self._text.find("\n\n", start + 1)]
 
 
-def _is_model(file: Path) -> bool:
+def _is_model(file: str) -> bool:
     """Whether a file is code of a model, and not of a package or of functree's transforms."""
-    if file.is_relative_to(_OWN):
-        return file.is_relative_to(_LAYERS) and file.name not in _SHARED
-    return not _INSTALLED & set(file.parts)
+    path = Path(file)
+    if path.is_relative_to(_PACKAGE):
+        return file in _layer_files
+    return _INSTALLED.isdisjoint(path.parts)

@@ -1,17 +1,17 @@
 """What a ledger knows ─► a table as text."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from functree.compiled.collective import Collective
-from functree.compiled.fold import axes_text, fold
 from functree.compiled.memory import Memory
+from functree.compiled.table_rows import axes_text, table_rows
 from functree.errors import count
-from functree.layout.plan.fold import bytes_text
-from functree.layout.table import INDENT, WIDTH, columns, width, wrapped
+from functree.report.byte_sizes import bytes_text
+from functree.report.table import INDENT, columns, lines_text, paragraphs, row
 
 COLUMNS = (44, 18, 16, 5)  # of parameter, kind, mesh axes and runs
-LINES = 40
-"""The number of lines of the table; what is moved in the others is told in one."""
+ROWS = 40
+"""The number of rows of the table; what is moved in the others is told in one line."""
 
 
 def ledger_text(collectives: Sequence[Collective], summary: str, notes: Sequence[str]) -> str:
@@ -22,30 +22,28 @@ def ledger_text(collectives: Sequence[Collective], summary: str, notes: Sequence
         summary: the text below the table.
         notes: the lines above it.
     """
-    lines: list[str] = []
-    for note in notes:
-        lines += wrapped(note, WIDTH)
+    lines = paragraphs(notes)
     if notes:
         lines.append("")
-    folded = fold(collectives)
-    if folded:
+    rows = table_rows(collectives)
+    if rows:
         lines += columns(("for", "moved by", "over", "runs"), COLUMNS, "bytes")
-    for line in folded[:LINES]:
-        title = line.title
-        if width(title) > COLUMNS[0]:
-            lines += wrapped(title, WIDTH)
-            title = ""
-        lines += columns((title, line.kind, line.axes, line.runs), COLUMNS, bytes_text(line.total))
-        lines += [INDENT + part for part in wrapped(line.told, WIDTH - len(INDENT))]
-    if len(folded) > LINES:
-        rest = bytes_text(sum(line.total for line in folded[LINES:]))
-        more = count(len(folded) - LINES, "smaller line")
+    for one in rows[:ROWS]:
+        cells = (one.title, one.kind, one.axes, one.runs)
+        lines += row(cells, COLUMNS, bytes_text(one.total), one.details)
+    smaller = rows[ROWS:]
+    if smaller:
+        rest = bytes_text(sum(one.total for one in smaller))
+        more = count(len(smaller), "smaller line")
         lines.append(f"and {more}, {rest} in all (`ledger.collectives` has each)")
-    return "\n".join([line.rstrip() for line in [*lines, "", summary]])
+    return lines_text([*lines, "", summary])
 
 
 def summary_text(
-    totals: dict[tuple[str, tuple[str, ...] | None], int], memory: Memory, attributed: float, where: str
+    totals: Mapping[tuple[str, tuple[str, ...] | None], int],
+    memory: Memory,
+    attributed: float,
+    where: str,
 ) -> str:
     """The totals and the memory, in a few lines.
 
@@ -60,12 +58,15 @@ def summary_text(
         lines += columns((f"{INDENT}{kind}", axes_text(axes)), (24, 36), bytes_text(size))
     if totals:
         lines.append(f"{INDENT}{unattributed_text(attributed)}")
-    return "\n".join([line.rstrip() for line in [*lines, memory_text(memory)]])
+    return lines_text([*lines, memory_text(memory)])
 
 
 def unattributed_text(attributed: float) -> str:
     """What is said of the bytes without a path."""
-    share = f"{100 * (1 - attributed):.1f} %" if not 0 < 1 - attributed < 0.0005 else "less than 0.1 %"
+    lost = 1 - attributed
+    share = f"{100 * lost:.1f} %"
+    if 0 < lost < 0.0005:  # "0.0 %" would say that there are none
+        share = "less than 0.1 %"
     return f"{share} of these bytes serve no parameter that could be found"
 
 

@@ -1,4 +1,4 @@
-"""Packages of the optional extras: imported on use, and their errors made ours."""
+"""Packages of the optional extras ─► imported on use; their errors ─► ours."""
 
 import importlib
 import importlib.util
@@ -9,8 +9,8 @@ import jax
 from functree.errors import FunctreeError
 
 
-def needed(package: str, extra: str) -> ModuleType:
-    """A package of an extra.
+def import_extra(package: str, extra: str) -> ModuleType:
+    """A package of an extra, imported.
 
     Raises:
         FunctreeError: it is not installed; the message says what to install.
@@ -21,17 +21,18 @@ def needed(package: str, extra: str) -> ModuleType:
 
 
 def _is_installed(package: str) -> bool:
+    # Not by importing it: an ImportError inside of a package that is there is another problem.
     try:
         return importlib.util.find_spec(package) is not None
-    except ModuleNotFoundError:  # the package that it would be in
-        return False
+    except ModuleNotFoundError:
+        return False  # there is not even the package that it would be in
 
 
-class foreign:
-    """What other packages raise inside, of files and bytes that they cannot read or write, becomes an error of ours.
+class ForeignErrors:
+    """A block in which other packages read or write: what they raise becomes an error of ours.
 
-    Its cause is chained. orbax raises errors of all classes, `Exception` itself among them. Those of a device, such as
-    one that is out of memory, are not about a file, and stay what they are.
+    Its cause is chained. Orbax raises errors of all classes, `Exception` itself among them. Those
+    of a device, such as one that is out of memory, are not about a file, and stay what they are.
 
     Args:
         kind: the class of the error.
@@ -45,6 +46,8 @@ class foreign:
         """Nothing is to be done."""
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        if isinstance(error, Exception) and not isinstance(error, FunctreeError | jax.errors.JaxRuntimeError):
+        own = FunctreeError | jax.errors.JaxRuntimeError
+        # Not a KeyboardInterrupt either, which is no `Exception`.
+        if isinstance(error, Exception) and not isinstance(error, own):
             first = next(iter(str(error).splitlines()), "") or type(error).__name__
             raise self._kind(f"{self._failure}: {first}") from error

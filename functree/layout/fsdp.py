@@ -1,34 +1,42 @@
-"""A leaf ─► its largest unsharded dimension, sharded: `FSDP`, for parameters that are gathered for each use."""
+"""A leaf ─► its largest unsharded dimension, sharded: `FSDP`, for parameters that are gathered for
+each use."""
 
 import math
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Hashable, Sequence
 
 from jax.sharding import PartitionSpec
 
+from functree.devices.meshes import MeshView
+from functree.devices.specs import axes_text, spec_text
 from functree.errors import Problem, RuleError, near_name
-from functree.layout.decision import Decision, Dimension, apply_spec, decide_each, undecided, unreadable
+from functree.labels.leaf import Leaf
+from functree.layout.decision import (
+    Decision,
+    Dimension,
+    Source,
+    apply_spec,
+    decide_each,
+    undecided,
+)
 from functree.layout.layout import Layout, Resolution, as_layout
-from functree.layout.meshes import MeshView
-from functree.layout.specs import axes_text, spec_text
-from functree.layout.validation import RULE, missing_axes
+from functree.layout.validation import missing_axes
 from functree.tree.axes import is_axis_name
-from functree.tree.leaf import Leaf
 from functree.values import Value
 
 
 class FSDP(Value, Layout):
-    """A layout that shards the largest unsharded dimension which the mesh axis divides; of equal ones the outermost.
+    """A layout that shards the largest unsharded dimension which the mesh axis divides; of equal
+    ones the outermost.
 
-    The axis of a stack of layers is never sharded. A leaf stays as it is if it has fewer than `min_size` elements, has
-    no unsharded dimension, or is already sharded over the mesh axis.
+    The axis of a stack of layers is never sharded. A leaf stays as it is if it has fewer than
+    `min_size` elements, has no unsharded dimension, or is already sharded over the mesh axis.
 
     Args:
         axis: the mesh axis, or several mesh axes.
         min_size: leaves with fewer elements stay as they are.
         axes: if given, only dimensions with these axes are sharded.
-        otherwise: the spec of a leaf of which the mesh axis divides no unsharded dimension. Without it, such a leaf is
-            an error.
+        otherwise: the spec of a leaf of which the mesh axis divides no unsharded dimension. Without
+            it, such a leaf is an error.
 
     Raises:
         RuleError: an argument is invalid.
@@ -53,21 +61,33 @@ class FSDP(Value, Layout):
         axes: Sequence[str] | str | None = None,
         otherwise: PartitionSpec | None = None,
     ):
-        mesh_axes = _names((axis,) if isinstance(axis, str) else axis)
+        if isinstance(axis, str):
+            mesh_axes = _names((axis,))
+        else:
+            mesh_axes = _names(axis)
         if not mesh_axes or len(set(mesh_axes)) < len(mesh_axes):
-            raise RuleError(f"FSDP({axis!r}): the first argument is a mesh axis, or several different ones")
-        named = _names(axes.split() if isinstance(axes, str) else axes)
+            raise RuleError(
+                f"FSDP({axis!r}): the first argument is a mesh axis, or several different ones"
+            )
+        if isinstance(axes, str):
+            named = _names(axes.split())
+        else:
+            named = _names(axes)
         if axes is not None and not (named and all(map(is_axis_name, named))):
             raise RuleError(
-                f"FSDP: axes={axes!r} is not a list of axis names, such as `('embed', 'hidden')` or `'embed hidden'`; "
-                "leave it out for every axis"
+                f"FSDP: axes={axes!r} is not a list of axis names, such as `('embed', 'hidden')` "
+                "or `'embed hidden'`; leave it out for every axis"
             )
+        # `type` and not `isinstance`: True is an int.
         if type(min_size) is not int or min_size < 0:
             raise RuleError(f"FSDP: min_size={min_size!r}: give a number of elements, 0 or more")
         if otherwise is not None and not isinstance(otherwise, PartitionSpec):
-            raise RuleError(f"FSDP: otherwise={otherwise!r} is not a PartitionSpec; write `P()` to replicate")
+            raise RuleError(
+                f"FSDP: otherwise={otherwise!r} is not a PartitionSpec; write `P()` to replicate"
+            )
         as_layout(otherwise)  # raises for a spec with an invalid entry
         self._set(
+            # So that `FSDP("data")` and `FSDP(("data",))` are equal.
             axis=mesh_axes[0] if len(mesh_axes) == 1 else mesh_axes,
             min_size=min_size,
             axes=named or None,
@@ -77,10 +97,16 @@ class FSDP(Value, Layout):
     @property
     def mesh_axes(self) -> tuple[str, ...]:
         """The mesh axes, as a tuple."""
-        return (self.axis,) if isinstance(self.axis, str) else self.axis
+        if isinstance(self.axis, str):
+            return (self.axis,)
+        return self.axis
 
-    def resolve(self, leaves: Sequence[Leaf], mesh: MeshView, before: Sequence[Decision] | None = None) -> Resolution:
-        decisions = decide_each(leaves, before, _alike, lambda leaf, start: self._decide(leaf, mesh, start))
+    def resolve(
+        self, leaves: Sequence[Leaf], mesh: MeshView, before: Sequence[Decision] | None = None
+    ) -> Resolution:
+        decisions = decide_each(
+            leaves, before, _alike, lambda leaf, start: self._decide(leaf, mesh, start)
+        )
         problems = [
             *missing_axes(repr(self), self.mesh_axes, mesh, "name an axis of the mesh"),
             *self._misspelt(leaves),
@@ -88,7 +114,8 @@ class FSDP(Value, Layout):
         return Resolution(decisions, tuple(problems))
 
     def _misspelt(self, leaves: Sequence[Leaf]) -> list[Problem]:
-        """The problems of names in `axes` that are probably misspelled: no leaf has them, and one has a similar name.
+        """The problems of names in `axes` that are probably misspelled: no leaf has them, and one
+        has a similar name.
 
         Without this check such a name would not shard anything, and there would be no message.
         """
@@ -97,33 +124,45 @@ class FSDP(Value, Layout):
         present = sorted({name for leaf in leaves for name in leaf.axes if name is not None})
         problems = []
         for name in self.axes:
-            near = None if name in present else near_name(name, present)
+            if name in present:
+                continue
+            near = near_name(name, present)
+            # A name that is like no other may be that of another model with the same layout.
             if near is not None:
                 why = f"no leaf has the axis `{name}`; did you mean `{near}`?"
                 problems.append(Problem(None, None, repr(self), why, "correct `axes=`"))
         return problems
 
     def _decide(self, leaf: Leaf, mesh: MeshView, before: Decision | None) -> Decision:
-        start = undecided(leaf) if before is None else before
+        start = before or undecided(leaf)
+        if leaf.activation:
+            return start  # its largest dimension would be sharded, by the mesh axis of the batch
         if leaf.misfit is not None and not start.faults:
-            # Layers that were stacked outside of `ft.Stacked` do not fit their annotations. Without this fault their
-            # leading dimension would be sharded, and with it the layers.
-            return start.wrong(unreadable(leaf, leaf.misfit))
+            # Layers that were stacked outside of `ft.Stacked` do not fit their annotations. Without
+            # this fault their leading dimension would be sharded, and with it the layers.
+            return start.wrong((leaf.misfit.why, leaf.misfit.remedy))
         start = self._mentioned(leaf, start)
         stays = self._stays(leaf, start)
         if stays:
             return start.because(f"FSDP: {stays}")
+        # A mesh axis that the mesh does not have is a problem already, once for all leaves.
         parts = math.prod(mesh.sizes.get(axis, 1) for axis in self.mesh_axes)
         fitting = [dim for dim in self._free(leaf, start) if leaf.shape[dim] % parts == 0]
         if not fitting:
             return self._unfit(leaf, start, parts)
+        # Of dimensions of one size, the one with the smallest index.
         largest = max(fitting, key=lambda dim: (leaf.shape[dim], -dim))
-        split = start.dimensions[largest]._replace(mesh_axes=self.mesh_axes, source=f"{RULE}FSDP({self.axis!r})")
+        split = start.dimensions[largest]._replace(
+            mesh_axes=self.mesh_axes, source=Source(f"FSDP({self.axis!r})", is_rule=True)
+        )
         decision = start.each(lambda dim, dimension: split if dim == largest else dimension)
-        return decision.because(f"FSDP: {leaf.dimension(largest)} is the largest unsharded dimension")
+        return decision.because(
+            f"FSDP: {leaf.dimension(largest)} is the largest unsharded dimension"
+        )
 
     def _mentioned(self, leaf: Leaf, start: Decision) -> Decision:
-        """The decision with the names in `axes` mentioned: they need no rule, even if they stay unsharded."""
+        """The decision with the names in `axes` mentioned: they need no rule, even if they stay
+        unsharded."""
         named = self.axes
         if named is None:
             return start
@@ -139,9 +178,12 @@ class FSDP(Value, Layout):
         """Why a leaf stays as it is; an empty text if it does not."""
         if leaf.value.size < self.min_size:
             return f"smaller than {self.min_size} elements"
+        # A mesh axis can shard only one dimension of an array.
         if not start.used().isdisjoint(self.mesh_axes):
             return f"already uses {axes_text(self.mesh_axes)}"
-        return "" if self._free(leaf, start) else "no unsharded dimension"
+        if not self._free(leaf, start):
+            return "no unsharded dimension"
+        return ""
 
     def _free(self, leaf: Leaf, start: Decision) -> list[int]:
         """The dimensions that may be sharded."""
@@ -158,19 +200,20 @@ class FSDP(Value, Layout):
             applied = apply_spec(leaf, self.otherwise, start, reason)
 
             def keep_faults(dim: int, dimension: Dimension) -> Dimension:
-                # A spec in a layout settles all names, but `otherwise` is about sizes: a name that no rule mentions is
-                # still a fault.
+                # A spec in a layout settles all names, but `otherwise` is about sizes: a name that
+                # no rule mentions is still a fault.
                 before = start.dimensions[dim]
                 return dimension._replace(settled=before.settled, fault=before.fault)
 
             return applied.each(keep_faults)
-        sizes = ", ".join(f"{leaf.dimension(dim)}={leaf.shape[dim]}" for dim in self._free(leaf, start))
+        free = self._free(leaf, start)
+        sizes = ", ".join(f"{leaf.dimension(dim)}={leaf.shape[dim]}" for dim in free)
         wanted = f"a multiple of {axes_text(self.mesh_axes)}={parts}"
         why = f"FSDP({self.axis!r}): none of its unsharded dimensions ({sizes}) is {wanted}"
-        remedy = "pad one of them, raise `min_size`, or write `otherwise=P()` to leave such leaves as they are"
-        return start.wrong((why, remedy))
+        otherwise = "write `otherwise=P()` to leave such leaves as they are"
+        return start.wrong((why, f"pad one of them, raise `min_size`, or {otherwise}"))
 
-    def _parts(self) -> tuple[Any, ...]:
+    def _parts(self) -> tuple[object, ...]:
         return (self.axis, self.min_size, self.axes, self.otherwise)
 
     def __repr__(self) -> str:
@@ -184,13 +227,13 @@ class FSDP(Value, Layout):
         return f"FSDP({', '.join(given)})"
 
 
-def _alike(leaf: Leaf) -> tuple[Any, ...]:
+def _alike(leaf: Leaf) -> Hashable:
     """Everything that FSDP's decision about a leaf depends on."""
-    return (leaf.axes, leaf.shape, leaf.stacked, leaf.spec, leaf.misfit)
+    return (leaf.axes, leaf.shape, leaf.stacked, leaf.spec, leaf.misfit, leaf.activation)
 
 
-def _names(given: Any) -> tuple[str, ...]:
-    """A list or tuple of names as a tuple; an empty tuple if it is something else, or if an element is not a name."""
+def _names(given: object) -> tuple[str, ...]:
+    """A list or tuple of names as a tuple, and anything else as an empty one."""
     if not isinstance(given, tuple | list):
         return ()
     if not all(isinstance(name, str) and name for name in given):

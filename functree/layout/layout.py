@@ -1,21 +1,30 @@
-"""`Layout`: the leaves of a tree and a mesh ─► a `Decision` for each leaf; and what a user can write for a layout."""
+"""`Layout`: the leaves of a tree and a mesh ─► a `Decision` for each leaf; and what a user can
+write for a layout."""
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
+from functree.devices.meshes import MeshView
+from functree.devices.placement import other_memory
+from functree.devices.specs import invalid_entry, spec_text
 from functree.errors import Problem, RuleError
+from functree.labels.annotations.hints import Hint
+from functree.labels.leaf import Leaf
 from functree.layout.decision import Decision, apply_spec, decide_each, whole
-from functree.layout.meshes import MeshView
-from functree.layout.placement import other_memory
-from functree.layout.specs import invalid_entry, spec_text
 from functree.parameters import check_callback
 from functree.tree.axes import Names
-from functree.tree.leaf import Leaf
 from functree.tree.paths import Path
+
+
+class DeadFilter(NamedTuple):
+    """A filter of a `StateSharding` that decides about no leaf."""
+
+    problem: Problem
+    is_error: bool  # and not a warning
 
 
 class Resolution(NamedTuple):
@@ -25,32 +34,36 @@ class Resolution(NamedTuple):
         decisions: one for each leaf.
         problems: what is wrong with the layout itself, and not with a single leaf.
         unused: names in rules that no leaf has.
-        leaves: the leaves with other axes than their annotations say, if the layout knows these; or None.
+        dead: the filters that decide about no leaf. That is wrong, unless the layout was written
+            for a larger tree than that of the leaves.
     """
 
     decisions: list[Decision]
     problems: tuple[Problem, ...] = ()
     unused: tuple[str, ...] = ()
-    leaves: Sequence[Leaf] | None = None
+    dead: tuple[DeadFilter, ...] = ()
 
 
 class Layout:
-    """The base class of layouts. A layout is immutable and hashable, is equal by value, and has a readable `repr`.
+    """The base class of layouts, which are immutable, hashable and equal by value.
 
-    `first | then` is a layout in which `then` shards dimensions that `first` leaves unsharded. This class is not for
-    subclasses of users: to compute a layout, give a function `(path, leaf) -> P` in the place of a layout.
+    `first | then` is a layout in which `then` shards dimensions that `first` leaves unsharded. This
+    class is not for subclasses of users: to compute a layout, give a function `(path, leaf) -> P`
+    in the place of a layout.
 
     Examples:
         >>> rules = ft.AxisRules({"hidden": "model", "embed": None}) | ft.FSDP("data", min_size=0)
-        >>> ft.plan(jnp.ones((4, 8)), rules, {"data": 2, "model": 4}, check=False).problems[0].remedy
-        'annotate the field (`Float[Array, "..."]`), give `names=` to the rules, or lay it out by a path filter'
+        >>> ft.plan(jnp.ones((4, 8)), rules, {"data": 2, "model": 4}, check=False).problems[0].why
+        'has no axis names, and rules shard axes by name'
     """
 
     __slots__ = ()
 
     @abstractmethod
-    def resolve(self, leaves: Sequence[Leaf], mesh: MeshView, before: Sequence[Decision] | None = None) -> Resolution:
-        """Decide about each leaf.
+    def resolve(
+        self, leaves: Sequence[Leaf], mesh: MeshView, before: Sequence[Decision] | None = None
+    ) -> Resolution:
+        """Decide about each leaf, whether it follows another one or not.
 
         Args:
             leaves: the leaves.
@@ -58,28 +71,35 @@ class Layout:
             before: the decisions of the layouts before this one, or None if this is the first.
         """
 
+    def claims(self, leaf: Leaf) -> bool:
+        """Whether the layout itself decides about a leaf that follows another one, because it was
+        written for this leaf, as the filter `opt_state.**` is."""
+        return False
+
+    @property
+    def for_activations(self) -> bool:
+        """Whether the layout is about activations: whether it has rules for them."""
+        return False
+
+    def unsharded(self, axis: str) -> "Layout":
+        """The layout with an axis that its rules leave unsharded in activations."""
+        return self
+
     @property
     def given_names(self) -> Mapping[type, Names]:
         """The axes that the layout gives to the leaves of classes without annotations."""
         return {}
 
     @property
+    def hint(self) -> Hint | None:
+        """The annotation by which leaves have their axes, or None if they are annotated
+        themselves."""
+        return None
+
+    @property
     def own_mesh(self) -> Mesh | AbstractMesh | None:
         """The mesh that is a part of the layout, or None."""
         return None
-
-    @property
-    def by_axes(self) -> "Layout | None":
-        """The part of the layout that lays out an array by the names of its axes alone; None if there is none.
-
-        Such an array is an activation. `FSDP` and specs are written for parameters.
-        """
-        return None
-
-    @property
-    def tolerant(self) -> "Layout":
-        """The same layout, in which a filter that matches no leaf is not an error."""
-        return self
 
     def __or__(self, then: "LayoutLike") -> "Layout":
         return Composition.of(self, as_layout(then))
@@ -107,12 +127,16 @@ class Fixed(Layout):
     def own_mesh(self) -> Mesh | AbstractMesh | None:
         return self.mesh
 
-    def resolve(self, leaves: Sequence[Leaf], mesh: MeshView, before: Sequence[Decision] | None = None) -> Resolution:
-        return Resolution(decide_each(leaves, before, lambda leaf: (leaf.axes, len(leaf.shape)), self._decide))
+    def resolve(
+        self, leaves: Sequence[Leaf], mesh: MeshView, before: Sequence[Decision] | None = None
+    ) -> Resolution:
+        return Resolution(decide_each(leaves, before, _by_rank, self._decide))
 
     def _decide(self, leaf: Leaf, before: Decision | None) -> Decision:
+        if leaf.activation:
+            return before or whole(leaf)
         # `whole` and not `undecided`: a spec that is given here replaces the spec of an annotation.
-        start = whole(leaf) if before is None else before
+        start = before or whole(leaf)
         decision = apply_spec(leaf, self.spec, start, f"{spec_text(self.spec)} as given")
         if self.memory_kind is None:
             return decision
@@ -124,27 +148,23 @@ class Fixed(Layout):
         return repr(NamedSharding(self.mesh, self.spec, memory_kind=self.memory_kind))
 
 
-@dataclass(frozen=True, repr=False, eq=False)
-class Modified(Layout):
-    """The base of layouts that change what another one decides. Names and the mesh are those of the other one."""
-
-    layout: Layout
-
-    @property
-    def given_names(self) -> Mapping[type, Names]:
-        return self.layout.given_names
-
-    @property
-    def own_mesh(self) -> Mesh | AbstractMesh | None:
-        return self.layout.own_mesh
+def _by_rank(leaf: Leaf) -> Hashable:
+    """All that a spec's decision about a leaf depends on; sizes are checked later."""
+    return leaf.axes, len(leaf.shape), leaf.activation
 
 
 @dataclass(frozen=True, repr=False)
 class Unspecified(Layout):
     """`None`: no layout was given. The meaning depends on the function that takes the layout."""
 
-    def resolve(self, leaves: Sequence[Leaf], mesh: MeshView, before: Sequence[Decision] | None = None) -> Resolution:
+    def resolve(
+        self, leaves: Sequence[Leaf], mesh: MeshView, before: Sequence[Decision] | None = None
+    ) -> Resolution:
+        # It is never after another layout: `|` refuses `None`.
         return Resolution([whole(leaf)._replace(specified=False) for leaf in leaves])
+
+    def claims(self, leaf: Leaf) -> bool:
+        return True  # if no layout was given, none was given for the optimizer's state either
 
     def __repr__(self) -> str:
         return "None"
@@ -156,11 +176,17 @@ class Computed(Layout):
 
     function: Callable[[Path, Any], Any]
 
-    def resolve(self, leaves: Sequence[Leaf], mesh: MeshView, before: Sequence[Decision] | None = None) -> Resolution:
+    def resolve(
+        self, leaves: Sequence[Leaf], mesh: MeshView, before: Sequence[Decision] | None = None
+    ) -> Resolution:
+        # For each leaf anew: the function may ask for anything, so no two leaves are alike.
         starts = before or map(whole, leaves)
-        return Resolution([self._decide(leaf, start) for leaf, start in zip(leaves, starts, strict=True)])
+        pairs = zip(leaves, starts, strict=True)
+        return Resolution([self._decide(leaf, start) for leaf, start in pairs])
 
     def _decide(self, leaf: Leaf, before: Decision) -> Decision:
+        if leaf.activation:
+            return before
         spec = self.function(leaf.patterned[0], leaf.value)
         if isinstance(spec, PartitionSpec):
             return apply_spec(leaf, spec, before, f"{spec_text(spec)} by {self!r}")
@@ -168,20 +194,26 @@ class Computed(Layout):
         return before.wrong((why, "return `P(...)` for every leaf; `P()` to replicate it"))
 
     def __repr__(self) -> str:
+        # A `functools.partial` has no name.
         return getattr(self.function, "__qualname__", repr(self.function))
 
 
 @dataclass(frozen=True, repr=False)
 class Composition(Layout):
-    """Layouts one after another; made by `|`. Each may only shard dimensions that the ones before left unsharded."""
+    """Layouts one after another; made by `|`. Each may only shard dimensions that the ones before
+    left unsharded."""
 
     parts: tuple[Layout, ...]
 
     @staticmethod
     def of(first: Layout, then: Layout) -> "Composition":
-        """The composition of two layouts. The parts of compositions are joined, so that brackets do not matter."""
+        """The composition of two layouts. The parts of compositions are joined, so that brackets do
+        not matter."""
         if isinstance(first, Unspecified) or isinstance(then, Unspecified):
-            raise RuleError("`|` joins layouts, and `None` is not one: leave it out, or write `P()` to replicate")
+            raise RuleError(
+                "`|` joins layouts, and `None` is not one: leave it out, or write `P()` to "
+                "replicate"
+            )
         parts: list[Layout] = []
         for layout in (first, then):
             parts += layout.parts if isinstance(layout, Composition) else (layout,)
@@ -193,38 +225,117 @@ class Composition(Layout):
 
     @property
     def own_mesh(self) -> Mesh | AbstractMesh | None:
-        return next((part.own_mesh for part in self.parts if part.own_mesh is not None), None)
+        for part in self.parts:
+            if part.own_mesh is not None:
+                return part.own_mesh
+        return None
 
     @property
-    def by_axes(self) -> Layout | None:
-        named = tuple(part.by_axes for part in self.parts if part.by_axes is not None)
-        return Composition(named) if len(named) > 1 else next(iter(named), None)
+    def for_activations(self) -> bool:
+        return any(part.for_activations for part in self.parts)
 
-    @property
-    def tolerant(self) -> Layout:
-        return Composition(tuple(part.tolerant for part in self.parts))
+    def claims(self, leaf: Leaf) -> bool:
+        return any(part.claims(leaf) for part in self.parts)
 
-    def resolve(self, leaves: Sequence[Leaf], mesh: MeshView, before: Sequence[Decision] | None = None) -> Resolution:
+    def unsharded(self, axis: str) -> Layout:
+        return Composition(tuple([part.unsharded(axis) for part in self.parts]))
+
+    def resolve(
+        self, leaves: Sequence[Leaf], mesh: MeshView, before: Sequence[Decision] | None = None
+    ) -> Resolution:
         problems: list[Problem] = []
         unused: list[str] = []
+        dead: list[DeadFilter] = []
+        # Each sees what those before it decided, and adds to it.
         for part in self.parts:
             found = part.resolve(leaves, mesh, before)
             before = found.decisions
             problems += found.problems
             unused += found.unused
-        return Resolution(list(before or ()), tuple(problems), tuple(unused))
+            dead += found.dead
+        return Resolution(list(before or ()), tuple(problems), tuple(unused), tuple(dead))
 
     def __repr__(self) -> str:
         return " | ".join(map(repr, self.parts))
 
 
+@dataclass(frozen=True, repr=False, eq=False)
+class Modified(Layout):
+    """The base of layouts that change another one."""
+
+    layout: Layout
+
+    @property
+    def given_names(self) -> Mapping[type, Names]:
+        return self.layout.given_names
+
+    @property
+    def own_mesh(self) -> Mesh | AbstractMesh | None:
+        return self.layout.own_mesh
+
+    @property
+    def for_activations(self) -> bool:
+        return self.layout.for_activations
+
+    def claims(self, leaf: Leaf) -> bool:
+        return self.layout.claims(leaf)
+
+    def unsharded(self, axis: str) -> Layout:
+        return replace(self, layout=self.layout.unsharded(axis))
+
+    def resolve(
+        self, leaves: Sequence[Leaf], mesh: MeshView, before: Sequence[Decision] | None = None
+    ) -> Resolution:
+        return self.layout.resolve(leaves, mesh, before)
+
+
+@dataclass(frozen=True, repr=False)
+class OnHost(Modified):
+    """Another layout in the pinned memory of the host; made by `ft.on_host`."""
+
+    def resolve(
+        self, leaves: Sequence[Leaf], mesh: MeshView, before: Sequence[Decision] | None = None
+    ) -> Resolution:
+        found = self.layout.resolve(leaves, mesh, before)
+        decisions: list[Decision] = []
+        for leaf, decision in zip(leaves, found.decisions, strict=True):
+            # Activations are computed with at once, on the device.
+            kind = decision.memory_kind if leaf.activation else "pinned_host"
+            decisions.append(decision._replace(memory_kind=kind))
+        return found._replace(decisions=decisions)
+
+    def __repr__(self) -> str:
+        return f"on_host({self.layout!r})"
+
+
+def on_host(layout: "LayoutLike") -> Layout:
+    """The same layout in the pinned memory of the host.
+
+    Args:
+        layout: any layout.
+
+    Raises:
+        RuleError: the argument is not a layout, or is None.
+
+    Examples:
+        >>> ft.plan(jnp.ones((4, 8)), ft.on_host(ft.P("data")), {"data": 2})[()].memory_kind
+        'pinned_host'
+    """
+    if layout is None:
+        raise RuleError("`on_host` takes a layout, and `None` is not one: write `P()` to replicate")
+    return OnHost(as_layout(layout))
+
+
 def merge_names(several: Iterable[Mapping[type, Names]]) -> dict[type, Names]:
-    """The `names=` of several layouts in one mapping. Raises RuleError if two give different names to one class."""
+    """The `names=` of several layouts in one mapping. Raises RuleError if two give different names
+    to one class."""
     merged: dict[type, Names] = {}
     for names in several:
         for cls, given in names.items():
             if merged.setdefault(cls, given) != given:
-                raise RuleError(f"two layouts name {cls.__name__} differently: {merged[cls]} and {given}")
+                raise RuleError(
+                    f"two layouts name {cls.__name__} differently: {merged[cls]} and {given}"
+                )
     return merged
 
 
@@ -232,12 +343,15 @@ def merge_names(several: Iterable[Mapping[type, Names]]) -> dict[type, Names]:
 
 
 def meant_rules(value: object) -> str:
-    """The end of an error about a value that may be meant as a table of rules; empty if it is not one."""
+    """The end of an error about a value that may be meant as a table of rules; empty if it is not
+    one."""
     if not isinstance(value, Mapping) or not value:
         return ""
     # The values of a tree of layouts are layouts, and those of a table of rules are mesh axes.
-    is_table = all(one is None or isinstance(one, str | tuple) for one in value.values())
-    return "; for a table of rules write `ft.AxisRules({...})`" if is_table else ""
+    for one in value.values():
+        if one is not None and not isinstance(one, str | tuple):
+            return ""
+    return "; for a table of rules write `ft.AxisRules({...})`"
 
 
 def written_pairs(written: Any, wanted: str) -> list[tuple[Any, Any]]:
@@ -252,38 +366,50 @@ def written_pairs(written: Any, wanted: str) -> list[tuple[Any, Any]]:
     """
     if isinstance(written, Mapping):
         return list(written.items())
+    # These can be iterated over, but their elements are no pairs.
     if not isinstance(written, Iterable) or isinstance(written, str | bytes | PartitionSpec):
         raise RuleError(f"{wanted}; {written!r} is neither")
-    pairs = list(written)
-    for pair in pairs:
+    pairs: list[tuple[Any, Any]] = []
+    for pair in written:
         if not isinstance(pair, tuple | list) or len(pair) != 2:
             raise RuleError(f"{wanted}; {pair!r} is neither")
-    return [(left, right) for left, right in pairs]
+        pairs.append((pair[0], pair[1]))
+    return pairs
 
 
-def is_layout(value: Any) -> bool:
+def is_layout(value: object) -> bool:
     """Whether a value is a layout, and not a tree of layouts."""
-    return value is None or isinstance(value, Layout | PartitionSpec | NamedSharding) or _is_function(value)
+    return (
+        value is None
+        or isinstance(value, Layout | PartitionSpec | NamedSharding)
+        or _is_function(value)
+    )
 
 
-def _is_function(value: Any) -> bool:
+def _is_function(value: object) -> bool:
     """Whether a value is a function that computes a layout."""
     # A callable module is a tree of layouts with the structure of a model, and not a function.
-    return callable(value) and not isinstance(value, type) and not hasattr(value, "__dataclass_fields__")
+    return (
+        callable(value)
+        and not isinstance(value, type)
+        and not hasattr(value, "__dataclass_fields__")
+    )
 
 
 def as_layout(value: Any) -> Layout:
-    """What a user wrote for a layout ─► the layout. Raises RuleError for anything that is not a layout."""
+    """What a user wrote for a layout ─► the layout. Raises RuleError for anything else."""
     match value:
         case Layout():
             return value
         case PartitionSpec():
+            # Here and not for the first leaf: the mistake is where the layout is written.
             invalid = invalid_entry(value)
             if invalid is not None:
                 raise RuleError(f"{spec_text(value)}: {invalid}")
             return Fixed(value)
         case NamedSharding():
-            # Default memory is None here, as for a bare spec: it does not replace the memory of an earlier layout.
+            # Default memory is None here, as for a bare spec: it does not replace the memory of an
+            # earlier layout.
             return Fixed(value.spec, value.mesh, other_memory(value))
         case None:
             return Unspecified()
@@ -293,5 +419,7 @@ def as_layout(value: Any) -> Layout:
     raise RuleError(f"{value!r} is not a layout: write {LAYOUTS}{meant_rules(value)}")
 
 
-LAYOUTS = "`P(...)`, `AxisRules`, `FSDP`, `StateSharding`, a `Plan`, or a callable (path, leaf) -> P"
+LAYOUTS = (
+    "`P(...)`, `AxisRules`, `FSDP`, `StateSharding`, a `Plan`, or a callable (path, leaf) -> P"
+)
 """What a user can write for a layout, in messages."""

@@ -1,50 +1,59 @@
 """The axes of a leaf ─► mesh axes, by an ordered table of rules: `AxisRules`."""
 
-from collections.abc import Iterable, Mapping, Sequence
-from types import EllipsisType
-from typing import Any
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from jax.sharding import PartitionSpec
 
+from functree.devices.meshes import MeshLike, MeshView, mesh_view
+from functree.devices.specs import axes_text, entry
 from functree.errors import Problem, RuleError, did_you_mean, near_name
+from functree.labels.annotations.given_names import invalid_names
+from functree.labels.leaf import Leaf
+from functree.layout.bare_array import spec_of_axes
 from functree.layout.decision import (
     Decision,
     Dimension,
     Fault,
+    Reason,
+    Source,
     conflict,
     decide_each,
-    optimizer_remedy,
     undecided,
-    unreadable,
 )
-from functree.layout.layout import Composition, Layout, Resolution, written_pairs
-from functree.layout.meshes import MeshLike, MeshView, mesh_view
-from functree.layout.specs import axes_text, entry
-from functree.layout.validation import RULE, missing_axes, spec_of_axes
+from functree.layout.layout import Layout, Resolution, written_pairs
+from functree.layout.validation import missing_axes
 from functree.parameters import SHAPE, check
-from functree.tree.annotations.given_names import invalid_names
 from functree.tree.axes import Axes, Names, is_axis_name
-from functree.tree.leaf import Leaf
 from functree.values import Value
 
-Rule = tuple[str, tuple[str, ...]]  # an axis, and the mesh axes that shard it; () for unsharded
+
+class Rule(NamedTuple):
+    """An axis, and the mesh axes that shard it; `()` for unsharded."""
+
+    name: str
+    mesh_axes: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return f"{self.name}→{axes_text(self.mesh_axes)}"
 
 
 class AxisRules(Value, Layout):
     """A layout by an ordered table of axes and mesh axes. It uses the algorithm of Flax Linen.
 
-    The rules are tried in their order. A mesh axis shards at most one dimension of an array. An axis is sharded by its
-    first rule whose mesh axes are not used yet, so later rules for the same axis are its fallbacks. One table is for
-    parameters and activations.
+    The rules are tried in their order. A mesh axis shards at most one dimension of an array. An
+    axis is sharded by its first rule whose mesh axes are not used yet, so later rules for the same
+    axis are its fallbacks. One table is for parameters and activations.
 
     Args:
-        rules: `{axis: mesh axis, tuple of mesh axes, or None}`; or pairs, in which an axis may have several rules.
-            `None` leaves the axis unsharded; a layout after `|` may still shard it. A last `...: None` leaves all other
-            axes unsharded.
+        rules: `{axis: mesh axis, tuple of mesh axes, or None}`; or pairs, in which an axis may have
+            several rules. `None` leaves the axis unsharded; a layout after `|` may still shard it.
+            A last `...: None` leaves all other axes unsharded.
         names: `{cls: ft.names(...)}`, axes for the leaves of classes without annotations.
 
     Raises:
-        RuleError: an axis or a value is invalid, one rule has a mesh axis twice, or a rule can never apply.
+        RuleError: an axis or a value is invalid, one rule has a mesh axis twice, or a rule can
+            never apply.
 
     Examples:
         >>> rules = ft.AxisRules({"batch": "data", "hidden": "model", "embed": None})
@@ -59,7 +68,11 @@ class AxisRules(Value, Layout):
     closed: bool
     names: tuple[tuple[type, Names], ...]
 
-    def __init__(self, rules: Mapping[Any, Any] | Iterable[tuple[Any, Any]], names: Mapping[type, Names] | None = None):
+    def __init__(
+        self,
+        rules: Mapping[Any, Any] | Iterable[tuple[Any, Any]],
+        names: Mapping[type, Names] | None = None,
+    ):
         pairs = written_pairs(rules, "rules are a mapping or (name, mesh axes) pairs")
         self._set(
             rules=tuple(_rule(name, value) for name, value in pairs if name is not ...),
@@ -79,12 +92,19 @@ class AxisRules(Value, Layout):
         An axis that has no rules then is left unsharded.
         """
         sizes = mesh_view(mesh).sizes
-        kept = [(name, axes) for name, axes in self.rules if all(axis in sizes for axis in axes)]
-        named = {name for name, _ in kept}
-        lost = dict.fromkeys(name for name, _ in self.rules if name not in named)
-        return AxisRules([*kept_pairs(kept), *((n, None) for n in lost), *self._closing()], dict(self.names))
+        kept = [rule for rule in self.rules if sizes.keys() >= set(rule.mesh_axes)]
+        named = {rule.name for rule in kept}
+        pairs = kept_pairs(kept)
+        for name in dict.fromkeys(rule.name for rule in self.rules):
+            # Without any rule the axis would be an error, or fall under `...: None`, where a
+            # misspelled name is looked for.
+            if name not in named:
+                pairs.append((name, None))
+        return AxisRules([*pairs, *self._closing()], dict(self.names))
 
-    def spec(self, axes: str | Axes, shape: Sequence[int] | None = None, mesh: MeshLike = None) -> PartitionSpec:
+    def spec(
+        self, axes: str | Axes, shape: Sequence[int] | None = None, mesh: MeshLike = None
+    ) -> PartitionSpec:
         """The spec of an array with these axes, with one entry for each axis.
 
         Args:
@@ -93,58 +113,80 @@ class AxisRules(Value, Layout):
             mesh: a mesh, or a dict of sizes. Without it, mesh axes are not checked.
 
         Raises:
-            ShardingError: no rule names an axis, the mesh axes of all its rules are used by other axes, or the mesh
-                axes do not divide a size.
+            ShardingError: no rule names an axis, the mesh axes of all its rules are used by other
+                axes, or the mesh axes do not divide a size.
         """
         check("no spec for such a shape", shape=(shape, SHAPE.or_none()))
-        return spec_of_axes(self, Axes.of(axes), shape, mesh_view(mesh) if mesh is not None else None)
+        view = None if mesh is None else mesh_view(mesh)
+        return spec_of_axes(self, Axes.of(axes), shape, view)
 
     @property
     def given_names(self) -> Mapping[type, Names]:
         return dict(self.names)
 
     @property
-    def by_axes(self) -> "AxisRules":
-        return self
+    def for_activations(self) -> bool:
+        return True
 
-    def resolve(self, leaves: Sequence[Leaf], mesh: MeshView, before: Sequence[Decision] | None = None) -> Resolution:
-        present = {name for axes in {leaf.axes for leaf in leaves} for name in axes}
-        unused = tuple(dict.fromkeys(name for name, _ in self.rules if name not in present))
+    def unsharded(self, axis: str) -> "AxisRules":
+        # Its other rules go, since a rule after `None` for the same axis is refused.
+        pairs = [(name, mesh_axes) for name, mesh_axes in self.pairs if name != axis]
+        return AxisRules([(axis, None), *pairs], dict(self.names))
+
+    def resolve(
+        self, leaves: Sequence[Leaf], mesh: MeshView, before: Sequence[Decision] | None = None
+    ) -> Resolution:
+        present: set[str | None] = set()
+        # A large model has few different axes, so a set of them first.
+        for axes in {leaf.axes for leaf in leaves}:
+            present.update(axes)
+        # An axis may have several rules, and is reported once.
+        unused = dict.fromkeys(rule.name for rule in self.rules if rule.name not in present)
         decisions = decide_each(leaves, before, _alike, self._decide)
-        return Resolution(decisions, self._missing(mesh), unused)
+        return Resolution(decisions, self._missing(mesh), tuple(unused))
 
     def _decide(self, leaf: Leaf, before: Decision | None) -> Decision:
-        start = undecided(leaf) if before is None else before
+        start = (before or undecided(leaf))._replace(specified=True)
         if leaf.spec is not None:
             return start  # a `PartitionSpec` in an annotation takes precedence over rules
         if leaf.misfit is not None:
-            return start.wrong(unreadable(leaf, leaf.misfit))
+            return start.wrong((leaf.misfit.why, leaf.misfit.remedy))
+        # A scalar has no dimension that would need a name.
         if not leaf.annotated and leaf.shape:
-            why, remedy = UNANNOTATED
-            return start.wrong((why, remedy + optimizer_remedy(leaf)))
+            return start.wrong(UNANNOTATED)
         return self._apply(leaf, start)
 
     def _apply(self, leaf: Leaf, start: Decision) -> Decision:
         """Linen's algorithm, for the dimensions that are still unsharded."""
         decision = start
-        reasons: dict[int, str] = {}  # the rule that applied to a dimension
-        # By rules and then by dimensions: of two axes that compete for a mesh axis, the one with the earlier rule gets
-        # it, wherever its dimension is.
-        for name, mesh_axes in self.rules:
+        applied: dict[int, Rule] = {}  # the rule that applied to a dimension
+        # By rules and then by dimensions: of two axes that compete for a mesh axis, the one with
+        # the earlier rule gets it, wherever its dimension is.
+        for rule in self.rules:
             for dim, axis in enumerate(leaf.axes):
-                # An earlier rule applied, or another dimension uses the mesh axes. A mesh axis that already shards
-                # this very dimension is no obstacle: it may agree with the rule.
-                if axis != name or dim in reasons or not decision.used(but=dim).isdisjoint(mesh_axes):
+                if axis != rule.name or dim in applied:
                     continue
-                reasons[dim] = rule_text(name, mesh_axes)
-                if mesh_axes:
-                    decision = _split(leaf, decision, dim, mesh_axes, RULE + reasons[dim])
-        applied = decision
-        named = applied.each(lambda dim, dimension: self._settled(leaf, dim, dimension, dim in reasons, applied))
-        return named._replace(reason=_reason(leaf, start, reasons, self.closed))
+                # Another dimension uses the mesh axes. A mesh axis that already shards this very
+                # dimension is no obstacle: it may agree with the rule.
+                if not decision.used(but=dim).isdisjoint(rule.mesh_axes):
+                    continue
+                applied[dim] = rule
+                if rule.mesh_axes:
+                    decision = _split(leaf, decision, dim, rule)
+        ruled = decision
+        named = ruled.each(
+            lambda dim, dimension: self._settled(leaf, dim, dimension, dim in applied, ruled)
+        )
+        parts = _reason(leaf, start, applied, self.closed)
+        if not parts:
+            return named
+        return named._replace(reasons=(*start.reasons, Reason(parts)))
 
-    def _settled(self, leaf: Leaf, dim: int, dimension: Dimension, ruled: bool, decision: Decision) -> Dimension:
-        """A dimension after the rules were tried. An axis that no rule names is a fault, until a later layout names it.
+    def _settled(
+        self, leaf: Leaf, dim: int, dimension: Dimension, ruled: bool, decision: Decision
+    ) -> Dimension:
+        """A dimension after the rules were tried. An axis that no rule names is a fault, until a
+        later layout names it.
 
         Args:
             leaf: the leaf.
@@ -156,13 +198,16 @@ class AxisRules(Value, Layout):
         name = leaf.axes[dim]
         mentioned = name in self.mentioned
         if dimension.settled or ruled or name is None:
-            return dimension._replace(settled=True, fault=None, closed=dimension.closed and not mentioned)
+            # An earlier table may have closed the dimension. A rule of this one opens it again.
+            closed = dimension.closed and not mentioned
+            return dimension._replace(settled=True, fault=None, closed=closed)
         if self.closed:
             return dimension._replace(settled=True, fault=None, closed=not mentioned)
         if not mentioned:
-            # Rules before these may name the axis, and may have found a fault (all mesh axes are used). That fault
-            # says more than "no rule names it".
+            # Rules before these may name the axis, and may have found a fault (all mesh axes are
+            # used). That fault says more than "no rule names it".
             return dimension._replace(fault=dimension.fault or self._unmentioned(name))
+        # No rule of this table applied, but an earlier layout has sharded the dimension.
         if dimension.mesh_axes:
             return dimension._replace(fault=None)
         return dimension._replace(fault=self._blocked(leaf, name, decision))
@@ -170,11 +215,19 @@ class AxisRules(Value, Layout):
     def _blocked(self, leaf: Leaf, name: str, decision: Decision) -> Fault:
         """The fault that the mesh axes of all rules for an axis are used by other dimensions."""
         # An axis without a `None` rule is never left unsharded silently.
-        owner = {axis: dim for dim, axes in enumerate(decision.mesh_axes) for axis in axes}
-        taken = next(axis for n, axes in self.rules if n == name for axis in axes if axis in owner)
+        owner: dict[str, int] = {}  # the dimension that a mesh axis shards
+        for dim, mesh_axes in enumerate(decision.mesh_axes):
+            owner.update(dict.fromkeys(mesh_axes, dim))
+        wanted: list[str] = []
+        for rule in self.rules:
+            if rule.name == name:
+                wanted += rule.mesh_axes
+        # There is one: a rule whose mesh axes are all free would have applied.
+        taken = next(axis for axis in wanted if axis in owner)
         why = f'"{name}" has no rule left: `{taken}` is used by {leaf.dimension(owner[taken])}, '
         why += f'and no rule lets "{name}" be unsharded'
-        return why, f'add `("{name}", None)` after its rules to leave it unsharded, or a fallback to another mesh axis'
+        remedy = f'add `("{name}", None)` after its rules to leave it unsharded'
+        return why, f"{remedy}, or a fallback to another mesh axis"
 
     def _unmentioned(self, name: str) -> Fault:
         """The fault that no rule names an axis."""
@@ -184,84 +237,74 @@ class AxisRules(Value, Layout):
             hint = f"; did you mean the rule for `{near}`?"
         else:
             hint = did_you_mean(name, self.mentioned)
-        return f"no rule names `{name}`{hint}", f'add a rule for "{name}", or `"{name}": None` to leave it unsharded'
+        return (
+            f"no rule names `{name}`{hint}",
+            f'add a rule for "{name}", or `"{name}": None` to leave it unsharded',
+        )
 
     @property
     def mentioned(self) -> frozenset[str]:
         """The axes that the rules name."""
-        return frozenset(name for name, _ in self.rules)
+        return frozenset([rule.name for rule in self.rules])
 
     def _missing(self, mesh: MeshView) -> tuple[Problem, ...]:
-        """The problems of rules that name mesh axes which the mesh does not have, even if no leaf has their axis."""
+        """The problems of rules that name mesh axes which the mesh does not have, even if no leaf
+        has their axis."""
         remedy = "name an axis of the mesh, or leave such rules out with `rules.on(mesh)`"
         problems: list[Problem] = []
-        for name, axes in self.rules:
-            problems += missing_axes(RULE + rule_text(name, axes), axes, mesh, remedy)
+        for rule in self.rules:
+            problems += missing_axes(f"rule {rule}", rule.mesh_axes, mesh, remedy)
         return tuple(problems)
 
     def _closing(self) -> list[tuple[Any, None]]:
-        return [(..., None)] if self.closed else []
+        """The rule `...: None` as a pair, if the rules end with it."""
+        if self.closed:
+            return [(..., None)]
+        return []
 
     @property
     def pairs(self) -> list[tuple[Any, Any]]:
         """The rules as a user writes them."""
         return [*kept_pairs(self.rules), *self._closing()]
 
-    def _parts(self) -> tuple[Any, ...]:
+    def _parts(self) -> tuple[object, ...]:
+        # The order of `names` says nothing: no class is in it twice.
         return (self.rules, self.closed, frozenset(self.names))
 
     def __repr__(self) -> str:
-        pairs = [("..." if name is ... else repr(name), repr(value)) for name, value in self.pairs]
+        written = [("..." if name is ... else repr(name), value) for name, value in self.pairs]
         # A dict would keep only the last of several rules for one axis.
-        if len({name for name, _ in self.rules}) == len(self.rules):
-            table = "{" + ", ".join(f"{name}: {value}" for name, value in pairs) + "}"
+        if len(self.mentioned) == len(self.rules):
+            table = "{" + ", ".join(f"{name}: {value!r}" for name, value in written) + "}"
         else:
-            table = "[" + ", ".join(f"({name}, {value})" for name, value in pairs) + "]"
+            table = "[" + ", ".join(f"({name}, {value!r})" for name, value in written) + "]"
         if self.names:
             names = ", ".join(f"{cls.__name__}: {given!r}" for cls, given in self.names)
             return f"AxisRules({table}, names={{{names}}})"
         return f"AxisRules({table})"
 
 
-def _alike(leaf: Leaf) -> tuple[Any, ...]:
-    """Everything that the decision of rules about a leaf depends on. Sizes are checked later, for each leaf."""
+def _alike(leaf: Leaf) -> Hashable:
+    """Everything that the decision of rules about a leaf depends on."""
+    # Not its shape: sizes are checked later, for each leaf. So all layers of one kind are alike.
     return (leaf.axes, leaf.annotated, leaf.unnamed, leaf.spec, leaf.misfit)
 
 
-def _split(leaf: Leaf, decision: Decision, dim: int, mesh_axes: tuple[str, ...], source: str) -> Decision:
+def _split(leaf: Leaf, decision: Decision, dim: int, rule: Rule) -> Decision:
     """A decision with one dimension sharded by a rule."""
-    have = decision.dimensions[dim].mesh_axes
-    if have and have != mesh_axes:
-        return decision.wrong(conflict(dim, leaf, have, mesh_axes, source))
-    split = decision.dimensions[dim]._replace(mesh_axes=mesh_axes, source=source)
+    have, source = decision.dimensions[dim].mesh_axes, Source(rule, is_rule=True)
+    if have and have != rule.mesh_axes:
+        return decision.wrong(conflict(dim, leaf, have, rule.mesh_axes, source))
+    # Also if it is sharded so already: messages then name the rule.
+    split = decision.dimensions[dim]._replace(mesh_axes=rule.mesh_axes, source=source)
     return decision.each(lambda i, dimension: split if i == dim else dimension)
 
 
 UNANNOTATED = (
     "has no axis names, and rules shard axes by name",
-    'annotate the field (`Float[Array, "..."]`), give `names=` to the rules, or lay it out by a path filter',
+    'annotate the field (`Float[Array, "..."]`), give `names=` to the rules, or lay it out by a '
+    "path filter",
 )
-
-
-def rule_text(name: str, mesh_axes: Sequence[str]) -> str:
-    """The text of a rule: `hidden→model`."""
-    return f"{name}→{axes_text(mesh_axes)}"
-
-
-def unsharded(layout: Layout, axis: str) -> Layout:
-    """`AxisRules`, or their composition, with an axis left unsharded.
-
-    Examples:
-        >>> from functree.layout.rules import unsharded
-        >>> unsharded(ft.AxisRules({"batch": "data", "seq": "model"}), "seq")
-        AxisRules({'seq': None, 'batch': 'data'})
-    """
-    if isinstance(layout, Composition):
-        return Composition(tuple(unsharded(part, axis) for part in layout.parts))
-    if not isinstance(layout, AxisRules):
-        return layout
-    pairs = [(name, mesh_axes) for name, mesh_axes in layout.pairs if name != axis]
-    return AxisRules([(axis, None), *pairs], dict(layout.names))
 
 
 def kept_pairs(rules: Iterable[Rule]) -> list[tuple[Any, Any]]:
@@ -269,17 +312,22 @@ def kept_pairs(rules: Iterable[Rule]) -> list[tuple[Any, Any]]:
     return [(name, entry(axes)) for name, axes in rules]
 
 
-def _reason(leaf: Leaf, start: Decision, reasons: Mapping[int, str], closed: bool) -> str:
-    """The reason for a decision: the rule for each dimension, after the reasons of earlier layouts."""
-    parts = [start.reason] if start.reason else []
+def _reason(
+    leaf: Leaf, start: Decision, applied: Mapping[int, Rule], closed: bool
+) -> tuple[object, ...]:
+    """The parts of the reason for a decision: for each dimension the rule, or why there is none."""
+    parts: list[object] = []
     for dim, name in enumerate(leaf.axes):
-        if dim in reasons:
-            parts.append(reasons[dim])
+        if dim in applied:
+            parts.append(applied[dim])
         elif name is not None and closed:
             parts.append(f"{name}→None (...)")
-        elif dim < len(leaf.unnamed) and leaf.unnamed[dim] and not start.reason:
+        # Only for the first layout: a later one would repeat it.
+        elif dim < len(leaf.unnamed) and leaf.unnamed[dim] and not start.reasons:
             parts.append(f"`{leaf.unnamed[dim]}` unsharded: no name")
-    return ", ".join(parts) or "a scalar"
+    if not parts and not start.reasons:
+        parts.append("a scalar")
+    return tuple(parts)
 
 
 # Construction
@@ -288,40 +336,57 @@ def _reason(leaf: Leaf, start: Decision, reasons: Mapping[int, str], closed: boo
 def _rule(name: Any, value: Any) -> Rule:
     """One rule that a user wrote. Raises RuleError if it is invalid."""
     if not is_axis_name(name):
-        raise RuleError(f"{name!r} is not an axis name: the left side of a rule is an identifier (not `_`), or `...`")
+        raise RuleError(
+            f"{name!r} is not an axis name: the left side of a rule is an identifier (not `_`), "
+            "or `...`"
+        )
     if value is not None and not isinstance(value, str | tuple | list):
-        raise RuleError(f"rule {name}→{value!r}: the right side is a mesh axis, a tuple of them, or `None`")
+        raise RuleError(
+            f"rule {name}→{value!r}: the right side is a mesh axis, a tuple of them, or `None`"
+        )
     if value is None:
-        return name, ()
+        return Rule(name, ())
     mesh_axes = (value,) if isinstance(value, str) else tuple(value)
+    # An empty tuple shards nothing, as `None` does, but looks like a forgotten name.
     if not mesh_axes or not all(isinstance(a, str) and a for a in mesh_axes):
-        raise RuleError(f"rule {name}→{value!r}: mesh axes are non-empty names; write `None` for unsharded")
+        raise RuleError(
+            f"rule {name}→{value!r}: mesh axes are non-empty names; write `None` for unsharded"
+        )
     twice = next((a for a in mesh_axes if mesh_axes.count(a) > 1), None)
     if twice is not None:
-        raise RuleError(f"rule {rule_text(name, mesh_axes)}: mesh axis `{twice}` is named twice; name it once")
-    return name, mesh_axes
+        raise RuleError(
+            f"rule {Rule(name, mesh_axes)}: mesh axis `{twice}` is named twice; name it once"
+        )
+    return Rule(name, mesh_axes)
 
 
 def _closed(pairs: Sequence[tuple[Any, Any]]) -> bool:
     """Whether the rules end with `...: None`. Raises RuleError if a `...` is invalid."""
-    places = [i for i, (name, _) in enumerate(pairs) if isinstance(name, EllipsisType)]
-    if not places:
-        return False
-    if places != [len(pairs) - 1]:
+    names = [name for name, _ in pairs]
+    # By `is`: a name that a user wrote may be anything, and compare in its own way.
+    if any(name is ... for name in names[:-1]):
         raise RuleError("`...` may only be the last rule: a rule after it would never apply")
-    if pairs[-1][1] is not None:
-        raise RuleError(f"`...: {pairs[-1][1]!r}`: only `...: None` is possible; name the axis that is to be sharded")
+    if not names or names[-1] is not ...:
+        return False
+    mesh_axes = pairs[-1][1]
+    # A mesh axis for all other axes would shard the first of them in each leaf.
+    if mesh_axes is not None:
+        raise RuleError(
+            f"`...: {mesh_axes!r}`: only `...: None` is possible; name the axis that is to be "
+            "sharded"
+        )
     return True
 
 
 def _check_reachable(rules: Sequence[Rule]) -> None:
-    """Raise RuleError if a rule can never apply, because an earlier rule leaves its axis unsharded."""
+    """Raise RuleError if a rule can never apply, because an earlier rule leaves its axis
+    unsharded."""
     unsharded: set[str] = set()
-    for name, mesh_axes in rules:
-        if name in unsharded:
-            raise RuleError(f"rule {rule_text(name, mesh_axes)} can never apply: `({name!r}, None)` is before it")
-        if not mesh_axes:
-            unsharded.add(name)
+    for rule in rules:
+        if rule.name in unsharded:
+            raise RuleError(f"rule {rule} can never apply: `({rule.name!r}, None)` is before it")
+        if not rule.mesh_axes:
+            unsharded.add(rule.name)
 
 
 def _checked_names(names: Mapping[type, Names]) -> tuple[tuple[type, Names], ...]:

@@ -1,22 +1,69 @@
 """Layers whose axes are named, and a Llama-like transformer made of them."""
 
-from functree.nn.attention.layer import Attention as Attention
-from functree.nn.batch_norm import BatchNorm as BatchNorm
-from functree.nn.cache import Cache as Cache
-from functree.nn.config import TransformerConfig as TransformerConfig
-from functree.nn.cross_entropy import cross_entropy as cross_entropy
-from functree.nn.dropout import Dropout as Dropout
-from functree.nn.embedding import Embedding as Embedding
-from functree.nn.generate import generate as generate
-from functree.nn.linear import Linear as Linear
-from functree.nn.mlp import MLP as MLP
-from functree.nn.norm import LayerNorm as LayerNorm
-from functree.nn.norm import RMSNorm as RMSNorm
-from functree.nn.rope import Llama3Rope as Llama3Rope
-from functree.nn.sequential import Constrain as Constrain
-from functree.nn.sequential import Jitted as Jitted
-from functree.nn.sequential import Sequential as Sequential
-from functree.nn.transformer import Block as Block
-from functree.nn.transformer import Transformer as Transformer
-from functree.nn.weight_map import WeightMap as WeightMap
-from functree.nn.weight_map import config_from_json as config_from_json
+from functree.compiled.sources import name_lines_of as _name_lines_of
+from functree.nn.attention.layer import Attention
+from functree.nn.batch_norm import BatchNorm
+from functree.nn.block import Block
+from functree.nn.cache import Cache
+from functree.nn.config import TransformerConfig
+from functree.nn.cross_entropy import cross_entropy
+from functree.nn.dropout import Dropout
+from functree.nn.embedding import Embedding
+from functree.nn.generate import generate
+from functree.nn.linear import Linear
+from functree.nn.mlp import MLP
+from functree.nn.norm import LayerNorm, RMSNorm
+from functree.nn.published_config import config_from_json
+from functree.nn.rope import Llama3Rope
+from functree.nn.sequential import Constrain, Jitted, Sequential
+from functree.nn.transformer import Transformer
+from functree.nn.weight_map import WeightMap
+
+__all__ = [
+    "Linear",
+    "Embedding",
+    "RMSNorm",
+    "LayerNorm",
+    "BatchNorm",
+    "Dropout",
+    "Sequential",
+    "Constrain",
+    "Jitted",
+    "Attention",
+    "MLP",
+    "Block",
+    "Transformer",
+    "TransformerConfig",
+    "Llama3Rope",
+    "Cache",
+    "generate",
+    "cross_entropy",
+    "config_from_json",
+    "WeightMap",
+]
+
+# Not the modules that all layers share, such as `weights.py`: the line that calls them says more.
+_name_lines_of(
+    Attention,
+    BatchNorm,
+    Block,
+    Cache,
+    cross_entropy,
+    Dropout,
+    Embedding,
+    generate,
+    Linear,
+    Llama3Rope,
+    MLP,
+    RMSNorm,
+    Sequential,
+    Transformer,
+)
+
+
+def __dir__() -> list[str]:
+    """The public names, for `dir` and completion.
+
+    Submodules are attributes of their package, so `nn.linear` would stand beside `nn.Linear`.
+    """
+    return [*__all__, *(name for name in globals() if name.startswith("__"))]

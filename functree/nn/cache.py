@@ -6,32 +6,41 @@ import equinox as eqx
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from functree.errors import FunctreeError
-from functree.nn.activations import activation
-from functree.nn.attention.cached import cached_positions
+from functree.errors import FunctreeValueError
+from functree.nn.activations import activation, on_shards
+from functree.nn.attention.attend import cached_positions
 from functree.nn.config import TransformerConfig
-from functree.nn.shards import on_shards
 from functree.parameters import EXTENT, SIZE, Takes, check
 
-CONFIG = Takes("an `ft.nn.Transformer`", lambda value: isinstance(value, TransformerConfig))
+_MODEL = Takes("an `ft.nn.Transformer`", lambda value: isinstance(value, TransformerConfig))
 
-Layers = Float[Array, "layers batch seq kv_heads head_dim"]
+NewTokens = Float[Array, "layers batch seq kv_heads head_dim"]
+"""Keys or values of new tokens, in each layer."""
+
+Slots = Float[Array, "layers batch slots kv_heads head_dim"]
+"""Keys or values in a cache."""
+
+# The slots are `_`, which is never sharded: at which one a token is written is a value, and a shard
+# of the slots could not tell from its shape whether it has that one.
+_AXES = "layers batch _ kv_heads head_dim"
 
 
 class Cache(eqx.Module):
-    """The keys and values of the tokens so far, of which a model that is given more tokens computes nothing again.
+    """The keys and values of the tokens so far, which a model does not compute again.
 
-    It is immutable: `logits, cache = model(tokens, cache=cache)`. Donate it, and it is updated in place. With a window
-    it forgets the tokens that the model does not see any more. Without one it has room for `length` tokens, and the
-    logits of those behind them are NaN.
+    It is immutable: `logits, cache = model(tokens, cache=cache)`. Donate it, and it is updated in
+    place. With a window it forgets the tokens that nothing attends to any more. Without one it
+    has room for `length` tokens, and the logits of those behind them are NaN.
 
     Args:
-        key: the keys of each layer, after the rotation. The slot of a token is its position modulo their number.
+        key: the keys of each layer, after the rotation, in the model's `compute_dtype`. The slot of
+            a token is its position modulo their number.
         value: the values of each layer.
         filled: how many tokens each row has had.
 
     Examples:
-        >>> config = ft.nn.TransformerConfig(100, 8, layers=2, heads=4, kv_heads=2, head_dim=2, hidden=16)
+        >>> sizes = dict(layers=2, heads=4, kv_heads=2, head_dim=2, hidden=16)
+        >>> config = ft.nn.TransformerConfig(100, 8, **sizes)
         >>> model = ft.nn.Transformer.create(config, key=jax.random.key(0))
         >>> cache = ft.nn.Cache.create(model, batch=1, length=16)
         >>> cache.key.shape
@@ -54,26 +63,49 @@ class Cache(eqx.Module):
             batch: the number of rows.
             length: for how many tokens of each row; with a window it holds no more than that.
 
+        Returns:
+            A cache in which no row has a token, sharded by the ambient rules.
+
         Raises:
-            FunctreeError: `length` is longer than the model's `max_seq`.
+            FunctreeError: `length` is longer than the model's `max_seq`, or an argument does not
+                fit.
+            ShardingError: the ambient rules do not fit.
+
+        Examples:
+            >>> sizes = dict(layers=2, heads=4, kv_heads=2, head_dim=2, hidden=16)
+            >>> config = ft.nn.TransformerConfig(100, 8, **sizes, window=8)
+            >>> model = ft.nn.Transformer.create(config, key=jax.random.key(0))
+            >>> ft.nn.Cache.create(model, batch=1, length=16).key.shape  # a window of 8 tokens
+            (2, 1, 8, 2, 2)
         """
+        # Not the class `Transformer`: that module imports this one.
         config: Any = getattr(model, "config", None)
-        check("no cache can be created", model=(config, CONFIG), batch=(batch, SIZE), length=(length, EXTENT))
+        check(
+            "no cache can be created",
+            model=(config, _MODEL),
+            batch=(batch, SIZE),
+            length=(length, EXTENT),
+        )
         if length > config.max_seq:
-            raise FunctreeError(
-                f"a cache for {length} tokens is longer than the model's max_seq={config.max_seq}: shorten it, or "
-                "build the model with a larger max_seq"
+            raise FunctreeValueError(
+                f"a cache for {length} tokens is longer than the model's max_seq={config.max_seq}: "
+                "shorten it, or build the model with a larger max_seq"
             )
+        # Nothing attends to a token that is a window or more before it: its slot is free again.
         slots = length if config.window is None else min(length, config.window)
         shape = (config.layers, batch, slots, config.kv_heads, config.head_dim)
-        key, value = (activation(jnp.zeros(shape, config.compute_dtype), _AXES) for _ in range(2))
+        key = activation(jnp.zeros(shape, config.compute_dtype), _AXES)
+        value = activation(jnp.zeros(shape, config.compute_dtype), _AXES)
         return cls(key, value, activation(jnp.zeros(batch, jnp.int32), "batch"))
 
     def most_tokens(self, config: TransformerConfig) -> int:
         """How many tokens a row may have in a model with this config."""
         slots = self.key.shape[2]
-        forgets = config.window is not None and slots >= config.window  # those that nobody sees any more
-        return config.max_seq if forgets else min(slots, config.max_seq)
+        # With a slot for each token of the window, only tokens that nothing attends to are
+        # overwritten. With fewer slots than that, one too many would overwrite what is needed.
+        if config.window is not None and slots >= config.window:
+            return config.max_seq
+        return min(slots, config.max_seq)
 
     def fits(self, config: TransformerConfig) -> bool:
         """Whether it is a cache for models of a config."""
@@ -81,7 +113,9 @@ class Cache(eqx.Module):
         own = (layers, kv_heads, head_dim, self.key.dtype)
         return own == (config.layers, config.kv_heads, config.head_dim, config.compute_dtype)
 
-    def extended(self, key: Layers, value: Layers, lengths: Int[Array, "batch"] | None = None) -> "Cache":
+    def extended(
+        self, key: NewTokens, value: NewTokens, lengths: Int[Array, "batch"] | None = None
+    ) -> "Cache":
         """The cache with more tokens.
 
         Args:
@@ -89,28 +123,39 @@ class Cache(eqx.Module):
             value: their values in each layer.
             lengths: how many of them each row has, from the left; by default all.
         """
+        # Once for all layers, into the donated cache. If layers returned the cache itself, the loop
+        # over them would copy all of it for each token.
         names = [_AXES, _AXES, "batch", "batch"]
-        count = jnp.full_like(self.filled, key.shape[2]) if lengths is None else lengths
-        write = _write_next if lengths is None and key.shape[2] == 1 else _write
-        key = on_shards(write, (self.key, key, self.filled, count), names)
-        value = on_shards(write, (self.value, value, self.filled, count), names)
-        return Cache(key, value, self.filled + count)
+        write = _write
+        if lengths is None and key.shape[2] == 1:
+            write = _write_next  # a step of generation
+        if lengths is None:
+            lengths = jnp.full_like(self.filled, key.shape[2])
+        key = on_shards(write, (self.key, key, self.filled, lengths), names)
+        value = on_shards(write, (self.value, value, self.filled, lengths), names)
+        return Cache(key, value, self.filled + lengths)
 
 
-_AXES = "layers batch _ kv_heads head_dim"
-
-
-def _write_next(cached: Layers, new: Layers, filled: Int[Array, "batch"], lengths: Int[Array, "batch"]) -> Layers:
+def _write_next(
+    cached: Slots, new: NewTokens, filled: Int[Array, "batch"], lengths: Int[Array, "batch"]
+) -> Slots:
     """One more token in each row, in place."""
     rows = jnp.arange(filled.shape[0])
-    # Each row has one, so nothing is written twice.
-    options: Any = {"unique_indices": True, "indices_are_sorted": True, "mode": "promise_in_bounds"}
-    return cached.at[:, rows, filled % cached.shape[2]].set(new[:, :, 0], **options)
+    # Each row is written once, in order, at a slot that exists: nothing of that has to be checked.
+    return cached.at[:, rows, filled % cached.shape[2]].set(
+        new[:, :, 0], unique_indices=True, indices_are_sorted=True, mode="promise_in_bounds"
+    )
 
 
-def _write(cached: Layers, new: Layers, filled: Int[Array, "batch"], lengths: Int[Array, "batch"]) -> Layers:
+def _write(
+    cached: Slots, new: NewTokens, filled: Int[Array, "batch"], lengths: Int[Array, "batch"]
+) -> Slots:
     """More tokens in each row: each slot gets the last one that belongs there."""
+    # A gather of the token for each slot, and not a scatter of the tokens: several of them may
+    # belong to one slot of a window, and a scatter does not say which of them stays.
     index = cached_positions(filled + lengths, cached.shape[2]) - filled[:, None]
-    at = (None, slice(None), slice(None), None, None)
-    found = jnp.take_along_axis(new, jnp.clip(index, 0, new.shape[2] - 1)[at], axis=2)
-    return jnp.where((index >= 0)[at], found, cached)
+    # (batch, slots) ─► (1, batch, slots, 1, 1). Negative where the slot keeps an earlier token, or
+    # is still empty.
+    index = index[None, :, :, None, None]
+    found = jnp.take_along_axis(new, jnp.clip(index, 0, new.shape[2] - 1), axis=2)
+    return jnp.where(index >= 0, found, cached)

@@ -1,7 +1,7 @@
-"""A language model, tokens and those that follow them ─► the mean cross-entropy, without an array of all logits."""
+"""A language model and texts ─► the mean cross-entropy, without an array of all logits."""
 
-import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import equinox as eqx
@@ -10,15 +10,14 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
-from functree.errors import FunctreeError, Problem
-from functree.layout.specs import entry, mesh_axes
-from functree.nn.activations import activation
+from functree.devices.specs import entry, mesh_axes
+from functree.errors import Problem
+from functree.nn.activations import activation, indices_along, on_one_device, specs_of
 from functree.nn.attention.layer import Positions, Segments
-from functree.nn.products import indices_along
-from functree.nn.shards import on_one_device, specs_of
-from functree.nn.transformer import TOKENS, Tokens, Transformer
+from functree.nn.transformer import TOKENS, Head, Tokens, Transformer
 from functree.nn.weights import accumulator
-from functree.parameters import ROOM, SIZE, Takes, check, is_integers, shown
+from functree.parameters import ROOM, SIZE, Takes, check, is_integers, parameter_error, shown
+from functree.tree.arrays import Tree
 
 _MODEL = Takes("an `ft.nn.Transformer`", lambda value: isinstance(value, Transformer))
 
@@ -36,27 +35,31 @@ def cross_entropy(
 ) -> Float[Array, ""]:
     """The mean cross-entropy of the tokens that follow, in nats, in float32.
 
-    The logits of all tokens would be the largest array of a training step. So they are computed for a part of the
-    sequence at a time. If the loss is differentiated, its gradient is computed in the same pass, and no logits are
-    computed twice. (So `jax.jvp` does not differentiate it, unless `chunk` covers the whole sequence.)
+    The logits of all tokens would be the largest array of a training step. So they are computed for
+    a part of the sequence at a time. If the loss is differentiated, its gradient is computed in the
+    same pass, and no logits are computed twice. (So `jax.jvp` does not differentiate it, unless
+    `chunk` covers the whole sequence.)
 
     Args:
         model: the model.
         tokens: the tokens.
-        targets: the token that follows each of them. One that is not in the vocabulary makes the loss NaN, unless the
-            mask leaves it out.
+        targets: the token that follows each of them. One that is not in the vocabulary makes the
+            loss NaN, unless the mask leaves it out.
         positions: as in a call of the model.
         segments: as in a call of the model.
-        chunk: of how many positions of the sequence the logits are held at one time; the last may be fewer.
+        chunk: of how many positions of the sequence the logits are held at one time; the last may
+            be fewer.
         mask: which positions count; by default all. The loss is 0 if none does.
-        z_loss: the factor of the squared logarithm of the sum of exponentials, which is added to keep logits small
-            (Chowdhery et al., "PaLM", 2022, uses 1e-4).
+        z_loss: the factor of the squared logarithm of the sum of exponentials, which is added to
+            keep logits small (Chowdhery et al., "PaLM", 2022, uses 1e-4).
 
     Raises:
-        FunctreeError: targets or mask do not have the shape of the tokens, or another value does not fit.
+        FunctreeError: targets or mask do not have the shape of the tokens, or another value does
+            not fit.
 
     Examples:
-        >>> config = ft.nn.TransformerConfig(100, 8, layers=2, heads=4, kv_heads=2, head_dim=2, hidden=16)
+        >>> sizes = dict(layers=2, heads=4, kv_heads=2, head_dim=2, hidden=16)
+        >>> config = ft.nn.TransformerConfig(100, 8, **sizes)
         >>> model = ft.nn.Transformer.create(config, key=jax.random.key(0))
         >>> text = jnp.array([[1, 2, 3, 4]])
         >>> ft.nn.cross_entropy(model, text[:, :-1], text[:, 1:]).shape
@@ -77,37 +80,56 @@ def cross_entropy(
         why = f"it must be an array of the shape of the tokens, {tokens.shape}"
         problems.append(Problem(None, None, f"mask={shown(mask)}", why))
     if problems:
-        raise FunctreeError("no cross-entropy of these values", problems)
-    # All of the sequence where it is needed, once and not for each chunk.
+        right_type = is_integers(targets) and (mask is None or hasattr(mask, "shape"))
+        raise parameter_error("no cross-entropy of these values", problems, right_type=right_type)
+    # The whole sequence on each device, gathered once: otherwise each chunk would be gathered for
+    # itself.
     x = activation(model.features(tokens, positions, segments), "batch _ embed")
     weights = jnp.ones(tokens.shape, jnp.float32) if mask is None else mask.astype(jnp.float32)
-    total = _on_batches(functools.partial(_sum, chunk, float(z_loss)), model.head, x, targets, weights)
+    total = _on_batches(partial(_sum, chunk, float(z_loss)), model.head, x, targets, weights)
     count = weights.sum()
+    # Both branches of a `where` are differentiated: 0 / 0 in this one would make gradients NaN.
     return jnp.where(count > 0, total / jnp.where(count > 0, count, 1), 0)
 
 
-Loss = Callable[[Any, Array, Array, Array], Float[Array, ""]]
+Loss = Callable[
+    [
+        Head,
+        Float[Array, "*batch seq embed"],
+        Int[Array, "*batch seq"],
+        Float[Array, "*batch seq"],
+    ],
+    Float[Array, ""],
+]
 """The sum of the losses: of the head, vectors, targets, and the weight of each."""
 
 
-def _on_batches(loss: Loss, head: Any, x: Array, targets: Array, weights: Array) -> Float[Array, ""]:
+def _on_batches(
+    loss: Loss,
+    head: Head,
+    x: Float[Array, "*batch seq embed"],
+    targets: Int[Array, "*batch seq"],
+    weights: Float[Array, "*batch seq"],
+) -> Float[Array, ""]:
     """The loss, computed on each device for its own batches.
 
-    So the weights of the head are gathered once, and their gradients are summed once. In a loop over chunks that the
-    compiler's partitioner sees, both would be done for each chunk.
+    So the weights of the head are gathered once, and their gradients are summed once. In a loop
+    over chunks that the compiler's partitioner sees, both would be done for each chunk.
     """
-    specs = None if on_one_device() else specs_of([x, targets, weights], ["batch _ _", "batch _", "batch _"])
-    sizes = jax.sharding.get_abstract_mesh().shape
-    # XLA's partitioner refuses a sum over a mesh axis of one device (in jax 0.12).
-    axes = () if specs is None else tuple(axis for axis in mesh_axes(specs[0][0]) if sizes[axis] > 1)
-    if specs is None or not axes:
+    axes = _batch_axes([x, targets, weights])
+    if not axes:
         return loss(head, x, targets, weights)
     arrays, static = eqx.partition(head, eqx.is_array)
 
-    def of_batches(arrays: Any, *parts: Array) -> Array:
+    def of_batches(arrays: Head, *parts: Array) -> Array:
+        # Marked as different on each device, so that their gradients are sums over its own batches,
+        # and become the whole sum once, where they leave the `shard_map`. Of what is equal on all
+        # devices JAX would sum the gradient where it is used: in each chunk.
         own = jax.tree.map(lambda array: jax.lax.pcast(array, axes, to="varying"), arrays)
         return jax.lax.psum(loss(eqx.combine(own, static), *parts), axes)
 
+    # Only along the axes of the batch. Along others the head stays sharded as it is, such as the
+    # vocabulary over `model`, and the partitioner does the rest.
     whole, batch = PartitionSpec(), PartitionSpec(entry(axes))
     mapped: Any = jax.shard_map(
         of_batches, in_specs=(whole, batch, batch, batch), out_specs=whole, axis_names=set(axes)
@@ -118,73 +140,137 @@ def _on_batches(loss: Loss, head: Any, x: Array, targets: Array, weights: Array)
     return mapped(arrays, x, targets, weights)
 
 
-def _sum(chunk: int, z_loss: float, head: Any, x: Array, targets: Array, weights: Array) -> Float[Array, ""]:
+def _batch_axes(arrays: Sequence[Array]) -> tuple[str, ...]:
+    """The mesh axes over which the batches are sharded; none if it is not known."""
+    if on_one_device():
+        return ()
+    specs = specs_of(arrays, ["batch _ _", "batch _", "batch _"])
+    if specs is None:
+        return ()
+    # XLA's partitioner refuses a sum over a mesh axis of one device (in jax 0.12).
+    sizes = jax.sharding.get_abstract_mesh().shape
+    return tuple(axis for axis in mesh_axes(specs[0][0]) if sizes[axis] > 1)
+
+
+def _sum(
+    chunk: int,
+    z_loss: float,
+    head: Head,
+    x: Float[Array, "*batch seq embed"],
+    targets: Int[Array, "*batch seq"],
+    weights: Float[Array, "*batch seq"],
+) -> Float[Array, ""]:
     """The sum of the losses, by chunks of the sequence."""
     seq = x.shape[-2]
+    # What is left by whole chunks is one of its own, and not padded: a sequence of one chunk is no
+    # loop, and can be differentiated twice or forward.
     whole = seq // chunk * chunk if seq > chunk else 0
     total = jnp.zeros((), jnp.float32)
     if whole:
-        total += _of_chunks((head, x[..., :whole, :]), targets[..., :whole], weights[..., :whole], chunk, z_loss)
+        given = head, x[..., :whole, :]
+        total += _of_chunks(given, targets[..., :whole], weights[..., :whole], chunk, z_loss)
     if whole < seq:
-        total += _of_chunk((head, x[..., whole:, :]), targets[..., whole:], weights[..., whole:], z_loss)
+        given = head, x[..., whole:, :]
+        total += _of_chunk(given, targets[..., whole:], weights[..., whole:], z_loss)
     return total
 
 
-def _of_chunk(given: tuple[Any, Array], targets: Array, weights: Array, z_loss: float) -> Float[Array, ""]:
+_Given = tuple[Head, Float[Array, "*batch seq embed"]]
+"""What the loss is differentiated by."""
+
+
+def _of_chunk(
+    given: _Given,
+    targets: Int[Array, "*batch seq"],
+    weights: Float[Array, "*batch seq"],
+    z_loss: float,
+) -> Float[Array, ""]:
     head, x = given
+    # (*batch, seq, vocab). Cast behind the product: exponentials of bfloat16 logits would be summed
+    # over the vocabulary with 8 bits of precision.
     logits = head(x).astype(jnp.float32)
     log_total = jax.nn.logsumexp(logits, axis=-1)
-    # A sum, and not an index: the vocabulary may be sharded.
+    # The logit of the target, by a sum and not by an index: the vocabulary may be sharded, and an
+    # index would gather the logits.
     is_target = indices_along(logits) == targets[..., None]
     loss = log_total - jnp.where(is_target, logits, 0).sum(-1)
     if z_loss:
         loss += z_loss * log_total**2
+    # A target that is no token is equal to no index, and would give a loss that looks right.
     loss = jnp.where((targets >= 0) & (targets < logits.shape[-1]), loss, jnp.nan)
+    # A product alone would not mask it: NaN times 0 is NaN.
     return jnp.where(weights > 0, loss * weights, 0).sum()
 
 
 @eqx.filter_custom_vjp
-def _of_chunks(given: tuple[Any, Array], targets: Array, weights: Array, chunk: int, z_loss: float) -> Float[Array, ""]:
+def _of_chunks(
+    given: _Given,
+    targets: Int[Array, "*batch seq"],
+    weights: Float[Array, "*batch seq"],
+    chunk: int,
+    z_loss: float,
+) -> Float[Array, ""]:
+    """The loss, as it is computed if it is not differentiated."""
     head, x = given
 
-    def add(total: Array, i: Any) -> tuple[Array, None]:
-        own, places = _chunk(weights, i, chunk, -1), _chunk(targets, i, chunk, -1)
-        return total + _of_chunk((head, _chunk(x, i, chunk, -2)), places, own, z_loss), None
+    def add(total: Array, i: Int[Array, ""]) -> tuple[Array, None]:
+        own, tokens = _chunk(weights, i, chunk, -1), _chunk(targets, i, chunk, -1)
+        return total + _of_chunk((head, _chunk(x, i, chunk, -2)), tokens, own, z_loss), None
 
+    # Of `weights`: inside the `shard_map` a sum over own batches differs between devices, and a
+    # carry of a scan has to be typed so from the start.
     start = jnp.zeros_like(weights, shape=())
     return jax.lax.scan(add, start, jnp.arange(x.shape[-2] // chunk))[0]
 
 
 @_of_chunks.def_fwd
 def _forward(
-    perturbed: Any, given: tuple[Any, Array], targets: Array, weights: Array, chunk: int, z_loss: float
-) -> tuple[Float[Array, ""], Any]:
-    """The loss, and its gradient: of a sum, so that the backward pass only multiplies it."""
-    head, x = given
-    zeros = jax.tree.map(lambda w: jnp.zeros_like(w, accumulator(w.dtype)), eqx.filter(head, eqx.is_inexact_array))
+    perturbed: Tree,
+    given: _Given,
+    targets: Int[Array, "*batch seq"],
+    weights: Float[Array, "*batch seq"],
+    chunk: int,
+    z_loss: float,
+) -> tuple[Float[Array, ""], tuple[Tree, Array]]:
+    """The loss, and its gradient: of a sum, so that the backward pass only multiplies it.
 
-    def add(carry: Any, i: Any) -> tuple[Any, Array]:
+    JAX's own way would keep the logits of all chunks for the backward pass, or compute them twice.
+    """
+    head, x = given
+    # In float32 or wider: the gradient of the head is a sum over all chunks.
+    zeros = jax.tree.map(
+        lambda w: jnp.zeros_like(w, accumulator(w.dtype)), eqx.filter(head, eqx.is_inexact_array)
+    )
+
+    def add(carry: tuple[Array, Tree], i: Int[Array, ""]) -> tuple[tuple[Array, Tree], Array]:
         total, d_head = carry
-        own, places = _chunk(weights, i, chunk, -1), _chunk(targets, i, chunk, -1)
+        own, tokens = _chunk(weights, i, chunk, -1), _chunk(targets, i, chunk, -1)
         value_and_grad = eqx.filter_value_and_grad(_of_chunk)
-        value, (more, d_x) = value_and_grad((head, _chunk(x, i, chunk, -2)), places, own, z_loss)
+        value, (more, d_x) = value_and_grad((head, _chunk(x, i, chunk, -2)), tokens, own, z_loss)
         d_head = jax.tree.map(lambda one, new: one + new.astype(one.dtype), d_head, more)
         return (total + value, d_head), d_x
 
     start = jnp.zeros_like(weights, shape=()), zeros
     (total, d_head), d_x = jax.lax.scan(add, start, jnp.arange(x.shape[-2] // chunk))
+    # (chunks, *batch, chunk, embed) ─► (*batch, seq, embed)
     return total, (d_head, jnp.moveaxis(d_x, 0, -3).reshape(x.shape))
 
 
 @_of_chunks.def_bwd
 def _backward(
-    gradient: tuple[Any, Array], cotangent: Float[Array, ""], perturbed: Any, given: tuple[Any, Array], *args: Any
-) -> Any:
-    """The gradient of the loss, times its cotangent."""
+    gradient: tuple[Tree, Array],
+    cotangent: Float[Array, ""],
+    perturbed: Tree,
+    given: _Given,
+    *args: object,
+) -> Tree:
+    """The gradient of the loss, times its cotangent, in the dtypes of the parameters."""
     like = eqx.filter(given, eqx.is_inexact_array)
-    return jax.tree.map(lambda one, w: (cotangent * one.astype(cotangent.dtype)).astype(w.dtype), gradient, like)
+    return jax.tree.map(
+        lambda one, w: (cotangent * one.astype(cotangent.dtype)).astype(w.dtype), gradient, like
+    )
 
 
-def _chunk(x: Array, i: Any, size: int, axis: int) -> Array:
+def _chunk(x: Array, i: Int[Array, ""], size: int, axis: int) -> Array:
     """Chunk `i` along a dimension."""
     return jax.lax.dynamic_slice_in_dim(x, i * size, size, axis)

@@ -8,15 +8,18 @@ import jax.numpy as jnp
 from jax.sharding import AxisType
 from jaxtyping import Array, Float, PRNGKeyArray
 
-from functree.errors import FunctreeError
+from functree.errors import FunctreeTypeError
 from functree.parameters import DECAY, FLAG, check
 
 
 class Dropout(eqx.Module):
-    """Sets each element to zero with probability `p`, and divides the others by `1 - p`. In inference it does nothing.
+    """Sets each element to zero with probability `p`, and divides the others by `1 - p`.
 
-    The same key drops the same elements, however `x` is sharded. Inside shard_map it would drop the same elements of
-    each shard: there, fold `jax.lax.axis_index` into the key.
+    So the expectation is that of `x` (Srivastava et al., "Dropout", 2014). In inference it does
+    nothing. The result has the dtype of `x`.
+
+    The same key drops the same elements, however `x` is sharded. Inside shard_map it would drop the
+    same elements of each shard: there, fold `jax.lax.axis_index` into the key.
 
     Args:
         p: the probability.
@@ -32,21 +35,41 @@ class Dropout(eqx.Module):
     """
 
     p: float = eqx.field(static=True)
-    inference: bool  # not static, as in Equinox: `eqx.nn.inference_mode(model)` sets it by `eqx.tree_at`
+    # Not static, as in Equinox: `eqx.nn.inference_mode(model)` sets it by `eqx.tree_at`.
+    inference: bool
 
     def __init__(self, p: float = 0.5, inference: bool = False):
         check("Dropout cannot be built", p=(p, DECAY), inference=(inference, FLAG))
         self.p, self.inference = p, inference
 
     def __call__(
-        self, x: Float[Array, "*shape"], *, key: PRNGKeyArray | None = None, inference: bool | None = None
+        self,
+        x: Float[Array, "*shape"],
+        *,
+        key: PRNGKeyArray | None = None,
+        inference: bool | None = None,
     ) -> Float[Array, "*shape"]:
-        if (self.inference if inference is None else inference) or self.p == 0:
+        """`x` with random zeros.
+
+        Args:
+            x: any array.
+            key: the random key; in inference none is needed.
+            inference: in place of the field of this name; `None`: the field.
+
+        Raises:
+            FunctreeError: there is no key in training.
+        """
+        if inference is None:
+            inference = self.inference
+        if inference or self.p == 0:
             return x
         if key is None:
-            raise FunctreeError("Dropout in training needs a key: `layer(x, key=key)`; or pass `inference=True`")
+            raise FunctreeTypeError(
+                "Dropout in training needs a key: `layer(x, key=key)`; or pass `inference=True`"
+            )
         typed = jax.typeof(x).sharding
-        # On Explicit axes the random bits need a sharding, that of x. On Auto axes JAX rejects `out_sharding=`.
+        # On Explicit axes the random bits need a sharding, that of x. On Auto axes JAX rejects
+        # `out_sharding=`.
         options: dict[str, Any] = {}
         if not typed.mesh.empty and AxisType.Explicit in typed.mesh.axis_types:
             options["out_sharding"] = typed

@@ -6,14 +6,14 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
-from functree.nn.activations import looked_up
-from functree.nn.products import product
-from functree.nn.weights import Initializer, cast, dtype_or_none, small_normal
+from functree.nn.activations import constrain_to
+from functree.nn.weights import Initializer, cast, dtype_or_none, product, rows, small_normal
 from functree.parameters import FLOATING, FUNCTION, KEY, SIZE, check
+from functree.placing.ambient import has_axis_rules, spec
 
 
 class Embedding(eqx.Module):
-    """A table with one row for each token.
+    """A table with one vector for each token, its row: `(*batch)` ─► `(*batch, embed)`.
 
     Args:
         vocab_size: the number of rows.
@@ -24,7 +24,7 @@ class Embedding(eqx.Module):
         compute_dtype: the dtype of the result; `None`: `param_dtype`, and for `logits` that of `x`.
 
     Raises:
-        FunctreeError: a size is not a positive integer.
+        FunctreeError: a size is not a positive integer, or another argument does not fit.
 
     Examples:
         >>> table = ft.nn.Embedding(100, 8, key=jax.random.key(0))
@@ -58,11 +58,61 @@ class Embedding(eqx.Module):
         self.compute_dtype = dtype_or_none(compute_dtype)
 
     def __call__(self, tokens: Int[Array, "*batch"]) -> Float[Array, "*batch embed"]:
-        """The rows of the tokens. A token that is not less than `vocab_size` gets a row of NaN."""
-        vectors = looked_up(self.weight, tokens)
+        """The rows of the tokens, in `compute_dtype`; NaN for a token not less than `vocab_size`.
+
+        Args:
+            tokens: the tokens, with axes "batch seq" or "seq" for the ambient rules.
+
+        Raises:
+            ShardingError: the ambient rules do not fit the table or its rows.
+        """
+        # Cast after the lookup: the rows of the tokens are fewer than those of the table.
+        vectors = lookup(self.weight, tokens)
         return vectors if self.compute_dtype is None else vectors.astype(self.compute_dtype)
 
     def logits(self, x: Float[Array, "*batch embed"]) -> Float[Array, "*batch vocab"]:
-        """The product of `x` with each row, for the logits of a language model with a tied embedding."""
+        """The product of `x` with each row, in `compute_dtype`: logits by a tied embedding.
+
+        Tied embeddings are from Press & Wolf, "Using the output embedding to improve language
+        models" (2017).
+
+        Examples:
+            >>> table = ft.nn.Embedding(100, 8, key=jax.random.key(0))
+            >>> table.logits(jnp.ones((2, 3, 8))).shape
+            (2, 3, 100)
+        """
         x, weight = cast(self.compute_dtype, x, self.weight)
-        return product(x, weight.T)
+        return product(x, weight.T)  # (*batch, embed) by (embed, vocab)
+
+
+def lookup(
+    table: Float[Array, "vocab embed"], tokens: Int[Array, "*batch"]
+) -> Float[Array, "*batch embed"]:
+    """The rows of a table for tokens, each device with its own rows and its own tokens.
+
+    Without ambient `AxisRules` nothing is constrained.
+
+    Args:
+        table: the table.
+        tokens: the tokens to look up, with axes "batch seq" or "seq".
+
+    Raises:
+        ShardingError: as in `ft.constrain`, if the rules do not fit.
+
+    Examples:
+        >>> from functree.nn.embedding import lookup
+        >>> lookup(jnp.ones((7, 4)), jnp.array([1, 2])).shape
+        (2, 4)
+    """
+    if not has_axis_rules() or tokens.ndim > 2:
+        return rows(table, tokens)
+    names = ["batch", "seq"][2 - tokens.ndim :]
+    # One spec for tokens and table, in which a mesh axis is used once, by the first rule.
+    *outer, vocab, embed = spec(" ".join([*names, "vocab", "embed"]))
+    # So the table is replicated along the mesh axes of the tokens. Under FSDP this gathers it: the
+    # partitioner alone would move the vectors of all tokens instead.
+    table = constrain_to(table, ["vocab", "embed"], [vocab, embed])
+    # And where rules shard the sequence between the layers by the mesh axes of the vocabulary,
+    # "seq" has lost them in this spec: each device looks up the tokens of the whole sequence in its
+    # own rows. With a sharded sequence the table would be gathered.
+    return constrain_to(rows(table, tokens), [*names, "embed"], [*outer, embed])

@@ -7,8 +7,14 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from functree.errors import AxesError
-from functree.nn.products import along, product
-from functree.nn.weights import Initializer, cast, dtype_or_none, fan_in
+from functree.nn.weights import (
+    Initializer,
+    broadcast_like,
+    cast,
+    dtype_or_none,
+    fan_in,
+    product,
+)
 from functree.parameters import FLAG, FLOATING, FUNCTION, KEY, SIZE, check
 from functree.tree.axes import Axes, Names, names
 
@@ -19,16 +25,18 @@ class Linear(eqx.Module):
     Args:
         in_size: the size of the last dimension of `x`.
         out_size: the size of the last dimension of the result.
-        axes: the names of the two dimensions of the weight, input and output. The bias has the second name.
+        axes: the names of the two dimensions of the weight, input and output. The bias has the
+            second name.
         use_bias: whether to add a bias, which is initially zero.
-        init: the initializer of the weight; by default truncated normal with variance `1 / in_size`.
+        init: the initializer of the weight; by default truncated normal with variance `1 /
+            in_size`.
         key: the key for the weight.
         param_dtype: the dtype of the parameters.
         compute_dtype: the dtype to which they are cast in the computation; `None`: that of `x`.
 
     Raises:
         AxesError: `axes` does not have two names.
-        FunctreeError: a size is not a positive integer.
+        FunctreeError: a size is not a positive integer, or another argument does not fit.
 
     Examples:
         >>> head = ft.nn.Linear(4, 8, axes="embed vocab", key=jax.random.key(0))
@@ -57,7 +65,10 @@ class Linear(eqx.Module):
     ):
         self.axes = Axes.of(axes)
         if len(self.axes) != 2:
-            raise AxesError(f'Linear(axes="{self.axes}"): name both dimensions of the weight, as in "embed hidden"')
+            raise AxesError(
+                f'Linear(axes="{self.axes}"): name both dimensions of the weight, as in '
+                '"embed hidden"'
+            )
         check(
             "Linear cannot be built",
             in_size=(in_size, SIZE),
@@ -77,6 +88,12 @@ class Linear(eqx.Module):
         return names(weight=self.axes, bias=Axes(self.axes[1]))
 
     def __call__(self, x: Float[Array, "*batch in_size"]) -> Float[Array, "*batch out_size"]:
+        """The product and the bias, in `compute_dtype`. No sharding is constrained.
+
+        Its axes are given at each use, so only the caller knows what those of `x` are.
+        """
         x, weight = cast(self.compute_dtype, x, self.weight)
         y = product(x, weight)
-        return y if self.bias is None else y + along(self.bias.astype(y.dtype), y)
+        if self.bias is None:
+            return y
+        return y + broadcast_like(self.bias.astype(y.dtype), y)

@@ -9,27 +9,29 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from functree.nn.activations import activation, inputs
-from functree.nn.products import product
-from functree.nn.weights import Initializer, cast, dtype_or_none, fan_in
+from functree.nn.weights import Initializer, cast, dtype_or_none, fan_in, product
 from functree.parameters import FLOATING, FUNCTION, KEY, SIZE, check
 
 
 class MLP(eqx.Module):
-    """`(silu(x @ gate) * (x @ up)) @ down`, over the last dimension.
+    """`(silu(x @ gate) * (x @ up)) @ down`, over the last dimension of `x`.
 
-    For `ft.offload` and other policies, `x @ gate` and `x @ up` have the names `"mlp_gate"` and `"mlp_up"`. If both are
-    kept, no product with a weight is recomputed.
+    This is SwiGLU (Shazeer, "GLU variants improve transformer", 2020), as in Llama.
+
+    For `ft.offload` and other policies, `x @ gate` and `x @ up` have the names `"mlp_gate"` and
+    `"mlp_up"`. If both are kept, no product with a weight is recomputed.
 
     Args:
         embed: the size of the input and of the result.
         hidden: the size of the hidden layer.
-        init: the initializer of the three matrices; by default truncated normal with variance 1 / (size summed over).
+        init: the initializer of the three matrices; by default truncated normal with variance 1 /
+            (size summed over).
         key: the key for the matrices.
         param_dtype: the dtype of the parameters.
         compute_dtype: the dtype to which they are cast in the computation; `None`: that of `x`.
 
     Raises:
-        FunctreeError: a size is not a positive integer.
+        FunctreeError: a size is not a positive integer, or another argument does not fit.
 
     Examples:
         >>> ft.nn.MLP(4, 8, key=jax.random.key(0))(jnp.ones((2, 3, 4))).shape
@@ -67,9 +69,25 @@ class MLP(eqx.Module):
         self.compute_dtype = dtype_or_none(compute_dtype)
 
     def __call__(self, x: Float[Array, "*batch embed"]) -> Float[Array, "*batch embed"]:
+        """The layer of each vector, in `compute_dtype`.
+
+        Args:
+            x: the vectors, with axes "batch seq embed" for the ambient rules.
+
+        Raises:
+            ShardingError: the ambient rules do not fit the activations.
+        """
         x, gate, up, down = cast(self.compute_dtype, x, self.gate, self.up, self.down)
+        # Both products need the same input: it is gathered once, if the sequence is sharded.
         (x,) = inputs(x, "hidden")
+        # What has a name can be kept by a policy of `remat`. The products are what is expensive to
+        # compute again; `silu` and the multiplication behind them cost nearly nothing.
         gated = checkpoint_name(product(x, gate), "mlp_gate")
         raised = checkpoint_name(product(x, up), "mlp_up")
+        # (batch, seq, hidden), sharded along "hidden" as the weights are. Where rules shard "seq"
+        # by the same mesh axis, the partitioner would shard this along the sequence instead, by
+        # all-to-alls, and gather the weights.
         hidden = activation(jax.nn.silu(gated) * raised, "batch seq hidden")
+        # (batch, seq, embed). With "hidden" sharded each device has a part of the sum: it becomes
+        # an all-reduce, or a reduce-scatter if "seq" is sharded between the layers.
         return activation(product(hidden, down), "batch seq embed")

@@ -8,8 +8,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from functree.errors import AxesError
-from functree.nn.products import along
-from functree.nn.weights import Initializer, accumulator, dtype_or_none
+from functree.nn.weights import Initializer, accumulator, broadcast_like, dtype_or_none
 from functree.parameters import FLAG, FLOATING, FUNCTION, KEY, POSITIVE, SIZE, check
 from functree.tree.axes import Axes, Names, names
 
@@ -17,11 +16,13 @@ from functree.tree.axes import Axes, Names, names
 class RMSNorm(eqx.Module):
     """`x / sqrt(mean(x²) + eps) · scale`, over the last dimension.
 
-    It is computed in float32 or wider, whatever the dtype of `x` is.
+    From Zhang & Sennrich, "Root mean square layer normalization" (2019). It is computed in float32
+    or wider, whatever the dtype of `x` is.
 
     Args:
         size: the size of the last dimension.
-        eps: is added to the mean square, so that the result for zeros is finite.
+        eps: is added to the mean square, so that the result for zeros is finite; by default that of
+            Llama 2 and 3.
         init: the initializer of the scale; by default ones.
         axes: the name of the last dimension.
         key: the key for the scale, if `init` needs one.
@@ -30,7 +31,7 @@ class RMSNorm(eqx.Module):
 
     Raises:
         AxesError: `axes` is not one name.
-        FunctreeError: `size` is not a positive integer.
+        FunctreeError: `size` is not a positive integer, or another argument does not fit.
 
     Examples:
         >>> x = ft.nn.RMSNorm(2)(jnp.array([3.0, 4.0]))
@@ -73,16 +74,20 @@ class RMSNorm(eqx.Module):
         return names(scale=self.axes)
 
     def __call__(self, x: Float[Array, "*batch size"]) -> Float[Array, "*batch size"]:
+        """The normalized vectors, in `compute_dtype`."""
+        # The squares of bfloat16 would be summed with 8 bits of precision, and those of float16 are
+        # infinite from 256 on. The cast back comes after the scale, so that it is rounded once.
         wide = x.astype(accumulator(x.dtype))
         unit = wide * jax.lax.rsqrt(jnp.mean(wide**2, axis=-1, keepdims=True) + self.eps)
-        scaled = unit * along(self.scale.astype(wide.dtype), wide)
-        return scaled.astype(x.dtype if self.compute_dtype is None else self.compute_dtype)
+        scaled = unit * broadcast_like(self.scale.astype(wide.dtype), wide)
+        return scaled.astype(self.compute_dtype or x.dtype)
 
 
 class LayerNorm(eqx.Module):
     """`(x - mean) / sqrt(variance + eps) · weight + bias`, over the last dimension.
 
-    It is computed in float32 or wider, whatever the dtype of `x` is.
+    From Ba et al., "Layer normalization" (2016). It is computed in float32 or wider, whatever the
+    dtype of `x` is.
 
     Args:
         size: the size of the last dimension.
@@ -95,7 +100,7 @@ class LayerNorm(eqx.Module):
 
     Raises:
         AxesError: `axes` is not one name.
-        FunctreeError: `size` is not a positive integer.
+        FunctreeError: `size` is not a positive integer, or another argument does not fit.
 
     Examples:
         >>> print(ft.nn.LayerNorm(3)(jnp.array([1.0, 2.0, 3.0])).round(3))
@@ -138,22 +143,33 @@ class LayerNorm(eqx.Module):
         return names(weight=self.axes, bias=self.axes)
 
     def __call__(self, x: Float[Array, "*batch size"]) -> Float[Array, "*batch size"]:
+        """The normalized vectors, in `compute_dtype`."""
+        # Not mean(x²) - mean(x)²: that loses the variance where the mean is large, in float32 too.
         wide = x.astype(accumulator(x.dtype))
         centred = wide - jnp.mean(wide, axis=-1, keepdims=True)
         unit = centred * jax.lax.rsqrt(jnp.mean(centred**2, axis=-1, keepdims=True) + self.eps)
         scaled = affine(unit, self.weight, self.bias)
-        return scaled.astype(x.dtype if self.compute_dtype is None else self.compute_dtype)
+        return scaled.astype(self.compute_dtype or x.dtype)
 
 
 def one_axis(layer: str, axes: str | Axes) -> Axes:
     """The name of the last dimension, for a layer. Raises AxesError if `axes` is not one name."""
     found = Axes.of(axes)
     if len(found) != 1:
-        raise AxesError(f'{layer}(axes="{found}"): give one name, that of the last dimension, such as "embed"')
+        raise AxesError(
+            f'{layer}(axes="{found}"): give one name, that of the last dimension, such as "embed"'
+        )
     return found
 
 
-def affine(x: Float[Array, "*batch size"], weight: Array | None, bias: Array | None) -> Float[Array, "*batch size"]:
+def affine(
+    x: Float[Array, "*batch size"],
+    weight: Float[Array, "size"] | None,
+    bias: Float[Array, "size"] | None,
+) -> Float[Array, "*batch size"]:
     """`x · weight + bias` over the last dimension; a weight or bias that is None is left out."""
-    x = x if weight is None else x * along(weight.astype(x.dtype), x)
-    return x if bias is None else x + along(bias.astype(x.dtype), x)
+    if weight is not None:
+        x = x * broadcast_like(weight.astype(x.dtype), x)
+    if bias is not None:
+        x = x + broadcast_like(bias.astype(x.dtype), x)
+    return x

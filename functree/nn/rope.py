@@ -1,4 +1,4 @@
-"""Queries or keys ─► the same, rotated by their positions (RoPE), so that attention depends on relative positions."""
+"""Queries or keys ─► the same, rotated by their positions (RoPE)."""
 
 import math
 from collections.abc import Callable, Hashable
@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from functree.errors import FunctreeError
+from functree.errors import FunctreeValueError
 from functree.nn.weights import accumulator
-from functree.parameters import POSITIVE, SIZE, Takes, problems
+from functree.parameters import POSITIVE, SIZE, Takes, check
 
 Scaling = Callable[[Float[Array, "pairs"]], Float[Array, "pairs"]]
 """A hashable function of the frequencies, in radians per position, that returns other ones."""
@@ -22,10 +22,12 @@ SCALING = Takes(
 
 @dataclass(frozen=True)
 class Llama3Rope:
-    """The frequencies of Llama 3.1 and later, for sequences longer than those that it was trained on first.
+    """The frequencies of Llama 3.1 and later, for longer sequences than it was trained on first.
 
-    Waves that are long beside the first sequences are slowed down, short ones are kept, and in between it is
-    interpolated (Grattafiori et al., "The Llama 3 herd of models", 2024; `rope_type: llama3` in published weights).
+    Waves that are long beside the first sequences are slowed down, short ones are kept, and in
+    between it is interpolated (Grattafiori et al., "The Llama 3 herd of models", 2024; `rope_type:
+    llama3` in published weights). It is a function from frequencies in radians per position,
+    `(head_dim / 2,)`, to others.
 
     Args:
         factor: by how much the longest waves are slowed down.
@@ -50,10 +52,11 @@ class Llama3Rope:
 
     def __post_init__(self) -> None:
         numbers = {name: (getattr(self, name), POSITIVE) for name in ("factor", "low", "high")}
-        if found := list(problems(**numbers, original=(self.original, SIZE))):
-            raise FunctreeError("no rotation has these frequencies", found)
+        check("no rotation has these frequencies", **numbers, original=(self.original, SIZE))
         if self.high <= self.low:
-            raise FunctreeError(f"Llama3Rope(low={self.low}, high={self.high}): `high` must be above `low`")
+            raise FunctreeValueError(
+                f"Llama3Rope(low={self.low}, high={self.high}): `high` must be above `low`"
+            )
         # One spelling (8 is 8.0): what is static is compared by type too.
         for name in numbers:
             object.__setattr__(self, name, float(getattr(self, name)))
@@ -61,7 +64,9 @@ class Llama3Rope:
 
     def __call__(self, frequencies: Float[Array, "pairs"]) -> Float[Array, "pairs"]:
         """The frequencies, slowed down."""
-        waves = self.original * frequencies / (2 * math.pi)  # in a sequence of the first training
+        # The number of waves in a sequence of the first training. A wave that did not fit into one
+        # was never seen whole: its angles are brought back into what was seen.
+        waves = self.original * frequencies / (2 * math.pi)
         kept = jnp.clip((waves - self.low) / (self.high - self.low), 0, 1)
         return kept * frequencies + (1 - kept) * frequencies / self.factor
 
@@ -73,14 +78,16 @@ def rope(
     positions: Int[Array, "*#batch seq"] | None = None,
     scaling: Scaling | None = None,
 ) -> Float[Array, "*batch seq heads head_dim"]:
-    """Rotate each pair of dimensions `i` and `i + head_dim / 2` by `position · theta^(-2i / head_dim)` radians.
+    """Rotate dimensions `i` and `i + head_dim / 2` by `position · theta^(-2i / head_dim)` radians.
 
-    The pairs are those of the Llama weights of Hugging Face. (In Meta's weights neighbouring dimensions are pairs.) It
-    is computed in float32 or wider, and returned in the dtype of `x`.
+    So the product of a query and a key depends on the difference of their positions (Su et al.,
+    "RoFormer", 2021). The pairs of dimensions are those of the Llama weights of Hugging Face. (In
+    Meta's weights neighbouring dimensions are pairs.) It is computed in float32 or wider, and
+    returned in the dtype of `x`.
 
     Args:
         x: queries or keys; `head_dim` is even.
-        theta: the base of the frequencies.
+        theta: the base of the frequencies; by default that of the paper and of Llama 2.
         positions: the position of each token in its sequence; by default 0, 1, 2, …
         scaling: changes the frequencies, as `Llama3Rope` does; by default they stay.
 
@@ -90,18 +97,28 @@ def rope(
         Array([1., 1., 1., 1.], dtype=float32)
     """
     seq, _, head_dim = x.shape[-3:]
+    # bfloat16 has no integer above 256 that is odd: neighbouring positions would be one.
     dtype = accumulator(x.dtype)
-    positions = jnp.arange(seq, dtype=dtype) if positions is None else positions.astype(dtype)
+    if positions is None:
+        positions = jnp.arange(seq, dtype=dtype)
+    else:
+        positions = positions.astype(dtype)
     frequencies = theta ** (-jnp.arange(0, head_dim, 2, dtype=dtype) / head_dim)
     if scaling is not None:
         frequencies = scaling(frequencies)
+    # (*#batch, seq) and (pairs,) ─► (*#batch, seq, pairs)
     angles = positions[..., None] * frequencies[(None,) * positions.ndim]
     first, second = jnp.split(x.astype(dtype), 2, axis=-1)
-    # The tables are broadcast over the heads only here, after `cos` and `sin`: earlier, the compiled program is longer.
-    cos, sin = (_as(first, table) for table in (jnp.cos(angles), jnp.sin(angles)))
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
+    # The tables are broadcast over the heads only here, after `cos` and `sin`: earlier, the
+    # compiled program is longer.
+    cos, sin = _for_heads(jnp.cos(angles), first), _for_heads(jnp.sin(angles), first)
+    return jnp.concatenate(
+        [first * cos - second * sin, second * cos + first * sin], axis=-1
+    ).astype(x.dtype)
 
 
-def _as(x: Float[Array, "*batch seq heads pairs"], table: Float[Array, "*#batch seq pairs"]) -> Float[Array, "..."]:
-    """The table for all batches and heads."""
+def _for_heads(
+    table: Float[Array, "*#batch seq pairs"], x: Float[Array, "*batch seq heads pairs"]
+) -> Float[Array, "*batch seq heads pairs"]:
+    """A table for all batches and heads."""
     return jnp.broadcast_to(table[..., None, :], x.shape)

@@ -2,33 +2,38 @@
 
 import inspect
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, TypeVar
 
 import equinox as eqx
 import jax
 from jaxtyping import PRNGKeyArray
 
-from functree.errors import FunctreeError
+from functree.errors import FunctreeTypeError
 from functree.layout.layout import Layout, LayoutLike, as_layout
 from functree.parameters import FUNCTION, ITERABLE, check
-from functree.placing.ambient import ambient_axis_rules
+from functree.placing.ambient import has_axis_rules
 from functree.placing.constrain import constrain
 from functree.state.state import State, holds_refs
 from functree.transforms.jit.jit import jit
 from functree.tree.axes import Axes
 
+T = TypeVar("T")
+
 
 class Sequential(eqx.Module):
     """A sequence of layers, applied to `x` in order.
 
-    A layer that declares state is called with `state=` and returns `(x, state)`. A layer with a parameter `key` gets
-    its own key. `ft.select(model)....insert_after(layer)` inserts further layers.
+    Each layer takes what the one before it returns, usually an array; shapes and dtypes are those
+    of the layers. A layer that declares state is called with `state=` and returns `(x, state)`. A
+    layer with a parameter `key` gets its own key. `ft.select(model)....insert_after(layer)` inserts
+    further layers.
 
     Args:
         layers: modules, or functions of one argument.
 
     Raises:
-        FunctreeError: (when called) a layer declares state, but `state=` is not given.
+        FunctreeError: `layers` is not a list or a tuple; (when called) a layer declares state, but
+            `state=` is not given.
 
     Examples:
         >>> mlp = ft.nn.Sequential([ft.nn.LayerNorm(4), jax.nn.relu, ft.nn.Dropout(0.1)])
@@ -42,8 +47,24 @@ class Sequential(eqx.Module):
         check("Sequential cannot be built", layers=(layers, ITERABLE))
         self.layers = list(layers)
 
-    def __call__(self, x: Any, *, state: State | None = None, key: PRNGKeyArray | None = None) -> Any:
-        keys = iter(() if key is None else jax.random.split(key, max(1, len(self.layers))))
+    def __call__(
+        self, x: Any, *, state: State | None = None, key: PRNGKeyArray | None = None
+    ) -> Any:
+        """The layers of `x`.
+
+        Args:
+            x: what the first layer takes.
+            state: the state of all layers; `None` if none declares state.
+            key: the random key, which is split for the layers.
+
+        Returns:
+            What the last layer returns; with `state` a pair of that and the new state.
+
+        Raises:
+            FunctreeError: a layer declares state, but `state` is not given.
+        """
+        # More than are used, if some layers take no key.
+        keys = iter(()) if key is None else iter(jax.random.split(key, len(self.layers)))
         for i, layer in enumerate(self.layers):
             options: dict[str, Any] = {}
             if key is not None and _takes(layer, "key"):
@@ -51,10 +72,12 @@ class Sequential(eqx.Module):
             if not holds_refs(layer):
                 x = layer(x, **options)
                 continue
+            # Declared state, such as the averages of a `BatchNorm`, would be lost without a sign.
             if state is None:
-                raise FunctreeError(
+                raise FunctreeTypeError(
                     f"layer {i} of a Sequential, {type(layer).__name__}, keeps state: call it with "
-                    "`state=state`, from `model, state = ft.make_state(model)`, and it returns `(x, state)`"
+                    "`state=state`, from `model, state = ft.make_state(model)`, and it returns "
+                    "`(x, state)`"
                 )
             x, state = layer(x, state=state, **options)
         return x if state is None else (x, state)
@@ -62,30 +85,39 @@ class Sequential(eqx.Module):
     def __len__(self) -> int:
         return len(self.layers)
 
-    def __getitem__(self, index: Any) -> Any:
-        return Sequential(self.layers[index]) if isinstance(index, slice) else self.layers[index]
+    def __getitem__(self, index: int | slice) -> Any:
+        """A layer; for a slice a shorter `Sequential`, which has the same layers."""
+        if isinstance(index, slice):
+            return Sequential(self.layers[index])
+        return self.layers[index]
 
 
-def _takes(layer: Any, name: str) -> bool:
+def _takes(layer: Callable[..., Any], name: str) -> bool:
     """Whether a layer has a parameter of this name."""
-    while isinstance(layer, Jitted):  # passes all arguments to its body
+    # The signature of a `Jitted` is `(*args, **kwargs)`: it passes all arguments to its body.
+    while isinstance(layer, Jitted):
         layer = layer.body
     try:
         parameters = inspect.signature(layer).parameters
-    except (TypeError, ValueError):  # some functions written in C have no signature
+    except (TypeError, ValueError):
+        # Some functions written in C have no signature. None of them takes a JAX key.
         return False
     return name in parameters
 
 
 class Constrain(eqx.Module):
-    """A layer that constrains its input (`ft.constrain`), to be inserted between the layers of an existing model.
+    """A layer that constrains its input by `ft.constrain`: to be inserted into an existing model.
+
+    It returns its input, with the same shapes and dtypes.
 
     Args:
         layout: the axes of an array (`"batch seq embed"`), or a layout for a tree.
-        rules: the rules for these axes; the ambient rules if not given. If there are none, it does nothing.
+        rules: the rules for these axes; the ambient rules if not given. If there are none, it does
+            nothing.
 
     Raises:
         AxesError, RuleError: `layout` is neither axes nor a layout.
+        ShardingError: (when called) the layout or the rules do not fit the input.
 
     Examples:
         >>> rules = ft.AxisRules({"batch": "data", "embed": None})
@@ -99,20 +131,30 @@ class Constrain(eqx.Module):
     rules: Layout | None = eqx.field(static=True)
 
     def __init__(self, layout: str | Axes | LayoutLike, rules: LayoutLike = None):
-        self.layout = Axes.of(layout) if isinstance(layout, str | Axes) else as_layout(layout)
+        if isinstance(layout, str | Axes):
+            self.layout = Axes.of(layout)
+        else:
+            self.layout = as_layout(layout)
         self.rules = None if rules is None else as_layout(rules)
 
-    def __call__(self, x: Any) -> Any:
-        if isinstance(self.layout, Axes) and self.rules is None and ambient_axis_rules() is None:
+    def __call__(self, x: T) -> T:
+        # `constrain` raises for names without rules on a mesh. A layer does not, so that the model
+        # also runs under a layout that is for parameters only.
+        if isinstance(self.layout, Axes) and self.rules is None and not has_axis_rules():
             return x
         return constrain(x, self.layout, self.rules)
 
 
 class Jitted(eqx.Module):
-    """A layer that compiles the call of another layer by `ft.jit`. Inside another jit it is a part of that program.
+    """A layer that compiles the call of another layer by `ft.jit`.
+
+    It takes and returns what that layer does. Inside another jit it is a part of that program.
 
     Args:
         body: any layer. It is available as `jitted.body`.
+
+    Raises:
+        FunctreeError: `body` is not a function.
 
     Examples:
         >>> layer = ft.nn.Jitted(ft.nn.LayerNorm(4))
@@ -133,4 +175,5 @@ def _call(body: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return body(*args, **kwargs)
 
 
-_run = jit(_call)  # one function for all `Jitted`s, so that layers of equal structure share compiled programs
+# One function for all `Jitted`s, so that layers of equal structure share compiled programs.
+_run = jit(_call)

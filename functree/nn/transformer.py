@@ -6,13 +6,13 @@ from typing import Any, overload
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
-from functree.errors import FunctreeError, Problem, count
-from functree.nn.activations import activation, inputs, whole_sequence
-from functree.nn.attention.cached import next_positions
-from functree.nn.attention.layer import Attention, LayerCache, Positions, Segments
+from functree.errors import FunctreeValueError, Problem, count
+from functree.nn.activations import activation, inputs, unsharded_sequence
+from functree.nn.attention.attend import next_positions
+from functree.nn.attention.layer import Attention, Positions, Segments
+from functree.nn.block import CONFIG, Block
 from functree.nn.cache import Cache
 from functree.nn.config import TransformerConfig
 from functree.nn.embedding import Embedding
@@ -20,100 +20,17 @@ from functree.nn.linear import Linear
 from functree.nn.mlp import MLP
 from functree.nn.norm import RMSNorm
 from functree.nn.weights import Initializer, fan_in, small_normal
-from functree.parameters import FUNCTION, KEY, Takes, check, is_integers, shown
+from functree.parameters import FUNCTION, KEY, Takes, check, is_integers, parameter_error, shown
 from functree.transforms.stacked import Stacked, stack
 from functree.tree.arrays import is_array
 
-CONFIG = Takes("a `ft.nn.TransformerConfig`", lambda value: isinstance(value, TransformerConfig))
 Tokens = Int[Array, "*batch seq"]
-TOKENS = Takes("an array of integers, with a dimension for the sequence", lambda x: is_integers(x) and x.ndim > 0)
+TOKENS = Takes(
+    "an array of integers, with a dimension for the sequence",
+    lambda x: is_integers(x) and x.ndim > 0,
+)
 
 CACHE = Takes("an `ft.nn.Cache`", lambda value: isinstance(value, Cache)).or_none()
-
-
-class Block(eqx.Module):
-    """A block of Llama: norm, attention, residual sum; norm, SwiGLU, residual sum.
-
-    For `ft.offload` and other policies, `x` has the name `"block_input"`. If it is offloaded and no other value is
-    kept, a stack of blocks keeps nothing on the device. The attention and the feed-forward layer name values too.
-
-    Args:
-        attn_norm: the norm before the attention.
-        attn: the attention.
-        mlp_norm: the norm before the feed-forward layer.
-        mlp: the feed-forward layer.
-
-    Examples:
-        >>> config = ft.nn.TransformerConfig(100, 8, layers=2, heads=4, kv_heads=2, head_dim=2, hidden=16)
-        >>> block = ft.nn.Block.create(config, key=jax.random.key(0))
-        >>> block(jnp.ones((5, 8))).shape
-        (5, 8)
-    """
-
-    attn_norm: RMSNorm
-    attn: Attention
-    mlp_norm: RMSNorm
-    mlp: MLP
-
-    @classmethod
-    def create(cls, config: TransformerConfig, *, init: Initializer = fan_in, key: PRNGKeyArray) -> "Block":
-        """A block with the sizes of a config; `init` is the initializer of its matrices."""
-        check("Block cannot be built", config=(config, CONFIG), init=(init, FUNCTION), key=(key, KEY))
-        attn_key, mlp_key = jax.random.split(key)
-        dtype = config.param_dtype
-        return cls(
-            attn_norm=RMSNorm(config.embed, config.norm_eps, param_dtype=dtype),
-            attn=Attention(
-                config.embed,
-                config.heads,
-                config.kv_heads,
-                config.head_dim,
-                use_bias=config.attention_bias,
-                qk_norm=config.qk_norm,
-                norm_eps=config.norm_eps,
-                window=config.window,
-                rope_theta=config.rope_theta,
-                rope_scaling=config.rope_scaling,
-                attention=config.attention,
-                init=init,
-                key=attn_key,
-                param_dtype=dtype,
-            ),
-            mlp_norm=RMSNorm(config.embed, config.norm_eps, param_dtype=dtype),
-            mlp=MLP(config.embed, config.hidden, init=init, key=mlp_key, param_dtype=dtype),
-        )
-
-    @overload
-    def __call__(
-        self,
-        x: Float[Array, "*batch seq embed"],
-        positions: Positions = None,
-        segments: Segments = None,
-        filled: None = None,
-        *,
-        cache: None = None,
-    ) -> Float[Array, "*batch seq embed"]: ...
-    @overload
-    def __call__(
-        self,
-        x: Float[Array, "batch seq embed"],
-        positions: Positions,
-        segments: Segments,
-        filled: Int[Array, "batch"],
-        *,
-        cache: LayerCache,
-    ) -> tuple[Float[Array, "batch seq embed"], LayerCache]: ...
-    def __call__(
-        self, x: Any, positions: Any = None, segments: Any = None, filled: Any = None, *, cache: Any = None
-    ) -> Any:
-        """The block of `x`, with the arguments of `Attention`; with a cache also the new keys and values."""
-        x, new = checkpoint_name(x, "block_input"), None
-        mixed = self.attn(self.attn_norm(x), positions, segments, filled, cache=cache)
-        if cache is not None:
-            mixed, new = mixed
-        x = activation(x + mixed, "batch seq embed")
-        x = activation(x + self.mlp(self.mlp_norm(x)), "batch seq embed")
-        return x if cache is None else (x, new)
 
 
 class Head(eqx.Module):
@@ -126,16 +43,21 @@ class Head(eqx.Module):
     weights: Embedding | Linear
 
     def __call__(self, x: Float[Array, "*batch seq embed"]) -> Float[Array, "*batch seq vocab"]:
-        """The logits for the output of `Transformer.features`."""
-        logits = self.weights.logits(x) if isinstance(self.weights, Embedding) else self.weights(x)
+        """The logits for the output of `Transformer.features`, in its dtype."""
+        if isinstance(self.weights, Embedding):
+            logits = self.weights.logits(x)
+        else:
+            logits = self.weights(x)
         return activation(logits, "batch seq vocab")
 
 
 class Transformer(eqx.Module):
     """A decoder with the architecture of Llama; made by `Transformer.create`.
 
-    The embedding returns vectors in `config.compute_dtype`, and every layer after it computes in the dtype of its
-    input.
+    It maps tokens, `Int[Array, "*batch seq"]`, to the logits of those that follow them,
+    `Float[Array, "*batch seq vocab"]` (Touvron et al., "LLaMA: open and efficient foundation
+    language models", 2023). The embedding returns vectors in `config.compute_dtype`, and every
+    layer after it computes in the dtype of its input.
 
     Args:
         embed: the table of the tokens.
@@ -145,10 +67,12 @@ class Transformer(eqx.Module):
         config: the sizes and options that it was created with.
 
     Raises:
-        FunctreeError: the config disagrees with the layers, as after `dataclasses.replace(model, config=...)`.
+        FunctreeError: the config disagrees with the layers, as after `dataclasses.replace(model,
+            config=...)`.
 
     Examples:
-        >>> config = ft.nn.TransformerConfig(100, 8, layers=2, heads=4, kv_heads=2, head_dim=2, hidden=16)
+        >>> sizes = dict(layers=2, heads=4, kv_heads=2, head_dim=2, hidden=16)
+        >>> config = ft.nn.TransformerConfig(100, 8, **sizes)
         >>> model = ft.nn.Transformer.create(config, key=jax.random.key(0))
         >>> model(jnp.array([[1, 2, 3]])).shape
         (1, 3, 100)
@@ -165,20 +89,25 @@ class Transformer(eqx.Module):
     def __check_init__(self) -> None:
         """Raise for a config that disagrees with the layers.
 
-        The layers have to work without a config, so they keep what they compute with. Another config alone, as by
-        `dataclasses.replace(model, config=...)`, would show other values than the model computes with.
+        The layers have to work without a config, so they keep what they compute with. Another
+        config alone, as by `dataclasses.replace(model, config=...)`, would show other values than
+        the model computes with.
 
-        `param_dtype` is not compared: it is the dtype in which the parameters were created, and a model whose arrays
-        were converted or quantized is as good.
+        `param_dtype` is not compared: it is the dtype in which the parameters were created, and a
+        model whose arrays were converted or quantized is as good.
         """
         problems: list[Problem] = []
         for name, of_layers in _fields_of_layers(self):
             of_config = getattr(self.config, name)
             if of_config != of_layers:
                 why = f"its layers were made with {of_layers!r}"
-                problems.append(Problem(None, None, f"config.{name}={of_config!r}", why, _OTHER_CONFIG))
+                problems.append(
+                    Problem(None, None, f"config.{name}={of_config!r}", why, _OTHER_CONFIG)
+                )
         if problems:
-            raise FunctreeError("Transformer: the config disagrees with the layers", list(dict.fromkeys(problems)))
+            raise FunctreeValueError(
+                "Transformer: the config disagrees with the layers", list(dict.fromkeys(problems))
+            )
 
     @classmethod
     def create(
@@ -196,6 +125,15 @@ class Transformer(eqx.Module):
             init: the initializer of all matrices except the table of the embedding.
             embed_init: the initializer of the table of the embedding.
             key: is split for all of them.
+
+        Raises:
+            FunctreeError: an argument does not fit.
+
+        Examples:
+            >>> sizes = dict(layers=2, heads=4, kv_heads=2, head_dim=2, hidden=16)
+            >>> config = ft.nn.TransformerConfig(100, 8, **sizes, tie_embedding=True)
+            >>> ft.nn.Transformer.create(config, key=jax.random.key(0)).unembed is None
+            True
         """
         check(
             "Transformer cannot be built",
@@ -204,9 +142,22 @@ class Transformer(eqx.Module):
             embed_init=(embed_init, FUNCTION),
             key=(key, KEY),
         )
+        # Three in any case, so that a tied model has the same blocks as one that is not.
         embed_key, blocks_key, unembed_key = jax.random.split(key, 3)
         dtype = config.param_dtype
+        unembed = None
+        if not config.tie_embedding:
+            unembed = Linear(
+                config.embed,
+                config.vocab_size,
+                axes="embed vocab",
+                use_bias=False,
+                init=init,
+                key=unembed_key,
+                param_dtype=dtype,
+            )
         return cls(
+            # Here alone the dtype is cast: every layer after it computes in that of its input.
             embed=Embedding(
                 config.vocab_size,
                 config.embed,
@@ -215,44 +166,62 @@ class Transformer(eqx.Module):
                 param_dtype=dtype,
                 compute_dtype=config.compute_dtype,
             ),
-            blocks=stack(lambda key: Block.create(config, init=init, key=key), config.layers, blocks_key),
+            blocks=stack(
+                lambda key: Block.create(config, init=init, key=key), config.layers, blocks_key
+            ),
             norm=RMSNorm(config.embed, config.norm_eps, param_dtype=dtype),
-            unembed=None if config.tie_embedding else _unembed(config, init, unembed_key),
+            unembed=unembed,
             config=config,
         )
 
     @overload
     def __call__(
-        self, tokens: Tokens, positions: Positions = None, segments: Segments = None, cache: None = None
+        self,
+        tokens: Tokens,
+        positions: Positions = None,
+        segments: Segments = None,
+        cache: None = None,
     ) -> Float[Array, "*batch seq vocab"]: ...
     @overload
     def __call__(
-        self, tokens: Tokens, positions: Positions = None, segments: Segments = None, *, cache: Cache
+        self,
+        tokens: Tokens,
+        positions: Positions = None,
+        segments: Segments = None,
+        *,
+        cache: Cache,
     ) -> tuple[Float[Array, "batch seq vocab"], Cache]: ...
-    def __call__(self, tokens: Any, positions: Any = None, segments: Any = None, cache: Any = None) -> Any:
+    def __call__(
+        self, tokens: Any, positions: Any = None, segments: Any = None, cache: Any = None
+    ) -> Any:
         """For each token, the logits of the token that follows it, in `config.compute_dtype`.
 
         Args:
             tokens: the tokens.
-            positions: the position of each token, by which queries and keys are rotated; by default 0, 1, 2, … behind
-                those in the cache.
-            segments: the segment of each token, an integer. A token sees only those of its own segment before it, so
-                that several texts can be packed in one sequence. By default all are in one.
-            cache: keys and values of the tokens before these. It is returned with those of these tokens too.
+            positions: the position of each token, by which queries and keys are rotated; by default
+                0, 1, 2, … behind those in the cache.
+            segments: the segment of each token, an integer. A token attends only to those of its
+                own before it, so that several texts can be packed in one sequence. By default
+                all are in one.
+            cache: keys and values of the tokens before these. It is returned with those of these
+                tokens too.
 
         Returns:
-            The logits; with a cache `(logits, cache)`. Behind the last token that the cache has room for, or that
-            `config.max_seq` allows, they are NaN.
+            The logits; with a cache `(logits, cache)`. Those after the last token that the cache
+            has room for, or that `config.max_seq` allows, are NaN.
 
         Raises:
-            FunctreeError: the sequence is empty, or longer than `config.max_seq`; positions or segments have another
-                shape; both segments and a cache are given.
+            FunctreeError: the sequence is empty, or longer than `config.max_seq`; positions or
+                segments have another shape; both segments and a cache are given; the cache has
+                other rows than the tokens, or is of another model.
+            ShardingError: the ambient rules do not fit the activations.
         """
         if cache is None:
             return self.logits(self.features(tokens, positions, segments))
-        with whole_sequence():
+        with unsharded_sequence():
             x, new = self.run(tokens, positions, segments, cache)
-            # How many tokens a row has had is not known here: one too many is seen in the result.
+            # How many tokens a row has had is a value, and not known while this is traced. One too
+            # many would overwrite an earlier one, and give logits that look right.
             beyond = next_positions(cache.filled, tokens.shape[1]) >= cache.most_tokens(self.config)
             x = jnp.where(beyond[..., None], jnp.nan, x)
             return self.logits(x), cache.extended(*new)
@@ -260,13 +229,31 @@ class Transformer(eqx.Module):
     def features(
         self, tokens: Tokens, positions: Positions = None, segments: Segments = None
     ) -> Float[Array, "*batch seq embed"]:
-        """The normalized output of the last block, from which the logits are computed."""
+        """The normalized output of the last block, from which the logits are computed.
+
+        Arguments and errors are those of a call; the vectors are in `config.compute_dtype`.
+
+        Examples:
+            >>> sizes = dict(layers=2, heads=4, kv_heads=2, head_dim=2, hidden=16)
+            >>> config = ft.nn.TransformerConfig(100, 8, **sizes)
+            >>> model = ft.nn.Transformer.create(config, key=jax.random.key(0))
+            >>> x = model.features(jnp.array([[1, 2, 3]]))
+            >>> x.shape, model.logits(x).shape
+            ((1, 3, 8), (1, 3, 100))
+        """
         return self.run(tokens, positions, segments)[0]
 
     def run(
-        self, tokens: Tokens, positions: Positions = None, segments: Segments = None, cache: Cache | None = None
+        self,
+        tokens: Tokens,
+        positions: Positions = None,
+        segments: Segments = None,
+        cache: Cache | None = None,
     ) -> tuple[Float[Array, "*batch seq embed"], Any]:
-        """The features of the tokens; with a cache also their keys and values in each layer, for `cache.extended`."""
+        """The features of the tokens, and None; with a cache their keys and values in each layer.
+
+        These are the arguments of `cache.extended`. Args and errors are those of a call.
+        """
         self._check(tokens, positions, segments, cache)
         x = activation(self.embed(tokens), "batch seq embed")
         if cache is None:
@@ -275,42 +262,47 @@ class Transformer(eqx.Module):
             return self.norm(self.blocks.scan(x, *given, remat=self.config.remat)), None
         if positions is None:
             positions = next_positions(cache.filled, tokens.shape[1])
+        # Each layer reads its own part, and returns keys and values of the new tokens only.
         each = {"cache": (cache.key, cache.value)}
         x, new = self.blocks.scan(x, positions, None, cache.filled, each=each, collect=True)
         return self.norm(x), new
 
-    def _check(self, tokens: Any, positions: Any, segments: Any, cache: Any) -> None:
+    def _check(
+        self, tokens: Tokens, positions: Positions, segments: Segments, cache: Cache | None
+    ) -> None:
+        """Raise FunctreeError for tokens that the model cannot read, and what does not fit them."""
         check("Transformer cannot read these tokens", tokens=(tokens, TOKENS), cache=(cache, CACHE))
         seq = tokens.shape[-1]
         if not tokens.size:
-            raise FunctreeError(f"tokens of shape {tokens.shape}: there is no token to read")
+            raise FunctreeValueError(f"tokens of shape {tokens.shape}: there is no token to read")
         if seq > self.config.max_seq:
-            raise FunctreeError(
-                f"tokens of shape {tokens.shape}: a sequence of {seq} is longer than max_seq={self.config.max_seq}; "
-                "shorten it, or build the model with a larger max_seq"
+            raise FunctreeValueError(
+                f"tokens of shape {tokens.shape}: a sequence of {seq} is longer than "
+                f"max_seq={self.config.max_seq}; shorten it, or build the model with a larger "
+                "max_seq"
             )
         problems: list[Problem] = []
-        for name, value in (("positions", positions), ("segments", segments)):
-            if value is None:
-                continue
-            fits = is_integers(value) and value.shape == tokens.shape
-            if not fits and not (name == "positions" and is_integers(value) and value.shape == (seq,)):
-                why = f"must be integers of the shape of the tokens, {tokens.shape}"
-                problems.append(Problem(None, None, f"{name}={shown(value)}", why))
-        if cache is not None and segments is not None:
-            why = "a row of a cache is one text"
-            problems.append(Problem(None, None, "segments", why, "give each text a row of its own"))
-        if cache is not None and (tokens.ndim != 2 or tokens.shape[0] != cache.filled.shape[0]):
-            why = f"must be (batch, seq), and the cache has {count(cache.filled.shape[0], 'row')}"
-            problems.append(Problem(None, None, f"tokens of shape {tokens.shape}", why))
-        if cache is not None and not cache.fits(self.config):
-            why = "it is of another model"
-            problems.append(Problem(None, None, f"cache.key={shown(cache.key)}", why, "ft.nn.Cache.create(model, ...)"))
+        why = f"must be integers of the shape of the tokens, {tokens.shape}"
+        # Positions may be those of all rows.
+        if positions is not None and not _are_integers(positions, tokens.shape, (seq,)):
+            problems.append(Problem(None, None, f"positions={shown(positions)}", why))
+        if segments is not None and not _are_integers(segments, tokens.shape):
+            problems.append(Problem(None, None, f"segments={shown(segments)}", why))
+        if cache is not None:
+            problems += _cache_problems(self.config, cache, tokens, segments)
         if problems:
-            raise FunctreeError("Transformer cannot read these tokens", problems)
+            given = [value for value in (positions, segments) if value is not None]
+            right_type = all(map(is_integers, given))
+            raise parameter_error(
+                "Transformer cannot read these tokens", problems, right_type=right_type
+            )
 
     def logits(self, x: Float[Array, "*batch seq embed"]) -> Float[Array, "*batch seq vocab"]:
-        """The logits for the output of `features`."""
+        """The logits for the output of `features`, in its dtype.
+
+        Raises:
+            ShardingError: the ambient rules do not fit the activations.
+        """
         return self.head(*inputs(x, "vocab"))
 
     @property
@@ -319,14 +311,39 @@ class Transformer(eqx.Module):
         return Head(self.embed if self.unembed is None else self.unembed)
 
 
+def _are_integers(value: object, *shapes: tuple[int, ...]) -> bool:
+    """Whether a value is an array of integers of one of some shapes."""
+    return is_integers(value) and getattr(value, "shape", None) in shapes
+
+
+def _cache_problems(
+    config: TransformerConfig, cache: Cache, tokens: Tokens, segments: Segments
+) -> Iterator[Problem]:
+    """What does not go with a cache."""
+    if segments is not None:
+        why = "a row of a cache is one text"
+        yield Problem(None, None, "segments", why, "give each text a row of its own")
+    rows = cache.filled.shape[0]
+    if tokens.ndim != 2 or tokens.shape[0] != rows:
+        why = f"must be (batch, seq), and the cache has {count(rows, 'row')}"
+        yield Problem(None, None, f"tokens of shape {tokens.shape}", why)
+    if not cache.fits(config):
+        what, remedy = f"cache.key={shown(cache.key)}", "ft.nn.Cache.create(model, ...)"
+        yield Problem(None, None, what, "it is of another model", remedy)
+
+
 _OTHER_CONFIG = (
-    "create the model from the new config (`Transformer.create`), and move the arrays (`ft.split`, `ft.merge`); or, if "
-    "the layers are as they should be, give the model a config with their values (`dataclasses.replace`)"
+    "create the model from the new config (`Transformer.create`), and move the arrays (`ft.split`, "
+    "`ft.merge`); or, if the layers are as they should be, give the model a config with their "
+    "values (`dataclasses.replace`)"
 )
 
 
 def _fields_of_layers(model: Transformer) -> Iterator[tuple[str, Any]]:
-    """Fields of the config, and their values in the layers. Layers that surgery has put there say nothing."""
+    """Fields of the config, and their values in the layers.
+
+    Of a layer of another class, which surgery has put there, nothing is known.
+    """
     yield "tie_embedding", model.unembed is None
     if isinstance(model.norm, RMSNorm):
         yield "norm_eps", model.norm.eps
@@ -350,19 +367,8 @@ def _fields_of_layers(model: Transformer) -> Iterator[tuple[str, Any]]:
 
 def _sizes(weight: Any, fields: str) -> Iterator[tuple[str, int]]:
     """Fields of the config, and their values in the shape of a weight."""
-    if not is_array(weight):  # in a part of a model, or in a tree of specs
+    # It is none in a part of a model, such as what `ft.split` returns, and in a tree of specs.
+    if not is_array(weight):
         return
     # From the last dimension on: models that were stacked by vmap have more dimensions in front.
     yield from zip(reversed(fields.split()), reversed(weight.shape), strict=False)
-
-
-def _unembed(config: TransformerConfig, init: Initializer, key: PRNGKeyArray) -> Linear:
-    return Linear(
-        config.embed,
-        config.vocab_size,
-        axes="embed vocab",
-        use_bias=False,
-        init=init,
-        key=key,
-        param_dtype=config.param_dtype,
-    )

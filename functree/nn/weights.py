@@ -1,4 +1,11 @@
-"""Initializers, and dtypes: weights may be kept in one dtype and used in another."""
+"""A weight ─► initialized, cast to the dtype of the computation, multiplied by an activation.
+
+All products with weights are made here. On Auto mesh axes the compiler chooses the sharding of a
+product. On Explicit ones JAX requires `out_sharding=` if there is more than one possibility, as for
+FSDP, row-parallel layers and embeddings. Here the rule is always the same: dimensions of the
+activation keep their sharding. Dimensions of the weight keep theirs, except for mesh axes that the
+activation uses already.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -6,27 +13,41 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
-from jaxtyping import Array
+from jaxtyping import Array, Float, Int
 
-#: An initializer as in `jax.nn.initializers`: (key, shape, dtype) ─► array. Constant ones accept `None` as the key.
+from functree.devices.specs import mesh_axes, without
+from functree.nn.activations import Entries, entries_of, explicit_mesh, out_sharding
+
+# How it is initialized
+
+# The key is `Any`: JAX types it as an array, and constant initializers take `None` as well.
 Initializer = Callable[[Any, tuple[int, ...], DTypeLike], Array]
+"""An initializer as in `jax.nn.initializers`: (key, shape, dtype) ─► array."""
 
-#: The default for all matrices: truncated normal, with variance 1 / (size of the dimension that is summed over).
 fan_in: Initializer = jax.nn.initializers.variance_scaling(1.0, "fan_in", "truncated_normal")
+"""The default for matrices: truncated normal, with variance 1 / (size that is summed over).
 
-#: The default for embeddings.
+So a product has the variance of its input (LeCun et al., "Efficient BackProp", 1998).
+"""
+
 small_normal: Initializer = jax.nn.initializers.normal(0.02)
+"""The default for embeddings, as in GPT-2 (Radford et al., 2019)."""
+
+# In which dtype it is used: weights may be kept in one and multiplied in another
 
 
 def dtype_or_none(dtype: DTypeLike | None) -> np.dtype | None:
-    """The dtype as `np.dtype`, whatever it is given as, so that equal layers compare equal; `None` stays `None`.
+    """A dtype as `np.dtype`, whatever it is given as; `None` stays `None`.
 
     Examples:
         >>> from functree.nn.weights import dtype_or_none
         >>> dtype_or_none("float32") == dtype_or_none(jnp.float32)
         True
     """
+    # Layers keep it as a static field. In several spellings, equal layers would not compare equal,
+    # and would be compiled once each.
     return None if dtype is None else jnp.dtype(dtype)
 
 
@@ -38,6 +59,8 @@ def cast(dtype: DTypeLike | None, x: Array, *weights: Array) -> tuple[Array, ...
         >>> [a.dtype.name for a in cast(None, jnp.ones(2, jnp.bfloat16), jnp.ones(3))]
         ['bfloat16', 'bfloat16']
     """
+    # All are cast, before the product and before anything is gathered for it: so collectives move
+    # the narrow dtype, and under strict promotion JAX accepts the product at all.
     dtype = x.dtype if dtype is None else dtype
     return tuple(array.astype(dtype) for array in (x, *weights))
 
@@ -50,4 +73,78 @@ def accumulator(dtype: DTypeLike) -> np.dtype:
         >>> accumulator(jnp.bfloat16)
         dtype('float32')
     """
-    return np.promote_types(dtype, np.float32)  # JAX's own function raises under strict promotion
+    # numpy's promotion: JAX's own function raises under strict promotion.
+    return np.promote_types(dtype, np.float32)
+
+
+# How it is multiplied
+
+
+def product(
+    x: Float[Array, "..."], weight: Float[Array, "..."], summed: int = 1
+) -> Float[Array, "..."]:
+    """The product of an activation and a weight, in their dtype.
+
+    Args:
+        x: the activation, whose last `summed` dimensions are summed over.
+        weight: the weight, whose first `summed` dimensions are the same.
+        summed: how many dimensions are summed over, such as two for ("heads head_dim").
+
+    Examples:
+        >>> from functree.nn.weights import product
+        >>> product(jnp.ones((2, 3, 8)), jnp.ones((8, 4, 5))).shape
+        (2, 3, 4, 5)
+    """
+    kept, columns = entries_of(x)[: x.ndim - summed], entries_of(weight)[summed:]
+    entries = (*kept, *_without_axes_of(kept, columns))
+    sharding = out_sharding(explicit_mesh(x, weight), entries)
+    return jnp.tensordot(x, weight, axes=summed, out_sharding=sharding)
+
+
+def rows(
+    table: Float[Array, "vocab embed"], index: Int[Array, "*batch"]
+) -> Float[Array, "*batch embed"]:
+    """The row of a table at each index: the product of the table and one-hot vectors, not computed.
+
+    An index that is not less than the number of rows gets a row of NaN.
+
+    Examples:
+        >>> from functree.nn.weights import rows
+        >>> rows(jnp.ones((7, 4)), jnp.array([[0, 6]])).shape
+        (1, 2, 4)
+    """
+    kept, mesh = entries_of(index), explicit_mesh(index, table)
+    of_table = _without_axes_of(kept, entries_of(table))
+    if mesh is not None:
+        # Without the mesh axes of the tokens, as under FSDP: the table is gathered, and backward
+        # its gradient is scattered. The partitioner alone would move the gradients of all rows
+        # that are looked up.
+        table = jax.sharding.reshard(table, out_sharding(mesh, of_table))
+    sharding = out_sharding(mesh, (*kept, of_table[-1]))
+    # "fill" is NaN for floating-point numbers. JAX's default clips the index, and a token that the
+    # vocabulary does not have would get the row of the last one, without a sign of it.
+    return table.at[index].get(mode="fill", out_sharding=sharding)
+
+
+def broadcast_like(weight: Float[Array, "*size"], x: Float[Array, "..."]) -> Float[Array, "..."]:
+    """A weight broadcast to the shape of `x`, along its last dimensions, and sharded like `x`.
+
+    Examples:
+        >>> from functree.nn.weights import broadcast_like
+        >>> broadcast_like(jnp.arange(3.0), jnp.ones((2, 3))).shape
+        (2, 3)
+    """
+    # Explicit in any case: with `jax.numpy_rank_promotion="raise"` JAX does not add dimensions.
+    entries, mesh, first = entries_of(x), explicit_mesh(x, weight), x.ndim - weight.ndim
+    if mesh is not None:
+        # The type of the weight may have a mesh axis that shards the batch of `x`, as under FSDP.
+        weight = jax.sharding.reshard(weight, out_sharding(mesh, entries[first:]))
+    return jax.lax.broadcast_in_dim(
+        weight, x.shape, range(first, x.ndim), out_sharding=out_sharding(mesh, entries)
+    )
+
+
+def _without_axes_of(kept: Entries, entries: Entries) -> Entries:
+    """`entries` without the mesh axes in `kept`: a mesh axis shards one dimension of an array."""
+    used = {axis for entry in kept for axis in mesh_axes(entry)}
+    return tuple(without(PartitionSpec(*entries), used))

@@ -1,4 +1,5 @@
-"""Arrays that each process has ─► arrays on a mesh of all processes, once these have been found to say the same."""
+"""Arrays that each process has ─► arrays on a mesh of all processes, once these have been found to
+say the same."""
 
 import math
 from collections.abc import Sequence
@@ -9,18 +10,18 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
+from functree.devices.placement import is_placed
+from functree.devices.specs import mesh_axes, of_rank, spec_text
 from functree.errors import ShardingError, count, path_text
-from functree.layout.placement import is_placed
+from functree.labels.leaf import Leaf
+from functree.labels.leaves import Leaves
 from functree.layout.plan.plan import Plan
-from functree.layout.specs import mesh_axes, of_rank, spec_text
-from functree.processes.agreement import agreed, named
+from functree.processes.agreement import Agreement, Facts, processes_text
 from functree.processes.digest import Bounds
 from functree.processes.facts import checksum, facts_of
 from functree.processes.same_copies import compared
 from functree.tree.arrays import array_text
 from functree.tree.bits import is_key, keys_of, on_device, with_sharding
-from functree.tree.leaf import Leaf
-from functree.tree.leaves import Leaves
 
 FAILURE = "the arrays cannot be placed"
 
@@ -48,9 +49,12 @@ def place_across(planner: Planner, local: bool) -> Any:
         local: whether each process has its own rows of each array; else each has all of it.
 
     Raises:
-        FunctreeError: the processes have other plans, or other values for what several of them have.
+        FunctreeError: the processes have other plans, or other values for what several of them
+            have.
     """
-    tree, shardings = agreed(FAILURE, lambda: _prepared(planner, local))
+    with Agreement(FAILURE) as agreement:
+        tree, shardings, facts = _prepared(planner, local)
+        agreement.compare(lambda: facts)
     leaves = tree.leaves
     if local:
         _check_rows(leaves, shardings)
@@ -61,7 +65,7 @@ def place_across(planner: Planner, local: bool) -> Any:
     return tree.skeleton.fill([made[id(leaf.value)] for leaf in leaves])
 
 
-def _prepared(planner: Planner, local: bool) -> tuple[tuple[Leaves, list[NamedSharding]], Any]:
+def _prepared(planner: Planner, local: bool) -> tuple[Leaves, list[NamedSharding], Facts]:
     """What is placed, and where; and the facts about it."""
     tree, planned = planner(check=not local)  # by the shapes of rows nothing can be said yet
     leaves = tree.leaves
@@ -69,14 +73,18 @@ def _prepared(planner: Planner, local: bool) -> tuple[tuple[Leaves, list[NamedSh
     if local:
         _check_local(leaves)
         shapes = [
-            _whole_shape(leaf.value, planned.sharding(row)) for leaf, row in zip(leaves, planned.rows, strict=True)
+            _whole_shape(leaf.value, planned.sharding(row))
+            for leaf, row in zip(leaves, planned.rows, strict=True)
         ]
         _, planned = planner(shapes)
         _check_sizes(leaves, shapes, planned)
     own = [] if local else [leaf for leaf in leaves if _is_own(leaf.value)]
-    values = [f"{path_text(leaf.path)}: {array_text(leaf.value)} {checksum(_host(leaf.value)):08x}" for leaf in own]
+    values = [
+        f"{path_text(leaf.path)}: {array_text(leaf.value)} {checksum(_host(leaf.value)):08x}"
+        for leaf in own
+    ]
     facts = {"plan": facts_of(planned), "values": values}
-    return (tree, list(map(planned.sharding, planned.rows))), lambda: facts
+    return tree, list(map(planned.sharding, planned.rows)), facts
 
 
 def _check_local(leaves: Sequence[Leaf]) -> None:
@@ -88,7 +96,9 @@ def _check_local(leaves: Sequence[Leaf]) -> None:
         elif is_key(leaf.value.dtype):
             problems.append(leaf.problem(_KEYS, "make them in all processes, with `local=False`"))
     if problems:
-        raise ShardingError(f"{count(len(problems), 'leaf')} cannot be placed with `local=True`", problems)
+        raise ShardingError(
+            f"{count(len(problems), 'leaf')} cannot be placed with `local=True`", problems
+        )
 
 
 _ALL = "is an array of all processes, and not the rows of this one"
@@ -96,22 +106,31 @@ _KEYS = "has random keys, of which a process has no rows"
 
 
 def _check_sizes(leaves: Sequence[Leaf], shapes: Sequence[Any], planned: Plan) -> None:
-    """Raise ShardingError if the layout of an array changes with the size of the whole, as that of `ft.FSDP` may."""
+    """Raise ShardingError if the layout of an array changes with the size of the whole, as that of
+    `ft.FSDP` may."""
     problems = [
-        leaf.problem(f"its rows are those of another array than {array_text(shape)}", "write its spec: `ft.P(...)`")
+        leaf.problem(
+            f"its rows are those of another array than {array_text(shape)}",
+            "write its spec: `ft.P(...)`",
+        )
         for leaf, shape, row in zip(leaves, shapes, planned.rows, strict=True)
         if _whole_shape(leaf.value, planned.sharding(row)).shape != shape.shape
     ]
     if problems:
-        raise ShardingError(f"{count(len(problems), 'leaf')} cannot be placed with `local=True`", problems)
+        raise ShardingError(
+            f"{count(len(problems), 'leaf')} cannot be placed with `local=True`", problems
+        )
 
 
 def _check_all_processes(planned: Plan) -> None:
-    """Raise ShardingError for a mesh without devices of some processes: they would wait for the others for ever."""
+    """Raise ShardingError for a mesh without devices of some processes: they would wait for the
+    others for ever."""
     devices = planned.mesh.devices.flat if isinstance(planned.mesh, Mesh) else ()
     missing = sorted(set(range(jax.process_count())) - {device.process_index for device in devices})
     if missing:
-        raise ShardingError(f"{FAILURE}: the mesh has no device of {named(missing)}: make a mesh of all devices")
+        raise ShardingError(
+            f"{FAILURE}: the mesh has no device of {processes_text(missing)}: make a mesh of all devices"
+        )
 
 
 def _from_whole(value: Any, sharding: NamedSharding) -> jax.Array:
@@ -124,7 +143,9 @@ def _from_whole(value: Any, sharding: NamedSharding) -> jax.Array:
     if not is_key(value.dtype):
         return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
     spec = of_rank(sharding.spec, array.ndim)
-    words = jax.make_array_from_callback(array.shape, sharding.update(spec=spec), lambda index: array[index])
+    words = jax.make_array_from_callback(
+        array.shape, sharding.update(spec=spec), lambda index: array[index]
+    )
     return with_sharding(keys_of(str(jax.random.key_impl(value))), sharding, words)
 
 
@@ -140,7 +161,8 @@ def _is_own(value: Any) -> bool:
 
 
 def _host(value: Any) -> np.ndarray:
-    """An array of this process in the memory of the host, with a dtype that JAX has; the words of random keys."""
+    """An array of this process in the memory of the host, with a dtype that JAX has; the words of
+    random keys."""
     if is_key(value.dtype):
         value = jax.random.key_data(value)
     array = np.asarray(value)
@@ -161,7 +183,10 @@ def _whole_shape(value: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
 def _parts(sharding: NamedSharding, ndim: int) -> list[int]:
     """The number of parts of each dimension."""
     sizes = sharding.mesh.shape
-    return [math.prod(sizes[axis] for axis in mesh_axes(entry)) for entry in of_rank(sharding.spec, ndim)]
+    return [
+        math.prod(sizes[axis] for axis in mesh_axes(entry))
+        for entry in of_rank(sharding.spec, ndim)
+    ]
 
 
 Block = tuple[tuple[int, ...], ...]
@@ -197,9 +222,13 @@ def _check_rows(leaves: Sequence[Leaf], shardings: Sequence[NamedSharding]) -> N
         blocks = [_block(parts, sharding, process) for process in range(jax.process_count())]
         if len(set(blocks)) < len(blocks):
             own = blocks[jax.process_index()]
-            mine[str(leaf.path)] = [(tuple((one[0], one[-1] + 1) for one in own), checksum(_host(leaf.value)))]
+            mine[str(leaf.path)] = [
+                (tuple((one[0], one[-1] + 1) for one in own), checksum(_host(leaf.value)))
+            ]
     if not mine:  # in all processes: it follows from the shardings
         return
-    _, problems = compared(mine, "give the same rows to processes that keep the same part, or another layout")
+    _, problems = compared(
+        mine, "give the same rows to processes that keep the same part, or another layout"
+    )
     if problems:
         raise ShardingError(FAILURE, problems)

@@ -1,4 +1,5 @@
-"""Ambient rules: used while a function is traced, without being passed to it (`with ft.axis_rules(rules):`)."""
+"""Ambient rules: used while a function is traced, without being passed to it (`with
+ft.axis_rules(rules):`)."""
 
 import threading
 from collections.abc import Iterator, Sequence
@@ -9,20 +10,20 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
+from functree.devices.meshes import current_mesh, mesh_view, traced_under, tracing
+from functree.devices.placement import first_mesh
+from functree.devices.specs import without
 from functree.errors import ShardingError
+from functree.layout.bare_array import spec_of_axes
 from functree.layout.layout import Layout, LayoutLike, as_layout
-from functree.layout.meshes import current_mesh, mesh_view, traced_under, tracing
-from functree.layout.placement import first_mesh
-from functree.layout.specs import without
-from functree.layout.validation import spec_of_axes
 from functree.tree.axes import Axes
 
 # The rules of the current asyncio task, or of the thread outside of any.
 _RULES: ContextVar[Layout | None] = ContextVar("functree.axis_rules", default=None)
 
-# A user context is part of the key of every trace that JAX caches. So JAX does not reuse under one set of rules what
-# was traced under another. It has one value for each thread: the rules that were entered last, by whichever task, and
-# have not been left.
+# A user context is part of the key of every trace that JAX caches. So JAX does not reuse under one
+# set of rules what was traced under another. It has one value for each thread: the rules that were
+# entered last, by whichever task, and have not been left.
 _OF_THREAD = jax.make_user_context(None)
 
 
@@ -41,8 +42,9 @@ def axis_rules(rules: LayoutLike) -> Iterator[None]:
     """Make rules ambient for `constrain`, `spec` and the layers of `ft.nn`, while they are traced.
 
     Args:
-        rules: a layout. Gradients are laid out by the whole of it. Activations, whose axes have names, are laid out
-            by its `AxisRules` only: of a composition these, and of a `StateSharding` those of its last `...`.
+        rules: a layout. Gradients are laid out by the whole of it. Activations, whose axes have
+            names, are laid out by its `AxisRules` only: of a composition these, and of a
+            `StateSharding` those of its last `...`.
 
     Raises:
         RuleError: `rules` is not a layout.
@@ -52,9 +54,7 @@ def axis_rules(rules: LayoutLike) -> Iterator[None]:
         ...     ft.spec("batch embed")
         P('data', None)
     """
-    # The filters of a `StateSharding` were written for a whole tree. Ambient rules lay out a single array or gradient,
-    # so a filter that matches nothing there is not an error.
-    layout = None if rules is None else as_layout(rules).tolerant
+    layout = None if rules is None else as_layout(rules)
     before, entry = _RULES.get(), [layout]
     _RULES.set(layout)
     _ENTERED.rules.append(entry)
@@ -70,7 +70,8 @@ def axis_rules(rules: LayoutLike) -> Iterator[None]:
 
 def _tell_jax() -> None:
     """Make the rules that were entered last those of the thread."""
-    # A context is left in the opposite order of entering, which tasks do not keep to. So it is entered only.
+    # A context is left in the opposite order of entering, which tasks do not keep to. So it is
+    # entered only.
     _OF_THREAD(_ENTERED.rules[-1][0] if _ENTERED.rules else None).__enter__()
 
 
@@ -90,14 +91,15 @@ def ambient_rules() -> Layout | None:
     return rules
 
 
-def ambient_axis_rules() -> Layout | None:
-    """The `AxisRules` of the ambient rules, which lay out activations; None if they have none."""
+def has_axis_rules() -> bool:
+    """Whether there are ambient rules for activations: `AxisRules`, alone or in another layout."""
     rules = ambient_rules()
-    return None if rules is None else rules.by_axes
+    return rules is not None and rules.for_activations
 
 
 def spec(axes: str | Axes) -> PartitionSpec:
-    """The spec of an array with these axes by the ambient rules, for example for JAX's `out_sharding=`.
+    """The spec of an array with these axes by the ambient rules, for example for JAX's
+    `out_sharding=`.
 
     Args:
         axes: the names of the axes, as a string or `Axes`.
@@ -110,8 +112,8 @@ def spec(axes: str | Axes) -> PartitionSpec:
         ...     ft.spec("batch hidden")
         P('data', 'model')
     """
-    rules = ambient_axis_rules()
-    if rules is None:
+    rules = ambient_rules()
+    if rules is None or not rules.for_activations:
         raise ShardingError(
             "there are no ambient rules: enter `with ft.axis_rules(rules):`, with `AxisRules`, around the call that "
             "traces this"
@@ -142,7 +144,8 @@ class Surroundings(NamedTuple):
         mesh = self.mesh if self.mesh is not None else first_mesh(arrays)
         manual = jax.sharding.get_abstract_mesh().manual_axes
         with ExitStack() as stack:
-            # Inside `shard_map` the ambient mesh has Manual axes, which our mesh does not have: keep it.
+            # Inside `shard_map` the ambient mesh has Manual axes, which our mesh does not have:
+            # keep it.
             if mesh is not None and not manual:
                 stack.enter_context(traced_under(mesh))
             stack.enter_context(axis_rules(self.rules))

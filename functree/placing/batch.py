@@ -1,7 +1,8 @@
-"""A tree of bare arrays and a layout ─► a `Batch`: what the shardings of such trees depend on, hashable.
+"""A tree of bare arrays and a layout ─► a `Batch`: what the shardings of such trees depend on,
+hashable.
 
-A loop places a new batch in every step, and all of them have one form. To plan each takes several times as long as to
-place it.
+A loop places a new batch in every step, and all of them have one form. To plan each takes several
+times as long as to place it.
 """
 
 from typing import Any, NamedTuple
@@ -10,12 +11,12 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.tree_util import tree_flatten
 
+from functree.devices.meshes import MeshLike, current_mesh
+from functree.devices.placement import is_concrete
+from functree.labels.bare_arrays import AxesTree
 from functree.layout.fsdp import FSDP
 from functree.layout.layout import Composition, LayoutTree
-from functree.layout.meshes import MeshLike, current_mesh
-from functree.layout.placement import is_concrete
 from functree.layout.rules import AxisRules
-from functree.placing.named_arrays import AxesTree
 from functree.tree.axes import Axes
 
 
@@ -37,11 +38,13 @@ class Batch(NamedTuple):
     mesh: Mesh | None
 
     @classmethod
-    def of(cls, tree: Any, layout: LayoutTree, mesh: MeshLike, axes: AxesTree) -> "tuple[list[Any], Batch | None]":
+    def of(
+        cls, tree: Any, layout: LayoutTree, mesh: MeshLike, axes: AxesTree
+    ) -> "tuple[list[Any], Batch | None]":
         """The arrays of a batch, and its form; None for a tree that has to be planned anew.
 
-        That is a tree with modules or with anything but arrays with values, or with one array at two places; or a
-        layout that may ask for more than shapes and names, such as a function.
+        That is a tree with modules or with anything but arrays with values, or with one array at
+        two places; or a layout that may ask for more than shapes and names, such as a function.
         """
         if not _is_batch(tree):
             return [], None
@@ -51,10 +54,18 @@ class Batch(NamedTuple):
         if len(set(map(id, arrays))) != len(arrays) or not all(map(_is_plain_layout, layouts)):
             return arrays, None
         where = current_mesh() if mesh is None else mesh
-        if not (where is None or isinstance(where, Mesh)) or not all(isinstance(text, str | Axes) for text in texts):
+        if not (where is None or isinstance(where, Mesh)) or not all(
+            isinstance(text, str | Axes) for text in texts
+        ):
             return arrays, None  # an error says what is wrong
         types = tuple([(x.shape, x.dtype) for x in arrays])
-        return arrays, cls(structure, types, (tuple(layouts), layout_structure), (tuple(texts), axes_structure), where)
+        return arrays, cls(
+            structure,
+            types,
+            (tuple(layouts), layout_structure),
+            (tuple(texts), axes_structure),
+            where,
+        )
 
 
 def _is_batch(tree: Any) -> bool:

@@ -1,24 +1,25 @@
 """Traced arrays and a layout ─► the same arrays, constrained to the shardings of the layout."""
 
 from collections.abc import Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import jax
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
-from functree.errors import ShardingError
-from functree.layout.constraint import constrained
-from functree.layout.layout import LayoutLike, LayoutTree, as_layout
-from functree.layout.meshes import MeshView, current_mesh, mesh_view
-from functree.layout.placement import first_mesh
-from functree.layout.plan.resolver import agreed_view, plan_leaves, read_for
-from functree.layout.prefix import Part, broadcast
+from functree.devices.constraint import with_constraint
+from functree.devices.meshes import MeshView, agreed_mesh, current_mesh, mesh_view
+from functree.devices.placement import first_mesh
+from functree.errors import ShardingError, count
+from functree.layout.bare_array import activation, array_spec
+from functree.layout.decide import decide_parts
+from functree.layout.decision import Decision
+from functree.layout.layout import Layout, LayoutLike, LayoutTree, as_layout
+from functree.layout.plan.resolver import read_for
+from functree.layout.validation import refuse
 from functree.parameters import check_tree
-from functree.placing.ambient import ambient_axis_rules
-from functree.placing.named_arrays import named_arrays
-from functree.tree.arrays import is_array
+from functree.placing.ambient import ambient_rules
+from functree.tree.arrays import AnyArray, is_array
 from functree.tree.axes import Axes
-from functree.tree.leaves import Leaves, read
 
 T = TypeVar("T")
 
@@ -26,18 +27,20 @@ T = TypeVar("T")
 def constrain(tree: T, layout: str | Axes | LayoutTree, rules: LayoutLike = None) -> T:
     """Constrain the sharding of arrays inside jit.
 
-    On Auto mesh axes this is a constraint for the compiler, on Explicit mesh axes a reshard. Manual mesh axes are left
-    out of the specs. Without a mesh it does nothing, so the same model also runs on one device.
+    On Auto mesh axes this is a constraint for the compiler, on Explicit mesh axes a reshard. Manual
+    mesh axes are left out of the specs. Without a mesh it does nothing, so the same model also runs
+    on one device.
 
     Args:
         tree: an array, or a tree of arrays.
         layout: the axes of a bare array (`"batch seq embed"`), or a layout for a tree.
-        rules: the rules for these axes; the ambient rules if not given. Only the `AxisRules` of a layout are used:
-            `FSDP` and specs are written for parameters.
+        rules: the rules for these axes; the ambient rules if not given. Only the `AxisRules` of a
+            layout are used: `FSDP` and specs are written for parameters.
 
     Raises:
-        ShardingError: a size that its mesh axes do not divide (JAX alone replicates such an array silently); an axis
-            that no rule lays out; a mesh but no rules; a mesh that was entered by `with mesh:`.
+        ShardingError: a size that its mesh axes do not divide (JAX alone replicates such an array
+            silently); an axis that no rule lays out; a mesh but no rules; a mesh that was entered
+            by `with mesh:`.
 
     Examples:
         >>> rules = ft.AxisRules({"batch": "data", "embed": None})
@@ -45,44 +48,89 @@ def constrain(tree: T, layout: str | Axes | LayoutTree, rules: LayoutLike = None
         ...     jax.jit(lambda x: ft.constrain(x * 2, "batch embed"))(jnp.ones((8, 4))).sharding.spec
         P('data',)
     """
+    if isinstance(layout, str | Axes):
+        return _by_axes(tree, Axes.of(layout), rules)
     check_tree("constrain", tree)
     if rules is not None:
         as_layout(rules)
-    if isinstance(layout, str | Axes):
-        if not is_array(tree):
-            kind = type(tree).__name__
-            raise ShardingError(f'"{layout}" names the dimensions of a bare array, but this is a {kind}: give a layout')
-        leaves = named_arrays(read(tree), tree, layout)
-        by_axes = ambient_axis_rules() if rules is None else as_layout(rules).by_axes
-        parts = [] if by_axes is None else broadcast(by_axes, tree)
-    else:
-        leaves, parts = read_for(tree, layout)
-    mesh = _find_mesh(leaves, parts)
+    leaves, parts = read_for(tree, layout)
+    own = [part.layout.own_mesh for part in parts]
+    mesh = find_mesh(own, [leaf.value for leaf in leaves.leaves])
     if mesh is None:
         return tree
-    if not parts:
+    view = local_view(agreed_mesh(mesh, own))
+    decided = decide_parts(leaves, parts, view)
+    if decided.problems:
+        raise refuse(decided.problems, view)
+    pairs = zip(leaves.leaves, decided.decisions, strict=True)
+    return leaves.skeleton.fill([with_decision(leaf.value, one, mesh) for leaf, one in pairs])
+
+
+def with_decision(value: AnyArray, decision: Decision, mesh: Mesh | AbstractMesh) -> AnyArray:
+    """An array, constrained as was decided about it."""
+    spec = decision.spec if decision.specified else PartitionSpec()
+    return with_constraint(value, mesh, spec, decision.memory_kind)
+
+
+def _by_axes(x: Any, axes: Axes, rules: LayoutLike) -> Any:
+    """An array constrained by the names of its dimensions.
+
+    This runs for each activation that a model constrains, so it reads no tree and makes no plan.
+    """
+    layout = ambient_rules() if rules is None else as_layout(rules)
+    if not is_array(x):
+        kind = type(x).__name__
         raise ShardingError(
-            f"there is a mesh {mesh_view(mesh)} but no rules to lay out `{leaves.leaves[0].axes}`: enter "
-            "`with ft.axis_rules(rules):` with `AxisRules`, or pass them as `rules=`"
+            f'"{axes}" names the dimensions of a bare array, but this is a {kind}: give a layout'
         )
-    # Shapes are local along Manual axes: for the check of divisibility these axes count as one device.
-    manual = set(getattr(mesh, "manual_axes", ()))
-    sizes = dict(agreed_view(mesh, parts).sizes)
-    sizes.update((name, 1) for name in manual & sizes.keys())
-    planned = plan_leaves(leaves, parts, MeshView(sizes, mesh))
-    pairs = zip(leaves.leaves, planned.rows, strict=True)
-    values = [constrained(leaf.value, mesh, row.spec or PartitionSpec(), row.memory_kind) for leaf, row in pairs]
-    return leaves.skeleton.fill(values)
+    leaf = activation(axes, x)
+    if len(axes) != len(x.shape):
+        why = f'"{axes}" names {count(len(axes), "dimension")}, but the array has {len(x.shape)}'
+        raise ShardingError("the axes do not fit", [leaf.problem(why, "name each dimension")])
+    own = None if layout is None else layout.own_mesh
+    mesh = find_mesh([own], [x])
+    if mesh is None:
+        return x
+    if layout is None or not layout.for_activations:
+        raise ShardingError(_no_rules(layout, axes, mesh))
+    view = local_view(agreed_mesh(mesh, [own]))
+    try:
+        spec = array_spec(layout, leaf, view)
+    except ShardingError as error:
+        raise refuse(error.problems, view) from None
+    return with_constraint(x, mesh, spec)
 
 
-def _find_mesh(leaves: Leaves, parts: Sequence[Part]) -> Mesh | AbstractMesh | None:
-    """The ambient mesh, else the mesh of the layout, else that of the arrays."""
+def _no_rules(layout: Layout | None, axes: Axes, mesh: Mesh | AbstractMesh) -> str:
+    """The error for an array whose axes no rule is about."""
+    text = (
+        f"there is a mesh {mesh_view(mesh)} but no rules to lay out `{axes}`: enter "
+        "`with ft.axis_rules(rules):` with `AxisRules`, or pass them as `rules=`"
+    )
+    # There may be a layout all the same, which is for parameters, such as `FSDP`.
+    return text if layout is None else f"{text}; {layout!r} knows no names of axes"
+
+
+def local_view(view: MeshView) -> MeshView:
+    """A mesh in which Manual axes count as one device: shapes are local along these."""
+    manual = getattr(view.mesh, "manual_axes", ())
+    if not manual:
+        return view
+    sizes = {name: 1 if name in manual else size for name, size in view.sizes.items()}
+    return MeshView(sizes, view.mesh)
+
+
+def find_mesh(
+    own: Sequence[Mesh | AbstractMesh | None], values: Sequence[AnyArray]
+) -> Mesh | AbstractMesh | None:
+    """The ambient mesh, else that of the layouts (`own`), else that of the arrays."""
     mesh = current_mesh()
-    own = next((part.layout.own_mesh for part in parts if part.layout.own_mesh is not None), None)
+    written = next((one for one in own if one is not None), None)
     if mesh is not None:
-        # The ambient mesh of a trace may be abstract, and the same mesh in the layout have its devices.
-        return own if isinstance(own, Mesh) and own.abstract_mesh == mesh else mesh
-    if own is not None:
-        return own
-    values = [leaf.value for leaf in leaves.leaves if isinstance(leaf.value, jax.Array)]
-    return first_mesh(values)
+        # The ambient mesh of a trace may be abstract, and the same mesh in the layout have its
+        # devices.
+        is_same = isinstance(written, Mesh) and written.abstract_mesh == mesh
+        return written if is_same else mesh
+    if written is not None:
+        return written
+    return first_mesh([value for value in values if isinstance(value, jax.Array)])

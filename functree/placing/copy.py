@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from functree.calls.donation import is_deleted, refuse_deleted
-from functree.tree.leaves import read
+from functree.devices.deleted import is_deleted, refuse_deleted
+from functree.labels.leaves import read
 
 T = TypeVar("T")
 
@@ -16,11 +16,12 @@ def copy(tree: T) -> T:
     """Copy the arrays of a tree where they lie, so that the original outlives a donation.
 
     Args:
-        tree: arrays in modules and containers. Values that are not arrays stay as they are, and so do
-            `jax.ShapeDtypeStruct`s.
+        tree: arrays in modules and containers. Values that are not arrays stay as they are, and so
+            do `jax.ShapeDtypeStruct`s.
 
     Returns:
-        The same tree with arrays of the same values and shardings, none of which shares memory with the original. An
+        The same tree with arrays of the same values and shardings, none of which shares memory with
+            the original. An
         array that is at two places of the tree stays one array.
 
     Raises:

@@ -10,42 +10,51 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import NamedSharding
 
+from functree.devices.meshes import NO_MESH, MeshLike, agreed_mesh, without_devices
+from functree.devices.placement import is_placed
 from functree.errors import Problem, ShardingError, count
+from functree.labels.bare_arrays import AxesTree, named_arrays
+from functree.labels.leaves import Leaves
 from functree.layout.layout import LayoutTree
-from functree.layout.meshes import NO_MESH, MeshLike, without_devices
-from functree.layout.placement import is_placed
 from functree.layout.plan.plan import Plan
-from functree.layout.plan.resolver import agreed_view, plan_leaves, read_for
+from functree.layout.plan.resolver import plan_leaves, read_for
 from functree.parameters import FLAG, check, check_tree
 from functree.placing.across import Values, place_across
 from functree.placing.batch import Batch
-from functree.placing.named_arrays import AxesTree, named_arrays
-from functree.tree.leaves import Leaves
 
 T = TypeVar("T")
 
 
-def shard(tree: T, layout: LayoutTree, mesh: MeshLike = None, *, axes: AxesTree = None, local: bool = False) -> T:
+def shard(
+    tree: T,
+    layout: LayoutTree,
+    mesh: MeshLike = None,
+    *,
+    axes: AxesTree = None,
+    local: bool = False,
+) -> T:
     """Place concrete arrays as a layout says.
 
     Args:
         tree: arrays in modules and containers. Values that are not arrays stay as they are.
         layout: a layout, or a prefix tree of layouts.
         mesh: a mesh, or None for the current one.
-        axes: the axes of a bare array, which has no annotation; or those of a tree of bare arrays, as a prefix tree:
-            `{"tokens": "batch seq", "mask": "batch seq"}`.
-        local: with several processes, whether each hands in its own rows: the part of each array that its devices
-            keep. Else each hands in the whole arrays, and they are compared.
+        axes: the axes of a bare array, which has no annotation; or those of a tree of bare arrays,
+            as a prefix tree: `{"tokens": "batch seq", "mask": "batch seq"}`.
+        local: with several processes, whether each hands in its own rows: the part of each array
+            that its devices keep. Else each hands in the whole arrays, and they are compared.
 
     Returns:
-        The same tree. An array that has its sharding already is returned as the same object. An array that is at two
+        The same tree. An array that has its sharding already is returned as the same object. An
+            array that is at two
         places of the tree stays one array.
 
     Raises:
-        ShardingError: the layout or the axes do not fit the tree; there is no mesh with devices; an array is traced or
-            abstract; the mesh does not have devices of all processes.
+        ShardingError: the layout or the axes do not fit the tree; there is no mesh with devices; an
+            array is traced or abstract; the mesh does not have devices of all processes.
         FunctreeError: the processes have different arrays, or layouts.
-        RuleError: `layout` is not a layout; `layout` or `axes` have another structure than the tree.
+        RuleError: `layout` is not a layout; `layout` or `axes` have another structure than the
+            tree.
 
     Examples:
         >>> mesh = ft.make_mesh(data=2, model=4)
@@ -87,27 +96,39 @@ _REMEMBERED = 256  # batches
 
 def _moved(arrays: Sequence[Any], targets: Sequence[NamedSharding]) -> list[Any]:
     """The arrays of a batch with the wanted shardings. They are different objects."""
-    # Most loops have one array of NumPy in each step, which `device_put` takes faster by itself than in a list.
+    # Most loops have one array of NumPy in each step, which `device_put` takes faster by itself
+    # than in a list.
     if len(arrays) == 1 and type(arrays[0]) is np.ndarray:
         return [jax.device_put(arrays[0], targets[0])]
     return moved_once(arrays, targets)
 
 
 def _planned(
-    tree: Any, layout: LayoutTree, mesh: MeshLike, axes: AxesTree, values: Values | None = None, check: bool = True
+    tree: Any,
+    layout: LayoutTree,
+    mesh: MeshLike,
+    axes: AxesTree,
+    values: Values | None = None,
+    check: bool = True,
 ) -> tuple[Leaves, Plan]:
-    """The leaves of a tree, and their plan on a mesh with devices; by the shapes of other arrays, if they are given."""
+    """The leaves of a tree, and their plan on a mesh with devices; by the shapes of other arrays,
+    if they are given."""
     leaves, parts = read_for(tree, layout)
     if axes is not None:
         leaves = named_arrays(leaves, tree, axes)
     _check_concrete(leaves)
     shaped = leaves
     if values is not None:
-        own = [leaf._replace(value=value) for leaf, value in zip(leaves.leaves, values, strict=True)]
+        own = [
+            leaf._replace(value=value) for leaf, value in zip(leaves.leaves, values, strict=True)
+        ]
         shaped = replace(leaves, leaves=tuple(own))
-    planned = plan_leaves(shaped, parts, agreed_view(mesh, parts), check=check)
+    view = agreed_mesh(mesh, [part.layout.own_mesh for part in parts])
+    planned = plan_leaves(shaped, parts, view, check=check)
     if planned.mesh is None:
-        raise ShardingError(f"arrays cannot be placed on {planned.view}, which has no devices: {NO_MESH} with a `Mesh`")
+        raise ShardingError(
+            f"arrays cannot be placed on {planned.view}, which has no devices: {NO_MESH} with a `Mesh`"
+        )
     missing = without_devices(planned.mesh)
     if missing is not None:
         raise ShardingError(f"arrays cannot be placed: {missing}")
@@ -115,7 +136,8 @@ def _planned(
 
 
 def moved_once(values: Sequence[Any], targets: Sequence[NamedSharding]) -> list[Any]:
-    """Arrays with the wanted shardings. An array that stands in the sequence twice stays one array."""
+    """Arrays with the wanted shardings. An array that stands in the sequence twice stays one
+    array."""
     # All moves are one call of `device_put`.
     wanted = {id(x): target for x, target in zip(values, targets, strict=True)}
     moving = {id(x): x for x in values if not is_placed(x, wanted[id(x)])}
@@ -128,10 +150,16 @@ def _check_concrete(leaves: Leaves) -> None:
     problems: list[Problem] = []
     for leaf in leaves.leaves:
         if isinstance(leaf.value, Tracer):
-            why, remedy = "is traced, but `ft.shard` moves concrete arrays", "inside a trace use `ft.constrain`"
+            why, remedy = (
+                "is traced, but `ft.shard` moves concrete arrays",
+                "inside a trace use `ft.constrain`",
+            )
             problems.append(leaf.problem(why, remedy))
         elif isinstance(leaf.value, jax.ShapeDtypeStruct):
-            why, remedy = "is abstract, but `ft.shard` moves concrete arrays", "give it a sharding with `ft.abstract`"
+            why, remedy = (
+                "is abstract, but `ft.shard` moves concrete arrays",
+                "give it a sharding with `ft.abstract`",
+            )
             problems.append(leaf.problem(why, remedy))
     if problems:
         raise ShardingError(f"{count(len(problems), 'leaf')} cannot be placed on devices", problems)

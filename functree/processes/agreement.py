@@ -1,4 +1,4 @@
-"""What each process found by itself ─► the same in all of them, or one error in all of them that says which differs."""
+"""Code that all processes run ─► it succeeds in all of them, or raises the same error in all."""
 
 import hashlib
 import json
@@ -6,7 +6,7 @@ import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from itertools import zip_longest
-from typing import Any, TypeVar
+from typing import Any, Self
 
 import jax
 import numpy as np
@@ -15,107 +15,137 @@ from jax.experimental import multihost_utils
 from functree import errors
 from functree.errors import FunctreeError, Problem, listed, users_frame
 
-T = TypeVar("T")
-
 Facts = Mapping[str, Sequence[str]]
-"""What must be the same in all processes: for each name, lines of text."""
+"""What has to be the same in all processes: for each name, lines of text."""
 
 
-def agreed(what: str, local: Callable[[], tuple[T, Callable[[], Facts]]]) -> T:
-    """The result of a function of each process, once all processes have been found to say the same of it.
+class Agreement:
+    """A block of code that all processes run, which raises in all of them or in none.
 
-    All processes call this at the same place of their programs. With a single process it only calls the function.
+    An error inside the block is raised in the other processes too, which would otherwise wait for
+    this one without end. What was compared inside has to be the same in all processes:
+
+        with Agreement("nothing is saved") as agreement:
+            plan = make_plan()  # if one process raises an error here, all of them raise it
+            agreement.compare(lambda: {"plan": facts_of(plan)})  # as if the plans differ
+
+    All processes enter it at the same place of their programs, and talk to each other once, at its
+    end. With a single process it does nothing.
 
     Args:
-        what: what was to be done, for the message: `the arrays cannot be placed`.
-        local: returns the result, and a function that returns the facts about it.
+        failure: the beginning of the message: `the arrays cannot be placed`.
 
     Raises:
-        FunctreeError: the facts differ; or the function raised an error in one of the processes: then the others raise
-            one that names it, of the same class if that is one of functree.
+        FunctreeError: at the end of the block, if what was compared differs, or if there was an
+            error in another process: of the same class as that error if it is one of functree.
     """
-    if jax.process_count() == 1:
-        return local()[0]
-    with _telling_errors():
-        result, facts = local()
-        said = {"facts": {name: list(lines) for name, lines in facts().items()}}
-    texts = _exchanged(json.dumps(said))
-    if texts is not None:
-        reports = list(map(json.loads, texts))
-        _raise_failures(what, reports)
-        _raise_differences(what, [report["facts"] for report in reports])
-    return result
+
+    def __init__(self, failure: str):
+        self._failure = failure
+        self._facts: dict[str, list[str]] = {}
+
+    def compare(self, facts: Callable[[], Facts]) -> None:
+        """Compare facts with those of the other processes, at the end of the block.
+
+        Args:
+            facts: returns the facts. It is not called if there is a single process, since to lower
+                a program or to read arrays for their facts may take long.
+        """
+        if jax.process_count() > 1:
+            for name, lines in facts().items():
+                self._facts[name] = list(lines)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if jax.process_count() == 1:
+            return
+        if error is None:
+            texts = _exchanged(json.dumps({"facts": self._facts}))
+            if texts is not None:
+                reports = list(map(json.loads, texts))
+                _raise_failures(self._failure, reports)
+                _raise_differences(self._failure, reports)
+        elif isinstance(error, Exception):
+            # The others raise it; in this process Python goes on to raise it after this.
+            _exchanged(json.dumps({"class": type(error).__name__, "error": str(error)}))
+        # Others, such as a KeyboardInterrupt, end this process, and JAX then ends the other ones.
 
 
-def wait_in_all(what: str, is_done: Callable[[], bool]) -> None:
-    """Wait until something is done in all processes. An error in one of them ends the waiting of all.
+def wait_in_all(failure: str, is_done: Callable[[], bool]) -> None:
+    """Wait until something is done in all processes; an error in one of them ends the waiting.
 
     All processes call this at the same place of their programs.
 
     Args:
-        what: what was to be done, for the message.
+        failure: the beginning of the message.
         is_done: whether it is done in this process, after waiting for a moment.
 
     Raises:
-        FunctreeError: `is_done` raised an error in one of the processes, as in `agreed`.
+        FunctreeError: `is_done` raised an error in one of the processes, as in an `Agreement`.
     """
-    done = [False]
-    while not all(done):
-        mine = agreed(what, lambda: (is_done(), dict))
-        done = [text == "True" for text in texts_of_all(str(mine))]
+    answers = ["False"]
+    while "False" in answers:
+        with Agreement(failure):
+            mine = is_done()
+        answers = texts_of_all(str(mine))
 
 
-class _telling_errors:
-    """An error that is raised inside is told to the other processes, which wait to hear from this one."""
-
-    def __enter__(self) -> None:
-        """Nothing is to be done."""
-
-    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        if isinstance(error, Exception):
-            _exchanged(json.dumps({"class": type(error).__name__, "error": str(error)}))
-
-
-def named(processes: Sequence[int]) -> str:
+def processes_text(processes: Sequence[int]) -> str:
     """Some processes in messages: `process 1`, `processes 1, 2`."""
-    texts = list(map(str, processes))
-    return f"process {texts[0]}" if len(texts) == 1 else f"processes {listed(texts)}"
+    if len(processes) == 1:
+        return f"process {processes[0]}"
+    return f"processes {listed(list(map(str, processes)))}"
 
 
-def chosen(name: str) -> str:
-    """What the first process says; the others give a text that does not matter, of any length."""
+def text_of_first(text: str) -> str:
+    """The text of the first process, in all of them. Those of the others are ignored."""
     if jax.process_count() == 1:
-        return name
-    texts = _exchanged(name)
-    return name if texts is None else texts[0]
+        return text
+    texts = _exchanged(text)
+    if texts is None:
+        return text
+    return texts[0]
 
 
 def _exchanged(text: str) -> list[str] | None:
     """The texts of all processes, in their order; None if all are the same."""
+    # A lowered program has megabytes, and mostly all processes have the same: then 32 bytes of it
+    # are sent.
     digests = _gathered(np.frombuffer(hashlib.sha256(text.encode()).digest(), np.uint8))
-    return None if (digests == digests[0]).all() else texts_of_all(text)
+    if (digests == digests[0]).all():
+        return None
+    return texts_of_all(text)
 
 
 def texts_of_all(text: str) -> list[str]:
-    """What each process says, in their order."""
+    """The texts of all processes, in their order."""
     if jax.process_count() == 1:
         return [text]
     mine = np.frombuffer(text.encode(), np.uint8)
     sizes = _gathered(np.array(mine.size, np.int32))
-    padded = np.zeros(1 << int(sizes.max()).bit_length(), np.uint8)  # of few lengths: each is compiled once
+    # All have to send arrays of one size, and JAX compiles a program for each size, so it is a
+    # power of two.
+    padded = np.zeros(1 << int(sizes.max()).bit_length(), np.uint8)
     padded[: mine.size] = mine
-    return [row[:size].tobytes().decode() for row, size in zip(_gathered(padded), sizes, strict=True)]
+    texts: list[str] = []
+    for row, size in zip(_gathered(padded), sizes, strict=True):
+        texts.append(row[:size].tobytes().decode())
+    return texts
 
 
 def _gathered(value: np.ndarray) -> np.ndarray:
     """The values of all processes, behind a leading dimension of the processes."""
-    said = threading.Timer(LONG, _LOG.warning, [_waiting_text()])
-    said.daemon = True
-    said.start()
+    # A process that never comes here is no error that could be raised: it may only be late. So
+    # the others log where they wait.
+    warning = threading.Timer(LONG, _LOG.warning, [_waiting_text()])
+    warning.daemon = True  # so that a process that ends meanwhile does not wait for it
+    warning.start()
     try:
         return np.asarray(multihost_utils.process_allgather(value))
     finally:
-        said.cancel()
+        warning.cancel()
 
 
 LONG = 60.0
@@ -125,46 +155,70 @@ _LOG = logging.getLogger("functree")
 
 
 def _waiting_text() -> str:
-    who, (_, frame) = f"process {jax.process_index()} of {jax.process_count()}", users_frame()
-    where = "" if frame is None else f" at {frame.f_code.co_filename}:{frame.f_lineno}"
+    who = f"process {jax.process_index()} of {jax.process_count()}"
+    where = ""
+    _, frame = users_frame()
+    if frame is not None:
+        where = f" at {frame.f_code.co_filename}:{frame.f_lineno}"
     return f"{who} has waited for the others for {LONG:g} s{where}: does each of them come there?"
 
 
-def _raise_failures(what: str, reports: Sequence[Mapping[str, Any]]) -> None:
+def _raise_failures(failure: str, reports: Sequence[Mapping[str, Any]]) -> None:
     """Raise in this process, which has no error of its own, if some of the others have one."""
-    failed = {process: report for process, report in enumerate(reports) if "error" in report}
+    failed = [process for process, report in enumerate(reports) if "error" in report]
     if failed:
-        report = next(iter(failed.values()))
-        who = named(list(failed))
+        # Of several errors the first: mostly they are the same.
+        report = reports[failed[0]]
+        # An error of functree is raised as one of its class, so that who catches it does so in all
+        # processes. A class that is not ours may need other arguments than a text.
         kind = getattr(errors, report["class"], FunctreeError)
-        raise kind(f"{what}: {who} of {len(reports)} failed with {report['class']}:\n{report['error']}")
+        who = f"{processes_text(failed)} of {len(reports)}"
+        raise kind(f"{failure}: {who} failed with {report['class']}:\n{report['error']}")
 
 
-def _raise_differences(what: str, facts: Sequence[Facts]) -> None:
+def _raise_differences(failure: str, reports: Sequence[Mapping[str, Any]]) -> None:
     """Raise for the names whose lines are not the same in all processes."""
-    problems = []
-    for name in dict.fromkeys(name for one in facts for name in one):
-        lines = [list(one.get(name, ["(nothing)"])) for one in facts]
-        usual = max(lines, key=lines.count)  # the first of those that most processes have
-        others = [process for process, one in enumerate(lines) if one != usual]
+    problems: list[Problem] = []
+    names: dict[str, None] = {}  # a set that keeps their order
+    for report in reports:
+        names.update(dict.fromkeys(report["facts"]))
+    for name in names:
+        lines = [report["facts"].get(name, ["(nothing)"]) for report in reports]
+        # Most processes are taken to be right; where as many have one as the other, the first.
+        usual = max(lines, key=lines.count)
+        others = [process for process, own in enumerate(lines) if own != usual]
         if others:
-            problems.append(Problem(None, None, name, _difference(lines, lines.index(usual), others), _REMEDY))
+            text = _difference(lines, lines.index(usual), others)
+            problems.append(Problem(None, None, name, text, _REMEDY))
     if problems:
-        raise FunctreeError(f"{what}: the {len(facts)} processes differ", problems)
+        raise FunctreeError(f"{failure}: the {len(reports)} processes differ", problems)
 
 
-_REMEDY = "all processes have to run the same program, with the same configuration and the same seeds"
+_REMEDY = (
+    "all processes have to run the same program, with the same configuration and the same seeds"
+)
 _MOST_LINES = 4
 
 
 def _difference(lines: Sequence[list[str]], usual: int, others: Sequence[int]) -> str:
-    """Which processes differ from most of them, and in which lines."""
-    who = f"{named(others)} {'differs' if len(others) == 1 else 'differ'}"
+    """Which processes differ from most of them, and in which lines the first of these does.
+
+    Args:
+        lines: those of each process.
+        usual: a process that has what most have.
+        others: the processes that differ from it.
+    """
+    different: list[tuple[int, str, str]] = []
     pairs = zip_longest(lines[usual], lines[others[0]], fillvalue="(nothing)")
-    different = [(i, pair) for i, pair in enumerate(pairs, 1) if pair[0] != pair[1]]
-    where = f", first in line {different[0][0]} of {len(lines[usual])}" if len(lines[usual]) > 1 else ""
-    text = [f"{who} from process {usual}{where}:"]
-    for _, (here, there) in different[:_MOST_LINES]:
+    for number, (here, there) in enumerate(pairs, start=1):
+        if here != there:
+            different.append((number, here, there))
+    verb = "differs" if len(others) == 1 else "differ"
+    title = f"{processes_text(others)} {verb} from process {usual}"
+    if len(lines[usual]) > 1:
+        title += f", first in line {different[0][0]} of {len(lines[usual])}"
+    text = [f"{title}:"]
+    for _, here, there in different[:_MOST_LINES]:
         text += [f"process {usual}: {here}", f"process {others[0]}: {there}"]
     if len(different) > _MOST_LINES:
         text.append(f"and in {len(different) - _MOST_LINES} more lines")

@@ -1,25 +1,27 @@
-"""Values of all processes ─► an error in all of them that says which process differs, and in what."""
+"""Values of all processes ─► an error in all that says which process differs, and in what."""
 
-from typing import Any
-
-from functree.processes.agreement import agreed
+from functree.processes.agreement import Agreement
 from functree.processes.facts import facts_of
 
 
-def check_processes(**values: Any) -> None:
-    """Check that some values are the same in all processes. With one process there is nothing to check.
+def check_processes(**values: object) -> None:
+    """Check that some values are the same in all processes.
 
-    Processes with other shapes, programs or layouts compute a wrong number without a word, or wait for each other for
-    ever. All processes have to call this at the same place of their programs. It takes a few milliseconds.
+    Processes with other shapes, programs or layouts compute a wrong number without a word, or wait
+    for each other for ever. All processes have to call this at the same place of their programs. It
+    takes a few milliseconds. With one process there is nothing to check.
 
     Args:
-        **values: plans, layouts, meshes, lowered programs (`f.lower(...)`), texts, numbers, arrays, or trees of them.
-            Arrays of this process alone count by their values, those of all processes by their shardings.
+        **values: plans, layouts, meshes, lowered programs (`f.lower(...)`), texts, numbers, arrays,
+            or trees of them. Arrays of this process alone count by their values, those of all
+            processes by their shardings.
 
     Raises:
-        FunctreeError: in all processes, if some differ: the message names the process, and the leaf or the line.
+        FunctreeError: in all processes, if some differ: the message names the process, and the leaf
+            or the line.
 
     Examples:
         >>> ft.check_processes(step=3, stop=False, layout=ft.AxisRules({"embed": "model"}))
     """
-    agreed("check_processes", lambda: (None, lambda: {name: facts_of(value) for name, value in values.items()}))
+    with Agreement("check_processes") as agreement:
+        agreement.compare(lambda: {name: facts_of(value) for name, value in values.items()})

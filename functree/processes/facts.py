@@ -2,24 +2,24 @@
 
 import re
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, Sharding
-from jax.tree_util import tree_flatten_with_path
 
+from functree.devices.meshes import MeshLike, mesh_view
+from functree.devices.specs import spec_text
 from functree.errors import path_text
 from functree.layout.layout import Layout
-from functree.layout.meshes import mesh_view
 from functree.layout.plan.plan import Plan
-from functree.layout.specs import spec_text
-from functree.tree.arrays import array_text, is_array
+from functree.layout.plan.row import Row
+from functree.tree.arrays import AnyArray, Tree, array_text, is_array
 from functree.tree.bits import is_key
-from functree.tree.paths import Path
+from functree.tree.nodes import leaves_of
 
-# The address of an object, and what a process counts for itself.
+# The address of an object in its `repr`, which is another one in each process.
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
 
@@ -27,14 +27,13 @@ def facts_of(value: Any) -> list[str]:
     """The lines of a value.
 
     Args:
-        value: a plan, a layout, a mesh, a lowered program, a text, or a tree of arrays and other values. An array of
-            this process alone counts by its values, and one of all processes by how it is sharded.
+        value: a plan, a layout, a mesh, a lowered program, a text, or a tree of arrays and other
+            values. An array of this process alone counts by its values, and one of all processes by
+            how it is sharded.
     """
     if isinstance(value, Plan):
-        rows = [
-            f"{path_text(row.path)}: {array_text(row)} {_spec(row)} {row.memory_kind or ''}".rstrip()
-            for row in value.rows
-        ]
+        # Not the whole table, which has reasons: a layout may say one thing in several ways.
+        rows = list(map(_row_text, value.rows))
         return [*rows, *_mesh_lines(value.mesh or dict(value.sizes))]
     if isinstance(value, Mesh | AbstractMesh):
         return _mesh_lines(value)
@@ -42,40 +41,58 @@ def facts_of(value: Any) -> list[str]:
         return value.splitlines()
     if isinstance(value, Layout | Sharding):
         return [_text(value)]
-    if isinstance(as_text := getattr(value, "as_text", None), Callable):
-        return as_text().splitlines()
+    as_text = getattr(value, "as_text", None)
+    if callable(as_text):  # a lowered or compiled program, of functree, of JAX or of others
+        return str(as_text()).splitlines()
     return list(_tree_lines(value))
 
 
-def _spec(row: Any) -> str:
-    return "-" if row.spec is None else spec_text(row.spec)
+def _row_text(row: Row) -> str:
+    """The array of a row of a plan, and what is decided about it."""
+    spec = "-"
+    if row.spec is not None:
+        spec = spec_text(row.spec)
+    return f"{path_text(row.path)}: {array_text(row)} {spec} {row.memory_kind or ''}".rstrip()
 
 
-def _mesh_lines(mesh: Any) -> list[str]:
+def _mesh_lines(mesh: MeshLike) -> list[str]:
     """The sizes of a mesh, and its devices in their order."""
     lines = [f"mesh {mesh_view(mesh)}"]
     if isinstance(mesh, Mesh):
+        # In another order, each process would send its part of an array to another place.
         lines.append(f"devices {[device.id for device in mesh.devices.flat]}")
     return lines
 
 
-def _tree_lines(tree: Any) -> Iterator[str]:
-    for keys, leaf in tree_flatten_with_path(tree)[0]:
-        path = Path.of(keys)
-        yield f"{path}: {_leaf_text(leaf)}" if path else _leaf_text(leaf)
+def _tree_lines(tree: Tree) -> Iterator[str]:
+    for path, leaf in leaves_of(tree):
+        if path:
+            yield f"{path}: {_leaf_text(leaf)}"
+        else:
+            yield _leaf_text(leaf)  # the tree is this leaf alone
 
 
-def _leaf_text(leaf: Any) -> str:
+def _leaf_text(leaf: object) -> str:
     if not is_array(leaf):
         return _text(leaf)
+    text = array_text(leaf)
+    if _has_values_here(leaf):
+        return f"{text} {_values_text(leaf)}"
     sharding = getattr(leaf, "sharding", None)
-    if isinstance(leaf, jax.ShapeDtypeStruct) or (isinstance(leaf, jax.Array) and not leaf.is_fully_addressable):
-        spec = f" {spec_text(sharding.spec)}" if isinstance(sharding, NamedSharding) else ""
-        return f"{array_text(leaf)}{spec}"
-    return f"{array_text(leaf)} {values_text(leaf)}"
+    if isinstance(sharding, NamedSharding):
+        return f"{text} {spec_text(sharding.spec)}"
+    return text
 
 
-def values_text(array: Any) -> str:
+def _has_values_here(array: AnyArray) -> bool:
+    """Whether an array is concrete, and all of its values are in this process."""
+    if isinstance(array, jax.ShapeDtypeStruct):
+        return False
+    # Of an array of all processes a part is elsewhere, and JAX raises an error if it is read.
+    return not isinstance(array, jax.Array) or array.is_fully_addressable
+
+
+def _values_text(array: Any) -> str:
     """The values of an array of this process: as they are, or a checksum if they are many."""
     if is_key(array.dtype):
         array = jax.random.key_data(array)
@@ -85,7 +102,7 @@ def values_text(array: Any) -> str:
     return f"with the checksum {checksum(host):08x}"
 
 
-_FEW = 8
+_FEW = 8  # the most values that a message shows
 
 
 def checksum(array: np.ndarray) -> int:
@@ -93,8 +110,9 @@ def checksum(array: np.ndarray) -> int:
     return zlib.crc32(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
 
 
-def _text(value: Any) -> str:
-    """The text of a value, without what differs from process to process although the value does not."""
+def _text(value: object) -> str:
+    """The text of a value, without what differs between processes that have equal values."""
+    # A function or a class by its name: the `repr` of a function has its address alone.
     name = getattr(value, "__qualname__", None)
     if isinstance(name, str):
         return f"{getattr(value, '__module__', '')}.{name}"

@@ -1,34 +1,42 @@
-"""An optimizer ─► the same optimizer, whose state also has a moving average of the parameters (`ft.with_ema`)."""
+"""An optimizer ─► the same optimizer, whose state also has a moving average of the parameters
+(`ft.with_ema`)."""
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from functree.errors import FunctreeError
-from functree.layout.optimizer.origins import check_optimizer
+from functree.errors import FunctreeTypeError, FunctreeValueError
+from functree.labels.optimizer.followed_parameters import check_optimizer
 from functree.parameters import DECAY, check
 from functree.state.train import TRAIN_STATE, TrainState, updated
-from functree.tree.nodes import children
+from functree.tree.nodes import outermost
+from functree.tree.paths import Path
+
+M = TypeVar("M")
 
 
 class AveragedState(NamedTuple):
-    """The state of `ft.with_ema`: that of the inner optimizer, and the average of the parameters."""
+    """The state of `ft.with_ema`: that of the inner optimizer, and the average of the
+    parameters."""
 
     inner: Any
     average: Any
 
 
-def with_ema(tx: optax.GradientTransformation, decay: float = 0.999) -> optax.GradientTransformationExtraArgs:
+def with_ema(
+    tx: optax.GradientTransformation, decay: float = 0.999
+) -> optax.GradientTransformationExtraArgs:
     """An optimizer that also keeps an exponential moving average of the parameters in its state.
 
-    The average is laid out like the parameters (`ft.plan_optimizer`), saved with the rest of the state, and read by
-    `ft.averaged`. It is in float32 or wider, so that a small step is not lost in rounding.
+    The average is laid out like the parameters (`ft.plan_optimizer`), saved with the rest of the
+    state, and read by `ft.averaged`. It is in float32 or wider, so that a small step is not lost in
+    rounding.
 
     Args:
-        tx: any optax optimizer. It has to be the whole optimizer: if a later transformation changes the updates, the
-            average does not see it.
+        tx: any optax optimizer. It has to be the whole optimizer: if a later transformation changes
+            the updates, the average does not see it.
         decay: the weight of the old average in each step.
 
     Raises:
@@ -48,9 +56,11 @@ def with_ema(tx: optax.GradientTransformation, decay: float = 0.999) -> optax.Gr
     def init(params: Any) -> AveragedState:
         return AveragedState(inner.init(params), jax.tree.map(_wide, params))
 
-    def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, AveragedState]:
+    def update(
+        updates: Any, state: Any, params: Any = None, **extra: Any
+    ) -> tuple[Any, AveragedState]:
         if params is None:
-            raise FunctreeError(
+            raise FunctreeTypeError(
                 "with_ema averages the parameters: pass them, as in `tx.update(gradients, state, params)`"
             )
         updates, after = inner.update(updates, state.inner, params, **extra)
@@ -69,7 +79,7 @@ def _wide(x: jax.Array) -> jax.Array:
     return x.astype(jnp.float32) if jnp.finfo(x.dtype).bits < 32 else x
 
 
-def averaged(ts: TrainState[Any]) -> Any:
+def averaged(ts: TrainState[M]) -> M:
     """The model with the averaged parameters. What is not trained is taken from the model.
 
     Args:
@@ -79,9 +89,10 @@ def averaged(ts: TrainState[Any]) -> Any:
         FunctreeError: the optimizer keeps no average, or several.
     """
     check("averaged has no average", ts=(ts, TRAIN_STATE))
-    found = _averages(ts.opt_state)
+    # `ft.with_ema` may be inside of another transformation.
+    found = [state.average for _, state in outermost(ts.opt_state, _is_averaged)]
     if len(found) != 1:
-        raise FunctreeError(
+        raise FunctreeValueError(
             f"the optimizer keeps {'no average' if not found else f'{len(found)} averages'} of the parameters: "
             "`TrainState.create(model, ft.with_ema(tx))`"
         )
@@ -97,8 +108,5 @@ def _is_empty(node: Any) -> bool:
     return node is None or isinstance(node, optax.MaskedNode)
 
 
-def _averages(node: Any) -> list[Any]:
-    """All averages in an optimizer's state: `ft.with_ema` may be inside of another transformation."""
-    if isinstance(node, AveragedState):
-        return [node.average]
-    return [average for _, child in children(node) or () for average in _averages(child)]
+def _is_averaged(_: Path, node: object) -> bool:
+    return isinstance(node, AveragedState)

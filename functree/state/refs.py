@@ -14,7 +14,8 @@ from functree.tree.paths import Path
 
 
 class _Token:
-    """Identifies a piece of state: the refs at two places of a model mean the same piece if they have the same token.
+    """Identifies a piece of state: the refs at two places of a model mean the same piece if they
+    have the same token.
 
     The refs themselves cannot be compared by identity: `jax.tree.map` and the like rebuild modules.
     """
@@ -23,15 +24,16 @@ class _Token:
 class StateRef(eqx.Module, HoldsState):
     """A module's declaration of a piece of state. It has no value, but the path of the value.
 
-    The values are in a `State`, which functions take and return. One ref at two places of a model is one piece of
-    state.
+    The values are in a `State`, which functions take and return. One ref at two places of a model
+    is one piece of state.
 
     Args:
         init: the initial value, an array or a number.
         axes: the names of its dimensions.
 
     Raises:
-        StateError: `init` is neither an array nor a number; the number of axes is not that of its dimensions.
+        StateError: `init` is neither an array nor a number; the number of axes is not that of its
+            dimensions.
 
     Examples:
         >>> class Counter(eqx.Module):
@@ -62,7 +64,8 @@ class StateRef(eqx.Module, HoldsState):
                 f'StateRef(axes="{self.axes}") names {len(self.axes)} dimensions, but the value has shape '
                 f"{tuple(self.init.shape)}"
             )
-        # In a stack these stay those of one layer, while `init` gets the leading dimension of the stack.
+        # In a stack these stay those of one layer, while `init` gets the leading dimension of the
+        # stack.
         self.shape, self.dtype = tuple(self.init.shape), self.init.dtype
         self.path, self.token = None, _Token()
 
@@ -73,10 +76,17 @@ class StateRef(eqx.Module, HoldsState):
     def at(self, path: Path) -> "StateRef":
         """The ref after its value has moved to a `State`.
 
-        It has no token any more: refs of two models that were built alike are equal, so the models share a trace.
+        It has no token any more: refs of two models that were built alike are equal, so the models
+        share a trace.
         """
         ref = object.__new__(StateRef)  # `__init__` requires a value
-        fields = {"init": None, "axes": self.axes, "path": path, "shape": self.shape, "dtype": self.dtype}
+        fields = {
+            "init": None,
+            "axes": self.axes,
+            "path": path,
+            "shape": self.shape,
+            "dtype": self.dtype,
+        }
         for name, value in {**fields, "token": None}.items():
             object.__setattr__(ref, name, value)
         return ref
@@ -87,7 +97,8 @@ class StateRef(eqx.Module, HoldsState):
 
 
 def strong(value: Any) -> Any:
-    """An array with a strong type. A step returns strong types, so with a weak one it would be compiled twice."""
+    """An array with a strong type. A step returns strong types, so with a weak one it would be
+    compiled twice."""
     if isinstance(value, jax.ShapeDtypeStruct):
         return value.update(weak_type=False) if value.weak_type else value
     return jnp.asarray(value, value.dtype) if jax.typeof(value).weak_type else value

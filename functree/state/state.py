@@ -1,4 +1,5 @@
-"""A model that declares state ─► the same model, and a `State` with the values, which functions take and return."""
+"""A model that declares state ─► the same model, and a `State` with the values, which functions
+take and return."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeVar
@@ -9,27 +10,28 @@ import jax.numpy as jnp
 from jax.tree_util import DictKey, register_pytree_with_keys
 
 from functree.errors import StateError, did_you_mean
+from functree.labels.leaf import Leaf
+from functree.labels.leaves import read
 from functree.parameters import check_tree
 from functree.state.refs import StateRef, strong
 from functree.tree.arrays import array_text, is_array
 from functree.tree.interfaces import Entry, PackedTree, StateMapping
-from functree.tree.leaf import Leaf
-from functree.tree.leaves import read
-from functree.tree.nodes import BELOW, children, mapped, outermost
+from functree.tree.nodes import BELOW, mapped, outermost
 from functree.tree.paths import Path
 
 T = TypeVar("T")
 
 
 class State(StateMapping):
-    """The state of a model: an immutable mapping from the path of each piece to its array; made by `ft.make_state`.
+    """The state of a model: an immutable mapping from the path of each piece to its array; made by
+    `ft.make_state`.
 
-    It is a pytree with the key `DictKey(str(path))` for each leaf. For layouts, filters, donation and checkpoints a
-    value has the path of its ref in the model.
+    It is a pytree with the key `DictKey(str(path))` for each leaf. For layouts, filters, donation
+    and checkpoints a value has the path of its ref in the model.
 
     Raises:
-        StateError: (when indexed with a ref) the ref is of another model, or has no path yet; the value has another
-            shape or dtype.
+        StateError: (when indexed with a ref) the ref is of another model, or has no path yet; the
+            value has another shape or dtype.
 
     Examples:
         >>> layer, state = ft.make_state(ft.nn.BatchNorm(4))
@@ -57,8 +59,14 @@ class State(StateMapping):
         if shape != key.shape:
             # With more dimensions in front it is the state of all layers of a stack.
             stacked = shape[len(shape) - len(key.shape) :] == key.shape
-            why = "it is that of all layers: run them by `stacked.scan(..., state=state)`" if stacked else _OTHER
-            raise StateError(f"the state at `{key.path}` has shape {shape}, but its ref has {key.shape}: {why}")
+            why = (
+                "it is that of all layers: run them by `stacked.scan(..., state=state)`"
+                if stacked
+                else _OTHER
+            )
+            raise StateError(
+                f"the state at `{key.path}` has shape {shape}, but its ref has {key.shape}: {why}"
+            )
         if is_array(value) and value.dtype != key.dtype:
             raise StateError(
                 f"the state at `{key.path}` is {array_text(value)}, but its ref is {array_text(key)}: {_OTHER}"
@@ -70,8 +78,8 @@ class State(StateMapping):
 
         Args:
             ref: the ref whose value is set.
-            value: an array of the same shape and dtype; or a Python number, which is converted to the dtype if it keeps
-                its value.
+            value: an array of the same shape and dtype; or a Python number, which is converted to
+                the dtype if it keeps its value.
 
         Raises:
             StateError: the ref is unknown; the value has another shape or dtype.
@@ -89,17 +97,22 @@ class State(StateMapping):
         return State(self._entries, {**self._values, path: new})
 
     def update(self, values: Mapping[Any, Any]) -> "State":
-        """The state with other values at some paths, of any shapes; for functions that run the layers of a stack."""
-        values = {Path.parse(key) if isinstance(key, str) else key: value for key, value in values.items()}
+        """The state with other values at some paths, of any shapes; for functions that run the
+        layers of a stack."""
+        values = {
+            Path.parse(key) if isinstance(key, str) else key: value for key, value in values.items()
+        }
         for path in values:
             if path not in self._values:
                 raise StateError(f"no state at `{path}`{did_you_mean(path, self._values)}")
         return State(self._entries, {**self._values, **values})
 
     def of_layers(self, layer: Any) -> tuple[dict[Path, Any], dict[Path, Any]]:
-        """The values that all layers of a stack share, and the stacked ones, of which each layer has its own slice.
+        """The values that all layers of a stack share, and the stacked ones, of which each layer
+        has its own slice.
 
-        All other values are shared, not only those that a layer declares: it may get a ref as an argument.
+        All other values are shared, not only those that a layer declares: it may get a ref as an
+        argument.
         """
         own: dict[Path, Any] = {}
         for ref in refs(layer):
@@ -117,7 +130,9 @@ class State(StateMapping):
                 "this StateRef has no path yet: call `model, state = ft.make_state(model)` and use its refs"
             )
         if ref.path not in self._values:
-            raise StateError(f"no state at `{ref.path}`{did_you_mean(ref.path, self._values)}; {_OTHER}")
+            raise StateError(
+                f"no state at `{ref.path}`{did_you_mean(ref.path, self._values)}; {_OTHER}"
+            )
         return ref.path
 
     def __iter__(self) -> Iterator[Path]:
@@ -138,7 +153,11 @@ class State(StateMapping):
         return id(self)
 
     def __repr__(self) -> str:
-        return "State({" + ", ".join(f"{str(path)!r}: {value!r}" for path, value in self._values.items()) + "})"
+        return (
+            "State({"
+            + ", ".join(f"{str(path)!r}: {value!r}" for path, value in self._values.items())
+            + "})"
+        )
 
 
 _OTHER = "is it the state of another model?"
@@ -158,7 +177,9 @@ def _takes(dtype: Any, number: Any) -> bool:
 register_pytree_with_keys(
     State,
     lambda s: (tuple((DictKey(str(e.path)), s._values[e.path]) for e in s._entries), s._entries),
-    lambda entries, values: State(entries, {e.path: x for e, x in zip(entries, values, strict=True)}),
+    lambda entries, values: State(
+        entries, {e.path: x for e, x in zip(entries, values, strict=True)}
+    ),
     lambda s: (tuple(s._values[e.path] for e in s._entries), s._entries),
 )
 
@@ -171,14 +192,17 @@ def make_state(model: T) -> tuple[T, State]:
             ft.make_state(...))`).
 
     Returns:
-        `(model, state)`: the model, whose refs have their paths, and the values. One ref at two places is one piece of
-        state, at the path of the first place. Two models that are built alike have equal structures, so they share a
-        trace. If two pieces, or a piece and the model, have the same array, it is copied: to donate it twice would be
+        `(model, state)`: the model, whose refs have their paths, and the values. One ref at two
+            places is one piece of
+        state, at the path of the first place. Two models that are built alike have equal
+            structures, so they share a
+        trace. If two pieces, or a piece and the model, have the same array, it is copied: to donate
+            it twice would be
         an error.
 
     Raises:
-        StateError: a ref has a path already (pass the `state=` of its model, too), or is in a packed tree; the model
-            has an `eqx.nn.StateIndex`.
+        StateError: a ref has a path already (pass the `state=` of its model, too), or is in a
+            packed tree; the model has an `eqx.nn.StateIndex`.
 
     Examples:
         >>> shared = ft.StateRef(jnp.zeros(3), axes="embed")
@@ -206,7 +230,8 @@ def place_state(model: T, leaves: Sequence[Leaf]) -> tuple[T, State]:
                 "and pass it (`TrainState.create(model, tx, state=state)`)"
             )
         first = found.setdefault(node.token, (path, node))
-        # A ref inside of a stack that is also outside of it means one piece for all layers, at the outer path.
+        # A ref inside of a stack that is also outside of it means one piece for all layers, at the
+        # outer path.
         if by_path[path / "init"].stacked < by_path[first[0] / "init"].stacked:
             found[node.token] = (path, node)
     if not found:
@@ -218,11 +243,14 @@ def place_state(model: T, leaves: Sequence[Leaf]) -> tuple[T, State]:
         return node.at(found[node.token][0]) if isinstance(node, StateRef) else BELOW
 
     model = mapped(model, placed)
-    return model, State(tuple(entries), apart({path: ref.init for path, ref in found.values()}, model))
+    return model, State(
+        tuple(entries), apart({path: ref.init for path, ref in found.values()}, model)
+    )
 
 
 def _refuse_declaration(path: Path, node: Any) -> None:
-    """Raise StateError for Equinox' own declaration of state, and for a packed tree that has refs."""
+    """Raise StateError for Equinox' own declaration of state, and for a packed tree that has
+    refs."""
     if isinstance(node, eqx.nn.StateIndex):
         raise StateError(
             f"`{path}` is an `eqx.nn.StateIndex`, whose state is in an `eqx.nn.State`: make the model by "
@@ -242,11 +270,10 @@ def holds_refs(module: Any) -> bool:
 
 def refs(module: Any) -> list[StateRef]:
     """The refs of a module, in the order of its leaves."""
-    if isinstance(module, StateRef):
-        return [module]
-    if isinstance(module, PackedTree):
-        module = module.tree
-    return [ref for _, child in children(module) or () for ref in refs(child)]
+    found: list[StateRef] = []
+    for _, node in outermost(module, lambda _, node: isinstance(node, (StateRef, PackedTree))):
+        found += [node] if isinstance(node, StateRef) else refs(node.tree)
+    return found
 
 
 def apart(tree: T, other: Any) -> T:

@@ -1,6 +1,5 @@
 """`TrainState`: everything that one training step passes to the next, as one module."""
 
-from collections.abc import Mapping
 from typing import Any, Generic, TypeVar
 
 import equinox as eqx
@@ -9,34 +8,34 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Int, PRNGKeyArray
 
-from functree.errors import FunctreeError, Problem, StateError, count
-from functree.layout.layout import Layout, LayoutTree
-from functree.layout.meshes import MeshLike, mesh_view
-from functree.layout.optimizer.origins import check_optimizer
-from functree.layout.optimizer.plan_optimizer import select_trained
-from functree.layout.prefix import DerivesLayout
+from functree.devices.meshes import MeshLike, mesh_view
+from functree.errors import FunctreeValueError, Problem, StateError, count
+from functree.labels.filters.filter import Filter, FilterLike, as_filter
+from functree.labels.filters.predicates import is_trainable
+from functree.labels.leaves import Leaves, read
+from functree.labels.optimizer.followed_parameters import check_optimizer
+from functree.layout.layout import LayoutTree
+from functree.layout.plan_optimizer import select_trained
 from functree.parameters import KEY, Takes, check, check_tree
 from functree.placing.shard import shard
 from functree.state.refs import StateRef, strong
 from functree.state.state import State, apart, place_state
-from functree.state.training_layout import TrainingLayout
 from functree.tree.arrays import array_text
-from functree.tree.filters.filter import Filter, FilterLike, as_filter
-from functree.tree.filters.predicates import is_trainable
-from functree.tree.leaves import Leaves, read
+from functree.tree.interfaces import TrainingState
 from functree.tree.nodes import children, rebuilt
-from functree.tree.paths import Path
 from functree.tree.skeleton.skeleton import Skeleton
 
 M = TypeVar("M")
+N = TypeVar("N")
 
 
-class TrainState(eqx.Module, DerivesLayout, Generic[M]):
+class TrainState(eqx.Module, TrainingState, Generic[M]):
     """Everything that one training step passes to the next; made by `TrainState.create`.
 
-    The layout of the model lays out the whole training state: the optimizer's state as in `ft.plan_optimizer`, the
-    model's state by the same rules, and everything else replicated. A pattern is matched with the whole path
-    (`model.blocks.0.up`, `opt_state.0.mu.**`), and with the path below `model`.
+    The layout of the model lays out the whole training state: the optimizer's state as in
+    `ft.plan_optimizer`, the model's state by the same rules, and everything else replicated. A
+    pattern is matched with the whole path (`model.blocks.0.up`, `opt_state.0.mu.**`), and with the
+    path below `model`.
 
     Attributes:
         step: the number of updates.
@@ -44,8 +43,8 @@ class TrainState(eqx.Module, DerivesLayout, Generic[M]):
         opt_state: the optimizer's state, for the parameters that it updates.
         state: the state that the model declares by `ft.StateRef`s, or None.
         key: a key, for example for dropout, or None.
-        tx: the optimizer, static. Make it once: optax's optimizers are equal only by identity, so another one needs
-            another compilation.
+        tx: the optimizer, static. Make it once: optax's optimizers are equal only by identity, so
+            another one needs another compilation.
         wrt: the filter of the parameters that the optimizer updates, static.
 
     Examples:
@@ -65,10 +64,11 @@ class TrainState(eqx.Module, DerivesLayout, Generic[M]):
     tx: Any = eqx.field(static=True)
     wrt: Filter = eqx.field(static=True)
 
+    # `TrainState.create` names no M: so a type checker has to find the type in the argument.
     @classmethod
     def create(
-        cls,
-        model: M,
+        cls: "type[TrainState[Any]]",
+        model: N,
         tx: optax.GradientTransformation,
         *,
         layout: LayoutTree = None,
@@ -76,26 +76,29 @@ class TrainState(eqx.Module, DerivesLayout, Generic[M]):
         state: State | eqx.nn.State | None = None,
         key: PRNGKeyArray | None = None,
         wrt: FilterLike = is_trainable,
-    ) -> "TrainState[M]":
-        """The training state before the first step. Under `ft.init` each of its arrays is created sharded.
+    ) -> "TrainState[N]":
+        """The training state before the first step. Under `ft.init` each of its arrays is created
+        sharded.
 
         Args:
-            model: the model; concrete, traced or abstract. If it declares state that was not made yet, it is made. If
-                the model is abstract, so are the step and the optimizer's state. Weakly typed arrays get strong types,
-                which a step returns.
+            model: the model; concrete, traced or abstract. If it declares state that was not made
+                yet, it is made. If the model is abstract, so are the step and the optimizer's
+                state. Weakly typed arrays get strong types, which a step returns.
             tx: any optax optimizer.
-            layout: the layout of the model, by which the whole training state is placed; for concrete arrays only.
+            layout: the layout of the model, by which the whole training state is placed; for
+                concrete arrays only.
             mesh: a mesh, or None for the current one.
-            state: the state of the model, if it was made already: an `ft.State`, or an `eqx.nn.State`. The leaves of
-                the latter have no names, so rules leave them whole.
+            state: the state of the model, if it was made already: an `ft.State`, or an
+                `eqx.nn.State`. The leaves of the latter have no names, so rules leave them whole.
             key: the value of the attribute `key`.
             wrt: a filter. Parameters that do not match are frozen: the optimizer does not get them.
 
         Raises:
             FunctreeError: `tx` is not an optimizer; no parameter matches `wrt`.
-            RuleError: `wrt` is not a filter, or a pattern in it matches no leaf; `layout` is not a layout.
-            StateError: the state of the model cannot be made, as in `ft.make_state`; it declares state in Equinox' way,
-                and `state` is not given.
+            RuleError: `wrt` is not a filter, or a pattern in it matches no leaf; `layout` is not a
+                layout.
+            StateError: the state of the model cannot be made, as in `ft.make_state`; it declares
+                state in Equinox' way, and `state` is not given.
             ShardingError: the layout does not fit.
 
         Examples:
@@ -118,20 +121,16 @@ class TrainState(eqx.Module, DerivesLayout, Generic[M]):
         chosen = as_filter(wrt)
         trained = select_trained(leaves, chosen, name)
         if not trained.parameters:
-            raise FunctreeError(f"nothing to train: no array of {name} matches wrt={wrt!r}")
+            raise FunctreeValueError(f"nothing to train: no array of {name} matches wrt={wrt!r}")
         model, params = _strong(model), _strong(trained.tree(lambda leaf: leaf.value))
         if any(isinstance(leaf.value, jax.ShapeDtypeStruct) for leaf in leaves.leaves):
-            # `tx.init` allocates arrays even for abstract parameters, and these may be too large for any device.
+            # `tx.init` allocates arrays even for abstract parameters, and these may be too large
+            # for any device.
             step, opt_state = eqx.filter_eval_shape(_start, tx, params)
         else:
             step, opt_state = _start(tx, params)
         ts = cls(step, model, apart(opt_state, model), _strong(state), key, tx, chosen)
         return ts if layout is None else shard(ts, layout, mesh)
-
-    @staticmethod
-    def derived_layout(layout: Layout, found: Mapping[Path, "TrainState[Any]"]) -> Layout:
-        """The layout of a tree that contains training states, from the layout of the model."""
-        return TrainingLayout(layout, found)
 
 
 def _start(tx: optax.GradientTransformation, params: Any) -> tuple[Any, Any]:
@@ -140,30 +139,39 @@ def _start(tx: optax.GradientTransformation, params: Any) -> tuple[Any, Any]:
 
 
 def _without_state(leaves: Leaves, model: Any) -> Leaves:
-    """The leaves of a model after its state has been moved out: without the initial values of its refs."""
-    kept = tuple(leaf for leaf in leaves.leaves if not any(issubclass(cls, StateRef) for cls in leaf.within))
+    """The leaves of a model after its state has been moved out: without the initial values of its
+    refs."""
+    kept = tuple(
+        leaf for leaf in leaves.leaves if not any(issubclass(cls, StateRef) for cls in leaf.within)
+    )
     return Leaves(kept, (), Skeleton.of(model))
 
 
-STATE = Takes("an `ft.State` or an `eqx.nn.State`", lambda value: isinstance(value, State | eqx.nn.State)).or_none()
+STATE = Takes(
+    "an `ft.State` or an `eqx.nn.State`", lambda value: isinstance(value, State | eqx.nn.State)
+).or_none()
 TRAIN_STATE = Takes("an `ft.TrainState`", lambda value: isinstance(value, TrainState))
 
 TS = TypeVar("TS", bound=TrainState[Any])
 T = TypeVar("T")
 
 
-def apply_gradients(ts: TS, grads: Any, *, state: State | eqx.nn.State | None = None, **extra: Any) -> TS:
+def apply_gradients(
+    ts: TS, grads: Any, *, state: State | eqx.nn.State | None = None, **extra: Any
+) -> TS:
     """The training state after one update.
 
     Args:
         ts: the training state before the update. Fields that a subclass adds stay as they are.
-        grads: a tree like the model, from `ft.grad` or `ft.value_and_grad`. Its values for frozen parameters are not
-            used, and may be None.
+        grads: a tree like the model, from `ft.grad` or `ft.value_and_grad`. Its values for frozen
+            parameters are not used, and may be None.
         state: the model's state after the step, if it has one.
-        **extra: other arguments of the optimizer's `update` (`value=`; for L-BFGS also `value_fn=` and `grad=`).
+        **extra: other arguments of the optimizer's `update` (`value=`; for L-BFGS also `value_fn=`
+            and `grad=`).
 
     Raises:
-        FunctreeError: a parameter has no gradient, or one of another shape; the message has the paths.
+        FunctreeError: a parameter has no gradient, or one of another shape; the message has the
+            paths.
         StateError: `state` is that of another model.
 
     Examples:
@@ -194,10 +202,12 @@ def apply_gradients(ts: TS, grads: Any, *, state: State | eqx.nn.State | None = 
             why = f"needs a gradient of its shape, but got {array_text(grad)}"
             problems.append(leaf.problem(why, _OF_THIS_MODEL))
     if problems:
-        raise FunctreeError(f"{count(len(problems), 'parameter')} cannot be updated", problems)
+        raise FunctreeValueError(f"{count(len(problems), 'parameter')} cannot be updated", problems)
     update = optax.with_extra_args_support(ts.tx).update
     spread = leaves.skeleton.spread
-    updates, opt_state = update(spread(gradients), jax.tree.map(_on_device, ts.opt_state), spread(params), **extra)
+    updates, opt_state = update(
+        spread(gradients), jax.tree.map(_on_device, ts.opt_state), spread(params), **extra
+    )
     model = jax.tree.map(updated, updates, ts.model, is_leaf=_is_none)
     if state is not None and not _same_pieces(state, ts.state):
         raise StateError(
@@ -210,13 +220,16 @@ def apply_gradients(ts: TS, grads: Any, *, state: State | eqx.nn.State | None = 
     return rebuilt(ts, [new.get(field, value) for field, value in children(ts) or ()])
 
 
-_DIFFERENTIATE = "give `ft.grad(loss, wrt=...)` and `TrainState.create(..., wrt=...)` the same filter"
+_DIFFERENTIATE = (
+    "give `ft.grad(loss, wrt=...)` and `TrainState.create(..., wrt=...)` the same filter"
+)
 _OF_THIS_MODEL = "pass the gradient of this model, from `ft.grad` or `ft.value_and_grad`"
 
 
 def _same_pieces(state: Any, before: Any) -> bool:
     """Whether a state is of the same model as another one."""
-    # Equinox takes the values from a state of which a new one was made, so that it cannot be compared any more.
+    # Equinox takes the values from a state of which a new one was made, so that it cannot be
+    # compared any more.
     if isinstance(before, eqx.nn.State):
         return isinstance(state, eqx.nn.State)
     return jax.tree.structure(state) == jax.tree.structure(before)
@@ -228,7 +241,9 @@ def _pieces(state: Any) -> str:
         return "no state"
     if not isinstance(state, State):
         return f"a {type(state).__name__}"
-    listed = [f"`{path}` ({axes})" if any(axes) else f"`{path}`" for path, axes, _ in state.entries()]
+    listed = [
+        f"`{path}` ({axes})" if any(axes) else f"`{path}`" for path, axes, _ in state.entries()
+    ]
     if len(listed) > _PIECES:
         listed[_PIECES:] = [f"{len(listed) - _PIECES} more"]
     return f"a State of {', '.join(listed)}" if listed else "an empty State"
@@ -238,7 +253,8 @@ _PIECES = 6
 
 
 def _strong(tree: T) -> T:
-    """A tree without weak types, with which a step would compile twice: those of `eqx.nn.PReLU`, or of L-BFGS."""
+    """A tree without weak types, with which a step would compile twice: those of `eqx.nn.PReLU`, or
+    of L-BFGS."""
     arrays = [x for x in jax.tree.leaves(tree) if isinstance(x, jax.Array | jax.ShapeDtypeStruct)]
     new = {id(x): strong(x) for x in arrays if jax.typeof(x).weak_type}
     # An array that is at two places of the tree stays one array.
@@ -246,7 +262,8 @@ def _strong(tree: T) -> T:
 
 
 def _on_device(x: Any) -> Any:
-    """The array in device memory. A layout may keep it in host memory, where the update cannot be computed."""
+    """The array in device memory. A layout may keep it in host memory, where the update cannot be
+    computed."""
     if not isinstance(x, jax.Array) or jax.typeof(x).memory_space != jax.memory.Space.Host:
         return x
     return jax.device_put(x, jax.memory.Space.Device)
@@ -257,8 +274,10 @@ def _is_none(node: object) -> bool:
 
 
 def updated(update: Any, parameter: Any) -> Any:
-    """The sum of a parameter and its update, in the parameter's dtype; the parameter itself if it is frozen."""
+    """The sum of a parameter and its update, in the parameter's dtype; the parameter itself if it
+    is frozen."""
     if update is None:
         return parameter
-    # An explicit cast: under strict dtype promotion JAX does not add a bfloat16 parameter and a float32 update.
+    # An explicit cast: under strict dtype promotion JAX does not add a bfloat16 parameter and a
+    # float32 update.
     return (parameter.astype(update.dtype) + update).astype(parameter.dtype)

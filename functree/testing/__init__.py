@@ -1,8 +1,25 @@
-"""Assertions for users' own tests: layouts, what programs move, compilations, and sharded against unsharded results."""
+"""Assertions for users' own tests: layouts, what programs move, compilations, and sharded against
+unsharded results."""
 
-from functree.testing.budgets import assert_collectives as assert_collectives
-from functree.testing.budgets import assert_peak_memory as assert_peak_memory
-from functree.testing.closed import assert_closed as assert_closed
-from functree.testing.golden import assert_layout as assert_layout
-from functree.testing.recompiling import assert_no_recompile as assert_no_recompile
-from functree.testing.unsharded import assert_same_as_unsharded as assert_same_as_unsharded
+from functree.testing.budgets import assert_collectives, assert_peak_memory
+from functree.testing.closed import assert_closed
+from functree.testing.golden import assert_layout
+from functree.testing.recompiling import assert_no_recompile
+from functree.testing.unsharded import assert_same_as_unsharded
+
+__all__ = [
+    "assert_layout",
+    "assert_same_as_unsharded",
+    "assert_collectives",
+    "assert_peak_memory",
+    "assert_closed",
+    "assert_no_recompile",
+]
+
+
+def __dir__() -> list[str]:
+    """The public names, for `dir` and completion.
+
+    Submodules are attributes of their package, and are not public.
+    """
+    return [*__all__, *(name for name in globals() if name.startswith("__"))]

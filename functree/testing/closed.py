@@ -1,4 +1,4 @@
-"""A step and its arguments ─► the assertion that its state can be passed to the next step as it is."""
+"""A step and its arguments ─► the assertion that the state it returns is like the one it takes."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -7,23 +7,25 @@ import jax
 from jax.tree_util import tree_leaves
 
 from functree.calls.call_groups import CallGroup
-from functree.calls.compilations import Difference, Seen, differences
+from functree.calls.compilations import Difference, Situation, differences
 from functree.calls.function import Function
 from functree.calls.signature import Signature
-from functree.errors import FunctreeError
-from functree.layout.placement import sharding_text
+from functree.devices.placement import sharding_text
+from functree.errors import FunctreeTypeError
 from functree.parameters import FUNCTION, check
 from functree.transforms.jit.jit import jit
+from functree.tree.arrays import Tree
 from functree.tree.nodes import children
 from functree.tree.paths import Path
 from functree.tree.skeleton.skeleton import Skeleton
 
 
 def assert_closed(step: Callable[..., Any], args: Sequence[Any]) -> None:
-    """Assert that the state that a step returns is like the one that it takes, so that the next step compiles nothing.
+    """Assert that the state that a step returns is like the one that it takes.
 
-    The state is every argument with donated arrays; if there is none, the first argument. It is compared with the part
-    of the result that has its paths: structure, static values, shapes, dtypes, weak types, shardings. Nothing is run.
+    Then the next step compiles nothing. The state is every argument with donated arrays; if there
+    is none, the first argument. It is compared with the part of the result that has its paths:
+    structure, static values, shapes, dtypes, weak types, shardings. Nothing is run.
 
     Args:
         step: the step, which may be made by `ft.jit`.
@@ -34,8 +36,10 @@ def assert_closed(step: Callable[..., Any], args: Sequence[Any]) -> None:
         FunctreeError: `step` is not a function.
 
     Examples:
-        >>> step = ft.jit(lambda state, x: {"w": state["w"] + x.mean(), "n": state["n"] + 1}, donate="state")
-        >>> ft.testing.assert_closed(step, ({"w": jnp.ones(3), "n": jnp.zeros((), int)}, jnp.ones(4)))
+        >>> def step(state, x):
+        ...     return {"w": state["w"] + x.mean(), "n": state["n"] + 1}
+        >>> state = {"w": jnp.ones(3), "n": jnp.zeros((), int)}
+        >>> ft.testing.assert_closed(ft.jit(step, donate="state"), (state, jnp.ones(4)))
         >>> ft.testing.assert_closed(lambda state: state.astype("bfloat16"), (jnp.ones(3),))
         Traceback (most recent call last):
             ...
@@ -44,39 +48,66 @@ def assert_closed(step: Callable[..., Any], args: Sequence[Any]) -> None:
     """
     check("assert_closed cannot check this", step=(step, FUNCTION))
     if not isinstance(args, tuple | list):
-        raise FunctreeError("assert_closed takes the arguments as a tuple: `assert_closed(step, (state, batch))`")
-    traced = (step if isinstance(step, Function) else jit(step)).trace(*args)
+        raise FunctreeTypeError(
+            "assert_closed takes the arguments as a tuple: `assert_closed(step, (state, batch))`"
+        )
+    if isinstance(step, Function):
+        function, plain = step, step.__wrapped__
+    else:
+        function, plain = jit(step), step
+    # Compiled, since only then it is known how the results are sharded: with no `out_shardings=`
+    # that is the compiler's choice.
+    traced = function.trace(*args)
     compiled = traced.lower().compile()
     given, by_name = compiled.in_avals
     shardings, shardings_by_name = compiled.input_shardings
     donated, donated_by_name = compiled.args_info
-    signature, _ = Signature.of(step.__wrapped__ if isinstance(step, Function) else step)
+    signature, _ = Signature.of(plain)
     names = [*signature.positional[: len(given)], *by_name]
-    result = _abstract(traced.out_avals, compiled.output_shardings)
-    before = list(map(_abstract, [*given, *by_name.values()], [*shardings, *shardings_by_name.values()]))
-    infos = [*donated, *donated_by_name.values()]
-    states = [i for i, info in enumerate(infos) if any(one.donated for one in tree_leaves(info))] or [0]
-    found = [line for i in states for line in _lines(Path((names[i],)), before[i], result)]
-    if found:
-        raise AssertionError("\n".join(["the state is not closed: the next step would compile again", *found]))
-
-
-def _abstract(avals: Any, shardings: Any) -> Any:
-    """A tree of abstract values, with the shardings of another."""
-    return jax.tree.map(
-        lambda aval, one: jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=one, weak_type=aval.weak_type),
-        avals,
-        shardings,
+    before = map(
+        _with_shardings,
+        [*given, *by_name.values()],
+        [*shardings, *shardings_by_name.values()],
     )
+    arguments = dict(zip(names, before, strict=True))
+    # What is donated is given away for its successor, so that it is the state.
+    states: list[str] = []
+    for name, info in zip(names, [*donated, *donated_by_name.values()], strict=True):
+        if any(one.donated for one in tree_leaves(info)):
+            states.append(name)
+    result = _with_shardings(traced.out_avals, compiled.output_shardings)
+    found: list[str] = []
+    for name in states or names[:1]:
+        found += _lines(Path((name,)), arguments[name], result)
+    if found:
+        raise AssertionError(
+            "\n".join(["the state is not closed: the next step would compile again", *found])
+        )
 
 
-def _lines(name: Path, state: Any, result: Any) -> Iterator[str]:
+def _with_shardings(avals: Tree, shardings: Tree) -> Tree:
+    """A tree of abstract values, with the shardings of another."""
+
+    def with_sharding(aval: Any, sharding: jax.sharding.Sharding | None) -> jax.ShapeDtypeStruct:
+        # The weak type too: a step that returns a Python number where it took an array is compiled
+        # again.
+        return jax.ShapeDtypeStruct(
+            aval.shape, aval.dtype, sharding=sharding, weak_type=aval.weak_type
+        )
+
+    return jax.tree.map(with_sharding, avals, shardings)
+
+
+def _lines(name: Path, state: Tree, result: Tree) -> Iterator[str]:
     """What differs between a state and the part of a result that replaces it."""
-    paths = set(Skeleton.of(state).paths)
-    parts = list(_parts(result))
-    # The part with the most paths of the state; of several the outermost.
-    new = max(parts, key=lambda part: len(paths & set(Skeleton.of(part).paths)), default=None)
-    if new is None or not paths & set(Skeleton.of(new).paths):
+    # A step returns its state beside a loss, in a tuple or under a name of its own. So the part is
+    # found by its paths: that with the most paths of the state, and of several the outermost.
+    paths, new, most = set(Skeleton.of(state).paths), None, 0
+    for part in _parts(result):
+        shared = len(paths & set(Skeleton.of(part).paths))
+        if shared > most:
+            new, most = part, shared
+    if not most:
         yield f"  {name}: no part of the result has its paths"
         return
     for one in _differences(state, new):
@@ -87,7 +118,7 @@ def _lines(name: Path, state: Any, result: Any) -> Iterator[str]:
         yield f"  {Difference(path, *one[1:])}"
 
 
-def _parts(tree: Any) -> Iterator[Any]:
+def _parts(tree: Tree) -> Iterator[Tree]:
     """A tree and all trees in it, the outermost first."""
     waiting = [tree]
     while waiting:
@@ -96,9 +127,11 @@ def _parts(tree: Any) -> Iterator[Any]:
         waiting += [child for _, child in children(node) or ()]
 
 
-def _differences(before: Any, after: Any) -> tuple[Difference, ...]:
-    seen: list[Seen] = []
+def _differences(before: Tree, after: Tree) -> tuple[Difference, ...]:
+    """What would be the reasons for a compilation, of calls with these trees."""
+    situations: list[Situation] = []
     for tree in (before, after):
         skeleton, arrays = Skeleton.apart(tree)
-        seen.append(Seen.of(CallGroup(skeleton), arrays, None, None))
-    return differences(seen[0].situation, seen[1].situation)
+        # Without a mesh and rules, which are those of the call in both cases.
+        situations.append(Situation.of(CallGroup(skeleton), arrays, None, None))
+    return differences(*situations)

@@ -1,4 +1,4 @@
-"""A block of code ─► the assertion that nothing is compiled in it, with the reason for each compilation."""
+"""A block of code ─► the assertion that nothing is compiled in it, or why something was."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -6,7 +6,10 @@ from contextlib import contextmanager
 import jax
 
 from functree.calls.compilations import Compilation, observers
+from functree.errors import count
 
+# The event of a compilation by XLA. A program that comes from the compilation cache has it too: to
+# look there takes time as well.
 _COMPILED = "/jax/core/compile/backend_compile_duration"
 
 
@@ -30,6 +33,8 @@ def assert_no_recompile() -> Iterator[None]:
         AssertionError: 1 compilation
           <lambda>: compilation 2: x: shape (3,) → (4,)
     """
+    # From two sides: functree's own functions tell why they compile, JAX only that something is
+    # compiled, by whomever.
     explained: list[tuple[str, Compilation]] = []
     heard: list[str] = []
 
@@ -38,6 +43,7 @@ def assert_no_recompile() -> Iterator[None]:
             heard.append(str(kwargs.get("fun_name")))
 
     def note(name: str, compilation: Compilation) -> None:
+        # A shared one was compiled for another wrapper of the same function, and was found ready.
         if not compilation.shared:
             explained.append((name, compilation))
 
@@ -48,8 +54,11 @@ def assert_no_recompile() -> Iterator[None]:
     finally:
         observers.remove(note)
         jax.monitoring.unregister_event_duration_listener(listen)
+    # JAX calls the program of `f` by the name `jit(f)`.
     known = {f"jit({name})" for name, _ in explained}
     lines = [f"  {name}: {compilation}" for name, compilation in explained]
-    lines += [f"  {name}: compiled by JAX, not by a function of functree" for name in heard if name not in known]
+    for name in heard:
+        if name not in known:
+            lines.append(f"  {name}: compiled by JAX, not by a function of functree")
     if lines:
-        raise AssertionError("\n".join([f"{len(lines)} compilation{'s' if len(lines) > 1 else ''}", *lines]))
+        raise AssertionError("\n".join([count(len(lines), "compilation"), *lines]))

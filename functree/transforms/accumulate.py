@@ -1,24 +1,25 @@
-"""A gradient function ─► the same function over a batch that is split into pieces, computed one after another."""
+"""A gradient function ─► the same function over a batch, which it computes piece by piece."""
 
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, ParamSpec, TypeVar
+from typing import ParamSpec, TypeVar
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import AxisType
 from jax.tree_util import tree_map
 
 from functree.calls.signature import Signature
-from functree.errors import FunctreeError, Problem, count
-from functree.layout.specs import mesh_axes
+from functree.devices.specs import mesh_axes
+from functree.errors import FunctreeTypeError, FunctreeValueError, Problem, count
+from functree.labels.leaf import Leaf
+from functree.labels.leaves import read
 from functree.parameters import FUNCTION, SIZE, check
 from functree.transforms.jit.jit import jit
-from functree.tree.arrays import is_array
-from functree.tree.leaf import Leaf
-from functree.tree.leaves import read
+from functree.tree.arrays import Tree, is_array
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -27,22 +28,23 @@ _T = TypeVar("_T")
 def accumulate(fn: Callable[_P, _T], steps: int) -> Callable[_P, _T]:
     """Run a gradient function on the pieces of a batch, by a `lax.scan`, and average the results.
 
-    It needs the memory of one piece only. If the loss is a mean over the batch, the result is that of the whole batch.
-    No data moves between devices: piece `i` has every `steps`-th example of the batch, beginning with the `i`-th.
+    It needs the memory of one piece only. If the loss is a mean over the batch, the result is that
+    of the whole batch. No data moves between devices: piece `i` has every `steps`-th example of the
+    batch, beginning with the `i`-th.
 
     Args:
-        fn: `ft.value_and_grad(loss)` or `ft.grad(loss)`. Its first argument is the model. In all other arguments the
-            leading dimension of each array is the batch. It is traced once.
+        fn: `ft.value_and_grad(loss)` or `ft.grad(loss)`. Its first argument is the model. In all
+            other arguments the leading dimension of each array is the batch. It is traced once.
         steps: the number of pieces.
 
     Returns:
-        A function of the same arguments. Inexact arrays of its result are averaged, in float32 or wider. Everything
-        else is taken from the last piece.
+        A function of the same arguments. Inexact arrays of its result are averaged, in float32 or
+            wider. Everything else is taken from the last piece.
 
     Raises:
-        FunctreeError: `steps` is not a positive integer; (when called) it does not divide the leading dimension of an
-            array, or a piece cannot be sharded like the batch (this is checked on Explicit axes, where the types of
-            arrays contain their shardings).
+        FunctreeError: `steps` is not a positive integer; (when called) it does not divide the
+            leading dimension of an array, or a piece cannot be sharded like the batch (this is
+            checked on Explicit axes, where the types of arrays contain their shardings).
 
     Examples:
         >>> def loss(w, x):
@@ -55,38 +57,49 @@ def accumulate(fn: Callable[_P, _T], steps: int) -> Callable[_P, _T]:
     check("accumulate cannot divide the batch", fn=(fn, FUNCTION), steps=(steps, SIZE))
     steps = int(steps)
 
-    # Under jit it is traced once, and JAX uses this trace twice: for the shapes of the result, and in the loop.
-    inner: Any = jit(fn, inline=True)
-    signature, bound = Signature.of(fn)
+    # Under jit it is traced once, and JAX uses this trace twice: for the shapes of the result, and
+    # in the loop.
+    inner = jit(fn, inline=True)
+    signature, partial = Signature.of(fn)
     if not signature.positional:
-        raise FunctreeError(f"accumulate: {signature.name} has no positional parameter for the model")
+        raise FunctreeTypeError(
+            f"accumulate: {signature.name} has no positional parameter for the model"
+        )
     model = signature.positional[0]
 
     @functools.wraps(fn)
     def accumulated(*args: _P.args, **kwargs: _P.kwargs) -> _T:
         if not args:
-            raise FunctreeError("accumulate: pass the model as the first positional argument")
-        leaves = read(signature.bind(*bound.call(args, kwargs)))
-        # Arguments that are bound to the function (`self`, those of a partial) are not part of the batch either.
-        fixed = {model, *signature.parameters[: len(bound.args)], *bound.kwargs}
+            raise FunctreeTypeError("accumulate: pass the model as the first positional argument")
+        leaves = read(signature.bind(*partial.with_bound(args, kwargs)))
+        # Arguments that are bound to the function (`self`, those of a partial) are not part of the
+        # batch either.
+        number = len(partial.args)
+        fixed = {model, *signature.parameters[:number], *partial.kwargs}
         batch = [leaf for leaf in leaves.leaves if leaf.path[0] not in fixed]
         _check(batch, steps)
 
-        def piece(i: jax.Array) -> Any:
+        def piece(i: jax.Array) -> Tree:
             taken = {leaf.path: _piece(leaf.value, i, steps) for leaf in batch}
             call = leaves.skeleton.fill(taken.get(leaf.path, leaf.value) for leaf in leaves.leaves)
             args, kwargs = signature.arguments(call)
             # `inner` adds the bound arguments itself.
-            own = {name: value for name, value in kwargs.items() if name not in bound.kwargs}
-            return inner(*args[len(bound.args) :], **own)
+            own = {name: value for name, value in kwargs.items() if name not in partial.kwargs}
+            return inner(*args[number:], **own)
 
-        def add(total: Any, i: jax.Array) -> tuple[Any, None]:
-            return tree_map(_added, total, eqx.filter(piece(i), is_array)), None
+        def add(total: Tree, i: jax.Array) -> tuple[Tree, None]:
+            return tree_map(_add, total, eqx.filter(piece(i), is_array)), None
 
-        # The loop carries the sum: stacked outputs would need the memory of the gradients of all pieces.
+        def average(total: jax.Array, like: jax.ShapeDtypeStruct) -> jax.Array:
+            if not jnp.issubdtype(like.dtype, jnp.inexact):
+                return total
+            return (total / steps).astype(like.dtype)
+
+        # The loop carries the sum: stacked outputs would need the memory of the gradients of all
+        # pieces.
         like, rest = eqx.partition(eqx.filter_eval_shape(piece, jnp.zeros((), jnp.int32)), is_array)
         total, _ = jax.lax.scan(add, tree_map(_zeros, like), jnp.arange(steps, dtype=jnp.int32))
-        return eqx.combine(tree_map(lambda x, like: _averaged(x, steps, like.dtype), total, like), rest)
+        return eqx.combine(tree_map(average, total, like), rest)
 
     return accumulated
 
@@ -96,40 +109,48 @@ def _check(batch: Sequence[Leaf], steps: int) -> None:
     problems: list[Problem] = []
     for leaf in batch:
         if not leaf.shape:
-            problems.append(leaf.problem(f"has no leading dimension to split into {steps} pieces", _REMEDY))
+            why = f"has no leading dimension to split into {steps} pieces"
+            problems.append(leaf.problem(why, _REMEDY))
             continue
-        parts = _parts(leaf.value)
-        if leaf.shape[0] % (steps * parts):
-            why = f"its leading dimension of size {leaf.shape[0]} cannot be split into {steps} pieces"
+        size, parts = leaf.shape[0], _parts(leaf.value)
+        if size % (steps * parts):
+            why = f"its leading dimension of size {size} cannot be split into {steps} pieces"
             if parts > 1:
                 why += f" on each of {parts} devices"
             problems.append(leaf.problem(why, _REMEDY))
     if problems:
-        raise FunctreeError(f"accumulate: {count(len(problems), 'array')} cannot be split into pieces", problems)
+        raise FunctreeValueError(
+            f"accumulate: {count(len(problems), 'array')} cannot be split into pieces", problems
+        )
 
 
-_REMEDY = "use a batch whose size `steps` divides; pass an array that is not part of it in the model or a closure"
+_REMEDY = (
+    "use a batch whose size `steps` divides; pass an array that is not part of it in the model or "
+    "a closure"
+)
 
 
-def _parts(x: Any) -> int:
+def _parts(x: jax.Array) -> int:
     """The number of parts into which the leading dimension is sharded, by the type of the array."""
-    sharding: Any = jax.typeof(x).sharding
+    sharding = jax.typeof(x).sharding
+    # On Auto axes the type has an empty spec: the compiler may shard a piece in another way.
     entry = next(iter(sharding.spec), None)
     return math.prod(sharding.mesh.shape[axis] for axis in mesh_axes(entry))
 
 
-def _piece(x: Any, i: jax.Array, steps: int) -> jax.Array:
+def _piece(x: jax.Array, i: jax.Array, steps: int) -> jax.Array:
     """Every `steps`-th example from the i-th on.
 
-    A contiguous piece of a sharded batch would be on a few devices only. This one has examples of every device, so it
-    is sharded like the batch and no data moves.
+    A contiguous piece of a sharded batch would be on a few devices only. This one has examples of
+    every device, so it is sharded like the batch and no data moves.
     """
     apart = jnp.reshape(x, (x.shape[0] // steps, steps, *x.shape[1:]))
     return jax.lax.dynamic_index_in_dim(apart, i, axis=1, keepdims=False)
 
 
 def _zeros(like: jax.ShapeDtypeStruct) -> jax.Array:
-    """The sum of no pieces. The carry of a scan must keep its type, with its sharding, and what varies in shard_map."""
+    """The sum of no pieces. The carry of a scan must keep its type, with its sharding, and what
+    varies in shard_map."""
     sharding = getattr(like, "sharding", None)
     if sharding is not None and AxisType.Explicit in sharding.mesh.axis_types:
         zeros = jnp.zeros(like.shape, _wide(like.dtype), out_sharding=sharding)
@@ -141,21 +162,17 @@ def _zeros(like: jax.ShapeDtypeStruct) -> jax.Array:
     return jax.lax.pcast(zeros, tuple(manual.varying), to="varying")
 
 
-def _wide(dtype: Any) -> Any:
-    """The dtype of a sum, float32 or wider: in a narrower one, small terms would be lost in rounding."""
-    narrow = jnp.issubdtype(dtype, jnp.inexact) and jnp.finfo(dtype).bits < 32
-    return jnp.float32 if narrow else dtype
+def _wide(dtype: np.dtype) -> np.dtype:
+    """The dtype of a sum, float32 or wider: in a narrower one, small terms would be lost in
+    rounding."""
+    if jnp.issubdtype(dtype, jnp.inexact) and jnp.finfo(dtype).bits < 32:
+        return np.dtype(np.float32)
+    return dtype
 
 
-def _added(total: jax.Array, new: jax.Array) -> jax.Array:
-    """The sum with one more piece. Arrays that are not inexact are not summed: the last piece's replaces the others."""
+def _add(total: jax.Array, new: jax.Array) -> jax.Array:
+    """The sum with one more piece. Arrays that are not inexact are not summed: the last piece's
+    replaces the others."""
     if not jnp.issubdtype(new.dtype, jnp.inexact):
         return new
     return total + new.astype(total.dtype)
-
-
-def _averaged(total: jax.Array, steps: int, dtype: Any) -> jax.Array:
-    """The mean of the pieces, in the dtype that the function itself returns."""
-    if not jnp.issubdtype(dtype, jnp.inexact):
-        return total
-    return (total / steps).astype(dtype)

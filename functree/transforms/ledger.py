@@ -1,7 +1,7 @@
-"""A function and its arguments ─► the `Ledger` of its compiled program; functions that are jitted already too."""
+"""A function, jitted or not, and its arguments ─► the `Ledger` of its compiled program."""
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
 
 from jax.sharding import AbstractMesh, Mesh
@@ -9,56 +9,70 @@ from jax.tree_util import tree_flatten_with_path
 
 from functree.calls.compiled_program import heard_compiling, ledger_of
 from functree.calls.function import Function
+from functree.calls.signature import AnyFunction
 from functree.compiled.ledger import Ledger
-from functree.errors import FunctreeError
+from functree.devices.meshes import MeshLike, mesh_view
+from functree.errors import FunctreeValueError
 from functree.layout.layout import LayoutTree
-from functree.layout.meshes import MeshLike, mesh_view
 from functree.parameters import FUNCTION, check
 from functree.transforms.jit.jit import jit
-from functree.tree.paths import Path, plain_key
+from functree.tree.arrays import Tree
+from functree.tree.paths import Path
 
 
 def ledger(
-    fn: Callable[..., Any],
+    fn: Callable[..., Tree],
     /,
-    *args: Any,
+    *args: Tree,
     in_shardings: LayoutTree = None,
     out_shardings: LayoutTree = None,
     mesh: Mesh | AbstractMesh | None = None,
-    **kwargs: Any,
+    **kwargs: Tree,
 ) -> Ledger:
     """Compile a function, and return the ledger of its program. Nothing is run.
 
     Args:
-        fn: a function; or what `ft.jit`, `jax.jit` or another library has made of one, with a method `lower`.
+        fn: a function; or what `ft.jit`, `jax.jit` or another library has made of one, with a
+            method `lower`.
         *args: its arguments, which may be abstract.
-        in_shardings: the layouts of the arguments, as in `ft.jit`. Not for a function that is jitted already.
+        in_shardings: the layouts of the arguments, as in `ft.jit`. Not for a function that is
+            jitted already.
         out_shardings: the layout of the result, likewise.
-        mesh: the mesh; of a function that is jitted already, the mesh whose axes the ledger names, if its shardings
-            are not on one.
+        mesh: the mesh; of a function that is jitted already, the mesh whose axes the ledger names,
+            if its shardings are not on one.
         **kwargs: its arguments by name.
 
     Raises:
-        FunctreeError: `fn` is not a function; it is jitted already, and a layout is given; the compiler gives no text.
+        FunctreeError: `fn` is not a function; it is jitted already, and a layout is given; the
+            compiler gives no text.
 
     Examples:
         >>> mesh = ft.make_mesh(data=8)
         >>> x = jax.ShapeDtypeStruct((16, 4), "float32")
-        >>> print(ft.ledger(lambda x: x.sum(0), x, in_shardings=ft.P("data"), mesh=mesh).collectives[0].kind)
-        all-reduce
+        >>> ledger = ft.ledger(lambda x: x.sum(0), x, in_shardings=ft.P("data"), mesh=mesh)
+        >>> ledger.collectives[0].kind
+        'all-reduce'
     """
     check("ledger cannot compile so", fn=(fn, FUNCTION))
+    # By what it can do: other libraries have classes of their own for jitted functions.
     if not hasattr(fn, "lower"):
         fn = jit(fn, in_shardings=in_shardings, out_shardings=out_shardings, mesh=mesh)
     elif in_shardings is not None or out_shardings is not None:
         name = getattr(fn, "__name__", repr(fn))
-        raise FunctreeError(f"ledger: {name} is jitted already: give the layouts where it is jitted")
+        raise FunctreeValueError(
+            f"ledger: {name} is jitted already: give the layouts where it is jitted"
+        )
     if isinstance(fn, Function):
         return fn.lower(*args, **kwargs).compile().ledger()
     return _of_others(fn, args, kwargs, mesh)
 
 
-def _of_others(fn: Any, args: Sequence[Any], kwargs: dict[str, Any], mesh: MeshLike) -> Ledger:
+_Beginning = tuple[Hashable, ...]
+"""The beginning of the paths of an argument's arrays: `("x",)`, or `("rest", 1)` for the second of
+`*rest`."""
+
+
+def _of_others(fn: Any, args: Sequence[Tree], kwargs: dict[str, Tree], mesh: MeshLike) -> Ledger:
     """The ledger of a function that another library has jitted."""
     name = getattr(fn, "__name__", repr(fn))
     lowered = fn.lower(*args, **kwargs)
@@ -66,22 +80,25 @@ def _of_others(fn: Any, args: Sequence[Any], kwargs: dict[str, Any], mesh: MeshL
         compiled = lowered.compile()
     # A wrapper around JAX's stages, such as that of Flax, has them inside.
     compiled = getattr(compiled, "compiled", compiled)
+    # An argument that the program does not use has None instead of a sharding.
     entries, _ = tree_flatten_with_path(compiled.input_shardings, is_leaf=lambda one: one is None)
     results, _ = tree_flatten_with_path(compiled.output_shardings)
-    named = _names(fn, len(args), len(compiled.input_shardings[0]))
-    parameters = [_argument_path([plain_key(key) for key in path], named) for path, _ in entries]
+    beginnings = _beginnings(fn, len(args), len(compiled.input_shardings[0]))
+    parameters = [_argument_path(Path.of(path), beginnings) for path, _ in entries]
     outputs = [Path.of(path) for path, _ in results]
-    view = None if mesh is None else mesh_view(mesh).mesh
-    return ledger_of(compiled, name, parameters, outputs, view, heard.warnings, of_program=False)
+    used = None
+    if mesh is not None:
+        used = mesh_view(mesh).mesh
+    return ledger_of(compiled, name, parameters, outputs, used, heard.warnings, of_program=False)
 
 
-def _names(fn: Any, given: int, traced: int) -> list[tuple[Any, ...]]:
+def _beginnings(fn: AnyFunction, given: int, traced: int) -> list[_Beginning]:
     """The beginnings of the paths of the arguments that are passed by position.
 
-    If some of them are static, JAX does not say which ones. Then arguments are named by their positions, as they are
-    if the function has no signature that Python can read.
+    If some of them are static, JAX does not say which ones. Then arguments are named by their
+    positions, as they are if the function has no signature that Python can read.
     """
-    by_position = [("args", i) for i in range(traced)]
+    by_position: list[_Beginning] = [("args", i) for i in range(traced)]
     if given != traced:
         return by_position
     try:
@@ -91,16 +108,19 @@ def _names(fn: Any, given: int, traced: int) -> list[tuple[Any, ...]]:
     return list(_positional(signature, given))
 
 
-def _positional(signature: inspect.Signature, number: int) -> Iterator[tuple[Any, ...]]:
+def _positional(signature: inspect.Signature, number: int) -> Iterator[_Beginning]:
     kinds = inspect.Parameter
     for parameter in signature.parameters.values():
         if parameter.kind in (kinds.POSITIONAL_ONLY, kinds.POSITIONAL_OR_KEYWORD):
             yield (parameter.name,)
+        # More than there may be: the first of them are for the parameters before it.
         elif parameter.kind is kinds.VAR_POSITIONAL:
             yield from ((parameter.name, i) for i in range(number))
 
 
-def _argument_path(keys: list[Any], named: Sequence[tuple[Any, ...]]) -> Path:
+def _argument_path(path: Path, beginnings: Sequence[_Beginning]) -> Path:
     """The path of an array in `(args, kwargs)` ─► its path in the function's arguments."""
-    which, first, *rest = keys
-    return Path((*named[first], *rest)) if which == 0 else Path((first, *rest))
+    which, first, *rest = path
+    if which == 0:
+        return Path((*beginnings[first], *rest))
+    return Path((first, *rest))

@@ -1,48 +1,70 @@
-"""A choice of what the backward pass recomputes, keeps, or reads from host memory ─► a policy for `jax.checkpoint`."""
+"""What the backward pass recomputes, keeps or reads from the host ─► a `jax.checkpoint` policy."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import jax
+from jax.extend.core import ClosedJaxpr, Jaxpr, Primitive
 
-from functree.errors import FunctreeError, Problem, count, did_you_mean
+from functree.errors import FunctreeValueError, Problem, count, did_you_mean
+from functree.parameters import Takes, parameter_error
+from functree.tree.arrays import Tree
 from functree.tree.skeleton.static_value import is_hashable
 
-#: What the backward pass recomputes: `"full"` or `"dots"`, `ft.offload(...)`, a policy of `jax.checkpoint_policies`, or
-#: `None` for nothing.
-Remat = str | Callable[..., Any] | None
+Policy = Callable[..., Any]
+"""A policy of `jax.checkpoint`: from a primitive and its parameters to whether its result is
+kept."""
 
-REMATS = 'None, "full", "dots", `ft.offload("name")` or one of `jax.checkpoint_policies`'
+#: What the backward pass recomputes: `"full"` or `"dots"`, `ft.offload(...)`, a policy of
+#: `jax.checkpoint_policies`, or `None` for nothing.
+Remat = str | Policy | None
 
-_POLICIES: dict[str, Callable[..., Any]] = {
+_POLICIES: dict[str, Policy] = {
     "full": jax.checkpoint_policies.nothing_saveable,
     "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
 }
+
+
+def _is_policy(value: object) -> bool:
+    # A class is callable too.
+    return callable(value) and not isinstance(value, type) and is_hashable(value)
+
+
+REMAT = Takes(
+    'None, "full", "dots", `ft.offload("name")` or one of `jax.checkpoint_policies`',
+    lambda value: value is None or isinstance(value, str) or _is_policy(value),
+    lambda value: not isinstance(value, str) or value in _POLICIES,
+)
 
 
 @dataclass(frozen=True)
 class Offload:
     """A checkpoint policy that is equal by value.
 
-    JAX's own policies are closures, equal only by identity. A config with one would be another config each time that
-    it is created, and would be compiled again.
+    JAX's own policies are closures, equal only by identity. A config with one would be another
+    config each time that it is created, and would be compiled again.
     """
 
     names: tuple[str, ...]
     others: Remat
 
-    def __call__(self, prim: Any, *args: Any, **params: Any) -> Any:
-        named = prim.name == "name" and params["name"] in self.names
-        policy = _to_host(self.names) if named else remat_policy(self.others)
+    def __call__(self, prim: Primitive, *args: object, **params: Any) -> Any:
+        if prim.name == "name" and params["name"] in self.names:
+            policy = _to_host(self.names)
+        else:
+            policy = remat_policy(self.others)
+        # `others=None`: all of them are kept.
         return policy is None or policy(prim, *args, **params)
 
     def __repr__(self) -> str:
-        others = () if self.others == "full" else (f"others={self.others!r}",)
-        return f"offload({', '.join([*map(repr, self.names), *others])})"
+        arguments = list(map(repr, self.names))
+        if self.others != "full":
+            arguments.append(f"others={self.others!r}")
+        return f"offload({', '.join(arguments)})"
 
 
-def _to_host(names: tuple[str, ...]) -> Callable[..., Any]:
+def _to_host(names: tuple[str, ...]) -> Policy:
     return jax.checkpoint_policies.save_and_offload_only_these_names(
         names_which_can_be_saved=[],
         names_which_can_be_offloaded=list(names),
@@ -51,14 +73,15 @@ def _to_host(names: tuple[str, ...]) -> Callable[..., Any]:
     )
 
 
-def offload(*names: str, others: Remat = "full") -> Callable[..., Any]:
+def offload(*names: str, others: Remat = "full") -> Policy:
     """A policy for `remat=`: the backward pass reads the values with these names from host memory.
 
-    A layer names a value by `x = jax.ad_checkpoint.checkpoint_name(x, "name")`. The value is copied to pinned host
-    memory in the forward pass, and back in the backward pass. The documentation of the layers of `ft.nn` lists the
-    names of their values.
+    A layer names a value by `x = jax.ad_checkpoint.checkpoint_name(x, "name")`. The value is copied
+    to pinned host memory in the forward pass, and back in the backward pass. The documentation of
+    the layers of `ft.nn` lists the names of their values.
 
-    The result is also a policy for `jax.checkpoint`, but there a name that no value has is not an error.
+    The result is also a policy for `jax.checkpoint`, but there a name that no value has is not an
+    error.
 
     Args:
         *names: the names of the values.
@@ -77,7 +100,7 @@ def offload(*names: str, others: Remat = "full") -> Callable[..., Any]:
         >>> layers.scan(jnp.ones((5, 4)), remat=ft.offload("mlp_gates"))
         Traceback (most recent call last):
             ...
-        functree.errors.FunctreeError: 1 name to offload that no value in MLP has
+        functree.errors.FunctreeValueError: 1 name to offload that no value in MLP has
         <BLANKLINE>
           "mlp_gates"
               no value has this name; did you mean `mlp_gate`?
@@ -85,26 +108,32 @@ def offload(*names: str, others: Remat = "full") -> Callable[..., Any]:
         Try: one of `mlp_gate`, `mlp_up`
     """
     if not names:
-        raise FunctreeError('offload() needs the names of values: offload("hidden")')
+        raise FunctreeValueError('offload() needs the names of values: offload("hidden")')
     for name in names:
         if not (isinstance(name, str) and name.isidentifier()):
-            raise FunctreeError(f'offload({name!r}): the name of a value must be an identifier, such as "hidden"')
-    remat_policy(others)
+            raise parameter_error(
+                f'offload({name!r}): the name of a value must be an identifier, such as "hidden"',
+                right_type=isinstance(name, str),
+            )
+    remat_policy(others)  # raises an error here, and not where the layers are run
     if isinstance(others, Offload):
         names, others = (*names, *others.names), others.others
     return Offload(names, others)
 
 
-def check_names(policy: Offload, layer: str, run: Callable[..., Any], *operands: Any) -> None:
+def check_names(policy: Offload, layer: str, run: Callable[..., Tree], *operands: Tree) -> None:
     """Raise for a name that no value has: JAX would silently recompute the value that was meant.
 
-    The names are read from the traced program, so a call without a gradient is checked too. (A policy that records the
-    names sees only differentiated values, and too late.) JAX caches the trace of the step, so no layer is traced twice.
+    The names are read from the traced program, so a call without a gradient is checked too. (A
+    policy that records the names sees only differentiated values, and too late.) JAX caches the
+    trace of the step, so no layer is traced twice.
     """
     found = _names(jax.make_jaxpr(run)(*operands))
     if not found.issuperset(policy.names):
         # A `jax.custom_vjp` hides the names of its forward pass until it is differentiated.
-        found |= _names(jax.make_jaxpr(lambda *operands: jax.linearize(run, *operands)[0])(*operands))
+        found |= _names(
+            jax.make_jaxpr(lambda *operands: jax.linearize(run, *operands)[0])(*operands)
+        )
     remedy = 'name a value: `x = jax.ad_checkpoint.checkpoint_name(x, "name")`'
     if found:
         remedy = f"one of {', '.join(f'`{name}`' for name in sorted(found))}"
@@ -114,24 +143,28 @@ def check_names(policy: Offload, layer: str, run: Callable[..., Any], *operands:
             why = f"no value has this name{did_you_mean(name, found)}"
             problems.append(Problem(None, None, f'"{name}"', why, remedy))
     if problems:
-        raise FunctreeError(f"{count(len(problems), 'name')} to offload that no value in {layer} has", problems)
+        raise FunctreeValueError(
+            f"{count(len(problems), 'name')} to offload that no value in {layer} has", problems
+        )
 
 
-def _names(jaxpr: Any) -> set[str]:
+def _names(jaxpr: ClosedJaxpr | Jaxpr) -> set[str]:
     """The names of the values in a program, and in the inner programs of its equations."""
     found: set[str] = set()
-    for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
+    for eqn in jaxpr.eqns:
+        # What `jax.ad_checkpoint.checkpoint_name` leaves in a program.
         if eqn.primitive.name == "name":
             found.add(eqn.params["name"])
         for param in eqn.params.values():
             # `cond` has a tuple of programs, `scan` a single one.
-            for inner in param if isinstance(param, tuple) else (param,):
-                if hasattr(inner, "eqns"):
+            several = param if isinstance(param, tuple) else (param,)
+            for inner in several:
+                if isinstance(inner, ClosedJaxpr | Jaxpr):
                     found |= _names(inner)
     return found
 
 
-def remat_policy(remat: Remat) -> Callable[..., Any] | None:
+def remat_policy(remat: Remat) -> Policy | None:
     """The policy that a `remat=` argument means; `None` if nothing is recomputed.
 
     Raises:
@@ -142,8 +175,8 @@ def remat_policy(remat: Remat) -> Callable[..., Any] | None:
         >>> remat_policy("dots") is jax.checkpoint_policies.dots_with_no_batch_dims_saveable
         True
     """
-    if remat is None or (callable(remat) and not isinstance(remat, type) and is_hashable(remat)):
-        return remat
-    if isinstance(remat, str) and remat in _POLICIES:
+    if not REMAT.fits(remat):
+        raise parameter_error(f"remat={remat!r}: use {REMAT.text}", right_type=REMAT.is_type(remat))
+    if isinstance(remat, str):
         return _POLICIES[remat]
-    raise FunctreeError(f"remat={remat!r}: use {REMATS}")
+    return remat

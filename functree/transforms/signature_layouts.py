@@ -1,6 +1,6 @@
 """The annotations of a function, and rules ─► the layouts of its arguments and its result."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,22 +8,26 @@ from jax.sharding import PartitionSpec
 
 from functree.calls.signature import RESULT, Signature
 from functree.errors import AxesError
-from functree.layout.decision import Decision
-from functree.layout.layout import Layout, LayoutLike, LayoutTree, Modified, Resolution, Unspecified, as_layout
-from functree.layout.meshes import MeshView
+from functree.labels.annotations.classes import class_hints
+from functree.labels.annotations.hints import NOTHING, UNREADABLE, Hint
+from functree.layout.bare_array import spec_of_axes
+from functree.layout.layout import (
+    Layout,
+    LayoutLike,
+    LayoutTree,
+    Modified,
+    Unspecified,
+    as_layout,
+)
 from functree.layout.rules import AxisRules
-from functree.layout.validation import spec_of_axes
 from functree.parameters import FUNCTION, check
-from functree.tree.annotations.classes import class_hints
-from functree.tree.annotations.given_names import given_by
-from functree.tree.annotations.hints import NOTHING, UNREADABLE, Hint
-from functree.tree.annotations.leaf_axes import leaf_axes
-from functree.tree.leaf import Leaf
 
 _STATIC = (int, float, complex, bool, str, bytes, type(None), None)
 
 
-def signature_layouts(fun: Callable[..., Any], rules: LayoutLike) -> tuple[dict[str, LayoutTree], LayoutTree]:
+def signature_layouts(
+    fun: Callable[..., Any], rules: LayoutLike
+) -> tuple[dict[str, LayoutTree], LayoutTree]:
     """The layouts of a function's arguments and result, by its annotations and some rules.
 
     Args:
@@ -31,14 +35,19 @@ def signature_layouts(fun: Callable[..., Any], rules: LayoutLike) -> tuple[dict[
         rules: `AxisRules`, or another layout that uses names.
 
     Returns:
-        `(inputs, output)`: a dict from each parameter's name to its layout, or prefix tree of layouts, and that of the
-        result. For `Float[Array, "batch embed"]` it is the `P` by the rules. For a tuple it is a tuple with a layout
-        for each element. For a module, or without an annotation, it is the rules themselves, which read the annotations
-        of the module. If the names depend on the array (`"*batch embed"`), it is a layout that reads them from the
+        `(inputs, output)`: a dict from each parameter's name to its layout, or prefix tree of
+            layouts, and that of the
+        result. For `Float[Array, "batch embed"]` it is the `P` by the rules. For a tuple it is a
+            tuple with a layout
+        for each element. For a module, or without an annotation, it is the rules themselves, which
+            read the annotations
+        of the module. If the names depend on the array (`"*batch embed"`), it is a layout that
+            reads them from the
         array. For a number or a string it is None.
 
     Raises:
-        AxesError: an annotation cannot be resolved, or has alternatives that an array cannot distinguish.
+        AxesError: an annotation cannot be resolved, or has alternatives that an array cannot
+            distinguish.
         RuleError: `rules` is not a layout.
         ShardingError: an axis is not laid out by any rule.
 
@@ -60,9 +69,13 @@ def signature_layouts(fun: Callable[..., Any], rules: LayoutLike) -> tuple[dict[
         try:
             return _layout(_settled(hint), layout)
         except _Unclear as unclear:
-            raise AxesError(f"{signature.name}: the annotation of `{name}`, `{hint.text}`, {unclear}") from None
+            raise AxesError(
+                f"{signature.name}: the annotation of `{name}`, `{hint.text}`, {unclear}"
+            ) from None
 
-    return {name: given(signature.call, name) for name in signature.parameters}, given(signature.result, RESULT)
+    return {name: given(signature.call, name) for name in signature.parameters}, given(
+        signature.result, RESULT
+    )
 
 
 class _Unclear(Exception):
@@ -81,10 +94,13 @@ def _layout(hint: Hint, rules: Layout) -> LayoutTree:
     """The layout by one annotation: a spec if it does not depend on the array, else a `ByHint`."""
     if hint is NOTHING:
         return rules
-    in_any_tree = hint.below is not None and any(form.dtype for form in hint.below.forms)  # `PyTree[X]`
+    in_any_tree = hint.below is not None and any(
+        form.dtype for form in hint.below.forms
+    )  # `PyTree[X]`
     if hint.names or hint.generics or in_any_tree:
         return ByHint(rules, hint)
-    # A union such as `Float[Array, "a"] | tuple[...]` has more than one kind: only the value shows which it is.
+    # A union such as `Float[Array, "a"] | tuple[...]` has more than one kind: only the value shows
+    # which it is.
     kinds = [kind for kind in (hint.forms, hint.elements, hint.element) if kind]
     if len(kinds) != 1:
         return ByHint(rules, hint)
@@ -93,30 +109,36 @@ def _layout(hint: Hint, rules: Layout) -> LayoutTree:
     if hint.element is None:
         return _array_layout(hint, rules)
     one = _layout(_settled(hint.element), rules)
-    # The layout is for the whole container. A spec, and rules without an annotation, are the same for each element. But
-    # a `ByHint` reads the annotation at the path of a leaf below the container; and a tuple, as for
-    # `list[tuple[X, Y]]`, would be taken as one entry for each element of the list.
+    # The layout is for the whole container. A spec, and rules without an annotation, are the same
+    # for each element. But a `ByHint` reads the annotation at the path of a leaf below the
+    # container; and a tuple, as for `list[tuple[X, Y]]`, would be taken as one entry for each
+    # element of the list.
     return ByHint(rules, hint) if isinstance(one, tuple | ByHint) else one
 
 
 def _array_layout(hint: Hint, rules: Layout) -> Layout | PartitionSpec:
     """The spec of an annotated array; a `ByHint` if the spec depends on the array.
 
-    Alternatives (`Float[Array, "a b"] | Float[Array, "c"]`) are distinguished by the rank and the dtype of the array.
+    Alternatives (`Float[Array, "a b"] | Float[Array, "c"]`) are distinguished by the rank and the
+    dtype of the array.
     """
     kinds: dict[Any, set[Any]] = {}
     for form in hint.forms:
         if form.wrong:
             raise _Unclear(f"cannot be read: {form.wrong}")
-        kinds.setdefault((len(form.dims), form.dtype), set()).add((form.spec, *(dim.token for dim in form.dims)))
+        kinds.setdefault((len(form.dims), form.dtype), set()).add(
+            (form.spec, *(dim.token for dim in form.dims))
+        )
     if any(len(alternatives) > 1 for alternatives in kinds.values()):
-        raise _Unclear("is ambiguous: alternatives of the same rank and dtype name its dimensions differently")
+        raise _Unclear(
+            "is ambiguous: alternatives of the same rank and dtype name its dimensions differently"
+        )
     said = {(form.plain, form.spec) for form in hint.forms}
     if len(said) > 1:
         return ByHint(rules, hint)
     ((axes, spec),) = said
-    # Another layout may have a mesh or a memory kind, and may shard more dimensions than the annotation says. In a bare
-    # spec all of this would be lost.
+    # Another layout may have a mesh or a memory kind, and may shard more dimensions than the
+    # annotation says. In a bare spec all of this would be lost.
     if spec is not None and isinstance(rules, AxisRules | Unspecified):
         return spec
     if axes is None or not isinstance(rules, AxisRules):
@@ -128,21 +150,14 @@ def _array_layout(hint: Hint, rules: Layout) -> Layout | PartitionSpec:
 class ByHint(Modified):
     """Rules for leaves whose axes come from an annotation, once the arrays are known."""
 
-    hint: Hint
+    annotation: Hint
 
-    def resolve(self, leaves: Sequence[Leaf], mesh: MeshView, before: Sequence[Decision] | None = None) -> Resolution:
-        named = [self._named(leaf) for leaf in leaves]
-        # With the named leaves, messages and rows of a plan have the axes.
-        return self.layout.resolve(named, mesh, before)._replace(leaves=named)
+    @property
+    def hint(self) -> Hint:
+        return self.annotation
 
-    def _named(self, leaf: Leaf) -> Leaf:
-        path = leaf.patterned[0]
-        given = given_by(self.hint, path)
-        found = leaf_axes({}, leaf.value, leaf.path, self.hint.at(path), given, ())
-        return leaf._replace(**found._asdict()) if found.annotated else leaf
-
-    # A `Hint` is compared by identity, since it may contain names that are resolved later. Two layouts by the
-    # same annotation have to be equal, so that they share what is compiled.
+    # A `Hint` is compared by identity, since it may contain names that are resolved later. Two
+    # layouts by the same annotation have to be equal, so that they share what is compiled.
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, ByHint):
             return False
@@ -160,5 +175,10 @@ def _compared(hint: Hint | None) -> Any:
     if hint is None:
         return None
     generics = [(cls, *map(_compared, args)) for cls, args in hint.generics]
-    inner = (_compared(hint.element), [*map(_compared, hint.elements)], _compared(hint.below), generics)
+    inner = (
+        _compared(hint.element),
+        [*map(_compared, hint.elements)],
+        _compared(hint.below),
+        generics,
+    )
     return (hint.text, hint.forms, hint.names, hint.buffer, hint.later, inner)

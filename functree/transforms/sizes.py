@@ -1,15 +1,15 @@
 """The arrays of one call, and their annotations ─► a check that each axis has one size."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
+from functree.calls.signature import Record
 from functree.errors import AxesError, Problem, count
-from functree.tree.annotations.classes import class_hints
-from functree.tree.annotations.dimensions import ArrayForm, Dim, dtype_fits, form_of_axes
-from functree.tree.annotations.given_names import given_by
-from functree.tree.annotations.hints import NOTHING, UNREADABLE, Hint
-from functree.tree.leaf import Leaf, is_in_module
-from functree.tree.leaves import read
+from functree.labels.annotations.classes import class_hints
+from functree.labels.annotations.dimensions import ArrayForm, Dim, dtype_fits, form_of_axes
+from functree.labels.annotations.given_names import given_by
+from functree.labels.annotations.hints import NOTHING, UNREADABLE, Hint
+from functree.labels.leaf import Leaf, is_in_module
+from functree.labels.leaves import read
 from functree.tree.paths import Path
 
 _BUILTINS = {"__builtins__": {}, "min": min, "max": max, "abs": abs}
@@ -18,8 +18,8 @@ _BUILTINS = {"__builtins__": {}, "min": min, "max": max, "abs": abs}
 class Sizes:
     """The size of each axis in one call, collected from its arrays.
 
-    Only the annotations of the function itself count. The names in a module's annotations belong to this module: two
-    layers of one class may have different sizes.
+    Only the annotations of the function itself count. The names in a module's annotations belong to
+    this module: two layers of one class may have different sizes.
 
     Args:
         name: the name of the function, for messages.
@@ -29,7 +29,8 @@ class Sizes:
     def __init__(self, name: str, where: str = ""):
         self.name: str = name
         self.where: str = where
-        # By kind and name of the axis: its sizes, several for a variadic one, and the path of the array they are from.
+        # By kind and name of the axis: its sizes, several for a variadic one, and the path of the
+        # array they are from.
         self.bound: dict[tuple[bool, str, Path | None], tuple[tuple[int, ...], Path]] = {}
 
     def copy(self) -> "Sizes":
@@ -38,7 +39,7 @@ class Sizes:
         other.bound = dict(self.bound)
         return other
 
-    def check(self, record: Any, leaves: Sequence[Leaf] | None = None) -> None:
+    def check(self, record: Record, leaves: Sequence[Leaf] | None = None) -> None:
         """Compare the axes of a record's arrays with the sizes so far, and add those that are new.
 
         Args:
@@ -48,7 +49,8 @@ class Sizes:
         Raises:
             AxesError: the arrays that do not fit, each with the axis and both sizes.
         """
-        leaves = read(record).leaves if leaves is None else leaves
+        if leaves is None:
+            leaves = read(record).leaves
         problems: list[Problem] = []
         expressions: list[tuple[Leaf, Dim, int]] = []
         for leaf, forms in annotated(record, leaves):
@@ -57,7 +59,8 @@ class Sizes:
                 continue
             form = _chosen(leaf, forms)
             if not dtype_fits(form.dtype, leaf.value.dtype):
-                why = f"its dtype is {leaf.value.dtype}, but the annotation says {form.dtype.__name__}"
+                wanted = form.dtype.__name__
+                why = f"its dtype is {leaf.value.dtype}, but the annotation says {wanted}"
                 problems.append(leaf.problem(why, "convert the array, or change the annotation"))
             for dim, sizes in _spans(form, leaf.shape):
                 why = self._bind(leaf, dim, sizes, expressions)
@@ -69,15 +72,20 @@ class Sizes:
             if why is not None:
                 problems.append(leaf.problem(why, _REMEDY))
         if problems:
-            where = f", by {self.where} shapes" if self.where else ""
-            number = count(len({p.path for p in problems}), "array")
-            raise AxesError(f"{self.name}: {number} not as annotated{where}", problems)
+            # One array may have several problems.
+            number = count(len({problem.path for problem in problems}), "array")
+            headline = f"{self.name}: {number} not as annotated"
+            if self.where:
+                headline += f", by {self.where} shapes"
+            raise AxesError(headline, problems)
 
     def _bind(
         self, leaf: Leaf, dim: Dim, sizes: tuple[int, ...], expressions: list[tuple[Leaf, Dim, int]]
     ) -> str | None:
-        """The reason why a dimension does not fit; None if it fits, or is an expression, which is added to the list."""
+        """The reason why a dimension does not fit; None if it fits, or is an expression, which is
+        added to the list."""
         body = dim.body
+        # jaxtyping's `#name`: a size of 1 fits whatever the others are, since it is broadcast.
         if dim.anonymous or (dim.broadcast and all(size == 1 for size in sizes)):
             return None
         if body.isdigit():
@@ -85,35 +93,46 @@ class Sizes:
                 return None
             return f'"{dim.token}" requires size {body}, but the size is {sizes[0]}'
         if not body.isidentifier():
-            # jaxtyping's `{name}` refers to the arguments of the function, which are not known here.
+            # jaxtyping's `{name}` refers to the arguments of the function, which are not known
+            # here.
             if "{" not in body:
                 expressions.append((leaf, dim, sizes[0]))
             return None
+        # `*#name`: arrays that are broadcast against each other may have different ranks.
         if dim.variadic and dim.broadcast:
             return None
         key = (dim.variadic, body, Path(leaf.path[1:]) if dim.by_leaf else None)
         known, owner = self.bound.setdefault(key, (sizes, leaf.path))
         if known == sizes:
             return None
-        size, other = (sizes, known) if dim.variadic else (sizes[0], known[0])
-        return f'"{body}" has size {size} here, and {other} in `{owner}`'
+        if dim.variadic:
+            return f'"{body}" has size {sizes} here, and {known} in `{owner}`'
+        return f'"{body}" has size {sizes[0]} here, and {known[0]} in `{owner}`'
 
     def _evaluate(self, dim: Dim, size: int) -> str | None:
         """The reason why a size does not fit an expression of other sizes; None if it fits."""
-        single = [(name, sizes[0]) for (variadic, name, _), (sizes, _) in self.bound.items() if not variadic]
+        single: dict[str, int] = {}
+        for (variadic, name, _), (sizes, _) in self.bound.items():
+            if not variadic:
+                single[name] = sizes[0]
         try:
             # As jaxtyping evaluates it. The text is from the user's own annotation, not from data.
-            wanted = eval(dim.body, dict(_BUILTINS), dict(single))
+            wanted = eval(dim.body, dict(_BUILTINS), single)
         except UNREADABLE as error:
             return f"`{dim.body}` cannot be evaluated: {error}"
-        return None if wanted == size else f"`{dim.body}` is {wanted}, but the size is {size}"
+        if wanted == size:
+            return None
+        return f"`{dim.body}` is {wanted}, but the size is {size}"
 
 
 _REMEDY = "make the sizes equal, or give the axes different names"
 
 
-def annotated(record: Any, leaves: Sequence[Leaf]) -> Iterator[tuple[Leaf, tuple[ArrayForm, ...]]]:
-    """The arrays with an annotation of the function itself, and the alternatives that the annotation allows."""
+def annotated(
+    record: Record, leaves: Sequence[Leaf]
+) -> Iterator[tuple[Leaf, tuple[ArrayForm, ...]]]:
+    """The arrays with an annotation of the function itself, and the alternatives that the
+    annotation allows."""
     hints: Mapping[str, Hint] = class_hints(type(record)).fields
     for leaf in leaves:
         if is_in_module(leaf):  # where the module's own annotations count
@@ -125,7 +144,8 @@ def annotated(record: Any, leaves: Sequence[Leaf]) -> Iterator[tuple[Leaf, tuple
 
 
 def _forms(hint: Hint, path: Path) -> tuple[ArrayForm, ...]:
-    """The alternatives for an array at a path below a parameter. Axes by `ft.names` replace those of its annotation."""
+    """The alternatives for an array at a path below a parameter. Axes by `ft.names` replace those
+    of its annotation."""
     given = given_by(hint, path)
     forms = hint.at(path).forms
     if given is None:
@@ -136,14 +156,21 @@ def _forms(hint: Hint, path: Path) -> tuple[ArrayForm, ...]:
 
 def _chosen(leaf: Leaf, forms: Sequence[ArrayForm]) -> ArrayForm:
     """The first alternative that fits the array: by rank and dtype, else by rank alone."""
+    # One of them fits by rank, or else the leaf would be a misfit.
     fitting = [form for form in forms if form.fits(len(leaf.shape))]
-    return next((form for form in fitting if dtype_fits(form.dtype, leaf.value.dtype)), fitting[0])
+    for form in fitting:
+        if dtype_fits(form.dtype, leaf.value.dtype):
+            return form
+    return fitting[0]
 
 
 def _spans(form: ArrayForm, shape: Sequence[int]) -> Iterator[tuple[Dim, tuple[int, ...]]]:
-    """Each token of an annotation, and the sizes of its dimensions: several, or none, for a variadic token."""
+    """Each token of an annotation, and the sizes of its dimensions: several, or none, for a
+    variadic token."""
     start = 0
     for dim in form.dims:
-        length = len(shape) - len(form.dims) + 1 if dim.variadic else 1
+        length = 1
+        if dim.variadic:  # at most one of them is
+            length = len(shape) - len(form.dims) + 1
         yield dim, tuple(shape[start : start + length])
         start += length

@@ -1,8 +1,8 @@
-"""Layers of equal structure ─► one module whose arrays have a leading dimension, run by a single `lax.scan`."""
+"""Layers of equal structure ─► one module with stacked arrays, run by a single `lax.scan`."""
 
-import inspect
 import operator
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, Generic, Literal, TypeVar, overload
 
 import equinox as eqx
@@ -10,31 +10,34 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int, PRNGKeyArray
 
-from functree.errors import AxesError, FunctreeError, Problem, did_you_mean
+from functree.errors import AxesError, FunctreeTypeError, FunctreeValueError, Problem
+from functree.labels.leaf import array_problem
 from functree.parameters import FLAG, FUNCTION, KEY, SIZE, Takes, check
 from functree.transforms.remat import Offload, Remat, check_names, remat_policy
+from functree.transforms.stack_arguments import EACH, arrays_with_path, check_each
+from functree.tree.arrays import Tree
 from functree.tree.axes import is_axis_name
 from functree.tree.interfaces import Stack, StateMapping
-from functree.tree.leaf import array_problem
 from functree.tree.paths import Path
 
 T = TypeVar("T")
 X = TypeVar("X")
 S = TypeVar("S")
-Each = Mapping[str, Any] | None
+Each = Mapping[str, Tree] | None
 """Keyword arguments of layers, whose arrays have a leading dimension with a part for each layer."""
 
 
 class Stacked(eqx.Module, Stack, Generic[T]):
     """`n` layers of equal structure as one module, which applies them in order.
 
-    It is a sequence of layers (`len(s)`, `s[i]`, `s[1:3]`, iteration), and also a layer (`s(x)`). The compiled program
-    contains one layer, whatever the number of layers. Call it under jit: outside of jit, JAX compiles a `lax.scan`
-    again on each call.
+    It is a sequence of layers (`len(s)`, `s[i]`, `s[1:3]`, iteration), and also a layer (`s(x)`).
+    The compiled program contains one layer, whatever the number of layers. Call it under jit:
+    outside of jit, JAX compiles a `lax.scan` again on each call.
 
     Args:
-        layer: a layer whose array leaves all have a leading dimension of size `n`; made by `ft.stack`, or by
-            `eqx.filter_vmap(make)(keys)`. Values that are not arrays are shared by all layers.
+        layer: a layer whose array leaves all have a leading dimension of size `n`; made by
+            `ft.stack`, or by `eqx.filter_vmap(make)(keys)`. Values that are not arrays are shared
+            by all layers.
         axis: the name of the leading dimension. It becomes the first axis of every leaf of `layer`.
 
     Raises:
@@ -54,7 +57,10 @@ class Stacked(eqx.Module, Stack, Generic[T]):
 
     def __check_init__(self) -> None:
         if not is_axis_name(self.axis):
-            raise AxesError(f'Stacked(axis={self.axis!r}): the name of an axis must be an identifier, such as "layers"')
+            raise AxesError(
+                f"Stacked(axis={self.axis!r}): the name of an axis must be an identifier, such as "
+                '"layers"'
+            )
         _depth(self)
 
     def stack_axes(self) -> tuple[str, ...]:
@@ -64,6 +70,7 @@ class Stacked(eqx.Module, Stack, Generic[T]):
     def __len__(self) -> int:
         return _depth(self)
 
+    # Without it Python would ask for one layer after the other until an `IndexError`.
     def __iter__(self) -> Iterator[T]:
         return (self[i] for i in range(len(self)))
 
@@ -74,26 +81,27 @@ class Stacked(eqx.Module, Stack, Generic[T]):
     def __getitem__(self, index: int | Int[Array, ""] | slice) -> "T | Stacked[T]":
         """One layer, or for a slice a shorter stack.
 
-        An index that is an array (traced or not) is clamped to the stack, as in JAX. To check it, the call would have
-        to wait for the device.
+        An index that is an array (traced or not) is clamped to the stack, as in JAX. To check it,
+        the call would have to wait for the device.
         """
         if isinstance(index, slice):
             return Stacked(_take(self.layer, index), self.axis)
-        return _take(self.layer, _position(index, len(self)))
+        return _take(self.layer, _checked_index(index, len(self)))
 
     @overload
-    def __call__(self, x: X, *args: Any, state: None = None) -> X: ...
+    def __call__(self, x: X, *args: Tree, state: None = None) -> X: ...
     @overload
-    def __call__(self, x: X, *args: Any, state: S) -> tuple[X, S]: ...
-    def __call__(self, x: Any, *args: Any, state: Any = None) -> Any:
-        """Apply the layers to `x` in order; each is called as `layer(x, *args)`, or with `state=` as in `scan`."""
+    def __call__(self, x: X, *args: Tree, state: S) -> tuple[X, S]: ...
+    def __call__(self, x: Tree, *args: Tree, state: Tree = None) -> Tree:
+        """Apply the layers to `x` in order; each is called as `layer(x, *args)`, or with `state=`
+        as in `scan`."""
         return self.scan(x, *args, state=state)
 
     @overload
     def scan(
         self,
         x: X,
-        *args: Any,
+        *args: Tree,
         each: Each = None,
         collect: Literal[False] = False,
         remat: Remat = None,
@@ -104,7 +112,7 @@ class Stacked(eqx.Module, Stack, Generic[T]):
     def scan(
         self,
         x: X,
-        *args: Any,
+        *args: Tree,
         each: Each = None,
         collect: Literal[False] = False,
         remat: Remat = None,
@@ -115,60 +123,62 @@ class Stacked(eqx.Module, Stack, Generic[T]):
     def scan(
         self,
         x: X,
-        *args: Any,
+        *args: Tree,
         each: Each = None,
         collect: Literal[True],
         remat: Remat = None,
         unroll: int | bool = 1,
         state: None = None,
-    ) -> tuple[X, Any]: ...
+    ) -> tuple[X, Tree]: ...
     @overload
     def scan(
         self,
         x: X,
-        *args: Any,
+        *args: Tree,
         each: Each = None,
         collect: Literal[True],
         remat: Remat = None,
         unroll: int | bool = 1,
         state: S,
-    ) -> tuple[X, Any, S]: ...
+    ) -> tuple[X, Tree, S]: ...
     def scan(
         self,
-        x: Any,
-        *args: Any,
+        x: Tree,
+        *args: Tree,
         each: Each = None,
         collect: bool = False,
         remat: Remat = None,
         unroll: int | bool = 1,
-        state: Any = None,
-    ) -> Any:
+        state: Tree = None,
+    ) -> Tree:
         """Apply the layers to `x` in order, with inputs and outputs of each of them.
 
         Args:
-            x: an array, or a tree of arrays, that every layer returns with the same shapes and dtypes.
+            x: an array, or a tree of arrays, that every layer returns with the same shapes and
+                dtypes.
             *args: passed to every layer; each gets the same values.
-            each: keyword arguments of the layers, of which each layer gets its own part: trees of arrays whose leading
-                dimension is that of the layers, such as `{"key": jax.random.split(key, len(layers))}`.
-            collect: whether each layer returns `(x, out)`, a tree of arrays besides. The scan returns these as one tree
-                whose arrays have a leading dimension.
-            remat: what is kept for the backward pass. `None`: everything; `"full"`: only the input of each layer;
-                `"dots"`: also the products with weights; `ft.offload(...)`: values by their names, in host memory;
-                or a policy of `jax.checkpoint_policies`.
+            each: keyword arguments of the layers, of which each layer gets its own part: trees of
+                arrays whose leading dimension is that of the layers, such as `{"key":
+                jax.random.split(key, len(layers))}`.
+            collect: whether each layer returns `(x, out)`, a tree of arrays besides. The scan
+                returns these as one tree whose arrays have a leading dimension.
+            remat: what is kept for the backward pass. `None`: everything; `"full"`: only the input
+                of each layer; `"dots"`: also the products with weights; `ft.offload(...)`: values
+                by their names, in host memory; or a policy of `jax.checkpoint_policies`.
             unroll: the number of layers in one iteration of the loop, as in `jax.lax.scan`.
-            state: an `ft.State`. Each layer is then called with `state=` too and returns it last: `(x, state)`, or
-                `(x, out, state)`. A layer sees its own slice of the state that its `StateRef`s declare. Other state is
-                shared by all layers and passed from one to the next; this includes state whose ref is also outside of
-                the stack.
+            state: an `ft.State`. Each layer is then called with `state=` too and returns it last:
+                `(x, state)`, or `(x, out, state)`. A layer sees its own slice of the state that its
+                `StateRef`s declare. Other state is shared by all layers and passed from one to the
+                next; this includes state whose ref is also outside of the stack.
 
         Returns:
-            The `x` that the last layer returns; with `collect` or `state=` a tuple: `(x, outs)`, `(x, state)` or
-            `(x, outs, state)`.
+            The `x` that the last layer returns; with `collect` or `state=` a tuple: `(x, outs)`,
+                `(x, state)` or `(x, outs, state)`.
 
         Raises:
-            FunctreeError: a layer changes the shape or dtype of `x`, or does not return a tuple as above; an array in
-                `each` has another leading size, with its path; `remat` is unknown; no value of a layer has a name that
-                is to be offloaded.
+            FunctreeError: a layer changes the shape or dtype of `x`, or does not return a tuple as
+                above; an array in `each` has another leading size, with its path; `remat` is
+                unknown; no value of a layer has a name that is to be offloaded.
 
         Examples:
             >>> layers = ft.stack(lambda key: ft.nn.MLP(4, 8, key=key), 3, jax.random.key(0))
@@ -177,9 +187,11 @@ class Stacked(eqx.Module, Stack, Generic[T]):
 
             Dropout with a key for each layer:
 
-            >>> make = lambda key: ft.nn.Sequential([ft.nn.Linear(4, 4, key=key), ft.nn.Dropout(0.5)])
+            >>> def make(key):
+            ...     return ft.nn.Sequential([ft.nn.Linear(4, 4, key=key), ft.nn.Dropout(0.5)])
             >>> layers = ft.stack(make, 3, jax.random.key(0))
-            >>> layers.scan(jnp.ones((5, 4)), each={"key": jax.random.split(jax.random.key(1), 3)}).shape
+            >>> keys = jax.random.split(jax.random.key(1), 3)
+            >>> layers.scan(jnp.ones((5, 4)), each={"key": keys}).shape
             (5, 4)
         """
         check(
@@ -189,18 +201,25 @@ class Stacked(eqx.Module, Stack, Generic[T]):
             unroll=(unroll, UNROLL),
             state=(state, STATE),
         )
-        shared, own = ({}, {}) if state is None else state.of_layers(self.layer)
+        each = dict(each or {})
+        shared: dict[Path, jax.Array] = {}
+        own: dict[Path, jax.Array] = {}
+        if state is not None:
+            shared, own = state.of_layers(self.layer)
         depth = _depth(self, own)
-        _check_each(self.layer, each or {}, depth)
-        step = _Step(*eqx.partition((self.layer, dict(each or {})), eqx.is_array), args, state, collect)
-        run_step: Any = step
-        if (policy := remat_policy(remat)) is not None:
-            # In one program XLA would merge the recomputation with the forward pass and save nothing (common
-            # subexpressions). Two loops are not merged, so the costly barriers are needed only without a loop.
+        check_each(self.layer, each, depth)
+        step = _Step(*eqx.partition((self.layer, each), eqx.is_array), args, state, collect)
+        run_step: Callable[[Tree, Tree], tuple[Tree, Tree]] = step
+        policy = remat_policy(remat)
+        if policy is not None:
+            # In one program XLA would merge the recomputation with the forward pass and save
+            # nothing (common subexpressions). Two loops are not merged, so the costly barriers are
+            # needed only without a loop.
             unrolled = unroll is True or unroll >= depth
             run_step = jax.checkpoint(step, policy=policy, prevent_cse=unrolled)
 
-        def run(x: Any, arrays: Any) -> Any:
+        # What layers share is passed from one to the next, like `x`; each gets a slice of the rest.
+        def run(x: Tree, arrays: Tree) -> tuple[Tree, Tree]:
             return jax.lax.scan(run_step, (x, shared), (arrays, own), length=depth, unroll=unroll)
 
         if isinstance(policy, Offload):
@@ -214,6 +233,8 @@ class Stacked(eqx.Module, Stack, Generic[T]):
         return results[0] if len(results) == 1 else tuple(results)
 
 
+# Compared by identity, since JAX needs a hash, and the arrays have none.
+@dataclass(frozen=True, eq=False)
 class _Step:
     """One layer of a scan, as a function of what `jax.lax.scan` passes.
 
@@ -221,59 +242,71 @@ class _Step:
         arrays: the arrays of all layers, and of what is given for each layer.
         static: the same trees with everything else.
         args: what is passed to every layer.
-        state: the state before the first layer, or None.
+        state: the `ft.State` before the first layer, or None.
         collect: whether the layers return something besides.
     """
 
-    def __init__(self, arrays: Any, static: Any, args: tuple[Any, ...], state: Any, collect: bool):
-        self.arrays, self.static, self.args, self.state, self.collect = arrays, static, args, state, collect
+    arrays: Tree
+    static: Tree
+    args: tuple[Tree, ...]
+    state: Tree
+    collect: bool
 
-    def __call__(self, carry: Any, slices: Any) -> Any:
+    def __call__(self, carry: tuple[Tree, Tree], slices: tuple[Tree, Tree]) -> tuple[Tree, Tree]:
         (x, shared), (arrays, own) = carry, slices
+        # A new dict in each trace, so the state may be added to it.
         layer, given = eqx.combine(arrays, self.static)
         if self.state is not None:
             given["state"] = self.state.update({**shared, **own})
-        y, out, after = self._results(layer, layer(x, *self.args, **given))
-        if after is not None:
+        result = layer(x, *self.args, **given)
+        y, out = result, None
+        if self.collect or self.state is not None:
+            self._check_result(layer, result)
+            y = result[0]
+        if self.collect:
+            out = result[1]
+        if self.state is not None:
+            after = result[-1]
             shared = {path: after[path] for path in shared}
             own = {path: after[path] for path in own}
         _check_same_type(layer, x, y)
         return (y, shared), (out, own)
 
-    def _results(self, layer: Any, result: Any) -> tuple[Any, Any, Any]:
-        """What a layer returns, what it returns besides, and its state; None for what is not asked for."""
-        if not self.collect and self.state is None:
-            return result, None, None
-        wanted = ["y", *["out"] * self.collect, *["state"] * (self.state is not None)]
+    def _check_result(self, layer: Tree, result: Tree) -> None:
+        """Raise FunctreeError if a layer does not return a tuple of all that is asked for."""
+        wanted, options = ["y"], list[str]()
+        if self.collect:
+            wanted.append("out")
+            options.append("`collect=True`")
+        if self.state is not None:
+            wanted.append("state")
+            options.append("`state=`")
         fits = isinstance(result, tuple) and len(result) == len(wanted)
-        if not fits or (self.state is not None and not isinstance(result[-1], StateMapping)):
-            options = [*["`collect=True`"] * self.collect, *["`state=`"] * (self.state is not None)]
-            raise FunctreeError(
-                f"{type(layer).__name__} is called with {' and '.join(options)} but does not return "
-                f"`({', '.join(wanted)})`"
+        # Otherwise a layer that returns `(x, out)` would fail later, where its state is read.
+        if fits and self.state is not None:
+            fits = isinstance(result[-1], StateMapping)
+        if not fits:
+            raise FunctreeValueError(
+                f"{type(layer).__name__} is called with {' and '.join(options)} but does not "
+                f"return `({', '.join(wanted)})`"
             )
-        out = result[1] if self.collect else None
-        return result[0], out, None if self.state is None else result[-1]
 
 
-UNROLL = Takes("a positive integer, or True for all layers", lambda value: FLAG.fits(value) or SIZE.fits(value))
+UNROLL = Takes(
+    "a positive integer, or True for all layers",
+    lambda value: FLAG.fits(value) or SIZE.is_type(value),
+    lambda value: FLAG.fits(value) or SIZE.fits(value),
+)
 STATE = Takes("an `ft.State`", lambda value: isinstance(value, StateMapping)).or_none()
 
 
-def _are_keywords(value: object) -> bool:
-    names = value if isinstance(value, Mapping) else [None]
-    return all(isinstance(name, str) and name.isidentifier() and name != "state" for name in names)
-
-
-EACH = Takes(
-    'keyword arguments of the layers in a dict, `{"key": keys}`; the state is `state=`', _are_keywords
-).or_none()
-
-
-def stack(make: Callable[[PRNGKeyArray], T], n: int, key: PRNGKeyArray, axis: str = "layers") -> Stacked[T]:
+def stack(
+    make: Callable[[PRNGKeyArray], T], n: int, key: PRNGKeyArray, axis: str = "layers"
+) -> Stacked[T]:
     """Make `n` layers, each from its own key, as one module.
 
-    Its layer is `eqx.filter_vmap(make)(jax.random.split(key, n))`: arrays are stacked, everything else is shared.
+    Its layer is `eqx.filter_vmap(make)(jax.random.split(key, n))`: arrays are stacked, everything
+    else is shared.
 
     Args:
         make: a function from a key to one layer.
@@ -293,95 +326,78 @@ def stack(make: Callable[[PRNGKeyArray], T], n: int, key: PRNGKeyArray, axis: st
     return Stacked(eqx.filter_vmap(make)(jax.random.split(key, n)), axis)
 
 
-def _depth(stacked: Stacked[Any], state: Mapping[Path, Any] | None = None) -> int:
+def _depth(stacked: Stacked[T], state: Mapping[Path, jax.Array] | None = None) -> int:
     """The leading size of all array leaves, and of the layers' own state; raises if they differ."""
-    leaves = [(Path.of(path), leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(stacked) if _is_array(leaf)]
-    leaves += (state or {}).items()
+    leaves = [*arrays_with_path(stacked), *(state or {}).items()]
     if not leaves:
         name = type(stacked.layer).__name__
-        raise FunctreeError(f"{name} has no array leaves, so the number of its layers is unknown")
+        raise FunctreeValueError(
+            f"{name} has no array leaves, so the number of its layers is unknown"
+        )
     sizes = {leaf.shape[:1] for _, leaf in leaves}
     if len(sizes) > 1 or () in sizes:
-        raise FunctreeError(
+        remedy = "build the layers with `ft.stack`, or with `eqx.filter_vmap`"
+        problems: list[Problem] = []
+        for path, leaf in leaves:
+            why = f"has leading size {leaf.shape[0]}" if leaf.shape else "has no dimensions"
+            problems.append(array_problem(path, leaf, why, remedy))
+        raise FunctreeValueError(
             f'the arrays of a Stacked need the same leading size, that of "{stacked.axis}"',
-            [_leading(path, leaf) for path, leaf in leaves],
+            problems,
         )
     return sizes.pop()[0]
 
 
-def _check_each(layer: Any, each: Mapping[str, Any], depth: int) -> None:
-    """Raise FunctreeError for what a layer does not take, and for arrays that do not have a part for each layer."""
-    if not each:
-        return
-    parameters = inspect.signature(layer).parameters
-    if not any(one.kind is one.VAR_KEYWORD for one in parameters.values()):
-        for name in each:
-            if name not in parameters:
-                near = did_you_mean(name, parameters)
-                raise FunctreeError(f"each={{{name!r}: ...}}: {type(layer).__name__} has no parameter `{name}`{near}")
-    problems: list[Problem] = []
-    for keys, leaf in jax.tree_util.tree_leaves_with_path(dict(each)):
-        if not _is_array(leaf) or leaf.shape[:1] == (depth,):
-            continue
-        path, remedy = Path(("each", *Path.of(keys))), "pass what all layers share by position, `scan(x, shared)`"
-        if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) and not leaf.shape:
-            remedy = f"split it, `jax.random.split(key, {depth})`"
-        why = f"has leading size {leaf.shape[0]}" if leaf.shape else "has no leading dimension"
-        problems.append(array_problem(path, leaf, f"{why}, and there are {depth} layers", remedy))
-    if problems:
-        raise FunctreeError("each layer needs its own part of an array", problems)
-
-
-def _leading(path: Path, leaf: Any) -> Problem:
-    why = f"has leading size {leaf.shape[0]}" if leaf.shape else "has no dimensions"
-    return array_problem(path, leaf, why, "build the layers with `ft.stack`, or with `eqx.filter_vmap`")
-
-
-def _is_array(leaf: Any) -> bool:
-    return eqx.is_array(leaf) or isinstance(leaf, jax.ShapeDtypeStruct)
-
-
-def _take(layer: T, index: Any) -> T:
+def _take(layer: T, index: int | jax.Array | slice) -> T:
     """Each array leaf at `index` along its leading dimension; abstract leaves stay abstract."""
 
-    def take(leaf: Any) -> Any:
+    def take(leaf: Tree) -> Tree:
         if isinstance(leaf, jax.ShapeDtypeStruct):
             return jax.eval_shape(lambda a: a[index], leaf)
         if not eqx.is_array(leaf):
             return leaf
+        # An array of numpy has no element at a traced index.
         return jnp.asarray(leaf)[index]
 
     return jax.tree.map(take, layer)
 
 
-def _position(index: Any, depth: int) -> Any:
-    """The index of one layer; a Python integer is checked, an array is not (it may be traced, or on a device)."""
-    if isinstance(index, jax.Array) and index.ndim == 0 and jnp.issubdtype(index.dtype, jnp.integer):
+def _checked_index(index: Any, depth: int) -> int | jax.Array:
+    """The index of one layer; a Python integer is checked, an array is not (it may be traced, or on
+    a device)."""
+    is_scalar = isinstance(index, jax.Array) and index.ndim == 0
+    if is_scalar and jnp.issubdtype(index.dtype, jnp.integer):
         return index
     try:
-        position = operator.index(index)
+        number = operator.index(index)
     except TypeError:
-        raise FunctreeError(
-            f"a Stacked takes an integer, a scalar integer array or a slice as its index, not {index!r}"
+        raise FunctreeTypeError(
+            "a Stacked takes an integer, a scalar integer array or a slice as its index, not "
+            f"{index!r}"
         ) from None
-    if not -depth <= position < depth:
-        raise FunctreeError(f"layer {position} of a Stacked of {depth}: the index is out of range")
-    return position
+    if not -depth <= number < depth:
+        raise FunctreeValueError(
+            f"layer {number} of a Stacked of {depth}: the index is out of range"
+        )
+    return number
 
 
-def _check_same_type(layer: Any, x: Any, y: Any) -> None:
+def _check_same_type(layer: Tree, x: Tree, y: Tree) -> None:
     """Raise with our own message before `lax.scan` does, whose message is about its carry."""
     given, returned = _types(x), _types(y)
     if given != returned:
-        raise FunctreeError(
-            f"{type(layer).__name__} takes {given} and returns {returned}: in a Stacked the result of each layer is "
-            "the input of the next one, so shape and dtype must stay the same. Convert x before the stack, or the "
-            "result in the layer, or write `for layer in stacked: x = layer(x)`"
+        raise FunctreeValueError(
+            f"{type(layer).__name__} takes {given} and returns {returned}: in a Stacked the result "
+            "of each layer is the input of the next one, so shape and dtype must stay the same. "
+            "Convert x before the stack, or the result in the layer, or write "
+            "`for layer in stacked: x = layer(x)`"
         )
 
 
-def _types(x: Any) -> str:
-    """The types of the leaves as JAX writes them, with Explicit shardings. A weak type is as good as a strong one."""
+def _types(x: Tree) -> str:
+    """The types of the leaves as JAX writes them, with Explicit shardings. A weak type is as good
+    as a strong one."""
+    # JAX marks a weak type by a tilde.
     return str(jax.tree.map(lambda leaf: _Text(str(jax.typeof(leaf)).removeprefix("~")), x))
 
 

@@ -1,17 +1,25 @@
 """A value ─► whether functree treats it as an array, and its text in messages."""
 
 import re
-from typing import Any
+from typing import Any, TypeGuard, Union
 
 import jax
 import numpy as np
 
+Tree = Any
+"""A pytree: modules, containers, arrays and other leaves. `Any`, since every value is one."""
 
-def is_array(value: Any) -> bool:
-    """Whether a value is an array of JAX or numpy. Traced and abstract arrays and numpy scalars are arrays too.
+# Not with `|`, in which `pyright --verifytypes` finds type arguments of `jax.ShapeDtypeStruct`.
+AnyArray = Union[jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct]  # noqa: UP007
+"""An array with values, traced or abstract, of JAX or numpy."""
 
-    Python numbers are not arrays, and neither are numpy's arrays of objects, texts, dates or records, because JAX
-    cannot hold them.
+
+def is_array(value: object) -> TypeGuard[AnyArray]:
+    """Whether a value is an array of JAX or numpy. Traced and abstract arrays and numpy scalars are
+    arrays too.
+
+    Python numbers are not arrays, and neither are numpy's arrays of objects, texts, dates or
+    records, because JAX cannot hold them.
     """
     if isinstance(value, np.ndarray | np.generic):
         return value.dtype.kind not in "OUSMm" and not value.dtype.names
@@ -31,4 +39,6 @@ def value_text(value: Any) -> str:
 def dtype_text(dtype: Any) -> str:
     """A dtype as JAX abbreviates it: `f32`, `bf16`, `i32`, `u8`, `key<fry>`."""
     short = {"float": "f", "bfloat": "bf", "int": "i", "uint": "u", "complex": "c"}
-    return re.sub(r"^(bfloat|float|uint|int|complex)(?=\d)", lambda match: short[match.group()], str(dtype))
+    return re.sub(
+        r"^(bfloat|float|uint|int|complex)(?=\d)", lambda match: short[match.group()], str(dtype)
+    )

@@ -1,12 +1,16 @@
-"""The names of an array's dimensions: `Axes`; and `names` and `Buffer`, for the annotations of fields."""
+"""The names of an array's dimensions: `Axes`; and `names` and `Buffer`, for the annotations of
+fields."""
 
 from collections.abc import Iterator, Mapping
+from functools import lru_cache
 from typing import Annotated, Any, Self, TypeGuard, TypeVar
 
 from functree.errors import AxesError
 from functree.parameters import shown
 from functree.tree.globs import glob_pattern
 from functree.values import Value
+
+_A = TypeVar("_A", bound="Axes")
 
 
 class Axes(tuple[str | None, ...]):
@@ -46,8 +50,10 @@ class Axes(tuple[str | None, ...]):
     def parse(cls, text: str) -> Self:
         """The axes of a text: names separated by spaces, `_` for an unnamed dimension."""
         if not isinstance(text, str):
-            raise AxesError(f"axes are parsed from a text (`'batch embed'`), not from {shown(text)}")
-        return cls(*(None if name == "_" else name for name in text.split()))
+            raise AxesError(
+                f"axes are parsed from a text (`'batch embed'`), not from {shown(text)}"
+            )
+        return _parsed(cls, text)
 
     @classmethod
     def of(cls, axes: "str | Axes") -> "Axes":
@@ -56,7 +62,9 @@ class Axes(tuple[str | None, ...]):
             return axes
         if isinstance(axes, str):
             return cls.parse(axes)
-        raise AxesError(f"axes are written as text (`'batch embed'`) or as `ft.Axes`, not as {axes!r}")
+        raise AxesError(
+            f"axes are written as text (`'batch embed'`) or as `ft.Axes`, not as {axes!r}"
+        )
 
     def __str__(self) -> str:
         return " ".join(name or "_" for name in self)
@@ -65,12 +73,20 @@ class Axes(tuple[str | None, ...]):
         return f"Axes({', '.join(map(repr, self))})"
 
     def __getnewargs__(self) -> tuple[str | None, ...]:
-        # For pickle and copy: the default would pass one tuple to `__new__`, which takes the names one by one.
+        # For pickle and copy: the default would pass one tuple to `__new__`, which takes the names
+        # one by one.
         return tuple(self)
 
 
+# The texts in a model's code are read again each time it is traced.
+@lru_cache(maxsize=4096)
+def _parsed(cls: type[_A], text: str) -> _A:
+    return cls(*(None if name == "_" else name for name in text.split()))
+
+
 def is_axis_name(name: object) -> TypeGuard[str]:
-    """Whether a value can be the name of an axis: an identifier, but not `_`, which stands for a missing name."""
+    """Whether a value can be the name of an axis: an identifier, but not `_`, which stands for a
+    missing name."""
     return isinstance(name, str) and name.isidentifier() and name != "_"
 
 
@@ -91,7 +107,8 @@ class OpenAxes(Value):
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """The axes of a text such as `out_channels ...`. Raises AxesError if it has more than one `...`."""
+        """The axes of a text such as `out_channels ...`. Raises AxesError if it has more than one
+        `...`."""
         before, _, after = text.partition("...")
         return cls(Axes.parse(before), Axes.parse(after))
 
@@ -108,8 +125,8 @@ class OpenAxes(Value):
 class Names(Value):
     """Axes for the leaves below a module that has no annotations of its own; made by `ft.names`.
 
-    Immutable, hashable, and equal by value. It holds (pattern, axes) pairs. The first pattern that matches the path of
-    a leaf, from the module on, gives the leaf its axes.
+    Immutable, hashable, and equal by value. It holds (pattern, axes) pairs. The first pattern that
+    matches the path of a leaf, from the module on, gives the leaf its axes.
     """
 
     __slots__ = ("pairs",)
@@ -125,21 +142,28 @@ class Names(Value):
         return iter(self.pairs)
 
     def __repr__(self) -> str:
-        return "names({" + ", ".join(f"{pattern!r}: {str(axes)!r}" for pattern, axes in self.pairs) + "})"
+        return (
+            "names({"
+            + ", ".join(f"{pattern!r}: {str(axes)!r}" for pattern, axes in self.pairs)
+            + "})"
+        )
 
 
 def names(patterns: Mapping[str, str | Axes] | None = None, /, **fields: str | Axes) -> Names:
     """Axes for the leaves below a module that does not name them itself.
 
-    Write it in an annotation, `lin: Annotated[eqx.nn.Linear, ft.names(weight="out in", bias="out")]`, or as a value
-    of a layout's `names=` mapping.
+    Write it in an annotation, `lin: Annotated[eqx.nn.Linear, ft.names(weight="out in",
+    bias="out")]`, or as a value of a layout's `names=` mapping.
 
     Args:
-        patterns: `{glob: axes}`, for leaves further down; a glob is matched with the path below the module.
-        **fields: the axes of the module's own fields. In a text, `...` stands for any number of unnamed dimensions.
+        patterns: `{glob: axes}`, for leaves further down; a glob is matched with the path below the
+            module.
+        **fields: the axes of the module's own fields. In a text, `...` stands for any number of
+            unnamed dimensions.
 
     Raises:
-        AxesError: the axes cannot be read. (A field that the module does not have is an error when a tree is read.)
+        AxesError: the axes cannot be read. (A field that the module does not have is an error when
+            a tree is read.)
         RuleError: a glob cannot be read.
 
     Examples:
@@ -160,7 +184,9 @@ def names(patterns: Mapping[str, str | Axes] | None = None, /, **fields: str | A
 
 def _written(axes: str | Axes) -> Axes | OpenAxes:
     """The axes that a user wrote in `ft.names`."""
-    return OpenAxes.parse(axes) if isinstance(axes, str) and "..." in axes.split() else Axes.of(axes)
+    return (
+        OpenAxes.parse(axes) if isinstance(axes, str) and "..." in axes.split() else Axes.of(axes)
+    )
 
 
 class BufferMark:
@@ -174,7 +200,8 @@ BUFFER = BufferMark()
 _T = TypeVar("_T")
 
 Buffer = Annotated[_T, BUFFER]
-"""The annotation of an array that is not trained. For a type checker it is the annotation of the array itself.
+"""The annotation of an array that is not trained. For a type checker it is the annotation of the
+array itself.
 
 Examples:
     >>> class Norm(eqx.Module):

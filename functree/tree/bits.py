@@ -35,12 +35,14 @@ def on_device(array: jax.Array) -> jax.Array:
 
 @functools.cache
 def keys_of(impl: str) -> Callable[[jax.Array], jax.Array]:
-    """The function from words to typed keys of an implementation; one function, so that it is compiled once."""
+    """The function from words to typed keys of an implementation; one function, so that it is
+    compiled once."""
     return functools.partial(jax.random.wrap_key_data, impl=impl)
 
 
 def with_sharding(fun: Callable[..., jax.Array], sharding: Sharding, *args: Any) -> jax.Array:
-    """The result of a function of arrays, with a sharding; also if other processes have parts of it."""
+    """The result of a function of arrays, with a sharding; also if other processes have parts of
+    it."""
     kind = sharding.memory_kind
     if kind in (None, "device"):
         return _jitted(fun, sharding)(*args)

@@ -1,4 +1,5 @@
-"""A glob over the parts of a path ─► a regular expression; a path ─► the text that this expression is matched with."""
+"""A glob over the parts of a path ─► a regular expression; a path ─► the text that this expression
+is matched with."""
 
 import re
 from functools import lru_cache
@@ -6,8 +7,11 @@ from functools import lru_cache
 from functree.errors import RuleError
 from functree.tree.paths import Path, part_text, tokens
 
-# Paths are matched as texts with control characters in them, because a key may contain any printable character.
-_SEPARATOR = "\x1f"  # before each part of a path: the key "a.b" must not look like the two keys a and b
+# Paths are matched as texts with control characters in them, because a key may contain any
+# printable character.
+_SEPARATOR = (
+    "\x1f"  # before each part of a path: the key "a.b" must not look like the two keys a and b
+)
 _NO_STRING = "\x1e"  # before a key that is not a string: the keys 0 and "0" must differ
 # A key that contains one of these characters itself is escaped by a third one.
 _ESCAPES = str.maketrans({"\x1d": "\x1d\x1d", _NO_STRING: "\x1d\x1c", _SEPARATOR: "\x1d\x1b"})
@@ -16,7 +20,12 @@ _ESCAPES = str.maketrans({"\x1d": "\x1d\x1d", _NO_STRING: "\x1d\x1c", _SEPARATOR
 def match_text(path: Path) -> str:
     """The text of a path that globs are matched with."""
     # This runs for each leaf and filter. Most keys are identifiers, which need no escapes.
-    return "".join([_SEPARATOR + (key if type(key) is str and key.isidentifier() else _escaped(key)) for key in path])
+    return "".join(
+        [
+            _SEPARATOR + (key if type(key) is str and key.isidentifier() else _escaped(key))
+            for key in path
+        ]
+    )
 
 
 def _escaped(key: object) -> str:
@@ -27,16 +36,19 @@ def _escaped(key: object) -> str:
 
 @lru_cache(maxsize=4096)
 def glob_pattern(pattern: str) -> re.Pattern[str]:
-    """A glob as a compiled expression for `match_text`. Raises RuleError for a part that cannot be read."""
+    """A glob as a compiled expression for `match_text`. Raises RuleError for a part that cannot be
+    read."""
     return re.compile(glob_regex(pattern))
 
 
 def glob_regex(pattern: str) -> str:
-    """The regular expression for `match_text`, without groups. Raises RuleError for a part that cannot be read."""
+    """The regular expression for `match_text`, without groups. Raises RuleError for a part that
+    cannot be read."""
     expression = ""
     before = None
     for part in tokens(pattern):
-        # `**.**` means the same as `**`, and two such expressions in a row would take quadratic time to fail.
+        # `**.**` means the same as `**`, and two such expressions in a row would take quadratic
+        # time to fail.
         if part != "**" or before != "**":
             expression += _part_regex(part, pattern)
         before = part
@@ -44,14 +56,16 @@ def glob_regex(pattern: str) -> str:
 
 
 def literal_text(pattern: str) -> str | None:
-    """The only `match_text` that a glob without wildcards matches; None for a glob with wildcards."""
+    """The only `match_text` that a glob without wildcards matches; None for a glob with
+    wildcards."""
     if any("*" in token and token[0] not in '"[' for token in tokens(pattern)):
         return None
     return match_text(Path.parse(pattern))
 
 
 def literal_end(pattern: str) -> str:
-    """The `last_part` of every path that a glob matches; empty if the glob ends in a wildcard or in a number."""
+    """The `last_part` of every path that a glob matches; empty if the glob ends in a wildcard or in
+    a number."""
     end = list(tokens(pattern))[-1]
     return match_text(Path((end,))) if end.isidentifier() else ""
 

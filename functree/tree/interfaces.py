@@ -1,7 +1,8 @@
 """Base classes for modules that the walk over a tree treats in a special way.
 
-`SelfNaming` is also for classes of users. The others are the base classes of functree's own `Stacked`, `Packed`,
-`StateRef` and `State`: these are defined in packages that this one must not import.
+`SelfNaming` is also for classes of users. The others are the base classes of functree's own
+`Stacked`, `Packed`, `StateRef` and `State`: these are defined in packages that this one must not
+import.
 """
 
 from abc import abstractmethod
@@ -13,7 +14,8 @@ from functree.tree.paths import Path
 
 
 class SelfNaming(Protocol):
-    """A module that names its own leaves, for a class whose instances have different axes. Any class may define this.
+    """A module that names its own leaves, for a class whose instances have different axes. Any
+    class may define this.
 
     Examples:
         >>> class Projection(eqx.Module):
@@ -36,7 +38,8 @@ def own_names(node: Any) -> Names | None:
 
 
 class Stack:
-    """A module that holds several equal layers as one: every array below it has leading dimensions for the layers."""
+    """A module that holds several equal layers as one: every array below it has leading dimensions
+    for the layers."""
 
     @abstractmethod
     def stack_axes(self) -> tuple[str, ...]:
@@ -44,7 +47,8 @@ class Stack:
 
 
 class PackedTree:
-    """A node that holds another tree in a packed form: its leaves have the paths, axes and modules of that tree."""
+    """A node that holds another tree in a packed form: its leaves have the paths, axes and modules
+    of that tree."""
 
     __slots__ = ()
 
@@ -58,6 +62,20 @@ class HoldsState:
     """A module whose arrays are state and not parameters."""
 
     __slots__ = ()
+
+
+class TrainingState:
+    """A module with a model and the state of the optimizer that trains it; the base of
+    `TrainState`.
+
+    Its fields are `model`, `opt_state`, `tx`, and `wrt`, the filter of the parameters that the
+    optimizer updates.
+    """
+
+    model: Any
+    opt_state: Any
+    tx: Any
+    wrt: Any
 
 
 class Entry(NamedTuple):
@@ -75,7 +93,8 @@ class Entry(NamedTuple):
 
 
 class StateMapping(HoldsState, Mapping[Path, Any]):
-    """A mapping from paths in a model to arrays. It is one node of a tree, with one child for each path."""
+    """A mapping from paths in a model to arrays. It is one node of a tree, with one child for each
+    path."""
 
     __slots__ = ()
 
@@ -85,7 +104,8 @@ class StateMapping(HoldsState, Mapping[Path, Any]):
 
     @abstractmethod
     def of_layers(self, layer: Any) -> tuple[dict[Path, Any], dict[Path, Any]]:
-        """The values that all layers of a stack share, and the values of which each layer has its own part."""
+        """The values that all layers of a stack share, and the values of which each layer has its
+        own part."""
 
     @abstractmethod
     def update(self, values: Mapping[Path, Any]) -> "StateMapping":

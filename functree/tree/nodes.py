@@ -1,22 +1,26 @@
-"""A node of a tree ─► its children by key, and the same node with other children."""
+"""A tree ─► its nodes, with their paths; a node ─► its children by key, and the same node with others."""
 
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
+from functree.tree.arrays import Tree
 from functree.tree.paths import Path, plain_key
-from functree.tree.skeleton.kinds import ARRAY, NONE, STATIC, kind_of, one_level
+from functree.tree.skeleton.kinds import FOUND, LEAVES, NONE, Kind, kind_of, one_level
 
 
 def children(node: Any) -> list[tuple[Any, Any]] | None:
-    """The (plain key, child) pairs of a node, with children that are `None`. For a leaf, and for `None`: None."""
+    """The (plain key, child) pairs of a node, with children that are `None`. For a leaf, and for
+    `None`: None."""
     kind = kind_of(node)
-    if kind is ARRAY or kind is STATIC or kind is NONE:
+    if kind in LEAVES:
         return None
     return [(plain_key(key), child) for key, child in kind.children(node)]
 
 
 def rebuilt(node: Any, values: Sequence[Any]) -> Any:
-    """A node of the same kind with other children, given in the order of `children`. Static fields are kept.
+    """A node of the same kind with other children, given in the order of `children`. Static fields
+    are kept.
 
     A dict keeps the order of its keys.
     """
@@ -43,18 +47,84 @@ def nodes_at(tree: Any, paths: Iterable[Path]) -> list[Any]:
     return found
 
 
-def outermost(tree: Any, fits: Callable[[Path, Any], Any]) -> Iterator[tuple[Path, Any]]:
-    """The nodes and leaves for which a function of path and node is true, with their paths; nothing below such a node.
+# The plain keys of a path. A `Path` is made only where one is kept: a walk meets far more nodes than
+# it finds, and Python's garbage collector looks at each `Path`, but not at tuples of texts.
+Keys = tuple[Any, ...]
+
+
+def _kind_at(path: Keys, node: Tree) -> Kind:
+    return kind_of(node)
+
+
+def walk(
+    tree: Tree, kind_at: Callable[[Keys, Tree], Kind] = _kind_at, *, in_model: bool = False
+) -> Iterator[tuple[Keys, Tree, Kind]]:
+    """The nodes and leaves of a tree with their paths and kinds, in JAX's order, each before its children.
+
+    `None` is visited too.
+
+    Args:
+        tree: the tree.
+        kind_at: the kind of a node by its path and itself. Nothing below a node is visited if this
+            is one of `LEAVES`.
+        in_model: whether what is in a state or in a packed tree has the path that it has in the
+            model (several keys), instead of the path of its node (one key).
+
+    Raises:
+        RecursionError: the tree contains itself, or is too deep for JAX too.
+    """
+    # A tree that contains itself would be visited without end. JAX flattens by recursion, which
+    # ends at Python's limit, so nothing below that depth is in a tree of JAX.
+    deepest = sys.getrecursionlimit()
+    waiting: list[tuple[Keys, Tree]] = [((), tree)]
+    while waiting:
+        path, node = waiting.pop()
+        kind = kind_at(path, node)
+        yield path, node, kind
+        if kind in LEAVES:
+            continue
+        if len(path) > deepest:
+            raise RecursionError(
+                f"a {type(tree).__name__} contains itself, or is nested too deeply"
+            )
+        if in_model:
+            below = [((*path, *keys), child) for keys, child in kind.paths(node)]
+        else:
+            below = [((*path, plain_key(key)), child) for key, child in kind.children(node)]
+        waiting += reversed(below)
+
+
+def outermost(tree: Tree, fits: Callable[[Path, Tree], object]) -> Iterator[tuple[Path, Tree]]:
+    """The nodes and leaves for which a function of path and node is true, with their paths; nothing
+    below such a node.
 
     `None` counts as a leaf.
     """
-    waiting: list[tuple[Path, Any]] = [(Path(), tree)]
-    while waiting:
-        path, node = waiting.pop()
-        if fits(path, node):
-            yield path, node
-        else:
-            waiting += [(path / key, child) for key, child in reversed(children(node) or ())]
+
+    def kind_at(keys: Keys, node: Tree) -> Kind:
+        return FOUND if fits(Path(keys), node) else kind_of(node)
+
+    for keys, node, kind in walk(tree, kind_at):
+        if kind is FOUND:
+            yield Path(keys), node
+
+
+def leaves_of(
+    tree: Tree, is_leaf: Callable[[Tree], object] = lambda node: False
+) -> Iterator[tuple[Path, Tree]]:
+    """The leaves of a tree with their paths, as `jax.tree_util.tree_flatten_with_path` finds them.
+
+    Args:
+        tree: the tree.
+        is_leaf: a function of nodes; those for which it is true are leaves too, and so is `None`.
+    """
+
+    def kind_at(keys: Keys, node: Tree) -> Kind:
+        return FOUND if is_leaf(node) else kind_of(node)
+
+    for keys, node, kind in walk(tree, kind_at):
+        if kind in LEAVES and kind is not NONE:
+            yield Path(keys), node
 
 
 _ROOT = Path()
@@ -63,13 +133,18 @@ _ROOT = Path()
 def mapped(tree: Any, change: Callable[[Path, Any], Any], path: Path = _ROOT) -> Any:
     """A tree in which each node is what a function of path and node returns for it.
 
-    Where the function returns `BELOW`, the children of the node are changed instead; leaves and `None` stay.
+    Where the function returns `BELOW`, the children of the node are changed instead; leaves and
+    `None` stay.
     """
     changed = change(path, tree)
     if changed is not BELOW:
         return changed
     below = children(tree)
-    return tree if below is None else rebuilt(tree, [mapped(child, change, path / key) for key, child in below])
+    return (
+        tree
+        if below is None
+        else rebuilt(tree, [mapped(child, change, path / key) for key, child in below])
+    )
 
 
 BELOW = object()
@@ -82,7 +157,8 @@ def blanked(tree: Any) -> Any:
 
 
 class _Mark:
-    """A placeholder for one leaf. Leaves that are one object (None, small numbers, an array at two paths) get two."""
+    """A placeholder for one leaf. Leaves that are one object (None, small numbers, an array at two
+    paths) get two."""
 
     def __repr__(self) -> str:
         return "<leaf>"
@@ -97,6 +173,8 @@ def marked(node: Any) -> tuple[Any, dict[int, Path]]:
     return _marked(Path(), node, places), places
 
 
+# Not by `mapped` and a walk over its result: the class of a node may be one that cannot flatten a
+# copy with marks in the place of its arrays.
 def _marked(path: Path, node: Any, places: dict[int, Path]) -> Any:
     below = children(node)
     if below is None:
@@ -104,7 +182,8 @@ def _marked(path: Path, node: Any, places: dict[int, Path]) -> Any:
     else:
         copy = rebuilt(node, [_marked(path / key, child, places) for key, child in below])
     if type(copy) is tuple and not copy:
-        # Python has only one empty tuple, so two of them would have one id. Each empty list has its own.
+        # Python has only one empty tuple, so two of them would have one id. Each empty list has its
+        # own.
         copy = []
     places[id(copy)] = path
     return copy

@@ -1,4 +1,5 @@
-"""The position of a leaf in a tree ─► a `Path`: plain keys, and a text that can be parsed into the same keys."""
+"""The position of a leaf in a tree ─► a `Path`: plain keys, and a text that can be parsed into the
+same keys."""
 
 import ast
 import json
@@ -16,9 +17,9 @@ from functree.parameters import shown
 class Path(tuple[Any, ...]):
     """The keys from a tree's root to a leaf: field names, dict keys, list indices.
 
-    A path is a tuple. Its text has the keys with dots between them. A string key that is not an identifier is quoted,
-    and a dict key that is neither a string nor an integer is written in brackets, so that each text is parsed into the
-    path that it was made from.
+    A path is a tuple. Its text has the keys with dots between them. A string key that is not an
+    identifier is quoted, and a dict key that is neither a string nor an integer is written in
+    brackets, so that each text is parsed into the path that it was made from.
 
     Args:
         keys: the plain keys, outermost first; or the text of a path.
@@ -45,14 +46,18 @@ class Path(tuple[Any, ...]):
         if isinstance(keys, str):
             return super().__new__(cls, map(_plain, tokens(keys), repeat(keys)))
         if not isinstance(keys, Iterable):
-            raise RuleError(f"a path has a sequence of keys, or a text such as `blocks.3.attn`, not {shown(keys)}")
+            raise RuleError(
+                f"a path has a sequence of keys, or a text such as `blocks.3.attn`, not {shown(keys)}"
+            )
         return super().__new__(cls, keys)
 
     @classmethod
     def parse(cls, text: str) -> Self:
         """The path that has this text."""
         if not isinstance(text, str):
-            raise RuleError(f"a path is parsed from a text, such as `blocks.3.attn`, not from {shown(text)}")
+            raise RuleError(
+                f"a path is parsed from a text, such as `blocks.3.attn`, not from {shown(text)}"
+            )
         return cls(text)
 
     @classmethod
@@ -92,17 +97,19 @@ def part_text(key: Any) -> str:
     return f"[{key!r}]"
 
 
-# A token is a quoted key, a key in brackets (which may contain quoted texts and one more level of brackets), or a run
-# of other characters up to the next dot.
+# A token is a quoted key, a key in brackets (which may contain quoted texts and one more level of
+# brackets), or a run of other characters up to the next dot.
 _QUOTED = r'"(?:[^"\\]|\\.)*"'
 _SINGLE = _QUOTED.replace('"', "'")
 _TOKEN = re.compile(rf'{_QUOTED}|\[(?:[^\[\]"\']|{_QUOTED}|{_SINGLE}|\[[^\]]*\])*\]|[^."\[\]]+')
 
 
 def tokens(text: str) -> Iterator[str]:
-    """The parts of the text of a path or a glob, each as written. Raises RuleError at the first that is invalid."""
+    """The parts of the text of a path or a glob, each as written. Raises RuleError at the first
+    that is invalid."""
     at = 0
-    # `<=`: after a dot at the end of the text one more part must follow, and its absence is an error.
+    # `<=`: after a dot at the end of the text one more part must follow, and its absence is an
+    # error.
     while text and at <= len(text):
         token = _TOKEN.match(text, at)
         if token is None or (token.end() < len(text) and text[token.end()] != "."):
@@ -120,14 +127,18 @@ def _plain(token: str, text: str) -> Any:
         try:
             return json.loads(token)
         except json.JSONDecodeError as error:
-            raise RuleError(f"{text!r} is not a path: {token} is not a valid JSON string: {error.msg}") from error
+            raise RuleError(
+                f"{text!r} is not a path: {token} is not a valid JSON string: {error.msg}"
+            ) from error
     if token[0] == "[":
         return _literal(token[1:-1], text)
     if re.fullmatch(r"-?\d+", token):
         return int(token)
     if token.isidentifier():
         return token
-    raise RuleError(f"{text!r} is not a path: {token!r} is not an identifier; quote it (`{json.dumps(token)}`)")
+    raise RuleError(
+        f"{text!r} is not a path: {token!r} is not an identifier; quote it (`{json.dumps(token)}`)"
+    )
 
 
 def _literal(source: str, text: str) -> Any:

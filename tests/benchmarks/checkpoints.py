@@ -1,9 +1,11 @@
-"""What checkpoints cost beside orbax alone: the time to save and to load, and the peak of memory while loading.
+"""What checkpoints cost beside orbax alone: the time to save and to load, and the peak of memory
+while loading.
 
     python tests/benchmarks/checkpoints.py [--gigabytes 1] [--rounds 5]
 
-The rounds are interleaved: orbax without compression, functree without digests, functree. What was loaded is freed
-outside of the clock. The peaks are those of a process of its own for each. It needs the extra `functree[checkpoint]`.
+The rounds are interleaved: orbax without compression, functree without digests, functree. What was
+loaded is freed outside of the clock. The peaks are those of a process of its own for each. It needs
+the extra `functree[checkpoint]`.
 """
 
 import argparse
@@ -40,7 +42,10 @@ def tree(gigabytes: float, mesh: jax.sharding.Mesh) -> Any:
 def arrays(gigabytes: float, key: Any) -> Any:
     embed = int((gigabytes * 1e9 / 4 / (3 * LAYERS)) ** 0.5) // 8 * 8
     return {
-        name: {f"w{i}": jax.random.normal(jax.random.fold_in(key, i), (1, embed, embed)) for i in range(LAYERS)}
+        name: {
+            f"w{i}": jax.random.normal(jax.random.fold_in(key, i), (1, embed, embed))
+            for i in range(LAYERS)
+        }
         for name in ("model", "mu", "nu")
     }
 
@@ -49,7 +54,9 @@ def ways(folder: Path, state: Any) -> dict[str, tuple[Callable[[], None], Callab
     """For each way, what saves and what loads."""
     from orbax.checkpoint import v1 as orbax
 
-    like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
+    like = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state
+    )
     context = orbax.Context()
     context.array.saving.use_compression = False
 
@@ -63,7 +70,9 @@ def ways(folder: Path, state: Any) -> dict[str, tuple[Callable[[], None], Callab
 
     def own(verify: bool) -> tuple[Callable[[], None], Callable[[], Any]]:
         path = folder / f"functree{verify}"
-        return lambda: ft.save(path, state, verify=verify), lambda: ft.restore(path, like, verify=verify)
+        return lambda: ft.save(path, state, verify=verify), lambda: ft.restore(
+            path, like, verify=verify
+        )
 
     return {"orbax": (save, load), "functree, verify=False": own(False), "functree": own(True)}
 
@@ -107,20 +116,31 @@ def measure(gigabytes: float, rounds: int) -> None:
                 loads[way].append(timed(all_ways[way][1]))
         for path in folder.iterdir():
             shutil.rmtree(path)
-        print(f"{size / 1e9:.2f} GB, {rounds} saves and {3 * rounds} loads of each; medians, and those of ratios")
+        print(
+            f"{size / 1e9:.2f} GB, {rounds} saves and {3 * rounds} loads of each; medians, and those of ratios"
+        )
         print("| way | save | load | save, ratio | load, ratio |\n|---|---|---|---|---|")
         for way in all_ways:
             columns = [statistics.median(found[way][1:]) for found in (saves, loads)]
             ratios = [
-                statistics.median(own / base for own, base in zip(found[way][1:], found["orbax"][1:], strict=True))
+                statistics.median(
+                    own / base for own, base in zip(found[way][1:], found["orbax"][1:], strict=True)
+                )
                 for found in (saves, loads)
             ]
-            print(f"| {way} | {columns[0]:.2f} s | {columns[1]:.2f} s | {ratios[0]:.2f} | {ratios[1]:.2f} |")
-        digests = timed(lambda: digests_of({str(i): x for i, x in enumerate(jax.tree.leaves(state))}))
+            print(
+                f"| {way} | {columns[0]:.2f} s | {columns[1]:.2f} s | {ratios[0]:.2f} | {ratios[1]:.2f} |"
+            )
+        digests = timed(
+            lambda: digests_of({str(i): x for i, x in enumerate(jax.tree.leaves(state))})
+        )
         print(f"the digests alone: {digests:.2f} s, {size / digests / 1e9:.1f} GB/s")
         for way, (save, _) in all_ways.items():
             save()
-            subprocess.run([sys.executable, __file__, "--gigabytes", str(gigabytes), "--peak", name, way], check=True)
+            subprocess.run(
+                [sys.executable, __file__, "--gigabytes", str(gigabytes), "--peak", name, way],
+                check=True,
+            )
         del state, all_ways
 
 
@@ -146,7 +166,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--gigabytes", type=float, default=1.0)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--peak", nargs=2, metavar=("FOLDER", "WAY"), help="only the memory of one way")
+    parser.add_argument(
+        "--peak", nargs=2, metavar=("FOLDER", "WAY"), help="only the memory of one way"
+    )
     options = parser.parse_args()
     if options.peak:
         peak(options.gigabytes, Path(options.peak[0]), options.peak[1])

@@ -1,12 +1,14 @@
-"""The host time of one call of a compiled function on (model, adam state), wrapped in each way there is; exits 1 where
-functree's is too long.
+"""The host time of one call of a compiled function on (model, adam state), wrapped in each way
+there is; exits 1 where functree's is too long.
 
-Every wrapper calls the same function, which adds one to each array, on its own copy of the state. All run in turn in
-one process, in another order each round, so that a busy machine slows all of them; the lower quartile of a wrapper's
-rounds counts, and its ratio to that of the floor: `jax.jit` on a flat list, donated for the wrappers that donate.
+Every wrapper calls the same function, which adds one to each array, on its own copy of the state.
+All run in turn in one process, in another order each round, so that a busy machine slows all of
+them; the lower quartile of a wrapper's rounds counts, and its ratio to that of the floor: `jax.jit`
+on a flat list, donated for the wrappers that donate.
 
-The clock stops when the call returns, not when the device is done. Waiting for the device, and freeing what the call
-made and what it replaced, comes behind it: freed inside the clock, the last results make a call half as long again.
+The clock stops when the call returns, not when the device is done. Waiting for the device, and
+freeing what the call made and what it replaced, comes behind it: freed inside the clock, the last
+results make a call half as long again.
 """
 
 import argparse
@@ -24,7 +26,9 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 os.environ["JAX_PLATFORMS"] = "cpu"  # both are read when jax starts
-os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+os.environ["XLA_FLAGS"] = (
+    os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+)
 
 import equinox as eqx
 import jax
@@ -38,7 +42,9 @@ import functree as ft
 try:
     from flax import nnx
 except ImportError:
-    sys.exit("this benchmark compares with flax, which is not installed: pip install 'functree[bench]'")
+    sys.exit(
+        "this benchmark compares with flax, which is not installed: pip install 'functree[bench]'"
+    )
 
 FLOOR = "jax.jit, flat list"
 DONATED_FLOOR = "jax.jit, flat list, donated"
@@ -71,7 +77,10 @@ TX = optax.adam(1e-3)
 ARRAYS_PER_BLOCK = 16
 # The model's layout, and the adam state's: one stands for each parameter of `step`.
 RULES = ft.FSDP("data", min_size=0)
-LAYOUTS = (ft.StateSharding({...: P("data")}), ft.StateSharding({ft.has_ndim(0): P(), ...: P("data")}))
+LAYOUTS = (
+    ft.StateSharding({...: P("data")}),
+    ft.StateSharding({ft.has_ndim(0): P(), ...: P("data")}),
+)
 
 
 class Attention(eqx.Module):
@@ -107,7 +116,12 @@ def modules(blocks: int, mesh: Mesh) -> tuple[Any, Any]:
     norm = functools.partial(eqx.nn.LayerNorm, WIDTH)
 
     def block() -> Block:
-        return Block(Attention(linear(), linear(), linear(), linear()), MLP(linear(), linear()), norm(), norm())
+        return Block(
+            Attention(linear(), linear(), linear(), linear()),
+            MLP(linear(), linear()),
+            norm(),
+            norm(),
+        )
 
     model = Model([block() for _ in range(blocks)], norm())
     return ft.shard((model, TX.init(model)), LAYOUTS, mesh)
@@ -158,7 +172,8 @@ def nnx_step(model: Any, adam: Any) -> Any:
 
 @dataclasses.dataclass
 class Row:
-    """A wrapped function, which returns its arguments' successors, and how long its calls took, in seconds."""
+    """A wrapped function, which returns its arguments' successors, and how long its calls took, in
+    seconds."""
 
     name: str
     function: Callable[..., Any]
@@ -185,8 +200,13 @@ def make_rows(blocks: int, mesh: Mesh) -> list[Row]:
 
     specs = ft.plan(tree(), LAYOUTS, mesh).specs
     in_and_out = {"in_shardings": LAYOUTS, "out_shardings": LAYOUTS}
-    nnx_layout = nnx.StateSharding({is_scalar: NamedSharding(mesh, P()), ...: NamedSharding(mesh, P("data"))})
-    nnx_in_and_out = {"in_shardings": (nnx_layout, nnx_layout), "out_shardings": (nnx_layout, nnx_layout)}
+    nnx_layout = nnx.StateSharding(
+        {is_scalar: NamedSharding(mesh, P()), ...: NamedSharding(mesh, P("data"))}
+    )
+    nnx_in_and_out = {
+        "in_shardings": (nnx_layout, nnx_layout),
+        "out_shardings": (nnx_layout, nnx_layout),
+    }
     by_jax = jax.shard_map(step, mesh=mesh, in_specs=specs, out_specs=specs)
     by_functree = ft.shard_map(step, mesh=mesh, in_specs=LAYOUTS, out_specs=LAYOUTS)
     return [
@@ -200,7 +220,9 @@ def make_rows(blocks: int, mesh: Mesh) -> list[Row]:
         Row("ft.jit, packed, rules", ft.jit(step, rules=RULES), packed()),
         Row("eqx.filter_jit", eqx.filter_jit(step), tree()),
         Row("nnx.jit", nnx.jit(nnx_step), nnx_tree(), in_place=True),
-        Row("nnx.jit, StateSharding", nnx.jit(nnx_step, **nnx_in_and_out), nnx_tree(), in_place=True),
+        Row(
+            "nnx.jit, StateSharding", nnx.jit(nnx_step, **nnx_in_and_out), nnx_tree(), in_place=True
+        ),
         Row(DONATED_FLOOR, jax.jit(flat_step, donate_argnums=0), flat(), donates=True),
         Row("ft.jit, modules, donated", ft.jit(step, donate=...), tree(), donates=True),
         Row("ft.jit, packed, donated", ft.jit(step, donate=...), packed(), donates=True),
@@ -210,7 +232,8 @@ def make_rows(blocks: int, mesh: Mesh) -> list[Row]:
 
 
 def call(row: Row) -> tuple[float, Any]:
-    """The time of a call, and its result, which the caller frees: all that it made or replaced outlives the clock."""
+    """The time of a call, and its result, which the caller frees: all that it made or replaced
+    outlives the clock."""
     function, args = row.function, row.args
     replaced = jax.tree.leaves(args) if row.in_place else args
     start = time.perf_counter()
@@ -224,7 +247,8 @@ def call(row: Row) -> tuple[float, Any]:
 
 
 def warm_up(row: Row) -> None:
-    """Compile, and see that what comes back is what the next call takes: packed if packed, of the same structure."""
+    """Compile, and see that what comes back is what the next call takes: packed if packed, of the
+    same structure."""
     structure = jax.tree.structure(row.args)
     for _ in range(WARM_UP):
         if jax.tree.structure(call(row)[1]) != structure:
@@ -251,17 +275,23 @@ def measure(rows: list[Row], rounds: int, title: str) -> dict[str, float]:
 
 
 def show(results: dict[int, dict[str, float]], markdown: bool) -> None:
-    """A table of times and of their ratios to the floor, with two columns for each number of arrays."""
+    """A table of times and of their ratios to the floor, with two columns for each number of
+    arrays."""
     cells = [["", *(head for arrays in results for head in (f"{arrays:,} arrays, µs", "× floor"))]]
     for name in next(iter(results.values())):
         floor = DONATED_FLOOR if name.endswith("donated") else FLOOR
         pairs = ((f"{us[name]:,.0f}", f"{us[name] / us[floor]:.2f}") for us in results.values())
-        cells.append([f"`{name}`" if markdown else name, *(cell for pair in pairs for cell in pair)])
+        cells.append(
+            [f"`{name}`" if markdown else name, *(cell for pair in pairs for cell in pair)]
+        )
     if markdown:
         cells.insert(1, ["---", *("--:" for _ in cells[0][1:])])
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     for first, *others in cells:
-        line = [first.ljust(widths[0]), *(c.rjust(w) for c, w in zip(others, widths[1:], strict=True))]
+        line = [
+            first.ljust(widths[0]),
+            *(c.rjust(w) for c, w in zip(others, widths[1:], strict=True)),
+        ]
         print(f"| {' | '.join(line)} |" if markdown else "  ".join(line).rstrip())
     print()
 
@@ -276,26 +306,46 @@ def missed(results: dict[int, dict[str, float]], devices: int) -> list[str]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=200, help="measurements of each; a tenth of them for nnx")
-    parser.add_argument("--sizes", type=int, nargs="+", default=[150, 600, 1_200], help="arrays in all, about")
-    parser.add_argument("--devices", type=int, nargs="+", choices=LIMITS, default=[*LIMITS], help="simulated devices")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--rounds", type=int, default=200, help="measurements of each; a tenth of them for nnx"
+    )
+    parser.add_argument(
+        "--sizes", type=int, nargs="+", default=[150, 600, 1_200], help="arrays in all, about"
+    )
+    parser.add_argument(
+        "--devices",
+        type=int,
+        nargs="+",
+        choices=LIMITS,
+        default=[*LIMITS],
+        help="simulated devices",
+    )
     parser.add_argument("--markdown", action="store_true", help="print the tables as Markdown")
-    parser.add_argument("--no-limits", action="store_true", help="print the tables only, and always exit with 0")
+    parser.add_argument(
+        "--no-limits", action="store_true", help="print the tables only, and always exit with 0"
+    )
     options = parser.parse_args()
     if options.rounds <= SLOW_EVERY:
-        parser.error(f"--rounds: more than {SLOW_EVERY}, for a quartile of the rows that run in one of so many")
+        parser.error(
+            f"--rounds: more than {SLOW_EVERY}, for a quartile of the rows that run in one of so many"
+        )
     print(f"{machine('jax', 'equinox', 'flax')}; lower quartiles of {options.rounds} rounds\n")
     failures = []
     for devices in options.devices:
         mesh = ft.make_mesh(data=devices, devices=jax.devices()[:devices])
         results = {}
         for size in options.sizes:
-            # Adam holds two arrays for each of the model's, and a count; the model two outside of its blocks.
+            # Adam holds two arrays for each of the model's, and a count; the model two outside of
+            # its blocks.
             blocks = max(1, round(((size - 1) / 3 - 2) / ARRAYS_PER_BLOCK))
             rows = make_rows(blocks, mesh)
             arrays = len(jax.tree.leaves(rows[0].args))
-            results[arrays] = measure(rows, options.rounds, f"devices: {devices}, arrays: {arrays:,}")
+            results[arrays] = measure(
+                rows, options.rounds, f"devices: {devices}, arrays: {arrays:,}"
+            )
         print(f"Devices: {devices}\n")
         show(results, options.markdown)
         failures += [] if options.no_limits else missed(results, devices)

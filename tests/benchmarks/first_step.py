@@ -1,8 +1,10 @@
-"""What a program costs besides its steps: first traces, planning, placing batches, importing; exits 1 where too much.
+"""What a program costs besides its steps: first traces, planning, placing batches, importing; exits
+1 where too much.
 
-What is compared runs in turn in one process, with a collection in front of each and the collector on; the results are
-freed outside of the clock. Times are medians, and so are the ratios of the times within one round, which a busy machine
-disturbs less. Nothing is remembered from the last round, unless that is what is measured.
+What is compared runs in turn in one process, with a collection in front of each and the collector
+on; the results are freed outside of the clock. Times are medians, and so are the ratios of the
+times within one round, which a busy machine disturbs less. Nothing is remembered from the last
+round, unless that is what is measured.
 """
 
 import argparse
@@ -18,7 +20,9 @@ from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 os.environ["JAX_PLATFORMS"] = "cpu"  # both are read when jax starts
-os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+os.environ["XLA_FLAGS"] = (
+    os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+)
 
 import equinox as eqx
 import jax
@@ -53,7 +57,9 @@ class Row(NamedTuple):
 
     @property
     def ratio(self) -> float:
-        return statistics.median(one / other for one, other in zip(self.ours, self.floor, strict=True))
+        return statistics.median(
+            one / other for one, other in zip(self.ours, self.floor, strict=True)
+        )
 
 
 def timed(run: Callable[[], Any]) -> float:
@@ -67,7 +73,12 @@ def timed(run: Callable[[], Any]) -> float:
 
 
 def compared(
-    name: str, ours: Callable[[], Any], floor: Callable[[], Any], limit: float | None, against: str, rounds: int
+    name: str,
+    ours: Callable[[], Any],
+    floor: Callable[[], Any],
+    limit: float | None,
+    against: str,
+    rounds: int,
 ) -> Row:
     """Two functions, called in turn."""
     row = Row(name, [], [], limit, against)
@@ -115,7 +126,8 @@ def update(model: Any, opt_state: Any, x: Any) -> tuple[Any, Any, Any]:
 
 
 def traces(rounds: int) -> Iterator[Row]:
-    """A list of 24 blocks with the state of Adam: traced, and called three times by a step that only adds."""
+    """A list of 24 blocks with the state of Adam: traced, and called three times by a step that
+    only adds."""
     model = [Block(key) for key in jax.random.split(jax.random.key(0), 24)]
     state = model, TX.init(eqx.filter(model, eqx.is_inexact_array))
     x = jnp.ones((8, WIDTH))
@@ -138,7 +150,9 @@ def traces(rounds: int) -> Iterator[Row]:
     yield compared(name, ours, floor, 1.15, "`jax.jit` on flat arrays", rounds)
 
     def three_calls(wrap: Callable[[Any], Any], *args: Any) -> Any:
-        f = wrap(lambda *args: jax.tree.map(lambda leaf: leaf + 1 if eqx.is_array(leaf) else leaf, args))
+        f = wrap(
+            lambda *args: jax.tree.map(lambda leaf: leaf + 1 if eqx.is_array(leaf) else leaf, args)
+        )
         return [f(*args) for _ in range(3)]
 
     yield compared(
@@ -154,11 +168,15 @@ SHAPES = [(8, 16), (16, 8), (16,), (8,), (16, 16), (4, 128), (128,)]
 
 
 def optimizers(rounds: int) -> Iterator[Row]:
-    """`plan_optimizer` the first time, and again, for two optimizers and two numbers of parameters."""
+    """`plan_optimizer` the first time, and again, for two optimizers and two numbers of
+    parameters."""
     mesh = {"data": 2, "model": 4}
     for make in (optax.adam, optax.adafactor):
         for size in (1_000, 10_000):
-            model = {f"w{i}": jax.ShapeDtypeStruct(SHAPES[i % len(SHAPES)], jnp.float32) for i in range(size)}
+            model = {
+                f"w{i}": jax.ShapeDtypeStruct(SHAPES[i % len(SHAPES)], jnp.float32)
+                for i in range(size)
+            }
             known = make(1e-3)
             ft.plan_optimizer(known, model, ft.FSDP("data"), mesh)
 
@@ -217,7 +235,14 @@ def structures(rounds: int) -> Iterator[Row]:
         for _ in range(3):
             run(f, models)
         name = f"60 structures of 200 arrays in turn, `{'ft' if wrap is ft.jit else 'jax'}.jit`"
-        yield compared(name, lambda: run(f, models), lambda: run(f, models[:1] * 60), limit, "one of them", rounds)  # noqa: B023
+        yield compared(
+            name,
+            lambda: run(f, models),  # noqa: B023
+            lambda: run(f, models[:1] * 60),  # noqa: B023
+            limit,
+            "one of them",
+            rounds,
+        )
 
 
 def selections(rounds: int) -> Iterator[Row]:
@@ -237,11 +262,19 @@ def texts(rounds: int) -> Iterator[Row]:
     """The text of a plan with 30,000 different rows."""
     tree = {f"w{i}": {"a": jax.ShapeDtypeStruct((8, 16 + i), jnp.float32)} for i in range(30_000)}
     plan = ft.plan(tree, ft.FSDP("data"), {"data": 8})
-    yield compared("`str(plan)`, 30,000 rows", lambda: str(plan), lambda: time.sleep(1), 2.0, "a second", rounds)
+    yield compared(
+        "`str(plan)`, 30,000 rows",
+        lambda: str(plan),
+        lambda: time.sleep(1),
+        2.0,
+        "a second",
+        rounds,
+    )
 
 
 def compilations(rounds: int) -> Iterator[Row]:
-    """Calls that compile for another static value, the 10th and the 600th; those of JAX grow too."""
+    """Calls that compile for another static value, the 10th and the 600th; those of JAX grow
+    too."""
     tree = {f"w{i}": jnp.ones(1) for i in range(200)}
     f = ft.jit(lambda tree, name: tree["w0"])
     g = jax.jit(lambda tree, name: tree["w0"], static_argnames="name")
@@ -263,7 +296,10 @@ def imports(rounds: int) -> Iterator[Row]:
     row = Row("`import functree`", [], [], 0.25, "a second")
     for _ in range(rounds):
         out = subprocess.run(
-            [sys.executable, "-c", code], capture_output=True, check=True, cwd=Path(__file__).parents[2]
+            [sys.executable, "-c", code],
+            capture_output=True,
+            check=True,
+            cwd=Path(__file__).parents[2],
         )
         row.ours.append(float(out.stdout))
         row.floor.append(1.0)
@@ -274,7 +310,8 @@ def imports(rounds: int) -> Iterator[Row]:
 
 
 def loops(rounds: int) -> Iterator[Row]:
-    """A loop with a new batch of NumPy in each step, in parts of ten steps, beside the same in plain JAX.
+    """A loop with a new batch of NumPy in each step, in parts of ten steps, beside the same in
+    plain JAX.
 
     A part takes 50 ms, and two parts in turn differ by 5 % on a quiet machine. So there are many.
     """
@@ -299,7 +336,9 @@ def loops(rounds: int) -> Iterator[Row]:
     batch_sharding = NamedSharding(mesh, P("data", None))
 
     def by_hand(arrays: Any, opt_state: Any, x: Any) -> Any:
-        value, grads = jax.value_and_grad(lambda arrays: error(eqx.combine(arrays, static), x))(arrays)
+        value, grads = jax.value_and_grad(lambda arrays: error(eqx.combine(arrays, static), x))(
+            arrays
+        )
         updates, opt_state = TX.update(grads, opt_state, arrays)
         return optax.apply_updates(arrays, updates), opt_state, value
 
@@ -333,7 +372,9 @@ def loops(rounds: int) -> Iterator[Row]:
                 losses[1].append(value)
             jax.block_until_ready(ours)
 
-        taken = [timed(run) for run in ((run_by_hand, run_ours) if part % 2 else (run_ours, run_by_hand))]
+        taken = [
+            timed(run) for run in ((run_by_hand, run_ours) if part % 2 else (run_ours, run_by_hand))
+        ]
         if part:  # the first one compiles
             row.floor.append(taken[0 if part % 2 else 1])
             row.ours.append(taken[1 if part % 2 else 0])
@@ -344,7 +385,17 @@ def loops(rounds: int) -> Iterator[Row]:
     yield row
 
 
-MEASUREMENTS = (traces, optimizers, batches, structures, selections, texts, compilations, imports, loops)
+MEASUREMENTS = (
+    traces,
+    optimizers,
+    batches,
+    structures,
+    selections,
+    texts,
+    compilations,
+    imports,
+    loops,
+)
 
 
 def text_of(seconds: float) -> str:
@@ -352,10 +403,21 @@ def text_of(seconds: float) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=9, help="measurements of each; a third of them for the longest")
-    parser.add_argument("--only", choices=[one.__name__ for one in MEASUREMENTS], nargs="+", help="some of them")
-    parser.add_argument("--no-limits", action="store_true", help="print the table only, and always exit with 0")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--rounds",
+        type=int,
+        default=9,
+        help="measurements of each; a third of them for the longest",
+    )
+    parser.add_argument(
+        "--only", choices=[one.__name__ for one in MEASUREMENTS], nargs="+", help="some of them"
+    )
+    parser.add_argument(
+        "--no-limits", action="store_true", help="print the table only, and always exit with 0"
+    )
     options = parser.parse_args()
     print(f"{machine('jax', 'equinox', 'optax')}; medians of {options.rounds} rounds\n")
     print("| | time | against | ratio | at most |\n|---|--:|---|--:|--:|")
@@ -369,7 +431,10 @@ def main() -> int:
             missed += over
             taken = text_of(statistics.median(row.ours))
             mark = " MISSED" if over else ""
-            print(f"| {row.name} | {taken} | {row.against} | {row.ratio:.2f}{mark} | {limit} |", flush=True)
+            print(
+                f"| {row.name} | {taken} | {row.against} | {row.ratio:.2f}{mark} | {limit} |",
+                flush=True,
+            )
     return 1 if missed and not options.no_limits else 0
 
 

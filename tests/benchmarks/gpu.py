@@ -1,10 +1,11 @@
-"""Training on one GPU: `ft.nn.Transformer` beside the same model by hand in plain JAX, and in Flax nnx.
+"""Training on one GPU: `ft.nn.Transformer` beside the same model by hand in plain JAX, and in Flax
+nnx.
 
     python tests/benchmarks/gpu.py                  # 0.3 and 1.3 billion parameters, bfloat16, sequence 2,048
     python tests/benchmarks/gpu.py --sizes tiny     # the same on a CPU, to see that the three agree
 
-All three begin with the same weights; their losses have to agree. They run in turn, in one process. It needs the extra
-`functree[bench]`, and on a GPU `jax[cuda13]` with cuDNN.
+All three begin with the same weights; their losses have to agree. They run in turn, in one process.
+It needs the extra `functree[bench]`, and on a GPU `jax[cuda13]` with cuDNN.
 """
 
 import argparse
@@ -28,16 +29,24 @@ SIZES = {
     "0.3B": (Config(32000, 1024, 24, 16, 16, 64, 2816, dtype=jnp.bfloat16), 16, 2048),
     "1.3B": (Config(32000, 2048, 24, 16, 16, 128, 5632, dtype=jnp.bfloat16), 8, 2048),
 }
-PEAKS = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12}  # dense bfloat16, as NVIDIA says
+PEAKS = {
+    "A100": 312e12,
+    "H100": 989e12,
+    "H200": 989e12,
+    "B200": 2250e12,
+}  # dense bfloat16, as NVIDIA says
 
 
 def attend(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
     """Causal attention, by cuDNN where there is a GPU."""
     implementation = "cudnn" if jax.default_backend() == "gpu" else None
-    return jax.nn.dot_product_attention(query, key, value, is_causal=True, implementation=implementation)
+    return jax.nn.dot_product_attention(
+        query, key, value, is_causal=True, implementation=implementation
+    )
 
 
-# --- The model in Flax nnx ------------------------------------------------------------------------------------------
+# --- The model in Flax nnx
+# ------------------------------------------------------------------------------------------
 
 
 class Block(nnx.Module):
@@ -45,12 +54,16 @@ class Block(nnx.Module):
 
     def __init__(self, config: Config, weights: dict[str, np.ndarray]):
         self.config = config
-        self.attn_norm, self.mlp_norm = (nnx.Param(jnp.asarray(weights[n])) for n in ("attn_norm", "mlp_norm"))
+        self.attn_norm, self.mlp_norm = (
+            nnx.Param(jnp.asarray(weights[n])) for n in ("attn_norm", "mlp_norm")
+        )
         self.query, self.key, self.value = (
             einsum(weights[n], "bse,ehd->bshd", config) for n in ("query", "key", "value")
         )
         self.out = einsum(weights["out"], "bshd,hde->bse", config)
-        self.gate, self.up, self.down = (einsum(weights[n], "bse,eh->bsh", config) for n in ("gate", "up", "down"))
+        self.gate, self.up, self.down = (
+            einsum(weights[n], "bse,eh->bsh", config) for n in ("gate", "up", "down")
+        )
 
     def __call__(self, x: jax.Array) -> jax.Array:
         y = rms_norm(self.attn_norm[...], x)
@@ -73,7 +86,9 @@ class Decoder(nnx.Module):
     def __init__(self, config: Config, weights: Any):
         self.embed = nnx.Embed(config.vocab, config.embed, dtype=config.dtype, rngs=nnx.Rngs(0))
         self.embed.embedding[...] = jnp.asarray(weights["embed"])
-        layers = ({name: w[i] for name, w in weights["blocks"].items()} for i in range(config.layers))
+        layers = (
+            {name: w[i] for name, w in weights["blocks"].items()} for i in range(config.layers)
+        )
         self.blocks = nnx.List([Block(config, layer) for layer in layers])
         self.norm = nnx.Param(jnp.asarray(weights["norm"]))
         self.unembed = einsum(weights["unembed"], "bse,ev->bsv", config)
@@ -103,11 +118,13 @@ def in_nnx(config: Config, weights: Any, batch: int, seq: int) -> tuple[Callable
     return jax.jit(step, donate_argnums=0), state
 
 
-# --- The comparison -------------------------------------------------------------------------------------------------
+# --- The comparison
+# -------------------------------------------------------------------------------------------------
 
 
 def operations(config: Config, seq: int) -> float:
-    """The floating-point operations of a token, forward and backward, that the model needs: a half of the attention."""
+    """The floating-point operations of a token, forward and backward, that the model needs: a half
+    of the attention."""
     shapes = jax.tree.leaves(config.shapes, is_leaf=lambda x: isinstance(x, tuple))
     weights = sum(int(np.prod(shape)) for shape in shapes) - config.vocab * config.embed
     return 3 * (2 * weights + 2 * config.layers * config.heads * config.head_dim * seq)
@@ -116,14 +133,19 @@ def operations(config: Config, seq: int) -> float:
 def compare(name: str, rounds: int) -> None:
     """Print the lines of one size."""
     config, batch, seq = SIZES[name]
-    tokens = jnp.asarray(np.random.default_rng(0).integers(0, config.vocab, (batch, seq + 1)), jnp.int32)
+    tokens = jnp.asarray(
+        np.random.default_rng(0).integers(0, config.vocab, (batch, seq + 1)), jnp.int32
+    )
     state = ft.jit(make_state)(transformer_config(config, seq), jax.random.key(0))
     weights = weights_of(state.model)
     params = jax.tree.map(jnp.asarray, weights)
     nnx_step, nnx_state = in_nnx(config, weights, batch, seq)
     lowered: dict[str, tuple[Any, Any]] = {
         "functree": (make_step(None, ft.AxisRules({...: None})).lower(state, tokens), state),
-        "by hand": (Model(config, None, attend).compiled(TX, batch, seq), (params, TX.init(params))),
+        "by hand": (
+            Model(config, None, attend).compiled(TX, batch, seq),
+            (params, TX.init(params)),
+        ),
         "Flax nnx": (nnx_step.lower(nnx_state, tokens), nnx_state),
     }
     compiled = {who: (one.compile(), own) for who, (one, own) in lowered.items()}
@@ -131,7 +153,9 @@ def compare(name: str, rounds: int) -> None:
     del state, params, nnx_state, lowered
     losses = {who: [float(run.once()[1]) for _ in range(3)] for who, run in runs.items()}
     for found in losses.values():  # in bfloat16 the order of sums shows
-        np.testing.assert_allclose(found, losses["by hand"], rtol=1e-4 if config.dtype == jnp.float32 else 2e-2)
+        np.testing.assert_allclose(
+            found, losses["by hand"], rtol=1e-4 if config.dtype == jnp.float32 else 2e-2
+        )
     seconds: dict[str, list[float]] = {who: [] for who in runs}
     for _ in range(rounds):
         for who, run in runs.items():
@@ -143,7 +167,10 @@ def compare(name: str, rounds: int) -> None:
         share = f"{speed * operations(config, seq) / peak:.1%}" if peak else "-"
         memory = compiled[who][0].memory_analysis()
         held = memory.temp_size_in_bytes + memory.argument_size_in_bytes
-        print(f"| {name} | {batch} × {seq} | {who} | {speed:,.0f} | {share} | {held / 2**30:.2f} |", flush=True)
+        print(
+            f"| {name} | {batch} × {seq} | {who} | {speed:,.0f} | {share} | {held / 2**30:.2f} |",
+            flush=True,
+        )
 
 
 def main() -> None:

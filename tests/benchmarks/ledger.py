@@ -1,9 +1,11 @@
-"""What a ledger costs, beside the compilation that it describes: 48 layers, unrolled and scanned, on 8 and 512 devices.
+"""What a ledger costs, beside the compilation that it describes: 48 layers, unrolled and scanned,
+on 8 and 512 devices.
 
     python tests/benchmarks/ledger.py [--layers 48] [--rounds 3]
 
-Each program has a process of its own, since the number of simulated devices cannot be changed. In each round it is
-compiled, and its ledger read, and the medians count. The limit is 5 % of the compilation.
+Each program has a process of its own, since the number of simulated devices cannot be changed. In
+each round it is compiled, and its ledger read, and the medians count. The limit is 5 % of the
+compilation.
 """
 
 import argparse
@@ -15,7 +17,12 @@ import sys
 import time
 
 LIMIT = 0.05
-CASES = [(devices, name, unrolled) for devices in (8, 512) for name in ("TP", "FSDP+TP") for unrolled in (True, False)]
+CASES = [
+    (devices, name, unrolled)
+    for devices in (8, 512)
+    for name in ("TP", "FSDP+TP")
+    for unrolled in (True, False)
+]
 
 
 def main() -> None:
@@ -23,7 +30,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--layers", type=int, default=48)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--case", nargs=3, metavar=("DEVICES", "LAYOUT", "UNROLLED"), help="only this one")
+    parser.add_argument(
+        "--case", nargs=3, metavar=("DEVICES", "LAYOUT", "UNROLLED"), help="only this one"
+    )
     options = parser.parse_args()
     if options.case is not None:
         devices, name, unrolled = options.case
@@ -87,7 +96,13 @@ def measure(devices: int, name: str, unrolled: bool, layers: int, rounds: int) -
         labels = optax.softmax_cross_entropy_with_integer_labels
         return labels(model(tokens[:, :-1]), tokens[:, 1:]).mean()
 
-    @ft.jit(in_shardings=(layout, ft.P("data")), out_shardings=(layout, None), mesh=mesh, rules=layout, donate="ts")
+    @ft.jit(
+        in_shardings=(layout, ft.P("data")),
+        out_shardings=(layout, None),
+        mesh=mesh,
+        rules=layout,
+        donate="ts",
+    )
     def step(ts: ft.TrainState, tokens: jax.Array) -> tuple[ft.TrainState, jax.Array]:
         value, grads = ft.value_and_grad(loss)(ts.model, tokens)
         return ft.apply_gradients(ts, grads), value
@@ -110,7 +125,9 @@ def measure(devices: int, name: str, unrolled: bool, layers: int, rounds: int) -
     compiled_in, read_in = statistics.median(compiling), statistics.median(reading)
     blocks = "unrolled" if unrolled else "scanned"
     cells = (devices, name, blocks, text, arrays, f"{compiled_in:.1f} s", f"{read_in:.2f} s")
-    print(f"| {' | '.join(map(str, cells))} | {read_in / compiled_in:.1%} | {LIMIT:.0%} |", flush=True)
+    print(
+        f"| {' | '.join(map(str, cells))} | {read_in / compiled_in:.1%} | {LIMIT:.0%} |", flush=True
+    )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""The same language model as `ft.nn.Transformer`, written by hand in plain JAX: what functree is measured against.
+"""The same language model as `ft.nn.Transformer`, written by hand in plain JAX: what functree is
+measured against.
 
 It imports nothing of functree. Parameters are dicts, shardings are literals.
 """
@@ -92,7 +93,9 @@ def attend_splash(mesh: Mesh, query: jax.Array, key: jax.Array, value: jax.Array
         return jax.vmap(kernel)(*arrays).transpose(0, 2, 1, 3)
 
     spec = P("data", None, "model")
-    return jax.shard_map(local, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)(query, key, value)
+    return jax.shard_map(local, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)(
+        query, key, value
+    )
 
 
 def rms_norm(scale: jax.Array, x: jax.Array) -> jax.Array:
@@ -107,7 +110,9 @@ def rotated(x: jax.Array, theta: float) -> jax.Array:
     angles = jnp.arange(seq, dtype=jnp.float32)[:, None] * frequencies
     cos, sin = jnp.cos(angles)[:, None], jnp.sin(angles)[:, None]
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
+    return jnp.concatenate(
+        [first * cos - second * sin, second * cos + first * sin], axis=-1
+    ).astype(x.dtype)
 
 
 class Model:
@@ -124,14 +129,24 @@ class Model:
 
     def on(self, x: jax.Array, *spec: Any) -> jax.Array:
         """`x`, constrained."""
-        return x if self.mesh is None else jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, P(*spec)))
+        return (
+            x
+            if self.mesh is None
+            else jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, P(*spec)))
+        )
 
     def block(self, x: jax.Array, layer: dict[str, jax.Array]) -> jax.Array:
         layer = {name: w if "norm" in name else w.astype(x.dtype) for name, w in layer.items()}
         y = rms_norm(layer["attn_norm"], x)
-        query, key, value = (jnp.einsum("bse,ehd->bshd", y, layer[name]) for name in ("query", "key", "value"))
-        query, key = (self.on(rotated(one, self.config.theta), "data", None, "model") for one in (query, key))
-        mixed = self.on(self.attend(query, key, self.on(value, "data", None, "model")), "data", None, "model")
+        query, key, value = (
+            jnp.einsum("bse,ehd->bshd", y, layer[name]) for name in ("query", "key", "value")
+        )
+        query, key = (
+            self.on(rotated(one, self.config.theta), "data", None, "model") for one in (query, key)
+        )
+        mixed = self.on(
+            self.attend(query, key, self.on(value, "data", None, "model")), "data", None, "model"
+        )
         x = self.on(x + self.on(jnp.einsum("bshd,hde->bse", mixed, layer["out"]), "data"), "data")
         y = rms_norm(layer["mlp_norm"], x)
         gate, up = (self.on(y @ layer[name], "data", None, "model") for name in ("gate", "up"))
@@ -169,7 +184,9 @@ class Model:
         updates, opt_state = tx.update(grads, opt_state, params)
         return (optax.apply_updates(params, updates), opt_state), loss
 
-    def compiled(self, tx: optax.GradientTransformation, batch: int, seq: int, specs: Any = None) -> Any:
+    def compiled(
+        self, tx: optax.GradientTransformation, batch: int, seq: int, specs: Any = None
+    ) -> Any:
         """The step, lowered for a mesh; no array is created."""
         specs = SPECS if specs is None else specs
         abstract = jax.tree.map(
@@ -180,9 +197,15 @@ class Model:
         state = (abstract, jax.eval_shape(tx.init, abstract))
         shardings = None
         if self.mesh is not None:
-            own = jax.tree.map(partial(NamedSharding, self.mesh), specs, is_leaf=lambda x: isinstance(x, P))
+            own = jax.tree.map(
+                partial(NamedSharding, self.mesh), specs, is_leaf=lambda x: isinstance(x, P)
+            )
             like = optax.tree_map_params(
-                tx, lambda _, one: one, state[1], own, transform_non_params=lambda _: NamedSharding(self.mesh, P())
+                tx,
+                lambda _, one: one,
+                state[1],
+                own,
+                transform_non_params=lambda _: NamedSharding(self.mesh, P()),
             )
             shardings = (own, like)
             batches = NamedSharding(self.mesh, P("data"))

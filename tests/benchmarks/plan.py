@@ -1,8 +1,10 @@
-"""How long planning a tree takes, against flattening it with paths in the same process; exits 1 where it is too long.
+"""How long planning a tree takes, against flattening it with paths in the same process; exits 1
+where it is too long.
 
-Each measurement plans a tree whose layout is made afresh, so that nothing is remembered from the last one; the ones
-that are compared run in turn, with a collection in front of each and the collector on. Times are medians, and so are
-the ratios of the times within one round, which a busy machine disturbs less.
+Each measurement plans a tree whose layout is made afresh, so that nothing is remembered from the
+last one; the ones that are compared run in turn, with a collection in front of each and the
+collector on. Times are medians, and so are the ratios of the times within one round, which a busy
+machine disturbs less.
 """
 
 import argparse
@@ -72,7 +74,9 @@ def dicts(leaves: int) -> Any:
     """The same tree as dicts, without a name for any axis."""
 
     def plain(node: Any) -> Any:
-        return {k: plain(v) for k, v in vars(node).items()} if isinstance(node, eqx.Module) else node
+        return (
+            {k: plain(v) for k, v in vars(node).items()} if isinstance(node, eqx.Module) else node
+        )
 
     return {"blocks": [plain(block()) for _ in range(leaves // LEAVES_PER_BLOCK)]}
 
@@ -136,25 +140,61 @@ def measure(tree: Any, layout: Callable[[], Any], repeats: int) -> Times:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--leaves", type=int, nargs="+", default=[1_000, 30_000], help="sizes of the trees")
-    parser.add_argument("--repeats", type=int, default=9, help="measurements of each, of which the median counts")
-    parser.add_argument("--no-check", action="store_true", help="print the table only, and always exit with 0")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--leaves", type=int, nargs="+", default=[1_000, 30_000], help="sizes of the trees"
+    )
+    parser.add_argument(
+        "--repeats", type=int, default=9, help="measurements of each, of which the median counts"
+    )
+    parser.add_argument(
+        "--no-check", action="store_true", help="print the table only, and always exit with 0"
+    )
     options = parser.parse_args()
-    print(f"Python {sys.version.split()[0]}, jax {jax.__version__}; medians of {options.repeats}, in ms")
-    print(f"targets for modules: plan at most {PLAN_LIMIT:g} x flatten, with filters {FILTERS_LIMIT:g} x plan\n")
-    heads = ("tree", "leaves", "flatten", "plan", "x flatten", "50 filters", "x plan", "x flatten", "")
+    print(
+        f"Python {sys.version.split()[0]}, jax {jax.__version__}; medians of {options.repeats}, in ms"
+    )
+    print(
+        f"targets for modules: plan at most {PLAN_LIMIT:g} x flatten, with filters {FILTERS_LIMIT:g} x plan\n"
+    )
+    heads = (
+        "tree",
+        "leaves",
+        "flatten",
+        "plan",
+        "x flatten",
+        "50 filters",
+        "x plan",
+        "x flatten",
+        "",
+    )
     line = "{:8}{:>8}{:>10}{:>10}{:>11}{:>12}{:>8}{:>11}  {}".format
     print(line(*heads))
     missed = 0
     for leaves in options.leaves:
         for name, make, layout in (("modules", modules, rules), ("dicts", dicts, fsdp)):
             t = measure(make(leaves), layout, options.repeats)
-            bad = name == "modules" and (t.plan_by_flatten > PLAN_LIMIT or t.filters_by_plan > FILTERS_LIMIT)
+            bad = name == "modules" and (
+                t.plan_by_flatten > PLAN_LIMIT or t.filters_by_plan > FILTERS_LIMIT
+            )
             missed += bad
             ms = [f"{1e3 * x:.2f}" for x in t[:3]]
             ratios = [f"{x:.1f}" for x in t[3:]]
-            print(line(name, leaves, ms[0], ms[1], ratios[0], ms[2], ratios[1], ratios[2], "MISSED" if bad else ""))
+            print(
+                line(
+                    name,
+                    leaves,
+                    ms[0],
+                    ms[1],
+                    ratios[0],
+                    ms[2],
+                    ratios[1],
+                    ratios[2],
+                    "MISSED" if bad else "",
+                )
+            )
     return 1 if missed and not options.no_check else 0
 
 

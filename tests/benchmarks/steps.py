@@ -20,10 +20,14 @@ TX = optax.adamw(1e-4)
 def layout_of(config: Config) -> ft.Layout:
     """FSDP and tensor parallelism; the scales of norms are whole, as in `plain.SPECS`."""
     scales = config.layers * config.embed
-    return ft.AxisRules({"batch": "data", **TENSOR, ...: None}) | ft.FSDP("data", min_size=scales + 1)
+    return ft.AxisRules({"batch": "data", **TENSOR, ...: None}) | ft.FSDP(
+        "data", min_size=scales + 1
+    )
 
 
-def transformer_config(config: Config, seq: int, attention: Any = "auto") -> ft.nn.TransformerConfig:
+def transformer_config(
+    config: Config, seq: int, attention: Any = "auto"
+) -> ft.nn.TransformerConfig:
     """The same sizes, for functree."""
     return ft.nn.TransformerConfig(
         config.vocab,
@@ -93,5 +97,10 @@ def weights_of(model: ft.nn.Transformer) -> Any:
     names = {"attn_norm": layer.attn_norm.scale, "mlp_norm": layer.mlp_norm.scale}
     names |= {name: getattr(layer.attn, name) for name in ("query", "key", "value", "out")}
     names |= {name: getattr(layer.mlp, name) for name in ("gate", "up", "down")}
-    params = {"embed": model.embed.weight, "blocks": names, "norm": model.norm.scale, "unembed": unembed.weight}
+    params = {
+        "embed": model.embed.weight,
+        "blocks": names,
+        "norm": model.norm.scale,
+        "unembed": unembed.weight,
+    }
     return jax.tree.map(np.asarray, params)

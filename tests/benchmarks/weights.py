@@ -1,9 +1,10 @@
-"""The peak of memory, and the time, of loading published weights onto 8 simulated devices, beside their size.
+"""The peak of memory, and the time, of loading published weights onto 8 simulated devices, beside
+their size.
 
     python tests/benchmarks/weights.py [--gigabytes 2]
 
-The model is written first, and loaded in a process of its own; what that held before it loaded anything is left out.
-It needs the extra `functree[weights]`.
+The model is written first, and loaded in a process of its own; what that held before it loaded
+anything is left out. It needs the extra `functree[weights]`.
 """
 
 import argparse
@@ -26,15 +27,24 @@ def write(folder: Path, gigabytes: float) -> None:
 
     import functree as ft
 
-    sizes: dict[str, Any] = {"heads": 16, "kv_heads": 8, "head_dim": 128, "hidden": 5632, "param_dtype": "bfloat16"}
+    sizes: dict[str, Any] = {
+        "heads": 16,
+        "kv_heads": 8,
+        "head_dim": 128,
+        "hidden": 5632,
+        "param_dtype": "bfloat16",
+    }
     of_a_layer = 2 * (3 * 2048 * 5632 + 2 * 2048 * 2048 + 2 * 2048 * 1024)
     layers = max(1, round(gigabytes * 1e9 / of_a_layer))
     config = ft.nn.TransformerConfig(1024, 2048, layers, **sizes)
-    ft.save_weights(folder, ft.jit(lambda key: ft.nn.Transformer.create(config, key=key))(jax.random.key(0)))
+    ft.save_weights(
+        folder, ft.jit(lambda key: ft.nn.Transformer.create(config, key=key))(jax.random.key(0))
+    )
 
 
 def held() -> int:
-    """The bytes that this process holds, without the pages of files that are mapped: these are the kernel's to drop."""
+    """The bytes that this process holds, without the pages of files that are mapped: these are the
+    kernel's to drop."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon"))
 
@@ -71,7 +81,9 @@ def load(folder: Path) -> None:
     peak.ends.set()
     most = peak.most - before
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(model))
-    print(f"| {size / 1e9:.2f} GB | {most / 1e9:.2f} GB | {most / size:.2f} | {LIMIT} | {seconds:.1f} s |")
+    print(
+        f"| {size / 1e9:.2f} GB | {most / 1e9:.2f} GB | {most / size:.2f} | {LIMIT} | {seconds:.1f} s |"
+    )
 
 
 def main() -> None:
@@ -85,7 +97,9 @@ def main() -> None:
         return
     with tempfile.TemporaryDirectory() as folder:
         write(Path(folder), options.gigabytes)
-        print("| weights | peak of memory | ratio | limit | time |\n|---|---|---|---|---|", flush=True)
+        print(
+            "| weights | peak of memory | ratio | limit | time |\n|---|---|---|---|---|", flush=True
+        )
         environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": DEVICES}
         command = [sys.executable, __file__, "--load", folder]
         subprocess.run(command, env=environment, check=True)

@@ -1,13 +1,15 @@
-"""Run the tests of jax, equinox or haliax with their compiling function replaced by `ft.jit`, and list those that fail.
+"""Run the tests of jax, equinox or haliax with their compiling function replaced by `ft.jit`, and
+list those that fail.
 
     python tests/peers jax FOLDER          # with pjit_test.py, shard_map_test.py, api_test.py
     python tests/peers equinox FOLDER      # with test_jit.py and others, and their conftest.py and helpers.py
     python tests/peers haliax FOLDER
 
-The tests are not in the packages. Copy them by hand from the repository of the peer, at the tag of the installed
-version, into a folder that git ignores, such as `build/peers/jax`. Each file runs twice, in processes of its own: as it
-is, and translated. A test that passes as it is and fails translated is listed with the reason, which `reasons.py` has;
-without one, with the first line of its error, and the exit status is 1.
+The tests are not in the packages. Copy them by hand from the repository of the peer, at the tag of
+the installed version, into a folder that git ignores, such as `build/peers/jax`. Each file runs
+twice, in processes of its own: as it is, and translated. A test that passes as it is and fails
+translated is listed with the reason, which `reasons.py` has; without one, with the first line of
+its error, and the exit status is 1.
 """
 
 import argparse
@@ -33,7 +35,8 @@ class Peer(NamedTuple):
 
     Attributes:
         files: the pattern of its test files.
-        replaced: the last line of the imports of a test file, as a pattern; behind it, our functions are imported.
+        replaced: the last line of the imports of a test file, as a pattern; behind it, our
+            functions are imported.
     """
 
     files: str
@@ -41,7 +44,9 @@ class Peer(NamedTuple):
 
 
 # The first statement that is no import.
-_AFTER_IMPORTS = r"(?m)^(?=(?:[A-Za-z_]+ *=|def |class |@|config\.|jax\.config\.|jtu\.|absltest\.|if ))"
+_AFTER_IMPORTS = (
+    r"(?m)^(?=(?:[A-Za-z_]+ *=|def |class |@|config\.|jax\.config\.|jtu\.|absltest\.|if ))"
+)
 PEERS = {
     "jax": Peer("*_test.py", r"(?m)^(?:jax\.)?config\.parse_flags_with_absl\(\)\n"),
     "equinox": Peer("test_*.py", _AFTER_IMPORTS),
@@ -54,7 +59,9 @@ def translated(text: str, peer: str) -> str:
     found = re.search(PEERS[peer].replaced, text)
     if found is None:
         sys.exit(f"no end of the imports was found, by {PEERS[peer].replaced}")
-    return f"{text[: found.end()]}from replaced_{peer} import *  # noqa: F403\n{text[found.end() :]}"
+    return (
+        f"{text[: found.end()]}from replaced_{peer} import *  # noqa: F403\n{text[found.end() :]}"
+    )
 
 
 def results(folder: Path, file: str, timeout: int, options: tuple[str, ...]) -> dict[str, str]:
@@ -64,12 +71,31 @@ def results(folder: Path, file: str, timeout: int, options: tuple[str, ...]) -> 
         **os.environ,
         "JAX_PLATFORMS": "cpu",
         "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
-        "PYTHONPATH": os.pathsep.join([str(HERE), str(HERE.parents[1]), os.environ.get("PYTHONPATH", "")]),
+        "PYTHONPATH": os.pathsep.join(
+            [str(HERE), str(HERE.parents[1]), os.environ.get("PYTHONPATH", "")]
+        ),
     }
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-c", os.devnull, "-n", "2"]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "-c",
+        os.devnull,
+        "-n",
+        "2",
+    ]
     command += [f"--junitxml={report}", "--rootdir", str(folder), *options, str(folder / file)]
     done = subprocess.run(
-        command, env=environment, capture_output=True, text=True, timeout=timeout, cwd=folder, check=False
+        command,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        cwd=folder,
+        check=False,
     )
     if not report.exists():
         sys.exit(f"{file} did not run:\n{done.stdout[-3000:]}{done.stderr[-3000:]}")
@@ -86,7 +112,9 @@ def results(folder: Path, file: str, timeout: int, options: tuple[str, ...]) -> 
 
 def main() -> int:
     parser = argparse.ArgumentParser(
-        prog="python tests/peers", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python tests/peers",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("peer", choices=PEERS)
     parser.add_argument("folder", type=Path, help="the tests of the peer")
@@ -110,10 +138,17 @@ def main() -> int:
             after = results(ours, file, options.timeout, more)
             passed = [name for name, error in before.items() if not error]
             if before and not passed:
-                sys.exit(f"no test of {file} passes as it is: are the tests those of the installed {options.peer}?")
-            failed = {name: after.get(name, "did not run") for name in passed if after.get(name, "did not run")}
+                sys.exit(
+                    f"no test of {file} passes as it is: are the tests those of the installed {options.peer}?"
+                )
+            failed = {
+                name: after.get(name, "did not run")
+                for name in passed
+                if after.get(name, "did not run")
+            }
             print(
-                f"\n{file}: of {len(passed)} tests that pass, {len(passed) - len(failed)} pass translated", flush=True
+                f"\n{file}: of {len(passed)} tests that pass, {len(passed) - len(failed)} pass translated",
+                flush=True,
             )
             for reason, names in by_reason(options.peer, failed).items():
                 print(f"  {len(names)} × {reason}")
@@ -125,11 +160,14 @@ def main() -> int:
 
 
 def by_reason(peer: str, failed: Iterable[str]) -> dict[str, list[str]]:
-    """The names of the tests that failed by the reason; those without one are the last, with an empty text."""
+    """The names of the tests that failed by the reason; those without one are the last, with an
+    empty text."""
     found: dict[str, list[str]] = {}
     left = list(failed)
     for reason, patterns in REASONS[peer].items():
-        names = [name for name in left if any(fnmatchcase(name, pattern) for pattern in patterns.split())]
+        names = [
+            name for name in left if any(fnmatchcase(name, pattern) for pattern in patterns.split())
+        ]
         if names:
             found[reason] = names
             left = [name for name in left if name not in names]

@@ -1,10 +1,11 @@
-r"""Plan and train models that were written without functree, and compare with the same steps in plain Equinox.
+r"""Plan and train models that were written without functree, and compare with the same steps in
+plain Equinox.
 
     python tests/peers/models.py [--only NAME]
 
-Each model comes from a package of others, or is an example of Equinox' or diffrax' documentation, rewritten shortly.
-None has annotations for functree. Each one is laid out in two ways: by `ft.FSDP`, and by an `ft.StateSharding` of path
-filters.
+Each model comes from a package of others, or is an example of Equinox' or diffrax' documentation,
+rewritten shortly. None has annotations for functree. Each one is laid out in two ways: by
+`ft.FSDP`, and by an `ft.StateSharding` of path filters.
 
 - At its full size it is planned, with the state of Adam, and nothing is allocated. This is the published size, or that
   of the documentation; for what is only a layer or a sketch there, it is one that is worth sharding.
@@ -12,8 +13,8 @@ filters.
   parameters and the state of the model have to be those of `eqx.filter_jit` on one device. Each array has to be sharded
   as planned, and the step has to be compiled once.
 
-The exit status is 1 if a model does something else. It takes ten minutes, is not part of CI, and has an environment of
-its own:
+The exit status is 1 if a model does something else. It takes ten minutes, is not part of CI, and
+has an environment of its own:
 
     python -m venv build/models && . build/models/bin/activate
     pip install -e . jax==0.10.2 jaxlib==0.10.2 diffrax==0.7.2 equimo==1.1.0 esm2quinox==0.2.0 flowjax==19.1.2 \
@@ -30,7 +31,9 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 os.environ["JAX_PLATFORMS"] = "cpu"  # both are read when jax starts
-os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+os.environ["XLA_FLAGS"] = (
+    os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+)
 
 import equinox as eqx
 import jax
@@ -53,18 +56,22 @@ try:
     from memax.equinox.train_utils import add_batch_dim, get_residual_memory_model
     from quax.examples import lora
 except ModuleNotFoundError as error:
-    sys.exit(f"the package {error.name} is not installed: the head of {os.path.basename(__file__)} has the command")
+    sys.exit(
+        f"the package {error.name} is not installed: the head of {os.path.basename(__file__)} has the command"
+    )
 
 STEPS = 3
 BATCH = 16
 RATE = 1e-3
-# Adam divides a gradient by its size. A gradient that is zero but for rounding, as that of a bias in front of a
-# normalization, would become a full step in a random direction. With this epsilon such a step stays small.
+# Adam divides a gradient by its size. A gradient that is zero but for rounding, as that of a bias
+# in front of a normalization, would become a full step in a random direction. With this epsilon
+# such a step stays small.
 TX = optax.adamw(RATE, eps=1e-4)
-# On several devices sums have another order, so values are equal but for rounding: here to about 1e-6. A step that is
-# wrong, such as one with the gradient of a part of the batch, moves parameters elsewhere by a good part of the distance
-# that training moves them, which is up to STEPS * RATE. One hundredth of this distance is allowed. Adam hides a
-# gradient that is a multiple of the right one, so the norms of the gradients are compared as well.
+# On several devices sums have another order, so values are equal but for rounding: here to about
+# 1e-6. A step that is wrong, such as one with the gradient of a part of the batch, moves parameters
+# elsewhere by a good part of the distance that training moves them, which is up to STEPS * RATE.
+# One hundredth of this distance is allowed. Adam hides a gradient that is a multiple of the right
+# one, so the norms of the gradients are compared as well.
 TOLERANCE = 0.01 * STEPS * RATE
 
 FULL_MESH = {"data": 8, "model": 4}
@@ -81,8 +88,10 @@ class Example(NamedTuple):
     Attributes:
         name: what `--only` selects by.
         package: the distribution that the model is from.
-        make: (whether it has its full size, a key) -> the model; a pair with an `eqx.nn.State` if it has one.
-        loss: (model, *batch) -> the loss; for a model with state, (model, state, *batch) -> (loss, state).
+        make: (whether it has its full size, a key) -> the model; a pair with an `eqx.nn.State` if
+            it has one.
+        loss: (model, *batch) -> the loss; for a model with state, (model, state, *batch) -> (loss,
+            state).
         batch: a key -> the arrays of a batch for the small size.
         filters: path filters -> specs over the mesh axis `model`; everything else is replicated.
         needed: what a user has to write for this model besides the filters.
@@ -107,7 +116,10 @@ class Example(NamedTuple):
 
 
 def images(channels: int, size: int, classes: int) -> MakeBatch:
-    return lambda key: (jax.random.normal(key, (BATCH, channels, size, size)), jnp.arange(BATCH) % classes)
+    return lambda key: (
+        jax.random.normal(key, (BATCH, channels, size, size)),
+        jnp.arange(BATCH) % classes,
+    )
 
 
 def tokens(length: int, vocabulary: int) -> MakeBatch:
@@ -163,7 +175,14 @@ def squared_error(model: Any, x: jax.Array, y: jax.Array) -> jax.Array:
 def make_dino(full: bool, key: jax.Array) -> Any:
     if full:
         return vit.dinov3_vit7b16_pretrain_lvd1689m(key=key)
-    small = {"img_size": 32, "dim": 64, "num_heads": 4, "depths": [2], "patch_size": 8, "dynamic_img_size": False}
+    small = {
+        "img_size": 32,
+        "dim": 64,
+        "num_heads": 4,
+        "depths": [2],
+        "patch_size": 8,
+        "dynamic_img_size": False,
+    }
     return vit.dinov3_vit7b16_pretrain_lvd1689m(key=key, num_classes=8, **small)
 
 
@@ -184,8 +203,11 @@ def make_mamba(full: bool, key: jax.Array) -> Any:
 
 
 def make_clip(full: bool, key: jax.Array) -> Any:
-    # The resolution, the size of a patch, the width, the layers, the heads and the size of the result.
-    return VisionTransformer(*((224, 14, 1024, 24, 16, 768) if full else (16, 4, 64, 2, 4, 16)), key=key)
+    # The resolution, the size of a patch, the width, the layers, the heads and the size of the
+    # result.
+    return VisionTransformer(
+        *((224, 14, 1024, 24, 16, 768) if full else (16, 4, 64, 2, 4, 16)), key=key
+    )
 
 
 def clip_loss(model: Any, x: jax.Array, labels: jax.Array) -> jax.Array:
@@ -204,7 +226,9 @@ def esm_loss(model: Any, x: jax.Array) -> jax.Array:
 def make_memory(name: str) -> Callable[[bool, jax.Array], Any]:
     def make(full: bool, key: jax.Array) -> Any:
         size, layers = (1024, 8) if full else (16, 2)
-        return get_residual_memory_model(name, 8, size, 8, num_layers=layers, key=key, model_kwargs={})
+        return get_residual_memory_model(
+            name, 8, size, 8, num_layers=layers, key=key, model_kwargs={}
+        )
 
     return make
 
@@ -218,7 +242,9 @@ def memory_loss(model: Any, x: jax.Array, labels: jax.Array) -> jax.Array:
 def make_flow(full: bool, key: jax.Array) -> Any:
     size, width, layers = (64, 1024, 10) if full else (8, 32, 2)
     base = flowjax.distributions.Normal(jnp.zeros(size))
-    return flowjax.flows.masked_autoregressive_flow(key, base_dist=base, nn_width=width, nn_depth=2, flow_layers=layers)
+    return flowjax.flows.masked_autoregressive_flow(
+        key, base_dist=base, nn_width=width, nn_depth=2, flow_layers=layers
+    )
 
 
 def flow_loss(model: Any, x: jax.Array, y: jax.Array) -> jax.Array:
@@ -226,7 +252,9 @@ def flow_loss(model: Any, x: jax.Array, y: jax.Array) -> jax.Array:
 
 
 def not_frozen(model: Any) -> Any:
-    return jax.tree.map(eqx.is_inexact_array, model, is_leaf=lambda node: isinstance(node, paramax.NonTrainable))
+    return jax.tree.map(
+        eqx.is_inexact_array, model, is_leaf=lambda node: isinstance(node, paramax.NonTrainable)
+    )
 
 
 def make_normalized(full: bool, key: jax.Array) -> Any:
@@ -245,7 +273,9 @@ def make_lora(full: bool, key: jax.Array) -> Any:
 
 def low_rank(model: Any) -> Any:
     def trained(keys: Any, x: Any) -> bool:
-        return eqx.is_inexact_array(x) and jax.tree_util.keystr(keys).endswith((".weight.a", ".weight.b"))
+        return eqx.is_inexact_array(x) and jax.tree_util.keystr(keys).endswith(
+            (".weight.a", ".weight.b")
+        )
 
     return jax.tree_util.tree_map_with_path(trained, model)
 
@@ -296,18 +326,25 @@ class NeuralCDE(eqx.Module):
     linear: eqx.nn.Linear
 
     def __init__(self, inputs: int, size: int, width: int, key: jax.Array):
-        keys, options = jax.random.split(key, 3), {"activation": jax.nn.softplus, "final_activation": jnp.tanh}
+        keys, options = (
+            jax.random.split(key, 3),
+            {"activation": jax.nn.softplus, "final_activation": jnp.tanh},
+        )
         self.initial = eqx.nn.MLP(inputs, size, width, 1, key=keys[0])
-        self.field = MatrixField(eqx.nn.MLP(size, size * inputs, width, 1, **options, key=keys[1]), (size, inputs))
+        self.field = MatrixField(
+            eqx.nn.MLP(size, size * inputs, width, 1, **options, key=keys[1]), (size, inputs)
+        )
         self.linear = eqx.nn.Linear(size, 1, key=keys[2])
 
     def __call__(self, xs: jax.Array) -> jax.Array:
         ts = jnp.linspace(0.0, 1.0, len(xs))
         control = diffrax.CubicInterpolation(ts, diffrax.backward_hermite_coefficients(ts, xs))
         term = diffrax.ControlTerm(self.field, control).to_ode()
-        # The example has adaptive steps. With these, the model itself is not continuous: inputs that differ by 1e-7
-        # have another number of steps, and results that differ by 1e-2.
-        solution = diffrax.diffeqsolve(term, diffrax.Tsit5(), 0.0, 1.0, 0.05, self.initial(control.evaluate(0.0)))
+        # The example has adaptive steps. With these, the model itself is not continuous: inputs
+        # that differ by 1e-7 have another number of steps, and results that differ by 1e-2.
+        solution = diffrax.diffeqsolve(
+            term, diffrax.Tsit5(), 0.0, 1.0, 0.05, self.initial(control.evaluate(0.0))
+        )
         return self.linear(solution.ys[-1])[0]
 
 
@@ -349,7 +386,9 @@ class BertLayer(eqx.Module):
     def __init__(self, size: int, heads: int, key: jax.Array):
         keys = jax.random.split(key, 3)
         biases = {f"use_{name}_bias": True for name in ("query", "key", "value", "output")}
-        self.attention = eqx.nn.MultiheadAttention(heads, size, **biases, dropout_p=0.1, key=keys[0])
+        self.attention = eqx.nn.MultiheadAttention(
+            heads, size, **biases, dropout_p=0.1, key=keys[0]
+        )
         self.attention_norm, self.norm = eqx.nn.LayerNorm(size), eqx.nn.LayerNorm(size)
         self.up = eqx.nn.Linear(size, 4 * size, key=keys[1])
         self.down = eqx.nn.Linear(4 * size, size, key=keys[2])
@@ -371,7 +410,9 @@ class Bert(eqx.Module):
     pooler: eqx.nn.Linear
     head: eqx.nn.Linear
 
-    def __init__(self, vocabulary: int, length: int, size: int, layers: int, heads: int, key: jax.Array):
+    def __init__(
+        self, vocabulary: int, length: int, size: int, layers: int, heads: int, key: jax.Array
+    ):
         keys = jax.random.split(key, 4 + layers)
         self.token = eqx.nn.Embedding(vocabulary, size, key=keys[0])
         self.position = eqx.nn.Embedding(length, size, key=keys[1])
@@ -384,7 +425,9 @@ class Bert(eqx.Module):
         x = jax.vmap(self.token)(tokens) + self.position.weight[: len(tokens)]
         x = jax.vmap(self.norm)(x)
         mask = (tokens != 0)[:, None] & (tokens != 0)
-        for layer, layer_key in zip(self.layers, jax.random.split(key, len(self.layers)), strict=True):
+        for layer, layer_key in zip(
+            self.layers, jax.random.split(key, len(self.layers)), strict=True
+        ):
             x = layer(x, mask, layer_key)
         return self.head(jnp.tanh(self.pooler(x[0])))
 
@@ -439,14 +482,24 @@ class Block(eqx.Module):
     attention: tuple[eqx.nn.Conv2d, eqx.nn.Conv2d] | None
     resize: Callable[[jax.Array], jax.Array] | None
 
-    def __init__(self, sizes: tuple[int, int], time: int, key: jax.Array, resize: Any = None, attend: bool = False):
+    def __init__(
+        self,
+        sizes: tuple[int, int],
+        time: int,
+        key: jax.Array,
+        resize: Any = None,
+        attend: bool = False,
+    ):
         keys, (before, after) = jax.random.split(key, 6), sizes
         self.time = eqx.nn.Linear(time, after, key=keys[0])
         self.norms = [eqx.nn.GroupNorm(min(size // 4, 32), size) for size in sizes]
         first = eqx.nn.Conv2d(before, after, 3, padding=1, key=keys[1])
         self.convs = [first, eqx.nn.Conv2d(after, after, 3, padding=1, key=keys[2])]
         self.skip = eqx.nn.Conv2d(before, after, 1, key=keys[3])
-        qkv, out = eqx.nn.Conv2d(after, 3 * 128, 1, key=keys[4]), eqx.nn.Conv2d(128, after, 1, key=keys[5])
+        qkv, out = (
+            eqx.nn.Conv2d(after, 3 * 128, 1, key=keys[4]),
+            eqx.nn.Conv2d(128, after, 1, key=keys[5]),
+        )
         self.attention = (qkv, out) if attend else None
         self.resize = resize
 
@@ -490,12 +543,17 @@ class UNet(eqx.Module):
         self.first = eqx.nn.Conv2d(channels, size, 3, padding=1, key=next(keys))
         self.downs = [Block(pair, size, next(keys), downsample) for pair in pairs]
         self.middle = Block((sizes[-1], sizes[-1]), size, next(keys), attend=True)
-        self.ups = [Block((2 * after, before), size, next(keys), upsample) for before, after in reversed(pairs)]
+        self.ups = [
+            Block((2 * after, before), size, next(keys), upsample)
+            for before, after in reversed(pairs)
+        ]
         last = eqx.nn.Conv2d(size, channels, 1, key=next(keys))
         self.last = [eqx.nn.GroupNorm(min(size // 4, 32), size), jax.nn.silu, last]
 
     def __call__(self, t: jax.Array, y: jax.Array) -> jax.Array:
-        t = self.mlp(jnp.concatenate([jnp.sin(t * self.frequencies), jnp.cos(t * self.frequencies)]))
+        t = self.mlp(
+            jnp.concatenate([jnp.sin(t * self.frequencies), jnp.cos(t * self.frequencies)])
+        )
         y, kept = self.first(y), []
         for down in self.downs:
             y = down(y, t)
@@ -554,7 +612,9 @@ class Stateful(eqx.Module):
     def __init__(self, size: int, key: jax.Array):
         keys = jax.random.split(key, 4)
         self.norm1 = eqx.nn.BatchNorm(16, axis_name="batch", mode="batch")
-        self.spectral = eqx.nn.SpectralNorm(eqx.nn.Linear(16, size, key=keys[0]), "weight", key=keys[1])
+        self.spectral = eqx.nn.SpectralNorm(
+            eqx.nn.Linear(16, size, key=keys[0]), "weight", key=keys[1]
+        )
         self.norm2 = eqx.nn.BatchNorm(size, axis_name="batch", mode="batch")
         self.linear1 = eqx.nn.Linear(size, size, key=keys[2])
         self.linear2 = eqx.nn.Linear(size, 8, key=keys[3])
@@ -575,7 +635,9 @@ class Discriminator(eqx.Module):
         keys, sizes = jax.random.split(key, 5), [1, width, 2 * width, 4 * width, 8 * width]
         self.layers = []
         for i in range(4):
-            conv = eqx.nn.Conv2d(sizes[i], sizes[i + 1], 4, stride=2, padding=1, use_bias=False, key=keys[i])
+            conv = eqx.nn.Conv2d(
+                sizes[i], sizes[i + 1], 4, stride=2, padding=1, use_bias=False, key=keys[i]
+            )
             norms = [eqx.nn.BatchNorm(sizes[i + 1], axis_name="batch", mode="ema")] if i > 0 else []
             self.layers += [conv, *norms, eqx.nn.PReLU(0.2)]
         self.layers.append(eqx.nn.Conv2d(sizes[-1], 1, 4, use_bias=False, key=keys[4]))
@@ -603,13 +665,16 @@ def stateful_loss(model: Any, state: Any, x: jax.Array, y: jax.Array) -> tuple[j
     return jnp.mean((predicted - y) ** 2), state
 
 
-def discriminator_loss(model: Any, state: Any, x: jax.Array, labels: jax.Array) -> tuple[jax.Array, Any]:
+def discriminator_loss(
+    model: Any, state: Any, x: jax.Array, labels: jax.Array
+) -> tuple[jax.Array, Any]:
     logits, state = over_batch(model, state, x)
     return optax.sigmoid_binary_cross_entropy(logits, labels.astype(float)).mean(), state
 
 
-# --- The table of the models. The weight of a layer of Equinox has the dimensions (out, in), and that of a convolution
-# those of the window behind them. Layers that `eqx.filter_vmap` made have one more dimension in front.
+# --- The table of the models. The weight of a layer of Equinox has the dimensions (out, in), and
+# that of a convolution those of the window behind them. Layers that `eqx.filter_vmap` made have one
+# more dimension in front.
 
 OUT, IN = ft.P("model"), ft.P(None, "model")
 STACKED_OUT, STACKED_IN = ft.P(None, "model"), ft.P(None, None, "model")
@@ -744,7 +809,8 @@ EXAMPLES = (
 
 def layouts(example: Example, full: bool) -> dict[str, tuple[Any, ft.P]]:
     """The layouts of a model by name, each with the spec of a batch."""
-    # The default of `min_size` is right for the full sizes; it would leave every array of a small model whole.
+    # The default of `min_size` is right for the full sizes; it would leave every array of a small
+    # model whole.
     fsdp = ft.FSDP(("data", "model")) if full else ft.FSDP(("data", "model"), min_size=2**6)
     by_path = ft.StateSharding({**example.filters, ...: ft.P()})
     return {"FSDP": (fsdp, ft.P(("data", "model"))), "filters": (by_path, ft.P("data"))}
@@ -755,10 +821,15 @@ def model_and_state(made: Any) -> tuple[Any, Any]:
 
 
 def loss_and_state(example: Example) -> Callable[..., tuple[jax.Array, Any]]:
-    """The loss as a function of (model, state, *batch); the state is None for a model without state."""
+    """The loss as a function of (model, state, *batch); the state is None for a model without
+    state."""
 
     def loss(model: Any, state: Any, *batch: jax.Array) -> tuple[jax.Array, Any]:
-        return (example.loss(model, *batch), None) if state is None else example.loss(model, state, *batch)
+        return (
+            (example.loss(model, *batch), None)
+            if state is None
+            else example.loss(model, state, *batch)
+        )
 
     return loss
 
@@ -774,7 +845,8 @@ def values(tree: Any) -> dict[str, np.ndarray]:
 
 
 def plain_steps(example: Example) -> dict[str, np.ndarray]:
-    """The losses, the norms of the gradients, the model and its state, after steps in plain JAX and Equinox."""
+    """The losses, the norms of the gradients, the model and its state, after steps in plain JAX and
+    Equinox."""
     make = eqx.filter_jit(example.make) if example.traceable else example.make
     model, state = model_and_state(make(False, jax.random.key(0)))
     trained, frozen = eqx.partition(model, example.plain_trained(model))
@@ -787,7 +859,12 @@ def plain_steps(example: Example) -> dict[str, np.ndarray]:
 
         (loss, new_state), gradients = eqx.filter_value_and_grad(loss_of, has_aux=True)(trained)
         updates, opt_state = TX.update(gradients, opt_state, trained)
-        return eqx.apply_updates(trained, updates), new_state, opt_state, (loss, optax.global_norm(gradients))
+        return (
+            eqx.apply_updates(trained, updates),
+            new_state,
+            opt_state,
+            (loss, optax.global_norm(gradients)),
+        )
 
     for batch in batches(example):
         trained, state, opt_state, loss_and_norm = step(trained, state, opt_state, batch)
@@ -797,7 +874,9 @@ def plain_steps(example: Example) -> dict[str, np.ndarray]:
     return values({"losses": losses, "model": eqx.combine(trained, frozen), "state": state})
 
 
-def training_state(example: Example, full: bool, key: jax.Array, **placed: Any) -> ft.TrainState[Any]:
+def training_state(
+    example: Example, full: bool, key: jax.Array, **placed: Any
+) -> ft.TrainState[Any]:
     model, state = model_and_state(example.make(full, key))
     return ft.TrainState.create(model, TX, state=state, wrt=example.trained, **placed)
 
@@ -813,12 +892,17 @@ def described(example: Example, full: bool) -> ft.TrainState[Any]:
 def placed(example: Example, layout: Any, mesh: jax.sharding.Mesh) -> ft.TrainState[Any]:
     """The training state of the small size, sharded."""
     if example.traceable:
-        return ft.init(lambda key: training_state(example, False, key), layout, mesh)(jax.random.key(0))
+        return ft.init(lambda key: training_state(example, False, key), layout, mesh)(
+            jax.random.key(0)
+        )
     return training_state(example, False, jax.random.key(0), layout=layout, mesh=mesh)
 
 
-def sharded_steps(example: Example, layout: Any, spec: ft.P, mesh: Any) -> tuple[ft.TrainState[Any], list[Any], int]:
-    """The training state, the losses and norms of the same steps on a mesh, and how often the step was compiled."""
+def sharded_steps(
+    example: Example, layout: Any, spec: ft.P, mesh: Any
+) -> tuple[ft.TrainState[Any], list[Any], int]:
+    """The training state, the losses and norms of the same steps on a mesh, and how often the step
+    was compiled."""
 
     @ft.jit(rules=layout, donate="ts")
     def step(ts: ft.TrainState[Any], batch: Batch) -> tuple[ft.TrainState[Any], Batch]:
@@ -857,8 +941,13 @@ class Result(NamedTuple):
 def largest_difference(expected: dict[str, np.ndarray], found: dict[str, np.ndarray]) -> float:
     """The largest difference of two values with the same path; of values over one, relatively."""
     if expected.keys() != found.keys():
-        raise ValueError(f"one has arrays that the other lacks: {sorted(expected.keys() ^ found.keys())}")
-    return max(float(np.max(np.abs(x - found[path]) / np.maximum(1, np.abs(x)))) for path, x in expected.items())
+        raise ValueError(
+            f"one has arrays that the other lacks: {sorted(expected.keys() ^ found.keys())}"
+        )
+    return max(
+        float(np.max(np.abs(x - found[path]) / np.maximum(1, np.abs(x))))
+        for path, x in expected.items()
+    )
 
 
 def misplaced(ts: ft.TrainState[Any], plan: ft.Plan, mesh: jax.sharding.Mesh) -> list[str]:
@@ -882,10 +971,14 @@ def check(example: Example, name: str, expected: dict[str, np.ndarray]) -> Resul
     layout, spec = layouts(example, False)[name]
     plan = ft.plan(described(example, False), layout, mesh)
     ts, losses, compilations = sharded_steps(example, layout, spec, mesh)
-    difference = largest_difference(expected, values({"losses": losses, "model": ts.model, "state": ts.state}))
+    difference = largest_difference(
+        expected, values({"losses": losses, "model": ts.model, "state": ts.state})
+    )
     problems = misplaced(ts, plan, mesh)
     if not difference <= TOLERANCE:  # true for nan
-        problems.append(f"differs by {difference:.1e} from plain Equinox; {TOLERANCE:.0e} is allowed")
+        problems.append(
+            f"differs by {difference:.1e} from plain Equinox; {TOLERANCE:.0e} is allowed"
+        )
     if compilations != 1:
         problems.append(f"the step was compiled {compilations} times")
     if plan.bytes_per_device == plan.total_bytes:
@@ -928,15 +1021,25 @@ def row(example: Example, results: list[Result]) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(
-        prog="python tests/peers/models.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python tests/peers/models.py",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--only", default="", metavar="NAME", help="the models whose name has this in it")
+    parser.add_argument(
+        "--only", default="", metavar="NAME", help="the models whose name has this in it"
+    )
     only = parser.parse_args().only.lower()
     chosen = [example for example in EXAMPLES if only in example.name.lower()]
     if not chosen:
-        parser.error(f"no model has {only} in its name; there are {', '.join(example.name for example in EXAMPLES)}")
-    print(f"FSDP, filters: MiB on each device of {FULL_MESH} at the full size, with the state of Adam.")
-    print("differs: by how much at most from plain Equinox. compiled: how often, for each layout.\n")
+        parser.error(
+            f"no model has {only} in its name; there are {', '.join(example.name for example in EXAMPLES)}"
+        )
+    print(
+        f"FSDP, filters: MiB on each device of {FULL_MESH} at the full size, with the state of Adam."
+    )
+    print(
+        "differs: by how much at most from plain Equinox. compiled: how often, for each layout.\n"
+    )
     print(COLUMNS.format(*HEAD), flush=True)
     wrong = []
     for example in chosen:

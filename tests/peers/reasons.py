@@ -1,4 +1,5 @@
-"""Why tests of the peers fail with `ft.jit`: what functree does otherwise on purpose, and the tests that say so.
+"""Why tests of the peers fail with `ft.jit`: what functree does otherwise on purpose, and the tests
+that say so.
 
 For each peer the reasons, each with the names of tests, as patterns of `fnmatch`.
 """

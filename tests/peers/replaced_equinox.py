@@ -1,4 +1,5 @@
-"""`eqx.filter_jit` by `ft.jit`, with the names and the habits of equinox: what the tests of equinox import."""
+"""`eqx.filter_jit` by `ft.jit`, with the names and the habits of equinox: what the tests of equinox
+import."""
 
 import inspect
 from typing import Any

@@ -1,4 +1,5 @@
-"""`haliax.named_jit` by `ft.jit`, with the names and the habits of haliax: what the tests of haliax import."""
+"""`haliax.named_jit` by `ft.jit`, with the names and the habits of haliax: what the tests of haliax
+import."""
 
 import contextlib
 import functools
@@ -23,7 +24,8 @@ def named_jit(
     donate_kwargs: Any = None,
     **options: Any,
 ) -> Any:
-    """The function in haliax' own axis mapping, which lays its arguments and its result out by constraints."""
+    """The function in haliax' own axis mapping, which lays its arguments and its result out by
+    constraints."""
     if fun is None:
         return functools.partial(
             named_jit,
@@ -34,7 +36,9 @@ def named_jit(
             donate_kwargs=donate_kwargs,
             **options,
         )
-    inputs, outputs = (axis_resources if one is None else one for one in (in_axis_resources, out_axis_resources))
+    inputs, outputs = (
+        axis_resources if one is None else one for one in (in_axis_resources, out_axis_resources)
+    )
 
     @functools.wraps(fun)
     def body(*args: Any, **kwargs: Any) -> Any:

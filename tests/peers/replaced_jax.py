@@ -1,4 +1,5 @@
-"""`jax.jit` and `pjit` by `ft.jit`, with the names and the habits of jax: what the tests of jax import."""
+"""`jax.jit` and `pjit` by `ft.jit`, with the names and the habits of jax: what the tests of jax
+import."""
 
 import functools
 import inspect
@@ -56,7 +57,11 @@ class Replaced:
         self._positions = {n for n in _several(options.get("static_argnums")) if n >= 0}
         self._names = set(_several(options.get("static_argnames")))
         parameters = list(inspect.signature(self._made[None]).parameters)
-        self._names |= {parameters[n] for n in _several(options.get("static_argnums")) if -n <= len(parameters) > n}
+        self._names |= {
+            parameters[n]
+            for n in _several(options.get("static_argnums"))
+            if -n <= len(parameters) > n
+        }
         self._positions |= {parameters.index(name) for name in self._names if name in parameters}
 
     @property
@@ -66,7 +71,9 @@ class Replaced:
             self._made[mesh] = ft.jit(self._given, **self._options, mesh=mesh)
         return self._made[mesh]
 
-    def _arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def _arguments(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         made = tuple(x if i in self._positions else _traced(x) for i, x in enumerate(args))
         return made, {name: x if name in self._names else _traced(x) for name, x in kwargs.items()}
 

@@ -3,22 +3,23 @@
 import copy
 import json
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
-from jax.tree_util import tree_flatten_with_path
+from jax.core import Tracer
 
+from functree.devices.meshes import mesh_view
 from functree.errors import CheckpointError, Problem, RuleError, count
 from functree.io.checkpoints.manifest import Manifest, SavedArray
-from functree.io.checkpoints.stored import NOT_STORED, to_stored
-from functree.io.saveable import not_saveable
-from functree.layout.meshes import mesh_view
+from functree.io.checkpoints.stored import NOT_STORED, StoredArray, to_stored
+from functree.labels.leaf import Leaf
+from functree.labels.leaves import read
 from functree.layout.plan.live import live_rows
 from functree.parameters import check_tree, shown
-from functree.processes.agreement import Facts
+from functree.processes.agreement import Facts, processes_text
 from functree.processes.digest import digest
-from functree.tree.leaf import Leaf
-from functree.tree.leaves import read
+from functree.tree.arrays import Tree
+from functree.tree.nodes import leaves_of
 from functree.tree.paths import Path
 
 
@@ -30,57 +31,72 @@ class Contents(NamedTuple):
         manifest: what is said of them, without digests.
     """
 
-    stored: dict[str, Any]
+    stored: dict[str, StoredArray]
     manifest: Manifest
 
     @classmethod
-    def of(cls, tree: Any, meta: Any, step: int | None) -> "Contents":
+    def of(cls, tree: Tree, meta: object, step: int | None) -> "Contents":
         """What is saved of a tree.
 
         Raises:
-            CheckpointError: an array is traced or abstract, or its path has no text; `meta` is not JSON.
+            CheckpointError: an array is traced or abstract, or its path has no text; `meta` is not
+                JSON.
         """
         check_tree("save", tree)
         leaves = read(tree).leaves
         if problems := list(_problems(leaves)):
             raise CheckpointError(f"{count(len(problems), 'leaf')} cannot be saved", problems)
         _check_meta(meta)
-        meta = copy.deepcopy(meta)  # it is written later, in the background
+        # It is written later, in the background: what the loop does with its list until then would
+        # be in it.
+        meta = copy.deepcopy(meta)
         live, mesh = live_rows(leaves)
-        rows, stored, first = [], dict[str, Any](), dict[int, Path]()
+        rows: list[SavedArray] = []
+        stored: dict[str, StoredArray] = {}
+        first: dict[int, Path] = {}
         for leaf, row in zip(leaves, live, strict=True):
+            saved = SavedArray(
+                leaf.path, row.shape, row.dtype, leaf.axes, row.spec, row.bytes_global
+            )
+            # An array at several paths, such as a tied embedding, is stored once. So it is one
+            # array again after it was restored, and the optimizer does not pull it apart.
             same_as = first.setdefault(id(leaf.value), leaf.path)
-            saved = SavedArray(leaf.path, row.shape, row.dtype, leaf.axes, row.spec, row.bytes_global)
             if same_as != leaf.path:
                 saved = saved._replace(same_as=same_as)
             elif leaf.value.size:
+                # One without elements has no values: shape and dtype, in the manifest, are all
+                # that there is of it.
                 stored[str(leaf.path)] = to_stored(leaf.value)
             rows.append(saved)
         sizes = {} if mesh is None else mesh_view(mesh).sizes
         return cls(stored, Manifest(tuple(rows), None, step, sizes, numbers_of(tree), meta))
 
     def facts(self) -> Facts:
-        """What has to be the same in all processes: the arrays, and the values of those that each has for itself."""
+        """What has to be the same in all processes: the arrays, and what each has for itself."""
         manifest = self.manifest
-        texts = [f"{row.path} {row.dtype}{list(row.shape)} {row.spec} {row.same_as or ''}" for row in manifest.rows]
-        own = {path: value for path, value in self.stored.items() if not isinstance(value, jax.Array)}
-        values = [f"{path} {digest(value):08x}" for path, value in own.items()]
-        numbers = [f"{path}: {number}" for path, number in manifest.numbers.items()]
-        meta = json.dumps(manifest.meta, indent=1, sort_keys=True).splitlines()
+        arrays: list[str] = []
+        for row in manifest.rows:
+            arrays.append(f"{row.path} {row.dtype}{list(row.shape)} {row.spec} {row.same_as or ''}")
+        # Of arrays of numpy each process has its own, and orbax writes those of the first: values
+        # that differ would be lost without a word. Arrays of JAX are one in all processes.
+        values: list[str] = []
+        for path, value in self.stored.items():
+            if not isinstance(value, jax.Array):
+                values.append(f"{path} {digest(value):08x}")
         return {
-            "arrays": texts,
+            "arrays": arrays,
             "arrays of numpy": values,
-            "numbers": numbers,
+            "numbers": [f"{path}: {number}" for path, number in manifest.numbers.items()],
             "step": [str(manifest.step)],
-            "meta": meta,
+            "meta": json.dumps(manifest.meta, indent=1, sort_keys=True).splitlines(),
         }
 
 
-def numbers_of(tree: Any) -> dict[str, str]:
+def numbers_of(tree: Tree) -> dict[str, str]:
     """The Python numbers and texts among the leaves of a tree, as text."""
-    flat, _ = tree_flatten_with_path(tree)
+    # By `type`, not `isinstance`: numpy's float64 is a `float` too, and is saved as an array.
     static = (bool, int, float, complex, str)
-    return {str(Path.of(path)): repr(leaf) for path, leaf in flat if type(leaf) in static}
+    return {str(path): repr(leaf) for path, leaf in leaves_of(tree) if type(leaf) in static}
 
 
 def _problems(leaves: Sequence[Leaf]) -> Iterator[Problem]:
@@ -88,31 +104,72 @@ def _problems(leaves: Sequence[Leaf]) -> Iterator[Problem]:
         if (problem := not_saveable(leaf)) is not None:
             yield problem
         elif str(leaf.value.dtype) in NOT_STORED:
-            yield leaf.problem("has a dtype that XLA cannot convert to bytes", "convert it, such as to int8")
+            yield leaf.problem(
+                "has a dtype that XLA cannot convert to bytes", "convert it, such as to int8"
+            )
         if not _is_readable(leaf.path):
-            yield leaf.problem("its path has a key that has no text of its own", "name it by a text or a number")
+            yield leaf.problem(
+                "its path has a key that has no text of its own", "name it by a text or a number"
+            )
+
+
+def not_saveable(leaf: Leaf) -> Problem | None:
+    """Why the values of an array cannot be saved; None if they can."""
+    value = leaf.value
+    if isinstance(value, Tracer):
+        return leaf.problem("is traced, and has no values yet", "save outside of jit")
+    if isinstance(value, jax.ShapeDtypeStruct):
+        return leaf.problem(
+            "is abstract, and has no values", "save the tree that was made, not its `ft.abstract`"
+        )
+    if isinstance(value, jax.Array) and value.is_deleted():
+        return leaf.problem(
+            "was donated, and has no values any more", "save the state that the step returned"
+        )
+    if (where := partly(value)) is not None:
+        return leaf.problem(where, "place it for all processes: `ft.shard(tree, ft.P(), mesh)`")
+    return None
+
+
+def partly(value: object) -> str | None:
+    """Why an array, or a sharding, is not one of all processes; None if it is."""
+    sharding = getattr(value, "sharding", value)
+    if jax.process_count() == 1 or not isinstance(sharding, jax.sharding.Sharding):
+        return None
+    there = sorted({device.process_index for device in sharding.device_set})
+    if len(there) == jax.process_count():
+        return None
+    return f"is only on devices of {processes_text(there)}, and there are {jax.process_count()}"
 
 
 def _is_readable(path: Path) -> bool:
     """Whether the text of a path is read as this path."""
+    # The text is the name in the manifest, and that of the array for orbax. The text of a key of a
+    # class of its own may be that of another path.
     try:
         return Path(str(path)) == path
     except RuleError:
         return False
 
 
-def _check_meta(meta: Any) -> None:
+def _check_meta(meta: object) -> None:
     """Raise CheckpointError for values that JSON does not have, or would return as others."""
-    for where, value in _misfits(meta, "meta"):
-        raise CheckpointError(f"`{where}` is {shown(value)}, which is not JSON: write texts, numbers, lists and dicts")
+    for where, value in _not_json(meta, "meta"):
+        raise CheckpointError(
+            f"`{where}` is {shown(value)}, which is not JSON: write texts, numbers, lists and dicts"
+        )
 
 
-def _misfits(value: Any, where: str) -> Iterator[tuple[str, Any]]:
+def _not_json(value: object, where: str) -> Iterator[tuple[str, object]]:
+    """What JSON does not return as it is: a tuple becomes a list, a key that is a number a text."""
     if isinstance(value, dict):
         for key, one in value.items():
-            yield from _misfits(one, f"{where}[{key!r}]") if type(key) is str else [(f"a key of {where}", key)]
+            if type(key) is str:
+                yield from _not_json(one, f"{where}[{key!r}]")
+            else:
+                yield f"a key of {where}", key
     elif isinstance(value, list):
         for i, one in enumerate(value):
-            yield from _misfits(one, f"{where}[{i}]")
+            yield from _not_json(one, f"{where}[{i}]")
     elif type(value) not in (str, int, float, bool, type(None)):
         yield where, value

@@ -4,19 +4,33 @@ import math
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, Union
 
 import jax
+import numpy as np
 
 from functree.errors import CheckpointError
-from functree.io.extras import needed
+from functree.io.checkpoints.stored import StoredArray
+from functree.io.extras import import_extra
+
+# Not with `|`, in which `pyright --verifytypes` finds type arguments of `jax.ShapeDtypeStruct`.
+Target = Union[jax.ShapeDtypeStruct, np.ndarray]  # noqa: UP007
+"""What is read for an array: one of JAX with this sharding, or one of numpy."""
 
 
 class Response(Protocol):
     """A save that runs in the background."""
 
     def result(self, timeout: float | None = None) -> None:
-        """Wait until all is written; raise what was raised there, or TimeoutError after some seconds."""
+        """Wait until all is written, or at most so many seconds.
+
+        Raises what was raised in the background, and TimeoutError if it is still running.
+        """
+
+
+class _NothingToSave:
+    def result(self, timeout: float | None = None) -> None:
+        """It has ended."""
 
 
 def is_done(running: Response) -> bool:
@@ -24,32 +38,31 @@ def is_done(running: Response) -> bool:
 
     What was raised there is raised here.
     """
+    # Short, so that the processes can tell each other of an error: one that waits in orbax for
+    # another that has failed waits for up to twenty minutes.
     seconds = None if jax.process_count() == 1 else 0.25
     start = time.monotonic()
     try:
         running.result(timeout=seconds)
     except TimeoutError:
-        if seconds is None or time.monotonic() - start < seconds:  # it is orbax that has waited too long
+        # Orbax raises a TimeoutError too, in the background, if it has waited too long itself.
+        # Then less time has passed here than was allowed.
+        if seconds is None or time.monotonic() - start < seconds:
             raise
         return False
     return True
 
 
-class _Done:
-    def result(self, timeout: float | None = None) -> None:
-        """Nothing was to be written."""
-
-
-def start_saving(folder: Path, arrays: Mapping[str, Any]) -> Response:
+def start_saving(folder: Path, arrays: Mapping[str, StoredArray]) -> Response:
     """Start to write arrays to a new folder. The arrays may be donated when this returns."""
     orbax = _orbax()
-    if not arrays:  # orbax does not write an empty tree
-        return _Done()
+    if not arrays:
+        return _NothingToSave()  # orbax does not write an empty tree
     with _context(orbax):
         return orbax.save_async(folder, dict(arrays))
 
 
-def load_arrays(folder: Path, targets: Mapping[str, Any]) -> dict[str, Any]:
+def load_arrays(folder: Path, targets: Mapping[str, Target]) -> dict[str, StoredArray]:
     """Read some of the arrays in a folder.
 
     Args:
@@ -64,7 +77,8 @@ def load_arrays(folder: Path, targets: Mapping[str, Any]) -> dict[str, Any]:
         return {}
     context = _context(orbax)
     context.memory.read_concurrent_bytes = _most_bytes(targets)
-    # Each process reads for itself. If it had to wait for the others, an error in one of them would be a hang here.
+    # Each process reads for itself. If it had to wait for the others, an error in one of them would
+    # be a hang here.
     own = orbax.multihost.process_index()
     context.multiprocessing.active_processes = {own}
     context.multiprocessing.primary_host = own
@@ -72,17 +86,19 @@ def load_arrays(folder: Path, targets: Mapping[str, Any]) -> dict[str, Any]:
         return orbax.load(folder, dict(targets))
 
 
-def check_dtypes(arrays: Mapping[str, Any], targets: Mapping[str, Any]) -> None:
+def check_dtypes(arrays: Mapping[str, StoredArray], targets: Mapping[str, Target]) -> None:
     """Look at the dtypes of arrays that were read.
 
     Raises:
         CheckpointError: JAX has no such dtype, as it is configured in other threads than this one.
     """
+    # Orbax casts in silence to what it has: a digest of float32 would only say that data changed.
     for name, array in arrays.items():
         if array.dtype != targets[name].dtype:
             raise CheckpointError(
-                f"{name} was read as {array.dtype}, and not as {targets[name].dtype}: orbax reads in threads of its "
-                "own, in which `jax.enable_x64` does not hold: set `jax_enable_x64` for the whole process"
+                f"{name} was read as {array.dtype}, and not as {targets[name].dtype}: orbax reads "
+                "in threads of its own, in which `jax.enable_x64` does not hold: set "
+                "`jax_enable_x64` for the whole process"
             )
 
 
@@ -92,7 +108,8 @@ def check_installed() -> None:
 
 
 def _orbax() -> Any:
-    return needed("orbax.checkpoint", "checkpoint").v1
+    # `Any`: its types are not known where it is not installed.
+    return import_extra("orbax.checkpoint", "checkpoint").v1
 
 
 def _context(orbax: Any) -> Any:
@@ -102,15 +119,16 @@ def _context(orbax: Any) -> Any:
     context.array.saving.use_compression = False
     # Where arrays are placed is said by the layout, never by the file.
     context.array.saving.enable_write_sharding_file = False
+    # Of the stored arrays only those that are asked for are read: orbax refuses fewer otherwise.
     context.pytree.loading.partial_load = True
     return context
 
 
-def _most_bytes(targets: Mapping[str, Any]) -> int:
-    """How many bytes may be on their way at once: a fifth of all, and more than the largest array has.
+def _most_bytes(targets: Mapping[str, Target]) -> int:
+    """How many bytes may be on their way at once: a fifth of all, and more than the largest array.
 
-    What is read is in memory twice until it is on its device. With no limit half of all is. With a lower one orbax
-    takes longer: it wakes all reads that wait whenever one has ended.
+    What is read is in memory twice until it is on its device. With no limit half of all is. With a
+    lower one orbax takes longer: it wakes all reads that wait whenever one has ended.
     """
     sizes = [math.prod(target.shape) * target.dtype.itemsize for target in targets.values()]
     return max(sum(sizes) // (5 * jax.process_count()), max(sizes) + 2**20)

@@ -6,17 +6,17 @@ from dataclasses import dataclass
 from pathlib import Path as FilePath
 from typing import Any
 
-from functree.errors import FunctreeError, count, did_you_mean
+from functree.devices.meshes import MeshView
+from functree.devices.specs import spec_text
+from functree.errors import FunctreeTypeError, count, did_you_mean
 from functree.io.checkpoints.folder import local, read_manifest
 from functree.io.checkpoints.manifest import SavedArray
-from functree.layout.diff import Change, Diff, changes
-from functree.layout.meshes import MeshView
-from functree.layout.plan.fold import bytes_text
 from functree.layout.plan.plan import Plan
 from functree.layout.plan.row import Row
 from functree.layout.plan.text import plan_text
-from functree.layout.specs import spec_text
 from functree.parameters import FILE, check, shown
+from functree.report.byte_sizes import bytes_text
+from functree.report.diff import Change, Diff, changes
 from functree.tree.arrays import array_text
 from functree.tree.paths import Path
 
@@ -50,10 +50,13 @@ class Checkpoint:
         """The bytes of all arrays, with each counted once."""
         return sum(row.bytes for row in self.rows if row.same_as is None)
 
-    def __getitem__(self, path: Any) -> SavedArray:
+    def __getitem__(self, path: str | tuple[object, ...]) -> SavedArray:
         """The row at a path: an `ft.Path`, a tuple, or its text."""
         if not isinstance(path, str | tuple):
-            raise TypeError(f"a checkpoint is indexed by a path, not by {path!r}; its rows by index are in `.rows`")
+            raise TypeError(
+                f"a checkpoint is indexed by a path, not by {path!r}; its rows by index are in "
+                "`.rows`"
+            )
         key = Path(path)
         for row in self.rows:
             if row.path == key:
@@ -74,7 +77,8 @@ class Checkpoint:
         return f"<Checkpoint of {count(len(self.rows), 'array')} at {self.path}>"
 
     def diff(self, other: "Checkpoint | Plan") -> Diff:
-        """What differs in another checkpoint, or in a plan: arrays, axes, specs; and the values of two checkpoints.
+        """What differs in another checkpoint, or in a plan: arrays, axes, specs; and the values of
+        two checkpoints.
 
         Raises:
             FunctreeError: the other value is neither.
@@ -86,18 +90,24 @@ class Checkpoint:
             w: digest f8f5d28f → db0587f7
         """
         if not isinstance(other, Checkpoint | Plan):
-            raise FunctreeError(f"a checkpoint is compared with a checkpoint or a plan, not with {shown(other)}")
-        before, after = ({row.path: row for row in rows} for rows in (self.rows, other.rows))
-        values = isinstance(other, Checkpoint)
-        sizes = [] if self.sizes == dict(other.sizes) else [Change(Path(), "mesh", self.sizes, dict(other.sizes))]
+            raise FunctreeTypeError(
+                f"a checkpoint is compared with a checkpoint or a plan, not with {shown(other)}"
+            )
+        meshes: list[Change] = []
+        if self.sizes != dict(other.sizes):
+            meshes.append(Change(Path(), "mesh", self.sizes, dict(other.sizes)))
+        # A plan has no values.
+        properties = _properties
+        if isinstance(other, Checkpoint):
+            properties = _properties_and_digest
         found = changes(
-            before,
-            after,
+            {row.path: row for row in self.rows},
+            {row.path: row for row in other.rows},
             lambda path: path,
-            lambda _, row: _properties(row, values),
-            lambda _, row: ("array", _whole(row)),
+            lambda _, row: properties(row),
+            lambda _, row: ("array", f"{array_text(row)} {_spec(row)}"),
         )
-        return Diff((*sizes, *found))
+        return Diff((*meshes, *found))
 
     def _notes(self) -> list[str]:
         """The lines below the table."""
@@ -134,19 +144,32 @@ def inspect(path: str | os.PathLike[str]) -> Checkpoint:
 
 def _plan_row(row: SavedArray) -> Row:
     """A row for the table of a plan, with the bytes of the whole array."""
-    reason = "" if row.same_as is None else f"the same array as {row.same_as}"
-    each = row.bytes if row.same_as is None else 0
-    return Row(row.path, row.shape, row.dtype, row.axes, row.spec, reason, row.shape, row.bytes, each, 1)
-
-
-def _whole(row: SavedArray | Row) -> str:
-    return f"{array_text(row)} {_spec(row)}"
+    # An array at several paths is counted at the first of them, as in `total_bytes`.
+    reason, own_bytes = "", row.bytes
+    if row.same_as is not None:
+        reason, own_bytes = f"the same array as {row.same_as}", 0
+    # On how many devices it was is not kept: the local shape is the whole one, and there is a copy.
+    return Row(
+        path=row.path,
+        shape=row.shape,
+        dtype=row.dtype,
+        axes=row.axes,
+        spec=row.spec,
+        reason=reason,
+        local_shape=row.shape,
+        bytes_global=row.bytes,
+        bytes_per_device=own_bytes,
+        copies=1,
+    )
 
 
 def _spec(row: SavedArray | Row) -> str:
     return "-" if row.spec is None else spec_text(row.spec)
 
 
-def _properties(row: Any, values: bool) -> dict[str, Any]:
-    compared = {"array": array_text(row), "axes": str(row.axes), "spec": _spec(row)}
-    return {**compared, "digest": row.digest} if values else compared
+def _properties(row: SavedArray | Row) -> dict[str, str | None]:
+    return {"array": array_text(row), "axes": str(row.axes), "spec": _spec(row)}
+
+
+def _properties_and_digest(row: Any) -> dict[str, str | None]:
+    return {**_properties(row), "digest": row.digest}

@@ -1,4 +1,4 @@
-"""`Manifest`: what a checkpoint says about its arrays; and its JSON, with a checksum of its own."""
+"""`Manifest`: what a checkpoint says about its arrays ─► JSON with a checksum, and back."""
 
 import hashlib
 import json
@@ -7,12 +7,13 @@ from typing import Any, NamedTuple
 
 from jax.sharding import PartitionSpec
 
-from functree.errors import CheckpointError, FunctreeError
-from functree.layout.json_text import loaded
+from functree.errors import CheckpointError, CheckpointFileError, FunctreeError
 from functree.layout.plan.codec import ARRAY_FORM, array_json, read_array
+from functree.report.json_text import loaded
 from functree.tree.axes import Axes
 from functree.tree.paths import Path
 
+# Raised when older versions could not read what this one writes, so that they say so.
 FORMAT = 1
 
 _FORM = {
@@ -42,7 +43,8 @@ class SavedArray(NamedTuple):
         spec: how it was sharded when it was saved; None if it had no spec.
         bytes: its bytes, those of one copy.
         digest: the digest of its values, as 8 hexadecimal digits; None if none was kept.
-        same_as: the path of the array that it was the same array as, if it stood at several places; else None.
+        same_as: the path of the array that it was the same array as, if it stood at several places;
+            else None.
 
     Examples:
         >>> ft.save(folder / "rows", {"w": jnp.ones((4, 8))})
@@ -66,11 +68,12 @@ class Manifest(NamedTuple):
 
     Attributes:
         rows: one for each array.
-        arrays: the name of the folder inside the checkpoint that has their values; None if no array has a value.
+        arrays: the name of the folder inside the checkpoint that has their values; None if no array
+            has a value.
         step: the step of `ft.Checkpoints`, or None.
         sizes: the sizes of the mesh axes on which the arrays lay.
-        numbers: the Python numbers of the tree, which are not saved, by path and as text. They come back from `like`,
-            and one that differs there is warned about.
+        numbers: the Python numbers of the tree, which are not saved, by path and as text. They come
+            back from `like`, and one that differs there is warned about.
         meta: what the user saved with it.
     """
 
@@ -104,39 +107,50 @@ class Manifest(NamedTuple):
             where: the file, for messages.
 
         Raises:
-            CheckpointError: the text is not that of a manifest, is of a newer format, or is not what was written.
+            CheckpointError: the text is not that of a manifest, is of a newer format, or is not
+                what was written.
         """
         try:
             body = json.loads(text)
             kept = body.pop("checksum", None) if isinstance(body, dict) else None
-            # Before anything else is looked at: a digit of the format may have changed too.
+            # Before anything else is looked at: if a bit of the format has flipped, the file is
+            # damaged, and not of a newer version.
             if kept is not None and kept != _checksum(body):
-                raise CheckpointError(f"{where} is not what was written: its checksum differs")
+                raise CheckpointFileError(f"{where} is not what was written: its checksum differs")
             data = loaded(text, "checkpoint", FORMAT, _FORM)
             rows = tuple(map(_read_row, data["rows"]))
         except (FunctreeError, ValueError) as error:
             if isinstance(error, CheckpointError):
                 raise
-            raise CheckpointError(f"{where} is not the manifest of a checkpoint: {error}") from error
+            # A spec or a path that cannot be read, or text that is not JSON.
+            raise CheckpointFileError(
+                f"{where} is not the manifest of a checkpoint: {error}"
+            ) from error
         if kept is None:
-            raise CheckpointError(f"{where} is not the manifest of a checkpoint: it has no `checksum`")
-        return cls(rows, data["arrays"], data["step"], data["mesh"], data["numbers"], data.get("meta"))
+            raise CheckpointFileError(
+                f"{where} is not the manifest of a checkpoint: it has no `checksum`"
+            )
+        return cls(
+            rows, data["arrays"], data["step"], data["mesh"], data["numbers"], data.get("meta")
+        )
 
 
 def _checksum(body: Mapping[str, Any]) -> str:
     """A checksum of what a manifest says."""
+    # Of the values and not of the text: it is in the same JSON, and who reads that has no text
+    # without it.
     return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
 
 
 def _row(row: SavedArray) -> dict[str, Any]:
-    return {
-        **array_json(row),
-        "bytes": row.bytes,
-        "digest": row.digest,
-        "same_as": None if row.same_as is None else str(row.same_as),
-    }
+    found = {**array_json(row), "bytes": row.bytes, "digest": row.digest, "same_as": None}
+    if row.same_as is not None:
+        found["same_as"] = str(row.same_as)
+    return found
 
 
 def _read_row(data: Mapping[str, Any]) -> SavedArray:
-    same_as = None if data["same_as"] is None else Path(data["same_as"])
-    return SavedArray(*read_array(data), data["bytes"], data["digest"], same_as)
+    row = SavedArray(*read_array(data), data["bytes"], data["digest"])
+    if data["same_as"] is not None:
+        row = row._replace(same_as=Path(data["same_as"]))
+    return row

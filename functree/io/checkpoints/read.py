@@ -1,7 +1,9 @@
-"""A checkpoint and a tree like the one that was saved ─► the tree with the saved arrays, born where a layout says."""
+"""A checkpoint and a tree like the one that was saved ─► the tree with the saved arrays, born where
+a layout says."""
 
 import os
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path as FilePath
 from typing import Any, TypeVar
 
@@ -10,23 +12,31 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import Sharding
 
-from functree.errors import CheckpointError, Problem, count, listed, path_text, warn
+from functree.devices.meshes import MeshLike, agreed_mesh
+from functree.devices.placement import sharding_text
+from functree.errors import (
+    CheckpointError,
+    CheckpointFileError,
+    Problem,
+    count,
+    listed,
+    path_text,
+    warn,
+)
 from functree.io.checkpoints.contents import numbers_of
 from functree.io.checkpoints.engine import check_dtypes, load_arrays
 from functree.io.checkpoints.folder import files, local, read_manifest
 from functree.io.checkpoints.manifest import Manifest
 from functree.io.checkpoints.wanted import Wanted, wanted_arrays
+from functree.labels.filters.filter import Filter, FilterLike, as_filter
+from functree.labels.leaves import Leaves, read
 from functree.layout.layout import LayoutTree
-from functree.layout.meshes import MeshLike
-from functree.layout.placement import sharding_text
-from functree.layout.plan.resolver import plan
+from functree.layout.plan.resolver import plan_leaves, read_for
 from functree.layout.validation import refuse
 from functree.parameters import FILE, FLAG, check, check_tree
-from functree.processes.agreement import agreed, chosen
+from functree.processes.agreement import Agreement, Facts, text_of_first
 from functree.processes.same_copies import digests_of
 from functree.tree.arrays import array_text
-from functree.tree.filters.filter import Filter, FilterLike, as_filter
-from functree.tree.leaves import Leaves, read
 from functree.tree.paths import Path
 
 T = TypeVar("T")
@@ -42,22 +52,25 @@ def restore(
     cast: bool = False,
     verify: bool = True,
 ) -> T:
-    """The tree that was saved. Its arrays are created sharded, on any number of devices and processes.
+    """The tree that was saved. Its arrays are created sharded, on any number of devices and
+    processes.
 
     Args:
         path: the folder of the checkpoint.
-        like: a tree like the one that was saved, abstract or with arrays: it gives the structure, and all that is
-            static.
+        like: a tree like the one that was saved, abstract or with arrays: it gives the structure,
+            and all that is static.
         layout: the layout of the tree. By default each array is sharded as the one in `like`.
         mesh: a mesh, or None for the current one.
-        only: a filter of the arrays that are restored. Others are neither compared nor read, and come from `like`.
+        only: a filter of the arrays that are restored. Others are neither compared nor read, and
+            come from `like`.
         cast: whether an array is cast if `like` has another dtype.
         verify: whether the digests are computed again, and compared.
 
     Raises:
-        CheckpointError: it is not a checkpoint; its arrays and those of `like` differ in path, shape, dtype, or kind of
-            random key (the error lists all of them, and nothing is read); an array in `like` has no sharding, and there
-            is no layout; data have changed since they were saved.
+        CheckpointError: it is not a checkpoint; its arrays and those of `like` differ in path,
+            shape, dtype, or kind of random key (the error lists all of them, and nothing is read);
+            an array in `like` has no sharding, and there is no layout; data have changed since they
+            were saved.
         ShardingError: the layout does not fit the tree.
 
     Examples:
@@ -71,31 +84,36 @@ def restore(
     check_tree("restore", like)
     folder, chosen_filter = local(path), None if only is None else as_filter(only)
 
-    def prepare() -> tuple[tuple[Manifest, Leaves, list[Wanted]], Any]:
-        manifest, leaves = read_manifest(folder), read(like)
-        shardings = _shardings(like, leaves, layout, mesh, chosen_filter)
-        wanted = wanted_arrays(folder, manifest, leaves, shardings, chosen_filter, cast)
-        return (manifest, leaves, wanted), lambda: {
-            "manifest": manifest.to_json().splitlines(),
-            "like": list(map(_fact, wanted)),
-            "verify": [str(verify)],
-        }
-
     while True:
-        manifest, leaves, wanted = agreed(f"{folder} is not restored", prepare)
+        with Agreement(f"{folder} is not restored") as agreement:
+            manifest = read_manifest(folder)
+            leaves, shardings = _laid_out(like, layout, mesh, chosen_filter)
+            wanted = wanted_arrays(folder, manifest, leaves, shardings, chosen_filter, cast)
+            agreement.compare(partial(_facts, manifest, wanted, verify))
         try:
             stored = _stored(folder, manifest, wanted)
             if verify:
                 _verify(folder, wanted, stored)
         except CheckpointError:
             # Another process may have replaced the checkpoint meanwhile: then the new one is read.
-            if chosen(str(_is_replaced(folder, manifest))) == "False":
+            if text_of_first(str(_is_replaced(folder, manifest))) == "False":
                 raise
         else:
             if only is None:
                 _warn_of_numbers(manifest, like)
             arrays = _arrays(wanted, stored)
-            return leaves.skeleton.fill([arrays.get(leaf.path, leaf.value) for leaf in leaves.leaves])
+            return leaves.skeleton.fill(
+                [arrays.get(leaf.path, leaf.value) for leaf in leaves.leaves]
+            )
+
+
+def _facts(manifest: Manifest, wanted: Sequence[Wanted], verify: bool) -> Facts:
+    """What has to be the same in all processes."""
+    return {
+        "manifest": manifest.to_json().splitlines(),
+        "like": list(map(_fact, wanted)),
+        "verify": [str(verify)],
+    }
 
 
 def _fact(one: Wanted) -> str:
@@ -103,25 +121,35 @@ def _fact(one: Wanted) -> str:
     return f"{path_text(one.leaf.path)}: {array_text(one.leaf.value)} {sharding}"
 
 
-def _shardings(
-    like: Any, leaves: Leaves, layout: LayoutTree, mesh: MeshLike, only: Filter | None
-) -> list[Sharding | None]:
-    """For each array in `like` its sharding by the layout, or its own; None for what has none.
+def _laid_out(
+    like: Any, layout: LayoutTree, mesh: MeshLike, only: Filter | None
+) -> tuple[Leaves, list[Sharding | None]]:
+    """The arrays in `like`, and for each its sharding by the layout, or its own; None for what has
+    none.
 
     Raises:
         ShardingError: the layout does not fit those that are restored.
     """
     if layout is None:
-        return [_own_sharding(leaf.value) for leaf in leaves.leaves]
-    planned = plan(like, layout, mesh, check=False)
-    others = {leaf.path for leaf in leaves.leaves if only is not None and not only(leaf)}
+        leaves = read(like)
+        return leaves, [_own_sharding(leaf.value) for leaf in leaves.leaves]
+    leaves, parts = read_for(like, layout)
+    view = agreed_mesh(mesh, [part.layout.own_mesh for part in parts])
+    planned = plan_leaves(leaves, parts, view, check=False)
+    others: set[Path] = set()
+    if only is not None:
+        others.update(leaf.path for leaf in leaves.leaves if not only(leaf))
     if problems := [problem for problem in planned.problems if problem.path not in others]:
         raise refuse(problems, planned.view)
-    return [None if row.path in others else planned.sharding(row) for row in planned.rows]
+    shardings: list[Sharding | None] = []
+    for row in planned.rows:
+        shardings.append(None if row.path in others else planned.sharding(row))
+    return leaves, shardings
 
 
 def _own_sharding(value: Any) -> Sharding | None:
-    """The sharding of an array in `like`; None if it has none, or is not committed to its device."""
+    """The sharding of an array in `like`; None if it has none, or is not committed to its
+    device."""
     if isinstance(value, Tracer) or not isinstance(value, jax.Array | jax.ShapeDtypeStruct):
         return None
     return value.sharding if getattr(value, "committed", True) else None
@@ -132,34 +160,36 @@ def _stored(folder: FilePath, manifest: Manifest, wanted: Sequence[Wanted]) -> d
     first = {one.name: one for one in reversed(wanted)}
     targets = {name: one.target for name, one in first.items()}
     # An array without elements is in the manifest alone.
-    empty = {name: np.empty(target.shape, target.dtype) for name, target in targets.items() if not target.size}
+    empty = {
+        name: np.empty(target.shape, target.dtype)
+        for name, target in targets.items()
+        if not target.size
+    }
     full = {name: target for name, target in targets.items() if name not in empty}
 
     if full and manifest.arrays is None:
-        raise CheckpointError(f"{folder} cannot be read: its manifest names no arrays")
-    return {**empty, **_loaded(folder, folder / manifest.arrays, full)} if manifest.arrays else empty
+        raise CheckpointFileError(f"{folder} cannot be read: its manifest names no arrays")
+    return (
+        {**empty, **_loaded(folder, folder / manifest.arrays, full)} if manifest.arrays else empty
+    )
 
 
 def _loaded(folder: FilePath, values: FilePath, targets: Mapping[str, Any]) -> dict[str, Any]:
     """Some arrays of a checkpoint.
 
     Raises:
-        CheckpointError: one cannot be read. Orbax may not say which, so it is looked for by halves: in all processes,
-            since orbax counts its calls, and they have to be as many in each.
+        CheckpointError: one cannot be read. Orbax may not say which, so it is looked for by halves:
+            in all processes, since orbax counts its calls, and they have to be as many in each.
     """
-
-    def load() -> tuple[dict[str, Any], Any]:
-        with files(f"{folder} cannot be read"):
-            return load_arrays(values, targets), dict
-
     try:
-        arrays = agreed(f"{folder} is not restored", load)
+        with Agreement(f"{folder} is not restored"), files(f"{folder} cannot be read"):
+            arrays = load_arrays(values, targets)
     except CheckpointError as error:
         names = list(targets)
         if len(names) == 1:
             remedy = "restore another checkpoint: the files of this one are damaged, or the disk is"
             problem = Problem(Path(names[0]), None, "", str(error), remedy)
-            raise CheckpointError(f"{folder} cannot be restored", [problem]) from error
+            raise CheckpointFileError(f"{folder} cannot be restored", [problem]) from error
         for half in (names[: len(names) // 2], names[len(names) // 2 :]):
             _loaded(folder, values, {name: targets[name] for name in half})
         raise  # all could be read this time
@@ -175,7 +205,9 @@ def _verify(folder: FilePath, wanted: Sequence[Wanted], stored: Mapping[str, Any
     """
     # Each process has read for itself, so copies may differ.
     full = {name: value for name, value in stored.items() if value.size}
-    digests, problems = digests_of(full, "restore another checkpoint: a process reads other values than the others")
+    digests, problems = digests_of(
+        full, "restore another checkpoint: a process reads other values than the others"
+    )
     without = 0
     for one in wanted:
         if one.name not in digests:
@@ -184,11 +216,19 @@ def _verify(folder: FilePath, wanted: Sequence[Wanted], stored: Mapping[str, Any
             without += 1
         elif (found := digests[one.name]) != one.row.digest:
             why = f"its values are not those that were saved: their digest is {found}, and was {one.row.digest}"
-            problems.append(one.leaf.problem(why, "restore another checkpoint: the files of this one have changed"))
+            problems.append(
+                one.leaf.problem(
+                    why, "restore another checkpoint: the files of this one have changed"
+                )
+            )
     if problems:
-        raise CheckpointError(f"{count(len(problems), 'leaf')} of {folder} cannot be restored", problems)
+        raise CheckpointFileError(
+            f"{count(len(problems), 'leaf')} of {folder} cannot be restored", problems
+        )
     if without:
-        warn(f"{folder} was saved with `verify=False`: {count(without, 'array')} cannot be verified")
+        warn(
+            f"{folder} was saved with `verify=False`: {count(without, 'array')} cannot be verified"
+        )
 
 
 def _is_replaced(folder: FilePath, manifest: Manifest) -> bool:
@@ -199,9 +239,12 @@ def _is_replaced(folder: FilePath, manifest: Manifest) -> bool:
 
 
 def _warn_of_numbers(manifest: Manifest, like: Any) -> None:
-    """Warn of numbers that were others when the tree was saved: they are static, and come from `like`."""
+    """Warn of numbers that were others when the tree was saved: they are static, and come from
+    `like`."""
     now = numbers_of(like)
-    others = [(path, then) for path, then in manifest.numbers.items() if now.get(path, then) != then]
+    others = [
+        (path, then) for path, then in manifest.numbers.items() if now.get(path, then) != then
+    ]
     changed = [f"`{path}` was {then} and is {now[path]}" for path, then in others]
     if changed:
         remedy = "a number that is to be saved has to be an array: `jnp.asarray(...)`"
@@ -209,7 +252,8 @@ def _warn_of_numbers(manifest: Manifest, like: Any) -> None:
 
 
 def _arrays(wanted: Sequence[Wanted], stored: Mapping[str, Any]) -> dict[Path, Any]:
-    """The arrays by path. One array at several places of `like`, or of the saved tree, is one array again."""
+    """The arrays by path. One array at several places of `like`, or of the saved tree, is one array
+    again."""
     made: dict[Any, Any] = {}
     used: set[str] = set()
     arrays: dict[Path, Any] = {}

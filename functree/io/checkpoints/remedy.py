@@ -3,10 +3,11 @@
 import json
 from collections.abc import Collection
 
-from functree.tree.filters.filter import Filter
+from functree.labels.filters.filter import Filter
 from functree.tree.paths import Path, part_text
 
-_MOST = 6  # globs in one message
+# The most globs in one message: a longer filter nobody would read.
+_MOST = 6
 
 
 def without(differ: Collection[Path], paths: Collection[Path], only: Filter | None) -> str:
@@ -22,27 +23,42 @@ def without(differ: Collection[Path], paths: Collection[Path], only: Filter | No
         'to restore the rest, and take these from `like`: only=~ft.glob("head.**")'
     """
     shared = set(paths) - set(differ)
-    globs = min(filter(None, (_by_subtree(differ, shared), _by_name(differ, shared))), key=len)
+    globs, by_name = _by_subtree(differ, shared), _by_name(differ, shared)
+    if by_name and len(by_name) < len(globs):
+        globs = by_name
     if not shared or len(globs) > _MOST:
         return ""
+    # As JSON: a key of a dict may have a quote or a backslash in it, and is to be pasted.
     each = [f"ft.glob({json.dumps(glob, ensure_ascii=False)})" for glob in globs]
-    rest = f"~{each[0]}" if len(each) == 1 else f"~({' | '.join(each)})"
-    written = rest if only is None else f"({only!r}) & {rest}"
+    written = f"~{each[0]}" if len(each) == 1 else f"~({' | '.join(each)})"
+    if only is not None:
+        written = f"({only!r}) & {written}"
     return f"to restore the rest, and take these from `like`: only={written}"
 
 
 def _by_subtree(differ: Collection[Path], shared: Collection[Path]) -> list[str]:
     """A glob for each largest subtree in which all paths differ."""
-    kept = {path[:n] for path in shared for n in range(len(path) + 1)}
-    globs = dict[str, None]()
+    # The subtrees, by their paths, in which some array is shared: these cannot be left out.
+    kept: set[tuple[object, ...]] = set()
+    for path in shared:
+        kept.update(path[:n] for n in range(len(path) + 1))
+    globs: list[str] = []
     for path in sorted(differ, key=str):
-        top = next((path[:n] for n in range(len(path)) if path[:n] not in kept), None)
-        globs[str(path) if top is None else f"{Path(top)}.**"] = None
-    return list(globs)
+        glob = str(path)
+        for n in range(len(path)):
+            if path[:n] not in kept:
+                glob = f"{Path(path[:n])}.**"
+                break
+        if glob not in globs:  # several paths are in one subtree
+            globs.append(glob)
+    return globs
 
 
 def _by_name(differ: Collection[Path], shared: Collection[Path]) -> list[str]:
-    """A glob for each name that no shared path ends with; empty if there is a path without one."""
+    """A glob for each name that no shared path ends with; empty if there is a path without one.
+
+    After surgery in each block of a model this is one glob, such as `**.bias`.
+    """
     names = {path[-1:] for path in shared}
     if any(path[-1:] in names for path in differ):
         return []

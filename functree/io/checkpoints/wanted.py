@@ -11,18 +11,18 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import NamedSharding, Sharding
 
+from functree.devices.meshes import without_devices
+from functree.devices.placement import is_sharded_as
 from functree.errors import CheckpointError, Problem, count
+from functree.io.checkpoints.contents import partly
 from functree.io.checkpoints.manifest import Manifest, SavedArray
 from functree.io.checkpoints.remedy import without
 from functree.io.checkpoints.stored import from_stored, stored_form, stored_sharding
-from functree.io.saveable import partly
-from functree.layout.meshes import without_devices
-from functree.layout.placement import is_sharded_as
+from functree.labels.filters.filter import Filter
+from functree.labels.leaf import Leaf
+from functree.labels.leaves import Leaves
 from functree.tree.arrays import array_text, dtype_text
 from functree.tree.bits import is_key, on_device, with_sharding
-from functree.tree.filters.filter import Filter
-from functree.tree.leaf import Leaf
-from functree.tree.leaves import Leaves
 from functree.tree.paths import Path
 
 
@@ -32,7 +32,8 @@ class Wanted(NamedTuple):
     Attributes:
         leaf: the array in `like`.
         row: what was saved for it.
-        sharding: where it is created; None for an array of numpy, and for one that is not committed to a device.
+        sharding: where it is created; None for an array of numpy, and for one that is not committed
+            to a device.
     """
 
     leaf: Leaf
@@ -50,7 +51,9 @@ class Wanted(NamedTuple):
         shape, dtype = stored_form(self.row.shape, self.row.dtype)
         if self.sharding is None or not _is_enabled(dtype):
             return np.empty(shape, dtype)
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=stored_sharding(self.sharding, len(shape)))
+        return jax.ShapeDtypeStruct(
+            shape, dtype, sharding=stored_sharding(self.sharding, len(shape))
+        )
 
     def array(self, stored: Any) -> Any:
         """The array from what was read."""
@@ -66,7 +69,9 @@ class Wanted(NamedTuple):
     def _cast(self, array: Any, dtype: Any, sharding: Sharding) -> Any:
         """An array with a dtype and a sharding."""
         if not isinstance(array, jax.Array):  # it was read by numpy, since JAX has no such dtype
-            return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index].astype(dtype))
+            return jax.make_array_from_callback(
+                array.shape, sharding, lambda index: array[index].astype(dtype)
+            )
         if array.dtype == dtype and is_sharded_as(array, sharding):
             return array
         return with_sharding(_caster(dtype), sharding, on_device(array))
@@ -99,16 +104,29 @@ def wanted_arrays(
         CheckpointError: they differ from those that were saved.
     """
     rows = {row.path: row for row in manifest.rows}
-    taken = [(leaf, to) for leaf, to in zip(leaves.leaves, shardings, strict=True) if only is None or only(leaf)]
+    taken = [
+        (leaf, to)
+        for leaf, to in zip(leaves.leaves, shardings, strict=True)
+        if only is None or only(leaf)
+    ]
     problems = [
-        *(problem for leaf, _ in taken for problem in _differences(leaf, rows.get(leaf.path), cast)),
-        *(_row_problem(row, "was saved, and `like` has no such array") for row in _extra(leaves, manifest, only)),
+        *(
+            problem
+            for leaf, _ in taken
+            for problem in _differences(leaf, rows.get(leaf.path), cast)
+        ),
+        *(
+            _row_problem(row, "was saved, and `like` has no such array")
+            for row in _extra(leaves, manifest, only)
+        ),
     ]
     if problems:
         paths = {*rows, *(leaf.path for leaf in leaves.leaves)}
         remedy = without({Path(problem.path or ()) for problem in problems}, paths, only)
         # One of another dtype is a problem with a remedy of its own.
-        problems = [problem if problem.remedy else problem._replace(remedy=remedy) for problem in problems]
+        problems = [
+            problem if problem.remedy else problem._replace(remedy=remedy) for problem in problems
+        ]
     problems += [problem for leaf, to in taken for problem in _misplaced(leaf, to)]
     problems += _untied([leaf for leaf, _ in taken], rows)
     if problems:
@@ -130,7 +148,11 @@ def _differences(leaf: Leaf, row: SavedArray | None, cast: bool) -> Iterator[Pro
     if is_key(row.dtype) or is_key(leaf.value.dtype):
         kinds = is_key(row.dtype) and is_key(leaf.value.dtype)
         other = "random keys of another kind" if kinds else "and random keys are no numbers"
-        how = "make `like` with the same `jax.random.key(..., impl=)`" if kinds else "save and restore typed keys alike"
+        how = (
+            "make `like` with the same `jax.random.key(..., impl=)`"
+            if kinds
+            else "save and restore typed keys alike"
+        )
         yield leaf.problem(f"was saved as {saved}: {other}", how)
     elif not cast:
         yield leaf.problem(f"was saved as {saved}", f"to have it as {wanted}: cast=True")
@@ -161,13 +183,18 @@ def _misplaced(leaf: Leaf, sharding: Sharding | None) -> Iterator[Problem]:
     if isinstance(value, Tracer):
         yield leaf.problem("is traced in `like`", "restore outside of jit")
     elif sharding is None and isinstance(value, jax.ShapeDtypeStruct):
-        how = "give `layout=` and a mesh, or make `like` with them: `ft.abstract(make, layout, mesh)`"
+        how = (
+            "give `layout=` and a mesh, or make `like` with them: `ft.abstract(make, layout, mesh)`"
+        )
         yield leaf.problem("has no sharding in `like`, and there is no layout", how)
     elif isinstance(value, np.ndarray | np.generic) and sharding is None:
         return
     elif sharding is None and _is_enabled(value.dtype):
         return
-    elif isinstance(sharding, NamedSharding) and (missing := without_devices(sharding.mesh)) is not None:
+    elif (
+        isinstance(sharding, NamedSharding)
+        and (missing := without_devices(sharding.mesh)) is not None
+    ):
         yield leaf.problem(f"cannot be created: {missing}", "")
     elif (where := partly(sharding)) is not None:
         yield leaf.problem(where, "give a layout on a mesh of all devices")

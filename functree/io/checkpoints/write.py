@@ -2,39 +2,56 @@
 
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path as FilePath
-from typing import Any
 
 import jax
 import numpy as np
 
-from functree.errors import CheckpointError, listed
+from functree.errors import CheckpointError, CheckpointFileError, listed
 from functree.io.checkpoints.contents import Contents
-from functree.io.checkpoints.engine import Response, check_dtypes, check_installed, is_done, load_arrays, start_saving
+from functree.io.checkpoints.engine import (
+    Response,
+    Target,
+    check_dtypes,
+    check_installed,
+    is_done,
+    load_arrays,
+    start_saving,
+)
 from functree.io.checkpoints.folder import Draft, check_seen, files, local
+from functree.io.checkpoints.manifest import SavedArray
+from functree.io.checkpoints.stored import StoredArray
 from functree.parameters import FILE, FLAG, check
-from functree.processes.agreement import agreed, chosen, wait_in_all
+from functree.processes.agreement import Agreement, text_of_first, wait_in_all
 from functree.processes.same_copies import digests_of
+from functree.tree.arrays import Tree
 
 
 def save(
-    path: str | os.PathLike[str], tree: Any, *, verify: bool = True, overwrite: bool = False, meta: Any = None
+    path: str | os.PathLike[str],
+    tree: Tree,
+    *,
+    verify: bool = True,
+    overwrite: bool = False,
+    meta: object = None,
 ) -> None:
     """Save the arrays of a tree, each under its path. When this returns, the checkpoint is whole.
 
     Args:
         path: a folder, which is created. With several processes, one that all of them see.
         tree: concrete arrays, in modules and containers. What is not an array is not saved.
-        verify: whether a digest of each array's values is kept, by which `ft.restore` notices that data have changed.
-        overwrite: whether a checkpoint at this path is replaced: once the new one is whole and, with `verify=True`, was
-            read back.
+        verify: whether a digest of each array's values is kept, by which `ft.restore` notices that
+            data have changed.
+        overwrite: whether a checkpoint at this path is replaced: once the new one is whole and,
+            with `verify=True`, was read back.
         meta: kept with the arrays and returned by `ft.inspect`: JSON values.
 
     Raises:
-        CheckpointError: the path has something already; an array is traced, abstract, or not of all processes;
-            `meta` is not JSON; the files cannot be written. What was at the path before is still there.
+        CheckpointError: the path has something already; an array is traced, abstract, or not of all
+            processes; `meta` is not JSON; the files cannot be written. What was at the path before
+            is still there.
         FunctreeError: the processes do not save the same.
 
     Examples:
@@ -44,65 +61,81 @@ def save(
         {'tokens': 1000}
     """
     check("nothing is saved", path=(path, FILE), verify=(verify, FLAG), overwrite=(overwrite, FLAG))
-    writing = Writing.begin(local(path), tree, meta=meta, verify=verify, overwrite=overwrite)
-    agreed(f"{path} cannot be written", lambda: (writing.finish(), dict))
+    writer = CheckpointWriter.begin(
+        local(path), tree, meta=meta, verify=verify, overwrite=overwrite
+    )
+    with Agreement(f"{path} cannot be written"):
+        writer.finish()
 
 
-class Writing:
-    """A checkpoint that is being written: its values in the background, and then its manifest.
+class CheckpointWriter:
+    """Writes one checkpoint: its values in the background, and then its manifest.
 
     Args:
-        contents: what is saved. Its arrays are not kept: they would take memory until all is written.
+        contents: what is saved. Its arrays are not kept: they would take memory until all is
+            written.
         draft: the folder with its values; None in processes other than the first.
         values: the path of this folder.
         verify: whether digests are kept.
         check: whether the values are read back before they count.
     """
 
-    def __init__(self, contents: Contents, draft: Draft | None, values: FilePath, verify: bool, check: bool):
+    def __init__(
+        self, contents: Contents, draft: Draft | None, values: FilePath, verify: bool, check: bool
+    ):
         self._manifest, self._draft, self._values = contents.manifest, draft, values
+        # Before orbax begins: afterwards the arrays may be donated. And of the arrays, not of what
+        # is on the disk, so that an error of the writing itself is noticed.
         self._digests: dict[str, str] = {}
         if verify:
             self._digests, differ = digests_of(contents.stored)
             if differ:
                 raise CheckpointError(self._failure, differ)
-        self._targets = {name: _target(value) for name, value in contents.stored.items()} if verify and check else {}
+        self._targets: dict[str, Target] = {}
+        if verify and check:
+            self._targets = {name: _target(value) for name, value in contents.stored.items()}
         self._is_empty = not contents.stored
-        self._response = agreed(self._failure, lambda: (self._started(contents), dict))
-
-    def _started(self, contents: Contents) -> Response:
-        with files(self._failure):
-            return start_saving(self._values, contents.stored)
+        with Agreement(self._failure), files(self._failure):
+            self._response: Response = start_saving(self._values, contents.stored)
 
     @classmethod
     def begin(
-        cls, path: FilePath, tree: Any, *, meta: Any, verify: bool, overwrite: bool = False, step: int | None = None
-    ) -> "Writing":
+        cls,
+        path: FilePath,
+        tree: Tree,
+        *,
+        meta: object,
+        verify: bool,
+        overwrite: bool = False,
+        step: int | None = None,
+    ) -> "CheckpointWriter":
         """Begin to write a checkpoint. When this returns, the arrays may be donated.
 
         Raises:
             CheckpointError: as `save`.
         """
         failure = f"{path} cannot be written"
-
-        def prepare() -> tuple[Contents, Any]:
+        options = [f"verify={verify}, overwrite={overwrite}"]
+        # Compared before the folder is made: processes that save other trees leave nothing behind.
+        with Agreement(failure) as agreement:
             check_installed()
             contents = Contents.of(tree, meta, step)
-            return contents, lambda: {**contents.facts(), "options": [f"verify={verify}, overwrite={overwrite}"]}
-
-        contents = agreed(failure, prepare)
+            agreement.compare(lambda: {**contents.facts(), "options": options})
         with ExitStack() as undo:
-            draft = agreed(failure, lambda: (Draft(path, overwrite) if jax.process_index() == 0 else None, dict))
+            # By one process, since it makes up a name for the folder. The others are told which.
+            with Agreement(failure):
+                draft = Draft(path, overwrite) if jax.process_index() == 0 else None
             if draft is not None:
                 undo.callback(draft.discard)
-            values = path / chosen("" if draft is None else draft.name)
-            agreed(failure, lambda: (check_seen(values), dict))
-            writing = cls(contents, draft, values, verify, check=overwrite)
+            values = path / text_of_first("" if draft is None else draft.name)
+            with Agreement(failure):
+                check_seen(values)
+            writer = cls(contents, draft, values, verify, check=overwrite)
             undo.pop_all()
-        return writing
+        return writer
 
     def finish(self) -> None:
-        """Wait until the values are written in all processes, which all call this, and write the manifest.
+        """Wait until the values are written, and write the manifest. All processes call this.
 
         Raises:
             CheckpointError: as `save`.
@@ -110,17 +143,23 @@ class Writing:
         with self._undone():
             # Orbax would let the others wait for minutes for one that cannot write.
             wait_in_all(self._failure, self._is_written)
+            # Before the manifest, which replaces the checkpoint that is there: if the disk has
+            # other values than were saved, that one stays.
             self._read_back()
             self._commit()
 
     def finish_alone(self) -> None:
-        """As `finish`, and no process talks to another one: in the background that would disturb their steps.
+        """As `finish`, without a word between the processes: in the background.
+
+        There, what one of them sends could come between the collectives of a step.
 
         Raises:
             CheckpointError: as `save`.
         """
         with self._undone():
             with files(self._failure):
+                # Orbax waits until all processes have written, by JAX's coordination service and
+                # not by collectives.
                 self._response.result()
             self._commit()
 
@@ -139,40 +178,47 @@ class Writing:
 
     def _commit(self) -> None:
         """Write the manifest, in the first process."""
-        if self._draft is not None:
-            digests = self._digests
-            rows = [row._replace(digest=digests.get(str(row.same_as or row.path))) for row in self._manifest.rows]
-            name = None if self._is_empty else self._values.name
-            self._draft.commit(self._manifest._replace(rows=tuple(rows), arrays=name))
+        # Last: it names the folder of the values, and from then on they are the checkpoint. Written
+        # first it would name what is still missing if this process is killed.
+        if self._draft is None:
+            return
+        rows: list[SavedArray] = []
+        for row in self._manifest.rows:
+            rows.append(row._replace(digest=self._digests.get(str(row.same_as or row.path))))
+        name = None if self._is_empty else self._values.name
+        self._draft.commit(self._manifest._replace(rows=tuple(rows), arrays=name))
 
     @property
     def _failure(self) -> str:
         return f"{self._values.parent} cannot be written"
 
     def _read_back(self) -> None:
-        """Raise if what was written is not what was to be written; some arrays at a time, to need little memory."""
+        """Raise if the disk has other values than were saved."""
+        # Some arrays at a time: all of them would take the memory of a second model.
         for names in _groups(self._targets):
-            stored = agreed(self._failure, lambda names=names: (self._loaded(names), dict))
-            check_dtypes(stored, self._targets)
+            targets = {name: self._targets[name] for name in names}
+            with Agreement(self._failure), files(f"{self._values} cannot be read"):
+                stored = load_arrays(self._values, targets)
+            check_dtypes(stored, targets)
+            # Each process reads for itself, so that copies may differ: `torn`.
             found, torn = digests_of(stored)
             if differ := [name for name in names if torn or found[name] != self._digests[name]]:
-                raise CheckpointError(f"{self._failure}: other values are read from the disk for {listed(differ)}")
-
-    def _loaded(self, names: Sequence[str]) -> dict[str, Any]:
-        with files(f"{self._values} cannot be read"):
-            return load_arrays(self._values, {name: self._targets[name] for name in names})
+                raise CheckpointFileError(
+                    f"{self._failure}: other values are read from the disk for {listed(differ)}"
+                )
 
 
-def _target(value: Any) -> Any:
+def _target(value: StoredArray) -> Target:
     """What is read back of an array."""
     if isinstance(value, jax.Array):
         return jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=value.sharding)
     return np.empty(value.shape, value.dtype)
 
 
-def _groups(targets: Mapping[str, Any]) -> Iterator[list[str]]:
+def _groups(targets: Mapping[str, Target]) -> Iterator[list[str]]:
     """The names of the arrays, in groups of about a gibibyte."""
-    group, size = list[str](), 0
+    group: list[str] = []
+    size = 0
     for name, target in targets.items():
         group.append(name)
         size += math.prod(target.shape) * target.dtype.itemsize

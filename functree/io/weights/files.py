@@ -1,4 +1,4 @@
-"""The safetensors files of a model ─► shape, dtype and blocks of each tensor, by name. Nothing is read whole."""
+"""The safetensors files of a model ─► shape, dtype and blocks of each tensor, by name."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -8,13 +8,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from functree.errors import FunctreeError
-from functree.io.extras import needed
+from functree.io.extras import import_extra
 
 INDEX = "model.safetensors.index.json"
 
 
 class Tensor(NamedTuple):
-    """A tensor in a file, of which slices can be read.
+    """A tensor in a file, of which slices can be read. Nothing is read whole.
 
     Attributes:
         shape: its shape.
@@ -35,7 +35,7 @@ class Tensor(NamedTuple):
         return self.read([slice(0, 16)] * len(self.shape))
 
 
-#: The dtypes of safetensors that JAX has, by their names there.
+# The dtypes of safetensors that JAX has, by their names there.
 _DTYPES = {
     "F64": "float64",
     "F32": "float32",
@@ -50,29 +50,37 @@ def open_tensors(folder: Path) -> Mapping[str, Tensor]:
     """All tensors in the files of a folder, by name.
 
     Raises:
-        FunctreeError: there is no file, a file that the index names is missing, one is not a safetensors file, or the
-            index is not one.
+        FunctreeError: there is no file, a file that the index names is missing, one is not a
+            safetensors file, or the index is not one.
     """
-    safetensors = needed("safetensors", "weights")
+    safetensors = import_extra("safetensors", "weights")
     tensors: dict[str, Tensor] = {}
     for file in _files(folder):
         try:
             handle = safetensors.safe_open(file, framework="np")
         except safetensors.SafetensorError as error:
-            raise FunctreeError(f"{file} is not a safetensors file, or not all of it is there: {error}") from None
+            raise FunctreeError(
+                f"{file} is not a safetensors file, or not all of it is there: {error}"
+            ) from None
         for name in handle.keys():
+            # Such as files of two models in one folder: which one is meant is not known.
             if name in tensors:
                 raise FunctreeError(f"{file}: another file has a tensor {name!r} too")
+            # A slice that is not read yet: it knows shape and dtype from the head of the file.
             source = handle.get_slice(name)
             kind = source.get_dtype()
             if kind not in _DTYPES:
-                raise FunctreeError(f"{file}: {name} has the dtype {kind}, and weights are of {', '.join(_DTYPES)}")
+                raise FunctreeError(
+                    f"{file}: {name} has the dtype {kind}, and weights are of {', '.join(_DTYPES)}"
+                )
             tensors[name] = Tensor(tuple(source.get_shape()), np.dtype(_DTYPES[kind]), source)
     return tensors
 
 
 def _files(folder: Path) -> list[Path]:
     """The files with tensors: those that the index names, or the only one."""
+    # With an index the files are those that it names: a download that was stopped, or a copy of the
+    # model in the form of another program, may lie beside them.
     index = folder / INDEX
     if not index.is_file():
         found = sorted(folder.glob("*.safetensors"))

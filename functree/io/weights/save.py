@@ -1,7 +1,7 @@
 """A `Transformer` ─► the files of a published model: `config.json`, and `*.safetensors`."""
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,58 +13,74 @@ from jax import lax
 from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec
 
-from functree.errors import FunctreeError
-from functree.io.extras import needed
-from functree.io.saveable import not_saveable
+from functree.devices.specs import of_rank
+from functree.errors import FunctreeError, FunctreeValueError
+from functree.io.checkpoints.contents import not_saveable
+from functree.io.extras import import_extra
+from functree.io.weights.blocks import Weight, weights_of
 from functree.io.weights.files import INDEX
-from functree.io.weights.load import Weight, weights_of
+from functree.labels.leaves import read
 from functree.layout.plan.resolver import plan
-from functree.layout.specs import of_rank
 from functree.nn.config import TransformerConfig
 from functree.nn.rope import Llama3Rope
 from functree.nn.transformer import Transformer
 from functree.nn.weight_map import WeightMap
 from functree.parameters import FOLDER, Takes, check
-from functree.processes.agreement import agreed
+from functree.processes.agreement import Agreement
 from functree.processes.facts import facts_of
 from functree.processes.same_copies import digests_of
 from functree.tree.bits import on_device, with_sharding
-from functree.tree.leaves import read
 
 _MODEL = Takes("an `ft.nn.Transformer`", lambda value: isinstance(value, Transformer))
-#: A larger model is split into several files, as published ones are.
+# A larger model is split into several files, as published ones are.
 MOST_BYTES = 5 * 10**9
 
 
 def save_weights(folder: str | Path, model: Transformer) -> None:
     """Write a model as it would be published, so that `ft.load_weights` and others read it.
 
-    The family is the one that computes the same: `qwen3` with norms of queries and keys, `qwen2` with biases, `mistral`
-    with a window, else `llama`.
+    The family is the one that computes the same: `qwen3` with norms of queries and keys, `qwen2`
+    with biases, `mistral` with a window, else `llama`.
 
     Args:
         folder: a folder without weights; it is created.
         model: the model.
 
     Raises:
-        FunctreeError: the folder has weights already; no family computes what the model does; an array has no values,
-            or is not one of all processes; the processes have other models.
+        FunctreeError: the folder has weights already; no family computes what the model does; an
+            array has no values, or is not one of all processes; the processes have other models.
+
+    Examples:
+        >>> sizes = dict(layers=2, heads=4, kv_heads=2, head_dim=2, hidden=16)
+        >>> config = ft.nn.TransformerConfig(100, 8, **sizes)
+        >>> model = ft.nn.Transformer.create(config, key=jax.random.key(0))
+        >>> ft.save_weights(folder / "weights", model)
+        >>> sorted(file.name for file in (folder / "weights").iterdir())
+        ['config.json', 'model.safetensors']
     """
     check("no weights are saved", folder=(folder, FOLDER), model=(model, _MODEL))
     folder = Path(folder)
     failure = f"{folder}: no weights are saved"
     leaves = read(model).leaves
-
-    def prepare() -> tuple[tuple[str, Any], Any]:
-        safetensors, name = needed("safetensors.numpy", "weights"), _family(model.config)
-        if problems := [problem for leaf in leaves if (problem := not_saveable(leaf)) is not None]:
-            raise FunctreeError(failure, problems)
-        if found := sorted(file.name for file in (*folder.glob("config.json"), *folder.glob("*.safetensors*"))):
-            raise FunctreeError(f"{folder} has {', '.join(found)} already: save to another folder, or remove them")
-        facts = {"folder": [str(folder)], "config": facts_of(model.config), "model": facts_of(plan(model))}
-        return (name, safetensors), lambda: facts
-
-    name, safetensors = agreed(failure, prepare)
+    # All that can be refused is, before the first file is made.
+    with Agreement(failure) as agreement:
+        safetensors, name = import_extra("safetensors.numpy", "weights"), _family(model.config)
+        problems = [not_saveable(leaf) for leaf in leaves]
+        if found := [problem for problem in problems if problem is not None]:
+            raise FunctreeValueError(failure, found)
+        # Not to be overwritten: the files of a larger model that was there would stay beside these.
+        there = [*folder.glob("config.json"), *folder.glob("*.safetensors*")]
+        if there:
+            names = ", ".join(sorted(file.name for file in there))
+            raise FunctreeError(
+                f"{folder} has {names} already: save to another folder, or remove them"
+            )
+        facts = {
+            "folder": [str(folder)],
+            "config": facts_of(model.config),
+            "model": facts_of(plan(model)),
+        }
+        agreement.compare(lambda: facts)
     arrays = [leaf.value for leaf in leaves]
     _, differ = digests_of({str(leaf.path): leaf.value for leaf in leaves})
     if differ:
@@ -74,11 +90,16 @@ def save_weights(folder: str | Path, model: Transformer) -> None:
 
     def write(run: Callable[[], None]) -> None:
         """Write a file in the first process; the others hear of it if that fails."""
-        agreed(failure, lambda: (run() if jax.process_index() == 0 else None, dict))
+        with Agreement(failure):
+            if jax.process_index() == 0:
+                run()
 
+    # `config.json` is the last, and the index comes after the files that it names: a process that
+    # is killed in between leaves what nobody takes for a model.
     write(lambda: folder.mkdir(parents=True, exist_ok=True))
     for file, own in files.items():
         tensors = _tensors([weights[i] for i in own], [arrays[i] for i in own])
+        # Hugging Face's readers refuse a file without a format.
         write(partial(safetensors.save_file, tensors, folder / file, metadata={"format": "pt"}))
     if len(files) > 1:
         write(lambda: _write(folder / INDEX, _index(files, weights, arrays)))
@@ -86,7 +107,10 @@ def save_weights(folder: str | Path, model: Transformer) -> None:
 
 
 def _files(arrays: Sequence[jax.Array]) -> dict[str, list[int]]:
-    """The files, each with the indices of its arrays: one, or several of at most `MOST_BYTES` or one weight."""
+    """The files, each with the indices of its arrays.
+
+    It is one file, or several of at most `MOST_BYTES` or one weight.
+    """
     groups: list[list[int]] = [[]]
     size = 0
     for i, array in enumerate(arrays):
@@ -97,14 +121,19 @@ def _files(arrays: Sequence[jax.Array]) -> dict[str, list[int]]:
         size += array.nbytes
     if len(groups) == 1:
         return {"model.safetensors": groups[0]}
-    return {f"model-{i + 1:05}-of-{len(groups):05}.safetensors": group for i, group in enumerate(groups)}
+    files: dict[str, list[int]] = {}
+    for i, group in enumerate(groups):
+        files[f"model-{i + 1:05}-of-{len(groups):05}.safetensors"] = group
+    return files
 
 
 def _tensors(weights: Sequence[Weight], arrays: Sequence[jax.Array]) -> dict[str, np.ndarray]:
-    """The tensors of some weights, by name: in the first process, which writes; the others give it their parts."""
+    """The tensors of some weights, by name: in the first process; others give it their parts."""
     tensors: dict[str, np.ndarray] = {}
     for weight, array in zip(weights, arrays, strict=True):
-        for name, part in zip(weight.names, _layers(array) if weight.stacked else [array], strict=True):
+        parts: Iterable[jax.Array | np.ndarray] = _layers(array) if weight.stacked else [array]
+        for name, part in zip(weight.names, parts, strict=True):
+            # In all processes: to gather an array is a collective.
             whole = _on_host(part)
             if jax.process_index() == 0:
                 tensors[name] = weight.form.to_file(whole)
@@ -112,24 +141,31 @@ def _tensors(weights: Sequence[Weight], arrays: Sequence[jax.Array]) -> dict[str
 
 
 def _on_host(array: jax.Array | np.ndarray) -> np.ndarray:
-    if isinstance(array, np.ndarray):  # each process has all of it
+    """All of an array, in the memory of each process."""
+    if isinstance(array, np.ndarray):
         return array
     return np.asarray(multihost_utils.process_allgather(array, tiled=True))
 
 
 def _layers(array: jax.Array | np.ndarray) -> Iterator[jax.Array | np.ndarray]:
-    """The layers of a stacked array, one at a time: all of a large model would not fit onto a device."""
+    """The layers of a stacked array.
+
+    One at a time: all of a large model would not fit onto a device.
+    """
     if isinstance(array, np.ndarray):
         yield from array
         return
     array = on_device(array)
-    if isinstance(array.sharding, NamedSharding):  # on explicit axes JAX slices no sharded dimension
+    if isinstance(array.sharding, NamedSharding):
+        # The layers may be sharded themselves, and on Explicit axes JAX takes no slice of a
+        # dimension that is.
         spec = PartitionSpec(None, *of_rank(array.sharding.spec, array.ndim)[1:])
         array = with_sharding(jnp.asarray, array.sharding.update(spec=spec), array)
     for i in range(array.shape[0]):
         yield _layer(array, i)
 
 
+# The index is an array, so that all layers are one program.
 @jax.jit
 def _layer(array: jax.Array, i: int) -> jax.Array:
     return lax.dynamic_index_in_dim(array, i, keepdims=False)
@@ -138,10 +174,14 @@ def _layer(array: jax.Array, i: int) -> jax.Array:
 def _index(
     files: Mapping[str, Sequence[int]], weights: Sequence[Weight], arrays: Sequence[jax.Array]
 ) -> dict[str, Any]:
-    named = {name: file for file, own in files.items() for i in own for name in weights[i].names}
+    """The file of each tensor, as Hugging Face's readers look for it."""
+    file_of: dict[str, str] = {}
+    for file, own in files.items():
+        for i in own:
+            file_of.update(dict.fromkeys(weights[i].names, file))
     return {
         "metadata": {"total_size": sum(array.nbytes for array in arrays)},
-        "weight_map": dict(sorted(named.items())),
+        "weight_map": dict(sorted(file_of.items())),
     }
 
 
@@ -155,16 +195,20 @@ def _family(config: TransformerConfig) -> str:
     Raises:
         FunctreeError: none does.
     """
-    special = {"qwen3": config.qk_norm, "qwen2": config.attention_bias, "mistral": config.window is not None}
-    named = [name for name, is_so in special.items() if is_so]
+    special = {
+        "qwen3": config.qk_norm,
+        "qwen2": config.attention_bias,
+        "mistral": config.window is not None,
+    }
+    families = [name for name, has_it in special.items() if has_it]
     why = ""
-    if len(named) > 1:
-        why = f"it has what only {' and only '.join(named)} has"
+    if len(families) > 1:
+        why = f"it has what only {' and only '.join(families)} has"
     elif not isinstance(config.rope_scaling, Llama3Rope | None):
         why = f"no family has rope_scaling={config.rope_scaling!r}"
     if why:
-        raise FunctreeError(f"no published family computes what this model does: {why}")
-    return next(iter(named), "llama")
+        raise FunctreeValueError(f"no published family computes what this model does: {why}")
+    return families[0] if families else "llama"
 
 
 _ARCHITECTURES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
@@ -175,9 +219,14 @@ def _config(name: str, model: Transformer) -> dict[str, Any]:
     config, scaling = model.config, model.config.rope_scaling
     rope: dict[str, Any] = {"rope_type": "default"}
     if isinstance(scaling, Llama3Rope):
-        rope = {"rope_type": "llama3", "factor": scaling.factor, "low_freq_factor": scaling.low}
-        rope |= {"high_freq_factor": scaling.high, "original_max_position_embeddings": scaling.original}
-    return {
+        rope = {
+            "rope_type": "llama3",
+            "factor": scaling.factor,
+            "low_freq_factor": scaling.low,
+            "high_freq_factor": scaling.high,
+            "original_max_position_embeddings": scaling.original,
+        }
+    found = {
         "architectures": [f"{_ARCHITECTURES[name]}ForCausalLM"],
         "model_type": name,
         "vocab_size": config.vocab_size,
@@ -195,6 +244,9 @@ def _config(name: str, model: Transformer) -> dict[str, Any]:
         "rope_theta": config.rope_theta,
         "rope_scaling": rope if scaling else None,
         "tie_word_embeddings": config.tie_embedding,
+        # Of the arrays: `config.param_dtype` is that in which they were created.
         "dtype": str(model.embed.weight.dtype),
-        **({"sliding_window": config.window} if name == "mistral" else {}),
     }
+    if name == "mistral":
+        found["sliding_window"] = config.window
+    return found

@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
-from functree.errors import FunctreeError, Problem
-from functree.layout.json_text import loaded
+from functree.errors import FunctreeValueError, Problem
 from functree.layout.plan.row import Row
+from functree.report.json_text import loaded
 from functree.tree.axes import Axes
 from functree.tree.paths import Path
 
@@ -52,6 +52,7 @@ class PlanParts(NamedTuple):
     sizes: Mapping[str, int]
     problems: Sequence[Problem]
     unused: Sequence[str]
+    unused_names: Sequence[str]
 
 
 def plan_json(parts: PlanParts) -> str:
@@ -64,6 +65,7 @@ def plan_json(parts: PlanParts) -> str:
             "rows": [_row(row) for row in parts.rows],
             "problems": [_problem(one) for one in parts.problems],
             "unused": list(parts.unused),
+            "unused_names": list(parts.unused_names),
         },
         indent=1,
     )
@@ -78,7 +80,8 @@ def read_plan(text: str) -> PlanParts:
     data = loaded(text, "plan", FORMAT, _FORM)
     rows = [_read_row(row) for row in data["rows"]]
     problems = [_read_problem(one) for one in data["problems"]]
-    return PlanParts(rows, data["mesh"], problems, data["unused"])
+    unused_names = data.get("unused_names", [])  # not in what earlier versions wrote
+    return PlanParts(rows, data["mesh"], problems, data["unused"], unused_names)
 
 
 class HasArray(Protocol):
@@ -107,9 +110,17 @@ def array_json(row: HasArray) -> dict[str, Any]:
     }
 
 
-def read_array(data: Mapping[str, Any]) -> tuple[Path, tuple[int, ...], Any, Axes, PartitionSpec | None]:
+def read_array(
+    data: Mapping[str, Any],
+) -> tuple[Path, tuple[int, ...], Any, Axes, PartitionSpec | None]:
     """The path, shape, dtype, axes and spec of an array from its JSON."""
-    return Path(data["path"]), tuple(data["shape"]), _dtype(data["dtype"]), Axes(*data["axes"]), _spec(data["spec"])
+    return (
+        Path(data["path"]),
+        tuple(data["shape"]),
+        _dtype(data["dtype"]),
+        Axes(*data["axes"]),
+        _spec(data["spec"]),
+    )
 
 
 def _row(row: Row) -> dict[str, Any]:
@@ -127,7 +138,11 @@ def _row(row: Row) -> dict[str, Any]:
 
 def _entries(spec: PartitionSpec | None) -> list[Any] | None:
     """A spec in JSON: the entry of each dimension."""
-    return None if spec is None else [list(entry) if isinstance(entry, tuple) else entry for entry in spec]
+    return (
+        None
+        if spec is None
+        else [list(entry) if isinstance(entry, tuple) else entry for entry in spec]
+    )
 
 
 def _spec(entries: Sequence[Any] | None) -> PartitionSpec | None:
@@ -159,16 +174,19 @@ def _dtype(text: str) -> Any:
     if text.startswith("key<"):
         implementation = key_implementation(text)
         if implementation is None:
-            raise FunctreeError(f"the JSON has random keys of an unknown kind: {text}")
+            raise FunctreeValueError(f"the JSON has random keys of an unknown kind: {text}")
         return jax.eval_shape(lambda: jax.random.key(0, impl=implementation)).dtype
     try:
         return jnp.dtype(text)
     except TypeError as error:
-        raise FunctreeError(f"the JSON is not of a whole plan: there is no dtype {text!r}") from error
+        raise FunctreeValueError(
+            f"the JSON is not of a whole plan: there is no dtype {text!r}"
+        ) from error
 
 
 def key_implementation(dtype: Any) -> str | None:
-    """The name of the implementation of random keys with a dtype, or with its text `key<fry>`; None if unknown."""
+    """The name of the implementation of random keys with a dtype, or with its text `key<fry>`; None
+    if unknown."""
     return _IMPLEMENTATIONS.get(str(dtype).removeprefix("key<").removesuffix(">"))
 
 

@@ -3,14 +3,16 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from functree.layout.diff import Change, Diff, changes
+from functree.devices.specs import spec_text
 from functree.layout.plan.row import Row
-from functree.layout.specs import spec_text
+from functree.report.diff import Change, Diff, changes
 from functree.tree.arrays import array_text
 from functree.tree.paths import Path
 
 
-def plan_diff(before: Sequence[Row], after: Sequence[Row], sizes: tuple[Mapping[str, int], Mapping[str, int]]) -> Diff:
+def plan_diff(
+    before: Sequence[Row], after: Sequence[Row], sizes: tuple[Mapping[str, int], Mapping[str, int]]
+) -> Diff:
     """What differs between the rows of two plans.
 
     Args:
@@ -27,7 +29,9 @@ def _changes(
     if dict(sizes[0]) != dict(sizes[1]):
         yield Change(Path(), "mesh", dict(sizes[0]), dict(sizes[1]))
     old, new = ({row.path: row for row in rows} for rows in (before, after))
-    yield from changes(old, new, lambda path: path, _properties, lambda path, row: ("array", _whole(row)))
+    yield from changes(
+        old, new, lambda path: path, _properties, lambda path, row: ("array", _whole(row))
+    )
 
 
 def _whole(row: Row) -> str:

@@ -8,11 +8,11 @@ import jax
 from jax.core import Tracer
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from functree.layout.meshes import mesh_view
-from functree.layout.placement import other_memory
+from functree.devices.meshes import mesh_view
+from functree.devices.placement import other_memory
+from functree.devices.specs import of_rank
+from functree.labels.leaf import Leaf
 from functree.layout.plan.row import Row
-from functree.layout.specs import of_rank
-from functree.tree.leaf import Leaf
 
 
 class Live(NamedTuple):
@@ -27,7 +27,8 @@ class Live(NamedTuple):
 
 
 def live_rows(leaves: Sequence[Leaf]) -> tuple[list[Row], Mesh | AbstractMesh | None]:
-    """A row for each array with its current sharding, and the mesh of the first array that is on a mesh."""
+    """A row for each array with its current sharding, and the mesh of the first array that is on a
+    mesh."""
     live = [live_sharding(leaf.value) for leaf in leaves]
     first = next((x.mesh for x in live if x.mesh is not None), None)
     rows = []
@@ -64,7 +65,8 @@ def _mesh_text(mesh: Mesh | AbstractMesh) -> str:
 
 
 def live_sharding(value: Any) -> Live:
-    """How an array is sharded. An array that is abstract, of numpy, or on a single device has no spec."""
+    """How an array is sharded. An array that is abstract, of numpy, or on a single device has no
+    spec."""
     shape = tuple(value.shape)
     if not isinstance(value, jax.Array | jax.ShapeDtypeStruct):
         return Live(None, "a numpy array in the host's memory", shape)
@@ -80,7 +82,9 @@ def live_sharding(value: Any) -> Live:
     if isinstance(sharding, NamedSharding):
         spec = of_rank(sharding.spec, len(shape))
         reason = "as it is sharded now" if committed else "as it is sharded now, uncommitted"
-        return Live(spec, reason, local, sharding.mesh.size // _parts(shape, local), kind, sharding.mesh)
+        return Live(
+            spec, reason, local, sharding.mesh.size // _parts(shape, local), kind, sharding.mesh
+        )
     if isinstance(sharding, SingleDeviceSharding):
         device = next(iter(sharding.device_set))
         how = "committed to" if committed else "uncommitted, on"
@@ -97,9 +101,11 @@ def _traced(value: Any) -> Live:
         return Live(None, "traced, without a mesh in its type", shape)
     spec, mesh = of_rank(sharding.spec, len(shape)), sharding.mesh
     if not mesh.are_all_axes_explicit:
-        # The type has a spec, but its `None` may be "unsharded" or "not known": a type says nothing about Auto axes,
-        # and inside `shard_map` shapes are local along Manual ones.
-        why = "traced, and not all mesh axes are Explicit: its type does not have its whole sharding"
+        # The type has a spec, but its `None` may be "unsharded" or "not known": a type says nothing
+        # about Auto axes, and inside `shard_map` shapes are local along Manual ones.
+        why = (
+            "traced, and not all mesh axes are Explicit: its type does not have its whole sharding"
+        )
         return Live(None, why, shape, mesh=mesh)
     local = tuple(sharding.shard_shape(shape))
     return Live(spec, "by its type", local, mesh.size // _parts(shape, local), None, mesh)

@@ -5,35 +5,34 @@ from typing import Any
 
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
-from functree.errors import FunctreeError, Problem, ShardingError, count, did_you_mean, listed
+from functree.devices.meshes import MeshView, mesh_view
+from functree.errors import FunctreeTypeError, Problem, ShardingError, count, did_you_mean, listed
+from functree.labels.leaf import Leaf
 from functree.layout.decision import Decision, apply_spec, whole
-from functree.layout.diff import Diff
 from functree.layout.layout import Layout, Resolution
-from functree.layout.meshes import MeshView, mesh_view
 from functree.layout.plan.codec import PlanParts, plan_json, read_plan
 from functree.layout.plan.diff import plan_diff
-from functree.layout.plan.fold import bytes_text
 from functree.layout.plan.page import plan_html
 from functree.layout.plan.row import Row
 from functree.layout.plan.text import plan_text
 from functree.layout.validation import refuse
 from functree.parameters import shown
-from functree.tree.leaf import Leaf
+from functree.report.byte_sizes import bytes_text
+from functree.report.diff import Diff
 from functree.tree.paths import Path
 from functree.tree.skeleton.skeleton import Skeleton
 from functree.values import Value
 
-NAMES = "names= of "
-"""The beginning of an entry of `Plan.unused` that is a class in `names=`, and not an axis."""
-
 
 class Plan(Value, Layout):
-    """The spec of each array of a tree, and the reason for it. A plan is immutable, and it is a layout itself.
+    """The spec of each array of a tree, and the reason for it. A plan is immutable, and it is a
+    layout itself.
 
     Attributes:
         rows: one for each array.
         problems: what is wrong; empty unless the plan was made with `check=False`.
-        unused: the axes of rules that no leaf has; and `names= of Linear` for a class in `names=` that names no leaf.
+        unused: the axes of rules that no leaf has.
+        unused_names: the names of the classes in `names=` that have named no leaf.
         mesh: the mesh, or None if only sizes were given.
         sizes: the sizes of the mesh axes.
 
@@ -45,10 +44,20 @@ class Plan(Value, Layout):
         True
     """
 
-    __slots__ = ("_by_path", "_skeleton", "mesh", "problems", "rows", "sizes", "unused")
+    __slots__ = (
+        "_by_path",
+        "_skeleton",
+        "mesh",
+        "problems",
+        "rows",
+        "sizes",
+        "unused",
+        "unused_names",
+    )
     rows: tuple[Row, ...]
     problems: tuple[Problem, ...]
     unused: tuple[str, ...]
+    unused_names: tuple[str, ...]
     mesh: Mesh | AbstractMesh | None
     sizes: Mapping[str, int]
     _skeleton: Skeleton | None
@@ -61,6 +70,7 @@ class Plan(Value, Layout):
         view: MeshView,
         problems: Sequence[Problem] = (),
         unused: Sequence[str] = (),
+        unused_names: Sequence[str] = (),
     ):
         self._set(
             rows=tuple(rows),
@@ -69,6 +79,7 @@ class Plan(Value, Layout):
             sizes=dict(view.sizes),
             problems=tuple(problems),
             unused=tuple(unused),
+            unused_names=tuple(unused_names),
             _by_path={row.path: row for row in rows},
         )
 
@@ -79,7 +90,8 @@ class Plan(Value, Layout):
 
     @property
     def specs(self) -> Any:
-        """A tree of `PartitionSpec`s with the structure of the tree, and None in the place of other leaves.
+        """A tree of `PartitionSpec`s with the structure of the tree, and None in the place of other
+        leaves.
 
         Raises:
             ShardingError: the plan was read from JSON, which has no tree.
@@ -91,8 +103,8 @@ class Plan(Value, Layout):
         """A tree of `NamedSharding`s, with memory kinds.
 
         Raises:
-            ShardingError: the plan was made for sizes and not for a mesh, it has problems, or an array has no spec; it
-                was read from JSON, which has no tree.
+            ShardingError: the plan was made for sizes and not for a mesh, it has problems, or an
+                array has no spec; it was read from JSON, which has no tree.
         """
         if self.problems:
             raise refuse(self.problems, self.view)
@@ -128,7 +140,9 @@ class Plan(Value, Layout):
         """The row at a path: an `ft.Path`, a tuple, or its text."""
         if not isinstance(path, str | tuple):
             # A plan has a length and can be iterated over, so an index is a likely guess.
-            raise TypeError(f"a plan is indexed by a path, not by {path!r}; its rows by index are in `plan.rows`")
+            raise TypeError(
+                f"a plan is indexed by a path, not by {path!r}; its rows by index are in `plan.rows`"
+            )
         key = Path(path)
         if key not in self._by_path:
             raise KeyError(f"no array at `{key}`{did_you_mean(key, self._by_path)}")
@@ -144,28 +158,46 @@ class Plan(Value, Layout):
     def own_mesh(self) -> Mesh | AbstractMesh | None:
         return self.mesh
 
-    def resolve(self, leaves: Sequence[Leaf], mesh: MeshView, before: Sequence[Decision] | None = None) -> Resolution:
+    def claims(self, leaf: Leaf) -> bool:
+        row = self._row(leaf)
+        return row is not None and row.spec is not None and row.mesh is None
+
+    def resolve(
+        self, leaves: Sequence[Leaf], mesh: MeshView, before: Sequence[Decision] | None = None
+    ) -> Resolution:
         """Decide about each leaf as the plan does about the array at the same path."""
         starts = before or map(whole, leaves)
-        return Resolution([self._decide(leaf, start) for leaf, start in zip(leaves, starts, strict=True)])
+        pairs = zip(leaves, starts, strict=True)
+        return Resolution([self._decide(leaf, start) for leaf, start in pairs])
 
     def _decide(self, leaf: Leaf, before: Decision) -> Decision:
-        row = next((self._by_path[path] for path in leaf.patterned if path in self._by_path), None)
+        if leaf.activation:
+            return before
+        row = self._row(leaf)
         if row is None:
             return before.wrong(("the plan has no row for it", _OWN_TREE))
         if row.spec is None:
             return before.wrong((f"the plan has no spec for it: {row.reason}", _OWN_TREE))
         if row.mesh is not None:
-            return before.wrong((f"the plan has it on another mesh: {row.reason}", "make a plan for each mesh"))
+            why = f"the plan has it on another mesh: {row.reason}"
+            return before.wrong((why, "make a plan for each mesh"))
         decision = apply_spec(leaf, row.spec, before, row.reason)
         return decision._replace(memory_kind=row.memory_kind or before.memory_kind)
+
+    def _row(self, leaf: Leaf) -> Row | None:
+        """The row of the array at the same path, by the first of the leaf's paths that has one."""
+        for path in leaf.patterned:
+            if path in self._by_path:
+                return self._by_path[path]
+        return None
 
     def _parts(self) -> tuple[Any, ...]:
         treedef = None if self._skeleton is None else self._skeleton.treedef
         return (self.rows, tuple(self.sizes.items()), self.mesh, treedef)
 
     def __str__(self) -> str:
-        return plan_text(self.rows, self._notes(), self._warnings())
+        notes = [*self._notes(), *self._problem_texts()]
+        return plan_text(self.rows, notes, self._warnings())
 
     def __repr__(self) -> str:
         return f"<Plan of {len(self.rows)} arrays on mesh {self.view}>"
@@ -177,12 +209,15 @@ class Plan(Value, Layout):
             FunctreeError: the other value is not a plan.
         """
         if not isinstance(other, Plan):
-            raise FunctreeError(f"a plan is compared with a plan, not with {shown(other)}")
+            raise FunctreeTypeError(f"a plan is compared with a plan, not with {shown(other)}")
         return plan_diff(self.rows, other.rows, (self.sizes, other.sizes))
 
     def to_json(self) -> str:
-        """The plan as JSON: its rows, the sizes of its mesh, its problems. It has no devices, and no tree."""
-        return plan_json(PlanParts(self.rows, self.sizes, self.problems, self.unused))
+        """The plan as JSON: its rows, the sizes of its mesh, its problems. It has no devices, and
+        no tree."""
+        return plan_json(
+            PlanParts(self.rows, self.sizes, self.problems, self.unused, self.unused_names)
+        )
 
     @classmethod
     def from_json(cls, text: str) -> "Plan":
@@ -197,42 +232,54 @@ class Plan(Value, Layout):
             True
         """
         parts = read_plan(text)
-        return cls(parts.rows, None, MeshView(parts.sizes), parts.problems, parts.unused)
+        view = MeshView(parts.sizes)
+        return cls(parts.rows, None, view, parts.problems, parts.unused, parts.unused_names)
 
     def html(self) -> str:
         """The plan as a HTML page, with a bar for the bytes of each leaf."""
-        return plan_html(self.rows, [*self._warnings(), *self._notes()], self.view.devices, page=True)
+        return self._html(page=True)
 
     def _repr_html_(self) -> str:
-        return plan_html(self.rows, [*self._warnings(), *self._notes()], self.view.devices, page=False)
+        return self._html(page=False)
+
+    def _html(self, page: bool) -> str:
+        notes = [*self._warnings(), *self._notes()]
+        return plan_html(self.rows, self._problem_texts(), notes, self.view.devices, page)
 
     def _warnings(self) -> list[str]:
-        """The lines above the table: names that name nothing, if there are leaves that they may be meant for."""
-        names = self._unused_names()
+        """The lines above the table: names that name nothing, if there are leaves that they may be
+        meant for."""
         unnamed = [row for row in self.rows if row.shape and not any(row.axes)]
-        if not names or not unnamed:
+        if not self.unused_names or not unnamed:
             return []
         paths = listed([f"`{row.path}`" for row in unnamed])
-        return [f"WARNING {', '.join(names)}: named no leaf, and these have no axis names: {paths}"]
+        why = f"{self._unused_names()}: named no leaf, and these have no axis names: {paths}"
+        return [f"WARNING {why}"]
 
-    def _unused_names(self) -> list[str]:
-        """The classes in `names=` that have named no leaf."""
-        return [one for one in self.unused if one.startswith(NAMES)]
+    def _unused_names(self) -> str:
+        """The classes in `names=` that have named no leaf, in messages."""
+        return ", ".join(f"names= of {name}" for name in self.unused_names)
 
     def _notes(self) -> list[str]:
         """The lines below the table."""
         sizes = f"{bytes_text(self.total_bytes)} in all, {bytes_text(self.bytes_per_device)} on each device"
         notes = [f"mesh {self.view}: {count(len(self.rows), 'array')}, {sizes}"]
-        others = list(dict.fromkeys(str(mesh_view(row.mesh)) for row in self.rows if row.mesh is not None))
+        others = list(
+            dict.fromkeys(str(mesh_view(row.mesh)) for row in self.rows if row.mesh is not None)
+        )
         if others:
             notes.append(f"arrays on other meshes: {', '.join(others)}")
-        names = self._unused_names()
-        rules = [one for one in self.unused if one not in names]
-        if rules:
-            notes.append(f"rules that no leaf needed: {', '.join(rules)}")
-        if names and not self._warnings():
-            notes.append(f"{', '.join(names)}: named no leaf")
-        return notes + [f"PROBLEM {problem.path or problem.what}: {problem.why}" for problem in self.problems]
+        if self.unused:
+            notes.append(f"rules that no leaf needed: {', '.join(self.unused)}")
+        if self.unused_names and not self._warnings():
+            notes.append(f"{self._unused_names()}: named no leaf")
+        return notes
+
+    def _problem_texts(self) -> list[str]:
+        """One line for each problem."""
+        return [
+            f"PROBLEM {problem.path or problem.what}: {problem.why}" for problem in self.problems
+        ]
 
 
 _OWN_TREE = "use a plan of the tree that it belongs to"

@@ -23,8 +23,8 @@ class Row(NamedTuple):
         bytes_per_device: the bytes of the shard on one device.
         copies: the number of devices that have each byte.
         memory_kind: `"pinned_host"` for host memory; None for the default.
-        mesh: the mesh of an array that is on another mesh than the plan's; else None. Only a plan of how arrays are
-            sharded now has such rows.
+        mesh: the mesh of an array that is on another mesh than the plan's; else None. Only a plan
+            of how arrays are sharded now has such rows.
 
     Examples:
         >>> row = ft.plan(jnp.ones((4, 8)), ft.P("data"), {"data": 2, "model": 4})[()]

@@ -2,15 +2,19 @@
 
 from collections.abc import Sequence
 
-from functree.layout.plan.fold import bytes_text, fold
+from functree.layout.plan.fold import fold
 from functree.layout.plan.row import Row
-from functree.layout.table import INDENT, WIDTH, columns, width, wrapped
+from functree.report.byte_sizes import bytes_text
+from functree.report.table import columns, lines_text, paragraphs, row
 
 COLUMNS = (36, 18, 30)  # of path, array and spec
 
 
 def plan_text(
-    rows: Sequence[Row], notes: Sequence[str], warnings: Sequence[str] = (), column: str = "per device"
+    rows: Sequence[Row],
+    notes: Sequence[str],
+    warnings: Sequence[str] = (),
+    column: str = "per device",
 ) -> str:
     """The table, at most 100 columns wide. Below the spec of each leaf are its axes and the reason.
 
@@ -20,20 +24,11 @@ def plan_text(
         warnings: the lines above it.
         column: the title of the last column, the bytes of each line.
     """
-    lines: list[str] = []
-    for warning in warnings:
-        lines += wrapped(warning, WIDTH)
+    lines = paragraphs(warnings)
     if warnings:
         lines.append("")
     lines += columns(("path", "array", "spec"), COLUMNS, column)
     for line in fold(rows):
-        title = line.title
-        if width(title) > COLUMNS[0]:  # a long path has a line of its own, so that it can be searched for
-            lines += wrapped(title, WIDTH)
-            title = ""
-        lines += columns((title, line.array, line.spec), COLUMNS, bytes_text(line.each))
-        lines += [INDENT + part for part in wrapped(line.told, WIDTH - len(INDENT)) if part]
-    lines.append("")
-    for note in notes:
-        lines += wrapped(note, WIDTH)
-    return "\n".join([line.rstrip() for line in lines])
+        cells = (line.title, line.array, line.spec)
+        lines += row(cells, COLUMNS, bytes_text(line.each), line.told)
+    return lines_text([*lines, "", *paragraphs(notes)])

@@ -1,5 +1,6 @@
-"""Vectors of a sequence ─► causal self-attention over them, with rotary positions and grouped keys and values."""
+"""The vectors of a sequence ─► causal self-attention, with rotary positions and grouped heads."""
 
+import math
 from collections.abc import Iterator
 from typing import Any, overload
 
@@ -11,30 +12,39 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
-from functree.errors import FunctreeError, Problem
+from functree.errors import Problem
 from functree.nn.activations import activation, inputs
-from functree.nn.attention.attend import IMPLEMENTATION, Implementation, attend
-from functree.nn.attention.cached import attend_cached
+from functree.nn.attention.attend import IMPLEMENTATION, Implementation, attend, attend_cached
 from functree.nn.norm import RMSNorm
-from functree.nn.products import along, product
 from functree.nn.rope import SCALING, Scaling, rope
-from functree.nn.weights import Initializer, cast, dtype_or_none, fan_in
+from functree.nn.weights import (
+    Initializer,
+    broadcast_like,
+    cast,
+    dtype_or_none,
+    fan_in,
+    product,
+)
 from functree.parameters import FLAG, FLOATING, FUNCTION, KEY, POSITIVE, SIZE, check
 
 Positions = Int[Array, "*#batch seq"] | None
 Segments = Int[Array, "*batch seq"] | None
-LayerCache = tuple[Float[Array, "batch slots kv_heads head_dim"], Float[Array, "batch slots kv_heads head_dim"]]
+LayerCache = tuple[
+    Float[Array, "batch slots kv_heads head_dim"], Float[Array, "batch slots kv_heads head_dim"]
+]
 """The keys and values of one layer."""
 
 
 class Attention(eqx.Module):
     """Causal self-attention: each token attends to itself and to the tokens before it.
 
-    Query head `h` uses key and value head `h // (heads / kv_heads)`. The softmax is computed in float32 or wider.
+    Queries and keys are rotated by the positions of their tokens (RoPE). Heads are grouped, as in
+    Llama 2 and 3: query head `h` uses key and value head `h // (heads / kv_heads)`. The softmax is
+    computed in float32 or wider.
 
-    For `ft.offload` and other policies these values have names: the queries, keys and values of the heads are
-    `"attn_query"`, `"attn_key"` (both after the rotation) and `"attn_value"`, the results of the heads are
-    `"attn_mixed"`, and the result of the layer is `"attn_out"`.
+    For `ft.offload` and other policies these values have names: the queries, keys and values of the
+    heads are `"attn_query"`, `"attn_key"` (both after the rotation) and `"attn_value"`, the results
+    of the heads are `"attn_mixed"`, and the result of the layer is `"attn_out"`.
 
     Args:
         embed: the size of the input and of the result.
@@ -44,20 +54,25 @@ class Attention(eqx.Module):
         use_bias: whether queries, keys and values have biases, which are initially zero.
         qk_norm: whether queries and keys are normalized over `head_dim`, before they are rotated.
         norm_eps: the `eps` of these norms.
-        window: how many tokens a token sees at most, itself among them; by default all before it.
+        window: how many tokens a token attends to at most, itself among them; by default all before
+            it.
         rope_theta: the base of the rotary frequencies.
-        rope_scaling: a hashable function that changes the rotary frequencies, such as `ft.nn.Llama3Rope`.
-        attention: what computes it: `"auto"`, `"xla"`, `"chunked"`, `"splash"`, `"cudnn"`, or a function of the
-            arguments of `jax.nn.dot_product_attention`. By default the kernel of the platform that the program is
-            lowered for, and elsewhere in chunks, so that no array of all queries by all keys is held.
-        init: the initializer of the four weights. It makes each as a matrix, whose first dimension is the one that is
-            summed over; by default truncated normal with variance 1 / (size summed over).
+        rope_scaling: a hashable function that changes the rotary frequencies, such as
+            `ft.nn.Llama3Rope`.
+        attention: what computes it: `"auto"`, `"xla"`, `"chunked"`, `"splash"`, `"cudnn"`, or a
+            function of the arguments of `jax.nn.dot_product_attention`. By default the kernel of
+            the platform that the program is lowered for, and elsewhere in chunks, so that no array
+            of all queries by all keys is held.
+        init: the initializer of the four weights. It makes each as a matrix, whose first dimension
+            is the one that is summed over; by default truncated normal with variance 1 / (size
+            summed over).
         key: the key for the weights.
         param_dtype: the dtype of the parameters.
         compute_dtype: the dtype to which they are cast in the computation; `None`: that of `x`.
 
     Raises:
-        FunctreeError: a size is not a positive integer, `kv_heads` does not divide `heads`, or `head_dim` is odd.
+        FunctreeError: a size is not a positive integer, `kv_heads` does not divide `heads`,
+            `head_dim` is odd, or another argument does not fit.
 
     Examples:
         >>> attention = ft.nn.Attention(8, 4, 2, key=jax.random.key(0))
@@ -101,7 +116,6 @@ class Attention(eqx.Module):
         param_dtype: DTypeLike = jnp.float32,
         compute_dtype: DTypeLike | None = None,
     ):
-        # First: a default below divides by `heads`.
         check(
             "Attention cannot be built",
             embed=(embed, SIZE),
@@ -120,30 +134,24 @@ class Attention(eqx.Module):
             param_dtype=(param_dtype, FLOATING),
             compute_dtype=(compute_dtype, FLOATING.or_none()),
         )
-        kv_heads = heads if kv_heads is None else kv_heads
-        head_dim = embed // heads if head_dim is None else head_dim
-        check("Attention cannot be built", head_dim=(head_dim, SIZE))
-        if problems := list(head_problems(heads, kv_heads, head_dim)):
-            raise FunctreeError("Attention cannot be built", problems)
-        query_key, key_key, value_key, out_key = jax.random.split(key, 4)
-
-        def project(key: PRNGKeyArray, heads: int) -> Array:
-            return init(key, (embed, heads * head_dim), param_dtype).reshape(embed, heads, head_dim)
-
-        def bias(heads: int) -> Array | None:
-            return jnp.zeros((heads, head_dim), param_dtype) if use_bias else None
-
-        def norm() -> RMSNorm | None:
-            return RMSNorm(head_dim, norm_eps, axes="head_dim", param_dtype=param_dtype) if qk_norm else None
-
-        self.query = project(query_key, heads)
-        self.key = project(key_key, kv_heads)
-        self.value = project(value_key, kv_heads)
-        self.out = init(out_key, (heads * head_dim, embed), param_dtype).reshape(heads, head_dim, embed)
-        self.query_bias, self.key_bias, self.value_bias = bias(heads), bias(kv_heads), bias(kv_heads)
-        self.query_norm, self.key_norm = norm(), norm()
-        self.window, self.rope_theta, self.rope_scaling = window, rope_theta, rope_scaling
-        self.attention = attention
+        of_heads, of_kv_heads = _head_shapes(embed, heads, kv_heads, head_dim)
+        keys = jax.random.split(key, 4)
+        self.query = _matrix(init, keys[0], (embed,), of_heads, param_dtype)
+        self.key = _matrix(init, keys[1], (embed,), of_kv_heads, param_dtype)
+        self.value = _matrix(init, keys[2], (embed,), of_kv_heads, param_dtype)
+        self.out = _matrix(init, keys[3], of_heads, (embed,), param_dtype)
+        self.query_bias = self.key_bias = self.value_bias = None
+        if use_bias:
+            self.query_bias = jnp.zeros(of_heads, param_dtype)
+            self.key_bias = jnp.zeros(of_kv_heads, param_dtype)
+            self.value_bias = jnp.zeros(of_kv_heads, param_dtype)
+        self.query_norm = self.key_norm = None
+        if qk_norm:
+            size = of_heads[1]
+            self.query_norm = RMSNorm(size, norm_eps, axes="head_dim", param_dtype=param_dtype)
+            self.key_norm = RMSNorm(size, norm_eps, axes="head_dim", param_dtype=param_dtype)
+        self.window, self.attention = window, attention
+        self.rope_theta, self.rope_scaling = rope_theta, rope_scaling
         self.compute_dtype = dtype_or_none(compute_dtype)
 
     @overload
@@ -175,45 +183,104 @@ class Attention(eqx.Module):
         *,
         cache: Any = None,
     ) -> Any:
-        """Attend.
+        """The result for each token, in `compute_dtype`; with a cache also the new keys and values.
 
         Args:
             x: the tokens' vectors.
-            positions: the position of each token, by which its queries and keys are rotated; by default 0, 1, 2, …
-            segments: the segment of each token: a token sees only those of its own; by default all are in one.
+            positions: the position of each token, by which its queries and keys are rotated; by
+                default 0, 1, 2, …
+            segments: the segment of each token: a token attends only to those of its own; by
+                default all are in one.
             filled: how many tokens each row has in the cache.
-            cache: keys and values of these tokens. The keys and values of the new ones are returned too.
+            cache: keys and values of these tokens.
+
+        Raises:
+            FunctreeError: the kernel that `attention` names cannot compute this.
+            ShardingError: the ambient rules do not fit the activations.
         """
         x, *weights, out = cast(self.compute_dtype, x, self.query, self.key, self.value, self.out)
-        biases = self.query_bias, self.key_bias, self.value_bias
-        places = inputs(x, "heads head_dim", "kv_heads head_dim", "kv_heads head_dim")
-        query, key, value = (
-            _shifted(product(x, weight), bias) for x, weight, bias in zip(places, weights, biases, strict=True)
-        )
+        xs = inputs(x, "heads head_dim", "kv_heads head_dim", "kv_heads head_dim")
+        # (*batch, seq, embed) ─► (*batch, seq, heads, head_dim), and kv_heads for keys and values.
+        query = _shifted(product(xs[0], weights[0]), self.query_bias)
+        key = _shifted(product(xs[1], weights[1]), self.key_bias)
+        value = _shifted(product(xs[2], weights[2]), self.value_bias)
         query = self._rotated(query, self.query_norm, positions)
         key = self._rotated(key, self.key_norm, positions)
+        # Constrained after the norm and the rotation: no collective comes between them, and the
+        # `shard_map` of `attend` finds its arrays as it takes them.
         query = checkpoint_name(activation(query, "batch seq heads head_dim"), "attn_query")
         key = checkpoint_name(activation(key, "batch seq kv_heads head_dim"), "attn_key")
         value = checkpoint_name(activation(value, "batch seq kv_heads head_dim"), "attn_value")
-        if cache is None or not cache[0].shape[1]:  # nothing is before them
-            mixed = attend(query, key, value, implementation=self.attention, window=self.window, segments=segments)
+        # A cache without slots is that of a prompt: nothing is before its tokens, so that a kernel
+        # can compute it, and only their keys and values are asked for.
+        if cache is None or not cache[0].shape[1]:
+            mixed = attend(
+                query,
+                key,
+                value,
+                implementation=self.attention,
+                window=self.window,
+                segments=segments,
+            )
         else:
             mixed = attend_cached(query, key, value, cache[0], cache[1], filled, window=self.window)
+        # Sharded as the queries, whatever computed it: also a user's function.
         mixed = checkpoint_name(activation(mixed, "batch seq heads head_dim"), "attn_mixed")
-        y = checkpoint_name(activation(product(mixed, out, summed=2), "batch seq embed"), "attn_out")
+        # (*batch, seq, heads, head_dim) ─► (*batch, seq, embed). With "heads" sharded each device
+        # has a part of the sum, as in the feed-forward layer.
+        y = activation(product(mixed, out, summed=2), "batch seq embed")
+        y = checkpoint_name(y, "attn_out")
         return y if cache is None else (y, (key, value))
 
     def _rotated(self, x: Array, norm: RMSNorm | None, positions: Positions) -> Array:
-        x = x if norm is None else norm(x)
+        # The norm comes first, as in Qwen 3. The rotation keeps the length of a vector, but the
+        # norm's scale differs from dimension to dimension.
+        if norm is not None:
+            x = norm(x)
         return rope(x, theta=self.rope_theta, positions=positions, scaling=self.rope_scaling)
 
 
-def _shifted(x: Array, bias: Array | None) -> Array:
-    return x if bias is None else x + along(bias.astype(x.dtype), x)
+def _head_shapes(
+    embed: int, heads: int, kv_heads: int | None, head_dim: int | None
+) -> tuple[tuple[int, int], tuple[int, int]]:
+    """The last dimensions of queries, and of keys and values: (heads, head_dim).
+
+    Raises:
+        FunctreeError: they do not go together, or are too small a part of `embed`.
+    """
+    if kv_heads is None:
+        kv_heads = heads
+    if head_dim is None:
+        head_dim = embed // heads
+    # Once more: there may be more heads than `embed`, and the default is 0.
+    check("Attention cannot be built", head_dim=(head_dim, SIZE))
+    check("Attention cannot be built", *head_problems(heads, kv_heads, head_dim))
+    return (heads, head_dim), (kv_heads, head_dim)
+
+
+def _shifted(
+    x: Float[Array, "*batch seq heads head_dim"], bias: Float[Array, "heads head_dim"] | None
+) -> Float[Array, "*batch seq heads head_dim"]:
+    return x if bias is None else x + broadcast_like(bias.astype(x.dtype), x)
+
+
+def _matrix(
+    init: Initializer,
+    key: PRNGKeyArray,
+    rows: tuple[int, ...],
+    columns: tuple[int, ...],
+    dtype: DTypeLike,
+) -> Float[Array, "*rows_and_columns"]:
+    """A weight that is initialized as a matrix, whose rows are summed over."""
+    # JAX's initializers take all but the last dimension for summed over. For (embed, heads,
+    # head_dim) the variance would be too small by the number of heads.
+    matrix = init(key, (math.prod(rows), math.prod(columns)), dtype)
+    return matrix.reshape(*rows, *columns)
 
 
 def head_problems(heads: int, kv_heads: int, head_dim: int) -> Iterator[Problem]:
-    """The problems of these numbers of heads, which are positive integers, for the layer and for the config of a model.
+    """The problems of these numbers of heads, which are positive integers, for the layer and for
+    the config of a model.
 
     Examples:
         >>> from functree.nn.attention.layer import head_problems
@@ -221,7 +288,9 @@ def head_problems(heads: int, kv_heads: int, head_dim: int) -> Iterator[Problem]
         ['it must divide heads=8: all key and value heads serve equally many query heads']
     """
     if heads % kv_heads:
-        why = f"it must divide heads={heads}: all key and value heads serve equally many query heads"
+        why = (
+            f"it must divide heads={heads}: all key and value heads serve equally many query heads"
+        )
         divisors = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
         yield Problem(None, None, f"kv_heads={kv_heads}", why, f"one of {divisors} for kv_heads")
     if head_dim % 2:

@@ -1,9 +1,10 @@
-"""A function and a filter ─► its gradient with respect to the leaves that match, laid out like the model."""
+"""A function and a filter ─► its gradient with respect to the leaves that match, laid out like the
+model."""
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
-from typing import Any, NamedTuple, ParamSpec, TypeVar, overload
+from typing import Any, Literal, NamedTuple, ParamSpec, TypeVar, overload
 
 import jax
 import jax.numpy as jnp
@@ -12,19 +13,36 @@ from jax.tree_util import tree_leaves
 
 from functree.calls.program import around
 from functree.calls.signature import inspected, wrapper_updates
-from functree.errors import FunctreeError, Problem, RuleError, count
+from functree.devices.meshes import current_mesh
+from functree.devices.placement import first_mesh
+from functree.errors import (
+    FunctreeError,
+    FunctreeTypeError,
+    FunctreeValueError,
+    Problem,
+    RuleError,
+    count,
+)
+from functree.labels.filters.filter import FilterLike, as_filter
+from functree.labels.filters.predicates import is_trainable
 from functree.layout.layout import LayoutTree
-from functree.layout.meshes import current_mesh
-from functree.layout.placement import first_mesh
 from functree.parameters import FLAG, FUNCTION, POSITIONS, check, shown
+from functree.transforms.grad.gradient_types import Gradient, GradientAndAux, ValueAndGradient
 from functree.transforms.grad.parameters import Parameters
-from functree.tree.filters.filter import FilterLike, as_filter
-from functree.tree.filters.predicates import is_trainable
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
 
+# What is differentiated by other `argnums` has no type that can be written.
+@overload
+def value_and_grad(
+    fn: Callable[_P, _R],
+    wrt: FilterLike = ...,
+    argnums: Literal[0] = ...,
+    has_aux: bool = ...,
+    layout: LayoutTree = ...,
+) -> ValueAndGradient[_P, _R]: ...
 @overload
 def value_and_grad(
     fn: Callable[_P, _R],
@@ -33,6 +51,14 @@ def value_and_grad(
     has_aux: bool = ...,
     layout: LayoutTree = ...,
 ) -> Callable[_P, tuple[_R, Any]]: ...
+@overload
+def value_and_grad(
+    fn: None = None,
+    wrt: FilterLike = ...,
+    argnums: Literal[0] = ...,
+    has_aux: bool = ...,
+    layout: LayoutTree = ...,
+) -> Callable[[Callable[_P, _R]], ValueAndGradient[_P, _R]]: ...
 @overload
 def value_and_grad(
     fn: None = None,
@@ -48,40 +74,47 @@ def value_and_grad(
     has_aux: bool = False,
     layout: LayoutTree = None,
 ) -> Any:
-    """The value of `fn` and its gradient with respect to the leaves that a filter matches, laid out like the model.
+    """The value of `fn` and its gradient with respect to the leaves that a filter matches, laid out
+    like the model.
 
-    On Auto axes the type of a traced parameter has no sharding, and an unconstrained gradient silently loses the mesh
-    axes of FSDP. So gradients are constrained by `layout`, or else by the ambient rules. On Explicit axes the types
-    have shardings, and the ambient rules are not needed. Without a layout and rules, or without a mesh, the gradients
-    are JAX's own.
+    On Auto axes the type of a traced parameter has no sharding, and an unconstrained gradient
+    silently loses the mesh axes of FSDP. So gradients are constrained by `layout`, or else by the
+    ambient rules. On Explicit axes the types have shardings, and the ambient rules are not needed.
+    Without a layout and rules, or without a mesh, the gradients are JAX's own.
 
-    Inside `ft.shard_map`, JAX sums the gradient with respect to a parameter that all shards share over the shards. If
-    the loss is a mean on each of `n` shards, this sum is `n` times the gradient of the whole mean. So a loss that
-    differs between shards is an error there: return `jax.lax.pmean(loss, "data")`, or `psum` if the loss is a sum. The
-    gradients then need neither. This check cannot detect a parameter that was gathered by `all_gather`: its gradient is
-    that of the sum, too. With `check_vma=False`, JAX computes on each shard its own part of the gradient only, and this
-    is always an error.
+    Inside `ft.shard_map`, JAX sums the gradient with respect to a parameter that all shards share
+    over the shards. If the loss is a mean on each of `n` shards, this sum is `n` times the gradient
+    of the whole mean. So a loss that differs between shards is an error there: return
+    `jax.lax.pmean(loss, "data")`, or `psum` if the loss is a sum. The gradients then need neither.
+    This check cannot detect a parameter that was gathered by `all_gather`: its gradient is that of
+    the sum, too. With `check_vma=False`, JAX computes on each shard its own part of the gradient
+    only, and this is always an error.
 
     Args:
-        fn: returns a scalar, or with `has_aux` a pair of a scalar and anything. Its arguments may be of any type. If it
-            is not given, the result is a decorator.
-        wrt: a filter. The leaves of the argument that it matches are differentiated; the others are constants.
-        argnums: the position of the argument, or several positions. The argument may be passed by keyword.
+        fn: returns a scalar, or with `has_aux` a pair of a scalar and anything. Its arguments may
+            be of any type. If it is not given, the result is a decorator.
+        wrt: a filter. The leaves of the argument that it matches are differentiated; the others are
+            constants.
+        argnums: the position of the argument, or several positions. The argument may be passed by
+            keyword.
         has_aux: whether `fn` returns `(value, aux)`.
-        layout: the layout of the argument, or a prefix tree of layouts; for several `argnums`, a tuple with one of
-            these for each.
+        layout: the layout of the argument, or a prefix tree of layouts; for several `argnums`, a
+            tuple with one of these for each.
 
     Returns:
-        A function of `fn`'s parameters that returns `(fn's result, gradient)`. The gradient has the structure of the
-        argument, with None for each leaf that was not differentiated. With several `argnums` it is a tuple.
+        A function of `fn`'s parameters that returns `(fn's result, gradient)`. The gradient has the
+            structure of the
+        argument, with None for each leaf that was not differentiated. With several `argnums` it is
+            a tuple.
 
     Raises:
         RuleError: `wrt` is not a filter.
-        FunctreeError: `fn` is written in C and has no signature; (when called) the filter matches no leaf, or a leaf
-            that is abstract or not inexact; there is no such argument; inside shard_map, the result would not be the
-            gradient of the loss.
-        ShardingError: (when called) the layout does not fit the gradients. Ambient rules that do not lay out a gradient
-            are an error too, as in `ft.constrain`: a gradient is not replicated because its axes have no names.
+        FunctreeError: `fn` is written in C and has no signature; (when called) the filter matches
+            no leaf, or a leaf that is abstract or not inexact; there is no such argument; inside
+            shard_map, the result would not be the gradient of the loss.
+        ShardingError: (when called) the layout does not fit the gradients. Ambient rules that do
+            not lay out a gradient are an error too, as in `ft.constrain`: a gradient is not
+            replicated because its axes have no names.
 
     Examples:
         >>> @ft.value_and_grad
@@ -119,10 +152,44 @@ def value_and_grad(
 def grad(
     fn: Callable[_P, Any],
     wrt: FilterLike = ...,
+    argnums: Literal[0] = ...,
+    has_aux: Literal[False] = ...,
+    layout: LayoutTree = ...,
+) -> Gradient[_P]: ...
+@overload
+def grad(
+    fn: Callable[_P, tuple[Any, _R]],
+    wrt: FilterLike = ...,
+    argnums: Literal[0] = ...,
+    *,
+    has_aux: Literal[True],
+    layout: LayoutTree = ...,
+) -> GradientAndAux[_P, _R]: ...
+@overload
+def grad(
+    fn: Callable[_P, Any],
+    wrt: FilterLike = ...,
     argnums: int | Sequence[int] = ...,
     has_aux: bool = ...,
     layout: LayoutTree = ...,
 ) -> Callable[_P, Any]: ...
+@overload
+def grad(
+    fn: None = None,
+    wrt: FilterLike = ...,
+    argnums: Literal[0] = ...,
+    has_aux: Literal[False] = ...,
+    layout: LayoutTree = ...,
+) -> Callable[[Callable[_P, Any]], Gradient[_P]]: ...
+@overload
+def grad(
+    fn: None = None,
+    wrt: FilterLike = ...,
+    argnums: Literal[0] = ...,
+    *,
+    has_aux: Literal[True],
+    layout: LayoutTree = ...,
+) -> Callable[[Callable[_P, tuple[Any, _R]]], GradientAndAux[_P, _R]]: ...
 @overload
 def grad(
     fn: None = None,
@@ -138,17 +205,20 @@ def grad(
     has_aux: bool = False,
     layout: LayoutTree = None,
 ) -> Any:
-    """The gradient of `fn` with respect to the leaves that a filter matches, laid out like the model.
+    """The gradient of `fn` with respect to the leaves that a filter matches, laid out like the
+    model.
 
     Args:
-        fn: as in `ft.value_and_grad`, whose documentation also says what is different inside `ft.shard_map`.
+        fn: as in `ft.value_and_grad`, whose documentation also says what is different inside
+            `ft.shard_map`.
         wrt: a filter. The leaves of the argument that it matches are differentiated.
         argnums: the position of the argument, or several positions.
         has_aux: whether `fn` returns `(value, aux)`. The result is then `(gradient, aux)`.
         layout: the layout of the argument; without it, the ambient rules are used.
 
     Returns:
-        A function of `fn`'s parameters that returns the gradient. It has the structure of the argument, with None for
+        A function of `fn`'s parameters that returns the gradient. It has the structure of the
+            argument, with None for
         each leaf that was not differentiated.
 
     Raises:
@@ -183,11 +253,14 @@ def grad(
 
 
 def _like(fn: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """As `functools.wraps`, but the wrapper does not get the annotation of `fn`'s result, which is not its own."""
+    """As `functools.wraps`, but the wrapper does not get the annotation of `fn`'s result, which is
+    not its own."""
 
     def decorate(wrapper: Callable[..., Any]) -> Callable[..., Any]:
         wrapped: Any = wraps(fn, updated=wrapper_updates(fn))(wrapper)
-        wrapped.__annotations__ = {k: v for k, v in getattr(fn, "__annotations__", {}).items() if k != "return"}
+        wrapped.__annotations__ = {
+            k: v for k, v in getattr(fn, "__annotations__", {}).items() if k != "return"
+        }
         wrapped.__signature__ = inspected(fn).replace(return_annotation=inspect.Signature.empty)
         return wrapped
 
@@ -205,7 +278,8 @@ class _Call(NamedTuple):
 def _positional(
     fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], argnums: Sequence[int]
 ) -> _Call:
-    """A call, with arguments that were passed by keyword made positional if `argnums` refers to them."""
+    """A call, with arguments that were passed by keyword made positional if `argnums` refers to
+    them."""
     if max(argnums, default=0) >= len(args):
         bound = inspected(fn).bind(*args, **kwargs)
         args, kwargs = bound.args, bound.kwargs
@@ -213,7 +287,9 @@ def _positional(
     places = tuple(range(have)[i] for i in argnums if -have <= i < have)
     if not places or len(set(places)) < len(argnums):
         given = count(have, "positional argument")
-        raise FunctreeError(f"argnums={argnums} does not fit a call with {given}: give existing positions, each once")
+        raise FunctreeValueError(
+            f"argnums={argnums} does not fit a call with {given}: give existing positions, each once"
+        )
     return _Call(args, kwargs, places)
 
 
@@ -223,7 +299,9 @@ def _one_each(layout: LayoutTree, argnums: int | Sequence[int]) -> tuple[LayoutT
         return (layout,)
     layouts = layout if type(layout) is tuple else (layout,) * len(argnums)
     if len(layouts) != len(argnums):
-        raise RuleError(f"{count(len(layouts), 'layout')} for {count(len(argnums), 'argument')}: give one for each")
+        raise RuleError(
+            f"{count(len(layouts), 'layout')} for {count(len(argnums), 'argument')}: give one for each"
+        )
     return layouts
 
 
@@ -239,18 +317,25 @@ def _differentiate(
             args[place] = own.with_arrays(arrays)
         result = fn(*args, **call.kwargs)
         if has_aux and not (isinstance(result, tuple | list) and len(result) == 2):
-            raise FunctreeError(f"with has_aux=True the function returns `(value, aux)`, not {shown(result)}")
+            raise FunctreeTypeError(
+                f"with has_aux=True the function returns `(value, aux)`, not {shown(result)}"
+            )
         if manual:
             _check_one_loss(result[0] if has_aux else result, parameters, arrays_of_each)
         return result
 
     with around(_explicit_mesh(parameters)):
-        result, gradients = jax.value_and_grad(of_arrays, has_aux=has_aux)([own.arrays for own in parameters])
-    return result, tuple(own.gradient(arrays) for own, arrays in zip(parameters, gradients, strict=True))
+        result, gradients = jax.value_and_grad(of_arrays, has_aux=has_aux)(
+            [own.arrays for own in parameters]
+        )
+    return result, tuple(
+        own.gradient(arrays) for own, arrays in zip(parameters, gradients, strict=True)
+    )
 
 
 def _explicit_mesh(parameters: Sequence[Parameters]) -> Mesh | AbstractMesh | None:
-    """The mesh of the parameters if its axes are Explicit: JAX computes no gradient on them without a current mesh."""
+    """The mesh of the parameters if its axes are Explicit: JAX computes no gradient on them without
+    a current mesh."""
     mesh = current_mesh()
     if mesh is None:
         mesh = first_mesh(array for own in parameters for array in own.arrays)
@@ -261,9 +346,11 @@ def _explicit_mesh(parameters: Sequence[Parameters]) -> Mesh | AbstractMesh | No
 
 
 def _manual_axes() -> tuple[str, ...]:
-    """The mesh axes of the shard_map around this trace. Raises if it runs with `check_vma=False`."""
+    """The mesh axes of the shard_map around this trace. Raises if it runs with
+    `check_vma=False`."""
     manual = jax.sharding.get_abstract_mesh().manual_axes
-    # With `check_vma=False` the types do not record what varies: even a cast to varying has no effect.
+    # With `check_vma=False` the types do not record what varies: even a cast to varying has no
+    # effect.
     if manual and not _varying(jax.lax.pcast(jnp.zeros(()), manual, to="varying")):
         raise FunctreeError(
             "inside shard_map(check_vma=False) each shard computes its own part only of the gradient, and JAX does not "
@@ -277,10 +364,13 @@ def _varying(tree: Any) -> frozenset[str]:
     return frozenset().union(*(jax.typeof(x).manual_axis_type.varying for x in tree_leaves(tree)))
 
 
-def _check_one_loss(loss: Any, parameters: Sequence[Parameters], arrays_of_each: Sequence[Sequence[Any]]) -> None:
+def _check_one_loss(
+    loss: Any, parameters: Sequence[Parameters], arrays_of_each: Sequence[Sequence[Any]]
+) -> None:
     """Raise for parameters that the shards share, if each shard has its own loss.
 
-    JAX sums the gradient with respect to such a parameter over the shards: it is the gradient of the sum of the losses.
+    JAX sums the gradient with respect to such a parameter over the shards: it is the gradient of
+    the sum of the losses.
     """
     varying = _varying(loss)
     axes = ", ".join(f'"{axis}"' for axis in sorted(varying))

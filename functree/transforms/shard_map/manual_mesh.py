@@ -1,4 +1,5 @@
-"""A mesh, and the mesh axes that a shard_map makes Manual ─► specs of global and local trees, and their problems."""
+"""A mesh, and the mesh axes that a shard_map makes Manual ─► specs of global and local trees, and
+their problems."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -7,16 +8,17 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
+from functree.devices.meshes import MeshView, abstract_mesh, mesh_view
+from functree.devices.placement import is_concrete, sharding_text
+from functree.devices.specs import axes_text, mesh_axes, named_axes, of_rank, spec_text, without
 from functree.errors import Problem, ShardingError
+from functree.labels.leaf import Leaf
+from functree.labels.leaves import Leaves
+from functree.layout.decide import UNSPECIFIED
 from functree.layout.layout import Fixed, LayoutTree
-from functree.layout.meshes import MeshView, abstract_mesh, mesh_view
-from functree.layout.placement import is_concrete, sharding_text
-from functree.layout.plan.resolver import UNSPECIFIED, plan_leaves, read_for
+from functree.layout.plan.resolver import plan_leaves, read_for
 from functree.layout.prefix import Part
-from functree.layout.specs import axes_text, mesh_axes, named_axes, of_rank, spec_text, without
 from functree.layout.validation import refuse
-from functree.tree.leaf import Leaf
-from functree.tree.leaves import Leaves
 
 
 class PartialView(MeshView):
@@ -44,7 +46,8 @@ class ManualMesh(NamedTuple):
     """The mesh of the body of a shard_map.
 
     Attributes:
-        mesh: the mesh outside of the body. Axes that an outer shard_map has made Manual are Manual in it.
+        mesh: the mesh outside of the body. Axes that an outer shard_map has made Manual are Manual
+            in it.
         manual: the mesh axes that this shard_map makes Manual.
     """
 
@@ -58,22 +61,31 @@ class ManualMesh(NamedTuple):
 
     @property
     def explicit(self) -> bool:
-        """Whether the mesh axes that become Manual are Explicit outside, so that the types of arrays have specs."""
+        """Whether the mesh axes that become Manual are Explicit outside, so that the types of
+        arrays have specs."""
         types = dict(zip(self.mesh.axis_names, self.mesh.axis_types, strict=True))
         return all(types[axis] == AxisType.Explicit for axis in self.manual)
 
     def lay_global(self, tree: Any, layouts: LayoutTree) -> Laid:
-        """Lay out a tree of global arrays. A Manual axis counts with its size, so sizes have to be divisible by it."""
-        return self._lay(tree, layouts, {axis: self.mesh.shape[axis] for axis in self.manual}, self._typed)
+        """Lay out a tree of global arrays. A Manual axis counts with its size, so sizes have to be
+        divisible by it."""
+        return self._lay(
+            tree, layouts, {axis: self.mesh.shape[axis] for axis in self.manual}, self._typed
+        )
 
     def lay_local(self, tree: Any, layouts: LayoutTree) -> Laid:
         """Lay out a tree of local arrays. Every axis counts as one device, so each size fits."""
         return self._lay(tree, layouts, {}, lambda leaf: None)
 
     def _lay(
-        self, tree: Any, layouts: LayoutTree, sizes: dict[str, int], otherwise: Callable[[Leaf], PartitionSpec | None]
+        self,
+        tree: Any,
+        layouts: LayoutTree,
+        sizes: dict[str, int],
+        otherwise: Callable[[Leaf], PartitionSpec | None],
     ) -> Laid:
-        """Lay out a tree; `otherwise` is the spec of an array for which no layout was given, or None."""
+        """Lay out a tree; `otherwise` is the spec of an array for which no layout was given, or
+        None."""
         leaves, parts = read_for(tree, layouts)
         view = PartialView({axis: sizes.get(axis, 1) for axis in self.mesh.shape}, self.mesh)
         # `same`: one array at two places may have two specs here, since nothing is placed.
@@ -83,7 +95,9 @@ class ManualMesh(NamedTuple):
         for leaf, row in zip(leaves.leaves, plan.rows, strict=True):
             if row.memory_kind is not None:
                 why = f"is laid out in {row.memory_kind}, but shard_map moves no array to another memory"
-                problems.append(leaf.problem(why, "move it before or after, by `ft.shard` or `ft.jit`"))
+                problems.append(
+                    leaf.problem(why, "move it before or after, by `ft.shard` or `ft.jit`")
+                )
             spec = otherwise(leaf) if row.spec is None else row.spec
             if spec is None:
                 problems.append(leaf.problem(*UNSPECIFIED))
@@ -91,7 +105,8 @@ class ManualMesh(NamedTuple):
         return Laid(leaves.leaves, tuple(specs), problems)
 
     def _typed(self, leaf: Leaf) -> PartitionSpec | None:
-        """The spec in the type of an array, for which no layout was given; None without a type on Explicit axes."""
+        """The spec in the type of an array, for which no layout was given; None without a type on
+        Explicit axes."""
         if not self.explicit or is_untyped(leaf.value):
             return None
         sharding = jax.typeof(leaf.value).sharding
@@ -102,12 +117,12 @@ class ManualMesh(NamedTuple):
     def _outside(self, leaves: Leaves, parts: Sequence[Part]) -> list[Problem]:
         """Problems of `P`s that name a mesh axis which does not become Manual here.
 
-        Rules may name other mesh axes: they are made for more than this function, and lose those axes here.
+        Rules may name other mesh axes: they are made for more than this function, and lose those
+        axes here.
         """
         problems: list[Problem] = []
-        others, end = set(self.mesh.axis_names) - self.manual, 0
+        others = set(self.mesh.axis_names) - self.manual
         for part in parts:
-            start, end = end, end + part.leaves
             if not isinstance(part.layout, Fixed):
                 continue
             not_manual = sorted(named_axes(part.layout.spec) & others)
@@ -116,8 +131,8 @@ class ManualMesh(NamedTuple):
             manual = axes_text(sorted(self.manual))
             why = f"{spec_text(part.layout.spec)} names {axes_text(not_manual)}, but only {manual} is manual here"
             remedy = "leave it out of the spec, or add it to `axis_names`"
-            for place, leaf in zip(leaves.skeleton.places, leaves.leaves, strict=True):
-                if start <= place < end:
+            for leaf in leaves.leaves:
+                if leaf.path[: len(part.path)] == part.path:
                     problems.append(leaf.problem(why, remedy))
         return problems
 
@@ -139,7 +154,8 @@ class ManualMesh(NamedTuple):
     # Problems that a plan does not find
 
     def misplaced(self, leaf: Leaf, spec: PartitionSpec) -> list[Problem]:
-        """The problem of an array that JAX would not move: on other devices, or on Explicit axes with another spec."""
+        """The problem of an array that JAX would not move: on other devices, or on Explicit axes
+        with another spec."""
         value = leaf.value
         if not isinstance(value, jax.Array):
             return []  # JAX moves a NumPy array, and an abstract one is on no device
@@ -162,29 +178,38 @@ class ManualMesh(NamedTuple):
         if not self.explicit or have == spec:
             return []
         why = f"its type is sharded {spec_text(have)}, but its spec is {spec_text(spec)}; Explicit axes are not moved"
-        return [leaf.problem(why, "apply `jax.sharding.reshard` before, or write the spec of its type")]
+        return [
+            leaf.problem(why, "apply `jax.sharding.reshard` before, or write the spec of its type")
+        ]
 
     def varying(self, leaf: Leaf, spec: PartitionSpec) -> list[Problem]:
-        """The problem of a result that may differ between devices although its spec says that it is replicated."""
+        """The problem of a result that may differ between devices although its spec says that it is
+        replicated."""
         if not isinstance(leaf.value, jax.Array):
             return []
-        unnamed = sorted((jax.typeof(leaf.value).manual_axis_type.varying & self.manual) - named_axes(spec))
+        unnamed = sorted(
+            (jax.typeof(leaf.value).manual_axis_type.varying & self.manual) - named_axes(spec)
+        )
         if not unnamed:
             return []
         axes = axes_text(unnamed)
         why = f"{spec_text(spec)} says that it is the same along {axes}, but it may differ there"
         remedy = f"reduce it (`jax.lax.psum`, `pmean`) over {axes}, or name {axes} in its spec; "
-        return [leaf.problem(why, remedy + "or pass `check_vma=False` if you know that it is the same")]
+        return [
+            leaf.problem(why, remedy + "or pass `check_vma=False` if you know that it is the same")
+        ]
 
     def reshard(self, value: Any, spec: PartitionSpec) -> Any:
-        """An argument for `jax.shard_map`: on Explicit axes, an array without a sharding in its type gets its spec."""
+        """An argument for `jax.shard_map`: on Explicit axes, an array without a sharding in its
+        type gets its spec."""
         if not self.explicit or not is_untyped(value):
             return value
         return jax.sharding.reshard(value, NamedSharding(self.mesh, spec))
 
 
 def is_untyped(value: Any) -> bool:
-    """Whether the type of an array has no sharding: the array is uncommitted, abstract, or NumPy's."""
+    """Whether the type of an array has no sharding: the array is uncommitted, abstract, or
+    NumPy's."""
     if not isinstance(value, jax.Array) or (is_concrete(value) and not value.committed):
         return True
     return jax.typeof(value).sharding.mesh.empty

@@ -1,10 +1,10 @@
-"""A function and the options of `ft.shard_map` ─► `Mapped`, with the key, the checks and the program of each call."""
+"""A function and the options of `ft.shard_map` ─► `Mapped`: the key, the checks and the program."""
 
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+import functools
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from types import FunctionType
-from typing import Any, Literal, NamedTuple, ParamSpec, TypeVar
+from typing import Literal, NamedTuple, ParamSpec, TypeVar
 
 import jax
 from jax.core import Tracer
@@ -12,21 +12,23 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from jax.tree_util import register_static
 
 from functree.calls.body import Arguments, Body
-from functree.calls.call_groups import CallGroup, FoundCall
+from functree.calls.call_groups import CallGroup, FlatCall
 from functree.calls.closures import closed_over, held_at_any_depth, kept_by
-from functree.calls.function import Function, on_several_devices
+from functree.calls.function import Function
 from functree.calls.output import Output
 from functree.calls.parameter_layouts import ParameterLayouts
-from functree.calls.program import Program, prepare
-from functree.calls.signature import Bound, Signature
+from functree.calls.program import Program, make_program
+from functree.calls.signature import AnyFunction, Args, Kwargs, Partial, Signature
 from functree.calls.traces import Traces
+from functree.devices.meshes import NO_MESH, current_mesh, mesh_view, tracing
+from functree.devices.placement import first_mesh
 from functree.errors import ShardingError, did_you_mean
+from functree.labels.leaf import Leaf
 from functree.layout.layout import Layout, LayoutTree
-from functree.layout.meshes import NO_MESH, current_mesh, mesh_view, tracing
-from functree.layout.placement import first_mesh
 from functree.placing.ambient import Surroundings, ambient_rules, axis_rules
 from functree.transforms.shard_map.manual_mesh import ManualMesh
 from functree.transforms.sizes import Sizes
+from functree.tree.arrays import AnyArray
 from functree.tree.skeleton.skeleton import Skeleton
 
 _P = ParamSpec("_P")
@@ -50,7 +52,8 @@ class Mapped(Function[_P, _T]):
     """A function that runs on each device with its shards of the arrays; made by `ft.shard_map`.
 
     Attributes:
-        compilations: one record for each compilation, with what differed from the most similar earlier one.
+        compilations: one record for each compilation, with what differed from the most similar
+            earlier one.
 
     Examples:
         >>> by_rows = {"in_specs": ft.P("data"), "out_specs": ft.P("data")}
@@ -59,8 +62,10 @@ class Mapped(Function[_P, _T]):
         (8,)
     """
 
-    def __init__(self, fun: Callable[_P, _T], bound: Bound, traces: Traces, options: MapOptions):
-        super().__init__(fun, bound, traces)
+    def __init__(
+        self, fun: Callable[_P, _T], partial: Partial, traces: Traces, options: MapOptions
+    ):
+        super().__init__(fun, partial, traces)
         self._options = options
         given = options.rules if options.in_specs is None else options.in_specs
         self._layouts = ParameterLayouts("in_specs", given, traces.signature, options.rules)
@@ -71,88 +76,73 @@ class Mapped(Function[_P, _T]):
     def _rules(self) -> Layout | None:
         return self._options.rules if self._options.rules is not None else ambient_rules()
 
-    def _key(self, found: FoundCall, rules: Layout | None) -> Hashable:
-        # In the trace of an outer function, custom derivative rules have to keep the rules of the body.
-        return (tracing(), self._place(found.arrays), rules, *found.kinds())
+    def _key(self, flat: FlatCall, rules: Layout | None) -> Hashable:
+        # In the trace of an outer function, custom derivative rules have to keep the rules of the
+        # body.
+        return (tracing(), self._manual_mesh(flat.arrays), rules, *flat.kinds())
 
-    def _prepare(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Program, FoundCall]:
+    def _prepare(self, args: Args, kwargs: Kwargs) -> tuple[Program, FlatCall]:
         # Outside of all traces there is no tracer.
-        if not tracing() or not _captures_tracer(self._bound.fun):
+        if not tracing() or not _captures_tracer(self._partial.fun):
             return super()._prepare(args, kwargs)
-        # A program that contains a tracer must not be cached: the trace has ended when the next call uses it, and JAX
-        # would raise for a leaked tracer.
-        call = self._signature.bind(*self._bound.call(args, kwargs))
-        found = self._groups.find(call)
-        return self._program(call, found), found
+        # A program that contains a tracer must not be cached: the trace has ended when the next
+        # call uses it, and JAX would raise for a leaked tracer.
+        flat = self._groups.find(self._bind(args, kwargs))
+        return self._program(flat), flat
 
-    def _program(self, call: Any, found: FoundCall) -> Program:
-        name, (group, arrays, _) = self._signature.name, found
-        place = self._place(arrays)
-        compute, fun = self._computation(call, found, place), self._traces.fun
-        # The mesh of a rule that is run later is that of the body, whose axes are Manual: JAX restores it.
-        context = partial(Surroundings(None, self._rules()).entered, ())
-        body = Body(compute, Arguments(group.paths, ()), fun, name, context)
-        prepared = prepare(body, arrays, options={"inline": True})
-        group.several_devices = group.several_devices or on_several_devices(arrays)
-        return Program(name, group, body, prepared.jitted, mesh=place.mesh, rules=self._rules())
+    def _program(self, flat: FlatCall) -> Program:
+        manual, rules = self._manual_mesh(flat.arrays), self._rules()
+        compute = self._computation(flat, manual)
+        # The mesh of a rule that is run later is that of the body, whose axes are Manual: JAX
+        # restores it.
+        context = functools.partial(Surroundings(None, rules).entered, ())
+        arguments = Arguments(flat.group.paths, ())
+        body = Body(compute, arguments, self._traces.fun, self._signature.name, context)
+        program, _ = make_program(
+            flat.group, body, flat.arrays, mesh=manual.mesh, rules=rules, options={"inline": True}
+        )
+        return program
 
-    def _computation(self, call: Any, found: FoundCall, place: ManualMesh) -> Callable[[Sequence[Any]], Output]:
+    def _computation(
+        self, flat: FlatCall, manual: ManualMesh
+    ) -> Callable[[Sequence[AnyArray]], Output]:
         """The function from global arrays to global arrays, for calls like this one.
 
         Raises:
             ShardingError: the layouts do not fit the call.
             AxesError: the arrays are not as annotated.
         """
-        options, signature, fun, group = self._options, self._signature, self._traces.fun, found.group
-        laid = place.lay_global(call, self._layouts.prefix(call))
+        options, signature, group = self._options, self._signature, flat.group
+        laid = manual.lay_global(flat.call, self._layouts.prefix(flat.call))
         sizes = Sizes(signature.name, options.shapes or "")
         if options.shapes == "global":
-            sizes.check(call, laid.leaves)
+            sizes.check(flat.call, laid.leaves)
         problems = list(laid.problems)
         for leaf, spec in zip(laid.leaves, laid.specs, strict=True):
-            problems += place.misplaced(leaf, spec)
+            problems += manual.misplaced(leaf, spec)
         if problems:
-            raise place.refuse(signature.name, problems)
-        local = _LocalBody(signature, fun, group, options, self._rules(), place, sizes)
-        in_specs, traced = laid.specs, local.traced_once()
+            raise manual.refuse(signature.name, problems)
+        rules, in_specs = self._rules(), laid.specs
+        local = _LocalBody(signature, self._traces.fun, group, options, rules, manual, sizes)
+        traced = local.traced_once()
         if not tracing():
-            # Programs that differ only in where their arguments are share one trace of the user's function.
-            types = [(leaf.shape, leaf.value.dtype, getattr(leaf.value, "weak_type", False)) for leaf in laid.leaves]
-            traced = group.bodies.setdefault((place, self._rules(), in_specs, *types), traced)
+            # Programs that differ only in where their arguments are share one trace of the user's
+            # function.
+            types: list[Hashable] = []
+            for leaf in laid.leaves:
+                weak = getattr(leaf.value, "weak_type", False)
+                types.append((leaf.shape, leaf.value.dtype, weak))
+            traced = group.bodies.setdefault((manual, rules, in_specs, *types), traced)
+        return functools.partial(_run_mapped, traced, manual, in_specs, options.check_vma)
 
-        def compute(arrays: Sequence[Any]) -> Output:
-            # The specs of the result depend on its structure, which is known after the body has run. JAX reads
-            # `out_specs` only then, so the body appends to the list. Otherwise the function would be traced twice.
-            out_specs: list[PartitionSpec] = []
-            skeletons: list[Skeleton] = []
-
-            def body(*arrays: Any) -> list[Any]:
-                output, specs = traced(*arrays)
-                out_specs.extend(specs.specs)
-                skeletons.append(output.skeleton)
-                return list(output.values)
-
-            # The name is that of the user's function in JAX's messages and in profiles.
-            body.__name__ = body.__qualname__ = traced.__name__
-            with jax.sharding.use_abstract_mesh(place.abstract):
-                values = jax.shard_map(
-                    body,
-                    mesh=place.mesh,
-                    in_specs=in_specs,
-                    out_specs=out_specs,
-                    # Not named if they are all: a `vmap` on an Explicit mesh takes one of them away.
-                    axis_names=frozenset() if place.manual == set(place.mesh.axis_names) else place.manual,
-                    check_vma=options.check_vma,
-                )(*[place.reshard(x, spec) for x, spec in zip(arrays, in_specs, strict=True)])
-            return Output(values, skeletons[0])
-
-        return compute
-
-    def _place(self, arrays: Iterable[Any]) -> ManualMesh:
+    def _manual_mesh(self, arrays: Iterable[AnyArray]) -> ManualMesh:
         """The mesh of a call, and the mesh axes that become Manual."""
         name, outer = self._signature.name, jax.sharding.get_abstract_mesh()
-        mesh = self._options.mesh if self._options.mesh is not None else current_mesh()
-        mesh = mesh if mesh is not None else first_mesh(arrays)
+        mesh = self._options.mesh
+        if mesh is None:
+            mesh = current_mesh()
+        if mesh is None:
+            mesh = first_mesh(arrays)
         if mesh is None:
             raise ShardingError(f"{name}: there is no mesh: {NO_MESH}")
         view = mesh_view(mesh)
@@ -160,7 +150,8 @@ class Mapped(Function[_P, _T]):
             if dict(mesh.shape) != dict(outer.shape):
                 around = mesh_view(outer)
                 raise ShardingError(
-                    f"{name}: its mesh is {view}, but it is called inside a shard_map over {around}: leave `mesh=` out"
+                    f"{name}: its mesh is {view}, but it is called inside a shard_map over "
+                    f"{around}: leave `mesh=` out"
                 )
             mesh = outer  # it records which axes are Manual
         free = [axis for axis in mesh.axis_names if axis not in outer.manual_axes]
@@ -169,8 +160,11 @@ class Mapped(Function[_P, _T]):
             if axis in free:
                 continue
             if axis in outer.manual_axes:
-                raise ShardingError(f"{name}: `{axis}` in `axis_names` is manual already, on the mesh {view}")
-            raise ShardingError(f"{name}: `{axis}` in `axis_names` is not in the mesh {view}{did_you_mean(axis, free)}")
+                raise ShardingError(
+                    f"{name}: `{axis}` in `axis_names` is manual already, on the mesh {view}"
+                )
+            near = did_you_mean(axis, free)
+            raise ShardingError(f"{name}: `{axis}` in `axis_names` is not in the mesh {view}{near}")
         if not wanted:
             raise ShardingError(f"{name}: all axes of the mesh {view} are manual already")
         return ManualMesh(mesh, frozenset(wanted))
@@ -184,30 +178,36 @@ class _Specs:
     specs: tuple[PartitionSpec, ...]
 
 
+_LocalFunction = Callable[..., tuple[Output, _Specs]]
+"""A function of local arrays, which JAX traces: the local result, and the spec of each array in
+it."""
+
+
 class _LocalBody(NamedTuple):
     """The user's function on local arrays."""
 
     signature: Signature
-    fun: Callable[[], Any]
+    fun: Callable[[], AnyFunction]
     group: CallGroup
     options: MapOptions
     rules: Layout | None
-    place: ManualMesh
+    manual: ManualMesh
     sizes: Sizes
 
-    def traced_once(self) -> Any:
+    def traced_once(self) -> _LocalFunction:
         """A function of local arrays that JAX traces once for arguments of one type."""
 
-        def body(*arrays: Any) -> tuple[Output, _Specs]:
+        def body(*arrays: jax.Array) -> tuple[Output, _Specs]:
             return self(arrays)
 
         body.__name__ = body.__qualname__ = self.signature.name.rpartition(".")[2]
         return jax.jit(body, inline=True)
 
-    def __call__(self, arrays: Sequence[Any]) -> tuple[Output, _Specs]:
+    def __call__(self, arrays: Sequence[jax.Array]) -> tuple[Output, _Specs]:
         """The local result, and the spec of each of its arrays."""
-        signature, options, place = self.signature, self.options, self.place
-        # A copy: JAX may trace this again, and the result's sizes must not be compared with those of another trace.
+        signature, options, manual = self.signature, self.options, self.manual
+        # A copy: JAX may trace this again, and the result's sizes must not be compared with those
+        # of another trace.
         call, sizes = self.group.skeleton.fill(arrays), self.sizes.copy()
         if options.shapes == "local":
             sizes.check(call)
@@ -215,24 +215,65 @@ class _LocalBody(NamedTuple):
             result = signature.run(self.fun(), call)
         record = signature.result(result)
         out_specs = options.rules if options.out_specs is None else options.out_specs
-        laid = place.lay_local(record, signature.result(out_specs))
+        laid = manual.lay_local(record, signature.result(out_specs))
         problems = list(laid.problems)
         if options.check_vma and not problems:
             # JAX checks this too, but its message has no path.
             for leaf, spec in zip(laid.leaves, laid.specs, strict=True):
-                problems += place.varying(leaf, spec)
+                problems += manual.varying(leaf, spec)
         if problems:
-            raise place.refuse(signature.name, problems)
-        leaves: Sequence[Any] = laid.leaves
+            raise manual.refuse(signature.name, problems)
+        leaves: Sequence[Leaf] = laid.leaves
         if options.shapes == "global":
-            leaves = [place.enlarge(leaf, spec) for leaf, spec in zip(laid.leaves, laid.specs, strict=True)]
+            leaves = list(map(manual.enlarge, laid.leaves, laid.specs))
         if options.shapes is not None:
             sizes.check(record, leaves)
         return Output.of(result, signature.name), _Specs(laid.specs)
 
 
-def _captures_tracer(fun: Any) -> bool:
-    """Whether a function closes over a traced array, directly or in the functions that it closes over."""
+def _run_mapped(
+    traced: _LocalFunction,
+    manual: ManualMesh,
+    in_specs: Sequence[PartitionSpec],
+    check_vma: bool,
+    arrays: Sequence[AnyArray],
+) -> Output:
+    """Run a function of local arrays on global ones, by `jax.shard_map`."""
+    # The specs of the result depend on its structure, which is known after the body has run. JAX
+    # reads `out_specs` only then, so the body appends to the list. Otherwise the function would be
+    # traced twice.
+    out_specs: list[PartitionSpec] = []
+    skeletons: list[Skeleton] = []
+
+    def body(*arrays: jax.Array) -> list[jax.Array]:
+        output, specs = traced(*arrays)
+        out_specs.extend(specs.specs)
+        skeletons.append(output.skeleton)
+        return list(output.values)
+
+    # The name is that of the user's function in JAX's messages and in profiles.
+    body.__name__ = body.__qualname__ = traced.__name__
+    # Not named if they are all: a `vmap` on an Explicit mesh takes one of them away.
+    axis_names = manual.manual
+    if axis_names == set(manual.mesh.axis_names):
+        axis_names = frozenset()
+    inputs = list(map(manual.reshard, arrays, in_specs))
+    with jax.sharding.use_abstract_mesh(manual.abstract):
+        run = jax.shard_map(
+            body,
+            mesh=manual.mesh,
+            in_specs=tuple(in_specs),
+            out_specs=out_specs,
+            axis_names=axis_names,
+            check_vma=check_vma,
+        )
+        values = run(*inputs)
+    return Output(values, skeletons[0])
+
+
+def _captures_tracer(fun: AnyFunction) -> bool:
+    """Whether a function closes over a traced array, directly or in the functions that it closes
+    over."""
     # Not its defaults, which are arguments of the call.
     variables = closed_over(fun) if isinstance(fun, FunctionType) else kept_by(fun)
     return any(isinstance(value, Tracer) for _, value in held_at_any_depth(variables))

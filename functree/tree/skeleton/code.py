@@ -1,7 +1,7 @@
 """Python source, line by line ─► a function with a file name, which tracebacks and profiles show.
 
-`TakeCode` is the body of a function from a tree to its arrays, and `BuildCode` that of one from arrays to a tree. The
-kinds of nodes write into them, node by node.
+`TakeCode` is the body of a function from a tree to its arrays, and `BuildCode` that of one from
+arrays to a tree. The kinds of nodes write into them, node by node.
 """
 
 import itertools
@@ -16,10 +16,11 @@ from functree.tree.skeleton.static_value import StaticValue, is_hashable
 _NUMBERS = itertools.count()
 
 Refusal = tuple[Hashable, ...]
-"""What `take` returns for a tree of another structure: the number of the check that refused it, and what it found.
+"""What `take` returns for a tree of another structure: the number of the check that refused it, and
+what it found.
 
-All functions check the nodes of a tree in the same order. So a function whose own trees have what was found there
-refuses the tree, if it does, by a later check.
+All functions check the nodes of a tree in the same order. So a function whose own trees have what
+was found there refuses the tree, if it does, by a later check.
 """
 
 
@@ -40,7 +41,8 @@ class Code:
         return f"x{next(self._names)}"
 
     def value(self, value: Any) -> str:
-        """Add a value that the code uses, as a global variable of the function; returns its name."""
+        """Add a value that the code uses, as a global variable of the function; returns its
+        name."""
         name = self.name()
         self.values[name] = value
         return name
@@ -68,15 +70,17 @@ class Code:
         file = f"<functree: {name} {what} {next(_NUMBERS)}>"
         exec(compile(source, file, "exec"), self.values)
         function = self.values[name]
-        # Tracebacks look up the lines of a file here. None in the place of the modification time: the entry is valid
-        # although there is no file on disk. The entry is removed together with the function.
+        # Tracebacks look up the lines of a file here. None in the place of the modification time:
+        # the entry is valid although there is no file on disk. The entry is removed together with
+        # the function.
         linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
         weakref.finalize(function, linecache.cache.pop, file, None)
         return function
 
 
 class TakeCode(Code):
-    """The body of a function from a tree to its arrays. For a tree of another structure it returns a `Refusal`."""
+    """The body of a function from a tree to its arrays. For a tree of another structure it returns
+    a `Refusal`."""
 
     def __init__(self, outer: Code | None = None) -> None:
         super().__init__(outer)
@@ -113,7 +117,8 @@ class TakeCode(Code):
         self.dicts += inner.dicts
 
     def refuse_if(self, condition: str, found: str) -> None:
-        """Refuse trees for which a condition is true; `found` is an expression of what differs, which has a hash."""
+        """Refuse trees for which a condition is true; `found` is an expression of what differs,
+        which has a hash."""
         self.lines.append(f"if {condition}: return {next(self._names)}, {found}")
 
     def static(self, value: Any, at: str) -> None:
@@ -128,7 +133,8 @@ class TakeCode(Code):
         self.refuse_if(f"type({node}) is not {self.value(type(sample))}", f"type({node})")
 
     def children(self, samples: Iterable[Any], at: str) -> None:
-        """Write the code for the children of a node; the expression `at` is a list or tuple of them."""
+        """Write the code for the children of a node; the expression `at` is a list or tuple of
+        them."""
         samples = list(samples)
         # Checked before they are unpacked, because unpacking another number of values raises.
         self.refuse_if(f"len({at}) != {len(samples)}", f"len({at})")
@@ -142,9 +148,15 @@ class TakeCode(Code):
     def finished(self, what: str) -> Callable[[Any], list[Any] | Refusal]:
         """The finished function, with the class of the tree in its file name."""
         lines = [f"    {line}" for line in (*self.lines, f"return [{', '.join(self.arrays)}]")]
-        # A module without one of its fields, or a dict with other keys, raises KeyError: it has another structure.
+        # A module without one of its fields, or a dict with other keys, raises KeyError: it has
+        # another structure.
         found = f"{self.value(_keys)}({self.value(tuple(self.dicts))}, locals())"
-        self.lines[:] = ["try:", *lines, "except KeyError:", f"    return {next(self._names)}, {found}"]
+        self.lines[:] = [
+            "try:",
+            *lines,
+            "except KeyError:",
+            f"    return {next(self._names)}, {found}",
+        ]
         return self.function(f"take({self.root})", what)
 
 
@@ -154,7 +166,8 @@ def refused(value: Any) -> Hashable:
 
 
 def _keys(dicts: Iterable[str], found: Mapping[str, Any]) -> Hashable:
-    """The keys of the dicts that a function has come to, among its local variables, for a `Refusal`."""
+    """The keys of the dicts that a function has come to, among its local variables, for a
+    `Refusal`."""
     return tuple(frozenset(found[name]) for name in dicts if name in found)
 
 
@@ -180,5 +193,6 @@ class BuildCode(Code):
         return f"arrays[{self.size - number}:{self.size}]"
 
     def items(self, samples: Iterable[Any]) -> str:
-        """The expressions of some nodes, each with a comma after it, so that one of them is a tuple too."""
+        """The expressions of some nodes, each with a comma after it, so that one of them is a tuple
+        too."""
         return "".join([f"{self.visit(sample)}, " for sample in samples])

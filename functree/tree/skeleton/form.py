@@ -1,8 +1,10 @@
-"""A tree ─► its `Form`: generated functions from trees with its structure to their arrays, and back.
+"""A tree ─► its `Form`: generated functions from trees with its structure to their arrays, and
+back.
 
-Generating takes long, most of it in Python's compiler. So a large part of a tree has a form of its own, and a part
-whose form is known already, in this tree or in another one, uses that. The layers of a model are of one form, and so
-are the state that a training step takes and the one that it returns.
+Generating takes long, most of it in Python's compiler. So a large part of a tree has a form of its
+own, and a part whose form is known already, in this tree or in another one, uses that. The layers
+of a model are of one form, and so are the state that a training step takes and the one that it
+returns.
 """
 
 import weakref
@@ -13,22 +15,24 @@ from functree.tree.arrays import is_array
 from functree.tree.skeleton.code import BuildCode, Refusal, TakeCode
 from functree.tree.skeleton.kinds import LEAVES, kind_of
 
-# The number of arrays from which a part of a tree has a form of its own. A form costs 0.2 µs in each call.
+# The number of arrays from which a part of a tree has a form of its own. A form costs 0.2 µs in
+# each call.
 LARGE = 12
 # The number of forms that are remembered for each class.
 _REMEMBERED = 16
 
 
 class Form:
-    """The generated functions of trees with one structure and equal static values. It holds no arrays.
+    """The generated functions of trees with one structure and equal static values. It holds no
+    arrays.
 
     Args:
         sample: a tree with this structure.
         code: the code of `take`, written from the sample.
 
     Attributes:
-        take: a function from a tree to its arrays, in JAX's order. For another tree it returns a `Refusal`. It does not
-            check that the values in the place of arrays are arrays.
+        take: a function from a tree to its arrays, in JAX's order. For another tree it returns a
+            `Refusal`. It does not check that the values in the place of arrays are arrays.
         build: a function from arrays, in JAX's order, to a tree.
         size: the number of arrays.
     """
@@ -79,12 +83,14 @@ def _remembered(sample: Any, code: "_Take") -> Form:
     return form
 
 
-# A part of a sample and its form, by the identity of the part. The part is kept, so that its identity stays its own.
+# A part of a sample and its form, by the identity of the part. The part is kept, so that its
+# identity stays its own.
 _Parts = dict[int, tuple[Any, Form]]
 
 
 class _Take(TakeCode):
-    """The code of `take`, in which large parts of the tree are taken apart by the functions of their own forms."""
+    """The code of `take`, in which large parts of the tree are taken apart by the functions of
+    their own forms."""
 
     def __init__(self, outer: "_Take | None" = None):
         super().__init__(outer)

@@ -1,8 +1,10 @@
-"""A node of a tree ─► its `Kind`: how its children are found, and the code that flattens and rebuilds such nodes.
+"""A node of a tree ─► its `Kind`: how its children are found, and the code that flattens and
+rebuilds such nodes.
 
-The code for a tree is written node by node from a sample (see `Form`). It reads each array by one expression, and
-compares all static values on the way. It does not depend on the identity of the nodes of the sample, so a tree that was
-changed in place (a list with another element) is recognized as another structure.
+The code for a tree is written node by node from a sample (see `Form`). It reads each array by one
+expression, and compares all static values on the way. It does not depend on the identity of the
+nodes of the sample, so a tree that was changed in place (a list with another element) is recognized
+as another structure.
 """
 
 import copy
@@ -35,7 +37,8 @@ class Kind:
         return ()
 
     def paths(self, node: Any) -> Iterator[tuple[tuple[Any, ...], Any]]:
-        """(keys, child) pairs in JAX's order, with the keys from the node to the child in functree's paths."""
+        """(keys, child) pairs in JAX's order, with the keys from the node to the child in
+        functree's paths."""
         return (((key,), child) for key, child in self.children(node))
 
     def statics(self, node: Any) -> Iterable[tuple[tuple[Any, ...], Any]]:
@@ -94,7 +97,8 @@ class StaticKind(Kind):
 
 
 def own_copy(static: Any) -> Any:
-    """A static leaf for one more tree. Two trees must not share what can be changed in one of them, such as a set."""
+    """A static leaf for one more tree. Two trees must not share what can be changed in one of them,
+    such as a set."""
     return static if is_hashable(static) else copy.deepcopy(static)
 
 
@@ -141,7 +145,8 @@ class DictKind(Kind):
 
     def take(self, code: TakeCode, sample: Any, at: str) -> None:
         code.type_of(sample, at)
-        # A dict of the same length with other keys raises KeyError, which the generated function handles.
+        # A dict of the same length with other keys raises KeyError, which the generated function
+        # handles.
         code.refuse_if(f"len({at}) != {len(sample)}", f"len({at})")
         code.dicts.append(at)
         keys = sorted(sample)
@@ -149,10 +154,12 @@ class DictKind(Kind):
             code.visit(sample[key], f"{at}[{_key(code, key)}]")
         if all(type(key) is str for key in keys):
             # A key of a subclass of str, such as a member of a `StrEnum`, is equal to its text.
-            code.refuse_if(f"not {code.value(_STR.issuperset)}(map(type, {at}))", f"frozenset(map(type, {at}))")
+            code.refuse_if(
+                f"not {code.value(_STR.issuperset)}(map(type, {at}))", f"frozenset(map(type, {at}))"
+            )
         else:
-            # {1: x} and {True: x} have equal keys, but another structure. Checked last: the keys are known to be equal
-            # by now, so they can be sorted.
+            # {1: x} and {True: x} have equal keys, but another structure. Checked last: the keys
+            # are known to be equal by now, so they can be sorted.
             code.static(tuple(keys), f"tuple(sorted({at}))")
 
     def build(self, code: BuildCode, sample: Any) -> str:
@@ -164,7 +171,8 @@ _STR = frozenset({str})
 
 
 class RegisteredKind(Kind):
-    """A node of any other class that is registered with JAX. The generated code calls JAX for one level of it."""
+    """A node of any other class that is registered with JAX. The generated code calls JAX for one
+    level of it."""
 
     def children(self, node: Any) -> Iterable[tuple[Any, Any]]:
         level = default_registry.flatten_one_level_with_keys(node)
@@ -192,25 +200,32 @@ class RegisteredKind(Kind):
 
 
 class DefaultDictKind(RegisteredKind):
-    """A defaultdict. Its treedef has the factory, so it is built by JAX, but it is read like a dict."""
+    """A defaultdict. Its treedef has the factory, so it is built by JAX, but it is read like a
+    dict."""
 
     def children(self, node: Any) -> Iterable[tuple[Any, Any]]:
         return [(key, node[key]) for key in sorted(node)]
 
 
 class StateKind(RegisteredKind):
-    """A state. Each child has the path of its declaration in the model, which may be several keys."""
+    """A state. Each child has the path of its declaration in the model, which may be several
+    keys."""
 
     def paths(self, node: StateMapping) -> Iterator[tuple[tuple[Any, ...], Any]]:
-        return ((entry.path, child) for entry, (_, child) in zip(node.entries(), self.children(node), strict=True))
+        return (
+            (entry.path, child)
+            for entry, (_, child) in zip(node.entries(), self.children(node), strict=True)
+        )
 
 
 class EquinoxStateKind(RegisteredKind):
-    """Equinox' own state. Each value has the path of the `StateIndex` that declares it in the model."""
+    """Equinox' own state. Each value has the path of the `StateIndex` that declares it in the
+    model."""
 
     def paths(self, node: eqx.nn.State) -> Iterator[tuple[tuple[Any, ...], Any]]:
         _, treedef = one_level(node)
-        # `eqx.nn.make_with_state` marks each index by its place, as a text: `Net.norms[0].batch_counter`.
+        # `eqx.nn.make_with_state` marks each index by its place, as a text:
+        # `Net.norms[0].batch_counter`.
         _, markers = treedef.node_data()
         for i, (marker, (_, child)) in enumerate(zip(markers, self.children(node), strict=True)):
             yield _place_of(marker) or (i,), child
@@ -221,9 +236,11 @@ _STEP = re.compile(r"\.(?P<name>\w+)|\[(?P<index>\d+)\]|\['(?P<key>[^']*)'\]")
 
 
 def _place_of(marker: Any) -> tuple[Any, ...]:
-    """The keys in a marker, behind the name of the class of the model; the marker itself if it has another form.
+    """The keys in a marker, behind the name of the class of the model; the marker itself if it has
+    another form.
 
-    Empty for an index without a place: it is the model itself, or the model was made by other means.
+    Empty for an index without a place: it is the model itself, or the model was made by other
+    means.
     """
     if not isinstance(marker, str):
         return ()
@@ -268,7 +285,9 @@ class ModuleKind(Kind):
         contents = _contents(node)
         try:
             return [(name, contents[name]) for name in _fields(type(node), False)]
-        except KeyError:  # a field without a value, which Equinox leaves out when it flattens a module
+        except (
+            KeyError
+        ):  # a field without a value, which Equinox leaves out when it flattens a module
             return [(plain_key(key), child) for key, child in REGISTERED.children(node)]
 
     def statics(self, node: Any) -> Iterable[tuple[tuple[Any, ...], Any]]:
@@ -276,14 +295,16 @@ class ModuleKind(Kind):
         return [((name,), contents[name]) for name in _fields(type(node), True) if name in contents]
 
     def take(self, code: TakeCode, sample: Any, at: str) -> None:
-        # A module with all its fields is read from its `__dict__`. Equinox's own flattening is slower.
+        # A module with all its fields is read from its `__dict__`. Equinox's own flattening is
+        # slower.
         if not _complete(sample):
             REGISTERED.take(code, sample, at)
             return
         known = _contents(sample)
         code.type_of(sample, at)
         contents = code.assign(f"{code.value(_contents)}({at})")
-        # A module that wraps a function has attributes of the function too, such as its name, and is not complete.
+        # A module that wraps a function has attributes of the function too, such as its name, and
+        # is not complete.
         code.refuse_if(f"len({contents}) != {len(known)}", f"len({contents})")
         for name in _fields(type(sample), True):
             code.static(known[name], f"{contents}[{name!r}]")
@@ -295,9 +316,11 @@ class ModuleKind(Kind):
         if not _complete(sample):
             return REGISTERED.build(code, sample)
         known, cls = _contents(sample), type(sample)
-        # The children first, because they are written as statements before those of the module itself.
+        # The children first, because they are written as statements before those of the module
+        # itself.
         below = [(name, code.visit(known[name])) for name in _fields(cls, False)]
-        # `object.__new__` and the assignments to `__dict__` go past `__setattr__`, which raises: modules are frozen.
+        # `object.__new__` and the assignments to `__dict__` go past `__setattr__`, which raises:
+        # modules are frozen.
         module = code.assign(f"{code.value(object.__new__)}({code.value(cls)})")
         contents = code.assign(f"{code.value(_contents)}({module})")
         below += [(name, code.value(known[name])) for name in _fields(cls, True)]
@@ -305,7 +328,8 @@ class ModuleKind(Kind):
         return module
 
 
-# A function from a module to its `__dict__`, past `__getattribute__`, by which Equinox binds methods and which is slow.
+# A function from a module to its `__dict__`, past `__getattribute__`, by which Equinox binds
+# methods and which is slow.
 _contents: Callable[[Any], dict[str, Any]] = eqx.Module.__dict__["__dict__"].__get__
 
 
@@ -317,7 +341,8 @@ def _fields(cls: type, static: bool) -> tuple[str, ...]:
 
 
 def _complete(module: eqx.Module) -> bool:
-    """Whether a module has a value for each field and no other attributes, as one that wraps a function has."""
+    """Whether a module has a value for each field and no other attributes, as one that wraps a
+    function has."""
     cls = type(module)
     return _contents(module).keys() == {*_fields(cls, True), *_fields(cls, False)}
 
@@ -333,18 +358,31 @@ def one_level(node: Any) -> tuple[list[Any], Any]:
 
 
 ARRAY, NONE, STATIC = ArrayKind(), NoneKind(), StaticKind()
-LEAVES: frozenset[Kind] = frozenset({ARRAY, NONE, STATIC})
-SEQUENCE, DICT, DEFAULT_DICT, NAMED_TUPLE = SequenceKind(), DictKind(), DefaultDictKind(), NamedTupleKind()
+# A node at which a walk ends, because it is what the walk is for.
+FOUND = Kind()
+LEAVES: frozenset[Kind] = frozenset({ARRAY, NONE, STATIC, FOUND})
+SEQUENCE, DICT, DEFAULT_DICT, NAMED_TUPLE = (
+    SequenceKind(),
+    DictKind(),
+    DefaultDictKind(),
+    NamedTupleKind(),
+)
 MODULE, STATE, PACKED, REGISTERED = ModuleKind(), StateKind(), PackedKind(), RegisteredKind()
 EQUINOX_STATE = EquinoxStateKind()
-_CONTAINERS: dict[type, Kind] = {list: SEQUENCE, tuple: SEQUENCE, dict: DICT, defaultdict: DEFAULT_DICT}
+_CONTAINERS: dict[type, Kind] = {
+    list: SEQUENCE,
+    tuple: SEQUENCE,
+    dict: DICT,
+    defaultdict: DEFAULT_DICT,
+}
 
 
 def kind_of(node: Any) -> Kind:
     """The kind of a node or leaf."""
     if node is None:
         return NONE
-    # By the exact class: a subclass of list or dict is a leaf for JAX, or is registered with a flattening of its own.
+    # By the exact class: a subclass of list or dict is a leaf for JAX, or is registered with a
+    # flattening of its own.
     container = _CONTAINERS.get(type(node))
     if container is not None:
         return container
@@ -366,12 +404,14 @@ def kind_of(node: Any) -> Kind:
 
 
 def _flattens_as_tuple(node: tuple[Any, ...]) -> bool:
-    """Whether the children of a named tuple are its elements. Its class may be registered with another flattening."""
+    """Whether the children of a named tuple are its elements. Its class may be registered with
+    another flattening."""
     children, _ = one_level(node)
     own = elements(node)
     return len(children) == len(own) and all(a is b for a, b in zip(children, own, strict=True))
 
 
 def elements(node: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The elements of a named tuple. The class may have a length and an iteration of its own; JAX does not use them."""
+    """The elements of a named tuple. The class may have a length and an iteration of its own; JAX
+    does not use them."""
     return tuple(tuple.__iter__(node))

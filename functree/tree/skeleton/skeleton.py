@@ -7,32 +7,31 @@ from typing import Any, NamedTuple
 import jax
 from jax.tree_util import GetAttrKey, tree_flatten
 
-from functree.errors import FunctreeError, Problem, count
+from functree.errors import FunctreeTypeError, Problem, count
 from functree.tree.arrays import is_array
+from functree.tree.nodes import Keys, walk
 from functree.tree.paths import Path
 from functree.tree.skeleton.form import Form, form_of
-from functree.tree.skeleton.kinds import ARRAY, LEAVES, kind_of, own_copy
+from functree.tree.skeleton.kinds import ARRAY, own_copy
 from functree.tree.skeleton.static_value import StaticValue, is_hashable
-
-# The keys of a path. A model has far more static values than arrays, and Python's garbage collector looks at each
-# `Path` again and again, but not at tuples of texts and numbers.
-Keys = tuple[Any, ...]
 
 
 class Skeleton:
-    """A tree without its arrays. It is hashable, and equal to the skeletons of trees that differ only in their arrays.
+    """A tree without its arrays. It is hashable, and equal to the skeletons of trees that differ
+    only in their arrays.
 
-    Static values are compared with their types, so `1`, `True` and `1.0` are different. A skeleton holds no array.
+    Static values are compared with their types, so `1`, `True` and `1.0` are different. A skeleton
+    holds no array.
 
     Attributes:
         treedef: JAX's treedef of the tree.
-        places: the indices of the arrays among all leaves, in JAX's order.
+        indices: the indices of the arrays among all leaves, in JAX's order.
         others: (index, value) of the leaves that are not arrays.
     """
 
-    def __init__(self, treedef: Any, places: Sequence[int], others: Sequence[tuple[int, Any]]):
+    def __init__(self, treedef: Any, indices: Sequence[int], others: Sequence[tuple[int, Any]]):
         self.treedef: Any = treedef
-        self.places: tuple[int, ...] = tuple(places)
+        self.indices: tuple[int, ...] = tuple(indices)
         self.others: tuple[tuple[int, Any], ...] = tuple(others)
         self._was_built: bool = False
         self._form: Form | None = None
@@ -46,16 +45,17 @@ class Skeleton:
     def apart(cls, tree: Any) -> tuple["Skeleton", list[Any]]:
         """The skeleton of a tree, and its arrays in JAX's order."""
         leaves, treedef = tree_flatten(tree)
-        places = [place for place, leaf in enumerate(leaves) if is_array(leaf)]
-        arrays = set(places)
-        others = [(place, leaf) for place, leaf in enumerate(leaves) if place not in arrays]
-        return cls(treedef, places, others), [leaves[place] for place in places]
+        indices = [index for index, leaf in enumerate(leaves) if is_array(leaf)]
+        arrays = set(indices)
+        others = [(index, leaf) for index, leaf in enumerate(leaves) if index not in arrays]
+        return cls(treedef, indices, others), [leaves[index] for index in indices]
 
     def learn(self, tree: Any) -> "Skeleton":
-        """Find the paths and static values in a tree with this skeleton. Returns the skeleton itself.
+        """Find the paths and static values in a tree with this skeleton. Returns the skeleton
+        itself.
 
-        Otherwise they are found in a sample, in which other objects are in the place of the arrays. The constructors of
-        some classes do not accept these.
+        Otherwise they are found in a sample, in which other objects are in the place of the arrays.
+        The constructors of some classes do not accept these.
         """
         vars(self)["_known"] = _Known.of(tree)
         return self
@@ -63,10 +63,11 @@ class Skeleton:
     # From values to a tree
 
     def build(self, arrays: Sequence[Any]) -> Any:
-        """A new tree with these arrays, in JAX's order; it shares nothing that can be changed with other trees.
+        """A new tree with these arrays, in JAX's order; it shares nothing that can be changed with
+        other trees.
 
-        The second call generates a function, which is far faster and takes the place of this one. Most results are
-        built once for each compilation, or in every step of a loop.
+        The second call generates a function, which is far faster and takes the place of this one.
+        Most results are built once for each compilation, or in every step of a loop.
         """
         tree = self.fresh(arrays)
         if self._was_built:
@@ -81,16 +82,16 @@ class Skeleton:
 
     def fresh(self, values: Iterable[Any]) -> Any:
         """The same, but the tree shares nothing that can be changed with other trees."""
-        return self._unflatten(values, {place: own_copy(value) for place, value in self.others})
+        return self._unflatten(values, {index: own_copy(value) for index, value in self.others})
 
     def spread(self, values: Iterable[Any]) -> Any:
         """A tree with a value for each array, and None in the place of other leaves."""
         return self._unflatten(values, {})
 
     def _unflatten(self, values: Iterable[Any], others: dict[int, Any]) -> Any:
-        leaves = [others.get(place) for place in range(self.treedef.num_leaves)]
-        for place, value in zip(self.places, values, strict=True):
-            leaves[place] = value
+        leaves = [others.get(index) for index in range(self.treedef.num_leaves)]
+        for index, value in zip(self.indices, values, strict=True):
+            leaves[index] = value
         return self.treedef.unflatten(leaves)
 
     # Paths and static values
@@ -107,7 +108,8 @@ class Skeleton:
 
     @property
     def statics(self) -> Iterator[tuple[Keys, Any]]:
-        """All static values with their paths: leaves that are not arrays, and static data of nodes."""
+        """All static values with their paths: leaves that are not arrays, and static data of
+        nodes."""
         return zip(self._known.keys, self._known.values, strict=True)
 
     def check_hashable(self) -> None:
@@ -115,11 +117,11 @@ class Skeleton:
         lost = [(Path(keys), value) for keys, value in self.statics if not is_hashable(value)]
         if lost:
             problems = [_unhashable(path, value) for path, value in lost]
-            raise FunctreeError(f"{count(len(problems), 'leaf')} cannot be static", problems)
+            raise FunctreeTypeError(f"{count(len(problems), 'leaf')} cannot be static", problems)
 
     def __len__(self) -> int:
         """The number of arrays."""
-        return len(self.places)
+        return len(self.indices)
 
     @cached_property
     def _known(self) -> "_Known":
@@ -128,12 +130,13 @@ class Skeleton:
     @cached_property
     def _sample(self) -> Any:
         """A tree with this skeleton, from which the code is written."""
-        # Different objects, because the kind of a named tuple is found by comparing children by identity.
-        return self.fill(jax.ShapeDtypeStruct((), "float32") for _ in self.places)
+        # Different objects, because the kind of a named tuple is found by comparing children by
+        # identity.
+        return self.fill(jax.ShapeDtypeStruct((), "float32") for _ in self.indices)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # By a tree: JAX cannot pickle the treedef of a tree with modules. Generated functions cannot be pickled either;
-        # they are generated again where they are needed.
+        # By a tree: JAX cannot pickle the treedef of a tree with modules. Generated functions
+        # cannot be pickled either; they are generated again where they are needed.
         return Skeleton.of, (self._sample,)
 
     def __copy__(self) -> "Skeleton":
@@ -145,7 +148,11 @@ class Skeleton:
     def __eq__(self, other: object) -> bool:
         if self is other:
             return True
-        if not isinstance(other, Skeleton) or self._hash != other._hash or self.places != other.places:
+        if (
+            not isinstance(other, Skeleton)
+            or self._hash != other._hash
+            or self.indices != other.indices
+        ):
             return False
         return self._compared == other._compared
 
@@ -158,17 +165,21 @@ class Skeleton:
 
     @cached_property
     def _hash(self) -> int:
-        # A skeleton has a hash even if some of its values have none, so that it can be compared and printed in errors.
+        # A skeleton has a hash even if some of its values have none, so that it can be compared and
+        # printed in errors.
         others = tuple(StaticValue(value) for _, value in self.others if is_hashable(value))
-        return hash((StaticValue(self.treedef), self.places, others))
+        return hash((StaticValue(self.treedef), self.indices, others))
 
     def __repr__(self) -> str:
         return f"<Skeleton: {count(len(self), 'array')}, {count(len(self.others), 'other leaf')}>"
 
 
 def statics_of(tree: Any) -> Iterator[tuple[Keys, Any]]:
-    """The static values of a tree with their paths, for those who need them once; see `Skeleton.statics`."""
-    return (found for found in _walked(tree) if found[1] is not ARRAY)
+    """The static values of a tree with their paths, for those who need them once; see
+    `Skeleton.statics`."""
+    for path, node, kind in walk(tree, in_model=True):
+        for keys, value in kind.statics(node):
+            yield (*path, *keys), value
 
 
 class _Known(NamedTuple):
@@ -188,32 +199,18 @@ class _Known(NamedTuple):
     def of(cls, tree: Any) -> "_Known":
         """What is known of a tree, from one walk."""
         paths: list[Path] = []
-        # Two lists: a model has thousands of static values, and a pair for each of them is one more object for Python's
-        # garbage collector, which runs the more often the more objects a trace makes.
+        # Two lists: a model has thousands of static values, and a pair for each of them is one more
+        # object for Python's garbage collector, which runs the more often the more objects a trace
+        # makes.
         keys: list[Keys] = []
         values: list[Any] = []
-        for path, value in _walked(tree):
-            if value is ARRAY:
+        for path, node, kind in walk(tree, in_model=True):
+            if kind is ARRAY:
                 paths.append(Path(path))
-            else:
-                keys.append(path)
+            for below, value in kind.statics(node):
+                keys.append((*path, *below))
                 values.append(value)
         return cls(tuple(paths), tuple(keys), tuple(values))
-
-
-def _walked(tree: Any) -> Iterator[tuple[Keys, Any]]:
-    """The static values of a tree with their paths, and `ARRAY` for each array, in JAX's order."""
-    waiting: list[tuple[Keys, Any]] = [((), tree)]
-    while waiting:
-        path, node = waiting.pop()
-        kind = kind_of(node)
-        if kind is ARRAY:
-            yield path, ARRAY
-            continue
-        for keys, value in kind.statics(node):
-            yield (*path, *keys), value
-        if kind not in LEAVES:
-            waiting += reversed([((*path, *keys), child) for keys, child in kind.paths(node)])
 
 
 def _unhashable(path: Path, value: Any) -> Problem:

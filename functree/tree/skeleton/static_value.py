@@ -1,4 +1,5 @@
-"""A static value ─► `StaticValue`: compared and hashed by type and value, so that 1, True and 1.0 are different."""
+"""A static value ─► `StaticValue`: compared and hashed by type and value, so that 1, True and 1.0
+are different."""
 
 import dataclasses
 import functools
@@ -12,10 +13,11 @@ from jax.tree_util import PyTreeDef
 
 
 class StaticValue:
-    """A static value that is equal to another one only if their types, and the types of the values in them, are equal.
+    """A static value that is equal to another one only if their types, and the types of the values
+    in them, are equal.
 
-    The values in tuples (named tuples too), lists, dicts, sets, frozen dataclasses and treedefs are compared this way.
-    Other objects are compared by their type and their own `==`.
+    The values in tuples (named tuples too), lists, dicts, sets, frozen dataclasses and treedefs are
+    compared this way. Other objects are compared by their type and their own `==`.
 
     Raises:
         TypeError: (when hashed) the value cannot be hashed.
@@ -72,7 +74,8 @@ def same_value(one: Any, other: Any) -> bool:
 
 
 def _differ_in_hash(one: Any, other: Any) -> bool:
-    """Whether two values cannot be equal, as a dict finds out, without calling an `__eq__` that may raise."""
+    """Whether two values cannot be equal, as a dict finds out, without calling an `__eq__` that may
+    raise."""
     try:
         return hash(one) != hash(other)
     except TypeError:
@@ -86,32 +89,42 @@ def _values(mapping: dict[Any, Any]) -> dict[StaticValue, StaticValue]:
 
 @functools.cache
 def _compared_fields(cls: type) -> tuple[str, ...] | None:
-    """The fields by which a frozen dataclass is compared; None for a class that is compared by its own `==`."""
+    """The fields by which a frozen dataclass is compared; None for a class that is compared by its
+    own `==`."""
     parameters = getattr(cls, "__dataclass_params__", None)
     if parameters is None or not (parameters.frozen and parameters.eq):
         return None
-    # An `__eq__` that was generated is that of the fields. One that a user wrote may compare something else.
+    # An `__eq__` that was generated is that of the fields. One that a user wrote may compare
+    # something else.
     generated = cls.__eq__.__code__.co_filename == "<string>"
-    return tuple(field.name for field in dataclasses.fields(cls) if field.compare) if generated else None
+    return (
+        tuple(field.name for field in dataclasses.fields(cls) if field.compare)
+        if generated
+        else None
+    )
 
 
 def _is_plain_tuple(cls: type) -> bool:
-    """Whether values of a class are compared as tuples: tuples themselves, and most named tuples."""
+    """Whether values of a class are compared as tuples: tuples themselves, and most named
+    tuples."""
     return issubclass(cls, tuple) and cls.__eq__ is tuple.__eq__
 
 
 def _is_number(cls: type) -> bool:
-    """Whether values of a class are compared by their text, because 0.0 == -0.0, and nan is not equal to itself."""
+    """Whether values of a class are compared by their text, because 0.0 == -0.0, and nan is not
+    equal to itself."""
     return cls is float or cls is complex or cls is Decimal or issubclass(cls, np.number)
 
 
 def _is_float0(value: Any) -> bool:
-    """Whether a value is what JAX returns as the gradient of integers: an array that holds only its shape."""
+    """Whether a value is what JAX returns as the gradient of integers: an array that holds only its
+    shape."""
     return isinstance(value, np.ndarray) and value.dtype == jax.dtypes.float0
 
 
 def _hash(value: Any) -> int:
-    """A hash that is the same for values that are `same_value`. Raises TypeError for a value without a hash."""
+    """A hash that is the same for values that are `same_value`. Raises TypeError for a value
+    without a hash."""
     cls = type(value)
     if _is_number(cls):
         return hash((cls, repr(value)))
@@ -188,11 +201,15 @@ def is_hashable(value: Any) -> bool:
 
 
 def runs_once(value: object) -> bool:
-    """Whether a value is only a computation, which runs once, when it is iterated or awaited: a generator, a `map`.
+    """Whether a value is only a computation, which runs once, when it is iterated or awaited: a
+    generator, a `map`.
 
     An object of another class that can be iterated, such as a loader of data, may be static.
     """
-    return isinstance(value, Iterator | AsyncIterator | Awaitable) and type(value).__module__ in _PYTHONS_OWN
+    return (
+        isinstance(value, Iterator | AsyncIterator | Awaitable)
+        and type(value).__module__ in _PYTHONS_OWN
+    )
 
 
 _PYTHONS_OWN = ("builtins", "itertools")

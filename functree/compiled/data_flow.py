@@ -1,0 +1,284 @@
+"""A value in a compiled program ─► the values that it was made of.
+
+It is followed back through tuples, fusions, calls and loops, as far as the question asks.
+"""
+
+import math
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from functools import cached_property
+from typing import NamedTuple
+
+from functree.compiled.hlo import ArrayType, Hlo, Instruction
+
+# What the compilers insert to place a value elsewhere in memory.
+COPIES = frozenset(
+    {"bitcast", "copy", "copy-done", "copy-start", "optimization-barrier", "reshape"}
+)
+# What only changes the shape.
+RESHAPES = frozenset({"bitcast", "reshape"})
+# What changes the place, the order, the number or the precision of elements, and computes nothing.
+MOVES = COPIES | {
+    "broadcast", "concatenate", "convert", "dynamic-slice", "dynamic-update-slice", "pad",
+    "reduce-precision", "reverse", "slice", "slice-done", "slice-start", "transpose",
+}  # fmt: skip
+# Of the operands of these, the slice that is the value. The others are places, what is padded with,
+# and conditions.
+_PASSED = {
+    "dynamic-slice": (0, 1),
+    "dynamic-update-slice": (0, 2),
+    "gather": (0, 1),
+    "pad": (0, 1),
+    "select": (1, 3),
+}
+
+# The instructions that run one computation once, with their operands as its parameters.
+_ONCE = frozenset({"async-start", "call", "fusion", "fusion-start"})
+CALLS = _ONCE | {"conditional", "custom-call", "while"}
+"""The opcodes of instructions that call computations, except those that do so for each element."""
+
+_PASSES_ON = COPIES | _ONCE | {
+    "all-gather-done", "all-reduce-done", "async-done", "collective-permute-done", "conditional",
+    "fusion-done", "get-tuple-element", "parameter", "reduce-scatter-done", "slice", "tuple",
+    "while",
+}  # fmt: skip
+"""The opcodes of the instructions whose result is a value that was computed by another one."""
+
+KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
+"""The kinds of collectives."""
+
+COLLECTIVES = {f"{kind}{ending}": kind for kind in KINDS for ending in ("", "-start")}
+"""The kind of each opcode of a collective."""
+
+
+class Value(NamedTuple):
+    """The result of an instruction, or a part of it.
+
+    Attributes:
+        instruction: the instruction.
+        part: the indices of the part in a tuple, from the outermost; empty for the whole. The parts
+            of an asynchronous collective are those of its result.
+    """
+
+    instruction: Instruction
+    part: tuple[int, ...] = ()
+
+
+class DataFlow:
+    """Where the values of a program come from.
+
+    Args:
+        hlo: the program.
+    """
+
+    def __init__(self, hlo: Hlo):
+        self.hlo: Hlo = hlo
+        # Walks meet the same values again: a parameter and its moments share most of what they are
+        # made of.
+        self._operands: dict[Instruction, list[Value]] = {}
+
+    @cached_property
+    def callers(self) -> Mapping[str, list[Instruction]]:
+        """The instructions that call a computation, by its name."""
+        found: defaultdict[str, list[Instruction]] = defaultdict(list)
+        for opcode in CALLS:
+            for one in self.hlo.by_opcode.get(opcode, ()):
+                for name in one.computations:
+                    found[name].append(one)
+        return found
+
+    @property
+    def results(self) -> list[tuple[Value, ArrayType]]:
+        """The results of the whole program and their types, without tokens."""
+        root = self.hlo.roots[self.hlo.entry]
+        if root.opcode == "tuple":
+            values = list(map(self._value, root.operands))
+        elif root.type.startswith("("):  # such as a loop
+            values = [Value(root, (i,)) for i in range(len(root.arrays))]
+        else:
+            values = [Value(root)]
+        found: list[tuple[Value, ArrayType]] = []
+        for value, type_ in zip(values, root.arrays, strict=True):
+            if not type_.is_token:
+                found.append((value, type_))
+        return found
+
+    def source(self, value: Value) -> Value:
+        """Where a value was computed: behind copies, tuples and fusions, and inside of its loop."""
+        while True:
+            before = self._inside(value)
+            if before is None:
+                return value
+            value = before
+
+    def origins(self, value: Value, passes: Callable[[Instruction], bool]) -> frozenset[Value]:
+        """Where a value was computed, through loops and branches too.
+
+        Args:
+            value: the value.
+            passes: whether an instruction passes on the values of its operands, so that their
+                origins are those of its result.
+        """
+        return self.history([value], passes)[0]
+
+    def history(
+        self, values: Iterable[Value], passes: Callable[[Instruction], bool]
+    ) -> tuple[frozenset[Value], frozenset[Value]]:
+        """Where some values were computed, and all values in between, these themselves too."""
+        found: set[Value] = set()
+        waiting = list(values)
+        seen: set[Value] = set(waiting)
+        while waiting:
+            one = waiting.pop()
+            # This loop is most of the time that a ledger takes. Most values are computed, and for
+            # these nothing is asked but their opcode.
+            opcode = one.instruction.opcode
+            is_passed_on = opcode in _PASSES_ON and (
+                opcode not in RESHAPES or passes(one.instruction)
+            )
+            before = self._before(one) if is_passed_on else None
+            if not before and passes(one.instruction):
+                before = self._passed(one)
+            if not before:
+                found.add(one)
+                continue
+            for new in before:
+                if new not in seen:
+                    seen.add(new)
+                    waiting.append(new)
+        return frozenset(found), frozenset(seen)
+
+    def inputs(self, value: Value) -> list[Value]:
+        """What a value was made of in one step.
+
+        Places and conditions, by which it was chosen, are left out.
+        """
+        return self._before(value) or self._passed(value)
+
+    def operand(self, value: Value, index: int) -> Value:
+        """An operand of the instruction that computed a value."""
+        return self._value(value.instruction.operands[index])
+
+    def concatenated(self, collective: Instruction) -> list[tuple[Value, int]]:
+        """The values that a compiler has joined to move them at once, with their sizes.
+
+        They are in one flat array, and the sizes are numbers of elements. Empty for a collective
+        that moves its operands as they are.
+        """
+        if len(collective.operands) != 1:
+            return []
+        joined = self.source(self._value(collective.operands[0])).instruction
+        # An array of more dimensions is a concatenation that the user's program moves.
+        if joined.opcode != "concatenate" or len(joined.arrays[0].shape) != 1:
+            return []
+        parts: list[tuple[Value, int]] = []
+        for value in map(self._value, joined.operands):
+            parts.append((value, math.prod(value.instruction.arrays[0].shape)))
+        return parts
+
+    def _part_of_joined(self, one: Instruction) -> Value | None:
+        """The array that a slice takes out of the joined result of a collective.
+
+        None if it is any other slice.
+        """
+        whole = self.source(self._value(one.operands[0]))
+        span = re.fullmatch(r"\{\[(\d+):(\d+)\]\}", one.attribute("slice") or "")
+        if span is None or whole.instruction.opcode not in COLLECTIVES:
+            return None
+        start = 0
+        for i, (_, size) in enumerate(self.concatenated(whole.instruction)):
+            if (start, start + size) == (int(span[1]), int(span[2])):
+                return Value(whole.instruction, (i,))
+            start += size
+        return None
+
+    def _passed(self, value: Value) -> list[Value]:
+        """The operands that an instruction passes on, without places and conditions."""
+        one, part = value
+        if part and part[0] < len(one.operands) and len(one.arrays) > 1:
+            # A combined collective: one part for each operand.
+            return [self._value(one.operands[part[0]], part[1:])]
+        known = self._operands.get(one)
+        if known is None:
+            first, last = _PASSED.get(one.opcode, (0, None))
+            known = self._operands[one] = list(map(self._value, one.operands[first:last]))
+        return known
+
+    def _before(self, value: Value) -> list[Value]:
+        """The values that are passed on as this one: several by a loop and by a conditional."""
+        inside = self._inside(value)
+        if inside is not None:
+            return [inside]
+        one, part = value
+        if one.opcode == "parameter":
+            given: list[Value] = []
+            for caller in self.callers.get(one.computation, []):
+                given += self._given(caller, value)
+            return given
+        if one.opcode == "while":
+            # In its first iteration, and in the later ones.
+            following = self.hlo.roots[one.called("body")]
+            return [self._value(one.operands[0], part), Value(following, part)]
+        if one.opcode == "conditional":
+            return [Value(self.hlo.roots[name], part) for name in one.computations]
+        return []
+
+    def _given(self, caller: Instruction, parameter: Value) -> list[Value]:
+        """The values that a caller gives to a part of a parameter of its computation."""
+        one, part = parameter
+        match caller.opcode:
+            case "while":
+                return self._before(Value(caller, part))
+            case "conditional":
+                given: list[Value] = []
+                # Its first operand chooses the branch; each other one is the parameter of a branch.
+                for i, name in enumerate(caller.computations, start=1):
+                    if name == one.computation:
+                        given.append(self._value(caller.operands[i], part))
+                return given
+            case "custom-call":  # only the compiler knows what it does with the parameters
+                return []
+        return [self._value(caller.operands[int(one.argument)], part)]
+
+    def _inside(self, value: Value) -> Value | None:
+        """The value that is passed on as this one by the same computation, or by a fusion.
+
+        None if it is computed.
+        """
+        one, part = value
+        match one.opcode:  # the most frequent first: walks come here for each value
+            case "parameter":
+                callers = self.callers.get(one.computation, [])
+                # A computation that is called from several places has a parameter of several
+                # values.
+                if len(callers) == 1 and callers[0].opcode in _ONCE:
+                    return self._value(callers[0].operands[int(one.argument)], part)
+                return None
+            case "fusion" | "call":
+                return Value(self.hlo.roots[one.computations[0]], part)
+            case "get-tuple-element":
+                index = int(one.attribute("index") or 0)
+                return self._value(one.operands[0], (index, *part))
+            case "slice":
+                return self._part_of_joined(one)
+            case "tuple" if part:
+                return self._value(one.operands[part[0]], part[1:])
+            case "fusion-done" | "async-done":
+                start = self.hlo.instructions[one.operands[0]]
+                return Value(self.hlo.roots[start.computations[0]], part)
+            case (
+                "all-gather-done"
+                | "all-reduce-done"
+                | "collective-permute-done"
+                | "reduce-scatter-done"
+            ):
+                # A part of the result of a collective, of which its start is the collective itself.
+                return self._value(one.operands[0], part)
+        if one.opcode in COPIES:
+            return self._value(one.operands[0], part)
+        return None
+
+    def _value(self, name: str, part: tuple[int, ...] = ()) -> Value:
+        """The result of the instruction of this name, or a part of it."""
+        return Value(self.hlo.instructions[name], part)

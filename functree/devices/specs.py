@@ -1,0 +1,81 @@
+"""A `PartitionSpec` ─► its mesh axes and its text; and mesh axes ─► the entries of a spec."""
+
+from collections.abc import Collection, Sequence
+
+from jax.sharding import PartitionSpec
+
+Entry = str | tuple[str, ...] | None
+"""One entry of a spec: a mesh axis, several mesh axes, or `None` for an unsharded dimension."""
+
+
+def mesh_axes(entry: object) -> tuple[str, ...]:
+    """The mesh axes of one entry of a spec. `None` and `P.UNCONSTRAINED` have none."""
+    if isinstance(entry, str):
+        return (entry,)
+    if isinstance(entry, tuple):
+        return entry
+    return ()
+
+
+def entry(axes: Sequence[str]) -> Entry:
+    """The entry of a spec for some mesh axes."""
+    if not axes:
+        return None
+    if len(axes) == 1:
+        return axes[0]
+    return tuple(axes)
+
+
+def named_axes(spec: PartitionSpec) -> set[str]:
+    """All mesh axes that a spec names."""
+    return {axis for one in spec.partitions for axis in mesh_axes(one)}
+
+
+def without(spec: PartitionSpec, axes: Collection[str]) -> PartitionSpec:
+    """A spec without some mesh axes."""
+    entries: list[Entry] = []
+    for one in spec.partitions:
+        kept = [axis for axis in mesh_axes(one) if axis not in axes]
+        entries.append(entry(kept))
+    return PartitionSpec(*entries)
+
+
+def of_rank(spec: PartitionSpec, ndim: int) -> PartitionSpec:
+    """A spec with one entry for each dimension."""
+    return PartitionSpec(*spec.partitions, *[None] * (ndim - len(spec.partitions)))
+
+
+def axes_text(axes: Sequence[str]) -> str:
+    """The text of mesh axes in messages: `data`, `(data, model)`, or `None`."""
+    if not axes:
+        return "None"
+    if len(axes) == 1:
+        return axes[0]
+    return f"({', '.join(axes)})"
+
+
+def spec_text(spec: PartitionSpec) -> str:
+    """The text of a spec, as a user writes it: `P('data', None)`."""
+    parts: list[str] = []
+    for one in spec.partitions:
+        if one is PartitionSpec.UNCONSTRAINED:
+            parts.append("P.UNCONSTRAINED")  # its `repr` is what a user could not write
+        else:
+            parts.append(repr(one))
+    if spec.unreduced:
+        parts.append(f"unreduced={set(spec.unreduced)!r}")
+    if spec.reduced:
+        parts.append(f"reduced={set(spec.reduced)!r}")
+    return f"P({', '.join(parts)})"
+
+
+def invalid_entry(spec: PartitionSpec) -> str | None:
+    """Why an entry is invalid, that is no name, tuple of names or `None`; None if all are valid."""
+    # JAX accepts any value when a spec is created.
+    for item in spec.partitions:
+        if item is None or item is PartitionSpec.UNCONSTRAINED:
+            continue
+        names = item if isinstance(item, tuple) else (item,)
+        if not all(isinstance(name, str) for name in names):
+            return f"{item!r} is neither a mesh axis, a tuple of them, nor `None`"
+    return None

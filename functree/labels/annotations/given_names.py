@@ -1,0 +1,171 @@
+"""Names from a field's `ft.names`, a layout's `names=` or a module's `__axis_names__` ─► the axes
+of a leaf."""
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import Any
+
+from jax.tree_util import tree_leaves
+
+from functree.errors import Problem, did_you_mean
+from functree.labels.annotations.hints import Hint
+from functree.tree.axes import Axes, Names, OpenAxes
+from functree.tree.globs import glob_pattern, match_text
+from functree.tree.interfaces import own_names
+from functree.tree.nodes import leaves_of
+from functree.tree.paths import Path, tokens
+
+
+class Giver(IntEnum):
+    """The source of some names. If several sources name one leaf, the first of these decides."""
+
+    FIELD = 0
+    LAYOUT = 1
+    MODULE = 2
+
+
+@dataclass(eq=False)
+class GivenNames:
+    """`ft.names` for the leaves below one node of a tree.
+
+    Attributes:
+        names: the patterns and their axes.
+        depth: the length of the path of the node; patterns are matched with the rest of a leaf's
+            path.
+        giver: the source of the names.
+        cls: for names of a layout: the class that they are given for.
+        used: the patterns that have matched a leaf.
+        by_leaf: for the names of a field: whether an array that is in no module below the field
+            used them.
+        by_module: for the names of a field: whether a module below the field used them.
+    """
+
+    names: Names
+    depth: int
+    giver: Giver
+    cls: type | None = None
+    used: set[str] = field(default_factory=set)
+    by_leaf: bool = False
+    by_module: bool = False
+
+
+def invalid_names(names: object) -> str | None:
+    """Why a `names=` is not a `{cls: ft.names(...)}`; None if it is."""
+    if not isinstance(names, Mapping):
+        return f"`names=` maps classes to `ft.names(...)`; {names!r} is not a mapping"
+    for cls, given in names.items():
+        if not isinstance(cls, type) or not isinstance(given, Names):
+            return f"`names=` maps classes to `ft.names(...)`, not {cls!r} to {given!r}"
+    return None
+
+
+def given_at(
+    node: Any, depth: int, pending: GivenNames | None, names: Mapping[type, Names]
+) -> tuple[GivenNames, ...]:
+    """The names that are given at a module, for all leaves below it.
+
+    Args:
+        node: the module.
+        depth: the length of its path.
+        pending: the names in the annotation of a field above, if this is the first module below the
+            field.
+        names: the `names=` of the layout.
+    """
+    found: list[GivenNames] = []
+    if pending is not None:
+        pending.by_module = True
+        # A copy for this module: a field such as `list[Linear]` has several, and each counts its
+        # own used patterns.
+        found.append(GivenNames(pending.names, depth, Giver.FIELD))
+    if names:
+        # Names of a class are also for its subclasses; those of the nearest class count.
+        for cls in type(node).__mro__:
+            if cls in names:
+                found.append(GivenNames(names[cls], depth, Giver.LAYOUT, cls))
+                break
+    own = own_names(node)
+    if own is not None:
+        found.append(GivenNames(own, depth, Giver.MODULE))
+    return tuple(found)
+
+
+def given_axes(path: Path, several: Iterable[GivenNames]) -> Axes | OpenAxes | None:
+    """The axes that are given to a leaf, or None.
+
+    Names of a field come before those of a layout, and those of a layout before those of a module.
+    Of the classes in a layout's `names=` the outermost comes first, since it knows the part that a
+    layer plays. Of the names of fields and of modules the innermost come first.
+    """
+    for given in sorted(several, key=_precedence):
+        text = match_text(Path(path[given.depth :]))
+        for pattern, axes in given.names:
+            if glob_pattern(pattern).fullmatch(text):
+                given.used.add(pattern)
+                return axes
+    return None
+
+
+def _precedence(given: GivenNames) -> tuple[Giver, int]:
+    return given.giver, given.depth if given.giver is Giver.LAYOUT else -given.depth
+
+
+def given_by(hint: Hint, path: Path) -> Axes | OpenAxes | None:
+    """The axes that the `ft.names` in an annotation give to an array at a path below the annotated
+    value, or None."""
+    given: Axes | OpenAxes | None = None
+    for depth in range(len(path) + 1):
+        names = hint.at(Path(path[:depth])).names
+        if names is not None:  # the innermost names decide, even if they do not name the array
+            given = given_axes(path, [GivenNames(names, depth, Giver.FIELD)])
+    return given
+
+
+def unmatched(node: Any, path: tuple[Any, ...], several: Iterable[GivenNames]) -> list[Problem]:
+    """The problems of patterns that are given at a node and match none of its leaves. A leaf may be
+    None."""
+    suspects = [
+        pattern for given in several for pattern, _ in given.names if pattern not in given.used
+    ]
+    if not suspects:
+        return []
+    # A pattern that was not used may still have a leaf: other names may have named it. Or several
+    # arrays may be in its place, as in the state of some optimizers: these are laid out like the
+    # parameter.
+    nodes = list(leaves_of(node, _is_empty))
+    places = [place for place, _ in nodes]
+    texts = {
+        match_text(Path(place[:depth])) for place in places for depth in range(1, len(place) + 1)
+    }
+    empty = {match_text(place) for place, x in nodes if _is_empty(x)}
+    found = []
+    for pattern in suspects:
+        matches = glob_pattern(pattern).fullmatch
+        if not any(map(matches, texts)) and not _leads_through(pattern, empty):
+            found.append(_unmatched(node, Path(path), pattern, places))
+    return found
+
+
+def _is_empty(node: Any) -> bool:
+    """Whether a node has no leaves. It is None, or optax has put it in the place of what it does
+    not update."""
+    return not tree_leaves(node)
+
+
+def _leads_through(pattern: str, empty: Collection[str]) -> bool:
+    """Whether a pattern is for what is below one of some empty nodes."""
+    parts = list(tokens(pattern))
+    # A beginning that ends in `**` matches every node, and says nothing about this one.
+    ends = [depth for depth in range(len(parts) + 1) if depth == 0 or parts[depth - 1] != "**"]
+    begins = [glob_pattern(".".join(parts[:depth])).fullmatch for depth in ends]
+    return any(matches(text) for matches in begins for text in empty)
+
+
+def _unmatched(node: Any, path: Path, pattern: str, places: Iterable[Path]) -> Problem:
+    cls = type(node).__name__
+    why = f"`ft.names` gives axes to `{pattern}`, but {cls} has no such leaf{did_you_mean(pattern, places)}"
+    named = [f"`{place}`" for place in places if place][:4]
+    if not named:  # the node is a single array, which `ft.names` cannot name
+        return Problem(path, None, cls, why, "write `Annotated[Array, ft.Axes(...)]`")
+    # An empty path would be printed as that of a tree that is a single array.
+    return Problem(path or None, None, cls, why, f"name a leaf of {cls}: {', '.join(named)}")

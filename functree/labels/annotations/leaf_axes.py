@@ -1,0 +1,210 @@
+"""An array and its annotation ─► its axes, or the reason why they cannot be determined."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+from jax.sharding import PartitionSpec
+
+from functree.errors import Problem, count
+from functree.labels.annotations.dimensions import ArrayForm, dtype_fits, form_of_axes
+from functree.labels.annotations.hints import UNREADABLE, Hint
+from functree.labels.leaf import array_problem
+from functree.tree.axes import Axes, OpenAxes
+from functree.tree.paths import Path
+
+
+class LeafAxes(NamedTuple):
+    """The axes of one array; the attributes are those of `Leaf`."""
+
+    axes: Axes
+    annotated: bool = False
+    unnamed: tuple[str, ...] = ()
+    spec: PartitionSpec | None = None
+    misfit: Problem | None = None
+
+
+# All layers of a model have the same annotations, shapes and dtypes. So the axes are computed once
+# for each combination of these; the memory is for one walk over one tree.
+Memory = dict[tuple[Any, ...], LeafAxes]
+
+
+def leaf_axes(
+    memory: Memory,
+    value: Any,
+    path: Path,
+    hint: Hint,
+    given: Axes | OpenAxes | None,
+    stack: tuple[str, ...],
+) -> LeafAxes:
+    """The axes of an array: those of its stacks, and then those `given` from outside or those of
+    its annotation."""
+    key = (hint, value.shape, value.dtype, given, stack)
+    found = memory.get(key)
+    if found is None:
+        found = _read(value, path, hint, given, stack)
+        # A misfit has the path of the leaf in it, so it is not the same for another leaf.
+        if found.misfit is None:
+            memory[key] = found
+    return found
+
+
+def state_axes(value: Any, path: Path, declared: Axes) -> LeafAxes:
+    """The axes of a piece of state, as its `StateRef` declares them; a misfit if the value has
+    another rank."""
+    have = len(value.shape)
+    if have == len(declared):
+        # A scalar has no axes that would need a name.
+        return LeafAxes(declared, annotated=any(declared) or not declared)
+    named = f' ("{declared}")' if any(declared) else ""
+    why = f"has {count(have, 'dimension')}, but its `StateRef` declares {len(declared)}{named}"
+    remedy = "lay it out by a spec (`P(...)`), or declare all of its dimensions"
+    if have > len(declared):
+        remedy = f"{STACK}; else {remedy}"
+    return _misfit(value, path, (), why, remedy)
+
+
+def _read(
+    value: Any, path: Path, hint: Hint, given: Axes | OpenAxes | None, stack: tuple[str, ...]
+) -> LeafAxes:
+    if given is not None:
+        return _given(value, path, hint, given, stack)
+    if hint.later:
+        return _unresolved(value, path, hint, stack)
+    if not hint.forms:
+        return _unannotated(value, stack)
+    wrong = next((form.wrong for form in hint.forms if form.wrong), None)
+    if wrong is not None:
+        remedy = "write only the names of axes there, and choose the mesh axes by rules"
+        return _misfit(value, path, stack, f"{wrong}: `{hint.text}`", remedy)
+    ndim = len(value.shape) - len(stack)
+    fitting = [form for form in hint.forms if form.fits(ndim)]
+    if not fitting:
+        return _wrong_rank(
+            value, path, hint.text, stack, sorted({len(form.dims) for form in hint.forms})
+        )
+    return _chosen(value, path, hint, fitting, stack)
+
+
+def _given(
+    value: Any, path: Path, hint: Hint, given: Axes | OpenAxes, stack: tuple[str, ...]
+) -> LeafAxes:
+    ndim, form = len(value.shape) - len(stack), form_of_axes(given)
+    if not form.fits(ndim):
+        return _wrong_rank(value, path, f'"{given}"', stack, [len(form.dims)])
+    # Names from outside replace those of the annotation, but not a `PartitionSpec` that the
+    # annotation has.
+    spec = next(
+        (form.spec for form in hint.forms if form.spec is not None and form.fits(ndim)), None
+    )
+    return _by_form(form._replace(spec=spec), value, stack)
+
+
+def _unannotated(value: Any, stack: tuple[str, ...]) -> LeafAxes:
+    axes = _unknown(value, stack)
+    # A stack of scalars has the axes of the stack and no others, so all of its axes are named.
+    return LeafAxes(axes, annotated=bool(stack) and len(value.shape) == len(stack))
+
+
+def _chosen(
+    value: Any, path: Path, hint: Hint, fitting: Sequence[ArrayForm], stack: tuple[str, ...]
+) -> LeafAxes:
+    """The axes by the alternatives of the right rank; if these differ, by those that also have the
+    right dtype."""
+    found = _different(_by_form(form, value, stack) for form in fitting)
+    if len(found) > 1:
+        # The dtype is asked only now: an annotation with one alternative names the axes of an array
+        # of any dtype, such as the int8 weights of a quantized model.
+        of_dtype = [form for form in fitting if dtype_fits(form.dtype, value.dtype)]
+        found = _different(_by_form(form, value, stack) for form in of_dtype) or found
+    if len(found) == 1:
+        return found[0]
+    options = " or ".join(f'"{one.axes}"' for one in found)
+    why = f"is ambiguous: `{hint.text}` allows {options} for an array of this rank and dtype"
+    remedy = "give the alternatives different ranks or dtypes, or name the axes by `Annotated[Array, ft.Axes(...)]`"
+    return _misfit(value, path, stack, why, remedy)
+
+
+def _different(found: Iterable[LeafAxes]) -> list[LeafAxes]:
+    """Those that differ in their axes or their spec: `Float[Array, "a"] | Int[Array, "a"]` is not
+    ambiguous."""
+    return list({(one.axes, one.spec): one for one in found}.values())
+
+
+def _by_form(form: ArrayForm, value: Any, stack: tuple[str, ...]) -> LeafAxes:
+    """The axes of an array by one alternative of its annotation."""
+    if form.plain is not None:
+        names: Sequence[str | None] = form.plain
+        dims: Sequence[Any] = form.dims
+    else:
+        dims = form.dims_for(len(value.shape) - len(stack))
+        sizes = value.shape[len(stack) :]
+        names = []
+        for dim, size in zip(dims, sizes, strict=True):
+            # A broadcast dimension, `#b` of size 1, cannot be sharded. So it has no name here.
+            is_broadcast = dim.broadcast and size == 1
+            names.append(None if is_broadcast else dim.name)
+    tokens = [dim.token for dim in dims]
+    return LeafAxes(
+        Axes(*stack, *names), True, _unnamed(stack, names, tokens), _behind(stack, form.spec)
+    )
+
+
+def _behind(stack: Sequence[str], spec: PartitionSpec | None) -> PartitionSpec | None:
+    """The spec of an annotation, which is for one layer, for an array that has the dimensions of
+    stacks in front."""
+    if spec is None or not stack:
+        return spec
+    return PartitionSpec(*[None] * len(stack), *spec)
+
+
+def _unnamed(
+    stack: Sequence[str], names: Sequence[str | None], tokens: Sequence[str]
+) -> tuple[str, ...]:
+    """`Leaf.unnamed`: for each dimension without a name, the token that is written there."""
+    if all(names):
+        return ()
+    written = ["" if name else token for name, token in zip(names, tokens, strict=True)]
+    return (*[""] * len(stack), *written)
+
+
+def _unknown(value: Any, stack: tuple[str, ...]) -> Axes:
+    """The axes of an array of which only those of the stacks are known."""
+    ndim = len(value.shape)
+    # Cut off, since a misfit may have fewer dimensions than its stacks.
+    return Axes(*(*stack, *[None] * ndim)[:ndim])
+
+
+# What can be wrong
+
+# The usual reason for too many dimensions is `eqx.filter_vmap` of a constructor.
+STACK = "if these are several layers in one array (by vmap or scan), hold them in `ft.Stacked` (`ft.stack` makes one)"
+
+
+def _wrong_rank(
+    value: Any, path: Path, hint: str, stack: tuple[str, ...], ranks: Sequence[int]
+) -> LeafAxes:
+    have = len(value.shape)
+    after = f" after the axes `{' '.join(stack)}` of its stack" if stack else ""
+    why = f"has {count(have, 'dimension')}; `{hint}` has {' or '.join(map(str, ranks))}{after}"
+    remedy = "change the annotation or the array"
+    if have > max(ranks) + len(stack):
+        remedy = f"{STACK}; else {remedy}, or name its dimensions from outside (`names={{Class: ft.names(...)}}`)"
+    return _misfit(value, path, stack, why, remedy)
+
+
+def _unresolved(value: Any, path: Path, hint: Hint, stack: tuple[str, ...]) -> LeafAxes:
+    # Resolved once more, for the text of the error that Python raises.
+    remedy = "define or import the name in the module of the class, not in a function or under TYPE_CHECKING"
+    try:
+        _ = hint.settled
+        error = "the name was not defined when the tree was read, but it is now"
+    except UNREADABLE as raised:
+        error = str(raised) or type(raised).__name__
+        if not isinstance(raised, NameError):
+            remedy = "write an annotation that Python can evaluate"
+    why = f"its annotation `{hint.text}` cannot be resolved: {error}"
+    return _misfit(value, path, stack, why, remedy)
+
+
+def _misfit(value: Any, path: Path, stack: tuple[str, ...], why: str, remedy: str) -> LeafAxes:
+    return LeafAxes(_unknown(value, stack), True, misfit=array_problem(path, value, why, remedy))

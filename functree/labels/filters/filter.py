@@ -1,0 +1,361 @@
+"""What a user writes for a filter ─► a `Filter`: a predicate over leaves, by path, class or
+function."""
+
+import re
+import types
+import typing
+from abc import abstractmethod
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from functree.errors import RuleError
+from functree.labels.leaf import Leaf
+from functree.parameters import check_callback, shown
+from functree.tree.globs import glob_pattern, match_text
+from functree.tree.paths import Path, tokens
+
+
+class Filter:
+    """A predicate over leaves. Filters are hashable and equal by value, and are combined with `&`,
+    `|` and `~`.
+
+    Examples:
+        >>> ft.glob("**.bias") | ft.larger_than(100) & ~ft.has_axis("embed")
+        glob('**.bias') | larger_than(100) & ~has_axis('embed')
+    """
+
+    __slots__ = ()
+
+    @abstractmethod
+    def __call__(self, leaf: Leaf, /) -> bool:
+        """Whether the leaf matches."""
+
+    def __and__(self, other: Any) -> "Filter":
+        return _joined(All, self, other)
+
+    def __rand__(self, other: Any) -> "Filter":
+        return _joined(All, other, self)
+
+    def __or__(self, other: Any) -> "Filter":
+        return _joined(Any_, self, other)
+
+    def __ror__(self, other: Any) -> "Filter":
+        return _joined(Any_, other, self)
+
+    def __invert__(self) -> "Filter":
+        return Not(self)
+
+
+@dataclass(frozen=True, repr=False)
+class All(Filter):
+    """Leaves that all parts match; made by `&`."""
+
+    parts: tuple[Filter, ...]
+
+    def __call__(self, leaf: Leaf, /) -> bool:
+        return all(part(leaf) for part in self.parts)
+
+    def __repr__(self) -> str:
+        # `&` binds more tightly than `|`, as in Python.
+        return " & ".join(
+            f"({part!r})" if isinstance(part, Any_) else repr(part) for part in self.parts
+        )
+
+
+@dataclass(frozen=True, repr=False)
+class Any_(Filter):
+    """Leaves that at least one part matches; made by `|`."""
+
+    parts: tuple[Filter, ...]
+
+    def __call__(self, leaf: Leaf, /) -> bool:
+        return any(part(leaf) for part in self.parts)
+
+    def __repr__(self) -> str:
+        return " | ".join(map(repr, self.parts))
+
+
+@dataclass(frozen=True, repr=False)
+class Not(Filter):
+    """Leaves that the part does not match; made by `~`."""
+
+    part: Filter
+
+    def __call__(self, leaf: Leaf, /) -> bool:
+        return not self.part(leaf)
+
+    def __repr__(self) -> str:
+        return f"~({self.part!r})" if isinstance(self.part, All | Any_) else f"~{self.part!r}"
+
+
+def _joined(kind: "type[All] | type[Any_]", *operands: Any) -> Filter:
+    """Several filters as one. `a & b & c`, with brackets or without, is one filter of three
+    parts."""
+    parts: list[Filter] = []
+    for written in operands:
+        if written is ...:
+            raise RuleError(
+                "`...` cannot be combined with other filters: use it alone, as the last filter of an ordered list"
+            )
+        part = as_filter(written)
+        parts += part.parts if isinstance(part, kind) else (part,)
+    return kind(tuple(parts))
+
+
+@dataclass(frozen=True, repr=False)
+class Glob(Filter):
+    """A glob over the parts of a path; made by `ft.glob`."""
+
+    pattern: str
+
+    def __post_init__(self) -> None:
+        glob_pattern(
+            self.pattern
+        )  # raises here for an invalid glob, and not only when a tree is read
+
+    def __call__(self, leaf: Leaf, /) -> bool:
+        matches = glob_pattern(self.pattern).fullmatch
+        return any(matches(match_text(path)) for path in leaf.patterned)
+
+    def __repr__(self) -> str:
+        return f"glob({self.pattern!r})"
+
+
+@dataclass(frozen=True, repr=False)
+class At(Filter):
+    """The leaf at a path whose text is not a glob, because it has a key such as an Enum, which has
+    no literal."""
+
+    path: Path
+
+    def __call__(self, leaf: Leaf, /) -> bool:
+        return self.path in leaf.patterned
+
+    def __repr__(self) -> str:
+        return f"Path({tuple(self.path)!r})"
+
+
+def path_glob(path: Path) -> "str | Path":
+    """The glob that matches only this path; the path itself if its text cannot be read."""
+    text = str(path)
+    try:
+        glob_pattern(text)
+    except RuleError:
+        return path
+    return text
+
+
+def glob(pattern: str) -> Filter:
+    """Leaves whose path matches a glob: `*` matches any text within one part, `**` any number of
+    parts.
+
+    Args:
+        pattern: parts joined by dots; a key that is not an identifier is quoted, and has no
+            wildcards then.
+
+    Raises:
+        RuleError: a part cannot be read.
+
+    Examples:
+        >>> [str(row.path) for row in ft.plan({"a": jnp.ones(2), "b": jnp.ones(2)}, {"a": ft.P(), "b": ft.P()}, {})]
+        ['a', 'b']
+        >>> ft.glob("**.bias")
+        glob('**.bias')
+    """
+    if not isinstance(pattern, str):
+        raise RuleError(f"`glob` takes a text such as `'**.bias'`, not {shown(pattern)}")
+    return Glob(pattern)
+
+
+@dataclass(frozen=True, repr=False)
+class Regex(Filter):
+    """Leaves whose path as text matches a compiled regular expression, from its beginning to its
+    end."""
+
+    pattern: re.Pattern[str]
+
+    def __call__(self, leaf: Leaf, /) -> bool:
+        return any(self.pattern.fullmatch(str(path)) for path in leaf.patterned)
+
+    def __repr__(self) -> str:
+        return repr(self.pattern)
+
+
+@dataclass(frozen=True, repr=False)
+class Under(Filter):
+    """Leaves below an instance of some classes; made by `ft.under`."""
+
+    classes: tuple[type, ...]
+
+    def __call__(self, leaf: Leaf, /) -> bool:
+        return any(issubclass(cls, self.classes) for cls in leaf.within)
+
+    def __repr__(self) -> str:
+        return f"under({' | '.join(cls.__name__ for cls in self.classes)})"
+
+
+def under(cls: "type | types.UnionType") -> Filter:
+    """Leaves anywhere below an instance of a class, or of one of several classes (`Linear | Conv`).
+
+    Raises:
+        RuleError: the argument is not a class.
+
+    Examples:
+        >>> ft.under(eqx.nn.Linear)
+        under(Linear)
+    """
+    classes: tuple[Any, ...] = (cls,)
+    if typing.get_origin(cls) in (types.UnionType, typing.Union):
+        classes = typing.get_args(cls)
+    if not all(isinstance(c, type) for c in classes):
+        raise RuleError(
+            f"a filter by class takes a class, or several joined by `|`, not {cls!r}{bare_class(classes)}"
+        )
+    return Under(classes)
+
+
+def bare_class(classes: Iterable[Any]) -> str:
+    """The end of an error about classes with arguments, such as `Box[int]`; empty if there is
+    none."""
+    for cls in classes:
+        origin = typing.get_origin(cls)
+        if isinstance(origin, type):
+            return f"; write `{origin.__name__}`: the arguments of a class are not known of its instances"
+    return ""
+
+
+@dataclass(frozen=True, repr=False)
+class Where(Filter):
+    """Leaves for which a function `(path, leaf) -> bool` is true."""
+
+    function: Callable[[Path, Any], Any]
+
+    def __call__(self, leaf: Leaf, /) -> bool:
+        return any(self.function(path, leaf.value) for path in leaf.patterned)
+
+    def __repr__(self) -> str:
+        return getattr(self.function, "__qualname__", repr(self.function))
+
+
+class Everything(Filter):
+    """All leaves; written as `...`."""
+
+    def __call__(self, leaf: Leaf, /) -> bool:
+        return True
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Everything)
+
+    def __hash__(self) -> int:
+        return hash(Everything)
+
+    def __repr__(self) -> str:
+        return "..."
+
+
+def patterns(item: Filter) -> Iterator[Filter]:
+    """The globs, paths and regular expressions in a filter."""
+    return (part for part in naming(item) if not isinstance(part, Under))
+
+
+def naming(item: Filter) -> Iterator[Filter]:
+    """The parts of a filter that name something of one tree: patterns and classes, and not
+    properties such as axes."""
+    match item:
+        case Glob() | At() | Regex() | Under():
+            yield item
+        case All() | Any_():
+            for part in item.parts:
+                yield from naming(part)
+        case Not():
+            yield from naming(item.part)
+
+
+def may_name(item: Filter, field: str) -> bool:
+    """Whether a filter may name a field, such as `opt_state`; see `names_field`."""
+    match item:
+        case Glob():
+            return any(_writes(part, field) for part in tokens(item.pattern))
+        case At():
+            return field in item.path
+        case Regex():
+            return field in item.pattern.pattern
+        case Where():
+            return True
+        case All() | Any_():
+            return any(may_name(part, field) for part in item.parts)
+        case Not():
+            return may_name(item.part, field)
+    return False
+
+
+def names_field(item: Filter, leaf: Leaf) -> bool:
+    """Whether a filter, or one that it is made of, matches a leaf by naming the field that the leaf
+    is in: the first key of the last of its paths.
+
+    A pattern names the field if it is written there: `opt_state.**` and `**.opt_state.*.mu.**` do,
+    `**.bias` does not. A function names it if it is true of the path, and not of the path below.
+    """
+    path = leaf.patterned[-1]
+    match item:
+        case Glob() | At() | Regex():
+            return may_name(item, path[0]) and item(leaf)
+        case Where():
+            return item(leaf) and not item.function(Path(path[1:]), leaf.value)
+        case All() | Any_():
+            return any(names_field(part, leaf) for part in item.parts)
+        case Not():
+            return names_field(item.part, leaf)
+    return False
+
+
+def _writes(part: str, field: str) -> bool:
+    """Whether a part of a glob is text that matches a field, and not only wildcards."""
+    if not part.strip("*"):
+        return False
+    return glob_pattern(part).fullmatch(match_text(Path((field,)))) is not None
+
+
+FilterLike = (
+    Filter
+    | str
+    | re.Pattern[str]
+    | type
+    | types.UnionType
+    | types.EllipsisType
+    | Path
+    | Callable[[Path, Any], Any]
+)
+"""What a user can write for a filter."""
+
+
+def as_filter(written: Any) -> Filter:
+    """What a user wrote for a filter ─► the filter. Raises RuleError for anything that is not a
+    filter."""
+    match written:
+        case Filter():
+            return written
+        case str():
+            return Glob(written)
+        case re.Pattern() if isinstance(written.pattern, str):
+            return Regex(written)
+        case type() | types.UnionType():
+            return under(written)
+        case types.EllipsisType():
+            return Everything()
+        case Path():
+            pattern = path_glob(written)
+            return Glob(pattern) if isinstance(pattern, str) else At(pattern)
+    # `typing.Union[A, B]` and `Box[int]` are not instances of the classes above.
+    if typing.get_origin(written) is not None:
+        return under(written)
+    # Filters are compared by value, and a layout with a filter is a key of caches. So a function
+    # has to be hashable.
+    if callable(written) and isinstance(written, Hashable):
+        check_callback(written, "a filter")
+        return Where(written)
+    raise RuleError(
+        f"{written!r} is not a filter: write a glob (`'**.bias'`), a compiled regular expression, a class, a callable "
+        "`(path, leaf) -> bool` that can be hashed, `...`, or one of functree's filters"
+    )

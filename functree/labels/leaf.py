@@ -1,0 +1,112 @@
+"""`Leaf`: one array of a tree, with all that filters, layouts and messages ask about it."""
+
+from typing import Any, NamedTuple
+
+from jax.sharding import PartitionSpec
+
+from functree.errors import Problem
+from functree.tree.arrays import array_text
+from functree.tree.axes import Axes
+from functree.tree.paths import Path
+
+
+class Follows(NamedTuple):
+    """The leaf whose decision another leaf takes: the moment of a parameter is sharded as this is.
+
+    Attributes:
+        path: the path of that leaf; None for a leaf that depends on no parameter, such as the count
+            of an optimizer's steps, and is replicated.
+        dims: for each dimension, the index of that leaf's dimension that it is; None for a
+            dimension of its own.
+        known: False if the leaf depends on the shapes of parameters in a way that cannot be
+            determined.
+    """
+
+    path: Path | None
+    dims: tuple[int | None, ...]
+    known: bool = True
+
+    def has_all_of(self, ndim: int) -> bool:
+        """Whether a leaf has all dimensions of the other one, which has `ndim`, in their order."""
+        return self.dims == tuple(range(ndim))
+
+
+class Leaf(NamedTuple):
+    """An array of a tree, with all that a filter or a layout may need to know about it.
+
+    Attributes:
+        path: from the root of the tree.
+        value: the array; it may be traced or abstract.
+        axes: the names of its dimensions.
+        within: the classes of the nodes above it, outermost first.
+        aliases: the paths that patterns are matched with, if they are others than `path`: the path
+            from the subtree that a layout is for, or the path of the parameter that a leaf of an
+            optimizer's state belongs to.
+        stacked: the number of leading dimensions that belong to stacks of layers.
+        annotated: whether its axes are named, by an annotation or from outside.
+        unnamed: for each dimension, the token of its annotation if that token is not a name, or an
+            empty text. Empty if all dimensions are named.
+        spec: the `PartitionSpec` in its annotation, or None.
+        buffer: whether it is marked as not trained.
+        misfit: why its axes cannot be determined, or None.
+        follows: the leaf whose decision it takes; None for a leaf that layouts decide about.
+        activation: whether it is an activation: a bare array whose axes have names. Only rules are
+            about these; `FSDP`, specs and filters are written for parameters.
+    """
+
+    path: Path
+    value: Any
+    axes: Axes
+    within: tuple[type, ...] = ()
+    aliases: tuple[Path, ...] = ()
+    stacked: int = 0
+    annotated: bool = False
+    unnamed: tuple[str, ...] = ()
+    spec: PartitionSpec | None = None
+    buffer: bool = False
+    misfit: Problem | None = None
+    follows: Follows | None = None
+    activation: bool = False
+
+    @property
+    def patterned(self) -> tuple[Path, ...]:
+        """The paths that patterns are matched with."""
+        return self.aliases or (self.path,)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the array."""
+        return self.value.shape
+
+    @property
+    def text(self) -> str:
+        """The leaf in messages: `f32[512, 128]   "embed hidden"`."""
+        text = array_text(self.value)
+        if any(self.axes):
+            text += f'   "{self.axes}"'
+        return text
+
+    def dimension(self, dim: int) -> str:
+        """A dimension in messages: its axis, or its position if it has no name."""
+        # An array whose annotation does not fit may have more dimensions than axes.
+        name = self.axes[dim] if dim < len(self.axes) else None
+        return f'"{name}"' if name else f"dimension {dim}"
+
+    def problem(self, why: str, remedy: str) -> Problem:
+        """A `Problem` of this leaf."""
+        return Problem(self.path, tuple(self.shape), self.text, why, remedy)
+
+
+# The modules of the classes of plain containers.
+_CONTAINERS = ("builtins", "collections")
+
+
+def is_in_module(leaf: Leaf) -> bool:
+    """Whether a leaf of a call is in a module, and not in plain containers only."""
+    # The first class is that of the call itself, which is a named tuple.
+    return any(cls.__module__ not in _CONTAINERS for cls in leaf.within[1:])
+
+
+def array_problem(path: Path, value: Any, why: str, remedy: str) -> Problem:
+    """A `Problem` of an array of which only the path is known."""
+    return Problem(path, tuple(value.shape), array_text(value), why, remedy)

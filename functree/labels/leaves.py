@@ -1,0 +1,398 @@
+"""A tree and its annotations ─► `Leaves`: one `Leaf` for each array, and the skeleton of the tree.
+
+This is the only walk over a tree: all paths, axes, and classes of the modules around a leaf come
+from here. A packed tree is read as the tree that was packed, but the skeleton is that of the packed
+tree.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+from jax.core import Tracer
+from jax.tree_util import GetAttrKey, tree_leaves, tree_map, tree_structure
+
+from functree.errors import (
+    AxesError,
+    FunctreeError,
+    FunctreeTypeError,
+    FunctreeValueError,
+    Problem,
+    count,
+)
+from functree.labels.annotations.classes import ClassHints, class_hints
+from functree.labels.annotations.equinox_names import OWN_STATE, equinox_names
+from functree.labels.annotations.given_names import (
+    GivenNames,
+    Giver,
+    given_at,
+    given_axes,
+    invalid_names,
+    unmatched,
+)
+from functree.labels.annotations.hints import NO_ENV, NOTHING, Hint
+from functree.labels.annotations.leaf_axes import Memory, leaf_axes, state_axes
+from functree.labels.leaf import Leaf
+from functree.parameters import check_tree
+from functree.tree.arrays import is_array
+from functree.tree.axes import Axes, Names
+from functree.tree.interfaces import PackedTree, Stack, StateMapping, TrainingState
+from functree.tree.paths import Path, plain_key
+from functree.tree.skeleton.kinds import (
+    ARRAY,
+    DEFAULT_DICT,
+    DICT,
+    EQUINOX_STATE,
+    NONE,
+    PACKED,
+    SEQUENCE,
+    STATE,
+    STATIC,
+    Kind,
+    kind_of,
+)
+from functree.tree.skeleton.skeleton import Skeleton
+
+
+@dataclass(frozen=True)
+class Leaves:
+    """The arrays of a tree, in JAX's order.
+
+    Attributes:
+        leaves: one `Leaf` for each array.
+        problems: names that were given to leaves that do not exist.
+        skeleton: the tree without its arrays.
+        unused: the classes in `names` that have named no leaf.
+        training: the outermost training states in the tree, by path.
+    """
+
+    leaves: tuple[Leaf, ...]
+    problems: tuple[Problem, ...]
+    skeleton: Skeleton
+    unused: tuple[type, ...] = ()
+    training: Mapping[Path, TrainingState] = field(default_factory=dict)
+
+
+def read(tree: Any, names: Mapping[type, Names] | None = None) -> Leaves:
+    """Read the path, the axes and the surrounding modules of each array of a tree.
+
+    Args:
+        tree: arrays, numpy arrays or `jax.ShapeDtypeStruct`s, in modules and containers.
+        names: `{cls: ft.names(...)}`, axes for the leaves of classes that have no annotations.
+
+    Raises:
+        FunctreeError: the tree has a dict whose keys cannot be sorted, or contains itself. JAX
+            cannot flatten these.
+    """
+    walk = _Walk({**OWN_STATE, **(names or {})})
+    try:
+        walk.visit(tree, (), NOTHING, _Context())
+    except RecursionError:
+        raise too_deep(tree) from None
+    # Names of a field that were used by arrays outside of any module. Names that a module used have
+    # been checked at that module, and names that nothing used belong to a field without arrays.
+    for node, path, given in walk.fields:
+        if given.by_leaf and not given.by_module:
+            walk.note_unmatched(node, path, (given,))
+    skeleton = Skeleton(tree_structure(tree), walk.indices, walk.others)
+    unused = tuple(
+        cls for cls in walk.names if cls not in walk.used and not _is_stock(cls, walk.names[cls])
+    )
+    return Leaves(tuple(walk.leaves), tuple(walk.problems), skeleton, unused, walk.training)
+
+
+def tree_axes(tree: Any, names: Mapping[type, Names] | None = None) -> Any:
+    """The axes of each array of a tree.
+
+    Args:
+        tree: arrays, numpy arrays or `jax.ShapeDtypeStruct`s, in modules and containers.
+        names: `{cls: ft.names(...)}`, axes for the leaves of classes that have no annotations.
+
+    Returns:
+        A tree of `Axes` with the structure of the tree, and None in the place of leaves that are
+            not arrays.
+
+    Raises:
+        AxesError: the rank of a leaf does not fit its annotation, or fits several alternatives with
+            different names; an annotation cannot be resolved; names are given to a field that does
+            not exist. The error lists all leaves with a problem, by path. Or `names` is not such a
+            mapping.
+
+    Examples:
+        >>> class MLP(eqx.Module):
+        ...     up: Float[Array, "embed hidden"]
+        ...     down: Float[Array, "hidden embed"]
+        >>> axes = ft.tree_axes(MLP(jnp.ones((2, 3)), jnp.ones((3, 2))))
+        >>> axes.up, axes.down
+        (Axes('embed', 'hidden'), Axes('hidden', 'embed'))
+    """
+    check_tree("tree_axes", tree)
+    invalid = None if names is None else invalid_names(names)
+    if invalid is not None:
+        raise AxesError(invalid)
+    leaves = read(tree, names)
+    misfits = [leaf.misfit for leaf in leaves.leaves if leaf.misfit]
+    if misfits:
+        headline = f"the axes of {count(len(misfits), 'leaf')} cannot be determined"
+        raise AxesError(headline, [*leaves.problems, *misfits])
+    if leaves.problems:
+        raise AxesError("axes are given to leaves that do not exist", leaves.problems)
+    return leaves.skeleton.spread(leaf.axes for leaf in leaves.leaves)
+
+
+def too_deep(tree: Any) -> FunctreeError:
+    """The error for a tree that cannot be visited within Python's limit of recursion."""
+    why = f"a {type(tree).__name__} that contains itself, or is nested too deeply, cannot be read as a tree"
+    return FunctreeValueError(why)
+
+
+def _is_stock(cls: type, names: Names) -> bool:
+    """Whether `ft.equinox_names` has these names for a class. It has all layers, and no tree
+    does."""
+    return equinox_names.get(cls) == names
+
+
+class _Context(NamedTuple):
+    """What is true for all leaves below a node.
+
+    Attributes:
+        within: the classes of the nodes above, outermost first.
+        stack: the axes of the stacks above.
+        given: the names that were given above.
+        buffer: whether an annotation above marks the leaves as not trained.
+        pending: the names in the annotation of a field above, if there has been no module since.
+            Their patterns are matched with paths from the first module below the field, or from the
+            field if there is no module.
+    """
+
+    within: tuple[type, ...] = ()
+    stack: tuple[str, ...] = ()
+    given: tuple[GivenNames, ...] = ()
+    buffer: bool = False
+    pending: GivenNames | None = None
+
+
+# A path as a plain tuple. A `Path` is made for arrays only: most nodes are modules and containers.
+Keys = tuple[Any, ...]
+
+
+class _Walk:
+    """One walk over a tree. What depends only on a class is looked up once for each class."""
+
+    def __init__(self, names: Mapping[type, Names]):
+        self.names = names
+        self.leaves: list[Leaf] = []
+        self.indices: list[int] = []  # the indices of the arrays, among all leaves in JAX's order
+        self.others: list[tuple[int, Any]] = []  # (index, value) of the leaves that are not arrays
+        self.size = 0  # the number of leaves so far
+        self.problems: list[Problem] = []
+        self.packed = False  # whether the tree has a packed tree in it
+        self.kinds: dict[type, Kind] = {}
+        self.classes: dict[type, ClassHints] = {}
+        self.memory: Memory = {}
+        self.tried: dict[Hint, Hint] = {}
+        self.used: set[type] = set()  # the classes in `names` that have named a leaf
+        self.training: dict[Path, TrainingState] = {}
+        self.fields: list[
+            tuple[Any, Keys, GivenNames]
+        ] = []  # the fields whose annotation has `ft.names`
+
+    def visit(self, node: Any, path: Keys, hint: Hint, context: _Context) -> None:
+        """Visit a node.
+
+        Args:
+            node: the node, or a leaf.
+            path: its path.
+            hint: its annotation.
+            context: what is true for all leaves below it.
+        """
+        kind = self.kinds.get(type(node)) or self._kind(node)
+        if hint is not NOTHING:
+            hint, context = self._annotated(node, kind, path, hint, context)
+        if kind is ARRAY:
+            self._leaf(node, path, hint, context)
+        elif kind is STATIC:
+            self.others.append((self.size, node))
+            self.size += 1
+        elif kind is SEQUENCE:
+            inside = _inside(context, type(node))
+            for i, child in enumerate(node):
+                self.visit(child, (*path, i), hint.child(i), inside)
+        elif kind is DICT or kind is DEFAULT_DICT:
+            inside, below = _inside(context, type(node)), hint.child(None)
+            for key in _sorted_keys(node, path):
+                self.visit(node[key], (*path, key), below, inside)
+        elif kind is STATE:
+            self._state(node, path, context)
+        elif kind is PACKED:
+            self._packed(node, path, hint, context)
+        elif kind is EQUINOX_STATE:
+            opened = given_at(node, len(path), context.pending, self.names)
+            inside = _Context(
+                (*context.within, type(node)), context.stack, context.given + opened, context.buffer
+            )
+            for keys, child in kind.paths(node):
+                self.visit(child, (*path, *keys), NOTHING, inside)
+        elif kind is not NONE:
+            self._node(node, kind, path, hint, context)
+
+    def _kind(self, node: Any) -> Kind:
+        kind = kind_of(node)
+        # Only where the class determines the kind: a numpy array of objects is static and one of
+        # floats is an array.
+        if kind is not STATIC and not isinstance(node, np.ndarray | np.generic | Tracer):
+            self.kinds[type(node)] = kind
+        return kind
+
+    def _annotated(
+        self, node: Any, kind: Kind, path: Keys, hint: Hint, context: _Context
+    ) -> tuple[Hint, _Context]:
+        """The resolved annotation of a node, and the context with what the annotation says about
+        all leaves below."""
+        if hint.later:
+            # Once in a walk. In the next one it is tried again, since a name may be defined later.
+            tried = self.tried.get(hint)
+            if tried is None:
+                tried = self.tried[hint] = hint.tried()
+            hint = tried
+        if hint.buffer:
+            context = context._replace(buffer=True)
+        if hint.names is not None and kind is not NONE:
+            given = GivenNames(hint.names, len(path), Giver.FIELD)
+            self.fields.append((node, path, given))
+            context = context._replace(pending=given)
+        return hint, context
+
+    def _leaf(self, value: Any, path: Keys, hint: Hint, context: _Context) -> None:
+        """Note an array."""
+        self.indices.append(self.size)
+        self.size += 1
+        within, stack, given, buffer, pending = context
+        place = Path(path)
+        if pending is not None:
+            pending.by_leaf = True
+            given = (*given, pending)
+        outside = given_axes(place, given) if given else None
+        axes, annotated, unnamed, spec, misfit = leaf_axes(
+            self.memory, value, place, hint, outside, stack
+        )
+        self.leaves.append(
+            Leaf(
+                place, value, axes, within, (), len(stack), annotated, unnamed, spec, buffer, misfit
+            )
+        )
+
+    def _node(self, node: Any, kind: Kind, path: Keys, hint: Hint, context: _Context) -> None:
+        """Visit a module, a named tuple, or a node of another class that is registered with JAX."""
+        cls = type(node)
+        known = self.classes.get(cls)
+        if known is None:
+            known = self.classes[cls] = class_hints(cls)
+        inside, opened = _inside(context, cls), ()
+        if isinstance(node, TrainingState) and not any(
+            issubclass(outer, TrainingState) for outer in context.within
+        ):
+            self.training[Path(path)] = node
+        # A subclass of dict, such as an OrderedDict, is a container: names of a field are for the
+        # modules in it.
+        if not isinstance(node, dict):
+            opened = given_at(node, len(path), context.pending, self.names)
+            stack = (
+                (*context.stack, *node.stack_axes()) if isinstance(node, Stack) else context.stack
+            )
+            inside = _Context(inside.within, stack, context.given + opened, context.buffer)
+        env = known.env(cls, hint) if hint.generics or hint.later else NO_ENV
+        for key, child in kind.children(node):
+            by_field = kind.by_field or type(key) is GetAttrKey
+            name = key if kind.by_field else plain_key(key)
+            below = known.fields.get(name, NOTHING) if by_field else hint.child(None)
+            if env and below.open:
+                below = below.bind(env)
+            # `PyTree[X]` annotates the fields that the class itself does not annotate.
+            if hint.below is not None and by_field and below.tried() is NOTHING:
+                below = hint.child(None)
+            self.visit(child, (*path, name), below, inside)
+        if opened:
+            self.used.update(given.cls for given in opened if given.cls is not None and given.used)
+            self.note_unmatched(node, path, opened)
+
+    def _packed(self, node: Any, path: Keys, hint: Hint, context: _Context) -> None:
+        """Visit a packed tree: the leaves of the tree that was packed, with the indices that they
+        have in this one."""
+        # `Packed[X]` annotates the tree that was packed by X.
+        hint = next(
+            (args[0] for origin, args in hint.generics if origin is type(node) and args), hint
+        )
+        self.packed = True
+        places, others, first = len(self.indices), len(self.others), self.size
+        self.visit(node.tree, path, hint, context)
+        # The arrays are in the same order, but the static leaves of the tree are not leaves of the
+        # packed tree. So the indices from the visit are replaced.
+        flat = tree_leaves(node)
+        self.indices[places:] = [first + i for i, leaf in enumerate(flat) if is_array(leaf)]
+        self.others[others:] = [
+            (first + i, leaf) for i, leaf in enumerate(flat) if not is_array(leaf)
+        ]
+        self.size = first + len(flat)
+
+    def _state(self, node: StateMapping, path: Keys, context: _Context) -> None:
+        """Visit state, which has an entry for each of its children: the path in the model, the
+        axes, the stacks."""
+        within = (*context.within, type(node))
+        # JAX flattens a state into one child for each entry; `split` puts None in the place of some
+        # of them.
+        children = tree_leaves(node, is_leaf=lambda x: x is None)
+        for entry, child in zip(node.entries(), children, strict=True):
+            if child is None:
+                continue
+            if is_array(child):
+                self.indices.append(self.size)
+                place = Path((*path, *entry.path))
+                # One layer of a stack has values without the leading dimensions of the stack.
+                unstacked = min(max(len(entry.axes) - len(child.shape), 0), entry.stacked)
+                declared, stacked = Axes(*entry.axes[unstacked:]), entry.stacked - unstacked
+                axes, annotated, _, _, misfit = state_axes(child, place, declared)
+                self.leaves.append(
+                    Leaf(place, child, axes, within, (), stacked, annotated, misfit=misfit)
+                )
+            else:
+                self.others.append((self.size, child))
+            self.size += 1
+
+    def note_unmatched(self, node: Any, path: Keys, given: tuple[GivenNames, ...]) -> None:
+        """Note the names that are given at a node and that match none of its leaves."""
+        self.problems += unmatched(_unpacked(node) if self.packed else node, path, given)
+
+
+def _inside(context: _Context, cls: type) -> _Context:
+    """The context below a node of a class."""
+    # Not by `_replace`, which takes twice as long; this runs for each container.
+    within, stack, given, buffer, pending = context
+    return _Context((*within, cls), stack, given, buffer, pending)
+
+
+def _unpacked(tree: Any) -> Any:
+    """A tree in which each packed tree is replaced by the tree that was packed."""
+
+    def is_packed(node: Any) -> bool:
+        return isinstance(node, PackedTree)
+
+    def unpack(node: Any) -> Any:
+        # A packed tree may contain another one.
+        return _unpacked(node.tree) if is_packed(node) else node
+
+    return tree_map(unpack, tree, is_leaf=is_packed)
+
+
+def _sorted_keys(node: Mapping[Any, Any], path: Keys) -> Iterable[Any]:
+    """The keys of a dict in JAX's order."""
+    try:
+        return sorted(node)
+    except TypeError as error:
+        kinds = ", ".join(sorted({type(key).__name__ for key in node}))
+        why = f"its keys ({kinds}) cannot be sorted, and JAX sorts the keys of a dict"
+        problem = Problem(
+            Path(path), None, "dict", why, "use keys of one type, or an `OrderedDict`"
+        )
+        raise FunctreeTypeError("a dict cannot be read as a tree", [problem]) from error

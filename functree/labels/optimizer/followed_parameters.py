@@ -1,0 +1,314 @@
+"""An optimizer and its parameters ─► for each leaf of its state, the parameter that it follows.
+
+That is not found by the types in the state, which differ for each optimizer. Instead `tx.init` is
+traced a second time with parameters of other sizes, all of them different. The sizes of the leaves
+then show which dimensions of which parameter each leaf has.
+
+A trace takes long, and most parameters of a large model are alike. So the second trace is of one
+parameter of each kind where the optimizer allows it.
+"""
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import equinox as eqx
+import jax
+
+from functree.errors import FunctreeTypeError
+from functree.labels.leaf import Follows, Leaf
+from functree.labels.leaves import Leaves, read
+from functree.labels.optimizer.owners import STEPS, Owners, owners_of
+from functree.labels.optimizer.representatives import Representatives, representatives
+from functree.tree.paths import Path
+from functree.tree.skeleton.skeleton import Skeleton
+
+Shape = tuple[int, ...]
+
+
+class Optimizer(Protocol):
+    """An optimizer: optax's `GradientTransformation`, or any object with its `init`."""
+
+    @property
+    def init(self) -> Callable[..., Any]: ...
+
+
+class Trained(NamedTuple):
+    """The parameters that an optimizer updates.
+
+    Attributes:
+        skeleton: the skeleton of the model.
+        leaves: the leaves by path; None for arrays of the model that the optimizer does not update.
+    """
+
+    skeleton: Skeleton
+    leaves: Mapping[Path, Leaf | None]
+
+    @property
+    def parameters(self) -> dict[Path, Leaf]:
+        """The leaves that it updates, by path."""
+        return {path: leaf for path, leaf in self.leaves.items() if leaf is not None}
+
+    def tree(self, value: Callable[[Leaf], Any]) -> Any:
+        """A tree with the structure of the model, with a value for each parameter and None for all
+        else.
+
+        `tx.init` is called with such a tree.
+        """
+        return self.skeleton.spread(
+            None if leaf is None else value(leaf) for leaf in self.leaves.values()
+        )
+
+
+def check_optimizer(tx: Any, methods: Sequence[str] = ("init",)) -> None:
+    """Raise FunctreeError if `tx` is not an optimizer; `methods` are those that are needed."""
+    if all(callable(getattr(tx, method, None)) for method in methods):
+        return
+    text = repr(tx)
+    if len(text) > 40:  # most likely a model, in swapped arguments
+        text = f"a {type(tx).__name__}"
+    wanted = "an optax GradientTransformation, which has `init` and `update`"
+    raise FunctreeTypeError(f"{text} is not an optimizer: the argument `tx` is {wanted}")
+
+
+def abstract_state(tx: Optimizer, params: Any) -> Leaves:
+    """The leaves of `tx.init(params)`, abstract. Raises FunctreeError if `tx` is not an
+    optimizer."""
+    check_optimizer(tx)
+    return read(eqx.filter_eval_shape(tx.init, params))
+
+
+def find_followed(tx: Optimizer, trained: Trained, state: Sequence[Leaf]) -> list[Follows]:
+    """What each leaf of an optimizer's state follows.
+
+    Args:
+        tx: the optimizer.
+        trained: its parameters.
+        state: the leaves of `tx.init(parameters)`, with their paths in the state.
+    """
+    owners = owners_of([leaf.path for leaf in state], trained.parameters)
+    few = representatives(trained.parameters, state, owners)
+    found = None if few is None else _by_few(tx, trained, state, owners, few)
+    return _by_all(tx, trained, state, owners) if found is None else found
+
+
+# What `tx.init` raises if it needs more parameters than it gets, or sizes that fit together.
+_REFUSED = (TypeError, ValueError, LookupError, AttributeError)
+
+
+def _by_few(
+    tx: Optimizer, trained: Trained, state: Sequence[Leaf], owners: Owners, few: Representatives
+) -> list[Follows] | None:
+    """What each leaf follows, by traces of `tx.init` with one parameter of each kind, and None instead
+    of the others.
+
+    Returns:
+        None if the optimizer does not allow it: it raises, such as one with a tree of labels for
+            all parameters; or its
+        state for these parameters is not a part of its state for all of them.
+    """
+    leaves = {
+        path: leaf if path in few.parameters else None for path, leaf in trained.leaves.items()
+    }
+    reduced = trained._replace(leaves=leaves)
+    try:
+        small = abstract_state(tx, reduced.tree(lambda leaf: leaf.value)).leaves
+    except _REFUSED:
+        return None
+    found = {leaf.path: leaf for leaf in small}
+    same = all(_is_like(leaf, found.get(few.leaves[leaf.path])) for leaf in state)
+    if not same or found.keys() != set(few.leaves.values()):
+        return None
+    own = {
+        leaf.path: [one for one in owners.get(leaf.path, ()) if one in few.parameters]
+        for leaf in small
+    }
+    follows = dict(zip(found, _by_all(tx, reduced, small, own), strict=True))
+    return [_for_leaf(follows[few.leaves[leaf.path]], owners[leaf.path]) for leaf in state]
+
+
+def _is_like(leaf: Leaf, other: Leaf | None) -> bool:
+    """Whether a leaf has the shape and dtype of another one."""
+    return other is not None and leaf.shape == other.shape and leaf.value.dtype == other.value.dtype
+
+
+def _for_leaf(follows: Follows, owners: Sequence[Path]) -> Follows:
+    """What the leaf follows that is like another one, of another parameter."""
+    return follows if follows.path is None else follows._replace(path=owners[0])
+
+
+def _by_all(
+    tx: Optimizer, trained: Trained, state: Sequence[Leaf], owners: Owners
+) -> list[Follows]:
+    """What each leaf follows, by a trace of `tx.init` with other sizes of all parameters."""
+    tracer = _Tracer(tx, trained, state, owners)
+    # The path of a leaf may be that of several parameters. The sizes of such parameters are changed
+    # by different steps, so that the sizes of the leaf show which of them it belongs to.
+    rivals: dict[Path, None] = {}
+    for several in tracer.owners.values():
+        if len(several) > 1:
+            rivals.update(dict.fromkeys(several))
+    steps = dict.fromkeys(tracer.parameters, 1)
+    for i, path in enumerate(rivals):
+        steps[path] = 1 + i % STEPS
+    changed, other = tracer.changed(steps)
+    jumped = tracer.jumped(other)
+    # With a larger size, a parameter may be over a threshold of the optimizer (127 to 128 for
+    # adafactor), and have other leaves. Smaller sizes are tried for such parameters.
+    if jumped:
+        changed, other = tracer.changed(steps | {path: -steps[path] for path in jumped})
+        jumped = tracer.jumped(other)
+    return [tracer.followed(leaf, changed, other, jumped) for leaf in state]
+
+
+class _Tracer:
+    """An optimizer, and what it is traced with.
+
+    Attributes:
+        tx: the optimizer.
+        trained: its parameters.
+        state: the leaves of its state for the real sizes.
+        parameters: the leaves that it updates, by path.
+        owners: for each leaf of the state, the parameters that it may belong to.
+    """
+
+    def __init__(self, tx: Optimizer, trained: Trained, state: Sequence[Leaf], owners: Owners):
+        self.tx, self.trained, self.state, self.owners = tx, trained, state, owners
+        self.parameters: dict[Path, Leaf] = trained.parameters
+
+    def changed(self, steps: Mapping[Path, int]) -> tuple[dict[Path, Shape], dict[Path, Leaf]]:
+        """Other shapes of the parameters, and the leaves of the state for these, by path.
+
+        There are no leaves if `tx.init` raises for these shapes.
+        """
+        shapes = {
+            path: _distinct(leaf.shape, steps[path]) for path, leaf in self.parameters.items()
+        }
+        params = self.trained.tree(
+            lambda leaf: jax.ShapeDtypeStruct(shapes[leaf.path], leaf.value.dtype)
+        )
+        try:
+            state = abstract_state(self.tx, params)
+        except (TypeError, ValueError):
+            # An `init` that computes with two parameters, such as their product, needs sizes that
+            # fit together.
+            return shapes, {}
+        return shapes, {leaf.path: leaf for leaf in state.leaves}
+
+    def jumped(self, other: Mapping[Path, Leaf]) -> set[Path]:
+        """The parameters whose state has other leaves, or leaves of other ranks, for the changed
+        sizes."""
+        odd = [
+            leaf.path
+            for leaf in self.state
+            if leaf.path not in other or not _same_rank(leaf, other[leaf.path])
+        ]
+        return {owner for path in odd for owner in self.owners[path]}
+
+    def followed(
+        self,
+        leaf: Leaf,
+        changed: Mapping[Path, Shape],
+        other: Mapping[Path, Leaf],
+        jumped: Collection[Path],
+    ) -> Follows:
+        """What a leaf follows: the first parameter that its path allows and its sizes confirm.
+
+        Args:
+            leaf: a leaf of the state.
+            changed: the changed shapes of the parameters.
+            other: the leaves of the state for the changed shapes.
+            jumped: the parameters whose state changed too much to be compared.
+        """
+        owners = self.owners[leaf.path]
+        if leaf.path not in other or any(owner in jumped for owner in owners):
+            return self._by_shape(leaf, owners)
+        # `(None,)`: a leaf without a parameter still has to be checked for sizes that changed.
+        found = [
+            self._by_sizes(leaf, other[leaf.path], owner, changed) for owner in owners or (None,)
+        ]
+        return next((one for one in found if one.known), found[0])
+
+    def _by_sizes(
+        self, real: Leaf, other: Leaf, owner: Path | None, changed: Mapping[Path, Shape]
+    ) -> Follows:
+        """What a leaf follows, by its sizes for the real and for the changed parameters.
+
+        A leaf may have all dimensions of the parameter after some of its own, or some of the
+        parameter's dimensions in their order and none of its own (except of size 1). Other leaves
+        cannot be determined: the rank of galore may be equal to the smallest size of a parameter
+        only by chance.
+        """
+        # A size that does not change does not come from a parameter.
+        varies = [a != b for a, b in zip(real.shape, other.shape, strict=True)]
+        nothing = (None,) * len(varies)
+        if owner is None or not any(varies):
+            return Follows(owner, nothing, known=not any(varies))
+        want, have = changed[owner], self.parameters[owner].shape
+        # All dimensions of the parameter, after `lead` others that do not change (a history of
+        # gradients).
+        lead = len(varies) - len(want)
+        if (
+            lead >= 0
+            and other.shape[lead:] == want
+            and real.shape[lead:] == have
+            and not any(varies[:lead])
+        ):
+            return Follows(owner, (*nothing[:lead], *range(len(want))))
+        # Some dimensions of the parameter, as in a factored state. All changed sizes are different,
+        # so a size of the leaf belongs to one dimension.
+        dims: list[int | None] = []
+        for size, other_size, varied in zip(real.shape, other.shape, varies, strict=True):
+            if varied and other_size in want:
+                dim = want.index(other_size)
+                # The real size has to be that of the same dimension.
+                fits = size == have[dim]
+            else:
+                dim = None
+                fits = size == 1 and not varied
+            if not fits:
+                return Follows(owner, nothing, known=False)
+            dims.append(dim)
+        kept = [dim for dim in dims if dim is not None]
+        if kept != sorted(set(kept)):
+            return Follows(owner, nothing, known=False)
+        return Follows(owner, tuple(dims))
+
+    def _by_shape(self, leaf: Leaf, owners: Sequence[Path]) -> Follows:
+        """What a leaf follows that has no other sizes to compare: it can only have the shape of
+        its parameter."""
+        owner = owners[0] if owners else None
+        if owner is not None and leaf.shape == self.parameters[owner].shape:
+            return Follows(owner, tuple(range(len(leaf.shape))))
+        # A scalar has no dimensions that would have to be determined.
+        return Follows(owner, (None,) * len(leaf.shape), known=not leaf.shape)
+
+
+def _same_rank(one: Leaf, other: Leaf) -> bool:
+    return len(one.shape) == len(other.shape)
+
+
+def _distinct(shape: Sequence[int], step: int) -> Shape:
+    """Other sizes, which are different from each other and from the real sizes.
+
+    Optimizers decide by sizes: adafactor factors large dimensions, and the two largest ones. So the
+    sizes are close to the real ones, and in the same order.
+
+    Args:
+        shape: the real shape.
+        step: by how much the sizes are changed, at least; negative for smaller sizes.
+    """
+    out, taken = list(shape), set(shape)
+    way = 1 if step > 0 else -1
+    # In the order of sizes, so that a size that has to be changed by more than the step stays
+    # behind the one before it.
+    for i in sorted(range(len(shape)), key=lambda i: (shape[i], i), reverse=way < 0):
+        size = shape[i] + step
+        while size > 0 and size in taken:
+            size += way
+        # There is no smaller size left. This changes the order, but sizes must be positive and
+        # different.
+        while size <= 0 or size in taken:
+            size += 1
+        out[i] = size
+        taken.add(size)
+    return tuple(out)

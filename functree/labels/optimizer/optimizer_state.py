@@ -1,0 +1,126 @@
+"""An optimizer and its parameters ─► its abstract state, whose leaves follow the parameters; traced
+once for equal shapes."""
+
+import weakref
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from types import FunctionType
+from typing import Any, TypeVar
+
+import jax
+
+from functree.labels.leaf import Follows, Leaf
+from functree.labels.leaves import Leaves
+from functree.labels.optimizer.followed_parameters import (
+    Optimizer,
+    Trained,
+    abstract_state,
+    find_followed,
+)
+from functree.tree.axes import Axes
+from functree.tree.paths import Path
+
+
+def optimizer_state(tx: Optimizer, trained: Trained) -> Leaves:
+    """The leaves of `tx.init(parameters)`, abstract. Each follows a parameter, or none.
+
+    Raises:
+        FunctreeError: `tx` is not an optimizer.
+    """
+    type_ = _type(trained)
+    axes = tuple(None if leaf is None else leaf.axes for leaf in trained.leaves.values())
+
+    def trace() -> tuple[Leaves, Sequence[Follows]]:
+        state = abstract_state(tx, trained.tree(lambda leaf: leaf.value))
+        return state, find_followed(tx, trained, state.leaves)
+
+    def label() -> Leaves:
+        # By the type alone: under other names nothing is traced again.
+        state, follows = _remembered(tx, ("state", type_), trace)
+        parameters = trained.parameters
+        labelled = [
+            following(leaf, one, parameters)
+            for leaf, one in zip(state.leaves, follows, strict=True)
+        ]
+        # Without the problems of names: the leaves of copies of the model may have other shapes
+        # than its annotations say.
+        return Leaves(tuple(labelled), (), state.skeleton)
+
+    return _remembered(tx, ("labelled", type_, axes), label)
+
+
+def followed_by(tx: Optimizer, trained: Trained, state: Sequence[Leaf]) -> Sequence[Follows]:
+    """What the leaves of a state follow that exists already."""
+    leaves = tuple((leaf.path, leaf.shape, leaf.value.dtype) for leaf in state)
+    return _remembered(
+        tx, ("follows", _type(trained), leaves), lambda: find_followed(tx, trained, state)
+    )
+
+
+def following(leaf: Leaf, follows: Follows, parameters: Mapping[Path, Leaf]) -> Leaf:
+    """A leaf of an optimizer's state with the axes of the parameter that it follows. Patterns are
+    matched with the parameter's path too."""
+    if follows.path is None:
+        axes = Axes(*[None] * len(leaf.shape))
+        return leaf._replace(axes=axes, misfit=None, follows=follows)
+    axes = parameters[follows.path].axes
+    if not follows.has_all_of(len(axes)):
+        axes = Axes(*[None if dim is None else axes[dim] for dim in follows.dims])
+    # Not stacked and without a misfit: those of a copy of the model are of its annotations, which
+    # say nothing here. Not by `_replace`, which takes twice as long; this runs for each leaf.
+    return Leaf(
+        leaf.path,
+        leaf.value,
+        axes,
+        leaf.within,
+        (leaf.path, follows.path),
+        0,
+        follows.known,
+        leaf.unnamed,
+        leaf.spec,
+        leaf.buffer,
+        None,
+        follows,
+    )
+
+
+def _type(trained: Trained) -> Hashable:
+    """All that a trace of `tx.init` depends on: the parameters without their values, and the
+    settings of JAX."""
+    arrays = [None if leaf is None else leaf.value for leaf in trained.leaves.values()]
+    types = [
+        None if x is None else (x.shape, x.dtype, getattr(x, "weak_type", False)) for x in arrays
+    ]
+    settings = (
+        _CONFIG.jax_enable_x64,
+        _CONFIG.jax_default_prng_impl,
+        _CONFIG.jax_numpy_dtype_promotion,
+    )
+    return trained.skeleton, tuple(types), settings
+
+
+_CONFIG: Any = jax.config  # its options are attributes that type checkers do not know
+
+# A state is planned again and again: to make it, to place it, and for the shardings of each
+# function that takes it. So what was traced is remembered by `tx.init`, which is another function
+# for each optimizer that is made.
+_KNOWN: weakref.WeakKeyDictionary[Callable[..., Any], dict[Hashable, Any]] = (
+    weakref.WeakKeyDictionary()
+)
+_REMEMBERED = 16  # for each optimizer
+
+T = TypeVar("T")
+
+
+def _remembered(tx: Optimizer, key: Hashable, find: Callable[[], T]) -> T:
+    """What was found for an optimizer and a key, or is found now."""
+    init = getattr(tx, "init", None)
+    if not isinstance(init, FunctionType):  # a method is a new object each time
+        return find()
+    known = _KNOWN.setdefault(init, {})
+    found = known.get(key)
+    if found is None:
+        found = find()
+        if len(known) >= _REMEMBERED:
+            known.clear()
+        known[key] = found
+    return found

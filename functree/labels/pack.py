@@ -1,0 +1,121 @@
+"""A tree ─► `Packed`: its arrays as one flat tuple, and all else as static data; and this ─► the
+tree."""
+
+from typing import Any, Generic, TypeVar
+
+from jax.tree_util import register_pytree_with_keys
+
+from functree.errors import FunctreeTypeError, count
+from functree.labels.leaves import read
+from functree.tree.interfaces import PackedTree
+from functree.tree.skeleton.skeleton import Skeleton
+
+T = TypeVar("T")
+
+
+class Packed(PackedTree, Generic[T]):
+    """A tree that JAX flattens in one Python call, whatever its number of arrays; made by
+    `ft.pack`.
+
+    A `Packed` is an immutable pytree: `jax.jit`, `jax.lax.scan`, `jax.vmap` and `jax.tree.map` take
+    and return it. It is equal only to itself, because the comparison of arrays has no single truth
+    value; compare `.static` and `.arrays` instead. `ft.plan`, `ft.shard`, `ft.split` and `ft.grad`
+    use the paths and axes of the tree that was packed, and their results are packed too.
+
+    Attributes:
+        arrays: the arrays of the tree, in JAX's order.
+        static: everything else; hashable, and equal by value and type.
+        tree: the tree that was packed, with the arrays of this `Packed`.
+
+    Examples:
+        >>> packed = ft.pack({"w": jnp.ones((2, 3)), "act": "relu"})
+        >>> packed
+        <Packed dict: 1 array>
+        >>> jax.tree.map(jnp.shape, packed).arrays, packed.tree["act"]
+        (((2, 3),), 'relu')
+    """
+
+    __slots__ = ("_arrays", "_static")
+
+    # The attributes are declared here, because annotations in the class would be read as those of
+    # leaves below it.
+    def __init__(self, arrays: tuple[Any, ...], static: Skeleton):
+        self._arrays: tuple[Any, ...] = arrays
+        self._static: Skeleton = static
+
+    @property
+    def arrays(self) -> tuple[Any, ...]:
+        return self._arrays
+
+    @property
+    def static(self) -> Skeleton:
+        return self._static
+
+    @property
+    def tree(self) -> T:
+        return self._static.fill(self._arrays)
+
+    def __repr__(self) -> str:
+        root = self._static.treedef.node_data()  # None for a tree that is a single array
+        name = f" {root[0].__name__}" if root else ""
+        return f"<Packed{name}: {count(len(self._static), 'array')}>"
+
+
+# The arrays are children of the node itself, so JAX's C++ code iterates over them. The keys have
+# the whole paths; JAX asks for them only when it traces a function.
+register_pytree_with_keys(
+    Packed,
+    lambda packed: (tuple(zip(packed.static.keys, packed.arrays, strict=True)), packed.static),
+    lambda static, arrays: Packed(tuple(arrays), static),
+    lambda packed: (packed._arrays, packed._static),
+)
+
+
+def pack(tree: T | Packed[T]) -> Packed[T]:
+    """Pack a tree, for loops in which the overhead of a call takes longer than its computation.
+
+    JAX flattens and unflattens modules in Python, on every call of a compiled function. A packed
+    tree is flattened in constant time.
+
+    Args:
+        tree: any tree. A `Packed` is returned as it is.
+
+    Returns:
+        The arrays as one flat tuple, with all else as static data.
+
+    Raises:
+        FunctreeError: static values cannot be hashed. The error lists them by path.
+
+    Examples:
+        >>> packed = ft.pack(eqx.nn.MLP(2, 2, 8, 3, key=jax.random.key(0)))
+        >>> double = jax.jit(lambda packed: jax.tree.map(lambda x: 2 * x, packed))
+        >>> double(packed), ft.unpack(double(packed)).activation is packed.tree.activation
+        (<Packed MLP: 8 arrays>, True)
+        >>> jax.tree_util.keystr(jax.tree_util.tree_flatten_with_path(packed)[0][0][0])
+        '.layers.0.weight'
+    """
+    if isinstance(tree, Packed):
+        return tree
+    leaves = read(tree)
+    leaves.skeleton.learn(tree).check_hashable()
+    return Packed(tuple(leaf.value for leaf in leaves.leaves), leaves.skeleton)
+
+
+def unpack(packed: Packed[T]) -> T:
+    """The tree that was packed, with the arrays of this `Packed`.
+
+    Args:
+        packed: a result of `ft.pack`, or of a transformation of it.
+
+    Raises:
+        FunctreeError: the argument is not packed.
+
+    Examples:
+        >>> ft.unpack(ft.pack({"a": jnp.arange(2), "b": "text"}))
+        {'a': Array([0, 1], dtype=int32), 'b': 'text'}
+    """
+    if not isinstance(packed, Packed):
+        raise FunctreeTypeError(
+            f"unpack takes the result of `ft.pack`, not a {type(packed).__name__}"
+        )
+    return packed.tree

@@ -1,0 +1,135 @@
+"""A model's layout and an optimizer ─► the layout of the optimizer's state."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from functree.devices.meshes import MeshLike, agreed_mesh
+from functree.errors import Problem, RuleError, did_you_mean
+from functree.labels.filters.filter import FilterLike, as_filter, patterns
+from functree.labels.filters.predicates import is_trainable
+from functree.labels.leaf import Leaf
+from functree.labels.leaves import Leaves
+from functree.labels.optimizer.followed_parameters import Optimizer, Trained
+from functree.labels.optimizer.optimizer_state import optimizer_state
+from functree.layout.decide import Decided, decide_parts, follow
+from functree.layout.decision import Reason
+from functree.layout.layout import LayoutLike, LayoutTree, as_layout
+from functree.layout.plan.plan import Plan
+from functree.layout.plan.resolver import plan_decided, read_for
+from functree.layout.validation import leaf_problems, refuse
+from functree.parameters import check_tree
+
+
+def plan_optimizer(
+    tx: Optimizer,
+    model: Any,
+    layout: LayoutTree,
+    mesh: MeshLike = None,
+    *,
+    wrt: FilterLike = is_trainable,
+    otherwise: LayoutLike = None,
+) -> Plan:
+    """Plan the state of an optimizer, by the layout of the model alone.
+
+    A leaf that belongs to a parameter and has its shape gets the spec of the parameter. A factored
+    leaf gets the entries of the dimensions that it keeps. A leaf with additional leading dimensions
+    gets the spec of the parameter after unsharded entries. Leaves that do not depend on the shapes
+    of the parameters are replicated.
+
+    Args:
+        tx: any optax optimizer.
+        model: a concrete or abstract model.
+        layout: the layout of the model.
+        mesh: the mesh, as in `ft.plan`.
+        wrt: a filter for the parameters that the optimizer updates.
+        otherwise: a layout for leaves that depend on the shapes of the parameters in a way that
+            cannot be determined.
+
+    Returns:
+        The plan of `tx.init(parameters)`.
+
+    Raises:
+        ShardingError: the model cannot be laid out, or the spec of a leaf of the state cannot be
+            determined and there is no `otherwise`.
+        RuleError: `layout` or `otherwise` is not a layout; `wrt` is not a filter, or a pattern in
+            it matches no leaf.
+        FunctreeError: `tx` is not an optimizer.
+
+    Examples:
+        >>> import optax
+        >>> plan = ft.plan_optimizer(optax.adam(1e-3), {"w": jnp.ones((4, 8))}, ft.P("data"), {"data": 2})
+        >>> plan["0.mu.w"].spec, plan["0.count"].reason
+        (P('data', None), 'does not depend on the parameters')
+    """
+    return plan_state(tx, model, layout, mesh, wrt, otherwise).plan
+
+
+class PlannedState(NamedTuple):
+    """The plan of an optimizer's state, and the parameters that the optimizer is initialized
+    with."""
+
+    plan: Plan
+    parameters: Any
+
+
+def plan_state(
+    tx: Optimizer,
+    model: Any,
+    layout: LayoutTree,
+    mesh: MeshLike,
+    wrt: FilterLike,
+    otherwise: LayoutLike,
+) -> PlannedState:
+    """The same as `plan_optimizer`, with the parameters."""
+    check_tree("plan_optimizer", model)
+    leaves, parts = read_for(model, layout)
+    view = agreed_mesh(mesh, [part.layout.own_mesh for part in parts])
+    decided = decide_parts(leaves, parts, view)
+    if decided.problems:
+        raise refuse(decided.problems, view)
+    trained = select_trained(leaves, wrt, type(model).__name__)
+    state = optimizer_state(tx, trained)
+    paths = [leaf.path for leaf in leaves.leaves]
+    decisions = follow(state.leaves, dict(zip(paths, decided.decisions, strict=True)))
+    problems: list[Problem] = []
+    unused: Sequence[str] = ()
+    if otherwise is not None:
+        lost = [i for i, leaf in enumerate(state.leaves) if not _is_known(leaf)]
+        found = as_layout(otherwise).resolve([state.leaves[i] for i in lost], view)
+        for i, decision in zip(lost, found.decisions, strict=True):
+            decisions[i] = decision._replace(reasons=(Reason(decision.reasons, "otherwise"),))
+        problems, unused = list(found.problems), found.unused
+    for leaf, decision in zip(state.leaves, decisions, strict=True):
+        problems += leaf_problems(leaf, decision, view)
+    planned = plan_decided(state, Decided(state.leaves, decisions, problems, unused), view)
+    return PlannedState(planned, trained.tree(lambda leaf: leaf.value))
+
+
+def _is_known(leaf: Leaf) -> bool:
+    """Whether it is known what a leaf of an optimizer's state follows."""
+    return leaf.follows is None or leaf.follows.known
+
+
+def select_trained(leaves: Leaves, wrt: FilterLike, name: str) -> Trained:
+    """The arrays of a model that a filter matches.
+
+    Args:
+        leaves: the leaves of the model.
+        wrt: the filter.
+        name: the name of the model's class, for the error.
+
+    Raises:
+        RuleError: a pattern in the filter matches no leaf.
+    """
+    matches = as_filter(wrt)
+    # With a misspelled pattern in `~ft.glob(...)`, parameters that should be frozen would be
+    # trained.
+    for pattern in patterns(matches):
+        if not any(map(pattern, leaves.leaves)):
+            near = did_you_mean(
+                getattr(pattern, "pattern", ""), [leaf.path for leaf in leaves.leaves]
+            )
+            raise RuleError(f"wrt={wrt!r}: {pattern!r} matches no leaf of {name}{near}")
+    return Trained(
+        leaves.skeleton, {leaf.path: leaf if matches(leaf) else None for leaf in leaves.leaves}
+    )

@@ -1,0 +1,49 @@
+"""Paths that differ only in their indices ─► one text for all of them."""
+
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import TypeVar
+
+from functree.tree.paths import Path, part_text
+
+_T = TypeVar("_T")
+
+
+def grouped(values: Iterable[_T], key: Callable[[_T], Hashable]) -> list[list[_T]]:
+    """The values with equal keys, in the order in which the keys come first."""
+    groups: dict[Hashable, list[_T]] = {}
+    for value in values:
+        groups.setdefault(key(value), []).append(value)
+    return list(groups.values())
+
+
+def pattern_of(path: Path) -> tuple[object, ...]:
+    """A path without its indices. An int that is the key of a dict counts as an index too."""
+    return tuple("*" if isinstance(key, int) else key for key in path)
+
+
+def common_path(paths: Sequence[Path]) -> str:
+    """`blocks.{0-10,12}.w` for the paths `blocks.0.w` to `blocks.10.w` and `blocks.12.w`."""
+    # Where several keys differ, `{0-1}.{0-1}` is exact only if the paths are all combinations. The
+    # caller knows whether they are.
+    parts: list[str] = []
+    for keys in zip(*paths, strict=True):
+        different = set(keys)
+        if len(different) == 1:
+            parts.append(part_text(keys[0]))
+        else:
+            parts.append("{" + _ranges(sorted(different)) + "}")
+    return ".".join(parts) or "(the array)"
+
+
+def _ranges(indices: Sequence[int]) -> str:
+    """The text of sorted indices: `0-3,5` for 0, 1, 2, 3 and 5."""
+    runs: list[list[int]] = []
+    for index in indices:
+        if runs and index == runs[-1][-1] + 1:
+            runs[-1].append(index)
+        else:
+            runs.append([index])
+    texts: list[str] = []
+    for first, *others in runs:
+        texts.append(f"{first}-{others[-1]}" if others else str(first))
+    return ",".join(texts)

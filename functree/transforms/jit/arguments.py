@@ -1,0 +1,195 @@
+"""Arguments that nobody has placed ─► the same arguments, placed where the rules lay them out."""
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.core import Tracer
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
+
+from functree.calls.parameter_layouts import ParameterLayouts
+from functree.calls.signature import Signature
+from functree.devices.meshes import MeshView, agreed_mesh, without_devices
+from functree.errors import ShardingError, listed, warn
+from functree.labels.leaf import Leaf, is_in_module
+from functree.labels.leaves import Leaves
+from functree.layout.decide import Decided, decide_parts
+from functree.layout.decision import Decision, whole
+from functree.layout.layout import Layout
+from functree.layout.plan.resolver import read_for
+from functree.layout.validation import USE_PLAN_OPTIMIZER, is_optimizer_state, leaves_at_fault
+from functree.placing.constrain import with_decision
+from functree.placing.shard import moved_once
+from functree.tree.arrays import array_text
+
+
+@dataclass(frozen=True, eq=False)
+class Targets:
+    """Where the arguments of some calls are placed.
+
+    Attributes:
+        mesh: the mesh.
+        decisions: for the index of each array that nobody has placed, what is decided about it.
+        nameless: the indices of the arrays that are replicated because they have no axis names.
+        donated: the indices of the donated arrays: their placed copies share no buffer with the
+            given arrays.
+    """
+
+    mesh: Mesh | AbstractMesh
+    decisions: Mapping[int, Decision]
+    nameless: Collection[int]
+    donated: Collection[int]
+
+    def place(self, arrays: Sequence[Any]) -> list[Any]:
+        """All arrays of a call, with those that nobody has placed where they belong."""
+        new, traced, moving = list(arrays), dict[int, Any](), dict[int, Any]()
+        for i in self.decisions:
+            array = arrays[i]
+            if isinstance(array, jax.ShapeDtypeStruct):
+                new[i] = array.update(sharding=self._sharding(i))
+            elif isinstance(array, Tracer):
+                traced[i] = array
+            elif without_devices(self.mesh) is None:
+                moving[i] = array
+            elif isinstance(self.mesh, Mesh):  # such a program can be compiled, and not run
+                kind = jax.typeof(array)
+                weak = {"sharding": self._sharding(i), "weak_type": kind.weak_type}
+                new[i] = jax.ShapeDtypeStruct(kind.shape, kind.dtype, **weak)
+        for i, array in (self._constrain(traced) if traced else {}).items():
+            new[i] = array
+        # `device_put` may share a buffer with the given array, even with `may_alias=False`: that on
+        # the device where the given array is, if the array is replicated.
+        copies = {
+            id(array): jnp.array(array, copy=True)
+            for i, array in moving.items()
+            if i in self.donated
+        }
+        own = [copies.get(id(array), array) for array in moving.values()]
+        for i, array in zip(
+            moving, moved_once(own, list(map(self._sharding, moving))), strict=True
+        ):
+            new[i] = array
+        return new
+
+    def _sharding(self, i: int) -> NamedSharding:
+        decision = self.decisions[i]
+        return NamedSharding(self.mesh, decision.spec, memory_kind=decision.memory_kind)
+
+    # A jitted function, because outside of one JAX has no devices for a constraint on an abstract
+    # mesh. It is made once, so that an eager `grad` or `vmap` compiles it once.
+    @cached_property
+    def _constrain(self) -> Callable[[dict[int, Any]], dict[int, Any]]:
+        def constrain(traced: dict[int, Any]) -> dict[int, Any]:
+            return {i: self._constrained(i, array) for i, array in traced.items()}
+
+        return jax.jit(constrain)
+
+    def _constrained(self, i: int, array: Any) -> Any:
+        # The layout of a traced array without names is left to the compiler.
+        if i in self.nameless:
+            return array
+        return with_decision(array, self.decisions[i], self.mesh)
+
+
+def is_unplaced(array: Any) -> bool:
+    """Whether nobody has said where an array is: it is uncommitted, abstract, traced or of
+    numpy."""
+    if isinstance(array, Tracer):
+        return jax.typeof(array).sharding.mesh.empty
+    if isinstance(array, jax.Array):
+        return not array.committed
+    return getattr(array, "sharding", None) is None
+
+
+def find_targets(
+    call: Any,
+    arrays: Mapping[int, Any],
+    layouts: ParameterLayouts,
+    mesh: Mesh | AbstractMesh,
+    donated: Collection[int] = (),
+) -> Targets:
+    """Where the rules lay out the arguments that nobody has placed.
+
+    Leaves of modules, and of a training state, are laid out by the whole of the rules, as by
+    `ft.shard`. Bare arrays are laid out by the function's annotations, as activations are.
+
+    Args:
+        call: the call.
+        arrays: the arrays that nobody has placed, by their indices.
+        layouts: the rules as the layout of each parameter, by `rules_for_parameters`.
+        mesh: the mesh of the function.
+        donated: the indices of the donated arrays.
+
+    Raises:
+        ShardingError: the rules do not fit an array, as in `ft.plan`.
+    """
+    leaves, parts = read_for(call, layouts.prefix(call))
+    leaves = label_activations(leaves)
+    view = agreed_mesh(mesh, [part.layout.own_mesh for part in parts])
+    decided = decide_parts(leaves, parts, view, partial=True, allow_unspecified=True)
+    decisions, nameless = _without_names(decided)
+    # What somebody has placed stays, whatever the rules say about it. What has no names is
+    # replicated, with a warning.
+    settled = {
+        leaf.path for i, leaf in enumerate(decided.leaves) if i in nameless or i not in arrays
+    }
+    problems = [problem for problem in decided.problems if problem.path not in settled]
+    name = layouts.signature.name
+    if problems:
+        at_fault = leaves_at_fault(problems) or "the call"
+        headline = f"{name}: the rules do not fit {at_fault} that nobody has placed, on mesh {view}"
+        raise ShardingError(headline, problems)
+    replicated = [
+        decided.leaves[i] for i in arrays if i in nameless and not isinstance(arrays[i], Tracer)
+    ]
+    if replicated and view.devices > 1:
+        _warn_replicated(name, replicated, view)
+    return Targets(
+        mesh,
+        {i: decisions[i] for i in arrays if decisions[i].specified},
+        frozenset(nameless),
+        frozenset(donated),
+    )
+
+
+def rules_for_parameters(rules: Layout, signature: Signature) -> ParameterLayouts:
+    """Rules as the layout of each parameter, so that the patterns of filters begin in the
+    argument."""
+    return ParameterLayouts("rules", {}, signature, otherwise=rules)
+
+
+def label_activations(leaves: Leaves) -> Leaves:
+    """The leaves of a call, of which bare arrays are activations."""
+    labelled = [leaf._replace(activation=not is_in_module(leaf)) for leaf in leaves.leaves]
+    return replace(leaves, leaves=tuple(labelled))
+
+
+def _without_names(decided: Decided) -> tuple[list[Decision], set[int]]:
+    """The decisions, in which arrays without names are replicated; and the indices of these."""
+    decisions, nameless = list(decided.decisions), set[int]()
+    for i, (leaf, decision) in enumerate(zip(decided.leaves, decisions, strict=True)):
+        if leaf.activation and not leaf.shape:
+            # JAX replicates a scalar at no cost, wherever it is.
+            decisions[i] = decision._replace(specified=False)
+            continue
+        has_rules = decision.specified or not leaf.activation
+        has_names = leaf.annotated or leaf.spec is not None or leaf.misfit is not None
+        if has_rules and (has_names or not decision.faults):
+            continue
+        nameless.add(i)
+        decisions[i] = whole(leaf)._replace(specified=True).settle()
+    return decisions, nameless
+
+
+def _warn_replicated(name: str, leaves: Sequence[Leaf], view: MeshView) -> None:
+    arrays = listed([f"`{leaf.path}` {array_text(leaf.value)}" for leaf in leaves])
+    in_optimizer = any(is_optimizer_state(cls) for leaf in leaves for cls in leaf.within)
+    optimizer = USE_PLAN_OPTIMIZER if in_optimizer else ""
+    what, verb = ("it", "has") if len(leaves) == 1 else ("them", "have")
+    warn(
+        f"{name}: {arrays} {verb} no axis names and nobody has placed {what}, so this is replicated on the mesh "
+        f"{view}: annotate {what}, place {what} with `ft.shard`, or write `in_shardings=`{optimizer}",
+    )

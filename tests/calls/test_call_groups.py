@@ -1,0 +1,222 @@
+"""A call ─► its group, and its arrays."""
+
+import itertools
+import random
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from checks import raises
+from trees import Leafy, x
+
+import functree as ft
+from functree.calls.call_groups import CallGroups
+from functree.tree.skeleton.code import Code
+from functree.tree.skeleton.skeleton import Skeleton
+
+A = jnp.ones(2)
+
+
+def test_calls_that_differ_in_arrays_alone_are_one_group():
+    groups = CallGroups()
+    first = groups.find({"x": A, "n": 1, "m": Leafy(A, None, static="a")})
+    again = groups.find({"x": jnp.zeros((3, 3)), "n": 1, "m": Leafy(np.ones(1), None, static="a")})
+    assert again.group is first.group
+    for other in (
+        {"x": A, "n": True},
+        {"x": A, "n": 1, "m": Leafy(A, None)},
+        {"x": 1, "n": A},
+        [A],
+        {"x": A, "n": A},
+    ):
+        assert groups.find(other).group not in (first.group, groups.find([A, A]).group)
+
+
+@pytest.mark.parametrize(("value", "concrete"), [
+    (A, True), (jax.random.key(0), True), (np.ones(2), False), (np.float32(1), False), (x(2), False),
+], ids=["array", "key", "numpy", "scalar", "abstract"])  # fmt: skip
+@pytest.mark.parametrize("beside", [[], [A]], ids=["alone", "beside an array"])
+def test_whether_all_arrays_have_values(value: Any, concrete: bool, beside: list[Any]):
+    groups = CallGroups()
+    for _ in range(3):  # looked up, and then found among the recent ones
+        found = groups.find([*beside, value])
+        assert found.concrete is concrete and list(found.arrays) == [*beside, value]
+        assert groups.find([*beside, A]).concrete
+    jax.eval_shape(lambda x: groups.find([*beside, x]).concrete or x, A)
+    traced = []
+    jax.jit(lambda x: traced.append(groups.find([x]).concrete) or x)(A)
+    assert traced == [False]
+
+
+def test_what_stands_in_an_array_s_place_is_looked_at():
+    groups = CallGroups()
+    array = groups.find([A])
+    for other in ("text", 1, None, jnp.sum):
+        assert groups.find([other]).group is not array.group
+
+
+GROUPS: dict[str, list[Any]] = {
+    "length": [[A] * n for n in range(1, 40)],
+    "a static value": [[A, n] for n in range(40)],
+    "the last static value": [[*[A, 0] * 10, n] for n in range(40)],
+    "a key": [{"a": A, str(n): A} for n in range(40)],
+    "a key below": [{"a": A, "b": [{str(n): A}]} for n in range(40)],
+    "a class": [[A, A], (A, A), {"a": A, "b": A}, Leafy(A, A)],
+    "several": [
+        [A] * n + [m] + [{str(k): A}] for n in range(3) for m in range(3) for k in range(3)
+    ],
+    "what is no array": [[A], ["text"], [None], [1], [jnp.sum]],
+    "a large part": [{"a": [[A] * 20] * n + [m]} for n in range(5) for m in range(4)],
+}
+
+
+@pytest.mark.parametrize("what", GROUPS)
+def test_one_group_leads_to_another(what: str, monkeypatch: pytest.MonkeyPatch):
+    groups, calls = CallGroups(), GROUPS[what]
+    made = [groups.find(call).group for call in calls]
+    assert len(set(map(id, made))) == len(calls)
+    shuffled = list(zip(calls, made, strict=True)) * 3
+    for _ in range(3):
+        random.Random(0).shuffle(shuffled)
+        assert all(groups.find(call).group is group for call, group in shuffled)
+    looked_up: list[Any] = []
+    apart = Skeleton.apart
+    monkeypatch.setattr(Skeleton, "apart", lambda tree: looked_up.append(tree) or apart(tree))
+    assert all(groups.find(call).group is group for call, group in shuffled)
+    assert looked_up == []
+    assert max(len(group.others) for group in made) <= len(calls) + 1
+
+
+def test_refusals_by_what_is_new_in_each_call_are_not_kept_for_ever():
+    groups = CallGroups()
+    for _ in range(100):
+        assert groups.find([A]).group is not groups.find([Node(A)]).group
+    assert all(len(group.others) <= len(groups._known) + 1 for group in groups._known.values())
+
+
+@pytest.mark.parametrize(("call", "heads"), [
+    ({"a": A}, (0,)), ({"a": [A, A], "b": A}, (0, 2)), ({"a": {"x": 1}, "b": [A, A], "c": (A,)}, (0, 2)),
+    ({"a": 1}, ()),
+], ids=["one", "two", "one without", "none"])  # fmt: skip
+def test_the_first_array_of_each_parameter(call: Any, heads: tuple[int, ...]):
+    assert CallGroups().find(call).group.heads == heads
+
+
+def test_what_cannot_be_hashed_is_refused_once_and_again():
+    groups = CallGroups()
+    for _ in range(2):
+        with raises("1 leaf cannot be static", "a.0", "set"):
+            groups.find({"a": [{1, 2}], "x": A})
+
+
+class Fresh:
+    """Static data that is equal only to itself, and new each time that its node is flattened."""
+
+
+class Node:
+    def __init__(self, x: Any):
+        self.x = x
+
+
+jax.tree_util.register_pytree_node(
+    Node, lambda node: ((node.x,), Fresh()), lambda _, children: Node(*children)
+)
+
+
+@pytest.mark.parametrize("make", [lambda: Node(A), lambda: {float("nan"): A}], ids=["node", "key"])
+def test_a_call_that_its_own_code_does_not_take(make: Any):
+    groups = CallGroups()
+    for _ in range(2):
+        found = groups.find([make()])
+        assert len(found.arrays) == 1 and found.arrays[0] is A and found.concrete
+    f = ft.jit(lambda tree: [2 * x for x in jax.tree.leaves(tree)])
+    assert np.array_equal(f(make())[0], 2 * A) and np.array_equal(f(make())[0], 2 * A)
+
+
+@pytest.mark.filterwarnings("ignore:Python iterable type")
+@pytest.mark.parametrize("static", [(), "x"], ids=["", "static"])
+@pytest.mark.parametrize("kind", ["generator", "map", "zip", "chain", "list_iterator"])
+def test_what_a_trace_would_use_up_is_no_argument(kind: str, static: Any):
+    made: Any = {
+        "generator": (a for a in [A]),
+        "map": map(jnp.sin, [A]),
+        "zip": zip([A], [A], strict=True),
+        "chain": itertools.chain([A]),
+        "list_iterator": iter([A]),
+    }[kind]
+    f = ft.jit(lambda x: jax.tree.map(jnp.add, *x), static_argnames=static)
+    why = "would be used up by the trace, and its arrays would be constants of the program"
+    with raises("1 leaf cannot be static", f"x   {kind}", why, "pass a list or an array"):
+        f(made)
+
+
+class Loader:
+    """Data, one batch after the other."""
+
+    def __iter__(self) -> Any:
+        return self
+
+    def __next__(self) -> Any:
+        return A
+
+    @ft.jit
+    def halved(self, x: Any) -> Any:
+        return x / 2
+
+
+def test_an_iterator_of_ones_own_is_static():
+    assert np.array_equal(Loader().halved(A), A / 2)
+
+
+def test_a_mutable_array_is_no_argument():
+    with raises(
+        "1 leaf cannot be static", "ref", "Ref", "is mutable", "pass its value, `ref[...]`"
+    ):
+        ft.jit(lambda ref: ref[...] * 2)(jax.new_ref(A))
+
+
+def test_what_a_step_returns_has_the_form_of_what_it_takes():
+    """And another function of such a state generates nothing for it either."""
+    made: list[str] = []
+    function = Code.function
+
+    def counted(code: Code, head: str, what: str) -> Any:
+        made.append(what)
+        return function(code, head, what)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Code, "function", counted)
+        state = {"layers": [Leafy([jnp.ones(1)] * 20, None) for _ in range(3)]}
+        step = ft.jit(lambda state, x: (jax.tree.map(lambda leaf: leaf + 1, state), x))
+        for _ in range(4):
+            state, _ = step(state, A)
+        # Of the call, the state, its list, one layer and the list in it; and the result.
+        assert sorted(made) == sorted(["Record", "dict", "list", "Leafy", "list", "tuple"] * 2)
+        made.clear()
+        for _ in range(4):
+            ft.jit(lambda state: jax.tree.leaves(state)[0])(state)
+        assert made == []
+        other = ft.jit(lambda state: state)
+        for _ in range(4):
+            other(state)
+        assert made == ["Record", "Record"], "for the other call"
+
+
+def test_another_thread_may_add_a_group_meanwhile():
+    groups = CallGroups()
+    calls = [[A, n] for n in range(4)]
+    for call in calls * 3:
+        groups.find(call)
+    first = groups.find(calls[0]).group
+    taken = first.take
+
+    def take(call: Any) -> Any:
+        groups._known[Skeleton.of([A, object()])] = first  # as another thread would
+        return taken(call)
+
+    vars(first)["take"] = take
+    assert [groups.find(call).group.skeleton for call in calls] == [
+        Skeleton.of(call) for call in calls
+    ]

@@ -1,0 +1,379 @@
+"""`f.compilations`: what each compilation of an `ft.jit` function was for, and what is worth a
+warning."""
+
+import dataclasses
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from checks import compilations, counted, python_calls
+from jax import Array
+from jax.sharding import NamedSharding, PartitionSpec
+from meshes import MESH, lay
+
+import functree as ft
+from functree.calls.compilations import Log
+from functree.tree.skeleton.static_value import StaticValue
+
+P = PartitionSpec
+X = jnp.arange(4.0)
+
+
+class Linear(eqx.Module):
+    scale: Any = 1
+    name: Any = eqx.field(static=True, default="linear")
+
+
+RULES, OTHERS = ft.AxisRules({"batch": "data", ...: None}), ft.AxisRules({"batch": None, ...: None})
+MODES: dict[str, Any] = {
+    "static": (lambda f: f({"n": 2, "x": X}), lambda f: f({"n": 3, "x": X}), [("tree.n", 2, 3)]),
+    "static ": (
+        lambda f: f(Linear(name=1)),
+        lambda f: f(Linear(name=True)),
+        [("tree.name", 1, True)],
+    ),
+    "shape": (lambda f: f([X]), lambda f: f([X[:2]]), [("tree.0", (4,), (2,))]),
+    "dtype": (lambda f: f([X]), lambda f: f([jnp.arange(4)]), [("tree.0", "f32", "i32")]),
+    "weak type": (
+        lambda f: f([jnp.float32(1)]),
+        lambda f: f([jnp.asarray(1.0)]),
+        [("tree.0", False, True)],
+    ),
+    "sharding": (
+        lambda f: f({"w": lay(jnp.ones((4, 4)), "data")}),
+        lambda f: f({"w": lay(jnp.ones((4, 4)), None, "model")}),
+        [("tree.w", "P('data') on (data=2, model=4)", "P(None, 'model') on (data=2, model=4)")],
+    ),
+    "structure": (
+        lambda f: f({"a": X}),
+        lambda f: f({"b": X}),
+        [("tree.a", "an array", "nothing"), ("tree.b", "nothing", "an array")],
+    ),
+    "structure ": (
+        lambda f: f({"a": X}),
+        lambda f: f({"a": "text"}),
+        [("tree.a", "an array", "static 'text'")],
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", MODES)
+def test_a_compilation_says_what_for(kind: str):
+    f = ft.jit(
+        lambda tree: jax.tree.map(
+            lambda x: x * 1, [x for x in jax.tree.leaves(tree) if eqx.is_array(x)]
+        )
+    )
+    first, second, expected = MODES[kind]
+    first(f), second(f), first(f), second(f)
+    assert [record.number for record in f.compilations] == [1, 2]
+    assert (
+        f.compilations[0].differences == () and str(f.compilations[0]) == "compilation 1: the first"
+    )
+    found = [(str(d.path), d.kind, d.before, d.now) for d in f.compilations[1].differences]
+    assert [(path, k, str(a), str(b)) for path, k, a, b in found] == [
+        (path, kind.strip(), str(a), str(b)) for path, a, b in expected
+    ]
+    path = expected[0][0]
+    assert f"{path}: {kind.strip()} " in str(f.compilations[1]) and "→" in str(f.compilations[1])
+
+
+def test_a_compilation_for_rules_and_for_a_mesh():
+    f = ft.jit(lambda: ft.constrain(jnp.ones(8), "batch"))
+    other = ft.make_mesh(data=8)
+    for mesh, rules in [(MESH, RULES), (MESH, OTHERS), (other, RULES), (MESH, RULES)]:
+        with jax.set_mesh(mesh), ft.axis_rules(rules):
+            f()
+    kinds = [[d.kind for d in record.differences] for record in f.compilations]
+    assert kinds == [[], ["rules"], ["mesh"]]
+    by_rules = f.compilations[1].differences[0]
+    assert (by_rules.before, by_rules.now) == (RULES, OTHERS) and not by_rules.path
+    for fragment in ("compilation 3: mesh (data=2, model=4)", "→ (data=8)"):
+        assert fragment in str(f.compilations[2])
+
+
+def test_the_nearest_compilation_is_compared():
+    f = ft.jit(lambda x, n, m: x * n * m)
+    for x, n, m in [(X, 1.0, 1.0), (X[:2], 2.0, 2.0), (X[:2], 2.0, 1.0)]:
+        f(x, n, m)
+    assert (
+        str(f.compilations[1])
+        == "compilation 2: x: shape (4,) → (2,); n: static 1.0 → 2.0; m: static 1.0 → 2.0"
+    )
+    assert str(f.compilations[2]) == "compilation 3: m: static 2.0 → 1.0"
+
+
+def test_a_setting_of_jax():
+    f = ft.jit(lambda x: x @ x)
+    f(X)
+    with jax.default_matmul_precision("float32"):
+        f(X)
+    assert [d.kind for d in f.compilations[1].differences] == ["settings"]
+
+
+def test_a_third_compilation_for_a_number_warns():
+    def step(model: Any, lr: Any, x: Array) -> Array:
+        return x * lr["lr"] * model.scale
+
+    f = ft.jit(step)
+    with jax.numpy_dtype_promotion("standard"):
+        f(Linear(), {"lr": 0.1}, X), f(Linear(), {"lr": 0.2}, X)
+        f(Linear(), {"lr": 0.3, "x": X}, X)  # for something else too
+        with pytest.warns(ft.FunctreeWarning) as caught:
+            f(Linear(), {"lr": 0.4}, X)
+        f(Linear(), {"lr": 0.5}, X)  # once
+    text = str(caught[0].message)
+    for fragment in (
+        "step compiles a third time because of `lr.lr` alone",
+        "Python number",
+        "now 0.4",
+        "jnp.asarray",
+    ):
+        assert fragment in text
+    assert caught[0].filename == __file__
+
+
+@pytest.mark.parametrize(
+    "values",
+    [("a", "b", "c", "d"), (True, False), (jnp.sin, jnp.cos, jnp.tan, jnp.exp)],
+    ids=["texts", "booleans", "functions"],
+)
+def test_other_statics_do_not_warn(values: Any):
+    f = ft.jit(lambda x, how: x * 1)
+    for how in values:
+        f(X, how)
+    assert len(f.compilations) == len(values)
+
+
+def test_a_large_constant_warns():
+    large, small = jnp.ones((512, 513)), jnp.ones((512, 512))
+    ft.jit(lambda x: x + small.sum())(X.sum())
+
+    def closing(x: Array) -> Array:
+        return x + large.sum()
+
+    f = ft.jit(closing)
+    with pytest.warns(ft.FunctreeWarning) as caught:
+        f(X.sum())
+    (warning,) = caught
+    for fragment in (
+        "closing closes over an array of 1.0 MiB",
+        "float32[512, 513] (`large`)",
+        "pass it as an argument",
+    ):
+        assert fragment in str(warning.message)
+    assert warning.filename == __file__
+    f(X.sum())
+
+
+BIG = {"table": jnp.ones((512, 513))}
+
+
+def test_a_large_constant_is_named_by_its_path():
+    with pytest.warns(UserWarning, match=r"float32\[512, 513\] \(`BIG.table`\)"):
+        ft.jit(lambda x: x + BIG["table"].sum())(X.sum())
+
+
+TRACED_ONCE: dict[str, Any] = {
+    "nothing": {},
+    "donate": {"donate": "state"},
+    "out": {"out_shardings": P("data")},
+    "donate and out": {"donate": 0, "out_shardings": (None, P("data"))},
+    "in": {"in_shardings": (P("data"), P())},
+    "all": {
+        "in_shardings": P("data"),
+        "out_shardings": P("data"),
+        "donate": 0,
+        "mesh": MESH,
+        "rules": RULES,
+    },
+    "in by name": {"in_shardings": {"state": P("data")}, "rules": RULES, "donate": "state"},
+}
+
+
+@pytest.mark.parametrize("options", TRACED_ONCE)
+def test_the_body_is_traced_once_for_each_compilation(options: str):
+    f, traces = counted(
+        lambda state, x: ({"w": state["w"] * 2}, x + state["w"].sum()), **TRACED_ONCE[options]
+    )
+    x = lay(jnp.ones(8), *(("data",) if options == "all" else ()))
+    for size in (8, 16):
+        state = {"w": lay(jnp.ones((size, 4)), "data")}
+        for _ in range(3):
+            state, _ = f(state, x)
+    assert len(traces) == 2 == len(f.compilations)
+
+
+def test_a_config_is_compared_field_by_field_and_functions_by_name():
+    @dataclasses.dataclass(frozen=True)
+    class Config:
+        size: int
+        eps: float
+
+    apply = ft.jit(lambda x, config, act: act(x) * config.eps)
+    for config in (Config(3, 0.5), Config(3, 1.5)):
+        apply(jnp.ones(3), config, jax.nn.relu)
+    assert str(apply.compilations[1]) == "compilation 2: config.eps: static 0.5 → 1.5"
+    again = ft.jit(lambda x, act: act(x))
+    for _ in range(2):
+        again(jnp.ones(3), lambda x: x)
+    alike = "<lambda> (a different object, which is equal only to itself: create it once)"
+    assert str(again.compilations[1]).endswith(alike)
+
+
+def placed_on(devices: Any) -> Any:
+    mesh = jax.make_mesh(
+        (len(devices),), ("data",), axis_types=(jax.sharding.AxisType.Auto,), devices=devices
+    )
+    return jax.device_put(np.ones(8, np.float32), NamedSharding(mesh, P("data")))
+
+
+DEVICES = jax.devices()
+PLACES: dict[str, Any] = {
+    "single devices": [jax.device_put(np.ones(8, np.float32), device) for device in DEVICES[:3]],
+    "meshes": [placed_on(DEVICES[:4]), placed_on(DEVICES[4:])],
+    "the order of devices": [placed_on(DEVICES), placed_on(DEVICES[::-1])],
+    "meshes of one device": [placed_on(DEVICES[:1]), placed_on(DEVICES[1:2])],
+}
+WRAPPERS: dict[str, Any] = {
+    "jit": lambda: ft.jit(lambda x: x * 2),
+    "donated": lambda: ft.jit(lambda x: x * 2, donate="x"),
+    "shard_map": lambda: ft.shard_map(lambda x: x * 2, in_specs=P("data"), out_specs=P("data")),
+}
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+@pytest.mark.parametrize("places", PLACES)
+def test_other_devices_are_another_compilation(places: str, wrapper: str):
+    if wrapper == "shard_map" and places == "single devices":
+        return  # it needs a mesh
+    f = WRAPPERS[wrapper]()
+    with compilations() as heard:
+        for x in PLACES[places]:
+            for _ in range(2):
+                f(jax.device_put(np.ones(8, np.float32), x.sharding))
+    assert len(f.compilations) == len(PLACES[places]) == len(heard)
+    kinds = {d.kind for record in f.compilations[1:] for d in record.differences}
+    assert kinds <= {"sharding", "devices", "mesh"} and kinds
+    assert "a different object" not in "".join(map(str, f.compilations))
+
+
+def test_devices_in_a_record():
+    f = ft.jit(lambda x: x * 2)
+    f(placed_on(DEVICES)), f(placed_on(DEVICES[::-1]))
+    found = str(f.compilations[1])
+    first, then = (
+        "cpu:0, cpu:1, cpu:2, cpu:3, … (8 devices)",
+        "cpu:7, cpu:6, cpu:5, cpu:4, … (8 devices)",
+    )
+    assert found == f"compilation 2: x: devices {first} → {then}"
+
+
+# Many compilations, and those that no call has made
+
+
+def test_the_nearest_of_many_is_found_and_each_costs_the_same():
+    f = ft.jit(lambda tree, n, mode: tree["w"] * 2)
+    tree = {"w": jnp.ones(3), **{f"b{i}": jnp.ones(1) for i in range(30)}}
+    log = Log("f")
+    situations = [
+        f.trace(tree, str(n), mode)._call.situation() for n in range(60) for mode in ("a", "b", "c")
+    ]
+    costs: list[int] = []
+    for now in situations:
+        costs.append(python_calls(lambda now=now: log.add(now)))
+    assert max(costs[20:]) <= max(costs[:20])
+    assert [str(record) for record in log.records[1:4]] == [
+        "compilation 2: mode: static 'a' → 'b'", "compilation 3: mode: static 'a' → 'c'",
+        "compilation 4: n: static '0' → '1'",
+    ]  # fmt: skip
+    assert [len(record.differences) for record in log.records[1:]] == [1] * 179
+    oldest = situations[0]._replace(
+        leaves={**situations[0].leaves, ft.Path(("new",)): (("static", StaticValue(1)),)}
+    )
+    log.add(oldest)
+    assert str(log.records[-1]) == "compilation 181: new: structure nothing → static 1"
+
+
+def test_what_lower_has_compiled_is_a_compilation():
+    f = ft.jit(lambda x: x + 1)
+    lowered = f.lower(jnp.ones(3))
+    assert f.compilations == []
+    lowered.compile()
+    assert list(map(str, f.compilations)) == ["compilation 1: the first"]
+    f(jnp.ones(3)), lowered.compile(), f.lower(jnp.ones(3)).compile()
+    assert len(f.compilations) == 1, "JAX has compiled it once"
+    f(jnp.ones(4)), f.lower(jnp.ones(5)).compile(), f(jnp.ones(5))
+    assert list(map(str, f.compilations[1:])) == [
+        "compilation 2: x: shape (3,) → (4,)", "compilation 3: x: shape (3,) → (5,)"
+    ]  # fmt: skip
+    f.lower(jnp.ones(5)).compile({"xla_cpu_enable_fast_math": True})
+    assert (
+        str(f.compilations[3])
+        == "compilation 4: compiler options {} → {'xla_cpu_enable_fast_math': True}"
+    )
+
+
+@pytest.mark.parametrize(
+    "wrap", [ft.jit, ft.shard_map(mesh=MESH, in_specs=P("data"), out_specs=P("data"))]
+)
+def test_methods_and_shard_map_count_what_lower_has_compiled(wrap: Any):
+    class Model(eqx.Module):
+        w: Any
+
+        @wrap
+        def __call__(self, x: Any) -> Any:
+            return x * self.w
+
+        step = __call__
+
+    model, x = Model(jnp.ones(8)), jnp.ones(8)
+    model.step.lower(x).compile()
+    assert len(model.step.compilations) == 1
+    model.step(x)
+    assert len(model.step.compilations) == 1
+
+
+def test_what_jax_compiles_for_itself_is_no_compilation_of_the_function():
+    """To move an array to the devices of a program, JAX runs functions of its own, which are
+    compiled at first."""
+    jax.clear_caches()
+    f = ft.shard_map(lambda x: x * 2, mesh=MESH, in_specs=P("data"), out_specs=P("data"))
+    f.lower(X).compile()
+    with compilations() as events:
+        f(X)
+    assert events and len(f.compilations) == 1
+
+
+@pytest.mark.parametrize(
+    "wrap", [ft.jit, ft.shard_map(mesh=MESH, in_specs=P(), out_specs=P())], ids=["jit", "map"]
+)
+def test_a_cleared_cache(wrap: Any):
+    traces: list[int] = []
+
+    def double(x: Any) -> Any:
+        traces.append(1)
+        return 2 * x
+
+    f, other = wrap(double), wrap(double)
+    f(X), f(X[:2]), other(X)
+    assert len(traces) == 2 and len(f.compilations) == 2
+    f.clear_cache()
+    assert f.compilations == []
+    assert np.array_equal(f(X), 2 * X) and len(traces) == 3, "one program, with its trace"
+    assert list(map(str, f.compilations)) == ["compilation 1: the first"]
+    assert np.array_equal(other(X), 2 * X) and len(traces) == 3, "they share their traces"
+
+    class Model(eqx.Module):
+        @wrap
+        def __call__(self, x: Any) -> Any:
+            return double(x)
+
+        step = __call__
+
+    Model().step(X)
+    Model().step.clear_cache()
+    assert Model().step.compilations == []

@@ -1,0 +1,212 @@
+"""Custom derivative rules run with the mesh and the rules of the function that they are in, whoever
+differentiates."""
+
+import itertools
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from covering import selected_cells
+from jax import Array
+from jax.sharding import NamedSharding, PartitionSpec
+from jaxtyping import Float
+from meshes import EXPLICIT, MESH
+
+import functree as ft
+from functree.calls.derivatives import has_derivatives, in_context
+
+P = PartitionSpec
+RULES = ft.AxisRules({"rows": "data", "cols": "model"})
+OTHERS = ft.AxisRules({"rows": None, "cols": None})  # of the caller, who differentiates
+X = np.arange(32, dtype=np.float32).reshape(8, 4)
+SEEN: list[tuple[str, PartitionSpec]] = []
+
+
+def seen(rule: str, x: Array) -> Array:
+    """The array, constrained in a rule by the rules that are ambient there."""
+    SEEN.append((rule, ft.spec("rows cols")))
+    return ft.constrain(x, "rows cols")
+
+
+# Made anew for each test, since JAX remembers what it has traced.
+
+
+def backward() -> Callable[[Array], Array]:
+    @jax.custom_vjp
+    def double(x: Array) -> Array:
+        return x * 2
+
+    double.defvjp(
+        lambda x: (seen("fwd", x * 2), None), lambda _, cotangent: (seen("bwd", cotangent * 2),)
+    )
+    return double
+
+
+def forward() -> Callable[[Array], Array]:
+    @jax.custom_jvp
+    def double(x: Array) -> Array:
+        return x * 2
+
+    @double.defjvp
+    def _tangent(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
+        return seen("jvp", double(*primals)), seen("jvp", tangents[0] * 2)
+
+    return double
+
+
+FUNCTIONS: dict[str, Callable[[], Callable[[Array], Array]]] = {
+    "custom_vjp": backward,
+    "custom_jvp": forward,
+}
+
+# Where the function with the rule stands in the function that `ft.jit` has.
+PLACES: dict[str, Callable[[Callable[[Array], Array], Array], Array]] = {
+    "the body": lambda g, x: g(x),
+    "scan": lambda g, x: jax.lax.scan(lambda x, _: (g(x), None), x, None, length=1)[0],
+    "while": lambda g, x: jax.lax.fori_loop(0, 1, lambda _, x: g(x), x),
+    "cond": lambda g, x: jax.lax.cond(jnp.bool_(True), g, lambda x: x, x),
+    "remat": lambda g, x: jax.checkpoint(g)(x),
+    "jax.jit": lambda g, x: jax.jit(g)(x),
+    "ft.jit": lambda g, x: ft.jit(g)(x),
+    "twice": lambda g, x: g(x) / 2 + jax.jit(g)(x) / 2,
+}
+
+# How the caller differentiates: a function and an array ─► the gradient of its sum.
+DIFFERENTIATE: dict[str, Callable[[Callable[[Array], Array], Array], Any]] = {
+    "grad": lambda f, x: jax.grad(lambda x: f(x).sum())(x),
+    "grad in jax.jit": lambda f, x: jax.jit(jax.grad(lambda x: f(x).sum()))(x),
+    "grad in ft.jit": lambda f, x: ft.jit(jax.grad(lambda x: f(x).sum()))(x),
+    "vjp": lambda f, x: jax.vjp(f, x)[1](jnp.ones_like(x))[0],
+    "value_and_grad": lambda f, x: jax.value_and_grad(lambda x: f(x).sum())(x)[1],
+    "vmap of grad": lambda f, x: jax.vmap(jax.grad(lambda x: f(x).sum()))(x[None])[0],
+    "jvp": lambda f, x: jax.jvp(f, (x,), (jnp.ones_like(x),))[1],
+    "linearize": lambda f, x: jax.linearize(f, x)[1](jnp.ones_like(x)),
+    "jacfwd": lambda f, x: jax.jacfwd(lambda t: f(x + t * jnp.ones_like(x)))(0.0),
+}
+FORWARD = {"jvp", "linearize", "jacfwd"}
+CELLS = [
+    (function, place, how, mesh)
+    for function, place, how, mesh in itertools.product(
+        FUNCTIONS, PLACES, DIFFERENTIATE, ("Auto", "Explicit")
+    )
+    # JAX differentiates no `custom_vjp` forward, and no loop of unknown length backward.
+    if not (function == "custom_vjp" and how in FORWARD)
+    and not (place == "while" and how not in FORWARD)
+]
+
+
+@pytest.mark.parametrize(("function", "place", "how", "axes"), selected_cells(CELLS))
+def test_rules_hold_where_the_caller_has_others(function: str, place: str, how: str, axes: str):
+    mesh, double = {"Auto": MESH, "Explicit": EXPLICIT}[axes], FUNCTIONS[function]()
+
+    def inner(x: Float[Array, "rows cols"]) -> Array:
+        return PLACES[place](double, x)
+
+    f = ft.jit(inner, rules=RULES, mesh=mesh)
+    SEEN.clear()
+    # On Explicit axes the types of the function and of its rule have to agree, and JAX needs an
+    # ambient mesh to compute with the result.
+    x = jnp.asarray(X) if axes == "Auto" else ft.shard(X, P("data", "model"), mesh)
+    with ft.axis_rules(OTHERS), jax.set_mesh(mesh) if axes == "Explicit" else nullcontext():
+        found = DIFFERENTIATE[how](f, x)
+    assert np.array_equal(found, np.full_like(X, 2))
+    assert {rule for rule, _ in SEEN} == ({"fwd", "bwd"} if function == "custom_vjp" else {"jvp"})
+    assert {spec for _, spec in SEEN} == {P("data", "model")}
+    # And the constraint in the rule has devices.
+    if place == "the body" and how in ("grad", "vjp", "jvp"):
+        assert found.sharding.is_equivalent_to(NamedSharding(mesh, P("data", "model")), 2)
+
+
+@pytest.mark.parametrize("ambient", [False, True], ids=["no rules", "other rules"])
+def test_a_shard_map_keeps_its_rules(ambient: bool):
+    @jax.custom_vjp
+    def g(x: Array) -> Array:
+        return x * 2
+
+    def bwd(_: None, cotangent: Array) -> tuple[Array]:
+        SEEN.append(("bwd", ft.spec("rows cols")))
+        return (cotangent * 2,)
+
+    g.defvjp(lambda x: (x * 2, None), bwd)
+
+    def local(x: Float[Array, "rows cols"]) -> Float[Array, "rows cols"]:
+        return g(x)
+
+    f = ft.shard_map(local, mesh=MESH, rules=RULES, axis_names={"data"})
+    SEEN.clear()
+    with ft.axis_rules(OTHERS) if ambient else nullcontext():
+        found = jax.grad(lambda x: f(x).sum())(jnp.asarray(X))
+    assert np.array_equal(found, np.full_like(X, 2))
+    # On the axis `data`, which is Manual there, arrays are local.
+    assert SEEN and {spec for _, spec in SEEN} == {P(None, "model")}
+
+
+def test_rules_hold_after_a_call_with_an_array_of_numpy():
+    """Its type is that of a traced array, and the program of the eager call is another one."""
+    for wrap in (
+        lambda f: ft.jit(f, rules=RULES, mesh=MESH),
+        lambda f: ft.shard_map(f, rules=RULES, mesh=MESH, axis_names={"data"}),
+    ):
+        f = wrap(_annotated(backward()))
+        f(X)
+        SEEN.clear()
+        with ft.axis_rules(OTHERS):
+            jax.grad(lambda x, f=f: f(x).sum())(X)
+        assert SEEN and {spec[1] for _, spec in SEEN} == {"model"}
+
+
+def _annotated(f: Callable[[Array], Array]) -> Callable[[Array], Array]:
+    def inner(x: Float[Array, "rows cols"]) -> Float[Array, "rows cols"]:
+        return f(x)
+
+    return inner
+
+
+def test_the_function_is_traced_once():
+    traces, double = list[Array](), backward()
+
+    def inner(x: Float[Array, "rows cols"]) -> Array:
+        traces.append(x)
+        return double(x)
+
+    f = ft.jit(inner, rules=RULES, mesh=MESH)
+    for _ in range(3):
+        jax.grad(lambda x: f(x).sum())(jnp.asarray(X))
+    assert len(traces) == 1
+
+
+def test_closing_over_a_traced_array():
+    double = backward()
+
+    def loss(w: Array) -> Array:
+        f = ft.jit(lambda x: double(x * w), rules=RULES, mesh=MESH, in_shardings=P("data"))
+        return f(jnp.asarray(X)).sum()
+
+    SEEN.clear()
+    assert jax.grad(loss)(1.0) == 2 * X.sum() == jax.jit(jax.grad(loss))(1.0)
+    assert {spec for _, spec in SEEN} == {P("data", "model")}
+
+
+def test_the_rule_of_a_rule():
+    """A second derivative runs the rule of a function that a rule calls."""
+    double = forward()
+    f = ft.jit(lambda x: (double(x) ** 2).sum(), rules=RULES, mesh=MESH, in_shardings=P("data"))
+    SEEN.clear()
+    x = jnp.asarray(X)
+    tangent = jax.jvp(jax.grad(f), (x,), (jnp.ones_like(x),))[1]
+    assert np.array_equal(tangent, np.full_like(X, 8))
+    assert {spec for _, spec in SEEN} == {P("data", "model")}
+
+
+def test_a_function_without_custom_rules_is_left_alone():
+    def custom(x: Any) -> Any:
+        return jax.nn.relu(jax.nn.silu(x))
+
+    assert not has_derivatives(jax.jit(jnp.sin).trace(1.0).jaxpr)
+    assert has_derivatives(jax.jit(custom).trace(1.0).jaxpr)
+    same = in_context(custom, nullcontext)
+    assert same.__name__ == "custom" and jax.grad(same)(1.0) == jax.grad(jax.nn.silu)(1.0)

@@ -1,0 +1,159 @@
+"""What comes out of a compiled function: its arrays, and the rest as static data."""
+
+import itertools
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from checks import raises
+from trees import Leafy, Pair
+
+import functree as ft
+from functree.calls.output import Output
+
+A, B = jnp.ones(2), jnp.zeros(3)
+RESULTS: dict[str, tuple[Any, int]] = {  # a result, and how many different arrays it has
+    "an array": (A, 1),
+    "None": (None, 0),
+    "no array": ({"a": "text", "b": 3}, 0),
+    "two": ({"a": A, "b": [B, None, "text"]}, 2),
+    "one at two places": ([A, {"again": A}], 1),
+    "two at four": (Pair([A, B], Leafy(B, A, static=4)), 2),
+}
+
+
+@pytest.mark.parametrize("case", RESULTS)
+def test_taken_apart_and_built_again(case: str):
+    tree, different = RESULTS[case]
+    arrays = [x for x in jax.tree.leaves(tree) if eqx.is_array(x)]
+    for output, count in (
+        (Output.of(tree, "f"), len(arrays)),
+        (Output.of(tree, "f").distinct(), different),
+    ):
+        assert len(output.values) == count
+        assert jax.tree.structure(output.tree) == jax.tree.structure(tree)
+        assert all(
+            x is y for x, y in zip(jax.tree.leaves(output.tree), jax.tree.leaves(tree), strict=True)
+        )
+        again = jax.jit(lambda output: output)(output)
+        assert (
+            isinstance(again, Output)
+            and again.skeleton == output.skeleton
+            and again.which == output.which
+        )
+        assert jax.tree.structure(again.tree) == jax.tree.structure(tree)
+
+
+def test_others_for_its_values():
+    output = Output.of([A, B, A, "text"], "f")
+    assert output.like("abc") == ["a", "b", "c", "text"]
+    assert output.distinct().which == (0, 1, 0) and output.distinct().like("ab") == [
+        "a",
+        "b",
+        "a",
+        "text",
+    ]
+
+
+def test_its_arrays_are_numbered():
+    keys = [
+        str(keys[0])
+        for keys, _ in jax.tree_util.tree_leaves_with_path(Output.of({"b": A, "a": B}, "f"))
+    ]
+    assert keys == [".0", ".1"]
+
+
+def test_a_traced_array_in_a_static_field_is_refused():
+    def body(x: jax.Array) -> Output:
+        kept = Leafy(x, x)
+        object.__setattr__(kept, "static", x)  # Equinox would warn
+        return Output.of({"kept": [kept], "fine": Leafy(x, None)}, "make")
+
+    with raises(
+        "make: the result has 1 static value that would outlive the trace",
+        "kept.0.static",
+        "without `static=True`",
+    ):
+        jax.eval_shape(body, A)
+
+
+def test_a_function_that_closes_over_a_traced_array_is_refused():
+    with raises(
+        "_closures: the result has 1 static value",
+        "outlive",
+        "b.0",
+        "closes over a traced array, `x`",
+        "make it an array of the result",
+    ):
+        ft.jit(_closures)(jnp.ones(2))
+
+
+def _generator(x: Any) -> Any:
+    yield 2 * x
+
+
+async def _coroutine(x: Any) -> Any:
+    return 2 * x
+
+
+async def _async_generator(x: Any) -> Any:
+    yield 2 * x
+
+
+LATER = {
+    "generator": _generator,
+    "coroutine": _coroutine,
+    "async_generator": _async_generator,
+    "map": lambda x: map(jnp.sin, [x]),
+    "zip": lambda x: zip([x], [x], strict=True),
+    "enumerate": lambda x: enumerate([x]),
+    "list_iterator": lambda x: iter([x]),
+    "chain": lambda x: itertools.chain([x], [x]),
+}
+WRAPPERS = {
+    "jit": ft.jit,
+    "init": lambda f: ft.init(f, ft.P(), ft.make_mesh(data=8)),
+    "shard_map": lambda f: ft.shard_map(
+        f, mesh=ft.make_mesh(data=8), in_specs=ft.P(), out_specs=ft.P()
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore:coroutine .* was never awaited", "ignore:Python iterable type")
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+@pytest.mark.parametrize("kind", LATER)
+def test_what_computes_after_the_trace_is_refused(kind: str, wrapper: str):
+    remedy = "return a list or an array"
+    with raises(
+        "1 static value that would outlive the trace",
+        f"result   {kind}",
+        "computes when it is used",
+        remedy,
+    ):
+        WRAPPERS[wrapper](LATER[kind])(jnp.ones(2))
+    with raises("outlive the trace", f"result.a.0   {kind}", remedy):
+        WRAPPERS[wrapper](lambda x: {"a": [LATER[kind](x)]})(jnp.ones(2))
+
+
+def _closures(x: Any) -> Any:
+    def f() -> Any:
+        return x
+
+    return {"a": x, "b": [f], "c": (jnp.tanh, "text")}
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: {1, 2}, lambda: np.array(["a", "b"]), lambda: Letters("ab")]
+)
+def test_static_values_that_can_be_changed_are_not_shared(make: Any):
+    f = ft.jit(lambda x: (x, [make()]))
+    results = [f(jnp.ones(2))[1][0] for _ in range(3)]
+    assert all(type(found) is type(make()) and sorted(found) == sorted(make()) for found in results)
+    assert len(set(map(id, results))) == 3 and len(f.compilations) == 1
+
+
+class Letters(list[str]):
+    """A leaf, for it is not registered with JAX."""

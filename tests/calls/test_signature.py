@@ -1,0 +1,675 @@
+"""What a function's annotations say: layouts by rules, and sizes that agree."""
+
+import functools
+from collections.abc import Callable
+from typing import Annotated, Any, get_origin
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from checks import raises
+from jax.sharding import NamedSharding, PartitionSpec
+from jaxtyping import Array, Bool, Float, Int, PyTree
+from meshes import mesh_of
+
+import functree as ft
+from functree.calls.signature import Partial, Signature
+from functree.transforms.signature_layouts import ByHint, signature_layouts
+from functree.transforms.sizes import Sizes
+
+P = PartitionSpec
+RULES = ft.AxisRules({"batch": "data", "hidden": "model", "embed": None, "pad": None})
+SIZES = {"data": 2, "model": 4}
+BatchHidden = Float[Array, "batch hidden"]
+
+
+class MLP(eqx.Module):
+    up: Float[Array, "embed hidden"]
+
+    def __call__(self, x: Float[Array, "batch embed"]) -> BatchHidden:
+        return x @ self.up
+
+
+# Layouts
+
+
+SAID: list[tuple[Any, Any]] = [
+    (Float[Array, "batch embed"], P("data", None)),
+    ("Float[Array, 'batch hidden']", P("data", "model")),
+    ("BatchHidden", P("data", "model")),
+    (Float[Array, "batch"] | None, P("data")),
+    (Float[Array, ""], P()),
+    (Float[Array, "batch 4 _pad"], P("data", None, None)),
+    (Annotated[Float[Array, "a b"], P(None, "model")], P(None, "model")),
+    (Annotated[Array, ft.Axes("batch", "hidden")], P("data", "model")),
+    (Annotated[Array, P("data")], P("data")),
+    (Float[Array, "batch"] | Int[Array, "batch"], P("data")),
+    (tuple[Float[Array, "batch"], MLP], (P("data"), RULES)),
+    (list[Float[Array, "hidden"]], P("model")),
+    (dict[str, Float[Array, "hidden"]], P("model")),
+    (list[MLP], RULES),
+    (MLP, RULES),
+    (Array, RULES),
+    (Any, RULES),
+    (int, None),
+    (str, None),
+    (None, None),
+]
+
+
+@pytest.mark.parametrize(("annotation", "layout"), SAID, ids=[str(said) for said, _ in SAID])
+def test_layouts_of_annotations(annotation: Any, layout: Any):
+    def f(x):
+        return x
+
+    f.__annotations__ = {"x": annotation, "return": annotation}
+    assert signature_layouts(f, RULES) == ({"x": layout}, layout)
+
+
+def test_nothing_annotated_is_for_the_rules():
+    assert signature_layouts(lambda x, *args, **kwargs: x, RULES) == (
+        dict.fromkeys(("x", "args", "kwargs"), RULES),
+        RULES,
+    )
+
+
+def test_variadic_parameters_have_one_layout_for_all():
+    def f(*args: Float[Array, "batch"], **kwargs: Float[Array, "hidden"]) -> None: ...
+
+    assert signature_layouts(f, RULES) == ({"args": P("data"), "kwargs": P("model")}, None)
+
+
+def test_what_is_bound_is_there_too():
+    model = MLP(jnp.ones((2, 4)))
+    for fun in (model, model.__call__, functools.partial(MLP.__call__, model)):
+        assert signature_layouts(fun, RULES) == (
+            {"self": RULES, "x": P("data", None)},
+            P("data", "model"),
+        )
+
+
+def test_annotations_in_quotes_see_local_names():
+    Local = Float[Array, "batch embed"]
+
+    def f(x: "Local", y: "list[Local]") -> "Local":
+        return Local and x
+
+    assert signature_layouts(f, RULES) == (
+        {"x": P("data", None), "y": P("data", None)},
+        P("data", None),
+    )
+
+
+WAITING: list[tuple[Any, Any, Any]] = [
+    (Float[Array, "*batch embed"], jnp.ones((4, 2)), P("data", None)),
+    (Float[Array, "*batch embed"], jnp.ones((4, 2, 2)), P(None, None, None)),
+    (Float[Array, "#batch embed"], jnp.ones((1, 2)), P(None, None)),
+    (Float[Array, "batch embed"] | Float[Array, "hidden"], jnp.ones(4), P("model")),
+    (Float[Array, "batch"] | Int[Array, "hidden"], jnp.ones(4, int), P("model")),
+    (
+        list[tuple[Float[Array, "batch"], Float[Array, "hidden"]]],
+        [(np.ones(2), np.ones(4))],
+        [(P("data"), P("model"))],
+    ),
+    (PyTree[Float[Array, "batch"]], {"a": [jnp.ones(2)]}, {"a": [P("data")]}),
+    (list[Float[Array, "*batch embed"]], [jnp.ones((4, 2))], [P("data", None)]),
+    (
+        dict[str, list[Float[Array, "#batch embed"]]],
+        {"a": [jnp.ones((1, 2))]},
+        {"a": [P(None, None)]},
+    ),
+    (list[Annotated[Array, ft.names({"**": "batch"})]], [jnp.ones(4)], [P("data")]),
+    (
+        Annotated[eqx.nn.Linear, ft.names(weight="hidden embed", bias="hidden")],
+        None,
+        (P("model", None), P("model")),
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("annotation", "value", "specs"), WAITING, ids=[str(said) for said, *_ in WAITING]
+)
+def test_names_that_depend_on_the_array_wait_for_it(annotation: Any, value: Any, specs: Any):
+    def f(x):
+        return x
+
+    f.__annotations__ = {"x": annotation}
+    layout = signature_layouts(f, RULES)[0]["x"]
+    assert isinstance(layout, ByHint) and "AxisRules" in repr(layout)
+    again = signature_layouts(f, RULES)[0]["x"]
+    assert layout == again and hash(layout) == hash(again) and layout != ByHint(P(), layout.hint)
+    tree = eqx.nn.Linear(2, 4, key=jax.random.key(0)) if value is None else value
+    found = ft.plan(tree, layout, {"data": 2, "model": 4}).specs
+    assert (found if value is not None else (found.weight, found.bias)) == specs
+
+
+def test_other_layouts_that_go_by_size_wait_too():
+    layout = signature_layouts(MLP.__call__, RULES | ft.FSDP("data", min_size=0))[0]["x"]
+    assert ft.plan(jnp.ones((4, 2)), layout, {"data": 2, "model": 4}).specs == P("data", None)
+
+
+# What a layout has besides rules (a mesh, a memory kind, more sharded dimensions) is not lost,
+# whatever is annotated.
+HERE = NamedSharding(ft.make_mesh(data=2, model=4), P())
+WITH_MORE: list[tuple[Any, Any, Any]] = [
+    (Float[Array, "*batch hidden"], RULES | HERE, P("data", "model")),
+    (Float[Array, "batch hidden"], RULES | HERE, P("data", "model")),
+    (Annotated[Float[Array, "batch hidden"], P("model")], RULES | HERE, P("model", None)),
+    (Float[Array, "*batch hidden"], HERE, P(None, None)),
+    (Float[Array, "batch hidden"], ft.on_host(HERE), P(None, None)),
+    (
+        Annotated[Float[Array, "batch hidden"], P("model")],
+        ft.on_host(RULES) | HERE,
+        P("model", None),
+    ),
+    (list[Annotated[Float[Array, "batch hidden"], P("model")]], RULES | HERE, P("model", None)),
+    (
+        Annotated[Float[Array, "a b"], P("model")],
+        ft.FSDP("data", min_size=0) | HERE,
+        P("model", "data"),
+    ),
+]
+
+
+@pytest.mark.parametrize(("annotation", "rules", "spec"), WITH_MORE, ids=str)
+def test_nothing_of_another_layout_is_lost(annotation: Any, rules: Any, spec: P):
+    def f(x):
+        return x
+
+    f.__annotations__ = {"x": annotation}
+    layout = signature_layouts(f, rules)[0]["x"]
+    listed = get_origin(annotation) is list
+    plan = ft.plan(
+        [jnp.ones((4, 8))] if listed else jnp.ones((4, 8)), layout
+    )  # without a mesh: that of the layout
+    (row,) = plan.rows
+    assert plan.mesh == HERE.mesh and row.spec == spec
+    assert row.memory_kind == ft.plan(jnp.ones((4, 8)), rules, check=False)[()].memory_kind
+
+
+def test_without_rules_an_annotation_with_a_spec_is_that_spec():
+    def f(x: Annotated[Float[Array, "a b"], P("model")], y: Float[Array, "a b"]) -> None: ...
+
+    assert signature_layouts(f, None)[0]["x"] == P("model")
+
+
+def test_what_stands_in_a_union_waits_for_the_array_too():
+    def f(x):
+        return x
+
+    # An alternative that cannot be resolved is not looked at before an array may be one of it.
+    f.__annotations__ = {"x": Float[Array, "batch"] | list[tuple["Nowhere", Array]]}  # type: ignore[name-defined]
+    layout = signature_layouts(f, RULES)[0]["x"]
+    assert isinstance(layout, ByHint) and ft.plan(jnp.ones(4), layout, SIZES).specs == P("data")
+    with pytest.raises(ft.ShardingError, match="its annotation `Nowhere` cannot be resolved"):
+        ft.plan([(jnp.ones(4), jnp.ones(4))], layout, SIZES)
+
+
+def test_a_layout_that_waits_names_axes_in_messages_and_rows():
+    def f(x: PyTree[Float[Array, "batch"]]) -> None: ...
+
+    layout = signature_layouts(f, RULES)[0]["x"]
+    plan = ft.plan({"a": jnp.ones(3)}, layout, SIZES, check=False)
+    assert plan["a"].axes == ft.Axes("batch")
+    assert plan.problems[0].why == '"batch" has size 3; rule batch→data needs a multiple of data=2'
+
+
+BAD = [
+    (
+        "Nowhere[Array]",
+        r"f: the annotation of `x`, `Nowhere\[Array\]`, cannot be resolved: name 'Nowhere' is not defined",
+    ),
+    (list["Nowhere"], r"the annotation of `x`, .*Nowhere.*, cannot be resolved"),
+    (
+        Float[Array, "a b"] | Float[Array, "c d"],
+        r"annotation of `x`, .*, is ambiguous: alternatives of the same rank and dtype",
+    ),
+    (
+        Float[Array, "batch@data"],
+        r"annotation of `x`, .*, cannot be read: `batch@data` in a dimension string is not an axis",
+    ),
+]
+
+
+@pytest.mark.parametrize(("annotation", "message"), BAD)
+@pytest.mark.parametrize("where", ["x", "return"])
+def test_annotations_that_say_nothing_clear(where: str, annotation: Any, message: str):
+    def f(x):
+        return x
+
+    f.__annotations__ = {where: annotation}
+    with pytest.raises(
+        ft.AxesError, match=message.replace("`x`", "`x`" if where == "x" else "`result`")
+    ):
+        signature_layouts(f, RULES)
+
+
+def test_names_that_no_rule_places():
+    def f(x: Float[Array, "bacth"]) -> None: ...
+
+    with pytest.raises(
+        ft.ShardingError, match="no rule names `bacth`; did you mean the rule for `batch`"
+    ):
+        signature_layouts(f, RULES)
+    with pytest.raises(ft.RuleError, match="3 is not a layout"):
+        signature_layouts(f, 3)
+
+
+# Calls
+
+
+def test_a_call_is_a_tuple_of_all_parameters():
+    def f(_x, /, y=2, *args, z, **kwargs):
+        return (_x, y, args, z, kwargs)
+
+    signature = Signature(f)
+    call = signature.bind((1,), {"z": 3, "w": 4})
+    assert call == (1, 2, (), 3, {"w": 4}) and signature.parameters == (
+        "_x",
+        "y",
+        "args",
+        "z",
+        "kwargs",
+    )
+    assert signature.run(f, call) == (1, 2, (), 3, {"w": 4})
+    assert signature.positional == ("_x", "y", "args") and signature.by_name == "kwargs"
+    assert [str(ft.Path.of(path)) for path, _ in jax.tree_util.tree_flatten_with_path(call)[0]] == [
+        "_x",
+        "y",
+        "z",
+        "kwargs.w",
+    ]
+
+
+UNREADABLE = [
+    "D['a']",
+    "1/0",
+    "nowhere.at.all",
+    "a b",
+    "int()()",
+    "Float[Array, 3]",
+    "(",
+    "D[",
+    "int + 'x'",
+]
+
+
+@pytest.mark.parametrize("annotation", UNREADABLE)
+def test_an_annotation_that_cannot_be_read_stops_nothing_that_needs_no_names(annotation: str):
+    def f(x: Any) -> Any:
+        return {"y": 2 * x}
+
+    D: dict[str, Any] = {}
+    f.__annotations__ = {"x": annotation, "return": annotation}
+    assert ft.jit(f)(jnp.ones(2))["y"].tolist() == [2, 2] and not D
+    mesh = ft.make_mesh(data=8)
+    assert ft.init(f, P(), mesh)(jnp.ones(2))["y"].tolist() == [2, 2]
+    mapped = ft.shard_map(f, mesh=mesh, in_specs=P("data"), out_specs=P("data"), shapes=None)
+    assert mapped(jnp.ones(8))["y"].sum() == 16
+    with pytest.raises(ft.FunctreeError):
+        signature_layouts(f, RULES)
+
+
+def test_what_is_bound():
+    model = MLP(jnp.ones((2, 4)))
+    part = functools.partial(functools.partial(model.__call__, 1), x=2)
+    assert Partial.of(part)[1:] == ((model, 1), {"x": 2})
+    with pytest.raises(ft.FunctreeError, match="a function was expected, not 3"):
+        Partial.of(3)
+
+
+# Sizes
+
+
+def checked(annotations: dict[str, Any], *values: Any) -> None:
+    fun: Callable[..., Any] = eval(f"lambda {', '.join(annotations)}: None")
+    fun.__annotations__ = annotations
+    signature = Signature(fun)
+    Sizes("f").check(signature.bind(values, {}))
+
+
+FLOATS = Float[Array, "batch embed"]
+AGREE: list[tuple[list[Any], list[Any]]] = [
+    ([FLOATS, FLOATS], [(2, 3), (2, 3)]),
+    ([Float[Array, "a b"], Float[Array, "b a"]], [(2, 3), (3, 2)]),
+    ([Float[Array, "#a b"], Float[Array, "a b"]], [(1, 3), (2, 3)]),
+    ([Float[Array, "_a b"], Float[Array, "_a b"]], [(1, 3), (2, 3)]),
+    ([Float[Array, "4 b"], Float[Array, "b=3"]], [(4, 3), (3,)]),
+    ([Float[Array, "a*b"], Float[Array, "a b"]], [(6,), (2, 3)]),
+    ([Float[Array, "*a b"], Float[Array, "b *a"]], [(2, 2, 3), (3, 2, 2)]),
+    ([Float[Array, "... b"], Float[Array, "b ..."]], [(2, 2, 3), (3, 5)]),
+    ([Float[Array, "*#a b"], Float[Array, "*a b"]], [(1, 3), (2, 3)]),
+    ([Float[Array, "a"] | None, Float[Array, "a b"] | Float[Array, "a"]], [(2,), (2, 3)]),
+    ([Array, FLOATS], [(5,), (2, 3)]),
+    ([Float[Array, "rows=a"], Float[Array, "a"]], [(5,), (5,)]),
+    ([Float[Array, "rows=_"], Float[Array, "rows"]], [(5,), (4,)]),
+    ([Annotated[Array, ft.Axes("_a")]] * 2, [(5,), (5,)]),
+]
+
+
+@pytest.mark.parametrize(("hints", "shapes"), AGREE)
+def test_sizes_that_agree(hints: list[Any], shapes: list[Any]):
+    checked(dict(zip("xy", hints, strict=True)), *(jnp.ones(shape) for shape in shapes))
+
+
+# Axes by `ft.names` in an annotation replace those that it has otherwise, and are of the function
+# itself too.
+GIVEN: list[tuple[Any, Any, str | None]] = [
+    (Annotated[Float[Array, "a b"], ft.names({"**": "x y batch"})], (5, 6, 2), None),
+    (
+        Annotated[Float[Array, "a b"], ft.names({"**": "x y batch"})],
+        (5, 6, 7),
+        'y.*"batch" has size 2 here, and 7 in `x`',
+    ),
+    (
+        Annotated[Float[Array, "a b"], ft.names({"**": "x y batch"})],
+        (5, 6),
+        'x.*has 2 dimensions; `"x y batch"` has 3',
+    ),
+    (Annotated[list[Float[Array, "batch"]], ft.names({"0": "other"})], [(5,)], None),
+    (
+        Annotated[list[Float[Array, "batch"]], ft.names({"0": "other"})],
+        [(2,), (5,)],
+        '"batch" has size 2 here, and 5',
+    ),
+    (
+        Annotated[list[Array], ft.names({"0": "batch"})],
+        [(5,)],
+        'y.*"batch" has size 2 here, and 5 in `x.0`',
+    ),
+    (
+        list[Annotated[Array, ft.names({"**": "batch"})]],
+        [(5,)],
+        'y.*"batch" has size 2 here, and 5 in `x.0`',
+    ),
+    (
+        Annotated[list[Int[Array, "a"]], ft.names({"0": "batch"})],
+        [(2,)],
+        "x.0.*its dtype is float32, .* says Int",
+    ),
+]
+
+
+@pytest.mark.parametrize(("hint", "shapes", "message"), GIVEN)
+def test_sizes_of_axes_by_names(hint: Any, shapes: Any, message: str | None):
+    x = [jnp.ones(shape) for shape in shapes] if isinstance(shapes, list) else jnp.ones(shapes)
+    hints = {"x": hint, "y": FLOATS}
+    if message is None:
+        return checked(hints, x, jnp.ones((2, 3)))
+    with pytest.raises(ft.AxesError, match=r"(?s)^f: 1 array not as annotated\n.*" + message):
+        checked(hints, x, jnp.ones((2, 3)))
+
+
+DIFFER: list[tuple[list[Any], list[Any], str]] = [
+    (
+        [FLOATS, FLOATS],
+        [(2, 3), (2, 4)],
+        r'y   f32\[2, 4\]   "batch embed"\n +"embed" has size 4 here, and 3 in `x`',
+    ),
+    ([Float[Array, "a a"], FLOATS], [(2, 3), (2, 3)], r'x   .*"a" has size 3 here, and 2 in `x`'),
+    ([FLOATS, Float[Array, "4"]], [(2, 3), (5,)], r'y.*"4" requires size 4, but the size is 5'),
+    (
+        [FLOATS, Float[Array, "dim=4"]],
+        [(2, 3), (5,)],
+        r'y.*"dim=4" requires size 4, but the size is 5',
+    ),
+    (
+        [FLOATS, Float[Array, "batch*embed"]],
+        [(2, 3), (5,)],
+        r"y.*`batch\*embed` is 6, but the size is 5",
+    ),
+    (
+        [FLOATS, Float[Array, "batch*head"]],
+        [(2, 3), (5,)],
+        r"`batch\*head` cannot be evaluated: name 'head' is not",
+    ),
+    (
+        [Float[Array, "*a b"]] * 2,
+        [(2, 2, 3), (2, 3)],
+        r'"a" has size \(2,\) here, and \(2, 2\) in `x`',
+    ),
+    ([Float[Array, "#a"], Float[Array, "a"]], [(3,), (2,)], r'"a" has size 2 here, and 3 in `x`'),
+    ([FLOATS, FLOATS], [(2, 3), (2,)], r"y.*has 1 dimension; `Float.* has 2"),
+    (
+        [FLOATS, Int[Array, "batch"]],
+        [(2, 3), (2,)],
+        r"y.*its dtype is float32, but the annotation says Int",
+    ),
+    (
+        [FLOATS, Float[Array, "rows=batch"]],
+        [(2, 3), (5,)],
+        r'"batch" has size 5 here, and 2 in `x`',
+    ),
+    ([FLOATS, Float[Array, "batch==2"]], [(2, 3), (5,)], r"`batch==2` is True, but the size is 5"),
+    ([Annotated[Array, ft.Axes("_a")]] * 2, [(5,), (4,)], r'"_a" has size 4 here, and 5 in `x`'),
+    ([FLOATS, "Nowhere"], [(2, 3), (2,)], r"y.*its annotation `Nowhere` cannot be resolved"),
+]
+
+
+@pytest.mark.parametrize(("hints", "shapes", "message"), DIFFER)
+def test_sizes_that_differ(hints: list[Any], shapes: list[Any], message: str):
+    with pytest.raises(ft.AxesError, match=r"(?s)^f: 1 array not as annotated\n.*" + message):
+        checked(dict(zip("xy", hints, strict=True)), *(jnp.ones(shape) for shape in shapes))
+
+
+def test_all_mismatches_are_told():
+    with pytest.raises(ft.AxesError) as error:
+        checked(
+            {"x": FLOATS, "y": FLOATS, "z": list[FLOATS]},
+            jnp.ones((2, 3)),
+            jnp.ones((4, 5)),
+            [jnp.ones((2, 4))],
+        )
+    assert [str(p.path) for p in error.value.problems] == ["y", "y", "z.0"]
+
+
+def test_names_of_modules_are_their_own():
+    hints = {"x": Float[Array, "batch embed"], "m": MLP, "p": tuple[Float[Array, "embed"], Any]}
+    checked(hints, jnp.ones((2, 3)), MLP(jnp.ones((7, 8))), (jnp.ones(3), MLP(jnp.ones((9, 9)))))
+
+
+def test_names_of_each_leaf():
+    trees = [{"a": jnp.ones(2), "b": jnp.ones(3)}] * 2
+    hint = PyTree[Float[Array, "?size"]]
+    checked({"x": hint, "y": hint}, *trees)
+    with pytest.raises(ft.AxesError, match=r'(?s)y\.a.*"size" has size 3 here, and 2 in `x\.a`'):
+        checked({"x": hint, "y": hint}, trees[0], {"a": jnp.ones(3), "b": jnp.ones(3)})
+
+
+def test_masks_and_numbers():
+    checked(
+        {"x": Bool[Array, "batch"], "y": Float[Array, ""], "z": int},
+        jnp.ones(3, bool),
+        np.float32(1),
+        4,
+    )
+
+
+def another(fun: Any) -> Any:
+    """Passes one argument more than it gets."""
+
+    @functools.wraps(fun)
+    def wrapper(x: Any) -> Any:
+        return fun(jnp.float32(2), x)
+
+    return wrapper
+
+
+def passing(fun: Any) -> Any:
+    @functools.wraps(fun)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        return fun(*args, **kwargs)
+
+    return wrapper
+
+
+def with_option(fun: Any) -> Any:
+    @functools.wraps(fun)
+    def wrapper(factor: Any, x: Any, extra: Any = 1.0) -> Any:
+        return fun(factor, x) * extra
+
+    return wrapper
+
+
+def scaled(factor: Any, x: Any) -> Any:
+    return jnp.sum(factor * x)
+
+
+class Unsigned:
+    """A callable whose signature cannot be asked for."""
+
+    @property
+    def __signature__(self) -> Any:
+        raise TypeError("no signature")
+
+    def __call__(self, x: Any) -> Any:
+        return 2 * x
+
+
+@pytest.mark.parametrize("fun", [int, max, Unsigned()], ids=["int", "max", "Unsigned"])
+def test_a_callable_without_a_signature(fun: Any):
+    for wrapper in (ft.jit, ft.typed, lambda fun: signature_layouts(fun, RULES)):
+        with raises(f"{fun!r} has no signature: wrap it in a function, `lambda x: ...`"):
+            wrapper(fun)
+
+
+def scaled_sum(x: Any, y: Any, scale: Any = 2.0, mask: Any = None) -> Any:
+    return (jnp.dot(x, y) * scale).sum() if mask is None else (jnp.dot(x, y) * mask).sum()
+
+
+def flagged(x: Any, *, flag: Any = True) -> Any:
+    return x.sum() if flag else -x.sum()  # the default is no traced value
+
+
+# What passes on the arguments that it is given: an argument more or less is another call of it.
+PASSING: dict[str, tuple[Any, Any]] = {
+    "vmap": (jax.vmap(scaled_sum, in_axes=(0, None)), [4.0, 4.0, 4.0]),
+    "filter_vmap": (eqx.filter_vmap(scaled_sum, in_axes=(0, None)), [4.0, 4.0, 4.0]),
+    "vmap of a gradient": (jax.vmap(ft.grad(scaled_sum), in_axes=(0, None)), [[2.0, 2.0]] * 3),
+    "gradient of a vmap": (
+        ft.grad(lambda x, y: jax.vmap(scaled_sum, in_axes=(0, None))(x, y).sum()),
+        [[2.0, 2.0]] * 3,
+    ),
+    "checkpoint": (jax.checkpoint(lambda x, y, scale=2.0: scaled_sum(x, y, scale)), 12.0),
+    "jit": (jax.jit(scaled_sum, static_argnames=("scale", "mask")), 12.0),
+    "ft.jit": (ft.jit(scaled_sum), 12.0),
+    "filter_jit": (eqx.filter_jit(scaled_sum), 12.0),
+    "typed": (ft.typed(scaled_sum), 12.0),
+    "passing": (passing(scaled_sum), 12.0),
+    "partial": (
+        functools.partial(jax.vmap(scaled_sum, in_axes=(0, None)), jnp.ones((3, 2))),
+        [4.0, 4.0, 4.0],
+    ),
+    "shard_map": (
+        jax.shard_map(jnp.dot, mesh=mesh_of({"data": 8}), in_specs=P(), out_specs=P()),
+        [2.0, 2.0, 2.0],
+    ),
+    "checkpoint of a reduction": (jax.checkpoint(jnp.sum), 6.0),
+    "jit with a flag": (jax.jit(flagged), 6.0),
+    "jit of a vmap": (jax.jit(jax.vmap(scaled_sum, in_axes=(0, None))), [4.0, 4.0, 4.0]),
+    "jit of a jit of a vmap": (
+        jax.jit(jax.jit(jax.vmap(scaled_sum, in_axes=(0, None)))),
+        [4.0, 4.0, 4.0],
+    ),
+    "ft.jit of a vmap": (ft.jit(jax.vmap(scaled_sum, in_axes=(0, None))), [4.0, 4.0, 4.0]),
+}
+
+
+@pytest.mark.parametrize("case", PASSING)
+def test_defaults_are_not_passed_to_what_passes_arguments_on(case: str):
+    fun, expected = PASSING[case]
+    x, y = jnp.ones((3, 2)), jnp.ones(2)
+    args = {"partial": (y,), "checkpoint of a reduction": (x,), "jit with a flag": (x,)}.get(
+        case, (x, y)
+    )
+    f = ft.jit(fun)
+    for _ in range(2):
+        np.testing.assert_array_equal(f(*args), expected)
+    assert len(f.compilations) == 1
+    np.testing.assert_array_equal(f.lower(*args).compile()(*args), expected)
+
+
+def test_defaults_are_not_passed_by_accumulate():
+    summed = ft.accumulate(jax.vmap(scaled_sum, in_axes=(None, 0)), 2)
+    np.testing.assert_array_equal(summed(jnp.ones(2), jnp.ones((4, 2))), [4.0, 4.0])
+
+
+def test_another_argument_is_another_call():
+    f = ft.jit(jax.vmap(scaled_sum))
+    x = jnp.ones((3, 2))
+    f(x, x)
+    np.testing.assert_array_equal(f(x, x, scale=jnp.full(3, 5.0)), [10.0] * 3)
+    assert str(f.compilations[1]) == "compilation 2: scale: structure nothing → an array"
+
+
+class Masked(eqx.Module):
+    weight: Float[Array, "size"]
+
+    @jax.checkpoint
+    def scaled(self, x: Any, k: Any = 1.0) -> Any:
+        return self.weight * x * k
+
+
+def test_defaults_of_a_wrapped_method():
+    assert ft.jit(Masked(jnp.ones(2)).scaled)(jnp.ones(2)).sum() == 2
+
+
+def test_a_default_that_is_not_as_annotated():
+    @ft.typed
+    def masked(x: Float[Array, "rows cols"], mask: Float[Array, "rows"] = None) -> Array:  # type: ignore[assignment]
+        return x if mask is None else x * mask[:, None]
+
+    x = jnp.ones((3, 2))
+    np.testing.assert_array_equal(ft.jit(masked)(x), x)
+    np.testing.assert_array_equal(ft.jit(masked)(x, jnp.zeros(3)), 0 * x)
+
+
+class Twice(eqx.Module):
+    def __call__(self, x: Any) -> Any:
+        return x * 2
+
+
+WRAPPED: dict[str, tuple[Any, Any]] = {
+    "one argument less": (another, lambda f, x: f(x)),
+    "the same": (passing, lambda f, x: f(jnp.float32(2), x=x)),
+    "one more": (with_option, lambda f, x: f(jnp.float32(2), x, extra=jnp.float32(1))),
+}
+
+
+@pytest.mark.parametrize("case", WRAPPED)
+@pytest.mark.parametrize(
+    "wrap", [ft.jit, lambda f: ft.init(f, ft.P(), mesh_of()), ft.typed, jax.jit, ft.grad]
+)
+def test_decorators_that_change_the_parameters(case: str, wrap: Any):
+    decorate, call = WRAPPED[case]
+    x = jnp.arange(4.0)
+    found = call(wrap(decorate(scaled)), x)
+    if wrap is ft.grad:
+        assert found.shape == (x.shape if case == "one argument less" else ())
+    else:
+        assert found == 12.0
+
+
+def test_a_parameter_called_self():
+    f = ft.jit(lambda self: self * 2)
+    x = jnp.ones(2)
+    assert (
+        np.array_equal(f(self=x), 2 * x)
+        and f.eval_shape(self=x).shape == (2,)
+        and len(f.compilations) == 1
+    )
+    assert np.array_equal(f.lower(self=x).compile()(self=x), 2 * x)
+
+
+@pytest.mark.parametrize(("fun", "name"), [
+    (functools.partial(scaled, 1.0), "scaled"), (scaled, "scaled"), (Twice(), "Twice.__call__"),
+], ids=["partial", "function", "module"])  # fmt: skip
+def test_every_function_has_a_name(fun: Any, name: str):
+    class Model:
+        f = ft.jit(fun)
+
+    assert ft.jit(fun).__name__ in (name, name.rpartition(".")[2])
+    assert Model().f.__name__

@@ -1,0 +1,437 @@
+"""Traced, lowered and compiled calls over modules: trees of their structure, abstract arguments,
+checked calls."""
+
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from checks import compilations, raises
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array
+from meshes import MESH, mesh_of
+from trees import MLP
+
+import functree as ft
+
+P = PartitionSpec
+RULES = ft.AxisRules({"batch": "data", "hidden": "model", "embed": None})
+STAGES = ("traced", "lowered", "compiled")
+
+
+def mlp() -> MLP:
+    return MLP(jnp.ones((8, 16)), jnp.ones((16, 8)))
+
+
+def step(model: MLP, x: Array, scale: float = 1.0) -> dict[str, Any]:
+    new = jax.tree.map(lambda w: w * scale if eqx.is_array(w) else w, model)
+    return {"model": new, "loss": model(x).sum(), "name": "step"}
+
+
+LOADS = {"in_shardings": {"model": RULES, "x": P("data")}, "donate": "model"}
+
+
+@pytest.fixture
+def placed(mesh: Mesh) -> tuple[MLP, Array]:
+    return ft.shard((mlp(), jnp.ones((4, 8))), (RULES, P("data")), mesh)
+
+
+def abstract(mesh: Mesh) -> tuple[MLP, jax.ShapeDtypeStruct]:
+    x = jax.ShapeDtypeStruct((4, 8), jnp.float32, sharding=NamedSharding(mesh, P("data")))
+    return ft.abstract(mlp, RULES, mesh)(), x
+
+
+def stages(mesh: Mesh, *arguments: Any, **options: Any) -> dict[str, Any]:
+    traced = ft.jit(step, mesh=mesh, **options).trace(*arguments)
+    lowered = traced.lower()
+    return {"traced": traced, "lowered": lowered, "compiled": lowered.compile()}
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("kind", ["abstract", "concrete"])
+def test_trees_have_the_models_structure(
+    stage: str, kind: str, mesh: Mesh, placed: tuple[MLP, Array]
+):
+    found = stages(mesh, *(abstract(mesh) if kind == "abstract" else placed), **LOADS)[stage]
+    (model, x, scale), kwargs = found.args_info
+    assert isinstance(model, MLP) and model.activation is None and scale is None and kwargs == {}
+    assert (model.up.shape, model.up.donated, x.shape, x.donated) == ((8, 16), True, (4, 8), False)
+    assert found.in_avals[0][0].down.shape == (16, 8)
+    assert found.in_tree == jax.tree.structure(found.args_info)
+    assert found.out_info["model"].up.shape == (8, 16) and found.out_info["name"] == "step"
+    assert found.out_avals["loss"].shape == ()
+    assert found.out_tree == jax.tree.structure(found.out_info)
+    assert found.donate_argnums == (0, 1)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_what_was_asked_of_the_layouts(stage: str, mesh: Mesh):
+    found = stages(mesh, *abstract(mesh), **LOADS)[stage]
+    (model, x, _), _ = found.in_shardings
+    assert (model.up, x) == (
+        NamedSharding(mesh, P(None, "model")),
+        NamedSharding(mesh, P("data", None)),
+    )
+    assert found.out_shardings["model"].down == NamedSharding(
+        mesh, P("model", None)
+    )  # closed, as it was donated
+    assert found.out_shardings["loss"] is None
+
+
+def test_nothing_asked(mesh: Mesh):
+    found = stages(mesh, *abstract(mesh))["compiled"]
+    assert jax.tree.leaves((found.in_shardings, found.out_shardings["loss"])) == []
+    assert found.input_shardings[0][0].up.is_equivalent_to(NamedSharding(mesh, P(None, "model")), 2)
+
+
+def test_a_traced_function(mesh: Mesh):
+    traced = stages(mesh, *abstract(mesh), **LOADS)["traced"]
+    assert traced.fun_name == "step" and len(traced.jaxpr.in_avals) == 3
+    assert repr(traced) == "<Traced of step>"
+    for_tpu = traced.lower(lowering_platforms=("tpu",)).as_text()
+    assert "sdy.mesh" in for_tpu and "stablehlo" in for_tpu
+
+
+def test_a_lowered_function(mesh: Mesh):
+    lowered = stages(mesh, *abstract(mesh), **LOADS)["lowered"]
+    assert "stablehlo.dot" in lowered.as_text() and "HloModule" in lowered.as_text("hlo")
+    assert '"x"' in lowered.as_text(debug_info=True)
+    assert lowered.compiler_ir() is not None and lowered.cost_analysis() is not None
+
+
+def test_a_compiled_function(mesh: Mesh):
+    compiled = stages(mesh, *abstract(mesh), **LOADS)["compiled"]
+    assert all(name in compiled.as_text() for name in ('"model.up"', '"model.down"', '"x"'))
+    assert (
+        compiled.memory_analysis().argument_size_in_bytes > 0
+        and compiled.cost_analysis() is not None
+    )
+    assert compiled.runtime_executable() is not None
+    assert compiled.output_shardings["model"].up.spec == P(None, "model")
+    assert compiled.input_formats[0][0].up.sharding.spec == P(None, "model")
+    assert compiled.output_formats["model"].up is not None
+
+
+def test_compiler_options(mesh: Mesh):
+    lowered = stages(mesh, *abstract(mesh))["lowered"]
+    assert lowered.compile({"xla_backend_optimization_level": 0}).as_text()
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_compiled_step_is_called_with_modules_and_packed_trees(
+    packed: bool, mesh: Mesh, placed: tuple[MLP, Array]
+):
+    model, x = placed
+    model = ft.pack(model) if packed else model
+    compiled = ft.jit(step, mesh=mesh).lower(model, x).compile()
+    found = compiled(model, x)
+    assert type(found["model"]) is type(model) and float(found["loss"]) == 4 * 8 * 8 * 16
+    assert float(compiled.call(model, x=x)["loss"]) == float(found["loss"])
+
+
+def test_a_donated_loop(mesh: Mesh, placed: tuple[MLP, Array]):
+    model, x = placed
+    compiled = ft.jit(step, mesh=mesh, **LOADS).lower(*abstract(mesh)).compile()
+    first = model
+    for _ in range(3):
+        model = compiled(model, x)["model"]
+    assert first.up.is_deleted() and model.up.sharding.spec == P(None, "model")
+    with pytest.raises(
+        ft.FunctreeError, match=r"(?s)step: 2 arguments are deleted.*model.up.*was donated"
+    ):
+        compiled(first, x)
+
+
+def test_a_compiled_step_donates_nothing_twice(mesh: Mesh, placed: tuple[MLP, Array]):
+    def square() -> MLP:
+        return MLP(jnp.ones((8, 8)), jnp.ones((8, 8)))
+
+    compiled = (
+        ft.jit(step, mesh=mesh, donate="model").lower(ft.abstract(square)(), placed[1]).compile()
+    )
+    once = ft.shard(jnp.ones((8, 8)), P(), mesh)
+    with pytest.raises(
+        ft.FunctreeError,
+        match=r"(?s)step: .*model.down.*is the same buffer as `model.up`, and both are",
+    ):
+        compiled(MLP(once, once), placed[1])
+
+
+# What a compiled function is called with ─► what it says.
+def _wrong(model: MLP, x: Array, mesh: Mesh) -> dict[str, tuple[tuple[Any, ...], str]]:
+    tall, gelu = MLP(jnp.ones((8, 32)), jnp.ones((32, 8))), MLP(model.up, model.down, jax.nn.gelu)
+    whole, nothing = ft.shard(model, P(), mesh), jax.ShapeDtypeStruct((4, 8), jnp.float32)
+    found = r"1 argument is not as compiled.*"
+    return {
+        "shape": (
+            (model, x[:2]),
+            found + r"x   f32\[2, 8\].*shape \(4, 8\) when compiled, \(2, 8\) now",
+        ),
+        "shapes": (
+            (tall, x),
+            r"2 arguments are not as.*model.up.*shape \(8, 16\) when compiled, \(8, 32\) now",
+        ),
+        "dtype": (
+            (model, x.astype(jnp.int32)),
+            found + r"x   i32\[4, 8\].*dtype float32 when compiled, int32 now",
+        ),
+        "sharding": (
+            (whole, x),
+            r"2 arg.*model.up.*sharding P\(None, 'model'\) on .* when compiled, P\(None, None\)",
+        ),
+        "static": ((model, x, 2.0), found + r"scale.*static 1.0 when compiled, 2.0 now"),
+        "static type": ((model, x, 1), found + r"scale.*static 1.0 when compiled, 1 now"),
+        "activation": ((gelu, x), found + r"model.activation.*static relu when compiled, gelu now"),
+        "structure": (({"up": model.up}, x), r"structure an array when compiled, nothing now"),
+        "nothing": ((model, None), found + r"x\s+structure an array when compiled, nothing now"),
+        "abstract": ((model, nothing), r"`x` has no value, and a compiled program runs on values"),
+    }
+
+
+CASES = (
+    "shape",
+    "shapes",
+    "dtype",
+    "sharding",
+    "static",
+    "static type",
+    "activation",
+    "structure",
+    "nothing",
+    "abstract",
+)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_compiled_step_takes_nothing_else(case: str, mesh: Mesh, placed: tuple[MLP, Array]):
+    compiled = ft.jit(step, mesh=mesh).lower(*placed).compile()
+    compiled(*placed)
+    wrong = _wrong(*placed, mesh)
+    assert set(wrong) == set(CASES)
+    arguments, message = wrong[case]
+    with pytest.raises(ft.FunctreeError, match="(?s)" + message):
+        compiled(*arguments)
+    compiled(*placed)
+
+
+def test_numpy_is_put_where_it_was_compiled_for(mesh: Mesh, placed: tuple[MLP, Array]):
+    model, _ = placed
+    compiled = ft.jit(step, mesh=mesh, **LOADS).lower(*abstract(mesh)).compile()
+    assert float(compiled(model, np.ones((4, 8), np.float32))["loss"]) == 4096
+
+
+def test_what_is_put_there_is_told_from_what_lies_elsewhere_by_choice(
+    mesh: Mesh, placed: tuple[MLP, Array]
+):
+    model, _ = placed
+    compiled = (
+        ft.jit(step, mesh=mesh, in_shardings=LOADS["in_shardings"]).lower(*abstract(mesh)).compile()
+    )
+    loose = jnp.ones((4, 8))
+    compiled(model, loose)
+    with pytest.raises(
+        ft.FunctreeError,
+        match=r"(?s)1 argument is not as compiled.*x   f32\[4, 8\].*sharding P\('data', None\)",
+    ):
+        compiled(model, jax.device_put(loose, jax.devices()[0]))
+
+
+def test_of_a_method(mesh: Mesh):
+    class Trainer(eqx.Module):
+        model: MLP
+
+        @ft.jit
+        def loss(self, x: Array) -> Array:
+            return self.model(x).sum()
+
+    trainer, x = Trainer(ft.shard(mlp(), RULES, mesh)), ft.shard(jnp.ones((4, 8)), P("data"), mesh)
+    assert trainer.loss.eval_shape(x).shape == ()
+    assert trainer.loss.trace(x).fun_name == "loss"
+    compiled = trainer.loss.lower(x).compile()
+    assert float(compiled(x)) == float(trainer.loss(x)) == 4096
+    assert '"self.model.up"' in compiled.as_text()
+
+
+def test_one_trace_for_all_stages_and_the_call(mesh: Mesh, placed: tuple[MLP, Array]):
+    traces = 0
+
+    @ft.jit(mesh=mesh, **LOADS)
+    def counted(model: MLP, x: Array) -> Any:
+        nonlocal traces
+        traces += 1
+        return model
+
+    counted.eval_shape(*abstract(mesh))
+    counted.lower(*abstract(mesh)).compile()
+    counted(*placed)
+    assert traces == 1
+
+
+def test_a_program_for_devices_that_are_given_later(mesh: Mesh):
+    sharding = NamedSharding(mesh.abstract_mesh, P("data"))
+    x = jax.ShapeDtypeStruct((8, 2), jnp.float32, sharding=sharding)
+    lowered = (
+        ft.jit(lambda batch: {"y": 2 * batch["x"]})
+        .trace({"x": x})
+        .lower(lowering_platforms=("cpu",))
+    )
+    compiled = lowered.compile(device_assignment=tuple(mesh.devices.flat))
+    placed = jax.device_put(np.ones((8, 2), np.float32), NamedSharding(mesh, P("data")))
+    found = compiled({"x": placed})["y"]
+    assert np.array_equal(found, 2 * np.ones((8, 2))) and found.sharding == NamedSharding(
+        mesh, P("data")
+    )
+
+
+NOT_STAGES: dict[str, tuple[str, dict[str, Any], str]] = {
+    "platforms": (
+        "lower",
+        {"lowering_platforms": "tpu"},
+        "it must be a collection of texts, or None",
+    ),
+    "options": ("compile", {"compiler_options": 3}, "it must be a mapping, or None"),
+    "number": ("compile", {"device_assignment": 3}, "it must be a tuple of devices, or None"),
+    "list": (
+        "compile",
+        {"device_assignment": jax.devices()[:1]},
+        "it must be a tuple of devices, or None",
+    ),
+    "text": ("compile", {"device_assignment": ("cpu",)}, "it must be a tuple of devices, or None"),
+}
+
+
+@pytest.mark.parametrize("case", NOT_STAGES)
+def test_options_of_stages_that_there_are_not(case: str):
+    method, options, message = NOT_STAGES[case]
+    traced = ft.jit(lambda x: 2 * x).trace(jnp.ones(2))
+    stage: Any = traced if method == "lower" else traced.lower()
+    with raises("<lambda> cannot be ", f"{next(iter(options))}=", message):
+        getattr(stage, method)(**options)
+
+
+def test_an_abstract_mesh(mesh: Mesh, placed: tuple[MLP, Array]):
+    elsewhere = mesh.abstract_mesh
+    function = ft.jit(step, mesh=elsewhere, in_shardings={"model": RULES, "x": P("data")})
+    text = function.trace(*abstract(elsewhere)).lower(lowering_platforms=("tpu",)).as_text()  # type: ignore[arg-type]
+    assert '"model"=4' in text
+    with pytest.raises(
+        ft.ShardingError, match=r"step cannot run: \(data=2, model=4\) has no devices"
+    ):
+        function(*placed)
+
+
+def test_an_abstract_call_is_an_error(mesh: Mesh):
+    with pytest.raises(
+        ft.FunctreeError, match=r"step: `model.up` is abstract.*use `.lower` or `.eval_shape`"
+    ):
+        ft.jit(step)(*abstract(mesh))
+
+
+def test_a_compiled_function_runs_on_values():
+    compiled = ft.jit(lambda x: x * 2).lower(jnp.ones(2)).compile()
+    for call in (
+        lambda: jax.vmap(compiled)(jnp.ones((3, 2))),
+        lambda: jax.jit(compiled)(jnp.ones(2)),
+        lambda: compiled(jax.ShapeDtypeStruct((2,), "float32")),
+    ):
+        with raises("`x` has no value, and a compiled program runs on values"):
+            call()
+
+
+X = jnp.ones(3)
+
+
+def mixed(a: Any, b: Any, c: Any = 1, *, d: Any) -> Any:
+    return a + b + d
+
+
+def many(a: Any, *more: Any, **named: Any) -> Any:
+    return a
+
+
+def only(a: Any, /, b: Any, **named: Any) -> Any:
+    return a + b
+
+
+class WithMethod(eqx.Module):
+    w: Any
+
+    def step(self, x: Any, y: Any) -> Any:
+        return self.w * x + y
+
+
+KEYWORDS: dict[str, tuple[Any, tuple[Any, ...], dict[str, Any]]] = {
+    "by position": (mixed, (X, X), {"d": X}),
+    "by keyword": (mixed, (X,), {"b": X, "d": X}),
+    "all by keyword": (mixed, (), {"a": X, "b": X, "d": X}),
+    "*args": (many, (X, X, X), {}),
+    "**kwargs": (many, (X,), {"x": X, "y": X}),
+    "all in **kwargs": (many, (), {"a": X, "y": X}),
+    "a tree": (many, ({"k": [X, X]},), {"y": (X,)}),
+}
+
+
+@pytest.mark.parametrize("case", KEYWORDS)
+def test_keywords_are_apart_as_in_jax(case: str):
+    fun, args, kwargs = KEYWORDS[case]
+    ours, theirs = ft.jit(fun).lower(*args, **kwargs), jax.jit(fun).lower(*args, **kwargs)
+    for name in ("args_info", "in_avals"):
+        (mine, by_name), (others, by_others_name) = getattr(ours, name), getattr(theirs, name)
+        assert jax.tree.leaves(mine) == jax.tree.leaves(others)
+        assert {key: one for key, one in by_name.items() if one is not None} == by_others_name
+    assert ours.in_tree == jax.tree.structure(ours.args_info)
+    assert ours.compile().input_shardings[1].keys() >= kwargs.keys()
+
+
+# Of these, `jax.jit` lowers only the first.
+CLASHING: dict[str, tuple[Any, tuple[Any, ...], dict[str, Any]]] = {
+    "called as **kwargs": (many, (X, X, X), {"named": X}),
+    "called as *args": (many, (X, X, X), {"more": X}),
+    "called as what is positional only": (only, (X, X), {"a": X}),
+    "behind what is positional only": (only, (X,), {"a": X, "b": X}),
+}
+
+
+@pytest.mark.parametrize("case", CLASHING)
+def test_keywords_with_the_name_of_another_parameter(case: str):
+    fun, args, kwargs = CLASHING[case]
+    assert ft.jit(fun).lower(*args, **kwargs).in_tree == jax.tree.structure((args, kwargs))
+
+
+def test_keywords_of_a_method():
+    lowered = ft.jit(WithMethod(X).step).lower(X, y=X)
+    args, kwargs = lowered.args_info
+    assert len(jax.tree.leaves(args)) == 2 and list(kwargs) == ["y"]
+
+
+COMPILED_BEFORE: dict[str, Callable[[], tuple[Any, Any]]] = {
+    "plain": lambda: (ft.jit(lambda x: x * 2), X),
+    "mesh": lambda: (ft.jit(lambda x: x * 2, mesh=MESH), ft.shard(jnp.ones(8), P("data"), MESH)),
+    "explicit": lambda: (ft.jit(lambda x: x * 2, mesh=mesh_of(True)), ft.shard(jnp.ones(8), P("data"), mesh_of(True))),
+    "donated": lambda: (
+        ft.jit(lambda x: {"a": x["a"] * 2}, donate="x", mesh=MESH), {"a": ft.shard(jnp.ones(8), P("data"), MESH)}
+    ),
+    "in_shardings": lambda: (
+        ft.jit(lambda x: x * 2, in_shardings=P("data"), out_shardings=P(), mesh=MESH),
+        ft.shard(jnp.ones(8), P("data"), MESH),
+    ),
+    "shard_map": lambda: (
+        ft.shard_map(lambda x: x * 2, mesh=MESH, in_specs=P("data"), out_specs=P("data")),
+        ft.shard(jnp.ones(8), P("data"), MESH),
+    ),
+    "rules": lambda: (
+        ft.jit(lambda x: x * 2, rules=ft.AxisRules({...: None}), mesh=MESH), ft.shard(jnp.ones(8), P("data"), MESH)
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", COMPILED_BEFORE)
+def test_a_call_uses_what_was_compiled_before_it(case: str):
+    f, x = COMPILED_BEFORE[case]()
+    f.lower(x).compile()
+    with compilations() as heard:
+        f(x)
+    assert heard == [] and len(f.compilations) == 1

@@ -1,0 +1,378 @@
+"""Programs for TPUs and GPUs that are not there, from their own compilers.
+
+pytest collects this file only if the extras `functree[tpu,cuda]` are installed (see `conftest.py`).
+"""
+
+import os
+import re
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from checks import raises
+from jaxtyping import Array, Float
+from training import BATCH, EMBED, LAYERS, LAYOUTS, SEQ, TENSOR, gradient, make, training_step
+
+import functree as ft
+from functree.nn.attention.attend import attend
+
+# Without a GPU, JAX cannot say what the installed cuDNN takes; a test of its own is about the
+# warning.
+pytestmark = pytest.mark.filterwarnings(
+    'ignore:attention. the kernel "cudnn":functree.FunctreeWarning'
+)
+
+TARGETS = {"tpu": "tpu:v5e:2x4", "cuda": "cuda:h100:8"}
+BACKENDS = {"tpu": "tpu v5e", "cuda": "cuda h100"}
+RESIDUAL = BATCH // 2 * SEQ * EMBED * 4  # the bytes of the residual stream on one device
+IN_THE_LOSS = 3 * (BATCH // 2 * SEQ * 4)
+
+
+def mesh_of(platform: str) -> Any:
+    return ft.make_mesh(data=2, model=4, target=TARGETS[platform])
+
+
+@pytest.mark.parametrize("unrolled", [False, True], ids=["scanned", "unrolled"])
+@pytest.mark.parametrize("remat", [None, "full"])
+@pytest.mark.parametrize("platform", TARGETS)
+def test_tensor_parallelism(platform: str, remat: str | None, unrolled: bool) -> None:
+    compiled, plan = gradient("TP", remat, unrolled, mesh_of(platform))
+    ledger = compiled.ledger()
+    # The partial results of query, key and value, and of gate and up, are summed before they are
+    # moved.
+    forward, again, backward = 2, 1 if remat else 0, 2
+    assert ledger.totals() == {
+        ("all-reduce", ("model",)): ((forward + again + backward) * LAYERS + 2) * RESIDUAL
+        + IN_THE_LOSS,
+        ("all-reduce", ("data",)): plan.bytes_per_device + 4,  # the gradients, and the loss
+    }
+    runs: Counter[tuple[str | None, tuple[str, ...]]] = Counter()
+    for one in ledger.collectives:
+        if one.mesh_axes == ("model",) and one.bytes == RESIDUAL:
+            names = tuple(sorted(str(path).split(".")[-1] for path in one.paths))
+            runs[one.phase, names] += one.count or 0
+    recompute = {("recompute", ("out",)): LAYERS} if remat else {}
+    assert runs == {
+        ("forward", ("out",)): LAYERS,
+        ("forward", ("down",)): LAYERS,
+        **recompute,
+        ("backward", ("key", "query", "value")): LAYERS,
+        ("backward", ("gate", "up")): LAYERS,
+        ("forward", ("weight",)): 1,
+        ("backward", ("weight",)): 1,
+    }
+
+
+@pytest.mark.parametrize("explicit", [False, True], ids=["auto", "explicit"])
+@pytest.mark.parametrize("platform", TARGETS)
+def test_sequence_parallelism(platform: str, explicit: bool) -> None:
+    """Where tensor parallelism has an all-reduce, there are a reduce-scatter and an all-gather, and
+    no weight moves."""
+    rules = ft.AxisRules({"batch": "data", **TENSOR, "seq": "model", ...: None})
+    mesh = ft.make_mesh(data=2, model=4, target=TARGETS[platform], explicit=explicit)
+
+    @ft.jit(in_shardings=(rules, ft.P("data")), out_shardings=(None, rules), mesh=mesh, rules=rules)
+    def gradient(model: Any, tokens: Any) -> Any:
+        return ft.value_and_grad(ft.nn.cross_entropy)(model, tokens[:, :-1], tokens[:, 1:])
+
+    model = ft.abstract(make)(jax.random.key(0))
+    ledger = (
+        gradient.lower(model, jax.ShapeDtypeStruct((BATCH, SEQ + 1), "int32")).compile().ledger()
+    )
+    runs: Counter[tuple[str, str | None, tuple[str, ...]]] = Counter()
+    for one in ledger.collectives:
+        names = tuple(sorted(str(path).split(".")[-1] for path in one.paths))
+        if one.mesh_axes == ("model",) and "weight" not in names and names:
+            runs[one.kind, one.phase, names] += one.count or 0
+    blocks = {
+        ("reduce-scatter", "forward", ("out",)),
+        ("reduce-scatter", "forward", ("down",)),
+        ("reduce-scatter", "backward", ("key", "query", "value")),
+        ("reduce-scatter", "backward", ("gate", "up")),
+        ("all-gather", "forward", ("key", "query", "value")),
+        ("all-gather", "forward", ("gate", "up")),
+        ("all-gather", "backward", ("out",)),
+        ("all-gather", "backward", ("down",)),
+    }
+    assert runs == dict.fromkeys(blocks, LAYERS)
+    # Outside of the blocks: the embedding, what the head takes, and the sums of the loss.
+    most = (8 * LAYERS + 4) * RESIDUAL + IN_THE_LOSS
+    assert sum(size for (_, axes), size in ledger.totals().items() if axes == ("model",)) <= most
+
+
+@pytest.mark.parametrize("remat", [None, "full"])
+@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("platform", TARGETS)
+def test_a_training_step(platform: str, name: str, remat: str | None) -> None:
+    compiled, plan = training_step(name, remat, mesh_of(platform))
+    ledger = compiled.ledger()
+    assert ledger.backend == BACKENDS[platform] and ledger.sizes == {"data": 2, "model": 4}
+    assert ledger.attributed >= 0.995 and not ledger.not_understood
+    assert all(one.count is not None and one.mesh_axes is not None for one in ledger.collectives)
+    assert all(one.paths or one.source for one in ledger.collectives)
+    assert all(one.phase for one in ledger.collectives if not one.paths)
+    lost = [one for one in ledger.collectives if not one.paths]
+    assert sum(one.total for one in lost) <= IN_THE_LOSS + 4  # what the loss itself sums up
+    state = {
+        str(path)[3:]: size for path, size in ledger.memory.arguments.items() if path[0] == "ts"
+    }
+    assert state == {str(row.path): row.bytes_per_device for row in plan.rows}
+    # TPUs pad small arrays to tiles.
+    given = sum(ledger.memory.arguments.values())
+    exact = compiled.memory_analysis().argument_size_in_bytes
+    assert exact == given if platform == "cuda" else given <= exact
+    assert ledger.memory.peak > given
+    if name != "TP":
+        weights = [
+            one for one in ledger.collectives if one.kind == "all-gather" and one.path is not None
+        ]
+        gathered = {str(one.path).removeprefix("model.blocks.layer.") for one in weights}
+        assert {"mlp.gate", "mlp.up", "mlp.down", "attn.query", "attn.out"} <= gathered
+    if name == "FSDP":  # on CPUs the gradients are reduced everywhere
+        scattered = sum(one.total for one in ledger.collectives if one.kind == "reduce-scatter")
+        assert scattered > 0 and {
+            str(one.path)[:5] for one in ledger.collectives if one.kind == "reduce-scatter"
+        } == {"model"}
+
+
+@pytest.mark.parametrize("remat", [None, "full"])
+@pytest.mark.parametrize("platform", TARGETS)
+def test_fully_sharded_scanned_and_unrolled(platform: str, remat: str | None) -> None:
+    """Each gradient is reduced once; each matrix is gathered once forward, and again backward if it
+    is not kept."""
+    _, plan = gradient("FSDP", remat, False, mesh_of(platform))
+    matrices = sum(row.bytes_global for row in plan.rows if row.path[-1] != "scale")
+    layers = sum(
+        row.bytes_global for row in plan.rows if row.path[0] == "blocks" and row.path[-1] != "scale"
+    )
+    for unrolled in (False, True):
+        ledger = gradient("FSDP", remat, unrolled, mesh_of(platform))[0].ledger()
+        sizes: Counter[str] = Counter()
+        for one in ledger.collectives:
+            if (
+                one.path is not None and one.path[-1] != "scale"
+            ):  # scales are too small to be worth a gather to a TPU
+                sizes[one.kind] += one.total * (8 if one.kind == "reduce-scatter" else 1)
+        assert sizes["reduce-scatter"] + sizes["all-reduce"] == matrices
+        if platform == "cuda":  # a TPU gathers some in bfloat16, and passes others around a ring
+            again = 0 if unrolled and remat is None else layers
+            assert sizes["all-gather"] == matrices + again
+
+
+def test_devices_of_a_target_are_equal() -> None:
+    assert mesh_of("tpu") == mesh_of("tpu") and mesh_of("cuda") == mesh_of("cuda") != mesh_of("tpu")
+    with raises(
+        "data=2 × model=2 is 4 devices, but target='tpu:v5e:2x4' has 8", error=ft.ShardingError
+    ):
+        ft.make_mesh(data=2, model=2, target="tpu:v5e:2x4")
+    with raises("target='tpu:v5e:3x5': there is no such slice", error=ft.ShardingError):
+        ft.make_mesh(data=15, target="tpu:v5e:3x5")
+    for kind in ("a100", "h200", "b200"):
+        assert ft.make_mesh(data=16, target=f"cuda:{kind}:16").size == 16
+    # A chip with two cores is one device, and a mesh axis may be a part of an axis of the torus.
+    assert ft.make_mesh(data=16, model=4, target="tpu:v4:4x4x4").size == 64
+    assert ft.make_mesh(data=2, model=8, target="tpu:v6e:4x4").size == 16
+
+
+RULES = ft.AxisRules({"batch": "data", "hidden": "model", ...: None})
+MLP = ft.nn.MLP(64, 128, key=jax.random.key(0))
+X = jnp.ones((16, 32, 64))
+ONLY = "that are only compiled for: use `.lower(...).compile()` or `ft.ledger`; to run, make the mesh without `target=`"
+
+
+def apply(model: Any, x: Any) -> Any:
+    return model(x).mean()
+
+
+def scaled(scale: Float[Array, "batch"], x: Float[Array, "batch"]) -> Any:
+    return scale * x
+
+
+CALLS: dict[str, Any] = {
+    "a call": lambda mesh: ft.jit(
+        apply, in_shardings=(RULES, ft.P("data")), mesh=mesh, rules=RULES
+    )(MLP, X),
+    "by rules, of NumPy's": lambda mesh: ft.jit(lambda m, x: m(x), rules=RULES, mesh=mesh)(
+        MLP, np.ones((4, 2, 64), "f")
+    ),
+    "a compiled call": lambda mesh: (
+        ft.jit(apply, rules=RULES, mesh=mesh).lower(MLP, X).compile()(MLP, X)
+    ),
+    "shard": lambda mesh: ft.shard(MLP, RULES, mesh),
+    "init": lambda mesh: ft.init(lambda key: ft.nn.MLP(64, 128, key=key), RULES, mesh)(
+        jax.random.key(0)
+    ),
+    "shard_map": lambda mesh: ft.shard_map(
+        jnp.sin, mesh=mesh, in_specs=ft.P("data"), out_specs=ft.P("data")
+    )(X),
+    "same as unsharded": lambda mesh: ft.testing.assert_same_as_unsharded(
+        apply, (MLP, X), (RULES, ft.P("data")), mesh
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore::functree.FunctreeWarning")
+@pytest.mark.parametrize("platform", TARGETS)
+@pytest.mark.parametrize("call", CALLS)
+def test_nothing_runs_there(platform: str, call: str) -> None:
+    with raises(ONLY, error=ft.ShardingError):
+        CALLS[call](mesh_of(platform))
+
+
+@pytest.mark.parametrize("platform", TARGETS)
+def test_what_works_there(platform: str) -> None:
+    mesh = mesh_of(platform)
+    model = ft.abstract(lambda key: ft.nn.MLP(64, 128, key=key), RULES, mesh)(jax.random.key(0))
+    assert model.up.sharding.spec == ft.P(None, "model") and model.up.sharding.mesh == mesh
+    assert ft.plan(model, RULES, mesh).bytes_per_device == 3 * 64 * 128 * 4 // 4
+    fun = ft.jit(apply, in_shardings=(RULES, ft.P("data")), mesh=mesh, rules=RULES)
+    for args in ((model, jax.ShapeDtypeStruct(X.shape, X.dtype)), (MLP, X)):
+        assert fun.lower(*args).compile().ledger().collectives[0].path == ft.Path("down")
+    # A weak type stays weak: it decides the dtype of the result.
+    weak, x = jnp.broadcast_to(jnp.asarray(2.0), (8,)), jnp.ones(8, "bfloat16")
+    for options in ({"rules": RULES}, {"in_shardings": ft.P("data")}):
+        for on in (mesh, ft.make_mesh(data=2, model=4, target=TARGETS[platform], explicit=True)):
+            assert ft.jit(scaled, mesh=on, **options).lower(weak, x).out_info.dtype == "bfloat16"
+    closed = ft.jit(
+        lambda state, x: {"w": state["w"] + x.mean()},
+        donate="state",
+        in_shardings=(ft.P("data"), ft.P()),
+        mesh=mesh,
+    )
+    ft.testing.assert_closed(closed, ({"w": jnp.ones((8, 8))}, jnp.ones(3)))
+    with raises("has collectives that are not allowed", error=AssertionError):
+        ft.testing.assert_collectives(fun.lower(MLP, X).compile(), allow={"all-gather"})
+
+
+@pytest.mark.parametrize("platform", TARGETS)
+def test_what_does_not_fit_is_refused(platform: str) -> None:
+    shapes = {"big": (65536, 131072), "wide": (131072, 65536)}
+    arrays = {name: jax.ShapeDtypeStruct(shape, "float32") for name, shape in shapes.items()}
+
+    @ft.jit(
+        in_shardings=({"big": ft.P("data"), "wide": ft.P()},),
+        out_shardings=ft.P(),
+        mesh=mesh_of(platform),
+    )
+    def step(model: Any) -> Any:
+        return jnp.sin(model["big"]) @ model["wide"], model["big"].T @ model["big"]
+
+    lowered = step.lower(arrays)
+    with pytest.raises(ft.FunctreeError) as caught:
+        lowered.compile()
+    text = str(caught.value)
+    assert text.startswith(f"step does not fit in the memory of a {BACKENDS[platform]}: ")
+    assert re.search(r"it needs [\d.]+ GiB, and there are (15\.75|79\.1) GiB\n", text)
+    assert "Its arguments are 48 GiB on each device (model 48 GiB); the largest of them:" in text
+    assert (
+        "model.wide   f32[131072, 65536]\n      32 GiB on each device, P(None, None) on (data=2, model=4)"
+        in text
+    )
+    assert "model.big   f32[65536, 131072]\n      16 GiB on each device, P('data', None)" in text
+    assert "Try: shard the largest leaves over more devices" in text
+
+
+SCRIPT = """
+import functree as ft, jax
+mesh = ft.make_mesh(data=8, target="tpu:v5e:2x4")
+x = jax.ShapeDtypeStruct((64, 64), "float32")
+print(ft.ledger(lambda x: x.sum(0), x, in_shardings=ft.P("data"), mesh=mesh).collectives[0].kind)
+"""
+
+
+def test_several_processes_at_once() -> None:
+    run = [sys.executable, "-c", SCRIPT]
+    both = [
+        subprocess.Popen(run, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        for _ in range(2)
+    ]
+    for process in both:
+        out, err = process.communicate(timeout=300)
+        assert process.returncode == 0 and out.strip() == "all-reduce", err
+
+
+def test_the_environment_is_left_as_it_was() -> None:
+    mesh_of("tpu")
+    ours = {
+        "TPU_WORKER_HOSTNAMES",
+        "TPU_ACCELERATOR_TYPE",
+        "TPU_LOG_DIR",
+        "ALLOW_MULTIPLE_LIBTPU_LOAD",
+    }
+    assert not ours & set(os.environ)
+
+
+def test_an_involuntary_rematerialization_is_heard(capfd: pytest.CaptureFixture[str]) -> None:
+    mesh = ft.make_mesh(x=4, y=2, target="tpu:v5e:2x4")
+    table = jax.ShapeDtypeStruct((16, 16), "float32")
+    ledger = ft.ledger(
+        lambda table: ft.constrain(table, ft.P(None, "y")), table, in_shardings=ft.P("x"), mesh=mesh
+    )
+    assert ledger.warnings_known and "Involuntary full rematerialization" in ledger.warnings[0]
+    assert (
+        not capfd.readouterr().err
+    )  # this compiler writes to a file, and what is of no use is not passed on
+
+
+def test_will_it_fit() -> None:
+    script = Path(__file__).parents[2] / "examples" / "will_it_fit.py"
+    command = [
+        sys.executable,
+        str(script),
+        "--model",
+        "8b",
+        "--target",
+        "tpu:v5e:2x4",
+        "cuda:h100:8",
+        "--seq",
+        "256",
+    ]
+    environment = {**os.environ, "PYTHONPATH": str(script.parents[1])}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "train_step does not fit in the memory of a tpu v5e: it needs " in done.stdout
+    assert (
+        "It fits." in done.stdout and "all-reduce" in done.stdout and "first moments" in done.stdout
+    )
+    assert re.search(r"^8b +tpu:v5e:2x4 +data=1,model=8 +no ", done.stdout, re.M)
+    assert re.search(r"^8b +cuda:h100:8 +data=1,model=8 +yes ", done.stdout, re.M)
+
+
+@pytest.mark.parametrize(
+    "kv_heads", [8, 2], ids=["as many key heads", "fewer key heads than devices"]
+)
+def test_attention_of_a_long_sequence_holds_nothing(kv_heads: int) -> None:
+    """Batch 4, sequence 8,192, 8 heads of 128: the kernel for TPUs, forward, and twice backward."""
+    over = "model" if kv_heads == 8 else None
+    rules = ft.AxisRules({"batch": "data", "heads": "model", "kv_heads": over, ...: None})
+    specs = [ft.P("data", None, "model"), *[ft.P("data", None, over)] * 2]
+
+    @ft.jit(in_shardings=specs, out_shardings=tuple(specs), mesh=mesh_of("tpu"), rules=rules)
+    def gradient(query: Any, key: Any, value: Any) -> Any:
+        return jax.grad(lambda *given: attend(*given).astype(jnp.float32).sum(), (0, 1, 2))(
+            query, key, value
+        )
+
+    arrays = [
+        jax.ShapeDtypeStruct((4, 8192, heads, 128), jnp.bfloat16)
+        for heads in (8, kv_heads, kv_heads)
+    ]
+    compiled = gradient.lower(*arrays).compile()
+    ledger = compiled.ledger()
+    assert ledger.memory.temporaries < 2**20 and compiled.as_text().count('"tpu_custom_call"') == 3
+    # Each device has gradients of all key and value heads by its own query heads.
+    moved = {} if over else {("all-reduce", ("model",)): 2 * 4 // 2 * 8192 * kv_heads * 128 * 2}
+    assert ledger.totals() == moved
+
+
+def test_attention_on_a_gpu_that_is_not_there_says_what_it_is_computed_by() -> None:
+    arrays = [jax.ShapeDtypeStruct((8, 64, 8, 128), jnp.bfloat16)] * 3
+    fun = ft.jit(attend, mesh=mesh_of("cuda"), in_shardings=ft.P("data"))
+    with pytest.warns(ft.FunctreeWarning, match='the kernel "cudnn" cannot compute this'):
+        fun.lower(*arrays)

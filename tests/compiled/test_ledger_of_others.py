@@ -1,0 +1,324 @@
+"""`ft.ledger`: of plain functions, of functions that JAX has jitted, and of what cannot be
+named."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from checks import raises
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from meshes import EXPLICIT, MESH
+
+import functree as ft
+from functree.compiled.read import CompiledProgram, read_ledger
+
+P = PartitionSpec
+LAYOUT = {
+    "Dense_0": {"kernel": P(None, "model"), "bias": P("model")},
+    "Dense_1": {"kernel": P("model"), "bias": P()},
+}
+TX = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-3))
+
+
+def loss(params: Any, x: Any, y: Any) -> Any:
+    """A plain MLP, as Flax names its parameters."""
+    hidden = jax.nn.relu(x @ params["Dense_0"]["kernel"] + params["Dense_0"]["bias"][None])
+    return (
+        (hidden @ params["Dense_1"]["kernel"] + params["Dense_1"]["bias"][None] - y) ** 2
+    ).mean()
+
+
+def step(params: Any, opt_state: Any, x: Any, y: Any) -> Any:
+    """A training step in plain JAX and optax."""
+    value, grads = jax.value_and_grad(loss)(params, x, y)
+    updates, opt_state = TX.update(grads, opt_state, params)
+    return optax.apply_updates(params, updates), opt_state, value
+
+
+def abstract() -> tuple[Any, Any, Any]:
+    """Parameters, state of the optimizer, and a batch."""
+    shapes = {
+        "Dense_0": {"kernel": (64, 128), "bias": (128,)},
+        "Dense_1": {"kernel": (128, 64), "bias": (64,)},
+    }
+    leaf = lambda x: isinstance(x, tuple)  # noqa: E731
+    params = jax.tree.map(
+        lambda shape: jax.ShapeDtypeStruct(shape, "float32"), shapes, is_leaf=leaf
+    )
+    return params, jax.eval_shape(TX.init, params), jax.ShapeDtypeStruct((32, 64), "float32")
+
+
+def on(mesh: Mesh, specs: Any) -> Any:
+    return jax.tree.map(
+        lambda spec: NamedSharding(mesh, spec), specs, is_leaf=lambda x: isinstance(x, P)
+    )
+
+
+def shardings(mesh: Mesh) -> tuple[Any, ...]:
+    """Shardings of parameters, optimizer state and batch, written by hand."""
+    adam = (optax.ScaleByAdamState(P(), LAYOUT, LAYOUT), optax.EmptyState())  # pyright: ignore[reportArgumentType]
+    return on(mesh, (LAYOUT, (optax.EmptyState(), adam), P("data"), P("data")))
+
+
+EXPECTED = {
+    ("all-reduce", ("model",), "forward", 16 * 64 * 4, "Dense_1.kernel"),
+    ("all-reduce", ("data",), "backward", 64 * 32 * 4, "Dense_0.kernel"),
+    ("all-reduce", ("data",), "backward", 32 * 4, "Dense_0.bias"),
+    ("all-reduce", ("data",), "backward", 32 * 64 * 4, "Dense_1.kernel"),
+    ("all-reduce", ("data",), "backward", 64 * 4, "Dense_1.bias"),
+    ("all-reduce", ("model",), "update", 4, ""),  # the norm of the gradients
+    ("all-reduce", ("data",), "forward", 4, ""),  # the loss
+}
+
+
+def rows(ledger: ft.Ledger) -> set[Any]:
+    return {
+        (one.kind, one.mesh_axes, one.phase, one.bytes, ", ".join(map(str, one.paths)))
+        for one in ledger.collectives
+    }
+
+
+MESHES = {
+    "in order": MESH,
+    "permuted": Mesh(np.array(jax.devices())[::-1].reshape(4, 2).T, ("data", "model")),
+}
+
+
+@pytest.mark.parametrize("mesh", MESHES.values(), ids=MESHES)
+def test_a_training_step_in_plain_jax(mesh: Mesh) -> None:
+    params, opt_state, x = abstract()
+    with jax.numpy_dtype_promotion("standard"):
+        jitted = jax.jit(
+            step, in_shardings=shardings(mesh), out_shardings=(*shardings(mesh)[:2], None)
+        )
+        ledger = ft.ledger(jitted, params, opt_state, x, x)
+    assert rows(ledger) == EXPECTED and not ledger.not_understood and ledger.warnings_known
+    assert {one.arguments for one in ledger.collectives if one.paths} == {("params",)}
+    assert ledger.memory.arguments["params.Dense_0.kernel"] == 64 * 32 * 4
+    assert ledger.memory.arguments["opt_state.1.0.mu.Dense_0.kernel"] == 64 * 32 * 4
+    sources = {str(one.path): one.source for one in ledger.collectives}
+    assert all(source and "test_ledger_of_others.py:" in source for source in sources.values())
+    assert "0.1 % of these bytes serve no parameter" in ledger.summary()
+
+
+def test_a_function_that_is_not_jitted() -> None:
+    params, opt_state, x = abstract()
+    layouts = (LAYOUT, shardings(MESH)[1], P("data"), P("data"))
+    with jax.numpy_dtype_promotion("standard"):
+        given = {"in_shardings": layouts, "out_shardings": (*layouts[:2], None), "mesh": MESH}
+        ledger = ft.ledger(step, params, opt_state, x, x, **given)
+    assert rows(ledger) == EXPECTED
+
+
+def test_static_arguments_and_keywords() -> None:
+    def fun(n: int, w: Any, *more: Any, x: Any) -> Any:
+        return sum([w @ x, *more]) * n
+
+    w = jax.ShapeDtypeStruct((64, 64), "float32", sharding=NamedSharding(MESH, P(None, "model")))
+    x = jax.ShapeDtypeStruct((64, 64), "float32", sharding=NamedSharding(MESH, P("model")))
+    ledger = ft.ledger(jax.jit(fun, static_argnums=0), 3, w, w, w, x=x)
+    # JAX does not say which argument is static, so the others are named by their positions.
+    assert set(map(str, ledger.memory.arguments)) == {"args.0", "args.1", "args.2", "x"}
+    ledger = ft.ledger(jax.jit(lambda *xs, x: xs[0] @ x + xs[1]), w, w, x=x)
+    assert set(map(str, ledger.memory.arguments)) == {"xs.0", "xs.1", "x"}
+
+
+def test_a_collective_without_a_parameter() -> None:
+    """What is moved between activations belongs to no parameter, and nobody guesses one."""
+
+    def fun(w: Any, x: Any) -> Any:
+        y = jnp.sort(jnp.cumsum(x, axis=1), axis=1)
+        moved = jax.lax.with_sharding_constraint(y, NamedSharding(MESH, P(None, "data")))
+        return jnp.sin(jnp.sort(moved, axis=0)), w.sum()
+
+    arrays = [
+        jax.ShapeDtypeStruct((64, 64), "float32", sharding=NamedSharding(MESH, P("data")))
+        for _ in range(2)
+    ]
+    ledger = ft.ledger(jax.jit(fun), *arrays)
+    lost = [one for one in ledger.collectives if not one.paths]
+    assert lost and all(one.source and "test_ledger_of_others.py" in one.source for one in lost)
+    share = sum(one.total for one in lost) / sum(one.total for one in ledger.collectives)
+    assert ledger.attributed == 1 - share < 0.5
+    assert f"{100 * share:.1f} % of these bytes serve no parameter that could be found" in str(
+        ledger
+    )
+    assert "no parameter" in str(ledger) and "no parameter" in ledger.html()
+
+
+def dots(params: Any, x: Any) -> Any:
+    return x + jax.nn.relu(x @ params["up"] + params["bias"][None]) @ params["down"]
+
+
+SPECS = {"up": P(None, "model"), "bias": P("model"), "down": P("model")}
+SHAPES = {
+    "up": jax.ShapeDtypeStruct((64, 128), "float32"),
+    "bias": jax.ShapeDtypeStruct((128,), "float32"),
+    "down": jax.ShapeDtypeStruct((128, 64), "float32"),
+}
+BATCH = jax.ShapeDtypeStruct((32, 64), "float32")
+
+
+@pytest.mark.parametrize("names", [("m", "params", "v"), ("averages", "weights"), ("a", "b", "z")])
+def test_moments_with_paths_as_long_as_those_of_the_parameters(names: tuple[str, ...]) -> None:
+    """Which of them are the parameters is told by what the model computes with, not by the order of
+    the names."""
+    model = next(name for name in names if name in ("params", "weights", "b"))
+    others = [name for name in names if name != model]
+
+    def step(state: Any, x: Any) -> Any:
+        grads = jax.grad(lambda params: (dots(params, x) ** 2).mean())(state[model])
+        moments = {
+            name: jax.tree.map(lambda m, g: 0.9 * m + 0.1 * g * g, state[name], grads)
+            for name in others
+        }
+        scaled = jax.tree.map(lambda g, *all: g + 0 * sum(all), grads, *moments.values())
+        return {**moments, model: jax.tree.map(lambda w, g: w - 0.1 * g, state[model], scaled)}
+
+    specs = dict.fromkeys(names, SPECS)
+    layouts = {"in_shardings": (specs, P("data")), "out_shardings": specs, "mesh": MESH}
+    ledger = ft.ledger(step, dict.fromkeys(names, SHAPES), BATCH, **layouts)
+    gradients = {str(one.path) for one in ledger.collectives if one.mesh_axes == ("data",)}
+    assert gradients == {f"{model}.{name}" for name in SHAPES}
+
+
+def test_what_the_forward_pass_adds_to_an_argument_is_no_gradient_of_it() -> None:
+    layouts = {"in_shardings": (SPECS, P("data")), "out_shardings": P("data"), "mesh": MESH}
+    for fun in (
+        dots,
+        lambda params, x: {"up": dots(params, x)},
+        lambda params, x: (dots(params, x), x),
+    ):
+        moved = ft.ledger(fun, SHAPES, BATCH, **layouts).collectives
+        assert [(one.mesh_axes, str(one.path), one.phase) for one in moved] == [
+            (("model",), "down", "forward")
+        ]
+
+
+def test_gradients_without_names() -> None:
+    """Two bare arrays, whose gradients are two bare results: nobody can tell which is whose, and
+    nobody guesses."""
+
+    def step(up: Any, down: Any, x: Any) -> Any:
+        return jax.value_and_grad(
+            lambda up, down: ((jnp.tanh(x @ up) @ down) ** 2).mean(), argnums=(0, 1)
+        )(up, down)
+
+    layouts = {"in_shardings": (P(), P(), P("data")), "out_shardings": P(), "mesh": MESH}
+    ledger = ft.ledger(step, SHAPES["up"], SHAPES["down"], BATCH, **layouts)
+    assert {one.paths for one in ledger.collectives} == {()} and ledger.attributed == 0
+    assert "100.0 % of these bytes serve no parameter" in ledger.summary()
+
+
+def test_a_mesh_for_a_program_without_one() -> None:
+    with raises(
+        "ledger: the program was compiled for 1 device, and `mesh=` has 8: give its arguments shardings"
+    ):
+        ft.ledger(jax.jit(jnp.sin), BATCH, mesh=MESH)
+    placed = jax.ShapeDtypeStruct((64, 64), "float32", sharding=NamedSharding(MESH, P("data")))
+    other = ft.make_mesh(a=4, b=2)
+    moved = ft.ledger(jax.jit(lambda x: x.sum()), placed, mesh=other).collectives
+    assert [one.mesh_axes for one in moved] == [("data",)]  # that of its shardings
+
+
+TEXT = """HloModule jit_f
+
+ENTRY %main (x: f32[8,4]) -> (f32[8,4], f32[8,4]) {
+  %x = f32[8,4]{1,0} parameter(0)
+  %sent = f32[8,4]{1,0} collective-broadcast(%x), channel_id=1, replica_groups={{0,1},{2,3}}
+  %sum = f32[8,4]{1,0} all-reduce(%x), channel_id=2, replica_groups=a new spelling
+  ROOT %both = (f32[8,4]{1,0}, f32[8,4]{1,0}) tuple(%sent, %sum)
+}
+"""
+
+
+def test_what_is_not_understood_is_said() -> None:
+    paths = [ft.Path("x")], [ft.Path("0"), ft.Path("1")]
+    ledger = read_ledger(CompiledProgram(TEXT, lambda: None, *paths, {"data": 4}, "cpu", None))
+    assert ledger.not_understood == (
+        "collective-broadcast (sent): the ledger does not know this kind of collective, and leaves it out",
+        "the groups of devices of sum: they are not on the mesh, or spelled in a new way",
+    )
+    assert [(one.op, one.mesh_axes, one.group_size) for one in ledger.collectives] == [
+        ("sum", None, None)
+    ]
+    assert (
+        "not understood: collective-broadcast" in str(ledger) and "not understood" in ledger.html()
+    )
+    assert ledger.memory.peak == 128 + 256  # the compiler has told nothing
+    without_mesh = read_ledger(CompiledProgram(TEXT, lambda: None, *paths, {}, "cpu", None))
+    assert (
+        "the mesh of the program, so there are no names for the mesh axes"
+        in without_mesh.not_understood[1]
+    )
+
+
+def test_effects_in_order() -> None:
+    """A token comes before the parameters, and before the results."""
+
+    def fun(w: Any, x: Any) -> Any:
+        jax.debug.print("{}", x.sum(), ordered=True)
+        return w @ x
+
+    ledger = ft.ledger(
+        fun, jax.ShapeDtypeStruct((4, 3), "float32"), jax.ShapeDtypeStruct((3,), "float32")
+    )
+    assert {str(path): size for path, size in ledger.memory.arguments.items()} == {"w": 48, "x": 12}
+
+
+def test_a_program_whose_result_is_a_loop() -> None:
+    text = """HloModule jit_f
+
+ENTRY %main (w: f32[8], x: f32[8]) -> (f32[8], f32[8]) {
+  %w = f32[8]{0} parameter(0)
+  %x = f32[8]{0} parameter(1)
+  %grad = f32[8]{0} all-reduce(%x), channel_id=2, replica_groups={{0,1}}
+  %new = f32[8]{0} add(%w, %grad)
+  ROOT %both = (f32[8]{0}, f32[8]{0}) custom-call(%new, %w), custom_call_target="AsyncCollectiveDone"
+}
+"""
+    paths = [ft.Path("w"), ft.Path("x")], [ft.Path("0.w"), ft.Path("1")]
+    ledger = read_ledger(CompiledProgram(text, lambda: None, *paths, {"data": 2}, "cpu", None))
+    assert [one.arguments for one in ledger.collectives] == [("x",)] and ledger.memory.outputs == 64
+
+
+def test_a_program_with_other_parameters_than_the_function() -> None:
+    program = CompiledProgram(
+        TEXT, lambda: None, [], [ft.Path("0"), ft.Path("1")], {"data": 4}, "cpu", None
+    )
+    with raises(
+        "the ledger cannot name what it reads: the program has 1 parameter, but 0 arrays of the function"
+    ):
+        read_ledger(program)
+
+
+def test_on_one_device() -> None:
+    ledger = ft.ledger(jax.jit(jnp.sin), jnp.ones(3))
+    assert not ledger.collectives and ledger.sizes == {} and ledger.attributed == 1
+    assert "cpu: 0 B moved to each device" in str(ledger) and not ledger.totals()
+
+
+@pytest.mark.parametrize("mesh", [MESH, EXPLICIT], ids=["auto", "explicit"])
+def test_on_the_current_mesh(mesh: Mesh) -> None:
+    w, x = (
+        jax.ShapeDtypeStruct((64, 64), "float32", sharding=NamedSharding(mesh, P("model")))
+        for _ in range(2)
+    )
+    with jax.set_mesh(mesh):
+        for fun in (lambda w: ft.constrain(w, P()), jax.jit(lambda w: ft.constrain(w, P()))):
+            moved = ft.ledger(fun, w).collectives
+            assert [(one.kind, one.mesh_axes, one.arguments) for one in moved] == [
+                ("all-gather", ("model",), ("w",))
+            ]
+    # Without a mesh of its own it is that of the arguments.
+    assert ft.ledger(lambda w, x: w + x, w, x).sizes == {"data": 2, "model": 4}
+
+
+def test_what_cannot_be_compiled() -> None:
+    with raises("is jitted already: give the layouts where it is jitted"):
+        ft.ledger(jax.jit(jnp.sin), jnp.ones(3), in_shardings=P())
+    with raises("ledger cannot compile so", "a function"):
+        ft.ledger(3)  # pyright: ignore[reportArgumentType]

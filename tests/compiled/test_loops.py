@@ -1,0 +1,102 @@
+"""How often the computations of a compiled program run, in programs that XLA compiled for the
+CPU."""
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from functree.compiled.data_flow import DataFlow
+from functree.compiled.hlo import Hlo
+from functree.compiled.loops import runs, trip_count
+
+P = jax.sharding.PartitionSpec
+
+
+def psum(x: Any) -> Any:
+    return jax.lax.psum(jnp.sin(x), "data") / 8
+
+
+def scanned(x: Any, length: int) -> Any:
+    return jax.lax.scan(lambda x, _: (psum(x), None), x, length=length)[0]
+
+
+def once(x: Any, n: Any) -> Any:
+    return psum(x)
+
+
+def in_a_scan(x: Any, n: Any) -> Any:
+    return scanned(x, 5)
+
+
+def in_two_scans(x: Any, n: Any) -> Any:
+    return jax.lax.scan(lambda x, _: (scanned(x, 3), None), x, length=7)[0]
+
+
+def from_two_to_eleven_in_threes(x: Any, n: Any) -> Any:
+    return jax.lax.while_loop(lambda s: s[0] < 11, lambda s: (s[0] + 3, psum(s[1])), (2, x))[1]
+
+
+def data_dependent(x: Any, n: Any) -> Any:
+    return jax.lax.fori_loop(0, n, lambda _, x: psum(x), x)
+
+
+def until_it_is_small(x: Any, n: Any) -> Any:
+    return jax.lax.while_loop(lambda x: x.sum() > 1, psum, x)
+
+
+def a_known_loop_in_one_of_unknown_length(x: Any, n: Any) -> Any:
+    return jax.lax.fori_loop(0, n, lambda _, x: scanned(x, 4), x)
+
+
+def in_a_branch(x: Any, n: Any) -> Any:
+    return jax.lax.cond(n > 3, psum, jnp.cos, x)
+
+
+# How often the collective of each function runs.
+PROGRAMS: dict[Callable[[Any, Any], Any], int | None] = {
+    once: 1,
+    in_a_scan: 5,
+    in_two_scans: 21,
+    from_two_to_eleven_in_threes: 3,
+    data_dependent: None,
+    until_it_is_small: None,
+    a_known_loop_in_one_of_unknown_length: None,
+    in_a_branch: 1,
+}
+
+
+def compiled(fun: Callable[[Any, Any], Any]) -> str:
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    mapped = jax.shard_map(
+        fun, mesh=mesh, in_specs=(P("data"), P()), out_specs=P("data"), check_vma=False
+    )
+    return jax.jit(mapped).lower(jnp.ones((8, 4)), jnp.int32(3)).compile().as_text() or ""
+
+
+@pytest.mark.parametrize("fun", PROGRAMS, ids=lambda fun: fun.__name__)
+@pytest.mark.parametrize("known", [True, False], ids=["written", "read"])
+def test_how_often_a_collective_runs(fun: Callable[[Any, Any], Any], known: bool) -> None:
+    text = compiled(fun)
+    if not known:  # as the compiler for TPUs leaves it out
+        text = re.sub(r'"known_\w+":\{[^}]*\},?', "", text)
+    hlo = Hlo(text)
+    times = runs(DataFlow(hlo))
+    collectives = [one for one in hlo.instructions.values() if one.opcode.startswith("all-reduce")]
+    assert [times[one.computation] for one in collectives] == [PROGRAMS[fun]]
+
+
+def test_a_loop_that_is_not_understood_has_no_length() -> None:
+    text = re.sub(r'"known_\w+":\{[^}]*\},?', "", compiled(in_a_scan))
+    (loop,) = [one for one in Hlo(text).instructions.values() if one.opcode == "while"]
+    assert trip_count(DataFlow(Hlo(text)), loop) == 5
+    test = re.compile(r"direction=LT")
+    changed = [
+        test.sub("direction=NE", text),
+        re.sub(r"(= s32\[\] )constant\(5\)", r"\1negate(%gone)", text),
+    ]
+    for other in changed:
+        assert other != text and trip_count(DataFlow(Hlo(other)), loop) is None

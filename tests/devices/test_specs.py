@@ -1,0 +1,89 @@
+"""A spec and its entries ─► mesh axes and back, and their texts: pure functions, from tables."""
+
+from typing import Any
+
+import jax
+import pytest
+from jax.sharding import PartitionSpec
+
+from functree.devices.specs import (
+    axes_text,
+    entry,
+    invalid_entry,
+    mesh_axes,
+    named_axes,
+    of_rank,
+    spec_text,
+    without,
+)
+
+P = PartitionSpec
+
+# An entry as it may be written, its mesh axes, and how these are written in the shortest way.
+ENTRIES: list[tuple[Any, tuple[str, ...], Any, str]] = [
+    (None, (), None, "None"),
+    ((), (), None, "None"),
+    (P.UNCONSTRAINED, (), None, "None"),
+    ("data", ("data",), "data", "data"),
+    (("data",), ("data",), "data", "data"),
+    (("data", "model"), ("data", "model"), ("data", "model"), "(data, model)"),
+    (("model", "data"), ("model", "data"), ("model", "data"), "(model, data)"),
+]
+
+
+@pytest.mark.parametrize(("written", "axes", "shortest", "text"), ENTRIES)
+def test_an_entry_and_its_mesh_axes(written: Any, axes: tuple[str, ...], shortest: Any, text: str):
+    assert mesh_axes(written) == axes
+    assert entry(axes) == entry(list(axes)) == shortest
+    assert axes_text(axes) == axes_text(list(axes)) == text
+
+
+@pytest.mark.parametrize(
+    ("spec", "named", "without_data", "text"),
+    [
+        (P(), set(), P(), "P()"),
+        (P(None), set(), P(None), "P(None)"),
+        (P("data"), {"data"}, P(None), "P('data')"),
+        (P(None, "model"), {"model"}, P(None, "model"), "P(None, 'model')"),
+        (P(("data", "model")), {"data", "model"}, P("model"), "P(('data', 'model'))"),
+        (P(("model", "data", "x"), "y"), {*("data", "model", "x", "y")}, P(("model", "x"), "y"),
+         "P(('model', 'data', 'x'), 'y')"),
+        (P(P.UNCONSTRAINED, "data"), {"data"}, P(None, None), "P(P.UNCONSTRAINED, 'data')"),
+        (P("data", unreduced={"x"}), {"data"}, P(None), "P('data', unreduced={'x'})"),
+        (P("data", reduced={"x"}), {"data"}, P(None), "P('data', reduced={'x'})"),
+    ],
+)  # fmt: skip
+def test_a_spec(spec: P, named: set[str], without_data: P, text: str):
+    assert named_axes(spec) == named
+    assert (
+        without(spec, {"data"}) == without_data
+        and without(spec, ["data", "nowhere"]) == without_data
+    )
+    assert spec_text(spec) == text
+
+
+@pytest.mark.parametrize(("spec", "ndim", "long"), [
+    (P(), 0, P()), (P(), 2, P(None, None)), (P("data"), 1, P("data")), (P("data"), 3, P("data", None, None)),
+    (P(None, ("data", "model")), 3, P(None, ("data", "model"), None)),
+])  # fmt: skip
+def test_an_entry_for_each_dimension(spec: P, ndim: int, long: P):
+    assert (
+        of_rank(spec, ndim).partitions == long.partitions
+        and len(of_rank(spec, ndim).partitions) == ndim
+    )
+
+
+@pytest.mark.parametrize(
+    "spec", [P(), P(None), P("data"), P(("data", "model"), None), P(P.UNCONSTRAINED), P(())]
+)
+def test_what_is_an_entry(spec: P):
+    assert invalid_entry(spec) is None
+
+
+@pytest.mark.parametrize(("spec", "lost"), [
+    (P(3), "3"), (P("data", 1.5, 3), "1.5"), (P(None, ("data", 3)), "('data', 3)"), (P(jax.numpy.float32), "<class"),
+])  # fmt: skip
+def test_what_is_none(spec: P, lost: str):
+    found = invalid_entry(spec)
+    assert found is not None and found.startswith(lost)
+    assert found.endswith("is neither a mesh axis, a tuple of them, nor `None`")

@@ -1,0 +1,395 @@
+"""The examples, run as a user runs them: each in a process of its own, and with other options and
+mistakes in this one."""
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from launch import ROOT, with_devices
+from scripts import EXAMPLES, run, run_here
+
+import functree as ft
+
+Captured = pytest.CaptureFixture[str]
+# A whole run that takes a few seconds, most of them to compile.
+TINY = "--steps 3 --layers 1 --embed 16 --heads 4 --batch 8 --seq 16 --sample 8 --megabytes 0.1".split()
+PNG = b"\x89PNG\r\n\x1a\n"
+
+
+# Runs the script in argv[1], and sends SIGINT to it when it has printed its first step: sent from
+# another process, it might come while Python runs a callback that swallows exceptions.
+# A program that runs a script, and stops it by a signal when it has printed a line that starts so.
+STOPPED = """
+import runpy, signal, sys
+# A process that was started in the background of a shell ignores the signal.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+from rich.console import Console
+
+def print_and_interrupt(console, *objects, print=Console.print, **options):
+    print(console, *objects, **options)
+    if objects and str(objects[0]).startswith("{line}"):
+        signal.raise_signal(signal.{signal})
+
+Console.print = print_and_interrupt
+del sys.argv[0]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize(
+    ("rules", "options"),
+    [
+        ("fsdp", "--generate class"),
+        ("tp", "--accumulate 2 --dtype bfloat16"),
+        ("fsdp+tp", "--sample 40"),  # longer than a sequence
+        ("fsdp+tp+sp", "--accumulate 4 --sample 0"),
+    ],
+    ids=["fsdp", "tp", "fsdp+tp", "fsdp+tp+sp"],
+)
+def test_train_lm(rules: str, options: str, tmp_path: Path, capsys: Captured):
+    picture = tmp_path / "curve.png"
+    given = [*TINY, "--rules", rules, "--out", str(picture), *options.split()]
+    code, out, err = run_here(capsys, "train_lm.py", *given)
+    assert (code, err) == (0, "")
+    mesh = "data=8" if rules == "fsdp" else "data=2, model=4"
+    assert re.search(r"^path +array +spec +per device$", out, re.M)
+    assert re.search(rf"^mesh \({mesh}\): 12 arrays, .* on each device$", out, re.M)
+    assert re.search(rf"^The optimizer: mesh \({mesh}\): 26 arrays", out, re.M)
+    table = {"fsdp": "P('data', None)", "tp": "P('model', None)"}.get(rules, "P('model', 'data')")
+    assert re.search(rf"^embed\.weight .* {re.escape(table)} ", out, re.M)
+    before, after = re.search(
+        r"^Held-out text: (.*) bits per byte before training, (.*) after\.$", out, re.M
+    ).groups()
+    assert float(after) < float(before) < 10
+    prompt = {"fsdp": "class", "fsdp+tp+sp": None}.get(rules, "def ")
+    assert (
+        ("A sample:" not in out)
+        if prompt is None
+        else re.search(rf"^A sample:\n\n{prompt}", out, re.M)
+    )
+    assert re.search(r"^The speed: [\d,]+ tokens/s, on 8 × cpu\.$", out, re.M)
+    assert re.search(
+        rf"^The training step: cpu, mesh \({mesh}\): .* moved to each device$", out, re.M
+    )
+    moved = {"tp": "all-reduce +model", "fsdp+tp+sp": "all-gather +model"}.get(
+        rules, "all-gather +data"
+    )
+    assert (
+        re.search(rf"^    {moved} +\S+ [KM]iB$", out, re.M)
+        and "memory of each device: arguments " in out
+    )
+    assert re.search(r"step 3/3 .* loss \d\.\d\d · [\d,]+ tokens/s", out)
+    assert out.count("tokens/s") == 2, "where there is no terminal, the bar is written once"
+    assert f"The loss over the steps: {picture}" in out and picture.read_bytes().startswith(PNG)
+
+
+def test_verbose_shows_the_optimizer_and_matplotlib_may_be_missing(tmp_path: Path):
+    (tmp_path / "matplotlib.py").write_text("raise ImportError('not here')")
+    path = os.pathsep.join([str(tmp_path), str(ROOT)])
+    code, out, err = run(
+        "train_lm.py",
+        *[*TINY, "--verbose", "--sample", "0"],
+        *["--out", str(tmp_path / "no.png")],
+        PYTHONPATH=path,
+    )
+    assert (code, err) == (0, "")
+    assert re.search(r"^1\.0\.mu\.blocks\.layer\.attn\.query ", out, re.M)
+    assert [line for line in out.splitlines() if "matplotlib" in line] == [
+        "No picture of the loss: matplotlib is missing; pip install functree[examples]"
+    ]
+    assert not (tmp_path / "no.png").exists()
+
+
+def test_ctrl_c_leaves_the_picture_of_what_there_is(tmp_path: Path):
+    picture = tmp_path / "curve.png"
+    around = ("-c", STOPPED.format(signal="SIGINT", line="step     0:"))
+    code, out, err = run(
+        "train_lm.py", *TINY, "--steps", "1000000", "--out", str(picture), around=around
+    )
+    assert (code, err) == (130, "")
+    assert re.search(r"^Stopped after \d+ of 1000000 steps\.$", out, re.M)
+    assert picture.read_bytes().startswith(PNG)
+
+
+# A run of 30 steps, so that there is time to stop it in the middle.
+STEPS = 30
+RUN = [*TINY, "--sample", "0", "--steps", str(STEPS)]
+
+
+def losses(folder: Path) -> list[float]:
+    """The loss of each step, as the checkpoint of the last step has them."""
+    return ft.inspect(folder / str(STEPS)).meta["curve"]["train"]
+
+
+@pytest.fixture(scope="module")
+def unbroken(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    """The losses of a run that nothing stops."""
+    folder = tmp_path_factory.mktemp("unbroken")
+    places = "--checkpoint", str(folder / "run"), "--out", str(folder / "curve.png")
+    assert run("train_lm.py", *RUN, *places, "--save-every", str(STEPS))[0] == 0
+    return losses(folder / "run")
+
+
+def test_a_training_goes_on_where_it_was(unbroken: list[float], tmp_path: Path, capsys: Captured):
+    """SIGTERM, other options, another mesh, two processes: the same losses, to the bit where
+    nothing else differs."""
+    tiny = [*RUN, "--out", str(tmp_path / "curve.png"), "--save-every", "10"]
+
+    def train(name: str, *options: str) -> tuple[int, str, str]:
+        return run("train_lm.py", *tiny, "--checkpoint", str(tmp_path / name), *options)
+
+    around = ("-c", STOPPED.format(signal="SIGTERM", line="step     6:"))
+    parts = "--checkpoint", str(tmp_path / "parts")
+    code, out, err = run("train_lm.py", *tiny, *parts, around=around)
+    assert (code, err) == (143, "")
+    assert "Stopped after step 6, which is saved: the same command goes on" in out
+    code, _, err = run_here(capsys, "train_lm.py", *tiny, *parts, "--lr", "1.0")
+    assert (code, err.count("\n")) == (2, 1)
+    assert "has a run with --lr 0.003: give the same, or another folder" in err
+    shutil.copytree(tmp_path / "parts", tmp_path / "processes")
+    code, out, _ = train("parts")
+    assert code == 0 and "Going on after step 6 of" in out
+    assert losses(tmp_path / "parts") == unbroken
+    code, out, err = train("processes", "--processes", "2", "--mesh", "data=4,model=2")
+    assert code == 0 and "Going on after step 6 of" in out, err
+    np.testing.assert_allclose(losses(tmp_path / "processes"), unbroken, rtol=1e-5)
+    code, _, err = train("processes", "--processes", "2", "--lr", "1.0")
+    assert code == 1 and re.search(r"^process [01] of 2 ended with status 2$", err, re.M)
+
+
+def children(pid: int) -> list[int]:
+    """The processes that a process has started."""
+    return [int(one) for one in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def started(*arguments: str, devices: int = 8) -> "subprocess.Popen[str]":
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "XLA_FLAGS": with_devices(devices)}
+    command = [sys.executable, str(EXAMPLES / "train_lm.py"), *arguments]
+    return subprocess.Popen(
+        command, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+
+
+def await_step(folder: Path, step: int, running: "subprocess.Popen[str]") -> None:
+    until = time.monotonic() + 90
+    while not (folder / str(step) / "functree.json").exists():
+        assert running.poll() is None and time.monotonic() < until, running.communicate()
+        time.sleep(0.05)
+
+
+def test_two_processes_of_which_one_dies_or_is_preempted(unbroken: list[float], tmp_path: Path):
+    """A killed one ends the other, and the run goes on on fewer devices; SIGTERM stops both at one
+    saved step."""
+    one = [*RUN, "--out", str(tmp_path / "curve.png"), "--save-every", "5"]
+    one += ["--checkpoint", str(tmp_path / "two")]
+    two = [*one, "--processes", "2"]
+
+    running = started(*two)
+    await_step(tmp_path / "two", 5, running)
+    os.kill(children(running.pid)[1], signal.SIGKILL)
+    killed = time.monotonic()
+    _, err = running.communicate(timeout=60)
+    assert time.monotonic() - killed < 15 and running.returncode == 1
+    assert re.search(r"^process [01] of 2 ended with status -\d+$", err, re.M)
+
+    running = started(*two)
+    latest = max(
+        int(step.name) for step in (tmp_path / "two").iterdir() if (step / "functree.json").exists()
+    )
+    await_step(tmp_path / "two", latest + 5, running)
+    running.send_signal(signal.SIGTERM)
+    out, err = running.communicate(timeout=60)
+    assert running.returncode == 143, err
+    stopped = int(re.search(r"^Stopped after step (\d+), which is saved", out, re.M)[1])
+    assert ft.Checkpoints(tmp_path / "two").latest == stopped > latest
+
+    running = started(*one, devices=4)
+    out, err = running.communicate(timeout=120)
+    assert running.returncode == 0 and f"Going on after step {stopped} of" in out, err
+    np.testing.assert_allclose(losses(tmp_path / "two"), unbroken, rtol=1e-5)
+
+
+def test_finetune(tmp_path: Path, capsys: Captured):
+    """Only the adapters are trained and saved; the merged model is the published one, and what was
+    trained."""
+    places = "--adapters", str(tmp_path / "adapters"), "--out", str(tmp_path / "merged")
+    code, out, err = run("finetune.py", "--steps", "40", "--sample", "8", *places)
+    assert (code, err) == (0, "")
+    assert "1,344 of 30,752 numbers are trained" in out and "Saved in" in out
+    before, after = map(float, re.search(r"The loss: (\S+) at first, (\S+) at last", out).groups())
+    assert after < before - 0.5
+    saved = ft.inspect(tmp_path / "adapters")
+    assert {row.path[-1] for row in saved} == {"lora_a", "lora_b"} and saved.total_bytes == 1344 * 4
+    published = ROOT / "tests" / "fixtures" / "hf" / "llama"
+    one, other = (
+        ft.load_weights(folder, ft.P(), ft.make_mesh(data=8))
+        for folder in (published, tmp_path / "merged")
+    )
+    changed = [
+        str(row.path)
+        for row in ft.plan(one)
+        if not np.array_equal(_at(one, row.path), _at(other, row.path))
+    ]
+    assert changed == ["blocks.layer.attn.query", "blocks.layer.attn.value"]
+    assert len(re.search(r"goes on with the tokens \[(.*)\]", out)[1].split(",")) == 8
+    code, _, err = run_here(capsys, "finetune.py", *places)
+    assert code == 2 and "merged has files already" in err
+    code, _, err = run_here(capsys, "finetune.py", "--model", "nowhere")
+    assert code == 2 and "config.json" in err and "Traceback" not in err
+
+
+def _at(tree: Any, path: ft.Path) -> np.ndarray:
+    return np.asarray(ft.select(tree).at(str(path)).get()[0])
+
+
+def test_help(capsys: Captured):
+    code, out, err = run_here(capsys, "train_lm.py", "--help")
+    assert (code, err) == (0, "")
+    for flag in "--mesh --rules --steps --layers --embed --batch --seq --lr --seed --out".split():
+        assert flag in out
+    assert "(default: fsdp+tp)" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ("--mesh data=3", "the mesh (data=3) has no axis `model`"),
+        ("--mesh data=2,modle=4", "did you mean `modle`?"),
+        (
+            "--mesh nonsense",
+            "'nonsense' is not a mesh: write axes and their sizes, as in data=2,model=4",
+        ),
+        (
+            "--embed 24 --heads 6",
+            'blocks.layer.attn.query f32[1, 24, 6, 4]   "layers embed heads head_dim": "heads" has',
+        ),
+        ("--batch 3", '"batch" has size 3; rule batch→data needs a multiple of data=2'),
+        ("--accumulate 3", "its leading dimension of size 8 cannot be split into 3 pieces"),
+        ("--out nowhere/curve.png", "there is no folder 'nowhere'"),
+    ],
+)
+def test_a_mistake_is_one_line(arguments: str, said: str, capsys: Captured):
+    code, _, err = run_here(capsys, "train_lm.py", *TINY, *arguments.split())
+    assert code == 2
+    assert err.count("\n") == 1 and err.startswith("train_lm.py: error: ") and said in err
+
+
+def test_generate(capsys: Captured):
+    code, out, err = run("generate.py", *"--steps 120 --new 90".split())
+    assert (code, err) == (0, "")
+    assert len(re.findall(r"\(a line of the text\)$", out, re.M)) >= 2, out
+    assert "Other prompts and options: nothing is compiled again." in out
+    assert re.search(
+        r"^A cache for 100 tokens: \(2, 1, 64, 2, 16\) keys, as long as the window$", out, re.M
+    )
+    assert "\n2 programs: " in out and "in place: 32.0 KiB of the cache" in out
+    assert re.search(r"^a token: \d+\.\d\d ms after 10 tokens, \d+\.\d\d ms after 90$", out, re.M)
+    assert re.search(r"^key +f32\[2, 4, 64, 2, +P\(None, 'data', None, 'model', ", out, re.M)
+    assert "4 texts, in shards of (1, 79): the same as on one device." in out
+    code, _, err = run_here(capsys, "generate.py", "--steps", "1", "--mesh", "data=5,model=2")
+    assert code == 2 and "generate.py: error: " in err and "Traceback" not in err
+
+
+def test_bring_your_own():
+    source = (EXAMPLES / "bring_your_own.py").read_text().splitlines()
+    for mark in ("  # +fsdp", "  # +tensor"):
+        assert 0 < sum(line.endswith(mark) for line in source) <= 10
+    unmarked = [line for line in source if "ft." in line and "#" not in line and "`" not in line]
+    shown = ["print(ft.plan(model, layout, mesh))"] * 2
+    assert [line.strip() for line in unmarked] == ["@ft.jit", "@ft.value_and_grad", *shown]
+    code, out, err = run("bring_your_own.py")
+    assert (code, err) == (0, "")
+    assert re.search(r"^mesh \(data=8\): 30 arrays", out, re.M)
+    assert re.search(r"^mesh \(data=2, model=4\): 30 arrays", out, re.M)
+    assert (
+        len(re.findall(r"^Loss .*, unsharded .* No gradient differs by more than ", out, re.M)) == 2
+    )
+
+
+def test_tensor_parallel():
+    code, out, err = run(
+        "tensor_parallel.py", *"--batch 3 --embed 16 --hidden 32 --model 4".split()
+    )
+    assert (code, err) == (0, "")
+    assert re.search(r"^mlp\.up +f32\[16, 32\] +P\(None, 'model'\) ", out, re.M)
+    assert re.search(r"^mlp\.down +f32\[32, 16\] +P\('model', None\) ", out, re.M)
+    assert re.search(r"^mesh \(model=4\): 3 arrays", out, re.M)
+    rows = re.findall(r"^(by_\w+) +(P\(.*\)) +(\S+) +(\d .*\S) +(\S+e\S+) +(\d .*\S)$", out, re.M)
+    assert [row[0] for row in rows] == ["by_specs", "by_signature", "by_compiler"]
+    for _, spec, off, collectives, gradients_off, their_collectives in rows:
+        assert (spec, collectives, their_collectives) == (
+            "P(None, None)",
+            "1 all-reduce",
+            "2 all-reduce",
+        )
+        assert float(off) < 1e-5 and float(gradients_off) < 1e-5
+    assert re.search(r"^All results equal those of one device, to \de-\d\d of ", out, re.M)
+
+
+def test_three_ways():
+    code, out, err = run("three_ways.py", *"--batch 8 --embed 16 --hidden 32".split())
+    assert (code, err) == (0, "")
+    assert re.search(r"^up +f32\[16, 32\] +P\(None, 'model'\) ", out, re.M)
+    types = {"automatic": "8,32", "explicit": "8@data,32@model", "manual": "4,8]{V:(data,model)}"}
+    results = set()
+    for name, shape in types.items():
+        assert re.search(rf"^{name} .* float32\[{re.escape(shape)}\S* +1 all-reduce$", out, re.M)
+        off, losses = re.search(rf"^{name} +(\S+e-\d\d) +(\d.*\d)$", out, re.M).groups()
+        assert float(off) < 1e-5
+        results.add(losses)
+    assert len(results) == 1, "the three train alike"
+    losses = [float(loss) for loss in results.pop().split()]
+    assert (
+        len(losses) == 5 and losses == sorted(losses, reverse=True) and losses[-1] < 0.9 * losses[0]
+    )
+    assert "\nautomatic: 1 all-reduce\n" in out
+    assert re.search(r"^explicit: ShardingTypeError: .*`out_sharding`", out, re.M)
+    assert re.search(r"^manual: ShardingError: forgetful: 1 leaf ", out, re.M)
+    assert "P('data', None) says that it is the same along model, but it may differ there" in out
+    assert '"hidden" has size 33; rule hidden→model needs a multiple of model=4' in out
+
+
+@pytest.mark.parametrize("name", ["tensor_parallel.py", "three_ways.py"])
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (
+            "--hidden 33",
+            'up   f32[16, 33]   "embed hidden"\n      "hidden" has size 33; rule hidden→model needs',
+        ),
+        (
+            "--model 5000",
+            "devices, but there are 8; on a CPU, set XLA_FLAGS=--xla_force_host_platform_device_count=",
+        ),
+        ("--batch 0", "all sizes are at least 1"),
+    ],
+)
+def test_bad_sizes_are_a_message(name: str, arguments: str, said: str, capsys: Captured):
+    code, _, err = run_here(capsys, name, "--embed", "16", *arguments.split())
+    assert code == 2
+    assert f"{name}: error: " in err and said in err and "Traceback" not in err
+
+
+@pytest.mark.parametrize("name", ["tensor_parallel.py", "three_ways.py"])
+def test_help_tells_the_sizes(name: str, capsys: Captured):
+    code, out, err = run_here(capsys, name, "--help")
+    assert (code, err) == (0, "")
+    for flag in "--batch --embed --hidden --model".split():
+        assert re.search(rf"^  {flag} .*\(default: \d+\)$", out, re.M)
+
+
+def test_will_it_fit_without_the_compilers(capsys: Captured):
+    """`test_accelerators.py` runs it with them."""
+    code, out, err = run("will_it_fit.py", "--model", "8b", "--target", "tpu:v5:2x4")
+    assert (code, err) == (1, "") and "`v5` is none of v4, v5e, v5p, v6e, tpu7x" in out
+    code, out, err = run_here(capsys, "will_it_fit.py", "--help")
+    assert (code, err) == (0, "") and "--target" in out and "sequence" in out
+    assert run_here(capsys, "will_it_fit.py", "--mesh", "data")[0] == 2

@@ -1,0 +1,267 @@
+"""The tours, which go through other libraries' documents cell by cell: what these print comes out
+here too."""
+
+import os
+import re
+import warnings
+from pathlib import Path
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+from launch import ROOT, without_devices
+from scripts import EXAMPLES, run, run_here, variables_of
+
+import functree as ft
+
+TOURS = ["penzai_tour.py", "flax_tour.py", "pjit_tour.py"]
+
+# treescope 0.1.10 looks through all of numpy's modules for names, deprecated ones among them (numpy
+# 2.5).
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:The chararray class is deprecated:DeprecationWarning"
+)
+
+
+@pytest.fixture
+def tour(request, tmp_path, capsys):
+    """The tour's variables, and as `out` what it prints, with pictures."""
+    variables = variables_of(request.param, "--html", str(tmp_path / "page.html"))
+    found = SimpleNamespace(**variables, out=capsys.readouterr().out)
+    page = (tmp_path / "page.html").read_text()
+    shown = re.findall("<h3>(.*)</h3>", page)
+    assert shown and page.count("treescope") >= len(shown), "a picture for each"
+    assert f"The pictures: {tmp_path / 'page.html'}" in found.out
+    return found
+
+
+def cells(name: str) -> set[int]:
+    """The numbers of the cells that a tour has: `# %% [5]`, `# %% [5, 6]`, `# %% [5-7]`."""
+    found = set()
+    for numbers in re.findall(r"^# %% \[([\d, -]+)\]", (EXAMPLES / name).read_text(), re.M):
+        for part in numbers.split(","):
+            first, _, last = part.partition("-")
+            found |= set(range(int(first), int(last or first) + 1))
+    return found
+
+
+def test_no_cell_is_left_out():
+    assert cells("penzai_tour.py") == set(range(1, 67))
+    # Those are the numbers that the notebook shows: its cells were run again here and there.
+    assert cells("flax_tour.py") == set(range(1, 35)) - {5, 12, 14, 20, 27, 28, 29}
+
+
+def spec(array: jax.Array) -> P | None:
+    """A concrete array's spec, with an entry for each dimension."""
+    return ft.plan(array)[()].spec
+
+
+def lays_out_as_penzai_does(tour: SimpleNamespace) -> None:
+    """The same cells in Penzai."""
+    from penzai import pz
+    from penzai.models.transformer.variants import llamalike_common
+    from penzai.toolshed import sharding_util
+
+    tree = {
+        "one": pz.nx.ones({"a": 4, "b": 8, "c": 6}),
+        "two": pz.nx.ones({"a": 8}),
+        "three": pz.nx.ones({"b": 4, "d": 12}),
+    }
+    theirs = sharding_util.name_to_name_sharding(
+        tree, tour.mesh, axis_name_to_mesh_name={"a": "bar", "b": "foo"}
+    )
+    for name, sharding in theirs.items():
+        assert tree[name].data_array.shape == getattr(tour.some_arrays, name).shape
+        assert sharding.data_array == getattr(tour.plan.shardings, name)
+
+    config = llamalike_common.LlamalikeTransformerConfig(
+        num_kv_heads=2,
+        query_head_multiplier=1,
+        embedding_dim=64,
+        projection_dim=16,
+        mlp_hidden_dim=128,
+        num_decoder_blocks=2,
+        vocab_size=100,
+        mlp_variant="geglu_approx",
+        rope_wavelength=10_000,
+        tie_embedder_and_logits=True,
+        use_layer_stack=False,
+        parameter_dtype=jnp.float32,
+        activation_dtype=jnp.float32,
+    )
+    built = sharding_util.sharded_init(
+        llamalike_common.build_llamalike_transformer,
+        config=config,
+        init_base_rng=jax.random.key(42),
+        mesh=tour.line,
+        axis_name_to_mesh_name={"embedding": "devices"},
+    )
+    theirs = [variable.value.data_array for variable in pz.unbind_params(built)[1]]
+    ours = jax.tree.leaves(tour.tiny_transformer)
+    assert [(x.shape, spec(x)) for x in ours] == [(x.shape, spec(x)) for x in theirs]
+
+
+@pytest.mark.parametrize("tour", ["penzai_tour.py"], indirect=True)
+def test_penzai_tour(tour):
+    assert tour.counts == {10: 1, 11: 2, 15: 3, 18: 3, 20: 0, 23: 1, 24: 2, 27: 3, 29: 4}
+    np.testing.assert_allclose(tour.y, jnp.ones(8) @ tour.model.layers[0].weight, rtol=1e-6)
+    assert tour.jit_model.body is tour.model and len(tour.jitted_call.compilations) == 1
+    assert tour.arr.tolist() == [[1, 2, 3, 4], [2, 3, 4, 5], [3, 4, 5, 6]]
+
+    parts = {33: (2,), 35: (2, 4), 37: (8, 2), 39: (8, 8), 49: (3, 1)}
+    for cell, shape in parts.items():
+        array = tour.arrays[cell]
+        assert (
+            array.sharding.shard_shape(array.shape) == shape and len(array.sharding.device_set) == 8
+        )
+    assert tour.arrays[49].tolist() == tour.arr.tolist() and spec(tour.arrays[49]) == P(
+        None, "columns"
+    )
+    by_rules = {"one": P("bar", "foo", None), "two": P("bar"), "three": P("foo", None)}
+    own_names = {"one": P("a", "b", None), "two": P("a"), "three": P("b", None)}
+    for cell, specs in {54: by_rules, 55: by_rules, 56: own_names}.items():
+        assert {str(row.path): row.spec for row in ft.plan(tour.arrays[cell])} == specs
+
+    assert tour.tokens.shape == (16, 20) and tour.tokens.dtype == jnp.int32
+    assert spec(tour.tokens) == P("devices", None)
+    assert tour.result.shape == (16, 20, 100) and tour.result.dtype == jnp.float32
+    for result in (tour.fsdp_result, tour.constrained_result):
+        assert spec(result) == P("devices", None, None)
+        np.testing.assert_allclose(result, tour.result, rtol=1e-4, atol=1e-5)
+    assert tour.constraints.count() == 2
+    same = jax.tree.map(
+        lambda a, b: a is b, tour.tiny_transformer, tour.tiny_transformer_unconstrained
+    )
+    assert jax.tree.all(same)
+    assert "[23, 24] the counter, and the number of compilations: (1, 2, 1)" in tour.out
+    assert "[65] constraints: <2 parts of Decoder: blocks.layers.1, blocks.layers.3>" in tour.out
+    with (
+        jax.numpy_dtype_promotion("standard"),
+        jax.numpy_rank_promotion("allow"),
+        warnings.catch_warnings(),
+    ):
+        warnings.simplefilter("ignore")  # those of Penzai's own code
+        lays_out_as_penzai_does(tour)
+
+
+@pytest.mark.parametrize("tour", ["flax_tour.py"], indirect=True)
+def test_flax_tour(tour):
+    assert dict(tour.mesh.shape) == {"data": 2, "model": 4}
+    ids = [[device.id for device in row] for row in tour.mesh.devices]
+    assert ids == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert tour.x.shape == (8, 1024) and spec(tour.x) == P("data", None)
+    for plan in (tour.state_plan, tour.logical_plan):
+        for row in plan:
+            wanted = {"w1": P(None, "model"), "w2": P("model", None)}.get(str(row.path[-1]), P())
+            assert row.spec == wanted, row.path
+        assert {plan[f"model.layers.{i}.w1"].shape for i in range(4)} == {(1024, 1024)}
+    shardings = jax.tree.map(lambda x: x.sharding, tour.initialized_state)
+    assert jax.tree.all(jax.tree.map(lambda a, b: a == b, shardings, tour.state_sharding))
+    assert (spec(tour.layer.w1), spec(tour.layer.w2)) == (P(None, "model"), P("model", None))
+    assert int(tour.initialized_state.step) == 0 and spec(tour.initialized_state.step) == P()
+    assert (
+        tour.diff.w1.shape == (1024, 1024)
+        and spec(tour.diff.w1) == P(None, "model")
+        and not tour.diff.w1.any()
+    )
+    assert int(tour.new_state.step) == 1 and spec(tour.new_state.model.layers[0].w2) == P(
+        "model", None
+    )
+    assert (
+        tour.y.dtype == jnp.float32
+        and tour.y.shape == (8, 1024)
+        and spec(tour.y) == P("data", None)
+    )
+    assert tour.logical_axes.w1 == ft.Axes("embed", "hidden")
+    assert len(tour.train_step.compilations) == 1
+    assert (
+        int(tour.logical_initialized_state.step),
+        len(tour.logical_train_step.compilations),
+    ) == (3, 2)
+    assert spec(tour.logical_initialized_state.model.layers[0].w1) == P(None, "model")
+    stacked = tour.scanned_state.model.layers.layer
+    assert stacked.w1.shape == (4, 1024, 1024)
+    assert (spec(stacked.w1), spec(stacked.w2)) == (P(None, None, "model"), P(None, "model", None))
+    for line in (
+        "[30] annotations are logical, not mesh-specific: embed hidden",
+        "[31] the plan is mesh-specific: P(None, 'model')",
+        "[19] step: int32[] as P() = 0",
+        "[24] y: float32[8, 1024] as P('data', None)",
+        "steps, and compilations: (3, 1)",
+    ):
+        assert f"\n{line}\n" in tour.out
+
+
+SAID = {
+    "no mesh": "there is no mesh: pass `mesh=`, or enter `with jax.set_mesh(mesh):`",
+    "moved": "is sharded P(None) but `in_shardings` asks for P('devices'); `ft.jit` does not move arrays implicitly",
+    "few": "missing a required argument: 'n'",
+    "type": "'devices' is neither a layout, nor",
+    "unique": "P('devices', 'devices') uses mesh axis `devices` twice, the second time for dimension 1",
+    "rank": "P('devices', None) has 2 entries for 1 dimensions",
+    "undefined": "P('device') names `device`, and the mesh (devices=8) has no such axis; did you mean `devices`?",
+    "divisible": "dimension 0 has size 12; devices=8 needs a multiple of 8",
+    "mesh": "runs on mesh (devices=4), but is called in a function that runs on (devices=8), with other devices",
+}
+
+
+@pytest.mark.parametrize("tour", ["pjit_tour.py"], indirect=True)
+def test_pjit_tour(tour):
+    smooth = [0.5, 2, 4, 6, 8, 10, 12, 10]
+    assert "\nf(x): [ 0.5  2.   4.   6.   8.  10.  12.  10. ]\n" in tour.out, (
+        "as in pjit's docstring"
+    )
+    assert tour.y.tolist() == tour.y_half.tolist() == tour.compiled(tour.whole).tolist() == smooth
+    assert spec(tour.y) == spec(tour.y_half) == P("devices")
+    assert (len(tour.y.sharding.device_set), len(tour.y_half.sharding.device_set)) == (8, 4)
+    assert tour.messages.keys() == SAID.keys()
+    for mistake, fragment in SAID.items():
+        assert fragment in tour.messages[mistake]
+    assert tour.doubled.tolist() == [16 * i for i in range(8)] and spec(tour.doubled) == P(
+        "devices"
+    )
+    assert tour.z.tolist() == [30] * 16
+    assert tour.cubed.tolist() == [i**3 for i in range(8)] and tour.donated.is_deleted()
+    parts = {part: array.sharding.shard_shape((8, 8)) for part, array in tour.spread.items()}
+    assert parts == {
+        P("rows", "columns"): (2, 4),
+        P(("rows", "columns")): (1, 8),
+        P(None, "columns"): (8, 4),
+        P("rows"): (2, 8),
+        P(): (8, 8),
+    }
+    assert tour.batched.tolist() == [smooth] * 3 and spec(tour.batched) == P(None, "devices")
+    assert tour.primal.tolist() == smooth and tour.tangent.tolist() == [1.5, *[2] * 6, 1.5]
+    assert spec(tour.tangent) == P("devices") and tour.gradient.tolist() == tour.tangent.tolist()
+    assert spec(tour.gradients.up) == P(None, "columns")
+    assert tour.nested.tolist() == np.convolve(smooth, [0.5, 1, 0.5], "same").tolist()
+    assert (spec(tour.inside), spec(tour.outside)) == (P("rows", "columns"), P("devices"))
+    assert [spec(x) for x in tour.any_sharding] == [P(None), P("devices")]
+    assert tour.compiled.output_shardings.spec == P("devices")
+
+
+@pytest.mark.parametrize("name", TOURS)
+def test_treescope_may_be_missing(name: str, tmp_path: Path):
+    (tmp_path / "treescope.py").write_text("raise ImportError('not here')")
+    page, path = tmp_path / "page.html", os.pathsep.join([str(tmp_path), str(ROOT)])
+    # Without the devices of the tests: these scripts simulate their own.
+    environment = {"PYTHONPATH": path, "JAX_PLATFORMS": None, "XLA_FLAGS": without_devices()}
+    code, out, err = run(name, "--html", str(page), **environment)
+    assert (code, err) == (0, "")
+    assert (
+        out.endswith(f"\nNo {page}: treescope is missing; pip install functree[examples]\n")
+        and not page.exists()
+    )
+    assert re.search(r"^\W*CPU 0", out, re.M), "pictures of text"
+    assert re.search(r"^path +array +spec +per device$", out, re.M)
+
+
+@pytest.mark.parametrize("name", TOURS)
+def test_help_and_mistakes(name: str, tmp_path: Path, capsys):
+    code, out, _ = run_here(capsys, name, "--help")
+    assert code == 0 and "--html FILE" in out and f"python examples/{name}" in out
+    code, _, err = run_here(capsys, name, "--html", str(tmp_path / "no" / "page.html"))
+    assert code == 2 and f"{name}: error: there is no folder" in err

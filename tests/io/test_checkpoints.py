@@ -1,0 +1,692 @@
+"""Checkpoints: bit-equal on other meshes and layouts; all that can differ, by path or asked for;
+what is kept."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from checks import raises
+from jax.sharding import Mesh, NamedSharding
+from jaxtyping import Array, Float
+from meshes import EXPLICIT, MESH
+
+import functree as ft
+
+KEY = jax.random.key(0)
+ADAFACTOR = optax.adafactor(1e-3)
+TENSOR = {"heads": "model", "kv_heads": "model", "hidden": "model", "vocab": "model"}
+CONFIG = ft.nn.TransformerConfig(
+    vocab_size=64,
+    embed=16,
+    layers=2,
+    heads=4,
+    kv_heads=4,
+    head_dim=4,
+    hidden=32,
+    param_dtype=jnp.bfloat16,
+)
+
+
+def mesh_of(**sizes: int) -> Mesh:
+    return ft.make_mesh(**sizes, devices=jax.devices()[: int(np.prod(list(sizes.values())))])
+
+
+@contextmanager
+def wide_for_all_threads() -> Iterator[None]:
+    jax.config.update("jax_enable_x64", True)
+    try:
+        yield
+    finally:
+        jax.config.update("jax_enable_x64", False)
+
+
+def bits(array: Any) -> tuple[str, tuple[int, ...], bytes]:
+    """The dtype, the shape and the bytes of an array."""
+    if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
+        return str(array.dtype), array.shape, np.asarray(jax.random.key_data(array)).tobytes()
+    return str(array.dtype), array.shape, np.asarray(array).tobytes()
+
+
+def assert_same(found: Any, expected: Any) -> None:
+    """Two trees have the same structure, and arrays with the same bits."""
+    assert jax.tree.structure(found) == jax.tree.structure(expected)
+    for (path, one), other in zip(
+        jax.tree_util.tree_leaves_with_path(found), jax.tree.leaves(expected), strict=True
+    ):
+        if hasattr(other, "dtype"):
+            assert bits(one) == bits(other), jax.tree_util.keystr(path)
+        else:
+            assert one == other
+
+
+class Net(eqx.Module):
+    """A real model with all that a training has: bfloat16 parameters, and the running means of a
+    BatchNorm."""
+
+    body: ft.nn.Transformer
+    norm: ft.nn.BatchNorm
+    head: Float[Array, "embed classes"]
+
+
+def make(key: Any, classes: int = 8) -> Net:
+    norm = ft.nn.BatchNorm(16)
+    return Net(
+        ft.nn.Transformer.create(CONFIG, key=key), norm, jnp.ones((16, classes), jnp.bfloat16)
+    )
+
+
+def training(layout: Any, mesh: Mesh, tx: optax.GradientTransformation) -> Any:
+    """A function that makes a training state of this model."""
+
+    def create(key: Any) -> Any:
+        model = make(key)
+        return ft.TrainState.create(model, tx, key=key)
+
+    return ft.init(create, layout, mesh)
+
+
+def _sum(model: Net) -> Any:
+    return sum(
+        jnp.sum(jnp.sin(x.astype(jnp.float32)))
+        for x in jax.tree.leaves(eqx.filter(model, eqx.is_inexact_array))
+    )
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    """A training state under FSDP on 2 by 4 devices, after two updates, and its checkpoint."""
+    layout = ft.AxisRules({**TENSOR, ...: None}) | ft.FSDP("data", min_size=0, otherwise=ft.P())
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        ts = training(layout, MESH, ADAFACTOR)(KEY)
+        step = ft.jit(
+            lambda ts: ft.apply_gradients(ts, ft.grad(lambda model: _sum(model))(ts.model))
+        )
+        ts = step(step(ts))
+    host = ts.model.head.sharding.with_memory_kind("pinned_host")
+    ts = eqx.tree_at(lambda ts: ts.model.head, ts, jax.device_put(ts.model.head, host))
+    path = tmp_path_factory.mktemp("trained") / "checkpoint"
+    ft.save(path, ts, meta={"tokens": 12})
+    return path, ts
+
+
+MESHES: dict[str, tuple[Callable[[], Mesh], Any]] = {
+    "8": (lambda: mesh_of(data=8), ft.FSDP("data", min_size=0, otherwise=ft.P())),
+    "4 x 1": (
+        lambda: mesh_of(data=4, model=1),
+        ft.AxisRules({**TENSOR, "embed": "data", ...: None}),
+    ),
+    "1": (lambda: mesh_of(data=1), ft.P()),
+    "tensor parallel": (lambda: MESH, ft.AxisRules({**TENSOR, ...: None})),
+    "explicit": (lambda: EXPLICIT, ft.AxisRules({**TENSOR, ...: None})),
+    "in host memory": (lambda: MESH, ft.on_host(ft.AxisRules({**TENSOR, ...: None}))),
+}
+
+
+@pytest.mark.parametrize("name", MESHES)
+def test_a_training_state_on_another_mesh(trained: tuple[Path, Any], name: str) -> None:
+    path, ts = trained
+    make_mesh, layout = MESHES[name]
+    mesh = make_mesh()
+    like = training(layout, mesh, ADAFACTOR).abstract(KEY)
+    found = ft.restore(path, like)
+    assert found.tx is like.tx
+    for want, saved, one in zip(*map(jax.tree.leaves, (like, ts, found)), strict=True):
+        if isinstance(saved, jax.Array):
+            assert bits(one) == bits(saved)
+            assert one.sharding == want.sharding
+    # The same by a layout that is given here, for a tree that says nothing of shardings.
+    bare = training(None, mesh, ADAFACTOR).abstract(KEY)
+    assert_same(ft.restore(path, bare, layout, mesh), found)
+
+
+# What differs, on one side or the other
+
+
+ARRAYS = {
+    "w": np.arange(32, dtype=np.float32).reshape(8, 4),
+    "b": np.arange(4, dtype=np.int32),
+    "key": jax.random.key(1),
+    "none": None,
+}
+
+
+def on_mesh(tree: Any) -> Any:
+    return ft.shard(tree, ft.P(), MESH)
+
+
+def without(name: str, **others: Any) -> dict[str, Any]:
+    return {**{key: value for key, value in ARRAYS.items() if key != name}, **others}
+
+
+class Pair(eqx.Module):
+    w: Any
+    b: Any
+    key: Any
+    none: Any
+
+
+# The tree that restores ─► the text of the error, and the options with which it is asked for (None:
+# nothing does).
+DIFFERENCES: dict[str, tuple[Any, list[str], dict[str, Any] | None]] = {
+    "missing": (
+        without("b"),
+        ["b   i32[4]", "was saved, and `like` has no such array"],
+        {"only": ~ft.glob("b")},
+    ),
+    "extra": (
+        without("", more=np.ones(3)),
+        ["more   f", "is in `like`, and was not saved"],
+        {"only": ~ft.glob("more")},
+    ),
+    "renamed": (
+        without("b", bias=ARRAYS["b"]),
+        [
+            "bias   i32[4]",
+            "is in `like`, and was not saved",
+            "b   i32[4]",
+            "was saved, and `like` has no such array",
+        ],
+        {"only": ~(ft.glob("b") | ft.glob("bias"))},
+    ),
+    "None for an array": (
+        without("b", b=None),
+        ["b   i32[4]", "`like` has no such array"],
+        {"only": ~ft.glob("b")},
+    ),
+    "an array for None": (
+        without("none", none=np.ones(2)),
+        ["none   f", "not saved"],
+        {"only": ~ft.glob("none")},
+    ),
+    "a number for an array": (
+        without("b", b=3),
+        ["b   i32[4]", "`like` has no such array"],
+        {"only": ~ft.glob("b")},
+    ),
+    "shape": (
+        without("w", w=np.ones((4, 8), np.float32)),
+        ["w   f32[4, 8]", "was saved as f32[8, 4]: another shape"],
+        {"only": ~ft.glob("w")},
+    ),
+    "rank": (
+        without("b", b=np.ones((4, 1), np.int32)),
+        ["b   i32[4, 1]", "saved as i32[4]"],
+        {"only": ~ft.glob("b")},
+    ),
+    "float32 to bfloat16": (
+        without("w", w=jnp.ones((8, 4), jnp.bfloat16)),
+        ["w   bf16[8, 4]", "was saved as f32", "to have it as bf16: cast=True"],
+        {"cast": True},
+    ),
+    "float32 to int8": (
+        without("w", w=jnp.ones((8, 4), jnp.int8)),
+        ["was saved as f32", "cast=True"],
+        {"cast": True},
+    ),
+    "int32 to float32": (
+        without("b", b=jnp.ones(4)),
+        ["b   f32[4]", "was saved as i32", "cast=True"],
+        {"cast": True},
+    ),
+    "kind of key": (
+        without("key", key=jax.random.key(0, impl="rbg")),
+        ["key   key<rbg>[]", "was saved as key<fry>: random keys of another kind", "impl="],
+        None,
+    ),
+    "raw key": (
+        without("key", key=jnp.zeros(2, jnp.uint32)),
+        ["key   u32[2]", "was saved as key<fry>", "random keys are no numbers"],
+        None,
+    ),
+    "everything": (
+        {"other": np.ones(3)},
+        ["other   f32[3]", "b   i32[4]", "key   key<fry>[]", "w   f32[8, 4]"],
+        None,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DIFFERENCES)
+def test_what_differs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    like, fragments, asked = DIFFERENCES[name]
+    ft.save(tmp_path / "c", on_mesh(ARRAYS))
+    like = on_mesh(like)
+    with monkeypatch.context() as patch:
+        patch.setattr("functree.io.checkpoints.read.load_arrays", None)  # nothing is read
+        with raises("cannot be restored from", *fragments, error=ft.CheckpointError) as caught:
+            ft.restore(tmp_path / "c", like)
+    assert caught.value.problems[0].path is not None
+    if asked is None:
+        with pytest.raises(ft.CheckpointError):
+            ft.restore(tmp_path / "c", like, cast=True)
+        return
+    if "only" in asked:  # the remedy that the error names is this one
+        remedy = str(caught.value).split("only=")[1].splitlines()[0]
+        assert eval(remedy, {"ft": ft}) == asked["only"]
+    found = ft.restore(tmp_path / "c", like, **asked)
+    for key, value in on_mesh(ARRAYS).items():
+        if key not in like or value is None:
+            continue
+        changed = bits(like[key])[:2] != bits(value)[:2] if hasattr(like[key], "dtype") else True
+        if "cast" in asked and changed:
+            assert bits(found[key]) == bits(value.astype(like[key].dtype))
+        else:
+            assert found[key] is like[key] if changed else bits(found[key]) == bits(value)
+
+
+REORDERED: dict[str, Callable[[Any], Any]] = {
+    "a dict": lambda t: {key: t[key] for key in reversed(t)},
+    "a module": lambda t: Pair(**t),
+}
+
+
+@pytest.mark.parametrize("name", REORDERED)
+def test_another_container_with_the_same_paths(name: str, tmp_path: Path) -> None:
+    """Paths say which array is which: their order, and the classes that hold them, do not."""
+    tree = on_mesh(ARRAYS)
+    ft.save(tmp_path / "c", tree)
+    like = REORDERED[name](jax.tree.map(lambda x: x, tree))
+    assert_same(ft.restore(tmp_path / "c", like), like)
+    ft.save(tmp_path / "list", [tree["w"], tree["b"]])
+    assert_same(ft.restore(tmp_path / "list", (tree["w"], tree["b"])), (tree["w"], tree["b"]))
+
+
+def test_leaves_of_each_kind(tmp_path: Path) -> None:
+    """Every dtype, keys, numpy, nothing, host memory, odd names: bit-equal, of the same class,
+    where they were."""
+    small = [
+        "int2",
+        "uint2",
+        "int4",
+        "uint4",
+        "float4_e2m1fn",
+        "float8_e3m4",
+        "float8_e4m3",
+        "float8_e8m0fnu",
+    ]
+    wide = [
+        "bool_",
+        "int8",
+        "uint16",
+        "complex64",
+        "bfloat16",
+        "float16",
+        "int64",
+        "uint64",
+        "float64",
+        "complex128",
+    ]
+    with wide_for_all_threads():
+        tree: dict[str, Any] = {
+            name: jax.device_put(jnp.asarray(np.arange(64).reshape(8, 8) % 2).astype(name), place)
+            for name in [*small, *wide]
+            for place in [NamedSharding(MESH, ft.P("data", "model"))]
+        }
+        host = NamedSharding(EXPLICIT, ft.P("data"), memory_kind="pinned_host")
+        tree |= {
+            "keys": jax.device_put(
+                jax.random.split(KEY, (8, 4)), NamedSharding(MESH, ft.P("data"))
+            ),
+            "rbg": jax.random.split(jax.random.key(1, impl="rbg"), 8),
+            "raw": jnp.zeros(2, jnp.uint32),
+            "nothing": jnp.zeros((0, 8)),
+            "no keys": jax.random.split(KEY, 8)[:0],
+            "numpy": [
+                np.arange(8.0),
+                np.float64(3.25),
+                np.arange(8),
+                np.arange(3) * 1j,
+                np.ones((), np.int8),
+            ],
+            "host": jax.device_put(jnp.arange(8.0), host),
+            "host uint4": jax.device_put(tree["uint4"], host),
+            'ü."x"/y.0': [jnp.ones(3), {"": jnp.ones(2), "3": jnp.ones(1)}, {3: jnp.ones(1)}],
+            "number": 3,
+            "text": "a",
+        }
+        ft.save(tmp_path / "c", tree)
+        ft.save(tmp_path / "c", tree, overwrite=True)  # read back before it counts
+        found = ft.restore(tmp_path / "c", tree)
+        assert_same(found, tree)
+        for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(tree), strict=True):
+            assert isinstance(other, jax.Array) or type(one) is type(other)
+            if isinstance(other, jax.Array):
+                assert (one.sharding, one.committed) == (other.sharding, other.committed)
+        assert {row.digest is None for row in ft.inspect(tmp_path / "c")} == {False, True}
+
+
+def test_without_any_array(tmp_path: Path) -> None:
+    ft.save(tmp_path / "c", {"a": None, "n": 3, "e": np.zeros((0, 2))})
+    assert bits(ft.restore(tmp_path / "c", {"a": None, "n": 3, "e": np.ones((0, 2))})["e"])[1] == (
+        0,
+        2,
+    )
+
+
+def test_one_array_at_two_places(tmp_path: Path) -> None:
+    """It is stored once, and one array again; two arrays are not put in the place of one."""
+    w = on_mesh(jnp.arange(1024.0))
+    ft.save(tmp_path / "tied", {"a": w, "b": w})
+    ft.save(tmp_path / "apart", {"a": w, "b": w + 1})
+    assert ft.inspect(tmp_path / "tied")["b"].same_as == ft.Path("a")
+    assert ft.inspect(tmp_path / "tied").total_bytes == w.nbytes
+    tied = ft.restore(tmp_path / "tied", {"a": w, "b": w})
+    assert tied["a"] is tied["b"]
+    abstract = jax.ShapeDtypeStruct(w.shape, w.dtype, sharding=w.sharding)
+    tied = ft.restore(tmp_path / "tied", {"a": abstract, "b": abstract})
+    assert tied["a"] is tied["b"]
+    apart = ft.restore(tmp_path / "tied", {"a": w, "b": w + 1})
+    buffers = [
+        {shard.data.unsafe_buffer_pointer() for shard in apart[name].addressable_shards}
+        for name in "ab"
+    ]
+    assert not buffers[0] & buffers[1] and bits(apart["b"]) == bits(w)
+    with raises(
+        "b   f32[1024]", "is one array with `a` in `like`, and two arrays were saved", "ft.copy"
+    ):
+        ft.restore(tmp_path / "apart", {"a": w, "b": w})
+
+
+def test_numpy_arrays_that_are_one_in_like_are_two_that_were_saved(tmp_path: Path) -> None:
+    """Zeros that were made once stand for all of them, as for the moments of an optimizer."""
+    zeros = np.zeros(4)
+    ft.save(tmp_path / "c", {"mu": np.ones(4), "nu": np.full(4, 2.0)})
+    found = ft.restore(tmp_path / "c", {"mu": zeros, "nu": zeros})
+    assert bits(found["mu"]) == bits(np.ones(4)) and bits(found["nu"]) == bits(np.full(4, 2.0))
+
+
+def test_tied_arrays_without_digests(tmp_path: Path) -> None:
+    w = jnp.ones(3)
+    ft.save(tmp_path / "c", {"a": w, "b": w, "e": jnp.zeros(0)}, verify=False)
+    found = ft.restore(tmp_path / "c", {"a": w, "b": w, "e": jnp.zeros(0)}, verify=False)
+    assert found["a"] is found["b"]
+
+
+# What cannot be saved or restored
+
+
+@pytest.mark.parametrize("what", ["traced", "abstract", "donated", "odd path", "class"])
+def test_what_cannot_be_saved(what: str, tmp_path: Path) -> None:
+    path = tmp_path / "c"
+    w = jnp.ones((8, 4))
+    cases: dict[str, tuple[Callable[[], Any], list[str]]] = {
+        "traced": (
+            lambda: jax.jit(lambda w: ft.save(path, {"w": w}))(w),
+            ["w   f32[8, 4]", "is traced"],
+        ),
+        "abstract": (
+            lambda: ft.save(path, {"w": jax.eval_shape(lambda: w)}),
+            ["w   f32[8, 4]", "is abstract"],
+        ),
+        "donated": (
+            lambda: (w.delete(), ft.save(path, {"w": w})),
+            ["w   f32[8, 4]", "was donated"],
+        ),
+        "odd path": (
+            lambda: ft.save(path, {MESH: w}),
+            ["its path has a key that has no text of its own"],
+        ),
+        "class": (lambda: ft.save(path, Net), ["save takes a tree of arrays, and Net is a class"]),
+    }
+    run, fragments = cases[what]
+    with raises(*fragments):
+        run()
+    assert not path.exists()
+
+
+METAS: dict[str, tuple[Any, str | None]] = {
+    "all of JSON": ({"a": [1, 2.5, None, True, "ü"], "b": {}}, None),
+    "a number that is none": (float("inf"), None),
+    "a tuple": ({"a": (1, 2)}, "`meta['a']` is (1, 2), which is not JSON"),
+    "a key": ({"a": {3: 1}}, "`a key of meta['a']` is 3, which is not JSON"),
+    "numpy": ([np.int64(3)], "`meta[0]` is np.int64(3), which is not JSON"),
+    "an array": ({"loss": np.ones(3)}, "`meta['loss']` is float64[3], which is not JSON"),
+}
+
+
+@pytest.mark.parametrize("name", METAS)
+def test_meta(name: str, tmp_path: Path) -> None:
+    meta, refused = METAS[name]
+    if refused is None:
+        ft.save(tmp_path / "c", {"w": jnp.ones(3)}, meta=meta)
+        assert ft.inspect(tmp_path / "c").meta == meta
+        return
+    with raises(refused, error=ft.CheckpointError):
+        ft.save(tmp_path / "c", {"w": jnp.ones(3)}, meta=meta)
+    assert not (tmp_path / "c").exists()
+
+
+def test_what_is_there_already(tmp_path: Path) -> None:
+    w = {"w": jnp.ones(3)}
+    ft.save(tmp_path / "c", w)
+    with raises("is a checkpoint already", "`overwrite=True`", error=ft.CheckpointError):
+        ft.save(tmp_path / "c", {"w": jnp.zeros(3)})
+    assert_same(ft.restore(tmp_path / "c", w), w)
+    (tmp_path / "file").write_text("mine")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "mine.txt").write_text("mine")
+    for name, text in (
+        ("file", "is a file"),
+        ("folder", "is a folder that is not a checkpoint: it has `mine.txt`"),
+    ):
+        for overwrite in (False, True):
+            with raises(text, error=ft.CheckpointError):
+                ft.save(tmp_path / name, w, overwrite=overwrite)
+    assert (
+        (tmp_path / "folder" / "mine.txt").read_text() == (tmp_path / "file").read_text() == "mine"
+    )
+    with raises(
+        "is the address of a bucket",
+        "copy what is finished to the bucket",
+        error=ft.CheckpointError,
+    ):
+        ft.save("gs://bucket/run", w)
+    with raises("cannot be written: [Errno 20] Not a directory", error=ft.CheckpointError):
+        ft.save(tmp_path / "file" / "c", w)
+
+
+def test_what_is_no_checkpoint(tmp_path: Path) -> None:
+    like = {"w": jnp.ones(3)}
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "file").write_text("")
+    (tmp_path / "half" / "arrays-0123").mkdir(parents=True)
+    with ft.Checkpoints(tmp_path / "run") as run:
+        run.save(3, like)
+        run.save(12, like)
+    ft.save(tmp_path / "newer", like)
+    manifest = tmp_path / "newer" / "functree.json"
+    manifest.write_text(manifest.read_text().replace('"format": 1', '"format": 2'))
+    cases = {
+        "nowhere": "there is no such folder",
+        "empty": "it has no functree.json",
+        "file": "it is a file",
+        "half": "it is still written, or its writer was stopped",
+        "run": f"it has the checkpoints of several steps: give one of them, such as {tmp_path / 'run' / '12'}",
+        "newer": "is not what was written: its checksum differs",
+    }
+    for name, text in cases.items():
+        for look in (lambda path: ft.restore(path, like), ft.inspect):
+            with raises(text, error=ft.CheckpointError):
+                look(tmp_path / name)
+
+
+def test_where_arrays_cannot_be_created(tmp_path: Path) -> None:
+    ft.save(tmp_path / "c", {"w": jnp.ones((8, 4))})
+    bare = {"w": jax.ShapeDtypeStruct((8, 4), jnp.float32)}
+    with raises(
+        "w   f32[8, 4]",
+        "has no sharding in `like`, and there is no layout",
+        "give `layout=` and a mesh",
+    ):
+        ft.restore(tmp_path / "c", bare)
+    with raises("cannot be laid out on mesh (data=2, model=4)", error=ft.ShardingError):
+        ft.restore(tmp_path / "c", bare, ft.P("nowhere"), MESH)
+    with raises("without devices", error=ft.ShardingError):
+        ft.restore(tmp_path / "c", bare, ft.P(), {"data": 2})
+    abstract = NamedSharding(MESH.abstract_mesh, ft.P())
+    with raises("cannot be created", "has no devices"):
+        ft.restore(
+            tmp_path / "c", {"w": jax.ShapeDtypeStruct((8, 4), jnp.float32, sharding=abstract)}
+        )
+    ft.save(tmp_path / "wide", {"w": np.ones(4)})
+    with raises("JAX has no float64 without `jax_enable_x64`", error=ft.CheckpointError):
+        ft.restore(
+            tmp_path / "wide", {"w": jax.ShapeDtypeStruct((4,), np.dtype("float64"))}, ft.P(), MESH
+        )
+    with (
+        jax.enable_x64(True),
+        raises("w was read as float32", "for the whole process", error=ft.CheckpointError),
+    ):
+        ft.restore(
+            tmp_path / "wide", {"w": jax.ShapeDtypeStruct((4,), np.dtype("float64"))}, ft.P(), MESH
+        )
+    with jax.enable_x64(True):
+        wide = {"w": jnp.ones(4, jnp.float64)}  # free to be on any device: it is read by numpy
+    with raises("JAX has no float64 without `jax_enable_x64`", error=ft.CheckpointError):
+        ft.restore(tmp_path / "wide", wide)
+    narrow = {"w": jax.ShapeDtypeStruct((4,), jnp.float32)}
+    assert bits(ft.restore(tmp_path / "wide", narrow, ft.P(), MESH, cast=True)["w"]) == bits(
+        np.ones(4, np.float32)
+    )
+
+
+def test_numbers_are_warned_about(tmp_path: Path) -> None:
+    """They are static, and come from `like`: a step that is kept as a number would start again from
+    zero."""
+    w = jnp.ones(3)
+    ft.save(tmp_path / "c", {"w": w, "step": 17, "p": 0.1})
+    with pytest.warns(
+        ft.FunctreeWarning, match=r"`step` was 17 and is 0; a number that is to be saved has to be"
+    ):
+        found = ft.restore(tmp_path / "c", {"w": w, "step": 0, "p": 0.1})
+    assert found["step"] == 0
+    ft.restore(tmp_path / "c", {"w": w, "step": 17, "p": 0.1})
+
+
+def test_without_digests(tmp_path: Path) -> None:
+    w = {"w": jnp.ones(3), "b": jnp.ones(2)}
+    ft.save(tmp_path / "c", w, verify=False)
+    with pytest.warns(
+        ft.FunctreeWarning, match="was saved with `verify=False`: 2 arrays cannot be verified"
+    ):
+        ft.restore(tmp_path / "c", w)
+    assert_same(ft.restore(tmp_path / "c", w, verify=False), w)
+
+
+def test_copies_that_differ(tmp_path: Path) -> None:
+    """An array whose copies have different values is not one array: which one would be saved?"""
+    pieces = [
+        jax.device_put(jnp.full((4,), i // 7, jnp.float32), device)
+        for i, device in enumerate(jax.devices())
+    ]
+    torn = jax.make_array_from_single_device_arrays((4,), NamedSharding(MESH, ft.P()), pieces)
+    with raises(
+        "cannot be written", "w", "has copies that have different values, so it is not one array"
+    ):
+        ft.save(tmp_path / "c", {"w": torn})
+    assert not (tmp_path / "c").exists()
+
+
+# Formats that were written once
+
+
+def test_a_checkpoint_of_the_first_format_is_still_read() -> None:
+    """It was written once, and stays: whatever comes later reads it."""
+    path = Path(__file__).parents[1] / "fixtures" / "checkpoints" / "format-1"
+    w = np.arange(32, dtype=np.float32).reshape(8, 4) / np.float32(8)
+    like = {
+        "model": {"w": jnp.zeros((8, 4)), "half": jnp.zeros(8, jnp.bfloat16), "bits": jnp.zeros(8, jnp.int4)},
+        "key": jax.random.key(0), "numpy": np.zeros(3), "empty": jnp.zeros((0, 2)),
+        "step": 17, "tied": jnp.zeros((8, 4)),
+    }  # fmt: skip
+    found = ft.restore(path, like)
+    assert bits(found["model"]["w"]) == bits(found["tied"]) == bits(w)
+    assert bits(found["model"]["half"]) == bits(np.arange(8).astype(jnp.bfloat16))
+    assert np.array_equal(found["model"]["bits"].astype(int), [0, 1, 2, 3, 0, 1, 2, 3])
+    assert bits(found["key"]) == bits(jax.random.key(7)) and np.array_equal(
+        found["numpy"], [0.0, 0.5, 1.0]
+    )
+    checkpoint = ft.inspect(path)
+    assert checkpoint.meta == {"tokens": 12, "by": "functree"} and checkpoint[
+        "tied"
+    ].same_as == ft.Path("model.w")
+    assert checkpoint["model.w"].spec == ft.P("data", "model") and checkpoint.sizes == {
+        "data": 2,
+        "model": 4,
+    }
+
+
+# After surgery
+
+
+class Adapter(eqx.Module):
+    weight: Float[Array, "embed classes"]
+    lora_a: Float[Array, "embed rank"]
+    lora_b: Float[Array, "rank classes"]
+
+
+def _adapted(model: Net) -> Net:
+    return (
+        ft.select(model)
+        .at("head")
+        .apply(lambda w: Adapter(w, jnp.ones((16, 2)), jnp.zeros((2, 8))))
+    )
+
+
+RULES = ft.AxisRules({**TENSOR, ...: None})
+# What is restored into ─► the arrays that come from it and not from the checkpoint.
+SURGERIES: dict[str, tuple[Callable[[Any], Any], tuple[str, ...]]] = {
+    "another optimizer": (
+        lambda key: ft.TrainState.create(make(key), optax.adam(1e-3), key=key),
+        ("opt_state",),
+    ),
+    "another head": (
+        lambda key: ft.TrainState.create(make(key, classes=3), ADAFACTOR, key=key),
+        ("head",),
+    ),
+    "adapters": (
+        lambda key: ft.TrainState.create(
+            _adapted(make(key)), ADAFACTOR, key=key, wrt="head.lora_*"
+        ),
+        ("head", "opt_state"),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SURGERIES)
+def test_after_surgery_the_remedy_of_the_error_is_what_helps(
+    trained: tuple[Path, Any], name: str
+) -> None:
+    path, ts = trained
+    create, new = SURGERIES[name]
+    like = ft.init(create, RULES, MESH)(jax.random.key(5))
+    with pytest.raises(
+        ft.CheckpointError, match="to restore the rest, and take these from `like`: only="
+    ) as caught:
+        ft.restore(path, like)
+    remedy = str(caught.value).split("only=")[1].splitlines()[0]
+    found = ft.restore(path, like, only=eval(remedy, {"ft": ft}))
+    saved = {row.path for row in ft.inspect(path)}
+    old, own, now = ({row.path: leaf for row, leaf in _leaves(tree)} for tree in (ts, like, found))
+    same = {
+        path
+        for path in now
+        if path in saved
+        and now[path].shape == old[path].shape
+        and bits(now[path]) == bits(old[path])
+    }
+    assert ft.Path("model.body.embed.weight") in same and ft.Path("key") in same
+    for path in now.keys() - same:
+        assert now[path] is own[path] and any(name in path for name in new)
+
+
+def _leaves(tree: Any) -> Any:
+    arrays = [leaf for leaf in jax.tree.leaves(tree) if isinstance(leaf, jax.Array)]
+    return zip(ft.plan(tree), arrays, strict=True)

@@ -1,0 +1,204 @@
+"""Exported functions: equal results in a process that has no functree, shardings and open sizes;
+what is refused."""
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.export
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from checks import raises
+from jaxtyping import Array, Float, Int
+from meshes import MESH, mesh_of
+
+import functree as ft
+
+RULES = ft.AxisRules(
+    {"batch": "data", "hidden": "model", "heads": "model", "kv_heads": "model", ...: None}
+)
+CONFIG = ft.nn.TransformerConfig(64, 16, layers=2, heads=4, kv_heads=4, head_dim=4, hidden=32)
+
+# A process without functree: it has only the folder of site-packages in which functree is not.
+ALONE = """
+import sys
+sys.modules["functree"] = None  # an import of it fails
+import jax, jax.export, numpy as np
+exported = jax.export.deserialize(bytearray(open(sys.argv[1], "rb").read()))
+given = np.load(sys.argv[2])
+kinds = (getattr(jax.sharding.AxisType, sys.argv[4]),) * 2
+mesh = jax.sharding.Mesh(np.array(jax.devices()).reshape(2, 4), ("data", "model"), axis_types=kinds)
+arrays = [given[str(i)] for i in range(len(given))]
+if exported.nr_devices > 1:
+    arrays = [x if s is None else jax.device_put(x, s) for x, s in zip(arrays, exported.in_shardings_jax(mesh))]
+found = jax.jit(exported.call)(*arrays)
+np.savez(sys.argv[3], *map(np.asarray, found))
+try:
+    import functree
+except ImportError:
+    print([len(x.sharding.device_set) for x in found])
+"""
+
+
+def alone(
+    exported: ft.Exported, arrays: list[Any], folder: Path, kind: str = "Auto"
+) -> tuple[list[np.ndarray], str]:
+    """The result of an exported function in a process without functree, and what it prints."""
+    (folder / "f.bin").write_bytes(exported.serialize())
+    np.savez(folder / "in.npz", **{str(i): np.asarray(x) for i, x in enumerate(arrays)})
+    files = [folder / name for name in ("f.bin", "in.npz", "out.npz")]
+    done = subprocess.run(
+        [sys.executable, "-c", ALONE, *files, kind],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        cwd=folder,
+    )
+    assert done.returncode == 0, done.stderr
+    out = np.load(folder / "out.npz")
+    return [out[name] for name in out.files], done.stdout
+
+
+def loss(model: Any, tokens: Any) -> Any:
+    logits = model(tokens[:, :-1])
+    return -jnp.mean(jnp.take_along_axis(jax.nn.log_softmax(logits), tokens[:, 1:, None], -1))
+
+
+@pytest.mark.parametrize("explicit", [False, True])
+def test_a_training_step_runs_without_functree(explicit: bool, tmp_path: Path) -> None:
+    """A sharded step of a transformer with its optimizer: the same numbers, on as many devices."""
+    mesh, tx = mesh_of(explicit), optax.sgd(0.1)
+
+    @ft.jit(rules=RULES, mesh=mesh, donate="ts")
+    def step(ts: Any, tokens: Int[Array, "batch seq"]) -> Any:
+        value, grads = ft.value_and_grad(loss)(ts.model, tokens)
+        return ft.apply_gradients(ts, grads), value
+
+    make = ft.init(
+        lambda key: ft.TrainState.create(ft.nn.Transformer.create(CONFIG, key=key), tx), RULES, mesh
+    )
+    ts = make(jax.random.key(0))
+    tokens = ft.shard(
+        np.random.default_rng(0).integers(0, 64, (4, 9)), RULES, mesh, axes="batch seq"
+    )
+    exported = ft.export(step, ts, tokens)
+    arrays = [*jax.tree.leaves(ts), tokens]
+    assert (
+        exported.paths is not None
+        and str(exported.paths[-1]) == "tokens"
+        and len(exported.paths) == len(arrays)
+    )
+    found, devices = alone(exported, arrays, tmp_path, "Explicit" if explicit else "Auto")
+    expected = jax.tree.leaves(step(ts, tokens))
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-6, atol=1e-6)
+    assert set(eval(devices)) == {8}
+
+
+def test_open_sizes_on_several_platforms(tmp_path: Path) -> None:
+    @ft.jit
+    def f(w: Float[Array, "embed hidden"], x: Float[Array, "batch embed"]) -> Any:
+        return {"y": x @ w, "n": 3, "sum": x.sum()}
+
+    w = jnp.arange(12.0).reshape(4, 3)
+    exported = ft.export(
+        f, w, jnp.ones((2, 4)), platforms=("cpu", "tpu", "cuda"), symbolic={"batch": "2*b"}
+    )
+    assert exported.exported.platforms == ("cpu", "tpu", "cuda")
+    assert str(exported.exported.in_avals[1].shape) == "(2*b, 4)"
+    again = ft.Exported.deserialize(exported.serialize())
+    assert again.paths is None
+    for rows in (2, 6):
+        x = np.random.default_rng(rows).normal(size=(rows, 4)).astype(np.float32)
+        total, y = again.call(w, x)  # in the order of their paths: `sum` before `y`
+        np.testing.assert_allclose(y, x @ np.asarray(w), rtol=1e-6)
+        np.testing.assert_allclose(total, x.sum(), rtol=1e-5)
+        assert np.array_equal(alone(exported, [w, x], tmp_path)[0][1], y)
+
+
+def test_sizes_that_stay_open_may_be_sharded() -> None:
+    @ft.jit(rules=RULES, mesh=MESH, in_shardings=RULES)
+    def f(x: Float[Array, "batch hidden"]) -> Any:
+        return jnp.tanh(x)
+
+    exported = ft.export(f, jax.ShapeDtypeStruct((8, 4), jnp.float32), symbolic={"batch": "8*b"})
+    assert exported.exported.nr_devices == 8
+    shardings: Any = exported.exported.in_shardings_jax(MESH)
+    assert shardings[0].spec == ft.P("data", "model")
+    x = jax.device_put(jnp.arange(64.0).reshape(16, 4) / 64, shardings[0])
+    np.testing.assert_allclose(exported.call(x)[0], np.tanh(x), rtol=1e-6)
+
+
+def test_keys_and_modules_that_are_called() -> None:
+    key = jax.random.key(3)
+    exported = ft.export(
+        ft.jit(lambda x, key: x + jax.random.normal(key, x.shape)), jnp.ones(3), key
+    )
+    expected = jnp.ones(3) + jax.random.normal(key, (3,))
+    assert np.array_equal(
+        ft.Exported.deserialize(exported.serialize()).call(jnp.ones(3), key)[0], expected
+    )
+    model = ft.nn.Linear(4, 8, key=key)
+    method = ft.export(ft.jit(model), jnp.ones((2, 4)))
+    assert list(map(str, method.paths or ()))[-1] == "x" and len(method.paths or ()) == 3
+
+
+def test_its_text() -> None:
+    exported = ft.export(
+        ft.jit(lambda tree, x: tree["w"] @ x), {"w": jnp.ones((4, 8))}, jnp.ones(8)
+    )
+    text = str(exported)
+    assert (
+        "tree.w" in text
+        and "f32[4, 8]" in text
+        and "128 B" in text
+        and "for cpu on 1 device; 1 results" in text
+    )
+    assert repr(exported) == "<Exported of <lambda>, 2 arguments>"
+
+
+def test_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    f = ft.jit(lambda x: x + 1)
+    x = jnp.ones(3)
+    with raises("export takes a function of `ft.jit`: write `ft.export(ft.jit(sin), ...)`"):
+        ft.export(jnp.sin, x)
+    with raises("has arguments that JAX cannot export: write `ft.export(<lambda>, *args)`"):
+        jax.export.export(f)(x)  # type: ignore[arg-type]
+
+    @ft.jit
+    def named(x: Float[Array, "batch embed"]) -> Any:
+        return x
+
+    with raises(
+        "named cannot be exported so",
+        '"batches"',
+        "no argument has this axis; did you mean `batch`?",
+    ):
+        ft.export(named, jnp.ones((2, 3)), symbolic=["batches"])
+    for wrong in (
+        dict(platforms="cpu"),
+        dict(platforms=[3]),
+        dict(symbolic=3),
+        dict(symbolic={"batch": 3}),
+    ):
+        with raises("cannot be exported so", *wrong):
+            ft.export(named, jnp.ones((2, 3)), **wrong)
+    with raises("takes 1 arrays, in the order of their paths, and 2 were given: x"):
+        ft.export(f, x).call(x, x)
+    with raises("cannot run: 1 argument differ", "x   f32[2]", "was exported as f32[3]"):
+        ft.export(f, x).call(jnp.ones(2))
+    with raises("cannot run", "x   i32[3]", "was exported as f32[3]"):
+        ft.export(f, x).call(jnp.ones(3, int))
+    with raises("these bytes are not an exported function"):
+        ft.Exported.deserialize(b"nonsense")
+    with raises("nothing is read", "data=", "it must be bytes"):
+        ft.Exported.deserialize("text")  # type: ignore[arg-type]
+    exported = ft.export(f, x)
+    monkeypatch.setitem(sys.modules, "flatbuffers", None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with raises("`flatbuffers` is not installed: pip install 'functree[export]'"):
+        exported.serialize()

@@ -1,0 +1,403 @@
+"""Published weights: the reference's logits, born sharded, read by blocks, written as they were;
+what is refused."""
+
+import json
+import math
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from checks import raises
+from safetensors import safe_open
+from safetensors.numpy import save_file
+
+import functree as ft
+from functree.io.weights import save
+from functree.io.weights.blocks import TensorForm
+from functree.io.weights.files import Tensor
+
+MODELS = Path(__file__).parents[1] / "fixtures" / "hf"
+KEY = jax.random.key(0)
+TOKENS = np.load(MODELS / "tokens.npy")
+TENSOR = {"heads": "model", "kv_heads": "model", "hidden": "model", "vocab": "model"}
+LAYOUT = ft.AxisRules({"batch": "data", **TENSOR, ...: None}) | ft.FSDP("data", min_size=0)
+NAMES = [
+    "llama",
+    "llama3_rope",
+    "llama_sharded",
+    "llama_tied",
+    "mistral",
+    "mistral_sw",
+    "qwen2",
+    "qwen3",
+]
+
+
+def mesh_of(data: int, model: int) -> jax.sharding.Mesh:
+    return ft.make_mesh(data=data, model=model, devices=jax.devices()[: data * model])
+
+
+def load(folder: Path, data: int = 2, model: int = 2, **options: Any) -> ft.nn.Transformer:
+    return ft.load_weights(folder, LAYOUT, mesh_of(data, model), **options)
+
+
+def logits(model: ft.nn.Transformer, tokens: Any = TOKENS) -> Any:
+    with jax.default_matmul_precision("highest"):
+        return ft.jit(lambda model, tokens: model(tokens))(model, tokens)
+
+
+def tensors(folder: Path) -> dict[str, np.ndarray]:
+    """All tensors of a folder's files, by safetensors alone."""
+    found = {}
+    for file in folder.glob("*.safetensors"):
+        with safe_open(file, "np") as handle:
+            found |= {name: handle.get_tensor(name) for name in handle.keys()}
+    return found
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_logits_are_the_reference_s(name: str) -> None:
+    expected = np.load(MODELS / f"{name}.logits.npy")
+    with jax.set_mesh(mesh_of(1, 1)):
+        found = [logits(ft.load_weights(MODELS / name, ft.P()))]
+    mesh = mesh_of(2, 2)
+    with ft.axis_rules(LAYOUT):
+        found.append(logits(load(MODELS / name), ft.shard(TOKENS, ft.P("data"), mesh)))
+    for one in found:
+        assert np.abs(one - expected).max() < 5e-6 * np.abs(expected).max()
+
+
+def test_arrays_are_born_where_the_layout_says() -> None:
+    model = load(MODELS / "qwen2", 2, 2)
+    planned = ft.plan(
+        ft.abstract(ft.nn.Transformer.create)(model.config, key=jax.random.key(0)),
+        LAYOUT,
+        mesh_of(2, 2),
+    )
+    for leaf, sharding in zip(
+        jax.tree.leaves(model), jax.tree.leaves(planned.shardings), strict=True
+    ):
+        assert leaf.sharding == sharding
+    assert model.config == ft.nn.config_from_json(MODELS / "qwen2")
+
+
+def test_bfloat16_is_the_other_file_rounded() -> None:
+    exact, rounded = load(MODELS / "llama_sharded"), load(MODELS / "llama_bf16")
+    assert (
+        rounded.config.param_dtype == jnp.bfloat16 and rounded.config.compute_dtype == jnp.float32
+    )
+    cast = load(MODELS / "llama_sharded", param_dtype=jnp.bfloat16)
+    wide = load(MODELS / "llama_bf16", param_dtype=jnp.float32)
+    for one, two, three, four in zip(
+        *map(jax.tree.leaves, (exact, rounded, cast, wide)), strict=True
+    ):
+        assert one.dtype == four.dtype == jnp.float32 and two.dtype == three.dtype == jnp.bfloat16
+        assert np.array_equal(np.asarray(one).astype(two.dtype), two) and np.array_equal(two, three)
+        assert np.array_equal(np.asarray(two).astype(np.float32), four)
+    np.testing.assert_array_equal(logits(rounded), logits(wide))
+    assert logits(load(MODELS / "llama_bf16", compute_dtype=jnp.bfloat16)).dtype == jnp.bfloat16
+
+
+@pytest.mark.parametrize(("data", "model"), [(1, 1), (2, 2), (4, 2)])
+def test_only_the_blocks_of_a_device_are_read(
+    data: int, model: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[int] = []
+
+    def count(self: Tensor, index: Any, read_block: Any = Tensor.read) -> np.ndarray:
+        block = read_block(self, index)
+        read.append(block.nbytes)
+        return block
+
+    monkeypatch.setattr(Tensor, "read", count)
+    loaded = load(MODELS / "llama", data, model)
+    kept = sum(
+        shard.data.nbytes for leaf in jax.tree.leaves(loaded) for shard in leaf.addressable_shards
+    )
+    assert sum(read) == kept
+
+
+BLOCKS: list[tuple[tuple[int, ...], tuple[str, ...], bool, tuple[int, ...]]] = [
+    ((6, 4, 8), ("embed", "heads", "head_dim"), True, (32, 6)),
+    ((4, 8, 6), ("heads", "head_dim", "embed"), True, (6, 32)),
+    ((4, 8), ("kv_heads", "head_dim"), False, (32,)),
+    ((8,), ("head_dim",), False, (8,)),
+    ((6, 10), ("vocab", "embed"), False, (6, 10)),
+]
+
+
+@pytest.mark.parametrize(("shape", "axes", "transposed", "stored"), BLOCKS, ids=str)
+def test_a_block_is_that_of_the_whole(
+    shape: tuple[int, ...], axes: tuple[str, ...], transposed: bool, stored: tuple[int, ...]
+) -> None:
+    form = TensorForm.of(shape, axes, transposed)
+    assert form.stored == stored
+    own = np.arange(math.prod(shape), dtype=np.float32).reshape(shape)
+    file = form.to_file(own)
+    assert file.shape == stored and file.flags.c_contiguous
+    tensor = Tensor(stored, file.dtype, file)
+    for index in np.ndindex(*(2,) * len(shape)):
+        halves = tuple(
+            slice(i * n // 2, (i + 1) * n // 2) for i, n in zip(index, shape, strict=True)
+        )
+        np.testing.assert_array_equal(form.read(tensor, halves), own[halves])
+    np.testing.assert_array_equal(form.read(tensor, [slice(None)] * len(shape)), own)
+
+
+@pytest.mark.parametrize("name", [*NAMES, "llama_bf16"])
+@pytest.mark.parametrize("most_bytes", [5 * 10**9, 30_000], ids=["one file", "several"])
+def test_saved_and_loaded_again(
+    name: str, most_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(save, "MOST_BYTES", most_bytes)
+    model = load(MODELS / name)
+    ft.save_weights(tmp_path / "new", model)
+    again = load(tmp_path / "new", 4, 2)
+    assert again.config == model.config and len(
+        list((tmp_path / "new").glob("*.safetensors"))
+    ) > 1 - (most_bytes > 1e9)
+    for one, two in zip(jax.tree.leaves(model), jax.tree.leaves(again), strict=True):
+        assert one.dtype == two.dtype and np.array_equal(one, two)
+    written = json.loads((tmp_path / "new" / "config.json").read_text())
+    # Where readers of either age look; the older ones take 10,000 for what is not there.
+    assert (
+        written["rope_theta"] == written["rope_parameters"]["rope_theta"] == model.config.rope_theta
+    )
+    assert (written["rope_scaling"] or {}).get("factor") == written["rope_parameters"].get("factor")
+    expected, found = tensors(MODELS / name), tensors(tmp_path / "new")
+    assert found.keys() == expected.keys()
+    assert all(found[key].tobytes() == expected[key].tobytes() for key in expected)
+
+
+def on_explicit_axes(model: ft.nn.Transformer) -> Any:
+    mesh = jax.make_mesh(
+        (3, 2), ("data", "model"), devices=jax.devices()[:6]
+    )  # there are three layers
+    return ft.shard(model, ft.AxisRules({"layers": "data", "hidden": "model", ...: None}), mesh)
+
+
+def in_host_memory(model: ft.nn.Transformer) -> Any:
+    return jax.tree.map(
+        lambda x: jax.device_put(x, x.sharding.with_memory_kind("pinned_host")), model
+    )
+
+
+PLACES = [on_explicit_axes, in_host_memory, lambda model: jax.tree.map(np.asarray, model)]
+
+
+@pytest.mark.parametrize(
+    "place", PLACES, ids=["layers sharded on explicit axes", "host memory", "numpy"]
+)
+def test_saved_from_anywhere(place: Any, tmp_path: Path) -> None:
+    ft.save_weights(tmp_path, place(load(MODELS / "llama")))
+    expected, found = tensors(MODELS / "llama"), tensors(tmp_path)
+    assert found.keys() == expected.keys()
+    assert all(found[key].tobytes() == expected[key].tobytes() for key in expected)
+
+
+def donated(model: ft.nn.Transformer) -> Any:
+    ft.select(model).at("norm.scale").get().delete()
+    return model
+
+
+UNSAVEABLE = {
+    "abstract": (
+        lambda model: ft.abstract(lambda: model)(),
+        ["embed.weight", "is abstract, and has no values"],
+    ),
+    "donated": (donated, ["norm.scale", "was donated, and has no values any more"]),
+}
+
+
+@pytest.mark.parametrize("of, said", UNSAVEABLE.values(), ids=UNSAVEABLE)
+def test_without_values(of: Any, said: list[str], tmp_path: Path) -> None:
+    with raises("no weights are saved", *said, error=ft.FunctreeError):
+        ft.save_weights(tmp_path / "new", of(load(MODELS / "llama")))
+    with raises("no weights are saved", "is traced, and has no values yet", error=ft.FunctreeError):
+        jax.jit(lambda model: ft.save_weights(tmp_path / "new", model))(load(MODELS / "llama"))
+    assert not (tmp_path / "new").exists()
+
+
+# What is refused
+
+
+@pytest.fixture
+def copied(tmp_path: Path) -> Iterator[Path]:
+    """A model whose files a test may change."""
+    folder = tmp_path / "model"
+    shutil.copytree(MODELS / "llama", folder)
+    yield folder
+
+
+def changed(folder: Path, **changes: Any) -> None:
+    """Write the file of a model with other tensors; `None` leaves one out. `__` is a dot."""
+    found = tensors(folder) | {name.replace("__", "."): value for name, value in changes.items()}
+    save_file(
+        {name: value for name, value in found.items() if value is not None},
+        folder / "model.safetensors",
+    )
+
+
+GATE = "model.layers.1.mlp.gate_proj.weight"
+REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
+    "missing": ({GATE: None}, [f"blocks.layer.mlp.gate   {GATE}", "the files do not have it"]),
+    "extra": (
+        {"model.extra": np.ones(3)},
+        ["model.extra\n", "no part of the model is read from it"],
+    ),
+    "a bias": (
+        {"model.layers.0.self_attn.q_proj.bias": np.ones(32, "f")},
+        ["model.layers.0.self_attn.q_proj.bias", "no part of the model is read from it"],
+    ),
+    "another shape": ({GATE: np.ones((32, 48), "f")}, ["has the shape (32, 48), and not (48, 32)"]),
+    "another dtype": (
+        {GATE: np.ones((48, 32), "float16")},
+        ["its layers have several dtypes: float16, float32"],
+    ),
+    "integers": (
+        {GATE: np.ones((48, 32), "int8")},
+        [f"{GATE} has the dtype I8, and weights are of F64, F32, F16"],
+    ),
+    "several": (
+        {GATE: None, "model.norm.weight": np.ones(3, "f"), "more": np.ones(1, "f")},
+        [
+            "3 weights that cannot be loaded",
+            "norm.scale   model.norm.weight",
+            "(3,), and not (32,)",
+            "more\n",
+        ],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_is_refused(case: str, copied: Path) -> None:
+    changes, said = REFUSED[case]
+    changed(copied, **changes)
+    with raises(*said, error=ft.FunctreeError):
+        load(copied)
+
+
+def test_several_dtypes_become_one_that_is_asked_for(copied: Path) -> None:
+    changed(copied, **{GATE: tensors(copied)[GATE].astype("float16")})
+    gate = load(copied, param_dtype=jnp.float32).blocks.layer.mlp.gate
+    assert gate.dtype == jnp.float32
+    np.testing.assert_allclose(
+        gate, load(MODELS / "llama").blocks.layer.mlp.gate, rtol=1e-3, atol=1e-5
+    )
+
+
+@pytest.mark.parametrize(
+    "field", ["hidden_size", "num_hidden_layers", "vocab_size", "num_key_value_heads"]
+)
+def test_a_size_that_the_weights_do_not_have(field: str, copied: Path) -> None:
+    given = json.loads((copied / "config.json").read_text())
+    given[field] = {"num_key_value_heads": 4}.get(field, given[field] + 1)
+    (copied / "config.json").write_text(json.dumps(given))
+    with raises("that cannot be loaded", error=ft.FunctreeError):
+        load(copied, 1, 1)
+
+
+def test_files_that_are_not_whole(copied: Path) -> None:
+    file = copied / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    with raises(
+        "model.safetensors is not a safetensors file, or not all of it is there",
+        error=ft.FunctreeError,
+    ):
+        load(copied)
+    file.unlink()
+    with raises("there is no *.safetensors file", error=ft.FunctreeError):
+        load(copied)
+    shutil.rmtree(copied)
+    shutil.copytree(MODELS / "llama_sharded", copied)
+    index = copied / "model.safetensors.index.json"
+    whole = index.read_text()
+    for text, said in (
+        ("{", "index.json is not JSON: "),
+        ('{"weight_map": 1}', 'it has to have a "weight_map"'),
+    ):
+        index.write_text(text)
+        with raises(said, error=ft.FunctreeError):
+            load(copied)
+    index.write_text(whole)
+    (copied / "model-00003-of-00007.safetensors").unlink()
+    with raises(
+        "names files that are not there: model-00003-of-00007.safetensors", error=ft.FunctreeError
+    ):
+        load(copied)
+
+
+def test_layouts_that_do_not_fit() -> None:
+    with raises(
+        '"kv_heads" has size 2; rule kv_heads→model needs a multiple of model=4',
+        error=ft.ShardingError,
+    ):
+        load(MODELS / "llama", 1, 4)
+    with raises("mesh", error=ft.ShardingError):
+        ft.load_weights(MODELS / "llama", LAYOUT)
+
+
+def test_what_is_not_saved(tmp_path: Path) -> None:
+    model = load(MODELS / "llama")
+    ft.save_weights(tmp_path, model)
+    with raises(
+        "has config.json, model.safetensors already",
+        "save to another folder",
+        error=ft.FunctreeError,
+    ):
+        ft.save_weights(tmp_path, model)
+    sizes: dict[str, Any] = {
+        "embed": 8,
+        "layers": 1,
+        "heads": 2,
+        "kv_heads": 2,
+        "head_dim": 4,
+        "hidden": 8,
+    }
+    for options, said in (
+        ({"window": 4, "qk_norm": True}, "it has what only qwen3 and only mistral has"),
+        ({"rope_scaling": abs}, "no family has rope_scaling=<built-in function abs>"),
+    ):
+        config = ft.nn.TransformerConfig(16, **sizes, **options)
+        with raises(
+            "no published family computes what this model does", said, error=ft.FunctreeError
+        ):
+            ft.save_weights(
+                tmp_path / "new", ft.nn.Transformer.create(config, key=jax.random.key(0))
+            )
+    model = (
+        ft.select(load(MODELS / "llama"))
+        .at(lambda model: model.unembed)
+        .set(ft.nn.Linear(32, 96, key=KEY))
+    )
+    with raises("the family has no name for `unembed.bias`", error=ft.FunctreeError):
+        ft.save_weights(tmp_path / "new", model)
+    assert not (tmp_path / "new").exists()
+
+
+def test_without_the_extra() -> None:
+    script = """
+import sys
+sys.modules["safetensors"] = None
+import importlib.util
+find = importlib.util.find_spec
+importlib.util.find_spec = lambda name, *args: None if name == "safetensors" else find(name, *args)
+import functree as ft
+try:
+    ft.load_weights(sys.argv[1], ft.P())
+except ft.FunctreeError as error:
+    print(error)
+"""
+    command = [sys.executable, "-c", script, str(MODELS / "llama")]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.stdout == "`safetensors` is not installed: pip install 'functree[weights]'\n", (
+        done.stderr
+    )

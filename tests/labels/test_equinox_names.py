@@ -1,0 +1,193 @@
+"""`ft.equinox_names`: every layer of `eqx.nn`, found by enumeration, has names for each of its
+leaves."""
+
+import inspect
+import warnings
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import pytest
+from checks import raises
+from jax.sharding import PartitionSpec as P
+
+import functree as ft
+
+KEY = jax.random.key(0)
+NN = eqx.nn
+
+
+def linear() -> eqx.nn.Linear:
+    return NN.Linear(4, 6, key=KEY)
+
+
+LINEAR = {"weight": "out_features in_features", "bias": "out_features"}
+IN_LAYER = {f"layer.{name}": axes for name, axes in LINEAR.items()}
+
+
+def convolution(n: int, start: str = "") -> dict[str, str]:
+    return {
+        f"{start}weight": " ".join(["out_channels in_channels", *["_"] * n]),
+        f"{start}bias": " ".join(["out_channels", *["_"] * n]),
+    }
+
+
+# A layer of each class, and the axes of its arrays. The names are literals, and those of the
+# constructors' parameters.
+LAYERS: dict[type, tuple[Callable[[], Any], dict[str, str]]] = {
+    NN.Linear: (linear, LINEAR),
+    NN.MLP: (
+        lambda: NN.MLP(4, 6, 8, 2, key=KEY),
+        {f"layers.{i}.{name}": axes for i in range(3) for name, axes in LINEAR.items()},
+    ),
+    NN.MultiheadAttention: (
+        lambda: NN.MultiheadAttention(2, 8, use_query_bias=True, key=KEY),
+        {
+            "query_proj.weight": LINEAR["weight"], "query_proj.bias": LINEAR["bias"],
+            "key_proj.weight": LINEAR["weight"], "value_proj.weight": LINEAR["weight"],
+            "output_proj.weight": LINEAR["weight"],
+        },
+    ),
+    NN.Conv: (lambda: NN.Conv(2, 4, 6, 3, key=KEY), convolution(2)),
+    NN.Conv1d: (lambda: NN.Conv1d(4, 6, 3, key=KEY), convolution(1)),
+    NN.Conv2d: (lambda: NN.Conv2d(4, 6, 3, groups=2, key=KEY), convolution(2)),
+    NN.Conv3d: (lambda: NN.Conv3d(4, 6, 3, key=KEY), convolution(3)),
+    NN.ConvTranspose: (lambda: NN.ConvTranspose(2, 4, 6, 3, key=KEY), convolution(2)),
+    NN.ConvTranspose1d: (lambda: NN.ConvTranspose1d(4, 6, 3, key=KEY), convolution(1)),
+    NN.ConvTranspose2d: (lambda: NN.ConvTranspose2d(4, 6, 3, key=KEY), convolution(2)),
+    NN.ConvTranspose3d: (lambda: NN.ConvTranspose3d(4, 6, 3, key=KEY), convolution(3)),
+    NN.Embedding: (lambda: NN.Embedding(10, 4, key=KEY), {"weight": "num_embeddings embedding_size"}),
+    NN.GRUCell: (
+        lambda: NN.GRUCell(4, 6, key=KEY),
+        {"weight_ih": "_ input_size", "weight_hh": "_ hidden_size", "bias": "_", "bias_n": "hidden_size"},
+    ),
+    NN.LSTMCell: (
+        lambda: NN.LSTMCell(4, 6, key=KEY),
+        {"weight_ih": "_ input_size", "weight_hh": "_ hidden_size", "bias": "_"},
+    ),
+    NN.LayerNorm: (lambda: NN.LayerNorm(4), {"weight": "shape", "bias": "shape"}),
+    NN.RMSNorm: (lambda: NN.RMSNorm((4, 5)), {"weight": "_ _", "bias": "_ _"}),
+    NN.GroupNorm: (lambda: NN.GroupNorm(2, 4), {"weight": "channels", "bias": "channels"}),
+    NN.BatchNorm: (
+        lambda: NN.BatchNorm(4, "batch", mode="ema"),
+        {
+            "weight": "input_size", "bias": "input_size",
+            "ema_state_index.init.0": "input_size", "ema_state_index.init.1": "input_size",
+        },
+    ),
+    NN.PReLU: (lambda: NN.PReLU(jnp.ones((4, 5))), {"negative_slope": "_ _"}),
+    NN.WeightNorm: (lambda: NN.WeightNorm(linear()), {**IN_LAYER, "g": "_ _"}),
+    NN.SpectralNorm: (
+        lambda: NN.SpectralNorm(linear(), "weight", key=KEY),
+        {**IN_LAYER, "uv_index.init.0": "_", "uv_index.init.1": "_"},
+    ),
+    NN.StateIndex: (lambda: NN.StateIndex(jnp.ones((3, 4))), {"init": "_ _"}),
+    NN.Sequential: (
+        lambda: NN.Sequential([linear(), NN.Lambda(jax.nn.relu)]),
+        {f"layers.0.{name}": axes for name, axes in LINEAR.items()},
+    ),
+    NN.Shared: (
+        lambda: NN.Shared([linear(), linear()], lambda two: two[1].weight, lambda two: two[0].weight),
+        {"pytree.0.weight": LINEAR["weight"], "pytree.0.bias": "out_features", "pytree.1.bias": "out_features"},
+    ),
+}  # fmt: skip
+POOLS = [
+    getattr(NN, f"{kind}Pool{n}d")
+    for kind in ("Avg", "Max", "AdaptiveAvg", "AdaptiveMax")
+    for n in (1, 2, 3)
+]
+WITHOUT_ARRAYS: dict[type, Callable[[], Any]] = {
+    NN.Dropout: lambda: NN.Dropout(0.5),
+    NN.Identity: lambda: NN.Identity(),
+    NN.Lambda: lambda: NN.Lambda(jnp.sin),
+    NN.RotaryPositionalEmbedding: lambda: NN.RotaryPositionalEmbedding(4),
+    NN.Pool: lambda: NN.Pool(0, jax.lax.add, 1, 2),
+    NN.AdaptivePool: lambda: NN.AdaptivePool(2, 1, jnp.max),
+    **{pool: partial(pool, 2) for pool in POOLS},
+}  # fmt: skip
+ABSTRACT = {NN.StatefulLayer}
+
+
+def made(make: Callable[[], Any]) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Equinox's own, of BatchNorm
+        return make()
+
+
+def test_every_layer_is_in_the_table():
+    layers = {
+        cls for _, cls in inspect.getmembers(NN, inspect.isclass) if issubclass(cls, eqx.Module)
+    }
+    assert layers - LAYERS.keys() - WITHOUT_ARRAYS.keys() - ABSTRACT == set()
+    for make in WITHOUT_ARRAYS.values():
+        assert not [x for x in jax.tree.leaves(made(make)) if eqx.is_array(x)]
+
+
+@pytest.mark.parametrize("cls", LAYERS, ids=lambda cls: cls.__name__)
+def test_each_leaf_has_axes_and_is_taken_by_rules(cls: type):
+    make, expected = LAYERS[cls]
+    plan = ft.plan(made(make), ft.AxisRules({...: None}, names=ft.equinox_names), {"model": 2})
+    assert {str(row.path): str(row.axes) for row in plan if row.shape} == expected
+    assert plan.unused_names == ()  # the layers that the tree does not have are not listed
+
+
+@pytest.mark.parametrize("mode", ["ema", "batch"])
+def test_layers_whose_state_is_apart(mode: Any):
+    layer, _ = NN.make_with_state(NN.BatchNorm)(4, "batch", mode=mode)
+    plan = ft.plan(layer, ft.AxisRules({...: None}, names=ft.equinox_names), {"model": 2})
+    assert [str(row.axes) for row in plan] == ["input_size", "input_size"]
+
+
+def test_names_of_the_user_beside_them():
+    rules = ft.AxisRules(
+        {"hidden": "model", ...: None},
+        names={
+            **ft.equinox_names,
+            NN.Linear: ft.names(weight="hidden embed", bias="hidden"),
+            NN.GRUCell: ft.names(),
+        },
+    )
+    plan = ft.plan({"linear": linear(), "conv": NN.Conv2d(4, 6, 3, key=KEY)}, rules, {"model": 2})
+    assert plan["linear.weight"].spec == P("model", None) and str(
+        plan["conv.weight"].axes
+    ).startswith("out_channels")
+    assert plan.unused_names == ("GRUCell",)  # which is the user's own
+
+
+def test_layers_in_one_array_are_an_error():
+    """Of `MLP(scan=True)` the arrays of the layers in the middle are one array."""
+    rules = ft.AxisRules({...: None}, names=ft.equinox_names)
+    with raises("layers.1.weight", "has 3 dimensions", error=ft.ShardingError):
+        ft.plan(NN.MLP(4, 6, 8, 3, scan=True, key=KEY), rules, {"model": 2})
+    by_class = {
+        **ft.equinox_names,
+        NN.MLP: ft.names({"layers.*.weight": "... out in", "layers.*.bias": "... out"}),
+    }
+    plan = ft.plan(
+        NN.MLP(4, 6, 8, 3, scan=True, key=KEY),
+        ft.AxisRules({...: None}, names=by_class),
+        {"model": 2},
+    )
+    assert [str(row.axes) for row in plan] == [
+        "out in",
+        "out",
+        "_ out in",
+        "_ out",
+        "out in",
+        "out",
+    ]
+
+
+@pytest.mark.parametrize("written", ["a ... b ...", "... a/b", "a ...b"])
+def test_texts_that_cannot_be_read(written: str):
+    with pytest.raises(ft.AxesError, match="is not an axis name"):
+        ft.names(weight=written)
+
+
+def test_too_few_dimensions():
+    with raises("weight   f32[6, 4]", '`"a b c ..."`', error=ft.AxesError):
+        ft.tree_axes(linear(), {NN.Linear: ft.names(weight="a b c ...", bias="a")})
+    assert repr(ft.names(weight="a ...")) == "names({'weight': 'a ...'})"

@@ -1,0 +1,385 @@
+"""Filters: each row of the table, their combination, and that they are values."""
+
+# ruff: noqa: UP007  (`Union` and `Optional` are forms under test)
+
+import enum
+import pickle
+import re
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar, Union
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from checks import raises
+from hypothesis import given
+from hypothesis import strategies as st
+from jaxtyping import Array, Float
+
+import functree as ft
+from functree.errors import RuleError
+from functree.labels.filters.filter import Everything, as_filter
+from functree.labels.leaves import read
+
+
+class Norm(eqx.Module):
+    scale: Float[Array, "embed"]
+    mean: ft.Buffer[Float[Array, "embed"]]
+
+
+class Base(eqx.Module):
+    pass
+
+
+class MLP(Base):
+    up: Float[Array, "embed hidden"]
+    bias: Float[Array, "hidden"]
+
+
+class Model(eqx.Module):
+    blocks: list[MLP]
+    norm: Norm
+    table: dict[str, Array]
+    step: Array
+    key: Array
+    half: Array
+    lin: eqx.nn.Linear
+
+
+def model() -> Model:
+    def block() -> MLP:
+        return MLP(jnp.ones((2, 3)), jnp.ones(3))
+
+    return Model(
+        blocks=[block() for _ in range(11)],
+        norm=Norm(jnp.ones(2), jnp.zeros(2)),
+        table={"a.b": jnp.ones((4, 4)), "0": jnp.ones((), complex), "w\n": np.ones(2, np.float32)},
+        step=jnp.asarray(0),
+        key=jax.random.key(0),
+        half=jnp.ones((2, 2), jnp.bfloat16),
+        lin=eqx.nn.Linear(2, 3, key=jax.random.key(0)),
+    )
+
+
+LEAVES = read(model()).leaves
+PATHS = {str(leaf.path) for leaf in LEAVES}
+
+
+def matched(written: Any) -> set[str]:
+    keep = as_filter(written)
+    return {str(leaf.path) for leaf in LEAVES if keep(leaf)}
+
+
+def paths(pattern: str) -> set[str]:
+    """By the text, as an oracle."""
+    found = {path for path in PATHS if re.fullmatch(pattern, path)}
+    assert found
+    return found
+
+
+def is_even(path: ft.Path, leaf: Any) -> bool:
+    assert isinstance(path, ft.Path) and hasattr(leaf, "shape")
+    return len(path) > 1 and path[1] in (0, 2, 4, 6, 8, 10)
+
+
+TABLE: dict[str, tuple[Any, str]] = {
+    "glob": ("blocks.*.up", r"blocks\.\d+\.up"),
+    "glob of digits": ("blocks.1*.up", r"blocks\.(1|10)\.up"),
+    "glob, any depth": ("**.bias", r"(.*\.)?bias"),
+    "glob, inside": ("**.norm.**", r"norm\..*"),
+    "glob, quoted": ('table."a.b"', r'table\."a\.b"'),
+    "glob, quoted key and star": ("table.*", r"table\..*"),
+    "glob, a line": (r'table."w\n"', r'table\."w\\n"'),
+    "ft.glob": (ft.glob("step"), "step"),
+    "a path": (ft.Path(("table", "0")), r'table\."0"'),
+    "regex": (re.compile(r"blocks\.[02]\..*"), r"blocks\.[02]\..*"),
+    "regex, flags": (re.compile(r"NORM.*", re.IGNORECASE), "norm.*"),
+    "class": (MLP, r"blocks\..*"),
+    "base class": (Base, r"blocks\..*"),
+    "two classes": (MLP | Norm, r"(blocks|norm)\..*"),
+    "typing.Union": (Union[MLP, Norm], r"(blocks|norm)\..*"),
+    "under": (ft.under(eqx.nn.Linear), r"lin\..*"),
+    "under two": (ft.under(MLP | Norm), r"(blocks|norm)\..*"),
+    "the root's class": (Model, ".*"),
+    "a container": (list, r"blocks\..*"),
+    "has_axis": (ft.has_axis("hidden"), r"blocks\..*"),
+    "has_ndim": (ft.has_ndim(0), r'step|key|table\."0"'),
+    "has_dtype, kind": (ft.has_dtype(jnp.integer), "step"),
+    "has_dtype": (ft.has_dtype(jnp.bfloat16), "half"),
+    "has_dtype, text": (ft.has_dtype("bfloat16"), "half"),
+    "has_dtype, key": (ft.has_dtype(jax.dtypes.prng_key), "key"),
+    "larger_than": (ft.larger_than(6), r'table\."a\.b"'),
+    "trainable": (ft.is_trainable, r"blocks.*|norm\.scale|table.*|half|lin.*"),
+    "buffer": (ft.is_buffer, r"norm\.mean"),
+    "callable": (is_even, r"blocks\.(0|2|4|6|8|10)\..*"),
+    "lambda": (
+        lambda path, leaf: leaf.ndim == 2,
+        r'blocks\.\d+\.up|table\."a\.b"|half|lin\.weight',
+    ),
+    "everything": (..., ".*"),
+    "not": (~as_filter("blocks.**"), r"(?!blocks).*"),
+    "and": (ft.glob("blocks.**") & ft.has_ndim(1), r"blocks\..*\.bias"),
+    "or": (ft.glob("step") | ft.glob("key"), "step|key"),
+    "and, text at the right": (ft.under(MLP) & "**.bias", r"blocks\..*\.bias"),
+    "and, text at the left": ("**.bias" & ft.under(MLP), r"blocks\..*\.bias"),
+    "or, class at the left": (Norm | ft.glob("step"), r"norm\..*|step"),
+    "or, class at the right": (ft.glob("step") | Norm, r"norm\..*|step"),
+    "or, regex at the left": (re.compile("key") | ft.glob("step"), "key|step"),
+    "and, callable": (is_even & ft.has_ndim(2), r"blocks\.(0|2|4|6|8|10)\.up"),
+    "precedence": (ft.glob("step") | ft.under(MLP) & ft.has_ndim(1), r"step|blocks\..*\.bias"),
+    "union of classes and a filter": (MLP | Norm | ft.glob("step"), r"(blocks|norm)\..*|step"),
+}
+
+
+@pytest.mark.parametrize("case", TABLE)
+def test_table(case: str) -> None:
+    written, expected = TABLE[case]
+    assert matched(written) == paths(expected)
+
+
+@pytest.mark.parametrize("case", TABLE)
+def test_filters_are_values(case: str) -> None:
+    written = as_filter(TABLE[case][0])
+    assert isinstance(written, ft.Filter) and as_filter(written) is written
+    assert hash(written) == hash(as_filter(TABLE[case][0])) and written == as_filter(TABLE[case][0])
+    assert ~written == ~written and ~written != written
+    assert (
+        len(
+            {written, ~written, written & "x", written | "x"}
+            if case != "everything"
+            else {1, 2, 3, 4}
+        )
+        == 4
+    )
+
+
+MAKERS: dict[str, Callable[[], ft.Filter]] = {
+    "glob('**.bias')": lambda: ft.glob("**.bias"),
+    "re.compile('x')": lambda: as_filter(re.compile("x")),
+    "under(MLP)": lambda: ft.under(MLP),
+    "under(MLP | Norm)": lambda: ft.under(MLP | Norm),
+    "has_axis('embed')": lambda: ft.has_axis("embed"),
+    "has_ndim(2)": lambda: ft.has_ndim(2),
+    "has_dtype(floating)": lambda: ft.has_dtype(jnp.floating),
+    "has_dtype(float32)": lambda: ft.has_dtype(jnp.float32),
+    "larger_than(8)": lambda: ft.larger_than(8),
+    "is_trainable": lambda: ft.is_trainable,
+    "is_buffer": lambda: ft.is_buffer,
+    "is_even": lambda: as_filter(is_even),
+    "...": lambda: as_filter(...),
+    "~has_ndim(2)": lambda: ~ft.has_ndim(2),
+    "glob('a') & glob('b') & glob('c')": lambda: "a" & (ft.glob("b") & "c"),
+    "glob('a') | glob('b') & ~has_ndim(2)": lambda: ft.glob("a") | ft.glob("b") & ~ft.has_ndim(2),
+    "(glob('a') | glob('b')) & has_ndim(2)": lambda: (ft.glob("a") | "b") & ft.has_ndim(2),
+    "~(glob('a') | glob('b'))": lambda: ~(ft.glob("a") | "b"),
+    "~(glob('a') & glob('b'))": lambda: ~(ft.glob("a") & "b"),
+}
+
+
+@pytest.mark.parametrize("text", MAKERS)
+def test_repr(text: str) -> None:
+    assert repr(MAKERS[text]()) == text
+    namespace = {
+        **vars(ft),
+        "re": re,
+        "MLP": MLP,
+        "Norm": Norm,
+        "is_even": is_even,
+        "floating": jnp.floating,
+    }
+    pasted = eval(text, {**namespace, "float32": jnp.float32})
+    assert as_filter(pasted) == MAKERS[text]()
+
+
+def test_different_filters_differ() -> None:
+    made = [make() for make in MAKERS.values()]
+    assert len(set(made)) == len(made)
+    assert [made.index(f) for f in made] == list(range(len(made)))
+
+
+def test_brackets_do_not_matter() -> None:
+    a, b, c = ft.glob("a"), ft.glob("b"), ft.glob("c")
+    assert (a & b) & c == a & (b & c) and (a | b) | c == a | (b | c)
+    assert a & b != b & a
+
+
+def test_spellings_of_a_dtype() -> None:
+    spellings = [jnp.float32, np.float32, "float32", np.dtype("float32")]
+    assert {ft.has_dtype(s) for s in spellings} == {ft.has_dtype(jnp.float32)}
+    assert ft.has_dtype(jnp.floating) != ft.has_dtype(jnp.float32)
+
+
+def test_a_stack_of_dimensions_has_its_axis() -> None:
+    [leaf, _] = read(ft.Stacked(MLP(jnp.ones((4, 2, 3)), jnp.ones((4, 3))))).leaves
+    assert ft.has_axis("layers")(leaf) and ft.has_axis("hidden")(leaf) and ft.has_ndim(3)(leaf)
+
+
+def test_a_filter_asks_all_names_of_a_leaf() -> None:
+    """What lies in a `TrainState` is found by the patterns written for its model."""
+    leaf = LEAVES[0]._replace(aliases=(ft.Path(("opt", "mu", "w")), ft.Path(("w",))))
+    for written in ("w", "opt.**", re.compile(r"w"), lambda path, value: path == ("w",)):
+        assert as_filter(written)(leaf)
+    assert not as_filter("blocks.0.up")(leaf)
+
+
+NONSENSE: dict[str, tuple[Callable[[], Any], list[str]]] = {
+    "a number": (
+        lambda: as_filter(3),
+        ["3 is not a filter: write a glob (`'**.bias'`), a compiled regular"],
+    ),
+    "None": (lambda: as_filter(None), ["None is not a filter"]),
+    "a list": (lambda: as_filter(["a"]), ["['a'] is not a filter"]),
+    "a dict": (lambda: as_filter({}), ["{} is not a filter"]),
+    "bytes": (lambda: as_filter(b"a"), ["b'a' is not a filter"]),
+    "a regex of bytes": (lambda: as_filter(re.compile(b"a")), ["is not a filter"]),
+    "an unhashable callable": (
+        lambda: as_filter(Unhashable()),
+        ["is not a filter", "that can be hashed"],
+    ),
+    "an alias of a class": (
+        lambda: as_filter(list[int]),
+        ["a filter by class takes a class", "not list[int]; write `list`: the arg"],
+    ),
+    "a class with arguments": (
+        lambda: as_filter(Boxed[int]),
+        ["write `Boxed`: the arguments of a class are not known"],
+    ),
+    "a union with one": (lambda: ft.under(Boxed[int] | MLP), ["write `Boxed`"]),
+    "a bad glob": (
+        lambda: as_filter("a..b"),
+        ["'a..b' is not a path", "parts are joined by single dots"],
+    ),
+    "a glob of stars": (lambda: ft.glob("a**"), ["glob 'a**': cannot read 'a**'"]),
+    "under an object": (
+        lambda: ft.under(3),
+        ["a filter by class takes a class, or several joined by `|`, not 3"],
+    ),  # pyright: ignore
+    "no axis": (
+        lambda: ft.has_axis("a b"),
+        ["`has_axis` takes the name of one axis, an identifier (not `_`), not 'a b'"],
+    ),
+    "no name": (lambda: ft.has_axis("_"), ["`has_axis` takes the name of one axis", "not '_'"]),
+    "axis None": (lambda: ft.has_axis(None), ["`has_axis` takes", "not None"]),  # pyright: ignore
+    "no number": (lambda: ft.has_ndim("2"), ["`has_ndim` takes a number of dimensions, not '2'"]),  # pyright: ignore
+    "less than none": (lambda: ft.has_ndim(-1), ["`has_ndim` takes", "not -1"]),
+    "no dtype": (lambda: ft.has_dtype("nonsense"), ["`has_dtype` takes a dtype", "not 'nonsense'"]),
+    "dtype None": (lambda: ft.has_dtype(None), ["`has_dtype` takes a dtype", "not None"]),
+    "no size": (lambda: ft.larger_than("8"), ["`larger_than` takes a number of elements, not '8'"]),  # pyright: ignore
+    "a size that is a truth": (lambda: ft.larger_than(True), ["not True"]),
+    "and 3": (lambda: ft.glob("a") & 3, ["3 is not a filter"]),
+    "3 or": (lambda: 3 | ft.glob("a"), ["3 is not a filter"]),
+    "and ...": (
+        lambda: ft.glob("a") & ...,
+        ["`...` cannot be combined with other filters", "the last filter"],
+    ),
+    "... or": (lambda: ... | ft.glob("a"), ["`...` cannot be combined with other filters"]),
+}
+
+
+T = TypeVar("T")
+
+
+class Boxed(eqx.Module, Generic[T]):
+    item: T
+
+
+class Unhashable:
+    __hash__ = None  # type: ignore[assignment]
+
+    def __call__(self, path: Any, leaf: Any) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("case", NONSENSE)
+def test_nonsense(case: str) -> None:
+    make, fragments = NONSENSE[case]
+    with pytest.raises(RuleError) as error:
+        make()
+    for fragment in fragments:
+        assert fragment in str(error.value)
+
+
+def test_everything_is_one_value() -> None:
+    assert (
+        as_filter(...) == Everything()
+        and hash(as_filter(...)) == hash(Everything())
+        and as_filter(...) != ...
+    )
+
+
+# Laws
+
+ATOMS = st.sampled_from([make() for text, make in MAKERS.items() if text != "..."])
+FORMULAS = st.recursive(
+    ATOMS.map(lambda f: (f, f)),
+    lambda inner: st.one_of(
+        inner.map(lambda p: (~p[0], ("not", p[1]))),
+        st.tuples(inner, inner).map(lambda p: (p[0][0] & p[1][0], ("and", p[0][1], p[1][1]))),
+        st.tuples(inner, inner).map(lambda p: (p[0][0] | p[1][0], ("or", p[0][1], p[1][1]))),
+    ),
+    max_leaves=8,
+)
+
+
+def truth(formula: Any, leaf: Any) -> bool:
+    if isinstance(formula, ft.Filter):
+        return formula(leaf)
+    if formula[0] == "not":
+        return not truth(formula[1], leaf)
+    return (all if formula[0] == "and" else any)([truth(formula[1], leaf), truth(formula[2], leaf)])
+
+
+@given(FORMULAS, st.sampled_from(LEAVES))
+def test_combinations_are_logic(formula: Any, leaf: Any) -> None:
+    assert formula[0](leaf) is truth(formula[1], leaf)
+    namespace = {**vars(ft), "re": re, "MLP": MLP, "Norm": Norm, "is_even": as_filter(is_even)}
+    kinds = {"floating": jnp.floating, "float32": jnp.float32}
+    if "re.compile" in repr(formula[0]):  # a pattern of Python's own cannot be negated
+        return
+    pasted = eval(repr(formula[0]), {**namespace, **kinds})
+    assert as_filter(pasted)(leaf) is formula[0](leaf)
+
+
+class Color(enum.Enum):
+    RED = 1
+    BLUE = 2
+
+
+@dataclass(frozen=True, order=True)
+class Key:
+    """A key of a dict whose text is not a literal of Python."""
+
+    number: int
+
+
+@pytest.mark.parametrize(
+    ("key", "other"), [(Color.RED, Color.BLUE), (Key(1), Key(2)), ((Color.RED, 1), (Color.RED, 2))]
+)
+def test_a_path_with_a_key_that_has_no_literal(key: Any, other: Any) -> None:
+    tree = OrderedDict({key: [jnp.ones(4)], other: [jnp.ones(4)]})
+    path, away = ft.Path((key, 0)), ft.Path((other, 0))
+    chosen = as_filter(path)
+    assert [chosen(leaf) for leaf in read(tree).leaves] == [True, False]
+    assert chosen == as_filter(ft.Path((key, 0))) != as_filter(away) and hash(chosen) == hash(
+        as_filter(path)
+    )
+    assert pickle.loads(pickle.dumps(chosen)) == chosen
+    layout = ft.StateSharding({path: ft.P("data"), ...: ft.P()})
+    assert [row.spec for row in ft.plan(tree, layout, {"data": 2})] == [ft.P("data"), ft.P(None)]
+    again = ft.StateSharding.from_specs(ft.plan(tree, layout, {"data": 2}).specs)
+    assert [row.spec for row in ft.plan(tree, again, {"data": 2})] == [ft.P("data"), ft.P(None)]
+    _, one, rest = ft.split(tree, path, ...)
+    assert rest[key][0] is None and one[other][0] is None
+    with raises("matches no leaf of OrderedDict", error=RuleError):
+        ft.plan_optimizer(
+            optax.sgd(1.0),
+            tree,
+            ft.P(),
+            {"data": 2},
+            wrt=ft.is_trainable & ~as_filter(ft.Path(("no", Key(3)))),
+        )

@@ -1,0 +1,757 @@
+"""A tree ─► the axes of its arrays, in the tree's structure; and what is said where they cannot be
+determined."""
+
+import pickle
+from collections import OrderedDict
+from collections.abc import Mapping
+from typing import Annotated, Any, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from checks import raises
+from hypothesis import given
+from hypothesis import strategies as st
+from jaxtyping import Array, Float, Int, PyTree
+from trees import Keyless, Leafy, containers, linear, x
+
+import functree as ft
+from functree.errors import AxesError, FunctreeError
+from functree.labels.leaves import read
+from functree.tree.arrays import is_array
+from functree.tree.axes import Axes
+from functree.tree.interfaces import Stack
+from functree.tree.skeleton.kinds import _place_of
+from functree.tree.skeleton.skeleton import Skeleton
+
+
+class Block(eqx.Module):
+    w: Float[Array, "embed hidden"]
+    lin: eqx.nn.Linear
+
+
+class Named(NamedTuple):
+    w: Float[Array, "a"]
+    b: "Float[Array, 'b']"
+
+
+class Stacky(eqx.Module, Stack):
+    """What `ft.Stacked` is, to a reader of trees."""
+
+    layer: Any
+
+    def stack_axes(self) -> tuple[str, ...]:
+        return ("layers",)
+
+
+# Laws
+
+ARRAYS = st.sampled_from(
+    [np.zeros((2, 3), np.float32), np.int32(4), x(), x(1, 2, 3), x(2, dtype=jnp.bfloat16)]
+)
+OTHERS = st.sampled_from(
+    [None, 1, True, 1.0, "text", abs, np.array("text"), np.array([None]), np.dtype("f4")]
+)
+LEAVES = ARRAYS | OTHERS
+
+
+TREES = st.recursive(LEAVES, containers, max_leaves=12)
+
+
+@given(TREES)
+def test_axes_have_the_structure_of_the_arrays(tree: Any) -> None:
+    arrays = jax.tree.map(lambda leaf: leaf if is_array(leaf) else None, tree)
+    if callable(tree) and not jax.tree.structure(tree).num_nodes > 1:
+        with raises("tree_axes takes a tree of arrays", "is a function: call it first"):
+            ft.tree_axes(tree)
+        return
+    axes = ft.tree_axes(tree)
+    assert jax.tree.structure(axes) == jax.tree.structure(arrays)
+    for leaf, names in zip(jax.tree.leaves(arrays), jax.tree.leaves(axes), strict=True):
+        assert type(names) is Axes and names == Axes(*[None] * len(leaf.shape))
+
+
+@given(TREES)
+def test_the_walk_is_jaxs(tree: Any) -> None:
+    """Paths, order and positions are those of `jax.tree_util.tree_flatten_with_path`."""
+    everything = jax.tree_util.tree_flatten_with_path(tree)[0]
+    found = read(tree)
+    expected = [
+        (ft.Path.of(keys), i) for i, (keys, leaf) in enumerate(everything) if is_array(leaf)
+    ]
+    assert [
+        (leaf.path, p) for leaf, p in zip(found.leaves, found.skeleton.indices, strict=True)
+    ] == expected
+    assert all(
+        leaf.value is everything[p][1]
+        for leaf, p in zip(found.leaves, found.skeleton.indices, strict=True)
+    )
+    assert found.skeleton.treedef.num_leaves == len(everything) and found.problems == ()
+    again = found.skeleton.fill([leaf.value for leaf in found.leaves])
+    assert jax.tree.structure(again) == jax.tree.structure(tree)
+    assert all(a is b for a, b in zip(jax.tree.leaves(again), jax.tree.leaves(tree), strict=True))
+
+
+@given(TREES)
+def test_within_names_the_nodes_around_a_leaf(tree: Any) -> None:
+    for leaf in read(tree).leaves:
+        node, around = tree, []
+        for key in leaf.path:
+            around.append(type(node))
+            if isinstance(node, Keyless):
+                node = node.children[key]
+            else:
+                node = (
+                    node[key]
+                    if isinstance(node, Mapping | list) or type(node) is tuple
+                    else getattr(node, key)
+                )
+        assert leaf.within == tuple(around) and node is leaf.value
+
+
+# Trees that are packed
+
+
+class Holder(eqx.Module):
+    """Annotated like `Plain`, and packed."""
+
+    block: ft.Packed[Block]
+    boxed: ft.Packed[dict[str, Float[Array, "embed"]]]
+    state: ft.Buffer[ft.Packed[Block]]
+    named: Annotated[ft.Packed[Leafy], ft.names({"w": "a b"})]
+    tree: PyTree[Float[Array, "embed"]]
+    other: Block
+    stack: Any
+
+
+class Plain(eqx.Module):
+    block: Block
+    boxed: dict[str, Float[Array, "embed"]]
+    state: ft.Buffer[Block]
+    named: Annotated[Leafy, ft.names({"w": "a b"})]
+    tree: PyTree[Float[Array, "embed"]]
+    other: Block
+    stack: Any
+
+
+def test_annotations_around_a_packed_tree_and_in_it() -> None:
+    block = Block(x(2, 3), linear())
+    parts = [block, {"k": x(2)}, block, Leafy(x(2, 3), 1), [x(2), (x(3),)], block]
+    plain = read(Plain(*parts, Stacky(Block(x(5, 2, 3), None))))
+    packed = read(Holder(*map(ft.pack, parts), Stacky(ft.pack(Block(x(5, 2, 3), None)))))
+    assert packed.problems == plain.problems == ()
+    for one, other in zip(packed.leaves, plain.leaves, strict=True):
+        assert one == other._replace(within=(Holder, *other.within[1:]))
+    by_path = {str(leaf.path): leaf for leaf in packed.leaves}
+    assert by_path["stack.layer.w"].axes == Axes("layers", "embed", "hidden")
+    assert by_path["named.w"].axes == Axes("a", "b")
+    assert by_path["boxed.k"].axes == by_path["tree.1.0"].axes == Axes("embed")
+    assert by_path["state.w"].buffer and not by_path["block.w"].buffer
+
+
+def test_names_for_what_lies_in_a_packed_tree() -> None:
+    class Trainer(eqx.Module):
+        model: Any
+
+        def __axis_names__(self) -> Any:
+            return ft.names({"model.w": "a b", "model.kept": "c", "model.lost": "d"})
+
+    for model in (Leafy(x(2, 3), "kept"), ft.pack(Leafy(x(2, 3), "kept"))):
+        found = read([Trainer(model)])
+        assert [leaf.axes for leaf in found.leaves] == [Axes("a", "b")]
+        assert ["`model.lost`" in problem.why for problem in found.problems] == [True]
+
+
+def test_names_of_a_class_reach_into_a_packed_tree() -> None:
+    names = {eqx.nn.Linear: ft.names(weight="hidden embed", bias="hidden")}
+    for tree in (linear(), ft.pack(linear())):
+        assert ft.tree_axes([tree], names) is not None
+        assert [leaf.axes for leaf in read(tree, names).leaves] == [
+            Axes("hidden", "embed"),
+            Axes("hidden"),
+        ]
+
+
+# Trees of all kinds
+
+
+@pytest.mark.parametrize(
+    ("tree", "expected"),
+    [
+        (None, None),
+        ([], []),
+        ({}, {}),
+        ((), ()),
+        (x(2), Axes(None)),
+        (3, None),
+        (Named(x(2), x(3)), Named(Axes("a"), Axes("b"))),
+        ([None, {"k": None}], [None, {"k": None}]),
+        ({2: x(), 1: x(3)}, {1: Axes(None), 2: Axes()}),
+        (np.array([None, {}], dtype=object), None),
+        (np.array(["text"]), None),
+        (np.zeros(2, "datetime64[s]"), None),
+        (np.zeros(2, [("a", "f4")]), None),
+        (np.float32(1), Axes()),
+        (jax.random.key(0), Axes()),
+    ],
+)
+def test_small_trees(tree: Any, expected: Any) -> None:
+    assert ft.tree_axes(tree) == expected
+
+
+def test_an_array_is_known_by_its_dtype_not_its_class() -> None:
+    """What one numpy array is says nothing of the next."""
+    assert ft.tree_axes([np.array("text"), np.ones(2), np.array("text")]) == [
+        None,
+        Axes(None),
+        None,
+    ]
+    assert ft.tree_axes([np.str_("s"), np.float32(1)]) == [None, Axes()]
+
+
+def test_in_a_trace() -> None:
+    model = Block(jnp.ones((2, 3)), linear())
+    seen = []
+
+    @jax.jit
+    def f(model: Block) -> Array:
+        seen.append(ft.tree_axes(model))
+        return model.w
+
+    f(model)
+    assert jax.tree.leaves(seen[0])[0] == Axes("embed", "hidden")
+    jax.eval_shape(lambda m: seen.append(ft.tree_axes(m)), model)
+    assert seen[1] == seen[0]
+
+
+def test_deep_trees() -> None:
+    tree: Any = x(2)
+    for _ in range(200):
+        tree = [tree]
+    for _ in range(100):
+        tree = Leafy(tree, None)
+    assert jax.tree.leaves(ft.tree_axes(tree)) == [Axes(None)]
+
+
+def test_a_tree_that_contains_itself() -> None:
+    tree: list[Any] = []
+    tree.append(tree)
+    with pytest.raises(FunctreeError, match="a list that contains itself, or is nested too deeply"):
+        ft.tree_axes(tree)
+
+
+def test_keys_without_an_order() -> None:
+    with pytest.raises(FunctreeError) as error:
+        ft.tree_axes({"a": [{1: x(), "b": x()}]})
+    assert error.value.problems[0].path == ("a", 0)
+    assert "its keys (int, str) cannot be sorted" in str(error.value) and "`OrderedDict`" in str(
+        error.value
+    )
+    assert ft.tree_axes(OrderedDict({1: x(), "b": x(2)})) == OrderedDict(
+        {1: Axes(), "b": Axes(None)}
+    )
+
+
+# names=
+
+
+def test_names_for_a_foreign_class() -> None:
+    axes = ft.tree_axes(
+        [linear(), {"k": linear(False)}],
+        names={eqx.nn.Linear: ft.names(weight="out in", bias="out")},
+    )
+    assert axes[0].weight == axes[1]["k"].weight == Axes("out", "in")
+    assert axes[0].bias == Axes("out") and axes[1]["k"].bias is None
+
+
+def test_names_reach_subclasses_and_the_nearest_class_wins() -> None:
+    class Mine(eqx.nn.Linear):
+        pass
+
+    mine = Mine(2, 3, key=jax.random.key(0))
+    general, own = ft.names(weight="out in", bias="out"), ft.names(weight="o i", bias="o")
+    assert ft.tree_axes(mine, {eqx.nn.Linear: general}).weight == Axes("out", "in")
+    assert ft.tree_axes(mine, {eqx.nn.Linear: general, Mine: own}).weight == Axes("o", "i")
+
+
+def test_the_fields_own_names_win() -> None:
+    class Holder(eqx.Module):
+        named: Annotated[eqx.nn.Linear, ft.names(weight="mine _")]
+        other: eqx.nn.Linear
+
+    axes = ft.tree_axes(
+        Holder(linear(), linear()), names={eqx.nn.Linear: ft.names(weight="out in", bias="out")}
+    )
+    assert axes.named.weight == Axes("mine", None) and axes.other.weight == Axes("out", "in")
+    assert axes.named.bias == Axes("out")  # which the field leaves to them
+
+
+def test_a_fields_own_names_win_from_further_out_too() -> None:
+    class Inner(eqx.Module):
+        lin: eqx.nn.Linear
+
+    class Outer(eqx.Module):
+        inner: Annotated[Inner, ft.names({"lin.weight": "mine _"})]
+
+    axes = ft.tree_axes(
+        Outer(Inner(linear())), {eqx.nn.Linear: ft.names(weight="out in", bias="out")}
+    )
+    assert axes.inner.lin.weight == Axes("mine", None) and axes.inner.lin.bias == Axes("out")
+
+
+def test_names_of_modules_are_not_missed_by_an_array_beside_them() -> None:
+    class Holder(eqx.Module):
+        both: Annotated[dict[str, Any], ft.names(weight="out in", bias="out")]
+
+    axes = ft.tree_axes(Holder({"lin": linear(), "w": x(2)}))
+    assert axes.both["lin"].weight == Axes("out", "in") and axes.both["w"] == Axes(None)
+
+
+def test_inner_names_win_over_outer_ones() -> None:
+    class Inner(eqx.Module):
+        lin: Annotated[eqx.nn.Linear, ft.names(weight="inner _")]
+
+    class Outer(eqx.Module):
+        inner: Annotated[Inner, ft.names({"lin.weight": "outer _", "**.bias": "bias"})]
+
+    axes = ft.tree_axes(Outer(Inner(linear())))
+    assert axes.inner.lin.weight == Axes("inner", None) and axes.inner.lin.bias == Axes("bias")
+
+
+class Halves(eqx.Module):
+    up: eqx.nn.Linear
+    down: eqx.nn.Linear
+
+
+class Mixed(eqx.Module):
+    block: Halves
+    other: eqx.nn.Linear
+
+
+LINEAR = ft.names(weight="out in", bias="out")
+
+
+@pytest.mark.parametrize(("names", "expected"), [
+    ({eqx.nn.Linear: LINEAR}, ["out in", "out in", "out in"]),
+    ({Halves: ft.names({"down.weight": "b a"})}, ["_ _", "b a", "_ _"]),
+    ({eqx.nn.Linear: LINEAR, Halves: ft.names({"down.weight": "b a"})}, ["out in", "b a", "out in"]),
+    ({Halves: ft.names({"down.weight": "b a"}), eqx.nn.Linear: LINEAR}, ["out in", "b a", "out in"]),
+    ({eqx.nn.Linear: LINEAR, Halves: ft.names({"down.*": "", "down.weight": "b a"})}, None),
+    (
+        {eqx.nn.Linear: LINEAR, Halves: ft.names({"down.weight": "b a"}), Mixed: ft.names({"**.down.weight": "c d"})},
+        ["out in", "c d", "out in"],
+    ),
+    ({Mixed: ft.names({"block.**.weight": "x y"}), Halves: ft.names({"*.weight": "b a"})}, ["x y", "x y", "_ _"]),
+], ids=["inner", "outer", "both", "in another order", "wrong rank", "three", "by pattern"])  # fmt: skip
+def test_silent_failure_40_the_outermost_class_names_a_leaf(
+    names: Any, expected: list[str] | None
+) -> None:
+    tree = Mixed(Halves(linear(), linear()), linear())
+    if expected is None:
+        with pytest.raises(AxesError, match=r"block\.down\.weight"):
+            ft.tree_axes(tree, names)
+        return
+    axes = ft.tree_axes(tree, names)
+    found = [axes.block.up.weight, axes.block.down.weight, axes.other.weight]
+    assert found == [Axes.parse(text) for text in expected]
+
+
+@pytest.mark.parametrize(("names", "unused"), [
+    ({eqx.nn.Linear: LINEAR}, []),
+    ({eqx.nn.Linear: LINEAR, eqx.nn.LSTMCell: LINEAR}, ["LSTMCell"]),
+    ({eqx.nn.Linear: LINEAR, Halves: ft.names({"*.weight": "b a", "*.bias": "b"})}, []),
+    ({eqx.nn.Linear: LINEAR, Mixed: ft.names({"**.weight": "b a", "**.bias": "b"})}, ["Linear"]),
+    ({eqx.nn.LSTMCell: LINEAR}, ["LSTMCell"]),
+], ids=["none", "a class that is not there", "some of its leaves", "all by an outer class", "alone"])  # fmt: skip
+def test_names_that_name_nothing_are_told(names: Any, unused: list[str]) -> None:
+    tree, sizes = Mixed(Halves(linear(), linear()), linear()), {"data": 1}
+    plan = ft.plan(tree, ft.AxisRules({...: None}, names=names), sizes, check=False)
+    assert list(plan.unused_names) == unused and plan.unused == ()
+    text = str(plan)
+    if any(row.shape and not any(row.axes) for row in plan):
+        first = text.splitlines()[0]
+        assert first.startswith(
+            "WARNING names= of LSTMCell: named no leaf, and these have no axis names: `block.up.weight`"
+        )
+        assert "WARNING names= of LSTMCell" in plan.html()
+    else:
+        assert "WARNING" not in text and ("named no leaf" in text) == bool(unused)
+
+
+def test_a_module_may_name_its_own_axes() -> None:
+    class Own(eqx.Module):
+        weight: Array
+        axes: str = eqx.field(static=True)
+
+        def __axis_names__(self) -> Any:
+            return ft.names(weight=self.axes)
+
+    assert ft.tree_axes([Own(x(2, 3), "a b"), Own(x(2, 3), "c d")])[1].weight == Axes("c", "d")
+    assert ft.tree_axes(Own(x(2, 3), "a b"), {Own: ft.names(weight="x y")}).weight == Axes("x", "y")
+
+
+def test_the_first_pattern_that_matches_wins() -> None:
+    assert ft.tree_axes(
+        linear(), {eqx.nn.Linear: ft.names({"w*": "first _", "*": "all"})}
+    ).weight == Axes("first", None)
+
+
+@pytest.mark.parametrize(
+    "names", [{eqx.nn.Linear: {"weight": "a b"}}, {"Linear": ft.names()}, {eqx.nn.Linear: "a b"}]
+)
+def test_bad_names(names: Any) -> None:
+    with pytest.raises(AxesError, match=r"`names=` maps classes to `ft.names\(...\)`, not"):
+        ft.tree_axes(linear(), names)
+
+
+@pytest.mark.parametrize("names", [[eqx.nn.Linear], "Linear", 3, ft.names()])
+def test_names_that_are_no_mapping(names: Any) -> None:
+    with raises("`names=` maps classes to `ft.names(...)`; ", "is not a mapping", error=AxesError):
+        ft.tree_axes(linear(), names)
+    with raises(
+        "`names=` maps classes to `ft.names(...)`; ", "is not a mapping", error=ft.RuleError
+    ):
+        ft.AxisRules({}, names=names)
+
+
+# What cannot be determined
+
+
+class Wrong(eqx.Module):
+    w: Float[Array, "embed hidden"] | Float[Array, "embed"]
+    tie: Float[Array, "a b"] | Float[Array, "c d"]
+    lin: Annotated[eqx.nn.Linear, ft.names(weigth="out in", bias="out")]
+
+
+ERRORS: dict[str, tuple[Any, Any, list[str]]] = {
+    "rank": (
+        Float[Array, "a b"],
+        x(2),
+        ["the axes of 1 leaf cannot be determined", "w   f32[2]", 'has 1 dimension; `Float[Array, "a b"]` has 2'],
+    ),
+    "rank of a union": (
+        Float[Array, "a b"] | Float[Array, "c"] | None,
+        x(),
+        ["w   f32[]", 'has 0 dimensions; `Float[Array, "a b"] | Float[Array, "c"]` has 1 or 2'],
+    ),
+    "more dimensions": (
+        Float[Array, "a b"],
+        x(4, 2, 3),
+        ["has 3 dimensions", "if these are several layers in one array (by vmap or scan), hold them in `ft.Stacked`",
+         "(`ft.stack` makes one); else change the annotation or the array, or name its dimensions from outside"],
+    ),
+    "in a stack": (
+        Stacky,
+        Stacky(Named(x(5, 2, 2), x(5, 3))),
+        ["w.layer.w   f32[5, 2, 2]", 'has 3 dimensions; `Float[Array, "a"]` has 1 after the axes `layers` of'],
+    ),
+    "too few in a stack": (
+        Stacky,
+        Stacky(Named(x(5), x())),
+        ["2 leaves", "has 1 dimension; `Float[Array, \"a\"]` has 1 after", "has 0 dimensions; `Float[Array, 'b']`"],
+    ),
+    "a tie": (
+        Float[Array, "a b"] | Float[Array, "c d"],
+        x(2, 3),
+        ["w   f32[2, 3]", 'ambiguous: `Float[Array, "a b"] | Float[Array, "c d"]` allows "a b" or "c d"', "ft.Axes("],
+    ),
+    "a tie with a variadic": (Float[Array, "*b a"] | Float[Array, "c"], x(2), ['allows "a" or "c"']),
+    "a tie that dtypes do not decide": (
+        Int[Array, "a"] | Int[Array, "b"],
+        x(2),
+        ['allows "a" or "b" for an array of this rank and dtype'],
+    ),
+    "Axes": (Annotated[Array, ft.Axes("a")], x(2, 3), ['has 2 dimensions; `"a"` has 1']),
+    "element": (list[Float[Array, "a"]], [x(2), x(2, 3)], ["w.1   f32[2, 3]"]),
+    "names of no field": (
+        Annotated[eqx.nn.Linear, ft.names(weigth="out in", bias="out")],
+        linear(),
+        ["axes are given to leaves that do not exist", "w   Linear",
+         "`ft.names` gives axes to `weigth`, but Linear has no such leaf; did you mean `weight`?",
+         "name a leaf of Linear: `weight`, `bias`"],
+    ),
+    "names of a static field": (
+        Annotated[eqx.nn.Linear, ft.names(use_bias="out")],
+        linear(),
+        ["gives axes to `use_bias`"],
+    ),
+    "a glob of nothing": (Annotated[eqx.nn.Linear, ft.names({"*_proj": "out"})], linear(), ["gives axes to `*_proj`"]),
+    "names on an array": (
+        Annotated[Array, ft.names(weight="a")],
+        x(2),
+        ["gives axes to `weight`", "write `Annotated[Array, ft.Axes(...)]`"],
+    ),
+    "names of no key": (
+        Annotated[dict[str, Array], ft.names(w="a", v="b")],
+        {"w": x(2)},
+        ["gives axes to `v`, but dict has no such leaf"],
+    ),
+    "names of another rank": (
+        Annotated[eqx.nn.Linear, ft.names(weight="out")],
+        linear(),
+        ["w.weight   f32[3, 2]", 'has 2 dimensions; `"out"` has 1'],
+    ),
+    "PyTree": (PyTree[Float[Array, "a"]], {"k": [x(2, 3)]}, ["w.k.0   f32[2, 3]"]),
+}  # fmt: skip
+
+
+def holding(annotation: Any, value: Any) -> Any:
+    cls = type(
+        "Holder", (eqx.Module,), {"__annotations__": {"w": annotation}, "__module__": __name__}
+    )
+    module = object.__new__(cls)
+    object.__setattr__(module, "w", value)
+    return module
+
+
+@pytest.mark.parametrize("case", ERRORS)
+def test_errors(case: str) -> None:
+    annotation, value, fragments = ERRORS[case]
+    with pytest.raises(AxesError) as error:
+        ft.tree_axes(holding(annotation, value))
+    for fragment in fragments:
+        assert fragment in str(error.value)
+    for problem in error.value.problems:
+        assert problem.path is not None and problem.path[0] == "w"
+        assert problem.shape is not None or "ft.names" in problem.why
+
+
+def test_errors_are_collected() -> None:
+    wrong = object.__new__(Wrong)
+    for name, value in {"w": x(1, 2, 3), "tie": x(2, 3), "lin": linear()}.items():
+        object.__setattr__(wrong, name, value)
+    with pytest.raises(AxesError) as error:
+        ft.tree_axes({"model": [wrong, wrong]})
+    paths = {str(problem.path) for problem in error.value.problems}
+    assert paths == {f"model.{i}.{name}" for i in (0, 1) for name in ("w", "tie", "lin")}
+    assert "the axes of 4 leaves cannot be determined" in str(error.value)  # a module is not a leaf
+    assert [leaf.misfit is None for leaf in read({"model": [wrong]}).leaves] == [
+        False,
+        False,
+        True,
+        True,
+    ]
+
+
+def test_names_for_the_root() -> None:
+    class Own(eqx.Module):
+        w: Array
+
+        def __axis_names__(self) -> Any:
+            return ft.names(v="a")
+
+    with raises(
+        "axes are given to leaves that do not exist\n\n  Own\n",
+        "but Own has no such leaf",
+        error=AxesError,
+    ):
+        ft.tree_axes(Own(jnp.ones(2)))
+    with raises(
+        "the layout does not fit the tree on mesh (data=2)\n\n  Own\n", error=ft.ShardingError
+    ):
+        ft.plan(Own(jnp.ones(2)), ft.P(), {"data": 2})
+    with raises(
+        "the layout does not fit the tree on mesh (data=2)\n\n  m   Own\n", error=ft.ShardingError
+    ):
+        ft.plan({"m": Own(jnp.ones(2))}, ft.P(), {"data": 2})
+
+
+def states(*refs: ft.StateRef) -> Any:
+    """The state of an ensemble of three models."""
+    return eqx.filter_vmap(lambda key: ft.make_state(list(refs))[1])(jnp.arange(3))
+
+
+def test_state_of_another_rank_than_its_refs() -> None:
+    named = states(ft.StateRef(jnp.ones(4), "embed"), ft.StateRef(jnp.ones(4)), ft.StateRef(0.0))
+    found = read({"s": named}).leaves
+    assert [leaf.misfit.why for leaf in found if leaf.misfit] == [
+        'has 2 dimensions, but its `StateRef` declares 1 ("embed")',
+        "has 2 dimensions, but its `StateRef` declares 1",
+        "has 1 dimension, but its `StateRef` declares 0",
+    ]
+    assert [leaf.axes for leaf in found] == [(None, None), (None, None), (None,)]
+    said = (
+        "s.0   f32[3, 4]\n",
+        'declares 1 ("embed")',
+        "if these are several layers in one array",
+        "(`P(...)`)",
+    )
+    for layout in (
+        ft.AxisRules({"embed": None}),
+        ft.FSDP("data", min_size=0),
+        ft.FSDP("data", 0, axes="embed"),
+    ):
+        with raises("3 leaves cannot be laid out", *said, error=ft.ShardingError):
+            ft.plan({"s": named}, layout, {"data": 3})
+    assert ft.plan({"s": named}, ft.P("data"), {"data": 3})["s.0"].spec == ft.P("data", None)
+    fewer = jax.tree.map(lambda x: x[0, 0] if x.ndim > 1 else x, named)
+    (first, *_) = read(fewer).leaves
+    assert first.misfit is not None and first.misfit.why.startswith("has 0 dimensions, but its")
+    assert (
+        first.misfit.remedy == "lay it out by a spec (`P(...)`), or declare all of its dimensions"
+    )
+
+
+def test_state_as_one_layer_of_a_stack_has_it() -> None:
+    """Its entries are those of all layers, and its values those of one."""
+    make = lambda key: ft.StateRef(jnp.ones(4), "embed")  # noqa: E731
+    _, state = ft.make_state(ft.stack(make, 3, jax.random.key(0)))
+    twice = ft.make_state(
+        ft.stack(lambda key: ft.stack(make, 2, key), 3, jax.random.key(0), axis="groups")
+    )[1]
+    rules = ft.AxisRules({"embed": "data", "layers": None, "groups": None})
+    for whole, cut, axes in (
+        (state, 0, ("layers", "embed")), (state, 1, ("embed",)), (twice, 0, ("groups", "layers", "embed")),
+        (twice, 1, ("layers", "embed")), (twice, 2, ("embed",)),
+    ):  # fmt: skip
+        sliced = jax.tree.map(lambda x, cut=cut: x[(0,) * cut], whole)
+        (leaf,) = read(sliced).leaves
+        assert (leaf.axes, leaf.stacked, leaf.misfit) == (axes, len(axes) - 1, None)
+        assert ft.plan(sliced, rules, {"data": 2})[leaf.path].spec == ft.P(
+            *[None] * (len(axes) - 1), "data"
+        )
+
+
+# Axes and names themselves
+
+IDENTIFIERS = st.from_regex(r"[a-zäλ][a-z0-9_]{0,6}|_[a-z0-9_]{1,6}", fullmatch=True)
+
+
+@given(st.lists(IDENTIFIERS | st.none(), max_size=5))
+def test_axes_read_back(names: list[str | None]) -> None:
+    axes = Axes(*names)
+    assert Axes.parse(str(axes)) == axes == Axes.of(str(axes)) == Axes.of(axes) == tuple(names)
+    assert hash(axes) == hash(Axes(*names)) and eval(repr(axes), {"Axes": Axes}) == axes
+    again = pickle.loads(pickle.dumps(axes))
+    assert again == axes and type(again) is Axes
+
+
+@pytest.mark.parametrize("name", ["", "a b", "_", "4", "a.b", "a-b", 4, b"a", ("a",), True])
+def test_what_is_no_axis_name(name: Any) -> None:
+    with pytest.raises(AxesError) as error:
+        Axes(name)
+    assert f"{name!r} is not an axis name: names are Python identifiers" in str(error.value)
+
+
+def test_what_is_no_axes() -> None:
+    with pytest.raises(
+        AxesError, match=r"axes are written as text \(`'batch embed'`\) or as `ft.Axes`, not as 3"
+    ):
+        Axes.of(3)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(AxesError, match="'a,b' is not an axis name"):
+        Axes.parse("a,b")
+
+
+def test_names_are_values() -> None:
+    names = ft.names({"*_proj.weight": "heads embed"}, bias="heads")
+    assert names == ft.names({"*_proj.weight": ft.Axes("heads", "embed")}, bias="heads")
+    assert hash(names) == hash(pickle.loads(pickle.dumps(names))) and names == pickle.loads(
+        pickle.dumps(names)
+    )
+    assert names != ft.names(bias="heads") and names != "names"
+    assert repr(names) == "names({'*_proj.weight': 'heads embed', 'bias': 'heads'})"
+    assert eval(repr(names), {"names": ft.names}) == names
+    with pytest.raises(AttributeError, match="immutable"):
+        names.pairs = ()
+
+
+@pytest.mark.parametrize(
+    ("patterns", "error", "says"),
+    [
+        ({"weight": "a-b"}, AxesError, "'a-b' is not an axis name"),
+        ({"weight": None}, AxesError, "not as None"),
+        ({3: "a"}, AxesError, "maps globs, as text, to axes; 3 is not a text"),
+        ({"a..b": "a"}, ft.RuleError, "'a..b' is not a path"),
+        ({"a.**b": "a"}, ft.RuleError, "cannot read '**b'"),
+    ],
+)
+def test_bad_patterns(patterns: Any, error: type[Exception], says: str) -> None:
+    with pytest.raises(error) as raised:
+        ft.names(patterns)
+    assert says in str(raised.value)
+
+
+def test_the_spec_of_an_annotation_speaks_of_one_layer_of_a_stack():
+    class Dense(eqx.Module):
+        kernel: Annotated[Float[Array, "features depth"], ft.P(None, "model")]
+        gate: Array
+
+    stacked = ft.stack(lambda key: Dense(jnp.ones((3, 8)), jnp.ones(())), 2, jax.random.key(0))
+    twice = ft.Stacked(jax.tree.map(lambda x: x[None], stacked), axis="groups")
+    for tree, path, lead in ((stacked, "layer", 1), (twice, "layer.layer", 2)):
+        plan = ft.plan(tree, ft.AxisRules({...: None}), {"model": 4})
+        assert plan[f"{path}.kernel"].spec == ft.P(*[None] * lead, None, "model")
+        # A scalar of each layer has the stack's axis, and no other to be named.
+        assert plan[f"{path}.gate"].spec == ft.P(*[None] * lead)
+    sharded = ft.plan(stacked, ft.AxisRules({"layers": "data", ...: None}), {"data": 2, "model": 4})
+    assert sharded["layer.gate"].spec == ft.P("data")
+
+
+# Equinox' own state has the paths of its declarations
+
+
+class Inner(eqx.Module):
+    norms: list[eqx.nn.BatchNorm]
+    by_name: dict[str, eqx.nn.SpectralNorm[eqx.nn.Linear]]
+    own: eqx.nn.StateIndex[Any]
+
+    def __init__(self, key: Any):
+        self.norms = [eqx.nn.BatchNorm(3, "batch", mode="batch") for _ in range(2)]
+        linear = eqx.nn.Linear(2, 3, key=key)
+        self.by_name = {"a b": eqx.nn.SpectralNorm(linear, "weight", key=key)}
+        self.own = eqx.nn.StateIndex({"count": jnp.zeros(2)})
+
+
+class Outer(eqx.Module):
+    inner: tuple[Inner, ...]
+
+    def __init__(self, key: Any):
+        self.inner = (Inner(key),)
+
+
+OWN = [
+    "inner.0.norms.0.batch_counter", "inner.0.norms.0.batch_state_index.0", "inner.0.norms.0.batch_state_index.1",
+    "inner.0.norms.1.batch_counter", "inner.0.norms.1.batch_state_index.0", "inner.0.norms.1.batch_state_index.1",
+    'inner.0.by_name."a b".uv_index.0', 'inner.0.by_name."a b".uv_index.1', "inner.0.own.count",
+]  # fmt: skip
+
+
+def test_equinox_state_has_the_paths_of_the_model() -> None:
+    """A canary too: Equinox writes the place of each index as its marker."""
+    model, state = eqx.nn.make_with_state(Outer)(jax.random.key(0))
+    assert [str(leaf.path) for leaf in read(state).leaves] == OWN
+    assert Skeleton.of(state).paths == tuple(leaf.path for leaf in read(state).leaves)
+    assert all(leaf.annotated and not any(leaf.axes) for leaf in read({"s": state}).leaves)
+    assert [leaf.value.shape for leaf in read(state).leaves] == [
+        x.shape for x in jax.tree.leaves(state)
+    ]
+    places = {"data": 2}
+    plan = ft.plan(state, ft.StateSharding({"**.own.count": ft.P("data"), ...: ft.P()}), places)
+    assert [row.spec for row in plan if row.spec != ft.P(*[None] * len(row.shape))] == [
+        ft.P("data")
+    ]
+    static, arrays = ft.split(state)
+    assert jax.tree.structure(ft.merge(static, arrays)) == jax.tree.structure(state)
+    assert ft.select({"m": model, "s": state}).where("**.own.count").count() == 1
+    f = ft.jit(lambda state: state)
+    assert jax.tree.structure(f(state)) == jax.tree.structure(state)
+    assert "state.inner.0.own.count" in f.lower(state).compile().as_text()
+
+
+@pytest.mark.parametrize(("marker", "keys"), [
+    ("Net.a[0].b", ("a", 0, "b")), ("Net['a b'][''].c", ("a b", "", "c")), ("list[1]", (1,)), ("Net", ()), ("", ()),
+    ("Net.a[<flat index 0>]", ("Net.a[<flat index 0>]",)), ('Net["it\'s"]', ('Net["it\'s"]',)), (object(), ()),
+])  # fmt: skip
+def test_the_marker_of_an_index_as_a_path(marker: Any, keys: tuple[Any, ...]) -> None:
+    assert _place_of(marker) == keys
+
+
+def test_equinox_state_whose_indices_have_no_place() -> None:
+    """As of a model that was made by other means than `eqx.nn.make_with_state`."""
+    _, state = eqx.nn.make_with_state(lambda: [eqx.nn.StateIndex(jnp.zeros(2))])()
+    assert [str(leaf.path) for leaf in read(state).leaves] == ["0"]
+    bare = eqx.nn.State([eqx.nn.StateIndex(jnp.zeros(2)), {"x": eqx.nn.StateIndex(jnp.zeros(3))}])
+    assert [str(leaf.path) for leaf in read(bare).leaves] == ["0", "1"]
+    assert Skeleton.of(bare).paths == tuple(leaf.path for leaf in read(bare).leaves)

@@ -1,0 +1,353 @@
+"""`pack` and `unpack`: the laws of the way there and back, and what a call costs."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from checks import python_calls
+from hypothesis import given
+from hypothesis import strategies as st
+from jax.tree_util import default_registry, keystr, tree_flatten_with_path, tree_structure
+from jaxtyping import Array, Float
+
+import functree as ft
+from functree.labels.leaves import read
+from functree.labels.pack import Packed, pack, unpack
+from functree.tree.skeleton.skeleton import Skeleton
+
+
+class Layer(eqx.Module):
+    weight: Float[Array, "embed hidden"]
+    bias: Float[Array, "hidden"] | None
+    act: Any
+    name: str = eqx.field(static=True, default="layer")
+
+
+SIZES = {"data": 2, "model": 2}
+LAYER = Layer(jnp.arange(6.0).reshape(2, 3), None, jax.nn.relu)
+
+arrays = st.sampled_from(
+    [np.arange(3), np.float32(2), np.ones((0, 2), bool), np.ones((2, 1), np.complex64)]
+)
+leaves = st.one_of(
+    arrays,
+    arrays.map(jnp.asarray),
+    st.integers(0, 9).map(jax.random.key),
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False)
+    | st.text()
+    | st.just(jax.nn.relu),
+)
+trees = st.recursive(
+    leaves,
+    lambda below: st.one_of(
+        st.lists(below, max_size=3),
+        st.lists(below, max_size=3).map(tuple),
+        st.dictionaries(st.text(max_size=4), below, max_size=3),
+        st.builds(Layer, below, below, below, st.sampled_from("ab")),
+    ),
+    max_leaves=12,
+)
+
+
+def same(a: Any, b: Any) -> bool:
+    """The same leaf: to the bit for an array, else by type and value."""
+    if isinstance(a, jax.Array) and jnp.issubdtype(a.dtype, jax.dtypes.prng_key):
+        a, b = jax.random.key_data(a), jax.random.key_data(b)
+    if hasattr(a, "dtype"):
+        return (
+            type(a) is type(b)
+            and a.dtype == b.dtype
+            and a.shape == b.shape
+            and a.tobytes() == b.tobytes()
+        )
+    return type(a) is type(b) and a == b
+
+
+def assert_same(a: Any, b: Any) -> None:
+    assert tree_structure(a) == tree_structure(b)
+    assert all(map(same, jax.tree.leaves(a), jax.tree.leaves(b)))
+
+
+# Laws
+
+
+@given(trees)
+def test_unpacking_undoes_packing(tree: Any):
+    assert_same(unpack(pack(tree)), tree)
+
+
+@given(trees)
+def test_a_packed_tree_has_the_arrays_of_the_split_one(tree: Any):
+    static, part = ft.split(tree)
+    packed = pack(tree)
+    assert all(a is b for a, b in zip(packed.arrays, jax.tree.leaves(part), strict=True))
+    assert all(a is b for a, b in zip(packed.arrays, jax.tree.leaves(packed), strict=True))
+    assert_same(ft.merge(packed.static, part), ft.merge(static, part))
+
+
+@given(trees)
+def test_packing_twice_gives_equal_statics_with_equal_hashes(tree: Any):
+    one, other = pack(tree), pack(jax.tree.map(lambda x: x, tree))
+    assert one.static == other.static and hash(one.static) == hash(other.static)
+    assert tree_structure(one) == tree_structure(other)
+    assert pack(one) is one
+
+
+@given(trees)
+def test_flattening_with_and_without_paths_agree(tree: Any):
+    packed = pack(tree)
+    with_paths, treedef = tree_flatten_with_path(packed)
+    assert treedef == tree_structure(packed)
+    assert all(a is b for (_, a), b in zip(with_paths, packed.arrays, strict=True))
+    assert [keystr(path) for path, _ in with_paths] == [f".{path}" for path in packed.static.paths]
+
+
+@given(trees)
+def test_jax_maps_over_the_arrays_alone(tree: Any):
+    shapes = jax.tree.map(lambda x: ft.Axes(*(None,) * x.ndim), pack(tree))
+    assert isinstance(shapes, Packed)
+    assert [len(axes) for axes in shapes.arrays] == [x.ndim for x in pack(tree).arrays]
+    cleared = jax.tree.map(lambda x: None, pack(tree)).tree
+    assert not any(hasattr(x, "shape") for x in jax.tree.leaves(cleared))
+
+
+# What is read through it
+
+
+@given(trees)
+def test_a_packed_tree_is_read_as_the_tree_that_was_packed(tree: Any):
+    packed = {"a": pack(tree), "b": pack([tree, 1, (pack(tree), "text")]), "c": np.ones(3)}
+    found, plain = read(packed), read({"a": tree, "b": [tree, 1, (tree, "text")], "c": np.ones(3)})
+    assert [x._replace(value=0) for x in found.leaves] == [
+        x._replace(value=0) for x in plain.leaves
+    ]
+    flat, treedef = jax.tree.flatten(packed)
+    assert found.skeleton.treedef == treedef
+    assert all(
+        flat[p] is x.value for p, x in zip(found.skeleton.indices, found.leaves, strict=True)
+    )
+    paths = found.skeleton.spread(x.path for x in found.leaves)
+    assert isinstance(paths["b"], Packed)
+    assert list(paths["b"].arrays) == [x.path for x in plain.leaves if x.path[0] == "b"]
+
+
+@given(trees)
+def test_what_took_the_place_of_an_array_is_a_leaf(tree: Any):
+    for other in ("text", None, ("text", np.ones(2))):
+        packed = [
+            jax.tree.map(lambda x, other=other: x if x.ndim else other, pack(tree)),
+            np.ones(3),
+        ]
+        found, flat = read(packed), jax.tree.leaves(packed)
+        assert found.skeleton.treedef.num_leaves == len(flat)
+        assert [
+            flat[p] is x.value for p, x in zip(found.skeleton.indices, found.leaves, strict=True)
+        ] == [True for x in flat if hasattr(x, "shape")]
+
+
+RULES = ft.AxisRules({"hidden": "model", "embed": None}) | ft.FSDP("data", min_size=0)
+
+
+def test_rules_lay_it_out_as_the_model_itself():
+    layer = Layer(jnp.ones((4, 8)), jnp.ones(8), "text")
+    filters = ft.StateSharding({"blocks.1.weight": ft.P("model"), ft.under(Layer): ft.P()})
+    for model, layout in [
+        ({"blocks": [LAYER, layer]}, filters),
+        (layer, RULES),
+        ([layer, 3], RULES),
+    ]:
+        assert ft.plan(pack(model), layout, SIZES).rows == ft.plan(model, layout, SIZES).rows
+    planned = ft.plan({"params": pack(layer), "step": 0}, RULES, SIZES)
+    assert planned.rows == ft.plan({"params": layer, "step": 0}, RULES, SIZES).rows
+    assert planned["params.weight"].spec == ft.P("data", "model")
+    assert isinstance(planned.specs["params"], Packed)
+    assert planned.specs["params"].arrays == tuple(row.spec for row in planned.rows)
+
+
+def test_shard_places_it_and_keeps_it_packed(mesh: jax.sharding.Mesh):
+    model = Layer(jnp.ones((4, 8)), jnp.ones(8), jax.nn.relu)
+    placed, plain = ft.shard(pack(model), RULES, mesh), ft.shard(model, RULES, mesh)
+    assert isinstance(placed, Packed) and placed.static == pack(model).static
+    assert [x.sharding for x in placed.arrays] == [plain.weight.sharding, plain.bias.sharding]
+    specs = ft.plan(pack(model), RULES, mesh).specs
+    assert [x.sharding for x in ft.shard(pack(model), specs, mesh).arrays] == [
+        x.sharding for x in placed.arrays
+    ]
+
+
+def test_a_problem_is_named_by_the_models_path():
+    with pytest.raises(
+        ft.ShardingError,
+        match=r'(?s)model\.0\.weight   f32\[2, 3\]   "embed hidden".*a multiple of',
+    ):
+        ft.plan({"model": pack([LAYER])}, RULES, SIZES)
+    with pytest.raises(
+        ft.AxesError, match=r"(?s)the axes of 1 leaf cannot be determined.*m\.0\.weight"
+    ):
+        ft.tree_axes({"m": pack([Layer(np.ones(3), None, 1)])})
+
+
+# What is static
+
+
+@pytest.mark.parametrize(
+    "values", [(1, True), (1, 1.0), (True, 1.0), ("a", "b"), (jax.nn.relu, jax.nn.gelu)]
+)
+def test_statics_that_differ_in_type_or_value_are_two(values: tuple[Any, Any]):
+    one, other = (pack({"w": LAYER.weight, "s": value}) for value in values)
+    assert one.static != other.static
+    assert tree_structure(one) != tree_structure(other)
+
+
+def test_what_is_static_is_the_same_to_split_and_pack():
+    static, _ = ft.split(LAYER)
+    assert pack(LAYER).static == static and hash(pack(LAYER).static) == hash(static)
+    assert pack(LAYER).static != 0
+
+
+def test_two_of_one_value_share_a_program():
+    traces = []
+
+    @jax.jit
+    def f(packed: Packed[Layer]) -> Array:
+        traces.append(packed.tree.name)
+        return packed.tree.weight.sum()
+
+    f(pack(LAYER)), f(pack(Layer(LAYER.weight + 1, None, jax.nn.relu)))
+    assert traces == ["layer"]
+    f(pack(Layer(LAYER.weight, None, jax.nn.gelu)))
+    f(pack(Layer(LAYER.weight, None, jax.nn.relu, name="other")))
+    assert traces == ["layer", "layer", "other"]
+
+
+def test_what_cannot_be_static_is_named():
+    class Bad:
+        __hash__ = None
+
+    with pytest.raises(
+        ft.FunctreeError, match=r"(?s)1 leaf cannot be static.*blocks\.1\.act   Bad.*nor hashable"
+    ):
+        pack({"blocks": [LAYER, Layer(LAYER.weight, None, Bad())]})
+
+
+@pytest.mark.parametrize("value", [LAYER, (), None, 3])
+def test_unpack_takes_what_is_packed(value: Any):
+    with pytest.raises(
+        ft.FunctreeError, match=rf"the result of `ft.pack`, not a {type(value).__name__}"
+    ):
+        unpack(value)
+
+
+# What a transform sees
+
+
+def test_keys_name_the_paths_of_the_model():
+    text = jax.jit(lambda state: state).lower(pack([LAYER])).as_text(debug_info=True)
+    assert "state.0.weight" in text
+
+
+def test_a_packed_tree_goes_through_transforms():
+    packed = pack({"w": jnp.arange(3.0), "n": 2})
+
+    def loss(packed: Packed[Any]) -> Array:
+        return (packed.tree["w"] ** packed.tree["n"]).sum()
+
+    gradient = jax.grad(loss)(packed)
+    assert isinstance(gradient, Packed) and np.array_equal(gradient.tree["w"], [0.0, 2.0, 4.0])
+    batched = jax.tree.map(lambda x: jnp.stack([x, 2 * x]), packed)
+    assert np.array_equal(jax.vmap(loss)(batched), [5.0, 20.0])
+    carried, _ = jax.lax.scan(
+        lambda p, _: (jax.tree.map(lambda x: 2 * x, p), None), packed, length=3
+    )
+    assert np.array_equal(carried.tree["w"], [0.0, 8.0, 16.0])
+    donated = jax.jit(lambda p: jax.tree.map(lambda x: x + 1, p), donate_argnums=0)(carried)
+    assert carried.arrays[0].is_deleted() and np.array_equal(donated.tree["w"], [1.0, 9.0, 17.0])
+
+
+def test_an_abstract_tree_packs():
+    packed = pack(jax.eval_shape(lambda: LAYER.weight))
+    assert packed.arrays[0].shape == (2, 3) and unpack(packed) is packed.arrays[0]
+
+
+def test_one_packed_tree_may_lie_in_another():
+    inner = pack(LAYER)
+    outer = pack((inner, "text"))
+    assert outer.arrays == inner.arrays
+    assert_same(unpack(unpack(outer)[0]), LAYER)
+
+
+def test_in_a_layout_and_a_plan():
+    packed = pack({"w": jnp.ones((4, 8))})
+    assert [row.spec for row in ft.plan(packed, ft.P("data"), {"data": 2})] == [ft.P("data", None)]
+
+
+@pytest.mark.parametrize(
+    ("tree", "text"),
+    [
+        (LAYER, "<Packed Layer: 1 array>"),
+        ([LAYER] * 2, "<Packed list: 2 arrays>"),
+        (np.ones(2), "<Packed: 1 array>"),
+    ],
+)
+def test_repr(tree: Any, text: str):
+    assert repr(pack(tree)) == text
+
+
+def test_equal_only_to_itself():
+    packed = pack(LAYER)
+    assert packed == packed and packed != pack(LAYER) and len({packed, pack(LAYER)}) == 2
+
+
+@pytest.mark.parametrize("name", ["arrays", "static", "tree"])
+def test_immutable(name: str):
+    with pytest.raises(AttributeError):
+        setattr(pack(LAYER), name, ())
+
+
+# What it costs
+
+
+COSTS: dict[str, tuple[Callable[[Packed[Any]], Callable[[], Any]], int]] = {
+    "flatten": (lambda packed: partial(default_registry.flatten, packed), 1),
+    "unflatten": (lambda packed: partial(tree_structure(packed).unflatten, packed.arrays), 2),
+    "hash": (lambda packed: partial(hash, tree_structure(packed)), 1),
+    "compare": (lambda packed: partial(tree_structure(packed).__eq__, tree_structure(packed)), 1),
+    "a compiled call": (lambda packed: partial(_compiled(packed), packed), 7),
+}
+
+
+def _compiled(packed: Packed[Any]) -> Callable[[Packed[Any]], Any]:
+    f = jax.jit(lambda packed: packed)
+    f(f(packed))
+    return f
+
+
+@pytest.mark.parametrize("operation", COSTS)
+@pytest.mark.parametrize("size", [10, 1000])
+def test_python_runs_no_more_for_more_arrays(operation: str, size: int):
+    prepare, most = COSTS[operation]
+    packed = pack([Layer(jnp.ones(1), None, "relu") for _ in range(size)])
+    assert python_calls(prepare(packed)) <= most
+
+
+def test_the_hash_is_computed_once():
+    hashed = []
+
+    class Value:
+        def __hash__(self) -> int:
+            hashed.append(self)
+            return 1
+
+    static = pack({"w": np.ones(1), "v": Value()}).static
+    hash(static)
+    del hashed[:]
+    assert hash(static) == hash(static) and static == static and not hashed
+    assert isinstance(static, Skeleton)

@@ -1,0 +1,795 @@
+"""Model surgery: laws over random trees, Penzai's selectors as an oracle, tables of choices,
+changes, messages."""
+
+import re
+import typing
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from checks import python_calls, raises
+from hypothesis import given
+from hypothesis import strategies as st
+from jaxtyping import Array, Float
+from penzai import pz
+from trees import Keyless, Leafy, Pair, containers, is_none, nodes, same
+
+import functree as ft
+from functree.errors import FunctreeError, RuleError
+from functree.tree.nodes import children, nodes_at
+from functree.tree.paths import Path
+
+ARRAYS = [
+    np.zeros((2, 3), np.float32),
+    np.int32(4),
+    np.ones(2, np.int8),
+    np.ones((2, 2), np.float32),
+]
+LEAVES = st.sampled_from([*ARRAYS, None, 1, True, 0.5, "text", abs, ()])
+TREES = st.recursive(LEAVES, containers, max_leaves=12)
+OF_THE_LEAF = st.sampled_from(
+    ["**.0.**", "*", "**", "w.**", "**.w", re.compile(r".*\.left"), ft.has_ndim(1), ft.is_trainable,
+     ~ft.has_dtype(jnp.floating), ft.larger_than(2), ft.glob("**.left") | ft.glob("**.right"), ...,
+     ft.has_ndim(2) & (lambda path, leaf: len(path) % 2 == 0)],
+)  # fmt: skip
+FILTERS = OF_THE_LEAF | st.sampled_from(
+    [Leafy, list, Keyless, Leafy | dict, typing.Union[Leafy, list]]  # noqa: UP007
+)
+
+# Laws
+
+
+@st.composite
+def selections(
+    draw: st.DrawFn, trees: st.SearchStrategy[Any] = TREES
+) -> tuple[Any, ft.Selection[Any]]:
+    """A tree, and some nodes of it of which none lies in another."""
+    tree = draw(trees)
+    paths = [path for path, _ in nodes(tree)]
+    drawn = draw(st.lists(st.sampled_from(paths), min_size=1, max_size=4, unique=True))
+    return tree, ft.select(tree).where(lambda path, node: path in drawn)
+
+
+@given(selections())
+def test_set_of_get_is_the_identity(drawn: tuple[Any, ft.Selection[Any]]) -> None:
+    tree, selection = drawn
+    assert same(selection.set_each(list(selection)), tree)
+    assert same(selection.apply(lambda part: part), tree)
+    if selection.count() == 1:
+        assert same(selection.set(selection.get()), tree)
+
+
+@given(selections())
+def test_get_of_set_is_what_was_set(drawn: tuple[Any, ft.Selection[Any]]) -> None:
+    _, selection = drawn
+    values = [object() for _ in selection]
+    changed = selection.set_each(values)
+    assert all(a is b for a, b in zip(nodes_at(changed, selection.paths()), values, strict=True))
+    again = selection.set(values)
+    assert all(part is values for part in nodes_at(again, selection.paths()))
+
+
+@given(selections())
+def test_the_number_of_parts(drawn: tuple[Any, ft.Selection[Any]]) -> None:
+    tree, selection = drawn
+    assert selection.count() == len(selection) == len(selection.paths()) == len(list(selection))
+    assert selection.expect(selection.count()) is selection
+    assert all(a is b for a, b in zip(selection, nodes_at(tree, selection.paths()), strict=True))
+    assert list(selection.paths()) == [path for path, _ in nodes(tree) if path in selection.paths()]
+
+
+@given(selections())
+def test_what_is_not_selected_is_the_same_object(drawn: tuple[Any, ft.Selection[Any]]) -> None:
+    tree, selection = drawn
+    changed = selection.set("new")
+    chosen = selection.paths()
+    for path, node in nodes(tree):
+        inside = any(path[: len(one)] == one for one in chosen)
+        above = any(one[: len(path)] == path for one in chosen)
+        assert inside or above or nodes_at(changed, [path])[0] is node
+
+
+@given(selections())
+def test_partition_merges_back(drawn: tuple[Any, ft.Selection[Any]]) -> None:
+    tree, selection = drawn
+    chosen, rest = selection.partition()
+    structure = jax.tree.structure(tree, is_leaf=is_none)
+    assert all(jax.tree.structure(part, is_leaf=is_none) == structure for part in (chosen, rest))
+    assert same(eqx.combine(chosen, rest), tree)
+    inside = [leaf for part in selection for leaf in jax.tree.leaves(part)]
+    assert [id(x) for x in inside] == [id(x) for x in jax.tree.leaves(chosen)]
+    assert len(jax.tree.leaves(rest)) == len(jax.tree.leaves(tree)) - len(inside)
+
+
+@given(
+    st.lists(TREES, min_size=1, max_size=4) | st.lists(TREES, min_size=1, max_size=4).map(tuple),
+    st.data(),
+)
+def test_remove_undoes_insert(elements: Any, data: st.DataObject) -> None:
+    tree = {"here": Leafy(elements, "beside")}
+    chosen = data.draw(st.lists(st.sampled_from(range(len(elements))), min_size=1, unique=True))
+    selection = (
+        ft.select(tree).at("here.w").where(lambda path, node: len(path) == 1 and path[0] in chosen)
+    )
+    assert selection.count() == len(chosen)
+    new = object()
+    for behind, insert in enumerate([selection.insert_before, selection.insert_after]):
+        inserted = insert(new)
+        assert type(inserted["here"].w) is type(elements)
+        places = [i for i, x in enumerate(inserted["here"].w) if x is new]
+        assert places == [i + n + behind for n, i in enumerate(sorted(chosen))]
+        assert same(ft.select(inserted).where(lambda path, node: node is new).remove(), tree)
+
+
+@given(TREES, FILTERS)
+def test_filters_are_those_of_split_and_of_layouts(tree: Any, chosen: Any) -> None:
+    selection = ft.select(tree).where(chosen)
+    if not selection:  # `split` refuses a pattern that matches nothing
+        assert selection.paths() == ()
+        return
+    first = ft.split(tree, chosen, *([] if chosen is ... else [...]))[1]
+    flat = jax.tree_util.tree_flatten_with_path(first)[0]
+    assert selection.paths() == tuple(Path.of(keys) for keys, _ in flat)
+    assert all(part is leaf for part, (_, leaf) in zip(selection, flat, strict=True))
+    if chosen is not ...:
+        layout = ft.StateSharding({chosen: ft.P(), ...: ft.P()}, unused="ignore")
+        rows = ft.plan(tree, layout, {})
+        decided = [row.path for row in rows if not row.reason.startswith("...: ")]
+        assert list(selection.paths()) == decided
+
+
+@given(
+    TREES, st.sampled_from([Leafy, list, dict, Pair, np.ndarray, type(None), int, Leafy | tuple])
+)
+def test_under_selects_the_outermost(tree: Any, cls: Any) -> None:
+    found = ft.select(tree).under(cls).paths()
+    instances = [path for path, node in nodes(tree) if isinstance(node, cls)]
+    outermost = [
+        path for path in instances if not any(path[:n] in instances for n in range(len(path)))
+    ]
+    assert list(found) == outermost
+
+
+# A class would be looked for above the parts too: a filter sees all that a leaf lies in.
+@given(selections(), OF_THE_LEAF)
+def test_a_second_choice_is_made_in_each_part(
+    drawn: tuple[Any, ft.Selection[Any]], chosen: Any
+) -> None:
+    _, selection = drawn
+    parts = zip(selection.paths(), selection, strict=True)
+    below = [(path, ft.select(part).where(chosen).paths()) for path, part in parts]
+    assert list(selection.where(chosen).paths()) == [
+        Path((*path, *rest)) for path, rests in below for rest in rests
+    ]
+
+
+# Penzai's selectors
+
+
+@pz.pytree_dataclass
+class Layer(pz.Struct):
+    w: Any
+    inner: Any
+
+
+def unnamed(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    """Containers that both understand."""
+    lists = st.lists(inner, max_size=3)
+    dicts = st.dictionaries(st.sampled_from("abc"), inner, max_size=3)
+    return st.one_of(lists, lists.map(tuple), dicts, st.builds(Layer, inner, inner))
+
+
+KNOWN = st.sampled_from([*ARRAYS, 1, True, 0.5, "text", abs])
+PLAIN = st.recursive(
+    KNOWN, lambda inner: unnamed(inner) | st.builds(Pair, inner, inner), max_leaves=12
+)
+ELEMENTS = st.lists(
+    st.recursive(KNOWN, unnamed, max_leaves=6), max_size=4
+)  # Penzai cannot insert near a named tuple
+CLASSES = st.sampled_from([Layer, list, tuple, Pair, dict, np.ndarray, int])
+
+
+def both(tree: Any, cls: Any) -> tuple[ft.Selection[Any], Any]:
+    return ft.select(tree).under(cls), pz.select(tree).at_instances_of(cls)
+
+
+@given(PLAIN, CLASSES)
+def test_penzai_selects_the_same(tree: Any, cls: Any) -> None:
+    ours, theirs = both(tree, cls)
+    assert ours.count() == theirs.count()
+    assert all(a is b or same(a, b) for a, b in zip(ours, theirs.get_sequence(), strict=True))
+    theirs_where = pz.select(tree).at_subtrees_where(lambda node: isinstance(node, cls))
+    assert (
+        theirs_where.count()
+        == ft.select(tree).where(lambda path, node: isinstance(node, cls)).count()
+    )
+
+
+@given(PLAIN, CLASSES)
+def test_penzai_changes_the_same(tree: Any, cls: Any) -> None:
+    ours, theirs = both(tree, cls)
+    if not ours:  # ours refuses to change nothing at all
+        assert theirs.count() == 0
+        return
+    assert same(ours.set("new"), theirs.set("new"))
+    assert same(ours.apply(lambda part: ("in", part)), theirs.apply(lambda part: ("in", part)))
+    values = [str(i) for i in range(ours.count())]
+    mine, its = jax.tree.leaves(ours.set_each(values)), jax.tree.leaves(theirs.set_sequence(values))
+    assert all(a is b or a == b for a, b in zip(mine, its, strict=True))
+
+
+@given(PLAIN, CLASSES)
+def test_penzai_partitions_the_same_leaves(tree: Any, cls: Any) -> None:
+    ours, theirs = both(tree, cls)
+    for mine, its in zip(ours.partition(), theirs.partition(), strict=True):
+        leaves = [
+            leaf for leaf in jax.tree.leaves(its) if not isinstance(leaf, pz.NotInThisPartition)
+        ]
+        assert [id(leaf) for leaf in jax.tree.leaves(mine)] == [id(leaf) for leaf in leaves]
+
+
+@given(ELEMENTS | ELEMENTS.map(tuple), CLASSES)
+def test_penzai_inserts_and_removes_the_same(elements: Any, cls: Any) -> None:
+    tree = {"a": Layer(elements, 0)}
+    ours = (
+        ft.select(tree).at("a.w").where(lambda path, node: len(path) == 1 and isinstance(node, cls))
+    )
+    theirs = pz.select(tree).at(lambda tree: tree["a"].w).at_children()
+    theirs = theirs.where(lambda node: isinstance(node, cls))
+    assert ours.count() == theirs.count()
+    if not ours:
+        return
+    assert same(ours.remove(), theirs.remove_from_parent())
+    assert same(ours.insert_after("new"), theirs.insert_after("new"))
+    assert same(ours.insert_before("new"), theirs.insert_before("new"))
+
+
+def test_penzai_accessors() -> None:
+    tree = {"a": [Layer(1, (2, 3)), Layer(4, None)], "b": Pair(5, 6)}
+    for accessor in (
+        lambda t: t["a"],
+        lambda t: t["a"][0].inner[1],
+        lambda t: t["b"],
+        lambda t: t["a"][1].inner,
+    ):
+        ours, theirs = ft.select(tree).at(accessor), pz.select(tree).at(accessor)
+        assert ours.get() == theirs.get() and same(ours.set("new"), theirs.set("new"))
+    several = ft.select(tree).at(lambda t: (t["a"][0].w, t["b"].right))
+    theirs = pz.select(tree).at(lambda t: (t["a"][0].w, t["b"].right), multiple=True)
+    assert list(several) == list(theirs.get_sequence()) == [1, 6]
+
+
+# Tables
+
+
+class Norm(eqx.Module):
+    scale: Float[Array, "embed"]
+
+
+class Dense(eqx.Module):
+    weight: Float[Array, "embed hidden"]
+    bias: Float[Array, "hidden"] | None
+    name: str = eqx.field(static=True, default="dense")
+
+
+class Named(NamedTuple):
+    first: Any
+    second: Any
+
+
+class Model(eqx.Module):
+    layers: list[Any]
+    pair: tuple[Any, ...]
+    heads: dict[str, Any]
+    named: Named
+    act: Callable[..., Any]
+
+
+def dense(bias: bool = True) -> Dense:
+    return Dense(np.ones((2, 3), np.float32), np.zeros(3, np.float32) if bias else None)
+
+
+def model() -> Model:
+    return Model(
+        [dense(), Norm(np.ones(2, np.float32)), dense(bias=False)],
+        (Norm(np.ones(4, np.float32)), ()),
+        {"z": dense(), "a.b": Norm(np.ones(5, np.float32)), "empty": ()},
+        Named(np.arange(2), None),
+        jax.nn.relu,
+    )
+
+
+def texts(selection: ft.Selection[Any]) -> list[str]:
+    return list(map(str, selection.paths()))
+
+
+AT: dict[str, tuple[Any, list[str]]] = {
+    "text": ("layers.0.weight", ["layers.0.weight"]),
+    "quoted": ('heads."a.b"', ['heads."a.b"']),
+    "path": (ft.Path(("heads", "a.b", "scale")), ['heads."a.b".scale']),
+    "the whole": ("", [""]),
+    "none": ("layers.2.bias", ["layers.2.bias"]),
+    "field of a named tuple": ("named.second", ["named.second"]),
+    "static leaf": ("act", ["act"]),
+    "accessor": (lambda m: m.layers[1].scale, ["layers.1.scale"]),
+    "accessor, the whole": (lambda m: m, [""]),
+    "accessor, none": (lambda m: m.layers[2].bias, ["layers.2.bias"]),
+    "accessor, an empty tuple": (lambda m: m.pair[1], ["pair.1"]),
+    "accessor, another empty tuple": (lambda m: m.heads["empty"], ["heads.empty"]),
+    "accessor, a tuple of the tree": (lambda m: m.pair, ["pair"]),
+    "accessor, a named tuple": (lambda m: m.named, ["named"]),
+    "accessor, tuple of parts": (lambda m: (m.heads["z"], m.layers[0]), ["heads.z", "layers.0"]),
+    "accessor, list of parts": (
+        lambda m: [m.layers[0], m.layers[2].bias],
+        ["layers.0", "layers.2.bias"],
+    ),
+    "accessor, one part twice": (lambda m: (m.act, m.act), ["act"]),
+}
+
+
+@pytest.mark.parametrize("case", AT)
+def test_at(case: str) -> None:
+    where, paths = AT[case]
+    tree = model()
+    selection = ft.select(tree).at(where)
+    assert texts(selection) == paths
+    assert all(a is b for a, b in zip(selection, nodes_at(tree, selection.paths()), strict=True))
+
+
+def test_at_below_another_choice() -> None:
+    tree = model()
+    layers = ft.select(tree).under(Dense)
+    assert texts(layers.at("bias")) == texts(layers.at(lambda layer: layer.bias)) == [
+        "layers.0.bias", "layers.2.bias", "heads.z.bias",
+    ]  # fmt: skip
+    assert texts(layers.at(ft.Path(("weight",))).where(ft.has_ndim(2))) == texts(
+        layers.where("weight")
+    )
+    assert texts(ft.select(tree).where("nothing").at("layers")) == []
+
+
+def test_at_in_the_order_of_the_tuple() -> None:
+    """As `eqx.tree_at` does: what is set goes where the function said."""
+
+    def where(m: Model) -> Any:
+        return m.named.first, m.layers[0].weight
+
+    tree = model()
+    changed = ft.select(tree).at(where).set_each(["first", "weight"])
+    assert same(changed, eqx.tree_at(where, tree, ["first", "weight"]))
+    assert (changed.named.first, changed.layers[0].weight) == ("first", "weight")
+
+
+UNDER: dict[str, tuple[Any, list[str]]] = {
+    "class": (Norm, ["layers.1", "pair.0", 'heads."a.b"']),
+    "union": (Norm | Dense, ["layers.0", "layers.1", "layers.2", "pair.0", 'heads."a.b"', "heads.z"]),
+    "tuple of classes": ((Norm, dict), ["layers.1", "pair.0", "heads"]),
+    "base class": (eqx.Module, [""]),
+    "outermost": (dict | Norm, ["layers.1", "pair.0", "heads"]),
+    "arrays": (np.ndarray, [
+        "layers.0.weight", "layers.0.bias", "layers.1.scale", "layers.2.weight", "pair.0.scale", 'heads."a.b".scale',
+        "heads.z.weight", "heads.z.bias", "named.first",
+    ]),
+    "none": (type(None), ["layers.2.bias", "named.second"]),
+    "not there": (eqx.nn.Linear, []),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", UNDER)
+def test_under(case: str) -> None:
+    cls, paths = UNDER[case]
+    assert texts(ft.select(model()).under(cls)) == paths
+
+
+def test_under_and_where_with_a_class() -> None:
+    """The instances, and their arrays."""
+    tree = model()
+    arrays = ["layers.1.scale", "pair.0.scale", 'heads."a.b".scale']
+    assert (
+        texts(ft.select(tree).where(Norm)) == texts(ft.select(tree).where(ft.under(Norm))) == arrays
+    )
+    assert texts(ft.select(tree).under(Norm).at("scale")) == arrays
+
+
+WHERE: dict[str, tuple[Any, list[str]]] = {
+    "glob": ("layers.*.bias", ["layers.0.bias"]),
+    "a glob of one key": ("named.first", ["named.first"]),
+    "path": (ft.Path(("heads", "a.b", "scale")), ['heads."a.b".scale']),
+    "regular expression": (re.compile(r".*\.[12]\.\w+"), ["layers.1.scale", "layers.2.weight"]),
+    "class": (Norm, ["layers.1.scale", "pair.0.scale", 'heads."a.b".scale']),
+    "union": (Norm | dict, ["layers.1.scale", "pair.0.scale", 'heads."a.b".scale', "heads.z.weight", "heads.z.bias"]),
+    "typing's union": (typing.Union[Norm, tuple], [  # noqa: UP007
+        "layers.1.scale", "pair.0.scale", 'heads."a.b".scale', "named.first",
+    ]),
+    "has_axis": (ft.has_axis("hidden") & ~ft.has_axis("embed"), ["layers.0.bias", "heads.z.bias"]),
+    "has_ndim": (ft.has_ndim(2), ["layers.0.weight", "layers.2.weight", "heads.z.weight"]),
+    "has_dtype": (ft.has_dtype(jnp.integer), ["named.first"]),
+    "larger_than": (ft.larger_than(5), ["layers.0.weight", "layers.2.weight", "heads.z.weight"]),
+    "combined": (ft.glob("layers.**") & ~ft.under(Dense), ["layers.1.scale"]),
+    "with a function in it": (ft.is_trainable & (lambda path, leaf: leaf.shape == (4,)), ["pair.0.scale"]),
+    "nothing": ("layers.7", []),
+    "function, over nodes": (lambda path, node: isinstance(node, Dense) and node.bias is None, ["layers.2"]),
+    "function, over none": (lambda path, node: node is None, ["layers.2.bias", "named.second"]),
+    "function, over static leaves": (lambda path, node: node is jax.nn.relu, ["act"]),
+    "function, over empty containers": (lambda path, node: children(node) == [], ["pair.1", "heads.empty"]),
+    "function, by path": (lambda path, node: path[-1:] == ("weight",), [
+        "layers.0.weight", "layers.2.weight", "heads.z.weight",
+    ]),
+    "function, the whole": (lambda path, node: True, [""]),
+    "function, outermost": (lambda path, node: len(path) >= 1, ["layers", "pair", "heads", "named", "act"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", WHERE)
+def test_where(case: str) -> None:
+    what, paths = WHERE[case]
+    assert texts(ft.select(model()).where(what)) == paths
+
+
+def test_everything_is_all_arrays() -> None:
+    assert texts(ft.select(model()).where(...)) == texts(ft.select(model()).under(np.ndarray))
+
+
+def test_paths_of_a_later_choice_begin_at_the_earlier() -> None:
+    seen: list[str] = []
+
+    def note(path: Path, node: Any) -> bool:
+        seen.append(str(path))
+        return False
+
+    ft.select(model()).at("layers.0").where(note)
+    assert seen == ["", "weight", "bias"]
+    assert texts(ft.select(model()).at("heads").where("z.*")) == ["heads.z.weight", "heads.z.bias"]
+
+
+# Changes
+
+
+X, Y = np.full(2, 1), np.full(2, 2)
+NEW = np.full(2, 9)
+TREE: dict[str, Any] = {
+    "module": Leafy(X, Y), "list": [X, Y], "tuple": (X, Y), "named": Named(X, Y), "dict": {"b": X, "a": Y},
+    "ordered": OrderedDict(b=X, a=Y), "default": defaultdict(list, b=X, a=Y), "keyless": Keyless(X, Y),
+}  # fmt: skip
+FIRST = dict.fromkeys(TREE, "b") | {
+    "module": "w",
+    "list": 0,
+    "tuple": 0,
+    "named": "first",
+    "keyless": 0,
+}
+
+
+@pytest.mark.parametrize("kind", TREE)
+def test_set_and_apply(kind: str) -> None:
+    selection = ft.select(TREE).at(ft.Path((kind, FIRST[kind])))
+    for changed in (
+        selection.set(NEW),
+        selection.set_each([NEW]),
+        selection.apply(lambda x: NEW if x is X else x),
+    ):
+        node = changed[kind]
+        assert type(node) is type(TREE[kind])
+        assert dict(children(node) or ())[FIRST[kind]] is NEW
+        assert sum(child is Y for _, child in children(node) or ()) == 1
+        assert all(changed[other] is TREE[other] for other in TREE if other != kind)
+    assert dict(children(TREE[kind]) or ())[FIRST[kind]] is X
+
+
+INSERTED: dict[str, Any] = {"list": [X, NEW, Y], "tuple": (X, NEW, Y)}
+REMOVED: dict[str, Any] = {
+    "list": [Y], "tuple": (Y,), "dict": {"a": Y}, "ordered": OrderedDict(a=Y), "default": defaultdict(list, a=Y),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", INSERTED)
+def test_insert(kind: str) -> None:
+    selection = ft.select(TREE).at(ft.Path((kind, 0)))
+    assert same(selection.insert_after(NEW)[kind], INSERTED[kind])
+    assert same(ft.select(TREE).at(ft.Path((kind, 1))).insert_before(NEW)[kind], INSERTED[kind])
+
+
+@pytest.mark.parametrize("kind", REMOVED)
+def test_remove(kind: str) -> None:
+    changed = ft.select(TREE).at(ft.Path((kind, FIRST[kind]))).remove()
+    assert same(changed[kind], REMOVED[kind]) and type(changed[kind]) is type(TREE[kind])
+    if kind == "default":
+        assert changed[kind].default_factory is list
+    assert len(TREE[kind]) == 2
+
+
+def test_a_dict_keeps_its_order() -> None:
+    tree = {"z": X, "m": [X], "a": Y}
+    assert (
+        list(ft.select(tree).at("m").set(1))
+        == list(ft.select(tree).at("m.0").remove())
+        == ["z", "m", "a"]
+    )
+    assert list(ft.select(tree).at("m").remove()) == ["z", "a"]
+
+
+def test_remove_from_several_at_once() -> None:
+    tree = {"a": [0, 1, [2, 3]], "b": {"c": (4, 5), "d": 6}}
+    odd = ft.select(tree).where(lambda path, node: isinstance(node, int) and node % 2 == 1)
+    assert odd.remove() == {"a": [0, [2]], "b": {"c": (4,), "d": 6}}
+    assert ft.select(tree).at(lambda t: (t["a"][2], t["b"]["c"])).remove() == {
+        "a": [0, 1],
+        "b": {"d": 6},
+    }
+    assert ft.select([0, 1]).under(int).remove() == []
+
+
+def test_partition() -> None:
+    tree = model()
+    biases, rest = ft.select(tree).where("**.bias").partition()
+    assert (
+        biases.layers[0].bias is tree.layers[0].bias
+        and biases.layers[0].weight is None
+        and biases.act is None
+    )
+    assert (
+        rest.layers[0].bias is None
+        and rest.layers[0].weight is tree.layers[0].weight
+        and rest.act is tree.act
+    )
+    layer, rest = ft.select(tree).at("layers.0").partition()
+    assert layer.layers[0] is tree.layers[0] and rest.layers[0].weight is None
+
+
+# Edges
+
+
+EMPTY: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "a class": (lambda s: s.under(eqx.nn.Linear), "select(Model).under(Linear)"),
+    "a filter": (
+        lambda s: s.where(ft.has_axis("nowhere")),
+        "select(Model).where(has_axis('nowhere'))",
+    ),
+    "a pattern": (lambda s: s.where("**.nothing"), "select(Model).where(glob('**.nothing'))"),
+    "a function": (lambda s: s.where(lambda path, node: False), "select(Model).where(<lambda>)"),
+    "several steps": (
+        lambda s: s.at("layers").under(dict).under(Norm),
+        "select(Model).at('layers').under(dict).under(Norm)",
+    ),
+}
+CHANGES: dict[str, Callable[[Any], Any]] = {
+    "set": lambda s: s.set(1), "set_each": lambda s: s.set_each([]), "apply": lambda s: s.apply(lambda x: 1 / 0),
+    "remove": lambda s: s.remove(), "insert_after": lambda s: s.insert_after(1),
+    "insert_before": lambda s: s.insert_before(1),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", EMPTY)
+@pytest.mark.parametrize("change", CHANGES)
+def test_to_change_nothing_is_an_error(case: str, change: str) -> None:
+    choose, asked = EMPTY[case]
+    with raises(f"nothing is selected by {asked}, so nothing can be changed", "`.count()`"):
+        CHANGES[change](choose(ft.select(model())))
+
+
+def test_an_empty_selection_can_be_looked_at() -> None:
+    tree = model()
+    nothing = ft.select(tree).under(eqx.nn.Linear)
+    assert list(nothing) == [] and nothing.paths() == () and nothing.count() == 0 and not nothing
+    assert jax.tree.leaves(nothing.partition()[0]) == [] and same(nothing.partition()[1], tree)
+    assert repr(nothing) == "<0 parts of Model>"
+
+
+def test_the_whole_is_selected() -> None:
+    tree = model()
+    whole = ft.select(tree)
+    assert whole.get() is tree and whole.paths() == (Path(),) and whole.set(3) == 3
+    assert whole.apply(lambda m: m.act) is jax.nn.relu and whole.partition()[0] is tree
+    assert repr(whole) == "<1 part of Model: the whole>"
+    assert repr(whole.where(...)).endswith(
+        " layers.0.bias, layers.1.scale, layers.2.weight and 5 more>"
+    )
+
+
+@pytest.mark.parametrize("tree", [None, [], (), {}, 3, "text"], ids=repr)
+def test_trees_without_parts(tree: Any) -> None:
+    whole = ft.select(tree)
+    assert whole.get() is tree and whole.set(1) == 1 and whole.at(lambda t: t).count() == 1
+    assert whole.where("**").count() == 0 and whole.at("").paths() == (Path(),)
+    assert same(eqx.combine(*whole.partition()), tree)
+
+
+def test_one_array_at_two_places() -> None:
+    shared = jnp.ones(2)
+    tree = {"a": shared, "b": [shared]}
+    assert texts(ft.select(tree).at(lambda t: t["b"][0])) == ["b.0"]
+    changed = ft.select(tree).at("b.0").set(NEW)
+    assert changed["a"] is shared and changed["b"] == [NEW]
+    assert ft.select(tree).where(lambda path, node: node is shared).count() == 2
+
+
+def test_equal_small_values_are_told_apart() -> None:
+    tree = [1, (1, None), None]
+    assert texts(ft.select(tree).at(lambda t: (t[1][0], t[2]))) == ["1.0", "2"]
+    assert ft.select(tree).at(lambda t: t[1][0]).set(2) == [1, (2, None), None]
+
+
+def test_of_nested_parts_the_outermost_are_selected() -> None:
+    tree = [[1, [2]], 3]
+    assert texts(ft.select(tree).at("0").under(list)) == ["0"]
+    assert texts(ft.select(tree).at("0").where(lambda path, node: len(path) == 1)) == ["0.0", "0.1"]
+
+
+def test_a_stack_is_changed_as_a_whole() -> None:
+    stack = ft.stack(lambda key: ft.nn.MLP(2, 4, key=key), 3, jax.random.key(0))
+    tree = {"blocks": stack}
+    assert texts(ft.select(tree).under(ft.nn.MLP)) == texts(ft.select(tree).at(lambda t: t["blocks"].layer)) == [
+        "blocks.layer",
+    ]  # fmt: skip
+    zeroed = (
+        ft.select(tree)
+        .where(ft.has_axis("layers") & ft.glob("**.gate"))
+        .apply(jnp.zeros_like)["blocks"]
+    )
+    assert zeroed.axis == "layers" and len(zeroed) == 3 and not zeroed.layer.gate.any()
+    assert zeroed.layer.up is stack.layer.up
+    assert ft.select(tree).at("blocks").partition()[1]["blocks"].layer.gate is None
+
+
+def test_state_is_selected_by_the_models_paths() -> None:
+    _, state = ft.make_state({"first": ft.nn.BatchNorm(2), "second": ft.nn.BatchNorm(3)})
+    assert (
+        ft.select(state).where("first.mean").count()
+        == ft.select({"s": state}).where("s.first.mean").count()
+        == 1
+    )
+    assert [x.shape for x in ft.select(state).where("**.var")] == [(2,), (3,)]
+    assert ft.select(state).at("second.var").get() is state["second.var"]
+    changed = ft.select({"s": state}).at("s.second.var").apply(jnp.zeros_like)["s"]
+    assert not changed["second.var"].any() and changed["first.var"] is state["first.var"]
+    assert ft.select(state).where(ft.is_state).count() == 4
+    chosen, rest = ft.select(state).where("first.**").partition()
+    assert same(eqx.combine(chosen, rest), state) and rest["first.mean"] is None
+
+
+def test_what_is_packed_is_selected_by_the_trees_paths() -> None:
+    tree = model()
+    packed = ft.pack(tree)
+    selection = ft.select([packed]).where("**.bias")
+    assert selection.count() == ft.select(tree).where("**.bias").count() == 2
+    changed = selection.apply(lambda x: x + 1)[0].tree
+    assert changed.layers[0].bias.all() and changed.layers[0].weight is tree.layers[0].weight
+    assert ft.select(packed).at("layers.0.bias").get() is tree.layers[0].bias
+    assert ft.select(packed).where(Norm).count() == 3
+
+
+def test_traced_and_abstract_trees() -> None:
+    @jax.jit
+    def double(tree: Any) -> Any:
+        return ft.select(tree).where("a.**").apply(lambda x: x + x)
+
+    assert double({"a": [jnp.ones(2)], "b": jnp.ones(2)})["a"][0].tolist() == [2, 2]
+    abstract = eqx.filter_eval_shape(model_of_jax, jax.random.key(0))
+    assert ft.select(abstract).where(ft.has_ndim(2)).count() == 2
+
+
+def model_of_jax(key: Any) -> eqx.nn.MLP:
+    return eqx.nn.MLP(2, 3, 4, 1, key=key)
+
+
+# Messages
+
+CASES: dict[str, tuple[Callable[[], Any], type[Exception], list[str]]] = {
+    "get of several": (
+        lambda: ft.select(model()).under(Norm).get(),
+        FunctreeError, ["expected 1 part, found 3", 'layers.1, pair.0, heads."a.b"   Norm', "select more, or"],
+    ),
+    "get of none": (lambda: ft.select(model()).where("nothing").get(), FunctreeError, ["expected 1 part, found 0"]),
+    "expect": (
+        lambda: ft.select(model()).where("**.bias").expect(3),
+        FunctreeError, ["expected 3 parts, found 2", "layers.0.bias, heads.z.bias   f32[3]"],
+    ),
+    "set_each": (
+        lambda: ft.select(model()).under(Norm).set_each([1]),
+        FunctreeError, ["set_each has 1 value for 3 parts", 'layers.1, pair.0, heads."a.b"   Norm', "Try: give one"],
+    ),
+    "set_each of nothing": (
+        lambda: ft.select(model()).where("nothing").set_each([1, 2]), FunctreeError, ["2 values for 0 parts"],
+    ),
+    "nothing at a path": (
+        lambda: ft.select(model()).at("layers.0.weigth"),
+        FunctreeError, ["there is no `layers.0.weigth`", "`layers.0` has no `weigth`", "did you mean `weight`?"],
+    ),
+    "nothing at the root": (
+        lambda: ft.select(model()).at("layer.0"), FunctreeError, ["`Model` has no `layer`", "did you mean `layers`?"],
+    ),
+    "nothing below a part": (
+        lambda: ft.select(model()).under(Norm).at("bias"), FunctreeError, ["there is no `bias`", "`layers.1` has no"],
+    ),
+    "too long an index": (lambda: ft.select(model()).at("layers.3"), FunctreeError, ["`layers` has no `3`"]),
+    "below a leaf": (
+        lambda: ft.select(model()).at("named.first.T"), FunctreeError, ["`named.first` has no `T`"],
+    ),
+    "a static field": (
+        lambda: ft.select(model()).at("layers.0.name"), FunctreeError, ["`layers.0` has no `name`", "a static field"],
+    ),
+    "no path": (lambda: ft.select(model()).at("layers..x"), RuleError, ["'layers..x' is not a path"]),
+    "at a number": (lambda: ft.select(model()).at(3), RuleError, ["at takes a path or a function", "not 3"]),
+    "at: what is no part": (
+        lambda: ft.select(model()).at(lambda m: (m.act, m.layers[0].name)),
+        FunctreeError, ["the function returned 'dense', which is not a part of the tree"],
+    ),
+    "at: a slice": (
+        lambda: ft.select([1, 2, [3]]).at(lambda t: [t[1:]]), FunctreeError, ["returned [<leaf>, [<leaf>]], which is"],
+    ),
+    "at: no parts": (lambda: ft.select(model()).at(lambda m: ()), FunctreeError, ["the function returned ()"]),
+    "at: one in another": (
+        lambda: ft.select(model()).at(lambda m: (m.layers[0].bias, m.layers)),
+        FunctreeError, ["`layers.0.bias` is inside `layers`", "choose one of them"],
+    ),
+    "at: one in the whole": (
+        lambda: ft.select(model()).at(lambda m: (m, m.act)), FunctreeError, ["`act` is inside `Model`"],
+    ),
+    "under a number": (lambda: ft.select(model()).under(3), FunctreeError, ["under takes a class", "not 3"]),
+    "under a class with arguments": (
+        lambda: ft.select(model()).under(list[int]), FunctreeError, ["not list[int]; write `list`: the arguments"],
+    ),
+    "under a text": (lambda: ft.select(model()).under("Norm"), FunctreeError, ["under takes a class", "not 'Norm'"]),
+    "where a number": (lambda: ft.select(model()).where(3), RuleError, ["3 is not a filter", "write a glob"]),
+    "where a bad glob": (lambda: ft.select(model()).where("a..b"), RuleError, ["'a..b'"]),
+    "remove a field": (
+        lambda: ft.select(model()).at(lambda m: (m.act, m.named.second)).remove(),
+        FunctreeError,
+        ["2 parts cannot be removed", "is a field of Model, not an element of a list, a tuple or a dict",
+         "named.second   NoneType", "is a field of Named", "`.set(None)`"],
+    ),
+    "remove the whole": (
+        lambda: ft.select(model()).remove(), FunctreeError, ["1 part cannot be removed", "Model", "is the whole tree"],
+    ),
+    "insert beside a field": (
+        lambda: ft.select(model()).where("**.bias").insert_after(1),
+        FunctreeError,
+        ["nothing can be inserted next to 2 parts", "layers.0.bias, heads.z.bias   f32[3]", "is a field of Dense",
+         "not an element of a list or a tuple", "`.apply(lambda part: ...)`"],
+    ),
+    "insert into a dict": (
+        lambda: ft.select(model()).at("heads.z").insert_before(1), FunctreeError, ["is a field of dict"],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_messages(case: str) -> None:
+    call, error, fragments = CASES[case]
+    with pytest.raises(error) as found:
+        call()
+    for fragment in fragments:
+        assert fragment in str(found.value)
+
+
+def test_problems_have_the_paths() -> None:
+    with pytest.raises(FunctreeError) as found:
+        ft.select(model()).under(Norm).get()
+    assert [str(problem.path) for problem in found.value.problems] == [
+        "layers.1",
+        "pair.0",
+        'heads."a.b"',
+    ]
+
+
+def test_many_parts_are_found_in_one_walk() -> None:
+    """The time for each part does not depend on their number."""
+    few, many = ([Leafy(jnp.ones(1), n) for n in range(size)] for size in (50, 500))
+
+    def calls(tree: list[Any]) -> int:
+        chosen = ft.select(tree).under(Leafy)
+        return sum(python_calls(run) for run in (
+            lambda: chosen.at("w").apply(lambda x: x),
+            lambda: chosen.at(lambda leafy: leafy.w).count(),
+            lambda: chosen.where("w").count(),
+            lambda: chosen.remove(),
+            lambda: chosen.insert_after(None),
+            lambda: ft.select(tree).at(lambda tree: [leafy.w for leafy in tree]).count(),
+        ))  # fmt: skip
+
+    assert calls(many) < 12 * calls(few)

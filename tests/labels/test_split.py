@@ -1,0 +1,280 @@
+"""A tree taken apart and put together: the same tree, whatever the filters."""
+
+import re
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from checks import raises
+from hypothesis import given
+from hypothesis import strategies as st
+from trees import Keyless, Leafy, containers, flat, same
+
+import functree as ft
+from functree.errors import FunctreeError, RuleError
+from functree.tree.arrays import is_array
+from functree.tree.skeleton.skeleton import Skeleton
+
+ARRAYS = [
+    np.zeros((2, 3), np.float32),
+    np.int32(4),
+    jax.ShapeDtypeStruct((2,), jnp.bfloat16),
+    np.ones(2, np.int8),
+]
+OTHERS = [None, 1, True, 1.0, 0, False, -1.5, "text", abs, (), np.dtype("f4"), 2j]
+LEAVES = st.sampled_from(ARRAYS) | st.sampled_from(OTHERS)
+TREES = st.recursive(LEAVES, containers, max_leaves=12)
+FILTERS = st.lists(
+    st.sampled_from(
+        ["**.0.**", "*", "**", "w.**", "**.w", "kept.**", Leafy, list, Keyless, ft.has_ndim(1), ft.is_trainable,
+         ~ft.has_dtype(jnp.floating), ft.larger_than(2), ft.glob("**.left") | ft.glob("**.right"),
+         lambda path, leaf: len(path) % 2 == 0],
+    ),
+    max_size=4,
+)  # fmt: skip
+
+
+def matching(tree: Any, filters: list[Any]) -> list[Any]:
+    """The filters without those that `split` refuses: patterns and classes that match nothing."""
+    kept = []
+    for one in filters:
+        try:
+            ft.split(tree, one, ...)
+        except ft.FunctreeError:
+            continue
+        kept.append(one)
+    return kept
+
+
+@given(TREES, FILTERS)
+def test_merge_undoes_split(tree: Any, filters: list[Any]) -> None:
+    filters = matching(tree, filters)
+    static, *parts = ft.split(tree, *filters, ...)
+    assert len(parts) == len(filters) + 1
+    assert same(ft.merge(static, *parts), tree)
+    assert same(ft.merge(static, *parts[::-1]), tree)
+    columns = list(zip(*[flat(part)[0] for part in parts], strict=True))
+    for value, column in zip(flat(tree)[0], columns, strict=True):
+        assert [v for v in column if v is not None] == (
+            [] if not is_array(value) else [v for v in column if v is value]
+        )
+    assert all(flat(part)[1] == flat(tree)[1] for part in parts)
+
+
+@given(TREES, FILTERS)
+def test_an_array_is_in_the_part_of_the_first_filter(tree: Any, filters: list[Any]) -> None:
+    filters = matching(tree, filters)
+    _, *parts = ft.split(tree, *filters, ...)
+    for index, part in enumerate(parts):
+        earlier = ft.split(tree, *filters[:index], ...)[-1]
+        for mine, theirs in zip(flat(part)[0], flat(earlier)[0], strict=True):
+            assert mine is None or mine is theirs
+
+
+@given(TREES, FILTERS)
+def test_static_does_not_depend_on_the_filters(tree: Any, filters: list[Any]) -> None:
+    static = ft.split(tree)[0]
+    other = ft.split(tree, *matching(tree, filters), ...)[0]
+    assert isinstance(static, Skeleton) and static == other and hash(static) == hash(other)
+    again = ft.split(
+        jax.tree.map(lambda leaf: leaf + 1 if isinstance(leaf, np.ndarray) else leaf, tree)
+    )[0]
+    assert again == static and hash(again) == hash(static)
+    assert not any(is_array(value) for _, value in static.others)
+
+
+@given(TREES, st.sampled_from(OTHERS[1:]), st.sampled_from(OTHERS[1:]))
+def test_static_values_are_told_apart_by_type_too(tree: Any, one: Any, other: Any) -> None:
+    same_value = type(one) is type(other) and one == other
+    assert (ft.split([tree, one])[0] == ft.split([tree, other])[0]) == (same_value)
+
+
+def test_one_and_true_and_one_point_nought() -> None:
+    statics = [ft.split({"n": n, "w": np.ones(2)})[0] for n in (1, True, 1.0, 2)]
+    assert len(set(statics)) == 4
+
+
+class Configured(eqx.Module):
+    w: Any
+    k: Any = eqx.field(static=True)
+
+
+@pytest.mark.parametrize(
+    "wrap", [lambda m: m, lambda m: {"a": [m, "text"]}, ft.pack], ids=["bare", "inside", "packed"]
+)
+def test_static_fields_are_told_apart_by_type_too(wrap: Any) -> None:
+    values = (1, True, 1.0, 0.0, -0.0, (1,), (True,), "1", None, float("nan"))
+    statics = [ft.split(wrap(Configured(np.ones(2), k)))[0] for k in values]
+    assert len(set(statics)) == len(values)
+    again = [ft.split(wrap(Configured(np.zeros(3), k)))[0] for k in values]
+    assert again == statics and list(map(hash, again)) == list(map(hash, statics))
+
+
+def model() -> eqx.nn.MLP:
+    return eqx.nn.MLP(2, 3, 4, 2, key=jax.random.key(0))
+
+
+def test_a_model() -> None:
+    mlp = model()
+    static, bias, rest = ft.split(mlp, "**.bias", ...)
+    assert bias.layers[0].weight is None and bias.layers[0].bias is mlp.layers[0].bias
+    assert bias.activation is None and rest.layers[0].bias is None
+    assert ft.merge(static, bias, rest)(jnp.ones(2)).shape == (3,)
+    assert repr(static) == f"<Skeleton: 6 arrays, {len(static.others)} other leaves>"
+
+
+def test_a_packed_model_is_split_by_the_models_paths() -> None:
+    mlp = model()
+    static, bias, rest = ft.split(
+        [ft.pack(mlp), "text"], "0.layers.*.bias", ft.under(eqx.nn.Linear)
+    )
+    assert [x is layer.bias for x, layer in zip(bias[0].arrays[1::2], mlp.layers, strict=True)] == [
+        True
+    ] * 3
+    assert (
+        bias[0].arrays[::2] == (None,) * 3 and rest[0].tree.layers[0].weight is mlp.layers[0].weight
+    )
+    assert static.paths == ft.split([mlp, "text"])[0].paths
+    assert same(ft.merge(static, bias, rest)[0].tree, mlp)
+    with pytest.raises(FunctreeError, match=r"(?s)6 leaves cannot be merged.*layers\.0\.weight"):
+        ft.merge(static)
+
+
+def test_parts_go_through_jax() -> None:
+    mlp = model()
+    static, params = ft.split(mlp)
+
+    @jax.jit
+    def loss(params: Any, x: Any) -> Any:
+        return jnp.sum(ft.merge(static, params)(x))
+
+    grads = jax.grad(loss)(params, jnp.ones(2))
+    assert jax.tree.structure(grads) == jax.tree.structure(params)
+    doubled = ft.merge(static, jax.tree.map(jnp.add, params, params))
+    assert jnp.array_equal(doubled.layers[0].weight, mlp.layers[0].weight + mlp.layers[0].weight)
+
+
+def test_static_is_a_key_for_jit() -> None:
+    calls = []
+
+    def body(static: Any, arrays: Any) -> Any:
+        calls.append(static)
+        return ft.merge(static, arrays)["w"]
+
+    f = jax.jit(body, static_argnums=0)
+    for n in (1, 1, True, 1):
+        f(*ft.split({"n": n, "w": jnp.ones(2)}))
+    assert len(calls) == 2
+
+
+def test_no_arrays_and_no_tree() -> None:
+    for tree in ({}, [], None, {"n": 1}):
+        static, part = ft.split(tree)
+        assert ft.merge(static, part) == tree == ft.merge(static)
+
+
+CASES: dict[str, tuple[Callable[[], Any], type[Exception], list[str]]] = {
+    "... before another": (
+        lambda: ft.split(model(), ..., "**.bias"), RuleError, ["`...` may only be the last filter"],
+    ),
+    "no filter": (lambda: ft.split(model(), 3), RuleError, ["3 is not a filter"]),
+    "no filter matches": (
+        lambda: ft.split({"a": np.ones((2, 3), np.float32), "b": np.ones(2)}, "b"),
+        FunctreeError, ["no filter matches 1 leaf", "a   f32[2, 3]", "no filter matches it", "or `...` last"],
+    ),
+    "axes of the unmatched": (
+        lambda: ft.split(ft.nn.RMSNorm(4), "nothing"), FunctreeError, ['scale   f32[4]   "embed"'],
+    ),
+    "unhashable": (
+        lambda: ft.split({"a": [np.array([None]), np.array("text")], "b": set()}),
+        FunctreeError,
+        ["3 leaves cannot be static", "a.0, a.1   ndarray", "b   set", "neither an array nor hashable", "make it an"],
+    ),
+    "not a static": (
+        lambda: ft.merge({"w": 1}), FunctreeError, ["merge takes the `static` of a split first, not a dict"],  # pyright: ignore
+    ),
+    "missing": (lambda: ft.merge(ft.split(model(), "**.bias", ...)[0], ft.split(model(), "**.bias", ...)[1]),
+        FunctreeError,
+        ["3 leaves cannot be merged", "layers.0.weight, layers.1.weight", "is in no part", "in exactly one"],
+    ),
+    "no parts": (lambda: ft.merge(ft.split({"w": np.ones(2)})[0]), FunctreeError, ["w", "is in no part"]),
+    "twice": (lambda: ft.merge(*(s := ft.split({"w": np.ones(2)})), s[1]), FunctreeError, ["w", "is in 2 parts"]),
+    "another structure": (
+        lambda: ft.merge(ft.split({"w": np.ones(2)})[0], {"v": np.ones(2)}),
+        FunctreeError, ["part 0 has another structure", "a dict with 1 leaf", "with None in the place of all other"],
+    ),
+    "another static field": (
+        lambda: ft.merge(ft.split(Leafy(np.ones(2), 1))[0], Leafy(np.ones(2), None, "other")),
+        FunctreeError, ["part 0 has another structure", "a Leafy with 1 leaf"],
+    ),
+    "too many": (
+        lambda: ft.merge(ft.split({"n": 1, "w": np.ones(2)})[0], {"n": 1, "w": np.ones(2)}),
+        FunctreeError, ["part 0 has 1 leaf too many", "n", "is not in the place of an array of the tree that"],
+    ),
+    "keys without an order": (
+        lambda: ft.split({1: np.ones(2), "a": 1}), FunctreeError, ["cannot be sorted"],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_errors(case: str) -> None:
+    make, kind, fragments = CASES[case]
+    with pytest.raises(kind) as error:
+        make()
+    for fragment in fragments:
+        assert fragment in str(error.value)
+
+
+def test_the_path_of_what_is_missing() -> None:
+    static, part = ft.split(OrderedDict(b=[Keyless(np.ones(2), "s")]))
+    with pytest.raises(FunctreeError) as error:
+        ft.merge(static, jax.tree.map(lambda _: None, part))
+    assert [problem.path for problem in error.value.problems] == [("b", 0, 0)]
+
+
+class Two(eqx.Module):
+    first: eqx.nn.Linear
+    second: eqx.nn.Conv1d
+
+
+def two() -> Two:
+    keys = jax.random.split(jax.random.key(0))
+    return Two(eqx.nn.Linear(2, 3, key=keys[0]), eqx.nn.Conv1d(2, 3, 1, key=keys[1]))
+
+
+NAMES_NOTHING: dict[str, tuple[Any, str]] = {
+    "a glob": ("third.**", "glob('third.**')"),
+    "a typo": ("**.wieght", "glob('**.wieght')"),
+    "a path": (ft.Path(("third", "weight")), "glob('third.weight')"),
+    "a regular expression": (re.compile("third.*"), "re.compile('third.*')"),
+    "a class": (eqx.nn.LSTMCell, "under(LSTMCell)"),
+    "two": (ft.glob("third.*") | ft.glob("fourth.*"), "glob('third.*'), glob('fourth.*')"),
+    "with a property": (ft.glob("third.*") & ft.is_trainable, "glob('third.*')"),
+}
+
+
+@pytest.mark.parametrize("case", NAMES_NOTHING)
+def test_a_filter_that_names_nothing_of_the_tree(case: str) -> None:
+    written, told = NAMES_NOTHING[case]
+    with raises(
+        f"split: {told} matches no array of the tree",
+        "first.weight",
+        "f32[3, 2]",
+        "correct the filter",
+    ):
+        ft.split(two(), written, ...)
+
+
+@pytest.mark.parametrize("written", [
+    ft.has_axis("nowhere"), ft.is_buffer, ft.larger_than(100), lambda path, leaf: False, ft.under(Two) & ft.is_buffer,
+    eqx.nn.Linear | eqx.nn.LSTMCell, ft.glob("first.*") | ft.glob("third.*"), ~ft.under(eqx.nn.LSTMCell),
+], ids=["axis", "buffer", "size", "function", "in a class", "two classes", "two patterns", "not"])  # fmt: skip
+def test_a_filter_by_a_property_may_match_nothing(written: Any) -> None:
+    _, part, rest = ft.split(two(), written, ...)
+    assert len(jax.tree.leaves(part)) + len(jax.tree.leaves(rest)) == 4

@@ -1,0 +1,615 @@
+"""Nonsense for every parameter of every public function: an error of functree, or an answer, and no
+error from inside.
+
+The functions and their parameters are found by enumeration, so that a new one is tested without
+being remembered.
+"""
+
+import inspect
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from checks import raises
+from jax import Array
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Float
+from meshes import MESH
+
+import functree as ft
+
+KEY = jax.random.key(0)
+RULES = ft.AxisRules({"embed": "data", "hidden": "model", ...: None})
+X = np.ones((8, 8), np.float32)
+TX = optax.sgd(1e-3)
+
+
+class Counts(eqx.Module):
+    count: ft.StateRef
+
+
+def mlp() -> ft.nn.MLP:
+    return ft.nn.MLP(8, 16, key=KEY)
+
+
+def double(x: Float[Array, "embed hidden"]) -> Float[Array, "embed hidden"]:
+    return x * 2
+
+
+def loss(model: Any, x: Any) -> Any:
+    return model(x).sum()
+
+
+def layers() -> ft.Stacked[Any]:
+    return ft.stack(lambda key: ft.nn.MLP(8, 8, key=key), 3, KEY)
+
+
+MODEL = mlp()
+STATE = ft.TrainState.create(MODEL, TX)
+COUNTS, PIECES = ft.make_state(Counts(ft.StateRef(jnp.zeros(3))))
+CONFIG = ft.nn.TransformerConfig(16, 8, 2, 2, 2, 4, 8)
+LLAMA = Path(__file__).parents[1] / "fixtures" / "hf" / "llama"
+TRANSFORMER = ft.nn.Transformer.create(CONFIG, key=KEY)
+
+NONSENSE: dict[str, Any] = {
+    "a class": ft.nn.MLP, "a mesh": MESH, "a jitted function": ft.jit(lambda x: x), "None": None, "a float": 1.5,
+    "a negative number": -1, "zero": 0, "nan": float("nan"), "a number of NumPy": np.int64(1), "True": True,
+    "an empty text": "", "a text": "a b", "bytes": b"x", "an abstract array": jax.ShapeDtypeStruct((4,), jnp.float32),
+    "an array": jnp.ones(3), "an object": object(), "a dict": {"a": 1}, "an empty dict": {}, "a list": [1],
+    "an empty list": [], "a tuple": ("a", 1.5), "a set": {1}, "a function": lambda *args: 1, "a module": MODEL,
+    "a spec": P("data"), "rules": RULES, "a path": ft.Path(("a",)), "...": ..., "axes": ft.Axes("a"),
+    "an init": ft.init(lambda: jnp.ones(3), P(), MESH), "a sharding": NamedSharding(MESH, P()),
+}  # fmt: skip
+PLAN = ft.plan(MODEL, RULES, MESH)
+LEDGER = ft.ledger(double, X, in_shardings=P("data"), mesh=MESH)
+FUNCTIONS = ("a class", "a mesh", "a jitted function", "a function", "a module", "an init")
+
+
+def in_rules(function: Callable[..., Any]) -> Callable[..., Any]:
+    def called(**arguments: Any) -> Any:
+        with ft.axis_rules(RULES):
+            return function(**arguments)
+
+    return called
+
+
+def entered(**arguments: Any) -> None:
+    with ft.axis_rules(**arguments):
+        pass
+
+
+# For each function a use of it, and arguments with which it works. `*names` and `**names` are given
+# one value.
+Use = tuple[Callable[..., Any], dict[str, Any]]
+
+
+SERIALIZED = ft.export(ft.jit(lambda x: x), jnp.ones(3)).serialize()
+
+
+def fresh(path: Any) -> Any:
+    """A path where nothing is: nonsense is handed in once for each of its kinds."""
+    if path == "fresh":
+        shutil.rmtree(path, ignore_errors=True)
+    return path
+
+
+def in_a_run(folder: str, use: Callable[[ft.Checkpoints], Any]) -> None:
+    with ft.Checkpoints(fresh(folder)) as checkpoints:
+        use(checkpoints)
+
+
+USES: dict[str, Use] = {
+    "AxisRules": (ft.AxisRules, {"rules": {"a": "data"}, "names": None}),
+    "AxisRules.spec": (RULES.spec, {"axes": ft.Axes("embed"), "shape": (8,), "mesh": MESH}),
+    "AxisRules.on": (RULES.on, {"mesh": MESH}),
+    "AxisRules.identity": (ft.AxisRules.identity, {"mesh": MESH}),
+    "FSDP": (
+        lambda **k: ft.plan(MODEL, ft.FSDP(**k), MESH),
+        {"axis": "data", "min_size": 0, "axes": None, "otherwise": P()},
+    ),
+    "StateSharding": (
+        lambda rules, unused: ft.plan(MODEL, ft.StateSharding(rules, unused=unused), MESH),
+        {"rules": {...: P()}, "unused": "error"},
+    ),
+    "StateSharding.from_specs": (
+        lambda tree: ft.plan(MODEL, ft.StateSharding.from_specs(tree), MESH),
+        {"tree": ft.plan(MODEL, RULES, MESH).specs},
+    ),
+    "Axes": (lambda names: ft.Axes("a", names), {"names": "b"}),
+    "Axes.parse": (ft.Axes.parse, {"text": "a b"}),
+    "Axes.of": (ft.Axes.of, {"axes": "a b"}),
+    "Path": (ft.Path, {"keys": ("a",)}),
+    "Path.parse": (ft.Path.parse, {"text": "a"}),
+    "StateRef": (ft.StateRef, {"init": jnp.ones(3), "axes": "a"}),
+    "Stacked": (ft.Stacked, {"layer": layers().layer, "axis": "layers"}),
+    "Stacked.scan": (
+        lambda args, **k: layers().scan(**k),
+        {"x": X, "args": (), "each": None, "collect": False, "remat": None, "unroll": 1, "state": None},
+    ),
+    "stack": (ft.stack, {"make": lambda key: ft.nn.MLP(8, 8, key=key), "n": 3, "key": KEY, "axis": "layers"}),
+    "TrainState.create": (
+        ft.TrainState.create,
+        {"model": MODEL, "tx": TX, "layout": RULES, "mesh": MESH, "state": None, "key": None, "wrt": ft.is_trainable},
+    ),
+    "abstract": (lambda **k: ft.abstract(**k)(), {"make": lambda: jnp.ones((8, 8)), "layout": P("data"), "mesh": MESH}),
+    "init": (lambda **k: ft.init(**k)(), {"make": lambda: jnp.ones((8, 8)), "layout": P("data"), "mesh": MESH}),
+    "accumulate": (lambda **k: ft.accumulate(**k)(X), {"fn": lambda x: x.sum(), "steps": 2}),
+    "apply_gradients": (
+        lambda extra, **k: ft.apply_gradients(**k),
+        {"ts": STATE, "grads": ft.grad(loss)(MODEL, X), "state": None, "extra": None},
+    ),
+    "averaged": (ft.averaged, {"ts": ft.TrainState.create(MODEL, ft.with_ema(TX))}),
+    "with_ema": (lambda **k: ft.TrainState.create(MODEL, ft.with_ema(**k)), {"tx": TX, "decay": 0.9}),
+    "axis_rules": (entered, {"rules": RULES}),
+    "constrain": (lambda **k: ft.jit(ft.constrain, mesh=MESH)(**k), {"tree": X, "layout": P("data"), "rules": None}),
+    "copy": (ft.copy, {"tree": MODEL}),
+    "glob": (ft.glob, {"pattern": "a"}),
+    "under": (ft.under, {"cls": ft.nn.MLP}),
+    "has_axis": (ft.has_axis, {"name": "a"}),
+    "has_dtype": (ft.has_dtype, {"dtype": jnp.float32}),
+    "has_ndim": (ft.has_ndim, {"ndim": 1}),
+    "larger_than": (ft.larger_than, {"elements": 3}),
+    "grad": (
+        lambda **k: ft.grad(**k)(MODEL, X),
+        {"fn": loss, "wrt": ft.is_trainable, "argnums": 0, "has_aux": False, "layout": None},
+    ),
+    "value_and_grad": (
+        lambda **k: ft.value_and_grad(**k)(MODEL, X),
+        {"fn": loss, "wrt": ft.is_trainable, "argnums": 0, "has_aux": False, "layout": None},
+    ),
+    "init_optimizer": (
+        ft.init_optimizer,
+        {"tx": TX, "model": MODEL, "layout": RULES, "mesh": MESH, "wrt": ft.is_trainable, "otherwise": None},
+    ),
+    "plan_optimizer": (
+        ft.plan_optimizer,
+        {"tx": TX, "model": MODEL, "layout": RULES, "mesh": MESH, "wrt": ft.is_trainable, "otherwise": None},
+    ),
+    "jit": (
+        lambda refused, **k: ft.jit(**k, **({} if refused is None else {"backend": refused}))(jnp.array(X)),
+        {
+            "fun": double, "in_shardings": None, "out_shardings": None, "mesh": MESH, "rules": None, "donate": (),
+            "static_argnums": (), "static_argnames": (), "keep_unused": False, "inline": False,
+            "check_processes": False,
+            "compiler_options": None, "refused": None,
+        },
+    ),
+    "make_mesh": (
+        lambda sizes, **k: ft.make_mesh(data=sizes, **k),
+        {"explicit": False, "devices": None, "dcn": None, "target": None, "sizes": 8},
+    ),
+    "ledger": (
+        lambda fn, args, kwargs, **k: ft.ledger(fn, args, **k),
+        {"fn": double, "args": X, "in_shardings": RULES, "out_shardings": None, "mesh": MESH, "kwargs": None},
+    ),
+    "Ledger.diff": (LEDGER.diff, {"other": LEDGER}),
+    "Ledger.from_json": (ft.Ledger.from_json, {"text": LEDGER.to_json()}),
+    "Plan.diff": (PLAN.diff, {"other": PLAN}),
+    "Plan.from_json": (ft.Plan.from_json, {"text": PLAN.to_json()}),
+    "testing.assert_layout": (ft.testing.assert_layout, {"plan": PLAN, "file": "missing.txt"}),
+    "testing.assert_collectives": (
+        ft.testing.assert_collectives, {"ledger": LEDGER, "allow": None, "at_most": None}
+    ),
+    "testing.assert_peak_memory": (ft.testing.assert_peak_memory, {"compiled": LEDGER, "bytes": 2**30}),
+    "testing.assert_closed": (ft.testing.assert_closed, {"step": lambda x: x, "args": (X,)}),
+    "testing.assert_same_as_unsharded": (
+        ft.testing.assert_same_as_unsharded,
+        {"fn": double, "args": (X,), "layouts": RULES, "mesh": MESH, "rtol": 1e-5, "atol": 1e-6},
+    ),
+    "make_state": (ft.make_state, {"model": Counts(ft.StateRef(jnp.zeros(3)))}),
+    "merge": (
+        lambda static, parts: ft.merge(static, parts), {"static": ft.split(MODEL)[0], "parts": ft.split(MODEL)[1]}
+    ),
+    "split": (lambda tree, filters: ft.split(tree, filters, ...), {"tree": MODEL, "filters": "up"}),
+    "offload": (
+        lambda names, others: layers().scan(X, remat=ft.offload(names, others=others)),
+        {"names": "mlp_up", "others": "full"},
+    ),
+    "on_host": (ft.on_host, {"layout": P()}),
+    "pack": (ft.pack, {"tree": MODEL}),
+    "unpack": (ft.unpack, {"packed": ft.pack(MODEL)}),
+    "plan": (ft.plan, {"tree": MODEL, "layout": RULES, "mesh": MESH, "check": True}),
+    "shard": (ft.shard, {"tree": X, "layout": RULES, "mesh": MESH, "axes": "embed hidden", "local": False}),
+    "shard_map": (
+        lambda refused, **k: ft.shard_map(**k, **({} if refused is None else {"auto": refused}))(jnp.array(X)),
+        {
+            "fun": double, "mesh": MESH, "in_specs": P("data"), "out_specs": P("data"), "rules": None,
+            "axis_names": None, "check_vma": True, "shapes": "global", "refused": None,
+        },
+    ),
+    "signature_layouts": (ft.signature_layouts, {"fun": double, "rules": RULES}),
+    "spec": (in_rules(ft.spec), {"axes": "embed"}),
+    "tree_axes": (ft.tree_axes, {"tree": MODEL, "names": None}),
+    "names": (lambda patterns, fields: ft.names(patterns, w=fields), {"patterns": None, "fields": "a"}),
+    "typed": (lambda **k: ft.typed(**k)(jnp.array(X)), {"fun": double, "constrain": False}),
+    "select": (ft.select, {"tree": MODEL}),
+    "Selection.at": (ft.select(MODEL).at, {"where": "up"}),
+    "Selection.under": (ft.select(MODEL).under, {"cls": ft.nn.MLP}),
+    "Selection.where": (ft.select(MODEL).where, {"what": ft.is_trainable}),
+    "Selection.expect": (ft.select(MODEL).at("up").expect, {"number": 1}),
+    "Selection.set": (ft.select(MODEL).at("up").set, {"value": 1}),
+    "Selection.set_each": (ft.select(MODEL).at("up").set_each, {"values": [1]}),
+    "Selection.apply": (ft.select(MODEL).at("up").apply, {"fn": lambda x: x}),
+    "Selection.insert_after": (ft.select([1, 2]).at("0").insert_after, {"value": 1}),
+    "Selection.insert_before": (ft.select([1, 2]).at("0").insert_before, {"value": 1}),
+    "State.set": (PIECES.set, {"ref": COUNTS.count, "value": jnp.ones(3)}),
+    "nn.Linear": (
+        ft.nn.Linear,
+        {
+            "in_size": 4, "out_size": 4, "axes": "embed hidden", "use_bias": True, "key": KEY,
+            "init": jax.nn.initializers.normal(), "param_dtype": jnp.float32, "compute_dtype": None,
+        },
+    ),
+    "nn.Attention": (
+        ft.nn.Attention,
+        {
+            "embed": 8, "heads": 2, "kv_heads": None, "head_dim": None, "use_bias": False, "qk_norm": False,
+            "norm_eps": 1e-5, "window": None, "rope_theta": 1e4, "rope_scaling": None, "attention": "auto", "key": KEY,
+            "init": jax.nn.initializers.normal(), "param_dtype": jnp.float32, "compute_dtype": None,
+        },
+    ),
+    "nn.BatchNorm": (
+        ft.nn.BatchNorm,
+        {
+            "size": 4, "axis_name": None, "eps": 1e-5, "channelwise_affine": True, "momentum": 0.9, "inference": False,
+            "axes": "embed", "param_dtype": jnp.float32,
+        },
+    ),
+    "nn.Dropout": (ft.nn.Dropout, {"p": 0.5, "inference": False}),
+    "nn.Embedding": (
+        ft.nn.Embedding,
+        {
+            "vocab_size": 4, "embed": 4, "key": KEY, "init": jax.nn.initializers.normal(),
+            "param_dtype": jnp.float32, "compute_dtype": None,
+        },
+    ),
+    "nn.LayerNorm": (
+        ft.nn.LayerNorm,
+        {
+            "size": 4, "eps": 1e-5, "use_weight": True, "use_bias": True, "axes": "embed", "param_dtype": jnp.float32,
+            "compute_dtype": None,
+        },
+    ),
+    "nn.RMSNorm": (
+        ft.nn.RMSNorm,
+        {
+            "size": 4, "eps": 1e-5, "init": jax.nn.initializers.ones, "axes": "embed", "key": None,
+            "param_dtype": jnp.float32, "compute_dtype": None,
+        },
+    ),
+    "nn.MLP": (
+        ft.nn.MLP,
+        {
+            "embed": 4, "hidden": 4, "init": jax.nn.initializers.normal(), "key": KEY, "param_dtype": jnp.float32,
+            "compute_dtype": None,
+        },
+    ),
+    "nn.Sequential": (ft.nn.Sequential, {"layers": [MODEL]}),
+    "nn.Constrain": (ft.nn.Constrain, {"layout": "a", "rules": None}),
+    "nn.Jitted": (ft.nn.Jitted, {"body": MODEL}),
+    "nn.TransformerConfig": (
+        ft.nn.TransformerConfig,
+        {
+            "vocab_size": 16, "embed": 8, "layers": 2, "heads": 2, "kv_heads": 2, "head_dim": 4, "hidden": 8,
+            "max_seq": 8, "rope_theta": 1e4, "tie_embedding": False, "remat": None, "param_dtype": jnp.float32,
+            "compute_dtype": jnp.float32, "norm_eps": 1e-5, "attention_bias": False, "qk_norm": False, "window": None,
+            "rope_scaling": None, "attention": "auto",
+        },
+    ),
+    "nn.Llama3Rope": (ft.nn.Llama3Rope, {"factor": 8.0, "low": 1.0, "high": 4.0, "original": 8192}),
+    "nn.Transformer.create": (
+        ft.nn.Transformer.create,
+        {
+            "config": CONFIG, "init": jax.nn.initializers.normal(), "embed_init": jax.nn.initializers.normal(),
+            "key": KEY,
+        },
+    ),
+    "nn.Transformer.features": (
+        TRANSFORMER.features, {"tokens": jnp.zeros((1, 4), int), "positions": None, "segments": None}
+    ),
+    "nn.Transformer.run": (
+        TRANSFORMER.run, {"tokens": jnp.zeros((1, 4), int), "positions": None, "segments": None, "cache": None}
+    ),
+    "nn.Cache.create": (ft.nn.Cache.create, {"model": TRANSFORMER, "batch": 1, "length": 8}),
+    "nn.generate": (
+        ft.nn.generate,
+        {
+            "model": TRANSFORMER, "prompts": jnp.zeros((1, 2), int), "length": 2, "lengths": None, "key": KEY,
+            "temperature": 1.0, "top_k": None, "top_p": None, "stop": None, "pad": 0,
+        },
+    ),
+    "nn.cross_entropy": (
+        ft.nn.cross_entropy,
+        {
+            "model": TRANSFORMER, "tokens": jnp.zeros((1, 4), int), "targets": jnp.zeros((1, 4), int),
+            "positions": None, "segments": None, "chunk": 1024, "mask": None, "z_loss": 0.0,
+        },
+    ),
+    "nn.config_from_json": (
+        lambda path, fields: ft.nn.config_from_json(path, compute_dtype=fields), {"path": LLAMA, "fields": "float32"}
+    ),
+    "load_weights": (
+        lambda fields, **given: ft.load_weights(**given, max_seq=fields),
+        {"folder": LLAMA, "layout": ft.P(), "mesh": MESH, "param_dtype": None, "fields": 16},
+    ),
+    "save": (
+        lambda path, **given: ft.save(fresh(path), **given),
+        {"path": "fresh", "tree": {"w": jnp.ones(3)}, "verify": True, "overwrite": False, "meta": {"a": 1}},
+    ),
+    "restore": (
+        ft.restore,
+        {
+            "path": "saved", "like": {"w": jnp.zeros(3)}, "layout": ft.P(), "mesh": MESH, "only": None, "cast": False,
+            "verify": True,
+        },
+    ),
+    "inspect": (ft.inspect, {"path": "saved"}),
+    "Checkpoint.diff": (lambda other: ft.inspect("saved").diff(other), {"other": ft.plan(jnp.ones(2))}),
+    "Checkpoints": (ft.Checkpoints, {"folder": "run", "keep": 3, "every": None}),
+    "Checkpoints.save": (
+        lambda **given: in_a_run("fresh", lambda run: run.save(**given)),
+        {"step": 1, "tree": {"w": jnp.ones(3)}, "meta": {"a": 1}, "force": False},
+    ),
+    "Checkpoints.restore": (
+        lambda **given: in_a_run("run", lambda run: run.restore(**given)),
+        {
+            "like": {"w": jnp.zeros(3)}, "step": 7, "layout": ft.P(), "mesh": MESH, "only": None, "cast": False,
+            "verify": True,
+        },
+    ),
+    "check_processes": (lambda values: ft.check_processes(value=values), {"values": 3}),
+    "preempted": (ft.preempted, {"step": 3}),
+    "export": (
+        lambda f, args, **given: ft.export(f, args, **given),
+        {"f": ft.jit(lambda x: x), "args": jnp.ones(3), "platforms": None, "symbolic": None},
+    ),
+    "Exported.call": (lambda arrays: ft.export(ft.jit(lambda x: x), jnp.ones(3)).call(arrays), {"arrays": jnp.ones(3)}),
+    "Exported.deserialize": (ft.Exported.deserialize, {"data": SERIALIZED}),
+    "save_weights": (ft.save_weights, {"folder": "weights", "model": TRANSFORMER}),
+    "nn.WeightMap": (
+        ft.nn.WeightMap,
+        {"fields": {"n": ft.nn.WeightMap.only(1)}, "weights": {"embed.weight": "w"}, "options": {"qk_norm": True}},
+    ),
+    "nn.WeightMap.sets": (
+        lambda absent, **given: ft.nn.WeightMap.sets(**given, embed=absent),
+        {"field": "embed", "text": "a number", "fits": bool, "absent": 8},
+    ),
+    "nn.WeightMap.only": (lambda values: ft.nn.WeightMap.only(values), {"values": 1}),
+    "nn.WeightMap.ignored": (ft.nn.WeightMap.ignored, {"text": "a number", "fits": bool}),
+    "nn.Transformer.logits": (TRANSFORMER.logits, {"x": jnp.zeros((1, 4, 8))}),
+    "nn.Embedding.logits": (TRANSFORMER.embed.logits, {"x": jnp.zeros((1, 4, 8))}),
+    "nn.Block.create": (ft.nn.Block.create, {"config": CONFIG, "init": jax.nn.initializers.normal(), "key": KEY}),
+}  # fmt: skip
+
+# What is given is called, or computed with, as a user asks for it: an error is that of the user's
+# own function or array. A layer of a Sequential or a Stacked, for example, is called with `x`.
+OF_THE_USER: dict[str, set[str]] = {
+    "accumulate": {"fn"}, "grad": {"fn"}, "value_and_grad": {"fn"}, "init": {"make"}, "abstract": {"make"},
+    "ledger": {"fn"}, "testing.assert_closed": {"step"}, "testing.assert_same_as_unsharded": {"fn"},
+    "stack": {"make"}, "jit": {"fun"}, "shard_map": {"fun"}, "typed": {"fun"}, "Selection.at": {"where"},
+    "Selection.apply": {"fn"},
+    **{f"nn.{layer}": {"init"} for layer in ("Linear", "Attention", "Embedding", "RMSNorm", "MLP")},
+    "nn.Transformer.create": {"init", "embed_init"}, "nn.Block.create": {"init"},
+}  # fmt: skip
+COMPUTED_WITH = {
+    ("Stacked.scan", "x"), ("nn.Transformer.logits", "x"), ("nn.Embedding.logits", "x"), ("ledger", "args"),
+    ("testing.assert_closed", "args"), ("testing.assert_same_as_unsharded", "args"),
+}  # fmt: skip
+# Python's own protocols: `plan[path]` and `state[ref]` raise KeyError and TypeError as a dict does.
+# XLA's options have names that only XLA knows. Without a function, `ft.grad` is a decorator.
+NOT_OURS = {
+    ("jit", "compiler_options", "a dict"),
+    ("grad", "fn", "None"),
+    ("value_and_grad", "fn", "None"),
+}
+# Not errors of Python: they are about the model, or about what is saved.
+OTHERS = (ft.StateError, ft.CheckpointError)
+# Files that are not there. That is no wrong value: they may be there later.
+FILES = {("load_weights", "folder"), ("nn.config_from_json", "path")}
+# Called by functree itself, with values that it has checked.
+INTERNAL = {
+    "StateSharding.first", "Path.of", "StateRef.at", "State.update", "State.of_layers", "Plan.sharding", "nn.Block",
+    "nn.Cache", "nn.Cache.extended", "nn.Cache.fits", "nn.Cache.most_tokens",
+}  # fmt: skip
+# What users do not construct: these are results, and errors.
+RESULTS = {
+    "Change",
+    "Checkpoint",
+    "Collective",
+    "Exported",
+    "SavedArray",
+    "Diff",
+    "Filter",
+    "Layout",
+    "Ledger",
+    "Memory",
+    "Packed",
+    "Plan",
+    "Row",
+    "Selection",
+    "State",
+    "Problem",
+    "P",
+    "PartitionSpec",
+    "TrainState",
+}
+RESULTS |= {"nn.Transformer"}
+
+
+def parameters(function: Any) -> set[str]:
+    return set(inspect.signature(function).parameters) - {"self"}
+
+
+def public() -> dict[str, Any]:
+    """Every public function, class and method, by its name."""
+    found: dict[str, Any] = {}
+    for prefix, module in (("", ft), ("nn.", ft.nn), ("testing.", ft.testing)):
+        for name in module.__all__:
+            value = getattr(module, name)
+            if inspect.ismodule(value) or not callable(value):
+                continue
+            if isinstance(value, type) and issubclass(value, Exception):
+                continue
+            if isinstance(value, ft.Filter) or name in (
+                "Buffer",
+                "assert_no_recompile",
+            ):  # these take nothing
+                continue
+            if prefix + name not in RESULTS:
+                found[prefix + name] = value
+            if isinstance(value, type) and value.__module__.startswith("functree"):
+                found |= methods(prefix + name, value)
+    return found
+
+
+def methods(name: str, cls: type) -> dict[str, Any]:
+    """The public methods that a class of functree defines, and that take arguments."""
+    found: dict[str, Any] = {}
+    for key, value in vars(cls).items():
+        inner = key.startswith("_") or key in ("resolve", "claims", "unsharded", "stack_axes")
+        if (
+            not inner
+            and inspect.isfunction(getattr(value, "__func__", value))
+            and parameters(getattr(cls, key))
+        ):
+            found[f"{name}.{key}"] = getattr(cls, key)
+    return found
+
+
+def test_every_public_function_and_parameter_is_in_the_table():
+    found = {name: function for name, function in public().items() if name not in INTERNAL}
+    assert sorted(found.keys() - USES.keys()) == [] == sorted(USES.keys() - found.keys())
+    for name, function in found.items():
+        assert parameters(function) == set(USES[name][1]), name
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a checkpoint and a run, which all cases read."""
+    folder = tmp_path_factory.mktemp("checkpoints")
+    ft.save(folder / "saved", {"w": jnp.ones(3)})
+    with ft.Checkpoints(folder / "run") as run:
+        run.save(7, {"w": jnp.ones(3)})
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def _elsewhere(checkpoints: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder of its own, for what is written, with links to what is read."""
+    monkeypatch.chdir(tmp_path)
+    for shared in checkpoints.iterdir():
+        Path(shared.name).symlink_to(shared)
+
+
+@pytest.mark.parametrize("name", USES)
+def test_the_arguments_of_the_table_are_sense(name: str):
+    use, arguments = USES[name]
+    if name == "testing.assert_layout":  # there is no such file, which is the message
+        with raises("there is no file missing.txt", error=AssertionError):
+            use(**arguments)
+        return
+    use(**arguments)
+
+
+CASES = [(name, parameter) for name, (_, arguments) in USES.items() for parameter in arguments]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("name", "parameter"), CASES)
+def test_nonsense(name: str, parameter: str):
+    use, arguments = USES[name]
+    for what, value in NONSENSE.items():
+        if what in FUNCTIONS and parameter in OF_THE_USER.get(name, ()):
+            continue
+        if (name, parameter) in COMPUTED_WITH or (name, parameter, what) in NOT_OURS:
+            continue
+        try:
+            use(**{**arguments, parameter: value})
+        except ft.FunctreeError as error:
+            assert str(error).strip()
+            of_python = isinstance(error, TypeError | ValueError)
+            assert of_python or isinstance(error, OTHERS) or (name, parameter) in FILES, what
+        except AssertionError as error:
+            assert name.startswith("testing.") and str(error).strip()
+        except Exception as error:
+            pytest.fail(f"{name}({parameter}={what}): {type(error).__name__}: {error}")
+
+
+# What would be an empty or a replicated answer, without a word.
+
+FOR_RULES = "for a table of rules write `ft.AxisRules({...})`"
+SAID: dict[str, tuple[Callable[[], Any], list[str]]] = {
+    "a class as a tree": (
+        lambda: ft.plan(ft.nn.MLP, RULES, MESH), ["plan takes a tree", "MLP is a class", "`ft.abstract(MLP)(...)`"]
+    ),
+    "a class to shard": (lambda: ft.shard(ft.nn.MLP, RULES, MESH), ["shard takes a tree", "MLP is a class"]),
+    "an init that was not called": (
+        lambda: ft.plan(ft.init(mlp, RULES, MESH), RULES, MESH), ["mlp is a function: call it first"]
+    ),
+    "a function as a tree": (lambda: ft.tree_axes(mlp), ["tree_axes takes a tree", "mlp is a function"]),
+    "a class for an optimizer": (
+        lambda: ft.plan_optimizer(TX, ft.nn.MLP, RULES, MESH), ["plan_optimizer takes a tree", "MLP is a class"]
+    ),
+    "a class to train": (lambda: ft.TrainState.create(ft.nn.MLP, TX), ["TrainState.create takes a tree"]),
+    "no layout for a plan": (lambda: ft.plan(MODEL, None, MESH), ["plan: the layout is None", "leave it out"]),
+    "no layout to shard": (lambda: ft.shard(MODEL, None, MESH), ["no layout was given for this array"]),
+    "no layout to create": (lambda: ft.init(mlp, None, MESH)(), ["no layout was given for this array"]),
+    "no layout for a training state": (
+        lambda: ft.plan_optimizer(TX, MODEL, None, MESH), ["no layout was given for this array"]
+    ),
+    "a mapping for rules": (
+        lambda: ft.plan(MODEL, {"embed": "data", "hidden": None}, MESH), [FOR_RULES]
+    ),
+    "a mapping for ambient rules": (
+        lambda: entered(rules={"embed": "data"}), ["is not a layout", FOR_RULES]
+    ),
+    "a mapping for the rules of jit": (
+        lambda: ft.jit(double, rules={"embed": "data"}), [FOR_RULES]
+    ),
+    "a mapping for in_shardings": (
+        lambda: ft.jit(double, in_shardings={"embed": "data"}), [FOR_RULES]
+    ),
+    "a mesh as a layout": (lambda: ft.plan(MODEL, MESH, MESH), ["is not a layout: a function is one if it takes"]),
+    "a jitted function as a layout": (
+        lambda: ft.shard(MODEL, ft.jit(lambda x: x), MESH),
+        ["is not a layout: a function is one if it takes `(path, leaf)`"],
+    ),
+    "a jitted function as a filter": (
+        lambda: ft.grad(loss, wrt=ft.jit(lambda x: x)),
+        ["is not a filter: a function is one if it takes `(path, leaf)`"],
+    ),
+    "a value without its aux": (
+        lambda: ft.grad(loss, has_aux=True)(MODEL, X), ["with has_aux=True the function returns `(value, aux)`"]
+    ),
+    "several wrong values": (
+        lambda: ft.nn.Linear(0, 4, use_bias="no", key=KEY),  # type: ignore[arg-type]
+        ["Linear cannot be built", "in_size=0\n      it must be a positive integer", "use_bias='no'", "True or False"],
+    ),
+    "no key": (lambda: ft.nn.Linear(4, 4, key=0), ["key=0\n      it must be a random key"]),  # type: ignore[arg-type]
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", SAID)
+def test_what_is_said(case: str):
+    run, told = SAID[case]
+    with raises(*told):
+        run()
+
+
+def test_positions_of_numpy_and_negative_ones():
+    x = jnp.ones(3)
+    assert ft.grad(lambda a, b: (a * b).sum(), argnums=np.int64(1))(x, 2 * x).tolist() == [1.0] * 3  # type: ignore
+    assert ft.grad(lambda a, b: (a * b).sum(), argnums=-1)(x, 2 * x).tolist() == [1.0] * 3
+    assert ft.jit(lambda a, b: a + b, donate=np.int64(0))(jnp.ones(3), x).tolist() == [2.0] * 3
+
+
+def test_a_lambda_is_typed():
+    assert ft.typed(lambda x: x * 2)(3) == 6

@@ -1,0 +1,263 @@
+"""The program of `ft.jit` beside that of plain `jax.jit` on the same model written by hand: no more
+work or traffic."""
+
+import contextlib
+import itertools
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import by_hand
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from covering import selected_cells
+from jax import Array
+from jax.sharding import Mesh
+
+import functree as ft
+
+CONFIG = ft.nn.TransformerConfig(256, 64, layers=2, heads=8, kv_heads=4, head_dim=8, hidden=192)
+BATCH = ft.AxisRules({"batch": "data", ...: None})
+TENSOR = ft.AxisRules(
+    {
+        "batch": "data",
+        "heads": "model",
+        "kv_heads": "model",
+        "hidden": "model",
+        "vocab": "model",
+        ...: None,
+    }
+)
+FSDP = ft.FSDP("data", min_size=1024)
+TX = optax.adam(1e-3)
+
+
+# With the library
+
+
+def forward(model: Any, x: Array) -> Array:
+    return model(x)
+
+
+def mlp_loss(model: ft.nn.MLP, x: Array) -> Array:
+    return jnp.mean((model(x) - x) ** 2)
+
+
+def next_token_loss(model: ft.nn.Transformer, tokens: Array) -> Array:
+    logits = model(tokens[:, :-1])
+    return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
+
+
+def jit_forward(rules: ft.Layout) -> Any:
+    return ft.jit(forward, rules=rules, in_shardings=(rules, ft.P("data")))
+
+
+def jit_train_step(loss: Callable[..., Array], rules: ft.Layout, state_plan: ft.Plan) -> Any:
+    def train_step(model: Any, state: Any, batch: Array) -> tuple[Any, Any, Array]:
+        value, grads = ft.value_and_grad(loss)(model, batch)
+        updates, state = TX.update(grads, state, model)
+        return optax.apply_updates(model, updates), state, value
+
+    in_shardings = (rules, state_plan, ft.P("data"))
+    return ft.jit(train_step, rules=rules, in_shardings=in_shardings, donate=("model", "state"))
+
+
+def create_mlp() -> ft.nn.MLP:
+    return ft.nn.MLP(64, 192, key=jax.random.key(0))
+
+
+def create_transformer() -> ft.nn.Transformer:
+    return ft.nn.Transformer.create(CONFIG, key=jax.random.key(0))
+
+
+# Both, side by side
+
+
+class Case(NamedTuple):
+    """A model in some layout, with the library and by hand."""
+
+    create: Callable[[], Any]
+    loss: Callable[..., Array]
+    batch: Callable[[int], np.ndarray]
+    params: Callable[[Any], by_hand.Params]
+    hand: Callable[..., Array]
+    hand_loss: Callable[..., Array]
+    rules: ft.Layout
+    layout: by_hand.Layout
+
+
+def vectors(extra: int) -> np.ndarray:
+    return np.random.default_rng(1).normal(size=(16, 32, CONFIG.embed)).astype(np.float32)
+
+
+def tokens(extra: int) -> np.ndarray:
+    return (
+        np.random.default_rng(1).integers(0, CONFIG.vocab_size, (16, 32 + extra)).astype(np.int32)
+    )
+
+
+def mlp_params(model: ft.nn.MLP) -> by_hand.Params:
+    return {"gate": model.gate, "up": model.up, "down": model.down}
+
+
+def transformer_params(model: ft.nn.Transformer) -> by_hand.Params:
+    block = model.blocks.layer
+    assert model.unembed is not None
+    return {
+        "embed": model.embed.weight,
+        "blocks": {
+            "attn_norm": block.attn_norm.scale,
+            "query": block.attn.query,
+            "key": block.attn.key,
+            "value": block.attn.value,
+            "out": block.attn.out,
+            "mlp_norm": block.mlp_norm.scale,
+            **mlp_params(block.mlp),
+        },
+        "norm": model.norm.scale,
+        "unembed": model.unembed.weight,
+    }
+
+
+MLP = (create_mlp, mlp_loss, vectors, mlp_params, by_hand.mlp, by_hand.mlp_loss)
+LLAMA = (
+    create_transformer,
+    next_token_loss,
+    tokens,
+    transformer_params,
+    by_hand.transformer,
+    by_hand.next_token_loss,
+)
+CASES = {
+    "mlp-tp": Case(*MLP, TENSOR, by_hand.MLP_TP),
+    "transformer-fsdp": Case(*LLAMA, BATCH | FSDP, by_hand.FSDP),
+    "transformer-tp": Case(*LLAMA, TENSOR, by_hand.TP),
+    "transformer-fsdp+tp": Case(*LLAMA, TENSOR | FSDP, by_hand.FSDP_TP),
+}
+
+
+@contextlib.contextmanager
+def surroundings(mesh: Mesh, precision: str | None = None) -> Iterator[None]:
+    """Optax and what is written by hand promote; that the library does not, other tests see to."""
+    with jax.set_mesh(mesh), jax.default_matmul_precision(precision):
+        with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+            yield
+
+
+def compiled_forward(case: Case) -> tuple[str, str]:
+    """The compiled text, with the library and by hand."""
+    model, x = ft.abstract(case.create)(), abstract(case.batch(0))
+    ours = jit_forward(case.rules).lower(model, x)
+    theirs = by_hand.jit_forward(case.hand, case.layout).lower(case.params(model), x)
+    return compiled_text(ours), compiled_text(theirs)
+
+
+def compiled_train_step(case: Case) -> tuple[str, str]:
+    """The same of a train step."""
+    model, batch = ft.abstract(case.create)(), abstract(case.batch(1))
+    params = case.params(model)
+    state, hand_state = (jax.eval_shape(TX.init, tree) for tree in (model, params))
+    ours = jit_train_step(case.loss, case.rules, ft.plan_optimizer(TX, model, case.rules)).lower(
+        model, state, batch
+    )
+    theirs = by_hand.jit_train_step(case.hand_loss, TX, case.layout).lower(
+        params, hand_state, batch
+    )
+    return compiled_text(ours), compiled_text(theirs)
+
+
+def compiled_text(lowered: Any) -> str:
+    """What XLA makes of it. LLVM, which takes most of the time, comes after that."""
+    return lowered.compile(compiler_options={"xla_backend_optimization_level": 0}).as_text()
+
+
+def abstract(array: np.ndarray) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(array.shape, array.dtype)
+
+
+# What the texts say
+
+INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?[\w.-]+ = ", re.MULTILINE)
+ARRAY = re.compile(r"\w+\[[\d,]*\](?:\{[^}]*\})?")
+COLLECTIVE = re.compile(
+    r"= (?P<result>.*?) (?P<kind>all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)(?:-start)?\("
+    r".*?(?:replica_groups|source_target_pairs)=(?P<groups>.*?)(?:, (?!device_ids)[a-z_]+=|$)",
+    re.MULTILINE,
+)
+
+
+def instructions(text: str) -> int:
+    """How many there are, those inside fusions and loops included."""
+    return len(INSTRUCTION.findall(text))
+
+
+def collectives(text: str) -> Counter[tuple[str, str, str]]:
+    """Kind, result and groups of each. XLA combines several into one whose result is a tuple, in
+    any order."""
+    found = list(COLLECTIVE.finditer(text))
+    assert len(found) == text.count("channel_id="), "a collective that COLLECTIVE does not read"
+    return Counter(
+        (m["kind"], " ".join(sorted(ARRAY.findall(m["result"]))), m["groups"]) for m in found
+    )
+
+
+COMPILED = {"forward": compiled_forward, "train step": compiled_train_step}
+CELLS = selected_cells(list(itertools.product(CASES, COMPILED, [None, "highest"])))
+
+
+@pytest.mark.parametrize(("name", "compiled", "precision"), CELLS)
+def test_compiles_to_what_is_written_by_hand(
+    name: str, compiled: str, precision: str | None, mesh: Mesh
+) -> None:
+    with surroundings(mesh, precision):
+        ours, theirs = COMPILED[compiled](CASES[name])
+    count, most = instructions(ours), instructions(theirs)
+    assert count <= most
+    assert most > 5
+    assert collectives(ours) == collectives(theirs)
+    assert collectives(theirs)
+    exact = theirs.count("operand_precision={highest,highest}")
+    assert ours.count("operand_precision={highest,highest}") == exact
+    assert exact == (theirs.count(" dot(") if precision else 0)
+
+
+@pytest.mark.parametrize("name", ["mlp-tp", "transformer-fsdp+tp"])
+def test_computes_what_is_written_by_hand(name: str, mesh: Mesh) -> None:
+    case = CASES[name]
+    with surroundings(mesh, "highest"):
+        model = ft.shard(randomly(case.create), case.rules)
+        state = ft.init_optimizer(TX, model, case.rules)
+        params, hand_state = by_hand.place(jax.device_get(case.params(model)), TX, case.layout)
+        x, batch = (ft.shard(case.batch(extra), ft.P("data")) for extra in (0, 1))
+        close(
+            jit_forward(case.rules)(model, x),
+            by_hand.jit_forward(case.hand, case.layout)(params, x),
+        )
+
+        step = jit_train_step(case.loss, case.rules, ft.plan_optimizer(TX, model, case.rules))
+        hand_step = by_hand.jit_train_step(case.hand_loss, TX, case.layout)
+        model, state, value = step(model, state, batch)
+        params, hand_state, expected = hand_step(params, hand_state, batch)
+    close(value, expected)
+    close(case.params(state[0].mu), hand_state[0].mu)
+    close(case.params(state[0].nu), hand_state[0].nu)
+    close(case.params(model), params)
+
+
+def randomly(create: Callable[[], Any]) -> Any:
+    """A model of random numbers; those of norms too, which start at one."""
+    random = np.random.default_rng(0)
+    return jax.tree.map(
+        lambda x: jnp.asarray(random.normal(size=x.shape) / 10, x.dtype), ft.abstract(create)()
+    )
+
+
+def close(found: Any, expected: Any) -> None:
+    assert jax.tree.structure(found) == jax.tree.structure(expected)
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+        assert a.sharding.is_equivalent_to(b.sharding, a.ndim)

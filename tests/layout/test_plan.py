@@ -1,0 +1,381 @@
+"""`plan`: every field of every row, what is checked, and the plan as a value and as a layout."""
+
+import copy
+import gc
+import pickle
+import weakref
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array, Float, Int, PRNGKeyArray
+from meshes import SIZES
+
+import functree as ft
+
+P = PartitionSpec
+AUTO = (AxisType.Auto,) * 2
+
+
+class MLP(eqx.Module):
+    up: Float[Array, "embed hidden"]
+    down: Float[Array, "hidden embed"]
+    steps: Int[Array, ""]
+    key: PRNGKeyArray
+    name: str = "mlp"
+
+
+def mlp(embed: int = 6, hidden: int = 16) -> MLP:
+    shapes = (embed, hidden), (hidden, embed)
+    return MLP(
+        jnp.ones(shapes[0]),
+        jnp.ones(shapes[1], jnp.bfloat16),
+        jnp.zeros((), jnp.int32),
+        jax.random.key(0),
+    )
+
+
+def abstract(tree: Any) -> Any:
+    return jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype) if eqx.is_array(x) else x, tree
+    )
+
+
+RULES = ft.AxisRules({"hidden": ("data", "model"), "embed": None})
+
+
+def described(row: ft.Row) -> tuple[Any, ...]:
+    assert row.mesh is None  # it is the plan's
+    return (str(row.path), row.shape, str(row.dtype), row.axes, *row[4:11])
+
+
+# Rows
+
+
+def test_every_field_of_every_row() -> None:
+    plan = ft.plan(
+        {"m": mlp(), "n": np.ones((4, 3), np.int8)}, {"m": RULES, "n": ft.on_host(P("data"))}, SIZES
+    )
+    hidden = "hidden→(data, model)"
+    assert [described(row) for row in plan] == [
+        ("m.up", (6, 16), "float32", ft.Axes("embed", "hidden"), P(None, ("data", "model")), f"embed→None, {hidden}",
+         (6, 2), 384, 48, 1, None),
+        ("m.down", (16, 6), "bfloat16", ft.Axes("hidden", "embed"), P(("data", "model"), None), f"{hidden}, embed→None",
+         (2, 6), 192, 24, 1, None),
+        ("m.steps", (), "int32", ft.Axes(), P(), "a scalar", (), 4, 4, 8, None),
+        ("m.key", (), "key<fry>", ft.Axes(), P(), "a scalar", (), 8, 8, 8, None),
+        ("n", (4, 3), "int8", ft.Axes(None, None), P("data", None), "P('data') as given",
+         (2, 3), 12, 6, 4, "pinned_host"),
+    ]  # fmt: skip
+    assert (
+        plan.total_bytes == 384 + 192 + 4 + 8 + 12 and plan.bytes_per_device == 48 + 24 + 4 + 8 + 6
+    )
+    assert (
+        plan.unused == ()
+        and plan.problems == ()
+        and dict(plan.sizes) == SIZES
+        and plan.mesh is None
+    )
+
+
+COPIES = [
+    (P(), 8),
+    (P("data"), 4),
+    (P("model"), 2),
+    (P("data", "model"), 1),
+    (P(("data", "model")), 1),
+]
+
+
+@pytest.mark.parametrize(("spec", "copies"), COPIES)
+def test_copies_and_bytes(spec: P, copies: int, mesh: Mesh) -> None:
+    row = ft.plan(jnp.ones((8, 8)), spec, mesh)[()]
+    assert (
+        row.copies == copies
+        and row.bytes_per_device * 8 == row.bytes_global * copies == 256 * copies
+    )
+    placed = jax.device_put(jnp.ones((8, 8)), NamedSharding(mesh, spec))  # as JAX has it
+    assert placed.addressable_shards[0].data.shape == row.local_shape
+    assert sum(shard.replica_id == 0 for shard in placed.addressable_shards) * copies == 8
+
+
+def test_what_is_no_array_has_no_row() -> None:
+    plan = ft.plan(
+        {"a": 3, "b": None, "c": "text", "d": 2.5, "e": jnp.ones(2), "f": np.float32(1)}, P(), SIZES
+    )
+    assert [str(row.path) for row in plan] == ["e", "f"]
+    assert plan.specs == {"a": None, "b": None, "c": None, "d": None, "e": P(None), "f": P()}
+    empty = ft.plan({"a": 3}, P("data"), SIZES)
+    assert len(empty) == 0 and empty.total_bytes == 0 and "0 arrays" in str(empty)
+
+
+def test_a_row_by_path_tuple_and_text() -> None:
+    plan = ft.plan(
+        {"a.b": [jnp.ones(2), mlp()], "0": jnp.ones(3)}, {"a.b": [P(), RULES], "0": P()}, SIZES
+    )
+    row = plan['"a.b".1.up']
+    assert row is plan[("a.b", 1, "up")] is plan[ft.Path(("a.b", 1, "up"))]
+    assert plan[("0",)].shape == (3,) and plan['"0"'].shape == (3,)
+    for path in ("up", ("a.b", 1), ("a.b", "1", "up"), "0", ()):
+        with pytest.raises(KeyError, match="no array at"):
+            plan[path]
+    with pytest.raises(
+        TypeError,
+        match=r"a plan is indexed by a path, not by 0; its rows by index are in `plan.rows`",
+    ):
+        _ = plan[0]
+    with pytest.raises(KeyError, match=r'did you mean `"a.b".1.up`'):
+        plan['"a.b".1.pu']
+    assert list(plan) == list(plan.rows) and len(plan) == 6
+
+
+# Trees of specs and shardings
+
+
+def test_specs_is_an_ordinary_tree(mesh: Mesh) -> None:
+    model = mlp()
+    plan = ft.plan(model, RULES, mesh)
+    assert (
+        isinstance(plan.specs, MLP)
+        and plan.specs.up == P(None, ("data", "model"))
+        and plan.specs.name is None
+    )
+    arrays, static = eqx.partition(model, eqx.is_array)
+    is_spec = lambda x: isinstance(x, P)  # noqa: E731
+    assert jax.tree.structure(plan.specs, is_leaf=is_spec) == jax.tree.structure(arrays)
+    assert jax.tree.structure(plan.shardings) == jax.tree.structure(arrays)
+
+    def f(arrays: Any) -> Any:
+        return jax.tree.map(lambda x: x, eqx.combine(arrays, static).up)
+
+    out = jax.jit(f, in_shardings=(plan.shardings,), out_shardings=plan.shardings.up)(
+        arrays
+    )  # plain JAX
+    assert out.sharding == NamedSharding(mesh, P(None, ("data", "model")))
+
+
+def test_shardings_have_memory_kinds_and_need_a_mesh(mesh: Mesh) -> None:
+    tree = {"a": jnp.ones((4, 8)), "b": jnp.ones(8)}
+    plan = ft.plan(tree, {"a": P("data"), "b": ft.on_host(P("model"))}, mesh)
+    assert plan.shardings == {
+        "a": NamedSharding(mesh, P("data", None)), "b": NamedSharding(mesh, P("model"), memory_kind="pinned_host"),
+    }  # fmt: skip
+    placed = jax.device_put(tree, plan.shardings)
+    assert placed["b"].sharding.memory_kind == "pinned_host"
+    with pytest.raises(
+        ft.ShardingError,
+        match=r"made for the sizes \(data=2, model=4\), without devices: plan with a `Mesh`",
+    ):
+        _ = ft.plan(tree, P(), SIZES).shardings
+
+
+def test_an_abstract_mesh() -> None:
+    abstract = AbstractMesh((2, 4), ("data", "model"), axis_types=AUTO)
+    plan = ft.plan(mlp(), RULES, abstract)
+    assert plan.mesh is abstract and plan["up"].spec == P(None, ("data", "model"))
+    assert plan.shardings.up == NamedSharding(abstract, P(None, ("data", "model")))
+    assert [row.spec for row in plan] == [row.spec for row in ft.plan(mlp(), RULES, SIZES)]
+
+
+def test_a_mesh_far_larger_than_this_machine() -> None:
+    tree = jax.eval_shape(lambda: {"w": jnp.ones((2**20, 2**16), jnp.bfloat16)})
+    row = ft.plan(tree, P(("data", "model")), {"data": 512, "model": 16})["w"]
+    assert (
+        row.bytes_global == 2**37
+        and row.bytes_per_device == 2**24
+        and row.local_shape == (128, 2**16)
+    )
+
+
+def test_abstract_and_traced_trees() -> None:
+    concrete = ft.plan(mlp(), RULES, SIZES)
+    assert ft.plan(abstract(mlp()), RULES, SIZES).rows == concrete.rows
+    rows = []
+    jax.jit(lambda x: rows.append(ft.plan({"x": x}, P("data"), SIZES)["x"].spec) or x)(jnp.ones(4))
+    assert rows == [P("data")]
+
+
+# What is wrong
+
+
+def test_check_collects_or_raises() -> None:
+    tree = {"a": jnp.ones((3, 8)), "b": jnp.ones(4), "c": jnp.ones(5)}
+    layout = {"a": P("data", "x"), "b": P("data"), "c": P("data", "data")}
+    plan = ft.plan(tree, layout, SIZES, check=False)
+    assert [(str(p.path), p.shape, p.what) for p in plan.problems] == [
+        ("a", (3, 8), "f32[3, 8]"), ("a", (3, 8), "f32[3, 8]"), ("c", (5,), "f32[5]"), ("c", (5,), "f32[5]"),
+    ]  # fmt: skip
+    assert all(p.why and p.remedy for p in plan.problems)
+    assert plan["b"].spec == P("data") and len(plan) == 3
+    with pytest.raises(ft.ShardingError) as caught:
+        ft.plan(tree, layout, SIZES)
+    assert caught.value.problems == plan.problems
+    assert str(caught.value).startswith("2 leaves cannot be laid out on mesh (data=2, model=4)\n")
+    assert isinstance(caught.value, ValueError)
+    assert "PROBLEM a: dimension 0 has size 3;" in str(plan)
+
+
+def test_a_plan_with_problems_has_no_shardings(mesh: Mesh) -> None:
+    plan = ft.plan({"w": jnp.ones((3, 8))}, P("data", "x"), mesh, check=False)
+    with pytest.raises(ft.ShardingError) as caught:
+        _ = plan.shardings
+    assert caught.value.problems == plan.problems and len(plan.problems) == 2
+
+
+def test_annotations_that_do_not_fit() -> None:
+    model = eqx.tree_at(lambda m: m.up, mlp(), jnp.ones((3, 6, 16)))
+    with pytest.raises(ft.ShardingError) as caught:
+        ft.plan(model, RULES, SIZES)
+    text = str(caught.value)
+    assert (
+        'up   f32[3, 6, 16]\n      has 3 dimensions; `Float[Array, "embed hidden"]` has 2' in text
+        and "ft.Stacked" in text
+    )
+    assert ft.plan(model, P(), SIZES)["up"].spec == P(None, None, None)  # a spec needs no names
+
+
+def test_one_array_at_two_paths() -> None:
+    shared = jnp.ones((4, 8))
+    tree = {"a": shared, "b": [shared], "c": jnp.ones((4, 8))}
+    assert ft.plan(tree, P("data"), SIZES)["b.0"].spec == P("data", None)
+    assert ft.plan(tree, {"a": P("data"), "b": P("data", None), "c": P()}, SIZES)["c"].spec == P(
+        None, None
+    )
+    with pytest.raises(ft.ShardingError) as caught:
+        ft.plan(tree, {"a": P("data"), "b": [P("model")], "c": P()}, SIZES)
+    text = str(caught.value)
+    assert (
+        "is the same array as `a`, and is laid out P('model', None) here and P('data', None) there"
+        in text
+    )
+    assert "b.0   f32[4, 8]" in text and "give both paths one spec, or make two arrays" in text
+    with pytest.raises(ft.ShardingError, match="in pinned_host here"):
+        ft.plan(tree, {"a": P("data"), "b": ft.on_host(P("data")), "c": P()}, SIZES)
+    array = np.ones(4)
+    with pytest.raises(ft.ShardingError, match="is the same array as `0`"):
+        ft.plan([array, array], [P("data"), P()], SIZES)
+    struct = jax.ShapeDtypeStruct((4,), jnp.float32)  # one description of two arrays
+    assert ft.plan([struct, struct], [P("data"), P()], SIZES)["0"].spec == P("data")
+    plan = ft.plan(
+        [shared, shared], [P("data"), None], SIZES, check=False
+    )  # `None` asks for nothing
+    assert [(str(p.path), p.why) for p in plan.problems] == [
+        ("1", "no layout was given for this array (`None`)")
+    ]
+    number = np.float32(1)  # a value, and no array in some memory
+    assert (
+        ft.plan([number, number], [P(), ft.on_host(P())], SIZES)["1"].memory_kind == "pinned_host"
+    )
+
+
+# The mesh
+
+
+def test_the_current_mesh(mesh: Mesh) -> None:
+    with jax.set_mesh(mesh):
+        plan = ft.plan(mlp(), RULES)
+    assert plan == ft.plan(mlp(), RULES, mesh) and plan.mesh == mesh
+
+
+def test_layouts_that_bring_two_meshes(mesh: Mesh) -> None:
+    other = Mesh(np.array(jax.devices()), ("data",), axis_types=(AxisType.Auto,))
+    tree = {"a": jnp.ones(8), "b": jnp.ones(8)}
+    layout = {"a": NamedSharding(mesh, P("data")), "b": NamedSharding(other, P("data"))}
+    with pytest.raises(
+        ft.ShardingError, match=r"for the mesh \(data=8\), but the tree is laid out on \(data=2"
+    ):
+        ft.plan(tree, layout)
+    assert ft.plan(tree, {"a": layout["a"], "b": P()}).mesh == mesh
+    with jax.set_mesh(mesh), pytest.raises(ft.ShardingError, match="use one mesh"):
+        ft.plan(tree, {"a": P(), "b": layout["b"]}, mesh)
+
+
+# As a layout
+
+
+def test_a_plan_is_a_layout(mesh: Mesh) -> None:
+    plan = ft.plan(mlp(), ft.on_host(RULES), mesh)
+    again = ft.plan(mlp(), plan)
+    assert again == plan and again.mesh == mesh and again["up"].memory_kind == "pinned_host"
+    assert ft.plan({"x": mlp()}, {"x": plan})["x.up"].spec == plan["up"].spec
+    assert ft.plan(mlp(), ft.StateSharding({"up": plan, ...: P()}))["up"].spec == plan["up"].spec
+    assert ft.plan(mlp(16), ft.plan(mlp(16), RULES, SIZES) | ft.FSDP("data", min_size=0), SIZES)[
+        "up"
+    ].spec == P(None, ("data", "model"))
+    # the sizes are those of the tree that it is handed on to, and are checked
+    with pytest.raises(ft.ShardingError, match=r'dimension 1 has size 12|"hidden" has size 12'):
+        ft.plan(mlp(6, 12), plan)
+    with pytest.raises(ft.ShardingError) as caught:
+        ft.plan({"other": jnp.ones(2)}, plan)
+    assert "the plan has no row for it" in str(caught.value)
+    assert "use a plan of the tree that it belongs to" in str(caught.value)
+    with pytest.raises(ft.ShardingError, match="use one mesh"):
+        ft.plan(mlp(), plan, {"data": 8})
+    # sizes alone are no mesh: such a plan goes anywhere its specs do
+    assert ft.plan(mlp(), ft.plan(mlp(), RULES, SIZES), {"data": 1, "model": 2})[
+        "up"
+    ].local_shape == (6, 8)
+
+
+# As a value
+
+
+def test_equal_by_value(mesh: Mesh) -> None:
+    plan = ft.plan(mlp(), RULES, mesh)
+    assert plan == ft.plan(mlp(), RULES, mesh) and hash(plan) == hash(ft.plan(mlp(), RULES, mesh))
+    for other in (
+        ft.plan(mlp(), RULES, SIZES),
+        ft.plan(mlp(), P(), mesh),
+        ft.plan(mlp(12), RULES, mesh),
+        ft.plan([mlp()], RULES, mesh),
+    ):
+        assert plan != other
+    assert plan != "a plan" and len({plan, ft.plan(mlp(), RULES, mesh)}) == 1
+    with pytest.raises(AttributeError, match="immutable"):
+        plan.rows = ()
+    assert repr(plan) == "<Plan of 4 arrays on mesh (data=2, model=4)>"
+
+
+def test_it_lets_the_arrays_go_and_can_be_copied() -> None:
+    arrays = [jnp.ones((4, 8)), jnp.ones(4)]
+    alive = list(map(weakref.ref, arrays))
+    plan = ft.plan({"w": arrays[0], "b": [arrays[1]]}, P("data"), SIZES)
+    assert plan.specs["w"] == P("data", None)  # builds what it remembers of the tree
+    del arrays
+    gc.collect()
+    assert [ref() for ref in alive] == [None, None]
+    for again in (pickle.loads(pickle.dumps(plan)), copy.copy(plan), copy.deepcopy(plan)):
+        assert again == plan and again.specs == plan.specs
+    of_module = ft.plan(abstract(mlp()), RULES, SIZES)
+    again = pickle.loads(pickle.dumps(of_module))
+    assert (
+        again == of_module
+        and again.specs == of_module.specs
+        and copy.deepcopy(of_module) == of_module
+    )
+
+
+def test_what_needs_no_device() -> None:
+    plan = ft.plan(abstract(mlp()), RULES, {"data": 2, "model": 4})
+    assert plan.specs.down == P(("data", "model"), None)
+
+
+# Structures
+
+
+def test_a_stack() -> None:
+    class Layer(eqx.Module):
+        w: Float[Array, "embed hidden"]
+
+    stacked = ft.stack(lambda key: Layer(jax.random.normal(key, (8, 16))), 6, jax.random.key(0))
+    plan = ft.plan(
+        stacked, ft.AxisRules({"layers": None, "embed": "data", "hidden": "model"}), SIZES
+    )
+    (row,) = plan
+    assert row.axes == ft.Axes("layers", "embed", "hidden") and row.spec == P(None, "data", "model")
+    with pytest.raises(ft.ShardingError, match="no rule names `layers`"):
+        ft.plan(stacked, ft.AxisRules({"embed": "data", "hidden": "model"}), SIZES)

@@ -1,0 +1,282 @@
+"""Attention: against an oracle in float64, in chunks, by TPU's kernel (interpreted), in a cache,
+and on a mesh."""
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from checks import raises
+
+import functree as ft
+from functree.nn.attention import attend as attending
+from functree.nn.attention import kernels
+from functree.nn.attention.attend import attend
+from functree.nn.attention.chunked import Mask, chunked
+from functree.nn.attention.kernels import splash
+
+RANDOM = np.random.default_rng(0)
+
+
+def oracle(query: Any, key: Any, value: Any, mask: Mask = Mask()) -> Any:  # noqa: B008
+    """Attention in float64, as it is defined."""
+    query, key, value = (np.asarray(x, np.float64) for x in (query, key, value))
+    key, value = (np.repeat(x, query.shape[2] // key.shape[2], 2) for x in (key, value))
+    queries, keys = np.arange(query.shape[1])[None], np.arange(key.shape[1])[None]
+    if mask.query_positions is not None:
+        queries = np.asarray(mask.query_positions)
+    if mask.key_positions is not None:
+        keys = np.asarray(mask.key_positions)
+    visible = (keys[:, None] <= queries[:, :, None]) & (keys[:, None] >= 0)
+    if mask.window is not None:
+        visible = visible & (queries[:, :, None] - keys[:, None] < mask.window)
+    if mask.query_segments is not None and mask.key_segments is not None:
+        segments = np.asarray(mask.query_segments), np.asarray(mask.key_segments)
+        visible = visible & (segments[0][:, :, None] == segments[1][:, None])
+    scores = np.einsum("bshd,bthd->bhst", query, key) / np.sqrt(query.shape[-1])
+    weights = np.exp(scores - scores.max(-1, keepdims=True)) * visible[:, None]
+    total = weights.sum(-1, keepdims=True)
+    return np.einsum("bhst,bthd->bshd", weights / np.where(total, total, 1), value)
+
+
+def arrays(
+    seq: int, heads: int, kv_heads: int, head_dim: int = 8, dtype: Any = "float32", keys: int = 0
+) -> Any:
+    sizes = ((seq, heads), (keys or seq, kv_heads), (keys or seq, kv_heads))
+    return [jnp.asarray(RANDOM.normal(size=(2, n, h, head_dim)), dtype) for n, h in sizes]
+
+
+def packed(seq: int) -> Any:
+    """Texts of several lengths in each row; a segment may have the id 0."""
+    return jnp.asarray(np.sort(RANDOM.integers(0, 4, (2, seq)), 1), jnp.int32)
+
+
+def close(found: Any, expected: Any, tolerance: float) -> None:
+    np.testing.assert_allclose(
+        np.asarray(found, np.float64), expected, rtol=tolerance, atol=tolerance
+    )
+
+
+# seq, heads, kv_heads, window, packed, chunk
+CHUNKED = [
+    (40, 4, 2, None, False, math.inf),
+    (40, 4, 4, 7, True, math.inf),
+    (40, 4, 2, None, False, 16),
+    (40, 4, 1, 7, False, 16),
+    (33, 4, 4, 13, True, 8),
+    (33, 2, 2, None, True, 8),
+    (32, 2, 1, 8, False, 8),
+    (32, 2, 1, 9, False, 8),
+    (32, 2, 1, 1, False, 8),
+]
+
+
+@pytest.mark.parametrize(("seq", "heads", "kv_heads", "window", "is_packed", "chunk"), CHUNKED)
+def test_chunks_against_the_oracle(
+    seq: int, heads: int, kv_heads: int, window: int | None, is_packed: bool, chunk: float
+) -> None:
+    given = arrays(seq, heads, kv_heads)
+    segments = packed(seq) if is_packed else None
+    mask = Mask(query_segments=segments, key_segments=segments, window=window)
+    close(chunked(*given, mask, chunk), oracle(*given, mask), 2e-6)
+
+    def loss(*given: Any, size: float) -> Any:
+        return jnp.sin(chunked(*given, mask, size)).sum()
+
+    # JAX differentiates the form that holds all weights.
+    expected = jax.grad(lambda *given: loss(*given, size=math.inf), (0, 1, 2))(*given)
+    for found, other in zip(
+        jax.jit(jax.grad(lambda *x: loss(*x, size=chunk), (0, 1, 2)))(*given), expected, strict=True
+    ):
+        close(found, other, 1e-5)
+
+
+@pytest.mark.parametrize("chunk", [2, math.inf])
+def test_a_query_that_attends_to_nothing_gets_zeros(chunk: float) -> None:
+    given = arrays(2, 4, 2, keys=8)
+    queries = jnp.array([[5, 6], [-1, 1]])
+    keys = jnp.array([[4, -1, 6, 5, 0, 1, 2, 3], [-1, -1, -1, -1, 1, 0, -1, -1]])
+    mask = Mask(queries, keys, window=3)
+    found = chunked(*given, mask, chunk)
+    close(found, oracle(*given, mask), 2e-6)
+    assert not found[1, 0].any() and found[1, 1].all()
+    gradients = jax.grad(lambda *given: chunked(*given, mask, chunk).sum(), (0, 1, 2))(*given)
+    assert all(jnp.isfinite(one).all() for one in gradients)
+    assert not gradients[0][1, 0].any() and not gradients[1][1, :4].any()
+
+
+@pytest.mark.parametrize("window", [None, 100])
+def test_bfloat16_in_long_sequences(window: int | None) -> None:
+    seq, rows = 8192, [0, 1, 511, 512, 4097, 8191]
+    given = [x[:1] for x in arrays(seq, 2, 1, 16, "bfloat16")]
+    segments = jnp.asarray(np.sort(RANDOM.integers(0, 3, (1, seq)), 1))
+    mask = Mask(query_segments=segments, key_segments=segments, window=window)
+    found = jax.jit(lambda *given: chunked(*given, mask))(*given)
+    some = jnp.array(rows)
+    of_rows = Mask(some[None], jnp.arange(seq)[None], segments[:, some], segments, window)
+    expected = oracle(given[0][:, some], *given[1:], of_rows)
+    np.testing.assert_allclose(np.asarray(found, np.float64)[:, rows], expected, atol=2e-2)
+
+
+def test_no_array_of_all_queries_by_all_keys() -> None:
+    seq = 2048
+    given = [jax.ShapeDtypeStruct((1, seq, 4, 16), "float32")] * 3
+    gradient = jax.grad(lambda *given: attend(*given).sum(), (0, 1, 2))
+    memory = jax.jit(gradient).lower(*given).compile().memory_analysis()
+    assert (
+        memory is not None and memory.temp_size_in_bytes < 4 * seq * seq * 4
+    )  # bytes of float32, for 4 heads
+
+
+# seq, heads, kv_heads, head_dim, window, packed, dtype, tolerance
+KERNEL = [
+    (256, 4, 2, 128, None, False, "float32", 1e-5),
+    (200, 4, 1, 32, 100, True, "float32", 1e-5),
+    (256, 2, 2, 64, 17, False, "bfloat16", 2e-2),
+]
+
+
+@pytest.mark.parametrize(
+    ("seq", "heads", "kv_heads", "head_dim", "window", "is_packed", "dtype", "tolerance"), KERNEL
+)
+def test_the_kernel_for_tpus(
+    seq: int,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    window: int | None,
+    is_packed: bool,
+    dtype: str,
+    tolerance: float,
+) -> None:
+    given = arrays(seq, heads, kv_heads, head_dim, dtype)
+    segments = packed(seq) if is_packed else None
+    mask = Mask(query_segments=segments, key_segments=segments, window=window)
+    found = splash(*given, segments, window=window, interpret=True)
+    close(found, oracle(*given, mask), tolerance)
+    if dtype == "float32":
+        losses = [
+            lambda *x: jnp.sin(splash(*x, segments, window=window, interpret=True)).sum(),
+            lambda *x: jnp.sin(chunked(*x, mask)).sum(),
+        ]
+        for one, other in zip(*(jax.grad(loss, (0, 1, 2))(*given) for loss in losses), strict=True):
+            close(one, other, 2e-5)
+
+
+def test_the_rest_of_a_kernels_tile_changes_nothing() -> None:
+    given = arrays(130, 2, 2, 16)
+    found = splash(*given, interpret=True)
+    close(found[:, :129], splash(*(x[:, :129] for x in given), interpret=True), 1e-6)
+
+
+# What computes it
+
+
+def test_a_function_gets_the_arguments_of_jaxs_function() -> None:
+    given, seen = arrays(6, 4, 2), []
+
+    def own(query: Any, key: Any, value: Any, **options: Any) -> Any:
+        seen.append(sorted(options))
+        return jax.nn.dot_product_attention(query, key, value, **options)
+
+    segments = packed(6)
+    close(attend(*given, implementation=own), attend(*given, implementation="xla"), 1e-6)
+    found = attend(*given, implementation=own, window=3, segments=segments)
+    close(found, attend(*given, implementation="xla", window=3, segments=segments), 1e-6)
+    assert seen == [["is_causal"], ["is_causal", "local_window_size", "mask"]]
+    with raises(
+        "the function that is given as `attention=` returns (2, 6, 8), and not (2, 6, 4, 8)"
+    ):
+        attend(*given, implementation=lambda q, k, v, **_: q[:, :, 0])
+
+
+@pytest.mark.parametrize("name", ["splash", "cudnn"])
+def test_a_kernel_of_another_platform_is_refused(name: Any) -> None:
+    devices = {"splash": "TPUs", "cudnn": "NVIDIA's GPUs"}[name]
+    with raises(f"attention='{name}' is a kernel for {devices}, and this program is for cpu"):
+        attend(*arrays(4, 2, 2), implementation=name)
+
+
+def test_a_kernel_that_cannot_compute_something_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a TPU, of which the platform is all that is asked before the program is lowered."""
+    monkeypatch.setattr(attending, "_platform", lambda: "tpu")
+    monkeypatch.setattr(kernels, "on_one_device", lambda: True)
+    half = arrays(4, 2, 2, dtype="float16")
+    with pytest.warns(
+        ft.FunctreeWarning, match='"splash" cannot compute this: it computes in bfloat16 or float32'
+    ):
+        found = attend(*half)
+    close(found, oracle(*half), 1e-2)
+    with raises(
+        'the kernel "splash" cannot compute this: it computes in bfloat16 or float32, and the heads are float16'
+    ):
+        attend(*half, implementation="splash")
+    monkeypatch.undo()
+    monkeypatch.setattr(attending, "_platform", lambda: "gpu")
+    with pytest.warns(ft.FunctreeWarning, match='"cudnn" cannot compute this'):
+        attend(*arrays(4, 2, 2))
+
+
+def test_several_devices_and_no_rules_are_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attending, "_platform", lambda: "tpu")
+    with jax.set_mesh(ft.make_mesh(data=8)):
+        with pytest.warns(
+            ft.FunctreeWarning, match="has to know how batches and heads are sharded: give rules"
+        ):
+            jax.jit(attend).trace(*arrays(4, 2, 2))
+
+
+# On a mesh
+
+LAYOUTS = {
+    # Mesh axes of heads, and of key and value heads; their numbers; the size of the mesh axis
+    # `model`.
+    "heads": ("model", "model", 8, 4, 4),
+    "whole groups": ("model", None, 8, 4, 4),
+    "parts of a group": ("model", None, 8, 2, 4),
+    "parts of several groups": ("model", None, 12, 4, 6),
+    "no heads": (None, None, 4, 2, 4),
+}
+
+
+@pytest.mark.parametrize("explicit", [False, True], ids=["auto", "explicit"])
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_shards(name: str, explicit: bool) -> None:
+    over, kv_over, heads, kv_heads, size = LAYOUTS[name]
+    data = 8 // size
+    mesh = ft.make_mesh(
+        data=data, model=size, devices=jax.devices()[: data * size], explicit=explicit
+    )
+    rules = ft.AxisRules({"batch": "data", "heads": over, "kv_heads": kv_over, ...: None})
+    given, segments = arrays(20, heads, kv_heads), packed(20)
+
+    def loss(query: Any, key: Any, value: Any, segments: Any) -> Any:
+        mixed = attend(query, key, value, segments=segments, window=9)
+        return jnp.sin(mixed).sum(), mixed
+
+    step = jax.grad(loss, (0, 1, 2), has_aux=True)
+    expected_gradients, expected = step(*given, segments)
+    names = ["batch seq heads head_dim", *["batch seq kv_heads head_dim"] * 2, "batch seq"]
+    placed = [
+        ft.shard(x, rules, mesh, axes=axes)
+        for x, axes in zip([*given, segments], names, strict=True)
+    ]
+    gradients, mixed = ft.jit(step, rules=rules, mesh=mesh)(*placed)
+    close(mixed, expected, 1e-6)
+    assert mixed.sharding.is_equivalent_to(placed[0].sharding, 4)
+    for one, other in zip(gradients, expected_gradients, strict=True):
+        close(one, other, 1e-5)
+
+
+def test_a_model_under_vmap_keeps_its_batch_sharded() -> None:
+    """`jax.vmap` hides the batch from the rules; then it is left to the partitioner, which does not
+    gather it."""
+    mesh, rules = ft.make_mesh(data=8), ft.AxisRules({"batch": "data", ...: None})
+    given = [
+        jax.device_put(jnp.ones((8, 6, 2, 4)), jax.NamedSharding(mesh, ft.P("data")))
+        for _ in range(3)
+    ]
+    fun = ft.jit(jax.vmap(attend), rules=rules, mesh=mesh)
+    assert not fun.lower(*given).compile().ledger().collectives

@@ -1,0 +1,177 @@
+"""The loss of a language model: against one with all logits; what it holds and moves; bad input."""
+
+import functools
+from collections import Counter
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from checks import raises
+
+import functree as ft
+
+RANDOM = np.random.default_rng(0)
+TOKENS, TARGETS = (RANDOM.integers(0, 96, (4, 30)).astype(np.int32) for _ in range(2))
+MASK = RANDOM.integers(0, 2, (4, 30)).astype(bool)
+TENSOR = {"heads": "model", "kv_heads": "model", "hidden": "model", "vocab": "model"}
+RULES = ft.AxisRules({"batch": "data", **TENSOR, ...: None}) | ft.FSDP("data", min_size=0)
+
+
+@functools.cache
+def model(tied: bool = False, layers: int = 1, vocab: int = 96) -> ft.nn.Transformer:
+    config = ft.nn.TransformerConfig(
+        vocab, 32, layers, 4, 2, 8, 64, max_seq=512, tie_embedding=tied
+    )
+    abstract = ft.abstract(ft.nn.Transformer.create)(config, key=jax.random.key(0))
+    random = np.random.default_rng(1)
+    return jax.tree.map(
+        lambda leaf: jnp.asarray(random.normal(size=leaf.shape) / 4, leaf.dtype), abstract
+    )
+
+
+def whole(model: Any, mask: Any, z_loss: float) -> Any:
+    """The loss, from all logits."""
+    logits = model(TOKENS)
+    log_total = jax.nn.logsumexp(logits, axis=-1)
+    loss = (
+        log_total
+        - jnp.take_along_axis(logits, TARGETS[..., None], axis=-1)[..., 0]
+        + z_loss * log_total**2
+    )
+    return (
+        loss.mean()
+        if mask is None
+        else (loss * mask.astype(loss.dtype)).sum() / mask.sum().astype(loss.dtype)
+    )
+
+
+@functools.cache
+def gradients_of_whole(masked: bool, z_loss: float, tied: bool) -> Any:
+    """The loss from all logits on one device, and its gradients."""
+    mask = MASK if masked else None
+    with jax.default_matmul_precision("highest"):
+        return jax.jit(jax.value_and_grad(lambda model: whole(model, mask, z_loss)))(model(tied))
+
+
+CASES = [
+    (8, False, 0.0, False),
+    (8, True, 1e-2, True),
+    (10, True, 0.0, True),
+    (64, False, 1e-2, False),
+]
+MESHES: dict[str, Any] = {
+    "one device": None,
+    "auto": False,
+    "explicit": True,
+    "a batch on one device": False,
+}
+
+
+@pytest.mark.parametrize("where", MESHES)
+@pytest.mark.parametrize(("chunk", "masked", "z_loss", "tied"), CASES)
+def test_against_all_logits(
+    chunk: int, masked: bool, z_loss: float, tied: bool, where: str
+) -> None:
+    def loss(model: Any, tokens: Any, targets: Any, mask: Any) -> Any:
+        return ft.nn.cross_entropy(model, tokens, targets, chunk=chunk, mask=mask, z_loss=z_loss)
+
+    given: list[Any] = [model(tied), TOKENS, TARGETS, MASK if masked else None]
+    step = ft.jit(ft.value_and_grad(loss), rules=None if where == "one device" else RULES)
+    if where != "one device":
+        data = 1 if where == "a batch on one device" else 2
+        mesh = ft.make_mesh(
+            data=data, model=2, devices=jax.devices()[: 2 * data], explicit=MESHES[where]
+        )
+        given[0] = ft.shard(given[0], RULES, mesh)
+        given[1:] = [
+            one if one is None else ft.shard(one, RULES, mesh, axes="batch seq")
+            for one in given[1:]
+        ]
+    with jax.default_matmul_precision("highest"):
+        found, gradients = step(*given)
+    expected, others = gradients_of_whole(masked, z_loss, tied)
+    np.testing.assert_allclose(found, expected, rtol=1e-6)
+    for one, other in zip(jax.tree.leaves(gradients), jax.tree.leaves(others), strict=True):
+        np.testing.assert_allclose(
+            one, other, rtol=1e-4, atol=1e-6 * float(jnp.abs(other).max()) + 1e-7
+        )
+
+
+@pytest.mark.parametrize("target", [-100, -1, 96, 1000])
+def test_a_target_that_is_no_token_is_seen_unless_it_is_masked(target: int) -> None:
+    targets = TARGETS.copy()
+    targets[1, 3] = target
+    mask = np.ones_like(MASK)
+    mask[1, 3] = False
+    own = model()
+    loss = jax.jit(
+        lambda targets, mask=None: ft.nn.cross_entropy(own, TOKENS, targets, chunk=8, mask=mask)
+    )
+    assert np.isnan(loss(targets))
+    np.testing.assert_allclose(loss(targets, mask), loss(TARGETS, mask), rtol=1e-6)
+    grads = jax.jit(
+        jax.grad(lambda model: ft.nn.cross_entropy(model, TOKENS, targets, chunk=8, mask=mask))
+    )(own)
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(grads))
+
+
+def test_nothing_counts() -> None:
+    loss, gradients = ft.jit(ft.value_and_grad(ft.nn.cross_entropy))(
+        model(), TOKENS, TARGETS, mask=jnp.zeros_like(MASK)
+    )
+    assert loss == 0 and not any(leaf.any() for leaf in jax.tree.leaves(gradients))
+
+
+@pytest.mark.parametrize("what", ["loss", "gradient"])
+def test_it_never_holds_all_logits(what: str) -> None:
+    vocab, seq = 32768, 128
+    function: Any = lambda model, tokens: ft.nn.cross_entropy(model, tokens, tokens, chunk=16)  # noqa: E731
+    function = function if what == "loss" else ft.grad(function)
+    tokens = jax.ShapeDtypeStruct((4, seq), jnp.int32)
+    abstract = jax.eval_shape(lambda: model(vocab=vocab))
+    memory = ft.jit(function).lower(abstract, tokens).compile().ledger().memory
+    assert memory.temporaries < 4 * seq * vocab * 4 / 2  # bytes of the logits in float32
+
+
+def test_the_weights_of_the_head_are_moved_once() -> None:
+    """However many chunks there are; and the gradient of the head is summed once."""
+    mesh = ft.make_mesh(data=2, model=4)
+    rules = ft.AxisRules({"batch": "data", **TENSOR, "kv_heads": None, ...: None}) | ft.FSDP(
+        "data", min_size=0
+    )
+    step = ft.jit(
+        lambda model, tokens: ft.grad(lambda model: ft.nn.cross_entropy(model, tokens, tokens, chunk=8))(model),
+        in_shardings=(rules, ft.P("data")), out_shardings=rules, mesh=mesh, rules=rules,
+    )  # fmt: skip
+    tokens = jax.ShapeDtypeStruct((4, 64), jnp.int32)
+    ledger = step.lower(jax.eval_shape(model), tokens).compile().ledger()
+    head = [
+        one
+        for one in ledger.collectives
+        if "unembed.weight" in map(str, one.paths) and "data" in one.mesh_axes
+    ]
+    shard = 32 * 96 * 4 // 4  # bytes, with the vocabulary sharded over `model`
+    assert Counter((one.kind, one.bytes, one.count) for one in head) == {
+        ("all-gather", shard, 1): 1,
+        ("all-reduce", shard, 1): 1,
+    }
+
+
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"targets": TARGETS[:, 1:]}, "they must be integers of the shape of the tokens, (4, 30)"),
+    (
+        {"targets": TARGETS.astype(float)},
+        "they must be integers of the shape of the tokens, (4, 30)",
+    ),
+    ({"mask": MASK[0]}, "it must be an array of the shape of the tokens, (4, 30)"),
+    ({"chunk": 0}, "chunk=0"),
+    ({"z_loss": -1.0}, "z_loss=-1.0"),
+]
+
+
+@pytest.mark.parametrize(("given", "why"), WRONG, ids=[why for _, why in WRONG])
+def test_bad_input(given: dict[str, Any], why: str) -> None:
+    with raises(why):
+        ft.nn.cross_entropy(model(), **{"tokens": TOKENS, "targets": TARGETS, **given})

@@ -1,0 +1,277 @@
+"""The cache and generation: equal to the model without a cache, in one compilation, in place, on a
+mesh."""
+
+import functools
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from checks import raises
+
+import functree as ft
+from functree.nn.generate import generation
+
+SIZES = {
+    "vocab_size": 96,
+    "embed": 32,
+    "layers": 2,
+    "heads": 4,
+    "kv_heads": 2,
+    "head_dim": 8,
+    "hidden": 48,
+}
+FAMILY: dict[str, dict[str, Any]] = {
+    "llama": {"rope_scaling": ft.nn.Llama3Rope(8, 1, 4, 16)},
+    "qwen 2": {"attention_bias": True},
+    "qwen 3": {"qk_norm": True, "tie_embedding": True},
+    "mistral": {"window": 5},
+}
+RANDOM = np.random.default_rng(0)
+PROMPTS = RANDOM.integers(1, 96, (2, 9)).astype(np.int32)
+LENGTHS = np.array([4, 9], np.int32)
+TENSOR = {"heads": "model", "kv_heads": "model", "hidden": "model", "vocab": "model"}
+# The sequence too, which is that of training: a step of one token cannot be sharded.
+RULES = ft.AxisRules({"batch": "data", **TENSOR, "seq": "model", ...: None})
+
+
+@functools.cache
+def model(name: str) -> ft.nn.Transformer:
+    """A model whose weights and biases are large enough to matter."""
+    config = ft.nn.TransformerConfig(**SIZES, **FAMILY[name], max_seq=64)
+    abstract = ft.abstract(ft.nn.Transformer.create)(config, key=jax.random.key(0))
+    random = np.random.default_rng(1)
+    return jax.tree.map(
+        lambda leaf: jnp.asarray(random.normal(size=leaf.shape) / 4, leaf.dtype), abstract
+    )
+
+
+@functools.cache
+def continued(name: str, row: int, length: int, new: int) -> list[int]:
+    """The likeliest tokens, by the whole model for each of them."""
+    tokens, run = list(PROMPTS[row, :length]), ft.jit(lambda model, tokens: model(tokens))
+    for _ in range(new):
+        padded = np.zeros((1, 32), np.int32)
+        padded[0, : len(tokens)] = tokens
+        tokens.append(int(np.argmax(np.asarray(run(model(name), padded))[0, len(tokens) - 1])))
+    return tokens
+
+
+STEPS = [
+    ("llama", [1] * 9),
+    ("qwen 2", [7, 2]),
+    ("qwen 3", [3, 1, 1, 4]),
+    ("mistral", [1] * 9),
+    ("mistral", [7, 1, 1]),
+]
+
+
+@pytest.mark.parametrize(("name", "steps"), STEPS, ids=str)
+def test_a_cache_changes_no_logits(name: str, steps: list[int]) -> None:
+    run = ft.jit(lambda model, tokens, cache: model(tokens, cache=cache), donate="cache")
+    cache, found, start = ft.nn.Cache.create(model(name), 2, 12), [], 0
+    for step in steps:
+        logits, cache = run(model(name), PROMPTS[:, start : start + step], cache)
+        found.append(logits)
+        start += step
+    expected = ft.jit(model(name))(PROMPTS)
+    np.testing.assert_allclose(jnp.concatenate(found, 1), expected, rtol=1e-5, atol=1e-5)
+    assert cache.filled.tolist() == [9, 9] and cache.key.shape[2] == (
+        5 if name == "mistral" else 12
+    )
+
+
+@pytest.mark.parametrize("name", FAMILY)
+def test_generation_is_what_the_model_says(name: str) -> None:
+    tokens = ft.nn.generate(model(name), PROMPTS, 8)
+    assert tokens.tolist() == [continued(name, row, 9, 8) for row in range(2)]
+    ragged = ft.nn.generate(model(name), PROMPTS, 8, lengths=LENGTHS, pad=-1)
+    assert ragged.tolist() == [[*continued(name, 0, 4, 8), *[-1] * 5], continued(name, 1, 9, 8)]
+
+
+@pytest.mark.parametrize(
+    ("name", "explicit"), [*zip(FAMILY, [False, True] * 2, strict=True)], ids=str
+)
+def test_generation_on_a_mesh(name: str, explicit: bool) -> None:
+    mesh = ft.make_mesh(data=2, model=2, devices=jax.devices()[:4], explicit=explicit)
+    with jax.set_mesh(mesh), ft.axis_rules(RULES):
+        tokens = ft.nn.generate(ft.shard(model(name), RULES, mesh), PROMPTS, 8, lengths=LENGTHS)
+    assert tokens.tolist() == ft.nn.generate(model(name), PROMPTS, 8, lengths=LENGTHS).tolist()
+    assert tokens.sharding.is_equivalent_to(jax.NamedSharding(mesh, ft.P("data")), 2)
+
+
+def test_types_tell_where_there_are_no_rules() -> None:
+    mesh = ft.make_mesh(data=2, model=2, devices=jax.devices()[:4], explicit=True)
+    prompts = np.pad(PROMPTS, [(0, 0), (0, 1)])
+    tokens = ft.nn.generate(
+        ft.shard(model("llama"), RULES, mesh), ft.shard(prompts, ft.P(None, "model"), mesh), 4
+    )
+    assert tokens.tolist() == ft.nn.generate(model("llama"), prompts, 4).tolist()
+
+
+def test_one_compilation_for_prompts_of_a_bucket() -> None:
+    generate = functools.partial(
+        ft.nn.generate, model("llama"), length=4, key=jax.random.key(0), top_k=5, top_p=0.9
+    )
+    before = len(generation.compilations)
+    generate(PROMPTS, temperature=1.0)
+    assert len(generation.compilations) == before + 1
+    with ft.testing.assert_no_recompile():
+        for seq in (1, 5, 9):
+            tokens = np.asarray(generate(PROMPTS[:, :seq], temperature=0.5))
+            assert tokens.shape == (2, seq + 4) and np.array_equal(
+                tokens[:, :seq], PROMPTS[:, :seq]
+            )
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "int16", "uint32"])
+def test_prompts_of_any_integers(dtype: str) -> None:
+    tokens = ft.nn.generate(
+        model("llama"), PROMPTS.astype(dtype), 8, lengths=LENGTHS.astype("int16"), stop=95, pad=3
+    )
+    assert tokens.dtype == dtype
+    assert (
+        tokens.tolist()
+        == ft.nn.generate(model("llama"), PROMPTS, 8, lengths=LENGTHS, pad=3).tolist()
+    )
+
+
+def test_the_cache_is_updated_in_place() -> None:
+    cache = ft.abstract(ft.nn.Cache.create)(model("llama"), 2, 48)
+    step = ft.jit(lambda model, tokens, cache: model(tokens, cache=cache), donate="cache")
+    compiled = step.lower(model("llama"), jax.ShapeDtypeStruct((2, 1), jnp.int32), cache).compile()
+    assert compiled.ledger().memory.aliases == 2 * cache.key.size * 4 + cache.filled.size * 4
+    # No array as large as the cache is made besides.
+    made = re.findall(r"= f32\[2,2,48,2,8\]\S* (\w[\w-]*)\(", compiled.as_text())
+    assert not [opcode for opcode in made if opcode == "copy"]
+
+
+@pytest.mark.parametrize(
+    ("name", "length", "most"),
+    [("llama", 5, 5), ("mistral", 16, 64), ("mistral", 3, 3), ("mistral", 5, 64)],
+)
+def test_a_token_that_a_cache_has_no_room_for_is_seen(name: str, length: int, most: int) -> None:
+    """With a window of 5 a cache of 5 is enough, up to `max_seq`."""
+    step = ft.jit(lambda model, tokens, cache: model(tokens, cache=cache))
+    cache = ft.nn.Cache.create(model(name), 1, length)
+    tokens = RANDOM.integers(0, 96, (1, 66)).astype(np.int32)
+    for start in range(0, 66, 3):
+        logits, cache = step(model(name), tokens[:, start : start + 3], cache)
+        beyond = np.arange(start, start + 3) >= most
+        assert (
+            np.isnan(logits[0]).all(-1).tolist()
+            == np.isnan(logits[0]).any(-1).tolist()
+            == beyond.tolist()
+        )
+
+
+def test_what_stops_a_row() -> None:
+    name = "qwen 3"
+    rows = [continued(name, row, 9, 8) for row in range(2)]
+    stop = rows[0][11]
+    expected = [row[: row.index(stop, 9) + 1] if stop in row[9:] else row for row in rows]
+    expected = [row + [7] * (17 - len(row)) for row in expected]
+    assert ft.nn.generate(model(name), PROMPTS, 8, stop=stop, pad=7).tolist() == expected
+    assert (
+        ft.nn.generate(model(name), PROMPTS, 8, stop=[95, stop], pad=7)[0].tolist() == expected[0]
+    )
+
+
+# temperature, top_k, top_p: how many of the likeliest tokens are drawn
+DRAWN = [(1.0, 1, None, 1), (1.0, 3, None, 3), (2.0, None, 1e-6, 1), (1.0, 4, 0.5, 4)]
+
+
+@pytest.mark.parametrize(("temperature", "top_k", "top_p", "most"), DRAWN)
+def test_tokens_are_drawn_from_the_likeliest(
+    temperature: float, top_k: Any, top_p: Any, most: int
+) -> None:
+    logits = np.asarray(ft.jit(model("llama"))(PROMPTS[:1]))[0, -1]
+    likeliest = set(np.argsort(-logits)[:most].tolist())
+    many = np.repeat(PROMPTS[:1], 64, 0)
+    options: Any = {
+        "temperature": temperature,
+        "top_k": top_k,
+        "top_p": top_p,
+        "key": jax.random.key(3),
+    }
+    found = set(np.asarray(ft.nn.generate(model("llama"), many, 1, **options))[:, 9].tolist())
+    assert found <= likeliest and (len(found) > 1) == (most > 1)
+
+
+def test_draws_follow_the_probabilities() -> None:
+    logits = np.asarray(ft.jit(model("llama"))(PROMPTS[:1]), np.float64)[0, -1]
+    weights = np.exp((logits - logits.max()) / 2)
+    weights /= weights.sum()
+    many = np.repeat(PROMPTS[:1], 4096, 0)
+    found = np.asarray(
+        ft.nn.generate(model("llama"), many, 1, temperature=2.0, key=jax.random.key(4))
+    )[:, 9]
+    counted = np.bincount(found, minlength=96) / 4096
+    np.testing.assert_allclose(counted, weights, atol=4 * np.sqrt(weights.max() / 4096))
+
+
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"length": 60}, "length=60  with prompts of 9 it is more than the model's max_seq=64"),
+    ({"temperature": 1.0}, "temperature=1.0  tokens are drawn with a key"),
+    ({"top_k": 3}, "top_k=3  at temperature 0 the likeliest token is chosen, whatever it is"),
+    ({"lengths": np.array([0, 9])}, "a prompt has from 1 to 9 tokens"),
+    ({"lengths": np.array([1, 10])}, "a prompt has from 1 to 9 tokens"),
+    ({"lengths": np.array([3])}, "it must be an array of an integer for each of 2 prompts"),
+    (
+        {"lengths": [3, 4]},
+        "lengths=[3, 4]  it must be an array of an integer for each of 2 prompts",
+    ),
+    ({"prompts": PROMPTS + 95}, "the model has 96 tokens, and some are not among them: "),
+    ({"prompts": -PROMPTS}, "prompts the model has 96 tokens, and some are not among them: -"),
+    ({"stop": [3, 96]}, "stop=96  the model has 96 tokens"),
+    ({"stop": -1}, "stop=-1  the model has 96 tokens"),
+    ({"stop": "end"}, "it must be a token, or several"),
+    (
+        {"prompts": PROMPTS[0]},
+        "it must be an array of integers, (batch, seq), of at least one token",
+    ),
+    ({"stop": "end"}, "stop='end'"),
+]
+
+
+@pytest.mark.parametrize(("given", "why"), WRONG, ids=[why for _, why in WRONG])
+def test_what_cannot_be_continued(given: dict[str, Any], why: str) -> None:
+    arguments = {"prompts": PROMPTS, "length": 4, **given}
+    with raises("generate cannot continue these prompts") as error:
+        ft.nn.generate(model("llama"), **arguments)
+    assert re.sub(r"\s+", " ", why) in re.sub(r"\s+", " ", str(error.value))
+
+
+def test_what_does_not_go_with_a_cache() -> None:
+    cache = ft.nn.Cache.create(model("llama"), 2, 12)
+    with raises("a row of a cache is one text"):
+        model("llama")(PROMPTS, None, np.zeros_like(PROMPTS), cache)
+    with raises("must be (batch, seq), and the cache has 2 rows"):
+        model("llama")(PROMPTS[:1], cache=cache)
+    with raises("a cache for 65 tokens is longer than the model's max_seq=64"):
+        ft.nn.Cache.create(model("llama"), 2, 65)
+    other = ft.nn.TransformerConfig(**{**SIZES, "kv_heads": 4}, max_seq=64)
+    foreign = jax.eval_shape(
+        lambda: ft.nn.Cache.create(ft.nn.Transformer.create(other, key=jax.random.key(0)), 2, 12)
+    )
+    with raises("it is of another model") as error:
+        model("llama")(PROMPTS, cache=foreign)
+    assert "cache.key=float32[2, 2, 12, 4, 8]" in str(error.value)
+    with raises("must be integers of the shape of the tokens, (2, 9)"):
+        model("llama")(PROMPTS, np.zeros((2, 8), int))
+
+
+# Positions and segments without a cache
+
+
+@pytest.mark.parametrize("name", FAMILY)
+def test_packed_texts_are_as_if_apart(name: str) -> None:
+    run = ft.jit(lambda model, *given: model(*given))
+    packed = np.concatenate([PROMPTS[:1, :4], PROMPTS[1:, :9]], 1)
+    positions = np.array([[*range(4), *range(9)]])
+    segments = np.array([[0] * 4 + [3] * 9])
+    found = run(model(name), packed, positions, segments)
+    for part, row in ((found[:, :4], PROMPTS[:1, :4]), (found[:, 4:], PROMPTS[1:, :9])):
+        np.testing.assert_allclose(part, run(model(name), row), rtol=1e-5, atol=1e-5)

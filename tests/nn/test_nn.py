@@ -1,0 +1,667 @@
+"""The layers and the transformer against a forward pass in plain NumPy, in float64, without JAX."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import PartitionSpec
+
+from functree import nn
+from functree.errors import AxesError, FunctreeError
+from functree.labels.leaves import tree_axes
+from functree.layout.rules import AxisRules
+from functree.nn.activations import activation, inputs
+from functree.nn.attention.attend import attend
+from functree.nn.embedding import lookup
+from functree.nn.rope import rope
+from functree.nn.weights import accumulator
+from functree.placing.ambient import axis_rules
+from functree.state.train import TrainState, apply_gradients
+from functree.transforms.grad.grad import value_and_grad
+from functree.transforms.jit.jit import jit
+from functree.tree.axes import Axes
+
+CONFIG = nn.TransformerConfig(
+    vocab_size=37, embed=12, layers=3, heads=4, kv_heads=2, head_dim=6, hidden=20, max_seq=16
+)
+CONFIGS = {
+    "grouped": CONFIG,
+    "one key head": dataclasses.replace(CONFIG, kv_heads=1, remat="full"),
+    "multi-head, tied": dataclasses.replace(CONFIG, kv_heads=4, tie_embedding=True),
+    "tied, remat": dataclasses.replace(CONFIG, tie_embedding=True, remat="dots", layers=2),
+    "one layer, other constants": dataclasses.replace(
+        CONFIG, layers=1, rope_theta=500.0, norm_eps=1e-2
+    ),
+    "a policy": dataclasses.replace(
+        CONFIG, remat=jax.checkpoint_policies.dots_saveable, head_dim=2
+    ),
+}
+KEY = jax.random.key(0)
+TOKENS = np.random.default_rng(0).integers(0, 37, (2, 9)).astype(np.int32)
+X = np.random.default_rng(1).normal(size=(2, 9, 12)).astype(np.float32)
+TOLERANCE = dict(rtol=2e-5, atol=2e-5)
+
+
+@pytest.fixture(autouse=True)
+def _precise() -> Any:
+    with jax.default_matmul_precision("highest"):
+        yield
+
+
+@functools.cache
+def create(config: nn.TransformerConfig) -> nn.Transformer:
+    """With scales that are not one and embeddings that are not small, so that each is seen to be
+    used."""
+    random = np.random.default_rng(0)
+
+    def fill(path: Any, leaf: jax.ShapeDtypeStruct) -> jax.Array:
+        values = random.normal(size=leaf.shape) * 0.3
+        return jnp.asarray(values + ("scale" in jax.tree_util.keystr(path)), leaf.dtype)
+
+    abstract = eqx.filter_eval_shape(nn.Transformer.create, config, key=KEY)
+    return jax.tree_util.tree_map_with_path(fill, abstract)
+
+
+@jax.jit
+def run(model: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
+    return model(x)
+
+
+# The oracle
+
+
+def exact(array: Any) -> np.ndarray:
+    return np.asarray(array, np.float64)
+
+
+def numpy_norm(norm: nn.RMSNorm, x: np.ndarray) -> np.ndarray:
+    return x / np.sqrt((x * x).sum(-1, keepdims=True) / x.shape[-1] + norm.eps) * exact(norm.scale)
+
+
+def numpy_rope(x: np.ndarray, theta: float) -> np.ndarray:
+    """One head, [seq, head_dim]: each pair as a complex number."""
+    half = x.shape[-1] // 2
+    turns = np.exp(1j * np.outer(np.arange(len(x)), [theta ** (-i / half) for i in range(half)]))
+    pairs = (x[:, :half] + 1j * x[:, half:]) * turns
+    return np.concatenate([pairs.real, pairs.imag], -1)
+
+
+def numpy_attention(attn: nn.Attention, x: np.ndarray) -> np.ndarray:
+    """[seq, embed], head by head and token by token."""
+    query, key, value, out = map(exact, (attn.query, attn.key, attn.value, attn.out))
+    result = np.zeros_like(x)
+    for head in range(query.shape[1]):
+        group = head * key.shape[1] // query.shape[1]
+        q = numpy_rope(x @ query[:, head], attn.rope_theta)
+        k = numpy_rope(x @ key[:, group], attn.rope_theta)
+        v = x @ value[:, group]
+        for t in range(len(x)):
+            weights = np.exp(k[: t + 1] @ q[t] / np.sqrt(q.shape[-1]))
+            result[t] += weights / weights.sum() @ v[: t + 1] @ out[head]
+    return result
+
+
+def numpy_mlp(mlp: nn.MLP, x: np.ndarray) -> np.ndarray:
+    gate = x @ exact(mlp.gate)
+    return (gate / (1 + np.exp(-gate)) * (x @ exact(mlp.up))) @ exact(mlp.down)
+
+
+def numpy_block(block: nn.Block, x: np.ndarray) -> np.ndarray:
+    x = x + numpy_attention(block.attn, numpy_norm(block.attn_norm, x))
+    return x + numpy_mlp(block.mlp, numpy_norm(block.mlp_norm, x))
+
+
+def numpy_transformer(model: nn.Transformer, tokens: np.ndarray) -> np.ndarray:
+    """One sequence."""
+    table = exact(model.embed.weight)
+    x = table[tokens]
+    for block in model.blocks:
+        x = numpy_block(block, x)
+    unembed = table.T if model.unembed is None else exact(model.unembed.weight)
+    return numpy_norm(model.norm, x) @ unembed
+
+
+def each(fun: Callable[..., np.ndarray], layer: Any, batch: np.ndarray) -> np.ndarray:
+    """Over any number of batch dimensions, for functions of one sequence."""
+    return fun(layer, batch) if batch.ndim == 2 else np.stack([each(fun, layer, x) for x in batch])
+
+
+# The whole
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+def test_transformer_is_numpys(config: str) -> None:
+    model = create(CONFIGS[config])
+    expected = np.stack([numpy_transformer(model, tokens) for tokens in TOKENS])
+    logits = run(model, TOKENS)
+    assert logits.dtype == jnp.float32
+    np.testing.assert_allclose(logits, expected, **TOLERANCE)
+    if config in ("grouped", "tied, remat"):
+        np.testing.assert_allclose(run(model, TOKENS[0]), expected[0], **TOLERANCE)
+        np.testing.assert_allclose(run(model, TOKENS[None]), expected[None], **TOLERANCE)
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+def test_number_of_parameters(config: str) -> None:
+    c = CONFIGS[config]
+    attention = 2 * c.embed * c.head_dim * (c.heads + c.kv_heads)
+    block = attention + 3 * c.embed * c.hidden + 2 * c.embed
+    tables = c.vocab_size * c.embed * (1 if c.tie_embedding else 2)
+    leaves = jax.tree.leaves(eqx.filter_eval_shape(nn.Transformer.create, c, key=KEY))
+    assert (
+        sum(leaf.size for leaf in leaves if hasattr(leaf, "size"))
+        == tables + c.layers * block + c.embed
+    )
+
+
+def loss(model: nn.Transformer, tokens: jax.Array) -> jax.Array:
+    logs = jax.nn.log_softmax(model(tokens[:, :-1]).astype(jnp.float32))
+    return -jnp.mean(jnp.take_along_axis(logs, tokens[:, 1:, None], axis=-1))
+
+
+gradient = functools.cache(lambda config: jax.jit(jax.grad(loss))(create(config), TOKENS))
+
+
+@pytest.mark.parametrize("remat", ["full", "dots"])
+def test_gradients_are_finite_and_do_not_depend_on_remat(remat: str) -> None:
+    plain, again = gradient(CONFIG), gradient(dataclasses.replace(CONFIG, remat=remat))
+    for grad, expected in zip(jax.tree.leaves(again), jax.tree.leaves(plain), strict=True):
+        assert np.isfinite(grad).all() and np.any(grad)
+        np.testing.assert_allclose(grad, expected, rtol=1e-4, atol=1e-6)
+
+
+def test_a_gradient_is_the_slope() -> None:
+    model, grads = create(CONFIG), gradient(CONFIG)
+
+    @jax.jit
+    def along_the_gradient(step: float) -> jax.Array:
+        return loss(jax.tree.map(lambda weight, grad: weight + step * grad, model, grads), TOKENS)
+
+    squares = sum(float(jnp.sum(grad**2)) for grad in jax.tree.leaves(grads))
+    slope = (along_the_gradient(1e-2) - along_the_gradient(-1e-2)) / 2e-2
+    np.testing.assert_allclose(slope, squares, rtol=1e-2)
+
+
+def test_causality() -> None:
+    model = create(CONFIG)
+    before = run(model, TOKENS)
+    for t in range(TOKENS.shape[1]):
+        changed = TOKENS.copy()
+        changed[:, t] = (changed[:, t] + 1) % CONFIG.vocab_size
+        after = run(model, changed)
+        np.testing.assert_array_equal(after[:, :t], before[:, :t])
+        assert np.all(np.any(after[:, t:] != before[:, t:], axis=-1))
+
+
+@pytest.mark.parametrize(("backward", "remat"), [(False, None), (True, None), (True, "full")])
+def test_compiled_size_does_not_grow_with_depth(backward: bool, remat: str | None) -> None:
+    def size(layers: int) -> int:
+        config = dataclasses.replace(CONFIG, layers=layers, remat=remat)
+        model = eqx.filter_eval_shape(nn.Transformer.create, config, key=KEY)
+        fun = jax.grad(loss) if backward else nn.Transformer.__call__
+        lowered = jax.jit(fun).lower(model, jax.ShapeDtypeStruct(TOKENS.shape, jnp.int32))
+        return len(lowered.compile().as_text().splitlines())
+
+    assert size(8) <= 1.02 * size(2)
+
+
+def test_the_axes_of_every_leaf() -> None:
+    axes = tree_axes(create(CONFIG))
+    block = axes.blocks.layer
+    assert axes.embed.weight == Axes("vocab", "embed")
+    assert axes.unembed.weight == Axes("embed", "vocab")
+    assert axes.norm.scale == Axes("embed")
+    assert block.attn_norm.scale == block.mlp_norm.scale == Axes("layers", "embed")
+    assert block.attn.query == Axes("layers", "embed", "heads", "head_dim")
+    assert block.attn.key == block.attn.value == Axes("layers", "embed", "kv_heads", "head_dim")
+    assert block.attn.out == Axes("layers", "heads", "head_dim", "embed")
+    assert block.mlp.gate == block.mlp.up == Axes("layers", "embed", "hidden")
+    assert block.mlp.down == Axes("layers", "hidden", "embed")
+
+
+# Dtypes
+
+
+@pytest.mark.parametrize("tie_embedding", [True, False])
+def test_dtypes_apart(tie_embedding: bool) -> None:
+    config = dataclasses.replace(CONFIG, compute_dtype=jnp.bfloat16, tie_embedding=tie_embedding)
+    model = create(config)
+    assert {leaf.dtype for leaf in jax.tree.leaves(model) if eqx.is_array(leaf)} == {
+        jnp.dtype("float32")
+    }
+    logits = run(model, TOKENS)
+    assert logits.dtype == jnp.bfloat16
+    exact_logits = run(create(dataclasses.replace(config, compute_dtype="float32")), TOKENS)
+    np.testing.assert_allclose(logits.astype(jnp.float32), exact_logits, rtol=0.1, atol=0.15)
+    grads = jax.eval_shape(jax.grad(loss), model, TOKENS)
+    assert {leaf.dtype for leaf in jax.tree.leaves(grads)} == {jnp.dtype("float32")}
+
+
+PRECISIONS: dict[str, tuple[str, str, str | None]] = {
+    "bfloat16 in compute": ("float32", "bfloat16", None),
+    "and in the first moments": ("float32", "bfloat16", "bfloat16"),
+    "and in parameters": ("bfloat16", "bfloat16", "float32"),
+    "float16 in compute": ("float32", "float16", None),
+}
+
+
+@pytest.mark.parametrize("case", PRECISIONS)
+def test_mixed_precision_trains(case: str) -> None:
+    """Parameters, computation and moments in the dtypes asked for, with strict promotion; the loss
+    in float32."""
+    param_dtype, compute_dtype, mu_dtype = PRECISIONS[case]
+    config = dataclasses.replace(
+        CONFIG, layers=1, param_dtype=param_dtype, compute_dtype=compute_dtype, qk_norm=True
+    )
+    tx = optax.adam(1e-2, mu_dtype=mu_dtype)
+    ts = TrainState.create(nn.Transformer.create(config, key=KEY), tx)
+
+    @jit
+    def step(ts: TrainState, tokens: Any) -> Any:
+        value, grads = value_and_grad(nn.cross_entropy)(ts.model, tokens[:, :-1], tokens[:, 1:])
+        with jax.numpy_dtype_promotion("standard"):  # for optax's own arithmetic
+            return apply_gradients(ts, grads), value, grads
+
+    losses: list[float] = []
+    for _ in range(8):
+        ts, value, grads = step(ts, TOKENS)
+        losses.append(float(value))
+    assert value.dtype == "float32" and losses[-1] < 0.9 * losses[0] and np.isfinite(losses).all()
+    for tree, dtype in (
+        (ts.model, param_dtype),
+        (grads, param_dtype),
+        (ts.opt_state[0].mu, mu_dtype or param_dtype),
+    ):
+        assert {leaf.dtype for leaf in jax.tree.leaves(tree)} == {jnp.dtype(dtype)}
+
+
+def test_param_dtype() -> None:
+    config = dataclasses.replace(CONFIG, param_dtype=jnp.bfloat16)
+    model = eqx.filter_eval_shape(nn.Transformer.create, config, key=KEY)
+    assert {leaf.dtype for leaf in jax.tree.leaves(model)} == {jnp.dtype("bfloat16")}
+    assert jax.eval_shape(nn.Transformer.__call__, model, jnp.asarray(TOKENS)).dtype == jnp.float32
+
+
+LAYERS: dict[str, Callable[..., Callable[[jax.Array], jax.Array]]] = {
+    "Linear": lambda **options: nn.Linear(12, 8, key=KEY, **options),
+    "RMSNorm": lambda **options: nn.RMSNorm(12, **options),
+    "MLP": lambda **options: nn.MLP(12, 20, key=KEY, **options),
+    "Attention": lambda **options: nn.Attention(12, 4, 2, 6, key=KEY, **options),
+    "Embedding.logits": lambda **options: nn.Embedding(37, 12, key=KEY, **options).logits,
+}
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_a_layer_computes_in_the_dtype_of_its_input_unless_told(layer: str) -> None:
+    def dtype(x: Any, **options: Any) -> Any:
+        return jax.eval_shape(lambda x: LAYERS[layer](**options)(x), x).dtype
+
+    assert dtype(X) == dtype(X, param_dtype=jnp.bfloat16) == jnp.float32
+    assert dtype(X.astype(jnp.bfloat16)) == dtype(X, compute_dtype=jnp.bfloat16) == jnp.bfloat16
+
+
+def test_norms_are_computed_in_float32() -> None:
+    """A sum of 4096 squares near 1 in bfloat16 would stop at 256."""
+    x = jnp.full((4096,), 1.5, jnp.bfloat16)
+    np.testing.assert_allclose(nn.RMSNorm(4096)(x).astype(jnp.float32), 1.0, rtol=1e-3)
+    large = jnp.full((4,), 1e4, jnp.float16)  # its square is not a float16
+    np.testing.assert_allclose(nn.RMSNorm(4)(large).astype(jnp.float32), 1.0, rtol=1e-3)
+
+
+def test_accumulator() -> None:
+    assert (
+        accumulator(jnp.bfloat16)
+        == accumulator(jnp.float16)
+        == accumulator(jnp.float32)
+        == jnp.float32
+    )
+    assert accumulator(np.float64) == np.float64
+
+
+# Each layer alone, with and without batch dimensions
+
+
+@pytest.mark.parametrize("x", [X, X[0], X[None]], ids=lambda x: x.ndim)
+def test_layers_are_numpys(x: np.ndarray) -> None:
+    block = create(CONFIG).blocks[1]
+    cases = [
+        (block.attn_norm, numpy_norm),
+        (block.attn, numpy_attention),
+        (block.mlp, numpy_mlp),
+        (block, numpy_block),
+        (nn.RMSNorm(12, eps=0.5), numpy_norm),
+        (nn.Attention(12, 3, key=KEY), numpy_attention),
+    ]
+    for layer, oracle in cases:
+        np.testing.assert_allclose(run(layer, x), each(oracle, layer, exact(x)), **TOLERANCE)
+
+
+@pytest.mark.parametrize("use_bias", [True, False])
+def test_linear(use_bias: bool) -> None:
+    linear = nn.Linear(12, 8, use_bias=use_bias, key=KEY)
+    if use_bias:
+        linear = eqx.tree_at(lambda layer: layer.bias, linear, jnp.arange(8.0))
+    expected = exact(X) @ exact(linear.weight) + (np.arange(8) if use_bias else 0)
+    np.testing.assert_allclose(linear(jnp.asarray(X)), expected, **TOLERANCE)
+    np.testing.assert_allclose(linear(jnp.asarray(X[0, 0])), expected[0, 0], **TOLERANCE)
+
+
+def test_linear_names_its_own_axes() -> None:
+    assert tree_axes(nn.Linear(4, 8, key=KEY)).weight == Axes("embed", "hidden")
+    head = tree_axes(nn.Linear(4, 8, axes="embed vocab", key=KEY))
+    assert (head.weight, head.bias) == (Axes("embed", "vocab"), Axes("vocab"))
+    unnamed = tree_axes(nn.Linear(4, 8, axes=Axes("embed", None), key=KEY))
+    assert (unnamed.weight, unnamed.bias) == (Axes("embed", None), Axes(None))
+    assert tree_axes(nn.Linear(4, 8, use_bias=False, key=KEY)).bias is None
+
+
+def test_embedding() -> None:
+    table = nn.Embedding(37, 12, key=KEY)
+    np.testing.assert_array_equal(table(jnp.asarray(TOKENS)), table.weight[TOKENS])
+    np.testing.assert_array_equal(table(jnp.int32(3)), table.weight[3])
+    assert np.isnan(table(jnp.array([37, 1]))).tolist() == [[True] * 12, [False] * 12]
+    np.testing.assert_allclose(
+        table.logits(jnp.asarray(X)), exact(X) @ exact(table.weight).T, **TOLERANCE
+    )
+
+
+def test_attention_over_several_batch_dimensions() -> None:
+    query, key, value = (
+        np.random.default_rng(0).normal(size=(3, 2, 3, 1, 5, 4, 6)).astype(np.float32)
+    )
+    whole = jax.jit(attend)(query, key, value)
+    assert whole.shape == query.shape
+    one = jax.jit(attend)(query[1, 2, 0], key[1, 2, 0], value[1, 2, 0])
+    np.testing.assert_allclose(whole[1, 2, 0], one, **TOLERANCE)
+
+
+# Rotary positions, by their laws
+
+
+turned = jax.jit(rope, static_argnames="theta")
+
+
+def test_rope_sees_relative_positions_only() -> None:
+    query, key = np.random.default_rng(0).normal(size=(2, 9, 2, 8)).astype(np.float32)
+
+    def scores(positions: np.ndarray) -> np.ndarray:
+        turns = (turned(x, theta=100.0, positions=positions.astype(np.int32)) for x in (query, key))
+        return np.einsum("qhd,khd->hqk", *turns)
+
+    positions = np.arange(9)
+    np.testing.assert_allclose(scores(positions), scores(positions + 1000), rtol=1e-3, atol=1e-3)
+    assert not np.allclose(scores(positions), scores(3 * positions), rtol=1e-3, atol=1e-3)
+
+
+def test_rope_rotates() -> None:
+    x = np.random.default_rng(0).normal(size=(2, 9, 3, 8)).astype(np.float32)
+    out = turned(x)
+    np.testing.assert_allclose(np.linalg.norm(out, axis=-1), np.linalg.norm(x, axis=-1), rtol=1e-5)
+    np.testing.assert_array_equal(out[:, 0], x[:, 0])
+    np.testing.assert_allclose(turned(x[1]), out[1], rtol=1e-6)
+    once = np.ones(9, np.int32)
+    twice = turned(turned(x, positions=once), positions=once)
+    np.testing.assert_allclose(twice, turned(x, positions=2 * once), rtol=1e-4, atol=1e-5)
+    assert turned(x.astype(jnp.bfloat16)).dtype == jnp.bfloat16
+
+
+# Initializers
+
+
+def test_initial_weights_keep_the_scale() -> None:
+    config = nn.TransformerConfig(512, 256, layers=2, heads=8, kv_heads=4, head_dim=64, hidden=1024)
+    model = nn.Transformer.create(config, key=KEY)
+    attn, mlp = model.blocks.layer.attn, model.blocks.layer.mlp
+    variances = {
+        256: (attn.query, attn.key, attn.value, mlp.gate, mlp.up),
+        512: (attn.out,),
+        1024: (mlp.down,),
+    }
+    for summed, weights in variances.items():
+        for weight in weights:
+            np.testing.assert_allclose(jnp.var(weight) * summed, 1.0, rtol=0.03)
+    np.testing.assert_allclose(jnp.var(model.unembed.weight) * 256, 1.0, rtol=0.03)
+    np.testing.assert_allclose(jnp.std(model.embed.weight), 0.02, rtol=0.03)
+    assert not np.array_equal(attn.query[0], attn.query[1])
+
+
+def test_initializers_are_arguments() -> None:
+    def constant(key: Any, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+        return jnp.full(shape, 0.25, dtype)
+
+    model = nn.Transformer.create(CONFIG, init=constant, embed_init=constant, key=KEY)
+    norms = model.norm.scale.size + 2 * model.blocks.layer.mlp_norm.scale.size
+    values = np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(model)])
+    assert (values == 1).sum() == norms and (values == 0.25).sum() == values.size - norms
+    assert nn.RMSNorm(3, init=constant).scale.tolist() == [0.25] * 3
+    assert nn.Linear(2, 3, init=constant, key=KEY).weight.tolist() == [[0.25] * 3] * 2
+
+
+# Activations
+
+
+def test_activations_are_left_alone_without_rules() -> None:
+    x = jnp.asarray(X)
+    assert activation(x, "batch seq embed") is x
+    assert [one is x for one in inputs(x, "hidden", "heads head_dim")] == [True, True]
+
+
+def test_activations_are_constrained_by_the_names_of_their_axes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seen: dict[Any, tuple[int, ...]] = {}
+
+    def constrain(x: jax.Array, axes: str, rules: Any = None) -> jax.Array:
+        seen[axes if rules is None else rules.spec(axes)] = x.shape
+        return x
+
+    monkeypatch.setattr("functree.nn.activations.constrain", constrain)
+    model = create(CONFIG)
+    sizes = {
+        "embed": (12,),
+        "heads head_dim": (4, 6),
+        "kv_heads head_dim": (2, 6),
+        "hidden": (20,),
+        "vocab": (37,),
+    }
+    # The table, and what is looked up in it: no mesh axis is used twice.
+    specs: dict[str, list[Any]] = {
+        "batch seq": [("model", None), ("data", None, None)],
+        "seq": [("model", "data"), (None, "data")],
+    }
+    for outer, shape in {"batch seq": (2, 9), "seq": (9,)}.items():
+        with axis_rules(AxisRules({"batch": "data", "embed": "data", "vocab": "model", ...: None})):
+            jax.eval_shape(model, jax.ShapeDtypeStruct(shape, jnp.int32))
+        table, *places = (PartitionSpec(*entries) for entries in specs[outer])
+        assert seen.pop(table) == (37, 12)
+        assert [seen.pop(spec) for spec in places] == [(*shape, 12)] * len(places)
+        assert seen == {f"{outer} {inner}": shape + size for inner, size in sizes.items()}
+        seen.clear()
+
+
+def test_nobody_names_further_batch_dimensions() -> None:
+    x = jnp.ones((1, 2, 3, 4))
+    with axis_rules(AxisRules({"batch": "data"})):
+        assert activation(x, "batch seq embed") is x
+        assert [one is x for one in inputs(x, "hidden", "heads head_dim")] == [True, True]
+        found = jax.make_jaxpr(lookup)(jnp.ones((5, 4)), jnp.ones((1, 2, 3), jnp.int32))
+        assert "sharding_constraint" not in str(found)
+
+
+# Errors
+
+
+BAD_FIELDS = {
+    "kv_heads": (dict(kv_heads=3), ["kv_heads=3", "divide heads=4", "one of 1, 2, 4 for kv_heads"]),
+    "head_dim": (dict(head_dim=5), ["head_dim=5", "even", "head_dim=6"]),
+    "embed": (dict(embed=0), ["embed=0", "positive integer"]),
+    "layers": (dict(layers=2.0), ["layers=2.0", "positive integer"]),
+    "max_seq": (dict(max_seq=-1), ["max_seq=-1", "positive integer"]),
+    "heads": (dict(heads=0), ["heads=0", "positive integer"]),
+    "rope_theta": (dict(rope_theta=0.0), ["rope_theta=0.0", "positive"]),
+    "no number": (
+        dict(rope_theta="x", norm_eps=None),
+        ["rope_theta='x'", "norm_eps=None", "a positive number"],
+    ),
+    "no finite number": (
+        dict(rope_theta=float("inf"), norm_eps=float("nan")),
+        ["rope_theta=inf", "norm_eps=nan"],
+    ),
+    "flags for numbers": (
+        dict(layers=True, norm_eps=True),
+        ["layers=True", "positive integer", "norm_eps=True"],
+    ),
+    "texts for sizes": (
+        dict(heads="4", head_dim=None),
+        ["heads='4'", "head_dim=None", "positive integer"],
+    ),
+    "no flag": (dict(tie_embedding="no"), ["tie_embedding='no'", "True or False"]),
+    "no dtype": (
+        dict(param_dtype="x", compute_dtype=None),
+        ["param_dtype='x'", "compute_dtype=None", "floating-"],
+    ),
+    "remat": (dict(remat="some"), ["remat='some'", '"full"', '"dots"']),
+    "remat and more": (dict(remat=3, layers=0), ["remat=3", "it must be None", "layers=0"]),
+    "dtype": (
+        dict(param_dtype=jnp.int32),
+        ["param_dtype=int32", "floating", "such as `jnp.float32`"],
+    ),
+    "several": (dict(kv_heads=3, head_dim=5, hidden=-2), ["kv_heads=3", "head_dim=5", "hidden=-2"]),
+}
+
+
+@pytest.mark.parametrize("case", BAD_FIELDS)
+def test_bad_configs(case: str) -> None:
+    fields, fragments = BAD_FIELDS[case]
+    with pytest.raises(FunctreeError) as caught:
+        dataclasses.replace(CONFIG, **fields)
+    for fragment in fragments:
+        assert fragment in str(caught.value)
+
+
+def test_equal_configs_are_equal() -> None:
+    other = dataclasses.replace(CONFIG, param_dtype="float32", compute_dtype=np.dtype(np.float32))
+    assert other == CONFIG and hash(other) == hash(CONFIG)
+    numbers = dataclasses.replace(CONFIG, layers=np.int64(CONFIG.layers), rope_theta=10_000)
+    assert numbers == CONFIG and type(numbers.layers) is int and type(numbers.rope_theta) is float
+
+
+# What is created, and the argument that the error has to name. No layer may fail in JAX, or only
+# when it is called.
+BAD_SIZES: dict[str, tuple[Callable[[], Any], list[str]]] = {
+    "no heads": (lambda: nn.Attention(8, 0, key=KEY), ["Attention cannot be built", "heads=0"]),
+    "no heads of keys": (lambda: nn.Attention(8, 4, 0, key=KEY), ["Attention", "kv_heads=0"]),
+    "more heads than sizes": (lambda: nn.Attention(2, 4, key=KEY), ["Attention", "head_dim=0"]),
+    "heads less than none": (lambda: nn.Attention(8, -4, key=KEY), ["Attention", "heads=-4"]),
+    "text": (lambda: nn.Attention(8, "4", key=KEY), ["Attention", "heads='4'"]),  # type: ignore[arg-type]
+    "a fraction": (lambda: nn.Attention(8, 4.0, key=KEY), ["Attention", "heads=4.0"]),  # type: ignore[arg-type]
+    "several": (lambda: nn.MLP(0, -1, key=KEY), ["MLP cannot be built", "embed=0", "hidden=-1"]),
+    "a flag": (lambda: nn.Linear(True, 8, key=KEY), ["Linear", "in_size=True"]),
+    "Linear": (lambda: nn.Linear(8, 0, key=KEY), ["Linear", "out_size=0"]),
+    "Embedding": (lambda: nn.Embedding(0, 8, key=KEY), ["Embedding", "vocab_size=0"]),
+    "RMSNorm": (lambda: nn.RMSNorm(0), ["RMSNorm", "size=0"]),
+    "LayerNorm": (lambda: nn.LayerNorm(-1), ["LayerNorm", "size=-1"]),
+    "BatchNorm": (lambda: nn.BatchNorm(0), ["BatchNorm", "size=0"]),
+}
+
+
+@pytest.mark.parametrize("case", BAD_SIZES)
+def test_bad_sizes(case: str) -> None:
+    make, fragments = BAD_SIZES[case]
+    with pytest.raises(FunctreeError) as caught:
+        make()
+    for fragment in (*fragments, "it must be a positive integer"):
+        assert fragment in str(caught.value)
+
+
+def test_sizes_of_numpy() -> None:
+    assert nn.Attention(np.int64(8), np.int32(4), key=KEY).query.shape == (8, 4, 2)
+
+
+def test_bad_heads_and_axes() -> None:
+    with pytest.raises(FunctreeError, match=r"kv_heads=3[\s\S]*divide heads=4"):
+        nn.Attention(12, 4, 3, key=KEY)
+    with pytest.raises(FunctreeError, match=r"head_dim=3[\s\S]*even"):
+        nn.Attention(12, 4, key=KEY)
+    with pytest.raises(AxesError, match=r'Linear\(axes="embed"\): name both dimensions'):
+        nn.Linear(4, 8, axes="embed", key=KEY)
+
+
+@pytest.mark.parametrize("shape", [(17,), (1, 17)], ids=len)
+def test_a_sequence_that_is_too_long(shape: tuple[int, ...]) -> None:
+    with pytest.raises(FunctreeError) as caught:
+        create(CONFIG)(jnp.zeros(shape, jnp.int32))
+    for fragment in (f"tokens of shape {shape}", "17", "max_seq=16", "larger max_seq"):
+        assert fragment in str(caught.value)
+
+
+# Another config for the same layers, and what the layers say of the field.
+OTHER_CONFIGS: dict[str, tuple[dict[str, Any], list[str]]] = {
+    "rope_theta": (dict(rope_theta=10.0), ["config.rope_theta=10.0", "made with 10000.0"]),
+    "norm_eps": (dict(norm_eps=0.5), ["config.norm_eps=0.5", "made with 1e-05"]),
+    "compute_dtype": (
+        dict(compute_dtype=jnp.bfloat16),
+        ["config.compute_dtype=dtype(bfloat16)", "dtype('float32')"],
+    ),
+    "tie_embedding": (dict(tie_embedding=True), ["config.tie_embedding=True", "made with False"]),
+    "layers": (dict(layers=5), ["config.layers=5", "made with 3"]),
+    "vocab_size": (dict(vocab_size=38), ["config.vocab_size=38", "made with 37"]),
+    "embed": (dict(embed=16), ["config.embed=16", "made with 12"]),
+    "heads": (dict(heads=8), ["config.heads=8", "made with 4"]),
+    "kv_heads": (dict(kv_heads=4), ["config.kv_heads=4", "made with 2"]),
+    "head_dim": (dict(head_dim=8), ["config.head_dim=8", "made with 6"]),
+    "hidden": (dict(hidden=24), ["config.hidden=24", "made with 20"]),
+    "several": (dict(hidden=24, layers=5), ["config.hidden=24", "config.layers=5"]),
+}
+
+
+@pytest.mark.parametrize("case", OTHER_CONFIGS)
+def test_another_config_for_the_same_layers_is_an_error(case: str):
+    change, fragments = OTHER_CONFIGS[case]
+    with pytest.raises(FunctreeError) as caught:
+        dataclasses.replace(create(CONFIG), config=dataclasses.replace(CONFIG, **change))
+    remedies = (
+        "the config disagrees with the layers",
+        "`Transformer.create`",
+        "`dataclasses.replace`",
+    )
+    for fragment in (*fragments, *remedies):
+        assert fragment in str(caught.value)
+    assert len(caught.value.problems) == len(change)
+
+
+def test_other_layers_for_the_same_config_are_an_error():
+    model = create(CONFIG)
+    with pytest.raises(FunctreeError, match=r"config.layers=3\n.*made with 2"):
+        dataclasses.replace(model, blocks=model.blocks[:2])
+    short = dataclasses.replace(
+        model, blocks=model.blocks[:2], config=dataclasses.replace(CONFIG, layers=2)
+    )
+    assert short.config.layers == len(short.blocks) == 2
+    with pytest.raises(FunctreeError, match=r"config.tie_embedding=False\n.*made with True"):
+        dataclasses.replace(model, unembed=None)
+
+
+def test_a_config_may_differ_in_what_the_layers_do_not_keep():
+    model = create(CONFIG)
+    config = dataclasses.replace(CONFIG, remat="full", max_seq=99, param_dtype=jnp.bfloat16)
+    models = {
+        "as it was": model,
+        "abstract": jax.eval_shape(lambda: model),
+        "converted": jax.tree.map(lambda x: x.astype(jnp.bfloat16), model),
+        "a part": eqx.partition(model, lambda x: x.ndim > 2)[0],
+        "several": jax.tree.map(lambda x: jnp.stack([x, x]), model),
+        "other layers": eqx.tree_at(
+            lambda m: (m.embed, m.blocks.layer.mlp), model, replace=(jnp.sin, jnp.sin)
+        ),
+        "no stack": eqx.tree_at(lambda m: m.blocks, model, replace=list(model.blocks)),
+    }
+    for name, one in models.items():
+        assert dataclasses.replace(one, config=config).config == config, name

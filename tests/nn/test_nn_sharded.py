@@ -1,0 +1,294 @@
+"""The transformer on a mesh: as on one device, on Auto, Explicit and Manual axes, and no collective
+too many."""
+
+import contextlib
+import functools
+import itertools
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from functree import nn
+from functree.devices.make_mesh import make_mesh
+from functree.errors import ShardingError
+from functree.layout.fsdp import FSDP
+from functree.layout.rules import AxisRules
+from functree.nn.weights import broadcast_like, product, rows
+from functree.placing.ambient import axis_rules
+from functree.placing.shard import shard
+
+P = PartitionSpec
+CONFIG = nn.TransformerConfig(512, 128, layers=3, heads=8, kv_heads=4, head_dim=16, hidden=384)
+TIED = nn.TransformerConfig(512, 128, 2, 8, 4, 16, 384, tie_embedding=True, remat="dots")
+TOKENS = np.random.default_rng(0).integers(0, CONFIG.vocab_size, (16, 40)).astype(np.int32)
+TENSOR = {"heads": "model", "kv_heads": "model", "hidden": "model", "vocab": "model"}
+LAYOUTS = {
+    "data": AxisRules({"batch": "data", ...: None}),
+    "tensor": AxisRules({"batch": "data", **TENSOR, ...: None}),
+    "fsdp": AxisRules({"batch": "data", "embed": "data", ...: None}),
+    "fsdp and tensor": AxisRules({"batch": "data", "embed": "data", **TENSOR, ...: None}),
+    "composed": AxisRules({"batch": "data", **TENSOR, ...: None}) | FSDP("data", min_size=0),
+    "sequence": AxisRules({"batch": "data", "embed": "data", **TENSOR, "seq": "model", ...: None}),
+    "sequence, key heads whole": AxisRules(
+        {"batch": "data", "embed": "data", **TENSOR, "kv_heads": None, "seq": "model", ...: None}
+    ),
+}
+
+
+@functools.cache
+def create(config: nn.TransformerConfig) -> nn.Transformer:
+    random = np.random.default_rng(0)
+    abstract = eqx.filter_eval_shape(nn.Transformer.create, config, key=jax.random.key(0))
+    return jax.tree.map(
+        lambda leaf: jnp.asarray(random.normal(size=leaf.shape) / 10, leaf.dtype), abstract
+    )
+
+
+def loss(model: nn.Transformer, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
+    logits = model(tokens)
+    return jnp.mean(logits**2), logits
+
+
+gradient = jax.grad(loss, has_aux=True)
+
+
+@contextlib.contextmanager
+def placed(
+    config: nn.TransformerConfig, layout: Any, mesh: Mesh, ambient: bool
+) -> Iterator[tuple[Any, Any]]:
+    """The model and the tokens on the mesh, which is the current one; and perhaps the rules as
+    well."""
+    tokens = jax.device_put(TOKENS, NamedSharding(mesh, P("data", None)))
+    rules = axis_rules(layout) if ambient else contextlib.nullcontext()
+    with jax.set_mesh(mesh), rules, jax.default_matmul_precision("highest"):
+        yield shard(create(config), layout, mesh), tokens
+
+
+@functools.cache
+def whole(config: nn.TransformerConfig) -> tuple[Any, Any]:
+    with jax.default_matmul_precision("highest"):
+        return jax.jit(gradient)(create(config), TOKENS)
+
+
+def assert_close(found: Any, expected: Any, rtol: float) -> None:
+    """Equal, or within `rtol` of the largest value."""
+    np.testing.assert_allclose(
+        found, expected, rtol=rtol, atol=rtol * float(jnp.abs(expected).max())
+    )
+
+
+CASES = [
+    *itertools.product(LAYOUTS, ["auto", "explicit"], ["rules"], [CONFIG]),
+    ("data", "auto", "no rules", TIED),
+    ("fsdp and tensor", "explicit", "no rules", TIED),
+]
+
+
+@pytest.mark.parametrize(
+    ("layout", "kind", "ambient", "config"),
+    CASES,
+    ids=lambda x: x if isinstance(x, str) else "tied" if x.tie_embedding else "untied",
+)
+def test_a_sharded_model_is_the_whole_one(
+    layout: str, kind: str, ambient: str, config: nn.TransformerConfig
+) -> None:
+    mesh = make_mesh(data=4, model=2, explicit=kind == "explicit")
+    with placed(config, LAYOUTS[layout], mesh, ambient == "rules") as state:
+        grads, logits = jax.jit(gradient)(*state)
+    expected_grads, expected = whole(config)
+    assert_close(logits, expected, 1e-5)
+    for a, b in zip(jax.tree.leaves(grads), jax.tree.leaves(expected_grads), strict=True):
+        assert_close(a, b, 1e-4)
+    if ambient == "rules":
+        vocab = "model" if layout not in ("data", "fsdp") else None
+        assert logits.sharding.is_equivalent_to(NamedSharding(mesh, P("data", None, vocab)), 3)
+
+
+COLLECTIVE = re.compile(
+    r"= (.*?) (all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)(?:-start)?\("
+)
+
+
+def collectives(layout: str, explicit: bool, capfd: Any) -> set[tuple[str, str]]:
+    """Of a gradient that lies as the model does: what is moved on each device, and how."""
+    with placed(CONFIG, LAYOUTS[layout], make_mesh(data=4, model=2, explicit=explicit), True) as (
+        model,
+        tokens,
+    ):
+        shardings = jax.tree.map(lambda leaf: leaf.sharding, model)
+        lowered = jax.jit(lambda *state: gradient(*state)[0], out_shardings=shardings).lower(
+            model, tokens
+        )
+        text = lowered.compile().as_text()
+    assert "Involuntary" not in capfd.readouterr().err
+    return {
+        (array, how)
+        for result, how in COLLECTIVE.findall(text)
+        for array in re.findall(r"\w+\[[\d,]*\]", result)
+    }
+
+
+# On each device 4 sequences of 40, and the weights as tensor parallelism splits them.
+WEIGHTS = {
+    "f32[128,8,16]",
+    "f32[128,4,16]",
+    "f32[8,16,128]",
+    "f32[128,384]",
+    "f32[384,128]",
+    "f32[128]",
+}
+HALVES = {
+    "f32[128,4,16]",
+    "f32[128,2,16]",
+    "f32[4,16,128]",
+    "f32[128,192]",
+    "f32[192,128]",
+    "f32[128]",
+}
+STREAM = "f32[4,40,128]"
+
+
+@pytest.mark.parametrize("explicit", [False, True], ids=["auto", "explicit"])
+def test_fsdp_gathers_weights_and_no_activation(explicit: bool, capfd: Any) -> None:
+    found = collectives("fsdp", explicit, capfd)
+    assert {what for what, how in found if how == "all-gather"} == WEIGHTS | {
+        "f32[512,128]",
+        "f32[128,512]",
+    }
+    assert {how for _, how in found} <= {"all-gather", "all-reduce", "reduce-scatter"}
+    assert not [what for what, _ in found if "40" in what]
+
+
+@pytest.mark.parametrize("explicit", [False, True], ids=["auto", "explicit"])
+def test_tensor_parallelism_reduces_the_stream_and_gathers_nothing(
+    explicit: bool, capfd: Any
+) -> None:
+    found = collectives("tensor", explicit, capfd)
+    assert (STREAM, "all-reduce") in found
+    assert {how for _, how in found} == {"all-reduce"}
+    assert {what for what, _ in found if "40" in what} == {STREAM}
+
+
+@pytest.mark.parametrize("explicit", [False, True], ids=["auto", "explicit"])
+def test_both_do_both(explicit: bool, capfd: Any) -> None:
+    found = collectives("fsdp and tensor", explicit, capfd)
+    assert {what for what, how in found if how == "all-gather"} == HALVES | {
+        "f32[256,128]",
+        "f32[128,256]",
+    }
+    assert {(what, how) for what, how in found if "40" in what} == {(STREAM, "all-reduce")}
+
+
+@pytest.mark.parametrize("explicit", [False, True], ids=["auto", "explicit"])
+def test_sequence_parallelism_gathers_what_products_take(explicit: bool, capfd: Any) -> None:
+    """For TPUs the sums are reduce-scatters (`test_accelerators.py`); the compiler for CPUs has
+    only all-reduces."""
+    found = collectives("sequence", explicit, capfd)
+    assert {(what, how) for what, how in found if "40" in what or "20" in what} == {
+        (STREAM, "all-reduce"), (STREAM, "all-gather")
+    }  # fmt: skip
+    weights = {what for what, how in found if how == "all-gather"} - {STREAM}
+    assert weights == HALVES | {"f32[256,128]", "f32[128,256]"}
+
+
+@pytest.mark.parametrize(
+    ("explicit", "manual"),
+    [(False, {"data", "model"}), (False, {"data"}), (True, {"data", "model"})],
+    ids=["all of auto", "some of auto", "all of explicit"],
+)
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_manual_axes_are_left_alone(explicit: bool, manual: set[str], check_vma: bool) -> None:
+    mesh = make_mesh(data=4, model=2, explicit=explicit)
+    local = jax.shard_map(
+        nn.Transformer.__call__,
+        mesh=mesh,
+        in_specs=(P(), P("data")),
+        out_specs=P("data"),
+        axis_names=manual,
+        check_vma=check_vma,
+    )
+    model = shard(create(TIED), AxisRules({...: None}), mesh)
+    with jax.set_mesh(mesh), axis_rules(LAYOUTS["tensor"]), jax.default_matmul_precision("highest"):
+        logits = jax.jit(local)(model, jax.device_put(TOKENS, NamedSharding(mesh, P("data", None))))
+    np.testing.assert_allclose(logits, whole(TIED)[1], rtol=1e-4, atol=1e-5)
+
+
+def test_rules_that_do_not_fit_an_activation_say_so(mesh: Mesh) -> None:
+    model = create(CONFIG)
+    with jax.set_mesh(mesh), axis_rules(LAYOUTS["tensor"]):
+        with pytest.raises(ShardingError, match=r'"batch" has size 3'):
+            jax.eval_shape(model, jax.ShapeDtypeStruct((3, 40), jnp.int32))
+    with jax.set_mesh(mesh), axis_rules(AxisRules({"batch": "data", "embed": None, "vocab": None})):
+        with pytest.raises(ShardingError, match="seq"):
+            jax.eval_shape(model, jax.ShapeDtypeStruct((4, 40), jnp.int32))
+
+
+# Products on Explicit axes, whose types say what happens
+
+
+EXPLICIT = [
+    (P("data"), P(), P("data", None, None)),
+    (P("data"), P(None, "model"), P("data", None, "model")),
+    (P("data"), P("data", "model"), P("data", None, "model")),
+    (P("data", None, "model"), P("model", "data"), P("data", None, None)),
+    (P(), P("model", "data"), P(None, None, "data")),
+    (P(("data", "model")), P("data", "model"), P(("data", "model"), None, None)),
+]
+
+
+@pytest.mark.parametrize(("x", "weight", "result"), EXPLICIT, ids=str)
+def test_product_on_explicit_axes(x: P, weight: P, result: P) -> None:
+    mesh = make_mesh(data=4, model=2, explicit=True)
+    x_value, weight_value = np.ones((8, 3, 16), np.float32), np.ones((16, 24), np.float32)
+    with jax.set_mesh(mesh):
+        put = [
+            jax.device_put(v, NamedSharding(mesh, s))
+            for v, s in ((x_value, x), (weight_value, weight))
+        ]
+        found = jax.jit(product)(*put)
+        assert jax.typeof(found).sharding.spec == result
+        np.testing.assert_array_equal(found, x_value @ weight_value)
+        per_example = jax.jit(jax.vmap(product, in_axes=(1, None), out_axes=1))(*put)
+        np.testing.assert_array_equal(per_example, found)
+
+
+@pytest.mark.parametrize(
+    "table", [P(), P("model", "data"), P("data", "model"), P(None, "model")], ids=str
+)
+def test_rows_and_broadcasts_on_explicit_axes(table: P) -> None:
+    mesh = make_mesh(data=4, model=2, explicit=True)
+    values = np.arange(64, dtype=np.float32).reshape(16, 4)
+    index = np.arange(8, dtype=np.int32)
+    last = "model" if tuple(table)[1:] == ("model",) else None
+    with jax.set_mesh(mesh):
+        put = jax.device_put(values, NamedSharding(mesh, table))
+        found = jax.jit(rows)(put, jax.device_put(index, NamedSharding(mesh, P("data"))))
+        assert jax.typeof(found).sharding.spec == P("data", last)
+        np.testing.assert_array_equal(found, values[:8])
+        vector = jax.device_put(values[0], NamedSharding(mesh, P("data")))
+        assert jax.typeof(jax.jit(broadcast_like)(vector, found)).sharding.spec == P("data", last)
+
+
+def test_linear_and_norm_on_explicit_axes() -> None:
+    mesh = make_mesh(data=4, model=2, explicit=True)
+    rules = LAYOUTS["fsdp and tensor"]
+    norm, linear = (
+        nn.RMSNorm(16),
+        nn.Linear(16, 8, init=jax.nn.initializers.ones, key=jax.random.key(0)),
+    )
+    linear = eqx.tree_at(lambda layer: layer.bias, linear, jnp.arange(8.0))
+    x = np.random.default_rng(0).normal(size=(8, 16)).astype(np.float32)
+    with jax.set_mesh(mesh):
+        put = jax.device_put(x, NamedSharding(mesh, P("data")))
+        found = jax.jit(lambda layers, x: layers[1](layers[0](x)))(
+            shard((norm, linear), rules, mesh), put
+        )
+    assert jax.typeof(found).sharding.spec == P("data", "model")
+    np.testing.assert_allclose(found, linear(norm(jnp.asarray(x))), rtol=1e-5, atol=1e-5)

@@ -1,0 +1,241 @@
+"""`config.json` of published models: what is understood, and what is refused by name."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import pytest
+from checks import raises
+
+import functree as ft
+
+MODELS = Path(__file__).parents[1] / "fixtures" / "hf"
+SIZES = {
+    "vocab_size": 96,
+    "embed": 32,
+    "layers": 3,
+    "heads": 4,
+    "kv_heads": 2,
+    "head_dim": 8,
+    "hidden": 48,
+}
+COMMON: dict[str, Any] = {**SIZES, "max_seq": 64, "norm_eps": 1e-6}
+EXPECTED: dict[str, dict[str, Any]] = {
+    "llama": {"rope_theta": 5e4},
+    "llama_bf16": {"rope_theta": 5e4, "param_dtype": jnp.bfloat16},
+    "llama_sharded": {"rope_theta": 5e4},
+    "llama_tied": {"tie_embedding": True},
+    "llama3_rope": {"rope_theta": 5e5, "rope_scaling": ft.nn.Llama3Rope(8, 1, 4, 16)},
+    "mistral": {},
+    "mistral_sw": {"window": 4},
+    "qwen2": {"attention_bias": True},
+    "qwen3": {"qk_norm": True},
+}
+
+
+def written(folder: Path, name: str, **changes: Any) -> Path:
+    """A `config.json` with other fields; `...` leaves one out."""
+    given = json.loads((MODELS / name / "config.json").read_text()) | changes
+    file = folder / "config.json"
+    file.write_text(json.dumps({key: value for key, value in given.items() if value is not ...}))
+    return file
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_configs(name: str) -> None:
+    expected = ft.nn.TransformerConfig(**COMMON | EXPECTED[name])
+    assert ft.nn.config_from_json(MODELS / name) == expected
+    assert ft.nn.config_from_json(str(MODELS / name / "config.json")) == expected
+    chosen: dict[str, Any] = {
+        "compute_dtype": jnp.bfloat16,
+        "remat": "full",
+        "attention": "xla",
+        "max_seq": 16,
+    }
+    assert ft.nn.config_from_json(MODELS / name, **chosen) == dataclasses.replace(
+        expected, **chosen
+    )
+
+
+OLDER = {
+    "rope at the top": (
+        {"rope_parameters": ..., "rope_theta": 5e4, "rope_scaling": None},
+        {"rope_theta": 5e4},
+    ),
+    "scaling by its old name": (
+        {
+            "rope_parameters": ...,
+            "rope_theta": 5e5,
+            "rope_scaling": {
+                "type": "llama3",
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 16,
+            },
+        },
+        EXPECTED["llama3_rope"],
+    ),
+    "defaults": (
+        {
+            "num_key_value_heads": ...,
+            "head_dim": ...,
+            "rms_norm_eps": ...,
+            "rope_parameters": ...,
+            "dtype": ...,
+        },
+        {"kv_heads": 4, "rope_theta": 1e4},
+    ),
+    "torch_dtype": (
+        {"dtype": ..., "torch_dtype": "float16"},
+        {"rope_theta": 5e4, "param_dtype": jnp.float16},
+    ),
+    "an integer for a number": ({"attention_dropout": 0}, {"rope_theta": 5e4}),
+}
+
+
+@pytest.mark.parametrize("case", OLDER)
+def test_older_files(case: str, tmp_path: Path) -> None:
+    changes, expected = OLDER[case]
+    file = written(tmp_path, "llama", **changes)
+    assert ft.nn.config_from_json(file) == ft.nn.TransformerConfig(**COMMON | expected)
+
+
+FIELDS = [
+    (name, field)
+    for name in ("llama", "llama3_rope", "mistral_sw", "qwen2", "qwen3")
+    for field in json.loads((MODELS / name / "config.json").read_text())
+]
+
+
+@pytest.mark.parametrize(("name", "field"), FIELDS, ids=lambda value: value)
+@pytest.mark.parametrize("value", [{"not": "understood"}, "nonsense"], ids=["object", "text"])
+def test_each_field_with_a_value_that_is_not_understood(
+    name: str, field: str, value: Any, tmp_path: Path
+) -> None:
+    if (field, value) == ("transformers_version", "nonsense"):
+        value = 5
+    text = '"model_type": ' if field == "model_type" else f'"{field}": {json.dumps(value)}'
+    with raises(text, error=ft.FunctreeError):
+        ft.nn.config_from_json(written(tmp_path, name, **{field: value}))
+
+
+REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
+    "an activation": ("llama", {"hidden_act": "gelu"}, 'it is understood as "silu" only'),
+    "biases of the feed-forward layer": ("llama", {"mlp_bias": True}, '"mlp_bias": true'),
+    "a bias of the output too": (
+        "qwen3",
+        {"attention_bias": True},
+        "it is understood as false only",
+    ),
+    "a flag for a number": ("llama", {"pretraining_tp": True}, '"pretraining_tp": true'),
+    "dropout": ("mistral", {"attention_dropout": 0.1}, "it is understood as 0.0 or 0 only"),
+    "windows of some layers": ("qwen2", {"use_sliding_window": True}, '"use_sliding_window": true'),
+    "layers of two kinds": (
+        "qwen3",
+        {"layer_types": ["full_attention", "sliding_attention"]},
+        '"layer_types": [',
+    ),
+    "no window, which means 4,096": (
+        "mistral",
+        {"sliding_window": ...},
+        '"sliding_window"\n      it is missing',
+    ),
+    "another rotation": (
+        "llama",
+        {"rope_parameters": {"rope_type": "yarn", "factor": 2.0}},
+        '"rope_type": "yarn"',
+    ),
+    "a factor too many": (
+        "llama3_rope",
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "factor": 2.0}},
+        '"rope_parameters": {"rope_type": "default"',
+    ),
+    "half of the dimensions": (
+        "llama",
+        {"partial_rotary_factor": 0.5},
+        '"partial_rotary_factor": 0.5',
+    ),
+    "no size": ("llama", {"hidden_size": ...}, '"hidden_size"\n      it is missing'),
+    "a misspelled field": (
+        "llama",
+        {"vocab_sise": 96},
+        "no such field is understood; did you mean `vocab_size`?",
+    ),
+    "other architecture": (
+        "llama",
+        {"architectures": ["LlamaForTokenClassification"]},
+        '"architectures": [',
+    ),
+    "two values for one": (
+        "llama",
+        {"rope_theta": 1.0},
+        'it says another rope_theta than "rope_parameters"',
+    ),
+    "heads that do not fit": ("llama", {"num_key_value_heads": 3}, "kv_heads=3"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_is_refused(case: str, tmp_path: Path) -> None:
+    name, changes, said = REFUSED[case]
+    with raises(said, error=ft.FunctreeError):
+        ft.nn.config_from_json(written(tmp_path, name, **changes))
+
+
+@pytest.mark.parametrize(("name", "kind"), [("gemma", "gemma"), ("gpt2", "gpt2")])
+def test_other_families(name: str, kind: str) -> None:
+    with raises(
+        f'config.json: "model_type": "{kind}" is none of llama, mistral, qwen2, qwen3',
+        "add a table to `ft.nn.WeightMap.families`",
+        error=ft.FunctreeError,
+    ):
+        ft.nn.config_from_json(MODELS / name)
+
+
+def test_all_problems_at_once(tmp_path: Path) -> None:
+    file = written(tmp_path, "llama", hidden_act="gelu", mlp_bias=True, clip_qkv=8.0)
+    with raises(
+        "3 fields not understood",
+        '"hidden_act"',
+        '"mlp_bias"',
+        '"clip_qkv": 8.0',
+        error=ft.FunctreeError,
+    ):
+        ft.nn.config_from_json(file)
+
+
+def test_files_that_are_none(tmp_path: Path) -> None:
+    with raises("config.json: there is no such file", error=ft.FunctreeError):
+        ft.nn.config_from_json(tmp_path)
+    for text, said in (("{", "config.json is not JSON: "), ("[]", "it has to be an object")):
+        (tmp_path / "config.json").write_text(text)
+        with raises(said, error=ft.FunctreeError):
+            ft.nn.config_from_json(tmp_path)
+
+
+def test_a_field_that_the_weights_decide() -> None:
+    with raises(
+        "embed=",
+        "it is decided by the weights",
+        "one of compute_dtype, remat",
+        error=ft.FunctreeError,
+    ):
+        ft.nn.config_from_json(MODELS / "llama", embed=64)
+
+
+def test_a_family_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    llama = ft.nn.WeightMap.families["llama"]
+    fields = {
+        **llama.fields,
+        "clip_qkv": ft.nn.WeightMap.only(None),
+        "act": ft.nn.WeightMap.ignored("any", bool),
+    }
+    own = dataclasses.replace(llama, fields=fields, options={"qk_norm": True})
+    monkeypatch.setitem(ft.nn.WeightMap.families, "mine", own)
+    file = written(tmp_path, "llama", model_type="mine", clip_qkv=None, act="silu")
+    assert ft.nn.config_from_json(file).qk_norm
+    with raises('"clip_qkv": 8.0', "it is understood as null only", error=ft.FunctreeError):
+        ft.nn.config_from_json(written(tmp_path, "llama", model_type="mine", clip_qkv=8.0))

@@ -1,0 +1,270 @@
+"""`axis_rules` and `spec`."""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from checks import raises
+from jax import Array
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Float
+from meshes import MESH, assert_lies, lay
+
+import functree as ft
+from functree.placing.ambient import ambient_rules
+
+RULES = ft.AxisRules({"batch": "data", "hidden": "model", "embed": None})
+
+
+def test_spec_follows_the_innermost_rules():
+    with ft.axis_rules(RULES):
+        assert ft.spec("batch hidden") == P("data", "model")
+        with ft.axis_rules(ft.AxisRules({"batch": "model", "hidden": None})):
+            assert ft.spec(ft.Axes("batch", "hidden")) == P("model", None)
+        assert ft.spec("batch _ hidden") == P("data", None, "model")
+
+
+def test_rules_end_with_their_context_also_after_an_error():
+    with pytest.raises(KeyError), ft.axis_rules(RULES):
+        raise KeyError
+    with pytest.raises(
+        ft.ShardingError, match=r"no ambient rules: enter `with ft.axis_rules\(rules\):`"
+    ):
+        ft.spec("batch")
+
+
+def test_rules_can_be_switched_off_inside():
+    with (
+        ft.axis_rules(RULES),
+        ft.axis_rules(None),
+        pytest.raises(ft.ShardingError, match="no ambient rules"),
+    ):
+        ft.spec("batch")
+
+
+# Tasks of asyncio take turns in one thread.
+
+OTHERS = ft.AxisRules({"batch": "model", "hidden": None})
+
+
+def in_turn(*bodies: Callable[[], Any], rules: Sequence[Any]) -> list[list[Any]]:
+    """What functions return that are called in turn in several tasks, each in the rules of its
+    task."""
+
+    async def task(body: Callable[[], Any], layout: Any, turns: int) -> list[Any]:
+        results = []
+        with ft.axis_rules(layout):
+            for _ in range(turns):
+                await asyncio.sleep(0)
+                results.append(body())
+        return results
+
+    async def main() -> list[list[Any]]:
+        # They end in another order than they began.
+        each = zip(bodies, rules, range(2, 2 + len(bodies)), strict=True)
+        return await asyncio.gather(*(task(*one) for one in each))
+
+    return asyncio.run(main())
+
+
+def test_each_task_has_its_own_rules():
+    def seen() -> Any:
+        return ft.spec("batch hidden")
+
+    found = in_turn(seen, seen, seen, rules=[RULES, OTHERS, RULES])
+    assert [set(one) for one in found] == [
+        {P("data", "model")},
+        {P("model", None)},
+        {P("data", "model")},
+    ]
+    with pytest.raises(ft.ShardingError, match="no ambient rules"):
+        ft.spec("batch")
+    assert ambient_rules() is None and jax.jit(lambda x: (ambient_rules(), x)[1])(1) == 1
+
+
+WRAPPERS: dict[str, Callable[[Any], Any]] = {
+    "ft.jit": lambda f: ft.jit(f, mesh=MESH),
+    "ft.shard_map": lambda f: ft.shard_map(f, mesh=MESH, in_specs=P(), out_specs=P()),
+    "ft.init": lambda f: ft.init(f, P(), MESH),
+}
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_functions_that_are_traced_in_tasks(wrapper: str):
+    traced: list[Any] = []
+
+    def body(x: Float[Array, "batch hidden"]) -> Any:
+        traced.append(ambient_rules())
+        return x * 2
+
+    f, x = WRAPPERS[wrapper](body), np.ones((8, 4), np.float32)
+    in_turn(lambda: f(x), lambda: f(x), lambda: f(x), rules=[RULES, OTHERS, None])
+    assert sorted(map(repr, traced)) == sorted(
+        map(repr, [RULES, OTHERS, None])
+    )  # once for each, whoever called last
+
+
+def test_a_plain_jit_that_would_remember_the_rules_of_another_task():
+    def plain() -> Any:
+        return jax.jit(lambda x: (ft.spec("batch"), x)[1])(1.0)
+
+    with pytest.raises(
+        ft.ShardingError,
+        match=r"another asyncio task of this thread is in `ft.axis_rules`.*ft.jit\(rules",
+    ):
+        in_turn(plain, plain, rules=[RULES, OTHERS])
+    assert in_turn(plain, plain, rules=[RULES, RULES]) == [
+        [1.0] * 2,
+        [1.0] * 3,
+    ]  # equal rules are no harm
+
+
+def test_threads_have_their_own_rules():
+    async def main() -> Any:
+        with ft.axis_rules(RULES):
+            return await asyncio.to_thread(
+                lambda: (ft.spec("batch"), ft.jit(lambda x: (ft.spec("batch"), x)[1])(1))
+            )
+
+    assert asyncio.run(main()) == (P("data"), 1)  # asyncio hands them over
+    with ft.axis_rules(RULES), ThreadPoolExecutor(1) as pool:
+        assert pool.submit(ambient_rules).result() is None
+
+
+@pytest.mark.parametrize(
+    ("axes", "message"),
+    [
+        ("batch hiden", "no rule names `hiden`; did you mean the rule for `hidden`"),
+        ("hidden hidden", '`model` is used by "hidden"'),
+    ],
+)
+def test_spec_refuses_what_the_rules_do_not_place(axes: str, message: str):
+    with ft.axis_rules(RULES), pytest.raises(ft.ShardingError, match=message):
+        ft.spec(axes)
+
+
+def test_spec_checks_the_mesh():
+    with jax.set_mesh(ft.make_mesh(data=8)), ft.axis_rules(RULES):
+        with pytest.raises(ft.ShardingError, match=r"the mesh \(data=8\) has no axis `model`"):
+            ft.spec("batch hidden")
+        with ft.axis_rules(RULES.on({"data": 8})):
+            assert ft.spec("batch hidden") == P("data", None)
+
+
+def test_spec_serves_jax_out_sharding():
+    mesh = ft.make_mesh(data=2, model=4, explicit=True)
+    with jax.set_mesh(mesh), ft.axis_rules(RULES):
+        x = jax.numpy.ones((4, 16), out_sharding=ft.spec("batch hidden"))
+        w = jax.numpy.ones((16, 6), out_sharding=ft.spec("hidden embed"))
+        y = jax.jit(
+            lambda x, w: jax.numpy.einsum("bh,he->be", x, w, out_sharding=ft.spec("batch embed"))
+        )(x, w)
+    assert y.sharding.spec == P("data", None)
+
+
+def test_rules_must_be_a_layout():
+    with pytest.raises(ft.RuleError, match="is not a layout"), ft.axis_rules({"batch": "data"}):
+        pass
+
+
+def test_ambient_filters_may_match_nothing():
+    layout = ft.StateSharding({"opt_state.**": P(), ...: RULES})
+    with ft.axis_rules(layout):
+        assert ft.spec("batch hidden") == P("data", "model")
+
+
+def test_filters_that_match_nothing_in_one_array_are_no_mistake():
+    """They are for a whole tree, of which one array at a time is laid out."""
+    layout = ft.StateSharding({"embed.**": ft.P(), "blocks.**": ft.P("data"), ...: RULES})
+    with jax.set_mesh(ft.make_mesh(data=2, model=4)), ft.axis_rules(layout):
+        found = jax.jit(lambda x: ft.constrain(x, "batch hidden"))(jax.numpy.ones((4, 8)))
+    assert found.sharding.spec == ft.P("data", "model")
+
+
+FSDP = ft.FSDP("data", min_size=0)
+FOR_ACTIVATIONS: dict[str, Any] = {
+    "rules": RULES,
+    "rules and FSDP": RULES | FSDP,
+    "FSDP and rules": FSDP | RULES,
+    "two tables": ft.AxisRules({"batch": "data"})
+    | ft.AxisRules({"hidden": "model", "embed": None})
+    | FSDP,
+    "filters": ft.StateSharding({"**.bias": P("model"), ...: RULES | FSDP}),
+    "on the host": ft.on_host(RULES | FSDP),
+}
+FOR_PARAMETERS: dict[str, Any] = {
+    "FSDP": FSDP,
+    "a spec": P("model"),
+    "filters without rules": ft.StateSharding({"**.bias": RULES, ...: P()}),
+    "filters without a last one": ft.StateSharding({"**.bias": RULES}),
+    "a function": lambda path, leaf: P(),
+    "a plan": ft.plan(jnp.ones((4, 8)), P("data"), {"data": 2, "model": 4}),
+    "FSDP and a spec": FSDP | P("model"),
+}
+
+
+@pytest.mark.parametrize("case", FOR_ACTIVATIONS)
+def test_axes_are_laid_out_by_the_axis_rules_of_a_layout(case: str):
+    layout = FOR_ACTIVATIONS[case]
+    with ft.axis_rules(layout):
+        assert ft.spec("batch hidden") == P("data", "model") and ft.spec("hidden embed") == P(
+            "model", None
+        )
+    x = lay(jnp.ones((4, 8)), "data")
+    constrained = [
+        ft.jit(lambda x: ft.constrain(x * 2, "batch hidden"), rules=layout)(x),
+        ft.jit(lambda x: ft.constrain(x * 2, "batch hidden", rules=layout))(x),
+        ft.jit(ft.nn.Constrain("batch hidden"), rules=layout)(x),
+    ]
+    for found in constrained:
+        assert_lies(found, "data", "model")
+        assert found.sharding.memory_kind != "pinned_host"
+
+
+@pytest.mark.parametrize("case", FOR_PARAMETERS)
+def test_a_layout_without_axis_rules_lays_out_no_activation(case: str):
+    layout, x = FOR_PARAMETERS[case], lay(jnp.ones((4, 8)), "data")
+    told = [
+        "there is a mesh (data=2, model=4) but no rules to lay out `batch hidden`",
+        "with `AxisRules`",
+    ]
+    with raises(*told, error=ft.ShardingError):
+        ft.jit(lambda x: ft.constrain(x * 2, "batch hidden"), rules=layout)(x)
+    with raises(*told, error=ft.ShardingError):
+        ft.jit(lambda x: ft.constrain(x * 2, "batch hidden", rules=layout))(x)
+    with (
+        ft.axis_rules(layout),
+        raises("there are no ambient rules", "with `AxisRules`", error=ft.ShardingError),
+    ):
+        ft.spec("batch hidden")
+    # The layers are not refused: they constrain nothing, and their activations stay as the compiler
+    # has them.
+    found = ft.jit(ft.nn.Constrain("batch hidden"), rules=layout)(x)
+    assert np.array_equal(found, x)
+    assert_lies(found, "data")
+
+
+CONFIG = ft.nn.TransformerConfig(64, 32, layers=2, heads=4, kv_heads=4, head_dim=8, hidden=64)
+
+
+@pytest.mark.parametrize("ambient", [FSDP, P(), FSDP | P("model")], ids=["FSDP", "a spec", "both"])
+def test_silent_failure_33_a_layout_for_parameters_moves_no_activation(ambient: Any):
+    """The program is that without ambient rules: as many collectives, and as many operations."""
+    model = ft.shard(ft.nn.Transformer.create(CONFIG, key=jax.random.key(0)), FSDP, MESH)
+    tokens = lay(jnp.zeros((8, 16), jnp.int32), "data")
+
+    def compiled(rules: Any) -> Any:
+        return (
+            ft.jit(lambda model, tokens: model(tokens).sum(), rules=rules)
+            .lower(model, tokens)
+            .compile()
+        )
+
+    found, without = compiled(ambient), compiled(None)
+    assert found.as_text().count("all-gather(") == without.as_text().count("all-gather(")
+    assert found.cost_analysis()["flops"] == without.cost_analysis()["flops"]

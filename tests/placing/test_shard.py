@@ -1,0 +1,322 @@
+"""`ft.shard`, beside what JAX does with literal specs."""
+
+from typing import Annotated, Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from checks import python_calls
+from hypothesis import given
+from hypothesis import strategies as st
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array, Float
+from meshes import MESH, mesh_of
+from trees import MLP, mlp
+
+import functree as ft
+from functree.layout.plan.resolver import plan_leaves
+
+P = PartitionSpec
+RULES = ft.AxisRules({"batch": "data", "hidden": "model", "embed": None})
+
+
+@pytest.mark.parametrize("explicit", [False, True])
+def test_shard_puts_arrays_where_jax_would(explicit: bool):
+    mesh = mesh_of(explicit)
+    placed = ft.shard(mlp(), RULES, mesh)
+    assert placed.up.sharding == NamedSharding(mesh, P(None, "model"))
+    assert placed.down.sharding == NamedSharding(mesh, P("model", None))
+    assert placed.name == "mlp"
+    assert np.array_equal(placed.up, mlp().up)
+
+
+@given(
+    dtype=st.sampled_from(["float32", "bfloat16", "int8", "uint32", "bool", "complex64"]),
+    spec=st.sampled_from(
+        [P(), P("data"), P(None, "model"), P(("data", "model")), P("model", "data")]
+    ),
+    bits=st.binary(min_size=8 * 8, max_size=8 * 8),
+)
+def test_shard_changes_no_bit(dtype: str, spec: P, bits: bytes):
+    raw = np.frombuffer(bits, np.uint8).reshape(8, 8)
+    x = np.asarray(jnp.asarray(raw).astype(dtype))
+    assert np.asarray(ft.shard(x, spec, MESH)).tobytes() == x.tobytes()
+
+
+def test_shard_gives_back_the_same_object_when_nothing_is_to_be_done():
+    once = ft.shard(mlp(), RULES, MESH)
+    twice = ft.shard(once, RULES, MESH)
+    assert once.up is twice.up and once.down is twice.down
+
+
+def test_shard_commits_what_lies_right_by_chance():
+    mesh = Mesh(np.array(jax.devices()[:1]), ("data",), axis_types=(AxisType.Auto,))
+    x = jnp.ones(4)
+    placed = ft.shard(x, P("data"), mesh)
+    assert placed.committed and placed.sharding == NamedSharding(mesh, P("data"))
+
+
+@pytest.mark.parametrize(
+    "other", [ft.make_mesh(data=8), mesh_of(explicit=True)], ids=["shape", "explicit"]
+)
+def test_shard_moves_to_another_mesh_what_lies_right_there(other: Mesh):
+    """On the same devices, in the same parts: and yet the array's mesh is another one."""
+    x = jax.device_put(jnp.ones(8), NamedSharding(other, P(other.axis_names)))
+    placed = ft.shard(x, P(("data", "model")), MESH)
+    assert placed.sharding == NamedSharding(MESH, P(("data", "model")))
+    assert (
+        placed.sharding.mesh.axis_types == MESH.axis_types
+        and placed.sharding.mesh.shape == MESH.shape
+    )
+
+
+def test_shard_moves_only_what_must_move():
+    half = eqx.tree_at(lambda m: m.down, ft.shard(mlp(), RULES, MESH), jnp.ones((8, 6)))
+    whole = ft.shard(half, RULES, MESH)
+    assert whole.up is half.up and whole.down.sharding.spec == P("model", None)
+
+
+def test_shard_takes_numpy_scalars_and_typed_keys():
+    tree = {
+        "n": np.float32(3),
+        "key": jax.random.key(0),
+        "x": np.ones((4, 8), np.float32),
+        "static": "text",
+    }
+    placed = ft.shard(tree, P(), MESH)
+    assert placed["n"].sharding == NamedSharding(MESH, P())
+    assert jax.random.bits(placed["key"]) == jax.random.bits(jax.random.key(0))
+    assert placed["static"] == "text"
+
+
+def test_shard_names_a_bare_array():
+    x = ft.shard(jnp.ones((4, 8)), RULES, MESH, axes="batch hidden")
+    assert x.sharding.spec == P("data", "model")
+
+
+@pytest.mark.parametrize(
+    ("tree", "axes", "message"),
+    [
+        (jnp.ones((4, 8)), "batch", r'"batch" names 1 dimension, but the array has 2'),
+        (
+            {"x": jnp.ones((4, 8)), "y": jnp.ones(4)},
+            "batch hidden",
+            'y .*"batch hidden" names 2 dimensions, but the',
+        ),
+        (
+            {"x": jnp.ones((4, 8))},
+            {"x": "batch"},
+            'x .*"batch" names 1 dimension, but the array has 2',
+        ),
+        (
+            mlp(),
+            "batch hidden",
+            r'up .*is annotated "embed hidden", but `axes` names it "batch hidden".*write `None`',
+        ),
+        ("text", "batch", "names the dimensions of a bare array, but this is a str"),
+        (
+            jnp.ones((4, 8)),
+            "batch hiden",
+            "no rule names `hiden`; did you mean the rule for `hidden`",
+        ),
+        (
+            jnp.ones((3, 8)),
+            "batch hidden",
+            '"batch" has size 3; rule batch→data needs a multiple of data=2',
+        ),
+    ],
+)
+def test_shard_refuses_axes_that_do_not_fit(tree: Any, axes: Any, message: str):
+    with pytest.raises(ft.ShardingError, match=f"(?s){message}"):
+        ft.shard(tree, RULES, MESH, axes=axes)
+
+
+def test_shard_says_constrain_in_a_trace():
+    with pytest.raises(
+        ft.ShardingError, match=r"(?s)up.*is traced.*inside a trace.*`ft.constrain`"
+    ):
+        jax.jit(lambda up: ft.shard(MLP(up, up), RULES, MESH).up)(jnp.ones((6, 8)))
+
+
+def test_shard_refuses_what_is_abstract():
+    with pytest.raises(ft.ShardingError, match=r"(?s)is abstract.*`ft.abstract`"):
+        ft.shard(jax.ShapeDtypeStruct((4, 8), "float32"), P(), MESH)
+
+
+@pytest.mark.parametrize("mesh", [{"data": 2, "model": 4}, MESH.abstract_mesh])
+def test_shard_wants_devices(mesh):
+    with pytest.raises(ft.ShardingError, match="has no devices"):
+        ft.shard(mlp(), RULES, mesh)
+
+
+def test_shard_on_host():
+    placed = ft.shard(mlp(), ft.on_host(RULES), MESH)
+    assert placed.up.sharding.memory_kind == "pinned_host"
+    assert ft.shard(placed, ft.on_host(RULES), MESH).up is placed.up
+    assert ft.shard(placed, RULES, MESH).up.sharding.memory_kind == "device"
+
+
+def test_a_failing_shard_moves_nothing():
+    model = mlp(embed=6, hidden=7)
+    with pytest.raises(ft.ShardingError, match=r"(?s)up .*down "):
+        ft.shard(model, RULES, MESH)
+    assert len(model.up.devices()) == 1
+
+
+# What fails in silence elsewhere
+
+
+def test_silent_failure_07_names_stand_at_their_own_dimensions():
+    class Batched(eqx.Module):
+        w: Annotated[Array, ft.Axes(None, "embed", "hidden")]
+
+    model = ft.shard(Batched(jnp.ones((4, 6, 8))), RULES, MESH)
+    assert model.w.sharding.spec == P(None, None, "model")
+
+
+def test_silent_failure_25_one_array_at_two_places_stays_one():
+    class Tied(eqx.Module):
+        embed: Float[Array, "vocab embed"]
+        unembed: Float[Array, "vocab embed"]
+
+    table = jnp.ones((16, 4))
+    placed = ft.shard(Tied(table, table), ft.AxisRules({"vocab": "model", "embed": None}), MESH)
+    assert placed.embed is placed.unembed
+    assert placed.embed.sharding.spec == P("model", None)
+
+
+# Trees of bare arrays
+
+TOKENS, WEIGHT = np.arange(32).reshape(4, 8), np.ones(4, np.float32)
+TEXT_RULES = ft.AxisRules({"batch": "data", "seq": "model"})
+AXES: dict[str, tuple[Any, Any, Any]] = {
+    "an array": (TOKENS, "batch seq", P("data", "model")),
+    "axes": (TOKENS, ft.Axes("batch", None), P("data", None)),
+    "a dict": (
+        {"tokens": TOKENS, "weight": WEIGHT}, {"tokens": "batch seq", "weight": "batch"},
+        {"tokens": P("data", "model"), "weight": P("data")},
+    ),
+    "a text for all": ([TOKENS, (TOKENS, TOKENS)], "batch seq", [P("data", "model"), (P("data", "model"),) * 2]),
+    "a prefix": ({"a": [TOKENS], "b": WEIGHT}, {"a": "_ seq", "b": "batch"}, {"a": [P(None, "model")], "b": P("data")}),
+    "beside a module": (
+        [mlp(), TOKENS], [None, "batch seq"], [MLP(P(None, "model"), P("model", None), "mlp"), P("data", "model")]
+    ),
+    "beside a text": (
+        {"name": "train", "tokens": TOKENS}, {"name": None, "tokens": "batch seq"},
+        {"name": "train", "tokens": P("data", "model")},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", AXES)
+def test_axes_of_a_tree(case: str):
+    tree, axes, specs = AXES[case]
+    rules = ft.AxisRules({"batch": "data", "seq": "model", "hidden": "model", "embed": None})
+    for _ in range(2):  # the second one is remembered
+        placed = ft.shard(tree, rules, MESH, axes=axes)
+        for x, old, spec in zip(*map(jax.tree.leaves, (placed, tree, specs)), strict=False):
+            if not isinstance(spec, P):
+                assert x is old
+            else:
+                assert x.sharding == NamedSharding(MESH, spec) and np.array_equal(x, old)
+
+
+def test_axes_beside_names_in_the_rules():
+    rules = ft.AxisRules(
+        {"out_features": "model", "in_features": None, "batch": "data"}, names=ft.equinox_names
+    )
+    tree = [eqx.nn.Linear(4, 8, key=jax.random.key(0)), WEIGHT]
+    linear, weight = ft.shard(tree, rules, MESH, axes=[None, "batch"])
+    assert linear.weight.sharding.spec == P("model", None) and weight.sharding.spec == P("data")
+
+
+@pytest.mark.parametrize(
+    ("axes", "message"),
+    [
+        (
+            {"tokens": "batch seq"},
+            "`weight` is only in the tree: a tree of axes has the keys of the tree",
+        ),
+        ({"tokens": "batch seq", "weight": "batch", "x": "seq"}, "`x` is only in the axes"),
+        (["batch seq", "batch"], "the axes are a list and the tree is a dict.*down to each text"),
+        (
+            {"tokens": 3, "weight": "batch"},
+            'at `tokens`: 3 is not a text such as `"batch embed"`, or a tree of these',
+        ),
+        (
+            {"tokens": ["batch"], "weight": "batch"},
+            "at `tokens`: the axes are a list and the tree is a leaf",
+        ),
+    ],
+)
+def test_axes_of_another_structure(axes: Any, message: str):
+    with pytest.raises(ft.RuleError, match=message):
+        ft.shard({"tokens": TOKENS, "weight": WEIGHT}, TEXT_RULES, MESH, axes=axes)
+
+
+def test_the_batches_of_a_loop_are_planned_once():
+    def place(n: int) -> Any:
+        batch = {"tokens": TOKENS + n, "weight": WEIGHT}
+        return ft.shard(batch, TEXT_RULES, MESH, axes={"tokens": "batch seq", "weight": "batch"})
+
+    first = place(0)
+    assert python_calls(lambda: place(1), of=plan_leaves) == 0
+    second = place(2)
+    assert (
+        np.array_equal(second["tokens"], TOKENS + 2)
+        and second["tokens"].sharding == first["tokens"].sharding
+    )
+    assert place(0)["weight"] is not first["weight"]
+    assert (
+        ft.shard(first, TEXT_RULES, MESH, axes={"tokens": "batch seq", "weight": "batch"})["tokens"]
+        is first["tokens"]
+    )
+
+
+ANEW: dict[str, tuple[Any, Any, Any, Any]] = {
+    "shape": (np.ones((4, 8)), TEXT_RULES, MESH, "batch seq"),
+    "mesh": (TOKENS, TEXT_RULES, ft.make_mesh(data=4, model=2), "batch seq"),
+    "explicit": (TOKENS, TEXT_RULES, mesh_of(True), "batch seq"),
+    "rules": (TOKENS, ft.AxisRules({"batch": "model", "seq": None}), MESH, "batch seq"),
+    "axes": (TOKENS, TEXT_RULES, MESH, "seq batch"),
+    "spec": (TOKENS, P("data"), MESH, None),
+    "fsdp": (TOKENS, ft.FSDP("data", min_size=0), MESH, None),
+    "a tree": ([TOKENS], [P("data")], MESH, None),
+    "a tuple": ((TOKENS,), (P("model"),), MESH, None),
+    "key": ({"a": TOKENS}, {"a": P("data")}, MESH, None),
+    "function": (TOKENS, lambda path, leaf: P("model"), MESH, None),
+    "filter": (TOKENS, ft.StateSharding({...: P("model")}), MESH, None),
+}
+
+
+def test_what_a_batch_depends_on():
+    """Each beside all others, in turn and again: as planned, whatever is remembered of the
+    others."""
+    for _ in range(2):
+        for tree, layout, mesh, axes in ANEW.values():
+            placed = jax.tree.leaves(ft.shard(tree, layout, mesh, axes=axes))
+            if axes is None:
+                rows = ft.plan(tree, layout, mesh).rows
+            else:
+                with ft.axis_rules(layout):
+                    rows = ft.plan(tree, ft.spec(axes), mesh).rows
+            assert [x.sharding for x in placed] == [NamedSharding(mesh, row.spec) for row in rows]
+
+
+def test_a_batch_with_one_array_twice_has_one_spec():
+    with pytest.raises(ft.ShardingError, match="is the same array as `a`"):
+        ft.shard({"a": TOKENS, "b": TOKENS}, {"a": P("data"), "b": P()}, MESH)
+    ft.shard({"a": TOKENS, "b": TOKENS + 1}, {"a": P("data"), "b": P()}, MESH)
+    with pytest.raises(ft.ShardingError, match="is the same array as `a`"):
+        ft.shard({"a": TOKENS, "b": TOKENS}, {"a": P("data"), "b": P()}, MESH)
+
+
+def test_a_batch_without_a_mesh_is_refused_each_time():
+    for _ in range(2):
+        ft.shard(TOKENS, P("data"), MESH)
+        with pytest.raises(ft.ShardingError, match="there is no mesh"):
+            ft.shard(TOKENS, P("data"))
+        with jax.set_mesh(ft.make_mesh(data=8)), pytest.raises(ft.ShardingError, match="8"):
+            ft.shard(TOKENS, P("data"))

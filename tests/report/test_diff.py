@@ -1,0 +1,181 @@
+"""Plans and ledgers: what differs between two of them, and their JSON."""
+
+import json
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from checks import raises
+from meshes import MESH, SIZES
+from training import LAYOUTS, gradient, make
+
+import functree as ft
+
+TREE = {
+    "layers": [{"w": jnp.ones((8, 16)), "b": jnp.ones(16)} for _ in range(3)],
+    "key": jax.random.key(0),
+    "half": jnp.ones((4, 4), "bfloat16"),
+    "a.b": {(1, 2): jnp.ones(8)},
+}
+
+
+def plan(spec: Any, mesh: Any = SIZES, tree: Any = TREE) -> ft.Plan:
+    layout = ft.StateSharding([("layers.*.w", spec), (..., ft.P())])
+    return ft.plan(tree, layout, mesh)
+
+
+def test_equal_plans_do_not_differ() -> None:
+    assert (
+        not plan(ft.P("model")).diff(plan(ft.P("model")))
+        and plan(ft.P("model")).diff(plan(ft.P("model"))).rows == ()
+    )
+    assert str(plan(ft.P("model")).diff(plan(ft.P("model")))) == ""
+
+
+def test_a_plan_differs_by_path() -> None:
+    diff = plan(ft.P("model")).diff(plan(ft.P(None, "model")))
+    assert [(str(row.path), row.what, row.before, row.after) for row in diff.rows] == [
+        (f"layers.{i}.w", "spec", "P('model', None)", "P(None, 'model')") for i in range(3)
+    ]
+    assert str(diff) == "layers.{0-2}.w: spec P('model', None) → P(None, 'model') (×3)"
+
+
+def test_a_plan_differs_in_all_that_it_says() -> None:
+    other = {**TREE, "half": jnp.ones((4, 8), "bfloat16"), "new": jnp.ones(2)}
+    del other["key"]
+    diff = plan(ft.P("model")).diff(plan(ft.P("model"), {"data": 4, "model": 2}, other))
+    texts = {(str(row.path), row.what): (row.before, row.after) for row in diff.rows}
+    assert texts["", "mesh"] == ({"data": 2, "model": 4}, {"data": 4, "model": 2})
+    assert texts["key", "array"] == ("key<fry>[] P()", None) and texts["new", "array"] == (
+        None,
+        "f32[2] P(None)",
+    )
+    assert texts["half", "array"] == ("bf16[4, 4]", "bf16[4, 8]") and texts[
+        "half", "bytes on each device"
+    ] == (32, 64)
+    assert texts["layers.0.w", "bytes on each device"] == (128, 256)
+    with raises("a plan is compared with a plan, not with 3"):
+        plan(ft.P()).diff(3)  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize("mesh", [SIZES, MESH], ids=["sizes", "mesh"])
+def test_a_plan_as_json(mesh: Any) -> None:
+    before = plan(ft.P("model"), mesh)
+    after = ft.Plan.from_json(before.to_json())
+    assert (
+        after.rows == before.rows
+        and after.sizes == SIZES
+        and not before.diff(after)
+        and str(after) == str(before)
+    )
+    assert json.loads(before.to_json())["rows"][0]["path"] == str(before.rows[0].path)
+    # It is a layout, as any plan is.
+    assert ft.plan(TREE, after, SIZES).rows == before.rows
+    for attribute in ("specs", "shardings"):
+        with raises("read from JSON", "ft.plan(tree, plan, mesh)", error=ft.ShardingError):
+            getattr(after, attribute)
+
+
+def test_a_plan_with_problems_as_json() -> None:
+    before = ft.plan({"w": jnp.ones((3, 5))}, ft.P("model"), SIZES, check=False)
+    assert before.problems and ft.Plan.from_json(before.to_json()).problems == before.problems
+
+
+def test_a_plan_of_a_model_as_json() -> None:
+    before = ft.plan(ft.abstract(make)(jax.random.key(0)), LAYOUTS["FSDP+TP"], MESH)
+    assert ft.Plan.from_json(before.to_json()).rows == before.rows
+
+
+def test_a_plan_of_live_arrays_as_json() -> None:
+    other = ft.make_mesh(data=4, devices=jax.devices()[:4])
+    tree = {
+        "a": ft.shard(jnp.ones(8), ft.P("data"), MESH),
+        "b": ft.shard(jnp.ones(8), ft.P("data"), other),
+    }
+    before = ft.plan(tree)
+    after = ft.Plan.from_json(before.to_json())
+    assert [row._replace(mesh=None) for row in after.rows] == [
+        row._replace(mesh=None) for row in before.rows
+    ]
+    assert str(after) == str(before)
+
+
+PLAN = ft.plan({"w": jnp.ones(2)}, ft.P(), SIZES).to_json()
+NOT_JSON = {
+    "{": "not the JSON of a plan",
+    "[]": "not the JSON of a plan",
+    "{}": "not the JSON of a plan",
+    '{"functree": "ledger", "format": 1}': "the JSON is of a ledger, not of a plan",
+    '{"functree": "plan", "format": 99}': "has format 99, and this functree reads up to 1",
+    '{"functree": "plan", "format": 1}': "the JSON is not of a whole plan: it has no `mesh`",
+    PLAN.replace(
+        "[", '3, "x": [', 1
+    ): "the JSON is not of a whole plan: `rows` is 3, and not a list",
+    PLAN.replace("float32", "flo"): "there is no dtype 'flo'",
+    PLAN.replace('"w"', "2"): "`rows.0.path` is 2, and not a text",
+}
+
+
+@pytest.mark.parametrize("text", NOT_JSON)
+def test_what_is_not_the_json_of_a_plan(text: str) -> None:
+    with raises(NOT_JSON[text]):
+        ft.Plan.from_json(text)
+
+
+def test_a_ledger_as_json() -> None:
+    before = gradient("FSDP+TP", None)[0].ledger()
+    after = ft.Ledger.from_json(before.to_json())
+    assert (
+        after == before
+        and hash(after) == hash(before)
+        and str(after) == str(before)
+        and not before.diff(after)
+    )
+    with raises("the JSON is of a plan, not of a ledger"):
+        ft.Ledger.from_json(plan(ft.P()).to_json())
+    with raises("a ledger is read from the text of its JSON, not from 3"):
+        ft.Ledger.from_json(3)  # pyright: ignore[reportArgumentType]
+    with raises("the JSON is not of a whole ledger: it has no `backend`"):
+        ft.Ledger.from_json('{"functree": "ledger", "format": 1}')
+
+
+@pytest.mark.parametrize("where", [
+    "backend", "mesh.data", "collectives", "collectives.0.bytes", "collectives.0.count", "collectives.0.mesh_axes",
+    "collectives.0.paths", "memory", "memory.peak", "memory.arguments", "memory.arguments.w", "warnings_known",
+])  # fmt: skip
+@pytest.mark.parametrize("value", [1.5, [None], {"a": {}}])
+def test_nonsense_in_the_json_of_a_ledger(where: str, value: Any) -> None:
+    memory = ft.Memory({ft.Path("w"): 8}, 8, 0, 0, 16)
+    moved = ft.Collective(
+        "all-reduce", ("data",), 8, 32, 1, (ft.Path("w"),), ("w",), None, None, "all-reduce.1"
+    )
+    data = json.loads(ft.Ledger((moved,), memory, "cpu", {"data": 8}).to_json())
+    *outer, name = where.split(".")
+    inner = data
+    for key in outer:
+        inner = inner[int(key) if isinstance(inner, list) else key]
+    inner[name] = value
+    with raises(f"the JSON is not of a whole ledger: `{where}"):
+        ft.Ledger.from_json(json.dumps(data))
+
+
+def test_ledgers_differ_by_parameter() -> None:
+    before, after = (gradient(name, None)[0].ledger() for name in ("TP", "FSDP+TP"))
+    assert not before.diff(before)
+    diff = before.diff(after)
+    moved = {(str(row.path), row.what): (row.before, row.after) for row in diff.rows}
+    assert moved["model.blocks.layer.mlp.up", "all-gather over data (forward)"] == (None, "24 KiB")
+    assert moved["model.blocks.layer.mlp.up", "bytes on each device"] == (24576, 12288)
+    assert not any(
+        "over model" in what for _, what in moved
+    )  # tensor parallelism is the same in both
+    assert "model.embed.weight: all-gather over data (forward) nothing → 16 KiB" in str(diff)
+    remat = gradient("TP", "full")[0].ledger()
+    runs = {(str(row.path), row.what): (row.before, row.after) for row in before.diff(remat).rows}
+    assert runs["model.blocks.layer.attn.out", "all-reduce over model (recompute)"] == (
+        None,
+        "192 KiB",
+    )
+    with raises("a ledger is compared with a ledger, not with"):
+        before.diff(plan(ft.P()))  # pyright: ignore[reportArgumentType]

@@ -1,0 +1,554 @@
+"""Explicit state: refs in a model, values in a `State`, under layouts and transforms."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import checks
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from checks import compilations
+from jax import Array
+from jax.sharding import NamedSharding
+from jax.tree_util import DictKey, tree_flatten_with_path
+from jaxtyping import Float
+from meshes import MESH
+
+import functree as ft
+from functree.tree.axes import Axes
+
+P = ft.P
+RULES = ft.AxisRules({"batch": "data", "embed": "model", "layers": None})
+raises = partial(checks.raises, error=ft.StateError)
+
+
+class Counter(eqx.Module):
+    """Counts its calls, and sums what it sees."""
+
+    scale: Float[Array, "embed"]
+    calls: ft.StateRef
+    total: ft.StateRef
+
+    def __init__(self, size: int = 8):
+        self.scale = jnp.ones(size)
+        self.calls = ft.StateRef(0)
+        self.total = ft.StateRef(jnp.zeros(size), axes="embed")
+
+    def __call__(self, x: Array, state: ft.State) -> tuple[Array, ft.State]:
+        y = x * self.scale
+        state = state.set(self.calls, state[self.calls] + 1)
+        return y, state.set(self.total, state[self.total] + y)
+
+
+class Shared(eqx.Module):
+    """A layer with state of its own, and some that it shares."""
+
+    own: Counter
+    all: ft.StateRef
+
+    def __call__(self, x: Array, state: ft.State) -> tuple[Array, ft.State]:
+        x, state = self.own(x, state)
+        return x, state.set(
+            self.all, state[self.all] * 2 + state[self.own.calls].astype(jnp.float32)
+        )
+
+
+# Refs and values
+
+
+def test_paths_and_values():
+    model, state = ft.make_state({"first": Counter(2), "then": [Counter(3)]})
+    assert list(map(str, state)) == ["first.calls", "first.total", "then.0.calls", "then.0.total"]
+    assert all(isinstance(path, ft.Path) for path in state) and len(state) == 4
+    assert state[model["then"][0].total].shape == (3,)
+    for key in ("then.0.total", ft.Path(("then", 0, "total")), ("then", 0, "total")):
+        assert state[key] is state[model["then"][0].total]
+    assert "first.calls" in state and "second" not in state
+    assert [leaf.shape for leaf in jax.tree.leaves(model)] == [(2,), (3,)], (
+        "the model holds no values"
+    )
+    assert repr(model["first"].calls) == "<StateRef int32[] at first.calls>"
+    assert repr(Counter().calls) == "<StateRef int32[] without a path>"
+
+
+def test_axes():
+    tree = {"one": Counter(), "many": ft.stack(lambda key: Counter(), 3, jax.random.key(0))}
+    model, state = ft.make_state(tree)
+    axes = ft.tree_axes(state)
+    assert axes["one.total"] == Axes("embed") and axes["one.calls"] == Axes()
+    assert axes["many.layer.total"] == Axes("layers", "embed") and axes["many.layer.calls"] == Axes(
+        "layers"
+    )
+    assert state["many.layer.total"].shape == (3, 8)
+    assert isinstance(model["many"], ft.Stacked)
+
+
+def test_one_ref_at_two_places_is_one_state():
+    ref = ft.StateRef(jnp.zeros(3))
+    model, state = ft.make_state({"a": [ref], "b": ref, "c": ft.StateRef(jnp.zeros(3))})
+    assert list(map(str, state)) == ["a.0", "c"]
+    state = state.set(model["b"], jnp.ones(3))
+    assert state[model["a"][0]].tolist() == [1, 1, 1] and state[model["c"]].tolist() == [0, 0, 0]
+
+
+def test_two_models_built_alike_are_one_structure_and_one_trace():
+    (one, state), (other, same) = ft.make_state(Counter()), ft.make_state(Counter())
+    assert jax.tree.structure((one, state)) == jax.tree.structure((other, same))
+    f = ft.jit(lambda model, x, state: model(x, state))
+    for model, s in ((one, state), (other, same)):
+        f(model, jnp.ones(8), s)
+    assert len(f.compilations) == 1
+    third = ft.make_state({"at": Counter()})
+    f(third[0]["at"], jnp.ones(8), third[1])
+    assert len(f.compilations) == 2, "else this test tests nothing"
+
+
+def test_a_state_is_an_immutable_mapping():
+    model, state = ft.make_state(Counter())
+    after = state.set(model.calls, 5)
+    assert int(state[model.calls]) == 0 and int(after[model.calls]) == 5
+    assert dict(after.items()).keys() == {ft.Path(("calls",)), ft.Path(("total",))}
+    assert after.get("nothing") is None
+    with pytest.raises(TypeError):
+        state["calls"] = 3  # pyright: ignore
+    with pytest.raises(AttributeError):
+        state.new = 3  # pyright: ignore
+    assert state == state and state != after and hash(state) != hash(after)
+    assert repr(after).startswith("State({'calls': Array(5, dtype=int32), 'total': Array(")
+
+
+def test_no_state():
+    model, state = ft.make_state({"w": jnp.ones(2)})
+    assert len(state) == 0 and model["w"].shape == (2,) and repr(state) == "State({})"
+
+
+def test_one_key_for_each_leaf():
+    _, state = ft.make_state({"a": Counter(), "b c": Counter()})
+    leaves, treedef = tree_flatten_with_path(state)
+    assert [path for path, _ in leaves] == [(DictKey(str(path)),) for path in state]
+    assert [str(path) for path in state] == ["a.calls", "a.total", '"b c".calls', '"b c".total']
+    assert jax.tree_util.keystr(leaves[0][0]) == "['a.calls']"
+    again = treedef.unflatten([x for _, x in leaves])
+    assert list(again) == list(state) and ft.tree_axes(again)["a.total"] == Axes("embed")
+
+
+VALUES: dict[str, Any] = {
+    "bool": True,
+    "int": 3,
+    "float": 0.5,
+    "complex": 1j,
+    "bfloat16": lambda: jnp.ones(3, jnp.bfloat16),
+    "key": lambda: jax.random.key(3),
+    "keys": lambda: jax.random.split(jax.random.key(3), 2),
+    "numpy": lambda: np.ones((2, 3), np.float32),
+    "numpy scalar": lambda: np.int8(3),
+    "weak": lambda: jnp.where(True, 1.0, 2.0),
+}
+
+
+def value(name: str) -> Any:
+    return VALUES[name]() if callable(VALUES[name]) else VALUES[name]
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_any_array_is_state_and_is_strong(name: str):
+    model, state = ft.make_state({"it": ft.StateRef(value(name))})
+    have = state["it"]
+    assert isinstance(have, jax.Array) and not jax.typeof(have).weak_type
+    f = ft.jit(lambda model, state: state.set(model["it"], state[model["it"]]), donate="state")
+    after = f(model, f(model, state))
+    assert after["it"].dtype == have.dtype and after["it"].shape == have.shape
+    assert len(f.compilations) == 1
+    assert ft.shard(ft.make_state({"it": ft.StateRef(value(name))})[1], P(), MESH)[
+        "it"
+    ].sharding.is_fully_replicated
+
+
+def test_a_new_value_is_strong_and_on_a_device():
+    """A weak one, or one of numpy, would make the next step another program."""
+    model, state = ft.make_state({"it": ft.StateRef(0.0)})
+    for value in (jnp.where(True, 1.0, 2.0), np.float32(1), np.float64(1), 1, True):
+        after = state.set(model["it"], value)["it"]
+        assert (
+            isinstance(after, jax.Array)
+            and not jax.typeof(after).weak_type
+            and after.dtype == jnp.float32
+        )
+        assert float(after) == 1
+
+
+def test_one_value_for_two_refs_becomes_two_arrays():
+    zeros = jnp.zeros(3)
+    _, state = ft.make_state({"a": ft.StateRef(zeros), "b": ft.StateRef(zeros), "w": zeros})
+    assert state["a"] is not state["b"] and state["a"] is not zeros
+    assert len(ft.jit(lambda state: state, donate="state")(state)) == 2
+
+
+# Misuse
+
+
+def misuses() -> dict[str, tuple[Callable[[], Any], tuple[str, ...]]]:
+    model, state = ft.make_state({"a": Counter(), "n": ft.StateRef(0)})
+    ref, number = model["a"].total, model["n"]
+    other, others = ft.make_state(
+        {"b": Counter(), "a": {"total": ft.StateRef(jnp.zeros(3))}, "n": ft.StateRef(0.0)}
+    )
+    stacked, layers = ft.make_state(ft.stack(lambda key: Counter(), 3, jax.random.key(0)))
+    keyed, keys = ft.make_state(ft.StateRef(jax.random.key(0)))
+    keeps = "shape and dtype cannot change"
+    foreign = "is it the state of another model?"
+    return {
+        "shape": (lambda: state.set(ref, jnp.ones(3)), ("at `a.total` is f32[8]", "new value is f32[3]", keeps)),
+        "dtype": (lambda: state.set(ref, jnp.ones(8, jnp.int32)), ("`a.total`", "f32[8]", "i32[8]", keeps)),
+        "a number for a vector": (lambda: state.set(ref, 1.0), ("`a.total`", "f32[8]", "f32[]", keeps)),
+        "numpy's float64": (lambda: state.set(ref, np.ones(8)), ("`a.total`", "f32[8]", "f64[8]", keeps)),
+        "no integer": (lambda: state.set(number, 1.5), ("`n` is i32[], but the new value is 1.5", keeps)),
+        "not real": (lambda: state.set(ref, 1j), ("`a.total` is f32[8]", "new value is 1j", keeps)),
+        "no key": (lambda: keys.set(keyed, 3), ("is key<fry>[], but the new value is 3", keeps)),
+        "None": (lambda: state.set(ref, None), ("`a.total`", "new value is None", keeps)),
+        "a list": (lambda: state.set(ref, [1.0] * 8), ("`a.total`", "new value is [1.0, 1.0", keeps)),
+        "unknown": (lambda: state[other["b"].total], ("no state at `b.total`; did you mean `a.total`?", foreign)),
+        "set unknown": (lambda: state.set(other["b"].calls, 1), ("no state at `b.calls`", foreign)),
+        "another shape": (lambda: state[other["a"]["total"]], ("`a.total` has shape (8,)", "ref has (3,)", foreign)),
+        "another dtype": (lambda: others[number], ("`n` is f32[], but its ref is i32[]", foreign)),
+        "not made": (lambda: state[Counter().calls], ("has no path yet", "`model, state = ft.make_state(model)`")),
+        "set not made": (lambda: state.set(ft.StateRef(0), 1), ("has no path yet", "and use its refs")),
+        "made twice": (lambda: ft.make_state(model), ("the StateRef at `a.calls` has a path already, `a.calls`",)),
+        "stacked": (lambda: layers[stacked.layer.total], ("`layer.total` has shape (3, 8)", "`stacked.scan(")),
+        "a text": (lambda: state.set("a.total", 1), ("index a State with a `StateRef`, not with 'a.total'",)),  # pyright: ignore
+        "a number as key": (lambda: state[0], ("index a State with a `StateRef`, not with 0",)),
+        "no key at all": (lambda: state[None], ("index a State with a `StateRef`, not with None",)),
+        "update": (lambda: state.update({ft.Path(("a", "totl")): 1}), ("`a.totl`; did you mean `a.total`?",)),
+        "no array": (lambda: ft.StateRef("text"), ("StateRef('text'): the initial value", "an array or a number")),
+        "nothing": (lambda: ft.StateRef(None), ("StateRef(None): the initial value",)),
+        "axes": (lambda: ft.StateRef(jnp.zeros(3), "a b"), ('axes="a b") names 2 dimensions', "has shape (3,)")),
+        "packed": (lambda: ft.make_state([ft.pack(Counter())]), ("0 is packed", "make the state, then pack")),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("name", misuses())
+def test_misuse(name: str):
+    misuse, fragments = misuses()[name]
+    with raises(*fragments):
+        misuse()
+
+
+def test_an_unknown_path_is_a_key_error():
+    _, state = ft.make_state(Counter())
+    with raises("no state at `totl`; did you mean `total`?", error=KeyError):
+        state["totl"]
+
+
+def test_a_state_of_a_stack_of_another_depth():
+    stack = lambda n: ft.make_state(ft.stack(lambda key: Counter(), n, jax.random.key(0)))  # noqa: E731
+    with raises(
+        'the same leading size, that of "layers"',
+        "layer.calls",
+        "leading size 4",
+        error=ft.FunctreeError,
+    ):
+        stack(3)[0].scan(jnp.ones(8), state=stack(4)[1])
+
+
+def test_a_layer_that_keeps_the_state_to_itself():
+    stack, state = ft.make_state(ft.stack(lambda key: Forgets(Counter()), 3, jax.random.key(0)))
+    with raises(
+        "Forgets is called with `state=` but does not return `(y, state)`", error=ft.FunctreeError
+    ):
+        stack.scan(jnp.ones(8), state=state)
+
+
+class Forgets(eqx.Module):
+    counter: Counter
+
+    def __call__(self, x: Array, state: ft.State) -> Array:
+        return self.counter(x, state)[0]
+
+
+# A tree like any other
+
+
+def test_the_models_rules_and_filters_lay_it_out():
+    _, state = ft.make_state({"a": Counter(), "b": Counter()})
+    plan = ft.plan(state, RULES, MESH)
+    assert [str(row.path) for row in plan] == list(map(str, state))
+    assert plan["a.total"].spec == P("model") and plan["a.calls"].spec == P()
+    assert plan.specs["b.total"] == P("model")
+    layout = ft.StateSharding({"a.**": P(), "**.total": P("data"), ft.is_state: P()})
+    found = {str(row.path): row.spec for row in ft.plan(state, layout, MESH)}
+    assert found == {"a.calls": P(), "a.total": P(None), "b.calls": P(), "b.total": P("data")}
+    with pytest.raises(
+        ft.ShardingError,
+        match=r'(?s)a\.total, b\.total   f32\[8\]   "embed".*no rule names `embed`',
+    ):
+        ft.plan(state, ft.AxisRules({"batch": "data"}), MESH)
+
+
+def test_state_without_names_wants_a_filter():
+    _, state = ft.make_state({"it": ft.StateRef(jnp.zeros(8))})
+    with pytest.raises(ft.ShardingError, match=r"(?s)it   f32\[8\].*has no axis names"):
+        ft.plan(state, RULES, MESH)
+
+
+@pytest.mark.parametrize("explicit", [False, True], ids=["auto", "explicit"])
+def test_shard_init_and_abstract(explicit: bool):
+    mesh = ft.make_mesh(data=2, model=4, explicit=explicit)
+    wanted = NamedSharding(mesh, P("model"))
+
+    def make(key: Array) -> Any:
+        return ft.make_state(Counter())
+
+    _, state = ft.make_state(Counter())
+    _, born = ft.init(make, RULES, mesh)(jax.random.key(0))
+    _, described = ft.abstract(make, RULES, mesh)(jax.random.key(0))
+    for total in (ft.shard(state, RULES, mesh)["total"], born["total"], described["total"]):
+        assert total.sharding == wanted and total.shape == (8,)
+    assert isinstance(described["total"], jax.ShapeDtypeStruct)
+    assert jax.tree.structure(born) == jax.tree.structure(state)
+    model, made = ft.make_state(ft.abstract(Counter)())
+    assert made.set(model.total, made["total"])["total"] == jax.ShapeDtypeStruct((8,), jnp.float32)
+
+
+def test_split_packed_and_merged():
+    _, state = ft.make_state({"a": Counter(), "b": Counter()})
+    static, ints, rest = ft.split(state, "**.calls", ...)
+    assert (
+        ints["a.total"] is None and rest["a.calls"] is None and rest["b.total"] is state["b.total"]
+    )
+    merged = ft.merge(static, ints, rest)
+    assert list(merged) == list(state) and all(merged[path] is state[path] for path in state)
+    packed = ft.pack({"state": state, "n": 3})
+    assert [str(path) for path in packed.static.paths] == [f"state.{path}" for path in state]
+    assert list(ft.unpack(packed)["state"]) == list(state)
+    assert ft.plan(packed, RULES, MESH)["state.a.total"].spec == P("model")
+    model, made = ft.make_state(Counter())
+    y, after = ft.jit(lambda m, x, s: m(x, s))(ft.pack(model), jnp.ones(8), ft.pack(made))
+    assert isinstance(after, ft.Packed) and int(after.tree["calls"]) == 1 and y.shape == (8,)
+
+
+def test_saved_by_its_keys():
+    model, state = ft.make_state({"a": Counter(), "b": Counter()})
+    _, state = model["a"](jnp.ones(8), state)
+    leaves, _ = tree_flatten_with_path({"state": state})
+    file = {jax.tree_util.keystr(path): np.asarray(x) for path, x in leaves}
+    assert sorted(file) == sorted(f"['state']['{path}']" for path in state)
+    like = ft.make_state({"a": Counter(), "b": Counter()})[1]
+    found, treedef = tree_flatten_with_path({"state": like})
+    again = treedef.unflatten([file[jax.tree_util.keystr(path)] for path, _ in found])["state"]
+    assert int(again["a.calls"]) == 1 and int(again["b.calls"]) == 0
+    assert int(model["a"](jnp.ones(8), again)[1]["a.calls"]) == 2
+
+
+def test_what_is_state_is_not_trained():
+    model, state = ft.make_state(Counter())
+    before, tree = Counter(), {"model": model, "state": state}
+    _, trained, stateful, rest = ft.split(tree, ft.is_trainable, ft.is_state, ...)
+    assert [x.shape for x in jax.tree.leaves(trained)] == [(8,)] and trained[
+        "model"
+    ].scale is model.scale
+    assert len(jax.tree.leaves(stateful["state"])) == 2 and jax.tree.leaves(rest) == []
+    _, trained, stateful = ft.split(before, ft.is_trainable, ft.is_state)
+    assert trained.total.init is None and stateful.total.init is not None and stateful.scale is None
+    gradient = ft.grad(lambda tree: tree["model"](jnp.ones(8), tree["state"])[0].sum())(tree)
+    assert gradient["state"]["total"] is None and gradient["model"].scale.shape == (8,)
+
+
+# Under transforms
+
+
+def test_vmap_over_states():
+    model, state = ft.make_state(Counter())
+    states = jax.tree.map(lambda x: jnp.stack([x] * 3), state)
+    _, after = jax.vmap(model, in_axes=(0, 0))(jnp.arange(24.0).reshape(3, 8), states)
+    assert after["calls"].tolist() == [1, 1, 1] and after["total"][2].tolist() == list(
+        range(16, 24)
+    )
+
+
+def test_made_under_vmap():
+    models, states = eqx.filter_vmap(lambda key: ft.make_state(Counter()))(
+        jax.random.split(jax.random.key(0), 3)
+    )
+    assert states["total"].shape == (3, 8)
+    _, after = eqx.filter_vmap(lambda m, x, s: m(x, s))(models, jnp.ones((3, 8)), states)
+    assert after["calls"].tolist() == [1, 1, 1]
+
+
+def test_lax_scan_and_cond_and_grad():
+    model, state = ft.make_state(Counter())
+
+    def step(state: ft.State, x: Array) -> tuple[ft.State, Array]:
+        return jax.lax.cond(x[0] > 1, lambda: model(x, state)[::-1], lambda: (state, x))
+
+    after, _ = jax.lax.scan(step, state, jnp.arange(24.0).reshape(3, 8))
+    assert int(after["calls"]) == 2
+    loss = ft.value_and_grad(lambda m, x, s: (m(x, s)[0].sum(), m(x, s)[1]), has_aux=True)
+    (value, after), gradient = loss(model, jnp.ones(8), state)
+    assert float(value) == 8 and int(after["calls"]) == 1 and gradient.scale.tolist() == [1] * 8
+    gradient, after = ft.grad(lambda m, x, s: (m(x, s)[0].sum(), m(x, s)[1]), has_aux=True)(
+        model, jnp.ones(8), state
+    )
+    assert int(after["calls"]) == 1 and gradient.total.path == model.total.path
+
+
+def layers(n: int = 3) -> ft.Stacked[Counter]:
+    stack = ft.stack(lambda key: Counter(), n, jax.random.key(0))
+    return eqx.tree_at(lambda s: s.layer.scale, stack, 1 + jnp.arange(n * 8.0).reshape(n, 8) / 10)
+
+
+def by_hand(stack: Any, x: Array) -> tuple[Array, list[Array]]:
+    """The result, and what each layer saw."""
+    seen = []
+    for scale in stack.layer.scale:
+        seen.append(x := x * scale)
+    return x, seen
+
+
+@pytest.mark.parametrize("remat", [None, "full", "dots"], ids=str)
+@pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
+def test_a_state_for_each_layer(remat: Any, jit: bool):
+    stack, state = ft.make_state(layers())
+
+    def run(stack: Any, x: Array, state: ft.State) -> tuple[Array, ft.State]:
+        return stack.scan(x, state=state, remat=remat)
+
+    x, after = (ft.jit(run) if jit else run)(stack, jnp.ones(8), state)
+    y, seen = by_hand(stack, jnp.ones(8))
+    np.testing.assert_allclose(x, y, rtol=1e-6)
+    np.testing.assert_allclose(after["layer.total"], jnp.stack(seen), rtol=1e-6)
+    assert after["layer.calls"].tolist() == [1, 1, 1]
+
+    def loss(stack: Any) -> Any:
+        x, after = run(stack, jnp.ones(8), state)
+        return x.sum(), after
+
+    both = ft.grad(loss, has_aux=True)
+    gradient, after = (ft.jit(both) if jit else both)(stack)
+    want = jax.grad(lambda scale: jnp.prod(scale, axis=0).sum())(stack.layer.scale)
+    np.testing.assert_allclose(gradient.layer.scale, want, rtol=1e-5)
+    assert after["layer.calls"].tolist() == [1, 1, 1]
+
+
+def shared_stack() -> Any:
+    """Three layers, and a ref that stands outside of them too."""
+    ref = ft.StateRef(1.0)
+    stack = ft.stack(lambda key: Shared(Counter(), ref), 3, jax.random.key(0))
+    return {"stack": stack, "to": ref}
+
+
+def test_a_state_that_all_layers_share():
+    model, state = ft.make_state(shared_stack())
+    assert list(map(str, state)) == ["stack.layer.own.calls", "stack.layer.own.total", "to"]
+    assert state["to"].shape == () and state[model["to"]].shape == ()
+    run = ft.jit(lambda model, x, state: model["stack"].scan(x, state=state))
+    _, after = run(model, jnp.ones(8), state)
+    assert float(after["to"]) == ((1 * 2 + 1) * 2 + 1) * 2 + 1
+    _, after = run(model, jnp.ones(8), after)
+    assert float(after["to"]) == ((15 * 2 + 2) * 2 + 2) * 2 + 2
+
+
+def test_what_a_layer_is_handed_counts_too():
+    """A ref that comes by an argument, or that a function closes over, is no less the layer's."""
+
+    class Uses(eqx.Module):
+        scale: Array
+
+        def __call__(self, x: Array, counter: Counter, state: ft.State) -> tuple[Array, ft.State]:
+            return counter(x * self.scale, state)
+
+    stack = ft.stack(lambda key: Uses(jnp.ones(())), 3, jax.random.key(0))
+    model, state = ft.make_state({"stack": stack, "counter": Counter()})
+    _, after = model["stack"].scan(jnp.ones(8), model["counter"], state=state)
+    assert int(after["counter.calls"]) == 3 and after["counter.total"].tolist() == [3] * 8
+
+
+def test_layers_that_hold_nothing_but_state():
+    class Count(eqx.Module):
+        calls: ft.StateRef
+
+        def __call__(self, x: Array, state: ft.State) -> tuple[Array, ft.State]:
+            return x, state.set(self.calls, state[self.calls] + 1)
+
+    stack, state = ft.make_state(ft.stack(lambda key: Count(ft.StateRef(0)), 3, jax.random.key(0)))
+    assert stack.scan(jnp.ones(8), state=state)[1]["layer.calls"].tolist() == [1, 1, 1]
+
+
+def test_stacks_in_a_stack():
+    class Outer(eqx.Module):
+        inner: ft.Stacked[Shared]
+        all: ft.StateRef  # one for each outer layer, shared by its inner ones
+
+        def __call__(self, x: Array, state: ft.State) -> tuple[Array, ft.State]:
+            return self.inner.scan(x, state=state)
+
+    def outer(key: Array) -> Outer:
+        ref = ft.StateRef(1.0)
+        return Outer(ft.stack(lambda key: Shared(Counter(), ref), 2, key), ref)
+
+    stack, state = ft.make_state(ft.stack(outer, 3, jax.random.key(0), axis="groups"))
+    shapes = {str(path): (x.shape, str(ft.tree_axes(state)[path])) for path, x in state.items()}
+    assert shapes == {
+        "layer.inner.layer.own.calls": ((3, 2), "groups layers"),
+        "layer.inner.layer.own.total": ((3, 2, 8), "groups layers embed"),
+        "layer.all": ((3,), "groups"),
+    }
+    _, after = ft.jit(lambda stack, x, state: stack.scan(x, state=state))(stack, jnp.ones(8), state)
+    assert after["layer.inner.layer.own.calls"].tolist() == [[1, 1]] * 3
+    assert after["layer.all"].tolist() == [(1 * 2 + 1) * 2 + 1] * 3
+
+
+def test_state_that_no_layer_knows_costs_the_backward_pass_nothing():
+    def memory(size: int) -> int:
+        model, state = ft.make_state({"stack": layers(16), "other": ft.StateRef(jnp.zeros(size))})
+
+        def loss(model: Any, state: ft.State) -> Any:
+            x, after = model["stack"].scan(jnp.ones(8), state=state, remat="full")
+            return x.sum(), after
+
+        f = ft.jit(ft.grad(loss, has_aux=True), donate="state")
+        return f.lower(model, state).compile().memory_analysis().temp_size_in_bytes
+
+    assert memory(2**16) - memory(2**4) < 4 * 2 * 2**16, "less than two copies for sixteen layers"
+
+
+def test_shard_map():
+    model, state = ft.make_state(Counter())
+    layouts = {"model": P("model"), "x": P("model"), "state": RULES}
+
+    @ft.shard_map(mesh=MESH, in_specs=layouts, out_specs=(P("model"), RULES), shapes=None)
+    def apply(model: Any, x: Array, state: ft.State) -> tuple[Array, ft.State]:
+        total = state["total"] + x * model.scale
+        return x, state.update({ft.Path(("total",)): total}).set(
+            model.calls, state[model.calls] + 1
+        )
+
+    _, after = apply(model, jnp.arange(8.0), state)
+    assert int(after["calls"]) == 1 and after["total"].tolist() == list(range(8))
+    assert after["total"].sharding.spec == P("model")
+
+
+@pytest.mark.parametrize("explicit", [False, True], ids=["auto", "explicit"])
+def test_ten_steps_in_place(explicit: bool):
+    mesh = ft.make_mesh(data=2, model=4, explicit=explicit)
+    model, state = ft.shard(ft.make_state(Counter()), RULES, mesh)
+    x = ft.shard(jnp.ones(8), RULES, mesh, axes="embed")
+
+    step = ft.jit(lambda model, x, state: model(x, state)[1], donate="state", mesh=mesh)
+    text = step.lower(model, x, state).compile().as_text()
+    assert (
+        "input_output_alias={" in text and text.count("may-alias") + text.count("must-alias") >= 2
+    )
+    states = [state := step(model, x, state)]
+    with compilations() as heard:
+        for _ in range(9):
+            states.append(step(model, x, states[-1]))
+    assert heard == []
+    assert len(step.compilations) == 1
+    after = states[-1]
+    assert int(after["calls"]) == 10 and after["total"].tolist() == [10] * 8
+    assert after["total"].sharding == NamedSharding(mesh, P("model"))
+    assert jax.tree.structure(after) == jax.tree.structure(state)
+    assert states[0]["total"].is_deleted()

@@ -1,0 +1,261 @@
+"""`ft.accumulate`: a batch in pieces is the whole batch, and moves nothing."""
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from checks import raises
+from jax import Array
+
+import functree as ft
+
+P = ft.P
+DATA, TP = (
+    ft.AxisRules({"batch": "data", ...: None}),
+    ft.AxisRules({"batch": "data", "hidden": "model", ...: None}),
+)
+FSDP = ft.FSDP("data", min_size=0)
+LAYOUTS: dict[str, tuple[ft.AxisRules, Any]] = {  # of activations, of parameters
+    "data": (DATA, DATA),
+    "tp": (TP, TP),
+    "fsdp": (DATA, DATA | FSDP),
+    "both": (TP, TP | FSDP),
+}
+MODEL = ft.nn.MLP(16, 32, key=jax.random.key(0))
+X, Y = (jax.random.normal(jax.random.key(i), (16, 16)) for i in (1, 2))
+
+
+def loss(model: Any, x: Array, y: Array) -> Array:
+    return jnp.mean((model(x) - y) ** 2)
+
+
+BOTH = ft.value_and_grad(loss)
+WANT = jax.jit(BOTH)(MODEL, X, Y)
+
+
+def assert_close(found: Any, wanted: Any) -> None:
+    assert jax.tree.structure(found) == jax.tree.structure(wanted)
+    for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        assert x.dtype == y.dtype
+        np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-6)
+
+
+# The whole batch
+
+
+@pytest.mark.parametrize("steps", [1, 2, 4, 16])
+def test_equals_the_whole_batch(steps: int):
+    assert_close(ft.accumulate(BOTH, steps)(MODEL, X, Y), WANT)
+    assert_close(ft.accumulate(ft.grad(loss), steps)(MODEL, X, Y), WANT[1])
+
+
+def collectives(compiled: Any) -> list[str]:
+    kinds = "all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter"
+    return re.findall(rf" ({kinds})(?:-start)?\(", compiled.as_text())
+
+
+@pytest.mark.parametrize("explicit", [False, True], ids=["auto", "explicit"])
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_on_a_mesh_it_equals_the_whole_batch_and_moves_no_examples(name: str, explicit: bool):
+    mesh = ft.make_mesh(data=2, model=4, explicit=explicit)
+    rules, layout = LAYOUTS[name]
+    model, (x, y) = ft.shard(MODEL, layout, mesh), ft.shard((X, Y), P("data"), mesh)
+    whole = ft.value_and_grad(loss, layout=None if explicit else layout)
+    once, pieces = (ft.jit(f, rules=rules, mesh=mesh) for f in (whole, ft.accumulate(whole, 4)))
+    found = pieces(model, x, y)
+    assert_close(found, WANT)
+    for gradient, parameter in zip(jax.tree.leaves(found[1]), jax.tree.leaves(model), strict=True):
+        assert gradient.sharding.is_equivalent_to(parameter.sharding, gradient.ndim)
+    moved, needed = (set(collectives(f.lower(model, x, y).compile())) for f in (pieces, once))
+    assert moved <= needed
+
+
+def test_each_device_keeps_its_part_of_the_batch():
+    mesh = ft.make_mesh(data=8)
+    x, y = ft.shard((X, Y), P("data"), mesh)
+    compiled = (
+        ft.jit(ft.accumulate(BOTH, 2), mesh=mesh).lower(ft.shard(MODEL, P(), mesh), x, y).compile()
+    )
+    assert set(collectives(compiled)) == {"all-reduce"}
+
+
+def test_pieces_are_strided():
+    seen = ft.accumulate(lambda scale, x: x * scale, 2)(jnp.float32(1), jnp.arange(6.0))
+    assert seen.tolist() == [0.5, 2.5, 4.5]  # the mean of (0, 2, 4) and (1, 3, 5)
+
+
+def test_memory_is_that_of_a_piece():
+    x = jnp.ones((4096, 16))
+    once, pieces = (
+        jax.jit(f).lower(MODEL, x, x).compile() for f in (BOTH, ft.accumulate(BOTH, 16))
+    )
+    assert (
+        8 * pieces.memory_analysis().temp_size_in_bytes < once.memory_analysis().temp_size_in_bytes
+    )
+
+
+@pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
+def test_traced_once(jit: bool):
+    traces = []
+
+    def counted(model: Any, x: Array, y: Array) -> Array:
+        traces.append(1)
+        return loss(model, x, y)
+
+    pieces = ft.accumulate(ft.value_and_grad(counted), 4)
+    (ft.jit(pieces) if jit else pieces)(MODEL, X, Y)
+    assert len(traces) == 1
+
+
+def test_composes_with_vmap_grad_and_rules():
+    models = jax.tree.map(lambda x: jnp.stack([x, 2 * x]), MODEL)
+    values, _ = jax.vmap(lambda model: ft.accumulate(BOTH, 4)(model, X, Y))(models)
+    np.testing.assert_allclose(values[0], WANT[0], rtol=1e-5)
+    assert values[1] != values[0]
+    # A derivative of the accumulated gradient, by a number that the loss closes over.
+    twice = jax.grad(
+        lambda s: ft.accumulate(BOTH, 2)(jax.tree.map(lambda x: s * x, MODEL), X, Y)[0]
+    )
+    whole = jax.grad(lambda s: loss(jax.tree.map(lambda x: s * x, MODEL), X, Y))
+    np.testing.assert_allclose(twice(1.0), whole(1.0), rtol=1e-4)
+
+
+# Arguments and results
+
+
+def test_keywords_and_integers_and_statics():
+    def of_tokens(table: Array, tokens: Array, *, scale: float, weights: Array) -> Array:
+        return jnp.mean(table[tokens].sum(-1) * weights) * scale
+
+    tokens, table, weights = (
+        jnp.arange(8, dtype=jnp.int32) % 3,
+        jnp.arange(6.0).reshape(3, 2),
+        jnp.arange(8.0),
+    )
+    one = ft.value_and_grad(of_tokens)
+    found = ft.accumulate(one, 4)(table, tokens, scale=2.0, weights=weights)
+    assert_close(found, one(table, tokens, scale=2.0, weights=weights))
+
+
+def test_numpy_batches_and_none_and_trees():
+    def of_tree(w: Array, batch: Any, mask: Any) -> Array:
+        assert mask is None
+        return jnp.mean(batch["x"] @ w) + jnp.mean(batch["y"])
+
+    batch = {"x": np.ones((4, 3), np.float32), "y": np.arange(4, dtype=np.float32)}
+    assert_close(ft.accumulate(ft.grad(of_tree), 2)(jnp.ones(3), batch, None), jnp.ones(3))
+
+
+AUX: dict[str, tuple[Callable[[Array], Any], Callable[[Any], bool]]] = {
+    "a mean": (lambda x: x.mean(), lambda a: np.allclose(a, X.mean(), atol=1e-6)),
+    "an integer, of the last piece": (
+        lambda x: x[0, 0] > X[2, 0],
+        lambda a: bool(a) == bool(X[3, 0] > X[2, 0]),
+    ),
+    "nothing": (lambda x: None, lambda a: a is None),
+    "a number": (lambda x: {"n": 3, "m": x.mean()}, lambda a: a["n"] == 3 and a["m"].shape == ()),
+    "a text": (lambda x: ("text", x.mean()), lambda a: a[0] == "text"),
+    "a module": (
+        lambda x: MODEL,
+        lambda a: isinstance(a, ft.nn.MLP) and np.allclose(a.up, MODEL.up),
+    ),
+    "a key": (lambda x: jax.random.key(3), lambda a: a.dtype == jax.random.key(3).dtype),
+    "weak": (lambda x: jnp.where(x[0, 0] > 0, 1, 2), lambda a: a.dtype == jnp.int32),
+}
+
+
+@pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
+@pytest.mark.parametrize("name", AUX)
+def test_auxiliary_results(name: str, jit: bool):
+    fn, holds = AUX[name]
+    pieces = ft.accumulate(
+        ft.value_and_grad(lambda m, x, y: (loss(m, x, y), fn(x)), has_aux=True), 4
+    )
+    (value, aux), gradient = (ft.jit(pieces) if jit else pieces)(MODEL, X, Y)
+    assert_close((value, gradient), WANT)
+    assert holds(aux)
+    gradient, aux = ft.accumulate(ft.grad(lambda m, x, y: (loss(m, x, y), fn(x)), has_aux=True), 4)(
+        MODEL, X, Y
+    )
+    assert_close(gradient, WANT[1])
+    assert holds(aux)
+
+
+def test_bfloat16_is_summed_in_float32():
+    """A running sum in bfloat16 stands still as soon as a piece is less than 1/256 of it."""
+    x = jnp.ones((1024, 1), jnp.bfloat16)
+    gradient = ft.accumulate(ft.grad(lambda w, x: jnp.mean(x @ w)), 1024)(
+        jnp.ones(1, jnp.bfloat16), x
+    )
+    assert gradient.dtype == jnp.bfloat16 and gradient.tolist() == [1.0]
+
+
+# Misuse
+
+
+@pytest.mark.parametrize("steps", [0, -1, 2.0, True, None, "2"], ids=repr)
+def test_steps(steps: Any):
+    with raises(
+        "accumulate cannot divide the batch", f"steps={steps!r}", "it must be a positive integer"
+    ):
+        ft.accumulate(BOTH, steps)
+
+
+def test_every_array_at_fault_is_named():
+    fn = ft.accumulate(ft.grad(lambda m, batch, *, key: loss(m, batch["x"], batch["y"])), 3)
+    with raises(
+        "accumulate: 2 arrays cannot be split into pieces",
+        "batch.x   f32[16, 16]",
+        "its leading dimension of size 16 cannot be split into 3 pieces",
+        "key   key<fry>[]",
+        "has no leading dimension to split into 3 pieces",
+        "Try: use a batch whose size `steps` divides; pass an array that is not part of it in",
+    ):
+        fn(MODEL, {"x": X, "y": jnp.ones((9, 16))}, key=jax.random.key(0))
+
+
+def test_the_model_is_given_by_position():
+    with raises("accumulate: pass the model as the first positional argument"):
+        ft.accumulate(BOTH, 2)(model=MODEL, x=X, y=Y)
+
+
+def test_explicit_pieces_that_devices_do_not_share():
+    mesh = ft.make_mesh(data=8, explicit=True)
+    x = ft.shard(X, P("data"), mesh)
+    with raises(
+        "x, y   f32[16, 16]", "of size 16 cannot be split into 4 pieces on each of 8 devices"
+    ):
+        ft.jit(ft.accumulate(BOTH, 4), mesh=mesh)(ft.shard(MODEL, P(), mesh), x, x)
+
+
+@pytest.mark.parametrize("what", ["gradients", "aux"])
+def test_in_shard_map_with_results_that_differ_between_shards(what: str):
+    def loss(w: Any, x: Any) -> Any:
+        whole = jnp.sum(jax.lax.all_gather(w, "data", tiled=True))
+        mean = jax.lax.pmean(jnp.mean((x * whole) ** 2), "data")
+        return (mean, x.sum()) if what == "aux" else mean
+
+    w, x = jnp.arange(8.0), jnp.arange(32.0)
+    mesh = ft.make_mesh(data=8)
+
+    def run(steps: int) -> Any:
+        gradient = ft.value_and_grad(loss, has_aux=what == "aux")
+        step = ft.accumulate(gradient, steps) if steps else gradient
+        specs = ((P(), P("data")), P("data")) if what == "aux" else (P(), P("data"))
+
+        def local(w: Any, x: Any) -> Any:
+            value, gradient = step(w, x)
+            return ((value[0], value[1][None]), gradient) if what == "aux" else (value, gradient)
+
+        return ft.shard_map(local, mesh=mesh, in_specs=(P("data"), P("data")), out_specs=specs)(
+            w, x
+        )
+
+    (value, found), (whole, expected) = run(2), run(0)
+    assert np.allclose(found, expected, rtol=1e-5)
+    if what == "gradients":
+        assert np.allclose(value, whole, rtol=1e-5)

@@ -1,0 +1,234 @@
+"""Arguments that nobody has placed: where rules put them, how often that compiles, and which
+warning is given."""
+
+import itertools
+import warnings
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from checks import compilations, raises
+from jax import Array
+from jax.sharding import NamedSharding, PartitionSpec
+from jaxtyping import Float
+from meshes import EXPLICIT, MESH
+
+import functree as ft
+
+P = PartitionSpec
+RULES = ft.AxisRules({"batch": "data", "hidden": "model", "embed": None})
+TX = optax.adam(0.1)
+MESHES = {"Auto": MESH, "Explicit": EXPLICIT}
+
+
+class Layer(eqx.Module):
+    up: Float[Array, "embed hidden"]
+    bias: Float[Array, "hidden"]
+    name: str = eqx.field(static=True, default="layer")
+
+
+def layer(make: Any = jnp.asarray) -> Layer:
+    return Layer(make(np.arange(32, dtype=np.float32).reshape(4, 8)), make(np.ones(8, np.float32)))
+
+
+X = np.arange(32, dtype=np.float32).reshape(8, 4)
+
+
+def step(tree: Any, x: Float[Array, "batch embed"]) -> Any:
+    """What comes in goes out, doubled."""
+    return jax.tree.map(lambda w: w + w if jnp.issubdtype(w.dtype, jnp.inexact) else w, tree), x + x
+
+
+def abstract(tree: Any) -> Any:
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
+
+
+def adam_state() -> Any:
+    return TX.init(layer())
+
+
+LAYER, STATE = [P(None, "model"), P("model")], [P(), *[P(None, "model"), P("model")] * 2]
+
+
+class Argument(NamedTuple):
+    """Something that nobody has placed.
+
+    Attributes:
+        make: makes it.
+        specs: of its arrays by the rules.
+        warns: whether a second call with it is warned of. NumPy's arrays are moved in each call in
+            any case.
+        call: calls a function with it and with a batch.
+    """
+
+    make: Callable[[], Any]
+    specs: list[P]
+    warns: bool = True
+    call: Callable[..., Any] = lambda f, tree, x: f(tree, x)
+
+
+def lowered(f: Any, tree: Any, x: Any) -> Any:
+    """The result of the program that is compiled for abstract arguments."""
+    return f.lower(abstract(tree), abstract(x)).compile()(ft.shard(tree, RULES, x.sharding.mesh), x)
+
+
+def in_vmap(f: Any, tree: Any, x: Any) -> Any:
+    """The result in an eager `vmap`, whose tracers know no mesh."""
+    return jax.tree.map(
+        lambda y: y[0], jax.vmap(f, in_axes=(0, None))(jax.tree.map(lambda w: w[None], tree), x)
+    )
+
+
+ARGUMENTS = {
+    "numpy": Argument(lambda: layer(np.asarray), LAYER, warns=False),
+    "uncommitted": Argument(layer, LAYER),
+    "abstract": Argument(layer, LAYER, warns=False, call=lowered),
+    "tracer": Argument(layer, LAYER, warns=False, call=in_vmap),
+    "packed": Argument(lambda: ft.pack(layer()), LAYER),
+    "TrainState": Argument(lambda: ft.TrainState.create(layer(), TX), [P(), *LAYER, *STATE]),
+    "bare optimizer state": Argument(adam_state, STATE),
+}
+
+
+def lies(tree: Any, expected: list[P], mesh: Any) -> None:
+    leaves = jax.tree.leaves(tree)
+    assert len(leaves) == len(expected)
+    for x, spec in zip(leaves, expected, strict=True):
+        assert x.sharding.is_equivalent_to(NamedSharding(mesh, spec), x.ndim), (x.sharding, spec)
+
+
+@pytest.mark.parametrize(
+    ("kind", "axes", "donated"), list(itertools.product(ARGUMENTS, MESHES, [False, True]))
+)
+def test_where_they_are_placed(kind: str, axes: str, donated: bool):
+    argument, mesh = ARGUMENTS[kind], MESHES[axes]
+    tree, x = argument.make(), ft.shard(X, P("data"), mesh)
+    f = ft.jit(step, rules=RULES, mesh=mesh, donate="tree" if donated else ())
+    out, y = argument.call(f, tree, x)
+    lies(out, argument.specs, mesh)
+    lies(y, [P("data")], mesh)
+    # The caller's arrays stay, donated or not.
+    assert not any(
+        isinstance(leaf, jax.Array) and leaf.is_deleted() for leaf in jax.tree.leaves(tree)
+    )
+    for before, after in zip(jax.tree.leaves(tree), jax.tree.leaves(out), strict=True):
+        assert np.array_equal(
+            before + before if jnp.issubdtype(before.dtype, jnp.inexact) else before, after
+        )
+    # The second call compiles nothing, and is warned of.
+    with compilations() as heard, warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        again, _ = argument.call(f, tree, x)
+    lies(again, argument.specs, mesh)
+    assert [str(one.message).partition(":")[0] for one in told] == ["step"] * argument.warns
+    assert kind in ("abstract", "tracer") or not heard
+    # What came out, and what somebody has placed, are arguments of the same program.
+    f(again, x), f(ft.shard(argument.make(), RULES, mesh), x)
+    assert len(f.compilations) == 1
+
+
+@pytest.mark.parametrize("axes", MESHES)
+def test_a_second_call_with_jax_arrays_warns_once(axes: str):
+    mesh = MESHES[axes]
+    f, x = ft.jit(step, rules=RULES, mesh=mesh), ft.shard(X, P("data"), mesh)
+    f(layer(), x)
+    with pytest.warns(
+        ft.FunctreeWarning,
+        match=r"step: each call places `tree.up`, `tree.bias` by the rules: use `ft.s",
+    ):
+        f(layer(), x)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        f(layer(), x)
+        for _ in range(3):  # an array of numpy is moved in each call in any case
+            f(layer(np.asarray), x)
+
+
+def test_what_is_committed_stays():
+    f = ft.jit(step, rules=RULES)
+    tree, x = ft.shard(layer(), P(), MESH), ft.shard(X, P(), MESH)
+    out, y = f(tree, x)
+    lies(out, [P(), P()], MESH)
+    lies(y, [P()], MESH)
+
+
+def test_an_entry_of_in_shardings_decides_instead():
+    f = ft.jit(step, rules=RULES, mesh=MESH, in_shardings={"tree": P()})
+    out, y = f(layer(), X)
+    lies(out, [P(), P()], MESH)
+    lies(y, [P("data")], MESH)
+    g = ft.jit(lambda tree, x: tree, rules=RULES, mesh=MESH, in_shardings=(None, P("data")))
+    out = g(layer(), X)
+    assert all(x.sharding.is_fully_replicated for x in jax.tree.leaves(out))
+
+
+def test_silent_failure_34_what_has_no_names_is_replicated_with_a_warning():
+    f = ft.jit(lambda w, x: (w @ x, x), rules=RULES)
+    x = ft.shard(np.ones((4, 8), np.float32), P("data"), MESH)
+    told = r"<lambda>: `w` f32\[8, 4\] has no axis names and nobody has placed it, so this is replicated on the mesh"
+    with pytest.warns(ft.FunctreeWarning, match=told):
+        f(np.ones((8, 4), np.float32), x)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        f(np.ones((8, 4), np.float32), x)  # once for each program
+        # Scalars and keys are never meant.
+        ft.jit(lambda n, key, x: x * n, rules=RULES)(jnp.float32(2), jax.random.key(0), x)
+        # On one device nothing is replicated.
+        ft.jit(lambda w: w, rules=RULES)(np.ones((8, 4), np.float32))
+        ft.jit(
+            lambda w: w, rules=RULES, mesh=ft.make_mesh(data=1, model=1, devices=jax.devices()[:1])
+        )(X)
+
+
+def test_what_has_no_names_is_warned_of_after_a_trace_too():
+    f, x = ft.jit(lambda x: x * 2, rules=RULES, mesh=MESH), np.ones((8, 4), np.float32)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        jax.vmap(f)(x[None])  # of a traced array the layout is left to the compiler
+    with pytest.warns(ft.FunctreeWarning, match="`x` f32.*has no axis names"):
+        f(x)
+
+
+def test_an_entry_for_a_keyword_argument_decides_instead():
+    f = ft.jit(lambda **more: more, rules=RULES, mesh=MESH, in_shardings={"mode": P(None, "data")})
+    lies(f(mode=jnp.ones((8, 4)))["mode"], [P(None, "data")], MESH)
+
+
+def test_a_whole_layout_is_for_modules_only():
+    both = RULES | ft.FSDP("data", min_size=0)
+    f = ft.jit(step, rules=both, mesh=MESH)
+    out, y = f(layer(), np.ones((8, 4), np.float32))
+    lies(out, [P("data", "model"), P("model")], MESH)
+    lies(y, [P("data")], MESH)  # not sharded by FSDP: it is an activation
+
+
+REFUSED: dict[str, tuple[Any, Any, list[str]]] = {
+    "a size": (RULES, Layer(np.ones((4, 6), np.float32), np.ones(6, np.float32)), ['"hidden" has size 6', "tree.up"]),
+    "a name": (ft.AxisRules({"batch": "data", "embed": None}), layer(), ["no rule names `hidden`", "tree.up"]),
+    "a rank": (RULES, Layer(np.ones(8, np.float32), np.ones(8, np.float32)), ["tree.up", "f32[8]"]),
+    "an optimizer": (
+        ft.AxisRules({"batch": "data", "hidden": "model", "embed": None}), optax.adafactor().init(layer()),
+        ["ft.plan_optimizer"],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_the_rules_do_not_fit(case: str):
+    rules, tree, told = REFUSED[case]
+    with raises(
+        "step: the rules do not fit", "that nobody has placed", error=ft.ShardingError
+    ) as caught:
+        ft.jit(step, rules=rules, mesh=MESH)(tree, X)
+    assert all(part in str(caught.value) for part in told), str(caught.value)
+
+
+def test_without_rules_or_a_mesh_nothing_changes():
+    for f in (ft.jit(step), ft.jit(step, rules=RULES)):
+        out, y = f(layer(), X)
+        assert all(x.sharding.num_devices == 1 for x in jax.tree.leaves((out, y)))

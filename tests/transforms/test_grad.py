@@ -1,0 +1,685 @@
+"""`value_and_grad` and `grad`, beside `jax.grad` on literal arrays; and where the gradients lie."""
+
+import functools
+import inspect
+import operator
+import re
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from checks import raises
+from hypothesis import given
+from hypothesis import strategies as st
+from jax.sharding import NamedSharding, PartitionSpec
+from jaxtyping import Array, Float, Int
+from meshes import EXPLICIT, MESH
+
+import functree as ft
+from functree.labels.pack import pack
+from functree.transforms.grad.grad import grad, value_and_grad
+
+P = PartitionSpec
+RULES = ft.AxisRules({"batch": "data", "hidden": "model", "embed": None, "layers": None}) | ft.FSDP(
+    "data", min_size=0
+)
+
+
+class MLP(eqx.Module):
+    up: Float[Array, "embed hidden"]
+    down: Float[Array, "hidden embed"]
+    mean: ft.Buffer[Float[Array, "embed"]]
+    steps: Int[Array, ""]
+    act: Any
+    name: str = "mlp"
+    bias: Float[Array, "embed"] | None = None
+
+    def __call__(self, x: Array) -> Array:
+        return self.act((x - self.mean) @ self.up) @ self.down
+
+
+def mlp(embed: int = 8, hidden: int = 16) -> MLP:
+    up, down = jax.random.normal(jax.random.key(0), (2, embed, hidden))
+    return MLP(up, down.T, jnp.full(embed, 0.5), jnp.array(3), jax.nn.gelu)
+
+
+MODEL, X = mlp(), jax.random.normal(jax.random.key(1), (4, 8))
+
+
+def loss(model: MLP, x: Array) -> Array:
+    with jax.numpy_rank_promotion("allow"):
+        return jnp.mean(model(x) ** 2)
+
+
+def by_hand(model: MLP, x: Array) -> tuple[Array, dict[str, Array]]:
+    """The same by `jax.value_and_grad` on a dict of two arrays."""
+
+    def of_arrays(arrays: dict[str, Array]) -> Array:
+        return loss(eqx.tree_at(lambda m: (m.up, m.down), model, (arrays["up"], arrays["down"])), x)
+
+    return jax.value_and_grad(of_arrays)({"up": model.up, "down": model.down})
+
+
+def assert_close(a: Any, b: Any, tolerance: float = 1e-6) -> None:
+    assert jax.tree.structure(a) == jax.tree.structure(b)
+    for one, other in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        np.testing.assert_allclose(one, other, rtol=tolerance, atol=tolerance)
+
+
+# What is differentiated
+
+
+def test_it_is_jax_grad_on_what_is_trainable():
+    value, gradient = value_and_grad(loss)(MODEL, X)
+    expected, by = by_hand(MODEL, X)
+    assert value == expected
+    assert np.array_equal(gradient.up, by["up"]) and np.array_equal(gradient.down, by["down"])
+    assert_close(grad(loss)(MODEL, X), gradient, 0)
+
+
+def test_the_gradient_has_the_models_structure_and_none_elsewhere():
+    gradient = grad(loss)(MODEL, X)
+    trained = eqx.filter(MODEL, lambda x: x is MODEL.up or x is MODEL.down)
+    assert jax.tree.structure(gradient) == jax.tree.structure(trained)
+    assert (gradient.mean, gradient.steps, gradient.act, gradient.name, gradient.bias) == (
+        None,
+    ) * 5
+    assert ft.tree_axes(gradient).up == ft.Axes("embed", "hidden")
+    assert np.allclose(eqx.apply_updates(MODEL, gradient).up, MODEL.up + gradient.up)
+
+
+def test_arrays_in_containers_beside_python_values():
+    tree = {"a": [jnp.float32(2), (3, np.float32(4))], "b": None, "c": "text"}
+    gradient = grad(lambda t: t["a"][0] * t["a"][1][0] * t["a"][1][1])(tree)
+    assert gradient == {"a": [12.0, (None, 6.0)], "b": None, "c": None}
+
+
+def test_a_packed_model_has_a_packed_gradient():
+    """Its buffers are not trained, as those of the model itself."""
+    tree = {"model": pack(MODEL), "step": 1}
+    value, gradient = value_and_grad(lambda tree: loss(tree["model"].tree, X))(tree)
+    expected, by = by_hand(MODEL, X)
+    assert value == expected and gradient["step"] is None
+    assert [x is None for x in gradient["model"].arrays] == [False, False, True, True]
+    assert np.array_equal(gradient["model"].tree.up, by["up"]) and np.array_equal(
+        gradient["model"].tree.down, by["down"]
+    )
+    assert gradient["model"].static == tree["model"].static and gradient["model"].tree.mean is None
+    moved = eqx.apply_updates(tree, gradient)["model"].tree
+    assert np.array_equal(moved.up, MODEL.up + by["up"]) and moved.mean is MODEL.mean
+    only = grad(lambda packed: loss(packed.tree, X), "down")(pack(MODEL))
+    assert [x is None for x in only.arrays] == [True, False, True, True]
+
+
+def test_the_gradient_of_a_packed_model_is_laid_out_like_the_model():
+    packed = ft.shard(pack(MODEL), RULES, MESH)
+    with jax.set_mesh(MESH):
+        gradient = jax.jit(grad(lambda packed: loss(packed.tree, X), layout=RULES))(packed)
+    assert (
+        gradient.tree.up.sharding.spec
+        == ft.plan(MODEL, RULES, MESH)["up"].spec
+        == P("data", "model")
+    )
+    assert gradient.tree.down.sharding.spec == ft.plan(MODEL, RULES, MESH)["down"].spec
+
+
+def test_a_bare_array():
+    assert np.array_equal(grad(lambda x: (x**2).sum())(jnp.arange(3.0)), [0.0, 2.0, 4.0])
+
+
+def test_one_array_at_two_places_has_a_gradient_at_each():
+    w = jnp.float32(3)
+    assert grad(lambda t: t["a"] ** 2 * t["b"])({"a": w, "b": w}) == {"a": 18.0, "b": 9.0}
+
+
+@pytest.mark.parametrize(
+    ("wrt", "paths"),
+    [
+        ("up", {"up"}),
+        (ft.glob("up") | ft.is_buffer, {"up", "mean"}),
+        (ft.has_axis("hidden"), {"up", "down"}),
+        (ft.has_dtype(jnp.floating), {"up", "down", "mean"}),
+        (lambda path, leaf: path == ("down",), {"down"}),
+        (re.compile("d.*n"), {"down"}),
+        (ft.under(MLP) & ft.is_trainable, {"up", "down"}),
+    ],
+)
+def test_a_filter_chooses(wrt: Any, paths: set[str]):
+    gradient = grad(loss, wrt)(MODEL, X)
+    found = {str(ft.Path.of(path)) for path, _ in jax.tree.leaves_with_path(gradient)}
+    assert found == paths
+
+
+@given(st.sets(st.sampled_from(["a", "b", "c.0", "c.1"]), min_size=1))
+def test_any_part_is_what_jax_grad_gives_for_it(paths: set[str]):
+    tree = {"a": jnp.float32(2), "b": jnp.float32(3), "c": [jnp.float32(5), jnp.float32(7)]}
+
+    def product(tree: Any) -> Array:
+        return tree["a"] ** 2 * tree["b"] * tree["c"][0] * tree["c"][1] ** 3
+
+    whole = jax.grad(product)(tree)
+    mask = {"a": "a" in paths, "b": "b" in paths, "c": ["c.0" in paths, "c.1" in paths]}
+    chosen = functools.reduce(lambda x, y: x | y, map(ft.glob, sorted(paths)))
+    assert_close(
+        grad(product, chosen)(tree), jax.tree.map(lambda x, keep: x if keep else None, whole, mask)
+    )
+
+
+def test_complex_parameters():
+    z = jnp.complex64(3 + 4j)
+    assert grad(lambda t: jnp.abs(t["z"]))({"z": z}) == {"z": jax.grad(jnp.abs)(z)}
+
+
+# How it is called
+
+
+def test_several_arguments_and_keywords():
+    def f(a: Any, b: Any, *, c: Any, flag: str = "no") -> Array:
+        return a["x"] * b["x"] ** 2 * c * float(flag == "yes")
+
+    a, b = {"x": jnp.float32(2)}, {"x": jnp.float32(3), "n": 1}
+    value, (by_a, by_b) = value_and_grad(f, argnums=(0, 1))(a, b, c=jnp.float32(5), flag="yes")
+    assert (value, by_a, by_b) == (90.0, {"x": 45.0}, {"x": 60.0, "n": None})
+    assert grad(f, argnums=1)(a, b=b, c=5.0, flag="yes") == by_b
+    assert grad(f, argnums=-1)(a, b, c=5.0, flag="yes") == by_b
+    assert grad(f, argnums=[1])(b=b, a=a, c=5.0, flag="yes") == (by_b,)
+    assert grad(f)(c=5.0, flag="yes", b=b, a=a) == by_a
+
+
+def test_has_aux_gives_back_anything():
+    def f(model: Any) -> tuple[Array, Any]:
+        return model["w"] ** 2, {"model": model, "text": "aux", "f": jax.nn.relu}
+
+    model = {"w": jnp.float32(3), "n": 1}
+    (value, aux), gradient = value_and_grad(f, has_aux=True)(model)
+    assert (value, gradient, aux) == (
+        9.0,
+        {"w": 6.0, "n": None},
+        {"model": model, "text": "aux", "f": jax.nn.relu},
+    )
+    assert grad(f, has_aux=True)(model) == (gradient, aux)
+
+
+def test_as_a_decorator():
+    @value_and_grad
+    def bare(model: dict[str, Array], x: float) -> Float[Array, ""]:
+        """Doc."""
+        return model["w"] * x
+
+    @grad(wrt="w", has_aux=True)
+    def called(model: dict[str, Array]) -> tuple[Array, str]:
+        return model["w"] * model["v"], "aux"
+
+    assert bare({"w": jnp.float32(3)}, 2.0) == (6.0, {"w": 2.0})
+    assert called({"w": jnp.float32(3), "v": jnp.float32(4)}) == ({"w": 4.0, "v": None}, "aux")
+    assert bare.__name__ == "bare" and bare.__doc__ == "Doc."
+
+
+def test_the_signature_is_kept_but_for_what_is_returned():
+    def f(model: MLP, x: Float[Array, "batch embed"], *, scale: float = 1.0) -> Float[Array, ""]:
+        return x.sum()
+
+    signature = inspect.signature(value_and_grad(f))
+    assert list(signature.parameters.values()) == list(inspect.signature(f).parameters.values())
+    assert signature.return_annotation is inspect.Signature.empty
+    assert (
+        "return" not in grad(f).__annotations__
+        and grad(f).__annotations__["x"] is f.__annotations__["x"]
+    )
+
+
+class Callable_(eqx.Module):
+    scale: Array
+
+    def __call__(self, x: Array) -> Array:
+        return (self.scale * x).sum()
+
+    @grad
+    def method(self, x: Array) -> Array:
+        return self(x)
+
+
+def test_methods_modules_partials_and_functions_of_jax():
+    module, x = Callable_(jnp.float32(3)), jnp.arange(3.0)
+    with jax.numpy_rank_promotion("allow"):
+        assert module.method(x).scale == 3.0
+        assert np.array_equal(grad(module)(x), [3.0] * 3)
+        assert not hasattr(grad(module), "scale")
+        assert grad(functools.partial(Callable_.__call__, x=x))(module).scale == 3.0
+    assert np.array_equal(grad(jnp.sum)(x), jnp.ones(3))
+    assert grad(operator.neg)(jnp.float32(3)) == -1.0
+
+
+def test_what_it_closes_over_is_constant():
+    w = jnp.float32(3)
+    assert grad(lambda t: t["x"] * w)({"x": jnp.float32(2)}) == {"x": 3.0}
+    assert jax.grad(lambda w: grad(lambda t: t["x"] ** 2 * w)({"x": jnp.float32(2)})["x"])(w) == 4.0
+
+
+# Composition
+
+
+def test_under_jit_vmap_scan_and_remat():
+    expected = grad(loss)(MODEL, X)
+    arrays, rest = eqx.partition(MODEL, eqx.is_array)
+
+    def jitted(arrays: MLP, x: Array) -> Any:
+        return grad(loss)(eqx.combine(arrays, rest), x)
+
+    assert_close(jax.jit(jitted)(arrays, X), expected, 5e-4)
+    single = jax.vmap(jitted, in_axes=(None, 0))(arrays, X[:, None])
+    assert_close(jax.tree.map(lambda g: g.mean(0), single), expected, 5e-4)
+    scanned = jax.lax.scan(lambda c, x: (c, jitted(arrays, x)), 0, X[:, None])[1]
+    assert_close(scanned, single, 5e-4)
+    remat = jax.checkpoint(lambda up, down, x: jnp.mean((jnp.tanh(x @ up) @ down) ** 2))
+    both = grad(remat, argnums=(0, 1))(MODEL.up, MODEL.down, X)
+    assert_close(both, jax.grad(remat, argnums=(0, 1))(MODEL.up, MODEL.down, X), 0)
+
+
+def test_gradients_of_gradients():
+    def cube(t: Any) -> Array:
+        return (t["x"] ** 3).sum()
+
+    def slope(t: Any) -> Array:
+        return grad(cube)(t)["x"].sum()
+
+    t = {"x": jnp.arange(1.0, 4.0), "n": 1}
+    assert np.array_equal(grad(slope)(t)["x"], 6 * t["x"])
+    assert np.array_equal(
+        jax.hessian(lambda x: cube({"x": x}))(t["x"]).diagonal(), grad(slope)(t)["x"]
+    )
+
+
+# Errors
+
+
+def test_a_matched_array_without_a_gradient_is_named():
+    with raises(
+        "1 leaf cannot be differentiated",
+        "steps",
+        "i32[]",
+        "is i32, but only inexact",
+        "narrow the filter",
+    ):
+        grad(loss, ...)(MODEL, X)
+    with raises("key", "key<fry>[]", "only inexact arrays"):
+        grad(lambda t: t["w"], ...)({"key": jax.random.key(0), "w": jnp.float32(1)})
+
+
+def test_an_abstract_array_is_refused():
+    with raises("w", "f32[2]", "is abstract", "inside `jax.eval_shape`"):
+        grad(lambda t: t["w"].sum())({"w": jax.ShapeDtypeStruct((2,), "float32")})
+
+
+def test_a_filter_that_matches_nothing_is_listed():
+    with raises(
+        "no array of argument 0 matches wrt=glob('upp')",
+        "up",
+        "f32[8, 16]",
+        "does not match",
+        "give `wrt=`",
+    ):
+        grad(loss, "upp")(MODEL, X)
+    with raises("no array of argument 1 matches wrt=is_buffer"):
+        grad(loss, ft.is_buffer, argnums=(0, 1))(MODEL, X)
+    with raises("it has no arrays; Python numbers are static, so write `jnp.asarray(...)`"):
+        grad(lambda x: x**2)(3.0)
+
+
+def test_what_is_no_filter_is_refused_at_once():
+    with raises("3 is not a filter", error=ft.RuleError):
+        grad(loss, wrt=3)
+
+
+@pytest.mark.parametrize("argnums", [2, (0, 0), (0, -2), (), -3])
+def test_argnums_that_are_not_there(argnums: Any):
+    with raises("argnums=", "2 positional arguments", "give existing positions, each once"):
+        grad(loss, argnums=argnums)(MODEL, X)
+
+
+def test_a_call_that_does_not_fit_the_signature():
+    with pytest.raises(TypeError, match="missing a required argument: 'x'"):
+        grad(loss, argnums=1)(MODEL)
+
+
+def test_a_builtin_without_a_signature_is_refused_at_once():
+    with raises("<built-in function max> has no signature: wrap it in a function, `lambda x: ...`"):
+        grad(max)
+
+
+# Where gradients lie
+
+
+def specs(tree: Any) -> Any:
+    """Where arrays lie, with an entry for each dimension."""
+    return jax.tree.map(
+        lambda x: P(*x.sharding.spec, *(None,) * (x.ndim - len(x.sharding.spec))), tree
+    )
+
+
+class Square(eqx.Module):
+    """A layer that keeps its input's width."""
+
+    up: Float[Array, "embed hidden"]
+    down: Float[Array, "hidden embed"]
+
+    def __call__(self, x: Array) -> Array:
+        return x + jnp.tanh(x @ self.up) @ self.down
+
+
+def stacked(key: Any) -> ft.Stacked[Square]:
+    def make(key: Any) -> Square:
+        up, down = jax.random.normal(key, (2, 8, 16))
+        return Square(up, down.T)
+
+    return ft.stack(make, 3, key)
+
+
+def stack_loss(model: Any, x: Array) -> Array:
+    return jnp.mean(model(x) ** 2)
+
+
+@pytest.mark.parametrize("set_mesh", [True, False])
+@pytest.mark.parametrize("by", ["layout", "ambient"])
+def test_silent_failure_12_gradients_lie_like_their_parameters(by: str, set_mesh: bool):
+    model = ft.init(stacked, RULES, MESH)(jax.random.key(0))
+    planned = ft.plan(model, RULES, MESH).specs
+    assert planned.layer.up == P(None, "data", "model") and specs(model) == planned
+    x = jax.device_put(jax.random.normal(jax.random.key(1), (4, 8)), NamedSharding(MESH, P("data")))
+    with jax.set_mesh(MESH) if set_mesh else nullcontext():
+        if by == "layout":
+            found = specs(jax.jit(grad(stack_loss, layout=RULES))(model, x))
+        else:
+            with ft.axis_rules(RULES):
+                found = specs(jax.jit(grad(stack_loss))(model, x))
+    assert found == planned
+
+
+def test_silent_failure_12_is_there_without_a_layout():
+    """A canary: should JAX mend it, this test fails, and the constraint costs nothing."""
+    model = ft.init(stacked, RULES, MESH)(jax.random.key(0))
+    x = jax.device_put(jax.random.normal(jax.random.key(1), (4, 8)), NamedSharding(MESH, P("data")))
+    plain = specs(jax.jit(jax.grad(stack_loss))(model, x))
+    assert plain == specs(jax.jit(grad(stack_loss))(model, x))
+    assert plain.layer.up != P(None, "data", "model")
+
+
+def test_gradients_equal_the_unconstrained_ones():
+    model, x = stacked(jax.random.key(0)), jax.random.normal(jax.random.key(1), (4, 8))
+    placed = ft.shard(model, RULES, MESH)
+    assert_close(
+        jax.jit(grad(stack_loss, layout=RULES))(placed, x), jax.grad(stack_loss)(model, x), 1e-4
+    )
+
+
+def test_under_vmap_scan_remat_and_twice_with_rules():
+    model = ft.shard(Square(MODEL.up, MODEL.down), RULES, MESH)
+    by_hand = jax.grad(stack_loss)
+    with ft.axis_rules(RULES):
+        each = jax.jit(jax.vmap(grad(stack_loss), in_axes=(None, 0)))(model, X[:, None])
+        looped = jax.jit(
+            lambda m: jax.lax.scan(lambda c, x: (c, grad(stack_loss)(m, x)), 0, X[:, None])[1]
+        )(model)
+        remat = jax.jit(grad(jax.checkpoint(stack_loss)))(model, X)
+        slope = jax.jit(
+            grad(lambda m: sum(jnp.vdot(g, g) for g in jax.tree.leaves(grad(stack_loss)(m, X))))
+        )(model)
+    plain = Square(MODEL.up, MODEL.down)
+    assert_close(each, jax.vmap(by_hand, in_axes=(None, 0))(plain, X[:, None]), 1e-5)
+    assert_close(looped, each, 1e-5)
+    assert_close(remat, by_hand(plain, X), 1e-5)
+    assert specs(remat.up) == P("data", "model")
+    twice = jax.grad(lambda m: sum(jnp.vdot(g, g) for g in jax.tree.leaves(by_hand(m, X))))(plain)
+    assert_close(slope, twice, 1e-4)
+
+
+def test_eagerly_the_gradient_is_placed_too():
+    model = ft.shard(Square(MODEL.up, MODEL.down), RULES, MESH)
+    gradient = grad(stack_loss, layout=RULES)(model, X)
+    assert jax.tree.leaves(specs(gradient)) == [P("data", "model"), P("model", "data")]
+
+
+def test_a_constant_gradient_goes_where_its_parameter_lies():
+    model = ft.shard(Square(MODEL.up, MODEL.down), RULES, MESH)
+    gradient = jax.jit(
+        grad(lambda model: jnp.sum(model.up**2) + jnp.sum(model.down), layout=RULES)
+    )(model)
+    assert specs(gradient) == Square(P("data", "model"), P("model", "data"))
+
+
+def test_with_no_mesh_rules_do_nothing():
+    with ft.axis_rules(RULES):
+        assert_close(grad(loss)(MODEL, X), grad(loss)(MODEL, X), 0)
+        text = jax.jit(grad(stack_loss)).lower(Square(MODEL.up, MODEL.down), X).as_text()
+    assert "sharding" not in text
+
+
+def test_on_explicit_axes_the_type_says_it():
+    mesh = EXPLICIT
+    model = ft.shard(Square(MODEL.up, MODEL.down), P(None, "model"), mesh)
+    x = ft.shard(X, P("data"), mesh)
+
+    def explicit(model: Square, x: Array) -> Array:
+        hidden = jnp.einsum("be,eh->bh", x, model.up, out_sharding=P("data", "model"))
+        return jnp.sum(hidden**2) + jnp.sum(model.down**2)
+
+    with (
+        jax.set_mesh(mesh),
+        ft.axis_rules(RULES),
+    ):  # the rules would have it otherwise, and are not asked
+        found = jax.jit(grad(explicit))(model, x)
+        moved = jax.jit(grad(explicit, layout=RULES))(model, x)
+    assert jax.tree.leaves(specs(found)) == [P(None, "model"), P(None, "model")]
+    assert jax.tree.leaves(specs(moved)) == [P("data", "model"), P("model", "data")]
+    assert_close(found, moved)
+
+
+LAYOUTS: dict[str, Any] = {
+    "rules": RULES,
+    "a spec": P("data"),
+    "a sharding": NamedSharding(MESH, P("data")),
+    "filters": ft.StateSharding({"mean": P(), "steps": P(), ft.under(MLP): RULES}),
+    "a plan": ft.plan(MODEL, ft.StateSharding({"steps": P(), ...: RULES}), MESH),
+    "a callable": lambda path, leaf: P("data") if leaf.ndim else P(),
+    "host": ft.on_host(RULES),
+    "a prefix tree": MLP(P("data", None), P(None, "model"), P(), P(), None, None),
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_any_layout_of_the_model_lays_out_its_gradient(name: str):
+    layout = LAYOUTS[name]
+    for_plan = (
+        ft.StateSharding({"steps": P(), ...: layout})
+        if name in ("a spec", "a sharding")
+        else layout
+    )
+    planned = ft.plan(MODEL, for_plan, MESH)
+    arrays, rest = eqx.partition(MODEL, eqx.is_array)
+    gradient = jax.jit(
+        lambda arrays: grad(loss, "up", layout=for_plan)(eqx.combine(arrays, rest), X)
+    )(jax.device_put(arrays, NamedSharding(MESH, P())))
+    assert gradient.up.sharding.is_equivalent_to(planned.sharding(planned["up"]), 2)
+    assert gradient.up.sharding.memory_kind == (planned["up"].memory_kind or "device")
+    assert jax.tree.leaves(gradient) == [gradient.up]
+
+
+def test_several_arguments_have_one_layout_or_one_each():
+    a, b = (ft.shard(MODEL.up, P(), MESH) for _ in range(2))
+
+    def f(a: Array, b: Array) -> Array:
+        return jnp.vdot(a, b)
+
+    one = jax.jit(grad(f, argnums=(0, 1), layout=P("data")))(a, b)
+    assert specs(one) == (P("data", None),) * 2
+    each = jax.jit(grad(f, argnums=(0, 1), layout=(P("data"), P(None, "model"))))(a, b)
+    assert specs(each) == (P("data", None), P(None, "model"))
+    with raises("3 layouts for 2 arguments", error=ft.RuleError):
+        grad(f, argnums=(0, 1), layout=(P(),) * 3)
+
+
+def test_names_that_rules_give_to_foreign_classes_hold():
+    rules = ft.AxisRules(
+        {"out": "model", "in": "data"}, names={eqx.nn.Linear: ft.names(weight="out in", bias="out")}
+    )
+    layer = eqx.nn.Linear(8, 16, key=jax.random.key(0))
+    placed = ft.shard(layer, rules, MESH)
+    with ft.axis_rules(rules):
+        gradient = jax.jit(grad(lambda layer: jnp.sum(layer(X[0]) ** 2), ft.has_axis("in")))(placed)
+    assert specs(gradient.weight) == P("model", "data") and gradient.bias is None
+
+
+def test_ambient_rules_that_do_not_place_a_gradient_are_an_error():
+    foreign = eqx.nn.Linear(8, 16, key=jax.random.key(0))
+    with jax.set_mesh(MESH), ft.axis_rules(RULES):
+        with raises(
+            "the ambient rules cannot lay out the gradient for argument 0 on mesh (data=2, model=4)",
+            "pass `layout=` to grad", "weight", "has no axis names", "annotate the field",
+            error=ft.ShardingError,
+        ):  # fmt: skip
+            grad(lambda layer: layer(X[0]).sum())(foreign)
+        gradient = grad(lambda layer: layer(X[0]).sum(), layout=P("data"))(foreign)
+        assert specs(gradient.weight) == P("data", None)
+        assert grad(lambda x: x**2)(jnp.float32(3)) == 6.0  # a scalar has no axes to place
+
+
+def test_what_has_no_gradient_may_have_no_place():
+    tree = {"model": Square(MODEL.up, MODEL.down), "foreign": jnp.arange(3)}
+    with jax.set_mesh(MESH), ft.axis_rules(RULES):
+        gradient = jax.jit(grad(lambda tree: stack_loss(tree["model"], X)))(tree)
+    assert gradient["foreign"] is None and specs(gradient["model"].up) == P("data", "model")
+
+
+def test_a_layout_that_does_not_fit_is_an_error_by_path():
+    model = MLP(MODEL.up[:, :15], MODEL.down[:15], MODEL.mean, MODEL.steps, jax.nn.relu)
+    with jax.set_mesh(MESH), raises(
+        "the layout cannot lay out the gradient for argument 0 on mesh (data=2, model=4)", "up", '"hidden" has size 15',
+        error=ft.ShardingError,
+    ):  # fmt: skip
+        grad(loss, layout=RULES)(model, X)
+    with jax.set_mesh(MESH), raises("filter 'upp'", "matches no leaf", error=ft.ShardingError):
+        grad(loss, layout=ft.StateSharding({"upp": P(), ...: P()}))(MODEL, X)
+
+
+def test_ambient_rules_are_part_of_the_trace():
+    f = jax.jit(grad(stack_loss))
+    model = ft.shard(Square(MODEL.up, MODEL.down), P(), MESH)
+    for rules, spec in (
+        (RULES, P("data", "model")),
+        (ft.AxisRules({"embed": "model", ...: None}), P("model", None)),
+    ):
+        with ft.axis_rules(rules):
+            assert specs(f(model, X).up) == spec
+
+
+# Inside shard_map
+
+
+def in_shards(f: Callable[..., Any], check_vma: bool = True) -> Any:
+    """`f` of a weight that all shards share, and of the shards of four numbers."""
+    body = jax.shard_map(
+        f, mesh=MESH, in_specs=(P(), P("data")), out_specs=P(), check_vma=check_vma
+    )
+    return jax.jit(body)(jnp.float32(2), jnp.arange(4.0))
+
+
+EXPECTED = 1.5  # the gradient of mean(w * x) by w
+
+
+def test_silent_failure_30_a_loss_averaged_on_each_shard_is_refused():
+    def local(w: Array, x: Array) -> Array:
+        return jnp.mean(w * x)
+
+    assert in_shards(jax.grad(local)) == 2 * EXPECTED  # what fails in silence
+    with raises(
+        'the loss differs between the shards along "data"', "w   f32[]", "is the same on all shards",
+        'return `jax.lax.pmean(loss, "data")` for the mean, or `psum` for the sum',
+    ):  # fmt: skip
+        in_shards(lambda w, x: grad(lambda t: local(t["w"], x))({"w": w})["w"])
+    with raises('along "data"'):
+        in_shards(value_and_grad(lambda w, x: (local(w, x), x), has_aux=True))
+
+
+def test_silent_failure_30_the_ways_that_are_right():
+    def mean(w: Array, x: Array) -> Array:
+        return jax.lax.pmean(jnp.mean(w * x), "data")
+
+    def total(w: Array, x: Array) -> Array:
+        return jax.lax.psum(jnp.sum(w * x), "data")
+
+    def averaged(w: Array, x: Array) -> Array:
+        own = grad(lambda w: jnp.mean(w * x))(jax.lax.pcast(w, "data", to="varying"))
+        return jax.lax.pmean(own, "data")
+
+    assert in_shards(grad(mean)) == EXPECTED
+    assert in_shards(value_and_grad(mean)) == (2 * EXPECTED, EXPECTED)
+    assert in_shards(grad(total)) == 4 * EXPECTED
+    assert in_shards(averaged) == EXPECTED
+
+
+def test_silent_failure_30_a_gathered_parameter_is_not_seen_through():
+    """The loss of each shard may be its own here, and grad cannot tell: what the docstring says of
+    it."""
+
+    def body(reduce: Callable[[Array], Array], w: Array, x: Array) -> Array:
+        return grad(lambda w: reduce(jnp.vdot(jax.lax.all_gather(w, "data", tiled=True), x)))(w)
+
+    def found(reduce: Callable[[Array], Array]) -> Array:
+        specs = (P("data"), P(None, "data"))
+        mapped = jax.shard_map(
+            lambda w, x: body(reduce, w, x[:, 0]), mesh=MESH, in_specs=specs, out_specs=P("data")
+        )
+        return jax.jit(mapped)(
+            jnp.ones(4), jnp.stack([jnp.arange(4.0), 3 * jnp.arange(4.0)], axis=1)
+        )
+
+    assert np.array_equal(found(lambda loss: jax.lax.pmean(loss, "data")), 2 * jnp.arange(4.0))
+    assert np.array_equal(found(lambda loss: loss), 4 * jnp.arange(4.0))
+
+
+def test_silent_failure_30_without_check_vma_gradients_are_refused():
+    def mean(w: Array, x: Array) -> Array:
+        return jax.lax.pmean(jnp.mean(w * x), "data")
+
+    with raises(
+        "inside shard_map(check_vma=False)", "its own part only", "take the gradient outside"
+    ):
+        in_shards(grad(mean), check_vma=False)
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_outside_of_shard_map_both_are_right(check_vma: bool):
+    def body(w: Array, x: Array) -> Array:
+        return jax.lax.pmean(jnp.mean(w * x), "data")
+
+    mapped = jax.shard_map(
+        body, mesh=MESH, in_specs=(P(), P("data")), out_specs=P(), check_vma=check_vma
+    )
+    assert jax.jit(grad(mapped))(jnp.float32(2), jnp.arange(4.0)) == EXPECTED
+
+
+def test_rules_place_along_the_axes_that_are_not_manual():
+    def body(up: Array, x: Array) -> Array:
+        with ft.axis_rules(ft.AxisRules({"batch": "data", "hidden": "model", "embed": None})):
+            model = Square(up, up.T)
+            return grad(lambda m: jax.lax.pmean(stack_loss(m, x), "data"))(model).up
+
+    mapped = jax.shard_map(
+        body, mesh=MESH, in_specs=(P(), P("data")), out_specs=P(), axis_names={"data"}
+    )
+    found = jax.jit(mapped)(MODEL.up, X)
+    assert specs(found) == P(None, "model")
+    assert_close(found, jax.grad(stack_loss)(Square(MODEL.up, MODEL.up.T), X).up, 1e-5)
+
+
+def test_rules_are_not_asked_where_all_axes_are_manual():
+    def body(w: Array, x: Array) -> Array:
+        with ft.axis_rules(RULES):  # they say nothing of a bare array
+            return grad(lambda w: jax.lax.psum(jnp.vdot(w, x), "data"))(jnp.stack([w, w]))
+
+    assert np.array_equal(in_shards(body), [2.0, 4.0])

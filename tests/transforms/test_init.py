@@ -1,0 +1,317 @@
+"""`init`, `abstract`, `init_optimizer`: born where the layout says, equal to the bit, never whole
+on one device."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from checks import raises
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jaxtyping import Array, Float
+from meshes import MESH, mesh_of
+
+import functree as ft
+
+P = PartitionSpec
+RULES = ft.AxisRules({"embed": "data", "hidden": "model"})
+
+
+class MLP(eqx.Module):
+    up: Float[Array, "embed hidden"]
+    down: Float[Array, "hidden embed"]
+    bias: Float[Array, "embed"] | None
+    activation: Callable[..., Any] = jax.nn.relu
+
+    @staticmethod
+    def create(embed: int, hidden: int, *, key: Array) -> "MLP":
+        first, second = jax.random.split(key)
+        return MLP(
+            jax.random.normal(first, (embed, hidden)),
+            jax.random.normal(second, (hidden, embed)),
+            None,
+        )
+
+
+KEY = jax.random.key(0)
+
+
+@pytest.mark.parametrize("explicit", [False, True])
+@pytest.mark.parametrize("ambient", [False, True])
+def test_born_where_the_layout_says_and_equal_to_the_bit(explicit: bool, ambient: bool):
+    mesh = mesh_of(explicit)
+    if ambient:
+        with jax.set_mesh(mesh):
+            model = ft.init(MLP.create, RULES)(64, 128, key=KEY)
+    else:
+        model = ft.init(MLP.create, RULES, mesh)(64, 128, key=KEY)
+    assert model.up.sharding == NamedSharding(mesh, P("data", "model"))
+    assert model.down.sharding == NamedSharding(mesh, P("model", "data"))
+    assert model.activation is jax.nn.relu and model.bias is None
+    want = jax.jit(lambda key: eqx.filter(MLP.create(64, 128, key=key), eqx.is_array))(KEY)
+    assert np.array_equal(model.up, want.up) and np.array_equal(model.down, want.down)
+
+
+@pytest.mark.parametrize("explicit", [False, True])
+def test_no_leaf_is_ever_whole_on_one_device(explicit: bool):
+    size = 1024
+    compiled = ft.init(MLP.create, RULES, mesh_of(explicit)).lower(size, size, key=KEY).compile()
+    memory = compiled.memory_analysis()
+    leaf = size * size * 4
+    assert memory.output_size_in_bytes <= 2 * leaf // 8 + 1024
+    # Random bits are made in pieces, so that output and temporaries together stay below one whole
+    # leaf.
+    assert memory.output_size_in_bytes + memory.temp_size_in_bytes < leaf
+
+
+def test_one_array_at_two_places_is_born_once():
+    class Tied(eqx.Module):
+        embed: Float[Array, "vocab embed"]
+        unembed: Float[Array, "vocab embed"]
+
+    def make() -> Tied:
+        table = jnp.ones((16, 4))
+        return Tied(table, table)
+
+    model = ft.init(make, ft.AxisRules({"vocab": "model", "embed": "data"}), MESH)()
+    assert model.embed is model.unembed
+    with pytest.raises(ft.ShardingError, match="is the same array as `embed`"):
+        ft.init(make, ft.StateSharding({"embed": P("model"), "unembed": P()}), MESH)()
+
+
+def test_arguments_that_are_no_arrays_are_static():
+    def make(
+        shape: tuple[int, ...], scale: Array, fill: Callable[..., Array], *, dtype: Any
+    ) -> dict[str, Any]:
+        return {"w": fill(shape, dtype) * scale, "shape": shape, "mode": "test"}
+
+    tree = ft.init(make, P("data"), MESH)((8, 2), np.float32(3), jnp.ones, dtype=jnp.float32)
+    assert tree["shape"] == (8, 2) and tree["mode"] == "test"
+    assert np.array_equal(tree["w"], np.full((8, 2), 3.0, np.float32))
+
+
+def test_a_constant_and_an_input_that_come_back_are_placed_too():
+    constant = np.arange(8.0, dtype=np.float32)
+    tree = ft.init(lambda x: (constant, x), P("data"), MESH)(jnp.ones(4))
+    assert [x.sharding.spec for x in tree] == [P("data"), P("data")]
+    assert np.array_equal(tree[0], constant)
+
+
+def test_make_is_traced_once():
+    traces = []
+
+    def make() -> Array:
+        traces.append(1)
+        return jnp.ones((8, 4))
+
+    ft.init(make, P("data"), MESH)()
+    assert len(traces) == 1
+
+
+def test_one_trace_for_all_keys():
+    traces = []
+
+    def make(size: int, *, key: Array) -> MLP:
+        traces.append(1)
+        return MLP.create(size, 128, key=key)
+
+    init = ft.init(make, RULES, MESH)
+    models = [init(64, key=jax.random.key(i)) for i in range(3)]
+    assert len(traces) == 1 and len(init.compilations) == 1
+    assert not np.array_equal(models[0].up, models[1].up)
+    init(64, key=jax.random.key(3)), init(32, key=jax.random.key(3))
+    assert [str(c) for c in init.compilations] == [
+        "compilation 1: the first",
+        "compilation 2: size: static 64 → 32",
+    ]
+    assert init.plan(64, key=KEY)["up"].spec == P("data", "model") and len(traces) == 2
+
+
+def test_one_trace_for_several_meshes():
+    traces = []
+
+    def make(key: Array) -> MLP:
+        traces.append(1)
+        return MLP.create(64, 128, key=key)
+
+    init = ft.init(make, RULES)
+    for sizes in ((2, 4), (4, 2)):
+        mesh = jax.make_mesh(sizes, ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+        with jax.set_mesh(mesh):
+            assert init(KEY).up.sharding == NamedSharding(mesh, P("data", "model"))
+    assert len(init.compilations) == 2
+
+
+def test_stages_name_the_arguments_by_path():
+    def make(like: dict[str, Array], key: Array) -> Array:
+        return jax.random.normal(key, like["a"].shape) + like["a"]
+
+    init = ft.init(make, P("data"), MESH)
+    lowered = init.lower({"a": jnp.ones((8, 4))}, KEY)
+    assert "like.a" in lowered.as_text(debug_info=True) and "key" in lowered.as_text(
+        debug_info=True
+    )
+    assert init.eval_shape({"a": jnp.ones((8, 4))}, KEY).shape == (8, 4)
+    assert init.trace({"a": jnp.ones((8, 4))}, KEY).out_shardings.spec == P("data", None)
+    compiled = lowered.compile()
+    assert np.array_equal(
+        compiled({"a": jnp.ones((8, 4))}, KEY), init({"a": jnp.ones((8, 4))}, KEY)
+    )
+    assert compiled.args_info[0][0]["a"].shape == (8, 4)
+
+
+def test_a_traced_array_in_a_static_field_is_named():
+    class Keeps(eqx.Module):
+        weight: Array
+        scale: Any = eqx.field(static=True)
+
+    def make(key: Array) -> dict[str, Keeps]:
+        return {"layer": Keeps(jnp.ones(8), jax.random.normal(key, ()))}
+
+    with pytest.raises(
+        ft.FunctreeError,
+        match=r"(?s)make: the result has 1 static value .*layer\.scale.*static=True",
+    ):
+        with pytest.warns(UserWarning, match="set as static"):  # Equinox's own
+            ft.init(make, P("data"), MESH)(KEY)
+
+
+def test_an_argument_that_is_neither_an_array_nor_hashable_is_named():
+    with pytest.raises(ft.FunctreeError, match=r"(?s)config   set.*neither an array nor hashable"):
+        ft.init(lambda config: jnp.ones(8), P("data"), MESH)({1, 2})
+
+
+def test_the_plan_can_be_looked_at_first():
+    plan = ft.init(MLP.create, RULES, MESH).plan(64, 128, key=KEY)
+    assert plan["up"].spec == P("data", "model") and plan["up"].local_shape == (32, 32)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "message"),
+    [
+        ({"data": 2, "model": 4}, "has no devices"),
+        (MESH.abstract_mesh, "has no devices"),
+        (None, "no mesh"),
+    ],
+)
+def test_init_wants_devices(mesh: Any, message: str):
+    with pytest.raises(ft.ShardingError, match=message):
+        ft.init(MLP.create, RULES, mesh)(64, 128, key=KEY)
+
+
+def test_init_names_the_leaf_that_does_not_fit():
+    with pytest.raises(ft.ShardingError, match=r'(?s)up .*"hidden" has size 30; rule hidden→model'):
+        ft.init(MLP.create, RULES, MESH)(64, 30, key=KEY)
+
+
+def test_init_on_host():
+    model = ft.init(MLP.create, ft.on_host(RULES), MESH)(64, 128, key=KEY)
+    assert model.up.sharding.memory_kind == "pinned_host"
+
+
+# abstract
+
+
+@pytest.mark.parametrize("mesh", [MESH, MESH.abstract_mesh, mesh_of(True)])
+def test_abstract_has_shapes_and_shardings_and_statics(mesh: Any):
+    model = ft.abstract(MLP.create, RULES, mesh)(
+        2**16, 2**18, key=KEY
+    )  # 64 GiB a leaf, were it made
+    assert model.up == jax.ShapeDtypeStruct(
+        (2**16, 2**18), "float32", sharding=NamedSharding(mesh, P("data", "model"))
+    )
+    assert model.activation is jax.nn.relu
+
+
+def test_abstract_without_a_layout_has_no_shardings():
+    model = ft.abstract(MLP.create)(64, 128, key=KEY)
+    assert model.up == jax.ShapeDtypeStruct((64, 128), "float32") and model.up.sharding is None
+
+
+def test_abstract_trees_lower_in_plain_jax():
+    model = ft.abstract(MLP.create, RULES, MESH)(64, 128, key=KEY)
+    arrays, _ = eqx.partition(model, lambda x: isinstance(x, jax.ShapeDtypeStruct))
+    compiled = jax.jit(lambda m: m.up.sum() + m.down.sum()).lower(arrays).compile()
+    assert compiled.input_shardings[0][0].up.is_equivalent_to(
+        NamedSharding(MESH, P("data", "model")), 2
+    )
+
+
+# init_optimizer
+
+
+@pytest.mark.parametrize("explicit", [False, True])
+def test_an_optimizer_is_born_where_its_model_lies(explicit: bool):
+    mesh = mesh_of(explicit)
+    model = ft.init(MLP.create, RULES, mesh)(64, 128, key=KEY)
+    state = ft.init_optimizer(optax.adam(1e-3), model, RULES, mesh)
+    assert state[0].mu.up.sharding == NamedSharding(mesh, P("data", "model"))
+    assert state[0].nu.down.sharding == NamedSharding(mesh, P("model", "data"))
+    assert state[0].count.sharding == NamedSharding(mesh, P())
+    assert ft.plan(state)["0.mu.up"].copies == 1
+
+
+def test_the_layout_is_of_the_shapes_of_each_call():
+    init = ft.init(lambda x: x * 2, ft.FSDP("data", min_size=0), MESH)
+    for shape, spec in (
+        ((8, 4), P("data", None)),
+        ((4, 8), P(None, "data")),
+        ((3, 2), P(None, "data")),
+    ):
+        assert init(jnp.ones(shape)).sharding.spec == spec
+    assert len(init.compilations) == 3
+
+
+# What a constructor keeps in a closure
+
+
+def in_a_list(x: Any) -> Any:
+    kept = {"a": [0, x]}
+    return lambda y: y + kept["a"][1]
+
+
+def in_an_inner_function(x: Any) -> Any:
+    def inner(y: Any) -> Any:
+        return y + x
+
+    return lambda y: inner(y)
+
+
+KEPT: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "a variable": (lambda x: lambda y: y + x, "x"),
+    "in a tree": (in_a_list, "kept.a.1"),
+    "in an inner function": (in_an_inner_function, "x"),
+    "a default": (lambda x: lambda y, x=x: y + x, "defaults.0"),
+    "a keyword's default": (lambda x: lambda y, *, b=x: y + b, "b"),
+    "jitted": (lambda x: jax.jit(lambda y: y + x), "x"),
+    "a partial's function": (lambda x: functools.partial(lambda a, y: y + x, 1), "x"),
+    "a partial's argument": (lambda x: functools.partial(lambda a, y: y + a, x), "args.0"),
+}
+
+
+class Holder(eqx.Module):
+    weight: Any
+    layers: list[Any]
+
+    def __init__(self, keep: Callable[[Any], Any], key: Any):
+        self.weight = jax.random.normal(key, (4,))
+        self.layers = [None, {"act": eqx.nn.Lambda(keep(jnp.zeros(4)))}]
+
+
+@pytest.mark.parametrize("case", KEPT)
+def test_a_traced_array_in_a_closure_is_an_error_by_path(case: str):
+    keep, name = KEPT[case]
+    remedy = "make it an array of the result; or make the object outside of the trace, and then `ft.shard` it"
+    for wrap in (lambda make: ft.init(make, P(), MESH), ft.abstract, ft.jit):
+        with raises("result.layers.1.act.fn", f"closes over a traced array, `{name}`", remedy):
+            wrap(lambda key: Holder(keep, key))(jax.random.key(0))
+    made = ft.shard(Holder(keep, jax.random.key(0)), P(), MESH)
+    assert made.weight.sharding.mesh == MESH
+    assert np.array_equal(
+        ft.jit(lambda model, y: model.layers[1]["act"](y))(made, jnp.ones(4)), jnp.ones(4)
+    )

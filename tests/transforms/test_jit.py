@@ -1,0 +1,782 @@
+"""`ft.jit`: what is traced and what is static, what may be jitted, and what is changed in place."""
+
+import collections
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from checks import counted, raises
+from jax import Array
+from jax.sharding import PartitionSpec
+from jaxtyping import Float
+from meshes import MESH
+
+import functree as ft
+
+P = PartitionSpec
+
+
+class Linear(eqx.Module):
+    weight: Float[Array, "embed hidden"]
+    scale: Any = 1
+    name: Any = eqx.field(static=True, default="linear")
+
+    def __call__(self, x: Array, times: Any = 1) -> Array:
+        return times * (x @ self.weight)
+
+    def shifted(self, x: Array, by: Any = 0.0) -> Array:
+        return x @ self.weight + by
+
+    @ft.jit
+    def jitted(self, x: Array, by: Any = 0.0) -> Array:
+        return x @ self.weight + by
+
+
+class Point(NamedTuple):
+    x: Any
+    y: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    size: Any
+    rest: Any = ()
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["weight"], meta_fields=["size"])
+@dataclasses.dataclass
+class Registered:
+    weight: Any
+    size: Any
+
+
+def linear(**more: Any) -> Linear:
+    return Linear(jnp.arange(8.0).reshape(2, 4), **more)
+
+
+# What is traced
+
+X = jnp.arange(4.0)
+TRACED = {
+    "array": (X, X + 1),
+    "numpy": (np.arange(3.0, dtype=np.float32), np.ones(3, np.float32)),
+    "numpy scalar": (np.float32(1), np.float32(2)),
+    "numpy bool": (np.True_, np.False_),
+    "key": (jax.random.key(0), jax.random.key(1)),
+    "raw key": (jax.random.PRNGKey(0), jax.random.PRNGKey(1)),
+    "integer": (jnp.int8(1), jnp.int8(2)),
+    "empty": (jnp.ones((0, 3)), jnp.ones((0, 3))),
+    "bfloat16": (jnp.ones(2, jnp.bfloat16), jnp.zeros(2, jnp.bfloat16)),
+}
+
+
+@pytest.mark.parametrize("place", ["bare", "in a list", "in a module", "packed"])
+@pytest.mark.parametrize("kind", TRACED)
+def test_arrays_are_traced(kind: str, place: str):
+    put: Any = {
+        "bare": lambda x: x,
+        "in a list": lambda x: [x, {"a": None}],
+        "in a module": Linear,
+        "packed": lambda x: ft.pack({"a": x}),
+    }[place]
+    seen = []
+
+    def body(tree: Any) -> Any:
+        seen.append(jax.tree.leaves(tree)[0])
+        return seen[-1]
+
+    f = ft.jit(body)
+    for value in TRACED[kind]:
+        result = f(put(value))
+        assert isinstance(result, jax.Array) and result.dtype == value.dtype
+        if not jnp.issubdtype(result.dtype, jax.dtypes.prng_key):
+            np.testing.assert_array_equal(result, value)
+        else:
+            assert (result == value).all()
+    assert len(seen) == 1 and isinstance(seen[0], jax.core.Tracer)
+    assert len(f.compilations) == 1
+
+
+# What is static: by type and value. Silent failure 28.
+
+ONES = (1, True, 1.0, 1 + 0j)
+HOLDERS = {
+    "bare": lambda value: value,
+    "in a list": lambda value: [value],
+    "in a dict": lambda value: {"a": {"b": value}},
+    "in a named tuple": lambda value: Point(X, value),
+    "in a module": lambda value: linear(scale=value),
+    "in an ordered dict": lambda value: collections.OrderedDict(a=value),
+    "static field": lambda value: linear(name=value),
+    "tuple in a static field": lambda value: linear(name=((value,), frozenset([value]))),
+    "named tuple in a static field": lambda value: linear(name=Point(0, value)),
+    "dataclass in a static field": lambda value: linear(name=Config(3, (value,))),
+    "registered dataclass": lambda value: Registered(X, value),
+    "dict key": lambda value: {value: X},
+    "ordered dict key": lambda value: collections.OrderedDict([(value, X)]),
+    "packed": lambda value: ft.pack(linear(scale=value)),
+    "packed static field": lambda value: ft.pack(linear(name=value)),
+}
+
+
+NUMBERS = pytest.mark.filterwarnings("ignore:.*compiles a third time")
+
+
+@NUMBERS
+@pytest.mark.parametrize("holder", HOLDERS)
+def test_silent_failure_28_ones_of_three_types_are_three(holder: str):
+    f, traces = counted(lambda tree, x: (tree, x))
+    for value in ONES:
+        tree, _ = f(HOLDERS[holder](value), X)
+        assert repr(ft.split(tree)[0]) == repr(ft.split(HOLDERS[holder](value))[0])
+        again, _ = f(HOLDERS[holder](value), X)
+        assert jax.tree.structure(again) == jax.tree.structure(tree)
+    assert len(traces) == len(ONES)
+
+
+@NUMBERS
+@pytest.mark.parametrize(
+    "holder", [name for name in HOLDERS if "dict" not in name and "key" not in name]
+)
+def test_the_body_sees_the_type_that_was_given(holder: str):
+    seen: list[str] = []
+    f = ft.jit(lambda tree: seen.append(repr(tree)))
+    for value in ONES:
+        f(HOLDERS[holder](value))
+    assert len(set(seen)) == len(ONES)
+
+
+STATIC = {
+    "text": ("a", "b"),
+    "bytes": (b"a", b"b"),
+    "function": (jnp.sin, jnp.cos),
+    "class": (int, float),
+    "dtype": (np.dtype("float32"), np.dtype("int8")),
+    "zeros": (0.0, -0.0),
+    "ellipsis": (..., NotImplemented),
+    "axes": (ft.Axes("a", None), ft.Axes("a", "b")),
+    "spec": (P("data"), P(None)),
+}
+
+
+@pytest.mark.parametrize("kind", STATIC)
+def test_other_leaves_are_static(kind: str):
+    f, traces = counted(lambda leaf, x: (leaf, x))
+    for leaf in STATIC[kind] * 2:
+        found, _ = f([leaf], X)
+        assert repr(found) == repr([leaf])
+    assert len(traces) == 2 == len(f.compilations)
+
+
+def test_nan_is_itself():
+    f, traces = counted(lambda x, by: x * 1)
+    _ = f(X, float("nan")), f(X, float("nan"))
+    assert len(traces) == 1
+
+
+def test_a_static_leaf_that_cannot_be_hashed():
+    f = ft.jit(lambda model, x: x)
+    model = linear(scale={"a": [{1}, bytearray(b"x")]}, name=[3])
+    with raises(
+        "3 leaves cannot be static",
+        "model.name   list\n      is neither an array nor hashable",
+        "model.scale.a.0   set",
+        "model.scale.a.1   bytearray",
+        "make it an array, or something hashable",
+    ):
+        f(model, X)
+    assert f.compilations == []
+
+
+# What may be jitted
+
+
+def test_bare_and_with_parentheses():
+    @ft.jit
+    def bare(x: Array) -> Array:
+        """Doc."""
+        return x * 2
+
+    @ft.jit()
+    def empty(x: Array) -> Array:
+        return x * 2
+
+    @ft.jit(static_argnames="n")
+    def options(x: Array, n: int) -> Array:
+        return x * n
+
+    for f in (bare, empty, functools.partial(options, n=2)):
+        np.testing.assert_array_equal(f(X), X * 2)
+    assert bare.__name__ == "bare" and bare.__doc__ == "Doc." and bare.__wrapped__(3) == 6
+    assert repr(bare).startswith("<ft.jit of bare")
+
+
+def new_weight(model: Linear) -> Linear:
+    return eqx.tree_at(lambda m: m.weight, model, model.weight + 1)
+
+
+CALLABLES: dict[str, Callable[[Linear], Any]] = {
+    "module": lambda model: ft.jit(model),
+    "bound method": lambda model: ft.jit(model.shifted),
+    "method": lambda model: model.jitted,
+    "jitted method again": lambda model: ft.jit(model.jitted),
+    "partial": lambda model: ft.jit(functools.partial(Linear.shifted, model)),
+    "partial of a partial": lambda model: ft.jit(
+        functools.partial(functools.partial(Linear.shifted, model), by=0.0)
+    ),
+    "partial by name": lambda model: ft.jit(functools.partial(lambda x, m: m.shifted(x), m=model)),
+    "jax partial": lambda model: ft.jit(jax.tree_util.Partial(Linear.shifted, model)),
+    "function": lambda model: functools.partial(ft.jit(Linear.shifted), model),
+    "jit of jit": lambda model: functools.partial(ft.jit(ft.jit(Linear.shifted)), model),
+}
+
+
+@pytest.mark.parametrize("kind", CALLABLES)
+def test_what_is_bound_is_traced(kind: str):
+    model = linear()
+    x = jnp.ones((3, 2))
+    with jax.numpy_rank_promotion("allow"):
+        f = CALLABLES[kind](model)
+        np.testing.assert_allclose(f(x), x @ model.weight)
+        constants = jax.make_jaxpr(f)(x).consts
+        assert any(constant is model.weight for constant in constants), (
+            "an argument, not a copy in a program"
+        )
+
+
+@pytest.mark.parametrize("kind", ["method", "function"])
+def test_another_instance_compiles_nothing(kind: str):
+    model, x = linear(), jnp.ones((3, 2))
+    first = Linear.jitted if kind == "method" else ft.jit(Linear.shifted)
+    before = len(first.compilations)
+    with jax.numpy_rank_promotion("allow"):
+        first(model, x)
+        compiled = len(first.compilations)
+        assert compiled <= before + 1
+        np.testing.assert_allclose(first(new_weight(model), x), x @ (model.weight + 1))
+    assert len(first.compilations) == compiled
+
+
+def test_an_array_bound_by_a_partial_is_changed_in_place():
+    weight = np.ones(3, np.float32)
+    for f in (
+        ft.jit(functools.partial(jnp.multiply, weight)),
+        ft.jit(functools.partial(lambda x, w: x * w, w=weight)),
+    ):
+        weight[:] = 1
+        x = jnp.ones(3)
+        assert f(x).sum() == 3
+        weight[:] = 5
+        assert f(x).sum() == 15
+        assert len(f.compilations) == 1
+
+
+def test_a_method_of_a_plain_class():
+    class Plain:
+        """No pytree: static, by identity."""
+
+        def __init__(self, times: float):
+            self.times = times
+
+        @ft.jit
+        def scaled(self, x: Array) -> Array:
+            return self.times * x
+
+    two, three = Plain(2.0), Plain(3.0)
+    np.testing.assert_array_equal(two.scaled(X), X * 2)
+    np.testing.assert_array_equal(three.scaled(X), X * 3)
+    assert (
+        two.scaled.compilations is Plain.scaled.compilations and len(Plain.scaled.compilations) == 2
+    )
+    change = Plain.scaled.compilations[1].differences[0]
+    assert (str(change.path), change.kind, change.before, change.now) == (
+        "self",
+        "static",
+        two,
+        three,
+    )
+
+
+@pytest.mark.parametrize(
+    "around", [jax.jit, jax.vmap, jax.grad, jax.checkpoint, ft.jit, eqx.filter_jit]
+)
+def test_a_jitted_method_is_a_function(around: Any):
+    model = linear()
+    if around is jax.grad:
+        np.testing.assert_allclose(
+            jax.grad(lambda x: model.jitted(x).sum())(jnp.ones(2)), model.weight.sum(1)
+        )
+        return
+    x = jnp.ones((3, 2))
+    np.testing.assert_allclose(around(model.jitted)(x), x @ model.weight)
+
+
+def test_what_is_not_callable():
+    with raises("jit cannot compile so", "fun=3", "it must be a function"):
+        ft.jit(3)  # type: ignore[call-overload]
+
+
+@pytest.mark.parametrize(
+    "wrapper", [ft.jit, lambda f: ft.shard_map(f, in_specs=ft.P(), out_specs=ft.P())]
+)
+@pytest.mark.parametrize("kind", [staticmethod, classmethod, property])
+def test_what_decorates_a_method_comes_above(wrapper: Any, kind: Any):
+    with raises(
+        "it must be a function", f"put `@{kind.__name__}` above the decorators of functree"
+    ):
+        wrapper(kind(lambda x: x))
+
+
+def noted(x: Any) -> Any:
+    return 2 * x
+
+
+noted.unit = "m"  # type: ignore[attr-defined]
+WRAPPED = {
+    "jit": ft.jit,
+    "shard_map": lambda f: ft.shard_map(f, in_specs=ft.P(), out_specs=ft.P()),
+    "typed": ft.typed,
+    "grad": ft.grad,
+    "jit of a grad": lambda f: ft.jit(ft.grad(f)),
+}
+
+
+@pytest.mark.parametrize("wrapper", WRAPPED)
+def test_attributes_of_a_function_are_those_of_the_wrapper(wrapper: str):
+    wrapped = WRAPPED[wrapper](noted)
+    assert (
+        wrapped.unit == "m"
+        and wrapped.__name__ == "noted"
+        and wrapped.__wrapped__.__name__ == "noted"
+    )
+    # The fields of a module are not those of its wrapper.
+    assert not hasattr(WRAPPED[wrapper](linear()), "weight")
+
+
+class WithStatic:
+    @staticmethod
+    @ft.jit
+    def double(x: Any) -> Any:
+        return 2 * x
+
+    @classmethod
+    @ft.jit
+    def named(cls, x: Any) -> Any:
+        return {cls.__name__: x}
+
+
+def test_static_methods_and_class_methods():
+    assert np.array_equal(WithStatic().double(X), 2 * X) and np.array_equal(
+        WithStatic.double(X), 2 * X
+    )
+    assert np.array_equal(WithStatic().named(X)["WithStatic"], X)
+
+
+# Parameters
+
+
+def call_all(f: Any) -> list[Any]:
+    one, two, three = X, X + 1, X + 2
+    return [
+        f(one, two, three),
+        f(one, two, c=three),
+        f(one, c=three, b=two),
+        f(c=three, b=two, a=one),
+    ]
+
+
+def test_names_and_positions_share_a_trace():
+    f, traces = counted(lambda a, b, c: a - 2 * b + 3 * c)
+    first, *others = call_all(f)
+    for other in others:
+        np.testing.assert_array_equal(first, other)
+    assert len(traces) == 1 == len(f.compilations)
+
+
+@pytest.mark.parametrize(
+    "default",
+    [2.0, np.full(4, 2, np.float32), jnp.full(4, 2.0), None],
+    ids=lambda d: type(d).__name__,
+)
+def test_defaults(default: Any):
+    def body(x: Array, by: Any = default, *, more: Any = default) -> Array:
+        return x if by is None else x * by * more
+
+    f = ft.jit(body)
+    expected = body(X)
+    np.testing.assert_array_equal(f(X), expected)
+    np.testing.assert_array_equal(f(X, default), expected)
+    np.testing.assert_array_equal(f(X, more=default, by=default), expected)
+    assert len(f.compilations) == 1
+    simple = ft.jit(lambda x, by=default: x if by is None else x * by)
+    np.testing.assert_array_equal(simple(X), simple(X, default))
+
+
+def test_a_default_array_is_traced():
+    by = np.ones(4, np.float32)
+    f = ft.jit(lambda x, by=by: x * by)
+    assert f(X).sum() == X.sum()
+    by[:] = 3
+    assert f(X).sum() == 3 * X.sum()
+
+
+def test_any_number_of_arguments():
+    def body(a: Any, /, b: Any, *rest: Any, c: Any = 1, **named: Any) -> Any:
+        return {"a": a, "b": b, "rest": rest, "c": c, "named": named}
+
+    f = ft.jit(body)
+    result = f(X, X + 1, X + 2, X + 3, c="c", x=X, a=5)
+    expected = body(X, X + 1, X + 2, X + 3, c="c", x=X, a=5)
+    assert jax.tree.structure(result) == jax.tree.structure(expected)
+    assert result["named"]["a"] == 5 and type(result["named"]["a"]) is int
+    f(X, X + 1, X + 2, X + 3, x=X, a=5, c="c")
+    assert len(f.compilations) == 1
+    f(X, X + 1, X + 2)
+    paths = {str(d.path) for d in f.compilations[1].differences}
+    assert {"rest.1", "named.x", "named.a", "c"} <= paths
+
+
+@pytest.mark.parametrize(
+    "call", [lambda f: f(), lambda f: f(1, 2, 3), lambda f: f(1, z=2), lambda f: f(1, 2, x=3)]
+)
+def test_a_wrong_call_is_pythons_error(call: Any):
+    with pytest.raises(TypeError, match="argument"):
+        call(ft.jit(lambda x, y=1: x))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"static_argnums": 1},
+        {"static_argnums": (-1,)},
+        {"static_argnames": "n"},
+        {"static_argnames": ["n"]},
+    ],
+    ids=str,
+)
+def test_static_parameters(options: Any):
+    seen = []
+    f = ft.jit(lambda x, n: (seen.append(n), x * 2)[1], **options)
+    for n in [(X.shape, "a"), 3, (1, 2)]:
+        f(X, n), f(X, n=n)
+        assert seen[-1] == n and type(seen[-1]) is type(n)
+    assert len(seen) == 3
+    with raises(
+        "cannot be static",
+        "n   ",
+        "is declared static, but cannot be hashed",
+        "leave it out of `static_arg",
+    ):
+        f(X, X)
+    with raises(
+        "cannot be static",
+        "n   list",
+        "is declared static, but cannot be hashed",
+        "make it hashable",
+    ):
+        f(X, [3])
+
+
+@pytest.mark.parametrize("option", ["static_argnums", "static_argnames", "donate"])
+@pytest.mark.parametrize("none", [None, (), [], iter(())], ids=["None", "()", "[]", "iterator"])
+def test_options_that_name_no_parameter(option: str, none: Any):
+    f = ft.jit(lambda x: x * 2, **{option: none})
+    np.testing.assert_array_equal(f(X), X * 2)
+    np.testing.assert_array_equal(f(X), X * 2)
+
+
+def test_static_names_among_any():
+    def body(x: Array, **more: Any) -> Array:
+        return x * 2 if more["mode"] == ("double",) else x + more["by"]
+
+    f = ft.jit(body, static_argnames="mode")
+    np.testing.assert_array_equal(f(X, mode=("double",), by=X), X * 2)
+    np.testing.assert_array_equal(f(X, mode=("add",), by=X), X + X)
+
+
+@pytest.mark.parametrize("option", ["static_argnums", "static_argnames", "donate"])
+def test_parameters_that_there_are_not(option: str):
+    def body(model: Any, batch: Any) -> Any: ...
+
+    wrong: Any = 2 if option == "static_argnums" else "modle"
+    near = "" if option == "static_argnums" else "; did you mean `model`?"
+    with raises(
+        f"{option}={wrong!r}: ",
+        f"body has no such parameter{near}",
+        "its parameters are model, batch",
+    ):
+        ft.jit(body, **{option: wrong})
+    with raises(f"{option}=0.5: ", "body has no such parameter", "its parameters are model, batch"):
+        ft.jit(body, **{option: 0.5})
+
+
+def test_gradients_of_integers_are_static():
+    loss = jax.grad(lambda m: m["w"].sum() + m["n"].astype(float), allow_int=True)
+    gradient = loss({"w": X, "n": jnp.int32(3)})
+    f = ft.jit(lambda gradient: jax.tree.map(lambda x: x, gradient))
+    for _ in range(2):
+        found = f(loss({"w": X, "n": jnp.int32(3)}))
+        assert found["n"].dtype == jax.dtypes.float0 and np.array_equal(found["w"], gradient["w"])
+    assert len(f.compilations) == 1
+
+
+class Hidden:
+    """An array that JAX does not see."""
+
+    def __init__(self, x: Any):
+        self.x = x
+
+    def __jax_array__(self) -> Any:
+        return self.x
+
+
+def test_an_array_that_jax_does_not_see_is_refused():
+    f = ft.jit(lambda tree: jax.tree.leaves(tree)[0] * 2)
+    why = "has an array that JAX cannot see, because its class is no pytree"
+    with raises(
+        "1 leaf cannot be static",
+        "tree.a.0   Hidden",
+        why,
+        "register the class, or pass the array itself",
+    ):
+        f({"a": [Hidden(X)]})
+
+
+def test_the_type_of_an_array_is_refused():
+    remedy = "pass `jax.ShapeDtypeStruct(x.shape, x.dtype)`"
+    with raises("1 leaf cannot be static", "x.0   ShapedArray", "is the type of an array", remedy):
+        ft.jit(lambda x: x[0] * 2).lower([jax.typeof(X)])
+
+
+@pytest.mark.parametrize(
+    ("static", "donated"), [("x", "x"), ("x", 0), ("mode", "mode"), ("more", "mode")]
+)
+def test_what_is_static_is_not_donated(static: str, donated: Any):
+    def body(x: Any, **more: Any) -> Any:
+        return x
+
+    name = {"x": "x", 0: "x", "mode": "more.mode"}[donated]
+    with raises(
+        f"donate='{name}'",
+        "is static",
+        "no array that can be donated",
+        "leave it out of `donate`, or out of",
+    ):
+        ft.jit(body, static_argnames=static, donate=donated)
+    ft.jit(body, static_argnames=static, donate=...)  # of all parameters those that have arrays
+
+
+REFUSED = {
+    "backend": ("jit has no `backend`", "jax.device_put", "with jax.default_device(device):"),
+    "device": ("jit has no `device`", "jax.device_put", "with jax.default_device(device):"),
+    "abstracted_axes": (
+        "jit has no `abstracted_axes`",
+        "sizes are part of a compiled program",
+        "jax.export",
+    ),
+    "donate_argnums": ("use `donate=`, with names or positions, instead of donate_argnums",),
+    "donate_argnames": ("use `donate=`",),
+    "in_sharding": ("jit has no option `in_sharding`; did you mean `in_shardings`?",),
+}
+
+
+@pytest.mark.parametrize("option", REFUSED)
+def test_options_that_are_refused(option: str):
+    with raises(*REFUSED[option]):
+        ft.jit(lambda x: x, **{option: None})
+
+
+def test_options_that_jax_has():
+    f = ft.jit(
+        lambda x, unused: x * 2,
+        keep_unused=True,
+        compiler_options={"xla_cpu_enable_fast_math": True},
+    )
+    np.testing.assert_array_equal(f(X, X), X * 2)
+    with pytest.raises(Exception, match="xla_no_such_option"):
+        ft.jit(lambda x: x, compiler_options={"xla_no_such_option": True})(X)
+    for inline in (False, True):
+        mine, plain = (
+            str(jax.make_jaxpr(jit(lambda x: x * 2, inline=inline))(X)) for jit in (ft.jit, jax.jit)
+        )
+        assert ("jit[" in mine) == ("jit[" in plain)
+
+
+# In-place changes. Silent failure 27.
+
+
+class Bag(eqx.Module):
+    items: list[Any]
+    table: dict[str, Any]
+    array: np.ndarray
+
+    def total(self) -> Any:
+        kept = [x for x in (*self.items, *self.table.values()) if x is not None]
+        return sum((x.sum() for x in kept), jnp.sum(self.array))
+
+
+CHANGES: dict[str, Callable[[Bag], Any]] = {
+    "item removed": lambda bag: bag.items.__setitem__(0, None),
+    "item replaced": lambda bag: bag.items.__setitem__(0, X * 7),
+    "item added": lambda bag: bag.items.append(X),
+    "item popped": lambda bag: bag.items.pop(),
+    "key added": lambda bag: bag.table.update(z=X),
+    "key replaced": lambda bag: bag.table.update(a=X * 5),
+    "key renamed": lambda bag: bag.table.update(b=bag.table.pop("a") * 2),
+    "key removed": lambda bag: bag.table.clear(),
+    "array changed": lambda bag: bag.array.__setitem__(0, 100),
+    "shape changed": lambda bag: bag.items.__setitem__(1, jnp.ones((3, 3))),
+}
+
+
+@pytest.mark.parametrize("how", ["argument", "callable"])
+@pytest.mark.parametrize("change", CHANGES)
+def test_silent_failure_27_changes_in_place_are_seen(change: str, how: str):
+    bag = Bag([X, X * 2], {"a": X}, np.ones(2, np.float32))
+    jitted = ft.jit(Bag.total) if how == "argument" else ft.jit(bag.total)
+    call = functools.partial(jitted, bag) if how == "argument" else jitted
+    for _ in range(2):
+        np.testing.assert_allclose(call(), bag.total())
+    CHANGES[change](bag)
+    for _ in range(2):
+        np.testing.assert_allclose(call(), bag.total())
+
+
+def test_silent_failure_27_a_block_is_taken_out():
+    model = eqx.nn.MLP(4, 4, 4, 2, key=jax.random.key(0))
+    model = eqx.tree_at(lambda m: m.layers, model, list(model.layers))
+    f = ft.jit(lambda model: len([layer for layer in model.layers if layer is not None]))
+    assert f(model) == 3
+    model.layers[0] = None  # type: ignore[index]
+    assert f(model) == 2
+    assert {str(d.path).split(".")[2] for d in f.compilations[1:] for d in d.differences} <= {"0"}
+
+
+@pytest.mark.parametrize("wrap", [
+    lambda f: ft.jit(f), lambda f: ft.jit(f, mesh=MESH, in_shardings=P("data"), out_shardings=P("data"), donate="x"),
+    lambda f: ft.init(f, P("data"), MESH),
+], ids=["plain", "laid out", "init"])  # fmt: skip
+def test_without_jit_the_body_sees_values(wrap: Any):
+    def f(x: Any) -> Any:
+        return {"x": x} if x.sum() > 0 else {"x": -x}  # not possible with a traced array
+
+    wrapped, x = wrap(f), jnp.arange(8.0)
+    with jax.disable_jit():
+        assert np.array_equal(wrapped(x)["x"], x) and np.array_equal(wrapped(-x)["x"], x)
+    assert wrapped.compilations == []  # nothing was compiled
+    with pytest.raises(jax.errors.TracerBoolConversionError):
+        wrapped(x)
+
+
+@pytest.mark.parametrize("wrap", [
+    lambda f: ft.jit(f), lambda f: ft.shard_map(f, mesh=MESH, in_specs=P("data"), out_specs=P("data")),
+    lambda f: ft.init(f, P("data"), MESH),
+], ids=["jit", "shard_map", "init"])  # fmt: skip
+def test_without_jit_functions_are_still_traced_and_lowered_on_demand(wrap: Any):
+    x = jnp.arange(8.0)
+    with jax.disable_jit():
+        wrapped = wrap(lambda x: x * 2)
+        assert wrapped.eval_shape(x).shape == (8,)
+        compiled = wrapped.lower(x).compile()
+        assert np.array_equal(wrapped(x), x * 2)
+    assert np.array_equal(compiled(x), x * 2)
+
+
+# What a function closes over may be no tree
+
+BIG = jnp.ones((600, 600))
+
+
+def closes_over_keys_of_several_types() -> Any:
+    kept = {1: BIG, "a": BIG}
+    return lambda x: x + kept["a"][0, 0]
+
+
+def closes_over_itself() -> Any:
+    kept: list[Any] = [BIG]
+    kept.append(kept)
+    return lambda x: x + kept[0][0, 0]
+
+
+def closes_over_a_dict_that_contains_itself() -> Any:
+    kept: dict[Any, Any] = {"x": [BIG]}
+    kept["y"] = (kept,)
+    return lambda x: x + kept["x"][0][0, 0]
+
+
+def closes_over_what_comes_later() -> Any:
+    def fun(x: Any) -> Any:
+        return later if x.shape == (7,) else x + BIG[0, 0]
+
+    run = wrapped(fun)
+    first = run(X)
+    later = first
+    return lambda x: later
+
+
+def closes_over_a_deep_list() -> Any:
+    kept: Any = BIG
+    for _ in range(5000):
+        kept = [kept]
+
+    def fun(x: Any) -> Any:
+        inner = kept
+        while isinstance(inner, list):
+            (inner,) = inner
+        return x + inner[0, 0]
+
+    return fun
+
+
+class Broken:
+    """A node that can be flattened no more, as an `eqx.nn.State` of which a new one was made."""
+
+
+def refuse(node: Any) -> Any:
+    raise ValueError("it was used up")
+
+
+jax.tree_util.register_pytree_node(Broken, refuse, refuse)
+
+
+def closes_over_what_cannot_be_flattened() -> Any:
+    kept = [Broken(), BIG]
+    return lambda x: x + kept[1][0, 0]
+
+
+wrapped: Any = ft.jit
+CLOSURES = [
+    closes_over_keys_of_several_types, closes_over_itself, closes_over_a_dict_that_contains_itself,
+    closes_over_what_comes_later, closes_over_a_deep_list, closes_over_what_cannot_be_flattened,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("make", CLOSURES, ids=lambda make: make.__name__)
+@pytest.mark.parametrize("mapped", [False, True], ids=["jit", "shard_map"])
+@pytest.mark.filterwarnings("ignore:.*closes over an array:UserWarning")
+def test_a_warning_breaks_no_program_that_runs(
+    make: Any, mapped: bool, monkeypatch: pytest.MonkeyPatch
+):
+    by = ft.shard_map(mesh=MESH, in_specs=P(), out_specs=P()) if mapped else ft.jit
+    monkeypatch.setitem(globals(), "wrapped", by)
+    fun = make()
+    assert np.array_equal(by(fun)(X), X + 1)
+    assert np.array_equal(
+        jax.vmap(lambda x: by(lambda y: fun(y) + 0 * x)(X))(jnp.ones(2))[1], X + 1
+    )
+
+
+def test_the_path_of_a_large_constant_in_what_is_no_tree():
+    kept: dict[Any, Any] = {1: "text", "a": [None, BIG]}
+    kept["self"] = kept
+    with pytest.warns(
+        ft.FunctreeWarning,
+        match=r"closes over an array of 1.4 MiB, float32\[600, 600\] \(`kept.a.1`\)",
+    ):
+        ft.jit(lambda x: x + kept["a"][1][0, 0])(X)

@@ -1,0 +1,688 @@
+"""`ft.jit`: `in_shardings`, `out_shardings`, the mesh and the rules of the body."""
+
+import warnings
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import checks
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from checks import python_calls
+from jax import Array
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
+from jaxtyping import Float
+from meshes import EXPLICIT, MESH, assert_lies
+
+import functree as ft
+from functree.transforms.jit.jitted import Jit
+
+P = PartitionSpec
+REVERSED = Mesh(MESH.devices[::-1, ::-1], MESH.axis_names, axis_types=(AxisType.Auto,) * 2)
+HALF = ft.make_mesh(data=2, model=2, devices=jax.devices()[4:])
+TALL = ft.make_mesh(data=4, model=2)
+RULES = ft.AxisRules({"batch": "data", "hidden": "model", "embed": None})
+raises = partial(checks.raises, error=ft.ShardingError)
+
+
+class Model(eqx.Module):
+    w: Float[Array, "embed hidden"]
+    b: Float[Array, "hidden"]
+    name: Any = "model"
+
+
+def lay(x: Any, *spec: Any, mesh: Mesh = MESH, kind: str | None = None) -> Array:
+    # A copy: on the CPU two arrays that are made of one of numpy's may share its memory.
+    return jax.device_put(jnp.array(x), NamedSharding(mesh, P(*spec), memory_kind=kind))
+
+
+def model(mesh: Mesh = MESH) -> Model:
+    return Model(
+        lay(jnp.ones((4, 8)), None, "model", mesh=mesh), lay(jnp.ones(8), "model", mesh=mesh)
+    )
+
+
+X = np.arange(32, dtype=np.float32).reshape(8, 4)
+
+
+# in_shardings: how it is written
+
+
+def three(a: Any, b: Any, c: Any = None) -> Any:
+    return a, b, c
+
+
+WRITTEN: dict[str, tuple[Any, list[Any]]] = {
+    "a tuple": ((P("data"), P("model"), None), [("data",), ("model",), None]),
+    "a list": ([P("data"), P(), P("model")], [("data",), (), ("model",)]),
+    "by name": ({"c": P("data"), "a": P("model")}, [("model",), None, ("data",)]),
+    "one for all": (P("data"), [("data",), ("data",), ("data",)]),
+    "one sharding for all": (NamedSharding(MESH, P("data")), [("data",), ("data",), ("data",)]),
+    "one StateSharding for all": (
+        ft.StateSharding({"a": P("data"), "b": None, ...: P()}),
+        [("data",), None, ()],
+    ),
+    "rules for one": ((ft.FSDP("data", min_size=0), None, None), [("data",), None, None]),
+}
+
+
+@pytest.mark.parametrize("call", ["positions", "names"])
+@pytest.mark.parametrize("form", WRITTEN)
+def test_in_shardings(form: str, call: str):
+    written, expected = WRITTEN[form]
+    f = ft.jit(three, in_shardings=written, mesh=MESH)
+    result = f(X, X + 1, X + 2) if call == "positions" else f(c=X + 2, b=X + 1, a=X)
+    for i, (x, spec) in enumerate(zip(result, expected, strict=True)):
+        np.testing.assert_array_equal(x, X + i)
+        if spec is None:
+            assert x.sharding.num_devices == 1 or x.sharding.is_fully_replicated
+        else:
+            assert_lies(x, *spec)
+    assert len(f.compilations) == 1
+
+
+def test_in_shardings_of_any_number_of_arguments():
+    f = ft.jit(
+        lambda a, *rest, c=None, **named: (a, rest, c, named),
+        mesh=MESH,
+        in_shardings=(None, P("data")),
+    )
+    a, rest, c, named = f(X, X + 1, X + 2, c=X, n=X)
+    assert_lies(rest[0], "data")
+    assert_lies(rest[1], "data")
+    for x in (a, c, named["n"]):
+        assert x.sharding.num_devices == 1 or x.sharding.is_fully_replicated
+    by_name = {"c": P("data"), "n": P("model")}
+    _, _, c, named = ft.jit(f.__wrapped__, mesh=MESH, in_shardings=by_name)(
+        X, c=X + 3, n=X + 1, m=X + 2
+    )
+    assert_lies(c, "data")
+    assert_lies(named["n"], "model")
+    assert named["m"].sharding.is_fully_replicated
+
+
+def test_in_shardings_of_a_module():
+    for layout in (
+        RULES,
+        Model(P(None, "model"), P("model"), None),
+        ft.StateSharding({"w": P(None, "model"), ...: P("model")}),
+    ):
+        result = ft.jit(lambda model, x: (model, x), in_shardings=(layout, None), mesh=MESH)(
+            Model(jnp.ones((4, 8)), jnp.ones(8)), X
+        )[0]
+        assert_lies(result.w, None, "model")
+        assert_lies(result.b, "model")
+
+
+def test_in_shardings_of_a_bound_module():
+    class Callable_(Model):
+        def __call__(self, x: Array) -> Any:
+            return self.w, x
+
+    bound = Callable_(*jax.tree.leaves(model())[:2])
+    w, x = ft.jit(bound, in_shardings=(P("data"),), mesh=MESH)(X)
+    assert_lies(w, None, "model")
+    assert_lies(x, "data")
+    w, _ = ft.jit(bound, in_shardings={"self": RULES}, mesh=MESH)(X)
+    assert_lies(w, None, "model")
+
+
+WRONG: dict[str, tuple[Any, tuple[str, ...]]] = {
+    "too few": (
+        (P(),),
+        (
+            "in_shardings has 1 layout, and three has 3 positional parameters (a, b, c)",
+            "`None` for a parameter that",
+        ),
+    ),
+    "too many": ((P(),) * 4, ("in_shardings has 4 layouts", "3 positional parameters")),
+    "unknown name": (
+        {"aa": P()},
+        (
+            "in_shardings: three has no parameter 'aa'; did you mean `a`?",
+            "its parameters are a, b, c",
+        ),
+    ),
+    "no layout": (
+        3,
+        (
+            "in_shardings: 3 is neither a layout, nor one for each positional parameter, nor a dict by name",
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("form", WRONG)
+def test_in_shardings_that_do_not_fit_the_function(form: str):
+    with raises(*WRONG[form][1], error=ft.RuleError):
+        ft.jit(three, in_shardings=WRONG[form][0])
+
+
+def test_in_shardings_that_do_not_fit_the_arguments():
+    f = ft.jit(three, in_shardings={"a": {"x": P(), "y": P()}}, mesh=MESH)
+    with raises(
+        "at `a`: `y` is only in the layouts: a tree of layouts has the keys of the tree",
+        error=ft.RuleError,
+    ):
+        f({"x": X}, X)
+
+
+# A layout for `b`, which is static; the dict and the tuple are one thing to the user.
+FOR_STATIC: list[tuple[Any, Any]] = [
+    (three, {"b": P()}),
+    (three, (None, P(), None)),
+    (three, [P(), (P(), P()), P()]),
+    (lambda a, **more: a, {"b": P()}),
+]
+
+
+@pytest.mark.parametrize(("fun", "given"), FOR_STATIC)
+def test_a_layout_for_a_static_parameter(fun: Any, given: Any):
+    said = (
+        "in_shardings: `b` is static, so it has no sharding: leave it out, or write `None` in its place",
+    )
+    with raises(*said, error=ft.RuleError):
+        ft.jit(fun, in_shardings=given, static_argnames="b")
+
+
+@pytest.mark.parametrize(
+    "given", [P(), {"a": P()}, {"a": P(), "b": None}, (P(), None, None)], ids=str
+)
+def test_static_parameters_that_have_no_layout(given: Any):
+    f = ft.jit(lambda a, b, c: a * 2, in_shardings=given, static_argnames="b", mesh=MESH)
+    assert_lies(f(X, ("any", "thing"), None))
+
+
+def test_static_arguments_beside_in_shardings():
+    f = ft.jit(
+        lambda x, n, mode: x * n,
+        in_shardings=(P("data"), None, None),
+        static_argnames="mode",
+        mesh=MESH,
+    )
+    assert_lies(f(X, 2.0, ("any", "thing")), "data")
+    assert_lies(f(X, n=2.0, mode="fast"), "data")
+
+
+# in_shardings: what they check
+
+
+def test_silent_failure_21_a_committed_array_that_lies_otherwise():
+    f = ft.jit(lambda model, x: x, in_shardings=(RULES, P("data")), mesh=MESH)
+    wrong = Model(lay(jnp.ones((4, 8)), "data"), jax.device_put(jnp.ones(8), jax.devices()[0]))
+    with raises(
+        "in_shardings does not fit 2 leaves on mesh (data=2, model=4)",
+        "model.w   f32[4, 8]   \"embed hidden\"\n      is sharded P('data') but `in_shardings` asks for P(None, 'model')",
+        "`ft.jit` does not move arrays implicitly",
+        "model.b   f32[8]   \"hidden\"\n      is sharded on cpu:0 but `in_shardings` asks for P('model') on (data=2, model=4)",
+        "move it once: `ft.shard(x, layout, mesh)`",
+    ):
+        f(wrong, lay(X, "data"))
+    f(ft.shard(wrong, RULES, MESH), lay(X, "data"))
+    with raises("x   f32[8, 4]\n      is sharded P(None, 'model')"):  # and at every later call
+        f(ft.shard(wrong, RULES, MESH), lay(X, None, "model"))
+
+
+def test_an_equivalent_sharding_is_no_other():
+    f = ft.jit(lambda x: x * 1, in_shardings=(P("data"),), mesh=MESH)
+    for spec in (("data",), ("data", None), (("data",), None)):
+        assert_lies(f(lay(X, *spec)), "data")
+
+
+def test_an_array_that_is_committed_later():
+    f = ft.jit(lambda x: x * 1, in_shardings=(P("data"),), mesh=MESH)
+    f(jnp.asarray(X))
+    with raises("x   f32[8, 4]\n      is sharded on cpu:0 but `in_shardings` asks for"):
+        f(jax.device_put(X, jax.devices()[0]))
+
+
+@pytest.mark.parametrize("array", [X, jnp.asarray(X)], ids=["numpy", "uncommitted"])
+def test_silent_failure_31_an_array_that_is_moved_on_each_call(array: Any):
+    f = ft.jit(lambda tree, y: tree["x"] * 2 + y, in_shardings={"tree": P("data")}, mesh=MESH)
+    y = lay(X, "data")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert_lies(f({"x": array}, y), "data")
+    with pytest.warns(ft.FunctreeWarning) as caught:
+        f({"x": array}, y)
+    assert [str(w.message) for w in caught] == [
+        "<lambda>: each call moves `tree.x` to the sharding of in_shardings: use `ft.shard` once, before the calls"
+    ]
+    assert caught[0].filename == __file__
+    f({"x": array}, y)  # once
+    f({"x": lay(X, "data")}, y)
+
+
+def test_silent_failure_31_in_explicit_mode():
+    f = ft.jit(lambda tree: tree["a"] * 2, in_shardings=P("data"), mesh=EXPLICIT)
+    with raises(
+        "in_shardings does not fit 2 leaves",
+        "tree.a   f32[8, 4]\n      is a NumPy array: on Explicit axes its type in the body would be unsharded",
+        "tree.b   f32[8, 4]\n      is uncommitted, on no mesh: on Explicit axes",
+        "move it first: `ft.shard(x, layout, mesh)`",
+    ):
+        f({"a": X, "b": jnp.asarray(X)})
+    seen = []
+    f = ft.jit(lambda x: seen.append(jax.typeof(x)) or x, in_shardings=P("data"), mesh=EXPLICIT)
+    f(ft.shard(X, P("data"), EXPLICIT))
+    assert seen[0].sharding.spec == P("data", None)
+    with raises("x   f32[8, 4]\n      is sharded P('data', None) on (data=2, model=4)"):
+        f(ft.shard(X, P("data"), MESH))  # an array of an Auto mesh has another type
+
+
+@pytest.mark.parametrize("stage", ["trace", "lower", "eval_shape"])
+def test_on_explicit_axes_abstract_arrays_have_the_types_of_placed_ones(stage: str):
+    seen: list[Any] = []
+
+    def double(tree: dict[str, Any], x: Float[Array, "batch embed"]) -> Any:
+        seen.append(jax.tree.map(jax.typeof, (tree, x)))
+        return tree["y"] * 2 + x
+
+    abstract = jax.ShapeDtypeStruct(X.shape, X.dtype)
+    f = ft.jit(double, mesh=EXPLICIT, in_shardings=(P(None, "model"), RULES))
+    getattr(f, stage)({"y": abstract}, abstract)
+    assert [str(kind) for kind in jax.tree.leaves(seen)] == [
+        "float32[8,4@model]",
+        "float32[8@data,4]",
+    ]
+    f({"y": ft.shard(X, P(None, "model"), EXPLICIT)}, ft.shard(X, P("data"), EXPLICIT))
+    assert len(seen) == 1
+
+
+def test_one_array_at_two_paths():
+    x = lay(X, "data")
+    f = ft.jit(
+        lambda a, b: b, in_shardings={"a": P("data"), "b": {"tied": P(None, "model")}}, mesh=MESH
+    )
+    with raises(
+        "b.tied   f32[8, 4]",
+        "is the same array as `a`",
+        "P(None, 'model') here and P('data', None) there",
+    ):
+        f(x, {"tied": x})
+    ft.jit(lambda a, b: b, in_shardings=P("data"), mesh=MESH)(x, {"tied": x})
+    for layouts in [
+        (P("data"), None),
+        (None, P("data")),
+        (P("data"), NamedSharding(MESH, P("data"))),
+    ]:
+        assert_lies(ft.jit(lambda a, b: (a, b), in_shardings=layouts, mesh=MESH)(x, x)[1], "data")
+
+
+def test_sizes_that_do_not_divide():
+    f = ft.jit(lambda a, b: b, in_shardings=P("model"), mesh=MESH)
+    with raises(
+        "in_shardings does not fit 2 leaves",
+        "a.x   f32[6]\n      dimension 0 has size 6; model=4 needs a multiple of 4",
+        "b   f32[2, 2]\n      dimension 0 has size 2",
+    ):
+        f({"x": jnp.ones(6), "y": jnp.ones(8)}, np.ones((2, 2), np.float32))
+    with raises("no rule names `hidden`"):
+        ft.jit(lambda m: m, in_shardings=(ft.AxisRules({"embed": None}),), mesh=MESH)(model())
+    with raises("a", "f32[8]", "`dta`", "did you mean `data`?"):
+        ft.jit(lambda a: a, in_shardings=P("dta"), mesh=MESH)(jnp.ones(8))
+
+
+def test_none_is_as_it_comes():
+    f = ft.jit(
+        lambda a, b: (a, b),
+        in_shardings={"a": ft.StateSharding({"x": P("data"), ...: None}), "b": None},
+        mesh=MESH,
+    )
+    for spec in (("data",), (None, "model"), ()):
+        a, b = f({"x": lay(X, "data"), "y": lay(X, *spec)}, lay(X, *spec))
+        assert_lies(a["x"], "data")
+        assert_lies(a["y"], *spec)
+        assert_lies(b, *spec)
+    assert len(f.compilations) == 3
+
+
+def test_host_memory():
+    f = ft.jit(
+        lambda x, y: (jax.device_put(x, jax.memory.Space.Device) + y, x),
+        in_shardings=(ft.on_host(P("data")), P("data")),
+        out_shardings=(P("data"), ft.on_host(P("data"))),
+        mesh=MESH,
+    )
+    x, y = lay(X, "data", kind="pinned_host"), lay(X, "data")
+    for _ in range(2):
+        y, x = f(x, y)
+    assert (x.sharding.memory_kind, y.sharding.memory_kind) == ("pinned_host", "device")
+    np.testing.assert_array_equal(y, X * 3)
+    assert len(f.compilations) == 1
+    with raises(
+        "x   f32[8, 4]\n      is sharded P('data', None) on (data=2, model=4) but `in_sh",
+        "(data=2, model=4) in pinned_host",
+    ):
+        f(y, x)
+
+
+# out_shardings
+
+OUT: dict[str, tuple[Any, list[Any]]] = {
+    "one for all": (P("data"), [("data",), ("data",), ("data",)]),
+    "a prefix": (({"x": P("model"), "m": RULES},), [(None, "model"), ("model",), ("model",)]),
+    "a tree": (
+        ({"x": P("model"), "m": Model(P("data"), None, None)},),
+        [("data",), (), ("model",)],
+    ),
+    "a StateSharding": (
+        ft.StateSharding({"**.x": P("data"), "**.w": P(None, "data"), ...: None}),
+        [(None, "data"), (), ("data",)],
+    ),
+    "the compiler's choice": (None, [(), (), ()]),
+    "a callable": (
+        lambda path, leaf: P(*[None] * (leaf.ndim - 1), "model"),
+        [(None, "model"), ("model",), ("model",)],
+    ),
+}
+
+
+@pytest.mark.parametrize("form", OUT)
+def test_out_shardings(form: str):
+    layout, expected = OUT[form]
+
+    def body(x: Array) -> Any:
+        return (
+            {
+                "m": Model(jnp.full((4, 8), x.sum()), jnp.full(8, x.sum())),
+                "x": jnp.full(8, x.sum()),
+            },
+        )
+
+    f = ft.jit(body, out_shardings=layout, mesh=MESH)
+    (result,) = f(lay(jnp.ones(8), "data"))
+    for x, spec in zip([result["m"].w, result["m"].b, result["x"]], expected, strict=True):
+        assert_lies(x, *spec)
+    assert result["m"].name == "model"
+
+
+def test_out_shardings_that_do_not_fit():
+    with raises("result.w", "f32[6, 8]", "dimension 0 has size 6; model=4"):
+        ft.jit(lambda x: {"w": jnp.ones((6, 8))}, out_shardings=P("model"), mesh=MESH)(X)
+    with raises("at `result`: `v` is only in the tree", error=ft.RuleError):
+        ft.jit(lambda x: {"w": x, "v": x}, out_shardings={"w": P()}, mesh=MESH)(X)
+
+
+def test_a_later_structure_gets_its_own_out_shardings():
+    f = ft.jit(
+        lambda x: x,
+        out_shardings=ft.StateSharding({"**.b": P("model"), ...: P("data")}, unused="ignore"),
+        mesh=MESH,
+    )
+    assert_lies(f({"a": jnp.ones(8)})["a"], "data")
+    assert_lies(f({"b": jnp.ones(8)})["b"], "model")
+    assert_lies(f({"b": jnp.ones(16)})["b"], "model")
+
+
+# The mesh
+
+
+def ambient() -> Any:
+    mesh = jax.sharding.get_abstract_mesh()
+    return dict(mesh.shape)
+
+
+def by_rows(f: Any) -> Any:
+    def annotated(x: Float[Array, "batch embed"]) -> Array:
+        return f(x)
+
+    return annotated
+
+
+MESHES: dict[str, Callable[[Any], Any]] = {
+    "alone": lambda f: f,
+    "in jit": jax.jit,
+    "in grad": jax.grad,
+    "in vmap": lambda f: lambda x: jax.vmap(f)(jnp.stack([x, x]))[0],
+    "in scan": lambda f: lambda x: jax.lax.scan(lambda c, x: (c, f(x)), 0.0, x[None])[1][0],
+    "in checkpoint": jax.checkpoint,
+    "in ft.jit": ft.jit,
+    "in ft.jit, with rules": lambda f: ft.jit(by_rows(f), rules=RULES, mesh=MESH),
+}
+
+
+@pytest.mark.parametrize("around", MESHES)
+def test_a_given_mesh_is_that_of_the_body(around: str):
+    seen = []
+
+    def body(x: Array) -> Array:
+        seen.append(ambient())
+        return ft.constrain(x * 2, "batch embed", rules=RULES).sum()
+
+    MESHES[around](ft.jit(body, mesh=MESH))(jnp.asarray(X))
+    assert seen and all(mesh == {"data": 2, "model": 4} for mesh in seen)
+    assert jax.sharding.get_mesh().empty
+
+
+def test_a_given_mesh_wins():
+    f = ft.jit(lambda x: ft.constrain(x * 2, "batch embed", rules=RULES), mesh=MESH)
+    with jax.set_mesh(TALL):
+        assert_lies(f(X), "data")
+        assert jax.sharding.get_mesh() is TALL
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"donate": "x"}, {"out_shardings": P("data")}],
+    ids=lambda o: ",".join(o) or "none",
+)
+def test_the_arguments_bring_the_mesh(options: Any):
+    seen = []
+
+    def body(x: Array) -> Array:
+        seen.append(ambient())
+        return ft.constrain(x * 2, "batch embed", rules=RULES)
+
+    f = ft.jit(body, **options)
+    assert_lies(f(lay(X, "data")), "data")
+    result = f(lay(X, "data", mesh=TALL))
+    assert seen == [{"data": 2, "model": 4}, {"data": 4, "model": 2}]
+    assert_lies(result, "data", mesh=TALL)
+
+
+def test_the_context_brings_the_mesh():
+    f = ft.jit(by_rows(lambda x: ft.constrain(x * 2, "batch embed")), rules=RULES)
+    for mesh in (MESH, TALL, MESH):
+        with jax.set_mesh(mesh):
+            assert_lies(f(X), "data", mesh=mesh)
+    assert len(f.compilations) == 2
+
+
+ELSEWHERE = {
+    "other devices": (REVERSED, ", with other devices"),
+    "other shape": (TALL, ""),
+    "fewer devices": (HALF, ""),
+}
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["first call", "later call"])
+@pytest.mark.parametrize(
+    "given", ["mesh=", "context", "context and donation", "arguments", "arguments and donation"]
+)
+@pytest.mark.parametrize("other", ELSEWHERE)
+def test_arguments_on_another_mesh(other: str, given: str, first: bool):
+    mesh, more = ELSEWHERE[other]
+    donation = {"donate": "a"} if "donation" in given else {}
+    f = ft.jit(lambda a, b: {"x": a["x"] + b}, mesh=MESH if given == "mesh=" else None, **donation)
+    a, b, wrong = {"x": lay(X, "data")}, lay(X, "data"), lay(X, "data", mesh=mesh)
+    sizes = ", ".join(f"{name}={size}" for name, size in mesh.shape.items())
+    expected = raises(
+        "<lambda> runs on mesh (data=2, model=4), but 1 argument is not on it",
+        f"b   f32[8, 4]\n      is on the mesh ({sizes}){more}",
+        "move it to the function's mesh: `ft.shard(x, layout, mesh)`",
+    )
+
+    def check() -> None:
+        if not first:
+            f({"x": a["x"] + 0}, b)
+        before = jax.sharding.get_mesh()
+        with expected:
+            f(a, wrong)
+        assert jax.sharding.get_mesh() == before
+        f(a, b)
+
+    if "context" in given:
+        with jax.set_mesh(MESH):
+            check()
+    else:
+        check()
+
+
+def test_only_what_has_devices():
+    with raises("jit runs on devices: give a `Mesh`, not sizes"):
+        ft.jit(lambda x: x, mesh={"data": 2})  # type: ignore[call-overload]
+
+
+def test_explicit_axes():
+    seen = []
+    f = ft.jit(lambda x, y: seen.append(jax.typeof(x).sharding.spec) or x * y, donate="x")
+    x, y = (lay(X, "data", "model", mesh=EXPLICIT) for _ in range(2))
+    result = f(x, y)
+    assert seen == [P("data", "model")]
+    assert_lies(result, "data", "model", mesh=EXPLICIT)
+    with raises("y   f32[8, 4]\n      is on the mesh (data=2, model=4) with Auto axes"):
+        f(lay(X, "data", mesh=EXPLICIT), lay(X, "data", mesh=MESH))
+
+
+def test_the_layout_of_a_result_is_of_the_shapes_of_each_call():
+    f = ft.jit(lambda x: x * 2, out_shardings=ft.FSDP("data", min_size=0), mesh=MESH)
+    for shape, spec in (((8, 4), P("data")), ((3, 4), P(None, "data")), ((8, 4), P("data"))):
+        assert_lies(f(jnp.ones(shape)), *spec)
+    assert len(f.compilations) == 2
+
+
+def test_silent_failure_23_ambient_rules_that_change_beside_layouts():
+    f = ft.jit(lambda x: ft.constrain(x * 2, "batch hidden"), in_shardings=P(), mesh=MESH)
+    x = lay(jnp.ones((8, 4)))
+    for rules, spec in (
+        ({"batch": "data", ...: None}, P("data")),
+        ({"hidden": "model", ...: None}, P(None, "model")),
+    ):
+        with ft.axis_rules(ft.AxisRules(rules)):
+            assert_lies(f(x), *spec)
+
+
+def test_the_second_call_finds_the_first_one_s_program():
+    """Calls on several devices depend on their meshes too, which is known once the first of them is
+    prepared."""
+    f = ft.jit(lambda x, y: x + y)
+    x = lay(X, "data")
+    made = [python_calls(lambda: f(x, x), of=Jit._program) for _ in range(3)]
+    assert made == [1, 0, 0] and len(f.compilations) == 1
+
+
+# The rules. Silent failure 23.
+
+
+def test_silent_failure_23_ambient_rules_that_change():
+    f = ft.jit(lambda x: ft.constrain(x * 1, "batch embed"))
+    x = lay(X)
+    others = ft.AxisRules({"batch": None, "embed": "model"})
+    for _ in range(2):
+        with ft.axis_rules(RULES):
+            assert_lies(f(x), "data")
+        with ft.axis_rules(others):
+            assert_lies(f(x), None, "model")
+    assert [[d.kind for d in c.differences] for c in f.compilations] == [[], ["rules"]]
+    with raises("there is a mesh (data=2, model=4) but no rules to lay out `batch embed`"):
+        f(x)
+
+
+def test_given_rules_win():
+    others = ft.AxisRules({"batch": None, "embed": "model"})
+    f = ft.jit(lambda x: ft.constrain(x * 1, "batch embed"), rules=RULES)
+    with ft.axis_rules(others):
+        assert_lies(f(lay(X)), "data")
+        assert ft.spec("batch embed") == P(None, "model")
+    assert_lies(f(lay(X)), "data")
+    assert_lies(jax.jit(lambda x: f(x) * 1)(lay(X)), "data")
+    with raises("3 is not a layout", error=ft.RuleError):
+        ft.jit(lambda x: x, rules=3)
+
+
+def test_single_device_shardings_are_no_mesh():
+    x = jax.device_put(X, SingleDeviceSharding(jax.devices()[3]))
+    f = ft.jit(lambda tree: {"x": tree["x"] * 2}, donate=...)
+    assert f({"x": x})["x"].devices() == {jax.devices()[3]}
+
+
+def test_an_argument_alone_on_one_device(mesh: Mesh):
+    x, lone = (
+        ft.shard(jnp.ones((8, 4)), P("data"), mesh),
+        jax.device_put(jnp.ones((4, 2)), jax.devices()[0]),
+    )
+    for options in ({"mesh": mesh}, {"donate": "a"}):
+        with raises(
+            "1 argument is not on it",
+            "b   f32[4, 2]",
+            "is committed to",
+            "`ft.shard(x, layout, mesh)`",
+        ):
+            ft.jit(lambda a, b: a @ b, **options)(x, lone)
+
+
+@pytest.mark.parametrize("way", ["grad", "jvp", "jit", "vmap"])
+def test_in_shardings_by_the_ambient_mesh_under_a_transform(way: str, mesh: Mesh):
+    x = ft.shard(jnp.ones((8, 4)), P("data"), mesh)
+    with jax.set_mesh(mesh):
+        f = ft.jit(lambda x: x * 2, in_shardings=P(None) if way == "vmap" else P("data"))
+        found = {
+            "grad": lambda: jax.grad(lambda x: f(x).sum())(x),
+            "jvp": lambda: jax.jvp(f, (x,), (x,))[1],
+            "jit": lambda: jax.jit(f)(x),
+            "vmap": lambda: jax.vmap(f)(ft.shard(x, P())),
+        }[way]()
+    assert np.array_equal(found, np.full((8, 4), 2.0))
+
+
+def test_an_error_of_jax_names_the_users_line():
+    def body(x: Array, y: Array) -> Array:
+        return x if x.sum() > 0 else y
+
+    where = r"test_jit_shardings.py:\d+ for jit.*argument x\b"
+    with pytest.raises(jax.errors.TracerBoolConversionError, match=where):
+        ft.jit(body)(jnp.ones(2), jnp.ones(2))
+
+
+@pytest.mark.parametrize("explicit", [False, True], ids=["auto", "explicit"])
+def test_a_function_that_uses_no_argument_runs_where_they_lie(explicit: bool):
+    x = ft.shard(jnp.ones((8, 4)), P("data"), ft.make_mesh(data=2, model=4, explicit=explicit))
+    assert ft.jit(lambda x: jnp.ones_like(x))(x).sharding.device_set == x.sharding.device_set
+
+
+# An optimizer's state
+
+
+def step(model: Any, opt_state: Any, x: Any) -> Any:
+    return model
+
+
+NAMED_RULES = ft.AxisRules({"embed": "data", "hidden": "model"})
+MLP_SPECS = {"up": P("data", "model"), "bias": P("model")}
+# A layout of the model for the state of an optimizer, and what the error has to name.
+FOR_THE_MODEL: dict[str, tuple[Any, Any, list[str]]] = {
+    "rules": (NAMED_RULES, optax.adafactor(1e-3), ["does not fit 4 leaves", "opt_state.0.v_row.weight"]),
+    "specs with its structure": (MLP_SPECS, optax.adam(1e-3), ["at `opt_state`: the layouts are a dict", "is a tuple"]),
+    "one spec": (P("data", "model"), optax.adam(1e-3), ["does not fit 3 leaves", "opt_state.0.count   i32[]"]),
+    "fsdp": (ft.FSDP("data", min_size=0), optax.adafactor(1e-3), ["opt_state.0.v_row.weight"]),
+    "a pattern": (
+        ft.StateSharding({"weight": P("data", "model"), ...: P("model")}), optax.adam(1e-3),
+        ["filter 'weight', for `opt_state`\n      matches no leaf"],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", FOR_THE_MODEL)
+def test_the_layout_of_a_model_for_the_state_of_an_optimizer(case: str):
+    layout, tx, told = FOR_THE_MODEL[case]
+    model = ft.nn.Linear(8, 8, key=jax.random.key(0))
+    with raises(*told, "for an optimizer's state use `ft.plan_optimizer`", error=ft.FunctreeError):
+        ft.jit(step, in_shardings=(None, layout, None), mesh=MESH)(model, tx.init(model), X)
+    # And so it is done.
+    state = ft.plan_optimizer(tx, model, NAMED_RULES, MESH)
+    ft.jit(step, in_shardings=(NAMED_RULES, state, P()), mesh=MESH).lower(model, tx.init(model), X)

@@ -1,0 +1,172 @@
+"""A mesh of which some axes become manual: plans of global and of local trees, and what is wrong
+there."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+from meshes import EXPLICIT, MESH, lay
+from trees import leaf, x
+
+import functree as ft
+from functree.transforms.shard_map.manual_mesh import ManualMesh, PartialView, is_untyped
+
+P = PartitionSpec
+BOTH, DATA = ManualMesh(MESH, frozenset({"data", "model"})), ManualMesh(MESH, frozenset({"data"}))
+
+
+def whys(problems: Any) -> list[str]:
+    return [problem.why for problem in problems]
+
+
+def test_it_knows_its_mesh():
+    assert (
+        BOTH.abstract == MESH.abstract_mesh == ManualMesh(MESH.abstract_mesh, BOTH.manual).abstract
+    )
+    assert not BOTH.explicit and ManualMesh(EXPLICIT, BOTH.manual).explicit
+    mixed = jax.make_mesh(
+        (2, 4), ("data", "model"), axis_types=(EXPLICIT.axis_types[0], MESH.axis_types[0])
+    )
+    assert ManualMesh(mixed, DATA.manual).explicit and not ManualMesh(mixed, BOTH.manual).explicit
+    assert str(PartialView({"data": 2, "model": 1}, MESH)) == "(data=2, model=4)"
+    assert str(PartialView({"data": 2})) == "(data=2)"
+
+
+@pytest.mark.parametrize(("spec", "ours"), [
+    (P(), P()), (P("data", "model"), P("data", None)), (P(("data", "model")), P("data")), (P("model"), P(None)),
+])  # fmt: skip
+def test_of_a_spec_the_manual_axes_are_kept(spec: P, ours: P):
+    assert DATA.project(spec) == ours
+    assert BOTH.project(spec) == spec
+
+
+@pytest.mark.parametrize(("spec", "shape"), [
+    (P(None, None), (3, 5)), (P("data", None), (6, 5)), (P(None, "model"), (3, 20)),
+    (P(("data", "model"), None), (24, 5)),
+])  # fmt: skip
+def test_a_local_leaf_as_it_is_globally(spec: P, shape: tuple[int, ...]):
+    large = BOTH.enlarge(leaf("a b", 3, 5), spec)
+    assert large.shape == shape and large.value.dtype == np.float32 and large.axes == ("a", "b")
+
+
+def test_a_global_tree_has_the_manual_axes_sizes_and_a_local_one_none():
+    tree = {"x": jnp.ones((4, 3)), "y": [jnp.ones(3), "text"]}
+    laid = DATA.lay_global(tree, {"x": P("data"), "y": P()})
+    assert laid.specs == (P("data", None), P(None)) and laid.problems == []
+    assert [leaf.path for leaf in laid.leaves] == [("x",), ("y", 0)]
+    wrong = DATA.lay_global(tree, P("data"))
+    assert [str(problem.path) for problem in wrong.problems] == ["y.0"] and "3" in wrong.problems[
+        0
+    ].why
+    assert DATA.lay_local(tree, P("data")).problems == []
+    # An axis that does not become manual counts as one device, too; but to write it out is a
+    # mistake.
+    rules = ft.AxisRules({"batch": ("data", "model"), ...: None})
+    assert DATA.lay_global(ft.nn.Linear(4, 6, key=jax.random.key(0)), rules).problems == []
+
+
+def test_a_spec_that_names_what_is_not_manual():
+    tree = {"a": [jnp.ones(4), jnp.ones(4)], "b": jnp.ones(4), "c": jnp.ones(4)}
+    found = DATA.lay_global(tree, {"a": P("data"), "b": P(("data", "model")), "c": P()})
+    assert [str(problem.path) for problem in found.problems] == ["b"]
+    assert whys(found.problems) == [
+        "P(('data', 'model')) names model, but only data is manual here"
+    ]
+    assert found.problems[0].remedy == "leave it out of the spec, or add it to `axis_names`"
+
+
+def test_host_memory_is_refused():
+    found = BOTH.lay_global(jnp.ones(8), ft.on_host(P("data")))
+    assert whys(found.problems) == [
+        "is laid out in pinned_host, but shard_map moves no array to another memory"
+    ]
+
+
+ELSEWHERE = jax.make_mesh(
+    (2, 2), ("data", "model"), axis_types=MESH.axis_types, devices=jax.devices()[4:]
+)
+HERE = jnp.ones((4, 8))
+ON: dict[str, tuple[ManualMesh, Any, list[str]]] = {
+    "on the mesh": (BOTH, lay(HERE, "data"), []),
+    "otherwise sharded": (BOTH, lay(HERE, None, "model"), []),
+    "uncommitted": (BOTH, HERE, []),
+    "numpy": (BOTH, np.ones((4, 8)), []),
+    "abstract": (BOTH, x(4, 8), []),
+    "elsewhere": (BOTH, jax.device_put(HERE, NamedSharding(ELSEWHERE, P())), ["but the mesh has other devices"]),
+    "on one device": (BOTH, jax.device_put(HERE, jax.devices()[0]), ["but the mesh has other devices"]),
+    "an abstract mesh": (ManualMesh(MESH.abstract_mesh, BOTH.manual), lay(HERE, "data"), []),
+    "Auto on Explicit": (ManualMesh(EXPLICIT, BOTH.manual), lay(HERE, "data"), ["its type is on a mesh of Auto axes"]),
+    "of its type": (ManualMesh(EXPLICIT, BOTH.manual), jax.device_put(HERE, NamedSharding(EXPLICIT, P("data"))), []),
+    "of another type": (
+        ManualMesh(EXPLICIT, BOTH.manual), jax.device_put(HERE, NamedSharding(EXPLICIT, P(None, "model"))),
+        ["its type is sharded P(None, 'model'), but its spec is P('data', None); Explicit axes are not moved"],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", ON)
+def test_an_array_that_jax_would_not_move(case: str):
+    place, array, wrong = ON[case]
+    found = whys(place.misplaced(leaf("a b", 4, 8)._replace(value=array), P("data", None)))
+    assert len(found) == len(wrong) and all(
+        part in why for part, why in zip(wrong, found, strict=True)
+    )
+
+
+def test_other_names_on_explicit_axes():
+    other = jax.make_mesh((2, 4), ("x", "y"), axis_types=EXPLICIT.axis_types)
+    array = jax.device_put(HERE, NamedSharding(other, P("x")))
+    for mesh in (MESH, EXPLICIT):
+        found = ManualMesh(mesh, BOTH.manual).misplaced(
+            leaf("a b", 4, 8)._replace(value=array), P("data", None)
+        )
+        assert whys(found) == ["its type is on a mesh of Explicit axes, (x=2, y=4)"]
+
+
+def test_an_argument_without_a_type_is_given_its_spec():
+    place, spec = ManualMesh(EXPLICIT, BOTH.manual), P("data", None)
+    with jax.set_mesh(EXPLICIT):
+        assert place.reshard(HERE, spec).sharding.spec == spec
+    typed = jax.device_put(HERE, NamedSharding(EXPLICIT, spec))
+    assert place.reshard(typed, spec) is typed and BOTH.reshard(HERE, spec) is HERE
+
+
+@pytest.mark.parametrize(("value", "untyped"), [
+    (HERE, True), (np.ones(2), True), (x(2), True), (lay(HERE, "data"), False),
+    (jax.device_put(HERE, jax.devices()[1]), True),
+], ids=["uncommitted", "numpy", "abstract", "on a mesh", "on a device"])  # fmt: skip
+def test_whether_the_type_tells(value: Any, untyped: bool):
+    assert is_untyped(value) is untyped
+
+
+def test_the_error_for_a_call():
+    problems = DATA.lay_global(jnp.ones(3), P("data")).problems
+    error = DATA.refuse("step", problems)
+    assert (
+        isinstance(error, ft.ShardingError)
+        and str(error).startswith("step: ")
+        and list(error.problems) == problems
+    )
+    assert "(data=2, model=4)" in str(error)
+
+
+def test_what_may_differ_along_an_axis_that_its_spec_calls_equal():
+    found: list[list[str]] = []
+
+    def body(value: Any) -> Any:
+        for place in (BOTH, DATA):
+            for spec in (P(None, None), P("data", None)):
+                found.append(whys(place.varying(leaf("a b", 2, 2)._replace(value=value), spec)))
+        return value
+
+    jax.shard_map(body, mesh=MESH, in_specs=P("data", "model"), out_specs=P("data", "model"))(HERE)
+    assert found == [
+        ["P(None, None) says that it is the same along (data, model), but it may differ there"],
+        ["P('data', None) says that it is the same along model, but it may differ there"],
+        ["P(None, None) says that it is the same along data, but it may differ there"],
+        [],
+    ]
+    assert BOTH.varying(leaf("a b", 2, 2), P()) == []

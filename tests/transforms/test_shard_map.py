@@ -1,0 +1,1091 @@
+"""`shard_map`, beside plain `jax.shard_map` with literal specs."""
+
+import functools
+import gc
+import math
+import weakref
+from collections.abc import Callable
+from typing import Annotated, Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from checks import python_calls, raises
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array, Float
+from meshes import MESH, mesh_of
+
+import functree as ft
+from functree.placing.ambient import ambient_rules
+from functree.transforms.shard_map.shard_map import shard_map
+
+P = PartitionSpec
+RULES = ft.AxisRules({"batch": "data", "hidden": "model", "embed": None})
+
+
+LINE = ft.make_mesh(x=8)
+X = jnp.arange(32.0).reshape(8, 4)
+KEYS = jax.random.split(jax.random.key(0), 4)
+INPUTS = [
+    jax.random.normal(key, shape)
+    for key, shape in zip(KEYS, [(4, 6), (6, 8), (8, 6)], strict=False)
+]
+
+
+class MLP(eqx.Module):
+    up: Float[Array, "embed hidden"]
+    down: Float[Array, "hidden embed"]
+    activation: Callable[[Array], Array] = jax.nn.relu
+    name: str = "mlp"
+
+    def __call__(self, x: Float[Array, "batch embed"]) -> Float[Array, "batch embed"]:
+        return jax.lax.psum(self.activation(x @ self.up) @ self.down, "model")
+
+
+def mlp() -> MLP:
+    return MLP(INPUTS[1], INPUTS[2])
+
+
+def reference(x: Array, up: Array, down: Array) -> Array:
+    return jax.nn.relu(x @ up) @ down
+
+
+def ffn(
+    x: Float[Array, "batch embed"],
+    up: Float[Array, "embed hidden"],
+    down: Float[Array, "hidden embed"],
+) -> Float[Array, "batch embed"]:
+    return jax.lax.psum(jax.nn.relu(x @ up) @ down, "model")
+
+
+def by_hand(mesh: Mesh) -> Callable[..., Array]:
+    specs = (P("data", None), P(None, "model"), P("model", None))
+    return jax.jit(jax.shard_map(ffn, mesh=mesh, in_specs=specs, out_specs=P("data", None)))
+
+
+# The examples of JAX's own guide: seed 003, with the values that it prints
+
+
+def test_guide_elementwise():
+    def f(x: Array) -> Array:
+        return 2 * jnp.sin(x) + 1
+
+    out = shard_map(f, mesh=LINE, in_specs=P("x"), out_specs=P("x"))(jnp.arange(32).astype(float))
+    printed = [1.0, 2.682942, 2.818595, 1.28224, -0.513605, -0.9178486, 0.44116896, 2.3139732]
+    np.testing.assert_allclose(out[:8], printed, rtol=1e-5)
+    np.testing.assert_allclose(
+        out[-4:], [1.5418116, -0.32726777, -0.97606325, 0.19192469], rtol=1e-5
+    )
+
+
+def test_guide_local_shape():
+    shapes = []
+
+    def f(x: Array) -> Array:
+        shapes.append(x.shape)
+        return x * 2
+
+    out = shard_map(f, mesh=LINE, in_specs=P("x"), out_specs=P("x"))(jnp.arange(32))
+    assert shapes == [(4,)] and out.shape == (32,)
+
+
+def test_guide_sum_in_shard():
+    f = shard_map(lambda x: jnp.sum(x, keepdims=True), mesh=LINE, in_specs=P("x"), out_specs=P("x"))
+    assert f(jnp.arange(32)).tolist() == [6, 22, 38, 54, 70, 86, 102, 118]
+
+
+def test_guide_psum():
+    f = shard_map(lambda x: jax.lax.psum(x.sum(), "x"), mesh=LINE, in_specs=P("x"), out_specs=P())
+    assert f(jnp.arange(32)) == 496
+
+
+@pytest.mark.parametrize("explicit", [False, True])
+def test_guide_layer(explicit: bool):
+    rng = np.random.default_rng(0)
+    x, weights, bias = (rng.normal(size=s).astype(np.float32) for s in [(32,), (32, 4), (4,)])
+    mesh = ft.make_mesh(x=8, explicit=explicit)
+
+    @jax.jit
+    @functools.partial(
+        shard_map, mesh=mesh, in_specs=(P("x"), P("x", None), P(None)), out_specs=P(None)
+    )
+    def layer(x: Array, weights: Array, bias: Array) -> Array:
+        return jax.nn.sigmoid(jax.lax.psum(x @ weights, "x") + bias)
+
+    printed = [0.02138914, 0.89311206, 0.5989201, 0.97742504]
+    np.testing.assert_allclose(layer(x, weights, bias), printed, rtol=1e-5)
+
+
+# The examples of nnx.shard_map: seed 002, with modules of Equinox
+
+
+def test_nnx_data_parallel():
+    mesh = ft.make_mesh(data=8)
+    m = eqx.nn.Linear(2, 3, key=KEYS[0])
+
+    @shard_map(mesh=mesh, in_specs=(P(None), P("data")), out_specs=P("data"))
+    def f(m: eqx.nn.Linear, x: Array) -> Array:
+        return jax.vmap(m)(x)
+
+    x = jax.random.normal(KEYS[1], (32, 2))
+    y = f(m, x)
+    assert y.sharding.is_equivalent_to(NamedSharding(mesh, P("data")), 2)
+    np.testing.assert_allclose(y, jax.vmap(m)(x), rtol=1e-6)
+
+
+class Two(eqx.Module):
+    linear1: eqx.nn.Linear
+    linear2: eqx.nn.Linear
+
+    def __call__(self, x: Array) -> Array:
+        return jax.nn.relu(x @ self.linear1.weight.T) @ self.linear2.weight.T
+
+
+NNX_SPECS = [
+    ft.StateSharding({"linear1.weight": P("model", None), "linear2.weight": P(None, "model")}),
+    ft.StateSharding(
+        {
+            (lambda path, leaf: path[-2:] == ("linear1", "weight")): P("model", None),
+            (lambda path, leaf: path[-2:] == ("linear2", "weight")): P(None, "model"),
+        }
+    ),
+    ft.StateSharding.from_specs(
+        {"linear1": {"weight": P("model", None)}, "linear2": {"weight": P(None, "model")}}
+    ),
+    ft.AxisRules(
+        {"hidden": "model", "embed": None},
+        names={Two: ft.names({"linear1.weight": "hidden embed", "linear2.weight": "embed hidden"})},
+    ),
+]
+
+
+@pytest.mark.parametrize("model_spec", NNX_SPECS, ids=["globs", "callables", "from_specs", "rules"])
+def test_nnx_tensor_parallel(model_spec: Any):
+    mesh = ft.make_mesh(model=8)
+    m = Two(eqx.nn.Linear(2, 64, False, key=KEYS[0]), eqx.nn.Linear(64, 3, False, key=KEYS[1]))
+
+    @shard_map(mesh=mesh, in_specs=(model_spec, P(None)), out_specs=P(None))
+    def f(m: Two, x: Array) -> Array:
+        return jax.lax.psum(m(x), "model")
+
+    x = jax.random.normal(KEYS[2], (32, 2))
+    np.testing.assert_allclose(f(m, x), m(x), rtol=1e-5, atol=1e-5)
+    placed = ft.shard(m, model_spec, mesh)
+    np.testing.assert_allclose(f(placed, x), m(x), rtol=1e-5, atol=1e-5)
+
+
+# A signature is a specification
+
+
+@pytest.mark.parametrize("explicit", [False, True])
+def test_megatron_from_the_signature(explicit: bool):
+    mesh = mesh_of(explicit)
+    f = shard_map(ffn, mesh=mesh, rules=RULES)
+    specs = (P("data", None), P(None, "model"), P("model", None))
+    placed = [
+        jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in zip(INPUTS, specs, strict=True)
+    ]
+    ours, theirs = f(*placed), by_hand(mesh)(*placed)
+    assert ours.sharding == theirs.sharding
+    np.testing.assert_array_equal(ours, theirs)
+    np.testing.assert_allclose(ours, reference(*INPUTS), rtol=1e-4, atol=1e-5)
+
+
+def test_it_is_the_same_program_as_by_hand():
+    def program(f: Callable[..., Array]) -> str:
+        lines = jax.jit(f).lower(*INPUTS).compile().as_text().splitlines()
+        return " ".join(
+            line.split(" = ", 1)[1].split()[1].split("(")[0] for line in lines if " = " in line
+        )
+
+    assert program(shard_map(ffn, mesh=MESH, rules=RULES)) == program(by_hand(MESH))
+
+
+def test_modules_go_in_by_their_own_annotations():
+    @shard_map(mesh=MESH, rules=RULES)
+    def f(model: MLP, x: Float[Array, "batch embed"]) -> Float[Array, "batch embed"]:
+        assert model.up.shape == (6, 2) and model.name == "mlp"
+        return model(x)
+
+    np.testing.assert_allclose(f(mlp(), INPUTS[0]), reference(*INPUTS), rtol=1e-4, atol=1e-5)
+
+
+def test_modules_come_out_with_their_statics():
+    @shard_map(mesh=MESH, rules=RULES)
+    def double(model: MLP) -> MLP:
+        return jax.tree.map(lambda x: x * 2 if eqx.is_array(x) else x, model)
+
+    out = double(mlp())
+    assert out.up.sharding.spec == P(None, "model") and out.down.sharding.is_equivalent_to(
+        NamedSharding(MESH, P("model")), 2
+    )
+    assert (out.name, out.activation) == ("mlp", jax.nn.relu)
+    np.testing.assert_array_equal(out.up, INPUTS[1] * 2)
+
+
+def test_annotations_of_parameters_and_containers():
+    class Linear(eqx.Module):
+        weight: Array
+
+    @shard_map(mesh=MESH, rules=RULES)
+    def f(
+        linear: Annotated[Linear, ft.names(weight="embed hidden")],
+        pair: tuple[Float[Array, "batch"], dict[str, Float[Array, "hidden"]]],
+        *rest: Float[Array, "hidden"],
+        scale: Annotated[Float[Array, "a"], P("data")],
+        **more: "Float[Array, 'batch']",
+    ) -> tuple[list[Float[Array, "batch"]], Float[Array, "hidden"]]:
+        assert linear.weight.shape == (6, 2) and scale.shape == (1,)
+        return [pair[0], more["y"] + scale], pair[1]["h"] + rest[0] + rest[1]
+
+    four, eight = jnp.arange(4.0), jnp.arange(8.0)
+    ones, twice = f(
+        Linear(INPUTS[1]), (four, {"h": eight}), eight, eight, scale=jnp.ones(2), y=four
+    )
+    assert ones[0].sharding.spec == P("data") and twice.sharding.spec == P("model")
+    np.testing.assert_array_equal(ones[1], four + 1)
+    np.testing.assert_array_equal(twice, eight * 3)
+
+
+def test_names_that_depend_on_the_rank():
+    @shard_map(mesh=MESH, rules=RULES)
+    def f(x: Float[Array, "*batch embed"]) -> Float[Array, "*batch embed"]:
+        return x * 2
+
+    assert f(X).sharding.spec[0] == "data"
+    assert f(jnp.ones((2, 2, 4))).shape == (2, 2, 4)
+
+
+def test_what_is_written_wins_over_rules():
+    f = shard_map(
+        lambda x, w: x @ w,
+        mesh=MESH,
+        rules=RULES,
+        in_specs={"x": P("data"), "w": P()},
+        out_specs=P("data"),
+    )
+    np.testing.assert_allclose(f(INPUTS[0], INPUTS[1]), INPUTS[0] @ INPUTS[1], rtol=1e-4, atol=1e-5)
+
+
+def test_rules_are_ambient_in_the_body():
+    def f(x: Float[Array, "batch embed"]) -> Float[Array, "batch embed"]:
+        assert ft.spec("batch hidden") == P(None, "model")
+        return ft.constrain(x, "batch embed")
+
+    np.testing.assert_array_equal(shard_map(f, mesh=MESH, rules=RULES, axis_names={"data"})(X), X)
+
+
+# Annotations are checked
+
+
+WRONG = [
+    (
+        "global",
+        (4, 6),
+        (5, 8),
+        r'up   f32\[5, 8\]   "embed hidden"\n +"embed" has size 5 here, and 6 in `x`',
+    ),
+    ("local", (4, 6), (5, 8), r'"embed" has size 5 here, and 6 in `x`'),
+    ("global", (4, 6, 1), (6, 8), r"x   f32\[4, 6, 1\]\n +has 3 dimensions"),
+]
+
+
+@pytest.mark.parametrize(("shapes", "x", "up", "message"), WRONG)
+def test_arrays_that_are_not_as_annotated(
+    shapes: Any, x: tuple[int, ...], up: tuple[int, ...], message: str
+):
+    f = shard_map(ffn, mesh=MESH, rules=RULES, shapes=shapes)
+    with pytest.raises(
+        ft.AxesError, match=r"(?s)^ffn: 1 array not as annotated, by " + shapes + ".*" + message
+    ):
+        f(jnp.ones(x), jnp.ones(up), jnp.ones((8, 6)))
+
+
+def test_a_dtype_that_is_not_as_annotated():
+    with pytest.raises(
+        ft.AxesError, match=r"(?s)x   i32.*its dtype is int32, but the annotation says Float"
+    ):
+        shard_map(ffn, mesh=MESH, rules=RULES)(INPUTS[0].astype(int), *INPUTS[1:])
+
+
+def test_the_result_is_checked_against_its_global_shape():
+    def gather(x: Float[Array, "batch embed"]) -> Float[Array, "batch embed"]:
+        return jax.lax.all_gather(x, "model", tiled=True, axis=0)
+
+    mesh, rules = ft.make_mesh(model=8), ft.AxisRules({"batch": None, "embed": "model"})
+    with pytest.raises(
+        ft.AxesError, match=r'(?s)result   f32\[64, 8\].*"batch" has size 64 here, and 8 in `x`'
+    ):
+        shard_map(gather, mesh=mesh, rules=rules)(jnp.ones((8, 8)))
+    with pytest.raises(ft.AxesError, match=r"(?s)by local.*has size 64 here, and 8 in `x`"):
+        shard_map(gather, mesh=mesh, rules=rules, shapes="local")(jnp.ones((8, 8)))
+    assert shard_map(gather, mesh=mesh, rules=rules, shapes=None)(jnp.ones((8, 8))).shape == (64, 8)
+
+
+def test_what_jaxtyping_refuses_inside_is_right_globally():
+    """An FSDP weight beside a whole activation, a product of sizes, a fixed size: none holds of
+    local shapes."""
+
+    def f(
+        x: Float[Array, "batch embed"],
+        w: Float[Array, "embed=8 heads*size"],
+        q: Float[Array, "heads size 2"],
+    ) -> Float[Array, "batch heads*size"]:
+        return x @ jax.lax.all_gather(w, "data", tiled=True)
+
+    mesh, ones = ft.make_mesh(data=8), jnp.ones
+    args = ones((8, 8)), ones((8, 6)), ones((2, 3, 2))
+    specs = (P("data"), P("data"), P())
+    np.testing.assert_array_equal(
+        shard_map(f, mesh=mesh, in_specs=specs, out_specs=P("data"))(*args), ones((8, 6)) * 8
+    )
+    with pytest.raises(ft.AxesError, match=r'(?s)"embed=8" requires size 8, but the size is 1'):
+        shard_map(f, mesh=mesh, in_specs=specs, out_specs=P("data"), shapes="local")(*args)
+
+
+# Every way to call
+
+
+def test_keyword_arguments_share_the_program():
+    traces = []
+
+    @shard_map(mesh=MESH, in_specs={"x": P("data"), "up": P()}, out_specs=P("data"))
+    def f(x: Array, up: Array, *, sign: int = 1) -> Array:
+        traces.append(sign)
+        return sign * (x @ up)
+
+    np.testing.assert_array_equal(f(INPUTS[0], INPUTS[1]), f(up=INPUTS[1], x=INPUTS[0]))
+    assert traces == [1]
+    f(INPUTS[0], INPUTS[1], sign=-1)
+    f(INPUTS[0], INPUTS[1], sign=-1)
+    assert traces == [1, -1]
+
+
+def test_args_have_one_entry_for_all():
+    f = shard_map(
+        lambda x, *rest: sum(rest, x), mesh=LINE, in_specs=(P("x"), P("x")), out_specs=P("x")
+    )
+    np.testing.assert_array_equal(f(X, X, X), 3 * X)
+
+
+def test_named_keyword_arguments():
+    f = shard_map(
+        lambda **kw: kw["a"] + kw["b"][:1],
+        mesh=LINE,
+        in_specs={"a": P("x"), "b": P()},
+        out_specs=P("x"),
+    )
+    np.testing.assert_array_equal(f(b=X, a=jnp.ones((8, 4))), jnp.ones((8, 4)) + X[:1])
+
+
+def test_a_method_a_bound_method_and_a_module():
+    class Layer(MLP):
+        @shard_map(mesh=MESH, rules=RULES)
+        def run(self, x: Float[Array, "batch embed"]) -> Float[Array, "batch embed"]:
+            return self(x)
+
+    layer = Layer(INPUTS[1], INPUTS[2])
+    expected = reference(*INPUTS)
+    out = [layer.run(INPUTS[0]), shard_map(mlp().__call__, mesh=MESH, rules=RULES)(INPUTS[0])]
+    out += [shard_map(mlp(), mesh=MESH, rules=RULES)(x=INPUTS[0])]
+    out += [
+        shard_map(mlp(), mesh=MESH, in_specs={"self": RULES, "x": P("data")}, out_specs=P("data"))(
+            INPUTS[0]
+        )
+    ]
+    for y in out:
+        np.testing.assert_allclose(y, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_what_is_bound_needs_a_spec_too():
+    with pytest.raises(
+        ft.ShardingError, match=r"(?s)2 leaves.*self\.up.*no layout was given for this array"
+    ):
+        shard_map(mlp(), mesh=MESH, in_specs=(P("data"),), out_specs=P("data"))(INPUTS[0])
+
+
+def test_partials_give_arguments():
+    part = functools.partial(ffn, up=INPUTS[1], down=INPUTS[2])
+    np.testing.assert_array_equal(
+        shard_map(part, mesh=MESH, rules=RULES)(INPUTS[0]), by_hand(MESH)(*INPUTS)
+    )
+
+
+def test_a_changed_list_in_a_module_is_seen():
+    class Held(eqx.Module):
+        layers: list[Array]
+
+        def __call__(self, x: Array) -> Array:
+            return sum(self.layers, x)
+
+    held = Held([X])
+    f = shard_map(held, mesh=LINE, in_specs=P("x"), out_specs=P("x"))
+    np.testing.assert_array_equal(f(X), 2 * X)
+    held.layers.append(X)
+    np.testing.assert_array_equal(f(X), 3 * X)
+
+
+def test_statics_are_told_apart_by_type_and_value():
+    seen = []
+    f = shard_map(
+        lambda x, s: (seen.append(s), x)[1], mesh=LINE, in_specs=(P("x"), None), out_specs=P("x")
+    )
+    for value in (1, True, 1.0, 1, "one", None, jnp.tanh):
+        f(X, value)
+    assert [(type(s), s) for s in seen] == [
+        (type(s), s) for s in (1, True, 1.0, "one", None, jnp.tanh)
+    ]
+
+
+def test_a_named_sharding_is_in_device_memory():
+    for kind in (None, "device"):
+        named = NamedSharding(MESH, P("data"), memory_kind=kind)
+        doubled = ft.shard_map(lambda x: 2 * x, mesh=MESH, in_specs=(named,), out_specs=named)
+        assert doubled(jnp.ones((4, 8))).sharding.is_equivalent_to(named, 2)
+    host = NamedSharding(MESH, P("data"), memory_kind="pinned_host")
+    with raises("is laid out in pinned_host, but shard_map moves no array to another memory"):
+        ft.shard_map(lambda x: x, mesh=MESH, in_specs=(host,), out_specs=P("data"))(
+            jnp.ones((4, 8))
+        )
+
+
+def test_prefix_trees():
+    tree = {"a": X, "b": [X, (X, "text")]}
+    specs = {"a": P("x"), "b": [P(), P("x")]}
+    f = shard_map(lambda t: t, mesh=LINE, in_specs=(specs,), out_specs=specs)
+    out = f(tree)
+    assert out["b"][1][1] == "text" and out["b"][0].sharding.is_fully_replicated
+    jax.tree.map(np.testing.assert_array_equal, out, tree)
+
+
+def test_a_module_of_specs():
+    specs = MLP(P(None, "model"), P("model"), None, None)
+    f = shard_map(lambda m, x: m(x), mesh=MESH, in_specs=(specs, P("data")), out_specs=P("data"))
+    np.testing.assert_allclose(f(mlp(), INPUTS[0]), reference(*INPUTS), rtol=1e-4, atol=1e-5)
+
+
+def test_typed_keys_numpy_and_scalars():
+    f = shard_map(
+        lambda key, x, n: jax.random.normal(key[0], x.shape) * n,
+        mesh=LINE,
+        in_specs=(P("x"), P("x"), P()),
+        out_specs=P("x"),
+    )
+    keys = jax.random.split(jax.random.key(0), 8)
+    out = f(keys, np.ones((8, 4), np.float32), np.float32(2))
+    np.testing.assert_array_equal(
+        out, jnp.concatenate([jax.random.normal(k, (1, 4)) for k in keys]) * 2
+    )
+
+
+def test_one_array_under_two_specs():
+    f = shard_map(lambda x, y: x + y[:1], mesh=LINE, in_specs=(P("x"), P()), out_specs=P("x"))
+    np.testing.assert_array_equal(f(X, X), X + X[:1])
+
+
+# Meshes
+
+
+def test_mesh_from_the_context_and_from_the_arguments():
+    f = shard_map(lambda x: x * 2, in_specs=P("data"), out_specs=P("data"))
+    with jax.set_mesh(MESH):
+        assert f(np.asarray(X)).sharding.spec == P("data")
+    assert f(ft.shard(X, P(), MESH)).sharding.mesh == MESH
+    with pytest.raises(ft.ShardingError, match=r"there is no mesh: pass `mesh=`, or enter"):
+        f(X)
+
+
+def test_the_given_mesh_wins_over_the_context():
+    f = shard_map(lambda x: x * 2, mesh=LINE, in_specs=P("x"), out_specs=P("x"))
+    with jax.set_mesh(MESH):
+        np.testing.assert_array_equal(f(np.asarray(X)), 2 * X)
+
+
+def test_partial_auto_projects_rules():
+    @shard_map(mesh=MESH, rules=RULES, axis_names={"model"})
+    def f(model: MLP, x: Float[Array, "batch embed"]) -> Float[Array, "batch embed"]:
+        assert x.shape == (4, 6) and model.up.shape == (6, 2)
+        return model(x)
+
+    x = ft.shard(INPUTS[0], P("data"), MESH)
+    np.testing.assert_allclose(
+        eqx.filter_jit(f)(mlp(), x), reference(*INPUTS), rtol=1e-4, atol=1e-5
+    )
+    np.testing.assert_allclose(f(mlp(), x), reference(*INPUTS), rtol=1e-4, atol=1e-5)
+
+
+def test_nested():
+    @shard_map(mesh=MESH, in_specs=P("data"), out_specs=P("data"), axis_names={"data"})
+    def outer(x: Array) -> Array:
+        @shard_map(in_specs=P(None, "model"), out_specs=P(None, "model"))
+        def inner(y: Array) -> Array:
+            assert y.shape == (4, 1)
+            return y + (10 * jax.lax.axis_index("data") + jax.lax.axis_index("model")).astype(float)
+
+        return inner(x)
+
+    expected = X + 10 * jnp.repeat(jnp.arange(2.0), 4)[:, None] + jnp.arange(4.0)[None]
+    np.testing.assert_array_equal(outer(X), expected)
+    np.testing.assert_array_equal(jax.jit(outer)(X), expected)
+
+
+def test_abstract_arrays_and_meshes():
+    f = shard_map(ffn, mesh=MESH.abstract_mesh, rules=RULES)
+    out = jax.eval_shape(f, *INPUTS)
+    assert (out.shape, out.dtype) == ((4, 6), jnp.float32)
+    with pytest.raises(ft.ShardingError, match=r"cannot run: \(data=2, model=4\) has no devices"):
+        f(*INPUTS)
+
+
+# Composition
+
+
+def loss(f: Callable[..., Array]) -> Callable[..., Array]:
+    return lambda *args: jnp.sum(f(*args) ** 2)
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("jit", [True, False])
+def test_grad_taken_outside(jit: bool, check_vma: bool):
+    grad = jax.grad(loss(shard_map(ffn, mesh=MESH, rules=RULES, check_vma=check_vma)), (0, 1, 2))
+    ours = (jax.jit(grad) if jit else grad)(*INPUTS)
+    for a, b in zip(ours, jax.grad(loss(reference), (0, 1, 2))(*INPUTS), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-4)
+
+
+def test_vmap_scan_and_remat():
+    f = shard_map(ffn, mesh=MESH, rules=RULES)
+    x, up, down = INPUTS
+    batched = jax.vmap(f, (0, None, None))(jnp.stack([x, 2 * x]), up, down)
+    np.testing.assert_allclose(batched[1], reference(2 * x, up, down), rtol=1e-4, atol=1e-5)
+
+    def steps(x: Array) -> Array:
+        return jax.lax.scan(lambda c, _: (jax.checkpoint(f)(c, up, down), None), x, length=3)[0]
+
+    expected = reference(reference(reference(x, up, down), up, down), up, down)
+    np.testing.assert_allclose(jax.jit(steps)(x), expected, rtol=1e-3, atol=1e-3)
+    ours = jax.jit(jax.grad(lambda x: steps(x).sum()))(x)
+    theirs = jax.grad(
+        lambda x: reference(reference(reference(x, up, down), up, down), up, down).sum()
+    )(x)
+    np.testing.assert_allclose(ours, theirs, rtol=1e-3, atol=1e-2)
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, eqx.filter_jit], ids=["eager", "jit"])
+def test_closing_over_outer_tracers(wrap: Callable[[Any], Any]):
+    """The MLP is whole on each device, so that its psum over `model` counts it four times."""
+
+    def outer(w: Array, model: MLP) -> Array:
+        f = shard_map(
+            lambda x: model(x) * w,
+            mesh=MESH,
+            in_specs=P("data"),
+            out_specs=P("data"),
+            check_vma=False,
+        )
+        return f(INPUTS[0]).sum()
+
+    w = jnp.asarray(2.0)
+    np.testing.assert_allclose(
+        wrap(jax.grad(outer))(w, mlp()), reference(*INPUTS).sum() * 4, rtol=1e-4
+    )
+
+
+def test_a_closure_that_is_rebound_in_a_trace_is_read_again():
+    @jax.jit
+    def outer(ws: Array) -> Array:
+        x = X
+
+        @shard_map(mesh=LINE, in_specs=P("x"), out_specs=P("x"))
+        def f(x: Array) -> Array:
+            return x * w
+
+        for w in ws:  # noqa: B007
+            x = f(x)
+        return x
+
+    np.testing.assert_array_equal(outer(jnp.asarray([2.0, 3.0])), X * 6)
+
+
+def test_inside_ambient_rules_and_other_settings_it_is_traced_again():
+    f = shard_map(
+        lambda x: x * (2 if ambient_rules() else 1), mesh=LINE, in_specs=P("x"), out_specs=P("x")
+    )
+    np.testing.assert_array_equal(f(X), X)
+    with ft.axis_rules(RULES):
+        np.testing.assert_array_equal(f(X), 2 * X)
+    np.testing.assert_array_equal(f(X), X)
+
+
+@pytest.mark.parametrize("inner", [False, True], ids=["directly", "by a function"])
+def test_a_traced_array_that_is_closed_over_is_of_this_trace(inner: bool):
+    """One function, called in two traces: nothing of the first may be left in the second."""
+    held: Any = None
+
+    def scaled(x: Array) -> Array:
+        return x * held
+
+    f = shard_map(
+        (lambda x: scaled(x)) if inner else scaled, mesh=LINE, in_specs=P("x"), out_specs=P("x")
+    )
+
+    def step(x: Array, factor: Array) -> Array:
+        nonlocal held
+        held = factor
+        return f(x)
+
+    for factor in (2.0, 3.0):
+        found = jax.jit(lambda *args: step(*args))(X, jnp.float32(factor))
+        np.testing.assert_array_equal(found, X * factor)
+
+
+def test_the_ambient_mesh_may_be_another_one_in_each_call():
+    seen = []
+    f = shard_map(lambda x: seen.append(x.shape) or x, in_specs=P("data"), out_specs=P("data"))
+    for sizes in ({"data": 8}, {"data": 2, "model": 4}, {"data": 8}):
+        with jax.set_mesh(ft.make_mesh(**sizes)):
+            np.testing.assert_array_equal(f(np.asarray(X)), X)
+    assert seen == [(1, 4), (4, 4)]
+
+
+def test_an_array_that_is_committed_later_is_looked_at():
+    f = shard_map(lambda x: x * 2, mesh=LINE, in_specs=P("x"), out_specs=P("x"))
+    np.testing.assert_array_equal(f(X), 2 * X)
+    with raises(
+        "x   f32[8, 4]", "but the mesh has other devices", "`ft.shard`", error=ft.ShardingError
+    ):
+        f(jax.device_put(X, X.device))
+
+
+def test_arguments_are_let_go():
+    f = shard_map(lambda tree: tree["x"], mesh=LINE, in_specs=P("x"), out_specs=P("x"))
+    x = X + 1
+    seen = weakref.ref(x)
+    f({"x": x})
+    del x
+    gc.collect()
+    assert seen() is None
+
+
+# Traces and time
+
+
+def test_the_function_is_traced_once_for_each_compilation():
+    traces = []
+
+    @shard_map(mesh=MESH, rules=RULES)
+    def f(model: MLP, x: Float[Array, "batch embed"]) -> tuple[MLP, Float[Array, "batch embed"]]:
+        traces.append(x.shape)
+        return model, model(x)
+
+    for _ in range(3):
+        f(mlp(), INPUTS[0])
+    assert traces == [(2, 6)]
+    f(mlp(), jnp.ones((8, 6)))
+    assert traces == [(2, 6), (4, 6)]
+    jax.grad(lambda x: f(mlp(), x)[1].sum())(INPUTS[0])
+    assert len(traces) == 3
+
+
+@pytest.mark.parametrize("arrays", [1, 100])
+def test_a_later_call_runs_little_python(arrays: int):
+    """Two Python functions for each array and some forty more, where the first one runs
+    thousands."""
+    f = shard_map(
+        lambda tree: jax.tree.map(lambda x: x * 2, tree),
+        mesh=LINE,
+        in_specs=P("x"),
+        out_specs=P("x"),
+    )
+    tree = ft.shard([X] * arrays, P("x"), LINE)
+    assert python_calls(lambda: f(tree)) > 1000
+    f(tree)  # which generates the code that takes calls apart
+    assert python_calls(lambda: f(tree)) < 60 + 3 * arrays
+
+
+PLACED = {
+    "uncommitted": lambda mesh: X,
+    "numpy": lambda mesh: np.asarray(X),
+    "sharded": lambda mesh: jax.device_put(X, NamedSharding(mesh, P("data"))),
+    "abstract": lambda mesh: jax.ShapeDtypeStruct(X.shape, X.dtype),
+}
+
+
+@pytest.mark.parametrize("explicit", [False, True], ids=["auto", "explicit"])
+def test_arguments_of_one_type_share_a_trace(explicit: bool):
+    mesh, traces = mesh_of(explicit), list[Any]()
+
+    def double(x: Any) -> Any:
+        traces.append(x.shape)
+        return {"doubled": x * 2, "n": len(traces)}
+
+    f = shard_map(double, mesh=mesh, in_specs=P("data"), out_specs=P("data"))
+    for place in (*PLACED.values(), *reversed(PLACED.values())):
+        x = place(mesh)
+        if isinstance(x, jax.ShapeDtypeStruct):
+            assert f.eval_shape(x)["doubled"].shape == X.shape
+            continue
+        assert np.array_equal(f(x)["doubled"], 2 * X) and f(x)["n"] == 1
+    assert len(traces) == 1
+    assert np.array_equal(f(jnp.ones(8, jnp.int32))["doubled"], [2] * 8), (
+        "another type is another trace"
+    )
+    assert f(X)["n"] == 1 and len(traces) == 2, "and has its own result"
+
+
+def test_a_trace_in_another_setting_keeps_its_own_result():
+    """The result's structure depends on a setting of JAX, and the traces of both settings are used
+    again."""
+
+    def body(x: Any) -> Any:
+        wide = jax.config.jax_enable_x64  # pyright: ignore[reportAttributeAccessIssue]
+        return {"x": x, "again": x} if wide else {"x": x}
+
+    f = shard_map(body, mesh=MESH, in_specs=P("data"), out_specs=P("data"))
+    uncommitted, sharded = X, jax.device_put(X, NamedSharding(MESH, P("data")))
+    assert f(uncommitted).keys() == {"x"}
+    with jax.enable_x64(True):
+        assert f(uncommitted).keys() == {"x", "again"}
+    assert f(sharded).keys() == {"x"} and f(uncommitted).keys() == {"x"}
+
+
+def test_a_default_that_is_traced_is_an_argument():
+    traces: list[int] = []
+
+    def outer(w: Any) -> Any:
+        def scaled(x: Any, w: Any = w) -> Any:
+            traces.append(1)
+            return x * w
+
+        f = shard_map(scaled, mesh=MESH, in_specs=P(), out_specs=P())
+        return f(X) + f(X)
+
+    assert np.array_equal(jax.jit(outer)(jnp.float32(3)), 6 * X) and len(traces) == 1
+
+
+# Explicit axes: the types have the specs
+
+
+EXPLICIT = mesh_of(explicit=True)
+
+
+def typed(*spec: Any) -> Any:
+    return jax.device_put(jnp.arange(32.0).reshape(8, 4), NamedSharding(EXPLICIT, P(*spec)))
+
+
+@pytest.mark.parametrize(
+    "spec", [("data",), ("data", "model"), (None, "model"), (("data", "model"),), ()], ids=str
+)
+@pytest.mark.parametrize("around", ["call", "jit", "mesh", "grad"])
+def test_without_in_specs_the_types_tell(spec: tuple[Any, ...], around: str):
+    seen: list[Any] = []
+
+    def body(x: Any, *, tree: Any) -> Any:
+        seen.append((x.shape, tree["a"].shape))
+        return x * 2
+
+    x, parts = (
+        typed(*spec),
+        math.prod(MESH.shape[axis] for entry in spec if entry for axis in np.ravel(entry)),
+    )
+    out = P(*spec)
+    f = (
+        shard_map(body, out_specs=out)
+        if around == "mesh"
+        else shard_map(body, mesh=EXPLICIT, out_specs=out)
+    )
+    if around == "jit":
+        y = ft.jit(lambda x, tree: f(x, tree=tree))(x, {"a": x})
+    elif around == "mesh":
+        with jax.set_mesh(EXPLICIT):
+            y = f(x, tree={"a": x})
+    elif around == "grad":
+        with jax.set_mesh(EXPLICIT):  # for `sum`
+            y = jax.grad(lambda x: f(x, tree={"a": x}).sum())(x) * x
+    else:
+        y = f(x, tree={"a": x})
+    assert np.array_equal(y, 2 * np.asarray(x)) and y.sharding.is_equivalent_to(x.sharding, 2)
+    assert all(math.prod(shape) * parts == x.size for shapes in seen for shape in shapes)
+
+
+def test_what_has_no_type_needs_a_spec():
+    f = shard_map(lambda x, y: x, mesh=EXPLICIT, out_specs=P("data"))
+    for other in (jnp.ones(8), np.ones(8)):
+        with pytest.raises(
+            ft.ShardingError, match=r"(?s)1 leaf.*y   f.*no layout was given for this array"
+        ):
+            f(typed("data"), other)
+    g = shard_map(lambda x, y: x, mesh=EXPLICIT, in_specs=(None, P("data")), out_specs=P("data"))
+    assert g(typed("data"), jnp.ones(8)).shape == (8, 4), "`None` for one of them"
+    with pytest.raises(ft.ShardingError, match="no layout was given for this array"):
+        shard_map(lambda x: x, mesh=EXPLICIT)(typed("data"))
+    with pytest.raises(ft.ShardingError, match="no layout was given for this array"):
+        shard_map(lambda x: x, mesh=MESH, out_specs=P())(ft.shard(X, P("data"), MESH))
+
+
+# Nonsense
+
+
+def call(*, x: Any = X, fun: Any = lambda x: x, mesh: Any = MESH, **options: Any) -> Any:
+    return shard_map(fun, mesh=mesh, **{"in_specs": P("data"), "out_specs": P("data"), **options})(
+        x
+    )
+
+
+NONSENSE = [
+    (
+        {"in_specs": None},
+        ft.ShardingError,
+        r"x   f32\[8, 4\]\n +no layout was given for this array.*write `P\(\)`",
+    ),
+    (
+        {"in_specs": (None,)},
+        ft.ShardingError,
+        r"no layout was given for this array \(`None`\).*write `P\(\)`",
+    ),
+    (
+        {"out_specs": None},
+        ft.ShardingError,
+        r"result   f32\[4, 4\]\n +no layout was given for this.*write `P\(\)`",
+    ),
+    (
+        {"in_specs": (P(), P())},
+        ft.RuleError,
+        r"in_specs has 2 layouts, and <lambda> has 1 positional parameter \(x\)",
+    ),
+    (
+        {"in_specs": {"y": P()}},
+        ft.RuleError,
+        r"<lambda> has no parameter 'y'.*its parameters are x",
+    ),
+    ({"in_specs": 3}, ft.RuleError, r"in_specs: 3 is neither a layout, nor one for each"),
+    ({"in_specs": (3,)}, ft.RuleError, r"3 is not a layout"),
+    (
+        {"in_specs": ({"a": P()},)},
+        ft.RuleError,
+        r"at `x`: the layouts are a dict and the tree is a leaf",
+    ),
+    (
+        {"in_specs": P("dta")},
+        ft.ShardingError,
+        r"names `dta`, and the mesh \(data=2, model=4\) has no such axis; did you",
+    ),
+    (
+        {"out_specs": P("dta")},
+        ft.ShardingError,
+        r"result.*the mesh \(data=2, model=4\) has no such axis; did you mean `data`",
+    ),
+    ({"in_specs": P("data", None, None)}, ft.ShardingError, r"has 3 entries for 2 dimensions"),
+    (
+        {"out_specs": P(None, None, "data")},
+        ft.ShardingError,
+        r"result.*has 3 entries for 2 dimensions",
+    ),
+    (
+        {"x": jnp.ones((7, 4))},
+        ft.ShardingError,
+        r"dimension 0 has size 7; data=2 needs a multiple of 2",
+    ),
+    (
+        {"x": {"a": jnp.ones((7, 4)), "b": jnp.ones((5, 4))}},
+        ft.ShardingError,
+        r"2 leaves.*x\.a.*x\.b",
+    ),
+    ({"in_specs": P("data", "data")}, ft.ShardingError, r"uses mesh axis `data` twice"),
+    (
+        {"out_specs": P()},
+        ft.ShardingError,
+        r"result.*says that it is the same along data.*jax\.lax\.psum",
+    ),
+    (
+        {"in_specs": P("model"), "axis_names": {"data"}},
+        ft.ShardingError,
+        r"P\('model'\) names model, but only data is man",
+    ),
+    (
+        {"out_specs": P("model"), "axis_names": {"data"}},
+        ft.ShardingError,
+        r"result.*names model, but only data is manual",
+    ),
+    (
+        {"axis_names": {"dta"}},
+        ft.ShardingError,
+        r"`dta` in `axis_names` is not in the mesh.*did you mean `data`",
+    ),
+    ({"axis_names": "data"}, ft.FunctreeError, r"axis_names='data' is a string: use a set"),
+    (
+        {"shapes": "globl"},
+        ft.FunctreeError,
+        r'shapes=\'globl\' is not one of "global", "local", None',
+    ),
+    ({"mesh": {"data": 2}}, ft.ShardingError, r"give a `Mesh`, not sizes"),
+    ({"mesh": 3}, ft.ShardingError, r"3 is not a mesh"),
+    (
+        {"in_specs": ft.on_host(P("data"))},
+        ft.ShardingError,
+        r"is laid out in pinned_host, but shard_map moves no array to another memory",
+    ),
+    (
+        {"x": jax.ShapeDtypeStruct((8, 4), "float32")},
+        ft.FunctreeError,
+        r"`x` is abstract, so the function cannot run",
+    ),
+    (
+        {"x": jax.device_put(X, jax.devices()[1])},
+        ft.ShardingError,
+        r"is sharded on cpu:1, but the mesh has other",
+    ),
+    (
+        {"in_specs": None, "rules": RULES},
+        ft.ShardingError,
+        r"x   f32.*has no axis names, and rules shard axes by name",
+    ),
+    ({"x": {"a": set()}}, ft.FunctreeError, r"x\.a   set\n +is neither an array nor hashable"),
+]
+
+
+@pytest.mark.parametrize(("options", "error", "message"), NONSENSE)
+def test_nonsense(options: dict[str, Any], error: type[Exception], message: str):
+    with pytest.raises(error, match="(?s)" + message):
+        call(**options)
+
+
+def test_under_explicit_axes_types_must_be_as_the_specs():
+    mesh = mesh_of(explicit=True)
+    with pytest.raises(
+        ft.ShardingError,
+        match=r"(?s)its type is sharded P\(None, None\), but its spec is .*reshard",
+    ):
+        call(x=ft.shard(X, P(), mesh), mesh=mesh)
+    with pytest.raises(
+        ft.ShardingError, match=r"(?s)its type is on a mesh of Auto axes, \(data=2, .*`ft.shard`"
+    ):
+        call(x=ft.shard(X, P("data"), MESH), mesh=mesh)
+    with pytest.raises(ft.ShardingError, match=r"its type is on a mesh of Explicit axes, \(x=8\)"):
+        call(x=ft.shard(X, P("x"), ft.make_mesh(x=8, explicit=True)))
+
+
+def test_another_mesh_inside():
+    inner = shard_map(lambda x: x, mesh=LINE, in_specs=P("x"), out_specs=P("x"))
+    message = r"its mesh is \(x=8\), but it is called inside a shard_map over \(data=2, model=4\)"
+    with pytest.raises(ft.ShardingError, match=message):
+        call(fun=inner)
+    with pytest.raises(ft.ShardingError, match="are manual already"):
+        call(fun=shard_map(lambda x: x, in_specs=P(), out_specs=P()))
+
+
+def test_pythons_own_words_for_a_wrong_call():
+    with pytest.raises(TypeError, match="missing a required argument: 'x'"):
+        shard_map(lambda x: x, mesh=MESH, in_specs=P(), out_specs=P())()
+    with pytest.raises(
+        ft.FunctreeError, match=r"shard_map cannot map so\s+fun=3\s+it must be a function"
+    ):
+        shard_map(3, mesh=MESH)  # type: ignore[call-overload]
+    with pytest.raises(ft.FunctreeError, match="max> has no signature: wrap it"):
+        shard_map(max, mesh=MESH)
+
+
+@pytest.mark.parametrize(
+    "fun", [jnp.sin, jax.jit(lambda x: jnp.sin(x)), jax.vmap(jnp.sin), jax.named_call(jnp.sin)]
+)
+def test_functions_of_jax(fun: Any):
+    np.testing.assert_allclose(
+        shard_map(fun, mesh=LINE, in_specs=P("x"), out_specs=P("x"))(X), jnp.sin(X), rtol=1e-6
+    )
+
+
+def test_results_of_every_kind():
+    def f(x: Array) -> Any:
+        return {
+            "x": x,
+            "none": None,
+            "number": 2.5,
+            "set": {1},
+            "numpy": np.ones(3, np.float32),
+            "empty": (),
+        }
+
+    out = shard_map(
+        f, mesh=LINE, in_specs=P("x"), out_specs={**dict.fromkeys(f(X), P()), "x": P("x")}
+    )(X)
+    assert (out["none"], out["number"], out["set"], out["empty"]) == (None, 2.5, {1}, ())
+    np.testing.assert_array_equal(out["numpy"], np.ones(3))
+    assert shard_map(lambda: jnp.ones(2), mesh=LINE, out_specs=P("x"))().shape == (16,)
+
+
+# Stages, as of `ft.jit`
+
+
+def test_stages_name_the_arguments_by_path():
+    mapped = shard_map(
+        lambda m, x: m(x), mesh=MESH, rules=RULES, in_specs={"x": P("data")}, out_specs=P("data")
+    )
+    model = ft.shard(mlp(), RULES, MESH)
+    lowered = mapped.lower(model, INPUTS[0])
+    text = lowered.as_text(debug_info=True)
+    assert all(name in text for name in ("m.up", "m.down", '"x"'))
+    assert mapped.eval_shape(mlp(), INPUTS[0]).shape == (4, 6)
+    assert mapped.trace(mlp(), jax.ShapeDtypeStruct((4, 6), "float32")).out_info.shape == (4, 6)
+    compiled = lowered.compile()
+    assert compiled.input_shardings[0][0].up.spec == P(None, "model")
+    np.testing.assert_allclose(compiled(model, INPUTS[0]), mapped(model, INPUTS[0]), rtol=1e-6)
+
+
+def test_compilations_tell_what_differed():
+    mapped = shard_map(lambda x, n: n * x, mesh=LINE, in_specs=(P("x"), None), out_specs=P("x"))
+    (
+        mapped(jnp.ones(8), 2.0),
+        mapped(jnp.ones(8), 2.0),
+        mapped(jnp.ones(8), 3.0),
+        mapped(jnp.ones(16), 3.0),
+    )
+    assert [str(record) for record in mapped.compilations] == [
+        "compilation 1: the first",
+        "compilation 2: n: static 2.0 → 3.0",
+        "compilation 3: x: shape (8,) → (16,)",
+    ]
+
+
+# A silent failure that is JAX's own: gradients of a local mean, taken inside (number 30)
+
+
+@pytest.mark.parametrize(("check_vma", "times"), [(True, 8.0), (False, None)])
+def test_the_gradient_of_a_local_mean(check_vma: bool, times: float | None):
+    """With `check_vma` it is the sum over devices, n times too large; without, one device's.
+    `pmean` puts it right."""
+    x, w = jnp.arange(8.0), jnp.asarray(3.0)
+    right = jax.grad(lambda w: jnp.mean(w * x))(w)
+
+    def local(w: Array, x: Array) -> Array:
+        g = jax.grad(lambda w: jnp.mean(w * x))(w)
+        return g[None] if not check_vma else jnp.full((1,), g)
+
+    specs = {"in_specs": (P(), P("x")), "check_vma": check_vma}
+    found = shard_map(local, mesh=LINE, out_specs=P("x"), **specs)(w, x)
+    expected = jnp.full(8, right * times) if times else x
+    np.testing.assert_allclose(found, expected)
+
+    def mean(w: Array, x: Array) -> Array:
+        return jax.grad(lambda w: jax.lax.pmean(jnp.mean(w * x), "x"))(w)
+
+    if check_vma:
+        np.testing.assert_allclose(shard_map(mean, mesh=LINE, out_specs=P(), **specs)(w, x), right)
+
+
+@pytest.mark.parametrize(
+    ("option", "instead"),
+    [("check_rep", "check_vma="), ("auto", "axis_names="), ("x", "no option")],
+)
+def test_options_of_other_times(option: str, instead: str):
+    with pytest.raises(ft.FunctreeError, match=instead):
+        shard_map(lambda x: x, mesh=LINE, in_specs=P(), out_specs=P(), **{option: True})
+
+
+def test_axis_names_in_an_iterator_are_refused():
+    names: Any = iter(("data",))
+    with pytest.raises(
+        ft.FunctreeError, match=r"axis_names=.*\n +it must be a collection of texts, or None"
+    ):
+        ft.shard_map(lambda x: x, axis_names=names)

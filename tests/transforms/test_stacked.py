@@ -1,0 +1,878 @@
+"""`Stacked` against a Python loop over its layers."""
+
+import dataclasses
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from checks import raises
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import AxisType
+from jaxtyping import Array, Float, PRNGKeyArray
+
+import functree as ft
+from functree.errors import AxesError, FunctreeError
+from functree.nn import block, mlp
+from functree.nn.attention import layer as attention
+from functree.transforms.remat import offload, remat_policy
+from functree.transforms.stacked import Stacked, stack
+
+DEPTH, SIZE = 5, 4
+KEY = jax.random.key(0)
+X = jax.random.normal(jax.random.key(1), (3, SIZE))
+policies = jax.checkpoint_policies
+
+
+class Layer(eqx.Module):
+    """With all that a leaf can be: an array, a function, a number, a static field."""
+
+    weight: Float[Array, "embed embed"]
+    fun: Callable[[Array], Array]
+    number: float
+    power: int = eqx.field(static=True)
+
+    def __init__(self, key: PRNGKeyArray):
+        self.weight = jax.random.normal(key, (SIZE, SIZE))
+        self.fun, self.number, self.power = jnp.tanh, 0.5, 2
+
+    def __call__(self, x: Array, *scales: Any) -> Array:
+        y = checkpoint_name(self.fun(x @ self.weight), "y") ** self.power + self.number
+        for scale in scales:
+            y = y * scale
+        return y
+
+
+def loop(stacked: Stacked[Layer], x: Array, *args: Any) -> Array:
+    for layer in stacked:
+        x = layer(x, *args)
+    return x
+
+
+@pytest.fixture(scope="module")
+def layers() -> Stacked[Layer]:
+    return stack(Layer, DEPTH, KEY)
+
+
+def test_stack_is_filter_vmap(layers: Stacked[Layer]) -> None:
+    keys = jax.random.split(KEY, DEPTH)
+    other = Stacked(eqx.filter_vmap(Layer)(keys), axis="layers")
+    assert eqx.tree_equal(layers, other)
+    assert layers.layer.fun is jnp.tanh and layers.layer.number == 0.5
+    for i, key in enumerate(keys):
+        np.testing.assert_array_equal(layers.layer.weight[i], Layer(key).weight)
+
+
+def test_axis(layers: Stacked[Layer]) -> None:
+    assert layers.stack_axes() == ("layers",)
+    assert stack(Layer, 2, KEY, axis="stages").stack_axes() == ("stages",)
+    assert layers[1:].axis == "layers"
+
+
+@pytest.mark.parametrize("args", [(), (2.0,), (jnp.float32(2), jnp.ones((3, SIZE)))], ids=len)
+def test_a_call_is_a_loop(layers: Stacked[Layer], args: tuple[Any, ...]) -> None:
+    np.testing.assert_allclose(layers(X, *args), loop(layers, X, *args), rtol=1e-6)
+    np.testing.assert_allclose(eqx.filter_jit(layers)(X, *args), loop(layers, X, *args), rtol=1e-6)
+
+
+def test_a_stack_of_one(layers: Stacked[Layer]) -> None:
+    np.testing.assert_allclose(stack(Layer, 1, KEY)(X), stack(Layer, 1, KEY)[0](X), rtol=1e-6)
+
+
+def test_no_layer_is_the_identity(layers: Stacked[Layer]) -> None:
+    none = layers[2:2]
+    assert len(none) == 0 and list(none) == []
+    np.testing.assert_array_equal(none(X), X)
+
+
+def test_a_tree_may_go_through() -> None:
+    class Pair(eqx.Module):
+        layer: Layer
+
+        def __call__(self, x: dict[str, Array]) -> dict[str, Array]:
+            return {"a": self.layer(x["b"]), "b": x["a"]}
+
+    pairs = stack(lambda key: Pair(Layer(key)), 2, KEY)
+    out = pairs({"a": X, "b": 2 * X})
+    np.testing.assert_allclose(out["a"], pairs[1].layer(X), rtol=1e-6)
+    np.testing.assert_allclose(out["b"], pairs[0].layer(2 * X), rtol=1e-6)
+
+
+def test_stacks_nest() -> None:
+    nested = stack(lambda key: stack(Layer, 3, key, axis="inner"), 2, KEY, axis="outer")
+    assert nested.layer.layer.weight.shape == (2, 3, SIZE, SIZE)
+    assert [len(inner) for inner in nested] == [3, 3]
+    expected = X
+    for inner in nested:
+        expected = loop(inner, expected)
+    np.testing.assert_allclose(nested(X), expected, rtol=1e-6)
+
+
+def test_a_weak_input() -> None:
+    class Double(eqx.Module):
+        factor: Array
+
+        def __call__(self, x: Array) -> Array:
+            return x * self.factor
+
+    doubles = Stacked(Double(jnp.full((3,), 2.0)))
+    assert float(doubles(1.0)) == 8.0
+
+
+# A sequence
+
+
+def test_iteration_and_index(layers: Stacked[Layer]) -> None:
+    assert len(layers) == DEPTH and len(list(layers)) == DEPTH
+    for i, layer in enumerate(layers):
+        assert isinstance(layer, Layer)
+        for same in (layers[i], layers[i - DEPTH], layers[np.int64(i)], layers[jnp.int32(i)]):
+            assert eqx.tree_equal(layer, same)
+        np.testing.assert_array_equal(layer.weight, layers.layer.weight[i])
+
+
+def test_a_traced_index(layers: Stacked[Layer]) -> None:
+    pick = eqx.filter_jit(lambda layers, i: layers[i](X))
+    for i in (0, 3, -1):
+        np.testing.assert_allclose(pick(layers, jnp.int32(i)), layers[i](X), rtol=1e-6)
+
+
+PARTS = [slice(1, 3), slice(None, None, 2), slice(None, None, -1), slice(-2, None)]
+
+
+@pytest.mark.parametrize("part", PARTS, ids=str)
+def test_slices(layers: Stacked[Layer], part: slice) -> None:
+    some = layers[part]
+    assert isinstance(some, Stacked) and len(some) == len(range(DEPTH)[part])
+    for layer, i in zip(some, range(DEPTH)[part], strict=True):
+        assert eqx.tree_equal(layer, layers[i])
+
+
+def test_numpy_and_keys_are_arrays_too() -> None:
+    held = Stacked(
+        {"n": np.arange(6.0, dtype=np.float32).reshape(3, 2), "key": jax.random.split(KEY, 3)}
+    )
+    assert len(held) == 3
+    assert held[1]["key"] == jax.random.split(KEY, 3)[1]
+    assert jax.jit(lambda i: held[i]["n"])(2).tolist() == [4.0, 5.0]
+
+
+def test_an_abstract_stack(layers: Stacked[Layer]) -> None:
+    abstract = eqx.filter_eval_shape(stack, Layer, DEPTH, KEY)
+    assert len(abstract) == DEPTH
+    assert abstract[0].weight == jax.ShapeDtypeStruct((SIZE, SIZE), jnp.float32)
+    assert abstract[1:].layer.weight.shape == (DEPTH - 1, SIZE, SIZE)
+    assert Stacked(abstract.layer, axis="other").axis == "other"
+
+
+# Compilation and memory
+
+
+def instructions(fun: Callable[..., Any], *args: Any) -> int:
+    return len(jax.jit(fun).lower(*args).compile().as_text().splitlines())
+
+
+def run(layer: Layer, arrays: Array, remat: Any, **options: Any) -> Array:
+    stacked = Stacked(eqx.tree_at(lambda layer: layer.weight, layer, arrays))
+    return jnp.sum(stacked.scan(X, remat=remat, **options))
+
+
+@pytest.mark.parametrize("remat", [None, "full"])
+@pytest.mark.parametrize("transform", [lambda fun: fun, jax.grad], ids=["forward", "backward"])
+def test_compiled_size_does_not_grow_with_depth(
+    layers: Stacked[Layer], remat: Any, transform: Any
+) -> None:
+    def size(n: int) -> int:
+        weights = jnp.ones((n, SIZE, SIZE))
+        return instructions(transform(lambda weights: run(layers[0], weights, remat)), weights)
+
+    assert size(64) <= 1.02 * size(8)
+
+
+REMATS = {
+    "full": "full",
+    "dots": "dots",
+    "everything": policies.everything_saveable,
+    "names": policies.save_only_these_names("y"),
+    "offload": offload("y"),
+    "offload and dots": offload("y", others="dots"),
+    "offload, and keep the others": offload("y", others=None),
+}
+
+
+@pytest.mark.parametrize("unroll", [1, 2, True])
+@pytest.mark.parametrize("remat", REMATS)
+def test_remat_changes_nothing(layers: Stacked[Layer], remat: str, unroll: int) -> None:
+    def value_and_grad(**options: Any) -> Any:
+        return jax.jit(jax.value_and_grad(lambda w: run(layers[0], w, **options)))(
+            layers.layer.weight
+        )
+
+    value, grad = value_and_grad(remat=None)
+    again, grad_again = value_and_grad(remat=REMATS[remat], unroll=unroll)
+    np.testing.assert_allclose(value, again, rtol=1e-5)
+    np.testing.assert_allclose(grad, grad_again, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("unroll", [1, True])
+def test_remat_recomputes(layers: Stacked[Layer], unroll: Any) -> None:
+    """By the tanhs of the compiled program: once forward, and again in the backward pass if
+    recomputed."""
+
+    def tanhs(remat: Any) -> int:
+        grad = jax.grad(lambda w: run(layers[0], w, remat, unroll=unroll))
+        return jax.jit(grad).lower(layers.layer.weight).compile().as_text().count(" tanh(")
+
+    once = DEPTH if unroll is True else 1
+    assert tanhs(None) == tanhs(policies.everything_saveable) == once
+    assert once < tanhs("full") <= 2 * once
+    assert once < tanhs("dots") <= 2 * once
+
+
+def test_policies() -> None:
+    assert remat_policy(None) is None
+    assert remat_policy("full") is policies.nothing_saveable
+    assert remat_policy("dots") is policies.dots_with_no_batch_dims_saveable
+    assert remat_policy(policies.dots_saveable) is policies.dots_saveable
+
+
+# Offload. The compiled CPU program shows none: the gradient's jaxpr does, and its lowering for a
+# TPU.
+
+
+class Twice(eqx.Module):
+    """Names two values, of different shapes, that the backward pass needs."""
+
+    up: Array
+    down: Array
+
+    def __init__(self, key: PRNGKeyArray):
+        self.up, self.down = jax.random.normal(key, (SIZE, 6)), jax.random.normal(key, (6, SIZE))
+
+    def __call__(self, x: Array) -> Array:
+        wide = checkpoint_name(jnp.tanh(x @ self.up), "wide")
+        return jnp.tanh(checkpoint_name(wide @ self.down, "narrow"))
+
+
+TWICE = stack(Twice, DEPTH, KEY)
+SMALL, LARGE = "float32[5,3,4]", "float32[5,3,6]"
+NARROW, WIDE = "float32<host>[5,3,4]", "float32<host>[5,3,6]"
+
+
+def gradient(remat: Any, unroll: int | bool = 1) -> Callable[[Any, Array], Any]:
+    return jax.grad(lambda layers, x: jnp.sum(layers.scan(x, remat=remat, unroll=unroll)))
+
+
+def inside(jaxpr: Any) -> Iterator[Any]:
+    """All equations below, those of inner programs too."""
+    for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
+        yield eqn
+        for value in eqn.params.values():
+            for inner in value if isinstance(value, tuple) else (value,):
+                yield from inside(inner) if hasattr(inner, "eqns") else ()
+
+
+def loops(fun: Callable[..., Any], *args: Any) -> tuple[Any, Any]:
+    """The forward and the backward loop of a gradient."""
+    forward, backward = (
+        eqn for eqn in jax.make_jaxpr(fun)(*args).eqns if eqn.primitive.name == "scan"
+    )
+    assert backward.params["reverse"] and not forward.params["reverse"]
+    return forward, backward
+
+
+def moved(loop: Any) -> list[tuple[tuple[int, ...], str]]:
+    """The shapes that a loop moves in each step, and where to."""
+    puts = [eqn for eqn in inside(loop.params["jaxpr"]) if eqn.primitive.name == "device_put"]
+    return sorted((eqn.outvars[0].aval.shape, eqn.params["devices"][0].name) for eqn in puts)
+
+
+@pytest.mark.parametrize("unroll", [1, True])
+@pytest.mark.parametrize(
+    ("remat", "kept"),
+    [
+        ("full", [SMALL]),  # the layer's input
+        (offload("wide"), [WIDE, SMALL]),
+        (offload("narrow"), [NARROW, SMALL]),
+        (offload("narrow", "wide"), [NARROW, WIDE, SMALL]),
+        (offload("narrow", others=offload("wide")), [NARROW, WIDE, SMALL]),
+        (
+            offload("wide", others="dots"),
+            [WIDE, SMALL, SMALL, LARGE],
+        ),  # the input and the two products
+        (offload("wide", others=policies.save_only_these_names("narrow")), [WIDE, SMALL, SMALL]),
+    ],
+)
+def test_offload_keeps_named_values_on_the_host(remat: Any, kept: list[str], unroll: int) -> None:
+    forward, backward = loops(gradient(remat, unroll), TWICE, X)
+    assert sorted(str(var.aval) for var in forward.outvars[1:]) == kept
+    shapes = [(3, 4)] * kept.count(NARROW) + [(3, 6)] * kept.count(WIDE)
+    assert moved(forward) == [(shape, "Host") for shape in shapes]
+    assert moved(backward) == [(shape, "Device") for shape in shapes]
+    value, expected = gradient(remat, unroll)(TWICE, X), gradient(None)(TWICE, X)
+    np.testing.assert_allclose(value.layer.up, expected.layer.up, rtol=1e-5, atol=3e-6)
+    np.testing.assert_allclose(value.layer.down, expected.layer.down, rtol=1e-5, atol=3e-6)
+
+
+@pytest.mark.parametrize(("others", "again"), [("full", 2), ("dots", 2), (None, 0)])
+def test_what_is_computed_again_beside_an_offload(others: Any, again: int) -> None:
+    _, backward = loops(gradient(offload("wide", others=others)), TWICE, X)
+    assert [eqn.primitive.name for eqn in inside(backward.params["jaxpr"])].count("tanh") == again
+
+
+def placements(fun: Callable[..., Any], *args: Any) -> list[tuple[str, str]]:
+    """What the program for a TPU moves where."""
+    text = jax.jit(fun).trace(*args).lower(lowering_platforms=("tpu",)).as_text()
+    found = re.findall(r'_xla_buffer_placement = "(\w+)".*-> tensor<(.*)>', text)
+    return sorted((shape, where) for where, shape in found)
+
+
+def test_offload_in_the_program_for_another_platform() -> None:
+    assert placements(gradient("full"), TWICE, X) == []
+    assert placements(gradient(offload("wide")), TWICE, X) == [
+        ("3x6xf32", "device"),
+        ("3x6xf32", "pinned_host"),
+    ]
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_offload_on_a_mesh_and_inside_shard_map(kind: AxisType) -> None:
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(kind,), devices=jax.devices()[:2])
+    x = jnp.concatenate([X, X + 1])
+    expected = gradient(None)(TWICE, x).layer.up
+    with jax.set_mesh(mesh):
+        layers, x = jax.device_put(
+            (TWICE, x), (jax.NamedSharding(mesh, ft.P()), jax.NamedSharding(mesh, ft.P("data")))
+        )
+        by_shard = jax.shard_map(
+            lambda layers, x: layers.scan(x, remat=offload("wide")),
+            in_specs=(ft.P(), ft.P("data")),
+            out_specs=ft.P("data"),
+        )
+        for fun in (
+            gradient(offload("wide")),
+            jax.grad(lambda layers, x: jnp.sum(by_shard(layers, x))),
+        ):
+            assert {where for _, where in placements(fun, layers, x)} == {"device", "pinned_host"}
+            np.testing.assert_allclose(
+                jax.jit(fun)(layers, x).layer.up, expected, rtol=1e-5, atol=1e-5
+            )
+
+
+@pytest.mark.parametrize(
+    "transform", [lambda f: f, jax.jit, jax.grad, jax.vmap, lambda f: jax.jit(jax.grad(f))]
+)
+def test_the_check_of_names_traces_no_layer_again(transform: Any) -> None:
+    traces = []
+
+    class Counting(Twice):
+        def __call__(self, x: Array) -> Array:
+            traces.append(self)
+            return super().__call__(x)
+
+    layers = stack(Counting, 2, KEY)
+    transform(lambda x: jnp.sum(layers.scan(x, remat=offload("wide"))))(X)
+    assert len(traces) == 1
+
+
+def test_names_are_found_in_inner_programs_too() -> None:
+    """Each is offloaded by JAX as well."""
+
+    @jax.custom_vjp
+    def custom(x: Array) -> Array:
+        return jnp.sin(x)
+
+    custom.defvjp(
+        lambda x: (jnp.sin(x), checkpoint_name(jnp.cos(x), "in_rule")),
+        lambda cos, tangent: (tangent * cos,),
+    )
+
+    def square(name: str) -> Callable[[Array], Array]:
+        return lambda x: checkpoint_name(jnp.sin(x), name) ** 2
+
+    def layer(x: Array) -> Array:
+        x = jax.jit(square("in_jit"))(x)
+        x = jax.lax.scan(lambda x, _: (square("in_scan")(x), None), x, length=2)[0]
+        return custom(jax.lax.cond(x[0, 0] > 0, square("in_cond"), jnp.cos, x))
+
+    layers = odd(layer)
+    for name in ("in_jit", "in_scan", "in_cond", "in_rule"):
+        by_x = jax.grad(lambda x, name=name: jnp.sum(layers.scan(x, remat=offload(name))))
+        forward, _ = loops(by_x, X)
+        assert [where for _, where in moved(forward)] == ["Host"]
+        layers.scan(X, remat=offload(name))  # nor is it missed where nothing is differentiated
+    with pytest.raises(FunctreeError, match="one of `in_cond`, `in_jit`, `in_scan`"):
+        layers.scan(X, remat=offload("elsewhere"))
+
+
+def test_offload_is_a_value() -> None:
+    assert offload("a", "b") == offload("a", "b") and hash(offload("a")) == hash(offload("a"))
+    assert (
+        len({offload("a"), offload("b"), offload("a", others="dots"), offload("a", others=None)})
+        == 4
+    )
+    assert repr(offload("a", "b", others="dots")) == "offload('a', 'b', others='dots')"
+    assert eval(repr(offload("a"))) == offload("a")
+    assert remat_policy(offload("a")) == offload("a")
+
+
+def test_offload_is_a_policy_for_jax() -> None:
+    grad = jax.grad(
+        lambda x: jnp.sum(jax.checkpoint(lambda x: TWICE[0](x), policy=offload("narrow"))(x))
+    )
+    assert placements(grad, X) == [("3x4xf32", "device"), ("3x4xf32", "pinned_host")]
+
+
+# The names in `ft.nn`
+
+CONFIG = ft.nn.TransformerConfig(16, 8, layers=3, heads=4, kv_heads=2, head_dim=6, hidden=10)
+TOKENS = jnp.arange(5)
+NAMES = {
+    "block_input": (5, 8),
+    "attn_query": (5, 4, 6),
+    "attn_key": (5, 2, 6),
+    "attn_value": (5, 2, 6),
+    "attn_mixed": (5, 4, 6),
+    "attn_out": (5, 8),
+    "mlp_gate": (5, 10),
+    "mlp_up": (5, 10),
+}
+
+
+def model_loss(remat: Any) -> tuple[Callable[..., Any], ft.nn.Transformer]:
+    """The loss and gradient of a transformer, and the transformer's shapes."""
+    create = ft.abstract(ft.nn.Transformer.create)
+    model = create(dataclasses.replace(CONFIG, remat=remat), key=KEY)
+    return jax.value_and_grad(lambda model: jnp.mean(model(TOKENS) ** 2)), model
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_names_of_the_transformer(name: str) -> None:
+    forward, backward = loops(*model_loss(offload(name)))
+    assert moved(forward) == [(NAMES[name], "Host")]
+    assert moved(backward) == [(NAMES[name], "Device")]
+
+
+def test_products_with_weights_are_not_computed_again_where_what_they_give_is_offloaded() -> None:
+    def products(remat: Any) -> int:
+        _, backward = loops(*model_loss(remat))
+        return [eqn.primitive.name for eqn in inside(backward.params["jaxpr"])].count("dot_general")
+
+    # By query, key, value, out, gate and up, and the one that mixes the values. Nothing reads what
+    # `down` gives.
+    assert products(offload(*NAMES)) == products("full") - 7
+
+
+def test_offload_changes_no_value_and_no_gradient_of_the_transformer() -> None:
+    _, shapes = model_loss(None)
+    model = jax.tree.map(
+        lambda x: jnp.cos(jnp.arange(x.size, dtype=x.dtype)).reshape(x.shape) / 2, shapes
+    )
+
+    def run_it(remat: Any) -> Any:
+        loss, like = model_loss(remat)
+        return jax.jit(loss)(jax.tree.unflatten(jax.tree.structure(like), jax.tree.leaves(model)))
+
+    (value, gradient), (expected, by_jax) = run_it(offload(*NAMES)), run_it(None)
+    np.testing.assert_allclose(value, expected, rtol=1e-6)
+    for one, other in zip(jax.tree.leaves(gradient), jax.tree.leaves(by_jax), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
+
+
+def test_a_transformer_with_its_blocks_inputs_offloaded_keeps_nothing_on_the_device() -> None:
+    forward, _ = loops(*model_loss(offload("block_input")))
+    assert [str(var.aval) for var in forward.outvars[1:]] == ["float32<host>[3,5,8]"]
+
+
+def test_every_name_is_known_to_the_error() -> None:
+    loss, model = model_loss(offload("mpl_gate"))
+    with pytest.raises(FunctreeError, match="did you mean `mlp_gate`") as caught:
+        jax.eval_shape(loss, model)
+    assert ", ".join(f"`{name}`" for name in sorted(NAMES)) in str(caught.value)
+
+
+@pytest.mark.parametrize("remat", [None, "full", "dots"])
+def test_names_add_nothing_to_the_compiled_program(
+    remat: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def program() -> list[str]:
+        loss, model = model_loss(remat)
+        text = jax.jit(lambda model: loss(model)).lower(model).compile().as_text()
+        return sorted(re.findall(r"= \S+ ([a-z-]+)\(", text))
+
+    named = program()
+    for module in (attention, mlp, block):
+        monkeypatch.setattr(module, "checkpoint_name", lambda x, name: x)
+    assert named == program() and len(named) > 100
+
+
+def test_a_config_with_an_offload_is_equal_by_value() -> None:
+    one, other = (dataclasses.replace(CONFIG, remat=offload("mlp_up")) for _ in range(2))
+    assert one == other and hash(one) == hash(other)
+
+
+# Errors
+
+
+class Odd(eqx.Module):
+    """Returns something other than it was given."""
+
+    weight: Array
+    fun: Callable[[Array], Any] = eqx.field(static=True)
+
+    def __call__(self, x: Array) -> Any:
+        return self.fun(x)
+
+
+def odd(fun: Callable[[Array], Any]) -> Stacked[Odd]:
+    return Stacked(Odd(jnp.ones((2, 1)), fun))
+
+
+ERRORS: dict[str, tuple[type[Exception], Callable[[], Any], list[str]]] = {
+    "leading sizes differ": (
+        FunctreeError,
+        lambda: Stacked({"a": jnp.ones((3, 4)), "b": [jnp.ones(2)]}),
+        [
+            'the same leading size, that of "layers"',
+            "layer.a   f32[3, 4]",
+            "size 3",
+            "layer.b.0   f32[2]",
+            "size 2",
+        ],
+    ),
+    "a scalar leaf": (
+        FunctreeError,
+        lambda: Stacked({"a": jnp.ones(3), "b": jnp.float32(1)}, axis="stage"),
+        ['that of "stage"', "layer.b", "has no dimensions"],
+    ),
+    "no arrays": (FunctreeError, lambda: Stacked({"a": 1}), ["dict has no array leaves"]),
+    "no arrays in a layer": (
+        FunctreeError,
+        lambda: stack(lambda key: {"a": 1}, 3, KEY),
+        ["no array leaves"],
+    ),
+    "the axis is no identifier": (
+        AxesError,
+        lambda: Stacked(jnp.ones(3), axis="my axis"),
+        ["Stacked(axis='my axis')", "identifier"],
+    ),
+    "the axis is an unnamed one": (
+        AxesError,
+        lambda: Stacked(jnp.ones(3), axis="_"),
+        ["Stacked(axis='_')", "identifier"],
+    ),
+    "the axis is no text": (
+        AxesError,
+        lambda: Stacked(jnp.ones(3), axis=0),
+        ["Stacked(axis=0)", "identifier"],
+    ),
+    "no layers": (
+        FunctreeError,
+        lambda: stack(Layer, 0, KEY),
+        ["stack cannot", "n=0", "positive integer"],
+    ),
+    "half a layer": (
+        FunctreeError,
+        lambda: stack(Layer, 2.5, KEY),
+        ["stack cannot", "n=2.5", "positive integer"],
+    ),
+    "a flag for a number": (
+        FunctreeError,
+        lambda: stack(Layer, True, KEY),
+        ["stack cannot", "n=True", "positive integer"],
+    ),
+    "index above": (
+        FunctreeError,
+        lambda: stack(Layer, 2, KEY)[2],
+        ["layer 2 of a Stacked of 2", "out of range"],
+    ),
+    "index below": (
+        FunctreeError,
+        lambda: stack(Layer, 2, KEY)[-3],
+        ["layer -3 of a Stacked of 2"],
+    ),
+    "index of a wrong type": (
+        FunctreeError,
+        lambda: stack(Layer, 2, KEY)["first"],
+        ["takes an integer", "slice", "'first'"],
+    ),
+    "index of a wrong dtype": (
+        FunctreeError,
+        lambda: stack(Layer, 2, KEY)[jnp.ones(())],
+        ["takes an integer"],
+    ),
+    "an unknown policy": (
+        FunctreeError,
+        lambda: stack(Layer, 2, KEY).scan(X, remat="all"),
+        ["remat='all'", '"full"', '"dots"', 'ft.offload("name")', "jax.checkpoint_policies"],
+    ),
+    "nothing to offload": (
+        FunctreeError,
+        lambda: offload(),
+        ["offload() needs the names", 'offload("hidden")'],
+    ),
+    "offload what is no name": (
+        FunctreeError,
+        lambda: offload("my name"),
+        ["offload('my name')", "an identifier"],
+    ),
+    "offload what is no text": (FunctreeError, lambda: offload(3), ["offload(3)", "an identifier"]),
+    "keep what is unknown": (
+        FunctreeError,
+        lambda: offload("wide", others="all"),
+        ["remat='all'", '"dots"'],
+    ),
+    "a misspelt name": (
+        FunctreeError,
+        lambda: TWICE.scan(X, remat=offload("wied", "wide")),
+        [
+            "1 name to offload that no value in Twice has",
+            '"wied"',
+            "no value has this name; did you mean `wide`?",
+            "Try: one of `narrow`, `wide`",
+        ],
+    ),
+    "misspelt names, in a trace": (
+        FunctreeError,
+        lambda: jax.jit(gradient(offload("tall", "high")))(TWICE, X),
+        ["2 names to offload", '"tall"', '"high"'],
+    ),
+    "no names in a layer": (
+        FunctreeError,
+        lambda: Stacked(eqx.Partial(jnp.multiply, jnp.ones((2, 1, 1)))).scan(
+            X, remat=offload("wide")
+        ),
+        ["1 name to offload that no value in Partial has", "checkpoint_name(x"],
+    ),
+    "another shape": (
+        FunctreeError,
+        lambda: odd(lambda x: x[:, :2])(X),
+        ["Odd takes float32[3,4] and returns float32[3,2]", "for layer in stacked"],
+    ),
+    "another dtype": (
+        FunctreeError,
+        lambda: odd(lambda x: x.astype(jnp.bfloat16)).scan(X, remat="full"),
+        ["Odd takes float32[3,4] and returns bfloat16[3,4]"],
+    ),
+    "another structure": (
+        FunctreeError,
+        lambda: odd(lambda x: (x, x))(X),
+        ["Odd takes float32[3,4] and returns (float32[3,4], float32[3,4])"],
+    ),
+    "nothing": (FunctreeError, lambda: odd(lambda x: None)(X), ["returns None"]),
+}
+
+
+@pytest.mark.parametrize("case", ERRORS)
+def test_errors(case: str) -> None:
+    error, wrong, fragments = ERRORS[case]
+    with pytest.raises(error) as caught:
+        wrong()
+    for fragment in fragments:
+        assert fragment in str(caught.value)
+
+
+# Inputs and outputs of each layer
+
+
+class Cell(eqx.Module):
+    """A layer with dropout, a cache that it reads and writes, and a count of its calls."""
+
+    weight: Float[Array, "embed embed"]
+    dropout: ft.nn.Dropout
+    calls: ft.StateRef
+
+    def __init__(self, key: PRNGKeyArray):
+        self.weight = jax.random.normal(key, (SIZE, SIZE)) / 2
+        self.dropout = ft.nn.Dropout(0.5)
+        self.calls = ft.StateRef(jnp.zeros((), jnp.int32))
+
+    def __call__(self, x: Array, *args: Any, **given: Any) -> Any:
+        y = jnp.tanh(x @ self.weight)
+        for scale in (*args, given.get("scale", 1.0)):
+            y = y * scale
+        if "key" in given:
+            y = self.dropout(y, key=given["key"])
+        results: list[Any] = [y]
+        if "cache" in given:
+            cache = {"k": given["cache"]["k"] + y, "unused": None}
+            results.append({"cache": cache, "norm": jnp.sum(y**2), "number": 1.5})
+        if "state" in given:
+            state = given["state"]
+            results.append(state.set(self.calls, state[self.calls] + 1))
+        return results[0] if len(results) == 1 else tuple(results)
+
+
+def cells() -> tuple[Stacked[Cell], ft.State]:
+    return ft.make_state(stack(Cell, DEPTH, KEY))
+
+
+KEYS = jax.random.split(jax.random.key(2), DEPTH)
+SCALES = jnp.linspace(0.5, 1.5, DEPTH)
+CACHES = {
+    "k": jnp.arange(DEPTH * 3 * SIZE, dtype=jnp.float32).reshape(DEPTH, 3, SIZE),
+    "unused": None,
+}
+EACH: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
+    "nothing": ((), {}),
+    "a key": ((), {"key": KEYS}),
+    "raw keys": ((), {"key": jax.random.key_data(KEYS)}),
+    "numbers": ((), {"scale": SCALES}),
+    "of numpy": ((), {"scale": np.asarray(SCALES)}),
+    "a tree": ((), {"cache": CACHES}),
+    "beside what is shared": (
+        (2.0, jnp.float32(3)),
+        {"key": KEYS, "scale": SCALES, "cache": CACHES},
+    ),
+}
+
+
+def by_hand(stacked: Any, x: Any, args: Any, each: Any, state: Any = None) -> tuple[Any, list[Any]]:
+    """Layer by layer, each with its own part."""
+    outs: list[Any] = []
+    for i in range(DEPTH):
+        layer = jax.tree.map(lambda leaf, i=i: leaf[i], eqx.filter(stacked.layer, eqx.is_array))
+        layer = eqx.combine(layer, eqx.filter(stacked.layer, eqx.is_array, inverse=True))
+        result = layer(x, *args, **jax.tree.map(lambda leaf, i=i: leaf[i], each))
+        x, out = result if isinstance(result, tuple) else (result, None)
+        outs.append(out)
+    return x, outs
+
+
+@pytest.mark.parametrize("case", EACH)
+@pytest.mark.parametrize("remat", [None, "full"])
+@pytest.mark.parametrize("unroll", [1, True])
+def test_each_layer_gets_its_part(case: str, remat: Any, unroll: Any) -> None:
+    args, each = EACH[case]
+    stacked, _ = cells()
+    collect = "cache" in each
+
+    def scanned(stacked: Any, each: Any) -> Any:
+        result = stacked.scan(X, *args, each=each, collect=collect, remat=remat, unroll=unroll)
+        return result if collect else (result, None)
+
+    y, outs = ft.jit(scanned)(stacked, each) if case != "nothing" else scanned(stacked, None)
+    expected, parts = by_hand(stacked, X, args, each)
+    np.testing.assert_allclose(y, expected, rtol=1e-5)
+    if collect:
+        wanted = jax.tree.map(lambda *leaves: jnp.stack(list(map(jnp.asarray, leaves))), *parts)
+        assert jax.tree.structure(outs) == jax.tree.structure(wanted)
+        jax.tree.map(
+            lambda one, other: np.testing.assert_allclose(one, other, rtol=1e-4), outs, wanted
+        )
+        assert outs["number"].tolist() == [1.5] * DEPTH and outs["cache"]["unused"] is None
+
+
+def test_the_gradient_reaches_what_each_layer_gets() -> None:
+    stacked, _ = cells()
+
+    def loss(scales: Array, cache: Array) -> Array:
+        each = {"scale": scales, "cache": {"k": cache, "unused": None}}
+        y, outs = stacked.scan(X, each=each, collect=True, remat="dots")
+        return jnp.sum(y) + jnp.sum(outs["cache"]["k"] * cache)
+
+    def loss_by_hand(scales: Array, cache: Array) -> Array:
+        y, outs = by_hand(stacked, X, (), {"scale": scales, "cache": {"k": cache, "unused": None}})
+        return jnp.sum(y) + sum(
+            jnp.sum(out["cache"]["k"] * k) for out, k in zip(outs, cache, strict=True)
+        )
+
+    found = jax.grad(loss, argnums=(0, 1))(SCALES, CACHES["k"])
+    for one, other in zip(
+        found, jax.grad(loss_by_hand, argnums=(0, 1))(SCALES, CACHES["k"]), strict=True
+    ):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("collect", [False, True])
+def test_state_comes_last(collect: bool) -> None:
+    stacked, state = cells()
+    each: dict[str, Any] = {"scale": SCALES, **({"cache": CACHES} if collect else {})}
+    *results, after = stacked.scan(X, each=each, collect=collect, state=state)
+    assert len(results) == 1 + collect
+    np.testing.assert_allclose(results[0], by_hand(stacked, X, (), each)[0], rtol=1e-5)
+    [calls] = jax.tree.leaves(after)
+    assert calls.tolist() == [1] * DEPTH
+
+
+def test_what_each_layer_gets_is_laid_out_too() -> None:
+    mesh = ft.make_mesh(data=2, model=4)
+    stacked, _ = cells()
+    caches = ft.shard(CACHES["k"], ft.P(None, None, "model"), mesh)
+
+    @ft.jit(donate="cache")
+    def step(stacked: Any, cache: Any) -> Any:
+        y, outs = stacked.scan(X, each={"cache": cache}, collect=True)
+        return y, outs["cache"]
+
+    _, new = step(ft.shard(stacked, ft.P(), mesh), {"k": caches, "unused": None})
+    assert new["k"].sharding.spec == ft.P(None, None, "model") and len(step.compilations) == 1
+
+
+class Returns(eqx.Module):
+    """A layer that returns whatever it is told to."""
+
+    weight: Array
+    result: Any = eqx.field(static=True)
+
+    def __call__(self, x: Array, **given: Any) -> Any:
+        return self.result(x, given)
+
+
+class Named(eqx.Module):
+    weight: Array
+
+    def __call__(self, x: Array, *, key: Any) -> Array:
+        return x * self.weight
+
+
+def returning(result: Callable[[Any, Any], Any]) -> Stacked[Returns]:
+    return Stacked(Returns(jnp.ones(DEPTH), result))
+
+
+MISUSE: dict[str, tuple[Any, tuple[str, ...]]] = {
+    "one key for all": (
+        lambda s: s.scan(X, each={"key": KEY}),
+        ("each layer needs its own part of an array", "each.key", "has no leading dimension, and there are 5 layers",
+         "split it, `jax.random.split(key, 5)`"),
+    ),
+    "another number": (
+        lambda s: s.scan(X, each={"cache": {"k": jnp.ones((4, 2)), "v": jnp.ones((5, 2))}}),
+        ("each.cache.k", "f32[4, 2]", "has leading size 4, and there are 5 layers", "pass what all layers share"),
+    ),
+    "no dict": (lambda s: s.scan(X, each=KEYS), ("each=", "it must be keyword arguments of the layers in a dict")),
+    "no names": (lambda s: s.scan(X, each={1: KEYS}), ("it must be keyword arguments of the layers in a dict",)),
+    "no such parameter": (
+        lambda s: Stacked(Named(jnp.ones(DEPTH))).scan(X, each={"kee": KEYS}),
+        ("each={'kee': ...}: Named has no parameter `kee`", "did you mean `key`"),
+    ),
+    "the state": (lambda s: s.scan(X, each={"state": KEYS}), ("the state is `state=`",)),
+    "no flag": (lambda s: s.scan(X, collect=1), ("collect=1", "it must be True or False")),
+    "no pair": (
+        lambda s: returning(lambda x, given: x).scan(X, collect=True),
+        ("Returns is called with `collect=True` but does not return `(y, out)`",),
+    ),
+    "three": (
+        lambda s: returning(lambda x, given: (x, x, x)).scan(X, collect=True),
+        ("Returns is called with `collect=True` but does not return `(y, out)`",),
+    ),
+    "no state": (
+        lambda s: returning(lambda x, given: (x, x)).scan(X, collect=True, state=ft.State((), {})),
+        ("Returns is called with `collect=True` and `state=` but does not return `(y, out, state)`",),
+    ),
+    "another shape": (
+        lambda s: returning(lambda x, given: (x[:1], x)).scan(X, collect=True),
+        ("Returns takes float32[3,4] and returns float32[1,4]",),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", MISUSE)
+def test_misuse_of_each_and_collect(case: str) -> None:
+    run, fragments = MISUSE[case]
+    with raises(*fragments):
+        run(cells()[0])

@@ -1,0 +1,231 @@
+"""`typed`: what is checked, in whose words, and that it costs a compiled program nothing."""
+
+import inspect
+from collections.abc import Callable
+from typing import Annotated, Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jaxtyping
+import numpy as np
+import pytest
+from checks import raises
+from jax.sharding import NamedSharding, PartitionSpec
+from jaxtyping import Array, Float
+from meshes import EXPLICIT, MESH
+
+import functree as ft
+from functree.transforms.shard_map.shard_map import shard_map
+from functree.transforms.typed import typed
+
+P = PartitionSpec
+RULES = ft.AxisRules({"batch": "data", "hidden": "model", "embed": None})
+X, UP = jnp.ones((4, 6)), jnp.ones((6, 8))
+
+
+def up(
+    x: Float[Array, "batch embed"], w: Float[Array, "embed hidden"], *, times: int = 1
+) -> Float[Array, "batch hidden"]:
+    """Doc."""
+    return (x @ w) * times
+
+
+def test_it_is_the_function():
+    f = typed(up)
+    np.testing.assert_array_equal(f(X, w=UP, times=2), up(X, UP, times=2))
+    assert (f.__name__, f.__doc__, inspect.signature(f)) == ("up", "Doc.", inspect.signature(up))
+    assert typed()(up)(X, UP).shape == (4, 8)
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
+def test_a_mismatch_is_told_in_our_words(wrap: Callable[[Any], Any]):
+    for _ in range(2):  # also of a trace that has failed before
+        with pytest.raises(
+            ft.AxesError,
+            match=r'(?s)^up: 1 array.*w   f32\[5, 8\].*"embed" has size 5 here, and 6 in `x`',
+        ):
+            wrap(typed(up))(X, jnp.ones((5, 8)))
+
+
+def test_the_result_is_in_the_same_scope():
+    @typed
+    def f(x: Float[Array, "batch embed"]) -> tuple[Float[Array, "batch"], str]:
+        return x[0], "text"
+
+    with pytest.raises(
+        ft.AxesError, match=r'(?s)^f: .*result\.0   f32\[6\].*"batch" has size 6 here, and 4 in `x`'
+    ):
+        f(X)
+
+
+def test_beartype_checks_the_rest():
+    with pytest.raises(jaxtyping.TypeCheckError, match="times"):
+        typed(up)(X, UP, times="two")  # type: ignore[arg-type]
+
+    @typed
+    def f(x: Float[Array, "batch embed"]) -> str:
+        return 3  # type: ignore[return-value]
+
+    with pytest.raises(jaxtyping.TypeCheckError, match="3"):
+        f(X)
+    with pytest.raises(TypeError, match="missing a required argument"):
+        f()  # type: ignore[call-arg]
+
+
+def test_calls_inside_calls_have_scopes_of_their_own():
+    @typed
+    def inner(x: Float[Array, "embed batch"]) -> Float[Array, "batch"]:
+        return x[0]
+
+    @typed
+    def outer(x: Float[Array, "batch embed"]) -> Float[Array, "batch"]:
+        return inner(x.T)
+
+    assert outer(X).shape == (4,)
+    with pytest.raises(ft.AxesError):
+        typed(up)(X, X)
+    assert outer(X).shape == (4,)
+
+
+def test_methods():
+    class Layer(eqx.Module):
+        w: Float[Array, "embed hidden"]
+
+        @typed
+        def __call__(self, x: Float[Array, "batch embed"]) -> Float[Array, "batch hidden"]:
+            return x @ self.w
+
+    assert Layer(UP)(X).shape == (4, 8)
+    assert typed(Layer(UP))(X).shape == (4, 8)
+    with pytest.raises(ft.AxesError, match=r"(?s)x   f32\[6\].*has 1 dimension"):
+        Layer(UP)(X[0])
+
+
+def test_nothing_is_added_to_the_program():
+    rules, args = ft.axis_rules(RULES), (X, UP)
+    with jax.set_mesh(EXPLICIT), rules:
+        placed = jax.device_put(args[0], P("data", None)), jax.device_put(args[1], P(None, "model"))
+        plain, checked = (str(jax.make_jaxpr(f)(*placed)) for f in (up, typed(up)))
+    assert plain == checked
+
+
+# Under Explicit axes types are compared with the rules
+
+
+def placed(x: Array, spec: P, mesh: Any = EXPLICIT) -> Array:
+    return jax.device_put(x, NamedSharding(mesh, spec))
+
+
+def test_types_as_the_rules_say():
+    with ft.axis_rules(RULES), jax.set_mesh(EXPLICIT):
+        out = jax.jit(typed(up))(placed(X, P("data")), placed(UP, P(None, "model")))
+    assert out.sharding.spec == P("data", "model")
+
+
+def test_types_that_are_not_as_the_rules_say():
+    message = r"(?s)^up: 1 array not sharded as the rules ask.*w.*is sharded P\(None, None\), but the rules ask for "
+    message += r"P\(None, 'model'\).*constrain=True"
+    with (
+        ft.axis_rules(RULES),
+        jax.set_mesh(EXPLICIT),
+        pytest.raises(ft.ShardingError, match=message),
+    ):
+        jax.jit(typed(up))(placed(X, P("data")), placed(UP, P()))
+
+
+def test_the_type_of_the_result():
+    def whole(x: Float[Array, "batch embed"]) -> Float[Array, "batch embed"]:
+        return jax.sharding.reshard(x, P())
+
+    with ft.axis_rules(RULES), jax.set_mesh(EXPLICIT):
+        with pytest.raises(
+            ft.ShardingError,
+            match=r"(?s)result.*is sharded P\(None, None\), but the rules ask for P\('data', None\)",
+        ):
+            jax.jit(typed(whole))(placed(X, P("data")))
+
+
+def test_without_rules_or_under_auto_axes_types_are_not_asked():
+    with jax.set_mesh(EXPLICIT):
+        jax.jit(typed(up))(placed(X, P("data")), placed(UP, P()))
+    with ft.axis_rules(RULES):
+        typed(up)(X, UP)
+        with jax.set_mesh(MESH):
+            jax.jit(typed(up))(placed(X, P("data"), MESH), placed(UP, P(), MESH))
+
+
+# constrain=True
+
+
+@pytest.mark.parametrize("mesh", [MESH, EXPLICIT], ids=["auto", "explicit"])
+def test_constrain(mesh: Any):
+    seen = []
+
+    @typed(constrain=True)
+    def f(
+        x: Float[Array, "batch embed"],
+        pair: tuple[Float[Array, "embed hidden"], str],
+        y: Annotated[Array, P("model")],
+    ) -> Float[Array, "batch hidden"]:
+        seen.append(jax.typeof(x).sharding.spec)
+        return x @ pair[0]
+
+    with jax.set_mesh(mesh), ft.axis_rules(RULES):
+        out = jax.jit(lambda x, w, y: f(x, (w, "text"), y))(X, UP, jnp.ones(4))
+    assert out.sharding.is_equivalent_to(NamedSharding(mesh, P("data", "model")), 2)
+    np.testing.assert_array_equal(out, X @ UP)
+    assert seen == [P("data", None) if mesh is EXPLICIT else P(None, None)]
+
+
+def test_constrain_without_a_mesh_does_nothing():
+    assert typed(up, constrain=True)(X, UP).shape == (4, 8)
+
+
+def test_constrain_with_a_mesh_and_no_rules_is_an_error():
+    with (
+        jax.set_mesh(MESH),
+        pytest.raises(ft.ShardingError, match="no rules to lay out `batch embed`"),
+    ):
+        jax.jit(typed(up, constrain=True))(X, UP)
+
+
+def test_constrain_refuses_what_does_not_divide():
+    with (
+        jax.set_mesh(MESH),
+        ft.axis_rules(RULES),
+        pytest.raises(ft.ShardingError, match='"batch" has size 3'),
+    ):
+        jax.jit(typed(up, constrain=True))(jnp.ones((3, 6)), UP)
+
+
+def test_inside_shard_map_it_sees_local_arrays():
+    def f(x: Float[Array, "batch embed"]) -> Float[Array, "batch embed"]:
+        return typed(same, constrain=True)(x)
+
+    def same(x: Float[Array, "2 embed"]) -> Float[Array, "2 embed"]:
+        return x
+
+    rules = ft.AxisRules({"batch": "data", "embed": None})
+    np.testing.assert_array_equal(shard_map(f, mesh=MESH, rules=rules)(X), X)
+
+
+def test_it_composes():
+    f = typed(up)
+    np.testing.assert_array_equal(jax.vmap(f, (0, None))(jnp.stack([X, X]), UP)[0], up(X, UP))
+    np.testing.assert_array_equal(jax.grad(lambda x: f(x, UP).sum())(X), jnp.full((4, 6), 8.0))
+
+
+def test_defaults_are_not_checked():
+    @ft.typed
+    def f(
+        x: Float[Array, "n"], scale: float = 1, mask: Float[Array, "n"] = None, *, offset: str = 0
+    ) -> Array:
+        return x * scale
+
+    assert np.array_equal(f(jnp.ones(2)), jnp.ones(2))
+    assert np.array_equal(f(jnp.ones(2), 2.0, mask=jnp.ones(2)), [2.0, 2.0])
+    with pytest.raises(TypeError):
+        f(jnp.ones(2), "text")
+    with raises("mask", '"n" has size 3 here, and 2 in `x`', error=ft.AxesError):
+        f(jnp.ones(2), mask=jnp.ones(3))

@@ -1,0 +1,200 @@
+"""Globs over the parts of a path, against a matcher over tuples."""
+
+import re
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from patterns import KEYS, PARTS, written
+
+import functree as ft
+from functree.tree.globs import glob_pattern, literal_text, match_text
+from functree.tree.paths import Path, part_text
+
+
+def matches(pattern: str, *keys: Any) -> bool:
+    return bool(glob_pattern(pattern).fullmatch(match_text(Path(keys))))
+
+
+MATCHES = [
+    ("", (), True),
+    ("", ("a",), False),
+    ("a", ("a",), True),
+    ("a", ("a", "b"), False),
+    ("a.b", ("a.b",), False),
+    ("*", ("a",), True),
+    ("*", (), False),
+    ("*", (3,), True),
+    ("*", ("",), True),
+    ("*", ("a.b",), True),
+    ("*", ("a\x1fb",), True),
+    ("*", (None,), True),
+    ("*a*", ((1, "a"),), True),
+    ("1*", (1.5,), False),
+    ("*.*", ("a.b",), False),
+    ("*.*", ("a\x1fb",), False),
+    ("*", ("a", "b"), False),
+    ("a*", ("ab",), True),
+    ("a*", ("a",), True),
+    ("a*", ('a"b',), True),
+    ("a*", ("a b",), True),
+    ("*_proj", ("q_proj",), True),
+    ("*_proj", ("proj",), False),
+    ("a*b*c", ("axxbyyc",), True),
+    ("a*b*c", ("acb",), False),
+    ("*n", ("\n",), False),
+    ("*f", ("\x1f",), False),
+    ("*e", ("\x1e",), False),
+    ("blocks.*.attn.query", ("blocks", 3, "attn", "query"), True),
+    ("blocks.*.attn.query", ("blocks", 3, 4, "attn", "query"), False),
+    ("blocks.1*.w", ("blocks", 12, "w"), True),
+    ("blocks.1*.w", ("blocks", "12", "w"), True),
+    ("blocks.1*.w", ("blocks", 2, "w"), False),
+    ("*1", (11,), True),
+    ("**", (), True),
+    ("**", ("a", 0, None), True),
+    ("**.**", (), True),
+    ("**.bias", ("bias",), True),
+    ("**.bias", ("a", 0, "bias"), True),
+    ("**.bias", ("a", "bias", 0), False),
+    ("**.bias", ("a", "xbias"), False),
+    ("**.mlp.**", ("mlp",), True),
+    ("**.mlp.**", ("a", "mlp", "b", "c"), True),
+    ("**.mlp.**", ("a", "mlp2", "b"), False),
+    ("a.**", ("a",), True),
+    ("a.**", ("b", "a"), False),
+    ("a.**.b", ("a", "b"), True),
+    ("a.**.b", ("a", 1, 2, "b"), True),
+    ("a.**.b", ("a", 1), False),
+    ("**.*", (), False),
+    ("**.*.**", ("a",), True),
+    ("0", (0,), True),
+    ("0", ("0",), False),
+    ('"0"', ("0",), True),
+    ('"0"', (0,), False),
+    ("-1", (-1,), True),
+    ('"*"', ("*",), True),
+    ('"*"', ("a",), False),
+    ('"**"', ("**",), True),
+    ('"**"', ("a", "b"), False),
+    ('a."b.c"', ("a", "b.c"), True),
+    ('a."b.c"', ("a", "b", "c"), False),
+    (r'"\""', ('"',), True),
+    (r'"\n"', ("\n",), True),
+    ("[True]", (True,), True),
+    ("[True]", (1,), False),
+    ("1", (True,), False),
+    ("[None].**", (None, "x"), True),
+    ("a_b", ("a.b",), False),
+]
+
+
+@pytest.mark.parametrize(("pattern", "keys", "expected"), MATCHES)
+def test_matches(pattern: str, keys: tuple[Any, ...], expected: bool) -> None:
+    assert matches(pattern, *keys) is expected
+
+
+@pytest.mark.parametrize(
+    "pattern", ["a.**b", "a-*", "***", "a*b c", '*"x"', "x.?", "a..b", "a.", "[open]", "a b*"]
+)
+def test_what_is_no_glob(pattern: str) -> None:
+    with pytest.raises(ft.RuleError) as error:
+        ft.glob(pattern)
+    assert repr(pattern)[1:-1] in str(error.value) or "quote it" in str(error.value)
+
+
+def test_the_message_says_what_stars_are() -> None:
+    with pytest.raises(
+        ft.RuleError,
+        match=r"glob 'a\.\*\*b': cannot read '\*\*b'; `\*` matches any text within one",
+    ):
+        ft.glob("a.**b")
+
+
+# The oracle: parts against keys, in plain Python.
+
+
+def same(one: Any, other: Any) -> bool:
+    return type(one) is type(other) and one == other
+
+
+def part_fits(part: tuple[str, Any], key: Any) -> bool:
+    kind, value = part
+    if kind == "key":
+        return same(value, key)
+    if value == "*":
+        return True
+    *pieces, last = value.split("*")
+    text = key if type(key) is str else part_text(key)
+    if (
+        len(text) < len(pieces[0]) + len(last)
+        or not text.startswith(pieces[0])
+        or not text.endswith(last)
+    ):
+        return False
+    return all(piece in text[len(pieces[0]) : len(text) - len(last)] for piece in pieces[1:])
+
+
+def oracle(parts: list[tuple[str, Any]], keys: tuple[Any, ...]) -> bool:
+    if not parts:
+        return not keys
+    if parts[0][0] == "**":
+        return any(oracle(parts[1:], keys[i:]) for i in range(len(keys) + 1))
+    return bool(keys) and part_fits(parts[0], keys[0]) and oracle(parts[1:], keys[1:])
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> tuple[list[tuple[str, Any]], tuple[Any, ...]]:
+    """A pattern and a path, often one made to fit it."""
+    parts = draw(st.lists(PARTS, max_size=4))
+    if draw(st.booleans()):
+        return parts, tuple(draw(st.lists(KEYS, max_size=5)))
+    keys: list[Any] = []
+    for kind, value in parts:
+        if kind == "**":
+            keys += draw(st.lists(KEYS, max_size=2))
+        else:
+            keys.append(value if kind == "key" else draw(KEYS | st.just(value.replace("*", "z"))))
+    return parts, tuple(keys)
+
+
+@given(cases())
+def test_a_glob_is_a_match_of_parts(case: tuple[list[tuple[str, Any]], tuple[Any, ...]]) -> None:
+    parts, keys = case
+    assert matches(written(parts), *keys) is oracle(parts, keys)
+
+
+@given(st.lists(KEYS, max_size=4).map(Path))
+def test_a_path_is_a_glob_of_itself_alone(path: Path) -> None:
+    assert literal_text(str(path)) == match_text(path)
+    assert matches(str(path), *path)
+    assert not matches(str(path), *path, "more")
+
+
+@given(st.lists(KEYS, max_size=4), st.lists(KEYS, max_size=4))
+def test_no_two_paths_look_alike(one: list[Any], other: list[Any]) -> None:
+    assert (match_text(Path(one)) == match_text(Path(other))) == (
+        str(Path(one)) == str(Path(other))
+    )
+
+
+def test_literal() -> None:
+    assert literal_text("a.*") is None and literal_text("**") is None
+    assert literal_text('a."*"') == match_text(Path(("a", "*")))
+
+
+def test_many_stars_take_no_time() -> None:
+    pattern = ".".join(["**"] * 30 + ["x"])
+    assert not matches(pattern, *["y"] * 60)
+    assert glob_pattern(pattern) is glob_pattern(pattern)
+
+
+def test_regexes_have_no_groups_of_their_own() -> None:
+    assert re.compile(glob_pattern("**.a*.b").pattern).groups == 0
+
+
+def test_escapes_are_escaped() -> None:
+    odd = ["\x1f", "\x1e", "\x1d", "\x1d\x1b", "\x1d\x1c", "\x1d\x1d", "\x1e0", "0"]
+    texts = {match_text(Path((key,))) for key in odd} | {match_text(Path((0,)))}
+    assert len(texts) == len(odd) + 1

@@ -1,0 +1,288 @@
+"""A tree without its arrays: laws for trees of all kinds, with `jax.tree` as the oracle."""
+
+import collections
+import copy
+import dataclasses
+import enum
+import functools
+import pickle
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from jax.scipy.spatial.transform import Rotation
+from structures import TREES, Method, Pair, Point, Registered, X, arrays_of, described, same_objects
+
+import functree as ft
+from functree.calls.call_groups import CallGroups
+from functree.labels.leaves import read
+from functree.tree.skeleton.skeleton import Skeleton
+
+
+def test_init_is_not_called_again():
+    calls = []
+
+    class Counted(eqx.Module):
+        x: Any
+
+        def __init__(self, x: Any):
+            calls.append(x)
+            self.x = x
+
+        def __check_init__(self) -> None:
+            calls.append("check")
+
+    tree = Counted(X)
+    built = Skeleton.of(tree).build([jnp.zeros(3)])
+    assert isinstance(built, Counted) and len(calls) == 2
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        built.x = 3
+
+
+def test_statics_have_paths():
+    tree = {"a": [Pair(X, 3, name="n")], "p": Point(X, "text"), "q": {1: X}}
+    found = {str(ft.Path(keys)): value for keys, value in Skeleton.of(tree).statics}
+    assert found == {"a.0.name": "n", "a.0.second": 3, "p.y": "text"}
+
+
+def test_skeletons_are_values():
+    assert {Skeleton.of(Pair(X, 1)): 1}[Skeleton.of(Pair(np.ones(3), 1))] == 1
+    assert Skeleton.of(X) == Skeleton.of(np.ones(3)) != Skeleton.of(None)
+    configurations = [
+        Pair(X, X, name) for name in (1, True, 1.0, -0.0, 0.0, "a", ("a", 1), ("a", True))
+    ]
+    assert (
+        len(set(map(Skeleton.of, configurations)))
+        == len({hash(Skeleton.of(c)) for c in configurations})
+        == 8
+    )
+
+
+def test_what_cannot_be_hashed():
+    skeleton = Skeleton.of({"a": Pair(X, {1, 2}), "b": Pair(X, X, ["n"])})
+    assert hash(skeleton) == hash(Skeleton.of({"a": Pair(X, {1, 2}), "b": Pair(X, X, ["n"])}))
+    with pytest.raises(ft.FunctreeError) as caught:
+        skeleton.check_hashable()
+    assert [(str(p.path), p.what) for p in caught.value.problems] == [
+        ("a.second", "set"),
+        ("b.name", "list"),
+    ]
+    Skeleton.of({"a": Pair(X, (1, 2))}).check_hashable()
+    assert Skeleton.of([X, {1, 2}]) == Skeleton.of([X, {1, 2}]) != Skeleton.of([X, {1, 3}])
+
+
+@given(TREES)
+def test_the_paths_are_those_of_the_walk(tree: Any):
+    assert Skeleton.of(tree).paths == tuple(leaf.path for leaf in read(tree).leaves)
+    assert Skeleton.of(tree) == read(tree).skeleton
+
+
+COPIED = {
+    "module": Pair([jnp.ones(2), None], {"k": Method(jnp.ones(3))}, "static"),
+    "of Equinox": eqx.nn.GRUCell(2, 3, key=jax.random.key(0)),
+    "of functree": ft.nn.MLP(4, 8, key=jax.random.key(0)),
+    "stacked": ft.stack(lambda key: ft.nn.MLP(4, 8, key=key), 3, jax.random.key(0)),
+    "packed": ft.pack(Pair(jnp.ones(2), (1, "text"))),
+    "with state": ft.make_state([ft.nn.BatchNorm(4)]),
+    "registered": Registered(jnp.ones(2), 3),
+    "containers": [Point(jnp.ones(1), 1), collections.OrderedDict(b=jnp.ones(1), a=2), {"d": None}],
+    "an array": jnp.ones(2),
+    "nothing": None,
+}
+
+
+@pytest.mark.parametrize("case", COPIED)
+def test_pickled_and_copied(case: str):
+    tree = COPIED[case]
+    static, arrays = ft.split(tree)
+    for _ in range(2):
+        static.build(arrays_of(tree))  # the generated function is no part of a copy
+    for again in (pickle.loads(pickle.dumps(static)), copy.copy(static), copy.deepcopy(static)):
+        assert again == static and hash(again) == hash(static) and again.paths == static.paths
+        assert jax.tree.structure(ft.merge(again, arrays)) == jax.tree.structure(tree)
+    packed = ft.pack(tree)
+    assert (
+        pickle.loads(pickle.dumps(packed)).static == copy.deepcopy(packed).static == packed.static
+    )
+
+
+@given(TREES)
+def test_filled_and_spread(tree: Any):
+    skeleton, arrays = Skeleton.of(tree), arrays_of(tree)
+    assert described(skeleton.fill(arrays)) == described(tree)
+    spread = skeleton.spread(range(1, len(arrays) + 1))
+    assert jax.tree.leaves(spread, is_leaf=lambda x: x is None).count(None) >= len(skeleton.others)
+    assert [x for x in jax.tree.leaves(spread) if x is not None] == list(range(1, len(arrays) + 1))
+
+
+@pytest.mark.parametrize(
+    "calls", [[], [X], [X, X], [X, [X]]], ids=["first", "second", "third", "in turn"]
+)
+def test_what_is_no_tree(calls: list[Any]):
+    groups = CallGroups()
+    for call in calls:
+        groups.find(call)
+    with pytest.raises(ft.FunctreeError, match="keys of one type"):
+        groups.find({"a": X, 1: X})
+    loop: list[Any] = [X]
+    loop.append(loop)
+    with pytest.raises(ft.FunctreeError, match="contains itself"):
+        groups.find(loop)
+
+
+def test_canary_equinox_keeps_fields_in_the_module_s_dict():
+    """`functree.tree.skeleton.kinds` reads and writes them there."""
+    contents = eqx.Module.__dict__["__dict__"].__get__
+    module = Pair(X, 1)
+    assert contents(module) == {"first": X, "second": 1, "name": "pair"}
+    new = object.__new__(Pair)
+    contents(new).update(first=X, second=2, name="other")
+    assert (new.first, new.second, new.name) == (X, 2, "other")
+    assert jax.tree.structure(new) == jax.tree.structure(Pair(X, 2, "other"))
+    assert isinstance(Method(X).get, eqx.Module) and arrays_of(Method(X).get) == [X], (
+        "a bound method is a module"
+    )
+
+
+# Classes that look at their arrays
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["a"], meta_fields=[])
+@dataclasses.dataclass
+class Converts:
+    a: Any
+
+    def __post_init__(self) -> None:
+        self.a = jnp.asarray(self.a)
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["a"], meta_fields=[])
+@dataclasses.dataclass
+class Checks:
+    a: Any
+
+    def __post_init__(self) -> None:
+        assert self.a.ndim == 1 and self.a.dtype == jnp.float32
+
+
+@jax.tree_util.register_pytree_node_class
+class Compares:
+    def __init__(self, a: Any, b: Any):
+        if a.shape != b.shape:
+            raise ValueError("two shapes")
+        self.a, self.b = a, b
+
+    def tree_flatten(self) -> tuple[Any, None]:
+        return (self.a, self.b), None
+
+    @classmethod
+    def tree_unflatten(cls, _: None, children: Any) -> "Compares":
+        return cls(*children)
+
+
+class Fields(NamedTuple):
+    a: Any
+    b: Any
+
+
+class Casts(Fields):
+    def __new__(cls, a: Any, b: Any) -> "Casts":
+        return super().__new__(cls, jnp.asarray(a), jnp.asarray(b))
+
+
+class Batch(NamedTuple):
+    """Its length and iteration are those of its arrays, as of a dataset."""
+
+    a: Any
+    b: Any
+
+    def __len__(self) -> int:
+        return self.a.shape[0]
+
+    def __iter__(self) -> Any:
+        return (Batch(a, b) for a, b in zip(self.a, self.b, strict=True))
+
+
+PARTICULAR = {
+    "converts": lambda: Converts(X),
+    "checks": lambda: Checks(X),
+    "compares": lambda: Compares(X, jnp.zeros(2)),
+    "casts": lambda: Casts(X, jnp.zeros(3)),
+    "batch": lambda: Batch(X, jnp.zeros(2)),
+    "of JAX": lambda: Rotation.from_quat(jnp.array([0.0, 0.0, 0.0, 1.0])),
+}
+
+
+@pytest.mark.parametrize("case", PARTICULAR)
+def test_classes_that_look_at_their_arrays(case: str):
+    tree = PARTICULAR[case]()
+    arrays = jax.tree.leaves(tree)
+
+    def leaves(found: Any) -> list[Any]:
+        assert type(found) is type(tree)
+        return jax.tree.leaves(found)
+
+    f = ft.jit(lambda tree: (tree, [2 * x for x in jax.tree.leaves(tree)]))
+    for _ in range(2):
+        same, doubled = f(tree)
+        assert jax.tree.all(jax.tree.map(np.array_equal, leaves(same), arrays))
+        assert jax.tree.all(jax.tree.map(lambda x, y: np.array_equal(x, 2 * y), doubled, arrays))
+    assert len(f.compilations) == 1
+    assert leaves(ft.unpack(ft.pack(tree))) == arrays or same_objects(
+        leaves(ft.unpack(ft.pack(tree))), arrays
+    )
+    assert isinstance(f(ft.pack(tree))[0], ft.Packed)
+    plan = ft.plan(tree, ft.P(), {"data": 2})
+    assert [row.shape for row in plan] == [x.shape for x in arrays]
+    assert len(
+        leaves(ft.grad(lambda tree: sum(x.sum() for x in jax.tree.leaves(tree)))(tree))
+    ) == len(arrays)
+
+
+NESTED = [
+    lambda tree: (tree,),
+    lambda tree: [tree],
+    lambda tree: {"a": tree},
+    lambda tree: Leafed(tree, None),
+]
+
+
+class Leafed(NamedTuple):
+    child: Any
+    other: Any
+
+
+@pytest.mark.parametrize("deep", [150, 250, 1000, 5000])
+@pytest.mark.parametrize("nest", NESTED, ids=["tuples", "lists", "dicts", "named tuples"])
+def test_deep_trees(nest: Any, deep: int):
+    tree = functools.reduce(lambda tree, _: nest(tree), range(deep), X)
+    calls = {
+        "argument": lambda: ft.jit(lambda tree: tree)(tree),
+        "result": lambda: ft.jit(
+            lambda x: functools.reduce(lambda tree, _: nest(tree), range(deep), x)
+        )(X),
+        "packed": lambda: ft.pack(tree),
+    }
+    for what, call in calls.items():
+        try:
+            found = call()
+        except ft.FunctreeError as error:
+            assert deep > 150, what
+            assert "contains itself, or is nested too deeply, cannot be read as a tree" in str(
+                error
+            )
+        else:
+            (leaf,) = jax.tree.leaves(found)
+            assert np.array_equal(leaf, X)
+
+
+def test_keys_that_are_texts_of_another_class():
+    class Name(enum.StrEnum):
+        A = "a"
+
+    f = ft.jit(lambda tree: [type(key).__name__ for key in tree])
+    assert [f({"a": X}), f({Name.A: X}), f({"a": X})] == [["str"], ["Name"], ["str"]]
