@@ -74,7 +74,7 @@ def decide_parts(
         decisions += found.decisions
         own = list(found.problems)
         if not partial:
-            own += _dead(found)
+            own += filter_problems(found)
         for problem in own:
             parts_of.setdefault(problem, []).append(part)
         unused += found.unused
@@ -210,8 +210,8 @@ def _below(leaf: Leaf, depth: int) -> Leaf:
     return leaf._replace(aliases=tuple(Path(path[depth:]) for path in leaf.patterned))
 
 
-def _dead(found: Resolution) -> list[Problem]:
-    """The problems of filters that decide about no leaf; some are warnings only."""
+def filter_problems(found: Resolution) -> list[Problem]:
+    """The problems of filters that decide about no leaf. Those that are warnings are given here."""
     problems: list[Problem] = []
     for problem, is_error in found.dead:
         if is_error:

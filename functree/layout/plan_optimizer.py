@@ -11,7 +11,7 @@ from functree.labels.leaf import Leaf
 from functree.labels.leaves import Leaves
 from functree.labels.optimizer.followed_parameters import Optimizer, Trained
 from functree.labels.optimizer.optimizer_state import optimizer_state
-from functree.layout.decide import Decided, decide_parts, follow
+from functree.layout.decide import Decided, decide_parts, filter_problems, follow
 from functree.layout.decision import Reason
 from functree.layout.layout import LayoutLike, LayoutTree, as_layout
 from functree.layout.plan.plan import Plan
@@ -98,7 +98,7 @@ def plan_state(
         found = as_layout(otherwise).resolve([state.leaves[i] for i in lost], view)
         for i, decision in zip(lost, found.decisions, strict=True):
             decisions[i] = decision._replace(reasons=(Reason(decision.reasons, "otherwise"),))
-        problems, unused = list(found.problems), found.unused
+        problems, unused = [*found.problems, *filter_problems(found)], found.unused
     for leaf, decision in zip(state.leaves, decisions, strict=True):
         problems += leaf_problems(leaf, decision, view)
     planned = plan_decided(state, Decided(state.leaves, decisions, problems, unused), view)

@@ -7,6 +7,7 @@ import re
 import warnings
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from types import ModuleType
 from typing import Any
 
@@ -357,6 +358,20 @@ def test_otherwise_is_any_layout_and_sees_the_parameters_path():
 def test_otherwise_is_one_layout(otherwise: Any):
     with pytest.raises(ft.RuleError, match=r"is not a layout: .*a callable \(path, leaf\) -> P$"):
         ft.plan_optimizer(adam(), DICT, DICT_LAYOUT, SIZES, otherwise=otherwise)
+
+
+@pytest.mark.parametrize("unused", ["error", "warn", "ignore"])
+def test_a_filter_of_otherwise_that_matches_nothing_is_reported(unused: Any):
+    layout = ft.StateSharding({"**.projj": P("data"), ...: P()}, unused=unused)
+    tx = optax.contrib.scale_by_galore(rank=4)
+    message = r"filter '\*\*\.projj'\s+matches no leaf"
+    expected = {
+        "error": pytest.raises(ft.ShardingError, match=message),
+        "warn": pytest.warns(ft.FunctreeWarning, match=message),
+        "ignore": nullcontext(),
+    }[unused]
+    with expected:
+        ft.plan_optimizer(tx, DICT, DICT_LAYOUT, SIZES, otherwise=layout)
 
 
 def test_otherwise_by_rules_needs_names():
