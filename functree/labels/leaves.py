@@ -38,6 +38,7 @@ from functree.parameters import check_tree
 from functree.tree.arrays import is_array
 from functree.tree.axes import Axes, Names
 from functree.tree.interfaces import PackedTree, Stack, StateMapping, TrainingState
+from functree.tree.nodes import walk
 from functree.tree.paths import Path, plain_key
 from functree.tree.skeleton.kinds import (
     ARRAY,
@@ -100,6 +101,16 @@ def read(tree: Any, names: Mapping[type, Names] | None = None) -> Leaves:
         cls for cls in walk.names if cls not in walk.used and not _is_stock(cls, walk.names[cls])
     )
     return Leaves(tuple(walk.leaves), tuple(walk.problems), skeleton, unused, walk.training)
+
+
+def arrays_by_path(tree: Any) -> dict[Path, Any]:
+    """The arrays of a tree by path, for those who do not ask for their names. Raises as `read`."""
+    try:
+        found = walk(tree, in_model=True)
+        return {Path(keys): node for keys, node, kind in found if kind is ARRAY}
+    except (TypeError, RecursionError):
+        read(tree)  # raises an error with the path of the node that JAX cannot flatten
+        raise
 
 
 def tree_axes(tree: Any, names: Mapping[type, Names] | None = None) -> Any:

@@ -12,7 +12,7 @@ from functree.devices.meshes import MeshLike, mesh_view
 from functree.errors import FunctreeValueError, Problem, StateError, count
 from functree.labels.filters.filter import Filter, FilterLike, as_filter
 from functree.labels.filters.predicates import is_trainable
-from functree.labels.leaves import Leaves, read
+from functree.labels.leaves import Leaves, arrays_by_path, read
 from functree.labels.optimizer.followed_parameters import check_optimizer
 from functree.layout.layout import LayoutTree
 from functree.layout.plan_optimizer import select_trained
@@ -183,7 +183,7 @@ def apply_gradients(
     """
     check("apply_gradients cannot update", ts=(ts, TRAIN_STATE))
     leaves = read(ts.model)
-    found = {leaf.path: leaf.value for leaf in read(grads).leaves}
+    found = arrays_by_path(grads)
     # Both with None for frozen parameters, which the optimizer does not get.
     params: list[Any] = []
     gradients: list[Any] = []
