@@ -353,10 +353,9 @@ def select(tree: T) -> Selection[T]:
 
     Returns:
         A selection of the whole tree. Narrow it with one or more of `.at(where)`, `.under(cls)` and
-            `.where(filter)`.
-        Then use `.get()`, `.set(value)`, `.set_each(values)`, `.apply(fn)`, `.insert_after(value)`,
-        `.insert_before(value)`, `.remove()`, `.count()`, `.expect(number)`, `.paths()` or
-            `.partition()`.
+            `.where(filter)`. Then use `.get()`, `.set(value)`, `.set_each(values)`, `.apply(fn)`,
+            `.insert_after(value)`, `.insert_before(value)`, `.remove()`, `.count()`,
+            `.expect(number)`, `.paths()` or `.partition()`.
 
     Examples:
         >>> mlp = eqx.nn.MLP(2, 2, 8, 2, key=jax.random.key(0))

@@ -33,8 +33,8 @@ def split(tree: _T, *filters: FilterLike) -> tuple[Skeleton, *tuple[_T, ...]]:
 
     Returns:
         `(static, *parts)`. `static` is hashable, equal by value and type, and does not depend on
-            the filters. Each part
-        has the structure of the tree, with None in the place of everything that is not in the part.
+            the filters. Each part has the structure of the tree, with None in the place of
+            everything that is not in the part.
 
     Raises:
         RuleError: `...` is not the last filter, or an argument is not a filter.

@@ -21,8 +21,7 @@ def copy(tree: T) -> T:
 
     Returns:
         The same tree with arrays of the same values and shardings, none of which shares memory with
-            the original. An
-        array that is at two places of the tree stays one array.
+            the original. An array that is at two places of the tree stays one array.
 
     Raises:
         FunctreeError: an array is deleted; the message has its path.

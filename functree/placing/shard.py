@@ -46,8 +46,7 @@ def shard(
 
     Returns:
         The same tree. An array that has its sharding already is returned as the same object. An
-            array that is at two
-        places of the tree stays one array.
+            array that is at two places of the tree stays one array.
 
     Raises:
         ShardingError: the layout or the axes do not fit the tree; there is no mesh with devices; an

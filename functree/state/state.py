@@ -193,12 +193,9 @@ def make_state(model: T) -> tuple[T, State]:
 
     Returns:
         `(model, state)`: the model, whose refs have their paths, and the values. One ref at two
-            places is one piece of
-        state, at the path of the first place. Two models that are built alike have equal
-            structures, so they share a
-        trace. If two pieces, or a piece and the model, have the same array, it is copied: to donate
-            it twice would be
-        an error.
+            places is one piece of state, at the path of the first place. Two models that are built
+            alike have equal structures, so they share a trace. If two pieces, or a piece and the
+            model, have the same array, it is copied: to donate it twice would be an error.
 
     Raises:
         StateError: a ref has a path already (pass the `state=` of its model, too), or is in a

@@ -202,10 +202,8 @@ def init(make: Callable[_P, _T], layout: LayoutTree, mesh: MeshLike = None) -> I
 
     Returns:
         A function with the arguments of `make`. It also has `plan` and `abstract`, and `trace`,
-            `lower`, `eval_shape`
-        and `compilations` as in `ft.jit`. Its result is bitwise equal to that of `jax.jit(make)`.
-            An array that is at
-        two places of the tree stays one array.
+            `lower`, `eval_shape` and `compilations` as in `ft.jit`. Its result is bitwise equal to
+            that of `jax.jit(make)`. An array that is at two places of the tree stays one array.
 
     Raises:
         ShardingError: (when called) the layout does not fit the tree, or there is no mesh with

@@ -36,14 +36,11 @@ def signature_layouts(
 
     Returns:
         `(inputs, output)`: a dict from each parameter's name to its layout, or prefix tree of
-            layouts, and that of the
-        result. For `Float[Array, "batch embed"]` it is the `P` by the rules. For a tuple it is a
-            tuple with a layout
-        for each element. For a module, or without an annotation, it is the rules themselves, which
-            read the annotations
-        of the module. If the names depend on the array (`"*batch embed"`), it is a layout that
-            reads them from the
-        array. For a number or a string it is None.
+            layouts, and that of the result. For `Float[Array, "batch embed"]` it is the `P` by the
+            rules. For a tuple it is a tuple with a layout for each element. For a module, or
+            without an annotation, it is the rules themselves, which read the annotations of the
+            module. If the names depend on the array (`"*batch embed"`), it is a layout that reads
+            them from the array. For a number or a string it is None.
 
     Raises:
         AxesError: an annotation cannot be resolved, or has alternatives that an array cannot

@@ -103,8 +103,8 @@ def _by_few(
 
     Returns:
         None if the optimizer does not allow it: it raises, such as one with a tree of labels for
-            all parameters; or its
-        state for these parameters is not a part of its state for all of them.
+            all parameters; or its state for these parameters is not a part of its state for all of
+            them.
     """
     leaves = {
         path: leaf if path in few.parameters else None for path, leaf in trained.leaves.items()

@@ -103,9 +103,8 @@ def value_and_grad(
 
     Returns:
         A function of `fn`'s parameters that returns `(fn's result, gradient)`. The gradient has the
-            structure of the
-        argument, with None for each leaf that was not differentiated. With several `argnums` it is
-            a tuple.
+            structure of the argument, with None for each leaf that was not differentiated. With
+            several `argnums` it is a tuple.
 
     Raises:
         RuleError: `wrt` is not a filter.
@@ -218,8 +217,7 @@ def grad(
 
     Returns:
         A function of `fn`'s parameters that returns the gradient. It has the structure of the
-            argument, with None for
-        each leaf that was not differentiated.
+            argument, with None for each leaf that was not differentiated.
 
     Raises:
         RuleError: `wrt` is not a filter.
