@@ -7,7 +7,7 @@ import os
 import reprlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from numbers import Real
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import jax
 import jax.numpy as jnp
@@ -77,6 +77,11 @@ def _is_dtype(value: Any) -> bool:
 def is_floating(value: Any) -> bool:
     """Whether a value is a dtype of floating-point numbers, in one of the forms that JAX takes."""
     return _is_dtype(value) and bool(jnp.issubdtype(jnp.dtype(value), jnp.floating))
+
+
+def is_name(value: object) -> TypeGuard[str]:
+    """Whether a value is a text that is not empty."""
+    return isinstance(value, str) and value != ""
 
 
 _ARRAYS = jax.Array | np.ndarray | jax.ShapeDtypeStruct
@@ -207,8 +212,8 @@ def check_tree(function: str, tree: object) -> None:
         what, remedy = "a class", "make an instance of it"
     name = getattr(tree, "__name__", None) or shown(tree)
     raise FunctreeTypeError(
-        f"{function} takes a tree of arrays, and {name} is {what}: {remedy}, or give `ft.abstract({name})(...)` for "
-        "the shapes alone"
+        f"{function} takes a tree of arrays, and {name} is {what}: {remedy}, "
+        f"or give `ft.abstract({name})(...)` for the shapes alone"
     )
 
 

@@ -1,6 +1,7 @@
 """`Value`: the base class of immutable values that have a constructor of their own."""
 
 from abc import abstractmethod
+from collections.abc import Iterable
 
 
 class Value:
@@ -42,3 +43,8 @@ class Value:
 
     def __hash__(self) -> int:
         return hash((type(self), self._parts()))
+
+
+def dict_text(pairs: Iterable[tuple[str, str]]) -> str:
+    """The text of a dict, from the texts of its keys and values."""
+    return "{" + ", ".join(map(": ".join, pairs)) + "}"

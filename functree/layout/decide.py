@@ -5,6 +5,7 @@ leaves that follow nothing, and the others take these decisions.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import starmap
 from typing import NamedTuple
 
 import jax
@@ -20,12 +21,12 @@ from functree.labels.training_state import label_training_states
 from functree.layout.decision import WHOLE, Decision, Dimension, Source
 from functree.layout.layout import Layout, Resolution
 from functree.layout.prefix import Part
-from functree.layout.validation import is_clean, leaf_problems, near_misses
+from functree.layout.validation import absent, is_clean, leaf_problems, near_misses
 from functree.tree.interfaces import TrainingState
 from functree.tree.paths import Path
 
 
-class Decided(NamedTuple):
+class Decisions(NamedTuple):
     """What is decided about the leaves of a tree.
 
     Attributes:
@@ -52,7 +53,7 @@ def decide_parts(
     partial: bool = False,
     same: Sequence[int] | None = None,
     allow_unspecified: bool = False,
-) -> Decided:
+) -> Decisions:
     """Decide about the leaves of a tree.
 
     Args:
@@ -79,9 +80,9 @@ def decide_parts(
             parts_of.setdefault(problem, []).append(part)
         unused += found.unused
     # Two parts of a tree may have the same layout, and report the same problem of it.
-    problems += [_of_parts(problem, own) for problem, own in parts_of.items()]
+    problems += starmap(_of_parts, parts_of.items())
     # A rule that one part has no axis for may be used in another part.
-    unused = _absent(unused, leaves.leaves)
+    unused = absent(unused, leaves.leaves)
     problems += near_misses(known, decisions, unused)
     # Many leaves share one decision object, so each object is examined once. Most have no sharded
     # dimension and no fault, and then nothing can be wrong with the leaf.
@@ -94,7 +95,7 @@ def decide_parts(
         if not clean[id(decision)]:
             problems += leaf_problems(leaf, decision, view)
     problems += _conflicting(known, decisions, same)
-    return Decided(known, decisions, problems, unused)
+    return Decisions(known, decisions, problems, unused)
 
 
 def decide(layout: Layout, leaves: Sequence[Leaf], view: MeshView) -> Resolution:
@@ -102,20 +103,25 @@ def decide(layout: Layout, leaves: Sequence[Leaf], view: MeshView) -> Resolution
 
     A layout also decides about a leaf that follows another one if it was written for this leaf.
     """
-    direct = [leaf for leaf in leaves if leaf.follows is None or layout.claims(leaf)]
-    found = layout.resolve(direct, view)
-    # A tree without a training state has no others.
-    if len(direct) == len(leaves):
-        return found
-    decided = {leaf.path: one for leaf, one in zip(direct, found.decisions, strict=True)}
-    copied = iter(follow([leaf for leaf in leaves if leaf.path not in decided], decided))
-    decisions: list[Decision] = []
+    direct: list[Leaf] = []
+    followers: list[Leaf] = []
     for leaf in leaves:
-        decision = decided.get(leaf.path)
-        if decision is None:
-            decision = next(copied)
-        decisions.append(decision)
-    return found._replace(decisions=decisions)
+        if leaf.follows is None or layout.claims(leaf):
+            direct.append(leaf)
+        else:
+            followers.append(leaf)
+    found = layout.resolve(direct, view)
+    # A tree without a training state has none.
+    if not followers:
+        return found
+    decided = by_path(direct, found.decisions)
+    decided |= by_path(followers, follow(followers, decided))
+    return found._replace(decisions=[decided[leaf.path] for leaf in leaves])
+
+
+def by_path(leaves: Sequence[Leaf], decisions: Sequence[Decision]) -> dict[Path, Decision]:
+    """The decisions about leaves by the paths of these."""
+    return {leaf.path: one for leaf, one in zip(leaves, decisions, strict=True)}
 
 
 def follow(leaves: Sequence[Leaf], decided: Mapping[Path, Decision]) -> list[Decision]:
@@ -227,18 +233,6 @@ def _of_parts(problem: Problem, parts: Sequence[Part]) -> Problem:
     if len(parts) > 1 or problem.path is not None or not parts[0].path:
         return problem
     return problem._replace(what=f"{problem.what}, for `{parts[0].path}`")
-
-
-def _absent(names: Sequence[str], leaves: Sequence[Leaf]) -> list[str]:
-    """The names that no leaf of the whole tree has. Each layout reports those that its own part
-    does not have."""
-    if not names:
-        return []
-    present: set[str | None] = set()
-    # A large model has few different axes, so a set of them first.
-    for axes in {leaf.axes for leaf in leaves}:
-        present.update(axes)
-    return [name for name in dict.fromkeys(names) if name not in present]
 
 
 Sharded = tuple[PartitionSpec, str | None]

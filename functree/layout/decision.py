@@ -125,6 +125,11 @@ class Decision(NamedTuple):
         """The same decision with more faults."""
         return self._replace(faults=(*self.faults, *faults))
 
+    def with_dimension(self, dim: int, dimension: Dimension) -> "Decision":
+        """The same decision with one dimension replaced."""
+        before, after = self.dimensions[:dim], self.dimensions[dim + 1 :]
+        return self._replace(dimensions=(*before, dimension, *after))
+
     def each(self, change: Callable[[int, Dimension], Dimension]) -> "Decision":
         """The same decision with each dimension changed."""
         dimensions = [change(i, one) for i, one in enumerate(self.dimensions)]

@@ -1,7 +1,6 @@
 """A leaf ─► its largest unsharded dimension, sharded: `FSDP`, for parameters that are gathered for
 each use."""
 
-import math
 from collections.abc import Hashable, Sequence
 
 from jax.sharding import PartitionSpec
@@ -19,7 +18,8 @@ from functree.layout.decision import (
     undecided,
 )
 from functree.layout.layout import Layout, Resolution, as_layout
-from functree.layout.validation import missing_axes
+from functree.layout.validation import missing_axes, parts_over, present_axes
+from functree.parameters import is_name
 from functree.tree.axes import is_axis_name
 from functree.values import Value
 
@@ -121,7 +121,7 @@ class FSDP(Value, Layout):
         """
         if self.axes is None:
             return []
-        present = sorted({name for leaf in leaves for name in leaf.axes if name is not None})
+        present = sorted(filter(None, present_axes(leaves)))
         problems = []
         for name in self.axes:
             if name in present:
@@ -145,8 +145,7 @@ class FSDP(Value, Layout):
         stays = self._stays(leaf, start)
         if stays:
             return start.because(f"FSDP: {stays}")
-        # A mesh axis that the mesh does not have is a problem already, once for all leaves.
-        parts = math.prod(mesh.sizes.get(axis, 1) for axis in self.mesh_axes)
+        parts = parts_over(self.mesh_axes, mesh)
         fitting = [dim for dim in self._free(leaf, start) if leaf.shape[dim] % parts == 0]
         if not fitting:
             return self._unfit(leaf, start, parts)
@@ -155,8 +154,7 @@ class FSDP(Value, Layout):
         split = start.dimensions[largest]._replace(
             mesh_axes=self.mesh_axes, source=Source(f"FSDP({self.axis!r})", is_rule=True)
         )
-        decision = start.each(lambda dim, dimension: split if dim == largest else dimension)
-        return decision.because(
+        return start.with_dimension(largest, split).because(
             f"FSDP: {leaf.dimension(largest)} is the largest unsharded dimension"
         )
 
@@ -187,11 +185,14 @@ class FSDP(Value, Layout):
 
     def _free(self, leaf: Leaf, start: Decision) -> list[int]:
         """The dimensions that may be sharded."""
+        free: list[int] = []
         # Not those of stacks: a scan over the layers would gather the whole stack for each layer.
-        free = [dim for dim, axes in enumerate(start.mesh_axes) if not axes and dim >= leaf.stacked]
-        if self.axes is None:
-            return free
-        return [dim for dim in free if leaf.axes[dim] in self.axes]
+        for dim in range(leaf.stacked, len(start.dimensions)):
+            if start.dimensions[dim].mesh_axes:
+                continue
+            if self.axes is None or leaf.axes[dim] in self.axes:
+                free.append(dim)
+        return free
 
     def _unfit(self, leaf: Leaf, start: Decision, parts: int) -> Decision:
         """The decision about a leaf of which the mesh axis divides no unsharded dimension."""
@@ -236,6 +237,6 @@ def _names(given: object) -> tuple[str, ...]:
     """A list or tuple of names as a tuple, and anything else as an empty one."""
     if not isinstance(given, tuple | list):
         return ()
-    if not all(isinstance(name, str) and name for name in given):
+    if not all(map(is_name, given)):
         return ()
     return tuple(given)

@@ -18,6 +18,7 @@ from functree.layout.decision import Decision, apply_spec, decide_each, whole
 from functree.parameters import check_callback
 from functree.tree.axes import Names
 from functree.tree.paths import Path
+from functree.values import dict_text
 
 
 class DeadFilter(NamedTuple):
@@ -116,7 +117,7 @@ LayoutTree = Any
 
 
 @dataclass(frozen=True, repr=False)
-class Fixed(Layout):
+class SpecLayout(Layout):
     """A `PartitionSpec` for every leaf, or a `NamedSharding` with its mesh and memory kind."""
 
     spec: PartitionSpec
@@ -154,7 +155,7 @@ def _by_rank(leaf: Leaf) -> Hashable:
 
 
 @dataclass(frozen=True, repr=False)
-class Unspecified(Layout):
+class NoLayout(Layout):
     """`None`: no layout was given. The meaning depends on the function that takes the layout."""
 
     def resolve(
@@ -171,7 +172,7 @@ class Unspecified(Layout):
 
 
 @dataclass(frozen=True, repr=False)
-class Computed(Layout):
+class FunctionLayout(Layout):
     """A callable `(path, leaf) -> P`."""
 
     function: Callable[[Path, Any], Any]
@@ -181,8 +182,7 @@ class Computed(Layout):
     ) -> Resolution:
         # For each leaf anew: the function may ask for anything, so no two leaves are alike.
         starts = before or map(whole, leaves)
-        pairs = zip(leaves, starts, strict=True)
-        return Resolution([self._decide(leaf, start) for leaf, start in pairs])
+        return Resolution(list(map(self._decide, leaves, starts)))
 
     def _decide(self, leaf: Leaf, before: Decision) -> Decision:
         if leaf.activation:
@@ -209,7 +209,7 @@ class Composition(Layout):
     def of(first: Layout, then: Layout) -> "Composition":
         """The composition of two layouts. The parts of compositions are joined, so that brackets do
         not matter."""
-        if isinstance(first, Unspecified) or isinstance(then, Unspecified):
+        if isinstance(first, NoLayout) or isinstance(then, NoLayout):
             raise RuleError(
                 "`|` joins layouts, and `None` is not one: leave it out, or write `P()` to "
                 "replicate"
@@ -221,14 +221,11 @@ class Composition(Layout):
 
     @property
     def given_names(self) -> Mapping[type, Names]:
-        return merge_names(part.given_names for part in self.parts)
+        return merge_names(self.parts)
 
     @property
     def own_mesh(self) -> Mesh | AbstractMesh | None:
-        for part in self.parts:
-            if part.own_mesh is not None:
-                return part.own_mesh
-        return None
+        return first_mesh(self.parts)
 
     @property
     def for_activations(self) -> bool:
@@ -260,7 +257,7 @@ class Composition(Layout):
 
 
 @dataclass(frozen=True, repr=False, eq=False)
-class Modified(Layout):
+class Modifier(Layout):
     """The base of layouts that change another one."""
 
     layout: Layout
@@ -290,7 +287,7 @@ class Modified(Layout):
 
 
 @dataclass(frozen=True, repr=False)
-class OnHost(Modified):
+class OnHost(Modifier):
     """Another layout in the pinned memory of the host; made by `ft.on_host`."""
 
     def resolve(
@@ -326,12 +323,20 @@ def on_host(layout: "LayoutLike") -> Layout:
     return OnHost(as_layout(layout))
 
 
-def merge_names(several: Iterable[Mapping[type, Names]]) -> dict[type, Names]:
+def first_mesh(layouts: Iterable[Layout]) -> Mesh | AbstractMesh | None:
+    """The first mesh that is a part of one of several layouts, or None."""
+    for layout in layouts:
+        if layout.own_mesh is not None:
+            return layout.own_mesh
+    return None
+
+
+def merge_names(layouts: Iterable[Layout]) -> dict[type, Names]:
     """The `names=` of several layouts in one mapping. Raises RuleError if two give different names
     to one class."""
     merged: dict[type, Names] = {}
-    for names in several:
-        for cls, given in names.items():
+    for layout in layouts:
+        for cls, given in layout.given_names.items():
             if merged.setdefault(cls, given) != given:
                 raise RuleError(
                     f"two layouts name {cls.__name__} differently: {merged[cls]} and {given}"
@@ -377,6 +382,14 @@ def written_pairs(written: Any, wanted: str) -> list[tuple[Any, Any]]:
     return pairs
 
 
+def pairs_text(pairs: Sequence[tuple[str, str]]) -> str:
+    """Pairs as a user writes them, from the texts of both sides."""
+    if len(dict(pairs)) == len(pairs):
+        return dict_text(pairs)
+    # A dict would keep only one of several pairs with the same left side.
+    return "[" + ", ".join([f"({left}, {right})" for left, right in pairs]) + "]"
+
+
 def is_layout(value: object) -> bool:
     """Whether a value is a layout, and not a tree of layouts."""
     return (
@@ -406,16 +419,16 @@ def as_layout(value: Any) -> Layout:
             invalid = invalid_entry(value)
             if invalid is not None:
                 raise RuleError(f"{spec_text(value)}: {invalid}")
-            return Fixed(value)
+            return SpecLayout(value)
         case NamedSharding():
             # Default memory is None here, as for a bare spec: it does not replace the memory of an
             # earlier layout.
-            return Fixed(value.spec, value.mesh, other_memory(value))
+            return SpecLayout(value.spec, value.mesh, other_memory(value))
         case None:
-            return Unspecified()
+            return NoLayout()
     if _is_function(value):
         check_callback(value, "a layout")
-        return Computed(value)
+        return FunctionLayout(value)
     raise RuleError(f"{value!r} is not a layout: write {LAYOUTS}{meant_rules(value)}")
 
 

@@ -11,11 +11,11 @@ from functree.labels.leaf import Leaf
 from functree.labels.leaves import Leaves
 from functree.labels.optimizer.followed_parameters import Optimizer, Trained
 from functree.labels.optimizer.optimizer_state import optimizer_state
-from functree.layout.decide import Decided, decide_parts, filter_problems, follow
+from functree.layout.decide import Decisions, by_path, decide_parts, filter_problems, follow
 from functree.layout.decision import Reason
 from functree.layout.layout import LayoutLike, LayoutTree, as_layout
 from functree.layout.plan.plan import Plan
-from functree.layout.plan.resolver import plan_decided, read_for
+from functree.layout.plan.resolver import plan_decisions, read_for
 from functree.layout.validation import leaf_problems, refuse
 from functree.parameters import check_tree
 
@@ -89,8 +89,7 @@ def plan_state(
         raise refuse(decided.problems, view)
     trained = select_trained(leaves, wrt, type(model).__name__)
     state = optimizer_state(tx, trained)
-    paths = [leaf.path for leaf in leaves.leaves]
-    decisions = follow(state.leaves, dict(zip(paths, decided.decisions, strict=True)))
+    decisions = follow(state.leaves, by_path(leaves.leaves, decided.decisions))
     problems: list[Problem] = []
     unused: Sequence[str] = ()
     if otherwise is not None:
@@ -101,7 +100,7 @@ def plan_state(
         problems, unused = [*found.problems, *filter_problems(found)], found.unused
     for leaf, decision in zip(state.leaves, decisions, strict=True):
         problems += leaf_problems(leaf, decision, view)
-    planned = plan_decided(state, Decided(state.leaves, decisions, problems, unused), view)
+    planned = plan_decisions(state, Decisions(state.leaves, decisions, problems, unused), view)
     return PlannedState(planned, trained.tree(lambda leaf: leaf.value))
 
 

@@ -61,12 +61,14 @@ def _written(layout: LayoutLike, where: str) -> Layout:
 def _hint(prefix: Any, tree: Any) -> str:
     """The end of an error about layouts of another structure: rules, or the state of an optimizer,
     may be meant."""
+    hint = meant_rules(prefix)
+    classes = {type(tree)}
     # A chain of transformations has a tuple of states.
-    states = [tree, *(tree if isinstance(tree, tuple) else ())]
-    optimizer = (
-        USE_PLAN_OPTIMIZER if any(is_optimizer_state(type(state)) for state in states) else ""
-    )
-    return meant_rules(prefix) + optimizer
+    if isinstance(tree, tuple):
+        classes.update(map(type, tree))
+    if any(map(is_optimizer_state, classes)):
+        hint += USE_PLAN_OPTIMIZER
+    return hint
 
 
 _LAYOUTS = PrefixOf("layouts", "layout", is_layout, f"is not a layout: write {LAYOUTS}", _hint)

@@ -1,6 +1,6 @@
 """The axes of a leaf ─► mesh axes, by an ordered table of rules: `AxisRules`."""
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jax.sharding import PartitionSpec
@@ -21,11 +21,11 @@ from functree.layout.decision import (
     decide_each,
     undecided,
 )
-from functree.layout.layout import Layout, Resolution, written_pairs
-from functree.layout.validation import missing_axes
-from functree.parameters import SHAPE, check
+from functree.layout.layout import Layout, Resolution, pairs_text, written_pairs
+from functree.layout.validation import absent, missing_axes
+from functree.parameters import SHAPE, check, is_name
 from functree.tree.axes import Axes, Names, is_axis_name
-from functree.values import Value
+from functree.values import Value, dict_text
 
 
 class Rule(NamedTuple):
@@ -84,7 +84,8 @@ class AxisRules(Value, Layout):
     @classmethod
     def identity(cls, mesh: MeshLike) -> "AxisRules":
         """Rules in which each mesh axis shards the axis of the same name."""
-        return cls({name: name for name in mesh_view(mesh).sizes})
+        names = mesh_view(mesh).sizes
+        return cls(zip(names, names, strict=True))
 
     def on(self, mesh: MeshLike) -> "AxisRules":
         """The rules without those that name a mesh axis which the mesh does not have.
@@ -93,14 +94,13 @@ class AxisRules(Value, Layout):
         """
         sizes = mesh_view(mesh).sizes
         kept = [rule for rule in self.rules if sizes.keys() >= set(rule.mesh_axes)]
-        named = {rule.name for rule in kept}
-        pairs = kept_pairs(kept)
-        for name in dict.fromkeys(rule.name for rule in self.rules):
+        named = dict(kept)
+        for name in self.mentioned:
             # Without any rule the axis would be an error, or fall under `...: None`, where a
             # misspelled name is looked for.
             if name not in named:
-                pairs.append((name, None))
-        return AxisRules([*pairs, *self._closing()], dict(self.names))
+                kept.append(Rule(name, ()))
+        return AxisRules([*kept_pairs(kept), *self._closing()], dict(self.names))
 
     def spec(
         self, axes: str | Axes, shape: Sequence[int] | None = None, mesh: MeshLike = None
@@ -136,13 +136,8 @@ class AxisRules(Value, Layout):
     def resolve(
         self, leaves: Sequence[Leaf], mesh: MeshView, before: Sequence[Decision] | None = None
     ) -> Resolution:
-        present: set[str | None] = set()
-        # A large model has few different axes, so a set of them first.
-        for axes in {leaf.axes for leaf in leaves}:
-            present.update(axes)
-        # An axis may have several rules, and is reported once.
-        unused = dict.fromkeys(rule.name for rule in self.rules if rule.name not in present)
         decisions = decide_each(leaves, before, _alike, self._decide)
+        unused = absent(self.mentioned, leaves)
         return Resolution(decisions, self._missing(mesh), tuple(unused))
 
     def _decide(self, leaf: Leaf, before: Decision | None) -> Decision:
@@ -243,9 +238,9 @@ class AxisRules(Value, Layout):
         )
 
     @property
-    def mentioned(self) -> frozenset[str]:
-        """The axes that the rules name."""
-        return frozenset([rule.name for rule in self.rules])
+    def mentioned(self) -> Collection[str]:
+        """The axes that the rules name, each once, in the order of the rules."""
+        return dict(self.rules).keys()  # a rule is a pair
 
     def _missing(self, mesh: MeshView) -> tuple[Problem, ...]:
         """The problems of rules that name mesh axes which the mesh does not have, even if no leaf
@@ -272,16 +267,14 @@ class AxisRules(Value, Layout):
         return (self.rules, self.closed, frozenset(self.names))
 
     def __repr__(self) -> str:
-        written = [("..." if name is ... else repr(name), value) for name, value in self.pairs]
-        # A dict would keep only the last of several rules for one axis.
-        if len(self.mentioned) == len(self.rules):
-            table = "{" + ", ".join(f"{name}: {value!r}" for name, value in written) + "}"
-        else:
-            table = "[" + ", ".join(f"({name}, {value!r})" for name, value in written) + "]"
-        if self.names:
-            names = ", ".join(f"{cls.__name__}: {given!r}" for cls, given in self.names)
-            return f"AxisRules({table}, names={{{names}}})"
-        return f"AxisRules({table})"
+        texts = [(repr(name), repr(entry(mesh_axes))) for name, mesh_axes in self.rules]
+        if self.closed:
+            texts.append(("...", "None"))
+        table = pairs_text(texts)
+        if not self.names:
+            return f"AxisRules({table})"
+        names = [(cls.__name__, repr(given)) for cls, given in self.names]
+        return f"AxisRules({table}, names={dict_text(names)})"
 
 
 def _alike(leaf: Leaf) -> Hashable:
@@ -297,7 +290,7 @@ def _split(leaf: Leaf, decision: Decision, dim: int, rule: Rule) -> Decision:
         return decision.wrong(conflict(dim, leaf, have, rule.mesh_axes, source))
     # Also if it is sharded so already: messages then name the rule.
     split = decision.dimensions[dim]._replace(mesh_axes=rule.mesh_axes, source=source)
-    return decision.each(lambda i, dimension: split if i == dim else dimension)
+    return decision.with_dimension(dim, split)
 
 
 UNANNOTATED = (
@@ -348,34 +341,32 @@ def _rule(name: Any, value: Any) -> Rule:
         return Rule(name, ())
     mesh_axes = (value,) if isinstance(value, str) else tuple(value)
     # An empty tuple shards nothing, as `None` does, but looks like a forgotten name.
-    if not mesh_axes or not all(isinstance(a, str) and a for a in mesh_axes):
+    if not mesh_axes or not all(map(is_name, mesh_axes)):
         raise RuleError(
             f"rule {name}→{value!r}: mesh axes are non-empty names; write `None` for unsharded"
         )
-    twice = next((a for a in mesh_axes if mesh_axes.count(a) > 1), None)
-    if twice is not None:
-        raise RuleError(
-            f"rule {Rule(name, mesh_axes)}: mesh axis `{twice}` is named twice; name it once"
-        )
-    return Rule(name, mesh_axes)
+    rule = Rule(name, mesh_axes)
+    for axis in mesh_axes:
+        if mesh_axes.count(axis) > 1:
+            raise RuleError(f"rule {rule}: mesh axis `{axis}` is named twice; name it once")
+    return rule
 
 
 def _closed(pairs: Sequence[tuple[Any, Any]]) -> bool:
     """Whether the rules end with `...: None`. Raises RuleError if a `...` is invalid."""
-    names = [name for name, _ in pairs]
-    # By `is`: a name that a user wrote may be anything, and compare in its own way.
-    if any(name is ... for name in names[:-1]):
-        raise RuleError("`...` may only be the last rule: a rule after it would never apply")
-    if not names or names[-1] is not ...:
-        return False
-    mesh_axes = pairs[-1][1]
+    closed = False
+    for name, _ in pairs:
+        if closed:
+            raise RuleError("`...` may only be the last rule: a rule after it would never apply")
+        # By `is`: a name that a user wrote may be anything, and compare in its own way.
+        closed = name is ...
     # A mesh axis for all other axes would shard the first of them in each leaf.
-    if mesh_axes is not None:
+    if closed and pairs[-1][1] is not None:
         raise RuleError(
-            f"`...: {mesh_axes!r}`: only `...: None` is possible; name the axis that is to be "
+            f"`...: {pairs[-1][1]!r}`: only `...: None` is possible; name the axis that is to be "
             "sharded"
         )
-    return True
+    return closed
 
 
 def _check_reachable(rules: Sequence[Rule]) -> None:

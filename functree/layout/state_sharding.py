@@ -2,6 +2,7 @@
 leaf decides."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
 from types import EllipsisType, UnionType
 from typing import Any, Literal
 
@@ -27,8 +28,10 @@ from functree.layout.layout import (
     LayoutLike,
     Resolution,
     as_layout,
+    first_mesh,
     is_layout,
     merge_names,
+    pairs_text,
     written_pairs,
 )
 from functree.tree.axes import Names
@@ -82,18 +85,20 @@ class StateSharding(Value, Layout):
             raise RuleError(
                 f'StateSharding: unused={unused!r} is not one of "error", "warn", "ignore"'
             )
-        for i, (written, _) in enumerate(pairs):
-            if written is ... and i < len(pairs) - 1:
+        written = tuple([one for one, _ in pairs])
+        layouts = tuple([layout for _, layout in pairs])
+        for one, after in pairwise(written):
+            if one is ...:
                 raise RuleError(
-                    f"`...` may only be the last filter: {pairs[i + 1][0]!r} after it would match nothing"
+                    f"`...` may only be the last filter: {after!r} after it would match nothing"
                 )
-        filters = tuple(as_filter(written) for written, _ in pairs)
+        filters = tuple(map(as_filter, written))
         self._set(
-            filters=tuple(written for written, _ in pairs),
-            layouts=tuple(layout for _, layout in pairs),
+            filters=written,
+            layouts=layouts,
             unused=unused,
             _filters=filters,
-            _layouts=tuple(as_layout(layout) for _, layout in pairs),
+            _layouts=tuple(map(as_layout, layouts)),
             _chosen=FirstMatch(filters),
             _naming={},
         )
@@ -123,13 +128,11 @@ class StateSharding(Value, Layout):
 
     @property
     def given_names(self) -> Mapping[type, Names]:
-        return merge_names(layout.given_names for layout in self._layouts)
+        return merge_names(self._layouts)
 
     @property
     def own_mesh(self) -> Mesh | AbstractMesh | None:
-        return next(
-            (layout.own_mesh for layout in self._layouts if layout.own_mesh is not None), None
-        )
+        return first_mesh(self._layouts)
 
     @property
     def for_activations(self) -> bool:
@@ -156,7 +159,10 @@ class StateSharding(Value, Layout):
         decides = self._chosen(leaf)
         if decides is None:
             return False
-        return any(i <= decides and names_field(self._filters[i], leaf) for i in naming)
+        for i in naming:
+            if i <= decides and names_field(self._filters[i], leaf):
+                return True
+        return False
 
     def resolve(
         self, leaves: Sequence[Leaf], mesh: MeshView, before: Sequence[Decision] | None = None
@@ -199,16 +205,18 @@ class StateSharding(Value, Layout):
         if not leaf.activation:
             return self._chosen(leaf)
         # An array that is in no tree matches no other filter.
-        return len(self.filters) - 1 if self.for_activations else None
+        if self.for_activations:
+            return len(self.filters) - 1
+        return None
 
     def _unmatched(self, leaf: Leaf) -> Problem:
         """The problem of a leaf that no filter matches."""
-        listed = ", ".join(map(_written, self.filters[:8]))
+        why = "no filter matches it; there are no filters"
+        if self.filters:
+            listed = ", ".join(map(_written, self.filters[:8]))
+            why = f"no filter matches it; the filters are {listed}"
         if len(self.filters) > 8:
-            listed += " and others"
-        why = "no filter matches it; " + (
-            f"the filters are {listed}" if listed else "there are no filters"
-        )
+            why += " and others"
         return leaf.problem(why, "add a filter for it, or `...: P()` as the last one")
 
     def _dead(self, leaves: Sequence[Leaf], groups: Mapping[int | None, Any]) -> list[DeadFilter]:
@@ -220,19 +228,19 @@ class StateSharding(Value, Layout):
         for i, item in enumerate(self._filters):
             last_resort = isinstance(item, Everything) and i == len(self._filters) - 1
             if i not in groups and not last_resort:
-                problem = self._dead_problem(i, [leaf for leaf in leaves if item(leaf)])
+                problem = self._dead_problem(i, next(filter(item, leaves), None))
                 dead.append(DeadFilter(problem, is_error=self.unused == "error"))
         return dead
 
-    def _dead_problem(self, index: int, hidden: Sequence[Leaf]) -> Problem:
-        """The problem of a filter that decides about no leaf; `hidden` are the leaves that it
+    def _dead_problem(self, index: int, hidden: Leaf | None) -> Problem:
+        """The problem of a filter that decides about no leaf; `hidden` is the first leaf that it
         matches."""
         what = f"filter {_written(self.filters[index])}"
-        if not hidden:
+        if hidden is None:
             remedy = 'correct the filter, remove it, or write `unused="ignore"`'
             return Problem(None, None, what, "matches no leaf", remedy)
-        first = self.filters[self._chosen(hidden[0]) or 0]
-        by = f"`{hidden[0].path}` is matched by {_written(first)}"
+        first = self.filters[self._chosen(hidden) or 0]
+        by = f"`{hidden.path}` is matched by {_written(first)}"
         why = f"is never used: earlier filters match all of its leaves; {by}"
         return Problem(None, None, what, why, "write it before them, or remove it")
 
@@ -240,14 +248,8 @@ class StateSharding(Value, Layout):
         return (self._filters, self._layouts, self.unused)
 
     def __repr__(self) -> str:
-        pairs = [
-            (_written(f), repr(layout))
-            for f, layout in zip(self.filters, self._layouts, strict=True)
-        ]
-        if len(set(self.filters)) == len(self.filters):
-            table = "{" + ", ".join(f"{f}: {layout}" for f, layout in pairs) + "}"
-        else:  # a dict would keep only one of two equal filters
-            table = "[" + ", ".join(f"({f}, {layout})" for f, layout in pairs) + "]"
+        texts = zip(map(_written, self.filters), map(repr, self._layouts), strict=True)
+        table = pairs_text(list(texts))
         if self.unused == "error":
             return f"StateSharding({table})"
         return f"StateSharding({table}, unused={self.unused!r})"
@@ -261,11 +263,12 @@ def _chosen_by(
     # object. So a decision is changed once for each object too, and not for each leaf.
     known: dict[tuple[int, int], Decision] = {}
     changed: list[Decision] = []
-    for i, decision in enumerate(found):
-        key = (id(decision), 0 if before is None else id(before[i]))
+    starts: Sequence[Decision | None] = before or [None] * len(found)
+    for decision, start in zip(found, starts, strict=True):
+        key = (id(decision), id(start))
         if key not in known:
-            earlier = 0 if before is None else len(before[i].reasons)
-            kept, added = decision.reasons[:earlier], decision.reasons[earlier:]
+            kept = start.reasons if start is not None else ()
+            added = decision.reasons[len(kept) :]
             known[key] = decision._replace(reasons=(*kept, Reason(added, name)))
         changed.append(known[key])
     return changed

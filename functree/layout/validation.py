@@ -1,7 +1,8 @@
 """A leaf and the decision about it ─► the problems of the leaf; those of a tree ─► one error."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
+from itertools import chain
 
 from functree.devices.meshes import MeshView
 from functree.devices.specs import axes_text
@@ -37,6 +38,21 @@ def missing_axes(what: str, mesh_axes: Sequence[str], mesh: MeshView, remedy: st
             why = f"the mesh {mesh} has no axis `{axis}`{did_you_mean(axis, mesh.sizes)}"
             problems.append(Problem(None, None, what, why, remedy))
     return problems
+
+
+def absent(names: Collection[str], leaves: Sequence[Leaf]) -> list[str]:
+    """The names, each once, that no leaf has as an axis."""
+    if not names:
+        return []
+    present = present_axes(leaves)
+    return [name for name in dict.fromkeys(names) if name not in present]
+
+
+def present_axes(leaves: Sequence[Leaf]) -> set[str | None]:
+    """The axes of leaves; `None` is for dimensions without a name."""
+    # A large model has few different axes, so a set of them first.
+    different = {leaf.axes for leaf in leaves}
+    return set[str | None]().union(*different)
 
 
 def near_misses(
@@ -95,7 +111,7 @@ def _dimension_faults(
             found.append((why, "name an axis of the mesh"))
     # Mesh axes that an earlier dimension uses, or that this dimension uses more than once. Each is
     # reported once.
-    seen = {axis for dimension in decision.dimensions[:dim] for axis in dimension.mesh_axes}
+    seen = set(chain.from_iterable(decision.mesh_axes[:dim]))
     again: dict[str, None] = {}
     for axis in axes:
         if axis in seen:
@@ -104,9 +120,11 @@ def _dimension_faults(
     for axis in again:
         why = f"{source} uses mesh axis `{axis}` twice, the second time for {leaf.dimension(dim)}"
         found.append((why, "name the mesh axis once: it shards one dimension of an array"))
-    parts = math.prod(mesh.sizes[axis] for axis in axes if axis in mesh.sizes)
     # If a mesh axis does not exist, the number of parts is not known.
-    if not missing and leaf.shape[dim] % parts:
+    if missing:
+        return found
+    parts = parts_over(axes, mesh)
+    if leaf.shape[dim] % parts:
         found.append(_indivisible(leaf, dim, axes, parts, source))
     return found
 
@@ -127,13 +145,19 @@ def _indivisible(
     return why, f'pad {text} to {padded}, {alone}, or every "{name}" by `"{name}": None`'
 
 
+def parts_over(mesh_axes: Iterable[str], mesh: MeshView) -> int:
+    """The number of parts into which mesh axes divide an array. One that the mesh does not have
+    counts as 1, since it is a problem already."""
+    return math.prod(mesh.sizes.get(axis, 1) for axis in mesh_axes)
+
+
 def local_shape(
     shape: Sequence[int], mesh_axes: Sequence[Sequence[str]], mesh: MeshView
 ) -> tuple[int, ...]:
     """The shape of the shard on one device."""
     sizes: list[int] = []
     for size, axes in zip(shape, mesh_axes, strict=True):
-        parts = math.prod(mesh.sizes.get(axis, 1) for axis in axes)
+        parts = parts_over(axes, mesh)
         # Rounded up: a plan with `check=False` has rows with sizes that the mesh does not divide.
         sizes.append(-(-size // parts))
     return tuple(sizes)

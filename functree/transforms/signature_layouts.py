@@ -15,8 +15,8 @@ from functree.layout.layout import (
     Layout,
     LayoutLike,
     LayoutTree,
-    Modified,
-    Unspecified,
+    Modifier,
+    NoLayout,
     as_layout,
 )
 from functree.layout.rules import AxisRules
@@ -136,7 +136,7 @@ def _array_layout(hint: Hint, rules: Layout) -> Layout | PartitionSpec:
     ((axes, spec),) = said
     # Another layout may have a mesh or a memory kind, and may shard more dimensions than the
     # annotation says. In a bare spec all of this would be lost.
-    if spec is not None and isinstance(rules, AxisRules | Unspecified):
+    if spec is not None and isinstance(rules, AxisRules | NoLayout):
         return spec
     if axes is None or not isinstance(rules, AxisRules):
         return ByHint(rules, hint)
@@ -144,7 +144,7 @@ def _array_layout(hint: Hint, rules: Layout) -> Layout | PartitionSpec:
 
 
 @dataclass(frozen=True, repr=False, eq=False)
-class ByHint(Modified):
+class ByHint(Modifier):
     """Rules for leaves whose axes come from an annotation, once the arrays are known."""
 
     annotation: Hint

@@ -62,8 +62,8 @@ def plan_json(parts: PlanParts) -> str:
             "functree": "plan",
             "format": FORMAT,
             "mesh": dict(parts.sizes),
-            "rows": [_row(row) for row in parts.rows],
-            "problems": [_problem(one) for one in parts.problems],
+            "rows": list(map(_row, parts.rows)),
+            "problems": list(map(_problem, parts.problems)),
             "unused": list(parts.unused),
             "unused_names": list(parts.unused_names),
         },
@@ -78,8 +78,8 @@ def read_plan(text: str) -> PlanParts:
         FunctreeError: the text is something else.
     """
     data = loaded(text, "plan", FORMAT, _FORM)
-    rows = [_read_row(row) for row in data["rows"]]
-    problems = [_read_problem(one) for one in data["problems"]]
+    rows = list(map(_read_row, data["rows"]))
+    problems = list(map(_read_problem, data["problems"]))
     unused_names = data.get("unused_names", [])  # not in what earlier versions wrote
     return PlanParts(rows, data["mesh"], problems, data["unused"], unused_names)
 
@@ -124,6 +124,9 @@ def read_array(
 
 
 def _row(row: Row) -> dict[str, Any]:
+    mesh = None
+    if row.mesh is not None:
+        mesh = dict(row.mesh.shape)
     return {
         **array_json(row),
         "reason": row.reason,
@@ -132,17 +135,16 @@ def _row(row: Row) -> dict[str, Any]:
         "bytes_per_device": row.bytes_per_device,
         "copies": row.copies,
         "memory_kind": row.memory_kind,
-        "mesh": None if row.mesh is None else dict(row.mesh.shape),
+        "mesh": mesh,
     }
 
 
 def _entries(spec: PartitionSpec | None) -> list[Any] | None:
     """A spec in JSON: the entry of each dimension."""
-    return (
-        None
-        if spec is None
-        else [list(entry) if isinstance(entry, tuple) else entry for entry in spec]
-    )
+    if spec is None:
+        return None
+    # JSON writes a tuple as a list.
+    return list(spec)
 
 
 def _spec(entries: Sequence[Any] | None) -> PartitionSpec | None:

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from functree.devices.specs import spec_text
-from functree.layout.plan.row import Row
+from functree.layout.plan.row import Row, rows_by_path
 from functree.report.diff import Change, Diff, changes
 from functree.tree.arrays import array_text
 from functree.tree.paths import Path
@@ -28,7 +28,7 @@ def _changes(
 ) -> Iterator[Change]:
     if dict(sizes[0]) != dict(sizes[1]):
         yield Change(Path(), "mesh", dict(sizes[0]), dict(sizes[1]))
-    old, new = ({row.path: row for row in rows} for rows in (before, after))
+    old, new = rows_by_path(before), rows_by_path(after)
     yield from changes(
         old, new, lambda path: path, _properties, lambda path, row: ("array", _whole(row))
     )

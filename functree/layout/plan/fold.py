@@ -7,7 +7,7 @@ from typing import NamedTuple
 from functree.devices.specs import spec_text
 from functree.layout.plan.row import Row
 from functree.report.path_groups import common_path, grouped, pattern_of
-from functree.tree.arrays import dtype_text
+from functree.tree.arrays import array_text
 
 
 class Line(NamedTuple):
@@ -36,7 +36,10 @@ class Line(NamedTuple):
 
 def fold(rows: Sequence[Row]) -> list[Line]:
     """One line for all rows that differ only in the indices of their paths."""
-    return [line for group in grouped(rows, _but_for_indices) for line in _lines(group)]
+    lines: list[Line] = []
+    for group in grouped(rows, _but_for_indices):
+        lines += _lines(group)
+    return lines
 
 
 def _but_for_indices(row: Row) -> Hashable:
@@ -56,7 +59,9 @@ def _lines(rows: Sequence[Row]) -> list[Line]:
     """One line if the indices are a full grid, and else one line for each row."""
     # The title `a.{0-1}.b.{0-1}` is for four rows. If there are only three of them, it would be
     # wrong.
-    grid = math.prod(len(set(keys)) for keys in zip(*(row.path for row in rows), strict=True))
+    paths = [row.path for row in rows]
+    different = map(set, zip(*paths, strict=True))  # the keys at each depth of the paths
+    grid = math.prod(map(len, different))
     if grid == len(rows):
         return [_line(rows)]
     return [_line([row]) for row in rows]
@@ -68,7 +73,7 @@ def _line(rows: Sequence[Row]) -> Line:
     spec = spec_text(row.spec) if row.spec is not None else "-"
     return Line(
         common_path([row.path for row in rows]),
-        f"{dtype_text(row.dtype)}[{', '.join(map(str, row.shape))}]",
+        array_text(row),
         str(row.axes) if any(row.axes) else "",
         f"{spec} {row.memory_kind}" if row.memory_kind else spec,
         sum(r.bytes_per_device for r in rows),

@@ -8,6 +8,7 @@ import jax
 from jax.core import Tracer
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
+from functree.devices.backend import Device
 from functree.devices.meshes import mesh_view
 from functree.devices.placement import other_memory
 from functree.devices.specs import of_rank
@@ -29,27 +30,29 @@ class Live(NamedTuple):
 def live_rows(leaves: Sequence[Leaf]) -> tuple[list[Row], Mesh | AbstractMesh | None]:
     """A row for each array with its current sharding, and the mesh of the first array that is on a
     mesh."""
-    live = [live_sharding(leaf.value) for leaf in leaves]
-    first = next((x.mesh for x in live if x.mesh is not None), None)
-    rows = []
-    for leaf, x in zip(leaves, live, strict=True):
+    first: Mesh | AbstractMesh | None = None
+    rows: list[Row] = []
+    for leaf in leaves:
+        live = live_sharding(leaf.value)
+        if first is None:
+            first = live.mesh
         shape, dtype = leaf.value.shape, leaf.value.dtype
-        other = x.mesh if x.mesh != first else None
-        total, local = (math.prod(s) * dtype.itemsize for s in (shape, x.local_shape))
         row = Row(
             leaf.path,
             shape,
             dtype,
             leaf.axes,
-            spec=x.spec,
-            reason=x.reason if other is None else f"{x.reason}, on {_mesh_text(other)}",
-            local_shape=x.local_shape,
-            bytes_global=total,
-            bytes_per_device=local,
-            copies=x.copies,
-            memory_kind=x.memory_kind,
-            mesh=other,
+            spec=live.spec,
+            reason=live.reason,
+            local_shape=live.local_shape,
+            bytes_global=math.prod(shape) * dtype.itemsize,
+            bytes_per_device=math.prod(live.local_shape) * dtype.itemsize,
+            copies=live.copies,
+            memory_kind=live.memory_kind,
         )
+        if live.mesh is not None and live.mesh != first:
+            reason = f"{live.reason}, on {_mesh_text(live.mesh)}"
+            row = row._replace(reason=reason, mesh=live.mesh)
         rows.append(row)
     return rows, first
 
@@ -59,9 +62,14 @@ def _mesh_text(mesh: Mesh | AbstractMesh) -> str:
     text = f"the mesh {mesh_view(mesh)}"
     if not isinstance(mesh, Mesh):
         return text
-    devices = [f"{device.platform}:{device.id}" for device in mesh.devices.flat]
-    shown = ", ".join(devices[:4])
-    return f"{text} of {shown}" + (", …" if len(devices) > 4 else "")
+    text += " of " + ", ".join(map(_device_text, mesh.devices.flat[:4]))
+    if mesh.devices.size > 4:
+        text += ", …"
+    return text
+
+
+def _device_text(device: Device) -> str:
+    return f"{device.platform}:{device.id}"
 
 
 def live_sharding(value: Any) -> Live:
@@ -88,7 +96,7 @@ def live_sharding(value: Any) -> Live:
     if isinstance(sharding, SingleDeviceSharding):
         device = next(iter(sharding.device_set))
         how = "committed to" if committed else "uncommitted, on"
-        return Live(None, f"{how} the device {device.platform}:{device.id}", local, 1, kind)
+        return Live(None, f"{how} the device {_device_text(device)}", local, 1, kind)
     copies = len(sharding.device_set) // _parts(shape, local)
     return Live(None, f"as it is sharded now, by a {type(sharding).__name__}", local, copies, kind)
 
@@ -116,5 +124,6 @@ def _parts(shape: tuple[int, ...], local: tuple[int, ...]) -> int:
     parts = 1
     for size, one in zip(shape, local, strict=True):
         # A dimension of size 0 has shards of size 0.
-        parts *= -(-size // one) if one else 1
+        if one:
+            parts *= -(-size // one)
     return parts

@@ -13,7 +13,7 @@ from functree.layout.layout import Layout, Resolution
 from functree.layout.plan.codec import PlanParts, plan_json, read_plan
 from functree.layout.plan.diff import plan_diff
 from functree.layout.plan.page import plan_html
-from functree.layout.plan.row import Row
+from functree.layout.plan.row import Row, rows_by_path
 from functree.layout.plan.text import plan_text
 from functree.layout.validation import refuse
 from functree.parameters import shown
@@ -80,7 +80,7 @@ class Plan(Value, Layout):
             problems=tuple(problems),
             unused=tuple(unused),
             unused_names=tuple(unused_names),
-            _by_path={row.path: row for row in rows},
+            _by_path=rows_by_path(rows),
         )
 
     @property
@@ -141,7 +141,8 @@ class Plan(Value, Layout):
         if not isinstance(path, str | tuple):
             # A plan has a length and can be iterated over, so an index is a likely guess.
             raise TypeError(
-                f"a plan is indexed by a path, not by {path!r}; its rows by index are in `plan.rows`"
+                f"a plan is indexed by a path, not by {path!r}; "
+                "its rows by index are in `plan.rows`"
             )
         key = Path(path)
         if key not in self._by_path:
@@ -167,8 +168,7 @@ class Plan(Value, Layout):
     ) -> Resolution:
         """Decide about each leaf as the plan does about the array at the same path."""
         starts = before or map(whole, leaves)
-        pairs = zip(leaves, starts, strict=True)
-        return Resolution([self._decide(leaf, start) for leaf, start in pairs])
+        return Resolution(list(map(self._decide, leaves, starts)))
 
     def _decide(self, leaf: Leaf, before: Decision) -> Decision:
         if leaf.activation:
@@ -258,15 +258,17 @@ class Plan(Value, Layout):
 
     def _unused_names(self) -> str:
         """The classes in `names=` that have named no leaf, in messages."""
-        return ", ".join(f"names= of {name}" for name in self.unused_names)
+        return ", ".join(map("names= of {}".format, self.unused_names))
 
     def _notes(self) -> list[str]:
         """The lines below the table."""
-        sizes = f"{bytes_text(self.total_bytes)} in all, {bytes_text(self.bytes_per_device)} on each device"
-        notes = [f"mesh {self.view}: {count(len(self.rows), 'array')}, {sizes}"]
-        others = list(
-            dict.fromkeys(str(mesh_view(row.mesh)) for row in self.rows if row.mesh is not None)
-        )
+        total, each = bytes_text(self.total_bytes), bytes_text(self.bytes_per_device)
+        arrays = count(len(self.rows), "array")
+        notes = [f"mesh {self.view}: {arrays}, {total} in all, {each} on each device"]
+        others: dict[str, None] = {}
+        for row in self.rows:
+            if row.mesh is not None:
+                others[str(mesh_view(row.mesh))] = None
         if others:
             notes.append(f"arrays on other meshes: {', '.join(others)}")
         if self.unused:

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 from jax.sharding import PartitionSpec
@@ -18,14 +19,14 @@ from functree.errors import RuleError, ShardingError
 from functree.labels.annotations.by_hints import name_by_hints
 from functree.labels.leaf import Leaf
 from functree.labels.leaves import Leaves, read
-from functree.layout.decide import Decided, decide_parts
+from functree.layout.decide import Decisions, decide_parts
 from functree.layout.decision import Decision
 from functree.layout.layout import LayoutTree, merge_names
 from functree.layout.plan.live import live_rows
 from functree.layout.plan.plan import Plan
 from functree.layout.plan.row import Row
 from functree.layout.prefix import Part, broadcast
-from functree.layout.validation import local_shape, refuse
+from functree.layout.validation import local_shape, parts_over, refuse
 from functree.parameters import FLAG, check_tree
 from functree.parameters import check as check_values
 
@@ -51,7 +52,8 @@ def plan(tree: Any, layout: LayoutTree = ..., mesh: MeshLike = None, *, check: b
         >>> class MLP(eqx.Module):
         ...     up: Float[Array, "embed hidden"]
         >>> abstract = MLP(jax.ShapeDtypeStruct((16, 64), "float32"))
-        >>> row = ft.plan(abstract, ft.AxisRules({"hidden": "model", "embed": None}), {"data": 2, "model": 4})["up"]
+        >>> rules = ft.AxisRules({"hidden": "model", "embed": None})
+        >>> row = ft.plan(abstract, rules, {"data": 2, "model": 4})["up"]
         >>> row.spec, row.reason
         (P(None, 'model'), 'embed→None, hidden→model')
     """
@@ -61,7 +63,8 @@ def plan(tree: Any, layout: LayoutTree = ..., mesh: MeshLike = None, *, check: b
         return _live_plan(tree, mesh)
     if layout is None:
         raise RuleError(
-            "plan: the layout is None: leave it out to see how the arrays are sharded now, or write `P()` to replicate"
+            "plan: the layout is None: leave it out to see how the arrays are sharded now, or "
+            "write `P()` to replicate"
         )
     return plan_tree(tree, layout, mesh, check=check)
 
@@ -87,7 +90,7 @@ def read_for(tree: Any, layout: LayoutTree) -> tuple[Leaves, list[Part]]:
     """The leaves of a tree, with the names that a layout gives them, and the parts of the
     layout."""
     parts = broadcast(layout, tree)
-    leaves = read(tree, merge_names(part.layout.given_names for part in parts))
+    leaves = read(tree, merge_names(part.layout for part in parts))
     hints = {part.path: part.layout.hint for part in parts if part.layout.hint is not None}
     return name_by_hints(leaves, hints), parts
 
@@ -110,13 +113,15 @@ def plan_leaves(
         view: the mesh.
         check: whether to raise an error for problems.
     """
-    decided = decide_parts(
+    decisions = decide_parts(
         leaves, parts, view, partial=partial, same=same, allow_unspecified=allow_unspecified
     )
-    return plan_decided(leaves, decided, view, check=check)
+    return plan_decisions(leaves, decisions, view, check=check)
 
 
-def plan_decided(leaves: Leaves, decided: Decided, view: MeshView, *, check: bool = True) -> Plan:
+def plan_decisions(
+    leaves: Leaves, decided: Decisions, view: MeshView, *, check: bool = True
+) -> Plan:
     """The plan of what is decided; `check` is whether to raise an error for problems."""
     if decided.problems and check:
         raise refuse(decided.problems, view)
@@ -174,7 +179,7 @@ class _Sizes(NamedTuple):
 def _sizes(shape: tuple[int, ...], dtype: Any, decision: Decision, view: MeshView) -> _Sizes:
     mesh_axes = decision.mesh_axes
     local = local_shape(shape, mesh_axes, view)
-    split = math.prod(view.sizes.get(axis, 1) for axes in mesh_axes for axis in axes)
+    split = parts_over(chain.from_iterable(mesh_axes), view)
     spec = decision.spec if decision.specified else None
     total, per_device = math.prod(shape) * dtype.itemsize, math.prod(local) * dtype.itemsize
     return _Sizes(spec, local, total, per_device, max(1, view.devices // split))

@@ -1,5 +1,6 @@
 """`Row`: what a plan says about one array."""
 
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
@@ -44,3 +45,8 @@ class Row(NamedTuple):
     copies: int
     memory_kind: str | None = None
     mesh: Mesh | AbstractMesh | None = None
+
+
+def rows_by_path(rows: Iterable[Row]) -> dict[Path, Row]:
+    """Rows by the paths of their arrays."""
+    return {row.path: row for row in rows}

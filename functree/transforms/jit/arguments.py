@@ -16,7 +16,7 @@ from functree.devices.meshes import MeshView, agreed_mesh, without_devices
 from functree.errors import ShardingError, listed, warn
 from functree.labels.leaf import Leaf, is_in_module
 from functree.labels.leaves import Leaves
-from functree.layout.decide import Decided, decide_parts
+from functree.layout.decide import Decisions, decide_parts
 from functree.layout.decision import Decision, whole
 from functree.layout.layout import Layout
 from functree.layout.plan.resolver import read_for
@@ -167,7 +167,7 @@ def label_activations(leaves: Leaves) -> Leaves:
     return replace(leaves, leaves=tuple(labelled))
 
 
-def _without_names(decided: Decided) -> tuple[list[Decision], set[int]]:
+def _without_names(decided: Decisions) -> tuple[list[Decision], set[int]]:
     """The decisions, in which arrays without names are replicated; and the indices of these."""
     decisions, nameless = list(decided.decisions), set[int]()
     for i, (leaf, decision) in enumerate(zip(decided.leaves, decisions, strict=True)):

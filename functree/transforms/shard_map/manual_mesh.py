@@ -15,7 +15,7 @@ from functree.errors import Problem, ShardingError
 from functree.labels.leaf import Leaf
 from functree.labels.leaves import Leaves
 from functree.layout.decide import UNSPECIFIED
-from functree.layout.layout import Fixed, LayoutTree
+from functree.layout.layout import LayoutTree, SpecLayout
 from functree.layout.plan.resolver import plan_leaves, read_for
 from functree.layout.prefix import Part
 from functree.layout.validation import refuse
@@ -123,7 +123,7 @@ class ManualMesh(NamedTuple):
         problems: list[Problem] = []
         others = set(self.mesh.axis_names) - self.manual
         for part in parts:
-            if not isinstance(part.layout, Fixed):
+            if not isinstance(part.layout, SpecLayout):
                 continue
             not_manual = sorted(named_axes(part.layout.spec) & others)
             if not not_manual:
