@@ -261,7 +261,7 @@ class _Walk:
     ) -> tuple[Hint, _Context]:
         """The resolved annotation of a node, and the context with what the annotation says about
         all leaves below."""
-        if hint.later:
+        if hint.references:
             # Once in a walk. In the next one it is tried again, since a name may be defined later.
             tried = self.tried.get(hint)
             if tried is None:
@@ -313,7 +313,7 @@ class _Walk:
                 (*context.stack, *node.stack_axes()) if isinstance(node, Stack) else context.stack
             )
             inside = _Context(inside.within, stack, context.given + opened, context.buffer)
-        env = known.env(cls, hint) if hint.generics or hint.later else NO_ENV
+        env = known.env(cls, hint) if hint.generics or hint.references else NO_ENV
         for key, child in kind.children(node):
             by_field = kind.by_field or type(key) is GetAttrKey
             name = key if kind.by_field else plain_key(key)

@@ -178,4 +178,4 @@ def _compared(hint: Hint | None) -> Any:
         _compared(hint.below),
         generics,
     )
-    return (hint.text, hint.forms, hint.names, hint.buffer, hint.later, inner)
+    return (hint.text, hint.forms, hint.names, hint.buffer, hint.references, inner)

@@ -139,7 +139,7 @@ def annotated(
             continue
         hint, below = hints.get(leaf.path[0], NOTHING), Path(leaf.path[1:])
         forms = _forms(hint, below)
-        if forms or hint.at(below).later:
+        if forms or hint.at(below).references:
             yield leaf, forms
 
 

@@ -1,4 +1,5 @@
-"""Leaves and annotations that are given from outside, by path ─► the leaves with the axes of these."""
+"""Leaves, and annotations that are given from outside, by path ─► the leaves with the axes of
+these."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -32,4 +33,6 @@ def name_by_hints(leaves: Leaves, hints: Mapping[Path, Hint]) -> Leaves:
 def _named(leaf: Leaf, hint: Hint, below: Path) -> Leaf:
     """A leaf with the axes that the annotation of a part says, at a path below this part."""
     found = leaf_axes({}, leaf.value, leaf.path, hint.at(below), given_by(hint, below), ())
-    return leaf._replace(**found._asdict()) if found.annotated else leaf
+    if not found.annotated:
+        return leaf
+    return leaf._replace(**found._asdict())

@@ -25,10 +25,10 @@ class ClassHints(NamedTuple):
         """The values of the type parameters of the class, for an instance whose annotation is
         `hint`."""
         parameters: tuple[TypeVar, ...] = getattr(cls, "__parameters__", ())
-        if hint.later:
+        if hint.references:
             # The annotation cannot be resolved, so the parameters are unknown too. Each leaf that
             # depends on one of them then reports the annotation that cannot be resolved.
-            return {variable: hint for variable in parameters}
+            return dict.fromkeys(parameters, hint)
         for origin, args in hint.generics:
             if origin is not cls and not issubclass(cls, origin):
                 continue
@@ -40,9 +40,10 @@ class ClassHints(NamedTuple):
             handed = self.bases.get(origin, {})
             values: dict[TypeVar, Hint] = {}
             for parameter, arg in given.items():
-                values |= (
-                    _solved(handed[parameter], arg) if parameter in handed else {parameter: arg}
-                )
+                if parameter in handed:
+                    values |= _solved(handed[parameter], arg)
+                else:
+                    values[parameter] = arg
             return values
         return NO_ENV
 
@@ -68,8 +69,11 @@ def _read(cls: type) -> ClassHints:
     for base in reversed(cls.__mro__[:-1]):
         namespace = _namespace(base)
         for name, annotation in inspect.get_annotations(base).items():
-            hints[name] = parse(annotation, namespace).looked_up().bind(bases.get(base, {}))
-    return ClassHints({name: hint for name, hint in hints.items() if hint is not NOTHING}, bases)
+            hint = parse(annotation, namespace).looked_up().bind(bases.get(base, {}))
+            hints.pop(name, None)
+            if hint is not NOTHING:
+                hints[name] = hint
+    return ClassHints(hints, bases)
 
 
 def _namespace(cls: type) -> Namespace:
@@ -84,7 +88,8 @@ def _solved(pattern: Hint, value: Hint) -> dict[TypeVar, Hint]:
     """The values of the type variables in a pattern, such as `list[U]`, for which it says the same
     as another hint."""
     value = value.tried()
-    found = {later.what: value for later in pattern.later if isinstance(later.what, TypeVar)}
+    variables = (one.what for one in pattern.references if one.is_variable)
+    found: dict[TypeVar, Hint] = dict.fromkeys(variables, value)
     pairs: list[tuple[Hint | None, Hint | None]] = [
         (pattern.element, value.element),
         (pattern.below, value.below),

@@ -68,10 +68,13 @@ class ArrayForm(NamedTuple):
         """One `Dim` for each dimension. A variadic token keeps its name if it is for exactly one
         dimension."""
         # A name for several dimensions would be one axis several times, which no rule could shard.
+        span = ndim - len(self.dims) + 1
         out: list[Dim] = []
         for dim in self.dims:
-            span = ndim - len(self.dims) + 1 if dim.variadic else 1
-            out += [dim if span == 1 else dim._replace(name=None)] * span
+            if not dim.variadic or span == 1:
+                out.append(dim)
+            else:
+                out += [dim._replace(name=None)] * span
         return out
 
 
@@ -113,7 +116,9 @@ def dim(token: str) -> Dim:
         name, _, size = body.partition("=")
         more, body = _modifiers(size)  # the modifiers may stand on either side
         modifiers += more
-    return Dim(name if name.isidentifier() else None, token, modifiers, body)
+    if not name.isidentifier():
+        return Dim(None, token, modifiers, body)
+    return Dim(name, token, modifiers, body)
 
 
 def _modifiers(token: str) -> tuple[str, str]:

@@ -107,7 +107,9 @@ def given_axes(path: Path, several: Iterable[GivenNames]) -> Axes | OpenAxes | N
 
 
 def _precedence(given: GivenNames) -> tuple[Giver, int]:
-    return given.giver, given.depth if given.giver is Giver.LAYOUT else -given.depth
+    if given.giver is Giver.LAYOUT:
+        return given.giver, given.depth
+    return given.giver, -given.depth
 
 
 def given_by(hint: Hint, path: Path) -> Axes | OpenAxes | None:
@@ -124,25 +126,26 @@ def given_by(hint: Hint, path: Path) -> Axes | OpenAxes | None:
 def unmatched(node: Any, path: tuple[Any, ...], several: Iterable[GivenNames]) -> list[Problem]:
     """The problems of patterns that are given at a node and match none of its leaves. A leaf may be
     None."""
-    suspects = [
-        pattern for given in several for pattern, _ in given.names if pattern not in given.used
-    ]
+    suspects: list[str] = []
+    for given in several:
+        suspects += [pattern for pattern, _ in given.names if pattern not in given.used]
     if not suspects:
         return []
     # A pattern that was not used may still have a leaf: other names may have named it. Or several
-    # arrays may be in its place, as in the state of some optimizers: these are laid out like the
+    # arrays may be at its path, as in the state of some optimizers: these are laid out like the
     # parameter.
-    nodes = list(leaves_of(node, _is_empty))
-    places = [place for place, _ in nodes]
-    texts = {
-        match_text(Path(place[:depth])) for place in places for depth in range(1, len(place) + 1)
-    }
-    empty = {match_text(place) for place, x in nodes if _is_empty(x)}
+    leaves = dict(leaves_of(node, _is_empty))
+    texts: set[str] = set()
+    empty: set[str] = set()
+    for below, leaf in leaves.items():
+        texts.update(match_text(Path(below[:depth])) for depth in range(1, len(below) + 1))
+        if _is_empty(leaf):
+            empty.add(match_text(below))
     found = []
     for pattern in suspects:
         matches = glob_pattern(pattern).fullmatch
         if not any(map(matches, texts)) and not _leads_through(pattern, empty):
-            found.append(_unmatched(node, Path(path), pattern, places))
+            found.append(_unmatched(node, Path(path), pattern, leaves))
     return found
 
 
@@ -155,16 +158,22 @@ def _is_empty(node: Any) -> bool:
 def _leads_through(pattern: str, empty: Collection[str]) -> bool:
     """Whether a pattern is for what is below one of some empty nodes."""
     parts = list(tokens(pattern))
-    # A beginning that ends in `**` matches every node, and says nothing about this one.
-    ends = [depth for depth in range(len(parts) + 1) if depth == 0 or parts[depth - 1] != "**"]
-    begins = [glob_pattern(".".join(parts[:depth])).fullmatch for depth in ends]
-    return any(matches(text) for matches in begins for text in empty)
+    for depth in range(len(parts) + 1):
+        begin = parts[:depth]
+        # A beginning that ends in `**` matches every node, and says nothing about this one.
+        if begin[-1:] == ["**"]:
+            continue
+        if any(map(glob_pattern(".".join(begin)).fullmatch, empty)):
+            return True
+    return False
 
 
-def _unmatched(node: Any, path: Path, pattern: str, places: Iterable[Path]) -> Problem:
+def _unmatched(node: Any, path: Path, pattern: str, leaves: Collection[Path]) -> Problem:
+    """The problem of a pattern that matches none of the leaves at some paths below a node."""
     cls = type(node).__name__
-    why = f"`ft.names` gives axes to `{pattern}`, but {cls} has no such leaf{did_you_mean(pattern, places)}"
-    named = [f"`{place}`" for place in places if place][:4]
+    hint = did_you_mean(pattern, leaves)
+    why = f"`ft.names` gives axes to `{pattern}`, but {cls} has no such leaf{hint}"
+    named = [f"`{below}`" for below in filter(None, leaves)][:4]
     if not named:  # the node is a single array, which `ft.names` cannot name
         return Problem(path, None, cls, why, "write `Annotated[Array, ft.Axes(...)]`")
     # An empty path would be printed as that of a tree that is a single array.

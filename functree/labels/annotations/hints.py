@@ -8,6 +8,8 @@ import typing
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import chain, filterfalse, zip_longest
+from operator import attrgetter
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -45,11 +47,12 @@ class Namespace:
         """The value of an expression. Raises what the expression raises."""
         # The module is looked up now and not when the class is read: a name may be defined below
         # the class. It is copied, since `eval` adds `__builtins__` to its globals.
-        known = sys.modules.get(self.module)
-        return eval(text, dict(vars(known)) if known else {}, dict(self.names))
+        module = sys.modules.get(self.module)
+        known = dict(vars(module)) if module else {}
+        return eval(text, known, dict(self.names))
 
 
-class Later(NamedTuple):
+class Reference(NamedTuple):
     """A part of an annotation that is resolved when a leaf needs it: a quoted name, a type
     variable, a type alias.
 
@@ -83,24 +86,27 @@ class Later(NamedTuple):
             if self.what in self.env:
                 return self.env[self.what]
             # A variable without a value may be anything that its constraints or its bound allow.
-            return merge(
-                parse(bound, self.namespace)
-                for bound in self.what.__constraints__ or (self.what.__bound__,)
-            )
+            bounds = self.what.__constraints__ or (self.what.__bound__,)
+            return merge(parse(bound, self.namespace) for bound in bounds)
         if isinstance(self.what, str):
             return parse(self.namespace.find(self.what), self.namespace, self.optional)
         # An alias is resolved in its own module, which need not be that of the class; its arguments
         # are in the class'.
-        alias, args = typing.get_origin(self.what) or self.what, typing.get_args(self.what)
-        env = dict(
-            zip(alias.__type_params__, (parse(arg, self.namespace) for arg in args), strict=False)
-        )
+        alias = typing.get_origin(self.what) or self.what
+        args = [parse(arg, self.namespace) for arg in typing.get_args(self.what)]
+        env = dict(zip(alias.__type_params__, args, strict=False))
         return parse(alias.__value__, Namespace(alias.__module__), self.optional).bind(env)
 
-    def bind(self, env: Env) -> "Later":
+    @property
+    def is_variable(self) -> bool:
+        """Whether it is a type variable, and not a name or an alias."""
+        return isinstance(self.what, TypeVar)
+
+    def bind(self, env: Env) -> "Reference":
         """The same with values for type variables. Values that it has already may contain these
         variables."""
-        return self._replace(env={**env, **{v: hint.bind(env) for v, hint in self.env.items()}})
+        own = {variable: hint.bind(env) for variable, hint in self.env.items()}
+        return self._replace(env={**env, **own})
 
 
 # Quoted names that lead to quoted names are resolved this often. More steps are a name that is
@@ -125,7 +131,7 @@ class Hint:
         generics: the generic classes with their arguments: `Box[X]`.
         names: the `ft.names` in its `Annotated`.
         buffer: whether it is an `ft.Buffer`.
-        later: its parts that are not resolved yet.
+        references: its parts that are not resolved yet.
         open: whether it, or a hint in it, has such parts.
     """
 
@@ -137,19 +143,18 @@ class Hint:
     generics: "tuple[tuple[type, tuple[Hint, ...]], ...]" = ()
     names: Names | None = None
     buffer: bool = False
-    later: tuple[Later, ...] = ()
+    references: tuple[Reference, ...] = ()
     open: bool = False
 
     def child(self, index: int | None) -> "Hint":
         """The hint of an element of a container; `index` is None for the values of a mapping."""
         # If the annotation cannot be resolved, neither can that of an element: each leaf below
         # reports it.
-        if self.later or self is NOTHING:
+        if self.references or self is NOTHING:
             return self
-        if self.elements and index is not None and index < len(self.elements):
+        found = self.element or NOTHING
+        if index is not None and index < len(self.elements):
             found = self.elements[index]
-        else:
-            found = self.element or NOTHING
         if self.below is None:
             return found
         # `PyTree[X]` annotates the elements of the elements too, so it is passed on.
@@ -157,11 +162,16 @@ class Hint:
             return self._under
         return replace(merge((found, self.below)), below=self.below)
 
+    def forms_for(self, ndim: int) -> list[ArrayForm]:
+        """The alternatives for an array of this rank in the field itself."""
+        return [form for form in self.forms if form.fits(ndim)]
+
     def at(self, path: Path) -> "Hint":
         """The hint at a path in the containers below the field."""
         hint = self
         for key in path:
-            hint = hint.tried().child(key if isinstance(key, int) else None)
+            index = key if isinstance(key, int) else None
+            hint = hint.tried().child(index)
         return hint.tried()
 
     @cached_property
@@ -176,42 +186,40 @@ class Hint:
         """The hint with type variables replaced by their values."""
         if not self.open or not env:
             return self
-        if (
-            self._only_later
-            and len(self.later) == 1
-            and not self.later[0].marks
-            and self.later[0].what in env
-        ):
+        if self._is_empty and len(self.references) == 1:
+            reference = self.references[0]
             # It is a type variable and nothing else: no copy of the value, for the same reason.
-            return env[self.later[0].what]
+            if not reference.marks and reference.what in env:
+                return env[reference.what]
+        bound = self.with_inner(lambda hint: hint.bind(env))
+        return replace(bound, references=tuple(one.bind(env) for one in self.references))
+
+    def with_inner(self, change: "Callable[[Hint], Hint]") -> "Hint":
+        """The hint with a function applied to each of the hints in it."""
         return replace(
             self,
-            element=self.element and self.element.bind(env),
-            elements=tuple(h.bind(env) for h in self.elements),
-            below=self.below and self.below.bind(env),
-            generics=tuple((c, tuple(h.bind(env) for h in args)) for c, args in self.generics),
-            later=tuple(later.bind(env) for later in self.later),
+            element=self.element and change(self.element),
+            elements=tuple(map(change, self.elements)),
+            below=self.below and change(self.below),
+            generics=tuple((cls, tuple(map(change, args))) for cls, args in self.generics),
         )
 
     @property
-    def _only_later(self) -> bool:
+    def is_about_arrays(self) -> bool:
+        """Whether its resolved parts annotate arrays, in the field or below."""
+        parts = (self.forms, self.element, self.elements, self.below, self.generics)
+        return any(parts)
+
+    @property
+    def _is_empty(self) -> bool:
         """Whether the hint has no parts except those that are not resolved yet."""
-        says = (
-            self.forms
-            or self.element
-            or self.elements
-            or self.below
-            or self.generics
-            or self.names
-            or self.buffer
-        )
-        return not says
+        return not (self.is_about_arrays or self.names or self.buffer)
 
     @cached_property
     def settled(self) -> "Hint":
         """The resolved hint. Raises NameError and others."""
         # `cached_property` does not remember a failure: a name may be defined later.
-        return self._settle(lambda later: True)
+        return self._settle(lambda reference: True)
 
     def tried(self) -> "Hint":
         """The resolved hint; if that fails, without its optional parts; if that fails too, the hint
@@ -220,7 +228,7 @@ class Hint:
             return self.settled
         except UNREADABLE:
             try:
-                return self._settle(lambda later: True, strict=False)
+                return self._settle(lambda reference: True, strict=False)
             except UNREADABLE:
                 return self
 
@@ -228,28 +236,32 @@ class Hint:
         """The hint with its quoted names resolved, if they are defined. Its type variables are
         kept."""
         try:
-            return self._settle(lambda later: not isinstance(later.what, TypeVar))
+            return self._settle(lambda reference: not reference.is_variable)
         except UNREADABLE:
             return self
 
-    def _settle(self, wanted: Callable[[Later], bool], strict: bool = True) -> "Hint":
+    def _settle(self, wanted: Callable[[Reference], bool], strict: bool = True) -> "Hint":
         """The hint with some of its parts resolved, again and again: a quoted name may lead to
         another one."""
-        hint, quoted = self, any(not isinstance(later.what, TypeVar) for later in self.later)
+        hint = self
         for _ in range(_MAX_STEPS):
-            now = [later for later in hint.later if wanted(later)]
-            if not now:
-                if quoted and hint is not NOTHING:
-                    return replace(
-                        hint, text=self.text
-                    )  # messages show the annotation as it is written
-                return hint
-            left = replace(hint, later=tuple(later for later in hint.later if not wanted(later)))
-            # If nothing else is left, `left` is an empty hint that is not `NOTHING`, and would
-            # count as an alternative.
-            kept = [left] if left.later or not left._only_later else []
-            hint = merge([*kept, *(later.resolve(strict) for later in now)])
+            if not any(map(wanted, hint.references)):
+                return hint._with_text_of(self)
+            kept = replace(hint, references=tuple(filterfalse(wanted, hint.references)))
+            parts = [one.resolve(strict) for one in filter(wanted, hint.references)]
+            # An empty hint that is not `NOTHING` would count as an alternative.
+            if kept.references or not kept._is_empty:
+                parts.insert(0, kept)
+            hint = merge(parts)
         raise RecursionError("it is defined by itself")
+
+    def _with_text_of(self, written: "Hint") -> "Hint":
+        """The hint that another one is resolved to: messages show the annotation as it is
+        written."""
+        # The value of a type variable keeps its own text, and its identity.
+        if self is NOTHING or all(one.is_variable for one in written.references):
+            return self
+        return replace(self, text=written.text)
 
 
 NOTHING = Hint()
@@ -257,27 +269,32 @@ NOTHING = Hint()
 
 def merge(hints: Iterable[Hint]) -> Hint:
     """The hint of a union of annotations."""
-    hints = tuple(dict.fromkeys(h for h in hints if h is not NOTHING))
-    if len(hints) <= 1:
-        return hints[0] if hints else NOTHING
+    distinct = dict.fromkeys(hints)
+    distinct.pop(NOTHING, None)
+    if not distinct:
+        return NOTHING
+    if len(distinct) == 1:
+        return next(iter(distinct))
 
-    def one(parts: list[Hint]) -> Hint | None:
-        return merge(parts) if parts else None
+    def each(attribute: str) -> Iterable[Any]:
+        """The values of an attribute, of the hints that have one."""
+        return filter(None, map(attrgetter(attribute), distinct))
 
-    longest = max(len(h.elements) for h in hints)
+    def merged(attribute: str) -> Hint | None:
+        return merge(each(attribute)) if any(each(attribute)) else None
+
     return Hint(
-        text=" | ".join(dict.fromkeys(h.text for h in hints if h.text)),
-        forms=tuple(dict.fromkeys(form for h in hints for form in h.forms)),
-        element=one([h.element for h in hints if h.element]),
-        elements=tuple(
-            merge(h.elements[i] for h in hints if i < len(h.elements)) for i in range(longest)
-        ),
-        below=one([h.below for h in hints if h.below]),
-        generics=tuple(pair for h in hints for pair in h.generics),
-        names=next((h.names for h in hints if h.names), None),
-        buffer=any(h.buffer for h in hints),
-        later=tuple(later for h in hints for later in h.later),
-        open=any(h.open for h in hints),
+        text=" | ".join(dict.fromkeys(each("text"))),
+        forms=tuple(dict.fromkeys(chain(*each("forms")))),
+        element=merged("element"),
+        # The first elements of all hints as one hint, then the second ones, and so on.
+        elements=tuple(map(merge, zip_longest(*each("elements"), fillvalue=NOTHING))),
+        below=merged("below"),
+        generics=tuple(chain(*each("generics"))),
+        names=next(iter(each("names")), None),
+        buffer=any(each("buffer")),
+        references=tuple(chain(*each("references"))),
+        open=any(each("open")),
     )
 
 
@@ -291,19 +308,19 @@ def parse(hint: Any, namespace: Namespace, optional: bool = False) -> Hint:
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if isinstance(hint, str | typing.ForwardRef):
         text = hint if isinstance(hint, str) else hint.__forward_arg__
-        return _later(text, text, namespace, optional)
+        return _reference(text, text, namespace, optional)
     if isinstance(hint, TypeVar):
-        return _later(hint.__name__, hint, Namespace(hint.__module__), optional)
+        return _reference(hint.__name__, hint, Namespace(hint.__module__), optional)
     # By name: the class is new in Python 3.12, and typing_extensions has another one for older
     # versions.
     if type(origin or hint).__name__ == "TypeAliasType":
-        return _later(str(hint), hint, namespace, optional)
+        return _reference(str(hint), hint, namespace, optional)
     if origin is typing.Annotated:
         return annotated(parse(args[0], namespace, optional), hint.__metadata__)
     if origin in (typing.Union, types.UnionType):
         # `Array | Iterable["ArrayTree"]`: the union allows any array, so a name in it that cannot
         # be resolved does not hide the axes of an array.
-        optional = optional or any(arg in (jax.Array, np.ndarray, Any) for arg in args)
+        optional = optional or any(array in args for array in (jax.Array, np.ndarray, Any))
         return merge(parse(arg, namespace, optional) for arg in args)
     if origin in (typing.Final, typing.Required, typing.NotRequired):
         return parse(args[0], namespace, optional)
@@ -313,13 +330,13 @@ def parse(hint: Any, namespace: Namespace, optional: bool = False) -> Hint:
         return Hint(text=hint_text(hint), forms=(array_form(hint.dim_str, hint.dtype),))
     if isinstance(hint, type) and issubclass(hint, jaxtyping.PyTree):
         leaf = parse(getattr(hint, "leaftype", Any), namespace, optional)
-        return replace(leaf, below=leaf) if leaf is not NOTHING else NOTHING
+        return NOTHING if leaf is NOTHING else replace(leaf, below=leaf)
     return _parametrized(hint, origin, args, namespace, optional)
 
 
-def _later(text: str, what: Any, namespace: Namespace, optional: bool) -> Hint:
+def _reference(text: str, what: Any, namespace: Namespace, optional: bool) -> Hint:
     """The hint of a type expression that is resolved when a leaf needs it."""
-    return Hint(text=text, later=(Later(what, namespace, optional),), open=True)
+    return Hint(text=text, references=(Reference(what, namespace, optional),), open=True)
 
 
 def _parametrized(
@@ -329,17 +346,19 @@ def _parametrized(
     # The arguments of `type[X]` and `Callable[[X], Y]` are not annotations of arrays in the value.
     if not isinstance(origin, type) or origin in (type, abc.Callable):
         return NOTHING
-    inner = [NOTHING if arg is ... else parse(arg, namespace, optional) for arg in args]
-    if all(h is NOTHING for h in inner):
+    inner = tuple(parse(arg, namespace, optional) for arg in args)
+    together = merge(inner)
+    if together is NOTHING:
         return NOTHING
-    said = Hint(text=str(hint), open=any(h.open for h in inner))
+    said = Hint(text=str(hint), open=together.open)
     if origin.__module__ not in ("builtins", "collections", "collections.abc"):
         # A generic class: only its own annotations tell where its arguments are.
-        return replace(said, generics=((origin, tuple(inner)),))
-    if origin is tuple and not (len(args) == 2 and args[1] is ...):
-        return replace(said, elements=tuple(inner))
+        return replace(said, generics=((origin, inner),))
+    if origin is tuple and args[1:] != (...,):
+        return replace(said, elements=inner)
     # The keys of a mapping are not leaves; its values are the last argument.
-    return replace(said, element=inner[-1] if issubclass(origin, abc.Mapping) else inner[0])
+    values = -1 if issubclass(origin, abc.Mapping) else 0
+    return replace(said, element=inner[values])
 
 
 def annotated(hint: Hint, marks: Iterable[Any]) -> Hint:
@@ -362,25 +381,13 @@ def annotated(hint: Hint, marks: Iterable[Any]) -> Hint:
 def _with_spec(hint: Hint, spec: PartitionSpec) -> Hint:
     """The hint with a spec for all arrays that it annotates. If it annotates none, the spec is for
     all arrays below."""
-    if not (
-        hint.forms or hint.element or hint.elements or hint.below or hint.generics or hint.later
-    ):
+    if not (hint.is_about_arrays or hint.references):
         # `Annotated[eqx.nn.Linear, P("data")]`: an array of any rank and dtype, at any depth.
-        leaf = Hint(
-            text=hint.text or f"Annotated[..., {spec}]",
-            forms=(array_form("...")._replace(spec=spec),),
-        )
+        form = array_form("...")._replace(spec=spec)
+        leaf = Hint(text=hint.text or f"Annotated[..., {spec}]", forms=(form,))
         return replace(leaf, below=leaf, names=hint.names, buffer=hint.buffer)
-
-    def inside(h: Hint) -> Hint:
-        return _with_spec(h, spec)
-
     return replace(
-        hint,
-        forms=tuple(f._replace(spec=spec) for f in hint.forms),
-        element=hint.element and inside(hint.element),
-        elements=tuple(map(inside, hint.elements)),
-        below=hint.below and inside(hint.below),
-        generics=tuple((cls, tuple(map(inside, args))) for cls, args in hint.generics),
-        later=tuple(later._replace(marks=(*later.marks, spec)) for later in hint.later),
+        hint.with_inner(lambda inner: _with_spec(inner, spec)),
+        forms=tuple(form._replace(spec=spec) for form in hint.forms),
+        references=tuple(one._replace(marks=(*one.marks, spec)) for one in hint.references),
     )

@@ -1,12 +1,12 @@
 """An array and its annotation ─► its axes, or the reason why they cannot be determined."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from jax.sharding import PartitionSpec
 
 from functree.errors import Problem, count
-from functree.labels.annotations.dimensions import ArrayForm, dtype_fits, form_of_axes
+from functree.labels.annotations.dimensions import ArrayForm, Dim, dtype_fits, form_of_axes
 from functree.labels.annotations.hints import UNREADABLE, Hint
 from functree.labels.leaf import array_problem
 from functree.tree.axes import Axes, OpenAxes
@@ -55,8 +55,9 @@ def state_axes(value: Any, path: Path, declared: Axes) -> LeafAxes:
     if have == len(declared):
         # A scalar has no axes that would need a name.
         return LeafAxes(declared, annotated=any(declared) or not declared)
-    named = f' ("{declared}")' if any(declared) else ""
-    why = f"has {count(have, 'dimension')}, but its `StateRef` declares {len(declared)}{named}"
+    why = f"has {count(have, 'dimension')}, but its `StateRef` declares {len(declared)}"
+    if any(declared):
+        why += f' ("{declared}")'
     remedy = "lay it out by a spec (`P(...)`), or declare all of its dimensions"
     if have > len(declared):
         remedy = f"{STACK}; else {remedy}"
@@ -68,20 +69,18 @@ def _read(
 ) -> LeafAxes:
     if given is not None:
         return _given(value, path, hint, given, stack)
-    if hint.later:
+    if hint.references:
         return _unresolved(value, path, hint, stack)
     if not hint.forms:
         return _unannotated(value, stack)
-    wrong = next((form.wrong for form in hint.forms if form.wrong), None)
-    if wrong is not None:
-        remedy = "write only the names of axes there, and choose the mesh axes by rules"
-        return _misfit(value, path, stack, f"{wrong}: `{hint.text}`", remedy)
-    ndim = len(value.shape) - len(stack)
-    fitting = [form for form in hint.forms if form.fits(ndim)]
+    for form in hint.forms:
+        if form.wrong:
+            remedy = "write only the names of axes there, and choose the mesh axes by rules"
+            return _misfit(value, path, stack, f"{form.wrong}: `{hint.text}`", remedy)
+    fitting = hint.forms_for(len(value.shape) - len(stack))
     if not fitting:
-        return _wrong_rank(
-            value, path, hint.text, stack, sorted({len(form.dims) for form in hint.forms})
-        )
+        ranks = sorted({len(form.dims) for form in hint.forms})
+        return _wrong_rank(value, path, hint.text, stack, ranks)
     return _chosen(value, path, hint, fitting, stack)
 
 
@@ -93,10 +92,11 @@ def _given(
         return _wrong_rank(value, path, f'"{given}"', stack, [len(form.dims)])
     # Names from outside replace those of the annotation, but not a `PartitionSpec` that the
     # annotation has.
-    spec = next(
-        (form.spec for form in hint.forms if form.spec is not None and form.fits(ndim)), None
-    )
-    return _by_form(form._replace(spec=spec), value, stack)
+    for own in hint.forms_for(ndim):
+        if own.spec is not None:
+            form = form._replace(spec=own.spec)
+            break
+    return _by_form(form, value, stack)
 
 
 def _unannotated(value: Any, stack: tuple[str, ...]) -> LeafAxes:
@@ -110,31 +110,38 @@ def _chosen(
 ) -> LeafAxes:
     """The axes by the alternatives of the right rank; if these differ, by those that also have the
     right dtype."""
-    found = _different(_by_form(form, value, stack) for form in fitting)
+    found = _different(fitting, value, stack)
     if len(found) > 1:
         # The dtype is asked only now: an annotation with one alternative names the axes of an array
         # of any dtype, such as the int8 weights of a quantized model.
         of_dtype = [form for form in fitting if dtype_fits(form.dtype, value.dtype)]
-        found = _different(_by_form(form, value, stack) for form in of_dtype) or found
+        found = _different(of_dtype, value, stack) or found
     if len(found) == 1:
         return found[0]
     options = " or ".join(f'"{one.axes}"' for one in found)
     why = f"is ambiguous: `{hint.text}` allows {options} for an array of this rank and dtype"
-    remedy = "give the alternatives different ranks or dtypes, or name the axes by `Annotated[Array, ft.Axes(...)]`"
+    remedy = (
+        "give the alternatives different ranks or dtypes, or name the axes by "
+        "`Annotated[Array, ft.Axes(...)]`"
+    )
     return _misfit(value, path, stack, why, remedy)
 
 
-def _different(found: Iterable[LeafAxes]) -> list[LeafAxes]:
-    """Those that differ in their axes or their spec: `Float[Array, "a"] | Int[Array, "a"]` is not
-    ambiguous."""
-    return list({(one.axes, one.spec): one for one in found}.values())
+def _different(forms: Sequence[ArrayForm], value: Any, stack: tuple[str, ...]) -> list[LeafAxes]:
+    """The axes by some alternatives, those that differ in their axes or their spec: `Float[Array,
+    "a"] | Int[Array, "a"]` is not ambiguous."""
+    different: dict[tuple[Axes, PartitionSpec | None], LeafAxes] = {}
+    for form in forms:
+        one = _by_form(form, value, stack)
+        different[one.axes, one.spec] = one
+    return list(different.values())
 
 
 def _by_form(form: ArrayForm, value: Any, stack: tuple[str, ...]) -> LeafAxes:
     """The axes of an array by one alternative of its annotation."""
     if form.plain is not None:
         names: Sequence[str | None] = form.plain
-        dims: Sequence[Any] = form.dims
+        dims: Sequence[Dim] = form.dims
     else:
         dims = form.dims_for(len(value.shape) - len(stack))
         sizes = value.shape[len(stack) :]
@@ -143,10 +150,8 @@ def _by_form(form: ArrayForm, value: Any, stack: tuple[str, ...]) -> LeafAxes:
             # A broadcast dimension, `#b` of size 1, cannot be sharded. So it has no name here.
             is_broadcast = dim.broadcast and size == 1
             names.append(None if is_broadcast else dim.name)
-    tokens = [dim.token for dim in dims]
-    return LeafAxes(
-        Axes(*stack, *names), True, _unnamed(stack, names, tokens), _behind(stack, form.spec)
-    )
+    axes = Axes(*stack, *names)
+    return LeafAxes(axes, True, _unnamed(stack, names, dims), _behind(stack, form.spec))
 
 
 def _behind(stack: Sequence[str], spec: PartitionSpec | None) -> PartitionSpec | None:
@@ -158,13 +163,15 @@ def _behind(stack: Sequence[str], spec: PartitionSpec | None) -> PartitionSpec |
 
 
 def _unnamed(
-    stack: Sequence[str], names: Sequence[str | None], tokens: Sequence[str]
+    stack: Sequence[str], names: Sequence[str | None], dims: Sequence[Dim]
 ) -> tuple[str, ...]:
     """`Leaf.unnamed`: for each dimension without a name, the token that is written there."""
     if all(names):
         return ()
-    written = ["" if name else token for name, token in zip(names, tokens, strict=True)]
-    return (*[""] * len(stack), *written)
+    written = [""] * len(stack)
+    for name, dim in zip(names, dims, strict=True):
+        written.append("" if name else dim.token)
+    return tuple(written)
 
 
 def _unknown(value: Any, stack: tuple[str, ...]) -> Axes:
@@ -177,24 +184,35 @@ def _unknown(value: Any, stack: tuple[str, ...]) -> Axes:
 # What can be wrong
 
 # The usual reason for too many dimensions is `eqx.filter_vmap` of a constructor.
-STACK = "if these are several layers in one array (by vmap or scan), hold them in `ft.Stacked` (`ft.stack` makes one)"
+STACK = (
+    "if these are several layers in one array (by vmap or scan), hold them in `ft.Stacked` "
+    "(`ft.stack` makes one)"
+)
 
 
 def _wrong_rank(
     value: Any, path: Path, hint: str, stack: tuple[str, ...], ranks: Sequence[int]
 ) -> LeafAxes:
     have = len(value.shape)
-    after = f" after the axes `{' '.join(stack)}` of its stack" if stack else ""
+    after = ""
+    if stack:
+        after = f" after the axes `{' '.join(stack)}` of its stack"
     why = f"has {count(have, 'dimension')}; `{hint}` has {' or '.join(map(str, ranks))}{after}"
     remedy = "change the annotation or the array"
     if have > max(ranks) + len(stack):
-        remedy = f"{STACK}; else {remedy}, or name its dimensions from outside (`names={{Class: ft.names(...)}}`)"
+        remedy = (
+            f"{STACK}; else {remedy}, or name its dimensions from outside "
+            "(`names={Class: ft.names(...)}`)"
+        )
     return _misfit(value, path, stack, why, remedy)
 
 
 def _unresolved(value: Any, path: Path, hint: Hint, stack: tuple[str, ...]) -> LeafAxes:
     # Resolved once more, for the text of the error that Python raises.
-    remedy = "define or import the name in the module of the class, not in a function or under TYPE_CHECKING"
+    remedy = (
+        "define or import the name in the module of the class, "
+        "not in a function or under TYPE_CHECKING"
+    )
     try:
         _ = hint.settled
         error = "the name was not defined when the tree was read, but it is now"
