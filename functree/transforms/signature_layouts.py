@@ -65,9 +65,9 @@ def signature_layouts(
         hint = class_hints(record).fields.get(name, NOTHING)
         try:
             return _layout(_settled(hint), layout)
-        except _Unclear as unclear:
+        except _AnnotationError as error:
             raise AxesError(
-                f"{signature.name}: the annotation of `{name}`, `{hint.text}`, {unclear}"
+                f"{signature.name}: the annotation of `{name}`, `{hint.text}`, {error}"
             ) from None
 
     return {name: given(signature.call, name) for name in signature.parameters}, given(
@@ -75,7 +75,7 @@ def signature_layouts(
     )
 
 
-class _Unclear(Exception):
+class _AnnotationError(Exception):
     """An annotation cannot be used. The caller adds the name of the parameter."""
 
 
@@ -84,37 +84,37 @@ def _settled(hint: Hint) -> Hint:
     try:
         return hint.settled
     except UNREADABLE as error:
-        raise _Unclear(f"cannot be resolved: {error}") from error
+        raise _AnnotationError(f"cannot be resolved: {error}") from error
 
 
 def _layout(hint: Hint, rules: Layout) -> LayoutTree:
-    """The layout by one annotation: a spec if it does not depend on the array, else a `ByHint`."""
+    """The layout by one annotation: a spec if it does not depend on the array, else an `AnnotationLayout`."""
     if hint is NOTHING:
         return rules
     in_any_tree = hint.below is not None and any(
         form.dtype for form in hint.below.forms
     )  # `PyTree[X]`
     if hint.names or hint.generics or in_any_tree:
-        return ByHint(rules, hint)
+        return AnnotationLayout(rules, hint)
     # A union such as `Float[Array, "a"] | tuple[...]` has more than one kind: only the value shows
     # which it is.
     kinds = [kind for kind in (hint.forms, hint.elements, hint.element) if kind]
     if len(kinds) != 1:
-        return ByHint(rules, hint)
+        return AnnotationLayout(rules, hint)
     if hint.elements:
         return tuple(_layout(_settled(element), rules) for element in hint.elements)
     if hint.element is None:
         return _array_layout(hint, rules)
     one = _layout(_settled(hint.element), rules)
     # The layout is for the whole container. A spec, and rules without an annotation, are the same
-    # for each element. But a `ByHint` reads the annotation at the path of a leaf below the
+    # for each element. But an `AnnotationLayout` reads the annotation at the path of a leaf below the
     # container; and a tuple, as for `list[tuple[X, Y]]`, would be taken as one entry for each
     # element of the list.
-    return ByHint(rules, hint) if isinstance(one, tuple | ByHint) else one
+    return AnnotationLayout(rules, hint) if isinstance(one, tuple | AnnotationLayout) else one
 
 
 def _array_layout(hint: Hint, rules: Layout) -> Layout | PartitionSpec:
-    """The spec of an annotated array; a `ByHint` if the spec depends on the array.
+    """The spec of an annotated array; an `AnnotationLayout` if the spec depends on the array.
 
     Alternatives (`Float[Array, "a b"] | Float[Array, "c"]`) are distinguished by the rank and the
     dtype of the array.
@@ -122,29 +122,29 @@ def _array_layout(hint: Hint, rules: Layout) -> Layout | PartitionSpec:
     kinds: dict[Any, set[Any]] = {}
     for form in hint.forms:
         if form.wrong:
-            raise _Unclear(f"cannot be read: {form.wrong}")
+            raise _AnnotationError(f"cannot be read: {form.wrong}")
         kinds.setdefault((len(form.dims), form.dtype), set()).add(
             (form.spec, *(dim.token for dim in form.dims))
         )
     if any(len(alternatives) > 1 for alternatives in kinds.values()):
-        raise _Unclear(
+        raise _AnnotationError(
             "is ambiguous: alternatives of the same rank and dtype name its dimensions differently"
         )
     said = {(form.plain, form.spec) for form in hint.forms}
     if len(said) > 1:
-        return ByHint(rules, hint)
+        return AnnotationLayout(rules, hint)
     ((axes, spec),) = said
     # Another layout may have a mesh or a memory kind, and may shard more dimensions than the
     # annotation says. In a bare spec all of this would be lost.
     if spec is not None and isinstance(rules, AxisRules | NoLayout):
         return spec
     if axes is None or not isinstance(rules, AxisRules):
-        return ByHint(rules, hint)
+        return AnnotationLayout(rules, hint)
     return spec_of_axes(rules, axes, None, None)
 
 
 @dataclass(frozen=True, repr=False, eq=False)
-class ByHint(Modifier):
+class AnnotationLayout(Modifier):
     """Rules for leaves whose axes come from an annotation, once the arrays are known."""
 
     annotation: Hint
@@ -156,7 +156,7 @@ class ByHint(Modifier):
     # A `Hint` is compared by identity, since it may contain names that are resolved later. Two
     # layouts by the same annotation have to be equal, so that they share what is compiled.
     def __eq__(self, other: object) -> bool:
-        if not isinstance(other, ByHint):
+        if not isinstance(other, AnnotationLayout):
             return False
         return (self.layout, _compared(self.hint)) == (other.layout, _compared(other.hint))
 

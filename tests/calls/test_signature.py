@@ -16,7 +16,7 @@ from meshes import mesh_of
 
 import functree as ft
 from functree.calls.signature import Partial, Signature
-from functree.transforms.signature_layouts import ByHint, signature_layouts
+from functree.transforms.signature_layouts import AnnotationLayout, signature_layouts
 from functree.transforms.sizes import Sizes
 
 P = PartitionSpec
@@ -138,9 +138,13 @@ def test_names_that_depend_on_the_array_wait_for_it(annotation: Any, value: Any,
 
     f.__annotations__ = {"x": annotation}
     layout = signature_layouts(f, RULES)[0]["x"]
-    assert isinstance(layout, ByHint) and "AxisRules" in repr(layout)
+    assert isinstance(layout, AnnotationLayout) and "AxisRules" in repr(layout)
     again = signature_layouts(f, RULES)[0]["x"]
-    assert layout == again and hash(layout) == hash(again) and layout != ByHint(P(), layout.hint)
+    assert (
+        layout == again
+        and hash(layout) == hash(again)
+        and layout != AnnotationLayout(P(), layout.hint)
+    )
     tree = eqx.nn.Linear(2, 4, key=jax.random.key(0)) if value is None else value
     found = ft.plan(tree, layout, {"data": 2, "model": 4}).specs
     assert (found if value is not None else (found.weight, found.bias)) == specs
@@ -203,7 +207,9 @@ def test_what_stands_in_a_union_waits_for_the_array_too():
     # An alternative that cannot be resolved is not looked at before an array may be one of it.
     f.__annotations__ = {"x": Float[Array, "batch"] | list[tuple["Nowhere", Array]]}  # type: ignore[name-defined]
     layout = signature_layouts(f, RULES)[0]["x"]
-    assert isinstance(layout, ByHint) and ft.plan(jnp.ones(4), layout, SIZES).specs == P("data")
+    assert isinstance(layout, AnnotationLayout) and ft.plan(jnp.ones(4), layout, SIZES).specs == P(
+        "data"
+    )
     with pytest.raises(ft.ShardingError, match="its annotation `Nowhere` cannot be resolved"):
         ft.plan([(jnp.ones(4), jnp.ones(4))], layout, SIZES)
 
