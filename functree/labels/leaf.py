@@ -10,7 +10,7 @@ from functree.tree.axes import Axes
 from functree.tree.paths import Path
 
 
-class Follows(NamedTuple):
+class FollowedLeaf(NamedTuple):
     """The leaf whose decision another leaf takes: the moment of a parameter is sharded as this is.
 
     Attributes:
@@ -65,7 +65,7 @@ class Leaf(NamedTuple):
     spec: PartitionSpec | None = None
     buffer: bool = False
     misfit: Problem | None = None
-    follows: Follows | None = None
+    follows: FollowedLeaf | None = None
     activation: bool = False
 
     @property
@@ -85,6 +85,10 @@ class Leaf(NamedTuple):
         if any(self.axes):
             text += f'   "{self.axes}"'
         return text
+
+    def is_below(self, classes: type | tuple[type, ...]) -> bool:
+        """Whether it is below an instance of a class, or of one of several classes."""
+        return any(issubclass(cls, classes) for cls in self.within)
 
     def dimension(self, dim: int) -> str:
         """A dimension in messages: its axis, or its position if it has no name."""

@@ -4,8 +4,8 @@ parameters, and patterns for the model match them from the training state on."""
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from functree.labels.leaf import Follows, Leaf
-from functree.labels.optimizer.followed_parameters import Trained
+from functree.labels.leaf import FollowedLeaf, Leaf
+from functree.labels.optimizer.followed_parameters import TrainedModel
 from functree.labels.optimizer.optimizer_state import followed_by, following
 from functree.tree.interfaces import TrainingState
 from functree.tree.paths import Path
@@ -79,8 +79,8 @@ def _following(
         elif position.field == OPTIMIZER:
             of_optimizer[i] = inner
         else:
-            yield i, leaf._replace(follows=Follows(None, (None,) * len(leaf.shape)))
-    trained = Trained(Skeleton.of(state.model), parameters)
+            yield i, leaf._replace(follows=FollowedLeaf(None, (None,) * len(leaf.shape)))
+    trained = TrainedModel(Skeleton.of(state.model), parameters)
     known = trained.parameters
     follows = followed_by(state.tx, trained, list(of_optimizer.values()))
     for (i, inner), one in zip(of_optimizer.items(), follows, strict=True):

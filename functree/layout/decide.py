@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec
 from functree.devices.meshes import MeshView
 from functree.devices.specs import spec_text
 from functree.errors import Problem, warn
-from functree.labels.leaf import Follows, Leaf
+from functree.labels.leaf import FollowedLeaf, Leaf
 from functree.labels.leaves import Leaves
 from functree.labels.training_state import label_training_states
 from functree.layout.decision import WHOLE, Decision, Dimension, Source
@@ -133,7 +133,7 @@ def follow(leaves: Sequence[Leaf], decided: Mapping[Path, Decision]) -> list[Dec
     """
     # Most parameters have several leaves, such as the two moments of adam, about which the decision
     # is one object.
-    known: dict[tuple[Follows | None, int], Decision] = {}
+    known: dict[tuple[FollowedLeaf | None, int], Decision] = {}
     decisions: list[Decision] = []
     for leaf in leaves:
         key = leaf.follows, len(leaf.shape)

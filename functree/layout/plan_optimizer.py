@@ -9,7 +9,7 @@ from functree.labels.filters.filter import FilterLike, as_filter, patterns
 from functree.labels.filters.predicates import is_trainable
 from functree.labels.leaf import Leaf
 from functree.labels.leaves import Leaves
-from functree.labels.optimizer.followed_parameters import Optimizer, Trained
+from functree.labels.optimizer.followed_parameters import Optimizer, TrainedModel
 from functree.labels.optimizer.optimizer_state import optimizer_state
 from functree.layout.decide import Decisions, by_path, decide_parts, filter_problems, follow
 from functree.layout.decision import Reason
@@ -109,7 +109,7 @@ def _is_known(leaf: Leaf) -> bool:
     return leaf.follows is None or leaf.follows.known
 
 
-def select_trained(leaves: Leaves, wrt: FilterLike, name: str) -> Trained:
+def select_trained(leaves: Leaves, wrt: FilterLike, name: str) -> TrainedModel:
     """The arrays of a model that a filter matches.
 
     Args:
@@ -129,6 +129,6 @@ def select_trained(leaves: Leaves, wrt: FilterLike, name: str) -> Trained:
                 getattr(pattern, "pattern", ""), [leaf.path for leaf in leaves.leaves]
             )
             raise RuleError(f"wrt={wrt!r}: {pattern!r} matches no leaf of {name}{near}")
-    return Trained(
+    return TrainedModel(
         leaves.skeleton, {leaf.path: leaf if matches(leaf) else None for leaf in leaves.leaves}
     )

@@ -27,14 +27,14 @@ _RULES: ContextVar[Layout | None] = ContextVar("functree.axis_rules", default=No
 _OF_THREAD = jax.make_user_context(None)
 
 
-class _Entered(threading.local):
+class _RuleStack(threading.local):
     """The rules that the tasks of this thread are in, in the order in which they entered them."""
 
     def __init__(self) -> None:
         self.rules: list[list[Layout | None]] = []
 
 
-_ENTERED = _Entered()
+_ENTERED = _RuleStack()
 
 
 @contextmanager

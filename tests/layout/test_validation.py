@@ -8,7 +8,7 @@ from trees import leaf
 
 import functree as ft
 from functree.devices.meshes import MeshView
-from functree.labels.leaf import Follows, Leaf
+from functree.labels.leaf import FollowedLeaf, Leaf
 from functree.layout.bare_array import spec_of_axes
 from functree.layout.decision import Decision, Dimension, Source, whole
 from functree.layout.validation import (
@@ -140,5 +140,5 @@ def test_in_an_optimizer_s_state_there_is_another_way(within: Any, inside: bool)
     more = "; for an optimizer's state use `ft.plan_optimizer`" if inside else ""
     assert layout_problem(inner, ("why", "mend it")).remedy == "mend it" + more
     # A leaf that follows a parameter was taken care of.
-    followed = inner._replace(follows=Follows(ft.Path("w"), (0, 1)))
+    followed = inner._replace(follows=FollowedLeaf(ft.Path("w"), (0, 1)))
     assert layout_problem(followed, ("why", "mend it")).remedy == "mend it"

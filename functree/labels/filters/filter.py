@@ -32,23 +32,23 @@ class Filter:
         """Whether the leaf matches."""
 
     def __and__(self, other: Any) -> "Filter":
-        return _joined(All, self, other)
+        return _joined(Conjunction, self, other)
 
     def __rand__(self, other: Any) -> "Filter":
-        return _joined(All, other, self)
+        return _joined(Conjunction, other, self)
 
     def __or__(self, other: Any) -> "Filter":
-        return _joined(Any_, self, other)
+        return _joined(Disjunction, self, other)
 
     def __ror__(self, other: Any) -> "Filter":
-        return _joined(Any_, other, self)
+        return _joined(Disjunction, other, self)
 
     def __invert__(self) -> "Filter":
-        return Not(self)
+        return Negation(self)
 
 
 @dataclass(frozen=True, repr=False)
-class All(Filter):
+class Conjunction(Filter):
     """Leaves that all parts match; made by `&`."""
 
     parts: tuple[Filter, ...]
@@ -58,13 +58,11 @@ class All(Filter):
 
     def __repr__(self) -> str:
         # `&` binds more tightly than `|`, as in Python.
-        return " & ".join(
-            f"({part!r})" if isinstance(part, Any_) else repr(part) for part in self.parts
-        )
+        return " & ".join(_operand(part, Disjunction) for part in self.parts)
 
 
 @dataclass(frozen=True, repr=False)
-class Any_(Filter):
+class Disjunction(Filter):
     """Leaves that at least one part matches; made by `|`."""
 
     parts: tuple[Filter, ...]
@@ -77,7 +75,7 @@ class Any_(Filter):
 
 
 @dataclass(frozen=True, repr=False)
-class Not(Filter):
+class Negation(Filter):
     """Leaves that the part does not match; made by `~`."""
 
     part: Filter
@@ -86,20 +84,30 @@ class Not(Filter):
         return not self.part(leaf)
 
     def __repr__(self) -> str:
-        return f"~({self.part!r})" if isinstance(self.part, All | Any_) else f"~{self.part!r}"
+        return f"~{_operand(self.part, Conjunction | Disjunction)}"
 
 
-def _joined(kind: "type[All] | type[Any_]", *operands: Any) -> Filter:
+def _operand(part: Filter, weaker: "type | types.UnionType") -> str:
+    """A filter as an operand: in brackets if it is of a class whose operator binds less tightly."""
+    text = repr(part)
+    return f"({text})" if isinstance(part, weaker) else text
+
+
+def _joined(kind: "type[Conjunction] | type[Disjunction]", *operands: Any) -> Filter:
     """Several filters as one. `a & b & c`, with brackets or without, is one filter of three
     parts."""
     parts: list[Filter] = []
     for written in operands:
         if written is ...:
             raise RuleError(
-                "`...` cannot be combined with other filters: use it alone, as the last filter of an ordered list"
+                "`...` cannot be combined with other filters: "
+                "use it alone, as the last filter of an ordered list"
             )
         part = as_filter(written)
-        parts += part.parts if isinstance(part, kind) else (part,)
+        if isinstance(part, kind):
+            parts += part.parts
+        else:
+            parts.append(part)
     return kind(tuple(parts))
 
 
@@ -110,20 +118,19 @@ class Glob(Filter):
     pattern: str
 
     def __post_init__(self) -> None:
-        glob_pattern(
-            self.pattern
-        )  # raises here for an invalid glob, and not only when a tree is read
+        # Raises here for an invalid glob, and not only when a tree is read.
+        glob_pattern(self.pattern)
 
     def __call__(self, leaf: Leaf, /) -> bool:
         matches = glob_pattern(self.pattern).fullmatch
-        return any(matches(match_text(path)) for path in leaf.patterned)
+        return any(map(matches, map(match_text, leaf.patterned)))
 
     def __repr__(self) -> str:
         return f"glob({self.pattern!r})"
 
 
 @dataclass(frozen=True, repr=False)
-class At(Filter):
+class ExactPath(Filter):
     """The leaf at a path whose text is not a glob, because it has a key such as an Enum, which has
     no literal."""
 
@@ -158,10 +165,10 @@ def glob(pattern: str) -> Filter:
         RuleError: a part cannot be read.
 
     Examples:
-        >>> [str(row.path) for row in ft.plan({"a": jnp.ones(2), "b": jnp.ones(2)}, {"a": ft.P(), "b": ft.P()}, {})]
-        ['a', 'b']
-        >>> ft.glob("**.bias")
-        glob('**.bias')
+        >>> layer = eqx.nn.Linear(2, 3, key=jax.random.key(0))
+        >>> static, biases, rest = ft.split(layer, ft.glob("**.bias"), ...)
+        >>> biases.weight is None, rest.bias is None
+        (True, True)
     """
     if not isinstance(pattern, str):
         raise RuleError(f"`glob` takes a text such as `'**.bias'`, not {shown(pattern)}")
@@ -176,20 +183,20 @@ class Regex(Filter):
     pattern: re.Pattern[str]
 
     def __call__(self, leaf: Leaf, /) -> bool:
-        return any(self.pattern.fullmatch(str(path)) for path in leaf.patterned)
+        return any(map(self.pattern.fullmatch, map(str, leaf.patterned)))
 
     def __repr__(self) -> str:
         return repr(self.pattern)
 
 
 @dataclass(frozen=True, repr=False)
-class Under(Filter):
+class ClassFilter(Filter):
     """Leaves below an instance of some classes; made by `ft.under`."""
 
     classes: tuple[type, ...]
 
     def __call__(self, leaf: Leaf, /) -> bool:
-        return any(issubclass(cls, self.classes) for cls in leaf.within)
+        return leaf.is_below(self.classes)
 
     def __repr__(self) -> str:
         return f"under({' | '.join(cls.__name__ for cls in self.classes)})"
@@ -209,10 +216,11 @@ def under(cls: "type | types.UnionType") -> Filter:
     if typing.get_origin(cls) in (types.UnionType, typing.Union):
         classes = typing.get_args(cls)
     if not all(isinstance(c, type) for c in classes):
+        hint = bare_class(classes)
         raise RuleError(
-            f"a filter by class takes a class, or several joined by `|`, not {cls!r}{bare_class(classes)}"
+            f"a filter by class takes a class, or several joined by `|`, not {cls!r}{hint}"
         )
-    return Under(classes)
+    return ClassFilter(classes)
 
 
 def bare_class(classes: Iterable[Any]) -> str:
@@ -221,12 +229,15 @@ def bare_class(classes: Iterable[Any]) -> str:
     for cls in classes:
         origin = typing.get_origin(cls)
         if isinstance(origin, type):
-            return f"; write `{origin.__name__}`: the arguments of a class are not known of its instances"
+            return (
+                f"; write `{origin.__name__}`: "
+                "the arguments of a class are not known of its instances"
+            )
     return ""
 
 
 @dataclass(frozen=True, repr=False)
-class Where(Filter):
+class FunctionFilter(Filter):
     """Leaves for which a function `(path, leaf) -> bool` is true."""
 
     function: Callable[[Path, Any], Any]
@@ -256,19 +267,19 @@ class Everything(Filter):
 
 def patterns(item: Filter) -> Iterator[Filter]:
     """The globs, paths and regular expressions in a filter."""
-    return (part for part in naming(item) if not isinstance(part, Under))
+    return (part for part in naming(item) if not isinstance(part, ClassFilter))
 
 
 def naming(item: Filter) -> Iterator[Filter]:
     """The parts of a filter that name something of one tree: patterns and classes, and not
     properties such as axes."""
     match item:
-        case Glob() | At() | Regex() | Under():
+        case Glob() | ExactPath() | Regex() | ClassFilter():
             yield item
-        case All() | Any_():
+        case Conjunction() | Disjunction():
             for part in item.parts:
                 yield from naming(part)
-        case Not():
+        case Negation():
             yield from naming(item.part)
 
 
@@ -277,15 +288,15 @@ def may_name(item: Filter, field: str) -> bool:
     match item:
         case Glob():
             return any(_writes(part, field) for part in tokens(item.pattern))
-        case At():
+        case ExactPath():
             return field in item.path
         case Regex():
             return field in item.pattern.pattern
-        case Where():
+        case FunctionFilter():
             return True
-        case All() | Any_():
+        case Conjunction() | Disjunction():
             return any(may_name(part, field) for part in item.parts)
-        case Not():
+        case Negation():
             return may_name(item.part, field)
     return False
 
@@ -299,13 +310,13 @@ def names_field(item: Filter, leaf: Leaf) -> bool:
     """
     path = leaf.patterned[-1]
     match item:
-        case Glob() | At() | Regex():
+        case Glob() | ExactPath() | Regex():
             return may_name(item, path[0]) and item(leaf)
-        case Where():
+        case FunctionFilter():
             return item(leaf) and not item.function(Path(path[1:]), leaf.value)
-        case All() | Any_():
+        case Conjunction() | Disjunction():
             return any(names_field(part, leaf) for part in item.parts)
-        case Not():
+        case Negation():
             return names_field(item.part, leaf)
     return False
 
@@ -346,7 +357,7 @@ def as_filter(written: Any) -> Filter:
             return Everything()
         case Path():
             pattern = path_glob(written)
-            return Glob(pattern) if isinstance(pattern, str) else At(pattern)
+            return Glob(pattern) if isinstance(pattern, str) else ExactPath(pattern)
     # `typing.Union[A, B]` and `Box[int]` are not instances of the classes above.
     if typing.get_origin(written) is not None:
         return under(written)
@@ -354,8 +365,9 @@ def as_filter(written: Any) -> Filter:
     # has to be hashable.
     if callable(written) and isinstance(written, Hashable):
         check_callback(written, "a filter")
-        return Where(written)
+        return FunctionFilter(written)
     raise RuleError(
-        f"{written!r} is not a filter: write a glob (`'**.bias'`), a compiled regular expression, a class, a callable "
-        "`(path, leaf) -> bool` that can be hashed, `...`, or one of functree's filters"
+        f"{written!r} is not a filter: write a glob (`'**.bias'`), a compiled regular "
+        "expression, a class, a callable `(path, leaf) -> bool` that can be hashed, `...`, "
+        "or one of functree's filters"
     )

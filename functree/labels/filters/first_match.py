@@ -92,8 +92,8 @@ def _first_of(patterns: Sequence[tuple[int, str]]) -> Callable[[str, int], int]:
 
     def first(text: str, none: int) -> int:
         found = match(text)
-        return (
-            none if found is None or found.lastindex is None else patterns[found.lastindex - 1][0]
-        )
+        if found is None or found.lastindex is None:
+            return none
+        return patterns[found.lastindex - 1][0]
 
     return first

@@ -135,7 +135,7 @@ def _trainable(leaf: Leaf) -> bool:
 
 
 def _state(leaf: Leaf) -> bool:
-    return any(issubclass(cls, HoldsState) for cls in leaf.within)
+    return leaf.is_below(HoldsState)
 
 
 def _buffer(leaf: Leaf) -> bool:
@@ -164,7 +164,8 @@ is_state: Filter = Predicate("is_state", _state)
 """Arrays in an `ft.State`, and the initial values of `ft.StateRef`s.
 
 Examples:
-    >>> static, state, rest = ft.split({"count": ft.StateRef(0), "w": jnp.ones(2)}, ft.is_state, ...)
+    >>> model = {"count": ft.StateRef(0), "w": jnp.ones(2)}
+    >>> static, state, rest = ft.split(model, ft.is_state, ...)
     >>> rest["count"].init is None, rest["w"].shape
     (True, (2,))
 """

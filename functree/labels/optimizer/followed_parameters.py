@@ -15,7 +15,7 @@ import equinox as eqx
 import jax
 
 from functree.errors import FunctreeTypeError
-from functree.labels.leaf import Follows, Leaf
+from functree.labels.leaf import FollowedLeaf, Leaf
 from functree.labels.leaves import Leaves, read
 from functree.labels.optimizer.owners import STEPS, Owners, owners_of
 from functree.labels.optimizer.representatives import Representatives, representatives
@@ -32,7 +32,7 @@ class Optimizer(Protocol):
     def init(self) -> Callable[..., Any]: ...
 
 
-class Trained(NamedTuple):
+class TrainedModel(NamedTuple):
     """The parameters that an optimizer updates.
 
     Attributes:
@@ -77,7 +77,9 @@ def abstract_state(tx: Optimizer, params: Any) -> Leaves:
     return read(eqx.filter_eval_shape(tx.init, params))
 
 
-def find_followed(tx: Optimizer, trained: Trained, state: Sequence[Leaf]) -> list[Follows]:
+def find_followed(
+    tx: Optimizer, trained: TrainedModel, state: Sequence[Leaf]
+) -> list[FollowedLeaf]:
     """What each leaf of an optimizer's state follows.
 
     Args:
@@ -96,8 +98,12 @@ _REFUSED = (TypeError, ValueError, LookupError, AttributeError)
 
 
 def _by_few(
-    tx: Optimizer, trained: Trained, state: Sequence[Leaf], owners: Owners, few: Representatives
-) -> list[Follows] | None:
+    tx: Optimizer,
+    trained: TrainedModel,
+    state: Sequence[Leaf],
+    owners: Owners,
+    few: Representatives,
+) -> list[FollowedLeaf] | None:
     """What each leaf follows, by traces of `tx.init` with one parameter of each kind, and None instead
     of the others.
 
@@ -131,14 +137,14 @@ def _is_like(leaf: Leaf, other: Leaf | None) -> bool:
     return other is not None and leaf.shape == other.shape and leaf.value.dtype == other.value.dtype
 
 
-def _for_leaf(follows: Follows, owners: Sequence[Path]) -> Follows:
+def _for_leaf(follows: FollowedLeaf, owners: Sequence[Path]) -> FollowedLeaf:
     """What the leaf follows that is like another one, of another parameter."""
     return follows if follows.path is None else follows._replace(path=owners[0])
 
 
 def _by_all(
-    tx: Optimizer, trained: Trained, state: Sequence[Leaf], owners: Owners
-) -> list[Follows]:
+    tx: Optimizer, trained: TrainedModel, state: Sequence[Leaf], owners: Owners
+) -> list[FollowedLeaf]:
     """What each leaf follows, by a trace of `tx.init` with other sizes of all parameters."""
     tracer = _Tracer(tx, trained, state, owners)
     # The path of a leaf may be that of several parameters. The sizes of such parameters are changed
@@ -171,7 +177,7 @@ class _Tracer:
         owners: for each leaf of the state, the parameters that it may belong to.
     """
 
-    def __init__(self, tx: Optimizer, trained: Trained, state: Sequence[Leaf], owners: Owners):
+    def __init__(self, tx: Optimizer, trained: TrainedModel, state: Sequence[Leaf], owners: Owners):
         self.tx, self.trained, self.state, self.owners = tx, trained, state, owners
         self.parameters: dict[Path, Leaf] = trained.parameters
 
@@ -210,7 +216,7 @@ class _Tracer:
         changed: Mapping[Path, Shape],
         other: Mapping[Path, Leaf],
         jumped: Collection[Path],
-    ) -> Follows:
+    ) -> FollowedLeaf:
         """What a leaf follows: the first parameter that its path allows and its sizes confirm.
 
         Args:
@@ -230,7 +236,7 @@ class _Tracer:
 
     def _by_sizes(
         self, real: Leaf, other: Leaf, owner: Path | None, changed: Mapping[Path, Shape]
-    ) -> Follows:
+    ) -> FollowedLeaf:
         """What a leaf follows, by its sizes for the real and for the changed parameters.
 
         A leaf may have all dimensions of the parameter after some of its own, or some of the
@@ -242,7 +248,7 @@ class _Tracer:
         varies = [a != b for a, b in zip(real.shape, other.shape, strict=True)]
         nothing = (None,) * len(varies)
         if owner is None or not any(varies):
-            return Follows(owner, nothing, known=not any(varies))
+            return FollowedLeaf(owner, nothing, known=not any(varies))
         want, have = changed[owner], self.parameters[owner].shape
         # All dimensions of the parameter, after `lead` others that do not change (a history of
         # gradients).
@@ -253,7 +259,7 @@ class _Tracer:
             and real.shape[lead:] == have
             and not any(varies[:lead])
         ):
-            return Follows(owner, (*nothing[:lead], *range(len(want))))
+            return FollowedLeaf(owner, (*nothing[:lead], *range(len(want))))
         # Some dimensions of the parameter, as in a factored state. All changed sizes are different,
         # so a size of the leaf belongs to one dimension.
         dims: list[int | None] = []
@@ -266,21 +272,21 @@ class _Tracer:
                 dim = None
                 fits = size == 1 and not varied
             if not fits:
-                return Follows(owner, nothing, known=False)
+                return FollowedLeaf(owner, nothing, known=False)
             dims.append(dim)
         kept = [dim for dim in dims if dim is not None]
         if kept != sorted(set(kept)):
-            return Follows(owner, nothing, known=False)
-        return Follows(owner, tuple(dims))
+            return FollowedLeaf(owner, nothing, known=False)
+        return FollowedLeaf(owner, tuple(dims))
 
-    def _by_shape(self, leaf: Leaf, owners: Sequence[Path]) -> Follows:
+    def _by_shape(self, leaf: Leaf, owners: Sequence[Path]) -> FollowedLeaf:
         """What a leaf follows that has no other sizes to compare: it can only have the shape of
         its parameter."""
         owner = owners[0] if owners else None
         if owner is not None and leaf.shape == self.parameters[owner].shape:
-            return Follows(owner, tuple(range(len(leaf.shape))))
+            return FollowedLeaf(owner, tuple(range(len(leaf.shape))))
         # A scalar has no dimensions that would have to be determined.
-        return Follows(owner, (None,) * len(leaf.shape), known=not leaf.shape)
+        return FollowedLeaf(owner, (None,) * len(leaf.shape), known=not leaf.shape)
 
 
 def _same_rank(one: Leaf, other: Leaf) -> bool:

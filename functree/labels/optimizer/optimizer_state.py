@@ -8,11 +8,11 @@ from typing import Any, TypeVar
 
 import jax
 
-from functree.labels.leaf import Follows, Leaf
+from functree.labels.leaf import FollowedLeaf, Leaf
 from functree.labels.leaves import Leaves
 from functree.labels.optimizer.followed_parameters import (
     Optimizer,
-    Trained,
+    TrainedModel,
     abstract_state,
     find_followed,
 )
@@ -20,7 +20,7 @@ from functree.tree.axes import Axes
 from functree.tree.paths import Path
 
 
-def optimizer_state(tx: Optimizer, trained: Trained) -> Leaves:
+def optimizer_state(tx: Optimizer, trained: TrainedModel) -> Leaves:
     """The leaves of `tx.init(parameters)`, abstract. Each follows a parameter, or none.
 
     Raises:
@@ -29,7 +29,7 @@ def optimizer_state(tx: Optimizer, trained: Trained) -> Leaves:
     type_ = _type(trained)
     axes = tuple(None if leaf is None else leaf.axes for leaf in trained.leaves.values())
 
-    def trace() -> tuple[Leaves, Sequence[Follows]]:
+    def trace() -> tuple[Leaves, Sequence[FollowedLeaf]]:
         state = abstract_state(tx, trained.tree(lambda leaf: leaf.value))
         return state, find_followed(tx, trained, state.leaves)
 
@@ -48,7 +48,9 @@ def optimizer_state(tx: Optimizer, trained: Trained) -> Leaves:
     return _remembered(tx, ("labelled", type_, axes), label)
 
 
-def followed_by(tx: Optimizer, trained: Trained, state: Sequence[Leaf]) -> Sequence[Follows]:
+def followed_by(
+    tx: Optimizer, trained: TrainedModel, state: Sequence[Leaf]
+) -> Sequence[FollowedLeaf]:
     """What the leaves of a state follow that exists already."""
     leaves = tuple((leaf.path, leaf.shape, leaf.value.dtype) for leaf in state)
     return _remembered(
@@ -56,7 +58,7 @@ def followed_by(tx: Optimizer, trained: Trained, state: Sequence[Leaf]) -> Seque
     )
 
 
-def following(leaf: Leaf, follows: Follows, parameters: Mapping[Path, Leaf]) -> Leaf:
+def following(leaf: Leaf, follows: FollowedLeaf, parameters: Mapping[Path, Leaf]) -> Leaf:
     """A leaf of an optimizer's state with the axes of the parameter that it follows. Patterns are
     matched with the parameter's path too."""
     if follows.path is None:
@@ -83,7 +85,7 @@ def following(leaf: Leaf, follows: Follows, parameters: Mapping[Path, Leaf]) -> 
     )
 
 
-def _type(trained: Trained) -> Hashable:
+def _type(trained: TrainedModel) -> Hashable:
     """All that a trace of `tx.init` depends on: the parameters without their values, and the
     settings of JAX."""
     arrays = [None if leaf is None else leaf.value for leaf in trained.leaves.values()]

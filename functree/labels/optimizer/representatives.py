@@ -38,15 +38,14 @@ def representatives(
     """
     if any(len(several) > 1 for several in owners.values()):
         return None
-    belonging: dict[Path, tuple[Path, _Place]] = {}
-    has: defaultdict[Path, list[Hashable]] = defaultdict(
-        list
-    )  # what each parameter has in the state
+    belonging: dict[Path, tuple[Path, _Affixes]] = {}
+    # What each parameter has in the state.
+    has: defaultdict[Path, list[Hashable]] = defaultdict(list)
     for leaf in state:
         for parameter in owners[leaf.path]:
-            place = _Place.of(leaf.path, parameter)
-            belonging[leaf.path] = parameter, place
-            has[parameter].append((place, leaf.shape, leaf.value.dtype))
+            affixes = _Affixes.of(leaf.path, parameter)
+            belonging[leaf.path] = parameter, affixes
+            has[parameter].append((affixes, leaf.shape, leaf.value.dtype))
     first: dict[Hashable, Path] = {}
     chosen: dict[Path, Path] = {}  # the representative of each parameter
     for path, parameter in parameters.items():
@@ -55,23 +54,23 @@ def representatives(
     if 2 * len(first) > len(parameters):
         return None
     leaves = {leaf.path: leaf.path for leaf in state}
-    for path, (parameter, place) in belonging.items():
-        leaves[path] = place.with_parameter(chosen[parameter])
+    for path, (parameter, affixes) in belonging.items():
+        leaves[path] = affixes.with_parameter(chosen[parameter])
     return Representatives(frozenset(first.values()), leaves)
 
 
-class _Place(NamedTuple):
-    """The path of a leaf of the state without the path of its parameter, which is between these
-    keys."""
+class _Affixes(NamedTuple):
+    """The keys before and after the path of the parameter, in the path of a leaf of the state."""
 
     before: tuple[Any, ...]
     after: tuple[Any, ...]
 
     @classmethod
-    def of(cls, path: Path, parameter: Path) -> "_Place":
-        """The place of a leaf of a parameter. The end of a path is enough, as for
+    def of(cls, path: Path, parameter: Path) -> "_Affixes":
+        """Those of a leaf of a parameter. The end of the parameter's path is enough, as for
         `optax.lookahead`."""
-        for own in (parameter[k:] for k in range(len(parameter))):
+        for k in range(len(parameter)):
+            own = parameter[k:]
             for start in range(len(path) - len(own) + 1):
                 if path[start : start + len(own)] == own:
                     return cls(path[:start], path[start + len(own) :])
