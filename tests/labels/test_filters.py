@@ -23,7 +23,14 @@ from jaxtyping import Array, Float
 
 import functree as ft
 from functree.errors import RuleError
-from functree.labels.filters.filter import Everything, as_filter
+from functree.labels.filters.filter import (
+    At,
+    Everything,
+    as_filter,
+    may_name,
+    names_field,
+    patterns,
+)
 from functree.labels.leaves import read
 
 
@@ -214,6 +221,16 @@ def test_spellings_of_a_dtype() -> None:
     assert ft.has_dtype(jnp.floating) != ft.has_dtype(jnp.float32)
 
 
+def test_state_is_whatever_is_in_it() -> None:
+    """Not only an array that a class of state has as a field of its own."""
+    kept = ft.StateRef(jnp.ones(3))
+    found = read({"w": jnp.ones(2), "kept": kept, "state": ft.make_state([kept])[1]}).leaves
+    assert [str(leaf.path) for leaf in found if ft.is_state(leaf)] == ["kept.init", "state.0"]
+    assert [str(leaf.path) for leaf in found if ft.is_trainable(leaf)] == ["w"]
+    nested = found[0]._replace(within=(dict, ft.State, list))
+    assert ft.is_state(nested) and not ft.is_trainable(nested)
+
+
 def test_a_stack_of_dimensions_has_its_axis() -> None:
     [leaf, _] = read(ft.Stacked(MLP(jnp.ones((4, 2, 3)), jnp.ones((4, 3))))).leaves
     assert ft.has_axis("layers")(leaf) and ft.has_axis("hidden")(leaf) and ft.has_ndim(3)(leaf)
@@ -355,6 +372,74 @@ class Key:
     """A key of a dict whose text is not a literal of Python."""
 
     number: int
+
+
+# Filters that name a field of a training state
+
+# A bias' moment, in the training state at `runs.0`.
+MOMENT = LEAVES[0]._replace(
+    path=ft.Path(("runs", 0, "opt_state", 0, "mu", Color.RED, "bias")),
+    aliases=(
+        ft.Path(("runs", 0, "opt_state", 0, "mu", Color.RED, "bias")),
+        ft.Path(("opt_state", 0, "mu", Color.RED, "bias")),
+    ),
+)
+
+
+def in_optimizer(path: ft.Path, leaf: Any) -> bool:
+    return path[:1] == ("opt_state",)
+
+
+def is_bias(path: ft.Path, leaf: Any) -> bool:
+    return path[-1:] == ("bias",)
+
+
+# What is written ─► whether it may name the field `opt_state`, and whether it names it for the bias'
+# moment: then it decides about the moment, which otherwise follows the bias.
+FIELDS: dict[str, tuple[Any, bool, bool]] = {
+    "glob": ("opt_state.**", True, True),
+    "glob, inside": ("**.opt_state.*.mu.**", True, True),
+    "glob, text and a star": ("opt*.**", True, True),
+    "glob of another moment": ("opt_state.*.nu.**", True, False),
+    "glob from the root": ("runs.**", False, False),
+    "glob of a leaf": ("**.bias", False, False),
+    "glob of another field": ("model.**", False, False),
+    "stars": ("**", False, False),
+    "a star for the field": ("*.0.mu.**", False, False),
+    "path": (ft.Path(("opt_state", 0, "mu", Color.RED, "bias")), True, True),
+    "path of another leaf": (ft.Path(("opt_state", 0, "nu", Color.RED, "bias")), True, False),
+    "path in the model": (ft.Path((Color.RED, "bias")), False, False),
+    "regex": (re.compile(r"opt_state\..*"), True, True),
+    "regex of another moment": (re.compile(r"opt_state\.0\.nu.*"), True, False),
+    "regex of a leaf": (re.compile(r".*bias"), False, False),
+    "function of the field": (in_optimizer, True, True),
+    "function of a leaf": (is_bias, True, False),
+    "function of all": (lambda path, leaf: True, True, False),
+    "function of nothing": (lambda path, leaf: False, True, False),
+    "class": (MLP, False, False),
+    "property": (ft.has_ndim(2), False, False),
+    "everything": (..., False, False),
+    "not": (~ft.glob("opt_state.**"), True, True),
+    "not a leaf": (~ft.glob("**.bias"), False, False),
+    "and": (ft.glob("**.bias") & "opt_state.**", True, True),
+    "and, of functions": (as_filter(is_bias) & in_optimizer, True, True),
+    "and, of a leaf": (ft.glob("**.bias") & MLP, False, False),
+    "or": (ft.glob("opt_state.*.nu.**") | "opt_state.*.mu.**", True, True),
+    "or, of another moment": (ft.glob("opt_state.*.nu.**") | "**.bias", True, False),
+}
+
+
+@pytest.mark.parametrize("case", FIELDS)
+def test_whether_a_filter_names_a_field(case: str) -> None:
+    written, may, does = FIELDS[case]
+    assert may_name(as_filter(written), "opt_state") is may
+    assert names_field(as_filter(written), MOMENT) is does
+
+
+def test_the_patterns_in_a_filter() -> None:
+    away = At(ft.Path((Color.RED,)))
+    written = ~(ft.glob("a") & MLP) | re.compile("b") | ft.has_ndim(1) | is_bias | away
+    assert list(patterns(written)) == [ft.glob("a"), as_filter(re.compile("b")), away]
 
 
 @pytest.mark.parametrize(

@@ -60,6 +60,8 @@ def test_literals_and_patterns_in_order() -> None:
 
 def test_what_stands_between_globs_keeps_its_place() -> None:
     check(["x", ft.has_ndim(0), "a"], 1, ("a",))
+    check(["a", ft.has_ndim(0), "x"], 0, ("a",))
+    check(["*.b", ft.has_ndim(0), "a.*"], 0, ("a", "b"))
     check(["x", ft.has_ndim(3), "a"], 2, ("a",))
     check([ft.has_ndim(3), "x", ...], 2, ("a",))
 

@@ -10,6 +10,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from checks import raises
 from hypothesis import given
@@ -755,3 +756,51 @@ def test_equinox_state_whose_indices_have_no_place() -> None:
     bare = eqx.nn.State([eqx.nn.StateIndex(jnp.zeros(2)), {"x": eqx.nn.StateIndex(jnp.zeros(3))}])
     assert [str(leaf.path) for leaf in read(bare).leaves] == ["0", "1"]
     assert Skeleton.of(bare).paths == tuple(leaf.path for leaf in read(bare).leaves)
+
+
+# Training states
+
+
+class Game(eqx.Module):
+    """A module in which another model is trained too."""
+
+    w: Float[Array, "embed"]
+    player: Any
+
+
+def trained(model: Any) -> Any:
+    return ft.TrainState.create(model, optax.sgd(1.0))
+
+
+INNER = trained({"w": x(2)})
+OUTER = trained(Game(x(3), INNER))
+
+TRAINING: dict[str, tuple[Any, dict[tuple[Any, ...], Any]]] = {
+    "none": ({"w": x(2)}, {}),
+    "the root": (INNER, {(): INNER}),
+    "in containers": (
+        {"a": [INNER, x(2)], "b": (INNER,)},
+        {("a", 0): INNER, ("b", 0): INNER},
+    ),
+    "in the model of another": (OUTER, {(): OUTER}),
+    "two, one of them in another": ([OUTER, INNER], {(0,): OUTER, (1,): INNER}),
+    "deep in the model of another": (
+        {"all": trained([{"games": [Game(x(3), INNER)]}])},
+        {("all",): None},
+    ),
+    "in a packed tree": (
+        {"packed": ft.pack({"ts": trained({"w": np.ones(2)})})},
+        {("packed", "ts"): None},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", TRAINING)
+def test_the_outermost_training_states(case: str) -> None:
+    """The outer one says what all of its leaves follow: those of the inner one are its parameters,
+    or are not trained."""
+    tree, expected = TRAINING[case]
+    found = read(tree).training
+    assert list(found) == [ft.Path(path) for path in expected]
+    for path, state in expected.items():
+        assert state is None or found[ft.Path(path)] is state

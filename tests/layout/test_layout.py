@@ -12,8 +12,11 @@ from checks import refused
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
 from meshes import SIZES
+from trees import leaf, x
 
 import functree as ft
+from functree.devices.meshes import MeshView
+from functree.layout.bare_array import activation
 from functree.layout.layout import as_layout, is_layout
 
 P = PartitionSpec
@@ -392,6 +395,21 @@ def test_on_host(mesh: Mesh) -> None:
     ):
         found = ft.plan(jnp.ones((4, 8)), layout, mesh)[()]
         assert (found.spec, found.memory_kind) == (P("data", "model"), "pinned_host")
+
+
+def test_on_host_is_about_arrays_that_are_kept() -> None:
+    """An activation is computed with at once, on the device, though parameters are on the host."""
+    rules = ft.AxisRules({"batch": "data", "embed": None})
+    for layout, kind in (
+        (ft.on_host(rules), None),
+        (ft.on_host(rules | ft.FSDP("data")), None),
+        (ft.StateSharding({...: ft.on_host(rules)}), None),
+        (ft.on_host(rules) | P(), None),
+    ):
+        both = [leaf("batch embed", 4, 8), activation(ft.Axes("batch", "embed"), x(4, 8))]
+        found = as_layout(layout).resolve(both, MeshView(SIZES)).decisions
+        assert [one.spec for one in found] == [P("data", None)] * 2
+        assert [one.memory_kind for one in found] == ["pinned_host", kind]
 
 
 def plan_of(mesh: Mesh) -> ft.Plan:

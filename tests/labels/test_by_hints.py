@@ -1,0 +1,94 @@
+"""Annotations that are given by path ─► the leaves below these paths, named as if their parts of
+the tree were annotated."""
+
+from typing import Annotated, Any
+
+import equinox as eqx
+import pytest
+from jaxtyping import Array, Float, Int, PyTree
+from trees import x
+
+import functree as ft
+from functree.labels.annotations.by_hints import name_by_hints
+from functree.labels.annotations.hints import Namespace, parse
+from functree.labels.leaves import read
+
+
+class Model(eqx.Module):
+    up: Float[Array, "embed hidden"]
+    down: Array
+
+
+def tree() -> Any:
+    return {"a": [x(2, 3), x(2, 3)], "ab": x(2, 3), "model": Model(x(2, 3), x(3, 2)), "n": 3}
+
+
+UNNAMED = {"a.0": "_ _", "a.1": "_ _", "ab": "_ _", "model.up": "embed hidden", "model.down": "_ _"}
+
+# Annotations by path ─► the axes that differ from those without any.
+CASES: dict[str, tuple[dict[tuple[Any, ...], Any], dict[str, str]]] = {
+    "none": ({}, {}),
+    "one array": ({("ab",): Float[Array, "b e"]}, {"ab": "b e"}),
+    "a container": ({("a",): list[Float[Array, "b e"]]}, {"a.0": "b e", "a.1": "b e"}),
+    "each of a tuple": (
+        {("a",): tuple[Float[Array, "b e"], Float[Array, "c f"]]},
+        {"a.0": "b e", "a.1": "c f"},
+    ),
+    "an element": ({("a", 1): Float[Array, "b e"]}, {"a.1": "b e"}),
+    "no such path": ({("a", 2): Float[Array, "b e"], ("b",): Float[Array, "b e"]}, {}),
+    "all below": (
+        {("a",): PyTree[Float[Array, "b e"]]},
+        {"a.0": "b e", "a.1": "b e"},
+    ),
+    "the whole tree": (
+        {(): dict[str, Float[Array, "b e"]]},
+        {"ab": "b e"},
+    ),
+    "several parts": (
+        {("a",): list[Float[Array, "b e"]], ("ab",): Float[Array, "c f"]},
+        {"a.0": "b e", "a.1": "b e", "ab": "c f"},
+    ),
+    "the later of two": (
+        {("a",): list[Float[Array, "b e"]], ("a", 0): Float[Array, "c f"]},
+        {"a.0": "c f", "a.1": "b e"},
+    ),
+    "names": (
+        {("a",): Annotated[list[Array], ft.names({"0": "b e"})]},
+        {"a.0": "b e"},
+    ),
+    "names of the whole": (
+        {(): Annotated[Any, ft.names({"a.*": "b e", "model.down": "c f"})]},
+        {"a.0": "b e", "a.1": "b e", "model.down": "c f"},
+    ),
+    "of another kind": ({("ab",): int}, {}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_axes(case: str) -> None:
+    written, expected = CASES[case]
+    hints = {ft.Path(path): parse(one, Namespace(__name__)) for path, one in written.items()}
+    found = name_by_hints(read(tree()), hints).leaves
+    assert {str(leaf.path): str(leaf.axes) for leaf in found} == UNNAMED | expected
+    for leaf in found:
+        assert leaf.annotated is (any(leaf.axes) or str(leaf.path) in expected)
+        assert leaf.misfit is None
+
+
+def test_all_that_an_annotation_says() -> None:
+    written = Annotated[Float[Array, "b #e"], ft.P("data")]
+    (leaf,) = name_by_hints(
+        read({"w": x(2, 1)}), {ft.Path(("w",)): parse(written, Namespace(__name__))}
+    ).leaves
+    assert str(leaf.axes) == "b _" and leaf.annotated
+    assert leaf.unnamed == ("", "#e") and leaf.spec == ft.P("data")
+
+
+def test_a_misfit_is_of_its_leaf() -> None:
+    leaves = read({"w": [x(2), x(2, 3)], "v": x(4)})
+    hints = {ft.Path(("w",)): parse(list[Int[Array, "b e"]], Namespace(__name__))}
+    first, second, third = name_by_hints(leaves, hints).leaves
+    assert first.misfit is None and second.misfit is not None and third.misfit is None
+    assert str(second.misfit.path) == "w.0"
+    assert second.misfit.why == 'has 1 dimension; `Int[Array, "b e"]` has 2'
+    assert second.misfit.remedy == "change the annotation or the array"
