@@ -2,7 +2,7 @@
 determined."""
 
 import pickle
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Mapping
 from typing import Annotated, Any, NamedTuple
 
@@ -308,6 +308,16 @@ def test_names_of_modules_are_not_missed_by_an_array_beside_them() -> None:
 
     axes = ft.tree_axes(Holder({"lin": linear(), "w": x(2)}))
     assert axes.both["lin"].weight == Axes("out", "in") and axes.both["w"] == Axes(None)
+
+
+def test_names_of_a_field_are_for_the_modules_in_a_container() -> None:
+    class Holder(eqx.Module):
+        both: Annotated[Any, ft.names(weight="out in", bias="out")]
+
+    for container in (OrderedDict(a=linear()), defaultdict(list, a=linear()), {"a": linear()}):
+        leaves = read(Holder(container))
+        assert [str(leaf.axes) for leaf in leaves.leaves] == ["out in", "out"]
+        assert not leaves.problems
 
 
 def test_inner_names_win_over_outer_ones() -> None:

@@ -1,0 +1,120 @@
+"""Bare arrays and the texts of their axes ─► leaves that have these axes."""
+
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import pytest
+from checks import raises
+from jaxtyping import Array, Float
+from trees import x
+
+import functree as ft
+from functree.errors import RuleError, ShardingError
+from functree.labels.bare_arrays import named_arrays
+from functree.labels.leaves import read
+
+
+class Model(eqx.Module):
+    up: Float[Array, "embed hidden"]
+    scale: Array
+
+
+def batch() -> Any:
+    return {"ids": x(4, 8), "n": 3, "x": [x(4, 8, 2), "text", None, x(4)]}
+
+
+OWN = {"ids": "_ _", "x.0": "_ _ _", "x.3": "_"}
+
+# Axes ─► those of the leaves, where they differ from their own. Leaves that are no arrays have no
+# axes, and count in the tree of the axes nevertheless.
+CASES: dict[str, tuple[Any, Any, dict[str, str]]] = {
+    "nothing": (batch(), None, OWN),
+    "for one array": (x(4, 8), "batch seq", {"": "batch seq"}),
+    "as `Axes`": (x(4, 8), ft.Axes("batch", None), {"": "batch _"}),
+    "for one of several": (batch(), {"ids": "b s", "n": None, "x": None}, OWN | {"ids": "b s"}),
+    "behind what is no array": (
+        batch(),
+        {"ids": None, "n": None, "x": ["b s e", None, None, "b"]},
+        OWN | {"x.0": "b s e", "x.3": "b"},
+    ),
+    "for all below": (
+        [{"a": x(4, 2), "n": 1, "b": [x(6, 3)]}, x(2)],
+        ["b e", None],
+        {"0.a": "b e", "0.b.0": "b e", "1": "_"},
+    ),
+    "of scalars": ([x(), x(2)], ["", "b"], {"0": "", "1": "b"}),
+    "beside annotations": (
+        [Model(x(2, 3), x(2)), x(4, 2)],
+        [None, "b e"],
+        {"0.up": "embed hidden", "0.scale": "_", "1": "b e"},
+    ),
+    "as annotated": (
+        [Model(x(2, 3), x(2, 3))],
+        "embed hidden",
+        {"0.up": "embed hidden", "0.scale": "embed hidden"},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_axes(case: str) -> None:
+    tree, axes, expected = CASES[case]
+    leaves = read(tree)
+    found = named_arrays(leaves, tree, axes)
+    assert {str(leaf.path): str(leaf.axes) for leaf in found.leaves} == expected
+    assert found.skeleton is leaves.skeleton
+    for before, leaf in zip(leaves.leaves, found.leaves, strict=True):
+        assert leaf is before or leaf.annotated
+
+
+ERRORS: dict[str, tuple[Callable[[], Any], Any, list[str]]] = {
+    "a number": (
+        lambda: {"n": 3, "x": x(2)},
+        {"n": "b", "x": "b"},
+        ['axes="b" names the dimensions of a bare array, but this is a int'],
+    ),
+    "a text": (lambda: "text", "b e", ['axes="b e" names the dimensions', "this is a str"]),
+    "no array at all": (lambda: [None], ["b"], ["bare array, but this is a NoneType"]),
+    "too many": (
+        lambda: {"a": [1, x(4, 8)]},
+        {"a": "b s e"},
+        ['a.1 f32[4, 8] "b s e" names 3 dimensions, but the array has 2', "name each dimension"],
+    ),
+    "too few": (lambda: x(4, 8), "b", ['"b" names 1 dimension, but the array has 2']),
+    "annotated otherwise": (
+        lambda: [Model(x(2, 3), x(2))],
+        [Model("batch hidden", "b")],  # pyright: ignore
+        [
+            '0.up f32[2, 3] "embed hidden" is annotated "embed hidden", but `axes` names it "batch hidden"',
+            "write `None` in its place: its annotation is enough",
+        ],
+    ),
+    "annotated, and of another rank": (
+        lambda: Model(x(2, 3), x(2, 3, 4)),
+        Model("embed", "a b c"),  # pyright: ignore
+        ['is annotated "embed hidden", but `axes` names it "embed"'],
+    ),
+    "several": (
+        lambda: {"a": x(4), "b": x(4, 8), "c": x(2)},
+        {"a": "b s", "b": "b", "c": "b"},
+        ["a f32[4]", "2 dimensions, but the array has 1", "b f32[4, 8]", "1 dimension, but the"],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", ERRORS)
+def test_errors(case: str) -> None:
+    make, axes, fragments = ERRORS[case]
+    tree = make()
+    with pytest.raises(ShardingError) as error:
+        named_arrays(read(tree), tree, axes)
+    said = " ".join(str(error.value).split())
+    for fragment in fragments:
+        assert fragment in said
+    assert len(error.value.problems) == (2 if case == "several" else 1)
+
+
+def test_axes_of_another_structure() -> None:
+    with raises('at `ids`: 3 is not a text such as `"batch embed"`', error=RuleError):
+        named_arrays(read(batch()), batch(), {"ids": 3, "n": None, "x": None})
