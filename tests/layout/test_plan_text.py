@@ -17,7 +17,6 @@ from rich.cells import cell_len
 
 import functree as ft
 from functree.layout.plan.fold import fold
-from functree.report.byte_sizes import bytes_text
 from functree.report.table import WIDTH
 
 P = PartitionSpec
@@ -143,15 +142,6 @@ def test_memory_kinds_and_what_no_spec_says(mesh: Mesh) -> None:
         str(ft.plan(jnp.ones(4), ft.on_host(P("data")), SIZES)).split()
     )
     assert " - " in str(ft.plan({"w": jnp.ones(4)}))
-
-
-@pytest.mark.parametrize(
-    ("size", "text"),
-    [(0, "0 B"), (1, "1 B"), (1023, "1023 B"), (1024, "1 KiB"), (1536, "1.5 KiB"), (2**20, "1 MiB"),
-     (2**30 * 5, "5 GiB"), (2**30 + 2**29, "1.5 GiB"), (2**40 * 3, "3.0 TiB"), (2**52, "4096.0 TiB")],
-)  # fmt: skip
-def test_sizes(size: int, text: str) -> None:
-    assert bytes_text(size) == text
 
 
 def test_each_row_costs_the_same_and_needs_no_rich():

@@ -1,0 +1,44 @@
+"""Paths that differ only in their indices ─► one text."""
+
+from typing import Any
+
+import pytest
+
+import functree as ft
+from functree.report.path_groups import common_path, grouped, pattern_of
+
+
+def paths(*several: str) -> list[ft.Path]:
+    return [ft.Path.parse(one) for one in several]
+
+
+COMMON: dict[str, tuple[list[ft.Path], str]] = {
+    "one": (paths("blocks.0.w"), "blocks.0.w"),
+    "a run": (paths("b.0.w", "b.1.w", "b.2.w"), "b.{0-2}.w"),
+    "two": (paths("b.3", "b.4"), "b.{3-4}"),
+    "with a gap": (paths("b.0", "b.1", "b.3"), "b.{0-1,3}"),
+    "single ones": (paths("b.1", "b.3", "b.5"), "b.{1,3,5}"),
+    "in any order": (paths("b.10", "b.2", "b.9", "b.1"), "b.{1-2,9-10}"),
+    "two indices": (paths("b.0.0", "b.0.1", "b.1.0", "b.1.1"), "b.{0-1}.{0-1}"),
+    "one index of two": (paths("b.0.7.w", "b.1.7.w"), "b.{0-1}.7.w"),
+    "quoted keys": ([ft.Path(("a.b", 0)), ft.Path(("a.b", 1))], '"a.b".{0-1}'),
+    "no keys": ([ft.Path()], "(the array)"),
+}
+
+
+@pytest.mark.parametrize("case", COMMON)
+def test_common_paths(case: str) -> None:
+    several, text = COMMON[case]
+    assert common_path(several) == text
+
+
+def test_patterns_are_equal_for_other_indices() -> None:
+    one, two, other, deeper = paths("b.0.w", "b.1.w", "b.0.v", "b.0.w.0")
+    assert pattern_of(one) == pattern_of(two)
+    assert len({pattern_of(one), pattern_of(other), pattern_of(deeper)}) == 3
+
+
+def test_groups_are_in_the_order_of_their_first() -> None:
+    values: Any = ["b1", "a1", "b2", "c1", "a2"]
+    assert grouped(values, lambda value: value[0]) == [["b1", "b2"], ["a1", "a2"], ["c1"]]
+    assert grouped([], len) == []
