@@ -645,6 +645,17 @@ def test_an_init_that_stands_no_other_sizes():
     assert specs_of(tx, params, P("data"), otherwise=P("model"))["product"] == P("model", None)
 
 
+def test_an_error_of_functree_in_an_init_is_not_taken_for_sizes_that_do_not_fit():
+    def init(params: Any) -> Any:
+        if params["a"].shape != (8, 4):
+            raise ft.ShardingError("the state is for 8 rows")
+        return {"m": params}
+
+    tx = optax.GradientTransformation(init, no_update)
+    with pytest.raises(ft.ShardingError, match="the state is for 8 rows"):
+        specs_of(tx, {"a": S((8, 4), jnp.float32)}, P("data"))
+
+
 def test_sizes_of_one_and_zero():
     params = {
         "one": S((1, 1), jnp.float32),

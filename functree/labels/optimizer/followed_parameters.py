@@ -8,13 +8,13 @@ A trace takes long, and most parameters of a large model are alike. So the secon
 parameter of each kind where the optimizer allows it.
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import equinox as eqx
 import jax
 
-from functree.errors import FunctreeTypeError
+from functree.errors import FunctreeError, FunctreeTypeError
 from functree.labels.leaf import FollowedLeaf, Leaf
 from functree.labels.leaves import Leaves, read
 from functree.labels.optimizer.owners import STEPS, Owners, owners_of
@@ -23,6 +23,7 @@ from functree.tree.paths import Path
 from functree.tree.skeleton.skeleton import Skeleton
 
 Shape = tuple[int, ...]
+T = TypeVar("T")
 
 
 class Optimizer(Protocol):
@@ -54,9 +55,18 @@ class TrainedModel(NamedTuple):
 
         `tx.init` is called with such a tree.
         """
-        return self.skeleton.spread(
-            None if leaf is None else value(leaf) for leaf in self.leaves.values()
-        )
+        return self.skeleton.spread(self.each(value))
+
+    def each(self, value: Callable[[Leaf], T]) -> tuple[T | None, ...]:
+        """A value for each parameter, and None for the other arrays of the model."""
+        return tuple(None if leaf is None else value(leaf) for leaf in self.leaves.values())
+
+    def only(self, paths: Iterable[Path]) -> "TrainedModel":
+        """The same model, of which only the parameters at these paths are updated."""
+        leaves: dict[Path, Leaf | None] = dict.fromkeys(self.leaves)
+        for path in paths:
+            leaves[path] = self.leaves[path]
+        return self._replace(leaves=leaves)
 
 
 def check_optimizer(tx: Any, methods: Sequence[str] = ("init",)) -> None:
@@ -89,8 +99,11 @@ def find_followed(
     """
     owners = owners_of([leaf.path for leaf in state], trained.parameters)
     few = representatives(trained.parameters, state, owners)
-    found = None if few is None else _by_few(tx, trained, state, owners, few)
-    return _by_all(tx, trained, state, owners) if found is None else found
+    if few is not None:
+        found = _by_few(tx, trained, state, owners, few)
+        if found is not None:
+            return found
+    return _by_all(tx, trained, state, owners)
 
 
 # What `tx.init` raises if it needs more parameters than it gets, or sizes that fit together.
@@ -104,32 +117,32 @@ def _by_few(
     owners: Owners,
     few: Representatives,
 ) -> list[FollowedLeaf] | None:
-    """What each leaf follows, by traces of `tx.init` with one parameter of each kind, and None instead
-    of the others.
+    """What each leaf follows, by traces of `tx.init` with one parameter of each kind, and None
+    instead of the others.
 
     Returns:
         None if the optimizer does not allow it: it raises, such as one with a tree of labels for
             all parameters; or its state for these parameters is not a part of its state for all of
             them.
     """
-    leaves = {
-        path: leaf if path in few.parameters else None for path, leaf in trained.leaves.items()
-    }
-    reduced = trained._replace(leaves=leaves)
+    reduced = trained.only(few.parameters)
     try:
         small = abstract_state(tx, reduced.tree(lambda leaf: leaf.value)).leaves
     except _REFUSED:
         return None
-    found = {leaf.path: leaf for leaf in small}
+    found = _by_path(small)
     same = all(_is_like(leaf, found.get(few.leaves[leaf.path])) for leaf in state)
     if not same or found.keys() != set(few.leaves.values()):
         return None
-    own = {
-        leaf.path: [one for one in owners.get(leaf.path, ()) if one in few.parameters]
-        for leaf in small
-    }
+    own: dict[Path, list[Path]] = {}
+    for path in found:
+        own[path] = [one for one in owners.get(path, ()) if one in few.parameters]
     follows = dict(zip(found, _by_all(tx, reduced, small, own), strict=True))
     return [_for_leaf(follows[few.leaves[leaf.path]], owners[leaf.path]) for leaf in state]
+
+
+def _by_path(leaves: Iterable[Leaf]) -> dict[Path, Leaf]:
+    return {leaf.path: leaf for leaf in leaves}
 
 
 def _is_like(leaf: Leaf, other: Leaf | None) -> bool:
@@ -139,7 +152,9 @@ def _is_like(leaf: Leaf, other: Leaf | None) -> bool:
 
 def _for_leaf(follows: FollowedLeaf, owners: Sequence[Path]) -> FollowedLeaf:
     """What the leaf follows that is like another one, of another parameter."""
-    return follows if follows.path is None else follows._replace(path=owners[0])
+    if follows.path is None:
+        return follows
+    return follows._replace(path=owners[0])
 
 
 def _by_all(
@@ -161,7 +176,9 @@ def _by_all(
     # With a larger size, a parameter may be over a threshold of the optimizer (127 to 128 for
     # adafactor), and have other leaves. Smaller sizes are tried for such parameters.
     if jumped:
-        changed, other = tracer.changed(steps | {path: -steps[path] for path in jumped})
+        for path in jumped:
+            steps[path] = -steps[path]
+        changed, other = tracer.changed(steps)
         jumped = tracer.jumped(other)
     return [tracer.followed(leaf, changed, other, jumped) for leaf in state]
 
@@ -185,37 +202,43 @@ class _Tracer:
         """Other shapes of the parameters, and the leaves of the state for these, by path.
 
         There are no leaves if `tx.init` raises for these shapes.
+
+        Raises:
+            FunctreeError: `tx.init` raises one.
         """
-        shapes = {
-            path: _distinct(leaf.shape, steps[path]) for path, leaf in self.parameters.items()
-        }
+        shapes: dict[Path, Shape] = {}
+        for path, leaf in self.parameters.items():
+            shapes[path] = _distinct(leaf.shape, steps[path])
         params = self.trained.tree(
             lambda leaf: jax.ShapeDtypeStruct(shapes[leaf.path], leaf.value.dtype)
         )
         try:
             state = abstract_state(self.tx, params)
+        except FunctreeError:
+            # Many of these are ValueErrors too, but they are about a mistake, and not about sizes
+            # that do not fit together.
+            raise
         except (TypeError, ValueError):
             # An `init` that computes with two parameters, such as their product, needs sizes that
             # fit together.
             return shapes, {}
-        return shapes, {leaf.path: leaf for leaf in state.leaves}
+        return shapes, _by_path(state.leaves)
 
     def jumped(self, other: Mapping[Path, Leaf]) -> set[Path]:
         """The parameters whose state has other leaves, or leaves of other ranks, for the changed
         sizes."""
-        odd = [
-            leaf.path
-            for leaf in self.state
-            if leaf.path not in other or not _same_rank(leaf, other[leaf.path])
-        ]
-        return {owner for path in odd for owner in self.owners[path]}
+        jumped: set[Path] = set()
+        for leaf in self.state:
+            if leaf.path not in other or not _same_rank(leaf, other[leaf.path]):
+                jumped.update(self.owners[leaf.path])
+        return jumped
 
     def followed(
         self,
         leaf: Leaf,
         changed: Mapping[Path, Shape],
         other: Mapping[Path, Leaf],
-        jumped: Collection[Path],
+        jumped: set[Path],
     ) -> FollowedLeaf:
         """What a leaf follows: the first parameter that its path allows and its sizes confirm.
 
@@ -226,12 +249,12 @@ class _Tracer:
             jumped: the parameters whose state changed too much to be compared.
         """
         owners = self.owners[leaf.path]
-        if leaf.path not in other or any(owner in jumped for owner in owners):
+        if leaf.path not in other or not jumped.isdisjoint(owners):
             return self._by_shape(leaf, owners)
-        # `(None,)`: a leaf without a parameter still has to be checked for sizes that changed.
-        found = [
-            self._by_sizes(leaf, other[leaf.path], owner, changed) for owner in owners or (None,)
-        ]
+        if not owners:
+            # A leaf without a parameter still has to be checked for sizes that changed.
+            return self._by_sizes(leaf, other[leaf.path], None, changed)
+        found = [self._by_sizes(leaf, other[leaf.path], owner, changed) for owner in owners]
         return next((one for one in found if one.known), found[0])
 
     def _by_sizes(
@@ -282,7 +305,7 @@ class _Tracer:
     def _by_shape(self, leaf: Leaf, owners: Sequence[Path]) -> FollowedLeaf:
         """What a leaf follows that has no other sizes to compare: it can only have the shape of
         its parameter."""
-        owner = owners[0] if owners else None
+        owner = next(iter(owners), None)
         if owner is not None and leaf.shape == self.parameters[owner].shape:
             return FollowedLeaf(owner, tuple(range(len(leaf.shape))))
         # A scalar has no dimensions that would have to be determined.

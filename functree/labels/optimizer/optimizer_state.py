@@ -27,7 +27,7 @@ def optimizer_state(tx: Optimizer, trained: TrainedModel) -> Leaves:
         FunctreeError: `tx` is not an optimizer.
     """
     type_ = _type(trained)
-    axes = tuple(None if leaf is None else leaf.axes for leaf in trained.leaves.values())
+    axes = trained.each(lambda leaf: leaf.axes)
 
     def trace() -> tuple[Leaves, Sequence[FollowedLeaf]]:
         state = abstract_state(tx, trained.tree(lambda leaf: leaf.value))
@@ -66,7 +66,8 @@ def following(leaf: Leaf, follows: FollowedLeaf, parameters: Mapping[Path, Leaf]
         return leaf._replace(axes=axes, misfit=None, follows=follows)
     axes = parameters[follows.path].axes
     if not follows.has_all_of(len(axes)):
-        axes = Axes(*[None if dim is None else axes[dim] for dim in follows.dims])
+        # A dimension of the leaf's own has no name.
+        axes = Axes(*(None if dim is None else axes[dim] for dim in follows.dims))
     # Not stacked and without a misfit: those of a copy of the model are of its annotations, which
     # say nothing here. Not by `_replace`, which takes twice as long; this runs for each leaf.
     return Leaf(
@@ -88,16 +89,18 @@ def following(leaf: Leaf, follows: FollowedLeaf, parameters: Mapping[Path, Leaf]
 def _type(trained: TrainedModel) -> Hashable:
     """All that a trace of `tx.init` depends on: the parameters without their values, and the
     settings of JAX."""
-    arrays = [None if leaf is None else leaf.value for leaf in trained.leaves.values()]
-    types = [
-        None if x is None else (x.shape, x.dtype, getattr(x, "weak_type", False)) for x in arrays
-    ]
     settings = (
         _CONFIG.jax_enable_x64,
         _CONFIG.jax_default_prng_impl,
         _CONFIG.jax_numpy_dtype_promotion,
     )
-    return trained.skeleton, tuple(types), settings
+    return trained.skeleton, trained.each(_array_type), settings
+
+
+def _array_type(leaf: Leaf) -> Hashable:
+    """The type of a parameter, as JAX caches traces by it."""
+    array = leaf.value
+    return array.shape, array.dtype, getattr(array, "weak_type", False)
 
 
 _CONFIG: Any = jax.config  # its options are attributes that type checkers do not know

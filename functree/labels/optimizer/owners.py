@@ -11,6 +11,9 @@ from functree.tree.paths import Path
 # different steps instead, and large steps are more likely to change a decision of the optimizer.
 STEPS = 8
 
+# A part of a path.
+Keys = tuple[Any, ...]
+
 Owners = Mapping[Path, Sequence[Path]]
 """For the path of each leaf of a state, the parameters that it may belong to, the most likely one
 first."""
@@ -27,35 +30,32 @@ def owners_of(paths: Sequence[Path], parameters: Collection[Path]) -> dict[Path,
     one with the most parameters after it comes first, and then the shorter one. So `0.mu.w` belongs
     to `w` and not to a parameter `mu`, and `0.mu.a.w` to `a.w` and not to `w`.
     """
-    # For each leaf and each length k of the prefix: the parameter whose path comes next.
-    matches = {
-        path: [_first_of(path[k:], parameters) for k in range(len(path) + 1)] for path in paths
-    }
-    # Not prefixes: a leaf after them is not at the path of a parameter.
-    failing: set[tuple[Any, ...]] = set()
-    for path, found in matches.items():
-        failing.update(path[:k] for k, match in enumerate(found) if match is None)
-    # The parameters after each prefix.
-    behind: defaultdict[tuple[Any, ...], set[Path]] = defaultdict(set)
-    for path, found in matches.items():
-        for k, match in enumerate(found):
-            if match is not None and path[:k] not in failing:
+    # For each leaf: the parameter whose path comes next, after each beginning of the leaf's path.
+    matches: dict[Path, dict[Keys, Path]] = {}
+    # The parameters after each beginning, and the beginnings that are not prefixes: a leaf after
+    # them is not at the path of a parameter.
+    behind: defaultdict[Keys, set[Path]] = defaultdict(set)
+    failing: set[Keys] = set()
+    for path in paths:
+        found = matches[path] = {}
+        for k in range(len(path) + 1):
+            match = _first_of(path[k:], parameters)
+            if match is None:
+                failing.add(path[:k])
+            else:
+                found[path[:k]] = match
                 behind[path[:k]].add(match)
     owners: dict[Path, list[Path]] = {}
     for path, found in matches.items():
-        # The lengths of the possible prefixes, the best first.
-        fronts = sorted(
-            (-len(behind[path[:k]]), k) for k in range(len(found)) if path[:k] in behind
-        )
-        owners[path] = list(
-            dict.fromkeys(match for _, k in fronts if (match := found[k]) is not None)
-        )
-    return owners | _owners_below(
-        [path for path, several in owners.items() if not several], parameters
-    )
+        prefixes = [prefix for prefix in found if prefix not in failing]
+        # The best first. They are in the order of their lengths, and sorting is stable.
+        prefixes.sort(key=lambda prefix: len(behind[prefix]), reverse=True)
+        owners[path] = list(dict.fromkeys(map(found.__getitem__, prefixes)))
+    lost = [path for path, several in owners.items() if not several]
+    return owners | _owners_below(lost, parameters)
 
 
-def _first_of(keys: tuple[Any, ...], parameters: Collection[Path]) -> Path | None:
+def _first_of(keys: Keys, parameters: Collection[Path]) -> Path | None:
     """The longest path of a parameter that some keys begin with."""
     for n in range(len(keys), -1, -1):
         if keys[:n] in parameters:
@@ -72,7 +72,7 @@ def _owners_below(paths: Sequence[Path], parameters: Collection[Path]) -> dict[P
     """
     if not paths:
         return {}
-    endings: defaultdict[tuple[Any, ...], list[Path]] = defaultdict(list)
+    endings: defaultdict[Keys, list[Path]] = defaultdict(list)
     for path in parameters:
         for k in range(1, len(path)):
             endings[path[k:]].append(path)
@@ -80,5 +80,7 @@ def _owners_below(paths: Sequence[Path], parameters: Collection[Path]) -> dict[P
     for path in paths:
         # The longest end of the path that is also the end of a parameter's path.
         found = next((endings[path[k:]] for k in range(len(path)) if path[k:] in endings), [])
-        owners[path] = found if len(found) <= STEPS else []
+        if len(found) > STEPS:
+            found = []
+        owners[path] = found
     return owners
