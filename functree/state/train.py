@@ -20,9 +20,10 @@ from functree.parameters import KEY, Takes, check, check_tree
 from functree.placing.shard import shard
 from functree.state.refs import StateRef, strong
 from functree.state.state import State, apart, place_state
-from functree.tree.arrays import array_text
+from functree.tree.arrays import Tree, array_text
 from functree.tree.interfaces import TrainingState
 from functree.tree.nodes import children, rebuilt
+from functree.tree.paths import Key
 from functree.tree.skeleton.skeleton import Skeleton
 
 M = TypeVar("M")
@@ -215,7 +216,12 @@ def apply_gradients(
             "is it the state of another model?"
         )
     state = ts.state if state is None else state
-    new = {"step": ts.step + 1, "model": model, "opt_state": _strong(opt_state), "state": state}
+    new: dict[Key, Tree] = {
+        "step": ts.step + 1,
+        "model": model,
+        "opt_state": _strong(opt_state),
+        "state": state,
+    }
     # Not by the constructor: a subclass may have more fields, and a constructor of its own.
     return rebuilt(ts, [new.get(field, value) for field, value in children(ts) or ()])
 

@@ -1,13 +1,17 @@
 """A value ─► whether functree treats it as an array, and its text in messages."""
 
 import re
-from typing import Any, TypeGuard, Union
+from typing import Any, Protocol, TypeGuard, Union
 
 import jax
 import numpy as np
 
 Tree = Any
 """A pytree: modules, containers, arrays and other leaves. `Any`, since every value is one."""
+
+TreeDef = Any
+"""The structure of a tree. Type checkers do not take `jax.tree_util.PyTreeDef` as a type: to them it
+is a variable."""
 
 # Not with `|`, in which `pyright --verifytypes` finds type arguments of `jax.ShapeDtypeStruct`.
 AnyArray = Union[jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct]  # noqa: UP007
@@ -26,17 +30,26 @@ def is_array(value: object) -> TypeGuard[AnyArray]:
     return isinstance(value, jax.Array | jax.ShapeDtypeStruct)
 
 
-def array_text(value: Any) -> str:
+class HasShape(Protocol):
+    """An array, or what describes one."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def dtype(self) -> object: ...
+
+
+def array_text(value: HasShape) -> str:
     """The dtype and shape of an array: `f32[512, 128]`."""
     return f"{dtype_text(value.dtype)}[{', '.join(map(str, value.shape))}]"
 
 
-def value_text(value: Any) -> str:
+def value_text(value: object) -> str:
     """`f32[512, 128]` for an array, and the name of the class for any other value."""
     return array_text(value) if is_array(value) else type(value).__name__
 
 
-def dtype_text(dtype: Any) -> str:
+def dtype_text(dtype: object) -> str:
     """A dtype as JAX abbreviates it: `f32`, `bf16`, `i32`, `u8`, `key<fry>`."""
     short = {"float": "f", "bfloat": "bf", "int": "i", "uint": "u", "complex": "c"}
     return re.sub(

@@ -3,12 +3,12 @@ fields."""
 
 from collections.abc import Iterator, Mapping
 from functools import lru_cache
-from typing import Annotated, Any, Self, TypeGuard, TypeVar
+from typing import Annotated, Self, TypeGuard, TypeVar
 
 from functree.errors import AxesError
 from functree.parameters import shown
 from functree.tree.globs import glob_pattern
-from functree.values import Value
+from functree.values import Value, dict_text
 
 _A = TypeVar("_A", bound="Axes")
 
@@ -41,8 +41,8 @@ class Axes(tuple[str | None, ...]):
         for name in names:
             if name is not None and not is_axis_name(name):
                 raise AxesError(
-                    f"{name!r} is not an axis name: names are Python identifiers, and a dimension without one is "
-                    "`None` (`_` in text)"
+                    f"{name!r} is not an axis name: names are Python identifiers, "
+                    "and a dimension without one is `None` (`_` in text)"
                 )
         return super().__new__(cls, names)
 
@@ -112,7 +112,7 @@ class OpenAxes(Value):
         before, _, after = text.partition("...")
         return cls(Axes.parse(before), Axes.parse(after))
 
-    def _parts(self) -> tuple[Any, ...]:
+    def _parts(self) -> tuple[object, ...]:
         return (self.before, self.after)
 
     def __str__(self) -> str:
@@ -135,18 +135,15 @@ class Names(Value):
     def __init__(self, pairs: tuple[tuple[str, Axes | OpenAxes], ...]):
         self._set(pairs=pairs)
 
-    def _parts(self) -> tuple[Any, ...]:
+    def _parts(self) -> tuple[object, ...]:
         return (self.pairs,)
 
     def __iter__(self) -> Iterator[tuple[str, Axes | OpenAxes]]:
         return iter(self.pairs)
 
     def __repr__(self) -> str:
-        return (
-            "names({"
-            + ", ".join(f"{pattern!r}: {str(axes)!r}" for pattern, axes in self.pairs)
-            + "})"
-        )
+        texts = [(repr(pattern), repr(str(axes))) for pattern, axes in self.pairs]
+        return f"names({dict_text(texts)})"
 
 
 def names(patterns: Mapping[str, str | Axes] | None = None, /, **fields: str | Axes) -> Names:
@@ -169,7 +166,7 @@ def names(patterns: Mapping[str, str | Axes] | None = None, /, **fields: str | A
     Examples:
         >>> ft.names(weight="hidden embed", bias="hidden")
         names({'weight': 'hidden embed', 'bias': 'hidden'})
-        >>> ft.names({"*_proj.weight": "heads embed"}) == ft.names({"*_proj.weight": ft.Axes("heads", "embed")})
+        >>> ft.names({"*.weight": "heads embed"}) == ft.names({"*.weight": ft.Axes("heads", "embed")})
         True
     """
     if patterns is not None and not isinstance(patterns, Mapping):
@@ -184,9 +181,9 @@ def names(patterns: Mapping[str, str | Axes] | None = None, /, **fields: str | A
 
 def _written(axes: str | Axes) -> Axes | OpenAxes:
     """The axes that a user wrote in `ft.names`."""
-    return (
-        OpenAxes.parse(axes) if isinstance(axes, str) and "..." in axes.split() else Axes.of(axes)
-    )
+    if isinstance(axes, str) and "..." in axes.split():
+        return OpenAxes.parse(axes)
+    return Axes.of(axes)
 
 
 class BufferMark:

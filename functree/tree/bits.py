@@ -2,19 +2,19 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Sharding
+from jax.typing import DTypeLike
 
 
-def is_key(dtype: Any) -> bool:
+def is_key(dtype: DTypeLike) -> bool:
     """Whether a dtype is that of typed random keys."""
     return jnp.issubdtype(dtype, jax.dtypes.prng_key)
 
 
-def unsigned(dtype: Any) -> jnp.dtype:
+def unsigned(dtype: DTypeLike) -> jnp.dtype:
     """The unsigned integers with as many bits as a dtype of real numbers has."""
     if jnp.issubdtype(dtype, jnp.integer):
         return jnp.dtype(f"uint{jnp.iinfo(dtype).bits}")
@@ -40,7 +40,7 @@ def keys_of(impl: str) -> Callable[[jax.Array], jax.Array]:
     return functools.partial(jax.random.wrap_key_data, impl=impl)
 
 
-def with_sharding(fun: Callable[..., jax.Array], sharding: Sharding, *args: Any) -> jax.Array:
+def with_sharding(fun: Callable[..., jax.Array], sharding: Sharding, *args: jax.Array) -> jax.Array:
     """The result of a function of arrays, with a sharding; also if other processes have parts of
     it."""
     kind = sharding.memory_kind
@@ -50,5 +50,5 @@ def with_sharding(fun: Callable[..., jax.Array], sharding: Sharding, *args: Any)
 
 
 @functools.lru_cache(maxsize=256)
-def _jitted(fun: Callable[..., jax.Array], sharding: Sharding) -> Any:
+def _jitted(fun: Callable[..., jax.Array], sharding: Sharding) -> Callable[..., jax.Array]:
     return jax.jit(fun, out_shardings=sharding)

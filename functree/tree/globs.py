@@ -19,13 +19,13 @@ _ESCAPES = str.maketrans({"\x1d": "\x1d\x1d", _NO_STRING: "\x1d\x1c", _SEPARATOR
 
 def match_text(path: Path) -> str:
     """The text of a path that globs are matched with."""
-    # This runs for each leaf and filter. Most keys are identifiers, which need no escapes.
-    return "".join(
-        [
-            _SEPARATOR + (key if type(key) is str and key.isidentifier() else _escaped(key))
-            for key in path
-        ]
-    )
+    text = ""
+    for key in path:
+        # This runs for each leaf and filter. Most keys are identifiers, which need no escapes.
+        if not (type(key) is str and key.isidentifier()):
+            key = _escaped(key)
+        text += _SEPARATOR + key
+    return text
 
 
 def _escaped(key: object) -> str:
@@ -83,8 +83,9 @@ def _part_regex(token: str, pattern: str) -> str:
         return re.escape(match_text(Path.parse(token)))
     if "**" in token or not re.fullmatch(r"[\w*]+", token):
         raise RuleError(
-            f"glob {pattern!r}: cannot read {token!r}; `*` matches any text within one part, `**` alone between dots "
-            "matches any number of parts, and a key that is not an identifier is quoted"
+            f"glob {pattern!r}: cannot read {token!r}; `*` matches any text within one part, "
+            "`**` alone between dots matches any number of parts, "
+            "and a key that is not an identifier is quoted"
         )
     # `1*` matches the list index 10 and also the dict key "10".
     number = f"{_NO_STRING}?" if token[0].isdigit() else ""

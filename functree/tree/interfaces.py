@@ -9,6 +9,7 @@ from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
+from functree.tree.arrays import AnyArray, Tree
 from functree.tree.axes import Axes, Names
 from functree.tree.paths import Path
 
@@ -31,7 +32,7 @@ class SelfNaming(Protocol):
     def __axis_names__(self) -> Names: ...
 
 
-def own_names(node: Any) -> Names | None:
+def own_names(node: Tree) -> Names | None:
     """The names that a module gives to its own leaves; None if it gives none."""
     # This runs for each module. `isinstance` with a protocol takes ten times as long.
     return node.__axis_names__() if hasattr(type(node), "__axis_names__") else None
@@ -54,7 +55,7 @@ class PackedTree:
 
     @property
     @abstractmethod
-    def tree(self) -> Any:
+    def tree(self) -> Tree:
         """The tree that was packed."""
 
 
@@ -72,8 +73,8 @@ class TrainingState:
     optimizer updates.
     """
 
-    model: Any
-    opt_state: Any
+    model: Tree
+    opt_state: Tree
     tx: Any
     wrt: Any
 
@@ -92,7 +93,7 @@ class Entry(NamedTuple):
     stacked: int
 
 
-class StateMapping(HoldsState, Mapping[Path, Any]):
+class StateMapping(HoldsState, Mapping[Path, AnyArray]):
     """A mapping from paths in a model to arrays. It is one node of a tree, with one child for each
     path."""
 
@@ -103,10 +104,10 @@ class StateMapping(HoldsState, Mapping[Path, Any]):
         """One entry for each child, in the order of the children."""
 
     @abstractmethod
-    def of_layers(self, layer: Any) -> tuple[dict[Path, Any], dict[Path, Any]]:
+    def of_layers(self, layer: Tree) -> tuple[dict[Path, AnyArray], dict[Path, AnyArray]]:
         """The values that all layers of a stack share, and the values of which each layer has its
         own part."""
 
     @abstractmethod
-    def update(self, values: Mapping[Path, Any]) -> "StateMapping":
+    def update(self, values: Mapping[Path, AnyArray]) -> "StateMapping":
         """The same mapping with other values at some paths."""

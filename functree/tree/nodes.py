@@ -1,15 +1,15 @@
-"""A tree ─► its nodes, with their paths; a node ─► its children by key, and the same node with others."""
+"""A tree ─► its nodes, with their paths; a node ─► its children by key, and the same node with other
+children."""
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
 
 from functree.tree.arrays import Tree
-from functree.tree.paths import Path, plain_key
+from functree.tree.paths import Key, Keys, Path, plain_key
 from functree.tree.skeleton.kinds import FOUND, LEAVES, NONE, Kind, kind_of, one_level
 
 
-def children(node: Any) -> list[tuple[Any, Any]] | None:
+def children(node: Tree) -> list[tuple[Key, Tree]] | None:
     """The (plain key, child) pairs of a node, with children that are `None`. For a leaf, and for
     `None`: None."""
     kind = kind_of(node)
@@ -18,7 +18,7 @@ def children(node: Any) -> list[tuple[Any, Any]] | None:
     return [(plain_key(key), child) for key, child in kind.children(node)]
 
 
-def rebuilt(node: Any, values: Sequence[Any]) -> Any:
+def rebuilt(node: Tree, values: Sequence[Tree]) -> Tree:
     """A node of the same kind with other children, given in the order of `children`. Static fields
     are kept.
 
@@ -26,16 +26,17 @@ def rebuilt(node: Any, values: Sequence[Any]) -> Any:
     """
     # JAX's unflatten would return a dict with sorted keys.
     if type(node) is dict:
-        by_key = dict(zip(sorted(node), values, strict=True))
-        return {key: by_key[key] for key in node}
+        copy = dict(node)
+        copy.update(zip(sorted(node), values, strict=True))
+        return copy
     _, treedef = one_level(node)
     return treedef.unflatten(values)
 
 
-def nodes_at(tree: Any, paths: Iterable[Path]) -> list[Any]:
+def nodes_at(tree: Tree, paths: Iterable[Path]) -> list[Tree]:
     """The nodes at paths that exist in the tree. Each node above them is opened once."""
-    opened: dict[tuple[Any, ...], dict[Any, Any]] = {}
-    found: list[Any] = []
+    opened: dict[Keys, dict[Key, Tree]] = {}
+    found: list[Tree] = []
     for path in paths:
         node = tree
         for i, key in enumerate(path):
@@ -47,11 +48,6 @@ def nodes_at(tree: Any, paths: Iterable[Path]) -> list[Any]:
     return found
 
 
-# The plain keys of a path. A `Path` is made only where one is kept: a walk meets far more nodes than
-# it finds, and Python's garbage collector looks at each `Path`, but not at tuples of texts.
-Keys = tuple[Any, ...]
-
-
 def _kind_at(path: Keys, node: Tree) -> Kind:
     return kind_of(node)
 
@@ -59,7 +55,8 @@ def _kind_at(path: Keys, node: Tree) -> Kind:
 def walk(
     tree: Tree, kind_at: Callable[[Keys, Tree], Kind] = _kind_at, *, in_model: bool = False
 ) -> Iterator[tuple[Keys, Tree, Kind]]:
-    """The nodes and leaves of a tree with their paths and kinds, in JAX's order, each before its children.
+    """The nodes and leaves of a tree with their paths and kinds, in JAX's order, each before its
+    children.
 
     `None` is visited too.
 
@@ -130,7 +127,7 @@ def leaves_of(
 _ROOT = Path()
 
 
-def mapped(tree: Any, change: Callable[[Path, Any], Any], path: Path = _ROOT) -> Any:
+def mapped(tree: Tree, change: Callable[[Path, Tree], Tree], path: Path = _ROOT) -> Tree:
     """A tree in which each node is what a function of path and node returns for it.
 
     Where the function returns `BELOW`, the children of the node are changed instead; leaves and
@@ -140,18 +137,16 @@ def mapped(tree: Any, change: Callable[[Path, Any], Any], path: Path = _ROOT) ->
     if changed is not BELOW:
         return changed
     below = children(tree)
-    return (
-        tree
-        if below is None
-        else rebuilt(tree, [mapped(child, change, path / key) for key, child in below])
-    )
+    if below is None:
+        return tree
+    return rebuilt(tree, [mapped(child, change, path / key) for key, child in below])
 
 
 BELOW = object()
 """What a function returns to `mapped` for a node whose children are to be changed."""
 
 
-def blanked(tree: Any) -> Any:
+def blanked(tree: Tree) -> Tree:
     """The same tree with None for every leaf."""
     return mapped(tree, lambda _, node: None if children(node) is None else BELOW)
 
@@ -164,7 +159,7 @@ class _Mark:
         return "<leaf>"
 
 
-def marked(node: Any) -> tuple[Any, dict[int, Path]]:
+def marked(node: Tree) -> tuple[Tree, dict[int, Path]]:
     """A copy of a tree with a mark for each leaf, and the path of each node of the copy by `id`.
 
     The paths are valid as long as the copy is alive.
@@ -175,7 +170,7 @@ def marked(node: Any) -> tuple[Any, dict[int, Path]]:
 
 # Not by `mapped` and a walk over its result: the class of a node may be one that cannot flatten a
 # copy with marks in the place of its arrays.
-def _marked(path: Path, node: Any, places: dict[int, Path]) -> Any:
+def _marked(path: Path, node: Tree, places: dict[int, Path]) -> Tree:
     below = children(node)
     if below is None:
         copy = _Mark()

@@ -4,7 +4,7 @@ same keys."""
 import ast
 import json
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from itertools import repeat
 from typing import Any, Self
 
@@ -13,7 +13,18 @@ from jax.tree_util import DictKey, FlattenedIndexKey, GetAttrKey, SequenceKey
 from functree.errors import RuleError
 from functree.parameters import shown
 
+Key = Hashable
+"""A plain key: the name of a field, the key of a dict, or an index."""
 
+Keys = tuple[Key, ...]
+"""The plain keys of a path.
+
+A `Path` is made only where one is kept: a walk meets far more nodes than it finds, and Python's
+garbage collector looks at each `Path`, but not at tuples of texts.
+"""
+
+
+# Its keys are `Any` for who indexes a path whose keys are known.
 class Path(tuple[Any, ...]):
     """The keys from a tree's root to a leaf: field names, dict keys, list indices.
 
@@ -39,7 +50,7 @@ class Path(tuple[Any, ...]):
 
     __slots__ = ()
 
-    def __new__(cls, keys: Iterable[Any] = ()) -> Self:
+    def __new__(cls, keys: Iterable[Key] = ()) -> Self:
         # First of all, because most paths are made of the keys that were met in a tree.
         if type(keys) is tuple:
             return super().__new__(cls, keys)
@@ -47,7 +58,8 @@ class Path(tuple[Any, ...]):
             return super().__new__(cls, map(_plain, tokens(keys), repeat(keys)))
         if not isinstance(keys, Iterable):
             raise RuleError(
-                f"a path has a sequence of keys, or a text such as `blocks.3.attn`, not {shown(keys)}"
+                "a path has a sequence of keys, or a text such as `blocks.3.attn`, "
+                f"not {shown(keys)}"
             )
         return super().__new__(cls, keys)
 
@@ -71,7 +83,7 @@ class Path(tuple[Any, ...]):
     def __repr__(self) -> str:
         return f"Path({str(self)!r})"
 
-    def __truediv__(self, key: Any) -> "Path":
+    def __truediv__(self, key: Key) -> "Path":
         return Path((*self, key))
 
 
@@ -87,7 +99,7 @@ def plain_key(key: Any) -> Any:
     return key
 
 
-def part_text(key: Any) -> str:
+def part_text(key: Key) -> str:
     """The text of one key in a path."""
     if isinstance(key, str):
         return key if key.isidentifier() else json.dumps(key, ensure_ascii=False)
@@ -114,14 +126,15 @@ def tokens(text: str) -> Iterator[str]:
         token = _TOKEN.match(text, at)
         if token is None or (token.end() < len(text) and text[token.end()] != "."):
             raise RuleError(
-                f"{text!r} is not a path: cannot read it from character {at}; parts are joined by single dots, "
+                f"{text!r} is not a path: cannot read it from character {at}; "
+                "parts are joined by single dots, "
                 'and a key that is not an identifier is quoted (`a."b.c"`)'
             )
         yield token.group()
         at = token.end() + 1
 
 
-def _plain(token: str, text: str) -> Any:
+def _plain(token: str, text: str) -> Key:
     """The key that one token of a path's text is for."""
     if token[0] == '"':
         try:
@@ -141,7 +154,7 @@ def _plain(token: str, text: str) -> Any:
     )
 
 
-def _literal(source: str, text: str) -> Any:
+def _literal(source: str, text: str) -> Key:
     """The key that is written in brackets as a Python literal."""
     try:
         return ast.literal_eval(source)

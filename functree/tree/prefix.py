@@ -1,11 +1,12 @@
 """A prefix tree and a tree ─► each value of the prefix with the subtree that it is for."""
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from functree.errors import MAX_PATHS, RuleError, listed
+from functree.tree.arrays import Tree
 from functree.tree.nodes import children
-from functree.tree.paths import Path
+from functree.tree.paths import Key, Path
 
 _ROOT = Path()
 
@@ -23,14 +24,14 @@ class PrefixOf(NamedTuple):
 
     noun: str
     one: str
-    is_one: Callable[[Any], bool]
+    is_one: Callable[[Tree], bool]
     wanted: str
-    hint: Callable[[Any, Any], str] = lambda prefix, tree: ""
+    hint: Callable[[Tree, Tree], str] = lambda prefix, tree: ""
 
 
 def aligned(
-    prefix: Any, tree: Any, of: PrefixOf, path: Path = _ROOT
-) -> Iterator[tuple[Any, Path, Any]]:
+    prefix: Tree, tree: Tree, of: PrefixOf, path: Path = _ROOT
+) -> Iterator[tuple[Tree, Path, Tree]]:
     """The values of a prefix tree, each with the path of the subtree that it is for, and with this
     subtree.
 
@@ -62,7 +63,7 @@ def where_text(path: Path) -> str:
     return f"`{path}`" if path else "the root"
 
 
-def _difference(have: Sequence[Any], want: Sequence[Any], noun: str) -> str:
+def _difference(have: Sequence[Key], want: Sequence[Key], noun: str) -> str:
     """How the keys of the layouts differ from those of the tree, for messages."""
     parts: list[str] = []
     for keys, others, where in ((have, want, f"the {noun}"), (want, have, "the tree")):
@@ -71,15 +72,16 @@ def _difference(have: Sequence[Any], want: Sequence[Any], noun: str) -> str:
             parts.append(f"{_listed(lost)} {'is' if len(lost) == 1 else 'are'} only in {where}")
     if not parts:
         # For JAX, an `OrderedDict` with another order has another structure.
-        return f"the {noun} have the keys of the tree in another order: {_listed(have)} instead of {_listed(want)}"
+        order = f"{_listed(have)} instead of {_listed(want)}"
+        return f"the {noun} have the keys of the tree in another order: {order}"
     return "; ".join(parts) + f": a tree of {noun} has the keys of the tree"
 
 
-def _listed(keys: Sequence[Any]) -> str:
+def _listed(keys: Sequence[Key]) -> str:
     """The first few keys, for messages."""
     return listed([f"`{Path((key,))}`" for key in keys], MAX_PATHS)
 
 
-def _kind(value: Any) -> str:
+def _kind(value: Tree) -> str:
     """A node in messages: the name of its class, or `leaf`."""
     return "leaf" if children(value) is None else type(value).__name__

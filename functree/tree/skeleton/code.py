@@ -11,6 +11,8 @@ from abc import abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from typing import Any
 
+from functree.tree.arrays import AnyArray, Tree
+from functree.tree.paths import Key
 from functree.tree.skeleton.static_value import StaticValue, is_hashable
 
 _NUMBERS = itertools.count()
@@ -40,7 +42,7 @@ class Code:
         """A new name."""
         return f"x{next(self._names)}"
 
-    def value(self, value: Any) -> str:
+    def value(self, value: object) -> str:
         """Add a value that the code uses, as a global variable of the function; returns its
         name."""
         name = self.name()
@@ -58,7 +60,7 @@ class Code:
         self.lines += inner.lines
         self.values |= inner.values
 
-    def function(self, head: str, what: str) -> Callable[[Any], Any]:
+    def function(self, head: str, what: str) -> Callable[..., Any]:
         """The finished function.
 
         Args:
@@ -90,7 +92,7 @@ class TakeCode(Code):
         self.dicts: list[str] = []  # the names of nodes that are dicts
 
     @abstractmethod
-    def visit(self, sample: Any, at: str) -> None:
+    def visit(self, sample: Tree, at: str) -> None:
         """Write the code for a node.
 
         Args:
@@ -121,18 +123,19 @@ class TakeCode(Code):
         which has a hash."""
         self.lines.append(f"if {condition}: return {next(self._names)}, {found}")
 
-    def static(self, value: Any, at: str) -> None:
+    def static(self, value: object, at: str) -> None:
         """Refuse trees in which the expression `at` has another value."""
         found = self.assign(at)
         # Most static values are the same object in every tree, and `is` takes no call.
-        differs = f"{found} is not {self.value(value)} and {self.value(StaticValue(value).differs)}({found})"
-        self.refuse_if(differs, f"{self.value(refused)}({found})")
+        another = f"{found} is not {self.value(value)}"
+        differs = f"{self.value(StaticValue(value).differs)}({found})"
+        self.refuse_if(f"{another} and {differs}", f"{self.value(refused)}({found})")
 
-    def type_of(self, sample: Any, node: str) -> None:
+    def type_of(self, sample: Tree, node: str) -> None:
         """Refuse trees in which a node has another class."""
         self.refuse_if(f"type({node}) is not {self.value(type(sample))}", f"type({node})")
 
-    def children(self, samples: Iterable[Any], at: str) -> None:
+    def children(self, samples: Iterable[Tree], at: str) -> None:
         """Write the code for the children of a node; the expression `at` is a list or tuple of
         them."""
         samples = list(samples)
@@ -145,7 +148,7 @@ class TakeCode(Code):
         for child, name in zip(samples, names, strict=True):
             self.visit(child, name)
 
-    def finished(self, what: str) -> Callable[[Any], list[Any] | Refusal]:
+    def finished(self, what: str) -> Callable[[Tree], list[AnyArray] | Refusal]:
         """The finished function, with the class of the tree in its file name."""
         lines = [f"    {line}" for line in (*self.lines, f"return [{', '.join(self.arrays)}]")]
         # A module without one of its fields, or a dict with other keys, raises KeyError: it has
@@ -160,12 +163,12 @@ class TakeCode(Code):
         return self.function(f"take({self.root})", what)
 
 
-def refused(value: Any) -> Hashable:
+def refused(value: object) -> Hashable:
     """A value that a tree has in the place of another one, for a `Refusal`."""
     return StaticValue(value) if is_hashable(value) else type(value)
 
 
-def _keys(dicts: Iterable[str], found: Mapping[str, Any]) -> Hashable:
+def _keys(dicts: Iterable[str], found: Mapping[str, Iterable[Key]]) -> Hashable:
     """The keys of the dicts that a function has come to, among its local variables, for a
     `Refusal`."""
     return tuple(frozenset(found[name]) for name in dicts if name in found)
@@ -179,7 +182,7 @@ class BuildCode(Code):
         self.size: int = 0  # the number of arrays so far
 
     @abstractmethod
-    def visit(self, sample: Any) -> str:
+    def visit(self, sample: Tree) -> str:
         """Write the code that builds a node like the sample; returns the expression of the node."""
 
     def array(self) -> str:
@@ -192,7 +195,7 @@ class BuildCode(Code):
         self.size += number
         return f"arrays[{self.size - number}:{self.size}]"
 
-    def items(self, samples: Iterable[Any]) -> str:
+    def items(self, samples: Iterable[Tree]) -> str:
         """The expressions of some nodes, each with a comma after it, so that one of them is a tuple
         too."""
         return "".join([f"{self.visit(sample)}, " for sample in samples])

@@ -9,9 +9,8 @@ returns.
 
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
 
-from functree.tree.arrays import is_array
+from functree.tree.arrays import AnyArray, Tree, is_array
 from functree.tree.skeleton.code import BuildCode, Refusal, TakeCode
 from functree.tree.skeleton.kinds import LEAVES, kind_of
 
@@ -37,24 +36,24 @@ class Form:
         size: the number of arrays.
     """
 
-    def __init__(self, sample: Any, code: "_Take"):
+    def __init__(self, sample: Tree, code: "_Take"):
         what = type(sample).__name__
         self.size: int = code.size
-        self.take: Callable[[Any], list[Any] | Refusal] = code.finished(what)
+        self.take: Callable[[Tree], list[AnyArray] | Refusal] = code.finished(what)
         build = _Build(code.parts)
         # Not `visit`, for which the sample would be a part of itself.
         build.lines.append(f"return {kind_of(sample).build(build, sample)}")
-        self.build: Callable[[Sequence[Any]], Any] = build.function("build(arrays)", what)
+        self.build: Callable[[Sequence[AnyArray]], Tree] = build.function("build(arrays)", what)
         # They are remembered by others as long as this form exists.
         self._parts: list[Form] = [form for _, form in code.parts.values()]
 
-    def fits(self, tree: Any) -> bool:
+    def fits(self, tree: Tree) -> bool:
         """Whether a tree has this form."""
         arrays = self.take(tree)
         return type(arrays) is list and all(map(is_array, arrays))
 
 
-def form_of(tree: Any) -> Form:
+def form_of(tree: Tree) -> Form:
     """The form of a tree. It is generated unless there is a tree with this form already."""
     known = _known(tree)
     if known is not None:
@@ -66,7 +65,7 @@ def form_of(tree: Any) -> Form:
 _FORMS: weakref.WeakKeyDictionary[type, list[weakref.ref[Form]]] = weakref.WeakKeyDictionary()
 
 
-def _known(tree: Any) -> Form | None:
+def _known(tree: Tree) -> Form | None:
     """The form of a tree, if it was generated before and is still in use."""
     for reference in _FORMS.get(type(tree), ()):
         form = reference()
@@ -75,7 +74,7 @@ def _known(tree: Any) -> Form | None:
     return None
 
 
-def _remembered(sample: Any, code: "_Take") -> Form:
+def _remembered(sample: Tree, code: "_Take") -> Form:
     """A new form, as the first one of its class."""
     form = Form(sample, code)
     others = [other for other in _FORMS.get(type(sample), ()) if other() is not None]
@@ -85,7 +84,7 @@ def _remembered(sample: Any, code: "_Take") -> Form:
 
 # A part of a sample and its form, by the identity of the part. The part is kept, so that its
 # identity stays its own.
-_Parts = dict[int, tuple[Any, Form]]
+_Parts = dict[int, tuple[Tree, Form]]
 
 
 class _Take(TakeCode):
@@ -97,13 +96,13 @@ class _Take(TakeCode):
         self.parts: _Parts = {}
 
     @classmethod
-    def of(cls, sample: Any, outer: "_Take | None" = None) -> "_Take":
+    def of(cls, sample: Tree, outer: "_Take | None" = None) -> "_Take":
         """The code for a tree like the sample."""
         code = cls(outer)
         kind_of(sample).take(code, sample, code.root)
         return code
 
-    def visit(self, sample: Any, at: str) -> None:
+    def visit(self, sample: Tree, at: str) -> None:
         kind = kind_of(sample)
         if kind in LEAVES:
             kind.take(self, sample, at)
@@ -129,7 +128,7 @@ class _Build(BuildCode):
         super().__init__()
         self._parts = parts
 
-    def visit(self, sample: Any) -> str:
+    def visit(self, sample: Tree) -> str:
         part, form = self._parts.get(id(sample), (None, None))
         if form is None or part is not sample:
             return kind_of(sample).build(self, sample)

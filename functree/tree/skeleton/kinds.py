@@ -10,20 +10,26 @@ as another structure.
 import copy
 import dataclasses
 import functools
+import operator
 import re
 from abc import abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import equinox as eqx
 from jax.tree_util import default_registry, tree_flatten
 
-from functree.tree.arrays import is_array
+from functree.tree.arrays import Tree, TreeDef, is_array
 from functree.tree.interfaces import PackedTree, StateMapping
-from functree.tree.paths import plain_key
+from functree.tree.paths import Key, Keys, plain_key
 from functree.tree.skeleton.code import BuildCode, Code, TakeCode
 from functree.tree.skeleton.static_value import is_hashable
+
+T = TypeVar("T")
+
+Children = Iterable[tuple[Any, Tree]]
+"""(key, child) pairs of a node. A key is plain, or of one of JAX's classes for keys."""
 
 
 class Kind:
@@ -32,21 +38,21 @@ class Kind:
     by_field: bool = False
     """Whether the keys of its children are names of fields, which a class may annotate."""
 
-    def children(self, node: Any) -> Iterable[tuple[Any, Any]]:
+    def children(self, node: Tree) -> Children:
         """(key, child) pairs in JAX's order; `None` is a child too."""
         return ()
 
-    def paths(self, node: Any) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    def paths(self, node: Tree) -> Iterator[tuple[Keys, Tree]]:
         """(keys, child) pairs in JAX's order, with the keys from the node to the child in
         functree's paths."""
-        return (((key,), child) for key, child in self.children(node))
+        return (((plain_key(key),), child) for key, child in self.children(node))
 
-    def statics(self, node: Any) -> Iterable[tuple[tuple[Any, ...], Any]]:
+    def statics(self, node: Tree) -> Iterable[tuple[Keys, object]]:
         """The static data of a node: (keys, value) pairs."""
         return ()
 
     @abstractmethod
-    def take(self, code: TakeCode, sample: Any, at: str) -> None:
+    def take(self, code: TakeCode, sample: Tree, at: str) -> None:
         """Write the code that flattens a node like the sample.
 
         Args:
@@ -56,66 +62,70 @@ class Kind:
         """
 
     @abstractmethod
-    def build(self, code: BuildCode, sample: Any) -> str:
+    def build(self, code: BuildCode, sample: Tree) -> str:
         """Write the code that builds a node like the sample; returns the expression of the node."""
 
 
 class ArrayKind(Kind):
     """An array."""
 
-    def take(self, code: TakeCode, sample: Any, at: str) -> None:
+    def take(self, code: TakeCode, sample: Tree, at: str) -> None:
         # Not checked to be an array: the caller checks all arrays at once, which is faster.
         code.array(at)
 
-    def build(self, code: BuildCode, sample: Any) -> str:
+    def build(self, code: BuildCode, sample: Tree) -> str:
         return code.array()
 
 
 class NoneKind(Kind):
     """`None`, which JAX treats as a node without children."""
 
-    def take(self, code: TakeCode, sample: Any, at: str) -> None:
+    def take(self, code: TakeCode, sample: Tree, at: str) -> None:
         code.refuse_if(f"{at} is not None", f"type({at})")
 
-    def build(self, code: BuildCode, sample: Any) -> str:
+    def build(self, code: BuildCode, sample: Tree) -> str:
         return "None"
 
 
 class StaticKind(Kind):
     """A leaf that is not an array."""
 
-    def statics(self, node: Any) -> Iterable[tuple[tuple[Any, ...], Any]]:
+    def statics(self, node: Tree) -> Iterable[tuple[Keys, object]]:
         return (((), node),)
 
-    def take(self, code: TakeCode, sample: Any, at: str) -> None:
+    def take(self, code: TakeCode, sample: Tree, at: str) -> None:
         code.static(sample, at)
 
-    def build(self, code: BuildCode, sample: Any) -> str:
+    def build(self, code: BuildCode, sample: Tree) -> str:
         if is_hashable(sample):
             return code.value(sample)
         return f"{code.value(own_copy)}({code.value(sample)})"
 
 
-def own_copy(static: Any) -> Any:
+def own_copy(static: T) -> T:
     """A static leaf for one more tree. Two trees must not share what can be changed in one of them,
     such as a set."""
-    return static if is_hashable(static) else copy.deepcopy(static)
+    if is_hashable(static):
+        return static
+    return copy.deepcopy(static)
 
 
 class SequenceKind(Kind):
     """A list or a tuple."""
 
-    def children(self, node: Any) -> Iterable[tuple[Any, Any]]:
+    def children(self, node: Tree) -> Children:
         return enumerate(node)
 
-    def take(self, code: TakeCode, sample: Any, at: str) -> None:
+    def take(self, code: TakeCode, sample: Tree, at: str) -> None:
         code.type_of(sample, at)
         code.children(sample, at)
 
-    def build(self, code: BuildCode, sample: Any) -> str:
+    def build(self, code: BuildCode, sample: Tree) -> str:
         items = code.items(sample)
         # Each container is a statement: Python refuses an expression with 200 nested brackets.
-        return code.assign(f"[{items}]" if type(sample) is list else f"({items})")
+        if type(sample) is list:
+            return code.assign(f"[{items}]")
+        return code.assign(f"({items})")
 
 
 class NamedTupleKind(Kind):
@@ -123,27 +133,27 @@ class NamedTupleKind(Kind):
 
     by_field = True
 
-    def children(self, node: Any) -> Iterable[tuple[Any, Any]]:
+    def children(self, node: Tree) -> Children:
         # The keys of JAX are not used: in version 0.10.2 each field has the key of the first field.
         return zip(node._fields, elements(node), strict=True)
 
-    def take(self, code: TakeCode, sample: Any, at: str) -> None:
+    def take(self, code: TakeCode, sample: Tree, at: str) -> None:
         code.type_of(sample, at)
         if type(sample).__iter__ is not tuple.__iter__ or type(sample).__len__ is not tuple.__len__:
             at = code.assign(f"{code.value(elements)}({at})")
         code.children(elements(sample), at)
 
-    def build(self, code: BuildCode, sample: Any) -> str:
+    def build(self, code: BuildCode, sample: Tree) -> str:
         return code.assign(f"{code.value(type(sample))}({code.items(elements(sample))})")
 
 
 class DictKind(Kind):
     """A dict. JAX sorts its keys."""
 
-    def children(self, node: Any) -> Iterable[tuple[Any, Any]]:
+    def children(self, node: Tree) -> Children:
         return [(key, node[key]) for key in sorted(node)]
 
-    def take(self, code: TakeCode, sample: Any, at: str) -> None:
+    def take(self, code: TakeCode, sample: Tree, at: str) -> None:
         code.type_of(sample, at)
         # A dict of the same length with other keys raises KeyError, which the generated function
         # handles.
@@ -152,7 +162,7 @@ class DictKind(Kind):
         keys = sorted(sample)
         for key in keys:
             code.visit(sample[key], f"{at}[{_key(code, key)}]")
-        if all(type(key) is str for key in keys):
+        if _STR.issuperset(map(type, keys)):
             # A key of a subclass of str, such as a member of a `StrEnum`, is equal to its text.
             code.refuse_if(
                 f"not {code.value(_STR.issuperset)}(map(type, {at}))", f"frozenset(map(type, {at}))"
@@ -162,7 +172,7 @@ class DictKind(Kind):
             # are known to be equal by now, so they can be sorted.
             code.static(tuple(keys), f"tuple(sorted({at}))")
 
-    def build(self, code: BuildCode, sample: Any) -> str:
+    def build(self, code: BuildCode, sample: Tree) -> str:
         items = [f"{_key(code, key)}: {code.visit(sample[key])}" for key in sorted(sample)]
         return code.assign("{" + ", ".join(items) + "}")
 
@@ -174,19 +184,16 @@ class RegisteredKind(Kind):
     """A node of any other class that is registered with JAX. The generated code calls JAX for one
     level of it."""
 
-    def children(self, node: Any) -> Iterable[tuple[Any, Any]]:
+    def children(self, node: Tree) -> Children:
         level = default_registry.flatten_one_level_with_keys(node)
         if level is None:
             return ()
         return level[0]
 
-    def paths(self, node: Any) -> Iterator[tuple[tuple[Any, ...], Any]]:
-        return (((plain_key(key),), child) for key, child in self.children(node))
-
-    def statics(self, node: Any) -> Iterable[tuple[tuple[Any, ...], Any]]:
+    def statics(self, node: Tree) -> Iterable[tuple[Keys, object]]:
         return (((), one_level(node)[1]),)
 
-    def take(self, code: TakeCode, sample: Any, at: str) -> None:
+    def take(self, code: TakeCode, sample: Tree, at: str) -> None:
         children, treedef = one_level(sample)
         code.type_of(sample, at)
         below, structure = code.name(), code.name()
@@ -194,7 +201,7 @@ class RegisteredKind(Kind):
         code.static(treedef, structure)
         code.children(children, below)
 
-    def build(self, code: BuildCode, sample: Any) -> str:
+    def build(self, code: BuildCode, sample: Tree) -> str:
         children, treedef = one_level(sample)
         return code.assign(f"{code.value(treedef.unflatten)}(({code.items(children)}))")
 
@@ -203,26 +210,24 @@ class DefaultDictKind(RegisteredKind):
     """A defaultdict. Its treedef has the factory, so it is built by JAX, but it is read like a
     dict."""
 
-    def children(self, node: Any) -> Iterable[tuple[Any, Any]]:
-        return [(key, node[key]) for key in sorted(node)]
+    def children(self, node: Tree) -> Children:
+        return DICT.children(node)
 
 
 class StateKind(RegisteredKind):
     """A state. Each child has the path of its declaration in the model, which may be several
     keys."""
 
-    def paths(self, node: StateMapping) -> Iterator[tuple[tuple[Any, ...], Any]]:
-        return (
-            (entry.path, child)
-            for entry, (_, child) in zip(node.entries(), self.children(node), strict=True)
-        )
+    def paths(self, node: StateMapping) -> Iterator[tuple[Keys, Tree]]:
+        for entry, (_, child) in zip(node.entries(), self.children(node), strict=True):
+            yield entry.path, child
 
 
 class EquinoxStateKind(RegisteredKind):
     """Equinox' own state. Each value has the path of the `StateIndex` that declares it in the
     model."""
 
-    def paths(self, node: eqx.nn.State) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    def paths(self, node: eqx.nn.State) -> Iterator[tuple[Keys, Tree]]:
         _, treedef = one_level(node)
         # `eqx.nn.make_with_state` marks each index by its place, as a text:
         # `Net.norms[0].batch_counter`.
@@ -235,7 +240,7 @@ _MARKER = re.compile(r"\w*((?:\.\w+|\[\d+\]|\['[^']*'\])*)")
 _STEP = re.compile(r"\.(?P<name>\w+)|\[(?P<index>\d+)\]|\['(?P<key>[^']*)'\]")
 
 
-def _place_of(marker: Any) -> tuple[Any, ...]:
+def _place_of(marker: object) -> Keys:
     """The keys in a marker, behind the name of the class of the model; the marker itself if it has
     another form.
 
@@ -247,7 +252,7 @@ def _place_of(marker: Any) -> tuple[Any, ...]:
     known = _MARKER.fullmatch(marker)
     if known is None:
         return (marker,)
-    keys: list[Any] = []
+    keys: list[Key] = []
     for step in _STEP.finditer(known[1]):
         if step["index"] is not None:
             keys.append(int(step["index"]))
@@ -259,19 +264,19 @@ def _place_of(marker: Any) -> tuple[Any, ...]:
 class PackedKind(RegisteredKind):
     """A packed tree. Its arrays have the paths that they have in the tree that was packed."""
 
-    def paths(self, node: Any) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    def paths(self, node: Tree) -> Iterator[tuple[Keys, Tree]]:
         return zip(node.static.paths, node.arrays, strict=True)
 
-    def statics(self, node: Any) -> Iterable[tuple[tuple[Any, ...], Any]]:
+    def statics(self, node: Tree) -> Iterable[tuple[Keys, object]]:
         return (((), node.static),)
 
-    def take(self, code: TakeCode, sample: Any, at: str) -> None:
+    def take(self, code: TakeCode, sample: Tree, at: str) -> None:
         code.type_of(sample, at)
         code.static(sample.static, f"{at}.static")
         code.refuse_if(f"len({at}.arrays) != {len(sample.arrays)}", f"len({at}.arrays)")
         code.several(f"{at}.arrays", len(sample.arrays))
 
-    def build(self, code: BuildCode, sample: Any) -> str:
+    def build(self, code: BuildCode, sample: Tree) -> str:
         arrays = f"tuple({code.several(len(sample.arrays))})"
         return f"{code.value(type(sample))}({arrays}, {code.value(sample.static)})"
 
@@ -281,20 +286,19 @@ class ModuleKind(Kind):
 
     by_field = True
 
-    def children(self, node: Any) -> Iterable[tuple[Any, Any]]:
+    def children(self, node: Tree) -> Children:
         contents = _contents(node)
         try:
             return [(name, contents[name]) for name in _fields(type(node), False)]
-        except (
-            KeyError
-        ):  # a field without a value, which Equinox leaves out when it flattens a module
+        except KeyError:
+            # A field has no value, and Equinox leaves it out when it flattens a module.
             return [(plain_key(key), child) for key, child in REGISTERED.children(node)]
 
-    def statics(self, node: Any) -> Iterable[tuple[tuple[Any, ...], Any]]:
+    def statics(self, node: Tree) -> Iterable[tuple[Keys, object]]:
         contents = _contents(node)
         return [((name,), contents[name]) for name in _fields(type(node), True) if name in contents]
 
-    def take(self, code: TakeCode, sample: Any, at: str) -> None:
+    def take(self, code: TakeCode, sample: Tree, at: str) -> None:
         # A module with all its fields is read from its `__dict__`. Equinox's own flattening is
         # slower.
         if not _complete(sample):
@@ -311,26 +315,30 @@ class ModuleKind(Kind):
         for name in _fields(type(sample), False):
             code.visit(known[name], f"{contents}[{name!r}]")
 
-    def build(self, code: BuildCode, sample: Any) -> str:
+    def build(self, code: BuildCode, sample: Tree) -> str:
         """As Equinox builds a module from its leaves: without `__init__`."""
         if not _complete(sample):
             return REGISTERED.build(code, sample)
         known, cls = _contents(sample), type(sample)
         # The children first, because they are written as statements before those of the module
         # itself.
-        below = [(name, code.visit(known[name])) for name in _fields(cls, False)]
+        below: dict[str, str] = {}
+        for name in _fields(cls, False):
+            below[name] = code.visit(known[name])
         # `object.__new__` and the assignments to `__dict__` go past `__setattr__`, which raises:
         # modules are frozen.
         module = code.assign(f"{code.value(object.__new__)}({code.value(cls)})")
         contents = code.assign(f"{code.value(_contents)}({module})")
-        below += [(name, code.value(known[name])) for name in _fields(cls, True)]
-        code.lines += [f"{contents}[{name!r}] = {expression}" for name, expression in below]
+        for name in _fields(cls, True):
+            below[name] = code.value(known[name])
+        for name, expression in below.items():
+            code.lines.append(f"{contents}[{name!r}] = {expression}")
         return module
 
 
 # A function from a module to its `__dict__`, past `__getattribute__`, by which Equinox binds
 # methods and which is slow.
-_contents: Callable[[Any], dict[str, Any]] = eqx.Module.__dict__["__dict__"].__get__
+_contents: Callable[[eqx.Module], dict[str, Tree]] = eqx.Module.__dict__["__dict__"].__get__
 
 
 @functools.cache
@@ -347,12 +355,14 @@ def _complete(module: eqx.Module) -> bool:
     return _contents(module).keys() == {*_fields(cls, True), *_fields(cls, False)}
 
 
-def _key(code: Code, key: Any) -> str:
+def _key(code: Code, key: Key) -> str:
     """The expression of a key of a dict: a literal for a string, or else the name of a value."""
-    return repr(key) if type(key) is str else code.value(key)
+    if type(key) is str:
+        return repr(key)
+    return code.value(key)
 
 
-def one_level(node: Any) -> tuple[list[Any], Any]:
+def one_level(node: Tree) -> tuple[list[Tree], TreeDef]:
     """The children of a node, and the treedef of this node alone."""
     return tree_flatten(node, is_leaf=lambda x: x is not node)
 
@@ -361,12 +371,8 @@ ARRAY, NONE, STATIC = ArrayKind(), NoneKind(), StaticKind()
 # A node at which a walk ends, because it is what the walk is for.
 FOUND = Kind()
 LEAVES: frozenset[Kind] = frozenset({ARRAY, NONE, STATIC, FOUND})
-SEQUENCE, DICT, DEFAULT_DICT, NAMED_TUPLE = (
-    SequenceKind(),
-    DictKind(),
-    DefaultDictKind(),
-    NamedTupleKind(),
-)
+SEQUENCE, NAMED_TUPLE = SequenceKind(), NamedTupleKind()
+DICT, DEFAULT_DICT = DictKind(), DefaultDictKind()
 MODULE, STATE, PACKED, REGISTERED = ModuleKind(), StateKind(), PackedKind(), RegisteredKind()
 EQUINOX_STATE = EquinoxStateKind()
 _CONTAINERS: dict[type, Kind] = {
@@ -377,7 +383,7 @@ _CONTAINERS: dict[type, Kind] = {
 }
 
 
-def kind_of(node: Any) -> Kind:
+def kind_of(node: Tree) -> Kind:
     """The kind of a node or leaf."""
     if node is None:
         return NONE
@@ -403,15 +409,15 @@ def kind_of(node: Any) -> Kind:
     return REGISTERED
 
 
-def _flattens_as_tuple(node: tuple[Any, ...]) -> bool:
+def _flattens_as_tuple(node: tuple[Tree, ...]) -> bool:
     """Whether the children of a named tuple are its elements. Its class may be registered with
     another flattening."""
     children, _ = one_level(node)
     own = elements(node)
-    return len(children) == len(own) and all(a is b for a, b in zip(children, own, strict=True))
+    return len(children) == len(own) and all(map(operator.is_, children, own))
 
 
-def elements(node: tuple[Any, ...]) -> tuple[Any, ...]:
+def elements(node: tuple[T, ...]) -> tuple[T, ...]:
     """The elements of a named tuple. The class may have a length and an iteration of its own; JAX
     does not use them."""
     return tuple(tuple.__iter__(node))

@@ -2,15 +2,15 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 from jax.tree_util import GetAttrKey, tree_flatten
 
 from functree.errors import FunctreeTypeError, Problem, count
-from functree.tree.arrays import is_array
-from functree.tree.nodes import Keys, walk
-from functree.tree.paths import Path
+from functree.tree.arrays import AnyArray, Tree, TreeDef, is_array
+from functree.tree.nodes import walk
+from functree.tree.paths import Keys, Path
 from functree.tree.skeleton.form import Form, form_of
 from functree.tree.skeleton.kinds import ARRAY, own_copy
 from functree.tree.skeleton.static_value import StaticValue, is_hashable
@@ -29,40 +29,48 @@ class Skeleton:
         others: (index, value) of the leaves that are not arrays.
     """
 
-    def __init__(self, treedef: Any, indices: Sequence[int], others: Sequence[tuple[int, Any]]):
-        self.treedef: Any = treedef
+    def __init__(
+        self, treedef: TreeDef, indices: Sequence[int], others: Sequence[tuple[int, object]]
+    ):
+        self.treedef: TreeDef = treedef
         self.indices: tuple[int, ...] = tuple(indices)
-        self.others: tuple[tuple[int, Any], ...] = tuple(others)
+        self.others: tuple[tuple[int, object], ...] = tuple(others)
         self._was_built: bool = False
         self._form: Form | None = None
 
     @classmethod
-    def of(cls, tree: Any) -> "Skeleton":
+    def of(cls, tree: Tree) -> "Skeleton":
         """The skeleton of a tree, whose arrays may be traced or abstract."""
         return cls.apart(tree)[0]
 
     @classmethod
-    def apart(cls, tree: Any) -> tuple["Skeleton", list[Any]]:
+    def apart(cls, tree: Tree) -> tuple["Skeleton", list[AnyArray]]:
         """The skeleton of a tree, and its arrays in JAX's order."""
         leaves, treedef = tree_flatten(tree)
-        indices = [index for index, leaf in enumerate(leaves) if is_array(leaf)]
-        arrays = set(indices)
-        others = [(index, leaf) for index, leaf in enumerate(leaves) if index not in arrays]
-        return cls(treedef, indices, others), [leaves[index] for index in indices]
+        indices: list[int] = []
+        arrays: list[AnyArray] = []
+        others: list[tuple[int, object]] = []
+        for index, leaf in enumerate(leaves):
+            if is_array(leaf):
+                indices.append(index)
+                arrays.append(leaf)
+            else:
+                others.append((index, leaf))
+        return cls(treedef, indices, others), arrays
 
-    def learn(self, tree: Any) -> "Skeleton":
+    def learn(self, tree: Tree) -> "Skeleton":
         """Find the paths and static values in a tree with this skeleton. Returns the skeleton
         itself.
 
         Otherwise they are found in a sample, in which other objects are in the place of the arrays.
         The constructors of some classes do not accept these.
         """
-        vars(self)["_known"] = _Known.of(tree)
+        vars(self)["_contents"] = _Contents.of(tree)
         return self
 
     # From values to a tree
 
-    def build(self, arrays: Sequence[Any]) -> Any:
+    def build(self, arrays: Sequence[AnyArray]) -> Tree:
         """A new tree with these arrays, in JAX's order; it shares nothing that can be changed with
         other trees.
 
@@ -76,20 +84,20 @@ class Skeleton:
         self._was_built = True
         return tree
 
-    def fill(self, values: Iterable[Any]) -> Any:
+    def fill(self, values: Iterable[object]) -> Tree:
         """The tree with a value for each array."""
         return self._unflatten(values, dict(self.others))
 
-    def fresh(self, values: Iterable[Any]) -> Any:
+    def fresh(self, values: Iterable[object]) -> Tree:
         """The same, but the tree shares nothing that can be changed with other trees."""
         return self._unflatten(values, {index: own_copy(value) for index, value in self.others})
 
-    def spread(self, values: Iterable[Any]) -> Any:
+    def spread(self, values: Iterable[object]) -> Tree:
         """A tree with a value for each array, and None in the place of other leaves."""
         return self._unflatten(values, {})
 
-    def _unflatten(self, values: Iterable[Any], others: dict[int, Any]) -> Any:
-        leaves = [others.get(index) for index in range(self.treedef.num_leaves)]
+    def _unflatten(self, values: Iterable[object], others: dict[int, object]) -> Tree:
+        leaves = list(map(others.get, range(self.treedef.num_leaves)))
         for index, value in zip(self.indices, values, strict=True):
             leaves[index] = value
         return self.treedef.unflatten(leaves)
@@ -99,24 +107,26 @@ class Skeleton:
     @property
     def paths(self) -> tuple[Path, ...]:
         """The path of each array."""
-        return self._known.paths
+        return self._contents.paths
 
     @cached_property
-    def keys(self) -> tuple[Any, ...]:
+    def keys(self) -> tuple[object, ...]:
         """A JAX key for each array, with the text of the whole path as its name."""
         return tuple(GetAttrKey(str(path)) for path in self.paths)
 
     @property
-    def statics(self) -> Iterator[tuple[Keys, Any]]:
+    def statics(self) -> Iterator[tuple[Keys, object]]:
         """All static values with their paths: leaves that are not arrays, and static data of
         nodes."""
-        return zip(self._known.keys, self._known.values, strict=True)
+        return zip(self._contents.keys, self._contents.values, strict=True)
 
     def check_hashable(self) -> None:
         """Raise FunctreeError if static values cannot be hashed. The error lists them by path."""
-        lost = [(Path(keys), value) for keys, value in self.statics if not is_hashable(value)]
-        if lost:
-            problems = [_unhashable(path, value) for path, value in lost]
+        problems: list[Problem] = []
+        for keys, value in self.statics:
+            if not is_hashable(value):
+                problems.append(_unhashable(Path(keys), value))
+        if problems:
             raise FunctreeTypeError(f"{count(len(problems), 'leaf')} cannot be static", problems)
 
     def __len__(self) -> int:
@@ -124,17 +134,17 @@ class Skeleton:
         return len(self.indices)
 
     @cached_property
-    def _known(self) -> "_Known":
-        return _Known.of(self._sample)
+    def _contents(self) -> "_Contents":
+        return _Contents.of(self._sample)
 
     @cached_property
-    def _sample(self) -> Any:
+    def _sample(self) -> Tree:
         """A tree with this skeleton, from which the code is written."""
         # Different objects, because the kind of a named tuple is found by comparing children by
         # identity.
         return self.fill(jax.ShapeDtypeStruct((), "float32") for _ in self.indices)
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         # By a tree: JAX cannot pickle the treedef of a tree with modules. Generated functions
         # cannot be pickled either; they are generated again where they are needed.
         return Skeleton.of, (self._sample,)
@@ -142,7 +152,7 @@ class Skeleton:
     def __copy__(self) -> "Skeleton":
         return self
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "Skeleton":
+    def __deepcopy__(self, memo: dict[int, object]) -> "Skeleton":
         return self  # it is immutable
 
     def __eq__(self, other: object) -> bool:
@@ -174,7 +184,7 @@ class Skeleton:
         return f"<Skeleton: {count(len(self), 'array')}, {count(len(self.others), 'other leaf')}>"
 
 
-def statics_of(tree: Any) -> Iterator[tuple[Keys, Any]]:
+def statics_of(tree: Tree) -> Iterator[tuple[Keys, object]]:
     """The static values of a tree with their paths, for those who need them once; see
     `Skeleton.statics`."""
     for path, node, kind in walk(tree, in_model=True):
@@ -182,8 +192,8 @@ def statics_of(tree: Any) -> Iterator[tuple[Keys, Any]]:
             yield (*path, *keys), value
 
 
-class _Known(NamedTuple):
-    """What is known of a tree besides its arrays.
+class _Contents(NamedTuple):
+    """What a tree has besides its arrays.
 
     Attributes:
         paths: the path of each array.
@@ -193,17 +203,17 @@ class _Known(NamedTuple):
 
     paths: tuple[Path, ...]
     keys: tuple[Keys, ...]
-    values: tuple[Any, ...]
+    values: tuple[object, ...]
 
     @classmethod
-    def of(cls, tree: Any) -> "_Known":
-        """What is known of a tree, from one walk."""
+    def of(cls, tree: Tree) -> "_Contents":
+        """The contents of a tree, from one walk."""
         paths: list[Path] = []
         # Two lists: a model has thousands of static values, and a pair for each of them is one more
         # object for Python's garbage collector, which runs the more often the more objects a trace
         # makes.
         keys: list[Keys] = []
-        values: list[Any] = []
+        values: list[object] = []
         for path, node, kind in walk(tree, in_model=True):
             if kind is ARRAY:
                 paths.append(Path(path))
@@ -213,6 +223,6 @@ class _Known(NamedTuple):
         return cls(tuple(paths), tuple(keys), tuple(values))
 
 
-def _unhashable(path: Path, value: Any) -> Problem:
+def _unhashable(path: Path, value: object) -> Problem:
     why = "is neither an array nor hashable, so it can be neither traced nor static"
     return Problem(path, None, type(value).__name__, why, "make it an array, or something hashable")

@@ -11,6 +11,8 @@ import jax
 import numpy as np
 from jax.tree_util import PyTreeDef
 
+from functree.tree.arrays import TreeDef
+
 
 class StaticValue:
     """A static value that is equal to another one only if their types, and the types of the values
@@ -24,12 +26,12 @@ class StaticValue:
     """
 
     __slots__ = ("value",)
-    value: Any
+    value: object
 
-    def __init__(self, value: Any):
+    def __init__(self, value: object):
         self.value = value
 
-    def differs(self, other: Any) -> bool:
+    def differs(self, other: object) -> bool:
         """Whether another value, which is not wrapped, differs from this one."""
         return not same_value(self.value, other)
 
@@ -58,7 +60,7 @@ def same_value(one: Any, other: Any) -> bool:
     if cls is dict:
         return len(one) == len(other) and _values(one) == _values(other)
     if cls is frozenset or cls is set:
-        return {StaticValue(x) for x in one} == {StaticValue(x) for x in other}
+        return set(map(StaticValue, one)) == set(map(StaticValue, other))
     if _is_float0(one):
         return _is_float0(other) and one.shape == other.shape
     if cls is PyTreeDef:
@@ -73,7 +75,7 @@ def same_value(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
-def _differ_in_hash(one: Any, other: Any) -> bool:
+def _differ_in_hash(one: object, other: object) -> bool:
     """Whether two values cannot be equal, as a dict finds out, without calling an `__eq__` that may
     raise."""
     try:
@@ -82,7 +84,7 @@ def _differ_in_hash(one: Any, other: Any) -> bool:
         return False
 
 
-def _values(mapping: dict[Any, Any]) -> dict[StaticValue, StaticValue]:
+def _values(mapping: dict[object, object]) -> dict[StaticValue, StaticValue]:
     """The same dict, with keys and values that are compared by type and value."""
     return {StaticValue(key): StaticValue(value) for key, value in mapping.items()}
 
@@ -96,12 +98,9 @@ def _compared_fields(cls: type) -> tuple[str, ...] | None:
         return None
     # An `__eq__` that was generated is that of the fields. One that a user wrote may compare
     # something else.
-    generated = cls.__eq__.__code__.co_filename == "<string>"
-    return (
-        tuple(field.name for field in dataclasses.fields(cls) if field.compare)
-        if generated
-        else None
-    )
+    if cls.__eq__.__code__.co_filename != "<string>":
+        return None
+    return tuple(field.name for field in dataclasses.fields(cls) if field.compare)
 
 
 def _is_plain_tuple(cls: type) -> bool:
@@ -116,7 +115,7 @@ def _is_number(cls: type) -> bool:
     return cls is float or cls is complex or cls is Decimal or issubclass(cls, np.number)
 
 
-def _is_float0(value: Any) -> bool:
+def _is_float0(value: object) -> bool:
     """Whether a value is what JAX returns as the gradient of integers: an array that holds only its
     shape."""
     return isinstance(value, np.ndarray) and value.dtype == jax.dtypes.float0
@@ -145,7 +144,7 @@ def _hash(value: Any) -> int:
 # Without recursion, because trees may be deeper than Python's stack.
 
 
-def _same_structure(one: Any, other: Any) -> bool:
+def _same_structure(one: TreeDef, other: TreeDef) -> bool:
     """Whether two treedefs are equal, with the static data of their nodes.
 
     JAX's own `==` compares these by `==`: 1 and True would be equal, and nan different from nan.
@@ -164,7 +163,7 @@ def _same_structure(one: Any, other: Any) -> bool:
     return True
 
 
-def _structure_hash(treedef: Any) -> int:
+def _structure_hash(treedef: TreeDef) -> int:
     """The hash of a treedef, with the static data of its nodes.
 
     JAX's own hash leaves them out, so all configurations of one model would have the same hash.
@@ -184,12 +183,12 @@ def _structure_hash(treedef: Any) -> int:
     return hash(tuple(found))
 
 
-def _is_leaf(treedef: Any) -> bool:
+def _is_leaf(treedef: TreeDef) -> bool:
     """Whether a treedef is that of a leaf. That of `None` has one node too, and no leaf."""
     return treedef.num_leaves == 1 and treedef.num_nodes == 1
 
 
-def is_hashable(value: Any) -> bool:
+def is_hashable(value: object) -> bool:
     """Whether a value can be hashed."""
     if _is_float0(value):
         return True
