@@ -1,0 +1,91 @@
+"""A traced array and a spec on a mesh ─► the same array, constrained to it on axes of each type."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from meshes import EXPLICIT, MESH
+
+from functree.devices.constraint import with_constraint
+
+P = PartitionSpec
+MIXED = jax.make_mesh(
+    (2, 2, 2), ("data", "model", "x"), axis_types=(AxisType.Explicit, AxisType.Auto, AxisType.Auto)
+)
+
+
+def constrained(mesh: Any, spec: P, kind: str | None = None) -> Callable[[jax.Array], jax.Array]:
+    return lambda x: with_constraint(x * 2.0, mesh, spec, kind)
+
+
+def program(fun: Callable[..., Any], *args: Any) -> str:
+    return str(jax.make_jaxpr(fun)(*args))
+
+
+# The mesh, the spec ─► whether it is a reshard and whether it is a constraint.
+TYPES: dict[str, tuple[Mesh, P, bool, bool]] = {
+    "Auto": (MESH, P("data", "model"), False, True),
+    "Explicit": (EXPLICIT, P("data", "model"), True, False),
+    "both": (MIXED, P("data", "model"), True, True),
+    "both, on one dimension": (MIXED, P(("data", "model")), True, True),
+}
+
+
+@pytest.mark.parametrize("case", TYPES)
+def test_it_is_a_constraint_or_a_reshard_by_the_type_of_the_axes(case: str) -> None:
+    mesh, spec, resharded, by_constraint = TYPES[case]
+    x = jnp.ones((4, 8))
+    with jax.set_mesh(mesh):
+        text = program(constrained(mesh, spec), x)
+        found = jax.jit(constrained(mesh, spec))(x)
+    assert ("reshard" in text) is resharded
+    assert ("sharding_constraint" in text) is by_constraint
+    assert found.sharding.is_equivalent_to(NamedSharding(mesh, spec), 2)
+    assert (found == 2.0).all()
+
+
+@pytest.mark.parametrize("mesh", [MESH, EXPLICIT], ids=["auto", "explicit"])
+def test_the_mesh_need_not_be_the_current_one(mesh: Mesh) -> None:
+    found = jax.jit(constrained(mesh, P("data", "model")))(jnp.ones((4, 8)))
+    assert found.sharding.is_equivalent_to(NamedSharding(mesh, P("data", "model")), 2)
+
+
+@pytest.mark.parametrize("explicit", [False, True], ids=["auto", "explicit"])
+def test_manual_axes_are_left_out(explicit: bool) -> None:
+    mesh = EXPLICIT if explicit else MESH
+    shapes: list[Any] = []
+
+    def body(x: jax.Array) -> jax.Array:
+        shapes.append(x.shape)
+        within = jax.sharding.get_abstract_mesh()
+        return with_constraint(x, within, P(("data", "model"), None))
+
+    with jax.set_mesh(mesh):
+        mapped = jax.shard_map(body, in_specs=P("data"), out_specs=P("data"), axis_names={"data"})
+        found = jax.jit(mapped)(jax.device_put(jnp.ones((8, 8)), NamedSharding(mesh, P("data"))))
+    assert shapes[0] == (4, 8)  # local along `data`
+    assert found.sharding.is_equivalent_to(NamedSharding(mesh, P(("data", "model"))), 2)
+
+
+def test_no_axis_that_is_not_manual() -> None:
+    def body(x: jax.Array) -> jax.Array:
+        assert with_constraint(x, jax.sharding.get_abstract_mesh(), P("data", "model")) is x
+        return x
+
+    with jax.set_mesh(MESH):
+        jax.jit(jax.shard_map(body, in_specs=P("data", "model"), out_specs=P("data", "model")))(
+            jnp.ones((4, 8))
+        )
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"), [(None, "device"), ("device", "device"), ("pinned_host", "pinned_host")]
+)
+def test_kinds_of_memory(kind: str | None, expected: str) -> None:
+    with jax.set_mesh(MESH):
+        found = jax.jit(constrained(MESH, P("data"), kind))(jnp.ones((4, 8)))
+    assert found.sharding.memory_kind == expected
+    assert found.sharding.is_equivalent_to(NamedSharding(MESH, P("data"), memory_kind=expected), 2)
