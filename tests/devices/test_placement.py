@@ -14,11 +14,13 @@ from trees import x
 from functree.devices.placement import (
     first_mesh,
     is_concrete,
+    is_placed,
     is_sharded_as,
     memory_of,
     mesh_of,
     other_memory,
     sharding_text,
+    with_devices_of,
 )
 
 P = PartitionSpec
@@ -102,3 +104,35 @@ def test_in_words(sharding: Any, text: str):
 ])  # fmt: skip
 def test_memory_that_is_not_the_default(sharding: Any, kind: str | None):
     assert other_memory(sharding) == kind
+
+
+# Another order of the same devices, and other names for them: JAX finds these shardings equivalent
+# to those on the mesh.
+NAMED = jax.sharding.Mesh(MESH.devices, ("batch", "model"), axis_types=MESH.axis_types)
+
+
+@pytest.mark.parametrize(("array", "placed"), [
+    (HERE, True),
+    (lay(jnp.ones((4, 8)), ("data",), None), True),
+    (lay(jnp.ones((4, 8)), "model"), False),
+    (jax.device_put(HERE, NamedSharding(NAMED, P("batch"))), False),
+    (jax.device_put(HERE, NamedSharding(EXPLICIT, P("data"))), False),
+    (jax.device_put(HERE, NamedSharding(MESH, P("data"), memory_kind="pinned_host")), False),
+    (jax.device_put(jnp.ones((4, 8)), DEVICES[0]), False),
+    (jnp.ones((4, 8)), False),
+    (np.ones((4, 8)), False),
+    (jax.ShapeDtypeStruct((4, 8), np.float32, sharding=HERE.sharding), False),
+], ids=["as wanted", "the same spec", "other spec", "other names", "other types", "host", "device",
+        "uncommitted", "numpy", "abstract"])  # fmt: skip
+def test_placed_already(array: Any, placed: bool):
+    assert is_placed(array, NamedSharding(MESH, P("data"))) is placed
+
+
+def test_an_abstract_mesh_with_the_devices_of_an_array():
+    abstract = MESH.abstract_mesh
+    larger = jax.sharding.AbstractMesh((4, 2), ("data", "model"), axis_types=MESH.axis_types)
+    other = jax.device_put(jnp.ones(2), NamedSharding(NAMED, P()))
+    assert with_devices_of(abstract, [np.ones(2), jnp.ones(2), other, HERE]) is MESH
+    assert with_devices_of(larger, [HERE, other]) is larger
+    assert with_devices_of(EXPLICIT.abstract_mesh, [HERE]) == EXPLICIT.abstract_mesh
+    assert with_devices_of(abstract, []) is abstract
