@@ -24,7 +24,6 @@ from jaxtyping import Array, Float
 import functree as ft
 from functree.errors import RuleError
 from functree.labels.filters.filter import (
-    At,
     Everything,
     as_filter,
     may_name,
@@ -437,7 +436,7 @@ def test_whether_a_filter_names_a_field(case: str) -> None:
 
 
 def test_the_patterns_in_a_filter() -> None:
-    away = At(ft.Path((Color.RED,)))
+    away = as_filter(ft.Path((Color.RED,)))
     written = ~(ft.glob("a") & MLP) | re.compile("b") | ft.has_ndim(1) | is_bias | away
     assert list(patterns(written)) == [ft.glob("a"), as_filter(re.compile("b")), away]
 

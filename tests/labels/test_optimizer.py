@@ -976,6 +976,30 @@ def test_other_settings_of_jax_are_traced_anew():
     assert len(counted.traces) == 6
 
 
+def test_the_state_is_as_the_settings_of_jax_have_it():
+    """Each in turn and again, whatever is remembered of the others."""
+
+    def init(params: Any) -> Any:
+        return {
+            "key": jax.random.key(0),
+            "mu": jax.tree.map(lambda p: p * jnp.ones((), jnp.bfloat16), params),
+        }
+
+    tx = optax.GradientTransformation(init, adam().update)
+    strong, weak = S((8, 16), jnp.float32), S((8, 16), jnp.float32, weak_type=True)
+    assert strong != weak
+    with jax.numpy_dtype_promotion("standard"):
+        for _ in range(2):
+            for impl in ("threefry2x32", "rbg"):
+                with jax.default_prng_impl(impl):
+                    for one, dtype in ((strong, jnp.float32), (weak, jnp.bfloat16)):
+                        plan = ft.plan_optimizer(tx, {"w": one}, P("data"), SIZES)
+                        assert plan["key"].dtype == jax.random.key(0).dtype
+                        assert plan["mu.w"].dtype == dtype
+    with jax.numpy_dtype_promotion("strict"), pytest.raises(ValueError, match="bfloat16"):
+        ft.plan_optimizer(tx, {"w": strong}, P("data"), SIZES)
+
+
 @pytest.mark.parametrize("make", [adam, lambda: optax.adafactor(1e-3)])
 def test_an_optimizer_that_needs_all_parameters_gets_all(make: Any):
     counted = Counted(make(), refuses=True)
@@ -1020,7 +1044,9 @@ def test_under_other_names_nothing_is_traced_again():
         layout = ft.AxisRules(
             {names.split()[0]: "data", ...: None}, names={Named: ft.names(w=names)}
         )
-        assert ft.plan_optimizer(counted.tx, model, layout, SIZES)["0.mu.w"].spec == P("data", None)
+        plan = ft.plan_optimizer(counted.tx, model, layout, SIZES)
+        assert plan["0.mu.w"].spec == P("data", None)
+        assert str(plan["0.mu.w"].axes) == str(plan["0.nu.w"].axes) == names
     assert len(counted.traces) == 2
 
 

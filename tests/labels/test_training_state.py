@@ -11,7 +11,7 @@ from jaxtyping import Array, Float
 from trees import x
 
 import functree as ft
-from functree.labels.leaf import Follows, Leaf
+from functree.labels.leaf import FollowedLeaf, Leaf
 from functree.labels.leaves import read
 from functree.labels.training_state import label_training_states
 
@@ -143,7 +143,29 @@ def test_the_optimizer_is_asked_for_what_it_updates_alone() -> None:
     found = labelled(ts)
     assert asked and all(params.b is None for params in asked)
     assert "opt_state.sums.b" not in found
-    assert found["opt_state.sums.w"].follows == Follows(ft.Path(("model", "w")), (0,))
+    assert found["opt_state.sums.w"].follows == FollowedLeaf(ft.Path(("model", "w")), (0,))
+
+
+def test_an_optimizer_state_in_another_form() -> None:
+    """As somebody has changed it: not what its `tx.init` makes of the same model."""
+    ts = made()
+    adam = ts.opt_state[0]
+    changed = eqx.tree_at(
+        lambda ts: ts.opt_state, ts, {"a": adam.mu, "b": adam.nu, "c": adam.count}
+    )
+    for _ in range(2):
+        for one, expected in (
+            (ts, ["0.count", "0.mu.w", "0.mu.b", "0.nu.w", "0.nu.b"]),
+            (changed, ["a.w", "a.b", "b.w", "b.b", "c"]),
+        ):
+            found = labelled(one)
+            states = [path.removeprefix("opt_state.") for path in found if "opt_state" in path]
+            assert states == expected
+            for path in expected:
+                follows = found[f"opt_state.{path}"].follows
+                name = path.split(".")[-1]
+                parameter = ft.Path(("model", name)) if name in ("w", "b") else None
+                assert follows is not None and follows.path == parameter
 
 
 def test_without_training_states_they_are_as_they_were() -> None:
