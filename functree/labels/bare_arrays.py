@@ -8,7 +8,7 @@ from jax.tree_util import tree_structure
 
 from functree.errors import Problem, ShardingError, count
 from functree.labels.leaves import Leaves
-from functree.tree.arrays import is_array
+from functree.tree.arrays import Tree, is_array
 from functree.tree.axes import Axes
 from functree.tree.nodes import children
 from functree.tree.prefix import PrefixOf, aligned
@@ -18,7 +18,7 @@ AxesTree = str | Axes | Mapping[Any, Any] | list[Any] | tuple[Any, ...] | None
 own."""
 
 
-def named_arrays(leaves: Leaves, tree: Any, axes: AxesTree) -> Leaves:
+def named_arrays(leaves: Leaves, tree: Tree, axes: AxesTree) -> Leaves:
     """The leaves of a tree, with these axes.
 
     Args:

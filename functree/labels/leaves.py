@@ -1,8 +1,9 @@
 """A tree and its annotations ─► `Leaves`: one `Leaf` for each array, and the skeleton of the tree.
 
-This is the only walk over a tree: all paths, axes, and classes of the modules around a leaf come
-from here. A packed tree is read as the tree that was packed, but the skeleton is that of the packed
-tree.
+All that is known about a leaf comes from here: its path, its axes, and the classes of the modules
+around it. This walk hands annotations down from a node to its children; where only the nodes of a
+tree are wanted, `tree/nodes.py` has the walk. A packed tree is read as the tree that was packed,
+but the skeleton is that of the packed tree.
 """
 
 from collections.abc import Iterable, Mapping
@@ -35,11 +36,11 @@ from functree.labels.annotations.hints import NO_ENV, NOTHING, Hint
 from functree.labels.annotations.leaf_axes import Memory, leaf_axes, state_axes
 from functree.labels.leaf import Leaf
 from functree.parameters import check_tree
-from functree.tree.arrays import is_array
+from functree.tree.arrays import AnyArray, Tree, is_array
 from functree.tree.axes import Axes, Names
 from functree.tree.interfaces import PackedTree, Stack, StateMapping, TrainingState
-from functree.tree.nodes import walk
-from functree.tree.paths import Path, plain_key
+from functree.tree.nodes import Keys, walk
+from functree.tree.paths import Path, first_beginning, plain_key
 from functree.tree.skeleton.kinds import (
     ARRAY,
     DEFAULT_DICT,
@@ -75,7 +76,7 @@ class Leaves:
     training: Mapping[Path, TrainingState] = field(default_factory=dict)
 
 
-def read(tree: Any, names: Mapping[type, Names] | None = None) -> Leaves:
+def read(tree: Tree, names: Mapping[type, Names] | None = None) -> Leaves:
     """Read the path, the axes and the surrounding modules of each array of a tree.
 
     Args:
@@ -97,13 +98,14 @@ def read(tree: Any, names: Mapping[type, Names] | None = None) -> Leaves:
         if given.by_leaf and not given.by_module:
             walk.note_unmatched(node, path, (given,))
     skeleton = Skeleton(tree_structure(tree), walk.indices, walk.others)
-    unused = tuple(
-        cls for cls in walk.names if cls not in walk.used and not _is_stock(cls, walk.names[cls])
-    )
-    return Leaves(tuple(walk.leaves), tuple(walk.problems), skeleton, unused, walk.training)
+    unused: list[type] = []
+    for cls, given in walk.names.items():
+        if cls not in walk.used and not _is_stock(cls, given):
+            unused.append(cls)
+    return Leaves(tuple(walk.leaves), tuple(walk.problems), skeleton, tuple(unused), walk.training)
 
 
-def arrays_by_path(tree: Any) -> dict[Path, Any]:
+def arrays_by_path(tree: Tree) -> dict[Path, AnyArray]:
     """The arrays of a tree by path, for those who do not ask for their names. Raises as `read`."""
     try:
         found = walk(tree, in_model=True)
@@ -113,7 +115,7 @@ def arrays_by_path(tree: Any) -> dict[Path, Any]:
         raise
 
 
-def tree_axes(tree: Any, names: Mapping[type, Names] | None = None) -> Any:
+def tree_axes(tree: Tree, names: Mapping[type, Names] | None = None) -> Any:
     """The axes of each array of a tree.
 
     Args:
@@ -152,10 +154,12 @@ def tree_axes(tree: Any, names: Mapping[type, Names] | None = None) -> Any:
     return leaves.skeleton.spread(leaf.axes for leaf in leaves.leaves)
 
 
-def too_deep(tree: Any) -> FunctreeError:
+def too_deep(tree: Tree) -> FunctreeError:
     """The error for a tree that cannot be visited within Python's limit of recursion."""
-    why = f"a {type(tree).__name__} that contains itself, or is nested too deeply, cannot be read as a tree"
-    return FunctreeValueError(why)
+    return FunctreeValueError(
+        f"a {type(tree).__name__} that contains itself, or is nested too deeply, "
+        "cannot be read as a tree"
+    )
 
 
 def _is_stock(cls: type, names: Names) -> bool:
@@ -184,10 +188,6 @@ class _Context(NamedTuple):
     pending: GivenNames | None = None
 
 
-# A path as a plain tuple. A `Path` is made for arrays only: most nodes are modules and containers.
-Keys = tuple[Any, ...]
-
-
 class _Walk:
     """One walk over a tree. What depends only on a class is looked up once for each class."""
 
@@ -205,11 +205,10 @@ class _Walk:
         self.tried: dict[Hint, Hint] = {}
         self.used: set[type] = set()  # the classes in `names` that have named a leaf
         self.training: dict[Path, TrainingState] = {}
-        self.fields: list[
-            tuple[Any, Keys, GivenNames]
-        ] = []  # the fields whose annotation has `ft.names`
+        # The fields whose annotation has `ft.names`.
+        self.fields: list[tuple[Tree, Keys, GivenNames]] = []
 
-    def visit(self, node: Any, path: Keys, hint: Hint, context: _Context) -> None:
+    def visit(self, node: Tree, path: Keys, hint: Hint, context: _Context) -> None:
         """Visit a node.
 
         Args:
@@ -248,7 +247,7 @@ class _Walk:
         elif kind is not NONE:
             self._node(node, kind, path, hint, context)
 
-    def _kind(self, node: Any) -> Kind:
+    def _kind(self, node: Tree) -> Kind:
         kind = kind_of(node)
         # Only where the class determines the kind: a numpy array of objects is static and one of
         # floats is an array.
@@ -257,7 +256,7 @@ class _Walk:
         return kind
 
     def _annotated(
-        self, node: Any, kind: Kind, path: Keys, hint: Hint, context: _Context
+        self, node: Tree, kind: Kind, path: Keys, hint: Hint, context: _Context
     ) -> tuple[Hint, _Context]:
         """The resolved annotation of a node, and the context with what the annotation says about
         all leaves below."""
@@ -275,7 +274,7 @@ class _Walk:
             context = context._replace(pending=given)
         return hint, context
 
-    def _leaf(self, value: Any, path: Keys, hint: Hint, context: _Context) -> None:
+    def _leaf(self, value: AnyArray, path: Keys, hint: Hint, context: _Context) -> None:
         """Note an array."""
         self.indices.append(self.size)
         self.size += 1
@@ -294,24 +293,22 @@ class _Walk:
             )
         )
 
-    def _node(self, node: Any, kind: Kind, path: Keys, hint: Hint, context: _Context) -> None:
+    def _node(self, node: Tree, kind: Kind, path: Keys, hint: Hint, context: _Context) -> None:
         """Visit a module, a named tuple, or a node of another class that is registered with JAX."""
         cls = type(node)
         known = self.classes.get(cls)
         if known is None:
             known = self.classes[cls] = class_hints(cls)
         inside, opened = _inside(context, cls), ()
-        if isinstance(node, TrainingState) and not any(
-            issubclass(outer, TrainingState) for outer in context.within
-        ):
+        if isinstance(node, TrainingState) and first_beginning(path, self.training) is None:
             self.training[Path(path)] = node
         # A subclass of dict, such as an OrderedDict, is a container: names of a field are for the
         # modules in it.
         if not isinstance(node, dict):
             opened = given_at(node, len(path), context.pending, self.names)
-            stack = (
-                (*context.stack, *node.stack_axes()) if isinstance(node, Stack) else context.stack
-            )
+            stack = context.stack
+            if isinstance(node, Stack):
+                stack = (*stack, *node.stack_axes())
             inside = _Context(inside.within, stack, context.given + opened, context.buffer)
         env = known.env(cls, hint) if hint.generics or hint.references else NO_ENV
         for key, child in kind.children(node):
@@ -328,24 +325,27 @@ class _Walk:
             self.used.update(given.cls for given in opened if given.cls is not None and given.used)
             self.note_unmatched(node, path, opened)
 
-    def _packed(self, node: Any, path: Keys, hint: Hint, context: _Context) -> None:
+    def _packed(self, node: Tree, path: Keys, hint: Hint, context: _Context) -> None:
         """Visit a packed tree: the leaves of the tree that was packed, with the indices that they
         have in this one."""
         # `Packed[X]` annotates the tree that was packed by X.
-        hint = next(
-            (args[0] for origin, args in hint.generics if origin is type(node) and args), hint
-        )
+        for origin, args in hint.generics:
+            if origin is type(node) and args:
+                hint = args[0]
+                break
         self.packed = True
         places, others, first = len(self.indices), len(self.others), self.size
         self.visit(node.tree, path, hint, context)
         # The arrays are in the same order, but the static leaves of the tree are not leaves of the
         # packed tree. So the indices from the visit are replaced.
-        flat = tree_leaves(node)
-        self.indices[places:] = [first + i for i, leaf in enumerate(flat) if is_array(leaf)]
-        self.others[others:] = [
-            (first + i, leaf) for i, leaf in enumerate(flat) if not is_array(leaf)
-        ]
-        self.size = first + len(flat)
+        del self.indices[places:], self.others[others:]
+        self.size = first
+        for leaf in tree_leaves(node):
+            if is_array(leaf):
+                self.indices.append(self.size)
+            else:
+                self.others.append((self.size, leaf))
+            self.size += 1
 
     def _state(self, node: StateMapping, path: Keys, context: _Context) -> None:
         """Visit state, which has an entry for each of its children: the path in the model, the
@@ -371,9 +371,11 @@ class _Walk:
                 self.others.append((self.size, child))
             self.size += 1
 
-    def note_unmatched(self, node: Any, path: Keys, given: tuple[GivenNames, ...]) -> None:
+    def note_unmatched(self, node: Tree, path: Keys, given: tuple[GivenNames, ...]) -> None:
         """Note the names that are given at a node and that match none of its leaves."""
-        self.problems += unmatched(_unpacked(node) if self.packed else node, path, given)
+        if self.packed:
+            node = _unpacked(node)
+        self.problems += unmatched(node, path, given)
 
 
 def _inside(context: _Context, cls: type) -> _Context:
@@ -383,13 +385,13 @@ def _inside(context: _Context, cls: type) -> _Context:
     return _Context((*within, cls), stack, given, buffer, pending)
 
 
-def _unpacked(tree: Any) -> Any:
+def _unpacked(tree: Tree) -> Any:
     """A tree in which each packed tree is replaced by the tree that was packed."""
 
-    def is_packed(node: Any) -> bool:
+    def is_packed(node: Tree) -> bool:
         return isinstance(node, PackedTree)
 
-    def unpack(node: Any) -> Any:
+    def unpack(node: Tree) -> Any:
         # A packed tree may contain another one.
         return _unpacked(node.tree) if is_packed(node) else node
 

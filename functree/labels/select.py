@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from copy import copy
+from itertools import chain
 from types import UnionType
 from typing import Any, Generic, TypeVar, get_args, get_origin
 
@@ -17,9 +18,10 @@ from functree.labels.filters.filter import Filter, as_filter, bare_class
 from functree.labels.leaves import read
 from functree.labels.selected_parts import accessed_paths, path_below
 from functree.parameters import EXTENT, FUNCTION, ITERABLE, check, check_callback
-from functree.tree.arrays import value_text
+from functree.tree.arrays import Tree, value_text
 from functree.tree.nodes import (
     BELOW,
+    Keys,
     blanked,
     children,
     leaves_of,
@@ -28,7 +30,7 @@ from functree.tree.nodes import (
     outermost,
     rebuilt,
 )
-from functree.tree.paths import Path
+from functree.tree.paths import Path, first_beginning
 
 T = TypeVar("T")
 
@@ -71,14 +73,12 @@ class Selection(Generic[T]):
             RuleError: `where` is neither a path nor a function, or its text is not a path.
         """
         if isinstance(where, str | Path):
-            below = Path.parse(where) if isinstance(where, str) else where
-            return self._chosen(
-                [path_below(path, part, below) for path, part in self._parts()],
-                f".at({str(below)!r})",
-            )
+            below = Path(where)
+            paths = [path_below(path, part, below) for path, part in self._parts()]
+            return self._chosen(paths, f".at({str(below)!r})")
         found: list[Path] = []
         for path, part in self._parts():
-            found += [Path((*path, *key)) for key in accessed_paths(part, where)]
+            found += [Path((*path, *keys)) for keys in accessed_paths(part, where)]
         return self._chosen(found, f".at({_name(where)})")
 
     def under(self, cls: Any) -> "Selection[T]":
@@ -91,13 +91,13 @@ class Selection(Generic[T]):
         try:
             isinstance(None, cls)
         except TypeError:
-            bare = bare_class(get_args(cls) if isinstance(cls, UnionType) else (cls,))
+            classes = get_args(cls) if isinstance(cls, UnionType) else (cls,)
+            bare = bare_class(classes)
             raise FunctreeTypeError(
                 f"under takes a class, or several joined by `|`, not {cls!r}{bare}"
             ) from None
-        return self._chosen(
-            self._outermost(lambda path, node: isinstance(node, cls)), f".under({_name(cls)})"
-        )
+        found = self._outermost(lambda path, node: isinstance(node, cls))
+        return self._chosen(found, f".under({_name(cls)})")
 
     def where(self, what: Any) -> "Selection[T]":
         """Select the arrays that a filter matches, or the outermost parts for which a function is
@@ -161,12 +161,12 @@ class Selection(Generic[T]):
         None in the other."""
         chosen = set(self._paths)
 
-        def selected(path: Path, node: Any) -> Any:
+        def selected(path: Path, node: Tree) -> Any:
             if path in chosen:
                 return node
             return None if children(node) is None else BELOW
 
-        def rest(path: Path, node: Any) -> Any:
+        def rest(path: Path, node: Tree) -> Any:
             return blanked(node) if path in chosen else BELOW
 
         return mapped(self._tree, selected), mapped(self._tree, rest)
@@ -243,13 +243,12 @@ class Selection(Generic[T]):
     def _chosen(self, paths: Sequence[Path], asked: str) -> "Selection[T]":
         return Selection(self._tree, paths, self._asked + asked)
 
-    def _outermost(self, fits: Callable[[Path, Any], Any]) -> list[Path]:
+    def _outermost(self, fits: Callable[[Path, Tree], Any]) -> list[Path]:
         """The paths of the nodes for which a function is true, and of nothing below such a node."""
-        return [
-            Path((*start, *path))
-            for start, part in self._parts()
-            for path, _ in outermost(part, fits)
-        ]
+        found: list[Path] = []
+        for start, part in self._parts():
+            found += [Path((*start, *path)) for path, _ in outermost(part, fits)]
+        return found
 
     def _matched(self, chosen: Filter) -> list[Path]:
         """The paths of the arrays that a filter matches."""
@@ -257,76 +256,77 @@ class Selection(Generic[T]):
         # The paths of nodes, found by index. The leaves of a state and of a packed tree have the
         # path in the model (several keys) instead of the path of their node (one key).
         places = [path for path, _ in leaves_of(self._tree)]
-        found: dict[Path, list[Path]] = {start: [] for start in self._paths}
+        found = dict[Path, list[Path]]()
+        for start in self._paths:
+            found[start] = []
         for index, leaf in zip(whole.skeleton.indices, whole.leaves, strict=True):
-            place = places[index]
             # The selected part that the leaf is in, if it is in one: no part is inside another.
-            start = next(
-                (place[:depth] for depth in range(len(place) + 1) if place[:depth] in found), None
-            )
+            start = first_beginning(places[index], found)
+            if start is None:
+                continue
             # Patterns are matched with the path from the selected part on.
-            if start is not None and chosen(
-                leaf._replace(aliases=(Path(leaf.path[len(start) :]),))
-            ):
-                found[Path(start)].append(place)
-        return [place for places in found.values() for place in places]
+            below = Path(leaf.path[len(start) :])
+            if chosen(leaf._replace(aliases=(below,))):
+                found[start].append(places[index])
+        return list(chain(*found.values()))
 
-    def _changed(self, change: Callable[[Path, Any], Any]) -> T:
+    def _changed(self, change: Callable[[Path, Tree], Any]) -> T:
         """The tree with another value for each selected part. All nodes that are not above a part
         stay the same."""
         self._check_some()
-        chosen = set(self._paths)
-        above = {path[:i] for path in self._paths for i in range(len(path))}
+        chosen, above = set(self._paths), self._above()
 
-        def changed(path: Path, node: Any) -> Any:
+        def changed(path: Path, node: Tree) -> Any:
             if path in chosen:
                 return change(path, node)
             return BELOW if path in above else node
 
         return mapped(self._tree, changed)
 
-    def _inserted(self, around: Callable[[Any], tuple[Any, ...]], *, insert: bool) -> T:
+    def _inserted(self, around: Callable[[Tree], tuple[Tree, ...]], *, insert: bool) -> T:
         """The tree in which each selected element is replaced by several elements (`insert`), or by
         none."""
         self._check_some()
         self._check_elements(insert)
-        chosen = set(self._paths)
-        above = {path[:i] for path in self._paths for i in range(len(path))}
-        return _with_elements(self._tree, Path(), chosen, above, around)
+        return _with_elements(self._tree, Path(), set(self._paths), self._above(), around)
+
+    def _above(self) -> Collection[Keys]:
+        """The paths of all nodes above the parts."""
+        above: set[Keys] = set()
+        for path in self._paths:
+            above.update(path[:depth] for depth in range(len(path)))
+        return above
 
     def _check_some(self) -> None:
         """Raise FunctreeError if nothing is selected: the tree would silently stay as it is."""
         if not self._paths:
             raise FunctreeValueError(
-                f"nothing is selected by select({type(self._tree).__name__}){self._asked}, so nothing can be changed: "
-                "correct what is selected, or ask `.count()` first"
+                f"nothing is selected by select({type(self._tree).__name__}){self._asked}, "
+                "so nothing can be changed: correct what is selected, or ask `.count()` first"
             )
 
     def _check_elements(self, insert: bool) -> None:
         """Raise FunctreeError for selected parts that are not elements of a container which may
         have another length."""
-        wanted = "a list or a tuple" if insert else "a list, a tuple or a dict"
-        remedy = "`.apply(lambda part: ...)` to replace the part" if insert else "`.set(None)`"
+        if insert:
+            wanted, remedy = "a list or a tuple", "`.apply(lambda part: ...)` to replace the part"
+            headline = "nothing can be inserted next to {}"
+        else:
+            wanted, remedy = "a list, a tuple or a dict", "`.set(None)`"
+            headline = "{} cannot be removed"
         problems = []
         parents = nodes_at(self._tree, [Path(path[:-1]) for path in self._paths])
         for (path, part), parent in zip(self._parts(), parents, strict=True):
             if not path:
-                parent = None
-            if type(parent) in (list, tuple) or (not insert and isinstance(parent, dict)):
+                where = "is the whole tree"
+            elif type(parent) in (list, tuple) or (not insert and isinstance(parent, dict)):
                 continue
-            where = (
-                "is the whole tree" if parent is None else f"is a field of {type(parent).__name__}"
-            )
+            else:
+                where = f"is a field of {type(parent).__name__}"
             why = f"{where}, not an element of {wanted}"
             problems.append(Problem(path, None, value_text(part), why, remedy))
         if problems:
-            parts = count(len(problems), "part")
-            headline = (
-                f"nothing can be inserted next to {parts}"
-                if insert
-                else f"{parts} cannot be removed"
-            )
-            raise FunctreeValueError(headline, problems)
+            raise FunctreeValueError(headline.format(count(len(problems), "part")), problems)
 
     def _refuse(self, headline: str, remedy: str) -> FunctreeError:
         """An error that lists the selected parts."""
@@ -362,18 +362,20 @@ def select(tree: T) -> Selection[T]:
         >>> ft.select(mlp).under(eqx.nn.Linear).count()
         3
         >>> wider = ft.select(mlp).at("layers.1.weight").apply(lambda w: 2 * w)
-        >>> wider.layers[0] is mlp.layers[0], bool((wider.layers[1].weight == 2 * mlp.layers[1].weight).all())
-        (True, True)
+        >>> wider.layers[0] is mlp.layers[0]
+        True
+        >>> bool((wider.layers[1].weight == 2 * mlp.layers[1].weight).all())
+        True
     """
     return Selection(tree, [Path()])
 
 
 def _with_elements(
-    node: Any,
+    node: Tree,
     path: Path,
     chosen: Collection[Path],
-    above: Collection[tuple[Any, ...]],
-    around: Callable[[Any], tuple[Any, ...]],
+    above: Collection[Keys],
+    around: Callable[[Tree], tuple[Tree, ...]],
 ) -> Any:
     """A node in which each chosen element is replaced by several elements, or by none.
 
@@ -387,21 +389,21 @@ def _with_elements(
     """
     if path not in above:
         return node
-    items = [(key, path / key, child) for key, child in children(node) or ()]
+    below = children(node) or ()
     if isinstance(node, dict):
         # A copy keeps the class, and the factory of a defaultdict. JAX would sort the keys.
         kept = copy(node)
-        for key, at, child in items:
-            kept[key] = _with_elements(child, at, chosen, above, around)
-            if at in chosen:
+        for key, child in below:
+            kept[key] = _with_elements(child, path / key, chosen, above, around)
+            if path / key in chosen:
                 del kept[key]
         return kept
-    new: list[Any] = []
-    for _, at, child in items:
-        if at in chosen:
+    new: list[Tree] = []
+    for key, child in below:
+        if path / key in chosen:
             new += around(child)
         else:
-            new.append(_with_elements(child, at, chosen, above, around))
+            new.append(_with_elements(child, path / key, chosen, above, around))
     if type(node) in (list, tuple):
         return type(node)(new)
     return rebuilt(node, new)

@@ -2,23 +2,17 @@
 
 from collections.abc import Callable, Iterable
 from dataclasses import fields, is_dataclass
+from operator import attrgetter
 from typing import Any
 
-from functree.errors import (
-    FunctreeError,
-    FunctreeValueError,
-    RuleError,
-    did_you_mean,
-)
+from functree.errors import FunctreeError, FunctreeValueError, RuleError, did_you_mean
 from functree.parameters import shown
-from functree.tree.nodes import (
-    children,
-    marked,
-)
-from functree.tree.paths import Path
+from functree.tree.arrays import Tree
+from functree.tree.nodes import children, marked
+from functree.tree.paths import Path, first_beginning
 
 
-def path_below(path: Path, node: Any, below: Path) -> Path:
+def path_below(path: Path, node: Tree, below: Path) -> Path:
     """The path of the node that is at `below` in the node at `path`. Raises FunctreeError if there
     is none."""
     for i, key in enumerate(below):
@@ -32,7 +26,7 @@ def path_below(path: Path, node: Any, below: Path) -> Path:
     return Path((*path, *below))
 
 
-def accessed_paths(node: Any, where: Callable[[Any], Any]) -> list[Path]:
+def accessed_paths(node: Tree, where: Callable[[Tree], Any]) -> list[Path]:
     """The paths of the parts of a node that a function returns, from the node on."""
     if not callable(where) or isinstance(where, type):
         raise RuleError(
@@ -43,26 +37,26 @@ def accessed_paths(node: Any, where: Callable[[Any], Any]) -> list[Path]:
     copied, places = marked(node)
     found = where(copied)
     several = (found,)
+    # A tuple or list that the function made, and not one that is in the tree.
     if type(found) in (tuple, list) and id(found) not in places:
-        several = found  # a tuple or list that the function made, and not one that is in the tree
-    lost = [x for x in several if id(x) not in places]
-    if lost or not several:
-        stray = lost[0] if lost else found
-        raise FunctreeValueError(
-            f"at: the function returned {stray!r}, which is not a part of the tree"
-        )
-    parts = list(dict.fromkeys(places[id(x)] for x in several))
-    chosen = set(parts)
-    for part in parts:
-        outer = next((part[:i] for i in range(len(part)) if part[:i] in chosen), None)
-        if outer is not None:
+        several = found or several
+    parts: dict[Path, None] = {}  # a dict, as a set in the order of the result
+    for one in several:
+        if id(one) not in places:
             raise FunctreeValueError(
-                f"at: `{part}` is inside `{Path(outer) or type(node).__name__}`: choose one of them"
+                f"at: the function returned {one!r}, which is not a part of the tree"
             )
-    return parts
+        parts[places[id(one)]] = None
+    for part in parts:
+        outer = first_beginning(part, parts)
+        if outer != part:
+            raise FunctreeValueError(
+                f"at: `{part}` is inside `{outer or type(node).__name__}`: choose one of them"
+            )
+    return list(parts)
 
 
-def _missing(node: Any, where: Path, below: Path, key: Any, known: Iterable[Any]) -> FunctreeError:
+def _missing(node: Tree, where: Path, below: Path, key: Any, known: Iterable[Any]) -> FunctreeError:
     """The error for a path with a key that a node does not have.
 
     Args:
@@ -81,6 +75,6 @@ def _missing(node: Any, where: Path, below: Path, key: Any, known: Iterable[Any]
     )
 
 
-def _fields(node: Any) -> Iterable[str]:
+def _fields(node: Tree) -> Iterable[str]:
     """The names of the fields of a dataclass, which every module is; none for other nodes."""
-    return [field.name for field in fields(node)] if is_dataclass(node) else ()
+    return map(attrgetter("name"), fields(node)) if is_dataclass(node) else ()

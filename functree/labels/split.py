@@ -16,6 +16,7 @@ from functree.errors import (
 from functree.labels.filters.filter import Filter, FilterLike, as_filter, naming
 from functree.labels.filters.first_match import FirstMatch
 from functree.labels.leaves import Leaves, read
+from functree.tree.arrays import AnyArray, Tree
 from functree.tree.nodes import leaves_of
 from functree.tree.skeleton.skeleton import Skeleton
 
@@ -56,22 +57,21 @@ def split(tree: _T, *filters: FilterLike) -> tuple[Skeleton, *tuple[_T, ...]]:
     leaves = read(tree)
     static = leaves.skeleton
     static.check_hashable()
-    wanted = [as_filter(f) for f in written]
+    wanted = list(map(as_filter, written))
     _check_named(wanted, leaves)
-    chosen = FirstMatch(wanted)
-    choices = [chosen(leaf) for leaf in leaves.leaves]
-    lost = [leaf for leaf, choice in zip(leaves.leaves, choices, strict=True) if choice is None]
-    if lost:
-        problems = [
-            leaf.problem("no filter matches it", "add a filter for it, or `...` last")
-            for leaf in lost
-        ]
-        raise FunctreeValueError(f"no filter matches {count(len(lost), 'leaf')}", problems)
-    # Each part has a place for each array, and None where the array is in another part.
-    parts: list[list[Any]] = [[None] * len(choices) for _ in written]
-    for place, (leaf, choice) in enumerate(zip(leaves.leaves, choices, strict=True)):
-        if choice is not None:
-            parts[choice][place] = leaf.value
+    first_match = FirstMatch(wanted)
+    # Each part has an entry for each array: None where the array is in another part.
+    parts: list[list[AnyArray | None]] = [[None] * len(static) for _ in written]
+    problems: list[Problem] = []
+    for i, leaf in enumerate(leaves.leaves):
+        choice = first_match(leaf)
+        if choice is None:
+            remedy = "add a filter for it, or `...` last"
+            problems.append(leaf.problem("no filter matches it", remedy))
+        else:
+            parts[choice][i] = leaf.value
+    if problems:
+        raise FunctreeValueError(f"no filter matches {count(len(problems), 'leaf')}", problems)
     return (static, *map(static.spread, parts))
 
 
@@ -113,8 +113,8 @@ def merge(static: Skeleton, *parts: _T) -> _T:
         )
     columns = [_arrays_of(static, part, index) for index, part in enumerate(parts)]
     values, problems = [], []
-    for place, path in enumerate(static.paths):
-        found = [column[place] for column in columns if column[place] is not None]
+    for i, path in enumerate(static.paths):
+        found = [column[i] for column in columns if column[i] is not None]
         if len(found) == 1:
             values.append(found[0])
             continue
@@ -125,7 +125,7 @@ def merge(static: Skeleton, *parts: _T) -> _T:
     return static.fill(values)
 
 
-def _arrays_of(static: Skeleton, part: Any, index: int) -> list[Any]:
+def _arrays_of(static: Skeleton, part: Tree, index: int) -> list[Any]:
     """The value of a part in the place of each array of the tree that was split; None if it has no
     value there."""
     flat, treedef = tree_flatten(part, is_leaf=_is_none)
@@ -136,26 +136,29 @@ def _arrays_of(static: Skeleton, part: Any, index: int) -> list[Any]:
     if treedef != whole:
         have = tree_structure(part).num_leaves
         raise FunctreeValueError(
-            f"part {index} has another structure than the tree that was split: it is a {type(part).__name__} with "
-            f"{count(have, 'leaf')}; a part has the structure of the tree, with None in the place of all other leaves"
+            f"part {index} has another structure than the tree that was split: it is a "
+            f"{type(part).__name__} with {count(have, 'leaf')}; a part has the structure of the "
+            "tree, with None in the place of all other leaves"
         )
-    stray = [
-        i
-        for i, (value, mark) in enumerate(zip(flat, marks, strict=True))
-        if value is not None and mark is None
-    ]
+    values: list[Any] = []
+    stray: list[int] = []
+    for i, (value, mark) in enumerate(zip(flat, marks, strict=True)):
+        if mark is not None:
+            values.append(value)
+        elif value is not None:
+            stray.append(i)
     if stray:
         raise _stray(part, index, stray)
-    return [value for value, mark in zip(flat, marks, strict=True) if mark is not None]
+    return values
 
 
-def _stray(part: Any, index: int, places: Iterable[int]) -> FunctreeError:
-    """The error for leaves of a part that are not in the place of an array."""
-    paths = [path for path, _ in leaves_of(part, _is_none)]
+def _stray(part: Tree, index: int, stray: Iterable[int]) -> FunctreeError:
+    """The error for leaves of a part that are not in the place of an array, by their indices."""
+    paths, _ = zip(*leaves_of(part, _is_none), strict=True)
     why = "is not in the place of an array of the tree that was split"
-    problems = [Problem(paths[place], None, "", why, "write None there") for place in places]
+    problems = [Problem(paths[i], None, "", why, "write None there") for i in stray]
     return FunctreeValueError(f"part {index} has {count(len(problems), 'leaf')} too many", problems)
 
 
-def _is_none(x: Any) -> bool:
+def _is_none(x: object) -> bool:
     return x is None

@@ -8,7 +8,7 @@ from functree.labels.leaf import FollowedLeaf, Leaf
 from functree.labels.optimizer.followed_parameters import TrainedModel
 from functree.labels.optimizer.optimizer_state import followed_by, following
 from functree.tree.interfaces import TrainingState
-from functree.tree.paths import Path
+from functree.tree.paths import Path, first_beginning
 from functree.tree.skeleton.skeleton import Skeleton
 
 MODEL, STATE, OPTIMIZER = "model", "state", "opt_state"
@@ -50,10 +50,11 @@ class _Position(NamedTuple):
 
 def _position(path: Path, states: Mapping[Path, TrainingState]) -> _Position | None:
     """Where a leaf is; None if it is in no training state."""
-    for depth in range(len(path)):
-        if path[:depth] in states:
-            return _Position(Path(path[:depth]), path[depth], Path(path[depth + 1 :]))
-    return None
+    state = first_beginning(path, states)
+    if state is None:
+        return None
+    field, *below = path[len(state) :]
+    return _Position(state, field, Path(below))
 
 
 def _following(

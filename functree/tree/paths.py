@@ -4,7 +4,7 @@ same keys."""
 import ast
 import json
 import re
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Container, Hashable, Iterable, Iterator
 from itertools import repeat
 from typing import Any, Self
 
@@ -85,6 +85,14 @@ class Path(tuple[Any, ...]):
 
     def __truediv__(self, key: Key) -> "Path":
         return Path((*self, key))
+
+
+def first_beginning(path: tuple[Any, ...], paths: Container[tuple[Any, ...]]) -> Path | None:
+    """The shortest beginning of a path, or the path itself, that is one of some paths."""
+    for depth in range(len(path) + 1):
+        if path[:depth] in paths:
+            return Path(path[:depth])
+    return None
 
 
 def plain_key(key: Any) -> Any:

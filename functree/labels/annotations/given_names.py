@@ -4,16 +4,16 @@ of a leaf."""
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import Any
 
 from jax.tree_util import tree_leaves
 
 from functree.errors import Problem, did_you_mean
 from functree.labels.annotations.hints import Hint
+from functree.tree.arrays import Tree
 from functree.tree.axes import Axes, Names, OpenAxes
 from functree.tree.globs import glob_pattern, match_text
 from functree.tree.interfaces import own_names
-from functree.tree.nodes import leaves_of
+from functree.tree.nodes import Keys, leaves_of
 from functree.tree.paths import Path, tokens
 
 
@@ -61,7 +61,7 @@ def invalid_names(names: object) -> str | None:
 
 
 def given_at(
-    node: Any, depth: int, pending: GivenNames | None, names: Mapping[type, Names]
+    node: Tree, depth: int, pending: GivenNames | None, names: Mapping[type, Names]
 ) -> tuple[GivenNames, ...]:
     """The names that are given at a module, for all leaves below it.
 
@@ -123,7 +123,7 @@ def given_by(hint: Hint, path: Path) -> Axes | OpenAxes | None:
     return given
 
 
-def unmatched(node: Any, path: tuple[Any, ...], several: Iterable[GivenNames]) -> list[Problem]:
+def unmatched(node: Tree, path: Keys, several: Iterable[GivenNames]) -> list[Problem]:
     """The problems of patterns that are given at a node and match none of its leaves. A leaf may be
     None."""
     suspects: list[str] = []
@@ -149,7 +149,7 @@ def unmatched(node: Any, path: tuple[Any, ...], several: Iterable[GivenNames]) -
     return found
 
 
-def _is_empty(node: Any) -> bool:
+def _is_empty(node: Tree) -> bool:
     """Whether a node has no leaves. It is None, or optax has put it in the place of what it does
     not update."""
     return not tree_leaves(node)
@@ -168,7 +168,7 @@ def _leads_through(pattern: str, empty: Collection[str]) -> bool:
     return False
 
 
-def _unmatched(node: Any, path: Path, pattern: str, leaves: Collection[Path]) -> Problem:
+def _unmatched(node: Tree, path: Path, pattern: str, leaves: Collection[Path]) -> Problem:
     """The problem of a pattern that matches none of the leaves at some paths below a node."""
     cls = type(node).__name__
     hint = did_you_mean(pattern, leaves)

@@ -9,6 +9,7 @@ from functree.errors import Problem, count
 from functree.labels.annotations.dimensions import ArrayForm, Dim, dtype_fits, form_of_axes
 from functree.labels.annotations.hints import UNREADABLE, Hint
 from functree.labels.leaf import array_problem
+from functree.tree.arrays import AnyArray
 from functree.tree.axes import Axes, OpenAxes
 from functree.tree.paths import Path
 
@@ -30,7 +31,7 @@ Memory = dict[tuple[Any, ...], LeafAxes]
 
 def leaf_axes(
     memory: Memory,
-    value: Any,
+    value: AnyArray,
     path: Path,
     hint: Hint,
     given: Axes | OpenAxes | None,
@@ -48,7 +49,7 @@ def leaf_axes(
     return found
 
 
-def state_axes(value: Any, path: Path, declared: Axes) -> LeafAxes:
+def state_axes(value: AnyArray, path: Path, declared: Axes) -> LeafAxes:
     """The axes of a piece of state, as its `StateRef` declares them; a misfit if the value has
     another rank."""
     have = len(value.shape)
@@ -65,7 +66,7 @@ def state_axes(value: Any, path: Path, declared: Axes) -> LeafAxes:
 
 
 def _read(
-    value: Any, path: Path, hint: Hint, given: Axes | OpenAxes | None, stack: tuple[str, ...]
+    value: AnyArray, path: Path, hint: Hint, given: Axes | OpenAxes | None, stack: tuple[str, ...]
 ) -> LeafAxes:
     if given is not None:
         return _given(value, path, hint, given, stack)
@@ -85,7 +86,7 @@ def _read(
 
 
 def _given(
-    value: Any, path: Path, hint: Hint, given: Axes | OpenAxes, stack: tuple[str, ...]
+    value: AnyArray, path: Path, hint: Hint, given: Axes | OpenAxes, stack: tuple[str, ...]
 ) -> LeafAxes:
     ndim, form = len(value.shape) - len(stack), form_of_axes(given)
     if not form.fits(ndim):
@@ -99,14 +100,14 @@ def _given(
     return _by_form(form, value, stack)
 
 
-def _unannotated(value: Any, stack: tuple[str, ...]) -> LeafAxes:
+def _unannotated(value: AnyArray, stack: tuple[str, ...]) -> LeafAxes:
     axes = _unknown(value, stack)
     # A stack of scalars has the axes of the stack and no others, so all of its axes are named.
     return LeafAxes(axes, annotated=bool(stack) and len(value.shape) == len(stack))
 
 
 def _chosen(
-    value: Any, path: Path, hint: Hint, fitting: Sequence[ArrayForm], stack: tuple[str, ...]
+    value: AnyArray, path: Path, hint: Hint, fitting: Sequence[ArrayForm], stack: tuple[str, ...]
 ) -> LeafAxes:
     """The axes by the alternatives of the right rank; if these differ, by those that also have the
     right dtype."""
@@ -127,7 +128,9 @@ def _chosen(
     return _misfit(value, path, stack, why, remedy)
 
 
-def _different(forms: Sequence[ArrayForm], value: Any, stack: tuple[str, ...]) -> list[LeafAxes]:
+def _different(
+    forms: Sequence[ArrayForm], value: AnyArray, stack: tuple[str, ...]
+) -> list[LeafAxes]:
     """The axes by some alternatives, those that differ in their axes or their spec: `Float[Array,
     "a"] | Int[Array, "a"]` is not ambiguous."""
     different: dict[tuple[Axes, PartitionSpec | None], LeafAxes] = {}
@@ -137,7 +140,7 @@ def _different(forms: Sequence[ArrayForm], value: Any, stack: tuple[str, ...]) -
     return list(different.values())
 
 
-def _by_form(form: ArrayForm, value: Any, stack: tuple[str, ...]) -> LeafAxes:
+def _by_form(form: ArrayForm, value: AnyArray, stack: tuple[str, ...]) -> LeafAxes:
     """The axes of an array by one alternative of its annotation."""
     if form.plain is not None:
         names: Sequence[str | None] = form.plain
@@ -174,7 +177,7 @@ def _unnamed(
     return tuple(written)
 
 
-def _unknown(value: Any, stack: tuple[str, ...]) -> Axes:
+def _unknown(value: AnyArray, stack: tuple[str, ...]) -> Axes:
     """The axes of an array of which only those of the stacks are known."""
     ndim = len(value.shape)
     # Cut off, since a misfit may have fewer dimensions than its stacks.
@@ -191,7 +194,7 @@ STACK = (
 
 
 def _wrong_rank(
-    value: Any, path: Path, hint: str, stack: tuple[str, ...], ranks: Sequence[int]
+    value: AnyArray, path: Path, hint: str, stack: tuple[str, ...], ranks: Sequence[int]
 ) -> LeafAxes:
     have = len(value.shape)
     after = ""
@@ -207,7 +210,7 @@ def _wrong_rank(
     return _misfit(value, path, stack, why, remedy)
 
 
-def _unresolved(value: Any, path: Path, hint: Hint, stack: tuple[str, ...]) -> LeafAxes:
+def _unresolved(value: AnyArray, path: Path, hint: Hint, stack: tuple[str, ...]) -> LeafAxes:
     # Resolved once more, for the text of the error that Python raises.
     remedy = (
         "define or import the name in the module of the class, "
@@ -224,5 +227,5 @@ def _unresolved(value: Any, path: Path, hint: Hint, stack: tuple[str, ...]) -> L
     return _misfit(value, path, stack, why, remedy)
 
 
-def _misfit(value: Any, path: Path, stack: tuple[str, ...], why: str, remedy: str) -> LeafAxes:
+def _misfit(value: AnyArray, path: Path, stack: tuple[str, ...], why: str, remedy: str) -> LeafAxes:
     return LeafAxes(_unknown(value, stack), True, misfit=array_problem(path, value, why, remedy))
