@@ -39,8 +39,8 @@ from functree.parameters import check_tree
 from functree.tree.arrays import AnyArray, Tree, is_array
 from functree.tree.axes import Axes, Names
 from functree.tree.interfaces import PackedTree, Stack, StateMapping, TrainingState
-from functree.tree.nodes import Keys, walk
-from functree.tree.paths import Path, first_beginning, plain_key
+from functree.tree.nodes import walk
+from functree.tree.paths import Keys, Path, first_beginning, plain_key
 from functree.tree.skeleton.kinds import (
     ARRAY,
     DEFAULT_DICT,

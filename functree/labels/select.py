@@ -21,7 +21,6 @@ from functree.parameters import EXTENT, FUNCTION, ITERABLE, check, check_callbac
 from functree.tree.arrays import Tree, value_text
 from functree.tree.nodes import (
     BELOW,
-    Keys,
     blanked,
     children,
     leaves_of,
@@ -30,7 +29,7 @@ from functree.tree.nodes import (
     outermost,
     rebuilt,
 )
-from functree.tree.paths import Path, first_beginning
+from functree.tree.paths import Keys, Path, first_beginning
 
 T = TypeVar("T")
 

@@ -87,7 +87,7 @@ class Path(tuple[Any, ...]):
         return Path((*self, key))
 
 
-def first_beginning(path: tuple[Any, ...], paths: Container[tuple[Any, ...]]) -> Path | None:
+def first_beginning(path: Keys, paths: Container[Keys]) -> Path | None:
     """The shortest beginning of a path, or the path itself, that is one of some paths."""
     for depth in range(len(path) + 1):
         if path[:depth] in paths:

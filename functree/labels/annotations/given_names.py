@@ -13,8 +13,8 @@ from functree.tree.arrays import Tree
 from functree.tree.axes import Axes, Names, OpenAxes
 from functree.tree.globs import glob_pattern, match_text
 from functree.tree.interfaces import own_names
-from functree.tree.nodes import Keys, leaves_of
-from functree.tree.paths import Path, tokens
+from functree.tree.nodes import leaves_of
+from functree.tree.paths import Keys, Path, tokens
 
 
 class Giver(IntEnum):

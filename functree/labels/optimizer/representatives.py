@@ -3,11 +3,11 @@ state."""
 
 from collections import defaultdict
 from collections.abc import Hashable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from functree.labels.leaf import Leaf
 from functree.labels.optimizer.owners import Owners
-from functree.tree.paths import Path
+from functree.tree.paths import Keys, Path
 
 
 class Representatives(NamedTuple):
@@ -62,8 +62,8 @@ def representatives(
 class _Affixes(NamedTuple):
     """The keys before and after the path of the parameter, in the path of a leaf of the state."""
 
-    before: tuple[Any, ...]
-    after: tuple[Any, ...]
+    before: Keys
+    after: Keys
 
     @classmethod
     def of(cls, path: Path, parameter: Path) -> "_Affixes":
