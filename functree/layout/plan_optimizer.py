@@ -57,7 +57,8 @@ def plan_optimizer(
 
     Examples:
         >>> import optax
-        >>> plan = ft.plan_optimizer(optax.adam(1e-3), {"w": jnp.ones((4, 8))}, ft.P("data"), {"data": 2})
+        >>> model = {"w": jnp.ones((4, 8))}
+        >>> plan = ft.plan_optimizer(optax.adam(1e-3), model, ft.P("data"), {"data": 2})
         >>> plan["0.mu.w"].spec, plan["0.count"].reason
         (P('data', None), 'does not depend on the parameters')
     """

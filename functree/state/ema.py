@@ -11,6 +11,7 @@ from functree.errors import FunctreeTypeError, FunctreeValueError
 from functree.labels.optimizer.followed_parameters import check_optimizer
 from functree.parameters import DECAY, check
 from functree.state.train import TRAIN_STATE, TrainState, updated
+from functree.tree.arrays import Tree
 from functree.tree.nodes import outermost
 from functree.tree.paths import Path
 
@@ -21,8 +22,8 @@ class AveragedState(NamedTuple):
     """The state of `ft.with_ema`: that of the inner optimizer, and the average of the
     parameters."""
 
-    inner: Any
-    average: Any
+    inner: Tree
+    average: Tree
 
 
 def with_ema(
@@ -53,30 +54,33 @@ def with_ema(
     check("with_ema cannot average", decay=(decay, DECAY))
     inner = optax.with_extra_args_support(tx)
 
-    def init(params: Any) -> AveragedState:
+    def init(params: Tree) -> AveragedState:
         return AveragedState(inner.init(params), jax.tree.map(_wide, params))
 
     def update(
-        updates: Any, state: Any, params: Any = None, **extra: Any
-    ) -> tuple[Any, AveragedState]:
+        updates: Tree, state: Tree, params: Tree = None, **extra: Any
+    ) -> tuple[Tree, AveragedState]:
         if params is None:
             raise FunctreeTypeError(
-                "with_ema averages the parameters: pass them, as in `tx.update(gradients, state, params)`"
+                "with_ema averages the parameters: pass them, "
+                "as in `tx.update(gradients, state, params)`"
             )
         updates, after = inner.update(updates, state.inner, params, **extra)
 
         # The parameters after this step, which optax' caller computes only later.
-        def averaged(old: Any, parameter: Any, change: Any) -> Any:
+        def averaged(old: jax.Array, parameter: jax.Array, change: jax.Array) -> jax.Array:
             return decay * old + (1 - decay) * updated(change, parameter).astype(old.dtype)
 
         return updates, AveragedState(after, jax.tree.map(averaged, state.average, params, updates))
 
-    return optax.GradientTransformationExtraArgs(init, update)  # pyright: ignore[reportArgumentType]
+    return optax.GradientTransformationExtraArgs(init, update)
 
 
 def _wide(x: jax.Array) -> jax.Array:
     """The array in float32, or in its own dtype if that is wider."""
-    return x.astype(jnp.float32) if jnp.finfo(x.dtype).bits < 32 else x
+    if jnp.finfo(x.dtype).bits < 32:
+        return x.astype(jnp.float32)
+    return x
 
 
 def averaged(ts: TrainState[M]) -> M:
@@ -92,18 +96,23 @@ def averaged(ts: TrainState[M]) -> M:
     # `ft.with_ema` may be inside of another transformation.
     found = [state.average for _, state in outermost(ts.opt_state, _is_averaged)]
     if len(found) != 1:
+        keeps = "no average"
+        if found:
+            keeps = f"{len(found)} averages"
         raise FunctreeValueError(
-            f"the optimizer keeps {'no average' if not found else f'{len(found)} averages'} of the parameters: "
+            f"the optimizer keeps {keeps} of the parameters: "
             "`TrainState.create(model, ft.with_ema(tx))`"
         )
 
-    def parameter(average: Any, own: Any) -> Any:
-        return own if _is_empty(average) else average.astype(own.dtype)
+    def parameter(average: Tree, own: Tree) -> Tree:
+        if _is_empty(average):
+            return own
+        return average.astype(own.dtype)
 
     return jax.tree.map(parameter, found[0], ts.model, is_leaf=_is_empty)
 
 
-def _is_empty(node: Any) -> bool:
+def _is_empty(node: Tree) -> bool:
     """Whether an average is missing, because its parameter is frozen (None) or masked by optax."""
     return node is None or isinstance(node, optax.MaskedNode)
 

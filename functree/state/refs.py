@@ -57,12 +57,14 @@ class StateRef(eqx.Module, HoldsState):
     def __init__(self, init: Any, axes: str | Axes = ""):
         if not is_array(init) and not isinstance(init, bool | int | float | complex):
             raise StateError(f"StateRef({init!r}): the initial value must be an array or a number")
-        self.init = init if isinstance(init, jax.ShapeDtypeStruct) else strong(jnp.asarray(init))
+        if not isinstance(init, jax.ShapeDtypeStruct):
+            init = strong(jnp.asarray(init))
+        self.init = init
         self.axes = Axes.of(axes)
         if self.axes and len(self.axes) != len(self.init.shape):
             raise StateError(
-                f'StateRef(axes="{self.axes}") names {len(self.axes)} dimensions, but the value has shape '
-                f"{tuple(self.init.shape)}"
+                f'StateRef(axes="{self.axes}") names {len(self.axes)} dimensions, '
+                f"but the value has shape {tuple(self.init.shape)}"
             )
         # In a stack these stay those of one layer, while `init` gets the leading dimension of the
         # stack.
@@ -71,7 +73,9 @@ class StateRef(eqx.Module, HoldsState):
 
     def __axis_names__(self) -> Names:
         """The axes of `init`, which the class cannot know."""
-        return names(init=self.axes) if self.axes else Names(())
+        if not self.axes:
+            return Names(())
+        return names(init=self.axes)
 
     def at(self, path: Path) -> "StateRef":
         """The ref after its value has moved to a `State`.
@@ -92,13 +96,17 @@ class StateRef(eqx.Module, HoldsState):
         return ref
 
     def __repr__(self) -> str:
-        where = f"at {self.path}" if self.path is not None else "without a path"
+        where = "without a path"
+        if self.path is not None:
+            where = f"at {self.path}"
         return f"<StateRef {self.dtype}{list(self.shape)} {where}>"
 
 
 def strong(value: Any) -> Any:
     """An array with a strong type. A step returns strong types, so with a weak one it would be
     compiled twice."""
+    if not jax.typeof(value).weak_type:
+        return value
     if isinstance(value, jax.ShapeDtypeStruct):
-        return value.update(weak_type=False) if value.weak_type else value
-    return jnp.asarray(value, value.dtype) if jax.typeof(value).weak_type else value
+        return value.update(weak_type=False)
+    return jnp.asarray(value, value.dtype)

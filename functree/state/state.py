@@ -1,23 +1,25 @@
 """A model that declares state ─► the same model, and a `State` with the values, which functions
 take and return."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax.tree_util import DictKey, register_pytree_with_keys
+from jax.typing import DTypeLike
 
 from functree.errors import StateError, did_you_mean
 from functree.labels.leaf import Leaf
 from functree.labels.leaves import read
 from functree.parameters import check_tree
 from functree.state.refs import StateRef, strong
-from functree.tree.arrays import array_text, is_array
+from functree.tree.arrays import AnyArray, Tree, array_text, is_array
 from functree.tree.interfaces import Entry, PackedTree, StateMapping
 from functree.tree.nodes import BELOW, mapped, outermost
-from functree.tree.paths import Path
+from functree.tree.paths import Keys, Path
+from functree.values import dict_text
 
 T = TypeVar("T")
 
@@ -37,43 +39,45 @@ class State(StateMapping):
         >>> layer, state = ft.make_state(ft.nn.BatchNorm(4))
         >>> state[layer.mean].shape, list(map(str, state))
         ((4,), ['mean', 'var'])
-        >>> ft.plan(state, ft.StateSharding({"mean": ft.P("data"), "var": ft.P()}), {"data": 2})["mean"].spec
+        >>> layout = ft.StateSharding({"mean": ft.P("data"), "var": ft.P()})
+        >>> ft.plan(state, layout, {"data": 2})["mean"].spec
         P('data',)
     """
 
     __slots__ = ("_entries", "_values")
 
-    def __init__(self, entries: tuple[Entry, ...], values: Mapping[Path, Any]):
+    def __init__(self, entries: tuple[Entry, ...], values: Mapping[Path, AnyArray]):
         self._entries: tuple[Entry, ...] = entries
-        self._values: dict[Path, Any] = dict(values)
+        self._values: dict[Path, AnyArray] = dict(values)
 
-    def __getitem__(self, key: Any) -> Any:
+    def __getitem__(self, key: StateRef | Keys | str) -> Any:
         """The value of a ref, or at a path, which may be a string."""
         if isinstance(key, str | tuple):
-            path = Path.parse(key) if isinstance(key, str) else Path(key)
+            path = Path(key)
             if path not in self._values:
                 raise KeyError(f"no state at `{path}`{did_you_mean(path, self._values)}")
             return self._values[path]
         value = self._values[self._known(key)]
-        shape = tuple(value.shape) if is_array(value) else key.shape
+        # `jax.tree.map` may have put something else in the place of arrays.
+        if not is_array(value):
+            return value
+        shape = tuple(value.shape)
         if shape != key.shape:
+            why = _OTHER
             # With more dimensions in front it is the state of all layers of a stack.
-            stacked = shape[len(shape) - len(key.shape) :] == key.shape
-            why = (
-                "it is that of all layers: run them by `stacked.scan(..., state=state)`"
-                if stacked
-                else _OTHER
-            )
+            if shape[len(shape) - len(key.shape) :] == key.shape:
+                why = "it is that of all layers: run them by `stacked.scan(..., state=state)`"
             raise StateError(
                 f"the state at `{key.path}` has shape {shape}, but its ref has {key.shape}: {why}"
             )
-        if is_array(value) and value.dtype != key.dtype:
+        if value.dtype != key.dtype:
+            have, want = array_text(value), array_text(key)
             raise StateError(
-                f"the state at `{key.path}` is {array_text(value)}, but its ref is {array_text(key)}: {_OTHER}"
+                f"the state at `{key.path}` is {have}, but its ref is {want}: {_OTHER}"
             )
         return value
 
-    def set(self, ref: StateRef, value: Any) -> "State":
+    def set(self, ref: StateRef, value: object) -> "State":
         """The state with another value.
 
         Args:
@@ -85,41 +89,44 @@ class State(StateMapping):
             StateError: the ref is unknown; the value has another shape or dtype.
         """
         path = self._known(ref)
-        number = isinstance(value, bool | int | float | complex) and _takes(ref.dtype, value)
-        new: Any = jnp.asarray(value, ref.dtype) if number else value
+        new = value
+        if isinstance(value, bool | int | float | complex) and _takes(ref.dtype, value):
+            new = jnp.asarray(value, ref.dtype)
         if not is_array(new) or tuple(new.shape) != ref.shape or new.dtype != ref.dtype:
             text = array_text(new) if is_array(new) else repr(new)
-            have = array_text(ref)
             raise StateError(
-                f"the state at `{path}` is {have}, but the new value is {text}: shape and dtype cannot change"
+                f"the state at `{path}` is {array_text(ref)}, but the new value is {text}: "
+                "shape and dtype cannot change"
             )
-        new = new if isinstance(new, jax.ShapeDtypeStruct) else strong(jnp.asarray(new))
+        if not isinstance(new, jax.ShapeDtypeStruct):
+            new = strong(jnp.asarray(new))
         return State(self._entries, {**self._values, path: new})
 
-    def update(self, values: Mapping[Any, Any]) -> "State":
+    def update(self, values: Mapping[Any, AnyArray]) -> "State":
         """The state with other values at some paths, of any shapes; for functions that run the
         layers of a stack."""
-        values = {
-            Path.parse(key) if isinstance(key, str) else key: value for key, value in values.items()
-        }
-        for path in values:
-            if path not in self._values:
-                raise StateError(f"no state at `{path}`{did_you_mean(path, self._values)}")
-        return State(self._entries, {**self._values, **values})
+        changed = dict(self._values)
+        for key, value in values.items():
+            if isinstance(key, str):
+                key = Path.parse(key)
+            if key not in changed:
+                raise StateError(f"no state at `{key}`{did_you_mean(key, self._values)}")
+            changed[key] = value
+        return State(self._entries, changed)
 
-    def of_layers(self, layer: Any) -> tuple[dict[Path, Any], dict[Path, Any]]:
+    def of_layers(self, layer: Tree) -> tuple[dict[Path, AnyArray], dict[Path, AnyArray]]:
         """The values that all layers of a stack share, and the stacked ones, of which each layer
         has its own slice.
 
         All other values are shared, not only those that a layer declares: it may get a ref as an
         argument.
         """
-        own: dict[Path, Any] = {}
+        shared, own = dict(self._values), dict[Path, AnyArray]()
         for ref in refs(layer):
             path = self._known(ref)
             if self._values[path].ndim > len(ref.shape):
                 own[path] = self._values[path]
-        shared = {path: value for path, value in self._values.items() if path not in own}
+                shared.pop(path, None)  # a layer may have one ref twice
         return shared, own
 
     def _known(self, ref: StateRef) -> Path:
@@ -127,7 +134,8 @@ class State(StateMapping):
             raise StateError(f"index a State with a `StateRef`, not with {ref!r}")
         if ref.path is None:
             raise StateError(
-                "this StateRef has no path yet: call `model, state = ft.make_state(model)` and use its refs"
+                "this StateRef has no path yet: call `model, state = ft.make_state(model)` "
+                "and use its refs"
             )
         if ref.path not in self._values:
             raise StateError(
@@ -153,17 +161,14 @@ class State(StateMapping):
         return id(self)
 
     def __repr__(self) -> str:
-        return (
-            "State({"
-            + ", ".join(f"{str(path)!r}: {value!r}" for path, value in self._values.items())
-            + "})"
-        )
+        texts = [(repr(str(path)), repr(value)) for path, value in self._values.items()]
+        return f"State({dict_text(texts)})"
 
 
 _OTHER = "is it the state of another model?"
 
 
-def _takes(dtype: Any, number: Any) -> bool:
+def _takes(dtype: DTypeLike, number: complex) -> bool:
     """Whether a Python number can be converted to a dtype: 1.5 is not an integer."""
     if isinstance(number, bool):  # before `int`, of which it is a subclass
         return jnp.issubdtype(dtype, jnp.bool_) or jnp.issubdtype(dtype, jnp.number)
@@ -174,14 +179,25 @@ def _takes(dtype: Any, number: Any) -> bool:
     return jnp.issubdtype(dtype, jnp.complexfloating)
 
 
-register_pytree_with_keys(
-    State,
-    lambda s: (tuple((DictKey(str(e.path)), s._values[e.path]) for e in s._entries), s._entries),
-    lambda entries, values: State(
-        entries, {e.path: x for e, x in zip(entries, values, strict=True)}
-    ),
-    lambda s: (tuple(s._values[e.path] for e in s._entries), s._entries),
-)
+def _flatten(state: State) -> tuple[tuple[AnyArray, ...], tuple[Entry, ...]]:
+    entries = state.entries()
+    return tuple([state._values[entry.path] for entry in entries]), entries
+
+
+def _flatten_with_keys(
+    state: State,
+) -> tuple[tuple[tuple[object, AnyArray], ...], tuple[Entry, ...]]:
+    values, entries = _flatten(state)
+    keys = [DictKey(str(entry.path)) for entry in entries]
+    return tuple(zip(keys, values, strict=True)), entries
+
+
+def _unflatten(entries: tuple[Entry, ...], values: Iterable[AnyArray]) -> State:
+    by_path = {entry.path: value for entry, value in zip(entries, values, strict=True)}
+    return State(entries, by_path)
+
+
+register_pytree_with_keys(State, _flatten_with_keys, _unflatten, _flatten)
 
 
 def make_state(model: T) -> tuple[T, State]:
@@ -213,9 +229,29 @@ def make_state(model: T) -> tuple[T, State]:
 
 def place_state(model: T, leaves: Sequence[Leaf]) -> tuple[T, State]:
     """The same as `make_state`, for a model whose leaves have been read already."""
-    by_path = {leaf.path: leaf for leaf in leaves}
-    found: dict[Any, tuple[Path, StateRef]] = {}
+    declared = _declared(model, leaves)
+    if not declared:
+        return model, State((), {})
+    entries: list[Entry] = []
+    values: dict[Path, AnyArray] = {}
+    for leaf in declared.values():
+        path = Path(leaf.path[:-1])
+        entries.append(Entry(path, leaf.axes, leaf.stacked))
+        values[path] = leaf.value
 
+    def placed(_: Path, node: Tree) -> Tree:
+        if not isinstance(node, StateRef):
+            return BELOW
+        return node.at(Path(declared[node.token].path[:-1]))
+
+    model = mapped(model, placed)
+    return model, State(tuple(entries), apart(values, model))
+
+
+def _declared(model: Tree, leaves: Sequence[Leaf]) -> dict[object, Leaf]:
+    """The initial value of each piece of state that a model declares, by the token of its refs."""
+    by_path = {leaf.path: leaf for leaf in leaves}
+    found: dict[object, Leaf] = {}
     declarations = (StateRef, eqx.nn.StateIndex, PackedTree)
     for path, node in outermost(model, lambda _, node: isinstance(node, declarations)):
         if not isinstance(node, StateRef):
@@ -226,65 +262,60 @@ def place_state(model: T, leaves: Sequence[Leaf]) -> tuple[T, State]:
                 f"the StateRef at `{path}` has a path already, `{node.path}`: make the state once, "
                 "and pass it (`TrainState.create(model, tx, state=state)`)"
             )
-        first = found.setdefault(node.token, (path, node))
+        leaf = by_path[path / "init"]
+        first = found.setdefault(node.token, leaf)
         # A ref inside of a stack that is also outside of it means one piece for all layers, at the
         # outer path.
-        if by_path[path / "init"].stacked < by_path[first[0] / "init"].stacked:
-            found[node.token] = (path, node)
-    if not found:
-        return model, State((), {})
-    leaves = [by_path[path / "init"] for path, _ in found.values()]
-    entries = [Entry(Path(leaf.path[:-1]), leaf.axes, leaf.stacked) for leaf in leaves]
-
-    def placed(_: Path, node: Any) -> Any:
-        return node.at(found[node.token][0]) if isinstance(node, StateRef) else BELOW
-
-    model = mapped(model, placed)
-    return model, State(
-        tuple(entries), apart({path: ref.init for path, ref in found.values()}, model)
-    )
+        if leaf.stacked < first.stacked:
+            found[node.token] = leaf
+    return found
 
 
-def _refuse_declaration(path: Path, node: Any) -> None:
+def _refuse_declaration(path: Path, node: Tree) -> None:
     """Raise StateError for Equinox' own declaration of state, and for a packed tree that has
     refs."""
     if isinstance(node, eqx.nn.StateIndex):
         raise StateError(
-            f"`{path}` is an `eqx.nn.StateIndex`, whose state is in an `eqx.nn.State`: make the model by "
-            "`eqx.nn.make_with_state`, and pass its state, `TrainState.create(model, tx, state=state)`; or use a "
-            "layer of `ft.nn`"
+            f"`{path}` is an `eqx.nn.StateIndex`, whose state is in an `eqx.nn.State`: "
+            "make the model by `eqx.nn.make_with_state`, and pass its state, "
+            "`TrainState.create(model, tx, state=state)`; or use a layer of `ft.nn`"
         )
     if refs(node):
         raise StateError(
-            f"{str(path) or 'the model'} is packed, so its refs cannot get paths: make the state, then pack"
+            f"{str(path) or 'the model'} is packed, so its refs cannot get paths: "
+            "make the state, then pack"
         )
 
 
-def holds_refs(module: Any) -> bool:
+def holds_refs(module: Tree) -> bool:
     """Whether a module declares state."""
     return bool(refs(module))
 
 
-def refs(module: Any) -> list[StateRef]:
+def refs(module: Tree) -> list[StateRef]:
     """The refs of a module, in the order of its leaves."""
     found: list[StateRef] = []
     for _, node in outermost(module, lambda _, node: isinstance(node, (StateRef, PackedTree))):
-        found += [node] if isinstance(node, StateRef) else refs(node.tree)
+        if isinstance(node, StateRef):
+            found.append(node)
+        else:
+            found += refs(node.tree)
     return found
 
 
-def apart(tree: T, other: Any) -> T:
+def apart(tree: T, other: Tree) -> T:
     """The tree with a copy of each array that is also in the other tree, or twice in this one.
 
     Otherwise a step that donates both trees would donate an array twice, which is an error.
     """
-    seen = {id(x) for x in jax.tree.leaves(other)}
+    seen = set(map(id, jax.tree.leaves(other)))
 
-    def fresh(x: Any) -> Any:
+    def fresh(x: object) -> object:
         if not isinstance(x, jax.Array):
             return x
-        new = jnp.copy(x) if id(x) in seen else x
-        seen.add(id(new))
-        return new
+        if id(x) in seen:
+            x = jnp.copy(x)
+        seen.add(id(x))
+        return x
 
     return jax.tree.map(fresh, tree)

@@ -1,5 +1,6 @@
 """`TrainState`: everything that one training step passes to the next, as one module."""
 
+from itertools import filterfalse
 from typing import Any, Generic, TypeVar
 
 import equinox as eqx
@@ -12,6 +13,7 @@ from functree.devices.meshes import MeshLike, mesh_view
 from functree.errors import FunctreeValueError, Problem, StateError, count
 from functree.labels.filters.filter import Filter, FilterLike, as_filter
 from functree.labels.filters.predicates import is_trainable
+from functree.labels.leaf import Leaf
 from functree.labels.leaves import Leaves, arrays_by_path, read
 from functree.labels.optimizer.followed_parameters import check_optimizer
 from functree.layout.layout import LayoutTree
@@ -20,10 +22,9 @@ from functree.parameters import KEY, Takes, check, check_tree
 from functree.placing.shard import shard
 from functree.state.refs import StateRef, strong
 from functree.state.state import State, apart, place_state
-from functree.tree.arrays import Tree, array_text
+from functree.tree.arrays import AnyArray, Tree, array_text
 from functree.tree.interfaces import TrainingState
 from functree.tree.nodes import children, rebuilt
-from functree.tree.paths import Key
 from functree.tree.skeleton.skeleton import Skeleton
 
 M = TypeVar("M")
@@ -50,7 +51,8 @@ class TrainState(eqx.Module, TrainingState, Generic[M]):
 
     Examples:
         >>> import optax
-        >>> mesh, rules = ft.make_mesh(data=2, model=4), ft.AxisRules({"embed": None, "hidden": "model"})
+        >>> mesh = ft.make_mesh(data=2, model=4)
+        >>> rules = ft.AxisRules({"embed": None, "hidden": "model"})
         >>> model = ft.nn.Linear(8, 16, key=jax.random.key(0))
         >>> ts = ft.TrainState.create(model, optax.adam(1e-3), layout=rules, mesh=mesh)
         >>> ts.opt_state[0].mu.weight.sharding.spec, int(ts.step)
@@ -59,7 +61,7 @@ class TrainState(eqx.Module, TrainingState, Generic[M]):
 
     step: Int[Array, ""]
     model: M
-    opt_state: Any
+    opt_state: Tree
     state: State | eqx.nn.State | None
     key: PRNGKeyArray | None
     tx: Any = eqx.field(static=True)
@@ -104,8 +106,10 @@ class TrainState(eqx.Module, TrainingState, Generic[M]):
 
         Examples:
             >>> import optax
-            >>> make = lambda key: ft.TrainState.create(ft.nn.Linear(8, 16, key=key), optax.sgd(0.1))
-            >>> mesh, rules = ft.make_mesh(data=2, model=4), ft.AxisRules({"embed": None, "hidden": "model"})
+            >>> def make(key):
+            ...     return ft.TrainState.create(ft.nn.Linear(8, 16, key=key), optax.sgd(0.1))
+            >>> mesh = ft.make_mesh(data=2, model=4)
+            >>> rules = ft.AxisRules({"embed": None, "hidden": "model"})
             >>> ft.init(make, rules, mesh)(jax.random.key(0)).model.bias.sharding.spec
             P('model',)
         """
@@ -131,21 +135,25 @@ class TrainState(eqx.Module, TrainingState, Generic[M]):
         else:
             step, opt_state = _start(tx, params)
         ts = cls(step, model, apart(opt_state, model), _strong(state), key, tx, chosen)
-        return ts if layout is None else shard(ts, layout, mesh)
+        if layout is None:
+            return ts
+        return shard(ts, layout, mesh)
 
 
-def _start(tx: optax.GradientTransformation, params: Any) -> tuple[Any, Any]:
+def _start(tx: optax.GradientTransformation, params: Tree) -> tuple[jax.Array, Tree]:
     """The step and the optimizer's state before the first update."""
     return jnp.zeros((), jnp.int32), _strong(tx.init(params))
 
 
-def _without_state(leaves: Leaves, model: Any) -> Leaves:
+def _without_state(leaves: Leaves, model: Tree) -> Leaves:
     """The leaves of a model after its state has been moved out: without the initial values of its
     refs."""
-    kept = tuple(
-        leaf for leaf in leaves.leaves if not any(issubclass(cls, StateRef) for cls in leaf.within)
-    )
-    return Leaves(kept, (), Skeleton.of(model))
+    kept = filterfalse(_is_in_ref, leaves.leaves)
+    return Leaves(tuple(kept), (), Skeleton.of(model))
+
+
+def _is_in_ref(leaf: Leaf) -> bool:
+    return any(issubclass(cls, StateRef) for cls in leaf.within)
 
 
 STATE = Takes(
@@ -158,7 +166,7 @@ T = TypeVar("T")
 
 
 def apply_gradients(
-    ts: TS, grads: Any, *, state: State | eqx.nn.State | None = None, **extra: Any
+    ts: TS, grads: Tree, *, state: State | eqx.nn.State | None = None, **extra: Any
 ) -> TS:
     """The training state after one update.
 
@@ -186,8 +194,8 @@ def apply_gradients(
     leaves = read(ts.model)
     found = arrays_by_path(grads)
     # Both with None for frozen parameters, which the optimizer does not get.
-    params: list[Any] = []
-    gradients: list[Any] = []
+    params: list[AnyArray | None] = []
+    gradients: list[AnyArray | None] = []
     problems: list[Problem] = []
     for leaf in leaves.leaves:
         if not ts.wrt(leaf):
@@ -210,20 +218,17 @@ def apply_gradients(
         spread(gradients), jax.tree.map(_on_device, ts.opt_state), spread(params), **extra
     )
     model = jax.tree.map(updated, updates, ts.model, is_leaf=_is_none)
-    if state is not None and not _same_pieces(state, ts.state):
+    if state is None:
+        state = ts.state
+    elif not _same_pieces(state, ts.state):
         raise StateError(
             f"apply_gradients got {_pieces(state)}, but the model has {_pieces(ts.state)}: "
             "is it the state of another model?"
         )
-    state = ts.state if state is None else state
-    new: dict[Key, Tree] = {
-        "step": ts.step + 1,
-        "model": model,
-        "opt_state": _strong(opt_state),
-        "state": state,
-    }
     # Not by the constructor: a subclass may have more fields, and a constructor of its own.
-    return rebuilt(ts, [new.get(field, value) for field, value in children(ts) or ()])
+    fields = dict(children(ts) or ())
+    fields |= {"step": ts.step + 1, "model": model, "opt_state": _strong(opt_state), "state": state}
+    return rebuilt(ts, list(fields.values()))
 
 
 _DIFFERENTIATE = (
@@ -232,7 +237,7 @@ _DIFFERENTIATE = (
 _OF_THIS_MODEL = "pass the gradient of this model, from `ft.grad` or `ft.value_and_grad`"
 
 
-def _same_pieces(state: Any, before: Any) -> bool:
+def _same_pieces(state: Tree, before: Tree) -> bool:
     """Whether a state is of the same model as another one."""
     # Equinox takes the values from a state of which a new one was made, so that it cannot be
     # compared any more.
@@ -241,18 +246,23 @@ def _same_pieces(state: Any, before: Any) -> bool:
     return jax.tree.structure(state) == jax.tree.structure(before)
 
 
-def _pieces(state: Any) -> str:
+def _pieces(state: Tree) -> str:
     """The pieces of a model's state in a message, without their values."""
     if state is None:
         return "no state"
     if not isinstance(state, State):
         return f"a {type(state).__name__}"
-    listed = [
-        f"`{path}` ({axes})" if any(axes) else f"`{path}`" for path, axes, _ in state.entries()
-    ]
-    if len(listed) > _PIECES:
-        listed[_PIECES:] = [f"{len(listed) - _PIECES} more"]
-    return f"a State of {', '.join(listed)}" if listed else "an empty State"
+    if not state:
+        return "an empty State"
+    pieces: list[str] = []
+    for entry in state.entries()[:_PIECES]:
+        text = f"`{entry.path}`"
+        if any(entry.axes):
+            text += f" ({entry.axes})"
+        pieces.append(text)
+    if len(state) > _PIECES:
+        pieces.append(f"{len(state) - _PIECES} more")
+    return f"a State of {', '.join(pieces)}"
 
 
 _PIECES = 6
@@ -261,13 +271,17 @@ _PIECES = 6
 def _strong(tree: T) -> T:
     """A tree without weak types, with which a step would compile twice: those of `eqx.nn.PReLU`, or
     of L-BFGS."""
-    arrays = [x for x in jax.tree.leaves(tree) if isinstance(x, jax.Array | jax.ShapeDtypeStruct)]
-    new = {id(x): strong(x) for x in arrays if jax.typeof(x).weak_type}
-    # An array that is at two places of the tree stays one array.
-    return jax.tree.map(lambda x: new.get(id(x), x), tree) if new else tree
+    # By identity: an array that is at two places of the tree stays one array.
+    new: dict[int, AnyArray] = {}
+    for x in jax.tree.leaves(tree):
+        if isinstance(x, jax.Array | jax.ShapeDtypeStruct) and jax.typeof(x).weak_type:
+            new[id(x)] = strong(x)
+    if not new:
+        return tree
+    return jax.tree.map(lambda x: new.get(id(x), x), tree)
 
 
-def _on_device(x: Any) -> Any:
+def _on_device(x: object) -> object:
     """The array in device memory. A layout may keep it in host memory, where the update cannot be
     computed."""
     if not isinstance(x, jax.Array) or jax.typeof(x).memory_space != jax.memory.Space.Host:

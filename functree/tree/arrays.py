@@ -10,8 +10,8 @@ Tree = Any
 """A pytree: modules, containers, arrays and other leaves. `Any`, since every value is one."""
 
 TreeDef = Any
-"""The structure of a tree. Type checkers do not take `jax.tree_util.PyTreeDef` as a type: to them it
-is a variable."""
+"""The structure of a tree. Type checkers do not take `jax.tree_util.PyTreeDef` as a type: to them
+it is a variable."""
 
 # Not with `|`, in which `pyright --verifytypes` finds type arguments of `jax.ShapeDtypeStruct`.
 AnyArray = Union[jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct]  # noqa: UP007

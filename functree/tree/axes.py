@@ -166,7 +166,8 @@ def names(patterns: Mapping[str, str | Axes] | None = None, /, **fields: str | A
     Examples:
         >>> ft.names(weight="hidden embed", bias="hidden")
         names({'weight': 'hidden embed', 'bias': 'hidden'})
-        >>> ft.names({"*.weight": "heads embed"}) == ft.names({"*.weight": ft.Axes("heads", "embed")})
+        >>> axes = ft.Axes("heads", "embed")
+        >>> ft.names({"*_proj.weight": "heads embed"}) == ft.names({"*_proj.weight": axes})
         True
     """
     if patterns is not None and not isinstance(patterns, Mapping):

@@ -1,5 +1,5 @@
-"""A tree ─► its nodes, with their paths; a node ─► its children by key, and the same node with other
-children."""
+"""A tree ─► its nodes, with their paths; a node ─► its children by key, and the same node with
+others."""
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
