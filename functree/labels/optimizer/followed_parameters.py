@@ -16,8 +16,8 @@ import jax
 
 from functree.errors import FunctreeError, FunctreeTypeError
 from functree.labels.leaf import FollowedLeaf, Leaf
-from functree.labels.leaves import Leaves, read
-from functree.labels.optimizer.owners import STEPS, Owners, owners_of
+from functree.labels.leaves import Leaves, arrays_by_path, read
+from functree.labels.optimizer.owners import STEPS, Owners, StateArrays, owners_of
 from functree.labels.optimizer.representatives import Representatives, representatives
 from functree.tree.paths import Path
 from functree.tree.skeleton.skeleton import Skeleton
@@ -87,17 +87,23 @@ def abstract_state(tx: Optimizer, params: Any) -> Leaves:
     return read(eqx.filter_eval_shape(tx.init, params))
 
 
+def _abstract(tx: Optimizer, params: Any) -> StateArrays:
+    """The arrays of `tx.init(params)`, whose names nobody asks for."""
+    return arrays_by_path(eqx.filter_eval_shape(tx.init, params))
+
+
 def find_followed(
-    tx: Optimizer, trained: TrainedModel, state: Sequence[Leaf]
-) -> list[FollowedLeaf]:
+    tx: Optimizer, trained: TrainedModel, state: StateArrays
+) -> dict[Path, FollowedLeaf]:
     """What each leaf of an optimizer's state follows.
 
     Args:
         tx: the optimizer.
         trained: its parameters.
-        state: the leaves of `tx.init(parameters)`, with their paths in the state.
+        state: the arrays of `tx.init(parameters)`.
     """
-    owners = owners_of([leaf.path for leaf in state], trained.parameters)
+    check_optimizer(tx)
+    owners = owners_of(list(state), trained.parameters)
     few = representatives(trained.parameters, state, owners)
     if few is not None:
         found = _by_few(tx, trained, state, owners, few)
@@ -113,10 +119,10 @@ _REFUSED = (TypeError, ValueError, LookupError, AttributeError)
 def _by_few(
     tx: Optimizer,
     trained: TrainedModel,
-    state: Sequence[Leaf],
+    state: StateArrays,
     owners: Owners,
     few: Representatives,
-) -> list[FollowedLeaf] | None:
+) -> dict[Path, FollowedLeaf] | None:
     """What each leaf follows, by traces of `tx.init` with one parameter of each kind, and None
     instead of the others.
 
@@ -127,27 +133,22 @@ def _by_few(
     """
     reduced = trained.only(few.parameters)
     try:
-        small = abstract_state(tx, reduced.tree(lambda leaf: leaf.value)).leaves
+        small = _abstract(tx, reduced.tree(lambda leaf: leaf.value))
     except _REFUSED:
         return None
-    found = _by_path(small)
-    same = all(_is_like(leaf, found.get(few.leaves[leaf.path])) for leaf in state)
-    if not same or found.keys() != set(few.leaves.values()):
+    same = all(_is_like(array, small.get(few.leaves[path])) for path, array in state.items())
+    if not same or small.keys() != set(few.leaves.values()):
         return None
     own: dict[Path, list[Path]] = {}
-    for path in found:
+    for path in small:
         own[path] = [one for one in owners.get(path, ()) if one in few.parameters]
-    follows = dict(zip(found, _by_all(tx, reduced, small, own), strict=True))
-    return [_for_leaf(follows[few.leaves[leaf.path]], owners[leaf.path]) for leaf in state]
+    follows = _by_all(tx, reduced, small, own)
+    return {path: _for_leaf(follows[few.leaves[path]], owners[path]) for path in state}
 
 
-def _by_path(leaves: Iterable[Leaf]) -> dict[Path, Leaf]:
-    return {leaf.path: leaf for leaf in leaves}
-
-
-def _is_like(leaf: Leaf, other: Leaf | None) -> bool:
-    """Whether a leaf has the shape and dtype of another one."""
-    return other is not None and leaf.shape == other.shape and leaf.value.dtype == other.value.dtype
+def _is_like(array: Any, other: Any) -> bool:
+    """Whether an array has the shape and dtype of another one."""
+    return other is not None and array.shape == other.shape and array.dtype == other.dtype
 
 
 def _for_leaf(follows: FollowedLeaf, owners: Sequence[Path]) -> FollowedLeaf:
@@ -158,8 +159,8 @@ def _for_leaf(follows: FollowedLeaf, owners: Sequence[Path]) -> FollowedLeaf:
 
 
 def _by_all(
-    tx: Optimizer, trained: TrainedModel, state: Sequence[Leaf], owners: Owners
-) -> list[FollowedLeaf]:
+    tx: Optimizer, trained: TrainedModel, state: StateArrays, owners: Owners
+) -> dict[Path, FollowedLeaf]:
     """What each leaf follows, by a trace of `tx.init` with other sizes of all parameters."""
     tracer = _Tracer(tx, trained, state, owners)
     # The path of a leaf may be that of several parameters. The sizes of such parameters are changed
@@ -180,7 +181,7 @@ def _by_all(
             steps[path] = -steps[path]
         changed, other = tracer.changed(steps)
         jumped = tracer.jumped(other)
-    return [tracer.followed(leaf, changed, other, jumped) for leaf in state]
+    return {path: tracer.followed(path, changed, other, jumped) for path in state}
 
 
 class _Tracer:
@@ -189,19 +190,19 @@ class _Tracer:
     Attributes:
         tx: the optimizer.
         trained: its parameters.
-        state: the leaves of its state for the real sizes.
+        state: the arrays of its state for the real sizes.
         parameters: the leaves that it updates, by path.
         owners: for each leaf of the state, the parameters that it may belong to.
     """
 
-    def __init__(self, tx: Optimizer, trained: TrainedModel, state: Sequence[Leaf], owners: Owners):
+    def __init__(self, tx: Optimizer, trained: TrainedModel, state: StateArrays, owners: Owners):
         self.tx, self.trained, self.state, self.owners = tx, trained, state, owners
         self.parameters: dict[Path, Leaf] = trained.parameters
 
-    def changed(self, steps: Mapping[Path, int]) -> tuple[dict[Path, Shape], dict[Path, Leaf]]:
-        """Other shapes of the parameters, and the leaves of the state for these, by path.
+    def changed(self, steps: Mapping[Path, int]) -> tuple[dict[Path, Shape], StateArrays]:
+        """Other shapes of the parameters, and the arrays of the state for these.
 
-        There are no leaves if `tx.init` raises for these shapes.
+        There are no arrays if `tx.init` raises for these shapes.
 
         Raises:
             FunctreeError: `tx.init` raises one.
@@ -213,7 +214,7 @@ class _Tracer:
             lambda leaf: jax.ShapeDtypeStruct(shapes[leaf.path], leaf.value.dtype)
         )
         try:
-            state = abstract_state(self.tx, params)
+            return shapes, _abstract(self.tx, params)
         except FunctreeError:
             # Many of these are ValueErrors too, but they are about a mistake, and not about sizes
             # that do not fit together.
@@ -222,43 +223,42 @@ class _Tracer:
             # An `init` that computes with two parameters, such as their product, needs sizes that
             # fit together.
             return shapes, {}
-        return shapes, _by_path(state.leaves)
 
-    def jumped(self, other: Mapping[Path, Leaf]) -> set[Path]:
+    def jumped(self, other: StateArrays) -> set[Path]:
         """The parameters whose state has other leaves, or leaves of other ranks, for the changed
         sizes."""
         jumped: set[Path] = set()
-        for leaf in self.state:
-            if leaf.path not in other or not _same_rank(leaf, other[leaf.path]):
-                jumped.update(self.owners[leaf.path])
+        for path, array in self.state.items():
+            if path not in other or not _same_rank(array, other[path]):
+                jumped.update(self.owners[path])
         return jumped
 
     def followed(
         self,
-        leaf: Leaf,
+        path: Path,
         changed: Mapping[Path, Shape],
-        other: Mapping[Path, Leaf],
+        other: StateArrays,
         jumped: set[Path],
     ) -> FollowedLeaf:
         """What a leaf follows: the first parameter that its path allows and its sizes confirm.
 
         Args:
-            leaf: a leaf of the state.
+            path: the path of a leaf of the state.
             changed: the changed shapes of the parameters.
-            other: the leaves of the state for the changed shapes.
+            other: the arrays of the state for the changed shapes.
             jumped: the parameters whose state changed too much to be compared.
         """
-        owners = self.owners[leaf.path]
-        if leaf.path not in other or not jumped.isdisjoint(owners):
-            return self._by_shape(leaf, owners)
+        owners, shape = self.owners[path], self.state[path].shape
+        if path not in other or not jumped.isdisjoint(owners):
+            return self._by_shape(shape, owners)
         if not owners:
             # A leaf without a parameter still has to be checked for sizes that changed.
-            return self._by_sizes(leaf, other[leaf.path], None, changed)
-        found = [self._by_sizes(leaf, other[leaf.path], owner, changed) for owner in owners]
+            return self._by_sizes(shape, other[path].shape, None, changed)
+        found = [self._by_sizes(shape, other[path].shape, owner, changed) for owner in owners]
         return next((one for one in found if one.known), found[0])
 
     def _by_sizes(
-        self, real: Leaf, other: Leaf, owner: Path | None, changed: Mapping[Path, Shape]
+        self, real: Shape, other: Shape, owner: Path | None, changed: Mapping[Path, Shape]
     ) -> FollowedLeaf:
         """What a leaf follows, by its sizes for the real and for the changed parameters.
 
@@ -268,7 +268,7 @@ class _Tracer:
         only by chance.
         """
         # A size that does not change does not come from a parameter.
-        varies = [a != b for a, b in zip(real.shape, other.shape, strict=True)]
+        varies = [a != b for a, b in zip(real, other, strict=True)]
         nothing = (None,) * len(varies)
         if owner is None or not any(varies):
             return FollowedLeaf(owner, nothing, known=not any(varies))
@@ -276,17 +276,12 @@ class _Tracer:
         # All dimensions of the parameter, after `lead` others that do not change (a history of
         # gradients).
         lead = len(varies) - len(want)
-        if (
-            lead >= 0
-            and other.shape[lead:] == want
-            and real.shape[lead:] == have
-            and not any(varies[:lead])
-        ):
+        if lead >= 0 and other[lead:] == want and real[lead:] == have and not any(varies[:lead]):
             return FollowedLeaf(owner, (*nothing[:lead], *range(len(want))))
         # Some dimensions of the parameter, as in a factored state. All changed sizes are different,
         # so a size of the leaf belongs to one dimension.
         dims: list[int | None] = []
-        for size, other_size, varied in zip(real.shape, other.shape, varies, strict=True):
+        for size, other_size, varied in zip(real, other, varies, strict=True):
             if varied and other_size in want:
                 dim = want.index(other_size)
                 # The real size has to be that of the same dimension.
@@ -302,17 +297,17 @@ class _Tracer:
             return FollowedLeaf(owner, nothing, known=False)
         return FollowedLeaf(owner, tuple(dims))
 
-    def _by_shape(self, leaf: Leaf, owners: Sequence[Path]) -> FollowedLeaf:
+    def _by_shape(self, shape: Shape, owners: Sequence[Path]) -> FollowedLeaf:
         """What a leaf follows that has no other sizes to compare: it can only have the shape of
         its parameter."""
         owner = next(iter(owners), None)
-        if owner is not None and leaf.shape == self.parameters[owner].shape:
-            return FollowedLeaf(owner, tuple(range(len(leaf.shape))))
+        if owner is not None and shape == self.parameters[owner].shape:
+            return FollowedLeaf(owner, tuple(range(len(shape))))
         # A scalar has no dimensions that would have to be determined.
-        return FollowedLeaf(owner, (None,) * len(leaf.shape), known=not leaf.shape)
+        return FollowedLeaf(owner, (None,) * len(shape), known=not shape)
 
 
-def _same_rank(one: Leaf, other: Leaf) -> bool:
+def _same_rank(one: Any, other: Any) -> bool:
     return len(one.shape) == len(other.shape)
 
 

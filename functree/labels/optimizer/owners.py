@@ -3,12 +3,16 @@ to."""
 
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
 from functree.tree.paths import Keys, Path
 
 # The number of parameters that need not be distinguished by their paths. Their sizes are changed by
 # different steps instead, and large steps are more likely to change a decision of the optimizer.
 STEPS = 8
+
+StateArrays = Mapping[Path, Any]
+"""The arrays of an optimizer's state by path. Only their shapes and dtypes are looked at."""
 
 Owners = Mapping[Path, Sequence[Path]]
 """For the path of each leaf of a state, the parameters that it may belong to, the most likely one

@@ -2,11 +2,11 @@
 state."""
 
 from collections import defaultdict
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping
 from typing import NamedTuple
 
 from functree.labels.leaf import Leaf
-from functree.labels.optimizer.owners import Owners
+from functree.labels.optimizer.owners import Owners, StateArrays
 from functree.tree.paths import Keys, Path
 
 
@@ -25,7 +25,7 @@ class Representatives(NamedTuple):
 
 
 def representatives(
-    parameters: Mapping[Path, Leaf], state: Sequence[Leaf], owners: Owners
+    parameters: Mapping[Path, Leaf], state: StateArrays, owners: Owners
 ) -> Representatives | None:
     """Choose one parameter of each kind.
 
@@ -41,11 +41,11 @@ def representatives(
     belonging: dict[Path, tuple[Path, _Affixes]] = {}
     # What each parameter has in the state.
     has: defaultdict[Path, list[Hashable]] = defaultdict(list)
-    for leaf in state:
-        for parameter in owners[leaf.path]:
-            affixes = _Affixes.of(leaf.path, parameter)
-            belonging[leaf.path] = parameter, affixes
-            has[parameter].append((affixes, leaf.shape, leaf.value.dtype))
+    for path, array in state.items():
+        for parameter in owners[path]:
+            affixes = _Affixes.of(path, parameter)
+            belonging[path] = parameter, affixes
+            has[parameter].append((affixes, array.shape, array.dtype))
     first: dict[Hashable, Path] = {}
     chosen: dict[Path, Path] = {}  # the representative of each parameter
     for path, parameter in parameters.items():
@@ -53,7 +53,7 @@ def representatives(
         chosen[path] = first.setdefault(kind, path)
     if 2 * len(first) > len(parameters):
         return None
-    leaves = {leaf.path: leaf.path for leaf in state}
+    leaves = {path: path for path in state}
     for path, (parameter, affixes) in belonging.items():
         leaves[path] = affixes.with_parameter(chosen[parameter])
     return Representatives(frozenset(first.values()), leaves)
