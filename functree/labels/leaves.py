@@ -75,6 +75,16 @@ class Leaves:
     unused: tuple[type, ...] = ()
     training: Mapping[Path, TrainingState] = field(default_factory=dict)
 
+    @property
+    def values(self) -> list[AnyArray]:
+        """The arrays."""
+        return [leaf.value for leaf in self.leaves]
+
+    @property
+    def paths(self) -> list[Path]:
+        """The path of each array."""
+        return [leaf.path for leaf in self.leaves]
+
 
 def read(tree: Tree, names: Mapping[type, Names] | None = None) -> Leaves:
     """Read the path, the axes and the surrounding modules of each array of a tree.

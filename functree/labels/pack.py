@@ -98,7 +98,7 @@ def pack(tree: T | Packed[T]) -> Packed[T]:
         return tree
     leaves = read(tree)
     leaves.skeleton.learn(tree).check_hashable()
-    return Packed(tuple(leaf.value for leaf in leaves.leaves), leaves.skeleton)
+    return Packed(tuple(leaves.values), leaves.skeleton)
 
 
 def unpack(packed: Packed[T]) -> T:

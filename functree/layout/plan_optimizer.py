@@ -16,6 +16,7 @@ from functree.layout.decision import Reason
 from functree.layout.layout import LayoutLike, LayoutTree, as_layout
 from functree.layout.plan.plan import Plan
 from functree.layout.plan.resolver import plan_decisions, read_for
+from functree.layout.prefix import own_meshes
 from functree.layout.validation import leaf_problems, refuse
 from functree.parameters import check_tree
 
@@ -84,7 +85,7 @@ def plan_state(
     """The same as `plan_optimizer`, with the parameters."""
     check_tree("plan_optimizer", model)
     leaves, parts = read_for(model, layout)
-    view = agreed_mesh(mesh, [part.layout.own_mesh for part in parts])
+    view = agreed_mesh(mesh, own_meshes(parts))
     decided = decide_parts(leaves, parts, view)
     if decided.problems:
         raise refuse(decided.problems, view)
@@ -126,9 +127,7 @@ def select_trained(leaves: Leaves, wrt: FilterLike, name: str) -> TrainedModel:
     # trained.
     for pattern in patterns(matches):
         if not any(map(pattern, leaves.leaves)):
-            near = did_you_mean(
-                getattr(pattern, "pattern", ""), [leaf.path for leaf in leaves.leaves]
-            )
+            near = did_you_mean(getattr(pattern, "pattern", ""), leaves.paths)
             raise RuleError(f"wrt={wrt!r}: {pattern!r} matches no leaf of {name}{near}")
     return TrainedModel(
         leaves.skeleton, {leaf.path: leaf if matches(leaf) else None for leaf in leaves.leaves}

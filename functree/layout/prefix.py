@@ -1,7 +1,9 @@
 """A prefix tree of layouts and a tree ─► each layout with the path that it is for."""
 
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
+from jax.sharding import AbstractMesh, Mesh
 from jax.tree_util import tree_map
 
 from functree.errors import RuleError
@@ -29,6 +31,11 @@ class Part(NamedTuple):
 
     layout: Layout
     path: Path
+
+
+def own_meshes(parts: Iterable[Part]) -> list[Mesh | AbstractMesh | None]:
+    """The mesh that each layout of a prefix tree has of its own."""
+    return [part.layout.own_mesh for part in parts]
 
 
 def copied(prefix: LayoutTree) -> LayoutTree:

@@ -12,7 +12,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from functree.devices.placement import is_placed
 from functree.devices.specs import mesh_axes, of_rank, spec_text
-from functree.errors import ShardingError, count, path_text
+from functree.errors import Problem, ShardingError, count, path_text
 from functree.labels.leaf import Leaf
 from functree.labels.leaves import Leaves
 from functree.layout.plan.plan import Plan
@@ -20,7 +20,7 @@ from functree.processes.agreement import Agreement, Facts, processes_text
 from functree.processes.digest import Bounds
 from functree.processes.facts import checksum, facts_of
 from functree.processes.same_copies import compared
-from functree.tree.arrays import array_text
+from functree.tree.arrays import AnyArray, array_text
 from functree.tree.bits import is_key, keys_of, on_device, with_sharding
 
 FAILURE = "the arrays cannot be placed"
@@ -58,11 +58,12 @@ def place_across(planner: Planner, local: bool) -> Any:
     leaves = tree.leaves
     if local:
         _check_rows(leaves, shardings)
-    made: dict[int, jax.Array] = {}  # an array at two places of the tree stays one array
-    for leaf, sharding in zip(leaves, shardings, strict=True):
-        if id(leaf.value) not in made:
-            made[id(leaf.value)] = (_from_rows if local else _from_whole)(leaf.value, sharding)
-    return tree.skeleton.fill([made[id(leaf.value)] for leaf in leaves])
+    make = _from_rows if local else _from_whole
+    made: dict[int, jax.Array] = {}  # an array at two paths of the tree stays one array
+    for value, sharding in zip(tree.values, shardings, strict=True):
+        if id(value) not in made:
+            made[id(value)] = make(value, sharding)
+    return tree.skeleton.fill(made[id(value)] for value in tree.values)
 
 
 def _prepared(planner: Planner, local: bool) -> tuple[Leaves, list[NamedSharding], Facts]:
@@ -72,17 +73,15 @@ def _prepared(planner: Planner, local: bool) -> tuple[Leaves, list[NamedSharding
     _check_all_processes(planned)
     if local:
         _check_local(leaves)
-        shapes = [
-            _whole_shape(leaf.value, planned.sharding(row))
-            for leaf, row in zip(leaves, planned.rows, strict=True)
-        ]
+        shapes = _whole_shapes(leaves, planned)
         _, planned = planner(shapes)
         _check_sizes(leaves, shapes, planned)
-    own = [] if local else [leaf for leaf in leaves if _is_own(leaf.value)]
-    values = [
-        f"{path_text(leaf.path)}: {array_text(leaf.value)} {checksum(_host(leaf.value)):08x}"
-        for leaf in own
-    ]
+    values: list[str] = []
+    for leaf in leaves:
+        # With `local`, each process has other rows; `_check_rows` compares those of several.
+        if not local and _is_own(leaf.value):
+            digest = f"{checksum(_host(leaf.value)):08x}"
+            values.append(f"{path_text(leaf.path)}: {array_text(leaf.value)} {digest}")
     facts = {"plan": facts_of(planned), "values": values}
     return tree, list(map(planned.sharding, planned.rows)), facts
 
@@ -95,27 +94,25 @@ def _check_local(leaves: Sequence[Leaf]) -> None:
             problems.append(leaf.problem(_ALL, "leave it out: it is placed already"))
         elif is_key(leaf.value.dtype):
             problems.append(leaf.problem(_KEYS, "make them in all processes, with `local=False`"))
-    if problems:
-        raise ShardingError(
-            f"{count(len(problems), 'leaf')} cannot be placed with `local=True`", problems
-        )
+    _raise_local(problems)
 
 
 _ALL = "is an array of all processes, and not the rows of this one"
 _KEYS = "has random keys, of which a process has no rows"
 
 
-def _check_sizes(leaves: Sequence[Leaf], shapes: Sequence[Any], planned: Plan) -> None:
+def _check_sizes(leaves: Sequence[Leaf], shapes: Sequence[AnyArray], planned: Plan) -> None:
     """Raise ShardingError if the layout of an array changes with the size of the whole, as that of
     `ft.FSDP` may."""
-    problems = [
-        leaf.problem(
-            f"its rows are those of another array than {array_text(shape)}",
-            "write its spec: `ft.P(...)`",
-        )
-        for leaf, shape, row in zip(leaves, shapes, planned.rows, strict=True)
-        if _whole_shape(leaf.value, planned.sharding(row)).shape != shape.shape
-    ]
+    problems = []
+    for leaf, before, after in zip(leaves, shapes, _whole_shapes(leaves, planned), strict=True):
+        if after.shape != before.shape:
+            why = f"its rows are those of another array than {array_text(before)}"
+            problems.append(leaf.problem(why, "write its spec: `ft.P(...)`"))
+    _raise_local(problems)
+
+
+def _raise_local(problems: Sequence[Problem]) -> None:
     if problems:
         raise ShardingError(
             f"{count(len(problems), 'leaf')} cannot be placed with `local=True`", problems
@@ -125,11 +122,13 @@ def _check_sizes(leaves: Sequence[Leaf], shapes: Sequence[Any], planned: Plan) -
 def _check_all_processes(planned: Plan) -> None:
     """Raise ShardingError for a mesh without devices of some processes: they would wait for the
     others for ever."""
-    devices = planned.mesh.devices.flat if isinstance(planned.mesh, Mesh) else ()
-    missing = sorted(set(range(jax.process_count())) - {device.process_index for device in devices})
+    missing = set(range(jax.process_count()))
+    if isinstance(planned.mesh, Mesh):
+        missing.difference_update(device.process_index for device in planned.mesh.devices.flat)
     if missing:
         raise ShardingError(
-            f"{FAILURE}: the mesh has no device of {processes_text(missing)}: make a mesh of all devices"
+            f"{FAILURE}: the mesh has no device of {processes_text(sorted(missing))}: "
+            "make a mesh of all devices"
         )
 
 
@@ -172,6 +171,12 @@ def _host(value: Any) -> np.ndarray:
 # Rows
 
 
+def _whole_shapes(leaves: Sequence[Leaf], planned: Plan) -> list[jax.ShapeDtypeStruct]:
+    """The whole arrays by their shardings in a plan."""
+    shardings = map(planned.sharding, planned.rows)
+    return [_whole_shape(leaf.value, one) for leaf, one in zip(leaves, shardings, strict=True)]
+
+
 def _whole_shape(value: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
     """The whole array, as an abstract one, of which this process has its own rows."""
     parts = _parts(sharding, len(value.shape))
@@ -183,10 +188,10 @@ def _whole_shape(value: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
 def _parts(sharding: NamedSharding, ndim: int) -> list[int]:
     """The number of parts of each dimension."""
     sizes = sharding.mesh.shape
-    return [
-        math.prod(sizes[axis] for axis in mesh_axes(entry))
-        for entry in of_rank(sharding.spec, ndim)
-    ]
+    parts: list[int] = []
+    for entry in of_rank(sharding.spec, ndim):
+        parts.append(math.prod(map(sizes.__getitem__, mesh_axes(entry))))
+    return parts
 
 
 Block = tuple[tuple[int, ...], ...]
@@ -200,16 +205,17 @@ def _block(parts: Sequence[int], sharding: NamedSharding, process: int) -> Block
         ShardingError: they are not all combinations of parts of each dimension.
     """
     indices = sharding.devices_indices_map(tuple(parts))
-    own = {
-        tuple(part.indices(n)[0] for part, n in zip(index, parts, strict=True))
-        for device, index in indices.items()
-        if device.process_index == process
-    }
+    own: set[tuple[int, ...]] = set()
+    for device, index in indices.items():
+        if device.process_index == process:
+            starts = [part.indices(n)[0] for part, n in zip(index, parts, strict=True)]
+            own.add(tuple(starts))
     block = tuple(tuple(sorted(set(column))) for column in zip(*own, strict=True))
     if math.prod(map(len, block)) != len(own):
         raise ShardingError(
-            f"{FAILURE}: by {spec_text(sharding.spec)} the devices of process {process} do not keep a block of the "
-            "array, so it has no rows of its own: give all processes the whole array, with `local=False`"
+            f"{FAILURE}: by {spec_text(sharding.spec)} the devices of process {process} do not "
+            "keep a block of the array, so it has no rows of its own: give all processes the whole "
+            "array, with `local=False`"
         )
     return block
 
@@ -221,10 +227,8 @@ def _check_rows(leaves: Sequence[Leaf], shardings: Sequence[NamedSharding]) -> N
         parts = _parts(sharding, leaf.value.ndim)
         blocks = [_block(parts, sharding, process) for process in range(jax.process_count())]
         if len(set(blocks)) < len(blocks):
-            own = blocks[jax.process_index()]
-            mine[str(leaf.path)] = [
-                (tuple((one[0], one[-1] + 1) for one in own), checksum(_host(leaf.value)))
-            ]
+            bounds = tuple((one[0], one[-1] + 1) for one in blocks[jax.process_index()])
+            mine[str(leaf.path)] = [(bounds, checksum(_host(leaf.value)))]
     if not mine:  # in all processes: it follows from the shardings
         return
     _, problems = compared(

@@ -34,7 +34,7 @@ class _RuleStack(threading.local):
         self.rules: list[list[Layout | None]] = []
 
 
-_ENTERED = _RuleStack()
+_STACK = _RuleStack()
 
 
 @contextmanager
@@ -57,14 +57,14 @@ def axis_rules(rules: LayoutLike) -> Iterator[None]:
     layout = None if rules is None else as_layout(rules)
     before, entry = _RULES.get(), [layout]
     _RULES.set(layout)
-    _ENTERED.rules.append(entry)
+    _STACK.rules.append(entry)
     _tell_jax()
     try:
         yield
     finally:
         _RULES.set(before)
         # By identity: another task may have entered other rules since, or equal ones.
-        _ENTERED.rules[:] = [other for other in _ENTERED.rules if other is not entry]
+        _STACK.rules[:] = [other for other in _STACK.rules if other is not entry]
         _tell_jax()
 
 
@@ -72,7 +72,8 @@ def _tell_jax() -> None:
     """Make the rules that were entered last those of the thread."""
     # A context is left in the opposite order of entering, which tasks do not keep to. So it is
     # entered only.
-    _OF_THREAD(_ENTERED.rules[-1][0] if _ENTERED.rules else None).__enter__()
+    last = _STACK.rules[-1][0] if _STACK.rules else None
+    _OF_THREAD(last).__enter__()
 
 
 def ambient_rules() -> Layout | None:
@@ -84,9 +85,9 @@ def ambient_rules() -> Layout | None:
     rules = _RULES.get()
     if rules is not _OF_THREAD.value and rules != _OF_THREAD.value and tracing():
         raise ShardingError(
-            "another asyncio task of this thread is in `ft.axis_rules`, or this thread was started in one: `jax.jit` "
-            "would remember this trace for the rules of that one. Use `ft.jit(rules=...)`, or leave `ft.axis_rules` "
-            "before `await`"
+            "another asyncio task of this thread is in `ft.axis_rules`, or this thread was started "
+            "in one: `jax.jit` would remember this trace for the rules of that one. "
+            "Use `ft.jit(rules=...)`, or leave `ft.axis_rules` before `await`"
         )
     return rules
 
@@ -115,14 +116,13 @@ def spec(axes: str | Axes) -> PartitionSpec:
     rules = ambient_rules()
     if rules is None or not rules.for_activations:
         raise ShardingError(
-            "there are no ambient rules: enter `with ft.axis_rules(rules):`, with `AxisRules`, around the call that "
-            "traces this"
+            "there are no ambient rules: enter `with ft.axis_rules(rules):`, with `AxisRules`, "
+            "around the call that traces this"
         )
     mesh = current_mesh()
-    view = None if mesh is None else mesh_view(mesh)
-    found = spec_of_axes(rules, Axes.of(axes), None, view)
     if mesh is None:
-        return found
+        return spec_of_axes(rules, Axes.of(axes), None, None)
+    found = spec_of_axes(rules, Axes.of(axes), None, mesh_view(mesh))
     # Inside `shard_map` arrays are local along Manual axes, and JAX rejects a spec that names one.
     return without(found, set(getattr(mesh, "manual_axes", ())))
 

@@ -54,9 +54,7 @@ class Batch(NamedTuple):
         if len(set(map(id, arrays))) != len(arrays) or not all(map(_is_plain_layout, layouts)):
             return arrays, None
         where = current_mesh() if mesh is None else mesh
-        if not (where is None or isinstance(where, Mesh)) or not all(
-            isinstance(text, str | Axes) for text in texts
-        ):
+        if not isinstance(where, Mesh | None) or not all(map(_is_text, texts)):
             return arrays, None  # an error says what is wrong
         types = tuple([(x.shape, x.dtype) for x in arrays])
         return arrays, cls(
@@ -76,6 +74,10 @@ def _is_batch(tree: Any) -> bool:
     if kind is list or kind is tuple:
         return all(map(_is_batch, tree))
     return kind is np.ndarray or is_concrete(tree)
+
+
+def _is_text(axes: object) -> bool:
+    return isinstance(axes, str | Axes)
 
 
 def _is_plain_layout(layout: Any) -> bool:

@@ -15,6 +15,7 @@ from functree.layout.decide import decide_parts
 from functree.layout.decision import Decision
 from functree.layout.layout import Layout, LayoutLike, LayoutTree, as_layout
 from functree.layout.plan.resolver import read_for
+from functree.layout.prefix import own_meshes
 from functree.layout.validation import refuse
 from functree.parameters import check_tree
 from functree.placing.ambient import ambient_rules
@@ -44,8 +45,9 @@ def constrain(tree: T, layout: str | Axes | LayoutTree, rules: LayoutLike = None
 
     Examples:
         >>> rules = ft.AxisRules({"batch": "data", "embed": None})
+        >>> double = jax.jit(lambda x: ft.constrain(x * 2, "batch embed"))
         >>> with jax.set_mesh(ft.make_mesh(data=8)), ft.axis_rules(rules):
-        ...     jax.jit(lambda x: ft.constrain(x * 2, "batch embed"))(jnp.ones((8, 4))).sharding.spec
+        ...     double(jnp.ones((8, 4))).sharding.spec
         P('data',)
     """
     if isinstance(layout, str | Axes):
@@ -54,8 +56,8 @@ def constrain(tree: T, layout: str | Axes | LayoutTree, rules: LayoutLike = None
     if rules is not None:
         as_layout(rules)
     leaves, parts = read_for(tree, layout)
-    own = [part.layout.own_mesh for part in parts]
-    mesh = find_mesh(own, [leaf.value for leaf in leaves.leaves])
+    own = own_meshes(parts)
+    mesh = find_mesh(own, leaves.values)
     if mesh is None:
         return tree
     view = local_view(agreed_mesh(mesh, own))
@@ -108,7 +110,9 @@ def _no_rules(layout: Layout | None, axes: Axes, mesh: Mesh | AbstractMesh) -> s
         "`with ft.axis_rules(rules):` with `AxisRules`, or pass them as `rules=`"
     )
     # There may be a layout all the same, which is for parameters, such as `FSDP`.
-    return text if layout is None else f"{text}; {layout!r} knows no names of axes"
+    if layout is not None:
+        text += f"; {layout!r} knows no names of axes"
+    return text
 
 
 def local_view(view: MeshView) -> MeshView:
@@ -116,8 +120,7 @@ def local_view(view: MeshView) -> MeshView:
     manual = getattr(view.mesh, "manual_axes", ())
     if not manual:
         return view
-    sizes = {name: 1 if name in manual else size for name, size in view.sizes.items()}
-    return MeshView(sizes, view.mesh)
+    return MeshView({**view.sizes, **dict.fromkeys(manual, 1)}, view.mesh)
 
 
 def find_mesh(
@@ -129,8 +132,9 @@ def find_mesh(
     if mesh is not None:
         # The ambient mesh of a trace may be abstract, and the same mesh in the layout have its
         # devices.
-        is_same = isinstance(written, Mesh) and written.abstract_mesh == mesh
-        return written if is_same else mesh
+        if isinstance(written, Mesh) and written.abstract_mesh == mesh:
+            return written
+        return mesh
     if written is not None:
         return written
     return first_mesh([value for value in values if isinstance(value, jax.Array)])

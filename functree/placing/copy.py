@@ -1,6 +1,6 @@
 """Arrays ─► copies of them, placed alike."""
 
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -8,6 +8,7 @@ import numpy as np
 
 from functree.devices.deleted import is_deleted, refuse_deleted
 from functree.labels.leaves import read
+from functree.tree.arrays import AnyArray
 
 T = TypeVar("T")
 
@@ -34,14 +35,16 @@ def copy(tree: T) -> T:
         ([0.0, 0.0], [1.0, 1.0])
     """
     leaves = read(tree)
-    values = [leaf.value for leaf in leaves.leaves]
+    values = leaves.values
     if any(map(is_deleted, values)):
-        raise refuse_deleted("copy", [leaf.path for leaf in leaves.leaves], values)
+        raise refuse_deleted("copy", leaves.paths, values)
     copies = {id(value): _copy(value) for value in values}
     return leaves.skeleton.fill(copies[id(value)] for value in values)
 
 
-def _copy(value: Any) -> Any:
+def _copy(value: AnyArray) -> AnyArray:
     if isinstance(value, jax.ShapeDtypeStruct):
         return value
-    return jnp.copy(value) if isinstance(value, jax.Array) else np.copy(value)
+    if isinstance(value, jax.Array):
+        return jnp.copy(value)
+    return np.copy(value)

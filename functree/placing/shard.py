@@ -18,6 +18,7 @@ from functree.labels.leaves import Leaves
 from functree.layout.layout import LayoutTree
 from functree.layout.plan.plan import Plan
 from functree.layout.plan.resolver import plan_leaves, read_for
+from functree.layout.prefix import own_meshes
 from functree.parameters import FLAG, check, check_tree
 from functree.placing.across import Values, place_across
 from functree.placing.batch import Batch
@@ -57,12 +58,13 @@ def shard(
 
     Examples:
         >>> mesh = ft.make_mesh(data=2, model=4)
-        >>> x = ft.shard(jnp.ones((4, 8)), ft.AxisRules({"batch": "data", "embed": None}), mesh, axes="batch embed")
+        >>> rules = ft.AxisRules({"batch": "data", "seq": None, "embed": None})
+        >>> x = ft.shard(jnp.ones((4, 8)), rules, mesh, axes="batch embed")
         >>> x.sharding.spec
         P('data', None)
         >>> batch = {"tokens": np.ones((4, 16), int), "weight": np.ones(4)}
-        >>> rules = ft.AxisRules({"batch": "data", "seq": None})
-        >>> ft.shard(batch, rules, mesh, axes={"tokens": "batch seq", "weight": "batch"})["weight"].sharding.spec
+        >>> axes = {"tokens": "batch seq", "weight": "batch"}
+        >>> ft.shard(batch, rules, mesh, axes=axes)["weight"].sharding.spec
         P('data',)
     """
     check_tree("shard", tree)
@@ -81,7 +83,7 @@ def shard(
         if len(_SHARDINGS) >= _REMEMBERED:
             _SHARDINGS.clear()
         _SHARDINGS[batch] = shardings
-    return leaves.skeleton.fill(moved_once([leaf.value for leaf in leaves.leaves], shardings))
+    return leaves.skeleton.fill(moved_once(leaves.values, shardings))
 
 
 def _shard_across(tree: T, layout: LayoutTree, mesh: MeshLike, axes: AxesTree, local: bool) -> T:
@@ -118,15 +120,14 @@ def _planned(
     _check_concrete(leaves)
     shaped = leaves
     if values is not None:
-        own = [
-            leaf._replace(value=value) for leaf, value in zip(leaves.leaves, values, strict=True)
-        ]
-        shaped = replace(leaves, leaves=tuple(own))
-    view = agreed_mesh(mesh, [part.layout.own_mesh for part in parts])
+        pairs = zip(leaves.leaves, values, strict=True)
+        shaped = replace(leaves, leaves=tuple(leaf._replace(value=value) for leaf, value in pairs))
+    view = agreed_mesh(mesh, own_meshes(parts))
     planned = plan_leaves(shaped, parts, view, check=check)
     if planned.mesh is None:
         raise ShardingError(
-            f"arrays cannot be placed on {planned.view}, which has no devices: {NO_MESH} with a `Mesh`"
+            f"arrays cannot be placed on {planned.view}, which has no devices: "
+            f"{NO_MESH} with a `Mesh`"
         )
     missing = without_devices(planned.mesh)
     if missing is not None:
@@ -138,9 +139,9 @@ def moved_once(values: Sequence[Any], targets: Sequence[NamedSharding]) -> list[
     """Arrays with the wanted shardings. An array that stands in the sequence twice stays one
     array."""
     # All moves are one call of `device_put`.
-    wanted = {id(x): target for x, target in zip(values, targets, strict=True)}
+    wanted = dict(zip(map(id, values), targets, strict=True))
     moving = {id(x): x for x in values if not is_placed(x, wanted[id(x)])}
-    moved = jax.device_put(list(moving.values()), [wanted[i] for i in moving])
+    moved = jax.device_put(list(moving.values()), list(map(wanted.__getitem__, moving)))
     placed = dict(zip(moving, moved, strict=True))
     return [placed.get(id(x), x) for x in values]
 
@@ -149,16 +150,10 @@ def _check_concrete(leaves: Leaves) -> None:
     problems: list[Problem] = []
     for leaf in leaves.leaves:
         if isinstance(leaf.value, Tracer):
-            why, remedy = (
-                "is traced, but `ft.shard` moves concrete arrays",
-                "inside a trace use `ft.constrain`",
-            )
-            problems.append(leaf.problem(why, remedy))
+            why = "is traced, but `ft.shard` moves concrete arrays"
+            problems.append(leaf.problem(why, "inside a trace use `ft.constrain`"))
         elif isinstance(leaf.value, jax.ShapeDtypeStruct):
-            why, remedy = (
-                "is abstract, but `ft.shard` moves concrete arrays",
-                "give it a sharding with `ft.abstract`",
-            )
-            problems.append(leaf.problem(why, remedy))
+            why = "is abstract, but `ft.shard` moves concrete arrays"
+            problems.append(leaf.problem(why, "give it a sharding with `ft.abstract`"))
     if problems:
         raise ShardingError(f"{count(len(problems), 'leaf')} cannot be placed on devices", problems)

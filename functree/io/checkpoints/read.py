@@ -32,6 +32,7 @@ from functree.labels.filters.filter import Filter, FilterLike, as_filter
 from functree.labels.leaves import Leaves, read
 from functree.layout.layout import LayoutTree
 from functree.layout.plan.resolver import plan_leaves, read_for
+from functree.layout.prefix import own_meshes
 from functree.layout.validation import refuse
 from functree.parameters import FILE, FLAG, check, check_tree
 from functree.processes.agreement import Agreement, Facts, text_of_first
@@ -134,7 +135,7 @@ def _laid_out(
         leaves = read(like)
         return leaves, [_own_sharding(leaf.value) for leaf in leaves.leaves]
     leaves, parts = read_for(like, layout)
-    view = agreed_mesh(mesh, [part.layout.own_mesh for part in parts])
+    view = agreed_mesh(mesh, own_meshes(parts))
     planned = plan_leaves(leaves, parts, view, check=False)
     others: set[Path] = set()
     if only is not None:

@@ -121,7 +121,7 @@ def wanted_arrays(
         ),
     ]
     if problems:
-        paths = {*rows, *(leaf.path for leaf in leaves.leaves)}
+        paths = {*rows, *leaves.paths}
         remedy = without({Path(problem.path or ()) for problem in problems}, paths, only)
         # One of another dtype is a problem with a remedy of its own.
         problems = [
@@ -169,7 +169,7 @@ def _row_problem(row: SavedArray, why: str) -> Problem:
 
 def _extra(leaves: Leaves, manifest: Manifest, only: Filter | None) -> Iterator[SavedArray]:
     """The arrays that were saved, and that `like` does not have."""
-    known = {leaf.path for leaf in leaves.leaves}
+    known = set(leaves.paths)
     for row in manifest.rows:
         if row.path not in known:
             leaf = Leaf(row.path, jax.ShapeDtypeStruct(row.shape, row.dtype), row.axes)

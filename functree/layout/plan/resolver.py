@@ -25,7 +25,7 @@ from functree.layout.layout import LayoutTree, merge_names
 from functree.layout.plan.live import live_rows
 from functree.layout.plan.plan import Plan
 from functree.layout.plan.row import Row
-from functree.layout.prefix import Part, broadcast
+from functree.layout.prefix import Part, broadcast, own_meshes
 from functree.layout.validation import local_shape, parts_over, refuse
 from functree.parameters import FLAG, check_tree
 from functree.parameters import check as check_values
@@ -80,7 +80,7 @@ def plan_tree(
 ) -> Plan:
     """The plan of a tree; the options are those of `plan_leaves`."""
     leaves, parts = read_for(tree, layout)
-    view = agreed_mesh(mesh, [part.layout.own_mesh for part in parts])
+    view = agreed_mesh(mesh, own_meshes(parts))
     return plan_leaves(
         leaves, parts, view, check=check, same=same, allow_unspecified=allow_unspecified
     )

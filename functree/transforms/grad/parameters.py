@@ -25,7 +25,7 @@ from functree.layout.decide import decide_parts
 from functree.layout.decision import Decision
 from functree.layout.layout import LayoutTree
 from functree.layout.plan.resolver import read_for
-from functree.layout.prefix import Part
+from functree.layout.prefix import Part, own_meshes
 from functree.placing.ambient import ambient_rules
 from functree.placing.constrain import find_mesh, local_view, with_decision
 from functree.tree.arrays import dtype_text
@@ -75,9 +75,7 @@ class Parameters(NamedTuple):
 
     def with_arrays(self, arrays: Iterable[Any]) -> Any:
         """The argument with other arrays for the differentiated ones."""
-        return self.leaves.skeleton.fill(
-            self._merged(arrays, [leaf.value for leaf in self.leaves.leaves])
-        )
+        return self.leaves.skeleton.fill(self._merged(arrays, self.leaves.values))
 
     def gradient(self, arrays: Sequence[Any]) -> Any:
         """The gradient as a tree like the argument, with None for other leaves, constrained by the
@@ -86,7 +84,7 @@ class Parameters(NamedTuple):
         # is still applied.
         if not self.parts or (self.ambient and all(map(_typed, self.arrays))):
             return self._tree(arrays)
-        layouts = [part.layout.own_mesh for part in self.parts]
+        layouts = own_meshes(self.parts)
         # The type of a constant's gradient has no mesh, so that of its parameter is asked.
         mesh = find_mesh([*layouts, _type_mesh(self.arrays)], arrays)
         if mesh is None:
@@ -102,7 +100,7 @@ class Parameters(NamedTuple):
         the layout for the others would match nothing, which is an error. Problems of arrays without
         a gradient are left out.
         """
-        own = [part.layout.own_mesh for part in self.parts]
+        own = own_meshes(self.parts)
         view = local_view(agreed_mesh(mesh, own))
         decided = decide_parts(self.leaves, self.parts, view, partial=self.ambient)
         others: set[object] = set()

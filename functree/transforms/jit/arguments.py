@@ -20,6 +20,7 @@ from functree.layout.decide import Decisions, decide_parts
 from functree.layout.decision import Decision, whole
 from functree.layout.layout import Layout
 from functree.layout.plan.resolver import read_for
+from functree.layout.prefix import own_meshes
 from functree.layout.validation import USE_PLAN_OPTIMIZER, is_optimizer_state, leaves_at_fault
 from functree.placing.constrain import with_decision
 from functree.placing.shard import moved_once
@@ -128,7 +129,7 @@ def find_targets(
     """
     leaves, parts = read_for(call, layouts.prefix(call))
     leaves = label_activations(leaves)
-    view = agreed_mesh(mesh, [part.layout.own_mesh for part in parts])
+    view = agreed_mesh(mesh, own_meshes(parts))
     decided = decide_parts(leaves, parts, view, partial=True, allow_unspecified=True)
     decisions, nameless = _without_names(decided)
     # What somebody has placed stays, whatever the rules say about it. What has no names is

@@ -18,6 +18,7 @@ from functree.layout.decision import Fault
 from functree.layout.layout import LayoutTree
 from functree.layout.plan.plan import Plan
 from functree.layout.plan.resolver import plan_leaves, plan_tree, read_for
+from functree.layout.prefix import own_meshes
 from functree.layout.validation import layout_problem, leaves_at_fault
 from functree.tree.arrays import AnyArray, Tree
 
@@ -53,7 +54,7 @@ def resolve_in_shardings(
         ShardingError: a layout does not fit, or an array is sharded otherwise.
     """
     leaves, parts = read_for(call, layouts)
-    view = agreed_mesh(_planning(mesh), [part.layout.own_mesh for part in parts])
+    view = agreed_mesh(_planning(mesh), own_meshes(parts))
     # Its problems are raised together with those of arrays that are sharded otherwise.
     planned = plan_leaves(leaves, parts, view, check=False, allow_unspecified=True)
     problems, moved = list(planned.problems), list[int]()
