@@ -645,6 +645,29 @@ def test_an_init_that_stands_no_other_sizes():
     assert specs_of(tx, params, P("data"), otherwise=P("model"))["product"] == P("model", None)
 
 
+def test_an_init_whose_sizes_have_to_fit_together():
+    """It raises for all other sizes, so only the real ones are known: a leaf with the shape of its
+    parameter is like it, and of another one nothing can be said."""
+
+    def init(params: Any) -> Any:
+        return {
+            "product": params["a"] @ params["b"],
+            "m": params,
+            "row": jax.tree.map(lambda x: x[:1], params),
+            "count": jnp.zeros(()),
+        }
+
+    params = {"a": S((4, 5), jnp.float32), "b": S((5, 3), jnp.float32)}
+    tx = optax.GradientTransformation(init, no_update)
+    layout = {"a": P("data"), "b": P(None, "data")}
+    with pytest.raises(ft.ShardingError) as caught:
+        ft.plan_optimizer(tx, params, layout, {"data": 1})
+    assert [str(one.path) for one in caught.value.problems] == ["product", "row.a", "row.b"]
+    plan = ft.plan_optimizer(tx, params, layout, {"data": 1}, otherwise=P())
+    assert plan["m.a"].spec == P("data", None) and plan["m.b"].spec == P(None, "data")
+    assert plan["count"].reason == "does not depend on the parameters"
+
+
 def test_an_error_of_functree_in_an_init_is_not_taken_for_sizes_that_do_not_fit():
     def init(params: Any) -> Any:
         if params["a"].shape != (8, 4):
@@ -696,6 +719,9 @@ def test_of_an_optimizer_that_optax_does_not_have():
         lambda x: (x.size,),
         lambda x: (x.shape[1], x.shape[0]),
         lambda x: (*x.shape, 2),
+        lambda x: (x.shape[0], *x.shape),  # a history as long as the parameter
+        lambda x: (3 * x.shape[0], *x.shape),
+        lambda x: (2 * x.shape[1] - 1,),  # relative positions: 9 as the parameter has rows then
     ):
         with pytest.raises(
             ft.ShardingError, match=r"w   f32\[.*\n.*cannot be determined"
