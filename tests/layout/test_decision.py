@@ -87,6 +87,13 @@ def test_undecided_is_whole_or_as_the_annotation_has_it():
     )
 
 
+def test_an_activation_is_unspecified_until_something_is_about_it():
+    bare = AB._replace(activation=True)
+    assert not whole(bare).specified and not undecided(bare).specified
+    assert undecided(bare._replace(spec=P("data"))).specified
+    assert apply_spec(bare, P(), whole(bare), "given").specified
+
+
 def test_leaves_that_are_alike_are_decided_once():
     leaves = [AB, leaf("a b", 9, 9), leaf("b a", 4, 8), AB]
     asked: list[Any] = []
