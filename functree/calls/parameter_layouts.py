@@ -41,23 +41,26 @@ class ParameterLayouts:
             if lost and signature.by_name is None:
                 near = did_you_mean(lost[0], signature.parameters)
                 raise RuleError(
-                    f"{option}: {signature.name} has no parameter {lost[0]!r}{near}; its parameters are "
-                    f"{', '.join(signature.parameters) or 'none'}{meant_rules(written)}"
+                    f"{option}: {signature.name} has no parameter {lost[0]!r}{near}; "
+                    f"its parameters are {', '.join(signature.parameters) or 'none'}{meant_rules(written)}"
                 )
         elif isinstance(written, tuple | list):
             self.by_name = self._in_order(option, written)
         else:
             raise RuleError(
-                f"{option}: {written!r} is neither a layout, nor one for each positional parameter, nor a dict by name"
+                f"{option}: {written!r} is neither a layout, "
+                "nor one for each positional parameter, nor a dict by name"
             )
 
     def _in_order(self, option: str, written: Sequence[LayoutTree]) -> dict[str, LayoutTree]:
         """The layouts by parameter names, from one for each positional parameter."""
         positional = self.signature.positional
         if len(written) != len(positional):
+            have = f"{option} has {count(len(written), 'layout')}"
+            parameters = count(len(positional), "positional parameter")
             raise RuleError(
-                f"{option} has {count(len(written), 'layout')}, and {self.signature.name} has "
-                f"{count(len(positional), 'positional parameter')} ({', '.join(positional) or 'none'}): give each one, "
+                f"{have}, and {self.signature.name} has {parameters} "
+                f"({', '.join(positional) or 'none'}): give each one, "
                 "`None` for a parameter that is not an array"
             )
         return dict(zip(positional, written, strict=True))

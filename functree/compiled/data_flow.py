@@ -52,7 +52,7 @@ COLLECTIVES = {f"{kind}{ending}": kind for kind in KINDS for ending in ("", "-st
 """The kind of each opcode of a collective."""
 
 
-class Value(NamedTuple):
+class HloValue(NamedTuple):
     """The result of an instruction, or a part of it.
 
     Attributes:
@@ -76,7 +76,7 @@ class DataFlow:
         self.hlo: Hlo = hlo
         # Walks meet the same values again: a parameter and its moments share most of what they are
         # made of.
-        self._operands: dict[Instruction, list[Value]] = {}
+        self._operands: dict[Instruction, list[HloValue]] = {}
 
     @cached_property
     def callers(self) -> Mapping[str, list[Instruction]]:
@@ -89,22 +89,22 @@ class DataFlow:
         return found
 
     @property
-    def results(self) -> list[tuple[Value, ArrayType]]:
+    def results(self) -> list[tuple[HloValue, ArrayType]]:
         """The results of the whole program and their types, without tokens."""
         root = self.hlo.roots[self.hlo.entry]
         if root.opcode == "tuple":
             values = list(map(self._value, root.operands))
         elif root.type.startswith("("):  # such as a loop
-            values = [Value(root, (i,)) for i in range(len(root.arrays))]
+            values = [HloValue(root, (i,)) for i in range(len(root.arrays))]
         else:
-            values = [Value(root)]
-        found: list[tuple[Value, ArrayType]] = []
+            values = [HloValue(root)]
+        found: list[tuple[HloValue, ArrayType]] = []
         for value, type_ in zip(values, root.arrays, strict=True):
             if not type_.is_token:
                 found.append((value, type_))
         return found
 
-    def source(self, value: Value) -> Value:
+    def source(self, value: HloValue) -> HloValue:
         """Where a value was computed: behind copies, tuples and fusions, and inside of its loop."""
         while True:
             before = self._inside(value)
@@ -112,7 +112,9 @@ class DataFlow:
                 return value
             value = before
 
-    def origins(self, value: Value, passes: Callable[[Instruction], bool]) -> frozenset[Value]:
+    def origins(
+        self, value: HloValue, passes: Callable[[Instruction], bool]
+    ) -> frozenset[HloValue]:
         """Where a value was computed, through loops and branches too.
 
         Args:
@@ -123,12 +125,12 @@ class DataFlow:
         return self.history([value], passes)[0]
 
     def history(
-        self, values: Iterable[Value], passes: Callable[[Instruction], bool]
-    ) -> tuple[frozenset[Value], frozenset[Value]]:
+        self, values: Iterable[HloValue], passes: Callable[[Instruction], bool]
+    ) -> tuple[frozenset[HloValue], frozenset[HloValue]]:
         """Where some values were computed, and all values in between, these themselves too."""
-        found: set[Value] = set()
+        found: set[HloValue] = set()
         waiting = list(values)
-        seen: set[Value] = set(waiting)
+        seen: set[HloValue] = set(waiting)
         while waiting:
             one = waiting.pop()
             # This loop is most of the time that a ledger takes. Most values are computed, and for
@@ -149,18 +151,18 @@ class DataFlow:
                     waiting.append(new)
         return frozenset(found), frozenset(seen)
 
-    def inputs(self, value: Value) -> list[Value]:
+    def inputs(self, value: HloValue) -> list[HloValue]:
         """What a value was made of in one step.
 
         Places and conditions, by which it was chosen, are left out.
         """
         return self._before(value) or self._passed(value)
 
-    def operand(self, value: Value, index: int) -> Value:
+    def operand(self, value: HloValue, index: int) -> HloValue:
         """An operand of the instruction that computed a value."""
         return self._value(value.instruction.operands[index])
 
-    def concatenated(self, collective: Instruction) -> list[tuple[Value, int]]:
+    def concatenated(self, collective: Instruction) -> list[tuple[HloValue, int]]:
         """The values that a compiler has joined to move them at once, with their sizes.
 
         They are in one flat array, and the sizes are numbers of elements. Empty for a collective
@@ -172,12 +174,12 @@ class DataFlow:
         # An array of more dimensions is a concatenation that the user's program moves.
         if joined.opcode != "concatenate" or len(joined.arrays[0].shape) != 1:
             return []
-        parts: list[tuple[Value, int]] = []
+        parts: list[tuple[HloValue, int]] = []
         for value in map(self._value, joined.operands):
             parts.append((value, math.prod(value.instruction.arrays[0].shape)))
         return parts
 
-    def _part_of_joined(self, one: Instruction) -> Value | None:
+    def _part_of_joined(self, one: Instruction) -> HloValue | None:
         """The array that a slice takes out of the joined result of a collective.
 
         None if it is any other slice.
@@ -189,11 +191,11 @@ class DataFlow:
         start = 0
         for i, (_, size) in enumerate(self.concatenated(whole.instruction)):
             if (start, start + size) == (int(span[1]), int(span[2])):
-                return Value(whole.instruction, (i,))
+                return HloValue(whole.instruction, (i,))
             start += size
         return None
 
-    def _passed(self, value: Value) -> list[Value]:
+    def _passed(self, value: HloValue) -> list[HloValue]:
         """The operands that an instruction passes on, without places and conditions."""
         one, part = value
         if part and part[0] < len(one.operands) and len(one.arrays) > 1:
@@ -205,33 +207,33 @@ class DataFlow:
             known = self._operands[one] = list(map(self._value, one.operands[first:last]))
         return known
 
-    def _before(self, value: Value) -> list[Value]:
+    def _before(self, value: HloValue) -> list[HloValue]:
         """The values that are passed on as this one: several by a loop and by a conditional."""
         inside = self._inside(value)
         if inside is not None:
             return [inside]
         one, part = value
         if one.opcode == "parameter":
-            given: list[Value] = []
+            given: list[HloValue] = []
             for caller in self.callers.get(one.computation, []):
                 given += self._given(caller, value)
             return given
         if one.opcode == "while":
             # In its first iteration, and in the later ones.
             following = self.hlo.roots[one.called("body")]
-            return [self._value(one.operands[0], part), Value(following, part)]
+            return [self._value(one.operands[0], part), HloValue(following, part)]
         if one.opcode == "conditional":
-            return [Value(self.hlo.roots[name], part) for name in one.computations]
+            return [HloValue(self.hlo.roots[name], part) for name in one.computations]
         return []
 
-    def _given(self, caller: Instruction, parameter: Value) -> list[Value]:
+    def _given(self, caller: Instruction, parameter: HloValue) -> list[HloValue]:
         """The values that a caller gives to a part of a parameter of its computation."""
         one, part = parameter
         match caller.opcode:
             case "while":
-                return self._before(Value(caller, part))
+                return self._before(HloValue(caller, part))
             case "conditional":
-                given: list[Value] = []
+                given: list[HloValue] = []
                 # Its first operand chooses the branch; each other one is the parameter of a branch.
                 for i, name in enumerate(caller.computations, start=1):
                     if name == one.computation:
@@ -241,7 +243,7 @@ class DataFlow:
                 return []
         return [self._value(caller.operands[int(one.argument)], part)]
 
-    def _inside(self, value: Value) -> Value | None:
+    def _inside(self, value: HloValue) -> HloValue | None:
         """The value that is passed on as this one by the same computation, or by a fusion.
 
         None if it is computed.
@@ -256,7 +258,7 @@ class DataFlow:
                     return self._value(callers[0].operands[int(one.argument)], part)
                 return None
             case "fusion" | "call":
-                return Value(self.hlo.roots[one.computations[0]], part)
+                return HloValue(self.hlo.roots[one.computations[0]], part)
             case "get-tuple-element":
                 index = int(one.attribute("index") or 0)
                 return self._value(one.operands[0], (index, *part))
@@ -266,7 +268,7 @@ class DataFlow:
                 return self._value(one.operands[part[0]], part[1:])
             case "fusion-done" | "async-done":
                 start = self.hlo.instructions[one.operands[0]]
-                return Value(self.hlo.roots[start.computations[0]], part)
+                return HloValue(self.hlo.roots[start.computations[0]], part)
             case (
                 "all-gather-done"
                 | "all-reduce-done"
@@ -279,6 +281,6 @@ class DataFlow:
             return self._value(one.operands[0], part)
         return None
 
-    def _value(self, name: str, part: tuple[int, ...] = ()) -> Value:
+    def _value(self, name: str, part: tuple[int, ...] = ()) -> HloValue:
         """The result of the instruction of this name, or a part of it."""
-        return Value(self.hlo.instructions[name], part)
+        return HloValue(self.hlo.instructions[name], part)

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Mapping
 
-from functree.compiled.data_flow import CALLS, DataFlow, Value
+from functree.compiled.data_flow import CALLS, DataFlow, HloValue
 from functree.compiled.hlo import Instruction
 
 _KNOWN = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
@@ -46,22 +46,22 @@ def trip_count(flow: DataFlow, loop: Instruction) -> int | None:
     if known is not None:
         return int(known[1])
     roots = flow.hlo.roots
-    test = flow.source(Value(roots[loop.called("condition")]))
+    test = flow.source(HloValue(roots[loop.called("condition")]))
     if test.instruction.opcode != "compare" or test.instruction.attribute("direction") != "LT":
         return None
     counter, end = flow.source(flow.operand(test, 0)), _number(flow, flow.operand(test, 1))
     if counter.instruction.opcode != "parameter":
         return None
     # The counter is a part of the state of the loop: its start is that part of the operand.
-    start = _number(flow, Value(flow.operand(Value(loop), 0).instruction, counter.part))
-    step = _step(flow, Value(roots[loop.called("body")], counter.part))
+    start = _number(flow, HloValue(flow.operand(HloValue(loop), 0).instruction, counter.part))
+    step = _step(flow, HloValue(roots[loop.called("body")], counter.part))
     if start is None or end is None or step is None:
         return None
     # Rounded up, and not by a float, which has fewer digits than a counter of 64 bits.
     return max(0, -(-(end - start) // step))
 
 
-def _step(flow: DataFlow, following: Value) -> int | None:
+def _step(flow: DataFlow, following: HloValue) -> int | None:
     """What the body of a loop adds to a part of its state; None if it is no positive constant."""
     added = flow.source(following)
     if added.instruction.opcode != "add":
@@ -76,7 +76,7 @@ def _step(flow: DataFlow, following: Value) -> int | None:
     return None
 
 
-def _number(flow: DataFlow, value: Value) -> int | None:
+def _number(flow: DataFlow, value: HloValue) -> int | None:
     """The value of an integer constant."""
     one = flow.source(value).instruction
     if one.opcode != "constant" or not re.fullmatch(r"-?\d+", one.argument):

@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from functree.compiled.data_flow import COLLECTIVES, KINDS, DataFlow, Value
+from functree.compiled.data_flow import COLLECTIVES, KINDS, DataFlow, HloValue
 from functree.compiled.hlo import ArrayType, Instruction
 from functree.compiled.loops import runs
 
@@ -30,7 +30,7 @@ class MovedArray:
     instruction: Instruction
     index: int
     arrays: int
-    operand: Value
+    operand: HloValue
     type: ArrayType
     count: int | None
 
@@ -67,7 +67,7 @@ def unknown_collectives(flow: DataFlow) -> list[Instruction]:
 
 def _each(
     flow: DataFlow, one: Instruction, types: Sequence[ArrayType]
-) -> tuple[list[Value], Sequence[ArrayType]]:
+) -> tuple[list[HloValue], Sequence[ArrayType]]:
     """The operand of each array, and the type of its result.
 
     Args:
@@ -79,7 +79,7 @@ def _each(
     if joined:
         sizes = [ArrayType(types[0].dtype, (size,)) for _, size in joined]
         return [operand for operand, _ in joined], sizes
-    operands = [Value(flow.hlo.instructions[name]) for name in one.operands]
+    operands = [HloValue(flow.hlo.instructions[name]) for name in one.operands]
     if one.opcode == "all-to-all" and one.attribute("dimensions") is None:
         # One array in as many pieces as there are devices.
         whole = ArrayType(types[0].dtype, (len(types), *types[0].shape))

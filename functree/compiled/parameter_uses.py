@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 
-from functree.compiled.data_flow import COLLECTIVES, MOVES, RESHAPES, DataFlow, Value
+from functree.compiled.data_flow import COLLECTIVES, MOVES, RESHAPES, DataFlow, HloValue
 from functree.compiled.hlo import Instruction
 from functree.compiled.moved_arrays import MovedArray
 
@@ -57,7 +57,7 @@ class ParameterUses:
                     found |= self._parameters_of(self._flow.operand(product, i))
         return frozenset(found)
 
-    def _products_of(self, value: Value) -> list[Value]:
+    def _products_of(self, value: HloValue) -> list[HloValue]:
         """The products that a value is: itself, or those whose parts it is the sum of."""
         one = value.instruction
         if self._is_product(one):
@@ -103,7 +103,7 @@ class ParameterUses:
         """Whether an instruction computes with numbers, as it is done with the places of slices."""
         return one.opcode not in _NOT_ELEMENTWISE
 
-    def _is_read_from_data(self, value: Value) -> bool:
+    def _is_read_from_data(self, value: HloValue) -> bool:
         """Whether a value is read from an array, and not from a table of constants.
 
         From such a table each device reads which part of an array is its own.
@@ -119,7 +119,7 @@ class ParameterUses:
 
         Also after element-wise operations: biases, scales of norms.
         """
-        operands: list[Value] = []
+        operands: list[HloValue] = []
         for one in self._products:
             operands += self._values(one.operands)
         origins, _ = self._flow.history(operands, self._is_elementwise)
@@ -142,12 +142,12 @@ class ParameterUses:
         return frozenset(made[output])
 
     @cached_property
-    def _outputs(self) -> tuple[Mapping[Value, set[int]], Mapping[int, set[int]]]:
+    def _outputs(self) -> tuple[Mapping[HloValue, set[int]], Mapping[int, set[int]]]:
         """What the outputs are made of element by element.
 
         For each result of a collective the outputs, and for each output the parameters.
         """
-        reached, made = defaultdict[Value, set[int]](set), defaultdict[int, set[int]](set)
+        reached, made = defaultdict[HloValue, set[int]](set), defaultdict[int, set[int]](set)
         for i, (result, _) in enumerate(self._flow.results):
             origins, passed = self._flow.history([result], self._is_elementwise)
             for value in passed:
@@ -167,12 +167,12 @@ class ParameterUses:
         return frozenset(_of_result(self._factors, moved))
 
     @cached_property
-    def _factors(self) -> Mapping[Value, set[int]]:
+    def _factors(self) -> Mapping[HloValue, set[int]]:
         """For each result of a collective, the parameters that it is multiplied by."""
-        found = defaultdict[Value, set[int]](set)
+        found = defaultdict[HloValue, set[int]](set)
         for product in self._products:
             parameters: set[int] = set()
-            factors: list[frozenset[Value]] = []  # what is passed on as the other operands
+            factors: list[frozenset[HloValue]] = []  # what is passed on as the other operands
             for value in self._values(product.operands):
                 origins, passed = self._flow.history([value], self._is_moved)
                 own = self._only_parameters(origins)
@@ -185,16 +185,16 @@ class ParameterUses:
                         found[value] |= parameters
         return found
 
-    def _values(self, names: Iterable[str]) -> list[Value]:
+    def _values(self, names: Iterable[str]) -> list[HloValue]:
         """The results of the instructions of these names."""
         instructions = self._flow.hlo.instructions
-        return [Value(instructions[name]) for name in names]
+        return [HloValue(instructions[name]) for name in names]
 
-    def _parameters_of(self, value: Value) -> frozenset[int]:
+    def _parameters_of(self, value: HloValue) -> frozenset[int]:
         """The parameters that a value consists of; empty if it was computed."""
         return self._only_parameters(self._flow.origins(value, self._is_moved))
 
-    def _only_parameters(self, origins: frozenset[Value]) -> frozenset[int]:
+    def _only_parameters(self, origins: frozenset[HloValue]) -> frozenset[int]:
         """The parameters that these values are; empty if one of them was computed."""
         found: set[int] = set()
         for origin in origins:
@@ -205,7 +205,7 @@ class ParameterUses:
                 return frozenset()
         return frozenset(found)
 
-    def _parameters_among(self, origins: Iterable[Value]) -> set[int]:
+    def _parameters_among(self, origins: Iterable[HloValue]) -> set[int]:
         """The parameters among these values."""
         found: set[int] = set()
         for origin in origins:
@@ -222,7 +222,7 @@ class ParameterUses:
             return all(map(self._is_padded, self._values(one.operands)))
         return one.opcode in MOVES or COLLECTIVES.get(one.opcode) in _GATHERS
 
-    def _is_padded(self, value: Value) -> bool:
+    def _is_padded(self, value: HloValue) -> bool:
         origins = self._flow.origins(value, _changes_only_form)
         return all(origin.instruction.opcode == "pad" for origin in origins)
 
@@ -241,9 +241,9 @@ class ParameterUses:
         return one.opcode not in _NOT_ELEMENTWISE and one not in self._lookups
 
 
-def _of_result(known: Mapping[Value, set[int]], moved: MovedArray) -> set[int]:
+def _of_result(known: Mapping[HloValue, set[int]], moved: MovedArray) -> set[int]:
     """What is known of the result of a collective: of all of it, and of the part that is moved."""
-    whole, part = Value(moved.instruction), Value(moved.instruction, (moved.index,))
+    whole, part = HloValue(moved.instruction), HloValue(moved.instruction, (moved.index,))
     return known[whole] | known[part]
 
 

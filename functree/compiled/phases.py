@@ -8,7 +8,7 @@ another program.
 
 from collections.abc import Iterator
 
-from functree.compiled.data_flow import DataFlow, Value
+from functree.compiled.data_flow import DataFlow, HloValue
 from functree.compiled.hlo import Instruction
 from functree.compiled.moved_arrays import MovedArray
 
@@ -28,7 +28,7 @@ class Phases:
         self._names: dict[Instruction, list[str]] = {}
         # What earlier walks have found to be made of nothing of the backward pass: each value is
         # met once.
-        self._independent: set[Value] = set()
+        self._independent: set[HloValue] = set()
 
     def phase(self, moved: MovedArray) -> str | None:
         """The phase of a moved array, one of `PHASES`.

@@ -225,7 +225,7 @@ class Composition(Layout):
 
     @property
     def own_mesh(self) -> Mesh | AbstractMesh | None:
-        return first_mesh(self.parts)
+        return first_own_mesh(self.parts)
 
     @property
     def for_activations(self) -> bool:
@@ -323,7 +323,7 @@ def on_host(layout: "LayoutLike") -> Layout:
     return OnHost(as_layout(layout))
 
 
-def first_mesh(layouts: Iterable[Layout]) -> Mesh | AbstractMesh | None:
+def first_own_mesh(layouts: Iterable[Layout]) -> Mesh | AbstractMesh | None:
     """The first mesh that is a part of one of several layouts, or None."""
     for layout in layouts:
         if layout.own_mesh is not None:

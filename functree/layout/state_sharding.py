@@ -28,7 +28,7 @@ from functree.layout.layout import (
     LayoutLike,
     Resolution,
     as_layout,
-    first_mesh,
+    first_own_mesh,
     is_layout,
     merge_names,
     pairs_text,
@@ -132,7 +132,7 @@ class StateSharding(Value, Layout):
 
     @property
     def own_mesh(self) -> Mesh | AbstractMesh | None:
-        return first_mesh(self._layouts)
+        return first_own_mesh(self._layouts)
 
     @property
     def for_activations(self) -> bool:

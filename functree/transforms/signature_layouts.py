@@ -49,7 +49,9 @@ def signature_layouts(
         ShardingError: an axis is not laid out by any rule.
 
     Examples:
-        >>> def ffn(x: Float[Array, "batch embed"], up: Float[Array, "embed hidden"]) -> Float[Array, "batch hidden"]:
+        >>> def ffn(
+        ...     x: Float[Array, "batch embed"], up: Float[Array, "embed hidden"]
+        ... ) -> Float[Array, "batch hidden"]:
         ...     return x @ up
         >>> rules = ft.AxisRules({"batch": "data", "hidden": "model", "embed": None})
         >>> inputs, output = ft.signature_layouts(ffn, rules)
@@ -88,7 +90,8 @@ def _settled(hint: Hint) -> Hint:
 
 
 def _layout(hint: Hint, rules: Layout) -> LayoutTree:
-    """The layout by one annotation: a spec if it does not depend on the array, else an `AnnotationLayout`."""
+    """The layout by one annotation: a spec if it does not depend on the array, else an
+    `AnnotationLayout`."""
     if hint is NOTHING:
         return rules
     in_any_tree = hint.below is not None and any(
@@ -107,8 +110,8 @@ def _layout(hint: Hint, rules: Layout) -> LayoutTree:
         return _array_layout(hint, rules)
     one = _layout(_settled(hint.element), rules)
     # The layout is for the whole container. A spec, and rules without an annotation, are the same
-    # for each element. But an `AnnotationLayout` reads the annotation at the path of a leaf below the
-    # container; and a tuple, as for `list[tuple[X, Y]]`, would be taken as one entry for each
+    # for each element. But an `AnnotationLayout` reads the annotation at the path of a leaf below
+    # the container; and a tuple, as for `list[tuple[X, Y]]`, would be taken as one entry for each
     # element of the list.
     return AnnotationLayout(rules, hint) if isinstance(one, tuple | AnnotationLayout) else one
 

@@ -78,7 +78,8 @@ def restore(
         >>> mesh, make = ft.make_mesh(data=8), ft.abstract(eqx.nn.Linear)
         >>> ft.save(folder / "linear", eqx.nn.Linear(16, 8, key=jax.random.key(0)))
         >>> like = make(16, 8, key=jax.random.key(0))
-        >>> ft.restore(folder / "linear", like, ft.FSDP("data", min_size=0), mesh).weight.sharding.spec
+        >>> layout = ft.FSDP("data", min_size=0)
+        >>> ft.restore(folder / "linear", like, layout, mesh).weight.sharding.spec
         P(None, 'data')
     """
     check("nothing is restored", path=(path, FILE), cast=(cast, FLAG), verify=(verify, FLAG))
@@ -216,7 +217,8 @@ def _verify(folder: FilePath, wanted: Sequence[Wanted], stored: Mapping[str, Any
         if one.row.digest is None:
             without += 1
         elif (found := digests[one.name]) != one.row.digest:
-            why = f"its values are not those that were saved: their digest is {found}, and was {one.row.digest}"
+            why = "its values are not those that were saved: "
+            why += f"their digest is {found}, and was {one.row.digest}"
             problems.append(
                 one.leaf.problem(
                     why, "restore another checkpoint: the files of this one have changed"

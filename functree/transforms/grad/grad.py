@@ -286,7 +286,8 @@ def _positional(
     if not places or len(set(places)) < len(argnums):
         given = count(have, "positional argument")
         raise FunctreeValueError(
-            f"argnums={argnums} does not fit a call with {given}: give existing positions, each once"
+            f"argnums={argnums} does not fit a call with {given}: "
+            "give existing positions, each once"
         )
     return _Call(args, kwargs, places)
 
@@ -297,9 +298,8 @@ def _one_each(layout: LayoutTree, argnums: int | Sequence[int]) -> tuple[LayoutT
         return (layout,)
     layouts = layout if type(layout) is tuple else (layout,) * len(argnums)
     if len(layouts) != len(argnums):
-        raise RuleError(
-            f"{count(len(layouts), 'layout')} for {count(len(argnums), 'argument')}: give one for each"
-        )
+        have, want = count(len(layouts), "layout"), count(len(argnums), "argument")
+        raise RuleError(f"{have} for {want}: give one for each")
     return layouts
 
 
@@ -351,8 +351,9 @@ def _manual_axes() -> tuple[str, ...]:
     # effect.
     if manual and not _varying(jax.lax.pcast(jnp.zeros(()), manual, to="varying")):
         raise FunctreeError(
-            "inside shard_map(check_vma=False) each shard computes its own part only of the gradient, and JAX does not "
-            "sum the parts: leave `check_vma` at True, or take the gradient outside of shard_map"
+            "inside shard_map(check_vma=False) each shard computes its own part only of the "
+            "gradient, and JAX does not sum the parts: leave `check_vma` at True, "
+            "or take the gradient outside of shard_map"
         )
     return manual
 

@@ -2,8 +2,8 @@
 differentiated.
 
 They are classes because a type checker can then take the type of the first parameter out of all
-parameters. A `Callable[Concatenate[M, P], M]` would also do that, but it loses the name of the first
-parameter, and a lambda does not fit it.
+parameters. A `Callable[Concatenate[M, P], M]` would also do that, but it loses the name of the
+first parameter, and a lambda does not fit it.
 """
 
 from collections.abc import Callable

@@ -121,7 +121,8 @@ class Parameters(NamedTuple):
         gradient = f"the gradient for argument {self.number} on mesh {view}"
         headline = f"the layout cannot lay out {gradient}"
         if self.ambient:
-            headline = f"the ambient rules cannot lay out {gradient}; change them, or pass `layout=` to grad"
+            headline = f"the ambient rules cannot lay out {gradient}; "
+            headline += "change them, or pass `layout=` to grad"
         return ShardingError(headline, problems)
 
     def _tree(self, gradients: Sequence[Any]) -> Any:

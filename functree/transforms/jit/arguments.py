@@ -191,6 +191,7 @@ def _warn_replicated(name: str, leaves: Sequence[Leaf], view: MeshView) -> None:
     optimizer = USE_PLAN_OPTIMIZER if in_optimizer else ""
     what, verb = ("it", "has") if len(leaves) == 1 else ("them", "have")
     warn(
-        f"{name}: {arrays} {verb} no axis names and nobody has placed {what}, so this is replicated on the mesh "
-        f"{view}: annotate {what}, place {what} with `ft.shard`, or write `in_shardings=`{optimizer}",
+        f"{name}: {arrays} {verb} no axis names and nobody has placed {what}, "
+        f"so this is replicated on the mesh {view}: "
+        f"annotate {what}, place {what} with `ft.shard`, or write `in_shardings=`{optimizer}",
     )

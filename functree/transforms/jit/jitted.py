@@ -1,4 +1,5 @@
-"""A function and the options of `ft.jit` ─► `Jit`: the key, the checks and the program of a call."""
+"""A function and the options of `ft.jit` ─► `Jit`: the key, the checks and the program of a
+call."""
 
 import functools
 from collections import Counter
@@ -94,8 +95,8 @@ class Jit(Function[_P, _T]):
         return self._options.rules if self._options.rules is not None else ambient_rules()
 
     def _key(self, flat: FlatCall, rules: Layout | None) -> Hashable:
-        # In the trace of an outer function a program donates nothing, and has constraints instead of
-        # shardings.
+        # In the trace of an outer function a program donates nothing, and has constraints instead
+        # of shardings.
         start = (tracing(), self._options.mesh or current_mesh(), rules)
         if self._by_shardings:
             return (*start, *flat.kinds())

@@ -28,8 +28,8 @@ class PartialView(MeshView):
         return str(mesh_view(self.mesh)) if self.mesh is not None else super().__str__()
 
 
-class Laid(NamedTuple):
-    """A tree that has been laid out.
+class ManualSpecs(NamedTuple):
+    """The specs of a tree in a shard_map.
 
     Attributes:
         leaves: its leaves.
@@ -66,14 +66,14 @@ class ManualMesh(NamedTuple):
         types = dict(zip(self.mesh.axis_names, self.mesh.axis_types, strict=True))
         return all(types[axis] == AxisType.Explicit for axis in self.manual)
 
-    def lay_global(self, tree: Any, layouts: LayoutTree) -> Laid:
+    def lay_global(self, tree: Any, layouts: LayoutTree) -> ManualSpecs:
         """Lay out a tree of global arrays. A Manual axis counts with its size, so sizes have to be
         divisible by it."""
         return self._lay(
             tree, layouts, {axis: self.mesh.shape[axis] for axis in self.manual}, self._typed
         )
 
-    def lay_local(self, tree: Any, layouts: LayoutTree) -> Laid:
+    def lay_local(self, tree: Any, layouts: LayoutTree) -> ManualSpecs:
         """Lay out a tree of local arrays. Every axis counts as one device, so each size fits."""
         return self._lay(tree, layouts, {}, lambda leaf: None)
 
@@ -83,7 +83,7 @@ class ManualMesh(NamedTuple):
         layouts: LayoutTree,
         sizes: dict[str, int],
         otherwise: Callable[[Leaf], PartitionSpec | None],
-    ) -> Laid:
+    ) -> ManualSpecs:
         """Lay out a tree; `otherwise` is the spec of an array for which no layout was given, or
         None."""
         leaves, parts = read_for(tree, layouts)
@@ -94,7 +94,8 @@ class ManualMesh(NamedTuple):
         problems, specs = [*plan.problems, *self._outside(leaves, parts)], list[PartitionSpec]()
         for leaf, row in zip(leaves.leaves, plan.rows, strict=True):
             if row.memory_kind is not None:
-                why = f"is laid out in {row.memory_kind}, but shard_map moves no array to another memory"
+                why = f"is laid out in {row.memory_kind}, "
+                why += "but shard_map moves no array to another memory"
                 problems.append(
                     leaf.problem(why, "move it before or after, by `ft.shard` or `ft.jit`")
                 )
@@ -102,7 +103,7 @@ class ManualMesh(NamedTuple):
             if spec is None:
                 problems.append(leaf.problem(*UNSPECIFIED))
             specs.append(self.project(spec or PartitionSpec()))
-        return Laid(leaves.leaves, tuple(specs), problems)
+        return ManualSpecs(leaves.leaves, tuple(specs), problems)
 
     def _typed(self, leaf: Leaf) -> PartitionSpec | None:
         """The spec in the type of an array, for which no layout was given; None without a type on
@@ -129,7 +130,8 @@ class ManualMesh(NamedTuple):
             if not not_manual:
                 continue
             manual = axes_text(sorted(self.manual))
-            why = f"{spec_text(part.layout.spec)} names {axes_text(not_manual)}, but only {manual} is manual here"
+            spec = spec_text(part.layout.spec)
+            why = f"{spec} names {axes_text(not_manual)}, but only {manual} is manual here"
             remedy = "leave it out of the spec, or add it to `axis_names`"
             for leaf in leaves.leaves:
                 if leaf.path[: len(part.path)] == part.path:
@@ -177,7 +179,8 @@ class ManualMesh(NamedTuple):
         have = self.project(of_rank(sharding.spec, len(leaf.shape)))
         if not self.explicit or have == spec:
             return []
-        why = f"its type is sharded {spec_text(have)}, but its spec is {spec_text(spec)}; Explicit axes are not moved"
+        why = f"its type is sharded {spec_text(have)}, but its spec is {spec_text(spec)}"
+        why += "; Explicit axes are not moved"
         return [
             leaf.problem(why, "apply `jax.sharding.reshard` before, or write the spec of its type")
         ]

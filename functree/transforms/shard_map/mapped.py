@@ -113,23 +113,23 @@ class Mapped(Function[_P, _T]):
             AxesError: the arrays are not as annotated.
         """
         options, signature, group = self._options, self._signature, flat.group
-        laid = manual.lay_global(flat.call, self._layouts.prefix(flat.call))
+        inputs = manual.lay_global(flat.call, self._layouts.prefix(flat.call))
         sizes = Sizes(signature.name, options.shapes or "")
         if options.shapes == "global":
-            sizes.check(flat.call, laid.leaves)
-        problems = list(laid.problems)
-        for leaf, spec in zip(laid.leaves, laid.specs, strict=True):
+            sizes.check(flat.call, inputs.leaves)
+        problems = list(inputs.problems)
+        for leaf, spec in zip(inputs.leaves, inputs.specs, strict=True):
             problems += manual.misplaced(leaf, spec)
         if problems:
             raise manual.refuse(signature.name, problems)
-        rules, in_specs = self._rules(), laid.specs
+        rules, in_specs = self._rules(), inputs.specs
         local = _LocalBody(signature, self._traces.fun, group, options, rules, manual, sizes)
         traced = local.traced_once()
         if not tracing():
             # Programs that differ only in where their arguments are share one trace of the user's
             # function.
             types: list[Hashable] = []
-            for leaf in laid.leaves:
+            for leaf in inputs.leaves:
                 weak = getattr(leaf.value, "weak_type", False)
                 types.append((leaf.shape, leaf.value.dtype, weak))
             traced = group.bodies.setdefault((manual, rules, in_specs, *types), traced)
@@ -215,20 +215,20 @@ class _LocalBody(NamedTuple):
             result = signature.run(self.fun(), call)
         record = signature.result(result)
         out_specs = options.rules if options.out_specs is None else options.out_specs
-        laid = manual.lay_local(record, signature.result(out_specs))
-        problems = list(laid.problems)
+        outputs = manual.lay_local(record, signature.result(out_specs))
+        problems = list(outputs.problems)
         if options.check_vma and not problems:
             # JAX checks this too, but its message has no path.
-            for leaf, spec in zip(laid.leaves, laid.specs, strict=True):
+            for leaf, spec in zip(outputs.leaves, outputs.specs, strict=True):
                 problems += manual.varying(leaf, spec)
         if problems:
             raise manual.refuse(signature.name, problems)
-        leaves: Sequence[Leaf] = laid.leaves
+        leaves: Sequence[Leaf] = outputs.leaves
         if options.shapes == "global":
-            leaves = list(map(manual.enlarge, laid.leaves, laid.specs))
+            leaves = list(map(manual.enlarge, outputs.leaves, outputs.specs))
         if options.shapes is not None:
             sizes.check(record, leaves)
-        return Output.of(result, signature.name), _Specs(laid.specs)
+        return Output.of(result, signature.name), _Specs(outputs.specs)
 
 
 def _run_mapped(
