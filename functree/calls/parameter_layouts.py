@@ -42,7 +42,8 @@ class ParameterLayouts:
                 near = did_you_mean(lost[0], signature.parameters)
                 raise RuleError(
                     f"{option}: {signature.name} has no parameter {lost[0]!r}{near}; "
-                    f"its parameters are {', '.join(signature.parameters) or 'none'}{meant_rules(written)}"
+                    f"its parameters are {', '.join(signature.parameters) or 'none'}"
+                    f"{meant_rules(written)}"
                 )
         elif isinstance(written, tuple | list):
             self.by_name = self._in_order(option, written)
