@@ -26,6 +26,15 @@ def test_takes_as_many_devices_as_it_needs():
     assert list(ft.make_mesh(data=2, devices=jax.devices()[4:]).devices.flat) == jax.devices()[4:6]
 
 
+def test_takes_the_devices_of_another_mesh():
+    """Which are an array of its shape."""
+    other = ft.make_mesh(data=2, model=4)
+    mesh = ft.make_mesh(x=8, devices=other.devices)  # pyright: ignore[reportArgumentType]
+    assert list(mesh.devices.flat) == list(other.devices.flat) and mesh.axis_names == ("x",)
+    half = ft.make_mesh(x=2, devices=other.devices)  # pyright: ignore[reportArgumentType]
+    assert list(half.devices.flat) == list(other.devices.flat)[:2]
+
+
 @pytest.mark.parametrize(
     ("sizes", "message"),
     [

@@ -2,12 +2,19 @@
 them."""
 
 import importlib.util
+import os
+from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
+import jax
 import pytest
 from checks import raises
+from jax.sharding import AxisType
 
 import functree as ft
+from functree.devices import targets
+from functree.devices.gpus import GPUS
 from functree.devices.targets import target_devices
 
 REFUSED = {
@@ -67,3 +74,85 @@ def test_options_that_exclude_each_other() -> None:
         error=ft.ShardingError,
     ):
         ft.make_mesh(data=8, target=8)  # pyright: ignore[reportArgumentType]
+
+
+@pytest.fixture
+def described(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
+    """What JAX is asked for, with the environment of that moment. It has eight devices of each."""
+    asked: list[Any] = []
+
+    def describe(*args: Any, **options: Any) -> Any:
+        asked.append((args, options, dict(os.environ)))
+        return SimpleNamespace(devices=jax.devices())
+
+    found: Any = object()
+    monkeypatch.setattr(importlib.util, "find_spec", lambda package: found)
+    monkeypatch.setattr(targets.topologies, "get_topology_desc", describe)
+    monkeypatch.setattr(targets, "_tpu_logs", lambda: "/nowhere")
+    target_devices.cache_clear()
+    yield asked
+    target_devices.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("name", "args", "options"),
+    [
+        ("tpu:v5e:2x4", ("v5e:2x4", "tpu"), {}),
+        ("tpu:v5p:2x2x2", ("v5p:2x2x2", "tpu"), {}),
+        ("tpu:v4:2x2x2", ("v4:2x2x2", "tpu"), {"chip_config_name": "megacore"}),
+        ("cuda:h100:8", ("cuda:h100:8", "cuda"), {"topology": "1x1x8"}),
+        ("cuda:a100:4", ("cuda:a100:4", "cuda"), {"topology": "1x1x4"}),
+        ("cuda:b200:32", ("cuda:b200:32", "cuda"), {"topology": "4x1x8"}),
+    ],
+)
+def test_what_jax_is_asked_for(described: list[Any], name: str, args: Any, options: Any) -> None:
+    assert target_devices(name) == tuple(jax.devices())
+    assert target_devices(name) is target_devices(name)
+    ((given, its, _),) = described
+    assert given == args
+    config = its.pop("target_config", None)
+    assert its == options
+    assert (config is None) is name.startswith("tpu")
+    assert config is None or GPUS[name.split(":")[1]].name in config
+
+
+def test_the_environment_is_the_users_again(
+    described: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TPU_WORKER_HOSTNAMES", "mine")
+    monkeypatch.delenv("TPU_SKIP_MDS_QUERY", raising=False)
+    before = dict(os.environ)
+    target_devices("tpu:v5e:2x4")
+    (_, _, environment) = described[0]
+    assert environment["TPU_WORKER_HOSTNAMES"] == "mine"
+    assert environment["TPU_SKIP_MDS_QUERY"] == "1"
+    assert dict(os.environ) == before
+
+
+def test_a_mesh_has_all_devices_of_its_target(described: list[Any]) -> None:
+    with raises("data=4 is 4 devices, but target='tpu:v5e:2x4' has 8", error=ft.ShardingError):
+        ft.make_mesh(data=4, target="tpu:v5e:2x4")
+    assert ft.make_mesh(data=8, target="tpu:v5e:2x4").size == 8
+
+
+def test_a_slice_that_is_not_there(described: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: Any, **options: Any) -> Any:
+        raise jax.errors.JaxRuntimeError("3x5 is none")
+
+    monkeypatch.setattr(targets.topologies, "get_topology_desc", refuse)
+    with raises(
+        "target='tpu:v5e:3x5': there is no such slice: 3x5 is none", error=ft.ShardingError
+    ):
+        target_devices("tpu:v5e:3x5")
+
+
+def test_a_mesh_that_splits_the_axes_of_a_torus(
+    described: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def whole_axes(*args: Any, **options: Any) -> Any:
+        raise NotImplementedError("no such order")
+
+    monkeypatch.setattr(jax, "make_mesh", whole_axes)
+    mesh = ft.make_mesh(data=2, model=4, target="tpu:v5e:2x4", explicit=True)
+    assert dict(mesh.shape) == {"data": 2, "model": 4}
+    assert mesh.axis_types == (AxisType.Explicit,) * 2

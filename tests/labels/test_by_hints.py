@@ -60,6 +60,15 @@ CASES: dict[str, tuple[dict[tuple[Any, ...], Any], dict[str, str]]] = {
         {(): Annotated[Any, ft.names({"a.*": "b e", "model.down": "c f"})]},
         {"a.0": "b e", "a.1": "b e", "model.down": "c f"},
     ),
+    "names, the innermost": (
+        {
+            (): Annotated[
+                dict[str, Annotated[list[Array], ft.names({"0": "b e"})]],
+                ft.names({"a.*": "c f", "ab": "d g"}),
+            ]
+        },
+        {"a.0": "b e"},
+    ),
     "of another kind": ({("ab",): int}, {}),
 }
 

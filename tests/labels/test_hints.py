@@ -405,6 +405,20 @@ def test_buffers(annotation: Any, value: Any) -> None:
     assert all(leaf.buffer for leaf in read(hold(annotation, value)).leaves)
 
 
+@pytest.mark.parametrize(
+    "annotation",
+    [
+        ft.Buffer[Float[Array, "a"]] | None,
+        ft.Buffer[Float[Array, "a"]] | Float[Array, "a b"],
+        Float[Array, "a b"] | ft.Buffer[Float[Array, "a"]],
+    ],
+)
+def test_a_union_with_a_buffer_is_one(annotation: Any) -> None:
+    """It may not be trained, whichever alternative the array is."""
+    (leaf,) = read(hold(annotation, x(2))).leaves
+    assert leaf.buffer and str(leaf.axes) == "a"
+
+
 def test_what_is_beside_a_buffer_is_none() -> None:
     leaves = read(hold(tuple[ft.Buffer[Float[Array, "a"]], Float[Array, "a"]], (x(2), x(2)))).leaves
     assert [leaf.buffer for leaf in leaves] == [True, False]
@@ -621,6 +635,11 @@ def test_what_is_remembered_of_a_hint_is_for_one_stack() -> None:
 
 
 # Dimension strings
+
+
+@pytest.mark.parametrize("token", ["{n:d}", "{self.sizes[1:2]}", "{a@b}"])
+def test_an_expression_may_have_its_signs(token: str) -> None:
+    assert told(Float[Array, f"{token} b"], x(2, 3)) == Axes(None, "b")
 
 
 @pytest.mark.parametrize("token", ["a@data", "a:data", "a@data:2"])

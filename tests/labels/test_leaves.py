@@ -275,6 +275,9 @@ def test_names_reach_subclasses_and_the_nearest_class_wins() -> None:
     general, own = ft.names(weight="out in", bias="out"), ft.names(weight="o i", bias="o")
     assert ft.tree_axes(mine, {eqx.nn.Linear: general}).weight == Axes("out", "in")
     assert ft.tree_axes(mine, {eqx.nn.Linear: general, Mine: own}).weight == Axes("o", "i")
+    # And only those: what they do not name has no name.
+    found = ft.tree_axes(mine, {eqx.nn.Linear: general, Mine: ft.names(weight="o i")})
+    assert found.weight == Axes("o", "i") and found.bias == Axes(None)
 
 
 def test_the_fields_own_names_win() -> None:
@@ -300,6 +303,16 @@ def test_a_fields_own_names_win_from_further_out_too() -> None:
         Outer(Inner(linear())), {eqx.nn.Linear: ft.names(weight="out in", bias="out")}
     )
     assert axes.inner.lin.weight == Axes("mine", None) and axes.inner.lin.bias == Axes("out")
+
+
+def test_names_for_an_array_in_whose_place_are_several() -> None:
+    """As in the state of an optimizer, or after quantization."""
+    several = eqx.tree_at(lambda linear: linear.weight, linear(), (x(3, 2), {"scale": x(3)}))
+    leaves = read(several, {eqx.nn.Linear: ft.names(weight="out in", bias="out")})
+    assert [str(leaf.axes) for leaf in leaves.leaves] == ["_ _", "_", "out"]
+    assert not leaves.problems
+    (problem,) = read(several, {eqx.nn.Linear: ft.names(weigt="out in")}).problems
+    assert "gives axes to `weigt`, but Linear has no such leaf; did you mean `weight" in problem.why
 
 
 def test_names_of_modules_are_not_missed_by_an_array_beside_them() -> None:
@@ -529,6 +542,17 @@ def test_errors(case: str) -> None:
         assert problem.shape is not None or "ft.names" in problem.why
 
 
+def test_a_stack_is_no_remedy_for_too_few_dimensions() -> None:
+    """Though there are more than the annotation has: those of the stacks come first."""
+    (leaf,) = read(Stacky(Stacky(Block(x(5, 6, 2), None)))).leaves
+    assert leaf.misfit is not None
+    assert leaf.misfit.why == (
+        'has 3 dimensions; `Float[Array, "embed hidden"]` has 2 after the axes `layers layers` of '
+        "its stack"
+    )
+    assert leaf.misfit.remedy == "change the annotation or the array"
+
+
 def test_errors_are_collected() -> None:
     wrong = object.__new__(Wrong)
     for name, value in {"w": x(1, 2, 3), "tie": x(2, 3), "lin": linear()}.items():
@@ -572,6 +596,12 @@ def test_names_for_the_root() -> None:
 def states(*refs: ft.StateRef) -> Any:
     """The state of an ensemble of three models."""
     return eqx.filter_vmap(lambda key: ft.make_state(list(refs))[1])(jnp.arange(3))
+
+
+def test_state_that_is_a_number_has_all_of_its_names() -> None:
+    refs = [ft.StateRef(jnp.zeros(())), ft.StateRef(jnp.zeros(2)), ft.StateRef(jnp.zeros(2), "a")]
+    found = read(ft.make_state(refs)[1]).leaves
+    assert [leaf.annotated for leaf in found] == [True, False, True]
 
 
 def test_state_of_another_rank_than_its_refs() -> None:
@@ -682,6 +712,23 @@ def test_bad_patterns(patterns: Any, error: type[Exception], says: str) -> None:
     with pytest.raises(error) as raised:
         ft.names(patterns)
     assert says in str(raised.value)
+
+
+def test_the_spec_of_an_annotation_whose_names_are_given_from_outside() -> None:
+    """That of the alternative which fits."""
+
+    class Either(eqx.Module):
+        w: (
+            Annotated[Float[Array, "a"], ft.P("data")]
+            | Annotated[Float[Array, "a b"], ft.P(None, "model")]
+        )
+
+    names = {Either: ft.names(w="c d")}
+    for value, spec in ((x(2, 3), ft.P(None, "model")), (x(2), ft.P("data"))):
+        (leaf,) = read(Either(value)).leaves
+        assert leaf.spec == spec and leaf.misfit is None
+    (leaf,) = read(Either(x(2, 3)), names).leaves
+    assert str(leaf.axes) == "c d" and leaf.spec == ft.P(None, "model")
 
 
 def test_the_spec_of_an_annotation_speaks_of_one_layer_of_a_stack():

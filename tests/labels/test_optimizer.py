@@ -1,6 +1,8 @@
 """`plan_optimizer` and `init_optimizer` for every optimizer that optax exports, against literal
 specs."""
 
+import dataclasses
+import functools
 import gc
 import inspect
 import re
@@ -738,6 +740,44 @@ def test_an_optimizer_whose_state_has_other_leaves_for_other_sizes():
     tx = optax.GradientTransformation(init, no_update)
     specs = specs_of(tx, {"w": S((8, 8), jnp.float32)}, P("data"))
     assert specs == {"m.w": P("data", None), "extra.w": P("data", None)}
+
+
+def test_an_optimizer_whose_state_has_other_ranks_for_other_sizes():
+    """Whether they are larger or smaller: then a leaf with the shape of its parameter is like it."""
+
+    def init(params: Any) -> Any:
+        flat = jax.tree.map(lambda x: jnp.zeros(x.shape if x.shape[0] == 8 else x.size), params)
+        return {"m": flat, "sum": jax.tree.map(lambda x: jnp.zeros(x.shape[:1]), params)}
+
+    tx = optax.GradientTransformation(init, no_update)
+    params = {"w": S((8, 8), jnp.float32), "v": S((16, 8), jnp.float32)}
+    with pytest.raises(ft.ShardingError) as caught:
+        specs_of(tx, {"w": params["w"]}, P("data"))
+    assert [str(problem.path) for problem in caught.value.problems] == ["sum.w"]
+    specs = specs_of(tx, {"w": params["w"]}, P("data"), otherwise=P())
+    assert specs == {"m.w": P("data", None), "sum.w": P(None)}
+
+
+@dataclasses.dataclass
+class Start:
+    """An `init` that is no function: it has no hash, and cannot be a key."""
+
+    tx: Any
+
+    def __call__(self, params: Any) -> Any:
+        return self.tx.init(params)
+
+    def init(self, params: Any) -> Any:
+        return self.tx.init(params)
+
+
+def test_an_init_of_any_kind():
+    made = adam()
+    expected = ft.plan_optimizer(made, MANY, P("data"), SIZES).rows
+    for init in (Start(made), Start(made).init, functools.partial(made.init), jax.jit(made.init)):
+        tx = optax.GradientTransformation(init, made.update)
+        for _ in range(2):
+            assert ft.plan_optimizer(tx, MANY, P("data"), SIZES).rows == expected
 
 
 def test_errors_of_the_model_and_of_what_is_no_optimizer():

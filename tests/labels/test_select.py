@@ -793,3 +793,13 @@ def test_many_parts_are_found_in_one_walk() -> None:
         ))  # fmt: skip
 
     assert calls(many) < 12 * calls(few)
+
+
+def test_a_path_is_not_the_text_of_a_key_of_a_dict() -> None:
+    """As it may be in a state, whose keys are paths."""
+    tree = {"a.b": 1, "a": {"b": 2, "c.d": 3}}
+    assert ft.select(tree).at("a.b").get() == 2
+    assert ft.select(tree).at(ft.Path(("a.b",))).get() == 1
+    assert ft.select(tree).at('a."c.d"').paths() == (ft.Path(("a", "c.d")),)
+    with raises("there is no `a.c.d`: `a` has no `c`"):
+        ft.select(tree).at("a.c.d")
