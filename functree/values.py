@@ -1,4 +1,4 @@
-"""`Value`: the base class of immutable values that have a constructor of their own."""
+"""`Value`: the base of immutable values that have their own constructor; and texts of dicts."""
 
 from abc import abstractmethod
 from collections.abc import Iterable
