@@ -43,8 +43,8 @@ from functree.labels.select import Selection, select
 from functree.labels.split import merge, split
 from functree.layout.fsdp import FSDP
 from functree.layout.layout import Layout, on_host
+from functree.layout.plan.make_plan import plan
 from functree.layout.plan.plan import Plan
-from functree.layout.plan.resolver import plan
 from functree.layout.plan.row import Row
 from functree.layout.plan_optimizer import plan_optimizer
 from functree.layout.rules import AxisRules
@@ -53,7 +53,7 @@ from functree.placing.ambient import axis_rules, spec
 from functree.placing.constrain import constrain
 from functree.placing.copy import copy
 from functree.placing.shard import shard
-from functree.processes.check import check_processes
+from functree.processes.check_processes import check_processes
 from functree.processes.preempted import preempted
 from functree.report.diff import Change, Diff
 from functree.state.ema import averaged, with_ema

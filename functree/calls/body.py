@@ -6,7 +6,7 @@ from itertools import groupby
 
 from jax.tree_util import register_pytree_with_keys
 
-from functree.calls.derivatives import Context
+from functree.calls.derivative_rules import Context
 from functree.calls.output import Output
 from functree.calls.signature import AnyFunction
 from functree.tree.arrays import AnyArray, Tree

@@ -15,8 +15,8 @@ from functree.calls.compilations import Compilation, Log, Situation
 from functree.calls.compile_events import compile_events
 from functree.calls.program import Program, around, without_jit
 from functree.calls.signature import Args, Kwargs, Partial, Record, wrapper_updates
-from functree.calls.stage import StagedCall
-from functree.calls.stages import Lowered, Traced
+from functree.calls.stages.lowered import Lowered, Traced
+from functree.calls.stages.stage import StagedCall
 from functree.calls.static_arguments import with_static
 from functree.calls.traces import Traces
 from functree.devices.meshes import tracing

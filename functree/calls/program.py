@@ -15,7 +15,7 @@ from jax.stages import Traced, Wrapped
 
 from functree.calls.body import Arguments, Arrays, Body
 from functree.calls.call_groups import CallGroup
-from functree.calls.derivatives import has_derivatives, in_context
+from functree.calls.derivative_rules import has_derivatives, in_context
 from functree.calls.output import Output
 from functree.devices.constraint import with_constraint
 from functree.devices.meshes import tracing, without_devices

@@ -9,10 +9,10 @@ from typing import Any, NamedTuple, Self
 
 from jax.tree_util import default_registry, register_static
 
+from functree.argument_checks import FUNCTION, shown
 from functree.calls.closures import closed_over
 from functree.errors import FunctreeTypeError, FunctreeValueError
 from functree.labels.annotations.hints import UNREADABLE
-from functree.parameters import FUNCTION, shown
 from functree.tree.arrays import Tree
 from functree.tree.paths import Path
 

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from functree.argument_checks import shown
 from functree.compiled.codec import LedgerParts, ledger_json, read_ledger_json
 from functree.compiled.collective import Collective
 from functree.compiled.diff import memory_changes, moved_changes
@@ -11,7 +12,6 @@ from functree.compiled.page import ledger_html
 from functree.compiled.text import ledger_text, summary_text
 from functree.devices.meshes import MeshView
 from functree.errors import FunctreeTypeError
-from functree.parameters import shown
 from functree.report.diff import Change, Diff
 from functree.tree.paths import Path
 

@@ -8,6 +8,7 @@ import jax.export
 import numpy as np
 from jax.sharding import NamedSharding
 
+from functree.argument_checks import TEXTS, Takes, check, shown
 from functree.calls.function import BoundFunction
 from functree.calls.program import around
 from functree.calls.signature import Signature
@@ -21,7 +22,6 @@ from functree.errors import (
 from functree.io.extras import ForeignErrors, import_extra
 from functree.labels.leaf import Leaf, array_problem
 from functree.labels.leaves import read
-from functree.parameters import TEXTS, Takes, check, shown
 from functree.report.byte_sizes import bytes_text
 from functree.report.table import columns
 from functree.transforms.jit.jitted import Jit

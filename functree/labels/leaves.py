@@ -14,6 +14,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.tree_util import GetAttrKey, tree_leaves, tree_map, tree_structure
 
+from functree.argument_checks import check_tree
 from functree.errors import (
     AxesError,
     FunctreeError,
@@ -35,7 +36,6 @@ from functree.labels.annotations.given_names import (
 from functree.labels.annotations.hints import NO_ENV, NOTHING, Hint
 from functree.labels.annotations.leaf_axes import Memory, leaf_axes, state_axes
 from functree.labels.leaf import Leaf
-from functree.parameters import check_tree
 from functree.tree.arrays import AnyArray, Tree, is_array
 from functree.tree.axes import Axes, Names
 from functree.tree.interfaces import PackedTree, Stack, StateMapping, TrainingState

@@ -6,6 +6,7 @@ from itertools import chain
 from types import UnionType
 from typing import Any, Generic, TypeVar, get_args, get_origin
 
+from functree.argument_checks import EXTENT, FUNCTION, ITERABLE, check, check_callback
 from functree.errors import (
     FunctreeError,
     FunctreeTypeError,
@@ -17,7 +18,6 @@ from functree.errors import (
 from functree.labels.filters.filter import Filter, as_filter, bare_class
 from functree.labels.leaves import read
 from functree.labels.selected_parts import accessed_paths, path_below
-from functree.parameters import EXTENT, FUNCTION, ITERABLE, check, check_callback
 from functree.tree.arrays import Tree, value_text
 from functree.tree.nodes import (
     BELOW,

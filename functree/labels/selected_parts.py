@@ -5,8 +5,8 @@ from dataclasses import fields, is_dataclass
 from operator import attrgetter
 from typing import Any
 
+from functree.argument_checks import shown
 from functree.errors import FunctreeError, FunctreeValueError, RuleError, did_you_mean
-from functree.parameters import shown
 from functree.tree.arrays import Tree
 from functree.tree.nodes import children, marked
 from functree.tree.paths import Path, first_beginning

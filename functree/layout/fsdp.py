@@ -5,6 +5,7 @@ from collections.abc import Hashable, Sequence
 
 from jax.sharding import PartitionSpec
 
+from functree.argument_checks import is_name
 from functree.devices.meshes import MeshView
 from functree.devices.specs import axes_text, spec_text
 from functree.errors import Problem, RuleError, near_name
@@ -19,7 +20,6 @@ from functree.layout.decision import (
 )
 from functree.layout.layout import Layout, Resolution, as_layout
 from functree.layout.validation import missing_axes, parts_over, present_axes
-from functree.parameters import is_name
 from functree.tree.axes import is_axis_name
 from functree.values import Value
 

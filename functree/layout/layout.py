@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
+from functree.argument_checks import check_callback
 from functree.devices.meshes import MeshView
 from functree.devices.placement import other_memory
 from functree.devices.specs import invalid_entry, spec_text
@@ -15,7 +16,6 @@ from functree.errors import Problem, RuleError
 from functree.labels.annotations.hints import Hint
 from functree.labels.leaf import Leaf
 from functree.layout.decision import Decision, apply_spec, decide_each, whole
-from functree.parameters import check_callback
 from functree.tree.axes import Names
 from functree.tree.paths import Path
 from functree.values import dict_text

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from functree.argument_checks import check_tree
 from functree.devices.meshes import MeshLike, agreed_mesh
 from functree.errors import Problem, RuleError, did_you_mean
 from functree.labels.filters.filter import FilterLike, as_filter, patterns
@@ -14,11 +15,10 @@ from functree.labels.optimizer.optimizer_state import optimizer_state
 from functree.layout.decide import Decisions, by_path, decide_parts, filter_problems, follow
 from functree.layout.decision import Reason
 from functree.layout.layout import LayoutLike, LayoutTree, as_layout
+from functree.layout.plan.make_plan import plan_decisions, read_for
 from functree.layout.plan.plan import Plan
-from functree.layout.plan.resolver import plan_decisions, read_for
 from functree.layout.prefix import own_meshes
 from functree.layout.validation import leaf_problems, refuse
-from functree.parameters import check_tree
 
 
 def plan_optimizer(

@@ -5,12 +5,13 @@ from typing import Any, NamedTuple
 
 from jax.sharding import PartitionSpec
 
+from functree.argument_checks import SHAPE, check, is_name
 from functree.devices.meshes import MeshLike, MeshView, mesh_view
 from functree.devices.specs import axes_text, entry
 from functree.errors import Problem, RuleError, did_you_mean, near_name
 from functree.labels.annotations.given_names import invalid_names
 from functree.labels.leaf import Leaf
-from functree.layout.bare_array import spec_of_axes
+from functree.layout.array_spec import spec_of_axes
 from functree.layout.decision import (
     Decision,
     Dimension,
@@ -23,7 +24,6 @@ from functree.layout.decision import (
 )
 from functree.layout.layout import Layout, Resolution, pairs_text, written_pairs
 from functree.layout.validation import absent, missing_axes
-from functree.parameters import SHAPE, check, is_name
 from functree.tree.axes import Axes, Names, is_axis_name
 from functree.values import Value, dict_text
 

@@ -8,10 +8,20 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
+from functree.argument_checks import (
+    FLAG,
+    FLOATING,
+    FRACTION,
+    POSITIVE,
+    SIZE,
+    TEXT,
+    TEXTS,
+    Takes,
+    check,
+)
 from functree.errors import FunctreeValueError
 from functree.nn.norm import affine, one_axis
 from functree.nn.weights import accumulator, broadcast_like
-from functree.parameters import FLAG, FLOATING, FRACTION, POSITIVE, SIZE, TEXT, TEXTS, Takes, check
 from functree.state.refs import StateRef
 from functree.state.state import State
 from functree.tree.axes import Axes, Names, names

@@ -7,13 +7,13 @@ import jax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
+from functree.argument_checks import FUNCTION, KEY, Takes, check
 from functree.nn.activations import activation
 from functree.nn.attention.layer import Attention, LayerCache, Positions, Segments
 from functree.nn.config import TransformerConfig
 from functree.nn.mlp import MLP
 from functree.nn.norm import RMSNorm
 from functree.nn.weights import Initializer, fan_in
-from functree.parameters import FUNCTION, KEY, Takes, check
 
 CONFIG = Takes("a `ft.nn.TransformerConfig`", lambda value: isinstance(value, TransformerConfig))
 

@@ -6,11 +6,11 @@ import equinox as eqx
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from functree.argument_checks import EXTENT, SIZE, Takes, check
 from functree.errors import FunctreeValueError
 from functree.nn.activations import activation, on_shards
 from functree.nn.attention.attend import cached_positions
 from functree.nn.config import TransformerConfig
-from functree.parameters import EXTENT, SIZE, Takes, check
 
 _MODEL = Takes("an `ft.nn.Transformer`", lambda value: isinstance(value, TransformerConfig))
 

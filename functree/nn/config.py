@@ -6,11 +6,11 @@ from collections.abc import Iterator
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from functree.argument_checks import FLAG, FLOATING, POSITIVE, SIZE, check, is_size
 from functree.errors import Problem
 from functree.nn.attention.attend import IMPLEMENTATION, Implementation
 from functree.nn.attention.layer import head_problems
 from functree.nn.rope import SCALING, Scaling
-from functree.parameters import FLAG, FLOATING, POSITIVE, SIZE, check, is_size
 from functree.transforms.remat import REMAT, Remat
 
 _NUMBERS = ("rope_theta", "norm_eps")

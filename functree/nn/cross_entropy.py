@@ -10,13 +10,13 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
+from functree.argument_checks import ROOM, SIZE, Takes, check, is_integers, parameter_error, shown
 from functree.devices.specs import entry, mesh_axes
 from functree.errors import Problem
 from functree.nn.activations import activation, indices_along, on_one_device, specs_of
 from functree.nn.attention.layer import Positions, Segments
 from functree.nn.transformer import TOKENS, Head, Tokens, Transformer
 from functree.nn.weights import accumulator
-from functree.parameters import ROOM, SIZE, Takes, check, is_integers, parameter_error, shown
 from functree.tree.arrays import Tree
 
 _MODEL = Takes("an `ft.nn.Transformer`", lambda value: isinstance(value, Transformer))

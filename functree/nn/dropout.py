@@ -8,8 +8,8 @@ import jax.numpy as jnp
 from jax.sharding import AxisType
 from jaxtyping import Array, Float, PRNGKeyArray
 
+from functree.argument_checks import DECAY, FLAG, check
 from functree.errors import FunctreeTypeError
-from functree.parameters import DECAY, FLAG, check
 
 
 class Dropout(eqx.Module):

@@ -6,9 +6,9 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
+from functree.argument_checks import FLOATING, FUNCTION, KEY, SIZE, check
 from functree.nn.activations import constrain_to
 from functree.nn.weights import Initializer, cast, dtype_or_none, product, rows, small_normal
-from functree.parameters import FLOATING, FUNCTION, KEY, SIZE, check
 from functree.placing.ambient import has_axis_rules, spec
 
 

@@ -9,11 +9,7 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
-from functree.errors import Problem
-from functree.nn.activations import activation, gather_last, on_shards, unsharded_sequence
-from functree.nn.cache import Cache
-from functree.nn.transformer import Transformer
-from functree.parameters import (
+from functree.argument_checks import (
     FRACTION,
     KEY,
     POSITION,
@@ -26,6 +22,10 @@ from functree.parameters import (
     parameter_error,
     shown,
 )
+from functree.errors import Problem
+from functree.nn.activations import activation, gather_last, on_shards, unsharded_sequence
+from functree.nn.cache import Cache
+from functree.nn.transformer import Transformer
 from functree.transforms.jit.jit import jit
 
 _MODEL = Takes("an `ft.nn.Transformer`", lambda value: isinstance(value, Transformer))

@@ -6,6 +6,7 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, PRNGKeyArray
 
+from functree.argument_checks import FLAG, FLOATING, FUNCTION, KEY, SIZE, check
 from functree.errors import AxesError
 from functree.nn.weights import (
     Initializer,
@@ -15,7 +16,6 @@ from functree.nn.weights import (
     fan_in,
     product,
 )
-from functree.parameters import FLAG, FLOATING, FUNCTION, KEY, SIZE, check
 from functree.tree.axes import Axes, Names, names
 
 

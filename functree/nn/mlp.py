@@ -8,9 +8,9 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, PRNGKeyArray
 
+from functree.argument_checks import FLOATING, FUNCTION, KEY, SIZE, check
 from functree.nn.activations import activation, inputs
 from functree.nn.weights import Initializer, cast, dtype_or_none, fan_in, product
-from functree.parameters import FLOATING, FUNCTION, KEY, SIZE, check
 
 
 class MLP(eqx.Module):

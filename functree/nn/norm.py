@@ -7,9 +7,9 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, PRNGKeyArray
 
+from functree.argument_checks import FLAG, FLOATING, FUNCTION, KEY, POSITIVE, SIZE, check
 from functree.errors import AxesError
 from functree.nn.weights import Initializer, accumulator, broadcast_like, dtype_or_none
-from functree.parameters import FLAG, FLOATING, FUNCTION, KEY, POSITIVE, SIZE, check
 from functree.tree.axes import Axes, Names, names
 
 

@@ -7,13 +7,13 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from functree.errors import FunctreeError, FunctreeValueError, Problem, count, did_you_mean
-from functree.nn.config import TransformerConfig
-from functree.nn.weight_map import WeightMap
-from functree.parameters import (
+from functree.argument_checks import (
     FILE,
     check,
 )
+from functree.errors import FunctreeError, FunctreeValueError, Problem, count, did_you_mean
+from functree.nn.config import TransformerConfig
+from functree.nn.weight_map import WeightMap
 
 # The fields that one chooses when a model is loaded; the others are those of the weights.
 _CHOSEN = ("compute_dtype", "remat", "attention", "max_seq")

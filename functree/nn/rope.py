@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from functree.argument_checks import POSITIVE, SIZE, Takes, check
 from functree.errors import FunctreeValueError
 from functree.nn.weights import accumulator
-from functree.parameters import POSITIVE, SIZE, Takes, check
 
 Scaling = Callable[[Float[Array, "pairs"]], Float[Array, "pairs"]]
 """A hashable function of the frequencies, in radians per position, that returns other ones."""

@@ -8,9 +8,9 @@ import equinox as eqx
 import jax
 from jaxtyping import PRNGKeyArray
 
+from functree.argument_checks import FUNCTION, ITERABLE, check
 from functree.errors import FunctreeTypeError
 from functree.layout.layout import Layout, LayoutLike, as_layout
-from functree.parameters import FUNCTION, ITERABLE, check
 from functree.placing.ambient import has_axis_rules
 from functree.placing.constrain import constrain
 from functree.state.state import State, holds_refs

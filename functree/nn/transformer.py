@@ -8,6 +8,15 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
+from functree.argument_checks import (
+    FUNCTION,
+    KEY,
+    Takes,
+    check,
+    is_integers,
+    parameter_error,
+    shown,
+)
 from functree.errors import FunctreeValueError, Problem, count
 from functree.nn.activations import activation, inputs, unsharded_sequence
 from functree.nn.attention.attend import next_positions
@@ -20,7 +29,6 @@ from functree.nn.linear import Linear
 from functree.nn.mlp import MLP
 from functree.nn.norm import RMSNorm
 from functree.nn.weights import Initializer, fan_in, small_normal
-from functree.parameters import FUNCTION, KEY, Takes, check, is_integers, parameter_error, shown
 from functree.transforms.stacked import Stacked, stack
 from functree.tree.arrays import is_array
 

@@ -9,9 +9,7 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, NamedTuple
 
-from functree.nn.config import TransformerConfig
-from functree.nn.rope import Llama3Rope
-from functree.parameters import (
+from functree.argument_checks import (
     FUNCTION,
     MAPPING,
     TEXT,
@@ -21,6 +19,8 @@ from functree.parameters import (
     is_number,
     is_size,
 )
+from functree.nn.config import TransformerConfig
+from functree.nn.rope import Llama3Rope
 
 
 class Field(NamedTuple):

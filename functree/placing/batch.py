@@ -13,7 +13,7 @@ from jax.tree_util import tree_flatten
 
 from functree.devices.meshes import MeshLike, current_mesh
 from functree.devices.placement import is_concrete
-from functree.labels.bare_arrays import AxesTree
+from functree.labels.named_arrays import AxesTree
 from functree.layout.fsdp import FSDP
 from functree.layout.layout import Composition, LayoutTree
 from functree.layout.rules import AxisRules

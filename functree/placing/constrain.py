@@ -6,18 +6,18 @@ from typing import Any, TypeVar
 import jax
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
+from functree.argument_checks import check_tree
 from functree.devices.constraint import with_constraint
 from functree.devices.meshes import MeshView, agreed_mesh, current_mesh, mesh_view
 from functree.devices.placement import first_mesh
 from functree.errors import ShardingError, count
-from functree.layout.bare_array import activation, array_spec
+from functree.layout.array_spec import activation, array_spec
 from functree.layout.decide import decide_parts
 from functree.layout.decision import Decision
 from functree.layout.layout import Layout, LayoutLike, LayoutTree, as_layout
-from functree.layout.plan.resolver import read_for
+from functree.layout.plan.make_plan import read_for
 from functree.layout.prefix import own_meshes
 from functree.layout.validation import refuse
-from functree.parameters import check_tree
 from functree.placing.ambient import ambient_rules
 from functree.tree.arrays import AnyArray, is_array
 from functree.tree.axes import Axes

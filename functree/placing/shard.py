@@ -10,17 +10,17 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import NamedSharding
 
+from functree.argument_checks import FLAG, check, check_tree
 from functree.devices.meshes import NO_MESH, MeshLike, agreed_mesh, without_devices
 from functree.devices.placement import is_placed
 from functree.errors import Problem, ShardingError, count
-from functree.labels.bare_arrays import AxesTree, named_arrays
 from functree.labels.leaves import Leaves
+from functree.labels.named_arrays import AxesTree, named_arrays
 from functree.layout.layout import LayoutTree
+from functree.layout.plan.make_plan import plan_leaves, read_for
 from functree.layout.plan.plan import Plan
-from functree.layout.plan.resolver import plan_leaves, read_for
 from functree.layout.prefix import own_meshes
-from functree.parameters import FLAG, check, check_tree
-from functree.placing.across import Values, place_across
+from functree.placing.across_processes import Values, place_across
 from functree.placing.batch import Batch
 
 T = TypeVar("T")

@@ -8,8 +8,8 @@ from typing import Any
 import jax
 from jax.experimental import multihost_utils
 
+from functree.argument_checks import EXTENT, check
 from functree.errors import FunctreeError
-from functree.parameters import EXTENT, check
 
 
 def preempted(step: int) -> bool:

@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from functree.argument_checks import DECAY, check
 from functree.errors import FunctreeTypeError, FunctreeValueError
 from functree.labels.optimizer.followed_parameters import check_optimizer
-from functree.parameters import DECAY, check
 from functree.state.train import TRAIN_STATE, TrainState, updated
 from functree.tree.arrays import Tree
 from functree.tree.nodes import outermost

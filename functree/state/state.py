@@ -10,10 +10,10 @@ import jax.numpy as jnp
 from jax.tree_util import DictKey, register_pytree_with_keys
 from jax.typing import DTypeLike
 
+from functree.argument_checks import check_tree
 from functree.errors import StateError, did_you_mean
 from functree.labels.leaf import Leaf
 from functree.labels.leaves import read
-from functree.parameters import check_tree
 from functree.state.refs import StateRef, strong
 from functree.tree.arrays import AnyArray, Tree, array_text, is_array
 from functree.tree.interfaces import Entry, PackedTree, StateMapping

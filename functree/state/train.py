@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Int, PRNGKeyArray
 
+from functree.argument_checks import KEY, Takes, check, check_tree
 from functree.devices.meshes import MeshLike, mesh_view
 from functree.errors import FunctreeValueError, Problem, StateError, count
 from functree.labels.filters.filter import Filter, FilterLike, as_filter
@@ -18,7 +19,6 @@ from functree.labels.leaves import Leaves, arrays_by_path, read
 from functree.labels.optimizer.followed_parameters import check_optimizer
 from functree.layout.layout import LayoutTree
 from functree.layout.plan_optimizer import select_trained
-from functree.parameters import KEY, Takes, check, check_tree
 from functree.placing.shard import shard
 from functree.state.refs import StateRef, strong
 from functree.state.state import State, apart, place_state

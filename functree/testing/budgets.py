@@ -3,12 +3,12 @@
 from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
+from functree.argument_checks import EXTENT, check, parameter_error, shown
 from functree.compiled.collective import Collective
 from functree.compiled.data_flow import KINDS
 from functree.compiled.ledger import Ledger
 from functree.compiled.table_rows import table_rows
 from functree.errors import FunctreeTypeError, FunctreeValueError, did_you_mean
-from functree.parameters import EXTENT, check, parameter_error, shown
 from functree.report.byte_sizes import bytes_text
 
 Kind = str | tuple[str, str | tuple[str, ...]]

@@ -6,13 +6,13 @@ from typing import Any
 import jax
 from jax.tree_util import tree_leaves
 
+from functree.argument_checks import FUNCTION, check
 from functree.calls.call_groups import CallGroup
 from functree.calls.compilations import Difference, Situation, differences
 from functree.calls.function import Function
 from functree.calls.signature import Signature
 from functree.devices.placement import sharding_text
 from functree.errors import FunctreeTypeError
-from functree.parameters import FUNCTION, check
 from functree.transforms.jit.jit import jit
 from functree.tree.arrays import Tree
 from functree.tree.nodes import children

@@ -4,10 +4,10 @@ import difflib
 import os
 from pathlib import Path
 
+from functree.argument_checks import FILE, check, shown
 from functree.errors import FunctreeTypeError, count
 from functree.layout.plan.fold import fold
 from functree.layout.plan.plan import Plan
-from functree.parameters import FILE, check, shown
 from functree.report.byte_sizes import bytes_text
 
 UPDATE = "FUNCTREE_UPDATE_GOLDEN"

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
+from functree.argument_checks import FUNCTION, ROOM, check, shown
 from functree.calls.function import Function
 from functree.calls.parameter_layouts import ParameterLayouts
 from functree.calls.signature import Signature
@@ -15,9 +16,8 @@ from functree.devices.meshes import without_devices
 from functree.errors import FunctreeTypeError, ShardingError
 from functree.labels.leaves import read
 from functree.layout.layout import Layout, LayoutTree
+from functree.layout.plan.make_plan import plan_tree
 from functree.layout.plan.plan import Plan
-from functree.layout.plan.resolver import plan_tree
-from functree.parameters import FUNCTION, ROOM, check, shown
 from functree.transforms.jit.jit import jit
 from functree.tree.arrays import AnyArray, Tree
 from functree.tree.bits import is_key

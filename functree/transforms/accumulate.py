@@ -12,12 +12,12 @@ import numpy as np
 from jax.sharding import AxisType
 from jax.tree_util import tree_map
 
+from functree.argument_checks import FUNCTION, SIZE, check
 from functree.calls.signature import Signature
 from functree.devices.specs import mesh_axes
 from functree.errors import FunctreeTypeError, FunctreeValueError, Problem, count
 from functree.labels.leaf import Leaf
 from functree.labels.leaves import read
-from functree.parameters import FUNCTION, SIZE, check
 from functree.transforms.jit.jit import jit
 from functree.tree.arrays import Tree, is_array
 

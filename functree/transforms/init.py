@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
+from functree.argument_checks import FUNCTION, check
 from functree.calls.body import Arguments, Body
 from functree.calls.call_groups import CallGroup, FlatCall
 from functree.calls.checks import check_mesh
@@ -29,11 +30,10 @@ from functree.labels.filters.filter import FilterLike
 from functree.labels.filters.predicates import is_trainable
 from functree.labels.optimizer.followed_parameters import Optimizer
 from functree.layout.layout import Layout, LayoutLike, LayoutTree
+from functree.layout.plan.make_plan import plan_tree
 from functree.layout.plan.plan import Plan
-from functree.layout.plan.resolver import plan_tree
 from functree.layout.plan_optimizer import plan_state
 from functree.layout.prefix import copied
-from functree.parameters import FUNCTION, check
 from functree.placing.ambient import ambient_rules, axis_rules
 from functree.processes.agreement import Agreement, Facts
 from functree.processes.facts import facts_of

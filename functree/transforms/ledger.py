@@ -7,6 +7,7 @@ from typing import Any
 from jax.sharding import AbstractMesh, Mesh
 from jax.tree_util import tree_flatten_with_path
 
+from functree.argument_checks import FUNCTION, check
 from functree.calls.compiled_program import heard_compiling, ledger_of
 from functree.calls.function import Function
 from functree.calls.signature import AnyFunction
@@ -14,7 +15,6 @@ from functree.compiled.ledger import Ledger
 from functree.devices.meshes import MeshLike, mesh_view
 from functree.errors import FunctreeValueError
 from functree.layout.layout import LayoutTree
-from functree.parameters import FUNCTION, check
 from functree.transforms.jit.jit import jit
 from functree.tree.arrays import Tree
 from functree.tree.paths import Path

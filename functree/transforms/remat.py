@@ -7,8 +7,8 @@ from typing import Any
 import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr, Primitive
 
+from functree.argument_checks import Takes, parameter_error
 from functree.errors import FunctreeValueError, Problem, count, did_you_mean
-from functree.parameters import Takes, parameter_error
 from functree.tree.arrays import Tree
 from functree.tree.skeleton.static_value import is_hashable
 

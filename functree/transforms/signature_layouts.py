@@ -6,11 +6,12 @@ from typing import Any
 
 from jax.sharding import PartitionSpec
 
+from functree.argument_checks import FUNCTION, check
 from functree.calls.signature import RESULT, Signature
 from functree.errors import AxesError
 from functree.labels.annotations.classes import class_hints
 from functree.labels.annotations.hints import NOTHING, UNREADABLE, Hint
-from functree.layout.bare_array import spec_of_axes
+from functree.layout.array_spec import spec_of_axes
 from functree.layout.layout import (
     Layout,
     LayoutLike,
@@ -20,7 +21,6 @@ from functree.layout.layout import (
     as_layout,
 )
 from functree.layout.rules import AxisRules
-from functree.parameters import FUNCTION, check
 
 _STATIC = (int, float, complex, bool, str, bytes, type(None), None)
 

@@ -7,9 +7,9 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 
+from functree.argument_checks import Takes
 from functree.errors import FunctreeTypeError, FunctreeValueError, Problem, did_you_mean
 from functree.labels.leaf import array_problem
-from functree.parameters import Takes
 from functree.tree.arrays import Tree
 from functree.tree.paths import Path
 

@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int, PRNGKeyArray
 
+from functree.argument_checks import FLAG, FUNCTION, KEY, SIZE, Takes, check
 from functree.errors import AxesError, FunctreeTypeError, FunctreeValueError, Problem
 from functree.labels.leaf import array_problem
-from functree.parameters import FLAG, FUNCTION, KEY, SIZE, Takes, check
 from functree.transforms.remat import Offload, Remat, check_names, remat_policy
 from functree.transforms.stack_arguments import EACH, arrays_with_path, check_each
 from functree.tree.arrays import Tree

@@ -9,15 +9,15 @@ import jax
 from jax.sharding import AxisType, PartitionSpec
 from jaxtyping import jaxtyped
 
+from functree.argument_checks import FLAG, FUNCTION, check
 from functree.calls.signature import AnyFunction, Record, Signature, inspected, wrapper_updates
 from functree.devices.meshes import MeshView
 from functree.devices.specs import of_rank, spec_text, without
 from functree.errors import Problem, ShardingError, count
 from functree.labels.leaf import Leaf
 from functree.labels.leaves import Leaves, read
-from functree.layout.bare_array import spec_of_axes
+from functree.layout.array_spec import spec_of_axes
 from functree.layout.layout import Layout
-from functree.parameters import FLAG, FUNCTION, check
 from functree.placing.ambient import ambient_rules
 from functree.placing.constrain import constrain
 from functree.transforms.sizes import Sizes, annotated

@@ -5,8 +5,8 @@ from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from typing import Annotated, Self, TypeGuard, TypeVar
 
+from functree.argument_checks import shown
 from functree.errors import AxesError
-from functree.parameters import shown
 from functree.tree.globs import glob_pattern
 from functree.values import Value, dict_text
 

@@ -10,8 +10,8 @@ from typing import Any, Self
 
 from jax.tree_util import DictKey, FlattenedIndexKey, GetAttrKey, SequenceKey
 
+from functree.argument_checks import shown
 from functree.errors import RuleError
-from functree.parameters import shown
 
 Key = Hashable
 """A plain key: the name of a field, the key of a dict, or an index."""

@@ -16,7 +16,7 @@ from meshes import MESH, mesh_of
 from trees import MLP, mlp
 
 import functree as ft
-from functree.layout.plan.resolver import plan_leaves
+from functree.layout.plan.make_plan import plan_leaves
 
 P = PartitionSpec
 RULES = ft.AxisRules({"batch": "data", "hidden": "model", "embed": None})

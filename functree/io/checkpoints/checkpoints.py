@@ -8,6 +8,7 @@ from typing import Self, TypeVar
 
 import jax
 
+from functree.argument_checks import EXTENT, FLAG, FOLDER, SIZE, check
 from functree.devices.meshes import MeshLike
 from functree.errors import CheckpointError, CheckpointFileError, FunctreeError, warn
 from functree.io.checkpoints.engine import is_done
@@ -16,7 +17,6 @@ from functree.io.checkpoints.read import restore
 from functree.io.checkpoints.write import CheckpointWriter
 from functree.labels.filters.filter import FilterLike
 from functree.layout.layout import LayoutTree
-from functree.parameters import EXTENT, FLAG, FOLDER, SIZE, check
 from functree.processes.agreement import Agreement, text_of_first, wait_in_all
 from functree.tree.arrays import Tree
 

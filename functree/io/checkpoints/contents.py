@@ -8,14 +8,14 @@ from typing import NamedTuple
 import jax
 from jax.core import Tracer
 
+from functree.argument_checks import check_tree, shown
 from functree.devices.meshes import mesh_view
 from functree.errors import CheckpointError, Problem, RuleError, count
 from functree.io.checkpoints.manifest import Manifest, SavedArray
-from functree.io.checkpoints.stored import NOT_STORED, StoredArray, to_stored
+from functree.io.checkpoints.stored_arrays import NOT_STORED, StoredArray, to_stored
 from functree.labels.leaf import Leaf
 from functree.labels.leaves import read
-from functree.layout.plan.live import live_rows
-from functree.parameters import check_tree, shown
+from functree.layout.plan.live_arrays import live_rows
 from functree.processes.agreement import Facts, processes_text
 from functree.processes.digest import digest
 from functree.tree.arrays import Tree

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from functree.errors import CheckpointError
-from functree.io.checkpoints.stored import StoredArray
+from functree.io.checkpoints.stored_arrays import StoredArray
 from functree.io.extras import import_extra
 
 # Not with `|`, in which `pyright --verifytypes` finds type arguments of `jax.ShapeDtypeStruct`.

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path as FilePath
 from typing import Any
 
+from functree.argument_checks import FILE, check, shown
 from functree.devices.meshes import MeshView
 from functree.devices.specs import spec_text
 from functree.errors import FunctreeTypeError, count, did_you_mean
@@ -14,7 +15,6 @@ from functree.io.checkpoints.manifest import SavedArray
 from functree.layout.plan.plan import Plan
 from functree.layout.plan.row import Row
 from functree.layout.plan.text import plan_text
-from functree.parameters import FILE, check, shown
 from functree.report.byte_sizes import bytes_text
 from functree.report.diff import Change, Diff, changes
 from functree.tree.arrays import array_text

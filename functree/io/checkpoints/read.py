@@ -12,6 +12,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import Sharding
 
+from functree.argument_checks import FILE, FLAG, check, check_tree
 from functree.devices.meshes import MeshLike, agreed_mesh
 from functree.devices.placement import sharding_text
 from functree.errors import (
@@ -27,14 +28,13 @@ from functree.io.checkpoints.contents import numbers_of
 from functree.io.checkpoints.engine import check_dtypes, load_arrays
 from functree.io.checkpoints.folder import files, local, read_manifest
 from functree.io.checkpoints.manifest import Manifest
-from functree.io.checkpoints.wanted import Wanted, wanted_arrays
+from functree.io.checkpoints.restored_arrays import Wanted, wanted_arrays
 from functree.labels.filters.filter import Filter, FilterLike, as_filter
 from functree.labels.leaves import Leaves, read
 from functree.layout.layout import LayoutTree
-from functree.layout.plan.resolver import plan_leaves, read_for
+from functree.layout.plan.make_plan import plan_leaves, read_for
 from functree.layout.prefix import own_meshes
 from functree.layout.validation import refuse
-from functree.parameters import FILE, FLAG, check, check_tree
 from functree.processes.agreement import Agreement, Facts, text_of_first
 from functree.processes.same_copies import digests_of
 from functree.tree.arrays import array_text

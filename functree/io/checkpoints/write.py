@@ -9,6 +9,7 @@ from pathlib import Path as FilePath
 import jax
 import numpy as np
 
+from functree.argument_checks import FILE, FLAG, check
 from functree.errors import CheckpointError, CheckpointFileError, listed
 from functree.io.checkpoints.contents import Contents
 from functree.io.checkpoints.engine import (
@@ -22,8 +23,7 @@ from functree.io.checkpoints.engine import (
 )
 from functree.io.checkpoints.folder import Draft, check_seen, files, local
 from functree.io.checkpoints.manifest import SavedArray
-from functree.io.checkpoints.stored import StoredArray
-from functree.parameters import FILE, FLAG, check
+from functree.io.checkpoints.stored_arrays import StoredArray
 from functree.processes.agreement import Agreement, text_of_first, wait_in_all
 from functree.processes.same_copies import digests_of
 from functree.tree.arrays import Tree

@@ -9,17 +9,17 @@ import jax
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
+from functree.argument_checks import FLOATING, FOLDER, check
 from functree.errors import FunctreeError, Problem, ShardingError, count
 from functree.io.extras import ForeignErrors
 from functree.io.weights.blocks import Weight, weights_of
 from functree.io.weights.files import Tensor, open_tensors
 from functree.labels.leaves import read
 from functree.layout.layout import LayoutTree
+from functree.layout.plan.make_plan import plan
 from functree.layout.plan.plan import Plan
-from functree.layout.plan.resolver import plan
 from functree.nn.published_config import config_from_json, family_of, read_config
 from functree.nn.transformer import Transformer
-from functree.parameters import FLOATING, FOLDER, check
 from functree.processes.agreement import Agreement, Facts
 from functree.processes.facts import checksum, facts_of
 from functree.processes.same_copies import digests_of

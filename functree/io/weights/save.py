@@ -13,6 +13,7 @@ from jax import lax
 from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec
 
+from functree.argument_checks import FOLDER, Takes, check
 from functree.devices.specs import of_rank
 from functree.errors import FunctreeError, FunctreeValueError
 from functree.io.checkpoints.contents import not_saveable
@@ -20,12 +21,11 @@ from functree.io.extras import import_extra
 from functree.io.weights.blocks import Weight, weights_of
 from functree.io.weights.files import INDEX
 from functree.labels.leaves import read
-from functree.layout.plan.resolver import plan
+from functree.layout.plan.make_plan import plan
 from functree.nn.config import TransformerConfig
 from functree.nn.rope import Llama3Rope
 from functree.nn.transformer import Transformer
 from functree.nn.weight_map import WeightMap
-from functree.parameters import FOLDER, Takes, check
 from functree.processes.agreement import Agreement
 from functree.processes.facts import facts_of
 from functree.processes.same_copies import digests_of

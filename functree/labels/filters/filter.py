@@ -9,9 +9,9 @@ from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from functree.argument_checks import check_callback, shown
 from functree.errors import RuleError
 from functree.labels.leaf import Leaf
-from functree.parameters import check_callback, shown
 from functree.tree.globs import glob_pattern, match_text
 from functree.tree.paths import Path, tokens
 

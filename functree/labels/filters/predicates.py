@@ -7,10 +7,10 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from functree.argument_checks import is_number, shown
 from functree.errors import RuleError
 from functree.labels.filters.filter import Filter
 from functree.labels.leaf import Leaf
-from functree.parameters import is_number, shown
 from functree.tree.axes import is_axis_name
 from functree.tree.interfaces import HoldsState
 

@@ -5,6 +5,7 @@ from typing import Any
 
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
+from functree.argument_checks import shown
 from functree.devices.meshes import MeshView, mesh_view
 from functree.errors import FunctreeTypeError, Problem, ShardingError, count, did_you_mean, listed
 from functree.labels.leaf import Leaf
@@ -16,7 +17,6 @@ from functree.layout.plan.page import plan_html
 from functree.layout.plan.row import Row, rows_by_path
 from functree.layout.plan.text import plan_text
 from functree.layout.validation import refuse
-from functree.parameters import shown
 from functree.report.byte_sizes import bytes_text
 from functree.report.diff import Diff
 from functree.tree.paths import Path

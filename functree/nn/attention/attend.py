@@ -9,11 +9,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from functree.argument_checks import Takes
 from functree.errors import FunctreeValueError, warn
 from functree.nn.activations import HEADS, KV_HEADS, on_shards
 from functree.nn.attention.chunked import CHUNK, Mask, chunked, unchunked
 from functree.nn.attention.kernels import AXES, KERNELS, OF_PLATFORM
-from functree.parameters import Takes
 
 NAMES = ("auto", "xla", "chunked", "splash", "cudnn")
 Implementation = Literal["auto", "xla", "chunked", "splash", "cudnn"] | Callable[..., Array]

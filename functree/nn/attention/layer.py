@@ -12,6 +12,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
+from functree.argument_checks import FLAG, FLOATING, FUNCTION, KEY, POSITIVE, SIZE, check
 from functree.errors import Problem
 from functree.nn.activations import activation, inputs
 from functree.nn.attention.attend import IMPLEMENTATION, Implementation, attend, attend_cached
@@ -25,7 +26,6 @@ from functree.nn.weights import (
     fan_in,
     product,
 )
-from functree.parameters import FLAG, FLOATING, FUNCTION, KEY, POSITIVE, SIZE, check
 
 Positions = Int[Array, "*#batch seq"] | None
 Segments = Int[Array, "*batch seq"] | None

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType, Mesh
 from jax.tree_util import tree_leaves
 
+from functree.argument_checks import FLAG, FUNCTION, POSITIONS, check, shown
 from functree.calls.program import around
 from functree.calls.signature import inspected, wrapper_updates
 from functree.devices.meshes import current_mesh
@@ -26,7 +27,6 @@ from functree.errors import (
 from functree.labels.filters.filter import FilterLike, as_filter
 from functree.labels.filters.predicates import is_trainable
 from functree.layout.layout import LayoutTree
-from functree.parameters import FLAG, FUNCTION, POSITIONS, check, shown
 from functree.transforms.grad.gradient_types import Gradient, GradientAndAux, ValueAndGradient
 from functree.transforms.grad.parameters import Parameters
 

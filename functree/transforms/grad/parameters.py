@@ -24,7 +24,7 @@ from functree.labels.leaves import Leaves, read
 from functree.layout.decide import decide_parts
 from functree.layout.decision import Decision
 from functree.layout.layout import LayoutTree
-from functree.layout.plan.resolver import read_for
+from functree.layout.plan.make_plan import read_for
 from functree.layout.prefix import Part, own_meshes
 from functree.placing.ambient import ambient_rules
 from functree.placing.constrain import find_mesh, local_view, with_decision

@@ -19,7 +19,7 @@ from functree.labels.leaves import Leaves
 from functree.layout.decide import Decisions, decide_parts
 from functree.layout.decision import Decision, whole
 from functree.layout.layout import Layout
-from functree.layout.plan.resolver import read_for
+from functree.layout.plan.make_plan import read_for
 from functree.layout.prefix import own_meshes
 from functree.layout.validation import USE_PLAN_OPTIMIZER, is_optimizer_state, leaves_at_fault
 from functree.placing.constrain import with_decision

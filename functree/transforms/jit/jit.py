@@ -6,15 +6,15 @@ from typing import ParamSpec, TypeVar, overload
 
 from jax.sharding import AbstractMesh, Mesh
 
+from functree.argument_checks import FLAG, FUNCTION, MAPPING, POSITION, check
 from functree.calls.signature import Signature
 from functree.calls.traces import traces_of
 from functree.devices.meshes import mesh_view
 from functree.errors import FunctreeTypeError, FunctreeValueError, ShardingError, did_you_mean
 from functree.layout.layout import LayoutLike, LayoutTree, as_layout
 from functree.layout.prefix import copied
-from functree.parameters import FLAG, FUNCTION, MAPPING, POSITION, check
-from functree.transforms.jit.checked import CheckedJit
 from functree.transforms.jit.jitted import Jit, JitOptions
+from functree.transforms.jit.same_program import CheckedJit
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")

@@ -16,8 +16,8 @@ from functree.devices.specs import spec_text
 from functree.errors import ShardingError
 from functree.layout.decision import Fault
 from functree.layout.layout import LayoutTree
+from functree.layout.plan.make_plan import plan_leaves, plan_tree, read_for
 from functree.layout.plan.plan import Plan
-from functree.layout.plan.resolver import plan_leaves, plan_tree, read_for
 from functree.layout.prefix import own_meshes
 from functree.layout.validation import layout_problem, leaves_at_fault
 from functree.tree.arrays import AnyArray, Tree

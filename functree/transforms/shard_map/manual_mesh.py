@@ -16,7 +16,7 @@ from functree.labels.leaf import Leaf
 from functree.labels.leaves import Leaves
 from functree.layout.decide import UNSPECIFIED
 from functree.layout.layout import LayoutTree, SpecLayout
-from functree.layout.plan.resolver import plan_leaves, read_for
+from functree.layout.plan.make_plan import plan_leaves, read_for
 from functree.layout.prefix import Part
 from functree.layout.validation import refuse
 

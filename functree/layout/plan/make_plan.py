@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 
 from jax.sharding import PartitionSpec
 
+from functree.argument_checks import FLAG, check_tree
+from functree.argument_checks import check as check_values
 from functree.devices.meshes import (
     MeshLike,
     MeshView,
@@ -22,13 +24,11 @@ from functree.labels.leaves import Leaves, read
 from functree.layout.decide import Decisions, decide_parts
 from functree.layout.decision import Decision
 from functree.layout.layout import LayoutTree, merge_names
-from functree.layout.plan.live import live_rows
+from functree.layout.plan.live_arrays import live_rows
 from functree.layout.plan.plan import Plan
 from functree.layout.plan.row import Row
 from functree.layout.prefix import Part, broadcast, own_meshes
 from functree.layout.validation import local_shape, parts_over, refuse
-from functree.parameters import FLAG, check_tree
-from functree.parameters import check as check_values
 
 
 def plan(tree: Any, layout: LayoutTree = ..., mesh: MeshLike = None, *, check: bool = True) -> Plan:

@@ -166,7 +166,7 @@ def problems(**given: tuple[object, Takes]) -> Iterator[Problem]:
     """A problem for each value that does not belong in its parameter.
 
     Examples:
-        >>> from functree.parameters import SIZE, problems
+        >>> from functree.argument_checks import SIZE, problems
         >>> [(problem.what, problem.why) for problem in problems(embed=(8, SIZE), heads=(0, SIZE))]
         [('heads=0', 'it must be a positive integer')]
     """

@@ -8,15 +8,15 @@ import jax
 from jax.extend.core import ClosedJaxpr
 from jax.sharding import Mesh, NamedSharding
 
+from functree.argument_checks import DEVICES, MAPPING, TEXTS, check
 from functree.calls.compile_events import compile_events
 from functree.calls.compiled_program import heard_compiling
-from functree.calls.compiled_stage import Compiled
 from functree.calls.out_of_memory import check_fits, refusing_too_large
 from functree.calls.output import Output
 from functree.calls.program import around
-from functree.calls.stage import Stage
+from functree.calls.stages.compiled import Compiled
+from functree.calls.stages.stage import Stage
 from functree.errors import FunctreeError
-from functree.parameters import DEVICES, MAPPING, TEXTS, check
 from functree.tree.arrays import Tree
 from functree.tree.paths import Path
 

@@ -14,7 +14,7 @@ from functree.calls.donation import check_donated, twice_by_identity
 from functree.calls.output import Output
 from functree.calls.program import Program
 from functree.calls.signature import Args, Record
-from functree.calls.stage import Stage, StagedCall
+from functree.calls.stages.stage import Stage, StagedCall
 from functree.compiled.ledger import Ledger
 from functree.devices.deleted import refuse_deleted
 from functree.devices.placement import is_sharded_as, sharding_text

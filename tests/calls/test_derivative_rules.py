@@ -17,7 +17,7 @@ from jaxtyping import Float
 from meshes import EXPLICIT, MESH
 
 import functree as ft
-from functree.calls.derivatives import has_derivatives, in_context
+from functree.calls.derivative_rules import has_derivatives, in_context
 
 P = PartitionSpec
 RULES = ft.AxisRules({"rows": "data", "cols": "model"})

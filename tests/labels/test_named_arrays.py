@@ -11,8 +11,8 @@ from trees import x
 
 import functree as ft
 from functree.errors import RuleError, ShardingError
-from functree.labels.bare_arrays import named_arrays
 from functree.labels.leaves import read
+from functree.labels.named_arrays import named_arrays
 
 
 class Model(eqx.Module):
