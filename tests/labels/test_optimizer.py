@@ -317,6 +317,18 @@ def test_what_cannot_be_derived_is_an_error_that_names_otherwise(name: str):
     assert len(plan) == len(state)
 
 
+def test_a_rank_that_depends_on_sizes_cannot_be_derived():
+    """Of a leaf that belongs to no parameter too."""
+
+    def init(params: Any) -> Any:
+        return {"table": jnp.zeros((2,) * (1 + params["w"].shape[0] % 2))}
+
+    tx = optax.GradientTransformation(init, lambda updates, state, params=None: (updates, state))
+    for size in (4, 5):
+        with pytest.raises(ft.ShardingError, match="a way that cannot be determined"):
+            ft.plan_optimizer(tx, {"w": S((size, 8), jnp.float32)}, P(), SIZES)
+
+
 def test_galores_own_dimensions_are_never_taken_for_a_parameters():
     """A rank that is the smallest size looks like that size: `square` would be split twice over one
     mesh axis."""

@@ -249,7 +249,8 @@ class _Tracer:
             jumped: the parameters whose state changed too much to be compared.
         """
         owners, shape = self.owners[path], self.state[path].shape
-        if path not in other or not jumped.isdisjoint(owners):
+        like = path in other and _same_rank(self.state[path], other[path])
+        if not like or not jumped.isdisjoint(owners):
             return self._by_shape(shape, owners)
         if not owners:
             # A leaf without a parameter still has to be checked for sizes that changed.
