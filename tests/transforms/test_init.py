@@ -84,6 +84,21 @@ def test_one_array_at_two_places_is_born_once():
         ft.init(make, ft.StateSharding({"embed": P("model"), "unembed": P()}), MESH)()
 
 
+def test_beside_an_array_at_two_places_each_has_its_own_spec():
+    def make() -> dict[str, Array]:
+        table, other, last = jnp.ones((16, 4)), jnp.zeros((4, 16)), jnp.full((8, 8), 2.0)
+        return {"a": table, "b": other, "c": table, "d": last}
+
+    layout = {"a": P("data"), "b": P(None, "model"), "c": P("data"), "d": P("model", "data")}
+    made = ft.init(make, layout, MESH)()
+    assert {name: x.sharding for name, x in made.items()} == {
+        name: NamedSharding(MESH, P(*spec, *[None] * (2 - len(spec))))
+        for name, spec in layout.items()
+    }
+    assert made["a"] is made["c"]
+    assert [float(made[name].mean()) for name in "abd"] == [1.0, 0.0, 2.0]
+
+
 def test_arguments_that_are_no_arrays_are_static():
     def make(
         shape: tuple[int, ...], scale: Array, fill: Callable[..., Array], *, dtype: Any
@@ -204,6 +219,71 @@ def test_init_wants_devices(mesh: Any, message: str):
         ft.init(MLP.create, RULES, mesh)(64, 128, key=KEY)
 
 
+def test_what_to_do_without_devices():
+    def error(mesh: Any) -> str:
+        with pytest.raises(ft.ShardingError) as caught:
+            ft.init(MLP.create, RULES, mesh)(64, 128, key=KEY)
+        return str(caught.value)
+
+    here = "pass `mesh=`, or enter `with jax.set_mesh(mesh):`"
+    assert error({"data": 2, "model": 4}) == (
+        f"arrays cannot be created on (data=2, model=4), which has no devices: {here}"
+    )
+    assert error(MESH.abstract_mesh) == (
+        f"arrays cannot be created: (data=2, model=4) has no devices: {here} with a `Mesh`; "
+        "inside jit write `ft.constrain(make(...), layout)`"
+    )
+
+
+def test_an_argument_on_another_mesh():
+    x = ft.shard(jnp.ones((8, 4)), P("data"), ft.make_mesh(data=8))
+    with raises(
+        "runs on mesh (data=2, model=4), but 1 argument is not on it",
+        "x   f32[8, 4]",
+        "is on the mesh (data=8)",
+        "move it to the function's mesh: `ft.shard(x, layout, mesh)`",
+        error=ft.ShardingError,
+    ):
+        ft.init(lambda x: x * 2, P("data"), MESH)(x)
+
+
+def test_one_program_for_each_placement_of_the_arguments():
+    init, x = ft.init(lambda x: x * 2, P("data"), MESH), jnp.ones((8, 4))
+    arguments = [x, ft.shard(x, P("data"), MESH), ft.shard(x, P("model"), MESH)]
+    for argument in [*arguments, *arguments]:
+        made = init(argument)
+        assert made.sharding == NamedSharding(MESH, P("data", None))
+        assert np.array_equal(made, 2 * x)
+    assert [str(one).partition("→")[2] for one in init.compilations] == [
+        "",
+        " P('data', None) on (data=2, model=4)",
+        " P('model', None) on (data=2, model=4)",
+    ]
+
+
+def test_one_trace_for_each_of_the_rules_around_it():
+    """Each in turn and again: what a constructor asks of them is part of its result."""
+
+    def make() -> dict[str, Any]:
+        return {"w": jnp.ones(8), "spec": str(ft.spec("batch"))}
+
+    init = ft.init(make, P("data"), MESH)
+    for _ in range(2):
+        for axis in ("data", "model"):
+            with ft.axis_rules(ft.AxisRules({"batch": axis})):
+                assert init()["spec"] == str(P(axis))
+                assert init.abstract()["spec"] == str(P(axis))
+    assert len(init.compilations) == 2
+
+
+def test_a_layout_that_is_changed_later_is_as_it_was():
+    layout = {"w": [P("data"), P("model")]}
+    init = ft.init(lambda: {"w": [jnp.ones(8), jnp.ones(8)]}, layout, MESH)
+    layout["w"][0] = layout["w"][1] = P()
+    assert [x.sharding.spec for x in init()["w"]] == [P("data"), P("model")]
+    assert init.plan()["w.0"].spec == P("data")
+
+
 def test_init_names_the_leaf_that_does_not_fit():
     with pytest.raises(ft.ShardingError, match=r'(?s)up .*"hidden" has size 30; rule hidden→model'):
         ft.init(MLP.create, RULES, MESH)(64, 30, key=KEY)
@@ -254,6 +334,20 @@ def test_an_optimizer_is_born_where_its_model_lies(explicit: bool):
     assert state[0].nu.down.sharding == NamedSharding(mesh, P("model", "data"))
     assert state[0].count.sharding == NamedSharding(mesh, P())
     assert ft.plan(state)["0.mu.up"].copies == 1
+
+
+def test_an_optimizer_that_keeps_parameters_has_copies_of_its_own():
+    """So that model and state can both be donated."""
+    model = ft.init(MLP.create, RULES, MESH)(64, 128, key=KEY)
+    tx = optax.GradientTransformation(
+        lambda params: {"slow": params, "fast": params}, lambda u, s, p=None: (u, s)
+    )
+    state = ft.init_optimizer(tx, model, RULES, MESH)
+    arrays = [model.up, state["slow"].up, state["fast"].up]
+    shards = [one.data.unsafe_buffer_pointer() for x in arrays for one in x.addressable_shards]
+    assert len(set(shards)) == len(shards)
+    assert state["slow"].up.sharding == model.up.sharding
+    assert np.array_equal(state["slow"].up, model.up)
 
 
 def test_the_layout_is_of_the_shapes_of_each_call():
