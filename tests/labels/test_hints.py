@@ -419,6 +419,12 @@ def test_a_union_with_a_buffer_is_one(annotation: Any) -> None:
     assert leaf.buffer and str(leaf.axes) == "a"
 
 
+def test_a_union_without_a_buffer_is_none() -> None:
+    for annotation in (Float[Array, "a"] | Float[Array, "a b"], Float[Array, "a"] | Array | None):
+        (leaf,) = read(hold(annotation, x(2))).leaves
+        assert not leaf.buffer and ft.is_trainable(leaf)
+
+
 def test_what_is_beside_a_buffer_is_none() -> None:
     leaves = read(hold(tuple[ft.Buffer[Float[Array, "a"]], Float[Array, "a"]], (x(2), x(2)))).leaves
     assert [leaf.buffer for leaf in leaves] == [True, False]

@@ -19,6 +19,9 @@ from jaxtyping import Float
 from meshes import EXPLICIT, MESH
 
 import functree as ft
+from functree.layout.decision import Decision, Dimension
+from functree.transforms.jit import arguments
+from functree.transforms.jit.arguments import Targets
 
 P = PartitionSpec
 RULES = ft.AxisRules({"batch": "data", "hidden": "model", "embed": None})
@@ -155,6 +158,64 @@ def test_what_is_committed_stays():
     out, y = f(tree, x)
     lies(out, [P(), P()], MESH)
     lies(y, [P()], MESH)
+
+
+def test_what_is_committed_stays_whatever_the_rules_say():
+    """Rules that do not fit what somebody has placed are no reason to refuse what nobody has."""
+    tree = ft.shard(Layer(jnp.ones((4, 6)), jnp.ones(6)), P(), MESH)
+    out, y = ft.jit(step, rules=RULES, mesh=MESH)(tree, X)
+    lies(out, [P(), P()], MESH)
+    lies(y, [P("data")], MESH)
+
+
+def test_scalars_are_not_placed():
+    """JAX replicates them at no cost, so no call is warned of."""
+    f, x = ft.jit(lambda n, x: x * n, rules=RULES), ft.shard(X, P("data"), MESH)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(3):
+            lies(f(jnp.float32(2), x), [P("data")], MESH)
+
+
+def test_they_are_placed_in_the_memory_of_the_layout():
+    f = ft.jit(lambda tree: tree, rules=ft.on_host(RULES), mesh=MESH)
+    for make in (jnp.asarray, np.asarray):
+        out = f(layer(make))
+        assert [w.sharding.memory_kind for w in (out.up, out.bias)] == ["pinned_host"] * 2
+        assert out.up.sharding.spec == P(None, "model")
+
+
+def test_of_a_traced_array_without_names_the_layout_is_left_to_the_compiler():
+    def named(x: Float[Array, "batch embed"]) -> Any:
+        return x * 2
+
+    for fun, constrained in ((named, True), (lambda x: x * 2, False)):
+        f = ft.jit(fun, rules=RULES, mesh=MESH)
+        text = str(jax.make_jaxpr(jax.vmap(f))(X[None]))
+        assert ("sharding_constraint" in text) is constrained
+
+
+def test_a_layout_without_rules_is_not_about_activations():
+    f = ft.jit(step, rules=ft.FSDP("data", min_size=0), mesh=MESH)
+    with pytest.warns(ft.FunctreeWarning, match="step: `x` .*is replicated on the mesh"):
+        out, y = f(layer(np.asarray), X)
+    lies(out, [P(None, "data"), P("data")], MESH)
+    lies(y, [P()], MESH)
+
+
+def test_for_a_mesh_that_is_not_there_they_are_abstract(monkeypatch: pytest.MonkeyPatch):
+    """Of the same types: a weak type is one of the program's too."""
+    monkeypatch.setattr(arguments, "without_devices", lambda mesh: "is only compiled for")
+    decision = Decision((Dimension(("data",)), Dimension()))
+    targets = Targets(MESH, {0: decision, 2: decision}, (), ())
+    weak, strong, other = jnp.full((8, 4), 2.0), jnp.ones((8, 4)), jnp.ones(2)
+    assert jax.typeof(weak).weak_type and not jax.typeof(strong).weak_type
+    one, kept, two = targets.place([weak, other, strong])
+    wanted = NamedSharding(MESH, P("data", None))
+    for array, weak_type in ((one, True), (two, False)):
+        assert isinstance(array, jax.ShapeDtypeStruct) and array.sharding == wanted
+        assert (array.shape, array.dtype, array.weak_type) == ((8, 4), np.float32, weak_type)
+    assert kept is other
 
 
 def test_an_entry_of_in_shardings_decides_instead():
