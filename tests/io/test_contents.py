@@ -1,0 +1,221 @@
+"""A tree ─► what a checkpoint keeps of it: the arrays that are stored, and what is said of them."""
+
+import enum
+import json
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec
+from meshes import SIZES, lay
+from trees import MLP, x
+
+from functree.errors import CheckpointError
+from functree.io.checkpoints.contents import Contents
+
+P = PartitionSpec
+
+
+def contents(tree: Any, meta: Any = None, step: int | None = None) -> Contents:
+    return Contents.of(tree, meta, step)
+
+
+def test_what_is_kept() -> None:
+    model = MLP(lay(jnp.ones((4, 8)), None, "model"), jnp.ones((8, 4)), name="mlp")
+    found = contents({"model": model, "n": 3, "x": np.ones(2, np.int8)}, step=7)
+    rows = found.manifest.rows
+    assert [str(row.path) for row in rows] == ["model.up", "model.down", "x"]
+    assert [str(row.axes) for row in rows] == ["embed hidden", "hidden embed", "_"]
+    assert [row.shape for row in rows] == [(4, 8), (8, 4), (2,)]
+    assert rows[0].spec == P(None, "model") and not any(row.same_as for row in rows)
+    assert list(found.stored) == ["model.up", "model.down", "x"]
+    assert found.manifest.sizes == SIZES and found.manifest.step == 7
+    assert contents({"x": np.ones(2)}).manifest.sizes == {}
+
+
+def test_an_array_at_several_paths_is_stored_once() -> None:
+    array = jnp.ones(4)
+    found = contents({"a": array, "b": [array, jnp.ones(4)], "c": array})
+    assert list(found.stored) == ["a", "b.1"]
+    assert [row.same_as and str(row.same_as) for row in found.manifest.rows] == [
+        None,
+        "a",
+        None,
+        "a",
+    ]
+
+
+def test_an_array_without_elements_is_not_stored() -> None:
+    empty = jnp.ones((0, 3))
+    found = contents({"a": empty, "b": jnp.ones(()), "c": empty})
+    assert list(found.stored) == ["b"]
+    assert [row.shape for row in found.manifest.rows] == [(0, 3), (), (0, 3)]
+    assert str(found.manifest.rows[2].same_as) == "a"
+
+
+def test_numbers_and_texts_are_said_and_not_stored() -> None:
+    tree = {
+        "bool": True,
+        "int": 3,
+        "float": 0.5,
+        "complex": 2j,
+        "text": "adam",
+        "numpy": np.float64(1.5),
+        "function": abs,
+        "none": None,
+    }
+    found = contents(tree)
+    assert found.manifest.numbers == {
+        "bool": "True",
+        "complex": "2j",
+        "float": "0.5",
+        "int": "3",
+        "text": "'adam'",
+    }
+    assert list(found.stored) == ["numpy"]
+
+
+def test_what_is_changed_later_is_not_in_it() -> None:
+    """It is written in the background, while the loop goes on."""
+    meta: dict[str, Any] = {"seen": [1], "at": {"epoch": 0}}
+    found = contents({"x": jnp.ones(2)}, meta)
+    meta["seen"].append(2)
+    meta["at"]["epoch"] = 1
+    assert found.manifest.meta == {"seen": [1], "at": {"epoch": 0}}
+
+
+# What cannot be saved
+
+
+class Color(enum.Enum):
+    RED = 1
+
+
+@dataclass(frozen=True, order=True)
+class Named:
+    """A key whose text is that of another path."""
+
+    number: int
+
+    def __repr__(self) -> str:
+        return "3"
+
+
+def gone() -> jax.Array:
+    array = jnp.ones(2)
+    array.delete()
+    return array
+
+
+def keyed(key: Any) -> Any:
+    return OrderedDict({key: jnp.ones(2)})
+
+
+PROBLEMS: dict[str, tuple[Callable[[], Any], str, str]] = {
+    "abstract": (
+        lambda: [jnp.ones(2), x(2)],
+        "is abstract, and has no values",
+        "save the tree that was made, not its `ft.abstract`",
+    ),
+    "deleted": (
+        lambda: [gone()],
+        "was donated, and has no values any more",
+        "save the state that the step returned",
+    ),
+    "a dtype": (
+        lambda: [np.ones(2, ml_dtypes.float6_e2m3fn)],
+        "has a dtype that XLA cannot convert to bytes",
+        "convert it, such as to int8",
+    ),
+    "a key without a text": (
+        lambda: keyed(Color.RED),
+        "its path has a key that has no text of its own",
+        "name it by a text or a number",
+    ),
+    "a key with the text of another": (
+        lambda: keyed(Named(3)),
+        "its path has a key that has no text of its own",
+        "name it by a text or a number",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", PROBLEMS)
+def test_what_cannot_be_saved(case: str) -> None:
+    make, why, remedy = PROBLEMS[case]
+    with pytest.raises(CheckpointError, match="1 leaf cannot be saved") as caught:
+        contents(make())
+    (problem,) = caught.value.problems
+    assert (problem.why, problem.remedy) == (why, remedy)
+
+
+def test_in_a_trace() -> None:
+    with pytest.raises(CheckpointError) as caught:
+        jax.jit(lambda array: contents([array]))(jnp.ones(2))
+    (problem,) = caught.value.problems
+    assert problem.why == "is traced, and has no values yet"
+    assert problem.remedy == "save outside of jit"
+
+
+def test_all_problems_at_once() -> None:
+    with pytest.raises(CheckpointError, match="3 leaves cannot be saved") as caught:
+        contents([OrderedDict({Color.RED: gone()}), x(2), jnp.ones(2)])
+    assert len(caught.value.problems) == 3
+
+
+NOT_JSON: dict[str, tuple[Any, str]] = {
+    "a tuple": ({"a": [1, (2, 3)]}, "`meta['a'][1]` is (2, 3), which is not JSON"),
+    "a number as a key": ({"a": {3: "x"}}, "`a key of meta['a']` is 3, which is not JSON"),
+    "a text of another class": ({"a": np.str_("x")}, "`meta['a']` is "),
+    "a number of numpy": ([np.float64(1)], "`meta[0]` is "),
+    "a class": ({"a": {"b": int}}, "`meta['a']['b']` is int, which is not JSON"),
+    "bytes": (b"x", "`meta` is b'x', which is not JSON: write texts, numbers, lists and dicts"),
+}
+
+
+@pytest.mark.parametrize("case", NOT_JSON)
+def test_what_is_not_json(case: str) -> None:
+    meta, message = NOT_JSON[case]
+    with pytest.raises(CheckpointError) as caught:
+        contents({"x": jnp.ones(2)}, meta)
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("meta", [None, True, 1, 0.5, "x", [], {"a": [1, {"b": None}, [True]]}])
+def test_what_is_json(meta: Any) -> None:
+    kept = contents({"x": jnp.ones(2)}, meta).manifest.meta
+    assert kept == meta and json.loads(json.dumps(kept)) == meta
+
+
+# What has to be the same in all processes
+
+TIED = jnp.ones(4)
+BASE: dict[str, Any] = {"a": TIED, "b": TIED, "n": 3, "x": np.ones(2, np.float32)}
+OTHERS: dict[str, tuple[Callable[[], Contents], str]] = {
+    "a shape": (lambda: contents(BASE | {"a": jnp.ones(5), "b": TIED}), "arrays"),
+    "two arrays for one": (lambda: contents(BASE | {"b": jnp.ones(4)}), "arrays"),
+    "values of numpy": (lambda: contents(BASE | {"x": np.zeros(2, np.float32)}), "arrays of numpy"),
+    "a number": (lambda: contents(BASE | {"n": 4}), "numbers"),
+    "the step": (lambda: contents(BASE, step=1), "step"),
+    "the meta": (lambda: contents(BASE, {"seed": 1}), "meta"),
+}
+
+
+@pytest.mark.parametrize("case", OTHERS)
+def test_what_differs_between_processes(case: str) -> None:
+    make, name = OTHERS[case]
+    here, there = contents(BASE).facts(), make().facts()
+    assert [key for key in here if here[key] != there[key]] == [name]
+
+
+def test_arrays_of_jax_are_one_in_all_processes() -> None:
+    facts = contents(BASE).facts()
+    assert [text.split()[0] for text in facts["arrays of numpy"]] == ["x"]
+    other = contents({"a": 2 * TIED}).facts()
+    assert other == contents({"a": TIED}).facts()
