@@ -27,6 +27,7 @@ from functree.tree.nodes import (
     walk,
 )
 from functree.tree.paths import Path
+from functree.tree.skeleton.kinds import LEAVES as LEAF_KINDS
 
 LEAVES = st.sampled_from(
     [np.zeros((2, 3), np.float32), np.int32(4), None, 1, True, "text", abs, ()]
@@ -195,3 +196,28 @@ def test_a_tree_is_freed_without_a_collection(walk: Callable[[Any], Any]) -> Non
         assert freed()
     finally:
         gc.enable()
+
+
+def test_paths_in_the_model_of_what_is_packed_or_state() -> None:
+    """The key of a node in these is a whole path."""
+    tree = {
+        "packed": ft.pack({"a": [np.ones(2), {"b": np.ones(3)}]}),
+        "state": ft.make_state({"norm": {"mean": ft.StateRef(np.ones(2, np.float32))}})[1],
+        "x": [1],
+    }
+
+    def paths(in_model: bool) -> list[tuple[Any, ...]]:
+        return [keys for keys, _, kind in walk(tree, in_model=in_model) if kind in LEAF_KINDS]
+
+    assert paths(False) == [
+        ("packed", "a.0"),
+        ("packed", "a.1.b"),
+        ("state", "norm.mean"),
+        ("x", 0),
+    ]
+    assert paths(True) == [
+        ("packed", "a", 0),
+        ("packed", "a", 1, "b"),
+        ("state", "norm", "mean"),
+        ("x", 0),
+    ]
