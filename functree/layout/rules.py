@@ -11,7 +11,7 @@ from functree.devices.specs import axes_text, entry
 from functree.errors import Problem, RuleError, did_you_mean, near_name
 from functree.labels.annotations.given_names import invalid_names
 from functree.labels.leaf import Leaf
-from functree.layout.array_spec import spec_of_axes
+from functree.layout.bare_array_spec import spec_of_axes
 from functree.layout.decision import (
     Decision,
     Dimension,

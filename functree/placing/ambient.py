@@ -14,7 +14,7 @@ from functree.devices.meshes import current_mesh, mesh_view, traced_under, traci
 from functree.devices.placement import first_mesh
 from functree.devices.specs import without
 from functree.errors import ShardingError
-from functree.layout.array_spec import spec_of_axes
+from functree.layout.bare_array_spec import spec_of_axes
 from functree.layout.layout import Layout, LayoutLike, as_layout
 from functree.tree.axes import Axes
 

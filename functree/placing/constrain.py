@@ -11,7 +11,7 @@ from functree.devices.constraint import with_constraint
 from functree.devices.meshes import MeshView, agreed_mesh, current_mesh, mesh_view
 from functree.devices.placement import first_mesh
 from functree.errors import ShardingError, count
-from functree.layout.array_spec import activation, array_spec
+from functree.layout.bare_array_spec import activation, array_spec
 from functree.layout.decide import decide_parts
 from functree.layout.decision import Decision
 from functree.layout.layout import Layout, LayoutLike, LayoutTree, as_layout

@@ -11,7 +11,7 @@ from functree.calls.signature import RESULT, Signature
 from functree.errors import AxesError
 from functree.labels.annotations.classes import class_hints
 from functree.labels.annotations.hints import NOTHING, UNREADABLE, Hint
-from functree.layout.array_spec import spec_of_axes
+from functree.layout.bare_array_spec import spec_of_axes
 from functree.layout.layout import (
     Layout,
     LayoutLike,

@@ -16,7 +16,7 @@ from functree.devices.specs import of_rank, spec_text, without
 from functree.errors import Problem, ShardingError, count
 from functree.labels.leaf import Leaf
 from functree.labels.leaves import Leaves, read
-from functree.layout.array_spec import spec_of_axes
+from functree.layout.bare_array_spec import spec_of_axes
 from functree.layout.layout import Layout
 from functree.placing.ambient import ambient_rules
 from functree.placing.constrain import constrain

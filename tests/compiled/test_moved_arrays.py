@@ -8,10 +8,10 @@ from meshes import SIZES
 from training import BATCH, EMBED, LAYERS, SEQ, gradient
 
 from functree.compiled.data_flow import DataFlow
-from functree.compiled.groups import groups_of, mesh_axes_of
 from functree.compiled.hlo import ArrayType, Hlo
 from functree.compiled.moved_arrays import moved_arrays
 from functree.compiled.parameter_uses import ParameterUses
+from functree.compiled.replica_groups import groups_of, mesh_axes_of
 
 
 def totals(text: str) -> Counter[tuple[str, tuple[str, ...]]]:

@@ -16,7 +16,7 @@ from trees import leaf, x
 
 import functree as ft
 from functree.devices.meshes import MeshView
-from functree.layout.array_spec import activation
+from functree.layout.bare_array_spec import activation
 from functree.layout.layout import as_layout, is_layout
 
 P = PartitionSpec

@@ -9,7 +9,7 @@ from trees import leaf
 import functree as ft
 from functree.devices.meshes import MeshView
 from functree.labels.leaf import FollowedLeaf, Leaf
-from functree.layout.array_spec import spec_of_axes
+from functree.layout.bare_array_spec import spec_of_axes
 from functree.layout.decision import Decision, Dimension, Source, whole
 from functree.layout.validation import (
     layout_problem,

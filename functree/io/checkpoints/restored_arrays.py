@@ -16,8 +16,8 @@ from functree.devices.placement import is_sharded_as
 from functree.errors import CheckpointError, Problem, count
 from functree.io.checkpoints.contents import partly
 from functree.io.checkpoints.manifest import Manifest, SavedArray
-from functree.io.checkpoints.only_remedy import without
 from functree.io.checkpoints.stored_arrays import from_stored, stored_form, stored_sharding
+from functree.io.checkpoints.suggested_filter import without
 from functree.labels.filters.filter import Filter
 from functree.labels.leaf import Leaf
 from functree.labels.leaves import Leaves

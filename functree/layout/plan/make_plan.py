@@ -18,7 +18,7 @@ from functree.devices.meshes import (
     mesh_view,
 )
 from functree.errors import RuleError, ShardingError
-from functree.labels.annotations.by_hints import name_by_hints
+from functree.labels.annotations.given_annotations import name_by_hints
 from functree.labels.leaf import Leaf
 from functree.labels.leaves import Leaves, read
 from functree.layout.decide import Decisions, decide_parts

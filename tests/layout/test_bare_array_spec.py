@@ -10,7 +10,7 @@ from trees import x
 import functree as ft
 from functree.devices.meshes import MeshView
 from functree.errors import ShardingError
-from functree.layout.array_spec import activation, array_spec, spec_of_axes
+from functree.layout.bare_array_spec import activation, array_spec, spec_of_axes
 from functree.layout.layout import Layout, as_layout
 
 P = PartitionSpec

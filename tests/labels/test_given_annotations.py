@@ -9,7 +9,7 @@ from jaxtyping import Array, Float, Int, PyTree
 from trees import x
 
 import functree as ft
-from functree.labels.annotations.by_hints import name_by_hints
+from functree.labels.annotations.given_annotations import name_by_hints
 from functree.labels.annotations.hints import Namespace, parse
 from functree.labels.leaves import read
 
