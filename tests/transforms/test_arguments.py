@@ -175,6 +175,9 @@ def test_scalars_are_not_placed():
         warnings.simplefilter("error")
         for _ in range(3):
             lies(f(jnp.float32(2), x), [P("data")], MESH)
+        # Nor is one for which there are no rules: it needs no names.
+        f = ft.jit(lambda n, x: x * n, rules=ft.FSDP("data"), mesh=MESH)
+        lies(f(jnp.float32(2), x), [P("data")], MESH)
 
 
 def test_they_are_placed_in_the_memory_of_the_layout():
