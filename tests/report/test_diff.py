@@ -11,6 +11,7 @@ from meshes import MESH, SIZES
 from training import LAYOUTS, gradient, make
 
 import functree as ft
+from functree.report.diff import Change, Diff
 
 TREE = {
     "layers": [{"w": jnp.ones((8, 16)), "b": jnp.ones(16)} for _ in range(3)],
@@ -179,3 +180,24 @@ def test_ledgers_differ_by_parameter() -> None:
     )
     with raises("a ledger is compared with a ledger, not with"):
         before.diff(plan(ft.P()))  # pyright: ignore[reportArgumentType]
+
+
+def test_changes_are_one_line_if_only_their_indices_differ() -> None:
+    def change(i: int, what: str = "spec", name: str = "w", after: Any = 2) -> Change:
+        return Change(ft.Path(("b", i, name)), what, {"data": 1}, after)
+
+    rows = [
+        change(0),
+        change(0, "bytes"),
+        change(1),
+        change(1, name="v"),
+        change(3),
+        change(4, after=None),
+    ]
+    assert str(Diff((*rows, Change(ft.Path(), "mesh", 1, 2)))).splitlines() == [
+        "b.{0-1,3}.w: spec {'data': 1} → 2 (×3)",
+        "b.0.w: bytes {'data': 1} → 2",
+        "b.1.v: spec {'data': 1} → 2",
+        "b.4.w: spec {'data': 1} → nothing",
+        "mesh 1 → 2",
+    ]

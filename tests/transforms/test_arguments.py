@@ -249,6 +249,17 @@ def test_silent_failure_34_what_has_no_names_is_replicated_with_a_warning():
         )(X)
 
 
+def test_for_the_state_of_an_optimizer_there_is_another_way():
+    state = optax.trace(0.9).init({"w": np.ones((8, 4), np.float32)})
+    f = ft.jit(lambda state, w: state, rules=RULES, mesh=MESH)
+    with pytest.warns(ft.FunctreeWarning, match="`state.trace.w` .*ft.plan_optimizer"):
+        f(state, X)
+    g = ft.jit(lambda tree: tree, rules=RULES, mesh=MESH)
+    with pytest.warns(ft.FunctreeWarning) as told:
+        g({"w": np.ones((8, 4), np.float32)})
+    assert "plan_optimizer" not in str(told[0].message)
+
+
 def test_what_has_no_names_is_warned_of_after_a_trace_too():
     f, x = ft.jit(lambda x: x * 2, rules=RULES, mesh=MESH), np.ones((8, 4), np.float32)
     with warnings.catch_warnings():
