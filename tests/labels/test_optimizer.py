@@ -744,6 +744,14 @@ def test_of_an_optimizer_that_optax_does_not_have():
         assert "otherwise=P()" in str(caught.value)
 
 
+def test_what_is_wrong_with_otherwise_itself():
+    params, otherwise = {"w": S((8, 4), jnp.float32)}, ft.AxisRules({"embed": "dta", ...: None})
+    with pytest.raises(ft.ShardingError) as caught:
+        specs_of(by_width(lambda x: (x.size,)), params, P("data"), otherwise=otherwise)
+    whys = [problem.why for problem in caught.value.problems]
+    assert any("the mesh (data=2, model=4) has no axis `dta`" in why for why in whys), whys
+
+
 def test_an_optimizer_whose_state_has_other_leaves_for_other_sizes():
     def init(params: Any) -> Any:
         square = jax.tree.map(lambda x: jnp.zeros(x.shape), params)
