@@ -414,6 +414,7 @@ FIELDS: dict[str, tuple[Any, bool, bool]] = {
     "function of the field": (in_optimizer, True, True),
     "function of a leaf": (is_bias, True, False),
     "function of all": (lambda path, leaf: True, True, False),
+    "function of the whole path": (lambda path, leaf: path[:1] == ("runs",), True, False),
     "function of nothing": (lambda path, leaf: False, True, False),
     "class": (MLP, False, False),
     "property": (ft.has_ndim(2), False, False),

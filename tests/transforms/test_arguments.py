@@ -249,6 +249,24 @@ def test_silent_failure_34_what_has_no_names_is_replicated_with_a_warning():
         )(X)
 
 
+def test_names_that_the_rules_do_not_know_are_not_called_missing():
+    def product(x: Float[Array, "batch embed"]) -> Any:
+        return 2 * x
+
+    told = (
+        r"product: `x` f32\[4, 8\] has axes but the rules know no names and nobody has placed it, "
+        r".*: add `ft.AxisRules` to the rules, place it with `ft.shard`, or write `in_shardings=`$"
+    )
+    fsdp = ft.FSDP("data", min_size=0)
+    x = np.ones((4, 8), np.float32)
+    with pytest.warns(ft.FunctreeWarning, match=told):
+        ft.jit(product, rules=fsdp, mesh=MESH)(x)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        rules = ft.AxisRules({"batch": "data", "embed": None})
+        lies(ft.jit(product, rules=rules | fsdp, mesh=MESH)(x), [P("data")], MESH)
+
+
 def test_for_the_state_of_an_optimizer_there_is_another_way():
     state = optax.trace(0.9).init({"w": np.ones((8, 4), np.float32)})
     f = ft.jit(lambda state, w: state, rules=RULES, mesh=MESH)

@@ -313,7 +313,9 @@ def names_field(item: Filter, leaf: Leaf) -> bool:
         case Glob() | ExactPath() | Regex():
             return may_name(item, path[0]) and item(leaf)
         case FunctionFilter():
-            return item(leaf) and not item.function(Path(path[1:]), leaf.value)
+            # Of this path alone: the function may be true of another one, such as the whole path.
+            below = Path(path[1:])
+            return item.function(path, leaf.value) and not item.function(below, leaf.value)
         case Conjunction() | Disjunction():
             return any(names_field(part, leaf) for part in item.parts)
         case Negation():

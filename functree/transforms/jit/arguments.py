@@ -186,12 +186,21 @@ def _without_names(decided: Decisions) -> tuple[list[Decision], set[int]]:
 
 
 def _warn_replicated(name: str, leaves: Sequence[Leaf], view: MeshView) -> None:
-    arrays = listed([f"`{leaf.path}` {array_text(leaf.value)}" for leaf in leaves])
-    in_optimizer = any(is_optimizer_state(cls) for leaf in leaves for cls in leaf.within)
-    optimizer = USE_PLAN_OPTIMIZER if in_optimizer else ""
-    what, verb = ("it", "has") if len(leaves) == 1 else ("them", "have")
-    warn(
-        f"{name}: {arrays} {verb} no axis names and nobody has placed {what}, "
-        f"so this is replicated on the mesh {view}: "
-        f"annotate {what}, place {what} with `ft.shard`, or write `in_shardings=`{optimizer}",
-    )
+    named = [leaf for leaf in leaves if any(leaf.axes)]
+    unnamed = [leaf for leaf in leaves if not any(leaf.axes)]
+    for own, lack, remedy in (
+        (unnamed, "no axis names", "annotate {}"),
+        (named, "axes but the rules know no names", "add `ft.AxisRules` to the rules"),
+    ):
+        if not own:
+            continue
+        arrays = listed([f"`{leaf.path}` {array_text(leaf.value)}" for leaf in own])
+        in_optimizer = any(is_optimizer_state(cls) for leaf in own for cls in leaf.within)
+        optimizer = USE_PLAN_OPTIMIZER if in_optimizer else ""
+        what, verb = ("it", "has") if len(own) == 1 else ("them", "have")
+        warn(
+            f"{name}: {arrays} {verb} {lack} and nobody has placed {what}, "
+            f"so this is replicated on the mesh {view}: "
+            f"{remedy.format(what)}, place {what} with `ft.shard`, or write `in_shardings=`"
+            f"{optimizer}",
+        )
