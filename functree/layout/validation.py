@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Collection, Iterable, Sequence
-from itertools import chain
 
 from functree.devices.meshes import MeshView
 from functree.devices.specs import axes_text
@@ -111,7 +110,9 @@ def _dimension_faults(
             found.append((why, "name an axis of the mesh"))
     # Mesh axes that an earlier dimension uses, or that this dimension uses more than once. Each is
     # reported once.
-    seen = set(chain.from_iterable(decision.mesh_axes[:dim]))
+    seen: set[str] = set()
+    for dimension in decision.dimensions[:dim]:
+        seen.update(dimension.mesh_axes)
     again: dict[str, None] = {}
     for axis in axes:
         if axis in seen:
