@@ -9,7 +9,7 @@ from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh
 
 from functree.devices.backend import Device
-from functree.devices.targets import target_devices
+from functree.devices.targets import EXAMPLES, Target, target_devices
 from functree.errors import ShardingError, did_you_mean
 
 
@@ -75,13 +75,14 @@ def _first_devices(
     needed = math.prod(sizes.values())
     requested = " × ".join(f"{name}={size}" for name, size in sizes.items())
     if target is not None:
-        found = list(target_devices(target))
+        named = Target.read(target)
         # A part of a slice that is not there would be another slice: its name says what is meant.
-        if needed != len(found):
+        # The compiler is asked only then: for a number that was meant otherwise, it may not answer.
+        if needed != named.size:
             raise ShardingError(
-                f"{requested} is {needed} devices, but target={target!r} has {len(found)}"
+                f"{requested} is {needed} devices, but target={target!r} has {named.size}"
             )
-        return found
+        return list(target_devices(named))
     if devices is None:
         found = jax.devices()
     else:
@@ -106,8 +107,10 @@ def _check_options(explicit: object, devices: object, dcn: object, target: objec
         ("target", target, target is None or isinstance(target, str)),
     ):
         if not fits:
+            remedy = f"; write {EXAMPLES}" if name == "target" else ""
             raise ShardingError(
                 f"make_mesh({name}={given!r}): `{name}` is an option, so it cannot name a mesh axis"
+                f"{remedy}"
             )
     if devices is not None and target is not None:
         raise ShardingError(

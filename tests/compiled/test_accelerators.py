@@ -20,6 +20,7 @@ from jaxtyping import Array, Float
 from training import BATCH, EMBED, LAYERS, LAYOUTS, SEQ, TENSOR, gradient, make, training_step
 
 import functree as ft
+from functree.devices.targets import Target, target_devices
 from functree.nn.attention.attend import attend
 
 # Without a GPU, JAX cannot say what the installed cuDNN takes; a test of its own is about the
@@ -36,6 +37,17 @@ IN_THE_LOSS = 3 * (BATCH // 2 * SEQ * 4)
 
 def mesh_of(platform: str) -> Any:
     return ft.make_mesh(data=2, model=4, target=TARGETS[platform])
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["tpu:v4:2x2x2", "tpu:v5e:2x4", "tpu:v5e:1x1", "tpu:v5p:2x2x1", "tpu:v6e:4x4",
+     "tpu:tpu7x:2x2x1", "cuda:a100:4", "cuda:h200:16", "cuda:b200:1"],
+)  # fmt: skip
+def test_a_target_has_as_many_devices_as_its_name_says(name: str) -> None:
+    """What is compared with the mesh before the compiler is asked is what the compiler has."""
+    target = Target.read(name)
+    assert len(target_devices(target)) == target.size
 
 
 @pytest.mark.parametrize("unrolled", [False, True], ids=["scanned", "unrolled"])

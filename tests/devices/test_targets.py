@@ -15,7 +15,7 @@ from jax.sharding import AxisType
 import functree as ft
 from functree.devices import targets
 from functree.devices.gpus import GPUS
-from functree.devices.targets import target_devices
+from functree.devices.targets import Target, target_devices
 
 REFUSED = {
     "v5e:2x4": """target='v5e:2x4' is not a target: write `"tpu:v5e:16x16"` for a slice of TPUs""",
@@ -24,6 +24,16 @@ REFUSED = {
     "tpu:v5e": "is not a target",
     "tpu:v5:2x4": "`v5` is none of v4, v5e, v5p, v6e, tpu7x; did you mean `v5p`?",
     "cuda:h10:8": "`h10` is none of a100, h100, h200, b200; did you mean `h100`?",
+    "tpu:V5E:2x4": "`V5E` is none of v4, v5e, v5p, v6e, tpu7x; did you mean `v5e`?",
+    "tpu:v7x:2x2x2": "`v7x` is none of v4, v5e, v5p, v6e, tpu7x; did you mean `tpu7x`?",
+    "tpu:v7:2x2x2": "did you mean `tpu7x`?",
+    "tpu:v6:2x4": "did you mean `v6e`?",
+    "tpu:v5lite:2x4": "did you mean `v5e`?",
+    "tpu:tpuv4:2x2x2": "did you mean `v4`?",
+    "cuda:H100:8": "did you mean `h100`?",
+    "cuda:gh200:8": "did you mean `h200`?",
+    "cuda:v5e:8": "`v5e` is none of a100, h100, h200, b200",
+    "tpu:v٥e:2x4": "did you mean `v5e`?",
 }
 
 
@@ -70,7 +80,8 @@ def test_options_that_exclude_each_other() -> None:
     with raises("make_mesh takes `devices` or `target`", error=ft.ShardingError):
         ft.make_mesh(data=8, target="tpu:v5e:2x4", devices=[])
     with raises(
-        "make_mesh(target=8): `target` is an option, so it cannot name a mesh axis",
+        "make_mesh(target=8): `target` is an option, so it cannot name a mesh axis; write "
+        '`"tpu:v5e:16x16"` for a slice of TPUs, `"cuda:h100:8"` for GPUs',
         error=ft.ShardingError,
     ):
         ft.make_mesh(data=8, target=8)  # pyright: ignore[reportArgumentType]
@@ -94,6 +105,55 @@ def described(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
     target_devices.cache_clear()
 
 
+# What is not a target as it stands ─► the whole target that is named instead.
+MEANT = {
+    "v5e:2x4": "tpu:v5e:2x4",
+    "gpu:h100:8": "cuda:h100:8",
+    "TPU:V5E:2X4": "tpu:v5e:2x4",
+    "tpu v5e 2x4": "tpu:v5e:2x4",
+    "tpu_v7x_2x2": "tpu:tpu7x:2x2",
+    "tpu:v5e:٢x٤": "tpu:v5e:2x4",
+    "tpu:v5e:02x4": "tpu:v5e:2x4",
+    "cuda:h100:٨": "cuda:h100:8",
+    "cuda:h100:08": "cuda:h100:8",
+    "cuda:h100:8 ": "cuda:h100:8",
+    "h100:8": "cuda:h100:8",
+}
+
+
+@pytest.mark.parametrize("name", MEANT)
+def test_the_target_that_is_meant(described: list[Any], name: str) -> None:
+    with pytest.raises(ft.ShardingError) as caught:
+        ft.make_mesh(data=8, target=name)
+    text = str(caught.value)
+    assert "\n" not in text and text.endswith(f"; did you mean `{MEANT[name]}`?")
+    assert not described
+    assert ft.make_mesh(data=8, target=MEANT[name]).size == 8  # the remedy
+
+
+# What the compilers do not survive, or do not answer.
+UNASKED = {
+    "tpu:v5e:0x4": "the shape of a slice is written as `16x16`, or `4x4x8`",
+    "tpu:v5e:4x0": "the shape of a slice is written as",
+    "tpu:v5p:2x2x0": "the shape of a slice is written as",
+    "tpu:v5e:00x4": "the shape of a slice is written as",
+    "tpu:v5e:-2x-4": "the shape of a slice is written as",
+    "cuda:h100:99999992": "a target has at most 131,072 chips",
+    "cuda:h100:" + 5000 * "9": "a target has at most 131,072 chips",
+    "tpu:v5e:99999x99999": "a target has at most 131,072 chips",
+    "cuda:h100:131072": "data=8 is 8 devices, but target='cuda:h100:131072' has 131072",
+    "tpu:v5e:256x512": "data=8 is 8 devices, but target='tpu:v5e:256x512' has 131072",
+    "tpu:tpu7x:2x4": "data=8 is 8 devices, but target='tpu:tpu7x:2x4' has 16",
+}
+
+
+@pytest.mark.parametrize("name", UNASKED, ids=lambda name: name[:20])
+def test_the_compiler_is_not_asked(described: list[Any], name: str) -> None:
+    with raises(UNASKED[name], error=ft.ShardingError):
+        ft.make_mesh(data=8, target=name)
+    assert not described
+
+
 @pytest.mark.parametrize(
     ("name", "args", "options"),
     [
@@ -106,8 +166,8 @@ def described(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
     ],
 )
 def test_what_jax_is_asked_for(described: list[Any], name: str, args: Any, options: Any) -> None:
-    assert target_devices(name) == tuple(jax.devices())
-    assert target_devices(name) is target_devices(name)
+    assert target_devices(Target.read(name)) == tuple(jax.devices())
+    assert target_devices(Target.read(name)) is target_devices(Target.read(name))
     ((given, its, _),) = described
     assert given == args
     config = its.pop("target_config", None)
@@ -122,7 +182,7 @@ def test_the_environment_is_the_users_again(
     monkeypatch.setenv("TPU_WORKER_HOSTNAMES", "mine")
     monkeypatch.delenv("TPU_SKIP_MDS_QUERY", raising=False)
     before = dict(os.environ)
-    target_devices("tpu:v5e:2x4")
+    target_devices(Target.read("tpu:v5e:2x4"))
     (_, _, environment) = described[0]
     assert environment["TPU_WORKER_HOSTNAMES"] == "mine"
     assert environment["TPU_SKIP_MDS_QUERY"] == "1"
@@ -143,7 +203,7 @@ def test_a_slice_that_is_not_there(described: list[Any], monkeypatch: pytest.Mon
     with raises(
         "target='tpu:v5e:3x5': there is no such slice: 3x5 is none", error=ft.ShardingError
     ):
-        target_devices("tpu:v5e:3x5")
+        ft.make_mesh(data=15, target="tpu:v5e:3x5")
 
 
 def test_a_mesh_that_splits_the_axes_of_a_torus(
