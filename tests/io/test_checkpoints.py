@@ -496,7 +496,8 @@ def test_what_is_no_checkpoint(tmp_path: Path) -> None:
     like = {"w": jnp.ones(3)}
     (tmp_path / "empty").mkdir()
     (tmp_path / "file").write_text("")
-    (tmp_path / "half" / "arrays-0123").mkdir(parents=True)
+    (tmp_path / "half" / "arrays-0123456789ab").mkdir(parents=True)
+    (tmp_path / "half" / "arrays-0123456789ab.lock").touch()
     with ft.Checkpoints(tmp_path / "run") as run:
         run.save(3, like)
         run.save(12, like)

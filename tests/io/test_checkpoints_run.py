@@ -184,15 +184,17 @@ def test_a_failure_is_raised_at_the_next_call(
 
 def test_what_a_killed_process_left(tmp_path: Path) -> None:
     """It is never seen; the next writer removes it, and nothing that is of another one."""
-    for name in ("7/arrays-0123/state", "7/arrays-0123.orbax-checkpoint-tmp", "mine", "8.5"):
+    values = "7/arrays-0123456789ab"
+    for name in (f"{values}/state", f"{values}.orbax-checkpoint-tmp", "mine", "8.5"):
         (tmp_path / name).mkdir(parents=True)
-    (tmp_path / "7" / "arrays-0123.lock").touch()
+    (tmp_path / f"{values}.lock").touch()
     checkpoints = ft.Checkpoints(tmp_path)
     assert checkpoints.steps == () and checkpoints.latest is None
     with checkpoints:
         checkpoints.save(7, tree(7))
     assert sorted(one.name for one in tmp_path.iterdir()) == ["7", "8.5", "mine"]
-    assert len(list((tmp_path / "7").iterdir())) == 2 and value(checkpoints.restore(tree(0))) == 7
+    # The manifest, the values, and their mark.
+    assert len(list((tmp_path / "7").iterdir())) == 3 and value(checkpoints.restore(tree(0))) == 7
 
 
 def test_half_a_manifest_is_no_checkpoint(tmp_path: Path) -> None:
@@ -280,5 +282,5 @@ for run in (lambda: ft.save(path, large, overwrite=True), lambda: ft.save(path +
     assert faults.is_state(ft.restore(tmp_path / "c", small), 1, 2**12, mesh)
     assert {one.name for one in tmp_path.iterdir()} <= {"c", "c3"} and len(
         list((tmp_path / "c").iterdir())
-    ) == 2
+    ) == 3
     assert ft.Checkpoints(tmp_path / "c3").latest is None

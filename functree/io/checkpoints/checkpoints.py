@@ -12,7 +12,14 @@ from functree.argument_checks import EXTENT, FLAG, FOLDER, SIZE, check
 from functree.devices.meshes import MeshLike
 from functree.errors import CheckpointError, CheckpointFileError, FunctreeError, warn
 from functree.io.checkpoints.engine import is_done
-from functree.io.checkpoints.folder import files, is_step, local, remove, sweep
+from functree.io.checkpoints.folder import (
+    files,
+    is_foreign,
+    is_step,
+    local,
+    remove_step,
+    sweep_step,
+)
 from functree.io.checkpoints.read import restore
 from functree.io.checkpoints.write import CheckpointWriter
 from functree.labels.filters.filter import FilterLike
@@ -263,7 +270,7 @@ class Checkpoints:
         self._swept = True
         for one in self.folder.iterdir():
             if one.name.isdigit() and one.is_dir():
-                sweep(one)
+                sweep_step(one)
 
     def _finish(self, writer: CheckpointWriter, step: int) -> None:
         """The part that runs in the background."""
@@ -282,7 +289,12 @@ class Checkpoints:
             # alone its own would be removed, and the one that was just saved first of all.
             steps = sorted(self.steps, key=lambda step: (step == saved, step in self._saved, step))
             for step in steps[: -self._keep]:
-                remove(self.folder / str(step))
+                old = self.folder / str(step)
+                # A link leads to what another run has saved.
+                if old.is_symlink() or is_foreign(old):
+                    warn(f"{old} is not removed, since it is not of these checkpoints")
+                else:
+                    remove_step(old)
 
 
 # How often the steps are listed, if all of them were removed before they were looked at.

@@ -2,12 +2,15 @@
 
 The manifest is the last file that is written, and it names the folder of the values. So a folder
 without one is not a checkpoint, a manifest that replaces another replaces a checkpoint whole, and
-what it does not name is not part of it. A writer holds a lock for what it writes. What nobody has
-locked and no manifest names was left by a process that died.
+what it does not name is not part of it. A writer holds a lock for what it writes, and the file of
+the lock stays beside the values: it is the mark that they are functree's. What has this mark, and
+nobody has locked and no manifest names, was left by a process that died. Nothing else is ever
+removed.
 """
 
 import os
 import shutil
+import stat
 import time
 import uuid
 from collections.abc import Iterator
@@ -17,11 +20,14 @@ from pathlib import Path
 import jax
 
 from functree.errors import CheckpointError, CheckpointFileError
-from functree.io.checkpoints.manifest import Manifest
+from functree.io.checkpoints.manifest import BEGINNING, Manifest, is_values_name
 from functree.io.extras import ForeignErrors
 
 MANIFEST = "functree.json"
 _VALUES, _LOCK = "arrays-", ".lock"
+# What a writer makes beside the folder of the values: the lock, the text of the manifest before it
+# has its name, and the folder of orbax that becomes that of the values at the end.
+_BESIDE = (_LOCK, ".json", ".orbax-checkpoint-tmp")
 
 
 def files(failure: str) -> ForeignErrors:
@@ -67,7 +73,7 @@ def _no_manifest(path: Path) -> str:
     """What there is in the place of a checkpoint."""
     if not path.is_dir():
         return "there is no such folder"
-    if any(path.glob(f"{_VALUES}*")):
+    if any(map(_is_own, path.glob(f"{_VALUES}*"))):
         return f"it has no {MANIFEST}, so it is still written, or its writer was stopped"
     steps = sorted(int(one.name) for one in path.iterdir() if is_step(one))
     if steps:
@@ -102,6 +108,7 @@ class Draft:
         self._overwrite, self._lock = overwrite, None
         with files(f"{path} cannot be written"):
             check_free(path, overwrite)
+            self._is_new = _is_made(path)
             self.name, self._lock = _locked(path)
 
     def commit(self, manifest: Manifest) -> None:
@@ -119,7 +126,7 @@ class Draft:
                 self._name_it(written)
             finally:
                 written.unlink(missing_ok=True)
-            # In this order: until the manifest names the values, the lock alone keeps another
+            # In this order: until the manifest names the values, only the held lock keeps another
             # process from deleting them. What is swept is the checkpoint that was replaced.
             self._release()
             sweep(self.path)
@@ -127,6 +134,7 @@ class Draft:
     def _name_it(self, written: Path) -> None:
         """Give the manifest its name, in one step."""
         if self._overwrite:
+            _mark(self.path)
             os.replace(written, self.path / MANIFEST)
             return
         # A link, which fails if there is one: to look first would leave a moment in which another
@@ -142,6 +150,9 @@ class Draft:
         """Remove what was written."""
         self._release()
         sweep(self.path)
+        # A folder that was there before is the user's, also if nothing is in it.
+        if self._is_new:
+            _remove_empty(self.path)
 
     def _release(self) -> None:
         """Give the lock back."""
@@ -163,16 +174,66 @@ def check_free(path: Path, overwrite: bool) -> None:
             raise CheckpointFileError(
                 f"{path} is a checkpoint already: save to another path, or with `overwrite=True`"
             )
+        if is_foreign(path):
+            raise CheckpointFileError(
+                f"{path / MANIFEST} was not written by functree, and is not overwritten: save to "
+                "another path"
+            )
     elif path.exists() and not path.is_dir():
         raise CheckpointFileError(f"{path} is a file: save to another path")
     elif path.is_dir():
         # What another writer has left, or still writes, is no obstacle: one of them will be first.
-        others = [one.name for one in path.iterdir() if not one.name.startswith(_VALUES)]
+        # It may be gone meanwhile, and its lock with it.
+        others = [one.name for one in path.iterdir() if not _is_own(one) and os.path.lexists(one)]
         if others:
             raise CheckpointFileError(
                 f"{path} is a folder that is not a checkpoint: it has `{min(others)}`; "
                 "save elsewhere"
             )
+
+
+def is_foreign(path: Path) -> bool:
+    """Whether a folder has a manifest that functree has not written."""
+    # By its first bytes: one that is damaged further on may be replaced. One that another program
+    # has formatted anew begins otherwise, and can still be read.
+    try:
+        with (path / MANIFEST).open("rb") as file:
+            if file.read(len(BEGINNING)) == BEGINNING:
+                return False
+    except FileNotFoundError:
+        return False  # another process has removed the checkpoint
+    except IsADirectoryError:
+        return True
+    try:
+        read_manifest(path)
+    except CheckpointError:
+        return True
+    return False
+
+
+def _is_own(path: Path) -> bool:
+    """Whether a file, or a folder, was made by a writer: by its whole name and its mark."""
+    name, dot, _ = path.name.partition(".")
+    if not is_values_name(name):
+        return False
+    if dot and not path.name.startswith(tuple(f"{name}{end}" for end in _BESIDE)):
+        return False
+    try:
+        lock = os.lstat(path.with_name(f"{name}{_LOCK}"))
+    except FileNotFoundError:
+        return False
+    return stat.S_ISREG(lock.st_mode) and lock.st_size == 0
+
+
+def _mark(path: Path) -> None:
+    """Mark the values of the checkpoint in a folder, before its manifest goes."""
+    # The first versions removed the lock of a checkpoint that was whole.
+    try:
+        name = read_manifest(path).arrays
+    except CheckpointError:
+        return  # nobody knows which values are its
+    if name is not None and (path / name).is_dir():
+        (path / f"{name}{_LOCK}").touch()
 
 
 # Seconds after which what one machine has written to a network file system is seen by the others.
@@ -193,6 +254,15 @@ def check_seen(values: Path) -> None:
             f"process {jax.process_index()} does not see the folder {values.parent} that process 0 "
             "writes to: give a path on a file system that all processes share"
         )
+
+
+def _is_made(path: Path) -> bool:
+    """Whether a folder is made here; False if it was there."""
+    try:
+        path.mkdir(parents=True)
+    except FileExistsError:
+        return False
+    return True
 
 
 def _locked(path: Path) -> tuple[str, int]:
@@ -238,34 +308,50 @@ def _if_dead(lock: Path) -> Iterator[bool]:
         yield True
 
 
-def sweep(path: Path) -> None:
-    """Remove what dead processes have left in the folder of a checkpoint, and the folder if it is
-    empty then."""
+def sweep(path: Path) -> bool:
+    """Remove what dead processes have left in the folder of a checkpoint; whether there was any."""
+    swept = False
     for name in sorted({one.name.partition(".")[0] for one in path.glob(f"{_VALUES}*")}):
+        if not _left(path, name):
+            continue
         # The lock is looked at before the manifest, since a writer releases it after its manifest
         # is there. The other way round, one that commits in between would lose its values.
         with _if_dead(path / f"{name}{_LOCK}") as dead:
             if not dead:
                 continue
-            is_kept = _is_named(path, name)
-            # orbax writes into a folder of its own beside the one that it is to become, and renames
-            # it at the end. The lock is the last to go: while it is there, a process that is killed
-            # here leaves what the next one finds by it.
-            for one in sorted(path.glob(f"{name}*"), key=lambda one: one.suffix == _LOCK):
-                if not (is_kept and one.name == name):
+            left = _left(path, name)
+            for one in left:
+                # The lock is the last to go: while it is there, a process that is killed here, or
+                # that may not delete all, leaves what the next one finds by it.
+                if one.suffix != _LOCK or not any(map(os.path.lexists, left[:-1])):
                     _delete(one)
-    try:
-        path.rmdir()
-    except OSError:
-        return  # it is not empty
+                    swept = True
+    return swept
+
+
+def _left(path: Path, name: str) -> list[Path]:
+    """What is not of the checkpoint, of what the writer of the values of this name has made: the
+    lock comes last."""
+    found = [one for one in path.glob(f"{name}*") if _is_own(one)]
+    if found and _is_named(path, name):
+        found = [one for one in found if one.name not in (name, f"{name}{_LOCK}")]
+    return sorted(found, key=lambda one: one.suffix == _LOCK)
 
 
 def _delete(path: Path) -> None:
-    """Delete a file, or a folder with all that is in it; another process may do so too."""
-    if path.is_dir():
+    """Delete a file, a link, or a folder with all that is in it; another process may do so too."""
+    if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:
         path.unlink(missing_ok=True)
+
+
+def _remove_empty(path: Path) -> None:
+    """Remove a folder if nothing is in it."""
+    try:
+        path.rmdir()
+    except OSError:
+        return
 
 
 def _is_named(path: Path, name: str) -> bool:
@@ -277,10 +363,18 @@ def _is_named(path: Path, name: str) -> bool:
         return (path / MANIFEST).exists()
 
 
-def remove(path: Path) -> None:
-    """Remove a checkpoint: first its manifest, so that nobody finds half of it."""
+def sweep_step(path: Path) -> None:
+    """Remove what dead processes have left of the checkpoint of a step, with its folder."""
+    if sweep(path):
+        _remove_empty(path)
+
+
+def remove_step(path: Path) -> None:
+    """Remove the checkpoint of a step: first its manifest, so that nobody finds half of it."""
+    _mark(path)
     (path / MANIFEST).unlink(missing_ok=True)
     sweep(path)
+    _remove_empty(path)
 
 
 def _write(path: Path, text: str) -> None:

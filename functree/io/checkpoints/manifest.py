@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -15,6 +16,11 @@ from functree.tree.paths import Path
 
 # Raised when older versions could not read what this one writes, so that they say so.
 FORMAT = 1
+
+BEGINNING = b'{\n "functree": "checkpoint",'
+"""The first bytes of each manifest, by which it is known to be one of functree if it is damaged."""
+
+_VALUES_NAME = re.compile("arrays-[0-9a-f]{12}")
 
 _FORM = {
     "arrays": (str, None),
@@ -30,6 +36,11 @@ _FORM = {
     ],
     "numbers": {...: str},
 }
+
+
+def is_values_name(name: str) -> bool:
+    """Whether a name is one that functree gives to the folder of the values."""
+    return _VALUES_NAME.fullmatch(name) is not None
 
 
 class SavedArray(NamedTuple):
@@ -129,6 +140,12 @@ class Manifest(NamedTuple):
         if kept is None:
             raise CheckpointFileError(
                 f"{where} is not the manifest of a checkpoint: it has no `checksum`"
+            )
+        # What it names is read, and removed when the checkpoint is: never a path elsewhere.
+        if data["arrays"] is not None and not is_values_name(data["arrays"]):
+            raise CheckpointFileError(
+                f"{where} is not the manifest of a checkpoint: {data['arrays']!r} is no folder of "
+                "values"
             )
         return cls(
             rows, data["arrays"], data["step"], data["mesh"], data["numbers"], data.get("meta")
