@@ -11,7 +11,7 @@ from jax.core import Tracer
 from functree.argument_checks import check_tree, shown
 from functree.devices.meshes import mesh_view
 from functree.errors import CheckpointError, Problem, RuleError, count
-from functree.io.checkpoints.manifest import Manifest, SavedArray
+from functree.io.checkpoints.manifest import Manifest, SavedArray, class_name
 from functree.io.checkpoints.stored_arrays import NOT_STORED, StoredArray, to_stored
 from functree.labels.leaf import Leaf
 from functree.labels.leaves import read
@@ -54,9 +54,18 @@ class Contents(NamedTuple):
         rows: list[SavedArray] = []
         stored: dict[str, StoredArray] = {}
         first: dict[int, Path] = {}
+        classes: dict[tuple[type, ...], tuple[str, ...]] = {}
         for leaf, row in zip(leaves, live, strict=True):
+            if leaf.within not in classes:
+                classes[leaf.within] = _class_names(leaf.within)
             saved = SavedArray(
-                leaf.path, row.shape, row.dtype, leaf.axes, row.spec, row.bytes_global
+                leaf.path,
+                row.shape,
+                row.dtype,
+                leaf.axes,
+                row.spec,
+                row.bytes_global,
+                classes=classes[leaf.within],
             )
             # An array at several paths, such as a tied embedding, is stored once. So it is one
             # array again after it was restored, and the optimizer does not pull it apart.
@@ -90,6 +99,14 @@ class Contents(NamedTuple):
             "step": [str(manifest.step)],
             "meta": json.dumps(manifest.meta, indent=1, sort_keys=True).splitlines(),
         }
+
+
+def _class_names(within: Sequence[type]) -> tuple[str, ...]:
+    """The names of some classes and of their bases: a filter may be for a base."""
+    names: set[str] = set()
+    for cls in within:
+        names.update(map(class_name, cls.__mro__[:-1]))  # all but `object`
+    return tuple(sorted(names))
 
 
 def numbers_of(tree: Tree) -> dict[str, str]:

@@ -3,7 +3,7 @@
 import hashlib
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jax.sharding import PartitionSpec
@@ -43,6 +43,11 @@ def is_values_name(name: str) -> bool:
     return _VALUES_NAME.fullmatch(name) is not None
 
 
+def class_name(cls: type) -> str:
+    """The name of a class in a manifest."""
+    return f"{cls.__module__}.{cls.__qualname__}"
+
+
 class SavedArray(NamedTuple):
     """What a checkpoint says about one array.
 
@@ -56,6 +61,8 @@ class SavedArray(NamedTuple):
         digest: the digest of its values, as 8 hexadecimal digits; None if none was kept.
         same_as: the path of the array that it was the same array as, if it stood at several places;
             else None.
+        classes: the names of the classes that it was below, and of their bases, by which
+            `restore(only=)` finds it; None if it was saved by a version that kept none.
 
     Examples:
         >>> ft.save(folder / "rows", {"w": jnp.ones((4, 8))})
@@ -72,6 +79,7 @@ class SavedArray(NamedTuple):
     bytes: int
     digest: str | None = None
     same_as: Path | None = None
+    classes: tuple[str, ...] | None = None
 
 
 class Manifest(NamedTuple):
@@ -97,17 +105,23 @@ class Manifest(NamedTuple):
 
     def to_json(self) -> str:
         """The text of the manifest, with its checksum."""
+        # Many arrays are below the same classes, and these are many names.
+        classes: dict[tuple[str, ...], int] = {}
+        for row in self.rows:
+            if row.classes is not None:
+                classes.setdefault(row.classes, len(classes))
         body = {
             "functree": "checkpoint",
             "format": FORMAT,
             "arrays": self.arrays,
             "step": self.step,
             "mesh": dict(self.sizes),
-            "rows": list(map(_row, self.rows)),
+            "classes": list(map(list, classes)),
+            "rows": [_row(row, classes) for row in self.rows],
             "numbers": dict(self.numbers),
             "meta": self.meta,
         }
-        return json.dumps({**body, "checksum": _checksum(body)}, indent=1)
+        return json.dumps({**body, "checksum": checksum(body)}, indent=1)
 
     @classmethod
     def from_json(cls, text: str, where: object) -> "Manifest":
@@ -126,11 +140,13 @@ class Manifest(NamedTuple):
             kept = body.pop("checksum", None) if isinstance(body, dict) else None
             # Before anything else is looked at: if a bit of the format has flipped, the file is
             # damaged, and not of a newer version.
-            if kept is not None and kept != _checksum(body):
+            if kept is not None and kept != checksum(body):
                 raise CheckpointFileError(f"{where} is not what was written: its checksum differs")
             data = loaded(text, "checkpoint", FORMAT, _FORM)
-            rows = tuple(map(_read_row, data["rows"]))
-        except (FunctreeError, ValueError) as error:
+            # Not in what earlier versions wrote, as the classes of a row.
+            classes = list(map(tuple, data.get("classes", [])))
+            rows = tuple(_read_row(row, classes) for row in data["rows"])
+        except (FunctreeError, ValueError, LookupError, TypeError) as error:
             if isinstance(error, CheckpointError):
                 raise
             # A spec or a path that cannot be read, or text that is not JSON.
@@ -152,22 +168,26 @@ class Manifest(NamedTuple):
         )
 
 
-def _checksum(body: Mapping[str, Any]) -> str:
+def checksum(body: Mapping[str, Any]) -> str:
     """A checksum of what a manifest says."""
     # Of the values and not of the text: it is in the same JSON, and who reads that has no text
     # without it.
     return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
 
 
-def _row(row: SavedArray) -> dict[str, Any]:
+def _row(row: SavedArray, classes: Mapping[tuple[str, ...], int]) -> dict[str, Any]:
     found = {**array_json(row), "bytes": row.bytes, "digest": row.digest, "same_as": None}
     if row.same_as is not None:
         found["same_as"] = str(row.same_as)
+    if row.classes is not None:
+        found["classes"] = classes[row.classes]
     return found
 
 
-def _read_row(data: Mapping[str, Any]) -> SavedArray:
+def _read_row(data: Mapping[str, Any], classes: Sequence[tuple[str, ...]]) -> SavedArray:
     row = SavedArray(*read_array(data), data["bytes"], data["digest"])
     if data["same_as"] is not None:
         row = row._replace(same_as=Path(data["same_as"]))
+    if "classes" in data:
+        row = row._replace(classes=classes[data["classes"]])
     return row

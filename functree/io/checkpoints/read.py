@@ -63,13 +63,15 @@ def restore(
         layout: the layout of the tree. By default each array is sharded as the one in `like`.
         mesh: a mesh, or None for the current one.
         only: a filter of the arrays that are restored. Others are neither compared nor read, and
-            come from `like`.
+            come from `like`. A pattern, a class or a function in it that matches nothing, neither
+            in `like` nor in the checkpoint, is an error.
         cast: whether an array is cast if `like` has another dtype.
         verify: whether the digests are computed again, and compared.
 
     Raises:
         CheckpointError: it is not a checkpoint; its arrays and those of `like` differ in path,
             shape, dtype, or kind of random key (the error lists all of them, and nothing is read);
+            `only` names what is on neither side;
             an array in `like` has no sharding, and there is no layout; data have changed since they
             were saved.
         ShardingError: the layout does not fit the tree.

@@ -16,6 +16,7 @@ from functree.devices.placement import is_sharded_as
 from functree.errors import CheckpointError, Problem, count
 from functree.io.checkpoints.contents import partly
 from functree.io.checkpoints.manifest import Manifest, SavedArray
+from functree.io.checkpoints.only import check_only
 from functree.io.checkpoints.stored_arrays import from_stored, stored_form, stored_sharding
 from functree.io.checkpoints.suggested_filter import without
 from functree.labels.filters.filter import Filter
@@ -104,6 +105,7 @@ def wanted_arrays(
         CheckpointError: they differ from those that were saved.
     """
     rows = {row.path: row for row in manifest.rows}
+    extra = _extra(folder, manifest, leaves, only)
     taken = [
         (leaf, to)
         for leaf, to in zip(leaves.leaves, shardings, strict=True)
@@ -115,10 +117,7 @@ def wanted_arrays(
             for leaf, _ in taken
             for problem in _differences(leaf, rows.get(leaf.path), cast)
         ),
-        *(
-            _row_problem(row, "was saved, and `like` has no such array")
-            for row in _extra(leaves, manifest, only)
-        ),
+        *(_row_problem(row, "was saved, and `like` has no such array") for row in extra),
     ]
     if problems:
         paths = {*rows, *leaves.paths}
@@ -167,14 +166,16 @@ def _row_problem(row: SavedArray, why: str) -> Problem:
     return Problem(row.path, row.shape, _row_text(row), why)
 
 
-def _extra(leaves: Leaves, manifest: Manifest, only: Filter | None) -> Iterator[SavedArray]:
+def _extra(
+    folder: FilePath, manifest: Manifest, leaves: Leaves, only: Filter | None
+) -> list[SavedArray]:
     """The arrays that were saved, and that `like` does not have."""
     known = set(leaves.paths)
-    for row in manifest.rows:
-        if row.path not in known:
-            leaf = Leaf(row.path, jax.ShapeDtypeStruct(row.shape, row.dtype), row.axes)
-            if only is None or only(leaf):
-                yield row
+    alone = [row for row in manifest.rows if row.path not in known]
+    if only is None:
+        return alone
+    matched = {leaf.path for leaf in check_only(folder, only, leaves, alone)}
+    return [row for row in alone if row.path in matched]
 
 
 def _misplaced(leaf: Leaf, sharding: Sharding | None) -> Iterator[Problem]:

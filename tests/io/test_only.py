@@ -1,0 +1,192 @@
+"""`restore(only=)`: what a filter names has to be there, on one side or the other; classes of what
+only the checkpoint has are those that it was saved with."""
+
+import json
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import equinox as eqx
+import jax
+import numpy as np
+import pytest
+from checks import raises
+from jaxtyping import Array, Float
+from meshes import MESH
+
+import functree as ft
+from functree.io.checkpoints.manifest import checksum
+from functree.labels.filters.filter import as_filter
+
+
+class Base(eqx.Module):
+    """A class that others are derived from."""
+
+
+class Up(Base):
+    weight: Float[Array, "embed hidden"]
+
+
+class Down(Base):
+    weight: Float[Array, "hidden embed"]
+
+
+class Never(Base):
+    weight: Float[Array, "embed hidden"]
+
+
+def net(**more: Any) -> dict[str, Any]:
+    return {"model": [Up(np.ones((2, 4))), Down(np.ones((4, 2)))], "head": np.ones(3), **more}
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint with an array that `net()` does not have."""
+    path = tmp_path_factory.mktemp("only") / "c"
+    ft.save(path, net(extra={"up": Up(np.ones((2, 4)))}))
+    return path
+
+
+# What matches nothing: by a typing error, or because nothing of that kind is there.
+NOTHING: dict[str, Any] = {
+    "a glob": "modle.**",
+    "a path": ft.Path("model.7"),
+    "the text of a path": "model.0.wieght",
+    "a regular expression": re.compile("modle.*"),
+    "a class": Never,
+    "several classes": Never | eqx.nn.Linear,
+    "a function": lambda path, leaf: "modle" in path,
+    "an axis": ft.has_axis("embd"),
+    "a property": ft.larger_than(10**6),
+    "parts that exclude each other": ft.glob("head") & ft.under(Up),
+    "part of a conjunction": ft.glob("model.**") & ft.glob("**.wieght"),
+}
+# Beside something that matches.
+BESIDE: dict[str, Callable[[ft.Filter], ft.Filter]] = {
+    "alone": lambda part: part,
+    "not": lambda part: ~part,
+    "or": lambda part: ft.glob("head") | part,
+    "and not": lambda part: ft.glob("model.**") & ~part,
+    "or in brackets": lambda part: ft.glob("head") & (part | ft.under(Up)) | ft.glob("model.**"),
+}
+# A property may be that of no array, if something else is restored.
+PROPERTIES = ("an axis", "a property", "parts that exclude each other")
+
+
+@pytest.mark.parametrize("where", BESIDE)
+@pytest.mark.parametrize("what", NOTHING)
+def test_what_matches_nothing(what: str, where: str, saved: Path) -> None:
+    only = BESIDE[where](as_filter(NOTHING[what]))
+    if where != "alone" and what in PROPERTIES:
+        ft.restore(saved, net(extra={"up": Up(np.ones((2, 4)))}), only=only)
+        return
+    with raises(
+        "only=", f"matches no array of {saved}, and none of `like`", error=ft.CheckpointError
+    ) as caught:
+        ft.restore(saved, net(), only=only)
+    assert "correct the filter, or leave it out" in str(caught.value)
+    assert {str(problem.path) for problem in caught.value.problems} == {
+        "model.0.weight",
+        "model.1.weight",
+        "head",
+        "extra.up.weight",
+    }
+
+
+def test_the_nearest_name(saved: Path) -> None:
+    for only, near in (
+        ("modle.**", "did you mean `model`?"),
+        ("**.wieght", "did you mean `weight`?"),
+        ("model.0.wieght", "did you mean `model.0.weight`?"),
+    ):
+        with raises(near, error=ft.CheckpointError):
+            ft.restore(saved, net(), only=only)
+
+
+def test_in_a_run(tmp_path: Path) -> None:
+    with ft.Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(1, net())
+    with raises("matches no array", error=ft.CheckpointError):
+        checkpoints.restore(net(), only="modle.**")
+
+
+def test_a_tree_without_arrays_has_nothing_to_match(tmp_path: Path) -> None:
+    ft.save(tmp_path / "c", {"n": 1})
+    assert ft.restore(tmp_path / "c", {"n": 1}, only=...) == {"n": 1}
+
+
+def test_what_only_one_side_has_is_no_typing_error(saved: Path) -> None:
+    more = np.zeros(5)
+    found = ft.restore(saved, net(more=more), only=~(ft.glob("extra.**") | ft.glob("more")))
+    assert found["more"] is more and np.array_equal(found["head"], np.ones(3))
+
+
+# The layouts of the arrays that are restored: as in `plan`.
+LAYOUTS: dict[str, tuple[Any, str]] = {
+    "a glob": ({"**.bais": ft.P(), ...: ft.P()}, "**.bais"),
+    "hidden": ({"**.weight": ft.P(), "model.0.weight": ft.P(), ...: ft.P()}, "model.0.weight"),
+    "a class": ([(Never, ft.P()), (..., ft.P())], "Never"),
+    "an axis": ([(ft.has_axis("embd"), ft.P()), (..., ft.P())], "has_axis('embd')"),
+}
+
+
+@pytest.mark.parametrize("what", LAYOUTS)
+def test_a_layout_with_a_filter_that_matches_nothing(what: str, saved: Path) -> None:
+    written, named = LAYOUTS[what]
+    like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), net())
+    for only in (None, "model.**"):
+        with raises(named, error=ft.ShardingError):
+            ft.restore(saved, like, ft.StateSharding(written), MESH, only=only)
+
+
+# Classes of what `like` lacks
+
+CLASSES: dict[str, tuple[Any, bool]] = {
+    "its class": (Up, True),
+    "a base": (Base, True),
+    "a base of another library": (eqx.Module, True),
+    "one of several": (Never | Up, True),
+    "a container": (dict, True),
+    "not another class": (~ft.under(Down), True),
+    "another class": (Down, False),
+    "not its class": (~ft.under(Up), False),
+}
+
+
+@pytest.mark.parametrize("what", CLASSES)
+def test_classes_of_what_only_the_checkpoint_has(what: str, saved: Path) -> None:
+    only, is_matched = CLASSES[what]
+    if not is_matched:
+        ft.restore(saved, net(), only=only)
+        return
+    with raises(
+        "extra.up.weight", "was saved, and `like` has no such array", error=ft.CheckpointError
+    ):
+        ft.restore(saved, net(), only=only)
+
+
+def test_what_is_kept_of_classes(saved: Path) -> None:
+    kept = ft.inspect(saved)["extra.up.weight"].classes
+    assert kept is not None and f"{__name__}.Up" in kept and "builtins.dict" in kept
+    assert "builtins.object" not in kept
+
+
+def test_a_checkpoint_without_classes(saved: Path, tmp_path: Path) -> None:
+    """As earlier versions wrote it: it is read, and what nobody knows is warned about."""
+    shutil.copytree(saved, tmp_path / "c")
+    manifest = tmp_path / "c" / "functree.json"
+    body = json.loads(manifest.read_text())
+    del body["classes"], body["checksum"]
+    for row in body["rows"]:
+        del row["classes"]
+    manifest.write_text(json.dumps({**body, "checksum": checksum(body)}))
+    whole = net(extra={"up": Up(np.zeros((2, 4)))})
+    assert np.array_equal(ft.restore(tmp_path / "c", whole)["extra"]["up"].weight, np.ones((2, 4)))
+    ft.restore(tmp_path / "c", net(), only="model.**")
+    with pytest.warns(
+        ft.FunctreeWarning,
+        match="kept no classes, so under.Up. may be about 1 array .* extra.up.weight",
+    ):
+        ft.restore(tmp_path / "c", net(), only=Up)
