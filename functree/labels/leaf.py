@@ -1,5 +1,6 @@
 """`Leaf`: one array of a tree, with all that filters, layouts and messages ask about it."""
 
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from jax.sharding import PartitionSpec
@@ -99,6 +100,22 @@ class Leaf(NamedTuple):
     def problem(self, why: str, remedy: str) -> Problem:
         """A `Problem` of this leaf."""
         return Problem(self.path, tuple(self.shape), self.text, why, remedy)
+
+
+def meeting(leaves: Iterable[Leaf]) -> list[Problem]:
+    """The problems of leaves at one path, of which whoever knows leaves by path would take one for
+    the other: a node whose class gives two children one key."""
+    found: dict[Path, Leaf] = {}
+    problems: list[Problem] = []
+    for leaf in leaves:
+        if found.setdefault(leaf.path, leaf) is not leaf:
+            problems.append(
+                leaf.problem(
+                    "is the path of several arrays: a class gives two of its children one key",
+                    "give each child a key of its own in the class's `tree_flatten_with_keys`",
+                )
+            )
+    return problems
 
 
 # The modules of the classes of plain containers.

@@ -5,10 +5,10 @@ from typing import Any, NamedTuple
 
 from functree.argument_checks import check_tree
 from functree.devices.meshes import MeshLike, agreed_mesh
-from functree.errors import Problem, RuleError, did_you_mean
+from functree.errors import FunctreeValueError, Problem, RuleError, did_you_mean
 from functree.labels.filters.filter import FilterLike, as_filter, patterns
 from functree.labels.filters.predicates import is_trainable
-from functree.labels.leaf import Leaf
+from functree.labels.leaf import Leaf, meeting
 from functree.labels.leaves import Leaves
 from functree.labels.optimizer.followed_parameters import Optimizer, TrainedModel
 from functree.labels.optimizer.optimizer_state import optimizer_state
@@ -121,6 +121,7 @@ def select_trained(leaves: Leaves, wrt: FilterLike, name: str) -> TrainedModel:
 
     Raises:
         RuleError: a pattern in the filter matches no leaf.
+        FunctreeError: several arrays have one path.
     """
     matches = as_filter(wrt)
     # With a misspelled pattern in `~ft.glob(...)`, parameters that should be frozen would be
@@ -129,6 +130,9 @@ def select_trained(leaves: Leaves, wrt: FilterLike, name: str) -> TrainedModel:
         if not any(map(pattern, leaves.leaves)):
             near = did_you_mean(getattr(pattern, "pattern", ""), leaves.paths)
             raise RuleError(f"wrt={wrt!r}: {pattern!r} matches no leaf of {name}{near}")
+    # An optimizer's state is found by the paths of its parameters.
+    if problems := meeting(leaves.leaves):
+        raise FunctreeValueError(f"{name} cannot be trained by an optimizer", problems)
     return TrainedModel(
         leaves.skeleton, {leaf.path: leaf if matches(leaf) else None for leaf in leaves.leaves}
     )

@@ -16,7 +16,7 @@ from functree.argument_checks import FUNCTION, SIZE, check
 from functree.calls.signature import Signature
 from functree.devices.specs import mesh_axes
 from functree.errors import FunctreeTypeError, FunctreeValueError, Problem, count
-from functree.labels.leaf import Leaf
+from functree.labels.leaf import Leaf, meeting
 from functree.labels.leaves import read
 from functree.transforms.jit.jit import jit
 from functree.tree.arrays import Tree, is_array
@@ -106,7 +106,7 @@ def accumulate(fn: Callable[_P, _T], steps: int) -> Callable[_P, _T]:
 
 def _check(batch: Sequence[Leaf], steps: int) -> None:
     """Raise for all arrays of a batch that cannot be split into this number of pieces."""
-    problems: list[Problem] = []
+    problems: list[Problem] = meeting(batch)
     for leaf in batch:
         if not leaf.shape:
             why = f"has no leading dimension to split into {steps} pieces"

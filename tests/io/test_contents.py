@@ -5,21 +5,27 @@ import json
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+import optax
 import pytest
+from checks import raises
 from jax.sharding import PartitionSpec
+from jax.tree_util import GetAttrKey, register_pytree_with_keys_class
 from meshes import SIZES, lay
 from trees import MLP, x
 
+import functree as ft
 from functree.errors import CheckpointError
 from functree.io.checkpoints.contents import Contents
 
 P = PartitionSpec
+TIED = jnp.ones(4)
 
 
 def contents(tree: Any, meta: Any = None, step: int | None = None) -> Contents:
@@ -117,6 +123,25 @@ def keyed(key: Any) -> Any:
     return OrderedDict({key: jnp.ones(2)})
 
 
+@register_pytree_with_keys_class
+class Meeting:
+    """A node that gives its two children one key."""
+
+    def __init__(self, *children: Any):
+        self.children = children
+
+    def tree_flatten_with_keys(self) -> tuple[Any, None]:
+        return [(GetAttrKey("w"), child) for child in self.children], None
+
+    @classmethod
+    def tree_unflatten(cls, _: None, children: Any) -> "Meeting":
+        return cls(*children)
+
+
+MEETING = (
+    "is the path of several arrays: a class gives two of its children one key",
+    "give each child a key of its own in the class's `tree_flatten_with_keys`",
+)
 PROBLEMS: dict[str, tuple[Callable[[], Any], str, str]] = {
     "abstract": (
         lambda: [jnp.ones(2), x(2)],
@@ -133,6 +158,10 @@ PROBLEMS: dict[str, tuple[Callable[[], Any], str, str]] = {
         "has a dtype that XLA cannot convert to bytes",
         "convert it, such as to int8",
     ),
+    "two children under one key": (lambda: Meeting(jnp.ones(2), jnp.zeros(2)), *MEETING),
+    "an array twice under one key": (lambda: Meeting(TIED, TIED), *MEETING),
+    "further down": (lambda: {"a": [Meeting([TIED], [jnp.ones(2)])]}, *MEETING),
+    "arrays of numpy": (lambda: Meeting(np.ones(2), np.zeros(2)), *MEETING),
     "a key without a text": (
         lambda: keyed(Color.RED),
         "its path has a key that has no text of its own",
@@ -153,6 +182,26 @@ def test_what_cannot_be_saved(case: str) -> None:
         contents(make())
     (problem,) = caught.value.problems
     assert (problem.why, problem.remedy) == (why, remedy)
+
+
+def test_keys_that_meet_at_other_doors(tmp_path: Path) -> None:
+    """Wherever arrays are known by their paths, one would be taken for the other."""
+    tree = Meeting(jnp.ones(8), jnp.zeros(8))
+    ft.save(tmp_path / "c", {"w": jnp.ones(8)})
+    doors: list[Callable[[], Any]] = [
+        lambda: ft.save(tmp_path / "d", tree),
+        lambda: ft.restore(tmp_path / "c", tree),
+        lambda: ft.TrainState.create(tree, optax.adam(0.1)),
+        lambda: ft.plan_optimizer(optax.adam(0.1), tree, ft.P(), SIZES),
+        lambda: ft.accumulate(lambda model, batch: model, 2)(jnp.ones(2), tree),
+    ]
+    for door in doors:
+        with raises("w   f32[8]", *MEETING):
+            door()
+    # What keeps the arrays in their order tells them apart.
+    assert [float(x[0]) for x in ft.copy(tree).children] == [1.0, 0.0]
+    # Static children are no arrays, and one array beside them has the path for itself.
+    assert list(contents(Meeting(TIED, "text")).stored) == ["w"]
 
 
 def test_in_a_trace() -> None:
@@ -195,7 +244,6 @@ def test_what_is_json(meta: Any) -> None:
 
 # What has to be the same in all processes
 
-TIED = jnp.ones(4)
 BASE: dict[str, Any] = {"a": TIED, "b": TIED, "n": 3, "x": np.ones(2, np.float32)}
 OTHERS: dict[str, tuple[Callable[[], Contents], str]] = {
     "a shape": (lambda: contents(BASE | {"a": jnp.ones(5), "b": TIED}), "arrays"),

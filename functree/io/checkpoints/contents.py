@@ -13,7 +13,7 @@ from functree.devices.meshes import mesh_view
 from functree.errors import CheckpointError, Problem, RuleError, count
 from functree.io.checkpoints.manifest import Manifest, SavedArray, class_name
 from functree.io.checkpoints.stored_arrays import NOT_STORED, StoredArray, to_stored
-from functree.labels.leaf import Leaf
+from functree.labels.leaf import Leaf, meeting
 from functree.labels.leaves import read
 from functree.layout.plan.live_arrays import live_rows
 from functree.processes.agreement import Facts, processes_text
@@ -117,6 +117,7 @@ def numbers_of(tree: Tree) -> dict[str, str]:
 
 
 def _problems(leaves: Sequence[Leaf]) -> Iterator[Problem]:
+    yield from meeting(leaves)
     for leaf in leaves:
         if (problem := not_saveable(leaf)) is not None:
             yield problem

@@ -20,7 +20,7 @@ from functree.io.checkpoints.only import check_only
 from functree.io.checkpoints.stored_arrays import from_stored, stored_form, stored_sharding
 from functree.io.checkpoints.suggested_filter import without
 from functree.labels.filters.filter import Filter
-from functree.labels.leaf import Leaf
+from functree.labels.leaf import Leaf, meeting
 from functree.labels.leaves import Leaves
 from functree.tree.arrays import array_text, dtype_text
 from functree.tree.bits import is_key, on_device, with_sharding
@@ -128,6 +128,7 @@ def wanted_arrays(
         ]
     problems += [problem for leaf, to in taken for problem in _misplaced(leaf, to)]
     problems += _untied([leaf for leaf, _ in taken], rows)
+    problems += meeting(leaf for leaf, _ in taken)
     if problems:
         wrong = count(len({problem.path for problem in problems}), "leaf")
         raise CheckpointError(f"{wrong} cannot be restored from {folder}", problems)
