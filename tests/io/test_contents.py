@@ -77,10 +77,11 @@ def test_numbers_and_texts_are_said_and_not_stored() -> None:
         "none": None,
     }
     found = contents(tree)
-    assert found.manifest.numbers == {
+    assert found.manifest.static == {
         "bool": "True",
         "complex": "2j",
         "float": "0.5",
+        "function": "abs",
         "int": "3",
         "text": "'adam'",
     }
@@ -249,7 +250,7 @@ OTHERS: dict[str, tuple[Callable[[], Contents], str]] = {
     "a shape": (lambda: contents(BASE | {"a": jnp.ones(5), "b": TIED}), "arrays"),
     "two arrays for one": (lambda: contents(BASE | {"b": jnp.ones(4)}), "arrays"),
     "values of numpy": (lambda: contents(BASE | {"x": np.zeros(2, np.float32)}), "arrays of numpy"),
-    "a number": (lambda: contents(BASE | {"n": 4}), "numbers"),
+    "a number": (lambda: contents(BASE | {"n": 4}), "static leaves"),
     "the step": (lambda: contents(BASE, step=1), "step"),
     "the meta": (lambda: contents(BASE, {"seed": 1}), "meta"),
 }

@@ -12,6 +12,7 @@ from functree.argument_checks import check_tree, shown
 from functree.devices.meshes import mesh_view
 from functree.errors import CheckpointError, Problem, RuleError, count
 from functree.io.checkpoints.manifest import Manifest, SavedArray, class_name
+from functree.io.checkpoints.static_leaves import static_texts, unsaveable
 from functree.io.checkpoints.stored_arrays import NOT_STORED, StoredArray, to_stored
 from functree.labels.leaf import Leaf, meeting
 from functree.labels.leaves import read
@@ -19,7 +20,6 @@ from functree.layout.plan.live_arrays import live_rows
 from functree.processes.agreement import Facts, processes_text
 from functree.processes.digest import digest
 from functree.tree.arrays import Tree
-from functree.tree.nodes import leaves_of
 from functree.tree.paths import Path
 
 
@@ -44,7 +44,7 @@ class Contents(NamedTuple):
         """
         check_tree("save", tree)
         leaves = read(tree).leaves
-        if problems := list(_problems(leaves)):
+        if problems := [*unsaveable(tree), *_problems(leaves)]:
             raise CheckpointError(f"{count(len(problems), 'leaf')} cannot be saved", problems)
         _check_meta(meta)
         # It is written later, in the background: what the loop does with its list until then would
@@ -78,7 +78,7 @@ class Contents(NamedTuple):
                 stored[str(leaf.path)] = to_stored(leaf.value)
             rows.append(saved)
         sizes = {} if mesh is None else mesh_view(mesh).sizes
-        return cls(stored, Manifest(tuple(rows), None, step, sizes, numbers_of(tree), meta))
+        return cls(stored, Manifest(tuple(rows), None, step, sizes, static_texts(tree), meta))
 
     def facts(self) -> Facts:
         """What has to be the same in all processes: the arrays, and what each has for itself."""
@@ -95,7 +95,7 @@ class Contents(NamedTuple):
         return {
             "arrays": arrays,
             "arrays of numpy": values,
-            "numbers": [f"{path}: {number}" for path, number in manifest.numbers.items()],
+            "static leaves": [f"{path}: {text}" for path, text in manifest.static.items()],
             "step": [str(manifest.step)],
             "meta": json.dumps(manifest.meta, indent=1, sort_keys=True).splitlines(),
         }
@@ -107,13 +107,6 @@ def _class_names(within: Sequence[type]) -> tuple[str, ...]:
     for cls in within:
         names.update(map(class_name, cls.__mro__[:-1]))  # all but `object`
     return tuple(sorted(names))
-
-
-def numbers_of(tree: Tree) -> dict[str, str]:
-    """The Python numbers and texts among the leaves of a tree, as text."""
-    # By `type`, not `isinstance`: numpy's float64 is a `float` too, and is saved as an array.
-    static = (bool, int, float, complex, str)
-    return {str(path): repr(leaf) for path, leaf in leaves_of(tree) if type(leaf) in static}
 
 
 def _problems(leaves: Sequence[Leaf]) -> Iterator[Problem]:

@@ -91,7 +91,7 @@ class Manifest(NamedTuple):
             has a value.
         step: the step of `ft.Checkpoints`, or None.
         sizes: the sizes of the mesh axes on which the arrays lay.
-        numbers: the Python numbers of the tree, which are not saved, by path and as text. They come
+        static: the static leaves of the tree, which are not saved, by path and as text. They come
             back from `like`, and one that differs there is warned about.
         meta: what the user saved with it.
     """
@@ -100,7 +100,7 @@ class Manifest(NamedTuple):
     arrays: str | None
     step: int | None
     sizes: Mapping[str, int]
-    numbers: Mapping[str, str]
+    static: Mapping[str, str]
     meta: Any
 
     def to_json(self) -> str:
@@ -118,7 +118,8 @@ class Manifest(NamedTuple):
             "mesh": dict(self.sizes),
             "classes": list(map(list, classes)),
             "rows": [_row(row, classes) for row in self.rows],
-            "numbers": dict(self.numbers),
+            # The first versions had numbers alone, and read them by this name.
+            "numbers": dict(self.static),
             "meta": self.meta,
         }
         return json.dumps({**body, "checksum": checksum(body)}, indent=1)

@@ -20,15 +20,14 @@ from functree.errors import (
     CheckpointFileError,
     Problem,
     count,
-    listed,
     path_text,
     warn,
 )
-from functree.io.checkpoints.contents import numbers_of
 from functree.io.checkpoints.engine import check_dtypes, load_arrays
 from functree.io.checkpoints.folder import files, local, read_manifest
 from functree.io.checkpoints.manifest import Manifest
 from functree.io.checkpoints.restored_arrays import Wanted, wanted_arrays
+from functree.io.checkpoints.static_leaves import warn_of_changes
 from functree.labels.filters.filter import Filter, FilterLike, as_filter
 from functree.labels.leaves import Leaves, read
 from functree.layout.layout import LayoutTree
@@ -104,7 +103,7 @@ def restore(
                 raise
         else:
             if only is None:
-                _warn_of_numbers(manifest, like)
+                warn_of_changes(manifest.static, like)
             arrays = _arrays(wanted, stored)
             return leaves.skeleton.fill(
                 [arrays.get(leaf.path, leaf.value) for leaf in leaves.leaves]
@@ -241,19 +240,6 @@ def _is_replaced(folder: FilePath, manifest: Manifest) -> bool:
         return read_manifest(folder).arrays != manifest.arrays
     except CheckpointError:
         return False
-
-
-def _warn_of_numbers(manifest: Manifest, like: Any) -> None:
-    """Warn of numbers that were others when the tree was saved: they are static, and come from
-    `like`."""
-    now = numbers_of(like)
-    others = [
-        (path, then) for path, then in manifest.numbers.items() if now.get(path, then) != then
-    ]
-    changed = [f"`{path}` was {then} and is {now[path]}" for path, then in others]
-    if changed:
-        remedy = "a number that is to be saved has to be an array: `jnp.asarray(...)`"
-        warn(f"Python numbers are not restored, and come from `like`: {listed(changed)}; {remedy}")
 
 
 def _arrays(wanted: Sequence[Wanted], stored: Mapping[str, Any]) -> dict[Path, Any]:

@@ -41,7 +41,8 @@ def save(
 
     Args:
         path: a folder, which is created. With several processes, one that all of them see.
-        tree: concrete arrays, in modules and containers. What is not an array is not saved.
+        tree: concrete arrays, in modules and containers. Other leaves are static: they are not
+            saved, and `ft.restore` warns of one that differs in `like`.
         verify: whether a digest of each array's values is kept, by which `ft.restore` notices that
             data have changed.
         overwrite: whether a checkpoint at this path is replaced: once the new one is whole and,
@@ -50,8 +51,8 @@ def save(
 
     Raises:
         CheckpointError: the path has something already; an array is traced, abstract, or not of all
-            processes; `meta` is not JSON; the files cannot be written. What was at the path before
-            is still there.
+            processes, has a mask or a dtype that JAX lacks; there is a mutable reference; `meta` is
+            not JSON; the files cannot be written. What was at the path before is still there.
         FunctreeError: the processes do not save the same.
 
     Examples:
