@@ -6,6 +6,8 @@ import enum
 import functools
 import hashlib
 import re
+import reprlib
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -102,14 +104,17 @@ def _has_jax_dtype(leaf: np.ndarray | np.generic) -> bool:
 
 
 _ADDRESS = re.compile(r"\b0x[0-9a-fA-F]{4,}")
+# A `repr` of the user's may raise anything; that of `reprlib` is then an address.
+_REPR = reprlib.Repr()
+_REPR.maxother = sys.maxsize
 
 
 def _text(value: object) -> str | None:
     """A value as text that is the same in all processes; None if it has only an address."""
     try:
         return _structured(value)
-    except Exception:  # a `repr` of the user's may raise anything
-        return None
+    except (RecursionError, AttributeError):
+        return None  # it contains itself, or lacks one of its fields
 
 
 def _structured(value: Any) -> str | None:
@@ -133,7 +138,7 @@ def _structured(value: Any) -> str | None:
     if dataclasses.is_dataclass(value):
         fields = [(one.name, getattr(value, one.name)) for one in dataclasses.fields(value)]
         return _joined(name, list, map(_structured, fields))
-    text = repr(value)
+    text = _REPR.repr_instance(value, 0)
     # The text of a value is whatever it is; of others, an address is not the same in the next run.
     if isinstance(value, str | bytes) or _ADDRESS.search(text) is None:
         return text
