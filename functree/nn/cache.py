@@ -11,6 +11,7 @@ from functree.errors import FunctreeValueError
 from functree.nn.activations import activation, on_shards
 from functree.nn.attention.attend import cached_positions
 from functree.nn.config import TransformerConfig
+from functree.nn.weights import as_int32
 
 _MODEL = Takes("an `ft.nn.Transformer`", lambda value: isinstance(value, TransformerConfig))
 
@@ -126,14 +127,16 @@ class Cache(eqx.Module):
         # Once for all layers, into the donated cache. If layers returned the cache itself, the loop
         # over them would copy all of it for each token.
         names = [_AXES, _AXES, "batch", "batch"]
+        filled = as_int32(self.filled)
         write = _write
         if lengths is None and key.shape[2] == 1:
             write = _write_next  # a step of generation
         if lengths is None:
-            lengths = jnp.full_like(self.filled, key.shape[2])
-        key = on_shards(write, (self.key, key, self.filled, lengths), names)
-        value = on_shards(write, (self.value, value, self.filled, lengths), names)
-        return Cache(key, value, self.filled + lengths)
+            lengths = jnp.full_like(filled, key.shape[2])
+        lengths = as_int32(lengths)
+        key = on_shards(write, (self.key, key, filled, lengths), names)
+        value = on_shards(write, (self.value, value, filled, lengths), names)
+        return Cache(key, value, filled + lengths)
 
 
 def _write_next(

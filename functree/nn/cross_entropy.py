@@ -16,7 +16,7 @@ from functree.errors import Problem
 from functree.nn.activations import activation, indices_along, on_one_device, specs_of
 from functree.nn.attention.layer import Positions, Segments
 from functree.nn.transformer import TOKENS, Head, Tokens, Transformer
-from functree.nn.weights import accumulator
+from functree.nn.weights import accumulator, as_int32
 from functree.tree.arrays import Tree
 
 _MODEL = Takes("an `ft.nn.Transformer`", lambda value: isinstance(value, Transformer))
@@ -43,13 +43,14 @@ def cross_entropy(
     Args:
         model: the model.
         tokens: the tokens.
-        targets: the token that follows each of them. One that is not in the vocabulary makes the
-            loss NaN, unless the mask leaves it out.
+        targets: the token that follows each of them, of any integer dtype. One that is not in the
+            vocabulary makes the loss NaN, unless the mask leaves it out.
         positions: as in a call of the model.
         segments: as in a call of the model.
         chunk: of how many positions of the sequence the logits are held at one time; the last may
             be fewer.
-        mask: which positions count; by default all. The loss is 0 if none does.
+        mask: which positions count; by default all. The loss is 0 if none does. Numbers are
+            weights of the positions; one that is negative or NaN makes the loss NaN.
         z_loss: the factor of the squared logarithm of the sum of exponentials, which is added to
             keep logits small (Chowdhery et al., "PaLM", 2022, uses 1e-4).
 
@@ -86,10 +87,13 @@ def cross_entropy(
     # itself.
     x = activation(model.features(tokens, positions, segments), "batch _ embed")
     weights = jnp.ones(tokens.shape, jnp.float32) if mask is None else mask.astype(jnp.float32)
-    total = _on_batches(partial(_sum, chunk, float(z_loss)), model.head, x, targets, weights)
+    # With a negative weight the mean would be of no positions, or divided by too few.
+    weights = jnp.where(weights >= 0, weights, jnp.nan)
+    loss = partial(_sum, chunk, float(z_loss))
+    total = _on_batches(loss, model.head, x, as_int32(targets), weights)
     count = weights.sum()
     # Both branches of a `where` are differentiated: 0 / 0 in this one would make gradients NaN.
-    return jnp.where(count > 0, total / jnp.where(count > 0, count, 1), 0)
+    return jnp.where(count == 0, 0, total / jnp.where(count == 0, 1, count))
 
 
 Loss = Callable[

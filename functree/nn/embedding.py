@@ -58,7 +58,7 @@ class Embedding(eqx.Module):
         self.compute_dtype = dtype_or_none(compute_dtype)
 
     def __call__(self, tokens: Int[Array, "*batch"]) -> Float[Array, "*batch embed"]:
-        """The rows of the tokens, in `compute_dtype`; NaN for a token not less than `vocab_size`.
+        """The rows of the tokens, in `compute_dtype`; NaN for a token outside the vocabulary.
 
         Args:
             tokens: the tokens, with axes "batch seq" or "seq" for the ambient rules.

@@ -26,6 +26,7 @@ from functree.errors import Problem
 from functree.nn.activations import activation, gather_last, on_shards, unsharded_sequence
 from functree.nn.cache import Cache
 from functree.nn.transformer import Transformer
+from functree.nn.weights import as_int32
 from functree.transforms.jit.jit import jit
 
 _MODEL = Takes("an `ft.nn.Transformer`", lambda value: isinstance(value, Transformer))
@@ -36,6 +37,9 @@ _PROMPTS = Takes(
 _STOP = Takes("a token, or several", POSITIONS.fits)
 # The least length that prompts are padded to: 1, 2, 4 and 8 would be programs of their own.
 _LEAST = 16
+# Divided by a smaller one, logits would be infinite in float32.
+_LEAST_TEMPERATURE = 1e-30
+_INT32 = np.iinfo(np.int32)
 
 IntArray = Int[Array | np.ndarray, "..."]
 
@@ -80,7 +84,7 @@ def generate(
 
     Args:
         model: the model.
-        prompts: a prompt in each row.
+        prompts: a prompt in each row, of any integer dtype.
         length: the number of new tokens.
         lengths: the length of each prompt, if they differ: what follows in a row is padding. Each
             is continued at its own end.
@@ -93,7 +97,10 @@ def generate(
         pad: what stands behind the end of a row.
 
     Returns:
-        The prompts, each with its new tokens: an array that is `length` wider, in their dtype.
+        The prompts, each with its new tokens: an array that is `length` wider. It has their dtype,
+        or int32 if that one does not hold all tokens and `pad`. Where no token can be chosen, since
+        the logits are NaN, it is -1, or the largest number of an unsigned dtype; so are all behind
+        it.
 
     Raises:
         FunctreeError: the sequences would be longer than the model's `max_seq`; a value does not
@@ -119,9 +126,10 @@ def generate(
         pad=(pad, POSITION),
     )
     batch, seq = prompts.shape
-    stops: Any = np.asarray([] if stop is None else stop, np.int32).reshape(-1)
+    # As Python's integers, of which no one wraps.
+    stops = np.asarray([] if stop is None else stop, object).reshape(-1)
     problems = _prompt_problems(model, prompts, length, lengths)
-    problems += _option_problems(model, key, temperature, top_k, top_p, stops)
+    problems += _option_problems(model, key, temperature, top_k, top_p, stops, pad)
     if problems:
         right_type = lengths is None or is_integers(lengths)
         raise parameter_error(
@@ -129,14 +137,19 @@ def generate(
         )
     sampling = Sampling(
         None if temperature == 0 else key,
-        np.float32(temperature),
-        None if top_k is None else np.int32(top_k),
+        np.float32(np.clip(float(temperature), _LEAST_TEMPERATURE, np.finfo(np.float32).max)),
+        None if top_k is None else np.int32(min(top_k, model.config.vocab_size)),
         None if top_p is None else np.float32(top_p),
     )
+    padded: Any = prompts
     ends: Any = np.full(batch, seq, np.int32) if lengths is None else lengths
-    # Not so long that no room is left for the new tokens.
-    padded: Any = _padded(prompts, min(_bucket(seq), model.config.max_seq - length))
-    tokens = generation(model, padded, ends, sampling, stops, jnp.int32(pad), range(length))
+    # Of lengths whose values are not known, one that is too large would count the padding.
+    if _is_known(ends):
+        # Not so long that no room is left for the new tokens.
+        padded = _padded(prompts, min(_bucket(seq), model.config.max_seq - length))
+    stop_tokens: Any = stops.astype(np.int32)
+    padding: Any = np.asarray(pad, _dtype(prompts, model.config.vocab_size, pad))
+    tokens = generation(model, padded, ends, sampling, stop_tokens, padding, range(length))
     return _first_columns(tokens, seq + length)
 
 
@@ -163,7 +176,7 @@ def _prompt_problems(
             found.append(Problem(None, None, f"lengths={lengths}", why))
     vocab = model.config.vocab_size
     # Of prompts whose values are not known, a token that the model does not have gives NaN.
-    if _is_known(prompts) and len(unknown := _outside(np.asarray(prompts), vocab)):
+    if _is_known(prompts) and len(unknown := _outside(_read(prompts, lengths), vocab)):
         why = f"the model has {vocab} tokens, and some are not among them: {_first_few(unknown)}"
         found.append(Problem(None, None, "prompts", why))
     return found
@@ -176,6 +189,7 @@ def _option_problems(
     top_k: int | None,
     top_p: float | None,
     stops: np.ndarray,
+    pad: int,
 ) -> list[Problem]:
     """What is wrong with the options."""
     found: list[Problem] = []
@@ -183,6 +197,8 @@ def _option_problems(
     if len(unknown := _outside(stops, vocab)):
         what = f"stop={_first_few(unknown)}"
         found.append(Problem(None, None, what, f"the model has {vocab} tokens"))
+    if not _INT32.min <= pad <= _INT32.max:
+        found.append(Problem(None, None, f"pad={pad}", "it must be a number that int32 holds"))
     if temperature and key is None:
         what, why = f"temperature={temperature}", "tokens are drawn with a key"
         found.append(Problem(None, None, what, why, "key=jax.random.key(0)"))
@@ -191,6 +207,16 @@ def _option_problems(
             why = "at temperature 0 the likeliest token is chosen, whatever it is"
             found.append(Problem(None, None, f"{name}={value}", why, "temperature=1.0"))
     return found
+
+
+def _read(prompts: IntArray, lengths: IntArray | None) -> np.ndarray:
+    """The tokens of known prompts, without their padding where that is known."""
+    tokens = np.asarray(prompts)
+    if lengths is None or not is_integers(lengths) or not _is_known(lengths):
+        return tokens
+    if lengths.shape != tokens.shape[:1]:
+        return tokens
+    return tokens[np.arange(tokens.shape[1])[None] < np.asarray(lengths)[:, None]]
 
 
 def _outside(tokens: np.ndarray, vocab: int) -> np.ndarray:
@@ -207,6 +233,14 @@ def _is_known(x: IntArray) -> bool:
     if isinstance(x, np.ndarray):
         return True
     return not isinstance(x, Tracer) and x.is_fully_addressable
+
+
+def _dtype(prompts: IntArray, vocab: int, pad: int) -> np.dtype:
+    """The dtype of the result."""
+    own = jnp.iinfo(prompts.dtype)
+    # One number more than there are tokens: that of no token, which -1 is in an unsigned dtype.
+    holds_all = vocab <= own.max and own.min <= pad <= own.max
+    return np.dtype(prompts.dtype) if holds_all else np.dtype(np.int32)
 
 
 # Around the program. On the host: each would be a program of its own for each length of prompts.
@@ -255,19 +289,26 @@ def generation(
     pad: Int[Array, ""],
     new_tokens: range,  # a number that differs would be warned of, as one that could be traced
 ) -> Int[Array, "batch _"]:
-    """The prompts, each with its new tokens and then padding, as one program."""
+    """The prompts, each with its new tokens and then padding, as one program.
+
+    The dtype of the result is that of `pad`.
+    """
     # On Explicit axes they may come with a sharded sequence, which no rule says.
     prompts, (batch, seq) = gather_last(prompts), prompts.shape
-    length = len(new_tokens)
-    pad, lengths = pad.astype(prompts.dtype), lengths.astype(jnp.int32)
+    length, dtype = len(new_tokens), pad.dtype
+    # All tokens are int32 inside, so that none wraps.
+    prompts, lengths, pad = as_int32(prompts), as_int32(lengths), as_int32(pad)
+    # A length that is not known here, and is none, gives a row without new tokens.
+    given, lengths = lengths, jnp.where((lengths >= 1) & (lengths <= seq), lengths, seq)
+    prompts = on_shards(_without_padding, [prompts, lengths], ["batch _", "batch"])
     # All prompts at once, behind a cache without slots, and their keys and values into one with
     # room for the new tokens. Tokens behind the end of a shorter prompt are computed, and not
     # written: `lengths`.
     features, new = model.run(prompts, cache=Cache.create(model, batch, 0))
     cache = Cache.create(model, batch, seq + length).extended(*new, lengths=lengths)
     # (batch, seq, embed) ─► (batch, 1, embed): logits are computed for the last tokens only.
-    logits = model.logits(on_shards(_last, [features, lengths], ["batch _ _", "batch"]))
-    first = _next_token(logits[:, 0], sampling, jnp.int32(0)).astype(prompts.dtype)
+    logits = model.logits(on_shards(_last, [features, given], ["batch _ _", "batch"]))
+    first = _next_token(logits[:, 0], sampling, jnp.int32(0))
     # (batch, length + 1): one more, for the padding behind the end.
     tokens = jnp.where(jnp.arange(length + 1)[None] == 0, first[:, None], pad)
 
@@ -278,10 +319,11 @@ def generation(
 
     def step(carry: _Carry) -> _Carry:
         i, token, cache, tokens, ended = carry
-        logits, cache = model(token[:, None], cache=cache)
+        # Padding need not be a token.
+        logits, cache = model(jnp.where(ended, 0, token)[:, None], cache=cache)
         # A row has ended after the stop itself, which is a part of the result.
-        ended |= (token.astype(stops.dtype)[:, None] == stops[None]).any(1)
-        token = jnp.where(ended, pad, _next_token(logits[:, 0], sampling, i).astype(prompts.dtype))
+        ended |= (token[:, None] == stops[None]).any(1)
+        token = jnp.where(ended, pad, _next_token(logits[:, 0], sampling, i))
         tokens = jax.lax.dynamic_update_slice_in_dim(tokens, token[:, None], i, 1)
         return i + 1, token, cache, tokens, ended
 
@@ -289,14 +331,28 @@ def generation(
     # to keep its type.
     start = jnp.int32(1), first, cache, tokens, first != first
     *_, tokens, _ = jax.lax.while_loop(goes_on, step, start)
-    return on_shards(_appended, [prompts, tokens, lengths], ["batch _", "batch _", "batch"])
+    # To an unsigned dtype -1 is cast as its largest number.
+    return on_shards(_appended, [prompts, tokens, lengths], ["batch _", "batch _", "batch"]).astype(
+        dtype
+    )
+
+
+def _without_padding(
+    prompts: Int[Array, "batch seq"], lengths: Int[Array, "batch"]
+) -> Int[Array, "batch seq"]:
+    """The prompts, with tokens in the place of their padding, which may be anything."""
+    # Of a number that is no token the vector is NaN, and so are the sums over all vectors of which
+    # its weight is 0.
+    return jnp.where(jnp.arange(prompts.shape[1])[None] < lengths[:, None], prompts, 0)
 
 
 def _last(
     x: Float[Array, "batch seq embed"], lengths: Int[Array, "batch"]
 ) -> Float[Array, "batch 1 embed"]:
-    """The vector of the last token of each row."""
-    return jnp.take_along_axis(x, (lengths - 1)[:, None, None], axis=1)
+    """The vector of the last token of each row; NaN if the row does not have so many tokens."""
+    # Beyond the last row JAX gives NaN too, but takes -1 for one from the end.
+    index = jnp.where(lengths > 0, lengths - 1, x.shape[1])
+    return jnp.take_along_axis(x, index[:, None, None], axis=1, mode="fill")
 
 
 def _appended(
@@ -315,12 +371,27 @@ def _appended(
 def _next_token(
     logits: Float[Array, "batch vocab"], sampling: Sampling, i: Int[Array, ""]
 ) -> Int[Array, "batch"]:
-    """The next token of each row, by the logits; `i` is the number of tokens before it."""
+    """The next token of each row, by the logits; `i` is the number of tokens before it.
+
+    It is -1 if a logit is NaN: `argmax` would take that one. The model gives NaN for -1 too, so
+    that all tokens behind it are -1.
+    """
     # The vocabulary whole: it is sorted and summed over. For a step these logits are few.
     logits = activation(gather_last(logits), "batch _")
     if sampling.key is None:
-        return jnp.argmax(logits, axis=-1)
-    logits = logits.astype(jnp.float32) / sampling.temperature
+        chosen = jnp.argmax(logits, axis=-1)
+    else:
+        chosen = _drawn(logits, sampling, jax.random.fold_in(sampling.key, i))
+    return jnp.where(jnp.isnan(logits).any(-1), -1, chosen).astype(jnp.int32)
+
+
+def _drawn(
+    logits: Float[Array, "batch vocab"], sampling: Sampling, key: PRNGKeyArray
+) -> Int[Array, "batch"]:
+    """A token of each row, drawn with its probability by the logits."""
+    # Without the largest one, which divided by a small temperature might be infinite.
+    logits = logits.astype(jnp.float32)
+    logits = (logits - logits.max(-1, keepdims=True)) / sampling.temperature
     least = jnp.finfo(logits.dtype).min
     if sampling.top_k is not None:
         falling = -jnp.sort(-logits, axis=-1)
@@ -336,4 +407,4 @@ def _next_token(
         kept = jnp.cumsum(weights, axis=-1) - weights < sampling.top_p
         lowest = jnp.min(jnp.where(kept | (falling == falling[:, :1]), falling, jnp.inf), axis=-1)
         logits = jnp.where(logits < lowest[:, None], least, logits)
-    return jax.random.categorical(jax.random.fold_in(sampling.key, i), logits)
+    return jax.random.categorical(key, logits)

@@ -106,7 +106,7 @@ def rows(
 ) -> Float[Array, "*batch embed"]:
     """The row of a table at each index: the product of the table and one-hot vectors, not computed.
 
-    An index that is not less than the number of rows gets a row of NaN.
+    An index that is negative, or not less than the number of rows, gets a row of NaN.
 
     Examples:
         >>> from functree.nn.weights import rows
@@ -121,9 +121,29 @@ def rows(
         # that are looked up.
         table = jax.sharding.reshard(table, out_sharding(mesh, of_table))
     sharding = out_sharding(mesh, (*kept, of_table[-1]))
-    # "fill" is NaN for floating-point numbers. JAX's default clips the index, and a token that the
-    # vocabulary does not have would get the row of the last one, without a sign of it.
-    return table.at[index].get(mode="fill", out_sharding=sharding)
+    # "fill" is NaN for floating-point numbers. JAX's default clips the index, and takes a negative
+    # one for one from the end: a token that the vocabulary does not have would get the row of
+    # another one, without a sign of it.
+    return table.at[as_int32(index)].get(
+        mode="fill", wrap_negative_indices=False, out_sharding=sharding
+    )
+
+
+def as_int32(index: Int[Array, "*batch"]) -> Int[Array, "*batch"]:
+    """Indices of any integer dtype as int32; one that int32 does not hold is its nearest number.
+
+    Examples:
+        >>> from functree.nn.weights import as_int32
+        >>> as_int32(jnp.array([200, 3], jnp.uint8)) + 100
+        Array([300, 103], dtype=int32)
+    """
+    # In a narrow dtype sums wrap, and the number of rows may be none of its numbers, so that JAX
+    # cannot compare with it. From a wide one a cast alone would wrap: 2 ** 32 + 5 would be row 5.
+    own, wanted = jnp.iinfo(index.dtype), jnp.iinfo(jnp.int32)
+    if own.max > wanted.max:
+        # The method, and not `jnp.clip`, which would cast an array of numpy first.
+        index = index.clip(max(own.min, wanted.min), wanted.max)
+    return index.astype(jnp.int32)
 
 
 def broadcast_like(weight: Float[Array, "*size"], x: Float[Array, "..."]) -> Float[Array, "..."]:

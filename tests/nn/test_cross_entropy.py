@@ -117,6 +117,53 @@ def test_a_target_that_is_no_token_is_seen_unless_it_is_masked(target: int) -> N
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(grads))
 
 
+# The size of the vocabulary is none of the numbers of the narrow dtypes.
+@pytest.mark.parametrize(
+    "dtype", ["int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64"]
+)
+def test_tokens_and_targets_of_any_integers(dtype: str) -> None:
+    own = model(vocab=256)
+    loss = ft.jit(ft.nn.cross_entropy)
+    most = np.int64(min(np.iinfo(dtype).max, 255))
+    tokens, targets = TOKENS + most - 95, TARGETS + most - 95
+    expected = loss(own, tokens.astype(np.int32), targets.astype(np.int32))
+    np.testing.assert_allclose(loss(own, tokens.astype(dtype), targets.astype(dtype)), expected)
+
+
+# A weight that stands in the place of one of the mask ─► whether the loss is seen to be none.
+WEIGHTS = [
+    (0, False),
+    (1, False),
+    (-1, True),
+    (0.5, False),
+    (-1e-9, True),
+    (np.nan, True),
+    (np.inf, True),
+]
+
+
+@pytest.mark.parametrize(("weight", "is_nan"), WEIGHTS, ids=str)
+def test_weights_that_are_none(weight: float, is_nan: bool) -> None:
+    for others in (0, 1):
+        mask = np.full(TOKENS.shape, others, np.float32)
+        mask[1, 3] = weight
+        loss = _masked_loss(mask)
+        assert np.isnan(loss) == is_nan
+
+
+def test_a_mask_of_integers() -> None:
+    for dtype in (np.int8, np.uint8, np.float32):
+        np.testing.assert_allclose(_masked_loss(MASK.astype(dtype)), _masked_loss(MASK), rtol=1e-6)
+    assert np.isnan(_masked_loss(-MASK.astype(np.int8)))
+
+
+def _masked_loss(mask: Any) -> Any:
+    return _loss(model(), TOKENS, TARGETS, mask=mask)
+
+
+_loss = ft.jit(ft.nn.cross_entropy)
+
+
 def test_nothing_counts() -> None:
     loss, gradients = ft.jit(ft.value_and_grad(ft.nn.cross_entropy))(
         model(), TOKENS, TARGETS, mask=jnp.zeros_like(MASK)

@@ -5,6 +5,7 @@ import functools
 import re
 from typing import Any
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -138,6 +139,115 @@ def test_prompts_of_any_integers(dtype: str) -> None:
     )
 
 
+# The dtype of the prompts, the size of the vocabulary, `pad` ─► the dtype of the result. It holds
+# all tokens, `pad`, and a number that is no token.
+DTYPES = [
+    ("uint8", 255, 0, "uint8"),
+    ("uint8", 256, 0, "int32"),
+    ("uint8", 300, 0, "int32"),
+    ("uint8", 96, -1, "int32"),
+    ("int8", 127, -1, "int8"),
+    ("int8", 300, 0, "int32"),
+    ("int16", 300, -1, "int16"),
+    ("uint16", 65536, 0, "int32"),
+    ("uint32", 300, 0, "uint32"),
+    ("uint32", 300, -1, "int32"),
+]
+
+
+@pytest.mark.parametrize(("dtype", "vocab", "pad", "expected"), DTYPES, ids=str)
+def test_the_dtype_of_the_result(dtype: str, vocab: int, pad: int, expected: str) -> None:
+    prompts = PROMPTS.astype(dtype)
+    config = ft.nn.TransformerConfig(**{**SIZES, "vocab_size": vocab, "embed": 4})
+    own = ft.abstract(ft.nn.Transformer.create)(config, key=jax.random.key(0))
+    tokens = jax.eval_shape(functools.partial(ft.nn.generate, pad=pad, length=2), own, prompts)
+    assert tokens.dtype == expected
+
+
+@pytest.mark.parametrize("dtype", ["int8", "uint8"])
+def test_tokens_of_a_larger_vocabulary_than_the_dtype_of_the_prompts(dtype: str) -> None:
+    config = ft.nn.TransformerConfig(**{**SIZES, "vocab_size": 300}, max_seq=64)
+    own = ft.nn.Transformer.create(
+        config, embed_init=jax.nn.initializers.normal(1.0), key=jax.random.key(7)
+    )
+    expected = ft.nn.generate(own, PROMPTS, 8, stop=299, pad=-1)
+    assert int(np.max(expected)) > 255
+    assert (
+        ft.nn.generate(own, PROMPTS.astype(dtype), 8, stop=299, pad=-1).tolist()
+        == expected.tolist()
+    )
+
+
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "int16", "uint32"])
+def test_a_cache_counts_in_any_integers(dtype: str) -> None:
+    """Those behind 127 or 255, of which a sum in a narrow dtype would wrap."""
+    shape = (2, 2, 140, 2, 8)
+    key, value = (jnp.asarray(RANDOM.normal(size=shape), jnp.float32) for _ in range(2))
+    new = [jnp.asarray(RANDOM.normal(size=(2, 2, 30, 2, 8)), jnp.float32) for _ in range(2)]
+    found = ft.nn.Cache(key, value, jnp.array([100, 120], dtype)).extended(*new)
+    expected = ft.nn.Cache(key, value, jnp.array([100, 120])).extended(*new)
+    assert found.filled.tolist() == [130, 150]
+    np.testing.assert_array_equal(found.key, expected.key)
+
+
+# Rows without a next token
+
+
+@pytest.mark.parametrize("dtype", ["int32", "uint8"])
+@pytest.mark.parametrize("temperature", [0.0, 0.5])
+def test_logits_that_are_nan_give_no_tokens(dtype: str, temperature: float) -> None:
+    """A single one too; and the other rows go on."""
+    own = eqx.tree_at(
+        lambda m: m.embed.weight, model("llama"), replace_fn=lambda w: w.at[7].set(jnp.nan)
+    )
+    prompts = np.array([[1, 2, 3], [4, 7, 5]], dtype)
+    options: Any = {"temperature": temperature, "key": jax.random.key(0)}
+    tokens = np.asarray(ft.nn.generate(own, prompts, 3, **options))
+    assert tokens[1, 3:].tolist() == [np.array(-1).astype(dtype)] * 3
+    assert (tokens[0] < 96).all()
+    broken = eqx.tree_at(
+        lambda m: m.unembed.weight, model("llama"), replace_fn=lambda w: w.at[0, 5].set(jnp.nan)
+    )
+    assert (
+        np.asarray(ft.nn.generate(broken, prompts, 3, **options))[0, 3:].tolist()
+        == [np.array(-1).astype(dtype)] * 3
+    )
+
+
+def test_lengths_and_tokens_in_a_trace() -> None:
+    """Lengths that are none, and tokens outside the vocabulary, are seen; padding is not read."""
+    run = jax.jit(
+        lambda prompts, lengths: ft.nn.generate(model("llama"), prompts, 4, lengths=lengths)
+    )
+    known = jax.jit(lambda lengths: ft.nn.generate(model("llama"), PROMPTS, 4, lengths=lengths))
+    expected = run(PROMPTS, LENGTHS)
+    for length in (0, -1, 10, 12, 100):
+        for found in (run(PROMPTS, np.array([4, length])), known(np.array([4, length]))):
+            assert found[0].tolist() == expected[0].tolist()
+            assert found[1].tolist() == [*PROMPTS[1].tolist(), *[-1] * 4]
+    for token in (-1, -96, 96, 1000):
+        padded, wrong = PROMPTS.copy(), PROMPTS.copy()
+        padded[0, 4:] = wrong[0, 2] = token
+        assert run(padded, LENGTHS).tolist() == expected.tolist()
+        assert run(wrong, LENGTHS)[0, 4:8].tolist() == [-1] * 4
+        assert (
+            ft.nn.generate(model("llama"), padded, 4, lengths=LENGTHS).tolist() == expected.tolist()
+        )
+
+
+@pytest.mark.parametrize("temperature", [1e-10, 1e-20, 1e-30, 1e-38, 1e-46, 5e-324])
+def test_small_temperatures_are_greedy(temperature: float) -> None:
+    options: Any = {"key": jax.random.key(0), "top_k": 5, "top_p": 0.9}
+    tokens = ft.nn.generate(model("llama"), PROMPTS, 4, temperature=temperature, **options)
+    assert tokens.tolist() == [continued("llama", row, 9, 4) for row in range(2)]
+
+
+def test_numbers_beyond_those_of_32_bits() -> None:
+    options: Any = {"temperature": 1e300, "top_k": 2**70, "key": jax.random.key(0)}
+    tokens = np.asarray(ft.nn.generate(model("llama"), PROMPTS, 4, top_p=0.9, **options))
+    assert ((tokens >= 0) & (tokens < 96)).all()
+
+
 def test_the_cache_is_updated_in_place() -> None:
     cache = ft.abstract(ft.nn.Cache.create)(model("llama"), 2, 48)
     step = ft.jit(lambda model, tokens, cache: model(tokens, cache=cache), donate="cache")
@@ -227,6 +337,8 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"prompts": -PROMPTS}, "prompts the model has 96 tokens, and some are not among them: -"),
     ({"stop": [3, 96]}, "stop=96  the model has 96 tokens"),
     ({"stop": -1}, "stop=-1  the model has 96 tokens"),
+    ({"stop": 2**70}, f"stop={2**70}  the model has 96 tokens"),
+    ({"pad": 2**31}, f"pad={2**31}  it must be a number that int32 holds"),
     ({"stop": "end"}, "it must be a token, or several"),
     (
         {"prompts": PROMPTS[0]},

@@ -1,5 +1,6 @@
 """The layers and the transformer against a forward pass in plain NumPy, in float64, without JAX."""
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable
@@ -13,15 +14,16 @@ import optax
 import pytest
 from jax.sharding import PartitionSpec
 
+import functree as ft
 from functree import nn
 from functree.errors import AxesError, FunctreeError
 from functree.labels.leaves import tree_axes
 from functree.layout.rules import AxisRules
 from functree.nn.activations import activation, inputs
-from functree.nn.attention.attend import attend
+from functree.nn.attention.attend import attend, cached_positions, next_positions
 from functree.nn.embedding import lookup
 from functree.nn.rope import rope
-from functree.nn.weights import accumulator
+from functree.nn.weights import accumulator, rows
 from functree.placing.ambient import axis_rules
 from functree.state.train import TrainState, apply_gradients
 from functree.transforms.grad.grad import value_and_grad
@@ -370,6 +372,52 @@ def test_embedding() -> None:
     np.testing.assert_allclose(
         table.logits(jnp.asarray(X)), exact(X) @ exact(table.weight).T, **TOLERANCE
     )
+
+
+# Of a table whose size is none of the numbers of int8 and uint8.
+DTYPES = ["int4", "uint4", "int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64"]
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_tokens_of_any_integers(dtype: str, sharded: bool) -> None:
+    """All numbers of the dtype at the ends of its range and of the table; NaN outside of that."""
+    info, table = jnp.iinfo(dtype), nn.Embedding(300, 8, key=KEY)
+    ends = [0, 1, 7, 299, 300, 2**32, 2**32 + 5, -1, -299, -300, -301, info.min, info.max]
+    tokens = np.array([token for token in ends if info.min <= token <= info.max], dtype)
+    if sharded:
+        mesh = ft.make_mesh(model=4, devices=jax.devices()[:4], explicit=True)
+        table = ft.shard(table, ft.AxisRules({"vocab": "model", ...: None}), mesh)
+    with jax.set_mesh(table.weight.sharding.mesh) if sharded else contextlib.nullcontext():
+        found = np.asarray(table(tokens))
+    for token, row in zip(tokens.tolist(), found, strict=True):
+        if 0 <= token < 300:
+            np.testing.assert_array_equal(row, np.asarray(table.weight)[token])
+        else:
+            assert np.isnan(row).all(), token
+
+
+def test_no_gradient_of_a_row_that_was_not_read() -> None:
+    gradient = jax.grad(lambda weight: rows(weight, jnp.array([-1, 2, 9])).sum())(jnp.ones((7, 2)))
+    assert gradient[:, 0].tolist() == [0, 0, 1, 0, 0, 0, 0]
+
+
+@pytest.mark.parametrize("dtype", [dtype for dtype in DTYPES if jnp.iinfo(dtype).max >= 100])
+def test_positions_and_segments_of_any_integers(dtype: str) -> None:
+    attention, x = nn.Attention(8, 4, 2, key=KEY), jax.random.normal(KEY, (1, 600, 8))
+    values = np.arange(600)[None] // 6
+    for given in ((values.astype(dtype), None), (None, values.astype(dtype))):
+        whole = [None if value is None else value.astype(np.int32) for value in given]
+        np.testing.assert_array_equal(attention(x, *given), attention(x, *whole))
+
+
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "int16", "uint32"])
+def test_numbers_of_cached_tokens_of_any_integers(dtype: str) -> None:
+    """Positions behind 127 or 255, of which a sum in a narrow dtype would wrap."""
+    filled = jnp.array([0, 120], dtype)
+    assert next_positions(filled, 300)[:, -1].tolist() == [299, 419]
+    assert cached_positions(filled, 300)[:, -1].tolist() == [-1, -1]
+    assert cached_positions(filled, 300)[:, 0].tolist() == [-300, 0]
 
 
 def test_attention_over_several_batch_dimensions() -> None:

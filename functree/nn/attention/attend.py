@@ -14,6 +14,7 @@ from functree.errors import FunctreeValueError, warn
 from functree.nn.activations import HEADS, KV_HEADS, on_shards
 from functree.nn.attention.chunked import CHUNK, Mask, chunked, unchunked
 from functree.nn.attention.kernels import AXES, KERNELS, OF_PLATFORM
+from functree.nn.weights import as_int32
 
 NAMES = ("auto", "xla", "chunked", "splash", "cudnn")
 Implementation = Literal["auto", "xla", "chunked", "splash", "cudnn"] | Callable[..., Array]
@@ -211,7 +212,7 @@ def attend_cached(
 
 def next_positions(filled: Int[Array, "batch"], seq: int) -> Int[Array, "batch seq"]:
     """The positions of the next tokens of rows that had so many."""
-    return filled[:, None] + jnp.arange(seq, dtype=filled.dtype)[None]
+    return as_int32(filled)[:, None] + jnp.arange(seq, dtype=jnp.int32)[None]
 
 
 def cached_positions(filled: Int[Array, "batch"], slots: int) -> Int[Array, "batch slots"]:
@@ -224,5 +225,5 @@ def cached_positions(filled: Int[Array, "batch"], slots: int) -> Int[Array, "bat
                [ 4,  1,  2,  3]], dtype=int32)
     """
     # Of all positions that are the slot modulo `slots`, the largest one up to the last token.
-    last = filled[:, None] - 1
-    return last - (last - jnp.arange(slots)[None]) % slots
+    last = as_int32(filled)[:, None] - 1
+    return last - (last - jnp.arange(slots, dtype=jnp.int32)[None]) % slots

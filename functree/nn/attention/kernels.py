@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from functree.nn.activations import HEADS, KV_HEADS, on_one_device, specs_of
-from functree.nn.weights import accumulator
+from functree.nn.weights import accumulator, as_int32
 
 AXES = (HEADS, KV_HEADS, KV_HEADS, "batch _")
 """The axes of queries, keys, values and segments, as `on_shards` takes them."""
@@ -97,7 +97,7 @@ def splash(
     if segments is None:
         mixed = jax.vmap(kernel)(*arrays)
     else:
-        padded = jnp.pad(segments, [(0, 0), (0, more)], mode="edge")
+        padded = jnp.pad(as_int32(segments), [(0, 0), (0, more)], mode="edge")
         mixed = jax.vmap(kernel)(*arrays, SegmentIds(padded, padded))
     return mixed.transpose(0, 2, 1, 3)[:, :seq]
 
