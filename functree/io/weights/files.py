@@ -35,8 +35,7 @@ class Tensor(NamedTuple):
         return self.read([slice(0, 16)] * len(self.shape))
 
 
-# The dtypes of safetensors that JAX has, by their names there.
-_DTYPES = {
+DTYPES = {
     "F64": "float64",
     "F32": "float32",
     "F16": "float16",
@@ -44,6 +43,7 @@ _DTYPES = {
     "F8_E4M3": "float8_e4m3fn",
     "F8_E5M2": "float8_e5m2",
 }
+"""The dtypes of weights, by their names in safetensors."""
 
 
 def open_tensors(folder: Path) -> Mapping[str, Tensor]:
@@ -69,11 +69,11 @@ def open_tensors(folder: Path) -> Mapping[str, Tensor]:
             # A slice that is not read yet: it knows shape and dtype from the head of the file.
             source = handle.get_slice(name)
             kind = source.get_dtype()
-            if kind not in _DTYPES:
+            if kind not in DTYPES:
                 raise FunctreeError(
-                    f"{file}: {name} has the dtype {kind}, and weights are of {', '.join(_DTYPES)}"
+                    f"{file}: {name} has the dtype {kind}, and weights are of {', '.join(DTYPES)}"
                 )
-            tensors[name] = Tensor(tuple(source.get_shape()), np.dtype(_DTYPES[kind]), source)
+            tensors[name] = Tensor(tuple(source.get_shape()), np.dtype(DTYPES[kind]), source)
     return tensors
 
 

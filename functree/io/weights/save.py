@@ -19,10 +19,10 @@ from functree.errors import FunctreeError, FunctreeValueError
 from functree.io.checkpoints.contents import not_saveable
 from functree.io.extras import import_extra
 from functree.io.weights.blocks import Weight, weights_of
+from functree.io.weights.family import family_of_model
 from functree.io.weights.files import INDEX
 from functree.labels.leaves import read
 from functree.layout.plan.make_plan import plan
-from functree.nn.config import TransformerConfig
 from functree.nn.rope import Llama3Rope
 from functree.nn.transformer import Transformer
 from functree.nn.weight_map import WeightMap
@@ -47,8 +47,10 @@ def save_weights(folder: str | Path, model: Transformer) -> None:
         model: the model.
 
     Raises:
-        FunctreeError: the folder has weights already; no family computes what the model does; an
-            array has no values, or is not one of all processes; the processes have other models.
+        FunctreeError: the folder has weights already; no family computes what the model does, such
+            as with a user's attention function, a layer of another class, or integers as weights,
+            which the error names by path; an array has no values, or is not one of all processes;
+            the processes have other models.
 
     Examples:
         >>> sizes = dict(layers=2, heads=4, kv_heads=2, head_dim=2, hidden=16)
@@ -64,10 +66,11 @@ def save_weights(folder: str | Path, model: Transformer) -> None:
     leaves = read(model).leaves
     # All that can be refused is, before the first file is made.
     with Agreement(failure) as agreement:
-        safetensors, name = import_extra("safetensors.numpy", "weights"), _family(model.config)
+        safetensors = import_extra("safetensors.numpy", "weights")
         problems = [not_saveable(leaf) for leaf in leaves]
         if found := [problem for problem in problems if problem is not None]:
             raise FunctreeValueError(failure, found)
+        name = family_of_model(model)
         # Not to be overwritten: the files of a larger model that was there would stay beside these.
         there = [*folder.glob("config.json"), *folder.glob("*.safetensors*")]
         if there:
@@ -187,28 +190,6 @@ def _index(
 
 def _write(file: Path, value: Mapping[str, Any]) -> None:
     file.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
-
-
-def _family(config: TransformerConfig) -> str:
-    """The family whose models compute as this one does.
-
-    Raises:
-        FunctreeError: none does.
-    """
-    special = {
-        "qwen3": config.qk_norm,
-        "qwen2": config.attention_bias,
-        "mistral": config.window is not None,
-    }
-    families = [name for name, has_it in special.items() if has_it]
-    why = ""
-    if len(families) > 1:
-        why = f"it has what only {' and only '.join(families)} has"
-    elif not isinstance(config.rope_scaling, Llama3Rope | None):
-        why = f"no family has rope_scaling={config.rope_scaling!r}"
-    if why:
-        raise FunctreeValueError(f"no published family computes what this model does: {why}")
-    return families[0] if families else "llama"
 
 
 _ARCHITECTURES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
