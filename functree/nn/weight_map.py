@@ -196,6 +196,13 @@ def _size(field: str) -> Field:
     return WeightMap.sets(field, "a positive integer", is_size)
 
 
+_SIZE_TEXT = "a positive integer or null"
+
+
+def _is_size_or_none(value: Any) -> bool:
+    return value is None or is_size(value)
+
+
 def _is_positive(value: Any) -> bool:
     return is_number(value) and value > 0
 
@@ -261,10 +268,8 @@ _FIELDS: dict[str, Field] = {
     "num_attention_heads": _size("heads"),
     "intermediate_size": _size("hidden"),
     "max_position_embeddings": _size("max_seq"),
-    "num_key_value_heads": WeightMap.sets("kv_heads", "a positive integer", is_size, kv_heads=None),
-    "head_dim": WeightMap.sets(
-        "head_dim", "a positive integer or null", lambda x: x is None or is_size(x), head_dim=None
-    ),
+    "num_key_value_heads": WeightMap.sets("kv_heads", _SIZE_TEXT, _is_size_or_none, kv_heads=None),
+    "head_dim": WeightMap.sets("head_dim", _SIZE_TEXT, _is_size_or_none, head_dim=None),
     "rms_norm_eps": WeightMap.sets("norm_eps", "a positive number", _is_positive, norm_eps=1e-6),
     "tie_word_embeddings": WeightMap.sets(
         "tie_embedding", "true or false", _is_flag, tie_embedding=False
@@ -282,7 +287,8 @@ _FIELDS: dict[str, Field] = {
     "eos_token_id": WeightMap.ignored("tokens or null", _is_token),
     "pad_token_id": WeightMap.ignored("tokens or null", _is_token),
     "initializer_range": WeightMap.ignored("a positive number", _is_positive),
-    "transformers_version": WeightMap.ignored("a text", lambda value: isinstance(value, str)),
+    "transformers_version": WeightMap.ignored("a text", TEXT.fits),
+    "_name_or_path": WeightMap.ignored("a text", TEXT.fits),
     "use_cache": WeightMap.ignored("true or false", _is_flag),
 }
 # The files have matrices as PyTorch does, (out, in): hence `.T`.
@@ -312,9 +318,8 @@ _HEAD_NORMS = {
 # Qwen's windows are for some layers only, and off in all published models.
 _NO_WINDOW = {
     "use_sliding_window": WeightMap.only(False),
-    "sliding_window": WeightMap.ignored(
-        "a positive integer or null", lambda value: value is None or is_size(value)
-    ),
+    "use_mrope": WeightMap.only(False),
+    "sliding_window": WeightMap.ignored(_SIZE_TEXT, _is_size_or_none),
     "max_window_layers": WeightMap.ignored("an integer", lambda value: isinstance(value, int)),
     "layer_types": WeightMap.ignored('a list of "full_attention"', _is_full_attention),
 }
@@ -330,9 +335,7 @@ _LLAMA = {
     "pretraining_tp": WeightMap.only(1),
 }
 _WINDOW = {
-    "sliding_window": WeightMap.sets(
-        "window", "a positive integer or null", lambda x: x is None or is_size(x)
-    )
+    "sliding_window": WeightMap.sets("window", _SIZE_TEXT, _is_size_or_none),
 }
 _QWEN_3 = {"attention_bias": WeightMap.only(False)}
 WeightMap.families |= {

@@ -1,6 +1,8 @@
 """Published weights: the reference's logits, born sharded, read by blocks, written as they were;
 what is refused."""
 
+import dataclasses
+import functools
 import json
 import math
 import shutil
@@ -10,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -19,7 +22,7 @@ from safetensors import safe_open
 from safetensors.numpy import save_file
 
 import functree as ft
-from functree.io.weights import save
+from functree.io.weights import repeated, save
 from functree.io.weights.blocks import TensorForm
 from functree.io.weights.files import Tensor
 
@@ -277,6 +280,61 @@ REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
 }
 
 
+FREQUENCIES = 5e4 ** (-np.arange(0, 8, 2, dtype="f") / 8)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_frequencies_in_older_files(dtype: str, copied: Path) -> None:
+    names = [f"model.layers.{i}.self_attn.rotary_emb.inv_freq" for i in range(3)]
+    changed(copied, **dict.fromkeys(names, FREQUENCIES.astype(jnp.dtype(dtype))))
+    np.testing.assert_array_equal(load(copied).norm.scale, load(MODELS / "llama").norm.scale)
+    for other in (FREQUENCIES * 1.02, FREQUENCIES[:2], np.ones((4, 1), "f")):
+        changed(copied, **{names[1]: other.astype(jnp.dtype(dtype))})
+        with raises(
+            "1 weight that cannot be loaded",
+            names[1],
+            "it has other frequencies than the config says",
+            error=ft.FunctreeError,
+        ):
+            load(copied)
+
+
+def test_the_table_of_the_logits_beside_a_tied_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(repeated, "_ROWS", 7)
+    shutil.copytree(MODELS / "llama_tied", tmp_path / "model")
+    folder = tmp_path / "model"
+    table = tensors(folder)["model.embed_tokens.weight"]
+    changed(folder, **{"lm_head.weight": table})
+    loaded = load(folder)
+    assert loaded.unembed is None
+    for leaf, expected in zip(
+        jax.tree.leaves(loaded), jax.tree.leaves(load(MODELS / "llama_tied")), strict=True
+    ):
+        np.testing.assert_array_equal(leaf, expected)
+    other = table.copy()
+    other[-1, -1] += 1
+    for wrong in (other, table[1:], table.T):
+        changed(folder, **{"lm_head.weight": np.ascontiguousarray(wrong)})
+        with raises(
+            "lm_head.weight",
+            "the config ties it to model.embed_tokens.weight, which has other values",
+            'write "tie_word_embeddings": false if it is meant, or remove the tensor',
+            error=ft.FunctreeError,
+        ):
+            load(folder)
+    # The remedies.
+    changed(folder, **{"lm_head.weight": None})
+    assert load(folder).unembed is None
+    changed(folder, **{"lm_head.weight": other})
+    config = json.loads((folder / "config.json").read_text()) | {"tie_word_embeddings": False}
+    (folder / "config.json").write_text(json.dumps(config))
+    untied = load(folder).unembed
+    assert untied is not None
+    np.testing.assert_array_equal(untied.weight, other.T)
+
+
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_is_refused(case: str, copied: Path) -> None:
     changes, said = REFUSED[case]
@@ -378,9 +436,168 @@ def test_what_is_not_saved(tmp_path: Path) -> None:
         .at(lambda model: model.unembed)
         .set(ft.nn.Linear(32, 96, key=KEY))
     )
-    with raises("the family has no name for `unembed.bias`", error=ft.FunctreeError):
+    with raises("unembed.bias  float32[96]", "the family has None there", error=ft.FunctreeError):
         ft.save_weights(tmp_path / "new", model)
     assert not (tmp_path / "new").exists()
+
+
+class _Relu(ft.nn.MLP):
+    def __call__(self, x: Any) -> Any:
+        return jax.nn.relu(x @ self.gate) @ self.down
+
+
+class _Frequencies(ft.nn.Llama3Rope):
+    def __call__(self, frequencies: Any) -> Any:
+        return frequencies / 2
+
+
+class _Model(ft.nn.Transformer):
+    pass
+
+
+def _another(layer: Any, cls: type, **fields: Any) -> Any:
+    """A layer with other fields, unchecked, of a class that may be another."""
+    found = object.__new__(cls)
+    for field in dataclasses.fields(layer):
+        value = fields.get(field.name, getattr(layer, field.name))
+        object.__setattr__(found, field.name, value)
+    return found
+
+
+def _mine(query: Any, key: Any, value: Any, is_causal: bool) -> Any:
+    return jax.nn.dot_product_attention(query, key, value, is_causal=is_causal)
+
+
+# Where surgery has put something ─► what it has put there, of what was there; and what is said.
+UNPUBLISHED: dict[str, tuple[str, Any, list[str]]] = {
+    "an int8 norm": (
+        "norm.scale",
+        lambda x: x.astype("int8"),
+        ["norm.scale   int8[32]", "weights are of float64, float32, float16, bfloat16"],
+    ),
+    "complex numbers": ("embed.weight", lambda x: x.astype("complex64"), ["complex64[96, 32]"]),
+    "another shape": (
+        "norm.scale",
+        lambda x: x[:1],
+        ["norm.scale   float32[1]", "the family has the shape (32,) there"],
+    ),
+    "no array": (
+        "norm.scale",
+        lambda x: 1.0,
+        ["norm.scale   1.0", "the family has an array there"],
+    ),
+    "no norm": (
+        "norm",
+        lambda x: eqx.nn.Identity(),
+        ["norm   Identity", "the family has functree's RMSNorm there"],
+    ),
+    "a norm of Equinox": (
+        "norm",
+        lambda x: eqx.nn.RMSNorm(32, use_bias=False),
+        ["norm   RMSNorm", "the family has functree's RMSNorm there"],
+    ),
+    "a subclass": (
+        "blocks.layer.mlp",
+        lambda x: _another(x, _Relu),
+        ["blocks.layer.mlp   _Relu", "the family has functree's MLP there"],
+    ),
+    "a bias": (
+        "blocks.layer.attn.query_bias",
+        lambda x: jnp.zeros((3, 4, 8)),
+        ["blocks.layer.attn.query_bias   float32[3, 4, 8]", "the family has None there"],
+    ),
+    "other numbers": (
+        "blocks.layer.attn",
+        lambda x: _another(x, type(x), rope_theta=7.0, window=3),
+        [
+            "blocks.layer.attn.window   3\n",
+            "blocks.layer.attn.rope_theta   7.0\n",
+            "the family has 50000.0 there, by the config",
+        ],
+    ),
+    "another eps": (
+        "blocks.layer.attn_norm",
+        lambda x: _another(x, type(x), eps=0.5),
+        ["blocks.layer.attn_norm.eps   0.5"],
+    ),
+    "an attention function": (
+        "blocks.layer.attn",
+        lambda x: _another(x, type(x), attention=_mine),
+        ["blocks.layer.attn.attention   <function _mine", "no family has it"],
+    ),
+    "other frequencies": (
+        "blocks.layer.attn",
+        lambda x: _another(x, type(x), rope_scaling=_Frequencies(8, 1, 4, 16)),
+        ["blocks.layer.attn.rope_scaling   _Frequencies(", "the family has None there"],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", UNPUBLISHED)
+def test_what_no_family_computes(case: str, tmp_path: Path) -> None:
+    path, replace, said = UNPUBLISHED[case]
+    model = eqx.tree_at(
+        lambda model: functools.reduce(getattr, path.split("."), model),
+        load(MODELS / "llama"),
+        replace_fn=replace,
+        is_leaf=lambda x: x is None,
+    )
+    said = ["no published family computes what this model does", *said]
+    with raises(*said, error=ft.FunctreeError) as error:
+        ft.save_weights(tmp_path / "new", model)
+    assert not (tmp_path / "new").exists()
+    assert all(str(problem.path).startswith(path) for problem in error.value.problems)
+
+
+def test_a_subclass_of_the_model(tmp_path: Path) -> None:
+    model = _another(load(MODELS / "llama"), _Model)
+    with raises("_Model", "the family has functree's Transformer there", error=ft.FunctreeError):
+        ft.save_weights(tmp_path / "new", model)
+    config = dataclasses.replace(model.config, rope_scaling=_Frequencies(8, 1, 4, 16))
+    with raises("no family has rope_scaling=_Frequencies(factor=8.0", error=ft.FunctreeError):
+        ft.save_weights(tmp_path / "new", ft.nn.Transformer.create(config, key=KEY))
+
+
+def test_what_says_nothing_of_what_is_computed(tmp_path: Path) -> None:
+    """Names of axes, dtypes of activations, and kernels by their name."""
+    config = dataclasses.replace(
+        load(MODELS / "llama").config, attention="xla", remat="full", compute_dtype=jnp.bfloat16
+    )
+    model = ft.nn.Transformer.create(config, key=KEY)
+    model = eqx.tree_at(lambda m: m.norm, model, ft.nn.RMSNorm(32, 1e-6, axes="width"))
+    model = eqx.tree_at(lambda m: m.blocks, model, ft.Stacked(model.blocks.layer, axis="depth"))
+    ft.save_weights(tmp_path, model)
+    np.testing.assert_array_equal(load(tmp_path).embed.weight, model.embed.weight)
+
+
+def test_the_remedies_for_what_no_family_computes(tmp_path: Path) -> None:
+    config = dataclasses.replace(load(MODELS / "llama").config, attention=_mine)
+    model = ft.nn.Transformer.create(config, key=KEY)
+    with raises('attention="auto"', error=ft.FunctreeError) as error:
+        ft.save_weights(tmp_path / "function", model)
+    assert "jax.tree.unflatten(jax.tree.structure(plain), jax.tree.leaves(model))" in str(
+        error.value
+    )
+    plain = ft.abstract(ft.nn.Transformer.create)(
+        dataclasses.replace(model.config, attention="auto"), key=jax.random.key(0)
+    )
+    model = jax.tree.unflatten(jax.tree.structure(plain), jax.tree.leaves(model))
+    ft.save_weights(tmp_path / "function", model)
+    model = jax.tree.map(lambda x: x.astype("int8"), model)
+    with raises('jax.tree.map(lambda x: x.astype("float32"), model)', error=ft.FunctreeError):
+        ft.save_weights(tmp_path / "int8", model)
+    ft.save_weights(tmp_path / "int8", jax.tree.map(lambda x: x.astype("float32"), model))
+    norm = model.norm
+    other = ft.select(model).at(lambda model: model.norm).set(eqx.nn.Identity())
+    other = jax.tree.map(lambda x: x.astype("float32"), other)
+    with raises("by `ft.select`", error=ft.FunctreeError):
+        ft.save_weights(tmp_path / "norm", other)
+    ft.save_weights(
+        tmp_path / "norm",
+        ft.select(other)
+        .at(lambda model: model.norm)
+        .set(jax.tree.map(lambda x: x.astype("float32"), norm)),
+    )
 
 
 def test_without_the_extra() -> None:

@@ -14,12 +14,14 @@ from functree.errors import FunctreeError, Problem, ShardingError, count
 from functree.io.extras import ForeignErrors
 from functree.io.weights.blocks import Weight, weights_of
 from functree.io.weights.files import Tensor, open_tensors
+from functree.io.weights.repeated import why_not_repeated
 from functree.labels.leaves import read
 from functree.layout.layout import LayoutTree
 from functree.layout.plan.make_plan import plan
 from functree.layout.plan.plan import Plan
 from functree.nn.published_config import config_from_json, family_of, read_config
 from functree.nn.transformer import Transformer
+from functree.nn.weight_map import WeightMap
 from functree.processes.agreement import Agreement, Facts
 from functree.processes.facts import checksum, facts_of
 from functree.processes.same_copies import digests_of
@@ -127,9 +129,9 @@ class _PublishedModel(NamedTuple):
         # an error after a second, and not after the first 100 GB.
         model = abstract(Transformer.create)(config, key=jax.random.key(0))
         planned = plan(model, layout, mesh)
-        weights = list(weights_of(model, family))
-        _check(file.parent, weights, tensors, mixed=param_dtype is not None)
-        return cls(model, planned, weights, tensors)
+        published = cls(model, planned, list(weights_of(model, family)), tensors)
+        published.check(file.parent, family, mixed=param_dtype is not None)
+        return published
 
     def facts(self) -> Facts:
         """What has to be the same in all processes."""
@@ -144,37 +146,35 @@ class _PublishedModel(NamedTuple):
             "tensors": sorted(tensors),
         }
 
+    def check(self, folder: FilePath, family: WeightMap, mixed: bool) -> None:
+        """Raise for weights that are missing, that have another shape, or that nobody reads.
 
-def _check(
-    folder: FilePath, weights: list[Weight], tensors: Mapping[str, Tensor], mixed: bool
-) -> None:
-    """Raise for weights that are missing, that have another shape, or that nobody reads.
-
-    Args:
-        folder: their folder, for the message.
-        weights: the weights of the model.
-        tensors: those in the files.
-        mixed: whether the layers of a weight may have several dtypes, since all become one.
-    """
-    problems: list[Problem] = []
-    unread = dict.fromkeys(tensors)
-    for weight in weights:
-        # One array has one dtype: to cast some of the layers would lose digits without a word.
-        dtypes = {str(tensors[name].dtype) for name in weight.names if name in tensors}
-        if len(dtypes) > 1 and not mixed:
-            why = f"its layers have several dtypes: {', '.join(sorted(dtypes))}"
-            problems.append(Problem(weight.path, None, "", why, "say which, as `param_dtype=`"))
-        for name in weight.names:
-            unread.pop(name, None)
-            if name not in tensors:
-                problems.append(Problem(weight.path, None, name, "the files do not have it"))
-            elif tensors[name].shape != weight.form.stored:
-                why = f"has the shape {tensors[name].shape}, and not {weight.form.stored}"
-                problems.append(Problem(weight.path, None, name, why))
-    # Such as biases that our config does not have: the model would compute something else.
-    for name in unread:
-        problems.append(Problem(None, None, name, "no part of the model is read from it"))
-    if problems:
-        raise FunctreeError(
-            f"{folder}: {count(len(problems), 'weight')} that cannot be loaded", problems
-        )
+        Args:
+            folder: their folder, for the message.
+            family: the family of the model.
+            mixed: whether the layers of a weight may have several dtypes, since all become one.
+        """
+        weights, tensors, config = self.weights, self.tensors, self.model.config
+        problems: list[Problem] = []
+        unread = dict.fromkeys(tensors)
+        for weight in weights:
+            # One array has one dtype: to cast some of the layers would lose digits without a word.
+            dtypes = {str(tensors[name].dtype) for name in weight.names if name in tensors}
+            if len(dtypes) > 1 and not mixed:
+                why = f"its layers have several dtypes: {', '.join(sorted(dtypes))}"
+                problems.append(Problem(weight.path, None, "", why, "say which, as `param_dtype=`"))
+            for name in weight.names:
+                unread.pop(name, None)
+                if name not in tensors:
+                    problems.append(Problem(weight.path, None, name, "the files do not have it"))
+                elif tensors[name].shape != weight.form.stored:
+                    why = f"has the shape {tensors[name].shape}, and not {weight.form.stored}"
+                    problems.append(Problem(weight.path, None, name, why))
+        # Such as biases that our config does not have: the model would compute something else.
+        for name in unread:
+            if why_not := why_not_repeated(name, tensors, config, family):
+                problems.append(Problem(None, None, name, *why_not))
+        if problems:
+            raise FunctreeError(
+                f"{folder}: {count(len(problems), 'weight')} that cannot be loaded", problems
+            )
