@@ -3,7 +3,7 @@
 import functools
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
-from types import FunctionType, MethodType
+from types import CodeType, FunctionType, MethodType
 from typing import Any
 
 from functree.tree.nodes import children
@@ -25,11 +25,19 @@ def closed_over(fun: Any) -> dict[str, Any]:
 
 
 def used_globals(fun: Any) -> dict[str, Any]:
-    """The global variables that a function uses, by name. Names of attributes may be among them."""
+    """The global variables that a function and the functions in it use, by name. Names of
+    attributes may be among them."""
     if not isinstance(fun, FunctionType):
         return {}
     known = fun.__globals__
-    return {name: known[name] for name in fun.__code__.co_names if name in known}
+    found: dict[str, Any] = {}
+    waiting = [fun.__code__]
+    while waiting:
+        code = waiting.pop()
+        found.update((name, known[name]) for name in code.co_names if name in known)
+        # The code of an inner function, such as the loss in a step.
+        waiting.extend(inner for inner in code.co_consts if isinstance(inner, CodeType))
+    return found
 
 
 def held(values: Mapping[str, Any]) -> Iterator[tuple[Path, Any]]:
@@ -66,15 +74,22 @@ def _below(node: Any) -> Iterable[tuple[Any, Any]] | None:
         return None
 
 
-def held_at_any_depth(variables: Mapping[str, Any]) -> Iterator[tuple[Path, Any]]:
-    """The same, and what functions among these leaves keep."""
+def held_at_any_depth(
+    variables: Mapping[str, Any], with_globals: bool = False
+) -> Iterator[tuple[Path, Any]]:
+    """The same, and what functions among these leaves keep, or use as global variables."""
     waiting, seen = [variables], set[int]()
     while waiting:
         for path, value in held(waiting.pop()):
             if callable(value) and id(value) not in seen:
                 seen.add(id(value))
-                waiting.append(kept_by(value))
+                waiting.append(variables_of(value) if with_globals else kept_by(value))
             yield path, value
+
+
+def variables_of(fun: Any) -> dict[str, Any]:
+    """The global variables that a function uses, and those that it keeps, which hide the former."""
+    return {**used_globals(fun), **kept_by(fun)}
 
 
 def kept_by(fun: Any) -> dict[str, Any]:

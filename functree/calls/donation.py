@@ -66,7 +66,9 @@ def check_donated(
             what = "buffer" if by_buffer else "array"
             how = "both are donated" if i in donated else "that one is donated"
             why = f"is the same {what} as `{paths[owner]}`, and {how}"
-            remedy = "donate it once, or pass a copy (`ft.copy`)"
+            # An untied copy, since the two may be in one argument.
+            copy = f"`ft.copy({paths[i][0]}, untie=True)`"
+            remedy = f"donate it once, or pass {copy}, where each place has an array of its own"
             problems.append(array_problem(paths[i], arrays[i], why, remedy))
             break
     if problems:

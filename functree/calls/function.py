@@ -13,6 +13,7 @@ from functree.calls.call_groups import FlatCall
 from functree.calls.checks import check_call, warn_moved
 from functree.calls.compilations import Compilation, Log, Situation
 from functree.calls.compile_events import compile_events
+from functree.calls.deleted_use import check_use, is_about_deleted
 from functree.calls.program import Program, around, without_jit
 from functree.calls.signature import Args, Kwargs, Partial, Record, wrapper_updates
 from functree.calls.stages.lowered import Lowered, Traced
@@ -67,11 +68,17 @@ class Function(Generic[_P, _T]):
             check_call(program, flat)
         # Only these events show that JAX has lowered or compiled something during the call.
         before = compile_events.count
-        if program.entered is None:
-            result = program(arrays)
-        else:
-            with around(program.entered):
+        try:
+            if program.entered is None:
                 result = program(arrays)
+            else:
+                with around(program.entered):
+                    result = program(arrays)
+        except RuntimeError as error:
+            # To look for deleted arguments on a single device would take time in each call.
+            if is_about_deleted(error):
+                check_use(error, program.name, self._partial.fun, program.group.paths, arrays)
+            raise
         if compile_events.count != before or program not in self._used:
             self._note(program, arrays, compile_events.have(program.body.__name__, before))
         # The first call may move its arguments on purpose; a second one shows that every call does.

@@ -15,6 +15,7 @@ from jax.stages import Traced, Wrapped
 
 from functree.calls.body import Arguments, Arrays, Body
 from functree.calls.call_groups import CallGroup
+from functree.calls.deleted_use import naming_deleted
 from functree.calls.derivative_rules import has_derivatives, in_context
 from functree.calls.output import Output
 from functree.devices.constraint import with_constraint
@@ -81,7 +82,7 @@ class Program:
 
     def trace(self, arrays: Sequence[AnyArray]) -> Traced:
         """Trace the program for a call's arrays, abstract ones too."""
-        with around(self.entered):
+        with around(self.entered), naming_deleted(self.name, self.body.__wrapped__):
             given = _traceable(arrays, self.mesh, self.in_shardings)
             return self.jitted.trace(*self.body.arguments.split(given))
 
@@ -153,7 +154,7 @@ def make_program(
     # Nothing is traced under `jax.disable_jit()`: a call runs the function itself.
     if without_jit():
         return program, None
-    with around(entered):
+    with around(entered), naming_deleted(body.name, body.__wrapped__):
         # First without shardings of the result, since these depend on what the result is.
         inputs = arguments.split(_traceable(arrays, mesh, in_shardings))
         traced = jax.jit(fun, **given).trace(*inputs)

@@ -73,7 +73,7 @@ def _is_batch(tree: Any) -> bool:
         return all(map(_is_batch, tree.values()))
     if kind is list or kind is tuple:
         return all(map(_is_batch, tree))
-    return kind is np.ndarray or is_concrete(tree)
+    return kind is np.ndarray or (is_concrete(tree) and not tree.is_deleted())
 
 
 def _is_text(axes: object) -> bool:

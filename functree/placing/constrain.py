@@ -8,6 +8,7 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from functree.argument_checks import check_tree
 from functree.devices.constraint import with_constraint
+from functree.devices.deleted import check_deleted
 from functree.devices.meshes import MeshView, agreed_mesh, current_mesh, mesh_view
 from functree.devices.placement import first_mesh
 from functree.errors import ShardingError, count
@@ -42,6 +43,7 @@ def constrain(tree: T, layout: str | Axes | LayoutTree, rules: LayoutLike = None
         ShardingError: a size that its mesh axes do not divide (JAX alone replicates such an array
             silently); an axis that no rule lays out; a mesh but no rules; a mesh that was entered
             by `with mesh:`.
+        FunctreeError: an array is deleted.
 
     Examples:
         >>> rules = ft.AxisRules({"batch": "data", "embed": None})
@@ -56,6 +58,7 @@ def constrain(tree: T, layout: str | Axes | LayoutTree, rules: LayoutLike = None
     if rules is not None:
         as_layout(rules)
     leaves, parts = read_for(tree, layout)
+    check_deleted("constrain", tree)
     own = own_meshes(parts)
     mesh = find_mesh(own, leaves.values)
     if mesh is None:
@@ -85,6 +88,7 @@ def _by_axes(x: Any, axes: Axes, rules: LayoutLike) -> Any:
         raise ShardingError(
             f'"{axes}" names the dimensions of a bare array, but this is a {kind}: give a layout'
         )
+    check_deleted("constrain", x)
     leaf = activation(axes, x)
     if len(axes) != len(x.shape):
         why = f'"{axes}" names {count(len(axes), "dimension")}, but the array has {len(x.shape)}'

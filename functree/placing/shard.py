@@ -11,6 +11,7 @@ from jax.core import Tracer
 from jax.sharding import NamedSharding
 
 from functree.argument_checks import FLAG, check, check_tree
+from functree.devices.deleted import refuse_deleted
 from functree.devices.meshes import NO_MESH, MeshLike, agreed_mesh, without_devices
 from functree.devices.placement import is_placed
 from functree.errors import Problem, ShardingError, count
@@ -52,7 +53,7 @@ def shard(
     Raises:
         ShardingError: the layout or the axes do not fit the tree; there is no mesh with devices; an
             array is traced or abstract; the mesh does not have devices of all processes.
-        FunctreeError: the processes have different arrays, or layouts.
+        FunctreeError: an array is deleted; the processes have different arrays, or layouts.
         RuleError: `layout` is not a layout; `layout` or `axes` have another structure than the
             tree.
 
@@ -155,5 +156,8 @@ def _check_concrete(leaves: Leaves) -> None:
         elif isinstance(leaf.value, jax.ShapeDtypeStruct):
             why = "is abstract, but `ft.shard` moves concrete arrays"
             problems.append(leaf.problem(why, "give it a sharding with `ft.abstract`"))
+        # In this loop and by these classes, since a call that moves nothing is mostly such checks.
+        elif not isinstance(leaf.value, np.ndarray | np.generic) and leaf.value.is_deleted():
+            raise refuse_deleted("shard", leaves.paths, leaves.values)
     if problems:
         raise ShardingError(f"{count(len(problems), 'leaf')} cannot be placed on devices", problems)

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import optax
 
 from functree.argument_checks import DECAY, check
+from functree.devices.deleted import check_deleted
 from functree.errors import FunctreeTypeError, FunctreeValueError
 from functree.labels.optimizer.followed_parameters import check_optimizer
 from functree.state.train import TRAIN_STATE, TrainState, updated
@@ -55,6 +56,7 @@ def with_ema(
     inner = optax.with_extra_args_support(tx)
 
     def init(params: Tree) -> AveragedState:
+        check_deleted("with_ema", params)
         return AveragedState(inner.init(params), jax.tree.map(_wide, params))
 
     def update(

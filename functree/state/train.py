@@ -10,6 +10,7 @@ import optax
 from jaxtyping import Array, Int, PRNGKeyArray
 
 from functree.argument_checks import KEY, Takes, check, check_tree
+from functree.devices.deleted import check_deleted
 from functree.devices.meshes import MeshLike, mesh_view
 from functree.errors import FunctreeValueError, Problem, StateError, count
 from functree.labels.filters.filter import Filter, FilterLike, as_filter
@@ -119,6 +120,7 @@ class TrainState(eqx.Module, TrainingState, Generic[M]):
         if mesh is not None:
             mesh_view(mesh)
         leaves, name = read(model), type(model).__name__
+        check_deleted("TrainState.create", {"model": model, "state": state, "key": key})
         if state is None:
             model, made = place_state(model, leaves.leaves)
             if made:
@@ -193,6 +195,7 @@ def apply_gradients(
     check("apply_gradients cannot update", ts=(ts, TRAIN_STATE))
     leaves = read(ts.model)
     found = arrays_by_path(grads)
+    check_deleted("apply_gradients", {"ts": ts, "grads": grads, "state": state})
     # Both with None for frozen parameters, which the optimizer does not get.
     params: list[AnyArray | None] = []
     gradients: list[AnyArray | None] = []

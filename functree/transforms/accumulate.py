@@ -14,6 +14,7 @@ from jax.tree_util import tree_map
 
 from functree.argument_checks import FUNCTION, SIZE, check
 from functree.calls.signature import Signature
+from functree.devices.deleted import check_deleted
 from functree.devices.specs import mesh_axes
 from functree.errors import FunctreeTypeError, FunctreeValueError, Problem, count
 from functree.labels.leaf import Leaf, meeting
@@ -71,7 +72,9 @@ def accumulate(fn: Callable[_P, _T], steps: int) -> Callable[_P, _T]:
     def accumulated(*args: _P.args, **kwargs: _P.kwargs) -> _T:
         if not args:
             raise FunctreeTypeError("accumulate: pass the model as the first positional argument")
-        leaves = read(signature.bind(*partial.with_bound(args, kwargs)))
+        bound = signature.bind(*partial.with_bound(args, kwargs))
+        leaves = read(bound)
+        check_deleted("accumulate", bound)
         # Arguments that are bound to the function (`self`, those of a partial) are not part of the
         # batch either.
         number = len(partial.args)

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int, PRNGKeyArray
 
 from functree.argument_checks import FLAG, FUNCTION, KEY, SIZE, Takes, check
+from functree.calls.deleted_use import naming_deleted
 from functree.errors import AxesError, FunctreeTypeError, FunctreeValueError, Problem
 from functree.labels.leaf import array_problem
 from functree.transforms.remat import Offload, Remat, check_names, remat_policy
@@ -323,7 +324,9 @@ def stack(
         (3, 4)
     """
     check("stack cannot make layers", make=(make, FUNCTION), n=(n, SIZE), key=(key, KEY))
-    return Stacked(eqx.filter_vmap(make)(jax.random.split(key, n)), axis)
+    with naming_deleted("stack", make):
+        layer = eqx.filter_vmap(make)(jax.random.split(key, n))
+    return Stacked(layer, axis)
 
 
 def _depth(stacked: Stacked[T], state: Mapping[Path, jax.Array] | None = None) -> int:

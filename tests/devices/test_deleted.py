@@ -1,8 +1,18 @@
 """Arrays that are deleted ─► an error with their paths."""
 
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
+import pytest
+from checks import raises
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Float
+from meshes import MESH
 from trees import x
 
 import functree as ft
@@ -43,3 +53,132 @@ def test_several() -> None:
     error = refuse_deleted("step", paths, [gone(), jnp.ones(2), gone()])
     assert str(error).startswith("step: 2 arguments are deleted")
     assert [str(problem.path) for problem in error.problems] == ["a", "c"]
+
+
+# The doors
+
+RULES = ft.AxisRules({"embed": None, "hidden": "model"})
+BY_FILTER = ft.StateSharding({"**.bias": RULES, ...: RULES})
+
+
+class Dense(eqx.Module):
+    weight: Float[jax.Array, "embed hidden"]
+    bias: Float[jax.Array, "hidden"]
+
+
+def dense(placed: bool = True) -> Dense:
+    layer = Dense(jnp.ones((2, 4)), jnp.ones(4))
+    return ft.shard(layer, RULES, MESH) if placed else layer
+
+
+def dead(placed: bool) -> Dense:
+    layer = dense(placed)
+    layer.bias.delete()
+    return layer
+
+
+def total(layer: Dense) -> jax.Array:
+    return layer.weight.sum() + layer.bias.sum()
+
+
+def same(m: Dense) -> Dense:
+    return m
+
+
+def applied(m: Any, x: Any) -> jax.Array:
+    return sum(leaf.sum() for leaf in jax.tree.leaves((m, x)))
+
+
+def average(ts: ft.TrainState) -> Any:
+    return ts.opt_state.average
+
+
+TX = optax.sgd(0.1)
+EMA = ft.with_ema(TX, 0.9)
+STATE = ft.TrainState.create(dense(), EMA)
+
+# What reads the values of a layer: the name in its error, the path of the bias there, and the call.
+DOORS: dict[str, tuple[str, str, Callable[[Dense], Any]]] = {
+    "shard": ("shard", "bias", lambda m: ft.shard(m, RULES, MESH)),
+    "shard by filters": ("shard", "bias", lambda m: ft.shard(m, BY_FILTER, MESH)),
+    "shard an array": ("shard", "(the array)", lambda m: ft.shard(m.bias, P("model"), MESH)),
+    "shard an array elsewhere": ("shard", "(the array)", lambda m: ft.shard(m.bias, P(), MESH)),
+    "shard a batch": ("shard", "b", lambda m: ft.shard({"b": m.bias}, RULES, MESH, axes="hidden")),
+    "constrain": ("constrain", "bias", lambda m: ft.constrain(m, ft.StateSharding({...: P()}))),
+    "constrain by axes": ("constrain", "(the", lambda m: ft.constrain(m.bias, "hidden", RULES)),
+    "copy": ("copy", "bias", ft.copy),
+    "untie": ("copy", "bias", lambda m: ft.copy(m, untie=True)),
+    "grad": ("grad", "bias", ft.grad(total)),
+    "grad of others": ("grad", "bias", ft.grad(total, wrt="weight")),
+    "value_and_grad": ("grad", "bias", ft.value_and_grad(total, layout=RULES)),
+    "another argument of grad": ("grad", "x.bias", lambda m: ft.grad(applied)(jnp.ones(()), m)),
+    "accumulate": ("accumulate", "m.bias", lambda m: ft.accumulate(applied, 2)(m, jnp.ones(4))),
+    "its batch": ("accumulate", "x.bias", lambda m: ft.accumulate(applied, 2)(jnp.ones(4), m)),
+    "jit": ("total", "layer.bias", ft.jit(total)),
+    "jit, lowered": ("total", "layer.bias", lambda m: ft.jit(total).lower(m)),
+    "init": ("same", "m.bias", lambda m: ft.init(same, RULES, MESH)(m)),
+    "init_optimizer": ("init_fn", "params.bias", lambda m: ft.init_optimizer(TX, m, RULES, MESH)),
+    "shard_map": ("same", "m.bias", lambda m: ft.shard_map(same, mesh=MESH, rules=RULES)(m)),
+    "TrainState": ("TrainState.create", "model.bias", lambda m: ft.TrainState.create(m, TX)),
+    "apply_gradients": ("apply_gradients", "grads.bias", lambda m: ft.apply_gradients(STATE, m)),
+    "an optimizer's state": (
+        "apply_gradients",
+        "ts.opt_state.average.bias",
+        lambda m: ft.apply_gradients(eqx.tree_at(average, STATE, m), dense()),
+    ),
+    "with_ema": ("with_ema", "bias", EMA.init),
+    "export": ("total", "layer.bias", lambda m: ft.export(ft.jit(total), m)),
+}
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_what_reads_values_refuses(door: str):
+    name, path, call = DOORS[door]
+    with raises(f"{name}: 1 argument is deleted\n\n  {path}", "f32[4]\n      is deleted", "Try:"):
+        call(dead(placed=True))
+
+
+@pytest.mark.parametrize("door", ["shard", "copy", "grad", "TrainState", "jit", "with_ema"])
+def test_on_one_device(door: str):
+    name, path, call = DOORS[door]
+    with raises(f"{name}: 1 argument is deleted\n\n  {path}"):
+        call(dead(placed=False))
+
+
+def test_an_argument_of_a_later_call_on_one_device():
+    """It is not looked for before the call, which would take time each time."""
+    f, layer = ft.jit(total), dense(placed=False)
+    f(layer)
+    layer.bias.delete()
+    with raises("total: 1 argument is deleted\n\n  layer.bias   f32[4]\n      is deleted"):
+        f(layer)
+
+
+# What looks at the tree only.
+TAKEN: dict[str, Callable[[Dense], Any]] = {
+    "plan": lambda m: ft.plan(m, RULES, MESH),
+    "plan of live arrays": ft.plan,
+    "plan_optimizer": lambda m: ft.plan_optimizer(TX, m, RULES, MESH),
+    "tree_axes": ft.tree_axes,
+    "abstract": lambda m: ft.abstract(same, RULES, MESH)(m),
+    "split": ft.split,
+    "pack": ft.pack,
+    "select": lambda m: ft.select(m).at(lambda m: m.bias).get(),
+}
+
+
+@pytest.mark.parametrize("door", TAKEN)
+def test_what_reads_no_values_takes_it(door: str):
+    TAKEN[door](dead(placed=True))
+
+
+def test_the_remedies():
+    """What the call returned, and a copy that was donated instead."""
+    step = ft.jit(lambda m: jax.tree.map(lambda x: 2 * x, m), donate="m")
+    first = dense()
+    second = step(first)
+    with raises("shard: 2 arguments are deleted"):
+        ft.shard(first, RULES, MESH)
+    assert ft.shard(second, RULES, MESH) is not None
+    step(ft.copy(second))
+    assert float(total(second)) == 24.0

@@ -150,7 +150,7 @@ USES: dict[str, Use] = {
     "with_ema": (lambda **k: ft.TrainState.create(MODEL, ft.with_ema(**k)), {"tx": TX, "decay": 0.9}),
     "axis_rules": (entered, {"rules": RULES}),
     "constrain": (lambda **k: ft.jit(ft.constrain, mesh=MESH)(**k), {"tree": X, "layout": P("data"), "rules": None}),
-    "copy": (ft.copy, {"tree": MODEL}),
+    "copy": (ft.copy, {"tree": MODEL, "untie": True}),
     "glob": (ft.glob, {"pattern": "a"}),
     "under": (ft.under, {"cls": ft.nn.MLP}),
     "has_axis": (ft.has_axis, {"name": "a"}),

@@ -113,7 +113,7 @@ def test_silent_failure_24_two_arrays_on_one_buffer(transform: str):
     f = ft.jit(lambda x, y: (x * 2, y * 2), donate=...)
     if transform in ("eager", "lower", "custom_vjp"):
         with raises(
-            "y   f32[8, 8]\n      is the same buffer as `x`, and both are donated", "`ft.copy`"
+            "y   f32[8, 8]\n      is the same buffer as `x`, and both are donated", "`ft.copy(y, "
         ):
             f(x, same)
     for _ in range(2):

@@ -87,6 +87,15 @@ def test_inside_a_trace():
     assert jax.grad(lambda x: ft.copy(x).sum())(jnp.ones(3)).tolist() == [1.0] * 3
 
 
+def test_ties_stay_unless_they_are_untied():
+    for x in (ARRAYS["sharded"], ARRAYS["NumPy's"], ARRAYS["a key"]):
+        kept = ft.copy({"a": x, "b": [x]})
+        assert kept["a"] is kept["b"][0] is not x
+        untied = ft.copy({"a": x, "b": [x]}, untie=True)
+        assert pointers(untied["a"]).isdisjoint(pointers(untied["b"][0]) | pointers(x))
+        assert all(np.array_equal(bits(y), bits(x)) for y in (untied["a"], untied["b"][0]))
+
+
 def test_what_is_deleted_is_named():
     x = jnp.ones(3)
     x.delete()

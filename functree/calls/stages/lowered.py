@@ -11,6 +11,7 @@ from jax.sharding import Mesh, NamedSharding
 from functree.argument_checks import DEVICES, MAPPING, TEXTS, check
 from functree.calls.compile_events import compile_events
 from functree.calls.compiled_program import heard_compiling
+from functree.calls.deleted_use import naming_deleted
 from functree.calls.out_of_memory import check_fits, refusing_too_large
 from functree.calls.output import Output
 from functree.calls.program import around
@@ -88,7 +89,8 @@ class Traced(Stage[jax.stages.Traced]):
             lowering_platforms=(lowering_platforms, TEXTS.or_none()),
         )
         # On the mesh of the calls: otherwise JAX would lower and compile again for a call.
-        with around(self._program.entered):
+        program = self._program
+        with around(program.entered), naming_deleted(program.name, program.body.__wrapped__):
             return Lowered(self._stage.lower(lowering_platforms=lowering_platforms), self._call)
 
 

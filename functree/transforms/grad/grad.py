@@ -12,6 +12,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 from jax.tree_util import tree_leaves
 
 from functree.argument_checks import FLAG, FUNCTION, POSITIONS, check, shown
+from functree.calls.deleted_use import naming_deleted
 from functree.calls.program import around
 from functree.calls.signature import inspected, wrapper_updates
 from functree.devices.meshes import current_mesh
@@ -322,7 +323,7 @@ def _differentiate(
             _check_one_loss(result[0] if has_aux else result, parameters, arrays_of_each)
         return result
 
-    with around(_explicit_mesh(parameters)):
+    with around(_explicit_mesh(parameters)), naming_deleted("grad", fn, call.args, call.kwargs):
         result, gradients = jax.value_and_grad(of_arrays, has_aux=has_aux)(
             [own.arrays for own in parameters]
         )

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax.core import Tracer
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
+from functree.devices.deleted import check_deleted
 from functree.devices.meshes import MeshView, agreed_mesh
 from functree.errors import (
     FunctreeError,
@@ -54,6 +55,7 @@ class Parameters(NamedTuple):
         gradient."""
         given = layout if layout is not None else ambient_rules()
         leaves, parts = (read(tree), []) if given is None else read_for(tree, given)
+        check_deleted("grad", tree)
         chosen = [wrt(leaf) for leaf in leaves.leaves]
         found = Parameters(number, leaves, chosen, parts, layout is None)
         if not found.matched:
