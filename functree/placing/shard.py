@@ -147,6 +147,10 @@ def moved_once(values: Sequence[Any], targets: Sequence[NamedSharding]) -> list[
     return [placed.get(id(x), x) for x in values]
 
 
+# As a tuple, since `|` would make a new union for each leaf.
+_OF_NUMPY = (np.ndarray, np.generic)
+
+
 def _check_concrete(leaves: Leaves) -> None:
     problems: list[Problem] = []
     for leaf in leaves.leaves:
@@ -157,7 +161,7 @@ def _check_concrete(leaves: Leaves) -> None:
             why = "is abstract, but `ft.shard` moves concrete arrays"
             problems.append(leaf.problem(why, "give it a sharding with `ft.abstract`"))
         # In this loop and by these classes, since a call that moves nothing is mostly such checks.
-        elif not isinstance(leaf.value, np.ndarray | np.generic) and leaf.value.is_deleted():
+        elif not isinstance(leaf.value, _OF_NUMPY) and leaf.value.is_deleted():
             raise refuse_deleted("shard", leaves.paths, leaves.values)
     if problems:
         raise ShardingError(f"{count(len(problems), 'leaf')} cannot be placed on devices", problems)
