@@ -1,10 +1,12 @@
 """`Checkpoints`: the checkpoints of a run, by step; written in the background, the newest kept."""
 
+import atexit
 import os
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cache
 from pathlib import Path as FilePath
 from types import TracebackType
-from typing import Self, TypeVar
+from typing import NamedTuple, Self, TypeVar
 
 import jax
 
@@ -74,7 +76,7 @@ class Checkpoints:
         # The steps of this run: they are newer than those that it found, whatever their numbers.
         self._saved: set[int] = set()
         self._is_open = False  # whether this is inside of the `with` statement
-        self._running: Future[None] | None = None
+        self._running: _Running | None = None
 
     def __enter__(self) -> Self:
         facts = {
@@ -100,7 +102,8 @@ class Checkpoints:
             elif self._running is not None:
                 # Alone: the other processes may be in the middle of a step, where this one will not
                 # come.
-                self._running.result()
+                _NOT_ASKED.pop(self._running.ended, None)
+                self._running.ended.result()
         except FunctreeError as failed:
             if error is None:
                 raise
@@ -161,8 +164,11 @@ class Checkpoints:
         )
         # An executor for one call: its future raises in `wait` what was raised in the thread.
         thread = ThreadPoolExecutor(1, "functree checkpoint")
-        self._running = thread.submit(self._finish, writer, int(step))
+        ended = thread.submit(self._finish, writer, int(step))
         thread.shutdown(wait=False)
+        self._running = _Running(writer, ended)
+        _report_at_end()
+        _NOT_ASKED[ended] = self.folder / str(step)
         return True
 
     def wait(self) -> None:
@@ -173,11 +179,20 @@ class Checkpoints:
         """
         # Forgotten first: an error in the background is raised once.
         running, self._running = self._running, None
+        if running is not None:
+            _NOT_ASKED.pop(running.ended, None)
         # Only here may the processes talk to each other: not in the background, between their
         # steps.
-        wait_in_all(
-            "a checkpoint could not be written", lambda: running is None or is_done(running)
-        )
+        try:
+            wait_in_all(
+                "a checkpoint could not be written",
+                lambda: running is None or is_done(running.ended),
+            )
+        except FunctreeError:
+            # Here it may still run: orbax waits for the process that has failed.
+            if running is not None:
+                running.give_up()
+            raise
 
     def restore(
         self,
@@ -295,6 +310,44 @@ class Checkpoints:
                     warn(f"{old} is not removed, since it is not of these checkpoints")
                 else:
                     remove_step(old)
+
+
+class _Running(NamedTuple):
+    """A checkpoint that is written in the background.
+
+    Attributes:
+        writer: what writes it.
+        ended: what the background has raised.
+    """
+
+    writer: CheckpointWriter
+    ended: Future[None]
+
+    def give_up(self) -> None:
+        """End it, and wait until what was written is removed."""
+        self.writer.give_up()
+        # Its own error follows from the one that is raised.
+        self.ended.exception()
+
+
+# The checkpoints whose errors nobody has asked for, by what the background has raised.
+_NOT_ASKED: dict[Future[None], FilePath] = {}
+
+
+@cache
+def _report_at_end() -> None:
+    # By `atexit`, which comes after Python has waited for the threads that write.
+    atexit.register(_report)
+
+
+def _report() -> None:
+    """Warn of what was not saved since the program has ended inside of a `with` statement."""
+    for ended, path in _NOT_ASKED.items():
+        if ended.done() and (error := ended.exception()) is not None:
+            warn(
+                f"{path} was not saved, since the program has ended inside of `with Checkpoints`: "
+                f"leave it before, or call `wait()` ({error})"
+            )
 
 
 # How often the steps are listed, if all of them were removed before they were looked at.

@@ -1,8 +1,11 @@
 """Arrays by name ─► files, and back: by orbax, which knows nothing here of trees."""
 
 import math
+import threading
 import time
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from pathlib import Path
 from typing import Any, Protocol, Union
 
@@ -59,7 +62,51 @@ def start_saving(folder: Path, arrays: Mapping[str, StoredArray]) -> Response:
     if not arrays:
         return _NothingToSave()  # orbax does not write an empty tree
     with _context(orbax):
-        return orbax.save_async(folder, dict(arrays))
+        response: Response = orbax.save_async(folder, dict(arrays))
+    if jax.process_count() > 1:
+        # Those that have ended would hold copies of arrays for nothing.
+        _SAVES[:] = [one for one in _SAVES if _is_running(one)]
+        _SAVES.append(response)
+        _watch()
+    return response
+
+
+_SAVES: list[Response] = []
+
+
+def _is_running(save: Response) -> bool:
+    try:
+        save.result(timeout=0)
+    except TimeoutError:
+        return True
+    except Exception:
+        return False  # it is raised by whoever waits for the save
+    return False
+
+
+@cache
+def _watch() -> None:
+    """Wait in the background for the end of the program."""
+    # Not a daemon: Python waits for it before JAX leaves the other processes by itself, which two
+    # threads must not do at the same time.
+    threading.Thread(target=_end_saves, name="functree checkpoint", daemon=False).start()
+
+
+def _end_saves() -> None:
+    """At the end of the program, end the saves that still wait for other processes.
+
+    They wait for a process that could not write, for minutes and in threads that Python waits for.
+    Meanwhile the others are at their end already, and JAX would end them all.
+    """
+    executor = ThreadPoolExecutor(1)
+    worker = executor.submit(threading.current_thread).result()
+    # When a program ends, Python first tells the threads of all executors to end, and then waits
+    # for each of them, those of orbax too. What is registered by `atexit` is called only later.
+    worker.join()
+    if any(map(_is_running, _SAVES)):
+        # With the connection their waiting ends. None of them could be finished any more: orbax
+        # needs new threads for that.
+        jax.distributed.shutdown()
 
 
 def load_arrays(folder: Path, targets: Mapping[str, Target]) -> dict[str, StoredArray]:
@@ -119,6 +166,10 @@ def _context(orbax: Any) -> Any:
     context.array.saving.use_compression = False
     # Where arrays are placed is said by the layout, never by the file.
     context.array.saving.enable_write_sharding_file = False
+    # If a program ends while orbax still creates its folders, other threads of it wait for them,
+    # for minutes. With several processes all would wait for one that cannot create them, and
+    # could not be told; there `_end_saves` ends the waiting.
+    context.asynchronous.create_directories_asynchronously = jax.process_count() > 1
     # Of the stored arrays only those that are asked for are read: orbax refuses fewer otherwise.
     context.pytree.loading.partial_load = True
     return context

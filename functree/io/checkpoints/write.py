@@ -2,6 +2,7 @@
 
 import math
 import os
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path as FilePath
@@ -96,6 +97,7 @@ class CheckpointWriter:
         if verify and check:
             self._targets = {name: _target(value) for name, value in contents.stored.items()}
         self._is_empty = not contents.stored
+        self._given_up = threading.Event()
         with Agreement(self._failure), files(self._failure):
             self._response: Response = start_saving(self._values, contents.stored)
 
@@ -158,11 +160,16 @@ class CheckpointWriter:
             CheckpointError: as `save`.
         """
         with self._undone():
-            with files(self._failure):
-                # Orbax waits until all processes have written, by JAX's coordination service and
-                # not by collectives.
-                self._response.result()
+            # Orbax waits until all processes have written, by JAX's coordination service and not
+            # by collectives.
+            while not self._is_written():
+                if self._given_up.is_set():
+                    raise CheckpointFileError(f"{self._failure}: another process could not do so")
             self._commit()
+
+    def give_up(self) -> None:
+        """End `finish_alone` in its thread: another process has failed."""
+        self._given_up.set()
 
     def _is_written(self) -> bool:
         with files(self._failure):
