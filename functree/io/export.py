@@ -1,5 +1,6 @@
 """A function of `ft.jit` ─► bytes that run in a process without functree, on the same shardings."""
 
+import hashlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -87,26 +88,32 @@ class Exported:
         return tuple(self.exported.call(*arrays))
 
     def serialize(self) -> bytes:
-        """The bytes, which `jax.export.deserialize` reads too, without functree.
+        """The bytes, with a digest at their end, by which `deserialize` notices changed ones.
+
+        `jax.export.deserialize` reads them too, without functree, and passes over the digest.
 
         Raises:
             FunctreeError: flatbuffers is not installed.
         """
         import_extra("flatbuffers", "export")
-        return bytes(self.exported.serialize())
+        data = bytes(self.exported.serialize())
+        # Behind the data: those of flatbuffers say by themselves where they end.
+        return data + _MARK + _digest(data)
 
     @classmethod
     def deserialize(cls, data: bytes) -> "Exported":
         """The function of some bytes.
 
         Raises:
-            FunctreeError: they are not bytes, or not those of a function; flatbuffers is not
-                installed.
+            FunctreeError: they are not bytes, not those of a function, or not those that were
+                written; flatbuffers is not installed.
         """
         check("nothing is read", data=(data, _BYTES))
         import_extra("flatbuffers", "export")
+        function = _checked(bytes(data))
+        # Such as one of a newer JAX.
         with ForeignErrors(FunctreeValueError, "these bytes are not an exported function"):
-            return cls(jax.export.deserialize(bytearray(data)))
+            return cls(jax.export.deserialize(bytearray(function)))
 
     def __str__(self) -> str:
         exported = self.exported
@@ -136,6 +143,38 @@ class Exported:
 
     def _names(self) -> str:
         return ", ".join(map(str, self.paths or ()))
+
+
+# What is between the bytes of a function and their digest.
+_MARK = b"\0functree:sha256:"
+
+
+def _digest(data: bytes) -> bytes:
+    return hashlib.sha256(data).digest()
+
+
+def _checked(data: bytes) -> bytes:
+    """The bytes of a function without their digest.
+
+    Raises:
+        FunctreeError: they have none, or another one.
+    """
+    # Before JAX sees them: it believes the offsets and sizes in them, and one flipped bit may end
+    # the process.
+    function, mark, digest = data.rpartition(_MARK)
+    if not mark:
+        raise FunctreeValueError(
+            f"these bytes are not an exported function: at the end of {count(len(data), 'byte')} "
+            "there is no digest of `ft.Exported.serialize`, so not all of them are there, or they "
+            "are of `jax.export` alone; if these can be trusted, "
+            "`jax.export.deserialize(bytearray(data))` reads them"
+        )
+    if _digest(function) != digest:
+        raise FunctreeValueError(
+            "these bytes are not an exported function: they are not what was written, since their "
+            "digest differs"
+        )
+    return function
 
 
 def _fits(shape: Sequence[int], wanted: Sequence[object]) -> bool:
