@@ -12,9 +12,9 @@ from typing import Any, Protocol, Union
 import jax
 import numpy as np
 
-from functree.errors import CheckpointError
+from functree.errors import CheckpointError, FunctreeError
 from functree.io.checkpoints.stored_arrays import StoredArray
-from functree.io.extras import import_extra
+from functree.io.extras import ForeignErrors, import_extra
 
 # Not with `|`, in which `pyright --verifytypes` finds type arguments of `jax.ShapeDtypeStruct`.
 Target = Union[jax.ShapeDtypeStruct, np.ndarray]  # noqa: UP007
@@ -76,11 +76,11 @@ _SAVES: list[Response] = []
 
 def _is_running(save: Response) -> bool:
     try:
-        save.result(timeout=0)
-    except TimeoutError:
-        return True
-    except Exception:
-        return False  # it is raised by whoever waits for the save
+        with ForeignErrors(FunctreeError, "a save has failed"):
+            save.result(timeout=0)
+    except (FunctreeError, jax.errors.JaxRuntimeError) as error:
+        # Any other error is raised by whoever waits for the save.
+        return isinstance(error.__cause__, TimeoutError)
     return False
 
 
