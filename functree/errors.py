@@ -31,6 +31,14 @@ class Problem(NamedTuple):
     remedy: str = ""
 
 
+USERS_ERRORS = (
+    *(ArithmeticError, AssertionError, AttributeError, BufferError, LookupError),
+    *(RuntimeError, TypeError, ValueError),
+)
+"""What the methods of a user's class, such as `__eq__` or `tree_unflatten`, raise when they cannot
+do what is asked of them. Not all that Python has: an interrupt, or a full memory, is not theirs."""
+
+
 class FunctreeError(Exception):
     """The base class of all errors of functree. `.problems` has one record for each thing that is
     wrong.

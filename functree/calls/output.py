@@ -11,7 +11,7 @@ from functree.errors import FunctreeError, Problem, count
 from functree.labels.leaves import read, too_deep
 from functree.tree.arrays import Tree
 from functree.tree.paths import Path
-from functree.tree.skeleton.skeleton import Skeleton, statics_of
+from functree.tree.skeleton.skeleton import Skeleton
 from functree.tree.skeleton.static_value import runs_once
 
 
@@ -50,15 +50,15 @@ class Output:
         """
         try:
             skeleton, values = Skeleton.apart(tree)
-            # Of the tree and not of the skeleton, which would have to build a sample for them.
-            statics = statics_of(tree)
+            # From the tree, since a skeleton that has not seen one would have to build a sample.
+            skeleton.learn(tree)
         except RecursionError:
             raise too_deep(tree) from None
         except SystemError:
             read(tree)  # raises an error for a tree that JAX cannot flatten
             raise
         problems: list[Problem] = []
-        for path, value in statics:
+        for path, value in skeleton.statics:
             found = _outliving(value)
             if found is not None:
                 what, why, remedy = found

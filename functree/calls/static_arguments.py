@@ -14,9 +14,20 @@ from functree.tree.skeleton.static_value import StaticValue, is_hashable, runs_o
 
 
 class StaticArgument(StaticValue):
-    """A static argument as one leaf of a call, compared by type and value."""
+    """A static argument as one leaf of a call, compared by type and value.
+
+    Raises:
+        TypeError: (when hashed) the value cannot be hashed.
+    """
 
     __slots__ = ()
+
+    def __hash__(self) -> int:
+        hash(self.value)  # raises for a value without a hash, which cannot be a static argument
+        return super().__hash__()
+
+    def __eq__(self, other: object) -> bool:
+        return super().__eq__(other)
 
 
 def with_static(call: Record, names: frozenset[str]) -> Record:

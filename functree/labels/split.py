@@ -19,6 +19,7 @@ from functree.labels.leaves import Leaves, read
 from functree.tree.arrays import AnyArray, Tree
 from functree.tree.nodes import leaves_of
 from functree.tree.skeleton.skeleton import Skeleton
+from functree.tree.skeleton.static_value import StaticValue
 
 _T = TypeVar("_T")
 
@@ -55,7 +56,7 @@ def split(tree: _T, *filters: FilterLike) -> tuple[Skeleton, *tuple[_T, ...]]:
     if any(f is ... for f in written[:-1]):
         raise RuleError("`...` may only be the last filter: a filter after it would match nothing")
     leaves = read(tree)
-    static = leaves.skeleton
+    static = leaves.skeleton.learn(tree)
     static.check_hashable()
     wanted = list(map(as_filter, written))
     _check_named(wanted, leaves)
@@ -133,7 +134,8 @@ def _arrays_of(static: Skeleton, part: Tree, index: int) -> list[Any]:
     # which leaves of the part are in the place of an array. The numbers begin with 1: they are only
     # compared with None.
     marks, whole = tree_flatten(static.spread(range(1, len(static) + 1)), is_leaf=_is_none)
-    if treedef != whole:
+    # Not by JAX's own `!=`, which raises for static data with arrays.
+    if StaticValue(treedef).differs(whole):
         have = tree_structure(part).num_leaves
         raise FunctreeValueError(
             f"part {index} has another structure than the tree that was split: it is a "

@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jax.tree_util import default_registry, keystr, tree_flatten_with_path, tree_structure
 from jaxtyping import Array, Float
+from structures import STATIC_WITHOUT_HASH, Pair, X
 
 import functree as ft
 from functree.labels.leaves import read
@@ -236,6 +237,18 @@ def test_what_cannot_be_static_is_named():
         ft.FunctreeError, match=r"(?s)1 leaf cannot be static.*blocks\.1\.act   Bad.*nor hashable"
     ):
         pack({"blocks": [LAYER, Layer(LAYER.weight, None, Bad())]})
+
+
+@pytest.mark.filterwarnings("ignore:A .* array is being set as static")
+@pytest.mark.parametrize("name", STATIC_WITHOUT_HASH)
+def test_static_data_without_a_hash(name: str):
+    make, change = STATIC_WITHOUT_HASH[name]
+    data = make()
+    packed, again = pack(Pair(X, X, data)), pack(Pair(X, X, make()))
+    change(data)
+    assert packed.static == again.static != pack(Pair(X, X, data)).static
+    assert jax.tree.structure(packed) == jax.tree.structure(again)
+    assert hash(packed.static) == hash(again.static)
 
 
 @pytest.mark.parametrize("value", [LAYER, (), None, 3])

@@ -13,6 +13,7 @@ import pytest
 from checks import raises
 from hypothesis import given
 from hypothesis import strategies as st
+from structures import STATIC_WITHOUT_HASH, Custom, Pair, X
 from trees import Keyless, Leafy, containers, flat, same
 
 import functree as ft
@@ -278,3 +279,25 @@ def test_a_filter_that_names_nothing_of_the_tree(case: str) -> None:
 def test_a_filter_by_a_property_may_match_nothing(written: Any) -> None:
     _, part, rest = ft.split(two(), written, ...)
     assert len(jax.tree.leaves(part)) + len(jax.tree.leaves(rest)) == 4
+
+
+@pytest.mark.filterwarnings("ignore:A .* array is being set as static")
+@pytest.mark.parametrize(
+    "make_node", [lambda data: Pair(X, X, data), lambda data: Custom((X, X), data)]
+)
+@pytest.mark.parametrize("name", STATIC_WITHOUT_HASH)
+def test_static_data_without_a_hash(name: str, make_node: Any):
+    make, change = STATIC_WITHOUT_HASH[name]
+    data = make()
+    static, arrays = ft.split([make_node(data)])
+    again, _ = ft.split([make_node(make())])
+    assert static == again and hash(static) == hash(again)
+    change(data)
+    changed, _ = ft.split([make_node(data)])
+    # Neither the tree that was split nor one that is merged changes what is static.
+    assert static == again != changed
+    merged = ft.merge(static, arrays)
+    assert Skeleton.of(merged) == again
+    merged_data = merged[0].name if isinstance(merged[0], Pair) else merged[0].note
+    change(merged_data)
+    assert static == again != Skeleton.of(merged)

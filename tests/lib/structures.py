@@ -138,3 +138,44 @@ CHANGED: dict[str, tuple[Any, Any]] = {
     "packed, or not": (ft.pack([X]), [X]),
     "nested": ({"a": [Pair(X, {"b": 1})]}, {"a": [Pair(X, {"b": 2})]}),
 }
+
+
+@dataclasses.dataclass
+class Config:
+    """It has no hash, since it can be changed."""
+
+    size: Any
+
+
+class Options:
+    """A class of a user with an `==` and no hash."""
+
+    __hash__ = None
+
+    def __init__(self, names: list[str]):
+        self.names = names
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Options) and self.names == other.names
+
+
+def _first(value: Any) -> None:
+    value[0] = 7
+
+
+# Static data without a hash: a function that makes it, and one that changes it in place.
+STATIC_WITHOUT_HASH: dict[str, tuple[Any, Any]] = {
+    "a list": (lambda: [1, 2], _first),
+    "a list with nan": (lambda: [1, float("nan")], _first),
+    "a list in a tuple": (lambda: ("a", [1]), lambda value: _first(value[1])),
+    "a dict": (lambda: {"a": [1]}, lambda value: value.update(b=1)),
+    "a list in a dict": (lambda: {"a": [1]}, lambda value: _first(value["a"])),
+    "a set": (lambda: {1, 2}, lambda value: value.add(3)),
+    "an array": (lambda: np.arange(3), _first),
+    "an array of objects": (lambda: np.array([1, "a"], object), _first),
+    "an array in a tuple": (lambda: (1, np.arange(3)), lambda value: _first(value[1])),
+    "shapes of arrays": (lambda: [jax.ShapeDtypeStruct((2,), jnp.float32)], _first),
+    "a config": (lambda: Config(1), lambda value: setattr(value, "size", 2)),
+    "a config with an array": (lambda: Config(np.arange(3)), lambda value: _first(value.size)),
+    "an object": (lambda: Options(["a"]), lambda value: _first(value.names)),
+}

@@ -154,7 +154,7 @@ def test_the_code_has_a_file_and_lines():
             return 0
 
     take = form_of(Pair(X, Odd(), name="n")).take
-    with pytest.raises(RuntimeError) as caught:
+    with pytest.raises(ft.FunctreeError, match="its `==` raises RuntimeError: asked") as caught:
         take(Pair(X, Odd(), name="n"))
     (entry,) = [entry for entry in caught.traceback if "functree: take Pair" in str(entry.path)]
     assert "return 1" in str(entry.statement) and take.__code__.co_filename.startswith(

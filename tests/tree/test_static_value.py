@@ -1,5 +1,6 @@
 """`StaticValue`: static values by type and value."""
 
+import copy
 import dataclasses
 from decimal import Decimal
 from typing import Any, NamedTuple
@@ -13,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import functree as ft
-from functree.tree.skeleton.static_value import StaticValue, same_value
+from functree.tree.skeleton.static_value import StaticValue, is_hashable, same_value
 
 
 class Point(NamedTuple):
@@ -30,6 +31,13 @@ class Other(NamedTuple):
 class Config:
     size: Any
     note: Any = dataclasses.field(default="", compare=False)
+
+
+@dataclasses.dataclass
+class Changeable:
+    """It has no hash, since it can be changed."""
+
+    size: Any
 
 
 @dataclasses.dataclass(eq=False)
@@ -137,10 +145,10 @@ def test_a_value_is_equal_to_itself_without_being_asked():
 @pytest.mark.parametrize(
     "value", [[], {}, set(), ([],), Point([]), Config([]), bytearray()], ids=repr
 )
-def test_what_has_no_hash(value: Any):
-    with pytest.raises(TypeError, match="unhashable"):
-        hash(StaticValue(value))
-    assert StaticValue(value) == StaticValue(value)
+def test_what_has_no_hash_has_that_of_its_type(value: Any):
+    assert hash(StaticValue(value)) == hash(StaticValue(copy.deepcopy(value)))
+    assert StaticValue(value) == StaticValue(copy.deepcopy(value))
+    assert not is_hashable(value)
 
 
 SCALARS = st.sampled_from([0, False, 0.0, -0.0, 1, True, 1.0, 1j, "a", None, NAN])
@@ -195,14 +203,64 @@ def test_values_are_compared_only_if_their_hashes_are_equal():
             assert f(jnp.ones(2))[0][3].static is value
 
 
+X = jnp.ones(2)
+
+
 class Held(eqx.Module):
     x: Any
     static: Any = eqx.field(static=True)
 
 
-@pytest.mark.filterwarnings("ignore:A JAX array is being set as static")
-@pytest.mark.filterwarnings("ignore:A NumPy array is being set as static")
-def test_arrays_are_the_same_only_as_objects():
-    one, other = np.ones(3), np.ones(3)
-    assert same_value(one, one) and not same_value(one, other) and not same_value([one], [other])
-    assert not same_value(jnp.ones(3), jnp.ones(3))
+KEY = jax.random.key(0)
+ARRAYS: dict[str, tuple[Any, Any, bool]] = {
+    "values": (np.arange(3), np.arange(3), True),
+    "other values": (np.arange(3), np.arange(1, 4), False),
+    "nan": (np.array([np.nan]), np.array([np.nan]), True),
+    "zeros of two signs": (np.array([0.0]), np.array([-0.0]), False),
+    "dtypes": (np.ones(2, np.float32), np.ones(2, np.int32), False),
+    "shapes": (np.ones((2, 1)), np.ones((1, 2)), False),
+    "objects": (np.array([None, "a"], object), np.array([None, "a"], object), True),
+    "other objects": (np.array([1, "a"], object), np.array([True, "a"], object), False),
+    "of jax": (jnp.arange(3), jnp.arange(3), True),
+    "others of jax": (jnp.arange(3), jnp.arange(1, 4), False),
+    "of jax and numpy": (jnp.arange(3), np.arange(3, dtype=np.int32), False),
+    "keys": (KEY, jax.random.key(0), True),
+    "other keys": (KEY, jax.random.key(1), False),
+    "in a list": ([{"a": np.arange(3)}], [{"a": np.arange(3)}], True),
+    "in a config": (Changeable(np.arange(3)), Changeable(np.arange(3)), True),
+    "in another config": (Changeable(np.arange(3)), Changeable(np.arange(1, 4)), False),
+    "masked": (np.ma.array([1], mask=[True]), np.ma.array([1], mask=[False]), False),
+}
+
+
+@pytest.mark.parametrize(("one", "other", "equal"), ARRAYS.values(), ids=ARRAYS)
+def test_arrays_are_compared_by_their_values(one: Any, other: Any, equal: bool):
+    assert same_value(one, other) is equal and same_value(one, one)
+    if equal:
+        assert hash(StaticValue(one)) == hash(StaticValue(other))
+
+
+def test_a_traced_array_is_only_itself():
+    def f(x: Any, y: Any) -> Any:
+        assert same_value(x, x) and not same_value(x, y) and not same_value(X, y)
+        return x
+
+    jax.eval_shape(f, X, X)
+
+
+class Raises:
+    __hash__ = None
+
+    def __eq__(self, other: object) -> bool:
+        raise ValueError("the truth value is ambiguous")
+
+
+def test_a_comparison_that_raises():
+    with pytest.raises(ft.FunctreeError) as caught:
+        same_value([Raises()], [Raises()])
+    for fragment in (
+        "static data of class Raises cannot be compared",
+        "its `==` raises ValueError: the truth value is ambiguous",
+        "give it an `__eq__` that returns True or False, and a `__hash__`",
+    ):
+        assert fragment in str(caught.value)

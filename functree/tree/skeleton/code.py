@@ -13,7 +13,8 @@ from typing import Any
 
 from functree.tree.arrays import AnyArray, Tree
 from functree.tree.paths import Key
-from functree.tree.skeleton.static_value import StaticValue, is_hashable
+from functree.tree.skeleton.own_copy import own_copy
+from functree.tree.skeleton.static_value import StaticValue
 
 _NUMBERS = itertools.count()
 
@@ -126,6 +127,8 @@ class TakeCode(Code):
     def static(self, value: object, at: str) -> None:
         """Refuse trees in which the expression `at` has another value."""
         found = self.assign(at)
+        # What was changed in place has to differ from what it was, so a copy is compared.
+        value = own_copy(value)
         # Most static values are the same object in every tree, and `is` takes no call.
         another = f"{found} is not {self.value(value)}"
         differs = f"{self.value(StaticValue(value).differs)}({found})"
@@ -165,7 +168,7 @@ class TakeCode(Code):
 
 def refused(value: object) -> Hashable:
     """A value that a tree has in the place of another one, for a `Refusal`."""
-    return StaticValue(value) if is_hashable(value) else type(value)
+    return StaticValue(own_copy(value))
 
 
 def _keys(dicts: Iterable[str], found: Mapping[str, Iterable[Key]]) -> Hashable:

@@ -7,7 +7,6 @@ nodes of the sample, so a tree that was changed in place (a list with another el
 as another structure.
 """
 
-import copy
 import dataclasses
 import functools
 import operator
@@ -24,7 +23,7 @@ from functree.tree.arrays import Tree, TreeDef, is_array
 from functree.tree.interfaces import PackedTree, StateMapping
 from functree.tree.paths import Key, Keys, plain_key
 from functree.tree.skeleton.code import BuildCode, Code, TakeCode
-from functree.tree.skeleton.static_value import is_hashable
+from functree.tree.skeleton.own_copy import own_copy
 
 T = TypeVar("T")
 
@@ -97,17 +96,16 @@ class StaticKind(Kind):
         code.static(sample, at)
 
     def build(self, code: BuildCode, sample: Tree) -> str:
-        if is_hashable(sample):
-            return code.value(sample)
-        return f"{code.value(own_copy)}({code.value(sample)})"
+        return _own_copy(code, sample)
 
 
-def own_copy(static: T) -> T:
-    """A static leaf for one more tree. Two trees must not share what can be changed in one of them,
-    such as a set."""
-    if is_hashable(static):
-        return static
-    return copy.deepcopy(static)
+def _own_copy(code: BuildCode, static: object) -> str:
+    """The expression of a static value, which is another object in each tree if it can be changed
+    in place."""
+    kept = own_copy(static)
+    if kept is static:
+        return code.value(static)
+    return f"{code.value(own_copy)}({code.value(kept)})"
 
 
 class SequenceKind(Kind):
@@ -203,7 +201,8 @@ class RegisteredKind(Kind):
 
     def build(self, code: BuildCode, sample: Tree) -> str:
         children, treedef = one_level(sample)
-        return code.assign(f"{code.value(treedef.unflatten)}(({code.items(children)}))")
+        items = code.items(children)
+        return code.assign(f"{_own_copy(code, treedef)}.unflatten(({items}))")
 
 
 class DefaultDictKind(RegisteredKind):
@@ -330,7 +329,7 @@ class ModuleKind(Kind):
         module = code.assign(f"{code.value(object.__new__)}({code.value(cls)})")
         contents = code.assign(f"{code.value(_contents)}({module})")
         for name in _fields(cls, True):
-            below[name] = code.value(known[name])
+            below[name] = _own_copy(code, known[name])
         for name, expression in below.items():
             code.lines.append(f"{contents}[{name!r}] = {expression}")
         return module

@@ -12,7 +12,8 @@ from functree.tree.arrays import AnyArray, Tree, TreeDef, is_array
 from functree.tree.nodes import walk
 from functree.tree.paths import Keys, Path
 from functree.tree.skeleton.form import Form, form_of
-from functree.tree.skeleton.kinds import ARRAY, own_copy
+from functree.tree.skeleton.kinds import ARRAY, STATIC
+from functree.tree.skeleton.own_copy import own_copy
 from functree.tree.skeleton.static_value import StaticValue, is_hashable
 
 
@@ -35,6 +36,7 @@ class Skeleton:
         self.treedef: TreeDef = treedef
         self.indices: tuple[int, ...] = tuple(indices)
         self.others: tuple[tuple[int, object], ...] = tuple(others)
+        self._changeable: bool = False
         self._was_built: bool = False
         self._form: Form | None = None
 
@@ -64,8 +66,13 @@ class Skeleton:
 
         Otherwise they are found in a sample, in which other objects are in the place of the arrays.
         The constructors of some classes do not accept these.
+
+        From here on the skeleton has copies of the static data that can be changed in place, so
+        that it stays what it is.
         """
-        vars(self)["_contents"] = _Contents.of(tree)
+        contents = vars(self)["_contents"] = _Contents.of(tree)
+        if contents.changeable:
+            self.treedef, self._changeable = own_copy(self.treedef), True
         return self
 
     # From values to a tree
@@ -100,7 +107,10 @@ class Skeleton:
         leaves = list(map(others.get, range(self.treedef.num_leaves)))
         for index, value in zip(self.indices, values, strict=True):
             leaves[index] = value
-        return self.treedef.unflatten(leaves)
+        treedef = self.treedef
+        if self._changeable:
+            treedef = own_copy(treedef)
+        return treedef.unflatten(leaves)
 
     # Paths and static values
 
@@ -121,13 +131,19 @@ class Skeleton:
         return zip(self._contents.keys, self._contents.values, strict=True)
 
     def check_hashable(self) -> None:
-        """Raise FunctreeError if static values cannot be hashed. The error lists them by path."""
+        """Raise FunctreeError if leaves that are not arrays cannot be hashed. The error lists them
+        by path.
+
+        Static data of nodes needs no hash: it is compared by `==`, as JAX does.
+        """
+        wrong = {id(leaf) for _, leaf in self.others if not is_hashable(leaf)}
+        if not wrong:
+            return
         problems: list[Problem] = []
         for keys, value in self.statics:
-            if not is_hashable(value):
+            if id(value) in wrong:
                 problems.append(_unhashable(Path(keys), value))
-        if problems:
-            raise FunctreeTypeError(f"{count(len(problems), 'leaf')} cannot be static", problems)
+        raise FunctreeTypeError(f"{count(len(problems), 'leaf')} cannot be static", problems)
 
     def __len__(self) -> int:
         """The number of arrays."""
@@ -175,21 +191,11 @@ class Skeleton:
 
     @cached_property
     def _hash(self) -> int:
-        # A skeleton has a hash even if some of its values have none, so that it can be compared and
-        # printed in errors.
-        others = tuple(StaticValue(value) for _, value in self.others if is_hashable(value))
+        others = tuple(StaticValue(value) for _, value in self.others)
         return hash((StaticValue(self.treedef), self.indices, others))
 
     def __repr__(self) -> str:
         return f"<Skeleton: {count(len(self), 'array')}, {count(len(self.others), 'other leaf')}>"
-
-
-def statics_of(tree: Tree) -> Iterator[tuple[Keys, object]]:
-    """The static values of a tree with their paths, for those who need them once; see
-    `Skeleton.statics`."""
-    for path, node, kind in walk(tree, in_model=True):
-        for keys, value in kind.statics(node):
-            yield (*path, *keys), value
 
 
 class _Contents(NamedTuple):
@@ -198,12 +204,14 @@ class _Contents(NamedTuple):
     Attributes:
         paths: the path of each array.
         keys: the path of each static value.
-        values: the static values.
+        values: the static values; copies of those that can be changed in place.
+        changeable: whether static data of a node is such a value.
     """
 
     paths: tuple[Path, ...]
     keys: tuple[Keys, ...]
     values: tuple[object, ...]
+    changeable: bool
 
     @classmethod
     def of(cls, tree: Tree) -> "_Contents":
@@ -214,13 +222,19 @@ class _Contents(NamedTuple):
         # makes.
         keys: list[Keys] = []
         values: list[object] = []
+        changeable = False
         for path, node, kind in walk(tree, in_model=True):
             if kind is ARRAY:
                 paths.append(Path(path))
             for below, value in kind.statics(node):
                 keys.append((*path, *below))
+                # A leaf that can be changed stays what it is: it is an error, or of a result.
+                if kind is not STATIC:
+                    kept = own_copy(value)
+                    changeable = changeable or kept is not value
+                    value = kept
                 values.append(value)
-        return cls(tuple(paths), tuple(keys), tuple(values))
+        return cls(tuple(paths), tuple(keys), tuple(values), changeable)
 
 
 def _unhashable(path: Path, value: object) -> Problem:

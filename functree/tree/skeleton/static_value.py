@@ -8,9 +8,12 @@ from decimal import Decimal
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jax.tree_util import PyTreeDef
 
+from functree.errors import USERS_ERRORS, FunctreeTypeError
 from functree.tree.arrays import TreeDef
 
 
@@ -18,11 +21,10 @@ class StaticValue:
     """A static value that is equal to another one only if their types, and the types of the values
     in them, are equal.
 
-    The values in tuples (named tuples too), lists, dicts, sets, frozen dataclasses and treedefs are
-    compared this way. Other objects are compared by their type and their own `==`.
-
-    Raises:
-        TypeError: (when hashed) the value cannot be hashed.
+    The values in tuples (named tuples too), lists, dicts, sets, dataclasses and treedefs are
+    compared this way, and arrays by all of their values. Other objects are compared by their type
+    and their own `==`, as JAX compares the static data of nodes. Values without a hash of their own
+    have that of their type.
     """
 
     __slots__ = ("value",)
@@ -55,7 +57,7 @@ def same_value(one: Any, other: Any) -> bool:
         return False
     if _is_number(cls):
         return repr(one) == repr(other)
-    if cls is list or _is_plain_tuple(cls):
+    if cls is list or is_plain_tuple(cls):
         return len(one) == len(other) and all(map(same_value, one, other))
     if cls is dict:
         return len(one) == len(other) and _values(one) == _values(other)
@@ -68,11 +70,47 @@ def same_value(one: Any, other: Any) -> bool:
     fields = _compared_fields(cls)
     if fields is not None:
         return all(same_value(getattr(one, name), getattr(other, name)) for name in fields)
-    # The comparison of two arrays has no single truth value.
-    if issubclass(cls, np.ndarray | jax.Array) or _differ_in_hash(one, other):
+    # Not by the class: that of a traced array is no subclass of `jax.Array`.
+    if isinstance(one, np.ndarray | jax.Array):
+        return _same_array(one, other)
+    if _differ_in_hash(one, other):
         return False
-    # Not `one != other`, which some classes do not define together with `__eq__`.
-    return bool(one == other)
+    return _by_its_own(one, other)
+
+
+def _by_its_own(one: object, other: object) -> bool:
+    """Whether two values of a class are equal by its `==`. Raises FunctreeTypeError if that
+    raises."""
+    try:
+        # Not `one != other`, which some classes do not define together with `__eq__`.
+        return bool(one == other)
+    except USERS_ERRORS as error:
+        raise FunctreeTypeError(
+            f"static data of class {type(one).__name__} cannot be compared: its `==` raises "
+            f"{type(error).__name__}: {error}; give it an `__eq__` that returns True or False, "
+            "and a `__hash__`"
+        ) from error
+
+
+def _same_array(one: Any, other: Any) -> bool:
+    """Whether two arrays have equal values of one dtype; arrays whose values cannot be read here
+    are different."""
+    if one.dtype != other.dtype or one.shape != other.shape or isinstance(one, Tracer):
+        return False
+    if isinstance(one, jax.Array):
+        if not (one.is_fully_addressable and other.is_fully_addressable):
+            return False
+        if jnp.issubdtype(one.dtype, jax.dtypes.prng_key):
+            with jax.ensure_compile_time_eval():  # also while another function is traced
+                one, other = jax.random.key_data(one), jax.random.key_data(other)
+        one, other = np.asarray(one), np.asarray(other)
+    # A subclass may have more than its values, such as the mask of a masked array.
+    if type(one) is not np.ndarray:
+        return False
+    if one.dtype.hasobject:
+        return same_value(one.tolist(), other.tolist())
+    # By bytes, so that nan is equal to itself and 0.0 differs from -0.0.
+    return one.tobytes() == other.tobytes()
 
 
 def _differ_in_hash(one: object, other: object) -> bool:
@@ -91,10 +129,13 @@ def _values(mapping: dict[object, object]) -> dict[StaticValue, StaticValue]:
 
 @functools.cache
 def _compared_fields(cls: type) -> tuple[str, ...] | None:
-    """The fields by which a frozen dataclass is compared; None for a class that is compared by its
-    own `==`."""
+    """The fields by which a dataclass is compared; None for a class that is compared by its own
+    `==`."""
     parameters = getattr(cls, "__dataclass_params__", None)
-    if parameters is None or not (parameters.frozen and parameters.eq):
+    if parameters is None or not parameters.eq:
+        return None
+    # One that can be changed and has a hash all the same: a user wrote it, perhaps by identity.
+    if not parameters.frozen and cls.__hash__ is not None:
         return None
     # An `__eq__` that was generated is that of the fields. One that a user wrote may compare
     # something else.
@@ -103,7 +144,7 @@ def _compared_fields(cls: type) -> tuple[str, ...] | None:
     return tuple(field.name for field in dataclasses.fields(cls) if field.compare)
 
 
-def _is_plain_tuple(cls: type) -> bool:
+def is_plain_tuple(cls: type) -> bool:
     """Whether values of a class are compared as tuples: tuples themselves, and most named
     tuples."""
     return issubclass(cls, tuple) and cls.__eq__ is tuple.__eq__
@@ -122,14 +163,14 @@ def _is_float0(value: object) -> bool:
 
 
 def _hash(value: Any) -> int:
-    """A hash that is the same for values that are `same_value`. Raises TypeError for a value
+    """A hash that is the same for values that are `same_value`; that of its type for a value
     without a hash."""
     cls = type(value)
     if _is_number(cls):
         return hash((cls, repr(value)))
     if cls is frozenset:
         return hash((cls, frozenset(map(_hash, value))))
-    if _is_plain_tuple(cls):
+    if is_plain_tuple(cls):
         return hash((cls, *map(_hash, value)))
     if _is_float0(value):
         return hash((cls, value.shape))
@@ -138,7 +179,10 @@ def _hash(value: Any) -> int:
     fields = _compared_fields(cls)
     if fields is not None:
         return hash((cls, *[_hash(getattr(value, name)) for name in fields]))
-    return hash((cls, value))
+    try:
+        return hash((cls, value))
+    except TypeError:
+        return hash(cls)
 
 
 # Without recursion, because trees may be deeper than Python's stack.
@@ -172,12 +216,8 @@ def _structure_hash(treedef: TreeDef) -> int:
     waiting = [treedef]
     while waiting:
         one = waiting.pop()
-        try:
-            data = _hash(one.node_data())
-        except TypeError:  # the static data of a dict is the list of its keys, which has no hash
-            data = 0
         children = one.children()
-        found.append((data, len(children)))
+        found.append((_hash(one.node_data()), len(children)))
         # Most children are leaves, which need no hash of their own: their number is enough.
         waiting += [child for child in children if not _is_leaf(child)]
     return hash(tuple(found))
