@@ -13,7 +13,7 @@ import jax
 import numpy as np
 import pytest
 from checks import raises
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 from meshes import MESH
 
 import functree as ft
@@ -105,6 +105,51 @@ def test_the_nearest_name(saved: Path) -> None:
             ft.restore(saved, net(), only=only)
 
 
+def test_the_remedies_of_what_matches_nothing(saved: Path) -> None:
+    """The name that is suggested, and no filter at all."""
+    like = net(extra={"up": Up(np.zeros((2, 4)))})
+    for written in ("modle.**", "**.wieght", "model.0.wieght"):
+        with raises("did you mean", error=ft.CheckpointError) as caught:
+            ft.restore(saved, like, only=written)
+        (near,) = re.findall("did you mean `(.*?)`", str(caught.value))
+        wrong = next(part for part in ("model.0.wieght", "modle", "wieght") if part in written)
+        ft.restore(saved, like, only=written.replace(wrong, near))
+        found = ft.restore(saved, like)
+        assert np.array_equal(found["extra"]["up"].weight, np.ones((2, 4)))
+
+
+# Filters that match an array which only the checkpoint has, or only `like`, and others.
+MATCHING: dict[str, Any] = {
+    "none": None,
+    "all": ...,
+    "a glob": "**.weight",
+    "a regular expression": re.compile(r".*weight"),
+    "a class": Base,
+    "several classes": Up | Down,
+    "a disjunction": ft.glob("model.**") | ft.under(Base),
+    "a conjunction": ft.glob("**.weight") & ft.under(Base),
+    "a negation": ~ft.glob("head"),
+    "a property": ft.has_axis("embed"),
+    "trained": ft.is_trainable,
+}
+
+
+@pytest.mark.parametrize("alone", ["in the checkpoint", "in like"])
+@pytest.mark.parametrize("what", MATCHING)
+def test_the_remedy_of_what_only_one_side_has(what: str, alone: str, tmp_path: Path) -> None:
+    more = net(extra={"up": Up(np.full((2, 4), 3.0))})
+    there, like = (more, net()) if alone == "in the checkpoint" else (net(), more)
+    ft.save(tmp_path / "c", there)
+    with raises("take these from `like`: only=", error=ft.CheckpointError) as caught:
+        ft.restore(tmp_path / "c", like, only=MATCHING[what])
+    (written,) = re.findall("only=(.*)", str(caught.value))
+    names = {**vars(ft), "ft": ft, "re": re, "Base": Base, "Up": Up, "Down": Down}
+    found = ft.restore(tmp_path / "c", like, only=eval(written, names))
+    assert np.array_equal(found["model"][0].weight, np.ones((2, 4)))
+    if alone == "in like":
+        assert found["extra"]["up"].weight is more["extra"]["up"].weight
+
+
 def test_in_a_run(tmp_path: Path) -> None:
     with ft.Checkpoints(tmp_path) as checkpoints:
         checkpoints.save(1, net())
@@ -167,10 +212,60 @@ def test_classes_of_what_only_the_checkpoint_has(what: str, saved: Path) -> None
         ft.restore(saved, net(), only=only)
 
 
+# What a filter may ask of an array besides: the checkpoint has one that is trained, a buffer, and
+# the initial value of a piece of state; `like` has none of them.
+ASKED: dict[str, tuple[ft.Filter, set[str]]] = {
+    "trained": (ft.is_trainable, {"norm.weight"}),
+    "not trained": (~ft.is_trainable, {"norm.table", "norm.mean.init"}),
+    "state": (ft.is_state, {"norm.mean.init"}),
+    "beside a glob": (ft.glob("head") | ft.is_state, {"norm.mean.init"}),
+    "no state": (~ft.is_state, {"norm.weight", "norm.table"}),
+    "a buffer": (ft.is_buffer, {"norm.table"}),
+    "beside a class": (Up | ft.is_buffer, {"norm.table"}),
+    "no buffer": (~ft.is_buffer, {"norm.weight", "norm.mean.init"}),
+    "an axis": (ft.has_axis("embed") & ~ft.under(Base), {"norm.weight", "norm.mean.init"}),
+    "a size": (ft.has_ndim(1) & ~ft.glob("head"), {"norm.weight", "norm.mean.init", "norm.table"}),
+    "a dtype": (ft.has_dtype(np.int32), {"norm.table"}),
+}
+
+
+class Norm(eqx.Module):
+    weight: Float[Array, "embed"]
+    mean: ft.StateRef
+    table: ft.Buffer[Int[Array, "rows"]]
+
+
+@pytest.mark.parametrize("what", ASKED)
+def test_what_is_asked_of_what_only_the_checkpoint_has(what: str, tmp_path: Path) -> None:
+    only, wanted = ASKED[what]
+    norm = Norm(
+        np.ones(3, np.float32), ft.StateRef(np.ones(3, np.float32), "embed"), np.ones(2, np.int32)
+    )
+    ft.save(tmp_path / "c", net(norm=norm))
+    with pytest.raises(ft.CheckpointError, match="cannot be restored") as caught:
+        ft.restore(tmp_path / "c", net(), only=only)
+    assert {str(problem.path) for problem in caught.value.problems} == wanted
+
+
+def test_a_class_of_the_script_that_trains(tmp_path: Path) -> None:
+    """There its module is `__main__`; who imports the script has it under another name."""
+    ft.save(tmp_path / "c", net(extra=Up(np.ones((2, 4)))))
+    for module in ("__main__", "train"):
+        copied = type("Up", (eqx.Module,), {"__module__": module, "__qualname__": "Up"})
+        like = net(head=[np.ones(3), copied()])
+        only = ft.glob("model.**") | ft.under(copied)
+        if module == "train":
+            with raises("matches no array", error=ft.CheckpointError):
+                ft.restore(tmp_path / "c", like, only=only)
+            continue
+        with raises("extra.weight", "was saved, and", error=ft.CheckpointError):
+            ft.restore(tmp_path / "c", like, only=only)
+
+
 def test_what_is_kept_of_classes(saved: Path) -> None:
     kept = ft.inspect(saved)["extra.up.weight"].classes
-    assert kept is not None and f"{__name__}.Up" in kept and "builtins.dict" in kept
-    assert "builtins.object" not in kept
+    assert kept is not None and f"{__name__}:Up" in kept and "builtins:dict" in kept
+    assert "builtins:object" not in kept
 
 
 def test_a_checkpoint_without_classes(saved: Path, tmp_path: Path) -> None:

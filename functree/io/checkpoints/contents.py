@@ -66,6 +66,7 @@ class Contents(NamedTuple):
                 row.spec,
                 row.bytes_global,
                 classes=classes[leaf.within],
+                buffer=leaf.buffer,
             )
             # An array at several paths, such as a tied embedding, is stored once. So it is one
             # array again after it was restored, and the optimizer does not pull it apart.

@@ -45,7 +45,16 @@ def is_values_name(name: str) -> bool:
 
 def class_name(cls: type) -> str:
     """The name of a class in a manifest."""
-    return f"{cls.__module__}.{cls.__qualname__}"
+    return f"{cls.__module__}:{cls.__qualname__}"
+
+
+def is_named(cls: type, name: str) -> bool:
+    """Whether a class may be the one that has this name in a manifest."""
+    module, _, qualified = name.partition(":")
+    if qualified != cls.__qualname__:
+        return False
+    # A class of the script that trains is in `__main__`, and in another module for who imports it.
+    return module == cls.__module__ or "__main__" in (module, cls.__module__)
 
 
 class SavedArray(NamedTuple):
@@ -63,6 +72,7 @@ class SavedArray(NamedTuple):
             else None.
         classes: the names of the classes that it was below, and of their bases, by which
             `restore(only=)` finds it; None if it was saved by a version that kept none.
+        buffer: whether it was annotated as an `ft.Buffer`.
 
     Examples:
         >>> ft.save(folder / "rows", {"w": jnp.ones((4, 8))})
@@ -80,6 +90,7 @@ class SavedArray(NamedTuple):
     digest: str | None = None
     same_as: Path | None = None
     classes: tuple[str, ...] | None = None
+    buffer: bool = False
 
 
 class Manifest(NamedTuple):
@@ -182,6 +193,8 @@ def _row(row: SavedArray, classes: Mapping[tuple[str, ...], int]) -> dict[str, A
         found["same_as"] = str(row.same_as)
     if row.classes is not None:
         found["classes"] = classes[row.classes]
+    if row.buffer:
+        found["buffer"] = True
     return found
 
 
@@ -191,4 +204,6 @@ def _read_row(data: Mapping[str, Any], classes: Sequence[tuple[str, ...]]) -> Sa
         row = row._replace(same_as=Path(data["same_as"]))
     if "classes" in data:
         row = row._replace(classes=classes[data["classes"]])
+    if "buffer" in data:
+        row = row._replace(buffer=bool(data["buffer"]))
     return row

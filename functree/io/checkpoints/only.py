@@ -7,7 +7,7 @@ from pathlib import Path as FilePath
 import jax
 
 from functree.errors import CheckpointError, Problem, count, did_you_mean, listed, warn
-from functree.io.checkpoints.manifest import SavedArray, class_name
+from functree.io.checkpoints.manifest import SavedArray, is_named
 from functree.labels.filters.filter import (
     ClassFilter,
     Conjunction,
@@ -22,21 +22,24 @@ from functree.labels.filters.filter import (
 from functree.labels.leaf import Leaf
 from functree.labels.leaves import Leaves
 from functree.tree.globs import literal_text
+from functree.tree.interfaces import HoldsState
 from functree.tree.paths import Path, tokens
 
 
 def saved_leaves(rows: Iterable[SavedArray], only: Filter) -> list[Leaf]:
     """Arrays that were saved, as leaves that a filter can be asked about.
 
-    They have no classes, only the names of them: each is below those classes of the filter whose
-    name is among these.
+    They have no classes, only the names of them: each is below those classes of which a filter may
+    ask, and whose name is among these.
     """
     asked = _classes(only)
     found: list[Leaf] = []
     for row in rows:
-        names = row.classes or ()
-        within = tuple(cls for cls in asked if class_name(cls) in names)
-        found.append(_leaf(row, within))
+        within: list[type] = []
+        for cls in asked:
+            if any(is_named(cls, name) for name in row.classes or ()):
+                within.append(cls)
+        found.append(_leaf(row, tuple(within)))
     return found
 
 
@@ -94,8 +97,8 @@ def _naming(item: Filter) -> Iterator[Filter]:
 
 
 def _classes(only: Filter) -> tuple[type, ...]:
-    """The classes in a filter."""
-    found: dict[type, None] = {}
+    """The classes of which a filter may ask: those in it, and that by which state is known."""
+    found: dict[type, None] = {HoldsState: None}
     for part in _naming(only):
         if isinstance(part, ClassFilter):
             found.update(dict.fromkeys(part.classes))
@@ -103,7 +106,8 @@ def _classes(only: Filter) -> tuple[type, ...]:
 
 
 def _leaf(row: SavedArray, within: tuple[type, ...]) -> Leaf:
-    return Leaf(row.path, jax.ShapeDtypeStruct(row.shape, row.dtype), row.axes, within)
+    value = jax.ShapeDtypeStruct(row.shape, row.dtype)
+    return Leaf(row.path, value, row.axes, within, buffer=row.buffer)
 
 
 def _near(part: Filter, paths: Sequence[Path]) -> str:
@@ -125,7 +129,9 @@ def _warn_of_unknown(folder: FilePath, only: Filter, alone: Sequence[SavedArray]
     asked = _classes(only)
     unknown: list[str] = []
     for row in alone:
-        if row.classes is None and only(_leaf(row, ())) != only(_leaf(row, asked)):
+        # It may be below all of these classes, and a buffer.
+        most = _leaf(row._replace(buffer=True), asked)
+        if row.classes is None and only(_leaf(row, ())) != only(most):
             unknown.append(str(row.path))
     if unknown:
         warn(

@@ -85,7 +85,9 @@ def restore(
     """
     check("nothing is restored", path=(path, FILE), cast=(cast, FLAG), verify=(verify, FLAG))
     check_tree("restore", like)
-    folder, chosen_filter = local(path), None if only is None else as_filter(only)
+    folder, chosen_filter = local(path), None
+    if only is not None and only is not ...:
+        chosen_filter = as_filter(only)
 
     while True:
         with Agreement(f"{folder} is not restored") as agreement:
@@ -102,7 +104,7 @@ def restore(
             if text_of_first(str(_is_replaced(folder, manifest))) == "False":
                 raise
         else:
-            if only is None:
+            if chosen_filter is None:
                 warn_of_changes(manifest.static, like)
             arrays = _arrays(wanted, stored)
             return leaves.skeleton.fill(
