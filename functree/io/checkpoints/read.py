@@ -23,6 +23,7 @@ from functree.errors import (
     path_text,
     warn,
 )
+from functree.io.casts import Loss, warn_of_losses
 from functree.io.checkpoints.engine import check_dtypes, load_arrays
 from functree.io.checkpoints.folder import files, local, read_manifest
 from functree.io.checkpoints.manifest import Manifest
@@ -64,7 +65,8 @@ def restore(
         only: a filter of the arrays that are restored. Others are neither compared nor read, and
             come from `like`. A pattern, a class or a function in it that matches nothing, neither
             in `like` nor in the checkpoint, is an error.
-        cast: whether an array is cast if `like` has another dtype.
+        cast: whether an array is cast if `like` has another dtype. A value that this dtype does not
+            hold, such as 300.7 as int8, is a warning by path; rounded floats are none.
         verify: whether the digests are computed again, and compared.
 
     Raises:
@@ -106,7 +108,7 @@ def restore(
         else:
             if chosen_filter is None:
                 warn_of_changes(manifest.static, like)
-            arrays = _arrays(wanted, stored)
+            arrays = _arrays(folder, wanted, stored)
             return leaves.skeleton.fill(
                 [arrays.get(leaf.path, leaf.value) for leaf in leaves.leaves]
             )
@@ -244,9 +246,12 @@ def _is_replaced(folder: FilePath, manifest: Manifest) -> bool:
         return False
 
 
-def _arrays(wanted: Sequence[Wanted], stored: Mapping[str, Any]) -> dict[Path, Any]:
+def _arrays(
+    folder: FilePath, wanted: Sequence[Wanted], stored: Mapping[str, Any]
+) -> dict[Path, Any]:
     """The arrays by path. One array at several places of `like`, or of the saved tree, is one array
     again."""
+    losses: list[Loss] = []
     made: dict[Any, Any] = {}
     used: set[str] = set()
     arrays: dict[Path, Any] = {}
@@ -258,9 +263,14 @@ def _arrays(wanted: Sequence[Wanted], stored: Mapping[str, Any]) -> dict[Path, A
             # One array of numpy at two places is often nothing but zeros that were made once.
             key = id(value) if isinstance(value, jax.Array) else one.leaf.path
         if key not in made:
-            array = one.array(stored[one.name])
+            array, lost = one.array(stored[one.name])
+            losses.append(Loss(one.leaf.path, array.size, one.row.dtype, array.dtype, lost))
             # Two arrays on one buffer could not both be donated.
             made[key] = array.copy() if one.name in used else array
             used.add(one.name)
         arrays[one.leaf.path] = made[key]
+    # Last: to look at a number waits for its device.
+    warn_of_losses(
+        f"{folder} is restored", losses, "give these arrays in `like` the dtype that was saved"
+    )
     return arrays

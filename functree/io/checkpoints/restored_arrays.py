@@ -1,7 +1,6 @@
 """The arrays that are restored: each with what was saved for it, and where it is created."""
 
-import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path as FilePath
 from typing import Any, NamedTuple
 
@@ -14,6 +13,7 @@ from jax.sharding import NamedSharding, Sharding
 from functree.devices.meshes import without_devices
 from functree.devices.placement import is_sharded_as
 from functree.errors import CheckpointError, Problem, count
+from functree.io.casts import cast_on_devices, cast_on_host, lost_on_host
 from functree.io.checkpoints.contents import partly
 from functree.io.checkpoints.manifest import Manifest, SavedArray
 from functree.io.checkpoints.only import check_only
@@ -23,7 +23,7 @@ from functree.labels.filters.filter import Filter
 from functree.labels.leaf import Leaf, meeting
 from functree.labels.leaves import Leaves
 from functree.tree.arrays import array_text, dtype_text
-from functree.tree.bits import is_key, on_device, with_sharding
+from functree.tree.bits import is_key
 from functree.tree.paths import Path
 
 
@@ -56,31 +56,31 @@ class Wanted(NamedTuple):
             shape, dtype, sharding=stored_sharding(self.sharding, len(shape))
         )
 
-    def array(self, stored: Any) -> Any:
-        """The array from what was read."""
-        value = self.leaf.value
+    def array(self, stored: Any) -> tuple[Any, int | jax.Array]:
+        """The array from what was read, with the dtype of that in `like`; and how many of its
+        values this dtype does not hold."""
+        dtype = self.leaf.value.dtype
         array = from_stored(stored, self.row.dtype, self.sharding)
-        if self.sharding is not None:
-            return self._cast(array, value.dtype, self.sharding)
-        array = array.astype(value.dtype) if array.dtype != value.dtype else array
+        if self.sharding is not None and isinstance(array, jax.Array):
+            if array.dtype == dtype and is_sharded_as(array, self.sharding):
+                return array, 0
+            return cast_on_devices(array, dtype, self.sharding)
+        if array.dtype == dtype:
+            return self._from_host(array, self.sharding), 0
+        return self._from_host(array, self.sharding), lost_on_host(np.asarray(array), dtype)
+
+    def _from_host(self, array: Any, sharding: Sharding | None) -> Any:
+        """The array from one of the host: it is committed to no device, or was read by numpy since
+        JAX has no such dtype."""
+        value = self.leaf.value
+        if sharding is not None:
+            return jax.make_array_from_callback(
+                array.shape, sharding, lambda index: cast_on_host(array[index], value.dtype)
+            )
+        array = cast_on_host(array, value.dtype)
         if isinstance(value, jax.Array):
             return jnp.asarray(array)
         return array[()] if isinstance(value, np.generic) else array
-
-    def _cast(self, array: Any, dtype: Any, sharding: Sharding) -> Any:
-        """An array with a dtype and a sharding."""
-        if not isinstance(array, jax.Array):  # it was read by numpy, since JAX has no such dtype
-            return jax.make_array_from_callback(
-                array.shape, sharding, lambda index: array[index].astype(dtype)
-            )
-        if array.dtype == dtype and is_sharded_as(array, sharding):
-            return array
-        return with_sharding(_caster(dtype), sharding, on_device(array))
-
-
-@functools.cache
-def _caster(dtype: Any) -> Callable[[jax.Array], jax.Array]:
-    return lambda array: array if array.dtype == dtype else array.astype(dtype)
 
 
 def wanted_arrays(

@@ -10,6 +10,7 @@ from jax.sharding import NamedSharding
 from jax.typing import DTypeLike
 
 from functree.errors import FunctreeError
+from functree.io.casts import Loss, cast_on_host, lost_on_host
 from functree.io.weights.files import Tensor
 from functree.labels.leaves import read
 from functree.nn.transformer import Transformer
@@ -114,24 +115,33 @@ class Weight(NamedTuple):
 
     def array(
         self, tensors: Mapping[str, Tensor], sharding: NamedSharding, param_dtype: DTypeLike | None
-    ) -> jax.Array:
-        """The array, of which each device reads its own block."""
+    ) -> tuple[jax.Array, Loss]:
+        """The array, of which each device reads its own block; and what it lost by its dtype, of
+        the blocks of this process."""
         if param_dtype is None:
             param_dtype = tensors[self.names[0]].dtype
         dtype = np.dtype(param_dtype)
+        lost: dict[str, int] = {}  # by block, of which several devices may have copies
+
+        def read(name: str, index: Sequence[slice]) -> np.ndarray:
+            found = self.form.read(tensors[name], index)
+            lost[f"{name} {index}"] = lost_on_host(found, dtype)
+            return cast_on_host(found, dtype)
 
         def block(index: Any) -> np.ndarray:
             if not self.stacked:
-                return self.form.read(tensors[self.names[0]], index).astype(dtype, copy=False)
+                return read(self.names[0], index)
             # Cast layer by layer into the block: of float32 files that are read as bfloat16, the
             # layers of a whole model would not fit into memory side by side.
             sizes = zip(index, self.shape, strict=True)
             layers = np.empty([len(range(*part.indices(size))) for part, size in sizes], dtype)
             for i, name in enumerate(self.names[index[0]]):
-                layers[i] = self.form.read(tensors[name], index[1:])
+                layers[i] = read(name, index[1:])
             return layers
 
-        return jax.make_array_from_callback(self.shape, sharding, block)
+        array = jax.make_array_from_callback(self.shape, sharding, block)
+        before = tensors[self.names[0]].dtype
+        return array, Loss(self.path, array.size, before, dtype, sum(lost.values()))
 
 
 def weights_of(model: Transformer, family: WeightMap) -> Iterator[Weight]:

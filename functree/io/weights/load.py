@@ -11,6 +11,7 @@ from jax.typing import DTypeLike
 
 from functree.argument_checks import FLOATING, FOLDER, check
 from functree.errors import FunctreeError, Problem, ShardingError, count
+from functree.io.casts import Loss, warn_of_losses
 from functree.io.extras import ForeignErrors
 from functree.io.weights.blocks import Weight, weights_of
 from functree.io.weights.files import Tensor, open_tensors
@@ -45,7 +46,8 @@ def load_weights(
         folder: the folder with the files.
         layout: the layout of the model.
         mesh: the mesh; by default the ambient one.
-        param_dtype: the dtype of the parameters; by default those of the files.
+        param_dtype: the dtype of the parameters; by default those of the files. A value that it
+            does not hold, but would be an infinity, is a warning by path.
         **fields: `compute_dtype` (by default float32), `remat`, `attention` and `max_seq` of the
             config.
 
@@ -77,10 +79,17 @@ def load_weights(
         agreement.compare(published.facts)
     leaves = read(published.model)
     arrays: list[jax.Array] = []
+    losses: list[Loss] = []
     with Agreement(failure), ForeignErrors(FunctreeError, f"{folder}: the weights cannot be read"):
         for weight, row in zip(published.weights, published.plan.rows, strict=True):
             sharding = published.plan.sharding(row)
-            arrays.append(weight.array(published.tensors, sharding, param_dtype))
+            array, loss = weight.array(published.tensors, sharding, param_dtype)
+            arrays.append(array)
+            losses.append(loss)
+    with Agreement(failure):  # it is an error where the user makes warnings errors
+        warn_of_losses(
+            folder, losses, "give a `param_dtype=` that holds them, such as that of the files: None"
+        )
     # Each process has read its own files: copies of one part may have come from different ones.
     # With one process there is nothing to compare, and the digests would read all of the model.
     if jax.process_count() > 1:
