@@ -1,19 +1,22 @@
 """Code that all processes run ─► it succeeds in all of them, or raises the same error in all."""
 
-import hashlib
-import json
-import logging
-import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from itertools import zip_longest
-from typing import Any, Self
+from typing import Self
 
 import jax
-import numpy as np
-from jax.experimental import multihost_utils
 
-from functree import errors
-from functree.errors import FunctreeError, Problem, listed, users_frame
+from functree.errors import FunctreeError, Problem
+from functree.processes.exchange import (
+    Place,
+    Told,
+    exchanged,
+    is_known_to_all,
+    known_to_all,
+    processes_text,
+    texts_of_all,
+)
 
 Facts = Mapping[str, Sequence[str]]
 """What has to be the same in all processes: for each name, lines of text."""
@@ -30,18 +33,21 @@ class Agreement:
             agreement.compare(lambda: {"plan": facts_of(plan)})  # as if the plans differ
 
     All processes enter it at the same place of their programs, and talk to each other once, at its
-    end. With a single process it does nothing.
+    end. One inside another is possible: what all have raised at the end of the inner one is not
+    told again. With a single process it does nothing.
 
     Args:
         failure: the beginning of the message: `the arrays cannot be placed`.
+        name: what compares; by default the function that the user's program has called.
 
     Raises:
-        FunctreeError: at the end of the block, if what was compared differs, or if there was an
-            error in another process: of the same class as that error if it is one of functree.
+        FunctreeError: at the end of the block, if what was compared differs, if another process
+            compares something else, or if there was an error in it: of the same class as that error
+            if it is one of functree.
     """
 
-    def __init__(self, failure: str):
-        self._failure = failure
+    def __init__(self, failure: str, name: str | None = None):
+        self._failure, self._name = failure, name
         self._facts: dict[str, list[str]] = {}
 
     def compare(self, facts: Callable[[], Facts]) -> None:
@@ -59,17 +65,18 @@ class Agreement:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        if jax.process_count() == 1:
+        if jax.process_count() == 1 or is_known_to_all(error):
             return
+        place = Place.next(self._failure, self._name)
         if error is None:
-            texts = _exchanged(json.dumps({"facts": self._facts}))
-            if texts is not None:
-                reports = list(map(json.loads, texts))
-                _raise_failures(self._failure, reports)
-                _raise_differences(self._failure, reports)
+            told = exchanged(place, {"facts": self._facts})
+            if told is not None:
+                _raise_differences(place, told)
         elif isinstance(error, Exception):
-            # The others raise it; in this process Python goes on to raise it after this.
-            _exchanged(json.dumps({"class": type(error).__name__, "error": str(error)}))
+            # In this process Python goes on to raise it after this, whatever the others tell.
+            with suppress(FunctreeError):
+                exchanged(place, {"class": type(error).__name__, "error": str(error)})
+            known_to_all(error)
         # Others, such as a KeyboardInterrupt, end this process, and JAX then ends the other ones.
 
 
@@ -92,92 +99,9 @@ def wait_in_all(failure: str, is_done: Callable[[], bool]) -> None:
         answers = texts_of_all(str(mine))
 
 
-def processes_text(processes: Sequence[int]) -> str:
-    """Some processes in messages: `process 1`, `processes 1, 2`."""
-    if len(processes) == 1:
-        return f"process {processes[0]}"
-    return f"processes {listed(list(map(str, processes)))}"
-
-
-def text_of_first(text: str) -> str:
-    """The text of the first process, in all of them. Those of the others are ignored."""
-    if jax.process_count() == 1:
-        return text
-    texts = _exchanged(text)
-    if texts is None:
-        return text
-    return texts[0]
-
-
-def _exchanged(text: str) -> list[str] | None:
-    """The texts of all processes, in their order; None if all are the same."""
-    # A lowered program has megabytes, and mostly all processes have the same: then 32 bytes of it
-    # are sent.
-    digests = _gathered(np.frombuffer(hashlib.sha256(text.encode()).digest(), np.uint8))
-    if (digests == digests[0]).all():
-        return None
-    return texts_of_all(text)
-
-
-def texts_of_all(text: str) -> list[str]:
-    """The texts of all processes, in their order."""
-    if jax.process_count() == 1:
-        return [text]
-    mine = np.frombuffer(text.encode(), np.uint8)
-    sizes = _gathered(np.array(mine.size, np.int32))
-    # All have to send arrays of one size, and JAX compiles a program for each size, so it is a
-    # power of two.
-    padded = np.zeros(1 << int(sizes.max()).bit_length(), np.uint8)
-    padded[: mine.size] = mine
-    texts: list[str] = []
-    for row, size in zip(_gathered(padded), sizes, strict=True):
-        texts.append(row[:size].tobytes().decode())
-    return texts
-
-
-def _gathered(value: np.ndarray) -> np.ndarray:
-    """The values of all processes, behind a leading dimension of the processes."""
-    # A process that never comes here is no error that could be raised: it may only be late. So
-    # the others log where they wait.
-    warning = threading.Timer(LONG, _LOG.warning, [_waiting_text()])
-    warning.daemon = True  # so that a process that ends meanwhile does not wait for it
-    warning.start()
-    try:
-        return np.asarray(multihost_utils.process_allgather(value))
-    finally:
-        warning.cancel()
-
-
-LONG = 60.0
-"""After how many seconds of waiting for the others a process says where it waits."""
-
-_LOG = logging.getLogger("functree")
-
-
-def _waiting_text() -> str:
-    who = f"process {jax.process_index()} of {jax.process_count()}"
-    where = ""
-    _, frame = users_frame()
-    if frame is not None:
-        where = f" at {frame.f_code.co_filename}:{frame.f_lineno}"
-    return f"{who} has waited for the others for {LONG:g} s{where}: does each of them come there?"
-
-
-def _raise_failures(failure: str, reports: Sequence[Mapping[str, Any]]) -> None:
-    """Raise in this process, which has no error of its own, if some of the others have one."""
-    failed = [process for process, report in enumerate(reports) if "error" in report]
-    if failed:
-        # Of several errors the first: mostly they are the same.
-        report = reports[failed[0]]
-        # An error of functree is raised as one of its class, so that who catches it does so in all
-        # processes. A class that is not ours may need other arguments than a text.
-        kind = getattr(errors, report["class"], FunctreeError)
-        who = f"{processes_text(failed)} of {len(reports)}"
-        raise kind(f"{failure}: {who} failed with {report['class']}:\n{report['error']}")
-
-
-def _raise_differences(failure: str, reports: Sequence[Mapping[str, Any]]) -> None:
+def _raise_differences(place: Place, told: Sequence[Told]) -> None:
     """Raise for the names whose lines are not the same in all processes."""
+    reports = [one.report for one in told]
     problems: list[Problem] = []
     names: dict[str, None] = {}  # a set that keeps their order
     for report in reports:
@@ -191,7 +115,14 @@ def _raise_differences(failure: str, reports: Sequence[Mapping[str, Any]]) -> No
             text = _difference(lines, lines.index(usual), others)
             problems.append(Problem(None, None, name, text, _REMEDY))
     if problems:
-        raise FunctreeError(f"{failure}: the {len(reports)} processes differ", problems)
+        lines = [[one.line] for one in told]
+        others = [process for process, own in enumerate(lines) if own != lines[0]]
+        if others:
+            # No mistake by itself. But if they differ too, one is probably a call behind.
+            text = _difference(lines, 0, others)
+            problems.append(Problem(None, None, "line", text, _REMEDY))
+        headline = f"{place.failure}: the {len(reports)} processes differ in {place}"
+        raise known_to_all(FunctreeError(headline, problems))
 
 
 _REMEDY = (
@@ -219,7 +150,32 @@ def _difference(lines: Sequence[list[str]], usual: int, others: Sequence[int]) -
         title += f", first in line {different[0][0]} of {len(lines[usual])}"
     text = [f"{title}:"]
     for _, here, there in different[:_MOST_LINES]:
-        text += [f"process {usual}: {here}", f"process {others[0]}: {there}"]
+        begin = _first_difference(here, there)
+        text += [
+            f"process {usual}: {_excerpt(here, begin)}",
+            f"process {others[0]}: {_excerpt(there, begin)}",
+        ]
     if len(different) > _MOST_LINES:
         text.append(f"and in {len(different) - _MOST_LINES} more lines")
     return "\n".join(text)
+
+
+def _first_difference(here: str, there: str) -> int:
+    """The index of the first character that differs."""
+    for index, (one, other) in enumerate(zip(here, there, strict=False)):
+        if one != other:
+            return index
+    return min(len(here), len(there))
+
+
+_WIDTH = 300
+
+
+def _excerpt(line: str, index: int) -> str:
+    """What is around an index of a line. In a program a constant is one line, however large."""
+    if len(line) <= _WIDTH:
+        return line
+    begin = max(0, min(index - _WIDTH // 3, len(line) - _WIDTH))
+    before = "..." if begin else ""
+    after = "..." if begin + _WIDTH < len(line) else ""
+    return f"{before}{line[begin : begin + _WIDTH]}{after}"

@@ -13,12 +13,14 @@ def check_processes(**values: object) -> None:
 
     Args:
         **values: plans, layouts, meshes, lowered programs (`f.lower(...)`), texts, numbers, arrays,
-            or trees of them. Arrays of this process alone count by their values, those of all
-            processes by their shardings.
+            sets, mappings, objects, or trees of them. Arrays of this process alone count by their
+            values, those of all processes by their shardings; objects by what they contain, and
+            functions by their names.
 
     Raises:
         FunctreeError: in all processes, if some differ: the message names the process, and the leaf
-            or the line.
+            or the line; if one of them compares something else meanwhile; if they have unequal
+            numbers of devices, or one has ended.
 
     Examples:
         >>> ft.check_processes(step=3, stop=False, layout=ft.AxisRules({"embed": "model"}))

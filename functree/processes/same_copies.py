@@ -7,8 +7,9 @@ import jax
 import numpy as np
 
 from functree.errors import Problem
-from functree.processes.agreement import Agreement, texts_of_all
+from functree.processes.agreement import Agreement
 from functree.processes.digest import Bounds, digest_of, digest_parts
+from functree.processes.exchange import texts_of_all
 from functree.tree.paths import Path
 
 # Copies differ after a fault of a device, or a `shard_map` with `check_vma=False` whose result was

@@ -14,7 +14,7 @@ from functree.calls.call_groups import CallGroup, FlatCall
 from functree.calls.checks import check_mesh
 from functree.calls.function import Function
 from functree.calls.output import Output
-from functree.calls.program import Program, make_program
+from functree.calls.program import Program, make_program, without_jit
 from functree.calls.signature import Partial, Signature
 from functree.calls.traces import Traces, traces_of
 from functree.devices.meshes import (
@@ -36,7 +36,7 @@ from functree.layout.plan_optimizer import plan_state
 from functree.layout.prefix import copied
 from functree.placing.ambient import ambient_rules, axis_rules
 from functree.processes.agreement import Agreement, Facts
-from functree.processes.facts import facts_of
+from functree.processes.facts import facts_of, settings
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -66,10 +66,13 @@ class Init(Function[_P, _T]):
     ):
         super().__init__(make, partial, traces)
         self._layout, self._mesh, self._fresh = layout, mesh, fresh
+        # The programs that all processes have compared, as text.
+        self._lowered: dict[Program, list[str]] = {}
 
     def __call__(self, /, *args: _P.args, **kwargs: _P.kwargs) -> _T:
         if jax.process_count() > 1 and not tracing():
-            with Agreement(f"{self.__name__} makes no tree") as agreement:
+            name = self.__name__
+            with Agreement(f"{name} makes no tree", f"ft.init({name}, ...)(...)") as agreement:
                 agreement.compare(lambda: self._facts(args, kwargs))
         return super().__call__(*args, **kwargs)
 
@@ -110,12 +113,19 @@ class Init(Function[_P, _T]):
         return program
 
     def _facts(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Facts:
-        """What has to be the same in all processes: the values of the arguments, and the plan."""
-        arguments = self._bind(args, kwargs)
-        return {
-            "arguments": facts_of(arguments),
+        """What has to be the same in all processes: the values of the arguments, the plan, and the
+        program, which has all that the function closes over."""
+        facts = {
+            "settings": settings(),
+            "arguments": facts_of(self._bind(args, kwargs)),
             "plan": facts_of(self._planned(self._output(args, kwargs))),
         }
+        if not without_jit():
+            program, flat = self._prepare(args, kwargs)
+            if program not in self._lowered:  # to lower a large program takes seconds
+                self._lowered[program] = facts_of(program.trace(flat.arrays).lower())
+            facts["program"] = self._lowered[program]
+        return facts
 
     def _mesh_now(self) -> Mesh | AbstractMesh | None:
         """The mesh of a call that is made now."""
@@ -209,8 +219,8 @@ def init(make: Callable[_P, _T], layout: LayoutTree, mesh: MeshLike = None) -> I
         ShardingError: (when called) the layout does not fit the tree, or there is no mesh with
             devices.
         FunctreeError: (when called) an argument is neither an array nor hashable, or a static field
-            of the result contains a traced array; the processes have other arguments, or another
-            plan.
+            of the result contains a traced array; the processes have other arguments, another plan
+            or another program, as of a number that `make` closes over.
 
     Examples:
         >>> mesh = ft.make_mesh(data=8)

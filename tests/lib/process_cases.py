@@ -4,14 +4,19 @@ Each prints a line of JSON: for each case what it returned or raised, and how lo
 is the process.
 """
 
+import dataclasses
+import functools
 import json
 import logging
 import os
+import re
 import shutil
+import threading
 import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 from unittest import mock
 
@@ -31,7 +36,8 @@ from safetensors.numpy import load_file, save_file  # noqa: E402
 
 import functree as ft  # noqa: E402
 from functree.io.checkpoints import folder as checkpoint_folder  # noqa: E402
-from functree.processes import agreement  # noqa: E402
+from functree.processes import exchange  # noqa: E402
+from functree.processes.agreement import Agreement  # noqa: E402
 
 RANK, COUNT = jax.process_index(), jax.process_count()
 MESH = ft.make_mesh(data=COUNT, model=8 // COUNT)
@@ -192,14 +198,51 @@ def saved() -> Any:
     return all(same), list(checkpoints.steps), str(back.up.sharding.spec)
 
 
+class Thing:
+    """An object of which `repr` shows the address alone."""
+
+    def __init__(self, names: set[str], rate: float = 0.1):
+        self.names, self.rate, self.itself = names, rate, self
+
+
+@case
+def equal_numpy_arguments() -> Any:
+    """Of numpy, and on devices that are those of this process alone; without and with rules."""
+    f = ft.jit(lambda x, y, z: jnp.sum(x * y + z), check_processes=True)
+    g = ft.jit(f.__wrapped__, rules=LAYOUT, mesh=MESH, check_processes=True)
+    x, y = place(batch(0)), batch(1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ft.FunctreeWarning)  # they are replicated
+        values = [float(f(x, y, jnp.ones(16))), float(g(x, y, np.ones(16, np.float32)))]
+    return bool(np.allclose(values, np.sum(batch(0) * y + 1), rtol=1e-4))
+
+
 @case
 def the_same() -> Any:
     m = model()
     ft.check_processes(
         step=3, layout=LAYOUT, plan=ft.plan(m), mesh=MESH, model=m, batch=batch(0), f=make, name="a\nb",
+        letters=frozenset("abcdefghij"), tree={"s": {"x", "y", "z"}, frozenset("abcdefgh"): 1},
+        thing=Thing({"x", "y", "z"}), order=dict(differs([("a", 1), ("b", 2)], [("b", 2), ("a", 1)])),
+        own=jnp.ones(3), lock=threading.Lock(),
+        packed=ft.pack(m), state=ft.make_state(ft.nn.BatchNorm(8)), eqx=eqx.nn.make_with_state(eqx.nn.BatchNorm)(8, "batch", mode="batch"),
+        ts=ft.TrainState.create(make(jax.random.key(0)), TX, key=jax.random.key(0)), skeleton=ft.split(m),
         program=ft.jit(loss).lower(m, place(batch(0))),
     )  # fmt: skip
     return None
+
+
+@case
+def equal_sets() -> Any:
+    """Of texts, whose order is another one in each process."""
+    names = frozenset("abcdefghij")
+
+    def sized(key: Any, names: frozenset[str]) -> Any:
+        return make(key, hidden=len(names) - 2)
+
+    made = ft.init(sized, LAYOUT, MESH)(jax.random.key(0), names)
+    f = ft.jit(lambda m, x, names: loss(m, x) * len(names), check_processes=True)
+    return made.up.shape, bool(f(made, place(batch(0)), names) > 0)
 
 
 @case
@@ -366,6 +409,147 @@ def other_key() -> Any:
 
 
 @case
+def other_seed_in_the_closure() -> Any:
+    seed = differs(0, 1)
+    return ft.init(lambda: make(jax.random.key(seed)), LAYOUT, MESH)()
+
+
+@case
+def other_setting() -> Any:
+    with jax.threefry_partitionable(differs(True, False)):
+        return ft.init(make, LAYOUT, MESH)(jax.random.key(0))
+
+
+@case
+def other_setting_of_a_step() -> Any:
+    """With which the text of the program is the same."""
+    with jax.softmax_custom_jvp(differs(True, False)):
+        return ft.jit(lambda x: x + 1, check_processes=True)(place(batch(0)))
+
+
+@case
+def other_setting_of_a_later_call() -> Any:
+    """For which JAX compiles again."""
+    f, x = ft.jit(lambda x: x @ x.T, check_processes=True), place(batch(0))
+    f(x)
+    with jax.default_matmul_precision(differs("float32", "bfloat16")):
+        return f(x)
+
+
+@case
+def other_array_in_the_closure() -> Any:
+    """In the program it is one line of 40,000 characters."""
+    table = np.arange(5000.0, dtype=np.float32)
+    table[4000] += differs(0, 1)
+    return ft.jit(lambda x: (x.sum() + table).sum(), check_processes=True)(place(batch(0)))
+
+
+@case
+def other_numpy_argument() -> Any:
+    f = ft.jit(lambda x, y: jnp.sum(x * y), check_processes=True)
+    return f(place(batch(0)), batch(differs(1, 2)))
+
+
+@case
+def other_numpy_argument_by_rules() -> Any:
+    f = ft.jit(loss, rules=LAYOUT, mesh=MESH, check_processes=True)
+    return f(model(), batch(differs(1, 2)))
+
+
+@case
+def other_mesh_of_a_step() -> Any:
+    other = ft.make_mesh(data=8 // COUNT, model=COUNT, other=1)
+    return ft.jit(lambda x: x + 1, mesh=differs(MESH, other), check_processes=True)(batch(0))
+
+
+@case
+def one_call_apart() -> Any:
+    """One process skips a comparison, and is at the next one."""
+    if RANK != ODD:
+        ft.check_processes(step=1)
+    return place(batch(0))
+
+
+@case
+def one_step_apart() -> Any:
+    for step in range(differs(0, 1), 3):
+        ft.check_processes(step=step)
+
+
+@case
+def one_line_apart() -> Any:
+    if RANK == ODD:
+        ft.check_processes(step=1, loss=2.0)
+    else:
+        ft.check_processes(step=0, loss=2.0)
+
+
+@case
+def an_error_inside_of_two() -> Any:
+    """Nobody is told twice, which would be in the way of the next comparison."""
+    with Agreement("nothing is done"):
+        with Agreement("nothing is found"):
+            if RANK == ODD:
+                raise ValueError("mine alone")
+
+
+@case
+def another_thing_inside_of_two() -> Any:
+    with Agreement("nothing is done"):
+        ft.check_processes(step=differs(0, 1))
+
+
+class Named(eqx.Module):
+    names: Any
+
+
+# What `check_processes` is handed ─► the same, but for one process.
+HANDED: dict[str, Callable[[], tuple[Any, Any]]] = {
+    "plan": lambda: (ft.plan(model()), ft.plan(model(), ft.P(), MESH)),
+    "layout": lambda: (LAYOUT, LAYOUT | ft.FSDP("data")),
+    "mesh": lambda: (MESH, ft.make_mesh(data=8)),
+    "filter": lambda: (
+        ft.StateSharding({ft.glob("a"): ft.P()}),
+        ft.StateSharding({ft.glob("b"): ft.P()}),
+    ),
+    "program": lambda: (
+        ft.jit(jnp.sin).lower(jnp.ones(3)),
+        ft.jit(jnp.cos).lower(jnp.ones(3)),
+    ),
+    "number": lambda: (1, 2),
+    "type": lambda: (1, 1.0),
+    "text": lambda: ("1", 1),
+    "line": lambda: ("a\nb", "a\nb\n"),
+    "array": lambda: (batch(0), batch(1)),
+    "key": lambda: (jax.random.key(0), jax.random.key(1)),
+    "tree": lambda: ({"a": [1, 2]}, {"a": [1, 3]}),
+    "set": lambda: ({"x", "y", "z"}, {"x", "y", "w"}),
+    "set in a module": lambda: (Named(frozenset("xyz")), Named(frozenset("xyw"))),
+    "key of a dict": lambda: ({frozenset("ab"): 1}, {frozenset("ac"): 1}),
+    "mapping": lambda: (MappingProxyType({"a": 1}), MappingProxyType({"a": 2})),
+    "object": lambda: (Thing({"x"}), Thing({"y"})),
+    "object in an object": lambda: (Thing({"x"}, Thing(set())), Thing({"x"}, Thing({"y"}))),
+    "array in an object": lambda: (Thing(batch(0)), Thing(batch(1))),
+    "arguments of a partial": lambda: (functools.partial(loss, x=1), functools.partial(loss, x=2)),
+    "function": lambda: (jnp.sin, jnp.cos),
+    "pattern": lambda: (re.compile("a"), re.compile("b")),
+}  # fmt: skip
+
+
+@case
+def handed() -> Any:
+    """What is told of each."""
+    texts: dict[str, str] = {}
+    for name, pair in HANDED.items():
+        value = differs(*pair())
+        try:
+            ft.check_processes(value=value)
+        except ft.FunctreeError as error:
+            texts[name] = str(error)
+    return texts
+
+
+@case
 def other_layout() -> Any:
     return ft.init(make, differs(LAYOUT, ft.P()), MESH)(jax.random.key(0))
 
@@ -473,6 +657,39 @@ def saved_with_other_numpy() -> Any:
 
 
 @case
+def saved_another_tree() -> Any:
+    m = model()
+    return ft.save(FOLDER / "tree", differs({"up": m.up}, {"up": m.up, "down": m.down}))
+
+
+@case
+def saved_with_other_meta() -> Any:
+    return ft.save(FOLDER / "meta", {"w": model().up}, meta={"epoch": differs(0, 1)})
+
+
+@case
+def saved_with_another_number() -> Any:
+    return ft.save(FOLDER / "number", {"w": model().up, "rate": differs(0.1, 0.2)})
+
+
+@case
+def saved_with_other_options() -> Any:
+    return ft.save(FOLDER / "options", {"w": model().up}, verify=differs(True, False))
+
+
+@case
+def opened_otherwise() -> Any:
+    with ft.Checkpoints(FOLDER / "opened", keep=differs(1, 2)):
+        return None
+
+
+@case
+def saved_at_another_step() -> Any:
+    with ft.Checkpoints(FOLDER / "other_steps") as checkpoints:
+        return checkpoints.save(differs(0, 1), {"w": model().up})
+
+
+@case
 def saved_torn() -> Any:
     """One array, whose copies in one process have other values."""
     pieces = [
@@ -504,6 +721,22 @@ def saved_while_steps_run() -> Any:
 def restored_otherwise() -> Any:
     like = ft.abstract(make, differs(LAYOUT, ft.P()), MESH)(jax.random.key(0))
     return ft.restore(FOLDER / "model", like)
+
+
+@case
+def restored_unverified() -> Any:
+    like = ft.abstract(make, LAYOUT, MESH)(jax.random.key(0))
+    return ft.restore(FOLDER / "model", like, verify=differs(True, False))
+
+
+@case
+def restored_from_another_manifest() -> Any:
+    m = model()
+    ft.save(FOLDER / "first", m, meta={"of": 0})
+    ft.save(FOLDER / "second", m, meta={"of": 1})
+    link = FOLDER / f"link{RANK}"
+    link.symlink_to(FOLDER / differs("first", "second"))
+    return ft.restore(link, m)
 
 
 @case
@@ -551,6 +784,18 @@ def other_weights_without_copies() -> Any:
 
 
 @case
+def loaded_otherwise() -> Any:
+    folder = ROOT / "tests" / "fixtures" / "hf" / "llama"
+    return ft.load_weights(folder, differs(ft.P(), ft.FSDP("data", min_size=0)), MESH)
+
+
+@case
+def loaded_with_another_config() -> Any:
+    folder = ROOT / "tests" / "fixtures" / "hf" / "llama"
+    return ft.load_weights(folder, ft.P(), MESH, max_seq=differs(8, 16))
+
+
+@case
 def another_step_restored() -> Any:
     return ft.Checkpoints(FOLDER / "run").restore(model(), differs(2, 3))
 
@@ -570,6 +815,22 @@ def a_model_with_functions() -> Any:
 def other_model_published() -> Any:
     m = ft.load_weights(ROOT / "tests" / "fixtures" / "hf" / "llama", ft.P(), MESH)
     return ft.save_weights(FOLDER / f"merged{differs(0, 1)}", m)
+
+
+@case
+def published_with_another_config() -> Any:
+    m = ft.load_weights(ROOT / "tests" / "fixtures" / "hf" / "llama", ft.P(), MESH)
+    config = dataclasses.replace(m.config, max_seq=differs(8, 16))
+    return ft.save_weights(FOLDER / "config_weights", dataclasses.replace(m, config=config))
+
+
+@case
+def published_otherwise() -> Any:
+    """In one process an array is sharded otherwise, which JAX does not notice."""
+    m = ft.load_weights(ROOT / "tests" / "fixtures" / "hf" / "llama", ft.P(), MESH)
+    sharding = NamedSharding(MESH, differs(ft.P(None), ft.P("data")))
+    scale = jax.make_array_from_callback((32,), sharding, lambda i: np.ones(32, np.float32)[i])
+    return ft.save_weights(FOLDER / "plan_weights", ft.select(m).at("norm.scale").set(scale))
 
 
 @case
@@ -593,7 +854,7 @@ def one_comes_late() -> Any:
     handler.emit = lambda record: heard.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("functree").addHandler(handler)
     time.sleep(differs(0, 1))
-    with mock.patch.object(agreement, "LONG", 0.5):  # usually a minute
+    with mock.patch.object(exchange, "LONG", 0.5):  # usually a minute
         ft.check_processes(step=1)
     logging.getLogger("functree").removeHandler(handler)
     return heard if RANK == 0 else None

@@ -20,18 +20,21 @@ import optax
 import pytest
 from checks import raises
 from covering import whole_tables
-from launch import ROOT, ended, started
+from launch import ROOT, Running, ended, started
 from meshes import MESH
 
 import functree as ft
 
 WORKER = str(ROOT / "tests" / "lib" / "process_cases.py")
+_CHECK = r"\(`ft\.check_processes`\)"
 LIMIT = 10.0  # seconds in which each case has to end
 
 
 def told_by(processes: int, folder: Path) -> list[dict[str, Any]]:
     """What each process tells of each case."""
-    ends = ended(started([WORKER], processes, FUNCTREE_FOLDER=str(folder)), 300)
+    # Each process has other hashes of texts, so other orders of sets.
+    running = started([WORKER], processes, FUNCTREE_FOLDER=str(folder), PYTHONHASHSEED="random")
+    ends = ended(running, 300)
     lines = [
         [line for line in out.splitlines() if line.startswith("RESULTS")] for _, out, _ in ends
     ]
@@ -84,6 +87,22 @@ DIFFERENCES: dict[str, list[str]] = {
         "key: key<fry>[] [0, 0]",
         "key: key<fry>[] [0, 1]",
     ],
+    "other_seed_in_the_closure": [
+        "<lambda> makes no tree",
+        "in comparison ",
+        "(`ft.init(<lambda>, ...)(...)`)",
+        "program",
+        "process {odd} differs",
+        "dense<0>",
+        "dense<1>",
+    ],
+    "other_setting": [
+        "make makes no tree",
+        "settings",
+        "process {odd} differs",
+        "jax_threefry_partitionable = True",
+        "jax_threefry_partitionable = False",
+    ],
     "other_layout": [
         "make makes no tree",
         "process {odd} differs",
@@ -115,6 +134,67 @@ DIFFERENCES: dict[str, list[str]] = {
         '{"data"}, {}',
     ],
     "other_argument": ["<lambda> does not run", "process {odd} differs", "dense<2.0", "dense<3.0"],
+    "other_setting_of_a_step": [
+        "<lambda> does not run",
+        "settings",
+        "jax_softmax_custom_jvp = True",
+        "jax_softmax_custom_jvp = False",
+    ],
+    "other_setting_of_a_later_call": [
+        "<lambda> does not run",
+        "settings",
+        "jax_default_matmul_precision = float32",
+        "jax_default_matmul_precision = bfloat16",
+    ],
+    "other_array_in_the_closure": [
+        "<lambda> does not run",
+        "program",
+        "process 0: ...",
+        "00007A45",  # 4000.0, and what is around it
+        "process {odd}: ...",
+        "00107A45",
+    ],
+    "other_numpy_argument": [
+        "<lambda> does not run",
+        "(`<lambda>(...)`)",
+        "arguments",
+        "process 0: y: f32[8, 16] with the checksum ",
+        "process {odd}: y: f32[8, 16] with the checksum ",
+    ],
+    "other_numpy_argument_by_rules": [
+        "loss does not run",
+        "values",
+        "process 0: x: f32[8, 16] with the checksum ",
+        "process {odd}: x: f32[8, 16] with the checksum ",
+    ],
+    "other_mesh_of_a_step": [
+        "<lambda> does not run",
+        "mesh",
+        "process 0: mesh (data={count}, ",
+        "process {odd}: mesh (data=",
+        "other=1)",
+    ],
+    "one_call_apart": [
+        "check_processes: the {count} processes compare different things",
+        "process 0",
+        "is at its comparison ",
+        "`ft.check_processes` at ",
+        "process_cases.py:",
+        "process {odd}",
+        "is at its comparison ",
+        "`ft.shard` at ",
+        "process_cases.py:",
+        "Try: one process has called something that another has not, here or before",
+    ],
+    "one_step_apart": [
+        "in comparison ",
+        "(`ft.check_processes`)",
+        "process 0: 0",
+        "process {odd}: 1",
+    ],
+    "one_line_apart": ["step", "process {odd} differs", "line", "process_cases.py:"],
+    "an_error_inside_of_two": ["mine alone"],
+    "another_thing_inside_of_two": ["check_processes: the {count} processes differ", "step"],
     "an_error_in_one": [
         "f does not run: process {odd} of {count} failed with ValueError:\nmine alone"
     ],
@@ -148,6 +228,19 @@ DIFFERENCES: dict[str, list[str]] = {
         "process {odd} differs",
         "n ",
     ],
+    "saved_another_tree": [
+        "cannot be written",
+        "(`ft.save`)",
+        "arrays",
+        "process {odd} differs",
+        "process 0: up float32[16, 32]",
+        "process {odd}: down float32[32, 16]",
+    ],
+    "saved_with_other_meta": ["meta", "process {odd} differs", '"epoch": 0', '"epoch": 1'],
+    "saved_with_another_number": ["numbers", "process 0: rate: 0.1", "process {odd}: rate: 0.2"],
+    "saved_with_other_options": ["options", "verify=True", "verify=False"],
+    "opened_otherwise": ["is not opened", "(`ft.Checkpoints`)", "keep", "process {odd}: 2"],
+    "saved_at_another_step": ["nothing is saved", "(`ft.Checkpoints.save`)", "step", "{odd}: 1"],
     "saved_torn": [
         "cannot be written",
         "w",
@@ -159,6 +252,8 @@ DIFFERENCES: dict[str, list[str]] = {
         "process {odd} differs",
         "up: f32[16, 32] P(None, 'model')",
     ],
+    "restored_unverified": ["verify", "process 0: True", "process {odd}: False"],
+    "restored_from_another_manifest": ["is not restored", "(`ft.restore`)", "manifest", '"of": 1'],
     "restored_by_one_that_does_not_fit": [
         "process {odd} of {count} failed",
         "up   f32[32, 32]",
@@ -179,8 +274,28 @@ DIFFERENCES: dict[str, list[str]] = {
         "process {odd} differs",
         "model.norm.weight begins with",
     ],
+    "loaded_otherwise": [
+        "no weights are loaded",
+        "(`ft.load_weights`)",
+        "plan",
+        "embed.weight: f32[96, 32] P(None, None)",
+        "embed.weight: f32[96, 32] P('data', None)",
+    ],
+    "loaded_with_another_config": ["config", "process 0: ...", "'max_seq': 8", "'max_seq': 16"],
     "another_step_restored": ["nothing is restored", "step", "process 0: 2", "process {odd}: 3"],
     "other_model_published": ["no weights are saved", "process {odd} differs", "merged0"],
+    "published_with_another_config": [
+        "no weights are saved",
+        "(`ft.save_weights`)",
+        "config",
+        "'max_seq': 8",
+        "'max_seq': 16",
+    ],
+    "published_otherwise": [
+        "model",
+        "norm.scale: f32[32] P(None)",
+        "norm.scale: f32[32] P('data')",
+    ],
     "published_with_other_numpy": [
         "norm.scale",
         "has copies that have different values in process {odd}",
@@ -192,12 +307,134 @@ DIFFERENCES: dict[str, list[str]] = {
         "ft.shard(",
     ],
     "other_step": [
-        "check_processes: the {count} processes differ",
+        "check_processes: the {count} processes differ in comparison ",
+        "(`ft.check_processes`)",
         "stop",
         "process 0: False",
         "process {odd}: True",
     ],
 }
+
+# The table of `docs/processes.md`: what is compared ─► the cases in which it differs. Those of
+# `check_processes` are in `HANDED`.
+ROWS: dict[str, dict[str, list[str]]] = {
+    "`ft.init(make, ...)(...)`": {
+        "settings": ["other_setting"],
+        "arguments, with their values": ["other_shapes", "other_key"],
+        "the plan": ["other_layout", "other_devices"],
+        "the lowered program": ["other_seed_in_the_closure"],
+    },
+    "`ft.shard(x, ...)` of host arrays": {
+        "the plan": ["other_mesh", "other_batch_shape", "rows_that_do_not_fit"],
+        "checksums of the values": ["other_batch", "rows_of_one_part"],
+    },
+    "`ft.save`": {
+        "the arrays": ["saved_another_tree"],
+        "values of copies, and of numpy": ["saved_torn", "saved_with_other_numpy"],
+        "Python numbers": ["saved_with_another_number"],
+        "`meta`": ["saved_with_other_meta"],
+        "options": ["saved_with_other_options"],
+    },
+    "`ft.restore`": {
+        "the manifest": ["restored_from_another_manifest"],
+        "the arrays and their shardings": ["restored_otherwise"],
+        "options": ["restored_unverified"],
+    },
+    "`ft.Checkpoints`": {
+        "the folder and options": ["opened_otherwise"],
+        "the step": ["saved_at_another_step", "another_step_restored"],
+        "as `ft.save` and `ft.restore`": [],
+    },
+    "`ft.load_weights`": {
+        "the config": ["loaded_with_another_config"],
+        "the plan": ["loaded_otherwise"],
+        "how each tensor begins": ["other_weights_without_copies"],
+        "values of copies": ["other_weights"],
+    },
+    "`ft.save_weights`": {
+        "the folder": ["other_model_published"],
+        "the config": ["published_with_another_config"],
+        "the plan": ["published_otherwise"],
+        "values of copies, and of numpy": ["published_with_other_numpy"],
+    },
+    "`ft.jit(..., check_processes=True)`, once for each compilation": {
+        "settings": ["other_setting_of_a_step", "other_setting_of_a_later_call"],
+        "arguments, of numpy with their values": [
+            "other_numpy_argument",
+            "other_numpy_argument_by_rules",
+        ],
+        "the mesh": ["other_mesh_of_a_step"],
+        "the lowered program": [
+            "other_program",
+            "other_collectives",
+            "other_argument",
+            "other_array_in_the_closure",
+        ],
+    },
+    "`ft.check_processes(...)`": {
+        "plans": ["plan"],
+        "layouts": ["layout", "filter"],
+        "meshes": ["mesh"],
+        "programs": ["program"],
+        "numbers": ["number", "type"],
+        "texts": ["text", "line", "pattern"],
+        "arrays": ["array", "key"],
+        "sets": ["set", "set in a module", "key of a dict"],
+        "mappings": ["mapping"],
+        "objects": ["object", "object in an object", "array in an object"],
+        "functions, by name": ["function", "arguments of a partial"],
+        "trees of these": ["tree"],
+    },
+}
+
+
+def test_each_row_of_the_table_is_run() -> None:
+    page = (ROOT / "docs" / "processes.md").read_text()
+    rows: dict[str, str] = {}
+    for line in page.splitlines():
+        if line.startswith("| `ft."):
+            what, compared = line.strip("| ").split(" | ")
+            rows[what] = compared
+    assert rows == {what: "; ".join(row) for what, row in ROWS.items()}
+    cases = [case for row in ROWS.values() for some in row.values() for case in some]
+    handed = [case for some in ROWS["`ft.check_processes(...)`"].values() for case in some]
+    assert set(cases) - set(handed) <= set(DIFFERENCES)
+    assert set(handed) == set(HANDED)
+
+
+# What `check_processes` is handed ─► what its message says of it.
+HANDED: dict[str, list[str]] = {
+    "plan": ["up: f32[16, 32] P(None, 'model')", "up: f32[16, 32] P(None, None)"],
+    "layout": ["AxisRules", "FSDP"],
+    "mesh": ["mesh (data=", "mesh (data=8)"],
+    "filter": ["'a'", "'b'"],
+    "program": ["stablehlo.sine", "stablehlo.cosine"],
+    "number": ["process 0: 1", ": 2"],
+    "type": ["process 0: 1", ": 1.0"],
+    "text": ["process 0: '1'", ": 1"],
+    "line": ["(nothing)", ": "],
+    "array": ["f32[8, 16] with the checksum ", "f32[8, 16] with the checksum "],
+    "key": ["key<fry>[] [0, 0]", "key<fry>[] [0, 1]"],
+    "tree": ["process 0: a.1: 2", ": a.1: 3"],
+    "set": ["set{'x', 'y', 'z'}", "set{'w', 'x', 'y'}"],
+    "set in a module": ["names: frozenset{'x', 'y', 'z'}", "names: frozenset{'w', 'x', 'y'}"],
+    "key of a dict": ["{frozenset{'a', 'b'}: 1}", "{frozenset{'a', 'c'}: 1}"],
+    "mapping": ["mappingproxy{'a': 1}", "mappingproxy{'a': 2}"],
+    "object": ["'names': set{'x'}", "'names': set{'y'}"],
+    "object in an object": ["'names': set{}", "'names': set{'y'}"],
+    "array in an object": ["f32[8, 16] with the checksum ", "f32[8, 16] with the checksum "],
+    "arguments of a partial": ["{'x': 1}", "{'x': 2}"],
+    "function": ["sin", "cos"],
+    "pattern": ["re.Pattern('a', ", "re.Pattern('b', "],
+}
+
+
+def check_text(text: str, fragments: Sequence[str], processes: int) -> None:
+    """Each fragment is in the text, after the one before."""
+    for fragment in fragments:
+        wanted = fragment.replace("{odd}", str(processes - 1)).replace("{count}", str(processes))
+        assert wanted in text, (wanted, text)
+        text = text[text.index(wanted) + len(wanted) :]
 
 
 @pytest.mark.parametrize("processes", [2, 4])
@@ -217,13 +454,17 @@ def test_silent_failure_36_what_works_and_what_differs(
         "a_model_with_functions": True,
         "saved_while_steps_run": [[2, 3], True],
         "saved": [True, [2, 3], "P(None, ('data', 'model'))"],
+        "equal_numpy_arguments": True,
         "the_same": None,
+        "equal_sets": [[16, 8], True],
         "not_preempted": [False] * 3,
     }
     [late] = told[0].pop("one_comes_late")["returned"]
     who = f"process 0 of {processes} has waited for the others for 0.5 s at {WORKER}"
-    assert re.fullmatch(rf"{who}:\d+: does each of them come there\?", late)
-    assert set(told[0]) == {"losses", *works, *alike, *DIFFERENCES}
+    assert re.fullmatch(
+        rf"{who}:\d+, at comparison \d+ {_CHECK}: does each of them come there\?", late
+    )
+    assert set(told[0]) == {"losses", "handed", *works, *alike, *DIFFERENCES}
     assert len(alike) >= (4 if processes == 4 else 9)
     for one in told:
         np.testing.assert_allclose(one["losses"]["returned"], of_one_process(20), rtol=1e-6)
@@ -241,12 +482,12 @@ def test_silent_failure_36_what_works_and_what_differs(
                 one[name],
             )
         text = told[0][name]["text"]
-        for fragment in fragments:
-            wanted = fragment.replace("{odd}", str(processes - 1)).replace(
-                "{count}", str(processes)
-            )
-            assert wanted in text, (name, wanted, text)
-            text = text[text.index(wanted) + len(wanted) :]
+        check_text(text, fragments, processes)
+    for one in told:
+        handed = one["handed"]["returned"]
+        assert handed.keys() == HANDED.keys()
+        for name, text in handed.items():
+            check_text(text, ["differ in comparison ", *HANDED[name]], processes)
 
 
 def test_of_one_process_there_is_nothing_to_compare() -> None:
@@ -301,6 +542,61 @@ def test_a_killed_process_ends_the_others(tmp_path: Path) -> None:
     ends = ended(running, 30)
     assert time.monotonic() - start < 10
     assert ends[0][0] not in (0, -signal.SIGKILL), ends[0]  # it ended by itself, with an error
+
+
+APART = """
+import os, sys
+how, rank = sys.argv[1], int(os.environ["FUNCTREE_PROCESS"])
+if how == "devices" and rank == 1:
+    os.environ["XLA_FLAGS"] = os.environ["XLA_FLAGS"].replace("device_count=4", "device_count=2")
+from launch import initialized
+initialized()
+import jax, functree as ft
+jax.devices()  # JAX waits here for all processes, for minutes
+try:
+    if how == "left" and rank == 1:
+        sys.exit()
+    ft.check_processes(step=1)
+    if how == "died" and rank == 1:
+        os._exit(3)
+    ft.check_processes(step=2)
+except ft.FunctreeError as error:
+    print(error, flush=True)
+    if how == "died":
+        os._exit(0)  # JAX would wait for its heartbeat, and end this process
+"""
+
+# What has happened to the second process ─► what is said by the first one, and by the second.
+APARTS: dict[str, list[list[str]]] = {
+    # With gloo, which simulated devices use, the first comparison waits for half a minute.
+    "left": [
+        [
+            "check_processes: not all processes have come to comparison 1 (`ft.check_processes`): ",
+            "one has ended before, comes too late or cannot be reached; its own output says which",
+        ],
+        [],
+    ],
+    "died": [["check_processes: not all processes have come to comparison 2 ", "has ended"], []],
+    "devices": [
+        [
+            "check_processes: the 2 processes have unequal numbers of devices",
+            "process 1",
+            "has 2 of the 6 devices, and most have 4",
+            "Try: give each process as many devices as the others",
+        ]
+    ]
+    * 2,
+}
+
+
+def test_processes_that_cannot_be_compared() -> None:
+    running: dict[str, Running] = {}
+    for how in APARTS:  # at once: most of the time they wait
+        running[how] = started(["-c", APART, how], 2, FUNCTREE_SHUTDOWN_SECONDS="90")
+    for how, texts in APARTS.items():
+        for (status, out, err), fragments in zip(ended(running[how], 80), texts, strict=True):
+            assert status == (3 if how == "died" and not fragments else 0), err[-3000:]
+            check_text(out, fragments, 2)
 
 
 @pytest.mark.parametrize("processes", [1, 2])

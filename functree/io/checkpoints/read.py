@@ -35,7 +35,8 @@ from functree.layout.layout import LayoutTree
 from functree.layout.plan.make_plan import plan_leaves, read_for
 from functree.layout.prefix import own_meshes
 from functree.layout.validation import refuse
-from functree.processes.agreement import Agreement, Facts, text_of_first
+from functree.processes.agreement import Agreement, Facts
+from functree.processes.exchange import text_of_first
 from functree.processes.same_copies import digests_of
 from functree.tree.arrays import array_text
 from functree.tree.paths import Path

@@ -25,7 +25,8 @@ from functree.io.checkpoints.engine import (
 from functree.io.checkpoints.folder import Draft, check_seen, files, local
 from functree.io.checkpoints.manifest import SavedArray
 from functree.io.checkpoints.stored_arrays import StoredArray
-from functree.processes.agreement import Agreement, text_of_first, wait_in_all
+from functree.processes.agreement import Agreement, wait_in_all
+from functree.processes.exchange import text_of_first
 from functree.processes.same_copies import digests_of
 from functree.tree.arrays import Tree
 

@@ -24,7 +24,8 @@ from functree.nn.published_config import config_from_json, family_of, read_confi
 from functree.nn.transformer import Transformer
 from functree.nn.weight_map import WeightMap
 from functree.processes.agreement import Agreement, Facts
-from functree.processes.facts import checksum, facts_of
+from functree.processes.facts import facts_of
+from functree.processes.own_arrays import checksum
 from functree.processes.same_copies import digests_of
 from functree.transforms.init import abstract
 

@@ -1,0 +1,243 @@
+"""A text of each process ─► the texts of all of them, and at which comparison each of them is."""
+
+import hashlib
+import inspect
+import itertools
+import json
+import logging
+import re
+import threading
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, Self, TypeVar
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+from functree import errors
+from functree.errors import FunctreeError, Problem, listed, users_frame
+
+_E = TypeVar("_E", bound=BaseException)
+
+
+class Place(NamedTuple):
+    """Where in its program a process compares something with the others.
+
+    Attributes:
+        failure: the beginning of messages: `the arrays cannot be placed`.
+        name: what compares: `ft.shard`.
+        number: how many comparisons this process has made, with this one.
+        line: the line of the user's program, as `train.py:81`; empty if there is none.
+    """
+
+    failure: str
+    name: str
+    number: int
+    line: str
+
+    @classmethod
+    def next(cls, failure: str, name: str | None = None) -> Self:
+        """That of the comparison that begins now.
+
+        Args:
+            failure: the beginning of messages.
+            name: what compares; by default the function that the user's program has called.
+        """
+        frame, called = inspect.currentframe(), ""
+        _, users = users_frame()
+        while frame is not None and frame is not users:
+            if frame.f_globals.get("__name__", "").startswith("functree."):
+                called = frame.f_code.co_qualname
+            frame = frame.f_back
+        line = ""
+        if users is not None:
+            line = f"{users.f_code.co_filename}:{users.f_lineno}"
+        # `Checkpoints.__exit__` is `ft.Checkpoints` to who writes a `with`.
+        return cls(failure, name or "ft." + _SPECIAL.sub("", called), next(_numbers), line)
+
+    def __str__(self) -> str:
+        return f"comparison {self.number} (`{self.name}`)"
+
+
+_SPECIAL = re.compile(r"\.__\w+__$")
+_numbers = itertools.count(1)
+
+
+Report = Mapping[str, Any]
+"""What a process tells the others, as JSON. `{"class": ..., "error": ...}` is its error."""
+
+
+class Told(NamedTuple):
+    """What the others have been told by a process.
+
+    Attributes:
+        report: what it tells.
+        name: what compares there.
+        number: the number of its comparison.
+        line: the line of its program.
+    """
+
+    report: Report
+    name: str
+    number: int
+    line: str
+
+
+def exchanged(place: Place, report: Report) -> list[Told] | None:
+    """What all processes tell, in their order; None if all tell the same at the same comparison.
+
+    Each talk of processes begins here, with an array of one size. So processes that compare
+    different things hear of it, instead of waiting in collectives that do not fit each other.
+
+    Raises:
+        FunctreeError: the processes have unequal numbers of devices; one of them has ended, tells
+            of an error, or compares something else.
+    """
+    _check_devices(place)
+    # A lowered program has megabytes, and mostly all processes have the same: then 32 bytes of it
+    # are sent. The line is not compared: machines may have the program in different folders.
+    compared = json.dumps([place.name, place.number, report])
+    digests = _gathered(place, np.frombuffer(hashlib.sha256(compared.encode()).digest(), np.uint8))
+    if (digests == digests[0]).all():
+        return None
+    mine = np.frombuffer(json.dumps([report, *place[1:]]).encode(), np.uint8)
+    sizes = _gathered(place, np.array(mine.size, np.int32))
+    # All have to send arrays of one size, and JAX compiles a program for each size, so it is a
+    # power of two.
+    padded = np.zeros(1 << int(sizes.max()).bit_length(), np.uint8)
+    padded[: mine.size] = mine
+    told: list[Told] = []
+    for row, size in zip(_gathered(place, padded), sizes, strict=True):
+        told.append(Told(*json.loads(row[:size].tobytes())))
+    _raise_failures(place, told)
+    _check_together(place, told)
+    return told
+
+
+def _raise_failures(place: Place, told: Sequence[Told]) -> None:
+    """Raise an error if some of the processes tell of one."""
+    failed = [process for process, one in enumerate(told) if "error" in one.report]
+    if failed:
+        # Of several errors the first: mostly they are the same.
+        report = told[failed[0]].report
+        # An error of functree is raised as one of its class, so that who catches it does so in all
+        # processes. A class that is not ours may need other arguments than a text.
+        kind: type[FunctreeError] = getattr(errors, report["class"], FunctreeError)
+        who = f"{processes_text(failed)} of {len(told)}"
+        text = f"{place.failure}: {who} failed with {report['class']}:\n{report['error']}"
+        raise known_to_all(kind(text))
+
+
+def _check_together(place: Place, told: Sequence[Told]) -> None:
+    """Raise FunctreeError if the processes are at different comparisons."""
+    if len({(one.name, one.number) for one in told}) == 1:
+        return
+    problems: list[Problem] = []
+    for process, one in enumerate(told):
+        where = f" at {one.line}" if one.line else ""
+        why = f"is at its comparison {one.number}, `{one.name}`{where}"
+        problems.append(Problem(None, None, f"process {process}", why, _TOGETHER))
+    headline = f"{place.failure}: the {len(told)} processes compare different things"
+    raise known_to_all(FunctreeError(headline, problems))
+
+
+_TOGETHER = (
+    "one process has called something that another has not, here or before: all have to make the "
+    "same calls in the same order"
+)
+
+
+# In the error itself: those of Python have no weak references.
+_KNOWN = "_known_to_all_processes"
+
+
+def known_to_all(error: _E) -> _E:
+    """An error, after it was noted that the other processes raise it too, or have been told."""
+    vars(error)[_KNOWN] = True
+    return error
+
+
+def is_known_to_all(error: BaseException | None) -> bool:
+    """Whether the other processes need not be told of an error."""
+    return hasattr(error, _KNOWN)
+
+
+def texts_of_all(text: str) -> list[str]:
+    """The texts of all processes, in their order."""
+    if jax.process_count() == 1:
+        return [text]
+    place = Place.next("the processes cannot talk to each other")
+    told = exchanged(place, {"text": text})
+    if told is None:
+        return [text] * jax.process_count()
+    return [one.report["text"] for one in told]
+
+
+def text_of_first(text: str) -> str:
+    """The text of the first process, in all of them. Those of the others are ignored."""
+    return texts_of_all(text)[0]
+
+
+def processes_text(processes: Sequence[int]) -> str:
+    """Some processes in messages: `process 1`, `processes 1, 2`."""
+    if len(processes) == 1:
+        return f"process {processes[0]}"
+    return f"processes {listed(list(map(str, processes)))}"
+
+
+def _check_devices(place: Place) -> None:
+    """Raise FunctreeError if the processes have unequal numbers of devices, with which they cannot
+    gather anything. All know all devices, so no process has to be asked."""
+    counts = Counter(device.process_index for device in jax.devices())
+    numbers = [counts[process] for process in range(jax.process_count())]
+    usual = max(numbers, key=numbers.count)
+    problems: list[Problem] = []
+    for process, number in enumerate(numbers):
+        if number != usual:
+            why = f"has {number} of the {len(jax.devices())} devices, and most have {usual}"
+            problems.append(Problem(None, None, f"process {process}", why, _DEVICES))
+    if problems:
+        headline = f"{place.failure}: the {len(numbers)} processes have unequal numbers of devices"
+        raise known_to_all(FunctreeError(headline, problems))
+
+
+_DEVICES = "give each process as many devices as the others"
+
+
+def _gathered(place: Place, value: np.ndarray) -> np.ndarray:
+    """The values of all processes, behind a leading dimension of the processes."""
+    # A process that never comes here is no error that could be raised: it may only be late. So
+    # the others log where they wait.
+    warning = threading.Timer(LONG, _LOG.warning, [_waiting_text(place)])
+    warning.daemon = True  # so that a process that ends meanwhile does not wait for it
+    warning.start()
+    try:
+        return np.asarray(multihost_utils.process_allgather(value))
+    except jax.errors.JaxRuntimeError as error:
+        # That another process has ended is known by nothing else.
+        text = (
+            f"{place.failure}: not all processes have come to {place}: one has ended before, comes "
+            "too late or cannot be reached; its own output says which\n"
+            f"{str(error).splitlines()[0]}"
+        )
+        raise known_to_all(FunctreeError(text)) from error
+    finally:
+        warning.cancel()
+
+
+LONG = 60.0
+"""After how many seconds of waiting for the others a process says where it waits."""
+
+_LOG = logging.getLogger("functree")
+
+
+def _waiting_text(place: Place) -> str:
+    who = f"process {jax.process_index()} of {jax.process_count()}"
+    where = ""
+    if place.line:
+        where = f" at {place.line}"
+    return (
+        f"{who} has waited for the others for {LONG:g} s{where}, at {place}: "
+        "does each of them come there?"
+    )
