@@ -4,6 +4,7 @@ import copyreg
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Set
 from functools import cached_property, partial
+from pickle import PickleError
 from types import MethodType, ModuleType
 from typing import Any
 
@@ -42,6 +43,9 @@ def class_text(cls: type) -> str:
 _PLAIN = (int, float, complex, bool, str, bytes, type(None), type(Ellipsis), range, slice)
 # JAX and numpy write what these are made of.
 _WRITTEN = (np.dtype, jax.Device, Sharding, PartitionSpec)
+
+# What pickle's protocol raises for an object that it cannot keep.
+_NOT_PICKLED = (TypeError, ValueError, AttributeError, NotImplementedError, PickleError)
 
 _MOST_VALUES = 100_000  # in one value, which takes less than a second
 _MOST_CHARACTERS = 2000
@@ -119,9 +123,7 @@ class _Writer:
         reduce = copyreg.dispatch_table.get(type(value))
         try:
             made = value.__reduce_ex__(4) if reduce is None else reduce(value)
-        except RecursionError:
-            raise
-        except Exception:  # of any class: this runs the code of the object
+        except _NOT_PICKLED:
             # A lock, a file or a generator: nothing of it can be the same in another process.
             return name
         if isinstance(made, str):  # the name of a global value
