@@ -242,6 +242,7 @@ def equal_sets() -> Any:
 
     made = ft.init(sized, LAYOUT, MESH)(jax.random.key(0), names)
     f = ft.jit(lambda m, x, names: loss(m, x) * len(names), check_processes=True)
+    ft.save(FOLDER / "sets", {"w": made.up, "names": names})
     return made.up.shape, bool(f(made, place(batch(0)), names) > 0)
 
 

@@ -237,7 +237,11 @@ DIFFERENCES: dict[str, list[str]] = {
         "process {odd}: down float32[32, 16]",
     ],
     "saved_with_other_meta": ["meta", "process {odd} differs", '"epoch": 0', '"epoch": 1'],
-    "saved_with_another_number": ["numbers", "process 0: rate: 0.1", "process {odd}: rate: 0.2"],
+    "saved_with_another_number": [
+        "static leaves",
+        "process 0: rate: 0.1",
+        "process {odd}: rate: 0.2",
+    ],
     "saved_with_other_options": ["options", "verify=True", "verify=False"],
     "opened_otherwise": ["is not opened", "(`ft.Checkpoints`)", "keep", "process {odd}: 2"],
     "saved_at_another_step": ["nothing is saved", "(`ft.Checkpoints.save`)", "step", "{odd}: 1"],
@@ -331,7 +335,7 @@ ROWS: dict[str, dict[str, list[str]]] = {
     "`ft.save`": {
         "the arrays": ["saved_another_tree"],
         "values of copies, and of numpy": ["saved_torn", "saved_with_other_numpy"],
-        "Python numbers": ["saved_with_another_number"],
+        "static leaves": ["saved_with_another_number"],
         "`meta`": ["saved_with_other_meta"],
         "options": ["saved_with_other_options"],
     },
