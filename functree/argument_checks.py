@@ -119,11 +119,23 @@ KEY = Takes(
 )
 FLOATING = Takes("a floating-point dtype, such as `jnp.float32`", _is_dtype, is_floating)
 TEXT = Takes("a text", lambda value: isinstance(value, str))
-FILE = Takes(
-    "the path of a file",
-    lambda value: isinstance(value, str | os.PathLike),
-    lambda value: str(value) != "",
-)
+
+
+def _is_path(value: object) -> bool:
+    return isinstance(value, str | os.PathLike) and isinstance(os.fspath(value), str)
+
+
+def _is_possible_path(value: Any) -> bool:
+    """Whether the system can be asked about a path: it is not empty, and has no null character."""
+    text = os.fspath(value)
+    try:
+        os.fsencode(text)
+    except UnicodeEncodeError:
+        return False  # half of a character
+    return text != "" and "\0" not in text
+
+
+FILE = Takes("the path of a file", _is_path, _is_possible_path)
 FOLDER = FILE._replace(text="the path of a folder")
 POSITION = Takes("an integer", _is_integer)
 POSITIONS = Takes(

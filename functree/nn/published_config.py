@@ -113,10 +113,12 @@ def read_config(path: str | Path) -> tuple[Path, dict[str, Any]]:
     file = Path(path)
     if file.suffix != ".json":
         file /= "config.json"
-    if not file.is_file():
-        raise FunctreeError(f"{file}: there is no such file")
     try:
+        if not file.is_file():
+            raise FunctreeError(f"{file}: there is no such file")
         given = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise FunctreeError(f"{file} cannot be read: {error}") from error
     except ValueError as error:
         raise FunctreeValueError(f"{file} is not JSON: {error}") from None
     if not isinstance(given, dict):

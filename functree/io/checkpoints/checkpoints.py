@@ -113,7 +113,15 @@ class Checkpoints:
 
     @property
     def steps(self) -> tuple[int, ...]:
-        """The steps that have a checkpoint, in their order."""
+        """The steps that have a checkpoint, in their order.
+
+        Raises:
+            CheckpointError: the folder cannot be read.
+        """
+        with files(f"{self.folder} cannot be read"):
+            return self._listed()
+
+    def _listed(self) -> tuple[int, ...]:
         for _ in range(_LOOKS):
             if not self.folder.is_dir():
                 return ()
@@ -234,7 +242,9 @@ class Checkpoints:
                 )
             except CheckpointError:
                 # One that was removed meanwhile, to keep only so many: a newer one is there.
-                removed = text_of_first(str(not is_step(self.folder / found))) == "True"
+                with files(f"{self.folder} cannot be read"):
+                    is_there = is_step(self.folder / found)
+                removed = text_of_first(str(is_there)) == "False"
                 if step is not None or not removed or str(self._latest_in_all()) == found:
                     raise
 

@@ -39,7 +39,7 @@ def local(path: str | os.PathLike[str]) -> Path:
     """The absolute path of a checkpoint.
 
     Raises:
-        CheckpointError: it is the address of a bucket.
+        CheckpointError: it is the address of a bucket; there is no folder that it begins in.
     """
     text = os.fspath(path)
     if "://" in text:
@@ -49,7 +49,8 @@ def local(path: str | os.PathLike[str]) -> Path:
             "the bucket"
         )
     # Absolute at once: a program may change its folder while this is written in the background.
-    return Path(text).expanduser().absolute()
+    with files(f"{text} cannot be found"):  # no such user, or the current folder was removed
+        return Path(text).expanduser().absolute()
 
 
 def read_manifest(path: Path) -> Manifest:
@@ -60,10 +61,10 @@ def read_manifest(path: Path) -> Manifest:
     """
     try:
         text = (path / MANIFEST).read_bytes().decode()
-    except FileNotFoundError:
-        raise CheckpointFileError(f"{path} is not a checkpoint: {_no_manifest(path)}") from None
-    except NotADirectoryError:
-        raise CheckpointFileError(f"{path} is not a checkpoint: it is a file") from None
+    except (FileNotFoundError, NotADirectoryError):
+        with files(f"{path} cannot be read"):
+            why = _no_manifest(path)
+        raise CheckpointFileError(f"{path} is not a checkpoint: {why}") from None
     except (OSError, UnicodeDecodeError) as error:
         raise CheckpointFileError(f"{path / MANIFEST} cannot be read: {error}") from error
     return Manifest.from_json(text, path / MANIFEST)
@@ -72,7 +73,9 @@ def read_manifest(path: Path) -> Manifest:
 def _no_manifest(path: Path) -> str:
     """What there is in the place of a checkpoint."""
     if not path.is_dir():
-        return "there is no such folder"
+        if path.is_symlink():
+            return f"it is a link to {os.readlink(path)}, which is not a folder"
+        return "it is a file" if path.exists() else "there is no such folder"
     if any(map(_is_own, path.glob(f"{_VALUES}*"))):
         return f"it has no {MANIFEST}, so it is still written, or its writer was stopped"
     steps = sorted(int(one.name) for one in path.iterdir() if is_step(one))
@@ -148,11 +151,12 @@ class Draft:
 
     def discard(self) -> None:
         """Remove what was written."""
-        self._release()
-        sweep(self.path)
-        # A folder that was there before is the user's, also if nothing is in it.
-        if self._is_new:
-            _remove_empty(self.path)
+        with files(f"{self.path}: what was written cannot be removed"):
+            self._release()
+            sweep(self.path)
+            # A folder that was there before is the user's, also if nothing is in it.
+            if self._is_new:
+                _remove_empty(self.path)
 
     def _release(self) -> None:
         """Give the lock back."""
@@ -179,8 +183,9 @@ def check_free(path: Path, overwrite: bool) -> None:
                 f"{path / MANIFEST} was not written by functree, and is not overwritten: save to "
                 "another path"
             )
-    elif path.exists() and not path.is_dir():
-        raise CheckpointFileError(f"{path} is a file: save to another path")
+    elif os.path.lexists(path) and not path.is_dir():
+        what = "a link that does not lead to a folder" if path.is_symlink() else "a file"
+        raise CheckpointFileError(f"{path} is {what}: save to another path")
     elif path.is_dir():
         # What another writer has left, or still writes, is no obstacle: one of them will be first.
         # It may be gone meanwhile, and its lock with it.

@@ -132,7 +132,7 @@ class CheckpointWriter:
             if draft is not None:
                 undo.callback(draft.discard)
             values = path / text_of_first("" if draft is None else draft.name)
-            with Agreement(failure):
+            with Agreement(failure), files(failure):
                 check_seen(values)
             writer = cls(contents, draft, values, verify, check=overwrite)
             undo.pop_all()

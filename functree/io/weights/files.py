@@ -1,6 +1,7 @@
 """The safetensors files of a model ─► shape, dtype and blocks of each tensor, by name."""
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -82,7 +83,7 @@ def _files(folder: Path) -> list[Path]:
     # With an index the files are those that it names: a download that was stopped, or a copy of the
     # model in the form of another program, may lie beside them.
     index = folder / INDEX
-    if not index.is_file():
+    if not os.path.lexists(index):
         found = sorted(folder.glob("*.safetensors"))
         if not found:
             raise FunctreeError(f"{folder}: there is no *.safetensors file")

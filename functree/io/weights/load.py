@@ -128,7 +128,8 @@ class _PublishedModel(NamedTuple):
         """What is in a folder; the errors are those of `load_weights`."""
         file, given = read_config(folder)
         config, family = config_from_json(file, **fields), family_of(file, given)
-        tensors = open_tensors(file.parent)
+        with ForeignErrors(FunctreeError, f"{folder}: the weights cannot be read"):
+            tensors = open_tensors(file.parent)
         # By the tensors: what `config.json` says is the dtype of the training. A table that is
         # missing is found below, with all else that is.
         table = tensors.get(family.weights["embed.weight"])
@@ -148,8 +149,9 @@ class _PublishedModel(NamedTuple):
         # Each machine may have files of its own: of another model of the same shapes, perhaps. Its
         # devices would be given parts of that one.
         tensors: list[str] = []
-        for name, tensor in self.tensors.items():
-            tensors.append(f"{name} begins with {checksum(tensor.beginning()):08x}")
+        with ForeignErrors(FunctreeError, "the weights cannot be read"):
+            for name, tensor in self.tensors.items():
+                tensors.append(f"{name} begins with {checksum(tensor.beginning()):08x}")
         return {
             "config": facts_of(self.model.config),
             "plan": facts_of(self.plan),

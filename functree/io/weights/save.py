@@ -17,7 +17,7 @@ from functree.argument_checks import FOLDER, Takes, check
 from functree.devices.specs import of_rank
 from functree.errors import FunctreeError, FunctreeValueError
 from functree.io.checkpoints.contents import not_saveable
-from functree.io.extras import import_extra
+from functree.io.extras import ForeignErrors, import_extra
 from functree.io.weights.blocks import Weight, weights_of
 from functree.io.weights.family import family_of_model
 from functree.io.weights.files import INDEX
@@ -72,11 +72,11 @@ def save_weights(folder: str | Path, model: Transformer) -> None:
             raise FunctreeValueError(failure, found)
         name = family_of_model(model)
         # Not to be overwritten: the files of a larger model that was there would stay beside these.
-        there = [*folder.glob("config.json"), *folder.glob("*.safetensors*")]
+        with ForeignErrors(FunctreeError, failure):
+            there = _weights_in(folder)
         if there:
-            names = ", ".join(sorted(file.name for file in there))
             raise FunctreeError(
-                f"{folder} has {names} already: save to another folder, or remove them"
+                f"{folder} has {', '.join(there)} already: save to another folder, or remove them"
             )
         facts = {
             "folder": [str(folder)],
@@ -93,7 +93,7 @@ def save_weights(folder: str | Path, model: Transformer) -> None:
 
     def write(run: Callable[[], None]) -> None:
         """Write a file in the first process; the others hear of it if that fails."""
-        with Agreement(failure):
+        with Agreement(failure), ForeignErrors(FunctreeError, failure):
             if jax.process_index() == 0:
                 run()
 
@@ -107,6 +107,16 @@ def save_weights(folder: str | Path, model: Transformer) -> None:
     if len(files) > 1:
         write(lambda: _write(folder / INDEX, _index(files, weights, arrays)))
     write(lambda: _write(folder / "config.json", _config(name, model)))
+
+
+def _weights_in(folder: Path) -> list[str]:
+    """The names of the files of a model in a folder."""
+    if not folder.is_dir():
+        return []
+    # All names, and not only those of files that can be read: what is written to a link that leads
+    # nowhere would be a file in another folder.
+    names = sorted(file.name for file in folder.iterdir())
+    return [name for name in names if name == "config.json" or ".safetensors" in name]
 
 
 def _files(arrays: Sequence[jax.Array]) -> dict[str, list[int]]:

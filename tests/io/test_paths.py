@@ -1,0 +1,265 @@
+"""Paths at which nothing can be read or written: the errors of the operating system become those of
+the function, and nothing is left behind."""
+
+import json
+import os
+import shutil
+import stat
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from checks import raises
+from meshes import MESH
+
+import functree as ft
+
+TREE = {"w": np.ones(3)}
+
+
+@pytest.fixture(scope="module")
+def model() -> ft.nn.Transformer:
+    sizes: Any = dict(layers=1, heads=2, kv_heads=1, head_dim=4, hidden=8)
+    config = ft.nn.TransformerConfig(16, 8, **sizes)
+    return ft.nn.Transformer.create(config, key=jax.random.key(0))
+
+
+# The doors
+
+
+def save_step(path: Any) -> None:
+    with ft.Checkpoints(path) as checkpoints:
+        checkpoints.save(1, TREE)
+
+
+# What takes a path, and the error that it documents.
+DOORS: dict[str, tuple[Callable[[Any, ft.nn.Transformer], Any], type[Exception]]] = {
+    "save": (lambda path, _: ft.save(path, TREE), ft.CheckpointError),
+    "save over": (lambda path, _: ft.save(path, TREE, overwrite=True), ft.CheckpointError),
+    "save a step": (lambda path, _: save_step(path), ft.CheckpointError),
+    "restore": (lambda path, _: ft.restore(path, TREE), ft.CheckpointError),
+    "restore the latest": (lambda path, _: ft.Checkpoints(path).restore(TREE), ft.CheckpointError),
+    "restore a step": (lambda path, _: ft.Checkpoints(path).restore(TREE, 1), ft.CheckpointError),
+    "inspect": (lambda path, _: ft.inspect(path), ft.CheckpointError),
+    "save weights": (lambda path, model: ft.save_weights(path, model), ft.FunctreeError),
+    "load weights": (lambda path, _: ft.load_weights(path, ft.P(), MESH), ft.FunctreeError),
+    "read a config": (lambda path, _: ft.nn.config_from_json(path), ft.FunctreeError),
+}
+# These only look: where there is no folder there are no steps.
+LOOKS: dict[str, Callable[[ft.Checkpoints], Any]] = {
+    "steps": lambda checkpoints: checkpoints.steps,
+    "latest": lambda checkpoints: checkpoints.latest,
+    "repr": repr,
+}
+
+
+# The paths: each is made in an empty folder.
+
+
+class OfBytes(os.PathLike[bytes]):
+    """A path that has no text."""
+
+    def __fspath__(self) -> bytes:
+        return b"c"
+
+
+def a_file(folder: Path) -> Path:
+    (folder / "file").write_text("x")
+    return folder / "file"
+
+
+def a_link(folder: Path, to: str) -> Path:
+    (folder / "link").symlink_to(folder / to)
+    return folder / "link"
+
+
+PATHS: dict[str, Callable[[Path], Any]] = {
+    "a file": a_file,
+    "below a file": lambda folder: a_file(folder) / "c",
+    "a link that leads nowhere": lambda folder: a_link(folder, "nowhere"),
+    "below a link that leads nowhere": lambda folder: a_link(folder, "nowhere") / "c",
+    "a link to itself": lambda folder: a_link(folder, "link"),
+    "below a link to itself": lambda folder: a_link(folder, "link") / "c",
+    "a link to a file": lambda folder: a_link(folder, a_file(folder).name),
+    "a long name": lambda folder: folder / ("a" * 300),
+    "a long path": lambda folder: folder.joinpath(*["a" * 200] * 30),
+    "where nothing is written": lambda folder: Path("/proc/functree"),
+    "a device": lambda folder: Path("/dev/null"),
+}
+NONSENSE: dict[str, Callable[[Path], Any]] = {
+    "a null character": lambda folder: f"{folder}/a\0b",
+    "half a character": lambda folder: f"{folder}/\ud800",
+    "bytes": lambda folder: OfBytes(),
+    "empty": lambda folder: "",
+}
+
+
+def listed(folder: Path) -> list[str]:
+    return sorted(str(one) for one in folder.rglob("*"))
+
+
+@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize("what", PATHS)
+def test_paths(what: str, door: str, tmp_path: Path, model: ft.nn.Transformer) -> None:
+    path, (run, kind) = PATHS[what](tmp_path), DOORS[door]
+    before = listed(tmp_path)
+    with pytest.raises(kind) as caught:
+        run(path, model)
+    assert str(path) in str(caught.value) and listed(tmp_path) == before
+    if kind is ft.CheckpointError:
+        assert isinstance(caught.value, OSError)
+
+
+@pytest.mark.parametrize("look", LOOKS)
+@pytest.mark.parametrize("what", PATHS)
+def test_looks(what: str, look: str, tmp_path: Path) -> None:
+    checkpoints = ft.Checkpoints(PATHS[what](tmp_path))
+    if "long" in what:
+        with raises("cannot be read: [Errno 36]", error=ft.CheckpointError):
+            LOOKS[look](checkpoints)
+    else:
+        LOOKS[look](checkpoints)
+        assert checkpoints.latest is None
+
+
+@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize("what", NONSENSE)
+def test_nonsense(what: str, door: str, tmp_path: Path, model: ft.nn.Transformer) -> None:
+    run, _ = DOORS[door]
+    with raises("it must be the path of a") as caught:
+        run(NONSENSE[what](tmp_path), model)
+    assert isinstance(caught.value, TypeError if what == "bytes" else ValueError)
+
+
+@contextmanager
+def nobody() -> Iterator[None]:
+    """As a user whose rights are looked at: those of root are not."""
+    if os.geteuid() != 0:
+        yield
+        return
+    os.seteuid(65534)
+    try:
+        yield
+    finally:
+        os.seteuid(0)
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_without_rights(door: str, tmp_path: Path, model: ft.nn.Transformer) -> None:
+    run, kind = DOORS[door]
+    folder = tmp_path / "c"
+    ft.save(folder, TREE)
+    ft.save_weights(folder, model)
+    mode = stat.S_IMODE(folder.stat().st_mode)
+    folder.chmod(0)
+    try:
+        with nobody(), raises("Permission denied", error=kind):
+            run(folder, model)
+        with nobody(), raises("Permission denied", error=ft.CheckpointError):
+            ft.Checkpoints(folder).steps  # noqa: B018
+    finally:
+        folder.chmod(mode)
+
+
+def test_a_folder_that_was_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: ft.nn.Transformer
+) -> None:
+    """A relative path begins in the current folder, which may be gone."""
+    folder = tmp_path / "gone"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    folder.rmdir()
+    for run, kind in DOORS.values():
+        with pytest.raises(kind, match="relative"):
+            run("relative", model)
+
+
+def test_a_user_that_there_is_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for run in (lambda path: ft.save(path, TREE), ft.inspect, ft.Checkpoints):
+        with raises("~nobody at all/c cannot be found", error=ft.CheckpointError):
+            run("~nobody at all/c")
+    assert not listed(tmp_path)
+
+
+# Parts of what is there: one is a folder, a link that leads nowhere, a link to itself, or no such
+# file at all.
+
+KINDS: dict[str, Callable[[Path], None]] = {
+    "a folder": Path.mkdir,
+    "a link that leads nowhere": lambda path: path.symlink_to("nowhere"),
+    "a link to itself": lambda path: path.symlink_to(path.name),
+    "a text": lambda path: path.write_text("x") and None,
+    "empty": Path.touch,
+}
+
+
+def replace(path: Path, kind: str) -> None:
+    if path.is_dir():
+        shutil.rmtree(path)
+    path.unlink(missing_ok=True)
+    KINDS[kind](path)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_part_of_a_checkpoint(kind: str, tmp_path: Path) -> None:
+    manifest, values = tmp_path / "a" / "functree.json", tmp_path / "b"
+    ft.save(tmp_path / "a", TREE)
+    replace(manifest, kind)
+    ft.save(values, TREE)
+    replace(next(one for one in values.iterdir() if one.is_dir()), kind)
+    for path, run in (
+        (tmp_path / "a", lambda path: ft.restore(path, TREE)),
+        (tmp_path / "a", ft.inspect),
+        (tmp_path / "b", lambda path: ft.restore(path, TREE)),
+    ):
+        with raises(str(path), error=ft.CheckpointError) as caught:
+            run(path)
+        assert isinstance(caught.value, OSError)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "name", ["config.json", "model.safetensors", "model.safetensors.index.json"]
+)
+def test_a_part_of_a_model(name: str, kind: str, tmp_path: Path, model: ft.nn.Transformer) -> None:
+    folder = tmp_path / "m"
+    ft.save_weights(folder, model)
+    replace(folder / name, kind)
+    with raises(str(folder)):
+        ft.load_weights(folder, ft.P(), MESH)
+    if name == "config.json":
+        with raises(str(folder)):
+            ft.nn.config_from_json(folder)
+    # Nothing is written through a link, to another folder.
+    for one in folder.iterdir():
+        if one.name != name:
+            one.unlink()
+    with raises(f"has {name} already"):
+        ft.save_weights(folder, model)
+    assert listed(tmp_path) == [str(folder), str(folder / name)]
+
+
+@pytest.mark.parametrize("named", ["a\0b.safetensors", "a" * 300, "\ud800", "nowhere"])
+def test_what_an_index_names(named: str, tmp_path: Path, model: ft.nn.Transformer) -> None:
+    folder = tmp_path / "m"
+    ft.save_weights(folder, model)
+    index = {"weight_map": {"a": named}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    with raises(str(folder)):
+        ft.load_weights(folder, ft.P(), MESH)
+
+
+@pytest.mark.parametrize("kind", ["a link that leads nowhere", "a link to itself", "a text"])
+def test_a_step_that_is_none(kind: str, tmp_path: Path) -> None:
+    KINDS[kind](tmp_path / "1")
+    with raises(f"{tmp_path / '1'} is a", "save to another path", error=ft.CheckpointError):
+        save_step(tmp_path)
+    with ft.Checkpoints(tmp_path) as checkpoints:
+        assert checkpoints.steps == ()
+        checkpoints.save(2, TREE)
+    assert checkpoints.latest == 2 and np.array_equal(checkpoints.restore(TREE)["w"], TREE["w"])
