@@ -8,6 +8,8 @@ from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
+from jax.core import Tracer
 from jax.interpreters import pxla
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
@@ -222,6 +224,14 @@ def tracing() -> bool:
     except ValueError:
         return True
     return False
+
+
+def compiling() -> bool:
+    """Whether a function is being traced into a program; an eager `grad` or `vmap` does not
+    count."""
+    # What has no traced operand is computed at once in an eager transform. JAX has no public
+    # function that tells this. In a program it is one number that nothing uses.
+    return isinstance(jnp.zeros(()), Tracer)
 
 
 def _legacy_mesh() -> bool:

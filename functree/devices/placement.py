@@ -5,9 +5,9 @@ from typing import Any, TypeGuard
 
 import jax
 from jax.core import Tracer
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, Sharding
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, Sharding
 
-from functree.devices.meshes import mesh_view
+from functree.devices.meshes import current_mesh, mesh_view
 from functree.devices.specs import spec_text
 
 
@@ -37,6 +37,15 @@ def first_mesh(arrays: Iterable[object]) -> Mesh | AbstractMesh | None:
         if mesh is not None:
             return mesh
     return None
+
+
+def explicit_mesh(arrays: Iterable[object]) -> Mesh | AbstractMesh | None:
+    """The current mesh, else that of the arrays, if its axes are Explicit: JAX differentiates and
+    loops eagerly on them only with a current mesh."""
+    mesh = current_mesh()
+    if mesh is None:
+        mesh = first_mesh(arrays)
+    return mesh if mesh is not None and AxisType.Explicit in mesh.axis_types else None
 
 
 def with_devices_of(mesh: AbstractMesh, arrays: Iterable[object]) -> Mesh | AbstractMesh:

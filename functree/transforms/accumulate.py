@@ -13,8 +13,10 @@ from jax.sharding import AxisType
 from jax.tree_util import tree_map
 
 from functree.argument_checks import FUNCTION, SIZE, check
+from functree.calls.program import around
 from functree.calls.signature import Signature
 from functree.devices.deleted import check_deleted
+from functree.devices.placement import explicit_mesh
 from functree.devices.specs import mesh_axes
 from functree.errors import FunctreeTypeError, FunctreeValueError, Problem, count
 from functree.labels.leaf import Leaf, meeting
@@ -100,9 +102,11 @@ def accumulate(fn: Callable[_P, _T], steps: int) -> Callable[_P, _T]:
 
         # The loop carries the sum: stacked outputs would need the memory of the gradients of all
         # pieces.
-        like, rest = eqx.partition(eqx.filter_eval_shape(piece, jnp.zeros((), jnp.int32)), is_array)
-        total, _ = jax.lax.scan(add, tree_map(_zeros, like), jnp.arange(steps, dtype=jnp.int32))
-        return eqx.combine(tree_map(average, total, like), rest)
+        with around(explicit_mesh(leaves.values)):
+            one = eqx.filter_eval_shape(piece, jnp.zeros((), jnp.int32))
+            like, rest = eqx.partition(one, is_array)
+            total, _ = jax.lax.scan(add, tree_map(_zeros, like), jnp.arange(steps, dtype=jnp.int32))
+            return eqx.combine(tree_map(average, total, like), rest)
 
     return accumulated
 

@@ -8,15 +8,13 @@ from typing import Any, Literal, NamedTuple, ParamSpec, TypeVar, overload
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AbstractMesh, AxisType, Mesh
 from jax.tree_util import tree_leaves
 
 from functree.argument_checks import FLAG, FUNCTION, POSITIONS, check, shown
 from functree.calls.deleted_use import naming_deleted
 from functree.calls.program import around
 from functree.calls.signature import inspected, wrapper_updates
-from functree.devices.meshes import current_mesh
-from functree.devices.placement import first_mesh
+from functree.devices.placement import explicit_mesh
 from functree.errors import (
     FunctreeError,
     FunctreeTypeError,
@@ -323,22 +321,14 @@ def _differentiate(
             _check_one_loss(result[0] if has_aux else result, parameters, arrays_of_each)
         return result
 
-    with around(_explicit_mesh(parameters)), naming_deleted("grad", fn, call.args, call.kwargs):
+    mesh = explicit_mesh(array for own in parameters for array in own.arrays)
+    with around(mesh), naming_deleted("grad", fn, call.args, call.kwargs):
         result, gradients = jax.value_and_grad(of_arrays, has_aux=has_aux)(
             [own.arrays for own in parameters]
         )
     return result, tuple(
         own.gradient(arrays) for own, arrays in zip(parameters, gradients, strict=True)
     )
-
-
-def _explicit_mesh(parameters: Sequence[Parameters]) -> Mesh | AbstractMesh | None:
-    """The mesh of the parameters if its axes are Explicit: JAX computes no gradient on them without
-    a current mesh."""
-    mesh = current_mesh()
-    if mesh is None:
-        mesh = first_mesh(array for own in parameters for array in own.arrays)
-    return mesh if mesh is not None and AxisType.Explicit in mesh.axis_types else None
 
 
 # Inside shard_map

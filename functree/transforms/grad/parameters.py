@@ -10,7 +10,8 @@ from jax.core import Tracer
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from functree.devices.deleted import check_deleted
-from functree.devices.meshes import MeshView, agreed_mesh
+from functree.devices.meshes import MeshView, agreed_mesh, compiling, current_mesh
+from functree.devices.placement import first_mesh
 from functree.errors import (
     FunctreeError,
     FunctreeTypeError,
@@ -87,13 +88,34 @@ class Parameters(NamedTuple):
         if not self.parts or (self.ambient and all(map(_typed, self.arrays))):
             return self._tree(arrays)
         layouts = own_meshes(self.parts)
-        # The type of a constant's gradient has no mesh, so that of its parameter is asked.
-        mesh = find_mesh([*layouts, _type_mesh(self.arrays)], arrays)
+        # A gradient that is a constant has no mesh, so that of the parameter is asked.
+        mesh = find_mesh([*layouts, first_mesh(self.arrays)], arrays)
         if mesh is None:
             return self._tree(arrays)
-        tied = [_tied(gradient, array) for gradient, array in zip(arrays, self.arrays, strict=True)]
-        pairs = zip(tied, self._decisions(mesh), strict=True)
-        return self._tree([with_decision(gradient, one, mesh) for gradient, one in pairs])
+        constrain = _constrained
+        if isinstance(mesh, AbstractMesh) and current_mesh() is None and not compiling():
+            # An eager transform, which hides devices. There the type of a gradient may name a mesh
+            # that no array is on: JAX has cached it for other arrays.
+            if first_mesh(self.arrays) is None:
+                return self._tree(arrays)
+            self._check_on_mesh()
+            constrain = _eagerly_constrained
+        each = zip(arrays, self.arrays, self._decisions(mesh), strict=True)
+        return self._tree([constrain(*one, mesh) for one in each])
+
+    def _check_on_mesh(self) -> None:
+        """Raise ShardingError for parameters without a mesh, where only the parameters have
+        devices."""
+        why = "is on no mesh, and an eager transform hides the devices that the others are on"
+        remedy = "`ft.shard` it like the others, or enter `with jax.set_mesh(mesh):`"
+        problems: list[Problem] = []
+        for leaf in self.matched:
+            if jax.typeof(leaf.value).sharding.mesh.empty:
+                problems.append(leaf.problem(why, remedy))
+        if problems:
+            raise ShardingError(
+                f"the gradient for argument {self.number} cannot be laid out", problems
+            )
 
     def _decisions(self, mesh: Mesh | AbstractMesh) -> list[Decision]:
         """What is decided about the parameters, which their gradients follow.
@@ -182,6 +204,35 @@ def _typed(array: Any) -> bool:
     return not mesh.empty and AxisType.Auto not in mesh.axis_types
 
 
+def _constrained(
+    gradient: Any, parameter: Any, decision: Decision, mesh: Mesh | AbstractMesh
+) -> Any:
+    """The gradient, constrained as it was decided."""
+    return with_decision(_tied(gradient, parameter), decision, mesh)
+
+
+def _eagerly_constrained(
+    gradient: Any, parameter: Any, decision: Decision, mesh: Mesh | AbstractMesh
+) -> Any:
+    """The same where an eager `jax.grad` or `jax.vmap` hides the devices of the parameter.
+
+    JAX differentiates a function with a rule of its own by its values, and these have devices. Its
+    cotangent, which may be on a single device, is then moved to them.
+    """
+
+    def apply(gradient: Any, parameter: Any) -> Any:
+        return _constrained(gradient, parameter, decision, first_mesh([parameter]) or mesh)
+
+    placed = jax.custom_jvp(apply)
+
+    def differentiate(primals: tuple[Any, Any], tangents: tuple[Any, Any]) -> tuple[Any, Any]:
+        gradient, parameter = primals
+        return placed(gradient, parameter), apply(tangents[0], parameter)
+
+    placed.defjvp(differentiate)
+    return placed(gradient, parameter)
+
+
 def _tied(gradient: jax.Array, parameter: Any) -> jax.Array:
     """The gradient, in a program that needs the parameter.
 
@@ -196,9 +247,3 @@ def _tied(gradient: jax.Array, parameter: Any) -> jax.Array:
     ):
         return gradient
     return jax.lax.select(False, parameter, gradient)
-
-
-def _type_mesh(arrays: Iterable[Any]) -> AbstractMesh | None:
-    """The first mesh in the types of some arrays."""
-    meshes = (jax.typeof(array).sharding.mesh for array in arrays)
-    return next((mesh for mesh in meshes if not mesh.empty), None)

@@ -1,0 +1,153 @@
+"""Gradients that are laid out without a trace, of losses whose gradients are on no mesh by
+themselves."""
+
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from checks import raises
+from jaxtyping import Array, Float
+from meshes import EXPLICIT, MESH
+
+import functree as ft
+
+P = ft.P
+RULES = ft.AxisRules({"embed": None, "hidden": "model"})
+
+
+class Dense(eqx.Module):
+    w: Float[Array, "embed hidden"]
+    b: Float[Array, "hidden"]
+
+
+PLAIN = Dense(jnp.arange(32.0).reshape(4, 8), jnp.ones(8))
+MODEL = ft.shard(PLAIN, RULES, MESH)
+X = jnp.ones((8, 4))
+
+Loss = Callable[[Dense, Array], Array]
+LOSSES: dict[str, Loss] = {
+    "linear": lambda m, x: m.w.sum() + 2 * m.b.sum(),
+    "affine": lambda m, x: (x @ m.w).sum() + m.b.sum(),
+    "linear in one": lambda m, x: (m.w**2).sum() + m.b.sum(),
+    "of one only": lambda m, x: (m.w**2).sum(),
+    "quadratic": lambda m, x: (m.w**2).sum() + (m.b**2).sum(),
+}
+
+# A way to a gradient with the structure of the model.
+Way = Callable[[Loss, Dense, Any], Any]
+
+
+def ambient(loss: Loss, m: Dense, layout: Any) -> Any:
+    with ft.axis_rules(layout):
+        return ft.grad(loss)(m, X)
+
+
+def on_current_mesh(loss: Loss, m: Dense, layout: Any) -> Any:
+    with jax.set_mesh(MESH):
+        return ft.grad(loss, layout=layout)(m, X)
+
+
+def stepped(loss: Loss, m: Dense, layout: Any) -> Any:
+    ts = ft.TrainState.create(m, optax.sgd(1.0))
+    new = ft.apply_gradients(ts, ft.grad(loss, layout=layout)(m, X)).model
+    return jax.tree.map(lambda old, new: old - new, m, new)
+
+
+WAYS: dict[str, Way] = {
+    "grad": lambda f, m, layout: ft.grad(f, layout=layout)(m, X),
+    "value_and_grad": lambda f, m, layout: ft.value_and_grad(f, layout=layout)(m, X)[1],
+    "argnums": lambda f, m, layout: ft.grad(f, argnums=(0,), layout=layout)(m, X)[0],
+    "has_aux": lambda f, m, layout: ft.grad(
+        lambda m, x: (f(m, x), m.b), has_aux=True, layout=layout
+    )(m, X)[0],
+    "accumulate": lambda f, m, layout: jax.tree.map(
+        lambda g, like: g * (2 if f is LOSSES["affine"] and like.ndim == 2 else 1),
+        ft.accumulate(ft.grad(f, layout=layout), 2)(m, X),
+        m,
+    ),
+    "ambient": ambient,
+    "on the current mesh": on_current_mesh,
+    "step": stepped,
+    "jvp": lambda f, m, layout: jax.jvp(lambda m: ft.grad(f, layout=layout)(m, X), (m,), (m,))[0],
+    "vjp": lambda f, m, layout: jax.vjp(lambda m: ft.grad(f, layout=layout)(m, X), m)[0],
+    "jit": lambda f, m, layout: jax.jit(ft.grad(f, layout=layout))(m, X),
+}
+
+
+@pytest.mark.parametrize("kind", LOSSES)
+@pytest.mark.parametrize("way", WAYS)
+def test_the_gradient_is_laid_out(way: str, kind: str):
+    gradient = WAYS[way](LOSSES[kind], MODEL, RULES)
+    expected = jax.grad(LOSSES[kind])(PLAIN, X)
+    for one, other, like in zip(*map(jax.tree.leaves, (gradient, expected, MODEL)), strict=True):
+        assert one.sharding.is_equivalent_to(like.sharding, one.ndim)
+        np.testing.assert_allclose(one, other)
+
+
+SECOND: dict[str, Callable[[Any, Dense], Any]] = {
+    "ft.grad": lambda total, m: ft.grad(total, layout=RULES)(m),
+    "jax.grad": lambda total, m: jax.grad(total)(m),
+    "vjp": lambda total, m: jax.vjp(total, m)[1](jnp.ones(()))[0],
+}
+
+
+@pytest.mark.parametrize("kind", ["linear", "quadratic"])
+@pytest.mark.parametrize("way", SECOND)
+def test_a_gradient_of_a_gradient(way: str, kind: str):
+    def total(m: Dense) -> Array:
+        gradient = ft.grad(LOSSES[kind], layout=RULES)(m, X)
+        return gradient.w.sum() + gradient.b.sum()
+
+    expected = 2.0 if kind == "quadratic" else 0.0
+    for leaf in jax.tree.leaves(SECOND[way](total, MODEL)):
+        assert (np.asarray(leaf) == expected).all()
+
+
+@pytest.mark.parametrize("kind", LOSSES)
+@pytest.mark.parametrize("model", [MODEL, PLAIN], ids=["placed", "not placed"])
+def test_under_an_eager_vmap(kind: str, model: Dense):
+    """The type of a gradient may name a mesh that JAX has cached for the other model."""
+    gradient = jax.vmap(lambda x: ft.grad(LOSSES[kind], layout=RULES)(model, x))(jnp.stack([X, X]))
+    assert gradient.w.shape == (2, 4, 8)
+    if model is MODEL:
+        assert gradient.w.sharding.spec == P(None, None, "model")
+
+
+def test_of_models_that_are_stacked():
+    models = jax.tree.map(lambda x: jnp.stack([x, x]), MODEL)
+    gradient = jax.vmap(lambda m: ft.grad(LOSSES["linear"], layout=RULES)(m, X))(models)
+    assert gradient.b.sharding.spec == P(None, "model")
+
+
+def test_a_parameter_beside_placed_ones():
+    """By itself its gradient is placed; an eager transform hides the devices, and says so."""
+    mixed = eqx.tree_at(lambda m: m.b, MODEL, jnp.ones(8))
+
+    def gradient(m: Dense) -> Any:
+        return ft.grad(LOSSES["linear"], layout=RULES)(m, X)
+
+    assert gradient(mixed).b.sharding.spec == P("model")
+    with raises(
+        "the gradient for argument 0 cannot be laid out",
+        'b   f32[8]   "hidden"',
+        "is on no mesh, and an eager transform hides the devices that the others are on",
+        "Try: `ft.shard` it like the others, or enter `with jax.set_mesh(mesh):`",
+    ):
+        jax.vjp(gradient, mixed)
+    # The remedies, and what is no eager transform.
+    assert jax.vjp(gradient, ft.shard(mixed, RULES, MESH))[0].b.sharding.spec == P("model")
+    with jax.set_mesh(MESH):
+        assert jax.vjp(gradient, mixed)[0].b.sharding.spec == P("model")
+    assert jax.jit(gradient)(mixed).b.sharding.spec == P("model")
+
+
+@pytest.mark.parametrize("way", ["grad", "accumulate", "value_and_grad"])
+def test_on_explicit_axes(way: str):
+    model = ft.shard(PLAIN, RULES, EXPLICIT)
+    gradient = WAYS[way](LOSSES["linear"], model, RULES)
+    assert gradient.w.sharding.spec == P(None, "model")
