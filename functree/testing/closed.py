@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
+from jax.core import ShapedArray
 from jax.tree_util import tree_leaves
 
 from functree.argument_checks import FUNCTION, check
@@ -70,6 +71,9 @@ def assert_closed(step: Callable[..., Any], args: Sequence[Any]) -> None:
         [*shardings, *shardings_by_name.values()],
     )
     arguments = dict(zip(names, before, strict=True))
+    # The program knows only arrays. What else a state has is in the arguments themselves.
+    for name, argument in zip(names, args, strict=False):
+        arguments[name] = Skeleton.of(argument).fill(tree_leaves(arguments[name]))
     # What is donated is given away for its successor, so that it is the state.
     states: list[str] = []
     for name, info in zip(names, [*donated, *donated_by_name.values()], strict=True):
@@ -88,7 +92,9 @@ def assert_closed(step: Callable[..., Any], args: Sequence[Any]) -> None:
 def _with_shardings(avals: Tree, shardings: Tree) -> Tree:
     """A tree of abstract values, with the shardings of another."""
 
-    def with_sharding(aval: Any, sharding: jax.sharding.Sharding | None) -> jax.ShapeDtypeStruct:
+    def with_sharding(aval: Any, sharding: jax.sharding.Sharding | None) -> Any:
+        if not isinstance(aval, ShapedArray):
+            return aval  # a static leaf of the result, such as an activation function
         # The weak type too: a step that returns a Python number where it took an array is compiled
         # again.
         return jax.ShapeDtypeStruct(
@@ -101,13 +107,16 @@ def _with_shardings(avals: Tree, shardings: Tree) -> Tree:
 def _lines(name: Path, state: Tree, result: Tree) -> Iterator[str]:
     """What differs between a state and the part of a result that replaces it."""
     # A step returns its state beside a loss, in a tuple or under a name of its own. So the part is
-    # found by its paths: that with the most paths of the state, and of several the outermost.
-    paths, new, most = set(Skeleton.of(state).paths), None, 0
+    # found by its paths: that with the most paths of the state; of several that with the fewest
+    # others, since the loss beside a state may stand at a path that the state has too, such as
+    # `1`; and of these the outermost.
+    paths, new, most = set(Skeleton.of(state).paths), None, (0, 0)
     for part in _parts(result):
-        shared = len(paths & set(Skeleton.of(part).paths))
-        if shared > most:
-            new, most = part, shared
-    if not most:
+        own = set(Skeleton.of(part).paths)
+        shared = len(paths & own)
+        if shared and (shared, -len(own)) > most:
+            new, most = part, (shared, -len(own))
+    if not most[0]:
         yield f"  {name}: no part of the result has its paths"
         return
     for one in _differences(state, new):

@@ -1,5 +1,6 @@
 """`ft.testing`: each assertion passes, and fails in words that say what is wrong."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -249,6 +250,28 @@ def test_a_weak_type_is_not_closed() -> None:
     with failing as caught:
         assert_closed(lambda n: jnp.asarray(2.0), (jnp.ones((), jnp.float32),))
     assert "weak type False → True" in str(caught.value)
+
+
+STATES: dict[str, Callable[[], Any]] = {
+    "functions": lambda: eqx.nn.MLP(2, 2, 4, 1, key=jax.random.key(0)),
+    "numbers": lambda: {"w": jnp.ones(3), "rate": 0.5, "name": "w"},
+    "an array at the place of the loss": lambda: ("w", jnp.ones(3)),
+    "nothing static": lambda: (jnp.ones(3), jnp.ones(2)),
+}
+
+
+@pytest.mark.parametrize("name", STATES)
+def test_states_with_static_leaves_are_closed(name: str) -> None:
+    def step(state: Any, x: Array) -> Any:
+        return jax.tree.map(lambda x: x * 2 if eqx.is_array(x) else x, state), x.sum()
+
+    assert_closed(ft.jit(step, donate="state"), (STATES[name](), jnp.ones(3)))
+
+
+def test_a_static_leaf_that_changes_is_not_closed() -> None:
+    with failing as caught:
+        assert_closed(lambda s: {"w": s["w"], "n": s["n"] + 1}, ({"w": jnp.ones(3), "n": 0},))
+    assert "s.n: static 0 → 1" in str(caught.value)
 
 
 def test_static_values_are_state_too() -> None:
