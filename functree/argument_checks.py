@@ -58,8 +58,11 @@ def is_size(value: Any) -> bool:
 
 
 def is_number(value: Any) -> bool:
-    """Whether a value is a finite real number."""
-    return _is_real(value) and math.isfinite(value)
+    """Whether a value is a finite real number that a float can be."""
+    try:
+        return _is_real(value) and math.isfinite(value)
+    except OverflowError:
+        return False
 
 
 def _is_dtype(value: Any) -> bool:
@@ -69,7 +72,8 @@ def _is_dtype(value: Any) -> bool:
         return False
     try:
         jnp.dtype(value)
-    except TypeError:
+    # numpy reads more than names, such as `(3,)f4`, and raises errors of several classes.
+    except (TypeError, ValueError, SyntaxError):
         return False
     return True
 

@@ -6,22 +6,23 @@ from typing import Any, NamedTuple
 
 from functree.compiled.collective import Collective
 from functree.compiled.memory import BytesByPath, Memory
-from functree.report.json_text import loaded
+from functree.errors import FunctreeValueError
+from functree.report.json_text import SIZE, loaded
 from functree.tree.paths import Path
 
 FORMAT = 1
 
 # What a collective and a ledger have in JSON: see `functree.report.json_text.Form`.
-_NUMBER, _NAME = (int, None), (str, None)
+_NUMBER, _NAME = (SIZE, None), (str, None)
 _FORM = {
     "backend": str,
-    "mesh": {...: int},
+    "mesh": {...: SIZE},
     "collectives": [
         {
             "kind": str,
             "mesh_axes": ([str], None),
             "group_size": _NUMBER,
-            "bytes": int,
+            "bytes": SIZE,
             "count": _NUMBER,
             "paths": [str],
             "arguments": [str],
@@ -31,11 +32,11 @@ _FORM = {
         }
     ],
     "memory": {
-        "arguments": {...: int},
-        "outputs": int,
-        "aliases": int,
-        "temporaries": int,
-        "peak": int,
+        "arguments": {...: SIZE},
+        "outputs": SIZE,
+        "aliases": SIZE,
+        "temporaries": SIZE,
+        "peak": SIZE,
     },
     "warnings": [str],
     "warnings_known": bool,
@@ -113,6 +114,11 @@ def _read_collective(data: Mapping[str, Any]) -> Collective:
     axes = data["mesh_axes"]
     if axes is not None:
         axes = tuple(axes)
+    if len(data["paths"]) != len(data["arguments"]):
+        raise FunctreeValueError(
+            f"the JSON is not of a whole ledger: {data['op']!r} has {len(data['paths'])} `paths` "
+            f"and {len(data['arguments'])} `arguments`"
+        )
     return Collective(
         kind=data["kind"],
         mesh_axes=axes,

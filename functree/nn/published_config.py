@@ -1,6 +1,5 @@
 """`config.json` of a published model ─► a `TransformerConfig`, by the table of its family."""
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from functree.argument_checks import (
 from functree.errors import FunctreeError, FunctreeValueError, Problem, count, did_you_mean
 from functree.nn.config import TransformerConfig
 from functree.nn.weight_map import WeightMap
+from functree.report.json_text import parsed, value_text
 
 # The fields that one chooses when a model is loaded; the others are those of the weights.
 _CHOSEN = ("compute_dtype", "remat", "attention", "max_seq")
@@ -62,7 +62,14 @@ def config_from_json(path: str | Path, **fields: Any) -> TransformerConfig:
         found["kv_heads"] = found["heads"]
     if found["head_dim"] is None:
         found["head_dim"] = found["embed"] // found["heads"]
-    return TransformerConfig(**(found | fields))
+    try:
+        return TransformerConfig(**(found | fields))
+    except FunctreeError as error:
+        # Such as numbers of heads that do not fit each other: a message without the file would be
+        # about fields that nobody has written.
+        raise FunctreeValueError(
+            f"{file}: no transformer can be built with these fields", error.problems
+        ) from None
 
 
 def _understood(
@@ -92,7 +99,7 @@ def _understood(
             continue
         means = field.read(value)
         if means is None:
-            text = f'"{name}": {json.dumps(value)}'
+            text = f'"{name}": {value_text(value)}'
             problems.append(Problem(None, None, text, f"it is understood as {field.text} only"))
             continue
         for key in means:
@@ -116,7 +123,7 @@ def read_config(path: str | Path) -> tuple[Path, dict[str, Any]]:
     try:
         if not file.is_file():
             raise FunctreeError(f"{file}: there is no such file")
-        given = json.loads(file.read_text(encoding="utf-8"))
+        given = parsed(file.read_text(encoding="utf-8"))
     except OSError as error:
         raise FunctreeError(f"{file} cannot be read: {error}") from error
     except ValueError as error:
@@ -136,7 +143,7 @@ def family_of(file: Path, given: Mapping[str, Any]) -> WeightMap:
     if not isinstance(name, str) or name not in WeightMap.families:
         known = ", ".join(WeightMap.families)
         raise FunctreeValueError(
-            f'{file}: "model_type": {json.dumps(name)} is none of {known}; for another family add '
+            f'{file}: "model_type": {value_text(name)} is none of {known}; for another family add '
             "a table to `ft.nn.WeightMap.families`"
         )
     return WeightMap.families[name]
@@ -148,4 +155,4 @@ def _unknown(name: str, value: Any, family: WeightMap) -> Problem:
         'if it changes nothing, add it to the family: `ft.nn.WeightMap.families["..."]`, with '
         "`WeightMap.only(...)`"
     )
-    return Problem(None, None, f'"{name}": {json.dumps(value)}', why, remedy)
+    return Problem(None, None, f'"{name}": {value_text(value)}', why, remedy)

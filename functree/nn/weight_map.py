@@ -256,7 +256,9 @@ def _rope(value: Any) -> Mapping[str, Any] | None:
 
 def _is_full_attention(value: Any) -> bool:
     """Whether no layer has a window."""
-    return value is None or (isinstance(value, list) and set(value) <= {"full_attention"})
+    return value is None or (
+        isinstance(value, list) and all(one == "full_attention" for one in value)
+    )
 
 
 # What all families have. Where a field is absent, it means what Hugging Face's class takes by

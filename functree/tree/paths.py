@@ -142,6 +142,10 @@ def tokens(text: str) -> Iterator[str]:
         at = token.end() + 1
 
 
+# Python does not read longer numbers (`sys.set_int_max_str_digits`), and no sequence is so long.
+_MOST_DIGITS = 1000
+
+
 def _plain(token: str, text: str) -> Key:
     """The key that one token of a path's text is for."""
     if token[0] == '"':
@@ -153,7 +157,7 @@ def _plain(token: str, text: str) -> Key:
             ) from error
     if token[0] == "[":
         return _literal(token[1:-1], text)
-    if re.fullmatch(r"-?\d+", token):
+    if re.fullmatch(r"-?\d+", token) and len(token) <= _MOST_DIGITS:
         return int(token)
     if token.isidentifier():
         return token
@@ -165,6 +169,11 @@ def _plain(token: str, text: str) -> Key:
 def _literal(source: str, text: str) -> Key:
     """The key that is written in brackets as a Python literal."""
     try:
-        return ast.literal_eval(source)
-    except (ValueError, SyntaxError) as error:
-        raise RuleError(f"{text!r} is not a path: [{source}] is not a Python literal") from error
+        key = ast.literal_eval(source)
+        hash(key)
+    # The last two of what is nested too deeply for Python's parser.
+    except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError) as error:
+        raise RuleError(
+            f"{text!r} is not a path: [{source}] is not a Python literal that can be a key"
+        ) from error
+    return key

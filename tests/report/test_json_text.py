@@ -7,13 +7,15 @@ import pytest
 from checks import raises
 
 from functree.errors import FunctreeError, FunctreeTypeError, FunctreeValueError
-from functree.report.json_text import loaded
+from functree.report.json_text import SIZE, loaded
 
 FORM: Any = {
     "sizes": {...: int},
     "rows": [{"path": str, "spec": [(str, [str], None)], "whole": bool}],
     "note": (str, None),
+    "size": SIZE,
 }
+ADDED = {"since": str}
 ROW = {"path": "w", "spec": ["data", None, ["a", "b"]], "whole": True}
 DATA = {
     "functree": "plan",
@@ -21,7 +23,12 @@ DATA = {
     "sizes": {"data": 2},
     "rows": [ROW],
     "note": None,
+    "size": 2**70,
 }
+# What `json.dumps` does not write
+TEXTS = {'"more": {}': '"more": {"a": 1, "a": 2}'}
+for value, levels in (("null", 100), ("true", 10**5)):
+    TEXTS[f'"more": {value}'] = f'"more": {"[" * levels + "]" * levels}'
 
 
 def text(**changes: Any) -> str:
@@ -33,6 +40,7 @@ GOOD: dict[str, dict[str, Any]] = {
     "as it is": {},
     "the oldest format": {"format": 1},
     "nothing in it": {"sizes": {}, "rows": []},
+    "what older ones do not have": {"since": "3"},
     "another alternative": {"note": "text"},
     "names that a later functree adds": {"more": 1.5, "rows": [ROW | {"more": None}]},
 }
@@ -40,7 +48,7 @@ GOOD: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("case", GOOD)
 def test_what_is_read(case: str) -> None:
-    assert loaded(text(**GOOD[case]), "plan", 2, FORM) == DATA | GOOD[case]
+    assert loaded(text(**GOOD[case]), "plan", 2, FORM, ADDED) == DATA | GOOD[case]
     assert loaded(text(**GOOD[case]).encode(), "plan", 2, FORM) == DATA | GOOD[case]
 
 
@@ -68,6 +76,17 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
         {"rows": [ROW, ROW | {"spec": ["a", 3]}]},
         "`rows.1.spec.1` is 3, and not a text",
     ),
+    "no size": ({"size": -1}, "`size` is -1, and not a size"),
+    "a size that no float has": ({"size": 10**400}, "`size` is 1000"),
+    "true for a size": ({"size": True}, "`size` is true, and not a size"),
+    "a size that is no whole number": ({"size": 2.0}, "`size` is 2.0, and not a size"),
+    "another type, of what older ones do not have": (
+        {"since": 3},
+        "the JSON is not of a whole plan: `since` is 3, and not a text",
+    ),
+    "a name twice": ({"more": {}}, 'not the JSON of a plan: an object has "a" twice'),
+    "too deep": ({"more": None}, "it has values in one another, more than 100 times"),
+    "far too deep": ({"more": True}, "it has values in one another, more than 100 times"),
     "a wrong element of one of several": (
         {"rows": [ROW | {"spec": [["a", None]]}]},
         '`rows.0.spec.0` is ["a", null], and not a text',
@@ -78,8 +97,11 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.parametrize("case", BAD)
 def test_what_is_refused(case: str) -> None:
     changes, message = BAD[case]
+    given = text(**changes)
+    for written, other in TEXTS.items():
+        given = given.replace(written, other)
     with raises(message, error=FunctreeValueError):
-        loaded(text(**changes), "plan", 2, FORM)
+        loaded(given, "plan", 2, FORM, ADDED)
 
 
 @pytest.mark.parametrize("given", ["{", "", "[]", "3", "null", '"plan"', "{}"])

@@ -108,6 +108,12 @@ def test_different_paths_have_different_texts(one: list[Any], other: list[Any]) 
         ("a b", "'a b' is not an identifier; quote it (`\"a b\"`)"),
         ("a.0x", "'0x' is not an identifier"),
         ("[open]", "[open] is not a Python literal"),
+        ("[[1]]", "[[1]] is not a Python literal that can be a key"),
+        ("[{}]", "[{}] is not a Python literal that can be a key"),
+        (f"[{'-' * 10**4}1]", "is not a Python literal that can be a key"),
+        (f"[{'(' * 10**4}1]", "is not a Python literal that can be a key"),
+        (f"[{'9' * 5000}]", "is not a Python literal that can be a key"),
+        ("9" * 5000, "is not an identifier"),
         ('"\\q"', "is not a path"),
     ],
 )

@@ -19,6 +19,7 @@ from functree.labels.leaves import read
 from functree.layout.plan.live_arrays import live_rows
 from functree.processes.agreement import Facts, processes_text
 from functree.processes.digest import digest
+from functree.report.json_text import MOST_LEVELS
 from functree.tree.arrays import Tree
 from functree.tree.paths import Path
 
@@ -166,22 +167,30 @@ def _is_readable(path: Path) -> bool:
 
 def _check_meta(meta: object) -> None:
     """Raise CheckpointError for values that JSON does not have, or would return as others."""
-    for where, value in _not_json(meta, "meta"):
+    for where, value in _not_json(meta, "meta", MOST_LEVELS // 2):
+        if isinstance(value, dict | list):
+            most = MOST_LEVELS // 2
+            raise CheckpointError(f"`meta` has values in one another, more than {most} times")
         raise CheckpointError(
             f"`{where}` is {shown(value)}, which is not JSON: write texts, numbers, lists and dicts"
         )
 
 
-def _not_json(value: object, where: str) -> Iterator[tuple[str, object]]:
-    """What JSON does not return as it is: a tuple becomes a list, a key that is a number a text."""
-    if isinstance(value, dict):
+def _not_json(value: object, where: str, levels: int) -> Iterator[tuple[str, object]]:
+    """What JSON does not return as it is: a tuple becomes a list, a key that is a number a text.
+
+    And the first list or dict that is in more than `levels` others, as in one that is in itself.
+    """
+    if isinstance(value, dict | list) and not levels:
+        yield where, value
+    elif isinstance(value, dict):
         for key, one in value.items():
             if type(key) is str:
-                yield from _not_json(one, f"{where}[{key!r}]")
+                yield from _not_json(one, f"{where}[{key!r}]", levels - 1)
             else:
                 yield f"a key of {where}", key
     elif isinstance(value, list):
         for i, one in enumerate(value):
-            yield from _not_json(one, f"{where}[{i}]")
+            yield from _not_json(one, f"{where}[{i}]", levels - 1)
     elif type(value) not in (str, int, float, bool, type(None)):
         yield where, value

@@ -13,6 +13,7 @@ import jax
 import numpy as np
 
 from functree.errors import CheckpointError, FunctreeError
+from functree.io.checkpoints.heads import check_heads
 from functree.io.checkpoints.stored_arrays import StoredArray
 from functree.io.extras import ForeignErrors, import_extra
 
@@ -118,10 +119,14 @@ def load_arrays(folder: Path, targets: Mapping[str, Target]) -> dict[str, Stored
 
     Returns:
         Arrays of JAX with these shardings, and arrays of numpy.
+
+    Raises:
+        CheckpointError: the files have arrays of other shapes.
     """
     orbax = _orbax()
     if not targets:
         return {}
+    check_heads(folder, {name: target.shape for name, target in targets.items()})
     context = _context(orbax)
     context.memory.read_concurrent_bytes = _most_bytes(targets)
     # Each process reads for itself. If it had to wait for the others, an error in one of them would

@@ -60,6 +60,8 @@ def read_manifest(path: Path) -> Manifest:
         CheckpointError: it is not a checkpoint, or its manifest is not what was written.
     """
     try:
+        if _is_no_file(path / MANIFEST):
+            raise CheckpointFileError(f"{path / MANIFEST} cannot be read: it is not a file")
         text = (path / MANIFEST).read_bytes().decode()
     except (FileNotFoundError, NotADirectoryError):
         with files(f"{path} cannot be read"):
@@ -68,6 +70,12 @@ def read_manifest(path: Path) -> Manifest:
     except (OSError, UnicodeDecodeError) as error:
         raise CheckpointFileError(f"{path / MANIFEST} cannot be read: {error}") from error
     return Manifest.from_json(text, path / MANIFEST)
+
+
+def _is_no_file(path: Path) -> bool:
+    """Whether something else than a file is there, such as a folder."""
+    # Opening a pipe would wait for who writes to it, and a device may have no end.
+    return path.exists() and not path.is_file()
 
 
 def _no_manifest(path: Path) -> str:
@@ -201,14 +209,14 @@ def is_foreign(path: Path) -> bool:
     """Whether a folder has a manifest that functree has not written."""
     # By its first bytes: one that is damaged further on may be replaced. One that another program
     # has formatted anew begins otherwise, and can still be read.
+    if _is_no_file(path / MANIFEST):
+        return True
     try:
         with (path / MANIFEST).open("rb") as file:
             if file.read(len(BEGINNING)) == BEGINNING:
                 return False
     except FileNotFoundError:
         return False  # another process has removed the checkpoint
-    except IsADirectoryError:
-        return True
     try:
         read_manifest(path)
     except CheckpointError:

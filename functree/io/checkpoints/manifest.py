@@ -2,15 +2,21 @@
 
 import hashlib
 import json
+import math
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jax.sharding import PartitionSpec
 
-from functree.errors import CheckpointError, CheckpointFileError, FunctreeError
+from functree.errors import (
+    CheckpointError,
+    CheckpointFileError,
+    FunctreeError,
+    FunctreeValueError,
+)
 from functree.layout.plan.codec import ARRAY_FORM, array_json, read_array
-from functree.report.json_text import loaded
+from functree.report.json_text import SIZE, loaded, parsed
 from functree.tree.axes import Axes
 from functree.tree.paths import Path
 
@@ -25,17 +31,18 @@ _VALUES_NAME = re.compile("arrays-[0-9a-f]{12}")
 _FORM = {
     "arrays": (str, None),
     "step": (int, None),
-    "mesh": {...: int},
+    "mesh": {...: SIZE},
     "rows": [
         {
             **ARRAY_FORM,
-            "bytes": int,
+            "bytes": SIZE,
             "digest": (str, None),
             "same_as": (str, None),
         }
     ],
     "numbers": {...: str},
 }
+_ADDED = {"classes": [[str]]}
 
 
 def is_values_name(name: str) -> bool:
@@ -148,16 +155,16 @@ class Manifest(NamedTuple):
                 what was written.
         """
         try:
-            body = json.loads(text)
+            body = parsed(text)
             kept = body.pop("checksum", None) if isinstance(body, dict) else None
             # Before anything else is looked at: if a bit of the format has flipped, the file is
             # damaged, and not of a newer version.
             if kept is not None and kept != checksum(body):
                 raise CheckpointFileError(f"{where} is not what was written: its checksum differs")
-            data = loaded(text, "checkpoint", FORMAT, _FORM)
-            # Not in what earlier versions wrote, as the classes of a row.
+            data = loaded(text, "checkpoint", FORMAT, _FORM, _ADDED)
             classes = list(map(tuple, data.get("classes", [])))
             rows = tuple(_read_row(row, classes) for row in data["rows"])
+            _check_rows(rows)
         except (FunctreeError, ValueError, LookupError, TypeError) as error:
             if isinstance(error, CheckpointError):
                 raise
@@ -185,6 +192,26 @@ def checksum(body: Mapping[str, Any]) -> str:
     # Of the values and not of the text: it is in the same JSON, and who reads that has no text
     # without it.
     return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+
+
+def _check_rows(rows: Sequence[SavedArray]) -> None:
+    """Raise FunctreeError for rows that do not fit each other, or say two things of one array."""
+    # Of another program, or of somebody's hand, they may have a checksum that fits.
+    known: dict[Path, SavedArray] = {}
+    for row in rows:
+        why, size = "", math.prod(row.shape) * row.dtype.itemsize
+        first = row if row.same_as is None else known.get(row.same_as)
+        if row.path in known:
+            why = "there are two rows of it"
+        elif row.bytes != size:
+            why = f"it has {row.bytes} `bytes`, and an array of its shape and dtype has {size}"
+        elif row.spec is not None and len(row.spec) > len(row.shape):
+            why = f"its `spec` has {len(row.spec)} entries, and it has {len(row.shape)} dimensions"
+        elif first is None or (first.shape, first.dtype) != (row.shape, row.dtype):
+            why = f"`same_as` is {row.same_as}, and no row before it is of such an array"
+        if why:
+            raise FunctreeValueError(f"`{row.path}`: {why}")
+        known[row.path] = row
 
 
 def _row(row: SavedArray, classes: Mapping[tuple[str, ...], int]) -> dict[str, Any]:

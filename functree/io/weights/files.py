@@ -1,6 +1,5 @@
 """The safetensors files of a model ─► shape, dtype and blocks of each tensor, by name."""
 
-import json
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -8,8 +7,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from functree.errors import FunctreeError
+from functree.errors import FunctreeError, listed
 from functree.io.extras import import_extra
+from functree.report.json_text import parsed, value_text
 
 INDEX = "model.safetensors.index.json"
 
@@ -50,16 +50,19 @@ DTYPES = {
 def open_tensors(folder: Path) -> Mapping[str, Tensor]:
     """All tensors in the files of a folder, by name.
 
+    What their heads say is bounded by what is there: safetensors compares the shapes with the
+    bytes of the file.
+
     Raises:
-        FunctreeError: there is no file, a file that the index names is missing, one is not a
-            safetensors file, or the index is not one.
+        FunctreeError: there is no file, a file that the index names is missing or is elsewhere, one
+            is not a safetensors file, or the index is not one.
     """
     safetensors = import_extra("safetensors", "weights")
     tensors: dict[str, Tensor] = {}
     for file in _files(folder):
         try:
             handle = safetensors.safe_open(file, framework="np")
-        except safetensors.SafetensorError as error:
+        except (safetensors.SafetensorError, OSError) as error:
             raise FunctreeError(
                 f"{file} is not a safetensors file, or not all of it is there: {error}"
             ) from None
@@ -87,17 +90,39 @@ def _files(folder: Path) -> list[Path]:
         found = sorted(folder.glob("*.safetensors"))
         if not found:
             raise FunctreeError(f"{folder}: there is no *.safetensors file")
+        # Opening a pipe would wait for who writes to it.
+        if others := [file for file in found if not _is_file(file)]:
+            raise FunctreeError(f"{others[0]} is not a safetensors file: it is not a file at all")
         return found
-    files = sorted({folder / name for name in _file_names(index)})
-    if missing := [file.name for file in files if not file.is_file()]:
+    if not _is_file(index):
+        raise FunctreeError(f"{index} cannot be read: it is not a file")
+    names = sorted(_file_names(index))
+    # A link in the folder is followed: it was made by who has made the folder, and Hugging Face's
+    # cache consists of links. What is written in a file is no reason to read elsewhere.
+    if outside := [value_text(name) for name in names if not _is_inside(name)]:
+        raise FunctreeError(f"{index} names files outside of its folder: {listed(outside)}")
+    if missing := [name for name in names if not _is_file(folder / name)]:
         raise FunctreeError(f"{index} names files that are not there: {', '.join(missing)}")
-    return files
+    return [folder / name for name in names]
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except OSError:
+        return False  # such as a name that is too long for the file system
+
+
+def _is_inside(name: str) -> bool:
+    """Whether a name is one in the folder, or in a folder of it."""
+    path = Path(name)
+    return not path.anchor and ".." not in path.parts
 
 
 def _file_names(index: Path) -> set[str]:
     """The names of the files in an index."""
     try:
-        named = json.loads(index.read_text(encoding="utf-8"))
+        named = parsed(index.read_text(encoding="utf-8"))
     except ValueError as error:
         raise FunctreeError(f"{index} is not JSON: {error}") from None
     files = named.get("weight_map") if isinstance(named, dict) else None

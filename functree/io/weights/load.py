@@ -1,6 +1,7 @@
 """The files of a published model ─► a `Transformer`, whose arrays are born as a layout says."""
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from pathlib import Path as FilePath
 from typing import Any, NamedTuple
@@ -27,6 +28,7 @@ from functree.processes.agreement import Agreement, Facts
 from functree.processes.facts import facts_of
 from functree.processes.own_arrays import checksum
 from functree.processes.same_copies import digests_of
+from functree.report.json_text import value_text
 from functree.transforms.init import abstract
 
 
@@ -130,6 +132,7 @@ class _PublishedModel(NamedTuple):
         config, family = config_from_json(file, **fields), family_of(file, given)
         with ForeignErrors(FunctreeError, f"{folder}: the weights cannot be read"):
             tensors = open_tensors(file.parent)
+        _check_sizes(file, given, family, tensors)
         # By the tensors: what `config.json` says is the dtype of the training. A table that is
         # missing is found below, with all else that is.
         table = tensors.get(family.weights["embed.weight"])
@@ -190,3 +193,34 @@ class _PublishedModel(NamedTuple):
             raise FunctreeError(
                 f"{folder}: {count(len(problems), 'weight')} that cannot be loaded", problems
             )
+
+
+def _check_sizes(
+    file: FilePath, given: Mapping[str, Any], family: WeightMap, tensors: Mapping[str, Tensor]
+) -> None:
+    """Raise for sizes of a config that nothing in the files can have.
+
+    Even abstract, a model of such sizes may take for ever.
+
+    Args:
+        file: the file of the config, for the message.
+        given: what it says.
+        family: the family of the model.
+        tensors: those in the files.
+    """
+    elements = sum(math.prod(tensor.shape) for tensor in tensors.values())
+    # A layer has a tensor of its own, and every other size is in the shape of one.
+    most = {**dict.fromkeys(_SIZES, elements), "layers": len(tensors)}
+    problems: list[Problem] = []
+    for name, value in given.items():
+        if name not in family.fields:
+            continue
+        for key, size in (family.fields[name].read(value) or {}).items():
+            if key in most and size is not None and size > most[key]:
+                why = f"the files have {count(len(tensors), 'tensor')} with {elements:,} elements"
+                problems.append(Problem(None, None, f'"{name}": {value_text(value)}', why))
+    if problems:
+        raise FunctreeError(f"{file}: sizes that the files do not have", problems)
+
+
+_SIZES = ("vocab_size", "embed", "heads", "kv_heads", "head_dim", "hidden")

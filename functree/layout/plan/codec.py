@@ -10,16 +10,16 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from functree.errors import FunctreeValueError, Problem
 from functree.layout.plan.row import Row
-from functree.report.json_text import loaded
+from functree.report.json_text import SIZE, loaded
 from functree.tree.axes import Axes
 from functree.tree.paths import Path
 
 FORMAT = 1
 
-_NAME, _SIZES = (str, None), {...: int}
+_NAME, _SIZES = (str, None), {...: SIZE}
 ARRAY_FORM: dict[str, Any] = {
     "path": str,
-    "shape": [int],
+    "shape": [SIZE],
     "dtype": str,
     "axes": [_NAME],
     "spec": ([(str, None, [str])], None),
@@ -32,17 +32,18 @@ _FORM = {
         {
             **ARRAY_FORM,
             "reason": str,
-            "local_shape": [int],
-            "bytes_global": int,
-            "bytes_per_device": int,
-            "copies": int,
+            "local_shape": [SIZE],
+            "bytes_global": SIZE,
+            "bytes_per_device": SIZE,
+            "copies": SIZE,
             "memory_kind": _NAME,
             "mesh": (_SIZES, None),
         }
     ],
-    "problems": [{"path": _NAME, "shape": ([int], None), "what": str, "why": str, "remedy": str}],
+    "problems": [{"path": _NAME, "shape": ([SIZE], None), "what": str, "why": str, "remedy": str}],
     "unused": [str],
 }
+_ADDED = {"unused_names": [str]}
 
 
 class PlanParts(NamedTuple):
@@ -77,10 +78,10 @@ def read_plan(text: str) -> PlanParts:
     Raises:
         FunctreeError: the text is something else.
     """
-    data = loaded(text, "plan", FORMAT, _FORM)
+    data = loaded(text, "plan", FORMAT, _FORM, _ADDED)
     rows = list(map(_read_row, data["rows"]))
     problems = list(map(_read_problem, data["problems"]))
-    unused_names = data.get("unused_names", [])  # not in what earlier versions wrote
+    unused_names = data.get("unused_names", [])
     return PlanParts(rows, data["mesh"], problems, data["unused"], unused_names)
 
 
@@ -180,7 +181,8 @@ def _dtype(text: str) -> Any:
         return jax.eval_shape(lambda: jax.random.key(0, impl=implementation)).dtype
     try:
         return jnp.dtype(text)
-    except TypeError as error:
+    # numpy reads more than names, such as `(3,)f4`, and raises errors of several classes.
+    except (TypeError, ValueError, SyntaxError) as error:
         raise FunctreeValueError(
             f"the JSON is not of a whole plan: there is no dtype {text!r}"
         ) from error

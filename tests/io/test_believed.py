@@ -1,0 +1,456 @@
+"""What files say of sizes, names and depths is bounded by what is there: each of these answers at
+once, with an error of functree that names the file."""
+
+import json
+import os
+import shutil
+import struct
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import pytest
+import tensorstore
+from checks import raises
+
+import functree as ft
+from functree.io.checkpoints.manifest import checksum
+
+MODELS = Path(__file__).parents[1] / "fixtures" / "hf"
+CONFIG, INDEX, WEIGHTS = "config.json", "model.safetensors.index.json", "model.safetensors"
+DEEP = "[" * 10**5 + "]" * 10**5
+TOO_DEEP = "it has values in one another, more than 100 times"
+
+# How something that is no file comes into the place of one
+NO_FILES: dict[str, Callable[[Path], Any]] = {
+    "a folder": lambda path: path.mkdir(),
+    "a pipe": os.mkfifo,
+    "a device": lambda path: path.symlink_to("/dev/zero"),
+    "a link to nothing": lambda path: path.symlink_to("nowhere"),
+    "a link to itself": lambda path: path.symlink_to(path.name),
+}
+
+
+@contextmanager
+def refused(*said: str, error: type[Exception] = ft.FunctreeError) -> Iterator[None]:
+    """It is an error in these words, at once."""
+    start = time.monotonic()
+    with raises(*said, error=error) as caught:
+        yield
+    assert time.monotonic() - start < 5
+    # Not all of what was read is in the message, which is somebody's screen.
+    assert len(str(caught.value)) < 5000
+
+
+def load(folder: Path) -> Any:
+    return ft.load_weights(folder, ft.P(), ft.make_mesh(data=8))
+
+
+def copied(folder: Path, name: str = "llama") -> Path:
+    shutil.copytree(MODELS / name, folder / "model")
+    return folder / "model"
+
+
+def rewrite(file: Path, change: Callable[[Any], Any]) -> None:
+    """Change what a file of JSON says."""
+    found = change(json.loads(file.read_text()))
+    file.write_text(found if isinstance(found, str) else json.dumps(found))
+
+
+# The config of published weights
+
+LARGE = [10**9, 2**63, 10**30, 10**400]
+FIELDS = [
+    "vocab_size",
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "head_dim",
+    "intermediate_size",
+]
+
+
+@pytest.mark.parametrize("field", FIELDS)
+@pytest.mark.parametrize("size", LARGE, ids=lambda size: f"{len(str(size))} digits")
+def test_a_size_that_no_tensor_has(field: str, size: int, tmp_path: Path) -> None:
+    folder = copied(tmp_path)
+    rewrite(folder / CONFIG, lambda given: given | {field: size})
+    why = "the files have 30 tensors with 29,408 elements"
+    with refused(f"{CONFIG}: sizes that the files do not have", f'"{field}": {size}'[:99], why):
+        load(folder)
+
+
+VALUES: dict[str, tuple[dict[str, Any], str]] = {
+    "heads that do not fit": (
+        {"num_key_value_heads": 10**9},
+        ": no transformer can be built with these fields",
+    ),
+    "a base that is no float": ({"rope_theta": 10**400}, '"rope_theta": 1000'),
+    "an eps that is no float": ({"rms_norm_eps": 10**400}, '"rms_norm_eps": 1000'),
+    "no number": ({"rms_norm_eps": float("nan")}, '"rms_norm_eps": NaN'),
+    "infinity": ({"rope_theta": float("inf")}, '"rope_theta": Infinity'),
+    "less than nothing": ({"vocab_size": -1}, '"vocab_size": -1'),
+    "a text": ({"hidden_size": "32"}, '"hidden_size": "32"'),
+    "true": ({"num_hidden_layers": True}, '"num_hidden_layers": true'),
+    "a factor that is no float": (
+        {
+            "rope_scaling": {
+                "rope_type": "llama3",
+                "factor": 10**400,
+                "low_freq_factor": 1,
+                "high_freq_factor": 4,
+                "original_max_position_embeddings": 16,
+            }
+        },
+        '"rope_scaling": ',
+    ),
+    "a dtype of many": ({"dtype": "(1000000000,)f4"}, '"dtype": "(1000000000,)f4"'),
+    "a dtype that is no text": ({"dtype": "\ud800"}, '"dtype": "\\ud800"'),
+    "a dtype of many digits": ({"dtype": "9" * 5000}, '"dtype": "999'),
+    "a field that nobody knows": ({"x": [[0] * 10**5] * 9}, '"x": [[0, 0'),
+    "a family that is a list": ({"model_type": ["llama"]}, '"model_type": ["llama"]'),
+}
+
+
+@pytest.mark.parametrize("case", VALUES)
+def test_a_value_that_is_none(case: str, tmp_path: Path) -> None:
+    changes, said = VALUES[case]
+    folder = copied(tmp_path)
+    rewrite(folder / CONFIG, lambda given: given | changes)
+    with refused(CONFIG, said):
+        load(folder)
+
+
+def test_layers_that_are_lists(tmp_path: Path) -> None:
+    folder = copied(tmp_path, "qwen3")
+    rewrite(folder / CONFIG, lambda given: given | {"layer_types": [["full_attention"]]})
+    with refused(CONFIG, '"layer_types": [["full_attention"]]'):
+        load(folder)
+
+
+# What is no JSON that can be read, for each file of JSON
+
+TEXTS: dict[str, tuple[Callable[[str], str], str]] = {
+    "deep lists": (lambda text: text.replace("{", f'{{"x": {DEEP},', 1), TOO_DEEP),
+    "deep objects": (lambda text: '{"x":' * 10**5 + "1" + "}" * 10**5, TOO_DEEP),
+    "not so deep": (lambda text: "[" * 101 + "]" * 101, TOO_DEEP),
+    "many digits": (lambda text: text.replace("{", '{"x": ' + "9" * 9999 + ",", 1), "digits"),
+    "a name twice": (lambda text: '{"y": {"x": 1, "x": 2}}', 'an object has "x" twice'),
+    "no text": (lambda text: "\ud800", "'utf-8' codec can't decode"),
+    "nothing": (lambda text: "", "Expecting value"),
+}
+
+
+@pytest.mark.parametrize("case", TEXTS)
+def test_what_cannot_be_read_as_json(case: str, tmp_path: Path) -> None:
+    change, said = TEXTS[case]
+    folder = copied(tmp_path, "llama_sharded")
+    ft.save(tmp_path / "saved", {"w": jnp.ones(3)})
+    for file, error, read in (
+        (folder / INDEX, ft.FunctreeError, lambda: load(folder)),
+        (folder / CONFIG, ft.FunctreeError, lambda: load(folder)),
+        (folder / CONFIG, ft.FunctreeError, lambda: ft.nn.config_from_json(folder)),
+        (tmp_path / "saved" / "functree.json", ft.CheckpointError, lambda: inspected(tmp_path)),
+        (tmp_path / "saved" / "functree.json", ft.CheckpointError, lambda: restored(tmp_path)),
+    ):
+        text = file.read_text()
+        file.write_bytes(change(text).encode(errors="surrogatepass"))
+        with refused(file.name, said, error=error):
+            read()
+        file.write_text(text)
+
+
+def inspected(folder: Path) -> Any:
+    return ft.inspect(folder / "saved")
+
+
+def restored(folder: Path) -> Any:
+    return ft.restore(folder / "saved", {"w": jnp.ones(3)})
+
+
+@pytest.mark.parametrize("what", NO_FILES)
+def test_what_is_no_file(what: str, tmp_path: Path) -> None:
+    """Opening a pipe would wait for who writes to it, and a device does not end."""
+    folder = copied(tmp_path, "llama_sharded")
+    ft.save(tmp_path / "saved", {"w": jnp.ones(3)})
+    for file, read in (
+        (folder / INDEX, lambda: load(folder)),
+        (folder / "model-00003-of-00007.safetensors", lambda: load(folder)),
+        (folder / CONFIG, lambda: load(folder)),
+        (tmp_path / "saved" / "functree.json", lambda: inspected(tmp_path)),
+        (tmp_path / "saved" / "functree.json", lambda: restored(tmp_path)),
+    ):
+        file.rename(tmp_path / "away")
+        NO_FILES[what](file)
+        error = ft.CheckpointError if file.name == "functree.json" else ft.FunctreeError
+        with refused("functree.json" if error is ft.CheckpointError else file.name, error=error):
+            read()
+        file.rmdir() if file.is_dir() else file.unlink()
+        (tmp_path / "away").rename(file)
+    with refused(f"{WEIGHTS} is not a safetensors file: it is not a file at all"):
+        (folder / INDEX).unlink()
+        NO_FILES[what](folder / WEIGHTS)
+        load(folder)
+
+
+def test_a_pipe_is_not_overwritten(tmp_path: Path) -> None:
+    (tmp_path / "saved").mkdir()
+    os.mkfifo(tmp_path / "saved" / "functree.json")
+    with refused("was not written by functree", error=ft.CheckpointError):
+        ft.save(tmp_path / "saved", {"w": jnp.ones(3)}, overwrite=True)
+
+
+# The names of files in an index
+
+OUTSIDE = "index.json names files outside of its folder: "
+MISSING = "index.json names files that are not there: "
+NAMES: dict[str, str] = {
+    "../outside.safetensors": f'{OUTSIDE}"../outside.safetensors"',
+    "sub/../../outside.safetensors": f'{OUTSIDE}"sub/../../outside.safetensors"',
+    "/outside.safetensors": f'{OUTSIDE}"/outside.safetensors"',
+    "/dev/zero": OUTSIDE,
+    "": MISSING,
+    ".": MISSING,
+    "sub": MISSING,
+    "a\0b": MISSING,
+    "x" * 4000: MISSING,
+    CONFIG: f"{CONFIG} is not a safetensors file",
+}
+
+
+@pytest.mark.parametrize("name", NAMES, ids=lambda name: repr(name[:20]))
+def test_a_name_in_an_index(name: str, tmp_path: Path) -> None:
+    folder = copied(tmp_path, "llama_sharded")
+    (folder / "sub").mkdir()
+    moved = "model-00003-of-00007.safetensors"
+    (folder / moved).rename(tmp_path / "outside.safetensors")
+    if name == "/outside.safetensors":
+        name = str(tmp_path / "outside.safetensors")
+        said = f'{OUTSIDE}"{name}"'
+    else:
+        said = NAMES[name]
+    (folder / INDEX).write_text(
+        (folder / INDEX).read_text().replace(f'"{moved}"', json.dumps(name))
+    )
+    with refused(said):
+        load(folder)
+
+
+def test_a_link_and_a_folder_inside_are_followed(tmp_path: Path) -> None:
+    """Hugging Face's cache consists of links to files elsewhere."""
+    folder = copied(tmp_path, "llama_sharded")
+    first, second = "model-00003-of-00007.safetensors", "model-00004-of-00007.safetensors"
+    (folder / first).rename(tmp_path / "blob")
+    (folder / first).symlink_to("../blob")
+    (folder / "sub").mkdir()
+    (folder / second).rename(folder / "sub" / second)
+    (folder / INDEX).write_text((folder / INDEX).read_text().replace(second, f"sub/{second}"))
+    load(folder)
+
+
+# The heads of safetensors files
+
+Head = dict[str, Any]
+
+
+def tensor(**changes: Any) -> Callable[[Head], Head]:
+    """Another entry for one tensor."""
+    return lambda head: head | {"lm_head.weight": head["lm_head.weight"] | changes}
+
+
+def extra(shape: list[int], offsets: list[int]) -> Callable[[Head], Head]:
+    entry = {"dtype": "F32", "shape": shape, "data_offsets": offsets}
+    return lambda head: head | {"extra": entry}
+
+
+def same(head: Head) -> Head:
+    return head
+
+
+WHOLE = f"{WEIGHTS} is not a safetensors file, or not all of it is there: "
+HEADS: dict[str, tuple[Callable[[Head], Any], int | None, str]] = {
+    "a length of 2^63": (same, 2**63, WHOLE),
+    "a length beyond the file": (same, 10**6, WHOLE),
+    "no length": (same, 0, WHOLE),
+    "offsets beyond the file": (tensor(data_offsets=[0, 10**12]), None, WHOLE),
+    "offsets of 2^64": (tensor(data_offsets=[0, 2**64]), None, WHOLE),
+    "offsets below nothing": (tensor(data_offsets=[-8, 0]), None, WHOLE),
+    "offsets in reverse": (tensor(data_offsets=[8, 0]), None, WHOLE),
+    "bytes of two": (extra([4], [0, 16]), None, WHOLE),
+    "a huge shape": (tensor(shape=[10**12, 10**12]), None, WHOLE),
+    "a shape of 2^63": (tensor(shape=[2**63, 2]), None, WHOLE),
+    "a negative shape": (tensor(shape=[-96, -32]), None, WHOLE),
+    "a shape of texts": (tensor(shape=["96", "32"]), None, WHOLE),
+    "a huge shape without elements": (extra([0, 2**62], [0, 0]), None, "extra\n"),
+    "a dtype that nobody knows": (tensor(dtype="F9"), None, WHOLE),
+    "a dtype that is a number": (tensor(dtype=4), None, WHOLE),
+    "a dtype of integers": (tensor(dtype="I32"), None, "lm_head.weight has the dtype I32"),
+    "deep": (lambda head: f'{{"x": {DEEP}}}', None, WHOLE),
+}
+
+
+@pytest.mark.parametrize("case", HEADS)
+def test_a_head_of_safetensors(case: str, tmp_path: Path) -> None:
+    change, length, said = HEADS[case]
+    folder = copied(tmp_path)
+    data = (folder / WEIGHTS).read_bytes()
+    end = 8 + struct.unpack("<Q", data[:8])[0]
+    head = change(json.loads(data[8:end]))
+    text = (head if isinstance(head, str) else json.dumps(head)).encode()
+    start = struct.pack("<Q", len(text) if length is None else length)
+    (folder / WEIGHTS).write_bytes(start + text + data[end:])
+    with refused(said):
+        load(folder)
+
+
+# The manifest of a checkpoint, with a checksum that fits
+
+Row = dict[str, Any]
+MANIFESTS: dict[str, tuple[dict[str, Any], str]] = {
+    "a huge shape": ({"shape": [10**9, 10**9]}, "it has 128 `bytes`, and an array of its shape"),
+    "a shape of 400 digits": ({"shape": [10**400]}, "`rows.0.shape.0` is 1000"),
+    "a negative shape": ({"shape": [-4, -8]}, "`rows.0.shape.0` is -4, and not a size"),
+    "a shape of texts": ({"shape": ["4", "8"]}, '`rows.0.shape.0` is "4", and not a size'),
+    "a shape that is no number": ({"shape": [float("nan")]}, "`rows.0.shape.0` is NaN"),
+    "negative bytes": ({"bytes": -1}, "`rows.0.bytes` is -1, and not a size"),
+    "other bytes": ({"bytes": 10**15}, "it has 1000000000000000 `bytes`, and an array of"),
+    "a dtype that nobody knows": ({"dtype": "float9"}, "there is no dtype 'float9'"),
+    "a dtype of many": ({"dtype": "(1000000000,)f4"}, "there is no dtype '(1000000000,)f4'"),
+    "a dtype that is no text": ({"dtype": "\ud800"}, "there is no dtype"),
+    "random keys of no kind": ({"dtype": "key<x>"}, "random keys of an unknown kind: key<x>"),
+    "a spec of other rank": ({"spec": ["a", None, None]}, "its `spec` has 3 entries, and it has 2"),
+    "the same as nothing": ({"same_as": "nothing"}, "`same_as` is nothing, and no row before it"),
+    "the same as itself": ({"same_as": "w"}, "`same_as` is w, and no row before it"),
+    "a path that is a list": ({"path": "[[1]]"}, "is not a Python literal that can be a key"),
+    "a deep path": ({"path": f"[{'-' * 10**4}1]"}, "is not a path"),
+    "a path of many digits": ({"path": "9" * 4999}, "is not an identifier"),
+    "an axis that is none": ({"axes": ["", None]}, "is not an axis name"),
+    "classes that are not there": ({"classes": 7}, "is not the manifest of a checkpoint"),
+}
+
+
+def forge(folder: Path, change: Callable[[Head], Head]) -> None:
+    """Change a manifest, and its checksum with it."""
+    file = folder / "functree.json"
+    body = json.loads(file.read_text())
+    del body["checksum"]
+    body = change(body)
+    file.write_text(json.dumps(body | {"checksum": checksum(body)}))
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("manifests") / "saved"
+    ft.save(folder, {"w": jnp.ones((4, 8))})
+    return folder
+
+
+@pytest.mark.parametrize("case", MANIFESTS)
+def test_a_row_of_a_manifest(case: str, saved: Path, tmp_path: Path) -> None:
+    changes, said = MANIFESTS[case]
+    shutil.copytree(saved, tmp_path / "saved")
+    forge(tmp_path / "saved", lambda body: body | {"rows": [body["rows"][0] | changes]})
+    for read in (inspected, restored):
+        with raises(
+            "functree.json is not the manifest of a checkpoint: ", error=ft.CheckpointError
+        ):
+            read(tmp_path)
+    with raises(said, error=ft.CheckpointError):
+        inspected(tmp_path)
+
+
+BODIES: dict[str, tuple[Callable[[Head], Head], str]] = {
+    "two rows of one array": (lambda body: body | {"rows": body["rows"] * 2}, "there are two rows"),
+    "a huge mesh": (lambda body: body | {"mesh": {"data": 10**400}}, "`mesh.data` is 1000"),
+    "a negative mesh": (lambda body: body | {"mesh": {"data": -1}}, "`mesh.data` is -1, and not"),
+    "classes that are none": (lambda body: body | {"classes": [3]}, "`classes.0` is 3, and not"),
+    "values elsewhere": (lambda body: body | {"arrays": "/tmp"}, "is no folder of values"),
+    "no rows": (lambda body: body | {"rows": {}}, "`rows` is {}, and not a list"),
+}
+
+
+@pytest.mark.parametrize("case", BODIES)
+def test_a_manifest(case: str, saved: Path, tmp_path: Path) -> None:
+    change, said = BODIES[case]
+    shutil.copytree(saved, tmp_path / "saved")
+    forge(tmp_path / "saved", change)
+    for read in (inspected, restored):
+        with refused("functree.json is not the manifest of a checkpoint: ", said):
+            read(tmp_path)
+
+
+def test_meta_is_not_deeper_than_what_is_read(tmp_path: Path) -> None:
+    deep: list[Any] = []
+    for _ in range(49):
+        deep = [deep]
+    ft.save(tmp_path / "saved", {"w": jnp.ones(3)}, meta=deep)
+    assert inspected(tmp_path).meta == deep
+    itself: dict[str, Any] = {}
+    itself["a"] = [itself, itself]
+    for meta in ([deep], itself):
+        with refused("`meta` has values in one another, more than 50 times"):
+            ft.save(tmp_path / "deeper", {"w": jnp.ones(3)}, meta=meta)
+
+
+# What tensorstore reads, which ends the process over it
+
+Change = Callable[[Path], Any]
+
+
+def in_head(change: Callable[[Head], Any]) -> Change:
+    """Write another head of the array `w`, by tensorstore itself, so that its checksums fit."""
+
+    def write(state: Path) -> None:
+        base = {"driver": "file", "path": f"{state}/"}
+        store: Any = tensorstore.KvStore.open({"driver": "ocdbt", "base": base}).result()
+        found = change(json.loads(store.read("w/zarr.json").result().value))
+        text = found if isinstance(found, str) else json.dumps(found)
+        store.write("w/zarr.json", text.encode()).result()
+
+    return write
+
+
+def in_parts(*sizes: int) -> Change:
+    grid = {"name": "regular", "configuration": {"chunk_shape": sizes}}
+    return in_head(lambda head: head | {"chunk_grid": grid})
+
+
+def of_shape(*shape: int) -> Change:
+    return in_head(lambda head: head | {"shape": shape})
+
+
+def no_file(name: str) -> Change:
+    def replace(state: Path) -> None:
+        (state / name).unlink()
+        os.mkfifo(state / name)
+
+    return replace
+
+
+HEAD = "the head of w in the files "
+VALUES_FILES: dict[str, tuple[Change, str]] = {
+    "huge parts": (in_parts(10**6, 10**6), f"{HEAD}has the shape [4, 8] in parts of [1000000"),
+    "parts of 2^62": (in_parts(2**62, 8), f"{HEAD}has the shape [4, 8] in parts of [46116"),
+    "parts of nothing": (in_parts(0, 8), f"{HEAD}has the shape [4, 8] in parts of [0, 8]"),
+    "parts of other rank": (in_parts(4), f"{HEAD}cannot be read: "),
+    "parts of texts": (in_head(lambda head: head | {"chunk_grid": "x"}), f"{HEAD}cannot be read: "),
+    "a huge shape": (of_shape(10**9, 16), f"{HEAD}has the shape [1000000000, 16]"),
+    "a negative shape": (of_shape(-1, 8), f"{HEAD}has the shape [-1, 8]"),
+    "deep": (in_head(lambda head: DEEP), f"{HEAD}cannot be read: {TOO_DEEP}"),
+    "no object": (in_head(lambda head: "[]"), f"{HEAD}cannot be read: "),
+    "a dtype that nobody knows": (in_head(lambda head: head | {"data_type": "x"}), "data_type"),
+    "a pipe": (no_file("manifest.ocdbt"), "manifest.ocdbt cannot be read: it is not a file"),
+    "another pipe": (no_file("_METADATA"), "_METADATA cannot be read: it is not a file"),
+}
+
+
+@pytest.mark.parametrize("case", VALUES_FILES)
+def test_the_files_of_the_values(case: str, saved: Path, tmp_path: Path) -> None:
+    change, said = VALUES_FILES[case]
+    shutil.copytree(saved, tmp_path / "saved")
+    change(next((tmp_path / "saved").glob("arrays-*/state")))
+    with refused("cannot be restored\n\n  w\n", said, "restore another checkpoint"):
+        ft.restore(tmp_path / "saved", {"w": jnp.ones((4, 8))})
