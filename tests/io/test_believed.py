@@ -454,3 +454,63 @@ def test_the_files_of_the_values(case: str, saved: Path, tmp_path: Path) -> None
     change(next((tmp_path / "saved").glob("arrays-*/state")))
     with refused("cannot be restored\n\n  w\n", said, "restore another checkpoint"):
         ft.restore(tmp_path / "saved", {"w": jnp.ones((4, 8))})
+
+
+# Plans and ledgers
+
+PLAN: dict[str, Any] = {
+    "functree": "plan",
+    "format": 1,
+    "mesh": {"data": 2},
+    "rows": [],
+    "problems": [],
+    "unused": [],
+}
+MOVED: dict[str, Any] = {
+    "kind": "all-reduce",
+    "mesh_axes": ["data"],
+    "group_size": 2,
+    "bytes": 8,
+    "count": 1,
+    "paths": ["w"],
+    "arguments": ["model"],
+    "phase": None,
+    "source": None,
+    "op": "all-reduce.1",
+}
+LEDGER: dict[str, Any] = {
+    "functree": "ledger",
+    "format": 1,
+    "backend": "cpu",
+    "mesh": {"data": 2},
+    "collectives": [MOVED],
+    "memory": {"arguments": {}, "outputs": 0, "aliases": 0, "temporaries": 0, "peak": 0},
+    "warnings": [],
+    "warnings_known": True,
+    "not_understood": [],
+}
+WRITTEN: dict[str, tuple[dict[str, Any], str]] = {
+    "a plan on less than nothing": (PLAN | {"mesh": {"data": -2}}, "`mesh.data` is -2"),
+    "names that are no list": (PLAN | {"unused_names": None}, "`unused_names` is null"),
+    "a ledger of huge arrays": (
+        LEDGER | {"collectives": [MOVED | {"bytes": 10**400}]},
+        "`collectives.0.bytes` is 1000",
+    ),
+    "paths without their arguments": (
+        LEDGER | {"collectives": [MOVED | {"arguments": []}]},
+        "'all-reduce.1' has 1 `paths` and 0 `arguments`",
+    ),
+    "a path that is none": (
+        LEDGER | {"collectives": [MOVED | {"paths": ["[[1]]"]}]},
+        "'[[1]]' is not a path",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", WRITTEN)
+def test_a_plan_or_a_ledger(case: str) -> None:
+    body, said = WRITTEN[case]
+    ft.Plan.from_json(json.dumps(PLAN))
+    assert "model.w" in str(ft.Ledger.from_json(json.dumps(LEDGER)))
+    with refused(said):
+        {"plan": ft.Plan, "ledger": ft.Ledger}[body["functree"]].from_json(json.dumps(body))
