@@ -20,6 +20,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 from jaxtyping import Array, Int, Shaped
 
 from functree.devices.specs import Entry, mesh_axes, of_rank, without
+from functree.devices.varying import unchecked, without_varying
 from functree.layout.rules import AxisRules
 from functree.placing.ambient import ambient_rules, axis_rules, has_axis_rules, spec
 from functree.placing.constrain import constrain
@@ -202,6 +203,11 @@ def on_one_device() -> bool:
     return all(size == 1 or name in mesh.manual_axes for name, size in mesh.shape.items())
 
 
+def is_partly_manual() -> bool:
+    """Whether this is traced in a shard_map that leaves several devices to the compiler."""
+    return bool(jax.sharding.get_abstract_mesh().manual_axes) and not on_one_device()
+
+
 def specs_of(arrays: Sequence[Array], names: Sequence[str]) -> list[PartitionSpec] | None:
     """How arrays are sharded, if that is known: by their types, or by the ambient rules.
 
@@ -264,7 +270,7 @@ def on_shards(
             vary.
     """
     if on_one_device():
-        return fun(*arrays)
+        return fun(*arrays) if check_vma else without_varying(unchecked(fun))(*arrays)
     specs = specs_of(arrays, names)
     if specs is None:
         return fun(*arrays)
@@ -293,11 +299,17 @@ def on_shards(
     mapped = jax.shard_map(
         of_shards, in_specs=tuple(specs), out_specs=specs[0], axis_names=free, check_vma=check_vma
     )
-    return mapped(*map(_resharded, arrays, specs))
+    return without_varying(mapped)(*map(resharded, arrays, specs))
 
 
-def _resharded(x: Array, wanted: PartitionSpec) -> Array:
-    """An array as `jax.shard_map` requires it: on Explicit axes its type has to have the spec."""
+def resharded(x: Array, wanted: PartitionSpec) -> Array:
+    """An array as `jax.shard_map` requires it: on Explicit axes its type has to have the spec.
+
+    Examples:
+        >>> from functree.nn.activations import resharded
+        >>> resharded(jnp.ones(3), ft.P()).shape  # on no Explicit axes
+        (3,)
+    """
     mesh = jax.sharding.get_abstract_mesh()
     if AxisType.Explicit not in mesh.axis_types or PartitionSpec(*entries_of(x)) == wanted:
         return x

@@ -12,8 +12,16 @@ from jaxtyping import Array, Bool, Float, Int
 
 from functree.argument_checks import ROOM, SIZE, Takes, check, is_integers, parameter_error, shown
 from functree.devices.specs import entry, mesh_axes
+from functree.devices.varying import without_varying
 from functree.errors import Problem
-from functree.nn.activations import activation, indices_along, on_one_device, specs_of
+from functree.nn.activations import (
+    activation,
+    entries_of,
+    indices_along,
+    on_one_device,
+    resharded,
+    specs_of,
+)
 from functree.nn.attention.layer import Positions, Segments
 from functree.nn.transformer import TOKENS, Head, Tokens, Transformer
 from functree.nn.weights import accumulator, as_int32
@@ -121,27 +129,34 @@ def _on_batches(
     over chunks that the compiler's partitioner sees, both would be done for each chunk.
     """
     axes = _batch_axes([x, targets, weights])
-    if not axes:
-        return loss(head, x, targets, weights)
     arrays, static = eqx.partition(head, eqx.is_array)
+
+    def of_arrays(arrays: Head, *parts: Array) -> Array:
+        return loss(eqx.combine(arrays, static), *parts)
 
     def of_batches(arrays: Head, *parts: Array) -> Array:
         # Marked as different on each device, so that their gradients are sums over its own batches,
         # and become the whole sum once, where they leave the `shard_map`. Of what is equal on all
         # devices JAX would sum the gradient where it is used: in each chunk.
         own = jax.tree.map(lambda array: jax.lax.pcast(array, axes, to="varying"), arrays)
-        return jax.lax.psum(loss(eqx.combine(own, static), *parts), axes)
+        return jax.lax.psum(of_arrays(own, *parts), axes)
 
+    if not axes:
+        return without_varying(of_arrays)(arrays, x, targets, weights)
     # Only along the axes of the batch. Along others the head stays sharded as it is, such as the
     # vocabulary over `model`, and the partitioner does the rest.
     whole, batch = PartitionSpec(), PartitionSpec(entry(axes))
     mapped: Any = jax.shard_map(
         of_batches, in_specs=(whole, batch, batch, batch), out_specs=whole, axis_names=set(axes)
     )
-    if AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types:
-        # JAX 0.10 gathers what enters here along the other mesh axes, if these are Explicit.
+    mesh, parts = jax.sharding.get_abstract_mesh(), (x, targets, weights)
+    if mesh.manual_axes:
+        parts = [resharded(x, PartitionSpec(*batch, *entries_of(x)[1:])) for x in parts]
+    elif AxisType.Explicit in mesh.axis_types:
+        # JAX 0.10 gathers what enters here along the other mesh axes, if these are Explicit. It has
+        # no Auto axes inside a shard_map of Explicit ones.
         mapped = jax.sharding.auto_axes(mapped, out_sharding=whole)
-    return mapped(arrays, x, targets, weights)
+    return without_varying(mapped)(arrays, *parts)
 
 
 def _batch_axes(arrays: Sequence[Array]) -> tuple[str, ...]:

@@ -1,14 +1,24 @@
 """Tokens ─► vectors; and by the same table, vectors ─► logits."""
 
 import equinox as eqx
+import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import AxisType
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from functree.argument_checks import FLOATING, FUNCTION, KEY, SIZE, check
-from functree.nn.activations import constrain_to
-from functree.nn.weights import Initializer, cast, dtype_or_none, product, rows, small_normal
+from functree.nn.activations import constrain_to, is_partly_manual
+from functree.nn.weights import (
+    Initializer,
+    cast,
+    dtype_or_none,
+    product,
+    rows,
+    rows_on_shards,
+    small_normal,
+)
 from functree.placing.ambient import has_axis_rules, spec
 
 
@@ -115,4 +125,8 @@ def lookup(
     # And where rules shard the sequence between the layers by the mesh axes of the vocabulary,
     # "seq" has lost them in this spec: each device looks up the tokens of the whole sequence in its
     # own rows. With a sharded sequence the table would be gathered.
+    if AxisType.Auto in jax.sharding.get_abstract_mesh().axis_types and is_partly_manual():
+        # Left to the partitioner, a lookup ends the process there (in jax 0.12).
+        tokens = constrain_to(tokens, names, outer)
+        return rows_on_shards(table, tokens, (vocab, embed), tuple(outer))
     return constrain_to(rows(table, tokens), [*names, "embed"], [*outer, embed])

@@ -18,6 +18,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from functree.devices.specs import mesh_axes, without
+from functree.devices.varying import without_varying
 from functree.nn.activations import Entries, entries_of, explicit_mesh, out_sharding
 
 # How it is initialized
@@ -120,6 +121,9 @@ def rows(
         # its gradient is scattered. The partitioner alone would move the gradients of all rows
         # that are looked up.
         table = jax.sharding.reshard(table, out_sharding(mesh, of_table))
+        if mesh.manual_axes:
+            # JAX does not differentiate a lookup with `out_sharding=` there.
+            return rows_on_shards(table, index, of_table, kept)
     sharding = out_sharding(mesh, (*kept, of_table[-1]))
     # "fill" is NaN for floating-point numbers. JAX's default clips the index, and takes a negative
     # one for one from the end: a token that the vocabulary does not have would get the row of
@@ -127,6 +131,46 @@ def rows(
     return table.at[as_int32(index)].get(
         mode="fill", wrap_negative_indices=False, out_sharding=sharding
     )
+
+
+def rows_on_shards(
+    table: Float[Array, "vocab embed"],
+    index: Int[Array, "*batch"],
+    of_table: Entries,
+    of_index: Entries,
+) -> Float[Array, "*batch embed"]:
+    """`rows`, where each device looks up its own indices in its own rows, and they are summed.
+
+    It is for the body of a shard_map that leaves some mesh axes to the compiler.
+
+    Args:
+        table: the table.
+        index: the indices.
+        of_table: how the table is sharded.
+        of_index: how the indices are sharded: by other mesh axes.
+    """
+    mesh, vocab = jax.sharding.get_abstract_mesh(), table.shape[0]
+    # XLA's partitioner refuses a sum over a mesh axis of one device (in jax 0.12).
+    axes = tuple(axis for axis in mesh_axes(of_table[0]) if mesh.shape[axis] > 1)
+
+    def of_shard(table: Array, index: Array) -> Array:
+        index = as_int32(index)
+        is_token, own = (index >= 0) & (index < vocab), index
+        if axes:
+            own = index - jax.lax.axis_index(axes) * table.shape[0]
+        is_own = (own >= 0) & (own < table.shape[0])
+        found = jnp.where(is_own[..., None], rows(table, own), 0)
+        if axes:
+            found = jax.lax.psum(found, axes)  # one of them is not 0
+        return jnp.where(is_token[..., None], found, jnp.nan)
+
+    mapped = jax.shard_map(
+        of_shard,
+        in_specs=(PartitionSpec(*of_table), PartitionSpec(*of_index)),
+        out_specs=PartitionSpec(*of_index, of_table[1]),
+        axis_names=set(mesh.axis_names) - set(mesh.manual_axes),
+    )
+    return without_varying(mapped)(table, index)
 
 
 def as_int32(index: Int[Array, "*batch"]) -> Int[Array, "*batch"]:

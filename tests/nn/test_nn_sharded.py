@@ -2,6 +2,7 @@
 too many."""
 
 import contextlib
+import dataclasses
 import functools
 import itertools
 import re
@@ -20,6 +21,8 @@ from functree.devices.make_mesh import make_mesh
 from functree.errors import ShardingError
 from functree.layout.fsdp import FSDP
 from functree.layout.rules import AxisRules
+from functree.nn.activations import on_shards
+from functree.nn.attention.kernels import AXES, splash
 from functree.nn.weights import broadcast_like, product, rows
 from functree.placing.ambient import axis_rules
 from functree.placing.shard import shard
@@ -218,6 +221,143 @@ def test_manual_axes_are_left_alone(explicit: bool, manual: set[str], check_vma:
     with jax.set_mesh(mesh), axis_rules(LAYOUTS["tensor"]), jax.default_matmul_precision("highest"):
         logits = jax.jit(local)(model, jax.device_put(TOKENS, NamedSharding(mesh, P("data", None))))
     np.testing.assert_allclose(logits, whole(TIED)[1], rtol=1e-4, atol=1e-5)
+
+
+SMALL = nn.TransformerConfig(64, 16, layers=2, heads=8, kv_heads=4, head_dim=4, hidden=32)
+POD = AxisRules({"batch": "data", **TENSOR, ...: None})
+# The mesh axes of the user's shard_map, and the rules for those that it leaves.
+PARTLY: dict[str, tuple[tuple[str, ...], AxisRules]] = {
+    "one axis": (("pod",), POD),
+    "two axes": (("pod", "data"), AxisRules({**TENSOR, ...: None})),
+    "a sharded sequence": (
+        ("pod",),
+        AxisRules({"batch": "data", **TENSOR, "seq": "model", ...: None}),
+    ),
+}
+
+
+def chunked_loss(model: nn.Transformer, tokens: jax.Array) -> jax.Array:
+    return nn.cross_entropy(model, tokens[:, :-1], tokens[:, 1:], chunk=8)
+
+
+@functools.cache
+def whole_loss(**options: Any) -> tuple[Any, Any, Any]:
+    """A model, tokens, and the gradient of their loss on one device."""
+    model = create(dataclasses.replace(SMALL, **options))
+    tokens = jnp.asarray(TOKENS[:, :17] % 64)
+    return model, tokens, jax.jit(jax.value_and_grad(chunked_loss))(model, tokens)
+
+
+@pytest.mark.parametrize(
+    ("case", "check_vma", "options", "explicit"),
+    [
+        *((case, True, {}, explicit) for case in PARTLY for explicit in (False, True)),
+        ("one axis", False, {}, True),
+        ("one axis", True, {"remat": "dots", "tie_embedding": True}, False),
+    ],
+    ids=str,
+)
+def test_a_loss_in_a_partial_shard_map(
+    case: str, check_vma: bool, options: dict[str, Any], explicit: bool
+) -> None:
+    manual, rules = PARTLY[case]
+    mesh = make_mesh(pod=2, data=2, model=2, explicit=explicit)
+    model, tokens, expected = whole_loss(**options)
+
+    def local(model: nn.Transformer, tokens: jax.Array) -> jax.Array:
+        return jax.lax.pmean(chunked_loss(model, tokens), manual)
+
+    mapped = jax.shard_map(
+        local,
+        mesh=mesh,
+        in_specs=(P(), P(manual)),
+        out_specs=P(),
+        axis_names=set(manual),
+        check_vma=check_vma,
+    )
+    placed = shard(model, AxisRules({**TENSOR, ...: None}), mesh)
+    with jax.set_mesh(mesh), axis_rules(rules), jax.default_matmul_precision("highest"):
+        found = jax.jit(jax.value_and_grad(mapped))(placed, shard(tokens, P(manual), mesh))
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), found, expected
+    )
+
+
+@pytest.mark.parametrize("explicit", [False, True], ids=["auto", "explicit"])
+def test_attention_in_a_partial_shard_map(explicit: bool) -> None:
+    mesh = make_mesh(data=2, model=4, explicit=explicit)
+    attention = nn.Attention(16, 8, 4, 4, key=jax.random.key(0))
+    x = jax.random.normal(jax.random.key(1), (4, 20, 16))
+    segments = jnp.arange(20)[None].repeat(4, 0) // 7
+
+    def of_all(attention: nn.Attention, x: jax.Array, segments: jax.Array) -> jax.Array:
+        return (attention(x, None, segments) ** 2).sum()
+
+    mapped = jax.shard_map(
+        lambda *args: jax.lax.psum(of_all(*args), "data"),
+        mesh=mesh,
+        in_specs=(P(), P("data"), P("data")),
+        out_specs=P(),
+        axis_names={"data"},
+    )
+    placed = [shard(value, P("data"), mesh) for value in (x, segments)]
+    with jax.set_mesh(mesh), axis_rules(AxisRules({**TENSOR, ...: None})):
+        found = jax.jit(jax.grad(mapped, (0, 1)))(shard(attention, POD, mesh), *placed)
+    expected = jax.grad(of_all, (0, 1))(attention, x, segments)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), found, expected
+    )
+
+
+@pytest.mark.parametrize("manual", [{"data"}, {"data", "model"}], ids=["some", "all"])
+def test_a_kernel_in_a_checked_shard_map(manual: set[str]) -> None:
+    """Its results do not say along which mesh axes they vary: alone it is an error of JAX."""
+    mesh = make_mesh(data=2, model=4)
+    heads = jax.random.normal(jax.random.key(1), (4, 128, 4, 128))
+
+    def kernel(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+        return splash(query, key, value, interpret=True)
+
+    def local(x: jax.Array) -> jax.Array:
+        mixed = on_shards(kernel, [x, x, x], AXES[:3], check_vma=False)
+        return jax.lax.psum((mixed**2).sum(), "data")
+
+    mapped = jax.shard_map(local, mesh=mesh, in_specs=P("data"), out_specs=P(), axis_names=manual)
+    with jax.set_mesh(mesh), axis_rules(LAYOUTS["tensor"]):
+        found = jax.jit(jax.grad(mapped))(shard(heads, P("data"), mesh))
+    expected = jax.jit(jax.grad(lambda x: (kernel(x, x, x) ** 2).sum()))(heads)
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_generate_in_a_partial_shard_map(check_vma: bool) -> None:
+    mesh = make_mesh(pod=2, data=2, model=2)
+    model, tokens, _ = whole_loss()
+    mapped = jax.shard_map(
+        lambda model, prompts: nn.generate(model, prompts, 3, stop=7),
+        mesh=mesh,
+        in_specs=(P(), P("pod")),
+        out_specs=P("pod"),
+        axis_names={"pod"},
+        check_vma=check_vma,
+    )
+    placed = shard(tokens[:, :5], P("pod"), mesh)
+    with jax.set_mesh(mesh), axis_rules(POD):
+        found = jax.jit(mapped)(shard(model, AxisRules({**TENSOR, ...: None}), mesh), placed)
+    np.testing.assert_array_equal(found, nn.generate(model, tokens[:, :5], 3, stop=7))
+
+
+def test_a_token_that_there_is_not_in_a_partial_shard_map() -> None:
+    mesh, table = make_mesh(data=2, model=4), nn.Embedding(8, 4, key=jax.random.key(0))
+    tokens = jnp.array([[0, 7, 8, 300], [3, -1, -8, -9]], jnp.int16)
+    mapped = jax.shard_map(
+        table, mesh=mesh, in_specs=P("data"), out_specs=P("data"), axis_names={"data"}
+    )
+    with jax.set_mesh(mesh), axis_rules(LAYOUTS["tensor"]):
+        found = jax.jit(mapped)(tokens)
+    expected = table(tokens)
+    np.testing.assert_array_equal(found, expected)
+    assert (np.isnan(expected).any(-1) == [[0, 0, 1, 1], [0, 1, 1, 1]]).all()
 
 
 def test_rules_that_do_not_fit_an_activation_say_so(mesh: Mesh) -> None:
