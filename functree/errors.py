@@ -39,6 +39,11 @@ USERS_ERRORS = (
 do what is asked of them. Not all that Python has: an interrupt, or a full memory, is not theirs."""
 
 
+def error_text(error: BaseException) -> str:
+    """The class and the first line of an error, for a message about it."""
+    return f"{type(error).__name__}: {error}".splitlines()[0]
+
+
 class FunctreeError(Exception):
     """The base class of all errors of functree. `.problems` has one record for each thing that is
     wrong.

@@ -107,7 +107,8 @@ def read(tree: Tree, names: Mapping[type, Names] | None = None) -> Leaves:
     for node, path, given in walk.fields:
         if given.by_leaf and not given.by_module:
             walk.note_unmatched(node, path, (given,))
-    skeleton = Skeleton(tree_structure(tree), walk.indices, walk.others)
+    paths = [leaf.path for leaf in walk.leaves]
+    skeleton = Skeleton(tree_structure(tree), walk.indices, walk.others, paths)
     unused: list[type] = []
     for cls, given in walk.names.items():
         if cls not in walk.used and not _is_stock(cls, given):

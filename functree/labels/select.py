@@ -23,6 +23,7 @@ from functree.tree.nodes import (
     BELOW,
     blanked,
     children,
+    emptied,
     leaves_of,
     mapped,
     nodes_at,
@@ -168,7 +169,10 @@ class Selection(Generic[T]):
         def rest(path: Path, node: Tree) -> Any:
             return blanked(node) if path in chosen else BELOW
 
-        return mapped(self._tree, selected), mapped(self._tree, rest)
+        return (
+            mapped(self._tree, selected, build=emptied),
+            mapped(self._tree, rest, build=emptied),
+        )
 
     # Changing
 

@@ -1,6 +1,6 @@
 """A path, or a function that picks parts of a tree ─► the paths of these parts."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import fields, is_dataclass
 from operator import attrgetter
 from typing import Any
@@ -8,7 +8,7 @@ from typing import Any
 from functree.argument_checks import shown
 from functree.errors import FunctreeError, FunctreeValueError, RuleError, did_you_mean
 from functree.tree.arrays import Tree
-from functree.tree.nodes import children, marked
+from functree.tree.nodes import children, identities, marked
 from functree.tree.paths import Path, first_beginning
 
 
@@ -36,10 +36,13 @@ def accessed_paths(node: Tree, where: Callable[[Tree], Any]) -> list[Path]:
     # the objects that it returns show their paths.
     copied, places = marked(node)
     found = where(copied)
-    several = (found,)
-    # A tuple or list that the function made, and not one that is in the tree.
-    if type(found) in (tuple, list) and id(found) not in places:
-        several = found or several
+    several = _returned(found, places)
+    if any(id(one) not in places for one in several):
+        # The class of a node may wrap what is not an array. So the tree itself is asked too.
+        known = identities(node, Path())
+        own = _returned(where(node), known)
+        if all(id(one) in known for one in own):
+            several, places = own, known
     parts: dict[Path, None] = {}  # a dict, as a set in the order of the result
     for one in several:
         if id(one) not in places:
@@ -54,6 +57,14 @@ def accessed_paths(node: Tree, where: Callable[[Tree], Any]) -> list[Path]:
                 f"at: `{part}` is inside `{outer or type(node).__name__}`: choose one of them"
             )
     return list(parts)
+
+
+def _returned(found: Any, places: Container[int]) -> Sequence[Any]:
+    """The parts that a function returned: those in a tuple or list that it made, and that is not
+    one of the tree, or else the only one."""
+    if type(found) in (tuple, list) and id(found) not in places and found:
+        return found
+    return (found,)
 
 
 def _missing(node: Tree, where: Path, below: Path, key: Any, known: Iterable[Any]) -> FunctreeError:

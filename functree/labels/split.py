@@ -1,5 +1,6 @@
 """A tree ─► its skeleton and its arrays, in one part for each filter; and these ─► the tree."""
 
+import itertools
 from collections.abc import Iterable, Sequence
 from typing import Any, TypeVar
 
@@ -16,10 +17,11 @@ from functree.errors import (
 from functree.labels.filters.filter import Filter, FilterLike, as_filter, naming
 from functree.labels.filters.first_match import FirstMatch
 from functree.labels.leaves import Leaves, read
-from functree.tree.arrays import AnyArray, Tree
+from functree.tree.arrays import AnyArray, Tree, TreeDef
 from functree.tree.nodes import leaves_of
 from functree.tree.skeleton.skeleton import Skeleton
 from functree.tree.skeleton.static_value import StaticValue
+from functree.tree.skeleton.treedefs import leaves_and_nones, with_none_as_leaf
 
 _T = TypeVar("_T")
 
@@ -36,7 +38,8 @@ def split(tree: _T, *filters: FilterLike) -> tuple[Skeleton, *tuple[_T, ...]]:
     Returns:
         `(static, *parts)`. `static` is hashable, equal by value and type, and does not depend on
             the filters. Each part has the structure of the tree, with None in the place of
-            everything that is not in the part.
+            everything that is not in the part; and in the place of a node, none of whose arrays is
+            in it, if its class cannot be built without them.
 
     Raises:
         RuleError: `...` is not the last filter, or an argument is not a filter.
@@ -96,8 +99,8 @@ def merge(static: Skeleton, *parts: _T) -> _T:
 
     Args:
         static: from `split`.
-        *parts: trees with the structure of the tree that was split. Each array is in exactly one of
-            them.
+        *parts: trees with the structure of the tree that was split, with None in the place of
+            leaves or nodes. Each array is in exactly one of them.
 
     Raises:
         FunctreeError: a part has another structure, or an array is in no part or in several. The
@@ -130,28 +133,54 @@ def _arrays_of(static: Skeleton, part: Tree, index: int) -> list[Any]:
     """The value of a part in the place of each array of the tree that was split; None if it has no
     value there."""
     flat, treedef = tree_flatten(part, is_leaf=_is_none)
-    # A tree with a number for each array and None for all else, flattened as the part is. It shows
-    # which leaves of the part are in the place of an array. The numbers begin with 1: they are only
-    # compared with None.
-    marks, whole = tree_flatten(static.spread(range(1, len(static) + 1)), is_leaf=_is_none)
-    # Not by JAX's own `!=`, which raises for static data with arrays.
-    if StaticValue(treedef).differs(whole):
+    found = _aligned(treedef, flat, with_none_as_leaf(static.treedef))
+    if found is None:
         have = tree_structure(part).num_leaves
         raise FunctreeValueError(
             f"part {index} has another structure than the tree that was split: it is a "
             f"{type(part).__name__} with {count(have, 'leaf')}; a part has the structure of the "
             "tree, with None in the place of all other leaves"
         )
+    # The index of each leaf of the tree, if None is not one of them.
+    numbers = itertools.count()
+    arrays = set(static.indices)
     values: list[Any] = []
     stray: list[int] = []
-    for i, (value, mark) in enumerate(zip(flat, marks, strict=True)):
-        if mark is not None:
-            values.append(value)
-        elif value is not None:
+    for i, is_leaf in zip(found, leaves_and_nones(static.treedef), strict=True):
+        if is_leaf and next(numbers) in arrays:
+            values.append(None if i is None else flat[i])
+        elif i is not None and flat[i] is not None:
             stray.append(i)
     if stray:
         raise _stray(part, index, stray)
     return values
+
+
+def _aligned(part: TreeDef, leaves: Sequence[Any], whole: TreeDef) -> list[int | None] | None:
+    """For each leaf of a tree, the index of the leaf of a part in its place; None for those of a
+    node that is None in the part.
+
+    Returns:
+        None if the part has another structure.
+    """
+    found: list[int | None] = []
+    size = 0
+    # Not by JAX's own `!=` of treedefs, which raises for static data with arrays. And not by a tree
+    # of marks: the class of a node may refuse to hold them.
+    waiting = [(part, whole)]
+    while waiting:
+        one, other = waiting.pop()
+        data, wanted = one.node_data(), other.node_data()
+        if data is None and (wanted is None or leaves[size] is None):
+            own = size if wanted is None else None
+            found += [own] * other.num_leaves
+            size += 1
+            continue
+        children, others = one.children(), other.children()
+        if len(children) != len(others) or StaticValue(data).differs(wanted):
+            return None
+        waiting += reversed(list(zip(children, others, strict=True)))
+    return found
 
 
 def _stray(part: Tree, index: int, stray: Iterable[int]) -> FunctreeError:

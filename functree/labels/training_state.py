@@ -81,7 +81,7 @@ def _following(
             of_optimizer[i] = inner
         else:
             yield i, leaf._replace(follows=FollowedLeaf(None, (None,) * len(leaf.shape)))
-    trained = TrainedModel(Skeleton.of(state.model), parameters)
+    trained = TrainedModel(Skeleton.of(state.model, parameters), parameters)
     known = trained.parameters
     follows = followed_by(state.tx, trained, list(of_optimizer.values()))
     for (i, inner), one in zip(of_optimizer.items(), follows, strict=True):

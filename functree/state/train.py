@@ -1,5 +1,6 @@
 """`TrainState`: everything that one training step passes to the next, as one module."""
 
+from functools import partial
 from itertools import filterfalse
 from typing import Any, Generic, TypeVar
 
@@ -17,7 +18,7 @@ from functree.labels.filters.filter import Filter, FilterLike, as_filter
 from functree.labels.filters.predicates import is_trainable
 from functree.labels.leaf import Leaf
 from functree.labels.leaves import Leaves, arrays_by_path, read
-from functree.labels.optimizer.followed_parameters import check_optimizer
+from functree.labels.optimizer.followed_parameters import check_optimizer, naming_refusals
 from functree.layout.layout import LayoutTree
 from functree.layout.plan_optimizer import select_trained
 from functree.placing.shard import shard
@@ -26,6 +27,7 @@ from functree.state.state import State, apart, place_state
 from functree.tree.arrays import AnyArray, Tree, array_text
 from functree.tree.interfaces import TrainingState
 from functree.tree.nodes import children, rebuilt
+from functree.tree.skeleton.abstract import abstract_result
 from functree.tree.skeleton.skeleton import Skeleton
 
 M = TypeVar("M")
@@ -130,12 +132,13 @@ class TrainState(eqx.Module, TrainingState, Generic[M]):
         if not trained.parameters:
             raise FunctreeValueError(f"nothing to train: no array of {name} matches wrt={wrt!r}")
         model, params = _strong(model), _strong(trained.tree(lambda leaf: leaf.value))
+        start = partial(_start, tx)
         if any(isinstance(leaf.value, jax.ShapeDtypeStruct) for leaf in leaves.leaves):
             # `tx.init` allocates arrays even for abstract parameters, and these may be too large
             # for any device.
-            step, opt_state = eqx.filter_eval_shape(_start, tx, params)
-        else:
-            step, opt_state = _start(tx, params)
+            start = partial(abstract_result, start)
+        with naming_refusals(trained):
+            step, opt_state = start(params)
         ts = cls(step, model, apart(opt_state, model), _strong(state), key, tx, chosen)
         if layout is None:
             return ts
@@ -150,8 +153,8 @@ def _start(tx: optax.GradientTransformation, params: Tree) -> tuple[jax.Array, T
 def _without_state(leaves: Leaves, model: Tree) -> Leaves:
     """The leaves of a model after its state has been moved out: without the initial values of its
     refs."""
-    kept = filterfalse(_is_in_ref, leaves.leaves)
-    return Leaves(tuple(kept), (), Skeleton.of(model))
+    kept = tuple(filterfalse(_is_in_ref, leaves.leaves))
+    return Leaves(kept, (), Skeleton.of(model, [leaf.path for leaf in kept]))
 
 
 def _is_in_ref(leaf: Leaf) -> bool:

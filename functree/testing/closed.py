@@ -14,6 +14,7 @@ from functree.calls.function import Function
 from functree.calls.signature import Signature
 from functree.devices.placement import sharding_text
 from functree.errors import FunctreeTypeError
+from functree.labels.leaves import arrays_by_path
 from functree.transforms.jit.jit import jit
 from functree.tree.arrays import Tree
 from functree.tree.nodes import children
@@ -110,9 +111,9 @@ def _lines(name: Path, state: Tree, result: Tree) -> Iterator[str]:
     # found by its paths: that with the most paths of the state; of several that with the fewest
     # others, since the loss beside a state may stand at a path that the state has too, such as
     # `1`; and of these the outermost.
-    paths, new, most = set(Skeleton.of(state).paths), None, (0, 0)
+    paths, new, most = set(arrays_by_path(state)), None, (0, 0)
     for part in _parts(result):
-        own = set(Skeleton.of(part).paths)
+        own = set(arrays_by_path(part))
         shared = len(paths & own)
         if shared and (shared, -len(own)) > most:
             new, most = part, (shared, -len(own))
@@ -142,5 +143,5 @@ def _differences(before: Tree, after: Tree) -> tuple[Difference, ...]:
     for tree in (before, after):
         skeleton, arrays = Skeleton.apart(tree)
         # Without a mesh and rules, which are those of the call in both cases.
-        situations.append(Situation.of(CallGroup(skeleton), arrays, None, None))
+        situations.append(Situation.of(CallGroup(skeleton.learn(tree)), arrays, None, None))
     return differences(*situations)

@@ -3,14 +3,12 @@
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType
-from jax.tree_util import tree_map
 
 from functree.argument_checks import FUNCTION, SIZE, check
 from functree.calls.program import around
@@ -22,7 +20,9 @@ from functree.errors import FunctreeTypeError, FunctreeValueError, Problem, coun
 from functree.labels.leaf import Leaf, meeting
 from functree.labels.leaves import read
 from functree.transforms.jit.jit import jit
-from functree.tree.arrays import Tree, is_array
+from functree.tree.arrays import Tree
+from functree.tree.skeleton.abstract import read_abstract
+from functree.tree.skeleton.skeleton import Skeleton
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -92,8 +92,9 @@ def accumulate(fn: Callable[_P, _T], steps: int) -> Callable[_P, _T]:
             own = {name: value for name, value in kwargs.items() if name not in partial.kwargs}
             return inner(*args[number:], **own)
 
-        def add(total: Tree, i: jax.Array) -> tuple[Tree, None]:
-            return tree_map(_add, total, eqx.filter(piece(i), is_array)), None
+        def add(total: list[jax.Array], i: jax.Array) -> tuple[list[jax.Array], None]:
+            _, new = Skeleton.apart(piece(i))
+            return list(map(_add, total, new)), None
 
         def average(total: jax.Array, like: jax.ShapeDtypeStruct) -> jax.Array:
             if not jnp.issubdtype(like.dtype, jnp.inexact):
@@ -103,10 +104,11 @@ def accumulate(fn: Callable[_P, _T], steps: int) -> Callable[_P, _T]:
         # The loop carries the sum: stacked outputs would need the memory of the gradients of all
         # pieces.
         with around(explicit_mesh(leaves.values)):
-            one = eqx.filter_eval_shape(piece, jnp.zeros((), jnp.int32))
-            like, rest = eqx.partition(one, is_array)
-            total, _ = jax.lax.scan(add, tree_map(_zeros, like), jnp.arange(steps, dtype=jnp.int32))
-            return eqx.combine(tree_map(average, total, like), rest)
+            first = jnp.zeros((), jnp.int32)
+            skeleton, like = read_abstract(lambda i: Skeleton.apart(piece(i)), first)
+            zeros = list(map(_zeros, like))
+            total, _ = jax.lax.scan(add, zeros, jnp.arange(steps, dtype=jnp.int32))
+            return skeleton.fill(map(average, total, like))
 
     return accumulated
 
@@ -177,7 +179,7 @@ def _wide(dtype: np.dtype) -> np.dtype:
     return dtype
 
 
-def _add(total: jax.Array, new: jax.Array) -> jax.Array:
+def _add(total: jax.Array, new: Any) -> jax.Array:
     """The sum with one more piece. Arrays that are not inexact are not summed: the last piece's
     replaces the others."""
     if not jnp.issubdtype(new.dtype, jnp.inexact):

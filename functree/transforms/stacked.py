@@ -1,7 +1,7 @@
 """Layers of equal structure ─► one module with stacked arrays, run by a single `lax.scan`."""
 
 import operator
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Literal, TypeVar, overload
 
@@ -16,10 +16,11 @@ from functree.errors import AxesError, FunctreeTypeError, FunctreeValueError, Pr
 from functree.labels.leaf import array_problem
 from functree.transforms.remat import Offload, Remat, check_names, remat_policy
 from functree.transforms.stack_arguments import EACH, arrays_with_path, check_each
-from functree.tree.arrays import Tree
+from functree.tree.arrays import AnyArray, Tree
 from functree.tree.axes import is_axis_name
 from functree.tree.interfaces import Stack, StateMapping
 from functree.tree.paths import Path
+from functree.tree.skeleton.skeleton import Skeleton
 
 T = TypeVar("T")
 X = TypeVar("X")
@@ -209,7 +210,8 @@ class Stacked(eqx.Module, Stack, Generic[T]):
             shared, own = state.of_layers(self.layer)
         depth = _depth(self, own)
         check_each(self.layer, each, depth)
-        step = _Step(*eqx.partition((self.layer, each), eqx.is_array), args, state, collect)
+        skeleton, arrays = Skeleton.apart((self.layer, each))
+        step = _Step(arrays, skeleton, args, state, collect)
         run_step: Callable[[Tree, Tree], tuple[Tree, Tree]] = step
         policy = remat_policy(remat)
         if policy is not None:
@@ -241,14 +243,14 @@ class _Step:
 
     Attributes:
         arrays: the arrays of all layers, and of what is given for each layer.
-        static: the same trees with everything else.
+        skeleton: both without their arrays.
         args: what is passed to every layer.
         state: the `ft.State` before the first layer, or None.
         collect: whether the layers return something besides.
     """
 
-    arrays: Tree
-    static: Tree
+    arrays: Sequence[AnyArray]
+    skeleton: Skeleton
     args: tuple[Tree, ...]
     state: Tree
     collect: bool
@@ -256,7 +258,7 @@ class _Step:
     def __call__(self, carry: tuple[Tree, Tree], slices: tuple[Tree, Tree]) -> tuple[Tree, Tree]:
         (x, shared), (arrays, own) = carry, slices
         # A new dict in each trace, so the state may be added to it.
-        layer, given = eqx.combine(arrays, self.static)
+        layer, given = self.skeleton.fill(arrays)
         if self.state is not None:
             given["state"] = self.state.update({**shared, **own})
         result = layer(x, *self.args, **given)
@@ -325,8 +327,23 @@ def stack(
     """
     check("stack cannot make layers", make=(make, FUNCTION), n=(n, SIZE), key=(key, KEY))
     with naming_deleted("stack", make):
-        layer = eqx.filter_vmap(make)(jax.random.split(key, n))
+        layer = _each(make, jax.random.split(key, n))
     return Stacked(layer, axis)
+
+
+def _each(make: Callable[[PRNGKeyArray], T], keys: PRNGKeyArray) -> T:
+    """The layers that a function makes of some keys, as one whose arrays are stacked."""
+    found: list[Skeleton] = []
+
+    # Not by `eqx.filter_vmap`, which puts True and None into the nodes of the layer; some classes
+    # check what they are given.
+    def arrays_of(key: PRNGKeyArray) -> list[AnyArray]:
+        skeleton, arrays = Skeleton.apart(make(key))
+        found.append(skeleton)
+        return arrays
+
+    arrays = jax.vmap(arrays_of)(keys)
+    return found[0].fill(arrays)
 
 
 def _depth(stacked: Stacked[T], state: Mapping[Path, jax.Array] | None = None) -> int:

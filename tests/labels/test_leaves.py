@@ -780,7 +780,7 @@ def test_equinox_state_has_the_paths_of_the_model() -> None:
     """A canary too: Equinox writes the place of each index as its marker."""
     model, state = eqx.nn.make_with_state(Outer)(jax.random.key(0))
     assert [str(leaf.path) for leaf in read(state).leaves] == OWN
-    assert Skeleton.of(state).paths == tuple(leaf.path for leaf in read(state).leaves)
+    assert Skeleton.of(state).learn(state).paths == tuple(leaf.path for leaf in read(state).leaves)
     assert all(leaf.annotated and not any(leaf.axes) for leaf in read({"s": state}).leaves)
     assert [leaf.value.shape for leaf in read(state).leaves] == [
         x.shape for x in jax.tree.leaves(state)
@@ -812,7 +812,7 @@ def test_equinox_state_whose_indices_have_no_place() -> None:
     assert [str(leaf.path) for leaf in read(state).leaves] == ["0"]
     bare = eqx.nn.State([eqx.nn.StateIndex(jnp.zeros(2)), {"x": eqx.nn.StateIndex(jnp.zeros(3))}])
     assert [str(leaf.path) for leaf in read(bare).leaves] == ["0", "1"]
-    assert Skeleton.of(bare).paths == tuple(leaf.path for leaf in read(bare).leaves)
+    assert Skeleton.of(bare).learn(bare).paths == tuple(leaf.path for leaf in read(bare).leaves)
 
 
 # Training states

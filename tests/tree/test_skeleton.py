@@ -45,7 +45,7 @@ def test_init_is_not_called_again():
 
 def test_statics_have_paths():
     tree = {"a": [Pair(X, 3, name="n")], "p": Point(X, "text"), "q": {1: X}}
-    found = {str(ft.Path(keys)): value for keys, value in Skeleton.of(tree).statics}
+    found = {str(ft.Path(keys)): value for keys, value in Skeleton.of(tree).learn(tree).statics}
     assert found == {"a.0.name": "n", "a.0.second": 3, "p.y": "text"}
 
 
@@ -63,7 +63,8 @@ def test_skeletons_are_values():
 
 
 def test_what_cannot_be_hashed():
-    skeleton = Skeleton.of({"a": Pair(X, {1, 2}), "b": Pair(X, bytearray(), ["n"])})
+    tree = {"a": Pair(X, {1, 2}), "b": Pair(X, bytearray(), ["n"])}
+    skeleton = Skeleton.of(tree).learn(tree)
     assert hash(skeleton) == hash(
         Skeleton.of({"a": Pair(X, {1, 2}), "b": Pair(X, bytearray(), ["n"])})
     )
@@ -80,7 +81,7 @@ def test_what_cannot_be_hashed():
 
 @given(TREES)
 def test_the_paths_are_those_of_the_walk(tree: Any):
-    assert Skeleton.of(tree).paths == tuple(leaf.path for leaf in read(tree).leaves)
+    assert Skeleton.of(tree).learn(tree).paths == tuple(leaf.path for leaf in read(tree).leaves)
     assert Skeleton.of(tree) == read(tree).skeleton
 
 

@@ -8,18 +8,29 @@ A trace takes long, and most parameters of a large model are alike. So the secon
 parameter of each kind where the optimizer allows it.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, NamedTuple, Protocol, TypeVar
 
-import equinox as eqx
 import jax
 
-from functree.errors import FunctreeError, FunctreeTypeError
+from functree.errors import (
+    USERS_ERRORS,
+    FunctreeError,
+    FunctreeTypeError,
+    FunctreeValueError,
+    Problem,
+    count,
+    error_text,
+)
 from functree.labels.leaf import FollowedLeaf, Leaf
 from functree.labels.leaves import Leaves, arrays_by_path, read
 from functree.labels.optimizer.owners import STEPS, Owners, StateArrays, owners_of
 from functree.labels.optimizer.representatives import Representatives, representatives
+from functree.tree.arrays import AnyArray
 from functree.tree.paths import Path
+from functree.tree.skeleton.abstract import read_abstract
 from functree.tree.skeleton.skeleton import Skeleton
 
 Shape = tuple[int, ...]
@@ -57,6 +68,17 @@ class TrainedModel(NamedTuple):
         """
         return self.skeleton.spread(self.each(value))
 
+    def with_shapes(self, shape: Callable[[Leaf], Shape]) -> tuple[Any, Sequence[Problem]]:
+        """The same with abstract parameters of other shapes.
+
+        A node whose class refuses them is a dict, and is listed in the problems.
+        """
+
+        def abstract(leaf: Leaf) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(shape(leaf), leaf.value.dtype)
+
+        return self.skeleton.spread_plain(self.each(abstract))
+
     def each(self, value: Callable[[Leaf], T]) -> tuple[T | None, ...]:
         """A value for each parameter, and None for the other arrays of the model."""
         return tuple(None if leaf is None else value(leaf) for leaf in self.leaves.values())
@@ -80,16 +102,59 @@ def check_optimizer(tx: Any, methods: Sequence[str] = ("init",)) -> None:
     raise FunctreeTypeError(f"{text} is not an optimizer: the argument `tx` is {wanted}")
 
 
-def abstract_state(tx: Optimizer, params: Any) -> Leaves:
-    """The leaves of `tx.init(params)`, abstract. Raises FunctreeError if `tx` is not an
-    optimizer."""
+def abstract_state(tx: Optimizer, trained: TrainedModel) -> Leaves:
+    """The leaves of `tx.init(parameters)`, abstract.
+
+    Raises:
+        FunctreeError: `tx` is not an optimizer; or as `naming_refusals`.
+    """
     check_optimizer(tx)
-    return read(eqx.filter_eval_shape(tx.init, params))
+    params = trained.tree(lambda leaf: leaf.value)
+    with naming_refusals(trained):
+        leaves, arrays = read_abstract(lambda params: _read(tx.init(params)), params)
+    abstract = map(_with_value, leaves.leaves, arrays)
+    return replace(leaves, leaves=tuple(abstract))
+
+
+@contextmanager
+def naming_refusals(trained: TrainedModel) -> Iterator[None]:
+    """Raise FunctreeError if `tx.init`, which is called in the context, raises something and the
+    model has nodes that cannot be built with other values: the optimizer may have tried to."""
+    try:
+        yield
+    except FunctreeError:
+        raise
+    except USERS_ERRORS as error:
+        _, problems = trained.with_shapes(lambda leaf: _distinct(leaf.shape, 1))
+        if not problems:
+            _, problems = trained.skeleton.spread_plain(trained.each(lambda leaf: object()))
+        if not problems:
+            raise
+        headline = (
+            f"`tx.init` raised {error_text(error)}; an optimizer may build the nodes of a model "
+            f"with other values, and {count(len(problems), 'node')} cannot be built with them"
+        )
+        raise FunctreeValueError(headline, problems) from error
+
+
+def _read(state: Any) -> tuple[Leaves, list[AnyArray]]:
+    leaves = read(state)
+    return leaves, leaves.values
+
+
+def _with_value(leaf: Leaf, value: jax.ShapeDtypeStruct) -> Leaf:
+    return leaf._replace(value=value)
 
 
 def _abstract(tx: Optimizer, params: Any) -> StateArrays:
     """The arrays of `tx.init(params)`, whose names nobody asks for."""
-    return arrays_by_path(eqx.filter_eval_shape(tx.init, params))
+
+    def by_path(params: Any) -> tuple[list[Path], list[AnyArray]]:
+        found = arrays_by_path(tx.init(params))
+        return list(found), list(found.values())
+
+    paths, arrays = read_abstract(by_path, params)
+    return dict(zip(paths, arrays, strict=True))
 
 
 def find_followed(
@@ -210,9 +275,7 @@ class _Tracer:
         shapes: dict[Path, Shape] = {}
         for path, leaf in self.parameters.items():
             shapes[path] = _distinct(leaf.shape, steps[path])
-        params = self.trained.tree(
-            lambda leaf: jax.ShapeDtypeStruct(shapes[leaf.path], leaf.value.dtype)
-        )
+        params, refused = self.trained.with_shapes(lambda leaf: shapes[leaf.path])
         try:
             return shapes, _abstract(self.tx, params)
         except FunctreeError:
@@ -222,6 +285,11 @@ class _Tracer:
         except (TypeError, ValueError):
             # An `init` that computes with two parameters, such as their product, needs sizes that
             # fit together.
+            return shapes, {}
+        except _REFUSED:
+            # It may ask a node for what the dict in its place does not have.
+            if not refused:
+                raise
             return shapes, {}
 
     def jumped(self, other: StateArrays) -> set[Path]:

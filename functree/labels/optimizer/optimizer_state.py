@@ -30,7 +30,7 @@ def optimizer_state(tx: Optimizer, trained: TrainedModel) -> Leaves:
     axes = trained.each(lambda leaf: leaf.axes)
 
     def trace() -> tuple[Leaves, Sequence[FollowedLeaf]]:
-        state = abstract_state(tx, trained.tree(lambda leaf: leaf.value))
+        state = abstract_state(tx, trained)
         return state, _followed_by(tx, trained, state.leaves)
 
     def label() -> Leaves:

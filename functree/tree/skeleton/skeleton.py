@@ -1,13 +1,20 @@
 """A tree ─► its `Skeleton`: the tree without its arrays, with their paths."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections import OrderedDict
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from functools import cached_property
 from typing import NamedTuple
 
-import jax
 from jax.tree_util import GetAttrKey, tree_flatten
 
-from functree.errors import FunctreeTypeError, Problem, count
+from functree.errors import (
+    USERS_ERRORS,
+    FunctreeError,
+    FunctreeTypeError,
+    Problem,
+    count,
+    error_text,
+)
 from functree.tree.arrays import AnyArray, Tree, TreeDef, is_array
 from functree.tree.nodes import walk
 from functree.tree.paths import Keys, Path
@@ -15,6 +22,7 @@ from functree.tree.skeleton.form import Form, form_of
 from functree.tree.skeleton.kinds import ARRAY, STATIC
 from functree.tree.skeleton.own_copy import own_copy
 from functree.tree.skeleton.static_value import StaticValue, is_hashable
+from functree.tree.skeleton.treedefs import Refusal, StoredNode, build_each, first_leaf_depth
 
 
 class Skeleton:
@@ -28,22 +36,33 @@ class Skeleton:
         treedef: JAX's treedef of the tree.
         indices: the indices of the arrays among all leaves, in JAX's order.
         others: (index, value) of the leaves that are not arrays.
+
+    Its paths and static values are known after `learn`; the paths also if they were given to it.
+    They are never found out by building a tree: the classes of some nodes take only what they had.
     """
 
     def __init__(
-        self, treedef: TreeDef, indices: Sequence[int], others: Sequence[tuple[int, object]]
+        self,
+        treedef: TreeDef,
+        indices: Sequence[int],
+        others: Sequence[tuple[int, object]],
+        paths: Iterable[Path] | None = None,
     ):
         self.treedef: TreeDef = treedef
         self.indices: tuple[int, ...] = tuple(indices)
         self.others: tuple[tuple[int, object], ...] = tuple(others)
+        self._paths: tuple[Path, ...] | None = None if paths is None else tuple(paths)
+        self._contents: _Contents | None = None
         self._changeable: bool = False
         self._was_built: bool = False
         self._form: Form | None = None
 
     @classmethod
-    def of(cls, tree: Tree) -> "Skeleton":
-        """The skeleton of a tree, whose arrays may be traced or abstract."""
-        return cls.apart(tree)[0]
+    def of(cls, tree: Tree, paths: Iterable[Path] | None = None) -> "Skeleton":
+        """The skeleton of a tree, whose arrays may be traced or abstract; with the paths of these,
+        if they are known."""
+        skeleton, _ = cls.apart(tree)
+        return cls(skeleton.treedef, skeleton.indices, skeleton.others, paths)
 
     @classmethod
     def apart(cls, tree: Tree) -> tuple["Skeleton", list[AnyArray]]:
@@ -64,13 +83,11 @@ class Skeleton:
         """Find the paths and static values in a tree with this skeleton. Returns the skeleton
         itself.
 
-        Otherwise they are found in a sample, in which other objects are in the place of the arrays.
-        The constructors of some classes do not accept these.
-
         From here on the skeleton has copies of the static data that can be changed in place, so
         that it stays what it is.
         """
-        contents = vars(self)["_contents"] = _Contents.of(tree)
+        contents = self._contents = _Contents.of(tree)
+        self._paths = contents.paths
         if contents.changeable:
             self.treedef, self._changeable = own_copy(self.treedef), True
         return self
@@ -103,21 +120,102 @@ class Skeleton:
         """A tree with a value for each array, and None in the place of other leaves."""
         return self._unflatten(values, {})
 
+    def spread_plain(self, values: Iterable[object]) -> tuple[Tree, Sequence[Problem]]:
+        """The same, with a dict in the place of each node whose class refuses its values.
+
+        The leaves have the same paths.
+
+        Returns:
+            The tree, and a problem for each of these nodes.
+        """
+        refusals: list[Refusal] = []
+
+        def otherwise(refusal: Refusal, children: Sequence[Tree]) -> Tree:
+            refusals.append(refusal)
+            return OrderedDict(zip(self._keys_of(refusal), children, strict=True))
+
+        leaves = self._leaves(values, {})
+        tree = build_each(self.treedef, leaves, otherwise)
+        return tree, [self._refused(refusal, leaves) for refusal in refusals]
+
+    def _keys_of(self, refusal: Refusal) -> Iterator[Hashable]:
+        """The key of each child of a node; a number for one without arrays."""
+        first = refusal.leaves.start
+        for i, child in enumerate(refusal.treedef.children()):
+            last = first + child.num_leaves
+            if child.num_leaves == 0 or first not in self.indices:
+                yield i
+            else:
+                path = self.paths[self.indices.index(first)]
+                yield path[len(path) - first_leaf_depth(child) - 1]
+            first = last
+
+    def _refused(self, refusal: Refusal, leaves: Sequence[object]) -> Problem:
+        """The problem of a node whose class refuses its values."""
+        own = [i for i, index in enumerate(self.indices) if index in refusal.leaves]
+        path = None
+        if own and self._paths is not None:
+            # The path of the node is not known, but that of its first array is.
+            path = self._paths[own[0]]
+        values = [leaves[self.indices[i]] for i in own]
+        name = refusal.treedef.node_data()[0].__name__
+        kinds = " and ".join(sorted({type(value).__name__ for value in values}))
+        why = f"its class {name} cannot be unflattened with {kinds}: {error_text(refusal.error)}"
+        remedy = "take any value where it is unflattened, as JAX asks, and check in the constructor"
+        if any(value is None for value in values):
+            remedy += "; or choose all arrays of the node, or none"
+        return Problem(path, None, name, why, remedy)
+
     def _unflatten(self, values: Iterable[object], others: dict[int, object]) -> Tree:
+        """A tree with these values.
+
+        A node whose class refuses to be built with None for all of its leaves is None itself.
+
+        Raises:
+            FunctreeError: the class of a node refuses its values. The error lists the nodes.
+        """
+        leaves = self._leaves(values, others)
+        try:
+            return self._structure().unflatten(leaves)
+        except USERS_ERRORS as error:
+            tree, refusals = self._by_node(leaves)
+            if not refusals:
+                return tree
+            problems = [self._refused(refusal, leaves) for refusal in refusals]
+            headline = f"{count(len(problems), 'node')} cannot be built with these values"
+            raise FunctreeTypeError(headline, problems) from error
+
+    def _by_node(self, leaves: Sequence[object]) -> tuple[Tree, Sequence[Refusal]]:
+        """The tree with None in the place of the nodes that cannot be built, and those of these
+        that have values."""
+        refusals: list[Refusal] = []
+
+        def otherwise(refusal: Refusal, children: Sequence[Tree]) -> Tree:
+            if any(leaves[index] is not None for index in refusal.leaves):
+                refusals.append(refusal)
+            return None
+
+        return build_each(self.treedef, leaves, otherwise), refusals
+
+    def _leaves(self, values: Iterable[object], others: dict[int, object]) -> list[object]:
+        """A value for each leaf of the tree."""
         leaves = list(map(others.get, range(self.treedef.num_leaves)))
         for index, value in zip(self.indices, values, strict=True):
             leaves[index] = value
-        treedef = self.treedef
-        if self._changeable:
-            treedef = own_copy(treedef)
-        return treedef.unflatten(leaves)
+        return leaves
+
+    def _structure(self) -> TreeDef:
+        """The treedef, for one more tree."""
+        return own_copy(self.treedef) if self._changeable else self.treedef
 
     # Paths and static values
 
     @property
     def paths(self) -> tuple[Path, ...]:
         """The path of each array."""
-        return self._contents.paths
+        if self._paths is None:
+            raise FunctreeError("the skeleton of a tree that was not read has no paths")
+        return self._paths
 
     @cached_property
     def keys(self) -> tuple[object, ...]:
@@ -128,7 +226,10 @@ class Skeleton:
     def statics(self) -> Iterator[tuple[Keys, object]]:
         """All static values with their paths: leaves that are not arrays, and static data of
         nodes."""
-        return zip(self._contents.keys, self._contents.values, strict=True)
+        contents = self._contents
+        if contents is None:
+            raise FunctreeError("the skeleton of a tree that was not read has no static values")
+        return zip(contents.keys, contents.values, strict=True)
 
     def check_hashable(self) -> None:
         """Raise FunctreeError if leaves that are not arrays cannot be hashed. The error lists them
@@ -149,21 +250,10 @@ class Skeleton:
         """The number of arrays."""
         return len(self.indices)
 
-    @cached_property
-    def _contents(self) -> "_Contents":
-        return _Contents.of(self._sample)
-
-    @cached_property
-    def _sample(self) -> Tree:
-        """A tree with this skeleton, from which the code is written."""
-        # Different objects, because the kind of a named tuple is found by comparing children by
-        # identity.
-        return self.fill(jax.ShapeDtypeStruct((), "float32") for _ in self.indices)
-
     def __reduce__(self) -> tuple[object, ...]:
-        # By a tree: JAX cannot pickle the treedef of a tree with modules. Generated functions
-        # cannot be pickled either; they are generated again where they are needed.
-        return Skeleton.of, (self._sample,)
+        # Generated functions cannot be pickled. They are generated again where they are needed.
+        known = self.indices, self.others, self._paths, self._contents
+        return _restored, (StoredNode.of(self.treedef), *known)
 
     def __copy__(self) -> "Skeleton":
         return self
@@ -196,6 +286,20 @@ class Skeleton:
 
     def __repr__(self) -> str:
         return f"<Skeleton: {count(len(self), 'array')}, {count(len(self.others), 'other leaf')}>"
+
+
+def _restored(
+    stored: StoredNode,
+    indices: Sequence[int],
+    others: Sequence[tuple[int, object]],
+    paths: Sequence[Path] | None,
+    contents: "_Contents | None",
+) -> Skeleton:
+    """A skeleton that was pickled."""
+    skeleton = Skeleton(stored.treedef(), indices, others, paths)
+    skeleton._contents = contents
+    skeleton._changeable = contents is not None and contents.changeable
+    return skeleton
 
 
 class _Contents(NamedTuple):
