@@ -132,7 +132,7 @@ class Compiled(Stage[jax.stages.Compiled]):
     def _other(self, call: Record) -> FunctreeError:
         """The error for a call with another structure or other static values."""
         skeleton, arrays = Skeleton.apart(call)
-        group = CallGroup(skeleton)
+        group = CallGroup(skeleton.learn(call))
         before = self._call.situation()
         now = Situation.of(group, arrays, before.mesh, before.rules)
         # Not the shardings: those of the program are the compiler's, and those of the call that it
