@@ -221,6 +221,9 @@ def _read(prompts: IntArray, lengths: IntArray | None) -> np.ndarray:
 
 def _outside(tokens: np.ndarray, vocab: int) -> np.ndarray:
     """The tokens that a vocabulary does not have."""
+    # The dtypes of less than a byte are not numpy's: a larger number does not compare with them.
+    if tokens.dtype.itemsize < 8:
+        tokens = tokens.astype(np.int64)
     return np.unique(tokens[(tokens < 0) | (tokens >= vocab)])
 
 

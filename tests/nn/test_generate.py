@@ -139,6 +139,13 @@ def test_prompts_of_any_integers(dtype: str) -> None:
     )
 
 
+@pytest.mark.parametrize("dtype", ["int4", "uint4"])
+def test_prompts_of_less_than_a_byte(dtype: str) -> None:
+    """Dtypes that are not numpy's own."""
+    found = ft.nn.generate(model("llama"), jnp.asarray(PROMPTS % 8, dtype), 8)
+    assert found.tolist() == ft.nn.generate(model("llama"), PROMPTS % 8, 8).tolist()
+
+
 # The dtype of the prompts, the size of the vocabulary, `pad` ─► the dtype of the result. It holds
 # all tokens, `pad`, and a number that is no token.
 DTYPES = [
