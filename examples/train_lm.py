@@ -163,9 +163,9 @@ def write(
     tokens = ft.nn.generate(
         model, prompts, length, temperature=temperature, key=key, stop=end, pad=end
     )
-    return (
-        bytes(process_allgather(tokens, tiled=True)[0]).rstrip(END_OF_FILE).decode(errors="replace")
-    )
+    # Tokens come as int32: uint8 has no number for "no token" beside 256 bytes.
+    written = process_allgather(tokens, tiled=True)[0].astype(np.uint8).tobytes()
+    return written.rstrip(END_OF_FILE).decode(errors="replace")
 
 
 # --- The run
