@@ -17,9 +17,10 @@ from functree.io.checkpoints.engine import is_done
 from functree.io.checkpoints.folder import (
     files,
     is_foreign,
-    is_step,
-    local,
+    named_steps,
     remove_step,
+    steps_with_manifest,
+    store_at,
     sweep_step,
 )
 from functree.io.checkpoints.read import restore
@@ -71,7 +72,8 @@ class Checkpoints:
             keep=(keep, SIZE.or_none()),
             every=(every, SIZE.or_none()),
         )
-        self.folder: FilePath = local(folder)
+        self._store = store_at(folder)
+        self.folder: FilePath = self._store.path
         self._keep, self._every = keep, every
         self._swept = False
         # The steps of this run: they are newer than those that it found, whatever their numbers.
@@ -123,12 +125,10 @@ class Checkpoints:
 
     def _listed(self) -> tuple[int, ...]:
         for _ in range(_LOOKS):
-            if not self.folder.is_dir():
-                return ()
-            listed = [one for one in self.folder.iterdir() if one.name.isdigit()]
+            listed = named_steps(self._store)
             # Each is looked at after all were listed. Meanwhile another process may have removed
             # it, to keep only so many: then a newer one is there, which the list does not have.
-            found = sorted(int(one.name) for one in listed if is_step(one))
+            found = steps_with_manifest(self._store, listed)
             if found or not listed:
                 return tuple(found)
         return ()
@@ -169,7 +169,7 @@ class Checkpoints:
             self._check_new(int(step))
             agreement.compare(lambda: {"step": [str(step)]})
         writer = CheckpointWriter.begin(
-            self.folder / str(step), tree, meta=meta, verify=True, step=int(step)
+            self._store.at(str(step)), tree, meta=meta, verify=True, step=int(step)
         )
         # An executor for one call: its future raises in `wait` what was raised in the thread.
         thread = ThreadPoolExecutor(1, "functree checkpoint")
@@ -243,7 +243,7 @@ class Checkpoints:
             except CheckpointError:
                 # One that was removed meanwhile, to keep only so many: a newer one is there.
                 with files(f"{self.folder} cannot be read"):
-                    is_there = is_step(self.folder / found)
+                    is_there = bool(steps_with_manifest(self._store, [int(found)]))
                 removed = text_of_first(str(is_there)) == "False"
                 if step is not None or not removed or str(self._latest_in_all()) == found:
                     raise
@@ -291,12 +291,11 @@ class Checkpoints:
     def _sweep(self) -> None:
         """Remove what processes that were killed have left half-written."""
         # Once: later ones are of this run, or of another one that still writes.
-        if self._swept or not self.folder.is_dir():
+        if self._swept or self._store.missing():
             return
         self._swept = True
-        for one in self.folder.iterdir():
-            if one.name.isdigit() and one.is_dir():
-                sweep_step(one)
+        for step in named_steps(self._store):
+            sweep_step(self._store.at(str(step)))
 
     def _finish(self, writer: CheckpointWriter, step: int) -> None:
         """The part that runs in the background."""
@@ -315,10 +314,10 @@ class Checkpoints:
             # alone its own would be removed, and the one that was just saved first of all.
             steps = sorted(self.steps, key=lambda step: (step == saved, step in self._saved, step))
             for step in steps[: -self._keep]:
-                old = self.folder / str(step)
+                old = self._store.at(str(step))
                 # A link leads to what another run has saved.
-                if old.is_symlink() or is_foreign(old):
-                    warn(f"{old} is not removed, since it is not of these checkpoints")
+                if old.is_link() or is_foreign(old):
+                    warn(f"{old.path} is not removed, since it is not of these checkpoints")
                 else:
                     remove_step(old)
 

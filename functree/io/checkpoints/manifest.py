@@ -4,6 +4,7 @@ import hashlib
 import json
 import math
 import re
+import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -26,7 +27,8 @@ FORMAT = 1
 BEGINNING = b'{\n "functree": "checkpoint",'
 """The first bytes of each manifest, by which it is known to be one of functree if it is damaged."""
 
-_VALUES_NAME = re.compile("arrays-[0-9a-f]{12}")
+VALUES = "arrays-"
+_VALUES_NAME = re.compile(f"{VALUES}[0-9a-f]{{12}}")
 
 _FORM = {
     "arrays": (str, None),
@@ -43,6 +45,11 @@ _FORM = {
     "numbers": {...: str},
 }
 _ADDED = {"classes": [[str]]}
+
+
+def new_values_name() -> str:
+    """A name for the folder of values that no other has."""
+    return f"{VALUES}{uuid.uuid4().hex[:12]}"
 
 
 def is_values_name(name: str) -> bool:

@@ -25,10 +25,11 @@ from functree.errors import (
 )
 from functree.io.casts import Loss, warn_of_losses
 from functree.io.checkpoints.engine import check_dtypes, load_arrays
-from functree.io.checkpoints.folder import files, local, read_manifest
+from functree.io.checkpoints.folder import files, read_manifest, store_at
 from functree.io.checkpoints.manifest import Manifest
 from functree.io.checkpoints.restored_arrays import Wanted, wanted_arrays
 from functree.io.checkpoints.static_leaves import warn_of_changes
+from functree.io.checkpoints.store import Store
 from functree.labels.filters.filter import Filter, FilterLike, as_filter
 from functree.labels.leaves import Leaves, read
 from functree.layout.layout import LayoutTree
@@ -88,13 +89,14 @@ def restore(
     """
     check("nothing is restored", path=(path, FILE), cast=(cast, FLAG), verify=(verify, FLAG))
     check_tree("restore", like)
-    folder, chosen_filter = local(path), None
+    store, chosen_filter = store_at(path), None
+    folder = store.path
     if only is not None and only is not ...:
         chosen_filter = as_filter(only)
 
     while True:
         with Agreement(f"{folder} is not restored") as agreement:
-            manifest = read_manifest(folder)
+            manifest = read_manifest(store)
             leaves, shardings = _laid_out(like, layout, mesh, chosen_filter)
             wanted = wanted_arrays(folder, manifest, leaves, shardings, chosen_filter, cast)
             agreement.compare(partial(_facts, manifest, wanted, verify))
@@ -104,7 +106,7 @@ def restore(
                 _verify(folder, wanted, stored)
         except CheckpointError:
             # Another process may have replaced the checkpoint meanwhile: then the new one is read.
-            if text_of_first(str(_is_replaced(folder, manifest))) == "False":
+            if text_of_first(str(_is_replaced(store, manifest))) == "False":
                 raise
         else:
             if chosen_filter is None:
@@ -240,9 +242,9 @@ def _verify(folder: FilePath, wanted: Sequence[Wanted], stored: Mapping[str, Any
         )
 
 
-def _is_replaced(folder: FilePath, manifest: Manifest) -> bool:
+def _is_replaced(store: Store, manifest: Manifest) -> bool:
     try:
-        return read_manifest(folder).arrays != manifest.arrays
+        return read_manifest(store).arrays != manifest.arrays
     except CheckpointError:
         return False
 

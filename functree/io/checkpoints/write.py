@@ -22,8 +22,9 @@ from functree.io.checkpoints.engine import (
     load_arrays,
     start_saving,
 )
-from functree.io.checkpoints.folder import Draft, check_seen, files, local
+from functree.io.checkpoints.folder import Draft, check_seen, files, store_at
 from functree.io.checkpoints.manifest import SavedArray
+from functree.io.checkpoints.store import Store
 from functree.io.checkpoints.stored_arrays import StoredArray
 from functree.processes.agreement import Agreement, wait_in_all
 from functree.processes.exchange import text_of_first
@@ -65,7 +66,7 @@ def save(
     """
     check("nothing is saved", path=(path, FILE), verify=(verify, FLAG), overwrite=(overwrite, FLAG))
     writer = CheckpointWriter.begin(
-        local(path), tree, meta=meta, verify=verify, overwrite=overwrite
+        store_at(path), tree, meta=meta, verify=verify, overwrite=overwrite
     )
     with Agreement(f"{path} cannot be written"):
         writer.finish()
@@ -105,7 +106,7 @@ class CheckpointWriter:
     @classmethod
     def begin(
         cls,
-        path: FilePath,
+        store: Store,
         tree: Tree,
         *,
         meta: object,
@@ -118,7 +119,7 @@ class CheckpointWriter:
         Raises:
             CheckpointError: as `save`.
         """
-        failure = f"{path} cannot be written"
+        failure = f"{store.path} cannot be written"
         options = [f"verify={verify}, overwrite={overwrite}"]
         # Compared before the folder is made: processes that save other trees leave nothing behind.
         with Agreement(failure) as agreement:
@@ -128,13 +129,13 @@ class CheckpointWriter:
         with ExitStack() as undo:
             # By one process, since it makes up a name for the folder. The others are told which.
             with Agreement(failure):
-                draft = Draft(path, overwrite) if jax.process_index() == 0 else None
+                draft = Draft(store, overwrite) if jax.process_index() == 0 else None
             if draft is not None:
                 undo.callback(draft.discard)
-            values = path / text_of_first("" if draft is None else draft.name)
+            name = text_of_first("" if draft is None else draft.name)
             with Agreement(failure), files(failure):
-                check_seen(values)
-            writer = cls(contents, draft, values, verify, check=overwrite)
+                check_seen(store, name)
+            writer = cls(contents, draft, store.path / name, verify, check=overwrite)
             undo.pop_all()
         return writer
 
