@@ -1,6 +1,8 @@
 """A function of modules ─► a `Function`, compiled for each group of its calls."""
 
+import copy
 import functools
+import sys
 from abc import abstractmethod
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
@@ -8,6 +10,7 @@ from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar, overload
 
 import jax
 from jax.core import Tracer
+from jax.sharding import Mesh
 
 from functree.calls.call_groups import FlatCall
 from functree.calls.checks import check_call, warn_moved
@@ -21,6 +24,7 @@ from functree.calls.stages.stage import StagedCall
 from functree.calls.static_arguments import with_static
 from functree.calls.traces import Traces
 from functree.devices.meshes import tracing
+from functree.errors import FunctreeTypeError
 from functree.layout.layout import Layout
 from functree.tree.arrays import AnyArray, Tree
 
@@ -39,7 +43,10 @@ class Function(Generic[_P, _T]):
     """
 
     compilations: list[Compilation]
+    # A named tuple of a class for each wrapper, with which another one is made for a copy.
+    _options: Any
     __name__: str
+    __qualname__: str
     __wrapped__: Callable[_P, _T]
 
     def __init__(
@@ -49,7 +56,8 @@ class Function(Generic[_P, _T]):
         traces: Traces,
         static: frozenset[str] = frozenset(),
     ):
-        self.__name__ = traces.signature.name  # a partial and a module have no name of their own
+        # A partial and a module have no names of their own.
+        self.__name__ = self.__qualname__ = traces.signature.name
         functools.update_wrapper(self, fun, updated=wrapper_updates(fun))
         self._partial, self._traces, self._static = partial, traces, static
         self._is_bound = bool(partial.args or partial.kwargs)
@@ -117,7 +125,33 @@ class Function(Generic[_P, _T]):
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         return self if instance is None else BoundFunction(self, instance)
 
+    # It is copied and pickled as what makes it: traces and programs stay where they are.
+
+    def __copy__(self) -> Self:
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        # Of a Python function this is the function itself, and then of its wrapper too.
+        fun = copy.deepcopy(self.__wrapped__, memo)
+        return self if fun is self.__wrapped__ else type(self).of(fun, self._options)
+
+    def __reduce__(self) -> str | tuple[Any, ...]:
+        if _stands_for(self):
+            return self.__qualname__
+        for option in self._options:
+            if isinstance(option, Mesh):
+                raise FunctreeTypeError(
+                    f"{self!r} cannot be pickled with `mesh=`, since JAX pickles no devices: leave "
+                    "it out, and make the calls in `with jax.set_mesh(mesh):`"
+                )
+        return type(self).of, (self.__wrapped__, self._options)
+
     # For subclasses
+
+    @classmethod
+    @abstractmethod
+    def of(cls, fun: Callable[_P, _T], options: Any) -> Self:
+        """The wrapper of a function with some options."""
 
     @abstractmethod
     def _rules(self) -> Layout | None:
@@ -193,6 +227,18 @@ class Function(Generic[_P, _T]):
             names, arrays = frozenset(kwargs), flat.abstract()
             call = StagedCall(program, self._signature, bind, names, arrays, self._log)
             return Traced(program.trace(flat.arrays), call)
+
+
+def _stands_for(function: Function[..., Any]) -> bool:
+    """Whether the name of a function, in its module, is that of the wrapper: so it is for a
+    decorated function, which then cannot be found by its name."""
+    # What is pickled in `__main__` is read in a process that has another `__main__`.
+    if function.__module__ == "__main__":
+        return False
+    found: Any = sys.modules.get(function.__module__)
+    for name in function.__qualname__.split("."):
+        found = getattr(found, name, None)
+    return found is function
 
 
 class BoundFunction(Generic[_P, _T]):

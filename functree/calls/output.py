@@ -2,12 +2,15 @@
 
 from collections.abc import Sequence
 
+import jax
 from jax.core import Tracer
 from jax.tree_util import GetAttrKey, register_pytree_with_keys
 
 from functree.calls.closures import held_at_any_depth, kept_by
 from functree.calls.signature import RESULT
-from functree.errors import FunctreeError, Problem, count
+from functree.calls.static_arguments import HIJAX_REMEDY, is_hijax
+from functree.errors import FunctreeError, FunctreeTypeError, Problem, count
+from functree.labels.leaf import array_problem
 from functree.labels.leaves import read, too_deep
 from functree.tree.arrays import Tree
 from functree.tree.paths import Path
@@ -46,7 +49,7 @@ class Output:
         Raises:
             FunctreeError: a static value of the result is a traced array, a function that closes
                 over one, or what computes only when it is used, such as a generator. It must not be
-                used after the trace.
+                used after the trace. Or an array of the result is abstract.
         """
         try:
             skeleton, values = Skeleton.apart(tree)
@@ -69,6 +72,7 @@ class Output:
             raise FunctreeError(
                 f"{name}: the result has {number} that would outlive the trace", problems
             )
+        _check_values(values, skeleton, name)
         return cls(values, skeleton)
 
     def distinct(self) -> "Output":
@@ -110,9 +114,27 @@ class Output:
         return [values[i] for i in self.which]
 
 
+def _check_values(values: Sequence[Tree], skeleton: Skeleton, name: str) -> None:
+    """Raise FunctreeError for arrays of a result that are abstract."""
+    if not any(isinstance(value, jax.ShapeDtypeStruct) for value in values):
+        return
+    problems: list[Problem] = []
+    why, remedy = "is abstract, but a program returns values", "return it from outside of the trace"
+    for path, value in zip(skeleton.paths, values, strict=True):
+        if isinstance(value, jax.ShapeDtypeStruct):
+            problems.append(array_problem(Path((RESULT, *path)), value, why, remedy))
+    number = count(len(problems), "abstract array")
+    raise FunctreeTypeError(f"{name}: the result has {number}", problems)
+
+
 def _outliving(value: object) -> tuple[str, str, str] | None:
     """What a static value is that must not be used after the trace, why, and the remedy; None for
     other values."""
+    if isinstance(value, jax.Ref):
+        return "Ref", "has its value when it is used", "return its value, `ref[...]`"
+    if is_hijax(value):
+        why = "is a value of `jax.experimental.hijax`, whose arrays would be traced when it is used"
+        return type(value).__name__, why, HIJAX_REMEDY
     if isinstance(value, Tracer):
         remedy = "declare the field without `static=True`"
         return "", "is a traced array in a static field", remedy

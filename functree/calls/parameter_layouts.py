@@ -50,7 +50,7 @@ class ParameterLayouts:
         else:
             raise RuleError(
                 f"{option}: {written!r} is neither a layout, "
-                "nor one for each positional parameter, nor a dict by name"
+                f"nor one for each positional parameter, nor a dict by name{meant_rules(written)}"
             )
 
     def _in_order(self, option: str, written: Sequence[LayoutTree]) -> dict[str, LayoutTree]:

@@ -12,6 +12,17 @@ from functree.tree.paths import Path
 from functree.tree.skeleton.skeleton import Skeleton
 from functree.tree.skeleton.static_value import StaticValue, is_hashable, runs_once
 
+HIJAX_REMEDY = "use the arrays in it, or `jax.jit`, which takes such values"
+
+
+def is_hijax(value: object) -> bool:
+    """Whether a value that is not an array has a type for JAX: `jax.experimental.hijax` can define
+    one for any class."""
+    try:
+        return not isinstance(jax.typeof(value), ShapedArray)
+    except TypeError:
+        return False
+
 
 class StaticArgument(StaticValue):
     """A static argument as one leaf of a call, compared by type and value.
@@ -95,6 +106,9 @@ def _not_static(static: object) -> tuple[str, str, str] | None:
     if isinstance(static, ShapedArray):
         remedy = "pass `jax.ShapeDtypeStruct(x.shape, x.dtype)`"
         return kind, "is the type of an array, which is neither an array nor static", remedy
+    if is_hijax(static):
+        why = "is a value of a type that is defined by `jax.experimental.hijax`"
+        return kind, why, HIJAX_REMEDY
     # By the class, as Python looks for such methods.
     if hasattr(type(static), "__jax_array__"):
         remedy = "register the class, or pass the array itself, `jnp.asarray(...)`"

@@ -6,7 +6,9 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+import jax
+from jax.experimental.layout import Format
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Sharding
 
 from functree.argument_checks import check_callback
 from functree.devices.meshes import MeshView
@@ -347,9 +349,18 @@ def merge_names(layouts: Iterable[Layout]) -> dict[type, Names]:
 # What a user can write for a layout
 
 
+_ONE_DEVICE = (
+    "; for a single device write `P()`, on the mesh `ft.make_mesh(data=1, devices=[device])`"
+)
+
+
 def meant_rules(value: object) -> str:
-    """The end of an error about a value that may be meant as a table of rules; empty if it is not
-    one."""
+    """The end of an error about a value that may be meant as a table of rules, or is JAX's own for
+    a sharding; empty if it is neither."""
+    if isinstance(value, Format):
+        return "; memory layouts are the compiler's choice: write its `.sharding`"
+    if isinstance(value, Sharding | jax.Device):
+        return _ONE_DEVICE
     if not isinstance(value, Mapping) or not value:
         return ""
     # The values of a tree of layouts are layouts, and those of a table of rules are mesh axes.

@@ -2,7 +2,7 @@
 arrays."""
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, NamedTuple, ParamSpec, Self, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -42,6 +42,20 @@ _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
 
+class InitOptions(NamedTuple):
+    """The options of `ft.init`.
+
+    Attributes:
+        layout: the layout of the tree.
+        mesh: the mesh, if it was given.
+        fresh: whether no array of the result may be one of an argument.
+    """
+
+    layout: LayoutTree
+    mesh: MeshLike
+    fresh: bool
+
+
 class Init(Function[_P, _T]):
     """A function that makes a tree and creates it sharded; made by `ft.init`.
 
@@ -55,19 +69,28 @@ class Init(Function[_P, _T]):
         (1, 4)
     """
 
+    _options: InitOptions
+
     def __init__(
         self,
         make: Callable[_P, _T],
         partial: Partial,
         traces: Traces,
-        layout: LayoutTree,
-        mesh: MeshLike,
-        fresh: bool,
+        options: InitOptions,
     ):
         super().__init__(make, partial, traces)
-        self._layout, self._mesh, self._fresh = layout, mesh, fresh
+        self._options = options
+        self._layout, self._mesh, self._fresh = options
         # The programs that all processes have compared, as text.
         self._lowered: dict[Program, list[str]] = {}
+
+    @classmethod
+    def of(cls, fun: Callable[_P, _T], options: InitOptions) -> Self:
+        signature, partial = Signature.of(fun)
+        # The traces are shared by the layout as it is now.
+        layout, mesh, fresh = options
+        options = InitOptions(copied(layout), mesh, fresh)
+        return cls(fun, partial, traces_of(partial, signature, cls, *options), options)
 
     def __call__(self, /, *args: _P.args, **kwargs: _P.kwargs) -> _T:
         if jax.process_count() > 1 and not tracing():
@@ -194,10 +217,7 @@ def _init(
     make: Callable[_P, _T], layout: LayoutTree, mesh: MeshLike, fresh: bool = False
 ) -> Init[_P, _T]:
     check("init makes no tree", make=(make, FUNCTION))
-    signature, partial = Signature.of(make)
-    layout = copied(layout)  # the traces are shared by the layout as it is now
-    traces = traces_of(partial, signature, Init, layout, mesh, fresh)
-    return Init(make, partial, traces, layout, mesh, fresh)
+    return Init.of(make, InitOptions(layout, mesh, fresh))
 
 
 def init(make: Callable[_P, _T], layout: LayoutTree, mesh: MeshLike = None) -> Init[_P, _T]:

@@ -13,7 +13,7 @@ from functree.argument_checks import FLAG, FUNCTION, check
 from functree.calls.signature import AnyFunction, Record, Signature, inspected, wrapper_updates
 from functree.devices.meshes import MeshView
 from functree.devices.specs import of_rank, spec_text, without
-from functree.errors import Problem, ShardingError, count
+from functree.errors import FunctreeTypeError, Problem, ShardingError, count
 from functree.labels.leaf import Leaf
 from functree.labels.leaves import Leaves, read
 from functree.layout.bare_array_spec import spec_of_axes
@@ -80,6 +80,11 @@ def typed(
     check("typed cannot check calls", fun=(fun, FUNCTION.or_none()), constrain=(constrain, FLAG))
     if fun is None:
         return functools.partial(typed, constrain=constrain)
+    if isinstance(fun, type):
+        raise FunctreeTypeError(
+            f"typed checks the calls of a function, and {fun.__name__} is a class: decorate its "
+            "methods, or for its fields write `@jaxtyped(typechecker=beartype)` above the class"
+        )
     from beartype import beartype  # which takes as long to import as a third of functree
 
     signature, partial = Signature.of(fun)

@@ -202,7 +202,9 @@ def test_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     x = jnp.ones(3)
     with raises("export takes a function of `ft.jit`: write `ft.export(ft.jit(sin), ...)`"):
         ft.export(jnp.sin, x)
-    with raises("has arguments that JAX cannot export: write `ft.export(<lambda>, *args)`"):
+    with raises(
+        "takes what `jax.jit` returns, and <lambda> is a function of `ft.jit`: write `ft.export("
+    ):
         jax.export.export(f)(x)  # type: ignore[arg-type]
 
     @ft.jit

@@ -16,8 +16,8 @@ from functree.calls.out_of_memory import check_fits, refusing_too_large
 from functree.calls.output import Output
 from functree.calls.program import around
 from functree.calls.stages.compiled import Compiled
-from functree.calls.stages.stage import Stage
-from functree.errors import FunctreeError
+from functree.calls.stages.stage import Stage, StagedCall
+from functree.errors import FunctreeError, FunctreeTypeError, did_you_mean
 from functree.tree.arrays import Tree
 from functree.tree.paths import Path
 
@@ -77,12 +77,18 @@ class Traced(Stage[jax.stages.Traced]):
             FunctreeError: `lowering_platforms` is not a tuple of names; another option is given, as
                 by `jax.export`.
         """
-        # `jax.export.export` passes an option of its own.
-        if refused:
-            name = self._program.name
-            raise FunctreeError(
-                f"{name} has arguments that JAX cannot export: write `ft.export({name}, *args)`, "
-                "whose result `jax.export.deserialize` reads"
+        name = self._program.name
+        # Only JAX's own functions, such as `jax.export.export`, have options like this one.
+        if any(option.startswith("_") for option in refused):
+            raise FunctreeTypeError(
+                f"`jax.export.export` takes what `jax.jit` returns, and {name} is a function of "
+                f"`ft.jit`: write `ft.export({name}, *args)`, whose result "
+                "`jax.export.deserialize` reads"
+            )
+        for option in refused:
+            raise FunctreeTypeError(
+                f"{name} cannot be lowered so: there is no option `{option}`"
+                f"{did_you_mean(option, ['lowering_platforms'])}"
             )
         check(
             f"{self._program.name} cannot be lowered so",
@@ -91,7 +97,9 @@ class Traced(Stage[jax.stages.Traced]):
         # On the mesh of the calls: otherwise JAX would lower and compile again for a call.
         program = self._program
         with around(program.entered), naming_deleted(program.name, program.body.__wrapped__):
-            return Lowered(self._stage.lower(lowering_platforms=lowering_platforms), self._call)
+            lowered = self._stage.lower(lowering_platforms=lowering_platforms)
+        refs = any(isinstance(one, jax.Ref) for one in self._stage.jaxpr.consts)
+        return Lowered(lowered, self._call, refs)
 
 
 class Lowered(Stage[jax.stages.Lowered]):
@@ -102,6 +110,10 @@ class Lowered(Stage[jax.stages.Lowered]):
         >>> "stablehlo.multiply" in lowered.as_text()
         True
     """
+
+    def __init__(self, stage: jax.stages.Lowered, call: StagedCall, closes_over_refs: bool):
+        super().__init__(stage, call)
+        self._closes_over_refs = closes_over_refs
 
     def compile(
         self,
@@ -118,8 +130,14 @@ class Lowered(Stage[jax.stages.Lowered]):
 
         Raises:
             FunctreeError: one of them is something else; or the program does not fit in the memory
-                of a target.
+                of a target; or the function closes over a `jax.Ref`.
         """
+        # JAX cannot describe such a program: its result has the refs among the arrays.
+        if self._closes_over_refs:
+            raise FunctreeError(
+                f"{self._program.name} closes over a `jax.Ref`, and JAX does not tell how such a "
+                "program is compiled: call the function itself, or pass and return the value"
+            )
         check(
             f"{self._program.name} cannot be compiled so",
             compiler_options=(compiler_options, MAPPING.or_none()),

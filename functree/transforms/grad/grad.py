@@ -344,7 +344,8 @@ def _manual_axes() -> tuple[str, ...]:
         raise FunctreeError(
             "inside shard_map(check_vma=False) each shard computes its own part only of the "
             "gradient, and JAX does not sum the parts: leave `check_vma` at True, "
-            "or take the gradient outside of shard_map"
+            "or take the gradient outside of shard_map; `jax.pmap` is such a shard_map: use "
+            "`ft.shard_map` in its place, or `jax.grad` and `jax.lax.pmean` in it"
         )
     return manual
 

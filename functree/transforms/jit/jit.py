@@ -8,7 +8,6 @@ from jax.sharding import AbstractMesh, Mesh
 
 from functree.argument_checks import FLAG, FUNCTION, MAPPING, POSITION, check
 from functree.calls.signature import Signature
-from functree.calls.traces import traces_of
 from functree.devices.meshes import mesh_view
 from functree.errors import FunctreeTypeError, FunctreeValueError, ShardingError, did_you_mean
 from functree.layout.layout import LayoutLike, LayoutTree, as_layout
@@ -158,7 +157,7 @@ def jit(
         own["compiler_options"] = dict(compiler_options)
 
     def wrap(fun: Callable[_P, _T]) -> Jit[_P, _T]:
-        signature, partial = Signature.of(fun)
+        signature, _ = Signature.of(fun)
         static = _named(signature, "static_argnums", static_argnums)
         static |= _named(signature, "static_argnames", static_argnames)
         donated = frozenset(signature.parameters)
@@ -168,7 +167,7 @@ def jit(
             _check_not_static(donated, static)
         options = JitOptions(*layouts, mesh, layout, donated, static, own)
         kind = CheckedJit if check_processes else Jit
-        return kind(fun, partial, traces_of(partial, signature, Jit, tuple(options)), options)
+        return kind.of(fun, options)
 
     return wrap if fun is None else wrap(fun)
 

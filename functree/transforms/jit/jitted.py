@@ -5,7 +5,7 @@ import functools
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple, ParamSpec, TypeVar
+from typing import Any, NamedTuple, ParamSpec, Self, TypeVar
 
 import jax
 from jax.core import Tracer
@@ -20,9 +20,9 @@ from functree.calls.function import Function
 from functree.calls.output import Output
 from functree.calls.parameter_layouts import ParameterLayouts
 from functree.calls.program import Program, Shardings, make_program
-from functree.calls.signature import Partial
+from functree.calls.signature import Partial, Signature
 from functree.calls.static_arguments import opened
-from functree.calls.traces import Traces
+from functree.calls.traces import Traces, traces_of
 from functree.devices.deleted import is_deleted, refuse_deleted
 from functree.devices.meshes import NO_MESH, current_mesh, tracing
 from functree.devices.placement import first_mesh, is_concrete, with_devices_of
@@ -72,6 +72,8 @@ class Jit(Function[_P, _T]):
         compilation 2: x: shape (3,) → (4,)
     """
 
+    _options: JitOptions
+
     def __init__(
         self, fun: Callable[_P, _T], partial: Partial, traces: Traces, options: JitOptions
     ):
@@ -87,6 +89,11 @@ class Jit(Function[_P, _T]):
         # arguments. JAX then distinguishes its own programs by them, and the key stays short.
         has_layouts = options.in_shardings is not None or options.out_shardings is not None
         self._by_shardings = has_layouts or bool(options.donated)
+
+    @classmethod
+    def of(cls, fun: Callable[_P, _T], options: JitOptions) -> Self:
+        signature, partial = Signature.of(fun)
+        return cls(fun, partial, traces_of(partial, signature, Jit, tuple(options)), options)
 
     def __repr__(self) -> str:
         return f"<ft.jit of {self._signature.name}>"

@@ -4,7 +4,7 @@ import functools
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from types import FunctionType
-from typing import Literal, NamedTuple, ParamSpec, TypeVar
+from typing import Literal, NamedTuple, ParamSpec, Self, TypeVar
 
 import jax
 from jax.core import Tracer
@@ -19,7 +19,7 @@ from functree.calls.output import Output
 from functree.calls.parameter_layouts import ParameterLayouts
 from functree.calls.program import Program, make_program
 from functree.calls.signature import AnyFunction, Args, Kwargs, Partial, Signature
-from functree.calls.traces import Traces
+from functree.calls.traces import Traces, traces_of
 from functree.devices.meshes import NO_MESH, current_mesh, mesh_view, tracing
 from functree.devices.placement import first_mesh
 from functree.errors import ShardingError, did_you_mean
@@ -62,6 +62,8 @@ class Mapped(Function[_P, _T]):
         (8,)
     """
 
+    _options: MapOptions
+
     def __init__(
         self, fun: Callable[_P, _T], partial: Partial, traces: Traces, options: MapOptions
     ):
@@ -69,6 +71,11 @@ class Mapped(Function[_P, _T]):
         self._options = options
         given = options.rules if options.in_specs is None else options.in_specs
         self._layouts = ParameterLayouts("in_specs", given, traces.signature, options.rules)
+
+    @classmethod
+    def of(cls, fun: Callable[_P, _T], options: MapOptions) -> Self:
+        signature, partial = Signature.of(fun)
+        return cls(fun, partial, traces_of(partial, signature, cls, tuple(options)), options)
 
     def __repr__(self) -> str:
         return f"<ft.shard_map of {self._signature.name}>"

@@ -4,8 +4,6 @@ from collections.abc import Callable, Collection
 from typing import ParamSpec, TypeVar, overload
 
 from functree.argument_checks import FLAG, FUNCTION, TEXTS, check, parameter_error, shown
-from functree.calls.signature import Signature
-from functree.calls.traces import traces_of
 from functree.devices.meshes import MeshLike, mesh_view
 from functree.errors import FunctreeTypeError, ShardingError
 from functree.layout.layout import LayoutLike, LayoutTree, as_layout
@@ -146,8 +144,7 @@ def shard_map(
     options = MapOptions(given_mesh, *layouts, layout, manual, check_vma, shapes)
 
     def wrap(fun: Callable[_P, _T]) -> Mapped[_P, _T]:
-        signature, partial = Signature.of(fun)
-        return Mapped(fun, partial, traces_of(partial, signature, Mapped, tuple(options)), options)
+        return Mapped.of(fun, options)
 
     return wrap if fun is None else wrap(fun)
 

@@ -1,0 +1,182 @@
+"""What JAX takes and functree does not: the error, and what it says to write."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import pytest
+from beartype import beartype
+from checks import raises
+from jax.experimental import hijax
+from jax.experimental.layout import Format, Layout
+from jax.sharding import NamedSharding, SingleDeviceSharding
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Float, jaxtyped
+from meshes import MESH
+
+import functree as ft
+
+X = jnp.ones(8)
+DEVICE = jax.devices()[0]
+
+
+@dataclass(frozen=True)
+class PairType(hijax.HiType):
+    size: int
+
+
+class Pair:
+    def __init__(self, values: Any) -> None:
+        self.values = values
+
+
+hijax.register_hitype(Pair, lambda pair: PairType(pair.values.shape[0]))
+
+
+class Bias(eqx.Module):
+    bias: Float[Array, "embed"]
+
+
+def loss(w: Array, x: Array) -> Array:
+    return ((x @ w) ** 2).sum()
+
+
+def in_pmap(x: Array) -> Array:
+    return jax.pmap(lambda x: ft.grad(loss)(jnp.ones(2), x))(x)
+
+
+def in_filter_pmap(x: Array) -> Array:
+    return eqx.filter_pmap(lambda x: ft.value_and_grad(loss)(jnp.ones(2), x))(x)
+
+
+def abstract() -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct((3,), jnp.float32)
+
+
+def with_ref() -> Any:
+    ref = jax.new_ref(jnp.zeros(8))
+    return ft.jit(lambda x: x + ref[...]).lower(X).compile()
+
+
+PMAP = "`jax.pmap` is such a shard_map: use `ft.shard_map` in its place, or `jax.grad` and `jax.lax"
+ONE = "for a single device write `P()`, on the mesh `ft.make_mesh(data=1, devices=[device])`"
+SINGLE = SingleDeviceSharding(DEVICE)
+FORMAT = Format(Layout((0,)), NamedSharding(MESH, P("data")))
+OF_FORMAT = "; memory layouts are the compiler's choice: write its `.sharding`"
+
+CASES: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
+    "pmap": (lambda: in_pmap(jnp.ones((8, 2))), (PMAP,)),
+    "filter_pmap": (lambda: in_filter_pmap(jnp.ones((8, 2))), (PMAP,)),
+    "a ref": (
+        lambda: ft.jit(lambda r: r[...])(jax.new_ref(X)),
+        ("r   Ref\n      is mutable", "Try: pass its value, `ref[...]`"),
+    ),
+    "a ref as a result": (
+        lambda: ft.jit(lambda x: {"r": jax.new_ref(x)})(X),
+        ("result.r   Ref\n", "Try: return its value, `ref[...]`"),
+    ),
+    "a ref that is closed over": (
+        with_ref,
+        ("closes over a `jax.Ref`", "call the function itself, or pass and return the value"),
+    ),
+    "hijax": (
+        lambda: ft.jit(lambda pair: pair.values)([Pair(X)]),
+        (
+            "pair.0   Pair\n",
+            "defined by `jax.experimental.hijax`",
+            "use the arrays in it, or `jax.",
+        ),
+    ),
+    "hijax as a result": (
+        lambda: ft.jit(Pair)(X),
+        ("result   Pair\n", "is a value of `jax.experimental.hijax`"),
+    ),
+    "abstract": (
+        lambda: ft.jit(lambda x: (x, abstract()))(X),
+        ("the result has 1 abstract array", "result.1   f32[3]\n      is abstract", "outside of"),
+    ),
+    "abstract, mapped": (
+        lambda: ft.shard_map(
+            lambda x: [x, abstract()], mesh=MESH, in_specs=P("data"), out_specs=P("data")
+        )(X),
+        ("the result has 1 abstract array", "result.1   f32[3]"),
+    ),
+    "export": (
+        lambda: jax.export.export(ft.jit(lambda x: x + 1))(X),
+        ("`jax.export.export` takes what `jax.jit` returns", "write `ft.export(<lambda>, *args)`"),
+    ),
+    "an option of lower": (
+        lambda: ft.jit(lambda x: x).trace(X).lower(lowering_platform=("cpu",)),
+        ("there is no option `lowering_platform`", "`lowering_platforms`"),
+    ),
+    "typed class": (
+        lambda: ft.typed(Bias),
+        (
+            "typed checks the calls of a function, and Bias is a class: decorate its methods",
+            "`@jaxtyped(typechecker=beartype)` above the class",
+        ),
+    ),
+    "one device, in": (lambda: ft.jit(lambda x: x, in_shardings=SINGLE)(X), (ONE,)),
+    "one device, out": (lambda: ft.jit(lambda x: x, out_shardings=SINGLE)(X), (ONE,)),
+    "one device, shard": (lambda: ft.shard(X, SINGLE, MESH), (ONE,)),
+    "one device, plan": (lambda: ft.plan(X, SINGLE, MESH), (ONE,)),
+    "one device, in a filter": (lambda: ft.StateSharding({...: SINGLE}), (ONE,)),
+    "one device, rules": (lambda: ft.jit(lambda x: x, rules=SINGLE), (ONE,)),
+    "one device, in_specs": (
+        lambda: ft.shard_map(lambda x: x, mesh=MESH, in_specs=SINGLE, out_specs=P()),
+        (ONE,),
+    ),
+    "a device": (lambda: ft.shard(X, DEVICE, MESH), (ONE,)),
+    "a format": (lambda: ft.shard(X, FORMAT, MESH), (OF_FORMAT,)),
+    "a format, in": (lambda: ft.jit(lambda x: x, in_shardings=FORMAT), (OF_FORMAT,)),
+    "a format, in a tree": (lambda: ft.shard({"x": X}, {"x": FORMAT}, MESH), (OF_FORMAT,)),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_it_is_refused(case: str):
+    call, said = CASES[case]
+    with raises(*said):
+        call()
+
+
+def test_what_the_errors_say_to_write():
+    w, x = jnp.ones(2), jnp.arange(16.0).reshape(8, 2)
+    expected = jax.grad(loss)(w, x)
+    by_shards = ft.shard_map(
+        lambda w, x: ft.grad(lambda w, x: jax.lax.psum(loss(w, x), ("data", "model")))(w, x),
+        mesh=MESH,
+        in_specs=(P(), P(("data", "model"))),
+        out_specs=P(),
+    )
+    assert jnp.allclose(by_shards(w, x), expected)
+    by_pmap = jax.pmap(lambda x: jax.lax.pmean(jax.grad(loss)(w, x), "i"), axis_name="i")(x)
+    assert jnp.allclose(8 * by_pmap[0], expected)
+
+    ref = jax.new_ref(X)
+    assert ft.jit(lambda x: x + 1)(ref[...]).sum() == 16
+    assert ft.jit(lambda x: x + ref[...])(X).sum() == 16
+    assert ft.jit(lambda pair: pair + 1)(Pair(X).values).sum() == 16
+
+    exported = ft.export(ft.jit(lambda x: x + 1), X).serialize()
+    assert len(exported) > 0
+
+    one = ft.make_mesh(data=1, devices=[DEVICE])
+    assert ft.shard(X, P(), one).sharding.device_set == {DEVICE}
+    assert ft.jit(lambda x: x, in_shardings=P(), mesh=one)(X).sharding.device_set == {DEVICE}
+    assert ft.shard(X, FORMAT.sharding, MESH).sharding.spec == P("data")
+
+    checked = jaxtyped(typechecker=beartype)(Bias)
+    assert checked(X).bias is X
+    with pytest.raises(Exception, match="bias"):
+        checked(jnp.ones((2, 2)))
+
+
+def test_errors_of_equinox():
+    """`ft.jit` does not wait for the check; `eqx.filter_jit` around it does."""
+    f = ft.jit(lambda x: eqx.error_if(x, jnp.any(x < 0), "x is negative"))
+    with pytest.raises(eqx.EquinoxRuntimeError, match="x is negative"):
+        eqx.filter_jit(f)(-X)
