@@ -53,6 +53,8 @@ class Leaf(NamedTuple):
         follows: the leaf whose decision it takes; None for a leaf that layouts decide about.
         activation: whether it is an activation: a bare array whose axes have names. Only rules are
             about these; `FSDP`, specs and filters are written for parameters.
+        unread: why an annotation does not name its axes although there is one, and the remedy; None
+            if there is none.
     """
 
     path: Path
@@ -68,6 +70,7 @@ class Leaf(NamedTuple):
     misfit: Problem | None = None
     follows: FollowedLeaf | None = None
     activation: bool = False
+    unread: tuple[str, str] | None = None
 
     @property
     def patterned(self) -> tuple[Path, ...]:

@@ -24,6 +24,7 @@ from functree.errors import (
     count,
 )
 from functree.labels.annotations.classes import ClassHints, class_hints
+from functree.labels.annotations.context import Context, inside_of
 from functree.labels.annotations.equinox_names import OWN_STATE, equinox_names
 from functree.labels.annotations.given_names import (
     GivenNames,
@@ -35,6 +36,12 @@ from functree.labels.annotations.given_names import (
 )
 from functree.labels.annotations.hints import NO_ENV, NOTHING, Hint
 from functree.labels.annotations.leaf_axes import Memory, leaf_axes, state_axes
+from functree.labels.annotations.unread import (
+    Unread,
+    hints_by_identity,
+    other_structure,
+    without_keys,
+)
 from functree.labels.leaf import Leaf
 from functree.tree.arrays import AnyArray, Tree, is_array
 from functree.tree.axes import Axes, Names
@@ -46,6 +53,7 @@ from functree.tree.skeleton.kinds import (
     DEFAULT_DICT,
     DICT,
     EQUINOX_STATE,
+    LEAVES,
     NONE,
     PACKED,
     SEQUENCE,
@@ -99,7 +107,7 @@ def read(tree: Tree, names: Mapping[type, Names] | None = None) -> Leaves:
     """
     walk = _Walk({**OWN_STATE, **(names or {})})
     try:
-        walk.visit(tree, (), NOTHING, _Context())
+        walk.visit(tree, (), NOTHING, Context())
     except RecursionError:
         raise too_deep(tree) from None
     # Names of a field that were used by arrays outside of any module. Names that a module used have
@@ -179,26 +187,6 @@ def _is_stock(cls: type, names: Names) -> bool:
     return equinox_names.get(cls) == names
 
 
-class _Context(NamedTuple):
-    """What is true for all leaves below a node.
-
-    Attributes:
-        within: the classes of the nodes above, outermost first.
-        stack: the axes of the stacks above.
-        given: the names that were given above.
-        buffer: whether an annotation above marks the leaves as not trained.
-        pending: the names in the annotation of a field above, if there has been no module since.
-            Their patterns are matched with paths from the first module below the field, or from the
-            field if there is no module.
-    """
-
-    within: tuple[type, ...] = ()
-    stack: tuple[str, ...] = ()
-    given: tuple[GivenNames, ...] = ()
-    buffer: bool = False
-    pending: GivenNames | None = None
-
-
 class _Walk:
     """One walk over a tree. What depends only on a class is looked up once for each class."""
 
@@ -214,12 +202,13 @@ class _Walk:
         self.classes: dict[type, ClassHints] = {}
         self.memory: Memory = {}
         self.tried: dict[Hint, Hint] = {}
+        self.unread: dict[tuple[Hint, type], Unread | None] = {}
         self.used: set[type] = set()  # the classes in `names` that have named a leaf
         self.training: dict[Path, TrainingState] = {}
         # The fields whose annotation has `ft.names`.
         self.fields: list[tuple[Tree, Keys, GivenNames]] = []
 
-    def visit(self, node: Tree, path: Keys, hint: Hint, context: _Context) -> None:
+    def visit(self, node: Tree, path: Keys, hint: Hint, context: Context) -> None:
         """Visit a node.
 
         Args:
@@ -237,11 +226,11 @@ class _Walk:
             self.others.append((self.size, node))
             self.size += 1
         elif kind is SEQUENCE:
-            inside = _inside(context, type(node))
+            inside = inside_of(context, type(node))
             for i, child in enumerate(node):
                 self.visit(child, (*path, i), hint.child(i), inside)
         elif kind is DICT or kind is DEFAULT_DICT:
-            inside, below = _inside(context, type(node)), hint.child(None)
+            inside, below = inside_of(context, type(node)), hint.child(None)
             for key in _sorted_keys(node, path):
                 self.visit(node[key], (*path, key), below, inside)
         elif kind is STATE:
@@ -250,7 +239,7 @@ class _Walk:
             self._packed(node, path, hint, context)
         elif kind is EQUINOX_STATE:
             opened = given_at(node, len(path), context.pending, self.names)
-            inside = _Context(
+            inside = Context(
                 (*context.within, type(node)), context.stack, context.given + opened, context.buffer
             )
             for keys, child in kind.paths(node):
@@ -267,8 +256,8 @@ class _Walk:
         return kind
 
     def _annotated(
-        self, node: Tree, kind: Kind, path: Keys, hint: Hint, context: _Context
-    ) -> tuple[Hint, _Context]:
+        self, node: Tree, kind: Kind, path: Keys, hint: Hint, context: Context
+    ) -> tuple[Hint, Context]:
         """The resolved annotation of a node, and the context with what the annotation says about
         all leaves below."""
         if hint.references:
@@ -279,17 +268,28 @@ class _Walk:
             hint = tried
         if hint.buffer:
             context = context._replace(buffer=True)
+        if kind not in LEAVES:
+            unread = self._other_structure(hint, node)
+            if unread is not None:
+                context = context._replace(unread=unread)
         if hint.names is not None and kind is not NONE:
             given = GivenNames(hint.names, len(path), Giver.FIELD)
             self.fields.append((node, path, given))
             context = context._replace(pending=given)
         return hint, context
 
-    def _leaf(self, value: AnyArray, path: Keys, hint: Hint, context: _Context) -> None:
+    def _other_structure(self, hint: Hint, node: Tree) -> Unread | None:
+        """Why an annotation says nothing about a node of this class, computed once."""
+        key = hint, type(node)
+        if key not in self.unread:
+            self.unread[key] = other_structure(hint, node)
+        return self.unread[key]
+
+    def _leaf(self, value: AnyArray, path: Keys, hint: Hint, context: Context) -> None:
         """Note an array."""
         self.indices.append(self.size)
         self.size += 1
-        within, stack, given, buffer, pending = context
+        within, stack, given, buffer, pending, unread = context
         place = Path(path)
         if pending is not None:
             pending.by_leaf = True
@@ -298,19 +298,20 @@ class _Walk:
         axes, annotated, unnamed, spec, misfit = leaf_axes(
             self.memory, value, place, hint, outside, stack
         )
-        self.leaves.append(
-            Leaf(
-                place, value, axes, within, (), len(stack), annotated, unnamed, spec, buffer, misfit
-            )
+        leaf = Leaf(
+            place, value, axes, within, (), len(stack), annotated, unnamed, spec, buffer, misfit
         )
+        if not annotated and (unread is not None or hint is not NOTHING):
+            leaf = leaf._replace(unread=other_structure(hint, value) or unread)
+        self.leaves.append(leaf)
 
-    def _node(self, node: Tree, kind: Kind, path: Keys, hint: Hint, context: _Context) -> None:
+    def _node(self, node: Tree, kind: Kind, path: Keys, hint: Hint, context: Context) -> None:
         """Visit a module, a named tuple, or a node of another class that is registered with JAX."""
         cls = type(node)
         known = self.classes.get(cls)
         if known is None:
             known = self.classes[cls] = class_hints(cls)
-        inside, opened = _inside(context, cls), ()
+        inside, opened = inside_of(context, cls), ()
         if isinstance(node, TrainingState) and first_beginning(path, self.training) is None:
             self.training[Path(path)] = node
         # A subclass of dict, such as an OrderedDict, is a container: names of a field are for the
@@ -320,23 +321,36 @@ class _Walk:
             stack = context.stack
             if isinstance(node, Stack):
                 stack = (*stack, *node.stack_axes())
-            inside = _Context(inside.within, stack, context.given + opened, context.buffer)
+            # A class with annotations of its own says itself what its leaves are.
+            unread = None if known.fields else context.unread
+            inside = Context(
+                inside.within, stack, context.given + opened, context.buffer, None, unread
+            )
+        attributes: dict[int, Hint] | None = None
         env = known.env(cls, hint) if hint.generics or hint.references else NO_ENV
         for key, child in kind.children(node):
             by_field = kind.by_field or type(key) is GetAttrKey
             name = key if kind.by_field else plain_key(key)
-            below = known.fields.get(name, NOTHING) if by_field else hint.child(None)
+            below, within = hint.child(None), inside
+            if by_field:
+                below = known.fields.get(name, NOTHING)
+            elif known.fields:
+                # Registered without keys: the annotation is that of the attribute that it is.
+                attributes = attributes or hints_by_identity(node, known.fields)
+                below = attributes.get(id(child), below)
+                if below is NOTHING:
+                    within = inside._replace(unread=without_keys(cls))
             if env and below.open:
                 below = below.bind(env)
             # `PyTree[X]` annotates the fields that the class itself does not annotate.
             if hint.below is not None and by_field and below.tried() is NOTHING:
                 below = hint.child(None)
-            self.visit(child, (*path, name), below, inside)
+            self.visit(child, (*path, name), below, within)
         if opened:
             self.used.update(given.cls for given in opened if given.cls is not None and given.used)
             self.note_unmatched(node, path, opened)
 
-    def _packed(self, node: Tree, path: Keys, hint: Hint, context: _Context) -> None:
+    def _packed(self, node: Tree, path: Keys, hint: Hint, context: Context) -> None:
         """Visit a packed tree: the leaves of the tree that was packed, with the indices that they
         have in this one."""
         # `Packed[X]` annotates the tree that was packed by X.
@@ -358,7 +372,7 @@ class _Walk:
                 self.others.append((self.size, leaf))
             self.size += 1
 
-    def _state(self, node: StateMapping, path: Keys, context: _Context) -> None:
+    def _state(self, node: StateMapping, path: Keys, context: Context) -> None:
         """Visit state, which has an entry for each of its children: the path in the model, the
         axes, the stacks."""
         within = (*context.within, type(node))
@@ -387,13 +401,6 @@ class _Walk:
         if self.packed:
             node = _unpacked(node)
         self.problems += unmatched(node, path, given)
-
-
-def _inside(context: _Context, cls: type) -> _Context:
-    """The context below a node of a class."""
-    # Not by `_replace`, which takes twice as long; this runs for each container.
-    within, stack, given, buffer, pending = context
-    return _Context((*within, cls), stack, given, buffer, pending)
 
 
 def _unpacked(tree: Tree) -> Any:

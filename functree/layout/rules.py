@@ -148,7 +148,7 @@ class AxisRules(Value, Layout):
             return start.wrong((leaf.misfit.why, leaf.misfit.remedy))
         # A scalar has no dimension that would need a name.
         if not leaf.annotated and leaf.shape:
-            return start.wrong(UNANNOTATED)
+            return start.wrong(unannotated(leaf))
         return self._apply(leaf, start)
 
     def _apply(self, leaf: Leaf, start: Decision) -> Decision:
@@ -280,7 +280,7 @@ class AxisRules(Value, Layout):
 def _alike(leaf: Leaf) -> Hashable:
     """Everything that the decision of rules about a leaf depends on."""
     # Not its shape: sizes are checked later, for each leaf. So all layers of one kind are alike.
-    return (leaf.axes, leaf.annotated, leaf.unnamed, leaf.spec, leaf.misfit)
+    return (leaf.axes, leaf.annotated, leaf.unnamed, leaf.spec, leaf.misfit, leaf.unread)
 
 
 def _split(leaf: Leaf, decision: Decision, dim: int, rule: Rule) -> Decision:
@@ -293,11 +293,16 @@ def _split(leaf: Leaf, decision: Decision, dim: int, rule: Rule) -> Decision:
     return decision.with_dimension(dim, split)
 
 
-UNANNOTATED = (
-    "has no axis names, and rules shard axes by name",
-    'annotate the field (`Float[Array, "..."]`), give `names=` to the rules, or lay it out by a '
-    "path filter",
-)
+def unannotated(leaf: Leaf) -> tuple[str, str]:
+    """Why rules cannot lay out a leaf without names, and what to do."""
+    why, remedy = "has no axis names", 'annotate the field (`Float[Array, "..."]`)'
+    if leaf.unread is not None:
+        reason, remedy = leaf.unread
+        why += f": {reason}"
+    return (
+        f"{why}, and rules shard axes by name",
+        f"{remedy}, give `names=` to the rules, or lay it out by a path filter",
+    )
 
 
 def kept_pairs(rules: Iterable[Rule]) -> list[tuple[Any, Any]]:

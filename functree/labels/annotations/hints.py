@@ -133,6 +133,7 @@ class Hint:
         buffer: whether it is an `ft.Buffer`.
         references: its parts that are not resolved yet.
         open: whether it, or a hint in it, has such parts.
+        typed_dict: whether it is a `TypedDict`, whose annotations are not read.
     """
 
     text: str = ""
@@ -145,6 +146,7 @@ class Hint:
     buffer: bool = False
     references: tuple[Reference, ...] = ()
     open: bool = False
+    typed_dict: bool = False
 
     def child(self, index: int | None) -> "Hint":
         """The hint of an element of a container; `index` is None for the values of a mapping."""
@@ -213,7 +215,7 @@ class Hint:
     @property
     def _is_empty(self) -> bool:
         """Whether the hint has no parts except those that are not resolved yet."""
-        return not (self.is_about_arrays or self.names or self.buffer)
+        return not (self.is_about_arrays or self.names or self.buffer or self.typed_dict)
 
     @cached_property
     def settled(self) -> "Hint":
@@ -295,6 +297,7 @@ def merge(hints: Iterable[Hint]) -> Hint:
         buffer=any(each("buffer")),
         references=tuple(chain(*each("references"))),
         open=any(each("open")),
+        typed_dict=any(each("typed_dict")),
     )
 
 
@@ -331,6 +334,8 @@ def parse(hint: Any, namespace: Namespace, optional: bool = False) -> Hint:
     if isinstance(hint, type) and issubclass(hint, jaxtyping.PyTree):
         leaf = parse(getattr(hint, "leaftype", Any), namespace, optional)
         return NOTHING if leaf is NOTHING else replace(leaf, below=leaf)
+    if typing.is_typeddict(hint):
+        return Hint(text=hint.__name__, typed_dict=True)
     return _parametrized(hint, origin, args, namespace, optional)
 
 

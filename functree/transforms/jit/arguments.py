@@ -198,9 +198,13 @@ def _warn_replicated(name: str, leaves: Sequence[Leaf], view: MeshView) -> None:
         in_optimizer = any(is_optimizer_state(cls) for leaf in own for cls in leaf.within)
         optimizer = USE_PLAN_OPTIMIZER if in_optimizer else ""
         what, verb = ("it", "has") if len(own) == 1 else ("them", "have")
+        said, advice = lack, remedy.format(what)
+        if own[0].unread is not None:
+            reason, advice = own[0].unread
+            said += f" ({reason})"
         warn(
-            f"{name}: {arrays} {verb} {lack} and nobody has placed {what}, "
+            f"{name}: {arrays} {verb} {said} and nobody has placed {what}, "
             f"so this is replicated on the mesh {view}: "
-            f"{remedy.format(what)}, place {what} with `ft.shard`, or write `in_shardings=`"
+            f"{advice}, place {what} with `ft.shard`, or write `in_shardings=`"
             f"{optimizer}",
         )
