@@ -8,7 +8,7 @@ but the skeleton is that of the packed tree.
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from jax.core import Tracer
