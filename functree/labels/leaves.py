@@ -331,15 +331,17 @@ class _Walk:
         for key, child in kind.children(node):
             by_field = kind.by_field or type(key) is GetAttrKey
             name = key if kind.by_field else plain_key(key)
-            below, within = hint.child(None), inside
+            within = inside
             if by_field:
                 below = known.fields.get(name, NOTHING)
-            elif known.fields:
-                # Registered without keys: the annotation is that of the attribute that it is.
-                attributes = attributes or hints_by_identity(node, known.fields)
-                below = attributes.get(id(child), below)
-                if below is NOTHING:
-                    within = inside._replace(unread=without_keys(cls))
+            else:
+                below = hint.child(None)
+                if known.fields:
+                    # Registered without keys: the annotation is that of the attribute that it is.
+                    attributes = attributes or hints_by_identity(node, known.fields)
+                    below = attributes.get(id(child), below)
+                    if below is NOTHING:
+                        within = inside._replace(unread=without_keys(cls))
             if env and below.open:
                 below = below.bind(env)
             # `PyTree[X]` annotates the fields that the class itself does not annotate.

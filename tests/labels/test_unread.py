@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import warnings
 from collections.abc import Callable
 from typing import Annotated, Any, Generic, NamedTuple, TypedDict, TypeVar
 
@@ -60,6 +61,11 @@ class Reversed(Registered):
     children = ("b", "w")
 
 
+class Alike(Registered):
+    w: Float[Array, "embed hidden"]
+    b: Float[Array, "embed hidden"]
+
+
 class Slotted(Registered):
     __slots__ = ("b", "w")
     w: Float[Array, "embed hidden"]
@@ -97,6 +103,7 @@ jax.tree_util.register_pytree_node(
 BY_IDENTITY: dict[str, tuple[Any, list[P]]] = {
     "a class": (Plain(W, B), [P(None, "model"), P("model")]),
     "in another order": (Reversed(W, B), [P("model"), P(None, "model")]),
+    "tied and alike": (Alike(W, W), [P(None, "model")] * 2),
     "slots": (Slotted(W, B), [P(None, "model"), P("model")]),
     "a dataclass": (Data(W, B), [P(None, "model"), P("model")]),
     "containers": (Several([W, W], {"x": Plain(W, B)}), [P(None, "model")] * 3 + [P("model")]),
@@ -135,14 +142,35 @@ def test_what_is_not_found(tree: Any, paths: list[str]):
     for fragment in paths:
         with raises(
             fragment,
-            f"has no axis names: its class {name} is registered with JAX without keys, so it is not known which "
-            "annotation is that of which child, and rules shard axes by name",
+            f"has no axis names: its class {name} is registered with JAX without keys that name its fields, so it is "
+            "not known which annotation is that of which child, and rules shard axes by name",
             "Try: register it with keys (`jax.tree_util.register_pytree_with_keys_class`, with `GetAttrKey` and the name "
             "of the field), give `names=` to the rules, or lay it out by a path filter",
         ):
             specs(tree)
     # As before, these have no names for those who do not ask by name.
     assert not any(map(any, jax.tree.leaves(ft.tree_axes(tree))))
+
+
+def test_the_warning_of_what_rules_replicate():
+    """One for each reason: other arrays that nobody has placed have another remedy."""
+    mesh = ft.make_mesh(data=2, model=4)
+    step = ft.jit(lambda tied, other, bare: (tied, other, bare), rules=RULES, mesh=mesh)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        step.lower(Tied(W, W), OfArray([W]), (W, B))
+    told = [str(warning.message) for warning in caught]
+    assert len(told) == 3
+    for text, fragments in zip(
+        told,
+        [
+            ("`tied.0`", "`tied.1`", "(its class Tied is registered with JAX", ": register it with keys ("),
+            ("`other.p.0`", "(its annotation `Float", "it is a list)", ": write `PyTree[Float"),
+            ("`bare.0`", "`bare.1`", "have no axis names and nobody", ": annotate them, "),
+        ],
+        strict=True,
+    ):  # fmt: skip
+        assert all(fragment in text for fragment in fragments), text
 
 
 @jax.tree_util.register_pytree_with_keys_class

@@ -55,8 +55,8 @@ def _is_about(hint: Hint, node: Tree) -> bool:
 def without_keys(cls: type) -> Unread:
     """Why the annotations of a class say nothing about its children."""
     return (
-        f"its class {cls.__name__} is registered with JAX without keys, so it is not known which "
-        "annotation is that of which child",
+        f"its class {cls.__name__} is registered with JAX without keys that name its fields, so "
+        "it is not known which annotation is that of which child",
         "register it with keys (`jax.tree_util.register_pytree_with_keys_class`, with "
         "`GetAttrKey` and the name of the field)",
     )
@@ -65,11 +65,13 @@ def without_keys(cls: type) -> Unread:
 def hints_by_identity(node: Tree, fields: Mapping[str, Hint]) -> dict[int, Hint]:
     """The hints of the attributes of a node by the `id` of their values.
 
-    An object that is the value of several fields has none, unless these have one hint.
+    An object that is the value of several fields has none, unless these have one annotation.
     """
     found: dict[int, Hint] = {}
     for name, hint in fields.items():
         value = getattr(node, name, None)
-        if found.setdefault(id(value), hint) is not hint:
+        other = found.setdefault(id(value), hint)
+        # Hints are compared by identity, and equal annotations have a hint each.
+        if (other.text, other.forms) != (hint.text, hint.forms):
             found[id(value)] = NOTHING
     return found

@@ -1,5 +1,6 @@
 """Arguments that nobody has placed ─► the same arguments, placed where the rules lay them out."""
 
+from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -186,24 +187,25 @@ def _without_names(decided: Decisions) -> tuple[list[Decision], set[int]]:
 
 
 def _warn_replicated(name: str, leaves: Sequence[Leaf], view: MeshView) -> None:
-    named = [leaf for leaf in leaves if any(leaf.axes)]
-    unnamed = [leaf for leaf in leaves if not any(leaf.axes)]
-    for own, lack, remedy in (
-        (unnamed, "no axis names", "annotate {}"),
-        (named, "axes but the rules know no names", "add `ft.AxisRules` to the rules"),
-    ):
-        if not own:
-            continue
+    """Warn about replicated arrays; one warning for those that lack the same."""
+    groups = defaultdict[tuple[str, str], list[Leaf]](list)
+    for leaf in leaves:
+        if any(leaf.axes):
+            lack, remedy = "axes but the rules know no names", "add `ft.AxisRules` to the rules"
+        elif leaf.unread is None:
+            lack, remedy = "no axis names", "annotate {}"
+        else:
+            reason, remedy = leaf.unread
+            lack = f"no axis names ({reason})"
+        groups[lack, remedy].append(leaf)
+    for (lack, remedy), own in groups.items():
         arrays = listed([f"`{leaf.path}` {array_text(leaf.value)}" for leaf in own])
         in_optimizer = any(is_optimizer_state(cls) for leaf in own for cls in leaf.within)
         optimizer = USE_PLAN_OPTIMIZER if in_optimizer else ""
         what, verb = ("it", "has") if len(own) == 1 else ("them", "have")
-        said, advice = lack, remedy.format(what)
-        if own[0].unread is not None:
-            reason, advice = own[0].unread
-            said += f" ({reason})"
+        advice = remedy.replace("{}", what)
         warn(
-            f"{name}: {arrays} {verb} {said} and nobody has placed {what}, "
+            f"{name}: {arrays} {verb} {lack} and nobody has placed {what}, "
             f"so this is replicated on the mesh {view}: "
             f"{advice}, place {what} with `ft.shard`, or write `in_shardings=`"
             f"{optimizer}",
