@@ -42,13 +42,13 @@ def naming_deleted(
         raise
 
 
-def is_about_deleted(error: RuntimeError) -> bool:
+def is_about_deleted(error: Exception) -> bool:
     """Whether an error of JAX is about an array that is deleted."""
     return str(error).startswith(_MESSAGE)
 
 
 def check_use(
-    error: RuntimeError,
+    error: Exception,
     name: str,
     fun: AnyFunction,
     paths: Sequence[Path],

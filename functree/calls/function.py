@@ -18,6 +18,7 @@ from functree.calls.compilations import Compilation, Log, Situation
 from functree.calls.compile_events import compile_events
 from functree.calls.deleted_use import check_use, is_about_deleted
 from functree.calls.program import Program, around, without_jit
+from functree.calls.runtime_checks import raise_failed
 from functree.calls.signature import Args, Kwargs, Partial, Record, wrapper_updates
 from functree.calls.stages.lowered import Lowered, Traced
 from functree.calls.stages.stage import StagedCall
@@ -82,10 +83,11 @@ class Function(Generic[_P, _T]):
             else:
                 with around(program.entered):
                     result = program(arrays)
-        except RuntimeError as error:
+        except (RuntimeError, ValueError) as error:
             # To look for deleted arguments on a single device would take time in each call.
             if is_about_deleted(error):
                 check_use(error, program.name, self._partial.fun, program.group.paths, arrays)
+            raise_failed(error, program.name)
             raise
         if compile_events.count != before or program not in self._used:
             self._note(program, arrays, compile_events.have(program.body.__name__, before))

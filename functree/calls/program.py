@@ -18,6 +18,8 @@ from functree.calls.call_groups import CallGroup
 from functree.calls.deleted_use import naming_deleted
 from functree.calls.derivative_rules import has_derivatives, in_context
 from functree.calls.output import Output
+from functree.calls.runtime_checks import has_checks, run_checked
+from functree.calls.trace_notes import noting_meshes
 from functree.devices.constraint import with_constraint
 from functree.devices.meshes import tracing, without_devices
 from functree.layout.layout import Layout
@@ -47,6 +49,8 @@ class Program:
         moved: the indices of the arrays that JAX moves to other devices in every call.
         donates: whether parameters of the user's function are donated, even if none of their arrays
             can be.
+        has_checks: whether it has checks of Equinox, for which a call waits. Those of a program
+            inside of another one are checks of the outer one.
     """
 
     group: CallGroup
@@ -59,6 +63,7 @@ class Program:
     out_shardings: Shardings | None = None
     moved: tuple[int, ...] = ()
     donates: bool = False
+    has_checks: bool = False
 
     @property
     def name(self) -> str:
@@ -77,7 +82,10 @@ class Program:
         return self.donates or self.missing is not None
 
     def __call__(self, arrays: Sequence[AnyArray]) -> Tree:
-        output: Output = self.jitted(*self.body.arguments.split(arrays))
+        arguments = self.body.arguments.split(arrays)
+        if self.has_checks:
+            return run_checked(self.jitted, arguments, self.name).built()
+        output: Output = self.jitted(*arguments)
         return output.built()
 
     def trace(self, arrays: Sequence[AnyArray]) -> Traced:
@@ -154,7 +162,7 @@ def make_program(
     # Nothing is traced under `jax.disable_jit()`: a call runs the function itself.
     if without_jit():
         return program, None
-    with around(entered), naming_deleted(body.name, body.__wrapped__):
+    with around(entered), naming_deleted(body.name, body.__wrapped__), noting_meshes():
         # First without shardings of the result, since these depend on what the result is.
         inputs = arguments.split(_traceable(arrays, mesh, in_shardings))
         traced = jax.jit(fun, **given).trace(*inputs)
@@ -168,7 +176,10 @@ def make_program(
         fun = _constraining(fun, arguments, in_shardings, out_shardings)
     elif out_shardings is not None:
         given["out_shardings"] = Output(out_shardings, output.skeleton, output.which)
-    return replace(program, jitted=jax.jit(fun, **given), out_shardings=out_shardings), traced
+    checks = not tracing() and has_checks(traced.jaxpr)
+    jitted = jax.jit(fun, **given)
+    program = replace(program, jitted=jitted, out_shardings=out_shardings, has_checks=checks)
+    return program, traced
 
 
 def _by_constraints(shardings: Shardings | None) -> bool:

@@ -9,6 +9,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import optax
+import pytest
 from alike import assert_alike, assert_parts, jit_alike
 from jax import Array
 from meshes import MESH, assert_lies, lay
@@ -112,3 +113,8 @@ def test_a_neural_ode_is_trained_sharded():
     assert_alike(ts.model, model, 1e-4)
     assert_lies(ts.model.mlp.layers[0].weight, "model")
     assert len(step.compilations) == 1
+
+
+def test_a_solve_that_throws():
+    with pytest.raises(eqx.EquinoxRuntimeError, match="maximum number of solver steps"):
+        ft.jit(lambda field, y: adaptive(field, y, max_steps=1).ys)(field(), y0())

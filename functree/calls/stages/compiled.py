@@ -13,6 +13,7 @@ from functree.calls.compiled_program import ledger_of
 from functree.calls.donation import check_donated, twice_by_identity
 from functree.calls.output import Output
 from functree.calls.program import Program
+from functree.calls.runtime_checks import run_checked
 from functree.calls.signature import Args, Record
 from functree.calls.stages.stage import Stage, StagedCall
 from functree.compiled.ledger import Ledger
@@ -77,6 +78,8 @@ class Compiled(Stage[jax.stages.Compiled]):
             check_donated(program.name, program.group.paths, arrays, arguments, by_buffer=False)
         if any(isinstance(x, jax.Array) and x.is_deleted() for x in arrays):
             raise refuse_deleted(program.name, program.group.paths, arrays)
+        if program.has_checks:
+            return run_checked(self._stage, arguments.split(arrays), program.name).built()
         return self._stage(*arguments.split(arrays)).built()
 
     call = __call__  # as in `jax.stages.Compiled`

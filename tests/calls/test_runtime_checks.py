@@ -1,0 +1,134 @@
+"""Checks of Equinox in compiled functions: Equinox' error, raised by the call, and short."""
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import Array
+from launch import ended, started
+from meshes import MESH
+
+import functree as ft
+from functree.calls.runtime_checks import has_checks
+
+X = jnp.ones(4)
+
+
+def check(x: Array) -> Array:
+    return eqx.error_if(x, jnp.any(x < 0), "x is negative")
+
+
+def square(x: Array) -> Array:
+    return jnp.sum(check(x) ** 2)
+
+
+def loop(x: Array) -> Array:
+    return jax.lax.scan(lambda carry, _: (check(carry), None), x, length=2)[0]
+
+
+class Layer(eqx.Module):
+    bias: Array
+
+    @ft.jit
+    def __call__(self, x: Array) -> Array:
+        return check(x) + self.bias
+
+
+CASES: dict[str, Callable[[Array], Any]] = {
+    "jit": ft.jit(check),
+    "a method": lambda x: Layer(X)(x),
+    "one in another": ft.jit(lambda x: ft.jit(check)(x) + 1),
+    "eqx.filter_jit inside": ft.jit(eqx.filter_jit(check)),
+    "a loop": ft.jit(loop),
+    "a branch": ft.jit(lambda x: jax.lax.cond(x[0] < 0, check, jnp.sin, x)),
+    "a gradient": ft.jit(ft.value_and_grad(square)),
+    "a recomputation": ft.jit(ft.value_and_grad(jax.checkpoint(square))),
+    "an eager gradient": ft.value_and_grad(ft.jit(square)),
+    "vmap": ft.jit(jax.vmap(check)),
+    "an eager vmap": jax.vmap(ft.jit(check)),
+    "init": lambda x: ft.init(check, ft.P(), ft.make_mesh(data=1, devices=jax.devices()[:1]))(x),
+    "donated": lambda x: ft.jit(check, donate="x")(ft.copy(x)),
+    "compared": ft.jit(check, check_processes=True),
+    "compiled": lambda x: ft.jit(check).lower(X).compile()(x),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_it_is_the_error_of_the_call(case: str, caplog: pytest.LogCaptureFixture):
+    call = CASES[case]
+    call(X)
+    for _ in range(2):  # the second call is not traced
+        with pytest.raises(
+            eqx.EquinoxRuntimeError, match=r"^x is negative\n\nThis is a check in "
+        ) as e:
+            call(-X)
+        assert len(str(e.value)) < 200 and e.value.__suppress_context__
+    call(X)
+    if "eager" not in case:
+        assert not caplog.records
+    assert not logging.getLogger("jax._src.callback").filters
+
+
+def test_its_message():
+    with pytest.raises(eqx.EquinoxRuntimeError) as caught:
+        ft.jit(check)(-X)
+    assert str(caught.value) == (
+        "x is negative\n\nThis is a check in check. The environment variable "
+        "`EQX_ON_ERROR=breakpoint` opens a debugger where it is made."
+    )
+    # Around it, `eqx.filter_jit` says all of what it says.
+    with pytest.raises(eqx.EquinoxRuntimeError, match=r"x is negative(?s:.*)`JAX_DISABLE_JIT=1`"):
+        eqx.filter_jit(ft.jit(check))(-X)
+
+
+def test_other_programs_do_not_wait():
+    """Neither those without a check, nor those with a callback of the user's own."""
+
+    def called(x: Array) -> Array:
+        return jax.pure_callback(lambda x: x, jax.ShapeDtypeStruct((4,), "float32"), x)
+
+    def checked(fun: Callable[[Array], Any]) -> bool:
+        return has_checks(jax.make_jaxpr(fun)(X))
+
+    assert checked(check) and checked(loop) and checked(jax.grad(square))
+    assert not checked(jnp.sin) and not checked(called)
+
+
+def test_other_errors_stay_what_they_are():
+    def raises(x: Any) -> Any:
+        raise KeyError("of the user")
+
+    def called(x: Array) -> Array:
+        kind = jax.ShapeDtypeStruct((4,), "float32")
+        return jax.pure_callback(raises, kind, check(x))
+
+    with pytest.raises((RuntimeError, ValueError), match="of the user"):
+        jax.block_until_ready(ft.jit(called)(X))
+
+
+ON_SEVERAL_DEVICES = """
+import os, equinox as eqx, jax, jax.numpy as jnp, functree as ft
+x = ft.shard(jnp.ones(8), ft.P("data"), ft.make_mesh(data=8))
+zero = lambda x: eqx.error_if(jnp.zeros(()), jnp.any(x < 0), "x is negative")
+f = ft.jit(lambda x: x + zero(x))
+f(x)
+try:
+    f(-x)
+except eqx.EquinoxRuntimeError as error:
+    print(str(error).splitlines()[0], flush=True)
+os._exit(0)  # the other devices wait for the first one, and XLA would end the process
+"""
+
+
+def test_on_several_devices():
+    [(code, out, err)] = ended(started(["-c", ON_SEVERAL_DEVICES]), 30)
+    assert (code, out) == (0, "x is negative\n"), err
+
+
+def test_on_a_mesh():
+    x = ft.shard(jnp.ones(8), ft.P("data"), MESH)
+    assert ft.jit(square)(x) == 8
