@@ -42,7 +42,8 @@ from functree.labels.pack import Packed, pack, unpack
 from functree.labels.select import Selection, select
 from functree.labels.split import merge, split
 from functree.layout.fsdp import FSDP
-from functree.layout.layout import Layout, on_host
+from functree.layout.layout import Layout
+from functree.layout.on_host import on_host
 from functree.layout.plan.make_plan import plan
 from functree.layout.plan.plan import Plan
 from functree.layout.plan.row import Row

@@ -34,6 +34,7 @@ class CallGroup:
         shardings: the shardings of the arrays of the last call, and the same without repetition.
         targets: where arguments that nobody has placed are placed, by everything that this depends
             on.
+        checked: the rules whose filters were found to decide about leaves of these calls.
     """
 
     def __init__(self, skeleton: Skeleton):
@@ -48,6 +49,7 @@ class CallGroup:
         self.last: tuple[Hashable, Any] | None = None
         self.shardings: tuple[tuple[Sharding, ...], frozenset[Sharding]] = (), frozenset()
         self.targets: dict[Hashable, Any] = {}
+        self.checked: set[Hashable] = set()
         self._form: Form | None = None
 
     def take(self, call: Tree) -> list[Tree] | Refusal:

@@ -4,7 +4,7 @@ Leaves are labelled before: they have their axes, and what they follow. A layout
 leaves that follow nothing, and the others take these decisions.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import starmap
 from typing import NamedTuple
 
@@ -19,7 +19,7 @@ from functree.labels.leaf import FollowedLeaf, Leaf
 from functree.labels.leaves import Leaves
 from functree.labels.training_state import label_training_states
 from functree.layout.decision import WHOLE, Decision, Dimension, Source
-from functree.layout.layout import Layout, Resolution
+from functree.layout.layout import DeadFilter, Layout, Resolution
 from functree.layout.prefix import Part
 from functree.layout.validation import absent, is_clean, leaf_problems, near_misses
 from functree.tree.interfaces import TrainingState
@@ -50,7 +50,6 @@ def decide_parts(
     parts: Sequence[Part],
     view: MeshView,
     *,
-    partial: bool = False,
     same: Sequence[int] | None = None,
     allow_unspecified: bool = False,
 ) -> Decisions:
@@ -60,8 +59,6 @@ def decide_parts(
         leaves: the leaves.
         parts: the layouts of the tree, in the order of their leaves.
         view: the mesh.
-        partial: whether the layouts may be those of a larger tree, so that filters may match
-            nothing here.
         same: for each abstract leaf, a number that is the same for leaves that are the same array.
         allow_unspecified: whether it is no problem if no layout was given for an array (`None`).
     """
@@ -69,13 +66,13 @@ def decide_parts(
     problems, known = list(leaves.problems), list[Leaf]()
     parts_of: dict[Problem, list[Part]] = {}
     unused: list[str] = []
-    for part, group in _grouped(leaves, parts):
+    for part, group in grouped(leaves, parts):
         found = decide(part.layout, group, view)
         known += group
         decisions += found.decisions
         own = list(found.problems)
-        if not partial:
-            own += filter_problems(found)
+        if not part.partial:
+            own += filter_problems(found.dead)
         for problem in own:
             parts_of.setdefault(problem, []).append(part)
         unused += found.unused
@@ -189,7 +186,7 @@ UNKNOWN = (
 )
 
 
-def _grouped(leaves: Leaves, parts: Sequence[Part]) -> Iterator[tuple[Part, Sequence[Leaf]]]:
+def grouped(leaves: Leaves, parts: Sequence[Part]) -> Iterator[tuple[Part, Sequence[Leaf]]]:
     """The arrays that each layout is for, labelled with what they follow and with the paths that
     patterns of the layout are matched with."""
     if len(parts) == 1 and not parts[0].path:
@@ -216,14 +213,14 @@ def _below(leaf: Leaf, depth: int) -> Leaf:
     return leaf._replace(aliases=tuple(Path(path[depth:]) for path in leaf.patterned))
 
 
-def filter_problems(found: Resolution) -> list[Problem]:
+def filter_problems(dead: Iterable[DeadFilter]) -> list[Problem]:
     """The problems of filters that decide about no leaf. Those that are warnings are given here."""
     problems: list[Problem] = []
-    for problem, is_error in found.dead:
-        if is_error:
-            problems.append(problem)
+    for one in dead:
+        if one.is_error:
+            problems.append(one.problem)
         else:
-            warn(f"{problem.what} {problem.why}")
+            warn(f"{one.problem.what} {one.problem.why}")
     return problems
 
 

@@ -3,7 +3,7 @@ write for a layout."""
 
 from abc import abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
@@ -16,6 +16,7 @@ from functree.devices.placement import other_memory
 from functree.devices.specs import invalid_entry, spec_text
 from functree.errors import Problem, RuleError
 from functree.labels.annotations.hints import Hint
+from functree.labels.filters.filter import Filter
 from functree.labels.leaf import Leaf
 from functree.layout.decision import Decision, apply_spec, decide_each, whole
 from functree.tree.axes import Names
@@ -24,10 +25,17 @@ from functree.values import dict_text
 
 
 class DeadFilter(NamedTuple):
-    """A filter of a `StateSharding` that decides about no leaf."""
+    """A filter of a `StateSharding` that decides about no leaf.
+
+    Attributes:
+        problem: what is wrong.
+        is_error: whether it is an error, and not a warning.
+        item: the filter.
+    """
 
     problem: Problem
-    is_error: bool  # and not a warning
+    is_error: bool
+    item: Filter
 
 
 class Resolution(NamedTuple):
@@ -82,6 +90,11 @@ class Layout:
     @property
     def for_activations(self) -> bool:
         """Whether the layout is about activations: whether it has rules for them."""
+        return False
+
+    @property
+    def has_filters(self) -> bool:
+        """Whether the layout has filters, which may decide about no leaf."""
         return False
 
     def unsharded(self, axis: str) -> "Layout":
@@ -233,6 +246,10 @@ class Composition(Layout):
     def for_activations(self) -> bool:
         return any(part.for_activations for part in self.parts)
 
+    @property
+    def has_filters(self) -> bool:
+        return any(part.has_filters for part in self.parts)
+
     def claims(self, leaf: Leaf) -> bool:
         return any(part.claims(leaf) for part in self.parts)
 
@@ -256,73 +273,6 @@ class Composition(Layout):
 
     def __repr__(self) -> str:
         return " | ".join(map(repr, self.parts))
-
-
-@dataclass(frozen=True, repr=False, eq=False)
-class Modifier(Layout):
-    """The base of layouts that change another one."""
-
-    layout: Layout
-
-    @property
-    def given_names(self) -> Mapping[type, Names]:
-        return self.layout.given_names
-
-    @property
-    def own_mesh(self) -> Mesh | AbstractMesh | None:
-        return self.layout.own_mesh
-
-    @property
-    def for_activations(self) -> bool:
-        return self.layout.for_activations
-
-    def claims(self, leaf: Leaf) -> bool:
-        return self.layout.claims(leaf)
-
-    def unsharded(self, axis: str) -> Layout:
-        return replace(self, layout=self.layout.unsharded(axis))
-
-    def resolve(
-        self, leaves: Sequence[Leaf], mesh: MeshView, before: Sequence[Decision] | None = None
-    ) -> Resolution:
-        return self.layout.resolve(leaves, mesh, before)
-
-
-@dataclass(frozen=True, repr=False)
-class OnHost(Modifier):
-    """Another layout in the pinned memory of the host; made by `ft.on_host`."""
-
-    def resolve(
-        self, leaves: Sequence[Leaf], mesh: MeshView, before: Sequence[Decision] | None = None
-    ) -> Resolution:
-        found = self.layout.resolve(leaves, mesh, before)
-        decisions: list[Decision] = []
-        for leaf, decision in zip(leaves, found.decisions, strict=True):
-            # Activations are computed with at once, on the device.
-            kind = decision.memory_kind if leaf.activation else "pinned_host"
-            decisions.append(decision._replace(memory_kind=kind))
-        return found._replace(decisions=decisions)
-
-    def __repr__(self) -> str:
-        return f"on_host({self.layout!r})"
-
-
-def on_host(layout: "LayoutLike") -> Layout:
-    """The same layout in the pinned memory of the host.
-
-    Args:
-        layout: any layout.
-
-    Raises:
-        RuleError: the argument is not a layout, or is None.
-
-    Examples:
-        >>> ft.plan(jnp.ones((4, 8)), ft.on_host(ft.P("data")), {"data": 2})[()].memory_kind
-        'pinned_host'
-    """
-    if layout is None:
-        raise RuleError("`on_host` takes a layout, and `None` is not one: write `P()` to replicate")
-    return OnHost(as_layout(layout))
 
 
 def first_own_mesh(layouts: Iterable[Layout]) -> Mesh | AbstractMesh | None:

@@ -12,7 +12,14 @@ from functree.labels.leaf import Leaf, meeting
 from functree.labels.leaves import Leaves
 from functree.labels.optimizer.followed_parameters import Optimizer, TrainedModel
 from functree.labels.optimizer.optimizer_state import optimizer_state
-from functree.layout.decide import Decisions, by_path, decide_parts, filter_problems, follow
+from functree.layout.decide import (
+    UNSPECIFIED,
+    Decisions,
+    by_path,
+    decide_parts,
+    filter_problems,
+    follow,
+)
 from functree.layout.decision import Reason
 from functree.layout.layout import LayoutLike, LayoutTree, as_layout
 from functree.layout.plan.make_plan import plan_decisions, read_for
@@ -99,7 +106,10 @@ def plan_state(
         found = as_layout(otherwise).resolve([state.leaves[i] for i in lost], view)
         for i, decision in zip(lost, found.decisions, strict=True):
             decisions[i] = decision._replace(reasons=(Reason(decision.reasons, "otherwise"),))
-        problems, unused = [*found.problems, *filter_problems(found)], found.unused
+            if not decision.specified:
+                problems.append(state.leaves[i].problem(*UNSPECIFIED))
+        problems += [*found.problems, *filter_problems(found.dead)]
+        unused = found.unused
     for leaf, decision in zip(state.leaves, decisions, strict=True):
         problems += leaf_problems(leaf, decision, view)
     planned = plan_decisions(state, Decisions(state.leaves, decisions, problems, unused), view)

@@ -27,15 +27,26 @@ class Part(NamedTuple):
     Attributes:
         layout: the layout.
         path: the path of the subtree that the layout is for.
+        partial: whether the layout is for more than this subtree, so that filters in it may match
+            nothing here.
     """
 
     layout: Layout
     path: Path
+    partial: bool = False
 
 
 def own_meshes(parts: Iterable[Part]) -> list[Mesh | AbstractMesh | None]:
     """The mesh that each layout of a prefix tree has of its own."""
     return [part.layout.own_mesh for part in parts]
+
+
+def as_partial(parts: Iterable[Part], layout: Layout | None = None) -> list[Part]:
+    """The parts, of which those with this layout are partial; all are if it is not given."""
+    return [
+        part._replace(partial=part.partial or layout is None or part.layout is layout)
+        for part in parts
+    ]
 
 
 def copied(prefix: LayoutTree) -> LayoutTree:

@@ -139,6 +139,10 @@ class StateSharding(Value, Layout):
         """By the layout of a last `...`: an array that is not in a tree matches no other filter."""
         return bool(self.filters) and self.filters[-1] is ... and self._layouts[-1].for_activations
 
+    @property
+    def has_filters(self) -> bool:
+        return True
+
     def unsharded(self, axis: str) -> "StateSharding":
         layouts = [layout.unsharded(axis) for layout in self._layouts]
         return _made(tuple(zip(self.filters, layouts, strict=True)), self.unused)
@@ -221,15 +225,17 @@ class StateSharding(Value, Layout):
 
     def _dead(self, leaves: Sequence[Leaf], groups: Mapping[int | None, Any]) -> list[DeadFilter]:
         """The filters that decide about no leaf."""
+        # Filters are not written for activations, and never decide about one.
+        own = [leaf for leaf in leaves if not leaf.activation]
         # A tree without arrays, such as the state of `optax.sgd`, says nothing about the filters.
-        if self.unused == "ignore" or not leaves:
+        if self.unused == "ignore" or not own:
             return []
         dead: list[DeadFilter] = []
         for i, item in enumerate(self._filters):
             last_resort = isinstance(item, Everything) and i == len(self._filters) - 1
             if i not in groups and not last_resort:
-                problem = self._dead_problem(i, next(filter(item, leaves), None))
-                dead.append(DeadFilter(problem, is_error=self.unused == "error"))
+                problem = self._dead_problem(i, next(filter(item, own), None))
+                dead.append(DeadFilter(problem, self.unused == "error", item))
         return dead
 
     def _dead_problem(self, index: int, hidden: Leaf | None) -> Problem:

@@ -16,10 +16,10 @@ from functree.layout.layout import (
     Layout,
     LayoutLike,
     LayoutTree,
-    Modifier,
     NoLayout,
     as_layout,
 )
+from functree.layout.on_host import Modifier
 from functree.layout.rules import AxisRules
 
 _STATIC = (int, float, complex, bool, str, bytes, type(None), None)

@@ -20,7 +20,7 @@ from functree.labels.leaves import read
 from functree.layout.decide import Decisions, decide, decide_parts, follow
 from functree.layout.decision import Decision, Dimension, whole
 from functree.layout.layout import as_layout
-from functree.layout.prefix import broadcast
+from functree.layout.prefix import as_partial, broadcast
 
 P = PartitionSpec
 VIEW = MeshView(SIZES)
@@ -31,8 +31,9 @@ class Model(eqx.Module):
     b: Float[Array, "hidden"]
 
 
-def decided(tree: Any, layout: Any, **options: Any) -> Decisions:
-    return decide_parts(read(tree), broadcast(layout, tree), VIEW, **options)
+def decided(tree: Any, layout: Any, partial: bool = False, **options: Any) -> Decisions:
+    parts = broadcast(layout, tree)
+    return decide_parts(read(tree), as_partial(parts) if partial else parts, VIEW, **options)
 
 
 def specs(found: Decisions) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from meshes import EXPLICIT, MESH, lay
 from trees import leaf, x
 
 import functree as ft
+from functree.layout.plan.make_plan import read_for
 from functree.transforms.shard_map.manual_mesh import ManualMesh, PartialView, is_untyped
 
 P = PartitionSpec
@@ -54,23 +55,25 @@ def test_a_local_leaf_as_it_is_globally(spec: P, shape: tuple[int, ...]):
 
 def test_a_global_tree_has_the_manual_axes_sizes_and_a_local_one_none():
     tree = {"x": jnp.ones((4, 3)), "y": [jnp.ones(3), "text"]}
-    laid = DATA.lay_global(tree, {"x": P("data"), "y": P()})
+    laid = DATA.lay_global(*read_for(tree, {"x": P("data"), "y": P()}))
     assert laid.specs == (P("data", None), P(None)) and laid.problems == []
     assert [leaf.path for leaf in laid.leaves] == [("x",), ("y", 0)]
-    wrong = DATA.lay_global(tree, P("data"))
+    wrong = DATA.lay_global(*read_for(tree, P("data")))
     assert [str(problem.path) for problem in wrong.problems] == ["y.0"] and "3" in wrong.problems[
         0
     ].why
-    assert DATA.lay_local(tree, P("data")).problems == []
+    assert DATA.lay_local(*read_for(tree, P("data"))).problems == []
     # An axis that does not become manual counts as one device, too; but to write it out is a
     # mistake.
     rules = ft.AxisRules({"batch": ("data", "model"), ...: None})
-    assert DATA.lay_global(ft.nn.Linear(4, 6, key=jax.random.key(0)), rules).problems == []
+    assert (
+        DATA.lay_global(*read_for(ft.nn.Linear(4, 6, key=jax.random.key(0)), rules)).problems == []
+    )
 
 
 def test_a_spec_that_names_what_is_not_manual():
     tree = {"a": [jnp.ones(4), jnp.ones(4)], "b": jnp.ones(4), "c": jnp.ones(4)}
-    found = DATA.lay_global(tree, {"a": P("data"), "b": P(("data", "model")), "c": P()})
+    found = DATA.lay_global(*read_for(tree, {"a": P("data"), "b": P(("data", "model")), "c": P()}))
     assert [str(problem.path) for problem in found.problems] == ["b"]
     assert whys(found.problems) == [
         "P(('data', 'model')) names model, but only data is manual here"
@@ -79,7 +82,7 @@ def test_a_spec_that_names_what_is_not_manual():
 
 
 def test_host_memory_is_refused():
-    found = BOTH.lay_global(jnp.ones(8), ft.on_host(P("data")))
+    found = BOTH.lay_global(*read_for(jnp.ones(8), ft.on_host(P("data"))))
     assert whys(found.problems) == [
         "is laid out in pinned_host, but shard_map moves no array to another memory"
     ]
@@ -143,7 +146,7 @@ def test_whether_the_type_tells(value: Any, untyped: bool):
 
 
 def test_the_error_for_a_call():
-    problems = DATA.lay_global(jnp.ones(3), P("data")).problems
+    problems = DATA.lay_global(*read_for(jnp.ones(3), P("data"))).problems
     error = DATA.refuse("step", problems)
     assert (
         isinstance(error, ft.ShardingError)

@@ -101,7 +101,6 @@ def plan_leaves(
     view: MeshView,
     *,
     check: bool = True,
-    partial: bool = False,
     same: Sequence[int] | None = None,
     allow_unspecified: bool = False,
 ) -> Plan:
@@ -113,9 +112,7 @@ def plan_leaves(
         view: the mesh.
         check: whether to raise an error for problems.
     """
-    decisions = decide_parts(
-        leaves, parts, view, partial=partial, same=same, allow_unspecified=allow_unspecified
-    )
+    decisions = decide_parts(leaves, parts, view, same=same, allow_unspecified=allow_unspecified)
     return plan_decisions(leaves, decisions, view, check=check)
 
 

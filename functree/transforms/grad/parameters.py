@@ -27,7 +27,7 @@ from functree.layout.decide import decide_parts
 from functree.layout.decision import Decision
 from functree.layout.layout import LayoutTree
 from functree.layout.plan.make_plan import read_for
-from functree.layout.prefix import Part, own_meshes
+from functree.layout.prefix import Part, as_partial, own_meshes
 from functree.placing.ambient import ambient_rules
 from functree.placing.constrain import find_mesh, local_view, with_decision
 from functree.tree.arrays import dtype_text
@@ -57,6 +57,9 @@ class Parameters(NamedTuple):
         given = layout if layout is not None else ambient_rules()
         leaves, parts = (read(tree), []) if given is None else read_for(tree, given)
         check_deleted("grad", tree)
+        if layout is None:
+            # Ambient rules are for more than one argument.
+            parts = as_partial(parts)
         chosen = [wrt(leaf) for leaf in leaves.leaves]
         found = Parameters(number, leaves, chosen, parts, layout is None)
         if not found.matched:
@@ -126,7 +129,7 @@ class Parameters(NamedTuple):
         """
         own = own_meshes(self.parts)
         view = local_view(agreed_mesh(mesh, own))
-        decided = decide_parts(self.leaves, self.parts, view, partial=self.ambient)
+        decided = decide_parts(self.leaves, self.parts, view)
         others: set[object] = set()
         decisions: list[Decision] = []
         for leaf, decision, chosen in zip(

@@ -17,11 +17,12 @@ from functree.devices.meshes import MeshView, agreed_mesh, without_devices
 from functree.errors import ShardingError, listed, warn
 from functree.labels.leaf import Leaf, is_in_module
 from functree.labels.leaves import Leaves
-from functree.layout.decide import Decisions, decide_parts
+from functree.layout.call_filters import check_filters
+from functree.layout.decide import UNSPECIFIED, Decisions, decide_parts
 from functree.layout.decision import Decision, whole
 from functree.layout.layout import Layout
 from functree.layout.plan.make_plan import read_for
-from functree.layout.prefix import own_meshes
+from functree.layout.prefix import Part, as_partial, own_meshes
 from functree.layout.validation import USE_PLAN_OPTIMIZER, is_optimizer_state, leaves_at_fault
 from functree.placing.constrain import with_decision
 from functree.placing.shard import moved_once
@@ -128,10 +129,10 @@ def find_targets(
     Raises:
         ShardingError: the rules do not fit an array, as in `ft.plan`.
     """
-    leaves, parts = read_for(call, layouts.prefix(call))
-    leaves = label_activations(leaves)
+    leaves, parts = _read_arguments(call, layouts)
     view = agreed_mesh(mesh, own_meshes(parts))
-    decided = decide_parts(leaves, parts, view, partial=True, allow_unspecified=True)
+    # Filters are checked over all arguments together, by `check_rules`.
+    decided = decide_parts(leaves, as_partial(parts), view, allow_unspecified=True)
     decisions, nameless = _without_names(decided)
     # What somebody has placed stays, whatever the rules say about it. What has no names is
     # replicated, with a warning.
@@ -139,6 +140,10 @@ def find_targets(
         leaf.path for i, leaf in enumerate(decided.leaves) if i in nameless or i not in arrays
     }
     problems = [problem for problem in decided.problems if problem.path not in settled]
+    for i in arrays:
+        leaf = decided.leaves[i]
+        if not leaf.activation and not decisions[i].specified:
+            problems.append(leaf.problem(*UNSPECIFIED))
     name = layouts.signature.name
     if problems:
         at_fault = leaves_at_fault(problems) or "the call"
@@ -155,6 +160,22 @@ def find_targets(
         frozenset(nameless),
         frozenset(donated),
     )
+
+
+def check_rules(call: Any, rules: Layout, signature: Signature) -> None:
+    """Check that each filter in the rules of a function decides about a leaf of a call.
+
+    Raises:
+        ShardingError: a filter decides about none.
+    """
+    leaves, parts = _read_arguments(call, rules_for_parameters(rules, signature))
+    check_filters(signature.name, leaves, parts, rules)
+
+
+def _read_arguments(call: Any, layouts: ParameterLayouts) -> tuple[Leaves, list[Part]]:
+    """The leaves of a call, of which bare arrays are activations, and the parts of the rules."""
+    leaves, parts = read_for(call, layouts.prefix(call))
+    return label_activations(leaves), parts
 
 
 def rules_for_parameters(rules: Layout, signature: Signature) -> ParameterLayouts:

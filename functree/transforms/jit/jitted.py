@@ -30,7 +30,12 @@ from functree.errors import RuleError, ShardingError
 from functree.labels.pack import Packed, pack
 from functree.layout.layout import Layout, LayoutTree
 from functree.placing.ambient import Surroundings, ambient_rules
-from functree.transforms.jit.arguments import find_targets, is_unplaced, rules_for_parameters
+from functree.transforms.jit.arguments import (
+    check_rules,
+    find_targets,
+    is_unplaced,
+    rules_for_parameters,
+)
 from functree.transforms.jit.closed_state import Kept, StateForm, closed
 from functree.transforms.jit.shardings import (
     InShardings,
@@ -133,6 +138,7 @@ class Jit(Function[_P, _T]):
         key = (mesh, rules, *kinds)
         targets = group.targets.get(key)
         if targets is None:
+            self._check_rules(flat)
             layouts = rules_for_parameters(rules, self._signature)
             donated = donated_indices(group.paths, options.donated)
             targets = find_targets(flat.call, unplaced, layouts, mesh, donated)
@@ -145,9 +151,19 @@ class Jit(Function[_P, _T]):
         new = targets.place(arrays)
         return FlatCall(flat.call, group, new, all(map(is_concrete, new)))
 
+    def _check_rules(self, flat: FlatCall) -> None:
+        """Check the filters in the rules of the function, once for each group of its calls."""
+        # Not those of ambient rules, which are written for more than one function.
+        rules, checked = self._options.rules, flat.group.checked
+        if rules is None or not rules.has_filters or rules in checked:
+            return
+        check_rules(flat.call, rules, self._signature)
+        checked.add(rules)
+
     def _program(self, flat: FlatCall) -> Program:
         name, options = self._signature.name, self._options
         group, arrays = flat.group, flat.arrays
+        self._check_rules(flat)
         mesh, mesh_of_arguments = self._meshes(arrays)
         requested = InShardings(mesh, None, ())
         if self._layouts is not None:

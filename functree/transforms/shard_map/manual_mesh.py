@@ -15,8 +15,8 @@ from functree.errors import Problem, ShardingError
 from functree.labels.leaf import Leaf
 from functree.labels.leaves import Leaves
 from functree.layout.decide import UNSPECIFIED
-from functree.layout.layout import LayoutTree, SpecLayout
-from functree.layout.plan.make_plan import plan_leaves, read_for
+from functree.layout.layout import SpecLayout
+from functree.layout.plan.make_plan import plan_leaves
 from functree.layout.prefix import Part
 from functree.layout.validation import refuse
 
@@ -66,27 +66,26 @@ class ManualMesh(NamedTuple):
         types = dict(zip(self.mesh.axis_names, self.mesh.axis_types, strict=True))
         return all(types[axis] == AxisType.Explicit for axis in self.manual)
 
-    def lay_global(self, tree: Any, layouts: LayoutTree) -> ManualSpecs:
+    def lay_global(self, leaves: Leaves, parts: Sequence[Part]) -> ManualSpecs:
         """Lay out a tree of global arrays. A Manual axis counts with its size, so sizes have to be
         divisible by it."""
         return self._lay(
-            tree, layouts, {axis: self.mesh.shape[axis] for axis in self.manual}, self._typed
+            leaves, parts, {axis: self.mesh.shape[axis] for axis in self.manual}, self._typed
         )
 
-    def lay_local(self, tree: Any, layouts: LayoutTree) -> ManualSpecs:
+    def lay_local(self, leaves: Leaves, parts: Sequence[Part]) -> ManualSpecs:
         """Lay out a tree of local arrays. Every axis counts as one device, so each size fits."""
-        return self._lay(tree, layouts, {}, lambda leaf: None)
+        return self._lay(leaves, parts, {}, lambda leaf: None)
 
     def _lay(
         self,
-        tree: Any,
-        layouts: LayoutTree,
+        leaves: Leaves,
+        parts: Sequence[Part],
         sizes: dict[str, int],
         otherwise: Callable[[Leaf], PartitionSpec | None],
     ) -> ManualSpecs:
         """Lay out a tree; `otherwise` is the spec of an array for which no layout was given, or
         None."""
-        leaves, parts = read_for(tree, layouts)
         view = PartialView({axis: sizes.get(axis, 1) for axis in self.mesh.shape}, self.mesh)
         # `same`: one array at two places may have two specs here, since nothing is placed.
         same = range(len(leaves.leaves))

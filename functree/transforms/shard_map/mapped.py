@@ -24,7 +24,10 @@ from functree.devices.meshes import NO_MESH, current_mesh, mesh_view, tracing
 from functree.devices.placement import first_mesh
 from functree.errors import ShardingError, did_you_mean
 from functree.labels.leaf import Leaf
+from functree.layout.call_filters import check_filters
 from functree.layout.layout import Layout, LayoutTree
+from functree.layout.plan.make_plan import read_for
+from functree.layout.prefix import as_partial
 from functree.placing.ambient import Surroundings, ambient_rules, axis_rules
 from functree.transforms.shard_map.manual_mesh import ManualMesh
 from functree.transforms.sizes import Sizes
@@ -120,7 +123,13 @@ class Mapped(Function[_P, _T]):
             AxesError: the arrays are not as annotated.
         """
         options, signature, group = self._options, self._signature, flat.group
-        inputs = manual.lay_global(flat.call, self._layouts.prefix(flat.call))
+        leaves, parts = read_for(flat.call, self._layouts.prefix(flat.call))
+        if options.rules is not None:
+            # Rules are for all arguments together, and a filter in them for any one of these.
+            parts = as_partial(parts, options.rules)
+            if options.rules.has_filters:
+                check_filters(signature.name, leaves, parts, options.rules)
+        inputs = manual.lay_global(leaves, parts)
         sizes = Sizes(signature.name, options.shapes or "")
         if options.shapes == "global":
             sizes.check(flat.call, inputs.leaves)
@@ -222,7 +231,10 @@ class _LocalBody(NamedTuple):
             result = signature.run(self.fun(), call)
         record = signature.result(result)
         out_specs = options.rules if options.out_specs is None else options.out_specs
-        outputs = manual.lay_local(record, signature.result(out_specs))
+        leaves, parts = read_for(record, signature.result(out_specs))
+        if options.out_specs is None:
+            parts = as_partial(parts)  # a result may be anything, such as a loss
+        outputs = manual.lay_local(leaves, parts)
         problems = list(outputs.problems)
         if options.check_vma and not problems:
             # JAX checks this too, but its message has no path.
@@ -230,11 +242,11 @@ class _LocalBody(NamedTuple):
                 problems += manual.varying(leaf, spec)
         if problems:
             raise manual.refuse(signature.name, problems)
-        leaves: Sequence[Leaf] = outputs.leaves
+        sized: Sequence[Leaf] = outputs.leaves
         if options.shapes == "global":
-            leaves = list(map(manual.enlarge, outputs.leaves, outputs.specs))
+            sized = list(map(manual.enlarge, outputs.leaves, outputs.specs))
         if options.shapes is not None:
-            sizes.check(record, leaves)
+            sizes.check(record, sized)
         return Output.of(result, signature.name), _Specs(outputs.specs)
 
 
