@@ -58,7 +58,8 @@ class Dimension(NamedTuple):
     Attributes:
         mesh_axes: the mesh axes that shard it; `()` if it is unsharded.
         source: what has sharded it; None if it is unsharded.
-        settled: False if it has a name that no layout has mentioned yet.
+        settled: False if it has a name that no rule has mentioned yet.
+        excused: whether `FSDP` names it in `axes`, so that no rule has to mention it.
         closed: whether no rule is about its name except `...: None`.
         fault: why it may not stay as it is. A later layout that decides about the dimension removes
             the fault.
@@ -67,6 +68,7 @@ class Dimension(NamedTuple):
     mesh_axes: tuple[str, ...] = ()
     source: Source | None = None
     settled: bool = True
+    excused: bool = False
     closed: bool = False
     fault: Fault | None = None
 

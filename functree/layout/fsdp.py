@@ -151,23 +151,29 @@ class FSDP(Value, Layout):
             return self._unfit(leaf, start, parts)
         # Of dimensions of one size, the one with the smallest index.
         largest = max(fitting, key=lambda dim: (leaf.shape[dim], -dim))
-        split = start.dimensions[largest]._replace(
+        dimension = start.dimensions[largest]
+        split = dimension._replace(
             mesh_axes=self.mesh_axes, source=Source(f"FSDP({self.axis!r})", is_rule=True)
         )
+        if self.axes is not None:
+            # It is one of these. If its rules were blocked, this is its way out.
+            split = split._replace(fault=None)
         return start.with_dimension(largest, split).because(
             f"FSDP: {leaf.dimension(largest)} is the largest unsharded dimension"
         )
 
     def _mentioned(self, leaf: Leaf, start: Decision) -> Decision:
         """The decision with the names in `axes` mentioned: they need no rule, even if they stay
-        unsharded."""
+        unsharded. One whose rules are all blocked stays a fault unless it is sharded."""
         named = self.axes
         if named is None:
             return start
 
         def mention(dim: int, dimension: Dimension) -> Dimension:
-            if leaf.axes[dim] in named:
-                return dimension._replace(settled=True, fault=None)
+            # A name that rules have mentioned before is settled. If all of its rules are blocked,
+            # it is not enough that it is mentioned again.
+            if leaf.axes[dim] in named and not dimension.settled:
+                return dimension._replace(excused=True, fault=None)
             return dimension
 
         return start.each(mention)
@@ -204,7 +210,9 @@ class FSDP(Value, Layout):
                 # A spec in a layout settles all names, but `otherwise` is about sizes: a name that
                 # no rule mentions is still a fault.
                 before = start.dimensions[dim]
-                return dimension._replace(settled=before.settled, fault=before.fault)
+                return dimension._replace(
+                    settled=before.settled, excused=before.excused, fault=before.fault
+                )
 
             return applied.each(keep_faults)
         free = self._free(leaf, start)

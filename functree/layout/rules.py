@@ -192,7 +192,8 @@ class AxisRules(Value, Layout):
         """
         name = leaf.axes[dim]
         mentioned = name in self.mentioned
-        if dimension.settled or ruled or name is None:
+        done = dimension.settled and dimension.fault is None
+        if done or ruled or name is None:
             # An earlier table may have closed the dimension. A rule of this one opens it again.
             closed = dimension.closed and not mentioned
             return dimension._replace(settled=True, fault=None, closed=closed)
@@ -201,11 +202,14 @@ class AxisRules(Value, Layout):
         if not mentioned:
             # Rules before these may name the axis, and may have found a fault (all mesh axes are
             # used). That fault says more than "no rule names it".
-            return dimension._replace(fault=dimension.fault or self._unmentioned(name))
+            if dimension.excused or dimension.fault is not None:
+                return dimension
+            return dimension._replace(fault=self._unmentioned(name))
         # No rule of this table applied, but an earlier layout has sharded the dimension.
         if dimension.mesh_axes:
             return dimension._replace(fault=None)
-        return dimension._replace(fault=self._blocked(leaf, name, decision))
+        # Settled, since this table mentions it: a later one need not, and cannot excuse it by that.
+        return dimension._replace(settled=True, fault=self._blocked(leaf, name, decision))
 
     def _blocked(self, leaf: Leaf, name: str, decision: Decision) -> Fault:
         """The fault that the mesh axes of all rules for an axis are used by other dimensions."""

@@ -152,6 +152,51 @@ def test_the_axes_of_fsdp_are_mentioned() -> None:
     ].spec == P("data", "model")
 
 
+BLOCKED = {"embed": "model", "hidden": "model"}
+# A layout after the rules, or before them, and the spec of `embed hidden`; None for an error.
+AFTER_BLOCKED: dict[str, tuple[ft.Layout, P | None]] = {
+    "shards it": (ft.FSDP("data", min_size=0, axes="hidden"), P("model", "data")),
+    "does not mention it": (ft.FSDP("data", min_size=0), None),
+    "too small": (ft.FSDP("data", axes="hidden"), None),
+    "its mesh axis is used": (ft.FSDP("model", min_size=0, axes="hidden"), None),
+    "shards another": (ft.FSDP("data", min_size=0, axes="hidden embed"), P("model", "data")),
+    "rules shard it": (ft.AxisRules({"hidden": "data"}), P("model", "data")),
+    "rules close it": (ft.AxisRules({"hidden": None}), P("model", None)),
+    "rules close all": (ft.AxisRules({...: None}), P("model", None)),
+    "rules for another": (ft.AxisRules({"batch": "data"}), None),
+    "rules that are blocked": (ft.AxisRules({"hidden": "model"}), None),
+}
+
+
+@pytest.mark.parametrize("case", AFTER_BLOCKED)
+def test_a_blocked_name_is_not_excused_by_its_mention(case: str) -> None:
+    then, spec = AFTER_BLOCKED[case]
+    tree, layout = Named(jnp.ones((4, 8))), ft.AxisRules(BLOCKED) | then
+    if spec is not None:
+        assert ft.plan(tree, layout, SIZES)["w"].spec == spec
+        return
+    text = refused(tree, layout)
+    assert '"hidden" has no rule left: `model` is used by "embed"' in text
+    assert 'add `("hidden", None)` after its rules to leave it unsharded' in text
+    # The remedy, to the letter.
+    closed = ft.AxisRules([*BLOCKED.items(), ("hidden", None)]) | then
+    assert ft.plan(tree, closed, SIZES)["w"].spec[0] == "model"
+
+
+def test_an_indivisible_size_does_not_excuse_a_blocked_name() -> None:
+    fsdp = ft.FSDP("data", min_size=0, axes="hidden", otherwise=P())
+    tree = Named(jnp.ones((4, 7)))
+    assert '"hidden" has no rule left' in refused(tree, ft.AxisRules(BLOCKED) | fsdp)
+    assert ft.plan(tree, ft.AxisRules({"embed": "model"}) | fsdp, SIZES)["w"].spec[1] is None
+
+
+def test_a_blocked_name_after_its_mention() -> None:
+    layout = ft.FSDP("data", axes="hidden") | ft.AxisRules(BLOCKED)
+    assert '"hidden" has no rule left' in refused(Named(jnp.ones((4, 8))), layout)
+    shards = ft.FSDP("data", min_size=0, axes="hidden") | ft.AxisRules({"embed": "model"})
+    assert ft.plan(Named(jnp.ones((4, 8))), shards, SIZES)["w"].spec == P("model", "data")
+
+
 class Block(eqx.Module):
     w: Float[Array, "embed hidden"]
     b: Annotated[Float[Array, "hidden"], P("model")]
