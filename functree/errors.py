@@ -224,6 +224,12 @@ def count(number: int, noun: str) -> str:
     return f"{number} {noun if number == 1 else plural}"
 
 
+def first_line(error: Exception) -> str:
+    """The class of an exception and the first line of its text: `TypeError: not an array`."""
+    text = str(error).strip().partition("\n")[0]
+    return f"{type(error).__name__}: {text}".removesuffix(": ")
+
+
 def near_name(name: str, known: Iterable[str]) -> str | None:
     """The known name that differs by one edit or one swap of neighbouring letters, for names of
     four letters or more.
@@ -237,6 +243,23 @@ def near_name(name: str, known: Iterable[str]) -> str | None:
     for other in known:
         short, long = sorted((name, other), key=len)
         if len(short) >= 4 and not long.startswith(short) and _one_edit(short, long):
+            return other
+    return None
+
+
+def longer_form(name: str, known: Iterable[str]) -> str | None:
+    """The known name of which a name is a longer form, or which is one of it: one of the two begins
+    with the other or is its plural, and both have four letters or more.
+
+    >>> longer_form("head", ["embed", "heads"]), longer_form("hidden_dim", ["hidden"])
+    ('heads', 'hidden')
+    """
+    for other in known:
+        short, long = sorted((name, other), key=len)
+        if len(short) < 4 or short == long:
+            continue
+        # `category` and `categories`.
+        if long.startswith(short) or (short[-1] == "y" and long == f"{short[:-1]}ies"):
             return other
     return None
 

@@ -1,11 +1,20 @@
 """A leaf and the decision about it ─► the problems of the leaf; those of a tree ─► one error."""
 
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from functree.devices.meshes import MeshView
 from functree.devices.specs import axes_text
-from functree.errors import Problem, ShardingError, count, did_you_mean, near_name
+from functree.errors import (
+    Problem,
+    ShardingError,
+    count,
+    did_you_mean,
+    listed,
+    longer_form,
+    near_name,
+    warn,
+)
 from functree.labels.leaf import Leaf
 from functree.layout.decision import Decision, Fault, Source
 
@@ -57,22 +66,49 @@ def present_axes(leaves: Sequence[Leaf]) -> set[str | None]:
 def near_misses(
     leaves: Sequence[Leaf], decisions: Sequence[Decision], unused: Sequence[str]
 ) -> list[Problem]:
-    """The problems of axes that only `...: None` is for, if an unused rule has a similar name."""
+    """The problems of axes that only `...: None` is for, if an unused rule has a similar name.
+
+    If one of two names is a longer form of the other (`hidden`, `hidden_dim`), they may well be
+    different axes, so this is only warned of.
+    """
     found: list[Problem] = []
     if not unused:
         return found
+    for name, having in _closed_axes(leaves, decisions).items():
+        near, form = near_name(name, unused), longer_form(name, unused)
+        why = f'"{name}" has no rule but `...: None`'
+        remedy = "write the same name in both"
+        if near is not None:
+            why += f", and no leaf has the axis of rule `{near}`"
+            remedy += f', or add `"{name}": None` if they are different axes'
+            found += [leaf.problem(why, remedy) for leaf in having]
+        elif form is not None:
+            paths = listed([f"`{leaf.path}`" for leaf in having])
+            why += f", so it is left unsharded in {paths}, and no leaf has the axis of rule"
+            remedy += f', or add `"{name}": None` to the rules if they are different axes'
+            warn(f"{why} `{form}`: {remedy}")
+    return found
+
+
+def _closed_axes(
+    leaves: Sequence[Leaf], decisions: Sequence[Decision]
+) -> Mapping[str, Sequence[Leaf]]:
+    """The axes that only `...: None` is for, each with its leaves."""
+    found: dict[str, list[Leaf]] = {}
+    # Many leaves share one decision object, and most have no such axis.
+    without: set[int] = set()
     for leaf, decision in zip(leaves, decisions, strict=True):
+        if id(decision) in without:
+            continue
+        names: dict[str, None] = {}
         # Not strict: an annotation that does not fit has fewer or more axes than the leaf.
         for name, dimension in zip(leaf.axes, decision.dimensions, strict=False):
-            if name is None or not dimension.closed:
-                continue
-            near = near_name(name, unused)
-            if near is not None:
-                why = f'"{name}" has no rule but `...: None`'
-                why += f", and no leaf has the axis of rule `{near}`"
-                remedy = "write the same name in both"
-                remedy += f', or add `"{name}": None` if they are different axes'
-                found.append(leaf.problem(why, remedy))
+            if name is not None and dimension.closed:
+                names[name] = None
+        for name in names:
+            found.setdefault(name, []).append(leaf)
+        if not names:
+            without.add(id(decision))
     return found
 
 

@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 from jaxtyping import Array, Float
-from meshes import SIZES
+from meshes import MESH, SIZES
 
 import functree as ft
 
@@ -272,11 +272,68 @@ def test_no_near_miss_where_both_names_are_in_the_tree() -> None:
     assert ft.plan(tree, {"a": rules, "b": rules}, SIZES)["b.w"].spec == P(None)
 
 
-@pytest.mark.parametrize("name", ["heads", "head", "seq", "hidden_size", "mlp"])
+@pytest.mark.parametrize("name", ["seq", "sepal", "hide", "mlp", "headings"])
 def test_no_near_miss_of_other_names(name: str) -> None:
-    table = {"head": "data", "heads": "data", "sep": "data", "hidden": "data", ...: None}
-    table.pop(name, None)
+    table = {"heads": "data", "sep": "data", "hidden": "data", ...: None}
     assert ft.plan(leaf(name), ft.AxisRules(table), SIZES)["w"].spec == P(None)
+
+
+# One is the beginning or the plural of the other: perhaps another axis, so it is a warning.
+LONGER_FORMS = [
+    ("heads", "head"),
+    ("head", "heads"),
+    ("hidden_dim", "hidden"),
+    ("hidden", "hidden_dim"),
+    ("vocab", "vocabs"),
+    ("entry", "entries"),
+    ("embedding", "embed"),
+]
+
+
+@pytest.mark.parametrize(("name", "rule"), LONGER_FORMS)
+def test_a_longer_form_behind_the_ellipsis(name: str, rule: str) -> None:
+    text = (
+        rf'"{name}" has no rule but `\.\.\.: None`, so it is left unsharded in `a\.w`, `b\.w`, and '
+        rf"no leaf has the axis of rule `{rule}`: write the same name in both, or add "
+        rf'`"{name}": None` to the rules if they are different axes'
+    )
+    tree = {"a": leaf(name), "b": leaf(name)}
+    with pytest.warns(ft.FunctreeWarning, match=text):
+        found = ft.plan(tree, ft.AxisRules({rule: "data", ...: None}), SIZES)
+    assert found["a.w"].spec == P(None)
+    # The remedies, to the letter: neither warns.
+    assert ft.plan(tree, ft.AxisRules({name: "data", ...: None}), SIZES)["a.w"].spec == P("data")
+    both = ft.AxisRules({rule: "data", name: None, ...: None})
+    assert ft.plan(tree, both, SIZES)["a.w"].spec == P(None)
+
+
+def test_a_longer_form_that_a_leaf_has_is_another_axis() -> None:
+    tree = {"a": leaf("head"), "b": leaf("heads")}
+    assert ft.plan(tree, ft.AxisRules({"head": "data", ...: None}), SIZES)["b.w"].spec == P(None)
+
+
+LONGER_FORM_DOORS = {
+    "plan": lambda tree, rules: ft.plan(tree, rules, MESH),
+    "shard": lambda tree, rules: ft.shard(tree, rules, MESH),
+    "init": lambda tree, rules: ft.init(lambda: tree, rules, MESH).plan(),
+    "filters": lambda tree, rules: ft.plan(tree, ft.StateSharding({"w": rules, ...: P()}), MESH),
+    "composition": lambda tree, rules: ft.plan(tree, rules | ft.FSDP("data"), MESH),
+    "in_shardings": lambda tree, rules: ft.jit(lambda m: m, in_shardings=rules, mesh=MESH).trace(
+        tree
+    ),
+    "rules=": lambda tree, rules: ft.jit(lambda m: m, rules=rules, mesh=MESH).trace(tree),
+    "in_specs": lambda tree, rules: ft.shard_map(
+        lambda m: m, mesh=MESH, in_specs=rules, out_specs=P()
+    ).trace(tree),
+    "plan_optimizer": lambda tree, rules: ft.plan_optimizer(optax.sgd(0.1), tree, rules, MESH),
+}
+
+
+@pytest.mark.parametrize("door", LONGER_FORM_DOORS)
+def test_a_longer_form_at_every_door(door: str) -> None:
+    with pytest.warns(ft.FunctreeWarning, match="no leaf has the axis of rule `head`"):
+        tree = jax.tree.map(lambda x: jnp.ones(x.shape), leaf("heads"))
+        LONGER_FORM_DOORS[door](tree, ft.AxisRules({"head": "data", ...: None}))
 
 
 def test_near_misses_are_of_the_whole_composition() -> None:

@@ -81,7 +81,7 @@ def test_near_misses_are_of_what_fell_through() -> None:
     one, other = leaf("hiden embed", 8, 8), leaf("hiden", 8)
     closed = Dimension(closed=True)
     decisions = [Decision((closed, closed)), whole(other)]
-    (problem,) = near_misses([one, other], decisions, ["hidden", "embedding"])
+    (problem,) = near_misses([one, other], decisions, ["hidden", "batch"])
     assert problem.path == ("w",) and "of rule `hidden`" in problem.why
     assert near_misses([one, other], decisions, []) == []
 

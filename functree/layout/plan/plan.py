@@ -11,6 +11,7 @@ from functree.errors import FunctreeTypeError, Problem, ShardingError, count, di
 from functree.labels.leaf import Leaf
 from functree.layout.decision import Decision, apply_spec, whole
 from functree.layout.layout import Layout, Resolution
+from functree.layout.plan.axis_sizes import AxisSizes, axis_sizes, several_sizes
 from functree.layout.plan.codec import PlanParts, plan_json, read_plan
 from functree.layout.plan.diff import plan_diff
 from functree.layout.plan.page import plan_html
@@ -135,6 +136,17 @@ class Plan(Value, Layout):
     def bytes_per_device(self) -> int:
         """The bytes on one device, with host memory."""
         return sum(row.bytes_per_device for row in self.rows)
+
+    @property
+    def axis_sizes(self) -> AxisSizes:
+        """The sizes of each axis, each with the paths of the arrays that have it.
+
+        Examples:
+            >>> plan = ft.plan(ft.nn.MLP(8, 32, key=jax.random.key(0)), ft.P(), {})
+            >>> {name: list(sizes) for name, sizes in plan.axis_sizes.items()}
+            {'embed': [8], 'hidden': [32]}
+        """
+        return axis_sizes(self.rows)
 
     def __getitem__(self, path: Any) -> Row:
         """The row at a path: an `ft.Path`, a tuple, or its text."""
@@ -275,6 +287,12 @@ class Plan(Value, Layout):
             notes.append(f"rules that no leaf needed: {', '.join(self.unused)}")
         if self.unused_names and not self._warnings():
             notes.append(f"{self._unused_names()}: named no leaf")
+        several = several_sizes(self.rows)
+        if several:
+            notes += [
+                "axes with several sizes in one module (are their names transposed?):",
+                *several,
+            ]
         return notes
 
     def _problem_texts(self) -> list[str]:
