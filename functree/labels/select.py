@@ -12,7 +12,9 @@ from functree.errors import (
     FunctreeTypeError,
     FunctreeValueError,
     Problem,
+    RuleError,
     count,
+    first_line,
     listed,
 )
 from functree.labels.filters.filter import Filter, as_filter, bare_class
@@ -250,7 +252,7 @@ class Selection(Generic[T]):
         """The paths of the nodes for which a function is true, and of nothing below such a node."""
         found: list[Path] = []
         for start, part in self._parts():
-            found += [Path((*start, *path)) for path, _ in outermost(part, fits)]
+            found += [Path((*start, *path)) for path, _ in outermost(part, _telling(fits))]
         return found
 
     def _matched(self, chosen: Filter) -> list[Path]:
@@ -338,6 +340,22 @@ class Selection(Generic[T]):
             for path, part in self._parts()
         ]
         return FunctreeValueError(headline, parts)
+
+
+def _telling(fits: Callable[[Path, Tree], Any]) -> Callable[[Path, Tree], bool]:
+    """The same function, whose failure is an error with the path of the node."""
+
+    def fits_or_tells(path: Path, node: Tree) -> bool:
+        try:
+            return bool(fits(path, node))
+        except Exception as error:
+            why = f"{_name(fits)} raised {first_line(error)}"
+            remedy = "a function in `where` takes the path and the value of a node, modules among "
+            remedy += "them, and returns a bool: `lambda path, node: ...`"
+            problem = Problem(path, None, value_text(node), why, remedy)
+            raise RuleError(f"the filter function {_name(fits)} failed", [problem]) from error
+
+    return fits_or_tells
 
 
 def _name(what: Any) -> str:

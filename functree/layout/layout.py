@@ -14,7 +14,7 @@ from functree.argument_checks import check_callback
 from functree.devices.meshes import MeshView
 from functree.devices.placement import other_memory
 from functree.devices.specs import invalid_entry, spec_text
-from functree.errors import Problem, RuleError
+from functree.errors import Problem, RuleError, ShardingError, first_line
 from functree.labels.annotations.hints import Hint
 from functree.labels.filters.filter import Filter
 from functree.labels.leaf import Leaf
@@ -202,7 +202,13 @@ class FunctionLayout(Layout):
     def _decide(self, leaf: Leaf, before: Decision) -> Decision:
         if leaf.activation:
             return before
-        spec = self.function(leaf.patterned[0], leaf.value)
+        try:
+            spec = self.function(leaf.patterned[0], leaf.value)
+        except Exception as error:
+            # Any function may stand here by mistake, such as `jax.nn.gelu`, and what it says of its
+            # own arguments would name neither the leaf nor the layout.
+            problem = leaf.problem(f"{self!r} raised {first_line(error)}", LAYOUT_FUNCTION)
+            raise ShardingError(f"the layout function {self!r} failed", [problem]) from error
         if isinstance(spec, PartitionSpec):
             return apply_spec(leaf, spec, before, f"{spec_text(spec)} by {self!r}")
         why = f"{self!r} returned {spec!r}, which is not a PartitionSpec"
@@ -211,6 +217,12 @@ class FunctionLayout(Layout):
     def __repr__(self) -> str:
         # A `functools.partial` has no name.
         return getattr(self.function, "__qualname__", repr(self.function))
+
+
+LAYOUT_FUNCTION = (
+    "a layout function takes the path and the array of a leaf, and returns a `PartitionSpec`: "
+    "`lambda path, leaf: P(...)`"
+)
 
 
 @dataclass(frozen=True, repr=False)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from functree.argument_checks import check_callback, shown
-from functree.errors import RuleError
+from functree.errors import RuleError, first_line
 from functree.labels.leaf import Leaf
 from functree.tree.globs import glob_pattern, match_text
 from functree.tree.paths import Path, tokens
@@ -243,7 +243,18 @@ class FunctionFilter(Filter):
     function: Callable[[Path, Any], Any]
 
     def __call__(self, leaf: Leaf, /) -> bool:
-        return any(self.function(path, leaf.value) for path in leaf.patterned)
+        return any(self.is_true(path, leaf) for path in leaf.patterned)
+
+    def is_true(self, path: Path, leaf: Leaf) -> bool:
+        """Whether the function is true of one path of a leaf. Raises RuleError if it fails."""
+        try:
+            return bool(self.function(path, leaf.value))
+        except Exception as error:
+            # What it says of its own arguments would name neither the leaf nor the filter.
+            why = f"{self!r} raised {first_line(error)}"
+            remedy = "a filter function takes the path and the array of a leaf, and returns a bool"
+            problem = leaf.problem(why, f"{remedy}: `lambda path, leaf: ...`")
+            raise RuleError(f"the filter function {self!r} failed", [problem]) from error
 
     def __repr__(self) -> str:
         return getattr(self.function, "__qualname__", repr(self.function))
@@ -315,7 +326,8 @@ def names_field(item: Filter, leaf: Leaf) -> bool:
         case FunctionFilter():
             # Of this path alone: the function may be true of another one, such as the whole path.
             below = Path(path[1:])
-            return item.function(path, leaf.value) and not item.function(below, leaf.value)
+            # Below a field that is a leaf itself there is no path.
+            return item.is_true(path, leaf) and not (below and item.is_true(below, leaf))
         case Conjunction() | Disjunction():
             return any(names_field(part, leaf) for part in item.parts)
         case Negation():
