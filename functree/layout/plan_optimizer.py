@@ -5,9 +5,10 @@ from typing import Any, NamedTuple
 
 from functree.argument_checks import check_tree
 from functree.devices.meshes import MeshLike, agreed_mesh
-from functree.errors import FunctreeValueError, Problem, RuleError, did_you_mean
-from functree.labels.filters.filter import FilterLike, as_filter, patterns
+from functree.errors import FunctreeValueError, Problem
+from functree.labels.filters.filter import FilterLike, as_filter
 from functree.labels.filters.predicates import is_trainable
+from functree.labels.filters.wrt import check_wrt
 from functree.labels.leaf import Leaf, meeting
 from functree.labels.leaves import Leaves
 from functree.labels.optimizer.followed_parameters import Optimizer, TrainedModel
@@ -61,7 +62,7 @@ def plan_optimizer(
             determined and there is no `otherwise`.
         RuleError: `layout` or `otherwise` is not a layout; `wrt` is not a filter, or a pattern in
             it matches no leaf.
-        FunctreeError: `tx` is not an optimizer.
+        FunctreeError: `tx` is not an optimizer; no array of the model matches `wrt`.
 
     Examples:
         >>> import optax
@@ -131,18 +132,21 @@ def select_trained(leaves: Leaves, wrt: FilterLike, name: str) -> TrainedModel:
 
     Raises:
         RuleError: a pattern in the filter matches no leaf.
-        FunctreeError: several arrays have one path.
+        FunctreeError: several arrays have one path; no array of the model matches the filter.
     """
     matches = as_filter(wrt)
-    # With a misspelled pattern in `~ft.glob(...)`, parameters that should be frozen would be
-    # trained.
-    for pattern in patterns(matches):
-        if not any(map(pattern, leaves.leaves)):
-            near = did_you_mean(getattr(pattern, "pattern", ""), leaves.paths)
-            raise RuleError(f"wrt={wrt!r}: {pattern!r} matches no leaf of {name}{near}")
+    check_wrt(wrt, leaves.leaves, name)
     # An optimizer's state is found by the paths of its parameters.
     if problems := meeting(leaves.leaves):
         raise FunctreeValueError(f"{name} cannot be trained by an optimizer", problems)
-    return TrainedModel(
+    trained = TrainedModel(
         leaves.skeleton, {leaf.path: leaf if matches(leaf) else None for leaf in leaves.leaves}
     )
+    if leaves.leaves and not trained.parameters:
+        raise nothing_to_train(name, wrt)
+    return trained
+
+
+def nothing_to_train(name: str, wrt: FilterLike) -> FunctreeValueError:
+    """The error for a filter that matches no array of a model."""
+    return FunctreeValueError(f"nothing to train: no array of {name} matches wrt={wrt!r}")

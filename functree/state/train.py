@@ -20,7 +20,7 @@ from functree.labels.leaf import Leaf
 from functree.labels.leaves import Leaves, arrays_by_path, read
 from functree.labels.optimizer.followed_parameters import check_optimizer, naming_refusals
 from functree.layout.layout import LayoutTree
-from functree.layout.plan_optimizer import select_trained
+from functree.layout.plan_optimizer import nothing_to_train, select_trained
 from functree.placing.shard import shard
 from functree.state.refs import StateRef, strong
 from functree.state.state import State, apart, place_state
@@ -130,7 +130,7 @@ class TrainState(eqx.Module, TrainingState, Generic[M]):
         chosen = as_filter(wrt)
         trained = select_trained(leaves, chosen, name)
         if not trained.parameters:
-            raise FunctreeValueError(f"nothing to train: no array of {name} matches wrt={wrt!r}")
+            raise nothing_to_train(name, wrt)
         model, params = _strong(model), _strong(trained.tree(lambda leaf: leaf.value))
         start = partial(_start, tx)
         if any(isinstance(leaf.value, jax.ShapeDtypeStruct) for leaf in leaves.leaves):

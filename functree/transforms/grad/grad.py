@@ -27,7 +27,7 @@ from functree.labels.filters.filter import FilterLike, as_filter
 from functree.labels.filters.predicates import is_trainable
 from functree.layout.layout import LayoutTree
 from functree.transforms.grad.gradient_types import Gradient, GradientAndAux, ValueAndGradient
-from functree.transforms.grad.parameters import Parameters
+from functree.transforms.grad.parameters import Parameters, check_differentiated
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -106,7 +106,7 @@ def value_and_grad(
             several `argnums` it is a tuple.
 
     Raises:
-        RuleError: `wrt` is not a filter.
+        RuleError: `wrt` is not a filter, or (when called) a pattern in it matches no leaf.
         FunctreeError: `fn` is written in C and has no signature; (when called) the filter matches
             no leaf, or a leaf that is abstract or not inexact; there is no such argument; inside
             shard_map, the result would not be the gradient of the loss.
@@ -138,6 +138,7 @@ def value_and_grad(
             call = _positional(fn, args, kwargs, numbers)
             each = zip(call.places, layouts, strict=True)
             parameters = [Parameters.of(call.args[i], i, chosen, layout) for i, layout in each]
+            check_differentiated(wrt, parameters)
             result, gradients = _differentiate(fn, call, parameters, has_aux)
             return result, gradients if isinstance(argnums, Sequence) else gradients[0]
 
@@ -219,7 +220,7 @@ def grad(
             argument, with None for each leaf that was not differentiated.
 
     Raises:
-        RuleError: `wrt` is not a filter.
+        RuleError: `wrt` is not a filter, or (when called) a pattern in it matches no leaf.
         FunctreeError: (when called) as in `ft.value_and_grad`.
         ShardingError: (when called) the layout does not fit the gradients.
 

@@ -20,7 +20,8 @@ from functree.errors import (
     ShardingError,
     count,
 )
-from functree.labels.filters.filter import Filter
+from functree.labels.filters.filter import Filter, FilterLike
+from functree.labels.filters.wrt import check_wrt
 from functree.labels.leaf import Leaf
 from functree.labels.leaves import Leaves, read
 from functree.layout.decide import decide_parts
@@ -164,6 +165,16 @@ class Parameters(NamedTuple):
             next(new) if chosen else other
             for chosen, other in zip(self.chosen, others, strict=True)
         ]
+
+
+def check_differentiated(wrt: FilterLike, parameters: Sequence[Parameters]) -> None:
+    """Raise RuleError if a pattern in a filter matches no leaf of the arguments."""
+    leaves: list[Leaf] = []
+    for found in parameters:
+        leaves += found.leaves.leaves
+    noun = "argument" if len(parameters) == 1 else "arguments"
+    numbers = ", ".join(str(found.number) for found in parameters)
+    check_wrt(wrt, leaves, f"{noun} {numbers}")
 
 
 def _nothing(found: Parameters, wrt: Filter) -> FunctreeError:
