@@ -125,7 +125,7 @@ def generate(
         stop=(stop, _STOP.or_none()),
         pad=(pad, POSITION),
     )
-    batch, seq = prompts.shape
+    seq = prompts.shape[1]
     # As Python's integers, of which no one wraps.
     stops = np.asarray([] if stop is None else stop, object).reshape(-1)
     problems = _prompt_problems(model, prompts, length, lengths)
@@ -142,12 +142,13 @@ def generate(
         None if top_p is None else np.float32(top_p),
     )
     padded: Any = prompts
-    ends: Any = np.full(batch, seq, np.int32) if lengths is None else lengths
+    # A number, and not an array that nobody has placed beside the model.
+    ends: Any = np.asarray(seq, np.int32) if lengths is None else lengths
     # Of lengths whose values are not known, one that is too large would count the padding.
     if _is_known(ends):
         # Not so long that no room is left for the new tokens.
         padded = _padded(prompts, min(_bucket(seq), model.config.max_seq - length))
-    stop_tokens: Any = stops.astype(np.int32)
+    stop_tokens: Any = tuple(map(np.int32, stops))
     padding: Any = np.asarray(pad, _dtype(prompts, model.config.vocab_size, pad))
     tokens = generation(model, padded, ends, sampling, stop_tokens, padding, range(length))
     return _first_columns(tokens, seq + length)
@@ -286,9 +287,9 @@ ended."""
 def generation(
     model: Transformer,
     prompts: Int[Array, "batch _"],
-    lengths: Int[Array, "batch"],
+    lengths: Int[Array, "batch"] | Int[Array, ""],
     sampling: Sampling,
-    stops: Int[Array, "stops"],
+    stops: tuple[Int[Array, ""], ...],
     pad: Int[Array, ""],
     new_tokens: range,  # a number that differs would be warned of, as one that could be traced
 ) -> Int[Array, "batch _"]:
@@ -301,6 +302,8 @@ def generation(
     length, dtype = len(new_tokens), pad.dtype
     # All tokens are int32 inside, so that none wraps.
     prompts, lengths, pad = as_int32(prompts), as_int32(lengths), as_int32(pad)
+    if not lengths.ndim:
+        lengths = lengths + 0 * prompts[:, 0]  # sharded as the prompts are, on Explicit axes too
     # A length that is not known here, and is none, gives a row without new tokens.
     given, lengths = lengths, jnp.where((lengths >= 1) & (lengths <= seq), lengths, seq)
     prompts = on_shards(_without_padding, [prompts, lengths], ["batch _", "batch"])
@@ -318,14 +321,15 @@ def generation(
     def goes_on(carry: _Carry) -> Bool[Array, ""]:
         i, _, _, _, ended = carry
         # Without stops no row ends: `all` would be a collective in each step.
-        return (i < length) & ~ended.all() if stops.size else i < length
+        return (i < length) & ~ended.all() if stops else i < length
 
     def step(carry: _Carry) -> _Carry:
         i, token, cache, tokens, ended = carry
         # Padding need not be a token.
         logits, cache = model(jnp.where(ended, 0, token)[:, None], cache=cache)
         # A row has ended after the stop itself, which is a part of the result.
-        ended |= (token[:, None] == stops[None]).any(1)
+        for stop in stops:
+            ended |= token == stop
         token = jnp.where(ended, pad, _next_token(logits[:, 0], sampling, i))
         tokens = jax.lax.dynamic_update_slice_in_dim(tokens, token[:, None], i, 1)
         return i + 1, token, cache, tokens, ended

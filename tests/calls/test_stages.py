@@ -145,6 +145,7 @@ def test_a_donated_loop(mesh: Mesh, placed: tuple[MLP, Array]):
         compiled(first, x)
 
 
+@pytest.mark.filterwarnings("ignore:.*nobody has placed")
 def test_a_compiled_step_donates_nothing_twice(mesh: Mesh, placed: tuple[MLP, Array]):
     def square() -> MLP:
         return MLP(jnp.ones((8, 8)), jnp.ones((8, 8)))

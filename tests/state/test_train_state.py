@@ -868,7 +868,7 @@ def test_a_model_with_equinox_own_state(name: str):
     ts = ft.TrainState.create(new_model, tx, layout=layout, mesh=mesh, state=new_state)
     plan, losses = ft.plan(ts, layout, mesh), []
     for _ in range(3):
-        ts, loss = step(ts, x)
+        ts, loss = step(ts, ft.shard(x, P(), mesh))
         losses.append(float(loss))
     np.testing.assert_allclose(losses, expected, rtol=1e-5)
     for one, other in zip(

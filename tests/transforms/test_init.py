@@ -407,5 +407,6 @@ def test_a_traced_array_in_a_closure_is_an_error_by_path(case: str):
     made = ft.shard(Holder(keep, jax.random.key(0)), P(), MESH)
     assert made.weight.sharding.mesh == MESH
     assert np.array_equal(
-        ft.jit(lambda model, y: model.layers[1]["act"](y))(made, jnp.ones(4)), jnp.ones(4)
+        ft.jit(lambda model, y: model.layers[1]["act"](y))(made, ft.shard(jnp.ones(4), P(), MESH)),
+        jnp.ones(4),
     )

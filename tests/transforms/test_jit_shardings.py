@@ -127,7 +127,7 @@ def test_in_shardings_of_a_bound_module():
     w, x = ft.jit(bound, in_shardings=(P("data"),), mesh=MESH)(X)
     assert_lies(w, None, "model")
     assert_lies(x, "data")
-    w, _ = ft.jit(bound, in_shardings={"self": RULES}, mesh=MESH)(X)
+    w, _ = ft.jit(bound, in_shardings={"self": RULES}, mesh=MESH)(ft.shard(X, P(), MESH))
     assert_lies(w, None, "model")
 
 

@@ -26,7 +26,8 @@ from functree.layout.prefix import Part, as_partial, own_meshes
 from functree.layout.validation import USE_PLAN_OPTIMIZER, is_optimizer_state, leaves_at_fault
 from functree.placing.constrain import with_decision
 from functree.placing.shard import moved_once
-from functree.tree.arrays import array_text
+from functree.tree.arrays import AnyArray, array_text
+from functree.tree.paths import Path
 
 
 @dataclass(frozen=True, eq=False)
@@ -160,6 +161,49 @@ def find_targets(
         frozenset(nameless),
         frozenset(donated),
     )
+
+
+def warn_unplaced(
+    name: str, paths: Sequence[Path], arrays: Sequence[AnyArray], given: Callable[[Path], bool]
+) -> None:
+    """Warn of arrays that nobody has placed beside arrays on several devices, and that no rules
+    place: they are replicated, so that each device does all the work with them.
+
+    Args:
+        name: the name of the function.
+        paths: the paths of the arguments' arrays.
+        arrays: these arrays.
+        given: whether `in_shardings` says where the array at a path is.
+    """
+    devices = max(map(_devices, arrays), default=1)
+    if devices == 1:
+        return
+    unplaced: list[str] = []
+    for path, array in zip(paths, arrays, strict=True):
+        # JAX replicates scalars, random keys among them, at no cost. About a traced array the
+        # function that traces it decides.
+        if not array.ndim or isinstance(array, Tracer) or given(path):
+            continue
+        if is_unplaced(array):
+            unplaced.append(f"`{path}` {array_text(array)}")
+    if not unplaced:
+        return
+    it = "it" if len(unplaced) == 1 else "them"
+    warn(
+        f"{name}: nobody has placed {listed(unplaced)}, and other arguments are on {devices} "
+        f"devices, so each of these gets all of {it} and does all the work: "
+        f"place {it} with `ft.shard`, or write `rules=` or `in_shardings=`"
+    )
+
+
+def _devices(array: AnyArray) -> int:
+    """The number of devices that an array is on, or will be; 1 if that is not known."""
+    # As of a traced array.
+    if not isinstance(array, jax.Array | jax.ShapeDtypeStruct) or isinstance(array, Tracer):
+        return 1
+    if array.sharding is None:
+        return 1
+    return array.sharding.num_devices
 
 
 def check_rules(call: Any, rules: Layout, signature: Signature) -> None:

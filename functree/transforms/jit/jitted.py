@@ -35,6 +35,7 @@ from functree.transforms.jit.arguments import (
     find_targets,
     is_unplaced,
     rules_for_parameters,
+    warn_unplaced,
 )
 from functree.transforms.jit.closed_state import Kept, StateForm, closed
 from functree.transforms.jit.shardings import (
@@ -127,8 +128,7 @@ class Jit(Function[_P, _T]):
         group, arrays = flat.group, flat.arrays
         unplaced: dict[int, AnyArray] = {}
         for i, (path, array) in enumerate(zip(group.paths, arrays, strict=True)):
-            given = self._layouts is not None and self._layouts.has_entry(path)
-            if not given and is_unplaced(array):
+            if not self._has_entry(path) and is_unplaced(array):
                 unplaced[i] = array
         if not unplaced:
             return flat
@@ -151,6 +151,10 @@ class Jit(Function[_P, _T]):
         new = targets.place(arrays)
         return FlatCall(flat.call, group, new, all(map(is_concrete, new)))
 
+    def _has_entry(self, path: Path) -> bool:
+        """Whether `in_shardings` has an entry for the array at a path, which may be `None`."""
+        return self._layouts is not None and self._layouts.has_entry(path)
+
     def _check_rules(self, flat: FlatCall) -> None:
         """Check the filters in the rules of the function, once for each group of its calls."""
         # Not those of ambient rules, which are written for more than one function.
@@ -164,6 +168,8 @@ class Jit(Function[_P, _T]):
         name, options = self._signature.name, self._options
         group, arrays = flat.group, flat.arrays
         self._check_rules(flat)
+        if not tracing() and self._rules() is None:
+            warn_unplaced(name, group.paths, arrays, self._has_entry)
         mesh, mesh_of_arguments = self._meshes(arrays)
         requested = InShardings(mesh, None, ())
         if self._layouts is not None:

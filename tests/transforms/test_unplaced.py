@@ -1,0 +1,122 @@
+"""Without rules: an array that nobody has placed, beside arrays on several devices, is warned of."""
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec
+from jaxtyping import Array, Float
+from meshes import EXPLICIT, MESH
+
+import functree as ft
+
+P = PartitionSpec
+RULES = ft.AxisRules({"batch": "data", "hidden": "model", "embed": None})
+ONE = ft.make_mesh(data=1, model=1, devices=jax.devices()[:1])
+
+
+class Layer(eqx.Module):
+    up: Float[Array, "embed hidden"]
+
+
+W: Any = np.ones((4, 8), np.float32)
+X: Any = np.ones((8, 4), np.float32)
+WHOLE = ft.shard(Layer(W), P(), MESH)
+SPLIT = ft.shard(Layer(W), RULES, MESH)
+TYPED = ft.shard(Layer(W), P(), EXPLICIT)
+PLACED = ft.shard(X, P("data"), MESH)
+
+
+def fresh() -> Callable[..., Any]:
+    """A function of its own, since wrappers of one function share its programs."""
+
+    def apply(m: Any, x: Any) -> Any:
+        return jax.tree.map(lambda w: w + 1, m), jax.tree.map(lambda a: a, x)
+
+    return apply
+
+
+def annotated(m: Layer, x: Float[Array, "batch embed"]) -> Any:
+    return x @ m.up
+
+
+def call(m: Any, x: Any, **options: Any) -> Callable[[], Any]:
+    return lambda: ft.jit(fresh(), **options).trace(m, x)
+
+
+WARNED: dict[str, tuple[Callable[[], Any], str]] = {
+    "numpy": (call(WHOLE, X), "`x` f32[8, 4]"),
+    "not committed": (call(WHOLE, jnp.asarray(X)), "`x` f32[8, 4]"),
+    "abstract": (call(WHOLE, jax.ShapeDtypeStruct((8, 4), jnp.float32)), "`x` f32[8, 4]"),
+    "an abstract model": (call(ft.abstract(lambda: Layer(W), P(), MESH)(), X), "`x` f32[8, 4]"),
+    "in a tree": (call(WHOLE, {"a": PLACED, "b": [X, X]}), "`x.b.0` f32[8, 4], `x.b.1` f32[8, 4]"),
+    "the model": (call(Layer(W), PLACED), "`m.up` f32[4, 8]"),
+    "a sharded model": (call(SPLIT, X), "on 8 devices"),
+    "packed": (call(ft.pack(WHOLE), X), "`x` f32[8, 4]"),
+    "Explicit axes": (call(TYPED, X), "`x` f32[8, 4]"),
+    "mesh=": (call(WHOLE, X, mesh=MESH), "`x` f32[8, 4]"),
+    "donated": (call(WHOLE, X, donate="m"), "`x` f32[8, 4]"),
+    "in_shardings of another": (call(WHOLE, X, in_shardings={"m": P()}, mesh=MESH), "`x` f32"),
+    "out_shardings": (call(WHOLE, X, out_shardings=P(), mesh=MESH), "`x` f32[8, 4]"),
+    "eager": (lambda: ft.jit(fresh())(WHOLE, X), "`x` f32[8, 4]"),
+}
+
+
+@pytest.mark.parametrize("case", WARNED)
+def test_warned_of(case: str) -> None:
+    run, told = WARNED[case]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run()
+    texts = [str(one.message) for one in caught if "nobody has placed" in str(one.message)]
+    assert len(texts) == 1 and told in texts[0]
+    assert "place" in texts[0] and "`ft.shard`, or write `rules=` or `in_shardings=`" in texts[0]
+
+
+SILENT: dict[str, Callable[[], Any]] = {
+    "all placed": call(WHOLE, PLACED),
+    "nothing placed": call(Layer(W), X),
+    "one device": call(ft.shard(Layer(W), P(), ONE), X),
+    "a scalar": call(WHOLE, np.float32(2)),
+    "a typed key": call(WHOLE, jax.random.key(0)),
+    "None in in_shardings": call(WHOLE, X, in_shardings=(P(), None), mesh=MESH),
+    "in another trace": lambda: jax.jit(lambda m, x: ft.jit(fresh())(m, x)).trace(WHOLE, X),
+    "a constant of another trace": lambda: jax.jit(lambda x: ft.jit(fresh())(WHOLE, x)).trace(X),
+    # As the text says.
+    "remedy: ft.shard": call(WHOLE, ft.shard(X, P("data"), MESH)),
+    "remedy: in_shardings=": call(WHOLE, X, in_shardings={"x": P("data")}, mesh=MESH),
+    "remedy: rules=": lambda: ft.jit(annotated, rules=RULES).trace(WHOLE, X),
+}
+
+
+@pytest.mark.parametrize("case", SILENT)
+def test_not_warned_of(case: str) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        SILENT[case]()
+
+
+def test_once_for_each_program() -> None:
+    f = ft.jit(fresh())
+    f(WHOLE, PLACED)
+    with pytest.warns(ft.FunctreeWarning, match="nobody has placed"):
+        f(WHOLE, X)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        f(WHOLE, X)
+        f(WHOLE, PLACED)
+
+
+def test_the_text() -> None:
+    told = (
+        r"^apply: nobody has placed `x` f32\[8, 4\], and other arguments are on 8 devices, "
+        r"so each of these gets all of it and does all the work: place it with "
+        r"`ft.shard`, or write `rules=` or `in_shardings=`$"
+    )
+    with pytest.warns(ft.FunctreeWarning, match=told):
+        ft.jit(fresh()).trace(WHOLE, X)
