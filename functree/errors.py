@@ -224,6 +224,20 @@ def count(number: int, noun: str) -> str:
     return f"{number} {noun if number == 1 else plural}"
 
 
+MISTAKES = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    LookupError,
+    NameError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
+"""What Python and JAX raise in a function that is called with what it was not written for. Not what
+the system raises, nor an exception of the user's own, which says what its author meant."""
+
+
 def first_line(error: Exception) -> str:
     """The class of an exception and the first line of its text: `TypeError: not an array`."""
     text = str(error).strip().partition("\n")[0]

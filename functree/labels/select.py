@@ -8,6 +8,7 @@ from typing import Any, Generic, TypeVar, get_args, get_origin
 
 from functree.argument_checks import EXTENT, FUNCTION, ITERABLE, check, check_callback
 from functree.errors import (
+    MISTAKES,
     FunctreeError,
     FunctreeTypeError,
     FunctreeValueError,
@@ -348,7 +349,7 @@ def _telling(fits: Callable[[Path, Tree], Any]) -> Callable[[Path, Tree], bool]:
     def fits_or_tells(path: Path, node: Tree) -> bool:
         try:
             return bool(fits(path, node))
-        except Exception as error:
+        except MISTAKES as error:
             why = f"{_name(fits)} raised {first_line(error)}"
             remedy = "a function in `where` takes the path and the value of a node, modules among "
             remedy += "them, and returns a bool: `lambda path, node: ...`"

@@ -95,6 +95,20 @@ def test_a_filter_function(door: str, function: str) -> None:
         FILTERS[door](BAD_FILTERS[function])
 
 
+class NotForThis(Exception):
+    """An exception of the user's own."""
+
+
+def test_an_exception_of_the_users_own_is_passed_on() -> None:
+    def refusing(path: ft.Path, leaf: Any) -> Any:
+        raise NotForThis(path)
+
+    with pytest.raises(NotForThis, match="up"):
+        ft.plan(M, refusing, MESH)
+    with pytest.raises(NotForThis, match="up"):
+        ft.split(M, refusing, ...)
+
+
 def test_the_remedy() -> None:
     assert ft.plan(M, lambda path, leaf: P(), MESH)["up"].spec == P(None, None)
 
