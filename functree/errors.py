@@ -33,15 +33,17 @@ class Problem(NamedTuple):
 
 USERS_ERRORS = (
     *(ArithmeticError, AssertionError, AttributeError, BufferError, LookupError),
-    *(RuntimeError, TypeError, ValueError),
+    *(NameError, RuntimeError, TypeError, ValueError),
 )
-"""What the methods of a user's class, such as `__eq__` or `tree_unflatten`, raise when they cannot
-do what is asked of them. Not all that Python has: an interrupt, or a full memory, is not theirs."""
+"""What a user's function, or a method of a user's class such as `__eq__`, raises when it cannot do
+what is asked of it. Not all that Python has: an interrupt, or a full memory, is not theirs, and an
+exception of the user's own says what its author meant."""
 
 
 def error_text(error: BaseException) -> str:
     """The class and the first line of an error, for a message about it."""
-    return f"{type(error).__name__}: {error}".splitlines()[0]
+    text = str(error).strip().partition("\n")[0]
+    return f"{type(error).__name__}: {text}".removesuffix(": ")
 
 
 class FunctreeError(Exception):
@@ -222,26 +224,6 @@ def count(number: int, noun: str) -> str:
     """A number with its noun: `1 leaf`, `2 leaves`."""
     plural = noun[:-1] + "ves" if noun.endswith("f") else noun + "s"
     return f"{number} {noun if number == 1 else plural}"
-
-
-MISTAKES = (
-    ArithmeticError,
-    AssertionError,
-    AttributeError,
-    LookupError,
-    NameError,
-    RuntimeError,
-    TypeError,
-    ValueError,
-)
-"""What Python and JAX raise in a function that is called with what it was not written for. Not what
-the system raises, nor an exception of the user's own, which says what its author meant."""
-
-
-def first_line(error: Exception) -> str:
-    """The class of an exception and the first line of its text: `TypeError: not an array`."""
-    text = str(error).strip().partition("\n")[0]
-    return f"{type(error).__name__}: {text}".removesuffix(": ")
 
 
 def near_name(name: str, known: Iterable[str]) -> str | None:

@@ -8,14 +8,14 @@ from typing import Any, Generic, TypeVar, get_args, get_origin
 
 from functree.argument_checks import EXTENT, FUNCTION, ITERABLE, check, check_callback
 from functree.errors import (
-    MISTAKES,
+    USERS_ERRORS,
     FunctreeError,
     FunctreeTypeError,
     FunctreeValueError,
     Problem,
     RuleError,
     count,
-    first_line,
+    error_text,
     listed,
 )
 from functree.labels.filters.filter import Filter, as_filter, bare_class
@@ -349,8 +349,8 @@ def _telling(fits: Callable[[Path, Tree], Any]) -> Callable[[Path, Tree], bool]:
     def fits_or_tells(path: Path, node: Tree) -> bool:
         try:
             return bool(fits(path, node))
-        except MISTAKES as error:
-            why = f"{_name(fits)} raised {first_line(error)}"
+        except USERS_ERRORS as error:
+            why = f"{_name(fits)} raised {error_text(error)}"
             remedy = "a function in `where` takes the path and the value of a node, modules among "
             remedy += "them, and returns a bool: `lambda path, node: ...`"
             problem = Problem(path, None, value_text(node), why, remedy)

@@ -14,7 +14,7 @@ from functree.argument_checks import check_callback
 from functree.devices.meshes import MeshView
 from functree.devices.placement import other_memory
 from functree.devices.specs import invalid_entry, spec_text
-from functree.errors import MISTAKES, Problem, RuleError, ShardingError, first_line
+from functree.errors import USERS_ERRORS, Problem, RuleError, ShardingError, error_text
 from functree.labels.annotations.hints import Hint
 from functree.labels.filters.filter import Filter
 from functree.labels.leaf import Leaf
@@ -204,10 +204,10 @@ class FunctionLayout(Layout):
             return before
         try:
             spec = self.function(leaf.patterned[0], leaf.value)
-        except MISTAKES as error:
+        except USERS_ERRORS as error:
             # Any function may stand here by mistake, such as `jax.nn.gelu`, and what it says of its
             # own arguments would name neither the leaf nor the layout.
-            problem = leaf.problem(f"{self!r} raised {first_line(error)}", LAYOUT_FUNCTION)
+            problem = leaf.problem(f"{self!r} raised {error_text(error)}", LAYOUT_FUNCTION)
             raise ShardingError(f"the layout function {self!r} failed", [problem]) from error
         if isinstance(spec, PartitionSpec):
             return apply_spec(leaf, spec, before, f"{spec_text(spec)} by {self!r}")

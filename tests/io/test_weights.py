@@ -104,8 +104,10 @@ def test_bfloat16_is_the_other_file_rounded() -> None:
         assert one.dtype == four.dtype == jnp.float32 and two.dtype == three.dtype == jnp.bfloat16
         assert np.array_equal(np.asarray(one).astype(two.dtype), two) and np.array_equal(two, three)
         assert np.array_equal(np.asarray(two).astype(np.float32), four)
-    np.testing.assert_array_equal(logits(rounded), logits(wide))
-    assert logits(load(MODELS / "llama_bf16", compute_dtype=jnp.bfloat16)).dtype == jnp.bfloat16
+    tokens = ft.shard(TOKENS, ft.P("data"), mesh_of(2, 2))
+    np.testing.assert_array_equal(logits(rounded, tokens), logits(wide, tokens))
+    narrow = load(MODELS / "llama_bf16", compute_dtype=jnp.bfloat16)
+    assert logits(narrow, tokens).dtype == jnp.bfloat16
 
 
 @pytest.mark.parametrize(("data", "model"), [(1, 1), (2, 2), (4, 2)])

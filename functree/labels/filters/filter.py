@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from functree.argument_checks import check_callback, shown
-from functree.errors import MISTAKES, RuleError, first_line
+from functree.errors import USERS_ERRORS, RuleError, error_text
 from functree.labels.leaf import Leaf
 from functree.tree.globs import glob_pattern, match_text
 from functree.tree.paths import Path, tokens
@@ -249,9 +249,9 @@ class FunctionFilter(Filter):
         """Whether the function is true of one path of a leaf. Raises RuleError if it fails."""
         try:
             return bool(self.function(path, leaf.value))
-        except MISTAKES as error:
+        except USERS_ERRORS as error:
             # What it says of its own arguments would name neither the leaf nor the filter.
-            why = f"{self!r} raised {first_line(error)}"
+            why = f"{self!r} raised {error_text(error)}"
             remedy = "a filter function takes the path and the array of a leaf, and returns a bool"
             problem = leaf.problem(why, f"{remedy}: `lambda path, leaf: ...`")
             raise RuleError(f"the filter function {self!r} failed", [problem]) from error
