@@ -20,7 +20,7 @@ def is_hijax(value: object) -> bool:
     one for any class."""
     try:
         return not isinstance(jax.typeof(value), ShapedArray)
-    except TypeError:
+    except (TypeError, ValueError):  # ValueError for a value with a method `__jax_array__`
         return False
 
 
