@@ -40,7 +40,8 @@ class Layer(eqx.Module):
         return x + self.bias
 
 
-LAYER = Layer(jnp.ones(8))
+BIAS = jnp.ones(())  # an array that any mesh has whole
+LAYER = Layer(BIAS)
 FUNCTIONS: dict[str, Callable[[], Any]] = {
     "jit": lambda: ft.jit(lambda x: x + 1),
     "of a module's function": lambda: ft.jit(plain),
@@ -51,7 +52,7 @@ FUNCTIONS: dict[str, Callable[[], Any]] = {
     "of a module": lambda: ft.jit(LAYER),
     "of a bound method": lambda: LAYER.step,
     "of a method": lambda: lambda x, step=Layer.step: step(LAYER, x),
-    "in a module": lambda: Layer(jnp.ones(8), ft.jit(lambda x: x + 1)),
+    "in a module": lambda: Layer(BIAS, ft.jit(lambda x: x + 1)),
     "shard_map": lambda: ft.shard_map(plain, in_specs=P("data"), out_specs=P("data")),
     "init": lambda: ft.init(plain, P("data")),
     "checked": lambda: ft.jit(plain, check_processes=True),
