@@ -1,7 +1,6 @@
 """A function, jitted or not, and its arguments ─► the `Ledger` of its compiled program."""
 
-import inspect
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from jax.sharding import AbstractMesh, Mesh
@@ -16,6 +15,7 @@ from functree.devices.meshes import MeshLike, mesh_view
 from functree.errors import FunctreeValueError
 from functree.layout.layout import LayoutTree
 from functree.transforms.jit.jit import jit
+from functree.transforms.ledger_paths import Beginning, paths_in_call, positional
 from functree.tree.arrays import Tree
 from functree.tree.paths import Path
 
@@ -67,58 +67,43 @@ def ledger(
     return _of_others(fn, args, kwargs, mesh)
 
 
-_Beginning = tuple[Hashable, ...]
-"""The beginning of the paths of an argument's arrays: `("x",)`, or `("rest", 1)` for the second of
-`*rest`."""
-
-
 def _of_others(fn: Any, args: Sequence[Tree], kwargs: dict[str, Tree], mesh: MeshLike) -> Ledger:
     """The ledger of a function that another library has jitted."""
     name = getattr(fn, "__name__", repr(fn))
     lowered = fn.lower(*args, **kwargs)
     with heard_compiling() as heard:
-        compiled = lowered.compile()
+        wrapped = lowered.compile()
     # A wrapper around JAX's stages, such as that of Flax, has them inside.
-    compiled = getattr(compiled, "compiled", compiled)
+    compiled = getattr(wrapped, "compiled", wrapped)
     # An argument that the program does not use has None instead of a sharding.
     entries, _ = tree_flatten_with_path(compiled.input_shardings, is_leaf=lambda one: one is None)
     results, _ = tree_flatten_with_path(compiled.output_shardings)
     beginnings = _beginnings(fn, len(args), len(compiled.input_shardings[0]))
-    parameters = [_argument_path(Path.of(path), beginnings) for path, _ in entries]
-    outputs = [Path.of(path) for path, _ in results]
+    known = paths_in_call(fn, wrapped, compiled, args, kwargs)
+    parameters: list[Path] = []
+    for path in (Path.of(path) for path, _ in entries):
+        parameters.append(known.get(path) or _argument_path(path, beginnings))
+    # Flax returns its modules too, in the trees in which they came.
+    outputs = [known.get(path, path) for path in (Path.of(path) for path, _ in results)]
     used = None
     if mesh is not None:
         used = mesh_view(mesh).mesh
     return ledger_of(compiled, name, parameters, outputs, used, heard.warnings, of_program=False)
 
 
-def _beginnings(fn: AnyFunction, given: int, traced: int) -> list[_Beginning]:
+def _beginnings(fn: AnyFunction, given: int, traced: int) -> list[Beginning]:
     """The beginnings of the paths of the arguments that are passed by position.
 
     If some of them are static, JAX does not say which ones. Then arguments are named by their
     positions, as they are if the function has no signature that Python can read.
     """
-    by_position: list[_Beginning] = [("args", i) for i in range(traced)]
+    by_position: list[Beginning] = [("args", i) for i in range(traced)]
     if given != traced:
         return by_position
-    try:
-        signature = inspect.signature(fn)
-    except (TypeError, ValueError):
-        return by_position
-    return list(_positional(signature, given))
+    return positional(fn, given) or by_position
 
 
-def _positional(signature: inspect.Signature, number: int) -> Iterator[_Beginning]:
-    kinds = inspect.Parameter
-    for parameter in signature.parameters.values():
-        if parameter.kind in (kinds.POSITIONAL_ONLY, kinds.POSITIONAL_OR_KEYWORD):
-            yield (parameter.name,)
-        # More than there may be: the first of them are for the parameters before it.
-        elif parameter.kind is kinds.VAR_POSITIONAL:
-            yield from ((parameter.name, i) for i in range(number))
-
-
-def _argument_path(path: Path, beginnings: Sequence[_Beginning]) -> Path:
+def _argument_path(path: Path, beginnings: Sequence[Beginning]) -> Path:
     """The path of an array in `(args, kwargs)` ─► its path in the function's arguments."""
     which, first, *rest = path
     if which == 0:

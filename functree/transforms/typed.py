@@ -80,14 +80,14 @@ def typed(
     check("typed cannot check calls", fun=(fun, FUNCTION.or_none()), constrain=(constrain, FLAG))
     if fun is None:
         return functools.partial(typed, constrain=constrain)
+    from beartype import beartype  # which takes as long to import as a third of functree
+
+    signature, partial = Signature.of(fun)
     if isinstance(fun, type):
         raise FunctreeTypeError(
             f"typed checks the calls of a function, and {fun.__name__} is a class: decorate its "
             "methods, or for its fields write `@jaxtyped(typechecker=beartype)` above the class"
         )
-    from beartype import beartype  # which takes as long to import as a third of functree
-
-    signature, partial = Signature.of(fun)
 
     def check_and_constrain(record: Record, sizes: Sizes) -> Record:
         """A call or a result, after the checks; its arrays are constrained if the option is
