@@ -8,6 +8,14 @@ do it in full:
     python tests/faults.py kills --count 50 --processes 2
     python tests/faults.py races --count 8
     python tests/faults.py full
+
+And in a bucket, which is an emulator of one on this machine:
+
+    python tests/faults.py flips --count 200 --store gs
+    python tests/faults.py kills --count 50 --store gs
+    python tests/faults.py kills --count 50 --processes 2 --store gs
+    python tests/faults.py races --count 8 --store gs
+    python tests/faults.py outages --count 4 --store gs
 """
 
 import argparse
@@ -20,7 +28,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -34,13 +44,16 @@ if __name__ == "__main__" and "FUNCTREE_PROCESS" not in os.environ:
 
 sys.path.insert(0, str(Path(__file__).parent / "lib"))
 
+import gcs_emulator
 import jax
 import jax.numpy as jnp
 import numpy as np
-from launch import ended, initialized, started
+from launch import ended, free_port, initialized, started
 
 import functree as ft
+from functree.io.checkpoints import bucket_store, lease, objects
 
+BUCKET = "faults"
 LAYOUT = ft.StateSharding({"**.key": ft.P(), "**.step": ft.P(), ...: ft.P("data")})
 
 
@@ -72,7 +85,9 @@ def _is_same(one: Any, other: Any) -> bool:
     return one.dtype == other.dtype and np.asarray(one).tobytes() == np.asarray(other).tobytes()
 
 
-def flips(folder: Path, count: int, elements: int, seed: int = 0) -> collections.Counter[str]:
+def flips(
+    folder: Path, count: int, elements: int, seed: int = 0, store: str = "file"
+) -> collections.Counter[str]:
     """Single bits flipped in the files of a checkpoint, half of them anywhere, half in a file of
     any size.
 
@@ -83,47 +98,61 @@ def flips(folder: Path, count: int, elements: int, seed: int = 0) -> collections
     """
     chance = random.Random(seed)
     mesh = ft.make_mesh(data=8)
-    path = folder / "checkpoint"
+    path = place(folder, "checkpoint", store)
     ft.save(path, state(1, elements, mesh), meta={"tokens": 12})
     like = ft.abstract(_state, LAYOUT, mesh)(jnp.int32(0), elements)
-    files = sorted(file for file in path.rglob("*") if file.is_file() and file.stat().st_size)
+    files = [file for file in _files(path) if file.size]
     found: collections.Counter[str] = collections.Counter()
     for i in range(count):
-        sizes = [file.stat().st_size if i % 2 else 1 for file in files]
+        sizes = [file.size if i % 2 else 1 for file in files]
         file = chance.choices(files, sizes)[0]
-        with _flipped(file, chance):
-            what = _noticed(path, like, elements, mesh)
-        found[f"{what} ({'values' if file.stat().st_size > elements else 'metadata'})"] += 1
+        at, bit = chance.randrange(file.size), 1 << chance.randrange(8)
+        file.flip(at, bit)
+        what = _noticed(path, like, elements, mesh)
+        file.flip(at, bit)
+        found[f"{what} ({'values' if file.size > elements else 'metadata'})"] += 1
         _progress(f"flip {i + 1} of {count}: {what} in {file.name}")
     assert _noticed(path, like, elements, mesh) == "nothing changed"  # all bits are back
     return found
 
 
-class _flipped:
-    """One bit of a file is flipped inside."""
+class _File:
+    """A file on a disk."""
 
-    def __init__(self, file: Path, chance: random.Random):
-        self.file, self.at, self.bit = (
-            file,
-            chance.randrange(file.stat().st_size),
-            1 << chance.randrange(8),
-        )
+    def __init__(self, path: Path):
+        self.name, self.size = str(path), path.stat().st_size
 
-    def __enter__(self) -> None:
-        self._flip()
-
-    def __exit__(self, *_: object) -> None:
-        self._flip()
-
-    def _flip(self) -> None:
-        with self.file.open("r+b") as opened:
-            opened.seek(self.at)
+    def flip(self, at: int, bit: int) -> None:
+        """Flip a bit of a byte."""
+        with open(self.name, "r+b") as opened:
+            opened.seek(at)
             byte = opened.read(1)[0]
-            opened.seek(self.at)
-            opened.write(bytes([byte ^ self.bit]))
+            opened.seek(at)
+            opened.write(bytes([byte ^ bit]))
 
 
-def _noticed(path: Path, like: Any, elements: int, mesh: jax.sharding.Mesh) -> str:
+class _Object:
+    """An object in the bucket."""
+
+    def __init__(self, name: str):
+        self.name, self.size = name, len(gcs_emulator.read(BUCKET, name))
+
+    def flip(self, at: int, bit: int) -> None:
+        """Flip a bit of a byte."""
+        data = bytearray(gcs_emulator.read(BUCKET, self.name))
+        data[at] ^= bit
+        gcs_emulator.write(BUCKET, self.name, bytes(data))
+
+
+def _files(path: str) -> list[_File] | list[_Object]:
+    """What a checkpoint is made of."""
+    if path.startswith("gs://"):
+        prefix = path.removeprefix(f"gs://{BUCKET}/") + "/"
+        return [_Object(name) for name in gcs_emulator.names(BUCKET, prefix)]
+    return [_File(file) for file in sorted(Path(path).rglob("*")) if file.is_file()]
+
+
+def _noticed(path: str, like: Any, elements: int, mesh: jax.sharding.Mesh) -> str:
     try:
         meta = ft.inspect(path).meta
         found = ft.restore(path, like)
@@ -137,7 +166,12 @@ def _noticed(path: Path, like: Any, elements: int, mesh: jax.sharding.Mesh) -> s
 
 
 def kills(
-    folder: Path, count: int, elements: int, processes: int = 1, seed: int = 0
+    folder: Path,
+    count: int,
+    elements: int,
+    processes: int = 1,
+    seed: int = 0,
+    store: str = "file",
 ) -> collections.Counter[str]:
     """A training that saves each step, killed at a random moment and started again.
 
@@ -147,11 +181,11 @@ def kills(
     """
     chance = random.Random(seed)
     mesh = ft.make_mesh(data=8)
-    run, log = folder / "run", folder / "log"
+    run, log = place(folder, "run", store), folder / "log"
     found: collections.Counter[str] = collections.Counter()
     for i in range(count):
         log.write_text("")
-        training = started([__file__, "train", str(run), str(log), str(elements)], processes)
+        training = started([__file__, "train", run, str(log), str(elements)], processes)
         _wait_for_steps(log, training)
         time.sleep(chance.uniform(0, 0.6))
         # One dies, and its supervisor kills the others a moment later.
@@ -166,14 +200,44 @@ def kills(
         found[f"{max(lost, 0)} steps lost"] += 1
         like = ft.abstract(_state, LAYOUT, mesh)(jnp.int32(0), elements)
         whole = latest is None or is_state(
-            ft.restore(run / str(latest), like), latest, elements, mesh
+            ft.restore(f"{run}/{latest}", like), latest, elements, mesh
         )
         found["whole" if whole else "BROKEN"] += 1
         _progress(f"kill {i + 1} of {count}: step {returned} of {processes} processes, {lost} lost")
+    if store == "gs":
+        time.sleep(2.5)  # until what was killed last is dead
     with ft.Checkpoints(run) as checkpoints:
         checkpoints.save(10**6, state(0, elements, mesh))
-    dead = [one for one in run.rglob("*") if one.is_dir() and ("tmp" in one.name or _is_dead(one))]
-    found["dead folders"] = len(dead)
+    found["dead folders"] = len(left_over(run))
+    return found
+
+
+def place(folder: Path, name: str, store: str) -> str:
+    """Where something is saved: in a folder, or in the bucket."""
+    return str(folder / name) if store == "file" else f"gs://{BUCKET}/{folder.name}/{name}"
+
+
+def left_over(run: str) -> set[str]:
+    """The folders of a run that are no step, or have values that no manifest names."""
+    if run.startswith("gs://"):
+        return _left_in_bucket(run)
+    found: set[str] = set()
+    for one in Path(run).rglob("*"):
+        if one.is_dir() and ("tmp" in one.name or _is_dead(one)):
+            found.add(str(one))
+    return found
+
+
+def _left_in_bucket(run: str) -> set[str]:
+    saved = gcs_emulator.names(BUCKET, run.removeprefix(f"gs://{BUCKET}/") + "/")
+    found: set[str] = set()
+    for name in saved:
+        step, arrays, rest = name.partition("/arrays-")
+        values, manifest = f"arrays-{rest[:12]}", f"{step}/functree.json"
+        if not arrays:
+            continue
+        if manifest not in saved or values.encode() not in gcs_emulator.read(BUCKET, manifest):
+            found.add(f"{step}/{values}")
     return found
 
 
@@ -187,6 +251,25 @@ def _is_dead(folder: Path) -> bool:
     )
 
 
+@contextmanager
+def emulated() -> Iterator["subprocess.Popen[bytes]"]:
+    """A bucket on this machine, in a process of its own; this one and those that it starts find it."""
+    emulator = gcs_emulator.of_port(free_port())
+    os.environ |= gcs_emulator.environment(emulator.port)
+    try:
+        yield emulator.process
+    finally:
+        emulator.process.kill()
+        emulator.process.wait()
+
+
+def hastened() -> None:
+    """Shorten the times after which a process is dead, and a bucket cannot be reached."""
+    lease.RENEWED_AFTER, lease.DEAD_AFTER = 0.2, timedelta(seconds=2)
+    objects.DEADLINE = 4.0
+    bucket_store.ASKED_AFTER = 0.5
+
+
 def _wait_for_steps(log: Path, running: Sequence["subprocess.Popen[str]"]) -> None:
     """Wait until a training has saved a step."""
     until = time.monotonic() + 60
@@ -198,6 +281,9 @@ def _wait_for_steps(log: Path, running: Sequence["subprocess.Popen[str]"]) -> No
 
 def train(run: str, log: str, elements: int) -> None:
     """Save each step of a training that goes on from the latest, until it is killed."""
+    hastened()
+    if os.environ.get("FAULTS_UNREACHED") == os.environ.get("FUNCTREE_PROCESS"):
+        os.environ["TENSORSTORE_GCS_HTTP_URL"] = "http://127.0.0.1:9"
     initialized()
     mesh = ft.make_mesh(data=8)
     with ft.Checkpoints(run, keep=2) as checkpoints:
@@ -213,7 +299,7 @@ def train(run: str, log: str, elements: int) -> None:
                     opened.write(f"{step}\n")
 
 
-def races(folder: Path, count: int, elements: int) -> collections.Counter[str]:
+def races(folder: Path, count: int, elements: int, store: str = "file") -> collections.Counter[str]:
     """Two processes save to one path at once, and a reader restores the latest of a run that keeps
     only one.
 
@@ -225,9 +311,9 @@ def races(folder: Path, count: int, elements: int) -> collections.Counter[str]:
     like = ft.abstract(_state, LAYOUT, mesh)(jnp.int32(0), elements)
     found: collections.Counter[str] = collections.Counter()
     for i in range(count):
-        path = folder / f"race{i}"
+        path = place(folder, f"race{i}", store)
         writers = [
-            started([__file__, "write", str(path), str(step), str(elements)])[0] for step in (1, 2)
+            started([__file__, "write", path, str(step), str(elements)])[0] for step in (1, 2)
         ]
         ends = ended(writers, 60)
         won = [
@@ -240,9 +326,9 @@ def races(folder: Path, count: int, elements: int) -> collections.Counter[str]:
         )
         found["MIXED"] += not is_state(ft.restore(path, like), won[-1], elements, mesh)
         _progress(f"race {i + 1} of {count}: {len(won)} saved")
-    run, log = folder / "run", folder / "log"
+    run, log = place(folder, "run", store), folder / "log"
     log.write_text("")
-    training = started([__file__, "train", str(run), str(log), str(elements)])
+    training = started([__file__, "train", run, str(log), str(elements)])
     _wait_for_steps(log, training)
     reader = ft.Checkpoints(run)
     while reader.latest is None:
@@ -259,10 +345,11 @@ def races(folder: Path, count: int, elements: int) -> collections.Counter[str]:
 
 def write(path: str, step: str, elements: int) -> None:
     """Save a state when the other writer is ready too, and print what became of it."""
+    hastened()
     tree = state(int(step), elements, ft.make_mesh(data=8))
     ft.save(f"{path}.warm{step}", tree)
     until = time.monotonic() + 60
-    while not all(Path(f"{path}.warm{one}", "functree.json").exists() for one in (1, 2)):
+    while not all(_is_saved(f"{path}.warm{one}") for one in (1, 2)):
         if time.monotonic() > until:
             raise RuntimeError("the other writer did not come")
         time.sleep(0.001)
@@ -271,6 +358,64 @@ def write(path: str, step: str, elements: int) -> None:
         print("saved")
     except ft.FunctreeError as error:
         print(type(error).__name__, error)
+
+
+def _is_saved(path: str) -> bool:
+    try:
+        ft.inspect(path)
+    except ft.CheckpointError:
+        return False
+    return True
+
+
+# What `docs/checkpoints.md` says to set, with other numbers.
+GIVING_UP = {
+    "FSSPEC_GCS": '{"requests_timeout": 4}',
+    "TENSORSTORE_CURL_LOW_SPEED_TIME_SECONDS": "4",
+    "TENSORSTORE_CURL_LOW_SPEED_LIMIT_BYTES": "1",
+}
+
+
+def outages(
+    folder: Path, count: int, elements: int, emulator: "subprocess.Popen[bytes]"
+) -> collections.Counter[str]:
+    """The bucket does not answer any more while two processes save each step, or one of them has
+    never reached it.
+
+    Returns:
+        How many processes have told the error, and how many of these still waited at their end:
+        Python waits for the threads of orbax, which try on.
+    """
+    found: collections.Counter[str] = collections.Counter()
+    mesh = ft.make_mesh(data=8)
+    like = ft.abstract(_state, LAYOUT, mesh)(jnp.int32(0), elements)
+    log = folder / "log"
+    for i in range(count):
+        run = place(folder, f"run{i}", "gs")
+        log.write_text("")
+        arguments = [__file__, "train", run, str(log), str(elements)]
+        unreached = {"FAULTS_UNREACHED": "1"} if i % 2 else {}
+        training = started(arguments, 2, **unreached, **GIVING_UP)
+        if i % 2 == 0:
+            _wait_for_steps(log, training)
+            while ft.Checkpoints(run).latest is None:
+                time.sleep(0.05)
+            emulator.send_signal(signal.SIGSTOP)
+        ends = ended(training, 40)
+        emulator.send_signal(signal.SIGCONT)
+        for status, _, text in ends:
+            found["told" if "the bucket has not answered" in text else "NOT TOLD"] += 1
+            found["waited at the end"] += status == -signal.SIGKILL
+        latest = ft.Checkpoints(run).latest
+        if latest is not None:
+            whole = is_state(ft.restore(f"{run}/{latest}", like), latest, elements, mesh)
+            found["whole" if whole else "BROKEN"] += 1
+        time.sleep(2.5)  # until what was killed is dead
+        with ft.Checkpoints(run) as checkpoints:
+            checkpoints.save(10**6, state(0, elements, mesh))
+        found["dead folders"] += len(left_over(run))
+        _progress(f"outage {i + 1} of {count}: {found}")
+    return found
 
 
 def full(folder: Path, elements: int) -> collections.Counter[str]:
@@ -308,15 +453,37 @@ def _progress(text: str) -> None:
         print(text, file=sys.stderr)
 
 
+def _done(folder: Path, elements: int, given: argparse.Namespace) -> collections.Counter[str]:
+    """What was found of what the command line says."""
+    with ExitStack() as around:
+        emulator: Any = None
+        if given.store == "gs":
+            hastened()
+            emulator = around.enter_context(emulated())
+        what = {
+            "flips": lambda: flips(folder, given.count, elements, given.seed, given.store),
+            "kills": lambda: kills(
+                folder, given.count, elements, given.processes, given.seed, given.store
+            ),
+            "races": lambda: races(folder, given.count, elements, given.store),
+            "full": lambda: full(folder, elements),
+            "outages": lambda: outages(folder, given.count, elements, emulator),
+        }
+        return what[given.what]()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("what", choices=["flips", "kills", "races", "full", "train", "write"])
+    parser.add_argument(
+        "what", choices=["flips", "kills", "races", "full", "outages", "train", "write"]
+    )
     parser.add_argument("rest", nargs="*", help="of the processes that this one starts")
     parser.add_argument("--count", type=int, default=50, help="how often")
     parser.add_argument("--megabytes", type=float, default=4, help="the size of the state")
     parser.add_argument("--processes", type=int, default=1, help="of the training that is killed")
+    parser.add_argument("--store", choices=["file", "gs"], default="file", help="what is saved to")
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args()
     if given.what in ("train", "write"):
@@ -325,12 +492,7 @@ def main() -> None:
     elements = int(given.megabytes * 2**20 / 6) * 2
     folder = Path(tempfile.mkdtemp(prefix="functree-faults-"))
     try:
-        found = {
-            "flips": lambda: flips(folder, given.count, elements, given.seed),
-            "kills": lambda: kills(folder, given.count, elements, given.processes, given.seed),
-            "races": lambda: races(folder, given.count, elements),
-            "full": lambda: full(folder, elements),
-        }[given.what]()
+        found = _done(folder, elements, given)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     for what, times in sorted(found.items()):

@@ -36,6 +36,7 @@ from safetensors.numpy import load_file, save_file  # noqa: E402
 
 import functree as ft  # noqa: E402
 from functree.io.checkpoints import folder as checkpoint_folder  # noqa: E402
+from functree.io.checkpoints.bucket_store import BucketStore  # noqa: E402
 from functree.processes import exchange  # noqa: E402
 from functree.processes.agreement import Agreement  # noqa: E402
 
@@ -645,6 +646,29 @@ def rows_that_are_none() -> Any:
 def saved_elsewhere() -> Any:
     with mock.patch.object(checkpoint_folder, "_SEEN_AFTER", 0.5):  # usually 5 seconds
         return ft.save(FOLDER / f"at{differs(0, 1)}", model())
+
+
+@case
+def saved_in_a_bucket() -> Any:
+    m = model()
+    for overwrite in (False, True):
+        ft.save("gs://bucket/model", m, overwrite=overwrite)
+    with ft.Checkpoints("gs://bucket/run", keep=2) as checkpoints:
+        for step in range(3):
+            checkpoints.save(step, m)
+    like = ft.abstract(make, ft.P(None, ("data", "model")), MESH)(jax.random.key(0))
+    back = checkpoints.restore(like)
+    return list(checkpoints.steps), np.array_equal(whole(back).up, whole(m).up)
+
+
+@case
+def saved_in_a_bucket_that_one_does_not_reach() -> Any:
+    def refuse(*_: object) -> None:
+        raise OSError("the bucket has not answered for 60 seconds")
+
+    reached = differs(BucketStore.check_reached, refuse)
+    with mock.patch.object(BucketStore, "check_reached", reached):
+        return ft.save("gs://bucket/unreached", model())
 
 
 @case

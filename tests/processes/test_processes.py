@@ -20,6 +20,7 @@ import optax
 import pytest
 from checks import raises
 from covering import whole_tables
+from gcs_emulator import Emulator
 from launch import ROOT, Running, ended, started
 from meshes import MESH
 
@@ -32,9 +33,11 @@ LIMIT = 10.0  # seconds in which each case has to end
 
 def told_by(processes: int, folder: Path) -> list[dict[str, Any]]:
     """What each process tells of each case."""
-    # Each process has other hashes of texts, so other orders of sets.
-    running = started([WORKER], processes, FUNCTREE_FOLDER=str(folder), PYTHONHASHSEED="random")
-    ends = ended(running, 300)
+    with Emulator().running() as emulator:
+        # Each process has other hashes of texts, so other orders of sets.
+        environment = {"FUNCTREE_FOLDER": str(folder), "PYTHONHASHSEED": "random"}
+        running = started([WORKER], processes, **environment, **emulator.environment)
+        ends = ended(running, 300)
     lines = [
         [line for line in out.splitlines() if line.startswith("RESULTS")] for _, out, _ in ends
     ]
@@ -216,6 +219,10 @@ DIFFERENCES: dict[str, list[str]] = {
         "process {odd} of {count} failed",
         "does not see the folder",
         "a file system that all",
+    ],
+    "saved_in_a_bucket_that_one_does_not_reach": [
+        "process {odd} of {count} failed",
+        "gs://bucket/unreached cannot be written: the bucket has not answered for 60 seconds",
     ],
     "saved_by_one_alone": [
         "w   f32[3]",
@@ -458,6 +465,7 @@ def test_silent_failure_36_what_works_and_what_differs(
         "a_model_with_functions": True,
         "saved_while_steps_run": [[2, 3], True],
         "saved": [True, [2, 3], "P(None, ('data', 'model'))"],
+        "saved_in_a_bucket": [[1, 2], True],
         "equal_numpy_arguments": True,
         "the_same": None,
         "equal_sets": [[16, 8], True],

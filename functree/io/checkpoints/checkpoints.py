@@ -42,7 +42,8 @@ class Checkpoints:
     which waits at its end.
 
     Args:
-        folder: the folder. With several processes, one that all of them see.
+        folder: the folder. With several processes, one that all of them see. Or its address in a
+            bucket, as text: `gs://bucket/run`.
         keep: how many are kept, the newest; None for all.
         every: only steps that this number divides are saved; None for each step that is given.
 
@@ -75,7 +76,8 @@ class Checkpoints:
         self._store = store_at(folder)
         self.folder: FilePath = self._store.path
         self._keep, self._every = keep, every
-        self._swept = False
+        # The steps in which there may be something of a dead process; None for all.
+        self._unswept: list[int] | None = None
         # The steps of this run: they are newer than those that it found, whatever their numbers.
         self._saved: set[int] = set()
         self._is_open = False  # whether this is inside of the `with` statement
@@ -290,12 +292,14 @@ class Checkpoints:
 
     def _sweep(self) -> None:
         """Remove what processes that were killed have left half-written."""
-        # Once: later ones are of this run, or of another one that still writes.
-        if self._swept or self._store.missing():
-            return
-        self._swept = True
-        for step in named_steps(self._store):
-            sweep_step(self._store.at(str(step)))
+        if self._unswept is None:
+            self._unswept = named_steps(self._store)
+        # Again those that a process may still write, or of which it is not known yet that it died.
+        living: list[int] = []
+        for step in self._unswept:
+            if sweep_step(self._store.at(str(step))).living:
+                living.append(step)
+        self._unswept = living
 
     def _finish(self, writer: CheckpointWriter, step: int) -> None:
         """The part that runs in the background."""

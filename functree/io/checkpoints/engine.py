@@ -38,20 +38,20 @@ class _NothingToSave:
 
 
 def is_done(running: Response) -> bool:
-    """Whether a save has ended, after waiting for a moment; with a single process, until it has.
+    """Whether a save has ended, after waiting for a moment.
 
     What was raised there is raised here.
     """
     # Short, so that the processes can tell each other of an error: one that waits in orbax for
-    # another that has failed waits for up to twenty minutes.
-    seconds = None if jax.process_count() == 1 else 0.25
+    # another that has failed, or for a bucket, waits for up to twenty minutes.
+    seconds = 0.25
     start = time.monotonic()
     try:
         running.result(timeout=seconds)
     except TimeoutError:
         # Orbax raises a TimeoutError too, in the background, if it has waited too long itself.
         # Then less time has passed here than was allowed.
-        if seconds is None or time.monotonic() - start < seconds:
+        if time.monotonic() - start < seconds:
             raise
         return False
     return True

@@ -11,12 +11,16 @@ All of this is said here once; what a `Store` is made of does the single steps.
 """
 
 import os
+import re
 import time
 from pathlib import Path
+from types import TracebackType
+from typing import NamedTuple
 
 import jax
 
 from functree.errors import CheckpointError, CheckpointFileError
+from functree.io.checkpoints.bucket_store import BucketStore
 from functree.io.checkpoints.local_store import LocalStore
 from functree.io.checkpoints.manifest import BEGINNING, VALUES, Manifest, is_values_name
 from functree.io.checkpoints.store import LOCK, MANIFEST, Held, Store
@@ -32,18 +36,32 @@ def files(failure: str) -> ForeignErrors:
     return ForeignErrors(CheckpointFileError, failure)
 
 
+# A scheme has two letters at least: a drive of Windows has one.
+_ADDRESS = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)://")
+# What `Path` makes of an address. A folder may have such a name too, but not of these schemes.
+_BROKEN_ADDRESS = re.compile(r"(gs|gcs|s3|s3a|az|abfss?|hdfs|https?|file):/")
+
+
 def store_at(path: str | os.PathLike[str]) -> Store:
     """What is at the path of a checkpoint.
 
     Raises:
-        CheckpointError: it is the address of a bucket; there is no folder that it begins in.
+        CheckpointError: it is an address that orbax has no way to; there is no folder that it
+            begins in.
     """
     text = os.fspath(path)
-    if "://" in text:
+    if match := _ADDRESS.match(text):
+        if match.group(1) == "gs":
+            return BucketStore.of_address(text)
         raise CheckpointError(
-            f"{text} is the address of a bucket, and checkpoints are written to a file system that "
-            "all processes share, with locks and links: save there, and copy what is finished to "
-            "the bucket"
+            f"{text} cannot be used: of all buckets orbax, which writes the arrays, reaches "
+            "`gs://` alone: save to one of these, or to a file system that all processes share, "
+            "and copy what is finished"
+        )
+    if match := _BROKEN_ADDRESS.match(text):
+        raise CheckpointError(
+            f"{text} has lost a slash, as in `Path('{match.group(1)}://bucket')`: give the address "
+            "of a bucket as text"
         )
     # Absolute at once: a program may change its folder while this is written in the background.
     with files(f"{text} cannot be found"):  # no such user, or the current folder was removed
@@ -121,7 +139,7 @@ class Draft:
         store = self._store
         with files(f"{store.path} cannot be written"):
             old = _named(store) if self._held.overwrite else None
-            if not store.put(self._held, manifest.to_json(), old):
+            if not self._held.put(manifest.to_json(), old):
                 raise CheckpointFileError(
                     f"{store.path}: another process has saved a checkpoint there meanwhile"
                 )
@@ -130,14 +148,25 @@ class Draft:
             self._held.release()
             sweep(store)
 
-    def discard(self) -> None:
-        """Remove what was written."""
-        with files(f"{self._store.path}: what was written cannot be removed"):
-            self._held.release()
-            sweep(self._store)
-            # A folder that was there before is the user's, also if nothing is in it.
-            if self._is_new:
-                self._store.remove_empty()
+    def discard(
+        self,
+        kind: type[BaseException] | None = None,
+        error: BaseException | None = None,
+        traceback: TracebackType | None = None,
+    ) -> None:
+        """Remove what was written. It can be pushed onto an ExitStack, for the errors inside."""
+        try:
+            with files(f"{self._store.path}: what was written cannot be removed"):
+                self._held.release()
+                sweep(self._store)
+                # A folder that was there before is the user's, also if nothing is in it.
+                if self._is_new:
+                    self._store.remove_empty()
+        except CheckpointError as failed:
+            if error is None:
+                raise
+            # Not in the place of the first error: what cannot be written cannot be removed either.
+            error.add_note(f"and {failed}")
 
 
 def check_free(store: Store, overwrite: bool) -> None:
@@ -209,9 +238,21 @@ def check_seen(store: Store, name: str) -> None:
         )
 
 
-def sweep(store: Store) -> bool:
-    """Remove what dead processes have left in the folder of a checkpoint; whether there was any."""
-    swept = False
+class Swept(NamedTuple):
+    """What was left beside a checkpoint.
+
+    Attributes:
+        removed: whether something of a dead process was, and is removed.
+        living: whether there is something of a process that lives, or is not known to be dead yet.
+    """
+
+    removed: bool
+    living: bool
+
+
+def sweep(store: Store) -> Swept:
+    """Remove what dead processes have left in the folder of a checkpoint."""
+    removed = living = False
     began = {name.partition(".")[0] for name in store.names() if name.startswith(VALUES)}
     for name in sorted(began):
         if not _left(store, name):
@@ -220,6 +261,7 @@ def sweep(store: Store) -> bool:
         # is there. The other way round, one that commits in between would lose its values.
         with store.dead(name) as dead:
             if not dead:
+                living = True
                 continue
             left = _left(store, name)
             for one in left:
@@ -227,8 +269,8 @@ def sweep(store: Store) -> bool:
                 # that may not delete all, leaves what the next one finds by it.
                 if not one.endswith(LOCK) or not set(left[:-1]) & set(store.names()):
                     store.remove(one)
-                    swept = True
-    return swept
+                    removed = True
+    return Swept(removed, living)
 
 
 def _left(store: Store, name: str) -> list[str]:
@@ -257,10 +299,12 @@ def _named(store: Store) -> str | None:
         return None
 
 
-def sweep_step(store: Store) -> None:
+def sweep_step(store: Store) -> Swept:
     """Remove what dead processes have left of the checkpoint of a step, with its folder."""
-    if sweep(store):
+    swept = sweep(store)
+    if swept.removed:
         store.remove_empty()
+    return swept
 
 
 def remove_step(store: Store) -> None:

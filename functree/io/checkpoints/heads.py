@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from functree.errors import CheckpointFileError
+from functree.io.checkpoints.bucket_store import is_in_bucket
+from functree.io.checkpoints.objects import key_value_store
 from functree.io.extras import import_extra
 from functree.report.json_text import parsed, value_text
 
@@ -24,19 +26,27 @@ def check_heads(folder: Path, shapes: Mapping[str, Sequence[int]]) -> None:
     Raises:
         CheckpointFileError: one is another, or cannot be read; something there is not a file.
     """
-    for file in _files(folder):
-        # Opening a pipe would wait for who writes to it.
-        if not file.is_file():
-            raise CheckpointFileError(f"{file} cannot be read: it is not a file")
     tensorstore: Any = import_extra("tensorstore", "checkpoint")
-    for database in folder.glob("*/manifest.ocdbt"):
-        base = {"driver": "file", "path": f"{database.parent}/"}
+    for base in _databases(folder):
         store = tensorstore.KvStore.open({"driver": "ocdbt", "base": base}).result()
         reads = {name: store.read(f"{name}/zarr.json") for name in shapes}
         for name, read in reads.items():
             # One that is not there has no value. Orbax says so, in its own words.
             if text := read.result().value:
                 _check_head(name, text, shapes[name])
+
+
+def _databases(folder: Path) -> list[dict[str, str]]:
+    """How tensorstore opens the files that the arrays are in."""
+    # In a bucket all are objects, and orbax makes one database.
+    if is_in_bucket(folder):
+        return [key_value_store(folder / "state")]
+    for file in _files(folder):
+        # Opening a pipe would wait for who writes to it.
+        if not file.is_file():
+            raise CheckpointFileError(f"{file} cannot be read: it is not a file")
+    found = folder.glob("*/manifest.ocdbt")
+    return [{"driver": "file", "path": f"{database.parent}/"} for database in found]
 
 
 def _files(folder: Path) -> Iterator[Path]:

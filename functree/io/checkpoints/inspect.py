@@ -125,7 +125,7 @@ def inspect(path: str | os.PathLike[str]) -> Checkpoint:
     """What is known of a checkpoint. Its arrays are not loaded.
 
     Args:
-        path: its folder.
+        path: its folder, or its address in a bucket.
 
     Raises:
         CheckpointError: it is not a checkpoint, or its manifest is not what was written.

@@ -16,9 +16,29 @@ from functree.io.checkpoints.store import LOCK, MANIFEST, Held, Store
 class _Lock:
     """A file that is locked as long as a process writes."""
 
-    def __init__(self, name: str, overwrite: bool, opened: int):
+    def __init__(self, folder: Path, name: str, overwrite: bool, opened: int):
         self.name, self.overwrite = name, overwrite
+        self._folder = folder
         self._opened: int | None = opened
+
+    def put(self, text: str, old: str | None) -> bool:
+        written = self._folder / f"{self.name}.json"
+        # Under another name first: a process that is killed while it writes leaves half a file,
+        # which under its own name would be a checkpoint that cannot be read.
+        try:
+            _write(written, text)
+            if self.overwrite:
+                _mark(self._folder, old)
+                os.replace(written, self._folder / MANIFEST)
+                return True
+            # A link, which fails if there is one: to look first would leave a moment in which
+            # another process may save, and its checkpoint would be replaced without a word.
+            os.link(written, self._folder / MANIFEST)
+        except FileExistsError:
+            return False
+        finally:
+            written.unlink(missing_ok=True)
+        return True
 
     def release(self) -> None:
         """Give the lock back."""
@@ -51,6 +71,9 @@ class LocalStore(Store):
         if self.path.is_symlink():
             return f"it is a link to {os.readlink(self.path)}, which is not a folder"
         return "it is a file" if self.path.exists() else "there is no such folder"
+
+    def check_reached(self) -> None:
+        """Nothing: the operating system says so to who writes."""
 
     def check_place(self) -> None:
         if os.path.lexists(self.path) and not self.path.is_dir():
@@ -110,36 +133,11 @@ class LocalStore(Store):
                 # for that of a dead one, and deleted the file. Then it locks nothing.
                 if lock.exists():
                     undo.pop_all()
-                    return _Lock(name, overwrite, opened)
-
-    def put(self, held: Held, text: str, old: str | None) -> bool:
-        written = self.path / f"{held.name}.json"
-        # Under another name first: a process that is killed while it writes leaves half a file,
-        # which under its own name would be a checkpoint that cannot be read.
-        try:
-            _write(written, text)
-            if held.overwrite:
-                self._mark(old)
-                os.replace(written, self.path / MANIFEST)
-                return True
-            # A link, which fails if there is one: to look first would leave a moment in which
-            # another process may save, and its checkpoint would be replaced without a word.
-            os.link(written, self.path / MANIFEST)
-        except FileExistsError:
-            return False
-        finally:
-            written.unlink(missing_ok=True)
-        return True
+                    return _Lock(self.path, name, overwrite, opened)
 
     def unname(self, old: str | None) -> None:
-        self._mark(old)
+        _mark(self.path, old)
         (self.path / MANIFEST).unlink(missing_ok=True)
-
-    def _mark(self, name: str | None) -> None:
-        """Mark the values of a manifest, before it goes."""
-        # The first versions removed the lock of a checkpoint that was whole.
-        if name is not None and (self.path / name).is_dir():
-            (self.path / f"{name}{LOCK}").touch()
 
     @contextmanager
     def dead(self, name: str) -> Iterator[bool]:
@@ -171,6 +169,13 @@ class LocalStore(Store):
             self.path.rmdir()
         except OSError:
             return
+
+
+def _mark(folder: Path, name: str | None) -> None:
+    """Mark the values of a manifest, before it goes."""
+    # The first versions removed the lock of a checkpoint that was whole.
+    if name is not None and (folder / name).is_dir():
+        (folder / f"{name}{LOCK}").touch()
 
 
 def _write(path: Path, text: str) -> None:

@@ -59,7 +59,7 @@ def restore(
     processes.
 
     Args:
-        path: the folder of the checkpoint.
+        path: the folder of the checkpoint, or its address in a bucket.
         like: a tree like the one that was saved, abstract or with arrays: it gives the structure,
             and all that is static.
         layout: the layout of the tree. By default each array is sharded as the one in `like`.

@@ -25,6 +25,18 @@ class Held(Protocol):
     name: str
     overwrite: bool
 
+    def put(self, text: str, old: str | None) -> bool:
+        """Make a text the manifest, in one step.
+
+        Args:
+            text: the text.
+            old: the name of the values of the one that it replaces, if it is known.
+
+        Returns:
+            False if another writer was first.
+        """
+        ...
+
     def release(self) -> None:
         """Let go of it; nothing, if that was done before."""
 
@@ -51,6 +63,10 @@ class Store(ABC):
     @abstractmethod
     def missing(self) -> str:
         """Why there is no folder; no text if there is one."""
+
+    @abstractmethod
+    def check_reached(self) -> None:
+        """Raise OSError if what is here cannot be reached any more. Called often."""
 
     @abstractmethod
     def check_place(self) -> None:
@@ -90,19 +106,6 @@ class Store(ABC):
 
         Args:
             overwrite: whether its manifest may replace one.
-        """
-
-    @abstractmethod
-    def put(self, held: Held, text: str, old: str | None) -> bool:
-        """Make a text the manifest, in one step.
-
-        Args:
-            held: what its writer holds.
-            text: the text.
-            old: the name of the values of the one that it replaces, if it is known.
-
-        Returns:
-            False if another writer was first.
         """
 
     @abstractmethod

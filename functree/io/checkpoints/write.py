@@ -43,7 +43,8 @@ def save(
     """Save the arrays of a tree, each under its path. When this returns, the checkpoint is whole.
 
     Args:
-        path: a folder, which is created. With several processes, one that all of them see.
+        path: a folder, which is created. With several processes, one that all of them see. Or the
+            address of one in a bucket, as text: `gs://bucket/run/1`.
         tree: concrete arrays, in modules and containers. Other leaves are static: they are not
             saved, and `ft.restore` warns of one that differs in `like`.
         verify: whether a digest of each array's values is kept, by which `ft.restore` notices that
@@ -79,15 +80,23 @@ class CheckpointWriter:
         contents: what is saved. Its arrays are not kept: they would take memory until all is
             written.
         draft: the folder with its values; None in processes other than the first.
-        values: the path of this folder.
+        store: the folder of the checkpoint.
+        name: the name of the values in it.
         verify: whether digests are kept.
         check: whether the values are read back before they count.
     """
 
     def __init__(
-        self, contents: Contents, draft: Draft | None, values: FilePath, verify: bool, check: bool
+        self,
+        contents: Contents,
+        draft: Draft | None,
+        store: Store,
+        name: str,
+        verify: bool,
+        check: bool,
     ):
-        self._manifest, self._draft, self._values = contents.manifest, draft, values
+        self._manifest, self._draft, self._store = contents.manifest, draft, store
+        self._values: FilePath = store.path / name
         # Before orbax begins: afterwards the arrays may be donated. And of the arrays, not of what
         # is on the disk, so that an error of the writing itself is noticed.
         self._digests: dict[str, str] = {}
@@ -131,11 +140,11 @@ class CheckpointWriter:
             with Agreement(failure):
                 draft = Draft(store, overwrite) if jax.process_index() == 0 else None
             if draft is not None:
-                undo.callback(draft.discard)
+                undo.push(draft.discard)
             name = text_of_first("" if draft is None else draft.name)
             with Agreement(failure), files(failure):
                 check_seen(store, name)
-            writer = cls(contents, draft, store.path / name, verify, check=overwrite)
+            writer = cls(contents, draft, store, name, verify, check=overwrite)
             undo.pop_all()
         return writer
 
@@ -175,6 +184,7 @@ class CheckpointWriter:
 
     def _is_written(self) -> bool:
         with files(self._failure):
+            self._store.check_reached()
             return is_done(self._response)
 
     @contextmanager
@@ -182,7 +192,7 @@ class CheckpointWriter:
         """What was written is removed if there is an error inside."""
         with ExitStack() as undo:
             if self._draft is not None:
-                undo.callback(self._draft.discard)
+                undo.push(self._draft.discard)
             yield
             undo.pop_all()
 

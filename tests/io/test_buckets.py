@@ -1,0 +1,598 @@
+"""Checkpoints in a bucket: as in a folder, in an emulator of Google Cloud Storage on the loopback
+interface (`tests/lib/gcs_emulator.py`); kills and races of whole processes are in
+`tests/faults.py --store gs`."""
+
+import gc
+import os
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from importlib import util
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from checks import raises
+from gcs_emulator import Emulator
+from launch import free_port
+from meshes import lay
+
+import functree as ft
+from functree.io.checkpoints import bucket_store, lease, objects, write
+from functree.io.checkpoints.bucket_store import BucketStore
+from functree.io.checkpoints.folder import Draft, read_manifest, store_at, sweep
+from functree.io.checkpoints.local_store import LocalStore
+from functree.io.checkpoints.manifest import Manifest
+from functree.io.checkpoints.store import Store
+
+BUCKET = "gs://bucket"
+NAME = "arrays-0123456789ab"
+
+
+@pytest.fixture(scope="module")
+def emulator() -> Iterator[Emulator]:
+    with Emulator().running() as emulator, pytest.MonkeyPatch.context() as patch:
+        for name, value in emulator.environment.items():
+            patch.setenv(name, value)
+        yield emulator
+    gc.collect()
+
+
+@pytest.fixture
+def run(emulator: Emulator, request: pytest.FixtureRequest) -> str:
+    """An address with nothing below it."""
+    return f"{BUCKET}/{re.sub(r'[^a-z0-9]', '-', request.node.name.lower())}"
+
+
+@pytest.fixture
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A writer is dead after a moment."""
+    monkeypatch.setattr(lease, "RENEWED_AFTER", 0.05)
+    monkeypatch.setattr(lease, "DEAD_AFTER", timedelta(seconds=0.5))
+
+
+def tree(step: int = 0) -> Any:
+    return {
+        "w": lay(jnp.full((8, 4), step, jnp.float32), "data"),
+        "b": jnp.arange(3),
+        "n": np.arange(4),
+        "none": np.zeros((0, 3)),
+    }
+
+
+def value(found: Any) -> float:
+    return float(found["w"][0, 0])
+
+
+def below(emulator: Emulator, address: str) -> list[str]:
+    """What is below an address; of the values, their folder alone."""
+    prefix = address.removeprefix(f"{BUCKET}/") + "/"
+    found: dict[str, None] = {}
+    for name in emulator.objects.names("bucket"):
+        if name.startswith(prefix):
+            found[re.sub(r"(arrays-\w{12})/.*", r"\1/", name.removeprefix(prefix))] = None
+    return list(found)
+
+
+def put(emulator: Emulator, address: str, text: str = "mine") -> None:
+    """An object of the user's."""
+    name = address.removeprefix(f"{BUCKET}/")
+    assert emulator.objects.put("bucket", name, text.encode(), {}).status == 200
+
+
+# As in a folder
+
+
+def test_a_checkpoint_in_a_bucket(run: str, emulator: Emulator) -> None:
+    path = f"{run}/first"
+    ft.save(path, tree(3), meta={"tokens": 4096})
+    back = ft.restore(path, tree())
+    assert all(map(np.array_equal, jax.tree.leaves(back), jax.tree.leaves(tree(3))))
+    assert back["w"].sharding.spec == ft.P("data", None) and type(back["n"]) is np.ndarray
+    part = ft.restore(path, tree(7), only="b")
+    assert value(part) == 7 and part["b"].tolist() == [0, 1, 2]
+    found = ft.inspect(path)
+    assert found.meta == {"tokens": 4096} and found["w"].spec == ft.P("data", None)
+    assert f"{path}: 4 arrays" in str(found)
+
+    with raises(f"{path} is a checkpoint already: save to another path, or with", *()):
+        ft.save(path, tree())
+    ft.save(path, tree(5), overwrite=True)
+    assert value(ft.restore(path, tree())) == 5
+    assert str(found.diff(ft.inspect(path))).startswith("w: digest")
+    # The values of the one that was replaced are gone.
+    names = below(emulator, path)
+    assert len(names) == 3 and names[2] == "functree.json", names
+    # An object can have the name of a folder.
+    ft.save(f"{path}/functree.json", {"n": np.arange(2)})
+    assert len(ft.inspect(f"{path}/functree.json")) == 1
+
+
+def test_the_checkpoints_of_a_run(run: str, emulator: Emulator) -> None:
+    with ft.Checkpoints(run, keep=2, every=5) as checkpoints:
+        assert checkpoints.steps == ()
+        saved = [step for step in range(21) if checkpoints.save(step, tree(step))]
+        assert saved == [0, 5, 10, 15, 20]
+        assert checkpoints.save(21, tree(21), force=True)
+        assert value(checkpoints.restore(tree())) == 21
+        with raises(f"{run} has step 20 already: remove {run}/20 to replace it"):
+            checkpoints.save(20, tree())
+    assert checkpoints.steps == (20, 21)
+    assert {name.partition("/")[0] for name in below(emulator, run)} == {"20", "21"}
+    again = ft.Checkpoints(run)
+    assert repr(again) == f"<Checkpoints at {run}: 2 steps, latest 21>"
+    assert value(again.restore(tree(), 20)) == 20
+    with raises("has no checkpoint of step 4: its steps are 20, 21"):
+        again.restore(tree(), 4)
+    with raises(f"{run} is not a checkpoint: it has the checkpoints of several steps", f"{run}/21"):
+        ft.restore(run, tree())
+    with raises(f"{run}/none is not a checkpoint: there is nothing at this address"):
+        ft.inspect(f"{run}/none")
+
+
+def test_other_runs_of_the_same_steps_stay(run: str, emulator: Emulator) -> None:
+    """By their names one begins as the other does."""
+    for name in ("1", "10", "100"):
+        ft.save(f"{run}/{name}", {"n": np.arange(2)})
+    with ft.Checkpoints(run, keep=3) as checkpoints:
+        checkpoints.save(101, {"n": np.arange(2)})
+    assert checkpoints.steps == (10, 100, 101)
+    objects_of(run).remove("10")
+    assert checkpoints.steps == (100, 101)
+
+
+FOREIGN = {  # what is not functree's, by its name or without the mark
+    "a file of arrays": {"arrays-train.npy": "mine"},
+    "a folder of arrays": {"arrays-train/part.npy": "mine"},
+    "the whole name, and no mark": {f"{NAME}/part.npy": "mine"},
+    "a mark that has text": {f"{NAME}/part.npy": "mine", f"{NAME}.lock": "mine"},
+    "a mark that is JSON": {f"{NAME}/part.npy": "mine", f"{NAME}.lock": '{"functree": "mine"}'},
+    "a mark that is a folder": {f"{NAME}.lock/part.npy": "mine"},
+    "an empty mark": {f"{NAME}/part.npy": "mine", f"{NAME}.lock": ""},
+    "a name that is too long": {f"{NAME}c": "mine"},
+    "another ending": {f"{NAME}.npy": "mine"},
+}
+
+
+@pytest.mark.parametrize("what", FOREIGN)
+def test_nothing_else_is_ever_removed(what: str, run: str, emulator: Emulator) -> None:
+    mine = {f"{run}/7/{name}": text for name, text in FOREIGN[what].items()}
+    for name, text in mine.items():
+        put(emulator, name, text)
+    small = {"n": np.arange(2)}
+    for overwrite in (False, True):
+        with raises(f"{run}/7 is a folder that is not a checkpoint: it has `arrays-"):
+            ft.save(f"{run}/7", small, overwrite=overwrite)
+    for name in mine:
+        emulator.objects.delete("bucket", name.removeprefix(f"{BUCKET}/"), {})
+    ft.save(f"{run}/7", small)
+    for name, text in mine.items():
+        put(emulator, name, text)
+    ft.save(f"{run}/7", small, overwrite=True)
+    with ft.Checkpoints(run, keep=1) as checkpoints:
+        checkpoints.save(8, small)
+    assert checkpoints.steps == (8,)
+    left = [f"{run}/7/{name}" for name in below(emulator, f"{run}/7")]
+    assert len(left) == len(mine) and all(
+        emulator.objects.get("bucket", name.removeprefix(f"{BUCKET}/")) for name in mine
+    )
+
+
+def test_the_manifest_of_another_is_not_replaced(run: str, emulator: Emulator) -> None:
+    put(emulator, f"{run}/functree.json", '{"functree": "my notes"}')
+    with raises("functree.json was not written by functree, and is not overwritten"):
+        ft.save(run, tree(), overwrite=True)
+
+
+def test_a_damaged_object(run: str, emulator: Emulator) -> None:
+    """By the digest, or since it cannot be read: with the leaf."""
+    big = {"w": np.arange(2**14, dtype=np.float32), "v": np.ones(3)}
+    ft.save(run, big)
+    names = [name for name in emulator.objects.names("bucket") if name.startswith(run[12:])]
+    where = max(names, key=lambda name: len(emulator.objects.get("bucket", name).data))
+    data = bytearray(emulator.objects.get("bucket", where).data)
+    data[len(data) // 2] ^= 1
+    emulator.objects.put("bucket", where, bytes(data), {})
+    with raises(f"{run} cannot be restored", "w"):
+        ft.restore(run, big)
+    assert ft.restore(run, big, only="v")["v"].tolist() == [1, 1, 1]
+
+
+# The laws of both stores
+
+
+def store_of(kind: str, run: str, folder: Path) -> Store:
+    return LocalStore(folder / "c") if kind == "folder" else store_at(run)
+
+
+def objects_of(address: str) -> objects.Objects:
+    """The objects below an address."""
+    store = store_at(address)
+    assert isinstance(store, BucketStore)
+    return store._objects
+
+
+def manifest(name: str | None = None) -> Manifest:
+    return Manifest((), name, None, {}, {}, None)
+
+
+KINDS = ("folder", "bucket")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_laws_of_a_store(kind: str, run: str, tmp_path: Path) -> None:
+    store = store_of(kind, run, tmp_path)
+    assert store.names() == [] and store.missing() and store.read() is None
+    assert not store.has_manifest() and not store.is_link()
+    store.make()
+    first, second = store.hold(False), store.hold(False)
+    assert first.name != second.name and not first.overwrite
+    assert {f"{first.name}.lock", f"{second.name}.lock"} <= set(store.names())
+    assert store.is_mark(f"{first.name}.lock") and not store.is_mark("other.lock")
+    # A held name is not dead; one is first, and the other one sees it.
+    with store.dead(first.name) as dead:
+        assert not dead
+    assert first.put("one", None) and not second.put("two", None)
+    assert store.read() == b"one" and store.has_manifest()
+    second.release()
+    second.release()
+    with store.dead(second.name) as dead:
+        assert dead
+    with store.dead("arrays-ffffffffffff") as dead:
+        assert dead
+    first.release()
+    # It is replaced whole.
+    third = store.hold(True)
+    assert third.put("three", first.name) and store.read() == b"three"
+    third.release()
+    store.remove(f"{second.name}.lock")
+    store.remove("nothing")
+    assert f"{second.name}.lock" not in store.names()
+    # A folder of this one.
+    inside = store.at("5")
+    inside.make()
+    assert inside.path == store.path / "5" and store.with_manifest(["5", "6"]) == []
+    held = inside.hold(False)
+    assert held.put("inside", None)
+    held.release()
+    assert store.with_manifest(["5", "6"]) == ["5"] and "5" in store.names()
+    inside.unname(held.name)
+    assert not inside.has_manifest() and store.has_manifest()
+    store.remove("5")
+    assert "5" not in store.names()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_writers_that_race_for_a_path(kind: str, run: str, tmp_path: Path) -> None:
+    """One of eight is first, its values are there, and the others are told."""
+
+    together = threading.Barrier(8)
+
+    def save(i: int) -> str:
+        draft = Draft(store_of(kind, f"{run}/{i // 8}", tmp_path / str(i // 8)), False)
+        together.wait(10)
+        try:
+            draft.commit(manifest(draft.name))
+        except ft.CheckpointError as error:
+            draft.discard()
+            return str(error)
+        return draft.name
+
+    with ThreadPoolExecutor(8) as pool:
+        ends = list(pool.map(save, range(24)))
+    for i in range(3):
+        store = store_of(kind, f"{run}/{i}", tmp_path / str(i))
+        winner = read_manifest(store).arrays
+        assert winner in ends[8 * i : 8 * i + 8]
+        for end in ends[8 * i : 8 * i + 8]:
+            assert end == winner or "another process has saved a checkpoint there" in end
+        sweep(store)
+        assert sorted(store.names()) == sorted([f"{winner}.lock", "functree.json"])
+
+
+def test_overwriting_writers_and_a_reader(run: str, emulator: Emulator) -> None:
+    """What a manifest names is there; of two that replace the same one, one is told."""
+    ft.save(run, {"n": np.zeros(4)})
+    ended = threading.Event()
+
+    def replace(i: int) -> int:
+        try:
+            ft.save(run, {"n": np.full(4, float(i))}, overwrite=True)
+        except ft.CheckpointError as error:
+            assert "another process has saved a checkpoint there meanwhile" in str(error)
+            return 0
+        return 1
+
+    def read() -> set[float]:
+        found: set[float] = set()
+        while not ended.is_set():
+            got = ft.restore(run, {"n": np.zeros(4)})["n"]
+            assert (got == got[0]).all()
+            found.add(float(got[0]))
+        return found
+
+    with ThreadPoolExecutor(3) as pool:
+        reader = pool.submit(read)
+        saved = sum(pool.map(replace, range(1, 11)))
+        ended.set()
+        assert saved >= 1 and reader.result()
+    assert len(below(emulator, run)) == 3
+
+
+# What is left of a writer
+
+
+def killed(run: str, step: int = 1) -> str:
+    """A process is killed while it saves a step: what it has written, and a lease that nobody
+    renews."""
+    store = store_at(f"{run}/{step}")
+    draft = Draft(store, False)
+    assert isinstance(draft._held, lease.Lease)
+    draft._held._ended.set()
+    values = objects_of(f"{run}/{step}/{draft.name}")
+    values.write("part", b"1", values.read("part").generation)
+    return draft.name
+
+
+def test_what_was_killed_is_not_a_checkpoint_and_is_removed(
+    run: str, emulator: Emulator, short: None
+) -> None:
+    name = killed(run)
+    with raises(f"{run}/1 is not a checkpoint: it has no functree.json, so it is still written"):
+        ft.inspect(f"{run}/1")
+    small = {"n": np.arange(2)}
+    with ft.Checkpoints(run) as checkpoints:
+        assert checkpoints.steps == ()
+        checkpoints.save(2, small)
+        # It may still live.
+        assert below(emulator, f"{run}/1") == [f"{name}.lock", f"{name}/"]
+        time.sleep(0.6)
+        checkpoints.save(3, small)
+    assert below(emulator, f"{run}/1") == [] and checkpoints.steps == (2, 3)
+    # What is left of two is no obstacle for a third.
+    killed(run), killed(run)
+    ft.save(f"{run}/1", small)
+    time.sleep(0.6)
+    ft.save(f"{run}/1", small, overwrite=True)
+    assert len(below(emulator, f"{run}/1")) == 3
+
+
+def test_a_writer_that_lives_is_never_taken_for_dead(
+    run: str, emulator: Emulator, short: None
+) -> None:
+    store = store_at(run)
+    draft = Draft(store, False)
+    until = time.monotonic() + 1.5  # three times as long as a dead one has
+    while time.monotonic() < until:
+        assert sweep(store) == (False, True)
+    draft.commit(manifest(draft.name))
+    assert read_manifest(store).arrays == draft.name
+
+
+def test_a_writer_that_was_asleep(run: str, emulator: Emulator, short: None) -> None:
+    """It was taken for dead meanwhile, and what it has written is gone: it does not commit."""
+    store = store_at(run)
+    draft = Draft(store, False)
+    assert isinstance(draft._held, lease.Lease)
+    draft._held._ended.set()  # it sleeps: nobody renews its lease
+    time.sleep(0.6)
+    assert sweep(store) == (True, False)
+    with raises("this process has not renewed its lease for", "was taken for dead", "save again"):
+        draft.commit(manifest(draft.name))
+    draft.discard()
+    assert below(emulator, run) == []
+
+
+def test_what_is_being_committed_is_not_removed(run: str, emulator: Emulator, short: None) -> None:
+    """However long a writer sleeps between its lease and its manifest, for a day."""
+    store = store_at(run)
+    draft = Draft(store, False)
+    assert isinstance(draft._held, lease.Lease)
+    draft._held._ended.set()
+    draft._held._swap("committed")
+    time.sleep(0.6)
+    assert sweep(store) == (False, True)
+    # Another one is first: then this manifest cannot come any more.
+    other = Draft(store, False)
+    other.commit(manifest(other.name))
+    assert below(emulator, run) == [f"{other.name}.lock", "functree.json"]
+    # Also if that one is removed in its turn, and nothing is in the way of the late manifest.
+    store.unname(other.name)
+    sweep(store)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(draft._held, "_swap", lambda state: None)
+        with raises(f"{run}: another process has saved a checkpoint there meanwhile"):
+            draft.commit(manifest(draft.name))
+    assert below(emulator, run) == []
+
+
+def test_after_a_day_it_is(run: str, emulator: Emulator, monkeypatch: pytest.MonkeyPatch) -> None:
+    draft = Draft(store_at(run), False)
+    assert isinstance(draft._held, lease.Lease)
+    draft._held._ended.set()
+    draft._held._swap("committed")
+    monkeypatch.setattr(lease, "_age", lambda *_: timedelta(hours=25))
+    assert sweep(store_at(run)) == (True, False) and below(emulator, run) == []
+
+
+@pytest.mark.parametrize("key", ["lock", "functree.json"])
+def test_an_answer_that_is_lost(
+    key: str, run: str, emulator: Emulator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tensorstore tries again, and finds what it has written itself: no other writer was first."""
+    real, lost = objects.Objects.write, []
+
+    def forgetful(self: Any, name: str, data: bytes | None, generation: bytes) -> bytes | None:
+        written = real(self, name, data, generation)
+        if name.endswith(key) and written and not lost:
+            lost.append(name)
+            return real(self, name, data, generation)
+        return written
+
+    monkeypatch.setattr(objects.Objects, "write", forgetful)
+    ft.save(run, {"n": np.arange(3)})
+    assert lost and ft.restore(run, {"n": np.zeros(3, int)})["n"].tolist() == [0, 1, 2]
+
+
+def test_a_commit_whose_answer_is_lost_for_good(
+    run: str, emulator: Emulator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The lease says that a manifest comes, and its writer knows that none does."""
+    real = objects.Objects.write
+
+    def silent(self: Any, name: str, data: bytes | None, generation: bytes) -> bytes | None:
+        written = real(self, name, data, generation)
+        if b"committed" in (data or b""):
+            raise OSError("the bucket has not answered for 60 seconds")
+        return written
+
+    draft = Draft(store_at(run), False)
+    with monkeypatch.context() as patch:
+        patch.setattr(objects.Objects, "write", silent)
+        with raises(f"{run} cannot be written: the bucket has not answered"):
+            draft.commit(manifest(draft.name))
+    draft.discard()
+    assert below(emulator, run) == []
+
+
+def test_a_save_that_fails_leaves_nothing(
+    run: str, emulator: Emulator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ft.save(f"{run}/old", tree(1))
+    before = below(emulator, run)
+    with monkeypatch.context() as patch:
+        patch.setattr(write, "start_saving", lambda *_: 1 / 0)
+        for name in ("old", "new"):
+            with pytest.raises(ft.CheckpointError):
+                ft.save(f"{run}/{name}", tree(2), overwrite=True)
+    assert below(emulator, run) == before and value(ft.restore(f"{run}/old", tree())) == 1
+
+
+# What cannot be reached
+
+
+ADDRESSES = {
+    "s3://bucket/run": ["s3://bucket/run cannot be used", "orbax", "reaches `gs://` alone"],
+    "hdfs://host/run": ["hdfs://host/run cannot be used", "copy what is finished"],
+    "file:///tmp/run": ["file:///tmp/run cannot be used"],
+    "GS://bucket/run": ["GS://bucket/run cannot be used"],
+    "gs:/bucket/run": ["gs:/bucket/run has lost a slash", "give the address of a bucket as text"],
+    "gs://": ["gs:// is not the address of a folder in a bucket, such as gs://bucket/run/1"],
+    "gs://bucket//run": ["is not the address of a folder in a bucket"],
+    "gs://b/run": ["gs://b/run cannot be opened", "Invalid GCS bucket name"],
+    "gs://bucket/run*": ["'gs://bucket/run*' has '*' in it"],
+    "gs://bucket/a[1]/b": ["has '[' in it, which orbax takes for something else than a name"],
+    "gs://bucket/../b": ["has '..' in it"],
+    "gs://bucket/a/.": ["has '.' in it"],
+    "gs://bucket/a\nb": [r"'gs://bucket/a\nb' has '\n' in it"],
+}
+
+
+@pytest.mark.parametrize("address", ADDRESSES)
+def test_addresses_that_are_refused(
+    address: str, emulator: Emulator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At each door, before anything is written."""
+    monkeypatch.chdir(tmp_path)
+    before = emulator.objects.names("bucket")
+    doors: list[Callable[[], Any]] = [
+        lambda: ft.save(address, {"n": np.arange(2)}),
+        lambda: ft.restore(address, {"n": np.arange(2)}),
+        lambda: ft.inspect(address),
+        lambda: ft.Checkpoints(address),
+    ]
+    for door in doors:
+        with raises(*ADDRESSES[address], error=ft.CheckpointError):
+            door()
+    assert os.listdir(tmp_path) == [] and emulator.objects.names("bucket") == before
+
+
+@pytest.mark.parametrize("name", ["x y", "a&b=c", "x%20y", "é", "x+y", "a:b", "..x"])
+def test_addresses_that_are_not(name: str, run: str, emulator: Emulator) -> None:
+    ft.save(f"{run}/{name}/c/", {"n": np.arange(2)})
+    ft.save(f"{run}/{name}/c", {"n": np.arange(3)}, overwrite=True)
+    assert ft.restore(f"{run}/{name}/c", {"n": np.zeros(3, int)})["n"].tolist() == [0, 1, 2]
+    assert name in store_at(run).names()
+
+
+def test_paths_that_are_no_addresses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for path in ("run:1", "exp:/b", "x/s3://b", "C/gs"):
+        ft.save(path, {"n": np.arange(2)})
+        assert len(ft.inspect(path)) == 1
+
+
+@pytest.mark.parametrize("package", ["gcsfs", "tensorstore"])
+def test_without_the_extra(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = util.find_spec
+    monkeypatch.setattr(util, "find_spec", lambda name: None if name == package else real(name))
+    with raises(f"`{package}` is not installed: pip install 'functree[gcs]'"):
+        ft.inspect("gs://bucket/run")
+
+
+def test_a_bucket_that_does_not_answer(
+    run: str, emulator: Emulator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An error after the deadline, at each door."""
+    ft.save(run, tree(1))
+    monkeypatch.setattr(objects, "DEADLINE", 0.3)
+    monkeypatch.setenv("TENSORSTORE_GCS_HTTP_URL", f"http://127.0.0.1:{free_port()}")
+    doors: list[Callable[[], Any]] = [
+        lambda: ft.save(run, tree(2)),
+        lambda: ft.restore(run, tree()),
+        lambda: ft.inspect(run),
+    ]
+    for door in doors:
+        start = time.monotonic()
+        with raises("the bucket has not answered for 0.3 seconds", error=ft.CheckpointError):
+            door()
+        assert time.monotonic() - start < 5
+    monkeypatch.undo()
+    assert value(ft.restore(run, tree())) == 1
+
+
+def test_a_bucket_that_answers_no_more(
+    run: str, emulator: Emulator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Orbax would try for many minutes: an error while it waits, and no step that is half there."""
+
+    class Waiting:
+        def result(self, timeout: float | None = None) -> None:
+            time.sleep(timeout or 0)
+            raise TimeoutError
+
+    def refuse(*_: object) -> None:
+        raise OSError("the bucket has not answered for 60 seconds")
+
+    with ft.Checkpoints(run) as checkpoints:
+        checkpoints.save(1, tree(1))
+        checkpoints.wait()
+        with monkeypatch.context() as patch:
+            patch.setattr(write, "start_saving", lambda *_: Waiting())
+            patch.setattr(bucket_store, "ASKED_AFTER", 0.0)
+            checkpoints.save(2, tree(2))
+            patch.setattr(BucketStore, "has_manifest", refuse)
+            text = f"{run}/2 cannot be written: the bucket has not answered for 60 seconds"
+            with raises(text) as error:
+                checkpoints.wait()
+            assert "what was written cannot be removed" in str(error.value.__notes__)
+        assert checkpoints.steps == (1,)
+        checkpoints.save(2, tree(2))
+    assert checkpoints.steps == (1, 2)
+
+
+def test_a_bucket_that_refuses(
+    run: str, emulator: Emulator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may be read, and not written."""
+    ft.save(run, tree(1))
+    monkeypatch.setattr(emulator, "read_only", True)
+    with raises(f"{run} cannot be written", "PERMISSION_DENIED", error=ft.CheckpointError):
+        ft.save(run, tree(2), overwrite=True)
+    assert value(ft.restore(run, tree())) == 1
