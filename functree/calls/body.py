@@ -1,6 +1,7 @@
 """A function of modules ─► a `Body`: a function of arrays that JAX can trace."""
 
 import inspect
+import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
 from itertools import groupby
 
@@ -17,13 +18,27 @@ class Labels:
     """The keys of arrays in their parameter. Behind its name, the text of a key makes the path of
     the array.
 
-    It is one object for all calls, so JAX compares it by identity.
+    There is one object for equal keys, so JAX compares it by identity. With an object for each
+    function, JAX would compare a new function with all those before: it hashes the arguments of
+    what it traces without such objects.
     """
 
-    __slots__ = ("keys",)
+    __slots__ = ("__weakref__", "keys")
+    keys: tuple[str, ...]
 
-    def __init__(self, keys: Iterable[str]):
-        self.keys: tuple[str, ...] = tuple(keys)
+    def __new__(cls, keys: Iterable[str]) -> "Labels":
+        keys = tuple(keys)
+        labels = _LABELS.get(keys)
+        if labels is None:
+            labels = _LABELS[keys] = object.__new__(cls)
+            labels.keys = keys
+        return labels
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return Labels, (self.keys,)
+
+
+_LABELS: weakref.WeakValueDictionary[tuple[str, ...], Labels] = weakref.WeakValueDictionary()
 
 
 class Arrays:

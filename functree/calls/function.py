@@ -197,10 +197,12 @@ class Function(Generic[_P, _T]):
         if last is None or last[0] != key:
             program = group.programs.get(key)
             if program is None:
+                several_devices = group.several_devices
                 program = self._program(flat)
-                # Again, because the key has more elements once calls of the group are on several
-                # devices, and `_program` may have found that.
-                key = self._key(flat, rules)
+                # The key has more elements once calls of the group are on several devices, and
+                # `_program` may have found that.
+                if group.several_devices is not several_devices:
+                    key = self._key(flat, rules)
                 group.programs[key] = program
                 self._used.add(program)
             group.last = last = key, program

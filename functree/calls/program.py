@@ -3,7 +3,7 @@
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -117,7 +117,7 @@ def make_program(
     entered: Mesh | None = None,
     options: Mapping[str, Any] | None = None,
     in_shardings: Shardings | None = None,
-    lay_outputs: Callable[[Output], Shardings | None] = lambda output: None,
+    lay_outputs: Callable[[Output], Shardings | None] | None = None,
     moved: tuple[int, ...] = (),
     donates: bool = False,
 ) -> tuple[Program, Traced | None]:
@@ -130,7 +130,7 @@ def make_program(
         mesh: as in `Program`, and so are `rules`, `entered`, `in_shardings`, `moved`, `donates`.
         options: the options of `jax.jit`, without shardings and donation.
         lay_outputs: a function from the traced result to a sharding for each of its arrays, or to
-            None.
+            None; None if there are no shardings in any case.
 
     Returns:
         The program, and JAX's `Traced` of the call, which is None under `jax.disable_jit()`.
@@ -148,10 +148,10 @@ def make_program(
         fun = _constraining(body, arguments, in_shardings)
     elif in_shardings is not None:
         given["in_shardings"] = arguments.split(in_shardings)
-    program = Program(
+    make = functools.partial(
+        Program,
         group,
         body,
-        fun,
         mesh=mesh,
         rules=rules,
         entered=entered,
@@ -161,25 +161,30 @@ def make_program(
     )
     # Nothing is traced under `jax.disable_jit()`: a call runs the function itself.
     if without_jit():
-        return program, None
+        return make(fun), None
+    out_shardings: Shardings | None = None
     with around(entered), naming_deleted(body.name, body.__wrapped__), noting_meshes():
         # First without shardings of the result, since these depend on what the result is.
         inputs = arguments.split(_traceable(arrays, mesh, in_shardings))
-        traced = jax.jit(fun, **given).trace(*inputs)
-        output: Output = traced.out_info
-        out_shardings = lay_outputs(output)
-    # JAX has the trace of the body in its cache, so the user's function is not traced again.
-    fun = body
+        jitted = jax.jit(fun, **given)
+        traced = jitted.trace(*inputs)
+        if lay_outputs is not None:
+            output: Output = traced.out_info
+            out_shardings = lay_outputs(output)
+            if out_shardings is not None:
+                given["out_shardings"] = Output(out_shardings, output.skeleton, output.which)
+    last: ArrayFunction = body
     if tracing() and body.context is not None and has_derivatives(traced.jaxpr):
-        fun = in_context(body, body.context)
+        last = in_context(body, body.context)
     if constrains_inputs or (tracing() and _by_constraints(out_shardings)):
-        fun = _constraining(fun, arguments, in_shardings, out_shardings)
-    elif out_shardings is not None:
-        given["out_shardings"] = Output(out_shardings, output.skeleton, output.which)
+        last = _constraining(last, arguments, in_shardings, out_shardings)
+        given.pop("out_shardings", None)
+    # JAX has the trace of the body in its cache, so the user's function is not traced again. But
+    # what it finds out once more for another `jax.jit` takes half as long as a trace.
+    if last is not fun or "out_shardings" in given:
+        jitted = jax.jit(last, **given)
     checks = not tracing() and has_checks(traced.jaxpr)
-    jitted = jax.jit(fun, **given)
-    program = replace(program, jitted=jitted, out_shardings=out_shardings, has_checks=checks)
-    return program, traced
+    return make(jitted, out_shardings=out_shardings, has_checks=checks), traced
 
 
 def _by_constraints(shardings: Shardings | None) -> bool:

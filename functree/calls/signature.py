@@ -3,7 +3,7 @@
 import functools
 import inspect
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from types import FunctionType, MethodType
 from typing import Any, NamedTuple, Self
 
@@ -188,7 +188,7 @@ class Signature:
         return self._signature.bind(*args, **kwargs).arguments.keys()
 
     def run(
-        self, fun: AnyFunction, call: Iterable[Tree], given: Collection[str] | None = None
+        self, fun: AnyFunction, call: Sequence[Tree], given: Collection[str] | None = None
     ) -> Tree:
         """The result of a function with this signature for a call; with `given`, only these
         parameters are passed."""
@@ -196,9 +196,11 @@ class Signature:
         return fun(*args, **kwargs)
 
     def arguments(
-        self, call: Iterable[Tree], given: Collection[str] | None = None
+        self, call: Sequence[Tree], given: Collection[str] | None = None
     ) -> tuple[Args, dict[str, Tree]]:
         """A call as `(args, kwargs)`; with `given`, only the values of these parameters."""
+        if self._simple and given is None and not any(value is NOT_GIVEN for value in call):
+            return tuple(call), {}
         values = OrderedDict[str, Tree]()
         for name, value in zip(self.parameters, call, strict=True):
             if value is not NOT_GIVEN and (given is None or name in given):

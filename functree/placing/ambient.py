@@ -3,7 +3,7 @@ ft.axis_rules(rules):`)."""
 
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 
@@ -143,10 +143,11 @@ class Surroundings(NamedTuple):
         """Make the mesh and the rules ambient, while the body is traced."""
         mesh = self.mesh if self.mesh is not None else first_mesh(arrays)
         manual = jax.sharding.get_abstract_mesh().manual_axes
-        with ExitStack() as stack:
-            # Inside `shard_map` the ambient mesh has Manual axes, which our mesh does not have:
-            # keep it.
-            if mesh is not None and not manual:
-                stack.enter_context(traced_under(mesh))
-            stack.enter_context(axis_rules(self.rules))
-            yield
+        # Inside `shard_map` the ambient mesh has Manual axes, which our mesh does not have: keep
+        # it.
+        if mesh is None or manual:
+            with axis_rules(self.rules):
+                yield
+        else:
+            with traced_under(mesh), axis_rules(self.rules):
+                yield

@@ -149,6 +149,21 @@ def traces(rounds: int) -> Iterator[Row]:
     name = f"trace of 24 blocks, {len(flat):,} arrays"
     yield compared(name, ours, floor, 1.15, "`jax.jit` on flat arrays", rounds)
 
+    def inner(wrap: Callable[[Any], Any]) -> Any:
+        """Ten functions, new ones, that are called in the trace of another."""
+        return wrap(
+            lambda x: [wrap(lambda x, i=float(i): jnp.tanh(x) * x + i)(x) for i in range(10)]
+        )
+
+    yield compared(
+        "trace of ten functions in another, ten times",
+        lambda: [inner(ft.jit).trace(x) for _ in range(10)],
+        lambda: [inner(jax.jit).trace(x) for _ in range(10)],
+        2.6,
+        "`jax.jit`",
+        rounds,
+    )
+
     def three_calls(wrap: Callable[[Any], Any], *args: Any) -> Any:
         f = wrap(
             lambda *args: jax.tree.map(lambda leaf: leaf + 1 if eqx.is_array(leaf) else leaf, args)

@@ -1,7 +1,10 @@
 """The arguments of a compiled function: the arrays of each parameter, with their paths."""
 
+import copy
 import inspect
+import pickle
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -72,3 +75,27 @@ def test_what_jax_traces():
     assert list(inspect.signature(body).parameters) == ["state", "x", "more"]
     result = jax.jit(body)(*body.arguments.split([jnp.float32(i) for i in range(1, 6)]))
     assert result.tree == {"sum": 15.0, "first": 1.0}
+
+
+def test_equal_labels_are_one_object():
+    """JAX compares the arguments of a function that it traces with those of all others before."""
+    one, other = (Arguments(PATHS, ()).split(range(5)) for _ in range(2))
+    assert [a.labels for a in one] == [b.labels for b in other]
+    assert one[0].labels.keys == (".w", ".b")
+    again = pickle.loads(pickle.dumps(one[0].labels))
+    assert again is one[0].labels and copy.deepcopy(again) is again
+
+
+def test_a_trace_in_a_trace_makes_one_function_of_jax(monkeypatch: pytest.MonkeyPatch):
+    made: list[object] = []
+    jit = jax.jit
+
+    def counted(fun: Any, **options: Any) -> Any:
+        if isinstance(fun, Body):
+            made.append(fun)
+        return jit(fun, **options)
+
+    inner = ft.jit(lambda x: x + 1)
+    monkeypatch.setattr("functree.calls.program.jax.jit", counted)
+    jit(lambda x: inner(x) * 2).trace(jnp.ones(3))
+    assert len(made) == 1

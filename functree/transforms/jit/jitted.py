@@ -183,6 +183,9 @@ class Jit(Function[_P, _T]):
         body = self._body(flat, requested, surroundings)
         if body.arguments.donated:
             check_donated(name, group.paths, arrays, body.arguments, by_buffer=True)
+        lay_outputs: Callable[[Output], Shardings | None] | None = None
+        if options.out_shardings is not None or options.donated:
+            lay_outputs = functools.partial(self._lay_outputs, flat, requested)
         program, traced = make_program(
             group,
             body,
@@ -192,7 +195,7 @@ class Jit(Function[_P, _T]):
             entered=options.mesh if isinstance(options.mesh, Mesh) else None,
             options=options.jax,
             in_shardings=requested.shardings,
-            lay_outputs=lambda output: self._lay_outputs(output, flat, requested),
+            lay_outputs=lay_outputs,
             moved=requested.moved,
             donates=bool(options.donated),
         )
@@ -244,13 +247,11 @@ class Jit(Function[_P, _T]):
         return body
 
     def _lay_outputs(
-        self, output: Output, flat: FlatCall, requested: InShardings
+        self, flat: FlatCall, requested: InShardings, output: Output
     ) -> Shardings | None:
         """The sharding of each array of a result: by `out_shardings`, else that of the donated
         argument it replaces."""
         options = self._options
-        if options.out_shardings is None and not options.donated:
-            return None
         # Only now: the constructors of some classes do not accept the abstract arrays of this tree.
         result = output.tree
         shardings = closed(result, self._donated(flat, requested))
@@ -326,7 +327,10 @@ def _make_body(
         call = group.skeleton.fill(arrays)
         with surroundings.entered(arrays):
             check_mesh(signature.name, group.paths, arrays, surroundings.mesh)
-            result = signature.run(fun(), _unpacked(opened(call)))
+            values = opened(call)
+            if packed:
+                values = _unpacked(values)
+            result = signature.run(fun(), values)
         return Output.of(_repacked(result, packed), signature.name)
 
     arguments = Arguments(group.paths, donated)

@@ -393,6 +393,10 @@ def kind_of(node: Tree) -> Kind:
         return container
     if is_array(node):
         return ARRAY
+    # Before modules: a function has a class of its own for its calls, and for each new class Python
+    # asks all modules whether it is a subclass of them.
+    if isinstance(node, tuple) and hasattr(type(node), "_fields") and _flattens_as_tuple(node):
+        return NAMED_TUPLE
     if isinstance(node, PackedTree):
         return PACKED
     if isinstance(node, StateMapping):
@@ -403,8 +407,6 @@ def kind_of(node: Tree) -> Kind:
         return EQUINOX_STATE
     if default_registry.flatten_one_level(node) is None:
         return STATIC
-    if isinstance(node, tuple) and hasattr(type(node), "_fields") and _flattens_as_tuple(node):
-        return NAMED_TUPLE
     return REGISTERED
 
 
