@@ -15,7 +15,7 @@ from functree.labels.leaves import read, too_deep
 from functree.tree.arrays import Tree
 from functree.tree.paths import Path
 from functree.tree.skeleton.skeleton import Skeleton
-from functree.tree.skeleton.static_value import runs_once
+from functree.tree.skeleton.static_value import PLAIN, runs_once
 
 
 class Output:
@@ -130,6 +130,8 @@ def _check_values(values: Sequence[Tree], skeleton: Skeleton, name: str) -> None
 def _outliving(value: object) -> tuple[str, str, str] | None:
     """What a static value is that must not be used after the trace, why, and the remedy; None for
     other values."""
+    if type(value) in PLAIN:
+        return None
     if isinstance(value, jax.Ref):
         return "Ref", "has its value when it is used", "return its value, `ref[...]`"
     if is_hijax(value):

@@ -140,10 +140,11 @@ def make_program(
     # Not in a trace: the arrays behind the tracers of an eager `vmap` or `grad` cannot be checked,
     # and JAX 0.10 ends the process if one of them is deleted already. In the trace of an outer jit
     # it has no effect.
-    if arguments.donated and not tracing():
+    in_trace = tracing()
+    if arguments.donated and not in_trace:
         given["donate_argnums"] = tuple(arguments.donated_arguments)
     fun: ArrayFunction = body
-    constrains_inputs = tracing() and any(one is not None for one in in_shardings or ())
+    constrains_inputs = in_trace and any(one is not None for one in in_shardings or ())
     if constrains_inputs:
         fun = _constraining(body, arguments, in_shardings)
     elif in_shardings is not None:
@@ -174,9 +175,9 @@ def make_program(
             if out_shardings is not None:
                 given["out_shardings"] = Output(out_shardings, output.skeleton, output.which)
     last: ArrayFunction = body
-    if tracing() and body.context is not None and has_derivatives(traced.jaxpr):
+    if in_trace and body.context is not None and has_derivatives(traced.jaxpr):
         last = in_context(body, body.context)
-    if constrains_inputs or (tracing() and _by_constraints(out_shardings)):
+    if constrains_inputs or (in_trace and _by_constraints(out_shardings)):
         last = _constraining(last, arguments, in_shardings, out_shardings)
         given.pop("out_shardings", None)
     # JAX has the trace of the body in its cache, so the user's function is not traced again. But

@@ -4,8 +4,10 @@ import functools
 import inspect
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import cached_property
 from types import FunctionType, MethodType
 from typing import Any, NamedTuple, Self
+from weakref import WeakValueDictionary
 
 from jax.tree_util import default_registry, register_static
 
@@ -114,7 +116,6 @@ class Signature:
             bound.
         by_name: the name of the `**kwargs` parameter, or None.
         call: the class of its calls.
-        result: the class of its results, with one field.
     """
 
     def __init__(self, fun: AnyFunction, bound: tuple[int, Collection[str]] = (0, ())):
@@ -140,9 +141,11 @@ class Signature:
                 self.positional += (parameter.name,)
         self._simple: bool = all(p.kind in _BY_POSITION for p in parameters)
         self._defaults: Args = tuple(p.default for p in parameters)
-        self.call: type[Record] = _record(fun, {p.name: _annotation(fun, p) for p in parameters})
-        self.result: type[Record] = _record(
-            fun, {RESULT: _resolved(fun, signature.return_annotation)}
+        # Forward references in the annotations are looked up in this module.
+        self._module: str = getattr(fun, "__module__", __name__)
+        self._returned: object = _resolved(fun, signature.return_annotation)
+        self.call: type[Record] = _record(
+            self._module, {p.name: _annotation(fun, p) for p in parameters}
         )
 
     @classmethod
@@ -155,6 +158,12 @@ class Signature:
     def parameters(self) -> tuple[str, ...]:
         """The names of all parameters, in the order of the signature."""
         return self.call._fields
+
+    # Only for layouts of the result, and a new class takes as long as a signature.
+    @cached_property
+    def result(self) -> type[Record]:
+        """The class of its results, with one field."""
+        return _record(self._module, {RESULT: self._returned})
 
     def bind(self, args: Args, kwargs: Kwargs) -> Record:
         """A call with defaults; `args` begin with bound arguments. Raises TypeError as Python
@@ -288,16 +297,28 @@ def _passes_on(fun: AnyFunction) -> bool:
     )
 
 
-def _record(fun: AnyFunction, annotations: Mapping[str, object]) -> type[Record]:
-    """A class of records with annotated fields."""
-    members = {
-        "__slots__": (),
-        # Forward references in the annotations are looked up in this module.
-        "__module__": getattr(fun, "__module__", __name__),
-        "__annotations__": {name: hint for name, hint in annotations.items() if hint is not _EMPTY},
-        "_fields": tuple(annotations),
-    }
-    return type("Record", (Record,), members)
+def _record(module: str, annotations: Mapping[str, object]) -> type[Record]:
+    """A class of records with annotated fields. Without annotations, it is one for all functions of
+    a module with these parameters."""
+    hints = {name: hint for name, hint in annotations.items() if hint is not _EMPTY}
+    fields = tuple(annotations)
+    # Such as a function that is made in each step of a loop. What Python and JAX have to find out
+    # about a class, when they first see it, takes longer than to make it.
+    record = None if hints else _RECORDS.get((module, fields))
+    if record is None:
+        members = {
+            "__slots__": (),
+            "__module__": module,
+            "__annotations__": hints,
+            "_fields": fields,
+        }
+        record = type("Record", (Record,), members)
+        if not hints:
+            _RECORDS[module, fields] = record
+    return record
+
+
+_RECORDS: WeakValueDictionary[tuple[str, tuple[str, ...]], type[Record]] = WeakValueDictionary()
 
 
 def _annotation(fun: AnyFunction, parameter: inspect.Parameter) -> Any:

@@ -10,7 +10,7 @@ from functree.errors import FunctreeTypeError, Problem, count
 from functree.tree.arrays import Tree, is_array, value_text
 from functree.tree.paths import Path
 from functree.tree.skeleton.skeleton import Skeleton
-from functree.tree.skeleton.static_value import StaticValue, is_hashable, runs_once
+from functree.tree.skeleton.static_value import PLAIN, StaticValue, is_hashable, runs_once
 
 HIJAX_REMEDY = "use the arrays in it, or `jax.jit`, which takes such values"
 
@@ -97,6 +97,8 @@ def check_static(skeleton: Skeleton) -> None:
 
 def _not_static(static: object) -> tuple[str, str, str] | None:
     """What a value is that cannot be static, why, and the remedy; None for other values."""
+    if type(static) in PLAIN:
+        return None
     # Of a static argument, the value that the user has passed.
     value = _opened(static)
     kind = type(value).__name__

@@ -66,7 +66,7 @@ def traces_of(partial: Partial, signature: Signature, *options: Tree) -> Traces:
     # The options are compared as a skeleton, so that 1 and True are different and trees of layouts
     # are compared by their structure and leaves.
     try:
-        skeleton = Skeleton.of(options)
+        skeleton, _ = Skeleton.apart(options)
         skeleton.check_hashable()
         shared = _shared(partial.fun)
     except (TypeError, ValueError, FunctreeError):

@@ -52,6 +52,8 @@ def as_partial(parts: Iterable[Part], layout: Layout | None = None) -> list[Part
 def copied(prefix: LayoutTree) -> LayoutTree:
     """A prefix tree of layouts in containers of its own, on which a later change of the given ones
     has no effect."""
+    if prefix is None:
+        return None
     return tree_map(lambda one: one, prefix, is_leaf=is_layout)
 
 

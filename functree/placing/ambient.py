@@ -142,10 +142,9 @@ class Surroundings(NamedTuple):
     def entered(self, arrays: Sequence[Any]) -> Iterator[None]:
         """Make the mesh and the rules ambient, while the body is traced."""
         mesh = self.mesh if self.mesh is not None else first_mesh(arrays)
-        manual = jax.sharding.get_abstract_mesh().manual_axes
         # Inside `shard_map` the ambient mesh has Manual axes, which our mesh does not have: keep
         # it.
-        if mesh is None or manual:
+        if mesh is None or jax.sharding.get_abstract_mesh().manual_axes:
             with axis_rules(self.rules):
                 yield
         else:

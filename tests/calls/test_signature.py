@@ -32,6 +32,20 @@ class MLP(eqx.Module):
         return x @ self.up
 
 
+def test_calls_of_functions_with_equal_parameters_are_of_one_class():
+    """Python and JAX find out about each new class of calls; one with annotations has its own."""
+
+    def one(x: Any, y: Any = 1) -> Any: ...
+
+    def other(x: Any, y: Any = 2) -> Any: ...
+
+    bare = [Signature(lambda x, y=i: x) for i in range(2)]
+    assert bare[0].call is bare[1].call
+    assert bare[0].bind((1,), {}) == (1, 0) and bare[1].bind((1,), {}) == (1, 1)
+    assert Signature(one).call is not Signature(other).call
+    assert Signature(lambda x, z: x).call is not bare[0].call
+
+
 # Layouts
 
 

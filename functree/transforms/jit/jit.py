@@ -157,7 +157,7 @@ def jit(
         own["compiler_options"] = dict(compiler_options)
 
     def wrap(fun: Callable[_P, _T]) -> Jit[_P, _T]:
-        signature, _ = Signature.of(fun)
+        signature, partial = Signature.of(fun)
         static = _named(signature, "static_argnums", static_argnums)
         static |= _named(signature, "static_argnames", static_argnames)
         donated = frozenset(signature.parameters)
@@ -167,7 +167,7 @@ def jit(
             _check_not_static(donated, static)
         options = JitOptions(*layouts, mesh, layout, donated, static, own)
         kind = CheckedJit if check_processes else Jit
-        return kind.of(fun, options)
+        return kind.made(fun, signature, partial, options)
 
     return wrap if fun is None else wrap(fun)
 

@@ -98,7 +98,13 @@ class Jit(Function[_P, _T]):
 
     @classmethod
     def of(cls, fun: Callable[_P, _T], options: JitOptions) -> Self:
-        signature, partial = Signature.of(fun)
+        return cls.made(fun, *Signature.of(fun), options)
+
+    @classmethod
+    def made(
+        cls, fun: Callable[_P, _T], signature: Signature, partial: Partial, options: JitOptions
+    ) -> Self:
+        """The wrapper of a function whose signature is known."""
         return cls(fun, partial, traces_of(partial, signature, Jit, tuple(options)), options)
 
     def __repr__(self) -> str:

@@ -391,12 +391,12 @@ def kind_of(node: Tree) -> Kind:
     container = _CONTAINERS.get(type(node))
     if container is not None:
         return container
-    if is_array(node):
-        return ARRAY
-    # Before modules: a function has a class of its own for its calls, and for each new class Python
-    # asks all modules whether it is a subclass of them.
+    # First, because a function has a class of its own for its calls, and for each new class Python
+    # asks all arrays and all modules whether it is a subclass of them.
     if isinstance(node, tuple) and hasattr(type(node), "_fields") and _flattens_as_tuple(node):
         return NAMED_TUPLE
+    if is_array(node):
+        return ARRAY
     if isinstance(node, PackedTree):
         return PACKED
     if isinstance(node, StateMapping):

@@ -21,7 +21,7 @@ from functree.tree.paths import Keys, Path
 from functree.tree.skeleton.form import Form, form_of
 from functree.tree.skeleton.kinds import ARRAY, STATIC
 from functree.tree.skeleton.own_copy import own_copy
-from functree.tree.skeleton.static_value import StaticValue, is_hashable
+from functree.tree.skeleton.static_value import StaticValue, is_hashable, static_hash
 from functree.tree.skeleton.treedefs import Refusal, StoredNode, build_each, first_leaf_depth
 
 
@@ -281,8 +281,8 @@ class Skeleton:
 
     @cached_property
     def _hash(self) -> int:
-        others = tuple(StaticValue(value) for _, value in self.others)
-        return hash((StaticValue(self.treedef), self.indices, others))
+        others = [static_hash(value) for _, value in self.others]
+        return hash((static_hash(self.treedef), self.indices, *others))
 
     def __repr__(self) -> str:
         return f"<Skeleton: {count(len(self), 'array')}, {count(len(self.others), 'other leaf')}>"

@@ -5,6 +5,7 @@ import dataclasses
 import functools
 from collections.abc import AsyncIterator, Awaitable, Iterator
 from decimal import Decimal
+from types import FunctionType
 from typing import Any
 
 import jax
@@ -15,6 +16,13 @@ from jax.tree_util import PyTreeDef
 
 from functree.errors import USERS_ERRORS, FunctreeTypeError
 from functree.tree.arrays import TreeDef
+
+PLAIN = frozenset({bool, int, float, complex, str, bytes, type(None)})
+"""The classes of most static values: there is nothing in these, and they are compared by their own
+`==` or their text."""
+
+# Asked first, since all that a trace does not know yet is hashed.
+_OWN_HASH = (PLAIN - {float, complex}) | {type, FunctionType}
 
 
 class StaticValue:
@@ -41,7 +49,7 @@ class StaticValue:
         return isinstance(other, StaticValue) and same_value(self.value, other.value)
 
     def __hash__(self) -> int:
-        return _hash(self.value)
+        return static_hash(self.value)
 
     def __repr__(self) -> str:
         return repr(self.value)
@@ -162,23 +170,28 @@ def _is_float0(value: object) -> bool:
     return isinstance(value, np.ndarray) and value.dtype == jax.dtypes.float0
 
 
-def _hash(value: Any) -> int:
-    """A hash that is the same for values that are `same_value`; that of its type for a value
-    without a hash."""
+def static_hash(value: Any) -> int:
+    """A hash that is the same for values that are `same_value`; that of its type, and of the length
+    of a list or dict, for a value without a hash."""
     cls = type(value)
+    if cls in _OWN_HASH:
+        return hash((cls, value))
+    # Such as the keys of a dict, in a treedef. Not what is in it, since it can be changed.
+    if cls is list or cls is dict:
+        return hash((cls, len(value)))
     if _is_number(cls):
         return hash((cls, repr(value)))
     if cls is frozenset:
-        return hash((cls, frozenset(map(_hash, value))))
+        return hash((cls, frozenset(map(static_hash, value))))
     if is_plain_tuple(cls):
-        return hash((cls, *map(_hash, value)))
+        return hash((cls, *map(static_hash, value)))
     if _is_float0(value):
         return hash((cls, value.shape))
     if cls is PyTreeDef:
         return _structure_hash(value)
     fields = _compared_fields(cls)
     if fields is not None:
-        return hash((cls, *[_hash(getattr(value, name)) for name in fields]))
+        return hash((cls, *[static_hash(getattr(value, name)) for name in fields]))
     try:
         return hash((cls, value))
     except TypeError:
@@ -212,20 +225,26 @@ def _structure_hash(treedef: TreeDef) -> int:
 
     JAX's own hash leaves them out, so all configurations of one model would have the same hash.
     """
-    found: list[tuple[int, int]] = []
+    found: list[object] = []
     waiting = [treedef]
     while waiting:
         one = waiting.pop()
         children = one.children()
-        found.append((_hash(one.node_data()), len(children)))
-        # Most children are leaves, which need no hash of their own: their number is enough.
-        waiting += [child for child in children if not _is_leaf(child)]
+        found += static_hash(one.node_data()), len(children)
+        # Most children are leaves or None, which need no hash of their own: their number is enough.
+        waiting += [child for child in children if child.num_nodes > 1 or _has_data(child)]
     return hash(tuple(found))
 
 
 def _is_leaf(treedef: TreeDef) -> bool:
     """Whether a treedef is that of a leaf. That of `None` has one node too, and no leaf."""
     return treedef.num_leaves == 1 and treedef.num_nodes == 1
+
+
+def _has_data(treedef: TreeDef) -> bool:
+    """Whether the one node of a treedef has static data, as an empty module may have it."""
+    data = treedef.node_data()
+    return data is not None and data[1] is not None
 
 
 def is_hashable(value: object) -> bool:
