@@ -184,7 +184,7 @@ def make_program(
     # what it finds out once more for another `jax.jit` takes half as long as a trace.
     if last is not fun or "out_shardings" in given:
         jitted = jax.jit(last, **given)
-    checks = not tracing() and has_checks(traced.jaxpr)
+    checks = not in_trace and has_checks(traced.jaxpr)
     return make(jitted, out_shardings=out_shardings, has_checks=checks), traced
 
 
