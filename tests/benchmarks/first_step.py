@@ -159,7 +159,7 @@ def traces(rounds: int) -> Iterator[Row]:
         "trace of ten functions in another, ten times",
         lambda: [inner(ft.jit).trace(x) for _ in range(10)],
         lambda: [inner(jax.jit).trace(x) for _ in range(10)],
-        2.6,
+        2.3,
         "`jax.jit`",
         rounds,
     )
