@@ -1,7 +1,7 @@
 """What the processes of `test_processes.py` run: each case in all of them, one after the other.
 
-Each prints a line of JSON: for each case what it returned or raised, and how long it took. `rank`
-is the process.
+Each prints a line of JSON: for each case what it returned or raised, and how long it took. Cases
+that the command line names are left out.
 """
 
 import dataclasses
@@ -11,6 +11,7 @@ import logging
 import os
 import re
 import shutil
+import sys
 import threading
 import time
 import warnings
@@ -20,7 +21,6 @@ from types import MappingProxyType
 from typing import Any
 from unittest import mock
 
-from covering import whole_tables
 from launch import ROOT, initialized
 
 initialized()  # before anything asks JAX for its devices
@@ -48,9 +48,6 @@ CASES: dict[str, Callable[[], Any]] = {}
 ALIKE: dict[
     str, Callable[[], Any]
 ] = {}  # cases that return numbers, the same in any number of processes
-# Programs of models. Each process compiles them, and what they compute in four processes is what
-# they compute in two, on other sizes of the mesh: so four of them run these only for the soak.
-LARGE = {"averages", "looked_at", "optimizers", "published", "written"}
 ODD = COUNT - 1  # the process that differs
 
 
@@ -905,15 +902,8 @@ def told(run: Callable[[], Any]) -> dict[str, Any]:
     return {**result, "seconds": time.monotonic() - start, "alike": run.__name__ in ALIKE}
 
 
-def cases() -> dict[str, Callable[[], Any]]:
-    """The cases of this number of processes."""
-    if COUNT == 1:  # only the numbers that several are compared with
-        return ALIKE
-    if COUNT == 4 and not whole_tables():
-        return {name: run for name, run in CASES.items() if name not in LARGE}
-    return CASES
-
-
 if __name__ == "__main__":
-    results = {name: told(run) for name, run in cases().items()}
+    # One process alone has only the numbers that several are compared with.
+    cases = ALIKE if COUNT == 1 else CASES
+    results = {name: told(run) for name, run in cases.items() if name not in sys.argv[1:]}
     print("RESULTS", json.dumps(results))
