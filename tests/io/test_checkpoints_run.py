@@ -215,7 +215,7 @@ def run():
 {ENDS[end]}
 print("end", flush=True)
 """
-    ends = ended(started(["-c", code], processes, FUNCTREE_SHUTDOWN_SECONDS="5"), 60)
+    ends = ended(started(["-c", code], processes), 60)
     for status, out, err in ends:
         assert status == 0 and out.splitlines()[-1] == "end", err
     saved = ft.Checkpoints(tmp_path / "run").steps == (0,)

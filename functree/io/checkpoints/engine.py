@@ -73,6 +73,8 @@ def start_saving(folder: Path, arrays: Mapping[str, StoredArray]) -> Response:
 
 
 _SAVES: list[Response] = []
+# Whether one has failed. Threads of orbax may still wait for other processes then, as if it ran.
+_FAILED = threading.Event()
 
 
 def _is_running(save: Response) -> bool:
@@ -80,31 +82,41 @@ def _is_running(save: Response) -> bool:
         with ForeignErrors(FunctreeError, "a save has failed"):
             save.result(timeout=0)
     except (FunctreeError, jax.errors.JaxRuntimeError) as error:
-        # Any other error is raised by whoever waits for the save.
-        return isinstance(error.__cause__, TimeoutError)
+        if isinstance(error.__cause__, TimeoutError):
+            return True
+        # What it is, is raised by whoever waits for the save.
+        _FAILED.set()
     return False
 
 
 @cache
-def _watch() -> None:
-    """Wait in the background for the end of the program."""
-    # Not a daemon: Python waits for it before JAX leaves the other processes by itself, which two
-    # threads must not do at the same time.
-    threading.Thread(target=_end_saves, name="functree checkpoint", daemon=False).start()
+def _watch() -> ThreadPoolExecutor:
+    """Wait in the background for the end of the program.
 
-
-def _end_saves() -> None:
-    """At the end of the program, end the saves that still wait for other processes.
-
-    They wait for a process that could not write, for minutes and in threads that Python waits for.
-    Meanwhile the others are at their end already, and JAX would end them all.
+    Returns:
+        An executor whose thread ends with the program, as long as the cache holds it.
     """
     executor = ThreadPoolExecutor(1)
-    worker = executor.submit(threading.current_thread).result()
     # When a program ends, Python first tells the threads of all executors to end, and then waits
     # for each of them, those of orbax too. What is registered by `atexit` is called only later.
+    # Made here: if the program ends at once, the background would be too late to make one.
+    worker = executor.submit(threading.current_thread).result()
+    # Not a daemon: Python waits for it before JAX leaves the other processes by itself, which two
+    # threads must not do at the same time.
+    threading.Thread(
+        target=_end_saves, args=(worker,), name="functree checkpoint", daemon=False
+    ).start()
+    return executor
+
+
+def _end_saves(worker: threading.Thread) -> None:
+    """At the end of the program, end what still waits for other processes to save.
+
+    It waits for a process that could not write, for minutes and in threads that Python waits for.
+    Meanwhile the others are at their end already, and JAX would end them all.
+    """
     worker.join()
-    if any(map(_is_running, _SAVES)):
+    if any(map(_is_running, _SAVES)) or _FAILED.is_set():
         # With the connection their waiting ends. None of them could be finished any more: orbax
         # needs new threads for that.
         jax.distributed.shutdown()
