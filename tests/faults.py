@@ -244,7 +244,8 @@ def _left_in_bucket(run: str) -> set[str]:
 def _is_dead(folder: Path) -> bool:
     """Whether a folder is a step without a manifest, or has values that no manifest names."""
     if folder.name.isdigit():
-        return not (folder / "functree.json").is_file()
+        # An empty one, whose lock was not there yet or not any more, may be the user's: it stays.
+        return any(folder.iterdir()) and not (folder / "functree.json").is_file()
     return (
         folder.name.startswith("arrays-")
         and folder.name not in (folder.parent / "functree.json").read_text()

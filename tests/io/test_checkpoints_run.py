@@ -303,7 +303,7 @@ def test_flipped_bits(tmp_path: Path) -> None:
 def test_killed_writers(processes: int, tmp_path: Path) -> None:
     found = faults.kills(tmp_path, 2, ELEMENTS, processes)  # at first, and when it goes on
     assert set(found) <= {"0 steps lost", "1 steps lost", "whole", "dead folders"}
-    assert found["whole"] and not found["dead folders"]
+    assert found["whole"] and not found["dead folders"], faults.left_over(str(tmp_path / "run"))
 
 
 def test_two_writers_and_a_reader(tmp_path: Path) -> None:
