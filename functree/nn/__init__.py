@@ -11,13 +11,17 @@ from functree.nn.dropout import Dropout
 from functree.nn.embedding import Embedding
 from functree.nn.generate import generate
 from functree.nn.linear import Linear
+from functree.nn.matrix_dimensions import matrix_dimensions
 from functree.nn.mlp import MLP
+from functree.nn.moe.layer import MoE
+from functree.nn.moe.router import MoELosses
 from functree.nn.norm import LayerNorm, RMSNorm
 from functree.nn.published_config import config_from_json
 from functree.nn.rope import Llama3Rope
 from functree.nn.sequential import Constrain, Jitted, Sequential
 from functree.nn.transformer import Transformer
 from functree.nn.weight_map import WeightMap
+from functree.nn.zigzag import zigzag
 
 __all__ = [
     "Linear",
@@ -31,6 +35,8 @@ __all__ = [
     "Jitted",
     "Attention",
     "MLP",
+    "MoE",
+    "MoELosses",
     "Block",
     "Transformer",
     "TransformerConfig",
@@ -38,6 +44,8 @@ __all__ = [
     "Cache",
     "generate",
     "cross_entropy",
+    "zigzag",
+    "matrix_dimensions",
     "config_from_json",
     "WeightMap",
 ]
@@ -55,9 +63,11 @@ _name_lines_of(
     Linear,
     Llama3Rope,
     MLP,
+    MoE,
     RMSNorm,
     Sequential,
     Transformer,
+    zigzag,
 )
 
 

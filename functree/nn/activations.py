@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 from jaxtyping import Array, Int, Shaped
 
-from functree.devices.specs import Entry, mesh_axes, of_rank, without
+from functree.devices.specs import Entry, mesh_axes, named_axes, of_rank, without
 from functree.devices.varying import unchecked, without_varying
 from functree.layout.rules import AxisRules
 from functree.placing.ambient import ambient_rules, axis_rules, has_axis_rules, spec
@@ -28,8 +28,8 @@ from functree.placing.constrain import constrain
 Entries = tuple[Entry, ...]
 """The entries of a spec, one for each dimension of an array."""
 
-HEADS = "batch _ heads _"
-KV_HEADS = "batch _ kv_heads _"
+HEADS = "batch seq heads _"
+KV_HEADS = "batch seq kv_heads _"
 
 # By the ambient rules
 
@@ -98,7 +98,9 @@ def inputs(x: Shaped[Array, "... embed"], *products: str) -> tuple[Shaped[Array,
 
     Examples:
         >>> from functree.nn.activations import inputs
-        >>> query, key = inputs(jnp.ones((2, 3, 8)), "heads head_dim", "kv_heads head_dim")
+        >>> query, key = inputs(
+        ...     jnp.ones((2, 3, 8)), "heads head_dim", "kv_heads head_dim"
+        ... )
         >>> query is key
         True
     """
@@ -214,7 +216,9 @@ def specs_of(arrays: Sequence[Array], names: Sequence[str]) -> list[PartitionSpe
     Args:
         arrays: the arrays; on Explicit axes they may have more dimensions in front.
         names: the names of the last dimensions of each, such as "batch _ heads _". A dimension that
-            is called `_` is unsharded in the spec.
+            is called `_` is unsharded in the spec. One that is called `seq` is sharded as that of
+            the first array, by those mesh axes that shard nothing else: the parts of a sequence
+            that is sharded while heads are mixed (context parallelism).
 
     Returns:
         A spec for each array; None if neither types nor rules say how they are sharded. The rules
@@ -223,14 +227,61 @@ def specs_of(arrays: Sequence[Array], names: Sequence[str]) -> list[PartitionSpe
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
         return None
+    # Without the sequence, since all other dimensions come before it, in whatever order rules are.
+    others = [_without_sequence(text) for text in names]
+    first = names[0].split()
     if AxisType.Auto not in mesh.axis_types:
-        return _specs_of_types(arrays, names)
-    if not has_axis_rules():
-        return None
-    for x, text in zip(arrays, names, strict=True):
-        if x.ndim != len(text.split()):
+        specs = _specs_of_types(arrays, others)
+        sharded = entries_of(arrays[0])[-len(first) :]
+    else:
+        if not has_axis_rules():
             return None
-    return [spec(text) for text in names]
+        for x, text in zip(arrays, names, strict=True):
+            if x.ndim != len(text.split()):
+                return None
+        specs = [spec(text) for text in others]
+        sharded = spec(names[0])
+    if "seq" not in first:
+        return specs
+    seq = _sequence(sharded[first.index("seq")], specs)
+    return [_with_sequence(*pair, seq) for pair in zip(specs, names, strict=True)]
+
+
+def sequence_by_rules(names: str) -> Entry:
+    """The mesh axes of "seq" in an array with these axes, by the ambient rules: those that shard
+    nothing else in it.
+
+    Examples:
+        >>> from functree.nn.activations import sequence_by_rules
+        >>> table = [
+        ...     ("vocab", "model"),
+        ...     ("seq", ("context", "model")),
+        ...     ("seq", "context"),
+        ... ]
+        >>> rules = ft.AxisRules(table)
+        >>> with ft.axis_rules(rules):
+        ...     sequence_by_rules("seq vocab")
+        'context'
+    """
+    return _sequence(spec(names)[names.split().index("seq")], [spec(_without_sequence(names))])
+
+
+def _sequence(sharded: Entry, others: Sequence[PartitionSpec]) -> Entry:
+    used = {axis for one in others for axis in named_axes(one)}
+    return without(PartitionSpec(sharded), used)[0]
+
+
+def _without_sequence(names: str) -> str:
+    return " ".join("_" if name == "seq" else name for name in names.split())
+
+
+def _with_sequence(one: PartitionSpec, names: str, seq: Entry) -> PartitionSpec:
+    """A spec with an entry for the dimensions that are called "seq"."""
+    entries, named = list(one), names.split()
+    for i, name in enumerate(named, len(entries) - len(named)):
+        if name == "seq":
+            entries[i] = seq
+    return PartitionSpec(*entries)
 
 
 def _specs_of_types(arrays: Sequence[Array], names: Sequence[str]) -> list[PartitionSpec]:

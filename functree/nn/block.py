@@ -1,6 +1,6 @@
 """A Llama-like block: attention and a feed-forward layer, each behind a norm."""
 
-from typing import Any, overload
+from typing import Any, Literal, overload
 
 import equinox as eqx
 import jax
@@ -12,6 +12,8 @@ from functree.nn.activations import activation
 from functree.nn.attention.layer import Attention, LayerCache, Positions, Segments
 from functree.nn.config import TransformerConfig
 from functree.nn.mlp import MLP
+from functree.nn.moe.layer import MoE
+from functree.nn.moe.router import MoELosses
 from functree.nn.norm import RMSNorm
 from functree.nn.weights import Initializer, fan_in
 
@@ -19,7 +21,7 @@ CONFIG = Takes("a `ft.nn.TransformerConfig`", lambda value: isinstance(value, Tr
 
 
 class Block(eqx.Module):
-    """A block of Llama: norm, attention, residual sum; norm, SwiGLU, residual sum.
+    """A block of Llama: norm, attention, residual sum; norm, SwiGLU or experts, residual sum.
 
     It takes and returns `Float[Array, "*batch seq embed"]`, in the dtype of its input.
 
@@ -31,7 +33,7 @@ class Block(eqx.Module):
         attn_norm: the norm before the attention.
         attn: the attention.
         mlp_norm: the norm before the feed-forward layer.
-        mlp: the feed-forward layer.
+        mlp: the feed-forward layer, or a mixture of experts.
 
     Examples:
         >>> sizes = dict(layers=2, heads=4, kv_heads=2, head_dim=2, hidden=16)
@@ -44,7 +46,7 @@ class Block(eqx.Module):
     attn_norm: RMSNorm
     attn: Attention
     mlp_norm: RMSNorm
-    mlp: MLP
+    mlp: MLP | MoE
 
     @classmethod
     def create(
@@ -79,12 +81,14 @@ class Block(eqx.Module):
                 rope_theta=config.rope_theta,
                 rope_scaling=config.rope_scaling,
                 attention=config.attention,
+                context=config.context,
                 init=init,
                 key=attn_key,
                 param_dtype=dtype,
+                dot_general=config.dot_general,
             ),
             mlp_norm=RMSNorm(config.embed, config.norm_eps, param_dtype=dtype),
-            mlp=MLP(config.embed, config.hidden, init=init, key=mlp_key, param_dtype=dtype),
+            mlp=_feed_forward(config, init, mlp_key),
         )
 
     @overload
@@ -94,9 +98,23 @@ class Block(eqx.Module):
         positions: Positions = None,
         segments: Segments = None,
         filled: None = None,
+        in_order: bool = True,
         *,
         cache: None = None,
+        losses: Literal[False] = False,
     ) -> Float[Array, "*batch seq embed"]: ...
+    @overload
+    def __call__(
+        self,
+        x: Float[Array, "*batch seq embed"],
+        positions: Positions = None,
+        segments: Segments = None,
+        filled: None = None,
+        in_order: bool = True,
+        *,
+        cache: None = None,
+        losses: Literal[True],
+    ) -> tuple[Float[Array, "*batch seq embed"], MoELosses]: ...
     @overload
     def __call__(
         self,
@@ -104,6 +122,7 @@ class Block(eqx.Module):
         positions: Positions,
         segments: Segments,
         filled: Int[Array, "batch"],
+        in_order: bool = True,
         *,
         cache: LayerCache,
     ) -> tuple[Float[Array, "batch seq embed"], LayerCache]: ...
@@ -113,28 +132,79 @@ class Block(eqx.Module):
         positions: Any = None,
         segments: Any = None,
         filled: Any = None,
+        in_order: bool = True,
         *,
         cache: Any = None,
+        losses: bool = False,
     ) -> Any:
-        """The block of `x`; with a cache also the new keys and values.
+        """The block of `x`; with a cache also the new keys and values, with `losses` also those.
 
         Args:
             x: the tokens' vectors.
             positions: as in `Attention`.
             segments: as in `Attention`.
             filled: as in `Attention`.
+            in_order: as in `Attention`.
             cache: as in `Attention`.
+            losses: whether to return the losses of the experts, without a cache.
 
         Raises:
-            FunctreeError: as in `Attention`.
+            FunctreeError: as in `Attention` and `MoE`.
             ShardingError: the ambient rules do not fit the activations.
         """
         x, new = checkpoint_name(x, "block_input"), None
-        mixed = self.attn(self.attn_norm(x), positions, segments, filled, cache=cache)
+        # Another layer in its place need not know an order.
+        order = () if in_order else (False,)
+        given = positions, segments, filled, *order
+        mixed = self.attn(self.attn_norm(x), *given, cache=cache)
         if cache is not None:
             mixed, new = mixed
         # Both sums are constrained: the residual stream is what a scan carries from block to block,
         # so that it has the same sharding before and after each.
         x = activation(x + mixed, "batch seq embed")
-        x = activation(x + self.mlp(self.mlp_norm(x)), "batch seq embed")
+        fed, of_experts = self.mlp(self.mlp_norm(x)), None
+        if isinstance(fed, tuple):  # also of a layer that surgery has put there
+            fed, of_experts = fed
+        x = activation(x + fed, "batch seq embed")
+        if losses:
+            return x, of_experts
         return x if cache is None else (x, new)
+
+
+def _feed_forward(config: TransformerConfig, init: Initializer, key: PRNGKeyArray) -> MLP | MoE:
+    """The feed-forward layer of a block, or its experts."""
+    dtype, hidden = config.param_dtype, config.hidden
+    if config.experts is None or config.top_k is None:
+        multiply = config.dot_general
+        return MLP(
+            config.embed, hidden, init=init, key=key, param_dtype=dtype, dot_general=multiply
+        )
+    return MoE(
+        config.embed,
+        hidden if config.expert_hidden is None else config.expert_hidden,
+        config.experts,
+        config.top_k,
+        capacity=config.capacity,
+        dispatch=config.dispatch,
+        normalize=config.normalize,
+        init=init,
+        key=key,
+        param_dtype=dtype,
+        dot_general=config.dot_general,
+    )
+
+
+class WithLosses(eqx.Module):
+    """A block that returns the losses of its experts too, as a layer of a scan that collects.
+
+    Args:
+        block: the block.
+    """
+
+    block: Block
+
+    def __call__(
+        self, x: Float[Array, "*batch seq embed"], *args: Any
+    ) -> tuple[Float[Array, "*batch seq embed"], MoELosses]:
+        """The block of `x`, and its losses."""
+        return self.block(x, *args, losses=True)

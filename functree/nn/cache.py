@@ -76,7 +76,9 @@ class Cache(eqx.Module):
             >>> sizes = dict(layers=2, heads=4, kv_heads=2, head_dim=2, hidden=16)
             >>> config = ft.nn.TransformerConfig(100, 8, **sizes, window=8)
             >>> model = ft.nn.Transformer.create(config, key=jax.random.key(0))
-            >>> ft.nn.Cache.create(model, batch=1, length=16).key.shape  # a window of 8 tokens
+            >>> ft.nn.Cache.create(
+            ...     model, batch=1, length=16
+            ... ).key.shape  # a window of 8 tokens
             (2, 1, 8, 2, 2)
         """
         # Not the class `Transformer`: that module imports this one.

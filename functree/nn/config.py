@@ -9,23 +9,34 @@ from jax.typing import DTypeLike
 from functree.argument_checks import FLAG, FLOATING, POSITIVE, SIZE, check, is_size
 from functree.errors import Problem
 from functree.nn.attention.attend import IMPLEMENTATION, Implementation
-from functree.nn.attention.layer import head_problems
+from functree.nn.attention.context import CONTEXT, Context
+from functree.nn.attention.layer import context_problems, head_problems
+from functree.nn.moe.choose import DispatchName
+from functree.nn.moe.layer import CAPACITY, DISPATCH, expert_problems
 from functree.nn.rope import SCALING, Scaling
+from functree.nn.weights import DOT_GENERAL, DotGeneral
 from functree.transforms.remat import REMAT, Remat
 
 _NUMBERS = ("rope_theta", "norm_eps")
 _DTYPES = ("param_dtype", "compute_dtype")
-_FLAGS = ("tie_embedding", "attention_bias", "qk_norm")
+_FLAGS = ("tie_embedding", "attention_bias", "qk_norm", "normalize")
+_OPTIONAL_SIZES = ("experts", "top_k", "expert_hidden")
 _SIZES = ("vocab_size", "embed", "layers", "heads", "kv_heads", "head_dim", "hidden", "max_seq")
 _KINDS = {
     **dict.fromkeys(_SIZES, SIZE),
+    **dict.fromkeys(_OPTIONAL_SIZES, SIZE.or_none()),
     **dict.fromkeys(_NUMBERS, POSITIVE),
     **dict.fromkeys(_DTYPES, FLOATING),
     **dict.fromkeys(_FLAGS, FLAG),
     "window": SIZE.or_none(),
     "rope_scaling": SCALING,
     "attention": IMPLEMENTATION,
+    "context": CONTEXT,
+    "microbatches": SIZE.or_none(),
     "remat": REMAT,
+    "capacity": CAPACITY,
+    "dispatch": DISPATCH,
+    "dot_general": DOT_GENERAL,
 }
 
 
@@ -58,6 +69,21 @@ class TransformerConfig:
             `ft.nn.Llama3Rope`.
         attention: what computes attention: `"auto"`, `"xla"`, `"chunked"`, `"splash"`, `"cudnn"`,
             or a function of the arguments of `jax.nn.dot_product_attention`; see `ft.nn.Attention`.
+        context: how the parts of a sequence attend to each other, where the rules shard "seq" by
+            mesh axes that shard no heads: `"auto"`, `"gather"`, `"heads"` or `"ring"`; see
+            `ft.nn.Attention`.
+        microbatches: in how many pieces a batch runs through the blocks, where the rules shard them
+            (`{"layers": "pipe"}`): as in `Stacked.scan`.
+        experts: the number of experts in each block, which then has an `ft.nn.MoE` in the place of
+            the feed-forward layer; `None`: there are none.
+        top_k: how many experts compute a token.
+        capacity: the factor of an expert's capacity, as in `ft.nn.MoE`; `None`: nothing is dropped.
+        expert_hidden: the size inside an expert; by default `hidden`.
+        normalize: whether the weights of a token's experts are divided by their sum.
+        dispatch: how tokens come to experts that are sharded, as in `ft.nn.MoE`.
+        dot_general: what multiplies activations by weights, except for the table of an embedding
+            and the routers: a hashable function of the arguments of `jax.lax.dot_general`; `None`:
+            that function itself.
 
     Raises:
         FunctreeError: fields are wrong; the error lists all of them.
@@ -70,7 +96,8 @@ class TransformerConfig:
         >>> dataclasses.replace(config, kv_heads=3)
         Traceback (most recent call last):
             ...
-        functree.errors.FunctreeValueError: no transformer can be built with these fields...
+        functree.errors.FunctreeValueError: no transformer can be built with these
+        fields...
     """
 
     vocab_size: int
@@ -92,10 +119,21 @@ class TransformerConfig:
     window: int | None = None
     rope_scaling: Scaling | None = None
     attention: Implementation = "auto"
+    context: Context = "auto"
+    microbatches: int | None = None
+    experts: int | None = None
+    top_k: int | None = None
+    capacity: float | None = None
+    expert_hidden: int | None = None
+    normalize: bool = True
+    dispatch: DispatchName = "auto"
+    dot_general: DotGeneral | None = None
 
     def __post_init__(self) -> None:
         kinds = {name: (getattr(self, name), kind) for name, kind in _KINDS.items()}
-        check("no transformer can be built with these fields", *_head_problems(self), **kinds)
+        problems = [*_head_problems(self), *_expert_problems(self)]
+        problems += context_problems(self.attention, self.context)
+        check("no transformer can be built with these fields", *problems, **kinds)
         # One spelling: a config is static, and what is static is compared by type too. With
         # rope_theta=10_000 and 10_000.0 equal models would be compiled twice.
         for name in _DTYPES:
@@ -104,8 +142,11 @@ class TransformerConfig:
             object.__setattr__(self, name, int(getattr(self, name)))
         for name in _NUMBERS:
             object.__setattr__(self, name, float(getattr(self, name)))
-        if self.window is not None:
-            object.__setattr__(self, "window", int(self.window))
+        for name in ("window", "microbatches", *_OPTIONAL_SIZES):
+            if getattr(self, name) is not None:
+                object.__setattr__(self, name, int(getattr(self, name)))
+        if self.capacity is not None:
+            object.__setattr__(self, "capacity", float(self.capacity))
 
 
 def _head_problems(config: TransformerConfig) -> Iterator[Problem]:
@@ -113,3 +154,20 @@ def _head_problems(config: TransformerConfig) -> Iterator[Problem]:
     heads, kv_heads, head_dim = config.heads, config.kv_heads, config.head_dim
     if is_size(heads) and is_size(kv_heads) and is_size(head_dim):
         yield from head_problems(heads, kv_heads, head_dim)
+
+
+def _expert_problems(config: TransformerConfig) -> Iterator[Problem]:
+    """The problems of the fields of experts."""
+    if config.experts is not None:
+        if config.top_k is None:
+            why = "how many experts compute a token is not said"
+            yield Problem(None, None, "top_k=None", why, "give it, such as top_k=2")
+        # The order of a config's fields is that of `expert_problems`.
+        given = config.experts, config.top_k, config.capacity, config.dot_general
+        yield from expert_problems(*given)
+        return
+    for name in ("top_k", "capacity", "expert_hidden"):
+        value = getattr(config, name)
+        if value is not None:
+            why = "it is of experts, and there are none"
+            yield Problem(None, None, f"{name}={value}", why, "give experts= too")

@@ -7,25 +7,35 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import AxisType, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
 from functree.argument_checks import ROOM, SIZE, Takes, check, is_integers, parameter_error, shown
-from functree.devices.specs import entry, mesh_axes
+from functree.devices.deleted import check_deleted
+from functree.devices.meshes import devices_along
+from functree.devices.specs import Entry, entry, mesh_axes, without
 from functree.devices.varying import without_varying
 from functree.errors import Problem
 from functree.nn.activations import (
     activation,
+    constrain_to,
     entries_of,
     indices_along,
     on_one_device,
     resharded,
+    sequence_by_rules,
     specs_of,
 )
 from functree.nn.attention.layer import Positions, Segments
-from functree.nn.transformer import TOKENS, Head, Tokens, Transformer
+from functree.nn.tokens import TOKENS, Tokens
+from functree.nn.transformer import Head, Transformer
 from functree.nn.weights import accumulator, as_int32
+from functree.placing.ambient import has_axis_rules, spec
 from functree.tree.arrays import Tree
+
+# Mesh axes of the vocabulary do not shard the sequence while its logits are computed.
+_LOGITS = "batch seq vocab"
 
 _MODEL = Takes("an `ft.nn.Transformer`", lambda value: isinstance(value, Transformer))
 
@@ -37,9 +47,12 @@ def cross_entropy(
     *,
     positions: Positions = None,
     segments: Segments = None,
+    in_order: bool = True,
     chunk: int = 1024,
     mask: Bool[Array, "*batch seq"] | None = None,
     z_loss: float = 0.0,
+    balance: float = 0.0,
+    router_z: float = 0.0,
 ) -> Float[Array, ""]:
     """The mean cross-entropy of the tokens that follow, in nats, in float32.
 
@@ -55,16 +68,20 @@ def cross_entropy(
             vocabulary makes the loss NaN, unless the mask leaves it out.
         positions: as in a call of the model.
         segments: as in a call of the model.
+        in_order: as in a call of the model.
         chunk: of how many positions of the sequence the logits are held at one time; the last may
-            be fewer.
+            be fewer. Where the sequence is sharded while logits are computed, of each part.
         mask: which positions count; by default all. The loss is 0 if none does. Numbers are
             weights of the positions; one that is negative or NaN makes the loss NaN.
         z_loss: the factor of the squared logarithm of the sum of exponentials, which is added to
             keep logits small (Chowdhery et al., "PaLM", 2022, uses 1e-4).
+        balance: the factor of `MoELosses.balance`, summed over the blocks, which is added to keep
+            experts evenly used (Mixtral uses 0.02, "Switch transformers" 0.01).
+        router_z: the factor of `MoELosses.z`, likewise (Zoph et al., "ST-MoE", 2022, uses 1e-3).
 
     Raises:
-        FunctreeError: targets or mask do not have the shape of the tokens, or another value does
-            not fit.
+        FunctreeError: targets or mask do not have the shape of the tokens, a loss of experts is
+            asked of a model without any, or another value does not fit.
 
     Examples:
         >>> sizes = dict(layers=2, heads=4, kv_heads=2, head_dim=2, hidden=16)
@@ -80,6 +97,8 @@ def cross_entropy(
         tokens=(tokens, TOKENS),
         chunk=(chunk, SIZE),
         z_loss=(z_loss, ROOM),
+        balance=(balance, ROOM),
+        router_z=(router_z, ROOM),
     )
     problems: list[Problem] = []
     if not is_integers(targets) or targets.shape != tokens.shape:
@@ -88,12 +107,21 @@ def cross_entropy(
     if mask is not None and getattr(mask, "shape", None) != tokens.shape:
         why = f"it must be an array of the shape of the tokens, {tokens.shape}"
         problems.append(Problem(None, None, f"mask={shown(mask)}", why))
+    elif mask is not None and not _is_real(mask):
+        why = "it must be an array of flags or of real numbers"
+        problems.append(Problem(None, None, f"mask={shown(mask)}", why))
     if problems:
-        right_type = is_integers(targets) and (mask is None or hasattr(mask, "shape"))
+        right_type = is_integers(targets) and (mask is None or _is_real(mask))
         raise parameter_error("no cross-entropy of these values", problems, right_type=right_type)
-    # The whole sequence on each device, gathered once: otherwise each chunk would be gathered for
-    # itself.
-    x = activation(model.features(tokens, positions, segments), "batch _ embed")
+    given = {"model": model, "tokens": tokens, "targets": targets, "mask": mask}
+    check_deleted("cross_entropy", given)
+    added = jnp.zeros((), jnp.float32)
+    if balance or router_z:
+        x, of_experts = model.run(tokens, positions, segments, in_order=in_order, losses=True)
+        added = balance * of_experts.balance + router_z * of_experts.z
+    else:
+        x = model.features(tokens, positions, segments, in_order=in_order)
+    x = _before_the_head(x)
     weights = jnp.ones(tokens.shape, jnp.float32) if mask is None else mask.astype(jnp.float32)
     # With a negative weight the mean would be of no positions, or divided by too few.
     weights = jnp.where(weights >= 0, weights, jnp.nan)
@@ -101,7 +129,25 @@ def cross_entropy(
     total = _on_batches(loss, model.head, x, as_int32(targets), weights)
     count = weights.sum()
     # Both branches of a `where` are differentiated: 0 / 0 in this one would make gradients NaN.
-    return jnp.where(count == 0, 0, total / jnp.where(count == 0, 1, count))
+    return jnp.where(count == 0, 0, total / jnp.where(count == 0, 1, count)) + added
+
+
+def _before_the_head(x: Float[Array, "*batch seq embed"]) -> Float[Array, "*batch seq embed"]:
+    """The vectors of the tokens of which each device computes the logits."""
+    if not has_axis_rules() or x.ndim != 3:
+        return activation(x, "batch _ embed")
+    # A device that has a part of the vocabulary needs the whole sequence, gathered once: otherwise
+    # each chunk would be gathered for itself. Along other mesh axes it keeps its part.
+    seq = sequence_by_rules(_LOGITS)
+    batch, _, embed = without(spec("batch _ embed"), mesh_axes(seq))
+    return constrain_to(x, ["batch", "seq", "embed"], [batch, seq, embed])
+
+
+def _is_real(value: object) -> bool:
+    """Whether a value is an array of flags or real numbers: a complex one would lose a part."""
+    if not isinstance(value, jax.Array | np.ndarray | jax.ShapeDtypeStruct):
+        return False
+    return any(jnp.issubdtype(value.dtype, kind) for kind in (jnp.bool_, jnp.integer, jnp.floating))
 
 
 Loss = Callable[
@@ -123,12 +169,13 @@ def _on_batches(
     targets: Int[Array, "*batch seq"],
     weights: Float[Array, "*batch seq"],
 ) -> Float[Array, ""]:
-    """The loss, computed on each device for its own batches.
+    """The loss, computed on each device for its own batches, and its own part of the sequence.
 
     So the weights of the head are gathered once, and their gradients are summed once. In a loop
     over chunks that the compiler's partitioner sees, both would be done for each chunk.
     """
-    axes = _batch_axes([x, targets, weights])
+    outer = _outer([x, targets, weights])
+    axes = tuple(axis for one in outer for axis in mesh_axes(one))
     arrays, static = eqx.partition(head, eqx.is_array)
 
     def of_arrays(arrays: Head, *parts: Array) -> Array:
@@ -143,15 +190,15 @@ def _on_batches(
 
     if not axes:
         return without_varying(of_arrays)(arrays, x, targets, weights)
-    # Only along the axes of the batch. Along others the head stays sharded as it is, such as the
-    # vocabulary over `model`, and the partitioner does the rest.
-    whole, batch = PartitionSpec(), PartitionSpec(entry(axes))
+    # Only along the axes of batch and sequence. Along others the head stays sharded as it is, such
+    # as the vocabulary over `model`, and the partitioner does the rest.
+    whole, batch = PartitionSpec(), PartitionSpec(*outer)
     mapped: Any = jax.shard_map(
         of_batches, in_specs=(whole, batch, batch, batch), out_specs=whole, axis_names=set(axes)
     )
     mesh, parts = jax.sharding.get_abstract_mesh(), (x, targets, weights)
     if mesh.manual_axes:
-        parts = [resharded(x, PartitionSpec(*batch, *entries_of(x)[1:])) for x in parts]
+        parts = [resharded(x, PartitionSpec(*batch, *entries_of(x)[2:])) for x in parts]
     elif AxisType.Explicit in mesh.axis_types:
         # JAX 0.10 gathers what enters here along the other mesh axes, if these are Explicit. It has
         # no Auto axes inside a shard_map of Explicit ones.
@@ -159,16 +206,21 @@ def _on_batches(
     return without_varying(mapped)(arrays, *parts)
 
 
-def _batch_axes(arrays: Sequence[Array]) -> tuple[str, ...]:
-    """The mesh axes over which the batches are sharded; none if it is not known."""
+def _outer(arrays: Sequence[Array]) -> tuple[Entry, ...]:
+    """How batches and sequences are sharded while logits are computed; none if it is not known."""
     if on_one_device():
         return ()
-    specs = specs_of(arrays, ["batch _ _", "batch _", "batch _"])
+    specs = specs_of(arrays, ["batch seq _", "batch seq", "batch seq"])
     if specs is None:
         return ()
+    batch, seq = specs[1]
+    if AxisType.Auto in jax.sharding.get_abstract_mesh().axis_types:
+        seq = sequence_by_rules(_LOGITS)
     # XLA's partitioner refuses a sum over a mesh axis of one device (in jax 0.12).
-    sizes = jax.sharding.get_abstract_mesh().shape
-    return tuple(axis for axis in mesh_axes(specs[0][0]) if sizes[axis] > 1)
+    return tuple(
+        entry([axis for axis in mesh_axes(one) if devices_along([axis]) > 1])
+        for one in (batch, seq)
+    )
 
 
 def _sum(

@@ -8,7 +8,7 @@ from jax.sharding import AxisType
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
-from functree.argument_checks import FLOATING, FUNCTION, KEY, SIZE, check
+from functree.argument_checks import FLOATING, FUNCTION, KEY, SIZE, Takes, check, is_integers
 from functree.nn.activations import constrain_to, is_partly_manual
 from functree.nn.weights import (
     Initializer,
@@ -20,6 +20,8 @@ from functree.nn.weights import (
     small_normal,
 )
 from functree.placing.ambient import has_axis_rules, spec
+
+_TOKENS = Takes("an array of integers", is_integers)
 
 
 class Embedding(eqx.Module):
@@ -74,8 +76,10 @@ class Embedding(eqx.Module):
             tokens: the tokens, with axes "batch seq" or "seq" for the ambient rules.
 
         Raises:
+            FunctreeError: the tokens are not integers.
             ShardingError: the ambient rules do not fit the table or its rows.
         """
+        check("Embedding cannot read these tokens", tokens=(tokens, _TOKENS))
         # Cast after the lookup: the rows of the tokens are fewer than those of the table.
         vectors = lookup(self.weight, tokens)
         return vectors if self.compute_dtype is None else vectors.astype(self.compute_dtype)

@@ -25,6 +25,7 @@ from functree.argument_checks import (
 from functree.errors import Problem
 from functree.nn.activations import activation, gather_last, on_shards, unsharded_sequence
 from functree.nn.cache import Cache
+from functree.nn.prompts import read_prompts, without_padding
 from functree.nn.transformer import Transformer
 from functree.nn.weights import as_int32
 from functree.transforms.jit.jit import jit
@@ -283,7 +284,6 @@ ended."""
 
 
 @jit
-@unsharded_sequence()
 def generation(
     model: Transformer,
     prompts: Int[Array, "batch _"],
@@ -298,7 +298,7 @@ def generation(
     The dtype of the result is that of `pad`.
     """
     # On Explicit axes they may come with a sharded sequence, which no rule says.
-    prompts, (batch, seq) = gather_last(prompts), prompts.shape
+    prompts, seq = gather_last(prompts), prompts.shape[1]
     length, dtype = len(new_tokens), pad.dtype
     # All tokens are int32 inside, so that none wraps.
     prompts, lengths, pad = as_int32(prompts), as_int32(lengths), as_int32(pad)
@@ -306,14 +306,44 @@ def generation(
         lengths = lengths + 0 * prompts[:, 0]  # sharded as the prompts are, on Explicit axes too
     # A length that is not known here, and is none, gives a row without new tokens.
     given, lengths = lengths, jnp.where((lengths >= 1) & (lengths <= seq), lengths, seq)
-    prompts = on_shards(_without_padding, [prompts, lengths], ["batch _", "batch"])
-    # All prompts at once, behind a cache without slots, and their keys and values into one with
-    # room for the new tokens. Tokens behind the end of a shorter prompt are computed, and not
-    # written: `lengths`.
-    features, new = model.run(prompts, cache=Cache.create(model, batch, 0))
-    cache = Cache.create(model, batch, seq + length).extended(*new, lengths=lengths)
-    # (batch, seq, embed) ─► (batch, 1, embed): logits are computed for the last tokens only.
-    logits = model.logits(on_shards(_last, [features, given], ["batch _ _", "batch"]))
+    prompts = without_padding(prompts, lengths)
+    last, new = read_prompts(model, prompts, given)
+    with unsharded_sequence():
+        tokens = _continued(model, last, new, lengths, sampling, stops, pad, (seq, length))
+    # To an unsigned dtype -1 is cast as its largest number.
+    return on_shards(_appended, [prompts, tokens, lengths], ["batch _", "batch _", "batch"]).astype(
+        dtype
+    )
+
+
+def _continued(
+    model: Transformer,
+    last: Float[Array, "batch 1 embed"],
+    new: Any,
+    lengths: Int[Array, "batch"],
+    sampling: Sampling,
+    stops: tuple[Int[Array, ""], ...],
+    pad: Int[Array, ""],
+    sizes: tuple[int, int],
+) -> Int[Array, "batch new+1"]:
+    """The new tokens of each row, and one more for the padding behind its end.
+
+    Args:
+        model: the model.
+        last: the vector of the last token of each prompt.
+        new: the keys and values of the prompts.
+        lengths: the length of each.
+        sampling: how a token is chosen.
+        stops: the tokens behind which a row ends.
+        pad: what stands there.
+        sizes: the length of the longest prompt, and the number of new tokens.
+    """
+    seq, length = sizes
+    # With room for the new tokens. Tokens behind the end of a shorter prompt were computed, and are
+    # not written: `lengths`.
+    cache = Cache.create(model, last.shape[0], seq + length).extended(*new, lengths=lengths)
+    # (batch, 1, embed): logits are computed for the last tokens only.
+    logits = model.logits(last)
     first = _next_token(logits[:, 0], sampling, jnp.int32(0))
     # (batch, length + 1): one more, for the padding behind the end.
     tokens = jnp.where(jnp.arange(length + 1)[None] == 0, first[:, None], pad)
@@ -338,28 +368,7 @@ def generation(
     # to keep its type.
     start = jnp.int32(1), first, cache, tokens, first != first
     *_, tokens, _ = jax.lax.while_loop(goes_on, step, start)
-    # To an unsigned dtype -1 is cast as its largest number.
-    return on_shards(_appended, [prompts, tokens, lengths], ["batch _", "batch _", "batch"]).astype(
-        dtype
-    )
-
-
-def _without_padding(
-    prompts: Int[Array, "batch seq"], lengths: Int[Array, "batch"]
-) -> Int[Array, "batch seq"]:
-    """The prompts, with tokens in the place of their padding, which may be anything."""
-    # Of a number that is no token the vector is NaN, and so are the sums over all vectors of which
-    # its weight is 0.
-    return jnp.where(jnp.arange(prompts.shape[1])[None] < lengths[:, None], prompts, 0)
-
-
-def _last(
-    x: Float[Array, "batch seq embed"], lengths: Int[Array, "batch"]
-) -> Float[Array, "batch 1 embed"]:
-    """The vector of the last token of each row; NaN if the row does not have so many tokens."""
-    # Beyond the last row JAX gives NaN too, but takes -1 for one from the end.
-    index = jnp.where(lengths > 0, lengths - 1, x.shape[1])
-    return jnp.take_along_axis(x, index[:, None, None], axis=1, mode="fill")
+    return tokens
 
 
 def _appended(

@@ -9,6 +9,8 @@ from jaxtyping import Array, Float, PRNGKeyArray
 from functree.argument_checks import FLAG, FLOATING, FUNCTION, KEY, SIZE, check
 from functree.errors import AxesError
 from functree.nn.weights import (
+    DOT_GENERAL,
+    DotGeneral,
     Initializer,
     broadcast_like,
     cast,
@@ -17,6 +19,7 @@ from functree.nn.weights import (
     product,
 )
 from functree.tree.axes import Axes, Names, names
+from functree.tree.interfaces import Matrices
 
 
 class Linear(eqx.Module):
@@ -33,6 +36,8 @@ class Linear(eqx.Module):
         key: the key for the weight.
         param_dtype: the dtype of the parameters.
         compute_dtype: the dtype to which they are cast in the computation; `None`: that of `x`.
+        dot_general: what multiplies by the weights, a hashable function of the arguments of
+            `jax.lax.dot_general`; `None`: that function itself.
 
     Raises:
         AxesError: `axes` does not have two names.
@@ -50,6 +55,7 @@ class Linear(eqx.Module):
     bias: Float[Array, "out_size"] | None
     axes: Axes = eqx.field(static=True)
     compute_dtype: np.dtype | None = eqx.field(static=True)
+    dot_general: DotGeneral | None = eqx.field(static=True)
 
     def __init__(
         self,
@@ -62,6 +68,7 @@ class Linear(eqx.Module):
         key: PRNGKeyArray,
         param_dtype: DTypeLike = jnp.float32,
         compute_dtype: DTypeLike | None = None,
+        dot_general: DotGeneral | None = None,
     ):
         self.axes = Axes.of(axes)
         if len(self.axes) != 2:
@@ -78,14 +85,23 @@ class Linear(eqx.Module):
             key=(key, KEY),
             param_dtype=(param_dtype, FLOATING),
             compute_dtype=(compute_dtype, FLOATING.or_none()),
+            dot_general=(dot_general, DOT_GENERAL),
         )
         self.weight = init(key, (in_size, out_size), param_dtype)
         self.bias = jnp.zeros((out_size,), param_dtype) if use_bias else None
         self.compute_dtype = dtype_or_none(compute_dtype)
+        self.dot_general = dot_general
 
     def __axis_names__(self) -> Names:
         """The axes of this instance's leaves, which differ from instance to instance."""
         return names(weight=self.axes, bias=Axes(self.axes[1]))
+
+    def __matrix_dimensions__(self) -> Matrices:
+        """The weight, for `ft.nn.matrix_dimensions`; a table of a vocabulary is no matrix."""
+        # It has one vector for each token, and in most batches most of them have no gradient.
+        if "vocab" in self.axes:
+            return {}
+        return {"weight": (-2, -1)}
 
     def __call__(self, x: Float[Array, "*batch in_size"]) -> Float[Array, "*batch out_size"]:
         """The product and the bias, in `compute_dtype`. No sharding is constrained.
@@ -93,7 +109,7 @@ class Linear(eqx.Module):
         Its axes are given at each use, so only the caller knows what those of `x` are.
         """
         x, weight = cast(self.compute_dtype, x, self.weight)
-        y = product(x, weight)
+        y = product(x, weight, dot_general=self.dot_general)
         if self.bias is None:
             return y
         return y + broadcast_like(self.bias.astype(y.dtype), y)

@@ -10,7 +10,16 @@ from jaxtyping import Array, Float, PRNGKeyArray
 
 from functree.argument_checks import FLOATING, FUNCTION, KEY, SIZE, check
 from functree.nn.activations import activation, inputs
-from functree.nn.weights import Initializer, cast, dtype_or_none, fan_in, product
+from functree.nn.weights import (
+    DOT_GENERAL,
+    DotGeneral,
+    Initializer,
+    cast,
+    dtype_or_none,
+    fan_in,
+    product,
+)
+from functree.tree.interfaces import Matrices
 
 
 class MLP(eqx.Module):
@@ -29,6 +38,8 @@ class MLP(eqx.Module):
         key: the key for the matrices.
         param_dtype: the dtype of the parameters.
         compute_dtype: the dtype to which they are cast in the computation; `None`: that of `x`.
+        dot_general: what multiplies by the weights, a hashable function of the arguments of
+            `jax.lax.dot_general`; `None`: that function itself.
 
     Raises:
         FunctreeError: a size is not a positive integer, or another argument does not fit.
@@ -42,6 +53,7 @@ class MLP(eqx.Module):
     up: Float[Array, "embed hidden"]
     down: Float[Array, "hidden embed"]
     compute_dtype: np.dtype | None = eqx.field(static=True)
+    dot_general: DotGeneral | None = eqx.field(static=True)
 
     def __init__(
         self,
@@ -52,6 +64,7 @@ class MLP(eqx.Module):
         key: PRNGKeyArray,
         param_dtype: DTypeLike = jnp.float32,
         compute_dtype: DTypeLike | None = None,
+        dot_general: DotGeneral | None = None,
     ):
         check(
             "MLP cannot be built",
@@ -61,12 +74,18 @@ class MLP(eqx.Module):
             key=(key, KEY),
             param_dtype=(param_dtype, FLOATING),
             compute_dtype=(compute_dtype, FLOATING.or_none()),
+            dot_general=(dot_general, DOT_GENERAL),
         )
         gate_key, up_key, down_key = jax.random.split(key, 3)
         self.gate = init(gate_key, (embed, hidden), param_dtype)
         self.up = init(up_key, (embed, hidden), param_dtype)
         self.down = init(down_key, (hidden, embed), param_dtype)
         self.compute_dtype = dtype_or_none(compute_dtype)
+        self.dot_general = dot_general
+
+    def __matrix_dimensions__(self) -> Matrices:
+        """The three matrices, for `ft.nn.matrix_dimensions`."""
+        return dict.fromkeys(("gate", "up", "down"), (-2, -1))
 
     def __call__(self, x: Float[Array, "*batch embed"]) -> Float[Array, "*batch embed"]:
         """The layer of each vector, in `compute_dtype`.
@@ -82,12 +101,13 @@ class MLP(eqx.Module):
         (x,) = inputs(x, "hidden")
         # What has a name can be kept by a policy of `remat`. The products are what is expensive to
         # compute again; `silu` and the multiplication behind them cost nearly nothing.
-        gated = checkpoint_name(product(x, gate), "mlp_gate")
-        raised = checkpoint_name(product(x, up), "mlp_up")
+        gated = checkpoint_name(product(x, gate, dot_general=self.dot_general), "mlp_gate")
+        raised = checkpoint_name(product(x, up, dot_general=self.dot_general), "mlp_up")
         # (batch, seq, hidden), sharded along "hidden" as the weights are. Where rules shard "seq"
         # by the same mesh axis, the partitioner would shard this along the sequence instead, by
         # all-to-alls, and gather the weights.
         hidden = activation(jax.nn.silu(gated) * raised, "batch seq hidden")
         # (batch, seq, embed). With "hidden" sharded each device has a part of the sum: it becomes
         # an all-reduce, or a reduce-scatter if "seq" is sharded between the layers.
-        return activation(product(hidden, down), "batch seq embed")
+        summed = product(hidden, down, dot_general=self.dot_general)
+        return activation(summed, "batch seq embed")

@@ -7,7 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from functree.argument_checks import (
-    FILE,
+    LOCAL_FILE,
     check,
 )
 from functree.errors import FunctreeError, FunctreeValueError, Problem, count, did_you_mean
@@ -16,7 +16,30 @@ from functree.nn.weight_map import WeightMap
 from functree.report.json_text import parsed, value_text
 
 # The fields that one chooses when a model is loaded; the others are those of the weights.
-_CHOSEN = ("compute_dtype", "remat", "attention", "max_seq")
+_CHOSEN = (
+    "compute_dtype",
+    "remat",
+    "attention",
+    "context",
+    "microbatches",
+    "max_seq",
+    "capacity",
+    "dispatch",
+    "dot_general",
+)
+
+# What families with experts have that our layers do not.
+_REFUSED = {
+    "olmoe": "norms of queries and keys over all heads together, and `clip_qkv`",
+    "deepseek": (
+        "experts that all tokens have, and dense first layers, which would be a second stack"
+    ),
+    "deepseek_v2": (
+        "latent attention, experts that all tokens have, groups of experts, "
+        "`routed_scaling_factor`, and dense first layers, which would be a second stack"
+    ),
+}
+_REFUSED["deepseek_v3"] = _REFUSED["deepseek_v2"]
 
 
 def config_from_json(path: str | Path, **fields: Any) -> TransformerConfig:
@@ -24,7 +47,8 @@ def config_from_json(path: str | Path, **fields: Any) -> TransformerConfig:
 
     Args:
         path: its `config.json`, or the folder with it.
-        **fields: other values for `compute_dtype`, `remat`, `attention` or `max_seq`.
+        **fields: other values for `compute_dtype`, `remat`, `attention`, `context`,
+            `microbatches`, `max_seq`, `capacity`, `dispatch` or `dot_general`.
 
     Returns:
         The config. Its `param_dtype` is the "dtype" in the file.
@@ -37,9 +61,10 @@ def config_from_json(path: str | Path, **fields: Any) -> TransformerConfig:
         >>> config = ft.nn.config_from_json("no such folder")
         Traceback (most recent call last):
             ...
-        functree.errors.FunctreeError: no such folder/config.json: there is no such file
+        functree.errors.FunctreeError: no such folder/config.json: there is no
+        such file
     """
-    check("no config can be read", path=(path, FILE))
+    check("no config can be read", path=(path, LOCAL_FILE))
     file, given = read_config(path)
     family = family_of(file, given)
     problems: list[Problem] = []
@@ -140,6 +165,10 @@ def family_of(file: Path, given: Mapping[str, Any]) -> WeightMap:
         FunctreeError: it is unknown.
     """
     name = given.get("model_type")
+    if isinstance(name, str) and name in _REFUSED and name not in WeightMap.families:
+        raise FunctreeValueError(
+            f'{file}: "model_type": "{name}" cannot be loaded: `ft.nn` has no {_REFUSED[name]}'
+        )
     if not isinstance(name, str) or name not in WeightMap.families:
         known = ", ".join(WeightMap.families)
         raise FunctreeValueError(

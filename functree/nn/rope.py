@@ -41,7 +41,9 @@ class Llama3Rope:
 
     Examples:
         >>> scaling = ft.nn.Llama3Rope(factor=8, low=1, high=4, original=8192)
-        >>> attention = ft.nn.Attention(8, 4, rope_scaling=scaling, key=jax.random.key(0))
+        >>> attention = ft.nn.Attention(
+        ...     8, 4, rope_scaling=scaling, key=jax.random.key(0)
+        ... )
         >>> attention.rope_scaling.factor
         8.0
     """

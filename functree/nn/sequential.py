@@ -36,7 +36,9 @@ class Sequential(eqx.Module):
             `state=` is not given.
 
     Examples:
-        >>> mlp = ft.nn.Sequential([ft.nn.LayerNorm(4), jax.nn.relu, ft.nn.Dropout(0.1)])
+        >>> mlp = ft.nn.Sequential(
+        ...     [ft.nn.LayerNorm(4), jax.nn.relu, ft.nn.Dropout(0.1)]
+        ... )
         >>> mlp(jnp.ones((2, 4)), key=jax.random.key(0)).shape, len(mlp)
         ((2, 4), 3)
     """

@@ -1,44 +1,38 @@
 """Tokens ─► logits, by a Llama-like language model."""
 
+import dataclasses
 from collections.abc import Iterator
-from typing import Any, overload
+from typing import Any, Literal, overload
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, PRNGKeyArray
+from jaxtyping import Array, Float, PRNGKeyArray
 
 from functree.argument_checks import (
     FUNCTION,
     KEY,
-    Takes,
     check,
-    is_integers,
-    parameter_error,
-    shown,
 )
-from functree.errors import FunctreeValueError, Problem, count
+from functree.errors import FunctreeValueError, Problem
+from functree.layout.plan.notebook import ShownByPlan
 from functree.nn.activations import activation, inputs, unsharded_sequence
 from functree.nn.attention.attend import next_positions
 from functree.nn.attention.layer import Attention, Positions, Segments
-from functree.nn.block import CONFIG, Block
+from functree.nn.block import CONFIG, Block, WithLosses
 from functree.nn.cache import Cache
 from functree.nn.config import TransformerConfig
 from functree.nn.embedding import Embedding
 from functree.nn.linear import Linear
 from functree.nn.mlp import MLP
+from functree.nn.moe.layer import MoE
+from functree.nn.moe.router import MoELosses
 from functree.nn.norm import RMSNorm
+from functree.nn.tokens import Tokens, check_tokens
 from functree.nn.weights import Initializer, fan_in, small_normal
 from functree.transforms.stacked import Stacked, stack
 from functree.tree.arrays import is_array
-
-Tokens = Int[Array, "*batch seq"]
-TOKENS = Takes(
-    "an array of integers, with a dimension for the sequence",
-    lambda x: is_integers(x) and x.ndim > 0,
-)
-
-CACHE = Takes("an `ft.nn.Cache`", lambda value: isinstance(value, Cache)).or_none()
+from functree.tree.interfaces import Matrices
 
 
 class Head(eqx.Module):
@@ -59,7 +53,7 @@ class Head(eqx.Module):
         return activation(logits, "batch seq vocab")
 
 
-class Transformer(eqx.Module):
+class Transformer(eqx.Module, ShownByPlan):
     """A decoder with the architecture of Llama; made by `Transformer.create`.
 
     It maps tokens, `Int[Array, "*batch seq"]`, to the logits of those that follow them,
@@ -117,6 +111,11 @@ class Transformer(eqx.Module):
                 "Transformer: the config disagrees with the layers", list(dict.fromkeys(problems))
             )
 
+    def __matrix_dimensions__(self) -> Matrices:
+        """That what computes the logits is no matrix, for `ft.nn.matrix_dimensions`, whatever class
+        it is of; its blocks speak for themselves."""
+        return {"unembed": None}
+
     @classmethod
     def create(
         cls,
@@ -140,7 +139,9 @@ class Transformer(eqx.Module):
         Examples:
             >>> sizes = dict(layers=2, heads=4, kv_heads=2, head_dim=2, hidden=16)
             >>> config = ft.nn.TransformerConfig(100, 8, **sizes, tie_embedding=True)
-            >>> ft.nn.Transformer.create(config, key=jax.random.key(0)).unembed is None
+            >>> ft.nn.Transformer.create(
+            ...     config, key=jax.random.key(0)
+            ... ).unembed is None
             True
         """
         check(
@@ -163,6 +164,7 @@ class Transformer(eqx.Module):
                 init=init,
                 key=unembed_key,
                 param_dtype=dtype,
+                dot_general=config.dot_general,
             )
         return cls(
             # Here alone the dtype is cast: every layer after it computes in that of its input.
@@ -189,7 +191,21 @@ class Transformer(eqx.Module):
         positions: Positions = None,
         segments: Segments = None,
         cache: None = None,
+        *,
+        in_order: bool = True,
+        losses: Literal[False] = False,
     ) -> Float[Array, "*batch seq vocab"]: ...
+    @overload
+    def __call__(
+        self,
+        tokens: Tokens,
+        positions: Positions = None,
+        segments: Segments = None,
+        cache: None = None,
+        *,
+        in_order: bool = True,
+        losses: Literal[True],
+    ) -> tuple[Float[Array, "*batch seq vocab"], MoELosses]: ...
     @overload
     def __call__(
         self,
@@ -198,9 +214,17 @@ class Transformer(eqx.Module):
         segments: Segments = None,
         *,
         cache: Cache,
+        in_order: bool = True,
     ) -> tuple[Float[Array, "batch seq vocab"], Cache]: ...
     def __call__(
-        self, tokens: Any, positions: Any = None, segments: Any = None, cache: Any = None
+        self,
+        tokens: Any,
+        positions: Any = None,
+        segments: Any = None,
+        cache: Any = None,
+        *,
+        in_order: bool = True,
+        losses: bool = False,
     ) -> Any:
         """For each token, the logits of the token that follows it, in `config.compute_dtype`.
 
@@ -213,21 +237,30 @@ class Transformer(eqx.Module):
                 all are in one.
             cache: keys and values of the tokens before these. It is returned with those of these
                 tokens too.
+            in_order: whether the tokens are in the order of their sequence. If not, as behind
+                `ft.nn.zigzag`, a token attends to those whose position is not after its own.
+            losses: whether to return the losses of the experts, summed over the blocks.
 
         Returns:
-            The logits; with a cache `(logits, cache)`. Those after the last token that the cache
-            has room for, or that `config.max_seq` allows, are NaN.
+            The logits; with `losses` `(logits, losses)`, with a cache `(logits, cache)`. Those
+            after the last token that the cache has room for, or that `config.max_seq` allows, are
+            NaN.
 
         Raises:
             FunctreeError: the sequence is empty, or longer than `config.max_seq`; positions or
                 segments have another shape; both segments and a cache are given; the cache has
-                other rows than the tokens, or is of another model.
+                other rows than the tokens, or is of another model; `in_order=False` without
+                positions, with a cache, or with a function as `attention`; losses of a model
+                without experts, or with a cache, are asked for.
             ShardingError: the ambient rules do not fit the activations.
         """
+        if losses:
+            x, of_experts = self.run(tokens, positions, segments, cache, in_order, losses=True)
+            return self.logits(x), of_experts
         if cache is None:
-            return self.logits(self.features(tokens, positions, segments))
+            return self.logits(self.features(tokens, positions, segments, in_order=in_order))
         with unsharded_sequence():
-            x, new = self.run(tokens, positions, segments, cache)
+            x, new = self.run(tokens, positions, segments, cache, in_order)
             # How many tokens a row has had is a value, and not known while this is traced. One too
             # many would overwrite an earlier one, and give logits that look right.
             beyond = next_positions(cache.filled, tokens.shape[1]) >= cache.most_tokens(self.config)
@@ -235,7 +268,12 @@ class Transformer(eqx.Module):
             return self.logits(x), cache.extended(*new)
 
     def features(
-        self, tokens: Tokens, positions: Positions = None, segments: Segments = None
+        self,
+        tokens: Tokens,
+        positions: Positions = None,
+        segments: Segments = None,
+        *,
+        in_order: bool = True,
     ) -> Float[Array, "*batch seq embed"]:
         """The normalized output of the last block, from which the logits are computed.
 
@@ -249,7 +287,7 @@ class Transformer(eqx.Module):
             >>> x.shape, model.logits(x).shape
             ((1, 3, 8), (1, 3, 100))
         """
-        return self.run(tokens, positions, segments)[0]
+        return self.run(tokens, positions, segments, in_order=in_order)[0]
 
     def run(
         self,
@@ -257,53 +295,52 @@ class Transformer(eqx.Module):
         positions: Positions = None,
         segments: Segments = None,
         cache: Cache | None = None,
+        in_order: bool = True,
+        losses: bool = False,
     ) -> tuple[Float[Array, "*batch seq embed"], Any]:
         """The features of the tokens, and None; with a cache their keys and values in each layer.
 
-        These are the arguments of `cache.extended`. Args and errors are those of a call.
+        These are the arguments of `cache.extended`. With `losses` it is the losses of the experts,
+        summed over the blocks. Args and errors are those of a call.
         """
-        self._check(tokens, positions, segments, cache)
+        check_tokens(self.config, tokens, positions, segments, cache, in_order, losses)
         x = activation(self.embed(tokens), "batch seq embed")
         if cache is None:
-            # Layers that surgery has put there need not take more than `x`.
-            given = [] if positions is None and segments is None else [positions, segments]
-            return self.norm(self.blocks.scan(x, *given, remat=self.config.remat)), None
+            x, of_experts = self._through_blocks(x, positions, segments, in_order, losses)
+            return self.norm(x), of_experts
         if positions is None:
             positions = next_positions(cache.filled, tokens.shape[1])
         # Each layer reads its own part, and returns keys and values of the new tokens only.
         each = {"cache": (cache.key, cache.value)}
-        x, new = self.blocks.scan(x, positions, None, cache.filled, each=each, collect=True)
+        of_cache = positions, None, cache.filled
+        pieces = self.config.microbatches
+        x, new = self.blocks.scan(x, *of_cache, each=each, collect=True, microbatches=pieces)
         return self.norm(x), new
 
-    def _check(
-        self, tokens: Tokens, positions: Positions, segments: Segments, cache: Cache | None
-    ) -> None:
-        """Raise FunctreeError for tokens that the model cannot read, and what does not fit them."""
-        check("Transformer cannot read these tokens", tokens=(tokens, TOKENS), cache=(cache, CACHE))
-        seq = tokens.shape[-1]
-        if not tokens.size:
-            raise FunctreeValueError(f"tokens of shape {tokens.shape}: there is no token to read")
-        if seq > self.config.max_seq:
-            raise FunctreeValueError(
-                f"tokens of shape {tokens.shape}: a sequence of {seq} is longer than "
-                f"max_seq={self.config.max_seq}; shorten it, or build the model with a larger "
-                "max_seq"
-            )
-        problems: list[Problem] = []
-        why = f"must be integers of the shape of the tokens, {tokens.shape}"
-        # Positions may be those of all rows.
-        if positions is not None and not _are_integers(positions, tokens.shape, (seq,)):
-            problems.append(Problem(None, None, f"positions={shown(positions)}", why))
-        if segments is not None and not _are_integers(segments, tokens.shape):
-            problems.append(Problem(None, None, f"segments={shown(segments)}", why))
-        if cache is not None:
-            problems += _cache_problems(self.config, cache, tokens, segments)
-        if problems:
-            given = [value for value in (positions, segments) if value is not None]
-            right_type = all(map(is_integers, given))
-            raise parameter_error(
-                "Transformer cannot read these tokens", problems, right_type=right_type
-            )
+    def _through_blocks(
+        self,
+        x: Float[Array, "*batch seq embed"],
+        positions: Positions,
+        segments: Segments,
+        in_order: bool,
+        losses: bool,
+    ) -> tuple[Float[Array, "*batch seq embed"], MoELosses | None]:
+        """The output of the last block, and the losses of the experts if they are asked for."""
+        # Layers that surgery has put there need not take more than `x`.
+        given: list[Any] = []
+        if not in_order:
+            given = [positions, segments, None, False]
+        elif positions is not None or segments is not None:
+            given = [positions, segments]
+        pieces, remat = self.config.microbatches, self.config.remat
+        if pieces is not None and positions is not None and positions.shape != x.shape[:-1]:
+            # By row, since the blocks run on pieces of the batch.
+            given[0] = jnp.broadcast_to(positions, x.shape[:-1])
+        if not losses:
+            return self.blocks.scan(x, *given, remat=remat, microbatches=pieces), None
+        blocks = dataclasses.replace(self.blocks, layer=WithLosses(self.blocks.layer))
+        x, each = blocks.scan(x, *given, collect=True, remat=remat, microbatches=pieces)
+        return x, MoELosses(*(one.sum() for one in each))
 
     def logits(self, x: Float[Array, "*batch seq embed"]) -> Float[Array, "*batch seq vocab"]:
         """The logits for the output of `features`, in its dtype.
@@ -317,27 +354,6 @@ class Transformer(eqx.Module):
     def head(self) -> "Head":
         """What computes the logits, without the rest of the model."""
         return Head(self.embed if self.unembed is None else self.unembed)
-
-
-def _are_integers(value: object, *shapes: tuple[int, ...]) -> bool:
-    """Whether a value is an array of integers of one of some shapes."""
-    return is_integers(value) and getattr(value, "shape", None) in shapes
-
-
-def _cache_problems(
-    config: TransformerConfig, cache: Cache, tokens: Tokens, segments: Segments
-) -> Iterator[Problem]:
-    """What does not go with a cache."""
-    if segments is not None:
-        why = "a row of a cache is one text"
-        yield Problem(None, None, "segments", why, "give each text a row of its own")
-    rows = cache.filled.shape[0]
-    if tokens.ndim != 2 or tokens.shape[0] != rows:
-        why = f"must be (batch, seq), and the cache has {count(rows, 'row')}"
-        yield Problem(None, None, f"tokens of shape {tokens.shape}", why)
-    if not cache.fits(config):
-        what, remedy = f"cache.key={shown(cache.key)}", "ft.nn.Cache.create(model, ...)"
-        yield Problem(None, None, what, "it is of another model", remedy)
 
 
 _OTHER_CONFIG = (
@@ -363,14 +379,21 @@ def _fields_of_layers(model: Transformer) -> Iterator[tuple[str, Any]]:
         return
     if isinstance(block.attn, Attention):
         attn = block.attn
-        for name in ("window", "rope_theta", "rope_scaling", "attention"):
+        same = ("window", "rope_theta", "rope_scaling", "attention", "context", "dot_general")
+        for name in same:
             yield name, getattr(attn, name)
         yield "attention_bias", attn.query_bias is not None
         yield "qk_norm", attn.query_norm is not None
         yield from _sizes(block.attn.query, "layers embed heads head_dim")
         yield from _sizes(block.attn.key, "layers embed kv_heads head_dim")
     if isinstance(block.mlp, MLP):
+        yield "experts", None
         yield from _sizes(block.mlp.gate, "layers embed hidden")
+    if isinstance(block.mlp, MoE):
+        for name in ("top_k", "capacity", "normalize", "dispatch"):
+            yield name, getattr(block.mlp, name)
+        hidden = "hidden" if model.config.expert_hidden is None else "expert_hidden"
+        yield from _sizes(block.mlp.gate, f"layers experts embed {hidden}")
 
 
 def _sizes(weight: Any, fields: str) -> Iterator[tuple[str, int]]:

@@ -6,13 +6,14 @@ over would load every weight, and compute something else.
 
 import dataclasses
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 from functree.argument_checks import (
     FUNCTION,
     MAPPING,
     TEXT,
+    TEXTS,
     Takes,
     check,
     is_floating,
@@ -72,6 +73,7 @@ _FIELDS_BY_NAME = _mapping(
     lambda value: isinstance(value, Field),
 )
 _TEXTS = _mapping("a mapping from paths to names", lambda value: isinstance(value, str))
+_LISTS = _mapping("a mapping from paths to lists of names", TEXTS.fits)
 _OPTIONS = Takes(
     "a mapping of fields of `ft.nn.TransformerConfig`",
     lambda x: MAPPING.fits(x) and all(map(_OURS.is_type, x)),
@@ -90,9 +92,12 @@ class WeightMap:
         fields: for each field of `config.json`, what is understood of it: `WeightMap.sets`,
             `WeightMap.only` or `WeightMap.ignored`. A field that is not here is refused.
         weights: for each leaf of the `Transformer`, by path, its name in the files. `{layer}` is
-            the number of a layer. `.T` is behind the name if the file has (out, in) and not (in,
-            out).
+            the number of a layer, and `{expert}` that of an expert. `.T` is behind the name if the
+            file has (out, in) and not (in, out).
         options: fields of the `TransformerConfig` that all models of the family have.
+        others: for some leaves, other names that files may have instead. Without `{expert}` a
+            tensor has all experts, as its first dimension. `[0/2]` before `.T` says that the leaf
+            is the first of two parts of the tensor, along the dimension behind that.
 
     Raises:
         FunctreeError: an argument is not such a mapping.
@@ -100,7 +105,9 @@ class WeightMap:
     Examples:
         >>> llama = ft.nn.WeightMap.families["llama"]
         >>> fields = {**llama.fields, "clip_qkv": ft.nn.WeightMap.only(None)}
-        >>> ft.nn.WeightMap.families["my_llama"] = dataclasses.replace(llama, fields=fields)
+        >>> ft.nn.WeightMap.families["my_llama"] = dataclasses.replace(
+        ...     llama, fields=fields
+        ... )
         >>> llama.weights["blocks.layer.mlp.up"]
         'model.layers.{layer}.mlp.up_proj.weight.T'
     """
@@ -110,6 +117,9 @@ class WeightMap:
     fields: Mapping[str, Field]
     weights: Mapping[str, str]
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict[str, Any])
+    others: Mapping[str, Sequence[str]] = dataclasses.field(
+        default_factory=dict[str, Sequence[str]]
+    )
 
     def __post_init__(self) -> None:
         fields, weights, options = self.fields, self.weights, self.options
@@ -118,6 +128,7 @@ class WeightMap:
             fields=(fields, _FIELDS_BY_NAME),
             weights=(weights, _TEXTS),
             options=(options, _OPTIONS),
+            others=(self.others, _LISTS),
         )
 
     @staticmethod
@@ -181,7 +192,9 @@ class WeightMap:
             FunctreeError: a value does not fit.
 
         Examples:
-            >>> ft.nn.WeightMap.ignored("a text", lambda value: isinstance(value, str)).read("4.40")
+            >>> ft.nn.WeightMap.ignored(
+            ...     "a text", lambda value: isinstance(value, str)
+            ... ).read("4.40")
             {}
         """
         check("no such field", text=(text, TEXT), fits=(fits, FUNCTION))
@@ -340,6 +353,67 @@ _WINDOW = {
     "sliding_window": WeightMap.sets("window", _SIZE_TEXT, _is_size_or_none),
 }
 _QWEN_3 = {"attention_bias": WeightMap.only(False)}
+_COEFFICIENTS = {
+    "router_aux_loss_coef": WeightMap.ignored("a number", is_number),
+    "output_router_logits": WeightMap.ignored("true or false", _is_flag),
+}
+# What is not in a file is what Hugging Face's class takes by default, and for these it is another
+# value than for all others.
+_MIXTRAL = {
+    "num_key_value_heads": _size("kv_heads"),
+    "num_local_experts": _size("experts"),
+    "num_experts_per_tok": _size("top_k"),
+    "rms_norm_eps": WeightMap.sets("norm_eps", "a positive number", _is_positive, norm_eps=1e-5),
+    "rope_theta": WeightMap.sets(
+        "rope_theta", "a positive number", _is_positive, rope_theta=1_000_000.0
+    ),
+    # Noise that is for training only.
+    "router_jitter_noise": WeightMap.ignored("a number", is_number),
+    "sliding_window": WeightMap.sets("window", _SIZE_TEXT, _is_size_or_none, window=None),
+    **_COEFFICIENTS,
+}
+_QWEN_3_MOE = {
+    "num_key_value_heads": _size("kv_heads"),
+    # Newer files have the second name.
+    "num_experts": WeightMap.sets("experts", "a positive integer", is_size, experts=128),
+    "num_local_experts": WeightMap.sets("experts", "a positive integer", is_size, experts=128),
+    "num_experts_per_tok": WeightMap.sets("top_k", "a positive integer", is_size, top_k=8),
+    "moe_intermediate_size": WeightMap.sets(
+        "expert_hidden", "a positive integer", is_size, expert_hidden=768
+    ),
+    "norm_topk_prob": WeightMap.sets("normalize", "true or false", _is_flag, normalize=False),
+    # Experts in each layer.
+    "decoder_sparse_step": WeightMap.only(1),
+    "mlp_only_layers": WeightMap.only([], None),
+    **_COEFFICIENTS,
+}
+_MLP = "blocks.layer.mlp"
+
+
+def _of_experts(router: str, each: str, gate: str, up: str, down: str) -> dict[str, str]:
+    """The names of tensors of which there is one for each expert."""
+    names = dict(_WEIGHTS)
+    names[f"{_MLP}.router"] = f"model.layers.{{layer}}.{router}.weight.T"
+    for ours, theirs in (("gate", gate), ("up", up), ("down", down)):
+        names[f"{_MLP}.{ours}"] = f"model.layers.{{layer}}.{each}.{{expert}}.{theirs}.weight.T"
+    return names
+
+
+def _of_all_experts(*modules: str) -> dict[str, list[str]]:
+    """The names of tensors that have all experts of a layer: gate and up are one of them."""
+    names: dict[str, list[str]] = {}
+    for module in modules:
+        first = f"model.layers.{{layer}}.{module}"
+        names.setdefault(f"{_MLP}.router", []).append(f"{first}.gate.weight.T")
+        names.setdefault(f"{_MLP}.gate", []).append(f"{first}.experts.gate_up_proj[0/2].T")
+        names.setdefault(f"{_MLP}.up", []).append(f"{first}.experts.gate_up_proj[1/2].T")
+        names.setdefault(f"{_MLP}.down", []).append(f"{first}.experts.down_proj.T")
+        for ours in ("gate", "up", "down"):
+            each = f"{first}.experts.{{expert}}.{ours}_proj.weight.T"
+            names[f"{_MLP}.{ours}"].append(each)
+    return names
+
+
 WeightMap.families |= {
     "llama": WeightMap({**_FIELDS, **_LLAMA, **_architecture("Llama")}, _WEIGHTS),
     "mistral": WeightMap({**_FIELDS, **_WINDOW, **_architecture("Mistral")}, _WEIGHTS),
@@ -352,5 +426,21 @@ WeightMap.families |= {
         {**_FIELDS, **_NO_WINDOW, **_QWEN_3, **_architecture("Qwen3")},
         _WEIGHTS | _HEAD_NORMS,
         {"qk_norm": True},
+    ),
+}
+WeightMap.families |= {
+    "mixtral": WeightMap(
+        {**_FIELDS, **_MIXTRAL, **_architecture("Mixtral")},
+        _of_experts(
+            "block_sparse_moe.gate", "block_sparse_moe.experts", gate="w1", up="w3", down="w2"
+        ),
+        others=_of_all_experts("block_sparse_moe", "mlp"),
+    ),
+    "qwen3_moe": WeightMap(
+        {**_FIELDS, **_NO_WINDOW, **_QWEN_3, **_QWEN_3_MOE, **_architecture("Qwen3Moe")},
+        _of_experts("mlp.gate", "mlp.experts", gate="gate_proj", up="up_proj", down="down_proj")
+        | _HEAD_NORMS,
+        {"qk_norm": True},
+        _of_all_experts("mlp"),
     ),
 }

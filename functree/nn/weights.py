@@ -17,9 +17,11 @@ from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
+from functree.argument_checks import FUNCTION, Takes
 from functree.devices.specs import mesh_axes, without
 from functree.devices.varying import without_varying
 from functree.nn.activations import Entries, entries_of, explicit_mesh, out_sharding
+from functree.tree.skeleton.static_value import is_hashable
 
 # How it is initialized
 
@@ -57,7 +59,10 @@ def cast(dtype: DTypeLike | None, x: Array, *weights: Array) -> tuple[Array, ...
 
     Examples:
         >>> from functree.nn.weights import cast
-        >>> [a.dtype.name for a in cast(None, jnp.ones(2, jnp.bfloat16), jnp.ones(3))]
+        >>> [
+        ...     a.dtype.name
+        ...     for a in cast(None, jnp.ones(2, jnp.bfloat16), jnp.ones(3))
+        ... ]
         ['bfloat16', 'bfloat16']
     """
     # All are cast, before the product and before anything is gathered for it: so collectives move
@@ -80,9 +85,22 @@ def accumulator(dtype: DTypeLike) -> np.dtype:
 
 # How it is multiplied
 
+DotGeneral = Callable[..., Array]
+"""What multiplies activations by weights, a function of the arguments of `jax.lax.dot_general`: the
+two arrays, the dimension numbers, and on Explicit mesh axes `out_sharding=`."""
+
+DOT_GENERAL = Takes(
+    "a hashable function of the arguments of `jax.lax.dot_general`",
+    FUNCTION.fits,
+    is_hashable,
+).or_none()
+
 
 def product(
-    x: Float[Array, "..."], weight: Float[Array, "..."], summed: int = 1
+    x: Float[Array, "..."],
+    weight: Float[Array, "..."],
+    summed: int = 1,
+    dot_general: DotGeneral | None = None,
 ) -> Float[Array, "..."]:
     """The product of an activation and a weight, in their dtype.
 
@@ -90,6 +108,7 @@ def product(
         x: the activation, whose last `summed` dimensions are summed over.
         weight: the weight, whose first `summed` dimensions are the same.
         summed: how many dimensions are summed over, such as two for ("heads head_dim").
+        dot_general: what multiplies them; None for JAX's own.
 
     Examples:
         >>> from functree.nn.weights import product
@@ -99,7 +118,28 @@ def product(
     kept, columns = entries_of(x)[: x.ndim - summed], entries_of(weight)[summed:]
     entries = (*kept, *_without_axes_of(kept, columns))
     sharding = out_sharding(explicit_mesh(x, weight), entries)
-    return jnp.tensordot(x, weight, axes=summed, out_sharding=sharding)
+    if dot_general is None:
+        return jnp.tensordot(x, weight, axes=summed, out_sharding=sharding)
+    last, first = tuple(range(x.ndim - summed, x.ndim)), tuple(range(summed))
+    # A function of another library need not know `out_sharding`, which only Explicit axes need.
+    options = {} if sharding is None else {"out_sharding": sharding}
+    return dot_general(x, weight, ((last, first), ((), ())), **options).astype(x.dtype)
+
+
+def product_of_each(
+    x: Float[Array, "experts rows size"],
+    weight: Float[Array, "experts size out"],
+    dot_general: DotGeneral | None = None,
+) -> Float[Array, "experts rows out"]:
+    """The products of the activations and the weights of several experts, on one device's shards.
+
+    Examples:
+        >>> from functree.nn.weights import product_of_each
+        >>> product_of_each(jnp.ones((2, 3, 8)), jnp.ones((2, 8, 4))).shape
+        (2, 3, 4)
+    """
+    multiply = jax.lax.dot_general if dot_general is None else dot_general
+    return multiply(x, weight, (((2,), (1,)), ((0,), (0,)))).astype(x.dtype)
 
 
 def rows(

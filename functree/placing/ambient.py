@@ -109,7 +109,9 @@ def spec(axes: str | Axes) -> PartitionSpec:
         ShardingError: there are no ambient rules, or they do not lay out these axes.
 
     Examples:
-        >>> with ft.axis_rules(ft.AxisRules({"batch": "data", "hidden": "model"})):
+        >>> with ft.axis_rules(
+        ...     ft.AxisRules({"batch": "data", "hidden": "model"})
+        ... ):
         ...     ft.spec("batch hidden")
         P('data', 'model')
     """

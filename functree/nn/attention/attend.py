@@ -3,17 +3,29 @@
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from functree.argument_checks import Takes
+from functree.devices.meshes import devices_along, platform
+from functree.devices.specs import mesh_axes
 from functree.errors import FunctreeValueError, warn
-from functree.nn.activations import HEADS, KV_HEADS, on_shards
-from functree.nn.attention.chunked import CHUNK, Mask, chunked, unchunked
-from functree.nn.attention.kernels import AXES, KERNELS, OF_PLATFORM
+from functree.nn.activations import on_one_device, on_shards, specs_of
+from functree.nn.attention.chunked import CHUNK, chunked, unchunked
+from functree.nn.attention.context import (
+    WHOLE,
+    Context,
+    Parts,
+    by_gathering,
+    by_heads,
+    by_ring,
+    parts_of,
+)
+from functree.nn.attention.kernels import AXES, KERNELS, OF_PLATFORM, TILE, Kernel
+from functree.nn.attention.mask import Mask
 from functree.nn.weights import as_int32
 
 NAMES = ("auto", "xla", "chunked", "splash", "cudnn")
@@ -41,6 +53,8 @@ def attend(
     implementation: Implementation = "auto",
     window: int | None = None,
     segments: Int[Array, "*batch seq"] | None = None,
+    positions: Int[Array, "*#batch seq"] | None = None,
+    context: Context = "auto",
 ) -> Float[Array, "*batch seq heads head_dim"]:
     """Causal attention of the tokens of a sequence to each other.
 
@@ -56,10 +70,13 @@ def attend(
             it.
         segments: the segment of each token; a token attends only to those of its own. None if all
             are in one.
+        positions: the position of each token, if they are not in order.
+        context: how the parts of a sequence attend to each other, where mesh axes that shard no
+            heads shard it.
 
     Raises:
         FunctreeError: a kernel that is asked for by its name is not for this platform, or cannot
-            compute this.
+            compute this; heads cannot be exchanged for sequence.
 
     Examples:
         >>> from functree.nn.attention.attend import attend
@@ -68,68 +85,187 @@ def attend(
         Array([[0., 1.]], dtype=float32)
     """
     if not isinstance(implementation, str):
+        if positions is not None:
+            raise FunctreeValueError(
+                "in_order=False: a function that is given as `attention=` gets no positions, so it "
+                'cannot mask by them. Use one of the names, such as attention="chunked"'
+            )
         return _by_function(implementation, query, key, value, window, segments)
-    arrays = [query, key, value]
-    if segments is not None:
-        arrays.append(segments)
+    given = _Given.of(query, key, value, segments, positions)
+    parts = _parts(given, context)
     chunk = math.inf if implementation == "xla" else CHUNK
-    plain = _on_shards(partial(_causal, window=window, chunk=chunk))
-    platform = _platform()
-    kernel, asked = OF_PLATFORM.get(platform), KERNELS.get(implementation)
+    plain = _on_shards(given, _plain(parts, window, chunk))
+    on = platform()
+    kernel, asked = OF_PLATFORM.get(on), KERNELS.get(implementation)
     if asked is not None and asked != kernel:
         raise FunctreeValueError(
             f"attention={implementation!r} is a kernel for {asked.devices}, and this program is "
-            f'for {platform}: "auto" takes it wherever it can'
+            f'for {on}: "auto" takes it wherever it can'
         )
-    if kernel is None or implementation in ("xla", "chunked"):
-        return plain(*arrays)
-    why = kernel.why_not(arrays, window)
+    # A ring was asked for by its name, and is in chunks everywhere.
+    in_chunks = implementation in ("xla", "chunked") or (parts.how == "ring" and asked is None)
+    if kernel is None or in_chunks:
+        return plain(*given.arrays)
+    why = _why_not(kernel, given, parts, window)
     if why is None:
-        by_kernel = _on_shards(partial(kernel.run, window=window), check_vma=False)
+        by_kernel = _on_shards(given, _by_kernel(kernel, parts, window), check_vma=False)
         # What is traced here may be lowered for several platforms, or another one: `jax.export`.
         # So both are traced, and the one that is lowered is chosen then.
-        return jax.lax.platform_dependent(*arrays, default=plain, **{kernel.platform: by_kernel})
+        by_platform = {kernel.platform: by_kernel}
+        return jax.lax.platform_dependent(*given.arrays, default=plain, **by_platform)
     problem = f'attention: the kernel "{kernel.name}" cannot compute this: {why.rstrip(".")}'
     if implementation != "auto":
         raise FunctreeValueError(problem)
     warn(
         f'{problem}. It is computed in chunks instead; attention="chunked" says that this is meant'
     )
-    return plain(*arrays)
+    return plain(*given.arrays)
 
 
-def _platform() -> str:
-    """The platform of the current mesh, or else the default one."""
-    # Of the mesh first: the program may be compiled for devices that are not there. Its abstract
-    # device is a part of the key of every trace, so a trace is not taken for another platform.
-    device = jax.sharding.get_abstract_mesh().abstract_device
-    return jax.default_backend() if device is None else device.platform
+class _Given(NamedTuple):
+    """What attention is computed of.
+
+    Attributes:
+        arrays: queries, keys and values, and segments and positions where there are some.
+        names: the names of their dimensions, as `on_shards` takes them.
+        has_segments: whether there are segments.
+    """
+
+    arrays: list[Array]
+    names: list[str]
+    has_segments: bool
+
+    @classmethod
+    def of(
+        cls,
+        query: Array,
+        key: Array,
+        value: Array,
+        segments: Array | None,
+        positions: Array | None,
+    ) -> "_Given":
+        arrays: list[Array] = [query, key, value]
+        names: list[str] = list(AXES[:3])
+        if segments is not None:
+            arrays.append(segments)
+            names.append(AXES[3])
+        if positions is not None:
+            if positions.ndim > 1:
+                positions = jnp.broadcast_to(positions, query.shape[:-2])
+            arrays.append(positions)
+            names.append(AXES[3] if positions.ndim > 1 else "seq")
+        return cls(arrays, names, segments is not None)
+
+    @property
+    def has_positions(self) -> bool:
+        """Whether there are positions."""
+        return len(self.arrays) > 3 + self.has_segments
 
 
-def _on_shards(fun: Callable[..., Array], check_vma: bool = True) -> Callable[..., Array]:
-    """A function of arrays with one batch dimension ─► of any number of them, on each shard."""
+def _parts(given: _Given, context: Context) -> Parts:
+    """How the sequence is in parts while heads are mixed."""
+    if on_one_device():
+        return WHOLE
+    specs = specs_of(given.arrays, given.names)
+    if specs is None:
+        return WHOLE
+    *_, seq, of_heads, _ = specs[0]
+    axes = mesh_axes(seq)
+    heads = given.arrays[0].shape[-2] // devices_along(mesh_axes(of_heads))
+    return parts_of(axes, devices_along(axes), context, heads)
+
+
+def _plain(parts: Parts, window: int | None, chunk: float) -> Callable[..., Array]:
+    """Attention in chunks on one device, of its part of the sequence."""
+    whole = partial(_whole, window=window, chunk=chunk)
+    if parts.how == "heads":
+        return partial(by_heads, parts=parts, whole=whole)
+    if parts.how == "gather":
+        of_part = partial(_of_part, window=window, chunk=chunk)
+        return partial(by_gathering, parts=parts, of_part=of_part)
+    if parts.how == "ring":
+        return partial(by_ring, parts=parts, window=window, chunk=chunk)
+    return whole
+
+
+def _by_kernel(kernel: Kernel, parts: Parts, window: int | None) -> Callable[..., Array]:
+    """Attention by a kernel on one device, of its part of the sequence."""
+    if parts.how == "gather" and kernel.of_part is not None:
+        of_part = partial(kernel.of_part, parts=parts.number, window=window)
+        return partial(by_gathering, parts=parts, of_part=of_part)
+
+    def whole(
+        query: Array,
+        key: Array,
+        value: Array,
+        segments: Array | None = None,
+        positions: None = None,
+    ) -> Array:
+        given = [] if segments is None else [segments]
+        return kernel.run(query, key, value, *given, window=window)
+
+    return partial(by_heads, parts=parts, whole=whole) if parts.how == "heads" else whole
+
+
+def _why_not(kernel: Kernel, given: _Given, parts: Parts, window: int | None) -> str | None:
+    """Why a kernel cannot compute this; None if it can."""
+    if given.has_positions:
+        return "it masks by the order of the tokens, and `in_order=False` says that there is none"
+    if parts.how == "ring":
+        return 'with context="ring" keys are passed round in chunks'
+    if parts.how == "gather":
+        if kernel.of_part is None:
+            return 'it takes queries and keys of the same tokens only, and not context="gather"'
+        own = given.arrays[0].shape[1] // parts.number
+        if own % TILE:
+            return f"a part of the sequence has {own} tokens, and it takes multiples of {TILE}"
+    return kernel.why_not(given.arrays, window)
+
+
+def _on_shards(
+    given: _Given, compute: Callable[..., Array], check_vma: bool = True
+) -> Callable[..., Array]:
+    """Attention of arrays with one batch dimension ─► of any number of them, on each shard."""
 
     def of_batches(*arrays: Array) -> Array:
         # (*batch, seq, heads, head_dim) ─► (batch, seq, heads, head_dim), segments ─► (batch, seq).
         # On the shards, where it moves nothing: to join sharded dimensions may need a gather.
         flat = [x.reshape(-1, *x.shape[-3:]) for x in arrays[:3]]
-        flat += [x.reshape(-1, x.shape[-1]) for x in arrays[3:]]
-        return fun(*flat).reshape(arrays[0].shape)
+        rest = [x.reshape(-1, x.shape[-1]) for x in arrays[3:]]
+        segments = rest.pop(0) if given.has_segments else None
+        positions = rest.pop() if rest else None
+        return compute(*flat, segments=segments, positions=positions).reshape(arrays[0].shape)
 
-    return lambda *arrays: on_shards(of_batches, arrays, AXES[: len(arrays)], check_vma)
+    return lambda *arrays: on_shards(of_batches, arrays, given.names, check_vma)
 
 
-def _causal(
+def _whole(
     query: Float[Array, "batch seq heads head_dim"],
     key: Float[Array, "batch seq kv_heads head_dim"],
     value: Float[Array, "batch seq kv_heads head_dim"],
     segments: Int[Array, "batch seq"] | None = None,
+    positions: Int[Array, "#batch seq"] | None = None,
     *,
     window: int | None,
     chunk: float,
 ) -> Float[Array, "batch seq heads head_dim"]:
-    mask = Mask(query_segments=segments, key_segments=segments, window=window)
+    mask = Mask(positions, positions, segments, segments, window)
     return chunked(query, key, value, mask, chunk)
+
+
+def _of_part(
+    query: Float[Array, "batch seq heads head_dim"],
+    key: Float[Array, "batch keys kv_heads head_dim"],
+    value: Float[Array, "batch keys kv_heads head_dim"],
+    first: Int[Array, ""],
+    *,
+    segments: tuple[Array | None, Array | None],
+    positions: tuple[Array | None, Array | None],
+    window: int | None,
+    chunk: float,
+) -> Float[Array, "batch seq heads head_dim"]:
+    offset = first if positions[0] is None else None
+    return chunked(query, key, value, Mask(*positions, *segments, window, offset), chunk)
 
 
 def _by_function(
@@ -207,7 +343,9 @@ def attend_cached(
         return chunked(query, keys, values, mask)
 
     arrays = query, key, value, cached_key, cached_value, filled
-    return on_shards(of_shard, arrays, [HEADS, *[KV_HEADS] * 4, "batch"])
+    # A row of a cache is whole, and so are its next tokens.
+    of_kv = "batch _ kv_heads _"
+    return on_shards(of_shard, arrays, ["batch _ heads _", *[of_kv] * 4, "batch"])
 
 
 def next_positions(filled: Int[Array, "batch"], seq: int) -> Int[Array, "batch seq"]:

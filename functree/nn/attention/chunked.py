@@ -9,14 +9,15 @@ Inside, heads are grouped by the key and value head that they use (Ainslie et al
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jax.typing import DTypeLike
+from jaxtyping import Array, Bool, Float
 
+from functree.nn.attention.mask import CAUSAL, Index, Mask, padded
 from functree.nn.weights import accumulator
 
 CHUNK = 512
@@ -26,99 +27,6 @@ Queries = Float[Array, "batch kv_heads group seq head_dim"]
 Keys = Float[Array, "batch kv_heads keys head_dim"]
 Scores = Float[Array, "batch kv_heads group seq keys"]
 PerQuery = Float[Array, "batch kv_heads group seq"]
-Index = int | Int[Array, ""]
-
-
-class Mask(eqx.Module):
-    """Which keys each query attends to: those that are not after it, in its segment, in its window.
-
-    Attributes:
-        query_positions: the position of each query in its sequence; None for 0, 1, 2, …
-        key_positions: the position of each key, likewise. Nothing attends to a key at a negative
-            one: an empty slot of a cache.
-        query_segments: the segment of each query, such as a text of several in one sequence; None
-            if all are in one.
-        key_segments: the segment of each key, likewise.
-        window: how many keys a query attends to at most, its own among them; None for all.
-
-    Examples:
-        >>> from functree.nn.attention.chunked import Mask
-        >>> Mask(window=2).visible(3, 3)[0, 0, 0].astype(int)
-        Array([[1, 0, 0],
-               [1, 1, 0],
-               [0, 1, 1]], dtype=int32)
-    """
-
-    query_positions: Int[Array, "batch seq"] | None = None
-    key_positions: Int[Array, "batch keys"] | None = None
-    query_segments: Int[Array, "batch seq"] | None = None
-    key_segments: Int[Array, "batch keys"] | None = None
-    # Static: without a window no comparison with it is traced, and chunks outside of it are left
-    # out of the loops.
-    window: int | None = eqx.field(static=True, default=None)
-
-    @property
-    def is_one_sequence(self) -> bool:
-        """Whether queries and keys are those of the same tokens.
-
-        Then each query attends to its own key at least, and chunk `i` of the queries to no chunk of
-        keys after `i`.
-        """
-        return self.query_positions is None and self.key_positions is None
-
-    def visible(
-        self, seq: int, keys: int, first_query: Index = 0, first_key: Index = 0
-    ) -> Bool[Array, "#batch 1 1 seq keys"]:
-        """Whether each query attends to each key.
-
-        Args:
-            seq: the number of queries.
-            keys: the number of keys.
-            first_query: the index of the first query in its sequence, if there are no positions.
-            first_key: the index of the first key, likewise.
-        """
-        query_positions, key_positions = self.query_positions, self.key_positions
-        if query_positions is None:
-            query_positions = (jnp.arange(seq) + first_query)[None]
-        if key_positions is None:
-            key_positions = (jnp.arange(keys) + first_key)[None]
-        # (batch, seq, 1) and (batch, 1, keys): the batch is 1 if all rows have the same positions.
-        query_positions, key_positions = query_positions[:, :, None], key_positions[:, None, :]
-        visible = key_positions <= query_positions
-        if self.key_positions is not None:
-            visible &= key_positions >= 0
-        if self.window is not None:
-            visible &= query_positions - key_positions < self.window
-        if self.query_segments is not None and self.key_segments is not None:
-            visible &= self.query_segments[:, :, None] == self.key_segments[:, None, :]
-        return visible[:, None, None]  # the same for all heads
-
-    def chunk(self, i: Index, j: Index, size: int) -> "Mask":
-        """The mask of chunk `i` of the queries and chunk `j` of the keys."""
-        return Mask(
-            _optional_chunk(self.query_positions, i, size),
-            _optional_chunk(self.key_positions, j, size),
-            _optional_chunk(self.query_segments, i, size),
-            _optional_chunk(self.key_segments, j, size),
-            self.window,
-        )
-
-    def padded(self, queries: int, keys: int) -> "Mask":
-        """The mask with more queries and keys at the end; no query of before attends to these keys.
-
-        Positions are -1 there. Without positions the keys are after all queries.
-        """
-        return Mask(
-            _optional_padded(self.query_positions, queries),
-            _optional_padded(self.key_positions, keys),
-            _optional_padded(self.query_segments, queries),
-            _optional_padded(self.key_segments, keys),
-            self.window,
-        )
-
-
-CAUSAL = Mask()
-"""All keys that are not after a query."""
 
 
 def chunked(
@@ -154,12 +62,12 @@ def chunked(
     more_queries, more_keys = -seq % chunk, -keys % chunk
     mixed: Queries = _in_chunks(
         chunk,
-        _padded(_grouped(query, key.shape[2]), more_queries, 3),
-        _padded(_heads_first(key), more_keys, 2),
-        _padded(_heads_first(value), more_keys, 2),
-        mask.padded(more_queries, more_keys),
+        padded(grouped(query, key.shape[2]), more_queries, 3),
+        padded(heads_first(key), more_keys, 2),
+        padded(heads_first(value), more_keys, 2),
+        mask.padded(more_queries, more_keys, keys),
     )
-    return _ungrouped(mixed[:, :, :, :seq])
+    return ungrouped(mixed[:, :, :, :seq])
 
 
 def unchunked(
@@ -177,11 +85,11 @@ def unchunked(
         mask: which keys each query attends to, of all parts one after the other.
         attends_to_some: whether each query attends to some key.
     """
-    grouped = _grouped(query, parts[0][0].shape[2])
-    heads_first = [(_heads_first(key), _heads_first(value)) for key, value in parts]
+    queries = grouped(query, parts[0][0].shape[2])
+    of_parts = [(heads_first(key), heads_first(value)) for key, value in parts]
     # The scores are joined in place of the keys: for each head and key they have one number, and a
     # key has `head_dim`.
-    scores = jnp.concatenate([_scores(grouped, key) for key, _ in heads_first], -1)
+    scores = jnp.concatenate([_scores(queries, key) for key, _ in of_parts], -1)
     visible = mask.visible(query.shape[1], scores.shape[-1])
     # Not -inf: of a query that attends to nothing all weights would be NaN, and so would be the
     # gradients of all keys. With the least number they are equal, and zeros below.
@@ -192,11 +100,14 @@ def unchunked(
     weights = weights.astype(query.dtype)
     products: list[Array] = []
     first = 0
-    for key, value in heads_first:
+    for key, value in of_parts:
         last = first + key.shape[2]
         products.append(_einsum("bkgst,bktd->bkgsd", weights[..., first:last], value))
         first = last
-    return _ungrouped(functools.reduce(jnp.add, products).astype(query.dtype))
+    return ungrouped(functools.reduce(jnp.add, products).astype(query.dtype))
+
+
+_Sums = tuple[Array, Array, Array]
 
 
 class _Chunks(NamedTuple):
@@ -219,22 +130,74 @@ class _Chunks(NamedTuple):
 
         With positions from elsewhere these are all: where a query is is known only by its value.
         """
-        if not self.mask.is_one_sequence:
+        if not self.mask.is_by_order:
             return 0, self.keys
+        if self.mask.offset is None:
+            # The first query of the chunk is i * size, and attends to window - 1 keys before it.
+            return self._not_before(i * self.size), i + 1
+        first = i * self.size + self.mask.offset
+        return self._not_before(first), jnp.clip(
+            (first + self.size - 1) // self.size + 1, 0, self.keys
+        )
+
+    def _not_before(self, query: Index) -> Index:
+        """The first chunk of keys that a query attends to, by the window."""
         if self.mask.window is None:
-            return 0, i + 1
-        # The first query of the chunk is i * size, and attends to window - 1 keys before its own.
-        return jnp.maximum(0, i * self.size - self.mask.window + 1) // self.size, i + 1
+            return 0
+        return jnp.maximum(0, query - self.mask.window + 1) // self.size
 
     def queries_of(self, j: Index) -> tuple[Index, Index]:
         """The first chunk of queries that attend to keys of chunk `j`, and the one after them."""
-        if not self.mask.is_one_sequence:
+        if not self.mask.is_by_order:
             return 0, self.queries
-        if self.mask.window is None:
-            return j, self.queries
-        # The last key of the chunk is (j + 1) * size - 1: its own query and window - 1 after it.
-        last = ((j + 1) * self.size + self.mask.window - 2) // self.size
-        return j, jnp.minimum(self.queries, last + 1)
+        first, last = j, self.queries
+        offset = 0
+        if self.mask.offset is not None:
+            offset = self.mask.offset
+            first = jnp.maximum(0, j * self.size - offset) // self.size
+        if self.mask.window is not None:
+            # The last key is (j + 1) * size - 1: its own query attends to it, and window - 1 after.
+            of_key = ((j + 1) * self.size + self.mask.window - 2 - offset) // self.size
+            last = jnp.clip(of_key + 1, 0, self.queries)
+        return first, last
+
+    def over(
+        self,
+        add: Callable[[Index, _Sums], _Sums],
+        chunks: tuple[Index, Index],
+        start: _Sums,
+        pair: Callable[[Index], tuple[Index, Index]],
+    ) -> _Sums:
+        """What `add` makes of sums, chunk by chunk. Those are left out where no query attends to a
+        key, as their positions show: half of all, in whatever order the tokens are.
+
+        Args:
+            add: adds one chunk to the sums.
+            chunks: the first one, and the one after the last.
+            start: the sums before the first.
+            pair: a chunk ─► that of the queries and that of the keys.
+        """
+        if self.mask.is_by_order:
+            return jax.lax.fori_loop(*chunks, add, start)
+
+        def add_visible(one: Index, sums: _Sums) -> _Sums:
+            meets = self._meets(*pair(one))
+            return jax.lax.cond(meets, lambda sums: add(one, sums), lambda sums: sums, sums)
+
+        return jax.lax.fori_loop(*chunks, add_visible, start)
+
+    def _meets(self, i: Index, j: Index) -> Bool[Array, ""]:
+        """Whether a query of chunk `i` may attend to a key of chunk `j`, by their positions."""
+        mask = self.mask.chunk(i, j, self.size)
+        queries, keys = mask.query_positions, mask.key_positions
+        if queries is None or keys is None:
+            return jnp.bool_(True)
+        # At a negative position there is no key, and no query whose result is used.
+        far = jnp.iinfo(jnp.int32).max
+        meets = jnp.where(keys < 0, far, keys).min() <= queries.max()
+        if self.mask.window is not None:
+            meets &= jnp.where(queries < 0, far, queries).min() - keys.max() < self.mask.window
+        return meets
 
     def take(self, x: Array, i: Index, axis: int) -> Array:
         """Chunk `i` along a dimension."""
@@ -250,7 +213,7 @@ class _Chunks(NamedTuple):
         return jnp.where(visible, _scores(query, key), -jnp.inf)
 
 
-_Kept = tuple[Queries, Keys, Keys, Mask, Queries, PerQuery]
+Kept = tuple[Queries, Keys, Keys, Mask, Queries, PerQuery]
 """What the backward pass needs: queries, keys, values, the mask, the result, and the logarithm of
 each query's sum of weights."""
 
@@ -262,15 +225,26 @@ def _in_chunks(chunk: int, query: Queries, key: Keys, value: Keys, mask: Mask) -
 
 def _forward(
     chunk: int, query: Queries, key: Keys, value: Keys, mask: Mask
-) -> tuple[Queries, _Kept]:
-    """Algorithm 1 of FlashAttention: the softmax is corrected with each chunk of keys."""
+) -> tuple[Queries, Kept]:
+    mixed, log_total = mix(chunk, query, key, value, mask)
+    mixed = mixed.astype(query.dtype)
+    return mixed, (query, key, value, mask, mixed, log_total)
+
+
+def mix(chunk: int, query: Queries, key: Keys, value: Keys, mask: Mask) -> tuple[Queries, PerQuery]:
+    """Algorithm 1 of FlashAttention: the softmax is corrected with each chunk of keys.
+
+    Returns:
+        The weighted values in the dtype of the sums, and the logarithm of each query's sum of
+        weights: infinite for one that attends to nothing.
+    """
     dtype = accumulator(query.dtype)
     chunks = _Chunks(mask, chunk, query.shape[3] // chunk, key.shape[2] // chunk)
 
-    def mix(i: Index) -> tuple[Queries, PerQuery]:
+    def of_queries(i: Index) -> tuple[Queries, PerQuery]:
         queries = chunks.take(query, i, 3)
 
-        def add(j: Index, carry: tuple[PerQuery, PerQuery, Queries]) -> tuple[Array, Array, Array]:
+        def add(j: Index, carry: _Sums) -> _Sums:
             largest, total, mixed = carry
             scores = chunks.scores(queries, chunks.take(key, j, 2), i, j)
             new = jnp.maximum(largest, scores.max(-1))
@@ -284,23 +258,35 @@ def _forward(
 
         none = jnp.full_like(queries[..., 0], -jnp.inf, dtype)
         start = none, jnp.zeros_like(none), jnp.zeros_like(queries, dtype)
-        largest, total, mixed = jax.lax.fori_loop(*chunks.keys_of(i), add, start)
+        largest, total, mixed = chunks.over(add, chunks.keys_of(i), start, lambda j: (i, j))
         attends = total > 0
         total = jnp.where(attends, total, 1)
         # Infinite for a query that attends to nothing, so that its weights are zero in the backward
         # pass.
         log_total = jnp.where(attends, largest + jnp.log(total), jnp.inf)
-        return (mixed / total[..., None]).astype(query.dtype), log_total
+        return mixed / total[..., None], log_total
 
-    mixed, log_total = (_joined(x, 3) for x in jax.lax.map(mix, jnp.arange(chunks.queries)))
-    return mixed, (query, key, value, mask, mixed, log_total)
+    mixed, log_total = (_joined(x, 3) for x in jax.lax.map(of_queries, jnp.arange(chunks.queries)))
+    return mixed, log_total
 
 
-def _backward(chunk: int, kept: _Kept, cotangent: Queries) -> tuple[Queries, Keys, Keys, None]:
+def _backward(chunk: int, kept: Kept, cotangent: Queries) -> tuple[Queries, Keys, Keys, None]:
+    query, key = kept[:2]
+    d_query, d_key, d_value = gradients(chunk, kept, cotangent, key.dtype)
+    return d_query.astype(query.dtype), d_key, d_value, None
+
+
+def gradients(
+    chunk: int, kept: Kept, cotangent: Queries, of_keys: DTypeLike
+) -> tuple[Queries, Keys, Keys]:
     """Algorithm 4 of FlashAttention: by chunks of keys, with a sum over them for the queries.
 
     With weights p, values v, and the cotangent do of the result o: dv = pᵀ do, dp = do vᵀ,
     ds = p * (dp - o · do), dq = ds k, dk = dsᵀ q, where the scores s are scaled.
+
+    Returns:
+        The gradients of queries, in the dtype of the sums, and of keys and values in the dtype
+        that is asked for.
     """
     query, key, value, mask, mixed, log_total = kept
     dtype, scale = accumulator(query.dtype), _scale(query)
@@ -309,10 +295,10 @@ def _backward(chunk: int, kept: _Kept, cotangent: Queries) -> tuple[Queries, Key
     # would be needed.
     common = (mixed.astype(dtype) * cotangent.astype(dtype)).sum(-1)
 
-    def of_keys(d_query: Array, j: Index) -> tuple[Array, tuple[Array, Array]]:
+    def of_chunk(d_query: Array, j: Index) -> tuple[Array, tuple[Array, Array]]:
         keys, values = chunks.take(key, j, 2), chunks.take(value, j, 2)
 
-        def add(i: Index, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        def add(i: Index, carry: _Sums) -> _Sums:
             d_query, d_keys, d_values = carry
             queries, given = chunks.take(query, i, 3), chunks.take(cotangent, i, 3)
             scores = chunks.scores(queries, keys, i, j)
@@ -331,12 +317,12 @@ def _backward(chunk: int, kept: _Kept, cotangent: Queries) -> tuple[Queries, Key
             )
 
         start = d_query, jnp.zeros_like(keys, dtype), jnp.zeros_like(values, dtype)
-        d_query, d_keys, d_values = jax.lax.fori_loop(*chunks.queries_of(j), add, start)
-        return d_query, (d_keys.astype(key.dtype), d_values.astype(value.dtype))
+        d_query, d_keys, d_values = chunks.over(add, chunks.queries_of(j), start, lambda i: (i, j))
+        return d_query, (d_keys.astype(of_keys), d_values.astype(of_keys))
 
-    d_query, parts = jax.lax.scan(of_keys, jnp.zeros_like(query, dtype), jnp.arange(chunks.keys))
+    d_query, parts = jax.lax.scan(of_chunk, jnp.zeros_like(query, dtype), jnp.arange(chunks.keys))
     d_key, d_value = (_joined(x, 2) for x in parts)
-    return d_query.astype(query.dtype), d_key, d_value, None
+    return d_query, d_key, d_value
 
 
 _in_chunks.defvjp(_forward, _backward)
@@ -356,36 +342,19 @@ def _einsum(equation: str, a: Array, b: Array) -> Array:
     return jnp.einsum(equation, a, b, preferred_element_type=accumulator(a.dtype))
 
 
-def _grouped(query: Float[Array, "batch seq heads head_dim"], kv_heads: int) -> Queries:
+def grouped(query: Float[Array, "batch seq heads head_dim"], kv_heads: int) -> Queries:
     """The queries, by the key and value head that they use: neighbours are a group."""
     batch, seq, heads, head_dim = query.shape
     return query.reshape(batch, seq, kv_heads, heads // kv_heads, head_dim).transpose(0, 2, 3, 1, 4)
 
 
-def _ungrouped(mixed: Queries) -> Float[Array, "batch seq heads head_dim"]:
+def ungrouped(mixed: Queries) -> Float[Array, "batch seq heads head_dim"]:
     batch, kv_heads, group, seq, head_dim = mixed.shape
     return mixed.transpose(0, 3, 1, 2, 4).reshape(batch, seq, kv_heads * group, head_dim)
 
 
-def _heads_first(x: Float[Array, "batch keys kv_heads head_dim"]) -> Keys:
+def heads_first(x: Float[Array, "batch keys kv_heads head_dim"]) -> Keys:
     return x.transpose(0, 2, 1, 3)
-
-
-def _optional_chunk(x: Array | None, i: Index, size: int) -> Array | None:
-    return None if x is None else jax.lax.dynamic_slice_in_dim(x, i * size, size, 1)
-
-
-def _optional_padded(x: Array | None, more: int) -> Array | None:
-    return None if x is None else _padded(x, more, 1, -1)
-
-
-def _padded(x: Array, more: int, axis: int, value: int = 0) -> Array:
-    """`x`, longer by `more` along a dimension."""
-    if not more:
-        return x
-    widths = [(0, 0)] * x.ndim
-    widths[axis] = (0, more)
-    return jnp.pad(x, widths, constant_values=value)
 
 
 def _joined(chunks: Array, axis: int) -> Array:

@@ -1,20 +1,25 @@
 """Arrays on one device ─► attention by the kernel of its platform, or why it cannot compute it."""
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from functree.nn.activations import HEADS, KV_HEADS, on_one_device, specs_of
+from functree.nn.attention.splash_mask import CausalMask
 from functree.nn.weights import accumulator, as_int32
 
-AXES = (HEADS, KV_HEADS, KV_HEADS, "batch _")
+AXES = (HEADS, KV_HEADS, KV_HEADS, "batch seq")
 """The axes of queries, keys, values and segments, as `on_shards` takes them."""
 
-_TILE = 128
+TILE = 128
+"""The kernel for TPUs takes multiples of so many tokens."""
+
 _BLOCKS = (512, 256, 128)
 _DTYPES = ("bfloat16", "float32")
 
@@ -28,6 +33,8 @@ class Kernel(NamedTuple):
         platform: what `jax.lax.platform_dependent` calls their platform.
         run: computes it, of queries, keys, values and perhaps segments, and `window=`.
         why_not: why it cannot compute these arrays with this window; None if it can.
+        of_part: computes it of the queries of one part of the sequence and all keys; None if it
+            cannot.
     """
 
     name: str
@@ -35,6 +42,7 @@ class Kernel(NamedTuple):
     platform: str
     run: Callable[..., Array]
     why_not: Callable[[Sequence[Array], int | None], str | None]
+    of_part: Callable[..., Array] | None = None
 
 
 def splash(
@@ -56,25 +64,85 @@ def splash(
         window: how many keys a query attends to at most, its own among them; None for all.
         interpret: whether JAX interprets the kernel, on any device and slowly, for tests.
     """
+    seq, heads, head_dim = query.shape[1:]
+    # The kernel takes whole tiles only.
+    more = -seq % TILE
+    kernel = _splash_kernel(heads, seq + more, 1, window, interpret)
+    # The kernel does not divide by the root of the size of a head. Divided in the wide dtype, and
+    # cast back, since it multiplies queries and keys of one dtype.
+    scaled = (query.astype(accumulator(query.dtype)) / math.sqrt(head_dim)).astype(query.dtype)
+    # A padded key is after all tokens, so that no token attends to it.
+    arrays = [_padded_heads_first(x, more) for x in (scaled, key, value)]
+    ids = None
+    if segments is not None:
+        padded = jnp.pad(as_int32(segments), [(0, 0), (0, more)], mode="edge")
+        ids = padded, padded
+    return _by_splash(kernel, arrays, ids)[:, :seq]
+
+
+def splash_of_part(
+    query: Float[Array, "batch seq heads head_dim"],
+    key: Float[Array, "batch keys kv_heads head_dim"],
+    value: Float[Array, "batch keys kv_heads head_dim"],
+    first: Int[Array, ""],
+    *,
+    parts: int,
+    segments: tuple[Array | None, Array | None] = (None, None),
+    positions: tuple[None, None] = (None, None),
+    window: int | None = None,
+    interpret: bool = False,
+) -> Float[Array, "batch seq heads head_dim"]:
+    """As `splash`, of the queries of one of several parts of a sequence, and all of its keys.
+
+    Args:
+        query: the queries of the part, a multiple of `TILE`.
+        key: all keys.
+        value: all values.
+        first: the index of the first query in the sequence.
+        parts: the number of parts.
+        segments: the segments of the queries, and those of the keys.
+        positions: none, since it masks by the order of the tokens.
+        window: as in `splash`.
+        interpret: as in `splash`.
+    """
+    seq, heads, head_dim = query.shape[1:]
+    whole = _splash_kernel(heads, key.shape[1], parts, window, interpret)
+    # The kernel of all parts has what it knows about the mask in arrays, of which each device takes
+    # its own: the same that a shard_map does with the specs that the kernel has for it.
+    mesh = AbstractMesh((parts,), ("parts",))
+    specs = whole.manual_sharding_spec(NamedSharding(mesh, PartitionSpec(None, "parts")))
+    own = first // seq
+
+    def of_device(x: Array, spec: PartitionSpec) -> Array:
+        if "parts" not in spec:
+            return x
+        axis = tuple(spec).index("parts")
+        size = x.shape[axis] // parts
+        return jax.lax.dynamic_slice_in_dim(x, own * size, size, axis)
+
+    kernel = jax.tree.map(of_device, whole, specs)
+    scaled = (query.astype(accumulator(query.dtype)) / math.sqrt(head_dim)).astype(query.dtype)
+    arrays = [x.transpose(0, 2, 1, 3) for x in (scaled, key, value)]
+    ids = None
+    own_segments, all_segments = segments
+    if own_segments is not None and all_segments is not None:
+        ids = as_int32(own_segments), as_int32(all_segments)
+    return _by_splash(kernel, arrays, ids)
+
+
+def _splash_kernel(heads: int, length: int, parts: int, window: int | None, interpret: bool) -> Any:
+    """The kernel for sequences of a length, whose queries are in so many parts."""
     # Imported here: it takes half a second, and only TPUs need it.
     from jax.experimental.pallas.ops.tpu.splash_attention import (
         BlockSizes,
-        CausalMask,
-        LocalMask,
         MultiHeadMask,
-        SegmentIds,
-        make_splash_mha_single_device,
+        make_splash_mha,
     )
 
-    seq, heads, head_dim = query.shape[1:]
-    # The kernel takes whole tiles only, and a block that divides the sequence: the largest is best.
-    more = -seq % _TILE
-    length = seq + more
-    block = next(size for size in _BLOCKS if length % size == 0)
-    mask = CausalMask((length, length))
-    if window is not None:
-        mask = LocalMask((length, length), (window - 1, 0), 0)
-    kernel: Any = make_splash_mha_single_device(
+    # A block has to divide the queries of a part, and all keys: the largest is best.
+    block = next(size for size in _BLOCKS if length // parts % size == 0)
+    mask = _mask_class()(length, window)
+    return make_splash_mha(
         mask=MultiHeadMask([mask] * heads),
         block_sizes=BlockSizes(
             block_q=block,
@@ -86,20 +154,35 @@ def splash(
             block_q_dq=block,
             block_kv_dq=block,
         ),
+        head_shards=1,
+        q_seq_shards=parts,
         interpret=interpret,
     )
-    # The kernel does not divide by the root of the size of a head. Divided in the wide dtype, and
-    # cast back, since it multiplies queries and keys of one dtype.
-    scaled = (query.astype(accumulator(query.dtype)) / math.sqrt(head_dim)).astype(query.dtype)
-    # A padded key is after all tokens, so that no token attends to it. The kernel takes heads
-    # first, and no batch: hence `vmap`.
-    arrays = [_padded_heads_first(x, more) for x in (scaled, key, value)]
+
+
+@functools.cache
+def _mask_class() -> Any:
+    """`CausalMask` as a class of the kernel's masks; one class, since the kernel remembers what it
+    has read of equal masks."""
+    from jax.experimental.pallas.ops.tpu.splash_attention import Mask
+
+    class SplashMask(CausalMask, Mask):
+        pass
+
+    return SplashMask
+
+
+def _by_splash(
+    kernel: Any, arrays: Sequence[Array], segments: tuple[Array, Array] | None
+) -> Float[Array, "batch seq heads head_dim"]:
+    """The result of the kernel, of arrays with heads first; it takes no batch: hence `vmap`."""
+    from jax.experimental.pallas.ops.tpu.splash_attention import SegmentIds
+
     if segments is None:
         mixed = jax.vmap(kernel)(*arrays)
     else:
-        padded = jnp.pad(as_int32(segments), [(0, 0), (0, more)], mode="edge")
-        mixed = jax.vmap(kernel)(*arrays, SegmentIds(padded, padded))
-    return mixed.transpose(0, 2, 1, 3)[:, :seq]
+        mixed = jax.vmap(kernel)(*arrays, SegmentIds(*segments))
+    return mixed.transpose(0, 2, 1, 3)
 
 
 def _padded_heads_first(
@@ -158,7 +241,7 @@ def _why_not_cudnn(arrays: Sequence[Array], window: int | None) -> str | None:
     return None
 
 
-_SPLASH = Kernel("splash", "TPUs", "tpu", splash, _why_not_splash)
+_SPLASH = Kernel("splash", "TPUs", "tpu", splash, _why_not_splash, splash_of_part)
 _CUDNN = Kernel("cudnn", "NVIDIA's GPUs", "cuda", cudnn, _why_not_cudnn)
 
 KERNELS = {"splash": _SPLASH, "cudnn": _CUDNN}

@@ -1,5 +1,6 @@
 """The vectors of a sequence ─► causal self-attention, with rotary positions and grouped heads."""
 
+import functools
 import math
 from collections.abc import Iterator
 from typing import Any, overload
@@ -13,12 +14,15 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from functree.argument_checks import FLAG, FLOATING, FUNCTION, KEY, POSITIVE, SIZE, check
-from functree.errors import Problem
+from functree.errors import FunctreeValueError, Problem
 from functree.nn.activations import activation, inputs
 from functree.nn.attention.attend import IMPLEMENTATION, Implementation, attend, attend_cached
+from functree.nn.attention.context import CONTEXT, Context
 from functree.nn.norm import RMSNorm
 from functree.nn.rope import SCALING, Scaling, rope
 from functree.nn.weights import (
+    DOT_GENERAL,
+    DotGeneral,
     Initializer,
     broadcast_like,
     cast,
@@ -26,6 +30,7 @@ from functree.nn.weights import (
     fan_in,
     product,
 )
+from functree.tree.interfaces import Matrices
 
 Positions = Int[Array, "*#batch seq"] | None
 Segments = Int[Array, "*batch seq"] | None
@@ -63,12 +68,20 @@ class Attention(eqx.Module):
             function of the arguments of `jax.nn.dot_product_attention`. By default the kernel of
             the platform that the program is lowered for, and elsewhere in chunks, so that no array
             of all queries by all keys is held.
+        context: how the parts of a sequence attend to each other, where the rules shard "seq" by
+            mesh axes that shard no heads. `"heads"`: devices exchange heads for sequence, and have
+            whole sequences of fewer heads, if the number of parts divides that of the heads of a
+            device; `"gather"`: each gets all keys and values; `"ring"`: keys and values are passed
+            round, in chunks, and no device has all of them. `"auto"` is `"heads"` where it can be,
+            and else `"gather"`.
         init: the initializer of the four weights. It makes each as a matrix, whose first dimension
             is the one that is summed over; by default truncated normal with variance 1 / (size
             summed over).
         key: the key for the weights.
         param_dtype: the dtype of the parameters.
         compute_dtype: the dtype to which they are cast in the computation; `None`: that of `x`.
+        dot_general: what multiplies by the weights, a hashable function of the arguments of
+            `jax.lax.dot_general`; `None`: that function itself.
 
     Raises:
         FunctreeError: a size is not a positive integer, `kv_heads` does not divide `heads`,
@@ -95,7 +108,9 @@ class Attention(eqx.Module):
     rope_theta: float = eqx.field(static=True)
     rope_scaling: Scaling | None = eqx.field(static=True)
     attention: Implementation = eqx.field(static=True)
+    context: Context = eqx.field(static=True)
     compute_dtype: np.dtype | None = eqx.field(static=True)
+    dot_general: DotGeneral | None = eqx.field(static=True)
 
     def __init__(
         self,
@@ -111,10 +126,12 @@ class Attention(eqx.Module):
         rope_theta: float = 10_000.0,
         rope_scaling: Scaling | None = None,
         attention: Implementation = "auto",
+        context: Context = "auto",
         init: Initializer = fan_in,
         key: PRNGKeyArray,
         param_dtype: DTypeLike = jnp.float32,
         compute_dtype: DTypeLike | None = None,
+        dot_general: DotGeneral | None = None,
     ):
         check(
             "Attention cannot be built",
@@ -129,11 +146,14 @@ class Attention(eqx.Module):
             rope_theta=(rope_theta, POSITIVE),
             rope_scaling=(rope_scaling, SCALING),
             attention=(attention, IMPLEMENTATION),
+            context=(context, CONTEXT),
             init=(init, FUNCTION),
             key=(key, KEY),
             param_dtype=(param_dtype, FLOATING),
             compute_dtype=(compute_dtype, FLOATING.or_none()),
+            dot_general=(dot_general, DOT_GENERAL),
         )
+        check("Attention cannot be built", *context_problems(attention, context))
         of_heads, of_kv_heads = _head_shapes(embed, heads, kv_heads, head_dim)
         keys = jax.random.split(key, 4)
         self.query = _matrix(init, keys[0], (embed,), of_heads, param_dtype)
@@ -150,9 +170,20 @@ class Attention(eqx.Module):
             size = of_heads[1]
             self.query_norm = RMSNorm(size, norm_eps, axes="head_dim", param_dtype=param_dtype)
             self.key_norm = RMSNorm(size, norm_eps, axes="head_dim", param_dtype=param_dtype)
-        self.window, self.attention = window, attention
+        self.window, self.attention, self.context = window, attention, context
         self.rope_theta, self.rope_scaling = rope_theta, rope_scaling
         self.compute_dtype = dtype_or_none(compute_dtype)
+        self.dot_general = dot_general
+
+    def __matrix_dimensions__(self) -> Matrices:
+        """The four weights, for `ft.nn.matrix_dimensions`; each is one matrix for all heads."""
+        into_heads = (-3, (-2, -1))
+        return {
+            "query": into_heads,
+            "key": into_heads,
+            "value": into_heads,
+            "out": ((-3, -2), -1),
+        }
 
     @overload
     def __call__(
@@ -161,6 +192,7 @@ class Attention(eqx.Module):
         positions: Positions = None,
         segments: Segments = None,
         filled: None = None,
+        in_order: bool = True,
         *,
         cache: None = None,
     ) -> Float[Array, "*batch seq embed"]: ...
@@ -171,6 +203,7 @@ class Attention(eqx.Module):
         positions: Positions,
         segments: Segments,
         filled: Int[Array, "batch"],
+        in_order: bool = True,
         *,
         cache: LayerCache,
     ) -> tuple[Float[Array, "batch seq embed"], LayerCache]: ...
@@ -180,6 +213,7 @@ class Attention(eqx.Module):
         positions: Any = None,
         segments: Any = None,
         filled: Any = None,
+        in_order: bool = True,
         *,
         cache: Any = None,
     ) -> Any:
@@ -192,18 +226,25 @@ class Attention(eqx.Module):
             segments: the segment of each token: a token attends only to those of its own; by
                 default all are in one.
             filled: how many tokens each row has in the cache.
+            in_order: whether tokens are in the order of their sequence. If not, a token attends to
+                those whose position is not after its own, and windows are of positions.
             cache: keys and values of these tokens.
 
         Raises:
-            FunctreeError: the kernel that `attention` names cannot compute this.
+            FunctreeError: the kernel that `attention` names cannot compute this; heads cannot be
+                exchanged for sequence; `in_order=False` without positions, with a cache, or with a
+                function as `attention`.
             ShardingError: the ambient rules do not fit the activations.
         """
+        if not in_order:
+            check_order(positions, cache is not None)
         x, *weights, out = cast(self.compute_dtype, x, self.query, self.key, self.value, self.out)
         xs = inputs(x, "heads head_dim", "kv_heads head_dim", "kv_heads head_dim")
         # (*batch, seq, embed) ─► (*batch, seq, heads, head_dim), and kv_heads for keys and values.
-        query = _shifted(product(xs[0], weights[0]), self.query_bias)
-        key = _shifted(product(xs[1], weights[1]), self.key_bias)
-        value = _shifted(product(xs[2], weights[2]), self.value_bias)
+        multiply = functools.partial(product, dot_general=self.dot_general)
+        query = _shifted(multiply(xs[0], weights[0]), self.query_bias)
+        key = _shifted(multiply(xs[1], weights[1]), self.key_bias)
+        value = _shifted(multiply(xs[2], weights[2]), self.value_bias)
         query = self._rotated(query, self.query_norm, positions)
         key = self._rotated(key, self.key_norm, positions)
         # Constrained after the norm and the rotation: no collective comes between them, and the
@@ -221,6 +262,8 @@ class Attention(eqx.Module):
                 implementation=self.attention,
                 window=self.window,
                 segments=segments,
+                positions=None if in_order else positions,
+                context=self.context,
             )
         else:
             mixed = attend_cached(query, key, value, cache[0], cache[1], filled, window=self.window)
@@ -228,7 +271,7 @@ class Attention(eqx.Module):
         mixed = checkpoint_name(activation(mixed, "batch seq heads head_dim"), "attn_mixed")
         # (*batch, seq, heads, head_dim) ─► (*batch, seq, embed). With "heads" sharded each device
         # has a part of the sum, as in the feed-forward layer.
-        y = activation(product(mixed, out, summed=2), "batch seq embed")
+        y = activation(multiply(mixed, out, summed=2), "batch seq embed")
         y = checkpoint_name(y, "attn_out")
         return y if cache is None else (y, (key, value))
 
@@ -278,6 +321,42 @@ def _matrix(
     return matrix.reshape(*rows, *columns)
 
 
+def context_problems(attention: Implementation, context: Context) -> Iterator[Problem]:
+    """The problem of a function that computes attention, and a way to compute it in parts.
+
+    Examples:
+        >>> from functree.nn.attention.layer import context_problems
+        >>> [
+        ...     problem.what
+        ...     for problem in context_problems(
+        ...         jax.nn.dot_product_attention, "ring"
+        ...     )
+        ... ]
+        ["context='ring'"]
+    """
+    if callable(attention) and context != "auto":
+        why = "a function that is given as `attention=` gets whole sequences"
+        yield Problem(None, None, f"context={context!r}", why, 'attention="auto"')
+
+
+def check_order(positions: Positions, has_cache: bool) -> None:
+    """Raise FunctreeError for tokens that are not in order, and what does not go with them.
+
+    Examples:
+        >>> from functree.nn.attention.layer import check_order
+        >>> check_order(jnp.array([0, 2, 1]), has_cache=False)
+    """
+    if positions is None:
+        raise FunctreeValueError(
+            "in_order=False: the order is that of `positions=`, and there are none. Give those "
+            "that `ft.nn.zigzag` returns, or leave `in_order` out"
+        )
+    if has_cache:
+        raise FunctreeValueError(
+            "in_order=False: the tokens of a cache are in order. Give prompts as they are read"
+        )
+
+
 def head_problems(heads: int, kv_heads: int, head_dim: int) -> Iterator[Problem]:
     """The problems of these numbers of heads, which are positive integers, for the layer and for
     the config of a model.
@@ -285,7 +364,8 @@ def head_problems(heads: int, kv_heads: int, head_dim: int) -> Iterator[Problem]
     Examples:
         >>> from functree.nn.attention.layer import head_problems
         >>> [problem.why for problem in head_problems(8, 3, 16)]
-        ['it must divide heads=8: all key and value heads serve equally many query heads']
+        ['it must divide heads=8: all key and value heads serve equally many query
+        heads']
     """
     if heads % kv_heads:
         why = (

@@ -1,0 +1,183 @@
+"""The tokens of one device and their experts ─► the sums of what these compute, wherever they are.
+
+All functions here run inside a shard_map over the mesh axes of the tokens and of the experts, or on
+one device, where there are no mesh axes.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from functree.devices.varying import equally_varying
+from functree.nn.moe.assignment import Sorted, combine, group_of_row, spread
+from functree.nn.moe.experts import Experts
+
+_Axes = tuple[str, ...]
+
+
+class Tokens(NamedTuple):
+    """Some tokens, and what the router has decided about them.
+
+    Attributes:
+        x: the tokens.
+        experts: the experts of each.
+        weights: the weights of these.
+        shards: of how many shards of the batch's tokens these are. A capacity is that of each.
+    """
+
+    x: Float[Array, "tokens embed"]
+    experts: Int[Array, "tokens top_k"]
+    weights: Float[Array, "tokens top_k"]
+    shards: int = 1
+
+    @property
+    def top_k(self) -> int:
+        """How many experts a token has."""
+        return self.experts.shape[1]
+
+    def sorted(self, number: int) -> Sorted:
+        """All assignments to `number` experts, in the order of these."""
+        return Sorted.of(self.experts.reshape(-1), number)
+
+    def slots(self, number: int, capacity: int) -> Int[Array, "number slots"]:
+        """The assignments that `number` experts have room for: `capacity` of each shard."""
+        of_shards = self.experts.reshape(self.shards, -1)
+        slots = jax.vmap(lambda one: Sorted.of(one, number).slots(capacity))(of_shards)
+        # Those of each shard are numbered from 0. The number behind the last is none of them.
+        each = of_shards.shape[1]
+        offset = jnp.arange(self.shards)[:, None, None] * each
+        slots = jnp.where(slots < each, slots + offset, self.experts.size)
+        # (shards, number, capacity) ─► (number, shards * capacity)
+        return slots.swapaxes(0, 1).reshape(number, -1)
+
+    def without_dropped(self, number: int, capacity: int) -> "Tokens":
+        """The same, where an assignment that is dropped is to the expert behind the last."""
+
+        def of_shard(experts: Array) -> Array:
+            found = Sorted.of(experts, number)
+            return jnp.where(found.place - found.starts[experts] < capacity, experts, number)
+
+        kept = jax.vmap(of_shard)(self.experts.reshape(self.shards, -1))
+        return self._replace(experts=kept.reshape(self.experts.shape))
+
+    def spread(self, assignments: Int[Array, "*rows"]) -> Float[Array, "*rows embed"]:
+        """The token of each row."""
+        return spread(self.x, assignments, self.top_k)
+
+    def combine(
+        self, rows: Float[Array, "*rows embed"], assignments: Int[Array, "*rows"]
+    ) -> Float[Array, "tokens embed"]:
+        """The weighted sum of the rows of each token."""
+        return combine(rows, assignments, self.weights)
+
+    def rows_at(self, experts: int) -> int:
+        """How many rows these tokens can have at some experts: a token has an expert once."""
+        return self.x.shape[0] * min(self.top_k, experts)
+
+
+def on_own_experts(
+    tokens: Tokens, experts: Experts, capacity: int | None, axes: _Axes
+) -> Float[Array, "tokens embed"]:
+    """What the experts of this device add to tokens that all devices of `axes` have.
+
+    Args:
+        tokens: the tokens.
+        experts: the experts of this device.
+        capacity: how many tokens of a shard an expert has room for; None: nothing is dropped.
+        axes: the mesh axes of the experts.
+    """
+    own = experts.gate.shape[0]
+    first = jax.lax.axis_index(axes) * own if axes else 0
+    if capacity is None:
+        local = tokens.experts - first
+        is_own = (local >= 0) & (local < own)
+        found = tokens._replace(experts=jnp.where(is_own, local, own)).sorted(own)
+        rows = found.first(tokens.rows_at(own))
+        return tokens.combine(experts.of_groups(tokens.spread(rows), found.sizes), rows)
+    slots = tokens.slots(own * _size(axes), capacity)
+    if axes:
+        slots = jax.lax.dynamic_slice_in_dim(slots, first, own)
+    return tokens.combine(experts.of_slots(tokens.spread(slots)), slots)
+
+
+def by_exchange(
+    tokens: Tokens, experts: Experts, capacity: int | None, axes: _Axes
+) -> Float[Array, "tokens embed"]:
+    """Each row is sent to the device of its expert and back, by all-to-alls of equal parts.
+
+    Arguments are those of `on_own_experts`, of tokens that only this device has.
+    """
+    own = experts.gate.shape[0]
+    number = own * _size(axes)
+    if capacity is not None:
+        slots = tokens.slots(number, capacity)
+        # (all experts, slots, embed) ─► (own experts, slots of all devices, embed), and back.
+        rows = jax.lax.all_to_all(tokens.spread(slots), axes, 0, 1, tiled=True)
+        computed = jax.lax.all_to_all(experts.of_slots(rows), axes, 1, 0, tiled=True)
+        return tokens.combine(computed, slots)
+    # To each device as many rows as all of these tokens could have there: shapes are static.
+    found = tokens.sorted(number)
+    sizes = found.sizes.reshape(-1, own)
+    blocks = found.blocks(found.starts[::own], sizes.sum(1), tokens.rows_at(own))
+    rows = jax.lax.all_to_all(tokens.spread(blocks), axes, 0, 0, tiled=True)
+    sizes = jax.lax.all_to_all(sizes, axes, 0, 0, tiled=True)
+    groups = jax.vmap(lambda one: group_of_row(one, rows.shape[1]))(sizes)
+    computed = experts.of_rows(rows.reshape(-1, rows.shape[-1]), groups.reshape(-1))
+    computed = jax.lax.all_to_all(computed.reshape(rows.shape), axes, 0, 0, tiled=True)
+    return tokens.combine(computed, blocks)
+
+
+def by_ragged_exchange(
+    tokens: Tokens, experts: Experts, capacity: int | None, axes: _Axes
+) -> Float[Array, "tokens embed"]:
+    """As `by_exchange`, by TPU's own exchange of parts of unlike sizes: no row is sent for nothing,
+    but there is room for all."""
+    own, parts = experts.gate.shape[0], _size(axes)
+    size = tokens.rows_at(own)
+    if capacity is not None:
+        tokens = tokens.without_dropped(own * parts, capacity)
+        size = min(size, own * capacity * tokens.shards)
+    found = tokens.sorted(own * parts)
+    order = found.first(tokens.experts.size)
+    sizes = found.sizes.reshape(parts, own)
+    theirs = jax.lax.all_to_all(sizes, axes, 0, 0, tiled=True)
+    sent, received = sizes.sum(1), theirs.sum(1)
+    starts, their_starts = _starts(sent), _starts(received)
+    # Where on each other device the rows of this one begin, and where on it those that come back.
+    there = jax.lax.all_to_all(their_starts, axes, 0, 0, tiled=True)
+    back = jax.lax.all_to_all(starts, axes, 0, 0, tiled=True)
+    given = tokens.spread(order)
+    room = jnp.zeros_like(given, shape=(parts * size, given.shape[1]))
+    rows = ragged_all_to_all(given, room, starts, sent, there, received, axes)
+    # A group for each device and expert of this one; behind the last there is nothing.
+    groups = group_of_row(theirs.reshape(-1), parts * size)
+    computed = experts.of_rows(rows, jnp.where(groups < own * parts, groups % own, own))
+    returned = ragged_all_to_all(
+        computed, jnp.zeros_like(given), their_starts, received, back, sent, axes
+    )
+    return tokens.combine(returned, order)
+
+
+def ragged_all_to_all(
+    operand: Array,
+    output: Array,
+    starts: Array,
+    sizes: Array,
+    there: Array,
+    received: Array,
+    axes: _Axes,
+) -> Array:
+    """`jax.lax.ragged_all_to_all`, whose operands have to vary along the same mesh axes."""
+    arrays = equally_varying(operand, output, starts, sizes, there, received)
+    return jax.lax.ragged_all_to_all(*arrays, axis_name=axes)
+
+
+def _starts(sizes: Int[Array, "parts"]) -> Int[Array, "parts"]:
+    return jnp.cumsum(sizes) - sizes
+
+
+def _size(axes: _Axes) -> int:
+    """The number of devices along mesh axes of the shard_map around this."""
+    return jax.lax.axis_size(axes) if axes else 1

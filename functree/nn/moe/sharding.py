@@ -1,0 +1,104 @@
+"""Tokens and the weights of experts ─► the mesh axes over which they are sharded."""
+
+from typing import NamedTuple
+
+import jax
+from jax.sharding import AxisType, PartitionSpec
+from jaxtyping import Array, Float
+
+from functree.devices.meshes import devices_along
+from functree.devices.specs import Entry, entry, mesh_axes
+from functree.nn.activations import constrain_to, entries_of, on_one_device, specs_of
+from functree.placing.ambient import spec
+
+TOKENS = "batch seq embed"
+INTO_HIDDEN = "experts embed hidden"
+
+_Axes = tuple[str, ...]
+
+
+class Shards(NamedTuple):
+    """How a layer's tokens and experts are sharded; mesh axes of one device are left out.
+
+    Attributes:
+        entries: the spec of the tokens, but for that of their vectors, which are whole.
+        experts: the mesh axes of the experts.
+        embed: those of the weights' `embed`, along which they are gathered: each shards tokens too.
+        hidden: those of the weights' `hidden`, along which results are summed.
+    """
+
+    entries: tuple[Entry, ...]
+    experts: _Axes = ()
+    embed: _Axes = ()
+    hidden: _Axes = ()
+
+    @property
+    def tokens(self) -> _Axes:
+        """The mesh axes of the tokens."""
+        return tuple(axis for one in self.entries for axis in mesh_axes(one))
+
+    @property
+    def parts(self) -> int:
+        """Into how many parts the experts are sharded."""
+        return devices_along(self.experts)
+
+    def with_tokens_over_experts(self, shape: tuple[int, ...]) -> "Shards | None":
+        """The same, where each expert shard has its own part of the tokens; None if their number is
+        not divisible.
+
+        Args:
+            shape: the shape of the tokens.
+        """
+        more = tuple(axis for axis in self.experts if axis not in self.tokens)
+        if not more:
+            return self
+        for dim in range(len(self.entries)):
+            axes = (*mesh_axes(self.entries[dim]), *more)
+            if shape[dim] % devices_along(axes) == 0:
+                entries = (*self.entries[:dim], entry(axes), *self.entries[dim + 1 :])
+                return self._replace(entries=entries)
+        return None
+
+
+def shards_of(
+    x: Float[Array, "*batch embed"], gate: Float[Array, "experts embed hidden"]
+) -> Shards | None:
+    """How they are sharded; None on one device, or if neither types nor the ambient rules say it.
+
+    Raises:
+        ShardingError: mesh axes do not divide the number of experts, or another size.
+    """
+    if on_one_device():
+        return None
+    # On Explicit axes, types tell it of any number of dimensions.
+    found = specs_of([x], ["embed" if _is_explicit() else TOKENS])
+    if found is None:
+        return None
+    of_weight = entries_of(gate)
+    if not _is_explicit():
+        of_weight = tuple(spec(INTO_HIDDEN))
+    experts, embed, hidden = map(_several, of_weight)
+    if gate.shape[0] % devices_along(experts) or gate.shape[2] % devices_along(hidden):
+        constrain_to(gate, INTO_HIDDEN.split(), of_weight)  # raises, in the words of the rules
+    entries = tuple(entry(_several(one)) for one in tuple(found[0])[:-1])
+    shards = Shards(entries, experts, (), hidden)
+    # Others are gathered by the compiler where the shard_map begins. Gathered inside, their
+    # gradient would be summed over devices with the same tokens.
+    return shards._replace(embed=tuple(axis for axis in embed if axis in shards.tokens))
+
+
+def _is_explicit() -> bool:
+    return AxisType.Auto not in jax.sharding.get_abstract_mesh().axis_types
+
+
+def _several(one: Entry) -> _Axes:
+    """The mesh axes of an entry, without those of one device."""
+    # XLA's partitioner refuses a sum over a mesh axis of one device (in jax 0.12).
+    return tuple(axis for axis in mesh_axes(one) if devices_along((axis,)) > 1)
+
+
+def weight_specs(shards: Shards) -> tuple[PartitionSpec, PartitionSpec, PartitionSpec]:
+    """The specs with which gate, up and down enter a shard_map."""
+    experts, embed, hidden = entry(shards.experts), entry(shards.embed), entry(shards.hidden)
+    into = PartitionSpec(experts, embed, hidden)
+    return into, into, PartitionSpec(experts, hidden, embed)

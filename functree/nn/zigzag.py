@@ -1,0 +1,74 @@
+"""A sequence ─► the same in an order in which all of its parts have equally much to attend to."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Int, Shaped
+
+from functree.argument_checks import SIZE, Takes, check, parameter_error, shown
+from functree.devices.specs import mesh_axes
+from functree.errors import FunctreeValueError, Problem
+from functree.nn.activations import entries_of, explicit_mesh
+
+_TOKENS = Takes(
+    "an array with dimensions for the batch and the sequence",
+    lambda x: isinstance(x, np.ndarray | jax.Array),
+    lambda x: x.ndim > 1 and x.size > 0,
+)
+
+
+def zigzag(
+    x: Shaped[Array | np.ndarray, "batch seq ..."], parts: int
+) -> tuple[Shaped[Array, "batch seq ..."], Int[Array, "seq"]]:
+    """Order a sequence so that causal attention is equal work for all of its parts.
+
+    In order, the last part attends to all others and the first to itself alone. So the sequence is
+    cut into two pieces for each part, and part `i` gets piece `i` and the one that is as far from
+    the end (Grattafiori et al., "The Llama 3 herd of models", 2024). Tokens, targets, masks and
+    segments are ordered alike, before they are placed; the model then takes the positions and
+    `in_order=False`. An array of numpy stays one.
+
+    Only `context="gather"` and `"ring"` gain by it: devices that exchange heads have equal work in
+    any order. Attention is computed in chunks then, since the kernels mask by the order.
+
+    Args:
+        x: what is ordered along its second dimension.
+        parts: the number of devices along the mesh axes of the sequence.
+
+    Returns:
+        The array, and the position of each token.
+
+    Raises:
+        FunctreeError: `2 * parts` does not divide the sequence; it is sharded along Explicit axes.
+
+    Examples:
+        >>> tokens, positions = ft.nn.zigzag(jnp.arange(8)[None] * 10, 2)
+        >>> tokens
+        Array([[ 0, 10, 60, 70, 20, 30, 40, 50]], dtype=int32)
+        >>> positions
+        Array([0, 1, 6, 7, 2, 3, 4, 5], dtype=int32)
+    """
+    check("zigzag cannot order this", x=(x, _TOKENS), parts=(parts, SIZE))
+    seq, pieces = x.shape[1], 2 * int(parts)
+    if seq % pieces:
+        why = f"the sequence of {seq} has to be cut into {pieces} equal pieces, two for each part"
+        remedy = f"pad it to a multiple of {pieces}"
+        problem = Problem(None, None, f"x={shown(x)}, parts={parts}", why, remedy)
+        raise parameter_error("zigzag cannot order this", [problem], right_type=True)
+    first = np.arange(pieces // 2)
+    order = np.stack([first, pieces - 1 - first], 1).reshape(-1)
+    index = np.arange(seq, dtype=np.int32).reshape(pieces, -1)[order].reshape(-1)
+    return _ordered(x, index), jnp.asarray(index)
+
+
+def _ordered(x: Any, index: np.ndarray) -> Any:
+    if isinstance(x, np.ndarray):
+        return x[:, index]
+    # JAX cannot look up along a dimension whose type is sharded, and it would move all tokens.
+    if explicit_mesh(x) is not None and mesh_axes(entries_of(x)[1]):
+        raise FunctreeValueError(
+            f"zigzag: the sequence of {shown(x)} is sharded already: order it before it is placed"
+        )
+    return jnp.take(x, index, axis=1)
