@@ -6,7 +6,7 @@ tree are wanted, `tree/nodes.py` has the walk. A packed tree is read as the tree
 but the skeleton is that of the packed tree.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sized
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -202,7 +202,7 @@ class _Walk:
         self.classes: dict[type, ClassHints] = {}
         self.memory: Memory = {}
         self.tried: dict[Hint, Hint] = {}
-        self.unread: dict[tuple[Hint, type], Unread | None] = {}
+        self.unread: dict[tuple[Hint, type, int], Unread | None] = {}
         self.used: set[type] = set()  # the classes in `names` that have named a leaf
         self.training: dict[Path, TrainingState] = {}
         # The fields whose annotation has `ft.names`.
@@ -280,7 +280,8 @@ class _Walk:
 
     def _other_structure(self, hint: Hint, node: Tree) -> Unread | None:
         """Why an annotation says nothing about a node of this class, computed once."""
-        key = hint, type(node)
+        # A tuple may have more elements than its annotation.
+        key = hint, type(node), len(node) if hint.elements and isinstance(node, Sized) else 0
         if key not in self.unread:
             self.unread[key] = other_structure(hint, node)
         return self.unread[key]

@@ -89,9 +89,14 @@ def pack(tree: T | Packed[T]) -> Packed[T]:
     Examples:
         >>> packed = ft.pack(eqx.nn.MLP(2, 2, 8, 3, key=jax.random.key(0)))
         >>> double = jax.jit(lambda packed: jax.tree.map(lambda x: 2 * x, packed))
-        >>> double(packed), ft.unpack(double(packed)).activation is packed.tree.activation
+        >>> (
+        ...     double(packed),
+        ...     ft.unpack(double(packed)).activation is packed.tree.activation,
+        ... )
         (<Packed MLP: 8 arrays>, True)
-        >>> jax.tree_util.keystr(jax.tree_util.tree_flatten_with_path(packed)[0][0][0])
+        >>> jax.tree_util.keystr(
+        ...     jax.tree_util.tree_flatten_with_path(packed)[0][0][0]
+        ... )
         '.layers.0.weight'
     """
     if isinstance(tree, Packed):

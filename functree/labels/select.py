@@ -247,6 +247,8 @@ class Selection(Generic[T]):
         return zip(self._paths, self, strict=True)
 
     def _chosen(self, paths: Sequence[Path], asked: str) -> "Selection[T]":
+        # Raises for a path of several parts, of which one would be taken for the other.
+        nodes_at(self._tree, paths)
         return Selection(self._tree, paths, self._asked + asked)
 
     def _outermost(self, fits: Callable[[Path, Tree], Any]) -> list[Path]:

@@ -14,7 +14,7 @@ from functree.errors import (
     RuleError,
     count,
 )
-from functree.labels.filters.filter import Filter, FilterLike, as_filter, naming
+from functree.labels.filters.filter import Filter, FilterLike, as_filter, naming, negated_patterns
 from functree.labels.filters.first_match import FirstMatch
 from functree.labels.leaves import Leaves, read
 from functree.tree.arrays import AnyArray, Tree, TreeDef
@@ -44,15 +44,21 @@ def split(tree: _T, *filters: FilterLike) -> tuple[Skeleton, *tuple[_T, ...]]:
     Raises:
         RuleError: `...` is not the last filter, or an argument is not a filter.
         FunctreeError: no filter matches some arrays, or some static values cannot be hashed. The
-            error lists them. Or a pattern or a class matches no array; a filter by a property, such
-            as `ft.has_axis`, may match none.
+            error lists them. Or a pattern or a class matches no array, or a pattern behind a `~`; a
+            filter by a property, such as `ft.has_axis`, may match none.
 
     Examples:
         >>> layer = eqx.nn.Linear(2, 3, key=jax.random.key(0))
         >>> static, bias, rest = ft.split(layer, "bias", ...)
         >>> bias.weight is None, rest.bias is None
         (True, True)
-        >>> bool(jax.tree.all(jax.tree.map(jnp.array_equal, ft.merge(static, bias, rest), layer)))
+        >>> bool(
+        ...     jax.tree.all(
+        ...         jax.tree.map(
+        ...             jnp.array_equal, ft.merge(static, bias, rest), layer
+        ...         )
+        ...     )
+        ... )
         True
     """
     written = filters or (...,)
@@ -80,12 +86,15 @@ def split(tree: _T, *filters: FilterLike) -> tuple[Skeleton, *tuple[_T, ...]]:
 
 
 def _check_named(filters: Sequence[Filter], leaves: Leaves) -> None:
-    """Raise for filters that match no array because of a pattern or a class. A property may be that
-    of no array."""
+    """Raise for filters that match no array because of a pattern or a class, or all arrays because
+    of a pattern behind a `~`. A property may be that of no array."""
     lost: list[Filter] = []
     for item in filters:
-        if not any(map(item, leaves.leaves)):
-            lost += [part for part in naming(item) if not any(map(part, leaves.leaves))]
+        # Each part of a filter that matches nothing, and of others those that are left out in vain.
+        nothing = not any(map(item, leaves.leaves))
+        for part in naming(item) if nothing else negated_patterns(item):
+            if not any(map(part, leaves.leaves)):
+                lost.append(part)
     if lost:
         why, remedy = "does not match", "correct the filter, or leave it out"
         problems = [leaf.problem(why, remedy) for leaf in leaves.leaves]

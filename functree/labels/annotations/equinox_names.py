@@ -40,7 +40,10 @@ Those of `eqx.nn.State`, which holds what layers declare by `eqx.nn.StateIndex`,
 `names=` too: its leaves have no names, and rules leave them whole.
 
 Examples:
-    >>> rules = ft.AxisRules({"out_features": "model", "in_features": None}, names=ft.equinox_names)
+    >>> rules = ft.AxisRules(
+    ...     {"out_features": "model", "in_features": None},
+    ...     names=ft.equinox_names,
+    ... )
     >>> model = eqx.nn.MLP(8, 4, 16, 2, key=jax.random.key(0))
     >>> ft.plan(model, rules, {"model": 4})["layers.0.weight"].spec
     P('model', None)

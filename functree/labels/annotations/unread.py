@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 
+from functree.errors import USERS_ERRORS, count
 from functree.labels.annotations.hints import NOTHING, Hint
 from functree.tree.arrays import Tree, is_array
 
@@ -21,6 +22,12 @@ def other_structure(hint: Hint, node: Tree) -> Unread | None:
         )
     if not hint.is_about_arrays:
         return None
+    if hint.elements and isinstance(node, list | tuple | dict):
+        return (
+            f"its annotation `{hint.text}` is for {count(len(hint.elements), 'element')}, but "
+            f"there are {len(node)}",
+            "annotate each element, or all alike: `tuple[X, ...]`",
+        )
     have = "an array" if is_array(node) else f"a {type(node).__name__}"
     why = f"its annotation `{hint.text}` is for {_meant(hint)}, but it is {have}"
     if is_array(node):
@@ -47,8 +54,9 @@ def _is_about(hint: Hint, node: Tree) -> bool:
         return bool(hint.forms)
     if hint.below is not None:
         return True
-    if isinstance(node, list | tuple | dict) and (hint.element is not None or hint.elements):
-        return True
+    if isinstance(node, list | tuple | dict):
+        if hint.element is not None or len(node) <= len(hint.elements):
+            return True
     return any(issubclass(type(node), origin) for origin, _ in hint.generics)
 
 
@@ -69,7 +77,10 @@ def hints_by_identity(node: Tree, fields: Mapping[str, Hint]) -> dict[int, Hint]
     """
     found: dict[int, Hint] = {}
     for name, hint in fields.items():
-        value = getattr(node, name, None)
+        try:
+            value = getattr(node, name, None)
+        except USERS_ERRORS:
+            continue  # a property of the user's, which needs more than the arrays
         other = found.setdefault(id(value), hint)
         # Hints are compared by identity, and equal annotations have a hint each.
         if (other.text, other.forms) != (hint.text, hint.forms):

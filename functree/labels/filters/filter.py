@@ -294,6 +294,16 @@ def naming(item: Filter) -> Iterator[Filter]:
             yield from naming(item.part)
 
 
+def negated_patterns(item: Filter) -> Iterator[Filter]:
+    """The patterns in a filter that say what it does not match."""
+    match item:
+        case Negation():
+            yield from patterns(item.part)
+        case Conjunction() | Disjunction():
+            for part in item.parts:
+                yield from negated_patterns(part)
+
+
 def may_name(item: Filter, field: str) -> bool:
     """Whether a filter may name a field, such as `opt_state`; see `names_field`."""
     match item:

@@ -154,7 +154,9 @@ is_buffer: Filter = Predicate("is_buffer", _buffer)
 """Arrays annotated as `ft.Buffer`.
 
 Examples:
-    >>> static, buffers, rest = ft.split({"w": jnp.ones(2)}, ft.is_buffer, ...)
+    >>> static, buffers, rest = ft.split(
+    ...     {"w": jnp.ones(2)}, ft.is_buffer, ...
+    ... )
     >>> buffers
     {'w': None}
 """

@@ -26,6 +26,7 @@ from functree.errors import (
 )
 from functree.labels.leaf import FollowedLeaf, Leaf
 from functree.labels.leaves import Leaves, arrays_by_path, read
+from functree.labels.optimizer.other_sizes import Shape, other_shapes
 from functree.labels.optimizer.owners import STEPS, Owners, StateArrays, owners_of
 from functree.labels.optimizer.representatives import Representatives, representatives
 from functree.tree.arrays import AnyArray
@@ -33,7 +34,6 @@ from functree.tree.paths import Path
 from functree.tree.skeleton.abstract import read_abstract
 from functree.tree.skeleton.skeleton import Skeleton
 
-Shape = tuple[int, ...]
 T = TypeVar("T")
 
 
@@ -125,7 +125,8 @@ def naming_refusals(trained: TrainedModel) -> Iterator[None]:
     except FunctreeError:
         raise
     except USERS_ERRORS as error:
-        _, problems = trained.with_shapes(lambda leaf: _distinct(leaf.shape, 1))
+        shapes = other_shapes(trained.parameters, dict.fromkeys(trained.parameters, 1))
+        _, problems = trained.with_shapes(lambda leaf: shapes[leaf.path])
         if not problems:
             _, problems = trained.skeleton.spread_plain(trained.each(lambda leaf: object()))
         if not problems:
@@ -272,9 +273,7 @@ class _Tracer:
         Raises:
             FunctreeError: `tx.init` raises one.
         """
-        shapes: dict[Path, Shape] = {}
-        for path, leaf in self.parameters.items():
-            shapes[path] = _distinct(leaf.shape, steps[path])
+        shapes = other_shapes(self.parameters, steps)
         params, refused = self.trained.with_shapes(lambda leaf: shapes[leaf.path])
         try:
             return shapes, _abstract(self.tx, params)
@@ -378,30 +377,3 @@ class _Tracer:
 
 def _same_rank(one: Any, other: Any) -> bool:
     return len(one.shape) == len(other.shape)
-
-
-def _distinct(shape: Sequence[int], step: int) -> Shape:
-    """Other sizes, which are different from each other and from the real sizes.
-
-    Optimizers decide by sizes: adafactor factors large dimensions, and the two largest ones. So the
-    sizes are close to the real ones, and in the same order.
-
-    Args:
-        shape: the real shape.
-        step: by how much the sizes are changed, at least; negative for smaller sizes.
-    """
-    out, taken = list(shape), set(shape)
-    way = 1 if step > 0 else -1
-    # In the order of sizes, so that a size that has to be changed by more than the step stays
-    # behind the one before it.
-    for i in sorted(range(len(shape)), key=lambda i: (shape[i], i), reverse=way < 0):
-        size = shape[i] + step
-        while size > 0 and size in taken:
-            size += way
-        # There is no smaller size left. This changes the order, but sizes must be positive and
-        # different.
-        while size <= 0 or size in taken:
-            size += 1
-        out[i] = size
-        taken.add(size)
-    return tuple(out)

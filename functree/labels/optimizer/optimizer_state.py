@@ -26,7 +26,7 @@ def optimizer_state(tx: Optimizer, trained: TrainedModel) -> Leaves:
     Raises:
         FunctreeError: `tx` is not an optimizer.
     """
-    type_ = _type(trained)
+    type_ = trained_type(trained)
     axes = trained.each(lambda leaf: leaf.axes)
 
     def trace() -> tuple[Leaves, Sequence[FollowedLeaf]]:
@@ -35,7 +35,7 @@ def optimizer_state(tx: Optimizer, trained: TrainedModel) -> Leaves:
 
     def label() -> Leaves:
         # By the type alone: under other names nothing is traced again.
-        state, follows = _remembered(tx, ("state", type_), trace)
+        state, follows = remembered(tx, ("state", type_), trace)
         parameters = trained.parameters
         labelled = [
             following(leaf, one, parameters)
@@ -45,7 +45,7 @@ def optimizer_state(tx: Optimizer, trained: TrainedModel) -> Leaves:
         # than its annotations say.
         return Leaves(tuple(labelled), (), state.skeleton)
 
-    return _remembered(tx, ("labelled", type_, axes), label)
+    return remembered(tx, ("labelled", type_, axes), label)
 
 
 def followed_by(
@@ -53,8 +53,8 @@ def followed_by(
 ) -> Sequence[FollowedLeaf]:
     """What the leaves of a state follow that exists already."""
     leaves = tuple((leaf.path, leaf.shape, leaf.value.dtype) for leaf in state)
-    return _remembered(
-        tx, ("follows", _type(trained), leaves), lambda: _followed_by(tx, trained, state)
+    return remembered(
+        tx, ("follows", trained_type(trained), leaves), lambda: _followed_by(tx, trained, state)
     )
 
 
@@ -93,7 +93,7 @@ def following(leaf: Leaf, follows: FollowedLeaf, parameters: Mapping[Path, Leaf]
     )
 
 
-def _type(trained: TrainedModel) -> Hashable:
+def trained_type(trained: TrainedModel) -> Hashable:
     """All that a trace of `tx.init` depends on: the parameters without their values, and the
     settings of JAX."""
     settings = (
@@ -105,9 +105,10 @@ def _type(trained: TrainedModel) -> Hashable:
 
 
 def _array_type(leaf: Leaf) -> Hashable:
-    """The type of a parameter, as JAX caches traces by it."""
+    """The type of a parameter, as JAX caches traces by it, and the dimensions of it that are those
+    of stacks."""
     array = leaf.value
-    return array.shape, array.dtype, getattr(array, "weak_type", False)
+    return array.shape, array.dtype, getattr(array, "weak_type", False), leaf.stacked
 
 
 _CONFIG: Any = jax.config  # its options are attributes that type checkers do not know
@@ -115,20 +116,35 @@ _CONFIG: Any = jax.config  # its options are attributes that type checkers do no
 # A state is planned again and again: to make it, to place it, and for the shardings of each
 # function that takes it. So what was traced is remembered by `tx.init`, which is another function
 # for each optimizer that is made.
-_KNOWN: weakref.WeakKeyDictionary[Callable[..., Any], dict[Hashable, Any]] = (
-    weakref.WeakKeyDictionary()
-)
+_KNOWN: weakref.WeakKeyDictionary[Any, dict[Hashable, Any]] = weakref.WeakKeyDictionary()
 _REMEMBERED = 16  # for each optimizer
 
 T = TypeVar("T")
 
 
-def _remembered(tx: Optimizer, key: Hashable, find: Callable[[], T]) -> T:
-    """What was found for an optimizer and a key, or is found now."""
+def remembered(tx: Optimizer, key: Hashable, find: Callable[[], T]) -> T:
+    """What was found about the `init` of an optimizer for a key, or is found now."""
     init = getattr(tx, "init", None)
     if not isinstance(init, FunctionType):  # a method is a new object each time
         return find()
-    known = _KNOWN.setdefault(init, {})
+    return _in_memory(init, key, find)
+
+
+def remembered_update(tx: Any, key: Hashable, find: Callable[[], T]) -> T:
+    """The same about the `update` of an optimizer. Optimizers without state share their `init`.
+
+    For an object whose `update` is a method it is remembered by the object, although that may be
+    changed in place: only warnings and checks depend on it.
+    """
+    if isinstance(tx.update, FunctionType) and isinstance(tx.init, FunctionType):
+        return _in_memory(tx.update, (weakref.ref(tx.init), key), find)
+    if type(tx).__hash__ is object.__hash__:
+        return _in_memory(tx, key, find)
+    return find()
+
+
+def _in_memory(owner: object, key: Hashable, find: Callable[[], T]) -> T:
+    known = _KNOWN.setdefault(owner, {})
     found = known.get(key)
     if found is None:
         found = find()

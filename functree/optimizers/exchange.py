@@ -1,0 +1,224 @@
+"""How the matrices of some stacks are sharded ─► whole matrices on each device, and shards again.
+
+The layers of a stack are sharded within their matrices, as their parameters are. For a computation
+on whole matrices each device gets some of the layers instead, and these whole.
+"""
+
+import math
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+from jaxtyping import Array, Shaped
+
+from functree.devices.specs import mesh_axes, of_rank
+
+_Axes = tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """The exchange of the matrices of some stacks of layers, all of one shape and sharded alike.
+
+    The methods that take arrays are for the body of a `shard_map`.
+
+    Attributes:
+        sizes: the number of devices along each mesh axis.
+        stacks: the sizes of each stack on a device: of the whole stack, unless mesh axes shard its
+            layers. A single matrix is a stack of one, without sizes.
+        layer: the shape of one layer.
+        dims: for each dimension of it the mesh axes that shard it.
+        exchanged: the mesh axes over which shards of matrices are exchanged for layers.
+        sliced: those along which matrices are replicated, and each device takes some of the layers.
+        gathered: those that shard the matrices, and over which no layers are spread.
+    """
+
+    sizes: Mapping[str, int]
+    stacks: tuple[tuple[int, ...], ...]
+    layer: tuple[int, ...]
+    dims: tuple[_Axes, ...]
+    exchanged: _Axes
+    sliced: _Axes
+    gathered: _Axes
+
+    @staticmethod
+    def of(
+        sizes: Mapping[str, int],
+        shape: Sequence[int],
+        spec: PartitionSpec,
+        stacked: int,
+        over: _Axes | None = None,
+    ) -> "Exchange":
+        """The exchange for one parameter.
+
+        Args:
+            sizes: the size of each mesh axis.
+            shape: the shape of the parameter, with its stacks.
+            spec: how it is sharded.
+            stacked: the number of leading dimensions that are those of stacks.
+            over: the mesh axes over which the layers are spread; None for all that shard it.
+        """
+        entries: list[_Axes] = []
+        for one in of_rank(spec, len(shape)).partitions:
+            # XLA's partitioner refuses a collective over a mesh axis of one device (in jax 0.12).
+            entries.append(tuple(axis for axis in mesh_axes(one) if sizes[axis] > 1))
+        stack: list[int] = []
+        for size, axes in zip(shape[:stacked], entries[:stacked], strict=True):
+            stack.append(size // _product(sizes, axes))
+        sharding = sum(entries[stacked:], ())
+        # Over the mesh axes of the stack the layers are spread already.
+        of_stack = sum(entries[:stacked], ())
+        spread: list[str] = []
+        for axis in sharding if over is None else over:
+            if axis not in of_stack and sizes[axis] > 1:
+                spread.append(axis)
+        return Exchange(
+            sizes,
+            (tuple(stack),),
+            tuple(shape[stacked:]),
+            tuple(entries[stacked:]),
+            tuple(axis for axis in sharding if axis in spread),
+            tuple(axis for axis in spread if axis not in sharding),
+            tuple(axis for axis in sharding if axis not in spread),
+        )
+
+    @property
+    def kind(self) -> Hashable:
+        """How matrices are exchanged: equal for exchanges that differ in their stacks only."""
+        return self.layer, self.dims, self.exchanged, self.sliced, self.gathered
+
+    def joined_with(self, others: Sequence["Exchange"]) -> "Exchange":
+        """The exchange of this one's layers and those of others of its kind, as of one stack."""
+        return replace(self, stacks=sum((one.stacks for one in others), self.stacks))
+
+    def of_several(self, number: int) -> "Exchange":
+        """The exchange of so many matrices of each layer at once: the first dimension of a layer
+        counts them."""
+        return replace(self, layer=(number, *self.layer), dims=((), *self.dims))
+
+    def of_one(self) -> "Exchange":
+        """The same, but a single layer is gathered by all devices.
+
+        That moves half as much as to bring it to one device and back, and the other devices have
+        nothing else to do.
+        """
+        if self.layers > 1:
+            return self
+        gathered = tuple(axis for axes in self.dims for axis in axes)
+        return replace(self, exchanged=(), sliced=(), gathered=gathered)
+
+    @property
+    def moves(self) -> bool:
+        """Whether anything has to move."""
+        return bool(self.exchanged or self.sliced or self.gathered)
+
+    @property
+    def layers(self) -> int:
+        """The number of layers that a device has a shard of."""
+        return sum(map(math.prod, self.stacks))
+
+    @property
+    def own(self) -> int:
+        """The number of whole layers that a device gets."""
+        return -(-self.layers // self._devices)
+
+    @property
+    def _devices(self) -> int:
+        """The number of devices over which the layers are spread."""
+        return _product(self.sizes, (*self.sliced, *self.exchanged))
+
+    def idle(self) -> Shaped[Array, ""] | None:
+        """Whether this device has only copies of the layers of others; None if no device has."""
+        if (self._devices - 1) * self.own < self.layers:
+            return None
+        return _index((*self.sliced, *self.exchanged)) * self.own >= self.layers
+
+    def whole(self, shards: Sequence[Shaped[Array, "..."]]) -> Shaped[Array, "own ..."]:
+        """The shards that this device has of each stack ─► its own layers, whole."""
+        x = self._taken(shards)
+        shard = x.shape[1:]
+        x = x.reshape(-1, self.own, *shard)
+        if self.exchanged:
+            x = jax.lax.all_to_all(x, self.exchanged, split_axis=0, concat_axis=0)
+        if self.gathered:
+            x = jax.lax.all_gather(x, self.gathered)
+        # The leading dimensions count shards. Each dimension of a matrix is joined from those of
+        # its mesh axes and its own.
+        counted = (*self.gathered, *self.exchanged)
+        x = x.reshape(*(self.sizes[axis] for axis in counted), self.own, *shard)
+        order = [len(counted)]
+        for dim, axes in enumerate(self.dims, start=len(counted) + 1):
+            order += [*map(counted.index, axes), dim]
+        return x.transpose(order).reshape(self.own, *self.layer)
+
+    def shards(self, x: Shaped[Array, "own ..."]) -> list[Shaped[Array, "..."]]:
+        """The layers of this device, whole ─► its shards of each stack."""
+        counted = (*self.gathered, *self.exchanged)
+        split = [self.own]
+        places: dict[str, int] = {}
+        kept: list[int] = []
+        for size, axes in zip(self.layer, self.dims, strict=True):
+            for axis in axes:
+                places[axis] = len(split)
+                split.append(self.sizes[axis])
+            kept.append(len(split))
+            split.append(size // _product(self.sizes, axes))
+        x = x.reshape(split).transpose(*(places[axis] for axis in counted), 0, *kept)
+        shard = x.shape[len(counted) + 1 :]
+        x = x.reshape(_product(self.sizes, self.gathered), -1, self.own, *shard)
+        x = jax.lax.dynamic_index_in_dim(x, _index(self.gathered), keepdims=False)
+        if self.exchanged:
+            x = jax.lax.all_to_all(x, self.exchanged, split_axis=0, concat_axis=0)
+        return self._given(x.reshape(-1, *shard))
+
+    def part(self, each: Sequence[Shaped[Array, "..."]]) -> Shaped[Array, "own ..."]:
+        """What there is of all layers of each stack, on all devices ─► what there is of the layers
+        of this device."""
+        x = self._taken(each)
+        start = _index(self.exchanged) * self.own
+        return jax.lax.dynamic_slice_in_dim(x, start, self.own)
+
+    def each(self, x: Shaped[Array, "own ..."]) -> list[Shaped[Array, "..."]]:
+        """What there is of the layers of this device ─► what there is of all layers of each stack,
+        on all devices."""
+        if self.exchanged:
+            x = jax.lax.all_gather(x, self.exchanged, tiled=True)
+        return self._given(x)
+
+    def _taken(self, arrays: Sequence[Array]) -> Array:
+        """All layers in one dimension ─► those that this device has to do with, by `sliced`."""
+        layers: list[Array] = []
+        for stack, array in zip(self.stacks, arrays, strict=True):
+            layers.append(array.reshape(math.prod(stack), *array.shape[len(stack) :]))
+        # Copies fill up. Zeros would be matrices that nobody has, which may have no inverse.
+        missing = self._devices * self.own - self.layers
+        layers *= 1 + -(-missing // self.layers)
+        x = layers[0] if len(layers) == 1 else jnp.concatenate(layers)
+        x = x[: self.layers + missing]
+        size = x.shape[0] // _product(self.sizes, self.sliced)
+        return jax.lax.dynamic_slice_in_dim(x, _index(self.sliced) * size, size)
+
+    def _given(self, x: Array) -> list[Array]:
+        """The inverse: all layers, in their stacks."""
+        if self.sliced:
+            x = jax.lax.all_gather(x, self.sliced, tiled=True)
+        found: list[Array] = []
+        start = 0
+        for stack in self.stacks:
+            end = start + math.prod(stack)
+            found.append(x[start:end].reshape(*stack, *x.shape[1:]))
+            start = end
+        return found
+
+
+def _product(sizes: Mapping[str, int], axes: _Axes) -> int:
+    """The number of devices along mesh axes."""
+    return math.prod(sizes[axis] for axis in axes)
+
+
+def _index(axes: _Axes) -> Any:
+    """The index of this device along mesh axes."""
+    return jax.lax.axis_index(axes) if axes else 0
