@@ -120,7 +120,10 @@ class FlatCall(NamedTuple):
         is in the types of the arrays.
         """
         if not self.concrete:
-            return frozenset(map(mesh_of, self.arrays))
+            meshes = tuple(map(mesh_of, self.arrays))
+            distinct = frozenset(meshes)
+            # If some are on a mesh and others are not, it matters which: nobody has placed those.
+            return distinct if len(distinct) == 1 else meshes
         if not self.group.several_devices:
             return tuple([_SHARDING(self.arrays[i]) for i in self.group.heads])
         every = tuple(map(_SHARDING, self.arrays))

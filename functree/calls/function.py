@@ -118,6 +118,10 @@ class Function(Generic[_P, _T]):
         self._used.clear()
         self._moving.clear()
 
+    def on_mesh(self, mesh: Mesh) -> Self:
+        """The same function on another mesh, whatever the mesh of this one."""
+        return type(self).of(self.__wrapped__, self._options._replace(mesh=mesh))
+
     @overload
     def __get__(self, instance: None, owner: type | None = None) -> Self: ...
     @overload

@@ -11,10 +11,10 @@ from collections.abc import Callable, Sequence
 
 import equinox as eqx
 import jax
-from jax.extend.core import ClosedJaxpr, Jaxpr
 
 from functree.calls.output import Output
 from functree.tree.arrays import Tree
+from functree.tree.programs import Program, all_equations
 
 # How the message begins in JAX's error, and what follows it. Equinox has no public names for these.
 _BEGINNING, _END = "_EquinoxRuntimeError: ", "\n\n\n-----"
@@ -24,23 +24,10 @@ _BEGINNING, _END = "_EquinoxRuntimeError: ", "\n\n\n-----"
 _LOG = logging.getLogger("jax._src.callback")
 
 
-def has_checks(value: object) -> bool:
+def has_checks(program: Program) -> bool:
     """Whether a function, or one that it calls, has checks of Equinox."""
-    return _has_checks(value, set())
-
-
-def _has_checks(value: object, seen: set[int]) -> bool:
-    if isinstance(value, tuple | list):
-        return any(_has_checks(one, seen) for one in value)
-    # A function that is called several times is one function.
-    if not isinstance(value, ClosedJaxpr | Jaxpr) or id(value) in seen:
-        return False
-    seen.add(id(value))
-    for equation in value.eqns:
-        if equation.primitive.name == "pure_callback":
-            if _is_check(equation.params["callback"]):
-                return True
-        elif any(_has_checks(one, seen) for one in equation.params.values()):
+    for equation in all_equations(program):
+        if equation.primitive.name == "pure_callback" and _is_check(equation.params["callback"]):
             return True
     return False
 

@@ -64,7 +64,9 @@ class Init(Function[_P, _T]):
             earlier one.
 
     Examples:
-        >>> make = ft.init(lambda: jnp.ones((8, 4)), ft.P("data"), ft.make_mesh(data=8))
+        >>> make = ft.init(
+        ...     lambda: jnp.ones((8, 4)), ft.P("data"), ft.make_mesh(data=8)
+        ... )
         >>> make.plan()[()].local_shape
         (1, 4)
     """
@@ -245,7 +247,10 @@ def init(make: Callable[_P, _T], layout: LayoutTree, mesh: MeshLike = None) -> I
     Examples:
         >>> mesh = ft.make_mesh(data=8)
         >>> make = ft.init(eqx.nn.Linear, ft.FSDP("data", min_size=0), mesh)
-        >>> model, other = make(16, 8, key=jax.random.key(0)), make(16, 8, key=jax.random.key(1))
+        >>> model, other = (
+        ...     make(16, 8, key=jax.random.key(0)),
+        ...     make(16, 8, key=jax.random.key(1)),
+        ... )
         >>> model.weight.sharding.spec, len(make.compilations)
         (P(None, 'data'), 1)
     """
@@ -301,7 +306,9 @@ def init_optimizer(
         >>> import optax
         >>> mesh = ft.make_mesh(data=8)
         >>> model = {"w": ft.shard(jnp.ones((8, 4)), ft.P("data"), mesh)}
-        >>> ft.init_optimizer(optax.adam(1e-3), model, ft.P("data"), mesh)[0].mu["w"].sharding.spec
+        >>> ft.init_optimizer(optax.adam(1e-3), model, ft.P("data"), mesh)[0].mu[
+        ...     "w"
+        ... ].sharding.spec
         P('data', None)
     """
     planned, params = plan_state(tx, model, layout, mesh, wrt, otherwise)

@@ -3,12 +3,15 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import equinox as eqx
+import jax
 from jax.sharding import AbstractMesh, Mesh
 from jax.tree_util import tree_flatten_with_path
 
 from functree.argument_checks import FUNCTION, check
-from functree.calls.compiled_program import heard_compiling, ledger_of
+from functree.calls.callbacks import check_callbacks
 from functree.calls.function import Function
+from functree.calls.program_ledger import heard_compiling, ledger_of
 from functree.calls.signature import AnyFunction
 from functree.compiled.ledger import Ledger
 from functree.devices.meshes import MeshLike, mesh_view
@@ -49,11 +52,16 @@ def ledger(
     Examples:
         >>> mesh = ft.make_mesh(data=8)
         >>> x = jax.ShapeDtypeStruct((16, 4), "float32")
-        >>> ledger = ft.ledger(lambda x: x.sum(0), x, in_shardings=ft.P("data"), mesh=mesh)
+        >>> ledger = ft.ledger(
+        ...     lambda x: x.sum(0), x, in_shardings=ft.P("data"), mesh=mesh
+        ... )
         >>> ledger.collectives[0].kind
         'all-reduce'
     """
     check("ledger cannot compile so", fn=(fn, FUNCTION))
+    # A method that Equinox has jitted: by itself the partial is a module with fields of its own.
+    while isinstance(fn, eqx.Partial) and hasattr(fn.func, "lower"):
+        fn, args, kwargs = fn.func, (*fn.args, *args), {**fn.keywords, **kwargs}
     # By what it can do: other libraries have classes of their own for jitted functions.
     if not hasattr(fn, "lower"):
         fn = jit(fn, in_shardings=in_shardings, out_shardings=out_shardings, mesh=mesh)
@@ -70,7 +78,7 @@ def ledger(
 def _of_others(fn: Any, args: Sequence[Tree], kwargs: dict[str, Tree], mesh: MeshLike) -> Ledger:
     """The ledger of a function that another library has jitted."""
     name = getattr(fn, "__name__", repr(fn))
-    lowered = fn.lower(*args, **kwargs)
+    lowered = _lowered(fn, args, kwargs, name)
     with heard_compiling() as heard:
         wrapped = lowered.compile()
     # A wrapper around JAX's stages, such as that of Flax, has them inside.
@@ -89,6 +97,18 @@ def _of_others(fn: Any, args: Sequence[Tree], kwargs: dict[str, Tree], mesh: Mes
     if mesh is not None:
         used = mesh_view(mesh).mesh
     return ledger_of(compiled, name, parameters, outputs, used, heard.warnings, of_program=False)
+
+
+def _lowered(fn: Any, args: Sequence[Tree], kwargs: dict[str, Tree], name: str) -> Any:
+    """What another library's jitted function lowers to, whose stages may be its own."""
+    if not isinstance(fn, jax.stages.Wrapped):
+        return fn.lower(*args, **kwargs)
+    traced = fn.trace(*args, **kwargs)
+    # Only JAX's own has the program; that of Flax has it inside, as something of its own.
+    if isinstance(traced, jax.stages.Traced):
+        given = [getattr(one, "sharding", None) for one in jax.tree.leaves((args, kwargs))]
+        check_callbacks(name, traced.jaxpr, given)
+    return traced.lower()
 
 
 def _beginnings(fn: AnyFunction, given: int, traced: int) -> list[Beginning]:

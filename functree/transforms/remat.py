@@ -5,11 +5,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-from jax.extend.core import ClosedJaxpr, Jaxpr, Primitive
+from jax.extend.core import Primitive
 
 from functree.argument_checks import Takes, parameter_error
 from functree.errors import FunctreeValueError, Problem, count, did_you_mean
 from functree.tree.arrays import Tree
+from functree.tree.programs import Program, all_equations
 from functree.tree.skeleton.static_value import is_hashable
 
 Policy = Callable[..., Any]
@@ -94,13 +95,18 @@ def offload(*names: str, others: Remat = "full") -> Policy:
         FunctreeError: there are no names, or one is not an identifier; `others` is unknown.
 
     Examples:
-        >>> layers = ft.stack(lambda key: ft.nn.MLP(4, 8, key=key), 3, jax.random.key(0))
-        >>> layers.scan(jnp.ones((5, 4)), remat=ft.offload("mlp_gate", "mlp_up")).shape
+        >>> layers = ft.stack(
+        ...     lambda key: ft.nn.MLP(4, 8, key=key), 3, jax.random.key(0)
+        ... )
+        >>> layers.scan(
+        ...     jnp.ones((5, 4)), remat=ft.offload("mlp_gate", "mlp_up")
+        ... ).shape
         (5, 4)
         >>> layers.scan(jnp.ones((5, 4)), remat=ft.offload("mlp_gates"))
         Traceback (most recent call last):
             ...
-        functree.errors.FunctreeValueError: 1 name to offload that no value in MLP has
+        functree.errors.FunctreeValueError: 1 name to offload that no value in MLP
+        has
         <BLANKLINE>
           "mlp_gates"
               no value has this name; did you mean `mlp_gate`?
@@ -148,20 +154,11 @@ def check_names(policy: Offload, layer: str, run: Callable[..., Tree], *operands
         )
 
 
-def _names(jaxpr: ClosedJaxpr | Jaxpr) -> set[str]:
-    """The names of the values in a program, and in the inner programs of its equations."""
-    found: set[str] = set()
-    for eqn in jaxpr.eqns:
-        # What `jax.ad_checkpoint.checkpoint_name` leaves in a program.
-        if eqn.primitive.name == "name":
-            found.add(eqn.params["name"])
-        for param in eqn.params.values():
-            # `cond` has a tuple of programs, `scan` a single one.
-            several = param if isinstance(param, tuple) else (param,)
-            for inner in several:
-                if isinstance(inner, ClosedJaxpr | Jaxpr):
-                    found |= _names(inner)
-    return found
+def _names(program: Program) -> set[str]:
+    """The names of the values in a program, and in the programs inside of it."""
+    # What `jax.ad_checkpoint.checkpoint_name` leaves in a program.
+    named = (one for one in all_equations(program) if one.primitive.name == "name")
+    return {one.params["name"] for one in named}
 
 
 def remat_policy(remat: Remat) -> Policy | None:
@@ -172,7 +169,9 @@ def remat_policy(remat: Remat) -> Policy | None:
 
     Examples:
         >>> from functree.transforms.remat import remat_policy
-        >>> remat_policy("dots") is jax.checkpoint_policies.dots_with_no_batch_dims_saveable
+        >>> remat_policy(
+        ...     "dots"
+        ... ) is jax.checkpoint_policies.dots_with_no_batch_dims_saveable
         True
     """
     if not REMAT.fits(remat):

@@ -53,7 +53,9 @@ def signature_layouts(
         ...     x: Float[Array, "batch embed"], up: Float[Array, "embed hidden"]
         ... ) -> Float[Array, "batch hidden"]:
         ...     return x @ up
-        >>> rules = ft.AxisRules({"batch": "data", "hidden": "model", "embed": None})
+        >>> rules = ft.AxisRules(
+        ...     {"batch": "data", "hidden": "model", "embed": None}
+        ... )
         >>> inputs, output = ft.signature_layouts(ffn, rules)
         >>> inputs, output
         ({'x': P('data', None), 'up': P(None, 'model')}, P('data', 'model'))

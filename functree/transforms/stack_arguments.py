@@ -1,4 +1,4 @@
-"""The keyword arguments of which each layer of a stack gets its part ─► why they do not fit."""
+"""What each layer of a stack gets, and what it returns ─► why it does not fit."""
 
 import inspect
 from collections.abc import Iterator, Mapping
@@ -61,3 +61,33 @@ def arrays_with_path(tree: Tree) -> Iterator[tuple[Path, jax.Array | jax.ShapeDt
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         if eqx.is_array(leaf) or isinstance(leaf, jax.ShapeDtypeStruct):
             yield Path.of(path), leaf
+
+
+def check_same_type(layer: Tree, x: Tree, y: Tree) -> None:
+    """Raise with our own message before `lax.scan` does, whose message is about its carry.
+
+    Examples:
+        >>> from functree.transforms.stack_arguments import check_same_type
+        >>> check_same_type(jnp.sin, jnp.ones(2), jnp.zeros(2))
+    """
+    given, returned = _types(x), _types(y)
+    if given != returned:
+        raise FunctreeValueError(
+            f"{type(layer).__name__} takes {given} and returns {returned}: in a Stacked the result "
+            "of each layer is the input of the next one, so shape and dtype must stay the same. "
+            "Convert x before the stack, or the result in the layer, or write "
+            "`for layer in stacked: x = layer(x)`"
+        )
+
+
+def _types(x: Tree) -> str:
+    """The types of the leaves as JAX writes them, with Explicit shardings. A weak type is as good
+    as a strong one."""
+    # JAX marks a weak type by a tilde.
+    return str(jax.tree.map(lambda leaf: _Text(str(jax.typeof(leaf)).removeprefix("~")), x))
+
+
+class _Text(str):
+    """A string that is printed without quotes, also inside a tree."""
+
+    __repr__ = str.__str__

@@ -2,7 +2,7 @@
 
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Generic, Literal, TypeVar, overload
 
 import equinox as eqx
@@ -14,8 +14,20 @@ from functree.argument_checks import FLAG, FUNCTION, KEY, SIZE, Takes, check
 from functree.calls.deleted_use import naming_deleted
 from functree.errors import AxesError, FunctreeTypeError, FunctreeValueError, Problem
 from functree.labels.leaf import array_problem
+from functree.layout.plan.notebook import ShownByPlan
+from functree.transforms.pipeline import (
+    check_not_sharded,
+    check_pipeline,
+    pipeline,
+    stages_of,
+)
 from functree.transforms.remat import Offload, Remat, check_names, remat_policy
-from functree.transforms.stack_arguments import EACH, arrays_with_path, check_each
+from functree.transforms.stack_arguments import (
+    EACH,
+    arrays_with_path,
+    check_each,
+    check_same_type,
+)
 from functree.tree.arrays import AnyArray, Tree
 from functree.tree.axes import is_axis_name
 from functree.tree.interfaces import Stack, StateMapping
@@ -29,7 +41,7 @@ Each = Mapping[str, Tree] | None
 """Keyword arguments of layers, whose arrays have a leading dimension with a part for each layer."""
 
 
-class Stacked(eqx.Module, Stack, Generic[T]):
+class Stacked(eqx.Module, Stack, ShownByPlan, Generic[T]):
     """`n` layers of equal structure as one module, which applies them in order.
 
     It is a sequence of layers (`len(s)`, `s[i]`, `s[1:3]`, iteration), and also a layer (`s(x)`).
@@ -47,7 +59,8 @@ class Stacked(eqx.Module, Stack, Generic[T]):
         AxesError: `axis` is not an identifier.
 
     Examples:
-        >>> layers = ft.stack(lambda key: ft.nn.MLP(4, 8, key=key), 3, jax.random.key(0))
+        >>> key = jax.random.key(0)
+        >>> layers = ft.stack(lambda key: ft.nn.MLP(4, 8, key=key), 3, key)
         >>> len(layers), layers.layer.gate.shape, layers[0].gate.shape
         (3, (3, 4, 8), (4, 8))
         >>> layers(jnp.ones((5, 4))).shape
@@ -109,6 +122,7 @@ class Stacked(eqx.Module, Stack, Generic[T]):
         remat: Remat = None,
         unroll: int | bool = 1,
         state: None = None,
+        microbatches: int | None = None,
     ) -> X: ...
     @overload
     def scan(
@@ -120,6 +134,7 @@ class Stacked(eqx.Module, Stack, Generic[T]):
         remat: Remat = None,
         unroll: int | bool = 1,
         state: S,
+        microbatches: None = None,
     ) -> tuple[X, S]: ...
     @overload
     def scan(
@@ -131,6 +146,7 @@ class Stacked(eqx.Module, Stack, Generic[T]):
         remat: Remat = None,
         unroll: int | bool = 1,
         state: None = None,
+        microbatches: int | None = None,
     ) -> tuple[X, Tree]: ...
     @overload
     def scan(
@@ -142,6 +158,7 @@ class Stacked(eqx.Module, Stack, Generic[T]):
         remat: Remat = None,
         unroll: int | bool = 1,
         state: S,
+        microbatches: None = None,
     ) -> tuple[X, Tree, S]: ...
     def scan(
         self,
@@ -152,6 +169,7 @@ class Stacked(eqx.Module, Stack, Generic[T]):
         remat: Remat = None,
         unroll: int | bool = 1,
         state: Tree = None,
+        microbatches: int | None = None,
     ) -> Tree:
         """Apply the layers to `x` in order, with inputs and outputs of each of them.
 
@@ -172,6 +190,10 @@ class Stacked(eqx.Module, Stack, Generic[T]):
                 `(x, state)`, or `(x, out, state)`. A layer sees its own slice of the state that its
                 `StateRef`s declare. Other state is shared by all layers and passed from one to the
                 next; this includes state whose ref is also outside of the stack.
+            microbatches: where the stack's axis is sharded (`{"layers": "pipe"}`), the layers run
+                as a pipeline of stages, so many pieces of the batch one behind the other. The first
+                dimension of `x` is the batch; of `args`, arrays with that leading size are split
+                too, and random keys in `each` are split by piece. Elsewhere it is a scan as ever.
 
         Returns:
             The `x` that the last layer returns; with `collect` or `state=` a tuple: `(x, outs)`,
@@ -180,20 +202,22 @@ class Stacked(eqx.Module, Stack, Generic[T]):
         Raises:
             FunctreeError: a layer changes the shape or dtype of `x`, or does not return a tuple as
                 above; an array in `each` has another leading size, with its path; `remat` is
-                unknown; no value of a layer has a name that is to be offloaded.
+                unknown; no value of a layer has a name that is to be offloaded; the stack's axis is
+                sharded and there are no `microbatches`, or there are and the layers return more
+                than `x`, or the batch has no such pieces.
 
         Examples:
-            >>> layers = ft.stack(lambda key: ft.nn.MLP(4, 8, key=key), 3, jax.random.key(0))
+            >>> key = jax.random.key(0)
+            >>> layers = ft.stack(lambda key: ft.nn.MLP(4, 8, key=key), 3, key)
             >>> layers.scan(jnp.ones((5, 4)), remat="dots").shape
             (5, 4)
 
             Dropout with a key for each layer:
 
-            >>> def make(key):
-            ...     return ft.nn.Sequential([ft.nn.Linear(4, 4, key=key), ft.nn.Dropout(0.5)])
-            >>> layers = ft.stack(make, 3, jax.random.key(0))
-            >>> keys = jax.random.split(jax.random.key(1), 3)
-            >>> layers.scan(jnp.ones((5, 4)), each={"key": keys}).shape
+            >>> parts = [ft.nn.RMSNorm(4), ft.nn.Dropout(0.5)]
+            >>> layers = ft.stack(lambda _: ft.nn.Sequential(parts), 3, key)
+            >>> each = {"key": jax.random.split(key, 3)}
+            >>> layers.scan(jnp.ones((5, 4)), each=each).shape
             (5, 4)
         """
         check(
@@ -202,6 +226,7 @@ class Stacked(eqx.Module, Stack, Generic[T]):
             collect=(collect, FLAG),
             unroll=(unroll, UNROLL),
             state=(state, STATE),
+            microbatches=(microbatches, SIZE.or_none()),
         )
         each = dict(each or {})
         shared: dict[Path, jax.Array] = {}
@@ -211,22 +236,37 @@ class Stacked(eqx.Module, Stack, Generic[T]):
         depth = _depth(self, own)
         check_each(self.layer, each, depth)
         skeleton, arrays = Skeleton.apart((self.layer, each))
+        stages = stages_of(self.axis, arrays)
+        if stages.parts > 1 and microbatches is not None:
+            check_pipeline(collect, state)
+        elif microbatches is None:
+            check_not_sharded(self.axis, stages)
         step = _Step(arrays, skeleton, args, state, collect)
-        run_step: Callable[[Tree, Tree], tuple[Tree, Tree]] = step
         policy = remat_policy(remat)
-        if policy is not None:
-            # In one program XLA would merge the recomputation with the forward pass and save
-            # nothing (common subexpressions). Two loops are not merged, so the costly barriers are
-            # needed only without a loop.
-            unrolled = unroll is True or unroll >= depth
-            run_step = jax.checkpoint(step, policy=policy, prevent_cse=unrolled)
 
         # What layers share is passed from one to the next, like `x`; each gets a slice of the rest.
-        def run(x: Tree, arrays: Tree) -> tuple[Tree, Tree]:
-            return jax.lax.scan(run_step, (x, shared), (arrays, own), length=depth, unroll=unroll)
+        def run(x: Tree, arrays: Tree, step: _Step = step) -> tuple[Tree, Tree]:
+            run_step: Callable[[Tree, Tree], tuple[Tree, Tree]] = step
+            if policy is not None:
+                # In one program XLA would merge the recomputation with the forward pass and save
+                # nothing (common subexpressions). Two loops are not merged, so the costly barriers
+                # are needed only without a loop.
+                unrolled = unroll is True or unroll >= depth
+                run_step = jax.checkpoint(step, policy=policy, prevent_cse=unrolled)
+            return jax.lax.scan(run_step, (x, shared), (arrays, own), unroll=unroll)
 
         if isinstance(policy, Offload):
             check_names(policy, type(self.layer).__name__, run, x, step.arrays)
+        if stages.parts > 1 and microbatches is not None:
+            return pipeline(
+                lambda x, arrays, args: run(x, arrays, replace(step, args=args))[0][0],
+                x,
+                arrays,
+                args,
+                stages=stages,
+                pieces=microbatches,
+                keys=_own_keys(self.layer, arrays),
+            )
         (x, shared), (outs, own) = run(x, step.arrays)
         results = [x]
         if collect:
@@ -234,6 +274,13 @@ class Stacked(eqx.Module, Stack, Generic[T]):
         if state is not None:
             results.append(state.update({**shared, **own}))
         return results[0] if len(results) == 1 else tuple(results)
+
+
+def _own_keys(layer: Tree, arrays: Sequence[AnyArray]) -> frozenset[int]:
+    """Which arrays are random keys that were given for each layer, and not a part of it."""
+    first = len(Skeleton.apart(layer)[1])
+    is_key = [jnp.issubdtype(x.dtype, jax.dtypes.prng_key) for x in arrays]
+    return frozenset(i for i, one in enumerate(is_key) if one and i >= first)
 
 
 # Compared by identity, since JAX needs a hash, and the arrays have none.
@@ -272,7 +319,7 @@ class _Step:
             after = result[-1]
             shared = {path: after[path] for path in shared}
             own = {path: after[path] for path in own}
-        _check_same_type(layer, x, y)
+        check_same_type(layer, x, y)
         return (y, shared), (out, own)
 
     def _check_result(self, layer: Tree, result: Tree) -> None:
@@ -322,7 +369,8 @@ def stack(
         AxesError: `axis` is not an identifier.
 
     Examples:
-        >>> ft.stack(lambda key: ft.nn.RMSNorm(4), 3, jax.random.key(0)).layer.scale.shape
+        >>> layers = ft.stack(lambda _: ft.nn.RMSNorm(4), 3, jax.random.key(0))
+        >>> layers.layer.scale.shape
         (3, 4)
     """
     check("stack cannot make layers", make=(make, FUNCTION), n=(n, SIZE), key=(key, KEY))
@@ -400,28 +448,3 @@ def _checked_index(index: Any, depth: int) -> int | jax.Array:
             f"layer {number} of a Stacked of {depth}: the index is out of range"
         )
     return number
-
-
-def _check_same_type(layer: Tree, x: Tree, y: Tree) -> None:
-    """Raise with our own message before `lax.scan` does, whose message is about its carry."""
-    given, returned = _types(x), _types(y)
-    if given != returned:
-        raise FunctreeValueError(
-            f"{type(layer).__name__} takes {given} and returns {returned}: in a Stacked the result "
-            "of each layer is the input of the next one, so shape and dtype must stay the same. "
-            "Convert x before the stack, or the result in the layer, or write "
-            "`for layer in stacked: x = layer(x)`"
-        )
-
-
-def _types(x: Tree) -> str:
-    """The types of the leaves as JAX writes them, with Explicit shardings. A weak type is as good
-    as a strong one."""
-    # JAX marks a weak type by a tilde.
-    return str(jax.tree.map(lambda leaf: _Text(str(jax.typeof(leaf)).removeprefix("~")), x))
-
-
-class _Text(str):
-    """A string that is printed without quotes, also inside a tree."""
-
-    __repr__ = str.__str__

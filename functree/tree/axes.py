@@ -167,7 +167,9 @@ def names(patterns: Mapping[str, str | Axes] | None = None, /, **fields: str | A
         >>> ft.names(weight="hidden embed", bias="hidden")
         names({'weight': 'hidden embed', 'bias': 'hidden'})
         >>> axes = ft.Axes("heads", "embed")
-        >>> ft.names({"*_proj.weight": "heads embed"}) == ft.names({"*_proj.weight": axes})
+        >>> ft.names({"*_proj.weight": "heads embed"}) == ft.names(
+        ...     {"*_proj.weight": axes}
+        ... )
         True
     """
     if patterns is not None and not isinstance(patterns, Mapping):
@@ -205,7 +207,9 @@ Examples:
     >>> class Norm(eqx.Module):
     ...     scale: Float[Array, "embed"]
     ...     mean: ft.Buffer[Float[Array, "embed"]]
-    >>> _, trained, rest = ft.split(Norm(jnp.ones(2), jnp.zeros(2)), ft.is_trainable, ...)
+    >>> _, trained, rest = ft.split(
+    ...     Norm(jnp.ones(2), jnp.zeros(2)), ft.is_trainable, ...
+    ... )
     >>> trained.mean is None, rest.scale is None
     (True, True)
 """

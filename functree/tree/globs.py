@@ -79,6 +79,12 @@ def _part_regex(token: str, pattern: str) -> str:
     """The expression for one part of a glob."""
     if token == "**":
         return f"(?:{_SEPARATOR}[^{_SEPARATOR}]*)*"
+    if "{" in token and token[0] not in '"[':
+        raise RuleError(
+            f"glob {pattern!r}: {token!r} is how a plan prints several paths at once, and no glob: "
+            "write `*` in its place, or a glob for each, as in "
+            '`ft.glob("blocks.*.up") | ft.glob("blocks.*.down")`'
+        )
     if "*" not in token or token[0] in '"[':
         return re.escape(match_text(Path.parse(token)))
     if "**" in token or not re.fullmatch(r"[\w*]+", token):

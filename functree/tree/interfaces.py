@@ -38,6 +38,39 @@ def own_names(node: Tree) -> Names | None:
     return node.__axis_names__() if hasattr(type(node), "__axis_names__") else None
 
 
+Dimensions = int | Sequence[int]
+"""Dimensions of an array, counted from the end: -1 is the last one."""
+
+Matrices = Mapping[str, tuple[Dimensions, Dimensions] | None]
+"""For fields of a module, or paths below it: the dimensions of a matrix that are summed over, and
+those of the result. None for what is no matrix."""
+
+
+class HasMatrices(Protocol):
+    """A module that says which of its arrays are matrices, as `ft.nn.matrix_dimensions` asks. Any
+    class may define this.
+
+    Examples:
+        >>> class Projection(eqx.Module):
+        ...     weight: Float[Array, "embed heads head_dim"]
+        ...
+        ...     def __matrix_dimensions__(self):
+        ...         return {"weight": (-3, (-2, -1))}
+        >>> projection = Projection(jnp.ones((2, 3, 4)))
+        >>> ft.nn.matrix_dimensions(projection)(projection).weight
+        MuonDimensionNumbers(reduction_axis=-3, output_axis=(-2, -1))
+    """
+
+    def __matrix_dimensions__(self) -> Matrices: ...
+
+
+def own_matrices(node: Tree) -> Matrices | None:
+    """What a module says about its matrices; None if it says nothing."""
+    if not hasattr(type(node), "__matrix_dimensions__"):
+        return None
+    return node.__matrix_dimensions__()
+
+
 class Stack:
     """A module that holds several equal layers as one: every array below it has leading dimensions
     for the layers."""

@@ -4,7 +4,7 @@ others."""
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from functree.errors import USERS_ERRORS, FunctreeTypeError, Problem, error_text
+from functree.errors import USERS_ERRORS, FunctreeTypeError, FunctreeValueError, Problem, error_text
 from functree.tree.arrays import Tree
 from functree.tree.paths import Key, Keys, Path, plain_key
 from functree.tree.skeleton.kinds import ARRAY, FOUND, LEAVES, NONE, Kind, kind_of, one_level
@@ -53,18 +53,42 @@ def emptied(node: Tree, values: Sequence[Tree], path: Path) -> Tree:
 
 
 def nodes_at(tree: Tree, paths: Iterable[Path]) -> list[Tree]:
-    """The nodes at paths that exist in the tree. Each node above them is opened once."""
-    opened: dict[Keys, dict[Key, Tree]] = {}
+    """The nodes at paths that exist in the tree. Each node above them is opened once.
+
+    Raises:
+        FunctreeError: several nodes are at one of the paths.
+    """
+    opened: dict[Keys, tuple[dict[Key, Tree], set[Key]]] = {}
     found: list[Tree] = []
     for path in paths:
         node = tree
         for i, key in enumerate(path):
-            below = opened.get(path[:i])
-            if below is None:
-                below = opened[path[:i]] = dict(children(node) or ())
+            if path[:i] not in opened:
+                opened[path[:i]] = _by_key(node)
+            below, several = opened[path[:i]]
+            if key in several:
+                raise _several(Path(path[: i + 1]), node)
             node = below[key]
         found.append(node)
     return found
+
+
+def _by_key(node: Tree) -> tuple[dict[Key, Tree], set[Key]]:
+    """The children of a node by their keys, and the keys of several."""
+    pairs = children(node) or []
+    found = dict(pairs)
+    if len(found) == len(pairs):
+        return found, set()
+    keys = [key for key, _ in pairs]
+    return found, {key for key in found if keys.count(key) > 1}
+
+
+def _several(path: Path, parent: Tree) -> FunctreeValueError:
+    """The error for a path at which there are several nodes."""
+    why = f"is the path of several parts: {type(parent).__name__} gives two of its children one key"
+    remedy = "give each child a key of its own in the class's `tree_flatten_with_keys`"
+    problem = Problem(path, None, "", why, remedy)
+    return FunctreeValueError("a part cannot be told by its path", [problem])
 
 
 def _kind_at(path: Keys, node: Tree) -> Kind:

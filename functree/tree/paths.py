@@ -161,9 +161,10 @@ def _plain(token: str, text: str) -> Key:
         return int(token)
     if token.isidentifier():
         return token
-    raise RuleError(
-        f"{text!r} is not a path: {token!r} is not an identifier; quote it (`{json.dumps(token)}`)"
-    )
+    remedy = f"quote it (`{json.dumps(token)}`)"
+    if "{" in token:
+        remedy = "with braces a plan prints several paths at once: write one of them"
+    raise RuleError(f"{text!r} is not a path: {token!r} is not an identifier; {remedy}")
 
 
 def _literal(source: str, text: str) -> Key:

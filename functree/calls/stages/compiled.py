@@ -9,10 +9,10 @@ from jax.sharding import Sharding
 
 from functree.calls.call_groups import CallGroup
 from functree.calls.compilations import Difference, Situation, differences
-from functree.calls.compiled_program import ledger_of
 from functree.calls.donation import check_donated, twice_by_identity
 from functree.calls.output import Output
 from functree.calls.program import Program
+from functree.calls.program_ledger import ledger_of
 from functree.calls.runtime_checks import run_checked
 from functree.calls.signature import Args, Record
 from functree.calls.stages.stage import Stage, StagedCall
@@ -145,6 +145,24 @@ class Compiled(Stage[jax.stages.Compiled]):
         return _refuse(self._program, found, dict(zip(group.paths, arrays, strict=True)))
 
     @property
+    def abstract_arguments(self) -> tuple[Args, dict[str, Tree]]:
+        """`(args, kwargs)` of `jax.ShapeDtypeStruct`s: what the program takes, with its
+        shardings."""
+        types = self._call.values(self._stage.in_avals)
+        shardings = self._call.values(self._stage.input_shardings)
+        return self._call.arguments(list(map(_with_sharding, types, shardings)))
+
+    def abstract_result(self, types: Sequence[Any]) -> Tree:
+        """The result as `jax.ShapeDtypeStruct`s, with its shardings.
+
+        Args:
+            types: JAX's type of each array of the program's result: those that are in the jaxpr may
+                be weak.
+        """
+        shardings: Output = self._stage.output_shardings
+        return self._output.like(list(map(_with_sharding, types, shardings.values)))
+
+    @property
     def input_shardings(self) -> tuple[Args, dict[str, Tree]]:
         """`(args, kwargs)` of the shardings that the program was compiled for."""
         return self._arguments(self._stage.input_shardings)
@@ -191,6 +209,13 @@ class Compiled(Stage[jax.stages.Compiled]):
     def runtime_executable(self) -> Any | None:
         """The executable as an object of the runtime."""
         return self._stage.runtime_executable()
+
+
+def _with_sharding(aval: Any, sharding: Sharding | None) -> jax.ShapeDtypeStruct:
+    """A type of JAX with a sharding."""
+    # The weak type too: a step that returns a Python number where it took an array is compiled
+    # again.
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding, weak_type=aval.weak_type)
 
 
 # What the check of a call depends on, as far as it is an attribute of an array.

@@ -9,24 +9,30 @@ from jax.extend.core import ClosedJaxpr
 from jax.sharding import Mesh, NamedSharding
 
 from functree.argument_checks import DEVICES, MAPPING, TEXTS, check
+from functree.calls.callbacks import check_callbacks
 from functree.calls.compile_events import compile_events
-from functree.calls.compiled_program import heard_compiling
 from functree.calls.deleted_use import naming_deleted
 from functree.calls.out_of_memory import check_fits, refusing_too_large
 from functree.calls.output import Output
 from functree.calls.program import around
+from functree.calls.program_ledger import heard_compiling
+from functree.calls.signature import Args, Kwargs
 from functree.calls.stages.compiled import Compiled
 from functree.calls.stages.stage import Stage, StagedCall
+from functree.devices.placement import is_placed
 from functree.errors import FunctreeError, FunctreeTypeError, did_you_mean
-from functree.tree.arrays import Tree
+from functree.tree.arrays import AnyArray, Tree
 from functree.tree.paths import Path
+from functree.tree.skeleton.skeleton import Skeleton
 
 
 class Traced(Stage[jax.stages.Traced]):
     """A function traced for one call; like `jax.stages.Traced`, for functions of modules.
 
     Examples:
-        >>> traced = ft.jit(lambda x: {"y": 2 * x}).trace(jax.ShapeDtypeStruct((3,), "float32"))
+        >>> traced = ft.jit(lambda x: {"y": 2 * x}).trace(
+        ...     jax.ShapeDtypeStruct((3,), "float32")
+        ... )
         >>> traced.out_info["y"].shape
         (3,)
     """
@@ -52,9 +58,28 @@ class Traced(Stage[jax.stages.Traced]):
         """The path of each array of the arguments, in JAX's order."""
         return self._program.group.paths
 
+    def arrays(self, args: Args, kwargs: Kwargs) -> list[AnyArray]:
+        """The arrays of a call like the traced one, in JAX's order, and placed as that is traced.
+
+        Args:
+            args: the arguments by position.
+            kwargs: those by keyword.
+        """
+        _, arrays = Skeleton.apart(self._call.bind(args, kwargs))
+        for i, kind in enumerate(self._call.placed_arrays()):
+            sharding = kind.sharding
+            if isinstance(sharding, NamedSharding) and not is_placed(arrays[i], sharding):
+                arrays[i] = jax.device_put(arrays[i], sharding)
+        return arrays
+
     def of_arrays(self) -> tuple[jax.stages.Wrapped, list[jax.ShapeDtypeStruct]]:
         """The program as a plain `jax.jit` function of its arrays, for `jax.export`; and these,
         abstract."""
+        if self._closes_over_refs:
+            raise FunctreeError(
+                f"{self._program.name} closes over a `jax.Ref`, which stays in this process: pass "
+                "and return the value"
+            )
         arrays = self._call.placed_arrays()
         for i, array in enumerate(arrays):
             # JAX puts an array that nobody has placed on a single device. What is exported does not
@@ -82,7 +107,7 @@ class Traced(Stage[jax.stages.Traced]):
         if any(option.startswith("_") for option in refused):
             raise FunctreeTypeError(
                 f"`jax.export.export` takes what `jax.jit` returns, and {name} is a function of "
-                f"`ft.jit`: write `ft.export({name}, *args)`, whose result "
+                f"functree: write `ft.export({name}, *args)`, whose result "
                 "`jax.export.deserialize` reads"
             )
         for option in refused:
@@ -96,10 +121,16 @@ class Traced(Stage[jax.stages.Traced]):
         )
         # On the mesh of the calls: otherwise JAX would lower and compile again for a call.
         program = self._program
-        with around(program.entered), naming_deleted(program.name, program.body.__wrapped__):
+        deleted = naming_deleted(program.name, program.body.__wrapped__)
+        shardings = (one.sharding for one in self._call.placed_arrays())
+        check_callbacks(program.name, self.jaxpr, shardings)
+        with around(program.entered), deleted:
             lowered = self._stage.lower(lowering_platforms=lowering_platforms)
-        refs = any(isinstance(one, jax.Ref) for one in self._stage.jaxpr.consts)
-        return Lowered(lowered, self._call, refs)
+        return Lowered(lowered, self._call, self._closes_over_refs)
+
+    @property
+    def _closes_over_refs(self) -> bool:
+        return any(isinstance(one, jax.Ref) for one in self._stage.jaxpr.consts)
 
 
 class Lowered(Stage[jax.stages.Lowered]):

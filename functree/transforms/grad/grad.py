@@ -27,6 +27,7 @@ from functree.labels.filters.filter import FilterLike, as_filter
 from functree.labels.filters.predicates import is_trainable
 from functree.layout.layout import LayoutTree
 from functree.transforms.grad.gradient_types import Gradient, GradientAndAux, ValueAndGradient
+from functree.transforms.grad.known_gradient import KnownGradient, known, known_gradient
 from functree.transforms.grad.parameters import Parameters, check_differentiated
 
 _P = ParamSpec("_P")
@@ -118,11 +119,16 @@ def value_and_grad(
         >>> @ft.value_and_grad
         ... def loss(model, x):
         ...     return jnp.sum(model["scale"] * x ** model["power"])
-        >>> value, gradient = loss({"scale": jnp.float32(3), "power": 2}, jnp.arange(3.0))
+        >>> value, gradient = loss(
+        ...     {"scale": jnp.float32(3), "power": 2}, jnp.arange(3.0)
+        ... )
         >>> value, gradient
-        (Array(15., dtype=float32), {'power': None, 'scale': Array(5., dtype=float32)})
+        (Array(15., dtype=float32), {'power': None, 'scale': Array(5.,
+        dtype=float32)})
         >>> bias = ft.value_and_grad(lambda layer, x: layer(x).sum(), wrt="bias")
-        >>> bias(eqx.nn.Linear(2, 2, key=jax.random.key(0)), jnp.ones(2))[1].weight is None
+        >>> bias(eqx.nn.Linear(2, 2, key=jax.random.key(0)), jnp.ones(2))[
+        ...     1
+        ... ].weight is None
         True
     """
     chosen = as_filter(wrt)
@@ -142,7 +148,8 @@ def value_and_grad(
             result, gradients = _differentiate(fn, call, parameters, has_aux)
             return result, gradients if isinstance(argnums, Sequence) else gradients[0]
 
-        return value_and_gradient
+        several = isinstance(argnums, Sequence)
+        return known(value_and_gradient, KnownGradient(numbers, layouts, has_aux, True, several))
 
     return decorate if fn is None else decorate(fn)
 
@@ -225,14 +232,18 @@ def grad(
         ShardingError: (when called) the layout does not fit the gradients.
 
     Examples:
-        >>> ft.grad(lambda model: model["w"] ** 2)({"w": jnp.float32(3), "name": "square"})
+        >>> ft.grad(lambda model: model["w"] ** 2)(
+        ...     {"w": jnp.float32(3), "name": "square"}
+        ... )
         {'name': None, 'w': Array(6., dtype=float32)}
         >>> mesh, rules = ft.make_mesh(data=8), ft.AxisRules({"embed": "data"})
         >>> class Scale(eqx.Module):
         ...     scale: Float[Array, "embed"]
         >>> model = ft.shard(Scale(jnp.ones(8)), rules, mesh)
         >>> with ft.axis_rules(rules):
-        ...     jax.jit(ft.grad(lambda model: (model.scale ** 2).sum()))(model).scale.sharding.spec
+        ...     jax.jit(ft.grad(lambda model: (model.scale**2).sum()))(
+        ...         model
+        ...     ).scale.sharding.spec
         P('data',)
     """
     both = value_and_grad(None, wrt, argnums, has_aux, layout)
@@ -245,7 +256,8 @@ def grad(
             result, gradients = value_and_gradient(*args, **kwargs)
             return (gradients, result[1]) if has_aux else gradients
 
-        return gradient
+        found = known_gradient(value_and_gradient)
+        return gradient if found is None else known(gradient, found._replace(with_value=False))
 
     return decorate if fn is None else decorate(fn)
 

@@ -12,8 +12,8 @@ from functree.devices.meshes import mesh_view
 from functree.errors import FunctreeTypeError, FunctreeValueError, ShardingError, did_you_mean
 from functree.layout.layout import LayoutLike, LayoutTree, as_layout
 from functree.layout.prefix import copied
+from functree.transforms.jit.checked_jit import CheckedJit
 from functree.transforms.jit.jitted import Jit, JitOptions
-from functree.transforms.jit.same_program import CheckedJit
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -123,11 +123,15 @@ def jit(
 
     Examples:
         >>> mesh = ft.make_mesh(data=2, model=4)
-        >>> rules = ft.AxisRules({"batch": "data", "hidden": "model", "embed": None, "seq": None})
+        >>> rules = ft.AxisRules(
+        ...     {"batch": "data", "hidden": "model", "embed": None, "seq": None}
+        ... )
         >>> model = ft.shard(ft.nn.MLP(8, 16, key=jax.random.key(0)), rules, mesh)
         >>> @ft.jit(rules=rules, donate="model")
         ... def step(model, x: Float[Array, "batch seq embed"]):
-        ...     return jax.tree.map(lambda w: w - 0.1 * x.mean(), model), model(x).sum()
+        ...     return jax.tree.map(lambda w: w - 0.1 * x.mean(), model), model(
+        ...         x
+        ...     ).sum()
         >>> model, loss = step(model, jnp.ones((4, 2, 8)))
         >>> model.down.sharding.spec, len(step.compilations)
         (P('model', None), 1)

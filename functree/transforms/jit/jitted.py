@@ -29,6 +29,7 @@ from functree.devices.placement import first_mesh, is_concrete, with_devices_of
 from functree.errors import RuleError, ShardingError
 from functree.labels.pack import Packed, pack
 from functree.layout.layout import Layout, LayoutTree
+from functree.layout.prefix import copied
 from functree.placing.ambient import Surroundings, ambient_rules
 from functree.transforms.jit.arguments import (
     check_rules,
@@ -106,6 +107,23 @@ class Jit(Function[_P, _T]):
     ) -> Self:
         """The wrapper of a function whose signature is known."""
         return cls(fun, partial, traces_of(partial, signature, Jit, tuple(options)), options)
+
+    @property
+    def static(self) -> frozenset[str]:
+        """The names of the parameters that are static, whatever their values are."""
+        return self._options.static
+
+    def changed(self, fun: Callable[_P, _T], **options: Any) -> Self:
+        """A function with other options, and with the rest of those of this one.
+
+        Args:
+            fun: the same function, perhaps bound to other arguments.
+            **options: some of `JitOptions`.
+        """
+        for name in ("in_shardings", "out_shardings"):
+            if name in options:
+                options[name] = copied(options[name])
+        return self.of(fun, self._options._replace(**options))
 
     def __repr__(self) -> str:
         return f"<ft.jit of {self._signature.name}>"

@@ -60,7 +60,9 @@ class Mapped(Function[_P, _T]):
 
     Examples:
         >>> by_rows = {"in_specs": ft.P("data"), "out_specs": ft.P("data")}
-        >>> mapped = ft.shard_map(lambda x: 2 * x, mesh=ft.make_mesh(data=8), **by_rows)
+        >>> mapped = ft.shard_map(
+        ...     lambda x: 2 * x, mesh=ft.make_mesh(data=8), **by_rows
+        ... )
         >>> mapped.eval_shape(jax.ShapeDtypeStruct((8,), "float32")).shape
         (8,)
     """
@@ -170,6 +172,12 @@ class Mapped(Function[_P, _T]):
                     f"{around}: leave `mesh=` out"
                 )
             mesh = outer  # it records which axes are Manual
+        elif tracing() and not outer.empty and outer.size != mesh.size:
+            # JAX would say it of a context that the user has not entered.
+            raise ShardingError(
+                f"{name}: its mesh is {view}, but it is called on the mesh {mesh_view(outer)}, of "
+                "another number of devices: leave `mesh=` out"
+            )
         free = [axis for axis in mesh.axis_names if axis not in outer.manual_axes]
         wanted = list(self._options.axis_names or free)
         for axis in wanted:
@@ -217,7 +225,7 @@ class _LocalBody(NamedTuple):
             return self(arrays)
 
         body.__name__ = body.__qualname__ = self.signature.name.rpartition(".")[2]
-        return jax.jit(body, inline=True)
+        return jax.jit(body)
 
     def __call__(self, arrays: Sequence[jax.Array]) -> tuple[Output, _Specs]:
         """The local result, and the spec of each of its arrays."""

@@ -99,7 +99,9 @@ def shard_map(
         taken outside of the function is right in both cases.
 
     Examples:
-        >>> rules = ft.AxisRules({"batch": "data", "hidden": "model", "embed": None})
+        >>> rules = ft.AxisRules(
+        ...     {"batch": "data", "hidden": "model", "embed": None}
+        ... )
         >>> @ft.shard_map(mesh=ft.make_mesh(data=2, model=4), rules=rules)
         ... def ffn(
         ...     x: Float[Array, "batch embed"],

@@ -1,8 +1,9 @@
 """A function that JAX has compiled ─► the ledger of its program."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, Sharding
@@ -10,10 +11,12 @@ from jax.stages import Compiled
 from jax.tree_util import tree_leaves
 
 from functree.calls.compile_events import compile_events
+from functree.compiled.counterparts import Shape, Shapes
 from functree.compiled.diagnostics import CompilerOutput, listening
 from functree.compiled.ledger import Ledger
 from functree.compiled.read import CompiledProgram, read_ledger
 from functree.devices.backend import backend_text
+from functree.devices.specs import named_axes
 from functree.errors import FunctreeError, FunctreeValueError, count
 from functree.tree.paths import Path
 
@@ -66,10 +69,37 @@ def ledger_of(
             raise FunctreeError(
                 f"{name}: the compiler for {platform} gives no text of the program to read"
             )
-        used, sizes, backend = _described(compiled, parameters, mesh, of_program)
+        described = _described(compiled, parameters, mesh, of_program)
         return read_ledger(
-            CompiledProgram(text, memory.result, used, outputs, sizes, backend, warnings)
+            CompiledProgram(
+                text,
+                memory.result,
+                described.parameters,
+                outputs,
+                described.sizes,
+                described.backend,
+                warnings,
+                described.sharded,
+                lambda *given: Shapes(*map(_global_shapes, described.shardings, given)),
+            )
         )
+
+
+class _Described(NamedTuple):
+    """What JAX knows of a compiled program.
+
+    Attributes:
+        parameters: the paths of the arrays that it uses.
+        sizes: the sizes of the mesh axes.
+        backend: the name of what it is compiled for.
+        sharded: the mesh axes that shard an argument or a result; None if that is not known.
+    """
+
+    parameters: list[Path]
+    sizes: dict[str, int]
+    backend: str
+    sharded: frozenset[str] | None
+    shardings: tuple[list[Sharding], list[Sharding]]
 
 
 def _described(
@@ -77,9 +107,7 @@ def _described(
     parameters: Sequence[Path],
     mesh: Mesh | AbstractMesh | None,
     of_program: bool,
-) -> tuple[list[Path], dict[str, int], str]:
-    """The arrays that a program uses, the sizes of its mesh, and the name of what it is compiled
-    for."""
+) -> _Described:
     used: list[Path] = []
     shardings: list[Sharding] = tree_leaves(compiled.output_shardings)
     given = tree_leaves(compiled.input_shardings, is_leaf=lambda one: one is None)
@@ -91,12 +119,53 @@ def _described(
     meshes = [one.mesh for one in shardings if isinstance(one, NamedSharding)]
     devices = shardings[0].device_set if shardings else jax.devices()[:1]
     if mesh is None or (meshes and not of_program):
-        # The largest: a part of the arrays may be on a mesh of some of the devices.
-        mesh = max(meshes, key=lambda one: one.size, default=mesh)
+        mesh = _mesh_of(meshes, mesh)
     if mesh is not None and not of_program and mesh.size != len(devices):
         raise FunctreeValueError(
             f"ledger: the program was compiled for {count(len(devices), 'device')}, and `mesh=` "
             f"has {mesh.size}: give its arguments shardings on the mesh"
         )
     sizes = {} if mesh is None else dict(mesh.shape)
-    return used, sizes, backend_text(next(iter(devices)))
+    backend = backend_text(next(iter(devices)))
+    results = len(shardings) - len(used)
+    by_array = (shardings[results:], shardings[:results])
+    return _Described(used, sizes, backend, _sharded(shardings, sizes), by_array)
+
+
+def _mesh_of(
+    meshes: Sequence[Mesh | AbstractMesh], given: Mesh | AbstractMesh | None
+) -> Mesh | AbstractMesh | None:
+    """The mesh of a program whose arrays are on some meshes.
+
+    It is the largest, since a part of the arrays may be on a mesh of some of the devices. If there
+    are several of its size with other axes, the one that is given decides.
+    """
+    largest = max(meshes, key=lambda one: one.size, default=given)
+    if given is None or largest is None:
+        return largest
+    axes = {tuple(one.shape.items()) for one in meshes if one.size == largest.size}
+    return given if len(axes) > 1 and given.size == largest.size else largest
+
+
+def _global_shapes(shardings: Sequence[Sharding], shapes: Sequence[Shape]) -> list[Shape]:
+    """The shapes on all devices of arrays of these shapes on each of them."""
+    found: list[Shape] = []
+    for sharding, shape in zip(shardings, shapes, strict=True):
+        # As many elements along each dimension as there are devices can be cut in any way. JAX
+        # does not say it of a result itself if the program has effects in order.
+        devices = sharding.num_devices
+        parts = sharding.shard_shape((devices,) * len(shape))
+        found.append(tuple(size * devices // part for size, part in zip(shape, parts, strict=True)))
+    return found
+
+
+def _sharded(shardings: Iterable[Sharding], sizes: Mapping[str, int]) -> frozenset[str] | None:
+    """The mesh axes by which some of the shardings shard; None if one of them has other axes."""
+    found: set[str] = set()
+    for sharding in shardings:
+        if sharding.is_fully_replicated:
+            continue
+        if not isinstance(sharding, NamedSharding) or dict(sharding.mesh.shape) != dict(sizes):
+            return None
+        found |= named_axes(sharding.spec)
+    return frozenset(found)

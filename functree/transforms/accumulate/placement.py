@@ -1,0 +1,193 @@
+"""A call of a gradient function, and the layout of its gradients ─► `Placement`: the mesh axes over
+which the batch is sharded, and how each parameter is."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+
+from functree.devices.constraint import with_constraint
+from functree.devices.meshes import MeshView, agreed_mesh, mesh_view
+from functree.devices.placement import is_concrete
+from functree.devices.specs import mesh_axes, named_axes, of_rank, without
+from functree.errors import ShardingError
+from functree.labels.leaf import Leaf
+from functree.layout.bare_array_spec import spec_of_axes
+from functree.layout.decide import decide_parts
+from functree.layout.fsdp import FSDP
+from functree.layout.layout import Composition, Layout, LayoutTree, as_layout, is_layout
+from functree.layout.plan.make_plan import read_for
+from functree.layout.prefix import as_partial, own_meshes
+from functree.layout.state_sharding import StateSharding
+from functree.placing.ambient import ambient_rules
+from functree.placing.constrain import find_mesh, local_view
+from functree.transforms.accumulate.roles import Call, Role
+from functree.transforms.grad.known_gradient import KnownGradient
+from functree.tree.axes import Axes
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where the batch and the parameters of a call are.
+
+    Attributes:
+        mesh: the mesh.
+        batch: the mesh axes over which the batch is sharded; None if they are not known.
+        specs: the spec of each parameter, by its index among the arrays of the call; None if they
+            are not known.
+    """
+
+    mesh: Mesh | AbstractMesh
+    batch: tuple[str, ...] | None
+    specs: dict[int, PartitionSpec] | None
+
+    @classmethod
+    def of(cls, call: Call, gradient: KnownGradient | None) -> "Placement | None":
+        """The placement of a call; None without a mesh of several devices."""
+        layout = _layout(call, gradient)
+        mesh = find_mesh(_meshes(layout), call.leaves.values)
+        if mesh is None or mesh.size == 1:
+            return None
+        return cls(mesh, _batch_axes(call, layout, mesh), _specs(call, layout, mesh))
+
+    @property
+    def sharded(self) -> list[int]:
+        """The indices of the parameters that are sharded over the mesh axes of the batch."""
+        batch = set(self.batch or ())
+        return [i for i, spec in (self.specs or {}).items() if named_axes(spec) & batch]
+
+    @property
+    def replicates(self) -> bool:
+        """Whether it is known that no parameter is sharded over the mesh axes of the batch."""
+        return bool(self.batch) and self.specs is not None and not self.sharded
+
+    def check_known(self, call: Call) -> None:
+        """Raise ShardingError if it is not known what is to be gathered."""
+        where = f"on mesh {mesh_view(self.mesh)}"
+        if self.specs is None:
+            raise ShardingError(
+                f'accumulate: gather="once" does not know how the parameters are sharded {where}: '
+                "pass `layout=` to the gradient function, or use rules (`ft.jit(rules=...)`, "
+                "`with ft.axis_rules(...):`)"
+            )
+        if self.batch is None:
+            names = ", ".join(dict.fromkeys(str(leaf.path) for leaf in call.having(Role.BATCH)))
+            raise ShardingError(
+                f'accumulate: gather="once" does not know over which mesh axes the batch ({names}) '
+                f'is sharded {where}: annotate its leading dimension (`x: Float[Array, "batch '
+                '..."]`) and write a rule for this axis, or use `ft.FSDP` in the layout'
+            )
+
+    def gathered(self, operands: Sequence[Any]) -> list[Any]:
+        """The operands of a piece, with the parameters whole along the mesh axes of the batch."""
+        new = list(operands)
+        specs, batch = self.specs or {}, self.batch or ()
+        for i in self.sharded:
+            new[i] = with_constraint(new[i], self.mesh, without(specs[i], batch))
+        return new
+
+
+def _layout(call: Call, gradient: KnownGradient | None) -> LayoutTree:
+    """The layout of the model: that of its gradient, else the ambient one."""
+    if gradient is not None:
+        # The arguments that are bound by position come before the model.
+        own = gradient.layout_of(len(call.arguments.partial.args))
+        if own is not None:
+            return own
+    return ambient_rules()
+
+
+def _meshes(layout: LayoutTree) -> list[Mesh | AbstractMesh | None]:
+    """The mesh that a layout has of its own, if it is one layout."""
+    return [as_layout(layout).own_mesh] if is_layout(layout) and layout is not None else []
+
+
+def _specs(
+    call: Call, layout: LayoutTree, mesh: Mesh | AbstractMesh
+) -> dict[int, PartitionSpec] | None:
+    """The spec of each array of the model; None if they are not known."""
+    found: dict[int, PartitionSpec] = {}
+    for i in call.of_model:
+        spec = _spec(call.leaves.leaves[i].value, mesh)
+        if spec is not None:
+            found[i] = spec
+    if len(found) == len(call.of_model):
+        return found
+    if layout is None:
+        return None
+    leaves, parts = read_for(call.model, layout)
+    view = local_view(agreed_mesh(mesh, own_meshes(parts)))
+    # What is wrong with it is said where the gradient is laid out.
+    decided = decide_parts(leaves, as_partial(parts), view, allow_unspecified=True)
+    for i, decision in zip(call.of_model, decided.decisions, strict=True):
+        found.setdefault(i, decision.spec if decision.specified else PartitionSpec())
+    return found
+
+
+def _spec(value: Any, mesh: Mesh | AbstractMesh) -> PartitionSpec | None:
+    """The spec of an array by its type or its devices; None if these do not tell."""
+    if is_concrete(value):
+        sharding = value.sharding
+        return sharding.spec if isinstance(sharding, NamedSharding) else None
+    if AxisType.Auto in mesh.axis_types:
+        return None
+    return jax.typeof(value).sharding.spec
+
+
+def _batch_axes(
+    call: Call, layout: LayoutTree, mesh: Mesh | AbstractMesh
+) -> tuple[str, ...] | None:
+    """The mesh axes over which the batch is sharded; None if they are not known."""
+    manual = getattr(mesh, "manual_axes", ())
+    for axes in _known_batch_axes(call, layout, mesh):
+        return tuple(axis for axis in axes if axis not in manual)
+    return None
+
+
+def _known_batch_axes(
+    call: Call, layout: LayoutTree, mesh: Mesh | AbstractMesh
+) -> Iterator[tuple[str, ...]]:
+    """What is known of the mesh axes of the batch, the best first."""
+    batch = call.having(Role.BATCH)
+    for leaf in batch:
+        spec = _spec(leaf.value, mesh)
+        if spec is not None:
+            yield mesh_axes(of_rank(spec, len(leaf.shape)).partitions[0])
+    rules = [one for one in (ambient_rules(), layout) if isinstance(one, Layout)]
+    for one in rules:
+        for leaf in batch:
+            axes = _by_rules(leaf, one, mesh)
+            if axes is not None:
+                yield axes
+    for one in rules:
+        fsdp = dict.fromkeys(_fsdp_axes(one))
+        if fsdp:
+            yield tuple(fsdp)
+
+
+def _by_rules(leaf: Leaf, rules: Layout, mesh: Mesh | AbstractMesh) -> tuple[str, ...] | None:
+    """The mesh axes of the leading dimension of an array by its annotation; None if it has none, or
+    the rules do not know it."""
+    name = leaf.axes[0] if leaf.axes else None
+    if name is None or not rules.for_activations:
+        return None
+    try:
+        spec = spec_of_axes(rules, Axes(name), None, local_view(MeshView(dict(mesh.shape), mesh)))
+    except ShardingError:
+        return None
+    return mesh_axes(spec.partitions[0])
+
+
+def _fsdp_axes(layout: Layout) -> Iterator[str]:
+    """The mesh axes of the `FSDP` in a layout."""
+    match layout:
+        case FSDP():
+            yield from layout.mesh_axes
+        case Composition():
+            for part in layout.parts:
+                yield from _fsdp_axes(part)
+        case StateSharding():
+            for one in layout.layouts:
+                yield from _fsdp_axes(as_layout(one))
