@@ -13,6 +13,7 @@ from functree.argument_checks import TEXTS, Takes, check, shown
 from functree.calls.function import BoundFunction
 from functree.calls.program import around
 from functree.calls.signature import Signature
+from functree.devices.deleted import is_deleted, refuse_deleted
 from functree.errors import (
     FunctreeTypeError,
     FunctreeValueError,
@@ -53,7 +54,9 @@ class Exported:
         paths: the path of each argument; None if it was read from bytes, which do not have them.
 
     Examples:
-        >>> double = ft.export(ft.jit(lambda tree: {"y": 2 * tree["x"]}), {"x": jnp.arange(3.0)})
+        >>> double = ft.export(
+        ...     ft.jit(lambda tree: {"y": 2 * tree["x"]}), {"x": jnp.arange(3.0)}
+        ... )
         >>> double.paths
         (Path('tree.x'),)
         >>> ft.Exported.deserialize(double.serialize()).call(jnp.ones(3))
@@ -72,7 +75,8 @@ class Exported:
             The arrays of the result, in the order of their paths.
 
         Raises:
-            FunctreeError: it has another number of arguments, or one of another shape or dtype.
+            FunctreeError: it has another number of arguments, or one of another shape or dtype, or
+                one that is deleted.
         """
         if len(arrays) != len(self.exported.in_avals):
             raise FunctreeTypeError(
@@ -80,6 +84,9 @@ class Exported:
                 f"order of their paths, and {len(arrays)} were given: "
                 f"{self._names() or 'see `exported.in_avals`'}"
             )
+        if any(map(is_deleted, arrays)):
+            paths = self.paths or tuple(Path((i,)) for i in range(len(arrays)))
+            raise refuse_deleted(self.exported.fun_name, paths, arrays)
         if problems := list(self._misfits(arrays)):
             raise FunctreeTypeError(
                 f"{self.exported.fun_name} cannot run: {count(len(problems), 'argument')} differ",
@@ -225,10 +232,14 @@ def export(
 
     Examples:
         >>> @ft.jit
-        ... def f(w: Float[Array, "embed hidden"], x: Float[Array, "batch embed"]):
+        ... def f(
+        ...     w: Float[Array, "embed hidden"], x: Float[Array, "batch embed"]
+        ... ):
         ...     return x @ w
         >>> arrays = jnp.ones((4, 8)), jnp.ones((2, 4))
-        >>> exported = ft.export(f, *arrays, platforms=("cpu", "tpu"), symbolic=["batch"])
+        >>> exported = ft.export(
+        ...     f, *arrays, platforms=("cpu", "tpu"), symbolic=["batch"]
+        ... )
         >>> exported.call(jnp.ones((4, 8)), jnp.ones((5, 4)))[0].shape
         (5, 8)
     """

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any, Self
 
 from functree.errors import CheckpointError, CheckpointFileError
+from functree.io.checkpoints.bucket_objects import Objects
 from functree.io.checkpoints.lease import Lease, Term, give_up, is_dead
 from functree.io.checkpoints.manifest import new_values_name
-from functree.io.checkpoints.objects import Objects
-from functree.io.checkpoints.store import MANIFEST, Held, Store
+from functree.io.checkpoints.store import FAILED, LOCK, MANIFEST, Held, Store
 from functree.io.extras import ForeignErrors, import_extra
 
 ASKED_AFTER = 20.0
@@ -107,6 +107,15 @@ class BucketStore(Store):
     @contextmanager
     def dead(self, name: str) -> Iterator[bool]:
         yield is_dead(self._objects, name)
+
+    def tell_failure(self, name: str) -> None:
+        # Among the values, which go together. Without the lease nothing would be left to go by it.
+        if self.is_mark(f"{name}{LOCK}"):
+            nothing = self._objects.read(f"{name}/{FAILED}")
+            self._objects.write(f"{name}/{FAILED}", b"", nothing.generation)
+
+    def is_told_failure(self, name: str) -> bool:
+        return bool(self._objects.existing([f"{name}/{FAILED}"]))
 
     def remove(self, name: str) -> None:
         self._objects.remove(name)

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from functree.errors import CheckpointError, FunctreeError
-from functree.io.checkpoints.heads import check_heads
+from functree.io.checkpoints.file_headers import check_heads
 from functree.io.checkpoints.stored_arrays import StoredArray
 from functree.io.extras import ForeignErrors, import_extra
 

@@ -23,12 +23,12 @@ from functree.errors import CheckpointError, CheckpointFileError
 from functree.io.checkpoints.bucket_store import BucketStore
 from functree.io.checkpoints.local_store import LocalStore
 from functree.io.checkpoints.manifest import BEGINNING, VALUES, Manifest, is_values_name
-from functree.io.checkpoints.store import LOCK, MANIFEST, Held, Store
+from functree.io.checkpoints.store import LOCK, MANIFEST, UNFINISHED, Held, Store
 from functree.io.extras import ForeignErrors
 
 # What a writer makes beside the folder of the values: the lock, the text of the manifest before it
 # has its name, and the folder of orbax that becomes that of the values at the end.
-_BESIDE = (LOCK, ".json", ".orbax-checkpoint-tmp")
+_BESIDE = (LOCK, ".json", UNFINISHED)
 
 
 def files(failure: str) -> ForeignErrors:
@@ -210,10 +210,11 @@ def is_foreign(store: Store) -> bool:
 
 def _is_own(store: Store, name: str) -> bool:
     """Whether a file, or a folder, was made by a writer: by its whole name and its mark."""
-    values, dot, _ = name.partition(".")
+    values, dot, end = name.partition(".")
     if not is_values_name(values):
         return False
-    if dot and not name.startswith(tuple(f"{values}{end}" for end in _BESIDE)):
+    # The whole ending: `.json.bak` is a copy that the user has made.
+    if dot and f".{end}" not in _BESIDE:
         return False
     return store.is_mark(f"{values}{LOCK}")
 
@@ -236,6 +237,12 @@ def check_seen(store: Store, name: str) -> None:
             f"process {jax.process_index()} does not see the folder {store.path} that process 0 "
             "writes to: give a path on a file system that all processes share"
         )
+
+
+def is_given_up(store: Store, name: str) -> bool:
+    """Whether another process has given up the values of this name, which this one writes too."""
+    # The first process removes them, with their lock, and the others leave word.
+    return f"{name}{LOCK}" not in store.names() or store.is_told_failure(name)
 
 
 class Swept(NamedTuple):

@@ -86,7 +86,9 @@ class Checkpoint:
         Examples:
             >>> ft.save(folder / "before", {"w": jnp.ones((4, 8))})
             >>> ft.save(folder / "after", {"w": jnp.zeros((4, 8))})
-            >>> print(ft.inspect(folder / "before").diff(ft.inspect(folder / "after")))
+            >>> print(
+            ...     ft.inspect(folder / "before").diff(ft.inspect(folder / "after"))
+            ... )
             w: digest f8f5d28f → db0587f7
         """
         if not isinstance(other, Checkpoint | Plan):
@@ -131,7 +133,11 @@ def inspect(path: str | os.PathLike[str]) -> Checkpoint:
         CheckpointError: it is not a checkpoint, or its manifest is not what was written.
 
     Examples:
-        >>> ft.save(folder / "inspected", {"w": jnp.ones((4, 8), jnp.bfloat16)}, meta={"loss": 2.5})
+        >>> ft.save(
+        ...     folder / "inspected",
+        ...     {"w": jnp.ones((4, 8), jnp.bfloat16)},
+        ...     meta={"loss": 2.5},
+        ... )
         >>> found = ft.inspect(folder / "inspected")
         >>> found["w"].dtype, found.meta
         (dtype(bfloat16), {'loss': 2.5})

@@ -13,8 +13,8 @@ from datetime import timedelta
 from typing import NamedTuple
 
 from functree.errors import CheckpointFileError
+from functree.io.checkpoints.bucket_objects import Objects
 from functree.io.checkpoints.manifest import new_values_name
-from functree.io.checkpoints.objects import Objects
 from functree.io.checkpoints.store import LOCK, MANIFEST
 
 RENEWED_AFTER = 20.0

@@ -10,7 +10,7 @@ from typing import Self
 
 from functree.errors import CheckpointFileError
 from functree.io.checkpoints.manifest import new_values_name
-from functree.io.checkpoints.store import LOCK, MANIFEST, Held, Store
+from functree.io.checkpoints.store import FAILED, LOCK, MANIFEST, UNFINISHED, Held, Store
 
 
 class _Lock:
@@ -156,6 +156,14 @@ class LocalStore(Store):
                 yield False
                 return
             yield True
+
+    def tell_failure(self, name: str) -> None:
+        # In the folder of orbax, which goes as a whole. Where that is gone already, the first
+        # process has given up by itself.
+        (self.path / f"{name}{UNFINISHED}" / FAILED).touch()
+
+    def is_told_failure(self, name: str) -> bool:
+        return os.path.lexists(self.path / f"{name}{UNFINISHED}" / FAILED)
 
     def remove(self, name: str) -> None:
         path = self.path / name

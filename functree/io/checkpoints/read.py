@@ -13,6 +13,7 @@ from jax.core import Tracer
 from jax.sharding import Sharding
 
 from functree.argument_checks import FILE, FLAG, check, check_tree
+from functree.devices.deleted import is_deleted, refuse_deleted
 from functree.devices.meshes import MeshLike, agreed_mesh
 from functree.devices.placement import sharding_text
 from functree.errors import (
@@ -81,7 +82,9 @@ def restore(
 
     Examples:
         >>> mesh, make = ft.make_mesh(data=8), ft.abstract(eqx.nn.Linear)
-        >>> ft.save(folder / "linear", eqx.nn.Linear(16, 8, key=jax.random.key(0)))
+        >>> ft.save(
+        ...     folder / "linear", eqx.nn.Linear(16, 8, key=jax.random.key(0))
+        ... )
         >>> like = make(16, 8, key=jax.random.key(0))
         >>> layout = ft.FSDP("data", min_size=0)
         >>> ft.restore(folder / "linear", like, layout, mesh).weight.sharding.spec
@@ -99,6 +102,7 @@ def restore(
             manifest = read_manifest(store)
             leaves, shardings = _laid_out(like, layout, mesh, chosen_filter)
             wanted = wanted_arrays(folder, manifest, leaves, shardings, chosen_filter, cast)
+            _check_kept(leaves, wanted)
             agreement.compare(partial(_facts, manifest, wanted, verify))
         try:
             stored = _stored(folder, manifest, wanted)
@@ -115,6 +119,15 @@ def restore(
             return leaves.skeleton.fill(
                 [arrays.get(leaf.path, leaf.value) for leaf in leaves.leaves]
             )
+
+
+def _check_kept(leaves: Leaves, wanted: Sequence[Wanted]) -> None:
+    """Raise FunctreeError if an array that comes from `like` is deleted."""
+    read_from_files = {one.leaf.path for one in wanted}
+    kept = [leaf for leaf in leaves.leaves if leaf.path not in read_from_files]
+    if any(is_deleted(leaf.value) for leaf in kept):
+        paths, values = [leaf.path for leaf in kept], [leaf.value for leaf in kept]
+        raise refuse_deleted("restore", paths, values, "array of `like`")
 
 
 def _facts(manifest: Manifest, wanted: Sequence[Wanted], verify: bool) -> Facts:

@@ -121,7 +121,11 @@ def wanted_arrays(
     ]
     if problems:
         paths = {*rows, *leaves.paths}
-        remedy = without({Path(problem.path or ()) for problem in problems}, paths, only)
+        differ = {Path(problem.path or ()) for problem in problems}
+        remedy = without(differ, paths, only)
+        # Without these it would match nothing, which is an error.
+        if only is not None and all(leaf.path in differ for leaf, _ in taken):
+            remedy = f"correct only={only!r}, which matches nothing else, or `like`"
         # One of another dtype is a problem with a remedy of its own.
         problems = [
             problem if problem.remedy else problem._replace(remedy=remedy) for problem in problems

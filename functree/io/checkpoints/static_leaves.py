@@ -20,9 +20,9 @@ from functree.tree.arrays import Tree, is_array
 from functree.tree.nodes import leaves_of
 from functree.tree.paths import Path
 
-# Python's numbers and texts. By `type`, not `isinstance`: numpy's float64 is a `float` too, and is
-# saved as an array.
-_NUMBERS = (bool, int, float, complex, str)
+# Python's numbers, which could be arrays. By `type`, not `isinstance`: numpy's float64 is a `float`
+# too, and is saved as an array.
+_NUMBERS = (bool, int, float, complex)
 
 
 def static_texts(tree: Tree) -> dict[str, str]:
@@ -66,14 +66,23 @@ def unsaveable(tree: Tree) -> Iterator[Problem]:
                 f"has the dtype {leaf.dtype}, which JAX does not have",
                 "save it as numbers (such as `.view(np.int64)` of dates), or in `meta=`",
             )
+        elif isinstance(leaf, np.ndarray) and not leaf.dtype.isnative:
+            yield _problem(
+                path,
+                leaf,
+                f"has the dtype {leaf.dtype.str}, whose order of bytes JAX does not have",
+                'save it in the order of this machine: `x.astype(x.dtype.newbyteorder("="))`',
+            )
 
 
 def warn_of_changes(saved: Mapping[str, str], like: Tree) -> None:
     """Warn of static leaves that were others when a tree was saved: they come from `like`."""
     numbers: list[str] = []
     others: list[str] = []
+    lost = dict(saved)
     for path, leaf in leaves_of(like):
         then = saved.get(str(path))
+        lost.pop(str(path), None)
         if then is None or is_array(leaf):
             continue
         now = _text(leaf)
@@ -81,6 +90,9 @@ def warn_of_changes(saved: Mapping[str, str], like: Tree) -> None:
         if now is not None and _short(now) != _short(then):
             kind = numbers if type(leaf) in _NUMBERS else others
             kind.append(f"`{path}` was {_short(then)} and is {_short(now)}")
+    # Where `like` has None, or nothing: a leaf that is an array there is an error of its own.
+    for name, then in lost.items():
+        others.append(f"`{name}` was {_short(then)} and is not in `like`")
     if numbers:
         remedy = "a number that is to be saved has to be an array: `jnp.asarray(...)`"
         warn(f"Python numbers are not restored, and come from `like`: {listed(numbers)}; {remedy}")

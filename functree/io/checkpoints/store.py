@@ -12,6 +12,8 @@ from typing import Protocol, Self
 
 MANIFEST = "functree.json"
 LOCK = ".lock"
+FAILED = "functree.failed"
+UNFINISHED = ".orbax-checkpoint-tmp"
 
 
 class Held(Protocol):
@@ -115,6 +117,15 @@ class Store(ABC):
     @abstractmethod
     def dead(self, name: str) -> AbstractContextManager[bool]:
         """Whether nobody holds a name any more. Inside nobody can take it."""
+
+    @abstractmethod
+    def tell_failure(self, name: str) -> None:
+        """Leave word to other processes that this one cannot write its part of the values of a
+        name."""
+
+    @abstractmethod
+    def is_told_failure(self, name: str) -> bool:
+        """Whether a process has left word that it cannot write its part of the values of a name."""
 
     @abstractmethod
     def remove(self, name: str) -> None:

@@ -20,7 +20,8 @@ def without(differ: Collection[Path], paths: Collection[Path], only: Filter | No
 
     Examples:
         >>> without([Path("head.w")], [Path("head.w"), Path("body.w")], None)
-        'to restore the rest, and take these from `like`: only=~ft.glob("head.**")'
+        'to restore the rest, and take these from `like`:
+        only=~ft.glob("head.**")'
     """
     shared = set(paths) - set(differ)
     globs, by_name = _by_subtree(differ, shared), _by_name(differ, shared)

@@ -3,8 +3,9 @@
 import math
 import os
 import threading
+import time
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path as FilePath
 
 import jax
@@ -22,7 +23,7 @@ from functree.io.checkpoints.engine import (
     load_arrays,
     start_saving,
 )
-from functree.io.checkpoints.folder import Draft, check_seen, files, store_at
+from functree.io.checkpoints.folder import Draft, check_seen, files, is_given_up, store_at
 from functree.io.checkpoints.manifest import SavedArray
 from functree.io.checkpoints.store import Store
 from functree.io.checkpoints.stored_arrays import StoredArray
@@ -109,6 +110,7 @@ class CheckpointWriter:
             self._targets = {name: _target(value) for name, value in contents.stored.items()}
         self._is_empty = not contents.stored
         self._given_up = threading.Event()
+        self._looked = time.monotonic()
         with Agreement(self._failure), files(self._failure):
             self._response: Response = start_saving(self._values, contents.stored)
 
@@ -173,14 +175,38 @@ class CheckpointWriter:
         with self._undone():
             # Orbax waits until all processes have written, by JAX's coordination service and not
             # by collectives.
-            while not self._is_written():
-                if self._given_up.is_set():
-                    raise CheckpointFileError(f"{self._failure}: another process could not do so")
+            with self._told():
+                while not self._is_written():
+                    if self._given_up.is_set() or self._is_given_up():
+                        why = "another process could not do so"
+                        raise CheckpointFileError(f"{self._failure}: {why}")
             self._commit()
 
     def give_up(self) -> None:
         """End `finish_alone` in its thread: another process has failed."""
         self._given_up.set()
+
+    def _is_given_up(self) -> bool:
+        """Whether another process has left word that it could not write."""
+        # For who leaves `with Checkpoints` by an error of its own: the processes do not talk then,
+        # and orbax would wait for up to twenty minutes.
+        if jax.process_count() == 1 or time.monotonic() < self._looked + _LOOKED_AFTER:
+            return False
+        self._looked = time.monotonic()
+        with files(self._failure):
+            return is_given_up(self._store, self._values.name)
+
+    @contextmanager
+    def _told(self) -> Iterator[None]:
+        """An error inside is left word of to the other processes."""
+        try:
+            yield
+        except CheckpointError:
+            if jax.process_count() > 1:
+                # Nothing can be left where nothing can be written.
+                with suppress(CheckpointError), files(self._failure):
+                    self._store.tell_failure(self._values.name)
+            raise
 
     def _is_written(self) -> bool:
         with files(self._failure):
@@ -226,6 +252,10 @@ class CheckpointWriter:
                 raise CheckpointFileError(
                     f"{self._failure}: other values are read from the disk for {listed(differ)}"
                 )
+
+
+# Seconds after which it is looked again for what another process has left word of.
+_LOOKED_AFTER = 2.0
 
 
 def _target(value: StoredArray) -> Target:

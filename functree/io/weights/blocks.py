@@ -1,7 +1,8 @@
 """One of our weights ─► the tensors of the files that have it, joined and transposed, by blocks."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -12,6 +13,7 @@ from jax.typing import DTypeLike
 from functree.errors import FunctreeError
 from functree.io.casts import Loss, cast_on_host, lost_on_host
 from functree.io.weights.files import Tensor
+from functree.labels.leaf import Leaf
 from functree.labels.leaves import read
 from functree.nn.transformer import Transformer
 from functree.nn.weight_map import WeightMap
@@ -27,11 +29,16 @@ class TensorForm(NamedTuple):
         shape: our shape, without that of the layers.
         joined: how many of our dimensions each dimension of the tensor joins.
         transposed: whether the tensor has (out, in).
+        kept: how many dimensions before these are the same in both: that of the experts, where a
+            tensor has all of them.
+        part: which of how many parts of a tensor it is, along the first dimension that is not kept.
     """
 
     shape: tuple[int, ...]
     joined: tuple[int, ...]
     transposed: bool
+    kept: int = 0
+    part: tuple[int, int] = (0, 1)
 
     @staticmethod
     def of(shape: Sequence[int], axes: Sequence[str | None], transposed: bool) -> "TensorForm":
@@ -54,14 +61,14 @@ class TensorForm(NamedTuple):
     @property
     def stored(self) -> tuple[int, ...]:
         """The shape of the tensor."""
-        shape = tuple(math.prod(part) for part in self._parts(self.shape))
-        return shape[::-1] if self.transposed else shape
+        shape = self._in_file([math.prod(part) for part in self._parts(self.shape)])
+        shape[self.kept] *= self.part[1]
+        return tuple(shape)
 
     def to_file(self, weight: np.ndarray) -> np.ndarray:
         """The tensor of a weight."""
-        tensor = weight.reshape(self.stored)
-        if self.transposed:
-            tensor = weight.reshape(self.stored[::-1]).T
+        tensor = weight.reshape([math.prod(part) for part in self._parts(self.shape)])
+        tensor = tensor.transpose(self._in_file(list(range(tensor.ndim))))
         # Safetensors writes the memory of an array as it is: of a transposed view it would write
         # the untransposed values under the transposed shape.
         return np.ascontiguousarray(tensor)
@@ -84,8 +91,19 @@ class TensorForm(NamedTuple):
             outer.append(slice(start * rest, stop * rest))
             shape += [stop - start, *sizes[1:]]
             inner += [slice(None), *taken[1:]]
-        block = tensor.read(outer[::-1]).T if self.transposed else tensor.read(outer)
+        outer = self._in_file(outer)
+        cut = outer[self.kept]
+        first = self.part[0] * (tensor.shape[self.kept] // self.part[1])
+        outer[self.kept] = slice(first + cut.start, first + cut.stop)
+        block = tensor.read(outer)
+        # The order in the file, reversed twice, is our own.
+        block = block.transpose(self._in_file(list(range(block.ndim))))
         return block.reshape(shape)[tuple(inner)]
+
+    def _in_file(self, values: list[T]) -> list[T]:
+        """Values of dimensions in the order of the tensor's; of those, again in ours."""
+        kept, others = values[: self.kept], values[self.kept :]
+        return [*kept, *(others[::-1] if self.transposed else others)]
 
     def _parts(self, values: Sequence[T]) -> list[Sequence[T]]:
         """The values of our dimensions, by those of the tensor."""
@@ -102,16 +120,20 @@ class Weight(NamedTuple):
     Attributes:
         path: its path in the model.
         shape: its shape.
-        names: the name of the tensor, or those of all layers.
-        stacked: whether the leading dimension is that of the layers.
+        names: the name of the tensor, or those of all layers, or of all experts of all layers.
+        stacked: how many leading dimensions the tensors are over: none, the layers, or experts too.
         form: how a tensor has it.
     """
 
     path: Path
     shape: tuple[int, ...]
     names: list[str]
-    stacked: bool
+    stacked: int
     form: TensorForm
+
+    def name_at(self, index: Sequence[int]) -> str:
+        """The name of the tensor of a layer, or of an expert of a layer."""
+        return self.names[int(np.ravel_multi_index(tuple(index), self.shape[: self.stacked]))]
 
     def array(
         self, tensors: Mapping[str, Tensor], sharding: NamedSharding, param_dtype: DTypeLike | None
@@ -134,9 +156,12 @@ class Weight(NamedTuple):
             # Cast layer by layer into the block: of float32 files that are read as bfloat16, the
             # layers of a whole model would not fit into memory side by side.
             sizes = zip(index, self.shape, strict=True)
-            layers = np.empty([len(range(*part.indices(size))) for part, size in sizes], dtype)
-            for i, name in enumerate(self.names[index[0]]):
-                layers[i] = read(name, index[1:])
+            taken = [range(*part.indices(size)) for part, size in sizes]
+            layers = np.empty(list(map(len, taken)), dtype)
+            outer = taken[: self.stacked]
+            for place in np.ndindex(*map(len, outer)):
+                at = [indices[i] for indices, i in zip(outer, place, strict=True)]
+                layers[place] = read(self.name_at(at), index[self.stacked :])
             return layers
 
         array = jax.make_array_from_callback(self.shape, sharding, block)
@@ -144,8 +169,18 @@ class Weight(NamedTuple):
         return array, Loss(self.path, array.size, before, dtype, sum(lost.values()))
 
 
-def weights_of(model: Transformer, family: WeightMap) -> Iterator[Weight]:
+_PART = re.compile(r"\[(\d+)/(\d+)\]$")
+
+
+def weights_of(
+    model: Transformer, family: WeightMap, tensors: Collection[str] = ()
+) -> Iterator[Weight]:
     """Each array of a model, in the order of its leaves.
+
+    Args:
+        model: the model.
+        family: its family.
+        tensors: the tensors in the files, by which one of several spellings of a name is chosen.
 
     Raises:
         FunctreeError: the family does not name one.
@@ -156,12 +191,29 @@ def weights_of(model: Transformer, family: WeightMap) -> Iterator[Weight]:
             raise FunctreeError(
                 f"the family has no name for `{leaf.path}`: add it to its `weights`"
             )
-        stacked, transposed = "{layer}" in name, name.endswith(".T")
-        name, shape, axes = name.removesuffix(".T"), leaf.value.shape, leaf.axes
-        names = [name]
-        if stacked:
-            # A file has a tensor for each layer, and our array all of them.
-            names = [name.replace("{layer}", str(i)) for i in range(shape[0])]
-            shape, axes = shape[1:], axes[1:]
-        form = TensorForm.of(shape, axes, transposed)
-        yield Weight(leaf.path, leaf.value.shape, names, stacked, form)
+        weight = _weight(leaf, name)
+        for other in family.others.get(str(leaf.path), ()):
+            if weight.names[0] not in tensors and _weight(leaf, other).names[0] in tensors:
+                weight = _weight(leaf, other)
+        yield weight
+
+
+def _weight(leaf: Leaf, name: str) -> Weight:
+    """A leaf, by the name of it in a table."""
+    transposed, name = name.endswith(".T"), name.removesuffix(".T")
+    part = (0, 1)
+    if found := _PART.search(name):
+        part = int(found[1]), int(found[2])
+        name = name[: found.start()]
+    # A file has a tensor for each layer, perhaps for each expert of it, and our array all of them.
+    names, stacked = [name], 0
+    for place in ("{layer}", "{expert}"):
+        if place in name:
+            sizes = range(leaf.value.shape[stacked])
+            names = [one.replace(place, str(i)) for one in names for i in sizes]
+            stacked += 1
+    shape, axes = leaf.value.shape[stacked:], leaf.axes[stacked:]
+    form = TensorForm.of(shape, axes, transposed)
+    # A tensor of all experts has their dimension in front, which `.T` leaves there.
+    kept = int(stacked == 1 and axes[0] == "experts")
+    return Weight(leaf.path, leaf.value.shape, names, stacked, form._replace(kept=kept, part=part))

@@ -17,8 +17,9 @@ from functree.tree.arrays import is_array
 from functree.tree.paths import Keys, Path
 
 # Fields that say nothing of what is computed, or, as a dtype of activations, are chosen by who
-# loads the weights. Those of the config are compared in the layers, which compute with them.
-_FREE = ("config", "axes", "axis", "compute_dtype")
+# loads the weights, as the capacity of experts is. Those of the config are compared in the layers,
+# which compute with them.
+_FREE = ("config", "axes", "axis", "compute_dtype", "dispatch", "capacity")
 _HEADLINE = "no published family computes what this model does"
 _REPLACE = "put the array or the layer that the family has there, such as by `ft.select`"
 _PLAIN = (
@@ -40,7 +41,7 @@ def family_of_model(model: Transformer) -> str:
         FunctreeError: none does. The error lists all parts that differ, by path.
     """
     name = _by_config(model.config)
-    config = dataclasses.replace(model.config, attention="auto")
+    config = dataclasses.replace(model.config, attention="auto", dot_general=None)
     published = abstract(Transformer.create)(config, key=jax.random.key(0))
     if problems := list(_differences(model, published, ())):
         raise FunctreeValueError(_HEADLINE, problems)
@@ -49,15 +50,20 @@ def family_of_model(model: Transformer) -> str:
 
 def _by_config(config: TransformerConfig) -> str:
     """The family that has the options of a config."""
+    has_experts = config.experts is not None
     special = {
-        "qwen3": config.qk_norm,
+        "qwen3_moe": has_experts and config.qk_norm,
+        "mixtral": has_experts and not config.qk_norm,
+        "qwen3": config.qk_norm and not has_experts,
         "qwen2": config.attention_bias,
-        "mistral": config.window is not None,
+        "mistral": config.window is not None and not (has_experts and not config.qk_norm),
     }
     families = [name for name, has_it in special.items() if has_it]
     why = ""
     if len(families) > 1:
         why = f"it has what only {' and only '.join(families)} has"
+    elif families == ["mixtral"] and not config.normalize:
+        why = "with experts and without norms of queries and keys all have normalize=True"
     # Not a subclass, which may compute other frequencies of the same numbers.
     elif config.rope_scaling is not None and type(config.rope_scaling) is not Llama3Rope:
         why = f"no family has rope_scaling={config.rope_scaling!r}"

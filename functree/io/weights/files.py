@@ -101,8 +101,8 @@ def _files(folder: Path) -> list[Path]:
     # cache consists of links. What is written in a file is no reason to read elsewhere.
     if outside := [value_text(name) for name in names if not _is_inside(name)]:
         raise FunctreeError(f"{index} names files outside of its folder: {listed(outside)}")
-    if missing := [name for name in names if not _is_file(folder / name)]:
-        raise FunctreeError(f"{index} names files that are not there: {', '.join(missing)}")
+    if missing := [value_text(name)[1:-1] for name in names if not _is_file(folder / name)]:
+        raise FunctreeError(f"{index} names files that are not there: {listed(missing)}")
     return [folder / name for name in names]
 
 

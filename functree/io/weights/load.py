@@ -10,7 +10,7 @@ import jax
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
-from functree.argument_checks import FLOATING, FOLDER, check
+from functree.argument_checks import FLOATING, LOCAL_FOLDER, check
 from functree.errors import FunctreeError, Problem, ShardingError, count
 from functree.io.casts import Loss, warn_of_losses
 from functree.io.extras import ForeignErrors
@@ -40,7 +40,8 @@ def load_weights(
     param_dtype: DTypeLike | None = None,
     **fields: Any,
 ) -> Transformer:
-    """A published model, from `config.json` and `*.safetensors`: llama, mistral, qwen2 and qwen3.
+    """A published model, from `config.json` and `*.safetensors`: llama, mistral, qwen2, qwen3,
+    mixtral and qwen3_moe.
 
     The arrays are created sharded, and of each file only the slices are read that this process'
     devices keep.
@@ -51,8 +52,8 @@ def load_weights(
         mesh: the mesh; by default the ambient one.
         param_dtype: the dtype of the parameters; by default those of the files. A value that it
             does not hold, but would be an infinity, is a warning by path.
-        **fields: `compute_dtype` (by default float32), `remat`, `attention` and `max_seq` of the
-            config.
+        **fields: `compute_dtype` (by default float32), `remat`, `attention`, `max_seq`,
+            `capacity`, `dispatch` and `dot_general` of the config.
 
     Raises:
         FunctreeError: the family is unknown, a field of `config.json` is not understood, a weight
@@ -65,13 +66,15 @@ def load_weights(
         >>> config = ft.nn.TransformerConfig(100, 8, **sizes)
         >>> model = ft.nn.Transformer.create(config, key=jax.random.key(0))
         >>> ft.save_weights(folder / "published", model)
-        >>> loaded = ft.load_weights(folder / "published", ft.P(), ft.make_mesh(data=8))
+        >>> loaded = ft.load_weights(
+        ...     folder / "published", ft.P(), ft.make_mesh(data=8)
+        ... )
         >>> loaded.blocks.layer.attn.query.shape, loaded.config.layers
         ((2, 8, 4, 2), 2)
     """
     check(
         "no weights are loaded",
-        folder=(folder, FOLDER),
+        folder=(folder, LOCAL_FOLDER),
         param_dtype=(param_dtype, FLOATING.or_none()),
     )
     if layout is None:
@@ -143,7 +146,7 @@ class _PublishedModel(NamedTuple):
         # an error after a second, and not after the first 100 GB.
         model = abstract(Transformer.create)(config, key=jax.random.key(0))
         planned = plan(model, layout, mesh)
-        published = cls(model, planned, list(weights_of(model, family)), tensors)
+        published = cls(model, planned, list(weights_of(model, family, tensors)), tensors)
         published.check(file.parent, family, mixed=param_dtype is not None)
         return published
 
@@ -223,4 +226,13 @@ def _check_sizes(
         raise FunctreeError(f"{file}: sizes that the files do not have", problems)
 
 
-_SIZES = ("vocab_size", "embed", "heads", "kv_heads", "head_dim", "hidden")
+_SIZES = (
+    "vocab_size",
+    "embed",
+    "heads",
+    "kv_heads",
+    "head_dim",
+    "hidden",
+    "experts",
+    "expert_hidden",
+)

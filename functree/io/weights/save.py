@@ -13,7 +13,7 @@ from jax import lax
 from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec
 
-from functree.argument_checks import FOLDER, Takes, check
+from functree.argument_checks import LOCAL_FOLDER, Takes, check
 from functree.devices.specs import of_rank
 from functree.errors import FunctreeError, FunctreeValueError
 from functree.io.checkpoints.contents import not_saveable
@@ -40,7 +40,8 @@ def save_weights(folder: str | Path, model: Transformer) -> None:
     """Write a model as it would be published, so that `ft.load_weights` and others read it.
 
     The family is the one that computes the same: `qwen3` with norms of queries and keys, `qwen2`
-    with biases, `mistral` with a window, else `llama`.
+    with biases, `mistral` with a window, else `llama`; with experts `qwen3_moe` if it has such
+    norms, else `mixtral`.
 
     Args:
         folder: a folder without weights; it is created.
@@ -60,7 +61,7 @@ def save_weights(folder: str | Path, model: Transformer) -> None:
         >>> sorted(file.name for file in (folder / "weights").iterdir())
         ['config.json', 'model.safetensors']
     """
-    check("no weights are saved", folder=(folder, FOLDER), model=(model, _MODEL))
+    check("no weights are saved", folder=(folder, LOCAL_FOLDER), model=(model, _MODEL))
     folder = Path(folder)
     failure = f"{folder}: no weights are saved"
     leaves = read(model).leaves
@@ -144,7 +145,9 @@ def _tensors(weights: Sequence[Weight], arrays: Sequence[jax.Array]) -> dict[str
     """The tensors of some weights, by name: in the first process; others give it their parts."""
     tensors: dict[str, np.ndarray] = {}
     for weight, array in zip(weights, arrays, strict=True):
-        parts: Iterable[jax.Array | np.ndarray] = _layers(array) if weight.stacked else [array]
+        parts: Iterable[jax.Array | np.ndarray] = [array]
+        for _ in range(weight.stacked):
+            parts = (part for stack in parts for part in _layers(stack))
         for name, part in zip(weight.names, parts, strict=True):
             # In all processes: to gather an array is a collective.
             whole = _on_host(part)
@@ -202,7 +205,14 @@ def _write(file: Path, value: Mapping[str, Any]) -> None:
     file.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
 
 
-_ARCHITECTURES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
+_ARCHITECTURES = {
+    "llama": "Llama",
+    "mistral": "Mistral",
+    "qwen2": "Qwen2",
+    "qwen3": "Qwen3",
+    "mixtral": "Mixtral",
+    "qwen3_moe": "Qwen3Moe",
+}
 
 
 def _config(name: str, model: Transformer) -> dict[str, Any]:
@@ -238,6 +248,16 @@ def _config(name: str, model: Transformer) -> dict[str, Any]:
         # Of the arrays: `config.param_dtype` is that in which they were created.
         "dtype": str(model.embed.weight.dtype),
     }
-    if name == "mistral":
+    if name in ("mistral", "mixtral"):
         found["sliding_window"] = config.window
+    hidden = config.hidden if config.expert_hidden is None else config.expert_hidden
+    if name == "mixtral":
+        found |= {"num_local_experts": config.experts, "num_experts_per_tok": config.top_k}
+        found["intermediate_size"] = hidden
+    if name == "qwen3_moe":
+        # Readers of either age: the older ones call it "num_experts".
+        found |= {"num_experts": config.experts, "num_local_experts": config.experts}
+        found |= {"num_experts_per_tok": config.top_k, "moe_intermediate_size": hidden}
+        found |= {"norm_topk_prob": config.normalize, "decoder_sparse_step": 1}
+        found["mlp_only_layers"] = []
     return found

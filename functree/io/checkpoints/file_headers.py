@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from functree.errors import CheckpointFileError
+from functree.io.checkpoints.bucket_objects import key_value_store
 from functree.io.checkpoints.bucket_store import is_in_bucket
-from functree.io.checkpoints.objects import key_value_store
 from functree.io.extras import import_extra
 from functree.report.json_text import parsed, value_text
 
