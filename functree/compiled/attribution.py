@@ -6,16 +6,17 @@ another program. Paths only tell which output is the new value, or the gradient,
 """
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import cached_property
 
-from functree.compiled.data_flow import DataFlow
+from functree.compiled.counterparts import Counterparts, Shapes
+from functree.compiled.data_flow import DataFlow, HloValue
 from functree.compiled.moved_arrays import MovedArray
+from functree.compiled.optimizer_uses import OptimizerUses
 from functree.compiled.parameter_uses import ParameterUses
 from functree.tree.paths import Path
 
-_Keys = tuple[object, ...]
-"""The end of a path."""
+_FORWARD = ("forward", "recompute")
 
 
 class Attribution:
@@ -26,12 +27,24 @@ class Attribution:
         parameters: the path of each parameter of the program, which begins with the name of an
             argument.
         outputs: the path of each output of the program.
+        shapes: their shapes; None if these are not known.
     """
 
-    def __init__(self, flow: DataFlow, parameters: Sequence[Path], outputs: Sequence[Path]):
-        self._uses, self._parameters, self._outputs = ParameterUses(flow), parameters, outputs
+    def __init__(
+        self,
+        flow: DataFlow,
+        parameters: Sequence[Path],
+        outputs: Sequence[Path],
+        shapes: Shapes | None = None,
+    ):
+        self._flow, self._parameters = flow, parameters
+        self._uses, self._optimizer = ParameterUses(flow), OptimizerUses(flow)
+        self._replaced_by_outputs: dict[frozenset[int], tuple[dict[int, int], list[int]]] = {}
         self._ranks = [len(one.arrays[0].shape) for one in flow.hlo.parameters]
         self._output_ranks = [len(type_.shape) for _, type_ in flow.results]
+        # Of an array on one device only the number of dimensions is that of the whole.
+        ranks = Shapes([(rank,) for rank in self._ranks], [(rank,) for rank in self._output_ranks])
+        self._counterparts = Counterparts(parameters, outputs, shapes or ranks, self._uses)
 
     def of(self, moved: MovedArray, phase: str | None) -> list[int]:
         """The parameters that an array serves.
@@ -43,27 +56,193 @@ class Attribution:
             phase: the phase of the collective. What the forward pass adds to an argument is no
                 gradient of it.
         """
-        uses = self._uses
-        found: Collection[int] = uses.weights(moved)
-        if not found and phase not in ("forward", "recompute"):
+        found: Collection[int] = self._uses.weights(moved)
+        # Before gradients: matrices that are moved at once reach some outputs element by element,
+        # and others by products alone.
+        if not found and phase == "update":
+            found = self._updated_by(moved)
+        if not found and phase not in _FORWARD:
             found = self._gradient_of(moved)
             # A gradient of which nobody can tell the parameter. What it was multiplied by are
             # activations.
-            if not found and phase == "backward" and uses.outputs(moved):
-                return []
+            if not found and phase == "backward":
+                if self._uses.outputs(moved):
+                    return []
+                # One that an optimizer multiplies with others.
+                found = self._updated_by(moved)
+        return sorted(found or self._multiplied_by(moved, phase))
+
+    def _multiplied_by(self, moved: MovedArray, phase: str | None) -> Collection[int]:
+        """The parameters that a moved array is multiplied by, or else was made of by products."""
         # An activation is gathered for what it is multiplied by, and not for the sum of all layers
         # that it may be.
-        found = found or uses.factors(moved) or uses.products(moved)
-        return sorted(found)
+        is_known = self._is_known(phase)
+        if factors := self._uses.factors(moved):
+            found = {one for one in factors if is_known(one, [moved.operand])}
+            if found:
+                return found
+        found: set[int] = set()
+        for product in self._uses.made_by(moved):
+            own = {one for one in product.parameters if is_known(one, product.computed)}
+            if not own and phase in _FORWARD:
+                # A weight that was computed, and data: both.
+                for value in product.computed:
+                    own |= self._uses.computed_of(value)
+                own |= product.parameters if own else set()
+            found |= own
+        # A weight that was computed, and is gathered then.
+        if phase in _FORWARD and moved.kind == "all-gather":
+            return (
+                found | self._uses.summands(moved)
+                if found
+                else self._uses.computed_of(moved.operand)
+            )
+        return found
+
+    def _is_known(self, phase: str | None) -> Callable[[int, Sequence[HloValue]], bool]:
+        """Whether a parameter that something is multiplied by is a weight, and not the data that a
+        computed weight is multiplied by, or a gradient is made of."""
+        trained = self._counterparts.all
+        if phase not in _FORWARD and (phase is not None or trained):
+            return lambda parameter, _: parameter in trained
+        return lambda parameter, others: (
+            parameter in trained or not others or self._is_of_its_argument(parameter, others)
+        )
+
+    def _is_of_its_argument(self, parameter: int, values: Sequence[HloValue]) -> bool:
+        """Whether some values are made of the argument of a parameter, as an activation is made of
+        other layers of the model. Computed weights are not made of the data."""
+        name = self._parameters[parameter][0]
+        own = {i for i, path in enumerate(self._parameters) if path[0] == name}
+        return self._uses.are_made_of(values, own)
 
     def _gradient_of(self, moved: MovedArray) -> Collection[int]:
         """The parameters whose gradients, or parts of them, the moved array is."""
-        families = self._families(self._uses.outputs(moved))
+        outputs = self._uses.outputs(moved)
+        families = self._families(outputs)
         # A single number that many parameters are updated by is no gradient, but the norm of all
         # gradients.
         if len(families) > 1 and math.prod(moved.type.shape) == 1:
             return ()
-        return {min(family, key=self._rank) for family in families}
+        found: set[int] = set()
+        for family in families:
+            one = self._parameter_of(family, outputs)
+            if one is None:
+                return ()
+            found.add(one)
+        return found
+
+    def _parameter_of(self, family: set[int], outputs: Collection[int]) -> int | None:
+        """The one of a family that is the parameter itself, and not its state; None if unknown.
+
+        Args:
+            family: a parameter, and its moments and averages.
+            outputs: the outputs that are made of its gradient.
+        """
+        # A model computes with its parameters, and not with their moments and averages.
+        found = self._in_model(family) or family & self._uses.differentiated
+        if not found and not self._uses.in_model:
+            return self._shortest(family)
+        if not found:
+            # An accumulator, of whose parameter the gradient is.
+            named = {self._counterparts.named_like(one, self._uses.in_model) for one in family}
+            return named.pop() if len(named) == 1 else None
+        if len(found) == 1:
+            return min(found)
+        # A network that follows another one is made of it, and the other is not made of it.
+        made = [self._uses.made_of(i) for i in outputs if self._replaced[i] in found]
+        common = found.intersection(*made)
+        return min(common) if len(common) == 1 else self._shortest(found)
+
+    def _in_model(self, family: set[int]) -> set[int]:
+        """Those of a family that are parts of a model.
+
+        A model may not compute with each of its parts: no gradient is made of the last bias. So it
+        counts if it computes with another part of the same tree.
+        """
+        found = family & self._uses.in_model
+        paths = {one: self._parameters[one] for one in family}
+        end = _common_end(list(paths.values()))
+        return found | {
+            one for one, path in paths.items() if path[: len(path) - end] in self._model_trees
+        }
+
+    @cached_property
+    def _model_trees(self) -> frozenset[tuple[object, ...]]:
+        """The beginnings of the paths of what a model computes with."""
+        found: set[tuple[object, ...]] = set()
+        for one in self._uses.in_model:
+            path = self._parameters[one]
+            found.update(path[:length] for length in range(1, len(path) + 1))
+        return frozenset(found)
+
+    def _shortest(self, family: Collection[int]) -> int | None:
+        """The one of a family whose path the others end with, since moments have longer paths
+        (`mu.<path>`), such as for several steps in one program."""
+        first, *others = sorted(family, key=lambda one: len(self._parameters[one]))
+        keys = self._parameters[first][1:]
+        for one in others:
+            path = self._parameters[one]
+            if len(path) == len(self._parameters[first]) or path[len(path) - len(keys) :] != keys:
+                return None
+        return first
+
+    def _updated_by(self, moved: MovedArray) -> Collection[int]:
+        """The parameters that an optimizer computes the new values of with the moved array.
+
+        Empty if it cannot be told that it is of each of them: the norm of one gradient may be a
+        part of that of all gradients.
+        """
+        replaced, own = self._replaced_by(self._optimizer.outputs(moved))
+        if len(replaced) <= 1:
+            return replaced.keys()
+        if len(own) > 1 and math.prod(moved.type.shape) == 1:
+            return ()
+        # The others are their state, such as statistics by which gradients are preconditioned.
+        outputs = [replaced[one] for one in own]
+        if not self._optimizer.are_made_of(outputs, replaced.keys() - own):
+            return ()
+        return own if len(own) == 1 or self._is_of_each(moved, own) else ()
+
+    def _replaced_by(self, outputs: frozenset[int]) -> tuple[dict[int, int], list[int]]:
+        """Of some outputs the parameters of which they are new values, each with its output, and
+        those among them that are differentiated."""
+        # All parts of the norm of all gradients reach the same outputs: these are looked at once.
+        known = self._replaced_by_outputs.get(outputs)
+        if known is not None:
+            return known
+        replaced: dict[int, int] = {}
+        for output in outputs:
+            parameter = self._replaced[output]
+            if parameter is not None:
+                replaced[parameter] = output
+        own = [one for one in replaced if one in self._uses.differentiated]
+        self._replaced_by_outputs[outputs] = replaced, own
+        return replaced, own
+
+    def _is_of_each(self, moved: MovedArray, parameters: Collection[int]) -> bool:
+        """Whether a moved array is made of the state of each of some parameters, such as their
+        moments, that were joined to be moved at once."""
+        of = self._optimizer.parameters(moved)
+        # Not counts and coefficients, which all parameters share.
+        ranks = {self._ranks[one] for one in parameters}
+        state: list[int] = []
+        for i, one in enumerate(self._replaced):
+            if one in of and self._output_ranks[i] in ranks:
+                state.append(i)
+        return len(self._families(state)) >= len(parameters)
+
+    def new_values(self, moved: MovedArray) -> list[HloValue]:
+        """The new values of parameters that an optimizer makes of the moved array.
+
+        Empty if anything else is made of it.
+        """
+        outputs = self._optimizer.outputs(moved)
+        others = any(self._replaced[output] is None for output in outputs)
+        if others or self._optimizer.is_differentiated(moved):
+            return []
+        results = self._flow.results  # which are looked up each time
+        return [results[output][0] for output in outputs]
 
     def _families(self, outputs: Collection[int]) -> list[set[int]]:
         """The parameters that outputs belong to, each with its state: moments and averages.
@@ -89,51 +268,22 @@ class Attribution:
             families = [*separate, family]
         return families
 
-    def _rank(self, parameter: int) -> tuple[bool, int, int]:
-        """The order in a family, of which the smallest is the parameter itself."""
-        return (
-            # A model computes with its parameters, and not with their moments and averages.
-            parameter not in self._uses.computed_with,
-            # If that does not tell, such as for several steps in one program: moments have longer
-            # paths (`mu.<path>`).
-            len(self._parameters[parameter]),
-            parameter,
-        )
-
-    @cached_property
+    @property
     def _replaced(self) -> list[int | None]:
         """For each output the parameter of which it is the new value, or the gradient.
 
         None if there is none.
         """
-        by_end: dict[_Keys, list[int]] = {}
-        for index, path in enumerate(self._parameters):
-            # Without its first key, the name of an argument, which a result does not have.
-            for start in range(1, len(path)):
-                by_end.setdefault(path[start:], []).append(index)
-        return [self._counterpart(output, by_end) for output in range(len(self._outputs))]
+        return self._counterparts.of_outputs
 
-    def _counterpart(self, output: int, by_end: Mapping[_Keys, list[int]]) -> int | None:
-        """The parameter of which an output is the new value, or the gradient; None if unknown."""
-        path, made = self._outputs[output], self._uses.made_of(output)
-        for start in range(len(path)):  # the longest common end first
-            end = path[start:]
-            fitting = [i for i in by_end.get(end, ()) if self._fits(i, output, end)]
-            if fitting:
-                # Of several that are named alike, the one that it is made of, and then the one with
-                # the shortest path.
-                return min(fitting, key=lambda i: (i not in made, len(self._parameters[i]), i))
-        # No name tells, as in a function that returns a bare array.
-        fitting = [i for i in made if self._ranks[i] == self._output_ranks[output]]
-        if len(fitting) == 1:
-            return fitting[0]
-        return None
 
-    def _fits(self, parameter: int, output: int, end: _Keys) -> bool:
-        """Whether an output whose path has the same end may belong to a parameter."""
-        if self._ranks[parameter] != self._output_ranks[output]:
-            return False
-        # An index alone, as of the second of two results, names nothing, unless the argument is a
-        # list of arrays.
-        is_whole_path = len(end) == len(self._parameters[parameter]) - 1
-        return is_whole_path or any(isinstance(key, str) for key in end)
+def _common_end(paths: Sequence[Path]) -> int:
+    """The number of keys that all paths end with, without the names of arguments."""
+    if len(paths) < 2:
+        return 0
+    length = 0
+    for keys in zip(*(reversed(path[1:]) for path in paths), strict=False):
+        if len(set(keys)) > 1:
+            break
+        length += 1
+    return length

@@ -42,6 +42,7 @@ _FORM = {
     "warnings_known": bool,
     "not_understood": [str],
 }
+_ADDED = {"idle": [str]}
 
 
 class LedgerParts(NamedTuple):
@@ -54,6 +55,7 @@ class LedgerParts(NamedTuple):
     warnings: Sequence[str]
     warnings_known: bool
     not_understood: Sequence[str]
+    idle: Sequence[str]
 
 
 def ledger_json(parts: LedgerParts) -> str:
@@ -76,6 +78,7 @@ def ledger_json(parts: LedgerParts) -> str:
             "warnings": list(parts.warnings),
             "warnings_known": parts.warnings_known,
             "not_understood": list(parts.not_understood),
+            "idle": list(parts.idle),
         },
         indent=1,
     )
@@ -87,7 +90,7 @@ def read_ledger_json(text: str) -> LedgerParts:
     Raises:
         FunctreeError: the text is something else.
     """
-    data = loaded(text, "ledger", FORMAT, _FORM)
+    data = loaded(text, "ledger", FORMAT, _FORM, _ADDED)
     memory = data["memory"]
     # By paths again, so that `memory.arguments` is looked up as that of a ledger that was read from
     # a program.
@@ -102,6 +105,7 @@ def read_ledger_json(text: str) -> LedgerParts:
         data["warnings"],
         data["warnings_known"],
         data["not_understood"],
+        data.get("idle", []),
     )
 
 

@@ -12,7 +12,8 @@ class Collective:
     Arrays that the compiler has combined in one collective share `op`.
 
     Attributes:
-        kind: `all-reduce`, `all-gather`, `reduce-scatter`, `all-to-all`, `collective-permute`.
+        kind: `all-reduce`, `all-gather`, `reduce-scatter`, `all-to-all`, `ragged-all-to-all`,
+            `collective-permute`.
         mesh_axes: the mesh axes that vary within a group of devices, for a permute between source
             and target; None if the groups are not understood, or the mesh is not known.
         group_size: the number of devices in a group; None likewise.

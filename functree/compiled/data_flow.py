@@ -6,7 +6,7 @@ It is followed back through tuples, fusions, calls and loops, as far as the ques
 import math
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import NamedTuple
 
@@ -30,6 +30,8 @@ _PASSED = {
     "dynamic-update-slice": (0, 2),
     "gather": (0, 1),
     "pad": (0, 1),
+    # What is sent, and the array that it is written into.
+    "ragged-all-to-all": (0, 2),
     "select": (1, 3),
 }
 
@@ -38,18 +40,32 @@ _ONCE = frozenset({"async-start", "call", "fusion", "fusion-start"})
 CALLS = _ONCE | {"conditional", "custom-call", "while"}
 """The opcodes of instructions that call computations, except those that do so for each element."""
 
-_PASSES_ON = COPIES | _ONCE | {
+PASSES_ON = COPIES | _ONCE | {
     "all-gather-done", "all-reduce-done", "async-done", "collective-permute-done", "conditional",
     "fusion-done", "get-tuple-element", "parameter", "reduce-scatter-done", "slice", "tuple",
     "while",
 }  # fmt: skip
 """The opcodes of the instructions whose result is a value that was computed by another one."""
 
-KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
+# Of a change of the shape walks ask what it is: a single number may have become an array.
+_HANDS_ON = PASSES_ON - RESHAPES
+
+KINDS = (
+    "all-reduce", "all-gather", "reduce-scatter", "all-to-all", "ragged-all-to-all",
+    "collective-permute",
+)  # fmt: skip
 """The kinds of collectives."""
 
 COLLECTIVES = {f"{kind}{ending}": kind for kind in KINDS for ending in ("", "-start")}
 """The kind of each opcode of a collective."""
+
+
+def is_in_pieces(one: Instruction) -> bool:
+    """Whether an instruction is an all-to-all of one array in as many pieces as there are devices.
+
+    Each piece of its result is from another device, and of an operand that depends on the device.
+    """
+    return one.opcode == "all-to-all" and one.attribute("dimensions") is None
 
 
 class HloValue(NamedTuple):
@@ -75,8 +91,10 @@ class DataFlow:
     def __init__(self, hlo: Hlo):
         self.hlo: Hlo = hlo
         # Walks meet the same values again: a parameter and its moments share most of what they are
-        # made of.
-        self._operands: dict[Instruction, list[HloValue]] = {}
+        # made of, and each question about a program is a walk of its own.
+        self._known_handed_on: dict[HloValue, HloValue] = {}
+        self._known_before: dict[HloValue, list[HloValue]] = {}
+        self._known_passed: dict[HloValue, list[HloValue]] = {}
 
     @cached_property
     def callers(self) -> Mapping[str, list[Instruction]]:
@@ -88,7 +106,19 @@ class DataFlow:
                     found[name].append(one)
         return found
 
-    @property
+    @cached_property
+    def differentiated(self) -> list[Instruction]:
+        """The instructions that compute what is differentiated, or a part of a gradient.
+
+        Of what only passes values on, such as a fusion, the name is that of one of them.
+        """
+        found: list[Instruction] = []
+        for opcode, instructions in self.hlo.by_opcode.items():
+            if opcode not in PASSES_ON:
+                found += [one for one in instructions if one.is_differentiated]
+        return found
+
+    @cached_property
     def results(self) -> list[tuple[HloValue, ArrayType]]:
         """The results of the whole program and their types, without tokens."""
         root = self.hlo.roots[self.hlo.entry]
@@ -125,23 +155,25 @@ class DataFlow:
         return self.history([value], passes)[0]
 
     def history(
-        self, values: Iterable[HloValue], passes: Callable[[Instruction], bool]
+        self,
+        values: Iterable[HloValue],
+        passes: Callable[[Instruction], bool],
+        *,
+        conditions: bool = False,
     ) -> tuple[frozenset[HloValue], frozenset[HloValue]]:
-        """Where some values were computed, and all values in between, these themselves too."""
+        """Where some values were computed, and all values in between, these themselves too.
+
+        Args:
+            values: the values.
+            passes: as in `origins`.
+            conditions: whether a value is made of the condition too by which it was selected.
+        """
         found: set[HloValue] = set()
-        waiting = list(values)
-        seen: set[HloValue] = set(waiting)
+        seen: set[HloValue] = set(map(self._handed_on, values))
+        waiting = list(seen)
         while waiting:
             one = waiting.pop()
-            # This loop is most of the time that a ledger takes. Most values are computed, and for
-            # these nothing is asked but their opcode.
-            opcode = one.instruction.opcode
-            is_passed_on = opcode in _PASSES_ON and (
-                opcode not in RESHAPES or passes(one.instruction)
-            )
-            before = self._before(one) if is_passed_on else None
-            if not before and passes(one.instruction):
-                before = self._passed(one)
+            before = self._made_of(one, passes, conditions)
             if not before:
                 found.add(one)
                 continue
@@ -150,6 +182,60 @@ class DataFlow:
                     seen.add(new)
                     waiting.append(new)
         return frozenset(found), frozenset(seen)
+
+    def reached(
+        self,
+        values: Sequence[HloValue],
+        passes: Callable[[Instruction], bool],
+        *,
+        conditions: bool = False,
+    ) -> dict[HloValue, int]:
+        """For each value in the histories of some values, which of these it is in.
+
+        That is a number with a bit for each of them. All outputs of a program may be made of one
+        number, such as the norm of all gradients, and to walk back from each of them would take the
+        square of the time.
+
+        Args:
+            values: the values.
+            passes: as in `history`.
+            conditions: as in `history`.
+        """
+        before: dict[HloValue, list[HloValue]] = {}
+        order: dict[HloValue, None] = {}  # what a value is made of comes before it, except in loops
+        values = list(map(self._handed_on, values))
+        waiting = list(values)
+        while waiting:
+            one = waiting[-1]
+            if one in before:
+                order.setdefault(waiting.pop())
+            else:
+                before[one] = self._made_of(one, passes, conditions)
+                waiting += [new for new in before[one] if new not in before]
+        found = dict.fromkeys(order, 0)
+        for i, value in enumerate(values):
+            found[value] |= 1 << i
+        while _spread(found, before):
+            pass
+        return found
+
+    def _made_of(
+        self, value: HloValue, passes: Callable[[Instruction], bool], conditions: bool
+    ) -> list[HloValue]:
+        """The values that a value was made of in one step; none where its history ends."""
+        # Most of the time of a ledger is spent here. Most values are computed, and for these
+        # nothing is asked but their opcode.
+        one = value.instruction
+        opcode = one.opcode
+        if opcode in PASSES_ON and (opcode not in RESHAPES or passes(one)):
+            before = self._before(value)
+            if before:
+                return before
+        if not passes(one):
+            return []
+        if conditions and opcode == "select":
+            return [self._handed_on(self.operand(value, 0)), *self._passed(value)]
+        return self._passed(value)
 
     def inputs(self, value: HloValue) -> list[HloValue]:
         """What a value was made of in one step.
@@ -197,18 +283,43 @@ class DataFlow:
 
     def _passed(self, value: HloValue) -> list[HloValue]:
         """The operands that an instruction passes on, without places and conditions."""
-        one, part = value
-        if part and part[0] < len(one.operands) and len(one.arrays) > 1:
-            # A combined collective: one part for each operand.
-            return [self._value(one.operands[part[0]], part[1:])]
-        known = self._operands.get(one)
+        known = self._known_passed.get(value)
         if known is None:
-            first, last = _PASSED.get(one.opcode, (0, None))
-            known = self._operands[one] = list(map(self._value, one.operands[first:last]))
+            known = list(map(self._handed_on, self._find_passed(value)))
+            self._known_passed[value] = known
         return known
+
+    def _find_passed(self, value: HloValue) -> Iterable[HloValue]:
+        one, part = value
+        if part:
+            combined = len(one.arrays) > 1 and not is_in_pieces(one)
+            if part[0] < len(one.operands) and combined:
+                # A combined collective: one part for each operand.
+                return [self._value(one.operands[part[0]], part[1:])]
+        first, last = _PASSED.get(one.opcode, (0, None))
+        return map(self._value, one.operands[first:last])
 
     def _before(self, value: HloValue) -> list[HloValue]:
         """The values that are passed on as this one: several by a loop and by a conditional."""
+        known = self._known_before.get(value)
+        if known is None:
+            known = list(map(self._handed_on, self._find_before(value)))
+            self._known_before[value] = known
+        return known
+
+    def _handed_on(self, value: HloValue) -> HloValue:
+        """The value behind tuples, fusions and copies, as which it is handed on; walks leave these
+        out, since nothing is computed there."""
+        if value.instruction.opcode not in _HANDS_ON:
+            return value
+        known = self._known_handed_on.get(value)
+        if known is None:
+            before = self._inside(value)
+            known = value if before is None else self._handed_on(before)
+            self._known_handed_on[value] = known
+        return known
+
+    def _find_before(self, value: HloValue) -> list[HloValue]:
         inside = self._inside(value)
         if inside is not None:
             return [inside]
@@ -284,3 +395,33 @@ class DataFlow:
     def _value(self, name: str, part: tuple[int, ...] = ()) -> HloValue:
         """The result of the instruction of this name, or a part of it."""
         return HloValue(self.hlo.instructions[name], part)
+
+
+def _spread(found: dict[HloValue, int], before: Mapping[HloValue, Sequence[HloValue]]) -> bool:
+    """Give the bits of each value to what it is made of; whether that has to be done again, since
+    an iteration of a loop is made of the one before it."""
+    done: set[HloValue] = set()
+    again = False
+    for value in reversed(found):
+        done.add(value)
+        bits = found[value]
+        for one in before[value]:
+            known = found[one]
+            if known | bits != known:
+                found[one] = known | bits
+                again = again or one in done
+    return again
+
+
+def bits_of(number: int) -> list[int]:
+    """The indices of the bits that are set in a number.
+
+    >>> bits_of(0b1010)
+    [1, 3]
+    """
+    found: list[int] = []
+    while number:
+        lowest = number & -number
+        found.append(lowest.bit_length() - 1)
+        number ^= lowest
+    return found

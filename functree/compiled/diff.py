@@ -6,7 +6,7 @@ from typing import NamedTuple
 from functree.compiled.collective import Collective
 from functree.compiled.memory import Memory
 from functree.compiled.table_rows import axes_text, full_paths
-from functree.report.byte_sizes import bytes_text
+from functree.report.byte_sizes import Bytes
 from functree.report.diff import Change, changes
 from functree.tree.paths import Path
 
@@ -28,7 +28,7 @@ def moved_changes(before: Sequence[Collective], after: Sequence[Collective]) -> 
         _by_parameter(after),
         _path,
         _properties,
-        lambda key, total: (_what(key), bytes_text(total.bytes)),
+        lambda key, total: (_what(key), Bytes(total.bytes)),
     )
 
 
@@ -37,13 +37,13 @@ def memory_changes(before: Memory, after: Memory) -> Iterator[Change]:
     for name in ("outputs", "aliases", "temporaries", "peak"):
         old, new = getattr(before, name), getattr(after, name)
         if old != new:
-            yield Change(Path(), f"bytes of {name}", old, new)
+            yield Change(Path(), f"bytes of {name}", Bytes(old), Bytes(new))
     yield from changes(
         before.arguments,
         after.arguments,
         lambda path: path,
-        lambda path, size: {"bytes on each device": size},
-        lambda path, size: ("argument", bytes_text(size)),
+        lambda path, size: {"bytes on each device": Bytes(size)},
+        lambda path, size: ("argument", Bytes(size)),
     )
 
 
@@ -74,7 +74,7 @@ def _path(key: _Key) -> Path:
 
 def _properties(key: _Key, total: _Total) -> dict[str, int]:
     what = _what(key)
-    return {f"bytes of {what}": total.bytes, f"runs of {what}": total.runs}
+    return {f"bytes of {what}": Bytes(total.bytes), f"runs of {what}": total.runs}
 
 
 def _what(key: _Key) -> str:

@@ -7,6 +7,8 @@ text the names of instructions are unique.
 
 import math
 import re
+from collections import defaultdict
+from collections.abc import Mapping
 from sys import intern
 from typing import NamedTuple
 
@@ -151,6 +153,12 @@ class Instruction:
         """
         return text in self._rest
 
+    @property
+    def is_differentiated(self) -> bool:
+        """Whether it is differentiated, or a part of a gradient: JAX names these `jvp(...)` and
+        `transpose(jvp(...))`."""
+        return "jvp(" in self._rest
+
     def called(self, name: str) -> str:
         """The name of a computation that it calls: `body` or `condition` of a `while`."""
         return (self.attribute(name) or "").removeprefix("%")
@@ -207,7 +215,8 @@ class Hlo:
     def __init__(self, text: str):
         self.instructions: dict[str, Instruction] = {}
         self.computations: dict[str, list[Instruction]] = {}
-        self.by_opcode: dict[str, list[Instruction]] = {}
+        by_opcode = defaultdict[str, list[Instruction]](list)
+        self.by_opcode: Mapping[str, list[Instruction]] = by_opcode
         self.roots: dict[str, Instruction] = {}
         self.entry: str = ""
         current, own = "", list[Instruction]()  # the computation whose lines are read
@@ -219,7 +228,7 @@ class Hlo:
                 continue
             one = self.instructions[name] = Instruction(name, intern(opcode), current, type_, rest)
             own.append(one)
-            self.by_opcode.setdefault(opcode, []).append(one)
+            by_opcode[opcode].append(one)
             if root:
                 self.roots[current] = one
 

@@ -8,11 +8,14 @@ from functree.compiled.codec import LedgerParts, ledger_json, read_ledger_json
 from functree.compiled.collective import Collective
 from functree.compiled.diff import memory_changes, moved_changes
 from functree.compiled.memory import Memory
-from functree.compiled.page import ledger_html
-from functree.compiled.text import ledger_text, summary_text
+from functree.compiled.page import LedgerPage, argument_of, moved_for
+from functree.compiled.text import idle_text, ledger_text, summary_text
+from functree.compiled.warning_text import warning_lines
 from functree.devices.meshes import MeshView
 from functree.errors import FunctreeTypeError
-from functree.report.diff import Change, Diff
+from functree.layout.plan.page import PlanPage
+from functree.layout.plan.plan import Plan
+from functree.report.diff import Change, Diff, by_bytes
 from functree.tree.paths import Path
 
 
@@ -31,6 +34,9 @@ class Ledger:
         warnings_known: whether the compiler was listened to. False if JAX had the program in a
             cache, so that nothing was compiled.
         not_understood: what the ledger could not read, one sentence for each.
+        idle: the mesh axes of more than one device over which nothing is moved, and none of the
+            arguments and results is sharded: their devices all do the same. Empty if that is not
+            known.
 
     Examples:
         >>> mesh = ft.make_mesh(data=2, model=4)
@@ -38,7 +44,10 @@ class Ledger:
         >>> @ft.jit(in_shardings=layouts, out_shardings=ft.P(), mesh=mesh)
         ... def project(w, x):
         ...     return x @ w
-        >>> shapes = [jax.ShapeDtypeStruct(shape, "float32") for shape in [(64, 32), (16, 64)]]
+        >>> shapes = [
+        ...     jax.ShapeDtypeStruct(shape, "float32")
+        ...     for shape in [(64, 32), (16, 64)]
+        ... ]
         >>> ledger = project.lower(*shapes).compile().ledger()
         >>> moved = ledger.collectives[0]
         >>> moved.kind, moved.mesh_axes, moved.bytes, moved.count
@@ -54,6 +63,7 @@ class Ledger:
     warnings: tuple[str, ...] = ()
     warnings_known: bool = True
     not_understood: tuple[str, ...] = ()
+    idle: tuple[str, ...] = ()
 
     def totals(self) -> dict[tuple[str, tuple[str, ...] | None], int]:
         """The bytes of all runs by kind and mesh axes, the largest first.
@@ -77,13 +87,16 @@ class Ledger:
 
     def summary(self) -> str:
         """The totals by kind and mesh axes, and the memory, in a few lines."""
-        where = self.backend
-        if self.sizes:
-            where += f", mesh {MeshView(self.sizes)}"
-        return summary_text(self.totals(), self.memory, self.attributed, where)
+        return summary_text(self.totals(), self.memory, self.attributed, self._where(), self.idle)
+
+    def _where(self) -> str:
+        """What it is compiled for."""
+        if not self.sizes:
+            return self.backend
+        return f"{self.backend}, mesh {MeshView(self.sizes)}"
 
     def __str__(self) -> str:
-        notes = [*self._warning_texts(), *self._notes()]
+        notes = [*self._notes(), *warning_lines(self.warnings)]
         return ledger_text(self.collectives, self.summary(), notes)
 
     def __repr__(self) -> str:
@@ -104,9 +117,12 @@ class Ledger:
             rows.append(Change(Path(), "backend", self.backend, other.backend))
         if self.sizes != other.sizes:
             rows.append(Change(Path(), "mesh", self.sizes, other.sizes))
+        if self.idle != other.idle:
+            before, after = ", ".join(self.idle), ", ".join(other.idle)
+            rows.append(Change(Path(), "idle mesh axes", before or None, after or None))
         rows += moved_changes(self.collectives, other.collectives)
         rows += memory_changes(self.memory, other.memory)
-        return Diff(tuple(rows))
+        return Diff(by_bytes(rows))
 
     def to_json(self) -> str:
         """The ledger as JSON."""
@@ -118,6 +134,7 @@ class Ledger:
             self.warnings,
             self.warnings_known,
             self.not_understood,
+            self.idle,
         )
         return ledger_json(parts)
 
@@ -137,24 +154,62 @@ class Ledger:
             tuple(parts.warnings),
             parts.warnings_known,
             tuple(parts.not_understood),
+            tuple(parts.idle),
         )
 
-    def html(self) -> str:
-        """The ledger as a HTML page, with a bar for the bytes of each collective and argument."""
-        return self._html(page=True)
+    def html(self, plan: Plan | None = None) -> str:
+        """The ledger as a HTML page: what is moved by mesh axis, kind, phase and parameter, and the
+        memory by part. The page is one file, and asks for nothing from a network.
+
+        Args:
+            plan: the plan of one of the arguments. Its page is then a part of this one, in which
+                each array also has the bytes that are moved for it.
+
+        Raises:
+            FunctreeError: `plan` is not a plan.
+
+        Examples:
+            >>> mesh = ft.make_mesh(data=2, model=4)
+            >>> w, x = (
+            ...     jax.ShapeDtypeStruct(shape, "float32")
+            ...     for shape in [(64, 32), (16, 64)]
+            ... )
+            >>> layouts = (ft.P("model"), ft.P(None, "model"))
+            >>> ledger = ft.ledger(
+            ...     lambda w, x: x @ w, w, x, in_shardings=layouts, mesh=mesh
+            ... )
+            >>> report = ledger.html(plan=ft.plan(w, layouts[0], mesh))
+            >>> report.startswith("<!doctype html>")
+            True
+        """
+        if plan is None:
+            return self._page(None).html(page=True)
+        if not isinstance(plan, Plan):
+            raise FunctreeTypeError(f"the page of a ledger shows a plan, not {shown(plan)}")
+        argument = argument_of(plan.page(), self.memory)
+        moved = {} if argument is None else moved_for(argument, self.collectives)
+        return self._page(plan.page(moved)).html(page=True)
 
     def _repr_html_(self) -> str:
-        return self._html(page=False)
+        return self._page(None).html(page=False)
 
-    def _html(self, page: bool) -> str:
-        notes = [*self._notes(), *self.summary().splitlines()]
-        return ledger_html(self.collectives, self.memory, self._warning_texts(), notes, page)
-
-    def _warning_texts(self) -> list[str]:
-        return [f"WARNING of the compiler: {warning}" for warning in self.warnings]
+    def _page(self, plan: PlanPage | None) -> LedgerPage:
+        notes = self._notes()
+        if self.idle:
+            notes.insert(0, idle_text(self.idle))
+        return LedgerPage(
+            self.collectives,
+            self.memory,
+            self._where(),
+            self.sizes,
+            self.attributed,
+            warning_lines(self.warnings),
+            notes,
+            plan,
+        )
 
     def _notes(self) -> list[str]:
-        """What a reader must know before the figures."""
+        """What a reader of the figures must know."""
         notes = [f"not understood: {what}" for what in self.not_understood]
         if not self.warnings_known:
             notes.append(_UNHEARD)

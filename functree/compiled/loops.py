@@ -40,16 +40,20 @@ def trip_count(flow: DataFlow, loop: Instruction) -> int | None:
     """The number of iterations of a `while`; None if it depends on data, or is not understood.
 
     The compilers for CPUs and GPUs write it into the text. The one for TPUs does not; there it is
-    read from the loop, if its condition is `i < N` and its body adds a constant to i.
+    read from the loop, if its condition compares i with a constant, and its body adds one to i.
     """
     known = _KNOWN.search(loop.attribute("backend_config") or "")
     if known is not None:
         return int(known[1])
     roots = flow.hlo.roots
     test = flow.source(HloValue(roots[loop.called("condition")]))
-    if test.instruction.opcode != "compare" or test.instruction.attribute("direction") != "LT":
+    if test.instruction.opcode != "compare":
         return None
-    counter, end = flow.source(flow.operand(test, 0)), _number(flow, flow.operand(test, 1))
+    direction = test.instruction.attribute("direction") or ""
+    counter, limit = flow.operand(test, 0), flow.operand(test, 1)
+    if flow.source(counter).instruction.opcode != "parameter":  # `N > i`
+        counter, limit, direction = limit, counter, _SWAPPED.get(direction, "")
+    counter, end = flow.source(counter), _number(flow, limit)
     if counter.instruction.opcode != "parameter":
         return None
     # The counter is a part of the state of the loop: its start is that part of the operand.
@@ -57,23 +61,52 @@ def trip_count(flow: DataFlow, loop: Instruction) -> int | None:
     step = _step(flow, HloValue(roots[loop.called("body")], counter.part))
     if start is None or end is None or step is None:
         return None
+    return _iterations(start, end, step, direction)
+
+
+# The direction of a comparison whose operands change places.
+_SWAPPED = {"LT": "GT", "GT": "LT", "LE": "GE", "GE": "LE"}
+
+
+def _iterations(start: int, end: int, step: int, direction: str) -> int | None:
+    """How often a counter passes a comparison with its end; None if it never stops, or ends by
+    another comparison."""
+    if direction in ("GT", "GE"):  # downwards, which is upwards with other signs
+        start, end, step = -start, -end, -step
+    elif direction not in ("LT", "LE"):
+        return None
+    if direction in ("LE", "GE"):
+        end += 1
+    if start >= end:
+        return 0
+    if step <= 0:
+        return None
     # Rounded up, and not by a float, which has fewer digits than a counter of 64 bits.
-    return max(0, -(-(end - start) // step))
+    return -(-(end - start) // step)
 
 
 def _step(flow: DataFlow, following: HloValue) -> int | None:
-    """What the body of a loop adds to a part of its state; None if it is no positive constant."""
+    """What the body of a loop adds to a part of its state; None if it is no constant."""
     added = flow.source(following)
+    if added.instruction.opcode == "subtract":
+        step = _number(flow, flow.operand(added, 1))
+        if step is None or not _is_old(flow, flow.operand(added, 0), following):
+            return None
+        return -step
     if added.instruction.opcode != "add":
         return None
     # `i + 1` or `1 + i`.
     for old, new in ((0, 1), (1, 0)):
-        before = flow.source(flow.operand(added, old))
         step = _number(flow, flow.operand(added, new))
-        same = before.instruction.opcode == "parameter" and before.part == following.part
-        if same and step is not None and step > 0:
+        if step is not None and _is_old(flow, flow.operand(added, old), following):
             return step
     return None
+
+
+def _is_old(flow: DataFlow, value: HloValue, following: HloValue) -> bool:
+    """Whether a value is what a part of the state of a loop was before."""
+    before = flow.source(value)
+    return before.instruction.opcode == "parameter" and before.part == following.part
 
 
 def _number(flow: DataFlow, value: HloValue) -> int | None:

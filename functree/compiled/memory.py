@@ -44,8 +44,9 @@ class Memory:
         outputs: the bytes of the result.
         aliases: the bytes of the result that are in the memory of donated arguments.
         temporaries: the bytes of what is computed in between.
-        peak: the most bytes at one time, as the compiler says. The one for CPUs leaves out
-            temporaries, so there it is the sum.
+        peak: the most bytes at one time in the main memory, as the compiler says. The one for
+            CPUs leaves out temporaries, so there it is the sum; the one for TPUs adds what is in
+            their fast memory and in that of the host, so there it is at most the sum without these.
     """
 
     arguments: Mapping[Path, int] = field(hash=False)

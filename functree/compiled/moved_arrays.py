@@ -4,12 +4,12 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from functree.compiled.data_flow import COLLECTIVES, KINDS, DataFlow, HloValue
+from functree.compiled.data_flow import COLLECTIVES, KINDS, DataFlow, HloValue, is_in_pieces
 from functree.compiled.hlo import ArrayType, Instruction
 from functree.compiled.loops import runs
 
 # Collectives that JAX can make, or a user by a flag, and that are not understood.
-_OTHERS = ("collective-broadcast", "ragged-all-to-all", "recv", "send")
+_OTHERS = ("collective-broadcast", "recv", "send")
 
 
 @dataclass(frozen=True)
@@ -33,6 +33,13 @@ class MovedArray:
     operand: HloValue
     type: ArrayType
     count: int | None
+
+    @property
+    def results(self) -> list[HloValue]:
+        """What has the array among the results of the collective: all of these, and its part."""
+        one = self.instruction
+        parts = range(len(one.arrays)) if is_in_pieces(one) else (self.index,)
+        return [HloValue(one), *(HloValue(one, (part,)) for part in parts)]
 
 
 def moved_arrays(flow: DataFlow) -> Iterator[MovedArray]:
@@ -62,7 +69,8 @@ def unknown_collectives(flow: DataFlow) -> list[Instruction]:
     for name in _OTHERS:
         found += flow.hlo.by_opcode.get(name, ())
         found += flow.hlo.by_opcode.get(f"{name}-start", ())
-    return found
+    # What a callback or a print exchanges with the host moves nothing between devices.
+    return [one for one in found if not one.mentions("is_host_transfer=true")]
 
 
 def _each(
@@ -80,8 +88,9 @@ def _each(
         sizes = [ArrayType(types[0].dtype, (size,)) for _, size in joined]
         return [operand for operand, _ in joined], sizes
     operands = [HloValue(flow.hlo.instructions[name]) for name in one.operands]
-    if one.opcode == "all-to-all" and one.attribute("dimensions") is None:
-        # One array in as many pieces as there are devices.
+    if one.opcode.startswith("ragged-all-to-all"):
+        return operands[:1], types[:1]
+    if is_in_pieces(one):
         whole = ArrayType(types[0].dtype, (len(types), *types[0].shape))
         return operands[:1], [whole]
     return operands, types

@@ -5,15 +5,23 @@ multiplied by, and which outputs are made of it.
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from functools import cached_property
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from functools import cached_property, lru_cache
+from typing import NamedTuple
 
-from functree.compiled.data_flow import COLLECTIVES, MOVES, RESHAPES, DataFlow, HloValue
+from functree.compiled.data_flow import (
+    COLLECTIVES,
+    MOVES,
+    RESHAPES,
+    DataFlow,
+    HloValue,
+    bits_of,
+)
 from functree.compiled.hlo import Instruction
 from functree.compiled.moved_arrays import MovedArray
 
 # The collectives that move elements and do not sum them.
-_GATHERS = frozenset({"all-gather", "all-to-all", "collective-permute"})
+_GATHERS = frozenset({"all-gather", "all-to-all", "collective-permute", "ragged-all-to-all"})
 # Where elements at different places are combined, or begin. Elsewhere each element of a result is
 # made of the elements of the operands at the same place, as in the update of an optimizer.
 _NOT_ELEMENTWISE = frozenset({
@@ -29,6 +37,22 @@ _READS = frozenset({"dynamic-slice", "gather", "slice"})  # what takes numbers o
 # fetched in several pieces; the memory in which results are put.
 _MOVING_CALLS = ('"AsyncCollectiveStart"', '"AsyncCollectiveDone"', '"ConcatBitcast"')
 _EMPTY = ('"AllocateBuffer"',)
+
+
+# Of these, either operand may be the weight.
+_SYMMETRIC = frozenset({"convolution", "custom-call", "dot"})
+
+
+class Product(NamedTuple):
+    """A product.
+
+    Attributes:
+        parameters: the parameters that are multiplied as they are.
+        computed: the operands that were computed.
+    """
+
+    parameters: frozenset[int]
+    computed: list[HloValue]
 
 
 class ParameterUses:
@@ -50,12 +74,41 @@ class ParameterUses:
 
     def products(self, moved: MovedArray) -> frozenset[int]:
         """The parameters that were multiplied, or looked up in, to make the moved array."""
-        found: set[int] = set()
+        return frozenset().union(*(product.parameters for product in self.made_by(moved)))
+
+    def made_by(self, moved: MovedArray) -> list[Product]:
+        """The products that the moved array was made by, and lookups."""
+        found: list[Product] = []
         for value in self._flow.origins(moved.operand, self._is_local):
-            for product in self._products_of(value):
-                for i in range(len(product.instruction.operands)):
-                    found |= self._parameters_of(self._flow.operand(product, i))
-        return frozenset(found)
+            found += map(self._product, self._products_of(value))
+        return found
+
+    def summands(self, moved: MovedArray) -> frozenset[int]:
+        """The parameters that a moved array is made of beside products."""
+        origins = self._flow.origins(moved.operand, self._is_local)
+        return frozenset(self._parameters_among(origins))
+
+    def _product(self, value: HloValue) -> Product:
+        """What a product was made of."""
+        parameters: set[int] = set()
+        computed: list[HloValue] = []
+        for operand in self._multiplied(value.instruction):
+            own = self._parameters_of(operand)
+            parameters |= own
+            if not own:
+                computed.append(operand)
+        # Of a lookup, the places say nothing of what is looked up in.
+        if value.instruction.opcode not in _SYMMETRIC:
+            computed = []
+        return Product(frozenset(parameters), computed)
+
+    def _multiplied(self, product: Instruction) -> list[HloValue]:
+        """The operands of a product; of a lookup without the places."""
+        if product.opcode in _SYMMETRIC:
+            return self._values(product.operands)
+        if product.opcode == "scatter":
+            return self._values([product.operands[0], product.operands[-1]])
+        return self._flow.inputs(HloValue(product))
 
     def _products_of(self, value: HloValue) -> list[HloValue]:
         """The products that a value is: itself, or those whose parts it is the sum of."""
@@ -64,11 +117,45 @@ class ParameterUses:
             return [value]
         if one.opcode != "reduce":
             return []
-        # GPUs split a long product, and add its parts up afterwards.
+        # GPUs split a long product, and add its parts up afterwards: each part is one of a batch.
         if self._flow.hlo.roots[one.called("to_apply")].opcode != "add":
             return []
         parts = self._flow.origins(self._flow.operand(value, 0), self._is_moved)
-        return [part for part in parts if part.instruction.opcode == "dot"]
+        return [part for part in parts if part.instruction.attribute("lhs_batch_dims")]
+
+    def computed_of(self, value: HloValue) -> frozenset[int]:
+        """The parameters that a value is computed of without products, such as a quantized weight
+        of its scale; empty if it is made of anything else.
+
+        A single number, such as a norm of the whole, is not followed.
+        """
+        origins = self._flow.origins(value, self._is_without_products)
+        found: set[int] = set()
+        for origin in origins:
+            one = origin.instruction
+            if one in self._parameters:
+                found.add(self._parameters[one])
+            elif not _is_filling(one) and one.opcode != "broadcast":
+                return frozenset()
+        return frozenset(found)
+
+    def _is_without_products(self, one: Instruction) -> bool:
+        return one.opcode == "reduce" or self._is_elementwise(one)
+
+    def are_made_of(self, values: Sequence[HloValue], parameters: Collection[int]) -> bool:
+        """Whether some values are made of one of some parameters, in whatever way."""
+        wanted = {one for one, i in self._parameters.items() if i in parameters}
+        waiting = list(values)
+        seen = set(waiting)
+        while waiting:
+            one = waiting.pop()
+            if one.instruction in wanted:
+                return True
+            for value in self._flow.inputs(one):
+                if value not in seen:
+                    seen.add(value)
+                    waiting.append(value)
+        return False
 
     def _is_product(self, one: Instruction) -> bool:
         return one.opcode in _PRODUCTS or one in self._lookups
@@ -114,13 +201,30 @@ class ParameterUses:
         return not all(_is_filling(origin.instruction) for origin in table)
 
     @cached_property
-    def computed_with(self) -> frozenset[int]:
-        """The parameters that products are made of.
+    def differentiated(self) -> frozenset[int]:
+        """The parameters that the products of a model are made of, and not those of an optimizer.
 
-        Also after element-wise operations: biases, scales of norms.
+        Where nothing is differentiated, they are those of all products.
         """
+        named = [one for one in self._products if one.is_differentiated]
+        return self._made_into(named or self._products)
+
+    @cached_property
+    def in_model(self) -> frozenset[int]:
+        """The parameters that what is differentiated is computed with, as they are.
+
+        Biases too, which may be added to the last product. Empty if nothing is differentiated.
+        """
+        values: list[HloValue] = []
+        for one in self._flow.differentiated:
+            values += self._values(one.operands)
+        origins, _ = self._flow.history(values, self._is_moved)
+        return frozenset(self._parameters_among(origins))
+
+    def _made_into(self, products: Iterable[Instruction]) -> frozenset[int]:
+        """The parameters that products are made of."""
         operands: list[HloValue] = []
-        for one in self._products:
+        for one in products:
             operands += self._values(one.operands)
         origins, _ = self._flow.history(operands, self._is_elementwise)
         return frozenset(self._parameters_among(origins))
@@ -130,31 +234,29 @@ class ParameterUses:
 
         A gradient's are those of its parameter.
         """
-        reached, _ = self._outputs
-        return frozenset(_of_result(reached, moved))
+        return outputs_of(self._reached, moved)
 
     def made_of(self, output: int) -> frozenset[int]:
         """The parameters that an output is made of element by element.
 
         Among them is the old value of what it is the new value of.
         """
-        _, made = self._outputs
-        return frozenset(made[output])
+        return frozenset(self._made[output])
 
     @cached_property
-    def _outputs(self) -> tuple[Mapping[HloValue, set[int]], Mapping[int, set[int]]]:
-        """What the outputs are made of element by element.
+    def _reached(self) -> Mapping[HloValue, int]:
+        """The outputs that are made of each value element by element, as bits."""
+        results = [result for result, _ in self._flow.results]
+        return self._flow.reached(results, self._is_elementwise)
 
-        For each result of a collective the outputs, and for each output the parameters.
-        """
-        reached, made = defaultdict[HloValue, set[int]](set), defaultdict[int, set[int]](set)
-        for i, (result, _) in enumerate(self._flow.results):
-            origins, passed = self._flow.history([result], self._is_elementwise)
-            for value in passed:
-                if value.instruction.opcode in COLLECTIVES:
-                    reached[value].add(i)
-            made[i] = self._parameters_among(origins)
-        return reached, made
+    @cached_property
+    def _made(self) -> Mapping[int, set[int]]:
+        """For each output the parameters that it is made of element by element."""
+        made = defaultdict[int, set[int]](set)
+        for one, i in self._parameters.items():
+            for output in bits_of(self._reached.get(HloValue(one), 0)):
+                made[output].add(i)
+        return made
 
     def factors(self, moved: MovedArray) -> frozenset[int]:
         """The parameters that the moved array is multiplied by, or looked up in, afterwards.
@@ -164,19 +266,21 @@ class ParameterUses:
         # What a collective sums is made of products, which say more.
         if moved.kind not in _GATHERS:
             return frozenset()
-        return frozenset(_of_result(self._factors, moved))
+        return frozenset().union(*(self._factors[value] for value in moved.results))
 
     @cached_property
-    def _factors(self) -> Mapping[HloValue, set[int]]:
+    def _factors(self) -> defaultdict[HloValue, set[int]]:
         """For each result of a collective, the parameters that it is multiplied by."""
         found = defaultdict[HloValue, set[int]](set)
         for product in self._products:
             parameters: set[int] = set()
             factors: list[frozenset[HloValue]] = []  # what is passed on as the other operands
+            multiplied = self._multiplied(product)
             for value in self._values(product.operands):
                 origins, passed = self._flow.history([value], self._is_moved)
                 own = self._only_parameters(origins)
-                parameters |= own
+                if own and value in multiplied:
+                    parameters |= own
                 if not own:
                     factors.append(passed)
             for passed in factors:
@@ -241,10 +345,23 @@ class ParameterUses:
         return one.opcode not in _NOT_ELEMENTWISE and one not in self._lookups
 
 
-def _of_result(known: Mapping[HloValue, set[int]], moved: MovedArray) -> set[int]:
-    """What is known of the result of a collective: of all of it, and of the part that is moved."""
-    whole, part = HloValue(moved.instruction), HloValue(moved.instruction, (moved.index,))
-    return known[whole] | known[part]
+def outputs_of(reached: Mapping[HloValue, int], moved: MovedArray) -> frozenset[int]:
+    """The outputs that the result of a collective is in the history of.
+
+    Args:
+        reached: the outputs of each value, as bits.
+        moved: what is moved.
+    """
+    bits = 0
+    for value in moved.results:
+        bits |= reached.get(value, 0)
+    return _indices(bits)
+
+
+@lru_cache(maxsize=256)
+def _indices(bits: int) -> frozenset[int]:
+    """The indices of bits that are set. All parts of one norm reach the same outputs."""
+    return frozenset(bits_of(bits))
 
 
 def _changes_only_form(one: Instruction) -> bool:

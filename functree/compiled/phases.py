@@ -6,9 +6,9 @@ Names of parameters in it are never read: after a hit of the persistent cache th
 another program.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 
-from functree.compiled.data_flow import DataFlow, HloValue
+from functree.compiled.data_flow import COLLECTIVES, DataFlow, HloValue, is_in_pieces
 from functree.compiled.hlo import Instruction
 from functree.compiled.moved_arrays import MovedArray
 
@@ -20,15 +20,19 @@ class Phases:
 
     Args:
         flow: where the values of the program come from.
+        new_values: the new values of parameters that are made of a moved array; none if it serves
+            anything else.
     """
 
-    def __init__(self, flow: DataFlow):
-        self._flow = flow
+    def __init__(self, flow: DataFlow, new_values: Callable[[MovedArray], Sequence[HloValue]]):
+        self._flow, self._new_values = flow, new_values
         # Those of a collective, once for all arrays that the compiler has combined in it.
         self._names: dict[Instruction, list[str]] = {}
         # What earlier walks have found to be made of nothing of the backward pass: each value is
         # met once.
         self._independent: set[HloValue] = set()
+        # Those that were found to be made of something of it.
+        self._dependent: set[HloValue] = set()
 
     def phase(self, moved: MovedArray) -> str | None:
         """The phase of a moved array, one of `PHASES`.
@@ -74,22 +78,27 @@ class Phases:
         if phase is not None:
             return phase
         # What is neither differentiated nor a derivative is before the gradients, or made of them.
-        if self._depends_on_backward(moved):
+        if self._depends_on_backward(moved.operand):
+            return "update"
+        # An optimizer may need a parameter alone, such as its norm.
+        new = self._new_values(moved)
+        if new and all(map(self._depends_on_backward, new)):
             return "update"
         return "forward"
 
-    def _depends_on_backward(self, moved: MovedArray) -> bool:
-        """Whether the moved array is made of something of the backward pass."""
-        seen = {moved.operand}
-        waiting = [moved.operand]
+    def _depends_on_backward(self, value: HloValue) -> bool:
+        """Whether a value is made of something of the backward pass."""
+        seen = {value}
+        waiting = [value]
         while waiting:
             one = waiting.pop()
-            if _is_backward(one.instruction):
+            if one in self._dependent or _is_backward(one.instruction):
+                self._dependent.add(value)
                 return True
-            for value in self._flow.inputs(one):
-                if value not in seen and value not in self._independent:
-                    waiting.append(value)
-                    seen.add(value)
+            for before in self._flow.inputs(one):
+                if before not in seen and before not in self._independent:
+                    waiting.append(before)
+                    seen.add(before)
         # None of them depends on it: the walk has come to the end of each.
         self._independent |= seen
         return False
@@ -99,6 +108,9 @@ def _is_backward(one: Instruction) -> bool:
     """Whether an instruction is of the backward pass alone."""
     # Compilers join equal constants: one may serve the forward pass too, whatever its name says.
     if one.opcode == "constant":
+        return False
+    # Nor does the name of a collective that they have combined of several say of which it is.
+    if one.opcode in COLLECTIVES and len(one.arrays) > 1 and not is_in_pieces(one):
         return False
     # The name is read last, for it takes longest, and this is asked of each value of the program.
     if not one.mentions("transpose("):
@@ -125,7 +137,8 @@ def split(name: str) -> list[str]:
     """The names of the operations that a compiler has combined.
 
     >>> split("jit(f)/transpose(jvp())/(reduce_sum:while/dot_general)")
-    ['jit(f)/transpose(jvp())/reduce_sum', 'jit(f)/transpose(jvp())/while/dot_general']
+    ['jit(f)/transpose(jvp())/reduce_sum',
+    'jit(f)/transpose(jvp())/while/dot_general']
     """
     opened: list[int] = []
     for i, letter in enumerate(name):

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from functree.compiled.attribution import Attribution
 from functree.compiled.collective import Collective
+from functree.compiled.counterparts import Shape, Shapes
 from functree.compiled.data_flow import DataFlow
 from functree.compiled.hlo import Hlo, Instruction
 from functree.compiled.ledger import Ledger
@@ -34,6 +35,10 @@ class CompiledProgram(NamedTuple):
         sizes: the sizes of the mesh axes; empty if the mesh is not known.
         backend: the name of what it is compiled for.
         warnings: what the compiler has said; None if it was not listened to.
+        sharded: the mesh axes that shard one of its parameters or outputs; None if that is not
+            known.
+        shapes: makes the shapes of its parameters and outputs of those on one device; None if
+            that is not known.
     """
 
     text: str
@@ -43,6 +48,8 @@ class CompiledProgram(NamedTuple):
     sizes: dict[str, int]
     backend: str
     warnings: tuple[str, ...] | None
+    sharded: frozenset[str] | None = None
+    shapes: Callable[[Sequence[Shape], Sequence[Shape]], Shapes] | None = None
 
 
 def read_ledger(program: CompiledProgram) -> Ledger:
@@ -83,6 +90,7 @@ def _read(program: CompiledProgram) -> Ledger:
         tuple(map(reader.with_line, program.warnings or ())),
         program.warnings is not None,
         tuple(reader.not_understood(collectives)),
+        reader.idle(collectives, program.sharded),
     )
 
 
@@ -104,8 +112,12 @@ class _Reader:
             )
         self._sizes = program.sizes
         self._parameters = program.parameters
-        self._attribution = Attribution(self.flow, program.parameters, program.outputs)
-        self._phases = Phases(self.flow)
+        shapes = None
+        if program.shapes is not None:
+            parameters = [one.arrays[0].shape for one in self.flow.hlo.parameters]
+            shapes = program.shapes(parameters, [type_.shape for _, type_ in self.flow.results])
+        self._attribution = Attribution(self.flow, program.parameters, program.outputs, shapes)
+        self._phases = Phases(self.flow, self._attribution.new_values)
         self._sources = Sources(program.text)
         # Those of a collective, once for all arrays that the compiler has combined in it.
         self._groups: dict[Instruction, _Groups] = {}
@@ -195,6 +207,23 @@ class _Reader:
             why = "the length of a loop depends on data; they count once"
             yield f"how often {', '.join(endless)} run: {why}"
 
+    def idle(
+        self, collectives: Sequence[Collective], sharded: frozenset[str] | None
+    ) -> tuple[str, ...]:
+        """The mesh axes over which nothing is moved and nothing is sharded.
+
+        Args:
+            collectives: what is moved.
+            sharded: the mesh axes that shard an argument or a result; None if that is not known.
+        """
+        used = set(sharded or ())
+        for one in collectives:
+            used.update(one.mesh_axes or ())
+        unknown = sharded is None or any(one.mesh_axes is None for one in collectives)
+        if unknown or unknown_collectives(self.flow):
+            return ()
+        return tuple(axis for axis, size in self._sizes.items() if size > 1 and axis not in used)
+
 
 def _memory(program: CompiledProgram, flow: DataFlow) -> Memory:
     """The memory of a program.
@@ -209,11 +238,18 @@ def _memory(program: CompiledProgram, flow: DataFlow) -> Memory:
         outputs = sum(type_.bytes for _, type_ in flow.results)
         return Memory(BytesByPath(sizes), outputs, 0, 0, sum(sizes.values()) + outputs)
     # The compiler counts what is in host memory apart, and a `Memory` does not.
+    on_host = known.host_argument_size_in_bytes + known.host_output_size_in_bytes
+    on_host += known.host_temp_size_in_bytes - known.host_alias_size_in_bytes
     given = known.argument_size_in_bytes + known.host_argument_size_in_bytes
     outputs = known.output_size_in_bytes + known.host_output_size_in_bytes
     aliases = known.alias_size_in_bytes + known.host_alias_size_in_bytes
     temporaries = known.temp_size_in_bytes + known.host_temp_size_in_bytes
     peak = known.peak_memory_in_bytes
+    allocated = given + outputs - aliases + temporaries
     if program.backend == "cpu":  # whose compiler leaves out temporaries
-        peak = given + outputs - aliases + temporaries
+        peak = allocated
+    elif program.backend.startswith("tpu"):
+        # Its compiler's peak is of all memories together: the host's, and the small fast one of a
+        # core. What it allocates in the main memory is said apart.
+        peak = min(peak, allocated - on_host)
     return Memory(BytesByPath(sizes), outputs, aliases, temporaries, peak)

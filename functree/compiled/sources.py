@@ -67,7 +67,7 @@ class Sources:
     def _chosen(self, frame: int) -> str | None:
         frames = list(self._outwards(frame))
         for file, line in frames:
-            if _is_model(file):
+            if is_model_file(file):
                 return f"{file}:{line}"
         if not frames:
             return None
@@ -112,9 +112,18 @@ class Sources:
         return self._text[start : self._text.find("\n\n", start + 1)]
 
 
-def _is_model(file: str) -> bool:
+def is_model_file(file: str) -> bool:
     """Whether a file is code of a model, and not of a package or of functree's transforms."""
-    path = Path(file)
-    if path.is_relative_to(_PACKAGE):
-        return file in _layer_files
-    return _INSTALLED.isdisjoint(path.parts)
+    if is_own_file(file):
+        return is_layer(file)
+    return _INSTALLED.isdisjoint(Path(file).parts)
+
+
+def is_own_file(file: str) -> bool:
+    """Whether a file is one of functree."""
+    return Path(file).is_relative_to(_PACKAGE)
+
+
+def is_layer(file: str) -> bool:
+    """Whether a file is that of a layer of functree."""
+    return file in _layer_files

@@ -1,64 +1,147 @@
-"""The collectives of a program ─► the rows of a table, those of equal layers in one row."""
+"""The collectives of a program ─► the rows of a table; those of equal layers, and of parameters of
+one module, are one row."""
 
-from collections.abc import Hashable, Sequence
+import math
+from collections.abc import Hashable, Iterable, Sequence
 from typing import NamedTuple
 
 from functree.compiled.collective import Collective
 from functree.report.byte_sizes import bytes_text
 from functree.report.path_groups import common_path, grouped, pattern_of
-from functree.tree.paths import Path
+from functree.tree.paths import Key, Path
 
 
 class TableRow(NamedTuple):
-    """One or more collectives that differ only in the indices of their paths."""
+    """One or more collectives of one kind over the same mesh axes, for like parameters."""
 
     title: str  # the parameters
     kind: str
     axes: str
     runs: str
     total: int  # bytes on one device, of all runs together
-    details: str  # phase, line of source, bytes of each run
+    where: str  # lines of source, bytes of each run
+    collectives: tuple[Collective, ...]
+    paths: tuple[Path, ...]  # the path of each; empty if they serve no parameter, or several
+
+    @property
+    def details(self) -> str:
+        """The phase, and what is told below a row."""
+        return ", ".join(filter(None, (self.collectives[0].phase, self.where)))
 
 
 NO_PARAMETER = "no parameter"
 
 
 def table_rows(collectives: Sequence[Collective]) -> list[TableRow]:
-    """A row for all collectives that differ only in the indices of their paths; largest first."""
-    rows = map(_row, grouped(collectives, _but_for_indices))
-    return sorted(rows, key=lambda row: row.total, reverse=True)
+    """A row for all collectives that do the same for equal layers, or for the parameters of one
+    module, such as query, key and value; the largest first."""
+    groups = _by_layer(collectives)
+    # Then `attn.{query,key}`, and `attn.{query,key}.weight` for layers with a module for each.
+    for from_end in (1, 2):
+        groups = _joined(groups, from_end)
+    return _rows(groups)
+
+
+def rows_of_parameters(collectives: Sequence[Collective]) -> list[TableRow]:
+    """The same with a row for each parameter, which only equal layers share."""
+    return _rows(_by_layer(collectives))
+
+
+def _rows(groups: Iterable[Sequence[Collective]]) -> list[TableRow]:
+    return sorted(map(_row, groups), key=lambda row: row.total, reverse=True)
+
+
+def _by_layer(collectives: Sequence[Collective]) -> list[list[Collective]]:
+    groups: list[list[Collective]] = []
+    for alike in grouped(collectives, _but_for_indices):
+        groups += _full(alike)
+    return groups
+
+
+def _does(one: Collective) -> tuple[Hashable, ...]:
+    """What one collective does: those of a row do the same."""
+    return one.kind, one.mesh_axes, one.phase
 
 
 def _but_for_indices(one: Collective) -> Hashable:
-    return (
-        one.arguments,
-        tuple(map(pattern_of, one.paths)),
-        one.kind,
-        one.mesh_axes,
-        one.bytes,
-        one.count,
-        one.phase,
-        one.source,
-    )
+    own: Hashable = None
+    if len(one.paths) != 1:
+        # What serves no parameter, or several, is only folded where nothing else differs.
+        own = one.bytes, one.count, one.source
+    return _does(one), one.arguments, tuple(map(pattern_of, one.paths)), own
+
+
+def _full(alike: Sequence[Collective]) -> list[list[Collective]]:
+    """One group if the title is exact: if each combination of its indices is there."""
+    if len(alike[0].paths) != 1:
+        return [list(alike)]
+    paths = set(map(_path, alike))
+    different = map(set, zip(*paths, strict=True))
+    if math.prod(map(len, different)) == len(paths):
+        return [list(alike)]
+    return grouped(alike, _path)
+
+
+def _path(one: Collective) -> Path:
+    return full_paths(one)[0]
+
+
+def _joined(groups: Iterable[list[Collective]], from_end: int) -> list[list[Collective]]:
+    """The groups, with those in one that differ in the key at this position from the end only."""
+
+    def but_for_key(group: Sequence[Collective]) -> Hashable:
+        if len(group[0].paths) != 1 or len(group[0].paths[0]) < from_end:
+            return id(group)
+        keys = [frozenset(keys) for keys in zip(*map(_path, group), strict=True)]
+        joined: frozenset[Key] = keys.pop(-from_end)
+        # The indices of layers are joined already, as far as that is exact.
+        if any(isinstance(key, int) for key in joined):
+            return id(group)
+        return _does(group[0]), from_end, tuple(keys)
+
+    joined: list[list[Collective]] = []
+    for alike in grouped(groups, but_for_key):
+        for near in _of_one_size(alike):
+            joined.append([one for group in near for one in group])
+    return joined
+
+
+SMALLER = 16
+"""What moves so many times less than another parameter has a line of its own: one line would hide
+which of the two it is that moves so much."""
+
+
+def _of_one_size(groups: Sequence[list[Collective]]) -> list[list[list[Collective]]]:
+    """The groups, divided into those that move about as much."""
+    totals = [sum(one.total for one in group) for group in groups]
+    divided: list[list[list[Collective]]] = []
+    left = list(range(len(groups)))
+    while left:
+        most = max(totals[i] for i in left)
+        near = [i for i in left if totals[i] * SMALLER > most or totals[i] == most]
+        divided.append([groups[i] for i in near])
+        left = [i for i in left if i not in near]
+    return divided
 
 
 def _row(alike: Sequence[Collective]) -> TableRow:
     one = alike[0]
     # For each of the parameters that every one of them serves, the paths in all of them.
     each = zip(*map(full_paths, alike), strict=True)
-    details = [text for text in (one.phase, source_text(one.source)) if text]
-    if one.count != 1 or len(alike) > 1:
+    details = list(filter(None, [sources_text(alike)]))
+    times = [other.count for other in alike if other.count is not None]
+    sizes = {other.bytes for other in alike}
+    if len(sizes) == 1 and (one.count != 1 or len(alike) > 1):
         details.append(f"{bytes_text(one.bytes)} each time")
-    runs = "?"
-    if one.count is not None:
-        runs = str(one.count * len(alike))
     return TableRow(
         title=", ".join(map(common_path, each)) or NO_PARAMETER,
         kind=one.kind,
         axes=axes_text(one.mesh_axes),
-        runs=runs,
+        runs=str(sum(times)) if len(times) == len(alike) else "?",
         total=sum(other.total for other in alike),
-        details=", ".join(details),
+        where=", ".join(details),
+        collectives=tuple(alike),
+        paths=tuple(map(_path, alike)) if len(one.paths) == 1 else (),
     )
 
 
@@ -74,8 +157,28 @@ def axes_text(axes: tuple[str, ...] | None) -> str:
     return ", ".join(axes)
 
 
-def source_text(source: str | None) -> str:
+MOST_SOURCES = 3
+
+
+def sources_text(collectives: Iterable[Collective]) -> str:
+    """The lines that collectives come from, without repeats: `nn/mlp.py:85,86`."""
+    lines: dict[str, set[str]] = {}
+    for one in collectives:
+        if one.source is not None:
+            file, _, line = source_end(one.source).rpartition(":")
+            lines.setdefault(file, set()).add(line)
+    texts: list[str] = []
+    for file, numbers in lines.items():
+        texts.append(f"{file}:{','.join(sorted(numbers, key=_in_order))}")
+    if len(texts) > MOST_SOURCES:
+        texts[MOST_SOURCES:] = [f"{len(texts) - MOST_SOURCES} more files"]
+    return ", ".join(texts)
+
+
+def _in_order(line: str) -> tuple[int, str]:
+    return len(line), line
+
+
+def source_end(source: str) -> str:
     """The end of a path of a file, which is enough to recognise it."""
-    if source is None:
-        return ""
     return "/".join(source.replace("\\", "/").split("/")[-2:])

@@ -9,22 +9,20 @@ from functree.errors import count
 from functree.report.byte_sizes import bytes_text
 from functree.report.table import INDENT, columns, lines_text, paragraphs, row
 
-COLUMNS = (44, 18, 16, 5)  # of parameter, kind, mesh axes and runs
+COLUMNS = (52, 18, 16, 5)  # of parameter, kind, mesh axes and runs
 ROWS = 40
 """The number of rows of the table; what is moved in the others is told in one line."""
 
 
 def ledger_text(collectives: Sequence[Collective], summary: str, notes: Sequence[str]) -> str:
-    """The table, at most 100 columns wide.
+    """The table, at most 110 columns wide.
 
     Args:
         collectives: what is moved.
         summary: the text below the table.
-        notes: the lines above it.
+        notes: the lines below that.
     """
-    lines = paragraphs(notes)
-    if notes:
-        lines.append("")
+    lines: list[str] = []
     rows = table_rows(collectives)
     if rows:
         lines += columns(("for", "moved by", "over", "runs"), COLUMNS, "bytes")
@@ -36,7 +34,10 @@ def ledger_text(collectives: Sequence[Collective], summary: str, notes: Sequence
         rest = bytes_text(sum(one.total for one in smaller))
         more = count(len(smaller), "smaller line")
         lines.append(f"and {more}, {rest} in all (`ledger.collectives` has each)")
-    return lines_text([*lines, "", summary])
+    if lines:
+        lines.append("")
+    lines += [summary, *paragraphs(notes)]
+    return lines_text(lines)
 
 
 def summary_text(
@@ -44,6 +45,7 @@ def summary_text(
     memory: Memory,
     attributed: float,
     where: str,
+    idle: Sequence[str],
 ) -> str:
     """The totals and the memory, in a few lines.
 
@@ -52,13 +54,21 @@ def summary_text(
         memory: the memory.
         attributed: the share of the moved bytes that have a path.
         where: the backend and the mesh.
+        idle: the mesh axes that do nothing.
     """
     lines = [f"{where}: {bytes_text(sum(totals.values()))} moved to each device"]
     for (kind, axes), size in totals.items():
         lines += columns((f"{INDENT}{kind}", axes_text(axes)), (24, 36), bytes_text(size))
-    if totals:
+    if attributed < 1:
         lines.append(f"{INDENT}{unattributed_text(attributed)}")
+    if idle:
+        lines.append(idle_text(idle))
     return lines_text([*lines, memory_text(memory)])
+
+
+def idle_text(idle: Sequence[str]) -> str:
+    """What is said of mesh axes that do nothing."""
+    return f"over {' and '.join(idle)} nothing is moved and nothing is sharded"
 
 
 def unattributed_text(attributed: float) -> str:
