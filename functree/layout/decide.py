@@ -165,15 +165,17 @@ def _followed(leaf: Leaf, decided: Mapping[Path, Decision]) -> Decision:
         # No source for an unsharded dimension: checks of sharded dimensions go by it.
         dimensions.append(Dimension(axes, source) if axes else WHOLE)
         kept.append(str(dim))
-    reason = f"as {name}"
+    reason, same = f"as {name}", follows.path
     # Unless it has all dimensions in their order, the reason lists them.
     if not follows.has_all_of(len(parameter.dimensions)):
         reason += f", its dimensions {', '.join(kept)}"
+        same = None
     return Decision(
         tuple(dimensions),
         memory_kind=parameter.memory_kind,
         # If no layout was given for a parameter, none was given for its statistics either.
         specified=parameter.specified,
+        follows=same,
     ).because(reason)
 
 

@@ -7,6 +7,7 @@ from jax.sharding import PartitionSpec
 
 from functree.devices.specs import axes_text, entry, invalid_entry, mesh_axes, spec_text
 from functree.labels.leaf import Leaf
+from functree.tree.paths import Path
 
 Fault = tuple[str, str]
 """What is wrong with a leaf, and what to change."""
@@ -88,6 +89,7 @@ class Decision(NamedTuple):
         memory_kind: the kind of memory; None for the default.
         specified: False if no layout was about the leaf: it was `None`, or the leaf is an
             activation and there are no rules.
+        follows: the path of the leaf whose decision it is, if the two have the same dimensions.
     """
 
     dimensions: tuple[Dimension, ...]
@@ -95,6 +97,7 @@ class Decision(NamedTuple):
     faults: tuple[Fault, ...] = ()
     memory_kind: str | None = None
     specified: bool = True
+    follows: Path | None = None
 
     @property
     def reason(self) -> str:

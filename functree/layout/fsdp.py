@@ -42,7 +42,9 @@ class FSDP(Value, Layout):
         RuleError: an argument is invalid.
 
     Examples:
-        >>> ft.plan(jnp.ones((4, 1024)), ft.FSDP("data", min_size=0), {"data": 2}).specs
+        >>> ft.plan(
+        ...     jnp.ones((4, 1024)), ft.FSDP("data", min_size=0), {"data": 2}
+        ... ).specs
         P(None, 'data')
         >>> ft.FSDP("data")
         FSDP('data')

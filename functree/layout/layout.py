@@ -63,8 +63,12 @@ class Layout:
     in the place of a layout.
 
     Examples:
-        >>> rules = ft.AxisRules({"hidden": "model", "embed": None}) | ft.FSDP("data", min_size=0)
-        >>> ft.plan(jnp.ones((4, 8)), rules, {"data": 2, "model": 4}, check=False).problems[0].why
+        >>> rules = ft.AxisRules({"hidden": "model", "embed": None}) | ft.FSDP(
+        ...     "data", min_size=0
+        ... )
+        >>> ft.plan(
+        ...     jnp.ones((4, 8)), rules, {"data": 2, "model": 4}, check=False
+        ... ).problems[0].why
         'has no axis names, and rules shard axes by name'
     """
 

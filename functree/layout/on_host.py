@@ -77,7 +77,9 @@ def on_host(layout: LayoutLike) -> Layout:
         RuleError: the argument is not a layout, or is None.
 
     Examples:
-        >>> ft.plan(jnp.ones((4, 8)), ft.on_host(ft.P("data")), {"data": 2})[()].memory_kind
+        >>> ft.plan(jnp.ones((4, 8)), ft.on_host(ft.P("data")), {"data": 2})[
+        ...     ()
+        ... ].memory_kind
         'pinned_host'
     """
     if layout is None:

@@ -13,6 +13,7 @@ from functree.labels.leaf import Leaf, meeting
 from functree.labels.leaves import Leaves
 from functree.labels.optimizer.followed_parameters import Optimizer, TrainedModel
 from functree.labels.optimizer.optimizer_state import optimizer_state
+from functree.labels.optimizer.stack_treatment import warn_of_stacks
 from functree.layout.decide import (
     UNSPECIFIED,
     Decisions,
@@ -45,6 +46,9 @@ def plan_optimizer(
     gets the spec of the parameter after unsharded entries. Leaves that do not depend on the shapes
     of the parameters are replicated.
 
+    An optimizer that treats a stack otherwise than the layers in it is warned of (see
+    `ft.layerwise`).
+
     Args:
         tx: any optax optimizer.
         model: a concrete or abstract model.
@@ -67,7 +71,9 @@ def plan_optimizer(
     Examples:
         >>> import optax
         >>> model = {"w": jnp.ones((4, 8))}
-        >>> plan = ft.plan_optimizer(optax.adam(1e-3), model, ft.P("data"), {"data": 2})
+        >>> plan = ft.plan_optimizer(
+        ...     optax.adam(1e-3), model, ft.P("data"), {"data": 2}
+        ... )
         >>> plan["0.mu.w"].spec, plan["0.count"].reason
         (P('data', None), 'does not depend on the parameters')
     """
@@ -99,6 +105,7 @@ def plan_state(
         raise refuse(decided.problems, view)
     trained = select_trained(leaves, wrt, type(model).__name__)
     state = optimizer_state(tx, trained)
+    warn_of_stacks(tx, trained)
     decisions = follow(state.leaves, by_path(leaves.leaves, decided.decisions))
     problems: list[Problem] = []
     unused: Sequence[str] = ()

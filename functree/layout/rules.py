@@ -56,7 +56,9 @@ class AxisRules(Value, Layout):
             never apply.
 
     Examples:
-        >>> rules = ft.AxisRules({"batch": "data", "hidden": "model", "embed": None})
+        >>> rules = ft.AxisRules(
+        ...     {"batch": "data", "hidden": "model", "embed": None}
+        ... )
         >>> rules.spec(ft.Axes("embed", "hidden"))
         P(None, 'model')
         >>> rules

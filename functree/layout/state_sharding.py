@@ -1,7 +1,7 @@
 """Ordered filters and their layouts ─► `StateSharding`, in which the first filter that matches a
 leaf decides."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from types import EllipsisType, UnionType
 from typing import Any, Literal
@@ -9,7 +9,7 @@ from typing import Any, Literal
 from jax.sharding import AbstractMesh, Mesh
 
 from functree.devices.meshes import MeshView
-from functree.errors import Problem, RuleError
+from functree.errors import Problem, RuleError, did_you_mean
 from functree.labels.filters.filter import (
     Everything,
     Filter,
@@ -18,9 +18,11 @@ from functree.labels.filters.filter import (
     may_name,
     names_field,
     path_glob,
+    patterns,
 )
 from functree.labels.filters.first_match import FirstMatch
 from functree.labels.leaf import Leaf
+from functree.labels.training_state import MODEL, OPTIMIZER, STATE
 from functree.layout.decision import Decision, Reason, whole
 from functree.layout.layout import (
     DeadFilter,
@@ -60,7 +62,11 @@ class StateSharding(Value, Layout):
         >>> layout = ft.StateSharding({"**.bias": ft.P(), ...: ft.P("model")})
         >>> layout
         StateSharding({'**.bias': P(), ...: P('model')})
-        >>> ft.plan({"bias": jnp.ones(3), "weight": jnp.ones((4, 3))}, layout, {"model": 2}).specs
+        >>> ft.plan(
+        ...     {"bias": jnp.ones(3), "weight": jnp.ones((4, 3))},
+        ...     layout,
+        ...     {"model": 2},
+        ... ).specs
         {'bias': P(None,), 'weight': P('model', None)}
     """
 
@@ -236,7 +242,23 @@ class StateSharding(Value, Layout):
             if i not in groups and not last_resort:
                 problem = self._dead_problem(i, next(filter(item, own), None))
                 dead.append(DeadFilter(problem, self.unused == "error", item))
+            elif i in groups:
+                dead += self._dead_parts(i, own)
         return dead
+
+    def _dead_parts(self, index: int, leaves: Sequence[Leaf]) -> Iterator[DeadFilter]:
+        """The patterns in a filter of several that match no leaf: behind a `~` a misspelled one
+        would match everything, and in an `|` nothing, without a word."""
+        item = self._filters[index]
+        for part in patterns(item):
+            if part is item or any(map(part, leaves)) or _is_for_other_trees(part, leaves):
+                continue
+            paths = dict.fromkeys(path for leaf in leaves for path in leaf.patterned[::-1])
+            near = did_you_mean(getattr(part, "pattern", ""), paths)
+            what, why = f"filter {_written(self.filters[index])}", f"{part!r} matches no leaf{near}"
+            remedy = 'correct the pattern, remove it, or write `unused="ignore"`'
+            problem = Problem(None, None, what, why, remedy)
+            yield DeadFilter(problem, self.unused == "error", part)
 
     def _dead_problem(self, index: int, hidden: Leaf | None) -> Problem:
         """The problem of a filter that decides about no leaf; `hidden` is the first leaf that it
@@ -259,6 +281,15 @@ class StateSharding(Value, Layout):
         if self.unused == "error":
             return f"StateSharding({table})"
         return f"StateSharding({table}, unused={self.unused!r})"
+
+
+def _is_for_other_trees(item: Filter, leaves: Sequence[Leaf]) -> bool:
+    """Whether a pattern names a field of a training state, and no leaf is in such a field: one
+    layout lays out a training state, and its model alone too."""
+    fields = {MODEL, STATE, OPTIMIZER}
+    if not any(may_name(item, field) for field in fields):
+        return False
+    return fields.isdisjoint(key for leaf in leaves for key in leaf.path)
 
 
 def _chosen_by(

@@ -83,8 +83,10 @@ def near_misses(
             remedy += f', or add `"{name}": None` if they are different axes'
             found += [leaf.problem(why, remedy) for leaf in having]
         elif form is not None:
-            paths = listed([f"`{leaf.path}`" for leaf in having])
-            why += f", so it is left unsharded in {paths}, and no leaf has the axis of rule"
+            # An activation is in no tree, and has no path.
+            paths = [f"`{leaf.path}`" for leaf in having if leaf.path]
+            where = f" in {listed(paths)}" if paths else ""
+            why += f", so it is left unsharded{where}, and no leaf has the axis of rule"
             remedy += f', or add `"{name}": None` to the rules if they are different axes'
             warn(f"{why} `{form}`: {remedy}")
     return found

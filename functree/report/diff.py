@@ -1,9 +1,14 @@
 """What differs between two plans, or two ledgers ─► `Diff`: rows, and a table."""
 
-from collections.abc import Callable, Hashable, Iterator, Mapping
+import html
+import math
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
+from functree.report.byte_sizes import Bytes, bytes_text, common_unit, text_in_unit
+from functree.report.fold_tree import leaf_html
+from functree.report.page import Segment, bar_html, code, notes_html, report_html
 from functree.report.path_groups import common_path, grouped, pattern_of
 from functree.report.table import paragraphs
 from functree.tree.paths import Path
@@ -33,14 +38,14 @@ class Diff:
     """What differs between two plans or two ledgers. It is false if nothing does.
 
     Attributes:
-        rows: one for each thing that differs.
+        rows: one for each thing that differs; of ledgers, those with the most bytes first.
 
     Examples:
         >>> before = ft.plan({"w": jnp.ones((8, 8))}, ft.P("model"), {"model": 4})
         >>> after = ft.plan({"w": jnp.ones((8, 8))}, ft.P(), {"model": 4})
         >>> print(before.diff(after))
         w: spec P('model', None) → P(None, None)
-        w: bytes on each device 64 → 256
+        w: bytes on each device 64 B → 256 B
         >>> bool(before.diff(before))
         False
     """
@@ -54,26 +59,119 @@ class Diff:
         return "\n".join(paragraphs(self._lines()))
 
     def _lines(self) -> Iterator[str]:
-        """One line for all changes that differ only in the indices of their paths."""
+        for line in self.folded():
+            path = f"{line.path}: " if line.path else ""
+            times = f" (×{line.rows})" if line.rows > 1 else ""
+            yield f"{path}{line.what} {line.before} → {line.after}{times}"
+
+    def folded(self) -> Iterator["Folded"]:
+        """One line for all changes that differ only in the indices of their paths. Bytes are in one
+        unit, so that they can be compared at a glance."""
+        # That of the largest change: of the sizes, one may be far larger than what has changed.
+        unit = common_unit(_grown([row]) or 0 for row in self.rows)
         for rows in grouped(self.rows, _but_for_indices):
             path, what, before, after = rows[0]
-            line = f"{what} {_text(before)} → {_text(after)}"
-            if path:
-                line = f"{common_path([row.path for row in rows])}: {line}"
-            if len(rows) > 1:
-                line = f"{line} (×{len(rows)})"
-            yield line
+            name = common_path([row.path for row in rows]) if path else ""
+            texts = _text(before, unit), _text(after, unit)
+            yield Folded(name, what, *texts, len(rows), _grown(rows))
+
+    def html(self) -> str:
+        """What differs as a HTML page, with a bar for each change of bytes."""
+        return diff_html(self, page=True)
+
+    def _repr_html_(self) -> str:
+        return diff_html(self, page=False)
+
+
+class Folded(NamedTuple):
+    """The text of changes that differ only in the indices of their paths.
+
+    Attributes:
+        path: their path; empty for what is not about a single leaf.
+        what: the property.
+        before: its value before.
+        after: its value after.
+        rows: the number of changes.
+        grown: the bytes that all of them together are more; None if they are not of bytes.
+    """
+
+    path: str
+    what: str
+    before: str
+    after: str
+    rows: int
+    grown: int | None
 
 
 def _but_for_indices(row: Change) -> Hashable:
     # Values by their texts: a dict of mesh axes has no hash.
-    return pattern_of(row.path), row.what, _text(row.before), _text(row.after)
+    return pattern_of(row.path), row.what, *map(_exact, row[2:])
 
 
-def _text(value: object) -> str:
+def _exact(value: object) -> str:
+    return str(int(value)) if isinstance(value, Bytes) else str(value)
+
+
+def _grown(rows: Sequence[Change]) -> int | None:
+    """The bytes that equal changes are more, all together; None if they are not of bytes."""
+    _, _, before, after = rows[0]
+    if not isinstance(before, Bytes) and not isinstance(after, Bytes):
+        return None
+    return len(rows) * ((after or 0) - (before or 0))
+
+
+def by_bytes(rows: Sequence[Change]) -> tuple[Change, ...]:
+    """The changes with the most bytes first; those of all layers count together.
+
+    What is not of bytes stays behind the change before it if both are of one leaf, such as the runs
+    of a collective, and is first otherwise.
+    """
+    sizes: dict[Hashable, int | None] = {}
+    for alike in grouped(rows, _but_for_indices):
+        sizes[_but_for_indices(alike[0])] = _grown(alike)
+    weighed: list[tuple[float, Change]] = []
+    for row in rows:
+        grown = sizes[_but_for_indices(row)]
+        weight = math.inf
+        if grown is not None:
+            weight = abs(grown)
+        elif weighed and row.path and weighed[-1][1].path == row.path:
+            weight, _ = weighed[-1]
+        weighed.append((weight, row))
+    return tuple(row for _, row in sorted(weighed, key=lambda one: -one[0]))
+
+
+def _text(value: object, unit: int) -> str:
     if value is None:
         return "nothing"
+    if isinstance(value, Bytes):
+        return text_in_unit(value, unit)
     return str(value)
+
+
+def diff_html(diff: Diff, page: bool) -> str:
+    """What differs, as HTML; `page` is whether to return a whole page."""
+    lines = list(diff.folded())
+    most = max((abs(line.grown) for line in lines if line.grown is not None), default=0)
+    content = "".join(_line_html(line, most) for line in lines)
+    if not lines:
+        content = notes_html([], ["nothing differs"])
+    return report_html("What differs", "", f"<section>{content}</section>", page)
+
+
+def _line_html(line: Folded, most: int) -> str:
+    text = code(line.path, "name") if line.path else ""
+    text += html.escape(line.what)
+    if line.rows > 1:
+        text += f' <span class="muted">×{line.rows}</span>'
+    text += f'<div class="why">{html.escape(line.before)} → {html.escape(line.after)}</div>'
+    if line.grown is None:
+        return leaf_html(line.path, text, "")
+    # What has become more is in another colour than what has become less.
+    sign, kind = ("+", "p3") if line.grown > 0 else ("−", "p2")
+    size = abs(line.grown)
+    bar = bar_html([Segment(line.what, size, kind)], most)
+    return leaf_html(line.path, text, f"{sign}{bytes_text(size)}{bar}")
 
 
 def changes(
@@ -81,7 +179,7 @@ def changes(
     after: Mapping[_K, _V],
     path: Callable[[_K], Path],
     properties: Callable[[_K, _V], Mapping[str, object]],
-    whole: Callable[[_K, _V], tuple[str, str]],
+    whole: Callable[[_K, _V], tuple[str, object]],
 ) -> Iterator[Change]:
     """What differs between two mappings: entries of only one of them, and unequal properties.
 
@@ -90,7 +188,7 @@ def changes(
         after: the second.
         path: a key ─► the path of its leaf.
         properties: a key and its value ─► what is compared, by name.
-        whole: a key and its value ─► the name and the text of an entry that only one of them has.
+        whole: a key and its value ─► the name and the value of an entry that only one of them has.
     """
     # In the order of the first, and then what is only in the second.
     for key in dict.fromkeys([*before, *after]):

@@ -23,16 +23,25 @@ def pattern_of(path: Path) -> tuple[object, ...]:
 
 def common_path(paths: Sequence[Path]) -> str:
     """`blocks.{0-10,12}.w` for the paths `blocks.0.w` to `blocks.10.w` and `blocks.12.w`."""
+    return ".".join(common_parts(paths)) or "(the array)"
+
+
+def common_parts(paths: Sequence[Path]) -> list[str]:
+    """The parts of such a text: `blocks`, `{0-10,12}`, `w`."""
     # Where several keys differ, `{0-1}.{0-1}` is exact only if the paths are all combinations. The
     # caller knows whether they are.
-    parts: list[str] = []
-    for keys in zip(*paths, strict=True):
-        different = set(keys)
-        if len(different) == 1:
-            parts.append(part_text(keys[0]))
-        else:
-            parts.append("{" + _ranges(sorted(different)) + "}")
-    return ".".join(parts) or "(the array)"
+    return [alternatives(keys) for keys in zip(*paths, strict=True)]
+
+
+def alternatives(keys: Sequence[object]) -> str:
+    """The text of a key that may be one of several: `{0-3}`, `{query,key}`."""
+    different = list(dict.fromkeys(keys))
+    if len(different) == 1:
+        return part_text(different[0])
+    indices = [key for key in different if isinstance(key, int)]
+    if len(indices) == len(different):
+        return "{" + _ranges(sorted(indices)) + "}"
+    return "{" + ",".join(map(part_text, different)) + "}"
 
 
 def _ranges(indices: Sequence[int]) -> str:

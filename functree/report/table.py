@@ -60,6 +60,15 @@ def paragraphs(texts: Iterable[str]) -> list[str]:
     return lines
 
 
+def numbered(number: int, text: str) -> list[str]:
+    """The lines of an item of a numbered list."""
+    lines: list[str] = []
+    for part in wrapped(text, WIDTH - len(INDENT)):
+        head = "" if lines else str(number)
+        lines.append(head.rjust(3).ljust(len(INDENT)) + part)
+    return lines
+
+
 def lines_text(lines: Iterable[str]) -> str:
     """Lines as one text, without the spaces at their ends."""
     return "\n".join(map(str.rstrip, lines))

@@ -43,7 +43,7 @@ _FORM = {
     "problems": [{"path": _NAME, "shape": ([SIZE], None), "what": str, "why": str, "remedy": str}],
     "unused": [str],
 }
-_ADDED = {"unused_names": [str]}
+_ADDED = {"unused_names": [str], "follows": {...: str}}
 
 
 class PlanParts(NamedTuple):
@@ -67,6 +67,8 @@ def plan_json(parts: PlanParts) -> str:
             "problems": list(map(_problem, parts.problems)),
             "unused": list(parts.unused),
             "unused_names": list(parts.unused_names),
+            # Apart from the rows, of which most have none.
+            "follows": {str(row.path): str(row.follows) for row in parts.rows if row.follows},
         },
         indent=1,
     )
@@ -80,6 +82,11 @@ def read_plan(text: str) -> PlanParts:
     """
     data = loaded(text, "plan", FORMAT, _FORM, _ADDED)
     rows = list(map(_read_row, data["rows"]))
+    follows = data.get("follows", {})
+    for i, row in enumerate(rows):
+        followed = follows.get(str(row.path))
+        if followed is not None:
+            rows[i] = row._replace(follows=Path(followed))
     problems = list(map(_read_problem, data["problems"]))
     unused_names = data.get("unused_names", [])
     return PlanParts(rows, data["mesh"], problems, data["unused"], unused_names)

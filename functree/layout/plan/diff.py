@@ -5,6 +5,7 @@ from typing import Any
 
 from functree.devices.specs import spec_text
 from functree.layout.plan.row import Row, rows_by_path
+from functree.report.byte_sizes import Bytes
 from functree.report.diff import Change, Diff, changes
 from functree.tree.arrays import array_text
 from functree.tree.paths import Path
@@ -48,5 +49,5 @@ def _properties(path: Path, row: Row) -> dict[str, Any]:
         "axes": str(row.axes),
         "spec": _spec(row),
         "memory": row.memory_kind or "device",
-        "bytes on each device": row.bytes_per_device,
+        "bytes on each device": Bytes(row.bytes_per_device),
     }

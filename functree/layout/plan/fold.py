@@ -5,28 +5,35 @@ from collections.abc import Hashable, Sequence
 from typing import NamedTuple
 
 from functree.devices.specs import spec_text
+from functree.layout.plan.cut import cut_text
 from functree.layout.plan.row import Row
-from functree.report.path_groups import common_path, grouped, pattern_of
+from functree.report.path_groups import common_parts, grouped, pattern_of
 from functree.tree.arrays import array_text
 
 
 class Line(NamedTuple):
     """One or more rows that differ only in the indices of their paths."""
 
-    path: str
+    parts: tuple[str, ...]  # the text of each key of the path
     array: str
+    cut: str  # the array with the mesh axes that divide its sizes
     axes: str
     spec: str
     each: int  # bytes on one device, of all rows together
     total: int  # bytes of all arrays
     copies: int
     reason: str
-    rows: int  # the number of rows
+    rows: tuple[Row, ...]
+
+    @property
+    def path(self) -> str:
+        """The path, with all indices of the rows."""
+        return ".".join(self.parts) or "(the array)"
 
     @property
     def title(self) -> str:
         """The path, and the number of rows if there are several."""
-        return f"{self.path} ×{self.rows}" if self.rows > 1 else self.path
+        return f"{self.path} ×{len(self.rows)}" if len(self.rows) > 1 else self.path
 
     @property
     def told(self) -> str:
@@ -72,13 +79,14 @@ def _line(rows: Sequence[Row]) -> Line:
     row = rows[0]
     spec = spec_text(row.spec) if row.spec is not None else "-"
     return Line(
-        common_path([row.path for row in rows]),
+        tuple(common_parts([row.path for row in rows])),
         array_text(row),
+        cut_text(row),
         str(row.axes) if any(row.axes) else "",
         f"{spec} {row.memory_kind}" if row.memory_kind else spec,
         sum(r.bytes_per_device for r in rows),
         sum(r.bytes_global for r in rows),
         row.copies,
         row.reason,
-        len(rows),
+        tuple(rows),
     )

@@ -1,7 +1,7 @@
 """Arrays ─► rows that show how they are sharded now."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -13,7 +13,9 @@ from functree.devices.meshes import mesh_view
 from functree.devices.placement import other_memory
 from functree.devices.specs import of_rank
 from functree.labels.leaf import Leaf
-from functree.layout.plan.row import Row
+from functree.labels.training_state import MODEL, OPTIMIZER
+from functree.layout.plan.row import Row, rows_by_path
+from functree.tree.paths import Path
 
 
 class Live(NamedTuple):
@@ -27,9 +29,16 @@ class Live(NamedTuple):
     mesh: Mesh | AbstractMesh | None = None
 
 
-def live_rows(leaves: Sequence[Leaf]) -> tuple[list[Row], Mesh | AbstractMesh | None]:
+def live_rows(
+    leaves: Sequence[Leaf], states: Iterable[Path] = ()
+) -> tuple[list[Row], Mesh | AbstractMesh | None]:
     """A row for each array with its current sharding, and the mesh of the first array that is on a
-    mesh."""
+    mesh.
+
+    Args:
+        leaves: the arrays.
+        states: the paths of the training states that they are in.
+    """
     first: Mesh | AbstractMesh | None = None
     rows: list[Row] = []
     for leaf in leaves:
@@ -54,7 +63,27 @@ def live_rows(leaves: Sequence[Leaf]) -> tuple[list[Row], Mesh | AbstractMesh | 
             reason = f"{live.reason}, on {_mesh_text(live.mesh)}"
             row = row._replace(reason=reason, mesh=live.mesh)
         rows.append(row)
+    for path in states:
+        rows = _with_parameters(path, rows)
     return rows, first
+
+
+def _with_parameters(state: Path, rows: Sequence[Row]) -> list[Row]:
+    """The rows, in which moments have the paths of their parameters: of what is in a model and an
+    optimizer's state under one path and has one shape."""
+    parameters = rows_by_path(rows)
+    found: list[Row] = []
+    for row in rows:
+        below = row.path[len(state) :]
+        if row.path[: len(state)] == state and below[:1] == (OPTIMIZER,):
+            # The longest first: nearer to the root, the optimizer's own keys are in the path.
+            for start in range(1, len(below) + 1):
+                path = Path((*state, MODEL, *below[start:]))
+                if path in parameters and parameters[path].shape == row.shape:
+                    row = row._replace(follows=path)
+                    break
+        found.append(row)
+    return found
 
 
 def _mesh_text(mesh: Mesh | AbstractMesh) -> str:

@@ -157,6 +157,7 @@ def _rows(leaves: Sequence[Leaf], decisions: Sequence[Decision], view: MeshView)
             bytes_per_device=sizes.per_device,
             copies=sizes.copies,
             memory_kind=decision.memory_kind,
+            follows=decision.follows,
         )
         rows.append(row)
     return rows
@@ -185,7 +186,7 @@ def _sizes(shape: tuple[int, ...], dtype: Any, decision: Decision, view: MeshVie
 def _live_plan(tree: Any, mesh: MeshLike) -> Plan:
     """A plan that shows how the arrays are sharded now."""
     leaves = read(tree)
-    rows, found = live_rows(leaves.leaves)
+    rows, found = live_rows(leaves.leaves, leaves.training)
     where = found if mesh is None else mesh
     # Arrays without a mesh, such as those on a single device, have a plan too.
     view = MeshView({}) if where is None else mesh_view(where)

@@ -1,55 +1,212 @@
-"""The rows of a plan ─► HTML, for a notebook or a browser."""
+"""A plan ─► HTML: each array as it is cut over the mesh, in a tree to fold."""
 
-from collections.abc import Sequence
+import html
+import zlib
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
-from functree.errors import count
-from functree.layout.plan.fold import Line, fold
+from functree.devices.meshes import MeshView
+from functree.devices.specs import mesh_axes, named_axes, of_rank
+from functree.layout.plan.cut import cut_text
+from functree.layout.plan.fold import Line
+from functree.layout.plan.lines import lines_of
+from functree.layout.plan.replicated import saved_by_sharding
 from functree.layout.plan.row import Row
 from functree.report.byte_sizes import bytes_text
+from functree.report.cut_picture import Pictures, device_colour
+from functree.report.fold_tree import TreeLeaf, tree_html
 from functree.report.page import (
-    bar_cell,
-    code_cells,
-    comment_cell,
+    Card,
+    Segment,
+    bar_html,
+    cards_html,
+    code,
+    key_html,
+    mesh_axes_html,
     notes_html,
     report_html,
-    table_html,
+    section_html,
 )
+from functree.tree.arrays import dtype_text
+from functree.tree.paths import Path
+
+MOST_DEVICES = 16
+"""The number of devices of which each has a bar."""
+MOST_LINES = 200
+"""The number of lines of a plan in a notebook; a page has all."""
 
 
-def plan_html(
-    rows: Sequence[Row],
-    problems: Sequence[str],
-    notes: Sequence[str],
-    devices: int,
-    page: bool,
-) -> str:
-    """The plan as HTML, with a bar for the bytes on each device. The bar of a replicated array is
-    orange.
+class PlanPage(NamedTuple):
+    """What the page of a plan says.
 
-    Args:
+    Attributes:
         rows: the rows of the plan.
+        sizes: the sizes of the mesh axes.
         problems: what is wrong, and stands out.
         notes: the other lines about the whole plan.
-        devices: the number of devices.
-        page: whether to return a whole page, and not a fragment for a notebook.
+        moved: the bytes that a program moves for each array, by path; empty if there is no program.
     """
-    lines = fold(rows)
-    most = max((line.each for line in lines), default=0)
-    titles = ("path", "array", "axes", "spec", "per device", "why")
-    table = table_html(titles, (_html_row(line, most, devices) for line in lines))
-    return report_html(notes_html(problems, notes) + table, "functree plan", page)
+
+    rows: Sequence[Row]
+    sizes: Mapping[str, int]
+    problems: Sequence[str]
+    notes: Sequence[str]
+    moved: Mapping[Path, int] = {}
+
+    def html(self, page: bool) -> str:
+        """The whole page; or a fragment for a notebook, which has the largest arrays only if there
+        are many."""
+        head = cards_html(self.cards()) + notes_html(self.problems, self.notes)
+        if not page:
+            return report_html("", head, self.arrays(MOST_LINES), page)
+        title = f"Plan on the mesh {MeshView(self.sizes)}"
+        return report_html(title, head, self.devices() + self.arrays(), page)
+
+    def cards(self) -> list[Card]:
+        """The figures at the head."""
+        copies = sum(map(saved_by_sharding, self.rows))
+        return [
+            Card(bytes_text(_each(self.rows)), "on each device"),
+            Card(bytes_text(sum(row.bytes_global for row in self.rows)), "in all, each array once"),
+            Card(bytes_text(copies), "of each device are copies"),
+            Card(f"{len(self.rows):,}", f"arrays on {MeshView(self.sizes).devices:,} devices"),
+        ]
+
+    def devices(self) -> str:
+        """The bytes on each device, by part of the tree. The pictures have the devices' colours."""
+        parts = parts_of({row.path: row.bytes_per_device for row in self.rows})
+        bar = bar_html(parts, max(1, _each(self.rows)))
+        number = MeshView(self.sizes).devices
+        texts: list[str] = []
+        for device in range(min(number, MOST_DEVICES)):
+            texts.append(self._device(device, bar))
+        more = ""
+        if number > MOST_DEVICES:
+            more = f'<p class="muted">and {number - MOST_DEVICES:,} more devices with the same</p>'
+        return section_html(
+            f"Each device has {bytes_text(_each(self.rows))}",
+            key_html(parts),
+            f'<div class="devices">{"".join(texts)}</div>{more}',
+        )
+
+    def _device(self, device: int, bar: str) -> str:
+        position: list[str] = []
+        rest = device
+        for axis, size in reversed(list(self.sizes.items())):
+            rest, index = divmod(rest, size)
+            if size > 1:
+                position.append(f"{axis}={index}")
+        name = html.escape(", ".join([f"device {device}", *reversed(position)]))
+        return (
+            f'<div class="device"><span class="own" style="background:'
+            f'{device_colour(device, self.sizes)}"></span><div>{bar}'
+            f'<span class="why">{name}</span></div></div>'
+        )
+
+    def arrays(self, at_most: int | None = None) -> str:
+        """The tree of arrays; of many, only the largest."""
+        lines = lines_of(self.rows)
+        left_out = ""
+        if at_most is not None and len(lines) > at_most:
+            left_out = f"and {len(lines) - at_most:,} smaller ones, which `plan.html()` has"
+            largest = sorted(lines, key=lambda line: line.each, reverse=True)[:at_most]
+            kept = set(map(id, largest))
+            lines = [line for line in lines if id(line) in kept]
+        # Several plans may be in one notebook, so the names of the pictures are told apart.
+        prefix = f"cut{zlib.crc32(repr(self.rows[:MOST_LINES]).encode()):x}-"
+        pictures = Pictures(self.sizes, prefix)
+        leaves = [self._leaf(line, pictures) for line in lines]
+        # Moments, which are many arrays in one line, have the bar of full length.
+        most = max((line.each for line in lines if line.spec), default=0)
+        tree = tree_html(leaves, "all arrays", "array", most=most)
+        notes = notes_html([], [left_out] if left_out else [])
+        return section_html("Arrays", pictures.definitions(), tree, notes)
+
+    def _leaf(self, line: Line, pictures: Pictures) -> TreeLeaf:
+        row = line.rows[0]
+        content = self._cut(line)
+        if line.axes:
+            content += f' <span class="muted">{html.escape(line.axes)}</span>'
+        if len(line.rows) > 1:
+            content += f' <span class="muted">×{len(line.rows)}</span>'
+        content += self._moved(line.rows)
+        if line.reason:
+            content += f'<div class="why">{html.escape(line.reason)}</div>'
+        picture = pictures.unknown(row.shape)
+        if row.spec is not None and row.mesh is None:
+            picture = pictures.of(row.shape, _cuts(row))
+        # Moments are as many arrays, of which a picture would show the first.
+        if not line.spec:
+            picture = ""
+        copies = sum(map(saved_by_sharding, line.rows))
+        return TreeLeaf(line.parts, line.each, content, len(line.rows), picture, copies)
+
+    def _cut(self, line: Line) -> str:
+        """The array with the mesh axes that cut it, in their colours."""
+        row = line.rows[0]
+        if not line.spec or row.spec is None or not named_axes(row.spec):
+            return code(line.cut)
+        sizes: list[str] = []
+        for size, axes in zip(row.shape, _cuts(row), strict=True):
+            text = str(size)
+            for axis in axes:
+                text += f"/{mesh_axes_html([axis], self.sizes)}"
+            sizes.append(text)
+        kind = html.escape(cut_text(row).rpartition("]")[2])
+        return f"<code>{dtype_text(row.dtype)}[{', '.join(sizes)}]{kind}</code>"
+
+    def _moved(self, rows: Sequence[Row]) -> str:
+        total = sum(self.moved.get(row.path, 0) for row in rows)
+        if not total:
+            return ""
+        return f' <span class="chip num">moves {bytes_text(total)}</span>'
 
 
-def _html_row(line: Line, most: int, devices: int) -> str:
-    """One row of the table; `most` is the number of bytes of the longest bar."""
-    kind = ""
-    if devices > 1 and line.copies == devices:
-        kind = ' class="copied"'
-    cells = (
-        code_cells(line.title, line.array, line.axes, line.spec),
-        bar_cell(bytes_text(line.each), line.each, most),
-        comment_cell(line.reason),
-    )
-    copies = f"each byte on {count(line.copies, 'device')}"
-    title = f"{bytes_text(line.total)} in all, {copies}"
-    return f'<tr title="{title}"{kind}>{"".join(cells)}</tr>'
+def _each(rows: Sequence[Row]) -> int:
+    return sum(row.bytes_per_device for row in rows)
+
+
+def _cuts(row: Row) -> list[tuple[str, ...]]:
+    """For each dimension of an array that has a spec, the mesh axes that cut it."""
+    if row.spec is None:
+        return [()] * len(row.shape)
+    entries = of_rank(row.spec, len(row.shape)).partitions
+    return [mesh_axes(one) for one in entries[: len(row.shape)]]
+
+
+MOST_PARTS = 6
+_SMALL, _LARGE = 0.005, 0.6  # of the whole
+
+
+def parts_of(sizes: Mapping[Path, int]) -> list[Segment]:
+    """Bytes by path ─► by part of the tree, in its order. A part that has most of the bytes is
+    shown as what is in it; the small ones are one part."""
+    whole = sum(sizes.values())
+    parts: dict[Path, dict[Path, int]] = {Path(): dict(sizes)}
+    while sizes:
+        largest = max(parts, key=lambda path: sum(parts[path].values()))
+        inside: dict[Path, dict[Path, int]] = {}
+        for path, size in parts[largest].items():
+            inside.setdefault(Path(path[: len(largest) + 1]), {})[path] = size
+        small = sum(parts[largest].values()) <= _LARGE * whole
+        many = len(parts) + len(inside) > MOST_PARTS
+        if list(inside) == [largest] or (len(parts) > 1 and (small or many)):
+            break
+        opened: dict[Path, dict[Path, int]] = {}
+        for path, own in parts.items():
+            opened |= inside if path == largest else {path: own}
+        parts = opened
+    totals = {str(path) or "(the array)": sum(own.values()) for path, own in parts.items()}
+    return _segments(totals, whole) if sizes else []
+
+
+def _segments(totals: Mapping[str, int], whole: int) -> list[Segment]:
+    largest = sorted(totals, key=lambda name: totals[name], reverse=True)[: MOST_PARTS - 1]
+    kept = {
+        name: size
+        for name, size in totals.items()
+        if name in largest and (size >= _SMALL * whole or len(totals) <= 2)
+    }
+    if len(kept) < len(totals):
+        kept["smaller ones"] = whole - sum(kept.values())
+    return [Segment(name, size, f"p{i}") for i, (name, size) in enumerate(kept.items())]

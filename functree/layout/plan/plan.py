@@ -5,7 +5,7 @@ from typing import Any
 
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
-from functree.argument_checks import shown
+from functree.argument_checks import Takes, check, shown
 from functree.devices.meshes import MeshView, mesh_view
 from functree.errors import FunctreeTypeError, Problem, ShardingError, count, did_you_mean, listed
 from functree.labels.leaf import Leaf
@@ -14,7 +14,8 @@ from functree.layout.layout import Layout, Resolution
 from functree.layout.plan.axis_sizes import AxisSizes, axis_sizes, several_sizes
 from functree.layout.plan.codec import PlanParts, plan_json, read_plan
 from functree.layout.plan.diff import plan_diff
-from functree.layout.plan.page import plan_html
+from functree.layout.plan.page import PlanPage
+from functree.layout.plan.replicated import replicated
 from functree.layout.plan.row import Row, rows_by_path
 from functree.layout.plan.text import plan_text
 from functree.layout.validation import refuse
@@ -194,7 +195,8 @@ class Plan(Value, Layout):
             why = f"the plan has it on another mesh: {row.reason}"
             return before.wrong((why, "make a plan for each mesh"))
         decision = apply_spec(leaf, row.spec, before, row.reason)
-        return decision._replace(memory_kind=row.memory_kind or before.memory_kind)
+        kind = row.memory_kind or before.memory_kind
+        return decision._replace(memory_kind=kind, follows=row.follows)
 
     def _row(self, leaf: Leaf) -> Row | None:
         """The row of the array at the same path, by the first of the leaf's paths that has one."""
@@ -204,12 +206,44 @@ class Plan(Value, Layout):
         return None
 
     def _parts(self) -> tuple[Any, ...]:
-        treedef = None if self._skeleton is None else self._skeleton.treedef
+        # A plan of a JSON has no tree. It is in a tuple of its own, since a treedef cannot be
+        # compared with None.
+        treedef = () if self._skeleton is None else (self._skeleton.treedef,)
         return (self.rows, tuple(self.sizes.items()), self.mesh, treedef)
 
     def __str__(self) -> str:
+        return self.table()
+
+    def table(self, sort: str | None = None) -> str:
+        """The plan as text: a line for each array, in which equal layers are one line.
+
+        The sizes of an array have the mesh axes that divide them: `f32[32000/model, 512/data]`.
+        The moments of an optimizer that are sharded as their parameters are one line.
+
+        Args:
+            sort: `"bytes"` for the largest first; None for the order of the tree, as `str(plan)`.
+
+        Raises:
+            FunctreeError: `sort` is something else.
+
+        Examples:
+            >>> plan = ft.plan(
+            ...     {"a": jnp.ones(8), "b": jnp.ones(64)}, ft.P("data"), {"data": 2}
+            ... )
+            >>> [
+            ...     line.split()[:2]
+            ...     for line in plan.table(sort="bytes").splitlines()[1:3]
+            ... ]
+            [['b', 'f32[64/data]'], ['a', 'f32[8/data]']]
+        """
+        check("a plan cannot be sorted so", sort=(sort, _SORT))
         notes = [*self._notes(), *self._problem_texts()]
-        return plan_text(self.rows, notes, self._warnings())
+        return plan_text(self.rows, notes, self._warnings(), by_bytes=sort == "bytes")
+
+    def summary(self) -> str:
+        """The lines below the table: the bytes of the whole tree, what is replicated and what that
+        costs, and rules that no leaf needed."""
+        return "\n".join(self._notes())
 
     def __repr__(self) -> str:
         return f"<Plan of {len(self.rows)} arrays on mesh {self.view}>"
@@ -248,15 +282,22 @@ class Plan(Value, Layout):
         return cls(parts.rows, None, view, parts.problems, parts.unused, parts.unused_names)
 
     def html(self) -> str:
-        """The plan as a HTML page, with a bar for the bytes of each leaf."""
-        return self._html(page=True)
+        """The plan as a HTML page: the tree to fold, each array as it is cut over the mesh, and the
+        bytes on each device. The page is one file, and asks for nothing from a network."""
+        return self.page().html(page=True)
 
     def _repr_html_(self) -> str:
-        return self._html(page=False)
+        return self.page().html(page=False)
 
-    def _html(self, page: bool) -> str:
-        notes = [*self._warnings(), *self._notes()]
-        return plan_html(self.rows, self._problem_texts(), notes, self.view.devices, page)
+    def page(self, moved: Mapping[Path, int] | None = None) -> PlanPage:
+        """What the page says.
+
+        Args:
+            moved: the bytes that a program moves for each array, by path.
+        """
+        # Without the first line, which the figures at the head say.
+        notes = [*self._warnings(), *self._notes()[1:]]
+        return PlanPage(self.rows, self.sizes, self._problem_texts(), notes, moved or {})
 
     def _warnings(self) -> list[str]:
         """The lines above the table: names that name nothing, if there are leaves that they may be
@@ -283,6 +324,7 @@ class Plan(Value, Layout):
                 others[str(mesh_view(row.mesh))] = None
         if others:
             notes.append(f"arrays on other meshes: {', '.join(others)}")
+        notes += replicated(self.rows, self.sizes)
         if self.unused:
             notes.append(f"rules that no leaf needed: {', '.join(self.unused)}")
         if self.unused_names and not self._warnings():
@@ -302,4 +344,7 @@ class Plan(Value, Layout):
         ]
 
 
+_SORT = Takes(
+    '`"bytes"`', lambda value: isinstance(value, str), lambda value: value == "bytes"
+).or_none()
 _OWN_TREE = "use a plan of the tree that it belongs to"

@@ -26,9 +26,13 @@ class Row(NamedTuple):
         memory_kind: `"pinned_host"` for host memory; None for the default.
         mesh: the mesh of an array that is on another mesh than the plan's; else None. Only a plan
             of how arrays are sharded now has such rows.
+        follows: the path of the parameter whose dimensions it has, and with it the spec, as the
+            moments of an optimizer do; else None.
 
     Examples:
-        >>> row = ft.plan(jnp.ones((4, 8)), ft.P("data"), {"data": 2, "model": 4})[()]
+        >>> row = ft.plan(
+        ...     jnp.ones((4, 8)), ft.P("data"), {"data": 2, "model": 4}
+        ... )[()]
         >>> row.local_shape, row.bytes_per_device, row.copies
         ((2, 8), 64, 4)
     """
@@ -45,6 +49,7 @@ class Row(NamedTuple):
     copies: int
     memory_kind: str | None = None
     mesh: Mesh | AbstractMesh | None = None
+    follows: Path | None = None
 
 
 def rows_by_path(rows: Iterable[Row]) -> dict[Path, Row]:

@@ -1,0 +1,8 @@
+"""`python -m functree` ─► the command line."""
+
+import sys
+
+from functree.cli.main import main
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,162 @@
+"""The text `module:factory` ─► what the function returns, with abstract arrays."""
+
+import importlib
+import inspect
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.core import Tracer
+
+from functree.argument_checks import shown
+from functree.calls.closures import closed_over, held
+from functree.cli.failure import Failure, UsersCode, users_error
+from functree.errors import did_you_mean
+from functree.tree.arrays import AnyArray, Tree
+from functree.tree.skeleton.skeleton import Skeleton
+
+_FORM = "write `module:factory`, a function of a module in this folder or an installed one"
+
+
+def made(text: str) -> Tree:
+    """What a factory returns. It is run abstractly, so that no array is allocated.
+
+    Raises:
+        Failure: there is no such function, or it raises, or returns no arrays.
+    """
+    factory = _found(text)
+    with UsersCode(f"{text} raised"):
+        try:
+            value = _abstractly(factory)
+        except jax.errors.ConcretizationTypeError as error:
+            raise users_error(
+                f"{text} needs the value of an array, and it is run without values", error
+            ) from error
+    if not is_call(value) and not Skeleton.apart(value)[1]:
+        raise Failure(f"{text} returned {_kind(value)}, in which there is no array")
+    return value
+
+
+def made_call(text: str) -> tuple[Callable[..., Tree], tuple[Tree, ...]]:
+    """The function and the arguments that a factory returns.
+
+    Raises:
+        Failure: it returns something else.
+    """
+    value = made(text)
+    if is_call(value):
+        step, args = value
+        for path, one in held(closed_over(inspect.unwrap(step))):
+            # It is of the trace of the factory, which is over.
+            if isinstance(one, Tracer):
+                raise Failure(
+                    f"{text}: the function closes over `{path}`, an array that the factory makes, "
+                    "and no values are made here: pass it as an argument, or make it inside"
+                )
+        return step, tuple(args)
+    raise Failure(
+        f"{text} returned {_kind(value)}, and here a function with its arguments is needed: "
+        "`return step, (state, batch)`"
+    )
+
+
+def is_call(value: object) -> bool:
+    """Whether a value is a function with its arguments."""
+    if not isinstance(value, tuple) or len(value) != 2:
+        return False
+    step, args = value
+    return callable(step) and isinstance(args, tuple | list)
+
+
+def _kind(value: object) -> str:
+    if value is None:
+        return "None"
+    if isinstance(value, tuple):
+        return f"a tuple of {', '.join(type(one).__name__ for one in value) or 'nothing'}"
+    return f"a {type(value).__name__}"
+
+
+def _found(text: str) -> Callable[[], Any]:
+    """The factory that a text names."""
+    module_name, _, name = text.partition(":")
+    plain = module_name.removesuffix(".py").removeprefix("./").replace("/", ".")
+    # A file of another folder begins with a dot now.
+    if not all(plain.split(".")) or not all(name.split(".")):
+        raise Failure(f"{text!r} is no factory: {_FORM}")
+    if plain != module_name:
+        raise Failure(f"{text!r}: a module is named without its file: `{plain}:{name}`")
+    module = _imported(module_name)
+    value: Any = module
+    for part in name.split("."):
+        if not hasattr(value, part):
+            known = [one for one in dir(value) if not one.startswith("_")]
+            raise Failure(f"{module_name} has no `{part}`{did_you_mean(part, known)}")
+        value = getattr(value, part)
+    if not callable(value):
+        raise Failure(
+            f"{text} is {shown(value)}, not a function: write one that returns it, so that it can "
+            "be run without values"
+        )
+    _check_parameters(text, value)
+    return value
+
+
+def _imported(name: str) -> Any:
+    with UsersCode(f"{name} cannot be imported"):
+        try:
+            return importlib.import_module(name)
+        except ModuleNotFoundError as error:
+            # Else it is the module that imports something that is not there.
+            if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+                raise
+            here = [path.stem for path in Path.cwd().glob("*.py")]
+            raise Failure(f"there is no module `{error.name}`{did_you_mean(name, here)}") from error
+
+
+def _check_parameters(text: str, factory: Callable[..., Any]) -> None:
+    try:
+        signature = inspect.signature(factory)
+    except (TypeError, ValueError):  # in C, without a signature
+        return
+    try:
+        signature.bind()
+    except TypeError as error:
+        raise Failure(
+            f"{text}{signature} takes arguments, and a factory takes none: {error}"
+        ) from error
+
+
+def _abstractly(factory: Callable[[], Tree]) -> Tree:
+    """What a function returns, of which nothing is computed."""
+    found: list[tuple[Skeleton, dict[int, AnyArray]]] = []
+
+    def run() -> dict[int, AnyArray]:
+        skeleton, arrays = Skeleton.apart(factory())
+        # What is abstract already is no value of a trace.
+        given: dict[int, AnyArray] = {}
+        computed: dict[int, AnyArray] = {}
+        for i, array in enumerate(arrays):
+            kept = given if isinstance(array, jax.ShapeDtypeStruct) else computed
+            kept[i] = array
+        found.append((skeleton, given))
+        return computed
+
+    computed = jax.eval_shape(run)
+    skeleton, given = found[-1]
+    both = {**given, **computed}
+    return skeleton.fill(both[i] for i in range(len(both)))
+
+
+@contextmanager
+def importing_from_here() -> Iterator[None]:
+    """A context in which modules of the current folder can be imported."""
+    here = os.getcwd()
+    sys.path.insert(0, here)
+    try:
+        yield
+    finally:
+        sys.path.remove(here)

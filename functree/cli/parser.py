@@ -1,0 +1,220 @@
+"""The options of the command line, and what their help says."""
+
+import argparse
+import re
+import shutil
+import sys
+from collections.abc import Iterable, Sequence
+from typing import Any, NoReturn
+
+import shtab
+
+from functree.cli.failure import UNUSABLE
+from functree.errors import did_you_mean
+
+PROGRAM = "functree"
+COMMANDS = ("plan", "ledger", "explore")
+_WIDTH = 80
+
+_DESCRIPTION = """\
+Look at the layout of a model before it runs: no array is allocated, and nothing
+is run.
+
+  plan      how each array is laid out on a mesh, why, and its bytes on a device
+  ledger    what the compiled program moves between devices, and keeps in memory
+  explore   compile several meshes and layouts, and rank them
+
+Each takes MODULE:FACTORY, a function without arguments in one of your modules.
+It returns the tree for `plan`, and for the others a function and its arguments:
+
+  # demo.py
+  import functree as ft, jax, jax.numpy as jnp, optax
+  from jaxtyping import Array, Int
+
+  def state():
+      config = ft.nn.TransformerConfig(32000, 512, 8, 8, 8, 64, 2048, 1024)
+      model = ft.nn.Transformer.create(config, key=jax.random.key(0))
+      return ft.TrainState.create(model, optax.adamw(1e-4))
+
+  def train():
+      @ft.jit(donate="state")
+      def step(state, tokens: Int[Array, "batch _"]):
+          ...
+      return step, (state(), jax.ShapeDtypeStruct((64, 1025), jnp.int32))
+"""
+
+_RULES = """\
+A rules file says by which mesh axis each axis is sharded, in order:
+
+  # rules.toml
+  batch  = "data"
+  vocab  = "model"
+  heads  = "model"
+  hidden = "model"
+  "..."  = false            # all other axes stay unsharded; last
+
+  [fsdp]                    # shards what is left of each large array
+  axis = "data"
+"""
+
+_EXAMPLES = {
+    "plan": """\
+examples:
+  functree plan demo:state --mesh data=8,model=4 --rules rules.toml
+  functree plan demo:state --mesh data=8,model=4 --rules rules.toml \\
+      --html plan.html
+""",
+    "ledger": """\
+examples:
+  functree ledger demo:train --mesh data=2,model=4 --rules rules.toml \\
+      --devices 8
+  functree ledger demo:train --mesh data=8,model=4 --rules rules.toml \\
+      --target tpu:v5e:4x8
+  functree ledger demo:train --mesh data=8,model=1 --rules rules.toml \\
+      --target cuda:h100:8 --json
+""",
+    "explore": """\
+examples:
+  functree explore demo:train --rules tp.toml --rules fsdp.toml \\
+      --target tpu:v6e:4x8
+  functree explore demo:train --rules tp.toml --devices 8 \\
+      --mesh data=8,model=1 --mesh data=4,model=2
+""",
+}
+
+_CODES = """\
+exit codes: 0 all is well; 1 the layout has problems, or the program does not
+fit; 2 the command could not be carried out; 130 it was interrupted.
+"""
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser whose errors are one line, with the nearest of what is known."""
+
+    def __init__(self, **options: Any):
+        self._known: list[str] = []  # the options, which the base class adds some of
+        super().__init__(**options, formatter_class=_Formatter, allow_abbrev=False)
+
+    def add_argument(self, *names: str, **options: Any) -> argparse.Action:
+        self._known += [name for name in names if name.startswith("-")]
+        return super().add_argument(*names, **options)
+
+    def check(self, options: Iterable[str]) -> None:
+        """End with an error for the first option that is not known."""
+        # Before they are parsed: else a misspelled option would be told as a missing one.
+        for option in options:
+            name = option.partition("=")[0]
+            if name.startswith("--") and name not in self._known:
+                self.error(f"there is no option {name}{did_you_mean(name, self._known)}")
+
+    def error(self, message: str) -> NoReturn:
+        wrong = re.search(r"argument COMMAND: invalid choice: '([^']*)'", message)
+        if wrong is not None:
+            message = f"there is no command `{wrong[1]}`{did_you_mean(wrong[1], COMMANDS)}"
+        elif message.endswith("required: COMMAND"):
+            message = f"give a command: {', '.join(COMMANDS)}"
+        sys.stderr.write(f"{self.prog}: error: {message} (`{self.prog} --help` explains)\n")
+        raise SystemExit(UNUSABLE)
+
+
+class _Formatter(argparse.RawDescriptionHelpFormatter):
+    """Text as it is written, and the rest as wide as the terminal, up to the width of the text."""
+
+    def __init__(self, prog: str):
+        width = min(_WIDTH, max(40, shutil.get_terminal_size().columns))
+        super().__init__(prog, max_help_position=30, width=width)
+
+
+def parsed(arguments: Sequence[str], version: str) -> argparse.Namespace:
+    """The options of a command line. Wrong ones, and `--help`, end the process."""
+    found, commands = _parsers(version)
+    for i, argument in enumerate(arguments):
+        # Behind a command are the options of the command.
+        if not argument.startswith("-"):
+            found.check(arguments[:i])
+            if argument in commands:
+                commands[argument].check(arguments[i + 1 :])
+            break
+    else:
+        found.check(arguments)
+    return found.parse_args(arguments)
+
+
+def _parsers(version: str) -> tuple[Parser, dict[str, Parser]]:
+    """The parser of the whole command line, and those of its commands."""
+    found = Parser(
+        prog=PROGRAM,
+        description=_DESCRIPTION,
+        epilog=f"{_RULES}\n`functree COMMAND --help` has examples.\n\n{_CODES}",
+    )
+    found.add_argument("--version", action="version", version=f"functree {version}")
+    shtab.add_argument_to(
+        found,
+        "--print-completion",
+        help='print completions for a shell: `eval "$(functree --print-completion bash)"`',
+    )
+    commands = found.add_subparsers(
+        dest="command", metavar="COMMAND", required=True, parser_class=Parser
+    )
+    by_name: dict[str, Parser] = {}
+    for name, told, example in (
+        ("plan", "how each array is laid out", "demo:state"),
+        ("ledger", "what a compiled program moves and keeps", "demo:train"),
+        ("explore", "meshes and layouts, ranked", "demo:train"),
+    ):
+        command = by_name[name] = commands.add_parser(
+            name,
+            help=told,
+            description=f"{told[0].upper()}{told[1:]}.",
+            epilog=f"{_EXAMPLES[name]}\n{_RULES}\n{_CODES}",
+        )
+        command.add_argument("factory", metavar="MODULE:FACTORY", help=f"such as {example}")
+        _add_options(command, name)
+    return found, by_name
+
+
+def _add_options(command: argparse.ArgumentParser, name: str) -> None:
+    several = name == "explore"
+    again = "; may be given several times" if several else ""
+    mesh = "the sizes of the mesh axes"
+    if several:
+        mesh += ", or a number of devices, for all ways to divide it; by default all of them"
+    command.add_argument(
+        "--mesh",
+        metavar="data=8,model=4",
+        action="append",
+        required=name == "plan",
+        help=f"{mesh}{again}",
+    )
+    rules = "the layout"
+    if name == "ledger":
+        rules += " of the arguments; by default that which the function has itself"
+    given = command.add_argument(
+        "--rules",
+        metavar="rules.toml",
+        action="append",
+        required=name != "ledger",
+        help=f"{rules}{again}",
+    )
+    # What shtab reads: the names of files are completed.
+    given.complete = shtab.FILE  # pyright: ignore[reportAttributeAccessIssue]
+    target = "what is compiled for, without having it: tpu:v5e:4x8, cuda:h100:8"
+    if name == "plan":
+        target = "check that the mesh has as many devices as this target: tpu:v5e:4x8"
+    command.add_argument("--target", metavar="tpu:v5e:4x8", help=target)
+    if name != "plan":
+        command.add_argument(
+            "--devices", type=_number, metavar="N", help="compile for N simulated CPU devices"
+        )
+    page = command.add_argument("--html", metavar="out.html", help="write a page, too")
+    page.complete = shtab.FILE  # pyright: ignore[reportAttributeAccessIssue]
+    command.add_argument("--json", action="store_true", help="print JSON instead of text")
+    command.add_argument(
+        "--traceback", action="store_true", help="show where an error comes from, for a report"
+    )
+
+
+def _number(text: str) -> int:
+    if not re.fullmatch(r"[1-9][0-9]{0,5}", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of devices")
+    return int(text)

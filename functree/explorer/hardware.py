@@ -1,0 +1,145 @@
+"""`Hardware`: what of an accelerator the score of a layout depends on; and a table of those that
+programs are compiled for."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from functree.argument_checks import FRACTION, POSITIVE, Takes, check
+from functree.devices.gpus import GPUS
+from functree.devices.targets import Target
+
+MeshAxes = str | tuple[str, ...]
+"""A mesh axis; or several, over which one collective communicates."""
+
+
+def _is_links(value: Any) -> bool:
+    if not isinstance(value, Mapping):
+        return POSITIVE.fits(value)
+    return all(isinstance(key, str | tuple) and POSITIVE.fits(one) for key, one in value.items())
+
+
+_LINKS = Takes(
+    'a positive number, or a dict of them by mesh axis, `{"data": 4.5e10}`',
+    lambda value: isinstance(value, Mapping) or POSITIVE.is_type(value),
+    _is_links,
+)
+_EFFICIENCY = FRACTION._replace(
+    text="a number above 0, at most 1", is_value=lambda value: 0 < value <= 1
+)
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """What of an accelerator the score of a layout depends on, for one device.
+
+    Attributes:
+        flops: the products and sums in a second, at most, in the dtype of the computation.
+        memory: the bytes of memory that a program may use.
+        links: the bytes that a link carries in a second, in one direction. `ft.explore` counts the
+            links along each mesh axis by the shape of the target; of a GPU this is the sum of its
+            NVLinks. Or a dict of what a device sends along each mesh axis; over several of them a
+            collective goes at the pace of the slowest, unless their tuple is a key too.
+        efficiency: the share of `flops` that programs reach. It belongs to one kind of accelerator,
+            and is measured with programs of the same kind.
+
+    Raises:
+        FunctreeError: (when created) a value is not a positive number.
+
+    Examples:
+        >>> ft.Hardware(
+        ...     flops=197e12, memory=15.75 * 2**30, links=4.5e10, efficiency=0.5
+        ... ).links
+        45000000000.0
+        >>> ft.Hardware(
+        ...     flops=0, memory=2**34, links={"data": 5e10, "model": 4e11}
+        ... )
+        Traceback (most recent call last):
+            ...
+        functree.errors.FunctreeValueError: this is no hardware
+        <BLANKLINE>
+          flops=0
+              it must be a positive number
+    """
+
+    flops: float
+    memory: float
+    links: float | Mapping[MeshAxes, float] = field(hash=False)  # a dict has no hash
+    efficiency: float = 1.0
+
+    def __post_init__(self) -> None:
+        check(
+            "this is no hardware",
+            flops=(self.flops, POSITIVE),
+            memory=(self.memory, POSITIVE),
+            links=(self.links, _LINKS),
+            efficiency=(self.efficiency, _EFFICIENCY),
+        )
+
+
+class Kind(NamedTuple):
+    """A kind of accelerator.
+
+    Attributes:
+        name: what it is called: `TPU v5e`.
+        hardware: the figures of one device.
+        network: the bytes that a device sends in a second to devices of other hosts, if these have
+            no links to one another.
+        ring: the length from which on a dimension of a slice is a ring, or of which it has to be a
+            multiple for that; None if there are no rings.
+    """
+
+    name: str
+    hardware: Hardware
+    network: float | None = None
+    ring: int | None = None
+
+
+# Sources:
+# [1] "How to Scale Your Model" (github.com/jax-ml/scaling-book, tpus.md at 0819a7d, February 2025):
+#     flops in bfloat16 and ICI links of v4, v5e, v5p and v6e, and which slices are rings
+# [2] Google Cloud, "TPU7x (Ironwood)": 2,307 TFLOPs and 1,200 GB/s of ICI for a chip, as for v5p.
+#     A chip is two devices, which share its links.
+# [3] the compilers for TPUs, libtpu of jax 0.12: the memory that they let a program have
+# [4] data sheets of NVIDIA: A100 312, H100 and H200 989, HGX B200 2,250 TFLOPS (bfloat16, dense);
+#     NVLink and memory as in `functree.devices.gpus`
+# [5] NVIDIA DGX BasePOD, core components: eight ports of 400 Gb/s for the eight GPUs of a DGX H100,
+#     H200 or B200. DGX A100 data sheet: 200 Gb/s for each.
+# [6] step times of recipes, all FSDP with recomputation, in github.com/AI-Hypercomputer/tpu-recipes
+#     (at c8cfe2f): with 0.59 the scores of those for v6e are within 11 % of the published times
+#     (tests/benchmarks/explore.md). The one for v5p says 0.91, of the flops alone. Of the other
+#     kinds nothing was published that could be compiled again, so they have the share of v6e.
+_MEASURED_V6E = 0.59
+_GIB = 2**30
+
+
+def _tpu(name: str, flops: float, memory: float, link: float, ring: int, efficiency: float) -> Kind:
+    return Kind(f"TPU {name}", Hardware(flops, memory * _GIB, link, efficiency), ring=ring)
+
+
+def _gpu(name: str, flops: float, network: float) -> Kind:
+    gpu = GPUS[name]
+    hardware = Hardware(flops, gpu.memory, gpu.nvlink_bandwidth, _MEASURED_V6E)
+    return Kind(f"GPU {name.upper()}", hardware, network=network)
+
+
+KINDS: dict[str, Kind] = {
+    "v4": _tpu("v4", 275e12, 30.75, 4.5e10, 4, _MEASURED_V6E),  # [1, 3]
+    "v5e": _tpu("v5e", 197e12, 15.75, 4.5e10, 16, _MEASURED_V6E),  # [1, 3]
+    "v5p": _tpu("v5p", 459e12, 95.73, 9e10, 4, 0.91),  # [1, 3, 6]
+    "v6e": _tpu("v6e", 920e12, 31.24, 9e10, 16, _MEASURED_V6E),  # [1, 3, 6]
+    "tpu7x": _tpu("7x", 2307e12 / 2, 94.74, 9e10 / 2, 4, _MEASURED_V6E),  # [2, 3]
+    "a100": _gpu("a100", 312e12, 200e9 / 8),  # [4, 5]
+    "h100": _gpu("h100", 989e12, 400e9 / 8),  # [4, 5]
+    "h200": _gpu("h200", 989e12, 400e9 / 8),  # [4, 5]
+    "b200": _gpu("b200", 2250e12, 400e9 / 8),  # [4, 5]
+}
+"""The accelerators that programs can be compiled for."""
+
+ASSUMED = "v5e"
+"""The kind that layouts are ranked for, if no target is given."""
+
+
+def kind_of(target: Target | None) -> Kind:
+    """The kind of accelerator of a target; without a target, one that is assumed."""
+    return KINDS[ASSUMED if target is None else target.kind]

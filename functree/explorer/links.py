@@ -1,0 +1,94 @@
+"""Some mesh axes of a target ─► the bytes that a device sends along them in a second."""
+
+import math
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from jax.sharding import Mesh
+
+from functree.devices.backend import Device
+from functree.devices.targets import Target
+from functree.errors import FunctreeValueError, did_you_mean
+from functree.explorer.hardware import Hardware, Kind, MeshAxes
+
+
+def bandwidth(
+    axes: tuple[str, ...], mesh: Mesh, target: Target | None, hardware: Hardware, kind: Kind
+) -> float:
+    """The bytes that a device sends in a second in a collective over some mesh axes.
+
+    Args:
+        axes: the mesh axes.
+        mesh: the mesh.
+        target: the target that the mesh is of; None for simulated devices, along each of whose mesh
+            axes there is one link.
+        hardware: what the links carry.
+        kind: the kind of accelerator.
+    """
+    if isinstance(hardware.links, Mapping):
+        return _given(axes, hardware.links)
+    if target is None:
+        return hardware.links
+    group = _group(axes, mesh)
+    if target.platform == "cuda":
+        return _of_gpus(group, hardware.links, kind)
+    return _links(group, target, kind) * hardware.links
+
+
+def check_links(sizes: Mapping[str, int], hardware: Hardware) -> None:
+    """Raise FunctreeError if the hardware has links by mesh axis, and none for one of a mesh."""
+    links = hardware.links
+    if not isinstance(links, Mapping):
+        return
+    for axis, size in sizes.items():
+        if size > 1 and axis not in links:
+            raise FunctreeValueError(
+                f"hardware: `links` has no bandwidth for the mesh axis `{axis}`"
+                f"{did_you_mean(axis, map(str, links))}"
+            )
+
+
+def _given(axes: tuple[str, ...], links: Mapping[MeshAxes, float]) -> float:
+    if axes in links:
+        return links[axes]
+    return min(links[axis] for axis in axes)
+
+
+def _group(axes: Sequence[str], mesh: Mesh) -> list[Device]:
+    """The devices of the first group that communicates along some mesh axes."""
+    place = tuple(slice(None) if name in axes else 0 for name in mesh.axis_names)
+    return list(np.ravel(mesh.devices[place]))
+
+
+def _of_gpus(group: Sequence[Device], nvlink: float, kind: Kind) -> float:
+    """GPUs: by NVLink in a host; to other hosts by the ports of all GPUs of a host that take
+    part."""
+    hosts = [device.process_index for device in group]
+    if len(set(hosts)) == 1 or kind.network is None:
+        return nvlink
+    return min(nvlink, kind.network * hosts.count(hosts[0]))
+
+
+def _links(group: Sequence[Device], target: Target, kind: Kind) -> int:
+    """How many links of a TPU are used along a mesh axis.
+
+    Two along a dimension of the torus that is a ring, one along a part of it or along a line.
+    """
+    coordinates = np.asarray([device.coords for device in group])
+    links = 0
+    for dimension, length in enumerate(target.shape):
+        used = len(set(coordinates[:, dimension].tolist()))
+        if used == 1:
+            continue
+        links += 2 if used == length and _is_ring(length, dimension, target, kind) else 1
+    # The devices of one chip, whose connection is faster than a link of the chip to others.
+    return max(1, links)
+
+
+def _is_ring(length: int, dimension: int, target: Target, kind: Kind) -> bool:
+    if kind.ring is None:
+        return False
+    # In two dimensions only the full torus is closed; in three each multiple of a cube is.
+    if len(target.shape) == 2:
+        return length >= kind.ring
+    return all(size % kind.ring == 0 for size in target.shape) and math.prod(target.shape) > 1

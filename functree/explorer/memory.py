@@ -1,0 +1,75 @@
+"""The bytes on one device, and the memory of the hardware ─► why a candidate does not fit."""
+
+import re
+from collections import Counter
+from collections.abc import Iterable
+
+from functree.devices.specs import spec_text
+from functree.errors import FunctreeError, Problem, count, listed
+from functree.layout.plan.plan import Plan
+from functree.layout.plan.row import Row
+from functree.report.byte_sizes import bytes_text
+from functree.tree.arrays import array_text
+from functree.tree.paths import Path
+
+LARGEST = 3
+"""The number of arrays that are named."""
+
+
+def device_bytes(plan: Plan) -> int:
+    """The bytes of a plan on one device, without host memory."""
+    return sum(row.bytes_per_device for row in _on_device(plan))
+
+
+def too_large(plan: Plan, memory: float) -> tuple[Problem, ...]:
+    """The problems of arguments that take more than the memory; empty if they may fit.
+
+    An array without a spec is left out: the compiler may shard it.
+    """
+    rows = [row for row in _on_device(plan) if row.spec is not None]
+    needed = sum(row.bytes_per_device for row in rows)
+    if needed <= memory:
+        return ()
+    figures = f"its arguments are {bytes_text(needed)} on each device ({_by_part(rows)})"
+    why = f"{figures}, and there are {bytes_text(round(memory))}"
+    problems = [Problem(None, None, "", why, "shard the largest arrays over more devices")]
+    largest = sorted(rows, key=lambda row: -row.bytes_per_device)
+    for row in largest[:LARGEST]:
+        if row.spec is None:
+            continue  # not here: see above
+        each = f"{bytes_text(row.bytes_per_device)} on each device, {spec_text(row.spec)}"
+        problems.append(Problem(row.path, row.shape, array_text(row), each))
+    return tuple(problems)
+
+
+def too_high(peak: int, memory: float) -> tuple[Problem, ...]:
+    """The problem of a program whose peak is more than the memory; empty if it fits."""
+    if peak <= memory:
+        return ()
+    why = f"the program needs {bytes_text(peak)} of memory, and there are"
+    remedy = "shard more, recompute (`remat=`), or take smaller batches (`ft.accumulate`)"
+    return (Problem(None, None, "", f"{why} {bytes_text(round(memory))}", remedy),)
+
+
+def problems_of(error: BaseException) -> tuple[Problem, ...]:
+    """The problems of an error: its first lines, and what it lists."""
+    headline = re.split(r"\n\s*\n", str(error).strip(), maxsplit=1)[0] or type(error).__name__
+    if not isinstance(error, FunctreeError):
+        first = headline.partition("\n")[0]
+        return (Problem(None, None, "", f"{type(error).__name__}: {first}"),)
+    listed_ones = [problem for problem in error.problems if problem.why != str(error)]
+    return (Problem(None, None, "", headline), *listed_ones)
+
+
+def _on_device(plan: Plan) -> Iterable[Row]:
+    return [row for row in plan.rows if row.memory_kind is None]
+
+
+def _by_part(rows: Iterable[Row]) -> str:
+    """The bytes of each argument; of one with several fields, such as a training state, of each of
+    these."""
+    parts: Counter[Path] = Counter()
+    for row in rows:
+        parts[Path(row.path[: min(2, max(1, len(row.path) - 1))])] += row.bytes_per_device
+    texts = [f"{part} {bytes_text(size)}" for part, size in parts.most_common()]
+    return listed(texts) or count(0, "array")

@@ -1,0 +1,155 @@
+"""What a user gives for `meshes`, and the layouts ─► the pairs of a mesh and a layout to try."""
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+from jax.tree_util import tree_leaves
+
+from functree.argument_checks import SIZE, shown
+from functree.devices.meshes import mesh_view
+from functree.devices.specs import mesh_axes as entry_axes
+from functree.devices.targets import Target
+from functree.errors import RuleError, ShardingError, count
+from functree.layout.fsdp import FSDP
+from functree.layout.layout import (
+    Composition,
+    FunctionLayout,
+    Layout,
+    LayoutTree,
+    SpecLayout,
+    as_layout,
+    is_layout,
+)
+from functree.layout.on_host import Modifier
+from functree.layout.plan.plan import Plan
+from functree.layout.rules import AxisRules
+from functree.layout.state_sharding import StateSharding
+
+
+class Trial(NamedTuple):
+    """A mesh and a layout to try.
+
+    Attributes:
+        sizes: the sizes of the mesh axes.
+        name: the name of the layout.
+    """
+
+    sizes: Mapping[str, int]
+    name: str
+
+
+def trials(meshes: Any, layouts: Mapping[str, LayoutTree], target: Target | None) -> list[Trial]:
+    """Each mesh with each layout, in the order in which they are given.
+
+    Raises:
+        ShardingError: something in `meshes` is no mesh, or has another number of devices than the
+            target, or more than there are.
+        RuleError: the mesh axes are not known that a number of devices would be divided among.
+    """
+    found: dict[tuple[tuple[tuple[str, int], ...], str], Trial] = {}
+    for one in _listed(meshes):
+        if isinstance(one, Mapping):
+            pairs = [(mesh_view(one).sizes, name) for name in layouts]
+        else:
+            pairs = list(_factored(one, layouts))
+        for sizes, name in pairs:
+            _check_devices(sizes, target)
+            found[tuple(sizes.items()), name] = Trial(sizes, name)
+    return list(found.values())
+
+
+def _listed(meshes: Any) -> Sequence[Mapping[str, int] | int]:
+    """Several meshes, or a single one, as a list."""
+    if isinstance(meshes, Mapping) or SIZE.fits(meshes):
+        meshes = [meshes]
+    is_list = isinstance(meshes, Iterable) and not isinstance(meshes, str)
+    ones: list[Any] = list(meshes) if is_list else []
+    for one in ones:
+        if not isinstance(one, Mapping) and not SIZE.fits(one):
+            raise ShardingError(f"explore: {shown(one)} is no mesh: {_MESHES}")
+    if not ones:
+        raise ShardingError(f"explore: meshes={shown(meshes)}: {_MESHES}")
+    return ones
+
+
+_MESHES = 'give dicts of sizes, `[{"data": 8, "model": 4}]`, or a number of devices'
+
+
+def _factored(
+    devices: int, layouts: Mapping[str, LayoutTree]
+) -> Iterator[tuple[Mapping[str, int], str]]:
+    """All meshes of a number of devices, each with the layouts that use all of its mesh axes."""
+    used = {name: named_mesh_axes(layout) for name, layout in layouts.items()}
+    # A body may name a mesh axis that only another layout uses, so each mesh has all of them.
+    names = list(dict.fromkeys(axis for axes in used.values() for axis in axes))
+    if not names:
+        raise RuleError(
+            f"explore: {count(devices, 'device')} cannot be divided: the layouts name no mesh axes "
+            '(those of a function are not known); give dicts of sizes, `[{"data": 8}]`'
+        )
+    for sizes in _factorings(devices, len(names)):
+        mesh = dict(zip(names, sizes, strict=True))
+        for name, axes in used.items():
+            # Along a mesh axis that the layout does not name, all devices would do the same.
+            if all(size == 1 or axis in axes for axis, size in mesh.items()):
+                yield mesh, name
+
+
+def _factorings(number: int, parts: int) -> Iterator[tuple[int, ...]]:
+    """All ways to write a number as a product of so many factors, the first one largest first."""
+    if parts == 1:
+        yield (number,)
+        return
+    for first in range(number, 0, -1):
+        if number % first == 0:
+            for others in _factorings(number // first, parts - 1):
+                yield (first, *others)
+
+
+def named_mesh_axes(layouts: LayoutTree) -> tuple[str, ...]:
+    """The mesh axes that a layout, or a tree of layouts, names, in the order of its text."""
+    found: dict[str, None] = {}
+    for one in tree_leaves(layouts, is_leaf=is_layout):
+        if is_layout(one):
+            found |= dict.fromkeys(_named(as_layout(one)))
+    return tuple(found)
+
+
+def _named(layout: Layout) -> Iterator[str]:
+    match layout:
+        case AxisRules():
+            for rule in layout.rules:
+                yield from rule.mesh_axes
+        case FSDP():
+            yield from layout.mesh_axes
+        case SpecLayout():
+            for entry in layout.spec.partitions:
+                yield from entry_axes(entry)
+        case Composition():
+            for part in layout.parts:
+                yield from _named(part)
+        case StateSharding():
+            yield from named_mesh_axes(list(layout.layouts))
+        case Modifier():
+            yield from _named(layout.layout)
+        case Plan():
+            yield from named_mesh_axes([row.spec for row in layout.rows])
+        case FunctionLayout():
+            pass  # it may name any
+
+
+def _check_devices(sizes: Mapping[str, int], target: Target | None) -> None:
+    """Raise ShardingError for a mesh that the target, or this machine, has not the devices of."""
+    needed = math.prod(sizes.values())
+    asked = " × ".join(f"{name}={size}" for name, size in sizes.items())
+    have = f"explore: the mesh {asked} has {count(needed, 'device')}"
+    if target is not None and needed != target.size:
+        raise ShardingError(f"{have}, and target={target.text!r} has {target.size}")
+    if target is None and needed > len(jax.devices()):
+        flag = f"XLA_FLAGS=--xla_force_host_platform_device_count={needed}"
+        raise ShardingError(
+            f"{have}, and there are {len(jax.devices())}: give a target, such as "
+            f'`target="tpu:v5e:2x4"`, or set {flag} before jax is imported'
+        )

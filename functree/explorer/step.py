@@ -1,0 +1,126 @@
+"""A function and its arguments ─► `Step`: the function of `ft.jit` for any layouts of these."""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+import jax
+from jax.sharding import Mesh
+
+from functree.calls.function import BoundFunction
+from functree.calls.parameter_layouts import ParameterLayouts
+from functree.calls.signature import Partial, Record, Signature
+from functree.calls.stages.compiled import Compiled
+from functree.calls.static_arguments import with_static
+from functree.errors import FunctreeTypeError
+from functree.layout.fsdp import FSDP
+from functree.layout.layout import Layout, LayoutTree
+from functree.layout.plan.make_plan import plan_tree
+from functree.layout.plan.plan import Plan
+from functree.layout.prefix import broadcast
+from functree.transforms.jit.jit import jit
+from functree.transforms.jit.jitted import Jit
+from functree.tree.arrays import Tree
+from functree.tree.skeleton.skeleton import Skeleton
+
+T = TypeVar("T")
+
+
+class Laid(NamedTuple):
+    """A layout of the arguments.
+
+    Attributes:
+        written: what `in_shardings` takes.
+        rules: the layout of the first argument that has rules for activations, which are the
+            ambient rules of the body; None if there is none.
+        main: the first layout that has rules, or is FSDP: the one that a file is written of.
+    """
+
+    written: LayoutTree
+    rules: Layout | None
+    main: Layout | None
+
+
+class Step:
+    """A function, with its options of `ft.jit` if it has some, and abstract arguments.
+
+    Args:
+        fn: the function.
+        args: its arguments, whose arrays may be concrete. Where they are does not matter.
+    """
+
+    def __init__(self, fn: Callable[..., Tree], args: Sequence[Tree]):
+        arguments = tuple(args)
+        if isinstance(fn, BoundFunction):
+            fn, arguments = fn.__func__, (fn.__self__, *arguments)
+        # Its options are kept, such as what it donates; its layouts are replaced.
+        self._jit: Jit[..., Tree] = fn if isinstance(fn, Jit) else jit(fn)
+        self.name: str = self._jit.__name__
+        self._args: tuple[Tree, ...] = _abstract(arguments)
+        self._fun: Callable[..., Tree] = _abstractly_bound(self._jit.__wrapped__)
+        self._signature, partial = Signature.of(self._fun)
+        try:
+            call = self._signature.bind(*partial.with_bound(self._args, {}))
+        except TypeError as error:
+            raise FunctreeTypeError(
+                f"explore: {self.name} cannot be called with these arguments: {error}"
+            ) from error
+        self._call: Record = with_static(call, self._jit.static)
+
+    def laid(self, layouts: LayoutTree) -> Laid:
+        """What a layout of the arguments says.
+
+        Raises:
+            RuleError: it does not have the structure of the arguments.
+        """
+        rules: Layout | None = None
+        main: Layout | None = None
+        for part in broadcast(self._prefix(layouts), self._call):
+            if rules is None and part.layout.for_activations:
+                rules = part.layout
+            if main is None and isinstance(part.layout, FSDP):
+                main = part.layout
+        return Laid(layouts, rules, rules or main)
+
+    def plan(self, layouts: LayoutTree, sizes: Any) -> Plan:
+        """The plan of the arguments, with its problems. No device is used."""
+        prefix = self._prefix(layouts)
+        return plan_tree(self._call, prefix, sizes, check=False, allow_unspecified=True)
+
+    def compile(self, laid: Laid | None, out_shardings: LayoutTree, mesh: Mesh | None) -> Compiled:
+        """The compiled program.
+
+        Args:
+            laid: the layout of the arguments; None for that which the function has itself.
+            out_shardings: the layout of the result, which is of no use without `laid`.
+            mesh: the mesh; None for that which the function has itself.
+        """
+        options: dict[str, Any] = {}
+        if mesh is not None:
+            options["mesh"] = mesh
+        if laid is not None:
+            options |= {"in_shardings": laid.written, "out_shardings": out_shardings}
+        if laid is not None and laid.rules is not None:
+            options["rules"] = laid.rules
+        return self._jit.changed(self._fun, **options).lower(*self._args).compile()
+
+    def _prefix(self, layouts: LayoutTree) -> LayoutTree:
+        return ParameterLayouts("layouts", layouts, self._signature).prefix(self._call)
+
+
+def _abstractly_bound(fn: Callable[..., Tree]) -> Callable[..., Tree]:
+    """A function whose bound arguments are abstract, such as the instance of a method."""
+    fun, args, kwargs = Partial.of(fn)
+    if not args and not kwargs:
+        return fn
+    return functools.partial(fun, *_abstract(args), **_abstract(dict(kwargs)))
+
+
+def _abstract(tree: T) -> T:
+    """A tree whose arrays are nowhere yet."""
+    skeleton, arrays = Skeleton.apart(tree)
+    abstract: list[jax.ShapeDtypeStruct] = []
+    for array in arrays:
+        kind = array if isinstance(array, jax.ShapeDtypeStruct) else jax.typeof(array)
+        abstract.append(jax.ShapeDtypeStruct(kind.shape, kind.dtype, weak_type=kind.weak_type))
+    return skeleton.fill(abstract)
