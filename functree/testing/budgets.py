@@ -7,7 +7,7 @@ from functree.argument_checks import EXTENT, check, parameter_error, shown
 from functree.compiled.collective import Collective
 from functree.compiled.data_flow import KINDS
 from functree.compiled.ledger import Ledger
-from functree.compiled.table_rows import table_rows
+from functree.compiled.table_rows import rows_of_parameters
 from functree.errors import FunctreeTypeError, FunctreeValueError, did_you_mean
 from functree.report.byte_sizes import bytes_text
 
@@ -39,11 +39,16 @@ def assert_collectives(
 
     Examples:
         >>> mesh = ft.make_mesh(data=2, model=4)
-        >>> shapes = [jax.ShapeDtypeStruct(shape, "float32") for shape in [(64, 32), (16, 64)]]
+        >>> shapes = [
+        ...     jax.ShapeDtypeStruct(shape, "float32")
+        ...     for shape in [(64, 32), (16, 64)]
+        ... ]
         >>> layouts = (ft.P("model"), ft.P(None, "model"))
         >>> options = dict(in_shardings=layouts, out_shardings=ft.P(), mesh=mesh)
         >>> ledger = ft.ledger(lambda w, x: x @ w, *shapes, **options)
-        >>> ft.testing.assert_collectives(ledger, allow={("all-reduce", "model")}, at_most=2048)
+        >>> ft.testing.assert_collectives(
+        ...     ledger, allow={("all-reduce", "model")}, at_most=2048
+        ... )
         >>> ft.testing.assert_collectives(ledger, allow={"all-gather"})
         Traceback (most recent call last):
             ...
@@ -208,7 +213,7 @@ def _check_sizes(at_most: object, sizes: Collection[object]) -> None:
 
 def _listed(moved: Collection[Collective]) -> str:
     """What is moved, the most first, as lines of a message."""
-    rows = table_rows(list(moved))
+    rows = rows_of_parameters(list(moved))
     lines: list[str] = []
     for row in rows[:SHOWN]:
         lines.append(f"  {row.kind} over {row.axes}, {bytes_text(row.total)}: {row.title}")

@@ -3,8 +3,6 @@
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import jax
-from jax.core import ShapedArray
 from jax.tree_util import tree_leaves
 
 from functree.argument_checks import FUNCTION, check
@@ -41,8 +39,12 @@ def assert_closed(step: Callable[..., Any], args: Sequence[Any]) -> None:
         >>> def step(state, x):
         ...     return {"w": state["w"] + x.mean(), "n": state["n"] + 1}
         >>> state = {"w": jnp.ones(3), "n": jnp.zeros((), int)}
-        >>> ft.testing.assert_closed(ft.jit(step, donate="state"), (state, jnp.ones(4)))
-        >>> ft.testing.assert_closed(lambda state: state.astype("bfloat16"), (jnp.ones(3),))
+        >>> ft.testing.assert_closed(
+        ...     ft.jit(step, donate="state"), (state, jnp.ones(4))
+        ... )
+        >>> ft.testing.assert_closed(
+        ...     lambda state: state.astype("bfloat16"), (jnp.ones(3),)
+        ... )
         Traceback (most recent call last):
             ...
         AssertionError: the state is not closed: the next step would compile again
@@ -61,26 +63,19 @@ def assert_closed(step: Callable[..., Any], args: Sequence[Any]) -> None:
     # that is the compiler's choice.
     traced = function.trace(*args)
     compiled = traced.lower().compile()
-    given, by_name = compiled.in_avals
-    shardings, shardings_by_name = compiled.input_shardings
-    donated, donated_by_name = compiled.args_info
+    # Abstract arrays are what every node takes in the place of its own: the types and shardings by
+    # themselves are refused by those whose class checks what it holds.
+    given, by_name = compiled.abstract_arguments
     signature, _ = Signature.of(plain)
     names = [*signature.positional[: len(given)], *by_name]
-    before = map(
-        _with_shardings,
-        [*given, *by_name.values()],
-        [*shardings, *shardings_by_name.values()],
-    )
-    arguments = dict(zip(names, before, strict=True))
+    arguments = dict(zip(names, [*given, *by_name.values()], strict=True))
     # The program knows only arrays. What else a state has is in the arguments themselves.
     for name, argument in zip(names, args, strict=False):
         arguments[name] = Skeleton.of(argument).fill(tree_leaves(arguments[name]))
     # What is donated is given away for its successor, so that it is the state.
-    states: list[str] = []
-    for name, info in zip(names, [*donated, *donated_by_name.values()], strict=True):
-        if any(one.donated for one in tree_leaves(info)):
-            states.append(name)
-    result = _with_shardings(traced.out_avals, compiled.output_shardings)
+    donated = {traced.paths[index][0] for index in traced.donate_argnums}
+    states = [name for name in names if name in donated]
+    result = compiled.abstract_result(traced.jaxpr.out_avals)
     found: list[str] = []
     for name in states or names[:1]:
         found += _lines(Path((name,)), arguments[name], result)
@@ -88,21 +83,6 @@ def assert_closed(step: Callable[..., Any], args: Sequence[Any]) -> None:
         raise AssertionError(
             "\n".join(["the state is not closed: the next step would compile again", *found])
         )
-
-
-def _with_shardings(avals: Tree, shardings: Tree) -> Tree:
-    """A tree of abstract values, with the shardings of another."""
-
-    def with_sharding(aval: Any, sharding: jax.sharding.Sharding | None) -> Any:
-        if not isinstance(aval, ShapedArray):
-            return aval  # a static leaf of the result, such as an activation function
-        # The weak type too: a step that returns a Python number where it took an array is compiled
-        # again.
-        return jax.ShapeDtypeStruct(
-            aval.shape, aval.dtype, sharding=sharding, weak_type=aval.weak_type
-        )
-
-    return jax.tree.map(with_sharding, avals, shardings)
 
 
 def _lines(name: Path, state: Tree, result: Tree) -> Iterator[str]:

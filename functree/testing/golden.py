@@ -4,7 +4,7 @@ import difflib
 import os
 from pathlib import Path
 
-from functree.argument_checks import FILE, check, shown
+from functree.argument_checks import LOCAL_FILE, check, shown
 from functree.errors import FunctreeTypeError, count
 from functree.layout.plan.fold import fold
 from functree.layout.plan.plan import Plan
@@ -30,17 +30,22 @@ def assert_layout(plan: Plan, file: str | os.PathLike[str]) -> None:
         FunctreeError: `plan` is not a plan.
 
     Examples:
-        >>> plan = ft.plan({"w": jnp.ones((8, 16))}, ft.P(None, "model"), {"data": 2, "model": 4})
+        >>> plan = ft.plan(
+        ...     {"w": jnp.ones((8, 16))},
+        ...     ft.P(None, "model"),
+        ...     {"data": 2, "model": 4},
+        ... )
         >>> ft.testing.assert_layout(plan, "layouts/missing.txt")
         Traceback (most recent call last):
             ...
-        AssertionError: there is no file layouts/missing.txt: write it with FUNCTREE_UPDATE...
+        AssertionError: there is no file layouts/missing.txt: write it with
+        FUNCTREE_UPDATE...
     """
     if not isinstance(plan, Plan):
         raise FunctreeTypeError(
             f"assert_layout takes a plan, `ft.plan(tree, layout, mesh)`, not {shown(plan)}"
         )
-    check("assert_layout has nothing to compare with", file=(file, FILE))
+    check("assert_layout has nothing to compare with", file=(file, LOCAL_FILE))
     path, text = Path(file), golden_text(plan)
     # "0" is no too: so one test can compare in a run that writes the others.
     if os.environ.get(UPDATE, "") not in ("", "0"):

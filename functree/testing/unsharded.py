@@ -9,19 +9,16 @@ import numpy as np
 from jax.sharding import Mesh
 
 from functree.argument_checks import FUNCTION, ROOM, check, shown
-from functree.calls.function import Function
-from functree.calls.parameter_layouts import ParameterLayouts
-from functree.calls.signature import Signature
+from functree.devices.deleted import check_deleted
 from functree.devices.meshes import without_devices
 from functree.errors import FunctreeTypeError, ShardingError
 from functree.labels.leaves import read
-from functree.layout.layout import Layout, LayoutTree
-from functree.layout.plan.make_plan import plan_tree
-from functree.layout.plan.plan import Plan
-from functree.transforms.jit.jit import jit
+from functree.layout.layout import LayoutTree
+from functree.testing.both import Both
+from functree.testing.first_difference import first_difference
+from functree.testing.operation import Operation
 from functree.tree.arrays import AnyArray, Tree
 from functree.tree.bits import is_key
-from functree.tree.skeleton.skeleton import Skeleton
 
 T = TypeVar("T")
 
@@ -37,8 +34,10 @@ def assert_same_as_unsharded(
     """Assert that a function returns the same with sharded arguments as on one device.
 
     Args:
-        fn: the function. One that `ft.jit` has made runs as it is; any other is jitted, with the
-            layouts as ambient rules if they are one layout.
+        fn: the function. One that `ft.jit` or `ft.shard_map` has made runs as it is; any other is
+            jitted, with the layouts as ambient rules if they are one layout. If it has a
+            shard_map, without `mesh=`, one device is a mesh whose axes have the size 1; otherwise
+            it runs there without mesh and rules.
         args: its arguments. They are copied, so that they may be donated.
         layouts: the layouts of the arguments, as `in_shardings` of `ft.jit`.
         mesh: the mesh.
@@ -46,17 +45,24 @@ def assert_same_as_unsharded(
         atol: how much they may differ beside that.
 
     Raises:
-        AssertionError: results differ, or have another structure; the message has their paths, and
-            how much. Or the layouts shard nothing, so that there is nothing to compare.
+        AssertionError: results differ, or have another structure, or their copies on several
+            devices differ. The message has their paths, and how much; and the first operation whose
+            values differ: its line, the arguments that it takes, the iteration and the devices, how
+            its result lies, the largest difference. Or the layouts shard nothing, so that there is
+            nothing to compare.
         ShardingError: a layout does not fit; the mesh has no devices.
 
     Examples:
         >>> mesh = ft.make_mesh(data=2, model=4)
-        >>> rules = ft.AxisRules({"batch": "data", "embed": None, "hidden": "model", "seq": None})
+        >>> rules = ft.AxisRules(
+        ...     {"batch": "data", "embed": None, "hidden": "model", "seq": None}
+        ... )
         >>> model = ft.nn.MLP(8, 16, key=jax.random.key(0))
         >>> def loss(model, x: Float[Array, "batch seq embed"]):
         ...     return model(x).mean()
-        >>> ft.testing.assert_same_as_unsharded(loss, (model, jnp.ones((4, 2, 8))), rules, mesh)
+        >>> ft.testing.assert_same_as_unsharded(
+        ...     loss, (model, jnp.ones((4, 2, 8))), rules, mesh
+        ... )
     """
     check(
         "assert_same_as_unsharded cannot compare this",
@@ -72,69 +78,31 @@ def assert_same_as_unsharded(
         raise FunctreeTypeError(
             "assert_same_as_unsharded takes the arguments as a tuple: `(model, batch)`"
         )
+    check_deleted("assert_same_as_unsharded", args)
     missing = without_devices(mesh)
     if missing is not None:
         raise ShardingError(f"assert_same_as_unsharded runs the function: {missing}")
-    if isinstance(fn, Function):
-        # It has its own rules, mesh and shardings, and may donate.
-        plain, sharded = fn.__wrapped__, fn
-    else:
-        # One layout stands for all arguments, and so for the activations between them.
-        rules = layouts if isinstance(layouts, Layout) else None
-        plain, sharded = fn, jit(fn, mesh=mesh, rules=rules)
-    # Without rules and mesh: an error in what is constrained by them would be in both programs.
-    expected = jit(plain)(*_on(jax.devices()[0], tuple(args)))
-    found = sharded(*_sharded(plain, args, layouts, mesh))
-    problems = list(_differences(expected, found, rtol, atol))
+    both = Both.of(fn, args, layouts, mesh)
+    # The arguments are placed anew for each call, since they may be donated.
+    expected, found = both.unsharded(*both.on_device()), both.sharded(*both.on_mesh())
+    problems = [
+        *_differences(expected, found, rtol, atol),
+        *_unequal_copies(found, rtol, atol),
+    ]
     if problems:
-        raise AssertionError("\n".join(["the sharded function returns something else", *problems]))
+        first = first_difference(*both.programs())
+        lines = ["the sharded function returns something else", *problems, _explanation(first)]
+        raise AssertionError("\n".join(lines))
 
 
-def _on(device: Any, tree: T) -> T:
-    """Copies of the arrays of a tree, on one device."""
-    leaves = read(tree)
-    return leaves.skeleton.fill(
-        [jax.device_put(_host_copy(leaf.value), device) for leaf in leaves.leaves]
+def _explanation(first: Operation | None) -> str:
+    if first is not None:
+        return f"the first operation whose values differ is {first}"
+    return (
+        "no operation differs by more than rounding: either `rtol` and `atol` ask for more than "
+        "sums in another order can give, or the compiler, XLA, makes the difference only while no "
+        "values are recorded"
     )
-
-
-def _host_copy(array: AnyArray) -> jax.Array | np.ndarray:
-    """A value of its own: neither on a mesh, nor in the memory of the array.
-
-    A function that donates its arguments may otherwise delete those of the caller, by a buffer that
-    both have.
-    """
-    if not isinstance(array, jax.Array) or not is_key(array.dtype):
-        return np.array(array)
-    # numpy has no keys: their words are copied.
-    data = jnp.asarray(np.array(jax.random.key_data(array)))
-    return jax.random.wrap_key_data(data, impl=jax.random.key_impl(array))
-
-
-def _sharded(
-    fun: Callable[..., Any], args: Sequence[Any], layouts: LayoutTree, mesh: Mesh
-) -> list[Any]:
-    """Copies of the arguments, sharded by the layouts."""
-    signature, bound = Signature.of(fun)
-    positional, by_name = bound.with_bound(tuple(args), {})
-    call = signature.bind(positional, by_name)
-    prefix = ParameterLayouts("layouts", layouts, signature).prefix(call)
-    plan: Plan = plan_tree(call, prefix, mesh, allow_unspecified=True)
-    # Such as a layout whose axes no argument has: the test would pass whatever the function does.
-    if all(row.spec is None or row.copies == mesh.size for row in plan.rows):
-        raise AssertionError(
-            f"the layouts shard no argument over the mesh {plan.view}, so nothing would be compared"
-        )
-    skeleton, arrays = Skeleton.apart(call)
-    copies: list[jax.Array | np.ndarray] = []
-    for array, row in zip(arrays, plan.rows, strict=True):
-        copy = _host_copy(array)
-        # Without a layout (`None`) it is left to the function, as an uncommitted array is.
-        if row.spec is not None:
-            copy = jax.device_put(copy, plan.sharding(row))
-        copies.append(copy)
-    # Without what a method or a partial brings along, which the call adds again.
-    return list(skeleton.fill(copies))[len(bound.args) :]
 
 
 def _differences(expected: Tree, found: Tree, rtol: float, atol: float) -> Iterator[str]:
@@ -155,10 +123,27 @@ def _differences(expected: Tree, found: Tree, rtol: float, atol: float) -> Itera
             yield f"  {where}: differs by up to {most:.3g}, where values are up to {size:.3g}"
 
 
+def _unequal_copies(found: Tree, rtol: float, atol: float) -> Iterator[str]:
+    """A line for each array whose copies on several devices are not the same."""
+    for leaf in read(found).leaves:
+        if not isinstance(leaf.value, jax.Array):
+            continue
+        seen: dict[str, np.ndarray] = {}
+        for shard in leaf.value.addressable_shards:
+            values = _host_values(shard.data)
+            first = seen.setdefault(str(shard.index), values)
+            if not np.allclose(values, first, rtol=rtol, atol=atol, equal_nan=True):
+                where = str(leaf.path) or "the result"
+                with np.errstate(invalid="ignore"):
+                    most = np.max(abs(values - first))
+                yield f"  {where}: its copies on several devices differ, by up to {most:.3g}"
+                break
+
+
 def _host_values(array: AnyArray) -> np.ndarray:
-    """The numbers of an array, in double precision if they are not whole."""
+    """The numbers of an array, in 64 bits."""
     if isinstance(array, jax.Array) and is_key(array.dtype):
-        return np.asarray(jax.random.key_data(array))
+        array = jax.random.key_data(array)
     values = np.asarray(array)
     # By JAX's function: for numpy bfloat16 is no floating-point dtype, and differences of its
     # numbers would be rounded to it.
@@ -166,4 +151,5 @@ def _host_values(array: AnyArray) -> np.ndarray:
         return values.astype(np.float64)
     if jnp.issubdtype(values.dtype, jnp.complexfloating):
         return values.astype(np.complex128)
-    return values
+    # Of the others, numpy would wrap their differences, and has none of booleans.
+    return values.astype(np.int64)

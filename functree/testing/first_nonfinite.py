@@ -1,0 +1,280 @@
+"""A function and its arguments ─► the first operation that makes a NaN or an infinity of finite
+values."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Shaped
+
+from functree.argument_checks import FUNCTION, check
+from functree.calls.function import Function
+from functree.testing.checksums import SCALE, has_checksum, is_inexact
+from functree.testing.evidence import crossing, fetched, values_of
+from functree.testing.intermediates import KEPT_ITERATIONS, RAN, Site, Watch, manual_axes
+from functree.testing.operation import Operation, described, devices_text, layout_text
+from functree.testing.programs import Program
+from functree.testing.scopes import Around, Records
+from functree.testing.steps import Body, Step
+from functree.transforms.jit.jit import jit
+
+# How bad the worst element of a value is.
+_FINITE, _INFINITE, _NAN = 0, 1, 2
+
+
+def first_nonfinite(fn: Callable[..., Any], *args: Any) -> Operation | None:
+    """The first operation of a function that makes a NaN or an infinity of finite values.
+
+    The function is run as one program, which notes of each value that leaves its line whether it is
+    finite: also inside of loops, conditionals, shard_maps and gradients. Of the values on the line
+    of the first that is not, the first is told. An infinity that is written into the program, such
+    as that of a mask, is none that an operation makes; a NaN that is made of infinities is.
+
+    Args:
+        fn: the function. One that `ft.jit` has made is run as it is, but donates nothing; any other
+            is jitted.
+        *args: its arguments. What is sharded stays sharded.
+
+    Returns:
+        The operation: its line, the arguments that it takes, the iteration and the devices. None if
+        there is none: all values are finite, or those that are not come from the arguments.
+
+    Raises:
+        FunctreeError: the first argument is not a function.
+
+    Examples:
+        >>> def loss(x):
+        ...     return jnp.log(x).sum()
+        >>> operation = ft.testing.first_nonfinite(loss, jnp.arange(3.0))
+        >>> operation.name, operation.what
+        ('log', 'it makes an infinity of finite values: 1 of 3')
+        >>> ft.testing.first_nonfinite(loss, 1 + jnp.arange(3.0)) is None
+        True
+    """
+    check("first_nonfinite cannot run this", fn=(fn, FUNCTION))
+    program = Program.of(fn if isinstance(fn, Function) else jit(fn), args)
+    sites = frozenset(site for site, kind in crossing(program.body) if is_inexact(kind.dtype))
+    watch = Watch(lambda site, x: _size(x) if site in sites else None, _any_nonfinite)
+    badness: dict[Site, np.ndarray] = {}
+    for site, record in fetched(program.watched(watch)(program.arrays)).items():
+        # How often the body of a loop has run is no size.
+        badness[site] = record if site[-1] == RAN else _badness(record)
+    finding = _Reading(badness).first(program)
+    return None if finding is None else _looked_at(finding, badness, program)
+
+
+def _any_nonfinite(records: Sequence[jax.Array]) -> jax.Array:
+    return ~jnp.stack([jnp.isfinite(one).all() for one in records]).all()
+
+
+@jax.jit
+def _size(x: Shaped[Array, "..."]) -> Float[Array, ""]:
+    """A sum that is a NaN if an element is one, and infinite if an element is.
+
+    Not a maximum: that of several devices may lose a NaN.
+    """
+    x = abs(x)
+    if jnp.finfo(x.dtype).bits < 32:
+        x = x.astype(jnp.float32)
+    return jnp.sum(x * x.dtype.type(SCALE))
+
+
+def _badness(values: np.ndarray) -> np.ndarray:
+    """How bad numbers are."""
+    return np.where(np.isnan(values), _NAN, np.where(np.isinf(values), _INFINITE, _FINITE))
+
+
+def _worst(value: Any) -> int:
+    """How bad a value is that is not traced."""
+    if not hasattr(value, "dtype") or not is_inexact(value.dtype):
+        return _FINITE
+    return int(_badness(np.asarray(value)).max(initial=_FINITE))
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a body is: as in `Scope`."""
+
+    at: Site = ()
+    axes: tuple[str, ...] = ()
+    view: tuple[tuple[int, int], ...] = ()
+    around: tuple[Around, ...] = ()
+
+    def inside(self, body: Body, index: int, inner: int = 0, where: str = "") -> "_Place":
+        """Where a body is that a step runs."""
+        around = (*self.around, Around(body, index, inner, where))
+        return replace(self, at=(*self.at, index, inner), around=around)
+
+    def viewed(self, record: np.ndarray) -> np.ndarray:
+        """A record at the iterations of the loops around."""
+        for dim, index in self.view:
+            record = np.take(record, index, dim)
+        return record
+
+
+@dataclass(frozen=True, eq=False)
+class _Finding:
+    """A value that is worse than what it is made of.
+
+    Attributes:
+        body: the body in which it is.
+        index: the index of the step that makes it.
+        result: which of the results of the step it is.
+        place: where the body is.
+        badness: how bad it is, on each device of a shard_map.
+        worst: how bad that is of which it is made.
+    """
+
+    body: Body
+    index: int
+    result: int
+    place: _Place
+    badness: np.ndarray
+    worst: int
+
+
+class _Reading:
+    """The reading of the records, in the order in which the operations run."""
+
+    def __init__(self, records: Records):
+        self._records = records
+        # The steps in which anything is not finite.
+        self._loud = {
+            site[:end] for site, one in records.items() if one.any() for end in range(len(site))
+        }
+
+    def first(self, program: Program) -> _Finding | None:
+        """The finding in a program."""
+        return self.body(program.body, list(map(_worst, program.arrays)), _Place())[0]
+
+    def body(
+        self, body: Body, given: Sequence[int], place: _Place
+    ) -> tuple[_Finding | None, list[int]]:
+        """The finding in a body whose inputs are as bad as that, and how bad its outputs are."""
+        known = dict(zip(body.inputs, given, strict=True))
+        known.update((value, _worst(one)) for value, one in body.constants.items())
+        for index, step in enumerate(body.steps):
+            ins = [known[value] for value in step.ins]
+            if step.bodies and (*place.at, index) in self._loud:
+                finding = self._inside(body, index, ins, place)
+                if finding is not None:
+                    return finding, []
+            worst = max(ins, default=_FINITE)
+            for result, value in enumerate(step.outs):
+                found = self._of(place, index, result)
+                known[value] = _badness_by_inputs(step, result, worst)
+                if found is not None:
+                    known[value] = int(found.max())
+                    if known[value] > worst:
+                        return _Finding(body, index, result, place, found, worst), []
+        return None, [known[value] for value in body.outputs]
+
+    def _of(self, place: _Place, *site: int) -> np.ndarray | None:
+        """What is recorded of a value, for each device of a shard_map."""
+        record = self._records.get((*place.at, *site))
+        if record is None:
+            return None
+        return place.viewed(record)
+
+    def _inside(self, body: Body, index: int, ins: Sequence[int], place: _Place) -> _Finding | None:
+        """The finding in what a step runs."""
+        step = body.steps[index]
+        if step.name == "shard_map":
+            inner = replace(place.inside(body, index), axes=(*place.axes, *manual_axes(step)))
+            return self.body(step.bodies[0], ins, inner)[0]
+        if step.name == "cond":
+            return self._in_branches(body, index, ins[1:], place)
+        return self._in_iterations(body, index, ins, place)
+
+    def _in_branches(
+        self, body: Body, index: int, ins: Sequence[int], place: _Place
+    ) -> _Finding | None:
+        for inner, branch in enumerate(body.steps[index].bodies):
+            # What a branch that no device runs records is zero.
+            finding, _ = self.body(
+                branch, ins, place.inside(body, index, inner, f"in branch {inner}")
+            )
+            if finding is not None:
+                return finding
+        return None
+
+    def _in_iterations(
+        self, body: Body, index: int, ins: Sequence[int], place: _Place
+    ) -> _Finding | None:
+        step = body.steps[index]
+        constants, carry, rest = step.loop_operands(ins)
+        for number, slot in self._iterations(step, place, index):
+            inner = place.inside(body, index, 0, f"in iteration {number}")
+            inner = replace(inner, view=(*place.view, (len(place.axes), slot)))
+            finding, outs = self.body(step.bodies[0], [*constants, *carry, *rest], inner)
+            if finding is not None:
+                return finding
+            carry = outs[: len(carry)]
+        return None
+
+    def _iterations(self, step: Step, place: _Place, index: int) -> list[tuple[int, int]]:
+        """The number of each iteration that is recorded, and its index in the records."""
+        if step.name == "scan":
+            order = range(step.params["length"])
+            return list(enumerate(order[::-1] if step.params["reverse"] else order, 1))
+        count = self._of(place, index, 0, RAN)
+        number = 0 if count is None else int(count.max())
+        found = [(n + 1, n) for n in range(min(number, KEPT_ITERATIONS))]
+        # The last that is recorded is the first with a value that is not finite, if there is one.
+        return found if number <= KEPT_ITERATIONS else [*found, (number, KEPT_ITERATIONS)]
+
+
+def _badness_by_inputs(step: Step, result: int, worst: int) -> int:
+    """How bad a value may be that is not recorded."""
+    return worst if _is_inexact(step.types[result]) else _FINITE
+
+
+def _looked_at(finding: _Finding, badness: Records, program: Program) -> Operation:
+    """The operation of a finding, with the values of its line."""
+    steps, at = finding.body.steps, finding.place.at
+    sites: list[Site] = []
+    for index, step in enumerate(steps):
+        if step.source == steps[finding.index].source:
+            kinds = enumerate(step.types)
+            sites += [(*at, index, result) for result, kind in kinds if _is_inexact(kind)]
+    watch = values_of(frozenset(sites))._replace(until=_any_nonfinite)
+    arrays = program.watched(watch)(program.arrays)
+    of_line: dict[Site, np.ndarray] = {}
+    for site, record in fetched(arrays).items():
+        if site[-1] == RAN:
+            continue
+        kind = steps[site[-2]].types[site[-1]]
+        of_values = tuple(range(record.ndim - len(kind.shape), record.ndim))
+        of_line[site] = _badness(record).max(of_values, initial=_FINITE)
+    finding = _Reading({**badness, **of_line}).first(program) or finding
+    return _operation(finding, program, arrays)
+
+
+def _operation(finding: _Finding, program: Program, arrays: Mapping[Site, jax.Array]) -> Operation:
+    place, step = finding.place, finding.body.steps[finding.index]
+    what = "a NaN" if finding.badness.max() == _NAN else "an infinity"
+    of = "finite values" if finding.worst == _FINITE else "infinities"
+    where = [around.where for around in reversed(place.around) if around.where]
+    where += devices_text(finding.badness > _FINITE, place.axes)
+    array = arrays.get((*place.at, finding.index, finding.result))
+    return replace(
+        described(step, finding.result, finding.body, place.around, program.paths),
+        layout=layout_text(array, len(place.view), bool(place.axes)),
+        what=f"it makes {what} of {of}{_share(finding, array)}",
+        where=", ".join(where),
+    )
+
+
+def _share(finding: _Finding, array: jax.Array | None) -> str:
+    """How many elements of a value are not finite."""
+    if array is None:
+        return ""
+    bad = finding.place.viewed(_badness(np.asarray(array))) == finding.badness.max()
+    return f": {int(bad.sum())} of {bad.size}"
+
+
+def _is_inexact(kind: Any) -> bool:
+    return has_checksum(kind) and is_inexact(kind.dtype)

@@ -1,0 +1,250 @@
+"""A traced function ─► the same function, which also returns a record of each of its values."""
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend.core import jaxpr_as_fun
+from jax.sharding import PartitionSpec
+
+from functree.devices.varying import varying_axes
+from functree.testing.steps import Body, Step
+
+Site = tuple[int, ...]
+"""Where a value is made: the index of a step, and that of the value in its results. Inside of a
+step with bodies: the index of this step and that of the body, and so on."""
+
+Record = jax.Array
+
+
+class Watch(NamedTuple):
+    """What is recorded.
+
+    Attributes:
+        record: makes the record of a value, a small array; None for a value that is not recorded.
+        until: whether, after an iteration of a `while` with some records, no more is recorded.
+    """
+
+    record: Callable[[Site, Any], Record | None]
+    until: Callable[[Sequence[Record]], Record] = lambda records: jnp.zeros((), bool)
+
+
+RAN = -1
+"""The index, in the place of a step, of the record that says how often a body has run."""
+
+KEPT_ITERATIONS = 128
+"""How many iterations of a `while` have records of their own. All behind them share one."""
+
+_Rule = Callable[[Step, Sequence[Any], Watch, Site], tuple[Sequence[Any], dict[Site, Record]]]
+
+
+def run(
+    body: Body, arrays: Sequence[Any], watch: Watch, at: Site = ()
+) -> tuple[list[Any], dict[Site, Record]]:
+    """Run a body on arrays, in the trace of another function.
+
+    A record from inside of a loop has a dimension for its iterations in front; one from inside of a
+    shard_map a dimension for each of its mesh axes, with what each device has recorded. Nothing is
+    summed over devices for it.
+
+    Args:
+        body: the body.
+        arrays: its inputs.
+        watch: what is recorded.
+        at: where the body is, if it is that of a step.
+
+    Returns:
+        The outputs, and the records.
+    """
+    values = {**body.constants, **dict(zip(body.inputs, arrays, strict=True))}
+    records: dict[Site, Record] = {}
+    for index, step in enumerate(body.steps):
+        rule = _RULES.get(step.name, _operation)
+        outs, inner = rule(step, [values[value] for value in step.ins], watch, (*at, index))
+        records.update(inner)
+        for result, (value, out) in enumerate(zip(step.outs, outs, strict=True)):
+            values[value] = out
+            record = watch.record((*at, index, result), out)
+            if record is not None:
+                records[(*at, index, result)] = _varying(record)
+    return [values[value] for value in body.outputs], records
+
+
+def _operation(
+    step: Step, ins: Sequence[Any], watch: Watch, at: Site
+) -> tuple[Sequence[Any], dict[Site, Record]]:
+    return step.run(*ins), {}
+
+
+def _scan(
+    step: Step, ins: Sequence[Any], watch: Watch, at: Site
+) -> tuple[Sequence[Any], dict[Site, Record]]:
+    constants, start, xs = step.loop_operands(ins)
+    (body,) = step.bodies
+
+    def iteration(carry: Sequence[Any], x: Sequence[Any]) -> tuple[Any, Any]:
+        outs, records = run(body, [*constants, *carry, *x], watch, (*at, 0))
+        return outs[: len(start)], (outs[len(start) :], _Recorded(records))
+
+    carry, (stacked, recorded) = lax.scan(
+        iteration,
+        start,
+        xs,
+        length=step.params["length"],
+        reverse=step.params["reverse"],
+        unroll=step.params["unroll"],
+    )
+    return [*carry, *stacked], recorded.records
+
+
+def _while(
+    step: Step, ins: Sequence[Any], watch: Watch, at: Site
+) -> tuple[Sequence[Any], dict[Site, Record]]:
+    of_condition = ins[: step.params["cond_nconsts"]]
+    constants, start, _ = step.loop_operands(ins)
+    (body,) = step.bodies
+    goes_on = jaxpr_as_fun(step.params["cond_jaxpr"])
+
+    def iteration(carry: Sequence[Any]) -> tuple[list[Any], dict[Site, Record]]:
+        return run(body, [*constants, *carry], watch, (*at, 0))
+
+    def iteration_and_slots(state: _Slots) -> _Slots:
+        outs, records = iteration(state.carry)
+        # Behind those that are kept, the slot of all the others.
+        slot = jnp.minimum(state.count, KEPT_ITERATIONS)
+        slots = {
+            site: jnp.where(
+                state.done,
+                state.slots.records[site],
+                state.slots.records[site].at[slot].set(record),
+            )
+            for site, record in records.items()
+        }
+        count = jnp.where(state.done, state.count, state.count + 1)
+        done = state.done | _varying(watch.until(list(records.values())))
+        return _Slots(outs, _Recorded(slots), count, done)
+
+    _, shapes = jax.eval_shape(iteration, start)
+    slots = {
+        site: _varying(jnp.zeros((KEPT_ITERATIONS + 1, *one.shape), one.dtype))
+        for site, one in shapes.items()
+    }
+    zero, no = _varying(jnp.zeros((), jnp.int32)), _varying(jnp.zeros((), bool))
+    last = lax.while_loop(
+        lambda state: goes_on(*of_condition, *state.carry)[0],
+        iteration_and_slots,
+        _Slots(start, _Recorded(slots), zero, no),
+    )
+    return last.carry, {**last.slots.records, (*at, 0, RAN): last.count}
+
+
+class _Slots(NamedTuple):
+    """The state of a loop that records its iterations.
+
+    Attributes:
+        carry: the state of the loop itself.
+        slots: the records, in a dimension in front for each iteration.
+        count: how many iterations are recorded.
+        done: whether no more is recorded.
+    """
+
+    carry: Sequence[Any]
+    slots: "_Recorded"
+    count: Any
+    done: Any
+
+
+def _cond(
+    step: Step, ins: Sequence[Any], watch: Watch, at: Site
+) -> tuple[Sequence[Any], dict[Site, Record]]:
+    which, *operands = ins
+    branches = [functools.partial(_branch, step, watch, at, i) for i in range(len(step.bodies))]
+    shapes = [jax.eval_shape(branch, operands)[1].records for branch in branches]
+    blank = {site: (one.shape, one.dtype) for records in shapes for site, one in records.items()}
+
+    def padded(branch: Callable[..., Any], *operands: Any) -> tuple[Any, _Recorded]:
+        outs, recorded = branch(operands)
+        zeros = {site: _varying(jnp.zeros(*one)) for site, one in blank.items()}
+        return outs, _Recorded({**zeros, **recorded.records})
+
+    padded_branches = [functools.partial(padded, branch) for branch in branches]
+    outs, recorded = lax.switch(which, padded_branches, *operands)
+    return outs, recorded.records
+
+
+def _branch(
+    step: Step, watch: Watch, at: Site, index: int, operands: Sequence[Any]
+) -> tuple[list[Any], "_Recorded"]:
+    outs, records = run(step.bodies[index], operands, watch, (*at, index))
+    ran = _varying(jnp.ones((), jnp.int32))
+    return outs, _Recorded({**records, (*at, index, RAN): ran})
+
+
+def _shard_map(
+    step: Step, ins: Sequence[Any], watch: Watch, at: Site
+) -> tuple[Sequence[Any], dict[Site, Record]]:
+    axes = manual_axes(step)
+    (body,) = step.bodies
+
+    def on_device(*local: Any) -> tuple[list[Any], _Recorded]:
+        outs, records = run(body, local, watch, (*at, 0))
+        ones = (1,) * len(axes)
+        return outs, _Recorded(
+            {site: record.reshape(*ones, *record.shape) for site, record in records.items()}
+        )
+
+    outs, recorded = jax.shard_map(
+        on_device,
+        mesh=step.params["mesh"],
+        in_specs=tuple(step.params["in_specs"]),
+        out_specs=(list(step.params["out_specs"]), PartitionSpec(*axes)),
+        axis_names=set(axes),
+        check_vma=step.params["check_vma"],
+    )(*ins)
+    return outs, recorded.records
+
+
+def manual_axes(step: Step) -> tuple[str, ...]:
+    """The mesh axes that a shard_map makes Manual, in the order of the mesh."""
+    new = step.params["newly_manual_axes"]
+    return tuple(axis for axis in step.params["mesh"].axis_names if axis in new)
+
+
+_RULES: Mapping[str, _Rule] = {
+    "scan": _scan,
+    "while": _while,
+    "cond": _cond,
+    "shard_map": _shard_map,
+}
+
+
+def _varying(record: Record) -> Record:
+    """A record whose type varies along all Manual axes.
+
+    In a shard_map that checks this, all branches of a conditional and all iterations of a loop have
+    to make the same type.
+    """
+    manual = jax.sharding.get_abstract_mesh().manual_axes
+    missing = tuple(axis for axis in manual if axis not in varying_axes(record))
+    if not missing:
+        return record
+    return lax.pcast(record, missing, to="varying")
+
+
+@jax.tree_util.register_pytree_node_class
+class _Recorded:
+    """Records as a tree of JAX's, in which sites are no leaves."""
+
+    def __init__(self, records: Mapping[Site, Any]):
+        # In one order, by which JAX compares the trees of branches and iterations.
+        self.records: dict[Site, Any] = {site: records[site] for site in sorted(records)}
+
+    def tree_flatten(self) -> tuple[tuple[Any, ...], tuple[Site, ...]]:
+        return tuple(self.records.values()), tuple(self.records)
+
+    @classmethod
+    def tree_unflatten(cls, sites: tuple[Site, ...], records: Sequence[Any]) -> "_Recorded":
+        return cls(dict(zip(sites, records, strict=True)))

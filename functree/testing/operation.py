@@ -1,0 +1,118 @@
+"""What is found out about an operation of a program ─► `Operation`, and its sentence."""
+
+import linecache
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from pathlib import Path as File
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from functree.devices.specs import spec_text
+from functree.testing.argument_paths import paths_taken
+from functree.testing.scopes import Around
+from functree.testing.steps import Body, Source, Step
+from functree.tree.arrays import array_text
+from functree.tree.paths import Path
+
+
+@dataclass(frozen=True)
+class Operation:
+    """An operation of a program, at which something goes wrong.
+
+    Its text is a sentence.
+
+    Attributes:
+        name: the name of JAX's primitive: `dot_general`.
+        source: the file and the line of it: `model.py:12`; empty if no line of the user's is around
+            it.
+        line: the text of this line.
+        paths: the arrays of the arguments that it takes, as they are or after operations on them
+            alone. Activations have none.
+        shape: the shape of its result; in a shard_map that of the part on a device.
+        dtype: the dtype of its result.
+        layout: how the result lies on the mesh; empty if that is not known.
+        difference: the largest difference of the result from that on one device; None if it is not
+            known, or is not what goes wrong.
+        what: what goes wrong, in words.
+        where: the iteration of each loop, and the devices, in words; empty if there are none.
+
+    Examples:
+        >>> print(
+        ...     ft.testing.first_nonfinite(
+        ...         lambda x: 1 / (x - 1), jnp.arange(3.0)
+        ...     ).name
+        ... )
+        div
+    """
+
+    name: str
+    source: str
+    line: str
+    paths: tuple[Path, ...]
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    layout: str
+    difference: float | None
+    what: str
+    where: str = ""
+
+    def __str__(self) -> str:
+        place = f" at {self.source}" if self.source else ""
+        text = f"`{self.name}`{place}"
+        if self.line:
+            text += f", in `{self.line}`"
+        if self.paths:
+            text += f", of {' and '.join(f'`{path}`' for path in self.paths)}"
+        text += f": {self.what}"
+        if self.where:
+            text += f", {self.where}"
+        text += f"; its result is {array_text(self)}"
+        if self.layout:
+            text += f", {self.layout}"
+        return text
+
+
+def source_text(source: Source | None) -> tuple[str, str]:
+    """The name of the file with the line, and the text of the line."""
+    if source is None:
+        return "", ""
+    text = linecache.getline(source.file, source.line).strip()
+    return f"{File(source.file).name}:{source.line}", text
+
+
+def described(
+    step: Step, result: int, body: Body, around: Sequence[Around], paths: Sequence[Path | None]
+) -> Operation:
+    """An operation, without what goes wrong at it."""
+    source, line = source_text(step.source)
+    taken = paths_taken(step, body, around, paths)
+    kind = step.types[result]
+    return Operation(step.name, source, line, taken, kind.shape, kind.dtype, "", None, "")
+
+
+def devices_text(bad: np.ndarray, axes: Collection[str]) -> list[str]:
+    """The devices where something is bad; empty if it is so on all of them.
+
+    Args:
+        bad: whether it is, for each device by its indices on the mesh.
+        axes: the mesh axes of these indices.
+    """
+    found = np.argwhere(bad)
+    if not axes or bad.all() or not len(found):
+        return []
+    first = ", ".join(f"{axis}={at}" for axis, at in zip(axes, found[0], strict=True))
+    if len(found) == 1:
+        return [f"on the device ({first})"]
+    return [f"on {len(found)} of {bad.size} devices, the first of which is ({first})"]
+
+
+def layout_text(array: Any, loops: int, manual: bool) -> str:
+    """How a value lies on the mesh, of which there is one for each iteration of some loops."""
+    if manual:
+        return "on each device"
+    if not isinstance(array, jax.Array) or not isinstance(array.sharding, NamedSharding):
+        return ""
+    return f"sharded {spec_text(PartitionSpec(*array.sharding.spec[loops:]))}"

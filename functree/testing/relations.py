@@ -1,0 +1,153 @@
+"""What one device has of a value and what each device of a mesh has of it ─► how these lie to each
+other."""
+
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+import numpy as np
+from jax.sharding import PartitionSpec
+
+from functree.devices.specs import axes_text, spec_text
+
+Assignment = tuple[tuple[str, ...], ...]
+"""For each dimension of an array: the mesh axes that cut it."""
+
+
+class Kind(Enum):
+    """How the parts that devices have of a value lie to the whole."""
+
+    SAME = "each device has its part of the same value"
+    PARTIAL = "the devices have terms of a sum that is the value"
+    MEAN = "the devices have terms of a mean that is the value"
+    OTHER = "the devices have something else"
+    UNKNOWN = "there is nothing to compare with"
+
+
+@dataclass(frozen=True)
+class Relation:
+    """How the parts that devices have of a value lie to the whole.
+
+    Attributes:
+        kind: how.
+        assignment: how the value is cut; empty if that is not known.
+        over: the mesh axes over which the sum, or the mean, is not taken yet.
+    """
+
+    kind: Kind
+    assignment: Assignment = ()
+    over: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        spec = spec_text(spec_of(self.assignment))
+        if self.kind in _REDUCTIONS:
+            what = _REDUCTIONS[self.kind]
+            return f"{spec}, with the terms of a {what} over {axes_text(self.over)}"
+        return spec
+
+    @property
+    def missing(self) -> str:
+        """What is not taken yet: `sum` or `mean`; empty if nothing is."""
+        return _REDUCTIONS.get(self.kind, "")
+
+
+_REDUCTIONS = {Kind.PARTIAL: "sum", Kind.MEAN: "mean"}
+
+
+UNKNOWN = Relation(Kind.UNKNOWN)
+OTHER = Relation(Kind.OTHER)
+
+
+def spec_of(assignment: Assignment) -> PartitionSpec:
+    """The spec that cuts an array so."""
+    return PartitionSpec(*[axes[0] if len(axes) == 1 else (axes or None) for axes in assignment])
+
+
+def relate(
+    whole: np.ndarray, tolerance: np.ndarray, parts: np.ndarray, axes: Mapping[str, int]
+) -> Relation:
+    """How the parts on devices lie to the whole.
+
+    Args:
+        whole: a number or an array for each tile of the whole, by the indices of the tile.
+        tolerance: how much each may differ; a number, or one for each of them.
+        parts: the same of each device, by its indices on the mesh.
+        axes: the sizes of the mesh axes, in the order of these indices.
+    """
+    ndim = parts.ndim - len(axes)
+    tiles = whole.shape[: whole.ndim - ndim]
+    tolerance = np.broadcast_to(tolerance, whole.shape)
+    for assignment in assignments(tiles, axes):
+        expected = on_devices(whole, assignment, axes)
+        margin = on_devices(tolerance, assignment, axes)
+        if agree(expected, parts, margin):
+            return Relation(Kind.SAME, assignment)
+        terms = _terms(expected, parts, margin, assignment, axes)
+        if terms is not None:
+            return terms
+    return OTHER
+
+
+def _terms(
+    expected: np.ndarray,
+    parts: np.ndarray,
+    margin: np.ndarray,
+    assignment: Assignment,
+    axes: Mapping[str, int],
+) -> Relation | None:
+    """Whether a sum or a mean of the parts over some mesh axes is what is expected."""
+    used = set(itertools.chain(*assignment))
+    free = [axis for axis in axes if axis not in used and axes[axis] > 1]
+    for number in range(1, len(free) + 1):
+        for over in itertools.combinations(free, number):
+            dims = tuple(list(axes).index(axis) for axis in over)
+            total = np.broadcast_to(parts.sum(dims, keepdims=True, dtype=parts.dtype), parts.shape)
+            if agree(expected, total, 4 * margin):
+                return Relation(Kind.PARTIAL, assignment, over)
+            mean = total / math.prod(axes[axis] for axis in over)
+            if np.issubdtype(parts.dtype, np.inexact) and agree(expected, mean, 4 * margin):
+                return Relation(Kind.MEAN, assignment, over)
+    return None
+
+
+def assignments(tiles: Sequence[int], axes: Mapping[str, int]) -> Iterator[Assignment]:
+    """All ways to cut an array into tiles by mesh axes. An axis cuts one dimension at most."""
+    if not tiles:
+        yield ()
+        return
+    first, rest = tiles[0], tiles[1:]
+    for number in range(len(axes) + 1 if first > 1 else 1):
+        for chosen in itertools.permutations(axes, number):
+            if math.prod(axes[axis] for axis in chosen) != first:
+                continue
+            left = {axis: size for axis, size in axes.items() if axis not in chosen}
+            for others in assignments(rest, left):
+                yield (chosen, *others)
+
+
+def on_devices(whole: np.ndarray, assignment: Assignment, axes: Mapping[str, int]) -> np.ndarray:
+    """What each device has of a whole, by its indices on the mesh."""
+    coordinates = dict(zip(axes, np.indices(tuple(axes.values())), strict=True))
+    tile: list[np.ndarray] = []
+    for cut in assignment:
+        index = np.zeros(tuple(axes.values()), int)
+        for axis in cut:
+            index = index * axes[axis] + coordinates[axis]
+        tile.append(index)
+    if not tile:
+        return np.broadcast_to(whole, (*axes.values(), *whole.shape))
+    return whole[tuple(tile)]
+
+
+def agree(expected: np.ndarray, found: np.ndarray, tolerance: np.ndarray) -> bool:
+    """Whether numbers are equal but for a tolerance. Those that are not finite agree if both are
+    not."""
+    if not np.issubdtype(expected.dtype, np.inexact):
+        return bool(np.all((expected == found) | (tolerance > 0)))
+    bad = ~np.isfinite(expected)
+    if not np.array_equal(bad, ~np.isfinite(found)):
+        return False
+    with np.errstate(invalid="ignore"):
+        return bool(np.all(bad | (abs(found - expected) <= tolerance)))

@@ -1,0 +1,388 @@
+"""Records of a function's values on one device and on a mesh ─► the first operation whose values
+differ."""
+
+import itertools
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from functree.devices.specs import axes_text, mesh_axes, of_rank, spec_text
+from functree.testing.checksums import is_inexact
+from functree.testing.intermediates import manual_axes
+from functree.testing.relations import UNKNOWN, Kind, Relation, agree, relate
+from functree.testing.scopes import Records, Scope
+from functree.testing.steps import RANDOM, Number, Step
+
+_SUMS = frozenset({"psum", "psum2", "psum_invariant"})
+
+_BY_COMPILER = (
+    "both programs have this operation and agree on what it takes, so the compiler, XLA, makes the "
+    "difference"
+)
+
+
+class Compared(NamedTuple):
+    """What is compared of a value.
+
+    Attributes:
+        whole: a record of each of its tiles on one device.
+        tolerance: how much these may differ.
+        parts: a record of its part on each device of the mesh.
+    """
+
+    whole: np.ndarray
+    tolerance: np.ndarray
+    parts: np.ndarray
+
+
+class Evidence(Protocol):
+    """Records of both programs."""
+
+    left: Records
+    right: Records
+
+    def compared(self, scope: Scope, i: int, j: int, result: int) -> Compared | None:
+        """What is compared of a result of a pair of steps; None if nothing is recorded."""
+        ...
+
+
+@dataclass(frozen=True, eq=False)
+class Finding:
+    """The first operation whose values differ.
+
+    Attributes:
+        scope: the body in which it is.
+        index: its index in the body.
+        result: which of its results.
+        relation: how the parts on devices lie to the value on one device.
+        note: what is known of the reason; empty if nothing is.
+        only: `"mesh"` or `"device"` if only one of the programs has it.
+        before: in this case, the index of the last step on the mesh that both have.
+        other: in this case, the index of the first step that only the other program has.
+    """
+
+    scope: Scope
+    index: int
+    result: int
+    relation: Relation
+    note: str = ""
+    only: str = ""
+    before: int | None = None
+    other: int | None = None
+
+    @property
+    def step(self) -> Step:
+        """The operation."""
+        if self.only == "device":
+            return self.scope.pairs.left.steps[self.index]
+        return self.scope.step(self.index)
+
+
+class _Causes(NamedTuple):
+    """What a value that differs is computed from.
+
+    Attributes:
+        values: the values that are known not to be the same.
+        unpaired: the steps without counterpart on the way.
+    """
+
+    values: set[Number]
+    unpaired: set[int]
+
+
+class Search:
+    """The search for the first difference.
+
+    Outside of shard_maps each value is a whole, so the first that differs is what is searched.
+    Inside, a device has what it has: a term of a sum, its index, its own maximum. So the search
+    begins at a wrong result and goes back to where values that are the same make one that is not.
+
+    Args:
+        evidence: the records.
+    """
+
+    def __init__(self, evidence: Evidence):
+        self._evidence = evidence
+
+    def first(self, scope: Scope) -> Finding | None:
+        """The first difference in a body that no shard_map is around; None if there is none."""
+        for i, j in scope.pairs.steps:
+            for result in range(len(scope.step(j).outs)):
+                if self._differs(scope, i, j, result):
+                    return self.explained(scope, scope.step(j).outs[result])
+        for one, other in zip(scope.pairs.left.outputs, scope.pairs.right.outputs, strict=False):
+            finding = self._wrong_output(scope, one, other)
+            if finding is not None:
+                return finding
+        return None
+
+    def relation(self, scope: Scope, i: int, j: int, result: int) -> Relation:
+        """How the parts of a result on the devices lie to the value on one device."""
+        compared = self._evidence.compared(scope, i, j, result)
+        return UNKNOWN if compared is None else relate(*compared, scope.axes)
+
+    def _differs(self, scope: Scope, i: int, j: int, result: int) -> bool:
+        if self.relation(scope, i, j, result).kind is Kind.OTHER:
+            return True
+        return scope.step(j).name == "shard_map" and bool(self._copies(scope, j, result))
+
+    def _wrong_output(self, scope: Scope, one: Number, other: Number) -> Finding | None:
+        """The difference of an output of which no pair of steps has the checksums."""
+        maker, its = scope.pairs.left.makers.get(one), scope.pairs.right.makers.get(other)
+        if maker is None or its is None:
+            return None
+        kind = scope.pairs.left.steps[maker[0]].types[maker[1]]
+        if kind.shape != scope.step(its[0]).types[its[1]].shape:
+            return self.explained(scope, other)
+        left = self._evidence.left.get((*scope.left, *maker))
+        right = self._evidence.right.get((*scope.right, *its))
+        if scope.pairs.right_of.get(maker[0]) == its[0] or left is None or right is None:
+            return None
+        whole, size = scope.viewed(left)
+        # How much it depends on rounding is not known, and it is not what is searched.
+        margin = 1e-3 * size if is_inexact(whole.dtype) else np.zeros(whole.shape)
+        if agree(whole, scope.viewed(right), margin):
+            return None
+        return self.explained(scope, other)
+
+    # From a value that differs to the operation at fault
+
+    def explained(self, scope: Scope, value: Number) -> Finding | None:
+        """The finding for a value of the body on the mesh that differs."""
+        index, result, causes = self._origin(scope, value)
+        i = scope.pairs.left_of.get(index)
+        only_left = self._only_left(scope, i)
+        if causes.unpaired or only_left is not None or i is None:
+            return self._structural(scope, index, result, causes.unpaired, only_left)
+        inner = self._inside(scope, i, index, result)
+        if inner is not None:
+            return inner
+        relation = self.relation(scope, i, index, result)
+        return Finding(scope, index, result, relation, self._note(scope, i, index, relation))
+
+    def _origin(self, scope: Scope, value: Number) -> tuple[int, int, _Causes]:
+        """The first step, with its result, on which a value depends and whose inputs are the
+        same."""
+        found: list[tuple[int, int, _Causes]] = []
+        seen, left = set[Number](), [value]
+        while left:
+            one = left.pop()
+            if one in seen:
+                continue
+            seen.add(one)
+            index, result = scope.pairs.right.makers[one]
+            causes = self._causes(scope, scope.step(index))
+            if not causes.values:
+                found.append((index, result, causes))
+            left.extend(causes.values)
+        # Terms of a sum are not wrong by themselves, so what is neither them nor the value comes
+        # first. If each is caused by another one, there is only the value itself.
+        index, result = scope.pairs.right.makers[value]
+        return min(
+            found,
+            default=(index, result, _Causes(set(), set())),
+            key=lambda one: (bool(self._of_result(scope, *one[:2]).missing), *one[:2]),
+        )
+
+    def _causes(self, scope: Scope, step: Step) -> _Causes:
+        """What a step takes that is not the same, through values of which nothing is known."""
+        body, causes = scope.pairs.right, _Causes(set(), set())
+        seen, left = set[tuple[Number, bool]](), [(value, step) for value in step.ins]
+        while left:
+            value, taker = left.pop()
+            summed = taker.name in _SUMS
+            # What depends on no input depends on the index of the device, and has to differ.
+            if (value, summed) in seen or value not in body.makers or value not in body.dependent:
+                continue
+            seen.add((value, summed))
+            index, result = body.makers[value]
+            i = scope.pairs.left_of.get(index)
+            known = self._of_result(scope, index, result)
+            if known.kind is Kind.UNKNOWN and not _misshapen(scope, i, index, result):
+                if i is None and not scope.step(index).places:
+                    causes.unpaired.add(index)
+                left.extend((one, scope.step(index)) for one in scope.step(index).ins)
+            # To a sum over devices belong terms, so these are no cause if it is wrong.
+            elif known.kind is not Kind.SAME and not (known.missing and summed):
+                causes.values.add(value)
+        return causes
+
+    def _only_left(self, scope: Scope, i: int | None) -> int | None:
+        """The first step that only the program on one device has, and on which another one
+        depends."""
+        if i is None:
+            return None
+        body, found = scope.pairs.left, list[int]()
+        seen, left = set[Number](), list(body.steps[i].ins)
+        while left:
+            value = left.pop()
+            if value in seen or value not in body.makers:
+                continue
+            seen.add(value)
+            index, result = body.makers[value]
+            j = scope.pairs.right_of.get(index)
+            if j is not None:
+                known = self.relation(scope, index, j, result)
+                if known.kind is not Kind.UNKNOWN:
+                    continue
+            elif not body.steps[index].places:
+                found.append(index)
+            left.extend(body.steps[index].ins)
+        return min(found, default=None)
+
+    def _structural(
+        self, scope: Scope, index: int, result: int, unpaired: set[int], only_left: int | None
+    ) -> Finding:
+        """The finding where the programs have different operations."""
+        if index not in scope.pairs.left_of:
+            unpaired = {*unpaired, index}
+        if not unpaired and only_left is not None:
+            before = max((j for i, j in scope.pairs.steps if i < only_left), default=None)
+            return Finding(scope, only_left, 0, UNKNOWN, only="device", before=before)
+        first = min(unpaired)
+        before = max((j for _, j in scope.pairs.steps if j < first), default=None)
+        result = result if first == index else 0
+        return Finding(scope, first, result, UNKNOWN, only="mesh", before=before, other=only_left)
+
+    def _note(self, scope: Scope, i: int, j: int, relation: Relation) -> str:
+        """What is known of the reason of a difference; empty if nothing is."""
+        step = scope.step(j)
+        if relation.missing:
+            return f"its {relation.missing} over {axes_text(relation.over)} is missing"
+        if not scope.axes:
+            return _BY_COMPILER if self._is_same_operation(scope, i, j) else ""
+        if step.name in _SUMS:
+            return self._summed_twice(scope, step)
+        if step.name in RANDOM:
+            return "each device draws the random numbers of its part by itself"
+        if any(value not in scope.pairs.right.dependent for value in step.ins):
+            return "it depends on the index of the device"
+        return ""
+
+    def _is_same_operation(self, scope: Scope, i: int, j: int) -> bool:
+        """Whether both programs have an operation, and agree on all that it takes."""
+        one, other = scope.pairs.left.steps[i], scope.step(j)
+        if one.bodies or one.outside or not _has_same_params(one, other):
+            return False
+        for left, right in zip(one.ins, other.ins, strict=True):
+            if right in scope.pairs.right.constants:
+                same = scope.pairs.right.constants[right]
+                known = scope.pairs.left.constants.get(left)
+                if known is None or not np.array_equal(known, same):
+                    return False
+            elif right in scope.pairs.right.makers:
+                if self._of_value(scope, right).kind is not Kind.SAME:
+                    return False
+        return True
+
+    def _summed_twice(self, scope: Scope, step: Step) -> str:
+        """Whether a sum over mesh axes is of what is the same there."""
+        relation = self._of_value(scope, step.ins[0])
+        axes = [axis for axis in step.params["axes"] if axis in scope.axes]
+        cut = set(itertools.chain(*relation.assignment))
+        if relation.kind is Kind.SAME and cut.isdisjoint(axes):
+            return f"what it sums over {axes_text(axes)} is already the same there"
+        if relation.missing:
+            terms = f"terms of a {relation.missing} over {axes_text(relation.over)}"
+            return f"what it sums over {axes_text(axes)} are {terms}"
+        return ""
+
+    # Into what a step runs
+
+    def _inside(self, scope: Scope, i: int, j: int, result: int) -> Finding | None:
+        """The finding in the body of a step whose result differs; None if it is the step itself."""
+        if (i, j) not in scope.pairs.inner:
+            return None
+        name = scope.step(j).name
+        if name == "shard_map":
+            return self._in_shard_map(scope, i, j, result)
+        left, right = self._evidence.left, self._evidence.right
+        if name == "cond":
+            branch = scope.in_branch(i, j, left, right)
+            return None if branch is None else self._in_body(branch)
+        if _length(scope.pairs.left.steps[i]) != _length(scope.step(j)):
+            return None
+        found = map(self._in_body, scope.in_iterations(i, j, left, right))
+        return next((one for one in found if one is not None), None)
+
+    def _in_body(self, scope: Scope) -> Finding | None:
+        """The finding in a body that is run in another one."""
+        if not scope.axes:
+            return self.first(scope)
+        for value in scope.pairs.right.outputs:
+            relation = self._of_value(scope, value)
+            if relation.kind not in (Kind.SAME, Kind.UNKNOWN):
+                return self.explained(scope, value)
+        return None
+
+    def _in_shard_map(self, scope: Scope, i: int, j: int, result: int) -> Finding | None:
+        inner = scope.in_shard_map(i, j)
+        value = inner.pairs.right.outputs[result]
+        if value not in inner.pairs.right.makers:
+            return None
+        spec = scope.step(j).params["out_specs"][result]
+        relation = self._of_value(inner, value)
+        if relation.kind is not Kind.SAME:
+            return self.explained(inner, value)
+        wanted = spec_text(of_rank(spec, len(relation.assignment)))
+        note = f"in its body it is right, and lies {relation}, but `out_specs` says {wanted}"
+        if str(relation) == wanted:
+            note = f"its copies along {axes_text(self._copies(scope, j, result))} differ"
+        return Finding(scope, j, result, relation, note)
+
+    def _of_value(self, scope: Scope, value: Number) -> Relation:
+        """How the parts of a value lie to the whole."""
+        made = scope.pairs.right.makers.get(value)
+        return UNKNOWN if made is None else self._of_result(scope, *made)
+
+    def _of_result(self, scope: Scope, j: int, result: int) -> Relation:
+        i = scope.pairs.left_of.get(j)
+        return UNKNOWN if i is None else self.relation(scope, i, j, result)
+
+    def _copies(self, scope: Scope, j: int, result: int) -> tuple[str, ...]:
+        """The mesh axes along which a result of a shard_map should be the same, and is not."""
+        step = scope.step(j)
+        body = step.bodies[0]
+        made = body.makers.get(body.outputs[result])
+        if made is None:
+            return ()
+        record = self._evidence.right.get((*scope.right, j, 0, *made))
+        if record is None:
+            return ()
+        record = scope.viewed(record)
+        sizes = step.params["mesh"].shape
+        named = set(itertools.chain(*map(mesh_axes, step.params["out_specs"][result])))
+        found: list[str] = []
+        for dim, axis in enumerate(manual_axes(step), start=len(scope.axes)):
+            first = np.take(record, [0], dim)
+            margin = 1e-4 * abs(np.nan_to_num(record)).max(initial=0)
+            copies = np.broadcast_to(first, record.shape)
+            if axis not in named and sizes[axis] > 1 and not agree(copies, record, margin):
+                found.append(axis)
+        return tuple(found)
+
+
+def _has_same_params(one: Step, other: Step) -> bool:
+    """Whether two operations are the same, wherever their results are."""
+    names = [name for name in one.params if "sharding" not in name]
+    # A parameter may be an array, which is compared element by element.
+    return all(np.all(one.params[name] == other.params.get(name)) for name in names)
+
+
+def _length(step: Step) -> int | None:
+    """How often the body of a `scan` runs; None for other steps."""
+    return step.params["length"] if step.name == "scan" else None
+
+
+def _misshapen(scope: Scope, i: int | None, j: int, result: int) -> bool:
+    """Whether a shard_map makes an array of another shape than on one device."""
+    step = scope.step(j)
+    if i is None or scope.axes or step.name != "shard_map":
+        return False
+    one, other = scope.pairs.left.steps[i].types[result], step.types[result]
+    # What is kept for its backward pass is there once for each device.
+    spec = step.params["out_specs"][result]
+    if len(spec) == 1 and set(mesh_axes(spec[0])) == set(manual_axes(step)):
+        return False
+    return one.shape != other.shape

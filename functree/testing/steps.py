@@ -1,0 +1,345 @@
+"""A traced function ─► a `Body`: its operations in a row, the functions that it calls inlined."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+from jax.extend.core import (
+    ClosedJaxpr,
+    Jaxpr,
+    JaxprEqn,
+    Literal,
+    Var,
+    jaxpr_as_fun,
+    jaxprs_in_params,
+    no_effects,
+)
+from jax.sharding import Mesh
+
+from functree.compiled.sources import is_model_file, is_own_file
+
+T = TypeVar("T")
+
+Number = int
+"""The number of a value in a body."""
+
+# Equations that only run another program, with the name of the parameter that has it. What is
+# recomputed for the backward pass is computed here as if it were kept, which changes no value.
+_CALLS: Mapping[str, str] = {
+    "jit": "jaxpr",
+    "closed_call": "call_jaxpr",
+    "core_call": "call_jaxpr",
+    "remat2": "jaxpr",
+    "checkpoint": "jaxpr",
+    "custom_jvp_call": "call_jaxpr",
+    "custom_vjp_call": "call_jaxpr",
+    "custom_vjp_call_jaxpr": "fun_jaxpr",
+}
+
+# Equations that run programs of their own, with the names of the parameters that have them. The
+# condition of a `while` is not looked into: it says how often the body runs, which is.
+_BODIES: Mapping[str, str] = {
+    "scan": "jaxpr",
+    "while": "body_jaxpr",
+    "cond": "branches",
+    "shard_map": "jaxpr",
+}
+
+# Operations that say where an array is, or what is known of its type, and change no value.
+_PLACING = frozenset(
+    "sharding_constraint reshard mesh_cast layout_constraint device_put copy optimization_barrier "
+    "pvary pcast retyped".split()
+)
+
+
+RANDOM = frozenset(
+    "random_bits random_split random_fold_in random_seed random_gamma threefry2x32".split()
+)
+"""Operations that draw random numbers, or make keys for them."""
+
+# They would only print again.
+_PRINTS = frozenset({"debug_callback", "debug_print"})
+
+
+class Source(NamedTuple):
+    """A line of the user's source."""
+
+    file: str
+    line: int
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}"
+
+
+# By identity: a step stands for one place in one program.
+@dataclass(frozen=True, eq=False)
+class Step:
+    """An operation of a body.
+
+    Attributes:
+        name: that of JAX's primitive.
+        params: its parameters.
+        ins: the values that it takes.
+        outs: the values that it makes.
+        types: the types of these.
+        source: the innermost line of the user's model around it; None if there is none.
+        bodies: what it runs: the body of a loop or of a shard_map, the branches of a conditional.
+        acts: whether it does something beside making values, such as writing to a `jax.Ref`.
+        run: the operation itself, from arrays to arrays.
+    """
+
+    name: str
+    params: Mapping[str, Any]
+    ins: tuple[Number, ...]
+    outs: tuple[Number, ...]
+    types: tuple[Any, ...]
+    source: Source | None
+    bodies: tuple["Body", ...]
+    acts: bool
+    run: Callable[..., Sequence[Any]]
+
+    @property
+    def outside(self) -> bool:
+        """Whether it runs what is not compiled from the program: Python, or a kernel."""
+        return self.acts or "call" in self.name
+
+    @property
+    def places(self) -> bool:
+        """Whether it only says where an array is."""
+        return self.name in _PLACING
+
+    def loop_operands(self, ins: Sequence[T]) -> tuple[list[T], list[T], list[T]]:
+        """Something for each value that a loop takes ─► for the constants of its body, for what is
+        carried from one iteration to the next, and for what each iteration takes a part of."""
+        params, given = self.params, list(ins)
+        if self.name == "while":
+            given = given[params["cond_nconsts"] :]
+            return given[: params["body_nconsts"]], given[params["body_nconsts"] :], []
+        if "num_carry" in params:
+            constants, carried = params["num_consts"], params["num_carry"]
+        else:
+            # From jax 0.12 on.
+            constants, carried, _ = map(len, params["ft_in"].unpack())
+        end = constants + carried
+        return given[:constants], given[constants:end], given[end:]
+
+
+@dataclass(frozen=True, eq=False)
+class Body:
+    """A program as its operations in a row. Each value in it has a number of its own.
+
+    Attributes:
+        inputs: the values that it takes.
+        constants: the values that it has from the start.
+        steps: the operations that its outputs need, in the order in which they run.
+        outputs: the values that it returns.
+    """
+
+    inputs: tuple[Number, ...]
+    constants: Mapping[Number, Any]
+    steps: tuple[Step, ...]
+    outputs: tuple[Number, ...]
+
+    @cached_property
+    def makers(self) -> Mapping[Number, tuple[int, int]]:
+        """For each value that a step makes: the index of the step, and that of the value in its
+        results."""
+        return {
+            value: (index, result)
+            for index, step in enumerate(self.steps)
+            for result, value in enumerate(step.outs)
+        }
+
+    @cached_property
+    def crossing(self) -> frozenset[Number]:
+        """The values that leave the line of source on which they are made, or the body.
+
+        These are enough to find the line on which something goes wrong, and are half of all
+        values.
+        """
+        found = set(self.outputs)
+        for step in self.steps:
+            if step.bodies:
+                found.update(step.outs)
+            for value in step.ins:
+                if value in self.makers:
+                    maker = self.steps[self.makers[value][0]]
+                    if maker.source != step.source:
+                        found.add(value)
+        return frozenset(found)
+
+    @cached_property
+    def dependent(self) -> frozenset[Number]:
+        """The values that depend on an input, or are random.
+
+        Of the others, those in a shard_map are made of the index of the device.
+        """
+        found = set(self.inputs)
+        for step in self.steps:
+            if step.name in RANDOM or not found.isdisjoint(step.ins):
+                found.update(step.outs)
+        return frozenset(found)
+
+    def all_steps(self) -> Iterator[Step]:
+        """All steps, those of inner bodies too."""
+        for step in self.steps:
+            yield step
+            for body in step.bodies:
+                yield from body.all_steps()
+
+
+def body_of(program: ClosedJaxpr | Jaxpr, source: Source | None = None) -> Body:
+    """The body of a traced program.
+
+    Args:
+        program: the program.
+        source: the line for operations that no line of the user's model is around, as in the body
+            of a loop that a library has made.
+    """
+    flat = _Flat()
+    inputs = [flat.new() for _ in _open(program).invars]
+    outputs = flat.inline(program, inputs, source)
+    return Body(tuple(inputs), flat.constants, tuple(_needed(flat.steps, outputs)), tuple(outputs))
+
+
+class MappedAt(NamedTuple):
+    """A shard_map of a traced program.
+
+    Attributes:
+        source: its line.
+        has_mesh: whether it has its mesh from the user's code, and not from the context. What
+            functree's own `shard_map` has is not known: that gives JAX a mesh in any case.
+    """
+
+    source: Source | None
+    has_mesh: bool
+
+
+def shard_maps(program: ClosedJaxpr | Jaxpr, around: Source | None = None) -> Iterator[MappedAt]:
+    """The shard_maps of a traced program; `around` is the line of the program itself."""
+    for eqn in _open(program).eqns:
+        source = _line(eqn) or around
+        if eqn.primitive.name == "shard_map":
+            has_mesh = isinstance(eqn.params["mesh"], Mesh) and not _is_by_functree(eqn)
+            yield MappedAt(source, has_mesh)
+        for inner in jaxprs_in_params(eqn.params):
+            yield from shard_maps(inner, source)
+
+
+def _is_by_functree(eqn: JaxprEqn) -> bool:
+    """Whether functree has called the function of JAX that makes an equation."""
+    traceback = eqn.source_info.traceback
+    files = [] if traceback is None else [frame.file_name for frame in traceback.frames]
+    callers = [file for file in files if is_own_file(file) or is_model_file(file)]
+    return bool(callers) and is_own_file(callers[0])
+
+
+def _open(program: ClosedJaxpr | Jaxpr) -> Jaxpr:
+    # In later versions of JAX the two are one class.
+    return program.jaxpr if isinstance(program, ClosedJaxpr) else program
+
+
+class _Flat:
+    """The steps of one body, as they are collected."""
+
+    def __init__(self) -> None:
+        self.steps: list[Step] = []
+        self.constants: dict[Number, Any] = {}
+        self._count = 0
+
+    def new(self) -> Number:
+        """A number for a value."""
+        self._count += 1
+        return self._count
+
+    def inline(
+        self, program: ClosedJaxpr | Jaxpr, inputs: Sequence[Number], source: Source | None
+    ) -> list[Number]:
+        """Add the steps of a program; returns the numbers of its outputs."""
+        jaxpr = _open(program)
+        numbers: dict[Var, Number] = dict(zip(jaxpr.invars, inputs, strict=True))
+        constants = program.consts if isinstance(program, ClosedJaxpr) else ()
+        for var, value in zip(jaxpr.constvars, constants, strict=True):
+            numbers[var] = self._constant(value)
+        for eqn in jaxpr.eqns:
+            ins = [self._number(atom, numbers) for atom in eqn.invars]
+            line = _line(eqn) or source
+            if eqn.primitive.name in _CALLS:
+                inner = eqn.params[_CALLS[eqn.primitive.name]]
+                outs = self.inline(inner, ins, line)
+            else:
+                outs = [self.new() for _ in eqn.outvars]
+                self.steps.append(_step(eqn, ins, outs, line, jaxpr))
+            numbers.update(zip(eqn.outvars, outs, strict=True))
+        return [self._number(atom, numbers) for atom in jaxpr.outvars]
+
+    def _constant(self, value: Any) -> Number:
+        number = self.new()
+        self.constants[number] = value
+        return number
+
+    def _number(self, atom: Any, numbers: Mapping[Var, Number]) -> Number:
+        if not isinstance(atom, Literal):
+            return numbers[atom]
+        # With its type: a Python number would take another one.
+        return self._constant(np.asarray(atom.val, getattr(atom.aval, "dtype", None)))
+
+
+def _step(
+    eqn: JaxprEqn,
+    ins: Sequence[Number],
+    outs: Sequence[Number],
+    source: Source | None,
+    jaxpr: Jaxpr,
+) -> Step:
+    name = eqn.primitive.name
+    bodies: tuple[Body, ...] = ()
+    if name in _BODIES:
+        inner = eqn.params[_BODIES[name]]
+        programs = inner if isinstance(inner, tuple) else (inner,)
+        bodies = tuple(body_of(one, source) for one in programs)
+    types = tuple(var.aval for var in eqn.outvars)
+    acts = bool(eqn.effects) and name not in _PRINTS
+    run = _runner(eqn, jaxpr)
+    return Step(name, eqn.params, tuple(ins), tuple(outs), types, source, bodies, acts, run)
+
+
+def _runner(eqn: JaxprEqn, around: Jaxpr) -> Callable[..., Sequence[Any]]:
+    """The function of a single equation, of arrays for all that it takes.
+
+    As a program of one equation JAX runs it in the context in which it was traced, such as the mesh
+    of its types.
+    """
+    variables: list[Var] = []
+    for atom in eqn.invars:
+        if not isinstance(atom, Literal) and atom not in variables:
+            variables.append(atom)
+    # In the place of each variable: where it is first.
+    first = [eqn.invars.index(var) for var in variables]
+    info = around.debug_info.with_unknown_names()
+    program = Jaxpr((), variables, eqn.outvars, [eqn], no_effects, info)
+    function = jaxpr_as_fun(ClosedJaxpr(program, ()))
+    return lambda *arrays: function(*[arrays[i] for i in first])
+
+
+def _needed(steps: Sequence[Step], outputs: Sequence[Number]) -> list[Step]:
+    """The steps that outputs need: a traced gradient has many others, which no program computes."""
+    needed, kept = set(outputs), list[Step]()
+    for step in reversed(steps):
+        if step.acts or not needed.isdisjoint(step.outs):
+            kept.append(step)
+            needed.update(step.ins)
+    return kept[::-1]
+
+
+def _line(eqn: JaxprEqn) -> Source | None:
+    """The innermost line of the user's model around an equation."""
+    traceback = eqn.source_info.traceback
+    if traceback is None:
+        return None
+    for frame in traceback.frames:
+        if is_model_file(frame.file_name):
+            return Source(frame.file_name, frame.line_num)
+    return None
