@@ -18,6 +18,10 @@ from functree.errors import (
     ShardingError,
     StateError,
 )
+from functree.explorer.candidate import Candidate
+from functree.explorer.explore import explore
+from functree.explorer.hardware import Hardware
+from functree.explorer.ranking import Ranking
 from functree.io.checkpoints.checkpoints import Checkpoints
 from functree.io.checkpoints.inspect import Checkpoint, inspect
 from functree.io.checkpoints.manifest import SavedArray
@@ -50,7 +54,10 @@ from functree.layout.plan.row import Row
 from functree.layout.plan_optimizer import plan_optimizer
 from functree.layout.rules import AxisRules
 from functree.layout.state_sharding import StateSharding
+from functree.optimizers.layerwise import layerwise
+from functree.optimizers.whole_matrices import whole_matrices
 from functree.placing.ambient import axis_rules, spec
+from functree.placing.axis_shards import AxisShards, axis_shards
 from functree.placing.constrain import constrain
 from functree.placing.copy import copy
 from functree.placing.shard import shard
@@ -61,7 +68,7 @@ from functree.state.ema import averaged, with_ema
 from functree.state.refs import StateRef
 from functree.state.state import State, make_state
 from functree.state.train import TrainState, apply_gradients
-from functree.transforms.accumulate import accumulate
+from functree.transforms.accumulate.accumulate import accumulate
 from functree.transforms.grad.grad import grad, value_and_grad
 from functree.transforms.init import abstract, init, init_optimizer
 from functree.transforms.jit.jit import jit
@@ -105,6 +112,9 @@ __all__ = [
     "Plan",
     "Row",
     "plan_optimizer",
+    # Optimizers
+    "layerwise",
+    "whole_matrices",
     # Meshes and placing
     "make_mesh",
     "shard",
@@ -112,6 +122,8 @@ __all__ = [
     "constrain",
     "axis_rules",
     "spec",
+    "axis_shards",
+    "AxisShards",
     "init",
     "abstract",
     "init_optimizer",
@@ -138,6 +150,10 @@ __all__ = [
     "Memory",
     "Diff",
     "Change",
+    "explore",
+    "Ranking",
+    "Candidate",
+    "Hardware",
     # State and training
     "StateRef",
     "make_state",

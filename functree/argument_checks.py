@@ -4,6 +4,7 @@ its place."""
 import inspect
 import math
 import os
+import re
 import reprlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from numbers import Real
@@ -141,6 +142,19 @@ def _is_possible_path(value: Any) -> bool:
 
 FILE = Takes("the path of a file", _is_path, _is_possible_path)
 FOLDER = FILE._replace(text="the path of a folder")
+
+# Also what `Path` has made of an address.
+_ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://|(gs|gcs|s3|s3a|az|abfss?|hdfs|https?|file):/")
+
+
+def _is_local(value: Any) -> bool:
+    """Whether a path is no address: by such a name a folder would be made here."""
+    return _is_possible_path(value) and _ADDRESS.match(os.fspath(value)) is None
+
+
+_NO_ADDRESS = "of a file system: copy to or from a bucket by its own tools"
+LOCAL_FILE = FILE._replace(text=f"{FILE.text} {_NO_ADDRESS}", is_value=_is_local)
+LOCAL_FOLDER = FOLDER._replace(text=f"{FOLDER.text} {_NO_ADDRESS}", is_value=_is_local)
 POSITION = Takes("an integer", _is_integer)
 POSITIONS = Takes(
     "a position, or several in a tuple",
@@ -183,7 +197,10 @@ def problems(**given: tuple[object, Takes]) -> Iterator[Problem]:
 
     Examples:
         >>> from functree.argument_checks import SIZE, problems
-        >>> [(problem.what, problem.why) for problem in problems(embed=(8, SIZE), heads=(0, SIZE))]
+        >>> [
+        ...     (problem.what, problem.why)
+        ...     for problem in problems(embed=(8, SIZE), heads=(0, SIZE))
+        ... ]
         [('heads=0', 'it must be a positive integer')]
     """
     for name, (value, takes) in given.items():

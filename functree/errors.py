@@ -20,7 +20,9 @@ class Problem(NamedTuple):
         remedy: what to change; may be empty.
 
     Examples:
-        >>> Problem(None, None, "rule hiden→model", "no leaf has this axis", "").why
+        >>> Problem(
+        ...     None, None, "rule hiden→model", "no leaf has this axis", ""
+        ... ).why
         'no leaf has this axis'
     """
 
@@ -33,7 +35,7 @@ class Problem(NamedTuple):
 
 USERS_ERRORS = (
     *(ArithmeticError, AssertionError, AttributeError, BufferError, LookupError),
-    *(NameError, RuntimeError, TypeError, ValueError),
+    *(NameError, RuntimeError, StopIteration, TypeError, ValueError),
 )
 """What a user's function, or a method of a user's class such as `__eq__`, raises when it cannot do
 what is asked of it. Not all that Python has: an interrupt, or a full memory, is not theirs, and an
@@ -56,7 +58,9 @@ class FunctreeError(Exception):
             record, made from the headline.
 
     Examples:
-        >>> ft.plan({"w": jnp.ones((3, 4))}, ft.P("data"), {"data": 2}, check=False).problems[0].why
+        >>> ft.plan(
+        ...     {"w": jnp.ones((3, 4))}, ft.P("data"), {"data": 2}, check=False
+        ... ).problems[0].why
         'dimension 0 has size 3; data=2 needs a multiple of 2'
     """
 
@@ -128,7 +132,8 @@ class RuleError(FunctreeError, ValueError):
         >>> ft.AxisRules({"hidden": ("model", "model")})
         Traceback (most recent call last):
             ...
-        functree.errors.RuleError: rule hidden→(model, model): mesh axis `model` is named twice...
+        functree.errors.RuleError: rule hidden→(model, model): mesh axis `model`
+        is named twice...
     """
 
 
@@ -139,7 +144,8 @@ class ShardingError(FunctreeError, ValueError):
         >>> ft.plan(jnp.ones((3, 4)), ft.P("data"), {"data": 2})
         Traceback (most recent call last):
             ...
-        functree.errors.ShardingError: 1 leaf cannot be laid out on mesh (data=2)...
+        functree.errors.ShardingError: 1 leaf cannot be laid out on mesh
+        (data=2)...
     """
 
 
@@ -162,7 +168,8 @@ class CheckpointError(FunctreeError):
         >>> ft.restore(folder, {})
         Traceback (most recent call last):
             ...
-        functree.errors.CheckpointFileError: ... is not a checkpoint: it has no functree.json
+        functree.errors.CheckpointFileError: ... is not a checkpoint: it has no
+        functree.json
         >>> ft.save(folder / "w", {"w": jnp.ones(3)})
         >>> ft.restore(folder / "w", {"v": jnp.ones(3)})
         Traceback (most recent call last):
@@ -247,7 +254,10 @@ def longer_form(name: str, known: Iterable[str]) -> str | None:
     """The known name of which a name is a longer form, or which is one of it: one of the two begins
     with the other or is its plural, and both have four letters or more.
 
-    >>> longer_form("head", ["embed", "heads"]), longer_form("hidden_dim", ["hidden"])
+    >>> (
+    ...     longer_form("head", ["embed", "heads"]),
+    ...     longer_form("hidden_dim", ["hidden"]),
+    ... )
     ('heads', 'hidden')
     """
     for other in known:

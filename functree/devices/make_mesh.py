@@ -8,6 +8,7 @@ import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh
 
+from functree.argument_checks import shown
 from functree.devices.backend import Device
 from functree.devices.targets import EXAMPLES, Target, target_devices
 from functree.errors import ShardingError, did_you_mean
@@ -80,7 +81,7 @@ def _first_devices(
         # The compiler is asked only then: for a number that was meant otherwise, it may not answer.
         if needed != named.size:
             raise ShardingError(
-                f"{requested} is {needed} devices, but target={target!r} has {named.size}"
+                f"{requested} is {needed} devices, but target={shown(target)} has {named.size}"
             )
         return list(target_devices(named))
     if devices is None:

@@ -98,6 +98,33 @@ def agreed_mesh(mesh: MeshLike, own: Iterable[Mesh | AbstractMesh | None]) -> Me
     return view
 
 
+def devices_along(axes: Iterable[str]) -> int:
+    """The number of devices along some axes of the current mesh, for what is traced under one.
+
+    Examples:
+        >>> from functree.devices.meshes import devices_along
+        >>> with jax.set_mesh(ft.make_mesh(data=2, model=4)):
+        ...     devices_along(["data", "model"])
+        8
+    """
+    shape = jax.sharding.get_abstract_mesh().shape
+    return math.prod(shape[axis] for axis in axes)
+
+
+def platform() -> str:
+    """The platform of the current mesh, or else the default one.
+
+    Examples:
+        >>> from functree.devices.meshes import platform
+        >>> platform()
+        'cpu'
+    """
+    # Of the mesh first: the program may be compiled for devices that are not there. Its abstract
+    # device is a part of the key of every trace, so a trace is not taken for another platform.
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    return jax.default_backend() if device is None else device.platform
+
+
 def agrees(view: MeshView, other: Mesh | AbstractMesh) -> bool:
     """Whether a mesh may be the one of the view."""
     if dict(other.shape) != dict(view.sizes):

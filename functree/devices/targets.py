@@ -9,7 +9,7 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple, Self
@@ -17,6 +17,7 @@ from typing import NamedTuple, Self
 import jax
 from jax.experimental import topologies
 
+from functree.argument_checks import shown
 from functree.devices.backend import Device
 from functree.devices.gpus import GPUS, target_config
 from functree.devices.logs import log_folders
@@ -72,15 +73,21 @@ class Target(NamedTuple):
         """
         parts = text.split(":")
         if len(parts) != 3 or parts[0] not in _KINDS:
-            raise ShardingError(f"target={text!r} is not a target: write {EXAMPLES}{_meant(text)}")
+            raise ShardingError(
+                f"target={shown(text)} is not a target: write {EXAMPLES}{_meant(text)}"
+            )
         platform, kind, shape = parts
         kinds = _KINDS[platform]
         if kind not in kinds:
             near = _nearest(kind, kinds)
             meant = f"; did you mean `{near}`?" if near else ""
-            raise ShardingError(f"target={text!r}: `{kind}` is none of {', '.join(kinds)}{meant}")
+            raise ShardingError(
+                f"target={shown(text)}: `{kind[:40]}` is none of {', '.join(kinds)}{meant}"
+            )
         if _SHAPES[platform].fullmatch(shape) is None:
-            raise ShardingError(f"target={text!r}: {_how_to_write(platform, kind)}{_meant(text)}")
+            raise ShardingError(
+                f"target={shown(text)}: {_how_to_write(platform, kind)}{_meant(text)}"
+            )
         return cls(text, platform, kind, _sizes(text, shape))
 
     @property
@@ -108,11 +115,11 @@ def _sizes(text: str, shape: str) -> tuple[int, ...]:
     # By their digits first: Python does not read a number of thousands of digits.
     too_long = max(map(len, numbers)) > len(str(MOST_CHIPS))
     if too_long or math.prod(map(int, numbers)) > MOST_CHIPS:
-        raise ShardingError(f"target={text!r}: a target has at most {MOST_CHIPS:,} chips")
+        raise ShardingError(f"target={shown(text)}: a target has at most {MOST_CHIPS:,} chips")
     sizes = tuple(map(int, numbers))
     if len(sizes) == 1 and sizes[0] > GPUS_OF_A_HOST and sizes[0] % GPUS_OF_A_HOST:
         raise ShardingError(
-            f"target={text!r}: more than {GPUS_OF_A_HOST} GPUs are hosts of {GPUS_OF_A_HOST}"
+            f"target={shown(text)}: more than {GPUS_OF_A_HOST} GPUs are hosts of {GPUS_OF_A_HOST}"
         )
     return sizes
 
@@ -120,14 +127,56 @@ def _sizes(text: str, shape: str) -> tuple[int, ...]:
 def _meant(text: str) -> str:
     """The text `; did you mean ...?` with the target that has the words of a text, in whatever
     order, letters and digits they are written."""
-    words = re.split(r"[\W_]+", _plain(text))
+    # The first of them: a target has few.
+    words = re.split(r"[\W_]+", _plain(text[:100]).replace("×", "x"))
     for platform, kinds in _KINDS.items():
         shapes = list(filter(_SHAPES[platform].fullmatch, words))
         for word in words:
             near = _nearest(word, kinds)
             if near and shapes and word not in shapes:
                 return f"; did you mean `{platform}:{near}:{shapes[-1]}`?"
+    return _meant_by_kind(words)
+
+
+# What Google and clouds call the kinds.
+_CALLED = {"v5litepod": "v5e", "trillium": "v6e", "ironwood": "tpu7x"}
+
+
+def _meant_by_kind(words: Sequence[str]) -> str:
+    """The same where there is a kind, and no shape: the slice of as many chips as a number says,
+    such as the `8` of `v5e-8`, or else one of a host."""
+    numbers = [int(word) for word in words if re.fullmatch("[1-9][0-9]{0,4}", word)]
+    for platform, kinds in _KINDS.items():
+        for word in words:
+            near = _CALLED.get(word)
+            # A single letter or number is near to some kind, and means none.
+            if near is None and len(word) > 1 and not word.isdecimal():
+                near = _nearest(word, kinds)
+            if near is not None and near in kinds:
+                shape = _slice(near, numbers[-1] if numbers else 8)
+                return f"; did you mean `{platform}:{near}:{shape}`?"
     return ""
+
+
+def _slice(kind: str, number: int) -> str:
+    """The shape of a slice by the number in its name; one of eight devices if there is none."""
+    if kind in GPUS:
+        return "8"
+    doublings = number.bit_length() - 1
+    if number != 1 << doublings:
+        doublings = 3
+    if kind in _IN_TWO_DIMENSIONS:
+        doublings = min(doublings, 8)  # of which the largest slice is
+        return f"{1 << doublings // 2}x{1 << (doublings + 1) // 2}"
+    # Of these the name has the number of cores, two of each chip.
+    doublings = max(0, doublings - 1)
+    sizes = [1 << (doublings + i) // 3 for i in range(3)]
+    if doublings < 3:
+        sizes.reverse()
+    return "x".join(map(str, sizes))
+
+
+_IN_TWO_DIMENSIONS = ("v5e", "v6e")
 
 
 def _nearest(kind: str, kinds: Iterable[str]) -> str | None:

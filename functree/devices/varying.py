@@ -29,6 +29,25 @@ def varying_axes(x: _Array) -> frozenset[str]:
     return frozenset() if manual is None else frozenset(manual.varying)
 
 
+def equally_varying(*arrays: _Array) -> tuple[_Array, ...]:
+    """Arrays whose types vary along the same mesh axes: those along which any of them does.
+
+    JAX casts operands of its own operations so; some of them, and derivatives of one's own, ask for
+    it.
+
+    Examples:
+        >>> from functree.devices.varying import equally_varying
+        >>> [x.shape for x in equally_varying(jnp.ones(3), jnp.ones(2))]
+        [(3,), (2,)]
+    """
+    axes = frozenset[str]().union(*map(varying_axes, arrays))
+    found: list[_Array] = []
+    for x in arrays:
+        more = tuple(sorted(axes - varying_axes(x)))
+        found.append(jax.lax.pcast(x, more, to="varying") if more else x)
+    return tuple(found)
+
+
 def without_varying(fun: Callable[..., _T]) -> Callable[..., _T]:
     """`fun`, which gets arrays whose types vary along no mesh axis of the shard_map around it.
 

@@ -23,7 +23,9 @@ def check_processes(**values: object) -> None:
             numbers of devices, or one has ended.
 
     Examples:
-        >>> ft.check_processes(step=3, stop=False, layout=ft.AxisRules({"embed": "model"}))
+        >>> ft.check_processes(
+        ...     step=3, stop=False, layout=ft.AxisRules({"embed": "model"})
+        ... )
     """
     with Agreement("check_processes") as agreement:
         agreement.compare(lambda: {name: facts_of(value) for name, value in values.items()})

@@ -46,7 +46,9 @@ def with_ema(
 
     Examples:
         >>> import optax
-        >>> ts = ft.TrainState.create({"w": jnp.zeros(2)}, ft.with_ema(optax.sgd(1.0), decay=0.5))
+        >>> ts = ft.TrainState.create(
+        ...     {"w": jnp.zeros(2)}, ft.with_ema(optax.sgd(1.0), decay=0.5)
+        ... )
         >>> ts = ft.apply_gradients(ts, {"w": -jnp.ones(2)})
         >>> ts.model["w"].tolist(), ft.averaged(ts)["w"].tolist()
         ([1.0, 1.0], [0.5, 0.5])
@@ -92,7 +94,7 @@ def averaged(ts: TrainState[M]) -> M:
         ts: a training state whose optimizer was made by `ft.with_ema`.
 
     Raises:
-        FunctreeError: the optimizer keeps no average, or several.
+        FunctreeError: the optimizer keeps no average, or several; an average is deleted.
     """
     check("averaged has no average", ts=(ts, TRAIN_STATE))
     # `ft.with_ema` may be inside of another transformation.
@@ -111,6 +113,8 @@ def averaged(ts: TrainState[M]) -> M:
             return own
         return average.astype(own.dtype)
 
+    # What has its own dtype is returned as it is, also if nothing is left of it.
+    check_deleted("averaged", found[0])
     return jax.tree.map(parameter, found[0], ts.model, is_leaf=_is_empty)
 
 

@@ -37,7 +37,9 @@ class StateRef(eqx.Module, HoldsState):
 
     Examples:
         >>> class Counter(eqx.Module):
-        ...     calls: ft.StateRef = eqx.field(default_factory=lambda: ft.StateRef(jnp.array(0)))
+        ...     calls: ft.StateRef = eqx.field(
+        ...         default_factory=lambda: ft.StateRef(jnp.array(0))
+        ...     )
         ...
         ...     def __call__(self, x, state):
         ...         return x, state.set(self.calls, state[self.calls] + 1)

@@ -12,7 +12,7 @@ from jax.typing import DTypeLike
 
 from functree.argument_checks import check_tree
 from functree.errors import StateError, did_you_mean
-from functree.labels.leaf import Leaf
+from functree.labels.leaf import Leaf, meeting
 from functree.labels.leaves import read
 from functree.state.refs import StateRef, strong
 from functree.tree.arrays import AnyArray, Tree, array_text, is_array
@@ -251,6 +251,7 @@ def place_state(model: T, leaves: Sequence[Leaf]) -> tuple[T, State]:
 def _declared(model: Tree, leaves: Sequence[Leaf]) -> dict[object, Leaf]:
     """The initial value of each piece of state that a model declares, by the token of its refs."""
     by_path = {leaf.path: leaf for leaf in leaves}
+    twice = {problem.path: problem for problem in meeting(leaves)}
     found: dict[object, Leaf] = {}
     declarations = (StateRef, eqx.nn.StateIndex, PackedTree)
     for path, node in outermost(model, lambda _, node: isinstance(node, declarations)):
@@ -263,6 +264,8 @@ def _declared(model: Tree, leaves: Sequence[Leaf]) -> dict[object, Leaf]:
                 "and pass it (`TrainState.create(model, tx, state=state)`)"
             )
         leaf = by_path[path / "init"]
+        if leaf.path in twice:
+            raise StateError("a piece of state is known by its path", [twice[leaf.path]])
         first = found.setdefault(node.token, leaf)
         # A ref inside of a stack that is also outside of it means one piece for all layers, at the
         # outer path.

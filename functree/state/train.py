@@ -19,7 +19,9 @@ from functree.labels.filters.predicates import is_trainable
 from functree.labels.leaf import Leaf
 from functree.labels.leaves import Leaves, arrays_by_path, read
 from functree.labels.optimizer.followed_parameters import check_optimizer, naming_refusals
+from functree.labels.optimizer.stack_treatment import warn_of_stacks
 from functree.layout.layout import LayoutTree
+from functree.layout.plan.notebook import ShownByPlan, short_text, table_text
 from functree.layout.plan_optimizer import nothing_to_train, select_trained
 from functree.placing.shard import shard
 from functree.state.refs import StateRef, strong
@@ -34,7 +36,7 @@ M = TypeVar("M")
 N = TypeVar("N")
 
 
-class TrainState(eqx.Module, TrainingState, Generic[M]):
+class TrainState(eqx.Module, TrainingState, ShownByPlan, Generic[M]):
     """Everything that one training step passes to the next; made by `TrainState.create`.
 
     The layout of the model lays out the whole training state: the optimizer's state as in
@@ -57,7 +59,9 @@ class TrainState(eqx.Module, TrainingState, Generic[M]):
         >>> mesh = ft.make_mesh(data=2, model=4)
         >>> rules = ft.AxisRules({"embed": None, "hidden": "model"})
         >>> model = ft.nn.Linear(8, 16, key=jax.random.key(0))
-        >>> ts = ft.TrainState.create(model, optax.adam(1e-3), layout=rules, mesh=mesh)
+        >>> ts = ft.TrainState.create(
+        ...     model, optax.adam(1e-3), layout=rules, mesh=mesh
+        ... )
         >>> ts.opt_state[0].mu.weight.sharding.spec, int(ts.step)
         (P(None, 'model'), 0)
     """
@@ -69,6 +73,14 @@ class TrainState(eqx.Module, TrainingState, Generic[M]):
     key: PRNGKeyArray | None
     tx: Any = eqx.field(static=True)
     wrt: Filter = eqx.field(static=True)
+
+    def __repr__(self) -> str:
+        # A state of specs, as a plan has it, is shown in full.
+        return short_text(self) or super().__repr__()
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        """What IPython prints: how the arrays are sharded now."""
+        printer.text(table_text(self) or repr(self))
 
     # `TrainState.create` names no M: so a type checker has to find the type in the argument.
     @classmethod
@@ -110,7 +122,9 @@ class TrainState(eqx.Module, TrainingState, Generic[M]):
         Examples:
             >>> import optax
             >>> def make(key):
-            ...     return ft.TrainState.create(ft.nn.Linear(8, 16, key=key), optax.sgd(0.1))
+            ...     return ft.TrainState.create(
+            ...         ft.nn.Linear(8, 16, key=key), optax.sgd(0.1)
+            ...     )
             >>> mesh = ft.make_mesh(data=2, model=4)
             >>> rules = ft.AxisRules({"embed": None, "hidden": "model"})
             >>> ft.init(make, rules, mesh)(jax.random.key(0)).model.bias.sharding.spec
@@ -139,6 +153,7 @@ class TrainState(eqx.Module, TrainingState, Generic[M]):
             start = partial(abstract_result, start)
         with naming_refusals(trained):
             step, opt_state = start(params)
+        warn_of_stacks(tx, trained)
         ts = cls(step, model, apart(opt_state, model), _strong(state), key, tx, chosen)
         if layout is None:
             return ts
