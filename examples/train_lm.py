@@ -5,6 +5,7 @@ are.
     python examples/train_lm.py --rules fsdp --mesh data=8
     python examples/train_lm.py --layers 8 --embed 512 --steps 5000    # on larger devices
     python examples/train_lm.py --batch 64 --accumulate 4              # of a large batch, a quarter at a time
+    python examples/train_lm.py --rules fsdp+ep --experts 8            # a mixture of experts, over the mesh axis `model`
     python examples/train_lm.py --generate "class Stack:" --sample 500
     python examples/train_lm.py --checkpoint run                       # stop it, and it goes on where it was
     python examples/train_lm.py --checkpoint run --processes 2         # also in two processes, or on another mesh
@@ -63,18 +64,25 @@ RULES: dict[str, ft.Layout] = {
     "tp": ft.AxisRules({"batch": "data", **TENSOR, ...: None}),
     "fsdp+tp": ft.AxisRules({"batch": "data", **TENSOR, ...: None}) | FSDP,
     # And between the products, where tensor parallelism leaves the sequence whole, its parts.
+    # Whole experts on each device of `model`, which has its own part of the batch too.
+    "fsdp+ep": ft.AxisRules({"batch": ("data", "model"), "experts": "model", ...: None}) | FSDP,
     "fsdp+tp+sp": ft.AxisRules({"batch": "data", **TENSOR, "seq": "model", ...: None}) | FSDP,
 }
 
 
-def default_mesh(rules: str) -> dict[str, int]:
+# A pipeline: each device along `pipe` has the layers of one stage.
+STAGES = ft.AxisRules({"layers": "pipe"})
+
+
+def default_mesh(rules: str, pipe: int) -> dict[str, int]:
     """A mesh of all devices: `data` only for FSDP alone, else also `model`, with four devices if
-    this divides."""
-    devices = jax.device_count()
+    this divides; and `pipe`, with one for each stage."""
+    stages = {"pipe": pipe} if pipe > 1 else {}
+    devices = jax.device_count() // pipe
     if rules == "fsdp":
-        return {"data": devices}
+        return {**stages, "data": devices}
     model = gcd(4, devices)
-    return {"data": devices // model, "model": model}
+    return {**stages, "data": devices // model, "model": model}
 
 
 # --- The text: a token is a byte
@@ -129,6 +137,13 @@ def bits_per_byte(model: ft.nn.Transformer, tokens: Int[Array, "batch seq+1"]) -
     return ft.nn.cross_entropy(model, tokens[:, :-1], tokens[:, 1:]) / log(2)
 
 
+def trained_loss(model: ft.nn.Transformer, tokens: Int[Array, "batch seq+1"]) -> Float[Array, ""]:
+    """Bits per byte; and with experts what keeps them evenly used."""
+    balance = 0.0 if model.config.experts is None else 0.01
+    loss = ft.nn.cross_entropy(model, tokens[:, :-1], tokens[:, 1:], balance=balance)
+    return loss / log(2)
+
+
 def make_optimizer(lr: float, steps: int) -> optax.GradientTransformation:
     """AdamW. The learning rate rises over the first tenth of the steps, and then falls along a
     cosine."""
@@ -139,7 +154,7 @@ def make_optimizer(lr: float, steps: int) -> optax.GradientTransformation:
 def make_train_step(tx: optax.GradientTransformation, accumulate: int) -> Callable[..., Any]:
     """The training step. Model and state are donated and keep their shardings, so it is compiled
     only once."""
-    gradient = ft.accumulate(ft.value_and_grad(bits_per_byte), accumulate)
+    gradient = ft.accumulate(ft.value_and_grad(trained_loss), accumulate)
 
     @ft.jit(donate=("model", "state"))
     def train_step(model, state, tokens):
@@ -155,9 +170,7 @@ def write(
 ) -> str:
     """Continue a prompt byte by byte, up to the end of a file: one program, with a cache of keys
     and values."""
-    rows = jax.sharding.get_abstract_mesh().shape[
-        "data"
-    ]  # the rules shard the batch, so each shard writes one
+    rows = ft.axis_shards("batch").parts  # the rules shard the batch, so each shard writes one
     prompts = np.frombuffer(prompt, np.uint8)[None].repeat(rows, axis=0)
     key, end = jax.random.key(seed), END_OF_FILE[0]
     tokens = ft.nn.generate(
@@ -217,7 +230,7 @@ def train(
     print(
         f"The optimizer\n\n{state_plan}\n"
         if options.verbose
-        else f"The optimizer: {last_line(state_plan)}"
+        else f"The optimizer: {first_line(state_plan)}"
     )
     print(
         f"The text: {len(text) / 1e6:.1f} MB to train on, {len(held_out) / 1e6:.1f} MB of other files held out\n"
@@ -287,7 +300,13 @@ def train(
         f"The speed: {speed.text(float(np.median(curve.seconds)))}, on {jax.device_count()} × {speed.kind}."
     )
     if options.sample:
-        sample = write(model, options.generate, options.sample, options.temperature, options.seed)
+        # Without stages: in each step of generation all layers read their caches.
+        whole = RULES[options.rules]
+        if options.pipe > 1:
+            model = ft.shard(model, whole)
+        given = options.generate, options.sample, options.temperature, options.seed
+        with ft.axis_rules(whole):
+            sample = write(model, *given)
         print(f"\nA sample:\n\n{sample}\n")
 
 
@@ -298,6 +317,9 @@ SAME = (
     "hidden",
     "heads",
     "kv_heads",
+    "experts",
+    "top_k",
+    "capacity",
     "steps",
     "batch",
     "accumulate",
@@ -340,6 +362,10 @@ def model_config(options: argparse.Namespace) -> ft.nn.TransformerConfig:
         # training.
         max_seq=max(options.seq, len(options.generate) + options.sample),
         window=options.seq,
+        experts=options.experts,
+        top_k=options.top_k if options.experts else None,
+        capacity=options.capacity if options.experts else None,
+        microbatches=options.microbatches if options.pipe > 1 else None,
         compute_dtype=compute_dtype(options.dtype),
     )
 
@@ -381,6 +407,10 @@ class Speed(NamedTuple):
         """That of a model, whose matrices are used twice as often backward. A token sees half of
         its sequence."""
         weights = sum(leaf.size for leaf in jax.tree.leaves(model)) - model.embed.weight.size
+        if model.config.experts is not None:  # of which a token is computed by a few
+            mlp = model.blocks.layer.mlp
+            idle = 1 - model.config.top_k / model.config.experts
+            weights -= idle * (mlp.gate.size + mlp.up.size + mlp.down.size)
         config, kind, tokens = (
             model.config,
             jax.devices()[0].device_kind,
@@ -401,8 +431,8 @@ class Speed(NamedTuple):
         return f"{self.tokens / seconds:,.0f} tokens/s{share}"
 
 
-def last_line(plan: ft.Plan) -> str:
-    return str(plan).splitlines()[-1]
+def first_line(plan: ft.Plan) -> str:
+    return plan.summary().splitlines()[0]
 
 
 def progress(
@@ -591,6 +621,12 @@ def command_line() -> Parser:
     parser.add_argument(
         "--rules", choices=list(RULES), default="fsdp+tp", help="the layout of model and batches"
     )
+    parser.add_argument(
+        "--pipe", type=positive, default=1, metavar="N", help="stages of a pipeline; 1: none"
+    )
+    parser.add_argument(
+        "--microbatches", type=positive, default=4, metavar="N", help="pieces of a batch in it"
+    )
     sizes = parser.add_argument_group("sizes")
     sizes.add_argument("--layers", type=positive, default=2, metavar="N", help="blocks")
     sizes.add_argument(
@@ -602,6 +638,15 @@ def command_line() -> Parser:
     sizes.add_argument("--heads", type=positive, default=8, metavar="N", help="attention heads")
     sizes.add_argument(
         "--kv-heads", type=positive, metavar="N", help="key and value heads; None: as many as heads"
+    )
+    sizes.add_argument(
+        "--experts", type=positive, metavar="N", help="experts in each block; None: there are none"
+    )
+    sizes.add_argument(
+        "--top-k", type=positive, default=2, metavar="N", help="experts that compute a byte"
+    )
+    sizes.add_argument(
+        "--capacity", type=amount, metavar="X", help="of an expert; None: nothing is dropped"
     )
     training = parser.add_argument_group("training")
     training.add_argument("--steps", type=positive, default=300, metavar="N", help="steps")
@@ -685,8 +730,10 @@ def main(arguments: list[str] | None = None) -> int:
         )
     curve, status = Curve(), 0
     try:
-        sizes: dict[str, Any] = options.mesh or default_mesh(options.rules)
+        sizes: dict[str, Any] = options.mesh or default_mesh(options.rules, options.pipe)
         rules = RULES[options.rules]
+        if options.pipe > 1:
+            rules = STAGES | rules
         with jax.set_mesh(ft.make_mesh(**sizes)), ft.axis_rules(rules):
             train(options, rules, text, held_out, curve)
     except ft.FunctreeError as error:

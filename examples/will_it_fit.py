@@ -1,8 +1,11 @@
-"""Will it fit? Training steps of Llama 3, compiled for TPUs and GPUs that are not there.
+"""Will it fit? Training steps of Llama 3, Mixtral and Qwen 3, compiled for TPUs and GPUs that are
+not there.
 
     python examples/will_it_fit.py                                    # eleven cases, three minutes
     python examples/will_it_fit.py --model 8b --target tpu:v5e:4x4 cuda:h100:8
+    python examples/will_it_fit.py --model 8x7b 30b-a3b               # experts, over the mesh axis `model`
     python examples/will_it_fit.py --model 70b --target tpu:v5p:4x4x8 --mesh data=8,model=16 --batch 2 --seq 4096
+    python examples/will_it_fit.py --model 8b --target tpu:v5p:4x4x8 --mesh data=4,model=1,context=32 --seq 1048576
 
 No accelerator is needed, but the compilers are: `pip install "functree[tpu]"`, or
 `"functree[cuda]"`. They say how much memory each device needs, and the ledger says what is moved
@@ -41,12 +44,39 @@ MODELS: dict[str, dict[str, Any]] = {
     "8b": {"embed": 4096, "layers": 32, "heads": 32, "hidden": 14336},
     "70b": {"embed": 8192, "layers": 80, "heads": 64, "hidden": 28672},
     "405b": {"embed": 16384, "layers": 126, "heads": 128, "hidden": 53248},
+    # Mixtral 8x7B and Qwen3-30B-A3B.
+    "8x7b": {
+        "embed": 4096,
+        "layers": 32,
+        "heads": 32,
+        "hidden": 14336,
+        "vocab_size": 32000,
+        "experts": 8,
+        "top_k": 2,
+    },
+    "30b-a3b": {
+        "embed": 2048,
+        "layers": 48,
+        "heads": 32,
+        "hidden": 6144,
+        "kv_heads": 4,
+        "vocab_size": 151936,
+        "qk_norm": True,
+        "experts": 128,
+        "top_k": 8,
+        "expert_hidden": 768,
+    },
 }
-VOCAB, KV_HEADS, HEAD_DIM = 128256, 8, 128
+DENSE = ["8b", "70b", "405b"]
+# What the others do not say.
+COMMON = {"vocab_size": 128256, "kv_heads": 8, "head_dim": 128}
+CAPACITY = 1.25
 
 TARGETS = {
     "8b": ["tpu:v5e:2x4", "tpu:v5e:16x16", "cuda:h100:8", "cuda:h100:64"],
     "70b": ["tpu:v5e:16x16", "tpu:v5p:4x4x8", "cuda:h100:64"],
+    "8x7b": ["tpu:v5e:8x8", "tpu:v5e:16x16"],
+    "30b-a3b": ["tpu:v5e:8x8", "tpu:v5e:16x16"],
     "405b": ["tpu:v5e:16x16", "tpu:v5p:8x8x16", "cuda:h100:64", "cuda:b200:64"],
 }
 
@@ -60,27 +90,37 @@ MEMORY |= {"a100": 79.3, "h100": 79.1, "h200": 139.8, "b200": 178.4}
 
 
 def loss_of(model: ft.nn.Transformer, tokens: Int[Array, "batch seq+1"]) -> Float[Array, ""]:
-    return ft.nn.cross_entropy(model, tokens[:, :-1], tokens[:, 1:])
+    balance = 0.0 if model.config.experts is None else 0.01
+    return ft.nn.cross_entropy(model, tokens[:, :-1], tokens[:, 1:], balance=balance)
 
 
 def lower(model: str, mesh: Mesh, batch: int, seq: int, sequence_parallel: bool) -> Any:
     """The training step, ready to be compiled for a mesh; no array is created."""
+    sizes = COMMON | MODELS[model]
+    has_experts = "experts" in sizes
     config = ft.nn.TransformerConfig(
-        VOCAB,
-        **MODELS[model],
-        kv_heads=KV_HEADS,
-        head_dim=HEAD_DIM,
+        **sizes,
+        capacity=CAPACITY if has_experts else None,
         max_seq=seq,
         rope_theta=500_000,
         remat="full",
         compute_dtype=jnp.bfloat16,
     )
     tensor = {"vocab": "model", "heads": "model", "hidden": "model"}
-    if KV_HEADS % mesh.shape["model"] == 0:
+    if has_experts:
+        # Whole experts on each device of `model`, and for each of them a part of the tokens: the
+        # sequence between the products is sharded by it, too.
+        del tensor["hidden"]
+        tensor |= {"experts": "model", "seq": "model"}
+    if config.kv_heads % mesh.shape["model"] == 0:
         tensor["kv_heads"] = "model"  # else each device has all of them, which are few
+    shards = ("data",)
+    if "context" in mesh.shape:
+        tensor["seq"] = "context"  # in attention too, which shards no heads by it
+        shards = ("data", "context")
     if sequence_parallel:
         tensor["seq"] = "model"  # where no other axis is sharded by it
-    rules = ft.AxisRules({"batch": "data", **tensor, ...: None}) | ft.FSDP("data")
+    rules = ft.AxisRules({"batch": "data", **tensor, ...: None}) | ft.FSDP(shards)
 
     @ft.abstract
     def make_state(key):
@@ -125,7 +165,7 @@ class Case:
 def compile_case(case: Case, batch: int, seq: int, sequence_parallel: bool) -> ft.Ledger | None:
     """Compile the training step of a case, and note in it what the compiler says."""
     try:
-        mesh = ft.make_mesh(target=case.target, data=case.mesh["data"], model=case.mesh["model"])
+        mesh = ft.make_mesh(target=case.target, **case.mesh)
         lowered = lower(case.model, mesh, batch, seq, sequence_parallel)
     except (
         ft.FunctreeError
@@ -217,26 +257,34 @@ def default_mesh(target: str) -> dict[str, int]:
 
 def mesh_sizes(text: str) -> dict[str, int]:
     """`data=16,model=16` ─► `{"data": 16, "model": 16}`."""
-    found = re.fullmatch(r"data=(\d+),model=(\d+)", text)
+    found = re.fullmatch(r"data=(\d+),model=(\d+)(?:,context=(\d+))?", text)
     if found is None:
         raise argparse.ArgumentTypeError(
             f"{text!r} is not a mesh: write both axes, as in data=16,model=16"
         )
-    return {"data": int(found[1]), "model": int(found[2])}
+    sizes = {"data": int(found[1]), "model": int(found[2])}
+    return sizes if found[3] is None else {**sizes, "context": int(found[3])}
 
 
 def command_line() -> argparse.ArgumentParser:
-    described = "Compile training steps of Llama 3 for TPUs and GPUs that are not there: what fits, and what is moved."
+    described = "Compile training steps of Llama 3, Mixtral and Qwen 3 for TPUs and GPUs that are not there: what fits, and what is moved."
     parser = argparse.ArgumentParser(
         description=described, formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
     targets = "slices of TPUs, or cuda:h100:8; None: some for each model"
     parser.add_argument(
-        "--model", nargs="+", choices=list(MODELS), default=list(MODELS), help="sizes of Llama 3"
+        "--model",
+        nargs="+",
+        choices=list(MODELS),
+        default=DENSE,
+        help="sizes of Llama 3, Mixtral 8x7B, Qwen3-30B-A3B",
     )
     parser.add_argument("--target", nargs="+", metavar="tpu:v5e:16x16", help=targets)
     parser.add_argument(
-        "--mesh", type=mesh_sizes, metavar="data=16,model=16", help="its axes; None: model=8"
+        "--mesh",
+        type=mesh_sizes,
+        metavar="data=16,model=16",
+        help="its axes, and context=8 for parts of a sequence; None: model=8",
     )
     parser.add_argument(
         "--batch", type=int, default=1, metavar="N", help="sequences for each shard of the batch"
@@ -259,12 +307,14 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if min(options.batch, options.seq) < 1:
         parser.error("--batch and --seq are at least 1")
+    if options.sequence_parallel and "context" in (options.mesh or {}):
+        parser.error("--sequence-parallel: the sequence is sharded over context already")
     cases: list[Case] = []
     for model in options.model:
         for target in options.target or TARGETS[model]:
             case = Case(model, target, options.mesh or default_mesh(target))
             print(
-                f"--- Llama 3 {model} on {target}, {mesh_text(case.mesh)}, sequence {options.seq:,}\n",
+                f"--- {model} on {target}, {mesh_text(case.mesh)}, sequence {options.seq:,}\n",
                 flush=True,
             )
             ledger = compile_case(case, options.batch, options.seq, options.sequence_parallel)

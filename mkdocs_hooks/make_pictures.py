@@ -1,0 +1,362 @@
+"""A folder ─► the pictures of the documentation in it, made by functree.
+
+`python mkdocs_hooks/make_pictures.py docs/pictures --svg` makes those that the README shows, which
+are in the repository. `mkdocs build` makes all of them.
+"""
+
+import argparse
+import os
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+# Before the backend begins: the devices are simulated.
+os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
+os.environ["JAX_PLATFORMS"] = "cpu"
+
+import equinox as eqx
+import jax
+import optax
+from drawing import WIDTH, Drawing
+from jaxtyping import Array, Float
+
+import functree as ft
+from functree.compiled.table_rows import table_rows
+from functree.report.byte_sizes import bytes_text
+from functree.report.cut_picture import HIGH, WIDE, Pictures, device_colour
+
+SIZES = {"data": 2, "model": 4}
+RULES = {"batch": "data", "hidden": "model", "embed": None}
+
+
+class MLP(eqx.Module):
+    """The model of the front page."""
+
+    up: Float[Array, "embed hidden"]
+    down: Float[Array, "hidden embed"]
+
+    def __init__(self, key: Array):
+        up, down = jax.random.split(key)
+        self.up = jax.random.normal(up, (512, 2048)) / 512**0.5
+        self.down = jax.random.normal(down, (2048, 512)) / 2048**0.5
+
+    def __call__(self, x: Float[Array, "batch embed"]) -> Float[Array, "batch embed"]:
+        hidden = ft.constrain(jax.nn.relu(x @ self.up), "batch hidden")
+        return ft.constrain(hidden @ self.down, "batch embed")
+
+
+class Forgetful(MLP):
+    """The same, whose author has written a spec, and forgotten one of its mesh axes."""
+
+    def __call__(self, x: Float[Array, "batch embed"]) -> Float[Array, "batch embed"]:
+        hidden = ft.constrain(jax.nn.relu(x @ self.up), ft.P("data"))
+        return ft.constrain(hidden @ self.down, "batch embed")
+
+
+def loss(model: MLP, x: Float[Array, "batch embed"]) -> Float[Array, ""]:
+    return (model(x) ** 2).mean()
+
+
+def mesh_plan() -> tuple[ft.Plan, ft.AxisRules, jax.sharding.Mesh]:
+    rules, mesh = ft.AxisRules(RULES), ft.make_mesh(**SIZES)
+    return ft.plan(ft.abstract(MLP)(jax.random.key(0)), rules, mesh), rules, mesh
+
+
+def ledger_of(make: type[MLP]) -> ft.Ledger:
+    """What a training step of a model moves."""
+    rules, mesh = ft.AxisRules(RULES), ft.make_mesh(**SIZES)
+    model = ft.abstract(make)(jax.random.key(0))
+    x = jax.ShapeDtypeStruct((4096, 512), "float32")
+    step = ft.jit(
+        ft.value_and_grad(loss),
+        in_shardings=(rules, ft.P("data")),
+        out_shardings=(None, rules),
+        mesh=mesh,
+        rules=rules,
+    )
+    return step.lower(model, x).compile().ledger()
+
+
+# Pictures of arrays
+
+
+class Cut(NamedTuple):
+    """An array, and the mesh axes that cut each of its dimensions."""
+
+    shape: tuple[int, ...]
+    axes: tuple[tuple[str, ...], ...]
+
+
+def cut_by(shape: tuple[int, ...], spec: jax.sharding.PartitionSpec) -> Cut:
+    """An array of a shape that is cut as a spec says."""
+    axes: list[tuple[str, ...]] = []
+    for entry in spec:
+        one = (entry,) if isinstance(entry, str) else tuple(entry or ())
+        axes.append(one)
+    return Cut(shape, tuple(axes))
+
+
+def cut_of(row: ft.Row) -> Cut:
+    """The array of a row of a plan."""
+    return cut_by(row.shape, row.spec or ft.P())
+
+
+@dataclass
+class Arrays:
+    """Arrays as a plan's page draws them, in a picture."""
+
+    pictures: Pictures
+    drawing: Drawing
+
+    def draw(self, cut: Cut, x: float, y: float, width: float) -> str:
+        """Draw an array, and return what the page says of it."""
+        name = re.findall('href="#(.*?)"', self.pictures.of(*cut))[0]
+        height = width * HIGH / WIDE
+        self.drawing.add(
+            f'<use href="#{name}" x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}"/>'
+        )
+        symbol = re.findall(f'<symbol id="{name}".*?</symbol>', self.pictures.definitions())[0]
+        return re.findall("<title>(.*?)</title>", symbol)[0]
+
+    def define(self) -> None:
+        """Put the pictures themselves into the file."""
+        self.drawing.add(self.pictures.definitions().replace("<svg ", '<svg width="0" height="0" '))
+
+
+def draw_mesh(drawing: Drawing, x: float, y: float, side: float) -> None:
+    """The mesh of 2 × 4, each device in its colour."""
+    drawing.text(x + 2 * side, y - 12, "model", "muted", "middle")
+    drawing.text(x - 10, y + side + 5, "data", "muted", "end")
+    for device in range(8):
+        row, column = divmod(device, 4)
+        left, top = x + column * side, y + row * side
+        drawing.block(left, top, side - 3, side - 3, device_colour(device, SIZES))
+        drawing.text(left + side / 2 - 1.5, top + side / 2 + 4, str(device), "light", "middle")
+
+
+def mesh_picture() -> str:
+    """How arrays are cut over a mesh of 2 × 4."""
+    drawing = Drawing(
+        "Four arrays cut over a mesh of two by four devices, by the names of their axes"
+    )
+    arrays = Arrays(Pictures(SIZES, "m"), drawing)
+    drawing.code(24, 36, "mesh = ft.make_mesh(data=2, model=4)")
+    draw_mesh(drawing, 78, 78, 42)
+    for i, (axis, mesh_axis) in enumerate(RULES.items()):
+        top = 96 + 26 * i
+        drawing.code(330, top, f"{axis!r:8}")
+        drawing.arrow([(404, top - 5), (436, top - 5)])
+        drawing.code(448, top, repr(mesh_axis))
+    drawing.text(330, 66, "rules", "muted")
+    shapes = {"batch hidden": (64, 256), "embed hidden": (64, 256), "batch embed": (64, 64)}
+    rules = ft.AxisRules(RULES)
+    for i, (axes, shape) in enumerate(shapes.items()):
+        left = 24 + 192 * i
+        spec = rules.spec(axes)
+        drawing.box(left, 190, 172, 220)
+        drawing.code(left + 86, 216, f'"{axes}"', "", "middle")
+        says = arrays.draw(cut_by(shape, spec), left + 14, 228, 144)
+        drawing.code(left + 86, 336, str(spec), "", "middle")
+        for j, line in enumerate(re.split(", |: ", says)):
+            drawing.text(left + 86, 358 + 19 * j, line, "muted", "middle")
+    arrays.define()
+    return drawing.svg(430)
+
+
+def plan_picture() -> str:
+    """The plan of the front page's model."""
+    plan, _, _ = mesh_plan()
+    drawing = Drawing(
+        "The plan of a model: each array as it is cut, its spec, the reason and bytes"
+    )
+    arrays = Arrays(Pictures(SIZES, "p"), drawing)
+    drawing.code(24, 36, "ft.plan(model, rules, mesh)")
+    drawing.text(WIDTH - 24, 36, "mesh (data=2, model=4)", "muted", "end")
+    for i, row in enumerate(plan):
+        top = 54 + 104 * i
+        drawing.box(20, top, WIDTH - 40, 92)
+        says = arrays.draw(cut_of(row), 32, top + 14, 102)
+        drawing.code(152, top + 28, str(row.path), "strong")
+        drawing.code(204, top + 28, str(row.spec))
+        drawing.code(WIDTH - 36, top + 28, f"[{', '.join(map(str, row.shape))}]", "", "end")
+        drawing.text(152, top + 52, f"{row.axes}: {row.reason}", "muted")
+        drawing.text(152, top + 76, says.partition(":")[0], "muted")
+        size = bytes_text(row.bytes_per_device)
+        drawing.text(WIDTH - 36, top + 76, f"{size} each", "", "end")
+    arrays.define()
+    return drawing.svg(54 + 104 * len(plan) + 8)
+
+
+def leaf_picture() -> str:
+    """What becomes of one leaf, from its annotation to the array."""
+    plan, rules, mesh = mesh_plan()
+    row = plan["up"]
+    array = ft.init(MLP, rules, mesh)(jax.random.key(0)).up
+    drawing = Drawing("A leaf from its annotation to the array on the devices, in five steps")
+    arrays = Arrays(Pictures(SIZES, "l"), drawing)
+    dimensions = MLP.__annotations__["up"].dim_str
+    shard = "×".join(map(str, array.sharding.shard_shape(array.shape)))
+    shape = "×".join(map(str, row.shape))
+    steps = [
+        ("annotation", f'up: Float[Array, "{dimensions}"]', "what you have written"),
+        ("label", f"path {row.path}, axes ({row.axes}), {shape}", "what the leaf is"),
+        ("decision", str(row.reason), "what the layout has chosen, and why"),
+        ("spec", repr(row.spec), "JAX's own, checked against the mesh"),
+        ("array", f"{shape} as {mesh.size} shards, {shard} each", "created in place by ft.init"),
+    ]
+    for i, (name, code, about) in enumerate(steps):
+        top = 20 + 84 * i
+        drawing.box(20, top, WIDTH - 40, 60)
+        drawing.text(36, top + 36, name, "strong")
+        drawing.code(136, top + 26, code)
+        drawing.text(136, top + 48, about, "muted")
+        if i:
+            drawing.arrow([(68, top - 24), (68, top - 2)])
+    arrays.draw(cut_of(row), WIDTH - 118, 20 + 84 * 4 + 3, 86)
+    arrays.define()
+    return drawing.svg(20 + 84 * len(steps) - 4)
+
+
+def stack_step() -> tuple[ft.Row, ft.Ledger]:
+    """A stack of four layers under FSDP on four devices: a leaf, and what a training step moves."""
+    mesh = ft.make_mesh(data=4, devices=jax.devices()[:4])
+    names = {"batch": "data", "layers": None, "seq": None, "embed": None, "hidden": None}
+    layout = ft.AxisRules(names) | ft.FSDP("data", min_size=0)
+    model = ft.abstract(make_stack)(jax.random.key(0))
+    step = ft.jit(
+        ft.value_and_grad(lambda model, x: (model.scan(x) ** 2).mean()),
+        in_shardings=(layout, ft.P("data")),
+        out_shardings=(None, layout),
+        mesh=mesh,
+        rules=layout,
+    )
+    x = jax.ShapeDtypeStruct((16, 64, 512), "float32")
+    return ft.plan(model, layout, mesh)["layer.up"], step.lower(model, x).compile().ledger()
+
+
+def make_stack(key: Array) -> ft.Stacked:
+    return ft.stack(lambda key: ft.nn.MLP(512, 2048, key=key), 4, key)
+
+
+def stack_picture() -> str:
+    """A stack under FSDP: which part of a layer is where, and when a layer is whole."""
+    row, ledger = stack_step()
+    drawing = Drawing("A stack of four layers under FSDP, of which one at a time is gathered")
+    arrays = Arrays(Pictures({"data": 4}, "s"), drawing)
+    layers, *shape = row.shape
+    _, *axes = cut_of(row).axes
+    drawing.code(24, 36, f"{row.path}: {row.dtype}{list(row.shape)} as {row.spec}")
+    drawing.text(24, 60, "Each layer is cut over all four devices.", "muted")
+    for i in range(layers):
+        left = 24 + 142 * i
+        drawing.text(left + 62, 96, f"layer {i}", "strong" if i == 1 else "", "middle")
+        arrays.draw(Cut(tuple(shape), tuple(axes)), left, 104, 124)
+    drawing.arrow([(228, 182), (228, 222)])
+    drawing.text(244, 208, "all-gather, when the scan reaches layer 1", "muted")
+    whole = Cut(tuple(shape), ((), ()))
+    arrays.draw(whole, 166, 228, 124)
+    drawing.text(310, 262, "whole on each device", "strong")
+    drawing.text(310, 284, "while this layer runs; then freed", "muted")
+    for i, (phase, kind) in enumerate(
+        [("forward", "all-gather"), ("backward", "all-gather"), ("backward", "all-reduce")]
+    ):
+        found = [one for one in ledger.collectives if (one.phase, one.kind) == (phase, kind)]
+        runs, most = sum(one.count or 0 for one in found), max(one.bytes for one in found)
+        what = "gradients" if kind == "all-reduce" else "weights"
+        top = 338 + 26 * i
+        drawing.text(24, top, phase)
+        drawing.code(108, top, f"{runs} {kind}s")
+        drawing.text(262, top, f"of {what}, {bytes_text(most)} each", "muted")
+    arrays.define()
+    return drawing.svg(414)
+
+
+# Ledgers
+
+
+def ledgers_picture() -> str:
+    """What one training step moves with a constraint by names, and with a wrong one by hand."""
+    drawing = Drawing("Two ledgers of one training step side by side: 6 MiB moved, and 22 MiB")
+    sides = [
+        (MLP, "good", 'constrain(h, "batch hidden")'),
+        (Forgetful, "bad", 'constrain(h, P("data"))'),
+    ]
+    ledgers = [ledger_of(make) for make, _, _ in sides]
+    moved = [sum(one.total for one in ledger.collectives) for ledger in ledgers]
+    for i, ((_, kind, code), ledger) in enumerate(zip(sides, ledgers, strict=True)):
+        left = 20 + 286 * i
+        drawing.box(left, 20, 274, 290)
+        drawing.code(left + 14, 48, code)
+        drawing.text(left + 14, 84, f"{bytes_text(moved[i])} moved", f"strong {kind}")
+        width = 246 * moved[i] / max(moved)
+        drawing.block(left + 14, 94, width, 8, f"var(--{kind})")
+        for j, one in enumerate(table_rows(ledger.collectives)[:3]):
+            top = 138 + 58 * j
+            drawing.code(left + 14, top, one.title.replace("model.", ""), "strong")
+            drawing.text(left + 260, top, bytes_text(one.total), "", "end")
+            drawing.text(left + 14, top + 20, f"{one.kind} over {one.axes}", "muted")
+            drawing.block(left + 14, top + 28, 246 * one.total / max(moved), 4, "var(--bar)")
+    drawing.text(24, 336, "Both programs compute the same, and neither raises an error.")
+    drawing.text(24, 358, "The second gathers what was meant to stay cut over model.")
+    return drawing.svg(378)
+
+
+# Pages
+
+
+def larger_plan() -> ft.Plan:
+    """The training state of a transformer, on devices that nobody has."""
+    config = ft.nn.TransformerConfig(
+        vocab_size=32_000,
+        embed=2048,
+        layers=16,
+        heads=16,
+        kv_heads=4,
+        head_dim=128,
+        hidden=5632,
+        max_seq=4096,
+    )
+
+    def make(key: Array) -> ft.TrainState:
+        return ft.TrainState.create(ft.nn.Transformer.create(config, key=key), optax.adamw(1e-3))
+
+    names = ["vocab", "heads", "kv_heads", "hidden"]
+    rules = {**dict.fromkeys(names, "model"), "embed": None, "layers": None, "head_dim": None}
+    layout = ft.AxisRules(rules) | ft.FSDP("data")
+    return ft.plan(ft.abstract(make)(jax.random.key(0)), layout, {"data": 8, "model": 4})
+
+
+SVG: dict[str, Callable[[], str]] = {
+    "mesh.svg": mesh_picture,
+    "plan.svg": plan_picture,
+    "leaf.svg": leaf_picture,
+    "stack.svg": stack_picture,
+    "ledgers.svg": ledgers_picture,
+}
+PAGES: dict[str, Callable[[], str]] = {
+    "plan.html": lambda: mesh_plan()[0].html(),
+    "larger-plan.html": lambda: larger_plan().html(),
+    "ledger.html": lambda: ledger_of(MLP).html(plan=mesh_plan()[0]),
+    "bad-ledger.html": lambda: ledger_of(Forgetful).html(plan=mesh_plan()[0]),
+}
+
+
+def write(folder: Path, pictures: Iterable[str]) -> None:
+    """Make pictures of these names."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in pictures:
+        (folder / name).write_text((SVG | PAGES)[name](), encoding="utf-8")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("folder", type=Path, help="where to write them")
+    parser.add_argument("--svg", action="store_true", help="only those that are in the repository")
+    options = parser.parse_args()
+    write(options.folder, SVG if options.svg else SVG | PAGES)
+
+
+if __name__ == "__main__":
+    main()
