@@ -9,8 +9,11 @@ JAX makes its devices. It stands at the root because the doctests in `functree/`
 import gc
 import importlib.util
 import os
+import resource
+import shutil
 from collections.abc import Iterator
 from importlib.metadata import version
+from pathlib import Path
 
 DEVICES = 8
 
@@ -22,6 +25,28 @@ collect_ignore = (
     if all(map(importlib.util.find_spec, _COMPILERS))
     else ["tests/compiled/test_accelerators.py"]
 )
+
+# Pages are opened in a browser, which no package of Python brings along. `.ci/run` installs one, so
+# there its absence is a failure; elsewhere it is said at the head of the tests.
+_BROWSER = ("chromium", "chromedriver")
+_NO_BROWSER = not os.environ.get("CI") and not all(map(shutil.which, _BROWSER))
+if _NO_BROWSER:
+    collect_ignore.append("tests/report/test_browser.py")
+
+# The documentation is built by an extra that only `.ci/run` installs, which names this folder.
+if _NO_BROWSER or not all(map(importlib.util.find_spec, ("mkdocs", "nbclient"))):
+    collect_ignore.append("tests/pages")
+
+# The comparison of the documentation, with libraries that only `.ci/run` installs.
+if not all(map(importlib.util.find_spec, ("flax", "haliax"))):
+    collect_ignore.append("tests/peers/test_side_by_side.py")
+
+
+def pytest_report_header() -> list[str]:
+    """What does not run here."""
+    if not _NO_BROWSER:
+        return []
+    return [f"no {' and '.join(_BROWSER)} here: pages are opened by the tests in CI alone"]
 
 
 # Most of a test's time is compilation, and most of that is machine code. So this is not optimized,
@@ -90,10 +115,24 @@ def pytest_configure(config: pytest.Config) -> None:
 gc.set_threshold(10_000, 10, 10)
 
 
+# What a worker may have in memory before it forgets its programs: all together they take ten
+# gigabytes, and two workers would not fit into the memory of a small machine.
+_MEMORY = 3 * 2**30
+
+
 @pytest.fixture(autouse=True, scope="module")
 def _collections_pass_by_what_was_there_before() -> None:
+    if _resident() > _MEMORY:
+        gc.unfreeze()
+        jax.clear_caches()
     gc.collect()
     gc.freeze()
+
+
+def _resident() -> int:
+    """The bytes of this process that are in memory."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * resource.getpagesize()
 
 
 @pytest.fixture

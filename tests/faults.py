@@ -51,7 +51,7 @@ import numpy as np
 from launch import ended, free_port, initialized, started
 
 import functree as ft
-from functree.io.checkpoints import bucket_store, lease, objects
+from functree.io.checkpoints import bucket_objects, bucket_store, lease
 
 BUCKET = "faults"
 LAYOUT = ft.StateSharding({"**.key": ft.P(), "**.step": ft.P(), ...: ft.P("data")})
@@ -267,7 +267,7 @@ def emulated() -> Iterator["subprocess.Popen[bytes]"]:
 def hastened() -> None:
     """Shorten the times after which a process is dead, and a bucket cannot be reached."""
     lease.RENEWED_AFTER, lease.DEAD_AFTER = 0.2, timedelta(seconds=2)
-    objects.DEADLINE = 4.0
+    bucket_objects.DEADLINE = 4.0
     bucket_store.ASKED_AFTER = 0.5
 
 

@@ -3,12 +3,14 @@ nnx.
 
     python tests/benchmarks/gpu.py                  # 0.3 and 1.3 billion parameters, bfloat16, sequence 2,048
     python tests/benchmarks/gpu.py --sizes tiny     # the same on a CPU, to see that the three agree
+    python tests/benchmarks/gpu.py --sizes mixture  # 0.9 billion parameters, of which a token uses 0.3; functree alone
 
 All three begin with the same weights; their losses have to agree. They run in turn, in one process.
 It needs the extra `functree[bench]`, and on a GPU `jax[cuda13]` with cuDNN.
 """
 
 import argparse
+import dataclasses
 import statistics
 from collections.abc import Callable
 from typing import Any
@@ -173,10 +175,47 @@ def compare(name: str, rounds: int) -> None:
         )
 
 
+# Sizes, and the experts of a block: how many, and how many compute a token.
+MIXTURES = {
+    "tiny mixture": (SIZES["tiny"], 4, 2),
+    "mixture": ((Config(32000, 1024, 12, 16, 16, 64, 2816, dtype=jnp.bfloat16), 16, 2048), 8, 2),
+}
+
+
+def measure_mixture(name: str, rounds: int) -> None:
+    """Print the lines of a mixture of experts, with a capacity and without one."""
+    (config, batch, seq), experts, top_k = MIXTURES[name]
+    tokens = jnp.asarray(
+        np.random.default_rng(0).integers(0, config.vocab, (batch, seq + 1)), jnp.int32
+    )
+    for capacity in (1.25, None):
+        fields = dict(experts=experts, top_k=top_k, capacity=capacity)
+        of_model = dataclasses.replace(transformer_config(config, seq), **fields)
+        state = ft.jit(make_state)(of_model, jax.random.key(0))
+        compiled = make_step(None, ft.AxisRules({...: None})).lower(state, tokens).compile()
+        run = Run(compiled, state, tokens)
+        run.once()
+        taken = [run.seconds() for _ in range(rounds)]
+        memory = compiled.memory_analysis()
+        held = memory.temp_size_in_bytes + memory.argument_size_in_bytes
+        speed = batch * seq / statistics.median(taken)
+        mlp = 3 * 2 * 3 * config.layers * config.embed * config.hidden
+        active = operations(config, seq) + (top_k - 1) * mlp
+        peak = next(
+            (most for part, most in PEAKS.items() if part in jax.devices()[0].device_kind), None
+        )
+        share = f"{speed * active / peak:.1%}" if peak else "-"
+        who = "no capacity" if capacity is None else f"capacity {capacity}"
+        print(
+            f"| {name} | {batch} × {seq} | {who} | {speed:,.0f} | {share} | {held / 2**30:.2f} |",
+            flush=True,
+        )
+
+
 def main() -> None:
     """Measure the sizes that the command line asks for."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--sizes", nargs="+", choices=list(SIZES), default=["0.3B", "1.3B"])
+    parser.add_argument("--sizes", nargs="+", choices=[*SIZES, *MIXTURES], default=["0.3B", "1.3B"])
     parser.add_argument("--rounds", type=int, default=10)
     options = parser.parse_args()
     device = jax.devices()[0].device_kind
@@ -184,7 +223,10 @@ def main() -> None:
     print("| parameters | batch | | tokens/s | of the peak | arguments and temporaries, GiB |")
     print("|---|---|---|---|---|---|")
     for name in options.sizes:
-        compare(name, options.rounds)
+        if name in MIXTURES:
+            measure_mixture(name, options.rounds)
+        else:
+            compare(name, options.rounds)
 
 
 if __name__ == "__main__":

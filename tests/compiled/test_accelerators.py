@@ -11,15 +11,31 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from checks import raises
-from jaxtyping import Array, Float
-from training import BATCH, EMBED, LAYERS, LAYOUTS, SEQ, TENSOR, gradient, make, training_step
+from covering import whole_tables
+from jaxtyping import Array, Float, Int
+from name_audit import CELLS, audit
+from training import (
+    BATCH,
+    EMBED,
+    LAYERS,
+    LAYOUTS,
+    SEQ,
+    TENSOR,
+    VOCAB,
+    gradient,
+    make,
+    training_step,
+)
 
 import functree as ft
+from functree.compiled.flops import count_flops
 from functree.devices.targets import Target, target_devices
 from functree.nn.attention.attend import attend
 
@@ -32,6 +48,7 @@ pytestmark = pytest.mark.filterwarnings(
 TARGETS = {"tpu": "tpu:v5e:2x4", "cuda": "cuda:h100:8"}
 BACKENDS = {"tpu": "tpu v5e", "cuda": "cuda h100"}
 RESIDUAL = BATCH // 2 * SEQ * EMBED * 4  # the bytes of the residual stream on one device
+KEY = jax.random.key(0)
 IN_THE_LOSS = 3 * (BATCH // 2 * SEQ * 4)
 
 
@@ -175,6 +192,132 @@ def test_fully_sharded_scanned_and_unrolled(platform: str, remat: str | None) ->
         if platform == "cuda":  # a TPU gathers some in bfloat16, and passes others around a ring
             again = 0 if unrolled and remat is None else layers
             assert sizes["all-gather"] == matrices + again
+
+
+@pytest.mark.parametrize("unrolled", [False, True], ids=["scanned", "unrolled"])
+@pytest.mark.parametrize("remat", [None, "full"])
+@pytest.mark.parametrize("platform", TARGETS)
+def test_flops_are_those_of_closed_forms(platform: str, remat: str | None, unrolled: bool) -> None:
+    compiled, _ = gradient("TP", remat, unrolled, mesh_of(platform))
+    rows, heads, head_dim, hidden = BATCH // 2 * SEQ, 2, 8, 128 // 4
+    # Queries and the output of all heads; keys and values of one head; gate, up and down.
+    block = 2 * rows * EMBED * (2 * heads * head_dim + 2 * head_dim + 3 * hidden)
+    down, head = 2 * rows * EMBED * hidden, 2 * rows * EMBED * VOCAB // 4
+    if platform == "tpu":  # the kernel computes a whole tile, and the products of before again
+        product, forward, backward = 2 * BATCH // 2 * heads * 128 * 128 * head_dim, 2, 4 + 3
+    else:
+        product, forward, backward = 2 * rows * heads * SEQ * head_dim, 2, 4
+    layer = 3 * block + (forward + backward) * product
+    if remat:
+        layer += block - down + forward * product
+    assert count_flops(compiled.as_text()) == (LAYERS * layer + 3 * head, ())
+
+
+def squared(w: Any, x: Float[Array, "batch embed"]) -> Any:
+    return ((x @ w) ** 2).sum()
+
+
+def test_an_exploration_for_tpus() -> None:
+    arrays = [jax.ShapeDtypeStruct(shape, "bfloat16") for shape in ((512, 1024), (64, 512))]
+    layouts = {
+        "data": (ft.P(), ft.P("data")),
+        "tensor": (ft.P("model"), ft.P("data", "model")),
+    }
+    ranking = ft.explore(
+        squared, arrays, meshes={"data": 2, "model": 4}, layouts=layouts, target="tpu:v6e:2x4"
+    )
+    tensor = next(row for row in ranking if row.layout_name == "tensor")
+    assert tensor.flops == 2 * 32 * 128 * 1024
+    assert tensor.compute_seconds == tensor.flops / (920e12 * ranking.hardware.efficiency)
+    # 32 by 1,024 partial results in bfloat16, summed over four chips.
+    assert tensor.wire_bytes["model"] == 2 * 3 * 32 * 1024 * 2 // 4
+    # JAX makes a square of four chips, in which each has a link in two dimensions.
+    assert tensor.wire_seconds == pytest.approx(tensor.wire_bytes["model"] / (2 * 9e10), rel=0.01)
+    assert str(ranking).startswith("ranked for tpu:v6e:2x4 (TPU v6e)\n")
+    assert "compiled for CPU" not in str(ranking)
+
+
+def test_what_the_compiler_of_a_target_refuses_is_a_problem_of_its_row() -> None:
+    x = jax.ShapeDtypeStruct((2**18,), "float32")
+    layouts = {"data": (ft.P("data"), ft.P())}
+
+    def outer(a: Any, b: Any) -> Any:
+        return a[:, None] * b[None]
+
+    row = ft.explore(outer, (x, x), meshes=8, layouts=layouts, target="tpu:v5e:2x4")[0]
+    assert row.score is None and row.flops is None
+    assert re.match(
+        r"outer does not fit in the memory of a tpu v5e: it needs [\d.]+ GiB, and there are 15.75 GiB",
+        row.problems[0].why,
+    )
+    assert row.problems[1].path == ft.Path("b")
+
+
+@pytest.mark.parametrize("platform", TARGETS)
+def test_whole_matrices_are_exchanged_once_in_and_once_out(platform: str) -> None:
+    """Eight layers, one for each device: a matrix of 64 × 128, without rematerialization."""
+    mesh = mesh_of(platform)
+    make_layer = lambda key: ft.nn.Linear(64, 128, use_bias=False, key=key)  # noqa: E731
+    model = ft.abstract(lambda key: ft.stack(make_layer, 8, key))(jax.random.key(0))
+    layout = ft.AxisRules({"embed": "data", "hidden": "model", "layers": None})
+    dimensions = ft.nn.matrix_dimensions(model)
+    muon = optax.contrib.muon(0.1, ns_steps=1, muon_weight_dimension_numbers=dimensions)
+    tx = ft.whole_matrices(muon)
+    of_state = ft.plan_optimizer(tx, model, layout, mesh)
+    update = ft.jit(
+        lambda gradients, state, model: tx.update(gradients, state, model),
+        in_shardings=(layout, of_state, layout),
+        out_shardings=(layout, of_state),
+        rules=layout,
+        mesh=mesh,
+    )
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        lowered = update.lower(model, jax.eval_shape(tx.init, model), model)
+    ledger = lowered.compile().ledger()
+    moved = [(one.kind, one.mesh_axes, one.bytes) for one in ledger.collectives]
+    assert moved == [("all-to-all", ("data", "model"), 64 * 128 * 4)] * 2
+    assert not [text for text in ledger.warnings if "remat" in text.lower()]
+
+
+AUDITED = [
+    ("dqn_gradient_only", "both"), ("autoencoder", "tp"), ("lists_of_moments", "fsdp"),
+    ("sam", "both"), ("maml", "fsdp"), ("lora_merged", "fsdp"), ("quantized", "both"),
+    ("shampoo", "tp"), ("accumulated_gradient", "fsdp"), ("experts", "fsdp"),
+]  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore")  # those of the libraries
+def test_no_name_is_wrong() -> None:
+    """In programs of others, whose tables know nothing of the compiler."""
+    found = audit(CELLS if whole_tables() else AUDITED, TARGETS["tpu"])
+    assert not found.wrong, "\n".join(found.wrong)
+    assert found.missing <= 0.25, found
+
+
+def printed(x: Any) -> Any:
+    jax.debug.print("{}", x.sum())
+    return jax.lax.while_loop(
+        lambda s: s[0] > 0, lambda s: (s[0] - 2, jnp.sin(s[1] - s[1].mean())), (9, x)
+    )[1]
+
+
+def test_prints_are_no_collectives_and_loops_count_down() -> None:
+    x = jax.ShapeDtypeStruct((64, 128), "float32")
+    ledger = ft.ledger(printed, x, in_shardings=ft.P("data"), mesh=mesh_of("tpu"))
+    assert not ledger.not_understood
+    assert {(one.kind, one.count) for one in ledger.collectives} == {
+        ("all-reduce", 1),
+        ("all-reduce", 5),
+    }
+    for fun in (ft.jit(printed, in_shardings=ft.P("data"), mesh=mesh_of("cuda")), jax.jit(printed)):
+        placed = jax.ShapeDtypeStruct(
+            x.shape, x.dtype, sharding=jax.NamedSharding(mesh_of("cuda"), ft.P("data"))
+        )
+        with raises(
+            "printed prints or calls back to the host, and JAX lowers this for GPUs only where there is one: take out `jax.debug.print`",
+            error=ft.ShardingError,
+        ):
+            ft.ledger(fun, placed)
 
 
 def test_devices_of_a_target_are_equal() -> None:
@@ -383,8 +526,191 @@ def test_attention_of_a_long_sequence_holds_nothing(kv_heads: int) -> None:
     assert ledger.totals() == moved
 
 
+def test_attention_of_a_sequence_in_parts() -> None:
+    """131,072 tokens over 8 chips, by the kernel: heads are exchanged for sequence once in and once
+    out, and nothing else is held or moved."""
+    mesh = ft.make_mesh(context=8, target=TARGETS["tpu"])
+    sharding = jax.NamedSharding(mesh, ft.P(None, "context"))
+    seq, size = 2**17, 128
+    arrays = [
+        jax.ShapeDtypeStruct((1, seq, heads, size), jnp.bfloat16, sharding=sharding)
+        for heads in (16, 4, 4, 16)
+    ]
+
+    def backward(query: Any, key: Any, value: Any, given: Any) -> Any:
+        fun = lambda *arrays: attend(*arrays, context="heads")  # noqa: E731
+        return jax.vjp(fun, query, key, value)[1](given)
+
+    rules = ft.AxisRules({"seq": "context", ...: None})
+    ledger = ft.jit(backward, mesh=mesh, rules=rules).lower(*arrays).compile().ledger()
+    # Queries, and key and value heads repeated to 8; backward the cotangent too. The results are
+    # not asked for.
+    heads = 16 + 8 + 8 + 16 + 16 + 8 + 8
+    moved = heads * seq // 8 * size * 2
+    assert ledger.totals() == {("all-to-all", ("context",)): moved}
+    assert moved <= 330 * 2**20
+    assert ledger.memory.temporaries <= 450 * 2**20
+    assert not ledger.warnings
+
+
+def test_a_pipeline_of_four_stages() -> None:
+    """8 blocks, a batch of 32 × 1,024 in 8 pieces, the backward pass with blocks computed again."""
+    config = ft.nn.TransformerConfig(64, 512, 8, 8, 4, 64, 512)
+    rules = ft.AxisRules({"batch": "data", "layers": "pipe", ...: None})
+    mesh = ft.make_mesh(pipe=4, data=2, target=TARGETS["tpu"])
+
+    def make() -> Any:
+        return ft.stack(lambda key: ft.nn.Block.create(config, key=key), 8, jax.random.key(0))
+
+    def loss(blocks: Any, x: Float[Array, "batch seq embed"]) -> Any:
+        return (blocks.scan(x, remat="full", microbatches=8) ** 2).sum()
+
+    blocks = ft.abstract(make, rules, mesh)()
+    x = jax.ShapeDtypeStruct((32, 1024, 512), jnp.float32)
+    step = ft.jit(ft.value_and_grad(loss), mesh=mesh, rules=rules)
+    ledger = step.lower(blocks, x).compile().ledger()
+    piece, ticks = 32 // 2 // 8 * 1024 * 512 * 4, 8 + 3
+    assert ledger.totals() == {
+        ("collective-permute", ("pipe",)): 2 * ticks * piece,
+        ("all-reduce", ("pipe",)): 8 * piece,
+        # The gradients of a stage, once, and the loss.
+        ("all-reduce", ("data",)): ft.plan(blocks, rules, mesh).bytes_per_device + 4,
+    }
+    assert ledger.memory.temporaries <= 170 * 2**20
+    # A machine that is busy hears of a slow compilation too.
+    assert not any("rematerialization" in warning for warning in ledger.warnings)
+
+
 def test_attention_on_a_gpu_that_is_not_there_says_what_it_is_computed_by() -> None:
     arrays = [jax.ShapeDtypeStruct((8, 64, 8, 128), jnp.bfloat16)] * 3
     fun = ft.jit(attend, mesh=mesh_of("cuda"), in_shardings=ft.P("data"))
     with pytest.warns(ft.FunctreeWarning, match='the kernel "cudnn" cannot compute this'):
         fun.lower(*arrays)
+
+
+def test_experts_by_exchange() -> None:
+    """Nothing is computed beyond the capacity, and hardly anything is held besides."""
+    mesh = ft.make_mesh(data=2, expert=4, target="tpu:v5e:2x4")
+    rules = ft.AxisRules({"batch": ("data", "expert"), "experts": "expert", ...: None})
+
+    @ft.abstract
+    def experts(key: Any) -> ft.nn.MoE:
+        options: dict[str, Any] = {"capacity": 1.25, "dispatch": "exchange"}
+        return ft.nn.MoE(1024, 512, 16, 4, **options, key=key, param_dtype=jnp.bfloat16)
+
+    @ft.jit(mesh=mesh, rules=rules)
+    def gradient(moe: ft.nn.MoE, x: Float[Array, "batch seq embed"]) -> Any:
+        return jax.grad(lambda moe, x: moe(x)[0].astype(jnp.float32).sum(), (0, 1))(moe, x)
+
+    x = jax.ShapeDtypeStruct((8, 1024, 1024), jnp.bfloat16)
+    compiled = gradient.lower(experts(KEY), x).compile()
+    # Three products, and two of each size for its gradient, of four rows of each token.
+    ideal = 3 * 3 * 2 * (4 * 8 * 1024 // 8) * 1024 * 512
+    cost: Any = compiled.cost_analysis()
+    assert 1.25 * ideal <= cost["flops"] <= 1.05 * 1.25 * ideal
+    ledger = compiled.ledger()
+    assert ledger.memory.temporaries <= 8 * 2**20 and not ledger.warnings
+    # There and back, forward and backward: rows of 16 experts with room for 320 tokens each.
+    assert ledger.totals()["all-to-all", ("expert",)] == 4 * 16 * 320 * 1024 * 2
+
+
+def int8(x: Any, weight: Any, dimension_numbers: Any, **options: Any) -> Any:
+    """A product of int8, as in `docs/experts.md`."""
+
+    def quantized(array: Any, dims: Any) -> Any:
+        scale = jnp.max(jnp.abs(array), axis=dims, keepdims=True) / 127 + 1e-9
+        return jnp.round(array / scale).astype(jnp.int8), scale
+
+    (q, q_scale), (w, w_scale) = map(quantized, (x, weight), dimension_numbers[0])
+    options["preferred_element_type"] = jnp.int32
+    product = jax.lax.dot_general(q, w, dimension_numbers, **options).astype(x.dtype)
+    return product * jax.lax.dot_general(q_scale, w_scale, dimension_numbers)
+
+
+def test_a_quantizing_dot_general_multiplies_int8() -> None:
+    mesh = ft.make_mesh(data=2, model=4, target="tpu:v5e:2x4")
+    rules = ft.AxisRules({"batch": "data", "hidden": "model", "experts": "model", ...: None})
+
+    @ft.abstract
+    def layers(key: Any) -> Any:
+        mlp = ft.nn.MLP(512, 1024, key=key, dot_general=int8)
+        return mlp, ft.nn.MoE(512, 256, 8, 2, capacity=1.0, key=key, dot_general=int8)
+
+    @ft.jit(mesh=mesh, rules=rules)
+    def run(layers: Any, x: Float[Array, "batch seq embed"]) -> Any:
+        return layers[1](layers[0](x))[0]
+
+    x = jax.ShapeDtypeStruct((8, 256, 512), jnp.bfloat16)
+    text = run.lower(layers(KEY), x).compile().as_text()
+    # TPUs write products as convolutions: three in each layer, beside that of the router.
+    operands = re.findall(r" convolution\((%[\w.-]+), (%[\w.-]+)\)", text)
+    narrow = [pair for pair in operands if all(f"{one} = s8[" in text for one in pair)]
+    assert len(narrow) == 6 and len(operands) == 7
+
+
+# A batch in pieces
+
+
+class Matrices(eqx.Module):
+    """Layers one after another."""
+
+    weights: list[Float[Array, "embed hidden"]]
+
+    def __call__(self, x: Array) -> Array:
+        for weight in self.weights:
+            x = jnp.tanh(x @ weight)
+        return x
+
+
+def in_pieces(loss: Any, layout: Any, gather: str, mesh: Any, model: Any, *batch: Any) -> Any:
+    step = ft.accumulate(ft.value_and_grad(loss), 4, gather=gather)  # pyright: ignore
+    shardings = (layout, *[ft.P("data")] * len(batch))
+    return ft.jit(step, rules=layout, mesh=mesh, in_shardings=shardings).lower(model, *batch)
+
+
+@pytest.mark.parametrize("gather", ["each", "once"])
+def test_parameters_are_gathered_once_for_all_pieces(gather: str) -> None:
+    """Eight matrices of 4 MiB, fully sharded over 8 devices; the TPU gathers them in bfloat16."""
+    model = ft.abstract(lambda: Matrices([jnp.ones((1024, 1024)) for _ in range(8)]))()
+    x = jax.ShapeDtypeStruct((4096, 1024), jnp.float32)
+
+    def loss(model: Any, x: Float[Array, "batch embed"], y: Float[Array, "batch embed"]) -> Array:
+        return jnp.mean((model(x) - y) ** 2)
+
+    mesh = ft.make_mesh(data=8, target=TARGETS["tpu"])
+    layout = ft.AxisRules({"batch": "data", ...: None}) | ft.FSDP("data", axes="embed")
+    ledger = in_pieces(loss, layout, gather, mesh, model, x, x).compile().ledger()
+    times = 4 if gather == "each" else 1
+    assert ledger.totals() == {
+        ("all-gather", ("data",)): times * 16 * 2**20,
+        ("reduce-scatter", ("data",)): times * 4 * 2**20,
+        ("all-reduce", ("data",)): 4 * times,  # the loss
+    }
+    assert not ledger.warnings
+    # Also what the compiler has made of the weights and the sums: each has its parameter.
+    named = Counter((one.kind, one.phase, str(one.path)) for one in ledger.collectives)
+    for i in range(8):
+        assert named["all-gather", "forward", f"weights.{i}"] >= 1
+        assert named["reduce-scatter", "backward", f"weights.{i}"] == 1
+
+
+@pytest.mark.parametrize("name", ["DP", "FSDP+TP"])
+def test_a_stack_in_pieces(name: str) -> None:
+    """No gradient is summed in a loop: with few heads, which a TPU scatters only with its blocks in
+    front, too."""
+    rules = LAYOUTS[name] if name in LAYOUTS else ft.AxisRules({"batch": "data", ...: None})
+    model = ft.abstract(make)(jax.random.key(0))
+    tokens = jax.ShapeDtypeStruct((4 * BATCH, SEQ + 1), "int32")
+
+    def loss(model: Any, tokens: Int[Array, "batch seq"]) -> Array:
+        return ft.nn.cross_entropy(model, tokens[:, :-1], tokens[:, 1:])
+
+    lowered = in_pieces(loss, rules, "once", mesh_of("tpu"), model, tokens)
+    moved = [one for one in lowered.compile().ledger().collectives if one.mesh_axes == ("data",)]
+    names = Counter(str(one.path) for one in moved)
+    # Its sum, and before the loop what is gathered of it.
+    times = 1 if name == "DP" else 2
+    for row in ft.plan(model, rules, {"data": 2, "model": 4}).rows:
+        assert names[str(row.path)] == times, row.path
+    often = [one for one in moved if one.path is not None and one.count != 1]
+    assert not often

@@ -2,6 +2,7 @@
 named."""
 
 from functools import update_wrapper
+from types import SimpleNamespace
 from typing import Any
 
 import equinox as eqx
@@ -237,6 +238,15 @@ ENTRY %main (x: f32[8,4]) -> (f32[8,4], f32[8,4]) {
 """
 
 
+NOTHING = """HloModule jit_f
+
+ENTRY %main (x: f32[8,4]) -> (f32[8,4], f32[8,4]) {
+  %x = f32[8,4]{1,0} parameter(0)
+  ROOT %both = (f32[8,4]{1,0}, f32[8,4]{1,0}) tuple(%x, %x)
+}
+"""
+
+
 def test_what_is_not_understood_is_said() -> None:
     paths = [ft.Path("x")], [ft.Path("0"), ft.Path("1")]
     ledger = read_ledger(CompiledProgram(TEXT, lambda: None, *paths, {"data": 4}, "cpu", None))
@@ -251,11 +261,74 @@ def test_what_is_not_understood_is_said() -> None:
         "not understood: collective-broadcast" in str(ledger) and "not understood" in ledger.html()
     )
     assert ledger.memory.peak == 128 + 256  # the compiler has told nothing
+    # Nor is it said of a mesh axis that it is idle.
+    of_none = frozenset[str]()
+    for text, idle in ((TEXT, ()), (NOTHING, ("data",))):
+        program = CompiledProgram(text, lambda: None, *paths, {"data": 4}, "cpu", None, of_none)
+        assert read_ledger(program).idle == idle
+    sent = TEXT.replace("all-reduce(%x), channel_id=2, replica_groups=a new spelling", "negate(%x)")
+    spelled = TEXT.replace(
+        "collective-broadcast(%x), channel_id=1, replica_groups={{0,1},{2,3}}", "negate(%x)"
+    )
+    for text in (sent, spelled):
+        program = CompiledProgram(text, lambda: None, *paths, {"data": 4}, "cpu", None, of_none)
+        assert read_ledger(program).idle == () and read_ledger(program).not_understood
     without_mesh = read_ledger(CompiledProgram(TEXT, lambda: None, *paths, {}, "cpu", None))
     assert (
         "the mesh of the program, so there are no names for the mesh axes"
         in without_mesh.not_understood[1]
     )
+
+
+RAGGED = """HloModule jit_f
+
+ENTRY %main (x: f32[8,4], out: f32[16,4], n: s32[4]) -> (f32[16,4]) {
+  %x = f32[8,4]{1,0} parameter(0)
+  %out = f32[16,4]{1,0} parameter(1)
+  %n = s32[4]{0} parameter(2)
+  %sent = f32[16,4]{1,0} ragged-all-to-all(%x, %out, %n, %n, %n, %n), channel_id=1, replica_groups={{0,1,2,3}}
+  %token = token[] after-all()
+  %printed = (f32[16,4]{1,0}, u32[], token[]) send(%sent, %token), channel_id=2, is_host_transfer=true
+  %done = token[] send-done(%printed), channel_id=2, is_host_transfer=true
+  ROOT %result = (f32[16,4]{1,0}) tuple(%sent)
+}
+"""
+
+
+def test_a_ragged_exchange_counts_and_a_print_is_no_collective() -> None:
+    paths = [ft.Path("x"), ft.Path("out"), ft.Path("n")], [ft.Path("0")]
+    ledger = read_ledger(CompiledProgram(RAGGED, lambda: None, *paths, {"data": 4}, "tpu", None))
+    assert ledger.totals() == {("ragged-all-to-all", ("data",)): 16 * 4 * 4}
+    assert [one.arguments for one in ledger.collectives] == [("x",)]
+    assert ledger.not_understood == ()
+
+
+class Statistics:
+    """What the compiler for TPUs says: 40 bytes in the main memory, 15 in the host's, and the rest
+    in the fast one."""
+
+    argument_size_in_bytes, output_size_in_bytes, temp_size_in_bytes = 20, 16, 4
+    host_argument_size_in_bytes, host_output_size_in_bytes, host_temp_size_in_bytes = 2, 7, 8
+    alias_size_in_bytes, host_alias_size_in_bytes = 0, 2
+    peak_memory_in_bytes = 128
+
+
+@pytest.mark.parametrize("backend, peak", [("tpu v5e", 40), ("cuda h100", 128), ("cpu", 55)])
+def test_the_peak_is_that_of_the_main_memory(backend: str, peak: int) -> None:
+    paths = [ft.Path("x")], [ft.Path("0"), ft.Path("1")]
+    program = CompiledProgram(NOTHING, Statistics, *paths, {"data": 4}, backend, None)
+    assert read_ledger(program).memory.peak == peak
+
+
+def test_of_two_meshes_of_one_size_the_given_one_decides() -> None:
+    other = jax.make_mesh((4, 2), ("a", "b"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    arrays = [
+        jax.ShapeDtypeStruct((64, 64), "float32", sharding=NamedSharding(mesh, P(axis)))
+        for mesh, axis in ((MESH, "model"), (other, "a"))
+    ]
+    for mesh in (MESH, other):
+        fun = jax.jit(lambda x, y: (x + 1, y.sum()))
+        assert ft.ledger(fun, *arrays, mesh=mesh).sizes == dict(mesh.shape)
 
 
 def test_effects_in_order() -> None:
@@ -383,6 +456,20 @@ def test_a_module_under_filter_jit() -> None:
     assert set(ft.ledger(ft.jit(affine()), SQUARE).memory.arguments) == set(ledger.memory.arguments)
 
 
+class Jitted(eqx.Module):
+    weight: jax.Array
+
+    @eqx.filter_jit
+    def step(self, x: Any, scale: Any = 2.0) -> Any:
+        return x @ self.weight * scale
+
+
+def test_a_method_under_filter_jit() -> None:
+    model = Jitted(jnp.ones((8, 8)))
+    ledger = ft.ledger(model.step, jnp.ones((8, 8)), scale=jnp.ones(()))
+    assert set(map(str, ledger.memory.arguments)) == {"self.weight", "x", "scale"}
+
+
 def test_what_is_moved_under_filter_jit() -> None:
     layout = ft.StateSharding({"weight": P(None, "model"), ...: P("model")})
     model = ft.shard(affine(), layout, MESH)
@@ -419,6 +506,13 @@ class ByOrder:
         compiled = jax.jit(lambda *lists, **kwargs: (lists, kwargs)).lower(*lists, **kwargs)
         return ByOrder(self.__wrapped__, compiled)
 
+    def trace(self, *args: Any, **kwargs: Any) -> Any:
+        """A stage of its own, which does not show the program."""
+        return SimpleNamespace(lower=lambda: self.lower(*args, **kwargs))
+
+    def eval_shape(self, *args: Any, **kwargs: Any) -> Any:
+        return jax.eval_shape(self.__wrapped__, *args, **kwargs)
+
     def compile(self) -> Any:
         return ByOrder(self.__wrapped__, self.compiled.compile())
 
@@ -438,5 +532,6 @@ def test_names_of_leaves_in_order(case: str) -> None:
     args, kwargs, names = BY_ORDER[case]
     fun = ByOrder(call)
     update_wrapper(fun, call)
+    assert isinstance(fun, jax.stages.Wrapped)  # as what `nnx.jit` returns
     ledger = ft.ledger(fun, *args, **kwargs)
     assert sorted(map(str, ledger.memory.arguments)) == sorted(names.split())

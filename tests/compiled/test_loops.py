@@ -40,6 +40,18 @@ def from_two_to_eleven_in_threes(x: Any, n: Any) -> Any:
     return jax.lax.while_loop(lambda s: s[0] < 11, lambda s: (s[0] + 3, psum(s[1])), (2, x))[1]
 
 
+def down_from_nine_in_twos(x: Any, n: Any) -> Any:
+    return jax.lax.while_loop(lambda s: s[0] > 0, lambda s: (s[0] - 2, psum(s[1])), (9, x))[1]
+
+
+def down_to_three(x: Any, n: Any) -> Any:
+    return jax.lax.while_loop(lambda s: 3 <= s[0], lambda s: (s[0] - 2, psum(s[1])), (9, x))[1]
+
+
+def upwards_for_ever(x: Any, n: Any) -> Any:
+    return jax.lax.while_loop(lambda s: s[0] > 0, lambda s: (s[0] + n, psum(s[1])), (9, x))[1]
+
+
 def data_dependent(x: Any, n: Any) -> Any:
     return jax.lax.fori_loop(0, n, lambda _, x: psum(x), x)
 
@@ -62,6 +74,9 @@ PROGRAMS: dict[Callable[[Any, Any], Any], int | None] = {
     in_a_scan: 5,
     in_two_scans: 21,
     from_two_to_eleven_in_threes: 3,
+    down_from_nine_in_twos: 5,
+    down_to_three: 4,
+    upwards_for_ever: None,
     data_dependent: None,
     until_it_is_small: None,
     a_known_loop_in_one_of_unknown_length: None,

@@ -125,7 +125,7 @@ metadata={op_name="jit(step)/(jvp()/dot:transpose(jvp())/neg)"}
 
 def test_phases() -> None:
     flow = DataFlow(Hlo(PHASES))
-    phases = Phases(flow)
+    phases = Phases(flow, lambda moved: [])
     assert [
         (moved.instruction.name, moved.index, phases.phase(moved)) for moved in moved_arrays(flow)
     ] == [

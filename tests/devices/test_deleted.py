@@ -97,6 +97,9 @@ TX = optax.sgd(0.1)
 EMA = ft.with_ema(TX, 0.9)
 STATE = ft.TrainState.create(dense(), EMA)
 
+EXPORTED = ft.export(ft.jit(lambda x: x + 1), jnp.ones(4))
+
+
 # What reads the values of a layer: the name in its error, the path of the bias there, and the call.
 DOORS: dict[str, tuple[str, str, Callable[[Dense], Any]]] = {
     "shard": ("shard", "bias", lambda m: ft.shard(m, RULES, MESH)),
@@ -128,6 +131,17 @@ DOORS: dict[str, tuple[str, str, Callable[[Dense], Any]]] = {
     ),
     "with_ema": ("with_ema", "bias", EMA.init),
     "export": ("total", "layer.bias", lambda m: ft.export(ft.jit(total), m)),
+    "an exported function": ("<lambda>", "x", lambda m: EXPORTED.call(m.bias)),
+    "averaged": (
+        "averaged",
+        "bias",
+        lambda m: ft.averaged(eqx.tree_at(average, STATE, m)),
+    ),
+    "assert_same_as_unsharded": (
+        "assert_same_as_unsharded",
+        "0.bias",
+        lambda m: ft.testing.assert_same_as_unsharded(total, (m,), (RULES,), MESH),
+    ),
 }
 
 

@@ -19,6 +19,8 @@ from functree.devices.targets import Target, target_devices
 
 REFUSED = {
     "v5e:2x4": """target='v5e:2x4' is not a target: write `"tpu:v5e:16x16"` for a slice of TPUs""",
+    "x": "for GPUs",
+    "4": "for GPUs",
     "gpu:h100:8": "is not a target",
     "": "is not a target",
     "tpu:v5e": "is not a target",
@@ -114,11 +116,37 @@ MEANT = {
     "tpu_v7x_2x2": "tpu:tpu7x:2x2",
     "tpu:v5e:٢x٤": "tpu:v5e:2x4",
     "tpu:v5e:02x4": "tpu:v5e:2x4",
+    "tpu:v5e:2×4": "tpu:v5e:2x4",
     "cuda:h100:٨": "cuda:h100:8",
     "cuda:h100:08": "cuda:h100:8",
     "cuda:h100:8 ": "cuda:h100:8",
     "h100:8": "cuda:h100:8",
+    "v5e-8": "tpu:v5e:2x4",
+    "v5litepod-8": "tpu:v5e:2x4",
+    "v4-16": "tpu:v4:2x2x2",
+    "ironwood": "tpu:tpu7x:2x2x1",
+    "v5e": "tpu:v5e:2x4",
+    "v6e-12": "tpu:v6e:2x4",
+    "tpu:v5e:8": "tpu:v5e:2x4",
+    "h100": "cuda:h100:8",
 }
+# Names with other numbers than that of the devices of these tests.
+BY_NUMBER = {
+    "v5litepod-16": "tpu:v5e:4x4",
+    "trillium-32": "tpu:v6e:4x8",
+    "v6e-256": "tpu:v6e:16x16",
+    "v6e-512": "tpu:v6e:16x16",
+    "v5p-8": "tpu:v5p:2x2x1",
+    "v5p-1024": "tpu:v5p:8x8x8",
+}
+
+
+@pytest.mark.parametrize("name", BY_NUMBER)
+def test_the_slice_that_a_number_means(name: str) -> None:
+    with pytest.raises(ft.ShardingError) as caught:
+        Target.read(name)
+    assert str(caught.value).endswith(f"; did you mean `{BY_NUMBER[name]}`?")
+    assert Target.read(BY_NUMBER[name]).text == BY_NUMBER[name]
 
 
 @pytest.mark.parametrize("name", MEANT)
@@ -152,6 +180,13 @@ def test_the_compiler_is_not_asked(described: list[Any], name: str) -> None:
     with raises(UNASKED[name], error=ft.ShardingError):
         ft.make_mesh(data=8, target=name)
     assert not described
+
+
+@pytest.mark.parametrize("name", ["tpu:v5e:" + 3000 * "1x", "cuda:h100:" + 9999 * "٩", "x" * 9999])
+def test_of_a_long_text_the_beginning_is_shown(described: list[Any], name: str) -> None:
+    with pytest.raises(ft.ShardingError) as caught:
+        ft.make_mesh(data=8, target=name)
+    assert len(str(caught.value)) < 300
 
 
 @pytest.mark.parametrize(

@@ -203,6 +203,15 @@ def test_a_pipe_is_not_overwritten(tmp_path: Path) -> None:
         ft.save(tmp_path / "saved", {"w": jnp.ones(3)}, overwrite=True)
 
 
+def test_a_name_twice_behind_many(tmp_path: Path) -> None:
+    """They are looked through once."""
+    folder = copied(tmp_path)
+    names = "".join(f'"{i}": 1, ' for i in range(10**5))
+    (folder / CONFIG).write_text(f'{{{names}"x": 1, "x": 2}}')
+    with refused('an object has "x" twice'):
+        load(folder)
+
+
 # The names of files in an index
 
 OUTSIDE = "index.json names files outside of its folder: "
@@ -236,6 +245,14 @@ def test_a_name_in_an_index(name: str, tmp_path: Path) -> None:
         (folder / INDEX).read_text().replace(f'"{moved}"', json.dumps(name))
     )
     with refused(said):
+        load(folder)
+
+
+def test_many_names_in_an_index(tmp_path: Path) -> None:
+    folder = copied(tmp_path, "llama_sharded")
+    files = {str(i): f"{i}.safetensors" for i in range(10**4)}
+    (folder / INDEX).write_text(json.dumps({"weight_map": files}))
+    with refused(MISSING, "and 9996 more"):
         load(folder)
 
 

@@ -24,9 +24,9 @@ from launch import free_port
 from meshes import lay
 
 import functree as ft
-from functree.io.checkpoints import bucket_store, lease, objects, write
+from functree.io.checkpoints import bucket_objects, bucket_store, lease, write
 from functree.io.checkpoints.bucket_store import BucketStore
-from functree.io.checkpoints.folder import Draft, read_manifest, store_at, sweep
+from functree.io.checkpoints.folder import Draft, is_given_up, read_manifest, store_at, sweep
 from functree.io.checkpoints.local_store import LocalStore
 from functree.io.checkpoints.manifest import Manifest
 from functree.io.checkpoints.store import Store
@@ -211,7 +211,7 @@ def store_of(kind: str, run: str, folder: Path) -> Store:
     return LocalStore(folder / "c") if kind == "folder" else store_at(run)
 
 
-def objects_of(address: str) -> objects.Objects:
+def objects_of(address: str) -> bucket_objects.Objects:
     """The objects below an address."""
     store = store_at(address)
     assert isinstance(store, BucketStore)
@@ -223,6 +223,26 @@ def manifest(name: str | None = None) -> Manifest:
 
 
 KINDS = ("folder", "bucket")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_one_process_leaves_word_of(kind: str, run: str, tmp_path: Path) -> None:
+    """The others see it, and it goes with the values; so is a lock that is gone a word."""
+    store = store_of(kind, run, tmp_path)
+    draft = Draft(store, overwrite=False)
+    if kind == "folder":  # which orbax makes, before it writes there
+        (store.path / f"{draft.name}.orbax-checkpoint-tmp").mkdir()
+    assert not is_given_up(store, draft.name)
+    store.tell_failure(draft.name)
+    assert store.is_told_failure(draft.name) and is_given_up(store, draft.name)
+    draft.discard()
+    assert store.names() == [] and is_given_up(store, draft.name)
+    if kind == "bucket":
+        store.tell_failure(draft.name)
+    else:
+        with pytest.raises(FileNotFoundError):
+            store.tell_failure(draft.name)
+    assert store.names() == []
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -426,7 +446,7 @@ def test_an_answer_that_is_lost(
     key: str, run: str, emulator: Emulator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Tensorstore tries again, and finds what it has written itself: no other writer was first."""
-    real, lost = objects.Objects.write, []
+    real, lost = bucket_objects.Objects.write, []
 
     def forgetful(self: Any, name: str, data: bytes | None, generation: bytes) -> bytes | None:
         written = real(self, name, data, generation)
@@ -435,7 +455,7 @@ def test_an_answer_that_is_lost(
             return real(self, name, data, generation)
         return written
 
-    monkeypatch.setattr(objects.Objects, "write", forgetful)
+    monkeypatch.setattr(bucket_objects.Objects, "write", forgetful)
     ft.save(run, {"n": np.arange(3)})
     assert lost and ft.restore(run, {"n": np.zeros(3, int)})["n"].tolist() == [0, 1, 2]
 
@@ -444,7 +464,7 @@ def test_a_commit_whose_answer_is_lost_for_good(
     run: str, emulator: Emulator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The lease says that a manifest comes, and its writer knows that none does."""
-    real = objects.Objects.write
+    real = bucket_objects.Objects.write
 
     def silent(self: Any, name: str, data: bytes | None, generation: bytes) -> bytes | None:
         written = real(self, name, data, generation)
@@ -454,7 +474,7 @@ def test_a_commit_whose_answer_is_lost_for_good(
 
     draft = Draft(store_at(run), False)
     with monkeypatch.context() as patch:
-        patch.setattr(objects.Objects, "write", silent)
+        patch.setattr(bucket_objects.Objects, "write", silent)
         with raises(f"{run} cannot be written: the bucket has not answered"):
             draft.commit(manifest(draft.name))
     draft.discard()
@@ -541,7 +561,7 @@ def test_a_bucket_that_does_not_answer(
 ) -> None:
     """An error after the deadline, at each door."""
     ft.save(run, tree(1))
-    monkeypatch.setattr(objects, "DEADLINE", 0.3)
+    monkeypatch.setattr(bucket_objects, "DEADLINE", 0.3)
     monkeypatch.setenv("TENSORSTORE_GCS_HTTP_URL", f"http://127.0.0.1:{free_port()}")
     doors: list[Callable[[], Any]] = [
         lambda: ft.save(run, tree(2)),

@@ -1,6 +1,7 @@
 """Checkpoints: bit-equal on other meshes and layouts; all that can differ, by path or asked for;
 what is kept."""
 
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,7 +21,7 @@ from meshes import EXPLICIT, MESH
 import functree as ft
 
 KEY = jax.random.key(0)
-ADAFACTOR = optax.adafactor(1e-3)
+ADAFACTOR = ft.layerwise(optax.adafactor(1e-3))
 TENSOR = {"heads": "model", "kv_heads": "model", "hidden": "model", "vocab": "model"}
 CONFIG = ft.nn.TransformerConfig(
     vocab_size=64,
@@ -490,6 +491,14 @@ def test_what_is_there_already(tmp_path: Path) -> None:
         ft.save("s3://bucket/run", w)
     with raises("cannot be written: [Errno 20] Not a directory", error=ft.CheckpointError):
         ft.save(tmp_path / "file" / "c", w)
+
+
+def test_inspect_loads_nothing(tmp_path: Path) -> None:
+    ft.save(tmp_path / "c", on_mesh(ARRAYS))
+    whole = ft.inspect(tmp_path / "c")
+    for values in tmp_path.glob("c/arrays-*/"):
+        shutil.rmtree(values)
+    assert list(ft.inspect(tmp_path / "c")) == list(whole) != []
 
 
 def test_what_is_no_checkpoint(tmp_path: Path) -> None:

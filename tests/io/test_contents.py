@@ -199,6 +199,13 @@ def test_keys_that_meet_at_other_doors(tmp_path: Path) -> None:
     for door in doors:
         with raises("w   f32[8]", *MEETING):
             door()
+    with raises("w.init   f32[8]", *MEETING, error=ft.StateError):
+        ft.make_state(Meeting(ft.StateRef(jnp.ones(8)), ft.StateRef(jnp.zeros(8))))
+    told = ("a.w", "several parts: Meeting gives two of its children one key", MEETING[1])
+    for chosen in (ft.has_ndim(1), "**", lambda path, node: str(path).endswith("w")):
+        with raises(*told):
+            ft.select({"b": 1, "a": tree}).where(chosen)
+    assert ft.select({"b": TIED, "a": tree}).where("b").get() is TIED
     # What keeps the arrays in their order tells them apart.
     assert [float(x[0]) for x in ft.copy(tree).children] == [1.0, 0.0]
     # Static children are no arrays, and one array beside them has the path for itself.

@@ -203,7 +203,7 @@ def test_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with raises("export takes a function of `ft.jit`: write `ft.export(ft.jit(sin), ...)`"):
         ft.export(jnp.sin, x)
     with raises(
-        "takes what `jax.jit` returns, and <lambda> is a function of `ft.jit`: write `ft.export("
+        "takes what `jax.jit` returns, and <lambda> is a function of functree: write `ft.export("
     ):
         jax.export.export(f)(x)  # type: ignore[arg-type]
 

@@ -126,6 +126,32 @@ def test_looks(what: str, look: str, tmp_path: Path) -> None:
         assert checkpoints.latest is None
 
 
+ADDRESSES = ["gs://bucket/model", Path("gs://bucket/model"), "https://host/model", "file:///model"]
+LOCAL: dict[str, Callable[[Any, ft.nn.Transformer], object]] = {
+    "save_weights": lambda path, model: ft.save_weights(path, model),
+    "load_weights": lambda path, model: ft.load_weights(path, ft.P(), MESH),
+    "config_from_json": lambda path, model: ft.nn.config_from_json(path),
+    "assert_layout": lambda path, model: ft.testing.assert_layout(
+        ft.plan(model, ft.P(), MESH), path
+    ),
+}
+
+
+@pytest.mark.parametrize("door", LOCAL)
+@pytest.mark.parametrize("address", ADDRESSES, ids=repr)
+def test_an_address_is_no_folder_of_such_a_name(
+    address: Any,
+    door: str,
+    tmp_path: Path,
+    model: ft.nn.Transformer,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with raises("of a file system: copy to or from a bucket by its own tools", error=ValueError):
+        LOCAL[door](address, model)
+    assert not listed(tmp_path)
+
+
 @pytest.mark.parametrize("door", DOORS)
 @pytest.mark.parametrize("what", NONSENSE)
 def test_nonsense(what: str, door: str, tmp_path: Path, model: ft.nn.Transformer) -> None:

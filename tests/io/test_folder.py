@@ -52,6 +52,15 @@ FOREIGN: dict[str, Callable[[Path], Any]] = {
         file(path / f"{NAME}.npy"),
         file(path / f"{NAME}.lock", ""),
     ),
+    "a longer ending, with a mark": lambda path: (
+        file(path / f"{NAME}.json.bak"),
+        file(path / f"{NAME}.lock", ""),
+    ),
+    "a copy of a lock": lambda path: (
+        file(path / f"{NAME}.locked"),
+        file(path / f"{NAME}.orbax-checkpoint-tmp-mine" / "part.npy"),
+        file(path / f"{NAME}.lock", ""),
+    ),
 }
 
 

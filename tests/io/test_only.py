@@ -150,11 +150,36 @@ def test_the_remedy_of_what_only_one_side_has(what: str, alone: str, tmp_path: P
         assert found["extra"]["up"].weight is more["extra"]["up"].weight
 
 
+@pytest.mark.parametrize("only", ["extra.**", ft.glob("extra.up.weight") & ft.under(Up)], ids=str)
+def test_where_there_is_no_rest_to_restore(only: Any, saved: Path) -> None:
+    with raises("extra.up.weight", "which matches nothing else, or `like`") as caught:
+        ft.restore(saved, net(), only=only)
+    assert "to restore the rest" not in str(caught.value)
+    # As the text says: another filter, or such arrays in `like`.
+    ft.restore(saved, net(), only="head")
+    ft.restore(saved, net(extra={"up": Up(np.zeros((2, 4)))}), only=only)
+
+
 def test_in_a_run(tmp_path: Path) -> None:
     with ft.Checkpoints(tmp_path) as checkpoints:
         checkpoints.save(1, net())
     with raises("matches no array", error=ft.CheckpointError):
         checkpoints.restore(net(), only="modle.**")
+
+
+def test_what_comes_from_like_is_not_deleted(tmp_path: Path) -> None:
+    """It would be returned without a word. What is read may be: of it only the shape is needed."""
+    ft.save(tmp_path / "c", {"w": np.ones(3, "f"), "b": np.ones(4, "f")})
+    like = {"w": jax.numpy.zeros(3), "b": jax.numpy.zeros(4)}
+    like["b"].delete()
+    with raises(
+        "restore: 1 array of `like` is deleted",
+        "b   f32[4]\n      is deleted",
+        "use what that call returned",
+        error=ft.FunctreeError,
+    ):
+        ft.restore(tmp_path / "c", like, only="w")
+    assert ft.restore(tmp_path / "c", like, only="b")["b"].sum() == 4
 
 
 def test_a_tree_without_arrays_has_nothing_to_match(tmp_path: Path) -> None:

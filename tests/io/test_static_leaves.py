@@ -75,6 +75,7 @@ UNSAVEABLE: dict[str, tuple[Callable[[], Any], str]] = {
     "bytes without a meaning": (lambda: np.zeros(2, "V4"), JAX_LACKS),
     "long floats": (lambda: np.ones(2, np.longdouble), JAX_LACKS),
     "a long complex number": (lambda: np.clongdouble(1), JAX_LACKS),
+    "another order of bytes": (lambda: np.ones(2, ">f4"), "has the dtype >f4, whose order of bytes JAX does not have"),
     "a mask": (lambda: np.ma.masked_array([1.0, 2.0], [0, 1]), "has a mask, which would be lost"),
     "a mask of nothing": (lambda: np.ma.masked_array([1.0, 2.0]), "has a mask"),
     "masked": (lambda: np.ma.masked, "has a mask"),
@@ -94,10 +95,13 @@ def test_what_cannot_be_saved(what: str, tmp_path: Path) -> None:
 def test_the_remedies(tmp_path: Path) -> None:
     ref, dates = jax.new_ref(jnp.ones(3)), np.array(["2020-01-01"], "M8[D]")
     masked = np.ma.masked_array([1.0, 2.0], [0, 1])
+    x = np.arange(3).astype(">i4")
     tree = [ref[...], dates.view(np.int64), masked.data, masked.mask, jax.freeze(ref)]
+    tree.append(x.astype(x.dtype.newbyteorder("=")))
     ft.save(tmp_path / "c", tree, meta=["a text"])
     found = ft.restore(tmp_path / "c", tree)
     assert (found[1].view("M8[D]") == dates).all() and found[3].tolist() == [False, True]
+    assert found[5].tolist() == [0, 1, 2]
 
 
 DTYPES = [
@@ -159,6 +163,29 @@ def test_what_is_static(what: str, tmp_path: Path) -> None:
     ) as caught:
         assert ft.restore(tmp_path / "c", {"w": w, "a": [other]})["a"][0] is other
     assert len(caught) == 1
+
+
+NOT_IN_LIKE: dict[str, Any] = {"None": {"a": [None]}, "less": {"a": []}, "no such field": {}}
+
+
+@pytest.mark.parametrize("what", NOT_IN_LIKE)
+@pytest.mark.parametrize("value", [3, "adam", Level.LOW])
+def test_a_static_leaf_that_like_lacks(value: Any, what: str, tmp_path: Path) -> None:
+    w = np.ones(2)
+    ft.save(tmp_path / "c", {"w": w, "a": [value]})
+    with pytest.warns(
+        ft.FunctreeWarning, match="`a.0` was .* and is not in `like`; make `like` as"
+    ):
+        ft.restore(tmp_path / "c", {"w": w, **NOT_IN_LIKE[what]})
+    # As the text says.
+    ft.save(tmp_path / "d", {"w": w}, meta={"a": 3})
+    assert ft.restore(tmp_path / "d", {"w": w}) and ft.inspect(tmp_path / "d").meta == {"a": 3}
+
+
+def test_a_text_is_not_told_to_be_an_array(tmp_path: Path) -> None:
+    ft.save(tmp_path / "c", ["adam"])
+    with pytest.warns(ft.FunctreeWarning, match="static leaves are not restored.* in `meta=`"):
+        ft.restore(tmp_path / "c", ["sgd"])
 
 
 @pytest.mark.parametrize("make", [Plain, Angry, endless, lambda: {Plain()}])

@@ -40,6 +40,9 @@ NAMES = [
     "mistral_sw",
     "qwen2",
     "qwen3",
+    "mixtral",
+    "qwen3_moe",
+    "qwen3_moe_raw",
 ]
 
 
@@ -75,6 +78,87 @@ def test_logits_are_the_reference_s(name: str) -> None:
         found.append(logits(load(MODELS / name), ft.shard(TOKENS, ft.P("data"), mesh)))
     for one in found:
         assert np.abs(one - expected).max() < 5e-6 * np.abs(expected).max()
+
+
+EXPERT_MESHES: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
+    "EP 2, TP 2": ({"expert": 2, "model": 2}, {"batch": "expert", **TENSOR}),
+    "EP 3": ({"expert": 3}, {}),
+}
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "qwen3_moe_raw"])
+@pytest.mark.parametrize("where", EXPERT_MESHES)
+def test_logits_of_experts_that_are_sharded(name: str, where: str) -> None:
+    sizes, rules = EXPERT_MESHES[where]
+    mesh = ft.make_mesh(**sizes, devices=jax.devices()[: math.prod(sizes.values())])
+    layout = ft.AxisRules({"experts": "expert", **rules, ...: None})
+    expected = np.load(MODELS / f"{name}.logits.npy")
+    with jax.set_mesh(mesh), ft.axis_rules(layout):
+        model = ft.load_weights(MODELS / name, layout)
+        found = logits(
+            model, jax.device_put(TOKENS, jax.NamedSharding(mesh, layout.spec("batch seq")))
+        )
+    assert model.blocks.layer.mlp.gate.sharding.spec[1] == "expert"
+    assert np.abs(found - expected).max() < 5e-6 * np.abs(expected).max()
+
+
+def joined(name: str) -> dict[str, np.ndarray]:
+    """The tensors of a fixture, in the spelling in which one tensor has all experts of a layer."""
+    given = tensors(MODELS / name)
+    theirs = ("w1", "w3", "w2") if name == "mixtral" else ("gate_proj", "up_proj", "down_proj")
+    module = "block_sparse_moe" if name == "mixtral" else "mlp"
+    found = {key: one for key, one in given.items() if ".experts." not in key}
+    for layer in range(3):
+        first = f"model.layers.{layer}.{module}"
+        gate, up, down = (
+            np.stack([given[f"{first}.experts.{i}.{one}.weight"] for i in range(6)])
+            for one in theirs
+        )
+        found[f"model.layers.{layer}.mlp.experts.gate_up_proj"] = np.concatenate([gate, up], 1)
+        found[f"model.layers.{layer}.mlp.experts.down_proj"] = down
+        found[f"model.layers.{layer}.mlp.gate.weight"] = found.pop(f"{first}.gate.weight")
+    return found
+
+
+def renamed(name: str) -> dict[str, np.ndarray]:
+    """The tensors of Mixtral's fixture by the names that the other family has."""
+    found = {}
+    for key, one in tensors(MODELS / name).items():
+        key = key.replace("block_sparse_moe", "mlp")
+        for old, new in (("w1", "gate_proj"), ("w3", "up_proj"), ("w2", "down_proj")):
+            key = key.replace(f".{old}.", f".{new}.")
+        found[key] = one
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "spelled"),
+    [("mixtral", joined), ("qwen3_moe", joined), ("mixtral", renamed)],
+)
+def test_other_spellings_of_experts(
+    name: str, spelled: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layout = ft.AxisRules({"experts": "data", "hidden": "model", ...: None})
+    expected = ft.load_weights(MODELS / name, layout, mesh_of(2, 2))
+    shutil.copy(MODELS / name / "config.json", tmp_path)
+    save_file(spelled(name), tmp_path / "model.safetensors")
+    read: list[int] = []
+
+    def count(self: Tensor, index: Any, read_block: Any = Tensor.read) -> np.ndarray:
+        block = read_block(self, index)
+        read.append(block.nbytes)
+        return block
+
+    monkeypatch.setattr(Tensor, "read", count)
+    found = ft.load_weights(tmp_path, layout, mesh_of(2, 2))
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        assert one.sharding == other.sharding and np.array_equal(one, other)
+    # Each device has read its own parts; what all devices have is read once.
+    kept = 0
+    for leaf in jax.tree.leaves(found):
+        shards = leaf.addressable_shards[: 1 if leaf.is_fully_replicated else None]
+        kept += sum(shard.data.nbytes for shard in shards)
+    assert sum(read) == kept
 
 
 def test_arrays_are_born_where_the_layout_says() -> None:
@@ -301,6 +385,17 @@ def test_frequencies_in_older_files(dtype: str, copied: Path) -> None:
             load(copied)
 
 
+def test_a_config_is_refused_before_a_weight_is_read(
+    copied: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = json.loads((copied / "config.json").read_text())
+    (copied / "config.json").write_text(json.dumps(config | {"clip_qkv": 8.0}))
+    for weights in copied.glob("*.safetensors"):
+        weights.unlink()
+    with raises('"clip_qkv": 8.0', error=ft.FunctreeError):
+        load(copied)
+
+
 def test_the_table_of_the_logits_beside_a_tied_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -424,6 +519,7 @@ def test_what_is_not_saved(tmp_path: Path) -> None:
     }
     for options, said in (
         ({"window": 4, "qk_norm": True}, "it has what only qwen3 and only mistral has"),
+        ({"experts": 2, "top_k": 1, "normalize": False}, "all have normalize=True"),
         ({"rope_scaling": abs}, "no family has rope_scaling=<built-in function abs>"),
     ):
         config = ft.nn.TransformerConfig(16, **sizes, **options)

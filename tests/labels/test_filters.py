@@ -148,6 +148,17 @@ def test_table(case: str) -> None:
     assert matched(written) == paths(expected)
 
 
+def test_a_regular_expression_matches_the_whole_text() -> None:
+    assert matched(re.compile("step")) == {"step"}
+    for part in ("ste", "tep", "lin", "weight"):
+        assert matched(re.compile(part)) == set()
+
+
+def test_larger_is_not_as_large() -> None:
+    tree = {"four": np.ones(4), "five": np.ones(5)}
+    assert list(ft.select(tree).where(ft.larger_than(4)).paths()) == [ft.Path(("five",))]
+
+
 @pytest.mark.parametrize("case", TABLE)
 def test_filters_are_values(case: str) -> None:
     written = as_filter(TABLE[case][0])

@@ -212,6 +212,12 @@ def test_an_array_is_known_by_its_dtype_not_its_class() -> None:
     assert ft.tree_axes([np.str_("s"), np.float32(1)]) == [None, Axes()]
 
 
+def test_arrays_of_jax_and_of_numpy_and_abstract_ones_have_the_same_axes() -> None:
+    arrays = x(2, 3), np.ones((2, 3), np.float32), jax.ShapeDtypeStruct((2, 3), jnp.float32)
+    for array in arrays:
+        assert ft.tree_axes(Block(array, linear())).w == Axes("embed", "hidden")
+
+
 def test_in_a_trace() -> None:
     model = Block(jnp.ones((2, 3)), linear())
     seen = []
@@ -402,6 +408,12 @@ def test_names_that_name_nothing_are_told(names: Any, unused: list[str]) -> None
         assert "WARNING names= of LSTMCell" in plan.html()
     else:
         assert "WARNING" not in text and ("named no leaf" in text) == bool(unused)
+
+
+def test_names_for_a_field_that_is_none() -> None:
+    bare = eqx.nn.Linear(2, 3, use_bias=False, key=jax.random.key(0))
+    axes = ft.tree_axes([bare], {eqx.nn.Linear: LINEAR})
+    assert axes[0].weight == Axes("out", "in") and axes[0].bias is None
 
 
 def test_a_module_may_name_its_own_axes() -> None:

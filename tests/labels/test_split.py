@@ -18,6 +18,7 @@ from trees import Keyless, Leafy, containers, flat, same
 
 import functree as ft
 from functree.errors import FunctreeError, RuleError
+from functree.labels.filters.filter import as_filter
 from functree.tree.arrays import is_array
 from functree.tree.skeleton.skeleton import Skeleton
 
@@ -257,6 +258,9 @@ NAMES_NOTHING: dict[str, tuple[Any, str]] = {
     "a class": (eqx.nn.LSTMCell, "under(LSTMCell)"),
     "two": (ft.glob("third.*") | ft.glob("fourth.*"), "glob('third.*'), glob('fourth.*')"),
     "with a property": (ft.glob("third.*") & ft.is_trainable, "glob('third.*')"),
+    "not a typo": (~ft.glob("**.wieght"), "glob('**.wieght')"),
+    "and not a typo": (ft.is_trainable & ~ft.glob("**.wieght"), "glob('**.wieght')"),
+    "not an expression": (~as_filter(re.compile("third.*")), "re.compile('third.*')"),
 }
 
 

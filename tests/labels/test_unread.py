@@ -72,6 +72,18 @@ class Slotted(Registered):
     b: Float[Array, "hidden"]
 
 
+class Lazy(Registered):
+    w: Float[Array, "embed hidden"]
+    b: Float[Array, "hidden"]
+
+    @property
+    def size(self) -> int:
+        raise RuntimeError("not known yet")
+
+
+Lazy.__annotations__["size"] = Float[Array, ""]
+
+
 class Several(Registered):
     w: list[Float[Array, "embed hidden"]]
     b: dict[str, Plain] | None
@@ -106,6 +118,7 @@ BY_IDENTITY: dict[str, tuple[Any, list[P]]] = {
     "tied and alike": (Alike(W, W), [P(None, "model")] * 2),
     "slots": (Slotted(W, B), [P(None, "model"), P("model")]),
     "a dataclass": (Data(W, B), [P(None, "model"), P("model")]),
+    "a property that raises": (Lazy(W, B), [P(None, "model"), P("model")]),
     "containers": (Several([W, W], {"x": Plain(W, B)}), [P(None, "model")] * 3 + [P("model")]),
     "None": (Several([W], None), [P(None, "model")]),
     "generic": (OfField(Boxed(W, None)), [P(None, "model")]),
@@ -195,6 +208,17 @@ def test_registered_with_keys():
     assert specs(Keyed(W, W)) == [P(None, "model"), P("model", None)]
 
 
+def test_the_other_remedies_of_what_is_not_found():
+    """`names=`, by the keys that JAX gives the children, and a path filter."""
+    wanted = [P(None, "model"), P("model", None)]
+    given = {Tied: ft.names({"0": "embed hidden", "1": "hidden embed"})}
+    rules = ft.AxisRules({"embed": None, "hidden": "model"}, names=given)
+    filters = ft.StateSharding({"0": P(None, "model"), "1": P("model")})
+    for layout in (rules, filters):
+        plan = ft.plan(Tied(W, W + 1), layout, {"model": 4})
+        assert [row.spec for row in plan] == wanted
+
+
 class Typed(TypedDict):
     w: Float[Array, "embed hidden"]
     b: Float[Array, "hidden"]
@@ -241,6 +265,14 @@ class OfDict(eqx.Module):
     p: dict[str, Float[Array, "embed hidden"] | Float[Array, "hidden"]]
 
 
+class OfTuple(eqx.Module):
+    p: tuple[Float[Array, "embed hidden"], Float[Array, "hidden"]]
+
+
+class OfMany(eqx.Module):
+    p: tuple[Float[Array, "hidden"], ...]
+
+
 class OfLayer(eqx.Module):
     p: Annotated[eqx.nn.Linear, ft.names(weight="hidden embed", bias="hidden")]
 
@@ -263,6 +295,9 @@ STRUCTURES: dict[str, tuple[Callable[[], Any], list[str]]] = {
     ),
     "an array for a list": (lambda: OfList(B), ["p", "is for a container, but it is an array", 'write `Float[Array, "..."]` there']),
     "a list in a dict": (lambda: OfNested({"a": [B]}), ["p.a.0", "is for an array, but it is a list"]),
+    "elements behind those of a tuple": (
+        lambda: OfTuple((W, B + 1, B)), ["p.2", "is for 2 elements, but there are 3", "annotate each element, or all alike: `tuple[X, ...]`"],
+    ),
     "an array for a class": (lambda: OfBox(B), ["p", "is for a Box, but it is an array"]),
     "a list for a class": (lambda: OfBox([B]), ["p.0", "is for a Box, but it is a list"]),
 }  # fmt: skip
@@ -281,6 +316,7 @@ REMEDIES: dict[str, tuple[Callable[[], Any], list[P]]] = {
     "a dict": (lambda: OfDict({"w": W, "b": B}), [P("model"), P(None, "model")]),
     "names": (lambda: OfLayer(layer()), [P("model", None), P("model")]),
     "an array": (lambda: OfArray(W), [P(None, "model")]),
+    "all alike": (lambda: OfMany((B, B + 1, B + 2)), [P("model")] * 3),
 }
 
 

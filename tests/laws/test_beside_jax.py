@@ -76,6 +76,11 @@ def with_ref() -> Any:
     return ft.jit(lambda x: x + ref[...]).lower(X).compile()
 
 
+def exported_with_ref() -> Any:
+    ref = jax.new_ref(jnp.zeros(8))
+    return ft.export(ft.jit(lambda x: x + ref[...]), X)
+
+
 PMAP = "`jax.pmap` is such a shard_map: use `ft.shard_map` in its place, or `jax.grad` and `jax.lax"
 ONE = "for a single device write `P()`, on the mesh `ft.make_mesh(data=1, devices=[device])`"
 SINGLE = SingleDeviceSharding(DEVICE)
@@ -122,6 +127,16 @@ CASES: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
     "export": (
         lambda: jax.export.export(ft.jit(lambda x: x + 1))(X),
         ("`jax.export.export` takes what `jax.jit` returns", "write `ft.export(<lambda>, *args)`"),
+    ),
+    "export of a closed ref": (
+        exported_with_ref,
+        ("<lambda> closes over a `jax.Ref`, which stays in this process: pass and return the",),
+    ),
+    "export of a shard_map": (
+        lambda: jax.export.export(
+            ft.shard_map(lambda x: x, mesh=MESH, in_specs=P("data"), out_specs=P("data"))
+        )(X),
+        ("and <lambda> is a function of functree: write `ft.export(<lambda>, *args)`",),
     ),
     "an option of lower": (
         lambda: ft.jit(lambda x: x).trace(X).lower(lowering_platform=("cpu",)),

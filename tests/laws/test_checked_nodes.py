@@ -164,6 +164,7 @@ DOORS: dict[str, Callable[[Any], object]] = {
     "accumulate": accumulated,
     "select": selected,
     "jit": lambda tree: ft.jit(loss).trace(tree),
+    "assert_closed": lambda tree: ft.testing.assert_closed(lambda tree: tree, (tree,)),
     "init": lambda tree: ft.init(lambda: tree, LAYOUT, MESH).trace(),
 }
 

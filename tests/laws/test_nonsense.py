@@ -68,6 +68,7 @@ NONSENSE: dict[str, Any] = {
     "a spec": P("data"), "rules": RULES, "a path": ft.Path(("a",)), "...": ..., "axes": ft.Axes("a"),
     "an init": ft.init(lambda: jnp.ones(3), P(), MESH), "a sharding": NamedSharding(MESH, P()),
 }  # fmt: skip
+BY_NAME = {"rules": ft.AxisRules({"batch": "data", ...: None})}
 PLAN = ft.plan(MODEL, RULES, MESH)
 LEDGER = ft.ledger(double, X, in_shardings=P("data"), mesh=MESH)
 FUNCTIONS = ("a class", "a mesh", "a jitted function", "a function", "a module", "an init")
@@ -132,7 +133,8 @@ USES: dict[str, Use] = {
     "Stacked": (ft.Stacked, {"layer": layers().layer, "axis": "layers"}),
     "Stacked.scan": (
         lambda args, **k: layers().scan(**k),
-        {"x": X, "args": (), "each": None, "collect": False, "remat": None, "unroll": 1, "state": None},
+        {"x": X, "args": (), "each": None, "collect": False, "remat": None, "unroll": 1, "state": None,
+         "microbatches": None},
     ),
     "stack": (ft.stack, {"make": lambda key: ft.nn.MLP(8, 8, key=key), "n": 3, "key": KEY, "axis": "layers"}),
     "TrainState.create": (
@@ -141,7 +143,10 @@ USES: dict[str, Use] = {
     ),
     "abstract": (lambda **k: ft.abstract(**k)(), {"make": lambda: jnp.ones((8, 8)), "layout": P("data"), "mesh": MESH}),
     "init": (lambda **k: ft.init(**k)(), {"make": lambda: jnp.ones((8, 8)), "layout": P("data"), "mesh": MESH}),
-    "accumulate": (lambda **k: ft.accumulate(**k)(X), {"fn": lambda x: x.sum(), "steps": 2}),
+    "accumulate": (
+        lambda **k: ft.accumulate(**k)(X),
+        {"fn": lambda x: x.sum(), "steps": 2, "keys": (), "carry": (), "gather": "each"},
+    ),
     "apply_gradients": (
         lambda extra, **k: ft.apply_gradients(**k),
         {"ts": STATE, "grads": ft.grad(loss)(MODEL, X), "state": None, "extra": None},
@@ -190,9 +195,30 @@ USES: dict[str, Use] = {
         lambda fn, args, kwargs, **k: ft.ledger(fn, args, **k),
         {"fn": double, "args": X, "in_shardings": RULES, "out_shardings": None, "mesh": MESH, "kwargs": None},
     ),
+    "explore": (
+        ft.explore,
+        {
+            "step": double, "args": (X,), "meshes": 8, "layouts": {"rows": P("data")}, "target": None,
+            "hardware": None, "out_shardings": None, "progress": False,
+        },
+    ),
+    "Candidate.rules_file": (
+        lambda **k: ft.explore(double, (X,), meshes=[{"data": 8}], layouts=BY_NAME, progress=False)[0].rules_file(**k),
+        {"path": "found.toml"},
+    ),
+    "Hardware": (
+        ft.Hardware, {"flops": 1e12, "memory": 2**34, "links": 1e9, "efficiency": 0.5}
+    ),
+    "layerwise": (ft.layerwise, {"tx": TX}),
+    "whole_matrices": (
+        lambda **k: ft.TrainState.create(MODEL, ft.whole_matrices(**k)), {"tx": TX, "over": "data", "layout": RULES}
+    ),
+    "nn.matrix_dimensions": (ft.nn.matrix_dimensions, {"model": TRANSFORMER}),
     "Ledger.diff": (LEDGER.diff, {"other": LEDGER}),
+    "Ledger.html": (LEDGER.html, {"plan": PLAN}),
     "Ledger.from_json": (ft.Ledger.from_json, {"text": LEDGER.to_json()}),
     "Plan.diff": (PLAN.diff, {"other": PLAN}),
+    "Plan.table": (PLAN.table, {"sort": "bytes"}),
     "Plan.from_json": (ft.Plan.from_json, {"text": PLAN.to_json()}),
     "testing.assert_layout": (ft.testing.assert_layout, {"plan": PLAN, "file": "missing.txt"}),
     "testing.assert_collectives": (
@@ -203,6 +229,10 @@ USES: dict[str, Use] = {
     "testing.assert_same_as_unsharded": (
         ft.testing.assert_same_as_unsharded,
         {"fn": double, "args": (X,), "layouts": RULES, "mesh": MESH, "rtol": 1e-5, "atol": 1e-6},
+    ),
+    "testing.first_nonfinite": (
+        lambda fn, args: ft.testing.first_nonfinite(fn, args),
+        {"fn": double, "args": X},
     ),
     "make_state": (ft.make_state, {"model": Counts(ft.StateRef(jnp.zeros(3)))}),
     "merge": (
@@ -227,6 +257,7 @@ USES: dict[str, Use] = {
     ),
     "signature_layouts": (ft.signature_layouts, {"fun": double, "rules": RULES}),
     "spec": (in_rules(ft.spec), {"axes": "embed"}),
+    "axis_shards": (in_rules(ft.axis_shards), {"name": "embed", "axes": "embed hidden"}),
     "tree_axes": (ft.tree_axes, {"tree": MODEL, "names": None}),
     "names": (lambda patterns, fields: ft.names(patterns, w=fields), {"patterns": None, "fields": "a"}),
     "typed": (lambda **k: ft.typed(**k)(jnp.array(X)), {"fun": double, "constrain": False}),
@@ -245,7 +276,7 @@ USES: dict[str, Use] = {
         ft.nn.Linear,
         {
             "in_size": 4, "out_size": 4, "axes": "embed hidden", "use_bias": True, "key": KEY,
-            "init": jax.nn.initializers.normal(), "param_dtype": jnp.float32, "compute_dtype": None,
+            "init": jax.nn.initializers.normal(), "param_dtype": jnp.float32, "compute_dtype": None, "dot_general": None,
         },
     ),
     "nn.Attention": (
@@ -253,6 +284,7 @@ USES: dict[str, Use] = {
         {
             "embed": 8, "heads": 2, "kv_heads": None, "head_dim": None, "use_bias": False, "qk_norm": False,
             "norm_eps": 1e-5, "window": None, "rope_theta": 1e4, "rope_scaling": None, "attention": "auto", "key": KEY,
+            "context": "auto", "dot_general": None,
             "init": jax.nn.initializers.normal(), "param_dtype": jnp.float32, "compute_dtype": None,
         },
     ),
@@ -289,7 +321,15 @@ USES: dict[str, Use] = {
         ft.nn.MLP,
         {
             "embed": 4, "hidden": 4, "init": jax.nn.initializers.normal(), "key": KEY, "param_dtype": jnp.float32,
-            "compute_dtype": None,
+            "compute_dtype": None, "dot_general": None,
+        },
+    ),
+    "nn.MoE": (
+        ft.nn.MoE,
+        {
+            "embed": 4, "hidden": 4, "experts": 4, "top_k": 2, "capacity": None, "dispatch": "auto", "normalize": True,
+            "init": jax.nn.initializers.normal(), "key": KEY, "param_dtype": jnp.float32, "compute_dtype": None,
+            "dot_general": None,
         },
     ),
     "nn.Sequential": (ft.nn.Sequential, {"layers": [MODEL]}),
@@ -301,7 +341,9 @@ USES: dict[str, Use] = {
             "vocab_size": 16, "embed": 8, "layers": 2, "heads": 2, "kv_heads": 2, "head_dim": 4, "hidden": 8,
             "max_seq": 8, "rope_theta": 1e4, "tie_embedding": False, "remat": None, "param_dtype": jnp.float32,
             "compute_dtype": jnp.float32, "norm_eps": 1e-5, "attention_bias": False, "qk_norm": False, "window": None,
-            "rope_scaling": None, "attention": "auto",
+            "rope_scaling": None, "attention": "auto", "context": "auto", "microbatches": None,
+            "experts": None, "top_k": None, "capacity": None,
+            "expert_hidden": None, "normalize": True, "dispatch": "auto", "dot_general": None,
         },
     ),
     "nn.Llama3Rope": (ft.nn.Llama3Rope, {"factor": 8.0, "low": 1.0, "high": 4.0, "original": 8192}),
@@ -313,10 +355,15 @@ USES: dict[str, Use] = {
         },
     ),
     "nn.Transformer.features": (
-        TRANSFORMER.features, {"tokens": jnp.zeros((1, 4), int), "positions": None, "segments": None}
+        TRANSFORMER.features,
+        {"tokens": jnp.zeros((1, 4), int), "positions": None, "segments": None, "in_order": True},
     ),
     "nn.Transformer.run": (
-        TRANSFORMER.run, {"tokens": jnp.zeros((1, 4), int), "positions": None, "segments": None, "cache": None}
+        TRANSFORMER.run,
+        {
+            "tokens": jnp.zeros((1, 4), int), "positions": None, "segments": None, "cache": None, "in_order": True,
+            "losses": False,
+        },
     ),
     "nn.Cache.create": (ft.nn.Cache.create, {"model": TRANSFORMER, "batch": 1, "length": 8}),
     "nn.generate": (
@@ -326,11 +373,13 @@ USES: dict[str, Use] = {
             "temperature": 1.0, "top_k": None, "top_p": None, "stop": None, "pad": 0,
         },
     ),
+    "nn.zigzag": (ft.nn.zigzag, {"x": jnp.zeros((1, 8)), "parts": 2}),
     "nn.cross_entropy": (
         ft.nn.cross_entropy,
         {
             "model": TRANSFORMER, "tokens": jnp.zeros((1, 4), int), "targets": jnp.zeros((1, 4), int),
-            "positions": None, "segments": None, "chunk": 1024, "mask": None, "z_loss": 0.0,
+            "positions": None, "segments": None, "in_order": True, "chunk": 1024, "mask": None, "z_loss": 0.0,
+            "balance": 0.0, "router_z": 0.0,
         },
     ),
     "nn.config_from_json": (
@@ -376,7 +425,7 @@ USES: dict[str, Use] = {
     "save_weights": (ft.save_weights, {"folder": "weights", "model": TRANSFORMER}),
     "nn.WeightMap": (
         ft.nn.WeightMap,
-        {"fields": {"n": ft.nn.WeightMap.only(1)}, "weights": {"embed.weight": "w"}, "options": {"qk_norm": True}},
+        {"fields": {"n": ft.nn.WeightMap.only(1)}, "weights": {"embed.weight": "w"}, "options": {"qk_norm": True}, "others": {}},
     ),
     "nn.WeightMap.sets": (
         lambda absent, **given: ft.nn.WeightMap.sets(**given, embed=absent),
@@ -393,15 +442,18 @@ USES: dict[str, Use] = {
 # own function or array. A layer of a Sequential or a Stacked, for example, is called with `x`.
 OF_THE_USER: dict[str, set[str]] = {
     "accumulate": {"fn"}, "grad": {"fn"}, "value_and_grad": {"fn"}, "init": {"make"}, "abstract": {"make"},
-    "ledger": {"fn"}, "testing.assert_closed": {"step"}, "testing.assert_same_as_unsharded": {"fn"},
+    "ledger": {"fn"}, "explore": {"step"}, "testing.assert_closed": {"step"}, "testing.assert_same_as_unsharded": {"fn"},
+    "testing.first_nonfinite": {"fn"},
     "stack": {"make"}, "jit": {"fun"}, "shard_map": {"fun"}, "typed": {"fun"}, "Selection.at": {"where"},
     "Selection.apply": {"fn"},
-    **{f"nn.{layer}": {"init"} for layer in ("Linear", "Attention", "Embedding", "RMSNorm", "MLP")},
+    **{f"nn.{layer}": {"init"} for layer in ("Linear", "Attention", "Embedding", "RMSNorm", "MLP", "MoE")},
     "nn.Transformer.create": {"init", "embed_init"}, "nn.Block.create": {"init"},
 }  # fmt: skip
 COMPUTED_WITH = {
     ("Stacked.scan", "x"), ("nn.Transformer.logits", "x"), ("nn.Embedding.logits", "x"), ("ledger", "args"),
+    ("explore", "args"),
     ("testing.assert_closed", "args"), ("testing.assert_same_as_unsharded", "args"),
+    ("testing.first_nonfinite", "args"),
 }  # fmt: skip
 # Python's own protocols: `plan[path]` and `state[ref]` raise KeyError and TypeError as a dict does.
 # XLA's options have names that only XLA knows. Without a function, `ft.grad` is a decorator.
@@ -416,11 +468,14 @@ OTHERS = (ft.StateError, ft.CheckpointError)
 FILES = {("load_weights", "folder"), ("nn.config_from_json", "path")}
 # Called by functree itself, with values that it has checked.
 INTERNAL = {
-    "StateSharding.first", "Path.of", "StateRef.at", "State.update", "State.of_layers", "Plan.sharding", "nn.Block",
+    "StateSharding.first", "Path.of", "StateRef.at", "State.update", "State.of_layers", "Plan.sharding", "Plan.page",
+    "nn.Block",
     "nn.Cache", "nn.Cache.extended", "nn.Cache.fits", "nn.Cache.most_tokens",
 }  # fmt: skip
 # What users do not construct: these are results, and errors.
 RESULTS = {
+    "AxisShards",
+    "Candidate",
     "Change",
     "Checkpoint",
     "Collective",
@@ -433,6 +488,7 @@ RESULTS = {
     "Memory",
     "Packed",
     "Plan",
+    "Ranking",
     "Row",
     "Selection",
     "State",
@@ -441,7 +497,7 @@ RESULTS = {
     "PartitionSpec",
     "TrainState",
 }
-RESULTS |= {"nn.Transformer"}
+RESULTS |= {"nn.Transformer", "nn.MoELosses", "testing.Operation"}
 
 
 def parameters(function: Any) -> set[str]:

@@ -122,6 +122,11 @@ def spec_of_array() -> list[P]:
         return [ft.spec("embed hidden")]
 
 
+def shards_of_name() -> list[P]:
+    with ft.axis_rules(RULES):
+        return [P(*ft.axis_shards("hidden").mesh_axes)]
+
+
 # function ─► mode ─► how it is called on a kind of tree; then what comes out, or a fragment of the
 # error.
 Call = Callable[[str], list[P]]
@@ -170,6 +175,15 @@ TABLE: dict[str, tuple[Call, dict[str, Any]]] = {
             "explicit": {kind: [UP] for kind in TREES},
             "manual": {kind: [P()] for kind in TREES},
             "none": {kind: [UP] for kind in TREES},
+        },
+    ),
+    "axis_shards": (
+        lambda kind: shards_of_name(),
+        {
+            "auto": {kind: [P("model")] for kind in TREES},
+            "explicit": {kind: [P("model")] for kind in TREES},
+            "manual": {kind: [P()] for kind in TREES},
+            "none": {kind: [P()] for kind in TREES},
         },
     ),
     "axis_rules": (

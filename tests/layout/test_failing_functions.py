@@ -34,6 +34,10 @@ def by_table(path: ft.Path, leaf: Any) -> Any:
     return {"up": P(None, "model")}[path[-1]]
 
 
+def by_search(path: ft.Path, leaf: Any) -> Any:
+    return next(spec for name, spec in {"bias": P()}.items() if name == path[-1])
+
+
 def same(m: Layer) -> Layer:
     return m
 
@@ -61,6 +65,7 @@ LAYOUTS: dict[str, Callable[[Any], Any]] = {
 FUNCTIONS: dict[str, tuple[Any, tuple[str, ...]]] = {
     "gelu": (jax.nn.gelu, ("up   f32[4, 8]", "gelu raised TypeError: ")),
     "own": (by_table, ("bias   f32[8]", "by_table raised KeyError: 'bias'")),
+    "next of nothing": (by_search, ("up   f32[4, 8]", "by_search raised StopIteration\n")),
 }
 
 
@@ -71,7 +76,7 @@ def test_a_layout_function(door: str, function: str) -> None:
     what = "a layout function takes the path and the array of a leaf, and returns a `PartitionSpec`"
     with raises("failed", *told, what, error=ft.ShardingError) as error:
         LAYOUTS[door](layout)
-    assert isinstance(error.value.__cause__, (TypeError, KeyError))
+    assert isinstance(error.value.__cause__, (TypeError, KeyError, StopIteration))
 
 
 FILTERS: dict[str, Callable[[Any], Any]] = {
@@ -85,6 +90,7 @@ BAD_FILTERS: dict[str, Any] = {
     "gelu": jax.nn.gelu,
     "no bool": lambda path, leaf: jnp.ones(3) > 0,
     "own": lambda path, leaf: {}[path],
+    "next of nothing": lambda path, leaf: next(iter(())),
 }
 
 

@@ -379,3 +379,15 @@ def test_a_stack() -> None:
     assert row.axes == ft.Axes("layers", "embed", "hidden") and row.spec == P(None, "data", "model")
     with pytest.raises(ft.ShardingError, match="no rule names `layers`"):
         ft.plan(stacked, ft.AxisRules({"embed": "data", "hidden": "model"}), SIZES)
+
+
+@pytest.mark.parametrize("implementation", ["threefry2x32", "rbg", "unsafe_rbg"])
+def test_random_keys_in_json(implementation: str):
+    plan = ft.plan({"key": jax.random.key(0, impl=implementation)}, P(), {"data": 2})
+    read = ft.Plan.from_json(plan.to_json())
+    assert (
+        read["key"] == plan["key"]
+        and jax.random.key(0, impl=implementation).dtype == read["key"].dtype
+    )
+    # Only the plan that was made of a tree can be spread over one.
+    assert read != plan and read == ft.Plan.from_json(read.to_json())

@@ -1,13 +1,13 @@
-"""A plan as a table for a log and as a page for a notebook."""
+"""A plan as a table for a log."""
 
-from html.parser import HTMLParser
 from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import optax
 import pytest
-from checks import python_calls
+from checks import python_calls, raises
 from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import Mesh, PartitionSpec
@@ -16,6 +16,7 @@ from meshes import SIZES
 from rich.cells import cell_len
 
 import functree as ft
+from functree.layout.plan.cut import cut_text
 from functree.layout.plan.fold import fold
 from functree.report.table import WIDTH
 
@@ -40,19 +41,158 @@ RULES = ft.AxisRules({"hidden": "model", "embed": None, "vocab": None})
 def test_the_whole_text() -> None:
     plan = ft.plan({"blocks": [block(), block(), block()], "head": block(16)}, RULES, SIZES)
     assert str(plan) == (
-        "path                                  array               spec                            per device\n"
-        "blocks.{0-2}.w ×3                     f32[4, 8]           P(None, 'model')                      96 B\n"
-        "    embed hidden: embed→None, hidden→model\n"
-        "blocks.{0-2}.b ×3                     bf16[8]             P('model')                            12 B\n"
-        "    hidden: hidden→model\n"
-        "head.w                                f32[4, 16]          P(None, 'model')                      64 B\n"
-        "    embed hidden: embed→None, hidden→model\n"
-        "head.b                                bf16[16]            P('model')                             8 B\n"
-        "    hidden: hidden→model\n"
+        "path                                    array                                       why  per device\n"
+        "blocks.{0-2}.w ×3                       f32[4, 8/model]                             1          96 B\n"
+        "blocks.{0-2}.b ×3                       bf16[8/model]                               2          12 B\n"
+        "head.w                                  f32[4, 16/model]                            1          64 B\n"
+        "head.b                                  bf16[16/model]                              2           8 B\n"
+        "\n"
+        "why\n"
+        "  1 embed hidden: embed→None, hidden→model\n"
+        "  2 hidden: hidden→model\n"
         "\n"
         "mesh (data=2, model=4): 8 arrays, 720 B in all, 180 B on each device\n"
+        "replicated over data: 8 arrays, 180 B on each device, 90 B less if sharded, the largest is head.w\n"
         "rules that no leaf needed: vocab"
     )
+    assert str(plan).endswith(plan.summary().splitlines()[-1])
+
+
+CUTS: dict[str, tuple[Any, Any, str]] = {
+    "one mesh axis": (jnp.ones((8, 4)), P("model"), "f32[8/model, 4]"),
+    "several for one size": (jnp.ones((8, 4)), P(("data", "model")), "f32[8/data/model, 4]"),
+    "each size": (jnp.ones((8, 4), jnp.int8), P("data", "model"), "i8[8/data, 4/model]"),
+    "none": (jnp.ones((8, 4)), P(), "f32[8, 4]"),
+    "a number": (jnp.ones(()), P(), "f32[]"),
+    "host memory": (jnp.ones(4), ft.on_host(P("data")), "f32[4/data] pinned_host"),
+    "too many entries": (jnp.ones(4), P("data", "model"), "f32[4/data]"),
+    "no size that is divided": (jnp.ones(3), P("data"), "f32[3/data]"),
+}
+
+
+@pytest.mark.parametrize("case", CUTS)
+def test_cuts_are_in_the_shape(case: str) -> None:
+    array, layout, expected = CUTS[case]
+    plan = ft.plan({"w": array}, layout, SIZES, check=False)
+    assert cut_text(plan.rows[0]) == expected and f" {expected} " in str(plan)
+
+
+def adam(dtype: Any = None, count: int = 2) -> ft.TrainState[Any]:
+    model = {"blocks": [block() for _ in range(count)], "head": block(16)}
+    return ft.TrainState.create(model, optax.adam(1e-3, mu_dtype=dtype))
+
+
+def test_moments_are_one_line() -> None:
+    plan = ft.plan(adam(), RULES, SIZES)
+    assert "opt_state.0.{mu,nu}.** ×12 as model, 2 × 144 B 288 B" in squeezed(plan)
+    assert "opt_state.0.mu.head.w" not in str(plan)
+    assert str(plan["opt_state.0.mu.head.w"].follows) == "model.head.w"
+    # Another dtype is another number of bytes.
+    half = squeezed(ft.plan(adam(jnp.float16), RULES, SIZES))
+    assert "opt_state.0.mu.** ×6 as model in f16, 80 B 80 B" in half
+    assert "opt_state.0.nu.** ×6 as model, 144 B 144 B" in half
+    # Of the optimizer's state alone.
+    alone = ft.plan_optimizer(optax.adam(1e-3), adam().model, RULES, SIZES)
+    assert "0.{mu,nu}.** ×12 as the parameters, 2 × 144 B 288 B" in squeezed(alone)
+
+
+def squeezed(plan: ft.Plan) -> str:
+    return " ".join(str(plan).split())
+
+
+APART: dict[str, tuple[Any, Any]] = {
+    "another spec than the parameter's": (
+        optax.sgd(1e-3, momentum=0.9),
+        ft.StateSharding({"opt_state.**": P(), ...: RULES}),
+    ),
+    "fewer dimensions": (optax.adafactor(1e-3, min_dim_size_to_factor=2), RULES),
+}
+
+
+@pytest.mark.parametrize("case", APART)
+def test_what_is_not_as_the_model_is_told_in_full(case: str) -> None:
+    tx, layout = APART[case]
+    plan = ft.plan(ft.TrainState.create(block(), tx), layout, SIZES)
+    others = [row for row in plan if row.path[0] == "opt_state" and row.path[-1] == "w"]
+    assert others
+    for row in others:
+        assert str(row.path) in str(plan)
+
+
+def test_moments_of_one_array_are_as_other_rows() -> None:
+    ts = ft.TrainState.create({"w": block().w}, optax.sgd(1e-3, momentum=0.9))
+    assert "opt_state.0.trace.w " in str(ft.plan(ts, P(), SIZES))
+
+
+def test_follows_is_kept() -> None:
+    ts = adam()
+    plan = ft.plan(ts, RULES, SIZES)
+    again = ft.Plan.from_json(plan.to_json())
+    assert again.rows == plan.rows and str(again) == str(plan)
+    assert ft.plan(ts, plan, SIZES) == plan
+
+
+def test_moments_of_live_arrays(mesh: Mesh) -> None:
+    model = {"w": jnp.ones((4, 8)), "b": jnp.ones(8)}
+    ts = ft.TrainState.create(model, optax.adam(1e-3), layout=P(), mesh=mesh)
+    assert "opt_state.0.{mu,nu}.** ×4               as model, 2 × 160 B" in str(ft.plan(ts))
+    assert "a.opt_state.0.{mu,nu}.** ×4             as a.model, 2 × 160 B" in str(
+        ft.plan({"a": ts})
+    )
+    # What is sharded in another way is told in full.
+    w = ft.shard(model["w"], P("data"), mesh)
+    other = eqx.tree_at(lambda ts: ts.opt_state[0].mu["w"], ts, w)
+    assert "opt_state.0.mu.w f32[4/data, 8]" in squeezed(ft.plan(other))
+
+
+def test_the_sums_of_subtrees() -> None:
+    plan = ft.plan({"a": adam(), "b": [block()]}, RULES, SIZES)
+    _, sums = str(plan).split("in all\n")
+    texts = [" ".join(line.split()) for line in sums.split("\n\n")[0].splitlines()]
+    assert texts == [
+        "a 20 arrays 92 % 440 B",
+        "a.model 6 arrays 30 % 144 B",
+        "a.model.blocks.{0-1} 4 arrays 15 % 72 B",
+        "a.model.head 2 arrays 15 % 72 B",
+        "a.opt_state.0 13 arrays 61 % 292 B",
+        "b.0 2 arrays 8 % 36 B",
+    ]
+    # A small table is seen at a glance.
+    assert "in all\n" not in str(ft.plan(block(), RULES, SIZES))
+
+
+def test_the_largest_first() -> None:
+    plan = ft.plan({"a": jnp.ones(8), "b": jnp.ones(64), "c": jnp.ones(16)}, P(), SIZES)
+    lines = plan.table(sort="bytes").splitlines()[1:4]
+    assert [line.split()[0] for line in lines] == ["b", "c", "a"]
+    assert plan.table() == str(plan)
+    for wrong in ("size", 3, True):
+        with raises("sort=", '`"bytes"`, or None'):
+            plan.table(sort=wrong)  # pyright: ignore[reportArgumentType]
+
+
+REPLICATED: dict[str, tuple[Any, list[str]]] = {
+    "nothing": ({"a": P(("data", "model"))}, []),
+    "one mesh axis": (
+        {"a": P("model")},
+        ["replicated over data: 1 array, 32 B on each device, 16 B less if sharded: a"],
+    ),
+    "several": (
+        {"a": P("data"), "b": P()},
+        [
+            "replicated over data, model: 1 array, 128 B on each device, 112 B less if sharded: b",
+            "replicated over model: 1 array, 64 B on each device, 48 B less if sharded: a",
+        ],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REPLICATED)
+def test_what_is_replicated_and_what_it_costs(case: str) -> None:
+    specs, expected = REPLICATED[case]
+    tree = {**{name: jnp.ones(32) for name in specs}, "number": jnp.ones(())}
+    plan = ft.plan(tree, {**specs, "number": P()}, {**SIZES, "one": 1})
+    assert [text for text in plan.summary().splitlines() if "replicated" in text] == expected
 
 
 FOLDS: dict[str, tuple[Any, Any, list[tuple[str, int]]]] = {
@@ -85,7 +225,7 @@ def test_what_is_folded(case: str) -> None:
     tree, layout, expected = FOLDS[case]
     plan = ft.plan(tree, layout, SIZES)
     lines = fold(plan.rows)
-    assert [(line.path, line.rows) for line in lines] == expected
+    assert [(line.path, len(line.rows)) for line in lines] == expected
     assert sum(line.each for line in lines) == plan.bytes_per_device
     assert sum(line.total for line in lines) == plan.total_bytes
     for line in lines:
@@ -137,11 +277,8 @@ def test_problems_are_below_the_table_and_fit_too() -> None:
     assert "PROBLEM filter 'x': matches no leaf" in str(dead)
 
 
-def test_memory_kinds_and_what_no_spec_says(mesh: Mesh) -> None:
-    assert "P('data') pinned_host" in " ".join(
-        str(ft.plan(jnp.ones(4), ft.on_host(P("data")), SIZES)).split()
-    )
-    assert " - " in str(ft.plan({"w": jnp.ones(4)}))
+def test_what_no_spec_says() -> None:
+    assert "f32[4] no spec " in str(ft.plan({"w": jnp.ones(4)}))
 
 
 def test_each_row_costs_the_same_and_needs_no_rich():
@@ -151,9 +288,6 @@ def test_each_row_costs_the_same_and_needs_no_rich():
         return python_calls(lambda: str(plan))
 
     assert calls(1000) < 12 * calls(100)
-
-
-# HTML
 
 
 def test_each_field_keeps_rows_apart() -> None:
@@ -169,84 +303,3 @@ def test_each_field_keeps_rows_apart() -> None:
         other = row._replace(path=ft.Path((1,)), **{name: value})
         assert len(fold([row, other])) == 2, name
     assert len(fold([row, row._replace(path=ft.Path((1,)))])) == 1
-
-
-class Reader(HTMLParser):
-    """The cells of each row, the notes, and every tag; fails where tags do not match."""
-
-    def __init__(self, text: str):
-        super().__init__()
-        self.rows: list[list[str]] = []
-        self.notes: list[str] = []
-        self.tags: set[str] = set()
-        self.classes: list[str] = []
-        self.open: list[str] = []
-        self.feed(text)
-        self.close()
-        assert not self.open
-
-    def handle_starttag(self, tag: str, attrs: Any) -> None:
-        self.tags.add(tag)
-        if tag != "meta":
-            self.open.append(tag)
-        self.classes += [value for name, value in attrs if name == "class"]
-        if tag == "tr":
-            self.rows.append([])
-        elif tag in ("td", "th"):
-            self.rows[-1].append("")
-        elif tag == "p":
-            self.notes.append("")
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
-
-    def handle_data(self, data: str) -> None:
-        if self.open and self.open[-1] in ("td", "th", "code"):
-            self.rows[-1][-1] += data
-        elif self.open and self.open[-1] == "p":
-            self.notes[-1] += data
-
-
-def test_the_page() -> None:
-    plan = ft.plan({"blocks": [block(), block()], "head": block(16)}, RULES, SIZES)
-    page = Reader(plan.html())
-    assert page.rows[0] == ["path", "array", "axes", "spec", "per device", "why"]
-    first = [
-        "blocks.{0-1}.w ×2",
-        "f32[4, 8]",
-        "embed hidden",
-        "P(None, 'model')",
-        "64 B",
-        "embed→None, hidden→model",
-    ]
-    assert page.rows[1] == first
-    assert len(page.rows) == 5 and page.tags >= {"html", "head", "title", "body"}
-    mesh, unused = page.notes
-    assert mesh == "mesh (data=2, model=4): 6 arrays, 576 B in all, 144 B on each device"
-    assert unused == "rules that no leaf needed: vocab"
-    fragment = plan._repr_html_()
-    assert fragment in plan.html() and not fragment.startswith("<!doctype")
-    assert Reader(fragment).rows == page.rows
-
-
-def test_what_every_device_keeps_is_marked() -> None:
-    rows = Reader(
-        ft.plan({"a": jnp.ones(4), "b": jnp.ones(4)}, {"a": P(), "b": P("data")}, SIZES).html()
-    )
-    assert rows.classes.count("copied") == 1
-    assert Reader(ft.plan(jnp.ones(4), P(), {"data": 1}).html()).classes.count("copied") == 0
-    assert "each byte on 8 devices" in ft.plan(jnp.ones(4), P(), SIZES).html()
-
-
-def test_everything_is_escaped() -> None:
-    evil = '<script>alert("1")</script>&amp;'
-
-    def by(path: Any, leaf: Any) -> P:
-        return P("data")
-
-    by.__qualname__ = "<b>by</b>"
-    plan = ft.plan({evil: jnp.ones(3)}, by, {"data": 2}, check=False)
-    page = Reader(plan.html())
-    assert "script" not in page.tags and "b" not in page.tags
-    assert page.rows[1][0] == str(ft.Path((evil,))) and "<b>by</b>" in page.rows[1][-1]
-    assert any("<script>" in note for note in page.notes) and "problem" in page.classes

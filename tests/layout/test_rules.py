@@ -362,6 +362,24 @@ def test_a_single_array_has_near_misses_too() -> None:
             rules.spec("batch hiden", mesh=mesh)
 
 
+TRACED = ft.shard(jnp.ones((4, 2)), P(), MESH)
+
+
+def test_a_longer_form_in_a_single_array() -> None:
+    rules = ft.AxisRules({"heads": "model", ...: None})
+    text = r"so it is left unsharded, and no leaf has the axis of rule `heads`: write the same name"
+    for door in (
+        lambda: rules.spec("head one"),
+        lambda: ft.shard(jnp.ones((4, 2)), rules, MESH, axes="head two"),
+        lambda: jax.jit(lambda x: ft.constrain(x, "head three", rules=rules)).trace(TRACED),
+    ):
+        with pytest.warns(ft.FunctreeWarning, match=text):
+            door()
+    assert rules.spec("heads one") == P("model", None)
+    closed = ft.AxisRules({"heads": "model", "head": None, ...: None})
+    assert closed.spec("head one") == P(None, None)
+
+
 # Mesh axes
 
 

@@ -18,6 +18,7 @@ from meshes import SIZES
 from trees import mlp
 
 import functree as ft
+from functree.labels.filters.filter import as_filter
 
 P = PartitionSpec
 
@@ -47,6 +48,15 @@ def net() -> Net:
 
 def specs(tree: Any, layout: Any, mesh: Any = SIZES) -> dict[str, P]:
     return {str(row.path): row.spec for row in ft.plan(tree, layout, mesh)}
+
+
+def test_specs_need_no_axes() -> None:
+    """Neither those of what has no annotation, nor those of one that does not fit."""
+    tree = {"plain": jnp.ones((4, 8)), "misfit": Conv(jnp.ones((4, 8, 2)))}
+    layout = ft.StateSharding({"misfit.**": P("data"), ...: P(None, "model")})
+    found = {"plain": P(None, "model"), "misfit.kernel": P("data", None, None)}
+    assert specs(tree, layout) == found
+    assert "has 3 dimensions" in refused(tree, ft.AxisRules({...: None}))
 
 
 # Which leaves
@@ -212,6 +222,44 @@ def test_a_filter_that_matches_nothing() -> None:
     assert "the layout does not fit the tree on mesh (data=2, model=4)" in text
     assert "filter '**.bais'\n      matches no leaf" in text
     assert 'correct the filter, remove it, or write `unused="ignore"`' in text
+
+
+PARTS: dict[str, tuple[Any, str]] = {
+    "not": (
+        ~ft.glob("conv.kernal"),
+        "glob('conv.kernal') matches no leaf; did you mean `conv.kern",
+    ),
+    "or": (ft.glob("conv.*") | ft.glob("**.bais"), "glob('**.bais') matches no leaf"),
+    "and not": (ft.is_trainable & ~ft.glob("sclae"), "glob('sclae') matches no leaf; did you mean"),
+    "an expression": (~ft.under(Conv) & ~as_filter(re.compile("x.*")), "re.compile('x.*') matches"),
+    "deeper": (~(ft.glob("conv.*") & ~ft.glob("x")), "glob('x') matches no leaf"),
+    "a path": (~as_filter(ft.Path(("x", 1))), "glob('x.1') matches no leaf"),
+}
+
+
+@pytest.mark.parametrize("case", PARTS)
+def test_a_pattern_inside_of_a_filter_that_matches_nothing(case: str) -> None:
+    written, told = PARTS[case]
+    layout = ft.StateSharding({written: P(), ...: P()})
+    text = refused(net(), layout)
+    assert told in text and f"filter {written!r}" in text and "correct the pattern" in text
+    kinder = ft.StateSharding({written: P(), ...: P()}, unused="ignore")
+    ft.plan(net(), kinder, SIZES)
+
+
+def test_a_property_inside_of_a_filter_may_match_nothing() -> None:
+    for written in (~ft.under(eqx.nn.LSTMCell), ft.glob("conv.*") | ft.has_axis("nowhere")):
+        ft.plan(net(), ft.StateSharding({written: P(), ...: P()}), SIZES)
+
+
+def test_a_pattern_inside_of_a_filter_for_a_training_state() -> None:
+    # One layout lays out a training state, and its model alone.
+    layout = ft.StateSharding({~ft.glob("opt_state.**"): P(), ...: P()})
+    ft.plan(net(), layout, SIZES)
+    state = ft.TrainState.create(net(), optax.adam(1e-3))
+    ft.plan(state, layout, SIZES)
+    wrong = ft.StateSharding({~ft.glob("opt_state.0.cuont"): P(), ...: P()})
+    assert "glob('opt_state.0.cuont') matches no leaf" in refused(state, wrong)
 
 
 def test_a_filter_that_earlier_ones_hide() -> None:

@@ -201,7 +201,7 @@ def test_a_kernel_of_another_platform_is_refused(name: Any) -> None:
 
 def test_a_kernel_that_cannot_compute_something_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a TPU, of which the platform is all that is asked before the program is lowered."""
-    monkeypatch.setattr(attending, "_platform", lambda: "tpu")
+    monkeypatch.setattr(attending, "platform", lambda: "tpu")
     monkeypatch.setattr(kernels, "on_one_device", lambda: True)
     half = arrays(4, 2, 2, dtype="float16")
     with pytest.warns(
@@ -214,13 +214,13 @@ def test_a_kernel_that_cannot_compute_something_says_why(monkeypatch: pytest.Mon
     ):
         attend(*half, implementation="splash")
     monkeypatch.undo()
-    monkeypatch.setattr(attending, "_platform", lambda: "gpu")
+    monkeypatch.setattr(attending, "platform", lambda: "gpu")
     with pytest.warns(ft.FunctreeWarning, match='"cudnn" cannot compute this'):
         attend(*arrays(4, 2, 2))
 
 
 def test_several_devices_and_no_rules_are_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attending, "_platform", lambda: "tpu")
+    monkeypatch.setattr(attending, "platform", lambda: "tpu")
     with jax.set_mesh(ft.make_mesh(data=8)):
         with pytest.warns(
             ft.FunctreeWarning, match="has to know how batches and heads are sharded: give rules"

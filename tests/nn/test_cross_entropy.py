@@ -213,6 +213,8 @@ WRONG: list[tuple[dict[str, Any], str]] = [
         "they must be integers of the shape of the tokens, (4, 30)",
     ),
     ({"mask": MASK[0]}, "it must be an array of the shape of the tokens, (4, 30)"),
+    ({"mask": MASK * 1j}, "it must be an array of flags or of real numbers"),
+    ({"mask": MASK.astype(str)}, "it must be an array of flags or of real numbers"),
     ({"chunk": 0}, "chunk=0"),
     ({"z_loss": -1.0}, "z_loss=-1.0"),
 ]
@@ -222,3 +224,10 @@ WRONG: list[tuple[dict[str, Any], str]] = [
 def test_bad_input(given: dict[str, Any], why: str) -> None:
     with raises(why):
         ft.nn.cross_entropy(model(), **{"tokens": TOKENS, "targets": TARGETS, **given})
+
+
+def test_what_is_deleted() -> None:
+    given, tokens = model(), jnp.ones((1, 4), int)
+    given.embed.weight.delete()
+    with raises("cross_entropy: 1 argument is deleted", "model.embed.weight   f32[96, "):
+        ft.nn.cross_entropy(given, tokens, tokens)

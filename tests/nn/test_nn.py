@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from checks import raises
 from jax.sharding import PartitionSpec
 
 import functree as ft
@@ -395,6 +396,15 @@ def test_tokens_of_any_integers(dtype: str, sharded: bool) -> None:
             np.testing.assert_array_equal(row, np.asarray(table.weight)[token])
         else:
             assert np.isnan(row).all(), token
+
+
+@pytest.mark.parametrize(
+    "tokens",
+    [np.ones(3), jnp.ones(3, bool), np.array(["a"]), [1], 1, jax.ShapeDtypeStruct((), "c8")],
+)
+def test_tokens_that_are_none(tokens: Any) -> None:
+    with raises("Embedding cannot read these tokens", "tokens=", "it must be an array of integers"):
+        nn.Embedding(300, 8, key=KEY)(tokens)
 
 
 def test_no_gradient_of_a_row_that_was_not_read() -> None:

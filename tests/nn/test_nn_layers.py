@@ -289,6 +289,35 @@ def test_batch_norm_in_bfloat16_keeps_wide_averages() -> None:
     )
 
 
+SHAPES: dict[str, tuple[Any, tuple[int, ...]]] = {
+    # a layer, and the shape of its input without a batch
+    "Linear": (lambda: nn.Linear(8, 4, key=KEY), (8,)),
+    "Embedding": (lambda: nn.Embedding(16, 8, key=KEY), ()),
+    "RMSNorm": (lambda: nn.RMSNorm(8), (8,)),
+    "LayerNorm": (lambda: nn.LayerNorm(8), (8,)),
+    "MLP": (lambda: nn.MLP(8, 4, key=KEY), (8,)),
+    "MoE": (lambda: nn.MoE(8, 4, 4, 2, key=KEY), (4, 8)),
+    "Attention": (lambda: nn.Attention(8, 4, 2, key=KEY), (4, 8)),
+    "Block": (lambda: nn.Transformer.create(TIED, key=KEY).blocks[0], (4, 8)),
+    "Transformer": (lambda: nn.Transformer.create(TIED, key=KEY), (4,)),
+}
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_with_and_without_batch_dimensions(name: str) -> None:
+    make, shape = SHAPES[name]
+    layer = make()
+    dtype = jnp.int32 if name in ("Embedding", "Transformer") else jnp.float32
+
+    def result(*batch: int) -> tuple[int, ...]:
+        out = jax.eval_shape(layer, jax.ShapeDtypeStruct((*batch, *shape), dtype))
+        return (out[0] if name == "MoE" else out).shape
+
+    one = result()
+    for batch in ((2,), (2, 3)):
+        assert result(*batch) == (*batch, *one)
+
+
 def test_one_vector_is_no_batch() -> None:
     layer, state = ft.make_state(nn.BatchNorm(8))
     with pytest.raises(FunctreeError) as error:

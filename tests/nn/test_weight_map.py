@@ -22,6 +22,7 @@ SIZES = {
     "hidden": 48,
 }
 COMMON: dict[str, Any] = {**SIZES, "max_seq": 64, "norm_eps": 1e-6}
+QWEN_3_MOE = {"qk_norm": True, "experts": 6, "top_k": 3, "expert_hidden": 24}
 EXPECTED: dict[str, dict[str, Any]] = {
     "llama": {"rope_theta": 5e4},
     "llama_bf16": {"rope_theta": 5e4, "param_dtype": jnp.bfloat16},
@@ -32,6 +33,9 @@ EXPECTED: dict[str, dict[str, Any]] = {
     "mistral_sw": {"window": 4},
     "qwen2": {"attention_bias": True},
     "qwen3": {"qk_norm": True},
+    "mixtral": {"rope_theta": 1e6, "experts": 6, "top_k": 2},
+    "qwen3_moe": QWEN_3_MOE,
+    "qwen3_moe_raw": QWEN_3_MOE | {"normalize": False},
 }
 
 
@@ -244,3 +248,31 @@ def test_a_family_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert ft.nn.config_from_json(file).qk_norm
     with raises('"clip_qkv": 8.0', "it is understood as null only", error=ft.FunctreeError):
         ft.nn.config_from_json(written(tmp_path, "llama", model_type="mine", clip_qkv=8.0))
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        ("olmoe", ["norms of queries and keys over all heads together", "`clip_qkv`"]),
+        ("deepseek", ["experts that all tokens have", "dense first layers"]),
+        ("deepseek_v2", ["latent attention", "groups of experts", "`routed_scaling_factor`"]),
+        ("deepseek_v3", ["latent attention", "`routed_scaling_factor`", "a second stack"]),
+    ],
+)
+def test_families_whose_layers_we_do_not_have(kind: str, said: list[str], tmp_path: Path) -> None:
+    file = written(tmp_path, "llama", model_type=kind)
+    with raises(f'"model_type": "{kind}" cannot be loaded', *said, error=ft.FunctreeError):
+        ft.nn.config_from_json(file)
+
+
+def test_names_of_the_number_of_experts(tmp_path: Path) -> None:
+    older = written(tmp_path, "qwen3_moe", num_local_experts=..., num_experts=6)
+    assert ft.nn.config_from_json(older).experts == 6
+    chosen = ft.nn.config_from_json(older, capacity=1.25, dispatch="exchange")
+    assert (chosen.capacity, chosen.dispatch) == (1.25, "exchange")
+    with raises(
+        '"num_experts"', 'another experts than "num_local_experts"', error=ft.FunctreeError
+    ):
+        ft.nn.config_from_json(written(tmp_path, "qwen3_moe", num_experts=8))
+    with raises('"mlp_only_layers": [0]', error=ft.FunctreeError):
+        ft.nn.config_from_json(written(tmp_path, "qwen3_moe", mlp_only_layers=[0]))

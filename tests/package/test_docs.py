@@ -3,8 +3,11 @@ another."""
 
 import ast
 import builtins
+import inspect
+import operator
 import posixpath
 import re
+import tomllib
 from collections.abc import Iterable, Iterator, Mapping
 from doctest import DocTestParser
 from pathlib import Path
@@ -195,3 +198,36 @@ def test_a_page_without_a_link_to_it_is_found() -> None:
         "docs/alone.md": "[itself](alone.md)",
     }
     assert not_linked(pages) == {"docs/alone.md"}
+
+
+def test_the_versions_that_pages_name_are_those_of_the_package() -> None:
+    package = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    python = package["requires-python"].removeprefix(">=")
+    [jax] = [one for one in package["dependencies"] if re.match(r"jax\W", one)]
+    least, above = re.fullmatch(r"jax>=([\d.]+),<0\.(\d+)", jax).groups()  # pyright: ignore
+    said = f"functree needs Python {python} or newer and JAX {least} up to 0.{int(above) - 1}."
+    for page in ("README.md", "docs/index.md"):
+        assert said in PAGES[page]
+    assert f"Python {python} or newer" in PAGES["docs/faq.md"]
+
+
+SIGNATURES = re.findall(r"^`([\w.]+)\((.*?)\)(?: -> \w+)?`", PAGES["docs/map.md"], re.MULTILINE)
+
+
+@pytest.mark.parametrize(("name", "written"), SIGNATURES, ids=[name for name, _ in SIGNATURES])
+def test_the_signatures_of_the_map_are_those_of_the_functions(name: str, written: str) -> None:
+    given = written.removesuffix(", ...")
+    said = inspect.signature(eval(f"lambda {given}: None", {"ft": ft})).parameters
+    real = inspect.signature(operator.attrgetter(name)(ft)).parameters
+
+    def told(one: inspect.Parameter) -> tuple[object, object]:
+        # A function may be left out, for a decorator with options. A page need not say so.
+        is_function = one.name in ("fun", "fn")
+        return one.kind, one.empty if is_function else one.default
+
+    assert {key: told(one) for key, one in said.items()} == {key: told(real[key]) for key in said}
+    assert given != written or list(said) == list(real)
+
+
+def test_the_map_has_fifteen_signatures() -> None:
+    assert len(SIGNATURES) == 15

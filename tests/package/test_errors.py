@@ -196,6 +196,12 @@ def test_leaves_with_the_same_problems_share_a_paragraph() -> None:
     )
 
 
+def test_six_leaves_are_named() -> None:
+    """As the page on errors says."""
+    text = str(ft.ShardingError("no", [problem(f"l{i}") for i in range(9)]))
+    assert "  l0, l1, l2, l3, l4, l5 and 3 more   f32[2]\n" in text
+
+
 def test_many_leaves_are_counted_and_all_in_problems() -> None:
     error = ft.ShardingError("no", [problem(f"l.{i}") for i in range(100)])
     assert f"l.{MAX_PATHS - 1} and {100 - MAX_PATHS} more   f32[2]" in str(error)

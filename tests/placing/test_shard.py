@@ -51,6 +51,12 @@ def test_shard_gives_back_the_same_object_when_nothing_is_to_be_done():
     assert once.up is twice.up and once.down is twice.down
 
 
+def test_shard_gives_back_the_same_object_where_jax_gives_another():
+    x = jax.device_put(jnp.ones((8, 4)), NamedSharding(MESH, P("data")))
+    assert jax.device_put(x, NamedSharding(MESH, P("data", None))) is not x, "else it tests nothing"
+    assert ft.shard(x, P("data", None), MESH) is x
+
+
 def test_shard_commits_what_lies_right_by_chance():
     mesh = Mesh(np.array(jax.devices()[:1]), ("data",), axis_types=(AxisType.Auto,))
     x = jnp.ones(4)
@@ -156,6 +162,15 @@ def test_shard_on_host():
     assert placed.up.sharding.memory_kind == "pinned_host"
     assert ft.shard(placed, ft.on_host(RULES), MESH).up is placed.up
     assert ft.shard(placed, RULES, MESH).up.sharding.memory_kind == "device"
+
+
+def test_all_is_checked_before_anything_moves(monkeypatch: pytest.MonkeyPatch):
+    tree = {"fits": jnp.ones(8), "not": jnp.ones(7)}
+    monkeypatch.setattr(jax, "device_put", None)
+    with pytest.raises(ft.ShardingError, match="not   f32"):
+        ft.shard(tree, P("data"), MESH)
+    with pytest.raises(TypeError):  # else this test tests nothing
+        ft.shard({"fits": tree["fits"]}, P("data"), MESH)
 
 
 def test_a_failing_shard_moves_nothing():

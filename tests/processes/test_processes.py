@@ -9,7 +9,7 @@ import re
 import signal
 import subprocess
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,30 +31,12 @@ _CHECK = r"\(`ft\.check_processes`\)"
 LIMIT = 10.0  # seconds in which each case has to end
 
 
-# What takes a second or more: programs of models, and many small ones. Each process compiles them,
-# and in four processes they do what they do in two, on other sizes of the mesh: so four of them run
-# these only for the soak.
-LARGE = {
-    "a_model_with_functions",
-    "averages",
-    "equal_sets",
-    "gradients",
-    "looked_at",
-    "optimizers",
-    "prepared_once",
-    "published",
-    "published_by_each_alone",
-    "saved_while_steps_run",
-    "written",
-}
-
-
-def told_by(processes: int, folder: Path, without: Collection[str] = ()) -> list[dict[str, Any]]:
-    """What each process tells of each case, but for those `without` which they run."""
+def told_by(processes: int, folder: Path) -> list[dict[str, Any]]:
+    """What each process tells of each case."""
     with Emulator().running() as emulator:
         # Each process has other hashes of texts, so other orders of sets.
         environment = {"FUNCTREE_FOLDER": str(folder), "PYTHONHASHSEED": "random"}
-        running = started([WORKER, *without], processes, **environment, **emulator.environment)
+        running = started([WORKER], processes, **environment, **emulator.environment)
         ends = ended(running, 300)
     lines = [
         [line for line in out.splitlines() if line.startswith("RESULTS")] for _, out, _ in ends
@@ -466,14 +448,13 @@ def check_text(text: str, fragments: Sequence[str], processes: int) -> None:
         text = text[text.index(wanted) + len(wanted) :]
 
 
-@pytest.mark.parametrize("processes", [2, 4])
+# In four processes the cases do what they do in two, on other sizes of the mesh.
+@pytest.mark.parametrize("processes", [2, 4] if whole_tables() else [2])
 def test_silent_failure_36_what_works_and_what_differs(
     processes: int, alone: dict[str, Any], tmp_path: Path
 ) -> None:
-    without = LARGE if processes == 4 and not whole_tables() else set[str]()
-    told = told_by(processes, tmp_path, without)
-    alike = {name for name, one in alone.items() if one["alike"]} - without
-    differences = {name: texts for name, texts in DIFFERENCES.items() if name not in without}
+    told = told_by(processes, tmp_path)
+    alike = {name for name, one in alone.items() if one["alike"]}
     works: dict[str, Any] = {
         "plans": [["P(None, 'model')", "P('model', None)"], 2 * 16 * 32 * 4 // (8 // processes)],
         "rows": [[True, True], "P('data', None)", [8, 16]],
@@ -489,15 +470,13 @@ def test_silent_failure_36_what_works_and_what_differs(
         "equal_sets": [[16, 8], True],
         "not_preempted": [False] * 3,
     }
-    assert without <= {*alone, *works, *DIFFERENCES}
-    works = {name: wanted for name, wanted in works.items() if name not in without}
     [late] = told[0].pop("one_comes_late")["returned"]
     who = f"process 0 of {processes} has waited for the others for 0.5 s at {WORKER}"
     assert re.fullmatch(
         rf"{who}:\d+, at comparison \d+ {_CHECK}: does each of them come there\?", late
     )
-    assert set(told[0]) == {"losses", "handed", *works, *alike, *differences}
-    assert len(alike) >= (3 if without else 9)
+    assert set(told[0]) == {"losses", "handed", *works, *alike, *DIFFERENCES}
+    assert len(alike) >= 9
     for one in told:
         np.testing.assert_allclose(one["losses"]["returned"], of_one_process(20), rtol=1e-6)
         assert {name: one[name].get("returned", one[name]) for name in works} == works
@@ -506,7 +485,7 @@ def test_silent_failure_36_what_works_and_what_differs(
             np.testing.assert_allclose(
                 one[name]["returned"], alone[name]["returned"], rtol=2e-5, atol=1e-5, err_msg=name
             )
-    for name, fragments in differences.items():
+    for name, fragments in DIFFERENCES.items():
         for process, one in enumerate(told):
             assert "raised" in one[name] and one[name]["seconds"] < LIMIT, (
                 name,

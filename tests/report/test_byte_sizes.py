@@ -1,8 +1,8 @@
-"""A number of bytes ─► its text."""
+"""A number of bytes ─► its text; several ─► their texts in one unit."""
 
 import pytest
 
-from functree.report.byte_sizes import bytes_text
+from functree.report.byte_sizes import Bytes, bytes_text, common_unit, text_in_unit
 
 
 @pytest.mark.parametrize(
@@ -13,3 +13,17 @@ from functree.report.byte_sizes import bytes_text
 )  # fmt: skip
 def test_sizes(size: int, text: str) -> None:
     assert bytes_text(size) == text
+
+
+@pytest.mark.parametrize(
+    ("sizes", "unit", "texts"),
+    [([], 0, []), ([5, 1023], 0, ["5 B", "1,023 B"]), ([1024, 1], 1, ["1 KiB", "0.000977 KiB"]),
+     ([-(2**20), 2**19], 2, ["-1 MiB", "0.5 MiB"]), ([2**60], 4, ["1,048,576 TiB"])],
+)  # fmt: skip
+def test_sizes_in_one_unit(sizes: list[int], unit: int, texts: list[str]) -> None:
+    assert common_unit(sizes) == unit
+    assert [text_in_unit(size, unit) for size in sizes] == texts
+
+
+def test_bytes_are_numbers_that_print_as_sizes() -> None:
+    assert str(Bytes(1536)) == f"{Bytes(1536)}" == "1.5 KiB" and Bytes(1536) == 1536

@@ -11,7 +11,8 @@ from meshes import MESH, SIZES
 from training import LAYOUTS, gradient, make
 
 import functree as ft
-from functree.report.diff import Change, Diff
+from functree.report.byte_sizes import Bytes
+from functree.report.diff import Change, Diff, by_bytes
 
 TREE = {
     "layers": [{"w": jnp.ones((8, 16)), "b": jnp.ones(16)} for _ in range(3)],
@@ -166,7 +167,7 @@ def test_ledgers_differ_by_parameter() -> None:
     assert not before.diff(before)
     diff = before.diff(after)
     moved = {(str(row.path), row.what): (row.before, row.after) for row in diff.rows}
-    assert moved["model.blocks.layer.mlp.up", "all-gather over data (forward)"] == (None, "24 KiB")
+    assert moved["model.blocks.layer.mlp.up", "all-gather over data (forward)"] == (None, 24 * 1024)
     assert moved["model.blocks.layer.mlp.up", "bytes on each device"] == (24576, 12288)
     assert not any(
         "over model" in what for _, what in moved
@@ -176,7 +177,7 @@ def test_ledgers_differ_by_parameter() -> None:
     runs = {(str(row.path), row.what): (row.before, row.after) for row in before.diff(remat).rows}
     assert runs["model.blocks.layer.attn.out", "all-reduce over model (recompute)"] == (
         None,
-        "192 KiB",
+        192 * 1024,
     )
     with raises("a ledger is compared with a ledger, not with"):
         before.diff(plan(ft.P()))  # pyright: ignore[reportArgumentType]
@@ -201,3 +202,64 @@ def test_changes_are_one_line_if_only_their_indices_differ() -> None:
         "b.4.w: spec {'data': 1} → nothing",
         "mesh 1 → 2",
     ]
+
+
+def change_of(path: str, what: str, before: int | None, after: int | None) -> Change:
+    sizes = [None if size is None else Bytes(size) for size in (before, after)]
+    return Change(ft.Path(path), what, *sizes)
+
+
+MIB = 2**20
+LAYERS = [change_of(f"b.{i}.w", "bytes of x", 2 * MIB, None) for i in range(4)]
+LARGE = change_of("e", "bytes of x", 4 * MIB, MIB)
+SMALL = change_of("s", "argument", None, 4096)
+RUNS = Change(ft.Path("e"), "runs of x", 1, 2)
+OTHER_MESH = Change(ft.Path(), "mesh", {"a": 1}, {"a": 2})
+
+
+def test_the_most_bytes_first_and_in_one_unit() -> None:
+    # Those of all layers together are 8 MiB.
+    rows = by_bytes([SMALL, LARGE, RUNS, *LAYERS, OTHER_MESH])
+    assert rows == (OTHER_MESH, *LAYERS, LARGE, RUNS, SMALL)
+    assert str(Diff(rows)).splitlines() == [
+        "mesh {'a': 1} → {'a': 2}",
+        "b.{0-3}.w: bytes of x 2 MiB → nothing (×4)",
+        "e: bytes of x 4 MiB → 1 MiB",
+        "e: runs of x 1 → 2",
+        "s: argument nothing → 0.00391 MiB",
+    ]
+
+
+def test_sizes_that_are_shown_alike_are_told_apart() -> None:
+    rows = [change_of(f"b.{i}", "bytes", MIB + i, None) for i in range(2)]
+    assert len(str(Diff(tuple(rows))).splitlines()) == 2
+
+
+def test_what_differs_as_a_page() -> None:
+    page = Diff((OTHER_MESH, *LAYERS, LARGE, SMALL)).html()
+    assert page.startswith("<!doctype html>") and page.count('class="leaf"') == 4
+    for text in (
+        "b.{0-3}.w",
+        "−8 MiB",
+        "−3 MiB",
+        "+4 KiB",
+        "2 MiB → nothing",
+        "×4",
+        "{&#x27;a&#x27;: 1}",
+    ):
+        assert text in page
+    assert "nothing differs" in Diff(()).html()
+    assert Diff((OTHER_MESH,))._repr_html_().startswith("<style>")
+
+
+def test_idle_mesh_axes_differ() -> None:
+    before, after = (
+        ft.Ledger((), ft.Memory({}, 0, 0, 0, 0), "cpu", {"a": 2}, idle=idle)
+        for idle in ((), ("a",))
+    )
+    assert str(before.diff(after)) == "idle mesh axes nothing → a"
+    assert ft.Ledger.from_json(after.to_json()).idle == ("a",)
+    # Ledgers of an earlier functree have none.
+    data = json.loads(after.to_json())
+    del data["idle"]
+    assert ft.Ledger.from_json(json.dumps(data)).idle == ()

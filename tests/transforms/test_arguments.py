@@ -292,6 +292,14 @@ def test_an_entry_for_a_keyword_argument_decides_instead():
     lies(f(mode=jnp.ones((8, 4)))["mode"], [P(None, "data")], MESH)
 
 
+def test_none_in_the_rules_is_an_error_for_what_nobody_has_placed():
+    rules = ft.StateSharding({"**.up": P(), ...: None})
+    f, x = ft.jit(lambda tree, x: x, rules=rules, mesh=MESH), ft.shard(X, P(), MESH)
+    with raises("tree.bias   f32[8]", "no layout was given for this array (`None`)"):
+        f(layer(), x)
+    assert f(ft.shard(layer(), P(), MESH), x).shape == X.shape
+
+
 def test_a_whole_layout_is_for_modules_only():
     both = RULES | ft.FSDP("data", min_size=0)
     f = ft.jit(step, rules=both, mesh=MESH)

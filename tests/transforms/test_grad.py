@@ -128,6 +128,11 @@ def test_the_gradient_of_a_packed_model_is_laid_out_like_the_model():
     assert gradient.tree.down.sharding.spec == ft.plan(MODEL, RULES, MESH)["down"].spec
 
 
+def test_a_parameter_that_is_not_used_has_a_gradient_of_zeros():
+    gradient = grad(lambda tree: tree["a"].sum())({"a": jnp.ones(2), "b": jnp.ones(3)})
+    assert gradient["a"].tolist() == [1, 1] and gradient["b"].tolist() == [0, 0, 0]
+
+
 def test_a_bare_array():
     assert np.array_equal(grad(lambda x: (x**2).sum())(jnp.arange(3.0)), [0.0, 2.0, 4.0])
 

@@ -112,6 +112,18 @@ def test_once_for_each_program() -> None:
         f(WHOLE, PLACED)
 
 
+def test_each_array_for_itself() -> None:
+    """Also beside an array of numpy that is replicated at no cost, or is warned of already."""
+    f = ft.jit(lambda m, x, y, rate: (m, x, y, rate))
+    f(WHOLE, PLACED, PLACED, np.float32(2))
+    for x, y, told in ((PLACED, X, "`y` f32"), (X, PLACED, "`x` f32"), (X, X, "`x` f32.*`y` f32")):
+        with pytest.warns(ft.FunctreeWarning, match=f"nobody has placed {told}"):
+            f(WHOLE, x, y, np.float32(2))
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            f(WHOLE, x, y, np.float32(3))
+
+
 def test_the_text() -> None:
     told = (
         r"^apply: nobody has placed `x` f32\[8, 4\], and other arguments are on 8 devices, "

@@ -104,6 +104,14 @@ def test_what_is_no_glob(pattern: str) -> None:
     assert repr(pattern)[1:-1] in str(error.value) or "quote it" in str(error.value)
 
 
+@pytest.mark.parametrize("pattern", ["blocks.{0-3}.up", "{query,key}", "**.{q,k}.*"])
+def test_paths_as_plans_print_them_are_no_globs(pattern: str) -> None:
+    with pytest.raises(
+        ft.RuleError, match="is how a plan prints several paths at once, and no glob: write `\\*`"
+    ):
+        ft.glob(pattern)
+
+
 def test_the_message_says_what_stars_are() -> None:
     with pytest.raises(
         ft.RuleError,

@@ -18,6 +18,7 @@ from functree.tree.nodes import (
     BELOW,
     blanked,
     children,
+    identities,
     leaves_of,
     mapped,
     marked,
@@ -221,3 +222,11 @@ def test_paths_in_the_model_of_what_is_packed_or_state() -> None:
         ("state", "norm", "mean"),
         ("x", 0),
     ]
+
+
+def test_identities_are_of_arrays_and_nodes_that_are_at_one_place():
+    shared, own, pair = np.zeros(2), np.ones(3), Pair(np.zeros(1), 7)
+    tree = {"a": shared, "b": [shared, None, 1, own], "c": pair}
+    found = {str(path) for path in identities(tree, Path(("root",))).values()}
+    # Neither None and 1, of which there is one object each, nor the array that is at two places.
+    assert found == {"root", "root.b", "root.b.3", "root.c", "root.c.left"}

@@ -107,6 +107,8 @@ def test_different_paths_have_different_texts(one: list[Any], other: list[Any]) 
         ("[1", "cannot read it from character 0"),
         ("a b", "'a b' is not an identifier; quote it (`\"a b\"`)"),
         ("a.0x", "'0x' is not an identifier"),
+        ("a.{0-3}.b", "with braces a plan prints several paths at once: write one of them"),
+        ("{a,b}", "with braces a plan prints several paths at once: write one of them"),
         ("[open]", "[open] is not a Python literal"),
         ("[[1]]", "[[1]] is not a Python literal that can be a key"),
         ("[{}]", "[{}] is not a Python literal that can be a key"),

@@ -290,3 +290,28 @@ def test_keys_that_are_texts_of_another_class():
 
     f = ft.jit(lambda tree: [type(key).__name__ for key in tree])
     assert [f({"a": X}), f({Name.A: X}), f({"a": X})] == [["str"], ["Name"], ["str"]]
+
+
+class Both:
+    """Two values; its class refuses one without the other."""
+
+    def __init__(self, first: Any, second: Any):
+        if (first is None) != (second is None) or isinstance(first, str):
+            raise TypeError("both or none")
+        self.first, self.second = first, second
+
+
+jax.tree_util.register_pytree_node(
+    Both, lambda both: ((both.first, both.second), None), lambda _, two: Both(*two)
+)
+
+
+@pytest.mark.parametrize(
+    ("values", "choose"), [(("text", "text"), False), ((None, np.ones(2)), True)]
+)
+def test_a_part_of_a_node_that_its_class_refuses(values: tuple[Any, ...], choose: bool):
+    skeleton = read({"a": Both(np.zeros(2), np.zeros(3))}).skeleton
+    with pytest.raises(ft.FunctreeError, match="its class Both cannot be unflattened") as caught:
+        skeleton.spread(values)
+    # To choose all of its arrays is no remedy where none was left out.
+    assert ("or choose all arrays of the node, or none" in str(caught.value)) is choose

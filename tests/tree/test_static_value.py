@@ -264,3 +264,22 @@ def test_a_comparison_that_raises():
         "give it an `__eq__` that returns True or False, and a `__hash__`",
     ):
         assert fragment in str(caught.value)
+
+
+class ByTheRemedy:
+    def __init__(self, values: np.ndarray):
+        self.values = values
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, ByTheRemedy) and bool(np.array_equal(self.values, other.values))
+
+    def __hash__(self) -> int:
+        return hash(self.values.tobytes())
+
+
+def test_the_remedy_for_a_comparison_that_raises():
+    one, same, other = (ByTheRemedy(np.full(3, x)) for x in (1, 1, 2))
+    assert same_value([one], [same]) and not same_value([one], [other])
+    assert StaticValue(one) == StaticValue(same) and hash(StaticValue(one)) == hash(
+        StaticValue(same)
+    )

@@ -1,0 +1,155 @@
+"""The ledger of what an optimizer moves: the parameter, and the phase."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import NamedSharding, PartitionSpec
+from meshes import MESH
+from optax.contrib import MuonDimensionNumbers
+
+import functree as ft
+
+P = PartitionSpec
+SHAPES = {"up": (16, 32), "down": (32, 24)}
+SPECS = {"up": P("data", "model"), "down": P("model", "data")}
+PARAMETERS = {name: jax.ShapeDtypeStruct(shape, "float32") for name, shape in SHAPES.items()}
+BATCH = jax.ShapeDtypeStruct((8, 16), "float32")
+
+
+def loss(params: Any, x: Any) -> Any:
+    return ((jax.nn.relu(x @ params["up"]) @ params["down"]) ** 2).mean()
+
+
+def sharded(tree: Any) -> Any:
+    """The shardings of a tree: of what has the shape of a parameter, those of that one."""
+
+    def of(path: Any, x: Any) -> NamedSharding:
+        name = ft.Path.of(path)[-1]
+        fits = SHAPES.get(name) == x.shape
+        return NamedSharding(MESH, SPECS[name] if fits else P())
+
+    return jax.tree_util.tree_map_with_path(of, tree)
+
+
+def ledger_of(tx: Any) -> ft.Ledger:
+    """The ledger of a training step that also returns a running mean of its batches."""
+
+    def step(params: Any, state: Any, mean: Any, x: Any) -> Any:
+        mean = 0.9 * mean + 0.1 * x.mean(0)
+        grads = jax.grad(loss)(params, x)
+        grads = jax.lax.with_sharding_constraint(grads, sharded(grads))
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state, mean
+
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        state = jax.eval_shape(tx.init, PARAMETERS)
+        of_params, of_state = sharded(PARAMETERS), sharded(state)
+        of_batch = NamedSharding(MESH, P("data"))
+        return ft.ledger(
+            step,
+            PARAMETERS,
+            state,
+            jax.ShapeDtypeStruct((16,), "float32"),
+            BATCH,
+            in_shardings=(of_params, of_state, NamedSharding(MESH, P()), of_batch),
+            out_shardings=(of_params, of_state, None),
+            mesh=MESH,
+        )
+
+
+def muon() -> Any:
+    numbers = {"up": MuonDimensionNumbers(-2, -1), "down": MuonDimensionNumbers(-2, -1)}
+    return optax.contrib.muon(0.1, ns_steps=2, muon_weight_dimension_numbers=numbers)
+
+
+def rows(ledger: ft.Ledger, phase: str = "update") -> list[tuple[Any, ...]]:
+    """What is moved in a phase: kind, mesh axes, bytes and parameters, sorted."""
+    found = []
+    for one in ledger.collectives:
+        if one.phase == phase:
+            paths = " ".join(map(str, one.paths))
+            found.append((one.kind, one.mesh_axes or (), one.bytes, paths))
+    return sorted(found)
+
+
+def test_partial_products_of_muon() -> None:
+    """Each kind of array is of one size, which says of which parameter it is: products are 16 × 16
+    and 24 × 24, their rows are sharded over `data`."""
+    both = ("data", "model")
+    up = [("all-gather", ("data",), 512), ("all-reduce", ("model",), 512)]
+    down = [("all-gather", ("data",), 768), ("all-reduce", ("model",), 1152)]
+    up.append(("collective-permute", both, 256))
+    down.append(("collective-permute", both, 576))
+    expected = {(*one, "up") for one in up} | {(*one, "down") for one in down}
+    # The norms, by which matrices are divided.
+    for axis in both:
+        expected |= {("all-reduce", (axis,), 4, "up"), ("all-reduce", (axis,), 4, "down")}
+    assert set(rows(ledger_of(muon()))) == expected
+
+
+def test_whole_matrices() -> None:
+    assert rows(ledger_of(ft.whole_matrices(muon(), layout=SPECS))) == [
+        ("all-gather", ("data", "model"), 2048, "up"),
+        ("all-gather", ("data", "model"), 3072, "down"),
+    ]
+
+
+class Stacks(NamedTuple):
+    """Two stacks of three layers, whose matrices are alike."""
+
+    one: Any
+    two: Any
+
+
+def test_matrices_that_are_exchanged_together() -> None:
+    layer = lambda key: ft.nn.Linear(8, 16, use_bias=False, key=key)  # noqa: E731
+    model = ft.abstract(lambda key: Stacks(ft.stack(layer, 3, key), ft.stack(layer, 3, key)))(
+        jax.random.key(0)
+    )
+    layout = ft.AxisRules({"embed": "data", "hidden": "model", "layers": None})
+    inner = optax.contrib.muon(
+        0.1, ns_steps=1, muon_weight_dimension_numbers=ft.nn.matrix_dimensions(model)
+    )
+    tx = ft.whole_matrices(inner, layout=layout)
+
+    def of_stacks(model: Stacks, x: Any) -> Any:
+        weights = model.one.layer.weight, model.two.layer.weight
+        return sum((jnp.einsum("be,leh->lbh", x, one) ** 2).mean() for one in weights)
+
+    def step(model: Any, state: Any, x: Any) -> Any:
+        updates, state = tx.update(ft.grad(of_stacks, layout=layout)(model, x), state, model)
+        return optax.apply_updates(model, updates), state
+
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        of_state = ft.plan_optimizer(tx, model, layout, MESH)
+        ledger = ft.ledger(
+            step,
+            model,
+            jax.eval_shape(tx.init, model),
+            jax.ShapeDtypeStruct((8, 8), "float32"),
+            in_shardings=(layout, of_state, P("data")),
+            out_shardings=(layout, of_state),
+            mesh=MESH,
+        )
+    paths = "one.layer.weight two.layer.weight"
+    assert rows(ledger) == [("all-to-all", ("data", "model"), 512, paths)] * 2
+
+
+def test_norms_of_parameters_are_of_the_update() -> None:
+    """LAMB divides the norm of a parameter by that of its update, and asks whether either is
+    zero."""
+    ledger = ledger_of(optax.lamb(0.1))
+    expected = set()
+    for axis in ("data", "model"):
+        expected |= {("all-reduce", (axis,), 4, "up"), ("all-reduce", (axis,), 4, "down")}
+    assert set(rows(ledger)) == expected
+    # A mean of the batch has a new value too, but it is not made of a gradient.
+    assert ("all-reduce", ("data",), 64, "") in rows(ledger, "forward")
+    assert not [one for one in rows(ledger, "forward") if one[2] == 4]
+
+
+def test_the_norm_of_all_gradients_is_of_nobody() -> None:
+    found = rows(ledger_of(optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1))))
+    assert {one[2:] for one in found} == {(4, "")}

@@ -1,0 +1,328 @@
+"""Explorations on eight simulated devices: the figures by closed forms, the order, what is dropped,
+what is said."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import pytest
+from checks import compilations, raises
+from jaxtyping import Array, Float
+
+import functree as ft
+from functree.explorer import progress
+from functree.explorer.ranking import ranked
+from functree.explorer.step import Step
+from functree.layout.rules_file import read_rules
+
+P = ft.P
+BATCH, EMBED, HIDDEN = 64, 32, 128
+# Of which a second computes and moves as many as a device of these tests should.
+HARDWARE = ft.Hardware(flops=1e9, memory=2**30, links=1e8, efficiency=0.5)
+
+
+class Layer(eqx.Module):
+    up: Float[Array, "embed hidden"]
+    down: Float[Array, "hidden embed"]
+
+
+LAYER = Layer(
+    jax.ShapeDtypeStruct((EMBED, HIDDEN), "float32"),
+    jax.ShapeDtypeStruct((HIDDEN, EMBED), "float32"),
+)
+X = jax.ShapeDtypeStruct((BATCH, EMBED), "float32")
+DATA = ft.AxisRules({"batch": "data", ...: None})
+TENSOR = ft.AxisRules({"batch": "data", "hidden": "model", "embed": None})
+LAYOUTS = {"data": DATA, "tensor": TENSOR}
+
+
+def apply(layer: Layer, x: Float[Array, "batch embed"]) -> Float[Array, "batch embed"]:
+    return x + jnp.tanh(x @ layer.up) @ layer.down
+
+
+def explored(step: Any = apply, args: Any = (LAYER, X), **options: Any) -> ft.Ranking:
+    given = {"meshes": [{"data": 2, "model": 4}], "layouts": LAYOUTS, "hardware": HARDWARE}
+    return ft.explore(step, args, **{**given, **options})
+
+
+@pytest.fixture(scope="module")
+def ranking() -> ft.Ranking:
+    layouts = {**LAYOUTS, "wrong": ft.AxisRules({"batch": "data", "hiden": "model"})}
+    return explored(layouts=layouts)
+
+
+def test_the_figures_are_those_of_closed_forms(ranking: ft.Ranking) -> None:
+    tensor, data, _ = ranking
+    products = 2 * 2 * (BATCH // 2) * EMBED * HIDDEN  # on each device, if the hidden ones are whole
+    assert (tensor.layout_name, tensor.flops) == ("tensor", products // 4)
+    assert (data.layout_name, data.flops) == ("data", products)
+    result = BATCH // 2 * EMBED * 4
+    assert tensor.wire_bytes == {"model": 2 * result * 3 // 4} and data.wire_bytes == {}
+    assert tensor.bytes_per_device == 2 * EMBED * HIDDEN * 4 // 4 + result
+    assert data.bytes_per_device == 2 * EMBED * HIDDEN * 4 + result
+    assert tensor.compute_seconds == products / 4 / (1e9 * 0.5)
+    assert tensor.wire_seconds == 2 * result * 3 / 4 / 1e8
+    for row in (tensor, data):
+        assert row.score == (row.compute_seconds or 0) + (row.wire_seconds or 0)
+        assert row.ledger is not None and row.peak_bytes == row.ledger.memory.peak
+        assert row.mesh == {"data": 2, "model": 4} and not row.problems and not row.notes
+        assert not row.tied
+
+
+def test_it_is_a_sequence(ranking: ft.Ranking) -> None:
+    assert len(ranking) == 3 and list(ranking) == [ranking[0], ranking[1], ranking[-1]]
+    assert ranking.best == (ranking[0],) and ranking.frontier == (ranking[0],)
+    assert repr(ranking) == "<Ranking of 3 candidates for the hardware that was given>"
+    assert repr(ranking[0]) == "<Candidate tensor on data=2,model=4>"
+    assert hash(ranking[0]) is not None
+
+
+def test_what_cannot_run_says_why(ranking: ft.Ranking) -> None:
+    wrong = ranking[-1]
+    assert wrong.layout_name == "wrong" and wrong.score is None and wrong.flops is None
+    named = [(str(one.path), one.why) for one in wrong.problems]
+    assert ("x", "no rule names `embed`") in named and len(named) == 5
+    assert ("layer.up", "no rule names `hidden`; did you mean the rule for `hiden`?") in named
+
+
+def test_the_text(ranking: ft.Ranking) -> None:
+    lines = str(ranking).splitlines()
+    assert max(map(len, lines)) <= 100
+    assert lines[0] == "ranked for the hardware that was given"
+    text = str(ranking)
+    assert "score = flops / (0.001 TF/s × 0.5) + bytes sent / (0.1 GB/s for each link)" in text
+    assert "no forecast of a time" in text.replace("\n", " ")
+    assert "compiled for CPU devices of this machine" in text
+    first = next(line for line in lines if " tensor " in line)
+    assert first.startswith("*   tensor                  data=2,model=4")
+    assert first.endswith("      262 µs       61 µs      324 µs")
+    assert "3.24 × the best: 786 µs more to compute\n" in text
+    assert "sent by each device for the first, over model 6 KiB" in text
+    assert "cannot run:\n    wrong on data=2,model=4\n" in text
+    assert "and 2 more problems (`row.problems`)" in text
+
+
+def test_pages_and_json(ranking: ft.Ranking) -> None:
+    page = ranking.html()
+    assert page.startswith("<!doctype html>") and "http" not in page
+    for text in ("tensor", "data=2,model=4", "cannot run", "× the best", "no forecast"):
+        assert text in page
+    fragment = ranking._repr_html_()
+    assert "<html" not in fragment and "What cannot run" in fragment
+    data = json.loads(ranking.to_json())
+    assert data["functree"] == "ranking" and data["hardware"]["links"] == 1e8
+    first = data["rows"][0]
+    assert first["wire_bytes"] == {"model": 6144} and first["score"] == ranking[0].score
+    assert data["rows"][-1]["problems"][0]["path"] == "layer.up"
+
+
+def test_the_rules_of_the_best(ranking: ft.Ranking, tmp_path: Path) -> None:
+    file = tmp_path / "rules.toml"
+    ranking[0].rules_file(file)
+    assert read_rules(file) == TENSOR
+    assert file.read_text().startswith("# tensor, for the mesh data=2,model=4\n")
+    bare = dataclasses.replace(ranking[0], _rules=None)
+    with raises("the layout tensor has no rules that a file could have"):
+        bare.rules_file(file)
+    with raises("rules_file has nothing to write to", "path=3"):
+        ranking[0].rules_file(3)  # pyright: ignore
+
+
+def test_other_hardware_has_another_order() -> None:
+    slow = dataclasses.replace(HARDWARE, links=1e6)
+    assert [row.layout_name for row in explored(hardware=slow)] == ["data", "tensor"]
+
+
+def test_a_tie_is_called_one() -> None:
+    names = explored(layouts={"one": TENSOR, "two": TENSOR, "data": DATA})
+    assert [row.layout_name for row in names.best] == ["one", "two"]
+    assert [row.tied for row in names] == [True, True, False]
+    text = " ".join(str(names).split())
+    assert "= a tie: one on data=2,model=4, two on data=2,model=4 are within 15 % of" in text
+    assert "measure these" in text and "tied with the best" in names.html()
+
+
+def row(name: str, score: float | None, peak: int) -> ft.Candidate:
+    return ft.Candidate({"data": 8}, name, peak_bytes=peak, score=score)
+
+
+def test_a_tie_is_within_15_percent_of_the_best() -> None:
+    given = [row("c", 1.16, 1), row("a", 1.0, 1), row("none", None, 1), row("b", 1.14, 1)]
+    found = ranked(given)
+    assert [one.layout_name for one in found] == ["a", "b", "c", "none"]
+    assert [one.tied for one in found] == [True, True, False, False]
+    assert not ranked([given[0], given[1]])[0].tied
+
+
+def test_the_frontier_is_what_no_other_is_better_than_in_both() -> None:
+    found = ranked([row("fast", 1.0, 9), row("worse", 2.0, 9), row("small", 3.0, 4)])
+    assert [one.is_frontier for one in found] == [True, False, True]
+
+
+def test_what_does_not_fit_is_dropped_on_paper() -> None:
+    small = dataclasses.replace(HARDWARE, memory=20_000)
+    with compilations() as compiled:
+        ranking = explored(hardware=small, layouts={"data": DATA})
+    assert not compiled
+    row = ranking[0]
+    assert row.bytes_per_device == 36864 and row.peak_bytes is None
+    assert row.problems[0].why == (
+        "its arguments are 36 KiB on each device (layer 32 KiB, x 4 KiB), and there are 19.5 KiB"
+    )
+    assert [str(one.path) for one in row.problems[1:]] == ["layer.up", "layer.down", "x"]
+    assert "16 KiB on each device, P(None, None)" in str(row.problems[1])
+    assert "cannot run:\n    data on data=2,model=4\n        its arguments are 36 KiB" in str(
+        ranking
+    )
+
+
+def test_what_the_compiler_finds_too_large_is_no_candidate() -> None:
+    between = dataclasses.replace(HARDWARE, memory=40_000)
+    row = explored(hardware=between, layouts={"data": DATA})[0]
+    assert row.score is None and row.peak_bytes is not None and row.peak_bytes > 40_000
+    assert row.problems[0].why.startswith("the program needs ")
+
+
+def test_rules_of_the_layout_are_those_of_the_body() -> None:
+    def body(layer: Layer, x: Float[Array, "batch embed"]) -> Any:
+        return ft.constrain(x @ layer.up, "batch hidden").sum()
+
+    assert explored(body, layouts={"tensor": TENSOR})[0].problems == ()
+    # Specs are no rules: those of the function stay.
+    layouts = {"specs": (P(), P("data"))}
+    jitted = ft.jit(body, rules=TENSOR, mesh=ft.make_mesh(data=4, model=2))
+    assert explored(jitted, layouts=layouts)[0].problems == ()
+
+
+def test_the_options_of_jit_are_kept_but_for_layouts() -> None:
+    @ft.jit(donate="layer", static_argnames="scale", in_shardings=(P("data"), P("data"), None))
+    def step(layer: Layer, x: Float[Array, "batch embed"], scale: float) -> Any:
+        return jax.tree.map(lambda w: w * scale + x.sum(), layer)
+
+    row = explored(step, (LAYER, X, 2.0), layouts={"tensor": (TENSOR, DATA, None)})[0]
+    assert row.problems == () and row.ledger is not None
+    # The donated state is closed: the result is sharded as it is, in its memory.
+    assert row.ledger.memory.aliases == 2 * EMBED * HIDDEN * 4 // 4
+
+
+def test_methods_and_arrays_that_are_somewhere() -> None:
+    class Model(eqx.Module):
+        layer: Layer
+
+        @ft.jit
+        def __call__(self, x: Float[Array, "batch embed"]) -> Any:
+            return apply(self.layer, x)
+
+        def plain(self, x: Float[Array, "batch embed"]) -> Any:
+            return apply(self.layer, x)
+
+    key = jax.random.key(0)
+    mesh = ft.make_mesh(data=4, model=2)
+    weights = Layer(jax.random.normal(key, (EMBED, HIDDEN)), jnp.ones((HIDDEN, EMBED)))
+    model = Model(ft.shard(weights, TENSOR, mesh))
+    x = jax.device_put(jnp.ones((BATCH, EMBED)), jax.NamedSharding(mesh, P("data")))
+    expected = explored(layouts={"tensor": TENSOR})[0].flops
+    for step in (model.__call__, model.plain, model):
+        assert explored(step, (x,), layouts={"tensor": TENSOR})[0].flops == expected
+
+
+def test_the_layout_of_the_result() -> None:
+    # Whole on each device: gathered over `data`.
+    assert all("data" in row.wire_bytes for row in explored(out_shardings=P()))
+    only = explored(out_shardings={"tensor": P(), "data": P("data")})
+    assert {row.layout_name for row in only if "data" in row.wire_bytes} == {"tensor"}
+
+
+def test_the_errors_of_the_function() -> None:
+    def raising(layer: Layer, x: Float[Array, "batch embed"]) -> Any:
+        raise ValueError("not yet")
+
+    with pytest.raises(ValueError, match="not yet"):
+        explored(raising)
+
+    def sometimes(layer: Layer, x: Float[Array, "batch embed"]) -> Any:
+        if jax.sharding.get_abstract_mesh().shape["model"] == 4:
+            raise ValueError("not for four\nmore")
+        return x.sum()
+
+    ranking = explored(sometimes, meshes=8, layouts={"tensor": TENSOR})
+    refused = {row.mesh["model"]: row.problems[0].why for row in ranking if row.problems}
+    assert refused == {4: "ValueError: not for four"}
+
+
+def test_an_interrupt_keeps_what_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    compile_ = Step.compile
+
+    def interrupted(self: Step, laid: Any, out: Any, mesh: Any) -> Any:
+        if mesh.shape["model"] == 2:
+            raise KeyboardInterrupt
+        return compile_(self, laid, out, mesh)
+
+    monkeypatch.setattr(Step, "compile", interrupted)
+    ranking = explored(meshes=8, layouts={"tensor": TENSOR})
+    assert [row.mesh["model"] for row in ranking] == [1, 2, 4, 8]
+    assert ranking[0].score is not None
+    assert all("interrupted" in row.problems[0].why for row in ranking.rows[1:])
+
+
+def test_progress_is_said_if_it_takes_long(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    explored()
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(progress, "PATIENCE", 0.0)
+    explored(progress=False)
+    assert capsys.readouterr().err == ""
+    explored()
+    first, second = capsys.readouterr().err.splitlines()
+    assert first == "explore: 0 of 2 compiled; now data on data=2,model=4"
+    assert second.startswith("explore: 1 of 2 compiled, ") and second.endswith(
+        " s left; now tensor on data=2,model=4"
+    )
+
+
+def test_without_hardware_that_of_one_kind_is_named() -> None:
+    ranking = explored(hardware=None, layouts={"data": DATA})
+    assert ranking.kind == "TPU v5e" and ranking.hardware.flops == 197e12
+    assert "no hardware was given: the figures are those of a TPU v5e" in str(ranking)
+
+
+def test_a_kernel_that_is_not_known_is_said() -> None:
+    def solve(layer: Layer, x: Float[Array, "batch embed"]) -> Any:
+        return jnp.linalg.svd(layer.up, compute_uv=False).sum() + x.sum()
+
+    ranking = explored(solve, layouts={"data": DATA})
+    (note,) = ranking[0].notes
+    assert note.startswith("data on data=2,model=4: lapack_") and "lapack_" in str(ranking)
+
+
+WRONG: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
+    "no function": ({"step": 3}, ("explore cannot compare these", "step=3", "a function")),
+    "no arguments": ({"args": X}, ("args=float32[64, 32]", "the arguments as a tuple")),
+    "no layouts": ({"layouts": {}}, ("layouts={}", "a dict from names to layouts")),
+    "layouts without names": ({"layouts": [DATA]}, ("layouts=", "a dict from names to layouts")),
+    "no target": ({"target": "tpu:v9:2x4"}, ("target='tpu:v9:2x4': `v9` is none of",)),
+    "no hardware": ({"hardware": "v5e"}, ("hardware='v5e'", "an `ft.Hardware`, or None")),
+    "other arguments": ({"args": (LAYER,)}, ("apply cannot be called with these arguments",)),
+    "links of other mesh axes": (
+        {"hardware": dataclasses.replace(HARDWARE, links={"data": 1.0, "modle": 1.0})},
+        ("`links` has no bandwidth for the mesh axis `model`; did you mean `modle`?",),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_arguments(name: str) -> None:
+    options, message = WRONG[name]
+    with raises(*message):
+        explored(**options)
+
+
+def test_a_layout_of_another_structure_is_a_problem_of_its_row() -> None:
+    ranking = explored(layouts={"three": (DATA, DATA, DATA), "tensor": TENSOR})
+    assert ranking[0].layout_name == "tensor"
+    assert "layouts has 3 layouts, and apply has 2 positional" in ranking[1].problems[0].why

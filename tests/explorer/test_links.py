@@ -1,0 +1,86 @@
+"""The bandwidth along mesh axes, on meshes of described devices: no compiler is asked."""
+
+import itertools
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from checks import raises
+
+import functree as ft
+from functree.devices.targets import Target
+from functree.explorer.hardware import kind_of
+from functree.explorer.links import bandwidth, check_links
+
+
+def described(target: Target, sizes: dict[str, int]) -> Any:
+    """A mesh of the devices of a target, in their order, as far as links are about it."""
+    if target.platform == "cuda":
+        devices = [SimpleNamespace(process_index=i // 8) for i in range(target.size)]
+    else:
+        places = itertools.product(*map(range, target.shape))
+        cores = range(target.size // math.prod(target.shape))
+        devices = [
+            SimpleNamespace(coords=[*place, 0][:3], core_on_chip=core)
+            for place in places
+            for core in cores
+        ]
+    grid = np.empty(len(devices), object)
+    grid[:] = devices
+    return SimpleNamespace(axis_names=tuple(sizes), devices=grid.reshape(tuple(sizes.values())))
+
+
+# Target, mesh, mesh axes, and how many links there are along them.
+TPUS: dict[str, tuple[str, dict[str, int], tuple[str, ...], int]] = {
+    "a line": ("tpu:v5e:2x4", {"x": 2, "y": 4}, ("y",), 1),
+    "two dimensions": ("tpu:v5e:2x4", {"x": 8}, ("x",), 2),
+    "a ring": ("tpu:v5e:16x16", {"x": 16, "y": 16}, ("y",), 2),
+    "a part of a ring": ("tpu:v5e:16x16", {"x": 64, "y": 4}, ("y",), 1),
+    "a torus": ("tpu:v6e:16x16", {"x": 256}, ("x",), 4),
+    "two mesh axes": ("tpu:v6e:16x16", {"x": 16, "y": 16}, ("x", "y"), 4),
+    "a dimension of a ring and one of a line": ("tpu:v6e:8x16", {"x": 128}, ("x",), 3),
+    "no cube": ("tpu:v5p:2x2x4", {"x": 4, "y": 4}, ("y",), 1),
+    "a cube": ("tpu:v5p:4x4x8", {"x": 16, "y": 8}, ("y",), 2),
+    "three dimensions": ("tpu:v5p:4x4x4", {"x": 64}, ("x",), 6),
+    "the two devices of a chip": ("tpu:tpu7x:2x2x1", {"x": 4, "y": 2}, ("y",), 1),
+    "chips of two devices": ("tpu:tpu7x:4x4x4", {"x": 64, "y": 2}, ("x", "y"), 6),
+}
+
+
+@pytest.mark.parametrize("name", TPUS)
+def test_links_of_tpus(name: str) -> None:
+    text, sizes, axes, links = TPUS[name]
+    target = Target.read(text)
+    kind, mesh = kind_of(target), described(target, sizes)
+    given = ft.Hardware(1, 1, 10.0)
+    assert bandwidth(axes, mesh, target, given, kind) == 10 * links
+
+
+# The mesh axes, and the bytes per second: by NVLink, and by the ports of the GPUs that take part.
+GPUS: dict[tuple[str, ...], float] = {
+    ("model",): 4.5e11,
+    ("data",): 5e10,
+    ("data", "model"): 4e11,
+}
+
+
+@pytest.mark.parametrize("axes", GPUS)
+def test_gpus(axes: tuple[str, ...]) -> None:
+    target = Target.read("cuda:h100:64")
+    kind, mesh = kind_of(target), described(target, {"data": 8, "model": 8})
+    assert bandwidth(axes, mesh, target, kind.hardware, kind) == GPUS[axes]
+
+
+def test_given_links() -> None:
+    mesh, kind = described(Target.read("tpu:v5e:2x4"), {"x": 2, "y": 4}), kind_of(None)
+    given = ft.Hardware(1, 1, {"x": 5.0, "y": 3.0})
+    assert bandwidth(("x",), mesh, None, given, kind) == 5
+    assert bandwidth(("x", "y"), mesh, None, given, kind) == 3
+    together = ft.Hardware(1, 1, {"x": 5.0, "y": 3.0, ("x", "y"): 8.0})
+    assert bandwidth(("x", "y"), mesh, None, together, kind) == 8
+    assert bandwidth(("x", "y"), mesh, None, ft.Hardware(1, 1, 7.0), kind) == 7
+    check_links({"x": 2, "z": 1}, given)
+    with raises("hardware: `links` has no bandwidth for the mesh axis `z`"):
+        check_links({"x": 2, "z": 2}, given)

@@ -1,0 +1,1241 @@
+"""Sixty programs as others write them, and which names a ledger may give to what each moves.
+
+Nothing here is of functree: the programs are plain JAX, and the names are tables, written by hand.
+
+A dimension has a letter, and each capital letter an odd prime number, times a power of two. Meshes
+have powers of two of devices. So the odd part of the bytes of an array tells which dimensions it
+has, however it is sharded, and whatever its dtype: `DH` in a table is each array of 3 × 5, which no
+other letters make.
+
+A key of a table is such letters (`1` if there are none, `*` for any), and before them what else has
+to fit: a phase, a kind, and `@tag`, the end of the line of source that the collective is of. A value
+is the names that are allowed there, all keys that fit together; what no key fits may have no name. What
+is made of data and of a parameter may be named by both, but by the data alone (`+x`) it may not.
+"""
+
+import functools
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import diffrax
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+SIZES = {
+    "D": 3 * 128, "H": 5 * 128, "O": 7 * 128, "B": 11 * 128, "K": 13 * 128, "S": 17 * 128,
+    "V": 19 * 128, "e": 32, "r": 8, "l": 4, "i": 16,
+}  # fmt: skip
+PRIMES = {"D": 3, "H": 5, "O": 7, "B": 11, "K": 13, "S": 17, "V": 19}
+DTYPES = {"": "float32", "i:": "int32", "q:": "int8", "c:": "complex64", "k:": "uint32"}
+
+MESHES = {
+    "dp": {"data": 8},
+    "fsdp": {"data": 8},
+    "tp": {"data": 2, "model": 4},
+    "both": {"data": 2, "model": 4},
+}
+"""The mesh of each layout."""
+
+
+class Audited(NamedTuple):
+    """A program, how it is called, and what it may be told.
+
+    Attributes:
+        name: its name.
+        fun: the function.
+        args: its arguments, each array as its letters, with a dtype before them if it is no float.
+        layouts: the layouts that it is compiled under.
+        names: the table, as the module says.
+        by_argument: the layout of single arguments, instead.
+        jit: what jits it.
+        donate: whether its first argument is donated.
+    """
+
+    name: str
+    fun: Callable[..., Any]
+    args: Mapping[str, Any]
+    layouts: tuple[str, ...]
+    names: Mapping[str, str]
+    by_argument: Mapping[str, str]
+    jit: Callable[..., Any]
+    donate: bool
+
+
+PROGRAMS: dict[str, Audited] = {}
+
+
+def program(
+    layouts: str,
+    args: Mapping[str, Any],
+    names: Mapping[str, str],
+    by_argument: Mapping[str, str] = {},
+    jit: Callable[..., Any] = jax.jit,
+    donate: bool = False,
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Add a function to the programs."""
+
+    def add(fun: Callable[..., Any]) -> Callable[..., Any]:
+        one = Audited(
+            fun.__name__, fun, args, tuple(layouts.split()), names, by_argument, jit, donate
+        )
+        PROGRAMS[fun.__name__] = one
+        return fun
+
+    return add
+
+
+def spec_of(shape: tuple[int, ...], layout: str) -> P:
+    """How an array is sharded: by its dimensions alone."""
+    primes = [_odd(size) for size in shape]
+    entries: list[Any] = [None] * len(shape)
+    if 11 in primes:
+        entries[primes.index(11)] = "data"
+        return P(*entries)
+    if layout in ("tp", "both"):
+        for i, (size, prime) in enumerate(zip(shape, primes, strict=True)):
+            if prime in (5, 13, 19) or size == SIZES["e"]:
+                entries[i] = "model"
+                break
+    if layout in ("fsdp", "both"):
+        for i, (size, prime) in enumerate(zip(shape, primes, strict=True)):
+            if entries[i] is None and (prime > 1 or size == SIZES["e"]):
+                entries[i] = "data"
+                break
+    return P(*entries)
+
+
+def abstract(args: Any) -> Any:
+    """Arguments of which each array is its letters ─► abstract arrays."""
+    return jax.tree.map(_array, args, is_leaf=lambda x: isinstance(x, str))
+
+
+def _array(letters: Any) -> Any:
+    if not isinstance(letters, str):
+        return letters
+    dtype = letters[:2] if letters[1:2] == ":" else ""
+    shape = tuple(SIZES[letter] for letter in letters[len(dtype) :])
+    return jax.ShapeDtypeStruct(shape, DTYPES[dtype])
+
+
+def allowed(
+    names: Mapping[str, str], *, kind: str, phase: str | None, size: int, tag: str
+) -> set[str]:
+    """The names that a table allows for what is moved."""
+    found: set[str] = set()
+    for key, value in names.items():
+        *conditions, letters = key.split()
+        wanted = 1 if letters == "1" else math.prod(PRIMES.get(one, 1) for one in letters)
+        fits = letters == "*" or wanted == _odd(size)
+        for one in conditions:
+            if one.startswith("@"):
+                fits &= tag in (one[1:], "")
+            elif "-" in one:
+                fits &= kind == one
+            else:
+                fits &= phase in (one, None)
+        if fits:
+            found.update(value.split())
+    return found
+
+
+def is_wrong(names: frozenset[str], fitting: frozenset[str]) -> bool:
+    """Whether names are not allowed. Those behind a `+` are so only beside another one."""
+    alone = {one for one in fitting if not one.startswith("+")}
+    beside = {one[1:] for one in fitting - alone}
+    return not names <= alone | beside or bool(names and not names & alone)
+
+
+def _odd(number: int) -> int:
+    while number and number % 2 == 0:
+        number //= 2
+    return number
+
+
+# Models that several programs have
+
+
+def mlp(name: str) -> dict[str, str]:
+    """The table of a model of two layers. An activation may be named by the layer that makes it of
+    parts, or for which it is gathered."""
+    return {
+        "DH": f"{name}.w1", "H": f"{name}.b1", "HO": f"{name}.w2", "O": f"{name}.b2",
+        "BD": f"{name}.w1 x", "BH": f"{name}.w1 {name}.w2", "BO": f"{name}.w2",
+    }  # fmt: skip
+
+
+MLP = {"w1": "DH", "b1": "H", "w2": "HO", "b2": "O"}
+
+
+def forward(p: Any, x: Any) -> Any:
+    return jax.nn.relu(x @ p["w1"] + p["b1"]) @ p["w2"] + p["b2"]
+
+
+def loss_of(p: Any, x: Any, y: Any) -> Any:
+    return ((forward(p, x) - y) ** 2).mean()
+
+
+def sgd(p: Any, g: Any, rate: float = 0.1) -> Any:
+    return jax.tree.map(lambda p, g: p - rate * g, p, g)
+
+
+# Two arguments of like structure
+
+DQN = {
+    "@online DH": "online.w1", "@online H": "online.b1", "@online HO": "online.w2",
+    "@online O": "online.b2", "@online BH": "online.w1 online.w2", "@online BO": "online.w2",
+    "@online BD": "online.w1 s",
+    "@target DH": "target.w1", "@target H": "target.b1", "@target HO": "target.w2",
+    "@target O": "target.b2", "@target BH": "target.w1 target.w2", "@target BO": "target.w2",
+    "@target BD": "target.w1 s2",
+}  # fmt: skip
+DQN_ARGS = {"online": MLP, "target": MLP, "s": "BD", "s2": "BD", "a": "i:B", "r": "B"}
+
+
+def td_loss(online: Any, target: Any, s: Any, s2: Any, a: Any, r: Any) -> Any:
+    hidden = jax.nn.relu(s @ online["w1"] + online["b1"])  # @online
+    q = hidden @ online["w2"] + online["b2"]  # @online
+    hidden2 = jax.nn.relu(s2 @ target["w1"] + target["b1"])  # @target
+    q2 = hidden2 @ target["w2"] + target["b2"]  # @target
+    chosen = (q * jax.nn.one_hot(a, q.shape[1])).sum(1)
+    return ((chosen - r - 0.99 * q2.max(1)) ** 2).mean()
+
+
+@program("dp fsdp tp both", DQN_ARGS, DQN)
+def dqn_frozen(online, target, s, s2, a, r):
+    value, g = jax.value_and_grad(td_loss)(online, target, s, s2, a, r)
+    return sgd(online, g), value
+
+
+@program("dp fsdp both", {"target": MLP, **DQN_ARGS}, DQN)
+def dqn_gradient_only(target, online, s, s2, a, r):
+    return jax.grad(td_loss)(online, target, s, s2, a, r)
+
+
+@program("dp fsdp tp", DQN_ARGS, DQN)
+def dqn_soft_update(online, target, s, s2, a, r):
+    g = jax.grad(td_loss)(online, target, s, s2, a, r)
+    new = sgd(online, g)
+    return new, jax.tree.map(lambda t, o: 0.99 * t + 0.01 * o, target, new)
+
+
+@program("dp fsdp", {**DQN_ARGS, "opt": {"mu": MLP, "nu": MLP}}, DQN)
+def dqn_adam(online, target, s, s2, a, r, opt):
+    g = jax.grad(td_loss)(online, target, s, s2, a, r)
+    mu = jax.tree.map(lambda m, g: 0.9 * m + 0.1 * g, opt["mu"], g)
+    nu = jax.tree.map(lambda v, g: 0.99 * v + 0.01 * g * g, opt["nu"], g)
+    new = jax.tree.map(lambda p, m, v: p - m / (jnp.sqrt(v) + 1e-8), online, mu, nu)
+    return {"online": new, "opt": {"mu": mu, "nu": nu}}
+
+
+TOWERS = {
+    "@user DO": "user.w", "@item DO": "item.w", "@user BO": "user.w", "@item BO": "item.w",
+    "@user O": "user.b", "@item O": "item.b", "@user BD": "user.w xu", "@item BD": "item.w xi",
+    "@features forward BO": "user.w user.b item.w item.b +xu +xi",
+    "@item forward BO": "item.w item.b +xi",
+}  # fmt: skip
+TOWER = {"w": "DO", "b": "O"}
+
+
+def towers_loss(user, item, xu, xi):
+    u = jnp.tanh(xu @ user["w"] + user["b"])  # @user
+    v = jnp.tanh(xi @ item["w"] + item["b"])  # @item
+    logits = u @ v.T  # @features
+    return -jax.nn.log_softmax(logits).trace() / len(logits)
+
+
+@program("dp fsdp", {"user": TOWER, "item": TOWER, "xu": "BD", "xi": "BD"}, TOWERS)
+def two_towers(user, item, xu, xi):
+    gu, gi = jax.grad(towers_loss, (0, 1))(user, item, xu, xi)
+    return sgd(user, gu), sgd(item, gi)
+
+
+@program("dp fsdp", {"user": TOWER, "item": TOWER, "xu": "BD", "xi": "BD"}, TOWERS)
+def two_towers_gradients(user, item, xu, xi):
+    return jax.value_and_grad(towers_loss, (0, 1))(user, item, xu, xi)
+
+
+GAN = {
+    "@gen DH": "gen.w1", "@gen HD": "gen.w1 gen.w2", "@disc DH": "disc.w1 disc.w2",
+    "@gen BH": "gen.w1 gen.w2", "@disc BH": "disc.w1 disc.w2", "@gen BD": "gen.w1 gen.w2 z",
+    "@disc BD": "disc.w1 disc.w2 real", "@disc backward H": "disc.w2",
+}  # fmt: skip
+GAN_ARGS = {
+    "gen": {"w1": "DH", "w2": "HD"}, "disc": {"w1": "DH", "w2": "HD"}, "z": "BD", "real": "BD",
+}  # fmt: skip
+
+
+def generate(gen, z):
+    return jnp.tanh(jax.nn.relu(z @ gen["w1"]) @ gen["w2"])  # @gen
+
+
+def judge(disc, x):
+    return (jax.nn.relu(x @ disc["w1"]) @ disc["w2"]).mean(1)  # @disc
+
+
+def disc_loss(disc, gen, z, real):
+    return (jax.nn.softplus(judge(disc, generate(gen, z))) - judge(disc, real)).mean()
+
+
+def gen_loss(gen, disc, z):
+    return -judge(disc, generate(gen, z)).mean()
+
+
+@program("dp fsdp tp", GAN_ARGS, GAN)
+def gan_discriminator(gen, disc, z, real):
+    return sgd(disc, jax.grad(disc_loss)(disc, gen, z, real))
+
+
+@program("dp fsdp tp", GAN_ARGS, GAN)
+def gan_both(gen, disc, z, real):
+    new = sgd(disc, jax.grad(disc_loss)(disc, gen, z, real))
+    return sgd(gen, jax.grad(gen_loss)(gen, new, z)), new
+
+
+@program(
+    "dp fsdp tp",
+    {"student": MLP, "teacher": MLP, "x": "BD"},
+    {
+        "@student DH": "student.w1", "@student HO": "student.w2", "@student H": "student.b1",
+        "@student O": "student.b2", "@student BH": "student.w1 student.w2",
+        "@student BO": "student.w2", "@student BD": "student.w1 x",
+        "@teacher DH": "teacher.w1", "@teacher HO": "teacher.w2", "@teacher H": "teacher.b1",
+        "@teacher O": "teacher.b2", "@teacher BH": "teacher.w1 teacher.w2",
+        "@teacher BO": "teacher.w2", "@teacher BD": "teacher.w1 x",
+    },
+)  # fmt: skip
+def distillation(student, teacher, x):
+    def loss(student):
+        h = jax.nn.relu(x @ student["w1"] + student["b1"])  # @student
+        logits = h @ student["w2"] + student["b2"]  # @student
+        h = jax.nn.relu(x @ teacher["w1"] + teacher["b1"])  # @teacher
+        wanted = jax.nn.softmax(h @ teacher["w2"] + teacher["b2"])  # @teacher
+        return -(wanted * jax.nn.log_softmax(logits)).sum(1).mean()
+
+    value, g = jax.value_and_grad(loss)(student)
+    return sgd(student, g), value
+
+
+@program(
+    "dp fsdp",
+    {"actor": TOWER, "critic": TOWER, "obs": "BD", "ret": "B"},
+    {
+        "@actor DO": "actor.w", "@critic DO": "critic.w", "@actor O": "actor.b",
+        "@critic O": "critic.b", "@actor BO": "actor.w", "@critic BO": "critic.w",
+        "BD": "obs actor.w critic.w",
+    },
+)  # fmt: skip
+def actor_critic(actor, critic, obs, ret):
+    def loss(both):
+        actor, critic = both
+        logp = jax.nn.log_softmax(obs @ actor["w"] + actor["b"])  # @actor
+        value = jnp.tanh(obs @ critic["w"] + critic["b"]).mean(1)  # @critic
+        advantage = lax.stop_gradient(ret - value)
+        return ((value - ret) ** 2 - advantage * logp[:, 0]).mean()
+
+    g = jax.grad(loss)((actor, critic))
+    return sgd((actor, critic), g)
+
+
+@program(
+    "dp fsdp",
+    {"p": MLP, "anchor": MLP, "fisher": MLP, "x": "BD", "y": "BO"},
+    {**mlp("p")},
+)
+def elastic_weights(p, anchor, fisher, x, y):
+    def loss(p):
+        near = jax.tree.map(lambda p, a, f: (f * (p - a) ** 2).sum(), p, anchor, fisher)
+        return loss_of(p, x, y) + sum(jax.tree.leaves(near))
+
+    return sgd(p, jax.grad(loss)(p))
+
+
+@program(
+    "dp fsdp",
+    {"online": MLP, "target": MLP, "x": "BD", "x2": "BD"},
+    {
+        "@online DH": "online.w1", "@online H": "online.b1", "@online HO": "online.w2",
+        "@online O": "online.b2", "@online BH": "online.w1 online.w2", "@online BO": "online.w2",
+        "@online BD": "online.w1 x", "@target DH": "target.w1", "@target H": "target.b1",
+        "@target HO": "target.w2", "@target O": "target.b2", "@target BH": "target.w1 target.w2",
+        "@target BO": "target.w2", "@target BD": "target.w1 x2",
+    },
+)  # fmt: skip
+def byol(online, target, x, x2):
+    def loss(online):
+        h = jax.nn.relu(x @ online["w1"] + online["b1"])  # @online
+        a = h @ online["w2"] + online["b2"]  # @online
+        h = jax.nn.relu(x2 @ target["w1"] + target["b1"])  # @target
+        b = h @ target["w2"] + target["b2"]  # @target
+        return -(a * b).sum(1).mean()
+
+    new = sgd(online, jax.grad(loss)(online))
+    return jax.tree.map(lambda t, o: 0.9 * t + 0.1 * o, target, new), new
+
+
+@program(
+    "dp fsdp tp",
+    {"enc": {"w1": "DH", "w2": "HO"}, "dec": {"w1": "OH", "w2": "HD"}, "x": "BD", "noise": "BO"},
+    {
+        "@enc DH": "enc.w1", "@enc HO": "enc.w2", "@dec HO": "dec.w1", "@dec DH": "dec.w2",
+        "@enc BH": "enc.w1 enc.w2", "@dec BH": "dec.w1 dec.w2", "@enc BO": "enc.w2",
+        "@dec BO": "dec.w1", "@enc BD": "x enc.w1", "@dec BD": "dec.w2",
+    },
+)  # fmt: skip
+def autoencoder(enc, dec, x, noise):
+    def loss(both):
+        enc, dec = both
+        z = jax.nn.relu(x @ enc["w1"]) @ enc["w2"]  # @enc
+        z = z + noise
+        out = jax.nn.relu(z @ dec["w1"]) @ dec["w2"]  # @dec
+        return ((out - x) ** 2).mean()
+
+    return jax.grad(loss)((enc, dec))
+
+
+# Index-only paths
+
+LIST = {
+    "@0 DD": "ps.0", "@1 DD": "ps.1", "@2 DD": "ps.2", "@0 BD": "ps.0 x", "@1 BD": "ps.1",
+    "@2 BD": "ps.2", "DDD": "",
+}  # fmt: skip
+
+
+def list_loss(ps, x):
+    h = jnp.tanh(x @ ps[0])  # @0
+    h = jnp.sin(h @ ps[1])  # @1
+    return (jnp.cos(h @ ps[2]) ** 2).mean()  # @2
+
+
+@program("dp fsdp", {"ps": ["DD"] * 3, "x": "BD"}, LIST)
+def a_list(ps, x):
+    value, g = jax.value_and_grad(list_loss)(ps, x)
+    return sgd(ps, g), value
+
+
+@program("dp fsdp", {"ps": ["DD"] * 3, "x": "BD"}, LIST)
+def gradients_of_a_list(ps, x):
+    return jax.grad(list_loss)(ps, x)
+
+
+@program("dp fsdp", {"ps": ["DD"] * 3, "x": "BD"}, LIST)
+def a_list_in_reverse(ps, x):
+    return jax.grad(list_loss)(ps, x)[::-1]
+
+
+@program("dp fsdp", {"ms": ["DD"] * 3, "ps": ["DD"] * 3, "x": "BD"}, LIST)
+def lists_of_moments(ms, ps, x):
+    g = jax.grad(list_loss)(ps, x)
+    ms = jax.tree.map(lambda m, g: 0.9 * m + g, ms, g)
+    return ms, sgd(ps, ms)
+
+
+@program(
+    "dp fsdp tp",
+    {"state": [["DH", "HO"], ["DH", "HO"]], "x": "BD", "y": "BO"},
+    {"DH": "state.0.0", "HO": "state.0.1", "BD": "x state.0.0", "BH": "state.0.0 state.0.1",
+     "BO": "state.0.1"},
+)  # fmt: skip
+def nested_lists(state, x, y):
+    ps, ms = state
+    g = jax.grad(lambda ps: ((jax.nn.relu(x @ ps[0]) @ ps[1] - y) ** 2).mean())(ps)
+    ms = jax.tree.map(lambda m, g: 0.9 * m + g, ms, g)
+    return [sgd(ps, ms), ms]
+
+
+# Gradients within gradients
+
+
+@program("dp fsdp tp both", {"p": MLP, "x": "BD", "y": "BO"}, mlp("p"))
+def sam(p, x, y):
+    g = jax.grad(loss_of)(p, x, y)
+    norm = jnp.sqrt(sum((g**2).sum() for g in jax.tree.leaves(g)))
+    near = jax.tree.map(lambda p, g: p + 0.05 * g / norm, p, g)
+    return sgd(p, jax.grad(loss_of)(near, x, y))
+
+
+@program("dp fsdp tp", {"p": MLP, "x": "BD", "y": "BO", "x2": "BD", "y2": "BO"},
+         {**mlp("p"), "BD": "p.w1 x x2"})  # fmt: skip
+def maml(p, x, y, x2, y2):
+    def outer(p):
+        return loss_of(sgd(p, jax.grad(loss_of)(p, x, y)), x2, y2)
+
+    value, g = jax.value_and_grad(outer)(p)
+    return sgd(p, g), value
+
+
+@program("dp fsdp tp", {"p": MLP, "v": MLP, "x": "BD", "y": "BO"},
+         {**mlp("p"), "all-gather DH": "p.w1 v.w1", "all-gather HO": "p.w2 v.w2",
+          "all-gather H": "p.b1 v.b1", "all-gather O": "p.b2 v.b2",
+          "forward H": "p.b1 v.b1", "forward O": "p.b2 v.b2",
+          "BH": "p.w1 p.w2 v.w1 v.w2", "BO": "p.w2 v.w2", "BD": "p.w1 v.w1 x"})  # fmt: skip
+def hessian_vector(p, v, x, y):
+    return jax.jvp(lambda p: jax.grad(loss_of)(p, x, y), (p,), (v,))[1]
+
+
+@program("dp", {"p": MLP, "x": "BD", "y": "BO"}, mlp("p"))
+def conjugate_gradients(p, x, y):
+    g = jax.grad(loss_of)(p, x, y)
+    dot = lambda a, b: sum(map(jnp.vdot, jax.tree.leaves(a), jax.tree.leaves(b)))  # noqa: E731
+
+    def body(state):
+        i, z, r, d = state
+        hd = jax.jvp(lambda p: jax.grad(loss_of)(p, x, y), (p,), (d,))[1]
+        rate = dot(r, r) / dot(d, hd)
+        z = jax.tree.map(lambda z, d: z + rate * d, z, d)
+        new = jax.tree.map(lambda r, h: r - rate * h, r, hd)
+        d = jax.tree.map(lambda n, d: n + dot(new, new) / dot(r, r) * d, new, d)
+        return i + 1, z, new, d
+
+    zeros = jax.tree.map(jnp.zeros_like, p)
+    z = lax.while_loop(lambda s: s[0] < 5, body, (0, zeros, g, g))[1]
+    return sgd(p, z)
+
+
+@program("dp fsdp", {"p": MLP, "x": "BD", "y": "BO", "x2": "BD", "y2": "BO"},
+         {**mlp("p"), "BD": "p.w1 x x2"})  # fmt: skip
+def gradient_surgery(p, x, y, x2, y2):
+    one, two = jax.grad(loss_of)(p, x, y), jax.grad(loss_of)(p, x2, y2)
+    dot = sum(map(jnp.vdot, jax.tree.leaves(one), jax.tree.leaves(two)))
+    g = jax.tree.map(lambda a, b: a - jnp.minimum(dot, 0) * b, one, two)
+    return sgd(p, g)
+
+
+# Weights that are computed
+
+
+@program("dp fsdp tp", {"base": {"w1": "DH", "w2": "HO"},
+                        "lora": {"a1": "Dr", "b1": "rH", "a2": "Hr", "b2": "rO"},
+                        "x": "BD", "y": "BO"},
+         {"DH": "base.w1", "HO": "base.w2", "D": "lora.a1", "H": "lora.b1 lora.a2", "O": "lora.b2",
+          "BD": "x base.w1 lora.a1", "BH": "base.w1 base.w2 lora.b1 lora.a2",
+          "BO": "base.w2 lora.b2",
+          "B": "lora.a1 lora.b1 lora.a2 lora.b2"})  # fmt: skip
+def lora(base, lora, x, y):
+    def loss(lora):
+        h = jax.nn.relu(x @ base["w1"] + (x @ lora["a1"]) @ lora["b1"])
+        return ((h @ base["w2"] + (h @ lora["a2"]) @ lora["b2"] - y) ** 2).mean()
+
+    return sgd(lora, jax.grad(loss)(lora))
+
+
+@program("dp fsdp tp", {"base": {"w1": "DH"}, "lora": {"a1": "Dr", "b1": "rH"}, "x": "BD"},
+         {"DH": "base.w1 lora.a1 lora.b1", "D": "lora.a1", "H": "lora.b1",
+          "BD": "x base.w1", "BH": "base.w1 lora.a1 lora.b1"})  # fmt: skip
+def lora_merged(base, lora, x):
+    def loss(lora):
+        return (jnp.tanh(x @ (base["w1"] + lora["a1"] @ lora["b1"])) ** 2).mean()
+
+    return sgd(lora, jax.grad(loss)(lora))
+
+
+QUANTIZED = {
+    "DH": "p.q1 p.s1", "H": "p.s1", "HO": "p.q2 p.s2", "O": "p.s2", "BD": "x p.q1 p.s1",
+    "BH": "p.q1 p.s1 p.q2 p.s2", "BO": "p.q2 p.s2",
+}  # fmt: skip
+
+
+@program("fsdp tp both", {"p": {"q1": "q:DH", "s1": "H", "q2": "q:HO", "s2": "O"}, "x": "BD"},
+         QUANTIZED)  # fmt: skip
+def quantized(p, x):
+    h = jax.nn.relu(x @ (p["q1"].astype("float32") * p["s1"]))
+    return h @ (p["q2"].astype("float32") * p["s2"])
+
+
+@program("fsdp tp", {"q": "q:VD", "scale": "V", "bias": "D", "tokens": "i:B"},
+         {"VD": "q scale", "V": "scale q", "D": "bias", "BD": "q scale bias", "B": "tokens"})  # fmt: skip
+def quantized_table(q, scale, bias, tokens):
+    return jnp.tanh((q.astype("float32") * scale[:, None])[tokens] + bias)
+
+
+@program("dp fsdp tp", {"p": {"v": "DH", "g": "H", "w2": "HO"}, "x": "BD"},
+         {"DH": "p.v p.g", "H": "p.g p.v", "HO": "p.w2", "BD": "x p.v p.g",
+          "BH": "p.v p.g p.w2", "BO": "p.w2"})  # fmt: skip
+def weight_norm(p, x):
+    def loss(p):
+        w = p["g"] * p["v"] / jnp.linalg.norm(p["v"], axis=0)
+        return ((jnp.tanh(x @ w) @ p["w2"]) ** 2).mean()
+
+    return sgd(p, jax.grad(loss)(p))
+
+
+@program("dp fsdp tp", {"p": {"w": "DH", "w2": "HO"}, "u": "H", "x": "BD"},
+         {"DH": "p.w", "H": "p.w u", "D": "p.w u", "HO": "p.w2", "BD": "x p.w", "BH": "p.w p.w2",
+          "BO": "p.w2"})  # fmt: skip
+def spectral_norm(p, u, x):
+    def loss(p):
+        v = p["w"] @ u
+        v = v / jnp.linalg.norm(v)
+        new = v @ p["w"]
+        new = lax.stop_gradient(new / jnp.linalg.norm(new))
+        sigma = jnp.vdot(lax.stop_gradient(v), p["w"] @ new)
+        return ((jnp.tanh(x @ (p["w"] / sigma)) @ p["w2"]) ** 2).mean(), new
+
+    g, new = jax.grad(loss, has_aux=True)(p)
+    return sgd(p, g), new
+
+
+@program("dp fsdp", {"gen": "KDH", "z": "K", "x": "BD"},
+         {"KDH": "gen", "DH": "gen +z", "BD": "x gen", "BH": "gen", "K": "z"})  # fmt: skip
+def hypernetwork(gen, z, x):
+    def loss(gen):
+        return (jnp.tanh(x @ jnp.tensordot(z, gen, 1)) ** 2).mean()
+
+    return jax.grad(loss)(gen)
+
+
+# Optimizers and accumulators
+
+
+@program("dp fsdp both", {"p": MLP, "acc": MLP, "x": "BD", "y": "BO"}, mlp("p"))
+def accumulated_gradient(p, acc, x, y):
+    return jax.tree.map(jnp.add, acc, jax.grad(loss_of)(p, x, y))
+
+
+@program("dp fsdp", {"acc": MLP, "p": MLP, "x": "BD", "y": "BO"}, mlp("p"))
+def accumulator_first(acc, p, x, y):
+    value, g = jax.value_and_grad(loss_of)(p, x, y)
+    return {"acc": jax.tree.map(jnp.add, acc, g), "loss": value}
+
+
+@program("dp fsdp tp", {"p": MLP, "x": "lBD", "y": "lBO"}, mlp("p"))
+def microbatches(p, x, y):
+    def body(acc, batch):
+        return jax.tree.map(jnp.add, acc, jax.grad(loss_of)(p, *batch)), None
+
+    g, _ = lax.scan(body, jax.tree.map(jnp.zeros_like, p), (x, y))
+    return sgd(p, g)
+
+
+@program("dp fsdp tp", {"ema": MLP, "p": MLP, "x": "BD", "y": "BO"}, mlp("p"))
+def moving_average(ema, p, x, y):
+    new = sgd(p, jax.grad(loss_of)(p, x, y))
+    return jax.tree.map(lambda e, p: 0.99 * e + 0.01 * p, ema, new), new
+
+
+@program("fsdp tp", {"avg": MLP, "p": MLP, "n": ""}, {})
+def weight_average(avg, p, n):
+    return jax.tree.map(lambda a, p: (a * n + p) / (n + 1), avg, p)
+
+
+ADAM = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
+FLAX = {
+    "DH": "params.Dense_0.kernel", "H": "params.Dense_0.bias", "HO": "params.Dense_1.kernel",
+    "O": "params.Dense_1.bias", "BD": "x params.Dense_0.kernel",
+    "BH": "params.Dense_0.kernel params.Dense_1.kernel", "BO": "params.Dense_1.kernel",
+}  # fmt: skip
+DENSE = {
+    "Dense_0": {"kernel": "DH", "bias": "H"},
+    "Dense_1": {"kernel": "HO", "bias": "O"},
+}
+
+
+def dense(params, x):
+    h = jax.nn.relu(x @ params["Dense_0"]["kernel"] + params["Dense_0"]["bias"])
+    return h @ params["Dense_1"]["kernel"] + params["Dense_1"]["bias"]
+
+
+@program(
+    "dp fsdp tp both",
+    {"params": DENSE, "opt": jax.eval_shape(ADAM.init, abstract(DENSE)), "x": "BD", "y": "BO"},
+    FLAX,
+)
+def linen_like(params, opt, x, y):
+    value, g = jax.value_and_grad(lambda p: ((dense(p, x) - y) ** 2).mean())(params)
+    updates, opt = ADAM.update(g, opt, params)
+    return optax.apply_updates(params, updates), opt, value
+
+
+@program(
+    "dp fsdp",
+    {"leaves": ["H", "DH", "O", "HO"], "x": "BD", "y": "BO"},
+    {"DH": "leaves.1", "H": "leaves.0", "HO": "leaves.3", "O": "leaves.2", "BD": "x leaves.1",
+     "BH": "leaves.1 leaves.3", "BO": "leaves.3"},
+)  # fmt: skip
+def nnx_like(leaves, x, y):
+    def loss(leaves):
+        b1, w1, b2, w2 = leaves
+        return ((jax.nn.relu(x @ w1 + b1) @ w2 + b2 - y) ** 2).mean()
+
+    return jax.tree.map(lambda p, g: p - 0.1 * g, leaves, jax.grad(loss)(leaves)), ()
+
+
+@program(
+    "fsdp",
+    {"p": MLP, "mu": MLP, "nu": MLP, "x": "BD", "y": "BO"},
+    {**mlp("p")},
+    by_argument={"p": "dp"},
+)
+def zero_one(p, mu, nu, x, y):
+    g = jax.grad(loss_of)(p, x, y)
+    mu = jax.tree.map(lambda m, g: 0.9 * m + 0.1 * g, mu, g)
+    nu = jax.tree.map(lambda v, g: 0.99 * v + 0.01 * g * g, nu, g)
+    return {
+        "p": jax.tree.map(lambda p, m, v: p - m / (jnp.sqrt(v) + 1e-8), p, mu, nu),
+        "mu": mu,
+        "nu": nu,
+    }
+
+
+def orthogonal(m):
+    x = m / jnp.linalg.norm(m)
+    for _ in range(2):
+        a = x @ x.T
+        x = 1.5 * x - 0.5 * a @ x
+    return x
+
+
+@program(
+    "dp fsdp tp",
+    {"p": {"w1": "DH", "w2": "HO"}, "mu": {"w1": "DH", "w2": "HO"}, "x": "BD", "y": "BO"},
+    {"DH": "p.w1", "HO": "p.w2", "BD": "x p.w1", "BH": "p.w1 p.w2", "BO": "p.w2",
+     "update DH": "p.w1 mu.w1", "update HO": "p.w2 mu.w2", "update DD": "p.w1 mu.w1",
+     "update HH": "p.w2 mu.w2", "update 1": "p.w1 p.w2 mu.w1 mu.w2"},
+)  # fmt: skip
+def muon(p, mu, x, y):
+    g = jax.grad(lambda p: ((jax.nn.relu(x @ p["w1"]) @ p["w2"] - y) ** 2).mean())(p)
+    mu = jax.tree.map(lambda m, g: 0.9 * m + g, mu, g)
+    return jax.tree.map(lambda p, m: p - 0.1 * orthogonal(m), p, mu), mu
+
+
+@program(
+    "dp fsdp tp",
+    {"p": {"w1": "DH", "w2": "HO"}, "left": {"w1": "DD", "w2": "HH"},
+     "right": {"w1": "HH", "w2": "OO"}, "x": "BD", "y": "BO"},
+    {"DH": "p.w1", "HO": "p.w2", "BD": "x p.w1", "BH": "p.w1 p.w2", "BO": "p.w2",
+     "update DD": "p.w1 left.w1", "update HH": "p.w2 left.w2 p.w1 right.w1",
+     "update OO": "p.w2 right.w2", "update DH": "p.w1 left.w1 right.w1",
+     "update HO": "p.w2 left.w2 right.w2"},
+)  # fmt: skip
+def shampoo(p, left, right, x, y):
+    g = jax.grad(lambda p: ((jax.nn.relu(x @ p["w1"]) @ p["w2"] - y) ** 2).mean())(p)
+    left = jax.tree.map(lambda l, g: l + g @ g.T, left, g)
+    right = jax.tree.map(lambda r, g: r + g.T @ g, right, g)
+    new = jax.tree.map(lambda p, l, r, g: p - l @ g @ r, p, left, right, g)
+    return new, left, right
+
+
+@program("dp fsdp tp", {"p": MLP, "m": MLP, "x": "BD", "y": "BO"}, mlp("p"), donate=True)
+def lion_donated(p, m, x, y):
+    g = jax.grad(loss_of)(p, x, y)
+    new = jax.tree.map(lambda p, m, g: p - 0.1 * jnp.sign(0.9 * m + 0.1 * g), p, m, g)
+    return new, jax.tree.map(lambda m, g: 0.99 * m + 0.01 * g, m, g)
+
+
+@program("dp fsdp", {"p": MLP, "x": "BD", "y": "BO"},
+         {**mlp("p"), "1": "p.w1 p.b1 p.w2 p.b2"})  # fmt: skip
+def norms_of_layers(p, x, y):
+    g = jax.grad(loss_of)(p, x, y)
+    return jax.tree.map(lambda p, g: p - 0.1 * g * jnp.linalg.norm(p) / jnp.linalg.norm(g), p, g)
+
+
+@program("dp", {"p": MLP, "x": "BD", "y": "BO", "key": "k:"}, mlp("p"))
+def random_search(p, x, y, key):
+    def body(best, i):
+        near = jax.tree.map(lambda p: p + jnp.sin(i.astype("float32")) * 0.1, best)
+        better = loss_of(near, x, y) < loss_of(best, x, y)
+        return jax.tree.map(lambda a, b: jnp.where(better, a, b), near, best), None
+
+    return lax.scan(body, p, jnp.arange(4))[0]
+
+
+# Models
+
+
+@program("dp fsdp tp both", {"layers": {"w": "lDD", "b": "lD"}, "x": "BD"},
+         {"DD": "layers.w", "D": "layers.b", "BD": "layers.w x"})  # fmt: skip
+def scanned_layers(layers, x):
+    def loss(layers):
+        def body(x, layer):
+            return jnp.tanh(x @ layer["w"] + layer["b"]), None
+
+        return (lax.scan(jax.checkpoint(body), x, layers)[0] ** 2).mean()
+
+    return sgd(layers, jax.grad(loss)(layers))
+
+
+@program("fsdp tp", {"w": "DD", "b": "D", "x": "BD"},
+         {"DD": "w", "D": "b", "BD": "w x"})  # fmt: skip
+def until_small(w, b, x):
+    return lax.while_loop(lambda x: (x**2).sum() > 1, lambda x: jnp.tanh(jnp.sin(x) @ w + b), x)
+
+
+@program("dp fsdp tp", {"a": {"w": "DD"}, "b": {"w": "DD"}, "x": "BD", "flag": ""},
+         {"@a DD": "a.w", "@b DD": "b.w", "@- all-gather DD": "a.w b.w", "@a BD": "a.w x", "@b BD": "b.w x"})  # fmt: skip
+def branches(a, b, x, flag):
+    def loss(both):
+        left = lambda x: jnp.tanh(x @ both[0]["w"])  # noqa: E731 # @a
+        right = lambda x: jnp.sin(x @ both[1]["w"])  # noqa: E731 # @b
+        return (lax.cond(flag > 0, left, right, x) ** 2).mean()
+
+    return sgd((a, b), jax.grad(loss)((a, b)))
+
+
+@program("dp fsdp tp", {"p": {"trunk": "DH", "one": "HO", "two": "HO"}, "x": "BD", "y": "BO"},
+         {"DH": "p.trunk", "@one HO": "p.one", "@two HO": "p.two", "BD": "x p.trunk",
+          "BH": "p.trunk p.one p.two", "@one BO": "p.one", "@two BO": "p.two"})  # fmt: skip
+def two_heads(p, x, y):
+    def loss(p):
+        h = jnp.tanh(x @ p["trunk"])
+        one = h @ p["one"]  # @one
+        two = jnp.sin(h @ p["two"])  # @two
+        return ((one - y) ** 2 + (two - y) ** 2).mean()
+
+    return jax.grad(loss)(p), p["trunk"].sum()
+
+
+@program("dp fsdp tp", {"embed": "VD", "w": "DD", "tokens": "i:B", "labels": "i:B"},
+         {"VD": "embed", "DD": "w", "BD": "embed w", "BV": "embed", "B": "embed tokens labels"})  # fmt: skip
+def tied_weights(embed, w, tokens, labels):
+    def loss(p):
+        h = jnp.tanh(p["embed"][tokens] @ p["w"])
+        logp = jax.nn.log_softmax(h @ p["embed"].T)
+        return -jnp.take_along_axis(logp, labels[:, None], 1).mean()
+
+    return jax.grad(loss)({"embed": embed, "w": w})
+
+
+@program("dp fsdp", {"p": {"w": "DH", "scale": "H", "shift": "H"},
+                     "stats": {"mean": "H", "var": "H"}, "x": "BD"},
+         {"DH": "p.w", "BD": "x p.w", "BH": "p.w", "forward H": "stats.mean stats.var p.w p.scale p.shift",
+          "backward H": "p.scale p.shift", "all-gather H": "p.scale p.shift"})  # fmt: skip
+def batch_norm(p, stats, x):
+    def loss(p):
+        h = x @ p["w"]
+        mean, var = h.mean(0), h.var(0)
+        h = (h - mean) / jnp.sqrt(var + 1e-5) * p["scale"] + p["shift"]
+        new = {"mean": 0.9 * stats["mean"] + 0.1 * mean, "var": 0.9 * stats["var"] + 0.1 * var}
+        return (jnp.tanh(h) ** 2).mean(), new
+
+    g, new = jax.grad(loss, has_aux=True)(p)
+    return sgd(p, g), new
+
+
+ATTENTION = {
+    "@q DH": "p.q", "@k DH": "p.k", "@v DH": "p.v", "@o DH": "p.o",
+    "BD": "p.q p.k p.v p.o x", "@q BH": "p.q", "@k BH": "p.k", "@v BH": "p.v", "@o BH": "p.o",
+    "BB": "", "BD ": "",
+}  # fmt: skip
+
+
+@program("dp fsdp tp both", {"p": {"q": "DH", "k": "DH", "v": "DH", "o": "HD"}, "x": "BiD"},
+         {key: value for key, value in ATTENTION.items() if key != "BD "})  # fmt: skip
+def attention(p, x):
+    def loss(p):
+        split = lambda y: y.reshape(*y.shape[:2], 8, -1)  # noqa: E731
+        q = split(x @ p["q"])  # @q
+        k = split(x @ p["k"])  # @k
+        v = split(x @ p["v"])  # @v
+        scores = jax.nn.softmax(jnp.einsum("bihd,bjhd->bhij", q, k) * 0.1)
+        y = jnp.einsum("bhij,bjhd->bihd", scores, v).reshape(*x.shape[:2], -1)
+        return (jnp.tanh(x + y @ p["o"]) ** 2).mean()  # @o
+
+    return sgd(p, jax.grad(loss)(p))
+
+
+@program("tp fsdp", {"p": {"q": "DH", "k": "DH", "v": "DH", "o": "HD"},
+                     "cache": {"k": "BiH", "v": "BiH"}, "x": "BD", "at": "i:"},
+         {"DH": "p.q p.k p.v p.o", "BD": "p.q p.k p.v p.o x",
+          "BH": "p.q p.k p.v p.o cache.k cache.v +x"})  # fmt: skip
+def decode(p, cache, x, at):
+    q, k, v = (x @ p[name] for name in "qkv")
+    keys = lax.dynamic_update_slice_in_dim(cache["k"], k[:, None], at, 1)
+    values = lax.dynamic_update_slice_in_dim(cache["v"], v[:, None], at, 1)
+    split = lambda y: y.reshape(*y.shape[:-1], 8, -1)  # noqa: E731
+    scores = jnp.einsum("bhd,bjhd->bhj", split(q), split(keys)) * 0.1
+    y = jnp.einsum("bhj,bjhd->bhd", jax.nn.softmax(scores), split(values))
+    return x + y.reshape(x.shape[0], -1) @ p["o"], {"k": keys, "v": values}
+
+
+@program("dp fsdp tp", {"table": "VD", "w": "DO", "tokens": "i:B"},
+         {"VD": "table", "DO": "w", "BD": "table w", "BO": "w", "B": "tokens table"})  # fmt: skip
+def embedding(table, w, tokens):
+    def loss(p):
+        return (jnp.tanh(p["table"][tokens] @ p["w"]) ** 2).mean()
+
+    return sgd({"table": table, "w": w}, jax.grad(loss)({"table": table, "w": w}))
+
+
+@program("dp fsdp", {"nodes": "BD", "w1": "DH", "w2": "HO", "src": "i:K", "dst": "i:K"},
+         {"DH": "w1", "HO": "w2", "BD": "nodes w1", "BH": "w1 w2 +nodes", "KD": "nodes w1",
+          "KH": "w1 w2", "BO": "w2", "K": "src dst"})  # fmt: skip
+def graph(nodes, w1, w2, src, dst):
+    def loss(p):
+        h = jax.nn.relu(nodes @ p["w1"])
+        h = h + jax.ops.segment_sum(h[src], dst, nodes.shape[0])
+        return (jnp.tanh(h @ p["w2"]) ** 2).mean()
+
+    return sgd({"w1": w1, "w2": w2}, jax.grad(loss)({"w1": w1, "w2": w2}))
+
+
+@program("dp fsdp tp", {"p": {"router": "De", "up": "eDH", "down": "eHD"}, "x": "BD"},
+         {"DH": "p.up p.down", "D": "p.router", "BD": "x p.router p.up p.down",
+          "BH": "p.up p.down", "B": "p.router p.up p.down +x"})  # fmt: skip
+def experts(p, x):
+    def loss(p):
+        gates = jax.nn.softmax(x @ p["router"])
+        h = jax.nn.relu(jnp.einsum("bd,edh->ebh", x, p["up"]))
+        y = jnp.einsum("ebh,ehd,be->bd", h, p["down"], gates)
+        return (jnp.tanh(y) ** 2).mean()
+
+    return jax.grad(loss)(p)
+
+
+@program("dp fsdp", {"members": {"w1": "eDH", "w2": "eHO"}, "x": "BD", "y": "BO"},
+         {"DH": "members.w1", "HO": "members.w2", "BD": "x members.w1",
+          "BH": "members.w1 members.w2", "BO": "members.w2", "all-gather BO": "y members.w2"})  # fmt: skip
+def ensemble(members, x, y):
+    def loss(p):
+        return ((jax.nn.relu(x @ p["w1"]) @ p["w2"] - y) ** 2).mean()
+
+    return sgd(members, jax.vmap(jax.grad(loss))(members))
+
+
+@program("dp fsdp tp", {"p": {"w": "DH", "u": "HH", "o": "HO"}, "xs": "lBD"},
+         {"DH": "p.w", "HH": "p.u", "HO": "p.o", "BD": "xs p.w", "BH": "p.w p.u p.o",
+          "BO": "p.o"})  # fmt: skip
+def recurrent(p, xs):
+    def loss(p):
+        def body(h, x):
+            return jnp.tanh(x @ p["w"] + h @ p["u"]), None
+
+        h, _ = lax.scan(body, jnp.zeros((xs.shape[1], p["w"].shape[1])), xs)
+        return ((h @ p["o"]) ** 2).mean()
+
+    return jax.grad(loss)(p)
+
+
+@program("dp fsdp", {"kernel": "llrD", "last": "DO", "x": "Biir"},
+         {"D": "kernel", "DO": "last", "BD": "kernel last", "B": "x kernel", "BO": "last"})  # fmt: skip
+def convolutional(kernel, last, x):
+    def loss(p):
+        y = lax.conv_general_dilated(
+            x, p["kernel"], (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+        )
+        return ((jnp.tanh(y).mean((1, 2)) @ p["last"]) ** 2).mean()
+
+    p = {"kernel": kernel, "last": last}
+    return sgd(p, jax.grad(loss)(p))
+
+
+@program("dp fsdp", {"filter": "c:S", "w": "SO", "x": "BS"},
+         {"S": "filter", "SO": "w", "BS": "x w filter", "BO": "w"})  # fmt: skip
+def spectral_filter(filter, w, x):
+    def loss(p):
+        y = jnp.fft.ifft(jnp.fft.fft(x) * p["filter"]).real
+        return (jnp.tanh(y @ p["w"]) ** 2).mean()
+
+    p = {"filter": filter, "w": w}
+    return sgd(p, jax.grad(loss)(p))
+
+
+@program("dp fsdp tp", {"w1": "DH", "w2": "HO", "x": "BD"},
+         {"DH": "w1", "HO": "w2", "BD": "x w1", "BH": "w1 w2", "BO": "w2"})  # fmt: skip
+def bare_arrays(w1, w2, x):
+    return jax.grad(lambda w1, w2: ((jnp.tanh(x @ w1) @ w2) ** 2).mean(), (0, 1))(w1, w2)
+
+
+@program("dp fsdp", {"a": "DD", "b": "DD", "x": "BD"},
+         {"@a DD": "a", "@b DD": "b", "@a BD": "a x", "@b BD": "b"})  # fmt: skip
+def bare_arrays_alike(a, b, x):
+    def loss(a, b):
+        h = jnp.tanh(x @ a)  # @a
+        return (jnp.sin(h @ b) ** 2).mean()  # @b
+
+    return jax.grad(loss, (0, 1))(a, b)
+
+
+@jax.custom_vjp
+def clipped(x):
+    return jnp.tanh(x)
+
+
+clipped.defvjp(lambda x: (jnp.tanh(x), x), lambda x, g: (jnp.clip(g * jnp.cos(x), -1, 1),))
+
+
+@program("dp fsdp tp", {"p": MLP, "x": "BD", "y": "BO"}, mlp("p"))
+def own_gradients(p, x, y):
+    def loss(p):
+        return ((clipped(x @ p["w1"] + p["b1"]) @ p["w2"] + p["b2"] - y) ** 2).mean()
+
+    return sgd(p, jax.grad(loss)(p))
+
+
+@program("dp fsdp tp", {"p": MLP, "x": "BD", "y": "BO"}, mlp("p"))
+def printed(p, x, y):
+    value, g = jax.value_and_grad(loss_of)(p, x, y)
+    jax.debug.print("{}", value)
+    jax.debug.callback(lambda norm: None, (g["w1"] ** 2).sum())
+    return sgd(p, g)
+
+
+# What moves nothing but data
+
+
+@program("dp fsdp", {"centers": "KD", "x": "BD"},
+         {"KD": "centers x", "K": "centers", "BD": "x", "BK": "centers", "BKD": "centers +x"})  # fmt: skip
+def k_means(centers, x):
+    nearest = jnp.argmin(((x[:, None] - centers) ** 2).sum(-1), axis=1)
+    member = jax.nn.one_hot(nearest, centers.shape[0])
+    return member.T @ x / member.sum(0)[:, None]
+
+
+@program("dp", {"x": "BD", "y": "B"}, {"DD": "x", "D": "x y", "BD": "x"})
+def least_squares(x, y):
+    return jax.scipy.linalg.solve(x.T @ x + jnp.eye(x.shape[1]), x.T @ y, assume_a="pos")
+
+
+@program("dp fsdp", {"v": "D", "x": "BD"}, {"D": "x v", "BD": "x", "B": "v x"})
+def power_iteration(v, x):
+    def body(v, _):
+        v = (x @ v) @ x
+        return v / jnp.linalg.norm(v), None
+
+    return lax.scan(body, v, None, length=4)[0]
+
+
+# By hand, in shard_map
+
+
+def mapped(in_specs: Any, out_specs: Any) -> Any:
+    return functools.partial(jax.shard_map, in_specs=in_specs, out_specs=out_specs)
+
+
+@program("dp", {"p": MLP, "x": "BD", "y": "BO"}, mlp("p"))
+def by_hand_data_parallel(p, x, y):
+    @mapped((P(), P("data"), P("data")), P())
+    def step(p, x, y):
+        varying = jax.tree.map(lambda p: lax.pcast(p, "data", to="varying"), p)
+        g = jax.grad(loss_of)(varying, x, y)
+        return sgd(p, jax.tree.map(lambda g: lax.pmean(g, "data"), g))
+
+    return step(p, x, y)
+
+
+@program("fsdp", {"p": {"w1": "DH", "w2": "HO"}, "x": "BD", "y": "BO"},
+         {"DH": "p.w1", "HO": "p.w2"})  # fmt: skip
+def by_hand_fully_sharded(p, x, y):
+    @mapped((P("data"), P("data"), P("data")), P("data"))
+    def step(p, x, y):
+        def loss(p):
+            w = jax.tree.map(lambda w: lax.all_gather(w, "data", tiled=True), p)
+            return ((jax.nn.relu(x @ w["w1"]) @ w["w2"] - y) ** 2).mean()
+
+        return sgd(p, jax.grad(loss)(p))
+
+    return step(p, x, y)
+
+
+@program("tp", {"p": {"w1": "DH", "w2": "HO"}, "x": "BD"},
+         {"BO": "p.w2", "BD": "p.w1", "DH": "p.w1", "HO": "p.w2"})  # fmt: skip
+def by_hand_tensor_parallel(p, x):
+    specs = {"w1": P(None, "model"), "w2": P("model")}
+
+    @mapped((specs, P("data")), P("data"))
+    def apply(p, x):
+        return lax.psum(jax.nn.relu(x @ p["w1"]) @ p["w2"], "model")
+
+    return jax.grad(lambda p: (apply(p, x) ** 2).mean())(p)
+
+
+@program("dp", {"user": TOWER, "item": TOWER, "xu": "BD", "xi": "BD"},
+         {**TOWERS, "@all forward BO": "item.w item.b +xi"})  # fmt: skip
+def gathered_features(user, item, xu, xi):
+    @mapped((P(), P(), P("data"), P("data")), P())
+    def loss(user, item, xu, xi):
+        u = jnp.tanh(xu @ user["w"] + user["b"])  # @user
+        v = jnp.tanh(xi @ item["w"] + item["b"])  # @item
+        v = lax.all_gather(v, "data", tiled=True)  # @all
+        own = lax.axis_index("data") * len(u) + jnp.arange(len(u))
+        logp = jax.nn.log_softmax(u @ v.T)
+        return lax.pmean(-jnp.take_along_axis(logp, own[:, None], 1).mean(), "data")
+
+    g = jax.grad(loss, (0, 1))(user, item, xu, xi)
+    return sgd((user, item), g)
+
+
+@program("dp", {"p": {"q": "DH", "k": "DH", "v": "DH", "o": "HD"}, "x": "eBD"},
+         {"DH": "p.q p.k p.v p.o", "forward BH": "p.q p.k p.v p.o +x", "backward BH": "p.o"})  # fmt: skip
+def ulysses(p, x):
+    @mapped((P(), P(None, "data")), P(None, "data"))
+    def apply(p, x):
+        split = lambda y: y.reshape(*y.shape[:2], 8, -1)  # noqa: E731
+        to_heads = lambda y: lax.all_to_all(y, "data", 2, 1, tiled=True)  # noqa: E731
+        q, k, v = (to_heads(split(x @ p[name])) for name in "qkv")
+        scores = jax.nn.softmax(jnp.einsum("bihd,bjhd->bhij", q, k) * 0.1)
+        y = jnp.einsum("bhij,bjhd->bihd", scores, v)
+        y = lax.all_to_all(y, "data", 1, 2, tiled=True)
+        return y.reshape(*y.shape[:2], -1) @ p["o"]
+
+    return sgd(p, jax.grad(lambda p: (jnp.tanh(apply(p, x)) ** 2).mean())(p))
+
+
+@program("dp", {"p": {"q": "DH", "k": "DH", "v": "DH", "o": "HD"}, "x": "lBD"},
+         {"DH": "p.q p.k p.v p.o", "forward BH": "p.k p.v +x"})  # fmt: skip
+def ring_attention(p, x):
+    turn = [(i, (i + 1) % 8) for i in range(8)]
+
+    @mapped((P(), P(None, "data")), P(None, "data"))
+    def apply(p, x):
+        q, k, v = (x @ p[name] for name in "qkv")
+
+        def body(carry, _):
+            k, v, top, bottom = carry
+            scores = jnp.exp(jnp.einsum("bid,bjd->bij", q, k) * 0.01)
+            top = top + jnp.einsum("bij,bjd->bid", scores, v)
+            bottom = bottom + scores.sum(-1, keepdims=True)
+            k, v = lax.ppermute((k, v), "data", turn)
+            return (k, v, top, bottom), None
+
+        start = (k, v, jnp.zeros_like(q), jnp.zeros_like(q[..., :1]))
+        (_, _, top, bottom), _ = lax.scan(body, start, None, length=8)
+        return (top / bottom) @ p["o"]
+
+    return sgd(p, jax.grad(lambda p: (jnp.tanh(apply(p, x)) ** 2).mean())(p))
+
+
+@program("dp", {"stages": "rDD", "x": "BD"}, {"DD": "stages", "BD": "stages"},
+         by_argument={"stages": "first"})  # fmt: skip
+def pipeline(stages, x):
+    turn = [(i, (i + 1) % 8) for i in range(8)]
+
+    @mapped((P("data"), P("data")), P("data"))
+    def apply(w, x):
+        def body(x, _):
+            return lax.ppermute(jnp.tanh(x @ w[0]), "data", turn), None
+
+        return lax.scan(body, x, None, length=8)[0]
+
+    return jax.grad(lambda w: (apply(w, x) ** 2).mean())(stages)
+
+
+@program("tp", {"w": "DV", "x": "BD", "labels": "i:B"},
+         {"DV": "w", "BD": "w", "B": ""})  # fmt: skip
+def vocabulary_parallel(w, x, labels):
+    @mapped((P(None, "model"), P("data"), P("data")), P())
+    def loss(w, x, labels):
+        logits = x @ w
+        top = lax.pmax(lax.stop_gradient(logits).max(1), "model")
+        total = lax.psum(jnp.exp(logits - top[:, None]).sum(1), "model")
+        own = labels - lax.axis_index("model") * w.shape[1]
+        inside = (own >= 0) & (own < w.shape[1])
+        at = jnp.where(inside, own, 0)[:, None]
+        chosen = jnp.where(inside, jnp.take_along_axis(logits, at, 1)[:, 0], 0)
+        value = jnp.log(total) + top - lax.psum(chosen, "model")
+        return lax.pmean(value.mean(), "data")
+
+    return jax.value_and_grad(loss)(w, x, labels)
+
+
+@program("dp", {"p": {"router": "De", "up": "eDH", "down": "eHD"}, "x": "BD"},
+         {"DH": "p.up p.down", "D": "p.router", "forward BD": "x p.down p.up", "backward BD": "p.down"},
+         by_argument={"p": "fsdp"})  # fmt: skip
+def exchanged_tokens(p, x):
+    specs = {"router": P(), "up": P("data"), "down": P("data")}
+
+    @mapped((specs, P("data")), P("data"))
+    def apply(p, x):
+        own = x.reshape(32, -1, x.shape[1]) if x.shape[0] % 32 == 0 else None
+        if own is None:
+            own = jnp.tile(x[None], (32, 1, 1))
+        y = lax.all_to_all(own, "data", 0, 1, tiled=True)
+        y = jnp.einsum(
+            "ebh,ehd->ebd", jax.nn.relu(jnp.einsum("ebd,edh->ebh", y, p["up"])), p["down"]
+        )
+        y = lax.all_to_all(y, "data", 1, 0, tiled=True)
+        gates = jax.nn.softmax(x @ p["router"])
+        return jnp.einsum("ebd,be->bd", y, gates)
+
+    return jax.grad(lambda p: (jnp.tanh(apply(p, x)) ** 2).mean())(p)
+
+
+@program("dp", {"p": MLP, "x": "BD", "y": "BO"}, {**mlp("p"), "1": "p.w1 p.b1 p.w2 p.b2"})
+def compressed_gradients(p, x, y):
+    @mapped((P(), P("data"), P("data")), P())
+    def step(p, x, y):
+        varying = jax.tree.map(lambda p: lax.pcast(p, "data", to="varying"), p)
+        g = jax.grad(loss_of)(varying, x, y)
+
+        def reduced(g):
+            scale = lax.pmax(jnp.abs(g).max(), "data") / 127
+            small = jnp.round(g / scale).astype("int8").astype("int32")
+            return lax.psum(small, "data").astype("float32") * scale / 8
+
+        return sgd(p, jax.tree.map(reduced, g))
+
+    return step(p, x, y)
+
+
+# Of libraries
+
+
+class Dense(eqx.Module):
+    """A layer of Equinox."""
+
+    weight: Any
+    bias: Any
+
+    def __call__(self, x):
+        return self.weight @ x + self.bias
+
+
+def equinox_layers() -> Any:
+    return [Dense(*map(_array, letters)) for letters in (("HD", "H"), ("OH", "O"))]
+
+
+EQX = {
+    "DH": "model.0.weight", "H": "model.0.bias", "HO": "model.1.weight", "O": "model.1.bias",
+    "BD": "x model.0.weight", "BH": "model.0.weight model.1.weight", "BO": "model.1.weight",
+}  # fmt: skip
+
+
+@program("dp fsdp tp", {"model": equinox_layers, "x": "BD", "y": "BO"}, EQX, jit=eqx.filter_jit)
+def equinox_model(model, x, y):
+    @eqx.filter_value_and_grad
+    def loss(model):
+        h = jax.nn.relu(jax.vmap(model[0])(x))
+        return ((jax.vmap(model[1])(h) - y) ** 2).mean()
+
+    value, g = loss(model)
+    return eqx.apply_updates(model, g), value
+
+
+@program("dp fsdp", {"p": {"w1": "DH", "w2": "HD"}, "x": "BD"},
+         {"DH": "p.w1 p.w2", "BD": "x p.w1 p.w2", "BH": "p.w1 p.w2", "backward BDD": "p.w1 p.w2"})  # fmt: skip
+def differential_equation(p, x):
+    def loss(p):
+        solution = diffrax.diffeqsolve(
+            diffrax.ODETerm(lambda t, y, p: jnp.tanh(y @ p["w1"]) @ p["w2"]),
+            diffrax.Euler(), 0.0, 1.0, 0.25, x, args=p, max_steps=8,
+        )  # fmt: skip
+        return (solution.ys**2).mean()
+
+    return sgd(p, jax.grad(loss)(p))
+
+
+@program("fsdp", {"p": {"w1": "DH", "w2": "HD"}, "x": "BD"},
+         {"DH": "p.w1 p.w2", "BD": "x p.w1 p.w2", "BH": "p.w1 p.w2"})  # fmt: skip
+def adaptive_steps(p, x):
+    return diffrax.diffeqsolve(
+        diffrax.ODETerm(lambda t, y, p: jnp.tanh(y @ p["w1"]) @ p["w2"]),
+        diffrax.Tsit5(), 0.0, 1.0, 0.25, x, args=p, max_steps=64,
+        stepsize_controller=diffrax.PIDController(1e-2, 1e-2),
+    ).ys  # fmt: skip
+
+
+@program("dp fsdp", {"p": {"w1": "DH", "w2": "HD"}, "x": "BD"},
+         {"@1 DH": "p.w1", "@2 DH": "p.w2", "@- DH": "p.w1 p.w2", "BD": "x p.w1 p.w2", "BH": "p.w1 p.w2"})  # fmt: skip
+def ode_by_hand(p, x):
+    def body(state):
+        t, x, step = state
+        h = jnp.tanh(x @ p["w1"])  # @1
+        slope = h @ p["w2"]  # @2
+        jax.debug.print("{}", t)
+        step = jnp.minimum(step, 0.1 / (1e-6 + jnp.abs(slope).max()))
+        return t + step, x + step * slope, step
+
+    return lax.while_loop(lambda s: s[0] < 1, body, (0.0, x, 0.1))[1]

@@ -1,0 +1,254 @@
+"""`ft.layerwise` on meshes and in training: how its state is laid out, saved, and what is
+computed."""
+
+from pathlib import Path
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import optax.contrib
+import pytest
+from jaxtyping import Array, Float
+from meshes import EXPLICIT, MESH, SIZES, assert_lies
+
+import functree as ft
+from functree.labels.leaves import arrays_by_path
+
+P = ft.P
+LAYERS, EMBED, HIDDEN = 3, 8, 16
+
+
+class Layer(eqx.Module):
+    up: Float[Array, "embed hidden"]
+    down: Float[Array, "hidden embed"]
+    scale: Float[Array, "embed"]
+
+    @classmethod
+    def create(cls, key: Array) -> "Layer":
+        keys = jax.random.split(key)
+        up = jax.random.normal(keys[0], (EMBED, HIDDEN)) / EMBED**0.5
+        down = jax.random.normal(keys[1], (HIDDEN, EMBED)) / HIDDEN**0.5
+        return cls(up, down, jnp.ones(EMBED))
+
+    def __call__(self, x: Array) -> Array:
+        return x + jnp.tanh(x * self.scale[None] @ self.up) @ self.down
+
+
+class Model(eqx.Module):
+    layers: Any
+    head: Float[Array, "embed out"]
+
+    def __call__(self, x: Array) -> Array:
+        if isinstance(self.layers, ft.Stacked):
+            return self.layers(x) @ self.head
+        for layer in self.layers:
+            x = layer(x)
+        return x @ self.head
+
+
+def create(key: Array) -> Model:
+    keys = jax.random.split(key)
+    layers = ft.stack(Layer.create, LAYERS, keys[0])
+    return Model(layers, jax.random.normal(keys[1], (EMBED, 4)) / EMBED**0.5)
+
+
+def unstacked(model: Model) -> Model:
+    return Model(list(model.layers), model.head)
+
+
+RULES = ft.AxisRules({"batch": "data", "hidden": "model", ...: None})
+LAYOUT = RULES | ft.FSDP("data", min_size=0)
+MODEL = create(jax.random.key(0))
+GRADIENT = create(jax.random.key(1))
+# Of each state that is not simply the parameter's: the specs of what belongs to `layers.layer.up`,
+# P(None, "data", "model"), and to `layers.layer.scale`, P(None, "data").
+SHARDED: dict[str, tuple[Any, dict[str, P]]] = {
+    "adafactor": (
+        optax.adafactor(0.1, min_dim_size_to_factor=4),
+        {
+            "0.v_row.layers.layer.up": P(None, "data"),
+            "0.v_col.layers.layer.up": P(None, "model"),
+            "0.v.layers.layer.up": P(None, None),
+            "0.v.layers.layer.scale": P(None, "data"),
+        },
+    ),
+    "novograd": (
+        optax.novograd(0.1),
+        {"0.mu.layers.layer.up": P(None, "data", "model"), "0.nu.layers.layer.up": P(None)},
+    ),
+    "muon": (
+        optax.contrib.muon(0.1),
+        {
+            "inner_states.muon.inner_state.0.mu.layers.layer.up": P(None, "data", "model"),
+            "inner_states.adam.inner_state.0.mu.layers.layer.scale": P(None, "data"),
+        },
+    ),
+    "MultiSteps": (
+        optax.MultiSteps(optax.sm3(0.1), 1).gradient_transformation(),
+        {
+            "inner_opt_state.0.mu.layers.layer.up.0": P(None, "data"),
+            "inner_opt_state.0.mu.layers.layer.up.1": P(None, "model"),
+            "acc_grads.layers.layer.up": P(None, "data", "model"),
+            "mini_step": P(),
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SHARDED)
+def test_sharded_by_fsdp_and_tensor_parallelism(name: str):
+    optimizer, specs = SHARDED[name]
+    tx = ft.layerwise(optimizer)
+    plan = ft.plan_optimizer(tx, MODEL, LAYOUT, SIZES)
+    assert {path: plan[path].spec for path in specs} == specs
+    model, gradient = ft.shard(MODEL, LAYOUT, MESH), ft.shard(GRADIENT, LAYOUT, MESH)
+    state = ft.init_optimizer(tx, model, LAYOUT, MESH)
+    for row, array in zip(plan, jax.tree.leaves(state), strict=True):
+        assert row.shape == array.shape
+        assert_lies(array, *row.spec)
+
+    def update(tx: Any, gradient: Any, state: Any, model: Any) -> Any:
+        with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+            return tx.update(gradient, state, model)
+
+    shardings = ft.plan_optimizer(tx, MODEL, LAYOUT, MESH).shardings
+    run = jax.jit(lambda *args: update(tx, *args), out_shardings=(None, shardings))
+    updates, after = run(gradient, state, model)
+    lists = unstacked(MODEL)
+    want, _ = jax.jit(lambda *args: update(optimizer, *args))(
+        unstacked(GRADIENT), optimizer.init(lists), lists
+    )
+    for have, wanted in zip(
+        jax.tree.leaves(unstacked(updates)), jax.tree.leaves(want), strict=True
+    ):
+        np.testing.assert_allclose(have, wanted, rtol=2e-5, atol=2e-6)
+    assert all(
+        x.sharding == y.sharding for x, y in zip(*map(jax.tree.leaves, (after, state)), strict=True)
+    )
+
+
+@pytest.mark.parametrize("mesh", [MESH, EXPLICIT], ids=["auto", "explicit"])
+def test_without_a_layout_the_state_is_sharded_like_the_parameters(mesh: Any):
+    model = ft.shard(MODEL, LAYOUT, mesh)
+    for name in ("novograd", "adafactor"):
+        optimizer, _ = SHARDED[name]
+        ts = ft.TrainState.create(model, ft.layerwise(optimizer))
+        parameters, alike = arrays_by_path(model), 0
+        own = [path for path in parameters if path[-1] in ("up", "down")]
+        for path, array in arrays_by_path(ts.opt_state).items():
+            assert array.sharding.device_set == model.head.sharding.device_set
+            for parameter in own:
+                if (
+                    path[-len(parameter) :] == parameter
+                    and array.shape == parameters[parameter].shape
+                ):
+                    assert array.sharding.is_equivalent_to(
+                        parameters[parameter].sharding, array.ndim
+                    )
+                    alike += 1
+        assert alike == (2 if name == "novograd" else 0), "mu alone"
+
+
+def test_on_explicit_axes_types_keep_their_shardings():
+    model = ft.shard(MODEL, LAYOUT, EXPLICIT)
+    tx = ft.layerwise(
+        optax.chain(optax.scale_by_factored_rms(min_dim_size_to_factor=4), optax.scale(0.1))
+    )
+
+    def update(model: Any) -> Any:
+        return tx.update(model, tx.init(model), model)
+
+    with jax.set_mesh(EXPLICIT), jax.numpy_dtype_promotion("standard"):
+        updates, state = jax.eval_shape(update, model)
+    assert updates.layers.layer.up.sharding.spec == P(None, "data", "model")
+    assert updates.layers.layer.scale.sharding.spec == P(None, "data")
+    assert state[0].v_row.layers.layer.up.shape == (LAYERS, EMBED)
+
+
+def test_inside_shard_map():
+    """Each device updates its own rows, as if they were all."""
+    tx = ft.layerwise(optax.scale_by_trust_ratio())
+
+    def update(up: Array) -> Array:
+        stack = ft.Stacked({"up": up})
+        return tx.update(stack, tx.init(stack), stack)[0].layer["up"]
+
+    up = MODEL.layers.layer.up
+    mapped = jax.shard_map(update, mesh=MESH, in_specs=P(None, "data"), out_specs=P(None, "data"))
+    want = [update(rows) for rows in jnp.split(up, 2, axis=1)]
+    np.testing.assert_allclose(jax.jit(mapped)(up), jnp.concatenate(want, axis=1), rtol=1e-6)
+
+
+def loss(model: Any, x: Array, y: Array) -> Array:
+    return jnp.mean((model(x) - y) ** 2)
+
+
+def steps(model: Any, tx: Any, number: int = 20, **options: Any) -> tuple[list[float], Any]:
+    """The losses of a few steps."""
+    ts = ft.TrainState.create(model, tx, **options)
+    wrt = options.get("wrt", ft.is_trainable)
+    x = jax.random.normal(jax.random.key(2), (8, EMBED))
+    y = jnp.sin(x[:, :4])
+
+    @ft.jit
+    def step(ts: Any) -> Any:
+        value, gradient = ft.value_and_grad(loss, wrt=wrt)(ts.model, x, y)
+        with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+            return ft.apply_gradients(ts, gradient), value
+
+    values: list[float] = []
+    for _ in range(number):
+        ts, value = step(ts)
+        values.append(float(value))
+    assert len(step.compilations) == 1
+    return values, ts
+
+
+TRAINED: dict[str, Any] = {
+    "adafactor": optax.adafactor(0.02, min_dim_size_to_factor=4),
+    "muon": optax.contrib.muon(0.02),
+}
+
+
+@pytest.mark.parametrize("name", TRAINED)
+def test_twenty_steps_of_a_stack_are_those_of_a_list(name: str):
+    tx = TRAINED[name]
+    have, _ = steps(MODEL, ft.layerwise(tx))
+    want, _ = steps(unstacked(MODEL), tx)
+    np.testing.assert_allclose(have, want, rtol=1e-6)
+    assert have[-1] < 0.5 * have[0]
+
+
+def test_frozen_parameters_of_a_training_state():
+    wrt = ft.is_trainable & ~ft.glob("head")
+    have, ts = steps(MODEL, ft.layerwise(optax.lamb(0.02)), 3, wrt=wrt)
+    want, _ = steps(unstacked(MODEL), optax.lamb(0.02), 3, wrt=wrt)
+    np.testing.assert_allclose(have, want, rtol=1e-6)
+    assert np.array_equal(ts.model.head, MODEL.head) and ts.opt_state[0].mu.head is None
+
+
+def test_a_state_is_saved_and_restored(tmp_path: Path):
+    tx = ft.layerwise(optax.MultiSteps(TRAINED["adafactor"], 2))
+    ts = ft.TrainState.create(MODEL, tx, layout=LAYOUT, mesh=MESH)
+    gradient = ft.shard(GRADIENT, LAYOUT, MESH)
+
+    @ft.jit(rules=RULES)
+    def step(ts: Any) -> Any:
+        with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+            return ft.apply_gradients(ts, gradient)
+
+    ts = step(step(ts))
+    ft.save(tmp_path / "ts", ts)
+    rows = {str(row.path): row.shape for row in ft.inspect(tmp_path / "ts").rows}
+    assert rows["opt_state.inner_opt_state.0.v_row.layers.layer.up"] == (LAYERS, EMBED)
+    back = ft.restore(tmp_path / "ts", ts, LAYOUT, MESH)
+    have, want = arrays_by_path(back), arrays_by_path(ts)
+    assert have.keys() == want.keys()
+    for path, array in have.items():
+        assert np.array_equal(array, want[path])
+        assert array.sharding.is_equivalent_to(want[path].sharding, array.ndim)
+    for x, y in zip(*map(jax.tree.leaves, (step(back), step(ts))), strict=True):
+        assert np.array_equal(x, y)

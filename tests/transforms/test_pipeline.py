@@ -1,0 +1,233 @@
+"""Pipelines of stages: against the layers in float64, and as a scan that is not sharded."""
+
+import dataclasses
+import itertools
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from checks import raises
+from covering import selected_cells
+from jaxtyping import Array, Float
+
+import functree as ft
+
+DEPTH, BATCH, EMBED, HIDDEN = 4, 32, 8, 16
+RANDOM = np.random.default_rng(0)
+X = RANDOM.normal(size=(BATCH, EMBED))
+SCALES = RANDOM.uniform(0.5, 2, size=BATCH)
+NAMES = {"batch": "data", "layers": "pipe", ...: None}
+TENSOR = ft.AxisRules({"hidden": "model", **NAMES})
+LAYOUTS: dict[str, tuple[ft.Layout, str]] = {
+    "data": (ft.AxisRules(NAMES), "data"),
+    "FSDP": (ft.AxisRules(NAMES) | ft.FSDP("data", min_size=0), "data"),
+    "TP": (TENSOR, "model"),
+    "FSDP + TP": (TENSOR | ft.FSDP("data", min_size=0), "model"),
+}
+
+
+class Layer(eqx.Module):
+    up: ft.nn.Linear
+    down: ft.nn.Linear
+
+    def __init__(self, key: Any):
+        keys = jax.random.split(key)
+        self.up = ft.nn.Linear(EMBED, HIDDEN, axes="embed hidden", use_bias=False, key=keys[0])
+        self.down = ft.nn.Linear(HIDDEN, EMBED, axes="hidden embed", use_bias=False, key=keys[1])
+
+    def __call__(self, x: Any, scales: Any, shift: Any, name: str) -> Any:
+        assert name == "a text"
+        shift = jnp.broadcast_to(shift, x.shape)
+        return x + self.down(jnp.tanh(self.up(x) + 0.5)) * scales[:, None] + shift
+
+
+LAYERS = ft.stack(Layer, DEPTH, jax.random.key(0))
+
+
+def oracle() -> Any:
+    """The sum of squares behind all layers in float64, and its gradients."""
+    up, down = (np.asarray(x, np.float64) for x in jax.tree.leaves(LAYERS))
+    xs, scales = [X], SCALES[:, None]
+    inner = []
+    for i in range(DEPTH):
+        inner.append(np.tanh(xs[-1] @ up[i] + 0.5))
+        xs.append(xs[-1] + inner[-1] @ down[i] * scales + 0.25)
+    g, d_up, d_down = 2 * xs[-1], np.zeros_like(up), np.zeros_like(down)
+    for i in reversed(range(DEPTH)):
+        d_down[i] = inner[i].T @ (g * scales)
+        d_inner = (g * scales) @ down[i].T * (1 - inner[i] ** 2)
+        d_up[i] = xs[i].T @ d_inner
+        g = g + d_inner @ up[i].T
+    return (xs[-1] ** 2).sum(), (d_up, d_down, g)
+
+
+def loss(given: Any, scales: Any, pieces: int | None, remat: Any) -> Any:
+    layers, x = given
+    x = ft.constrain(x, "batch embed") if pieces else x
+    # By name, with a text among what is shared.
+    shift = jnp.full((1, EMBED), 0.25)
+    y = layers.scan(x, scales, shift, "a text", remat=remat, microbatches=pieces)
+    return (y**2).sum()
+
+
+CELLS = list(itertools.product((2, 4), (1, 2, 4, 8, 16), LAYOUTS, (None, "full"), (False, True)))
+
+
+def possible(cell: Any) -> bool:
+    stages, pieces, layout, _, _ = cell
+    data = 8 // stages if LAYOUTS[layout][1] == "data" else 8 // stages // 2
+    return BATCH % (pieces * max(data, 1)) == 0
+
+
+@pytest.mark.parametrize(
+    ("stages", "pieces", "layout", "remat", "explicit"),
+    selected_cells([cell for cell in CELLS if possible(cell)]),
+)
+def test_against_the_oracle(
+    stages: int, pieces: int, layout: str, remat: Any, explicit: bool
+) -> None:
+    rules, axis = LAYOUTS[layout]
+    sizes = {"pipe": stages, "data": 8 // stages, "model": 1}
+    if axis == "model":
+        sizes = {"pipe": stages, "data": 8 // stages // 2, "model": 2}
+    mesh = ft.make_mesh(**sizes, explicit=explicit)
+    with jax.set_mesh(mesh):
+        given = (
+            ft.shard(LAYERS, rules),
+            ft.shard(jnp.asarray(X, jnp.float32), rules, axes="batch _"),
+        )
+        scales = ft.shard(jnp.asarray(SCALES, jnp.float32), rules, axes="batch")
+        gradient = ft.jit(jax.value_and_grad(loss), rules=rules)
+        found = gradient(given, scales, pieces, remat)
+    for one, expected in zip(jax.tree.leaves(found), jax.tree.leaves(oracle()), strict=True):
+        np.testing.assert_allclose(np.asarray(one, np.float64), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_unsharded_it_is_a_scan() -> None:
+    given, scales = (LAYERS, jnp.asarray(X, jnp.float32)), jnp.asarray(SCALES, jnp.float32)
+    scanned = jax.make_jaxpr(lambda x: loss(x, scales, None, None))(given)
+    in_pieces = jax.make_jaxpr(lambda x: loss(x, scales, 4, None))(given)
+    assert str(scanned) == str(in_pieces)
+
+
+@pytest.mark.parametrize("pieces", [2, 8])
+def test_what_is_moved(pieces: int) -> None:
+    rules, mesh = ft.AxisRules(NAMES), ft.make_mesh(pipe=4, data=2)
+
+    def of_layers(layers: Any, x: Float[Array, "batch _"], scales: Float[Array, "batch"]) -> Any:
+        return loss((layers, x), scales, pieces, "full")
+
+    layers = ft.abstract(lambda: LAYERS, rules, mesh)()
+    x = jax.ShapeDtypeStruct((BATCH, EMBED), jnp.float32)
+    scales = jax.ShapeDtypeStruct((BATCH,), jnp.float32)
+    step = ft.jit(ft.value_and_grad(of_layers), mesh=mesh, rules=rules)
+    totals = step.lower(layers, x, scales).compile().ledger().totals()
+    ticks, piece = pieces + 3, BATCH // 2 // pieces * EMBED * 4
+    # Of a stage: one layer.
+    weights = 2 * EMBED * HIDDEN * 4
+    assert totals == {
+        ("collective-permute", ("pipe",)): 2 * ticks * piece,  # forward and backward
+        ("all-reduce", ("pipe",)): pieces * piece,  # the results of the last stage
+        ("all-reduce", ("data",)): weights + 4,  # the gradients, in whatever pieces, and the loss
+    }
+
+
+class Noisy(eqx.Module):
+    scale: Float[Array, "embed"]
+
+    def __call__(self, x: Any, key: Any) -> Any:
+        return x * self.scale[None] + jax.random.normal(key, x.shape)
+
+
+def test_keys_are_split_by_piece() -> None:
+    layers = ft.Stacked(Noisy(jnp.full((2, EMBED), 0.5)))
+    keys, x = jax.random.split(jax.random.key(1)), jnp.asarray(X, jnp.float32)
+    rules, mesh = (
+        ft.AxisRules({"layers": "pipe", ...: None}),
+        ft.make_mesh(pipe=2, devices=jax.devices()[:2]),
+    )
+    run = ft.jit(lambda layers, x, keys: layers.scan(x, each={"key": keys}, microbatches=4))
+    with jax.set_mesh(mesh), ft.axis_rules(rules):
+        placed = ft.shard(keys, ft.P("pipe")), ft.shard(x, ft.P())
+        found = run(ft.shard(layers, rules), placed[1], placed[0])
+    for piece in range(4):
+        rows = x[piece::4]
+        for i in range(2):
+            rows = rows * 0.5 + jax.random.normal(jax.random.split(keys[i], 4)[piece], rows.shape)
+        np.testing.assert_allclose(found[piece::4], rows, rtol=1e-6)
+
+
+CONFIG = ft.nn.TransformerConfig(64, 16, 4, 4, 2, 4, 32, remat="full")
+
+
+def test_a_model_with_all_of_it() -> None:
+    """Two stages, two parts of the sequence, and two of the heads; positions are not split as the
+    batch, which has as many rows as a sequence has tokens."""
+    text = jnp.asarray(RANDOM.integers(0, 64, (16, 17)))
+    model = ft.nn.Transformer.create(CONFIG, key=jax.random.key(0))
+
+    def of_model(model: Any, tokens: Any) -> Any:
+        return ft.nn.cross_entropy(
+            model, tokens[:, :-1], tokens[:, 1:], positions=jnp.arange(16), chunk=8
+        )
+
+    expected = jax.jit(jax.value_and_grad(of_model))(model, text)
+    config = dataclasses.replace(CONFIG, microbatches=2)
+    tensor = {name: "model" for name in ("heads", "kv_heads", "hidden", "vocab")}
+    rules = ft.AxisRules({"layers": "pipe", "seq": "context", **tensor, ...: None})
+    with jax.set_mesh(ft.make_mesh(pipe=2, context=2, model=2)):
+        placed = ft.shard(dataclasses.replace(model, config=config), rules)
+        tokens = ft.shard(text, ft.P())
+        found = ft.jit(ft.value_and_grad(of_model), rules=rules)(placed, tokens)
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(np.asarray(one), np.asarray(other), rtol=1e-5, atol=1e-5)
+
+
+def scanned(rules: Any, sizes: Any, batch: int = BATCH, **options: Any) -> Any:
+    x, scales = jnp.ones((batch, EMBED)), jnp.ones(batch)
+    devices = jax.devices()[: int(np.prod(list(sizes.values())))]
+    with jax.set_mesh(ft.make_mesh(**sizes, devices=devices)), ft.axis_rules(rules):
+        fun = lambda layers, x: layers.scan(x, scales, 0.0, "a text", **options)  # noqa: E731
+        return jax.eval_shape(fun, LAYERS, x)
+
+
+def test_messages() -> None:
+    rules = ft.AxisRules(NAMES)
+    with raises('"layers" is sharded over pipe', "gather the whole stack", "`microbatches=`", "4"):
+        scanned(rules, {"pipe": 4, "data": 2})
+    with raises("microbatches=3", "batch of 32, sharded over 2 devices", "divisor of 16"):
+        scanned(rules, {"pipe": 4, "data": 2}, microbatches=3)
+    with raises("4 layers", "8 stages", "that 8 divides"):
+        scanned(rules, {"pipe": 8, "data": 1}, microbatches=2)
+    with raises("collect=True", "of pieces", "unsharded"):
+        scanned(rules, {"pipe": 4, "data": 2}, microbatches=2, collect=True)
+    with raises("microbatches=0"):
+        scanned(rules, {"pipe": 4, "data": 2}, microbatches=0)
+    both = ft.AxisRules({"batch": "pipe", "layers": "pipe", ...: None})
+    with raises("mesh axis pipe shards both the batch and the stack"):
+        scanned(both, {"pipe": 4}, microbatches=2)
+    # Rules for activations alone say nothing of a stack.
+    assert scanned(
+        ft.AxisRules({"batch": "data", "embed": None, "hidden": None}), {"data": 2}
+    ).shape
+    model = ft.nn.Transformer.create(CONFIG, key=jax.random.key(0))
+    model = dataclasses.replace(model, config=dataclasses.replace(CONFIG, microbatches=2))
+    with jax.set_mesh(ft.make_mesh(pipe=4, data=2)), ft.axis_rules(rules):
+        with raises("collect=True", "cache"):
+            ft.nn.generate(ft.shard(model, rules), jnp.ones((4, 4), int), 2)
+
+
+def test_a_stack_that_is_sharded_by_its_type() -> None:
+    mesh = ft.make_mesh(pipe=4, data=2, explicit=True)
+    with jax.set_mesh(mesh):
+        layers = ft.shard(LAYERS, ft.AxisRules(NAMES))
+        x, scales = ft.shard((jnp.ones((BATCH, EMBED)), jnp.ones(BATCH)), ft.P("data"))
+        fun = lambda layers, x, n: layers.scan(x, scales, 0.0, "a text", microbatches=n)  # noqa: E731
+        with raises('"layers" is sharded over pipe', "`microbatches=`"):
+            jax.jit(fun, static_argnums=2)(layers, x, None)
+        found = jax.jit(fun, static_argnums=2)(layers, x, 4)
+    expected = LAYERS.scan(jnp.ones((BATCH, EMBED)), jnp.ones(BATCH), 0.0, "a text")
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
