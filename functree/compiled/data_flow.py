@@ -93,8 +93,8 @@ class DataFlow:
         # Walks meet the same values again: a parameter and its moments share most of what they are
         # made of, and each question about a program is a walk of its own.
         self._known_handed_on: dict[HloValue, HloValue] = {}
+        self._known_operands: dict[Instruction, list[HloValue]] = {}
         self._known_before: dict[HloValue, list[HloValue]] = {}
-        self._known_passed: dict[HloValue, list[HloValue]] = {}
 
     @cached_property
     def callers(self) -> Mapping[str, list[Instruction]]:
@@ -234,7 +234,7 @@ class DataFlow:
         if not passes(one):
             return []
         if conditions and opcode == "select":
-            return [self._handed_on(self.operand(value, 0)), *self._passed(value)]
+            return self.operands(one)
         return self._passed(value)
 
     def inputs(self, value: HloValue) -> list[HloValue]:
@@ -244,9 +244,14 @@ class DataFlow:
         """
         return self._before(value) or self._passed(value)
 
-    def operand(self, value: HloValue, index: int) -> HloValue:
-        """An operand of the instruction that computed a value."""
-        return self._value(value.instruction.operands[index])
+    def operands(self, one: Instruction) -> list[HloValue]:
+        """The operands of an instruction, each behind what only hands it on."""
+        known = self._known_operands.get(one)
+        if known is None:
+            known = self._known_operands[one] = list(
+                map(self._handed_on, map(self._value, one.operands))
+            )
+        return known
 
     def concatenated(self, collective: Instruction) -> list[tuple[HloValue, int]]:
         """The values that a compiler has joined to move them at once, with their sizes.
@@ -283,21 +288,15 @@ class DataFlow:
 
     def _passed(self, value: HloValue) -> list[HloValue]:
         """The operands that an instruction passes on, without places and conditions."""
-        known = self._known_passed.get(value)
-        if known is None:
-            known = list(map(self._handed_on, self._find_passed(value)))
-            self._known_passed[value] = known
-        return known
-
-    def _find_passed(self, value: HloValue) -> Iterable[HloValue]:
         one, part = value
-        if part:
-            combined = len(one.arrays) > 1 and not is_in_pieces(one)
-            if part[0] < len(one.operands) and combined:
-                # A combined collective: one part for each operand.
-                return [self._value(one.operands[part[0]], part[1:])]
-        first, last = _PASSED.get(one.opcode, (0, None))
-        return map(self._value, one.operands[first:last])
+        if part and part[0] < len(one.operands) and len(one.arrays) > 1 and not is_in_pieces(one):
+            # A combined collective: one part for each operand.
+            return [self._handed_on(self._value(one.operands[part[0]], part[1:]))]
+        operands = self.operands(one)
+        if one.opcode not in _PASSED:
+            return operands
+        first, last = _PASSED[one.opcode]
+        return operands[first:last]
 
     def _before(self, value: HloValue) -> list[HloValue]:
         """The values that are passed on as this one: several by a loop and by a conditional."""

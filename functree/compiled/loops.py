@@ -50,14 +50,15 @@ def trip_count(flow: DataFlow, loop: Instruction) -> int | None:
     if test.instruction.opcode != "compare":
         return None
     direction = test.instruction.attribute("direction") or ""
-    counter, limit = flow.operand(test, 0), flow.operand(test, 1)
+    counter, limit = flow.operands(test.instruction)
     if flow.source(counter).instruction.opcode != "parameter":  # `N > i`
         counter, limit, direction = limit, counter, _SWAPPED.get(direction, "")
     counter, end = flow.source(counter), _number(flow, limit)
     if counter.instruction.opcode != "parameter":
         return None
     # The counter is a part of the state of the loop: its start is that part of the operand.
-    start = _number(flow, HloValue(flow.operand(HloValue(loop), 0).instruction, counter.part))
+    state = flow.operands(loop)[0]
+    start = _number(flow, HloValue(state.instruction, state.part + counter.part))
     step = _step(flow, HloValue(roots[loop.called("body")], counter.part))
     if start is None or end is None or step is None:
         return None
@@ -87,18 +88,18 @@ def _iterations(start: int, end: int, step: int, direction: str) -> int | None:
 
 def _step(flow: DataFlow, following: HloValue) -> int | None:
     """What the body of a loop adds to a part of its state; None if it is no constant."""
-    added = flow.source(following)
-    if added.instruction.opcode == "subtract":
-        step = _number(flow, flow.operand(added, 1))
-        if step is None or not _is_old(flow, flow.operand(added, 0), following):
-            return None
-        return -step
-    if added.instruction.opcode != "add":
+    added = flow.source(following).instruction
+    if added.opcode == "subtract":
+        old, new = flow.operands(added)
+        step = _number(flow, new)
+        return -step if step is not None and _is_old(flow, old, following) else None
+    if added.opcode != "add":
         return None
     # `i + 1` or `1 + i`.
-    for old, new in ((0, 1), (1, 0)):
-        step = _number(flow, flow.operand(added, new))
-        if step is not None and _is_old(flow, flow.operand(added, old), following):
+    first, second = flow.operands(added)
+    for old, new in ((first, second), (second, first)):
+        step = _number(flow, new)
+        if step is not None and _is_old(flow, old, following):
             return step
     return None
 

@@ -77,11 +77,10 @@ class OptimizerUses:
     @cached_property
     def _differentiated(self) -> frozenset[HloValue]:
         """The values that what is differentiated is made of."""
-        instructions = self._flow.hlo.instructions
-        operands: list[HloValue] = []
+        operands: set[HloValue] = set()
         for one in self._flow.differentiated:
             if not _is_combined(one):
-                operands += [HloValue(instructions[name]) for name in one.operands]
+                operands.update(self._flow.operands(one))
         _, passed = self._walked(operands)
         return passed
 

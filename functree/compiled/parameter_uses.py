@@ -104,10 +104,11 @@ class ParameterUses:
 
     def _multiplied(self, product: Instruction) -> list[HloValue]:
         """The operands of a product; of a lookup without the places."""
+        operands = self._flow.operands(product)
         if product.opcode in _SYMMETRIC:
-            return self._values(product.operands)
+            return operands
         if product.opcode == "scatter":
-            return self._values([product.operands[0], product.operands[-1]])
+            return [operands[0], operands[-1]]
         return self._flow.inputs(HloValue(product))
 
     def _products_of(self, value: HloValue) -> list[HloValue]:
@@ -120,7 +121,7 @@ class ParameterUses:
         # GPUs split a long product, and add its parts up afterwards: each part is one of a batch.
         if self._flow.hlo.roots[one.called("to_apply")].opcode != "add":
             return []
-        parts = self._flow.origins(self._flow.operand(value, 0), self._is_moved)
+        parts = self._flow.origins(self._flow.operands(one)[0], self._is_moved)
         return [part for part in parts if part.instruction.attribute("lhs_batch_dims")]
 
     def computed_of(self, value: HloValue) -> frozenset[int]:
@@ -180,7 +181,7 @@ class ParameterUses:
         # The places are the operands behind the array, and behind what is written into it.
         for opcode, first in (("dynamic-slice", 1), ("dynamic-update-slice", 2)):
             for one in by_opcode.get(opcode, ()):
-                places = self._values(one.operands[first:])
+                places = self._flow.operands(one)[first:]
                 _, passed = self._flow.history(places, self._is_computed)
                 if any(map(self._is_read_from_data, passed)):
                     found.add(one)
@@ -197,7 +198,7 @@ class ParameterUses:
         """
         if value.instruction.opcode not in _READS:
             return False
-        table = self._flow.origins(self._flow.operand(value, 0), self._is_moved)
+        table = self._flow.origins(self._flow.operands(value.instruction)[0], self._is_moved)
         return not all(_is_filling(origin.instruction) for origin in table)
 
     @cached_property
@@ -215,9 +216,9 @@ class ParameterUses:
 
         Biases too, which may be added to the last product. Empty if nothing is differentiated.
         """
-        values: list[HloValue] = []
+        values: set[HloValue] = set()
         for one in self._flow.differentiated:
-            values += self._values(one.operands)
+            values.update(self._flow.operands(one))
         origins, _ = self._flow.history(values, self._is_moved)
         return frozenset(self._parameters_among(origins))
 
@@ -225,7 +226,7 @@ class ParameterUses:
         """The parameters that products are made of."""
         operands: list[HloValue] = []
         for one in products:
-            operands += self._values(one.operands)
+            operands += self._flow.operands(one)
         origins, _ = self._flow.history(operands, self._is_elementwise)
         return frozenset(self._parameters_among(origins))
 
@@ -276,7 +277,7 @@ class ParameterUses:
             parameters: set[int] = set()
             factors: list[frozenset[HloValue]] = []  # what is passed on as the other operands
             multiplied = self._multiplied(product)
-            for value in self._values(product.operands):
+            for value in self._flow.operands(product):
                 origins, passed = self._flow.history([value], self._is_moved)
                 own = self._only_parameters(origins)
                 if own and value in multiplied:
@@ -288,11 +289,6 @@ class ParameterUses:
                     if value.instruction.opcode in COLLECTIVES:
                         found[value] |= parameters
         return found
-
-    def _values(self, names: Iterable[str]) -> list[HloValue]:
-        """The results of the instructions of these names."""
-        instructions = self._flow.hlo.instructions
-        return [HloValue(instructions[name]) for name in names]
 
     def _parameters_of(self, value: HloValue) -> frozenset[int]:
         """The parameters that a value consists of; empty if it was computed."""
@@ -323,7 +319,7 @@ class ParameterUses:
             return one.attribute("custom_call_target") in _MOVING_CALLS
         if one.opcode == "maximum":
             # TPUs join arrays so: each is padded by the least value to the shape of the whole.
-            return all(map(self._is_padded, self._values(one.operands)))
+            return all(map(self._is_padded, self._flow.operands(one)))
         return one.opcode in MOVES or COLLECTIVES.get(one.opcode) in _GATHERS
 
     def _is_padded(self, value: HloValue) -> bool:
