@@ -31,7 +31,9 @@ def first_nonfinite(fn: Callable[..., Any], *args: Any) -> Operation | None:
     The function is run as one program, which notes of each value that leaves its line whether it is
     finite: also inside of loops, conditionals, shard_maps and gradients. Of the values on the line
     of the first that is not, the first is told. An infinity that is written into the program, such
-    as that of a mask, is none that an operation makes; a NaN that is made of infinities is.
+    as that of a mask, is none that an operation makes; a NaN that is made of infinities is, and so
+    is one that is written into the program, as that of `x.var()` is for no elements, where it
+    leaves its line.
 
     Args:
         fn: the function. One that `ft.jit` has made is run as it is, but donates nothing; any other
@@ -126,6 +128,7 @@ class _Finding:
         place: where the body is.
         badness: how bad it is, on each device of a shard_map.
         worst: how bad that is of which it is made.
+        written: whether it is made of a NaN that is written into the program, among others.
     """
 
     body: Body
@@ -134,6 +137,7 @@ class _Finding:
     place: _Place
     badness: np.ndarray
     worst: int
+    written: bool
 
 
 class _Reading:
@@ -156,6 +160,11 @@ class _Reading:
         """The finding in a body whose inputs are as bad as that, and how bad its outputs are."""
         known = dict(zip(body.inputs, given, strict=True))
         known.update((value, _worst(one)) for value, one in body.constants.items())
+        # A NaN that is written into the program, as for what `x.var()` is of no elements, makes
+        # nothing bad by itself: an operation may choose it, or not.
+        written = {value for value in body.constants if known[value] == _NAN}
+        known.update(dict.fromkeys(written, _FINITE))
+        fixed = set(body.constants)  # and what is made of constants alone
         for index, step in enumerate(body.steps):
             ins = [known[value] for value in step.ins]
             if step.bodies and (*place.at, index) in self._loud:
@@ -163,13 +172,21 @@ class _Reading:
                 if finding is not None:
                     return finding, []
             worst = max(ins, default=_FINITE)
+            of_written = not written.isdisjoint(step.ins)
+            if of_written and fixed.issuperset(step.ins):
+                written.update(step.outs)
+                fixed.update(step.outs)
+                known.update(dict.fromkeys(step.outs, worst))
+                continue
             for result, value in enumerate(step.outs):
                 found = self._of(place, index, result)
                 known[value] = _badness_by_inputs(step, result, worst)
                 if found is not None:
                     known[value] = int(found.max())
                     if known[value] > worst:
-                        return _Finding(body, index, result, place, found, worst), []
+                        return _Finding(body, index, result, place, found, worst, of_written), []
+                elif of_written:
+                    written.add(value)
         return None, [known[value] for value in body.outputs]
 
     def _of(self, place: _Place, *site: int) -> np.ndarray | None:
@@ -257,6 +274,8 @@ def _operation(finding: _Finding, program: Program, arrays: Mapping[Site, jax.Ar
     place, step = finding.place, finding.body.steps[finding.index]
     what = "a NaN" if finding.badness.max() == _NAN else "an infinity"
     of = "finite values" if finding.worst == _FINITE else "infinities"
+    if finding.written:
+        of += ", or of a NaN that is written into the program"
     where = [around.where for around in reversed(place.around) if around.where]
     where += devices_text(finding.badness > _FINITE, place.axes)
     array = arrays.get((*place.at, finding.index, finding.result))

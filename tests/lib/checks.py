@@ -5,7 +5,7 @@ import functools
 import gc
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from types import FunctionType
 from typing import Any
@@ -19,7 +19,16 @@ import functree as ft
 
 def raises(*fragments: str, error: type[Exception] = ft.FunctreeError) -> Any:
     """As `pytest.raises`, of an error whose text has these fragments in this order."""
-    return pytest.raises(error, match="(?s)" + ".*".join(map(re.escape, fragments)))
+    return pytest.raises(error, match=_in_order(fragments))
+
+
+def warns(*fragments: str) -> Any:
+    """As `pytest.warns`, of a warning of functree whose text has these fragments in this order."""
+    return pytest.warns(ft.FunctreeWarning, match=_in_order(fragments))
+
+
+def _in_order(fragments: Iterable[str]) -> str:
+    return "(?s)" + ".*".join(map(re.escape, fragments))
 
 
 def refused(tree: Any, layout: Any, mesh: Any = SIZES) -> str:

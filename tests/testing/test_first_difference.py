@@ -331,7 +331,23 @@ def overflow(x: Any) -> Any:
     return y * 2
 
 
+def variance(x: Any) -> Any:
+    y = 1 / (x - x.var() - x)  # a variance that is zero
+    return y * 2
+
+
+def deviation(x: Any) -> Any:
+    y = x - x.var()  # a variance that overflows
+    return y * 2
+
+
+def marked(x: Any) -> Any:
+    y = jnp.where(x > 1, jnp.nan, x)  # a mark
+    return y * 2
+
+
 POSITIVE = jnp.abs(X) + 1
+WRITTEN = "a NaN of finite values, or of a NaN that is written into the program"
 NONFINITE: dict[str, tuple[Callable[..., Any], Any, str, str, str, str]] = {
     "an infinity": (logarithm, jnp.arange(1.0, 4.0), "log", "log of zero", "an infinity of finite values: 1 of 3", ""),
     "a NaN": (logarithm, jnp.arange(3.0), "log", "log of zero", "a NaN of finite values: 1 of 3", ""),
@@ -344,6 +360,12 @@ NONFINITE: dict[str, tuple[Callable[..., Any], Any, str, str, str, str]] = {
         on_a_device, lay(POSITIVE, "data"), "div", "on one device", "an infinity of finite values: 64 of 256",
         "on 2 of 8 devices, the first of which is (data=0, model=2)",
     ),
+    # `var` has a NaN in it, for no elements.
+    "beside a NaN": (variance, jnp.ones(3), "div", "a variance that is zero", "an infinity of finite values: 3 of 3", ""),
+    "behind a NaN": (
+        deviation, jnp.array([0, 1e30]), "square", "a variance that overflows", "an infinity of finite values: 2 of 2", "",
+    ),
+    "a NaN that is written": (marked, jnp.arange(3.0), "select_n", "a mark", f"{WRITTEN}: 1 of 3", ""),
     "a dtype": (overflow, POSITIVE, "convert_element_type", "out of range", "an infinity of finite values: 64 of 64", ""),
 }  # fmt: skip
 
@@ -365,6 +387,8 @@ def test_what_is_finite_or_was_not_before() -> None:
     assert first_nonfinite(harmless, X) is None
     assert first_nonfinite(lambda x: jnp.sin(x) * 2, X.at[0, 0].set(jnp.nan)) is None
     assert first_nonfinite(lambda x: x // 2, jnp.arange(4)) is None
+    # It writes a NaN, and does not take it.
+    assert first_nonfinite(jnp.var, X) is None
     with raises("fn=3", error=ft.FunctreeError):
         first_nonfinite(3)  # pyright: ignore[reportArgumentType]
 

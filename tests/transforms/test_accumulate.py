@@ -58,6 +58,7 @@ def collectives(compiled: Any) -> list[str]:
     return re.findall(rf" ({kinds})(?:-start)?\(", compiled.as_text())
 
 
+@pytest.mark.filterwarnings("ignore:accumulate. gradients may:functree.FunctreeWarning")
 @pytest.mark.parametrize("explicit", [False, True], ids=["auto", "explicit"])
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_on_a_mesh_it_equals_the_whole_batch_and_moves_no_examples(name: str, explicit: bool):
@@ -74,6 +75,7 @@ def test_on_a_mesh_it_equals_the_whole_batch_and_moves_no_examples(name: str, ex
     assert moved <= needed
 
 
+@pytest.mark.filterwarnings("ignore:accumulate. gradients may:functree.FunctreeWarning")
 def test_each_device_keeps_its_part_of_the_batch():
     mesh = ft.make_mesh(data=8)
     x, y = ft.shard((X, Y), P("data"), mesh)

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from checks import raises
+from checks import raises, warns
 from jax import Array
 from jaxtyping import Float
 
@@ -233,6 +233,7 @@ def test_running_statistics_are_those_of_separate_steps():
     assert not np.allclose(state[NORM.mean], STATE[NORM.mean])
 
 
+@pytest.mark.filterwarnings("ignore:accumulate. gradients may:functree.FunctreeWarning")
 @pytest.mark.parametrize("explicit", [False, True], ids=["auto", "explicit"])
 def test_running_statistics_on_a_mesh(explicit: bool):
     mesh = ft.make_mesh(data=2, explicit=explicit)
@@ -388,28 +389,29 @@ UNKNOWN: dict[str, tuple[Callable[..., Any], Any, Any, tuple[str, ...]]] = {
     "where the parameters are": (
         of_matrix, None, None,
         (
-            'accumulate: gather="once" does not know how the parameters are sharded on mesh',
-            "(data=4)", "pass `layout=` to the gradient function, or use rules",
+            "how the parameters are sharded on mesh", "(data=4)", "pass `layout=` to the gradient function, or use rules",
         ),
     ),
     "where the batch is": (
         without_axes, P("data"), None,
         (
-            'gather="once" does not know over which mesh axes the batch (x) is sharded on mesh',
-            "(data=4)", 'annotate its leading dimension (`x: Float[Array, "batch ..."]`)',
-            "write a rule for this axis, or use `ft.FSDP` in the layout",
+            "over which mesh axes the batch (x) is sharded on mesh", "(data=4)", 'annotate its leading dimension (`x: Float[Array, "batch ..."]`)',
+            "write a rule for this axis (`None` where it is not sharded), or use `ft.FSDP` in the",
         ),
     ),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", UNKNOWN)
-def test_what_must_be_known_to_gather_once(name: str):
+def test_what_must_be_known_to_sum_once(name: str):
     fn, layout, rules, fragments = UNKNOWN[name]
     mesh = ft.make_mesh(data=4)
-    with raises(*fragments, error=ft.ShardingError):
+    start = 'accumulate: gather="once" does not know'
+    with raises(f"{start} {fragments[0]}", *fragments[1:], error=ft.ShardingError):
         lowered(fn, layout, rules, "once", mesh)
-    lowered(fn, layout, rules, "each", mesh)
+    start = "accumulate: gradients may be summed over devices in each of the 2 pieces, since it is"
+    with warns(f"{start} not known {fragments[0]}", *fragments[1:]):
+        lowered(fn, layout, rules, "each", mesh)
     # Without a mesh there is nothing to gather, and arrays with values say where they are.
     step = ft.accumulate(ft.grad(fn, layout=layout), 2, gather="once")
     traced(step, MATRIX, X)

@@ -8,6 +8,7 @@ from functree.argument_checks import FUNCTION, SIZE, TEXT, TEXTS, Takes, check
 from functree.calls.program import around
 from functree.devices.meshes import compiling
 from functree.devices.placement import explicit_mesh
+from functree.errors import ShardingError, warn
 from functree.transforms.accumulate.draws import DIFFERS, warn_same_draws
 from functree.transforms.accumulate.loop import InParts, mean_over_pieces
 from functree.transforms.accumulate.piece import operands_of, traced_piece
@@ -86,6 +87,8 @@ def accumulate(
     Warns:
         FunctreeWarning: all pieces draw the same random numbers, from a key that is neither in
             `keys` nor a part of the batch: dropout would have the same mask in each piece.
+            (When compiled on a mesh) it is not known where the batch or the parameters are, so that
+            gradients may be summed in each piece.
 
     Examples:
         >>> def loss(w, x):
@@ -144,9 +147,16 @@ def _over_pieces(fn: Callable[..., Any], call: Call, steps: int, once: bool) -> 
     # A call that is not compiled is no program in which a sum could be moved.
     if once or compiling():
         placement = Placement.of(call, gradient)
+    unknown = placement.unknown(call) if placement is not None else None
     if once and placement is not None:
-        placement.check_known(call)
+        if unknown is not None:
+            raise ShardingError(f'accumulate: gather="once" does not know {unknown}')
         operands = placement.gathered(operands)
+    elif unknown is not None:
+        warn(
+            f"accumulate: gradients may be summed over devices in each of the {steps} pieces, "
+            f"since it is not known {unknown}"
+        )
     piece, operands = traced_piece(fn, call, operands, steps, gradient)
     warn_same_draws(call.arguments.signature.name, piece.function, _origins(call), steps)
     in_parts: InParts | None = None

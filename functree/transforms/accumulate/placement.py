@@ -63,22 +63,22 @@ class Placement:
         """Whether it is known that no parameter is sharded over the mesh axes of the batch."""
         return bool(self.batch) and self.specs is not None and not self.sharded
 
-    def check_known(self, call: Call) -> None:
-        """Raise ShardingError if it is not known what is to be gathered."""
+    def unknown(self, call: Call) -> str | None:
+        """What is not known, and how it can be said; None if all is."""
         where = f"on mesh {mesh_view(self.mesh)}"
         if self.specs is None:
-            raise ShardingError(
-                f'accumulate: gather="once" does not know how the parameters are sharded {where}: '
-                "pass `layout=` to the gradient function, or use rules (`ft.jit(rules=...)`, "
-                "`with ft.axis_rules(...):`)"
+            return (
+                f"how the parameters are sharded {where}: pass `layout=` to the gradient function, "
+                "or use rules (`ft.jit(rules=...)`, `with ft.axis_rules(...):`)"
             )
         if self.batch is None:
             names = ", ".join(dict.fromkeys(str(leaf.path) for leaf in call.having(Role.BATCH)))
-            raise ShardingError(
-                f'accumulate: gather="once" does not know over which mesh axes the batch ({names}) '
-                f'is sharded {where}: annotate its leading dimension (`x: Float[Array, "batch '
-                '..."]`) and write a rule for this axis, or use `ft.FSDP` in the layout'
+            return (
+                f"over which mesh axes the batch ({names}) is sharded {where}: annotate its "
+                'leading dimension (`x: Float[Array, "batch ..."]`) and write a rule for this axis '
+                "(`None` where it is not sharded), or use `ft.FSDP` in the layout"
             )
+        return None
 
     def gathered(self, operands: Sequence[Any]) -> list[Any]:
         """The operands of a piece, with the parameters whole along the mesh axes of the batch."""
