@@ -1,6 +1,8 @@
 """The folder of a checkpoint: what is functree's in it, and what is never removed."""
 
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -200,6 +202,40 @@ def test_an_empty_folder_of_the_user_stays(tmp_path: Path) -> None:
         checkpoints.save(1, TREE)
     assert (tmp_path / "c").is_dir() and (tmp_path / "run" / "2024").is_dir()
     assert not (tmp_path / "made" / "here").exists()
+
+
+GIVEN_UP = """
+import sys
+from pathlib import Path
+import numpy as np
+import functree as ft
+from functree.io.checkpoints import write
+
+def fail(*_):
+    raise OSError("no room")
+
+path, seen = Path(sys.argv[1]), set()
+write.is_done = lambda response: seen.update(one.name for one in path.glob("*.lock")) or fail()
+if sys.argv[2] == "old":
+    path.mkdir()
+try:
+    ft.save(path, {"w": np.arange(3.0)})
+except ft.CheckpointError:
+    print("given up")
+# A thread of orbax may have done so by now, or do so later.
+values = seen.pop().partition(".")[0]
+(path / f"{values}.orbax-checkpoint-tmp" / "state").mkdir(parents=True, exist_ok=True)
+"""
+
+
+@pytest.mark.parametrize("folder", ["old", "new"])
+def test_what_orbax_writes_after_it_was_given_up(folder: str, tmp_path: Path) -> None:
+    path = tmp_path / "c"
+    command = [sys.executable, "-c", GIVEN_UP, str(path), folder]
+    out = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert out == "given up\n"
+    assert path.exists() == (folder == "old")
+    assert not path.exists() or not list(path.iterdir())
 
 
 def test_a_checkpoint_without_a_mark_is_replaced_and_removed(tmp_path: Path) -> None:

@@ -10,9 +10,12 @@ removed.
 All of this is said here once; what a `Store` is made of does the single steps.
 """
 
+import atexit
 import os
 import re
 import time
+from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple
@@ -162,6 +165,7 @@ class Draft:
                 # A folder that was there before is the user's, also if nothing is in it.
                 if self._is_new:
                     self._store.remove_empty()
+                remove_at_end(self._store, self.name, self._is_new)
         except CheckpointError as failed:
             if error is None:
                 raise
@@ -243,6 +247,43 @@ def is_given_up(store: Store, name: str) -> bool:
     """Whether another process has given up the values of this name, which this one writes too."""
     # The first process removes them, with their lock, and the others leave word.
     return f"{name}{LOCK}" not in store.names() or store.is_told_failure(name)
+
+
+def remove_at_end(store: Store, name: str, is_new: bool) -> None:
+    """At the end of the program, remove what is there of values that were given up.
+
+    Orbax goes on to write them in other threads and processes, and makes the folder anew that was
+    removed. Without its lock nobody would know later whose it is.
+
+    Args:
+        store: the folder of the checkpoint.
+        name: the name of the values.
+        is_new: whether the folder was made for them.
+    """
+    _watch_end()
+    _GIVEN_UP.append((store, name, is_new))
+
+
+_GIVEN_UP: list[tuple[Store, str, bool]] = []
+
+
+@cache
+def _watch_end() -> None:
+    # By `atexit`, which comes after Python has waited for the threads of orbax.
+    atexit.register(_remove_given_up)
+
+
+def _remove_given_up() -> None:
+    for store, name, is_new in _GIVEN_UP:
+        with suppress(CheckpointError), files("what was given up cannot be removed"):
+            names = store.names()
+            # With its lock it is for a sweep: the first process may still be about to give it up.
+            if f"{name}{LOCK}" in names or _is_named(store, name):
+                continue
+            for one in {name, *(f"{name}{ending}" for ending in _BESIDE)}.intersection(names):
+                store.remove(one)
+            if is_new:
+                store.remove_empty()
 
 
 class Swept(NamedTuple):

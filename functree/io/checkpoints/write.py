@@ -23,7 +23,14 @@ from functree.io.checkpoints.engine import (
     load_arrays,
     start_saving,
 )
-from functree.io.checkpoints.folder import Draft, check_seen, files, is_given_up, store_at
+from functree.io.checkpoints.folder import (
+    Draft,
+    check_seen,
+    files,
+    is_given_up,
+    remove_at_end,
+    store_at,
+)
 from functree.io.checkpoints.manifest import SavedArray
 from functree.io.checkpoints.store import Store
 from functree.io.checkpoints.stored_arrays import StoredArray
@@ -217,7 +224,9 @@ class CheckpointWriter:
     def _undone(self) -> Iterator[None]:
         """What was written is removed if there is an error inside."""
         with ExitStack() as undo:
-            if self._draft is not None:
+            if self._draft is None:
+                undo.callback(remove_at_end, self._store, self._values.name, is_new=False)
+            else:
                 undo.push(self._draft.discard)
             yield
             undo.pop_all()
