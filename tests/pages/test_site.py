@@ -202,6 +202,27 @@ def test_a_page_of_functree_has_the_colours_of_the_page_around_it(
     assert dark == (scheme == "dark")
 
 
+# The contrast of a link in code with what is behind it, as WCAG defines it.
+CONTRAST = """
+const luminance = (colour) => {
+  const parts = colour.match(/[\\d.]+/g).slice(0, 3).map((part) => part / 255)
+    .map((part) => part <= 0.04045 ? part / 12.92 : ((part + 0.055) / 1.055) ** 2.4);
+  return 0.2126 * parts[0] + 0.7152 * parts[1] + 0.0722 * parts[2] + 0.05;
+};
+const link = document.querySelector(".md-content td a code");
+const both = [getComputedStyle(link).color, getComputedStyle(link).backgroundColor].map(luminance);
+return Math.max(...both) / Math.min(...both);
+"""
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_a_link_in_code_can_be_read(browser: webdriver.Chrome, site: str, scheme: str) -> None:
+    media = [{"name": "prefers-color-scheme", "value": scheme}]
+    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": media})
+    browser.get(site + address("reference/index"))
+    assert browser.execute_script(CONTRAST) >= 4.5
+
+
 # What is in the files
 
 ELSEWHERE = re.compile(
