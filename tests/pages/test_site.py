@@ -136,15 +136,6 @@ return cut.filter((box) => !box.closest(".md-clipboard, .md-code__nav"))
 )
 
 
-@pytest.mark.parametrize("page", PAGES)
-def test_nothing_is_cut_off_on_a_phone(browser: webdriver.Chrome, site: str, page: str) -> None:
-    resize(browser, 400)
-    browser.get(site + address(page))
-    width = browser.execute_script("return document.scrollingElement.scrollWidth")
-    assert width <= 400
-    assert browser.execute_script(CUT) == []
-
-
 # What one has to scroll to see the end of.
 WIDE = (
     BOXES
@@ -158,11 +149,15 @@ PRINTED = {"notebooks/tutorial": ["ShardingError: 7 leaves cannot be laid out"]}
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_blocks_and_tables_are_seen_whole_on_a_desk(
+def test_nothing_is_cut_off_on_a_phone_and_nothing_has_to_be_scrolled_on_a_desk(
     browser: webdriver.Chrome, site: str, page: str
 ) -> None:
-    resize(browser, 1400)
+    resize(browser, 400)
     browser.get(site + address(page))
+    width = browser.execute_script("return document.scrollingElement.scrollWidth")
+    assert width <= 400
+    assert browser.execute_script(CUT) == []
+    resize(browser, 1400)
     printed = tuple(PRINTED.get(page, []))
     wide: list[str] = browser.execute_script(WIDE)
     assert [text for text in wide if not (printed and text.startswith(printed))] == []
