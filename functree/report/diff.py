@@ -160,7 +160,8 @@ def diff_html(diff: Diff, page: bool) -> str:
 
 
 def _line_html(line: Folded, most: int) -> str:
-    text = code(line.path, "name") if line.path else ""
+    # With a space, at which the line may be broken where it is narrow.
+    text = code(line.path, "name") + " " if line.path else ""
     text += html.escape(line.what)
     if line.rows > 1:
         text += f' <span class="muted">×{line.rows}</span>'

@@ -335,6 +335,15 @@ def test_an_unused_argument_is_not_counted() -> None:
         ledger.memory.arguments["lost"]
 
 
+def test_what_is_donated_is_memory_of_the_result() -> None:
+    x = jax.ShapeDtypeStruct((64, 16), "float32")
+    kept, donated = (
+        ft.jit(lambda x: x + 1, donate=donate).lower(x).compile().ledger().memory
+        for donate in ((), "x")
+    )
+    assert (kept.aliases, donated.aliases) == (0, 64 * 16 * 4)
+
+
 def test_a_permuted_mesh() -> None:
     mesh = Mesh(np.array(jax.devices())[::-1].reshape(4, 2).T, ("data", "model"))
     for name in LAYOUTS:

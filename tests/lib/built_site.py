@@ -57,8 +57,9 @@ def served(folder: Path) -> Iterator[str]:
 
 
 def page_names(docs: Path = ROOT / "docs") -> list[str]:
-    """The pages, as they are called in `docs/`, without the suffix."""
-    pages = sorted(docs.rglob("*.md"))
+    """The pages, as they are called in `docs/`, without the suffix; those of notebooks too, which are
+    made when the site is built."""
+    pages = sorted([*docs.rglob("*.md"), *docs.rglob("*.ipynb")])
     return [page.relative_to(docs).with_suffix("").as_posix() for page in pages]
 
 

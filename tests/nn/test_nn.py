@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import functools
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -310,6 +311,16 @@ def test_a_layer_computes_in_the_dtype_of_its_input_unless_told(layer: str) -> N
     assert dtype(X.astype(jnp.bfloat16)) == dtype(X, compute_dtype=jnp.bfloat16) == jnp.bfloat16
 
 
+def test_layers_of_equinox_have_a_scope_and_these_have_none() -> None:
+    def scopes(layer: Any) -> set[str]:
+        text = jax.jit(lambda x: layer(x)).lower(jnp.ones((4, 8))).as_text(debug_info=True)
+        return set(re.findall(r"[\w.]*nn\.\w+", " ".join(re.findall(r'"jit[^"]*"', text))))
+
+    assert scopes(jax.vmap(eqx.nn.Linear(8, 8, key=KEY))) == {"eqx.nn.Linear"}
+    for layer in (nn.Linear(8, 8, key=KEY), nn.MLP(8, 16, key=KEY), nn.RMSNorm(8)):
+        assert scopes(layer) == set()
+
+
 def test_norms_are_computed_in_float32() -> None:
     """A sum of 4096 squares near 1 in bfloat16 would stop at 256."""
     x = jnp.full((4096,), 1.5, jnp.bfloat16)
@@ -456,6 +467,16 @@ def test_rope_sees_relative_positions_only() -> None:
     positions = np.arange(9)
     np.testing.assert_allclose(scores(positions), scores(positions + 1000), rtol=1e-3, atol=1e-3)
     assert not np.allclose(scores(positions), scores(3 * positions), rtol=1e-3, atol=1e-3)
+
+
+def test_rotations_are_computed_in_float32() -> None:
+    """In bfloat16, with 8 bits, all of these positions would be 4096."""
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(8, 2, 16)), jnp.bfloat16)
+    positions = jnp.arange(4096, 4104)
+    found = turned(x, positions=positions)
+    wanted = turned(x.astype(jnp.float32), positions=positions)
+    assert found.dtype == jnp.bfloat16
+    np.testing.assert_allclose(found.astype(jnp.float32), wanted, rtol=1e-2, atol=1e-2)
 
 
 def test_rope_rotates() -> None:

@@ -1,8 +1,8 @@
 """What the pages promise: each sentence is on its page, and each test that checks it is there.
 
-The lists are in `promises/`, a table for each sentence: its page, the words of it that are enough to
-find it, and the tests that fail if it is not so, or the page itself, whose examples beside the
-sentence show just this. A sentence that is changed has to be changed there too, with a look at its
+The lists are in `promises/`, a table for each sentence: its page (of the reference, the module whose
+docstring it stands in), the words of it that are enough to find it, and the tests that fail if it is
+not so, or the page itself, whose examples beside the sentence show just this. A sentence that is changed has to be changed there too, with a look at its
 tests.
 """
 

@@ -27,6 +27,8 @@ SESSION = re.compile("^ *```pycon", re.MULTILINE)
 def sessions(page: str) -> int:
     """The number of blocks of a session with Python of a page."""
     file = ROOT / "docs" / f"{page}.md"
+    if not file.exists():
+        return 0  # a notebook, whose cells are Python alone
     return len(SESSION.findall(file.read_text(encoding="utf-8")))
 
 
@@ -108,29 +110,57 @@ def resize(browser: webdriver.Chrome, width: int) -> None:
     browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
 
 
-# What is in a box that hides the rest of it, or beyond the edge of the window, where nothing scrolls.
-CUT = """
+# All boxes, also those of the outputs of a notebook, each of which is a tree of its own.
+BOXES = """
+document.querySelectorAll("details").forEach((fold) => { fold.open = true; });
+const boxes = [...document.querySelectorAll(".md-content *, .md-footer *")];
+for (const box of [...boxes]) if (box.shadowRoot) boxes.push(...box.shadowRoot.querySelectorAll("*"));
+const around = (box) => box.parentElement ?? box.getRootNode().host;
 const scrolls = (box) => ["auto", "scroll"].includes(getComputedStyle(box).overflowX);
+"""
+# What is in a box that hides the rest of it, or beyond the edge of the window, where nothing scrolls.
+CUT = (
+    BOXES
+    + """
 const cut = [];
-for (const box of document.querySelectorAll(".md-content *, .md-footer *")) {
+for (const box of boxes) {
   const hides = ["hidden", "clip"].includes(getComputedStyle(box).overflowX);
   if (hides && box.clientWidth > 1 && box.scrollWidth > box.clientWidth + 1) cut.push(box);
   let outer = box;
-  while (outer && !scrolls(outer)) outer = outer.parentElement;
+  while (outer && !scrolls(outer)) outer = around(outer);
   if (!outer && box.getBoundingClientRect().right > innerWidth + 1) cut.push(box);
 }
 return cut.filter((box) => !box.closest(".md-clipboard, .md-code__nav"))
   .map((box) => box.outerHTML.slice(0, 120));
 """
+)
+
+
+# What one has to scroll to see the end of.
+WIDE = (
+    BOXES
+    + """
+return boxes.filter((box) => scrolls(box) && box.scrollWidth > box.clientWidth + 1)
+  .map((box) => box.textContent.trim().slice(0, 120));
+"""
+)
+# What a cell prints is as wide as functree makes it.
+PRINTED = {"notebooks/tutorial": ["ShardingError: 7 leaves cannot be laid out"]}
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_nothing_is_cut_off_on_a_phone(browser: webdriver.Chrome, site: str, page: str) -> None:
+def test_nothing_is_cut_off_on_a_phone_and_nothing_has_to_be_scrolled_on_a_desk(
+    browser: webdriver.Chrome, site: str, page: str
+) -> None:
     resize(browser, 400)
     browser.get(site + address(page))
     width = browser.execute_script("return document.scrollingElement.scrollWidth")
     assert width <= 400
     assert browser.execute_script(CUT) == []
+    resize(browser, 1400)
+    printed = tuple(PRINTED.get(page, []))
+    wide: list[str] = browser.execute_script(WIDE)
+    assert [text for text in wide if not (printed and text.startswith(printed))] == []
 
 
 PICTURES = sorted(path.stem for path in (ROOT / "docs" / "pictures").glob("*.svg"))
@@ -165,6 +195,27 @@ def test_a_page_of_functree_has_the_colours_of_the_page_around_it(
     dark = browser.execute_script(background) == "rgb(18, 22, 28)"
     browser.switch_to.default_content()
     assert dark == (scheme == "dark")
+
+
+# The contrast of a link in code with what is behind it, as WCAG defines it.
+CONTRAST = """
+const luminance = (colour) => {
+  const parts = colour.match(/[\\d.]+/g).slice(0, 3).map((part) => part / 255)
+    .map((part) => part <= 0.04045 ? part / 12.92 : ((part + 0.055) / 1.055) ** 2.4);
+  return 0.2126 * parts[0] + 0.7152 * parts[1] + 0.0722 * parts[2] + 0.05;
+};
+const link = document.querySelector(".md-content td a code");
+const both = [getComputedStyle(link).color, getComputedStyle(link).backgroundColor].map(luminance);
+return Math.max(...both) / Math.min(...both);
+"""
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_a_link_in_code_can_be_read(browser: webdriver.Chrome, site: str, scheme: str) -> None:
+    media = [{"name": "prefers-color-scheme", "value": scheme}]
+    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": media})
+    browser.get(site + address("reference/index"))
+    assert browser.execute_script(CONTRAST) >= 4.5
 
 
 # What is in the files
@@ -218,10 +269,13 @@ ENTRY = re.compile(r'class="doc doc-heading">.*?</h\d>(.*?)(?=<h\d|\Z)', re.DOTA
 
 
 def test_an_entry_of_the_reference_begins_with_its_sentence(folder: Path) -> None:
-    """And it has one signature, also of a function with overloads."""
+    """And it has one signature, also of a function with overloads. None is a module: functions that
+    have the name of theirs are found under it."""
     entries = 0
     for page in (folder / "reference").rglob("index.html"):
-        for found in ENTRY.findall(page.read_text(encoding="utf-8")):
+        text = page.read_text(encoding="utf-8")
+        assert "doc-symbol-module" not in text, page
+        for found in ENTRY.findall(text):
             if not re.search("<p[ >]", found):
                 continue  # an attribute of which its class tells
             entries += 1
@@ -229,3 +283,27 @@ def test_an_entry_of_the_reference_begins_with_its_sentence(folder: Path) -> Non
             assert begin is not None and begin[0] == "<p", found[:300]
             assert found.count("doc-signature") <= 1, found[:300]
     assert entries > 100
+
+
+CODE = re.compile(r"<code>[^<]*?</code>")
+
+
+def test_no_code_shows_what_escapes_it(folder: Path) -> None:
+    """In a table, a bar inside of code needs no backslash."""
+    shown = {
+        path.relative_to(folder).as_posix(): found
+        for path in folder.rglob("*.html")
+        if (found := [c for c in CODE.findall(path.read_text(encoding="utf-8")) if "\\|" in c])
+    }
+    assert shown == {}
+
+
+def test_what_a_function_returns_is_one_sentence(folder: Path) -> None:
+    """Griffe would read each line of it as a value of its own."""
+    page = (folder / "reference" / "layers" / "index.html").read_text(encoding="utf-8")
+    [returns] = re.findall(
+        r"(<li[^>]*>(?:(?!</?li).)*an array that is(?:(?!</?li).)*</li>)", page, re.DOTALL
+    )
+    assert "the largest number of an unsigned dtype" in " ".join(
+        re.sub("<[^>]+>", "", returns).split()
+    )

@@ -651,3 +651,15 @@ os.kill(os.getpid(), signal.SIGTERM)
     assert lines == ["False", "True True [1]"] and status == -signal.SIGTERM
     with raises("preempted cannot tell", "step=-1"):
         ft.preempted(-1)
+
+
+def test_a_second_sigterm_ends_the_process() -> None:
+    """As a run that hangs, and never comes to its next step."""
+    code = """
+import os, signal, functree as ft
+ft.preempted(0)
+os.kill(os.getpid(), signal.SIGTERM); print(ft.preempted(1), flush=True)
+os.kill(os.getpid(), signal.SIGTERM); print("still there", flush=True)
+"""
+    [(status, out, _)] = ended(started(["-c", code]), 30)
+    assert out.split() == ["True"] and status == -signal.SIGTERM

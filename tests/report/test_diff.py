@@ -1,6 +1,7 @@
 """Plans and ledgers: what differs between two of them, and their JSON."""
 
 import json
+import re
 from typing import Any
 
 import jax
@@ -248,6 +249,8 @@ def test_what_differs_as_a_page() -> None:
         "{&#x27;a&#x27;: 1}",
     ):
         assert text in page
+    # Where a line is narrow, it is broken between its path and what differs, and not in a word.
+    assert "b.{0-3}.w bytes of x" in re.sub("<[^>]+>", "", page)
     assert "nothing differs" in Diff(()).html()
     assert Diff((OTHER_MESH,))._repr_html_().startswith("<style>")
 

@@ -393,6 +393,13 @@ def test_what_is_finite_or_was_not_before() -> None:
         first_nonfinite(3)  # pyright: ignore[reportArgumentType]
 
 
+def test_a_function_that_donates_does_not_donate_here() -> None:
+    step = ft.jit(lambda x, scale: jnp.log(x * scale), donate="x")
+    operation = first_nonfinite(step, X, 0.0)
+    assert operation is not None and operation.name == "log"
+    assert not X.is_deleted()
+
+
 def test_a_model_that_is_sharded() -> None:
     rules = ft.AxisRules({"batch": "data", "hidden": "model", ...: None})
     model = ft.nn.MLP(8, 16, key=jax.random.key(0))

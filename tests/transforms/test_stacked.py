@@ -141,6 +141,15 @@ def test_a_traced_index(layers: Stacked[Layer]) -> None:
         np.testing.assert_allclose(pick(layers, jnp.int32(i)), layers[i](X), rtol=1e-6)
 
 
+def test_an_index_that_is_an_array_is_clamped(layers: Stacked[Layer]) -> None:
+    pick = eqx.filter_jit(lambda layers, i: layers[i])
+    for i, end in ((DEPTH, -1), (DEPTH + 5, -1), (-DEPTH - 5, 0)):
+        for found in (layers[jnp.int32(i)], pick(layers, jnp.int32(i))):
+            assert eqx.tree_equal(found, layers[end])
+    with pytest.raises(ft.FunctreeError, match="the index is out of range"):
+        layers[DEPTH]
+
+
 PARTS = [slice(1, 3), slice(None, None, 2), slice(None, None, -1), slice(-2, None)]
 
 

@@ -35,4 +35,7 @@ def cell(message: str) -> str:
     )
     if len(line) <= _LONGEST:
         return line
-    return f"{line[:_LONGEST].rsplit(' ', 1)[0]} …"
+    begin = line[:_LONGEST].rsplit(" ", 1)[0]
+    if begin.count("`") % 2:  # the end of this code is cut off
+        begin = begin[: begin.rindex("`")].rstrip()
+    return f"{begin} …"
