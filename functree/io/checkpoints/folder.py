@@ -276,8 +276,9 @@ def _watch_end() -> None:
 def _remove_given_up() -> None:
     for store, name, is_new in _GIVEN_UP:
         with suppress(CheckpointError), files("what was given up cannot be removed"):
+            sweep(store)
             names = store.names()
-            # With its lock it is for a sweep: the first process may still be about to give it up.
+            # Where its lock is left, the first process has not given it up yet.
             if f"{name}{LOCK}" in names or _is_named(store, name):
                 continue
             for one in {name, *(f"{name}{ending}" for ending in _BESIDE)}.intersection(names):
