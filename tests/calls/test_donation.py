@@ -424,8 +424,8 @@ def total_of_none(s: Any, t: Any) -> Any:
 
 @pytest.mark.parametrize("arrays", ["jax", "numpy beside"])
 @pytest.mark.parametrize("where", ["one device", "many"])
-@pytest.mark.parametrize("function", ["same", "another that donates", "another"])
-@pytest.mark.filterwarnings("ignore:.*nobody has placed")
+@pytest.mark.parametrize("function", ["same", "another that donates", "another", "one that places"])
+@pytest.mark.filterwarnings("ignore:.*nobody has placed", "ignore:.*each call places")
 def test_a_donated_array_is_used_again(function: str, where: str, arrays: str):
     def put(x: Any) -> Any:
         return lay(x, "data") if where == "many" else x
@@ -438,6 +438,7 @@ def test_a_donated_array_is_used_again(function: str, where: str, arrays: str):
         "same": f,
         "another that donates": ft.jit(total, donate="s"),
         "another": ft.jit(total),
+        "one that places": ft.jit(total, rules=P(), mesh=MESH, donate="s"),
     }[function]
     expected = raises(
         "total: 2 arguments are deleted",

@@ -167,6 +167,9 @@ class Jit(Function[_P, _T]):
             donated = donated_indices(group.paths, options.donated)
             targets = find_targets(flat.call, unplaced, layouts, mesh, donated)
             group.targets[key] = targets
+        # JAX would report a deleted array without its path.
+        if any(is_deleted(arrays[i]) for i in targets.decisions):
+            raise refuse_deleted(self._signature.name, group.paths, arrays)
         # Not scalars, which JAX replicates at no cost.
         put = [
             group.paths[i] for i in targets.decisions if arrays[i].shape and is_concrete(arrays[i])
