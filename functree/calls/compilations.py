@@ -16,7 +16,7 @@ from functree.calls.call_groups import CallGroup
 from functree.calls.signature import NOT_GIVEN
 from functree.devices.meshes import mesh_view
 from functree.devices.placement import sharding_text
-from functree.errors import warn
+from functree.errors import listed, warn
 from functree.layout.layout import Layout
 from functree.tree.arrays import AnyArray, dtype_text
 from functree.tree.paths import Path
@@ -41,10 +41,13 @@ class Difference(NamedTuple):
     now: Any
 
     def __str__(self) -> str:
+        return f"{self.path}: {self.change}" if self.path else self.change
+
+    @property
+    def change(self) -> str:
+        """Its text, without the path."""
         before, now = self.text(self.before), self.text(self.now)
         text = f"{self.kind} {before} → {now}"
-        if self.path:
-            text = f"{self.path}: {text}"
         if before == now and self.kind in ("mesh", "devices"):
             text += " (other devices, or in another order)"
         elif before == now:
@@ -87,11 +90,22 @@ class Compilation(NamedTuple):
     shared: bool = False
 
     def __str__(self) -> str:
-        why = "; ".join(map(str, self.differences)) or "the first"
-        text = f"compilation {self.number}: {why}"
+        text = f"compilation {self.number}: {_why(self.differences)}"
         if self.shared:
             text += " (shared: compiled by another wrapper of this function)"
         return text
+
+
+def _why(differences: Sequence[Difference]) -> str:
+    """The text of some differences: those that are alike at once."""
+    paths: dict[str, list[str]] = {}
+    # The arrays of a state often change place together, because of something else.
+    for one in sorted(differences, key=lambda one: one.kind in ("sharding", "devices")):
+        paths.setdefault(one.change, []).extend([str(one.path)] if one.path else [])
+    texts: list[str] = []
+    for change, changed in paths.items():
+        texts.append(f"{listed(changed, 3)}: {change}" if changed else change)
+    return "; ".join(texts) or "the first"
 
 
 Properties = tuple[tuple[str, Any], ...]

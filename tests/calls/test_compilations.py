@@ -99,11 +99,21 @@ def test_the_nearest_compilation_is_compared():
     f = ft.jit(lambda x, n, m: x * n * m)
     for x, n, m in [(X, 1.0, 1.0), (X[:2], 2.0, 2.0), (X[:2], 2.0, 1.0)]:
         f(x, n, m)
-    assert (
-        str(f.compilations[1])
-        == "compilation 2: x: shape (4,) → (2,); n: static 1.0 → 2.0; m: static 1.0 → 2.0"
-    )
+    alike = "compilation 2: x: shape (4,) → (2,); n, m: static 1.0 → 2.0"
+    assert str(f.compilations[1]) == alike
     assert str(f.compilations[2]) == "compilation 3: m: static 2.0 → 1.0"
+
+
+def test_what_changed_place_together_is_told_at_once_and_last():
+    f = ft.jit(lambda model, scale: scale)
+    other = ft.make_mesh(data=4, model=2)
+    for mesh, scale in (MESH, 1.0), (other, 2.0):
+        placed = ft.shard([X] * 5, PartitionSpec("data"), mesh)
+        f(placed, scale)
+    moved = "sharding P('data') on (data=2, model=4) → P('data') on (data=4, model=2)"
+    assert str(f.compilations[1]) == (
+        f"compilation 2: scale: static 1.0 → 2.0; model.0, model.1, model.2 and 2 more: {moved}"
+    )
 
 
 def test_a_setting_of_jax():
