@@ -7,13 +7,13 @@ import equinox as eqx
 
 from functree.tree.axes import Names, names
 
-_CONVOLUTION = names(weight="out_channels in_channels ...", bias="out_channels ...")
-
 equinox_names: Mapping[type, Names] = MappingProxyType(
     {
         eqx.nn.Linear: names(weight="out_features in_features", bias="out_features"),
-        eqx.nn.Conv: _CONVOLUTION,
-        eqx.nn.ConvTranspose: _CONVOLUTION,
+        **dict.fromkeys(
+            (eqx.nn.Conv, eqx.nn.ConvTranspose),
+            names(weight="out_channels in_channels ...", bias="out_channels ..."),
+        ),
         eqx.nn.Embedding: names(weight="num_embeddings embedding_size"),
         # The first dimension has the gates one behind the other, so it has no name.
         eqx.nn.GRUCell: names(
