@@ -273,7 +273,9 @@ def run_parallel(seeds: Sequence[int], verbose: bool) -> int:
             print(program, flush=True)
         try:
             of_compiler = parallel_programs.run(program)
-            told.update(f"warned: {without_numbers(one)}" for one in of_compiler)
+            told.update(
+                {f"warned by the compiler: {without_numbers(one)[:45]}" for one in of_compiler}
+            )
         except Exception as error:  # whatever it is, it is listed
             text = str(error)
             if isinstance(error, ft.FunctreeError) and parallel_programs.is_refusal(text):

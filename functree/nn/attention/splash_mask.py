@@ -2,7 +2,7 @@
 
 import functools
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from jaxtyping import Array, Bool, Int
@@ -16,7 +16,8 @@ class CausalMask:
 
     It has what the kernel's own `CausalMask` and `LocalMask` have. These compute each block of the
     mask as an array, for the kernel to see which blocks are empty or full: of 131,072 tokens that
-    takes minutes. Here only blocks that are neither are computed.
+    takes minutes. Here only blocks that are neither are computed, each that differs once, and what
+    the kernel asks of the others costs nothing.
 
     Attributes:
         length: the number of queries, and of keys.
@@ -55,13 +56,35 @@ class CausalMask:
         """A block of the mask."""
         queries, keys = (range(self.length)[one] for one in block)
         reaches = self.length if self.window is None else self.window
+        shape = len(queries), len(keys)
         if keys[0] > queries[-1] or queries[0] - keys[-1] >= reaches:
-            return _full(len(queries), len(keys), False)
+            return _uniform(shape, False)
         if keys[-1] <= queries[0] and queries[-1] - keys[0] < reaches:
-            return _full(len(queries), len(keys), True)
-        return self.mask_function(np.asarray(queries)[:, None], np.asarray(keys)[None])
+            return _uniform(shape, True)
+        return _partial(shape, queries[0] - keys[0], self.window)
+
+
+class _Uniform(np.ndarray):
+    """An array of flags that are all the same, of which the kernel asks whether any or all are
+    set, once for each block."""
+
+    def any(self, *args: Any, **kwargs: Any) -> Any:
+        return self.flat[0]
+
+    def all(self, *args: Any, **kwargs: Any) -> Any:
+        return self.flat[0]
 
 
 @functools.cache
-def _full(queries: int, keys: int, value: bool) -> Bool[np.ndarray, "queries keys"]:
-    return np.full((queries, keys), value)
+def _uniform(shape: tuple[int, int], value: bool) -> Bool[np.ndarray, "queries keys"]:
+    return np.broadcast_to(np.asarray(value), shape).view(_Uniform)
+
+
+@functools.lru_cache(maxsize=16)
+def _partial(
+    shape: tuple[int, int], ahead: int, window: int | None
+) -> Bool[np.ndarray, "queries keys"]:
+    """A block whose first query is so many tokens after its first key."""
+    queries, keys = (np.arange(size, dtype=np.int32) for size in shape)
+    mask = CausalMask(max(shape), window)
+    return mask.mask_function(queries[:, None] + ahead, keys[None])
