@@ -31,6 +31,7 @@ import traceback
 import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -38,8 +39,9 @@ os.environ["JAX_PLATFORMS"] = "cpu"  # both are read when jax starts
 os.environ["XLA_FLAGS"] = (
     os.environ.get("XLA_FLAGS", "")
     + " --xla_force_host_platform_device_count=8"
-    # Most of the time is compilation, and most of that is machine code.
+    # Most of the time is compilation, and most of that is machine code, as in `conftest.py`.
     + " --xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1"
+    + " --xla_cpu_use_fusion_emitters=false" * version("jaxlib").startswith("0.10.")
 )
 sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parent / "lib"))

@@ -271,7 +271,7 @@ def _placed(plan: _Plan, x: Array, wanted: PartitionSpec) -> Array:
     found = _entries(x)
     if not found:
         return x
-    inner = without(PartitionSpec(*found), plan.axes)
+    inner = without(PartitionSpec(*found), {*plan.axes, *_manual(plan)})
     entries = (*wanted, *inner[len(wanted) :])[: x.ndim]
     return jax.sharding.reshard(x, PartitionSpec(*entries))
 

@@ -20,8 +20,9 @@ class CausalMask:
     the kernel asks of the others costs nothing.
 
     Attributes:
-        length: the number of queries, and of keys.
+        length: the number of keys.
         window: how many keys a query attends to at most, its own among them; None for all.
+        first: the index of the first query; the others are all that follow it.
 
     Examples:
         >>> from functree.nn.attention.splash_mask import CausalMask
@@ -34,16 +35,17 @@ class CausalMask:
 
     length: int
     window: int | None = None
+    first: int = 0
 
     @property
     def shape(self) -> tuple[int, int]:
         """The numbers of queries and keys."""
-        return self.length, self.length
+        return self.length - self.first, self.length
 
     @property
-    def q_sequence(self) -> Int[np.ndarray, "length"]:
+    def q_sequence(self) -> Int[np.ndarray, "queries"]:
         """The index of each query."""
-        return np.arange(self.length, dtype=np.int32)
+        return np.arange(self.first, self.length, dtype=np.int32)
 
     def mask_function(self, queries: _Ids, keys: _Ids) -> _Ids:
         """Which keys queries attend to, by the indices of both; the kernel traces it."""
@@ -54,7 +56,7 @@ class CausalMask:
 
     def __getitem__(self, block: tuple[slice, slice]) -> Bool[np.ndarray, "queries keys"]:
         """A block of the mask."""
-        queries, keys = (range(self.length)[one] for one in block)
+        queries, keys = range(self.first, self.length)[block[0]], range(self.length)[block[1]]
         reaches = self.length if self.window is None else self.window
         shape = len(queries), len(keys)
         if keys[0] > queries[-1] or queries[0] - keys[-1] >= reaches:
