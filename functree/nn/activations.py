@@ -347,6 +347,11 @@ def on_shards(
     specs = specs_of(arrays, names)
     if specs is None:
         return fun(*arrays)
+    wanted, mesh = specs[0], jax.sharding.get_abstract_mesh()
+    # Along mesh axes of one device nothing differs: queries that vary along one, and keys that do
+    # not, would have gradients of other types than JAX finds.
+    single = {name for name, size in mesh.shape.items() if size == 1}
+    specs = [without(one, single) for one in specs]
     heads = specs[0][-2]
     selects: list[bool] = []
     for i, (text, one) in enumerate(zip(names, specs, strict=True)):
@@ -366,13 +371,12 @@ def on_shards(
             own.append(x)
         return fun(*own)
 
-    mesh = jax.sharding.get_abstract_mesh()
     # Inside an outer `shard_map` some axes are Manual already, and may not be mapped again.
     free = set(mesh.axis_names) - set(mesh.manual_axes)
     mapped = jax.shard_map(
         of_shards, in_specs=tuple(specs), out_specs=specs[0], axis_names=free, check_vma=check_vma
     )
-    return without_varying(mapped)(*map(resharded, arrays, specs))
+    return resharded(without_varying(mapped)(*map(resharded, arrays, specs)), wanted)
 
 
 def resharded(x: Array, wanted: PartitionSpec) -> Array:

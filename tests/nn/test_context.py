@@ -234,6 +234,24 @@ def test_a_mesh_axis_of_heads_and_of_batch_or_sequence(explicit: bool, in_order:
     np.testing.assert_allclose(np.asarray(found), np.asarray(wanted), rtol=1e-5, atol=1e-5)
 
 
+def test_heads_over_a_mesh_axis_of_one_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of queries alone: the gradients of keys are typed as these."""
+    monkeypatch.setattr(attending, "CHUNK", 3)
+    x = jnp.asarray(RANDOM.normal(size=(2, 8, 8)), jnp.float32)
+    rules = ft.AxisRules({"heads": "one", "batch": "data", ...: None})
+
+    def total(layer: Any, x: Any) -> Any:
+        return jnp.sum(jnp.sin(layer(x)))
+
+    layer = small()
+    wanted = jax.grad(total)(layer, x)
+    with jax.set_mesh(ft.make_mesh(data=2, one=1, devices=jax.devices()[:2])):
+        placed = ft.shard(x, rules, axes="batch seq embed")
+        found = ft.jit(ft.grad(total), rules=rules)(ft.shard(layer, rules), placed)
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(np.asarray(one), np.asarray(other), rtol=1e-5, atol=1e-5)
+
+
 def test_targets_by_a_mesh_axis_of_the_vocabulary(expected: Any) -> None:
     """On Explicit axes tokens and targets are sharded as the sequence is between layers."""
     model, reference = expected
