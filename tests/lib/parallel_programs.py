@@ -408,6 +408,12 @@ def token_parts(program: Program, shape: tuple[int, ...]) -> tuple[int, int]:
     given = program.options
     tokens = program.spec("batch seq embed", shape)
     of_experts = _axes(program.spec("experts embed hidden", ())[0])
+    if not program.explicit:
+        # By rules, all other dimensions come before the sequence, in whatever order these are.
+        others = program.spec("batch _ embed", shape)
+        used = {axis for one in others for axis in _axes(one)}
+        left = tuple(axis for axis in _axes(tokens[1]) if axis not in used)
+        tokens = P(others[0], left)
     entries = [list(_axes(tokens[0])), list(_axes(tokens[1]))]
     count = lambda axes: int(np.prod([program.mesh[axis] for axis in axes], dtype=int))  # noqa: E731
     more = [axis for axis in of_experts if axis not in entries[0] + entries[1]]
