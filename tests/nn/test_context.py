@@ -234,11 +234,13 @@ def test_a_mesh_axis_of_heads_and_of_batch_or_sequence(explicit: bool, in_order:
     np.testing.assert_allclose(np.asarray(found), np.asarray(wanted), rtol=1e-5, atol=1e-5)
 
 
-def test_heads_over_a_mesh_axis_of_one_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of queries alone: the gradients of keys are typed as these."""
+@pytest.mark.parametrize("heads", [True, False])
+def test_a_mesh_axis_of_one_device(monkeypatch: pytest.MonkeyPatch, heads: bool) -> None:
+    """Of the heads of queries alone: the gradients of keys are typed as these. Or of a sequence."""
     monkeypatch.setattr(attending, "CHUNK", 3)
     x = jnp.asarray(RANDOM.normal(size=(2, 8, 8)), jnp.float32)
-    rules = ft.AxisRules({"heads": "one", "batch": "data", ...: None})
+    names = {"heads": "one", "batch": "data"} if heads else {"seq": ("one", "data")}
+    rules = ft.AxisRules({**names, ...: None})
 
     def total(layer: Any, x: Any) -> Any:
         return jnp.sum(jnp.sin(layer(x)))
