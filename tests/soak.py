@@ -3,12 +3,17 @@ hours if need be. And the tables of the tests, whole.
 
     python tests/soak.py --programs 10000 --seed 0
     python tests/soak.py --seed 4711 --programs 1 --verbose     # one program again
+    python tests/soak.py --parallel 500 --seed 0                # experts, context, pipelines
     python tests/soak.py --tables                               # every cell, some minutes
 
 Each program is a random model of annotated arrays under random rules, given to `ft.jit` in a random
 way, called in a random transform. Its result has to have the values that NumPy computes, and to be
 sharded as the rules say, by a reading of them that uses nothing of functree. Any error is a
 failure.
+
+`--parallel` runs programs with experts, sequences in parts and pipelines (`lib/parallel_programs.py`)
+instead, of which the gradient is compared too. What functree says it cannot do is no failure there:
+it is counted, and listed at the end.
 
 Of a large table of cases the tests run a covering of the pairs of values (`tests/lib/covering.py`).
 `--tables` runs each cell of these tables, in pytest.
@@ -18,18 +23,25 @@ import argparse
 import dataclasses
 import os
 import random
+import re
 import subprocess
 import sys
 import time
 import traceback
 import warnings
+from collections import Counter
 from collections.abc import Callable, Sequence
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 os.environ["JAX_PLATFORMS"] = "cpu"  # both are read when jax starts
 os.environ["XLA_FLAGS"] = (
-    os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+    os.environ.get("XLA_FLAGS", "")
+    + " --xla_force_host_platform_device_count=8"
+    # Most of the time is compilation, and most of that is machine code, as in `conftest.py`.
+    + " --xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1"
+    + " --xla_cpu_use_fusion_emitters=false" * version("jaxlib").startswith("0.10.")
 )
 sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parent / "lib"))
@@ -38,10 +50,12 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+import parallel_programs
 from covering import WHOLE
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
+from rules_by_hand import Leaf, Rule, spec_of
 
 import functree as ft
 
@@ -55,49 +69,6 @@ MESHES = (
     {"model": 8},
     {"data": 4, "model": 2},
 )
-
-# A rule as a pair, and the axes of an array, in plain values.
-Rule = tuple[str, str | tuple[str, ...] | None]
-
-
-@dataclasses.dataclass
-class Leaf:
-    """One array of a model: its axes, its shape, and the number of leading dimensions that belong
-    to a stack."""
-
-    axes: tuple[str, ...]
-    shape: tuple[int, ...]
-    stacked: int = 0
-
-
-# What the rules say, read by hand
-
-
-def spec_of(
-    leaf: Leaf, rules: Sequence[Rule], fsdp: tuple[str, int] | None, sizes: dict[str, int]
-) -> P:
-    """The first rule of each name whose mesh axes are free; FSDP takes the largest dimension that
-    is left."""
-    entries: list[Any] = [None] * len(leaf.axes)
-    settled = [False] * len(leaf.axes)
-    used: set[str] = set()
-    for name, target in rules:
-        for i, axis in enumerate(leaf.axes):
-            if axis != name or settled[i]:
-                continue
-            own = () if target is None else (target,) if isinstance(target, str) else target
-            if used.isdisjoint(own):
-                entries[i], settled[i] = (target if own else None), True
-                used.update(own)
-    if fsdp is not None and fsdp[0] not in used and np.prod(leaf.shape) >= fsdp[1]:
-        fits = [
-            i
-            for i in range(leaf.stacked, len(entries))
-            if entries[i] is None and leaf.shape[i] % sizes[fsdp[0]] == 0
-        ]
-        if fits:
-            entries[max(fits, key=lambda i: (leaf.shape[i], -i))] = fsdp[0]
-    return P(*entries)
 
 
 # A random model
@@ -293,6 +264,50 @@ def run_tables() -> int:
     return subprocess.run(command, env={**os.environ, WHOLE: "1"}, cwd=TESTS.parent).returncode
 
 
+def run_parallel(seeds: Sequence[int], verbose: bool) -> int:
+    """Run programs of `parallel_programs`; what is refused, and what the compiler warns of, is
+    listed at the end."""
+    failed, start = [], time.perf_counter()
+    told: Counter[str] = Counter()
+    for done, seed in enumerate(seeds, 1):
+        program = parallel_programs.make(seed)
+        if verbose:
+            print(program, flush=True)
+        try:
+            of_compiler = parallel_programs.run(program)
+            told.update(
+                {f"warned by the compiler: {without_numbers(one)[:45]}" for one in of_compiler}
+            )
+        except Exception as error:  # whatever it is, it is listed
+            text = str(error)
+            if isinstance(error, ft.FunctreeError) and parallel_programs.is_refusal(text):
+                told[f"refused: {without_numbers(text)}"] += 1
+            else:
+                failed.append(seed)
+                first = f"{type(error).__name__}: {' '.join(text.split())[:400]}"
+                print(f"FAILED {program}\n    {first}", flush=True)
+            if verbose:
+                traceback.print_exc()
+        if done % 25 == 0:
+            refused = sum(number for one, number in told.items() if one.startswith("refused"))
+            took = time.perf_counter() - start
+            print(
+                f"{done} programs, to seed {seed}: {len(failed)} failed, {refused} refused, "
+                f"{took:.0f} s",
+                flush=True,
+            )
+            jax.clear_caches()
+    for text, number in told.most_common():
+        print(f"{number:4} {text}")
+    print(f"seeds {seeds[0]} to {seeds[-1]}: {len(failed)} failed {failed}")
+    return 1 if failed else 0
+
+
+def without_numbers(text: str) -> str:
+    """The first lines of a message, the same for all sizes."""
+    return re.sub(r"\d+", "N", " ".join(text.split()))[:230]
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -300,6 +315,9 @@ def main() -> int:
     parser.add_argument("--programs", type=int, default=10_000)
     parser.add_argument(
         "--seed", type=int, default=0, help="of the first program; the others follow"
+    )
+    parser.add_argument(
+        "--parallel", type=int, metavar="N", help="instead, programs with experts and the like"
     )
     parser.add_argument("--verbose", action="store_true", help="print each program")
     parser.add_argument(
@@ -309,6 +327,9 @@ def main() -> int:
     if options.tables:
         return run_tables()
     warnings.simplefilter("ignore")
+    if options.parallel:
+        warnings.simplefilter("error", ft.FunctreeWarning)
+        return run_parallel(range(options.seed, options.seed + options.parallel), options.verbose)
     failed, start = [], time.perf_counter()
     for seed in range(options.seed, options.seed + options.programs):
         program = make(seed)

@@ -231,7 +231,8 @@ def specs_of(arrays: Sequence[Array], names: Sequence[str]) -> list[PartitionSpe
     others = [_without_sequence(text) for text in names]
     first = names[0].split()
     if AxisType.Auto not in mesh.axis_types:
-        specs = _specs_of_types(arrays, others)
+        of_names = zip(arrays, others, strict=True)
+        own = [entries_of(x)[-len(text.split()) :] for x, text in of_names]
         sharded = entries_of(arrays[0])[-len(first) :]
     else:
         if not has_axis_rules():
@@ -239,8 +240,9 @@ def specs_of(arrays: Sequence[Array], names: Sequence[str]) -> list[PartitionSpe
         for x, text in zip(arrays, names, strict=True):
             if x.ndim != len(text.split()):
                 return None
-        specs = [spec(text) for text in others]
+        own = [tuple(spec(text)) for text in others]
         sharded = spec(names[0])
+    specs = _agreeing(arrays, own, others)
     if "seq" not in first:
         return specs
     seq = _sequence(sharded[first.index("seq")], specs)
@@ -284,22 +286,42 @@ def _with_sequence(one: PartitionSpec, names: str, seq: Entry) -> PartitionSpec:
     return PartitionSpec(*entries)
 
 
-def _specs_of_types(arrays: Sequence[Array], names: Sequence[str]) -> list[PartitionSpec]:
-    """The specs in the types of arrays, with the same entry for all dimensions of one name."""
+def _agreeing(
+    arrays: Sequence[Array], own: Sequence[Entries], names: Sequence[str]
+) -> list[PartitionSpec]:
+    """The specs of arrays, with the same entry for all dimensions of one name.
+
+    Args:
+        arrays: the arrays.
+        own: the entries of each by itself, for its last dimensions.
+        names: the names of these.
+    """
     # The first array in which a dimension of this name is sharded decides. Others, such as
-    # segments or the lengths of prompts, may come replicated from the user, and are resharded.
+    # segments or the lengths of prompts, may come replicated from the user, and are resharded. By
+    # rules, heads may have a mesh axis of the batch in the queries, and not in the keys, whose
+    # heads have a rule of their own: what shards another dimension of one array is left out.
     entry_of: dict[str, Entry] = {"_": None}
-    for x, text in zip(arrays, names, strict=True):
-        named = text.split()
-        for name, entry in zip(named, entries_of(x)[-len(named) :], strict=True):
+    for entries, text in zip(own, names, strict=True):
+        for name, one in zip(text.split(), entries, strict=True):
             if name != "_" and entry_of.get(name) is None:
-                entry_of[name] = entry
+                beside = _beside(name, names)
+                used = {axis for other in beside for axis in mesh_axes(entry_of.get(other))}
+                entry_of[name] = without(PartitionSpec(one), used)[0]
     specs: list[PartitionSpec] = []
     for x, text in zip(arrays, names, strict=True):
         named = text.split()
         unnamed = entries_of(x)[: x.ndim - len(named)]
         specs.append(PartitionSpec(*unnamed, *(entry_of[name] for name in named)))
     return specs
+
+
+def _beside(name: str, names: Sequence[str]) -> set[str]:
+    """The names of the other dimensions of arrays that have one of this name."""
+    found: set[str] = set()
+    for text in names:
+        if name in text.split():
+            found |= set(text.split()) - {name}
+    return found
 
 
 def on_shards(
@@ -325,6 +347,11 @@ def on_shards(
     specs = specs_of(arrays, names)
     if specs is None:
         return fun(*arrays)
+    wanted, mesh = specs[0], jax.sharding.get_abstract_mesh()
+    # Along mesh axes of one device nothing differs: queries that vary along one, and keys that do
+    # not, would have gradients of other types than JAX finds.
+    single = {name for name, size in mesh.shape.items() if size == 1}
+    specs = [without(one, single) for one in specs]
     heads = specs[0][-2]
     selects: list[bool] = []
     for i, (text, one) in enumerate(zip(names, specs, strict=True)):
@@ -344,13 +371,12 @@ def on_shards(
             own.append(x)
         return fun(*own)
 
-    mesh = jax.sharding.get_abstract_mesh()
     # Inside an outer `shard_map` some axes are Manual already, and may not be mapped again.
     free = set(mesh.axis_names) - set(mesh.manual_axes)
     mapped = jax.shard_map(
         of_shards, in_specs=tuple(specs), out_specs=specs[0], axis_names=free, check_vma=check_vma
     )
-    return without_varying(mapped)(*map(resharded, arrays, specs))
+    return resharded(without_varying(mapped)(*map(resharded, arrays, specs)), wanted)
 
 
 def resharded(x: Array, wanted: PartitionSpec) -> Array:

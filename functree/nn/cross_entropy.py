@@ -189,7 +189,12 @@ def _on_batches(
         return jax.lax.psum(of_arrays(own, *parts), axes)
 
     if not axes:
-        return without_varying(of_arrays)(arrays, x, targets, weights)
+        # On Explicit axes targets may come sharded as the sequence is between layers, by a mesh
+        # axis that shards the vocabulary here.
+        own = PartitionSpec(*entries_of(x)[:-1])
+        return without_varying(of_arrays)(
+            arrays, x, resharded(targets, own), resharded(weights, own)
+        )
     # Only along the axes of batch and sequence. Along others the head stays sharded as it is, such
     # as the vocabulary over `model`, and the partitioner does the rest.
     whole, batch = PartitionSpec(), PartitionSpec(*outer)

@@ -4,12 +4,16 @@ import math
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 
+import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from functree.argument_checks import POSITIVE, SIZE, Takes, check
+from functree.devices.specs import Entry
 from functree.errors import FunctreeValueError
+from functree.nn.activations import entries_of, explicit_mesh
 from functree.nn.weights import accumulator
 
 Scaling = Callable[[Float[Array, "pairs"]], Float[Array, "pairs"]]
@@ -105,7 +109,7 @@ def rope(
     if positions is None:
         positions = jnp.arange(seq, dtype=dtype)
     else:
-        positions = positions.astype(dtype)
+        positions = _sharded_as(positions, x).astype(dtype)
     frequencies = frequencies_of(head_dim, theta, scaling, dtype)
     # (*#batch, seq) and (pairs,) ─► (*#batch, seq, pairs)
     angles = positions[..., None] * frequencies[(None,) * positions.ndim]
@@ -133,6 +137,21 @@ def frequencies_of(
     """
     frequencies = theta ** (-jnp.arange(0, head_dim, 2, dtype=dtype) / head_dim)
     return frequencies if scaling is None else scaling(frequencies)
+
+
+def _sharded_as(
+    positions: Int[Array, "*#batch seq"], x: Float[Array, "*batch seq heads head_dim"]
+) -> Int[Array, "*#batch seq"]:
+    """Positions, sharded as the tokens of `x` on Explicit axes: mesh axes that shard the sequence
+    between layers may shard heads here."""
+    mesh = explicit_mesh(x)
+    if mesh is None:
+        return positions
+    entries: list[Entry] = []
+    of_tokens = entries_of(x)[: x.ndim - 2][-positions.ndim :]
+    for size, one in zip(positions.shape, of_tokens, strict=True):
+        entries.append(None if size == 1 else one)
+    return jax.sharding.reshard(positions, NamedSharding(mesh, PartitionSpec(*entries)))
 
 
 def _for_heads(

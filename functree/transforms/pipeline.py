@@ -87,12 +87,16 @@ def _entries(x: AnyArray) -> tuple[Entry, ...]:
     return tuple(of_rank(sharding.spec, x.ndim))
 
 
-def check_not_sharded(axis: str, stages: Stages) -> None:
-    """Raise FunctreeError for a stack in stages that is scanned without pieces of a batch.
+def whole_stack(axis: str, stages: Stages, arrays: Sequence[AnyArray]) -> Sequence[AnyArray]:
+    """The arrays of a stack as they are scanned.
+
+    Raises:
+        FunctreeError: the stack is in stages, and there are no pieces of a batch.
 
     Examples:
-        >>> from functree.transforms.pipeline import Stages, check_not_sharded
-        >>> check_not_sharded("layers", Stages((), 1))
+        >>> from functree.transforms.pipeline import Stages, whole_stack
+        >>> whole_stack("layers", Stages((), 1), [jnp.ones(3)])
+        [Array([1., 1., 1.], dtype=float32)]
     """
     if stages.parts > 1:
         raise FunctreeValueError(
@@ -101,6 +105,16 @@ def check_not_sharded(axis: str, stages: Stages) -> None:
             f"run as a pipeline of {stages.parts} stages (`TransformerConfig(microbatches=)` of a "
             f'model), or leave the stack unsharded ("{axis}": None)'
         )
+    return [_without_first(x) for x in arrays]
+
+
+def _without_first(x: AnyArray) -> AnyArray:
+    """An array whose first dimension is sharded over no mesh axis by its type: JAX scans no other,
+    and refuses one over an Explicit axis of one device too."""
+    found = _entries(x)
+    if not found or found[0] is None:
+        return x
+    return jax.sharding.reshard(x, PartitionSpec(None, *found[1:]))
 
 
 def check_pipeline(collect: bool, state: Tree) -> None:
@@ -257,7 +271,7 @@ def _placed(plan: _Plan, x: Array, wanted: PartitionSpec) -> Array:
     found = _entries(x)
     if not found:
         return x
-    inner = without(PartitionSpec(*found), plan.axes)
+    inner = without(PartitionSpec(*found), {*plan.axes, *_manual(plan)})
     entries = (*wanted, *inner[len(wanted) :])[: x.ndim]
     return jax.sharding.reshard(x, PartitionSpec(*entries))
 

@@ -16,10 +16,10 @@ from functree.errors import AxesError, FunctreeTypeError, FunctreeValueError, Pr
 from functree.labels.leaf import array_problem
 from functree.layout.plan.notebook import ShownByPlan
 from functree.transforms.pipeline import (
-    check_not_sharded,
     check_pipeline,
     pipeline,
     stages_of,
+    whole_stack,
 )
 from functree.transforms.remat import Offload, Remat, check_names, remat_policy
 from functree.transforms.stack_arguments import (
@@ -239,8 +239,8 @@ class Stacked(eqx.Module, Stack, ShownByPlan, Generic[T]):
         stages = stages_of(self.axis, arrays)
         if stages.parts > 1 and microbatches is not None:
             check_pipeline(collect, state)
-        elif microbatches is None:
-            check_not_sharded(self.axis, stages)
+        else:
+            arrays = whole_stack(self.axis, stages, arrays)
         step = _Step(arrays, skeleton, args, state, collect)
         policy = remat_policy(remat)
 

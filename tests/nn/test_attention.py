@@ -1,6 +1,7 @@
 """Attention: against an oracle in float64, in chunks, by TPU's kernel (interpreted), in a cache,
 and on a mesh."""
 
+import itertools
 import math
 from typing import Any
 
@@ -16,6 +17,7 @@ from functree.nn.attention import kernels
 from functree.nn.attention.attend import attend
 from functree.nn.attention.chunked import Mask, chunked
 from functree.nn.attention.kernels import splash
+from functree.nn.attention.splash_mask import CausalMask
 
 RANDOM = np.random.default_rng(0)
 
@@ -163,6 +165,55 @@ def test_the_kernel_for_tpus(
         ]
         for one, other in zip(*(jax.grad(loss, (0, 1, 2))(*given) for loss in losses), strict=True):
             close(one, other, 2e-5)
+
+
+@pytest.mark.parametrize(("window", "is_packed"), [(None, True), (150, False)])
+def test_the_kernel_in_pieces(
+    monkeypatch: pytest.MonkeyPatch, window: int | None, is_packed: bool
+) -> None:
+    """Of a long sequence, whose mask has more blocks than the kernel has room for."""
+    monkeypatch.setattr(kernels, "_LONG", 256)
+    monkeypatch.setattr(kernels, "_LONG_BLOCK", 128)
+    monkeypatch.setattr(kernels, "_BLOCKS", (128,))
+    monkeypatch.setattr(kernels, "_MOST_BLOCKS", 8)
+    assert kernels._pieces(500) == (2, 12)  # 4 × 4 blocks
+    given = arrays(500, 2, 1, 32, "float32")
+    segments = packed(500) if is_packed else None
+    mask = Mask(query_segments=segments, key_segments=segments, window=window)
+    losses = [
+        lambda *x: jnp.sin(splash(*x, segments, window=window, interpret=True)).sum(),
+        lambda *x: jnp.sin(chunked(*x, mask)).sum(),
+    ]
+    found, wanted = (jax.value_and_grad(loss, (0, 1, 2))(*given) for loss in losses)
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        close(one, other, 2e-5)
+
+
+@pytest.mark.parametrize("first", [0, 16])
+@pytest.mark.parametrize("window", [None, 1, 5, 12])
+def test_blocks_of_the_kernels_mask(window: int | None, first: int) -> None:
+    behind = np.arange(48)[:, None] - np.arange(48)[None]
+    whole = (behind >= 0) & (behind < (window or 48))
+    mask = CausalMask(48, window, first)
+    assert mask.shape == (48 - first, 48) and mask.q_sequence[0] == first
+    for rows, columns in itertools.product(range(0, 48 - first, 8), range(0, 48, 4)):
+        block = slice(rows, rows + 8), slice(columns, columns + 4)
+        found, wanted = mask[block], whole[first:][block]
+        assert np.array_equal(found, wanted)
+        assert (found.any(), found.all()) == (wanted.any(), wanted.all())
+
+
+def test_a_block_of_the_kernels_mask_costs_nothing() -> None:
+    """The kernel asks for each block, of which a long sequence has a million: those that are equal
+    are one array, and what is full or empty is not looked through."""
+    mask = CausalMask(2**20)
+    blocks = [
+        mask[i : i + 1024, j : j + 1024] for i in (0, 2**15, 2**19) for j in (0, 2**15, 2**19)
+    ]
+    assert len({id(block) for block in blocks}) == 3
+    assert sum(block.strides == (0, 0) for block in blocks) == 6
+    for one in (blocks[1], blocks[3]):
+        assert type(one).any is not np.ndarray.any and type(one).all is not np.ndarray.all
 
 
 def test_the_rest_of_a_kernels_tile_changes_nothing() -> None:

@@ -198,6 +198,77 @@ def test_the_sequence_stays_in_parts_in_the_whole_step(expected: Any) -> None:
     assert {kind: size for (kind, axes), size in totals.items() if axes == ("context",)} == moved
 
 
+# The rule for heads comes before that for the batch, which has one of its mesh axes, and that for
+# key heads behind it: by themselves, queries and keys would be sharded differently.
+CLASHING = [
+    ("heads", "model"),
+    ("batch", ("data", "model")),
+    ("batch", None),
+    ("kv_heads", "model"),
+]
+CLASHING += [
+    ("kv_heads", None),
+    ("embed", None),
+    ("head_dim", None),
+    ("seq", "model"),
+    ("seq", None),
+]
+
+
+@pytest.mark.parametrize("explicit", [False, True])
+@pytest.mark.parametrize("in_order", [True, False])
+def test_a_mesh_axis_of_heads_and_of_batch_or_sequence(explicit: bool, in_order: bool) -> None:
+    """Positions come sharded as the sequence is between layers, by what shards heads in them."""
+    layer, x = small(qk_norm=True), jnp.asarray(RANDOM.normal(size=(8, 8, 8)), jnp.float32)
+    wanted, rules = layer(x), ft.AxisRules(CLASHING)
+    positions = None
+    if not in_order:
+        x, positions = ft.nn.zigzag(x, 2)
+        wanted = ft.nn.zigzag(wanted, 2)[0]
+    with jax.set_mesh(ft.make_mesh(data=4, model=2, explicit=explicit)):
+        given = ft.shard(layer, rules), ft.shard(x, rules, axes="batch seq embed")
+        if positions is not None:
+            positions = ft.shard(positions, rules, axes="seq")
+        run = ft.jit(lambda layer, x, at: layer(x, at, in_order=in_order), rules=rules)
+        found = run(*given, positions)
+    np.testing.assert_allclose(np.asarray(found), np.asarray(wanted), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("heads", [True, False])
+def test_a_mesh_axis_of_one_device(monkeypatch: pytest.MonkeyPatch, heads: bool) -> None:
+    """Of the heads of queries alone: the gradients of keys are typed as these. Or of a sequence."""
+    monkeypatch.setattr(attending, "CHUNK", 3)
+    x = jnp.asarray(RANDOM.normal(size=(2, 8, 8)), jnp.float32)
+    names = {"heads": "one", "batch": "data"} if heads else {"seq": ("one", "data")}
+    rules = ft.AxisRules({**names, ...: None})
+
+    def total(layer: Any, x: Any) -> Any:
+        return jnp.sum(jnp.sin(layer(x)))
+
+    layer = small()
+    wanted = jax.grad(total)(layer, x)
+    with jax.set_mesh(ft.make_mesh(data=2, one=1, devices=jax.devices()[:2])):
+        placed = ft.shard(x, rules, axes="batch seq embed")
+        found = ft.jit(ft.grad(total), rules=rules)(ft.shard(layer, rules), placed)
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(np.asarray(one), np.asarray(other), rtol=1e-5, atol=1e-5)
+
+
+def test_targets_by_a_mesh_axis_of_the_vocabulary(expected: Any) -> None:
+    """On Explicit axes tokens and targets are sharded as the sequence is between layers."""
+    model, reference = expected
+    names = {"vocab": "model", "hidden": "model", "seq": "model", ...: None}
+    rules = ft.AxisRules(names)
+    with jax.set_mesh(ft.make_mesh(data=2, model=4, explicit=True)):
+        texts = [
+            ft.shard(jnp.asarray(x), rules, axes="batch seq") for x in (TEXT[:, :-1], TEXT[:, 1:])
+        ]
+        gradient = ft.jit(ft.value_and_grad(loss), rules=rules)
+        found = gradient(ft.shard(model, rules), *texts, None, True)
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(reference), strict=True):
+        np.testing.assert_allclose(np.asarray(one), np.asarray(other), rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("explicit", [False, True])
 def test_prompts_are_read_in_parts(expected: Any, explicit: bool) -> None:
     model = expected[0]

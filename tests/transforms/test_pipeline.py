@@ -194,6 +194,26 @@ def scanned(rules: Any, sizes: Any, batch: int = BATCH, **options: Any) -> Any:
         return jax.eval_shape(fun, LAYERS, x)
 
 
+@pytest.mark.parametrize("sizes", [{"pipe": 2, "one": 1}, {"pipe": 1, "one": 1}])
+def test_explicit_axes_of_one_device(sizes: dict[str, int]) -> None:
+    """A stage's weights are sharded over one, and so is a stack that is scanned: JAX refuses it."""
+    devices = jax.devices()[: sizes["pipe"]]
+    rules = ft.AxisRules({"layers": "pipe", "hidden": "one", ...: None})
+    x, scales = jnp.asarray(X, jnp.float32), jnp.asarray(SCALES, jnp.float32)
+    with jax.set_mesh(ft.make_mesh(**sizes, devices=devices, explicit=True)):
+        given = ft.shard(LAYERS, rules), ft.shard(x, ft.P())
+        gradient = jax.jit(jax.value_and_grad(loss_of_given), static_argnums=2)
+        found = gradient(given, ft.shard(scales, ft.P()), 2)
+    for one, expected in zip(jax.tree.leaves(found), jax.tree.leaves(oracle()), strict=True):
+        np.testing.assert_allclose(np.asarray(one, np.float64), expected, rtol=1e-4, atol=1e-4)
+
+
+def loss_of_given(given: Any, scales: Any, pieces: int) -> Any:
+    layers, x = given
+    shift = jnp.full((1, EMBED), 0.25)
+    return (layers.scan(x, scales, shift, "a text", microbatches=pieces) ** 2).sum()
+
+
 def test_messages() -> None:
     rules = ft.AxisRules(NAMES)
     with raises('"layers" is sharded over pipe', "gather the whole stack", "`microbatches=`", "4"):

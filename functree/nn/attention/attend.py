@@ -170,7 +170,8 @@ def _parts(given: _Given, context: Context) -> Parts:
     if specs is None:
         return WHOLE
     *_, seq, of_heads, _ = specs[0]
-    axes = mesh_axes(seq)
+    # Those of one device are no parts, and `on_shards` leaves them out too.
+    axes = tuple(axis for axis in mesh_axes(seq) if devices_along((axis,)) > 1)
     heads = given.arrays[0].shape[-2] // devices_along(mesh_axes(of_heads))
     return parts_of(axes, devices_along(axes), context, heads)
 

@@ -21,6 +21,13 @@ TILE = 128
 """The kernel for TPUs takes multiples of so many tokens."""
 
 _BLOCKS = (512, 256, 128)
+# Above so many tokens blocks are larger. All of a mask are looked at while the kernel is made, and
+# the time of that grows with the square of the length: of 1,048,576 tokens, minutes for blocks of
+# 512.
+_LONG, _LONG_BLOCK = 2**18, 1024
+# What a kernel knows about the blocks of its mask, it keeps in the scalar memory of a core. So many
+# blocks fit, with the three bytes of each; of longer sequences the queries are computed in pieces.
+_MOST_BLOCKS = 2**18
 _DTYPES = ("bfloat16", "float32")
 
 
@@ -64,20 +71,39 @@ def splash(
         window: how many keys a query attends to at most, its own among them; None for all.
         interpret: whether JAX interprets the kernel, on any device and slowly, for tests.
     """
-    seq, heads, head_dim = query.shape[1:]
-    # The kernel takes whole tiles only.
-    more = -seq % TILE
-    kernel = _splash_kernel(heads, seq + more, 1, window, interpret)
-    # The kernel does not divide by the root of the size of a head. Divided in the wide dtype, and
-    # cast back, since it multiplies queries and keys of one dtype.
-    scaled = (query.astype(accumulator(query.dtype)) / math.sqrt(head_dim)).astype(query.dtype)
+    seq, heads = query.shape[1:3]
+    pieces, more = _pieces(seq)
     # A padded key is after all tokens, so that no token attends to it.
-    arrays = [_padded_heads_first(x, more) for x in (scaled, key, value)]
-    ids = None
-    if segments is not None:
-        padded = jnp.pad(as_int32(segments), [(0, 0), (0, more)], mode="edge")
-        ids = padded, padded
-    return _by_splash(kernel, arrays, ids)[:, :seq]
+    query, key, value = (_padded(x, more) for x in (_scaled(query), key, value))
+    ids = None if segments is None else _padded(as_int32(segments), more, mode="edge")
+    size = (seq + more) // pieces
+    mixed: list[Array] = []
+    for first in range(0, seq + more, size):
+        # Each piece of the queries reads the keys up to its own end.
+        last = first + size
+        kernel = _splash_kernel(heads, CausalMask(last, window, first), 1, interpret)
+        own = query[:, first:last], key[:, :last], value[:, :last]
+        own_ids = None if ids is None else (ids[:, first:last], ids[:, :last])
+        mixed.append(_by_splash(kernel, own, own_ids))
+    return jnp.concatenate(mixed, 1)[:, :seq]
+
+
+def _pieces(seq: int) -> tuple[int, int]:
+    """In how many pieces the queries of a sequence are computed, and how many are padded."""
+    if seq <= _LONG:
+        return 1, -seq % TILE
+    blocks = -(-seq // _LONG_BLOCK)
+    pieces = -(-(blocks**2) // _MOST_BLOCKS)
+    return pieces, -seq % (pieces * _LONG_BLOCK)
+
+
+def _scaled(query: Float[Array, "..."]) -> Float[Array, "..."]:
+    """The kernel does not divide by the root of the size of a head.
+
+    Divided in the wide dtype, and cast back, since it multiplies queries and keys of one dtype.
+    """
+    scale = math.sqrt(query.shape[-1])
+    return (query.astype(accumulator(query.dtype)) / scale).astype(query.dtype)
 
 
 def splash_of_part(
@@ -105,8 +131,8 @@ def splash_of_part(
         window: as in `splash`.
         interpret: as in `splash`.
     """
-    seq, heads, head_dim = query.shape[1:]
-    whole = _splash_kernel(heads, key.shape[1], parts, window, interpret)
+    seq, heads = query.shape[1:3]
+    whole = _splash_kernel(heads, CausalMask(key.shape[1], window), parts, interpret)
     # The kernel of all parts has what it knows about the mask in arrays, of which each device takes
     # its own: the same that a shard_map does with the specs that the kernel has for it.
     mesh = AbstractMesh((parts,), ("parts",))
@@ -121,17 +147,15 @@ def splash_of_part(
         return jax.lax.dynamic_slice_in_dim(x, own * size, size, axis)
 
     kernel = jax.tree.map(of_device, whole, specs)
-    scaled = (query.astype(accumulator(query.dtype)) / math.sqrt(head_dim)).astype(query.dtype)
-    arrays = [x.transpose(0, 2, 1, 3) for x in (scaled, key, value)]
     ids = None
     own_segments, all_segments = segments
     if own_segments is not None and all_segments is not None:
         ids = as_int32(own_segments), as_int32(all_segments)
-    return _by_splash(kernel, arrays, ids)
+    return _by_splash(kernel, (_scaled(query), key, value), ids)
 
 
-def _splash_kernel(heads: int, length: int, parts: int, window: int | None, interpret: bool) -> Any:
-    """The kernel for sequences of a length, whose queries are in so many parts."""
+def _splash_kernel(heads: int, mask: CausalMask, parts: int, interpret: bool) -> Any:
+    """The kernel for queries and keys with this mask; the queries are in so many parts."""
     # Imported here: it takes half a second, and only TPUs need it.
     from jax.experimental.pallas.ops.tpu.splash_attention import (
         BlockSizes,
@@ -140,17 +164,21 @@ def _splash_kernel(heads: int, length: int, parts: int, window: int | None, inte
     )
 
     # A block has to divide the queries of a part, and all keys: the largest is best.
-    block = next(size for size in _BLOCKS if length // parts % size == 0)
-    mask = _mask_class()(length, window)
+    sizes = _BLOCKS if mask.length <= _LONG else (_LONG_BLOCK, *_BLOCKS)
+    queries = (mask.length - mask.first) // parts
+    block = next(size for size in sizes if queries % size == 0)
+    # Weights of so many keys are held at one time.
+    compute = min(block, _BLOCKS[0])
+    own = _mask_class()(mask.length, mask.window, mask.first)
     return make_splash_mha(
-        mask=MultiHeadMask([mask] * heads),
+        mask=MultiHeadMask([own] * heads),
         block_sizes=BlockSizes(
             block_q=block,
             block_kv=block,
-            block_kv_compute=block,
+            block_kv_compute=compute,
             block_q_dkv=block,
             block_kv_dkv=block,
-            block_kv_dkv_compute=block,
+            block_kv_dkv_compute=compute,
             block_q_dq=block,
             block_kv_dq=block,
         ),
@@ -175,9 +203,10 @@ def _mask_class() -> Any:
 def _by_splash(
     kernel: Any, arrays: Sequence[Array], segments: tuple[Array, Array] | None
 ) -> Float[Array, "batch seq heads head_dim"]:
-    """The result of the kernel, of arrays with heads first; it takes no batch: hence `vmap`."""
+    """The result of the kernel, which takes heads first, and no batch: hence `vmap`."""
     from jax.experimental.pallas.ops.tpu.splash_attention import SegmentIds
 
+    arrays = [x.transpose(0, 2, 1, 3) for x in arrays]
     if segments is None:
         mixed = jax.vmap(kernel)(*arrays)
     else:
@@ -185,10 +214,9 @@ def _by_splash(
     return mixed.transpose(0, 2, 1, 3)
 
 
-def _padded_heads_first(
-    x: Float[Array, "batch seq heads head_dim"], more: int
-) -> Float[Array, "batch heads length head_dim"]:
-    return jnp.pad(x, [(0, 0), (0, more), (0, 0), (0, 0)]).transpose(0, 2, 1, 3)
+def _padded(x: Array, more: int, mode: str = "constant") -> Array:
+    """An array of tokens with so many more behind them."""
+    return jnp.pad(x, [(0, 0), (0, more), *[(0, 0)] * (x.ndim - 2)], mode=mode)
 
 
 def _why_not_splash(arrays: Sequence[Array], window: int | None) -> str | None:

@@ -2,7 +2,7 @@
 
 import functools
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from jaxtyping import Array, Bool, Int
@@ -16,11 +16,13 @@ class CausalMask:
 
     It has what the kernel's own `CausalMask` and `LocalMask` have. These compute each block of the
     mask as an array, for the kernel to see which blocks are empty or full: of 131,072 tokens that
-    takes minutes. Here only blocks that are neither are computed.
+    takes minutes. Here only blocks that are neither are computed, each that differs once, and what
+    the kernel asks of the others costs nothing.
 
     Attributes:
-        length: the number of queries, and of keys.
+        length: the number of keys.
         window: how many keys a query attends to at most, its own among them; None for all.
+        first: the index of the first query; the others are all that follow it.
 
     Examples:
         >>> from functree.nn.attention.splash_mask import CausalMask
@@ -33,16 +35,17 @@ class CausalMask:
 
     length: int
     window: int | None = None
+    first: int = 0
 
     @property
     def shape(self) -> tuple[int, int]:
         """The numbers of queries and keys."""
-        return self.length, self.length
+        return self.length - self.first, self.length
 
     @property
-    def q_sequence(self) -> Int[np.ndarray, "length"]:
+    def q_sequence(self) -> Int[np.ndarray, "queries"]:
         """The index of each query."""
-        return np.arange(self.length, dtype=np.int32)
+        return np.arange(self.first, self.length, dtype=np.int32)
 
     def mask_function(self, queries: _Ids, keys: _Ids) -> _Ids:
         """Which keys queries attend to, by the indices of both; the kernel traces it."""
@@ -53,15 +56,37 @@ class CausalMask:
 
     def __getitem__(self, block: tuple[slice, slice]) -> Bool[np.ndarray, "queries keys"]:
         """A block of the mask."""
-        queries, keys = (range(self.length)[one] for one in block)
+        queries, keys = range(self.first, self.length)[block[0]], range(self.length)[block[1]]
         reaches = self.length if self.window is None else self.window
+        shape = len(queries), len(keys)
         if keys[0] > queries[-1] or queries[0] - keys[-1] >= reaches:
-            return _full(len(queries), len(keys), False)
+            return _uniform(shape, False)
         if keys[-1] <= queries[0] and queries[-1] - keys[0] < reaches:
-            return _full(len(queries), len(keys), True)
-        return self.mask_function(np.asarray(queries)[:, None], np.asarray(keys)[None])
+            return _uniform(shape, True)
+        return _partial(shape, queries[0] - keys[0], self.window)
+
+
+class _Uniform(np.ndarray):
+    """An array of flags that are all the same, of which the kernel asks whether any or all are
+    set, once for each block."""
+
+    def any(self, *args: Any, **kwargs: Any) -> Any:
+        return self.flat[0]
+
+    def all(self, *args: Any, **kwargs: Any) -> Any:
+        return self.flat[0]
 
 
 @functools.cache
-def _full(queries: int, keys: int, value: bool) -> Bool[np.ndarray, "queries keys"]:
-    return np.full((queries, keys), value)
+def _uniform(shape: tuple[int, int], value: bool) -> Bool[np.ndarray, "queries keys"]:
+    return np.broadcast_to(np.asarray(value), shape).view(_Uniform)
+
+
+@functools.lru_cache(maxsize=16)
+def _partial(
+    shape: tuple[int, int], ahead: int, window: int | None
+) -> Bool[np.ndarray, "queries keys"]:
+    """A block whose first query is so many tokens after its first key."""
+    queries, keys = (np.arange(size, dtype=np.int32) for size in shape)
+    mask = CausalMask(max(shape), window)
+    return mask.mask_function(queries[:, None] + ahead, keys[None])
