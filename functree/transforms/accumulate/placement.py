@@ -9,23 +9,18 @@ import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from functree.devices.constraint import with_constraint
-from functree.devices.meshes import MeshView, agreed_mesh, mesh_view
+from functree.devices.meshes import agreed_mesh, mesh_view
 from functree.devices.placement import is_concrete
 from functree.devices.specs import mesh_axes, named_axes, of_rank, without
-from functree.errors import ShardingError
-from functree.labels.leaf import Leaf
-from functree.layout.bare_array_spec import spec_of_axes
 from functree.layout.decide import decide_parts
-from functree.layout.fsdp import FSDP
-from functree.layout.layout import Composition, Layout, LayoutTree, as_layout, is_layout
+from functree.layout.layout import Layout, LayoutTree, as_layout, is_layout
 from functree.layout.plan.make_plan import read_for
 from functree.layout.prefix import as_partial, own_meshes
-from functree.layout.state_sharding import StateSharding
 from functree.placing.ambient import ambient_rules
+from functree.placing.batch_axes import axes_of_name, fsdp_axes
 from functree.placing.constrain import find_mesh, local_view
 from functree.transforms.accumulate.roles import Call, Role
 from functree.transforms.grad.known_gradient import KnownGradient
-from functree.tree.axes import Axes
 
 
 @dataclass(frozen=True)
@@ -158,36 +153,11 @@ def _known_batch_axes(
     rules = [one for one in (ambient_rules(), layout) if isinstance(one, Layout)]
     for one in rules:
         for leaf in batch:
-            axes = _by_rules(leaf, one, mesh)
+            name = leaf.axes[0] if leaf.axes else None
+            axes = None if name is None else axes_of_name(name, one, mesh)
             if axes is not None:
                 yield axes
     for one in rules:
-        fsdp = dict.fromkeys(_fsdp_axes(one))
+        fsdp = dict.fromkeys(fsdp_axes(one))
         if fsdp:
             yield tuple(fsdp)
-
-
-def _by_rules(leaf: Leaf, rules: Layout, mesh: Mesh | AbstractMesh) -> tuple[str, ...] | None:
-    """The mesh axes of the leading dimension of an array by its annotation; None if it has none, or
-    the rules do not know it."""
-    name = leaf.axes[0] if leaf.axes else None
-    if name is None or not rules.for_activations:
-        return None
-    try:
-        spec = spec_of_axes(rules, Axes(name), None, local_view(MeshView(dict(mesh.shape), mesh)))
-    except ShardingError:
-        return None
-    return mesh_axes(spec.partitions[0])
-
-
-def _fsdp_axes(layout: Layout) -> Iterator[str]:
-    """The mesh axes of the `FSDP` in a layout."""
-    match layout:
-        case FSDP():
-            yield from layout.mesh_axes
-        case Composition():
-            for part in layout.parts:
-                yield from _fsdp_axes(part)
-        case StateSharding():
-            for one in layout.layouts:
-                yield from _fsdp_axes(as_layout(one))

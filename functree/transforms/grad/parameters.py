@@ -7,8 +7,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.core import Tracer
-from jax.sharding import AbstractMesh, AxisType, Mesh
+from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
+from functree.devices.constraint import with_constraint
 from functree.devices.deleted import check_deleted
 from functree.devices.meshes import MeshView, agreed_mesh, compiling, current_mesh
 from functree.devices.placement import first_mesh
@@ -31,6 +32,7 @@ from functree.layout.plan.make_plan import read_for
 from functree.layout.prefix import Part, as_partial, own_meshes
 from functree.placing.ambient import ambient_rules
 from functree.placing.constrain import find_mesh, local_view, with_decision
+from functree.transforms.grad.summed_first import SummedFirst
 from functree.tree.arrays import dtype_text
 
 
@@ -104,8 +106,16 @@ class Parameters(NamedTuple):
                 return self._tree(arrays)
             self._check_on_mesh()
             constrain = _eagerly_constrained
-        each = zip(arrays, self.arrays, self._decisions(mesh), strict=True)
-        return self._tree([constrain(*one, mesh) for one in each])
+        rules = ambient_rules()
+        given = [part.layout for part in self.parts]
+        summed = SummedFirst(given if rules is None else [rules, *given], mesh)
+        found: list[Any] = []
+        for gradient, leaf, decision in zip(
+            arrays, self.matched, self._decisions(mesh), strict=True
+        ):
+            first = summed.spec(leaf, decision.spec) if decision.specified else None
+            found.append(constrain(gradient, leaf.value, decision, mesh, first))
+        return self._tree(found)
 
     def _check_on_mesh(self) -> None:
         """Raise ShardingError for parameters without a mesh, where only the parameters have
@@ -219,14 +229,25 @@ def _typed(array: Any) -> bool:
 
 
 def _constrained(
-    gradient: Any, parameter: Any, decision: Decision, mesh: Mesh | AbstractMesh
+    gradient: Any,
+    parameter: Any,
+    decision: Decision,
+    mesh: Mesh | AbstractMesh,
+    first: PartitionSpec | None,
 ) -> Any:
-    """The gradient, constrained as it was decided."""
-    return with_decision(_tied(gradient, parameter), decision, mesh)
+    """The gradient, constrained as it was decided, and before that to a spec, if one is given."""
+    gradient = _tied(gradient, parameter)
+    if first is not None:
+        gradient = with_constraint(gradient, mesh, first)
+    return with_decision(gradient, decision, mesh)
 
 
 def _eagerly_constrained(
-    gradient: Any, parameter: Any, decision: Decision, mesh: Mesh | AbstractMesh
+    gradient: Any,
+    parameter: Any,
+    decision: Decision,
+    mesh: Mesh | AbstractMesh,
+    first: PartitionSpec | None,
 ) -> Any:
     """The same where an eager `jax.grad` or `jax.vmap` hides the devices of the parameter.
 
@@ -235,7 +256,8 @@ def _eagerly_constrained(
     """
 
     def apply(gradient: Any, parameter: Any) -> Any:
-        return _constrained(gradient, parameter, decision, first_mesh([parameter]) or mesh)
+        own = first_mesh([parameter]) or mesh
+        return _constrained(gradient, parameter, decision, own, first)
 
     placed = jax.custom_jvp(apply)
 
