@@ -162,7 +162,9 @@ def _plain(token: str, text: str) -> Key:
     if token.isidentifier():
         return token
     remedy = f"quote it (`{json.dumps(token)}`)"
-    if "{" in token:
+    if "*" in token:
+        remedy = "for all paths that fit a pattern use a filter, as in `ft.select(tree).where(...)`"
+    elif "{" in token:
         remedy = "with braces a plan prints several paths at once: write one of them"
     raise RuleError(f"{text!r} is not a path: {token!r} is not an identifier; {remedy}")
 

@@ -106,6 +106,7 @@ def test_different_paths_have_different_texts(one: list[Any], other: list[Any]) 
         ('"a', "cannot read it from character 0"),
         ("[1", "cannot read it from character 0"),
         ("a b", "'a b' is not an identifier; quote it (`\"a b\"`)"),
+        ("**.w", "'**' is not an identifier; for all paths that fit a pattern use a filter, as in"),
         ("a.0x", "'0x' is not an identifier"),
         ("a.{0-3}.b", "with braces a plan prints several paths at once: write one of them"),
         ("{a,b}", "with braces a plan prints several paths at once: write one of them"),
