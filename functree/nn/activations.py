@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 from jaxtyping import Array, Int, Shaped
 
+from functree.devices.meshes import devices_along
 from functree.devices.specs import Entry, mesh_axes, named_axes, of_rank, without
 from functree.devices.varying import unchecked, without_varying
 from functree.layout.rules import AxisRules
@@ -223,6 +224,9 @@ def specs_of(arrays: Sequence[Array], names: Sequence[str]) -> list[PartitionSpe
     Returns:
         A spec for each array; None if neither types nor rules say how they are sharded. The rules
         know one batch dimension: they say nothing of several, or of one that `jax.vmap` hides.
+
+    Raises:
+        ShardingError: the rules do not fit the arrays.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
@@ -241,12 +245,21 @@ def specs_of(arrays: Sequence[Array], names: Sequence[str]) -> list[PartitionSpe
             if x.ndim != len(text.split()):
                 return None
         own = [tuple(spec(text)) for text in others]
+        for x, text, entries in zip(arrays, others, own, strict=True):
+            _check_fits(x, text, entries)
         sharded = spec(names[0])
     specs = _agreeing(arrays, own, others)
     if "seq" not in first:
         return specs
     seq = _sequence(sharded[first.index("seq")], specs)
     return [_with_sequence(*pair, seq) for pair in zip(specs, names, strict=True)]
+
+
+def _check_fits(x: Array, names: str, entries: Entries) -> None:
+    """Raise ShardingError if mesh axes do not divide a dimension."""
+    for size, entry in zip(x.shape, entries, strict=True):
+        if size % devices_along(mesh_axes(entry)):
+            constrain(x, names)  # whose error says which dimension, and what to do
 
 
 def sequence_by_rules(names: str) -> Entry:

@@ -363,6 +363,17 @@ def test_what_cannot_be_continued(given: dict[str, Any], why: str) -> None:
     assert re.sub(r"\s+", " ", why) in re.sub(r"\s+", " ", str(error.value))
 
 
+@pytest.mark.parametrize("rows", [1, 3])
+def test_prompts_that_the_mesh_does_not_divide(rows: int) -> None:
+    rules = ft.AxisRules({"batch": "data", ...: None})
+    mesh = ft.make_mesh(data=8)
+    sharded = ft.shard(model("llama"), rules, mesh)
+    prompts = ft.shard(np.ones((rows, 9), np.int32), ft.P(), mesh)
+    run = ft.jit(lambda model, prompts: ft.nn.generate(model, prompts, 2), rules=rules)
+    with raises(f'"batch" has size {rows}; rule batch→data needs a multiple of data=8', "Try: pad"):
+        run(sharded, prompts)
+
+
 def test_what_does_not_go_with_a_cache() -> None:
     cache = ft.nn.Cache.create(model("llama"), 2, 12)
     with raises("a row of a cache is one text"):
