@@ -11,7 +11,7 @@ from functree.argument_checks import FLAG, FUNCTION, MAPPING, TEXT, Takes, check
 from functree.calls.stages.compiled import Compiled
 from functree.compiled.flops import count_flops
 from functree.devices.make_mesh import make_mesh
-from functree.devices.targets import Target
+from functree.devices.targets import Target, target_devices
 from functree.errors import USERS_ERRORS, FunctreeError, Problem
 from functree.explorer.candidate import Candidate, mesh_text
 from functree.explorer.hardware import Hardware, Kind, MeshAxes, kind_of
@@ -68,7 +68,8 @@ def explore(
 
     Raises:
         FunctreeError: an argument is not one of these.
-        ShardingError: a mesh has other devices than the target, or more than there are.
+        ShardingError: a mesh has other devices than the target, or more than there are; the
+            compiler of the target is not installed.
 
     Examples:
         >>> def step(w, x: Float[Array, "batch embed"]):
@@ -153,6 +154,8 @@ class _Exploration:
         """The candidates, those that may fit compiled."""
         found = [self._on_paper(one) for one in wanted]
         waiting = [i for i, one in enumerate(found) if not one.problems]
+        if waiting and self._target is not None:
+            target_devices(self._target)  # which says what is missing, once for all candidates
         errors: list[BaseException] = []
         with Progress(len(waiting), progress) as told:
             for done, i in enumerate(waiting):

@@ -2,6 +2,7 @@
 what is said."""
 
 import dataclasses
+import importlib.util
 import json
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from checks import compilations, raises
 from jaxtyping import Array, Float
 
 import functree as ft
+from functree.devices.targets import target_devices
 from functree.explorer import progress
 from functree.explorer.ranking import ranked
 from functree.explorer.step import Step
@@ -53,6 +55,13 @@ def explored(step: Any = apply, args: Any = (LAYER, X), **options: Any) -> ft.Ra
 def ranking() -> ft.Ranking:
     layouts = {**LAYOUTS, "wrong": ft.AxisRules({"batch": "data", "hiden": "model"})}
     return explored(layouts=layouts)
+
+
+def test_a_compiler_that_is_missing_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda package: None)
+    target_devices.cache_clear()
+    with raises("target='tpu:v5e:2x4' needs the compiler of the target: pip install"):
+        explored(target="tpu:v5e:2x4")
 
 
 def test_the_figures_are_those_of_closed_forms(ranking: ft.Ranking) -> None:
