@@ -248,9 +248,14 @@ class DataFlow:
         """The operands of an instruction, each behind what only hands it on."""
         known = self._known_operands.get(one)
         if known is None:
-            known = self._known_operands[one] = list(
-                map(self._handed_on, map(self._value, one.operands))
-            )
+            instructions = self.hlo.instructions
+            known = self._known_operands[one] = []
+            for name in one.operands:
+                value = HloValue(instructions[name])
+                # Asked here too, since a call takes as long as all else for most operands.
+                if value.instruction.opcode in _HANDS_ON:
+                    value = self._handed_on(value)
+                known.append(value)
         return known
 
     def concatenated(self, collective: Instruction) -> list[tuple[HloValue, int]]:

@@ -118,7 +118,7 @@ class Instruction:
         try:
             return self._operands
         except AttributeError:
-            self._operands = _NAME.findall(self.argument)
+            self._operands = _NAME.findall(self._rest.partition(")")[0])
             return self._operands
 
     @property

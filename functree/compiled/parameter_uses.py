@@ -12,6 +12,7 @@ from typing import NamedTuple
 from functree.compiled.data_flow import (
     COLLECTIVES,
     MOVES,
+    PASSES_ON,
     RESHAPES,
     DataFlow,
     HloValue,
@@ -216,9 +217,13 @@ class ParameterUses:
 
         Biases too, which may be added to the last product. Empty if nothing is differentiated.
         """
-        values: set[HloValue] = set()
+        instructions = self._flow.hlo.instructions
+        names: set[str] = set()
         for one in self._flow.differentiated:
-            values.update(self._flow.operands(one))
+            names.update(one.operands)
+        # Most operands are computed right there, and no walk is needed to see that.
+        moved = [instructions[name] for name in names]
+        values = [HloValue(one) for one in moved if one.opcode in PASSES_ON or self._is_moved(one)]
         origins, _ = self._flow.history(values, self._is_moved)
         return frozenset(self._parameters_among(origins))
 

@@ -88,6 +88,9 @@ class Phases:
 
     def _depends_on_backward(self, value: HloValue) -> bool:
         """Whether a value is made of something of the backward pass."""
+        # Each part of the norm of all gradients asks for all new values.
+        if value in self._dependent:
+            return True
         seen = {value}
         waiting = [value]
         while waiting:
