@@ -113,7 +113,7 @@ def make_mlp(key: Any) -> MLP:
 
 
 def make_conv(key: Any) -> ConvNet:
-    return ConvNet([Conv.create(64, 128, one) for one in jax.random.split(key, 3)])
+    return ConvNet([Conv.create(128, 256, one) for one in jax.random.split(key, 3)])
 
 
 def make_lm(key: Any) -> LM:
@@ -136,7 +136,7 @@ MODELS = {
         jax.ShapeDtypeStruct((8, 17), "int32"),
         ("vocab", "heads", "kv_heads", "hidden"),
     ),
-    "convolutional": Model(make_conv, jax.ShapeDtypeStruct((8, 4, 4, 64), "float32"), ("hidden",)),
+    "convolutional": Model(make_conv, jax.ShapeDtypeStruct((16, 4, 4, 128), "float32"), ("hidden",)),
 }
 
 
