@@ -12,6 +12,7 @@ import os
 import resource
 import shutil
 from collections.abc import Iterator
+from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
 
@@ -115,18 +116,29 @@ def pytest_configure(config: pytest.Config) -> None:
 gc.set_threshold(10_000, 10, 10)
 
 
-# What a worker may have in memory before it forgets its programs: all together they take ten
-# gigabytes, and two workers would not fit into the memory of a small machine.
-_MEMORY = 3 * 2**30
+class _Memory:
+    """What a worker may have in memory before it forgets its programs, in bytes: all together they
+    take ten gigabytes, and two workers would not fit into the memory of a small machine."""
+
+    MORE = 3 * 2**30
+    limit = MORE
 
 
 @pytest.fixture(autouse=True, scope="module")
 def _collections_pass_by_what_was_there_before() -> None:
-    if _resident() > _MEMORY:
+    forgets = _resident() > _Memory.limit
+    if forgets:
+        # What still runs needs its program.
+        for array in jax.live_arrays():
+            with suppress(jax.errors.JaxRuntimeError):  # which a test has seen
+                array.block_until_ready()
         gc.unfreeze()
         jax.clear_caches()
     gc.collect()
     gc.freeze()
+    if forgets:
+        # Not all of it is given back, and then each module would compile all anew.
+        _Memory.limit = max(_Memory.MORE, _resident() + _Memory.MORE // 2)
 
 
 def _resident() -> int:
