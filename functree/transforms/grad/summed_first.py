@@ -5,7 +5,8 @@ A gradient is a product that is summed over the mesh axes of the batch. Where it
 over these, and a dimension of it, or of what it is a product of, is split by two mesh axes, XLA's
 partitioner may take the wrong parts of the operands, and says nothing (in jax 0.10.2 and 0.12, on
 Auto axes). It does not where the sum is constrained first, and what is scattered afterwards. That
-costs nothing: the partitioner sums and then takes a part in any case.
+costs no byte where the gradient itself is split so: the partitioner sums and then takes a part in
+any case. Where only what it is a product of is, the sum is of the whole gradient.
 """
 
 from collections.abc import Sequence
