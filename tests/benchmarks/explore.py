@@ -136,7 +136,9 @@ MODELS = {
         jax.ShapeDtypeStruct((8, 17), "int32"),
         ("vocab", "heads", "kv_heads", "hidden"),
     ),
-    "convolutional": Model(make_conv, jax.ShapeDtypeStruct((16, 4, 4, 128), "float32"), ("hidden",)),
+    "convolutional": Model(
+        make_conv, jax.ShapeDtypeStruct((16, 4, 4, 128), "float32"), ("hidden",)
+    ),
 }
 
 
