@@ -141,7 +141,7 @@ def begin(checkpoints, make, mesh, rows, run):
         return ft.init(make, LAYOUT, mesh)(key), log
     meta = ft.inspect(checkpoints.folder / str(latest)).meta
     if meta["run"] != run:
-        sys.exit(f"train.py: error: {latest} steps were of {meta['run']}")
+        sys.exit(f"train.py: error: the run there has {meta['run']}")
     rows.set_state(meta["rows"])
     like = ft.abstract(make, LAYOUT, mesh)(key)
     return checkpoints.restore(like, latest), meta["log"]

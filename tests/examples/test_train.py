@@ -1,0 +1,185 @@
+"""The training script that is copied: killed and started again it ends as a run that nothing stops,
+and the page that shows it shows what it prints."""
+
+import re
+import shutil
+from pathlib import Path
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from launch import ROOT, ended, started, with_devices
+from scripts import EXAMPLES, as_a_script, run, run_here, variables_of
+
+import functree as ft
+
+Captured = pytest.CaptureFixture[str]
+PAGE = (ROOT / "docs" / "cookbook" / "training-script.md").read_text(encoding="utf-8")
+SHORT = "--steps 12 --every 3".split()
+HEAD = "step,loss,valid_loss,accuracy"
+# Ends itself, as if from outside, when a line that begins so is printed: before that step is saved.
+KILLED = """
+import builtins, os, runpy, signal, sys
+
+def print_and_die(*objects, print=print, **options):
+    print(*objects, **options)
+    if str(objects[0]).startswith("{line}"):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+builtins.print = print_and_die
+del sys.argv[0]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def log_of(out: str) -> list[str]:
+    """The lines of the log in what a run prints, its head first."""
+    return re.findall(rf"^(?:{HEAD}|\d+,.*)$", out, re.M)
+
+
+def numbers_of(log: list[str]) -> np.ndarray:
+    return np.array([[float(number) for number in line.split(",")] for line in log[1:]])
+
+
+def digests(checkpoint: Path) -> list[tuple[str, object]]:
+    return [(str(row.path), row.digest) for row in ft.inspect(checkpoint).rows]
+
+
+@pytest.fixture(scope="module")
+def unbroken(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """The folder and the output of a run that nothing stops."""
+    folder = tmp_path_factory.mktemp("unbroken") / "run"
+    code, out, err = run("train.py", *SHORT, "--folder", str(folder))
+    assert (code, err) == (0, "")
+    return folder, out
+
+
+def test_it_prints_a_plan_a_ledger_and_a_log(unbroken: tuple[Path, str]) -> None:
+    _, out = unbroken
+    assert re.search(r"^up +f32\[64/data, 1024/model\] ", out, re.M)
+    assert re.search(r"^mesh \(data=8, model=1\): 3 arrays", out, re.M)
+    assert re.search(r"^    all-reduce +data ", out, re.M)
+    log = log_of(out)
+    assert [line.split(",")[0] for line in log] == ["step", "3", "6", "9", "12"]
+    assert numbers_of(log)[-1, 2] < numbers_of(log)[0, 2]
+
+
+def test_killed_and_started_again_it_ends_with_the_same_numbers(
+    unbroken: tuple[Path, str], tmp_path: Path
+) -> None:
+    given = [*SHORT, "--folder", str(tmp_path / "run")]
+    code, out, _ = run("train.py", *given, around=("-c", KILLED.format(line="9,")))
+    assert code == -9 and log_of(out)[-1].startswith("9,")
+    assert ft.Checkpoints(tmp_path / "run").latest in (3, 6)
+    code, out, err = run("train.py", *given)
+    assert (code, err) == (0, "")
+    folder, expected = unbroken
+    assert log_of(out) == log_of(expected)
+    assert digests(tmp_path / "run" / "12") == digests(folder / "12")
+
+
+def test_it_goes_on_on_another_mesh(
+    unbroken: tuple[Path, str], tmp_path: Path, capsys: Captured
+) -> None:
+    folder, expected = unbroken
+    shutil.copytree(folder, tmp_path / "run")
+    shutil.rmtree(tmp_path / "run" / "12")
+    given = [*SHORT, "--folder", str(tmp_path / "run"), "--data", "2", "--model", "4"]
+    code, out, err = run_here(capsys, "train.py", *given)
+    assert (code, err) == (0, "") and "mesh (data=2, model=4): 3 arrays" in out
+    log, other = log_of(out), log_of(expected)
+    assert log[:-1] == other[:-1]
+    np.testing.assert_allclose(numbers_of(log), numbers_of(other), atol=2e-3)
+
+
+def test_one_device_is_enough(unbroken: tuple[Path, str], tmp_path: Path) -> None:
+    given = [*SHORT, "--folder", str(tmp_path / "run")]
+    code, out, err = run("train.py", *given, XLA_FLAGS=with_devices(1))
+    assert (code, err) == (0, "") and "mesh (data=1, model=1): 3 arrays" in out
+    expected = numbers_of(log_of(unbroken[1]))
+    np.testing.assert_allclose(numbers_of(log_of(out)), expected, atol=2e-3)
+
+
+def test_the_same_file_in_two_processes(unbroken: tuple[Path, str], tmp_path: Path) -> None:
+    """Each reads its own rows: together those of one process, in an order that drops other units."""
+    code = "import launch, runpy, sys; launch.initialized(); del sys.argv[0]"
+    code += "; runpy.run_path(sys.argv[0], run_name='__main__')"
+    given = [str(EXAMPLES / "train.py"), *SHORT, "--folder", str(tmp_path / "run")]
+    ends = ended(started(["-c", code, *given], processes=2), 120)
+    assert [status for status, _, _ in ends] == [0, 0], ends[-1][2]
+    first, second = (log_of(out) for _, out, _ in ends)
+    assert first == second
+    expected = numbers_of(log_of(unbroken[1]))
+    np.testing.assert_allclose(numbers_of(first), expected, atol=0.2)
+    np.testing.assert_allclose(numbers_of(first)[:, 2], expected[:, 2], atol=0.02)
+
+
+def test_it_is_compiled_once_and_the_last_batch_counts_as_it_is(tmp_path: Path) -> None:
+    script = variables_of("train.py")
+    data, mesh = script["draw"](3, 150), ft.make_mesh(data=4, model=2)
+    with as_a_script("train.py"):
+        script["train"](str(tmp_path / "run"), steps=4, batch=64, every=2, data=4, model=2)
+        assert len(script["train_step"].compilations) == len(script["measure"].compilations) == 1
+        model = script["Classifier"](jax.random.key(0))
+        placed = ft.shard(model, script["LAYOUT"], mesh)
+        loss, right = script["evaluate"](placed, data, 64, mesh)
+        quiet = eqx.nn.inference_mode(model)
+        _, (losses, rights) = script["loss_fn"](quiet, **jax.tree.map(jnp.asarray, data))
+    np.testing.assert_allclose(loss, np.mean(losses), rtol=1e-3)
+    assert right == np.mean(rights)
+
+
+def test_another_run_in_the_same_folder_is_an_error(
+    unbroken: tuple[Path, str], capsys: Captured
+) -> None:
+    given = ["--steps", "13", "--folder", str(unbroken[0])]
+    code, _, _ = run_here(capsys, "train.py", *given)
+    said = "train.py: error: the run there has {'steps': 12, 'batch': 64}"
+    assert code == said
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ("--steps 0", "all sizes are at least 1"),
+        ("--data 0", "all sizes are at least 1"),
+        ("--steps many", "argument --steps: invalid int value: 'many'"),
+        ("--batch 36", "--batch is not a multiple of --data"),
+        ("--model 3", "data=8 × model=3 needs 24 devices, but there are 8"),
+    ],
+)
+def test_a_mistake_is_one_line(arguments: str, said: str, capsys: Captured) -> None:
+    code, _, err = run_here(capsys, "train.py", *arguments.split())
+    assert code == 2
+    assert err.count("\n") == 1 and err.startswith(f"train.py: error: {said}")
+
+
+def test_help(capsys: Captured) -> None:
+    code, out, err = run_here(capsys, "train.py", "--help")
+    assert (code, err) == (0, "")
+    for option in "--folder --steps --batch --every --data --model".split():
+        assert re.search(rf"^  {option} .*\(default: \w+\)$", out, re.M)
+
+
+# The page
+
+
+def test_the_page_shows_what_a_run_prints(tmp_path: Path, capsys: Captured) -> None:
+    """But for the last digits of the log, which a CPU may have otherwise."""
+    [shown] = re.findall(rf"```text\n(.*?{HEAD}.*?)```", PAGE, re.DOTALL)
+    code, out, err = run_here(capsys, "train.py", "--folder", str(tmp_path / "run"))
+    assert (code, err) == (0, "")
+    head, _, log = shown.partition(HEAD)
+    printed = " ".join(out.split())
+    for part in head.split("..."):
+        assert " ".join(part.split()) in printed
+    found, expected = numbers_of(log_of(out)), numbers_of(log_of(HEAD + log))
+    np.testing.assert_allclose(found, expected, atol=0.05)
+
+
+def test_the_script_fits_the_page() -> None:
+    assert '--8<-- "examples/train.py"' in PAGE
+    lines = (EXAMPLES / "train.py").read_text(encoding="utf-8").splitlines()
+    assert max(map(len, lines)) <= 74
