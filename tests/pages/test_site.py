@@ -102,6 +102,18 @@ def test_blocks_run_as_they_are_copied(
     assert json.loads(ipython.stdout.readline()) == []
 
 
+def test_a_whole_script_is_copied_as_it_is_in_its_file(
+    browser: webdriver.Chrome, site: str
+) -> None:
+    resize(browser, 1400)
+    browser.get(site + address("cookbook/training-script"))
+    button = browser.find_element(By.CSS_SELECTOR, ".language-python [data-clipboard-target]")
+    browser.execute_script("arguments[0].scrollIntoView({block: 'center'})", button)
+    button.click()
+    code = browser.execute_async_script("navigator.clipboard.readText().then(arguments[0])")
+    assert code.strip() == (ROOT / "examples" / "train.py").read_text(encoding="utf-8").strip()
+
+
 # What is seen
 
 
