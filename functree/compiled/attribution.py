@@ -17,6 +17,8 @@ from functree.compiled.parameter_uses import ParameterUses
 from functree.tree.paths import Path
 
 _FORWARD = ("forward", "recompute")
+_Keys = tuple[object, ...]
+"""The beginning of a path."""
 
 
 class Attribution:
@@ -139,8 +141,12 @@ class Attribution:
             family: a parameter, and its moments and averages.
             outputs: the outputs that are made of its gradient.
         """
-        # A model computes with its parameters, and not with their moments and averages.
-        found = self._in_model(family) or family & self._uses.differentiated
+        # A model computes with its parameters, and not with their moments and averages. Its weights
+        # tell most of it; what else it computes with is found by a longer walk.
+        found = self._in_model(family, self._uses.multiplied, self._weight_trees)
+        if len(found) != 1:
+            found = self._in_model(family, self._uses.in_model, self._model_trees)
+            found = found or family & self._uses.differentiated
         if not found and not self._uses.in_model:
             return self._shortest(family)
         if not found:
@@ -154,24 +160,38 @@ class Attribution:
         common = found.intersection(*made)
         return min(common) if len(common) == 1 else self._shortest(found)
 
-    def _in_model(self, family: set[int]) -> set[int]:
+    def _in_model(
+        self, family: set[int], known: Collection[int], trees: Collection[_Keys]
+    ) -> set[int]:
         """Those of a family that are parts of a model.
 
         A model may not compute with each of its parts: no gradient is made of the last bias. So it
         counts if it computes with another part of the same tree.
+
+        Args:
+            family: a parameter, and its moments and averages.
+            known: what a model computes with.
+            trees: the beginnings of their paths.
         """
-        found = family & self._uses.in_model
         paths = {one: self._parameters[one] for one in family}
         end = _common_end(list(paths.values()))
-        return found | {
-            one for one, path in paths.items() if path[: len(path) - end] in self._model_trees
+        return {
+            one for one, path in paths.items() if one in known or path[: len(path) - end] in trees
         }
 
     @cached_property
-    def _model_trees(self) -> frozenset[tuple[object, ...]]:
-        """The beginnings of the paths of what a model computes with."""
-        found: set[tuple[object, ...]] = set()
-        for one in self._uses.in_model:
+    def _weight_trees(self) -> frozenset[_Keys]:
+        """The beginnings of the paths of what a model multiplies by."""
+        return self._beginnings(self._uses.multiplied)
+
+    @cached_property
+    def _model_trees(self) -> frozenset[_Keys]:
+        """The beginnings of the paths of all that a model computes with."""
+        return self._beginnings(self._uses.in_model)
+
+    def _beginnings(self, parameters: Collection[int]) -> frozenset[_Keys]:
+        found: set[_Keys] = set()
+        for one in parameters:
             path = self._parameters[one]
             found.update(path[:length] for length in range(1, len(path) + 1))
         return frozenset(found)
@@ -193,10 +213,14 @@ class Attribution:
         Empty if it cannot be told that it is of each of them: the norm of one gradient may be a
         part of that of all gradients.
         """
-        replaced, own = self._replaced_by(self._optimizer.outputs(moved))
+        replaced, weights = self._replaced_by(self._optimizer.outputs(moved))
         if len(replaced) <= 1:
             return replaced.keys()
-        if len(own) > 1 and math.prod(moved.type.shape) == 1:
+        is_number = math.prod(moved.type.shape) == 1
+        if is_number and len(weights) > 1:
+            return ()
+        own = [one for one in replaced if one in self._uses.differentiated]
+        if is_number and len(own) > 1:
             return ()
         # The others are their state, such as statistics by which gradients are preconditioned.
         outputs = [replaced[one] for one in own]
@@ -206,7 +230,7 @@ class Attribution:
 
     def _replaced_by(self, outputs: frozenset[int]) -> tuple[dict[int, int], list[int]]:
         """Of some outputs the parameters of which they are new values, each with its output, and
-        those among them that are differentiated."""
+        the weights of a model among them."""
         # All parts of the norm of all gradients reach the same outputs: these are looked at once.
         known = self._replaced_by_outputs.get(outputs)
         if known is not None:
@@ -216,9 +240,9 @@ class Attribution:
             parameter = self._replaced[output]
             if parameter is not None:
                 replaced[parameter] = output
-        own = [one for one in replaced if one in self._uses.differentiated]
-        self._replaced_by_outputs[outputs] = replaced, own
-        return replaced, own
+        weights = [one for one in replaced if one in self._uses.multiplied]
+        self._replaced_by_outputs[outputs] = replaced, weights
+        return replaced, weights
 
     def _is_of_each(self, moved: MovedArray, parameters: Collection[int]) -> bool:
         """Whether a moved array is made of the state of each of some parameters, such as their
@@ -239,7 +263,7 @@ class Attribution:
         """
         outputs = self._optimizer.outputs(moved)
         others = any(self._replaced[output] is None for output in outputs)
-        if others or self._optimizer.is_differentiated(moved):
+        if not outputs or others or self._optimizer.is_differentiated(moved):
             return []
         results = self._flow.results  # which are looked up each time
         return [results[output][0] for output in outputs]

@@ -49,6 +49,9 @@ PASSES_ON = COPIES | _ONCE | {
 
 # Of a change of the shape walks ask what it is: a single number may have become an array.
 _HANDS_ON = PASSES_ON - RESHAPES
+# Of the others of these, walks ask as well: not each slice is a part of what was joined, and what
+# starts something is no result.
+_FROM_ELSEWHERE = _HANDS_ON - {"async-start", "fusion-start", "slice", "tuple"}
 
 KINDS = (
     "all-reduce", "all-gather", "reduce-scatter", "all-to-all", "ragged-all-to-all",
@@ -94,7 +97,7 @@ class DataFlow:
         # made of, and each question about a program is a walk of its own.
         self._known_handed_on: dict[HloValue, HloValue] = {}
         self._known_operands: dict[Instruction, list[HloValue]] = {}
-        self._known_before: dict[HloValue, list[HloValue]] = {}
+        self._known_inputs: dict[HloValue, list[HloValue]] = {}
 
     @cached_property
     def callers(self) -> Mapping[str, list[Instruction]]:
@@ -223,26 +226,23 @@ class DataFlow:
         self, value: HloValue, passes: Callable[[Instruction], bool], conditions: bool
     ) -> list[HloValue]:
         """The values that a value was made of in one step; none where its history ends."""
-        # Most of the time of a ledger is spent here. Most values are computed, and for these
-        # nothing is asked but their opcode.
         one = value.instruction
-        opcode = one.opcode
-        if opcode in PASSES_ON and (opcode not in RESHAPES or passes(one)):
-            before = self._before(value)
-            if before:
-                return before
-        if not passes(one):
+        if one.opcode not in _FROM_ELSEWHERE and not passes(one):
             return []
-        if conditions and opcode == "select":
+        if conditions and one.opcode == "select":
             return self.operands(one)
-        return self._passed(value)
+        return self.inputs(value)
 
     def inputs(self, value: HloValue) -> list[HloValue]:
         """What a value was made of in one step.
 
         Places and conditions, by which it was chosen, are left out.
         """
-        return self._before(value) or self._passed(value)
+        known = self._known_inputs.get(value)
+        if known is None:
+            before = list(map(self._handed_on, self._before(value)))
+            known = self._known_inputs[value] = before or self._passed(value)
+        return known
 
     def operands(self, one: Instruction) -> list[HloValue]:
         """The operands of an instruction, each behind what only hands it on."""
@@ -303,14 +303,6 @@ class DataFlow:
         first, last = _PASSED[one.opcode]
         return operands[first:last]
 
-    def _before(self, value: HloValue) -> list[HloValue]:
-        """The values that are passed on as this one: several by a loop and by a conditional."""
-        known = self._known_before.get(value)
-        if known is None:
-            known = list(map(self._handed_on, self._find_before(value)))
-            self._known_before[value] = known
-        return known
-
     def _handed_on(self, value: HloValue) -> HloValue:
         """The value behind tuples, fusions and copies, as which it is handed on; walks leave these
         out, since nothing is computed there."""
@@ -323,7 +315,8 @@ class DataFlow:
             self._known_handed_on[value] = known
         return known
 
-    def _find_before(self, value: HloValue) -> list[HloValue]:
+    def _before(self, value: HloValue) -> list[HloValue]:
+        """The values that are passed on as this one: several by a loop and by a conditional."""
         inside = self._inside(value)
         if inside is not None:
             return [inside]
@@ -346,7 +339,7 @@ class DataFlow:
         one, part = parameter
         match caller.opcode:
             case "while":
-                return self._before(HloValue(caller, part))
+                return self.inputs(HloValue(caller, part))
             case "conditional":
                 given: list[HloValue] = []
                 # Its first operand chooses the branch; each other one is the parameter of a branch.

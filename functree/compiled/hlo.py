@@ -9,16 +9,18 @@ import math
 import re
 from collections import defaultdict
 from collections.abc import Mapping
+from functools import cache
 from sys import intern
 from typing import NamedTuple
 
 # An instruction, or the head of a computation. A tuple type has commas, spaces and comments
 # (`/*index=5*/`) in it, and layouts with parentheses, but nothing like `) word(`. Both are one
-# expression, since to search the whole text at once takes a third less than line by line.
+# expression, since to search the whole text at once takes a third less than line by line; what is
+# repeated gives nothing back, and letters are those of ASCII, which is a third less again.
 _LINE = re.compile(
-    r"^(?: +(ROOT )?%?([\w.\-]+) = (\(.*?\)|\S+) ([a-z][\w\-]*)\((.*)"
-    r"|(ENTRY )?%?([\w.\-]+) \(.*\) -> .* \{)$",
-    re.M,
+    r"^(?: ++(ROOT )?+%?+([\w.\-]++) = (\(.*?\)|\S++) ([a-z][\w\-]*+)\((.*+)"
+    r"|(ENTRY )?+%?+([\w.\-]++) \(.*\) -> .* \{)$",
+    re.M | re.A,
 )
 _NAME = re.compile(r"%([\w.\-]+)")
 _ARRAY = re.compile(r"([a-z]\w*)\[([\d,]*)\]")
@@ -74,7 +76,7 @@ class Instruction:
         type: the text of the type of its result.
     """
 
-    # What begins with `_` but `_rest` is read when it is first asked for: walks ask again, and most
+    # What is read of `_rest` when it is first asked for is None before: walks ask again, and most
     # are never asked.
     __slots__ = (
         "_arrays",
@@ -93,19 +95,20 @@ class Instruction:
         self.computation: str = computation
         self.type: str = type_
         self._rest: str = rest
+        self._arrays: list[ArrayType] | None = None
+        self._computations: list[str] | None = None
+        self._operands: list[str] | None = None
 
     @property
     def arrays(self) -> list[ArrayType]:
         """The arrays of its result, those of nested tuples in order."""
-        try:
-            return self._arrays
-        except AttributeError:
-            self._arrays: list[ArrayType] = []
+        if self._arrays is None:
+            self._arrays = []
             for dtype, sizes in _ARRAY.findall(self.type):
                 # Without the empty text that a scalar, `f32[]`, has in the place of its sizes.
                 shape = tuple(map(int, filter(None, sizes.split(","))))
                 self._arrays.append(ArrayType(dtype, shape))
-            return self._arrays
+        return self._arrays
 
     @property
     def argument(self) -> str:
@@ -115,22 +118,18 @@ class Instruction:
     @property
     def operands(self) -> list[str]:
         """The names of its operands."""
-        try:
-            return self._operands
-        except AttributeError:
+        if self._operands is None:
             self._operands = _NAME.findall(self._rest.partition(")")[0])
-            return self._operands
+        return self._operands
 
     @property
     def computations(self) -> list[str]:
         """The names of the computations that it calls: of a fusion, or the branches of a choice."""
-        try:
-            return self._computations
-        except AttributeError:
-            self._computations: list[str] = []
+        if self._computations is None:
+            self._computations = []
             for text in _COMPUTATIONS.findall(_METADATA.sub("", self._rest)):
                 self._computations += re.findall(r"[\w.\-]+", text)  # of one, or of `{%a, %b}`
-            return self._computations
+        return self._computations
 
     def attribute(self, name: str) -> str | None:
         """The text of an attribute, such as `dimensions`; None if it does not have it."""
@@ -168,7 +167,7 @@ class Instruction:
         metadata = _METADATA.search(self._rest)
         if metadata is None:
             return None
-        found = re.search(rf'(?:^|\s){name}=(?:"((?:[^"\\]|\\.)*)"|(\S+))', metadata[1])
+        found = _entry(name).search(metadata[1])
         if found is None:
             return None
         quoted, plain = found.groups()
@@ -178,6 +177,12 @@ class Instruction:
 
     def __repr__(self) -> str:
         return f"<{self.opcode} {self.name}>"
+
+
+@cache
+def _entry(name: str) -> re.Pattern[str]:
+    """What an entry of the metadata looks like."""
+    return re.compile(rf'(?:^|\s){name}=(?:"((?:[^"\\]|\\.)*)"|(\S+))')
 
 
 def _end_of_value(text: str, start: int) -> int:

@@ -72,6 +72,11 @@ class OptimizerUses:
 
     def is_differentiated(self, moved: MovedArray) -> bool:
         """Whether what is differentiated, or a gradient, is made of the moved array."""
+        # What is made of constants alone is the part of a sum that a device does not have. What it
+        # is added to says what it is for, and no walk from all that is differentiated is needed.
+        origins, _ = self._walked([moved.operand])
+        if {one.instruction.opcode for one in origins} == {"constant"}:
+            return False
         return not self._differentiated.isdisjoint(moved.results)
 
     @cached_property

@@ -5,8 +5,9 @@ multiplied by, and which outputs are made of it.
 """
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import cached_property, lru_cache
+from itertools import chain
 from typing import NamedTuple
 
 from functree.compiled.data_flow import (
@@ -177,16 +178,20 @@ class ParameterUses:
         So compilers write a gather, or a scatter, as a loop. The places of other slices are counted
         by a loop, or known for each device.
         """
-        by_opcode = self._flow.hlo.by_opcode
-        found: set[Instruction] = set()
-        # The places are the operands behind the array, and behind what is written into it.
+        places: dict[Instruction, list[HloValue]] = {}
+        # They are the operands behind the array, and behind what is written into it.
         for opcode, first in (("dynamic-slice", 1), ("dynamic-update-slice", 2)):
-            for one in by_opcode.get(opcode, ()):
-                places = self._flow.operands(one)[first:]
-                _, passed = self._flow.history(places, self._is_computed)
-                if any(map(self._is_read_from_data, passed)):
-                    found.add(one)
-        return frozenset(found)
+            for one in self._flow.hlo.by_opcode.get(opcode, ()):
+                places[one] = self._flow.operands(one)[first:]
+        # Most programs have no lookup: one walk tells that.
+        if not self._is_made_of_data(chain.from_iterable(places.values())):
+            return frozenset()
+        return frozenset(one for one, own in places.items() if self._is_made_of_data(own))
+
+    def _is_made_of_data(self, places: Iterable[HloValue]) -> bool:
+        """Whether one of some places is computed with what is read from an array."""
+        _, passed = self._flow.history(places, self._is_computed)
+        return any(map(self._is_read_from_data, passed))
 
     def _is_computed(self, one: Instruction) -> bool:
         """Whether an instruction computes with numbers, as it is done with the places of slices."""
@@ -208,8 +213,18 @@ class ParameterUses:
 
         Where nothing is differentiated, they are those of all products.
         """
-        named = [one for one in self._products if one.is_differentiated]
-        return self._made_into(named or self._products)
+        products = self._differentiated_products or self._products
+        return self._made_into(products, self._is_elementwise)
+
+    @cached_property
+    def multiplied(self) -> frozenset[int]:
+        """The weights of a model: the parameters that are multiplied as they are in what is
+        differentiated."""
+        return self._made_into(self._differentiated_products, self._is_moved)
+
+    @cached_property
+    def _differentiated_products(self) -> list[Instruction]:
+        return [one for one in self._products if one.is_differentiated]
 
     @cached_property
     def in_model(self) -> frozenset[int]:
@@ -227,12 +242,14 @@ class ParameterUses:
         origins, _ = self._flow.history(values, self._is_moved)
         return frozenset(self._parameters_among(origins))
 
-    def _made_into(self, products: Iterable[Instruction]) -> frozenset[int]:
-        """The parameters that products are made of."""
+    def _made_into(
+        self, products: Iterable[Instruction], passes: Callable[[Instruction], bool]
+    ) -> frozenset[int]:
+        """The parameters that products are made of, through what passes values on."""
         operands: list[HloValue] = []
         for one in products:
             operands += self._flow.operands(one)
-        origins, _ = self._flow.history(operands, self._is_elementwise)
+        origins, _ = self._flow.history(operands, passes)
         return frozenset(self._parameters_among(origins))
 
     def outputs(self, moved: MovedArray) -> frozenset[int]:

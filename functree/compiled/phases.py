@@ -81,14 +81,18 @@ class Phases:
         if self._depends_on_backward(moved.operand):
             return "update"
         # An optimizer may need a parameter alone, such as its norm.
-        new = self._new_values(moved)
-        if new and all(map(self._depends_on_backward, new)):
+        if self._are_updates(self._new_values(moved)):
             return "update"
         return "forward"
 
+    def _are_updates(self, values: Sequence[HloValue]) -> bool:
+        """Whether there are values, and each is made of something of the backward pass."""
+        # Each part of the norm of all gradients asks for all new values.
+        known = self._dependent.issuperset(values)
+        return bool(values) and (known or all(map(self._depends_on_backward, values)))
+
     def _depends_on_backward(self, value: HloValue) -> bool:
         """Whether a value is made of something of the backward pass."""
-        # Each part of the norm of all gradients asks for all new values.
         if value in self._dependent:
             return True
         seen = {value}
