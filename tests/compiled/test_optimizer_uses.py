@@ -10,6 +10,7 @@ from meshes import MESH
 from optax.contrib import MuonDimensionNumbers
 
 import functree as ft
+from functree.compiled.read import CompiledProgram, read_ledger
 
 P = PartitionSpec
 SHAPES = {"up": (16, 32), "down": (32, 24)}
@@ -153,3 +154,43 @@ def test_norms_of_parameters_are_of_the_update() -> None:
 def test_the_norm_of_all_gradients_is_of_nobody() -> None:
     found = rows(ledger_of(optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1))))
     assert {one[2:] for one in found} == {(4, "")}
+
+
+PARTS = """
+HloModule jit_step
+
+%add (a: f32[], b: f32[]) -> f32[] {
+  %a = f32[] parameter(0)
+  %b = f32[] parameter(1)
+  ROOT %sum = f32[] add(%a, %b)
+}
+
+ENTRY %main (w: f32[8], x: f32[8]) -> f32[8] {
+  %w = f32[8]{0} parameter(0)
+  %x = f32[8]{0} parameter(1)
+  %zero = f32[] constant(0), metadata={op_name="jit(step)/transpose(jvp())/reduce_sum"}
+  %gradient = f32[8]{0} multiply(%w, %x), metadata={op_name="jit(step)/transpose(jvp())/mul"}
+  %norm = f32[] reduce(%gradient, %zero), dimensions={0}, to_apply=%add
+  %both = (f32[], f32[]) all-reduce(%norm, %zero), replica_groups=[1,4]<=[4], to_apply=%add, \
+metadata={op_name="jit(step)/(reduce_sum:reduce_sum)"}
+  %first = f32[] get-tuple-element(%both), index=0
+  %second = f32[] get-tuple-element(%both), index=1
+  %third = f32[] all-reduce(%second), replica_groups=[1,4]<=[4], to_apply=%add, \
+metadata={op_name="jit(step)/reduce_sum"}
+  %total = f32[] add(%first, %third)
+  %clip = f32[8]{0} broadcast(%total), dimensions={}
+  %update = f32[8]{0} multiply(%gradient, %clip), metadata={op_name="jit(step)/mul"}
+  ROOT %new = f32[8]{0} subtract(%w, %update), metadata={op_name="jit(step)/sub"}
+}
+"""
+
+
+def test_the_part_of_a_norm_that_a_device_does_not_have() -> None:
+    """Compilers write it as a constant, which no phase has computed."""
+    paths = [ft.Path(("w",)), ft.Path(("x",))], [ft.Path(("w",))]
+    ledger = read_ledger(CompiledProgram(PARTS, lambda: None, *paths, {"data": 4}, "cpu", None))
+    assert [(one.op, one.phase) for one in ledger.collectives] == [
+        ("both", "update"),
+        ("both", "update"),
+        ("third", "update"),
+    ]
