@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 
-from functree.errors import Problem, count, listed, path_text
+from functree.errors import ProblemGroup, count, listed, problem_groups
 from functree.explorer.candidate import Candidate, mesh_text
 
 
@@ -43,10 +43,12 @@ def name_of(one: Candidate) -> str:
 
 
 def problem_lines(one: Candidate) -> Iterator[str]:
-    """Why a candidate cannot run, a line for each problem; of many the first few."""
-    for problem in one.problems[:MOST]:
-        yield problem_text(problem)
-    more = len(one.problems) - MOST
+    """Why a candidate cannot run: a line for each problem and all arrays that have it; of many the
+    first few."""
+    groups = problem_groups(one.problems)
+    for group in groups[:MOST]:
+        yield _group_text(group)
+    more = len(groups) - MOST
     if more > 0:
         yield f"and {count(more, 'more problem')} (`row.problems`)"
 
@@ -55,10 +57,13 @@ MOST = 3
 """The number of problems of a candidate that are printed."""
 
 
-def problem_text(problem: Problem) -> str:
-    """A problem in one line."""
-    subject = " ".join(filter(None, (path_text(problem.path), problem.what)))
-    text = f"{subject}: {problem.why}" if subject else problem.why
+def _group_text(group: ProblemGroup) -> str:
+    """Arrays and what is wrong with them, in one line."""
+    text, subject = "; ".join(group.whys), group.subject
+    if subject:
+        text = f"{subject}: {text}"
+    if group.followers:
+        text += f" ({group.like_them})"
     return " ".join(text.split())
 
 

@@ -18,10 +18,16 @@ from functree.errors import Problem, warn
 from functree.labels.leaf import FollowedLeaf, Leaf
 from functree.labels.leaves import Leaves
 from functree.labels.training_state import label_training_states
-from functree.layout.decision import WHOLE, Decision, Dimension, Source
+from functree.layout.decision import WHOLE, Decision, Dimension
 from functree.layout.layout import DeadFilter, Layout, Resolution
 from functree.layout.prefix import Part
-from functree.layout.validation import absent, is_clean, leaf_problems, near_misses
+from functree.layout.validation import (
+    absent,
+    is_clean,
+    leaf_problems,
+    marked_followers,
+    near_misses,
+)
 from functree.tree.interfaces import TrainingState
 from functree.tree.paths import Path
 
@@ -92,7 +98,17 @@ def decide_parts(
         if not clean[id(decision)]:
             problems += leaf_problems(leaf, decision, view)
     problems += _conflicting(known, decisions, same)
+    problems = marked_followers(problems, _followed_paths(known))
     return Decisions(known, decisions, problems, unused)
+
+
+def _followed_paths(leaves: Iterable[Leaf]) -> dict[Path, Path]:
+    """The paths of the parameters that leaves follow, by the paths of these."""
+    paths: dict[Path, Path] = {}
+    for leaf in leaves:
+        if leaf.follows is not None and leaf.follows.path is not None:
+            paths[leaf.path] = leaf.follows.path
+    return paths
 
 
 def decide(layout: Layout, leaves: Sequence[Leaf], view: MeshView) -> Resolution:
@@ -153,7 +169,6 @@ def _followed(leaf: Leaf, decided: Mapping[Path, Decision]) -> Decision:
         return start.because(f"one number for {name}")
     if all(dim is None for dim in follows.dims):
         return start.because(INDEPENDENT)
-    source = Source(f"the spec of {name}")
     dimensions: list[Dimension] = []
     kept: list[str] = []
     for dim in follows.dims:
@@ -161,9 +176,10 @@ def _followed(leaf: Leaf, decided: Mapping[Path, Decision]) -> Decision:
             dimensions.append(WHOLE)
             kept.append("unsharded")
             continue
-        axes = parameter.mesh_axes[dim]
-        # No source for an unsharded dimension: checks of sharded dimensions go by it.
-        dimensions.append(Dimension(axes, source) if axes else WHOLE)
+        # With the source of the parameter, so that what is wrong with both is said in the same
+        # words. An unsharded dimension has none: checks of sharded dimensions go by it.
+        one = parameter.dimensions[dim]
+        dimensions.append(Dimension(one.mesh_axes, one.source) if one.mesh_axes else WHOLE)
         kept.append(str(dim))
     reason, same = f"as {name}", follows.path
     # Unless it has all dimensions in their order, the reason lists them.

@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from functree.devices.meshes import MeshView
 from functree.devices.specs import axes_text
 from functree.errors import (
+    FollowersProblem,
     Problem,
     ShardingError,
     count,
@@ -17,6 +18,7 @@ from functree.errors import (
 )
 from functree.labels.leaf import Leaf
 from functree.layout.decision import Decision, Fault, Source
+from functree.tree.paths import Path
 
 
 def layout_problem(leaf: Leaf, fault: Fault) -> Problem:
@@ -27,6 +29,28 @@ def layout_problem(leaf: Leaf, fault: Fault) -> Problem:
     if leaf.follows is None and any(map(is_optimizer_state, leaf.within)):
         remedy += USE_PLAN_OPTIMIZER
     return leaf.problem(why, remedy)
+
+
+def marked_followers(
+    problems: Sequence[Problem], follows: Mapping[Path, Path | None]
+) -> list[Problem]:
+    """The problems, with those marked that the parameter which a leaf follows has too.
+
+    All of them stay: whoever is not concerned with some leaves leaves out their problems.
+
+    Args:
+        problems: the problems of some leaves.
+        follows: the path of the parameter by that of the leaf that follows it.
+    """
+    # Of a tree without problems, which is most trees, nothing is asked.
+    known = {(one.path, one.why) for one in problems}
+    marked: list[Problem] = []
+    for one in problems:
+        parameter = None if one.path is None else follows.get(Path(one.path))
+        if parameter is not None and (parameter, one.why) in known:
+            one = FollowersProblem.of(one, parameter)
+        marked.append(one)
+    return marked
 
 
 USE_PLAN_OPTIMIZER = "; for an optimizer's state use `ft.plan_optimizer`"

@@ -7,7 +7,15 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from functree.argument_checks import Takes, check, shown
 from functree.devices.meshes import MeshView, mesh_view
-from functree.errors import FunctreeTypeError, Problem, ShardingError, count, did_you_mean, listed
+from functree.errors import (
+    FunctreeTypeError,
+    Problem,
+    ShardingError,
+    count,
+    did_you_mean,
+    listed,
+    problem_groups,
+)
 from functree.labels.leaf import Leaf
 from functree.layout.decision import Decision, apply_spec, whole
 from functree.layout.layout import Layout, Resolution
@@ -338,10 +346,14 @@ class Plan(Value, Layout):
         return notes
 
     def _problem_texts(self) -> list[str]:
-        """One line for each problem."""
-        return [
-            f"PROBLEM {problem.path or problem.what}: {problem.why}" for problem in self.problems
-        ]
+        """One line for each problem, and for all leaves that have it."""
+        lines: list[str] = []
+        for group in problem_groups(self.problems):
+            subject = group.named or group.what
+            if group.followers:
+                subject += f", {group.like_them}"
+            lines += [f"PROBLEM {subject}: {why}" for why in group.whys]
+        return lines
 
 
 _SORT = Takes(

@@ -23,7 +23,12 @@ from functree.layout.decision import Decision, whole
 from functree.layout.layout import Layout
 from functree.layout.plan.make_plan import read_for
 from functree.layout.prefix import Part, as_partial, own_meshes
-from functree.layout.validation import USE_PLAN_OPTIMIZER, is_optimizer_state, leaves_at_fault
+from functree.layout.validation import (
+    USE_PLAN_OPTIMIZER,
+    is_optimizer_state,
+    leaves_at_fault,
+    marked_followers,
+)
 from functree.placing.constrain import with_decision
 from functree.placing.shard import moved_once
 from functree.tree.arrays import AnyArray, array_text
@@ -149,7 +154,8 @@ def find_targets(
     if problems:
         at_fault = leaves_at_fault(problems) or "the call"
         headline = f"{name}: the rules do not fit {at_fault} that nobody has placed, on mesh {view}"
-        raise ShardingError(headline, problems)
+        follows = {leaf.path: leaf.follows.path for leaf in decided.leaves if leaf.follows}
+        raise ShardingError(headline, marked_followers(problems, follows))
     replicated = [
         decided.leaves[i] for i in arrays if i in nameless and not isinstance(arrays[i], Tracer)
     ]

@@ -19,7 +19,7 @@ from functree.layout.layout import LayoutTree
 from functree.layout.plan.make_plan import plan_leaves, plan_tree, read_for
 from functree.layout.plan.plan import Plan
 from functree.layout.prefix import own_meshes
-from functree.layout.validation import layout_problem, leaves_at_fault
+from functree.layout.validation import layout_problem, leaves_at_fault, marked_followers
 from functree.tree.arrays import AnyArray, Tree
 
 
@@ -78,7 +78,8 @@ def resolve_in_shardings(
     if problems:
         at_fault = leaves_at_fault(problems) or "the call"
         headline = f"{name}: in_shardings does not fit {at_fault} on mesh {planned.view}"
-        raise ShardingError(headline, problems)
+        follows = {row.path: row.follows for row in planned.rows}
+        raise ShardingError(headline, marked_followers(problems, follows))
     return InShardings(planned.mesh, shardings, tuple(moved))
 
 
