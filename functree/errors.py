@@ -374,5 +374,10 @@ def did_you_mean(name: object, known: Iterable[object]) -> str:
     >>> did_you_mean("hiden", ["embed", "hidden"])
     '; did you mean `hidden`?'
     """
-    near = difflib.get_close_matches(str(name), [str(k) for k in known], n=1, cutoff=0.6)
+    near = nearest(name, known, 1)
     return f"; did you mean `{near[0]}`?" if near else ""
+
+
+def nearest(name: object, known: Iterable[object], most: int) -> list[str]:
+    """The known names that are near, the nearest first."""
+    return difflib.get_close_matches(str(name), [str(k) for k in known], n=most, cutoff=0.6)

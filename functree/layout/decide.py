@@ -18,7 +18,7 @@ from functree.errors import Problem, warn
 from functree.labels.leaf import FollowedLeaf, Leaf
 from functree.labels.leaves import Leaves
 from functree.labels.training_state import label_training_states
-from functree.layout.decision import WHOLE, Decision, Dimension
+from functree.layout.decision import WHOLE, Decision, Dimension, Source
 from functree.layout.layout import DeadFilter, Layout, Resolution
 from functree.layout.prefix import Part
 from functree.layout.validation import (
@@ -176,10 +176,11 @@ def _followed(leaf: Leaf, decided: Mapping[Path, Decision]) -> Decision:
             dimensions.append(WHOLE)
             kept.append("unsharded")
             continue
-        # With the source of the parameter, so that what is wrong with both is said in the same
+        # The source is that of the parameter, so that what is wrong with both is said in the same
         # words. An unsharded dimension has none: checks of sharded dimensions go by it.
         one = parameter.dimensions[dim]
-        dimensions.append(Dimension(one.mesh_axes, one.source) if one.mesh_axes else WHOLE)
+        source = one.source or Source(f"the spec of {name}")
+        dimensions.append(Dimension(one.mesh_axes, source) if one.mesh_axes else WHOLE)
         kept.append(str(dim))
     reason, same = f"as {name}", follows.path
     # Unless it has all dimensions in their order, the reason lists them.

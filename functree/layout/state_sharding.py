@@ -9,7 +9,7 @@ from typing import Any, Literal
 from jax.sharding import AbstractMesh, Mesh
 
 from functree.devices.meshes import MeshView
-from functree.errors import Problem, RuleError, did_you_mean
+from functree.errors import Problem, RuleError
 from functree.labels.filters.filter import (
     Everything,
     Filter,
@@ -21,6 +21,7 @@ from functree.labels.filters.filter import (
     patterns,
 )
 from functree.labels.filters.first_match import FirstMatch
+from functree.labels.filters.near import meant
 from functree.labels.leaf import Leaf
 from functree.labels.training_state import MODEL, OPTIMIZER, STATE
 from functree.layout.decision import Decision, Reason, whole
@@ -240,7 +241,7 @@ class StateSharding(Value, Layout):
         for i, item in enumerate(self._filters):
             last_resort = isinstance(item, Everything) and i == len(self._filters) - 1
             if i not in groups and not last_resort:
-                problem = self._dead_problem(i, next(filter(item, own), None))
+                problem = self._dead_problem(i, own)
                 dead.append(DeadFilter(problem, self.unused == "error", item))
             elif i in groups:
                 dead += self._dead_parts(i, own)
@@ -253,24 +254,32 @@ class StateSharding(Value, Layout):
         for part in patterns(item):
             if part is item or any(map(part, leaves)) or _is_for_other_trees(part, leaves):
                 continue
-            paths = dict.fromkeys(path for leaf in leaves for path in leaf.patterned[::-1])
-            near = did_you_mean(getattr(part, "pattern", ""), paths)
-            what, why = f"filter {_written(self.filters[index])}", f"{part!r} matches no leaf{near}"
+            what = f"filter {_written(self.filters[index])}"
+            why = f"{part!r} matches no leaf{meant(part, leaves)}"
             remedy = 'correct the pattern, remove it, or write `unused="ignore"`'
             problem = Problem(None, None, what, why, remedy)
             yield DeadFilter(problem, self.unused == "error", part)
 
-    def _dead_problem(self, index: int, hidden: Leaf | None) -> Problem:
-        """The problem of a filter that decides about no leaf; `hidden` is the first leaf that it
-        matches."""
+    def _dead_problem(self, index: int, leaves: Sequence[Leaf]) -> Problem:
+        """The problem of a filter that decides about none of some leaves."""
         what = f"filter {_written(self.filters[index])}"
+        # The first leaf that it matches, which an earlier filter does too.
+        hidden = next(filter(self._filters[index], leaves), None)
         if hidden is None:
+            # A pattern for what earlier filters match would be of no use either.
+            left = [leaf for leaf in leaves if not self._is_before(index, leaf)]
+            why = f"matches no leaf{meant(self._filters[index], left)}"
             remedy = 'correct the filter, remove it, or write `unused="ignore"`'
-            return Problem(None, None, what, "matches no leaf", remedy)
+            return Problem(None, None, what, why, remedy)
         first = self.filters[self._chosen(hidden) or 0]
         by = f"`{hidden.path}` is matched by {_written(first)}"
         why = f"is never used: earlier filters match all of its leaves; {by}"
         return Problem(None, None, what, why, "write it before them, or remove it")
+
+    def _is_before(self, index: int, leaf: Leaf) -> bool:
+        """Whether a filter before one of an index matches a leaf."""
+        first = self._chosen(leaf)
+        return first is not None and first < index
 
     def _parts(self) -> tuple[Any, ...]:
         return (self._filters, self._layouts, self.unused)

@@ -112,7 +112,7 @@ def test_the_text(ranking: ft.Ranking) -> None:
     assert "3.24 × the best: 786 µs more to compute\n" in text
     assert "sent by each device for the first, over model 6 KiB" in text
     assert "cannot run:\n    wrong on data=2,model=4\n" in text
-    assert "and 2 more problems (`row.problems`)" in text
+    assert 'x f32[64, 32] "batch embed": no rule names `embed`' in text
 
 
 def test_pages_and_json(ranking: ft.Ranking) -> None:

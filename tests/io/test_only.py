@@ -97,8 +97,8 @@ def test_what_matches_nothing(what: str, where: str, saved: Path) -> None:
 
 def test_the_nearest_name(saved: Path) -> None:
     for only, near in (
-        ("modle.**", "did you mean `model`?"),
-        ("**.wieght", "did you mean `weight`?"),
+        ("modle.**", "did you mean `model.**`?"),
+        ("**.wieght", "did you mean `**.weight`?"),
         ("model.0.wieght", "did you mean `model.0.weight`?"),
     ):
         with raises(near, error=ft.CheckpointError):
@@ -106,14 +106,13 @@ def test_the_nearest_name(saved: Path) -> None:
 
 
 def test_the_remedies_of_what_matches_nothing(saved: Path) -> None:
-    """The name that is suggested, and no filter at all."""
+    """The pattern that is suggested, and no filter at all."""
     like = net(extra={"up": Up(np.zeros((2, 4)))})
     for written in ("modle.**", "**.wieght", "model.0.wieght"):
         with raises("did you mean", error=ft.CheckpointError) as caught:
             ft.restore(saved, like, only=written)
         (near,) = re.findall("did you mean `(.*?)`", str(caught.value))
-        wrong = next(part for part in ("model.0.wieght", "modle", "wieght") if part in written)
-        ft.restore(saved, like, only=written.replace(wrong, near))
+        ft.restore(saved, like, only=near)
         found = ft.restore(saved, like)
         assert np.array_equal(found["extra"]["up"].weight, np.ones((2, 4)))
 

@@ -514,6 +514,11 @@ ERRORS: dict[str, tuple[Any, Any, list[str]]] = {
         ["gives axes to `use_bias`"],
     ),
     "a glob of nothing": (Annotated[eqx.nn.Linear, ft.names({"*_proj": "out"})], linear(), ["gives axes to `*_proj`"]),
+    "a part that is missing": (
+        Annotated[list[eqx.nn.Linear], ft.names(weights="out in", bias="out")],
+        [linear(), linear()],
+        ["has no such leaf; did you mean `weight`?"],
+    ),
     "names on an array": (
         Annotated[Array, ft.names(weight="a")],
         x(2),

@@ -224,6 +224,43 @@ def test_a_filter_that_matches_nothing() -> None:
     assert 'correct the filter, remove it, or write `unused="ignore"`' in text
 
 
+# Filters that match nothing, and the pattern that is suggested; empty for none.
+MEANT: dict[str, tuple[Any, str]] = {
+    "a letter": ("**.bais", "**.bias"),
+    "a singular": ("**.layer.*", "**.layers.**"),
+    "a plural": ("convs.*", "conv.*"),
+    "a missing index": ("layers.bias", "layers.*.bias"),
+    "a missing beginning": ("kernel", "**.kernel"),
+    "a missing end": ("conv", "conv.**"),
+    "a misspelled path": ("layer.1.wieght", "layers.1.weight"),
+    "a path": (ft.Path(("layer", 1, "bias")), "layers.1.bias"),
+    "an expression": (re.compile("scla"), "scale"),
+    "another tree": ("blocks.*.mlp", ""),
+    "a class": (eqx.nn.LSTMCell, ""),
+    "an axis": (ft.has_axis("embd"), ""),
+}
+
+
+@pytest.mark.parametrize("case", MEANT)
+@pytest.mark.parametrize("of", ["model", "training state"])
+def test_the_pattern_that_was_meant(case: str, of: str) -> None:
+    written, near = MEANT[case]
+    tree = net() if of == "model" else ft.TrainState.create(net(), optax.adam(1e-3))
+    layout = ft.StateSharding({written: P(), ...: P()})
+    end = near and f"; did you mean `{near}`?"
+    assert f"      matches no leaf{end}\n" in refused(tree, layout)
+    if near:
+        ft.plan(tree, ft.StateSharding({near: P(), ...: P()}), SIZES)
+
+
+def test_no_pattern_is_meant_that_earlier_filters_hide() -> None:
+    earlier = {"**.bias": P(), "conv.*": P()}
+    text = refused(net(), ft.StateSharding({**earlier, "**.bais": P(), "convs.*": P(), ...: P()}))
+    assert text.count("matches no leaf\n") == 2 and "did you mean" not in text
+    text = refused(net(), ft.StateSharding({"layers.0.*": P(), "**.bais": P(), ...: P()}))
+    assert "did you mean `**.bias`?" in text
+
+
 PARTS: dict[str, tuple[Any, str]] = {
     "not": (
         ~ft.glob("conv.kernal"),

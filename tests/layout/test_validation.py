@@ -1,9 +1,15 @@
 """A leaf and the decision about it ─► its spec, and all that is wrong with it."""
 
+from collections.abc import Callable
 from typing import Any
 
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import optax
 import pytest
 from jax.sharding import PartitionSpec
+from jaxtyping import Array, Float
 from trees import leaf
 
 import functree as ft
@@ -142,3 +148,168 @@ def test_in_an_optimizer_s_state_there_is_another_way(within: Any, inside: bool)
     # A leaf that follows a parameter was taken care of.
     followed = inner._replace(follows=FollowedLeaf(ft.Path("w"), (0, 1)))
     assert layout_problem(followed, ("why", "mend it")).remedy == "mend it"
+
+
+# What is wrong with a parameter and with the moments of it is told once.
+
+
+class Layer(eqx.Module):
+    w: Float[Array, "embed hidden"]
+
+
+class Net(eqx.Module):
+    layers: list[Layer]
+    head: Float[Array, "embed vocab"]
+
+
+def train_state(moments: str = "float32") -> ft.TrainState[Net]:
+    net = Net([Layer(jnp.ones((16, 64))) for _ in range(2)], jnp.ones((16, 61)))
+    return ft.TrainState.create(net, optax.adam(1e-3, mu_dtype=moments))
+
+
+def step(ts: Any) -> Any:
+    return ts
+
+
+ABSTRACT = ft.abstract(train_state)()
+SIZES = {"data": 2, "model": 4}
+VOCAB = ft.AxisRules({"embed": None, "hidden": "model", "vocab": "data"})
+INDIVISIBLE = (
+    '"vocab" has size 61; rule vocab→data needs a multiple of data=2',
+    "and 2 arrays of the optimizer's state like it",
+)
+
+
+def ranking(layout: Any) -> str:
+    whole = {"this": (layout,), "whole": (P(),)}
+    text = str(ft.explore(step, (ABSTRACT,), meshes=[SIZES], layouts=whole))
+    return " ".join(text.split())
+
+
+def checked_later(layout: Any) -> ft.Plan:
+    return ft.plan(ABSTRACT, layout, SIZES, check=False)
+
+
+def printed(plan: ft.Plan) -> str:
+    """What the text of a plan says below the table."""
+    return " ".join(str(plan).partition("PROBLEM")[2].split())
+
+
+def raised(call: Callable[[], object]) -> str:
+    with pytest.raises(ft.ShardingError) as caught:
+        call()
+    return str(caught.value)
+
+
+# Every door through which a training state and a layout go, and how it begins the path of a leaf.
+DOORS: dict[str, tuple[Callable[[Any], str], str]] = {
+    "plan": (lambda rules: raised(lambda: ft.plan(ABSTRACT, rules, SIZES)), "model"),
+    "the text of a plan": (lambda rules: printed(checked_later(rules)), "model"),
+    "a plan from JSON": (
+        lambda rules: printed(ft.Plan.from_json(checked_later(rules).to_json())),
+        "model",
+    ),
+    "in_shardings": (
+        lambda rules: raised(
+            lambda: ft.jit(step, in_shardings=rules, mesh=ft.make_mesh(**SIZES)).lower(ABSTRACT)
+        ),
+        "ts.model",
+    ),
+    "out_shardings": (
+        lambda rules: raised(
+            lambda: ft.jit(step, out_shardings=rules, mesh=ft.make_mesh(**SIZES)).lower(ABSTRACT)
+        ),
+        "result.model",
+    ),
+    "rules": (
+        lambda rules: raised(
+            lambda: ft.jit(step, rules=rules, mesh=ft.make_mesh(**SIZES))(train_state())
+        ),
+        "ts.model",
+    ),
+    "init": (
+        lambda rules: raised(ft.init(train_state, rules, ft.make_mesh(**SIZES))),
+        "model",
+    ),
+    "shard": (
+        lambda rules: raised(lambda: ft.shard(train_state(), rules, ft.make_mesh(**SIZES))),
+        "model",
+    ),
+    "explore": (ranking, "ts.model"),
+}
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_a_parameter_and_its_moments_are_one_problem(door: str) -> None:
+    call, begin = DOORS[door]
+    text = call(VOCAB)
+    for told in (f"{begin}.head", *INDIVISIBLE):
+        assert text.count(told) == 1
+    assert "opt_state" not in text
+
+
+# Of layouts, the problem of each, the arrays that it names, and how many more there are.
+FOLLOWED: dict[str, tuple[Any, str, str, str]] = {
+    "a size": (VOCAB, INDIVISIBLE[0], 'model.head   f32[16, 61]   "embed vocab"', "2 arrays"),
+    "an axis of a spec": (
+        ft.StateSharding({"layers.*.w": P(None, "modle"), ...: P()}),
+        "P(None, 'modle') names `modle`, and the mesh (data=2, model=4) has no such axis; "
+        "did you mean `model`?",
+        'model.layers.0.w, model.layers.1.w   f32[16, 64]   "embed hidden"',
+        "4 arrays",
+    ),
+    "an axis twice": (
+        ft.StateSharding({"head": P("data", "data"), ...: P()}, unused="ignore"),
+        "P('data', 'data') uses mesh axis `data` twice, the second time for \"vocab\"",
+        "model.head",
+        "2 arrays",
+    ),
+}
+
+
+@pytest.mark.parametrize("moments", ["float32", "bfloat16"])
+@pytest.mark.parametrize("case", FOLLOWED)
+def test_what_is_counted_below_a_parameter(case: str, moments: str) -> None:
+    layout, why, named, counted = FOLLOWED[case]
+    state = ft.abstract(lambda: train_state(moments))()
+    with pytest.raises(ft.ShardingError) as caught:
+        ft.plan(state, layout, SIZES)
+    text = str(caught.value)
+    assert named in text and text.count(why) == 1 and "opt_state" not in text
+    it = "them" if "," in named.split("   ")[0] else "it"
+    assert f"\n      and {counted} of the optimizer's state like {it}\n" in text
+    # All of them are records, which say the same of each.
+    records = [one for one in caught.value.problems if one.why == why]
+    assert sum("opt_state" in one.path for one in records if one.path) == int(counted[0])
+
+
+def test_a_rule_for_a_missing_axis_is_one_problem_for_moments_too() -> None:
+    text = raised(lambda: ft.plan(ABSTRACT, ft.AxisRules({"vocab": "modle", ...: None}), SIZES))
+    assert "rule vocab→modle\n      the mesh (data=2, model=4) has no axis `modle`" in text
+    assert "opt_state" not in text and "head" not in text
+
+
+def test_moments_alone_are_named() -> None:
+    """The parameter is placed already, so only the moments are at fault."""
+    mesh, state = ft.make_mesh(**SIZES), train_state()
+    placed = eqx.tree_at(lambda ts: ts.model, state, ft.shard(state.model, P(), mesh))
+    text = raised(lambda: ft.jit(step, rules=VOCAB, mesh=mesh)(placed))
+    assert "ts.opt_state.0.mu.head, ts.opt_state.0.nu.head   f32[16, 61]" in text
+    assert INDIVISIBLE[0] in text and "like it" not in text
+
+
+def test_arrays_that_lie_otherwise_than_asked() -> None:
+    mesh = ft.make_mesh(**SIZES)
+    state = ft.shard(train_state(), P(), mesh)
+    layout = ft.StateSharding({"layers.*.w": P("data"), ...: P()})
+    text = raised(lambda: ft.jit(step, in_shardings=layout, mesh=mesh)(state))
+    assert "ts.model.layers.0.w, ts.model.layers.1.w   f32[16, 64]" in text
+    assert "and 4 arrays of the optimizer's state like them" in text and "opt_state" not in text
+
+
+def test_what_differs_is_told_of_each() -> None:
+    """A moment with a layout of its own has a problem of its own."""
+    layout = ft.StateSharding({"opt_state.*.mu.head": P("x"), "head": P("y"), ...: P()})
+    text = raised(lambda: ft.plan(ABSTRACT, layout, SIZES))
+    assert "opt_state.0.mu.head   f32" in text and "P('x') names `x`" in text
+    assert "  model.head   f32" in text and "and 1 array of the optimizer's state like it" in text

@@ -6,7 +6,7 @@ from pathlib import Path as FilePath
 
 import jax
 
-from functree.errors import CheckpointError, Problem, count, did_you_mean, listed, warn
+from functree.errors import CheckpointError, Problem, count, listed, warn
 from functree.io.checkpoints.manifest import SavedArray, is_named
 from functree.labels.filters.filter import (
     ClassFilter,
@@ -19,11 +19,10 @@ from functree.labels.filters.filter import (
     Negation,
     Regex,
 )
+from functree.labels.filters.near import meant
 from functree.labels.leaf import Leaf
 from functree.labels.leaves import Leaves
-from functree.tree.globs import literal_text
 from functree.tree.interfaces import HoldsState
-from functree.tree.paths import Path, tokens
 
 
 def saved_leaves(rows: Iterable[SavedArray], only: Filter) -> list[Leaf]:
@@ -69,7 +68,7 @@ def check_only(
         # Each part matches something, and they nothing together; or it is a property of no array.
         lost = [only]
     if lost:
-        near = "".join(_near(part, [leaf.path for leaf in both]) for part in lost[:1])
+        near = meant(lost[0], both)
         remedy = "correct the filter, or leave it out"
         problems: list[Problem] = []
         for leaf in both:
@@ -108,20 +107,6 @@ def _classes(only: Filter) -> tuple[type, ...]:
 def _leaf(row: SavedArray, within: tuple[type, ...]) -> Leaf:
     value = jax.ShapeDtypeStruct(row.shape, row.dtype)
     return Leaf(row.path, value, row.axes, within, buffer=row.buffer)
-
-
-def _near(part: Filter, paths: Sequence[Path]) -> str:
-    """The end of a message about a glob that may be misspelled; empty if nothing is near."""
-    if not isinstance(part, Glob):
-        return ""
-    # What is written without a wildcard is one path; of others, the keys may be near.
-    if literal_text(part.pattern) is not None:
-        return did_you_mean(part.pattern, paths)
-    keys = {str(key) for path in paths for key in path}
-    for written in tokens(part.pattern):
-        if "*" not in written and written not in keys:
-            return did_you_mean(written, sorted(keys))
-    return ""
 
 
 def _warn_of_unknown(folder: FilePath, only: Filter, alone: Sequence[SavedArray]) -> None:

@@ -2,8 +2,9 @@
 
 from collections.abc import Sequence
 
-from functree.errors import RuleError, did_you_mean
+from functree.errors import RuleError
 from functree.labels.filters.filter import FilterLike, as_filter, patterns
+from functree.labels.filters.near import meant
 from functree.labels.leaf import Leaf
 
 
@@ -23,5 +24,5 @@ def check_wrt(wrt: FilterLike, leaves: Sequence[Leaf], whose: str) -> None:
     """
     for pattern in patterns(as_filter(wrt)):
         if not any(map(pattern, leaves)):
-            near = did_you_mean(getattr(pattern, "pattern", ""), [leaf.path for leaf in leaves])
+            near = meant(pattern, leaves)
             raise RuleError(f"wrt={wrt!r}: {pattern!r} matches no leaf of {whose}{near}")
