@@ -297,7 +297,7 @@ def _text(headline: str, problems: Sequence[Problem]) -> str:
             lines += [f"      {line}" for line in text.splitlines()]
     if len(groups) > MAX_GROUPS:
         lines += ["", f"  and {len(groups) - MAX_GROUPS} more kinds of problem, all in `.problems`"]
-    remedies = list(dict.fromkeys(p.remedy for p in problems if p.remedy))
+    remedies = list(dict.fromkeys(line for p in problems for line in p.remedy.splitlines()))
     if remedies:
         lines += ["", "Try: " + "\n     ".join(remedies[:MAX_PATHS])]
     return "\n".join(lines)

@@ -6,13 +6,19 @@ from typing import Any
 
 import jax
 from jax.extend.core import ClosedJaxpr
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding
 
 from functree.argument_checks import DEVICES, MAPPING, TEXTS, check
 from functree.calls.callbacks import check_callbacks
 from functree.calls.compile_events import compile_events
 from functree.calls.deleted_use import naming_deleted
-from functree.calls.out_of_memory import check_fits, refusing_too_large
+from functree.calls.out_of_memory import (
+    ProgramArrays,
+    check_fits,
+    is_on_host,
+    refusing_too_large,
+    used_arguments,
+)
 from functree.calls.output import Output
 from functree.calls.program import around
 from functree.calls.program_ledger import heard_compiling
@@ -185,7 +191,7 @@ class Lowered(Stage[jax.stages.Lowered]):
         # On devices that are there, JAX's own error comes when the program is run.
         target = self._target()
         if target is not None:
-            check_fits(self._program.name, target, compiled, self._arrays_by_path())
+            check_fits(self._program.name, target, compiled, self._program_arrays)
         return Compiled(compiled, self._call, self._stage.out_info, heard.warnings)
 
     def _refusing_too_large(self) -> AbstractContextManager[None]:
@@ -193,7 +199,7 @@ class Lowered(Stage[jax.stages.Lowered]):
         target = self._target()
         if target is None:
             return nullcontext()
-        return refusing_too_large(self._program.name, target, self._arrays_by_path())
+        return refusing_too_large(self._program.name, target, self._program_arrays)
 
     def _target(self) -> Mesh | None:
         """The mesh, if its devices are only compiled for."""
@@ -202,8 +208,21 @@ class Lowered(Stage[jax.stages.Lowered]):
             return None
         return mesh
 
-    def _arrays_by_path(self) -> dict[Path, jax.ShapeDtypeStruct]:
-        return dict(zip(self._program.group.paths, self._call.placed_arrays(), strict=True))
+    def _program_arrays(self) -> ProgramArrays:
+        """The arrays that the program takes and returns, in the memory of a device."""
+        program, output = self._program, self._stage.out_info
+        paths, arguments = program.group.paths, dict[Path, jax.ShapeDtypeStruct]()
+        used = used_arguments(self._stage.as_text(debug_info=True), paths)
+        for path, array in zip(paths, self._call.placed_arrays(), strict=True):
+            if path in used and not is_on_host(array.sharding):
+                arguments[path] = array
+        shardings = program.out_shardings or [None] * len(output.values)
+        results = list(map(_laid_out, output.values, shardings))
+        return ProgramArrays(
+            arguments,
+            [paths[i] for i in program.body.arguments.donated],
+            [one for one in results if not is_on_host(one.sharding)],
+        )
 
     def as_text(self, dialect: str | None = None, *, debug_info: bool = False) -> str:
         """The program as text: `dialect` is `"stablehlo"` or `"hlo"`."""
@@ -216,3 +235,13 @@ class Lowered(Stage[jax.stages.Lowered]):
     def cost_analysis(self) -> Any | None:
         """The compiler's estimate of the costs, before compilation."""
         return self._stage.cost_analysis()
+
+
+def _laid_out(result: jax.ShapeDtypeStruct, sharding: NamedSharding | None) -> jax.ShapeDtypeStruct:
+    """A result with the sharding that is asked for, or else with that of its type."""
+    if sharding is None:
+        of_type = result.sharding
+        # On other axes the type says nothing, and the compiler chooses.
+        if isinstance(of_type, NamedSharding) and AxisType.Explicit in of_type.mesh.axis_types:
+            sharding = of_type
+    return jax.ShapeDtypeStruct(result.shape, result.dtype, sharding=sharding)
