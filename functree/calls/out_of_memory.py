@@ -1,6 +1,5 @@
 """A program that is too large for its devices ─► an error with the figures and the leaves."""
 
-import json
 import math
 import re
 from collections import Counter
@@ -15,6 +14,7 @@ from jax.stages import Compiled
 from functree.compiled.memory_need import (
     MemoryNeed,
     arguments_text,
+    decisive,
     others_text,
     remedies,
     uncut_axes,
@@ -30,9 +30,6 @@ from functree.tree.paths import Path
 
 LARGEST = 5
 """The number of arguments that the error lists."""
-
-NAMED = 2
-"""The number of arguments that its remedy names."""
 
 
 class ProgramArrays(NamedTuple):
@@ -79,13 +76,27 @@ def used_arguments(lowered: str, paths: Sequence[Path]) -> set[Path]:
         paths: the paths of the arrays of a call. JAX gives each argument that of its array.
     """
     main = re.search(r"^ *func\.func public @main\((.*)$", lowered, re.MULTILINE)
-    by_text = {json.dumps(str(path), ensure_ascii=False): path for path in paths}
+    by_text = {_quoted(str(path)): path for path in paths}
     found = re.findall(r'loc\(("(?:[^"\\]|\\.)*")\)', main[1].partition(") -> ")[0] if main else "")
     used = {by_text[text] for text in found if text in by_text}
     # If the text is written in a new way, it says nothing.
     if not used or len(used) < len(found):
         return set(paths)
     return used
+
+
+def _quoted(text: str) -> str:
+    """A text as MLIR writes it."""
+    written = ""
+    for byte in text.encode():
+        char = chr(byte)
+        if char == "\\":
+            written += "\\\\"
+        elif char.isascii() and char.isprintable() and char != '"':
+            written += char
+        else:
+            written += f"\\{byte:02X}"
+    return f'"{written}"'
 
 
 def is_on_host(sharding: Sharding | None) -> bool:
@@ -197,15 +208,12 @@ def _too_large(
     arguments = arrays.arguments
     sizes = {path: _local_bytes(array) for path, array in arguments.items()}
     largest = sorted(sizes, key=lambda path: -sizes[path])
-    # Of the others it makes no difference how they are cut.
-    large = [path for path in largest if 10 * sizes[path] >= sizes[largest[0]]]
     kind = backend_text(mesh.devices.flat[0])
     given = f"Its arguments are {arguments_text(need)} ({_by_part(sizes)})"
-    # Where the arguments are too many, what the others are is of no use.
-    others = others_text(need) if need.arguments_fit else ""
+    others = others_text(need)
     given += f", and {others}; the largest arguments:" if others else "; the largest of them:"
     headline = f"{name} does not fit in the memory of a {kind}: {figures}\n{given}"
-    remedy = "\n".join(remedies(need, _uncut(arguments, large[:NAMED])))
+    remedy = "\n".join(remedies(need, _uncut(arguments, decisive(sizes))))
     problems: list[Problem] = []
     for path in largest[:LARGEST]:
         array = arguments[path]
@@ -228,7 +236,7 @@ def _uncut(
     for path in paths:
         sharding = arguments[path].sharding
         if isinstance(sharding, NamedSharding):
-            uncut |= uncut_axes([(path, sharding.spec)], mesh_view(sharding.mesh).sizes)
+            uncut |= uncut_axes({path: sharding.spec}, mesh_view(sharding.mesh).sizes)
     return uncut
 
 

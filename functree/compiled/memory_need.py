@@ -1,13 +1,12 @@
 """The bytes that a program needs on one device ─► in words, what they are, and what makes them
 fewer."""
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from jax.sharding import PartitionSpec
 
 from functree.devices.specs import named_axes
-from functree.errors import listed
 from functree.report.byte_sizes import bytes_text
 from functree.tree.paths import Path
 
@@ -97,15 +96,14 @@ def remedies(need: MemoryNeed, uncut: Mapping[Path, Sequence[str]]) -> list[str]
         need: what it needs.
         uncut: for the largest arguments, the mesh axes over which they are not cut.
     """
-    # If the arguments alone are too much, nothing else helps before they are fewer.
-    if not need.arguments_fit:
-        return [shard_more(uncut)]
     temporaries = need.others if need.temporaries is None else need.temporaries
     found: list[tuple[int, str]] = []
-    # A small part is left as it is.
-    if need.others is None or 4 * need.arguments >= need.others:
-        loose = need.is_much(need.loose_arguments)
-        found.append((need.arguments, _SHARD_ARGUMENTS if loose else shard_more(uncut)))
+    arguments = _SHARD_ARGUMENTS if need.is_much(need.loose_arguments) else shard_more(uncut)
+    # Before they fit nothing else helps, and where they are a small part they are left as they are.
+    if not need.arguments_fit:
+        found.append((need.needed or need.arguments, arguments))
+    elif need.others is None or 4 * need.arguments >= need.others:
+        found.append((need.arguments, arguments))
     if need.is_much(need.kept):
         found.append((need.kept, _DONATE.format(bytes_text(need.kept))))
     if need.is_much(need.loose_results):
@@ -137,19 +135,33 @@ def shard_more(uncut: Mapping[Path, Sequence[str]]) -> str:
     if not uncut:
         return "shard the largest arguments over more devices"
     if not any(uncut.values()):
-        return "take more devices: the largest arguments are cut over all mesh axes"
-    texts = [
-        f"`{path}` is not cut over {' and '.join(axes)}" for path, axes in uncut.items() if axes
-    ]
-    return f"shard the largest arguments over more mesh axes: {listed(texts, 3)}"
+        return "take more devices, or smaller arguments: the largest are cut over all mesh axes"
+    paths: dict[str, list[str]] = {}
+    for path, axes in uncut.items():
+        if axes:
+            paths.setdefault(" and ".join(axes), []).append(f"`{path}`")
+    texts: list[str] = []
+    for axes, named in paths.items():
+        verb = "is" if len(named) == 1 else "are"
+        texts.append(f"{' and '.join(named)} {verb} not cut over {axes}")
+    return f"shard the largest arguments over more mesh axes: {', '.join(texts)}"
+
+
+def decisive(sizes: Mapping[Path, int]) -> list[Path]:
+    """The largest few of some arguments. Of the others it makes no difference how they are cut."""
+    largest = sorted(sizes, key=lambda path: -sizes[path])[:_NAMED]
+    return [path for path in largest if 10 * sizes[path] >= sizes[largest[0]]]
+
+
+_NAMED = 2
 
 
 def uncut_axes(
-    specs: Iterable[tuple[Path, PartitionSpec]], sizes: Mapping[str, int]
+    specs: Mapping[Path, PartitionSpec], sizes: Mapping[str, int]
 ) -> dict[Path, list[str]]:
     """The mesh axes of several devices over which arrays are not cut, for each array."""
     uncut: dict[Path, list[str]] = {}
-    for path, spec in specs:
-        used: Collection[str] = set(named_axes(spec))
+    for path, spec in specs.items():
+        used = named_axes(spec)
         uncut[path] = [axis for axis, size in sizes.items() if size > 1 and axis not in used]
     return uncut

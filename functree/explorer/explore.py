@@ -210,7 +210,7 @@ class _Exploration:
         problems: tuple[Problem, ...] = ()
         # The compiler of a target has refused what does not fit in its memory.
         if self._is_given or self._target is None:
-            problems = too_high(ledger.memory.peak, self.hardware.memory)
+            problems = too_high(ledger.memory, self.hardware.memory)
         return replace(
             one,
             problems=problems,

@@ -4,6 +4,16 @@ import re
 from collections import Counter
 from collections.abc import Iterable
 
+from functree.compiled.memory import Memory
+from functree.compiled.memory_need import (
+    MemoryNeed,
+    arguments_text,
+    decisive,
+    others_text,
+    remedies,
+    shard_more,
+    uncut_axes,
+)
 from functree.devices.specs import spec_text
 from functree.errors import FunctreeError, Problem, count, listed
 from functree.layout.plan.plan import Plan
@@ -32,8 +42,11 @@ def too_large(plan: Plan, memory: float) -> tuple[Problem, ...]:
         return ()
     figures = f"its arguments are {bytes_text(needed)} on each device ({_by_part(rows)})"
     why = f"{figures}, and there are {bytes_text(round(memory))}"
-    problems = [Problem(None, None, "", why, "shard the largest arrays over more devices")]
     largest = sorted(rows, key=lambda row: -row.bytes_per_device)
+    sizes = {row.path: row.bytes_per_device for row in largest}
+    specs = {row.path: row.spec for row in largest if row.spec is not None}
+    uncut = uncut_axes({path: specs[path] for path in decisive(sizes)}, plan.sizes)
+    problems = [Problem(None, None, "", why, shard_more(uncut))]
     for row in largest[:LARGEST]:
         if row.spec is None:
             continue  # not here: see above
@@ -42,13 +55,22 @@ def too_large(plan: Plan, memory: float) -> tuple[Problem, ...]:
     return tuple(problems)
 
 
-def too_high(peak: int, memory: float) -> tuple[Problem, ...]:
+def too_high(program: Memory, memory: float) -> tuple[Problem, ...]:
     """The problem of a program whose peak is more than the memory; empty if it fits."""
-    if peak <= memory:
+    if program.peak <= memory:
         return ()
-    why = f"the program needs {bytes_text(peak)} of memory, and there are"
-    remedy = "shard more, recompute (`remat=`), or take smaller batches (`ft.accumulate`)"
-    return (Problem(None, None, "", f"{why} {bytes_text(round(memory))}", remedy),)
+    need = MemoryNeed(
+        needed=program.peak,
+        available=round(memory),
+        arguments=sum(program.arguments.values()),
+        results=program.outputs - program.aliases,
+    )
+    why = f"the program needs {bytes_text(program.peak)} of memory, and there are "
+    why += f"{bytes_text(round(memory))}; its arguments are {arguments_text(need)}"
+    others = others_text(need)
+    if others:
+        why += f", and {others}"
+    return (Problem(None, None, "", why, "\n".join(remedies(need, {}))),)
 
 
 def problems_of(error: BaseException) -> tuple[Problem, ...]:

@@ -231,7 +231,10 @@ FOLLOWERS: dict[str, tuple[list[ft.Problem], str, str]] = {
 @pytest.mark.parametrize("case", FOLLOWERS)
 def test_arrays_that_follow_a_parameter_are_counted_below_it(case: str) -> None:
     problems, told, not_told = FOLLOWERS[case]
-    for error in (ft.ShardingError("no", problems), copy.deepcopy(ft.ShardingError("no", problems))):
+    for error in (
+        ft.ShardingError("no", problems),
+        copy.deepcopy(ft.ShardingError("no", problems)),
+    ):
         assert told in str(error) and not_told not in str(error)
         # As records they are like any other.
         assert error.problems == tuple(ft.Problem(*one) for one in problems)
