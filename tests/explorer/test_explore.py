@@ -17,7 +17,9 @@ from jaxtyping import Array, Float
 import functree as ft
 from functree.devices.targets import target_devices
 from functree.explorer import progress
+from functree.explorer.candidate import Candidate
 from functree.explorer.ranking import ranked
+from functree.explorer.reasons import problem_lines
 from functree.explorer.step import Step
 from functree.layout.rules_file import read_rules
 
@@ -182,6 +184,10 @@ def test_what_does_not_fit_is_dropped_on_paper() -> None:
     assert row.problems[0].why == (
         "its arguments are 36 KiB on each device (layer 32 KiB, x 4 KiB), and there are 19.5 KiB"
     )
+    assert row.problems[0].remedy == (
+        "shard the largest arguments over more mesh axes: "
+        "`layer.up` and `layer.down` are not cut over data and model"
+    )
     assert [str(one.path) for one in row.problems[1:]] == ["layer.up", "layer.down", "x"]
     assert "16 KiB on each device, P(None, None)" in str(row.problems[1])
     assert "cannot run:\n    data on data=2,model=4\n        its arguments are 36 KiB" in str(
@@ -193,7 +199,36 @@ def test_what_the_compiler_finds_too_large_is_no_candidate() -> None:
     between = dataclasses.replace(HARDWARE, memory=40_000)
     row = explored(hardware=between, layouts={"data": DATA})[0]
     assert row.score is None and row.peak_bytes is not None and row.peak_bytes > 40_000
-    assert row.problems[0].why.startswith("the program needs ")
+    (problem,) = row.problems
+    assert problem.why == (
+        "the program needs 56 KiB of memory, and there are 39.1 KiB; its arguments are 36 KiB on "
+        "each device, and the other 20 KiB are its results (4 KiB) and temporaries"
+    )
+    shard, fewer = problem.remedy.splitlines()
+    assert shard == "shard the largest arguments over more devices"
+    assert fewer.startswith("for fewer temporaries, recompute in the backward pass")
+
+
+def test_arrays_with_one_problem_are_one_line() -> None:
+    layouts = {"wrong": (ft.P("data", "modle"),)}
+    (row,) = explored(lambda layers: layers, ([LAYER] * 8,), layouts=layouts)
+    up, down = problem_lines(row)
+    assert len(row.problems) == 16
+    assert up == (
+        "layers.0.up, layers.1.up, layers.2.up, layers.3.up, layers.4.up, layers.5.up and 2 more "
+        "f32[32, 128] \"embed hidden\": P('data', 'modle') names `modle`, and the mesh (data=2, "
+        "model=4) has no such axis; did you mean `model`?"
+    )
+    assert down.startswith("layers.0.down, ")
+
+
+def test_of_many_problems_the_first_are_printed() -> None:
+    problems = [ft.Problem(ft.Path((i,)), (2,), "f32[2]", f"why {i}", "") for i in range(5)]
+    lines = list(problem_lines(Candidate({}, "many", problems=tuple(problems))))
+    assert lines == [*(f"{i} f32[2]: why {i}" for i in range(3)), MORE]
+
+
+MORE = "and 2 more problems (`row.problems`)"
 
 
 def test_rules_of_the_layout_are_those_of_the_body() -> None:
