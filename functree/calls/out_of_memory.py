@@ -64,8 +64,9 @@ def refusing_too_large(
             raise
         figures, needed, available = _figures(str(error))
         # It pads arrays to whole tiles.
-        need = _need(arrays(), needed, available)._replace(is_padded=True)
-        raise _too_large(name, mesh, figures, need, arrays()) from error
+        known = arrays()
+        need = _need(known, needed, available)._replace(is_padded=True)
+        raise _too_large(name, mesh, figures, need, known) from error
 
 
 def used_arguments(lowered: str, paths: Sequence[Path]) -> set[Path]:
@@ -77,12 +78,16 @@ def used_arguments(lowered: str, paths: Sequence[Path]) -> set[Path]:
     """
     main = re.search(r"^ *func\.func public @main\((.*)$", lowered, re.MULTILINE)
     by_text = {_quoted(str(path)): path for path in paths}
-    found = re.findall(r'loc\(("(?:[^"\\]|\\.)*")\)', main[1].partition(") -> ")[0] if main else "")
+    found = [] if main is None else _PLACES.findall(main[1])
     used = {by_text[text] for text in found if text in by_text}
     # If the text is written in a new way, it says nothing.
     if not used or len(used) < len(found):
         return set(paths)
     return used
+
+
+# Of an argument: `%arg0: tensor<8xf32> {...} loc("model.up")`.
+_PLACES = re.compile(r'%arg\d+: .*?loc\(("(?:[^"\\]|\\.)*")\)')
 
 
 def _quoted(text: str) -> str:
@@ -143,8 +148,9 @@ def check_fits(
     figures = f"it needs {bytes_text(peak)}, and there are {bytes_text(available)}"
     # This compiler says what the results are, and how many are in donated memory.
     results = stats.output_size_in_bytes - stats.alias_size_in_bytes
-    need = _need(arrays(), peak, available)._replace(results=results)
-    raise _too_large(name, mesh, figures, need, arrays())
+    known = arrays()
+    need = _need(known, peak, available)._replace(results=results)
+    raise _too_large(name, mesh, figures, need, known)
 
 
 def _need(arrays: ProgramArrays, needed: int | None, available: int | None) -> MemoryNeed:

@@ -45,6 +45,11 @@ USED: dict[str, tuple[Any, tuple[Any, ...], list[str]]] = {
         ({"a.b": X, "ü \n\\": X, "c": X},),
         ['x."a.b"', 'x."ü \\n\\\\"'],
     ),
+    "a key like the text of a program": (
+        lambda x, y: x[") -> ("] + y,
+        ({") -> (": X, "b": X}, X),
+        ['x.") -> ("', "y"],
+    ),
     "a returned one": (lambda x, y: y, (X, X), ["y"]),
     "of several": (lambda x: sum(x), ([X] * 12,), [f"x.{i}" for i in range(12)]),
 }

@@ -501,6 +501,22 @@ def test_what_does_not_fit_beside_the_arguments(case: str, platform: str) -> Non
 
 
 @pytest.mark.parametrize("platform", TARGETS)
+@pytest.mark.parametrize("explicit", [False, True], ids=["auto", "explicit"])
+def test_results_whose_sharding_is_left_to_the_compiler(explicit: bool, platform: str) -> None:
+    mesh = ft.make_mesh(data=2, model=4, target=TARGETS[platform], explicit=explicit)
+    x = jax.ShapeDtypeStruct((2**18,), "float32")
+    outer = ft.jit(
+        lambda a, b: a[:, None] * b[None], in_shardings=(ft.P("data"), ft.P()), mesh=mesh
+    )
+    left = "say how the results are sharded (`out_shardings=`), which is left to the compiler now"
+    with pytest.raises(ft.FunctreeError) as caught:
+        outer.lower(x, x).compile()
+    text = str(caught.value)
+    # On Explicit axes the type of the result says it.
+    assert ("are its results (128" in text, left in text) == (explicit, not explicit)
+
+
+@pytest.mark.parametrize("platform", TARGETS)
 def test_arguments_that_a_program_does_not_use_are_not_counted(platform: str) -> None:
     size = {"tpu": 49152, "cuda": 131072}[platform]
     big = jax.ShapeDtypeStruct((size, size), "float32")

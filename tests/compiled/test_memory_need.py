@@ -31,7 +31,7 @@ def need(needed: float | None, arguments: float, **others: float) -> MemoryNeed:
     """In GiB, on a device that has 32 of them."""
     sizes = {name: round(size * GIB) for name, size in others.items()}
     size = None if needed is None else round(needed * GIB)
-    return MemoryNeed(size, 32 * GIB, round(arguments * GIB), **sizes)
+    return MemoryNeed(size, 32 * GIB, round(arguments * GIB))._replace(**sizes)
 
 
 # A need, what it is besides the arguments, and the remedies in their order.

@@ -210,28 +210,32 @@ DOORS: dict[str, tuple[Callable[[Any], str], str]] = {
     ),
     "in_shardings": (
         lambda rules: raised(
-            lambda: ft.jit(step, in_shardings=rules, mesh=ft.make_mesh(**SIZES)).lower(ABSTRACT)
+            lambda: ft.jit(step, in_shardings=rules, mesh=ft.make_mesh(data=2, model=4)).lower(
+                ABSTRACT
+            )
         ),
         "ts.model",
     ),
     "out_shardings": (
         lambda rules: raised(
-            lambda: ft.jit(step, out_shardings=rules, mesh=ft.make_mesh(**SIZES)).lower(ABSTRACT)
+            lambda: ft.jit(step, out_shardings=rules, mesh=ft.make_mesh(data=2, model=4)).lower(
+                ABSTRACT
+            )
         ),
         "result.model",
     ),
     "rules": (
         lambda rules: raised(
-            lambda: ft.jit(step, rules=rules, mesh=ft.make_mesh(**SIZES))(train_state())
+            lambda: ft.jit(step, rules=rules, mesh=ft.make_mesh(data=2, model=4))(train_state())
         ),
         "ts.model",
     ),
     "init": (
-        lambda rules: raised(ft.init(train_state, rules, ft.make_mesh(**SIZES))),
+        lambda rules: raised(ft.init(train_state, rules, ft.make_mesh(data=2, model=4))),
         "model",
     ),
     "shard": (
-        lambda rules: raised(lambda: ft.shard(train_state(), rules, ft.make_mesh(**SIZES))),
+        lambda rules: raised(lambda: ft.shard(train_state(), rules, ft.make_mesh(data=2, model=4))),
         "model",
     ),
     "explore": (ranking, "ts.model"),
@@ -290,7 +294,7 @@ def test_a_rule_for_a_missing_axis_is_one_problem_for_moments_too() -> None:
 
 def test_moments_alone_are_named() -> None:
     """The parameter is placed already, so only the moments are at fault."""
-    mesh, state = ft.make_mesh(**SIZES), train_state()
+    mesh, state = ft.make_mesh(data=2, model=4), train_state()
     placed = eqx.tree_at(lambda ts: ts.model, state, ft.shard(state.model, P(), mesh))
     text = raised(lambda: ft.jit(step, rules=VOCAB, mesh=mesh)(placed))
     assert "ts.opt_state.0.mu.head, ts.opt_state.0.nu.head   f32[16, 61]" in text
@@ -298,12 +302,24 @@ def test_moments_alone_are_named() -> None:
 
 
 def test_arrays_that_lie_otherwise_than_asked() -> None:
-    mesh = ft.make_mesh(**SIZES)
+    mesh = ft.make_mesh(data=2, model=4)
     state = ft.shard(train_state(), P(), mesh)
     layout = ft.StateSharding({"layers.*.w": P("data"), ...: P()})
     text = raised(lambda: ft.jit(step, in_shardings=layout, mesh=mesh)(state))
     assert "ts.model.layers.0.w, ts.model.layers.1.w   f32[16, 64]" in text
     assert "and 4 arrays of the optimizer's state like them" in text and "opt_state" not in text
+
+
+def test_arrays_of_which_nothing_is_said() -> None:
+    """By rules, of which those about arrays that somebody has placed are not asked."""
+    layout = ft.StateSharding({"head": None, ...: P()})
+    mesh = ft.make_mesh(data=2, model=4)
+    for text, begin in (
+        (raised(lambda: ft.plan(ABSTRACT, layout, mesh)), ""),
+        (raised(lambda: ft.jit(step, rules=layout, mesh=mesh)(train_state())), "ts."),
+    ):
+        assert f"  {begin}model.head   f32" in text and "opt_state" not in text
+        assert "no layout was given for this array (`None`)\n      and 2 arrays of the" in text
 
 
 def test_what_differs_is_told_of_each() -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 from jax.extend.core import ClosedJaxpr
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding
 
 from functree.argument_checks import DEVICES, MAPPING, TEXTS, check
 from functree.calls.callbacks import check_callbacks
@@ -216,8 +216,11 @@ class Lowered(Stage[jax.stages.Lowered]):
         for path, array in zip(paths, self._call.placed_arrays(), strict=True):
             if path in used and not is_on_host(array.sharding):
                 arguments[path] = array
-        shardings = program.out_shardings or [None] * len(output.values)
-        results = list(map(_laid_out, output.values, shardings))
+        # Those of the types are known on Explicit axes alone.
+        results: list[jax.ShapeDtypeStruct] = list(output.values)
+        for i, sharding in enumerate(program.out_shardings or ()):
+            if sharding is not None:
+                results[i] = results[i].update(sharding=sharding)
         return ProgramArrays(
             arguments,
             [paths[i] for i in program.body.arguments.donated],
@@ -235,13 +238,3 @@ class Lowered(Stage[jax.stages.Lowered]):
     def cost_analysis(self) -> Any | None:
         """The compiler's estimate of the costs, before compilation."""
         return self._stage.cost_analysis()
-
-
-def _laid_out(result: jax.ShapeDtypeStruct, sharding: NamedSharding | None) -> jax.ShapeDtypeStruct:
-    """A result with the sharding that is asked for, or else with that of its type."""
-    if sharding is None:
-        of_type = result.sharding
-        # On other axes the type says nothing, and the compiler chooses.
-        if isinstance(of_type, NamedSharding) and AxisType.Explicit in of_type.mesh.axis_types:
-            sharding = of_type
-    return jax.ShapeDtypeStruct(result.shape, result.dtype, sharding=sharding)
