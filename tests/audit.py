@@ -34,13 +34,14 @@ def main() -> int:
     warnings.simplefilter("ignore")
     cells = [cell for cell in CELLS if not options.only or cell[0] in options.only]
     found = audit(cells, options.target)
-    print(*found.wrong, sep="\n")
+    print(*found.wrong, *found.misread, sep="\n")
     print(
         f"{len(cells)} programs and layouts, {found.arrays} arrays: {len(found.wrong)} wrong names, "
+        f"{len(found.misread)} of another kind than is said, "
         f"{found.unnamed} without a name ({found.share:.1%} of the bytes; "
         f"{found.missing:.1%} could have one)"
     )
-    return bool(found.wrong)
+    return bool(found.wrong or found.misread)
 
 
 if __name__ == "__main__":

@@ -6,8 +6,9 @@ another program. Paths only tell which output is the new value, or the gradient,
 """
 
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import cached_property
+from typing import NamedTuple
 
 from functree.compiled.counterparts import Counterparts, Shapes
 from functree.compiled.data_flow import DataFlow, HloValue
@@ -19,6 +20,18 @@ from functree.tree.paths import Path
 _FORWARD = ("forward", "recompute")
 _Keys = tuple[object, ...]
 """The beginning of a path."""
+
+
+class Served(NamedTuple):
+    """The parameters that a moved array serves.
+
+    Attributes:
+        parameters: their indices, in order.
+        moves: what is moved for them, as `Collective.moves` says it.
+    """
+
+    parameters: list[int]
+    moves: str | None
 
 
 class Attribution:
@@ -48,8 +61,8 @@ class Attribution:
         ranks = Shapes([(rank,) for rank in self._ranks], [(rank,) for rank in self._output_ranks])
         self._counterparts = Counterparts(parameters, outputs, shapes or ranks, self._uses)
 
-    def of(self, moved: MovedArray, phase: str | None) -> list[int]:
-        """The parameters that an array serves.
+    def of(self, moved: MovedArray, phase: str | None) -> Served:
+        """The parameters that an array serves, and what it is of them.
 
         The array is made of them, is their gradient, or is multiplied by them.
 
@@ -58,21 +71,50 @@ class Attribution:
             phase: the phase of the collective. What the forward pass adds to an argument is no
                 gradient of it.
         """
-        found: Collection[int] = self._uses.weights(moved)
+        for moves, find in self._ways(moved, phase):
+            found = find()
+            if found:
+                return Served(sorted(found), moves)
+        return Served([], None)
+
+    def _ways(
+        self, moved: MovedArray, phase: str | None
+    ) -> Iterator[tuple[str, Callable[[], Collection[int]]]]:
+        """The ways in which an array may serve parameters, the surest first: what it is of them,
+        and how they are found."""
+        yield "itself", lambda: self._uses.weights(moved)
         # Before gradients: matrices that are moved at once reach some outputs element by element,
         # and others by products alone.
-        if not found and phase == "update":
-            found = self._updated_by(moved)
-        if not found and phase not in _FORWARD:
-            found = self._gradient_of(moved)
+        if phase == "update":
+            yield "update", lambda: self._updated_by(moved)
+            yield "update", lambda: self._gradient_of(moved)
+        elif phase not in _FORWARD:
+            yield "gradient", lambda: self._gradient_of(moved)
+        if phase == "backward":
             # A gradient of which nobody can tell the parameter. What it was multiplied by are
             # activations.
-            if not found and phase == "backward":
-                if self._uses.outputs(moved):
-                    return []
-                # One that an optimizer multiplies with others.
-                found = self._updated_by(moved)
-        return sorted(found or self._multiplied_by(moved, phase))
+            if self._uses.outputs(moved):
+                return
+            # One that an optimizer multiplies with others.
+            yield "gradient", lambda: self._updated_by(moved)
+        yield self._product_of(moved, phase), lambda: self._multiplied_by(moved, phase)
+        # A weight that was computed, and is gathered then.
+        if phase in _FORWARD and moved.kind == "all-gather":
+            yield "itself", lambda: self._uses.computed_of(moved.operand)
+
+    def _product_of(self, moved: MovedArray, phase: str | None) -> str:
+        """What an array is that was made by products, or is multiplied: mostly an activation."""
+        if phase == "update":  # an optimizer may multiply matrices too
+            return "update"
+        if phase in _FORWARD and moved.kind == "all-gather":
+            trained = self._counterparts.all
+            weights = [
+                len(one.parameters) > 1 and not one.computed and one.parameters <= trained
+                for one in self._uses.made_by(moved)
+            ]
+            if weights and all(weights):  # a weight made of two, such as those of an adapter
+                return "itself"
+        return "activation"
 
     def _multiplied_by(self, moved: MovedArray, phase: str | None) -> Collection[int]:
         """The parameters that a moved array is multiplied by, or else was made of by products."""
@@ -92,13 +134,9 @@ class Attribution:
                     own |= self._uses.computed_of(value)
                 own |= product.parameters if own else set()
             found |= own
-        # A weight that was computed, and is gathered then.
-        if phase in _FORWARD and moved.kind == "all-gather":
-            return (
-                found | self._uses.summands(moved)
-                if found
-                else self._uses.computed_of(moved.operand)
-            )
+        # What is added to a product that was computed, and is gathered then.
+        if found and phase in _FORWARD and moved.kind == "all-gather":
+            found |= self._uses.summands(moved)
         return found
 
     def _is_known(self, phase: str | None) -> Callable[[int, Sequence[HloValue]], bool]:

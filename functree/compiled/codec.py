@@ -4,7 +4,8 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from functree.compiled.collective import Collective
+from functree.argument_checks import shown
+from functree.compiled.collective import MOVES, Collective
 from functree.compiled.memory import BytesByPath, Memory
 from functree.errors import FunctreeValueError
 from functree.report.json_text import SIZE, loaded
@@ -123,6 +124,12 @@ def _read_collective(data: Mapping[str, Any]) -> Collective:
             f"the JSON is not of a whole ledger: {data['op']!r} has {len(data['paths'])} `paths` "
             f"and {len(data['arguments'])} `arguments`"
         )
+    moves = data.get("moves")  # of a functree that did not know it, there is none
+    if moves not in (None, *MOVES):
+        raise FunctreeValueError(
+            f"the JSON is not of a ledger: {data['op']!r} has `moves` {shown(moves)}, which is "
+            f"{', '.join(MOVES)} or null"
+        )
     return Collective(
         kind=data["kind"],
         mesh_axes=axes,
@@ -134,4 +141,5 @@ def _read_collective(data: Mapping[str, Any]) -> Collective:
         phase=data["phase"],
         source=data["source"],
         op=data["op"],
+        moves=moves,
     )

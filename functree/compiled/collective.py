@@ -4,6 +4,9 @@ from dataclasses import dataclass
 
 from functree.tree.paths import Path
 
+MOVES = ("itself", "gradient", "activation", "update")
+"""What a collective may move for a parameter."""
+
 
 @dataclass(frozen=True)
 class Collective:
@@ -26,6 +29,9 @@ class Collective:
         phase: `forward`, `backward`, `recompute`, `update`; None if it is not known.
         source: the line that it comes from, `file:line`; None if it is not known.
         op: the name of the instruction in the text of the program.
+        moves: what is moved for these parameters: `itself`, the array or what is computed of it
+            alone; its `gradient`; an `activation` that it is multiplied by, or makes, or the
+            gradient of such an activation; a part of its `update`. None if it serves none.
     """
 
     kind: str
@@ -38,6 +44,7 @@ class Collective:
     phase: str | None
     source: str | None
     op: str
+    moves: str | None = None
 
     @property
     def path(self) -> Path | None:

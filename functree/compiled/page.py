@@ -7,7 +7,12 @@ from typing import NamedTuple
 
 from functree.compiled.collective import Collective
 from functree.compiled.memory import Memory
-from functree.compiled.table_rows import NO_PARAMETER, TableRow, rows_of_parameters
+from functree.compiled.table_rows import (
+    NO_PARAMETER,
+    TableRow,
+    moves_text,
+    rows_of_parameters,
+)
 from functree.layout.plan.page import PlanPage, parts_of
 from functree.report.byte_sizes import bytes_text
 from functree.report.fold_tree import TreeLeaf, tree_html
@@ -116,8 +121,8 @@ class LedgerPage(NamedTuple):
         elif one.paths:
             parts = ("several parameters",)
         content = f"{code(row.kind)} over {self._axes(one.mesh_axes)} "
-        if one.phase:
-            content += f'<span class="chip">{html.escape(one.phase)}</span>'
+        for text in filter(None, (one.phase, moves_text(one))):
+            content += f'<span class="chip">{html.escape(text)}</span>'
         times = {"?": "an unknown number of times", "1": ""}.get(row.runs, f"×{row.runs}")
         content += f'<span class="muted num">{times}</span>'
         if not row.paths and one.paths:

@@ -131,7 +131,8 @@ class _Reader:
         axes, size = self._groups_of(moved.instruction)
         paths: list[Path] = []
         arguments: list[str] = []
-        for parameter in self._attribution.of(moved, phase):
+        served = self._attribution.of(moved, phase)
+        for parameter in served.parameters:
             argument, *keys = self._parameters[parameter]
             paths.append(Path(keys))
             arguments.append(str(argument))
@@ -146,6 +147,7 @@ class _Reader:
             phase=phase,
             source=self._source(moved),
             op=moved.instruction.name,
+            moves=served.moves,
         )
 
     def _groups_of(self, one: Instruction) -> _Groups:

@@ -25,11 +25,18 @@ class TableRow(NamedTuple):
 
     @property
     def details(self) -> str:
-        """The phase, and what is told below a row."""
-        return ", ".join(filter(None, (self.collectives[0].phase, self.where)))
+        """The phase, what is moved, and what else is told below a row."""
+        one = self.collectives[0]
+        return ", ".join(filter(None, (one.phase, moves_text(one), self.where)))
 
 
 NO_PARAMETER = "no parameter"
+_MOVES = {
+    "itself": "the array itself",
+    "gradient": "its gradient",
+    "activation": "an activation",
+    "update": "a part of its update",
+}
 
 
 def table_rows(collectives: Sequence[Collective]) -> list[TableRow]:
@@ -60,7 +67,7 @@ def _by_layer(collectives: Sequence[Collective]) -> list[list[Collective]]:
 
 def _does(one: Collective) -> tuple[Hashable, ...]:
     """What one collective does: those of a row do the same."""
-    return one.kind, one.mesh_axes, one.phase
+    return one.kind, one.mesh_axes, one.phase, one.moves
 
 
 def _but_for_indices(one: Collective) -> Hashable:
@@ -148,6 +155,11 @@ def _row(alike: Sequence[Collective]) -> TableRow:
 def full_paths(one: Collective) -> list[Path]:
     """The paths of what a collective serves, each beginning with the name of its argument."""
     return [Path((name, *path)) for name, path in zip(one.arguments, one.paths, strict=True)]
+
+
+def moves_text(one: Collective) -> str:
+    """What is moved for a parameter; empty if there is none."""
+    return _MOVES.get(one.moves or "", "")
 
 
 def axes_text(axes: tuple[str, ...] | None) -> str:

@@ -291,6 +291,7 @@ def test_no_name_is_wrong() -> None:
     """In programs of others, whose tables know nothing of the compiler."""
     found = audit(CELLS if whole_tables() else AUDITED, TARGETS["tpu"])
     assert not found.wrong, "\n".join(found.wrong)
+    assert not found.misread, "\n".join(found.misread)
     assert found.missing <= 0.25, found
 
 

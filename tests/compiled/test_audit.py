@@ -1,4 +1,5 @@
-"""The names in the ledgers of programs of others: none is wrong, and few are missing."""
+"""The names in the ledgers of programs of others: none is wrong, and few are missing; and what is
+moved for them."""
 
 import pytest
 from covering import whole_tables
@@ -15,4 +16,5 @@ def test_no_name_is_wrong(layout: str) -> None:
     cells = CELLS if whole_tables() else COVERING
     found = audit([cell for cell in cells if cell[1] == layout])
     assert not found.wrong, "\n".join(found.wrong)
+    assert not found.misread, "\n".join(found.misread)
     assert found.missing <= MISSING[layout], found

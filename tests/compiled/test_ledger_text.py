@@ -67,6 +67,10 @@ TABLES: dict[str, tuple[list[ft.Collective], list[tuple[str, str, int]]]] = {
          moved("u", mesh_axes=("model",), bytes=2), moved("t", phase="backward", bytes=1)],
         [("m.w", "1", 4), ("m.v", "1", 3), ("m.u", "1", 2), ("m.t", "1", 1)],
     ),
+    "of parameters and of activations": (
+        [moved("w", moves="itself"), moved("v", moves="itself"), moved("u", moves="activation")],
+        [("m.{w,v}", "2", 128), ("m.u", "1", 64)],
+    ),
     "other arguments": (
         [moved("w"), moved("w", arguments=("n",), bytes=8)], [("m.w", "1", 64), ("n.w", "1", 8)],
     ),
@@ -104,6 +108,25 @@ def test_lines_of_source() -> None:
     assert row.details == "forward, nn/f.py:9,10, nn/g.py:1, 64 B each time"
     many = [moved(f"p{i}", source=f"f{i}.py:1") for i in range(5)]
     assert "f0.py:1, f1.py:1, f2.py:1, 2 more files" in table_rows(many)[0].details
+
+
+@pytest.mark.parametrize(
+    ("moves", "text"),
+    [
+        ("itself", "the array itself"),
+        ("gradient", "its gradient"),
+        ("activation", "an activation"),
+        ("update", "a part of its update"),
+        (None, ""),
+    ],
+)
+def test_what_is_moved(moves: str | None, text: str) -> None:
+    one = moved("w", moves=moves)
+    (row,) = table_rows([one])
+    assert row.details == ", ".join(filter(None, ("forward", text, "nn/f.py:9")))
+    of_one = ledger(one)
+    assert row.details in str(of_one) and text in of_one.html()
+    assert ft.Ledger.from_json(of_one.to_json()) == of_one
 
 
 def ledger(*collectives: ft.Collective, **changes: Any) -> ft.Ledger:

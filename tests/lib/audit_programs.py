@@ -91,7 +91,7 @@ def program(
 
 def spec_of(shape: tuple[int, ...], layout: str) -> P:
     """How an array is sharded: by its dimensions alone."""
-    primes = [_odd(size) for size in shape]
+    primes = [odd_part(size) for size in shape]
     entries: list[Any] = [None] * len(shape)
     if 11 in primes:
         entries[primes.index(11)] = "data"
@@ -130,7 +130,7 @@ def allowed(
     for key, value in names.items():
         *conditions, letters = key.split()
         wanted = 1 if letters == "1" else math.prod(PRIMES.get(one, 1) for one in letters)
-        fits = letters == "*" or wanted == _odd(size)
+        fits = letters == "*" or wanted == odd_part(size)
         for one in conditions:
             if one.startswith("@"):
                 fits &= tag in (one[1:], "")
@@ -150,7 +150,8 @@ def is_wrong(names: frozenset[str], fitting: frozenset[str]) -> bool:
     return not names <= alone | beside or bool(names and not names & alone)
 
 
-def _odd(number: int) -> int:
+def odd_part(number: int) -> int:
+    """A number without its factors of two."""
     while number and number % 2 == 0:
         number //= 2
     return number

@@ -8,7 +8,16 @@ from typing import Any, NamedTuple
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from audit_programs import MESHES, PROGRAMS, Audited, abstract, allowed, is_wrong, spec_of
+from audit_programs import (
+    MESHES,
+    PROGRAMS,
+    Audited,
+    abstract,
+    allowed,
+    is_wrong,
+    odd_part,
+    spec_of,
+)
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -132,11 +141,40 @@ def _tag(source: str | None) -> str:
     return "-" if file.endswith("audit_programs.py") else ""
 
 
+# What is moved has another size there than what it is: a partial sum of a gradient, a cache of
+# activations that is an argument, copies of a parameter for each row of the batch.
+OTHERWISE = {("weight_norm", "fsdp"), ("decode", "tp"), ("k_means", "fsdp")}
+
+
+def sizes_of(one: Audited) -> dict[str, int]:
+    """The odd part of the number of elements of each argument, which tells its dimensions."""
+    found: dict[str, int] = {}
+    for name, value in one.args.items():
+        for path, x in _leaves(abstract(value() if callable(value) else value)):
+            found[f"{name}.{ft.Path.of(path)}" if path else name] = odd_part(x.size)
+    return found
+
+
+def is_moved(one: Judged, sizes: Mapping[str, int]) -> bool:
+    """Whether an array can be what a ledger says: a parameter, or its gradient, has the dimensions
+    of one that it is named for, and an activation has others."""
+    like_one = odd_part(one.entry.bytes) in {sizes[name] for name in one.names}
+    match one.entry.moves:
+        case "itself" | "gradient":
+            return like_one
+        case "activation":
+            return not like_one
+        case "update":
+            return bool(one.names)
+    return not one.names
+
+
 class Audit(NamedTuple):
     """What was found in some programs.
 
     Attributes:
         wrong: a line for each array with a name that it may not have.
+        misread: a line for each that is not what the ledger says that is moved.
         arrays: the number of arrays.
         unnamed: the number of those without a name.
         share: the share of the bytes of these.
@@ -144,6 +182,7 @@ class Audit(NamedTuple):
     """
 
     wrong: list[str]
+    misread: list[str]
     arrays: int
     unnamed: int
     share: float
@@ -158,15 +197,19 @@ def audit(cells: Iterable[tuple[str, str]], target: str | None = None) -> Audit:
         target: what they are compiled for; None for simulated devices.
     """
     wrong: list[str] = []
+    misread: list[str] = []
     found: list[Judged] = []
     for name, layout in cells:
         ledger = ledger_of(PROGRAMS[name], layout, mesh_of(layout, target))
+        sizes = sizes_of(PROGRAMS[name])
         for one in judged(name, ledger):
             found.append(one)
             if one.is_wrong:
                 wrong.append(f"{name} {layout}: {one}")
+            if not is_moved(one, sizes) and (name, layout) not in OTHERWISE:
+                misread.append(f"{name} {layout}: {one}, said to move {one.entry.moves}")
     unnamed = [one for one in found if not one.names]
     moved = sum(one.entry.total for one in found)
     share = sum(one.entry.total for one in unnamed) / moved
     missing = sum(one.entry.total for one in unnamed if one.allowed) / moved
-    return Audit(wrong, len(found), len(unnamed), share, missing)
+    return Audit(wrong, misread, len(found), len(unnamed), share, missing)

@@ -163,6 +163,21 @@ def test_nonsense_in_the_json_of_a_ledger(where: str, value: Any) -> None:
         ft.Ledger.from_json(json.dumps(data))
 
 
+@pytest.mark.parametrize("value", ["everything", 3, ["itself"]])
+def test_nonsense_that_is_moved(value: Any) -> None:
+    data = json.loads(gradient("FSDP+TP", None)[0].ledger().to_json())
+    one = data["collectives"][0]
+    one["moves"] = value
+    name = one["op"]
+    allowed = "which is itself, gradient, activation, update or null"
+    with raises(f"the JSON is not of a ledger: {name!r} has `moves` {value!r}, {allowed}"):
+        ft.Ledger.from_json(json.dumps(data))
+    # As a functree wrote it that did not know it.
+    for one in data["collectives"]:
+        del one["moves"]
+    assert not gradient("FSDP+TP", None)[0].ledger().diff(ft.Ledger.from_json(json.dumps(data)))
+
+
 def test_ledgers_differ_by_parameter() -> None:
     before, after = (gradient(name, None)[0].ledger() for name in ("TP", "FSDP+TP"))
     assert not before.diff(before)
