@@ -378,6 +378,13 @@ def did_you_mean(name: object, known: Iterable[object]) -> str:
     return f"; did you mean `{near[0]}`?" if near else ""
 
 
-def nearest(name: object, known: Iterable[object], most: int) -> list[str]:
-    """The known names that are near, the nearest first."""
-    return difflib.get_close_matches(str(name), [str(k) for k in known], n=most, cutoff=0.6)
+def nearest(name: object, known: Iterable[object], most: int, *, cutoff: float = 0.6) -> list[str]:
+    """The known names that are near, the nearest first.
+
+    Args:
+        name: the name.
+        known: the known ones.
+        most: how many of them at most.
+        cutoff: how near they have to be; 1 is the same.
+    """
+    return difflib.get_close_matches(str(name), [str(k) for k in known], n=most, cutoff=cutoff)

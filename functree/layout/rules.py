@@ -301,7 +301,7 @@ def _split(leaf: Leaf, decision: Decision, dim: int, rule: Rule) -> Decision:
 
 def unannotated(leaf: Leaf) -> tuple[str, str]:
     """Why rules cannot lay out a leaf without names, and what to do."""
-    why, remedy = "has no axis names", 'annotate the field (`Float[Array, "..."]`)'
+    why, remedy = "has no axis names", 'annotate it (`Float[Array, "..."]`)'
     if leaf.unread is not None:
         reason, remedy = leaf.unread
         why += f": {reason}"

@@ -204,8 +204,13 @@ def _indivisible(
     # Rules shard dimensions that have names, and FSDP only dimensions that it can divide.
     name = leaf.axes[dim]
     why = f"{text} has size {size}; {source} needs a multiple of {where}={parts}"
-    alone = "leave this leaf unsharded by a path filter (`StateSharding`)"
-    return why, f'pad {text} to {padded}, {alone}, or every "{name}" by `"{name}": None`'
+    pad, whole = f"pad {text} to {padded}", f'by `"{name}": None`'
+    if leaf.path:
+        alone = "leave this leaf unsharded by a path filter (`StateSharding`)"
+        return why, f'{pad}, {alone}, or every "{name}" {whole}'
+    if dim == 0:  # the rows of a bare array are most often examples
+        pad += " with rows that do not count, drop what is left over"
+    return why, f'{pad}, or leave every "{name}" unsharded {whole}'
 
 
 def parts_over(mesh_axes: Iterable[str], mesh: MeshView) -> int:
@@ -226,12 +231,18 @@ def local_shape(
     return tuple(sizes)
 
 
-def refuse(problems: Sequence[Problem], mesh: MeshView) -> ShardingError:
-    """The one error for all problems of a tree on a mesh."""
+def refuse(problems: Sequence[Problem], mesh: MeshView, where: str = "") -> ShardingError:
+    """The one error for all problems of a tree on a mesh.
+
+    Args:
+        problems: the problems.
+        mesh: the mesh.
+        where: the beginning of the message, which says what lays out the tree.
+    """
     leaves = leaves_at_fault(problems)
     if not leaves:
-        return ShardingError(f"the layout does not fit the tree on mesh {mesh}", problems)
-    return ShardingError(f"{leaves} cannot be laid out on mesh {mesh}", problems)
+        return ShardingError(f"{where}the layout does not fit the tree on mesh {mesh}", problems)
+    return ShardingError(f"{where}{leaves} cannot be laid out on mesh {mesh}", problems)
 
 
 def leaves_at_fault(problems: Sequence[Problem]) -> str:

@@ -54,7 +54,8 @@ def place_across(planner: Planner, local: bool) -> Any:
         FunctreeError: the processes have other plans, or other values for what several of them
             have.
     """
-    with Agreement(FAILURE) as agreement:
+    rows = "" if local else "if each process has rows of its own, say `local=True`; else"
+    with Agreement(FAILURE, remedy=rows) as agreement:
         tree, shardings, facts = _prepared(planner, local)
         agreement.compare(lambda: facts)
     leaves = tree.leaves

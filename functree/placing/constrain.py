@@ -1,6 +1,7 @@
 """Traced arrays and a layout ─► the same arrays, constrained to the shardings of the layout."""
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
 import jax
@@ -11,7 +12,7 @@ from functree.devices.constraint import with_constraint
 from functree.devices.deleted import check_deleted
 from functree.devices.meshes import MeshView, agreed_mesh, current_mesh, mesh_view
 from functree.devices.placement import first_mesh
-from functree.errors import ShardingError, count
+from functree.errors import ShardingError, count, users_frame
 from functree.layout.bare_array_spec import activation, array_spec
 from functree.layout.decide import decide_parts
 from functree.layout.decision import Decision
@@ -103,8 +104,17 @@ def _by_axes(x: Any, axes: Axes, rules: LayoutLike) -> Any:
     try:
         spec = array_spec(layout, leaf, view)
     except ShardingError as error:
-        raise refuse(error.problems, view) from None
+        raise refuse(error.problems, view, f"ft.constrain{_at_line()}: ") from None
     return with_constraint(x, mesh, spec)
+
+
+def _at_line() -> str:
+    """Where the user's program constrains an array: an activation has no path that says which it
+    is. Empty if that is not known."""
+    _, frame = users_frame()
+    if frame is None:
+        return ""
+    return f" at {Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
 
 
 def _no_rules(layout: Layout | None, axes: Axes, mesh: Mesh | AbstractMesh) -> str:
@@ -115,7 +125,7 @@ def _no_rules(layout: Layout | None, axes: Axes, mesh: Mesh | AbstractMesh) -> s
     )
     # There may be a layout all the same, which is for parameters, such as `FSDP`.
     if layout is not None:
-        text += f"; {layout!r} knows no names of axes"
+        text += f"; {layout!r} knows no names of axes, and `AxisRules(...) | layout` knows them"
     return text
 
 

@@ -39,6 +39,7 @@ class Agreement:
     Args:
         failure: the beginning of the message: `the arrays cannot be placed`.
         name: what compares; by default the function that the user's program has called.
+        remedy: what else may be the matter, if what was compared differs.
 
     Raises:
         FunctreeError: at the end of the block, if what was compared differs, if another process
@@ -46,8 +47,9 @@ class Agreement:
             if it is one of functree.
     """
 
-    def __init__(self, failure: str, name: str | None = None):
+    def __init__(self, failure: str, name: str | None = None, remedy: str = ""):
         self._failure, self._name = failure, name
+        self._remedy = " ".join(filter(None, (remedy, _REMEDY)))
         self._facts: dict[str, list[str]] = {}
 
     def compare(self, facts: Callable[[], Facts]) -> None:
@@ -71,7 +73,7 @@ class Agreement:
         if error is None:
             told = exchanged(place, {"facts": self._facts})
             if told is not None:
-                _raise_differences(place, told)
+                _raise_differences(place, told, self._remedy)
         elif isinstance(error, Exception):
             # In this process Python goes on to raise it after this, whatever the others tell.
             with suppress(FunctreeError):
@@ -99,7 +101,7 @@ def wait_in_all(failure: str, is_done: Callable[[], bool]) -> None:
         answers = texts_of_all(str(mine))
 
 
-def _raise_differences(place: Place, told: Sequence[Told]) -> None:
+def _raise_differences(place: Place, told: Sequence[Told], remedy: str) -> None:
     """Raise for the names whose lines are not the same in all processes."""
     reports = [one.report for one in told]
     problems: list[Problem] = []
@@ -113,14 +115,14 @@ def _raise_differences(place: Place, told: Sequence[Told]) -> None:
         others = [process for process, own in enumerate(lines) if own != usual]
         if others:
             text = _difference(lines, lines.index(usual), others)
-            problems.append(Problem(None, None, name, text, _REMEDY))
+            problems.append(Problem(None, None, name, text, remedy))
     if problems:
         lines = [[one.line] for one in told]
         others = [process for process, own in enumerate(lines) if own != lines[0]]
         if others:
             # No mistake by itself. But if they differ too, one is probably a call behind.
             text = _difference(lines, 0, others)
-            problems.append(Problem(None, None, "line", text, _REMEDY))
+            problems.append(Problem(None, None, "line", text, remedy))
         headline = f"{place.failure}: the {len(reports)} processes differ in {place}"
         raise known_to_all(FunctreeError(headline, problems))
 

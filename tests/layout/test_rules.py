@@ -246,6 +246,13 @@ def test_unused_rules_are_listed() -> None:
     assert "rules that no leaf needed: b, a" in str(plan) and "b, a" in plan.html()
 
 
+def test_an_unused_rule_that_looks_like_a_slip() -> None:
+    rules = ft.AxisRules({"embed": None, "embd": "data", "vocab": "model"})
+    plan = ft.plan(leaf("embed"), rules, SIZES)
+    assert plan.unused == ("embd", "vocab")
+    assert "rules that no leaf needed: embd (is `embed` meant?), vocab" in str(plan)
+
+
 def test_what_one_part_of_a_tree_lacks_another_may_have() -> None:
     rules = ft.AxisRules({"embed": None, "hidden": "model", "seq": None})
     tree = {"a": leaf("embed"), "b": leaf("hidden")}
@@ -450,7 +457,7 @@ def test_an_unannotated_leaf() -> None:
     text = why({"w": jnp.ones((4, 4))}, ft.AxisRules({"a": "data", ...: None}))
     assert "has no axis names, and rules shard axes by name" in text
     for remedy in (
-        'annotate the field (`Float[Array, "..."]`)',
+        'annotate it (`Float[Array, "..."]`)',
         "give `names=` to the rules",
         "by a path filter",
     ):

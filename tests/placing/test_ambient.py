@@ -232,6 +232,7 @@ def test_a_layout_without_axis_rules_lays_out_no_activation(case: str):
     told = [
         "there is a mesh (data=2, model=4) but no rules to lay out `batch hidden`",
         "with `AxisRules`",
+        "knows no names of axes, and `AxisRules(...) | layout` knows them",
     ]
     with raises(*told, error=ft.ShardingError):
         ft.jit(lambda x: ft.constrain(x * 2, "batch hidden"), rules=layout)(x)

@@ -1,5 +1,7 @@
 """`ft.constrain`, beside what JAX does with literal specs."""
 
+import re
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -113,8 +115,27 @@ def test_one_function_under_two_rule_sets_has_two_layouts():
 def test_silent_failure_02_a_constraint_that_does_not_divide_is_an_error():
     with jax.set_mesh(MESH), ft.axis_rules(RULES), pytest.raises(ft.ShardingError) as error:
         jax.jit(lambda x: ft.constrain(x, "batch hidden"))(jnp.ones((4, 6)))
-    assert '"hidden" has size 6; rule hidden→model needs a multiple of model=4' in str(error.value)
+    text = str(error.value)
+    assert '"hidden" has size 6; rule hidden→model needs a multiple of model=4' in text
     assert error.value.problems[0].shape == (4, 6)
+    # An activation has no path: the line says which it is.
+    assert re.match(r"ft.constrain at test_constrain.py:\d+: 1 leaf cannot be laid out on", text)
+    assert text.endswith(
+        'Try: pad "hidden" to 8, or leave every "hidden" unsharded by `"hidden": None`'
+    )
+
+
+def test_rows_that_the_mesh_does_not_divide():
+    with jax.set_mesh(MESH), ft.axis_rules(RULES), pytest.raises(ft.ShardingError) as error:
+        ft.constrain(jnp.ones((3, 8)), "batch hidden")
+    told = 'pad "batch" to 4 with rows that do not count, drop what is left over, or leave every'
+    assert told in str(error.value)
+
+
+def test_a_name_without_a_rule_is_told_with_its_line():
+    with jax.set_mesh(MESH), ft.axis_rules(ft.AxisRules({"batch": "data"})):
+        with pytest.raises(ft.ShardingError, match=r"ft.constrain at test_constrain.py:\d+: "):
+            ft.constrain(jnp.ones((4, 8)), "batch seq")
 
 
 @pytest.mark.filterwarnings("ignore:.*context manager has been deprecated:DeprecationWarning")

@@ -117,6 +117,7 @@ DIFFERENCES: dict[str, list[str]] = {
         "the arrays cannot be placed",
         "process {odd} differs",
         "(the array): f32[8, 16] ",
+        "Try: if each process has rows of its own, say `local=True`; else all processes have to",
     ],
     "other_batch_shape": [
         "the arrays cannot be placed",

@@ -14,6 +14,7 @@ from functree.errors import (
     count,
     did_you_mean,
     listed,
+    nearest,
     problem_groups,
 )
 from functree.labels.leaf import Leaf
@@ -334,7 +335,7 @@ class Plan(Value, Layout):
             notes.append(f"arrays on other meshes: {', '.join(others)}")
         notes += replicated(self.rows, self.sizes)
         if self.unused:
-            notes.append(f"rules that no leaf needed: {', '.join(self.unused)}")
+            notes.append(f"rules that no leaf needed: {', '.join(map(self._unused, self.unused))}")
         if self.unused_names and not self._warnings():
             notes.append(f"{self._unused_names()}: named no leaf")
         several = several_sizes(self.rows)
@@ -344,6 +345,13 @@ class Plan(Value, Layout):
                 *several,
             ]
         return notes
+
+    def _unused(self, name: str) -> str:
+        """The name of a rule that no leaf needed, and the axis that may be meant."""
+        used = {str(axis) for row in self.rows for axis in row.axes or ()}
+        # A rule may be there for activations, so only what looks like a slip is told.
+        near = nearest(name, used, 1, cutoff=0.85)
+        return f"{name} (is `{near[0]}` meant?)" if near else name
 
     def _problem_texts(self) -> list[str]:
         """One line for each problem, and for all leaves that have it."""
