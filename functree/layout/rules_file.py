@@ -26,6 +26,7 @@ from typing import Any, TypeVar
 
 from jax.sharding import PartitionSpec
 
+from functree.argument_checks import FILE, check
 from functree.errors import RuleError, did_you_mean
 from functree.layout.fsdp import FSDP
 from functree.layout.layout import Composition, Layout, SpecLayout, as_layout
@@ -41,12 +42,24 @@ _FORMS = '"axis", ["axis", "other"] or false'
 
 
 def read_rules(path: str | os.PathLike[str]) -> Layout:
-    """The layout that a `rules.toml` says.
+    """The layout that a `rules.toml` says: the file that the command line takes as `--rules`, and
+    that `row.rules_file` of `ft.explore` writes.
+
+    Args:
+        path: the path of the file.
 
     Raises:
         RuleError: the file cannot be read, or does not follow the grammar; the message is one line,
             with the file, the line and the key.
+
+    Examples:
+        >>> text = 'rules = [["batch", "data"], ["hidden", "model"]]'
+        >>> _ = (folder / "rules.toml").write_text(text)
+        >>> rules = ft.read_rules(folder / "rules.toml")
+        >>> rules.spec("batch hidden")
+        P('data', 'model')
     """
+    check("read_rules has nothing to read", path=(path, FILE))
     file = Path(path)
     try:
         # Some editors begin a file with a mark, which this encoding leaves out.

@@ -21,7 +21,6 @@ from functree.explorer.candidate import Candidate
 from functree.explorer.ranking import ranked
 from functree.explorer.reasons import problem_lines
 from functree.explorer.step import Step
-from functree.layout.rules_file import read_rules
 
 P = ft.P
 BATCH, EMBED, HIDDEN = 64, 32, 128
@@ -134,7 +133,7 @@ def test_pages_and_json(ranking: ft.Ranking) -> None:
 def test_the_rules_of_the_best(ranking: ft.Ranking, tmp_path: Path) -> None:
     file = tmp_path / "rules.toml"
     ranking[0].rules_file(file)
-    assert read_rules(file) == TENSOR
+    assert ft.read_rules(file) == TENSOR
     assert file.read_text().startswith("# tensor, for the mesh data=2,model=4\n")
     bare = dataclasses.replace(ranking[0], _rules=None)
     with raises("the layout tensor has no rules that a file could have"):

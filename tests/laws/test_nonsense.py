@@ -244,6 +244,7 @@ USES: dict[str, Use] = {
         {"names": "mlp_up", "others": "full"},
     ),
     "on_host": (ft.on_host, {"layout": P()}),
+    "read_rules": (ft.read_rules, {"path": "rules.toml"}),
     "pack": (ft.pack, {"tree": MODEL}),
     "unpack": (ft.unpack, {"packed": ft.pack(MODEL)}),
     "plan": (ft.plan, {"tree": MODEL, "layout": RULES, "mesh": MESH, "check": True}),
@@ -549,8 +550,9 @@ def test_every_public_function_and_parameter_is_in_the_table():
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a checkpoint and a run, which all cases read."""
+    """A folder with a checkpoint, a run and a file of rules, which all cases read."""
     folder = tmp_path_factory.mktemp("checkpoints")
+    (folder / "rules.toml").write_text('batch = "data"')
     ft.save(folder / "saved", {"w": jnp.ones(3)})
     with ft.Checkpoints(folder / "run") as run:
         run.save(7, {"w": jnp.ones(3)})

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import functree as ft
-from functree.layout.rules_file import layout_of_text, read_rules, rules_text
+from functree.layout.rules_file import layout_of_text, rules_text
 
 P = ft.P
 
@@ -64,7 +64,7 @@ TEXTS: dict[str, tuple[str, Any]] = {
 def test_a_text(name: str, tmp_path: Path) -> None:
     text, layout = TEXTS[name]
     (tmp_path / "rules.toml").write_text(text, encoding="utf-8")
-    assert read_rules(tmp_path / "rules.toml") == layout
+    assert ft.read_rules(tmp_path / "rules.toml") == layout
     written = rules_text(layout)
     assert layout_of_text(written, "again") == layout
     if name != "filters before FSDP":
@@ -165,11 +165,15 @@ def test_a_wrong_text(name: str) -> None:
 def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
     (tmp_path / "rules.toml").write_bytes(b"batch = '\xff'")
     with raises("rule.toml: no such file or directory; did you mean `rules.toml`?"):
-        read_rules(tmp_path / "rule.toml")
+        ft.read_rules(tmp_path / "rule.toml")
     with raises("rules.toml: not UTF-8, which a TOML file is"):
-        read_rules(tmp_path / "rules.toml")
+        ft.read_rules(tmp_path / "rules.toml")
     with raises("a.toml: no such file or directory"):
-        read_rules(tmp_path / "nowhere" / "a.toml")
+        ft.read_rules(tmp_path / "nowhere" / "a.toml")
+    with raises("is a directory"):
+        ft.read_rules(tmp_path)
+    with raises("read_rules has nothing to read", "the path of a file", error=ft.FunctreeError):
+        ft.read_rules(ft.AxisRules({"a": "x"}))  # pyright: ignore
 
 
 # What the grammar has no words for.
