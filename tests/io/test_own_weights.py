@@ -123,6 +123,7 @@ REFUSED: dict[str, tuple[dict[str, str], list[str], list[str]]] = {
     ),
     "no name": ({"y": "w"}, ["t", "w"], ["x: the table has no name for it"]),
     "left over": ({"x": "w"}, [], ["t: no array is read from it"]),
+    "left over beside a pattern": ({"x": "w"}, ["v*"], ["t: no array is read from it"]),
 }
 
 
@@ -152,6 +153,15 @@ def test_another_shape_and_another_dtype(tmp_path: Path) -> None:
         "x is float32[8, 4], and wide is float32[8, 8]",
         "y is float32[8, 4], and narrow is bfloat16[8, 4]",
     ]
+
+
+def test_a_name_in_two_files(tmp_path: Path) -> None:
+    page = copied()
+    files = [tmp_path / "a.safetensors", tmp_path / "b.safetensors"]
+    for file in files:
+        save_file(tensors(w=(8,)), file)
+    with raises("nothing is loaded", "b.safetensors: another file has w too", error=ValueError):
+        page["load"](files, like(P(), x=(8,)), {"x": "w"})
 
 
 # In several processes
