@@ -109,12 +109,12 @@ REFUSED: dict[str, tuple[dict[str, str], list[str], list[str]]] = {
     "the transpose": (
         {"x": "t"},
         ["w"],
-        ["x is float32[8, 4], and t is float32[4, 8]: transposed? see `.T`"],
+        ["x is float32[8, 4], and t is float32[4, 8]: transposed? write t.T"],
     ),
     "not the transpose": (
         {"x": "w.T"},
         ["t"],
-        ["x is float32[8, 4], and w.T is float32[4, 8]: transposed? see `.T`"],
+        ["x is float32[8, 4], and w.T is float32[4, 8]: transposed? write w"],
     ),
     "a name that is not there": (
         {"x": "v.T"},
