@@ -146,8 +146,8 @@ def by_bytes(rows: Sequence[Change]) -> tuple[Change, ...]:
     """The changes with the most bytes first; those of all layers count together.
 
     Of what is not of bytes, a change of a leaf stays behind the one before it if both are of one
-    leaf; other numbers, such as the runs of a collective whose bytes are the same, are last; and the
-    rest, such as the mesh, is first.
+    leaf; other numbers, such as the runs of a collective whose bytes are the same, are last; and
+    the rest, such as the mesh, is first.
     """
     sizes: dict[Hashable, int | None] = {}
     for alike in grouped(rows, _but_for_indices):
