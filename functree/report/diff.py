@@ -145,9 +145,8 @@ def _grown(rows: Sequence[Change]) -> int | None:
 def by_bytes(rows: Sequence[Change]) -> tuple[Change, ...]:
     """The changes with the most bytes first; those of all layers count together.
 
-    Of what is not of bytes, a change of a leaf stays behind the one before it if both are of one
-    leaf; other numbers, such as the runs of a collective whose bytes are the same, are last; and
-    the rest, such as the mesh, is first.
+    Numbers of something else, such as the runs of a collective, stay behind the change before them
+    if both are of one leaf, or of none, and are last otherwise. The rest, such as the mesh, is first.
     """
     sizes: dict[Hashable, int | None] = {}
     for alike in grouped(rows, _but_for_indices):
@@ -157,23 +156,22 @@ def by_bytes(rows: Sequence[Change]) -> tuple[Change, ...]:
         grown = sizes[_but_for_indices(row)]
         if grown is not None:
             weight = abs(grown)
-        elif weighed and _belongs(row, weighed[-1][1]):
-            weight, _ = weighed[-1]
         elif isinstance(row.before, int) and isinstance(row.after, int):
-            weight = 0
+            weight = _weight_before(weighed, row.path)
         else:
             weight = math.inf
         weighed.append((weight, row))
     return tuple(row for _, row in sorted(weighed, key=lambda one: -one[0]))
 
 
-def _belongs(row: Change, last: Change) -> bool:
-    """Whether a change is about the leaf of the one before it, or about the same collectives, which
-    serve several leaves or none: `bytes of x`, `runs of x`."""
-    if row.path or last.path:
-        return row.path == last.path
-    _, _, subject = row.what.partition(" of ")
-    return bool(subject) and last.what == f"bytes of {subject}"
+def _weight_before(weighed: Sequence[tuple[float, Change]], path: Path) -> float:
+    """The weight of the last change, if it is of bytes and of this leaf; otherwise none."""
+    if not weighed:
+        return 0
+    weight, last = weighed[-1]
+    if weight == math.inf or last.path != path:
+        return 0
+    return weight
 
 
 def _text(value: object, unit: int) -> str:

@@ -247,7 +247,6 @@ def test_a_change_of_runs_alone_is_not_first() -> None:
     assert by_bytes([of_none, OTHER_MESH, LARGE]) == (OTHER_MESH, LARGE, of_none)
     # Behind the bytes of the same collectives, which serve no parameter.
     assert by_bytes([SMALL, y, of_none]) == (y, of_none, SMALL)
-    assert by_bytes([y, of_none._replace(what="runs of x"), SMALL])[-1].what == "runs of x"
 
 
 def ledger_of(*moved: tuple[str, int, int]) -> ft.Ledger:
