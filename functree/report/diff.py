@@ -146,7 +146,8 @@ def by_bytes(rows: Sequence[Change]) -> tuple[Change, ...]:
     """The changes with the most bytes first; those of all layers count together.
 
     Numbers of something else, such as the runs of a collective, stay behind the change before them
-    if both are of one leaf, or of none, and are last otherwise. The rest, such as the mesh, is first.
+    if both are of one leaf, or of none, and are last otherwise. The rest is first, such as the
+    mesh.
     """
     sizes: dict[Hashable, int | None] = {}
     for alike in grouped(rows, _but_for_indices):
