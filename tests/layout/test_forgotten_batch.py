@@ -46,6 +46,11 @@ LAYOUTS = {
     ),
     "on the host": (ft.on_host(FORGOTTEN), "batch embed", ("data",)),
     "a rule": (ft.AxisRules({"batch": "data", ...: None}) | FSDP, "batch embed", ()),
+    "a rule on the host": (
+        ft.on_host(ft.AxisRules({"batch": "data", ...: None})) | FSDP,
+        "batch embed",
+        (),
+    ),
     "meant": (ft.AxisRules({"batch": None, ...: None}) | FSDP, "batch embed", ()),
     "a rule in another table": (OPEN | ft.AxisRules({"batch": "data"}) | FSDP, "batch embed", ()),
     "the axis shards something else": (

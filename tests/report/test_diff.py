@@ -244,7 +244,8 @@ def test_a_change_of_runs_alone_is_not_first() -> None:
     of_none = Change(ft.Path(), "runs of y", 1, 2)
     y = change_of("", "bytes of y", MIB, 2 * MIB)._replace(path=ft.Path())
     assert by_bytes([alone, LARGE, SMALL]) == (LARGE, SMALL, alone)
-    assert by_bytes([of_none, OTHER_MESH, LARGE]) == (OTHER_MESH, LARGE, of_none)
+    # The mesh is of no leaf either, and it has no bytes.
+    assert by_bytes([OTHER_MESH, of_none, LARGE]) == (OTHER_MESH, LARGE, of_none)
     # Behind the bytes of the same collectives, which serve no parameter.
     assert by_bytes([SMALL, y, of_none]) == (y, of_none, SMALL)
 
