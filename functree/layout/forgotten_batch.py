@@ -28,7 +28,7 @@ def forgotten_axes(layout: Layout, axes: Axes, mesh: MeshView) -> tuple[str, ...
     rule maps anything to them; and the name `batch` is covered by `...: None` alone.
 
     Args:
-        layout: the layout, which has rules for these axes.
+        layout: the layout.
         axes: the axes of the array.
         mesh: the mesh: an axis of size 1 shards nothing.
     """
@@ -42,7 +42,11 @@ def _unused_by_rules(layout: Layout) -> tuple[str, ...]:
     """The mesh axes of all `FSDP` in a layout to which no rule maps an axis, if none is for the
     batch."""
     used: set[str] = set()
-    for table in _for_activations(layout):
+    tables = list(_for_activations(layout))
+    # Without `...: None` a name without a rule is an error, or no rules are for activations.
+    if not any(table.closed for table in tables):
+        return ()
+    for table in tables:
         if BATCH in table.mentioned:
             return ()
         for rule in table.rules:

@@ -51,6 +51,8 @@ LAYOUTS = {
         "batch embed",
         (),
     ),
+    "FSDP alone": (FSDP, "batch embed", ()),
+    "an error": (ft.AxisRules({"embed": None}) | FSDP, "batch embed", ()),
     "meant": (ft.AxisRules({"batch": None, ...: None}) | FSDP, "batch embed", ()),
     "a rule in another table": (OPEN | ft.AxisRules({"batch": "data"}) | FSDP, "batch embed", ()),
     "the axis shards something else": (
