@@ -63,7 +63,7 @@ LAYOUTS = {
     "no name of a batch": (FORGOTTEN, "seq embed", ()),
     "no FSDP": (OPEN, "batch embed", ()),
     "an axis of size 1": (OPEN | ft.FSDP("one"), "batch embed", ()),
-    "rules for parameters": (ft.StateSharding({"up": OPEN, ...: FSDP}), "batch embed", ("data",)),
+    "rules for parameters": (ft.StateSharding({"up": OPEN, ...: FSDP}), "batch embed", ()),
 }
 
 
