@@ -32,6 +32,12 @@ def moved_changes(before: Sequence[Collective], after: Sequence[Collective]) -> 
     )
 
 
+def moved_total(before: Sequence[Collective], after: Sequence[Collective]) -> Change:
+    """The bytes that two programs move to each device, all together."""
+    old, new = (Bytes(sum(one.total for one in moved)) for moved in (before, after))
+    return Change(Path(), "moved to each device", old, new)
+
+
 def memory_changes(before: Memory, after: Memory) -> Iterator[Change]:
     """What differs in the memory of two programs."""
     for name in ("outputs", "aliases", "temporaries", "peak"):

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from functree.argument_checks import shown
 from functree.compiled.codec import LedgerParts, ledger_json, read_ledger_json
 from functree.compiled.collective import Collective
-from functree.compiled.diff import memory_changes, moved_changes
+from functree.compiled.diff import memory_changes, moved_changes, moved_total
 from functree.compiled.memory import Memory
 from functree.compiled.page import LedgerPage, argument_of, moved_for
 from functree.compiled.text import idle_text, ledger_text, summary_text
@@ -122,7 +122,7 @@ class Ledger:
             rows.append(Change(Path(), "idle mesh axes", before or None, after or None))
         rows += moved_changes(self.collectives, other.collectives)
         rows += memory_changes(self.memory, other.memory)
-        return Diff(by_bytes(rows))
+        return Diff(by_bytes(rows), (moved_total(self.collectives, other.collectives),))
 
     def to_json(self) -> str:
         """The ledger as JSON."""

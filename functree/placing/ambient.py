@@ -32,6 +32,8 @@ class _RuleStack(threading.local):
 
     def __init__(self) -> None:
         self.rules: list[list[Layout | None]] = []
+        # The layouts that were warned of since the outermost rules were entered.
+        self.warned: set[Layout] = set()
 
 
 _STACK = _RuleStack()
@@ -65,6 +67,8 @@ def axis_rules(rules: LayoutLike) -> Iterator[None]:
         _RULES.set(before)
         # By identity: another task may have entered other rules since, or equal ones.
         _STACK.rules[:] = [other for other in _STACK.rules if other is not entry]
+        if not _STACK.rules:
+            _STACK.warned.clear()
         _tell_jax()
 
 
@@ -90,6 +94,20 @@ def ambient_rules() -> Layout | None:
             "Use `ft.jit(rules=...)`, or leave `ft.axis_rules` before `await`"
         )
     return rules
+
+
+def is_told_first(layout: Layout) -> bool:
+    """Whether a warning about a layout is the first since the outermost rules were entered.
+
+    A model constrains many activations, and is traced several times for one program, so that one
+    mistake in its rules would be told again and again. Outside of rules each is the first.
+    """
+    if not _STACK.rules:
+        return True
+    if layout in _STACK.warned:
+        return False
+    _STACK.warned.add(layout)
+    return True
 
 
 def has_axis_rules() -> bool:

@@ -12,15 +12,16 @@ from functree.devices.constraint import with_constraint
 from functree.devices.deleted import check_deleted
 from functree.devices.meshes import MeshView, agreed_mesh, current_mesh, mesh_view
 from functree.devices.placement import first_mesh
-from functree.errors import ShardingError, count, users_frame
+from functree.errors import ShardingError, count, users_frame, warn
 from functree.layout.bare_array_spec import activation, array_spec
 from functree.layout.decide import decide_parts
 from functree.layout.decision import Decision
+from functree.layout.forgotten_batch import forgotten_axes, forgotten_text
 from functree.layout.layout import Layout, LayoutLike, LayoutTree, as_layout
 from functree.layout.plan.make_plan import read_for
 from functree.layout.prefix import own_meshes
 from functree.layout.validation import refuse
-from functree.placing.ambient import ambient_rules
+from functree.placing.ambient import ambient_rules, is_told_first
 from functree.tree.arrays import AnyArray, is_array
 from functree.tree.axes import Axes
 
@@ -45,6 +46,11 @@ def constrain(tree: T, layout: str | Axes | LayoutTree, rules: LayoutLike = None
             silently); an axis that no rule lays out; a mesh but no rules; a mesh that was entered
             by `with mesh:`.
         FunctreeError: an array is deleted.
+
+    Warns:
+        FunctreeWarning: a dimension is called `batch` and has no rule but `...: None`, while `FSDP`
+            in the same layout shards parameters over a mesh axis that no rule uses: a batch that is
+            sharded over it would be gathered. Once for each layout, in each trace.
 
     Examples:
         >>> rules = ft.AxisRules({"batch": "data", "embed": None})
@@ -105,6 +111,10 @@ def _by_axes(x: Any, axes: Axes, rules: LayoutLike) -> Any:
         spec = array_spec(layout, leaf, view)
     except ShardingError as error:
         raise refuse(error.problems, view, f"ft.constrain{_at_line()}: ") from None
+    forgotten = forgotten_axes(layout, axes, view)
+    if forgotten and is_told_first(layout):
+        what = f'the activation "{axes}"'
+        warn(f"constrain: {forgotten_text(what, forgotten)}")
     return with_constraint(x, mesh, spec)
 
 

@@ -39,18 +39,24 @@ class Diff:
 
     Attributes:
         rows: one for each thing that differs; of ledgers, those with the most bytes first.
+        totals: sums over both, also if they are equal: of plans the bytes on each device, of
+            ledgers the bytes that are moved to each device.
 
     Examples:
         >>> before = ft.plan({"w": jnp.ones((8, 8))}, ft.P("model"), {"model": 4})
         >>> after = ft.plan({"w": jnp.ones((8, 8))}, ft.P(), {"model": 4})
         >>> print(before.diff(after))
+        on each device: 64 B → 256 B
         w: spec P('model', None) → P(None, None)
         w: bytes on each device 64 B → 256 B
+        >>> print(before.diff(before))
+        nothing differs
         >>> bool(before.diff(before))
         False
     """
 
     rows: tuple[Change, ...]
+    totals: tuple[Change, ...] = ()
 
     def __bool__(self) -> bool:
         return bool(self.rows)
@@ -59,14 +65,26 @@ class Diff:
         return "\n".join(paragraphs(self._lines()))
 
     def _lines(self) -> Iterator[str]:
+        if not self.rows:
+            yield NOTHING
+            return
+        yield from self.total_lines()
         for line in self.folded():
             path = f"{line.path}: " if line.path else ""
             times = f" (×{line.rows})" if line.rows > 1 else ""
             yield f"{path}{line.what} {line.before} → {line.after}{times}"
 
+    def total_lines(self) -> Iterator[str]:
+        """A line for each total."""
+        for _, what, before, after in self.totals:
+            if before == after:
+                yield f"{what}: {before} in both"
+            else:
+                yield f"{what}: {before} → {after}"
+
     def folded(self) -> Iterator["Folded"]:
         """One line for all changes that differ only in the indices of their paths. Bytes are in one
-        unit, so that they can be compared at a glance."""
+        unit, so that they can be compared at a glance, but for those that are far smaller."""
         # That of the largest change: of the sizes, one may be far larger than what has changed.
         unit = common_unit(_grown([row]) or 0 for row in self.rows)
         for rows in grouped(self.rows, _but_for_indices):
@@ -81,6 +99,10 @@ class Diff:
 
     def _repr_html_(self) -> str:
         return diff_html(self, page=False)
+
+
+NOTHING = "nothing differs"
+"""The text of a `Diff` without rows."""
 
 
 class Folded(NamedTuple):
@@ -123,8 +145,9 @@ def _grown(rows: Sequence[Change]) -> int | None:
 def by_bytes(rows: Sequence[Change]) -> tuple[Change, ...]:
     """The changes with the most bytes first; those of all layers count together.
 
-    What is not of bytes stays behind the change before it if both are of one leaf, such as the runs
-    of a collective, and is first otherwise.
+    Numbers of something else, such as the runs of a collective, stay behind the change before them
+    if both are of one leaf, or of none, and are last otherwise. The rest is first, such as the
+    mesh.
     """
     sizes: dict[Hashable, int | None] = {}
     for alike in grouped(rows, _but_for_indices):
@@ -132,19 +155,33 @@ def by_bytes(rows: Sequence[Change]) -> tuple[Change, ...]:
     weighed: list[tuple[float, Change]] = []
     for row in rows:
         grown = sizes[_but_for_indices(row)]
-        weight = math.inf
         if grown is not None:
             weight = abs(grown)
-        elif weighed and row.path and weighed[-1][1].path == row.path:
-            weight, _ = weighed[-1]
+        elif isinstance(row.before, int) and isinstance(row.after, int):
+            weight = _weight_before(weighed, row.path)
+        else:
+            weight = math.inf
         weighed.append((weight, row))
     return tuple(row for _, row in sorted(weighed, key=lambda one: -one[0]))
+
+
+def _weight_before(weighed: Sequence[tuple[float, Change]], path: Path) -> float:
+    """The weight of the last change, if it is of bytes and of this leaf; otherwise none."""
+    if not weighed:
+        return 0
+    weight, last = weighed[-1]
+    if weight == math.inf or last.path != path:
+        return 0
+    return weight
 
 
 def _text(value: object, unit: int) -> str:
     if value is None:
         return "nothing"
     if isinstance(value, Bytes):
+        # In the unit of the largest, 40 B would be `3.81e-05 MiB`.
+        if value * 100 < 1024**unit:
+            return str(value)
         return text_in_unit(value, unit)
     return str(value)
 
@@ -155,8 +192,9 @@ def diff_html(diff: Diff, page: bool) -> str:
     most = max((abs(line.grown) for line in lines if line.grown is not None), default=0)
     content = "".join(_line_html(line, most) for line in lines)
     if not lines:
-        content = notes_html([], ["nothing differs"])
-    return report_html("What differs", "", f"<section>{content}</section>", page)
+        content = notes_html([], [NOTHING])
+    head = notes_html([], diff.total_lines() if lines else [])
+    return report_html("What differs", head, f"<section>{content}</section>", page)
 
 
 def _line_html(line: Folded, most: int) -> str:

@@ -33,7 +33,8 @@ def test_equal_plans_do_not_differ() -> None:
         not plan(ft.P("model")).diff(plan(ft.P("model")))
         and plan(ft.P("model")).diff(plan(ft.P("model"))).rows == ()
     )
-    assert str(plan(ft.P("model")).diff(plan(ft.P("model")))) == ""
+    assert str(plan(ft.P("model")).diff(plan(ft.P("model")))) == "nothing differs"
+    assert "on each device" not in plan(ft.P()).diff(plan(ft.P())).html()
 
 
 def test_a_plan_differs_by_path() -> None:
@@ -41,7 +42,11 @@ def test_a_plan_differs_by_path() -> None:
     assert [(str(row.path), row.what, row.before, row.after) for row in diff.rows] == [
         (f"layers.{i}.w", "spec", "P('model', None)", "P(None, 'model')") for i in range(3)
     ]
-    assert str(diff) == "layers.{0-2}.w: spec P('model', None) → P(None, 'model') (×3)"
+    assert str(diff).splitlines() == [
+        "on each device: 648 B in both",
+        "layers.{0-2}.w: spec P('model', None) → P(None, 'model') (×3)",
+    ]
+    assert str(plan(ft.P("model")).diff(plan(ft.P()))).startswith("on each device: 648 B → 1.8 KiB")
 
 
 def test_a_plan_differs_in_all_that_it_says() -> None:
@@ -242,8 +247,48 @@ def test_the_most_bytes_first_and_in_one_unit() -> None:
         "b.{0-3}.w: bytes of x 2 MiB → nothing (×4)",
         "e: bytes of x 4 MiB → 1 MiB",
         "e: runs of x 1 → 2",
-        "s: argument nothing → 0.00391 MiB",
+        "s: argument nothing → 4 KiB",
     ]
+    # Not `3.81e-05 MiB`.
+    tiny = change_of("e", "bytes of x", 4 * MIB, 40)
+    assert str(Diff((tiny,))) == "e: bytes of x 4 MiB → 40 B"
+
+
+def test_a_change_of_runs_alone_is_not_first() -> None:
+    alone = RUNS._replace(path=ft.Path("z"))
+    of_none = Change(ft.Path(), "runs of y", 1, 2)
+    y = change_of("", "bytes of y", MIB, 2 * MIB)._replace(path=ft.Path())
+    assert by_bytes([alone, LARGE, SMALL]) == (LARGE, SMALL, alone)
+    # The mesh is of no leaf either, and it has no bytes.
+    assert by_bytes([OTHER_MESH, of_none, LARGE]) == (OTHER_MESH, LARGE, of_none)
+    # Behind the bytes of the same collectives, which serve no parameter.
+    assert by_bytes([SMALL, y, of_none]) == (y, of_none, SMALL)
+
+
+def ledger_of(*moved: tuple[str, int, int]) -> ft.Ledger:
+    """A ledger of all-reduces over `a`: for each the parameter, the bytes and the runs."""
+    collectives = [
+        ft.Collective(
+            "all-reduce", ("a",), 2, size, runs, (ft.Path(name),), ("m",), None, None, "r"
+        )
+        for name, size, runs in moved
+    ]
+    return ft.Ledger(tuple(collectives), ft.Memory({}, 0, 0, 0, 0), "cpu", {"a": 2})
+
+
+def test_the_total_of_two_ledgers_is_first() -> None:
+    before = ledger_of(("w", MIB, 4), ("v", 1024, 2))
+    after = ledger_of(("w", MIB, 2), ("v", 2048, 1))
+    diff = before.diff(after)
+    assert str(diff).splitlines() == [
+        "moved to each device: 4.0 MiB → 2.0 MiB",
+        "m.w: bytes of all-reduce over a 4 MiB → 2 MiB",
+        "m.w: runs of all-reduce over a 4 → 2",
+        "m.v: runs of all-reduce over a 2 → 1",
+    ]
+    assert "moved to each device: 4.0 MiB → 2.0 MiB" in diff.html()
+    assert str(before.diff(before)) == "nothing differs" and before.diff(before).rows == ()
+    assert [row.what for row in diff.rows if not row.path] == []
 
 
 def test_sizes_that_are_shown_alike_are_told_apart() -> None:
@@ -275,7 +320,10 @@ def test_idle_mesh_axes_differ() -> None:
         ft.Ledger((), ft.Memory({}, 0, 0, 0, 0), "cpu", {"a": 2}, idle=idle)
         for idle in ((), ("a",))
     )
-    assert str(before.diff(after)) == "idle mesh axes nothing → a"
+    assert str(before.diff(after)).splitlines() == [
+        "moved to each device: 0 B in both",
+        "idle mesh axes nothing → a",
+    ]
     assert ft.Ledger.from_json(after.to_json()).idle == ("a",)
     # Ledgers of an earlier functree have none.
     data = json.loads(after.to_json())

@@ -12,7 +12,10 @@ from functree.tree.paths import Path
 
 
 def plan_diff(
-    before: Sequence[Row], after: Sequence[Row], sizes: tuple[Mapping[str, int], Mapping[str, int]]
+    before: Sequence[Row],
+    after: Sequence[Row],
+    sizes: tuple[Mapping[str, int], Mapping[str, int]],
+    on_each_device: tuple[int, int],
 ) -> Diff:
     """What differs between the rows of two plans.
 
@@ -20,8 +23,10 @@ def plan_diff(
         before: the rows of the first plan.
         after: the rows of the second.
         sizes: the sizes of their meshes.
+        on_each_device: the bytes on each device of both.
     """
-    return Diff(tuple(_changes(before, after, sizes)))
+    total = Change(Path(), "on each device", *map(Bytes, on_each_device))
+    return Diff(tuple(_changes(before, after, sizes)), (total,))
 
 
 def _changes(

@@ -265,7 +265,8 @@ class Plan(Value, Layout):
         """
         if not isinstance(other, Plan):
             raise FunctreeTypeError(f"a plan is compared with a plan, not with {shown(other)}")
-        return plan_diff(self.rows, other.rows, (self.sizes, other.sizes))
+        on_each_device = self.bytes_per_device, other.bytes_per_device
+        return plan_diff(self.rows, other.rows, (self.sizes, other.sizes), on_each_device)
 
     def to_json(self) -> str:
         """The plan as JSON: its rows, the sizes of its mesh, its problems. It has no devices, and

@@ -20,6 +20,7 @@ from functree.labels.leaves import Leaves
 from functree.layout.call_filters import check_filters
 from functree.layout.decide import UNSPECIFIED, Decisions, decide_parts
 from functree.layout.decision import Decision, whole
+from functree.layout.forgotten_batch import forgotten_axes, forgotten_text
 from functree.layout.layout import Layout
 from functree.layout.plan.make_plan import read_for
 from functree.layout.prefix import Part, as_partial, own_meshes
@@ -161,12 +162,24 @@ def find_targets(
     ]
     if replicated and view.devices > 1:
         _warn_replicated(name, replicated, view)
+    bare = [decided.leaves[i] for i in arrays if decided.leaves[i].activation]
+    _warn_forgotten(name, bare, layouts.otherwise, view)
     return Targets(
         mesh,
         {i: decisions[i] for i in arrays if decisions[i].specified},
         frozenset(nameless),
         frozenset(donated),
     )
+
+
+def _warn_forgotten(name: str, leaves: Sequence[Leaf], rules: Layout, view: MeshView) -> None:
+    """Warn of bare arrays that the rules place whole because that for the batch was forgotten."""
+    found = [(leaf, forgotten_axes(rules, leaf.axes, view)) for leaf in leaves]
+    having = [(leaf, forgotten) for leaf, forgotten in found if forgotten]
+    if not having:
+        return
+    arrays = listed([f"`{leaf.path}` {array_text(leaf.value)}" for leaf, _ in having])
+    warn(f"{name}: {forgotten_text(arrays, having[0][1])}")
 
 
 def warn_unplaced(

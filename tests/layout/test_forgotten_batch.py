@@ -1,0 +1,188 @@
+"""The rule for the batch was forgotten under `...: None`: who says so, once, and where nothing is
+said."""
+
+import re
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from checks import raises, warns
+from jaxtyping import Array, Float
+from meshes import MESH, SIZES
+
+import functree as ft
+from functree.devices.meshes import mesh_view
+from functree.layout.forgotten_batch import forgotten_axes
+
+P = ft.P
+FSDP = ft.FSDP("data", min_size=0)
+OPEN = ft.AxisRules({"hidden": "model", ...: None})
+FORGOTTEN = OPEN | FSDP
+
+# A layout, the names of an array, and the mesh axes along which it is whole by mistake.
+LAYOUTS = {
+    "forgotten": (FORGOTTEN, "batch seq embed", ("data",)),
+    "the names in another order": (FORGOTTEN, "seq batch embed", ("data",)),
+    "beside a name with a rule": (FORGOTTEN, "batch seq hidden", ("data",)),
+    "FSDP first": (FSDP | OPEN, "batch embed", ("data",)),
+    "FSDP over two axes": (
+        ft.AxisRules({...: None}) | ft.FSDP(("data", "model"), min_size=0),
+        "batch embed",
+        ("data", "model"),
+    ),
+    "FSDP over two axes, one of which a rule uses": (
+        OPEN | ft.FSDP(("data", "model")),
+        "batch embed",
+        ("data",),
+    ),
+    "behind the last filter": (ft.StateSharding({...: FORGOTTEN}), "batch embed", ("data",)),
+    "FSDP behind another filter": (
+        ft.StateSharding({"embed.**": FSDP, ...: OPEN}),
+        "batch embed",
+        ("data",),
+    ),
+    "on the host": (ft.on_host(FORGOTTEN), "batch embed", ("data",)),
+    "a rule": (ft.AxisRules({"batch": "data", ...: None}) | FSDP, "batch embed", ()),
+    "a rule on the host": (
+        ft.on_host(ft.AxisRules({"batch": "data", ...: None})) | FSDP,
+        "batch embed",
+        (),
+    ),
+    "FSDP alone": (FSDP, "batch embed", ()),
+    "an error": (ft.AxisRules({"embed": None}) | FSDP, "batch embed", ()),
+    "meant": (ft.AxisRules({"batch": None, ...: None}) | FSDP, "batch embed", ()),
+    "a rule in another table": (OPEN | ft.AxisRules({"batch": "data"}) | FSDP, "batch embed", ()),
+    "the axis shards something else": (
+        ft.AxisRules({"seq": "data", ...: None}) | FSDP,
+        "batch embed",
+        (),
+    ),
+    "no name of a batch": (FORGOTTEN, "seq embed", ()),
+    "no FSDP": (OPEN, "batch embed", ()),
+    "an axis of size 1": (OPEN | ft.FSDP("one"), "batch embed", ()),
+    "rules for parameters": (ft.StateSharding({"up": OPEN, ...: FSDP}), "batch embed", ()),
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_forgotten_axes(name: str):
+    layout, axes, wanted = LAYOUTS[name]
+    mesh = mesh_view({**SIZES, "one": 1})
+    assert forgotten_axes(layout, ft.Axes.of(axes), mesh) == wanted
+
+
+def _twice() -> Any:
+    """A function with two constraints: a new one, since JAX keeps the traces of one that it knows."""
+
+    def twice(x: Array) -> Array:
+        return ft.constrain(ft.constrain(x * 2, "batch seq embed") + 1, "batch seq hidden")
+
+    return twice
+
+
+def _named(x: Float[Array, "batch seq embed"]) -> Array:
+    return x * 2
+
+
+def _layers(x: Array) -> Array:
+    return ft.nn.MLP(8, 16, key=jax.random.key(0))(x)
+
+
+# The doors by which an array is constrained by its names.
+DOORS: dict[str, Callable[[ft.Layout], Callable[[Any], Any]]] = {
+    "constrain": lambda layout: ft.jit(_twice(), rules=layout),
+    "constrain, ambient": lambda layout: _under(layout, _twice()),
+    "constrain, rules=": lambda layout: jax.jit(
+        lambda x: ft.constrain(x, "batch seq embed", layout)
+    ),
+    "typed": lambda layout: _under(layout, ft.typed(_named, constrain=True)),
+    "nn": lambda layout: ft.jit(_layers, rules=layout),
+    "behind filters": lambda layout: ft.jit(_twice(), rules=ft.StateSharding({...: layout})),
+    "with remat": lambda layout: ft.jit(jax.checkpoint(_twice()), rules=layout),
+}
+
+
+def _under(layout: ft.Layout, fun: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    def call(x: Array) -> Array:
+        with jax.set_mesh(MESH), ft.axis_rules(layout):
+            return jax.jit(fun)(x)
+
+    return call
+
+
+def _batch() -> Array:
+    return ft.shard(jnp.ones((4, 4, 8)), P("data"), MESH)
+
+
+@pytest.mark.parametrize("name", DOORS)
+def test_each_door_says_it_once(name: str):
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        DOORS[name](FORGOTTEN)(_batch())
+    texts = [str(one.message) for one in told]
+    assert len(texts) == 1, texts
+    wanted = (
+        'constrain: `batch` has no rule but `...: None`, so the activation "batch seq .*" is whole '
+        "along the mesh axis `data`, over which `FSDP` shards the parameters: .*"
+        'Add `"batch": "data"` to the rules, or `"batch": None` if this is meant'
+    )
+    assert re.fullmatch(wanted, texts[0]), texts
+    assert told[0].category is ft.FunctreeWarning and told[0].filename == __file__
+
+
+@pytest.mark.parametrize("entry", ["data", None])
+@pytest.mark.parametrize("name", DOORS)
+def test_a_rule_for_the_batch_silences_it(name: str, entry: str | None):
+    DOORS[name](ft.AxisRules({"batch": entry, "hidden": "model", ...: None}) | FSDP)(_batch())
+
+
+def test_the_activation_is_whole_where_it_is_said_and_sharded_by_the_remedy():
+    with warns("`batch` has no rule"):
+        assert ft.jit(_twice(), rules=FORGOTTEN)(_batch()).sharding.spec == P(None, None, "model")
+    layout = ft.AxisRules({"batch": "data", "hidden": "model", ...: None}) | FSDP
+    assert ft.jit(_twice(), rules=layout)(_batch()).sharding.spec == P("data", None, "model")
+
+
+def test_two_mesh_axes_are_named_as_they_are_written():
+    layout = ft.AxisRules({...: None}) | ft.FSDP(("data", "model"))
+    with warns("along the mesh axis `(data, model)`", "Add `\"batch\": ('data', 'model')`"):
+        ft.jit(lambda x: ft.constrain(x, "batch seq embed"), rules=layout)(_batch())
+
+
+def test_nothing_is_said_of_what_vmap_hides():
+    layout = ft.AxisRules({...: None}) | FSDP
+    one = jax.vmap(lambda x: ft.constrain(x * 2, "seq embed"))
+    x = ft.shard(jnp.ones((4, 4, 8)), P("data"), MESH)
+    # Nothing is wrong: the dimension without a name keeps its sharding.
+    assert ft.jit(one, rules=layout)(x).sharding.spec[0] == "data"
+
+
+def test_each_layout_and_each_trace_is_told_of():
+    fun = ft.jit(_twice(), rules=FORGOTTEN)
+    for shape in ((4, 4, 8), (8, 4, 8)):
+        with warns("`batch` has no rule"):
+            fun(ft.shard(jnp.ones(shape), P("data"), MESH))
+    fun(_batch())  # nothing is traced
+    with jax.set_mesh(MESH), ft.axis_rules(FORGOTTEN), warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        jax.jit(_twice())(_batch())
+        ft.jit(_twice(), rules=ft.AxisRules({...: None}) | FSDP)(_batch())
+    assert len(told) == 2
+
+
+def test_it_can_be_an_error():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", ft.FunctreeWarning)
+        with raises("`batch` has no rule", error=ft.FunctreeWarning):
+            ft.jit(_twice(), rules=FORGOTTEN)(_batch())
+
+
+def test_a_batch_that_is_placed_by_the_rules():
+    fun = ft.jit(_named, rules=FORGOTTEN, mesh=MESH)
+    with warns("_named: `batch` has no rule", "`x` f32[4, 4, 8] is whole along", '"data"'):
+        fun(jnp.ones((4, 4, 8)))
+    layout = ft.AxisRules({"batch": "data", "hidden": "model", ...: None}) | FSDP
+    ft.jit(_named, rules=layout, mesh=MESH)(jnp.ones((4, 4, 8)))
