@@ -54,7 +54,9 @@ def place_across(planner: Planner, local: bool) -> Any:
         FunctreeError: the processes have other plans, or other values for what several of them
             have.
     """
-    rows = "" if local else "if each process has rows of its own, say `local=True`; else"
+    rows = "if each process has rows of its own, say `local=True`; else"
+    if local:
+        rows = "each process has to hand in as many rows as the others, and"
     with Agreement(FAILURE, remedy=rows) as agreement:
         tree, shardings, facts = _prepared(planner, local)
         agreement.compare(lambda: facts)

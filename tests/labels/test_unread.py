@@ -327,7 +327,7 @@ def test_the_remedies(case: str):
 
 
 def test_what_is_annotated_by_its_own_class_needs_no_reason():
-    with raises("has no axis names, and rules shard axes by name", "annotate the field"):
+    with raises("has no axis names, and rules shard axes by name", "annotate it"):
         specs(OfArray(Box(Bare(W))))
 
 

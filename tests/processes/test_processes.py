@@ -207,7 +207,11 @@ DIFFERENCES: dict[str, list[str]] = {
         '"batch" has size 7',
     ],
     "part_of_the_devices": ["the mesh has no device of process", "make a mesh of all devices"],
-    "rows_that_do_not_fit": ["the arrays cannot be placed", "process {odd} differs"],
+    "rows_that_do_not_fit": [
+        "the arrays cannot be placed",
+        "process {odd} differs",
+        "Try: each process has to hand in as many rows as the others, and all processes have to",
+    ],
     "rows_of_one_part": [
         "has copies that have different values in process {odd}",
         "give the same rows",

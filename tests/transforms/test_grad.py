@@ -544,7 +544,7 @@ def test_ambient_rules_that_do_not_place_a_gradient_are_an_error():
     with jax.set_mesh(MESH), ft.axis_rules(RULES):
         with raises(
             "the ambient rules cannot lay out the gradient for argument 0 on mesh (data=2, model=4)",
-            "pass `layout=` to grad", "weight", "has no axis names", "annotate the field",
+            "pass `layout=` to grad", "weight", "has no axis names", "annotate it",
             error=ft.ShardingError,
         ):  # fmt: skip
             grad(lambda layer: layer(X[0]).sum())(foreign)
