@@ -88,14 +88,17 @@ def loss_fn(model, x, label, key=None):
     return loss.mean(), (loss, logits.argmax(axis=1) == label)
 
 
-def matrices(params):
-    chosen = ft.select(params).where(ft.has_ndim(2)).set(True)
+def decayed(params):
+    """All weights of two or more dimensions; no biases, no norms."""
+    rest = ft.has_ndim(0) | ft.has_ndim(1) | ft.glob("**.*bias")
+    rest |= ft.under(eqx.nn.LayerNorm | eqx.nn.RMSNorm)
+    chosen = ft.select(params).where(~rest).set(True)
     return jax.tree.map(lambda leaf: leaf is True, chosen)
 
 
 def optimizer(steps):
     rate = optax.warmup_cosine_decay_schedule(0, 3e-3, steps // 10, steps)
-    adam = optax.adamw(rate, weight_decay=0.1, mask=matrices)
+    adam = optax.adamw(rate, weight_decay=0.1, mask=decayed)
     return optax.chain(optax.clip_by_global_norm(1.0), adam)
 
 

@@ -131,6 +131,23 @@ def test_it_is_compiled_once_and_the_last_batch_counts_as_it_is(tmp_path: Path) 
     assert right == np.mean(rights)
 
 
+def test_what_decays_in_other_models() -> None:
+    """Attention with three dimensions does; a bias and a norm do not, also in a stack."""
+    stacked = eqx.filter_vmap(lambda _: eqx.nn.LayerNorm(4))(jnp.arange(2))
+    params = {
+        "query": jnp.ones((4, 2, 3)),
+        "table": jnp.ones((8, 4)),
+        "scale": jnp.ones(4),
+        "temperature": jnp.ones(()),
+        "query_bias": jnp.ones((2, 3)),
+        "bias": jnp.ones((2, 4)),
+        "norm": stacked,
+    }
+    chosen = variables_of("train.py")["decayed"](params)
+    assert params["norm"].weight.shape == (2, 4)
+    assert [name for name, one in chosen.items() if any(jax.tree.leaves(one))] == ["query", "table"]
+
+
 def test_another_run_in_the_same_folder_is_an_error(
     unbroken: tuple[Path, str], capsys: Captured
 ) -> None:
