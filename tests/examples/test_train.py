@@ -128,7 +128,8 @@ def test_it_is_compiled_once_and_the_last_batch_counts_as_it_is(tmp_path: Path) 
         quiet = eqx.nn.inference_mode(model)
         _, (losses, rights) = script["loss_fn"](quiet, **jax.tree.map(jnp.asarray, data))
     np.testing.assert_allclose(loss, np.mean(losses), rtol=1e-3)
-    assert right == np.mean(rights)
+    # In bfloat16 two classes may be as likely, and the next bit depends on the devices.
+    assert abs(right - np.mean(rights)) * len(rights) <= 2
 
 
 def test_what_decays_in_other_models() -> None:
