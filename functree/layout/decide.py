@@ -23,6 +23,7 @@ from functree.layout.layout import DeadFilter, Layout, Resolution
 from functree.layout.prefix import Part
 from functree.layout.validation import (
     absent,
+    followed_paths,
     is_clean,
     leaf_problems,
     marked_followers,
@@ -98,17 +99,8 @@ def decide_parts(
         if not clean[id(decision)]:
             problems += leaf_problems(leaf, decision, view)
     problems += _conflicting(known, decisions, same)
-    problems = marked_followers(problems, _followed_paths(known))
+    problems = marked_followers(problems, followed_paths(known))
     return Decisions(known, decisions, problems, unused)
-
-
-def _followed_paths(leaves: Iterable[Leaf]) -> dict[Path, Path]:
-    """The paths of the parameters that leaves follow, by the paths of these."""
-    paths: dict[Path, Path] = {}
-    for leaf in leaves:
-        if leaf.follows is not None and leaf.follows.path is not None:
-            paths[leaf.path] = leaf.follows.path
-    return paths
 
 
 def decide(layout: Layout, leaves: Sequence[Leaf], view: MeshView) -> Resolution:

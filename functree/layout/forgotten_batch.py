@@ -6,7 +6,7 @@ from functools import lru_cache
 
 from functree.devices.meshes import MeshView
 from functree.devices.specs import axes_text, entry
-from functree.layout.fsdp import FSDP
+from functree.layout.fsdp_axes import fsdp_axes
 from functree.layout.layout import Composition, Layout, as_layout
 from functree.layout.on_host import Modifier
 from functree.layout.rules import AxisRules
@@ -66,21 +66,6 @@ def _for_activations(layout: Layout) -> Iterator[AxisRules]:
             yield from _for_activations(layout.layout)
         case StateSharding() if layout.for_activations:
             yield from _for_activations(as_layout(layout.layouts[-1]))
-
-
-def fsdp_axes(layout: Layout) -> Iterator[str]:
-    """The mesh axes of every `FSDP` in a layout, which are those of the batch."""
-    match layout:
-        case FSDP():
-            yield from layout.mesh_axes
-        case Composition():
-            for part in layout.parts:
-                yield from fsdp_axes(part)
-        case Modifier():
-            yield from fsdp_axes(layout.layout)
-        case StateSharding():
-            for one in layout.layouts:
-                yield from fsdp_axes(as_layout(one))
 
 
 def forgotten_text(what: str, forgotten: tuple[str, ...]) -> str:

@@ -31,6 +31,15 @@ def layout_problem(leaf: Leaf, fault: Fault) -> Problem:
     return leaf.problem(why, remedy)
 
 
+def followed_paths(leaves: Iterable[Leaf]) -> dict[Path, Path]:
+    """The paths of the parameters that leaves follow, by the paths of these."""
+    paths: dict[Path, Path] = {}
+    for leaf in leaves:
+        if leaf.follows is not None and leaf.follows.path is not None:
+            paths[leaf.path] = leaf.follows.path
+    return paths
+
+
 def marked_followers(
     problems: Sequence[Problem], follows: Mapping[Path, Path | None]
 ) -> list[Problem]:

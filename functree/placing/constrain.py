@@ -12,7 +12,7 @@ from functree.devices.constraint import with_constraint
 from functree.devices.deleted import check_deleted
 from functree.devices.meshes import MeshView, agreed_mesh, current_mesh, mesh_view
 from functree.devices.placement import first_mesh
-from functree.errors import ShardingError, count, users_frame, warn
+from functree.errors import Problem, ShardingError, count, users_frame, warn
 from functree.layout.bare_array_spec import activation, array_spec
 from functree.layout.decide import decide_parts
 from functree.layout.decision import Decision
@@ -73,7 +73,7 @@ def constrain(tree: T, layout: str | Axes | LayoutTree, rules: LayoutLike = None
     view = local_view(agreed_mesh(mesh, own))
     decided = decide_parts(leaves, parts, view)
     if decided.problems:
-        raise refuse(decided.problems, view)
+        raise _refused(decided.problems, view)
     pairs = zip(leaves.leaves, decided.decisions, strict=True)
     return leaves.skeleton.fill([with_decision(leaf.value, one, mesh) for leaf, one in pairs])
 
@@ -110,7 +110,7 @@ def _by_axes(x: Any, axes: Axes, rules: LayoutLike) -> Any:
     try:
         spec = array_spec(layout, leaf, view)
     except ShardingError as error:
-        raise refuse(error.problems, view, f"ft.constrain{_at_line()}: ") from None
+        raise _refused(error.problems, view) from None
     forgotten = forgotten_axes(layout, axes, view)
     if forgotten and is_told_first(layout):
         what = f'the activation "{axes}"'
@@ -118,13 +118,12 @@ def _by_axes(x: Any, axes: Axes, rules: LayoutLike) -> Any:
     return with_constraint(x, mesh, spec)
 
 
-def _at_line() -> str:
-    """Where the user's program constrains an array: an activation has no path that says which it
-    is. Empty if that is not known."""
+def _refused(problems: Sequence[Problem], view: MeshView) -> ShardingError:
+    """The error of arrays that cannot be constrained, with the line of the user's program: an
+    activation has no path that says which it is."""
     _, frame = users_frame()
-    if frame is None:
-        return ""
-    return f" at {Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+    line = "" if frame is None else f" at {Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+    return refuse(problems, view, f"ft.constrain{line}: ")
 
 
 def _no_rules(layout: Layout | None, axes: Axes, mesh: Mesh | AbstractMesh) -> str:

@@ -125,6 +125,12 @@ def test_silent_failure_02_a_constraint_that_does_not_divide_is_an_error():
     )
 
 
+def test_the_line_is_told_of_a_layout_too():
+    told = r"ft.constrain at test_constrain.py:\d+: 1 leaf cannot be laid out"
+    with jax.set_mesh(MESH), pytest.raises(ft.ShardingError, match=told):
+        ft.constrain(jnp.ones((3, 8)), P("data"))
+
+
 def test_rows_that_the_mesh_does_not_divide():
     with jax.set_mesh(MESH), ft.axis_rules(RULES), pytest.raises(ft.ShardingError) as error:
         ft.constrain(jnp.ones((3, 8)), "batch hidden")

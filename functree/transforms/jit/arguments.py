@@ -26,6 +26,7 @@ from functree.layout.plan.make_plan import read_for
 from functree.layout.prefix import Part, as_partial, own_meshes
 from functree.layout.validation import (
     USE_PLAN_OPTIMIZER,
+    followed_paths,
     is_optimizer_state,
     leaves_at_fault,
     marked_followers,
@@ -155,8 +156,7 @@ def find_targets(
     if problems:
         at_fault = leaves_at_fault(problems) or "the call"
         headline = f"{name}: the rules do not fit {at_fault} that nobody has placed, on mesh {view}"
-        follows = {leaf.path: leaf.follows.path for leaf in decided.leaves if leaf.follows}
-        raise ShardingError(headline, marked_followers(problems, follows))
+        raise ShardingError(headline, marked_followers(problems, followed_paths(decided.leaves)))
     replicated = [
         decided.leaves[i] for i in arrays if i in nameless and not isinstance(arrays[i], Tracer)
     ]
