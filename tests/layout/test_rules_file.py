@@ -212,6 +212,11 @@ UNWRITTEN: dict[str, tuple[Any, str]] = {
         ft.FSDP("x") | ft.AxisRules({"a": "y"}),
         "a rules.toml has filters, rules and one [fsdp], in this order",
     ),
+    "FSDP twice": (
+        ft.AxisRules({"a": "y"}) | ft.FSDP("x") | ft.FSDP("z"),
+        "a rules.toml has filters, rules and one [fsdp], in this order",
+    ),
+    "in host memory": (ft.on_host(ft.AxisRules({"a": "y"})), "cannot be written"),
     "half of a character": (ft.AxisRules({"a": "\ud800"}), "cannot be written"),
 }
 
