@@ -19,7 +19,7 @@ from functree.explorer.links import bandwidth, check_links
 from functree.explorer.memory import device_bytes, problems_of, too_high, too_large
 from functree.explorer.meshes_to_try import Trial, trials
 from functree.explorer.progress import Progress
-from functree.explorer.ranking import Ranking, ranked
+from functree.explorer.ranking import GIVEN, Ranking, ranked
 from functree.explorer.step import Step
 from functree.explorer.wire_bytes import wire_bytes
 from functree.layout.layout import LayoutTree
@@ -61,7 +61,7 @@ def explore(
         target: what the programs are compiled for, as in `ft.make_mesh`: `"tpu:v5e:4x8"`. Without
             it, they are compiled for the devices of this machine.
         hardware: what the score is computed with. By default that of the target; without a target
-            that of a TPU v5e, which the head of the ranking says.
+            that of a TPU v5e, as the head of the ranking says.
         out_shardings: the layout of the result, as in `ft.jit`; or a dict that has one for each
             name in `layouts`. Donated arguments keep their shardings without it.
         progress: whether to say on the standard error how far it is, if it takes long.
@@ -135,20 +135,17 @@ class _Exploration:
     @property
     def called(self) -> str:
         """What the hardware is called in the ranking."""
-        return "the hardware that was given" if self._is_given else self._kind.name
+        return GIVEN if self._is_given else self._kind.name
 
     def notes(self) -> list[str]:
         """What a reader must know before the figures."""
         if self._target is not None:
             return []
         platform = jax.devices()[0].platform.upper()
-        notes = [
+        return [
             f"compiled for {platform} devices of this machine, whose programs say little of those "
             "for other accelerators: give a target"
         ]
-        if not self._is_given:
-            notes.append(f"no hardware was given: the figures are those of a {self._kind.name}")
-        return notes
 
     def run(self, wanted: Sequence[Trial], progress: bool) -> list[Candidate]:
         """The candidates, those that may fit compiled."""
@@ -185,7 +182,7 @@ class _Exploration:
             one,
             problems=plan.problems or too_large(plan, self.hardware.memory),
             bytes_per_device=device_bytes(plan),
-            _rules=laid.main,
+            _laid=laid,
         )
 
     def _compiled(self, one: Candidate) -> Candidate:

@@ -102,7 +102,7 @@ def test_what_cannot_run_says_why(ranking: ft.Ranking) -> None:
 def test_the_text(ranking: ft.Ranking) -> None:
     lines = str(ranking).splitlines()
     assert max(map(len, lines)) <= 100
-    assert lines[0] == "ranked for the hardware that was given"
+    assert lines[0] == "ranked by the figures of the hardware that was given"
     text = str(ranking)
     assert "score = flops / (0.001 TF/s × 0.5) + bytes sent / (0.1 GB/s for each link)" in text
     assert "no forecast of a time" in text.replace("\n", " ")
@@ -135,11 +135,22 @@ def test_the_rules_of_the_best(ranking: ft.Ranking, tmp_path: Path) -> None:
     ranking[0].rules_file(file)
     assert ft.read_rules(file) == TENSOR
     assert file.read_text().startswith("# tensor, for the mesh data=2,model=4\n")
-    bare = dataclasses.replace(ranking[0], _rules=None)
+    bare = dataclasses.replace(ranking[0], _laid=None)
     with raises("the layout tensor has no rules that a file could have"):
         bare.rules_file(file)
     with raises("rules_file has nothing to write to", "path=3"):
         ranking[0].rules_file(3)  # pyright: ignore
+
+
+def test_the_layouts_of_other_arguments_are_comments(tmp_path: Path) -> None:
+    file = tmp_path / "rules.toml"
+    both, alone = explored(layouts={"both": (TENSOR, P("data")), "alone": (TENSOR, TENSOR)})
+    names = {}
+    for row in (both, alone):
+        row.rules_file(file)
+        names[row.layout_name] = file.read_text().splitlines()[1]
+        assert ft.read_rules(file) == TENSOR
+    assert names == {"both": "# not in this file: x: P('data')", "alone": 'batch = "data"'}
 
 
 def test_other_hardware_has_another_order() -> None:
@@ -331,7 +342,10 @@ def test_progress_is_said_if_it_takes_long(
 def test_without_hardware_that_of_one_kind_is_named() -> None:
     ranking = explored(hardware=None, layouts={"data": DATA})
     assert ranking.kind == "TPU v5e" and ranking.hardware.flops == 197e12
-    assert "no hardware was given: the figures are those of a TPU v5e" in str(ranking)
+    first = (
+        "no target was given: ranked by the figures of a TPU v5e\ncompiled for CPU devices of this"
+    )
+    assert str(ranking).startswith(first)
 
 
 def test_a_kernel_that_is_not_known_is_said() -> None:
