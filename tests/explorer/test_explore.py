@@ -18,6 +18,7 @@ import functree as ft
 from functree.devices.targets import target_devices
 from functree.explorer import progress
 from functree.explorer.candidate import Candidate
+from functree.explorer.hardware import ASSUMED, KINDS
 from functree.explorer.ranking import ranked
 from functree.explorer.reasons import problem_lines
 from functree.explorer.step import Step
@@ -217,6 +218,27 @@ def test_what_the_compiler_finds_too_large_is_no_candidate() -> None:
     shard, fewer = problem.remedy.splitlines()
     assert shard == "shard the largest arguments over more devices"
     assert fewer.startswith("for fewer temporaries, recompute in the backward pass")
+
+
+def test_without_a_target_a_peak_above_the_memory_of_an_assumed_kind_is_a_note(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assumed = KINDS[ASSUMED]
+    for memory, fits in ((40_000, False), (60_000, True)):
+        small = dataclasses.replace(assumed.hardware, memory=memory)
+        monkeypatch.setitem(KINDS, ASSUMED, assumed._replace(hardware=small))
+        row = explored(hardware=None, layouts={"data": DATA})[0]
+        assert row.score is not None and not row.problems
+        note = (
+            "data on data=2,model=4: may not fit: this machine's program needs 56 KiB of memory, and "
+            "a TPU v5e has 39.1 KiB; give a target to know"
+        )
+        assert row.notes == (() if fits else (note,))
+    # The bytes of the arguments are the same on every machine.
+    small = dataclasses.replace(assumed.hardware, memory=20_000)
+    monkeypatch.setitem(KINDS, ASSUMED, assumed._replace(hardware=small))
+    row = explored(hardware=None, layouts={"data": DATA})[0]
+    assert row.problems[0].why.endswith("x 4 KiB), and a TPU v5e has 19.5 KiB")
 
 
 def test_arrays_with_one_problem_are_one_line() -> None:
