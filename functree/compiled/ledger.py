@@ -219,8 +219,8 @@ class Ledger:
 
 
 _UNHEARD = (
-    "it is not known what the compiler warns of: JAX had the program in a cache, or "
-    "`TF_CPP_MIN_LOG_LEVEL` silences it"
+    "it is not known what the compiler warns of: JAX had the program in a cache (make the ledger "
+    "before the first call), or `TF_CPP_MIN_LOG_LEVEL` silences it"
 )
 # The compiler for CPUs has no reduce-scatter, and moves bfloat16 as float32.
 _CPU = (

@@ -9,7 +9,7 @@ from functree.argument_checks import FILE, check
 from functree.compiled.ledger import Ledger
 from functree.errors import Problem, RuleError
 from functree.explorer.hardware import MeshAxes
-from functree.layout.layout import Layout
+from functree.explorer.step import Laid
 from functree.layout.rules_file import rules_text
 
 
@@ -52,12 +52,13 @@ class Candidate:
     is_frontier: bool = False
     notes: tuple[str, ...] = ()
     ledger: Ledger | None = None
-    _rules: Layout | None = None
+    _laid: Laid | None = None
 
     def rules_file(self, path: str | os.PathLike[str]) -> None:
         """Write a `rules.toml` with the layout of the first argument that has rules.
 
-        `functree ledger --rules` and the other commands read it.
+        `functree ledger --rules` and the other commands read it. The layouts of other arguments are
+        comments in it.
 
         Args:
             path: the path of the file.
@@ -68,13 +69,16 @@ class Candidate:
             OSError: the file cannot be written.
         """
         check("rules_file has nothing to write to", path=(path, FILE))
-        if self._rules is None:
+        main = None if self._laid is None else self._laid.main
+        if self._laid is None or main is None:
             raise RuleError(
                 f"the layout {self.layout_name} has no rules that a file could have: a rules.toml "
                 "is for `AxisRules` and `FSDP`"
             )
-        title = " ".join(f"{self.layout_name}, for the mesh {mesh_text(self.mesh)}".split())
-        Path(path).write_text(f"# {title}\n{rules_text(self._rules)}", encoding="utf-8")
+        comments = [f"{self.layout_name}, for the mesh {mesh_text(self.mesh)}"]
+        comments += [f"not in this file: {other}" for other in self._laid.others]
+        head = "".join(f"# {' '.join(one.split())}\n" for one in comments)
+        Path(path).write_text(f"{head}{rules_text(main)}", encoding="utf-8")
 
     def __repr__(self) -> str:
         return f"<Candidate {self.layout_name} on {mesh_text(self.mesh)}>"

@@ -16,10 +16,10 @@ from functree.errors import USERS_ERRORS, FunctreeError, Problem
 from functree.explorer.candidate import Candidate, mesh_text
 from functree.explorer.hardware import Hardware, Kind, MeshAxes, kind_of
 from functree.explorer.links import bandwidth, check_links
-from functree.explorer.memory import device_bytes, problems_of, too_high, too_large
+from functree.explorer.memory import device_bytes, may_not_fit, problems_of, too_high, too_large
 from functree.explorer.meshes_to_try import Trial, trials
 from functree.explorer.progress import Progress
-from functree.explorer.ranking import Ranking, ranked
+from functree.explorer.ranking import GIVEN, Ranking, ranked
 from functree.explorer.step import Step
 from functree.explorer.wire_bytes import wire_bytes
 from functree.layout.layout import LayoutTree
@@ -61,7 +61,8 @@ def explore(
         target: what the programs are compiled for, as in `ft.make_mesh`: `"tpu:v5e:4x8"`. Without
             it, they are compiled for the devices of this machine.
         hardware: what the score is computed with. By default that of the target; without a target
-            that of a TPU v5e, which the head of the ranking says.
+            that of a TPU v5e, as the head of the ranking says: a peak above its memory is then a
+            note, and no reason to refuse.
         out_shardings: the layout of the result, as in `ft.jit`; or a dict that has one for each
             name in `layouts`. Donated arguments keep their shardings without it.
         progress: whether to say on the standard error how far it is, if it takes long.
@@ -133,22 +134,24 @@ class _Exploration:
         self.hardware: Hardware = hardware or self._kind.hardware
 
     @property
+    def _is_assumed(self) -> bool:
+        """Whether nobody has said what the program is for."""
+        return self._target is None and not self._is_given
+
+    @property
     def called(self) -> str:
         """What the hardware is called in the ranking."""
-        return "the hardware that was given" if self._is_given else self._kind.name
+        return GIVEN if self._is_given else self._kind.name
 
     def notes(self) -> list[str]:
         """What a reader must know before the figures."""
         if self._target is not None:
             return []
         platform = jax.devices()[0].platform.upper()
-        notes = [
+        return [
             f"compiled for {platform} devices of this machine, whose programs say little of those "
             "for other accelerators: give a target"
         ]
-        if not self._is_given:
-            notes.append(f"no hardware was given: the figures are those of a {self._kind.name}")
-        return notes
 
     def run(self, wanted: Sequence[Trial], progress: bool) -> list[Candidate]:
         """The candidates, those that may fit compiled."""
@@ -183,9 +186,9 @@ class _Exploration:
             return replace(one, problems=problems_of(error))
         return replace(
             one,
-            problems=plan.problems or too_large(plan, self.hardware.memory),
+            problems=plan.problems or too_large(plan, self.hardware.memory, self._there()),
             bytes_per_device=device_bytes(plan),
-            _rules=laid.main,
+            _laid=laid,
         )
 
     def _compiled(self, one: Candidate) -> Candidate:
@@ -208,9 +211,11 @@ class _Exploration:
         compute = flops.total / (self.hardware.flops * self.hardware.efficiency)
         wire = sum(size / self._bandwidth(axes, mesh) for axes, size in sent.items())
         problems: tuple[Problem, ...] = ()
-        # The compiler of a target has refused what does not fit in its memory.
-        if self._is_given or self._target is None:
+        # Otherwise the compiler of the target has refused what does not fit in its memory.
+        if self._is_given:
             problems = too_high(ledger.memory, self.hardware.memory)
+        elif self._is_assumed:
+            notes.append(may_not_fit(ledger.memory, self.hardware.memory, self._kind.name))
         return replace(
             one,
             problems=problems,
@@ -221,9 +226,14 @@ class _Exploration:
             wire_seconds=wire,
             # What does not fit has no place among those that run.
             score=None if problems else compute + wire,
-            notes=tuple(f"{one.layout_name} on {mesh_text(one.mesh)}: {note}" for note in notes),
+            notes=tuple(
+                f"{one.layout_name} on {mesh_text(one.mesh)}: {note}" for note in notes if note
+            ),
             ledger=ledger,
         )
+
+    def _there(self) -> str:
+        return f"a {self._kind.name} has" if self._is_assumed else "there are"
 
     def _bandwidth(self, axes: MeshAxes, mesh: Mesh) -> float:
         together = (axes,) if isinstance(axes, str) else axes

@@ -31,17 +31,22 @@ def device_bytes(plan: Plan) -> int:
     return sum(row.bytes_per_device for row in _on_device(plan))
 
 
-def too_large(plan: Plan, memory: float) -> tuple[Problem, ...]:
+def too_large(plan: Plan, memory: float, there: str) -> tuple[Problem, ...]:
     """The problems of arguments that take more than the memory; empty if they may fit.
 
     An array without a spec is left out: the compiler may shard it.
+
+    Args:
+        plan: their plan.
+        memory: the bytes of memory.
+        there: the words before the memory: `there are`, `a TPU v5e has`.
     """
     rows = [row for row in _on_device(plan) if row.spec is not None]
     needed = sum(row.bytes_per_device for row in rows)
     if needed <= memory:
         return ()
     figures = f"its arguments are {bytes_text(needed)} on each device ({_by_part(rows)})"
-    why = f"{figures}, and there are {bytes_text(round(memory))}"
+    why = f"{figures}, and {there} {bytes_text(round(memory))}"
     largest = sorted(rows, key=lambda row: -row.bytes_per_device)
     sizes = {row.path: row.bytes_per_device for row in largest}
     specs = {row.path: row.spec for row in largest if row.spec is not None}
@@ -53,6 +58,18 @@ def too_large(plan: Plan, memory: float) -> tuple[Problem, ...]:
         each = f"{bytes_text(row.bytes_per_device)} on each device, {spec_text(row.spec)}"
         problems.append(Problem(row.path, row.shape, array_text(row), each))
     return tuple(problems)
+
+
+def may_not_fit(program: Memory, memory: float, kind: str) -> str:
+    """That a program for this machine has a higher peak than the memory of an accelerator; empty
+    if it has not. It is no problem, since the accelerator's own program has another peak."""
+    if program.peak <= memory:
+        return ""
+    peak, there = bytes_text(program.peak), bytes_text(round(memory))
+    return (
+        f"may not fit: this machine's program needs {peak} of memory, and a {kind} has {there}; "
+        "give a target to know"
+    )
 
 
 def too_high(program: Memory, memory: float) -> tuple[Problem, ...]:

@@ -14,6 +14,9 @@ from functree.explorer.text import ranking_text
 TIE = 1.15
 """Scores that are so many times the best one are no worse: the score tells no more than that."""
 
+GIVEN = "the hardware that was given"
+"""What accelerators are called whose figures the caller gives."""
+
 
 @dataclass(frozen=True, repr=False)
 class Ranking:
@@ -85,7 +88,6 @@ class Ranking:
     def _head(self) -> list[str]:
         """The lines above the table."""
         hardware = self.hardware
-        where = f"{self.target} ({self.kind})" if self.target else self.kind
         if isinstance(hardware.links, Mapping):
             links = ", ".join(
                 f"{axes if isinstance(axes, str) else '+'.join(axes)} {one / 1e9:g} GB/s"
@@ -97,7 +99,14 @@ class Ranking:
             f"score = flops / ({hardware.flops / 1e12:g} TF/s × {hardware.efficiency:g})"
             f" + bytes sent / ({links}): it compares layouts, and is no forecast of a time"
         )
-        return [f"ranked for {where}", score, *self.notes]
+        return [self._ranked_for(), *self.notes, score]
+
+    def _ranked_for(self) -> str:
+        if self.target is not None:
+            return f"ranked for {self.target} ({self.kind})"
+        if self.kind == GIVEN:
+            return f"ranked by the figures of {GIVEN}"
+        return f"no target was given: ranked by the figures of a {self.kind}"
 
 
 def ranked(candidates: Sequence[Candidate]) -> tuple[Candidate, ...]:

@@ -34,11 +34,13 @@ class Laid(NamedTuple):
         rules: the layout of the first argument that has rules for activations, which are the
             ambient rules of the body; None if there is none.
         main: the first layout that has rules, or is FSDP: the one that a file is written of.
+        others: what is laid out otherwise than by `main`, a text such as `x: P('data')` for each.
     """
 
     written: LayoutTree
     rules: Layout | None
     main: Layout | None
+    others: tuple[str, ...] = ()
 
 
 class Step:
@@ -75,12 +77,15 @@ class Step:
         """
         rules: Layout | None = None
         main: Layout | None = None
-        for part in broadcast(self._prefix(layouts), self._call):
+        parts = broadcast(self._prefix(layouts), self._call)
+        for part in parts:
             if rules is None and part.layout.for_activations:
                 rules = part.layout
             if main is None and isinstance(part.layout, FSDP):
                 main = part.layout
-        return Laid(layouts, rules, rules or main)
+        main = rules or main
+        texts = (f"{part.path}: {part.layout!r}" for part in parts if part.layout is not main)
+        return Laid(layouts, rules, main, tuple(dict.fromkeys(texts)))
 
     def plan(self, layouts: LayoutTree, sizes: Any) -> Plan:
         """The plan of the arguments, with its problems. No device is used."""

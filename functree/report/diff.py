@@ -46,7 +46,7 @@ class Diff:
         >>> before = ft.plan({"w": jnp.ones((8, 8))}, ft.P("model"), {"model": 4})
         >>> after = ft.plan({"w": jnp.ones((8, 8))}, ft.P(), {"model": 4})
         >>> print(before.diff(after))
-        on each device: 64 B → 256 B
+        on each device: 64 B → 256 B (+300 %)
         w: spec P('model', None) → P(None, None)
         w: bytes on each device 64 B → 256 B
         >>> print(before.diff(before))
@@ -80,7 +80,7 @@ class Diff:
             if before == after:
                 yield f"{what}: {before} in both"
             else:
-                yield f"{what}: {before} → {after}"
+                yield f"{what}: {before} → {after}{_percent(before, after)}"
 
     def folded(self) -> Iterator["Folded"]:
         """One line for all changes that differ only in the indices of their paths. Bytes are in one
@@ -173,6 +173,15 @@ def _weight_before(weighed: Sequence[tuple[float, Change]], path: Path) -> float
     if weight == math.inf or last.path != path:
         return 0
     return weight
+
+
+def _percent(before: int, after: int) -> str:
+    """By how much a sum has changed: ` (−50 %)`; of nothing there is no part."""
+    if not before:
+        return ""
+    percent = 100 * abs(after - before) / before
+    sign = "−" if after < before else "+"
+    return f" ({sign}{percent:,.0f} %)" if percent >= 1 else f" ({sign}{percent:.1g} %)"
 
 
 def _text(value: object, unit: int) -> str:

@@ -18,6 +18,7 @@ import functree as ft
 from functree.devices.targets import target_devices
 from functree.explorer import progress
 from functree.explorer.candidate import Candidate
+from functree.explorer.hardware import ASSUMED, KINDS
 from functree.explorer.ranking import ranked
 from functree.explorer.reasons import problem_lines
 from functree.explorer.step import Step
@@ -102,7 +103,7 @@ def test_what_cannot_run_says_why(ranking: ft.Ranking) -> None:
 def test_the_text(ranking: ft.Ranking) -> None:
     lines = str(ranking).splitlines()
     assert max(map(len, lines)) <= 100
-    assert lines[0] == "ranked for the hardware that was given"
+    assert lines[0] == "ranked by the figures of the hardware that was given"
     text = str(ranking)
     assert "score = flops / (0.001 TF/s × 0.5) + bytes sent / (0.1 GB/s for each link)" in text
     assert "no forecast of a time" in text.replace("\n", " ")
@@ -135,11 +136,22 @@ def test_the_rules_of_the_best(ranking: ft.Ranking, tmp_path: Path) -> None:
     ranking[0].rules_file(file)
     assert ft.read_rules(file) == TENSOR
     assert file.read_text().startswith("# tensor, for the mesh data=2,model=4\n")
-    bare = dataclasses.replace(ranking[0], _rules=None)
+    bare = dataclasses.replace(ranking[0], _laid=None)
     with raises("the layout tensor has no rules that a file could have"):
         bare.rules_file(file)
     with raises("rules_file has nothing to write to", "path=3"):
         ranking[0].rules_file(3)  # pyright: ignore
+
+
+def test_the_layouts_of_other_arguments_are_comments(tmp_path: Path) -> None:
+    file = tmp_path / "rules.toml"
+    both, alone = explored(layouts={"both": (TENSOR, P("data")), "alone": (TENSOR, TENSOR)})
+    names = {}
+    for row in (both, alone):
+        row.rules_file(file)
+        names[row.layout_name] = file.read_text().splitlines()[1]
+        assert ft.read_rules(file) == TENSOR
+    assert names == {"both": "# not in this file: x: P('data')", "alone": 'batch = "data"'}
 
 
 def test_other_hardware_has_another_order() -> None:
@@ -206,6 +218,27 @@ def test_what_the_compiler_finds_too_large_is_no_candidate() -> None:
     shard, fewer = problem.remedy.splitlines()
     assert shard == "shard the largest arguments over more devices"
     assert fewer.startswith("for fewer temporaries, recompute in the backward pass")
+
+
+def test_without_a_target_a_peak_above_the_memory_of_an_assumed_kind_is_a_note(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assumed = KINDS[ASSUMED]
+    for memory, fits in ((40_000, False), (60_000, True)):
+        small = dataclasses.replace(assumed.hardware, memory=memory)
+        monkeypatch.setitem(KINDS, ASSUMED, assumed._replace(hardware=small))
+        row = explored(hardware=None, layouts={"data": DATA})[0]
+        assert row.score is not None and not row.problems
+        note = (
+            "data on data=2,model=4: may not fit: this machine's program needs 56 KiB of memory, and "
+            "a TPU v5e has 39.1 KiB; give a target to know"
+        )
+        assert row.notes == (() if fits else (note,))
+    # The bytes of the arguments are the same on every machine.
+    small = dataclasses.replace(assumed.hardware, memory=20_000)
+    monkeypatch.setitem(KINDS, ASSUMED, assumed._replace(hardware=small))
+    row = explored(hardware=None, layouts={"data": DATA})[0]
+    assert row.problems[0].why.endswith("x 4 KiB), and a TPU v5e has 19.5 KiB")
 
 
 def test_arrays_with_one_problem_are_one_line() -> None:
@@ -331,7 +364,10 @@ def test_progress_is_said_if_it_takes_long(
 def test_without_hardware_that_of_one_kind_is_named() -> None:
     ranking = explored(hardware=None, layouts={"data": DATA})
     assert ranking.kind == "TPU v5e" and ranking.hardware.flops == 197e12
-    assert "no hardware was given: the figures are those of a TPU v5e" in str(ranking)
+    first = (
+        "no target was given: ranked by the figures of a TPU v5e\ncompiled for CPU devices of this"
+    )
+    assert str(ranking).startswith(first)
 
 
 def test_a_kernel_that_is_not_known_is_said() -> None:

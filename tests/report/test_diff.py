@@ -46,7 +46,9 @@ def test_a_plan_differs_by_path() -> None:
         "on each device: 648 B in both",
         "layers.{0-2}.w: spec P('model', None) → P(None, 'model') (×3)",
     ]
-    assert str(plan(ft.P("model")).diff(plan(ft.P()))).startswith("on each device: 648 B → 1.8 KiB")
+    assert str(plan(ft.P("model")).diff(plan(ft.P()))).startswith(
+        "on each device: 648 B → 1.8 KiB (+178 %)\n"
+    )
 
 
 def test_a_plan_differs_in_all_that_it_says() -> None:
@@ -281,14 +283,31 @@ def test_the_total_of_two_ledgers_is_first() -> None:
     after = ledger_of(("w", MIB, 2), ("v", 2048, 1))
     diff = before.diff(after)
     assert str(diff).splitlines() == [
-        "moved to each device: 4.0 MiB → 2.0 MiB",
+        "moved to each device: 4.0 MiB → 2.0 MiB (−50 %)",
         "m.w: bytes of all-reduce over a 4 MiB → 2 MiB",
         "m.w: runs of all-reduce over a 4 → 2",
         "m.v: runs of all-reduce over a 2 → 1",
     ]
-    assert "moved to each device: 4.0 MiB → 2.0 MiB" in diff.html()
+    assert "moved to each device: 4.0 MiB → 2.0 MiB (−50 %)" in diff.html()
     assert str(before.diff(before)) == "nothing differs" and before.diff(before).rows == ()
     assert [row.what for row in diff.rows if not row.path] == []
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "percent"),
+    [
+        (100, 250, " (+150 %)"),
+        (3, 2, " (−33 %)"),
+        (1000, 1004, " (+0.4 %)"),
+        (5, 0, " (−100 %)"),
+        (1, 10**4, " (+999,900 %)"),
+        (0, 5, ""),
+    ],
+)
+def test_a_total_says_by_how_much_it_has_changed(before: int, after: int, percent: str) -> None:
+    total = Change(ft.Path(), "moved", Bytes(before), Bytes(after))
+    text = str(Diff((OTHER_MESH,), (total,))).splitlines()[0]
+    assert text == f"moved: {Bytes(before)} → {Bytes(after)}{percent}"
 
 
 def test_sizes_that_are_shown_alike_are_told_apart() -> None:
