@@ -142,7 +142,8 @@ class Signature:
         self._simple: bool = all(p.kind in _BY_POSITION for p in parameters)
         self._defaults: Args = tuple(p.default for p in parameters)
         # Forward references in the annotations are looked up in this module.
-        self._module: str = getattr(fun, "__module__", __name__)
+        # Code that runs without a `__name__`, such as by `exec`, has functions of no module.
+        self._module: str = getattr(fun, "__module__", None) or __name__
         self._returned: object = _resolved(fun, signature.return_annotation)
         self.call: type[Record] = _record(
             self._module, {p.name: _annotation(fun, p) for p in parameters}

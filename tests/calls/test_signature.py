@@ -696,3 +696,37 @@ def test_every_function_has_a_name(fun: Any, name: str):
 
     assert ft.jit(fun).__name__ in (name, name.rpartition(".")[2])
     assert Model().f.__name__
+
+
+OF_NO_MODULE = """
+def double(x: Float[Array, "batch embed"]) -> Float[Array, "batch embed"]:
+    return 2 * x
+
+
+def total(x: Float[Array, "batch embed"]):
+    return double(x).sum()
+"""
+
+
+@pytest.mark.parametrize("future", [False, True])
+def test_functions_of_code_without_a_name(future: bool) -> None:
+    """As `exec` makes them, which some runners of notebooks do."""
+    annotations = "from __future__ import annotations\n" if future else ""
+    namespace: dict[str, Any] = {"Array": Array, "Float": Float, "__builtins__": __builtins__}
+    exec(annotations + OF_NO_MODULE, namespace)
+    double, total = namespace["double"], namespace["total"]
+    assert double.__module__ is None
+    rules = ft.AxisRules({"batch": "data", ...: None})
+    mesh = ft.make_mesh(data=8)
+    x = ft.shard(jnp.ones((8, 4)), rules, mesh, axes="batch embed")
+    found = {
+        "jit": ft.jit(double, rules=rules)(x),
+        "in_shardings": ft.jit(double, in_shardings=rules, mesh=mesh)(jnp.ones((8, 4))),
+        "shard_map": ft.shard_map(double, rules=rules, mesh=mesh)(x),
+        "typed": ft.typed(double)(x),
+        "grad": ft.jit(ft.grad(total, layout=P("data")), rules=rules)(x),
+    }
+    assert {name: float(y[0, 0]) for name, y in found.items()} == dict.fromkeys(found, 2.0)
+    layouts = {"data": rules}
+    ranking = ft.explore(double, (x,), meshes={"data": 8}, layouts=layouts, progress=False)
+    assert ranking[0].score is not None
