@@ -74,6 +74,8 @@ def open_tensors(files: Sequence[Path], dtypes: Mapping[str, str] = DTYPES) -> M
     tensors: dict[str, Tensor] = {}
     # Opening a pipe would wait for who writes to it.
     if others := [file for file in files if not _is_file(file)]:
+        if not os.path.lexists(others[0]):
+            raise FunctreeError(f"there is no file {others[0]}")
         raise FunctreeError(f"{others[0]} is not a safetensors file: it is not a file at all")
     for file in files:
         try:

@@ -16,7 +16,7 @@ from functree.io.weights.tensor_names import WHOLE, TensorName
 from functree.labels.leaf import Leaf
 from functree.tree.arrays import array_text, dtype_text
 from functree.tree.bits import is_key
-from functree.tree.paths import Path
+from functree.tree.paths import Path, part_text
 
 
 class Fault(NamedTuple):
@@ -98,7 +98,8 @@ def unread_problems(
             continue
         why = "each tensor that it matches is read"
         if not any(fnmatchcase(name, pattern) for name in tensors):
-            why = f"matches no tensor of the files{did_you_mean(pattern, tensors)}"
+            near = did_you_mean(pattern, dict.fromkeys(map(_of_any_number, tensors)))
+            why = f"matches no tensor of the files{near}"
         yield Problem(None, None, f'left_out "{pattern}"', why)
     alike: dict[str, list[str]] = defaultdict(list)
     for name in unread:
@@ -233,14 +234,10 @@ def _nameless(leaves: Sequence[Leaf], unread: Mapping[str, Tensor]) -> Iterator[
     """The problems of arrays without a name, with the nearest name of a tensor that would fit."""
     known: dict[str, str] = {}  # by the path in any layer: there may be thousands of both
     for leaf in leaves:
-        path = ".".join("*" if type(key) is int else key for key in map(_part, leaf.path))
+        path = ".".join("*" if type(key) is int else part_text(key) for key in leaf.path)
         if path not in known:
             known[path] = _row_for(leaf, path, unread)
         yield leaf.problem("no pattern of `names` matches it", known[path])
-
-
-def _part(key: object) -> object:
-    return key if type(key) is int else str(Path((key,)))
 
 
 def _row_for(leaf: Leaf, path: str, unread: Mapping[str, Tensor]) -> str:
@@ -250,7 +247,8 @@ def _row_for(leaf: Leaf, path: str, unread: Mapping[str, Tensor]) -> str:
         for text in (name, f"{name}.T"):
             if TensorForm.fitting(leaf.shape, tensor.shape, TensorName.parse(text), 0) is not None:
                 fitting.setdefault(name, text)
-    near = nearest(str(leaf.path), fitting, 1)
+    # Also one that is far: these have the shape, and nothing else is read from them.
+    near = nearest(str(leaf.path), fitting, 1, cutoff=0.4)
     if not near:
         return ""
     name = fitting[near[0]]

@@ -53,8 +53,8 @@ def load_tensors(
     """A tree of your own with the values of safetensors files, by a table of names.
 
     The arrays are created sharded, and of each file only the slices are read that this process'
-    devices keep. A tensor that joins neighbouring dimensions of an array, such as the heads with the
-    size of one, is split as the array is.
+    devices keep. A tensor that joins neighbouring dimensions of an array, such as the heads with
+    the size of one, is split as the array is.
 
     Args:
         files: a file, several, or the folder that they are in.
