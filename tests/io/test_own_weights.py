@@ -98,6 +98,7 @@ SHAPES: dict[str, tuple[dict[str, tuple[int, ...]], tuple[int, ...], str, Wanted
     "a number": ({"w": ()}, (), "w", lambda t: t["w"]),
     "the transpose of a number": ({"w": ()}, (), "w.T", lambda t: t["w"]),
     "a vector": ({"w": (16,)}, (16,), "w.T", lambda t: t["w"]),
+    "no elements": ({"w": (4, 0)}, (0, 4), "w.T", lambda t: t["w"].T),
     "three dimensions": ({"w": (4, 2, 8)}, (8, 2, 4), "w.T", lambda t: t["w"].T),
     "heads of a query": ({"w": (32, 16)}, (16, 8, 4), "w.T", lambda t: t["w"].T.reshape(16, 8, 4)),
     "heads in front": ({"w": (32, 16)}, (8, 4, 16), "w", lambda t: t["w"].reshape(8, 4, 16)),
@@ -269,9 +270,9 @@ FILES: dict[str, tuple[Callable[[Path], Any], list[str]]] = {
     "a name in two": (
         lambda folder: [folder / "a.safetensors", folder / "copy"], ["copy: another file has a tensor 'w' too"]
     ),
-    "no file": (lambda folder: [], ["it must be a folder, the path of a file", "or a list of such files"]),
+    "no file": (lambda folder: [], ["it must be the path of a file", "or of a folder, or a list of files"]),
     "an address": (lambda folder: "gs://bucket/a", ["of a file system: copy to or from a bucket"]),
-    "a number": (lambda folder: 3, ["files=3", "it must be a folder"]),
+    "a number": (lambda folder: 3, ["files=3", "it must be the path"]),
 }  # fmt: skip
 
 

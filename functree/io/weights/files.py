@@ -1,6 +1,7 @@
 """The safetensors files of a model ─► shape, dtype and blocks of each tensor, by name."""
 
 import os
+import stat
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,11 +30,15 @@ class Tensor(NamedTuple):
 
     def read(self, index: Sequence[slice]) -> np.ndarray:
         """A block of the tensor."""
+        # Of a dimension of size 0, safetensors takes no slice at all.
+        if 0 in self.shape:
+            return np.empty(self.shape, self.dtype)[tuple(index)]
         return np.asarray(self.source[tuple(index)])
 
     def beginning(self) -> np.ndarray:
         """Some of its first elements, by which it is told from that of another model."""
-        return self.read([slice(0, 16)] * len(self.shape))
+        # Safetensors takes no slice that ends behind a dimension.
+        return self.read([slice(0, min(size, 16)) for size in self.shape])
 
 
 DTYPES = {
@@ -129,7 +134,9 @@ def files_of(folder: Path) -> list[Path]:
 def is_folder(path: Path) -> bool:
     """Whether a path is that of a folder."""
     try:
-        return path.is_dir()
+        return stat.S_ISDIR(path.stat().st_mode)
+    except PermissionError:
+        raise  # it may be one
     except OSError:
         return False  # such as a name that is too long for the file system
 

@@ -34,7 +34,7 @@ T = TypeVar("T")
 
 _File = str | os.PathLike[str]
 _FILES = Takes(
-    f"a folder, {LOCAL_FILE.text}, or a list of such files",
+    f"{LOCAL_FILE.text}; or of a folder, or a list of files",
     lambda value: isinstance(value, list) and all(map(LOCAL_FILE.is_type, value)),
     lambda value: len(value) > 0 and all(map(LOCAL_FILE.is_value, value)),
 )
