@@ -436,7 +436,7 @@ REFUSED: dict[str, tuple[dict[str, str], list[str], list[str]]] = {
             "  x.1   f32[8, 4]", "      no pattern of `names` matches it",
             "  l.1.w", "      no array is read from it",
             'Try: add a row, such as "x.*": "l.*.w"',
-            '     give `names` a row for it, or leave it out: left_out=["l.1.w"]',
+            '     give `names` rows for them, or leave them out: left_out=["l.1.w"]',
         ],
     ),
     "unread": (
@@ -445,9 +445,7 @@ REFUSED: dict[str, tuple[dict[str, str], list[str], list[str]]] = {
             "  big", "      no array is read from it",
             "  l.0.t", "      no array is read from it, nor from 1 tensor like it",
             "  qkv", "      no array is read from it",
-            'Try: give `names` a row for it, or leave it out: left_out=["big"]',
-            '     give `names` a row for it, or leave it out: left_out=["l.*.t"]',
-            '     give `names` a row for it, or leave it out: left_out=["qkv"]',
+            'Try: give `names` rows for them, or leave them out: left_out=["big", "l.*.t", "qkv"]',
         ],
     ),
     "patterns for nothing": (

@@ -1,5 +1,6 @@
 """Arrays and the names of their tensors ─► how each is read; or all that does not fit."""
 
+import json
 import re
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -105,10 +106,10 @@ def unread_problems(
     for name in unread:
         if not any(fnmatchcase(name, pattern) for pattern in left_out):
             alike[_of_any_number(name)].append(name)
+    whats = [key if names[1:] else names[0] for key, names in alike.items()]
+    remedy = f"give `names` rows for them, or leave them out: left_out={json.dumps(whats)}"
     for names in alike.values():
         others = f", nor from {count(len(names) - 1, 'tensor')} like it" if names[1:] else ""
-        what = _of_any_number(names[0]) if names[1:] else names[0]
-        remedy = f'give `names` a row for it, or leave it out: left_out=["{what}"]'
         yield Problem(None, None, names[0], f"no array is read from it{others}", remedy)
 
 
