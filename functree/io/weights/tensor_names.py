@@ -50,8 +50,9 @@ class TensorName(NamedTuple):
 
         Examples:
             >>> from functree.io.weights.tensor_names import TensorName
-            >>> TensorName.parse("qkv.weight[0:2/4].T")
-            TensorName(name='qkv.weight', transposed=True, part=Part(first=0, stop=2, of=4))
+            >>> name = TensorName.parse("qkv.weight[0:2/4].T")
+            >>> name.name, name.transposed, name.part
+            ('qkv.weight', True, Part(first=0, stop=2, of=4))
         """
         name = text.removesuffix(".T")
         transposed, part = name != text, WHOLE
