@@ -488,6 +488,7 @@ STACKED: dict[str, tuple[dict[str, Any], dict[str, str], list[str]]] = {
         abstract(x=()), {"x": "l.{layer}.w"}, ["`l.{layer}.w` is a tensor for each element of a dimension, and it"]
     ),
     "no layers": (abstract(x=(0, 4)), {"x": "l.{layer}.w"}, ["for each element of a dimension, and it has none"]),
+    "a random key without a name": ({"x": jax.random.key(0)}, {"*.y": "*"}, ["x   key<fry>[]", "is a random key"]),
     "a random key": (
         {"x": jax.random.key(0)}, {"x": "big"}, ["x   key<fry>[]", "is a random key, which is read from no tensor"]
     ),

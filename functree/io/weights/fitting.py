@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import jax
 
-from functree.errors import Problem, count, did_you_mean, listed, nearest
+from functree.errors import MAX_PATHS, Problem, count, did_you_mean, listed, nearest
 from functree.io.weights.blocks import TensorForm, Weight
 from functree.io.weights.files import Tensor
 from functree.io.weights.table import Named, row_text
@@ -27,11 +27,20 @@ class Fault(NamedTuple):
         why: what is wrong with it.
         of_row: the same for each array of its row of the table, by the name in the row.
         remedy: what to do.
+        missing: the name of a tensor that is not in the files; empty if all are.
     """
 
     why: str
     of_row: str
     remedy: str = ""
+    missing: str = ""
+
+
+_KEY = Fault(
+    "is a random key, which is read from no tensor",
+    "is a random key, which is read from no tensor",
+    "load the parts of the tree that have weights",
+)
 
 
 class Fitting(NamedTuple):
@@ -77,7 +86,7 @@ def fitted(
             weights += [] if weight is None else [weight]
         faults[one.pattern][leaf.path] = found
     unasked = {name: tensor for name, tensor in tensors.items() if name not in asked}
-    problems = [*_faulty(leaves, faults), *_nameless(nameless, unasked)]
+    problems = [*_faulty(leaves, faults, tensors), *_nameless(nameless, unasked)]
     return Fitting(weights, problems, asked)
 
 
@@ -128,8 +137,7 @@ def untied(leaves: Sequence[Leaf], named: Mapping[Path, Named]) -> Iterator[Prob
 def _not_named(leaf: Leaf, name: TensorName) -> Fault | None:
     """Why an array is in no tensors of such a name; None if it may be."""
     if is_key(leaf.value.dtype):
-        why = "is a random key, which is read from no tensor"
-        return Fault(why, why, "load the parts of the tree that have weights")
+        return _KEY
     if name.stacked > len(leaf.shape) or 0 in leaf.shape[: name.stacked]:
         why = f"`{name.name}` is a tensor for each element of a dimension, and it has none"
         return Fault(why, why)
@@ -155,7 +163,7 @@ def _weight(
         cast: whether it may have another dtype.
     """
     if missing := [one for one in names if one not in tensors]:
-        return None, [_missing(missing, named, tensors, whole=len(missing) == len(names))]
+        return None, [_missing(missing, named, whole=len(missing) == len(names))]
     shape, axes = leaf.shape[stacked:], leaf.axes[stacked:]
     # In front of a matrix may be dimensions of layers or experts, which `.T` leaves there.
     kept = max(leaf.stacked - stacked, 0)
@@ -200,45 +208,46 @@ def _transposed(named: Named, shape: Sequence[int], stored: Sequence[int], kept:
     return f"transposed? write {row_text(named.pattern, row)}"
 
 
-def _missing(
-    missing: Sequence[str], named: Named, tensors: Mapping[str, Tensor], *, whole: bool
-) -> Fault:
-    """That tensors are not in the files, and the nearest name that is."""
+def _missing(missing: Sequence[str], named: Named, *, whole: bool) -> Fault:
+    """That tensors are not in the files."""
     where = named.name.name if whole else listed(missing)
     row = TensorName.parse(named.row).name if whole else where
-    remedy = ""
-    if near := nearest(missing[0], tensors, 1):
-        remedy = f"`{missing[0]}`: did you mean `{near[0]}`?"
-    return Fault(f"the files have no `{where}`", f"the files have no `{row}`", remedy)
+    return Fault(f"the files have no `{where}`", f"the files have no `{row}`", missing=missing[0])
 
 
 def _faulty(
-    leaves: Sequence[Leaf], faults: Mapping[str, Mapping[Path, Sequence[Fault]]]
+    leaves: Sequence[Leaf],
+    faults: Mapping[str, Mapping[Path, Sequence[Fault]]],
+    tensors: Iterable[str],
 ) -> Iterator[Problem]:
     """The problems of arrays that cannot be read. What is wrong with all of a row is said by the
-    row, so that a message tells it once for all layers."""
+    row, so that a message tells it once for all layers, with the remedy of the first one."""
     by_path = {leaf.path: leaf for leaf in leaves}
+    searches = MAX_PATHS  # as many as a message shows: each looks at all names
     for of_row in faults.values():
         alike = len({tuple(one.of_row for one in own) for own in of_row.values()}) == 1
-        remedies: set[str] = set()
-        for path, own in of_row.items():
+        for number, (path, own) in enumerate(of_row.items()):
             for fault in own:
-                remedy = fault.remedy
-                # Names of the first layer stand for those of all.
-                if alike and remedies:
-                    remedy = remedy if remedy in remedies else ""
-                remedies.add(remedy)
+                remedy = "" if alike and number else fault.remedy
+                if fault.missing and searches and not (alike and number):
+                    searches -= 1
+                    if near := nearest(fault.missing, tensors, 1):
+                        remedy = f"`{fault.missing}`: did you mean `{near[0]}`?"
                 yield by_path[path].problem(fault.of_row if alike else fault.why, remedy)
 
 
 def _nameless(leaves: Sequence[Leaf], unread: Mapping[str, Tensor]) -> Iterator[Problem]:
     """The problems of arrays without a name, with the nearest name of a tensor that would fit."""
-    known: dict[str, str] = {}  # by the path in any layer: there may be thousands of both
+    known: dict[str, str] = {}  # by the path in any layer
     for leaf in leaves:
+        if is_key(leaf.value.dtype):
+            yield leaf.problem(_KEY.why, _KEY.remedy)
+            continue
         path = ".".join("*" if type(key) is int else part_text(key) for key in leaf.path)
-        if path not in known:
+        # As many as a message shows: each looks at all names.
+        if path not in known and len(known) < MAX_PATHS:
             known[path] = _row_for(leaf, path, unread)
-        yield leaf.problem("no pattern of `names` matches it", known[path])
+        yield leaf.problem("no pattern of `names` matches it", known.get(path, ""))
 
 
 def _row_for(leaf: Leaf, path: str, unread: Mapping[str, Tensor]) -> str:
