@@ -61,6 +61,9 @@ NAMES: dict[str, tuple[Any, dict[str, str], dict[tuple[Any, ...], str]]] = {
         {"l": [{"a": 0, "b": 0}, {"a": 0}]}, {"**": "**"},
         {("l", 0, "a"): "l.0.a", ("l", 0, "b"): "l.0.b", ("l", 1, "a"): "l.1.a"},
     ),
+    "or none between others": (
+        {"x": {"a": 0}}, {"x.**.a": "x.**.a"}, {("x", "a"): "x.a"}
+    ),
     "or none": ({"a": 0, "x": {"a": 0}}, {"**.a": "**.a"}, {("a",): "a", ("x", "a"): "x.a"}),
     "a key with dots": ({"l.0.a": 0, "l.1.b": 0}, {"*": "*"}, {("l.0.a",): "l.0.a", ("l.1.b",): "l.1.b"}),
     "an array by itself": (0, {"": "a"}, {(): "a"}),
@@ -315,6 +318,10 @@ def test_like_says_where(tmp_path: Path) -> None:
     assert isinstance(free, jax.Array) and not free.committed
     for array in (on_host, free):
         np.testing.assert_array_equal(array, given["w"])
+    save_file({"w": np.ones((), np.float32)}, tmp_path / "number")
+    for zero in (np.float32(0), np.zeros((), np.float32)):
+        number = ft.load_tensors(tmp_path / "number", {"w": zero}, {"w": "w"})["w"]
+        assert type(number) is type(zero) and number == 1
     with raises("w   f32[8, 4]", "has no sharding in `like`", "give `layout=`"):
         ft.load_tensors(file, abstract(w=(8, 4)), {"w": "w"})
 
@@ -374,9 +381,10 @@ def test_cast(tmp_path: Path) -> None:
 GIVEN = tensors(
     l__0__w=(8, 4), l__1__w=(8, 4), l__0__t=(4, 8), l__1__t=(4, 8), qkv=(24, 8), big=(9, 9)
 )  # fmt: skip
+GIVEN |= tensors(sizes__0=(8, 4), sizes__1=(4, 8), e=(8, 8))
 GIVEN["l.1.h"] = np.zeros((8, 4), np.float16)
 GIVEN["l.0.h"] = np.zeros((8, 4), np.float32)
-ALL = ["l.*", "qkv", "big"]
+ALL = ["l.*", "qkv", "big", "[se]*"]
 # A table and what is left out, for `x.0` and `x.1` (8, 4) ─► the lines of the error.
 REFUSED: dict[str, tuple[dict[str, str], list[str], list[str]]] = {
     "the transpose": (
@@ -394,11 +402,11 @@ REFUSED: dict[str, tuple[dict[str, str], list[str], list[str]]] = {
         ],
     ),
     "another shape": (
-        {"x.0": "l.0.w", "x.1": "big"}, ["l.*", "qkv"],
+        {"x.0": "l.0.w", "x.1": "big"}, ["l.*", "qkv", "[se]*"],
         ["  x.1   f32[8, 4]", "      the files have `big` as f32[9, 9]"],
     ),
     "another shape of one layer": (
-        {"x.0": "big", "*.*": "l.*.w"}, ["l.*", "qkv"],
+        {"x.0": "big", "*.*": "l.*.w"}, ["l.*", "qkv", "[se]*"],
         [
             '  "*.*": "l.*.w"', "      the pattern has 2 of `*`, and the name has 1",
             "Try: write as many in a name as in its pattern: each stands for the same text",
@@ -409,7 +417,7 @@ REFUSED: dict[str, tuple[dict[str, str], list[str], list[str]]] = {
         ["  x.1   f32[8, 4]", "      the files have `l.1.h` as f16[8, 4]", "Try: to have it as f32: cast=True"],
     ),
     "a part that does not fit": (
-        {"x.0": "l.0.w", "x.1": "qkv[0/3].T"}, ["l.*", "big"],
+        {"x.0": "l.0.w", "x.1": "qkv[0/3].T"}, ["l.*", "big", "[se]*"],
         ["  x.1   f32[8, 4]", "      the files have `qkv[0/3].T` as f32[24, 8], of which a part is asked for"],
     ),
     "a part that cannot be": (
@@ -431,7 +439,7 @@ REFUSED: dict[str, tuple[dict[str, str], list[str], list[str]]] = {
         ["  x.1   f32[8, 4]", "      the files have no `ll.1.w`", "Try: `ll.1.w`: did you mean `l.1.w`?"],
     ),
     "no name": (
-        {"x.0": "l.0.w"}, ["*t", "*h", "qkv", "big"],
+        {"x.0": "l.0.w"}, ["*t", "*h", "qkv", "big", "[se]*"],
         [
             "  x.1   f32[8, 4]", "      no pattern of `names` matches it",
             "  l.1.w", "      no array is read from it",
@@ -440,7 +448,7 @@ REFUSED: dict[str, tuple[dict[str, str], list[str], list[str]]] = {
         ],
     ),
     "unread": (
-        {"x.*": "l.*.w"}, ["*h"],
+        {"x.*": "l.*.w"}, ["*h", "[se]*"],
         [
             "  big", "      no array is read from it",
             "  l.0.t", "      no array is read from it, nor from 1 tensor like it",
@@ -488,6 +496,16 @@ STACKED: dict[str, tuple[dict[str, Any], dict[str, str], list[str]]] = {
         abstract(x=()), {"x": "l.{layer}.w"}, ["`l.{layer}.w` is a tensor for each element of a dimension, and it"]
     ),
     "no layers": (abstract(x=(0, 4)), {"x": "l.{layer}.w"}, ["for each element of a dimension, and it has none"]),
+    "layers of two shapes": (
+        abstract(x=(2, 8, 4)), {"x": "sizes.{layer}"}, ["x   f32[2, 8, 4]", "the files have `sizes.1` as f32[4, 8]"]
+    ),
+    "parts that are not equal": (
+        abstract(x=(2, 4)), {"x": "sizes.0[0/3]"}, ["`sizes.0[0/3]` as f32[8, 4], of which a part is asked for"]
+    ),
+    "experts that are joined": (
+        Experts(S((2, 4, 8), "float32")), {"up": "e.T"},  # type: ignore[arg-type]
+        ["`e.T` as f32[8, 8]", 'transposed? write "up": "e"'],
+    ),
     "a random key without a name": ({"x": jax.random.key(0)}, {"*.y": "*"}, ["x   key<fry>[]", "is a random key"]),
     "a random key": (
         {"x": jax.random.key(0)}, {"x": "big"}, ["x   key<fry>[]", "is a random key, which is read from no tensor"]
@@ -500,6 +518,27 @@ def test_refused_of_layers(case: str, tmp_path: Path) -> None:
     like, table, fragments = STACKED[case]
     with raises(*fragments):
         ft.load_tensors(saved(tmp_path, GIVEN), like, table, P(), MESH, left_out=ALL)
+
+
+@jax.tree_util.register_pytree_with_keys_class
+class Twins:
+    """It gives both of its children one key."""
+
+    def __init__(self, *children: Any):
+        self.children = children
+
+    def tree_flatten_with_keys(self) -> Any:
+        return [(jax.tree_util.GetAttrKey("w"), child) for child in self.children], None
+
+    @classmethod
+    def tree_unflatten(cls, _: object, children: Any) -> "Twins":
+        return cls(*children)
+
+
+def test_two_arrays_at_one_path(tmp_path: Path) -> None:
+    file = saved(tmp_path, tensors(w=(8,)))
+    with raises("w   f32[8]", "is the path of several arrays"):
+        ft.load_tensors(file, Twins(S((8,), "float32"), S((8,), "float32")), {"w": "w"}, P(), MESH)
 
 
 def test_a_hundred_layers_are_one_line(tmp_path: Path) -> None:

@@ -230,7 +230,7 @@ class Weight(NamedTuple):
 
         array: jax.Array | np.ndarray
         if sharding is None:
-            array = block((slice(None),) * len(self.shape))
+            array = np.asarray(block((slice(None),) * len(self.shape)))
         else:
             array = jax.make_array_from_callback(self.shape, sharding, block)
         return array, Loss(self.path, array.size, before, to, sum(lost.values()))

@@ -228,7 +228,7 @@ def _faulty(
         alike = len({tuple(one.of_row for one in own) for own in of_row.values()}) == 1
         for number, (path, own) in enumerate(of_row.items()):
             for fault in own:
-                remedy = "" if alike and number else fault.remedy
+                remedy = fault.remedy
                 if fault.missing and searches and not (alike and number):
                     searches -= 1
                     if near := nearest(fault.missing, tensors, 1):
