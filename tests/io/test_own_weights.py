@@ -187,6 +187,7 @@ def test_joined_as(shape: Any, stored: Any, joined: Any) -> None:
 def test_the_form_of_a_part_is_that_of_the_tensor() -> None:
     form = TensorForm.fitting((16, 8, 4), (96, 16), TensorName.parse("w[1/3].T"), 0)
     assert form is not None and form.stored == (96, 16)
+    assert TensorForm.fitting((2, 4), (8, 4), TensorName.parse("w[0/3]"), 0) is None
 
 
 class Experts(eqx.Module):

@@ -742,7 +742,7 @@ def saved_while_steps_run() -> Any:
 def tensor_files(name: str, where: slice | None = None) -> Path:
     """A file of tensors; one machine has another one, of which some values differ."""
     rows = np.arange(128, dtype=np.float32).reshape(16, 8)
-    # The least of them is what each device keeps, and the tensor begins with others.
+    # A device's part of the bias is larger than the beginnings that are compared.
     tensors = {"bias": np.arange(4096, dtype=np.float32), "qkv.weight": np.concatenate([rows] * 3)}
     file = FOLDER / f"{name}{RANK}"
     if RANK == ODD and where is not None:
@@ -771,7 +771,6 @@ def loaded_by_names() -> Any:
     layout = ft.FSDP(("data", "model"), min_size=0)
     with mock.patch.object(Tensor, "read", count):
         loaded = ft.load_tensors(tensor_files("alike"), TENSORS, TENSOR_NAMES, layout, MESH)
-    # The first 16 elements of each dimension are compared in several processes.
     return [max(read), *numbers(loaded)]
 
 
