@@ -29,6 +29,7 @@ from functree.io.checkpoints.read import restore
 from functree.io.checkpoints.write import save
 from functree.io.export import Exported, export
 from functree.io.weights.load import load_weights
+from functree.io.weights.load_tensors import load_tensors
 from functree.io.weights.save import save_weights
 from functree.labels.annotations.equinox_names import equinox_names
 from functree.labels.filters.filter import Filter, glob, under
@@ -170,6 +171,7 @@ __all__ = [
     "offload",
     # Weights
     "load_weights",
+    "load_tensors",
     "save_weights",
     # Running for real
     "save",

@@ -72,7 +72,7 @@ _FIELDS_BY_NAME = _mapping(
     "a mapping to what `WeightMap.sets`, `only` and `ignored` return",
     lambda value: isinstance(value, Field),
 )
-_TEXTS = _mapping("a mapping from paths to names", lambda value: isinstance(value, str))
+NAMES = _mapping("a mapping from paths to names", lambda value: isinstance(value, str))
 _LISTS = _mapping("a mapping from paths to lists of names", TEXTS.fits)
 _OPTIONS = Takes(
     "a mapping of fields of `ft.nn.TransformerConfig`",
@@ -126,7 +126,7 @@ class WeightMap:
         check(
             "no family",
             fields=(fields, _FIELDS_BY_NAME),
-            weights=(weights, _TEXTS),
+            weights=(weights, NAMES),
             options=(options, _OPTIONS),
             others=(self.others, _LISTS),
         )

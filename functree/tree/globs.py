@@ -34,6 +34,14 @@ def _escaped(key: object) -> str:
     return _NO_STRING + part_text(key).translate(_ESCAPES)
 
 
+def _unescaped(key: str) -> str:
+    """What `_escaped` was made from: a string key itself, and the text of another one."""
+    key = key.removeprefix(_NO_STRING)
+    for character, escaped in (("\x1b", _SEPARATOR), ("\x1c", _NO_STRING), ("\x1d", "\x1d")):
+        key = key.replace(f"\x1d{character}", escaped)
+    return key
+
+
 @lru_cache(maxsize=4096)
 def glob_pattern(pattern: str) -> re.Pattern[str]:
     """A glob as a compiled expression for `match_text`. Raises RuleError for a part that cannot be
@@ -41,16 +49,31 @@ def glob_pattern(pattern: str) -> re.Pattern[str]:
     return re.compile(glob_regex(pattern))
 
 
-def glob_regex(pattern: str) -> str:
-    """The regular expression for `match_text`, without groups. Raises RuleError for a part that
-    cannot be read."""
+@lru_cache(maxsize=4096)
+def capturing_pattern(pattern: str) -> re.Pattern[str]:
+    """As `glob_pattern`, with a group for each wildcard; `captured` has what these match."""
+    return re.compile(glob_regex(pattern, groups=True))
+
+
+def captured(found: re.Match[str]) -> list[str]:
+    """The text that each wildcard stands for: of `**` keys with dots between them, or none."""
+    texts: list[str] = []
+    for group in found.groups():
+        keys = group.removeprefix(_SEPARATOR).split(_SEPARATOR)
+        texts.append(".".join(map(_unescaped, keys)))
+    return texts
+
+
+def glob_regex(pattern: str, *, groups: bool = False) -> str:
+    """The regular expression for `match_text`, without groups, or with one for each wildcard.
+    Raises RuleError for a part that cannot be read."""
     expression = ""
     before = None
     for part in tokens(pattern):
         # `**.**` means the same as `**`, and two such expressions in a row would take quadratic
         # time to fail.
         if part != "**" or before != "**":
-            expression += _part_regex(part, pattern)
+            expression += _part_regex(part, pattern, groups)
         before = part
     return expression
 
@@ -75,10 +98,11 @@ def last_part(text: str) -> str:
     return text[text.rfind(_SEPARATOR) :]
 
 
-def _part_regex(token: str, pattern: str) -> str:
+def _part_regex(token: str, pattern: str, groups: bool) -> str:
     """The expression for one part of a glob."""
     if token == "**":
-        return f"(?:{_SEPARATOR}[^{_SEPARATOR}]*)*"
+        parts = f"(?:{_SEPARATOR}[^{_SEPARATOR}]*)*"
+        return f"({parts})" if groups else parts
     if "{" in token and token[0] not in '"[':
         raise RuleError(
             f"glob {pattern!r}: {token!r} is how a plan prints several paths at once, and no glob: "
@@ -95,4 +119,5 @@ def _part_regex(token: str, pattern: str) -> str:
         )
     # `1*` matches the list index 10 and also the dict key "10".
     number = f"{_NO_STRING}?" if token[0].isdigit() else ""
-    return _SEPARATOR + number + token.replace("*", f"[^{_SEPARATOR}]*")
+    text = f"([^{_SEPARATOR}]*)" if groups else f"[^{_SEPARATOR}]*"
+    return _SEPARATOR + number + token.replace("*", text)

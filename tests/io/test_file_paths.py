@@ -47,6 +47,10 @@ DOORS: dict[str, tuple[Callable[[Any, ft.nn.Transformer], Any], type[Exception]]
     "inspect": (lambda path, _: ft.inspect(path), ft.CheckpointError),
     "save weights": (lambda path, model: ft.save_weights(path, model), ft.FunctreeError),
     "load weights": (lambda path, _: ft.load_weights(path, ft.P(), MESH), ft.FunctreeError),
+    "load tensors": (
+        lambda path, _: ft.load_tensors(path, TREE, {"*": "*"}, ft.P(), MESH),
+        ft.FunctreeError,
+    ),
     "read a config": (lambda path, _: ft.nn.config_from_json(path), ft.FunctreeError),
 }
 # These only look: where there is no folder there are no steps.
@@ -130,6 +134,7 @@ ADDRESSES = ["gs://bucket/model", Path("gs://bucket/model"), "https://host/model
 LOCAL: dict[str, Callable[[Any, ft.nn.Transformer], object]] = {
     "save_weights": lambda path, model: ft.save_weights(path, model),
     "load_weights": lambda path, model: ft.load_weights(path, ft.P(), MESH),
+    "load_tensors": lambda path, model: ft.load_tensors(path, TREE, {"*": "*"}, ft.P(), MESH),
     "config_from_json": lambda path, model: ft.nn.config_from_json(path),
     "assert_layout": lambda path, model: ft.testing.assert_layout(
         ft.plan(model, ft.P(), MESH), path

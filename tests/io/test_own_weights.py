@@ -1,194 +1,553 @@
-"""The functions of docs/own-weights.md, which users copy: what is read, how much of it, and what is
+"""`ft.load_tensors`: by which name an array is read, what of the files, as what, and what is
 refused."""
 
 import math
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from checks import raises
-from launch import ROOT, ended, started
+from checks import raises, warns
+from jaxtyping import Array, Float
 from meshes import MESH, assert_lies
-from own_weights import copied, recording
 from safetensors.numpy import save_file
 
 import functree as ft
+from functree.io.weights.blocks import TensorForm, joined_as
+from functree.io.weights.files import Tensor
+from functree.io.weights.tensor_names import TensorName
 
 P = ft.P
-PROGRAM = str(ROOT / "tests" / "lib" / "own_weights.py")
+S = jax.ShapeDtypeStruct
 
 
 def tensors(**shapes: tuple[int, ...]) -> dict[str, np.ndarray]:
-    """Tensors of different numbers."""
-    return {
-        name.replace("__", "."): np.arange(at, at + math.prod(shape), dtype=np.float32).reshape(
-            shape
-        )
-        for at, (name, shape) in enumerate(shapes.items())
-    }
+    """Tensors of different numbers; `__` is a dot in a name."""
+    found: dict[str, np.ndarray] = {}
+    for at, (name, shape) in enumerate(shapes.items()):
+        numbers = np.arange(at, at + math.prod(shape), dtype=np.float32)
+        found[name.replace("__", ".")] = numbers.reshape(shape)
+    return found
 
 
-def like(layout: Any, **shapes: tuple[int, ...]) -> Any:
-    """An abstract tree of arrays that are placed by a layout; its keys have no dots."""
-
-    def make() -> dict[str, jax.Array]:
-        return {name: jnp.zeros(shape) for name, shape in shapes.items()}
-
-    return ft.abstract(make, layout, MESH)()
+def saved(folder: Path, given: Mapping[str, np.ndarray]) -> Path:
+    save_file(dict(given), folder / "a.safetensors")
+    return folder / "a.safetensors"
 
 
-# A spec of an array (16, 8) on 2 × 4 devices ─► the elements of a shard.
-SPECS = {P("model"): 32, P(None, "data"): 64, P("data", "model"): 16, P(): 128}
+def abstract(dtype: Any = "float32", **shapes: tuple[int, ...]) -> dict[str, Any]:
+    return {name: S(shape, dtype) for name, shape in shapes.items()}
 
 
-@pytest.mark.parametrize("spec", SPECS)
-@pytest.mark.parametrize("name", ["w", "w.T"])
-def test_slices_alone_are_read(spec: P, name: str, tmp_path: Path) -> None:
-    page = copied()
-    most = recording(page)
-    given = tensors(w=(8, 16) if name == "w.T" else (16, 8))
-    save_file(given, tmp_path / "a.safetensors")
-    loaded = page["load"]([tmp_path / "a.safetensors"], like(spec, x=(16, 8)), {"x": name})
-    assert most == {"w": SPECS[spec]}
-    assert_lies(loaded["x"], *spec)
-    np.testing.assert_array_equal(loaded["x"], given["w"].T if name == "w.T" else given["w"])
+# Which name
 
 
-@pytest.mark.parametrize("dot_t", ["", ".T"])
-def test_a_stack_of_layers(dot_t: str, tmp_path: Path) -> None:
-    page = copied()
-    most = recording(page)
-    given = tensors(l__0__w=(8, 4), l__1__w=(8, 4), l__2__w=(8, 4), l__3__w=(8, 4))
-    save_file(given, tmp_path / "a.safetensors")
-    shape = (4, 4, 8) if dot_t else (4, 8, 4)
-    wanted = like(P("data", None, "model"), x=shape)
-    loaded = page["load"]([tmp_path / "a.safetensors"], wanted, {"x": "l.{layer}.w" + dot_t})
-    each = [one.T if dot_t else one for one in given.values()]
-    np.testing.assert_array_equal(loaded["x"], np.stack(each))
-    assert set(most.values()) == {8}  # of each layer, a fourth
-
-
-def test_several_files_and_names(tmp_path: Path) -> None:
-    """The first pattern that matches decides, and a star is one part of a path."""
-    page = copied()
-    given = tensors(one__a=(8,), two__b=(8,), three=())
-    files = []
-    for name, array in given.items():
-        files.append(tmp_path / f"{name}.safetensors")
-        save_file({name: array}, files[-1])
-    table = {"b": "two.b", "scalar": "three", "*": "one.*"}
-    loaded = page["load"](files, like(P(), a=(8,), b=(8,), scalar=()), table)
-    for ours, name in (("a", "one.a"), ("b", "two.b"), ("scalar", "three")):
-        np.testing.assert_array_equal(loaded[ours], given[name])
-    nested = {"deep": like(P(), a=(8,))}
-    with raises("deep.a: the table has no name for it", error=ValueError):
-        page["load"](files, nested, {"*": "one.*"})
-
-
-def test_a_shape_that_the_files_join(tmp_path: Path) -> None:
-    page = copied()
-    given = tensors(q=(32, 16))  # (heads * head_dim, embed)
-    save_file(given, tmp_path / "a.safetensors")
-    table = {"q": "q.T"}
-    loaded = page["load"]([tmp_path / "a.safetensors"], like(P(None, "model"), q=(16, 32)), table)
-    layout = P(None, "model")
-    split = ft.jit(
-        lambda tree: ft.select(tree).at("q").apply(lambda w: w.reshape(16, 8, 4)),
-        out_shardings=layout,
-        mesh=MESH,
-    )(loaded)
-    assert_lies(split["q"], None, "model", None)
-    np.testing.assert_array_equal(split["q"], given["q"].T.reshape(16, 8, 4))
-
-
-# A table, patterns that are left out ─► what is said; of `x` (8, 4) in `w` (8, 4), `t` (4, 8).
-REFUSED: dict[str, tuple[dict[str, str], list[str], list[str]]] = {
-    "the transpose": (
-        {"x": "t"},
-        ["w"],
-        ["x is float32[8, 4], and t is float32[4, 8]: transposed? write t.T"],
+NAMES: dict[str, tuple[Any, dict[str, str], dict[tuple[Any, ...], str]]] = {
+    # a tree of (8,), a table ─► the tensor of each path
+    "a name": ({"a": 0}, {"a": "l.1.a"}, {("a",): "l.1.a"}),
+    "a star for a part": (
+        {"a": [0, 0], "b": [0]},
+        {"a.*": "l.*.a", "b.*": "l.*.b"},
+        {("a", 0): "l.0.a", ("a", 1): "l.1.a", ("b", 0): "l.0.b"},
     ),
-    "not the transpose": (
-        {"x": "w.T"},
-        ["t"],
-        ["x is float32[8, 4], and w.T is float32[4, 8]: transposed? write w"],
+    "two stars": ([{"a": 0, "b": 0}], {"*.*": "l.*.*"}, {(0, "a"): "l.0.a", (0, "b"): "l.0.b"}),
+    "a star in a part": ({"la": 0, "lb": 0}, {"l*": "l.1.*"}, {("la",): "l.1.a", ("lb",): "l.1.b"}),
+    "the first that matches": ({"a": 0, "b": 0}, {"b": "l.0.a", "*": "l.1.*"}, {("a",): "l.1.a", ("b",): "l.0.a"}),
+    "any number of parts": (
+        {"l": [{"a": 0, "b": 0}, {"a": 0}]}, {"**": "**"},
+        {("l", 0, "a"): "l.0.a", ("l", 0, "b"): "l.0.b", ("l", 1, "a"): "l.1.a"},
     ),
-    "a name that is not there": (
-        {"x": "v.T"},
-        ["*"],
-        ["x: the files have no v"],
+    "or none between others": (
+        {"x": {"a": 0}}, {"x.**.a": "x.**.a"}, {("x", "a"): "x.a"}
     ),
-    "no name": ({"y": "w"}, ["t", "w"], ["x: the table has no name for it"]),
-    "left over": ({"x": "w"}, [], ["t: no array is read from it"]),
-    "left over beside a pattern": ({"x": "w"}, ["v*"], ["t: no array is read from it"]),
+    "or none": ({"a": 0, "x": {"a": 0}}, {"**.a": "**.a"}, {("a",): "a", ("x", "a"): "x.a"}),
+    "a key with dots": ({"l.0.a": 0, "l.1.b": 0}, {"*": "*"}, {("l.0.a",): "l.0.a", ("l.1.b",): "l.1.b"}),
+    "an array by itself": (0, {"": "a"}, {(): "a"}),
+    "one tensor for two": ({"a": 0, "b": 0}, {"a": "l.0.a", "b": "l.0.a"}, {("a",): "l.0.a", ("b",): "l.0.a"}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", NAMES)
+def test_names(case: str, tmp_path: Path) -> None:
+    tree, table, wanted = NAMES[case]
+    given = tensors(
+        a=(8,), x__a=(8,), l__0__a=(8,), l__0__b=(8,), l__1__a=(8,), l__1__b=(8,)
+    )  # fmt: skip
+    left_out = [name for name in given if name not in wanted.values()]
+    like = jax.tree.map(lambda _: S((8,), np.float32), tree)
+    file = saved(tmp_path, given)
+    loaded = ft.load_tensors(file, like, table, P("data"), MESH, left_out=left_out)
+    assert jax.tree.structure(loaded) == jax.tree.structure(tree)
+    found = {ft.Path.of(path): leaf for path, leaf in jax.tree.leaves_with_path(loaded)}
+    assert found.keys() == {ft.Path(path) for path in wanted}
+    for path, name in wanted.items():
+        np.testing.assert_array_equal(found[ft.Path(path)], given[name])
+        assert_lies(found[ft.Path(path)], "data")
+
+
+# What of a tensor
+
+
+Wanted = Callable[[dict[str, np.ndarray]], np.ndarray]
+QKV = {"w": (96, 16)}
+SHAPES: dict[str, tuple[dict[str, tuple[int, ...]], tuple[int, ...], str, Wanted]] = {
+    # the files, our shape, the name ─► our values
+    "as it is": ({"w": (16, 8)}, (16, 8), "w", lambda t: t["w"]),
+    "the transpose": ({"w": (8, 16)}, (16, 8), "w.T", lambda t: t["w"].T),
+    "a number": ({"w": ()}, (), "w", lambda t: t["w"]),
+    "the transpose of a number": ({"w": ()}, (), "w.T", lambda t: t["w"]),
+    "a vector": ({"w": (16,)}, (16,), "w.T", lambda t: t["w"]),
+    "no elements": ({"w": (4, 0)}, (0, 4), "w.T", lambda t: t["w"].T),
+    "three dimensions": ({"w": (4, 2, 8)}, (8, 2, 4), "w.T", lambda t: t["w"].T),
+    "heads of a query": ({"w": (32, 16)}, (16, 8, 4), "w.T", lambda t: t["w"].T.reshape(16, 8, 4)),
+    "heads in front": ({"w": (32, 16)}, (8, 4, 16), "w", lambda t: t["w"].reshape(8, 4, 16)),
+    "heads of an output": ({"w": (16, 32)}, (8, 4, 16), "w.T", lambda t: t["w"].T.reshape(8, 4, 16)),
+    "heads of a bias": ({"w": (32,)}, (8, 4), "w", lambda t: t["w"].reshape(8, 4)),
+    "heads in groups": (
+        {"w": (64, 16)}, (16, 4, 8, 2), "w.T", lambda t: t["w"].T.reshape(16, 4, 8, 2)
+    ),
+    "two pairs": ({"w": (16, 32)}, (8, 4, 4, 4), "w.T", lambda t: t["w"].T.reshape(8, 4, 4, 4)),
+    "one head": ({"w": (8, 16)}, (16, 1, 8), "w.T", lambda t: t["w"].T.reshape(16, 1, 8)),
+    "heads of one": ({"w": (8, 16)}, (16, 8, 1), "w.T", lambda t: t["w"].T.reshape(16, 8, 1)),
+    "ones in front": ({"w": (16,)}, (1, 1, 16), "w", lambda t: t["w"].reshape(1, 1, 16)),
+    "ones behind": ({"w": (16,)}, (16, 1, 1), "w", lambda t: t["w"].reshape(16, 1, 1)),
+    "ones in both": ({"w": (1, 16, 1)}, (1, 1, 16, 1), "w", lambda t: t["w"].reshape(1, 1, 16, 1)),
+    "a third": (QKV, (16, 8, 4), "w[1/3].T", lambda t: t["w"][32:64].T.reshape(16, 8, 4)),
+    "a third in our order": (QKV, (32, 16), "w[2/3]", lambda t: t["w"][64:]),
+    "two of three": (QKV, (16, 64), "w[0:2/3].T", lambda t: t["w"][:64].T),
+    "groups of queries": (QKV, (16, 8, 8), "w[0:4/6].T", lambda t: t["w"][:64].T.reshape(16, 8, 8)),
+    "the last of these": (QKV, (16, 2, 8), "w[5/6].T", lambda t: t["w"][80:].T.reshape(16, 2, 8)),
+    "a third of the other dimension": (
+        {"w": (16, 96)}, (16, 8, 4), "w[1/3]", lambda t: t["w"][:, 32:64].reshape(16, 8, 4)
+    ),
+    "a third of a bias": ({"w": (96,)}, (8, 4), "w[2/3]", lambda t: t["w"][64:].reshape(8, 4)),
+    "layers": (
+        {"l__0": (8, 4), "l__1": (8, 4)}, (2, 8, 4), "l.{layer}", lambda t: np.stack([t["l.0"], t["l.1"]])
+    ),
+    "layers of heads": (
+        {"l__0": (32, 16), "l__1": (32, 16)}, (2, 16, 8, 4), "l.{layer}.T",
+        lambda t: np.stack([t["l.0"].T, t["l.1"].T]).reshape(2, 16, 8, 4),
+    ),
+    "thirds of layers": (
+        {"l__0": (24, 16), "l__1": (24, 16)}, (2, 16, 8), "l.{layer}[1/3].T",
+        lambda t: np.stack([t["l.0"][8:16].T, t["l.1"][8:16].T]),
+    ),
+    "numbers of layers": (
+        {"l__0": (), "l__1": ()}, (2,), "l.{layer}", lambda t: np.stack([t["l.0"], t["l.1"]])
+    ),
+    "experts of layers": (
+        {"l__0__e__0": (4, 8), "l__0__e__1": (4, 8)}, (1, 2, 8, 4), "l.{layer}.e.{expert}.T",
+        lambda t: np.stack([t["l.0.e.0"].T, t["l.0.e.1"].T])[None],
+    ),
+    "experts": (
+        {"e__0": (4, 8), "e__1": (4, 8)}, (2, 8, 4), "e.{expert}.T",
+        lambda t: np.stack([t["e.0"].T, t["e.1"].T]),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", SHAPES)
+def test_shapes(case: str, tmp_path: Path) -> None:
+    """The values are those that numpy takes of the whole tensor, wherever they are."""
+    shapes, shape, name, wanted = SHAPES[case]
+    given = tensors(**shapes)
+    file = saved(tmp_path, given)
+    for layout in (P(), ft.FSDP(("data", "model"), min_size=0, otherwise=P())):
+        loaded = ft.load_tensors(file, abstract(x=shape), {"x": name}, layout, MESH)
+        assert loaded["x"].shape == shape
+        np.testing.assert_array_equal(loaded["x"], wanted(given))
+
+
+@pytest.mark.parametrize(
+    ("shape", "stored", "joined"),
+    [
+        ((), (), ()),
+        ((1,), (), None),
+        ((), (1,), None),
+        ((2, 3), (6,), (2,)),
+        ((2, 3, 4), (6, 4), (2, 1)),
+        ((2, 3, 4), (2, 12), (1, 2)),
+        ((2, 3, 4), (3, 8), None),
+        ((2, 3, 4), (2, 3), None),
+        ((2, 1, 3), (2, 3), (1, 2)),
+        ((2, 3), (2, 1, 3), None),
+        ((1, 1), (1, 1), (1, 1)),
+        ((1, 1, 1), (1,), (3,)),
+        ((4, 0), (4, 0), (1, 1)),
+    ],
+)
+def test_joined_as(shape: Any, stored: Any, joined: Any) -> None:
+    assert joined_as(shape, stored) == joined
+
+
+def test_the_form_of_a_part_is_that_of_the_tensor() -> None:
+    form = TensorForm.fitting((16, 8, 4), (96, 16), TensorName.parse("w[1/3].T"), 0)
+    assert form is not None and form.stored == (96, 16)
+    assert TensorForm.fitting((2, 4), (8, 4), TensorName.parse("w[0/3]"), 0) is None
+
+
+class Experts(eqx.Module):
+    up: Float[Array, "experts embed hidden"]
+
+
+def test_a_tensor_of_all_experts_keeps_their_dimension_in_front(tmp_path: Path) -> None:
+    given = tensors(e=(2, 16, 4))
+    like = Experts(S((2, 4, 8), "float32"))  # type: ignore[arg-type]
+    loaded = ft.load_tensors(saved(tmp_path, given), like, {"up": "e[1/2].T"}, P(), MESH)
+    np.testing.assert_array_equal(loaded.up, given["e"][:, 8:].transpose(0, 2, 1))
+
+
+def test_a_tensor_of_all_layers_keeps_their_dimension_in_front(tmp_path: Path) -> None:
+    given, table = tensors(w=(3, 8, 4), b=(3, 8)), {"layer.w": "w.T", "layer.*": "*"}
+    key = jax.random.key(0)
+    like = ft.abstract(ft.stack)(lambda key: {"w": jnp.zeros((4, 8)), "b": jnp.zeros(8)}, 3, key)
+    loaded = ft.load_tensors(saved(tmp_path, given), like, table, P(), MESH)
+    np.testing.assert_array_equal(loaded.layer["w"], given["w"].transpose(0, 2, 1))
+    np.testing.assert_array_equal(loaded.layer["b"], given["b"])
+
+
+# How much of the files
+
+
+# The spec of (16, 8, 4), heads in the middle, on 2 × 4 devices ─► the elements that a device reads.
+READ = {
+    P(): 512,
+    P("model"): 128,
+    P(None, "model"): 128,
+    P("data", "model"): 64,
+    P(None, None, "data"): 512,  # these are cut in memory
 }
 
 
+@pytest.mark.parametrize("name", ["w.T", "qkv[1/3].T"])
+@pytest.mark.parametrize("spec", READ)
+def test_slices_alone_are_read(
+    spec: P, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = tensors(w=(32, 16)) if name == "w.T" else tensors(qkv=(96, 16))
+    read: list[int] = []
+
+    def count(self: Tensor, index: Any, read_block: Any = Tensor.read) -> np.ndarray:
+        block = read_block(self, index)
+        read.append(block.size)
+        return block
+
+    monkeypatch.setattr(Tensor, "read", count)
+    loaded = ft.load_tensors(
+        saved(tmp_path, given), abstract(x=(16, 8, 4)), {"x": name}, spec, MESH
+    )
+    assert set(read) == {READ[spec]}
+    assert_lies(loaded["x"], *spec)
+    whole = given["w"] if name == "w.T" else given["qkv"][32:64]
+    np.testing.assert_array_equal(loaded["x"], whole.T.reshape(16, 8, 4))
+
+
+# Files
+
+
+def test_files(tmp_path: Path) -> None:
+    """One, several in any iterable, or a folder, and what its index names."""
+    given = tensors(a=(8,), b=(8,))
+    like, table = abstract(a=(8,), b=(8,)), {"*": "*"}
+    for name, array in given.items():
+        save_file({name: array}, tmp_path / f"{name}.safetensors")
+    files = [tmp_path / "a.safetensors", str(tmp_path / "b.safetensors")]
+    for one in (tmp_path, str(tmp_path), files, tuple(files), tmp_path.glob("*.safetensors")):
+        loaded = ft.load_tensors(one, like, table, P(), MESH)
+        np.testing.assert_array_equal(loaded["b"], given["b"])
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text('{"weight_map": {"a": "a.safetensors"}}')
+    with raises("the files have no `b`"):
+        ft.load_tensors(tmp_path, like, table, P(), MESH)
+    assert ft.load_tensors(tmp_path, abstract(a=(8,)), table, P(), MESH)["a"].shape == (8,)
+
+
+FILES: dict[str, tuple[Callable[[Path], Any], list[str]]] = {
+    "none there": (lambda folder: folder / "b", ["there is no file", "b"]),
+    "an empty folder": (lambda folder: folder / "empty", ["there is no *.safetensors file"]),
+    "a folder among files": (lambda folder: [folder / "a.safetensors", folder / "empty"], ["empty is not a safet"]),
+    "another kind": (lambda folder: folder / "text", ["text is not a safetensors file"]),
+    "a name in two": (
+        lambda folder: [folder / "a.safetensors", folder / "copy"], ["copy: another file has a tensor 'w' too"]
+    ),
+    "no file": (lambda folder: [], ["it must be the path of a file", "or of a folder, or a list of files"]),
+    "an address": (lambda folder: "gs://bucket/a", ["of a file system: copy to or from a bucket"]),
+    "a number": (lambda folder: 3, ["files=3", "it must be the path"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", FILES)
+def test_no_such_files(case: str, tmp_path: Path) -> None:
+    files, fragments = FILES[case]
+    saved(tmp_path, tensors(w=(8,)))
+    (tmp_path / "copy").write_bytes((tmp_path / "a.safetensors").read_bytes())
+    (tmp_path / "text").write_text("x" * 100)
+    (tmp_path / "empty").mkdir()
+    with raises(*fragments):
+        ft.load_tensors(files(tmp_path), abstract(x=(8,)), {"x": "w"}, P(), MESH)
+
+
+# Where, and as what
+
+
+class Head(eqx.Module):
+    w: jax.Array
+    name: str
+    scale: float = 2.0
+
+
+def test_like_says_where(tmp_path: Path) -> None:
+    """The layout decides, or else what `like` has: live, abstract, of numpy; the rest is kept."""
+    given = tensors(w=(8, 4))
+    file = saved(tmp_path, given)
+    spec = jax.NamedSharding(MESH, P("data"))
+    live = Head(jax.device_put(jnp.zeros((8, 4)), spec), "head")
+    placed = Head(S((8, 4), np.float32, sharding=spec), "head")  # type: ignore[arg-type]
+    for like in (live, placed):
+        loaded = ft.load_tensors(file, like, {"w": "w"})
+        assert_lies(loaded.w, "data", None)
+        assert (loaded.name, loaded.scale) == ("head", 2.0)
+        loaded = ft.load_tensors(file, like, {"w": "w"}, P(None, "model"), MESH)
+        assert_lies(loaded.w, None, "model")
+    on_host = ft.load_tensors(file, {"w": np.zeros((8, 4), np.float32)}, {"w": "w"})["w"]
+    assert isinstance(on_host, np.ndarray)
+    free = ft.load_tensors(file, {"w": jnp.zeros((8, 4))}, {"w": "w"})["w"]
+    assert isinstance(free, jax.Array) and not free.committed
+    for array in (on_host, free):
+        np.testing.assert_array_equal(array, given["w"])
+    save_file({"w": np.ones((), np.float32)}, tmp_path / "number")
+    for zero in (np.float32(0), np.zeros((), np.float32)):
+        number = ft.load_tensors(tmp_path / "number", {"w": zero}, {"w": "w"})["w"]
+        assert type(number) is type(zero) and number == 1
+    with raises("w   f32[8, 4]", "has no sharding in `like`", "give `layout=`"):
+        ft.load_tensors(file, abstract(w=(8, 4)), {"w": "w"})
+
+
+def test_a_layout_that_does_not_fit(tmp_path: Path) -> None:
+    with raises("dimension 0 has size 6", error=ft.ShardingError):
+        file = saved(tmp_path, tensors(w=(6, 8)))
+        ft.load_tensors(file, abstract(w=(6, 8)), {"w": "w"}, P("model"), MESH)
+
+
+def test_one_array_in_two_places(tmp_path: Path) -> None:
+    file = saved(tmp_path, tensors(w=(8, 4), v=(8, 4)))
+    x = ft.shard(jnp.zeros((8, 4)), P("data"), MESH)
+    tied = ft.load_tensors(file, {"a": x, "b": x}, {"a": "w", "b": "w"}, left_out=["v"])
+    assert tied["a"] is tied["b"]
+    apart = ft.load_tensors(
+        file, abstract(a=(8, 4), b=(8, 4)), {"a": "w", "b": "w"}, P(), MESH, left_out=["v"]
+    )
+    assert apart["a"] is not apart["b"]
+    with raises(
+        "b   f32[8, 4]", "is one array with `a` in `like`, and has another name", "ft.copy"
+    ):
+        ft.load_tensors(file, {"a": x, "b": x}, {"a": "w", "b": "v"})
+
+
+DTYPES = ["float16", "bfloat16", "int8", "int32", "uint8", "bool", "complex64"]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_dtypes(dtype: str, tmp_path: Path) -> None:
+    """All that a state_dict may have, such as a mask or a count of batches."""
+    given = np.array([[0, 1, 1, 0]] * 8).astype(jnp.dtype(dtype))
+    file = saved(tmp_path, {"w": given})
+    loaded = ft.load_tensors(file, abstract(dtype, x=(8, 4)), {"x": "w"}, P("data"), MESH)
+    assert loaded["x"].dtype == jnp.dtype(dtype)
+    np.testing.assert_array_equal(loaded["x"], given)
+    with raises("x   f32[8, 4]", "the files have `w` as", "to have it as f32: cast=True"):
+        ft.load_tensors(file, abstract(x=(8, 4)), {"x": "w"}, P(), MESH)
+
+
+def test_cast(tmp_path: Path) -> None:
+    narrow = np.array([1.0, 0.1, 3e38], jnp.bfloat16)
+    file = saved(tmp_path, {"w": narrow})
+    wide = ft.load_tensors(file, abstract(x=(3,)), {"x": "w"}, P(), MESH, cast=True)["x"]
+    assert wide.dtype == np.float32
+    np.testing.assert_array_equal(wide, narrow.astype(np.float32))
+    like = abstract("float16", x=(3,))
+    with warns("a.safetensors: 1 array", "`x` 1 of 3 (bfloat16 as float16)", "in `like` the dtype"):
+        ft.load_tensors(file, like, {"x": "w"}, P(), MESH, cast=True)
+    with raises("JAX has no float64 without `jax_enable_x64`"):
+        ft.load_tensors(file, abstract("float64", x=(3,)), {"x": "w"}, P(), MESH, cast=True)
+
+
+# What is refused
+
+
+GIVEN = tensors(
+    l__0__w=(8, 4), l__1__w=(8, 4), l__0__t=(4, 8), l__1__t=(4, 8), qkv=(24, 8), big=(9, 9)
+)  # fmt: skip
+GIVEN |= tensors(sizes__0=(8, 4), sizes__1=(4, 8), e=(8, 8))
+GIVEN["l.1.h"] = np.zeros((8, 4), np.float16)
+GIVEN["l.0.h"] = np.zeros((8, 4), np.float32)
+ALL = ["l.*", "qkv", "big", "[se]*"]
+# A table and what is left out, for `x.0` and `x.1` (8, 4) ─► the lines of the error.
+REFUSED: dict[str, tuple[dict[str, str], list[str], list[str]]] = {
+    "the transpose": (
+        {"x.*": "l.*.t"}, ALL,
+        [
+            "  x.0, x.1   f32[8, 4]", "      the files have `l.*.t` as f32[4, 8]",
+            'Try: transposed? write "x.*": "l.*.t.T"',
+        ],
+    ),
+    "not the transpose": (
+        {"x.*": "l.*.w.T"}, ALL,
+        [
+            "  x.0, x.1   f32[8, 4]", "      the files have `l.*.w.T` as f32[8, 4]",
+            'Try: transposed? write "x.*": "l.*.w"',
+        ],
+    ),
+    "another shape": (
+        {"x.0": "l.0.w", "x.1": "big"}, ["l.*", "qkv", "[se]*"],
+        ["  x.1   f32[8, 4]", "      the files have `big` as f32[9, 9]"],
+    ),
+    "another shape of one layer": (
+        {"x.0": "big", "*.*": "l.*.w"}, ["l.*", "qkv", "[se]*"],
+        [
+            '  "*.*": "l.*.w"', "      the pattern has 2 of `*`, and the name has 1",
+            "Try: write as many in a name as in its pattern: each stands for the same text",
+        ],
+    ),
+    "another dtype of one layer": (
+        {"x.*": "l.*.h"}, ALL,
+        ["  x.1   f32[8, 4]", "      the files have `l.1.h` as f16[8, 4]", "Try: to have it as f32: cast=True"],
+    ),
+    "a part that does not fit": (
+        {"x.0": "l.0.w", "x.1": "qkv[0/3].T"}, ["l.*", "big", "[se]*"],
+        ["  x.1   f32[8, 4]", "      the files have `qkv[0/3].T` as f32[24, 8], of which a part is asked for"],
+    ),
+    "a part that cannot be": (
+        {"x.*": "qkv[3/3]"}, ALL,
+        [
+            '  "x.*": "qkv[3/3]"',
+            "      the pattern has 1 of `*`, and the name has 0",
+            "      of 3 parts there are 0 to 2, and none is asked for",
+            "Try: write as many in a name as in its pattern: each stands for the same text",
+            "     `[0/3]` is the first of 3 parts, and `[0:2/4]` the first two of 4",
+        ],
+    ),
+    "a name that no file has": (
+        {"x.*": "l.*.tt"}, ALL,
+        ["  x.0, x.1   f32[8, 4]", "      the files have no `l.*.tt`", "Try: `l.0.tt`: did you mean `l.0.t`?"],
+    ),
+    "a name that they have of one layer": (
+        {"x.0": "l.0.w", "x.1": "ll.1.w"}, ALL,
+        ["  x.1   f32[8, 4]", "      the files have no `ll.1.w`", "Try: `ll.1.w`: did you mean `l.1.w`?"],
+    ),
+    "no name": (
+        {"x.0": "l.0.w"}, ["*t", "*h", "qkv", "big", "[se]*"],
+        [
+            "  x.1   f32[8, 4]", "      no pattern of `names` matches it",
+            "  l.1.w", "      no array is read from it",
+            'Try: add a row, such as "x.*": "l.*.w"',
+            '     give `names` rows for them, or leave them out: left_out=["l.1.w"]',
+        ],
+    ),
+    "unread": (
+        {"x.*": "l.*.w"}, ["*h", "[se]*"],
+        [
+            "  big", "      no array is read from it",
+            "  l.0.t", "      no array is read from it, nor from 1 tensor like it",
+            "  qkv", "      no array is read from it",
+            'Try: give `names` rows for them, or leave them out: left_out=["big", "l.*.t", "qkv"]',
+        ],
+    ),
+    "patterns for nothing": (
+        {"x.*": "l.*.w", "y.*": "l.*.t", "x.1": "l.1.t"}, [*ALL, "l.*.hh", "l.0.w"],
+        [
+            '  "y.*": "l.*.t"', "      matches no array; did you mean `x.*`?",
+            '  "x.1": "l.1.t"', "      matches only arrays that an earlier pattern names",
+            '  left_out "l.*.hh"', "      matches no tensor of the files; did you mean `l.*.h`?",
+            '  left_out "l.0.w"', "      each tensor that it matches is read",
+            "Try: write the narrower pattern first",
+        ],
+    ),
+}  # fmt: skip
+
+
 @pytest.mark.parametrize("case", REFUSED)
-def test_refused(case: str, tmp_path: Path) -> None:
-    page = copied()
-    most = recording(page)
+def test_refused(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All that does not fit is one error, and nothing was read."""
     table, left_out, lines = REFUSED[case]
-    save_file(tensors(w=(8, 4), t=(4, 8)), tmp_path / "a.safetensors")
-    with pytest.raises(ValueError, match="nothing is loaded") as caught:
-        page["load"]([tmp_path / "a.safetensors"], like(P(), x=(8, 4)), table, left_out)
-    assert str(caught.value).splitlines() == ["nothing is loaded", *lines]
-    assert not most  # nothing was read
+    file, like = saved(tmp_path, GIVEN), {"x": [S((8, 4), np.float32)] * 2}
+    monkeypatch.setattr(Tensor, "read", lambda *_: pytest.fail("a value was read"))
+    with pytest.raises(ft.FunctreeError) as caught:
+        ft.load_tensors(file, like, table, P(), MESH, left_out=left_out)
+    found = [line for line in str(caught.value).splitlines() if line]
+    assert found == [f"{file}: no weights are loaded", *lines]
 
 
-def test_another_shape_and_another_dtype(tmp_path: Path) -> None:
-    page = copied()
-    wide, narrow = np.zeros((8, 8), np.float32), np.zeros((8, 4), jnp.bfloat16)
-    save_file({"wide": wide, "narrow": narrow, "s.1": wide}, tmp_path / "a.safetensors")
-    wanted = like(P(), x=(8, 4), y=(8, 4), s=(2, 8, 4))
-    table = {"x": "wide", "y": "narrow", "s": "s.{layer}"}
-    with pytest.raises(ValueError, match="nothing is loaded") as caught:
-        page["load"]([tmp_path / "a.safetensors"], wanted, table)
-    assert str(caught.value).splitlines()[1:] == [
-        "s: the files have no s.0",
-        "s is float32[8, 4], and s.1 is float32[8, 8]",
-        "x is float32[8, 4], and wide is float32[8, 8]",
-        "y is float32[8, 4], and narrow is bfloat16[8, 4]",
-    ]
+STACKED: dict[str, tuple[dict[str, Any], dict[str, str], list[str]]] = {
+    "a layer that is missing": (
+        abstract(x=(3, 8, 4)), {"x": "l.{layer}.w"},
+        ["x   f32[3, 8, 4]", "the files have no `l.2.w`", "`l.2.w`: did you mean `l."],
+    ),
+    "all layers": (abstract(x=(2, 8, 4)), {"x": "m.{layer}.w"}, ["the files have no `m.{layer}.w`"]),
+    "the transpose of layers": (
+        abstract(x=(2, 8, 4)), {"x": "l.{layer}.t"},
+        ["`l.{layer}.t` as f32[4, 8]", 'transposed? write "x": "l.{layer}.t.T"'],
+    ),
+    "layers of two dtypes": (abstract(x=(2, 8, 4)), {"x": "l.{layer}.h"}, ["the files have `l.1.h` as f16[8, 4]"]),
+    "no dimension of layers": (
+        abstract(x=()), {"x": "l.{layer}.w"}, ["`l.{layer}.w` is a tensor for each element of a dimension, and it"]
+    ),
+    "no layers": (abstract(x=(0, 4)), {"x": "l.{layer}.w"}, ["for each element of a dimension, and it has none"]),
+    "layers of two shapes": (
+        abstract(x=(2, 8, 4)), {"x": "sizes.{layer}"}, ["x   f32[2, 8, 4]", "the files have `sizes.1` as f32[4, 8]"]
+    ),
+    "parts that are not equal": (
+        abstract(x=(2, 4)), {"x": "sizes.0[0/3]"}, ["`sizes.0[0/3]` as f32[8, 4], of which a part is asked for"]
+    ),
+    "experts that are joined": (
+        Experts(S((2, 4, 8), "float32")), {"up": "e.T"},  # type: ignore[arg-type]
+        ["`e.T` as f32[8, 8]", 'transposed? write "up": "e"'],
+    ),
+    "a random key without a name": ({"x": jax.random.key(0)}, {"*.y": "*"}, ["x   key<fry>[]", "is a random key"]),
+    "a random key": (
+        {"x": jax.random.key(0)}, {"x": "big"}, ["x   key<fry>[]", "is a random key, which is read from no tensor"]
+    ),
+}  # fmt: skip
 
 
-def test_a_name_in_two_files(tmp_path: Path) -> None:
-    page = copied()
-    files = [tmp_path / "a.safetensors", tmp_path / "b.safetensors"]
-    for file in files:
-        save_file(tensors(w=(8,)), file)
-    with raises("nothing is loaded", "b.safetensors: another file has w too", error=ValueError):
-        page["load"](files, like(P(), x=(8,)), {"x": "w"})
+@pytest.mark.parametrize("case", STACKED)
+def test_refused_of_layers(case: str, tmp_path: Path) -> None:
+    like, table, fragments = STACKED[case]
+    with raises(*fragments):
+        ft.load_tensors(saved(tmp_path, GIVEN), like, table, P(), MESH, left_out=ALL)
 
 
-# In several processes
+@jax.tree_util.register_pytree_with_keys_class
+class Twins:
+    """It gives both of its children one key."""
+
+    def __init__(self, *children: Any):
+        self.children = children
+
+    def tree_flatten_with_keys(self) -> Any:
+        return [(jax.tree_util.GetAttrKey("w"), child) for child in self.children], None
+
+    @classmethod
+    def tree_unflatten(cls, _: object, children: Any) -> "Twins":
+        return cls(*children)
 
 
-def published(folder: Path) -> dict[str, np.ndarray]:
-    rng = np.random.default_rng(0)
-    shapes = {"head": (256, 128)}
-    for i in range(2):
-        shapes |= {f"l.{i}.up.weight": (512, 128), f"l.{i}.up.bias": (512,)}
-        shapes |= {f"l.{i}.down.weight": (128, 512), f"l.{i}.down.bias": (128,)}
-    given = {name: rng.normal(size=shape).astype("float32") for name, shape in shapes.items()}
-    save_file(given, folder / "a.safetensors")
-    return given
+def test_two_arrays_at_one_path(tmp_path: Path) -> None:
+    file = saved(tmp_path, tensors(w=(8,)))
+    with raises("w   f32[8]", "is the path of several arrays"):
+        ft.load_tensors(file, Twins(S((8,), "float32"), S((8,), "float32")), {"w": "w"}, P(), MESH)
 
 
-def test_two_processes(tmp_path: Path) -> None:
-    given = published(tmp_path)
-    for status, out, err in ended(started([PROGRAM, str(tmp_path), "whole"], 2), 100):
-        assert status == 0, err
-        _, most, total = next(line for line in out.splitlines() if "READ" in line).split()
-        assert int(most) == 256 * 128 // 8
-        np.testing.assert_allclose(float(total), given["head"].sum(), rtol=1e-3)
-
-
-def test_other_files_in_one_process(tmp_path: Path) -> None:
-    published(tmp_path)
-    save_file(tensors(w=(8,)), tmp_path / "other")
-    for status, _, err in ended(started([PROGRAM, str(tmp_path), "other"], 2), 100):
-        assert status and "process 1 differs" in err and "sizes" in err, err
+def test_a_hundred_layers_are_one_line(tmp_path: Path) -> None:
+    """What is wrong with each layer is told once, with one remedy."""
+    file = saved(tmp_path, {f"l.{i}.w": np.zeros((4, 8), np.float32) for i in range(100)})
+    like = [{"w": S((8, 4), np.float32), "v": S((8, 4), np.float32)}] * 100
+    with pytest.raises(ft.FunctreeError) as caught:
+        ft.load_tensors(file, like, {"*.v": "l.*.v"}, P(), MESH)
+    assert len(str(caught.value).splitlines()) < 20
+    assert 'add a row, such as "*.w": "l.*.w.T"' in str(caught.value)
+    assert len(caught.value.problems) == 201

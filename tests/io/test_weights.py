@@ -24,7 +24,7 @@ from safetensors.numpy import save_file
 import functree as ft
 from functree.io.weights import repeated, save
 from functree.io.weights.blocks import TensorForm
-from functree.io.weights.files import Tensor
+from functree.io.weights.files import Tensor, open_tensors
 
 MODELS = Path(__file__).parents[1] / "fixtures" / "hf"
 KEY = jax.random.key(0)
@@ -66,6 +66,15 @@ def tensors(folder: Path) -> dict[str, np.ndarray]:
         with safe_open(file, "np") as handle:
             found |= {name: handle.get_tensor(name) for name in handle.keys()}
     return found
+
+
+def test_the_beginning_of_a_small_tensor(tmp_path: Path) -> None:
+    """By which processes tell files apart: a dimension may have fewer elements than are taken."""
+    given = {"w": np.arange(60, dtype=np.float32).reshape(3, 20), "n": np.ones((), np.float32)}
+    save_file(given, tmp_path / "a")
+    found = open_tensors([tmp_path / "a"])
+    np.testing.assert_array_equal(found["w"].beginning(), given["w"][:, :16])
+    assert found["n"].beginning() == 1
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -23,6 +23,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Float
 from meshes import MESH
+from safetensors.numpy import save_file
 
 import functree as ft
 
@@ -390,6 +391,13 @@ USES: dict[str, Use] = {
         lambda fields, **given: ft.load_weights(**given, max_seq=fields),
         {"folder": LLAMA, "layout": ft.P(), "mesh": MESH, "param_dtype": None, "fields": 16},
     ),
+    "load_tensors": (
+        ft.load_tensors,
+        {
+            "files": "tensors.safetensors", "like": {"w": jnp.zeros(3)}, "names": {"w": "w"}, "layout": ft.P(),
+            "mesh": MESH, "left_out": [], "cast": False,
+        },
+    ),
     "save": (
         lambda path, **given: ft.save(fresh(path), **given),
         {"path": "fresh", "tree": {"w": jnp.ones(3)}, "verify": True, "overwrite": False, "meta": {"a": 1}},
@@ -466,7 +474,7 @@ NOT_OURS = {
 # Not errors of Python: they are about the model, or about what is saved.
 OTHERS = (ft.StateError, ft.CheckpointError)
 # Files that are not there. That is no wrong value: they may be there later.
-FILES = {("load_weights", "folder"), ("nn.config_from_json", "path")}
+FILES = {("load_weights", "folder"), ("load_tensors", "files"), ("nn.config_from_json", "path")}
 # Called by functree itself, with values that it has checked.
 INTERNAL = {
     "StateSharding.first", "Path.of", "StateRef.at", "State.update", "State.of_layers", "Plan.sharding", "Plan.page",
@@ -554,6 +562,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("checkpoints")
     (folder / "rules.toml").write_text('batch = "data"')
     ft.save(folder / "saved", {"w": jnp.ones(3)})
+    save_file({"w": np.ones(3, np.float32)}, folder / "tensors.safetensors")
     with ft.Checkpoints(folder / "run") as run:
         run.save(7, {"w": jnp.ones(3)})
     return folder

@@ -36,6 +36,7 @@ from safetensors.numpy import load_file, save_file  # noqa: E402
 import functree as ft  # noqa: E402
 from functree.io.checkpoints import folder as checkpoint_folder  # noqa: E402
 from functree.io.checkpoints.bucket_store import BucketStore  # noqa: E402
+from functree.io.weights.files import Tensor  # noqa: E402
 from functree.processes import exchange  # noqa: E402
 from functree.processes.agreement import Agreement  # noqa: E402
 
@@ -736,6 +737,72 @@ def saved_while_steps_run() -> Any:
                 m = f(m, place(batch(i)))
                 ft.check_processes(i=i)
     return checkpoints.steps, bool(np.isfinite(float(loss(m, place(batch(0))))))
+
+
+def tensor_files(name: str, where: slice | None = None) -> Path:
+    """A file of tensors; one machine has another one, of which some values differ."""
+    rows = np.arange(128, dtype=np.float32).reshape(16, 8)
+    # A device's part of the bias is larger than the beginnings that are compared.
+    tensors = {"bias": np.arange(4096, dtype=np.float32), "qkv.weight": np.concatenate([rows] * 3)}
+    file = FOLDER / f"{name}{RANK}"
+    if RANK == ODD and where is not None:
+        tensors["bias"][where] += 1
+    save_file(tensors, file)
+    return file
+
+
+TENSORS = {
+    "w": jax.ShapeDtypeStruct((8, 4, 4), "float32"),
+    "b": jax.ShapeDtypeStruct((4096,), "float32"),
+}
+TENSOR_NAMES = {"w": "qkv.weight[1/3].T", "b": "bias"}
+
+
+@alike
+def loaded_by_names() -> Any:
+    """In any number of processes a device reads its own blocks."""
+    read: list[int] = []
+
+    def count(self: Tensor, index: Any, read_block: Any = Tensor.read) -> np.ndarray:
+        block = read_block(self, index)
+        read.append(block.size)
+        return block
+
+    layout = ft.FSDP(("data", "model"), min_size=0)
+    with mock.patch.object(Tensor, "read", count):
+        loaded = ft.load_tensors(tensor_files("alike"), TENSORS, TENSOR_NAMES, layout, MESH)
+    return [max(read), *numbers(loaded)]
+
+
+@case
+def other_tensors() -> Any:
+    file = tensor_files("copies_of_tensors", np.s_[-1:])
+    return ft.load_tensors(file, TENSORS, TENSOR_NAMES, ft.P(), MESH)
+
+
+@case
+def other_tensors_without_copies() -> Any:
+    file = tensor_files("parts_of_tensors", np.s_[:])
+    layout = ft.FSDP(("data", "model"), min_size=0)
+    return ft.load_tensors(file, TENSORS, TENSOR_NAMES, layout, MESH)
+
+
+@case
+def tensors_loaded_otherwise() -> Any:
+    layout = differs(ft.P(), ft.FSDP("data", min_size=0))
+    return ft.load_tensors(tensor_files("otherwise"), TENSORS, TENSOR_NAMES, layout, MESH)
+
+
+@case
+def tensors_of_other_names() -> Any:
+    names = {**TENSOR_NAMES, "w": differs("qkv.weight[1/3].T", "qkv.weight[2/3].T")}
+    return ft.load_tensors(tensor_files("names"), TENSORS, names, ft.P(), MESH)
+
+
+@case
+def tensors_that_one_process_lacks() -> Any:
+    names = {**TENSOR_NAMES, "b": differs("bias", "bia")}
+    return ft.load_tensors(tensor_files("lacks"), TENSORS, names, ft.P(), MESH)
 
 
 @case

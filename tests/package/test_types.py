@@ -122,6 +122,7 @@ FUNCTIONS = {
     "stack": ("ft.stack(lambda key: Model(3, key=key), 3, key)", "Stacked[Model]"),
     "offload": ('ft.offload("hidden")', "(...) -> Any"),
     "load_weights": ("ft.load_weights(path, rules, mesh)", "Transformer"),
+    "load_tensors": ('ft.load_tensors(path, model, {"w": "w"})', "Model"),
     "save_weights": ("ft.save_weights(path, transformer)", "None"),
     "save": ("ft.save(path, ts)", "None"),
     "restore": ("ft.restore(path, ts)", "TrainState[Model]"),

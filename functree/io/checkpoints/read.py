@@ -9,12 +9,10 @@ from typing import Any, TypeVar
 
 import jax
 import numpy as np
-from jax.core import Tracer
-from jax.sharding import Sharding
 
 from functree.argument_checks import FILE, FLAG, check, check_tree
 from functree.devices.deleted import is_deleted, refuse_deleted
-from functree.devices.meshes import MeshLike, agreed_mesh
+from functree.devices.meshes import MeshLike
 from functree.devices.placement import sharding_text
 from functree.errors import (
     CheckpointError,
@@ -31,12 +29,10 @@ from functree.io.checkpoints.manifest import Manifest
 from functree.io.checkpoints.restored_arrays import Wanted, wanted_arrays
 from functree.io.checkpoints.static_leaves import warn_of_changes
 from functree.io.checkpoints.store import Store
-from functree.labels.filters.filter import Filter, FilterLike, as_filter
-from functree.labels.leaves import Leaves, read
+from functree.io.laid_out import laid_out
+from functree.labels.filters.filter import FilterLike, as_filter
+from functree.labels.leaves import Leaves
 from functree.layout.layout import LayoutTree
-from functree.layout.plan.make_plan import plan_leaves, read_for
-from functree.layout.prefix import own_meshes
-from functree.layout.validation import refuse
 from functree.processes.agreement import Agreement, Facts
 from functree.processes.exchange import text_of_first
 from functree.processes.same_copies import digests_of
@@ -100,7 +96,7 @@ def restore(
     while True:
         with Agreement(f"{folder} is not restored") as agreement:
             manifest = read_manifest(store)
-            leaves, shardings = _laid_out(like, layout, mesh, chosen_filter)
+            leaves, shardings = laid_out(like, layout, mesh, chosen_filter)
             wanted = wanted_arrays(folder, manifest, leaves, shardings, chosen_filter, cast)
             _check_kept(leaves, wanted)
             agreement.compare(partial(_facts, manifest, wanted, verify))
@@ -142,40 +138,6 @@ def _facts(manifest: Manifest, wanted: Sequence[Wanted], verify: bool) -> Facts:
 def _fact(one: Wanted) -> str:
     sharding = "on the host" if one.sharding is None else sharding_text(one.sharding)
     return f"{path_text(one.leaf.path)}: {array_text(one.leaf.value)} {sharding}"
-
-
-def _laid_out(
-    like: Any, layout: LayoutTree, mesh: MeshLike, only: Filter | None
-) -> tuple[Leaves, list[Sharding | None]]:
-    """The arrays in `like`, and for each its sharding by the layout, or its own; None for what has
-    none.
-
-    Raises:
-        ShardingError: the layout does not fit those that are restored.
-    """
-    if layout is None:
-        leaves = read(like)
-        return leaves, [_own_sharding(leaf.value) for leaf in leaves.leaves]
-    leaves, parts = read_for(like, layout)
-    view = agreed_mesh(mesh, own_meshes(parts))
-    planned = plan_leaves(leaves, parts, view, check=False)
-    others: set[Path] = set()
-    if only is not None:
-        others.update(leaf.path for leaf in leaves.leaves if not only(leaf))
-    if problems := [problem for problem in planned.problems if problem.path not in others]:
-        raise refuse(problems, planned.view)
-    shardings: list[Sharding | None] = []
-    for row in planned.rows:
-        shardings.append(None if row.path in others else planned.sharding(row))
-    return leaves, shardings
-
-
-def _own_sharding(value: Any) -> Sharding | None:
-    """The sharding of an array in `like`; None if it has none, or is not committed to its
-    device."""
-    if isinstance(value, Tracer) or not isinstance(value, jax.Array | jax.ShapeDtypeStruct):
-        return None
-    return value.sharding if getattr(value, "committed", True) else None
 
 
 def _stored(folder: FilePath, manifest: Manifest, wanted: Sequence[Wanted]) -> dict[str, Any]:

@@ -7,18 +7,16 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import Tracer
-from jax.sharding import NamedSharding, Sharding
+from jax.sharding import Sharding
 
-from functree.devices.meshes import without_devices
 from functree.devices.placement import is_sharded_as
 from functree.errors import CheckpointError, Problem, count
 from functree.io.casts import cast_on_devices, cast_on_host, lost_on_host
-from functree.io.checkpoints.contents import partly
 from functree.io.checkpoints.manifest import Manifest, SavedArray
 from functree.io.checkpoints.only import check_only
 from functree.io.checkpoints.stored_arrays import from_stored, stored_form, stored_sharding
 from functree.io.checkpoints.suggested_filter import without
+from functree.io.laid_out import is_enabled, misplaced
 from functree.labels.filters.filter import Filter
 from functree.labels.leaf import Leaf, meeting
 from functree.labels.leaves import Leaves
@@ -50,7 +48,7 @@ class Wanted(NamedTuple):
     def target(self) -> Any:
         """What is read."""
         shape, dtype = stored_form(self.row.shape, self.row.dtype)
-        if self.sharding is None or not _is_enabled(dtype):
+        if self.sharding is None or not is_enabled(dtype):
             return np.empty(shape, dtype)
         return jax.ShapeDtypeStruct(
             shape, dtype, sharding=stored_sharding(self.sharding, len(shape))
@@ -130,7 +128,7 @@ def wanted_arrays(
         problems = [
             problem if problem.remedy else problem._replace(remedy=remedy) for problem in problems
         ]
-    problems += [problem for leaf, to in taken for problem in _misplaced(leaf, to)]
+    problems += [problem for leaf, to in taken for problem in misplaced(leaf, to)]
     problems += _untied([leaf for leaf, _ in taken], rows)
     problems += meeting(leaf for leaf, _ in taken)
     if problems:
@@ -181,37 +179,6 @@ def _extra(
         return alone
     matched = {leaf.path for leaf in check_only(folder, only, leaves, alone)}
     return [row for row in alone if row.path in matched]
-
-
-def _misplaced(leaf: Leaf, sharding: Sharding | None) -> Iterator[Problem]:
-    """Why an array cannot be created where it is wanted."""
-    value = leaf.value
-    if isinstance(value, Tracer):
-        yield leaf.problem("is traced in `like`", "restore outside of jit")
-    elif sharding is None and isinstance(value, jax.ShapeDtypeStruct):
-        how = (
-            "give `layout=` and a mesh, or make `like` with them: `ft.abstract(make, layout, mesh)`"
-        )
-        yield leaf.problem("has no sharding in `like`, and there is no layout", how)
-    elif isinstance(value, np.ndarray | np.generic) and sharding is None:
-        return
-    elif sharding is None and _is_enabled(value.dtype):
-        return
-    elif (
-        isinstance(sharding, NamedSharding)
-        and (missing := without_devices(sharding.mesh)) is not None
-    ):
-        yield leaf.problem(f"cannot be created: {missing}", "")
-    elif (where := partly(sharding)) is not None:
-        yield leaf.problem(where, "give a layout on a mesh of all devices")
-    elif not _is_enabled(value.dtype):
-        how = "enable it: `jax.config.update('jax_enable_x64', True)`"
-        yield leaf.problem(f"JAX has no {value.dtype} without `jax_enable_x64`", how)
-
-
-def _is_enabled(dtype: Any) -> bool:
-    """Whether JAX has a dtype as it is configured: those of 8 bytes are off by default."""
-    return is_key(dtype) or jax.dtypes.canonicalize_dtype(dtype) == dtype
 
 
 def _untied(leaves: Sequence[Leaf], rows: Mapping[Path, SavedArray]) -> Iterator[Problem]:

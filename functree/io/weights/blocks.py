@@ -1,18 +1,18 @@
 """One of our weights ─► the tensors of the files that have it, joined and transposed, by blocks."""
 
 import math
-import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding
+from jax.sharding import Sharding
 from jax.typing import DTypeLike
 
 from functree.errors import FunctreeError
 from functree.io.casts import Loss, cast_on_host, lost_on_host
 from functree.io.weights.files import Tensor
+from functree.io.weights.tensor_names import WHOLE, Part, TensorName
 from functree.labels.leaf import Leaf
 from functree.labels.leaves import read
 from functree.nn.transformer import Transformer
@@ -20,6 +20,34 @@ from functree.nn.weight_map import WeightMap
 from functree.tree.paths import Path
 
 T = TypeVar("T")
+
+
+def joined_as(shape: Sequence[int], stored: Sequence[int]) -> tuple[int, ...] | None:
+    """How many dimensions of a shape each dimension of another one joins; None if it is no such
+    shape. A dimension of size 1 may be joined with either neighbour, which is the same.
+
+    Examples:
+        >>> from functree.io.weights.blocks import joined_as
+        >>> joined_as((32, 4, 8), (32, 32)), joined_as((4, 8, 32), (32, 32))
+        ((1, 2), (2, 1))
+        >>> joined_as((4, 1), (4,)), joined_as((6,), (2, 3))
+        ((2,), None)
+    """
+    sizes = list(shape)
+    joined: list[int] = []
+    for size in stored:
+        taken = 1
+        # As few as make its size: what is left of size 1 goes to the next one.
+        while taken < len(sizes) and math.prod(sizes[:taken]) != size:
+            taken += 1
+        if math.prod(sizes[:taken]) != size or not sizes:
+            return None
+        sizes = sizes[taken:]
+        joined.append(taken)
+    if joined and math.prod(sizes) == 1:
+        joined[-1] += len(sizes)
+        sizes = []
+    return None if sizes else tuple(joined)
 
 
 class TensorForm(NamedTuple):
@@ -31,14 +59,16 @@ class TensorForm(NamedTuple):
         transposed: whether the tensor has (out, in).
         kept: how many dimensions before these are the same in both: that of the experts, where a
             tensor has all of them.
-        part: which of how many parts of a tensor it is, along the first dimension that is not kept.
+        part: which part of a tensor it is.
+        cut: the dimension of the tensor that has the parts.
     """
 
     shape: tuple[int, ...]
     joined: tuple[int, ...]
     transposed: bool
     kept: int = 0
-    part: tuple[int, int] = (0, 1)
+    part: Part = WHOLE
+    cut: int = 0
 
     @staticmethod
     def of(shape: Sequence[int], axes: Sequence[str | None], transposed: bool) -> "TensorForm":
@@ -58,11 +88,39 @@ class TensorForm(NamedTuple):
                 joined.append(1)
         return TensorForm(tuple(shape), tuple(joined), transposed)
 
+    @staticmethod
+    def fitting(
+        shape: Sequence[int], stored: Sequence[int], name: TensorName, kept: int
+    ) -> "TensorForm | None":
+        """That in which a tensor of some shape has ours; None if it has none.
+
+        Args:
+            shape: our shape, without that of the layers.
+            stored: that of the tensor.
+            name: whether it is transposed, and which part of it is ours.
+            kept: how many dimensions in front are not transposed.
+        """
+        kept = kept if name.transposed else 0
+        form = TensorForm(tuple(shape), (), name.transposed, kept, name.part)
+        # The parts are along the first dimension that they fit: of (out, in) mostly that of `out`.
+        for cut in range(len(stored)) if name.part != WHOLE else (0,):
+            own = list(stored)
+            if name.part != WHOLE:
+                each, rest = divmod(own[cut], name.part.of)
+                if rest:
+                    continue
+                own[cut] = each * (name.part.stop - name.part.first)
+            joined = joined_as(shape, form._in_file(own))
+            if joined is not None and joined[:kept] == (1,) * kept:
+                return form._replace(joined=joined, cut=cut)
+        return None
+
     @property
     def stored(self) -> tuple[int, ...]:
         """The shape of the tensor."""
         shape = self._in_file([math.prod(part) for part in self._parts(self.shape)])
-        shape[self.kept] *= self.part[1]
+        if self.part != WHOLE:
+            shape[self.cut] = shape[self.cut] // (self.part.stop - self.part.first) * self.part.of
         return tuple(shape)
 
     def to_file(self, weight: np.ndarray) -> np.ndarray:
@@ -92,9 +150,10 @@ class TensorForm(NamedTuple):
             shape += [stop - start, *sizes[1:]]
             inner += [slice(None), *taken[1:]]
         outer = self._in_file(outer)
-        cut = outer[self.kept]
-        first = self.part[0] * (tensor.shape[self.kept] // self.part[1])
-        outer[self.kept] = slice(first + cut.start, first + cut.stop)
+        if self.part != WHOLE:
+            taken_of_part = outer[self.cut]
+            first = self.part.first * (tensor.shape[self.cut] // self.part.of)
+            outer[self.cut] = slice(first + taken_of_part.start, first + taken_of_part.stop)
         block = tensor.read(outer)
         # The order in the file, reversed twice, is our own.
         block = block.transpose(self._in_file(list(range(block.ndim))))
@@ -136,19 +195,24 @@ class Weight(NamedTuple):
         return self.names[int(np.ravel_multi_index(tuple(index), self.shape[: self.stacked]))]
 
     def array(
-        self, tensors: Mapping[str, Tensor], sharding: NamedSharding, param_dtype: DTypeLike | None
-    ) -> tuple[jax.Array, Loss]:
+        self, tensors: Mapping[str, Tensor], sharding: Sharding | None, dtype: DTypeLike | None
+    ) -> tuple[jax.Array | np.ndarray, Loss]:
         """The array, of which each device reads its own block; and what it lost by its dtype, of
-        the blocks of this process."""
-        if param_dtype is None:
-            param_dtype = tensors[self.names[0]].dtype
-        dtype = np.dtype(param_dtype)
+        the blocks of this process.
+
+        Args:
+            tensors: all tensors, by name.
+            sharding: where it is created; None for an array of numpy.
+            dtype: its dtype; None for that of the files.
+        """
+        before = tensors[self.names[0]].dtype
+        to = np.dtype(before if dtype is None else dtype)
         lost: dict[str, int] = {}  # by block, of which several devices may have copies
 
         def read(name: str, index: Sequence[slice]) -> np.ndarray:
             found = self.form.read(tensors[name], index)
-            lost[f"{name} {index}"] = lost_on_host(found, dtype)
-            return cast_on_host(found, dtype)
+            lost[f"{name} {index}"] = lost_on_host(found, to)
+            return cast_on_host(found, to)
 
         def block(index: Any) -> np.ndarray:
             if not self.stacked:
@@ -157,19 +221,19 @@ class Weight(NamedTuple):
             # layers of a whole model would not fit into memory side by side.
             sizes = zip(index, self.shape, strict=True)
             taken = [range(*part.indices(size)) for part, size in sizes]
-            layers = np.empty(list(map(len, taken)), dtype)
+            layers = np.empty(list(map(len, taken)), to)
             outer = taken[: self.stacked]
             for place in np.ndindex(*map(len, outer)):
                 at = [indices[i] for indices, i in zip(outer, place, strict=True)]
                 layers[place] = read(self.name_at(at), index[self.stacked :])
             return layers
 
-        array = jax.make_array_from_callback(self.shape, sharding, block)
-        before = tensors[self.names[0]].dtype
-        return array, Loss(self.path, array.size, before, dtype, sum(lost.values()))
-
-
-_PART = re.compile(r"\[(\d+)/(\d+)\]$")
+        array: jax.Array | np.ndarray
+        if sharding is None:
+            array = np.asarray(block((slice(None),) * len(self.shape)))
+        else:
+            array = jax.make_array_from_callback(self.shape, sharding, block)
+        return array, Loss(self.path, array.size, before, to, sum(lost.values()))
 
 
 def weights_of(
@@ -198,22 +262,15 @@ def weights_of(
         yield weight
 
 
-def _weight(leaf: Leaf, name: str) -> Weight:
+def _weight(leaf: Leaf, text: str) -> Weight:
     """A leaf, by the name of it in a table."""
-    transposed, name = name.endswith(".T"), name.removesuffix(".T")
-    part = (0, 1)
-    if found := _PART.search(name):
-        part = int(found[1]), int(found[2])
-        name = name[: found.start()]
-    # A file has a tensor for each layer, perhaps for each expert of it, and our array all of them.
-    names, stacked = [name], 0
-    for place in ("{layer}", "{expert}"):
-        if place in name:
-            sizes = range(leaf.value.shape[stacked])
-            names = [one.replace(place, str(i)) for one in names for i in sizes]
-            stacked += 1
-    shape, axes = leaf.value.shape[stacked:], leaf.axes[stacked:]
-    form = TensorForm.of(shape, axes, transposed)
-    # A tensor of all experts has their dimension in front, which `.T` leaves there.
+    name = TensorName.parse(text)
+    names, stacked = name.of_layers(leaf.shape)
+    shape, axes = leaf.shape[stacked:], leaf.axes[stacked:]
+    form = TensorForm.of(shape, axes, name.transposed)
+    # A tensor of all experts has their dimension in front, which `.T` leaves there, and the parts
+    # are along the next one.
     kept = int(stacked == 1 and axes[0] == "experts")
-    return Weight(leaf.path, leaf.value.shape, names, stacked, form._replace(kept=kept, part=part))
+    return Weight(
+        leaf.path, leaf.shape, names, stacked, form._replace(kept=kept, part=name.part, cut=kept)
+    )

@@ -1,6 +1,7 @@
 """The safetensors files of a model ─► shape, dtype and blocks of each tensor, by name."""
 
 import os
+import stat
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,11 +30,15 @@ class Tensor(NamedTuple):
 
     def read(self, index: Sequence[slice]) -> np.ndarray:
         """A block of the tensor."""
+        # Of a dimension of size 0, safetensors takes no slice at all.
+        if 0 in self.shape:
+            return np.empty(self.shape, self.dtype)[tuple(index)]
         return np.asarray(self.source[tuple(index)])
 
     def beginning(self) -> np.ndarray:
         """Some of its first elements, by which it is told from that of another model."""
-        return self.read([slice(0, 16)] * len(self.shape))
+        # Safetensors takes no slice that ends behind a dimension.
+        return self.read([slice(0, min(size, 16)) for size in self.shape])
 
 
 DTYPES = {
@@ -46,20 +51,38 @@ DTYPES = {
 }
 """The dtypes of weights, by their names in safetensors."""
 
+ALL_DTYPES = {
+    **DTYPES,
+    "C64": "complex64",
+    "BOOL": "bool",
+    **{f"I{bits}": f"int{bits}" for bits in (8, 16, 32, 64)},
+    **{f"U{bits}": f"uint{bits}" for bits in (8, 16, 32, 64)},
+}
+"""Those of all that a `state_dict` may have, such as a count of batches."""
 
-def open_tensors(folder: Path) -> Mapping[str, Tensor]:
-    """All tensors in the files of a folder, by name.
+
+def open_tensors(files: Sequence[Path], dtypes: Mapping[str, str] = DTYPES) -> Mapping[str, Tensor]:
+    """All tensors in some files, by name.
 
     What their heads say is bounded by what is there: safetensors compares the shapes with the
     bytes of the file.
 
+    Args:
+        files: the files.
+        dtypes: the dtypes that they may have, by their names in safetensors.
+
     Raises:
-        FunctreeError: there is no file, a file that the index names is missing or is elsewhere, one
-            is not a safetensors file, or the index is not one.
+        FunctreeError: one is not a safetensors file, or not all of it is there; two have a tensor
+            of one name; a tensor has another dtype.
     """
     safetensors = import_extra("safetensors", "weights")
     tensors: dict[str, Tensor] = {}
-    for file in _files(folder):
+    # Opening a pipe would wait for who writes to it.
+    if others := [file for file in files if not _is_file(file)]:
+        if not os.path.lexists(others[0]):
+            raise FunctreeError(f"there is no file {others[0]}")
+        raise FunctreeError(f"{others[0]} is not a safetensors file: it is not a file at all")
+    for file in files:
         try:
             handle = safetensors.safe_open(file, framework="np")
         except (safetensors.SafetensorError, OSError) as error:
@@ -73,16 +96,21 @@ def open_tensors(folder: Path) -> Mapping[str, Tensor]:
             # A slice that is not read yet: it knows shape and dtype from the head of the file.
             source = handle.get_slice(name)
             kind = source.get_dtype()
-            if kind not in DTYPES:
+            if kind not in dtypes:
                 raise FunctreeError(
-                    f"{file}: {name} has the dtype {kind}, and weights are of {', '.join(DTYPES)}"
+                    f"{file}: {name} has the dtype {kind}, and weights are of {', '.join(dtypes)}"
                 )
-            tensors[name] = Tensor(tuple(source.get_shape()), np.dtype(DTYPES[kind]), source)
+            tensors[name] = Tensor(tuple(source.get_shape()), np.dtype(dtypes[kind]), source)
     return tensors
 
 
-def _files(folder: Path) -> list[Path]:
-    """The files with tensors: those that the index names, or the only one."""
+def files_of(folder: Path) -> list[Path]:
+    """The files with tensors in a folder: those that the index names, or all.
+
+    Raises:
+        FunctreeError: there is no file, a file that the index names is missing or is elsewhere, or
+            the index is not one.
+    """
     # With an index the files are those that it names: a download that was stopped, or a copy of the
     # model in the form of another program, may lie beside them.
     index = folder / INDEX
@@ -90,9 +118,6 @@ def _files(folder: Path) -> list[Path]:
         found = sorted(folder.glob("*.safetensors"))
         if not found:
             raise FunctreeError(f"{folder}: there is no *.safetensors file")
-        # Opening a pipe would wait for who writes to it.
-        if others := [file for file in found if not _is_file(file)]:
-            raise FunctreeError(f"{others[0]} is not a safetensors file: it is not a file at all")
         return found
     if not _is_file(index):
         raise FunctreeError(f"{index} cannot be read: it is not a file")
@@ -106,11 +131,21 @@ def _files(folder: Path) -> list[Path]:
     return [folder / name for name in names]
 
 
+def is_folder(path: Path) -> bool:
+    """Whether a path is that of a folder."""
+    try:
+        return stat.S_ISDIR(path.stat().st_mode)
+    except PermissionError:
+        raise  # it may be one
+    except OSError:
+        return False  # such as a name that is too long for the file system
+
+
 def _is_file(path: Path) -> bool:
     try:
         return path.is_file()
     except OSError:
-        return False  # such as a name that is too long for the file system
+        return False
 
 
 def _is_inside(name: str) -> bool:

@@ -12,10 +12,10 @@ from jax.typing import DTypeLike
 
 from functree.argument_checks import FLOATING, LOCAL_FOLDER, check
 from functree.errors import FunctreeError, Problem, ShardingError, count
-from functree.io.casts import Loss, warn_of_losses
 from functree.io.extras import ForeignErrors
+from functree.io.weights.arrays import Created, beginnings, read_arrays
 from functree.io.weights.blocks import Weight, weights_of
-from functree.io.weights.files import Tensor, open_tensors
+from functree.io.weights.files import Tensor, files_of, open_tensors
 from functree.io.weights.repeated import why_not_repeated
 from functree.labels.leaves import read
 from functree.layout.layout import LayoutTree
@@ -26,8 +26,6 @@ from functree.nn.transformer import Transformer
 from functree.nn.weight_map import WeightMap
 from functree.processes.agreement import Agreement, Facts
 from functree.processes.facts import facts_of
-from functree.processes.own_arrays import checksum
-from functree.processes.same_copies import digests_of
 from functree.report.json_text import value_text
 from functree.transforms.init import abstract
 
@@ -83,27 +81,12 @@ def load_weights(
     with Agreement(failure) as agreement:
         published = _PublishedModel.of(FilePath(folder), layout, mesh, param_dtype, fields)
         agreement.compare(published.facts)
-    leaves = read(published.model)
-    arrays: list[jax.Array] = []
-    losses: list[Loss] = []
-    with Agreement(failure), ForeignErrors(FunctreeError, f"{folder}: the weights cannot be read"):
-        for weight, row in zip(published.weights, published.plan.rows, strict=True):
-            sharding = published.plan.sharding(row)
-            array, loss = weight.array(published.tensors, sharding, param_dtype)
-            arrays.append(array)
-            losses.append(loss)
-    with Agreement(failure):  # it is an error where the user makes warnings errors
-        warn_of_losses(
-            folder, losses, "give a `param_dtype=` that holds them, such as that of the files: None"
-        )
-    # Each process has read its own files: copies of one part may have come from different ones.
-    # With one process there is nothing to compare, and the digests would read all of the model.
-    if jax.process_count() > 1:
-        named = {str(leaf.path): array for leaf, array in zip(leaves.leaves, arrays, strict=True)}
-        _, differ = digests_of(named, "give all processes the same files")
-        if differ:
-            raise FunctreeError(f"{folder}: the processes read other weights", differ)
-    return leaves.skeleton.fill(arrays)
+    created: list[Created] = []
+    for weight, row in zip(published.weights, published.plan.rows, strict=True):
+        created.append(Created(weight, published.plan.sharding(row), param_dtype))
+    remedy = "give a `param_dtype=` that holds them, such as that of the files: None"
+    arrays = read_arrays(folder, created, published.tensors, remedy)
+    return read(published.model).skeleton.fill(arrays)
 
 
 class _PublishedModel(NamedTuple):
@@ -134,7 +117,7 @@ class _PublishedModel(NamedTuple):
         file, given = read_config(folder)
         config, family = config_from_json(file, **fields), family_of(file, given)
         with ForeignErrors(FunctreeError, f"{folder}: the weights cannot be read"):
-            tensors = open_tensors(file.parent)
+            tensors = open_tensors(files_of(file.parent))
         _check_sizes(file, given, family, tensors)
         # By the tensors: what `config.json` says is the dtype of the training. A table that is
         # missing is found below, with all else that is.
@@ -152,16 +135,10 @@ class _PublishedModel(NamedTuple):
 
     def facts(self) -> Facts:
         """What has to be the same in all processes."""
-        # Each machine may have files of its own: of another model of the same shapes, perhaps. Its
-        # devices would be given parts of that one.
-        tensors: list[str] = []
-        with ForeignErrors(FunctreeError, "the weights cannot be read"):
-            for name, tensor in self.tensors.items():
-                tensors.append(f"{name} begins with {checksum(tensor.beginning()):08x}")
         return {
             "config": facts_of(self.model.config),
             "plan": facts_of(self.plan),
-            "tensors": sorted(tensors),
+            "tensors": beginnings(self.tensors),
         }
 
     def check(self, folder: FilePath, family: WeightMap, mixed: bool) -> None:

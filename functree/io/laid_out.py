@@ -1,0 +1,87 @@
+"""A tree like the one that is read, and a layout ─► its arrays, and where each is created."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import numpy as np
+from jax.core import Tracer
+from jax.sharding import NamedSharding, Sharding
+
+from functree.devices.meshes import MeshLike, agreed_mesh, without_devices
+from functree.errors import Problem
+from functree.io.checkpoints.contents import partly
+from functree.labels.filters.filter import Filter
+from functree.labels.leaf import Leaf
+from functree.labels.leaves import Leaves, read
+from functree.layout.layout import LayoutTree
+from functree.layout.plan.make_plan import plan_leaves, read_for
+from functree.layout.prefix import own_meshes
+from functree.layout.validation import refuse
+from functree.tree.bits import is_key
+from functree.tree.paths import Path
+
+
+def laid_out(
+    like: Any, layout: LayoutTree, mesh: MeshLike, only: Filter | None = None
+) -> tuple[Leaves, list[Sharding | None]]:
+    """The arrays in `like`, and for each its sharding by the layout, or its own; None for what has
+    none.
+
+    Raises:
+        ShardingError: the layout does not fit those that are restored.
+    """
+    if layout is None:
+        leaves = read(like)
+        return leaves, [_own_sharding(leaf.value) for leaf in leaves.leaves]
+    leaves, parts = read_for(like, layout)
+    view = agreed_mesh(mesh, own_meshes(parts))
+    planned = plan_leaves(leaves, parts, view, check=False)
+    others: set[Path] = set()
+    if only is not None:
+        others.update(leaf.path for leaf in leaves.leaves if not only(leaf))
+    if problems := [problem for problem in planned.problems if problem.path not in others]:
+        raise refuse(problems, planned.view)
+    shardings: list[Sharding | None] = []
+    for row in planned.rows:
+        shardings.append(None if row.path in others else planned.sharding(row))
+    return leaves, shardings
+
+
+def _own_sharding(value: Any) -> Sharding | None:
+    """The sharding of an array in `like`; None if it has none, or is not committed to its
+    device."""
+    if isinstance(value, Tracer) or not isinstance(value, jax.Array | jax.ShapeDtypeStruct):
+        return None
+    return value.sharding if getattr(value, "committed", True) else None
+
+
+def misplaced(leaf: Leaf, sharding: Sharding | None) -> Iterator[Problem]:
+    """Why an array cannot be created where it is wanted."""
+    value = leaf.value
+    if isinstance(value, Tracer):
+        yield leaf.problem("is traced in `like`", "read it outside of jit")
+    elif sharding is None and isinstance(value, jax.ShapeDtypeStruct):
+        how = (
+            "give `layout=` and a mesh, or make `like` with them: `ft.abstract(make, layout, mesh)`"
+        )
+        yield leaf.problem("has no sharding in `like`, and there is no layout", how)
+    elif isinstance(value, np.ndarray | np.generic) and sharding is None:
+        return
+    elif sharding is None and is_enabled(value.dtype):
+        return
+    elif (
+        isinstance(sharding, NamedSharding)
+        and (missing := without_devices(sharding.mesh)) is not None
+    ):
+        yield leaf.problem(f"cannot be created: {missing}", "")
+    elif (where := partly(sharding)) is not None:
+        yield leaf.problem(where, "give a layout on a mesh of all devices")
+    elif not is_enabled(value.dtype):
+        how = "enable it: `jax.config.update('jax_enable_x64', True)`"
+        yield leaf.problem(f"JAX has no {value.dtype} without `jax_enable_x64`", how)
+
+
+def is_enabled(dtype: Any) -> bool:
+    """Whether JAX has a dtype as it is configured: those of 8 bytes are off by default."""
+    return is_key(dtype) or jax.dtypes.canonicalize_dtype(dtype) == dtype
