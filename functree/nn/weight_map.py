@@ -97,7 +97,8 @@ class WeightMap:
         options: fields of the `TransformerConfig` that all models of the family have.
         others: for some leaves, other names that files may have instead. Without `{expert}` a
             tensor has all experts, as its first dimension. `[0/2]` before `.T` says that the leaf
-            is the first of two parts of the tensor, along the dimension behind that.
+            is the first of two parts of the tensor, along the dimension behind that; `[0:2/4]` that
+            it is the first two of four.
 
     Raises:
         FunctreeError: an argument is not such a mapping.
