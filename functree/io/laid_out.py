@@ -10,7 +10,6 @@ from jax.sharding import NamedSharding, Sharding
 
 from functree.devices.meshes import MeshLike, agreed_mesh, without_devices
 from functree.errors import Problem
-from functree.io.checkpoints.contents import partly
 from functree.labels.filters.filter import Filter
 from functree.labels.leaf import Leaf
 from functree.labels.leaves import Leaves, read
@@ -18,6 +17,7 @@ from functree.layout.layout import LayoutTree
 from functree.layout.plan.make_plan import plan_leaves, read_for
 from functree.layout.prefix import own_meshes
 from functree.layout.validation import refuse
+from functree.processes.agreement import processes_text
 from functree.tree.bits import is_key
 from functree.tree.paths import Path
 
@@ -80,6 +80,17 @@ def misplaced(leaf: Leaf, sharding: Sharding | None) -> Iterator[Problem]:
     elif not is_enabled(value.dtype):
         how = "enable it: `jax.config.update('jax_enable_x64', True)`"
         yield leaf.problem(f"JAX has no {value.dtype} without `jax_enable_x64`", how)
+
+
+def partly(value: object) -> str | None:
+    """Why an array, or a sharding, is not one of all processes; None if it is."""
+    sharding = getattr(value, "sharding", value)
+    if jax.process_count() == 1 or not isinstance(sharding, jax.sharding.Sharding):
+        return None
+    there = sorted({device.process_index for device in sharding.device_set})
+    if len(there) == jax.process_count():
+        return None
+    return f"is only on devices of {processes_text(there)}, and there are {jax.process_count()}"
 
 
 def is_enabled(dtype: Any) -> bool:

@@ -14,10 +14,11 @@ from functree.errors import CheckpointError, Problem, RuleError, count
 from functree.io.checkpoints.manifest import Manifest, SavedArray, class_name
 from functree.io.checkpoints.static_leaves import static_texts, unsaveable
 from functree.io.checkpoints.stored_arrays import NOT_STORED, StoredArray, to_stored
+from functree.io.laid_out import partly
 from functree.labels.leaf import Leaf, meeting
 from functree.labels.leaves import read
 from functree.layout.plan.live_arrays import live_rows
-from functree.processes.agreement import Facts, processes_text
+from functree.processes.agreement import Facts
 from functree.processes.digest import digest
 from functree.report.json_text import MOST_LEVELS
 from functree.tree.arrays import Tree
@@ -142,17 +143,6 @@ def not_saveable(leaf: Leaf) -> Problem | None:
     if (where := partly(value)) is not None:
         return leaf.problem(where, "place it for all processes: `ft.shard(tree, ft.P(), mesh)`")
     return None
-
-
-def partly(value: object) -> str | None:
-    """Why an array, or a sharding, is not one of all processes; None if it is."""
-    sharding = getattr(value, "sharding", value)
-    if jax.process_count() == 1 or not isinstance(sharding, jax.sharding.Sharding):
-        return None
-    there = sorted({device.process_index for device in sharding.device_set})
-    if len(there) == jax.process_count():
-        return None
-    return f"is only on devices of {processes_text(there)}, and there are {jax.process_count()}"
 
 
 def _is_readable(path: Path) -> bool:
