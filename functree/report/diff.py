@@ -2,7 +2,7 @@
 
 import html
 import math
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
@@ -83,14 +83,18 @@ class Diff:
                 yield f"{what}: {before} → {after}{_percent(before, after)}"
 
     def folded(self) -> Iterator["Folded"]:
-        """One line for all changes that differ only in the indices of their paths. Bytes are in one
-        unit, so that they can be compared at a glance, but for those that are far smaller."""
+        """One line for equal changes of all layers, and of all parameters of one module. Bytes are
+        in one unit, so that they can be compared at a glance, but for those that are far smaller.
+        """
         # That of the largest change: of the sizes, one may be far larger than what has changed.
         unit = common_unit(_grown([row]) or 0 for row in self.rows)
-        for rows in grouped(self.rows, _but_for_indices):
+        for rows in _alike(self.rows):
             path, what, before, after = rows[0]
             name = common_path([row.path for row in rows]) if path else ""
-            texts = _text(before, unit), _text(after, unit)
+            sizes = [value for value in (before, after) if isinstance(value, Bytes)]
+            # In the unit of the largest, 40 B would be `3.81e-05 MiB`.
+            own = None if sizes and min(sizes) * 100 < 1024**unit else unit
+            texts = _text(before, own), _text(after, own)
             yield Folded(name, what, *texts, len(rows), _grown(rows))
 
     def html(self) -> str:
@@ -106,7 +110,7 @@ NOTHING = "nothing differs"
 
 
 class Folded(NamedTuple):
-    """The text of changes that differ only in the indices of their paths.
+    """The text of changes that differ only in their paths.
 
     Attributes:
         path: their path; empty for what is not about a single leaf.
@@ -125,9 +129,36 @@ class Folded(NamedTuple):
     grown: int | None
 
 
+def _alike(rows: Sequence[Change]) -> list[list[Change]]:
+    """The changes that are one line: equal ones of all layers, and of parameters of one module."""
+    groups = grouped(rows, _but_for_indices)
+    # Then `mlp.{gate,up}`, and `mlp.{gate,up}.weight` for layers with a module for each.
+    for from_end in (1, 2):
+        groups = _joined(groups, from_end)
+    return groups
+
+
+def _joined(groups: Iterable[list[Change]], from_end: int) -> list[list[Change]]:
+    """The groups, with those in one that differ in the key at this position from the end only."""
+
+    def but_for_key(group: Sequence[Change]) -> Hashable:
+        path = group[0].path
+        if len(path) < from_end or isinstance(path[-from_end], int):
+            return id(group)
+        keys = [frozenset(keys) for keys in zip(*(row.path for row in group), strict=True)]
+        del keys[-from_end]
+        return tuple(keys), *_change(group[0])
+
+    return [[row for group in alike for row in group] for alike in grouped(groups, but_for_key)]
+
+
 def _but_for_indices(row: Change) -> Hashable:
+    return pattern_of(row.path), *_change(row)
+
+
+def _change(row: Change) -> tuple[str, ...]:
     # Values by their texts: a dict of mesh axes has no hash.
-    return pattern_of(row.path), row.what, *map(_exact, row[2:])
+    return row.what, *map(_exact, row[2:])
 
 
 def _exact(value: object) -> str:
@@ -143,15 +174,15 @@ def _grown(rows: Sequence[Change]) -> int | None:
 
 
 def by_bytes(rows: Sequence[Change]) -> tuple[Change, ...]:
-    """The changes with the most bytes first; those of all layers count together.
+    """The changes with the most bytes first; those of one line count together.
 
     Numbers of something else, such as the runs of a collective, stay behind the change before them
     if both are of one leaf, or of none, and are last otherwise. The rest is first, such as the
     mesh.
     """
     sizes: dict[Hashable, int | None] = {}
-    for alike in grouped(rows, _but_for_indices):
-        sizes[_but_for_indices(alike[0])] = _grown(alike)
+    for alike in _alike(rows):
+        sizes |= dict.fromkeys(map(_but_for_indices, alike), _grown(alike))
     weighed: list[tuple[float, Change]] = []
     for row in rows:
         grown = sizes[_but_for_indices(row)]
@@ -184,13 +215,11 @@ def _percent(before: int, after: int) -> str:
     return f" ({sign}{percent:,.0f} %)" if percent >= 1 else f" ({sign}{percent:.1g} %)"
 
 
-def _text(value: object, unit: int) -> str:
+def _text(value: object, unit: int | None) -> str:
+    """The text of a value; that of bytes in a unit, or in their own."""
     if value is None:
         return "nothing"
-    if isinstance(value, Bytes):
-        # In the unit of the largest, 40 B would be `3.81e-05 MiB`.
-        if value * 100 < 1024**unit:
-            return str(value)
+    if isinstance(value, Bytes) and unit is not None:
         return text_in_unit(value, unit)
     return str(value)
 

@@ -195,7 +195,8 @@ def test_ledgers_differ_by_parameter() -> None:
     assert not any(
         "over model" in what for _, what in moved
     )  # tensor parallelism is the same in both
-    assert "model.embed.weight: all-gather over data (forward) nothing → 16 KiB" in str(diff)
+    both = "model.{unembed,embed}.weight: all-gather over data (forward) nothing → 16 KiB (×2)"
+    assert both in str(diff)
     remat = gradient("TP", "full")[0].ledger()
     runs = {(str(row.path), row.what): (row.before, row.after) for row in before.diff(remat).rows}
     assert runs["model.blocks.layer.attn.out", "all-reduce over model (recompute)"] == (
@@ -291,6 +292,42 @@ def test_the_total_of_two_ledgers_is_first() -> None:
     assert "moved to each device: 4.0 MiB → 2.0 MiB (−50 %)" in diff.html()
     assert str(before.diff(before)) == "nothing differs" and before.diff(before).rows == ()
     assert [row.what for row in diff.rows if not row.path] == []
+
+
+def test_equal_changes_of_parameters_of_one_module_are_one_line() -> None:
+    def rows(*paths: str, what: str = "bytes of x", after: int = MIB) -> list[Change]:
+        return [
+            Change(ft.Path(path.split(".")), what, Bytes(2 * MIB), Bytes(after)) for path in paths
+        ]
+
+    diff = Diff(
+        (
+            *rows("a.q.w", "a.k.w", "a.v.w"),
+            *rows("b.up", "b.gate", "c.up"),
+            *rows("b.down", after=3 * MIB),
+            *rows("b.up", what="runs of x"),
+            *rows("d.q.w", "d.q.b", "d.k.w", "d.k.b", "d.k.c"),
+        )
+    )
+    found = [(line.path, line.what, line.rows, line.grown) for line in diff.folded()]
+    assert found == [
+        ("a.{q,k,v}.w", "bytes of x", 3, -3 * MIB),
+        ("b.{up,gate}", "bytes of x", 2, -2 * MIB),
+        ("c.up", "bytes of x", 1, -MIB),
+        ("b.down", "bytes of x", 1, MIB),
+        ("b.up", "runs of x", 1, -MIB),
+        ("d.q.{w,b}", "bytes of x", 2, -2 * MIB),
+        ("d.k.{w,b,c}", "bytes of x", 3, -3 * MIB),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "text"),
+    [((16, 4), "16 B → 4 B"), ((2048, 4), "2 KiB → 4 B"), ((2048, 512), "2 KiB → 0.5 KiB")],
+)
+def test_both_sizes_of_a_line_have_one_unit_or_their_own(sizes: tuple[int, int], text: str) -> None:
+    rows = (change_of("a", "x", 0, 8192), change_of("b", "x", *sizes))
+    assert str(Diff(rows)).splitlines()[1] == f"b: x {text}"
 
 
 @pytest.mark.parametrize(
