@@ -94,6 +94,10 @@ class TensorForm(NamedTuple):
     ) -> "TensorForm | None":
         """That in which a tensor of some shape has ours; None if it has none.
 
+        Dimensions are joined at one place only, as heads are. At two places, (3, embed, heads,
+        head_dim) would be read from (3 * heads * head_dim, embed) too, where both products happen
+        to be equal, and silently wrong.
+
         Args:
             shape: our shape, without that of the layers.
             stored: that of the tensor.
@@ -111,8 +115,11 @@ class TensorForm(NamedTuple):
                     continue
                 own[cut] = each * (name.part.stop - name.part.first)
             joined = joined_as(shape, form._in_file(own))
-            if joined is not None and joined[:kept] == (1,) * kept:
-                return form._replace(joined=joined, cut=cut)
+            if joined is None or joined[:kept] != (1,) * kept:
+                continue
+            form = form._replace(joined=joined, cut=cut)
+            if sum(len([size for size in part if size > 1]) > 1 for part in form._parts(shape)) < 2:
+                return form
         return None
 
     @property

@@ -1,6 +1,7 @@
 """Arrays and the names of their tensors ─► how each is read; or all that does not fit."""
 
 import json
+import math
 import re
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -176,7 +177,7 @@ def _weight(
             continue
         remedy = f"to have it as {dtype_text(leaf.value.dtype)}: cast=True"
         if not fits:
-            remedy = _transposed(named, shape, stored, kept)
+            remedy = _transposed(named, shape, stored, kept) or _other_order(shape, stored)
         all_of_them = len(own) == len(names)
         where = (named.text, named.row) if all_of_them else (listed(own), listed(own))
         found = array_text(tensors[own[0]])
@@ -206,6 +207,17 @@ def _transposed(named: Named, shape: Sequence[int], stored: Sequence[int], kept:
         return ""
     row = named.row.removesuffix(".T") if name.transposed else f"{named.row}.T"
     return f"transposed? write {row_text(named.pattern, row)}"
+
+
+def _other_order(shape: Sequence[int], stored: Sequence[int]) -> str:
+    """What to do with a tensor that has the elements of an array in another order; empty if it has
+    others."""
+    if math.prod(shape) != math.prod(stored):
+        return ""
+    return (
+        "it has as many elements, and no row says their order: change the tensor before it is "
+        "saved, or load its parts (`[0/3]`) into arrays that are joined afterwards"
+    )
 
 
 def _missing(missing: Sequence[str], named: Named, *, whole: bool) -> Fault:
