@@ -25,6 +25,7 @@ from functree.layout.plan.notebook import ShownByPlan, short_text, table_text
 from functree.layout.plan_optimizer import nothing_to_train, select_trained
 from functree.placing.shard import shard
 from functree.state.refs import StateRef, strong
+from functree.state.stale_moments import naming_stale_moments
 from functree.state.state import State, apart, place_state
 from functree.tree.arrays import AnyArray, Tree, array_text
 from functree.tree.interfaces import TrainingState
@@ -199,8 +200,8 @@ def apply_gradients(
             and `grad=`).
 
     Raises:
-        FunctreeError: a parameter has no gradient, or one of another shape; the message has the
-            paths.
+        FunctreeError: a parameter has no gradient, or one of another shape; the optimizer's state
+            was made for other parameters; the message has the paths.
         StateError: `state` is that of another model.
 
     Examples:
@@ -235,9 +236,9 @@ def apply_gradients(
         raise FunctreeValueError(f"{count(len(problems), 'parameter')} cannot be updated", problems)
     update = optax.with_extra_args_support(ts.tx).update
     spread = leaves.skeleton.spread
-    updates, opt_state = update(
-        spread(gradients), jax.tree.map(_on_device, ts.opt_state), spread(params), **extra
-    )
+    trained, moments = spread(params), jax.tree.map(_on_device, ts.opt_state)
+    with naming_stale_moments(ts.tx, trained, moments):
+        updates, opt_state = update(spread(gradients), moments, trained, **extra)
     model = jax.tree.map(updated, updates, ts.model, is_leaf=_is_none)
     if state is None:
         state = ts.state

@@ -486,7 +486,12 @@ def test_refused(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize("name", ["qkv", "qkv.T"])
 @pytest.mark.parametrize(
     ("shape", "stored"),
-    [((3, 8, 4, 2), (24, 8)), ((3, 16, 4, 2), (24, 16)), ((8, 4, 4, 4), (16, 32)), ((4, 6), (3, 8))],
+    [
+        ((3, 8, 4, 2), (24, 8)),
+        ((3, 16, 4, 2), (24, 16)),
+        ((8, 4, 4, 4), (16, 32)),
+        ((4, 6), (3, 8)),
+    ],
 )
 def test_a_tensor_in_another_order_is_refused(
     tmp_path: Path, shape: tuple[int, ...], stored: tuple[int, ...], name: str
