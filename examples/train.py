@@ -153,7 +153,9 @@ def begin(checkpoints, make, mesh, rows, run):
 def train(folder, steps, batch, every, **sizes):
     mesh, tx = ft.make_mesh(**sizes), optimizer(steps)
     data, valid = draw(1, 10_000), draw(2, 1_000)
-    rows, run = batches(data, batch), {"steps": steps, "batch": batch}
+    rows = batches(data, batch)
+    # Another number of processes would read other rows from the same state.
+    run = {"steps": steps, "batch": batch, "processes": jax.process_count()}
 
     def make(key):
         return ft.TrainState.create(Classifier(key), tx, key=key)
