@@ -37,8 +37,9 @@ def naming_deleted(
     except RuntimeError as error:
         if is_about_deleted(error):
             given = inspected(fun).bind_partial(*args, **(kwargs or {})).arguments
-            arguments = _deleted(given)
-            check_use(error, name, fun, list(arguments), list(arguments.values()))
+            # Without those that are alive.
+            gone = _deleted(given)
+            check_use(error, name, fun, list(gone), list(gone.values()), whole=False)
         raise
 
 
@@ -53,6 +54,8 @@ def check_use(
     fun: AnyFunction,
     paths: Sequence[Path],
     arrays: Sequence[AnyArray],
+    *,
+    whole: bool = True,
 ) -> None:
     """Raise FunctreeError for a deleted array, if it is found.
 
@@ -62,13 +65,17 @@ def check_use(
         fun: the function that was run.
         paths: the paths of its arguments.
         arrays: its arguments.
+        whole: whether these are all of them, and not only those that are deleted.
     """
     if any(map(is_deleted, arrays)):
-        raise refuse_deleted(name, paths, arrays) from error
+        raise refuse_deleted(name, paths, arrays, whole=whole) from error
     found = _deleted(variables_of(fun))
     if found:
         values = list(found.values())
-        raise refuse_deleted(name, list(found), values, "array", _CLOSED_OVER) from error
+        # Of a tree that is held, others may be alive.
+        raise refuse_deleted(
+            name, list(found), values, "array", _CLOSED_OVER, whole=False
+        ) from error
 
 
 def _deleted(variables: Mapping[str, Any]) -> dict[Path, Any]:

@@ -7,7 +7,7 @@ from functree.compiled.collective import Collective
 from functree.compiled.memory import Memory
 from functree.compiled.table_rows import axes_text, full_paths
 from functree.report.byte_sizes import Bytes
-from functree.report.diff import Change, changes
+from functree.report.diff import Change, SharedWhat, changes
 from functree.tree.paths import Path
 
 
@@ -79,15 +79,12 @@ def _path(key: _Key) -> Path:
 
 
 def _properties(key: _Key, total: _Total) -> dict[str, int]:
-    what = _what(key)
-    return {f"bytes of {what}": Bytes(total.bytes), f"runs of {what}": total.runs}
+    return {_what(key, "bytes of "): Bytes(total.bytes), _what(key, "runs of "): total.runs}
 
 
-def _what(key: _Key) -> str:
+def _what(key: _Key, of: str = "") -> str:
     paths, kind, axes, phase = key
-    text = f"{kind} over {axes_text(axes)}"
+    text = f"{of}{kind} over {axes_text(axes)}"
     if phase:
         text += f" ({phase})"
-    if len(paths) > 1:
-        text += f" for {', '.join(map(str, paths))}"
-    return text
+    return SharedWhat.of(f"{text} for ", paths) if len(paths) > 1 else text

@@ -4,7 +4,7 @@ import html
 import math
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, Self, TypeVar
 
 from functree.report.byte_sizes import Bytes, bytes_text, common_unit, text_in_unit
 from functree.report.fold_tree import leaf_html
@@ -31,6 +31,26 @@ class Change(NamedTuple):
     what: str
     before: Any
     after: Any
+
+
+class SharedWhat(str):
+    """The property of a change that is about several leaves: a text that ends in their paths.
+
+    Attributes:
+        beginning: the text before the paths.
+        paths: the paths of the leaves.
+    """
+
+    # A text, so that a `Change` is what it is for those who read it.
+    beginning: str
+    paths: tuple[Path, ...]
+
+    @classmethod
+    def of(cls, beginning: str, paths: Sequence[Path]) -> Self:
+        """The text that begins so, with the paths behind it."""
+        own = cls(beginning + ", ".join(map(str, paths)))
+        own.beginning, own.paths = beginning, tuple(paths)
+        return own
 
 
 @dataclass(frozen=True)
@@ -89,13 +109,13 @@ class Diff:
         # That of the largest change: of the sizes, one may be far larger than what has changed.
         unit = common_unit(_grown([row]) or 0 for row in self.rows)
         for rows in _alike(self.rows):
-            path, what, before, after = rows[0]
+            path, _, before, after = rows[0]
             name = common_path([row.path for row in rows]) if path else ""
             sizes = [value for value in (before, after) if isinstance(value, Bytes)]
             # In the unit of the largest, 40 B would be `3.81e-05 MiB`.
             own = None if sizes and min(sizes) * 100 < 1024**unit else unit
             texts = _text(before, own), _text(after, own)
-            yield Folded(name, what, *texts, len(rows), _grown(rows))
+            yield Folded(name, _common_what(rows), *texts, len(rows), _grown(rows))
 
     def html(self) -> str:
         """What differs as a HTML page, with a bar for each change of bytes."""
@@ -156,9 +176,22 @@ def _but_for_indices(row: Change) -> Hashable:
     return pattern_of(row.path), *_change(row)
 
 
-def _change(row: Change) -> tuple[str, ...]:
+def _change(row: Change) -> tuple[Hashable, ...]:
+    what = row.what
+    if isinstance(what, SharedWhat):
+        what = what.beginning, *map(pattern_of, what.paths)
     # Values by their texts: a dict of mesh axes has no hash.
-    return row.what, *map(_exact, row[2:])
+    return what, *map(_exact, row[2:])
+
+
+def _common_what(rows: Sequence[Change]) -> str:
+    """The property of changes that are one line: `... for b.{0-3}.q, b.{0-3}.k`."""
+    what = rows[0].what
+    if not isinstance(what, SharedWhat):
+        return what
+    # As many paths in each, since these differ only in their indices.
+    shared = [row.what.paths for row in rows if isinstance(row.what, SharedWhat)]
+    return what.beginning + ", ".join(map(common_path, zip(*shared, strict=True)))
 
 
 def _exact(value: object) -> str:

@@ -5,7 +5,7 @@ import re
 from functools import lru_cache
 
 from functree.errors import RuleError
-from functree.tree.paths import Path, part_text, tokens
+from functree.tree.paths import QUOTED, Path, part_text, tokens
 
 # Paths are matched as texts with control characters in them, because a key may contain any
 # printable character.
@@ -67,6 +67,14 @@ def captured(found: re.Match[str]) -> list[str]:
 def glob_regex(pattern: str, *, groups: bool = False) -> str:
     """The regular expression for `match_text`, without groups, or with one for each wildcard.
     Raises RuleError for a part that cannot be read."""
+    try:
+        return _regex(pattern, groups)
+    except RuleError:
+        _refuse_shell(pattern)
+        raise
+
+
+def _regex(pattern: str, groups: bool) -> str:
     expression = ""
     before = None
     for part in tokens(pattern):
@@ -76,6 +84,25 @@ def glob_regex(pattern: str, *, groups: bool = False) -> str:
             expression += _part_regex(part, pattern, groups)
         before = part
     return expression
+
+
+# A part as shells and `fnmatch` read it: `?` is any character, and `[qkv]`, `[0-9]` and `[!b]` are
+# one of some. A key in brackets is a part alone, and is refused only if it is no literal; a number
+# in brackets is meant as an index.
+_SHELL_PART = re.compile(r"(?<![^.])(?:[\w*?-]|\[[!^]?[\w-]+\])+(?![^.])")
+_INDEXED = re.compile(r"\w*(?:\[-?\d+\])+")
+
+
+def _refuse_shell(pattern: str) -> None:
+    """Raise RuleError if a part of what is no glob has the wildcards of shells."""
+    for part in _SHELL_PART.findall(re.sub(QUOTED, '"', pattern)):
+        if "?" in part or ("[" in part and not _INDEXED.fullmatch(part)):
+            raise RuleError(
+                f"glob {pattern!r}: cannot read {part!r}; only `*` and `**` are wildcards: "
+                "write `*` for any text within one part, or a glob for each, as in "
+                '`ft.glob("**.wq") | ft.glob("**.wk")`; '
+                "a filter may also be a regular expression (`re.compile`)"
+            ) from None
 
 
 def literal_text(pattern: str) -> str | None:

@@ -119,9 +119,10 @@ def part_text(key: Key) -> str:
 
 # A token is a quoted key, a key in brackets (which may contain quoted texts and one more level of
 # brackets), or a run of other characters up to the next dot.
-_QUOTED = r'"(?:[^"\\]|\\.)*"'
-_SINGLE = _QUOTED.replace('"', "'")
-_TOKEN = re.compile(rf'{_QUOTED}|\[(?:[^\[\]"\']|{_QUOTED}|{_SINGLE}|\[[^\]]*\])*\]|[^."\[\]]+')
+QUOTED = r'"(?:[^"\\]|\\.)*"'
+"""The regular expression of a quoted key."""
+_SINGLE = QUOTED.replace('"', "'")
+_TOKEN = re.compile(rf'{QUOTED}|\[(?:[^\[\]"\']|{QUOTED}|{_SINGLE}|\[[^\]]*\])*\]|[^."\[\]]+')
 
 
 def tokens(text: str) -> Iterator[str]:

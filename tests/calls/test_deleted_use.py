@@ -99,6 +99,19 @@ def test_in_an_eager_gradient(use: str):
         ft.grad(lambda x: f(x).sum())(X)
 
 
+def test_of_a_tree_that_is_held_each_one_is_named():
+    """Others in it may be alive."""
+    held = {"w": [gone(), gone()], "alive": jnp.ones(8)}
+    with raises(": 2 arrays are deleted\n\n  b.w.0, b.w.1   f32[8]\n      is deleted, and the"):
+        ft.jit(adds_within(held))(X)
+
+
+def test_of_an_argument_of_a_gradient_each_one_is_named():
+    given = {"a": gone(), "b": gone(), "alive": jnp.ones(8)}
+    with raises("grad: 2 arguments are deleted\n\n  y.a, y.b   f32[8]\n      is deleted\n"):
+        ft.grad(lambda x, y: (x * y["a"]).sum())(X, given)
+
+
 def test_of_layers_that_are_stacked():
     b = gone()
     with raises("stack: 1 array is deleted\n\n  b   f32[8]"):

@@ -55,6 +55,58 @@ def test_several() -> None:
     assert [str(problem.path) for problem in error.problems] == ["a", "c"]
 
 
+ALIVE, GONE = jnp.ones((2, 3)), gone()
+
+
+@pytest.mark.parametrize(
+    ("given", "headline", "entries"),
+    [
+        ({"ts.w": GONE, "ts.b": GONE}, "1 argument is", ["ts   2 arrays\n      are all deleted"]),
+        (
+            {"ts.w": GONE, "ts.b": GONE, "m.v": GONE, "m.u": ALIVE, "x": ALIVE},
+            "2 arguments are",
+            ["ts   2 arrays\n      are all deleted", "m.v   f32[2, 3]\n      is deleted"],
+        ),
+        # One array has a path of its own, which says more.
+        ({"ts.w": GONE, "x": ALIVE}, "1 argument is", ["ts.w   f32[2, 3]\n      is deleted"]),
+        ({"ts.w": GONE, "ts.b": np.ones(2)}, "1 argument is", ["ts.w   f32[2, 3]"]),
+        (
+            {"ts.w": GONE, "ts.b": x(2), "ts.c": GONE},
+            "2 arguments are",
+            ["ts.w, ts.c   f32[2, 3]\n      is deleted"],
+        ),
+        ({"a": GONE, "b": GONE}, "2 arguments are", ["a, b   f32[2, 3]\n      is deleted"]),
+        ({"0.w": GONE, "0.b": GONE, "1": ALIVE}, "1 argument is", ["0   2 arrays\n"]),
+        ({"": GONE}, "1 argument is", ["(the array)   f32[2, 3]\n      is deleted"]),
+    ],
+)
+def test_an_argument_of_which_all_are_deleted_is_one_entry(
+    given: dict[str, Any], headline: str, entries: list[str]
+) -> None:
+    paths = [ft.Path.parse(path) for path in given]
+    error = refuse_deleted("step", paths, list(given.values()))
+    first, *paragraphs, remedy = str(error).split("\n\n")
+    assert first == f"step: {headline} deleted"
+    assert len(paragraphs) == len(entries)
+    for paragraph, entry in zip(paragraphs, entries, strict=True):
+        assert paragraph.startswith(f"  {entry}")
+    assert remedy.startswith("Try: if it was donated, use what that call returned")
+
+
+def test_the_record_of_a_whole_argument() -> None:
+    paths = [ft.Path(("ts", i)) for i in range(122)]
+    (problem,) = refuse_deleted("step", paths, [GONE] * 122).problems
+    assert problem[:4] == (ft.Path(("ts",)), None, "122 arrays", "are all deleted")
+    assert type(problem.path) is ft.Path
+
+
+def test_what_is_not_whole_is_never_said_to_be_all() -> None:
+    paths = [ft.Path(("like", i)) for i in range(2)]
+    error = refuse_deleted("step", paths, [GONE] * 2, whole=False)
+    assert [problem.path for problem in error.problems] == paths
+    assert "are all deleted" not in str(error)
+
+
 # The doors
 
 RULES = ft.AxisRules({"embed": None, "hidden": "model"})

@@ -181,6 +181,20 @@ def test_what_comes_from_like_is_not_deleted(tmp_path: Path) -> None:
     assert ft.restore(tmp_path / "c", like, only="b")["b"].sum() == 4
 
 
+def test_of_like_are_not_all_deleted_if_some_are_read(tmp_path: Path) -> None:
+    tree = {"m": {"a": np.ones(3, "f"), "b": np.ones(4, "f"), "c": np.ones(4, "f")}}
+    ft.save(tmp_path / "c", tree)
+    like = jax.tree.map(jax.numpy.asarray, tree)
+    like["m"]["b"].delete()
+    like["m"]["c"].delete()
+    with raises(
+        "restore: 2 arrays of `like` are deleted",
+        "m.b, m.c   f32[4]\n      is deleted",
+        error=ft.FunctreeError,
+    ):
+        ft.restore(tmp_path / "c", like, only="m.a")
+
+
 def test_a_tree_without_arrays_has_nothing_to_match(tmp_path: Path) -> None:
     ft.save(tmp_path / "c", {"n": 1})
     assert ft.restore(tmp_path / "c", {"n": 1}, only=...) == {"n": 1}

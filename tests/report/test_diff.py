@@ -1,6 +1,9 @@
 """Plans and ledgers: what differs between two of them, and their JSON."""
 
+import copy
+import html
 import json
+import pickle
 import re
 from typing import Any
 
@@ -319,6 +322,43 @@ def test_equal_changes_of_parameters_of_one_module_are_one_line() -> None:
         ("d.q.{w,b}", "bytes of x", 2, -2 * MIB),
         ("d.k.{w,b,c}", "bytes of x", 3, -3 * MIB),
     ]
+
+
+def shared(block: int, size: int, runs: int, *names: str) -> ft.Collective:
+    """An all-reduce over `a` that serves several parameters of a block."""
+    paths = tuple(ft.Path(("model", "b", block, name)) for name in names)
+    arguments = ("ts",) * len(names)
+    return ft.Collective(
+        "all-reduce", ("a",), 2, size, runs, paths, arguments, "backward", None, "r"
+    )
+
+
+def test_equal_changes_of_what_several_parameters_share_are_one_line() -> None:
+    def ledger(*moved: ft.Collective) -> ft.Ledger:
+        return ft.Ledger(moved, ft.Memory({}, 0, 0, 0, 0), "cpu", {"a": 2})
+
+    before = ledger(*(shared(i, MIB, 4, "q", "k") for i in range(3)))
+    after = ledger(
+        *(shared(i, MIB, 2, "q", "k") for i in range(3)),
+        *(shared(i, MIB, 1, "q", "v") for i in (0, 2)),
+        shared(1, MIB, 1, "q", "k", "v"),
+    )
+    diff = before.diff(after)
+    reduced = "all-reduce over a (backward) for "
+    q, k, v = (f"ts.model.b.{{0-2}}.{name}" for name in "qkv")
+    assert str(diff).splitlines()[1:] == [
+        f"bytes of {reduced}{q}, {k} 4 MiB → 2 MiB (×3)",
+        f"runs of {reduced}{q}, {k} 4 → 2 (×3)",
+        f"{reduced}{q}, {v} nothing → 1 MiB (×2)".replace("0-2", "0,2"),
+        f"{reduced}ts.model.b.1.q, ts.model.b.1.k, ts.model.b.1.v nothing → 1 MiB",
+    ]
+    # The rows are not folded, and tell their paths in words.
+    row = diff.rows[0]
+    assert row == (ft.Path(), f"bytes of {reduced}ts.model.b.0.q, ts.model.b.0.k", 4 * MIB, 2 * MIB)
+    assert len(diff.rows) == 9
+    assert copy.deepcopy(diff) == diff == pickle.loads(pickle.dumps(diff))
+    assert str(copy.deepcopy(diff)) == str(diff) == str(pickle.loads(pickle.dumps(diff)))
+    assert f"{reduced}{q}, {k}" in html.unescape(diff.html())
 
 
 @pytest.mark.parametrize(

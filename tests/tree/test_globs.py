@@ -1,15 +1,21 @@
 """Globs over the parts of a path, against a matcher over tuples."""
 
+import pathlib
 import re
+from collections.abc import Callable
 from typing import Any
 
+import jax.numpy as jnp
+import numpy as np
+import optax
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from patterns import KEYS, PARTS, written
+from safetensors.numpy import save_file
 
 import functree as ft
-from functree.tree.globs import glob_pattern, literal_text, match_text
+from functree.tree.globs import capturing_pattern, glob_pattern, literal_text, match_text
 from functree.tree.paths import Path, part_text
 
 
@@ -110,6 +116,90 @@ def test_paths_as_plans_print_them_are_no_globs(pattern: str) -> None:
         ft.RuleError, match="is how a plan prints several paths at once, and no glob: write `\\*`"
     ):
         ft.glob(pattern)
+
+
+# What `fnmatch` or a shell would read, and the part that the message names.
+OF_SHELLS = [
+    ("**.attn.w[qkv]", "w[qkv]"),
+    ("**.attn.w?", "w?"),
+    ("?", "?"),
+    ("**.w?*", "w?*"),
+    ("**.[!b]*", "[!b]*"),
+    ("blocks.[^0].w", "[^0]"),
+    ("[qkv]_proj", "[qkv]_proj"),
+    ("**.[qk]", "[qk]"),
+    ("blocks.[0-3].w", "[0-3]"),
+    ("blocks.l[0-9][0-9].w", "l[0-9][0-9]"),
+    ('"a.b?"."c[d]".w?', "w?"),
+]
+
+
+@pytest.mark.parametrize(("pattern", "part"), OF_SHELLS)
+@pytest.mark.parametrize("read", [glob_pattern, capturing_pattern])
+def test_wildcards_of_shells_are_named(read: Any, pattern: str, part: str) -> None:
+    with pytest.raises(ft.RuleError) as error:
+        read(pattern)
+    assert str(error.value) == (
+        f"glob {pattern!r}: cannot read {part!r}; only `*` and `**` are wildcards: write `*` for "
+        'any text within one part, or a glob for each, as in `ft.glob("**.wq") | '
+        'ft.glob("**.wk")`; a filter may also be a regular expression (`re.compile`)'
+    )
+
+
+@pytest.mark.parametrize(
+    ("pattern", "message"),
+    [
+        ("blocks[3].w", "cannot read it from character 0; parts are joined by single dots"),
+        ('m["w?"]', "cannot read it from character 0"),
+        ('"w?".a b', "is not an identifier; quote it"),
+        ("[<Color.RED: 1>].w", "is not a Python literal that can be a key"),
+        ("[1", "cannot read it from character 0"),
+        ("b.{q,k}", "is how a plan prints several paths"),
+    ],
+)
+def test_other_faults_are_not_taken_for_wildcards_of_shells(pattern: str, message: str) -> None:
+    with pytest.raises(ft.RuleError, match=re.escape(message)):
+        ft.glob(pattern)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "keys"),
+    [('**."w?"', ("a", "w?")), ('"w[qkv]".*', ("w[qkv]", 0)), ("[(1, 2)].b", ((1, 2), "b"))],
+)
+def test_quoted_keys_and_keys_in_brackets_stay(pattern: str, keys: tuple[Any, ...]) -> None:
+    assert matches(pattern, *keys)
+
+
+TREE = {"wq": jnp.ones(3), "wk": jnp.ones(3)}
+DOORS: dict[str, Callable[[str], Any]] = {
+    "glob": ft.glob,
+    "select": lambda pattern: ft.select(TREE).where(pattern),
+    "split": lambda pattern: ft.split(TREE, pattern, ...),
+    "StateSharding": lambda pattern: ft.StateSharding({pattern: ft.P(), ...: ft.P()}),
+    "operand": lambda pattern: ft.is_trainable & pattern,
+    "grad": lambda pattern: ft.grad(lambda tree: tree["wq"].sum(), wrt=pattern)(TREE),
+    "TrainState": lambda pattern: ft.TrainState.create(TREE, optax.sgd(0.1), wrt=pattern),
+    "plan_optimizer": lambda pattern: ft.plan_optimizer(
+        optax.sgd(0.1), TREE, ft.P(), {"a": 2}, wrt=pattern
+    ),
+    "names": lambda pattern: ft.names({pattern: "embed"}),
+}
+
+
+@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize("pattern", ["w[qk]", "w?"])
+def test_all_that_take_globs_say_so(door: str, pattern: str) -> None:
+    with pytest.raises(ft.RuleError, match=r"only `\*` and `\*\*` are wildcards"):
+        DOORS[door](pattern)
+
+
+def test_files_are_read_by_globs_that_say_so(tmp_path: pathlib.Path) -> None:
+    ft.save(tmp_path / "c", TREE)
+    save_file({name: np.ones(3, "f") for name in TREE}, tmp_path / "t.safetensors")
+    with pytest.raises(ft.RuleError, match=r"only `\*` and `\*\*` are wildcards"):
+        ft.restore(tmp_path / "c", TREE, only="w[qk]")
+    with pytest.raises(ft.RuleError, match=r"only `\*` and `\*\*` are wildcards"):
+        ft.load_tensors(tmp_path / "t.safetensors", TREE, {"w?": "w*"})
 
 
 def test_the_message_says_what_stars_are() -> None:

@@ -123,7 +123,8 @@ def _check_kept(leaves: Leaves, wanted: Sequence[Wanted]) -> None:
     kept = [leaf for leaf in leaves.leaves if leaf.path not in read_from_files]
     if any(is_deleted(leaf.value) for leaf in kept):
         paths, values = [leaf.path for leaf in kept], [leaf.value for leaf in kept]
-        raise refuse_deleted("restore", paths, values, "array of `like`")
+        # Those that are read from the files are not there, and may be below the same key.
+        raise refuse_deleted("restore", paths, values, "array of `like`", whole=False)
 
 
 def _facts(manifest: Manifest, wanted: Sequence[Wanted], verify: bool) -> Facts:
