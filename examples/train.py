@@ -154,8 +154,9 @@ def train(folder, steps, batch, every, **sizes):
     mesh, tx = ft.make_mesh(**sizes), optimizer(steps)
     data, valid = draw(1, 10_000), draw(2, 1_000)
     rows = batches(data, batch)
-    # Another number of processes would read other rows from the same state.
-    run = {"steps": steps, "batch": batch, "processes": jax.process_count()}
+    # For another number of processes the state of the rows means others.
+    run = {"steps": steps, "batch": batch}
+    run["processes"] = jax.process_count()
 
     def make(key):
         return ft.TrainState.create(Classifier(key), tx, key=key)
