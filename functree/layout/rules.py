@@ -251,7 +251,10 @@ class AxisRules(Value, Layout):
     def _missing(self, mesh: MeshView) -> tuple[Problem, ...]:
         """The problems of rules that name mesh axes which the mesh does not have, even if no leaf
         has their axis."""
-        remedy = "name an axis of the mesh, or leave such rules out with `rules.on(mesh)`"
+        remedy = (
+            "name an axis of the mesh, or leave such rules out: `rules.on(mesh)`, before "
+            "`| FSDP(...)`"
+        )
         problems: list[Problem] = []
         for rule in self.rules:
             problems += missing_axes(f"rule {rule}", rule.mesh_axes, mesh, remedy)

@@ -400,7 +400,10 @@ def test_a_mesh_axis_that_the_mesh_lacks() -> None:
         in text
     )
     assert "rule unused→bogus\n      the mesh (data=2, model=4) has no axis `bogus`" in text
-    assert "name an axis of the mesh, or leave such rules out with `rules.on(mesh)`" in text
+    assert (
+        "name an axis of the mesh, or leave such rules out: `rules.on(mesh)`, before `| FSDP"
+        in text
+    )
     assert len(caught.value.problems) == 2  # once for each rule, not for each leaf
 
 

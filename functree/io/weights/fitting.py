@@ -14,7 +14,7 @@ from functree.errors import MAX_PATHS, Problem, count, did_you_mean, listed, nea
 from functree.io.weights.blocks import TensorForm, Weight
 from functree.io.weights.files import Tensor
 from functree.io.weights.table import Named, row_text
-from functree.io.weights.tensor_names import WHOLE, TensorName
+from functree.io.weights.tensor_names import WHOLE, Part, TensorName
 from functree.labels.leaf import Leaf
 from functree.tree.arrays import array_text, dtype_text
 from functree.tree.bits import is_key
@@ -177,7 +177,9 @@ def _weight(
             continue
         remedy = f"to have it as {dtype_text(leaf.value.dtype)}: cast=True"
         if not fits:
-            remedy = _transposed(named, shape, stored, kept) or _other_order(shape, stored)
+            remedy = _transposed(named, shape, stored, kept) or _other_order(
+                named.name.part, shape, stored
+            )
         all_of_them = len(own) == len(names)
         where = (named.text, named.row) if all_of_them else (listed(own), listed(own))
         found = array_text(tensors[own[0]])
@@ -209,14 +211,14 @@ def _transposed(named: Named, shape: Sequence[int], stored: Sequence[int], kept:
     return f"transposed? write {row_text(named.pattern, row)}"
 
 
-def _other_order(shape: Sequence[int], stored: Sequence[int]) -> str:
+def _other_order(part: Part, shape: Sequence[int], stored: Sequence[int]) -> str:
     """What to do with a tensor that has the elements of an array in another order; empty if it has
     others."""
-    if math.prod(shape) != math.prod(stored):
+    if math.prod(shape) * part.of != math.prod(stored) * (part.stop - part.first):
         return ""
     return (
-        "it has as many elements, and no row says their order: change the tensor before it is "
-        "saved, or load its parts (`[0/3]`) into arrays that are joined afterwards"
+        "it has as many elements, in an order that no row says: load an array in the order of the "
+        "files, and transpose it in a function of `ft.jit`"
     )
 
 
