@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 from functree.compiled.collective import Collective
 from functree.report.byte_sizes import bytes_text
-from functree.report.path_groups import common_path, grouped, pattern_of
-from functree.tree.paths import Key, Path
+from functree.report.path_groups import but_for_key, common_path, grouped, pattern_of
+from functree.tree.paths import Path
 
 
 class TableRow(NamedTuple):
@@ -96,18 +96,15 @@ def _path(one: Collective) -> Path:
 def _joined(groups: Iterable[list[Collective]], from_end: int) -> list[list[Collective]]:
     """The groups, with those in one that differ in the key at this position from the end only."""
 
-    def but_for_key(group: Sequence[Collective]) -> Hashable:
+    def key(group: Sequence[Collective]) -> Hashable:
+        # Counted without the argument, which is no key of a module.
         if len(group[0].paths) != 1 or len(group[0].paths[0]) < from_end:
             return id(group)
-        keys = [frozenset(keys) for keys in zip(*map(_path, group), strict=True)]
-        joined: frozenset[Key] = keys.pop(-from_end)
-        # The indices of layers are joined already, as far as that is exact.
-        if any(isinstance(key, int) for key in joined):
-            return id(group)
-        return _does(group[0]), from_end, tuple(keys)
+        common = but_for_key(list(map(_path, group)), from_end)
+        return id(group) if common is None else (common, _does(group[0]))
 
     joined: list[list[Collective]] = []
-    for alike in grouped(groups, but_for_key):
+    for alike in grouped(groups, key):
         for near in _of_one_size(alike):
             joined.append([one for group in near for one in group])
     return joined

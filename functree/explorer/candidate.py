@@ -69,16 +69,16 @@ class Candidate:
             OSError: the file cannot be written.
         """
         check("rules_file has nothing to write to", path=(path, FILE))
-        main = None if self._laid is None else self._laid.main
-        if self._laid is None or main is None:
+        laid = self._laid
+        if laid is None or laid.main is None:
             raise RuleError(
                 f"the layout {self.layout_name} has no rules that a file could have: a rules.toml "
                 "is for `AxisRules` and `FSDP`"
             )
         comments = [f"{self.layout_name}, for the mesh {mesh_text(self.mesh)}"]
-        comments += [f"not in this file: {other}" for other in self._laid.others]
+        comments += [f"not in this file: {other}" for other in laid.others]
         head = "".join(f"# {' '.join(one.split())}\n" for one in comments)
-        Path(path).write_text(f"{head}{rules_text(main)}", encoding="utf-8")
+        Path(path).write_text(f"{head}{rules_text(laid.main)}", encoding="utf-8")
 
     def __repr__(self) -> str:
         return f"<Candidate {self.layout_name} on {mesh_text(self.mesh)}>"

@@ -29,7 +29,7 @@ def laid_out(
     none.
 
     Raises:
-        ShardingError: the layout does not fit those that are restored.
+        ShardingError: the layout does not fit those that are read.
     """
     if layout is None:
         leaves = read(like)

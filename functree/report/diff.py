@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Self, TypeVar
 from functree.report.byte_sizes import Bytes, bytes_text, common_unit, text_in_unit
 from functree.report.fold_tree import leaf_html
 from functree.report.page import Segment, bar_html, code, notes_html, report_html
-from functree.report.path_groups import common_path, grouped, pattern_of
+from functree.report.path_groups import but_for_key, common_path, grouped, pattern_of
 from functree.report.table import paragraphs
 from functree.tree.paths import Path
 
@@ -161,15 +161,11 @@ def _alike(rows: Sequence[Change]) -> list[list[Change]]:
 def _joined(groups: Iterable[list[Change]], from_end: int) -> list[list[Change]]:
     """The groups, with those in one that differ in the key at this position from the end only."""
 
-    def but_for_key(group: Sequence[Change]) -> Hashable:
-        path = group[0].path
-        if len(path) < from_end or isinstance(path[-from_end], int):
-            return id(group)
-        keys = [frozenset(keys) for keys in zip(*(row.path for row in group), strict=True)]
-        del keys[-from_end]
-        return tuple(keys), *_change(group[0])
+    def key(group: Sequence[Change]) -> Hashable:
+        common = but_for_key([row.path for row in group], from_end)
+        return id(group) if common is None else (common, *_change(group[0]))
 
-    return [[row for group in alike for row in group] for alike in grouped(groups, but_for_key)]
+    return [[row for group in alike for row in group] for alike in grouped(groups, key)]
 
 
 def _but_for_indices(row: Change) -> Hashable:

@@ -21,6 +21,18 @@ def pattern_of(path: Path) -> tuple[object, ...]:
     return tuple("*" if isinstance(key, int) else key for key in path)
 
 
+def but_for_key(paths: Sequence[Path], from_end: int) -> Hashable:
+    """What paths of one length have in common, but for the key at this position from the end: it is
+    equal for `attn.query` and `attn.key`. None if they have no such key, or it is an index: those
+    of layers are joined by `common_path`, as far as that is exact."""
+    if len(paths[0]) < from_end:
+        return None
+    keys = [frozenset(keys) for keys in zip(*paths, strict=True)]
+    if any(isinstance(key, int) for key in keys.pop(-from_end)):
+        return None
+    return from_end, *keys
+
+
 def common_path(paths: Sequence[Path]) -> str:
     """`blocks.{0-10,12}.w` for the paths `blocks.0.w` to `blocks.10.w` and `blocks.12.w`."""
     return ".".join(common_parts(paths)) or "(the array)"

@@ -58,7 +58,10 @@ def _problems(
 ) -> Iterator[Problem]:
     """What in a state is not as the optimizer makes it for these parameters; what is static, only
     if the error is about trees that differ."""
-    made = abstract_result(tx.init, params)
+    try:
+        made = abstract_result(tx.init, params)
+    except USERS_ERRORS:
+        return  # such as of an `init` that cannot be traced: the error of the update is the news
     wanted, found = arrays_by_path(made), arrays_by_path(opt_state)
     if _shapes(wanted) == _shapes(found):
         # Of two states that the same optimizer makes, functions in them may differ too.

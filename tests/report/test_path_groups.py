@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 import functree as ft
-from functree.report.path_groups import common_path, grouped, pattern_of
+from functree.report.path_groups import but_for_key, common_path, grouped, pattern_of
 
 
 def paths(*several: str) -> list[ft.Path]:
@@ -32,6 +32,28 @@ COMMON: dict[str, tuple[list[ft.Path], str]] = {
 def test_common_paths(case: str) -> None:
     several, text = COMMON[case]
     assert common_path(several) == text
+
+
+# Some paths, other ones, and the position of a key ─► whether they differ in this key alone.
+ALIKE: dict[str, tuple[list[ft.Path], list[ft.Path], int, bool]] = {
+    "the last": (paths("b.0.q", "b.1.q"), paths("b.0.k", "b.1.k"), 1, True),
+    "the last but one": (paths("a.q.w", "a.q.b"), paths("a.k.w", "a.k.b"), 2, True),
+    "another key": (paths("a.q"), paths("b.q"), 1, False),
+    "other layers": (paths("b.0.q"), paths("b.1.k"), 1, False),
+    "fewer of them": (paths("a.q.w", "a.q.b"), paths("a.k.w"), 2, False),
+    "longer ones": (paths("a.q"), paths("a.q.w"), 1, False),
+}
+
+
+@pytest.mark.parametrize("case", ALIKE)
+def test_paths_that_differ_in_one_key(case: str) -> None:
+    some, others, from_end, alike = ALIKE[case]
+    assert (but_for_key(some, from_end) == but_for_key(others, from_end)) is alike
+
+
+@pytest.mark.parametrize(("path", "from_end"), [("w", 2), ("", 1), ("b.0", 1), ("b.0.w", 2)])
+def test_an_index_and_no_key_are_joined_with_nothing(path: str, from_end: int) -> None:
+    assert but_for_key([ft.Path.parse(path) if path else ft.Path()], from_end) is None
 
 
 def test_patterns_are_equal_for_other_indices() -> None:

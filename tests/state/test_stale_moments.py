@@ -33,6 +33,7 @@ def make(tx: Any = None) -> ft.TrainState[Any]:
     return ft.TrainState.create(model, tx or optax.sgd(1e-3, momentum=0.9))
 
 
+SGD = optax.sgd(1e-3)
 HEADLINE = "apply_gradients: the optimizer's state was made for other parameters\n"
 ANEW = "make the training state anew: `ft.TrainState.create(ts.model, ts.tx, wrt=ts.wrt, ...)`"
 # What is done to the model ─► what the error says.
@@ -82,11 +83,11 @@ def test_the_remedies() -> None:
     assert int(ft.apply_gradients(anew, jax.tree.map(jnp.ones_like, changed)).step) == 1
 
 
-def failing(error: BaseException) -> optax.GradientTransformation:
+def failing(error: BaseException, init: Any = SGD.init) -> Any:
     def update(*_: Any, **__: Any) -> Any:
         raise error
 
-    return optax.GradientTransformation(optax.sgd(1e-3).init, update)
+    return optax.GradientTransformation(init, update)
 
 
 @pytest.mark.parametrize(
@@ -97,5 +98,13 @@ def failing(error: BaseException) -> optax.GradientTransformation:
 def test_another_error_is_the_optimizer_s(error: BaseException) -> None:
     ts = make(failing(error))
     with pytest.raises(type(error)) as caught:
+        ft.apply_gradients(ts, ts.model)
+    assert caught.value is error
+
+
+def test_an_optimizer_whose_state_cannot_be_made_in_a_trace() -> None:
+    error = ValueError("no")
+    ts = make(failing(error, lambda params: float(params.first.w.sum())))
+    with pytest.raises(ValueError) as caught:
         ft.apply_gradients(ts, ts.model)
     assert caught.value is error

@@ -50,6 +50,11 @@ def joined_as(shape: Sequence[int], stored: Sequence[int]) -> tuple[int, ...] | 
     return None if sizes else tuple(joined)
 
 
+def _joins(sizes: Sequence[int]) -> bool:
+    """Whether a dimension that joins these has more of them than one; of size 1 none counts."""
+    return sum(size > 1 for size in sizes) > 1
+
+
 class TensorForm(NamedTuple):
     """How a file has one of our weights.
 
@@ -118,7 +123,7 @@ class TensorForm(NamedTuple):
             if joined is None or joined[:kept] != (1,) * kept:
                 continue
             form = form._replace(joined=joined, cut=cut)
-            if sum(len([size for size in part if size > 1]) > 1 for part in form._parts(shape)) < 2:
+            if sum(map(_joins, form._parts(shape))) < 2:
                 return form
         return None
 
