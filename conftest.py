@@ -1,4 +1,4 @@
-"""What every test and every doctest runs under: eight simulated CPU devices and JAX at its
+"""What every test and every doctest runs under: eight simulated CPU devices, and JAX at its
 strictest.
 
 pytest reads this file before it collects anything, in each worker process as well, and so before
@@ -9,45 +9,55 @@ JAX makes its devices. It stands at the root because the doctests in `functree/`
 import gc
 import importlib.util
 import os
-import resource
 import shutil
-from collections.abc import Iterator
+import time
+from collections.abc import Generator, Iterator
 from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
 
+import pytest
+
 DEVICES = 8
 
-# The compilers of accelerators are extras of a gigabyte. `.ci/run` installs them, and names this
-# file on the command line, so that it fails if these tests do not run.
-_COMPILERS = ("libtpu", "jax_cuda13_plugin")
-collect_ignore = (
-    []
-    if all(map(importlib.util.find_spec, _COMPILERS))
-    else ["tests/compiled/test_accelerators.py"]
-)
-
-# Pages are opened in a browser, which no package of Python brings along. `.ci/run` installs one, so
-# there its absence is a failure; elsewhere it is said at the head of the tests.
-_BROWSER = ("chromium", "chromedriver")
-_NO_BROWSER = not os.environ.get("CI") and not all(map(shutil.which, _BROWSER))
-if _NO_BROWSER:
-    collect_ignore.append("tests/report/test_browser.py")
-
-# The documentation is built by an extra that only `.ci/run` installs, which names this folder.
-if _NO_BROWSER or not all(map(importlib.util.find_spec, ("mkdocs", "nbclient"))):
-    collect_ignore.append("tests/pages")
-
-# The comparison of the documentation, with libraries that only `.ci/run` installs.
-if not all(map(importlib.util.find_spec, ("flax", "haliax"))):
-    collect_ignore.append("tests/peers/test_side_by_side.py")
+# Tests that need more than the extra `test`, with the packages and programs that they need. They
+# are collected where these are installed; elsewhere the head of the run lists them.
+_BROWSER = ("selenium", "chromium", "chromedriver")
+_NEEDS = {
+    "tests/compiled/test_accelerators.py": ("libtpu", "jax_cuda13_plugin", "diffrax"),
+    "tests/examples": ("grain", "matplotlib", "penzai", "treescope"),
+    "tests/libraries": (
+        *("IPython", "coordax", "diffrax", "distreqx", "flowjax", "jax_dataclasses", "lineax"),
+        *("optimistix", "paramax", "pdequinox", "penzai"),
+    ),
+    "tests/pages": ("IPython", "mkdocs", "nbclient", *_BROWSER),
+    "tests/report/test_browser.py": _BROWSER,
+}
+_MISSING = {
+    path: missing
+    for path, needed in _NEEDS.items()
+    if (missing := [x for x in needed if not (importlib.util.find_spec(x) or shutil.which(x))])
+}
+collect_ignore = list(_MISSING)
 
 
-def pytest_report_header() -> list[str]:
-    """What does not run here."""
-    if not _NO_BROWSER:
-        return []
-    return [f"no {' and '.join(_BROWSER)} here: pages are opened by the tests in CI alone"]
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--complete",
+        action="store_true",
+        help="fail if a test is not collected because a package that it needs is not installed",
+    )
+
+
+def pytest_report_header(config: pytest.Config) -> list[str]:
+    """What is not collected here."""
+    return [f"not collected: {path} needs {', '.join(x)}" for path, x in _missing(config).items()]
+
+
+def _missing(config: pytest.Config) -> dict[str, list[str]]:
+    """The tests that are not collected for want of a package, with the packages."""
+    ignored = config.getoption("ignore") or []
+    return {path: missing for path, missing in _MISSING.items() if path not in ignored}
 
 
 # Most of a test's time is compilation, and most of that is machine code. So this is not optimized,
@@ -77,7 +87,7 @@ import hypothesis  # noqa: E402
 import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
-import pytest  # noqa: E402
+from jax.experimental.compilation_cache import compilation_cache  # noqa: E402
 from jax.sharding import AxisType, Mesh, PartitionSpec  # noqa: E402
 from jaxtyping import Array, Float, Int  # noqa: E402
 
@@ -101,6 +111,15 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("functree")
 
 
+# What a worker compiles before it forgets its programs. All of them together would take ten
+# gigabytes of memory; so many take about one and a half.
+_PROGRAMS = 1_000
+# What a worker needs at most, in bytes.
+_WORKER = 5 * 2**29
+# How long the compilations of a run are kept, in seconds.
+_WEEK = 7 * 24 * 3600
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Refuse to run on other devices: nothing here may be skipped or pass for want of a mesh."""
     found = jax.devices()
@@ -109,6 +128,55 @@ def pytest_configure(config: pytest.Config) -> None:
             f"The tests need {DEVICES} simulated CPU devices and found {len(found)} of platform "
             f"{found[0].platform!r}: JAX made its devices before conftest.py could ask for them."
         )
+    if config.getoption("complete") and _missing(config):
+        raise pytest.UsageError("\n".join(pytest_report_header(config)))
+    if (cache := getattr(config, "cache", None)) is not None:  # without `-p no:cacheprovider`
+        _keep_compilations(cache.mkdir(f"jaxlib-{version('jaxlib')}"))
+
+
+def _keep_compilations(folder: Path) -> None:
+    """Let JAX keep its compilations in a folder, in the processes that tests start as well.
+
+    JAX's key for a program has everything that changes the machine code. It leaves out the lines
+    of the source: what reads these, or the compiler's own words, uses `compiles_anew`.
+    """
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        for file in folder.iterdir():
+            if file.stat().st_mtime < time.time() - _WEEK:
+                file.unlink(missing_ok=True)
+    settings = {
+        "jax_compilation_cache_dir": str(folder),
+        "jax_persistent_cache_min_compile_time_secs": 0.0,
+        "jax_persistent_cache_min_entry_size_bytes": -1,
+    }
+    for name, value in settings.items():
+        jax.config.update(name, value)
+        os.environ[name.upper()] = str(value)
+    # JAX does not write its files in one step. A process that reads one too early compiles.
+    os.environ["PYTHONWARNINGS"] = "ignore:Error reading persistent compilation cache"
+
+
+@pytest.fixture
+def compiles_anew() -> Iterator[None]:
+    """JAX does not read the compilations that are kept: they have the lines of an earlier run, and
+    the compiler says nothing."""
+    jax.config.update("jax_enable_compilation_cache", False)
+    compilation_cache.reset_cache()  # which remembers whether it is used
+    jax.clear_caches()
+    yield
+    jax.config.update("jax_enable_compilation_cache", True)
+    compilation_cache.reset_cache()
+
+
+@pytest.hookimpl(wrapper=True, optionalhook=True)
+def pytest_xdist_auto_num_workers() -> Generator[None, int, int]:
+    """As many workers as cores, and not more than fit into the memory, where the system tells it
+    (Windows does not)."""
+    cores = yield
+    if not hasattr(os, "sysconf"):
+        return cores
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return max(1, min(cores, memory // _WORKER))
 
 
 # A million objects of JAX and pytest live as long as the process, and so do the programs in JAX's
@@ -116,18 +184,24 @@ def pytest_configure(config: pytest.Config) -> None:
 gc.set_threshold(10_000, 10, 10)
 
 
-class _Memory:
-    """What a worker may have in memory before it forgets its programs, in bytes: all together they
-    take ten gigabytes, and two workers would not fit into the memory of a small machine."""
+class _Programs:
+    """The programs that this process has compiled since it forgot them."""
 
-    MORE = 3 * 2**30
-    limit = MORE
+    number = 0
+
+    @classmethod
+    def count(cls, event: str, seconds: float, **_: object) -> None:
+        cls.number += event == "/jax/core/compile/backend_compile_duration"
+
+
+jax.monitoring.register_event_duration_secs_listener(_Programs.count)
 
 
 @pytest.fixture(autouse=True, scope="module")
 def _collections_pass_by_what_was_there_before() -> None:
-    forgets = _resident() > _Memory.limit
+    forgets = _Programs.number > _PROGRAMS
     if forgets:
+        _Programs.number = 0
         # What still runs needs its program.
         for array in jax.live_arrays():
             with suppress(jax.errors.JaxRuntimeError):  # which a test has seen
@@ -136,15 +210,6 @@ def _collections_pass_by_what_was_there_before() -> None:
         jax.clear_caches()
     gc.collect()
     gc.freeze()
-    if forgets:
-        # Not all of it is given back, and then each module would compile all anew.
-        _Memory.limit = max(_Memory.MORE, _resident() + _Memory.MORE // 2)
-
-
-def _resident() -> int:
-    """The bytes of this process that are in memory."""
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * resource.getpagesize()
 
 
 @pytest.fixture

@@ -1,9 +1,9 @@
 """The names in the ledgers of sixty programs of others, each under several layouts, judged by
 tables that were written by hand.
 
-    python tests/audit.py                           # on eight simulated devices
-    python tests/audit.py --target tpu:v5e:2x4      # by the compiler for TPUs
-    python tests/audit.py --only sam maml
+    python -m tests.audit                           # on eight simulated devices
+    python -m tests.audit --target tpu:v5e:2x4      # by the compiler for TPUs
+    python -m tests.audit --only sam maml
 
 The tests run a part of it. Any wrong name is a failure; that a name is missing is only counted.
 """
@@ -12,16 +12,12 @@ import argparse
 import os
 import sys
 import warnings
-from pathlib import Path
 
 os.environ["JAX_PLATFORMS"] = "cpu"  # both are read when jax starts
 os.environ["XLA_FLAGS"] = (
     os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
 )
-sys.path.insert(0, str(Path(__file__).parents[1]))
-sys.path.insert(0, str(Path(__file__).parent / "lib"))
-
-from name_audit import CELLS, audit
+from tests.libraries.name_audit import CELLS, audit
 
 
 def main() -> int:

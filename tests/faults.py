@@ -3,19 +3,19 @@
 Each function lets it happen so often, and returns what was found. The tests do it a few times; to
 do it in full:
 
-    python tests/faults.py flips --count 200 --megabytes 50
-    python tests/faults.py kills --count 50
-    python tests/faults.py kills --count 50 --processes 2
-    python tests/faults.py races --count 8
-    python tests/faults.py full
+    python -m tests.faults flips --count 200 --megabytes 50
+    python -m tests.faults kills --count 50
+    python -m tests.faults kills --count 50 --processes 2
+    python -m tests.faults races --count 8
+    python -m tests.faults full
 
 And in a bucket, which is an emulator of one on this machine:
 
-    python tests/faults.py flips --count 200 --store gs
-    python tests/faults.py kills --count 50 --store gs
-    python tests/faults.py kills --count 50 --processes 2 --store gs
-    python tests/faults.py races --count 8 --store gs
-    python tests/faults.py outages --count 4 --store gs
+    python -m tests.faults flips --count 200 --store gs
+    python -m tests.faults kills --count 50 --store gs
+    python -m tests.faults kills --count 50 --processes 2 --store gs
+    python -m tests.faults races --count 8 --store gs
+    python -m tests.faults outages --count 4 --store gs
 """
 
 import argparse
@@ -42,16 +42,14 @@ if __name__ == "__main__" and "FUNCTREE_PROCESS" not in os.environ:
         "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
     )
 
-sys.path.insert(0, str(Path(__file__).parent / "lib"))
-
-import gcs_emulator
 import jax
 import jax.numpy as jnp
 import numpy as np
-from launch import ended, free_port, initialized, started
 
 import functree as ft
 from functree.io.checkpoints import bucket_objects, bucket_store, lease
+from tests.lib import gcs_emulator
+from tests.lib.launch import ended, free_port, initialized, started
 
 BUCKET = "faults"
 LAYOUT = ft.StateSharding({"**.key": ft.P(), "**.step": ft.P(), ...: ft.P("data")})
@@ -185,7 +183,7 @@ def kills(
     found: collections.Counter[str] = collections.Counter()
     for i in range(count):
         log.write_text("")
-        training = started([__file__, "train", run, str(log), str(elements)], processes)
+        training = started(["-m", "tests.faults", "train", run, str(log), str(elements)], processes)
         _wait_for_steps(log, training)
         time.sleep(chance.uniform(0, 0.6))
         # One dies, and its supervisor kills the others a moment later.
@@ -314,7 +312,8 @@ def races(folder: Path, count: int, elements: int, store: str = "file") -> colle
     for i in range(count):
         path = place(folder, f"race{i}", store)
         writers = [
-            started([__file__, "write", path, str(step), str(elements)])[0] for step in (1, 2)
+            started(["-m", "tests.faults", "write", path, str(step), str(elements)])[0]
+            for step in (1, 2)
         ]
         ends = ended(writers, 60)
         won = [
@@ -329,7 +328,7 @@ def races(folder: Path, count: int, elements: int, store: str = "file") -> colle
         _progress(f"race {i + 1} of {count}: {len(won)} saved")
     run, log = place(folder, "run", store), folder / "log"
     log.write_text("")
-    training = started([__file__, "train", run, str(log), str(elements)])
+    training = started(["-m", "tests.faults", "train", run, str(log), str(elements)])
     _wait_for_steps(log, training)
     reader = ft.Checkpoints(run)
     while reader.latest is None:
@@ -394,7 +393,7 @@ def outages(
     for i in range(count):
         run = place(folder, f"run{i}", "gs")
         log.write_text("")
-        arguments = [__file__, "train", run, str(log), str(elements)]
+        arguments = ["-m", "tests.faults", "train", run, str(log), str(elements)]
         unreached = {"FAULTS_UNREACHED": "1"} if i % 2 else {}
         training = started(arguments, 2, **unreached, **GIVING_UP)
         if i % 2 == 0:

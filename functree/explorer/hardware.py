@@ -107,7 +107,7 @@ class Kind(NamedTuple):
 #     H200 or B200. DGX A100 data sheet: 200 Gb/s for each.
 # [6] step times of recipes, all FSDP with recomputation, in github.com/AI-Hypercomputer/tpu-recipes
 #     (at c8cfe2f): with 0.59 the scores of those for v6e are within 11 % of the published times
-#     (tests/benchmarks/explore.md). The one for v5p says 0.91, of the flops alone. Of the other
+#     (benchmarks/explore.md). The one for v5p says 0.91, of the flops alone. Of the other
 #     kinds nothing was published that could be compiled again, so they have the share of v6e.
 _MEASURED_V6E = 0.59
 _GIB = 2**30

@@ -8,14 +8,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from checks import raises
-from structures import STATIC_WITHOUT_HASH, Custom, Pair
-from trees import Leafy, x
 
 import functree as ft
 from functree.calls.call_groups import CallGroups
 from functree.tree.skeleton.code import Code
 from functree.tree.skeleton.skeleton import Skeleton
+from tests.lib.checks import raises
+from tests.lib.structures import STATIC_WITHOUT_HASH, Custom, Pair
+from tests.lib.trees import Leafy, x
 
 A = jnp.ones(2)
 

@@ -9,14 +9,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from checks import compilations, counted, python_calls
 from jax import Array
 from jax.sharding import NamedSharding, PartitionSpec
-from meshes import MESH, lay
 
 import functree as ft
 from functree.calls.compilations import Log
 from functree.tree.skeleton.static_value import StaticValue
+from tests.lib.checks import compilations, counted, python_calls
+from tests.lib.meshes import MESH, lay
 
 P = PartitionSpec
 X = jnp.arange(4.0)

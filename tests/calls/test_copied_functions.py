@@ -10,11 +10,11 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import pytest
-from checks import raises
 from jax.sharding import PartitionSpec as P
-from meshes import MESH
 
 import functree as ft
+from tests.lib.checks import raises
+from tests.lib.meshes import MESH
 
 X = jnp.ones(8)
 

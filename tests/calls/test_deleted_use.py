@@ -6,12 +6,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
-from checks import raises
 from jax.sharding import PartitionSpec as P
-from meshes import MESH, lay
 
 import functree as ft
 from functree.calls.deleted_use import is_about_deleted
+from tests.lib.checks import raises
+from tests.lib.meshes import MESH, lay
 
 
 def gone(placed: bool = True) -> jax.Array:

@@ -10,14 +10,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from covering import selected_cells
 from jax import Array
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Float
-from meshes import EXPLICIT, MESH
 
 import functree as ft
 from functree.calls.derivative_rules import has_derivatives, in_context
+from tests.lib.covering import selected_cells
+from tests.lib.meshes import EXPLICIT, MESH
 
 P = PartitionSpec
 RULES = ft.AxisRules({"rows": "data", "cols": "model"})

@@ -17,15 +17,15 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from checks import python_calls, raises
 from jax import Array
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Float
-from meshes import MESH, assert_lies, lay
 
 import functree as ft
 from functree.calls.body import Arguments, donated_indices
 from functree.calls.donation import check_donated
+from tests.lib.checks import python_calls, raises
+from tests.lib.meshes import MESH, assert_lies, lay
 
 P = PartitionSpec
 SPECS = {"w": P("data", "model"), "b": P("model")}
@@ -610,6 +610,7 @@ def run(program: str, *args: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow
 def test_no_mistake_in_donation_ends_the_process():
     done = run(OURS)
     twice = "step: 1 array is donated twice"
@@ -625,6 +626,7 @@ def test_no_mistake_in_donation_ends_the_process():
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("attempt", ["one buffer twice"])
 def test_plain_jax_does_not_survive_it(attempt: str):
     """So that the test above is known to test something."""

@@ -8,11 +8,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from checks import raises
-from trees import Leafy, Pair
 
 import functree as ft
 from functree.calls.output import Output
+from tests.lib.checks import raises
+from tests.lib.trees import Leafy, Pair
 
 A, B = jnp.ones(2), jnp.zeros(3)
 RESULTS: dict[str, tuple[Any, int]] = {  # a result, and how many different arrays it has

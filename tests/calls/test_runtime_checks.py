@@ -9,11 +9,11 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax import Array
-from launch import ended, started
-from meshes import MESH
 
 import functree as ft
 from functree.calls.runtime_checks import has_checks
+from tests.lib.launch import ended, started
+from tests.lib.meshes import MESH
 
 X = jnp.ones(4)
 
@@ -124,6 +124,7 @@ os._exit(0)  # the other devices wait for the first one, and XLA would end the p
 """
 
 
+@pytest.mark.slow
 def test_on_several_devices():
     [(code, out, err)] = ended(started(["-c", ON_SEVERAL_DEVICES]), 30)
     assert (code, out) == (0, "x is negative\n"), err

@@ -9,15 +9,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from checks import raises
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int, PyTree
-from meshes import mesh_of
 
 import functree as ft
 from functree.calls.signature import Partial, Signature
 from functree.transforms.signature_layouts import AnnotationLayout, signature_layouts
 from functree.transforms.sizes import Sizes
+from tests.lib.checks import raises
+from tests.lib.meshes import mesh_of
 
 P = PartitionSpec
 RULES = ft.AxisRules({"batch": "data", "hidden": "model", "embed": None, "pad": None})

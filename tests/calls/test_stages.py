@@ -9,13 +9,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from checks import compilations, raises
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
-from meshes import MESH, mesh_of
-from trees import MLP
 
 import functree as ft
+from tests.lib.checks import compilations, raises
+from tests.lib.meshes import MESH, mesh_of
+from tests.lib.trees import MLP
 
 P = PartitionSpec
 RULES = ft.AxisRules({"batch": "data", "hidden": "model", "embed": None})

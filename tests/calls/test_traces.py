@@ -13,10 +13,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from checks import raises
-from meshes import MESH
 
 import functree as ft
+from tests.lib.checks import raises
+from tests.lib.meshes import MESH
 
 P = ft.P
 RULES = ft.AxisRules({"embed": "data"})

@@ -385,6 +385,7 @@ def environment() -> dict[str, str]:
     return {**kept, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
 
 
+@pytest.mark.slow
 def test_as_a_process_with_simulated_devices(folder: Path) -> None:
     command = [sys.executable, "-m", "functree", "ledger", "demo:call", "--json", "--devices", "4"]
     done = subprocess.run(
@@ -395,6 +396,7 @@ def test_as_a_process_with_simulated_devices(folder: Path) -> None:
     assert ft.Ledger.from_json(done.stdout).sizes == {"data": 2, "model": 2}
 
 
+@pytest.mark.slow
 def test_a_reader_that_goes_away(folder: Path) -> None:
     command = f"{sys.executable} -m functree plan demo:tree {' '.join([*MESH, *RULES])} | true"
     done = subprocess.run(

@@ -17,11 +17,15 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from checks import raises
-from covering import whole_tables
 from jaxtyping import Array, Float, Int
-from name_audit import CELLS, audit
-from training import (
+
+import functree as ft
+from functree.compiled.flops import count_flops
+from functree.devices.targets import Target, target_devices
+from functree.nn.attention.attend import attend
+from tests.lib.checks import raises
+from tests.lib.covering import whole_tables
+from tests.lib.training import (
     BATCH,
     EMBED,
     LAYERS,
@@ -33,11 +37,7 @@ from training import (
     make,
     training_step,
 )
-
-import functree as ft
-from functree.compiled.flops import count_flops
-from functree.devices.targets import Target, target_devices
-from functree.nn.attention.attend import attend
+from tests.libraries.name_audit import CELLS, audit
 
 # Without a GPU, JAX cannot say what the installed cuDNN takes; a test of its own is about the
 # warning.

@@ -92,6 +92,7 @@ def test_what_jax_has_in_its_cache_is_not_known() -> None:
     assert "it is not known what the compiler warns of" in str(compiled(jnp.sin).ledger())
 
 
+@pytest.mark.slow
 def test_the_persistent_cache(tmp_path: Path) -> None:
     script = tmp_path / "cached.py"
     script.write_text(
@@ -204,6 +205,7 @@ def test_a_process_that_is_started_meanwhile_keeps_its_standard_error(
         pytest.fail("what the child wrote was lost")
 
 
+@pytest.mark.slow
 def test_many_open_files() -> None:
     code = (
         "import os, resource\n"
@@ -217,6 +219,7 @@ def test_many_open_files() -> None:
     assert (done.stdout.strip(), done.stderr.strip()) == ("()", "heard")
 
 
+@pytest.mark.slow
 def test_without_standard_error() -> None:
     code = (
         "import os; os.close(2)\n"
@@ -228,6 +231,7 @@ def test_without_standard_error() -> None:
     assert done.stdout.strip() == "None"
 
 
+@pytest.mark.slow
 def test_silenced_by_the_log_level() -> None:
     code = "from functree.compiled.diagnostics import listening\nwith listening() as said: pass\nprint(said.warnings)"
     for level, expected in (("1", "()"), ("2", "None")):

@@ -9,10 +9,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from checks import raises
 from jax.sharding import Mesh
-from meshes import MESH
-from training import (
+
+import functree as ft
+from tests.lib.checks import raises
+from tests.lib.meshes import MESH
+from tests.lib.training import (
     ATTENTION,
     BATCH,
     EMBED,
@@ -25,8 +27,6 @@ from training import (
     gradient,
     training_step,
 )
-
-import functree as ft
 
 Row = tuple[str, tuple[str, ...], int, int | None, str]
 """Kind, mesh axes, bytes, count, and the paths of one array that is moved."""

@@ -11,12 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from checks import raises
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from meshes import EXPLICIT, MESH
 
 import functree as ft
 from functree.compiled.read import CompiledProgram, read_ledger
+from tests.lib.checks import raises
+from tests.lib.meshes import EXPLICIT, MESH
 
 P = PartitionSpec
 LAYOUT = {

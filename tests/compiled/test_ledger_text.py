@@ -6,11 +6,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
-from checks import raises
 
 import functree as ft
 from functree.compiled.table_rows import rows_of_parameters, table_rows
 from functree.compiled.warning_text import LONGEST, short_warning, warning_lines
+from tests.lib.checks import raises
 
 MESH = ft.make_mesh(data=2, model=4)
 MEMORY = ft.Memory({ft.Path("m.a"): 512, ft.Path("x"): 512}, 256, 0, 2048, 3072)

@@ -4,14 +4,14 @@ compilers."""
 from collections import Counter
 
 import pytest
-from meshes import SIZES
-from training import BATCH, EMBED, LAYERS, SEQ, gradient
 
 from functree.compiled.data_flow import DataFlow
 from functree.compiled.hlo import ArrayType, Hlo
 from functree.compiled.moved_arrays import moved_arrays
 from functree.compiled.parameter_uses import ParameterUses
 from functree.compiled.replica_groups import groups_of, mesh_axes_of
+from tests.lib.meshes import SIZES
+from tests.lib.training import BATCH, EMBED, LAYERS, SEQ, gradient
 
 
 def totals(text: str) -> Counter[tuple[str, tuple[str, ...]]]:

@@ -6,11 +6,11 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
-from meshes import MESH
 from optax.contrib import MuonDimensionNumbers
 
 import functree as ft
 from functree.compiled.read import CompiledProgram, read_ledger
+from tests.lib.meshes import MESH
 
 P = PartitionSpec
 SHAPES = {"up": (16, 32), "down": (32, 24)}

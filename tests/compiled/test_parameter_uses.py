@@ -4,12 +4,12 @@ down."""
 from collections import Counter
 
 import pytest
-from training import ATTENTION, MLP, NORMS, training_step
 
 from functree.compiled.data_flow import DataFlow
 from functree.compiled.hlo import Hlo
 from functree.compiled.moved_arrays import moved_arrays
 from functree.compiled.parameter_uses import ParameterUses
+from tests.lib.training import ATTENTION, MLP, NORMS, training_step
 
 
 def served(text: str) -> list[tuple[str, str, list[str]]]:

@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
-from meshes import EXPLICIT, MESH
 
 from functree.devices.constraint import with_constraint
+from tests.lib.meshes import EXPLICIT, MESH
 
 P = PartitionSpec
 MIXED = jax.make_mesh(

@@ -9,15 +9,15 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from checks import raises
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Float
-from meshes import MESH
-from trees import x
 
 import functree as ft
 from functree.devices.deleted import is_deleted, refuse_deleted
 from functree.errors import FunctreeError
+from tests.lib.checks import raises
+from tests.lib.meshes import MESH
+from tests.lib.trees import x
 
 
 def gone() -> jax.Array:

@@ -8,8 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
-from meshes import EXPLICIT, MESH, lay
-from trees import x
 
 from functree.devices.placement import (
     first_mesh,
@@ -22,6 +20,8 @@ from functree.devices.placement import (
     sharding_text,
     with_devices_of,
 )
+from tests.lib.meshes import EXPLICIT, MESH, lay
+from tests.lib.trees import x
 
 P = PartitionSpec
 HERE = lay(jnp.ones((4, 8)), "data")

@@ -9,13 +9,13 @@ from typing import Any
 
 import jax
 import pytest
-from checks import raises
 from jax.sharding import AxisType
 
 import functree as ft
 from functree.devices import targets
 from functree.devices.gpus import GPUS
 from functree.devices.targets import Target, target_devices
+from tests.lib.checks import raises
 
 REFUSED = {
     "v5e:2x4": """target='v5e:2x4' is not a target: write `"tpu:v5e:16x16"` for a slice of TPUs""",

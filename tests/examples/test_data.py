@@ -10,10 +10,13 @@ from typing import Any
 import grain
 import jax.numpy as jnp
 import numpy as np
-from launch import ROOT, ended, started
-from meshes import MESH
+import pytest
 
 import functree as ft
+from tests.lib.launch import ROOT, ended, started
+from tests.lib.meshes import MESH
+
+pytestmark = pytest.mark.slow  # whole scripts
 
 EXAMPLES, BATCH = 64, 8
 

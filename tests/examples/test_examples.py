@@ -13,10 +13,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from launch import ROOT, with_devices
-from scripts import EXAMPLES, run, run_here
 
 import functree as ft
+from tests.examples.scripts import EXAMPLES, run, run_here
+from tests.lib.launch import ROOT, with_devices
+
+pytestmark = pytest.mark.slow  # whole scripts
 
 Captured = pytest.CaptureFixture[str]
 # A whole run that takes a few seconds, most of them to compile.

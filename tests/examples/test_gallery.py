@@ -4,8 +4,11 @@ import re
 from pathlib import Path
 
 import pytest
-from launch import ROOT
-from scripts import EXAMPLES, run_here
+
+from tests.examples.scripts import EXAMPLES, run_here
+from tests.lib.launch import ROOT
+
+pytestmark = pytest.mark.slow  # whole scripts
 
 GALLERY = EXAMPLES / "gallery"
 RUNS = sorted(path.stem for path in GALLERY.glob("*.py") if path.stem != "runs")

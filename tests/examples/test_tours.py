@@ -11,20 +11,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from covering import whole_tables
 from jax.sharding import PartitionSpec as P
-from launch import ROOT, without_devices
-from scripts import EXAMPLES, run, run_here, variables_of
 
 import functree as ft
+from tests.examples.scripts import EXAMPLES, run, run_here, variables_of
+from tests.lib.covering import whole_tables
+from tests.lib.launch import ROOT, without_devices
 
 TOURS = ["penzai_tour.py", "flax_tour.py", "pjit_tour.py"]
 
 # treescope 0.1.10 looks through all of numpy's modules for names, deprecated ones among them (numpy
 # 2.5).
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:The chararray class is deprecated:DeprecationWarning"
-)
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore:The chararray class is deprecated:DeprecationWarning"),
+]
 
 
 @pytest.fixture

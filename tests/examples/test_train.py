@@ -10,10 +10,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from launch import ROOT, ended, started, with_devices
-from scripts import EXAMPLES, as_a_script, run, run_here, variables_of
 
 import functree as ft
+from tests.examples.scripts import EXAMPLES, as_a_script, run, run_here, variables_of
+from tests.lib.launch import ROOT, ended, started, with_devices
+
+pytestmark = pytest.mark.slow  # whole scripts
 
 Captured = pytest.CaptureFixture[str]
 PAGE = (ROOT / "docs" / "cookbook" / "training-script.md").read_text(encoding="utf-8")

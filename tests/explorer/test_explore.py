@@ -11,7 +11,6 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import pytest
-from checks import compilations, raises
 from jaxtyping import Array, Float
 
 import functree as ft
@@ -22,6 +21,7 @@ from functree.explorer.hardware import ASSUMED, KINDS
 from functree.explorer.ranking import ranked
 from functree.explorer.reasons import problem_lines
 from functree.explorer.step import Step
+from tests.lib.checks import compilations, raises
 
 P = ft.P
 BATCH, EMBED, HIDDEN = 64, 32, 128

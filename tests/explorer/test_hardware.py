@@ -3,12 +3,12 @@
 from typing import Any
 
 import pytest
-from checks import raises
 
 import functree as ft
 from functree.devices.gpus import GPUS
 from functree.devices.targets import Target
 from functree.explorer.hardware import KINDS, kind_of
+from tests.lib.checks import raises
 
 GIVEN: dict[str, Any] = {"flops": 1e12, "memory": 2**30, "links": 1e9}
 

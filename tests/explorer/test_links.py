@@ -7,12 +7,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from checks import raises
 
 import functree as ft
 from functree.devices.targets import Target
 from functree.explorer.hardware import kind_of
 from functree.explorer.links import bandwidth, check_links
+from tests.lib.checks import raises
 
 
 def described(target: Target, sizes: dict[str, int]) -> Any:

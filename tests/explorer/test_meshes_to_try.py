@@ -3,11 +3,11 @@
 from typing import Any
 
 import pytest
-from checks import raises
 
 import functree as ft
 from functree.devices.targets import Target
 from functree.explorer.meshes_to_try import named_mesh_axes, trials
+from tests.lib.checks import raises
 
 P = ft.P
 RULES = ft.AxisRules({"batch": "data", "hidden": ("model", "data"), "embed": None})

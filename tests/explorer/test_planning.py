@@ -5,8 +5,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import paper
 import pytest
+
+from tests.explorer import paper
 
 PAGE = Path(__file__).parents[2] / "docs" / "planning.md"
 

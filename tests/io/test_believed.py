@@ -14,10 +14,10 @@ from typing import Any
 import jax.numpy as jnp
 import pytest
 import tensorstore
-from checks import raises
 
 import functree as ft
 from functree.io.checkpoints.manifest import checksum
+from tests.lib.checks import raises
 
 MODELS = Path(__file__).parents[1] / "fixtures" / "hf"
 CONFIG, INDEX, WEIGHTS = "config.json", "model.safetensors.index.json", "model.safetensors"

@@ -1,6 +1,6 @@
 """Checkpoints in a bucket: as in a folder, in an emulator of Google Cloud Storage on the loopback
 interface (`tests/lib/gcs_emulator.py`); kills and races of whole processes are in
-`tests/faults.py --store gs`."""
+`python -m tests.faults ... --store gs`."""
 
 import gc
 import os
@@ -18,10 +18,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from checks import raises
-from gcs_emulator import Emulator
-from launch import free_port
-from meshes import lay
 
 import functree as ft
 from functree.io.checkpoints import bucket_objects, bucket_store, lease, write
@@ -30,6 +26,10 @@ from functree.io.checkpoints.folder import Draft, is_given_up, read_manifest, st
 from functree.io.checkpoints.local_store import LocalStore
 from functree.io.checkpoints.manifest import Manifest
 from functree.io.checkpoints.store import Store
+from tests.lib.checks import raises
+from tests.lib.gcs_emulator import Emulator
+from tests.lib.launch import free_port
+from tests.lib.meshes import lay
 
 BUCKET = "gs://bucket"
 NAME = "arrays-0123456789ab"

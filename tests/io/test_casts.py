@@ -12,12 +12,12 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from checks import compilations, raises
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
-from meshes import MESH, mesh_of
 
 import functree as ft
 from functree.io.casts import cast_on_devices, cast_on_host, lost_on_host
+from tests.lib.checks import compilations, raises
+from tests.lib.meshes import MESH, mesh_of
 
 INF, NAN = float("inf"), float("nan")
 BF16, E4M3, E5M2, E2M1, INT4 = (

@@ -13,12 +13,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from checks import raises
 from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array, Float
-from meshes import EXPLICIT, MESH
 
 import functree as ft
+from tests.lib.checks import raises
+from tests.lib.meshes import EXPLICIT, MESH
 
 KEY = jax.random.key(0)
 ADAFACTOR = ft.layerwise(optax.adafactor(1e-3))

@@ -1,5 +1,5 @@
 """The checkpoints of a run: which are saved, which are kept, and what happens to them
-(`tests/faults.py`)."""
+(`python -m tests.faults`)."""
 
 import gc
 import threading
@@ -7,15 +7,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import faults
 import jax
 import jax.numpy as jnp
 import pytest
-from checks import raises
-from launch import ended, started
-from meshes import lay
 
 import functree as ft
+from tests import faults
+from tests.lib.checks import raises
+from tests.lib.launch import ended, started
+from tests.lib.meshes import lay
 
 ELEMENTS = 2**16
 
@@ -194,6 +194,7 @@ ENDS = {  # how the interpreter may end inside of a `with` statement
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "end, processes",
     [*((end, 1) for end in ENDS if "generator" not in end), ("a generator that is suspended", 2)],
@@ -203,7 +204,7 @@ def test_a_program_that_ends_inside_of_the_statement(
 ) -> None:
     """It ends, within seconds: the checkpoint is whole, or a warning says that it was not saved."""
     code = f"""
-from launch import initialized
+from tests.lib.launch import initialized
 initialized()
 import jax, numpy as np, functree as ft
 path = {str(tmp_path / "run")!r}
@@ -254,7 +255,7 @@ def test_nothing_is_left_of_a_failure_in_another_process(
 
 
 LEFT = """
-from launch import initialized
+from tests.lib.launch import initialized
 initialized()
 import jax, numpy as np, functree as ft, os, resource, sys
 tree = {"w": ft.shard(np.ones((8, 2**16), np.float32), ft.P("data"), ft.make_mesh(data=8))}
@@ -280,6 +281,7 @@ print(checkpoints.steps, whole)
 """
 
 
+@pytest.mark.slow
 def test_an_error_of_the_program_while_one_process_cannot_save(tmp_path: Path) -> None:
     """The others do not wait for it, and what comes afterwards is whole."""
     for process, (status, out, err) in enumerate(
@@ -336,12 +338,14 @@ def test_half_a_manifest_is_no_checkpoint(tmp_path: Path) -> None:
 # What happens to them
 
 
+@pytest.mark.slow
 def test_flipped_bits(tmp_path: Path) -> None:
     found = faults.flips(tmp_path, 40, 5 * 2**20 // 3)  # 5 MB
     assert sum(found.values()) == 40 and found["noticed, by path (values)"] > 10
     assert not any("MISSED" in what for what in found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("processes", [1, 2])
 def test_killed_writers(processes: int, tmp_path: Path) -> None:
     found = faults.kills(tmp_path, 2, ELEMENTS, processes)  # at first, and when it goes on
@@ -349,12 +353,14 @@ def test_killed_writers(processes: int, tmp_path: Path) -> None:
     assert found["whole"] and not found["dead folders"], faults.left_over(str(tmp_path / "run"))
 
 
+@pytest.mark.slow
 def test_two_writers_and_a_reader(tmp_path: Path) -> None:
     found = faults.races(tmp_path, 1, ELEMENTS)
     assert found["1 saved"] == 1 and found["read under retention"] > 3
     assert not found["FOREIGN"] and not found["MIXED"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("processes", [1, 2])
 def test_a_file_system_that_takes_no_more(processes: int, tmp_path: Path) -> None:
     """An error that says so, also while a checkpoint is replaced; what was there before is still
@@ -363,11 +369,12 @@ def test_a_file_system_that_takes_no_more(processes: int, tmp_path: Path) -> Non
     With two processes only the disk of the last one takes no more; both say so, and both end.
     """
     code = f"""
-from launch import initialized
+from tests.lib.launch import initialized
 initialized()
 import jax, resource, signal, time
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-import faults, functree as ft
+import functree as ft
+from tests import faults
 mesh = ft.make_mesh(data=8)
 path, small, large = {str(tmp_path / "c")!r}, faults.state(1, 2**12, mesh), faults.state(2, 2**22, mesh)
 ft.save(path, small)

@@ -14,15 +14,15 @@ import ml_dtypes
 import numpy as np
 import optax
 import pytest
-from checks import raises
 from jax.sharding import PartitionSpec
 from jax.tree_util import GetAttrKey, register_pytree_with_keys_class
-from meshes import SIZES, lay
-from trees import MLP, x
 
 import functree as ft
 from functree.errors import CheckpointError
 from functree.io.checkpoints.contents import Contents
+from tests.lib.checks import raises
+from tests.lib.meshes import SIZES, lay
+from tests.lib.trees import MLP, x
 
 P = PartitionSpec
 TIED = jnp.ones(4)

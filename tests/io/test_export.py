@@ -12,11 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from checks import raises
 from jaxtyping import Array, Float, Int
-from meshes import MESH, mesh_of
 
 import functree as ft
+from tests.lib.checks import raises
+from tests.lib.meshes import MESH, mesh_of
 
 RULES = ft.AxisRules(
     {"batch": "data", "hidden": "model", "heads": "model", "kv_heads": "model", ...: None}
@@ -68,6 +68,7 @@ def loss(model: Any, tokens: Any) -> Any:
     return -jnp.mean(jnp.take_along_axis(jax.nn.log_softmax(logits), tokens[:, 1:, None], -1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("explicit", [False, True])
 def test_a_training_step_runs_without_functree(explicit: bool, tmp_path: Path) -> None:
     """A sharded step of a transformer with its optimizer: the same numbers, on as many devices."""
@@ -99,6 +100,7 @@ def test_a_training_step_runs_without_functree(explicit: bool, tmp_path: Path) -
     assert set(eval(devices)) == {8}
 
 
+@pytest.mark.slow
 def test_open_sizes_on_several_platforms(tmp_path: Path) -> None:
     @ft.jit
     def f(w: Float[Array, "embed hidden"], x: Float[Array, "batch embed"]) -> Any:

@@ -13,10 +13,10 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from checks import raises
-from meshes import MESH
 
 import functree as ft
+from tests.lib.checks import raises
+from tests.lib.meshes import MESH
 
 TREE = {"w": np.ones(3)}
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from checks import raises
 
 import functree as ft
 from functree.io.checkpoints import write
+from tests.lib.checks import raises
 
 TREE = {"w": np.arange(3.0)}
 NAME = "arrays-0123456789ab"
@@ -228,6 +228,7 @@ values = seen.pop().partition(".")[0]
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("folder", ["old", "new"])
 def test_what_orbax_writes_after_it_was_given_up(folder: str, tmp_path: Path) -> None:
     path = tmp_path / "c"

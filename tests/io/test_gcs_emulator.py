@@ -17,7 +17,8 @@ from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 import pytest
-from gcs_emulator import Emulator
+
+from tests.lib.gcs_emulator import Emulator
 
 BASE, UPLOAD = "/storage/v1/b/bucket/o", "/upload/storage/v1/b/bucket/o?uploadType=media&name="
 WRONG = "12345"

@@ -12,13 +12,13 @@ import equinox as eqx
 import jax
 import numpy as np
 import pytest
-from checks import raises
 from jaxtyping import Array, Float, Int
-from meshes import MESH
 
 import functree as ft
 from functree.io.checkpoints.manifest import checksum
 from functree.labels.filters.filter import as_filter
+from tests.lib.checks import raises
+from tests.lib.meshes import MESH
 
 
 class Base(eqx.Module):

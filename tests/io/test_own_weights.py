@@ -11,15 +11,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from checks import raises, warns
 from jaxtyping import Array, Float
-from meshes import MESH, assert_lies
 from safetensors.numpy import save_file
 
 import functree as ft
 from functree.io.weights.blocks import TensorForm, joined_as
 from functree.io.weights.files import Tensor
 from functree.io.weights.tensor_names import TensorName
+from tests.lib.checks import raises, warns
+from tests.lib.meshes import MESH, assert_lies
 
 P = ft.P
 S = jax.ShapeDtypeStruct

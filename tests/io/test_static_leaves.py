@@ -18,10 +18,10 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from checks import raises
 
 import functree as ft
 from functree.io.checkpoints.static_leaves import static_texts, unsaveable
+from tests.lib.checks import raises
 
 
 class Level(enum.IntEnum):
@@ -194,6 +194,7 @@ def test_what_has_only_an_address_is_not_compared(make: Callable[[], Any], tmp_p
     ft.restore(tmp_path / "c", {"w": np.ones(2), "a": make()})
 
 
+@pytest.mark.slow
 def test_the_text_does_not_depend_on_the_process() -> None:
     """By the randomized hashes of texts, a set has another order in each."""
     code = (

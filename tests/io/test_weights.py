@@ -17,7 +17,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from checks import raises
 from safetensors import safe_open
 from safetensors.numpy import save_file
 
@@ -25,6 +24,7 @@ import functree as ft
 from functree.io.weights import repeated, save
 from functree.io.weights.blocks import TensorForm
 from functree.io.weights.files import Tensor, open_tensors
+from tests.lib.checks import raises
 
 MODELS = Path(__file__).parents[1] / "fixtures" / "hf"
 KEY = jax.random.key(0)
@@ -707,6 +707,7 @@ def test_the_remedies_for_what_no_family_computes(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.slow
 def test_without_the_extra() -> None:
     script = """
 import sys

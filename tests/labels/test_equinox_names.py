@@ -11,10 +11,10 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import pytest
-from checks import raises
 from jax.sharding import PartitionSpec as P
 
 import functree as ft
+from tests.lib.checks import raises
 
 KEY = jax.random.key(0)
 NN = eqx.nn

@@ -16,7 +16,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from checks import raises
 from hypothesis import given
 from hypothesis import strategies as st
 from jaxtyping import Array, Float
@@ -31,6 +30,7 @@ from functree.labels.filters.filter import (
     patterns,
 )
 from functree.labels.leaves import read
+from tests.lib.checks import raises
 
 
 class Norm(eqx.Module):

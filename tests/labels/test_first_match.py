@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
-from patterns import KEYS, PARTS, written
 
 import functree as ft
 from functree.labels.filters.filter import as_filter
@@ -15,6 +14,7 @@ from functree.labels.filters.first_match import FirstMatch
 from functree.labels.leaf import Leaf
 from functree.tree.axes import Axes
 from functree.tree.paths import Path
+from tests.lib.patterns import KEYS, PARTS, written
 
 VALUES = [np.zeros((), np.float32), np.zeros((2, 3), np.float32), np.zeros(4, np.int32)]
 

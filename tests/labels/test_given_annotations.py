@@ -6,12 +6,12 @@ from typing import Annotated, Any
 import equinox as eqx
 import pytest
 from jaxtyping import Array, Float, Int, PyTree
-from trees import x
 
 import functree as ft
 from functree.labels.annotations.given_annotations import name_by_hints
 from functree.labels.annotations.hints import Namespace, parse
 from functree.labels.leaves import read
+from tests.lib.trees import x
 
 
 class Model(eqx.Module):

@@ -26,9 +26,7 @@ import jax.numpy as jnp
 import jaxtyping
 import numpy as np
 import pytest
-import quoted_annotations as quoted
 from jaxtyping import Array, Bool, Float, Int, Key, PRNGKeyArray, PyTree, Scalar, Shaped, UInt8
-from trees import linear, x
 
 import functree as ft
 from functree.errors import AxesError
@@ -38,6 +36,8 @@ from functree.labels.annotations.hints import Namespace, parse
 from functree.labels.annotations.leaf_axes import Memory, leaf_axes
 from functree.labels.leaves import read
 from functree.tree.axes import Axes
+from tests.labels import quoted_annotations as quoted
+from tests.lib.trees import linear, x
 
 P = ft.P
 T = TypeVar("T")

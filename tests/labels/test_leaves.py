@@ -12,11 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from checks import raises
 from hypothesis import given
 from hypothesis import strategies as st
 from jaxtyping import Array, Float, Int, PyTree
-from trees import Keyless, Leafy, containers, linear, x
 
 import functree as ft
 from functree.errors import AxesError, FunctreeError
@@ -26,6 +24,8 @@ from functree.tree.axes import Axes
 from functree.tree.interfaces import Stack
 from functree.tree.skeleton.kinds import _place_of
 from functree.tree.skeleton.skeleton import Skeleton
+from tests.lib.checks import raises
+from tests.lib.trees import Keyless, Leafy, containers, linear, x
 
 
 class Block(eqx.Module):

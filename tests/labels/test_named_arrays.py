@@ -5,14 +5,14 @@ from typing import Any
 
 import equinox as eqx
 import pytest
-from checks import raises
 from jaxtyping import Array, Float
-from trees import x
 
 import functree as ft
 from functree.errors import RuleError, ShardingError
 from functree.labels.leaves import read
 from functree.labels.named_arrays import named_arrays
+from tests.lib.checks import raises
+from tests.lib.trees import x
 
 
 class Model(eqx.Module):

@@ -19,10 +19,21 @@ import optax.contrib
 import pytest
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
-from meshes import MESH, SIZES, mesh_of
-from optimizers import EXPORTED, NAMES, NO_OPTIMIZERS, WITH, adam, build, given, kinds, two, vectors
 
 import functree as ft
+from tests.lib.meshes import MESH, SIZES, mesh_of
+from tests.lib.optimizers import (
+    EXPORTED,
+    NAMES,
+    NO_OPTIMIZERS,
+    WITH,
+    adam,
+    build,
+    given,
+    kinds,
+    two,
+    vectors,
+)
 
 P = PartitionSpec
 S = jax.ShapeDtypeStruct

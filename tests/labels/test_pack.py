@@ -9,17 +9,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from checks import python_calls
 from hypothesis import given
 from hypothesis import strategies as st
 from jax.tree_util import default_registry, keystr, tree_flatten_with_path, tree_structure
 from jaxtyping import Array, Float
-from structures import STATIC_WITHOUT_HASH, Pair, X
 
 import functree as ft
 from functree.labels.leaves import read
 from functree.labels.pack import Packed, pack, unpack
 from functree.tree.skeleton.skeleton import Skeleton
+from tests.lib.checks import python_calls
+from tests.lib.structures import STATIC_WITHOUT_HASH, Pair, X
 
 
 class Layer(eqx.Module):

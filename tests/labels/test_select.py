@@ -1,5 +1,4 @@
-"""Model surgery: laws over random trees, Penzai's selectors as an oracle, tables of choices,
-changes, messages."""
+"""Model surgery: laws over random trees, tables of choices, changes, messages."""
 
 import re
 import typing
@@ -12,24 +11,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from checks import python_calls, raises
 from hypothesis import given
 from hypothesis import strategies as st
 from jaxtyping import Array, Float
-from penzai import pz
-from trees import Keyless, Leafy, Pair, containers, is_none, nodes, same
 
 import functree as ft
 from functree.errors import FunctreeError, RuleError
 from functree.tree.nodes import children, nodes_at
 from functree.tree.paths import Path
+from tests.lib.checks import python_calls, raises
+from tests.lib.trees import ARRAYS, Keyless, Leafy, Pair, containers, is_none, nodes, same
 
-ARRAYS = [
-    np.zeros((2, 3), np.float32),
-    np.int32(4),
-    np.ones(2, np.int8),
-    np.ones((2, 2), np.float32),
-]
 LEAVES = st.sampled_from([*ARRAYS, None, 1, True, 0.5, "text", abs, ()])
 TREES = st.recursive(LEAVES, containers, max_leaves=12)
 OF_THE_LEAF = st.sampled_from(
@@ -166,102 +158,6 @@ def test_a_second_choice_is_made_in_each_part(
     assert list(selection.where(chosen).paths()) == [
         Path((*path, *rest)) for path, rests in below for rest in rests
     ]
-
-
-# Penzai's selectors
-
-
-@pz.pytree_dataclass
-class Layer(pz.Struct):
-    w: Any
-    inner: Any
-
-
-def unnamed(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
-    """Containers that both understand."""
-    lists = st.lists(inner, max_size=3)
-    dicts = st.dictionaries(st.sampled_from("abc"), inner, max_size=3)
-    return st.one_of(lists, lists.map(tuple), dicts, st.builds(Layer, inner, inner))
-
-
-KNOWN = st.sampled_from([*ARRAYS, 1, True, 0.5, "text", abs])
-PLAIN = st.recursive(
-    KNOWN, lambda inner: unnamed(inner) | st.builds(Pair, inner, inner), max_leaves=12
-)
-ELEMENTS = st.lists(
-    st.recursive(KNOWN, unnamed, max_leaves=6), max_size=4
-)  # Penzai cannot insert near a named tuple
-CLASSES = st.sampled_from([Layer, list, tuple, Pair, dict, np.ndarray, int])
-
-
-def both(tree: Any, cls: Any) -> tuple[ft.Selection[Any], Any]:
-    return ft.select(tree).under(cls), pz.select(tree).at_instances_of(cls)
-
-
-@given(PLAIN, CLASSES)
-def test_penzai_selects_the_same(tree: Any, cls: Any) -> None:
-    ours, theirs = both(tree, cls)
-    assert ours.count() == theirs.count()
-    assert all(a is b or same(a, b) for a, b in zip(ours, theirs.get_sequence(), strict=True))
-    theirs_where = pz.select(tree).at_subtrees_where(lambda node: isinstance(node, cls))
-    assert (
-        theirs_where.count()
-        == ft.select(tree).where(lambda path, node: isinstance(node, cls)).count()
-    )
-
-
-@given(PLAIN, CLASSES)
-def test_penzai_changes_the_same(tree: Any, cls: Any) -> None:
-    ours, theirs = both(tree, cls)
-    if not ours:  # ours refuses to change nothing at all
-        assert theirs.count() == 0
-        return
-    assert same(ours.set("new"), theirs.set("new"))
-    assert same(ours.apply(lambda part: ("in", part)), theirs.apply(lambda part: ("in", part)))
-    values = [str(i) for i in range(ours.count())]
-    mine, its = jax.tree.leaves(ours.set_each(values)), jax.tree.leaves(theirs.set_sequence(values))
-    assert all(a is b or a == b for a, b in zip(mine, its, strict=True))
-
-
-@given(PLAIN, CLASSES)
-def test_penzai_partitions_the_same_leaves(tree: Any, cls: Any) -> None:
-    ours, theirs = both(tree, cls)
-    for mine, its in zip(ours.partition(), theirs.partition(), strict=True):
-        leaves = [
-            leaf for leaf in jax.tree.leaves(its) if not isinstance(leaf, pz.NotInThisPartition)
-        ]
-        assert [id(leaf) for leaf in jax.tree.leaves(mine)] == [id(leaf) for leaf in leaves]
-
-
-@given(ELEMENTS | ELEMENTS.map(tuple), CLASSES)
-def test_penzai_inserts_and_removes_the_same(elements: Any, cls: Any) -> None:
-    tree = {"a": Layer(elements, 0)}
-    ours = (
-        ft.select(tree).at("a.w").where(lambda path, node: len(path) == 1 and isinstance(node, cls))
-    )
-    theirs = pz.select(tree).at(lambda tree: tree["a"].w).at_children()
-    theirs = theirs.where(lambda node: isinstance(node, cls))
-    assert ours.count() == theirs.count()
-    if not ours:
-        return
-    assert same(ours.remove(), theirs.remove_from_parent())
-    assert same(ours.insert_after("new"), theirs.insert_after("new"))
-    assert same(ours.insert_before("new"), theirs.insert_before("new"))
-
-
-def test_penzai_accessors() -> None:
-    tree = {"a": [Layer(1, (2, 3)), Layer(4, None)], "b": Pair(5, 6)}
-    for accessor in (
-        lambda t: t["a"],
-        lambda t: t["a"][0].inner[1],
-        lambda t: t["b"],
-        lambda t: t["a"][1].inner,
-    ):
-        ours, theirs = ft.select(tree).at(accessor), pz.select(tree).at(accessor)
-        assert ours.get() == theirs.get() and same(ours.set("new"), theirs.set("new"))
-    several = ft.select(tree).at(lambda t: (t["a"][0].w, t["b"].right))
-    theirs = pz.select(tree).at(lambda t: (t["a"][0].w, t["b"].right), multiple=True)
-    assert list(several) == list(theirs.get_sequence()) == [1, 6]
 
 
 # Tables

@@ -10,17 +10,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from checks import raises
 from hypothesis import given
 from hypothesis import strategies as st
-from structures import STATIC_WITHOUT_HASH, Custom, Pair, X
-from trees import Keyless, Leafy, containers, flat, same
 
 import functree as ft
 from functree.errors import FunctreeError, RuleError
 from functree.labels.filters.filter import as_filter
 from functree.tree.arrays import is_array
 from functree.tree.skeleton.skeleton import Skeleton
+from tests.lib.checks import raises
+from tests.lib.structures import STATIC_WITHOUT_HASH, Custom, Pair, X
+from tests.lib.trees import Keyless, Leafy, containers, flat, same
 
 ARRAYS = [
     np.zeros((2, 3), np.float32),

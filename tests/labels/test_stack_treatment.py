@@ -14,10 +14,10 @@ import optax
 import optax.contrib
 import pytest
 from jaxtyping import Array, Float
-from meshes import MESH, SIZES
-from optimizers import NAMES, build, given
 
 import functree as ft
+from tests.lib.meshes import MESH, SIZES
+from tests.lib.optimizers import NAMES, build, given
 
 P = ft.P
 S = jax.ShapeDtypeStruct

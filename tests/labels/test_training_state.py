@@ -8,12 +8,12 @@ import jax.numpy as jnp
 import optax
 import pytest
 from jaxtyping import Array, Float
-from trees import x
 
 import functree as ft
 from functree.labels.leaf import FollowedLeaf, Leaf
 from functree.labels.leaves import read
 from functree.labels.training_state import label_training_states
+from tests.lib.trees import x
 
 
 class Model(eqx.Module):

@@ -10,13 +10,13 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import pytest
-from checks import raises
 from jax import Array
 from jax.sharding import PartitionSpec as P
 from jax.tree_util import GetAttrKey, register_pytree_node_class
 from jaxtyping import Float, PyTree
 
 import functree as ft
+from tests.lib.checks import raises
 
 T = TypeVar("T")
 RULES = ft.AxisRules({"embed": None, "hidden": "model"})

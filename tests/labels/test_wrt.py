@@ -10,11 +10,11 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from checks import raises
 from jaxtyping import Array, Float
-from meshes import MESH
 
 import functree as ft
+from tests.lib.checks import raises
+from tests.lib.meshes import MESH
 
 RULES = ft.AxisRules({"hidden": "model", "embed": None})
 TX = optax.adam(0.1)

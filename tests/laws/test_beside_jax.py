@@ -9,15 +9,15 @@ import jax
 import jax.numpy as jnp
 import pytest
 from beartype import beartype
-from checks import raises
 from jax.experimental import checkify, hijax
 from jax.experimental.layout import Format, Layout
 from jax.sharding import NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, jaxtyped
-from meshes import MESH
 
 import functree as ft
+from tests.lib.checks import raises
+from tests.lib.meshes import MESH
 
 X = jnp.ones(8)
 DEVICE = jax.devices()[0]

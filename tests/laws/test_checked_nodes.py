@@ -11,10 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from checks import raises
 from jax.sharding import PartitionSpec as P
 
 import functree as ft
+from tests.lib.checks import raises
 
 MESH = ft.make_mesh(data=8)
 LAYOUT = ft.FSDP("data", min_size=1)

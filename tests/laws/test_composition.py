@@ -2,7 +2,7 @@
 comes from.
 
 Each cell of the table is compared with plain JAX, in which every sharding is a `NamedSharding` on a
-concrete mesh. A run tests a covering of the table, `python tests/soak.py --tables` all of it.
+concrete mesh. A run tests a covering of the table, `python -m tests.soak --tables` all of it.
 """
 
 import itertools
@@ -14,14 +14,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from covering import selected_cells
 from jax import Array
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Float
-from meshes import EXPLICIT, MESH
-from transforms import EAGER_GRADIENTS, GRADIENTS, SPEC, TRANSFORMS, Function
 
 import functree as ft
+from tests.laws.transforms import EAGER_GRADIENTS, GRADIENTS, SPEC, TRANSFORMS, Function
+from tests.lib.covering import selected_cells
+from tests.lib.meshes import EXPLICIT, MESH
 
 P = PartitionSpec
 RULES = ft.AxisRules({"rows": "data", "cols": "model"})

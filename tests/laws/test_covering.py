@@ -3,9 +3,10 @@
 import itertools
 
 import pytest
-from covering import WHOLE, covering, pairs, selected_cells
 from hypothesis import given
 from hypothesis import strategies as st
+
+from tests.lib.covering import WHOLE, covering, pairs, selected_cells
 
 FACTORS = ("abcdefghijkl", "mn", "opq", "rstuvwxyzABCDE")
 TABLE = list(itertools.product(*FACTORS))

@@ -6,7 +6,6 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from covering import examples
 from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import AxisType, PartitionSpec
@@ -14,6 +13,7 @@ from jaxtyping import Array
 
 import functree as ft
 from functree.tree.axes import Names
+from tests.lib.covering import examples
 
 P = PartitionSpec
 NAMES = ("embed", "hidden", "heads", "batch")

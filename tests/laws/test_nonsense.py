@@ -17,15 +17,15 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from checks import raises
 from jax import Array
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Float
-from meshes import MESH
 from safetensors.numpy import save_file
 
 import functree as ft
+from tests.lib.checks import raises
+from tests.lib.meshes import MESH
 
 KEY = jax.random.key(0)
 RULES = ft.AxisRules({"embed": "data", "hidden": "model", ...: None})

@@ -8,17 +8,17 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-import by_hand
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from covering import selected_cells
 from jax import Array
 from jax.sharding import Mesh
 
 import functree as ft
+from tests.laws import by_hand
+from tests.lib.covering import selected_cells
 
 CONFIG = ft.nn.TransformerConfig(256, 64, layers=2, heads=8, kv_heads=4, head_dim=8, hidden=192)
 BATCH = ft.AxisRules({"batch": "data", ...: None})

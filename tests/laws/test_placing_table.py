@@ -13,10 +13,10 @@ import optax
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jaxtyping import Array
-from meshes import mesh_of
-from trees import MLP
 
 import functree as ft
+from tests.lib.meshes import mesh_of
+from tests.lib.trees import MLP
 
 P = PartitionSpec
 MODES = ("auto", "explicit", "manual", "none")

@@ -7,11 +7,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
-from meshes import MESH, SIZES
-from training import gradient
 
 import functree as ft
 from functree.compiled.replica_groups import groups_of, mesh_axes_of
+from tests.lib.meshes import MESH, SIZES
+from tests.lib.training import gradient
 
 
 def test_silent_failure_17_an_involuntary_rematerialization_has_a_name_and_a_cost() -> None:

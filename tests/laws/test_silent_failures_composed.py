@@ -11,13 +11,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from checks import raises
 from jax import Array
 from jax.sharding import NamedSharding, PartitionSpec
-from meshes import EXPLICIT, MESH
-from transforms import EAGER_GRADIENTS, GRADIENTS, SPEC, TRANSFORMS
 
 import functree as ft
+from tests.laws.transforms import EAGER_GRADIENTS, GRADIENTS, SPEC, TRANSFORMS
+from tests.lib.checks import raises
+from tests.lib.meshes import EXPLICIT, MESH
 
 P = PartitionSpec
 X = jnp.arange(64.0).reshape(8, 8)

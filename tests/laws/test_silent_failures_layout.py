@@ -10,13 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from checks import refused
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
-from meshes import SIZES
-from trees import BareMLP as MLP
 
 import functree as ft
+from tests.lib.checks import refused
+from tests.lib.meshes import SIZES
+from tests.lib.trees import BareMLP as MLP
 
 P = PartitionSpec
 

@@ -19,14 +19,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from checks import compilations
 from jax import Array
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Float, Int
-from meshes import MESH
-from trees import BareMLP as MLP
 
 import functree as ft
+from tests.lib.checks import compilations
+from tests.lib.meshes import MESH
+from tests.lib.trees import BareMLP as MLP
 
 P = PartitionSpec
 CONFIG = ft.nn.TransformerConfig(32, 16, layers=2, heads=4, kv_heads=4, head_dim=4, hidden=32)

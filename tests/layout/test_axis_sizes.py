@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import optax
 import pytest
 from jaxtyping import Array, Float
-from meshes import SIZES
 
 import functree as ft
+from tests.lib.meshes import SIZES
 
 RULES = ft.AxisRules({...: None}, names=ft.equinox_names)
 HEADLINE = "axes with several sizes in one module (are their names transposed?):"

@@ -4,14 +4,14 @@ from typing import Any
 
 import pytest
 from jax.sharding import PartitionSpec
-from meshes import SIZES
-from trees import x
 
 import functree as ft
 from functree.devices.meshes import MeshView
 from functree.errors import ShardingError
 from functree.layout.bare_array_spec import activation, array_spec, spec_of_axes
 from functree.layout.layout import Layout, as_layout
+from tests.lib.meshes import SIZES
+from tests.lib.trees import x
 
 P = PartitionSpec
 VIEW = MeshView(SIZES)

@@ -10,8 +10,6 @@ import optax
 import pytest
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
-from meshes import SIZES
-from trees import leaf, x
 
 import functree as ft
 from functree.devices.meshes import MeshView
@@ -21,6 +19,8 @@ from functree.layout.decide import Decisions, decide, decide_parts, follow
 from functree.layout.decision import Decision, Dimension, whole
 from functree.layout.layout import as_layout
 from functree.layout.prefix import as_partial, broadcast
+from tests.lib.meshes import SIZES
+from tests.lib.trees import leaf, x
 
 P = PartitionSpec
 VIEW = MeshView(SIZES)

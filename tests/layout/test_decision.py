@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 from jax.sharding import PartitionSpec
-from trees import leaf
 
 from functree.labels.leaf import Leaf
 from functree.layout.decision import (
@@ -20,6 +19,7 @@ from functree.layout.decision import (
     whole,
 )
 from functree.tree.axes import Axes
+from tests.lib.trees import leaf
 
 P = PartitionSpec
 AB = leaf("a b", 4, 8)

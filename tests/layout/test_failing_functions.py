@@ -9,12 +9,12 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from checks import raises
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
-from meshes import MESH
 
 import functree as ft
+from tests.lib.checks import raises
+from tests.lib.meshes import MESH
 
 P = PartitionSpec
 RULES = ft.AxisRules({"hidden": "model", "embed": None})

@@ -9,13 +9,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
-from checks import raises, warns
 from jaxtyping import Array, Float
-from meshes import MESH, SIZES
 
 import functree as ft
 from functree.devices.meshes import mesh_view
 from functree.layout.forgotten_batch import forgotten_axes
+from tests.lib.checks import raises, warns
+from tests.lib.meshes import MESH, SIZES
 
 P = ft.P
 FSDP = ft.FSDP("data", min_size=0)

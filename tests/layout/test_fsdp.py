@@ -10,14 +10,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from checks import refused
 from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
-from meshes import SIZES
 
 import functree as ft
+from tests.lib.checks import refused
+from tests.lib.meshes import SIZES
 
 P = PartitionSpec
 ALL = ft.FSDP("data", min_size=0)

@@ -8,16 +8,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from checks import refused
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
-from meshes import SIZES
-from trees import leaf, x
 
 import functree as ft
 from functree.devices.meshes import MeshView
 from functree.layout.bare_array_spec import activation
 from functree.layout.layout import as_layout, is_layout
+from tests.lib.checks import refused
+from tests.lib.meshes import SIZES
+from tests.lib.trees import leaf, x
 
 P = PartitionSpec
 

@@ -7,12 +7,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from checks import raises
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 from jaxtyping import Array, Float
-from meshes import mesh_of
 
 import functree as ft
+from tests.lib.checks import raises
+from tests.lib.meshes import mesh_of
 
 P = PartitionSpec
 

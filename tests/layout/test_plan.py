@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int, PRNGKeyArray
-from meshes import SIZES
 
 import functree as ft
+from tests.lib.meshes import SIZES
 
 P = PartitionSpec
 AUTO = (AxisType.Auto,) * 2

@@ -10,10 +10,10 @@ import jax.numpy as jnp
 import optax
 import pytest
 from jax.sharding import Mesh, PartitionSpec
-from meshes import SIZES
 
 import functree as ft
 from functree.layout.plan.page import MOST_LINES, parts_of
+from tests.lib.meshes import SIZES
 
 P = PartitionSpec
 TREE = {

@@ -7,18 +7,18 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from checks import python_calls, raises
 from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Float
-from meshes import SIZES
 from rich.cells import cell_len
 
 import functree as ft
 from functree.layout.plan.cut import cut_text
 from functree.layout.plan.fold import fold
 from functree.report.table import WIDTH
+from tests.lib.checks import python_calls, raises
+from tests.lib.meshes import SIZES
 
 P = PartitionSpec
 

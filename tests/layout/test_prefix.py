@@ -9,12 +9,12 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
-from meshes import SIZES
-from trees import Pair
 
 import functree as ft
 from functree.layout.prefix import broadcast
 from functree.tree.nodes import children
+from tests.lib.meshes import SIZES
+from tests.lib.trees import Pair
 
 P = PartitionSpec
 

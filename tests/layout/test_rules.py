@@ -11,14 +11,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from checks import refused as why
 from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 from jaxtyping import Array, Float
-from meshes import MESH, SIZES
 
 import functree as ft
+from tests.lib.checks import refused as why
+from tests.lib.meshes import MESH, SIZES
 
 P = PartitionSpec
 Table = list[tuple[str, Any]]

@@ -5,12 +5,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checks import raises
 from hypothesis import given
 from hypothesis import strategies as st
 
 import functree as ft
 from functree.layout.rules_file import layout_of_text, rules_text
+from tests.lib.checks import raises
 
 P = ft.P
 

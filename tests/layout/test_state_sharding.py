@@ -11,14 +11,14 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from checks import refused
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
-from meshes import SIZES
-from trees import mlp
 
 import functree as ft
 from functree.labels.filters.filter import as_filter
+from tests.lib.checks import refused
+from tests.lib.meshes import SIZES
+from tests.lib.trees import mlp
 
 P = PartitionSpec
 

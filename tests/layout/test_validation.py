@@ -9,7 +9,6 @@ import optax
 import pytest
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
-from trees import leaf
 
 import functree as ft
 from functree.devices.meshes import MeshView
@@ -24,6 +23,7 @@ from functree.layout.validation import (
     near_misses,
     refuse,
 )
+from tests.lib.trees import leaf
 
 P = PartitionSpec
 MESH = MeshView({"data": 2, "model": 4})

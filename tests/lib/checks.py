@@ -12,9 +12,9 @@ from typing import Any
 
 import jax
 import pytest
-from meshes import SIZES
 
 import functree as ft
+from tests.lib.meshes import SIZES
 
 
 def raises(*fragments: str, error: type[Exception] = ft.FunctreeError) -> Any:

@@ -2,7 +2,7 @@
 values.
 
 What breaks a cell is mostly one of its values, or two of them together. So the suite runs a
-covering of the pairs, with the cells that the table lists as special; `python tests/soak.py
+covering of the pairs, with the cells that the table lists as special; `python -m tests.soak
 --tables` runs every cell. Random cases are fewer in the suite, too.
 """
 
@@ -15,7 +15,7 @@ import hypothesis
 
 Cell = tuple[Any, ...]
 
-# The variable of the environment with which `tests/soak.py --tables` asks for the whole tables.
+# The variable of the environment with which `python -m tests.soak --tables` asks for the whole tables.
 WHOLE = "FUNCTREE_WHOLE_TABLES"
 
 

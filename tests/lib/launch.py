@@ -49,7 +49,7 @@ def started(
         **os.environ,
         "JAX_PLATFORMS": "cpu",
         "XLA_FLAGS": with_devices(devices // processes),
-        "PYTHONPATH": os.pathsep.join(map(str, [ROOT, ROOT / "tests", ROOT / "tests" / "lib"])),
+        "PYTHONPATH": str(ROOT),
         **environment,
     }
     if processes > 1:

@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
-from meshes import MESH
 
 import functree as ft
+from tests.lib.meshes import MESH
 
 BATCH, SEQ, EMBED, LAYERS, VOCAB = 16, 32, 64, 3, 256
 TENSOR = {"heads": "model", "kv_heads": "model", "hidden": "model", "vocab": "model"}

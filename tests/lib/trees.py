@@ -17,6 +17,14 @@ from functree.tree.axes import Axes
 from functree.tree.nodes import children
 from functree.tree.paths import Path
 
+# Leaves of several shapes and dtypes.
+ARRAYS = [
+    np.zeros((2, 3), np.float32),
+    np.int32(4),
+    np.ones(2, np.int8),
+    np.ones((2, 2), np.float32),
+]
+
 
 class Pair(NamedTuple):
     """A named tuple."""

@@ -10,11 +10,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from alike import assert_alike, assert_parts, jit_alike
 from jax import Array
-from meshes import MESH, SIZES, assert_lies
 
 import functree as ft
+from tests.lib.meshes import MESH, SIZES, assert_lies
+from tests.libraries.alike import assert_alike, assert_parts, jit_alike
 
 X = cx.LabeledAxis("x", np.linspace(0.0, 1.0, 8))
 Y = cx.SizedAxis("y", 4)

@@ -6,12 +6,12 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import optax
-from alike import assert_parts, jit_alike
 from distreqx import bijectors, distributions
 from jax import Array
-from meshes import MESH, assert_lies
 
 import functree as ft
+from tests.lib.meshes import MESH, assert_lies
+from tests.libraries.alike import assert_parts, jit_alike
 
 
 def mixture() -> Any:

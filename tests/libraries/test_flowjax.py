@@ -6,15 +6,15 @@ import equinox as eqx
 import jax
 import optax
 import paramax
-from alike import assert_alike, assert_parts, jit_alike
 from flowjax.distributions import StandardNormal, Transformed
 from flowjax.flows import masked_autoregressive_flow
 from flowjax.train.losses import MaximumLikelihoodLoss
 from flowjax.train.train_utils import step as flowjax_step
 from jax import Array
-from meshes import MESH, lay
 
 import functree as ft
+from tests.lib.meshes import MESH, lay
+from tests.libraries.alike import assert_alike, assert_parts, jit_alike
 
 
 def flow() -> Transformed:

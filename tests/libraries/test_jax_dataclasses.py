@@ -8,12 +8,12 @@ import jax
 import jax.numpy as jnp
 import jax_dataclasses as jdc
 import optax
-from alike import assert_alike, assert_parts, jit_alike
 from jax import Array
 from jaxtyping import Float
-from meshes import MESH, SIZES, assert_lies, lay
 
 import functree as ft
+from tests.lib.meshes import MESH, SIZES, assert_lies, lay
+from tests.libraries.alike import assert_alike, assert_parts, jit_alike
 
 
 @jdc.pytree_dataclass

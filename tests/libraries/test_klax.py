@@ -8,11 +8,11 @@ import jax
 import jax.numpy as jnp
 import klax
 import optax
-from alike import assert_alike, jit_alike
 from jax import Array
-from meshes import MESH, assert_lies, lay
 
 import functree as ft
+from tests.lib.meshes import MESH, assert_lies, lay
+from tests.libraries.alike import assert_alike, jit_alike
 
 
 def model() -> klax.nn.MLP:

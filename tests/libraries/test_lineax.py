@@ -9,11 +9,11 @@ import jax.numpy as jnp
 import lineax as lx
 import numpy as np
 import pytest
-from alike import assert_alike, assert_parts, jit_alike
 from jax import Array
-from meshes import MESH, assert_lies, lay
 
 import functree as ft
+from tests.lib.meshes import MESH, assert_lies, lay
+from tests.libraries.alike import assert_alike, assert_parts, jit_alike
 
 N = 4
 

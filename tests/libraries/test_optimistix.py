@@ -7,10 +7,10 @@ import equinox as eqx
 import jax.numpy as jnp
 import optimistix as optx
 import pytest
-from alike import assert_alike, assert_parts, jit_alike
 from jax import Array
 
 import functree as ft
+from tests.libraries.alike import assert_alike, assert_parts, jit_alike
 
 TOL = {"rtol": 1e-5, "atol": 1e-5}
 Args = tuple[Callable[[Array], Array], Array]

@@ -7,11 +7,11 @@ import jax
 import jax.numpy as jnp
 import optax
 import pdequinox as pdeqx
-from alike import assert_alike
 from jax import Array
-from meshes import MESH, assert_lies, lay
 
 import functree as ft
+from tests.lib.meshes import MESH, assert_lies, lay
+from tests.libraries.alike import assert_alike
 
 
 def loss(model: Any, x: Array) -> Array:

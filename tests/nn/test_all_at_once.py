@@ -5,6 +5,7 @@ from typing import Any
 import jax
 import numpy as np
 import optax
+import pytest
 
 import functree as ft
 
@@ -44,6 +45,7 @@ def losses(ts: ft.TrainState, step: Any, tokens: jax.Array) -> list[float]:
     return found
 
 
+@pytest.mark.slow
 def test_losses_are_those_of_one_device() -> None:
     tokens = jax.random.randint(jax.random.key(1), (8, 17), 0, 64)
     one = ft.nn.TransformerConfig(64, 32, **SIZES)

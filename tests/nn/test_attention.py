@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from checks import raises
 
 import functree as ft
 from functree.nn.attention import attend as attending
@@ -18,6 +17,7 @@ from functree.nn.attention.attend import attend
 from functree.nn.attention.chunked import Mask, chunked
 from functree.nn.attention.kernels import splash
 from functree.nn.attention.splash_mask import CausalMask
+from tests.lib.checks import raises
 
 RANDOM = np.random.default_rng(0)
 

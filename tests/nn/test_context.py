@@ -7,14 +7,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from checks import raises
-from covering import selected_cells
 
 import functree as ft
 from functree.nn.attention import attend as attending
 from functree.nn.attention import kernels
 from functree.nn.attention.attend import attend
 from functree.nn.attention.context import parts_of
+from tests.lib.checks import raises
+from tests.lib.covering import selected_cells
 
 BATCH, SEQ, HEADS, KV_HEADS, SIZE = 2, 32, 8, 2, 4
 RANDOM = np.random.default_rng(0)

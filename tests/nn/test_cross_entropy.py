@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from checks import raises
 
 import functree as ft
+from tests.lib.checks import raises
 
 RANDOM = np.random.default_rng(0)
 TOKENS, TARGETS = (RANDOM.integers(0, 96, (4, 30)).astype(np.int32) for _ in range(2))

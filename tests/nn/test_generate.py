@@ -10,10 +10,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from checks import raises
 
 import functree as ft
 from functree.nn.generate import generation
+from tests.lib.checks import raises
 
 SIZES = {
     "vocab_size": 96,

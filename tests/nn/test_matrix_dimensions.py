@@ -9,11 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from checks import raises
 from jaxtyping import Array, Float
 from optax.contrib import MuonDimensionNumbers
 
 import functree as ft
+from tests.lib.checks import raises
 
 LINEAR = MuonDimensionNumbers(-2, -1)
 INTO_HEADS = MuonDimensionNumbers(-3, (-2, -1))

@@ -10,9 +10,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from checks import raises
-from covering import selected_cells
-from moe_oracle import Result, mixture
 
 import functree as ft
 from functree import nn
@@ -20,6 +17,9 @@ from functree.nn.moe import dispatch, experts
 from functree.nn.moe.assignment import capacity_of
 from functree.nn.moe.choose import chosen_dispatch
 from functree.nn.moe.sharding import Shards
+from tests.lib.checks import raises
+from tests.lib.covering import selected_cells
+from tests.nn.moe_oracle import Result, mixture
 
 KEY = jax.random.key(0)
 EMBED, HIDDEN, EXPERTS, TOP_K = 6, 4, 4, 2

@@ -13,7 +13,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from checks import raises
 from jax.sharding import PartitionSpec
 
 import functree as ft
@@ -31,6 +30,7 @@ from functree.state.train import TrainState, apply_gradients
 from functree.transforms.grad.grad import value_and_grad
 from functree.transforms.jit.jit import jit
 from functree.tree.axes import Axes
+from tests.lib.checks import raises
 
 CONFIG = nn.TransformerConfig(
     vocab_size=37, embed=12, layers=3, heads=4, kv_heads=2, head_dim=6, hidden=20, max_seq=16

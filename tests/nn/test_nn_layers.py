@@ -11,13 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from covering import selected_cells
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
 
 import functree as ft
 from functree import nn
 from functree.errors import AxesError, FunctreeError, RuleError
+from tests.lib.covering import selected_cells
 
 P = PartitionSpec
 KEY = jax.random.key(0)

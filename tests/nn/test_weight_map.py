@@ -7,9 +7,9 @@ from typing import Any
 
 import jax.numpy as jnp
 import pytest
-from checks import raises
 
 import functree as ft
+from tests.lib.checks import raises
 
 MODELS = Path(__file__).parents[1] / "fixtures" / "hf"
 SIZES = {

@@ -9,10 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from covering import selected_cells
 from jax.sharding import AxisType, PartitionSpec
 
 from functree.optimizers.exchange import Exchange
+from tests.lib.covering import selected_cells
 
 P = PartitionSpec
 SIZES = {"a": 2, "b": 2, "c": 2, "one": 1}

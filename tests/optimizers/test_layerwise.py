@@ -11,11 +11,11 @@ import optax
 import optax.contrib
 import pytest
 from jaxtyping import Array, Float
-from optimizers import NAMES, build, given
 
 import functree as ft
 from functree.labels.leaves import arrays_by_path
 from functree.labels.optimizer.evaluate import evaluate
+from tests.lib.optimizers import NAMES, build, given
 
 P = ft.P
 LAYERS = 3

@@ -12,10 +12,10 @@ import optax
 import optax.contrib
 import pytest
 from jaxtyping import Array, Float
-from meshes import EXPLICIT, MESH, SIZES, assert_lies
 
 import functree as ft
 from functree.labels.leaves import arrays_by_path
+from tests.lib.meshes import EXPLICIT, MESH, SIZES, assert_lies
 
 P = ft.P
 LAYERS, EMBED, HIDDEN = 3, 8, 16

@@ -10,13 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from checks import raises
-from covering import selected_cells
 from jax.sharding import AxisType, Mesh, PartitionSpec
 from jaxtyping import Array, Float
-from meshes import EXPLICIT, MESH
 
 import functree as ft
+from tests.lib.checks import raises
+from tests.lib.covering import selected_cells
+from tests.lib.meshes import EXPLICIT, MESH
 
 P = PartitionSpec
 

@@ -550,9 +550,3 @@ def test_the_standard_library_has_private_modules_too(tmp_path: Path) -> None:
     root = package(tmp_path, {"errors.py": "import _thread\n"})
     assert "_thread" in sys.builtin_module_names
     assert private_imports(root) == ["pkg/errors.py:1: _thread is private"]
-
-
-def test_no_two_test_files_have_one_name() -> None:
-    # pytest imports them by name alone, and so collects one of the two.
-    names = [path.name for path in PACKAGE.with_name("tests").rglob("test_*.py")]
-    assert sorted(names) == sorted(set(names))

@@ -77,6 +77,7 @@ def test_what_moves_without_constraints() -> None:
     assert bytes_moved(without(module, *rest)) == all_of_them
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("promotion")
 def test_the_commands_of_the_page(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

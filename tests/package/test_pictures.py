@@ -21,6 +21,7 @@ def drawn(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_the_pictures_in_the_repository_are_what_functree_draws(drawn: Path) -> None:
     names = {path.name for path in drawn.iterdir()}
     assert {path.name for path in STORED.glob("*.svg")} == names

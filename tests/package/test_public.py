@@ -149,6 +149,7 @@ def test_every_public_name_is_in_the_documentation() -> None:
     )
 
 
+@pytest.mark.slow
 def test_the_types_are_complete() -> None:
     """`pyright --verifytypes`: every public name, parameter and result has a type that is known."""
     # As an installed package: pyright looks for it where imports do, and a checkout need not be
@@ -224,6 +225,7 @@ def test_a_name_must_stand_in_the_documentation_whole() -> None:
     assert undocumented(names, pages) == ["shard", "nn.Lin", "Linear"]
 
 
+@pytest.mark.slow
 def test_what_takes_long_to_import_is_imported_when_it_is_needed():
     code = "import sys, functree; print([name for name in ('beartype', 'rich', 'hypothesis') if name in sys.modules])"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True, text=True)

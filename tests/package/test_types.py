@@ -299,6 +299,7 @@ def errors(report: list[dict[str, Any]]) -> list[str]:
     return [message for message in messages if not message.startswith(tuple(OF_OTHERS))]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("expression", EXPRESSIONS)
 def test_the_users_own_types(reports: dict[str, list[dict[str, Any]]], expression: str):
     line = len(BEFORE.splitlines()) + list(EXPRESSIONS).index(expression)
@@ -323,10 +324,12 @@ def test_every_public_function_has_a_row() -> None:
     assert functions == FUNCTIONS.keys()
 
 
+@pytest.mark.slow
 def test_a_users_program_has_no_error(reports: dict[str, list[dict[str, Any]]]):
     assert errors(reports["program.py"]) == []
 
 
+@pytest.mark.slow
 def test_what_others_leave_unknown(reports: dict[str, list[dict[str, Any]]]):
     """A canary: what is no longer so is taken from the list."""
     messages = [one["message"] for one in reports["program.py"] if one["severity"] == "error"]

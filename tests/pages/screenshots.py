@@ -1,23 +1,21 @@
 """The documentation ─► a picture of each page, on a phone and on a desk, light and dark.
 
-`python tests/pages/screenshots.py FOLDER` builds the site and writes `FOLDER/<width>-<scheme>/`. It
+`python -m tests.pages.screenshots FOLDER` builds the site and writes `FOLDER/<width>-<scheme>/`. It
 needs the extra `docs` and Chromium.
 """
 
 import argparse
 import base64
 import fnmatch
-import sys
 import tempfile
 import time
 from itertools import product
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "lib"))
-
-from browsers import chromium
-from built_site import address, build, page_names, served
 from selenium import webdriver
+
+from tests.lib.browsers import chromium
+from tests.pages.built_site import address, build, page_names, served
 
 WIDTHS = (400, 1400)
 SCHEMES = ("light", "dark")

@@ -17,7 +17,10 @@ from nbclient.exceptions import CellExecutionError  # noqa: E402
 
 NOTEBOOKS = sorted((ROOT / "docs").rglob("*.ipynb"))
 # Of the kernel's client, which is not ours.
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning"),
+]
 
 
 def notebook(*sources: str, tags: tuple[str, ...] = ()) -> str:

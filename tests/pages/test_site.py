@@ -14,10 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from browsers import chromium
-from built_site import ROOT, address, build_once, page_names, served
 from selenium import webdriver
 from selenium.webdriver.common.by import By
+
+from tests.lib.browsers import chromium
+from tests.pages.built_site import ROOT, address, build_once, page_names, served
+
+pytestmark = pytest.mark.slow  # the site is built, and opened in a browser
 
 HERE = Path(__file__).parent
 PAGES = page_names()

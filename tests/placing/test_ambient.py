@@ -9,14 +9,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from checks import raises
 from jax import Array
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Float
-from meshes import MESH, assert_lies, lay
 
 import functree as ft
 from functree.placing.ambient import ambient_rules
+from tests.lib.checks import raises
+from tests.lib.meshes import MESH, assert_lies, lay
 
 RULES = ft.AxisRules({"batch": "data", "hidden": "model", "embed": None})
 

@@ -4,11 +4,11 @@ from typing import Any
 
 import jax
 import pytest
-from checks import raises
 from jax.sharding import PartitionSpec as P
-from meshes import EXPLICIT, MESH
 
 import functree as ft
+from tests.lib.checks import raises
+from tests.lib.meshes import EXPLICIT, MESH
 
 RULES = ft.AxisRules(
     {"experts": ("data", "model"), "hidden": "model", "layers": "data", "embed": None}

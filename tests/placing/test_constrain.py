@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jaxtyping import Array
-from meshes import MESH, mesh_of
-from trees import MLP, mlp
 
 import functree as ft
+from tests.lib.meshes import MESH, mesh_of
+from tests.lib.trees import MLP, mlp
 
 P = PartitionSpec
 RULES = ft.AxisRules({"batch": "data", "hidden": "model", "embed": None})

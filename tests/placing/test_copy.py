@@ -7,12 +7,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from checks import raises
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from meshes import EXPLICIT, MESH
 
 import functree as ft
+from tests.lib.checks import raises
+from tests.lib.meshes import EXPLICIT, MESH
 
 X = np.arange(32, dtype=np.float32).reshape(8, 4)
 ARRAYS: dict[str, Any] = {

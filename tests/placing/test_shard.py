@@ -7,16 +7,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from checks import python_calls
 from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
-from meshes import MESH, mesh_of
-from trees import MLP, mlp
 
 import functree as ft
 from functree.layout.plan.make_plan import plan_leaves
+from tests.lib.checks import python_calls
+from tests.lib.meshes import MESH, mesh_of
+from tests.lib.trees import MLP, mlp
 
 P = PartitionSpec
 RULES = ft.AxisRules({"batch": "data", "hidden": "model", "embed": None})

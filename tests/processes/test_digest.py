@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding
-from meshes import EXPLICIT, MESH
 
 import functree as ft
 from functree.processes.digest import digest as found
 from functree.processes.digest import strides
+from tests.lib.meshes import EXPLICIT, MESH
 
 DTYPES = [
     "bool_", "int2", "uint2", "int4", "uint4", "int8", "uint16", "int32", "uint32", "int64", "float64", "complex64",

@@ -18,15 +18,15 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from checks import raises
-from covering import whole_tables
-from gcs_emulator import Emulator
-from launch import ROOT, Running, ended, started
-from meshes import MESH
 
 import functree as ft
+from tests.lib.checks import raises
+from tests.lib.covering import whole_tables
+from tests.lib.gcs_emulator import Emulator
+from tests.lib.launch import ROOT, Running, ended, started
+from tests.lib.meshes import MESH
 
-WORKER = str(ROOT / "tests" / "lib" / "process_cases.py")
+WORKER = str(ROOT / "tests" / "processes" / "process_cases.py")
 _CHECK = r"\(`ft\.check_processes`\)"
 LIMIT = 10.0  # seconds in which each case has to end
 
@@ -485,6 +485,7 @@ def check_text(text: str, fragments: Sequence[str], processes: int) -> None:
 
 
 # In four processes the cases do what they do in two, on other sizes of the mesh.
+@pytest.mark.slow
 @pytest.mark.parametrize("processes", [2, 4] if whole_tables() else [2])
 def test_silent_failure_36_what_works_and_what_differs(
     processes: int, alone: dict[str, Any], tmp_path: Path
@@ -563,7 +564,7 @@ def _await(path: Path, running: Sequence["subprocess.Popen[str]"], seconds: floa
 
 LOOP = """
 import sys, time
-from launch import initialized
+from tests.lib.launch import initialized
 initialized()
 import jax, jax.numpy as jnp, functree as ft
 from pathlib import Path
@@ -581,6 +582,7 @@ print("stopped", stopped)
 """
 
 
+@pytest.mark.slow
 def test_a_killed_process_ends_the_others(tmp_path: Path) -> None:
     running = started(["-c", LOOP, str(tmp_path)], 2, FUNCTREE_HEARTBEAT_SECONDS="5")
     _await(tmp_path / "runs1", running)
@@ -596,7 +598,7 @@ import os, sys
 how, rank = sys.argv[1], int(os.environ["FUNCTREE_PROCESS"])
 if how == "devices" and rank == 1:
     os.environ["XLA_FLAGS"] = os.environ["XLA_FLAGS"].replace("device_count=4", "device_count=2")
-from launch import initialized
+from tests.lib.launch import initialized
 initialized()
 import jax, functree as ft
 jax.devices()  # JAX waits here for all processes, for minutes
@@ -636,6 +638,7 @@ APARTS: dict[str, list[list[str]]] = {
 }
 
 
+@pytest.mark.slow
 def test_processes_that_cannot_be_compared() -> None:
     running: dict[str, Running] = {}
     for how in APARTS:  # at once: most of the time they wait
@@ -652,6 +655,7 @@ def test_processes_that_cannot_be_compared() -> None:
             check_text(out, fragments, 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("processes", [1, 2])
 def test_sigterm_of_one_process_stops_all_at_one_step(processes: int, tmp_path: Path) -> None:
     running = started(["-c", LOOP, str(tmp_path)], processes)
@@ -664,6 +668,7 @@ def test_sigterm_of_one_process_stops_all_at_one_step(processes: int, tmp_path: 
     assert len(steps) == 1 and steps.pop().isdigit()
 
 
+@pytest.mark.slow
 def test_preempted_listens_in_the_main_thread() -> None:
     code = """
 import os, signal, threading, functree as ft
@@ -689,6 +694,7 @@ os.kill(os.getpid(), signal.SIGTERM)
         ft.preempted(-1)
 
 
+@pytest.mark.slow
 def test_a_second_sigterm_ends_the_process() -> None:
     """As a run that hangs, and never comes to its next step."""
     code = """

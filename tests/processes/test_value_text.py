@@ -16,11 +16,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from meshes import MESH
 
 import functree as ft
 from functree.processes.facts import configuration, facts_of, settings
 from functree.processes.value_text import value_text
+from tests.lib.meshes import MESH
 
 
 class Plain:

@@ -11,13 +11,15 @@ from typing import Any
 import jax
 import optax
 import pytest
-from browsers import chromium
-from meshes import SIZES
 from selenium import webdriver
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 
 import functree as ft
+from tests.lib.browsers import chromium
+from tests.lib.meshes import SIZES
+
+pytestmark = pytest.mark.slow  # a browser is a process
 
 
 @pytest.fixture(scope="module")

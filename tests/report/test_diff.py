@@ -10,13 +10,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
-from checks import raises
-from meshes import MESH, SIZES
-from training import LAYOUTS, gradient, make
 
 import functree as ft
 from functree.report.byte_sizes import Bytes
 from functree.report.diff import Change, Diff, by_bytes
+from tests.lib.checks import raises
+from tests.lib.meshes import MESH, SIZES
+from tests.lib.training import LAYOUTS, gradient, make
 
 TREE = {
     "layers": [{"w": jnp.ones((8, 16)), "b": jnp.ones(16)} for _ in range(3)],

@@ -4,10 +4,10 @@ import json
 from typing import Any
 
 import pytest
-from checks import raises
 
 from functree.errors import FunctreeError, FunctreeTypeError, FunctreeValueError
 from functree.report.json_text import SIZE, loaded
+from tests.lib.checks import raises
 
 FORM: Any = {
     "sizes": {...: int},

@@ -8,10 +8,10 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from checks import raises
 from jaxtyping import Array, Float
 
 import functree as ft
+from tests.lib.checks import raises
 
 
 class Layer(eqx.Module):

@@ -4,21 +4,21 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import checks
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from checks import compilations
 from jax import Array
 from jax.sharding import NamedSharding
 from jax.tree_util import DictKey, tree_flatten_with_path
 from jaxtyping import Float
-from meshes import MESH
 
 import functree as ft
 from functree.tree.axes import Axes
+from tests.lib import checks
+from tests.lib.checks import compilations
+from tests.lib.meshes import MESH
 
 P = ft.P
 RULES = ft.AxisRules({"batch": "data", "embed": "model", "layers": None})

@@ -10,15 +10,15 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from checks import python_calls, raises
 from jax import Array
 from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Float, Int, PRNGKeyArray
-from meshes import MESH, SIZES
 
 import functree as ft
 from functree.labels.filters.filter import as_filter
 from functree.labels.leaves import read
+from tests.lib.checks import python_calls, raises
+from tests.lib.meshes import MESH, SIZES
 
 P = ft.P
 RULES = ft.AxisRules(

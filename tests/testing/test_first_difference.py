@@ -11,12 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from checks import raises
-from covering import whole_tables
 from jax import lax
-from meshes import MESH, SIZES, lay
-from planted_faults import FAULTS, PROGRAMS, faulty, line_of
-from sound_programs import SOUND
 
 import functree as ft
 from functree.testing import Operation, assert_same_as_unsharded, first_nonfinite
@@ -30,6 +25,11 @@ from functree.testing.programs import Program
 from functree.testing.relations import Kind, relate
 from functree.testing.scopes import Scope
 from functree.testing.search import Finding, Search
+from tests.lib.checks import raises
+from tests.lib.covering import whole_tables
+from tests.lib.meshes import MESH, SIZES, lay
+from tests.testing.planted_faults import FAULTS, PROGRAMS, faulty, line_of
+from tests.testing.sound_programs import SOUND
 
 P = ft.P
 
@@ -94,7 +94,7 @@ def test_nothing_is_named_in_a_program_without_its_faults(number: int) -> None:
     assert compared(number).finding(0) is None
 
 
-# Those that compile quickly. `tests/soak.py --tables` runs all.
+# Those that compile quickly. `python -m tests.soak --tables` runs all.
 QUICK = (
     "MLP by hand, outside gradient, True", "fsdp_by_hand", "ring_of_products", "softmax_by_hand", "all_to_all",
     "vocabulary_by_hand", "scan_in_a_shard_map", "conditional_by_device", "partly_manual", "newton", "integers",

@@ -10,10 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from checks import raises
 from jaxtyping import Array, Float
-from meshes import EXPLICIT, MESH, SIZES
-from training import LAYOUTS, batch_spec, gradient, loss, make, training_step
 
 import functree as ft
 from functree.testing import (
@@ -24,6 +21,9 @@ from functree.testing import (
     assert_peak_memory,
     assert_same_as_unsharded,
 )
+from tests.lib.checks import raises
+from tests.lib.meshes import EXPLICIT, MESH, SIZES
+from tests.lib.training import LAYOUTS, batch_spec, gradient, loss, make, training_step
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 failing = pytest.raises(AssertionError)

@@ -8,10 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from checks import raises
 from jax import Array
 
 import functree as ft
+from tests.lib.checks import raises
 
 P = ft.P
 DATA, TP = (

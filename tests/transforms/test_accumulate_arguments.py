@@ -11,11 +11,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from checks import raises, warns
 from jax import Array
 from jaxtyping import Float
 
 import functree as ft
+from tests.lib.checks import raises, warns
 
 P = ft.P
 STEPS = 4

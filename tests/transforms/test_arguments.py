@@ -12,16 +12,16 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from checks import compilations, raises
 from jax import Array
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Float
-from meshes import EXPLICIT, MESH
 
 import functree as ft
 from functree.layout.decision import Decision, Dimension
 from functree.transforms.jit import arguments
 from functree.transforms.jit.arguments import Targets
+from tests.lib.checks import compilations, raises
+from tests.lib.meshes import EXPLICIT, MESH
 
 P = PartitionSpec
 RULES = ft.AxisRules({"batch": "data", "hidden": "model", "embed": None})

@@ -13,16 +13,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from checks import raises
 from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
-from meshes import EXPLICIT, MESH
 
 import functree as ft
 from functree.labels.pack import pack
 from functree.transforms.grad.grad import grad, value_and_grad
+from tests.lib.checks import raises
+from tests.lib.meshes import EXPLICIT, MESH
 
 P = PartitionSpec
 RULES = ft.AxisRules({"batch": "data", "hidden": "model", "embed": None, "layers": None}) | ft.FSDP(

@@ -10,11 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from checks import raises
 from jaxtyping import Array, Float
-from meshes import EXPLICIT, MESH
 
 import functree as ft
+from tests.lib.checks import raises
+from tests.lib.meshes import EXPLICIT, MESH
 
 P = ft.P
 RULES = ft.AxisRules({"embed": None, "hidden": "model"})

@@ -11,12 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from checks import raises
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
-from meshes import MESH, mesh_of
 
 import functree as ft
+from tests.lib.checks import raises
+from tests.lib.meshes import MESH, mesh_of
 
 P = PartitionSpec
 RULES = ft.AxisRules({"embed": "data", "hidden": "model"})

@@ -11,14 +11,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from checks import counted, raises
 from jax import Array
 from jax.sharding import PartitionSpec
 from jaxtyping import Float
-from meshes import MESH
-from structures import Pair
 
 import functree as ft
+from tests.lib.checks import counted, raises
+from tests.lib.meshes import MESH
+from tests.lib.structures import Pair
 
 P = PartitionSpec
 

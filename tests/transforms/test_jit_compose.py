@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 from jax import Array
 from jax.sharding import NamedSharding, PartitionSpec
-from meshes import EXPLICIT, MESH
-from trees import MLP
 
 import functree as ft
+from tests.lib.meshes import EXPLICIT, MESH
+from tests.lib.trees import MLP
 
 P = PartitionSpec
 RULES = ft.AxisRules({"batch": "data", "hidden": "model", "embed": None})

@@ -5,21 +5,21 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import checks
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from checks import python_calls
 from jax import Array
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 from jaxtyping import Float
-from meshes import EXPLICIT, MESH, assert_lies
 
 import functree as ft
 from functree.transforms.jit.jitted import Jit
+from tests.lib import checks
+from tests.lib.checks import python_calls
+from tests.lib.meshes import EXPLICIT, MESH, assert_lies
 
 P = PartitionSpec
 REVERSED = Mesh(MESH.devices[::-1, ::-1], MESH.axis_names, axis_types=(AxisType.Auto,) * 2)

@@ -8,12 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
-from meshes import EXPLICIT, MESH, lay
-from trees import leaf, x
 
 import functree as ft
 from functree.layout.plan.make_plan import read_for
 from functree.transforms.shard_map.manual_mesh import ManualMesh, PartialView, is_untyped
+from tests.lib.meshes import EXPLICIT, MESH, lay
+from tests.lib.trees import leaf, x
 
 P = PartitionSpec
 BOTH, DATA = ManualMesh(MESH, frozenset({"data", "model"})), ManualMesh(MESH, frozenset({"data"}))

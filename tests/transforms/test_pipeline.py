@@ -9,11 +9,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from checks import raises
-from covering import selected_cells
 from jaxtyping import Array, Float
 
 import functree as ft
+from tests.lib.checks import raises
+from tests.lib.covering import selected_cells
 
 DEPTH, BATCH, EMBED, HIDDEN = 4, 32, 8, 16
 RANDOM = np.random.default_rng(0)

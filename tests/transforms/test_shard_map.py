@@ -12,14 +12,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from checks import python_calls, raises
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
-from meshes import MESH, mesh_of
 
 import functree as ft
 from functree.placing.ambient import ambient_rules
 from functree.transforms.shard_map.shard_map import shard_map
+from tests.lib.checks import python_calls, raises
+from tests.lib.meshes import MESH, mesh_of
 
 P = PartitionSpec
 RULES = ft.AxisRules({"batch": "data", "hidden": "model", "embed": None})

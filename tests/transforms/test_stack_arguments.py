@@ -6,10 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from trees import x
 
 from functree.errors import FunctreeTypeError, FunctreeValueError
 from functree.transforms.stack_arguments import check_each
+from tests.lib.trees import x
 
 
 def layer(h: Any, shared: Any = None, *, key: Any = None, mask: Any = None) -> Any:

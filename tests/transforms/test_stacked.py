@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from checks import raises
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AxisType
 from jaxtyping import Array, Float, PRNGKeyArray
@@ -21,6 +20,7 @@ from functree.nn import block, mlp
 from functree.nn.attention import layer as attention
 from functree.transforms.remat import offload, remat_policy
 from functree.transforms.stacked import Stacked, stack
+from tests.lib.checks import raises
 
 DEPTH, SIZE = 5, 4
 KEY = jax.random.key(0)

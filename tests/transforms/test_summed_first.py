@@ -7,7 +7,6 @@ import equinox as eqx
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from checks import raises
 from jax import Array
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Float
@@ -17,6 +16,7 @@ from functree.labels.leaves import read
 from functree.layout.layout import as_layout
 from functree.placing.ambient import has_axis_rules
 from functree.transforms.grad.summed_first import SummedFirst
+from tests.lib.checks import raises
 
 MESH = ft.make_mesh(a=2, b=2, c=2)
 X = np.random.default_rng(0).normal(size=(8, 6, 8))

@@ -10,14 +10,14 @@ import jax.numpy as jnp
 import jaxtyping
 import numpy as np
 import pytest
-from checks import raises
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
-from meshes import EXPLICIT, MESH
 
 import functree as ft
 from functree.transforms.shard_map.shard_map import shard_map
 from functree.transforms.typed import typed
+from tests.lib.checks import raises
+from tests.lib.meshes import EXPLICIT, MESH
 
 P = PartitionSpec
 RULES = ft.AxisRules({"batch": "data", "hidden": "model", "embed": None})

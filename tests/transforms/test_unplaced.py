@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
-from meshes import EXPLICIT, MESH
 
 import functree as ft
+from tests.lib.meshes import EXPLICIT, MESH
 
 P = PartitionSpec
 RULES = ft.AxisRules({"batch": "data", "hidden": "model", "embed": None})

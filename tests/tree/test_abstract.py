@@ -5,10 +5,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from structures import Pair
 
 from functree.labels.leaves import arrays_by_path
 from functree.tree.skeleton.abstract import abstract_result, read_abstract
+from tests.lib.structures import Pair
 
 
 def doubled(tree: Any) -> Any:

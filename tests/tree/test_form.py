@@ -12,13 +12,13 @@ import jax.numpy as jnp
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from structures import CHANGED, TREES, Method, Pair, X, arrays_of, described, same_objects
 
 import functree as ft
 import functree.tree.skeleton.form as form_module
 from functree.tree.arrays import is_array
 from functree.tree.skeleton.form import LARGE, Form, form_of
 from functree.tree.skeleton.skeleton import Skeleton
+from tests.lib.structures import CHANGED, TREES, Method, Pair, X, arrays_of, described, same_objects
 
 
 def forms(tree: Any) -> Iterator[Form]:

@@ -11,12 +11,12 @@ import optax
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from patterns import KEYS, PARTS, written
 from safetensors.numpy import save_file
 
 import functree as ft
 from functree.tree.globs import capturing_pattern, glob_pattern, literal_text, match_text
 from functree.tree.paths import Path, part_text
+from tests.lib.patterns import KEYS, PARTS, written
 
 
 def matches(pattern: str, *keys: Any) -> bool:

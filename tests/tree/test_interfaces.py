@@ -6,10 +6,10 @@ from typing import Any
 import equinox as eqx
 import jax.numpy as jnp
 import pytest
-from trees import Leafy, linear
 
 import functree as ft
 from functree.tree.interfaces import Entry, HoldsState, PackedTree, Stack, StateMapping, own_names
+from tests.lib.trees import Leafy, linear
 
 
 class Named(eqx.Module):

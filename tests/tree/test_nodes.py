@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from trees import Keyless, Leafy, Pair, containers, is_none, nodes, same
 
 import functree as ft
 from functree.tree.nodes import (
@@ -29,6 +28,7 @@ from functree.tree.nodes import (
 )
 from functree.tree.paths import Path
 from functree.tree.skeleton.kinds import LEAVES as LEAF_KINDS
+from tests.lib.trees import Keyless, Leafy, Pair, containers, is_none, nodes, same
 
 LEAVES = st.sampled_from(
     [np.zeros((2, 3), np.float32), np.int32(4), None, 1, True, "text", abs, ()]

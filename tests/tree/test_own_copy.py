@@ -7,10 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from structures import STATIC_WITHOUT_HASH, Pair, Point, X
 
 from functree.tree.skeleton.own_copy import own_copy
 from functree.tree.skeleton.static_value import same_value
+from tests.lib.structures import STATIC_WITHOUT_HASH, Pair, Point, X
 
 
 @pytest.mark.parametrize("name", STATIC_WITHOUT_HASH)

@@ -10,10 +10,10 @@ import jax.numpy as jnp
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from trees import Keyless, Pair
 
 import functree as ft
 from functree.tree.paths import Path
+from tests.lib.trees import Keyless, Pair
 
 TEXTS = {
     "": (),

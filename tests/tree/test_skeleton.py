@@ -15,12 +15,22 @@ import numpy as np
 import pytest
 from hypothesis import given
 from jax.scipy.spatial.transform import Rotation
-from structures import TREES, Method, Pair, Point, Registered, X, arrays_of, described, same_objects
 
 import functree as ft
 from functree.calls.call_groups import CallGroups
 from functree.labels.leaves import read
 from functree.tree.skeleton.skeleton import Skeleton
+from tests.lib.structures import (
+    TREES,
+    Method,
+    Pair,
+    Point,
+    Registered,
+    X,
+    arrays_of,
+    described,
+    same_objects,
+)
 
 
 def test_init_is_not_called_again():

@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import pytest
 from hypothesis import given
-from structures import TREES, Custom, Pair, Point
 
 from functree.tree.skeleton.static_value import StaticValue
 from functree.tree.skeleton.treedefs import (
@@ -19,6 +18,7 @@ from functree.tree.skeleton.treedefs import (
     leaves_and_nones,
     with_none_as_leaf,
 )
+from tests.lib.structures import TREES, Custom, Pair, Point
 
 
 def is_none(node: Any) -> bool:

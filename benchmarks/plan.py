@@ -1,0 +1,202 @@
+"""How long planning a tree takes, against flattening it with paths in the same process; exits 1
+where it is too long.
+
+Each measurement plans a tree whose layout is made afresh, so that nothing is remembered from the
+last one; the ones that are compared run in turn, with a collection in front of each and the
+collector on. Times are medians, and so are the ratios of the times within one round, which a busy
+machine disturbs less.
+"""
+
+import argparse
+import gc
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import equinox as eqx
+import jax
+from jax.sharding import PartitionSpec as P
+from jax.tree_util import tree_flatten_with_path
+from jaxtyping import Array, Float
+
+import functree as ft
+
+SIZES = {"data": 2, "model": 4}
+PLAN_LIMIT = 20.0  # times flattening with paths
+FILTERS_LIMIT = 3.0  # times planning without filters
+LEAVES_PER_BLOCK = 10
+
+
+class Attention(eqx.Module):
+    query: Float[Array, "embed heads"]
+    key: Float[Array, "embed heads"]
+    value: Float[Array, "embed heads"]
+    output: Float[Array, "heads embed"]
+    bias: Float[Array, "embed"]
+
+
+class MLP(eqx.Module):
+    up: Float[Array, "embed hidden"]
+    down: Float[Array, "hidden embed"]
+    bias: Float[Array, "embed"]
+
+
+class Block(eqx.Module):
+    attn: Attention
+    mlp: MLP
+    norm: Float[Array, "embed"]
+    scale: Float[Array, "embed"]
+
+
+class Model(eqx.Module):
+    blocks: list[Block]
+
+
+def array(*shape: int) -> Any:
+    return jax.ShapeDtypeStruct(shape, "float32")
+
+
+def block() -> Block:
+    attention = Attention(array(64, 32), array(64, 32), array(64, 32), array(32, 64), array(64))
+    return Block(attention, MLP(array(64, 256), array(256, 64), array(64)), array(64), array(64))
+
+
+def modules(leaves: int) -> Any:
+    return Model([block() for _ in range(leaves // LEAVES_PER_BLOCK)])
+
+
+def dicts(leaves: int) -> Any:
+    """The same tree as dicts, without a name for any axis."""
+
+    def plain(node: Any) -> Any:
+        return (
+            {k: plain(v) for k, v in vars(node).items()} if isinstance(node, eqx.Module) else node
+        )
+
+    return {"blocks": [plain(block()) for _ in range(leaves // LEAVES_PER_BLOCK)]}
+
+
+def rules() -> Any:
+    names = {"heads": "model", "hidden": "model", "embed": None}
+    return ft.AxisRules(names) | ft.FSDP("data", min_size=2**10)
+
+
+def fsdp() -> Any:
+    return ft.FSDP("data", min_size=2**10)
+
+
+def filtered(layout: Callable[[], Any]) -> Callable[[], Any]:
+    """Fifty filters that match nothing, and one that matches everything behind them."""
+    globs = [
+        *(f"**.bias_{i}" for i in range(15)),
+        *(f"blocks.*.attn.query_{i}" for i in range(15)),
+        *(f"blocks.{i}.**.gate_*" for i in range(10)),
+        *(f"**.mlp_{i}.**" for i in range(5)),
+        *(f"blocks.{i}.mlp.other" for i in range(5)),
+    ]
+    assert len(globs) == 50
+    return lambda: ft.StateSharding({**dict.fromkeys(globs, P()), ...: layout()}, unused="ignore")
+
+
+class Times(NamedTuple):
+    """Medians: of times, in seconds, and of their ratios."""
+
+    flatten: float
+    plan: float
+    filters: float
+    plan_by_flatten: float
+    filters_by_plan: float
+    filters_by_flatten: float
+
+
+def timed(function: Callable[[], Any]) -> float:
+    gc.collect()
+    start = time.perf_counter()
+    result = function()
+    took = time.perf_counter() - start
+    del result
+    return took
+
+
+def measure(tree: Any, layout: Callable[[], Any], repeats: int) -> Times:
+    behind = filtered(layout)
+    work: tuple[Callable[[], Any], ...] = (
+        lambda: tree_flatten_with_path(tree),
+        lambda: ft.plan(tree, layout(), SIZES),
+        lambda: ft.plan(tree, behind(), SIZES),
+    )
+    for function in work:  # imports, and what Python itself warms up
+        function()
+    rounds = []
+    for _ in range(repeats):
+        flatten, plan, filters = (timed(function) for function in work)
+        rounds.append((flatten, plan, filters, plan / flatten, filters / plan, filters / flatten))
+    return Times(*(statistics.median(column) for column in zip(*rounds, strict=True)))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--leaves", type=int, nargs="+", default=[1_000, 30_000], help="sizes of the trees"
+    )
+    parser.add_argument(
+        "--repeats", type=int, default=9, help="measurements of each, of which the median counts"
+    )
+    parser.add_argument(
+        "--no-check", action="store_true", help="print the table only, and always exit with 0"
+    )
+    options = parser.parse_args()
+    print(
+        f"Python {sys.version.split()[0]}, jax {jax.__version__}; medians of {options.repeats}, in ms"
+    )
+    print(
+        f"targets for modules: plan at most {PLAN_LIMIT:g} x flatten, with filters {FILTERS_LIMIT:g} x plan\n"
+    )
+    heads = (
+        "tree",
+        "leaves",
+        "flatten",
+        "plan",
+        "x flatten",
+        "50 filters",
+        "x plan",
+        "x flatten",
+        "",
+    )
+    line = "{:8}{:>8}{:>10}{:>10}{:>11}{:>12}{:>8}{:>11}  {}".format
+    print(line(*heads))
+    missed = 0
+    for leaves in options.leaves:
+        for name, make, layout in (("modules", modules, rules), ("dicts", dicts, fsdp)):
+            t = measure(make(leaves), layout, options.repeats)
+            bad = name == "modules" and (
+                t.plan_by_flatten > PLAN_LIMIT or t.filters_by_plan > FILTERS_LIMIT
+            )
+            missed += bad
+            ms = [f"{1e3 * x:.2f}" for x in t[:3]]
+            ratios = [f"{x:.1f}" for x in t[3:]]
+            print(
+                line(
+                    name,
+                    leaves,
+                    ms[0],
+                    ms[1],
+                    ratios[0],
+                    ms[2],
+                    ratios[1],
+                    ratios[2],
+                    "MISSED" if bad else "",
+                )
+            )
+    return 1 if missed and not options.no_check else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,975 @@
+"""What the processes of `test_processes.py` run: each case in all of them, one after the other.
+
+Each prints a line of JSON: for each case what it returned or raised, and how long it took. Cases
+that the command line names are left out.
+"""
+
+import dataclasses
+import functools
+import json
+import logging
+import os
+import re
+import shutil
+import threading
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+from unittest import mock
+
+from tests.lib.launch import ROOT, initialized
+
+initialized()  # before anything asks JAX for its devices
+
+import equinox as eqx  # noqa: E402
+import jax  # noqa: E402
+import jax.numpy as jnp  # noqa: E402
+import numpy as np  # noqa: E402
+import optax  # noqa: E402
+from jax.sharding import Mesh, NamedSharding  # noqa: E402
+from jaxtyping import Array, Float  # noqa: E402
+from safetensors.numpy import load_file, save_file  # noqa: E402
+
+import functree as ft  # noqa: E402
+from functree.io.checkpoints import folder as checkpoint_folder  # noqa: E402
+from functree.io.checkpoints.bucket_store import BucketStore  # noqa: E402
+from functree.io.weights.files import Tensor  # noqa: E402
+from functree.processes import exchange  # noqa: E402
+from functree.processes.agreement import Agreement  # noqa: E402
+
+RANK, COUNT = jax.process_index(), jax.process_count()
+MESH = ft.make_mesh(data=COUNT, model=8 // COUNT)
+LAYOUT = ft.AxisRules({"batch": "data", "hidden": "model", ...: None})
+FOLDER = Path(os.environ["FUNCTREE_FOLDER"])
+CASES: dict[str, Callable[[], Any]] = {}
+ALIKE: dict[
+    str, Callable[[], Any]
+] = {}  # cases that return numbers, the same in any number of processes
+ODD = COUNT - 1  # the process that differs
+
+
+def case(run: Callable[[], Any]) -> Callable[[], Any]:
+    CASES[run.__name__] = run
+    return run
+
+
+def alike(run: Callable[[], Any]) -> Callable[[], Any]:
+    ALIKE[run.__name__] = run
+    return case(run)
+
+
+class MLP(eqx.Module):
+    up: Float[Array, "embed hidden"]
+    down: Float[Array, "hidden embed"]
+
+    def __call__(self, x: Float[Array, "batch embed"]) -> Float[Array, "batch embed"]:
+        return jnp.tanh(x @ self.up) @ self.down
+
+
+def make(key: Any, embed: int = 16, hidden: int = 32) -> MLP:
+    up, down = jax.random.split(key)
+    return MLP(
+        jax.random.normal(up, (embed, hidden)) * 0.3, jax.random.normal(down, (hidden, embed)) * 0.3
+    )
+
+
+def model() -> MLP:
+    return ft.init(make, LAYOUT, MESH)(jax.random.key(0))
+
+
+def batch(step: int, embed: int = 16) -> np.ndarray:
+    return np.random.default_rng(step).normal(size=(8, embed)).astype(np.float32)
+
+
+def place(x: Any, **options: Any) -> Any:
+    return ft.shard(x, LAYOUT, MESH, axes="batch embed", **options)
+
+
+def loss(model: MLP, x: Any) -> Any:
+    return jnp.mean((model(x) - jnp.sin(x)) ** 2)
+
+
+def whole(tree: Any) -> Any:
+    """The values of a tree, in each process."""
+    replicate = jax.jit(lambda t: t, out_shardings=NamedSharding(MESH, ft.P()))
+    return jax.tree.map(np.asarray, replicate(tree))
+
+
+TX = optax.adam(1e-2)
+
+
+def train(steps: int, run: Path | None = None) -> list[float]:
+    ts = ft.init(lambda key: ft.TrainState.create(make(key), TX), LAYOUT, MESH)(jax.random.key(0))
+
+    @ft.jit(donate="ts", check_processes=True)
+    def step(ts: Any, x: Any) -> Any:
+        value, grads = ft.value_and_grad(loss)(ts.model, x)
+        return ft.apply_gradients(ts, grads), value
+
+    losses = []
+    for i in range(steps):
+        ts, value = step(ts, place(batch(i)))
+        losses.append(float(value))
+    return losses
+
+
+# What works
+
+
+@case
+def losses() -> Any:
+    return train(20)
+
+
+@case
+def plans() -> Any:
+    live = ft.plan(model())
+    return [str(row.spec) for row in live], live.bytes_per_device
+
+
+@case
+def rows() -> Any:
+    """Each process hands in its own rows: the array is the one that all have whole."""
+    x = batch(0)
+    own = x[RANK * 8 // COUNT : (RANK + 1) * 8 // COUNT]
+    placed = {"x": own, "y": own * 2}
+    got = ft.shard(placed, LAYOUT, MESH, axes={"x": "batch embed", "y": "batch embed"}, local=True)
+    same = [np.array_equal(whole(got["x"]), x), np.array_equal(whole(got["y"]), x * 2)]
+    return same, str(got["x"].sharding.spec), got["x"].shape
+
+
+@case
+def whole_arrays() -> Any:
+    """Host arrays, local arrays, keys, one at two places, one that is placed already."""
+    x, key = batch(0), jax.random.split(jax.random.key(3), 8)
+    tree = {"np": x, "own": jnp.asarray(x), "again": x, "key": key, "int": np.arange(8)}
+    got = ft.shard(tree, ft.StateSharding({"key": ft.P("data"), ...: ft.P()}), MESH)
+    same = [
+        np.array_equal(whole(got["np"]), x),
+        np.array_equal(whole(got["own"]), x),
+        got["np"] is got["again"],
+    ]
+    words = whole(jax.jit(jax.random.key_data)(got["key"]))
+    same += [
+        np.array_equal(words, np.asarray(jax.random.key_data(key))),
+        str(got["int"].dtype) == "int32",
+    ]
+    return same, ft.shard(got, ft.P(), MESH)["np"] is got["np"]
+
+
+@case
+def one_program() -> Any:
+    f = ft.jit(lambda m, x: loss(m, x), check_processes=True)
+    m = model()
+    values = [float(f(m, place(batch(i)))) for i in range(3)]
+    return len(f.compilations), values[0] == float(f(m, place(batch(0))))
+
+
+@case
+def prepared_once() -> Any:
+    """What nobody has placed is placed by the rules once in a call; twice would be a warning."""
+    f = ft.jit(lambda m, x: loss(m, x), rules=LAYOUT, mesh=MESH, check_processes=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", ft.FunctreeWarning)
+        m, x = make(jax.random.key(0)), place(batch(0))
+        return float(f(m, x)) == float(f(ft.shard(m, LAYOUT, MESH), x))
+
+
+@case
+def saved() -> Any:
+    m = model()
+    ft.save(FOLDER / "model", m, meta={"by": "all"})
+    like = ft.abstract(make, ft.P(None, ("data", "model")), MESH)(jax.random.key(0))
+    back = ft.restore(FOLDER / "model", like)
+    with ft.Checkpoints(FOLDER / "run", keep=2) as checkpoints:
+        for step in range(4):
+            checkpoints.save(step, m)
+    again = checkpoints.restore(like)
+    pairs = [
+        zip(jax.tree.leaves(whole(t)), jax.tree.leaves(whole(m)), strict=True)
+        for t in (back, again)
+    ]
+    same = [np.array_equal(a, b) for pair in pairs for a, b in pair]
+    return all(same), list(checkpoints.steps), str(back.up.sharding.spec)
+
+
+class Thing:
+    """An object of which `repr` shows the address alone."""
+
+    def __init__(self, names: set[str], rate: float = 0.1):
+        self.names, self.rate, self.itself = names, rate, self
+
+
+@case
+def equal_numpy_arguments() -> Any:
+    """Of numpy, and on devices that are those of this process alone; without and with rules."""
+    f = ft.jit(lambda x, y, z: jnp.sum(x * y + z), check_processes=True)
+    g = ft.jit(f.__wrapped__, rules=LAYOUT, mesh=MESH, check_processes=True)
+    x, y = place(batch(0)), batch(1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ft.FunctreeWarning)  # they are replicated
+        values = [float(f(x, y, jnp.ones(16))), float(g(x, y, np.ones(16, np.float32)))]
+    return bool(np.allclose(values, np.sum(batch(0) * y + 1), rtol=1e-4))
+
+
+@case
+def the_same() -> Any:
+    m = model()
+    ft.check_processes(
+        step=3, layout=LAYOUT, plan=ft.plan(m), mesh=MESH, model=m, batch=batch(0), f=make, name="a\nb",
+        letters=frozenset("abcdefghij"), tree={"s": {"x", "y", "z"}, frozenset("abcdefgh"): 1},
+        thing=Thing({"x", "y", "z"}), order=dict(differs([("a", 1), ("b", 2)], [("b", 2), ("a", 1)])),
+        own=jnp.ones(3), lock=threading.Lock(),
+        packed=ft.pack(m), state=ft.make_state(ft.nn.BatchNorm(8)), eqx=eqx.nn.make_with_state(eqx.nn.BatchNorm)(8, "batch", mode="batch"),
+        ts=ft.TrainState.create(make(jax.random.key(0)), TX, key=jax.random.key(0)), skeleton=ft.split(m),
+        program=ft.jit(loss).lower(m, place(batch(0))),
+    )  # fmt: skip
+    return None
+
+
+@case
+def equal_sets() -> Any:
+    """Of texts, whose order is another one in each process."""
+    names = frozenset("abcdefghij")
+
+    def sized(key: Any, names: frozenset[str]) -> Any:
+        return make(key, hidden=len(names) - 2)
+
+    made = ft.init(sized, LAYOUT, MESH)(jax.random.key(0), names)
+    f = ft.jit(lambda m, x, names: loss(m, x) * len(names), check_processes=True)
+    ft.save(FOLDER / "sets", {"w": made.up, "names": names})
+    return made.up.shape, bool(f(made, place(batch(0)), names) > 0)
+
+
+@case
+def not_preempted() -> Any:
+    return [ft.preempted(step) for step in range(3)]
+
+
+# The same numbers in any number of processes
+
+CONFIG = ft.nn.TransformerConfig(64, 16, layers=2, heads=8, kv_heads=8, head_dim=4, hidden=32)
+TENSOR = {"heads": "model", "kv_heads": "model", "hidden": "model", "vocab": "model"}
+RULES = ft.AxisRules({"batch": "data", **TENSOR, ...: None}) | ft.FSDP(
+    "data", min_size=0, otherwise=ft.P()
+)
+TOKENS = np.random.default_rng(3).integers(0, 64, (8, 9))
+
+
+def numbers(tree: Any) -> list[float]:
+    """A number for each array of a tree."""
+    return [
+        float(np.sin(np.arange(x.size)) @ x.ravel().astype(np.float64))
+        for x in jax.tree.leaves(whole(tree))
+    ]
+
+
+def transformer() -> Any:
+    return ft.init(ft.nn.Transformer.create, RULES, MESH)(CONFIG, key=jax.random.key(0))
+
+
+def tokens() -> Any:
+    return ft.shard(TOKENS, RULES, MESH, axes="batch _")
+
+
+def next_token(model: Any, tokens: Any) -> Any:
+    return ft.nn.cross_entropy(model, tokens[:, :-1], tokens[:, 1:])
+
+
+@alike
+def gradients() -> Any:
+    f = ft.jit(ft.value_and_grad(next_token), rules=RULES, mesh=MESH, check_processes=True)
+    return numbers(f(transformer(), tokens()))
+
+
+@alike
+def pieces() -> Any:
+    f = ft.jit(ft.accumulate(ft.value_and_grad(loss), 2), rules=LAYOUT, mesh=MESH)
+    return numbers(f(model(), place(batch(0))))
+
+
+@alike
+def written() -> Any:
+    with jax.set_mesh(MESH), ft.axis_rules(RULES):
+        found = ft.nn.generate(transformer(), TOKENS[:, :4], 5)
+    return np.asarray(whole(found)).tolist()
+
+
+@alike
+def by_shards() -> Any:
+    rules = ft.AxisRules({"batch": "data", "hidden": "model", "embed": None})
+
+    @ft.shard_map(mesh=MESH, rules=rules)
+    def ffn(
+        x: Float[Array, "batch embed"],
+        up: Float[Array, "embed hidden"],
+        down: Float[Array, "hidden embed"],
+    ) -> Float[Array, "batch embed"]:
+        return jax.lax.psum(jnp.tanh(x @ up) @ down, "model")
+
+    m = model()
+    return numbers(jax.jit(ffn)(place(batch(0)), m.up, m.down))
+
+
+@alike
+def averages() -> Any:
+    """A training with the state of a BatchNorm, and an average of the parameters."""
+    rules = ft.AxisRules({"batch": "data", ...: None})
+
+    class Net(eqx.Module):
+        w: Float[Array, "embed hidden"]
+        norm: ft.nn.BatchNorm
+
+    def create(key: Any) -> Any:
+        net = Net(jax.random.normal(key, (16, 8)), ft.nn.BatchNorm(8, axes="hidden"))
+        return ft.TrainState.create(net, ft.with_ema(optax.sgd(0.1), decay=0.5), key=key)
+
+    ts = ft.init(create, rules, MESH)(jax.random.key(0))
+
+    @ft.jit(donate="ts")
+    def step(ts: Any, x: Any) -> Any:
+        def loss(net: Any, state: Any) -> Any:
+            y, state = net.norm(x @ net.w, state)
+            return jnp.sum(jnp.sin(y)), state
+
+        (_, state), grads = ft.value_and_grad(loss, has_aux=True)(ts.model, ts.state)
+        return ft.apply_gradients(ts, grads, state=state)
+
+    for i in range(3):
+        ts = step(ts, ft.shard(batch(i), rules, MESH, axes="batch embed"))
+    kept = ft.copy(ts)
+    step(ts, ft.shard(batch(9), rules, MESH, axes="batch embed"))
+    return numbers((kept.model, kept.state, ft.averaged(kept)))
+
+
+@alike
+def optimizers() -> Any:
+    m = transformer()
+    states = [
+        ft.init_optimizer(tx, m, RULES, MESH) for tx in (optax.adafactor(1e-3), optax.lion(1e-3))
+    ]
+    return numbers(states)
+
+
+@alike
+def parts() -> Any:
+    """Split, packed, changed by surgery: of arrays that no process has whole."""
+    m = model()
+    static, arrays = ft.split(m)
+    packed = ft.pack(ft.merge(static, arrays))
+    double = ft.jit(lambda m: ft.select(m).at("up").apply(lambda w: 2 * w))
+    return numbers((double(packed), ft.select(m).at("down").apply(lambda w: w + 1)))
+
+
+@alike
+def looked_at() -> Any:
+    f = ft.jit(next_token, rules=RULES, mesh=MESH)
+    ledger = f.lower(transformer(), tokens()).compile().ledger()
+    return [
+        len(ledger.collectives) > 0,
+        len(ft.export(f, transformer(), tokens()).exported.in_avals),
+    ]
+
+
+@alike
+def published() -> Any:
+    rules = ft.AxisRules({"batch": "data", "hidden": "model", ...: None})
+    m = ft.load_weights(ROOT / "tests" / "fixtures" / "hf" / "llama", rules, MESH)
+    ft.save_weights(FOLDER / f"weights{COUNT}", m)
+    again = ft.load_weights(FOLDER / f"weights{COUNT}", rules, MESH)
+    same = all(
+        np.array_equal(a, b)
+        for a, b in zip(jax.tree.leaves(whole(m)), jax.tree.leaves(whole(again)), strict=True)
+    )
+    logits = ft.jit(lambda m, t: m(t), rules=rules, mesh=MESH)(
+        m, ft.shard(TOKENS, rules, MESH, axes="batch _")
+    )
+    return [same, *numbers(logits)]
+
+
+# What differs in one process
+
+
+def differs(value: Any, other: Any) -> Any:
+    return other if RANK == ODD else value
+
+
+@case
+def other_shapes() -> Any:
+    return ft.init(make, LAYOUT, MESH)(jax.random.key(0), embed=differs(32, 16))
+
+
+@case
+def other_key() -> Any:
+    return ft.init(make, LAYOUT, MESH)(jax.random.key(differs(0, 1)))
+
+
+@case
+def other_seed_in_the_closure() -> Any:
+    seed = differs(0, 1)
+    return ft.init(lambda: make(jax.random.key(seed)), LAYOUT, MESH)()
+
+
+@case
+def other_setting() -> Any:
+    with jax.threefry_partitionable(differs(True, False)):
+        return ft.init(make, LAYOUT, MESH)(jax.random.key(0))
+
+
+@case
+def other_setting_of_a_step() -> Any:
+    """With which the text of the program is the same."""
+    with jax.softmax_custom_jvp(differs(True, False)):
+        return ft.jit(lambda x: x + 1, check_processes=True)(place(batch(0)))
+
+
+@case
+def other_setting_of_a_later_call() -> Any:
+    """For which JAX compiles again."""
+    f, x = ft.jit(lambda x: x @ x.T, check_processes=True), place(batch(0))
+    f(x)
+    with jax.default_matmul_precision(differs("float32", "bfloat16")):
+        return f(x)
+
+
+@case
+def other_array_in_the_closure() -> Any:
+    """In the program it is one line of 40,000 characters."""
+    table = np.arange(5000.0, dtype=np.float32)
+    table[4000] += differs(0, 1)
+    return ft.jit(lambda x: (x.sum() + table).sum(), check_processes=True)(place(batch(0)))
+
+
+@case
+def other_numpy_argument() -> Any:
+    f = ft.jit(lambda x, y: jnp.sum(x * y), check_processes=True)
+    return f(place(batch(0)), batch(differs(1, 2)))
+
+
+@case
+def other_numpy_argument_by_rules() -> Any:
+    f = ft.jit(loss, rules=LAYOUT, mesh=MESH, check_processes=True)
+    return f(model(), batch(differs(1, 2)))
+
+
+@case
+def other_mesh_of_a_step() -> Any:
+    other = ft.make_mesh(data=8 // COUNT, model=COUNT, other=1)
+    return ft.jit(lambda x: x + 1, mesh=differs(MESH, other), check_processes=True)(batch(0))
+
+
+@case
+def one_call_apart() -> Any:
+    """One process skips a comparison, and is at the next one."""
+    if RANK != ODD:
+        ft.check_processes(step=1)
+    return place(batch(0))
+
+
+@case
+def one_step_apart() -> Any:
+    for step in range(differs(0, 1), 3):
+        ft.check_processes(step=step)
+
+
+@case
+def one_line_apart() -> Any:
+    if RANK == ODD:
+        ft.check_processes(step=1, loss=2.0)
+    else:
+        ft.check_processes(step=0, loss=2.0)
+
+
+@case
+def an_error_inside_of_two() -> Any:
+    """Nobody is told twice, which would be in the way of the next comparison."""
+    with Agreement("nothing is done"):
+        with Agreement("nothing is found"):
+            if RANK == ODD:
+                raise ValueError("mine alone")
+
+
+@case
+def another_thing_inside_of_two() -> Any:
+    with Agreement("nothing is done"):
+        ft.check_processes(step=differs(0, 1))
+
+
+class Named(eqx.Module):
+    names: Any
+
+
+# What `check_processes` is handed ─► the same, but for one process.
+HANDED: dict[str, Callable[[], tuple[Any, Any]]] = {
+    "plan": lambda: (ft.plan(model()), ft.plan(model(), ft.P(), MESH)),
+    "layout": lambda: (LAYOUT, LAYOUT | ft.FSDP("data")),
+    "mesh": lambda: (MESH, ft.make_mesh(data=8)),
+    "filter": lambda: (
+        ft.StateSharding({ft.glob("a"): ft.P()}),
+        ft.StateSharding({ft.glob("b"): ft.P()}),
+    ),
+    "program": lambda: (
+        ft.jit(jnp.sin).lower(jnp.ones(3)),
+        ft.jit(jnp.cos).lower(jnp.ones(3)),
+    ),
+    "number": lambda: (1, 2),
+    "type": lambda: (1, 1.0),
+    "text": lambda: ("1", 1),
+    "line": lambda: ("a\nb", "a\nb\n"),
+    "array": lambda: (batch(0), batch(1)),
+    "key": lambda: (jax.random.key(0), jax.random.key(1)),
+    "tree": lambda: ({"a": [1, 2]}, {"a": [1, 3]}),
+    "set": lambda: ({"x", "y", "z"}, {"x", "y", "w"}),
+    "set in a module": lambda: (Named(frozenset("xyz")), Named(frozenset("xyw"))),
+    "key of a dict": lambda: ({frozenset("ab"): 1}, {frozenset("ac"): 1}),
+    "mapping": lambda: (MappingProxyType({"a": 1}), MappingProxyType({"a": 2})),
+    "object": lambda: (Thing({"x"}), Thing({"y"})),
+    "object in an object": lambda: (Thing({"x"}, Thing(set())), Thing({"x"}, Thing({"y"}))),
+    "array in an object": lambda: (Thing(batch(0)), Thing(batch(1))),
+    "arguments of a partial": lambda: (functools.partial(loss, x=1), functools.partial(loss, x=2)),
+    "function": lambda: (jnp.sin, jnp.cos),
+    "pattern": lambda: (re.compile("a"), re.compile("b")),
+}  # fmt: skip
+
+
+@case
+def handed() -> Any:
+    """What is told of each."""
+    texts: dict[str, str] = {}
+    for name, pair in HANDED.items():
+        value = differs(*pair())
+        try:
+            ft.check_processes(value=value)
+        except ft.FunctreeError as error:
+            texts[name] = str(error)
+    return texts
+
+
+@case
+def other_layout() -> Any:
+    return ft.init(make, differs(LAYOUT, ft.P()), MESH)(jax.random.key(0))
+
+
+@case
+def other_devices() -> Any:
+    devices = differs(jax.devices(), jax.devices()[::-1])
+    mesh = Mesh(np.array(devices).reshape(COUNT, -1), ("data", "model"))
+    return ft.init(make, LAYOUT, mesh)(jax.random.key(0))
+
+
+@case
+def other_mesh() -> Any:
+    return ft.shard(
+        batch(0), ft.P("data"), differs(MESH, ft.make_mesh(data=8 // COUNT, model=COUNT, other=1))
+    )
+
+
+@case
+def other_batch() -> Any:
+    return place(batch(differs(0, 1)))
+
+
+@case
+def other_batch_shape() -> Any:
+    return place(batch(0)[: differs(8, 4)])
+
+
+@case
+def other_program() -> Any:
+    f = ft.jit(lambda x: differs(jnp.sin, jnp.cos)(x).sum(), check_processes=True)
+    return f(place(batch(0)))
+
+
+@case
+def other_collectives() -> Any:
+    """A constraint inside, which without the check would wait for ever."""
+
+    def f(x: Any) -> Any:
+        y = ft.constrain(x * 2, differs(ft.P("data"), ft.P(None, "model")))
+        return y @ y.T
+
+    return ft.jit(f, mesh=MESH, check_processes=True)(place(batch(0)))
+
+
+@case
+def other_argument() -> Any:
+    x = ft.shard(batch(0), ft.P(), MESH)
+    f = ft.jit(lambda x, n: x * n, check_processes=True)
+    return f(x, differs(2, 3))
+
+
+@case
+def an_error_in_one() -> Any:
+    def f(x: Any) -> Any:
+        if RANK == ODD:
+            raise ValueError("mine alone")
+        return x.sum()
+
+    return ft.jit(f, check_processes=True)(place(batch(0)))
+
+
+@case
+def an_array_that_does_not_fit_in_one() -> Any:
+    return place(np.ones((differs(8, 7), 16), np.float32))
+
+
+@case
+def part_of_the_devices() -> Any:
+    return ft.shard(
+        batch(0), ft.P(), ft.make_mesh(data=8 // COUNT, devices=jax.devices()[: 8 // COUNT])
+    )
+
+
+@case
+def rows_that_do_not_fit() -> Any:
+    return place(batch(0)[: differs(4, 3)], local=True)
+
+
+@case
+def rows_of_one_part() -> Any:
+    """All processes keep all rows, and one has others."""
+    return ft.shard(batch(differs(0, 1)), ft.P(), MESH, local=True)
+
+
+@case
+def rows_that_are_none() -> Any:
+    return ft.shard({"w": model().up}, ft.P(), MESH, local=True)
+
+
+@case
+def saved_elsewhere() -> Any:
+    with mock.patch.object(checkpoint_folder, "_SEEN_AFTER", 0.5):  # usually 5 seconds
+        return ft.save(FOLDER / f"at{differs(0, 1)}", model())
+
+
+@case
+def saved_in_a_bucket() -> Any:
+    m = model()
+    for overwrite in (False, True):
+        ft.save("gs://bucket/model", m, overwrite=overwrite)
+    with ft.Checkpoints("gs://bucket/run", keep=2) as checkpoints:
+        for step in range(3):
+            checkpoints.save(step, m)
+    like = ft.abstract(make, ft.P(None, ("data", "model")), MESH)(jax.random.key(0))
+    back = checkpoints.restore(like)
+    return list(checkpoints.steps), np.array_equal(whole(back).up, whole(m).up)
+
+
+@case
+def saved_in_a_bucket_that_one_does_not_reach() -> Any:
+    def refuse(*_: object) -> None:
+        raise OSError("the bucket has not answered for 60 seconds")
+
+    reached = differs(BucketStore.check_reached, refuse)
+    with mock.patch.object(BucketStore, "check_reached", reached):
+        return ft.save("gs://bucket/unreached", model())
+
+
+@case
+def saved_by_one_alone() -> Any:
+    return ft.save(FOLDER / "alone", {"w": jnp.ones(3)})
+
+
+@case
+def saved_with_other_numpy() -> Any:
+    return ft.save(FOLDER / "numpy", {"w": model().up, "n": np.arange(3) + differs(0, 1)})
+
+
+@case
+def saved_another_tree() -> Any:
+    m = model()
+    return ft.save(FOLDER / "tree", differs({"up": m.up}, {"up": m.up, "down": m.down}))
+
+
+@case
+def saved_with_other_meta() -> Any:
+    return ft.save(FOLDER / "meta", {"w": model().up}, meta={"epoch": differs(0, 1)})
+
+
+@case
+def saved_with_another_number() -> Any:
+    return ft.save(FOLDER / "number", {"w": model().up, "rate": differs(0.1, 0.2)})
+
+
+@case
+def saved_with_other_options() -> Any:
+    return ft.save(FOLDER / "options", {"w": model().up}, verify=differs(True, False))
+
+
+@case
+def opened_otherwise() -> Any:
+    with ft.Checkpoints(FOLDER / "opened", keep=differs(1, 2)):
+        return None
+
+
+@case
+def saved_at_another_step() -> Any:
+    with ft.Checkpoints(FOLDER / "other_steps") as checkpoints:
+        return checkpoints.save(differs(0, 1), {"w": model().up})
+
+
+@case
+def saved_torn() -> Any:
+    """One array, whose copies in one process have other values."""
+    pieces = [
+        jax.device_put(np.full((4,), differs(0.0, 1.0), np.float32), d) for d in jax.local_devices()
+    ]
+    torn = jax.make_array_from_single_device_arrays((4,), NamedSharding(MESH, ft.P()), pieces)
+    return ft.save(FOLDER / "torn", {"w": torn})
+
+
+@case
+def saved_while_steps_run() -> Any:
+    """What is written in the background talks to no other process: that would be in the way of the
+    steps."""
+    f, m = (
+        ft.jit(lambda m, x: jax.tree.map(lambda w, d: w - 0.1 * d, m, ft.grad(loss)(m, x))),
+        model(),
+    )
+    large = ft.shard({"w": np.ones((8, 2**19), np.float32)}, ft.P(("data", "model")), MESH)
+    with ft.Checkpoints(FOLDER / "steps", keep=2) as checkpoints:
+        for step in range(4):
+            checkpoints.save(step, {"m": m, **large})
+            for i in range(3):
+                m = f(m, place(batch(i)))
+                ft.check_processes(i=i)
+    return checkpoints.steps, bool(np.isfinite(float(loss(m, place(batch(0))))))
+
+
+def tensor_files(name: str, where: slice | None = None) -> Path:
+    """A file of tensors; one machine has another one, of which some values differ."""
+    rows = np.arange(128, dtype=np.float32).reshape(16, 8)
+    # A device's part of the bias is larger than the beginnings that are compared.
+    tensors = {"bias": np.arange(4096, dtype=np.float32), "qkv.weight": np.concatenate([rows] * 3)}
+    file = FOLDER / f"{name}{RANK}"
+    if RANK == ODD and where is not None:
+        tensors["bias"][where] += 1
+    save_file(tensors, file)
+    return file
+
+
+TENSORS = {
+    "w": jax.ShapeDtypeStruct((8, 4, 4), "float32"),
+    "b": jax.ShapeDtypeStruct((4096,), "float32"),
+}
+TENSOR_NAMES = {"w": "qkv.weight[1/3].T", "b": "bias"}
+
+
+@alike
+def loaded_by_names() -> Any:
+    """In any number of processes a device reads its own blocks."""
+    read: list[int] = []
+
+    def count(self: Tensor, index: Any, read_block: Any = Tensor.read) -> np.ndarray:
+        block = read_block(self, index)
+        read.append(block.size)
+        return block
+
+    layout = ft.FSDP(("data", "model"), min_size=0)
+    with mock.patch.object(Tensor, "read", count):
+        loaded = ft.load_tensors(tensor_files("alike"), TENSORS, TENSOR_NAMES, layout, MESH)
+    return [max(read), *numbers(loaded)]
+
+
+@case
+def other_tensors() -> Any:
+    file = tensor_files("copies_of_tensors", np.s_[-1:])
+    return ft.load_tensors(file, TENSORS, TENSOR_NAMES, ft.P(), MESH)
+
+
+@case
+def other_tensors_without_copies() -> Any:
+    file = tensor_files("parts_of_tensors", np.s_[:])
+    layout = ft.FSDP(("data", "model"), min_size=0)
+    return ft.load_tensors(file, TENSORS, TENSOR_NAMES, layout, MESH)
+
+
+@case
+def tensors_loaded_otherwise() -> Any:
+    layout = differs(ft.P(), ft.FSDP("data", min_size=0))
+    return ft.load_tensors(tensor_files("otherwise"), TENSORS, TENSOR_NAMES, layout, MESH)
+
+
+@case
+def tensors_of_other_names() -> Any:
+    names = {**TENSOR_NAMES, "w": differs("qkv.weight[1/3].T", "qkv.weight[2/3].T")}
+    return ft.load_tensors(tensor_files("names"), TENSORS, names, ft.P(), MESH)
+
+
+@case
+def tensors_that_one_process_lacks() -> Any:
+    names = {**TENSOR_NAMES, "b": differs("bias", "bia")}
+    return ft.load_tensors(tensor_files("lacks"), TENSORS, names, ft.P(), MESH)
+
+
+@case
+def restored_otherwise() -> Any:
+    like = ft.abstract(make, differs(LAYOUT, ft.P()), MESH)(jax.random.key(0))
+    return ft.restore(FOLDER / "model", like)
+
+
+@case
+def restored_unverified() -> Any:
+    like = ft.abstract(make, LAYOUT, MESH)(jax.random.key(0))
+    return ft.restore(FOLDER / "model", like, verify=differs(True, False))
+
+
+@case
+def restored_from_another_manifest() -> Any:
+    m = model()
+    ft.save(FOLDER / "first", m, meta={"of": 0})
+    ft.save(FOLDER / "second", m, meta={"of": 1})
+    link = FOLDER / f"link{RANK}"
+    link.symlink_to(FOLDER / differs("first", "second"))
+    return ft.restore(link, m)
+
+
+@case
+def restored_by_one_that_does_not_fit() -> Any:
+    like = ft.abstract(make, LAYOUT, MESH)(jax.random.key(0), embed=differs(16, 32))
+    return ft.restore(FOLDER / "model", like)
+
+
+@case
+def restored_with_the_files_of_one_process_torn() -> Any:
+    """What the last process reads is gone; the others can read their parts."""
+    tree = {"w": ft.shard(np.ones((8, 4096), np.float32), ft.P(("data", "model")), MESH)}
+    ft.save(FOLDER / "torn_files", tree)
+    if RANK == ODD:
+        for file in FOLDER.glob(f"torn_files/*/state/ocdbt.process_{ODD}/d/*"):
+            file.write_bytes(b"")
+    ft.check_processes()  # the files are torn
+    return ft.restore(FOLDER / "torn_files", tree)
+
+
+def own_files(name: str, where: slice) -> Path:
+    """A folder with the files of a model; one machine has others, of which some values differ."""
+    folder = FOLDER / f"{name}{differs(0, 1)}"
+    if RANK in (0, ODD):
+        shutil.copytree(ROOT / "tests" / "fixtures" / "hf" / "llama", folder)
+    if RANK == ODD:
+        tensors = load_file(folder / "model.safetensors")
+        tensors["model.norm.weight"][where] += 1
+        save_file(tensors, folder / "model.safetensors")
+    ft.check_processes()  # the files are there
+    return folder
+
+
+@case
+def other_weights() -> Any:
+    return ft.load_weights(own_files("copies", np.s_[-1:]), ft.P(), MESH)
+
+
+@case
+def other_weights_without_copies() -> Any:
+    """No two processes have the same part."""
+    return ft.load_weights(
+        own_files("parts", np.s_[:]), ft.FSDP(("data", "model"), min_size=0, otherwise=ft.P()), MESH
+    )
+
+
+@case
+def loaded_otherwise() -> Any:
+    folder = ROOT / "tests" / "fixtures" / "hf" / "llama"
+    return ft.load_weights(folder, differs(ft.P(), ft.FSDP("data", min_size=0)), MESH)
+
+
+@case
+def loaded_with_another_config() -> Any:
+    folder = ROOT / "tests" / "fixtures" / "hf" / "llama"
+    return ft.load_weights(folder, ft.P(), MESH, max_seq=differs(8, 16))
+
+
+@case
+def another_step_restored() -> Any:
+    return ft.Checkpoints(FOLDER / "run").restore(model(), differs(2, 3))
+
+
+@case
+def a_model_with_functions() -> Any:
+    """A function has another address in each process."""
+    folder = ROOT / "tests" / "fixtures" / "hf" / "llama"
+    functions = {"attention": jax.nn.dot_product_attention, "remat": lambda *_, **__: True}
+    ft.load_weights(folder, ft.P(), MESH, **functions)
+    # What no family computes, such as an attention of one's own, is not published.
+    m = ft.load_weights(folder, ft.P(), MESH, remat=functions["remat"])
+    ft.save_weights(FOLDER / "functions", m)
+    return True
+
+
+@case
+def other_model_published() -> Any:
+    m = ft.load_weights(ROOT / "tests" / "fixtures" / "hf" / "llama", ft.P(), MESH)
+    return ft.save_weights(FOLDER / f"merged{differs(0, 1)}", m)
+
+
+@case
+def published_with_another_config() -> Any:
+    m = ft.load_weights(ROOT / "tests" / "fixtures" / "hf" / "llama", ft.P(), MESH)
+    config = dataclasses.replace(m.config, max_seq=differs(8, 16))
+    return ft.save_weights(FOLDER / "config_weights", dataclasses.replace(m, config=config))
+
+
+@case
+def published_otherwise() -> Any:
+    """In one process an array is sharded otherwise, which JAX does not notice."""
+    m = ft.load_weights(ROOT / "tests" / "fixtures" / "hf" / "llama", ft.P(), MESH)
+    sharding = NamedSharding(MESH, differs(ft.P(None), ft.P("data")))
+    scale = jax.make_array_from_callback((32,), sharding, lambda i: np.ones(32, np.float32)[i])
+    return ft.save_weights(FOLDER / "plan_weights", ft.select(m).at("norm.scale").set(scale))
+
+
+@case
+def published_with_other_numpy() -> Any:
+    m = ft.load_weights(ROOT / "tests" / "fixtures" / "hf" / "llama", ft.P(), MESH)
+    m = ft.select(m).at("norm.scale").set(np.ones(32, np.float32) + differs(0, 1))
+    return ft.save_weights(FOLDER / "numpy_weights", m)
+
+
+@case
+def published_by_each_alone() -> Any:
+    m = ft.load_weights(ROOT / "tests" / "fixtures" / "hf" / "llama", ft.P(), MESH)
+    return ft.save_weights(FOLDER / "alone_weights", jax.tree.map(jnp.asarray, whole(m)))
+
+
+@case
+def one_comes_late() -> Any:
+    """What the first process logs while it waits, and when the last one has come."""
+    heard: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: heard.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("functree").addHandler(handler)
+    time.sleep(differs(0, 1))
+    with mock.patch.object(exchange, "LONG", 0.5):  # usually a minute
+        ft.check_processes(step=1)
+    logging.getLogger("functree").removeHandler(handler)
+    return heard if RANK == 0 else None
+
+
+@case
+def other_step() -> Any:
+    return ft.check_processes(step=5, stop=differs(False, True))
+
+
+def told(run: Callable[[], Any]) -> dict[str, Any]:
+    """What a case returned, or what it raised."""
+    start = time.monotonic()
+    try:
+        result: dict[str, Any] = {"returned": run()}
+        json.dumps(result)
+    except (
+        ft.FunctreeError,
+        ValueError,
+    ) as error:  # an error of another class ends the process, and fails the test
+        result = {"raised": type(error).__name__, "text": str(error)}
+    return {**result, "seconds": time.monotonic() - start, "alike": run.__name__ in ALIKE}
+
+
+if __name__ == "__main__":
+    # One process alone has only the numbers that several are compared with.
+    cases = ALIKE if COUNT == 1 else CASES
+    results = {name: told(run) for name, run in cases.items()}
+    print("RESULTS", json.dumps(results))
