@@ -162,7 +162,6 @@ def compiles_anew() -> Iterator[None]:
     the compiler says nothing."""
     jax.config.update("jax_enable_compilation_cache", False)
     compilation_cache.reset_cache()  # which remembers whether it is used
-    jax.clear_caches()
     yield
     jax.config.update("jax_enable_compilation_cache", True)
     compilation_cache.reset_cache()

@@ -16,6 +16,8 @@ from jax.sharding import Mesh
 import functree as ft
 from functree.compiled.diagnostics import listening, warnings_in
 
+pytestmark = pytest.mark.usefixtures("compiles_anew")
+
 LINE = "W1122 17:41:12.864462   30495 spmd_partitioner.cc:656] [SPMD] Involuntary full rematerialization. The compiler "
 MOVE = "cannot go from sharding {mesh['x'=4,'y'=2], [{'x'}, {}]} to {mesh['x'=4,'y'=2], [{}, {'y'}]} efficiently for HLO"
 

@@ -18,6 +18,8 @@ from functree.compiled.read import CompiledProgram, read_ledger
 from tests.lib.checks import raises
 from tests.lib.meshes import EXPLICIT, MESH
 
+pytestmark = pytest.mark.usefixtures("compiles_anew")
+
 P = PartitionSpec
 LAYOUT = {
     "Dense_0": {"kernel": P(None, "model"), "bias": P("model")},

@@ -14,6 +14,7 @@ from tests.lib.meshes import MESH, SIZES
 from tests.lib.training import gradient
 
 
+@pytest.mark.usefixtures("compiles_anew")
 def test_silent_failure_17_an_involuntary_rematerialization_has_a_name_and_a_cost() -> None:
     mesh = ft.make_mesh(x=4, y=2)
     table = {"small": ft.P("x"), "large": ft.P("x")}
