@@ -111,9 +111,9 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("functree")
 
 
-# What a worker compiles before it forgets its programs. All of them together would take ten
-# gigabytes of memory; so many take about one and a half.
-_PROGRAMS = 1_000
+# What a worker compiles before it forgets its programs: about a gigabyte of them. All together
+# would take ten.
+_PROGRAMS = 600
 # What a worker needs at most, in bytes.
 _WORKER = 5 * 2**29
 # How long the compilations of a run are kept, in seconds.
@@ -196,17 +196,24 @@ class _Programs:
 jax.monitoring.register_event_duration_secs_listener(_Programs.count)
 
 
+@pytest.fixture(autouse=True)
+def _forget_programs() -> None:
+    """Forget the programs when there are many, between two tests."""
+    if _Programs.number <= _PROGRAMS:
+        return
+    _Programs.number = 0
+    # What still runs needs its program.
+    for array in jax.live_arrays():
+        with suppress(jax.errors.JaxRuntimeError):  # which a test has seen
+            array.block_until_ready()
+    gc.unfreeze()
+    jax.clear_caches()
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(autouse=True, scope="module")
 def _collections_pass_by_what_was_there_before() -> None:
-    forgets = _Programs.number > _PROGRAMS
-    if forgets:
-        _Programs.number = 0
-        # What still runs needs its program.
-        for array in jax.live_arrays():
-            with suppress(jax.errors.JaxRuntimeError):  # which a test has seen
-                array.block_until_ready()
-        gc.unfreeze()
-        jax.clear_caches()
     gc.collect()
     gc.freeze()
 

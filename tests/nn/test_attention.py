@@ -82,17 +82,17 @@ def test_chunks_against_the_oracle(
     given = arrays(seq, heads, kv_heads)
     segments = packed(seq) if is_packed else None
     mask = Mask(query_segments=segments, key_segments=segments, window=window)
-    close(chunked(*given, mask, chunk), oracle(*given, mask), 2e-6)
+    found = jax.jit(lambda *given: chunked(*given, mask, chunk))(*given)
+    close(found, oracle(*given, mask), 2e-6)
 
     def loss(*given: Any, size: float) -> Any:
         return jnp.sin(chunked(*given, mask, size)).sum()
 
     # JAX differentiates the form that holds all weights.
-    expected = jax.grad(lambda *given: loss(*given, size=math.inf), (0, 1, 2))(*given)
-    for found, other in zip(
-        jax.jit(jax.grad(lambda *x: loss(*x, size=chunk), (0, 1, 2)))(*given), expected, strict=True
-    ):
-        close(found, other, 1e-5)
+    gradient = jax.jit(jax.grad(loss, (0, 1, 2)), static_argnames="size")
+    found, expected = gradient(*given, size=chunk), gradient(*given, size=math.inf)
+    for one, other in zip(found, expected, strict=True):
+        close(one, other, 1e-5)
 
 
 @pytest.mark.parametrize("chunk", [2, math.inf])
@@ -104,7 +104,8 @@ def test_a_query_that_attends_to_nothing_gets_zeros(chunk: float) -> None:
     found = chunked(*given, mask, chunk)
     close(found, oracle(*given, mask), 2e-6)
     assert not found[1, 0].any() and found[1, 1].all()
-    gradients = jax.grad(lambda *given: chunked(*given, mask, chunk).sum(), (0, 1, 2))(*given)
+    total = jax.jit(lambda *given: chunked(*given, mask, chunk).sum())
+    gradients = jax.grad(total, (0, 1, 2))(*given)
     assert all(jnp.isfinite(one).all() for one in gradients)
     assert not gradients[0][1, 0].any() and not gradients[1][1, :4].any()
 
@@ -163,7 +164,8 @@ def test_the_kernel_for_tpus(
             lambda *x: jnp.sin(splash(*x, segments, window=window, interpret=True)).sum(),
             lambda *x: jnp.sin(chunked(*x, mask)).sum(),
         ]
-        for one, other in zip(*(jax.grad(loss, (0, 1, 2))(*given) for loss in losses), strict=True):
+        gradients = (jax.jit(jax.grad(loss, (0, 1, 2)))(*given) for loss in losses)
+        for one, other in zip(*gradients, strict=True):
             close(one, other, 2e-5)
 
 
@@ -184,7 +186,7 @@ def test_the_kernel_in_pieces(
         lambda *x: jnp.sin(splash(*x, segments, window=window, interpret=True)).sum(),
         lambda *x: jnp.sin(chunked(*x, mask)).sum(),
     ]
-    found, wanted = (jax.value_and_grad(loss, (0, 1, 2))(*given) for loss in losses)
+    found, wanted = (jax.jit(jax.value_and_grad(loss, (0, 1, 2)))(*given) for loss in losses)
     for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
         close(one, other, 2e-5)
 
@@ -308,7 +310,7 @@ def test_shards(name: str, explicit: bool) -> None:
         return jnp.sin(mixed).sum(), mixed
 
     step = jax.grad(loss, (0, 1, 2), has_aux=True)
-    expected_gradients, expected = step(*given, segments)
+    expected_gradients, expected = jax.jit(step)(*given, segments)
     names = ["batch seq heads head_dim", *["batch seq kv_heads head_dim"] * 2, "batch seq"]
     placed = [
         ft.shard(x, rules, mesh, axes=axes)

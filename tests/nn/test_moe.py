@@ -159,7 +159,7 @@ def test_weights_that_are_not_normalized() -> None:
     flat = X.reshape(-1, EMBED), COTANGENT.reshape(-1, EMBED)
     wanted = mixture(weights_of("balanced"), *flat, TOP_K, None, [], normalize=False)
     with jax.default_matmul_precision("highest"):
-        found = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)(moe, X)
+        found = jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))(moe, X)
     assert_as_oracle(found, wanted)
 
 
@@ -176,7 +176,7 @@ def test_rows_behind_the_last_group_are_masked(monkeypatch: pytest.MonkeyPatch) 
     def summed(moe: nn.MoE, x: jax.Array) -> jax.Array:
         return experts.Experts(moe.gate, moe.up, moe.down).of_groups(x, sizes).sum()
 
-    found = jax.value_and_grad(summed, (0, 1))(moe, X[0])
+    found = jax.jit(jax.value_and_grad(summed, (0, 1)))(moe, X[0])
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(found))
     assert not np.any(found[1][1][3:])
 
@@ -186,7 +186,7 @@ def test_under_vmap() -> None:
     mapped = lambda moe, x: jnp.sum(jax.vmap(lambda row: moe(row)[0])(x) * COTANGENT)  # noqa: E731
     whole = lambda moe, x: jnp.sum(moe(x)[0] * COTANGENT)  # noqa: E731
     with jax.default_matmul_precision("highest"):
-        wanted = jax.grad(whole, (0, 1))(layer(), X)
+        wanted = jax.jit(jax.grad(whole, (0, 1)))(layer(), X)
         with placed(layer(), X, LAYOUTS["EP, TP"], "auto") as given:
             found = jax.jit(jax.grad(mapped, (0, 1)))(*given)
     for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
@@ -307,7 +307,7 @@ def test_a_dispatch_that_cannot_be_had() -> None:
         ):  # fmt: skip
             moe(x)
     with placed(layer(), X[:1, :3], rules, "auto") as (moe, x):
-        assert moe(x)[0].shape == (1, 3, EMBED)  # "auto" gathers
+        assert jax.jit(lambda: moe(x)[0])().shape == (1, 3, EMBED)  # "auto" gathers
 
 
 def test_experts_that_are_not_divisible() -> None:
@@ -392,16 +392,21 @@ def of_model(model: nn.Transformer, tokens: jax.Array) -> jax.Array:
     return nn.cross_entropy(model, tokens[:, :-1], tokens[:, 1:], balance=0.1, router_z=0.01)
 
 
+@jax.jit
+def with_losses(model: nn.Transformer, tokens: jax.Array) -> Any:
+    return model(tokens, losses=True)
+
+
 def test_a_model_with_experts() -> None:
     model = nn.Transformer.create(CONFIG, key=KEY)
     gradient = jax.jit(jax.value_and_grad(of_model))
     rules = {"batch": "data", "experts": "expert", "hidden": "model", "embed": "data"}
     with jax.default_matmul_precision("highest"):
-        logits, losses = model(TOKENS, losses=True)
-        plain = nn.cross_entropy(model, TOKENS[:, :-1], TOKENS[:, 1:])
+        logits, losses = with_losses(model, TOKENS)
+        plain = jax.jit(nn.cross_entropy)(model, TOKENS[:, :-1], TOKENS[:, 1:])
         wanted = gradient(model, TOKENS)
-        assert_close(logits, model(TOKENS), 1e-6)
-        of_loss = model(TOKENS[:, :-1], losses=True)[1]
+        assert_close(logits, jax.jit(lambda: model(TOKENS))(), 1e-6)
+        of_loss = with_losses(model, TOKENS[:, :-1])[1]
         assert losses.balance >= 2 and losses.dropped == 0
         assert_close(wanted[0], plain + 0.1 * of_loss.balance + 0.01 * of_loss.z, 1e-6)
         with placed(model, np.zeros((8, 1, 1)), rules, "auto") as (sharded, _):
