@@ -106,7 +106,7 @@ def test_one_device_is_enough(unbroken: tuple[Path, str], tmp_path: Path) -> Non
 
 def test_the_same_file_in_two_processes(unbroken: tuple[Path, str], tmp_path: Path) -> None:
     """Each reads its own rows: together those of one process, in an order that drops other units."""
-    code = "import launch, runpy, sys; launch.initialized(); del sys.argv[0]"
+    code = "import runpy, sys; from tests.lib import launch; launch.initialized(); del sys.argv[0]"
     code += "; runpy.run_path(sys.argv[0], run_name='__main__')"
     given = [str(EXAMPLES / "train.py"), *SHORT, "--folder", str(tmp_path / "run")]
     ends = ended(started(["-c", code, *given], processes=2), 120)
