@@ -133,6 +133,7 @@ def losses_alone(task: str) -> list[float]:
 # Silent failure 11: a step that compiles twice.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("told", ["in_shardings", "nothing"])
 @pytest.mark.parametrize(
     ("task", "layout"),

@@ -256,6 +256,7 @@ PRECISIONS: dict[str, tuple[str, str, str | None]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", PRECISIONS)
 def test_mixed_precision_trains(case: str) -> None:
     """Parameters, computation and moments in the dtypes asked for, with strict promotion; the loss

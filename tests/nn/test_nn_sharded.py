@@ -97,7 +97,8 @@ COMPILED: dict[Any, tuple[Any, str]] = {}
 
 def compiled_gradient(capfd: Any, *case: Any) -> tuple[Any, str]:
     """The gradient that lies as the model does, and the logits, for `placed`; and what the compiler
-    said. Each case is compiled once, for its numbers and for its collectives."""
+    said, so by no kept compilation. Each case is compiled once, for its numbers and for its
+    collectives."""
     if case not in COMPILED:
         capfd.readouterr()
         with placed(*case) as (model, tokens):
@@ -108,6 +109,7 @@ def compiled_gradient(capfd: Any, *case: Any) -> tuple[Any, str]:
     return COMPILED[case]
 
 
+@pytest.mark.usefixtures("compiles_anew")
 @pytest.mark.parametrize(
     ("layout", "kind", "ambient", "config"),
     CASES,
@@ -167,6 +169,7 @@ HALVES = {
 STREAM = "f32[2,40,128]"
 
 
+@pytest.mark.usefixtures("compiles_anew")
 @pytest.mark.parametrize("explicit", [False, True], ids=["auto", "explicit"])
 def test_fsdp_gathers_weights_and_no_activation(explicit: bool, capfd: Any) -> None:
     found = collectives("fsdp", explicit, capfd)
@@ -178,6 +181,7 @@ def test_fsdp_gathers_weights_and_no_activation(explicit: bool, capfd: Any) -> N
     assert not [what for what, _ in found if "40" in what]
 
 
+@pytest.mark.usefixtures("compiles_anew")
 @pytest.mark.parametrize("explicit", [False, True], ids=["auto", "explicit"])
 def test_tensor_parallelism_reduces_the_stream_and_gathers_nothing(
     explicit: bool, capfd: Any
@@ -188,6 +192,7 @@ def test_tensor_parallelism_reduces_the_stream_and_gathers_nothing(
     assert {what for what, _ in found if "40" in what} == {STREAM}
 
 
+@pytest.mark.usefixtures("compiles_anew")
 @pytest.mark.parametrize("explicit", [False, True], ids=["auto", "explicit"])
 def test_both_do_both(explicit: bool, capfd: Any) -> None:
     found = collectives("fsdp and tensor", explicit, capfd)
@@ -198,6 +203,7 @@ def test_both_do_both(explicit: bool, capfd: Any) -> None:
     assert {(what, how) for what, how in found if "40" in what} == {(STREAM, "all-reduce")}
 
 
+@pytest.mark.usefixtures("compiles_anew")
 @pytest.mark.parametrize("explicit", [False, True], ids=["auto", "explicit"])
 def test_sequence_parallelism_gathers_what_products_take(explicit: bool, capfd: Any) -> None:
     """For TPUs the sums are reduce-scatters (`test_accelerators.py`); the compiler for CPUs has

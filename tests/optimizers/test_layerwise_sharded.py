@@ -213,6 +213,7 @@ TRAINED: dict[str, Any] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TRAINED)
 def test_twenty_steps_of_a_stack_are_those_of_a_list(name: str):
     tx = TRAINED[name]

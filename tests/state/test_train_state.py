@@ -659,6 +659,7 @@ def token_loss(model: Any, tokens: Array) -> Array:
     return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layout", "name", "packed"),
     [
