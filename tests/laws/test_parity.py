@@ -252,7 +252,7 @@ def randomly(create: Callable[[], Any]) -> Any:
     """A model of random numbers; those of norms too, which start at one."""
     random = np.random.default_rng(0)
     return jax.tree.map(
-        lambda x: jnp.asarray(random.normal(size=x.shape) / 10, x.dtype), ft.abstract(create)()
+        lambda x: np.asarray(random.normal(size=x.shape) / 10, x.dtype), ft.abstract(create)()
     )
 
 

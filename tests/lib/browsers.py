@@ -1,6 +1,8 @@
 """Debian's Chromium without a window, driven by selenium."""
 
+import os
 import shutil
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -30,9 +32,14 @@ def chromium() -> Iterator[webdriver.Chrome]:
     for flag in ("headless=new", "no-sandbox", "disable-gpu", "disable-dev-shm-usage"):
         options.add_argument(f"--{flag}")
     options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
-    # The driver by its path: selenium would look for one in the network.
-    driver = webdriver.Chrome(options, webdriver.ChromeService(program("chromedriver")))
-    try:
-        yield driver
-    finally:
-        driver.quit()
+    # What Chromium leaves in the folder of temporary files goes with that folder.
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        # The driver by its path: selenium would look for one in the network.
+        service = webdriver.ChromeService(
+            program("chromedriver"), env={**os.environ, "TMPDIR": folder}
+        )
+        driver = webdriver.Chrome(options, service)
+        try:
+            yield driver
+        finally:
+            driver.quit()

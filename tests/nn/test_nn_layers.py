@@ -37,7 +37,7 @@ def filled(tree: Any) -> Any:
     random = np.random.default_rng(1)
 
     def fill(leaf: Any) -> Any:
-        return jnp.asarray(random.normal(size=leaf.shape) / 2, leaf.dtype)
+        return np.asarray(random.normal(size=leaf.shape) / 2, leaf.dtype)
 
     trained = ft.select(tree).where(ft.is_trainable)
     return trained.apply(fill) if trained else tree
@@ -108,7 +108,7 @@ def loss(layer: Any, x: Any, state: Any) -> tuple[Any, Any]:
 @functools.cache
 def made(name: str) -> tuple[Any, Any, Any]:
     """A layer, its state, its input."""
-    layer, state = ft.make_state(filled(LAYERS[name]()))
+    layer, state = ft.make_state(filled(eqx.filter_jit(LAYERS[name])()))
     return layer, state, TOKENS if name.startswith(("Embedding", "Transformer")) else X
 
 
@@ -117,7 +117,7 @@ def alone(name: str) -> Any:
     """What it gives on one device: the value, the result, the state, the gradient."""
     layer, state, x = made(name)
     with jax.default_matmul_precision("highest"):
-        return ft.jit(ft.value_and_grad(loss, has_aux=True))(layer, jnp.asarray(x), state)
+        return ft.jit(ft.value_and_grad(loss, has_aux=True))(layer, x, state)
 
 
 # The parts of a Transformer are in Block, and test_nn_sharded.py has the Transformer under other
@@ -140,12 +140,10 @@ def test_sharded_is_unsharded(name: str, layout: str, kind: str) -> None:
     axes = "batch seq" if x.ndim == 2 else "batch seq embed"
     placed = [ft.shard(tree, rules, mesh) for tree in (layer, state)]
     step = ft.jit(ft.value_and_grad(loss, has_aux=True), rules=rules)
-    (_, (y, after)), grads = step(
-        placed[0], ft.shard(jnp.asarray(x), rules, mesh, axes=axes), placed[1]
-    )
+    (_, (y, after)), grads = step(placed[0], ft.shard(x, rules, mesh, axes=axes), placed[1])
     (_, (expected, expected_state)), expected_grads = alone(name)
     # Sums over a batch in another order: an element near zero has the error of the others.
-    near = 1e-5 * float(jnp.abs(expected).max())
+    near = 1e-5 * np.abs(expected).max()
     np.testing.assert_allclose(y, expected, rtol=1e-5, atol=near)
     close(after, expected_state, 1e-5)
     close(grads, expected_grads, 1e-4)
@@ -158,7 +156,7 @@ def test_sharded_is_unsharded(name: str, layout: str, kind: str) -> None:
 def close(found: Any, expected: Any, rtol: float) -> None:
     """Leaf by leaf, where an element near zero has the error of the leaf's largest."""
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_allclose(a, b, rtol=rtol, atol=rtol * float(jnp.abs(b).max()) + 1e-7)
+        np.testing.assert_allclose(a, b, rtol=rtol, atol=rtol * np.abs(b).max() + 1e-7)
 
 
 # LayerNorm

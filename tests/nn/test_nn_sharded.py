@@ -50,7 +50,7 @@ def create(config: nn.TransformerConfig) -> nn.Transformer:
     random = np.random.default_rng(0)
     abstract = eqx.filter_eval_shape(nn.Transformer.create, config, key=jax.random.key(0))
     return jax.tree.map(
-        lambda leaf: jnp.asarray(random.normal(size=leaf.shape) / 10, leaf.dtype), abstract
+        lambda leaf: np.asarray(random.normal(size=leaf.shape) / 10, leaf.dtype), abstract
     )
 
 

@@ -5,6 +5,7 @@ is run on functree, and on a small package that breaks it.
 """
 
 import ast
+import functools
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -41,8 +42,10 @@ def modules(root: Path) -> dict[str, Path]:
     return found
 
 
-def parse(path: Path) -> ast.Module:
-    return ast.parse(path.read_text(encoding="utf-8"), str(path))
+@functools.cache
+def nodes(path: Path) -> tuple[ast.AST, ...]:
+    """The nodes of a module. Nearly every rule reads all modules."""
+    return tuple(ast.walk(ast.parse(path.read_text(encoding="utf-8"), str(path))))
 
 
 def at(root: Path, path: Path, line: int) -> str:
@@ -78,7 +81,7 @@ def imports(name: str, path: Path) -> Iterator[tuple[int, str]]:
 
     `from a import b` gives `a.b`: whether that is a module or a name in one is for `target` to say.
     """
-    for node in ast.walk(parse(path)):
+    for node in nodes(path):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -176,7 +179,7 @@ def private_imports(root: Path) -> list[str]:
 
 def _private_attributes(root: Path, name: str, path: Path) -> Iterator[str]:
     foreign = _foreign_names(root, name, path)
-    for node in ast.walk(parse(path)):
+    for node in nodes(path):
         if (
             not isinstance(node, ast.Attribute)
             or not _private(node.attr)
@@ -193,7 +196,7 @@ def _private_attributes(root: Path, name: str, path: Path) -> Iterator[str]:
 def _foreign_names(root: Path, name: str, path: Path) -> set[str]:
     """The names that a module binds by importing from other packages."""
     out = set()
-    for node in ast.walk(parse(path)):
+    for node in nodes(path):
         if isinstance(node, ast.Import):
             aliases = [a for a in node.names if a.name.split(".")[0] != root.name]
         elif (
@@ -233,7 +236,7 @@ def long_functions(root: Path) -> list[str]:
     """Functions whose body, its docstring aside, is over the limit."""
     out = []
     for path in modules(root).values():
-        for node in ast.walk(parse(path)):
+        for node in nodes(path):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 lines = _body_lines(node)
                 if lines > MAX_BODY_LINES:
@@ -262,7 +265,7 @@ def asserts(root: Path) -> list[str]:
     return [
         f"{at(root, path, node.lineno)}: {ast.unparse(node)}"
         for path in modules(root).values()
-        for node in ast.walk(parse(path))
+        for node in nodes(path)
         if isinstance(node, ast.Assert)
     ]
 
@@ -271,7 +274,7 @@ def broad_handlers(root: Path) -> list[str]:
     """Handlers that catch everything, `contextlib.suppress` among them."""
     out = []
     for path in modules(root).values():
-        for node in ast.walk(parse(path)):
+        for node in nodes(path):
             if isinstance(node, ast.ExceptHandler):
                 caught = _exception_names(node.type)
                 text = f"except {ast.unparse(node.type)}" if node.type else "except"
@@ -298,7 +301,7 @@ def recursive_closures(root: Path) -> list[str]:
     until a collection."""
     out = []
     for path in modules(root).values():
-        for outer in ast.walk(parse(path)):
+        for outer in nodes(path):
             if not isinstance(outer, ast.FunctionDef):
                 continue
             for inner in ast.walk(outer):
@@ -330,7 +333,7 @@ def text_read_back(root: Path) -> list[str]:
     """Messages that are read: rewording one must not change what a program does."""
     out = []
     for path in modules(root).values():
-        for node in ast.walk(parse(path)):
+        for node in nodes(path):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
                 asked = [node.func.value] if node.func.attr in READING else []
                 asked += node.args if node.func.attr in {"match", "fullmatch", "search"} else []
