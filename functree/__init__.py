@@ -32,7 +32,7 @@ from functree.io.weights.load import load_weights
 from functree.io.weights.load_tensors import load_tensors
 from functree.io.weights.save import save_weights
 from functree.labels.annotations.equinox_names import equinox_names
-from functree.labels.filters.filter import Filter, glob, under
+from functree.labels.filters.filter import Filter, glob, regex, under
 from functree.labels.filters.predicates import (
     has_axis,
     has_dtype,
@@ -94,6 +94,7 @@ __all__ = [
     "Path",
     "Filter",
     "glob",
+    "regex",
     "under",
     "has_axis",
     "has_ndim",

@@ -6,7 +6,11 @@ from typing import Any
 
 from functree.calls.signature import Signature
 from functree.errors import RuleError, count, did_you_mean
+from functree.labels.leaves import Leaves
+from functree.labels.training_state import Scope
 from functree.layout.layout import LayoutTree, is_layout, meant_rules
+from functree.layout.plan.make_plan import read_for
+from functree.layout.prefix import Part
 from functree.tree.paths import Path
 
 
@@ -73,14 +77,32 @@ class ParameterLayouts:
         return path[0] == self.signature.by_name and path[1] in self.by_name
 
     def prefix(self, call: Any) -> LayoutTree:
-        """The layouts of a call: one layout, or a named tuple like the call."""
-        if self.by_name is None:
-            return self.all
-        given, by_name = dict(self.by_name), self.signature.by_name
-        # The layouts of arguments in `**kwargs` are given by their own names, and the call has them
-        # in one dict.
-        if by_name is not None and by_name not in given:
-            given[by_name] = {
-                name: given.get(name, self.otherwise) for name in call[call._fields.index(by_name)]
-            }
-        return self.signature.call(*(given.get(name, self.otherwise) for name in call._fields))
+        """The layouts of a call, as a named tuple like the call."""
+        given = dict.fromkeys(call._fields, self.all)
+        if self.by_name is not None:
+            given = {name: self.by_name.get(name, self.otherwise) for name in call._fields}
+        by_name, many = self.signature.by_name, self.signature.many
+        # Each argument in `**kwargs` and `*args` is one by itself.
+        if by_name is not None and is_layout(given[by_name]):
+            own = self.by_name or {}
+            names = call[call._fields.index(by_name)]
+            given[by_name] = {name: own.get(name, given[by_name]) for name in names}
+        if many is not None and is_layout(given[many]):
+            given[many] = (given[many],) * len(call[call._fields.index(many)])
+        return self.signature.call(*given.values())
+
+    def read(self, call: Any) -> tuple[Leaves, list[Part]]:
+        """The leaves of a call, and its layouts with the names of the arguments and the paths that
+        filters see."""
+        leaves, parts = read_for(call, self.prefix(call))
+        found: list[Part] = []
+        for part in parts:
+            argument, depth = 0, 1
+            if part.path[0] in (self.signature.by_name, self.signature.many):
+                depth = 2
+            if part.path[0] == self.signature.by_name:
+                argument = 1
+            shared = not self.has_entry(part.path) or self.by_name is None
+            scope = Scope(max(depth, len(part.path)), argument, self.signature.parameters, shared)
+            found.append(part._replace(scope=scope))
+        return leaves, found

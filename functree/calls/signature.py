@@ -115,6 +115,7 @@ class Signature:
         positional: the names of the parameters that are given by position, without those that are
             bound.
         by_name: the name of the `**kwargs` parameter, or None.
+        many: the name of the `*args` parameter, or None.
         call: the class of its calls.
     """
 
@@ -127,7 +128,7 @@ class Signature:
         self._signature: inspect.Signature = signature
         self.positional: tuple[str, ...] = ()
         self.by_name: str | None = None
-        self._many: str | None = None  # the name of the `*args` parameter
+        self.many: str | None = None
         parameters = list(signature.parameters.values())
         number, names = bound
         taken = {*list(signature.parameters)[:number], *names}
@@ -135,7 +136,7 @@ class Signature:
             if parameter.kind is parameter.VAR_KEYWORD:
                 self.by_name = parameter.name
             if parameter.kind is parameter.VAR_POSITIONAL:
-                self._many = parameter.name
+                self.many = parameter.name
             by_position = parameter.kind in (*_BY_POSITION, parameter.VAR_POSITIONAL)
             if by_position and parameter.name not in taken:
                 self.positional += (parameter.name,)
@@ -188,7 +189,7 @@ class Signature:
         for name, value in zip(self.parameters, call, strict=True):
             if name == self.by_name:
                 yield from ((Path((name, key)), value[key]) for key in value)
-            elif name == self._many:
+            elif name == self.many:
                 yield from ((Path((name, i)), one) for i, one in enumerate(value))
             else:
                 yield Path((name,)), value

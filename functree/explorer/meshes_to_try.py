@@ -120,7 +120,7 @@ def named_mesh_axes(layouts: LayoutTree) -> tuple[str, ...]:
 def _named(layout: Layout) -> Iterator[str]:
     match layout:
         case AxisRules():
-            for rule in layout.rules:
+            for rule in layout.table:
                 yield from rule.mesh_axes
         case FSDP():
             yield from layout.mesh_axes

@@ -12,12 +12,13 @@ from functree.calls.parameter_layouts import ParameterLayouts
 from functree.calls.signature import Partial, Record, Signature
 from functree.calls.stages.compiled import Compiled
 from functree.calls.static_arguments import with_static
+from functree.devices.meshes import agreed_mesh
 from functree.errors import FunctreeTypeError
 from functree.layout.fsdp import FSDP
 from functree.layout.layout import Layout, LayoutTree
-from functree.layout.plan.make_plan import plan_tree
+from functree.layout.plan.make_plan import plan_leaves
 from functree.layout.plan.plan import Plan
-from functree.layout.prefix import broadcast
+from functree.layout.prefix import broadcast, own_meshes
 from functree.transforms.jit.jit import jit
 from functree.transforms.jit.jitted import Jit
 from functree.tree.arrays import Tree
@@ -77,9 +78,9 @@ class Step:
         """
         rules: Layout | None = None
         main: Layout | None = None
-        parts = broadcast(self._prefix(layouts), self._call)
+        parts = broadcast(self._layouts(layouts).prefix(self._call), self._call)
         for part in parts:
-            if rules is None and part.layout.for_activations:
+            if rules is None and part.layout.rules is not None:
                 rules = part.layout
             if main is None and isinstance(part.layout, FSDP):
                 main = part.layout
@@ -89,8 +90,9 @@ class Step:
 
     def plan(self, layouts: LayoutTree, sizes: Any) -> Plan:
         """The plan of the arguments, with its problems. No device is used."""
-        prefix = self._prefix(layouts)
-        return plan_tree(self._call, prefix, sizes, check=False, allow_unspecified=True)
+        leaves, parts = self._layouts(layouts).read(self._call)
+        view = agreed_mesh(sizes, own_meshes(parts))
+        return plan_leaves(leaves, parts, view, check=False, allow_unspecified=True)
 
     def compile(self, laid: Laid | None, out_shardings: LayoutTree, mesh: Mesh | None) -> Compiled:
         """The compiled program.
@@ -109,8 +111,8 @@ class Step:
             options["rules"] = laid.rules
         return self._jit.changed(self._fun, **options).lower(*self._args).compile()
 
-    def _prefix(self, layouts: LayoutTree) -> LayoutTree:
-        return ParameterLayouts("layouts", layouts, self._signature).prefix(self._call)
+    def _layouts(self, layouts: LayoutTree) -> ParameterLayouts:
+        return ParameterLayouts("layouts", layouts, self._signature)
 
 
 def _abstractly_bound(fn: Callable[..., Tree]) -> Callable[..., Tree]:

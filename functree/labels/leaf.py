@@ -1,6 +1,6 @@
 """`Leaf`: one array of a tree, with all that filters, layouts and messages ask about it."""
 
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from typing import Any, NamedTuple
 
 from jax.sharding import PartitionSpec
@@ -8,7 +8,7 @@ from jax.sharding import PartitionSpec
 from functree.errors import Problem
 from functree.tree.arrays import array_text
 from functree.tree.axes import Axes
-from functree.tree.paths import Path
+from functree.tree.paths import Key, Path
 
 
 class FollowedLeaf(NamedTuple):
@@ -21,15 +21,30 @@ class FollowedLeaf(NamedTuple):
             dimension of its own.
         known: False if the leaf depends on the shapes of parameters in a way that cannot be
             determined.
+        batched: whether its training state was made under `vmap`, so that each leaf has a further
+            dimension.
     """
 
     path: Path | None
     dims: tuple[int | None, ...]
     known: bool = True
+    batched: bool = False
 
     def has_all_of(self, ndim: int) -> bool:
         """Whether a leaf has all dimensions of the other one, which has `ndim`, in their order."""
         return self.dims == tuple(range(ndim))
+
+
+class Root(NamedTuple):
+    """A name above a leaf with which a pattern may begin.
+
+    Attributes:
+        what: what has the name, in messages: an argument, a field of a training state, a key.
+        path: the path of the leaf from this name on.
+    """
+
+    what: str
+    path: Path
 
 
 class Leaf(NamedTuple):
@@ -40,9 +55,10 @@ class Leaf(NamedTuple):
         value: the array; it may be traced or abstract.
         axes: the names of its dimensions.
         within: the classes of the nodes above it, outermost first.
-        aliases: the paths that patterns are matched with, if they are others than `path`: the path
-            from the subtree that a layout is for, or the path of the parameter that a leaf of an
-            optimizer's state belongs to.
+        seen: the path that filters see. A layout's filters see the path from the root of the tree
+            that the layout is for; in a training state, the path in the model. None if the leaf has
+            no such path: only patterns that name it match it, and `...`.
+        roots: the names above the leaf with which patterns may begin.
         stacked: the number of leading dimensions that belong to stacks of layers.
         annotated: whether its axes are named, by an annotation or from outside.
         unnamed: for each dimension, the token of its annotation if that token is not a name, or an
@@ -51,8 +67,6 @@ class Leaf(NamedTuple):
         buffer: whether it is marked as not trained.
         misfit: why its axes cannot be determined, or None.
         follows: the leaf whose decision it takes; None for a leaf that layouts decide about.
-        activation: whether it is an activation: a bare array whose axes have names. Only rules are
-            about these; `FSDP`, specs and filters are written for parameters.
         unread: why an annotation does not name its axes although there is one, and the remedy; None
             if there is none.
     """
@@ -61,7 +75,8 @@ class Leaf(NamedTuple):
     value: Any
     axes: Axes
     within: tuple[type, ...] = ()
-    aliases: tuple[Path, ...] = ()
+    seen: Path | None = None
+    roots: tuple[Root, ...] = ()
     stacked: int = 0
     annotated: bool = False
     unnamed: tuple[str, ...] = ()
@@ -69,13 +84,29 @@ class Leaf(NamedTuple):
     buffer: bool = False
     misfit: Problem | None = None
     follows: FollowedLeaf | None = None
-    activation: bool = False
     unread: tuple[str, str] | None = None
 
+    def named(self, name: Key) -> Path | None:
+        """The path of the leaf from a name above it on; None if no pattern may begin with this
+        name."""
+        for root in self.roots:
+            if root.path[0] == name:
+                return root.path
+        return None
+
     @property
-    def patterned(self) -> tuple[Path, ...]:
-        """The paths that patterns are matched with."""
-        return self.aliases or (self.path,)
+    def kind(self) -> Hashable:
+        """All that a layout may ask about a leaf, except for paths."""
+        return (
+            self.axes,
+            self.value.shape,
+            self.stacked,
+            self.annotated,
+            self.unnamed,
+            self.spec,
+            self.misfit,
+            self.unread,
+        )
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -129,6 +160,11 @@ def is_in_module(leaf: Leaf) -> bool:
     """Whether a leaf of a call is in a module, and not in plain containers only."""
     # The first class is that of the call itself, which is a named tuple.
     return any(cls.__module__ not in _CONTAINERS for cls in leaf.within[1:])
+
+
+def is_bare(leaf: Leaf) -> bool:
+    """Whether a leaf is itself an argument of a call, under a layout for all arguments."""
+    return leaf.seen is None and leaf.follows is None
 
 
 def array_problem(path: Path, value: Any, why: str, remedy: str) -> Problem:

@@ -295,12 +295,24 @@ class _Walk:
         if pending is not None:
             pending.by_leaf = True
             given = (*given, pending)
+            stack = (*stack, *pending.stack())
         outside = given_axes(place, given) if given else None
         axes, annotated, unnamed, spec, misfit = leaf_axes(
             self.memory, value, place, hint, outside, stack
         )
         leaf = Leaf(
-            place, value, axes, within, (), len(stack), annotated, unnamed, spec, buffer, misfit
+            place,
+            value,
+            axes,
+            within,
+            place,
+            (),
+            len(stack),
+            annotated,
+            unnamed,
+            spec,
+            buffer,
+            misfit,
         )
         if not annotated and (unread is not None or hint is not NOTHING):
             leaf = leaf._replace(unread=other_structure(hint, value) or unread)
@@ -322,6 +334,8 @@ class _Walk:
             stack = context.stack
             if isinstance(node, Stack):
                 stack = (*stack, *node.stack_axes())
+            for given in opened:
+                stack = (*stack, *given.stack())
             # A class with annotations of its own says itself what its leaves are.
             unread = None if known.fields else context.unread
             inside = Context(
@@ -393,7 +407,7 @@ class _Walk:
                 declared, stacked = Axes(*entry.axes[unstacked:]), entry.stacked - unstacked
                 axes, annotated, _, _, misfit = state_axes(child, place, declared)
                 self.leaves.append(
-                    Leaf(place, child, axes, within, (), stacked, annotated, misfit=misfit)
+                    Leaf(place, child, axes, within, place, (), stacked, annotated, misfit=misfit)
                 )
             else:
                 self.others.append((self.size, child))

@@ -274,7 +274,7 @@ class Selection(Generic[T]):
                 continue
             # Patterns are matched with the path from the selected part on.
             below = Path(leaf.path[len(start) :])
-            if chosen(leaf._replace(aliases=(below,))):
+            if chosen(leaf._replace(seen=below)):
                 found[start].append(places[index])
         return list(chain(*found.values()))
 

@@ -14,8 +14,14 @@ from functree.errors import (
     RuleError,
     count,
 )
-from functree.labels.filters.filter import Filter, FilterLike, as_filter, naming, negated_patterns
-from functree.labels.filters.first_match import FirstMatch
+from functree.labels.filters.filter import (
+    Filter,
+    FilterLike,
+    FirstMatch,
+    as_filter,
+    naming,
+    negated_patterns,
+)
 from functree.labels.leaves import Leaves, read
 from functree.tree.arrays import AnyArray, Tree, TreeDef
 from functree.tree.nodes import leaves_of
@@ -68,8 +74,8 @@ def split(tree: _T, *filters: FilterLike) -> tuple[Skeleton, *tuple[_T, ...]]:
     static = leaves.skeleton.learn(tree)
     static.check_hashable()
     wanted = list(map(as_filter, written))
-    _check_named(wanted, leaves)
     first_match = FirstMatch(wanted)
+    _check_named(wanted, leaves)
     # Each part has an entry for each array: None where the array is in another part.
     parts: list[list[AnyArray | None]] = [[None] * len(static) for _ in written]
     problems: list[Problem] = []

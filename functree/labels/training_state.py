@@ -1,102 +1,119 @@
-"""The leaves of a tree with training states ─► the same leaves: those of the optimizer follow the
-parameters, and patterns for the model match them from the training state on."""
+"""The leaves of a tree ─► the same leaves with the paths that filters see; those of an optimizer's
+state follow the parameters."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from functree.labels.leaf import FollowedLeaf, Leaf
+from functree.labels.leaf import FollowedLeaf, Leaf, Root
 from functree.labels.optimizer.followed_parameters import TrainedModel
 from functree.labels.optimizer.optimizer_state import followed_by, following
 from functree.tree.interfaces import TrainingState
 from functree.tree.paths import Path, first_beginning
 from functree.tree.skeleton.skeleton import Skeleton
 
-MODEL, STATE, OPTIMIZER = "model", "state", "opt_state"
+MODEL, OPTIMIZER = "model", "opt_state"
 # The fields that depend on the model, or on nothing. Layouts decide about all other fields, those
 # that a subclass adds among them.
 FOLLOWING = (OPTIMIZER, "step", "key")
+FIELDS = (MODEL, "state", *FOLLOWING)
+"""The fields of a training state, with which patterns may begin."""
 
 
-def label_training_states(
-    leaves: Sequence[Leaf], states: Mapping[Path, TrainingState]
+class Scope(NamedTuple):
+    """The part of a tree that one layout is for.
+
+    Attributes:
+        start: the number of keys above the part.
+        argument: in a call, the index of the key that is the name of the argument.
+        arguments: the names of all arguments of the call.
+        shared: whether the layout is for all arguments of a call. Then an argument that is one
+            array has no path that filters see.
+    """
+
+    start: int = 0
+    argument: int | None = None
+    arguments: tuple[str, ...] = ()
+    shared: bool = False
+
+
+def label_paths(
+    leaves: Sequence[Leaf], states: Mapping[Path, TrainingState], scope: Scope
 ) -> Sequence[Leaf]:
-    """The leaves, with what those of training states follow.
+    """The leaves with the paths that the filters of a layout see, and with what they follow.
 
     Args:
-        leaves: the leaves of a tree, or of a part of it.
-        states: the training states in it, by path, concrete or abstract.
+        leaves: the leaves of the part of the tree that the layout is for.
+        states: the training states in this part, by path, concrete or abstract.
+        scope: where the part is.
     """
-    if not states:
-        return leaves
-    positions = [_position(leaf.path, states) for leaf in leaves]
     labelled = list(leaves)
-    for path, state in states.items():
-        own = [i for i, position in enumerate(positions) if position and position.state == path]
-        for i, leaf in _following(path, state, [(i, leaves[i], positions[i]) for i in own]):
-            labelled[i] = leaf
-    for i, position in enumerate(positions):
-        if position is not None:
-            labelled[i] = labelled[i]._replace(aliases=_aliases(leaves[i], position))
+    if scope != Scope():
+        labelled = [_labelled(leaf, scope) for leaf in leaves]
+    inside: dict[Path, list[tuple[int, Leaf]]] = {}
+    if states:
+        for i, leaf in enumerate(leaves):
+            state = first_beginning(leaf.path, states)
+            if state is not None:
+                inside.setdefault(state, []).append((i, leaf))
+    for path, own in inside.items():
+        first = scope.start if scope.argument is None else scope.argument
+        for i, leaf in _in_training_state(path, states[path], own):
+            roots = [_root(leaf.path, k, len(path), scope) for k in range(first, len(path) + 1)]
+            labelled[i] = leaf._replace(roots=tuple(roots))
     return labelled
 
 
-class _Position(NamedTuple):
-    """Where a leaf is: the path of its training state, the field, and the path below this field."""
-
-    state: Path
-    field: str
-    below: Path
-
-
-def _position(path: Path, states: Mapping[Path, TrainingState]) -> _Position | None:
-    """Where a leaf is; None if it is in no training state."""
-    state = first_beginning(path, states)
-    if state is None:
-        return None
-    field, *below = path[len(state) :]
-    return _Position(state, field, Path(below))
+def _labelled(leaf: Leaf, scope: Scope) -> Leaf:
+    """A leaf that is in no training state."""
+    seen, roots = Path(leaf.path[scope.start :]), leaf.roots
+    if scope.argument is not None:
+        roots = (_root(leaf.path, scope.argument, -1, scope),)
+        if scope.shared and not seen:
+            return leaf._replace(seen=None, roots=roots)
+    return leaf._replace(seen=seen, roots=roots)
 
 
-def _following(
-    path: Path, state: TrainingState, own: Iterable[tuple[int, Leaf, _Position | None]]
+def _root(path: Path, index: int, field: int, scope: Scope) -> Root:
+    """The name at an index of a path; `field` is the index of a training state's field."""
+    what = f"the key `{path[index]}` above a training state"
+    if index == scope.argument:
+        what = f"the argument `{path[index]}`"
+    elif index == field:
+        what = f"the field `{path[index]}` of a training state"
+    return Root(what, Path(path[index:]))
+
+
+def _in_training_state(
+    path: Path, state: TrainingState, own: Sequence[tuple[int, Leaf]]
 ) -> Iterator[tuple[int, Leaf]]:
-    """The leaves of one training state that follow others, by their indices.
-
-    Args:
-        path: the path of the training state.
-        state: the training state.
-        own: the index, the leaf and the position of each of its leaves.
-    """
+    """The leaves of one training state, by their indices: with the paths in the model, and with
+    what they follow."""
     # The optimizer sees paths in the model for the parameters, and paths in its own state for its
     # leaves.
     parameters: dict[Path, Leaf | None] = {}
     of_optimizer: dict[int, Leaf] = {}
-    for i, leaf, position in own:
-        if position is None or position.field not in (MODEL, *FOLLOWING):
+    batched = any(leaf.path[len(path)] == "step" and leaf.shape for _, leaf in own)
+    for i, leaf in own:
+        field, below = leaf.path[len(path)], Path(leaf.path[len(path) + 1 :])
+        if field == OPTIMIZER:
+            of_optimizer[i] = leaf._replace(path=below)
             continue
-        inner = leaf._replace(path=position.below, aliases=())
-        if position.field == MODEL:
-            parameters[position.below] = inner if state.wrt(inner) else None
-        elif position.field == OPTIMIZER:
-            of_optimizer[i] = inner
-        else:
-            yield i, leaf._replace(follows=FollowedLeaf(None, (None,) * len(leaf.shape)))
+        if field in FOLLOWING:
+            independent = FollowedLeaf(None, (None,) * len(leaf.shape), batched=batched)
+            yield i, leaf._replace(seen=None, follows=independent)
+            continue
+        if field == MODEL:
+            inner = leaf._replace(path=below, seen=below)
+            parameters[below] = inner if state.wrt(inner) else None
+        elif not below:
+            below = Path((field,))  # a field of a subclass that is one array
+        yield i, leaf._replace(seen=below)
     trained = TrainedModel(Skeleton.of(state.model, parameters), parameters)
-    known = trained.parameters
     follows = followed_by(state.tx, trained, list(of_optimizer.values()))
     for (i, inner), one in zip(of_optimizer.items(), follows, strict=True):
-        leaf = following(inner, one, known)
+        leaf = following(inner, one, trained.parameters)
+        seen = one.path
         if one.path is not None:
             one = one._replace(path=Path((*path, MODEL, *one.path)))
-        yield i, leaf._replace(path=Path((*path, OPTIMIZER, *leaf.path)), follows=one)
-
-
-def _aliases(leaf: Leaf, position: _Position) -> tuple[Path, ...]:
-    """The paths that patterns are matched with: from the root, from the training state, and from
-    its model."""
-    aliases = [leaf.patterned[0]]
-    if position.field in (MODEL, STATE):
-        aliases.append(position.below)
-    # The last one begins with the field, which a filter may name.
-    aliases.append(Path((position.field, *position.below)))
-    return tuple(dict.fromkeys(aliases))
+        one = one._replace(batched=batched)
+        yield i, leaf._replace(path=Path((*path, OPTIMIZER, *leaf.path)), seen=seen, follows=one)

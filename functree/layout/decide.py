@@ -4,8 +4,8 @@ Leaves are labelled before: they have their axes, and what they follow. A layout
 leaves that follow nothing, and the others take these decisions.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import starmap
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from itertools import chain, starmap
 from typing import NamedTuple
 
 import jax
@@ -15,16 +15,26 @@ from jax.sharding import PartitionSpec
 from functree.devices.meshes import MeshView
 from functree.devices.specs import spec_text
 from functree.errors import Problem, warn
-from functree.labels.leaf import FollowedLeaf, Leaf
+from functree.labels.leaf import FollowedLeaf, Leaf, is_in_module
 from functree.labels.leaves import Leaves
-from functree.labels.training_state import label_training_states
+from functree.labels.training_state import FIELDS, label_paths
 from functree.layout.decision import WHOLE, Decision, Dimension, Source
-from functree.layout.layout import DeadFilter, Layout, Resolution
+from functree.layout.fsdp import FSDP, missing_fsdp_axes, misspelt_axes
+from functree.layout.layout import walk
 from functree.layout.prefix import Part
+from functree.layout.rules import mentioned_axes, missing_mesh_axes
+from functree.layout.state_sharding import (
+    StateSharding,
+    two_readings,
+    unused_filters,
+    used_filters,
+)
 from functree.layout.validation import (
+    USE_PLAN_OPTIMIZER,
     absent,
     followed_paths,
     is_clean,
+    is_optimizer_state,
     leaf_problems,
     marked_followers,
     near_misses,
@@ -49,6 +59,31 @@ class Decisions(NamedTuple):
     unused: Sequence[str]
 
 
+class Group(NamedTuple):
+    """The leaves that one layout is for.
+
+    Attributes:
+        part: the layout.
+        leaves: the leaves.
+        has_training_state: whether a training state is among them.
+        decisions: one for each leaf.
+    """
+
+    part: Part
+    leaves: Sequence[Leaf]
+    has_training_state: bool
+    decisions: Sequence[Decision] = ()
+
+    @property
+    def mentioned(self) -> Collection[str]:
+        """The axes that the rules of the layout name."""
+        return mentioned_axes(self.part.layout)
+
+    def decided(self, view: MeshView) -> "Group":
+        """The same group with decisions."""
+        return self._replace(decisions=decide(self.part, self.leaves, view))
+
+
 UNSPECIFIED = ("no layout was given for this array (`None`)", "write `P()` to replicate it")
 
 
@@ -69,64 +104,125 @@ def decide_parts(
         same: for each abstract leaf, a number that is the same for leaves that are the same array.
         allow_unspecified: whether it is no problem if no layout was given for an array (`None`).
     """
-    decisions: list[Decision] = []
-    problems, known = list(leaves.problems), list[Leaf]()
-    parts_of: dict[Problem, list[Part]] = {}
-    unused: list[str] = []
-    for part, group in grouped(leaves, parts):
-        found = decide(part.layout, group, view)
-        known += group
-        decisions += found.decisions
-        own = list(found.problems)
-        if not part.partial:
-            own += filter_problems(found.dead)
-        for problem in own:
-            parts_of.setdefault(problem, []).append(part)
-        unused += found.unused
-    # Two parts of a tree may have the same layout, and report the same problem of it.
-    problems += starmap(_of_parts, parts_of.items())
+    groups = [group.decided(view) for group in grouped(leaves, parts)]
+    known = [leaf for group in groups for leaf in group.leaves]
+    decisions = [decision for group in groups for decision in group.decisions]
+    problems = [*leaves.problems, *_layout_problems(groups, view)]
     # A rule that one part has no axis for may be used in another part.
-    unused = absent(unused, leaves.leaves)
-    problems += near_misses(known, decisions, unused)
+    mentioned = list(dict.fromkeys(name for group in groups for name in group.mentioned))
+    unused = absent(mentioned, leaves.leaves)
+    problems += near_misses(known, decisions, mentioned)
     # Many leaves share one decision object, so each object is examined once. Most have no sharded
     # dimension and no fault, and then nothing can be wrong with the leaf.
     clean: dict[int, bool] = {}
-    for leaf, decision in zip(known, decisions, strict=True):
+    by_group = chain.from_iterable([group.mentioned] * len(group.leaves) for group in groups)
+    for leaf, decision, names in zip(known, decisions, by_group, strict=True):
         if not decision.specified and not allow_unspecified:
             problems.append(leaf.problem(*UNSPECIFIED))
         if id(decision) not in clean:
             clean[id(decision)] = is_clean(decision)
         if not clean[id(decision)]:
-            problems += leaf_problems(leaf, decision, view)
+            problems += leaf_problems(leaf, decision, view, names)
     problems += _conflicting(known, decisions, same)
     problems = marked_followers(problems, followed_paths(known))
     return Decisions(known, decisions, problems, unused)
 
 
-def decide(layout: Layout, leaves: Sequence[Leaf], view: MeshView) -> Resolution:
-    """Decide by one layout about leaves that it decides about, and about those that follow these.
+def decide(part: Part, leaves: Sequence[Leaf], view: MeshView) -> list[Decision]:
+    """The decisions of one layout about the leaves that it is for.
 
-    A layout also decides about a leaf that follows another one if it was written for this leaf.
+    It decides about leaves that follow nothing. The others take these decisions, unless the layout
+    was written for them.
     """
-    direct: list[Leaf] = []
-    followers: list[Leaf] = []
-    for leaf in leaves:
-        if leaf.follows is None or layout.claims(leaf):
-            direct.append(leaf)
-        else:
-            followers.append(leaf)
-    found = layout.resolve(direct, view)
+    layout, arrays = part.layout, part.for_arrays
+    known: dict[Hashable, Decision] = {}
+    decided: dict[int, Decision] = {}
+    followers: list[int] = []
+    for i, leaf in enumerate(leaves):
+        if leaf.follows is not None and not layout.claims(leaf):
+            followers.append(i)
+            continue
+        deciding = layout if arrays is None or leaf.seen is not None else arrays
+        # The layers of a large model are alike, and share one decision.
+        key = deciding is layout, leaf.kind, deciding.asks(leaf)
+        if key not in known:
+            known[key] = deciding.decide(leaf, None, view)
+        decided[i] = known[key]
     # A tree without a training state has none.
-    if not followers:
-        return found
-    decided = by_path(direct, found.decisions)
-    decided |= by_path(followers, follow(followers, decided))
-    return found._replace(decisions=[decided[leaf.path] for leaf in leaves])
+    if followers:
+        parameters = {leaves[i].path: decision for i, decision in decided.items()}
+        found = follow([leaves[i] for i in followers], parameters)
+        decided |= dict(zip(followers, found, strict=True))
+    return [decided[i] for i in range(len(leaves))]
 
 
-def by_path(leaves: Sequence[Leaf], decisions: Sequence[Decision]) -> dict[Path, Decision]:
-    """The decisions about leaves by the paths of these."""
-    return {leaf.path: one for leaf, one in zip(leaves, decisions, strict=True)}
+def _layout_problems(groups: Sequence[Group], view: MeshView) -> list[Problem]:
+    """What is wrong with layouts themselves, and not with a single leaf."""
+    problems: dict[Problem, list[Part]] = {}
+    for same in _by_layout(groups):
+        for problem in _problems_of_one(same, view):
+            problems.setdefault(problem, []).extend(group.part for group in same)
+    # Two parts of a tree may have equal layouts, and report the same problem.
+    return list(starmap(_of_parts, problems.items()))
+
+
+def _by_layout(groups: Sequence[Group]) -> Iterable[list[Group]]:
+    """The groups of each layout. Arguments may share one, of which a filter may be for any."""
+    joined: dict[tuple[int, bool], list[Group]] = {}
+    for i, group in enumerate(groups):
+        shared = group.part.scope.shared
+        joined.setdefault((id(group.part.layout) if shared else i, shared), []).append(group)
+    return joined.values()
+
+
+def _problems_of_one(groups: Sequence[Group], view: MeshView) -> Iterator[Problem]:
+    """The problems of one layout, from all leaves that it is for."""
+    part = groups[0].part
+    yield from missing_mesh_axes(part.layout, view)
+    for layout in walk(part.layout):
+        if isinstance(layout, FSDP):
+            yield from missing_fsdp_axes(layout, view)
+            leaves = [leaf for group in groups for leaf in group.leaves]
+            yield from misspelt_axes(layout, leaves)
+    yield from _filter_problems(groups)
+
+
+def filter_problems(leaves: Leaves, parts: Sequence[Part]) -> list[Problem]:
+    """The problems of filters that decide about no leaf, whatever the mesh is."""
+    groups = [group.decided(MeshView({})) for group in grouped(leaves, parts)]
+    return list(chain.from_iterable(map(_filter_problems, _by_layout(groups))))
+
+
+def _filter_problems(groups: Sequence[Group]) -> Iterator[Problem]:
+    """The problems of the filters in one layout. Those that are warnings are given here."""
+    part = groups[0].part
+    filtered = [layout for layout in walk(part.layout) if isinstance(layout, StateSharding)]
+    if not filtered:
+        return
+    leaves = [leaf for group in groups for leaf in group.leaves]
+    # Many leaves share one decision.
+    different = {id(decision): decision for group in groups for decision in group.decisions}
+    # Filters are written for models: a call of a loss function for two arrays says nothing of them.
+    is_said = not part.partial and (not part.scope.shared or any(map(is_in_module, leaves)))
+    # Patterns for other arguments, and for training states where there is none, are for others.
+    elsewhere = set(part.scope.arguments)
+    if not any(group.has_training_state for group in groups):
+        elsewhere.update(FIELDS)
+    elsewhere -= {root.path[0] for leaf in leaves for root in leaf.roots}
+    elsewhere -= {leaf.seen[0] for leaf in leaves if leaf.seen}
+    alone = any(is_optimizer_state(cls) for leaf in leaves[:1] for cls in leaf.within)
+    for layout in filtered:
+        yield from two_readings(layout, leaves)
+        if not is_said:
+            continue
+        used = used_filters(layout, different.values())
+        for problem in unused_filters(layout, used, leaves, elsewhere):
+            if layout.unused == "error" and alone:
+                yield problem._replace(remedy=problem.remedy + USE_PLAN_OPTIMIZER)
+            elif layout.unused == "error":
+                yield problem
+            else:
+                warn(f"{problem.what} {problem.why}")
 
 
 def follow(leaves: Sequence[Leaf], decided: Mapping[Path, Decision]) -> list[Decision]:
@@ -197,42 +293,23 @@ UNKNOWN = (
 )
 
 
-def grouped(leaves: Leaves, parts: Sequence[Part]) -> Iterator[tuple[Part, Sequence[Leaf]]]:
-    """The arrays that each layout is for, labelled with what they follow and with the paths that
-    patterns of the layout are matched with."""
-    if len(parts) == 1 and not parts[0].path:
-        yield parts[0], label_training_states(leaves.leaves, leaves.training)
-        return
+def grouped(leaves: Leaves, parts: Sequence[Part]) -> Iterator[Group]:
+    """The arrays that each layout is for, labelled with the paths that filters see and with what
+    they follow."""
     start = 0
     for part in parts:
         # The leaves below the path of a part are next to each other, in the order of the parts.
         depth, end = len(part.path), start
         while end < len(leaves.leaves) and leaves.leaves[end].path[:depth] == part.path:
             end += 1
-        group = [_below(leaf, depth) for leaf in leaves.leaves[start:end]]
         # A training state of which each part has a layout of its own says nothing.
         states: dict[Path, TrainingState] = {}
         for path, state in leaves.training.items():
             if path[:depth] == part.path:
                 states[path] = state
-        yield part, label_training_states(group, states)
+        labelled = label_paths(leaves.leaves[start:end], states, part.scope)
+        yield Group(part, labelled, bool(states))
         start = end
-
-
-def _below(leaf: Leaf, depth: int) -> Leaf:
-    """A leaf with the paths from a subtree on, whose path has this length."""
-    return leaf._replace(aliases=tuple(Path(path[depth:]) for path in leaf.patterned))
-
-
-def filter_problems(dead: Iterable[DeadFilter]) -> list[Problem]:
-    """The problems of filters that decide about no leaf. Those that are warnings are given here."""
-    problems: list[Problem] = []
-    for one in dead:
-        if one.is_error:
-            problems.append(one.problem)
-        else:
-            warn(f"{one.problem.what} {one.problem.why}")
-    return problems
 
 
 def _of_parts(problem: Problem, parts: Sequence[Part]) -> Problem:

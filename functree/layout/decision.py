@@ -1,16 +1,36 @@
 """A leaf ─► a `Decision`: what layouts have decided about each of its dimensions, and why."""
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from enum import IntEnum
+from itertools import chain
 from typing import NamedTuple
 
 from jax.sharding import PartitionSpec
 
 from functree.devices.specs import axes_text, entry, invalid_entry, mesh_axes, spec_text
+from functree.labels.filters.filter import Filter
 from functree.labels.leaf import Leaf
 from functree.tree.paths import Path
 
 Fault = tuple[str, str]
 """What is wrong with a leaf, and what to change."""
+
+
+class ChosenBy(NamedTuple):
+    """The filter that chose a layout for a leaf.
+
+    Attributes:
+        filters: all filters of the `StateSharding`, without a last `...`.
+        number: the index of the filter.
+        text: the filter as a user writes it.
+    """
+
+    filters: tuple[Filter, ...]
+    number: int
+    text: str
+
+    def __str__(self) -> str:
+        return self.text
 
 
 class Reason(NamedTuple):
@@ -19,11 +39,11 @@ class Reason(NamedTuple):
     Attributes:
         parts: what decided, in order: rules, a spec, the reasons of an inner layout. Anything whose
             `str` is what a user should read.
-        chosen_by: the filter that chose the layout, as text; empty if none did.
+        chosen_by: the filter that chose the layout, or a word for what did; empty if none did.
     """
 
     parts: tuple[object, ...]
-    chosen_by: str = ""
+    chosen_by: ChosenBy | str = ""
 
     def __str__(self) -> str:
         separator = ", "
@@ -33,6 +53,24 @@ class Reason(NamedTuple):
         if not self.chosen_by:
             return text
         return f"{self.chosen_by}: {text}"
+
+    def all_parts(self) -> Iterator[object]:
+        """What decided and what chose, here and in inner reasons."""
+        yield self.chosen_by
+        for part in self.parts:
+            if isinstance(part, Reason):
+                yield from part.all_parts()
+            else:
+                yield part
+
+
+class Closed(NamedTuple):
+    """The reason that only `...: None` is for an axis."""
+
+    name: str
+
+    def __str__(self) -> str:
+        return f"{self.name}→None (...)"
 
 
 class Source(NamedTuple):
@@ -53,30 +91,34 @@ class Source(NamedTuple):
         return str(self.what)
 
 
+class Named(IntEnum):
+    """What layouts have said about the name of a dimension."""
+
+    UNASKED = 0  # no rules by names have decided about the leaf
+    MISSING = 1  # rules by names do not mention it, which is an error
+    MENTIONED = 2  # `FSDP` names it in `axes`, so that no rule has to
+    DECIDED = 3  # a layout has decided about the dimension, by its name or its index
+
+
 class Dimension(NamedTuple):
     """What is decided about one dimension of a leaf.
 
     Attributes:
         mesh_axes: the mesh axes that shard it; `()` if it is unsharded.
         source: what has sharded it; None if it is unsharded.
-        settled: False if it has a name that no rule has mentioned yet.
-        excused: whether `FSDP` names it in `axes`, so that no rule has to mention it.
-        closed: whether no rule is about its name except `...: None`.
-        fault: why it may not stay as it is. A later layout that decides about the dimension removes
-            the fault.
+        named: what layouts have said about its name.
+        blocked: why its rules could not apply, although they mention it. A later layout that
+            decides about the dimension removes this fault.
     """
 
     mesh_axes: tuple[str, ...] = ()
     source: Source | None = None
-    settled: bool = True
-    excused: bool = False
-    closed: bool = False
-    fault: Fault | None = None
+    named: Named = Named.UNASKED
+    blocked: Fault | None = None
 
 
-# One object each for the many dimensions about which there is nothing more to say.
+# One object for the many dimensions about which there is nothing more to say.
 WHOLE = Dimension()
-_UNSETTLED = Dimension(settled=False)
 
 
 class Decision(NamedTuple):
@@ -87,8 +129,7 @@ class Decision(NamedTuple):
         reasons: one for each layout that had something to decide, in their order.
         faults: what is wrong, and cannot be corrected by later layouts.
         memory_kind: the kind of memory; None for the default.
-        specified: False if no layout was about the leaf: it was `None`, or the leaf is an
-            activation and there are no rules.
+        specified: False if the layout of the leaf is `None`.
         follows: the path of the leaf whose decision it is, if the two have the same dimensions.
     """
 
@@ -103,6 +144,12 @@ class Decision(NamedTuple):
     def reason(self) -> str:
         """The reasons as text, for a plan."""
         return "; ".join(map(str, self.reasons))
+
+    @property
+    def closed(self) -> set[str]:
+        """The axes that only `...: None` of a table is for."""
+        parts = chain.from_iterable(reason.all_parts() for reason in self.reasons)
+        return {part.name for part in parts if isinstance(part, Closed)}
 
     @property
     def mesh_axes(self) -> tuple[tuple[str, ...], ...]:
@@ -142,21 +189,12 @@ class Decision(NamedTuple):
 
     def settle(self) -> "Decision":
         """The same decision, in which no later layout has to mention the names of dimensions."""
-        return self.each(lambda i, one: one._replace(settled=True, closed=False, fault=None))
+        return self.each(lambda i, one: one._replace(named=Named.DECIDED, blocked=None))
 
 
 def whole(leaf: Leaf) -> Decision:
-    """A decision in which all dimensions are unsharded and no name has been mentioned.
-
-    An activation is unspecified until there are rules for it.
-    """
-    # If the annotation does not fit, the leaf may have more dimensions than axes.
-    names = (*leaf.axes, *[None] * (len(leaf.shape) - len(leaf.axes)))
-    dimensions: list[Dimension] = []
-    for name in names:
-        # No rule can mention a dimension without a name, so none has to.
-        dimensions.append(WHOLE if name is None else _UNSETTLED)
-    return Decision(tuple(dimensions), specified=not leaf.activation)
+    """A decision in which all dimensions are unsharded and no name has been mentioned."""
+    return Decision((WHOLE,) * len(leaf.shape))
 
 
 def undecided(leaf: Leaf) -> Decision:
@@ -165,36 +203,6 @@ def undecided(leaf: Leaf) -> Decision:
     if leaf.spec is None:
         return start
     return apply_spec(leaf, leaf.spec, start, "its annotation")
-
-
-def decide_each(
-    leaves: Sequence[Leaf],
-    before: Sequence[Decision] | None,
-    alike: Callable[[Leaf], Hashable],
-    decide: Callable[[Leaf, Decision | None], Decision],
-) -> list[Decision]:
-    """A decision for each leaf, computed only once for leaves that are alike, as the layers of a
-    large model are.
-
-    Args:
-        leaves: the leaves.
-        before: the earlier decision about each leaf, or None.
-        alike: a function from a leaf to everything that the decision about it depends on.
-        decide: a function from a leaf and the earlier decision to the decision.
-    """
-    known: dict[Hashable, Decision] = {}
-    found = []
-    for i, leaf in enumerate(leaves):
-        start = None if before is None else before[i]
-        # The earlier decision is compared by its id, which is fast. Leaves that are alike share one
-        # object, because an earlier call of this function made it; and `before` keeps it alive, so
-        # that its id is not used again.
-        key = (id(start), alike(leaf))
-        decision = known.get(key)
-        if decision is None:
-            decision = known[key] = decide(leaf, start)
-        found.append(decision)
-    return found
 
 
 def apply_spec(leaf: Leaf, spec: PartitionSpec, before: Decision, *because: object) -> Decision:
@@ -240,7 +248,7 @@ def apply_spec(leaf: Leaf, spec: PartitionSpec, before: Decision, *because: obje
         else:
             dimensions[i] = Dimension(axes, source)
     # A spec is about all dimensions by their index, so their names need no rule.
-    applied = before._replace(dimensions=tuple(dimensions), specified=True)
+    applied = before._replace(dimensions=tuple(dimensions))
     return applied.settle().because(*because).wrong(*faults)
 
 

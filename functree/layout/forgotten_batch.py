@@ -1,16 +1,13 @@
 """A layout, and the names of an array's dimensions ─► the mesh axes of a batch whose rule was
 forgotten."""
 
-from collections.abc import Iterator
 from functools import lru_cache
 
 from functree.devices.meshes import MeshView
 from functree.devices.specs import axes_text, entry
-from functree.layout.fsdp_axes import fsdp_axes
-from functree.layout.layout import Composition, Layout, as_layout
-from functree.layout.on_host import Modifier
+from functree.layout.fsdp import fsdp_axes
+from functree.layout.layout import Layout, walk
 from functree.layout.rules import AxisRules
-from functree.layout.state_sharding import StateSharding
 from functree.tree.axes import Axes
 
 BATCH = "batch"
@@ -41,31 +38,19 @@ def forgotten_axes(layout: Layout, axes: Axes, mesh: MeshView) -> tuple[str, ...
 def _unused_by_rules(layout: Layout) -> tuple[str, ...]:
     """The mesh axes of all `FSDP` in a layout to which no rule maps an axis, if none is for the
     batch."""
+    if layout.rules is None:
+        return ()
     used: set[str] = set()
-    tables = list(_for_activations(layout))
-    # Without `...: None` a name without a rule is an error, or no rules are for activations.
+    tables = [one for one in walk(layout.rules) if isinstance(one, AxisRules)]
+    # Without `...: None` a name without a rule is an error.
     if not any(table.closed for table in tables):
         return ()
     for table in tables:
         if BATCH in table.mentioned:
             return ()
-        for rule in table.rules:
+        for rule in table.table:
             used.update(rule.mesh_axes)
     return tuple([axis for axis in dict.fromkeys(fsdp_axes(layout)) if axis not in used])
-
-
-def _for_activations(layout: Layout) -> Iterator[AxisRules]:
-    """The tables of rules that lay out activations."""
-    match layout:
-        case AxisRules():
-            yield layout
-        case Composition():
-            for part in layout.parts:
-                yield from _for_activations(part)
-        case Modifier():
-            yield from _for_activations(layout.layout)
-        case StateSharding() if layout.for_activations:
-            yield from _for_activations(as_layout(layout.layouts[-1]))
 
 
 def forgotten_text(what: str, forgotten: tuple[str, ...]) -> str:

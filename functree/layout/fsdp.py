@@ -1,7 +1,7 @@
 """A leaf ─► its largest unsharded dimension, sharded: `FSDP`, for parameters that are gathered for
 each use."""
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Iterator, Sequence
 
 from jax.sharding import PartitionSpec
 
@@ -13,12 +13,12 @@ from functree.labels.leaf import Leaf
 from functree.layout.decision import (
     Decision,
     Dimension,
+    Named,
     Source,
     apply_spec,
-    decide_each,
     undecided,
 )
-from functree.layout.layout import Layout, Resolution, as_layout
+from functree.layout.layout import Layout, as_layout, walk
 from functree.layout.validation import missing_axes, parts_over, present_axes
 from functree.tree.axes import is_axis_name
 from functree.values import Value
@@ -103,42 +103,8 @@ class FSDP(Value, Layout):
             return (self.axis,)
         return self.axis
 
-    def resolve(
-        self, leaves: Sequence[Leaf], mesh: MeshView, before: Sequence[Decision] | None = None
-    ) -> Resolution:
-        decisions = decide_each(
-            leaves, before, _alike, lambda leaf, start: self._decide(leaf, mesh, start)
-        )
-        problems = [
-            *missing_axes(repr(self), self.mesh_axes, mesh, "name an axis of the mesh"),
-            *self._misspelt(leaves),
-        ]
-        return Resolution(decisions, tuple(problems))
-
-    def _misspelt(self, leaves: Sequence[Leaf]) -> list[Problem]:
-        """The problems of names in `axes` that are probably misspelled: no leaf has them, and one
-        has a similar name.
-
-        Without this check such a name would not shard anything, and there would be no message.
-        """
-        if self.axes is None:
-            return []
-        present = sorted(filter(None, present_axes(leaves)))
-        problems = []
-        for name in self.axes:
-            if name in present:
-                continue
-            near = near_name(name, present)
-            # A name that is like no other may be that of another model with the same layout.
-            if near is not None:
-                why = f"no leaf has the axis `{name}`; did you mean `{near}`?"
-                problems.append(Problem(None, None, repr(self), why, "correct `axes=`"))
-        return problems
-
-    def _decide(self, leaf: Leaf, mesh: MeshView, before: Decision | None) -> Decision:
-        start = before or undecided(leaf)
-        if leaf.activation:
-            return start  # its largest dimension would be sharded, by the mesh axis of the batch
+    def decide(self, leaf: Leaf, so_far: Decision | None, mesh: MeshView) -> Decision:
+        start = so_far or undecided(leaf)
         if leaf.misfit is not None and not start.faults:
             # Layers that were stacked outside of `ft.Stacked` do not fit their annotations. Without
             # this fault their leading dimension would be sharded, and with it the layers.
@@ -159,7 +125,7 @@ class FSDP(Value, Layout):
         )
         if self.axes is not None:
             # It is one of these. If its rules were blocked, this is its way out.
-            split = split._replace(fault=None)
+            split = split._replace(blocked=None)
         return start.with_dimension(largest, split).because(
             f"FSDP: {leaf.dimension(largest)} is the largest unsharded dimension"
         )
@@ -172,10 +138,8 @@ class FSDP(Value, Layout):
             return start
 
         def mention(dim: int, dimension: Dimension) -> Dimension:
-            # A name that rules have mentioned before is settled. If all of its rules are blocked,
-            # it is not enough that it is mentioned again.
-            if leaf.axes[dim] in named and not dimension.settled:
-                return dimension._replace(excused=True, fault=None)
+            if leaf.axes[dim] in named:
+                return dimension._replace(named=max(dimension.named, Named.MENTIONED))
             return dimension
 
         return start.each(mention)
@@ -212,9 +176,7 @@ class FSDP(Value, Layout):
                 # A spec in a layout settles all names, but `otherwise` is about sizes: a name that
                 # no rule mentions is still a fault.
                 before = start.dimensions[dim]
-                return dimension._replace(
-                    settled=before.settled, excused=before.excused, fault=before.fault
-                )
+                return dimension._replace(named=before.named, blocked=before.blocked)
 
             return applied.each(keep_faults)
         free = self._free(leaf, start)
@@ -238,9 +200,33 @@ class FSDP(Value, Layout):
         return f"FSDP({', '.join(given)})"
 
 
-def _alike(leaf: Leaf) -> Hashable:
-    """Everything that FSDP's decision about a leaf depends on."""
-    return (leaf.axes, leaf.shape, leaf.stacked, leaf.spec, leaf.misfit, leaf.activation)
+def missing_fsdp_axes(layout: FSDP, mesh: MeshView) -> list[Problem]:
+    """The problem of mesh axes that the mesh does not have."""
+    return missing_axes(repr(layout), layout.mesh_axes, mesh, "name an axis of the mesh")
+
+
+def misspelt_axes(layout: FSDP, leaves: Sequence[Leaf]) -> Iterator[Problem]:
+    """The problems of names in `axes` that are probably misspelled: no leaf has them, and one
+    has a similar name.
+
+    Without this check such a name would not shard anything, and there would be no message.
+    """
+    if layout.axes is None:
+        return
+    present = sorted(filter(None, present_axes(leaves)))
+    for name in layout.axes:
+        near = None if name in present else near_name(name, present)
+        # A name that is like no other may be that of another model with the same layout.
+        if near is not None:
+            why = f"no leaf has the axis `{name}`; did you mean `{near}`?"
+            yield Problem(None, None, repr(layout), why, "correct `axes=`")
+
+
+def fsdp_axes(layout: Layout) -> Iterator[str]:
+    """The mesh axes of every `FSDP` in a layout, which are those of the batch."""
+    for one in walk(layout):
+        if isinstance(one, FSDP):
+            yield from one.mesh_axes
 
 
 def _names(given: object) -> tuple[str, ...]:

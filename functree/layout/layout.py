@@ -1,10 +1,9 @@
-"""`Layout`: the leaves of a tree and a mesh ─► a `Decision` for each leaf; and what a user can
-write for a layout."""
+"""`Layout`: a leaf and a mesh ─► a `Decision`; and what a user can write for a layout."""
 
 from abc import abstractmethod
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 from jax.experimental.layout import Format
@@ -14,45 +13,13 @@ from functree.argument_checks import check_callback
 from functree.devices.meshes import MeshView
 from functree.devices.placement import other_memory
 from functree.devices.specs import invalid_entry, spec_text
-from functree.errors import USERS_ERRORS, Problem, RuleError, ShardingError, error_text
+from functree.errors import USERS_ERRORS, RuleError, ShardingError, error_text
 from functree.labels.annotations.hints import Hint
-from functree.labels.filters.filter import Filter
 from functree.labels.leaf import Leaf
-from functree.layout.decision import Decision, apply_spec, decide_each, whole
+from functree.layout.decision import Decision, apply_spec, whole
 from functree.tree.axes import Names
 from functree.tree.paths import Path
 from functree.values import dict_text
-
-
-class DeadFilter(NamedTuple):
-    """A filter of a `StateSharding` that decides about no leaf.
-
-    Attributes:
-        problem: what is wrong.
-        is_error: whether it is an error, and not a warning.
-        item: the filter.
-    """
-
-    problem: Problem
-    is_error: bool
-    item: Filter
-
-
-class Resolution(NamedTuple):
-    """What a layout decides about some leaves.
-
-    Attributes:
-        decisions: one for each leaf.
-        problems: what is wrong with the layout itself, and not with a single leaf.
-        unused: names in rules that no leaf has.
-        dead: the filters that decide about no leaf. That is wrong, unless the layout was written
-            for a larger tree than that of the leaves.
-    """
-
-    decisions: list[Decision]
-    problems: tuple[Problem, ...] = ()
-    unused: tuple[str, ...] = ()
-    dead: tuple[DeadFilter, ...] = ()
 
 
 class Layout:
@@ -75,40 +42,39 @@ class Layout:
     __slots__ = ()
 
     @abstractmethod
-    def resolve(
-        self, leaves: Sequence[Leaf], mesh: MeshView, before: Sequence[Decision] | None = None
-    ) -> Resolution:
-        """Decide about each leaf, whether it follows another one or not.
+    def decide(self, leaf: Leaf, so_far: Decision | None, mesh: MeshView) -> Decision:
+        """Decide about one leaf.
 
         Args:
-            leaves: the leaves.
+            leaf: the leaf.
+            so_far: what the layouts before this one have decided; None if this is the first.
             mesh: the sizes of the mesh.
-            before: the decisions of the layouts before this one, or None if this is the first.
         """
+
+    @property
+    def inner(self) -> tuple["Layout", ...]:
+        """The layouts that this one is made of."""
+        return ()
+
+    def asks(self, leaf: Leaf) -> Hashable:
+        """What the decision depends on besides the leaf's `kind`: leaves for which both are equal
+        share one decision."""
+        return tuple([layout.asks(leaf) for layout in self.inner])
 
     def claims(self, leaf: Leaf) -> bool:
         """Whether the layout itself decides about a leaf that follows another one, because it was
         written for this leaf, as the filter `opt_state.**` is."""
-        return False
+        return any(layout.claims(leaf) for layout in self.inner)
 
     @property
-    def for_activations(self) -> bool:
-        """Whether the layout is about activations: whether it has rules for them."""
-        return False
-
-    @property
-    def has_filters(self) -> bool:
-        """Whether the layout has filters, which may decide about no leaf."""
-        return False
-
-    def unsharded(self, axis: str) -> "Layout":
-        """The layout with an axis that its rules leave unsharded in activations."""
-        return self
+    def rules(self) -> "Layout | None":
+        """The `AxisRules` in the layout, which lay out activations, too; None if there are none."""
+        return None
 
     @property
     def given_names(self) -> Mapping[type, Names]:
         """The axes that the layout gives to the leaves of classes without annotations."""
-        return {}
+        return merge_names(self.inner)
 
     @property
     def hint(self) -> Hint | None:
@@ -119,7 +85,7 @@ class Layout:
     @property
     def own_mesh(self) -> Mesh | AbstractMesh | None:
         """The mesh that is a part of the layout, or None."""
-        return None
+        return first_own_mesh(self.inner)
 
     def __or__(self, then: "LayoutLike") -> "Layout":
         return Composition.of(self, as_layout(then))
@@ -147,17 +113,18 @@ class SpecLayout(Layout):
     def own_mesh(self) -> Mesh | AbstractMesh | None:
         return self.mesh
 
-    def resolve(
-        self, leaves: Sequence[Leaf], mesh: MeshView, before: Sequence[Decision] | None = None
-    ) -> Resolution:
-        return Resolution(decide_each(leaves, before, _by_rank, self._decide))
+    def claims(self, leaf: Leaf) -> bool:
+        # Under `vmap` each leaf has the dimension of the batch, counts and keys too.
+        return leaf.follows is not None and leaf.follows.batched
 
-    def _decide(self, leaf: Leaf, before: Decision | None) -> Decision:
-        if leaf.activation:
-            return before or whole(leaf)
+    def decide(self, leaf: Leaf, so_far: Decision | None, mesh: MeshView) -> Decision:
         # `whole` and not `undecided`: a spec that is given here replaces the spec of an annotation.
-        start = before or whole(leaf)
-        decision = apply_spec(leaf, self.spec, start, f"{spec_text(self.spec)} as given")
+        decision = so_far or whole(leaf)
+        if leaf.shape:
+            because = f"{spec_text(self.spec)} as given"
+            decision = apply_spec(leaf, self.spec, decision, because)
+        else:
+            decision = decision.because("a scalar")
         if self.memory_kind is None:
             return decision
         return decision._replace(memory_kind=self.memory_kind)
@@ -168,23 +135,16 @@ class SpecLayout(Layout):
         return repr(NamedSharding(self.mesh, self.spec, memory_kind=self.memory_kind))
 
 
-def _by_rank(leaf: Leaf) -> Hashable:
-    """All that a spec's decision about a leaf depends on; sizes are checked later."""
-    return leaf.axes, len(leaf.shape), leaf.activation
-
-
 @dataclass(frozen=True, repr=False)
 class NoLayout(Layout):
     """`None`: no layout was given. The meaning depends on the function that takes the layout."""
 
-    def resolve(
-        self, leaves: Sequence[Leaf], mesh: MeshView, before: Sequence[Decision] | None = None
-    ) -> Resolution:
-        # It is never after another layout: `|` refuses `None`.
-        return Resolution([whole(leaf)._replace(specified=False) for leaf in leaves])
-
     def claims(self, leaf: Leaf) -> bool:
         return True  # if no layout was given, none was given for the optimizer's state either
+
+    def decide(self, leaf: Leaf, so_far: Decision | None, mesh: MeshView) -> Decision:
+        # It is never after another layout: `|` refuses `None`.
+        return whole(leaf)._replace(specified=False)
 
     def __repr__(self) -> str:
         return "None"
@@ -196,18 +156,15 @@ class FunctionLayout(Layout):
 
     function: Callable[[Path, Any], Any]
 
-    def resolve(
-        self, leaves: Sequence[Leaf], mesh: MeshView, before: Sequence[Decision] | None = None
-    ) -> Resolution:
-        # For each leaf anew: the function may ask for anything, so no two leaves are alike.
-        starts = before or map(whole, leaves)
-        return Resolution(list(map(self._decide, leaves, starts)))
+    def asks(self, leaf: Leaf) -> Hashable:
+        return leaf.path  # the function may ask for anything, so no two leaves are alike
 
-    def _decide(self, leaf: Leaf, before: Decision) -> Decision:
-        if leaf.activation:
-            return before
+    def decide(self, leaf: Leaf, so_far: Decision | None, mesh: MeshView) -> Decision:
+        before = so_far or whole(leaf)
+        if leaf.seen is None:
+            return before.wrong((f"has no path for {self!r}", PATHLESS))
         try:
-            spec = self.function(leaf.patterned[0], leaf.value)
+            spec = self.function(leaf.seen, leaf.value)
         except USERS_ERRORS as error:
             # Any function may stand here by mistake, such as `jax.nn.gelu`, and what it says of its
             # own arguments would name neither the leaf nor the layout.
@@ -223,6 +180,7 @@ class FunctionLayout(Layout):
         return getattr(self.function, "__qualname__", repr(self.function))
 
 
+PATHLESS = "give it a layout of its own: an entry of `in_shardings=`, or a pattern with its name"
 LAYOUT_FUNCTION = (
     "a layout function takes the path and the array of a leaf, and returns a `PartitionSpec`: "
     "`lambda path, leaf: P(...)`"
@@ -251,44 +209,32 @@ class Composition(Layout):
         return Composition(tuple(parts))
 
     @property
-    def given_names(self) -> Mapping[type, Names]:
-        return merge_names(self.parts)
+    def inner(self) -> tuple[Layout, ...]:
+        return self.parts
 
     @property
-    def own_mesh(self) -> Mesh | AbstractMesh | None:
-        return first_own_mesh(self.parts)
+    def rules(self) -> Layout | None:
+        tables = [part.rules for part in self.parts if part.rules is not None]
+        if len(tables) < 2:
+            return tables[0] if tables else None
+        return Composition(tuple(tables))
 
-    @property
-    def for_activations(self) -> bool:
-        return any(part.for_activations for part in self.parts)
-
-    @property
-    def has_filters(self) -> bool:
-        return any(part.has_filters for part in self.parts)
-
-    def claims(self, leaf: Leaf) -> bool:
-        return any(part.claims(leaf) for part in self.parts)
-
-    def unsharded(self, axis: str) -> Layout:
-        return Composition(tuple([part.unsharded(axis) for part in self.parts]))
-
-    def resolve(
-        self, leaves: Sequence[Leaf], mesh: MeshView, before: Sequence[Decision] | None = None
-    ) -> Resolution:
-        problems: list[Problem] = []
-        unused: list[str] = []
-        dead: list[DeadFilter] = []
-        # Each sees what those before it decided, and adds to it.
-        for part in self.parts:
-            found = part.resolve(leaves, mesh, before)
-            before = found.decisions
-            problems += found.problems
-            unused += found.unused
-            dead += found.dead
-        return Resolution(list(before or ()), tuple(problems), tuple(unused), tuple(dead))
+    def decide(self, leaf: Leaf, so_far: Decision | None, mesh: MeshView) -> Decision:
+        first, *others = self.parts
+        decision = first.decide(leaf, so_far, mesh)
+        for layout in others:
+            decision = layout.decide(leaf, decision, mesh)
+        return decision
 
     def __repr__(self) -> str:
         return " | ".join(map(repr, self.parts))
+
+
+def walk(layout: Layout) -> Iterator[Layout]:
+    """A layout, and all layouts in it."""
+    yield layout
+    for inner in layout.inner:
+        yield from walk(inner)
 
 
 def first_own_mesh(layouts: Iterable[Layout]) -> Mesh | AbstractMesh | None:

@@ -1,17 +1,13 @@
 """A layout ─► the same layout, changed: `Modifier`, and `on_host`, in the pinned memory of the
 host."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-
-from jax.sharding import AbstractMesh, Mesh
+from dataclasses import dataclass
 
 from functree.devices.meshes import MeshView
 from functree.errors import RuleError
 from functree.labels.leaf import Leaf
 from functree.layout.decision import Decision
-from functree.layout.layout import Layout, LayoutLike, Resolution, as_layout
-from functree.tree.axes import Names
+from functree.layout.layout import Layout, LayoutLike, as_layout
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -21,47 +17,24 @@ class Modifier(Layout):
     layout: Layout
 
     @property
-    def given_names(self) -> Mapping[type, Names]:
-        return self.layout.given_names
+    def inner(self) -> tuple[Layout, ...]:
+        return (self.layout,)
 
     @property
-    def own_mesh(self) -> Mesh | AbstractMesh | None:
-        return self.layout.own_mesh
+    def rules(self) -> Layout | None:
+        return self.layout.rules
 
-    @property
-    def for_activations(self) -> bool:
-        return self.layout.for_activations
-
-    @property
-    def has_filters(self) -> bool:
-        return self.layout.has_filters
-
-    def claims(self, leaf: Leaf) -> bool:
-        return self.layout.claims(leaf)
-
-    def unsharded(self, axis: str) -> Layout:
-        return replace(self, layout=self.layout.unsharded(axis))
-
-    def resolve(
-        self, leaves: Sequence[Leaf], mesh: MeshView, before: Sequence[Decision] | None = None
-    ) -> Resolution:
-        return self.layout.resolve(leaves, mesh, before)
+    def decide(self, leaf: Leaf, so_far: Decision | None, mesh: MeshView) -> Decision:
+        return self.layout.decide(leaf, so_far, mesh)
 
 
 @dataclass(frozen=True, repr=False)
 class OnHost(Modifier):
     """Another layout in the pinned memory of the host; made by `ft.on_host`."""
 
-    def resolve(
-        self, leaves: Sequence[Leaf], mesh: MeshView, before: Sequence[Decision] | None = None
-    ) -> Resolution:
-        found = self.layout.resolve(leaves, mesh, before)
-        decisions: list[Decision] = []
-        for leaf, decision in zip(leaves, found.decisions, strict=True):
-            # Activations are computed with at once, on the device.
-            kind = decision.memory_kind if leaf.activation else "pinned_host"
-            decisions.append(decision._replace(memory_kind=kind))
-        return found._replace(decisions=decisions)
+    def decide(self, leaf: Leaf, so_far: Decision | None, mesh: MeshView) -> Decision:
+        decision = self.layout.decide(leaf, so_far, mesh)
+        return decision._replace(memory_kind="pinned_host")
 
     def __repr__(self) -> str:
         return f"on_host({self.layout!r})"

@@ -1,6 +1,7 @@
 """A model's layout and an optimizer ─► the layout of the optimizer's state."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from functree.argument_checks import check_tree
@@ -14,20 +15,14 @@ from functree.labels.leaves import Leaves
 from functree.labels.optimizer.followed_parameters import Optimizer, TrainedModel
 from functree.labels.optimizer.optimizer_state import optimizer_state
 from functree.labels.optimizer.stack_treatment import warn_of_stacks
-from functree.layout.decide import (
-    UNSPECIFIED,
-    Decisions,
-    by_path,
-    decide_parts,
-    filter_problems,
-    follow,
-)
+from functree.layout.decide import Decisions, decide_parts, follow
 from functree.layout.decision import Reason
 from functree.layout.layout import LayoutLike, LayoutTree, as_layout
 from functree.layout.plan.make_plan import plan_decisions, read_for
 from functree.layout.plan.plan import Plan
-from functree.layout.prefix import own_meshes
+from functree.layout.prefix import Part, own_meshes
 from functree.layout.validation import leaf_problems, refuse
+from functree.tree.paths import Path
 
 
 def plan_optimizer(
@@ -106,17 +101,19 @@ def plan_state(
     trained = select_trained(leaves, wrt, type(model).__name__)
     state = optimizer_state(tx, trained)
     warn_of_stacks(tx, trained)
-    decisions = follow(state.leaves, by_path(leaves.leaves, decided.decisions))
+    parameters = dict(zip(leaves.paths, decided.decisions, strict=True))
+    decisions = follow(state.leaves, parameters)
     problems: list[Problem] = []
     unused: Sequence[str] = ()
     if otherwise is not None:
         lost = [i for i, leaf in enumerate(state.leaves) if not _is_known(leaf)]
-        found = as_layout(otherwise).resolve([state.leaves[i] for i in lost], view)
+        # They follow nothing here: the layout is for them.
+        own = [state.leaves[i]._replace(follows=None) for i in lost]
+        others = replace(state, leaves=tuple(own))
+        found = decide_parts(others, [Part(as_layout(otherwise), Path())], view)
         for i, decision in zip(lost, found.decisions, strict=True):
             decisions[i] = decision._replace(reasons=(Reason(decision.reasons, "otherwise"),))
-            if not decision.specified:
-                problems.append(state.leaves[i].problem(*UNSPECIFIED))
-        problems += [*found.problems, *filter_problems(found.dead)]
+        problems += found.problems
         unused = found.unused
     for leaf, decision in zip(state.leaves, decisions, strict=True):
         problems += leaf_problems(leaf, decision, view)

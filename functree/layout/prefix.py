@@ -7,6 +7,7 @@ from jax.sharding import AbstractMesh, Mesh
 from jax.tree_util import tree_map
 
 from functree.errors import RuleError
+from functree.labels.training_state import Scope
 from functree.layout.layout import (
     LAYOUTS,
     Layout,
@@ -27,13 +28,17 @@ class Part(NamedTuple):
     Attributes:
         layout: the layout.
         path: the path of the subtree that the layout is for.
-        partial: whether the layout is for more than this subtree, so that filters in it may match
+        partial: whether the layout is for more than the tree, so that filters in it may match
             nothing here.
+        scope: where the paths begin that filters see.
+        for_arrays: the layout of an argument that is one array, if that is another one.
     """
 
     layout: Layout
     path: Path
     partial: bool = False
+    scope: Scope = Scope()
+    for_arrays: Layout | None = None
 
 
 def own_meshes(parts: Iterable[Part]) -> list[Mesh | AbstractMesh | None]:
@@ -65,7 +70,7 @@ def broadcast(prefix: LayoutTree, tree: Any) -> list[Part]:
             a layout.
     """
     return [
-        Part(_written(one, where_text(path)), path)
+        Part(_written(one, where_text(path)), path, scope=Scope(len(path)))
         for one, path, _ in aligned(prefix, tree, _LAYOUTS)
     ]
 

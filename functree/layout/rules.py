@@ -1,30 +1,25 @@
 """The axes of a leaf ─► mesh axes, by an ordered table of rules: `AxisRules`."""
 
-from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from functools import lru_cache
+from typing import Any, Literal, NamedTuple
 
+import jax
+import numpy as np
 from jax.sharding import PartitionSpec
 
 from functree.argument_checks import SHAPE, check, is_name
 from functree.devices.meshes import MeshLike, MeshView, mesh_view
 from functree.devices.specs import axes_text, entry
-from functree.errors import Problem, RuleError, did_you_mean, near_name
+from functree.errors import Problem, RuleError, ShardingError
 from functree.labels.annotations.given_names import invalid_names
 from functree.labels.leaf import Leaf
-from functree.layout.bare_array_spec import spec_of_axes
-from functree.layout.decision import (
-    Decision,
-    Dimension,
-    Fault,
-    Reason,
-    Source,
-    conflict,
-    decide_each,
-    undecided,
-)
-from functree.layout.layout import Layout, Resolution, pairs_text, written_pairs
-from functree.layout.validation import absent, missing_axes
+from functree.layout.decision import Closed, Decision, Fault, Named, Source, conflict, undecided
+from functree.layout.layout import Composition, Layout, pairs_text, walk, written_pairs
+from functree.layout.validation import is_clean, leaf_problems, missing_axes, near_misses
+from functree.tree.arrays import AnyArray
 from functree.tree.axes import Axes, Names, is_axis_name
+from functree.tree.paths import Path
 from functree.values import Value, dict_text
 
 
@@ -50,6 +45,8 @@ class AxisRules(Value, Layout):
             several rules. `None` leaves the axis unsharded; a layout after `|` may still shard it.
             A last `...: None` leaves all other axes unsharded.
         names: `{cls: ft.names(...)}`, axes for the leaves of classes without annotations.
+        unnamed: `P()` leaves arrays without any axis names unsharded, as far as these rules go: an
+            `FSDP` after `|` may shard them. By default they are an error.
 
     Raises:
         RuleError: an axis or a value is invalid, one rule has a mesh axis twice, or a rule can
@@ -65,23 +62,26 @@ class AxisRules(Value, Layout):
         AxisRules({'batch': 'data', 'hidden': 'model', 'embed': None})
     """
 
-    __slots__ = ("rules", "closed", "names")
-    rules: tuple[Rule, ...]
+    __slots__ = ("table", "closed", "names", "unnamed")
+    table: tuple[Rule, ...]
     closed: bool
     names: tuple[tuple[type, Names], ...]
+    unnamed: PartitionSpec | Literal["error"]
 
     def __init__(
         self,
         rules: Mapping[Any, Any] | Iterable[tuple[Any, Any]],
         names: Mapping[type, Names] | None = None,
+        unnamed: PartitionSpec | Literal["error"] = "error",
     ):
         pairs = written_pairs(rules, "rules are a mapping or (name, mesh axes) pairs")
         self._set(
-            rules=tuple(_rule(name, value) for name, value in pairs if name is not ...),
+            table=tuple(_rule(name, value) for name, value in pairs if name is not ...),
             closed=_closed(pairs),
             names=_checked_names({} if names is None else names),
+            unnamed=_checked_unnamed(unnamed),
         )
-        _check_reachable(self.rules)
+        _check_reachable(self.table)
 
     @classmethod
     def identity(cls, mesh: MeshLike) -> "AxisRules":
@@ -95,14 +95,14 @@ class AxisRules(Value, Layout):
         An axis that has no rules then is left unsharded.
         """
         sizes = mesh_view(mesh).sizes
-        kept = [rule for rule in self.rules if sizes.keys() >= set(rule.mesh_axes)]
+        kept = [rule for rule in self.table if sizes.keys() >= set(rule.mesh_axes)]
         named = dict(kept)
         for name in self.mentioned:
             # Without any rule the axis would be an error, or fall under `...: None`, where a
             # misspelled name is looked for.
             if name not in named:
                 kept.append(Rule(name, ()))
-        return AxisRules([*kept_pairs(kept), *self._closing()], dict(self.names))
+        return AxisRules([*kept_pairs(kept), *self._closing()], dict(self.names), self.unnamed)
 
     def spec(
         self, axes: str | Axes, shape: Sequence[int] | None = None, mesh: MeshLike = None
@@ -127,30 +127,20 @@ class AxisRules(Value, Layout):
         return dict(self.names)
 
     @property
-    def for_activations(self) -> bool:
-        return True
+    def rules(self) -> Layout:
+        return self
 
-    def unsharded(self, axis: str) -> "AxisRules":
-        # Its other rules go, since a rule after `None` for the same axis is refused.
-        pairs = [(name, mesh_axes) for name, mesh_axes in self.pairs if name != axis]
-        return AxisRules([(axis, None), *pairs], dict(self.names))
-
-    def resolve(
-        self, leaves: Sequence[Leaf], mesh: MeshView, before: Sequence[Decision] | None = None
-    ) -> Resolution:
-        decisions = decide_each(leaves, before, _alike, self._decide)
-        unused = absent(self.mentioned, leaves)
-        return Resolution(decisions, self._missing(mesh), tuple(unused))
-
-    def _decide(self, leaf: Leaf, before: Decision | None) -> Decision:
-        start = (before or undecided(leaf))._replace(specified=True)
+    def decide(self, leaf: Leaf, so_far: Decision | None, mesh: MeshView) -> Decision:
+        start = so_far or undecided(leaf)
         if leaf.spec is not None:
             return start  # a `PartitionSpec` in an annotation takes precedence over rules
         if leaf.misfit is not None:
             return start.wrong((leaf.misfit.why, leaf.misfit.remedy))
         # A scalar has no dimension that would need a name.
         if not leaf.annotated and leaf.shape:
-            return start.wrong(unannotated(leaf))
+            if self.unnamed == "error":
+                return start.wrong(unannotated(leaf))
+            return start.because("no axis names (unnamed=P())")
         return self._apply(leaf, start)
 
     def _apply(self, leaf: Leaf, start: Decision) -> Decision:
@@ -159,7 +149,7 @@ class AxisRules(Value, Layout):
         applied: dict[int, Rule] = {}  # the rule that applied to a dimension
         # By rules and then by dimensions: of two axes that compete for a mesh axis, the one with
         # the earlier rule gets it, wherever its dimension is.
-        for rule in self.rules:
+        for rule in self.table:
             for dim, axis in enumerate(leaf.axes):
                 if axis != rule.name or dim in applied:
                     continue
@@ -171,47 +161,24 @@ class AxisRules(Value, Layout):
                 if rule.mesh_axes:
                     decision = _split(leaf, decision, dim, rule)
         ruled = decision
-        named = ruled.each(
-            lambda dim, dimension: self._settled(leaf, dim, dimension, dim in applied, ruled)
-        )
+        for dim, name in enumerate(leaf.axes):
+            dimension = ruled.dimensions[dim]
+            if name is None or dim in applied or self.closed:
+                dimension = dimension._replace(named=Named.DECIDED, blocked=None)
+            elif name not in self.mentioned:
+                named = max(dimension.named, Named.MISSING)
+                dimension = dimension._replace(named=named)
+            elif dimension.mesh_axes:
+                dimension = dimension._replace(named=Named.DECIDED, blocked=None)
+            elif dimension.named is not Named.DECIDED:
+                # None of its rules applied, and no layout before has left it unsharded on purpose.
+                blocked = self._blocked(leaf, name, ruled)
+                dimension = dimension._replace(named=Named.DECIDED, blocked=blocked)
+            decision = decision.with_dimension(dim, dimension)
         parts = _reason(leaf, start, applied, self.closed)
         if not parts:
-            return named
-        return named._replace(reasons=(*start.reasons, Reason(parts)))
-
-    def _settled(
-        self, leaf: Leaf, dim: int, dimension: Dimension, ruled: bool, decision: Decision
-    ) -> Dimension:
-        """A dimension after the rules were tried. An axis that no rule names is a fault, until a
-        later layout names it.
-
-        Args:
-            leaf: the leaf.
-            dim: the index of the dimension.
-            dimension: what is decided about it.
-            ruled: whether a rule applied to it.
-            decision: what is decided about the leaf.
-        """
-        name = leaf.axes[dim]
-        mentioned = name in self.mentioned
-        done = dimension.settled and dimension.fault is None
-        if done or ruled or name is None:
-            # An earlier table may have closed the dimension. A rule of this one opens it again.
-            closed = dimension.closed and not mentioned
-            return dimension._replace(settled=True, fault=None, closed=closed)
-        if self.closed:
-            return dimension._replace(settled=True, fault=None, closed=not mentioned)
-        if not mentioned:
-            # Rules before these may name the axis, and may have found a fault (all mesh axes are
-            # used). That fault says more than "no rule names it".
-            if dimension.excused or dimension.fault is not None:
-                return dimension
-            return dimension._replace(fault=self._unmentioned(name))
-        # No rule of this table applied, but an earlier layout has sharded the dimension.
-        if dimension.mesh_axes:
-            return dimension._replace(fault=None)
-        # Settled, since this table mentions it: a later one need not, and cannot excuse it by that.
-        return dimension._replace(settled=True, fault=self._blocked(leaf, name, decision))
+            return decision
+        return decision.because(*parts)
 
     def _blocked(self, leaf: Leaf, name: str, decision: Decision) -> Fault:
         """The fault that the mesh axes of all rules for an axis are used by other dimensions."""
@@ -220,7 +187,7 @@ class AxisRules(Value, Layout):
         for dim, mesh_axes in enumerate(decision.mesh_axes):
             owner.update(dict.fromkeys(mesh_axes, dim))
         wanted: list[str] = []
-        for rule in self.rules:
+        for rule in self.table:
             if rule.name == name:
                 wanted += rule.mesh_axes
         # There is one: a rule whose mesh axes are all free would have applied.
@@ -230,35 +197,10 @@ class AxisRules(Value, Layout):
         remedy = f'add `("{name}", None)` after its rules to leave it unsharded'
         return why, f"{remedy}, or a fallback to another mesh axis"
 
-    def _unmentioned(self, name: str) -> Fault:
-        """The fault that no rule names an axis."""
-        near = near_name(name, self.mentioned)
-        if near is not None:
-            # So similar that it is a typo, and it may be in the rule as well as in the annotation.
-            hint = f"; did you mean the rule for `{near}`?"
-        else:
-            hint = did_you_mean(name, self.mentioned)
-        return (
-            f"no rule names `{name}`{hint}",
-            f'add a rule for "{name}", or `"{name}": None` to leave it unsharded',
-        )
-
     @property
     def mentioned(self) -> Collection[str]:
         """The axes that the rules name, each once, in the order of the rules."""
-        return dict(self.rules).keys()  # a rule is a pair
-
-    def _missing(self, mesh: MeshView) -> tuple[Problem, ...]:
-        """The problems of rules that name mesh axes which the mesh does not have, even if no leaf
-        has their axis."""
-        remedy = (
-            "name an axis of the mesh, or leave such rules out: `rules.on(mesh)`, before "
-            "`| FSDP(...)`"
-        )
-        problems: list[Problem] = []
-        for rule in self.rules:
-            problems += missing_axes(f"rule {rule}", rule.mesh_axes, mesh, remedy)
-        return tuple(problems)
+        return dict(self.table).keys()  # a rule is a pair
 
     def _closing(self) -> list[tuple[Any, None]]:
         """The rule `...: None` as a pair, if the rules end with it."""
@@ -269,27 +211,24 @@ class AxisRules(Value, Layout):
     @property
     def pairs(self) -> list[tuple[Any, Any]]:
         """The rules as a user writes them."""
-        return [*kept_pairs(self.rules), *self._closing()]
+        return [*kept_pairs(self.table), *self._closing()]
 
     def _parts(self) -> tuple[object, ...]:
         # The order of `names` says nothing: no class is in it twice.
-        return (self.rules, self.closed, frozenset(self.names))
+        return (self.table, self.closed, frozenset(self.names), self.unnamed)
 
     def __repr__(self) -> str:
-        texts = [(repr(name), repr(entry(mesh_axes))) for name, mesh_axes in self.rules]
+        texts = [(repr(name), repr(entry(mesh_axes))) for name, mesh_axes in self.table]
         if self.closed:
             texts.append(("...", "None"))
         table = pairs_text(texts)
-        if not self.names:
-            return f"AxisRules({table})"
-        names = [(cls.__name__, repr(given)) for cls, given in self.names]
-        return f"AxisRules({table}, names={dict_text(names)})"
-
-
-def _alike(leaf: Leaf) -> Hashable:
-    """Everything that the decision of rules about a leaf depends on."""
-    # Not its shape: sizes are checked later, for each leaf. So all layers of one kind are alike.
-    return (leaf.axes, leaf.annotated, leaf.unnamed, leaf.spec, leaf.misfit, leaf.unread)
+        given = [table]
+        if self.names:
+            names = [(cls.__name__, repr(given)) for cls, given in self.names]
+            given.append(f"names={dict_text(names)}")
+        if self.unnamed != "error":
+            given.append("unnamed=P()")
+        return f"AxisRules({', '.join(given)})"
 
 
 def _split(leaf: Leaf, decision: Decision, dim: int, rule: Rule) -> Decision:
@@ -310,7 +249,8 @@ def unannotated(leaf: Leaf) -> tuple[str, str]:
         why += f": {reason}"
     return (
         f"{why}, and rules shard axes by name",
-        f"{remedy}, give `names=` to the rules, or lay it out by a path filter",
+        f"{remedy}, give `names=` to the rules, lay it out by a path filter, or leave it unsharded "
+        "by these rules with `unnamed=P()`",
     )
 
 
@@ -328,7 +268,7 @@ def _reason(
         if dim in applied:
             parts.append(applied[dim])
         elif name is not None and closed:
-            parts.append(f"{name}→None (...)")
+            parts.append(Closed(name))
         # Only for the first layout: a later one would repeat it.
         elif dim < len(leaf.unnamed) and leaf.unnamed[dim] and not start.reasons:
             parts.append(f"`{leaf.unnamed[dim]}` unsharded: no name")
@@ -394,9 +334,154 @@ def _check_reachable(rules: Sequence[Rule]) -> None:
             unsharded.add(rule.name)
 
 
+def _checked_unnamed(unnamed: Any) -> Any:
+    """The argument `unnamed`. Raises RuleError if it is neither "error" nor `P()`."""
+    if unnamed == "error" or (isinstance(unnamed, PartitionSpec) and not unnamed.partitions):
+        return unnamed
+    # Another spec would be for arrays of one rank, and shard a dimension that nobody has named.
+    raise RuleError(f'AxisRules: unnamed={unnamed!r}: write `P()`, or "error"')
+
+
 def _checked_names(names: Mapping[type, Names]) -> tuple[tuple[type, Names], ...]:
     """The pairs of a `names=`. Raises RuleError if it is invalid."""
     invalid = invalid_names(names)
     if invalid is not None:
         raise RuleError(invalid)
     return tuple(names.items())
+
+
+def mentioned_axes(layout: Layout) -> Collection[str]:
+    """The axes that the rules in a layout name."""
+    found: dict[str, None] = {}
+    for one in walk(layout):
+        if isinstance(one, AxisRules):
+            found.update(dict.fromkeys(one.mentioned))
+    return found
+
+
+def without_axis(rules: Layout, axis: str) -> Layout:
+    """Rules that leave an axis unsharded, for one that others shard."""
+    match rules:
+        case AxisRules():
+            # Its other rules go, since a rule after `None` for the same axis is refused.
+            pairs = [(name, mesh_axes) for name, mesh_axes in rules.pairs if name != axis]
+            return AxisRules([(axis, None), *pairs], dict(rules.names), rules.unnamed)
+        case Composition():
+            return Composition(tuple([without_axis(part, axis) for part in rules.parts]))
+    return rules
+
+
+def missing_mesh_axes(layout: Layout, mesh: MeshView) -> list[Problem]:
+    """The problems of rules that name mesh axes which the mesh does not have, even if no leaf has
+    their axis."""
+    remedy = (
+        "name an axis of the mesh, or leave such rules out: `rules.on(mesh)`, before `| FSDP(...)`"
+    )
+    problems: list[Problem] = []
+    for one in walk(layout):
+        if isinstance(one, AxisRules):
+            for rule in one.table:
+                problems += missing_axes(f"rule {rule}", rule.mesh_axes, mesh, remedy)
+    return problems
+
+
+# Activations, which are in no tree
+
+
+def array_spec(layout: Layout, leaf: Leaf, mesh: MeshView | None) -> PartitionSpec:
+    """The spec that a layout gives to an activation.
+
+    Models constrain the same activations again and again while they are traced. What is decided
+    depends on axes and shape alone, and is computed once for these.
+
+    Args:
+        layout: the layout.
+        leaf: the activation.
+        mesh: the mesh; None if mesh axes and sizes are not to be checked.
+
+    Raises:
+        ShardingError: the layout does not fit. `problems` has what is wrong.
+    """
+    sizes = None if mesh is None else tuple(mesh.sizes.items())
+    found = _decided(layout, leaf.axes, leaf.shape, sizes)
+    if found is not None:
+        return found
+    raise ShardingError("an array cannot be laid out", _problems(layout, leaf, mesh)[1])
+
+
+@lru_cache(maxsize=4096)
+def _decided(
+    layout: Layout,
+    axes: Axes,
+    shape: tuple[int, ...],
+    sizes: tuple[tuple[str, int], ...] | None,
+) -> PartitionSpec | None:
+    """The spec; None if something is wrong, since messages say more than these arguments."""
+    # No layout asks for the dtype of an activation.
+    leaf = activation(axes, jax.ShapeDtypeStruct(shape, np.float32))
+    mesh = None if sizes is None else MeshView(dict(sizes))
+    decision, problems = _problems(layout, leaf, mesh)
+    if problems:
+        return None
+    return decision.spec
+
+
+def _problems(layout: Layout, leaf: Leaf, mesh: MeshView | None) -> tuple[Decision, list[Problem]]:
+    """What is decided about an activation, and what is wrong with it."""
+    decision, mentioned = layout.decide(leaf, None, mesh or MeshView({})), mentioned_axes(layout)
+    problems = near_misses([leaf], [decision], mentioned)
+    # Without a mesh, each rule would name a mesh axis that does not exist.
+    if mesh is not None:
+        problems += missing_mesh_axes(layout, mesh)
+    if not is_clean(decision):
+        # Without a mesh: one that has all mesh axes, of size 1.
+        problems += leaf_problems(leaf, decision, mesh or _of_ones(decision), mentioned)
+    return decision, problems
+
+
+def _of_ones(decision: Decision) -> MeshView:
+    return MeshView(dict.fromkeys(decision.used(), 1))
+
+
+def activation(axes: Axes, value: AnyArray) -> Leaf:
+    """The leaf of an array that is in no tree."""
+    return Leaf(Path(), value, axes, annotated=True)
+
+
+def spec_of_axes(
+    layout: Layout, axes: Axes, shape: Sequence[int] | None, mesh: MeshView | None
+) -> PartitionSpec:
+    """The spec that a layout gives to an array with these axes.
+
+    Args:
+        layout: the layout.
+        axes: the axes of the array.
+        shape: its shape; None if it is not known.
+        mesh: the mesh; None if mesh axes are not to be checked.
+
+    Raises:
+        ShardingError: the array cannot be laid out.
+    """
+    if shape is not None and len(shape) != len(axes):
+        have = f"the shape {tuple(shape)} has {len(shape)}"
+        raise ShardingError(f'"{axes}" names {len(axes)} dimensions, and {have}')
+    # Each number of parts divides zero, so sizes that are not known are not an error.
+    sizes = (0,) * len(axes) if shape is None else tuple(shape)
+    leaf = activation(axes, jax.ShapeDtypeStruct(sizes, np.float32))
+    try:
+        return array_spec(layout, leaf, mesh)
+    except ShardingError as error:
+        where = ""
+        if mesh is not None:
+            where = f" on mesh {mesh}"
+        problems = [_of_axes(one, axes, shape) for one in error.problems]
+        raise ShardingError(f'"{axes}" cannot be laid out{where}', problems) from None
+
+
+def _of_axes(problem: Problem, axes: Axes, shape: Sequence[int] | None) -> Problem:
+    """A problem of the array that `spec_of_axes` makes up, with only what is known of it."""
+    if problem.path is None:  # of a rule, and not of the array
+        return problem
+    if shape is None:
+        return problem._replace(path=None, shape=None, what=f'"{axes}"')
+    return problem._replace(path=None, shape=tuple(shape), what=f'"{axes}" of shape {tuple(shape)}')

@@ -1,12 +1,18 @@
 """Ordered filters and their layouts ─► `StateSharding`, in which the first filter that matches a
 leaf decides."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import (
+    Collection,
+    Container,
+    Hashable,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from itertools import pairwise
 from types import EllipsisType, UnionType
 from typing import Any, Literal
-
-from jax.sharding import AbstractMesh, Mesh
 
 from functree.devices.meshes import MeshView
 from functree.errors import Problem, RuleError
@@ -14,32 +20,29 @@ from functree.labels.filters.filter import (
     Everything,
     Filter,
     FilterLike,
+    FirstMatch,
     as_filter,
-    may_name,
-    names_field,
+    first_name,
+    names,
     path_glob,
     patterns,
 )
-from functree.labels.filters.first_match import FirstMatch
 from functree.labels.filters.near import meant
 from functree.labels.leaf import Leaf
-from functree.labels.training_state import MODEL, OPTIMIZER, STATE
-from functree.layout.decision import Decision, Reason, whole
+from functree.layout.decision import ChosenBy, Decision, Fault, Reason, whole
 from functree.layout.layout import (
-    DeadFilter,
+    Composition,
     Layout,
     LayoutLike,
-    Resolution,
+    NoLayout,
     as_layout,
-    first_own_mesh,
     is_layout,
-    merge_names,
     pairs_text,
+    walk,
     written_pairs,
 )
-from functree.tree.axes import Names
 from functree.tree.nodes import leaves_of
-from functree.tree.paths import Path
+from functree.tree.paths import Key, Path
 from functree.values import Value
 
 Unused = Literal["error", "warn", "ignore"]
@@ -48,6 +51,10 @@ Unused = Literal["error", "warn", "ignore"]
 class StateSharding(Value, Layout):
     """Filters and layouts in order. A leaf is laid out by the layout of the first filter that
     matches it.
+
+    Filters see one path of each leaf: from the root of the tree, of an entry, or of an argument; in
+    an `ft.TrainState`, the path in the model. A glob that begins with the name of an argument, of a
+    field of an `ft.TrainState` or of a key above one is matched with the path from there.
 
     Args:
         rules: `{filter: layout, ..., ...: P()}`, or pairs. `...` matches everything and may only be
@@ -71,14 +78,14 @@ class StateSharding(Value, Layout):
         {'bias': P(None,), 'weight': P('model', None)}
     """
 
-    __slots__ = ("_chosen", "_filters", "_layouts", "_naming", "filters", "layouts", "unused")
+    __slots__ = ("_choose", "_filters", "_layouts", "_listed", "filters", "layouts", "unused")
     filters: tuple[Any, ...]
     layouts: tuple[Any, ...]
     unused: Unused
+    _choose: FirstMatch
     _filters: tuple[Filter, ...]
+    _listed: tuple[Filter, ...]  # without a last `...`
     _layouts: tuple[Layout, ...]
-    _chosen: FirstMatch
-    _naming: dict[str, list[int]]  # for a field, the filters that may name it; filled when asked
 
     def __init__(
         self,
@@ -100,19 +107,16 @@ class StateSharding(Value, Layout):
                     f"`...` may only be the last filter: {after!r} after it would match nothing"
                 )
         filters = tuple(map(as_filter, written))
+        named = filters[:-1] if filters and isinstance(filters[-1], Everything) else filters
         self._set(
             filters=written,
             layouts=layouts,
             unused=unused,
             _filters=filters,
+            _listed=named,
+            _choose=FirstMatch(filters),
             _layouts=tuple(map(as_layout, layouts)),
-            _chosen=FirstMatch(filters),
-            _naming={},
         )
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        pairs = tuple(zip(self.filters, self.layouts, strict=True))
-        return _made, (pairs, self.unused)  # the functions of `_chosen` cannot be pickled
 
     @classmethod
     def from_specs(cls, tree: Any) -> "StateSharding":
@@ -134,152 +138,55 @@ class StateSharding(Value, Layout):
         return self.layouts
 
     @property
-    def given_names(self) -> Mapping[type, Names]:
-        return merge_names(self._layouts)
+    def inner(self) -> tuple[Layout, ...]:
+        return self._layouts
 
     @property
-    def own_mesh(self) -> Mesh | AbstractMesh | None:
-        return first_own_mesh(self._layouts)
+    def rules(self) -> Layout | None:
+        """Those of a last `...`: an activation is in no tree, so that no other filter matches."""
+        if not self.filters or self.filters[-1] is not ...:
+            return None
+        return self._layouts[-1].rules
 
-    @property
-    def for_activations(self) -> bool:
-        """By the layout of a last `...`: an array that is not in a tree matches no other filter."""
-        return bool(self.filters) and self.filters[-1] is ... and self._layouts[-1].for_activations
-
-    @property
-    def has_filters(self) -> bool:
-        return True
-
-    def unsharded(self, axis: str) -> "StateSharding":
-        layouts = [layout.unsharded(axis) for layout in self._layouts]
-        return _made(tuple(zip(self.filters, layouts, strict=True)), self.unused)
+    def asks(self, leaf: Leaf) -> Hashable:
+        choice = self._choose(leaf)
+        if choice is None:
+            return None
+        return choice, self._layouts[choice].asks(leaf)
 
     def claims(self, leaf: Leaf) -> bool:
-        """Whether one of the filters that are tried for a leaf names the field that it is in.
+        """Whether one of the filters that are tried for a leaf names something above it, such as
+        the field `opt_state`.
 
-        `opt_state.**` does, and `**.bias` does not: it is meant for the model. In `{~ft.glob(
-        "opt_state.**"): rules, ...: P()}` the first filter does, so the second decides.
+        In `{~ft.glob("opt_state.**"): rules, ...: P()}` the first filter does, so that the second
+        one decides.
         """
-        field = leaf.patterned[-1][0]
-        naming = self._naming.get(field)
-        if naming is None:
-            naming = [i for i, item in enumerate(self._filters) if may_name(item, field)]
-            self._naming[field] = naming
-        if not naming:
+        choice = self._choose(leaf)
+        if choice is None:
             return False
-        decides = self._chosen(leaf)
-        if decides is None:
-            return False
-        for i in naming:
-            if i <= decides and names_field(self._filters[i], leaf):
-                return True
-        return False
+        if any(names(item, leaf) for item in self._filters[: choice + 1]):
+            return True
+        return self._layouts[choice].claims(leaf)
 
-    def resolve(
-        self, leaves: Sequence[Leaf], mesh: MeshView, before: Sequence[Decision] | None = None
-    ) -> Resolution:
-        groups = self._groups(leaves)
-        decided: dict[int, Decision] = {}
-        problems: list[Problem] = []
-        unused: list[str] = []
-        dead: list[DeadFilter] = []
-        for choice, indices in groups.items():
-            group = [leaves[i] for i in indices]
-            earlier = None if before is None else [before[i] for i in indices]
-            if choice is None:
-                decisions = list(earlier or map(whole, group))
-                problems += [self._unmatched(leaf) for leaf in group if not leaf.activation]
-            else:
-                found = self._layouts[choice].resolve(group, mesh, earlier)
-                decisions = _chosen_by(_written(self.filters[choice]), found.decisions, earlier)
-                problems += found.problems
-                unused += found.unused
-                dead += found.dead
-            decided.update(zip(indices, decisions, strict=True))
-        dead += self._dead(leaves, groups)
-        in_order = [decided[i] for i in range(len(leaves))]
-        return Resolution(in_order, tuple(problems), tuple(unused), tuple(dead))
+    def decide(self, leaf: Leaf, so_far: Decision | None, mesh: MeshView) -> Decision:
+        choice = self._choose(leaf)
+        if choice is None:
+            return (so_far or whole(leaf)).wrong(self._unmatched())
+        found = self._layouts[choice].decide(leaf, so_far, mesh)
+        # The reasons that the chosen layout has added are those of the filter.
+        kept = so_far.reasons if so_far is not None else ()
+        chosen_by = ChosenBy(self._listed, choice, _written(self.filters[choice]))
+        return found._replace(reasons=(*kept, Reason(found.reasons[len(kept) :], chosen_by)))
 
-    def _groups(self, leaves: Sequence[Leaf]) -> dict[int | None, list[int]]:
-        """The indices of the leaves that each filter decides about: a layout decides about all of
-        its leaves at once.
-
-        Leaves that no filter matches are at None.
-        """
-        groups: dict[int | None, list[int]] = {}
-        for i, leaf in enumerate(leaves):
-            groups.setdefault(self._choice(leaf), []).append(i)
-        return groups
-
-    def _choice(self, leaf: Leaf) -> int | None:
-        """The index of the filter that decides about a leaf; None if there is none."""
-        if not leaf.activation:
-            return self._chosen(leaf)
-        # An array that is in no tree matches no other filter.
-        if self.for_activations:
-            return len(self.filters) - 1
-        return None
-
-    def _unmatched(self, leaf: Leaf) -> Problem:
-        """The problem of a leaf that no filter matches."""
+    def _unmatched(self) -> Fault:
+        """The fault of a leaf that no filter matches."""
         why = "no filter matches it; there are no filters"
         if self.filters:
             listed = ", ".join(map(_written, self.filters[:8]))
             why = f"no filter matches it; the filters are {listed}"
         if len(self.filters) > 8:
             why += " and others"
-        return leaf.problem(why, "add a filter for it, or `...: P()` as the last one")
-
-    def _dead(self, leaves: Sequence[Leaf], groups: Mapping[int | None, Any]) -> list[DeadFilter]:
-        """The filters that decide about no leaf."""
-        # Filters are not written for activations, and never decide about one.
-        own = [leaf for leaf in leaves if not leaf.activation]
-        # A tree without arrays, such as the state of `optax.sgd`, says nothing about the filters.
-        if self.unused == "ignore" or not own:
-            return []
-        dead: list[DeadFilter] = []
-        for i, item in enumerate(self._filters):
-            last_resort = isinstance(item, Everything) and i == len(self._filters) - 1
-            if i not in groups and not last_resort:
-                problem = self._dead_problem(i, own)
-                dead.append(DeadFilter(problem, self.unused == "error", item))
-            elif i in groups:
-                dead += self._dead_parts(i, own)
-        return dead
-
-    def _dead_parts(self, index: int, leaves: Sequence[Leaf]) -> Iterator[DeadFilter]:
-        """The patterns in a filter of several that match no leaf: behind a `~` a misspelled one
-        would match everything, and in an `|` nothing, without a word."""
-        item = self._filters[index]
-        for part in patterns(item):
-            if part is item or any(map(part, leaves)) or _is_for_other_trees(part, leaves):
-                continue
-            what = f"filter {_written(self.filters[index])}"
-            why = f"{part!r} matches no leaf{meant(part, leaves)}"
-            remedy = 'correct the pattern, remove it, or write `unused="ignore"`'
-            problem = Problem(None, None, what, why, remedy)
-            yield DeadFilter(problem, self.unused == "error", part)
-
-    def _dead_problem(self, index: int, leaves: Sequence[Leaf]) -> Problem:
-        """The problem of a filter that decides about none of some leaves."""
-        what = f"filter {_written(self.filters[index])}"
-        # The first leaf that it matches, which an earlier filter does too.
-        hidden = next(filter(self._filters[index], leaves), None)
-        if hidden is None:
-            # A pattern for what earlier filters match would be of no use either.
-            left = [leaf for leaf in leaves if not self._is_before(index, leaf)]
-            why = f"matches no leaf{meant(self._filters[index], left)}"
-            remedy = 'correct the filter, remove it, or write `unused="ignore"`'
-            return Problem(None, None, what, why, remedy)
-        first = self.filters[self._chosen(hidden) or 0]
-        by = f"`{hidden.path}` is matched by {_written(first)}"
-        why = f"is never used: earlier filters match all of its leaves; {by}"
-        return Problem(None, None, what, why, "write it before them, or remove it")
-
-    def _is_before(self, index: int, leaf: Leaf) -> bool:
-        """Whether a filter before one of an index matches a leaf."""
-        first = self._chosen(leaf)
-        return first is not None and first < index
+        return why, "add a filter for it, or `...: P()` as the last one"
 
     def _parts(self) -> tuple[Any, ...]:
         return (self._filters, self._layouts, self.unused)
@@ -292,37 +199,11 @@ class StateSharding(Value, Layout):
         return f"StateSharding({table}, unused={self.unused!r})"
 
 
-def _is_for_other_trees(item: Filter, leaves: Sequence[Leaf]) -> bool:
-    """Whether a pattern names a field of a training state, and no leaf is in such a field: one
-    layout lays out a training state, and its model alone too."""
-    fields = {MODEL, STATE, OPTIMIZER}
-    if not any(may_name(item, field) for field in fields):
-        return False
-    return fields.isdisjoint(key for leaf in leaves for key in leaf.path)
-
-
-def _chosen_by(
-    name: str, found: Sequence[Decision], before: Sequence[Decision] | None
-) -> list[Decision]:
-    """Decisions with the name of a filter at the reasons that its layout has added."""
-    # Many leaves share one decision object, and the plan computes sizes and text once for each
-    # object. So a decision is changed once for each object too, and not for each leaf.
-    known: dict[tuple[int, int], Decision] = {}
-    changed: list[Decision] = []
-    starts: Sequence[Decision | None] = before or [None] * len(found)
-    for decision, start in zip(found, starts, strict=True):
-        key = (id(decision), id(start))
-        if key not in known:
-            kept = start.reasons if start is not None else ()
-            added = decision.reasons[len(kept) :]
-            known[key] = decision._replace(reasons=(*kept, Reason(added, name)))
-        changed.append(known[key])
-    return changed
-
-
-def _made(pairs: Any, unused: Unused) -> StateSharding:
-    """For pickle, which calls a function by position, and `unused` is by name only."""
-    return StateSharding(pairs, unused=unused)
+UNUSED = 'correct the {}, remove it, or write `unused="ignore"`'
+TWO_READINGS = (
+    r"for the paths in the model, write them as a regular expression: `ft.regex(r'^{}\.')`; "
+    "otherwise rename one of the two"
+)
 
 
 def _written(written: Any) -> str:
@@ -339,3 +220,122 @@ def _written(written: Any) -> str:
         case str() | Filter():
             return repr(written)
     return repr(as_filter(written))
+
+
+def has_filters(layout: Layout) -> bool:
+    """Whether a layout has filters, which may decide about no leaf."""
+    return any(isinstance(one, StateSharding) for one in walk(layout))
+
+
+def _with_last(layout: StateSharding, last: Layout) -> StateSharding:
+    """The same filters, with another layout for a last `...`."""
+    filters, layouts = layout.filters, layout._layouts
+    if filters and filters[-1] is ...:
+        filters, layouts = filters[:-1], layouts[:-1]
+    return StateSharding(zip((*filters, ...), (*layouts, last), strict=True))
+
+
+def used_filters(layout: StateSharding, decisions: Iterable[Decision]) -> set[int]:
+    """The indices of the filters by which layouts were chosen in some decisions."""
+    found: set[int] = set()
+    for decision in decisions:
+        for reason in decision.reasons:
+            for part in reason.all_parts():
+                if not isinstance(part, ChosenBy):
+                    continue
+                # By identity first: a tree of specs has as many filters as decisions.
+                if part.filters is layout._listed or part.filters == layout._listed:
+                    found.add(part.number)
+    return found
+
+
+def unused_filters(
+    layout: StateSharding, used: Collection[int], leaves: Sequence[Leaf], elsewhere: Container[Key]
+) -> Iterator[Problem]:
+    """The problems of filters, and of patterns in them, that lay out nothing.
+
+    Args:
+        used: the indices of the filters that have chosen a layout.
+        leaves: all leaves that the layout is for.
+        elsewhere: names with which patterns may begin although no leaf is below them: they are
+            for other trees.
+    """
+    # A tree without arrays, such as the state of `optax.sgd`, says nothing about the filters.
+    if layout.unused == "ignore" or not leaves:
+        return
+    for i, item in enumerate(layout._filters):
+        if i in used:
+            yield from _unused_parts(layout, i, leaves, elsewhere)
+        elif isinstance(item, Everything) and i == len(layout._filters) - 1:
+            continue
+        elif not all(first_name(part) in elsewhere for part in patterns(item)) or not any(
+            patterns(item)
+        ):
+            yield _unused_problem(layout, i, leaves)
+
+
+def _unused_parts(
+    layout: StateSharding, index: int, leaves: Sequence[Leaf], elsewhere: Container[Key]
+) -> Iterator[Problem]:
+    """The patterns in a filter of several that match no leaf: behind a `~` a misspelled one
+    would match everything, and in an `|` nothing, without a word."""
+    item = layout._filters[index]
+    for part in patterns(item):
+        if part is item or any(map(part, leaves)) or first_name(part) in elsewhere:
+            continue
+        what = f"filter {_written(layout.filters[index])}"
+        why = f"{part!r} matches no leaf{meant(part, leaves)}"
+        yield Problem(None, None, what, why, UNUSED.format("pattern"))
+
+
+def _unused_problem(layout: StateSharding, index: int, leaves: Sequence[Leaf]) -> Problem:
+    """The problem of a filter that decides about none of some leaves."""
+    what = f"filter {_written(layout.filters[index])}"
+    item, earlier = layout._filters[index], FirstMatch(layout._filters[:index])
+    matches = FirstMatch([item])
+    # The first leaf that it matches, which an earlier filter does too.
+    hidden = next((leaf for leaf in leaves if matches(leaf) is not None), None)
+    if hidden is None:
+        # A pattern for what earlier filters match would be of no use either.
+        left = [leaf for leaf in leaves if earlier(leaf) is None]
+        why = f"matches no leaf{meant(item, left)}"
+        return Problem(None, None, what, why, UNUSED.format("filter"))
+    first = layout.filters[layout._choose(hidden) or 0]
+    by = f"`{hidden.path}` is matched by {_written(first)}"
+    why = f"is never used: earlier filters match all of its leaves; {by}"
+    return Problem(None, None, what, why, "write it before them, or remove it")
+
+
+def two_readings(layout: StateSharding, leaves: Sequence[Leaf]) -> Iterator[Problem]:
+    """The problems of patterns that begin with a name of two meanings, such as a field of the
+    model that has the name of a field of the training state."""
+    meanings: dict[Key, dict[str, None]] = {}
+    for leaf in leaves:
+        for root in leaf.roots:
+            meanings.setdefault(root.path[0], {})[root.what] = None
+    for leaf in leaves:
+        if leaf.seen and leaf.seen[0] in meanings and leaf.named(leaf.seen[0]) != leaf.seen:
+            key = leaf.seen[0]
+            meanings[key][f"`{key}` at the root of the model"] = None
+    for item, written in zip(layout._filters, layout.filters, strict=True):
+        for pattern in patterns(item):
+            name = first_name(pattern)
+            found = meanings.get(name, {})
+            if len(found) > 1:
+                what = f"filter {_written(written)}"
+                why = f"{pattern!r} begins with a name of two meanings: {' and '.join(found)}"
+                yield Problem(None, None, what, why, TWO_READINGS.format(name))
+
+
+def for_arrays(layout: Layout) -> Layout:
+    """What a layout says about an argument that is one array, by rules for all arguments: patterns
+    that name it, and otherwise the `AxisRules`. Specs and `FSDP` are written for parameters."""
+    match layout:
+        case StateSharding():
+            return _with_last(layout, layout.rules or NoLayout())
+        case Composition():
+            parts = [
+                part for part in map(for_arrays, layout.parts) if not isinstance(part, NoLayout)
+            ]
+            return Composition(tuple(parts)) if parts else NoLayout()
+    return layout.rules or NoLayout()

@@ -17,7 +17,7 @@ from functree.errors import (
     warn,
 )
 from functree.labels.leaf import Leaf
-from functree.layout.decision import Decision, Fault, Source
+from functree.layout.decision import Decision, Fault, Named, Source
 from functree.tree.paths import Path
 
 
@@ -97,17 +97,23 @@ def present_axes(leaves: Sequence[Leaf]) -> set[str | None]:
 
 
 def near_misses(
-    leaves: Sequence[Leaf], decisions: Sequence[Decision], unused: Sequence[str]
+    leaves: Sequence[Leaf], decisions: Sequence[Decision], mentioned: Collection[str]
 ) -> list[Problem]:
     """The problems of axes that only `...: None` is for, if an unused rule has a similar name.
 
     If one of two names is a longer form of the other (`hidden`, `hidden_dim`), they may well be
     different axes, so this is only warned of.
+
+    Args:
+        leaves: the leaves of a tree.
+        decisions: the decisions about them.
+        mentioned: the axes that rules name.
     """
+    unused = absent(mentioned, leaves)
     found: list[Problem] = []
     if not unused:
         return found
-    for name, having in _closed_axes(leaves, decisions).items():
+    for name, having in _closed_axes(leaves, decisions, mentioned).items():
         near, form = near_name(name, unused), longer_form(name, unused)
         why = f'"{name}" has no rule but `...: None`'
         remedy = "write the same name in both"
@@ -126,24 +132,21 @@ def near_misses(
 
 
 def _closed_axes(
-    leaves: Sequence[Leaf], decisions: Sequence[Decision]
+    leaves: Sequence[Leaf], decisions: Sequence[Decision], mentioned: Collection[str]
 ) -> Mapping[str, Sequence[Leaf]]:
     """The axes that only `...: None` is for, each with its leaves."""
     found: dict[str, list[Leaf]] = {}
-    # Many leaves share one decision object, and most have no such axis.
-    without: set[int] = set()
+    # Many leaves share one decision object.
+    closed: dict[int, set[str]] = {}
     for leaf, decision in zip(leaves, decisions, strict=True):
-        if id(decision) in without:
+        if id(decision) not in closed:
+            closed[id(decision)] = decision.closed.difference(mentioned)
+        if not closed[id(decision)]:
             continue
-        names: dict[str, None] = {}
-        # Not strict: an annotation that does not fit has fewer or more axes than the leaf.
-        for name, dimension in zip(leaf.axes, decision.dimensions, strict=False):
-            if name is not None and dimension.closed:
-                names[name] = None
-        for name in names:
-            found.setdefault(name, []).append(leaf)
-        if not names:
-            without.add(id(decision))
+        for name, dimension in zip(leaf.axes, decision.dimensions, strict=True):
+            # A layout after the rules may have sharded it.
+            if name in closed[id(decision)] and not dimension.mesh_axes:
+                found.setdefault(name, []).append(leaf)
     return found
 
 
@@ -151,19 +154,43 @@ def is_clean(decision: Decision) -> bool:
     """Whether a leaf with this decision is unsharded and without fault, whatever its sizes are."""
     if decision.faults:
         return False
-    return all(not one.mesh_axes and one.fault is None for one in decision.dimensions)
+    return all(
+        not one.mesh_axes and one.blocked is None and one.named is not Named.MISSING
+        for one in decision.dimensions
+    )
 
 
-def leaf_problems(leaf: Leaf, decision: Decision, mesh: MeshView) -> list[Problem]:
-    """The problems of one leaf: those that the layouts found, and those that the mesh causes."""
+def leaf_problems(
+    leaf: Leaf, decision: Decision, mesh: MeshView, mentioned: Collection[str] = ()
+) -> list[Problem]:
+    """The problems of one leaf: those that the layouts found, and those that the mesh causes.
+
+    `mentioned` are the axes that rules name.
+    """
     faults = list(decision.faults)
-    for dimension in decision.dimensions:
-        if dimension.fault is not None:
-            faults.append(dimension.fault)
+    for dim, dimension in enumerate(decision.dimensions):
+        if dimension.blocked is not None:
+            faults.append(dimension.blocked)
+        elif dimension.named is Named.MISSING:
+            faults.append(_unmentioned(str(leaf.axes[dim]), mentioned))
     for dim, dimension in enumerate(decision.dimensions):
         if dimension.source is not None:
             faults += _dimension_faults(leaf, dim, decision, dimension.source, mesh)
     return [layout_problem(leaf, fault) for fault in faults]
+
+
+def _unmentioned(name: str, mentioned: Collection[str]) -> Fault:
+    """The fault that no rule names an axis."""
+    near = near_name(name, mentioned)
+    if near is not None:
+        # So similar that it is a typo, and it may be in the rule as well as in the annotation.
+        hint = f"; did you mean the rule for `{near}`?"
+    else:
+        hint = did_you_mean(name, mentioned)
+    return (
+        f"no rule names `{name}`{hint}",
+        f'add a rule for "{name}", or `"{name}": None` to leave it unsharded',
+    )
 
 
 def _dimension_faults(

@@ -14,8 +14,8 @@ from functree.devices.meshes import current_mesh, mesh_view, traced_under, traci
 from functree.devices.placement import first_mesh
 from functree.devices.specs import without
 from functree.errors import ShardingError
-from functree.layout.bare_array_spec import spec_of_axes
 from functree.layout.layout import Layout, LayoutLike, as_layout
+from functree.layout.rules import spec_of_axes
 from functree.tree.axes import Axes
 
 # The rules of the current asyncio task, or of the thread outside of any.
@@ -113,7 +113,7 @@ def is_told_first(layout: Layout) -> bool:
 def has_axis_rules() -> bool:
     """Whether there are ambient rules for activations: `AxisRules`, alone or in another layout."""
     rules = ambient_rules()
-    return rules is not None and rules.for_activations
+    return rules is not None and rules.rules is not None
 
 
 def spec(axes: str | Axes) -> PartitionSpec:
@@ -134,12 +134,12 @@ def spec(axes: str | Axes) -> PartitionSpec:
         P('data', 'model')
     """
     rules = ambient_rules()
-    if rules is None or not rules.for_activations:
+    if rules is None or rules.rules is None:
         raise ShardingError(
             "there are no ambient rules: enter `with ft.axis_rules(rules):`, with `AxisRules`, "
             "around the call that traces this"
         )
-    mesh = current_mesh()
+    rules, mesh = rules.rules, current_mesh()
     if mesh is None:
         return spec_of_axes(rules, Axes.of(axes), None, None)
     found = spec_of_axes(rules, Axes.of(axes), None, mesh_view(mesh))

@@ -5,8 +5,8 @@ from jax.sharding import AbstractMesh, Mesh
 from functree.devices.meshes import MeshView
 from functree.devices.specs import mesh_axes
 from functree.errors import ShardingError
-from functree.layout.bare_array_spec import spec_of_axes
 from functree.layout.layout import Layout
+from functree.layout.rules import spec_of_axes
 from functree.placing.constrain import local_view
 from functree.tree.axes import Axes
 
@@ -14,10 +14,11 @@ from functree.tree.axes import Axes
 def axes_of_name(name: str, rules: Layout, mesh: Mesh | AbstractMesh) -> tuple[str, ...] | None:
     """The mesh axes of a dimension of this name, in an activation that has no other; None if the
     rules do not know it."""
-    if not rules.for_activations:
+    table = rules.rules
+    if table is None:
         return None
     try:
-        spec = spec_of_axes(rules, Axes(name), None, local_view(MeshView(dict(mesh.shape), mesh)))
+        spec = spec_of_axes(table, Axes(name), None, local_view(MeshView(dict(mesh.shape), mesh)))
     except ShardingError:
         return None
     return mesh_axes(spec.partitions[0])

@@ -13,13 +13,13 @@ from functree.devices.deleted import check_deleted
 from functree.devices.meshes import MeshView, agreed_mesh, current_mesh, mesh_view
 from functree.devices.placement import first_mesh
 from functree.errors import Problem, ShardingError, count, users_frame, warn
-from functree.layout.bare_array_spec import activation, array_spec
 from functree.layout.decide import decide_parts
 from functree.layout.decision import Decision
 from functree.layout.forgotten_batch import forgotten_axes, forgotten_text
 from functree.layout.layout import Layout, LayoutLike, LayoutTree, as_layout
 from functree.layout.plan.make_plan import read_for
 from functree.layout.prefix import own_meshes
+from functree.layout.rules import activation, array_spec
 from functree.layout.validation import refuse
 from functree.placing.ambient import ambient_rules, is_told_first
 from functree.tree.arrays import AnyArray, is_array
@@ -105,11 +105,11 @@ def _by_axes(x: Any, axes: Axes, rules: LayoutLike) -> Any:
     mesh = find_mesh([own], [x])
     if mesh is None:
         return x
-    if layout is None or not layout.for_activations:
+    if layout is None or layout.rules is None:
         raise ShardingError(_no_rules(layout, axes, mesh))
     view = local_view(agreed_mesh(mesh, [own]))
     try:
-        spec = array_spec(layout, leaf, view)
+        spec = array_spec(layout.rules, leaf, view)
     except ShardingError as error:
         raise _refused(error.problems, view) from None
     forgotten = forgotten_axes(layout, axes, view)

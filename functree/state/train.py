@@ -41,9 +41,9 @@ class TrainState(eqx.Module, TrainingState, ShownByPlan, Generic[M]):
     """Everything that one training step passes to the next; made by `TrainState.create`.
 
     The layout of the model lays out the whole training state: the optimizer's state as in
-    `ft.plan_optimizer`, the model's state by the same rules, and everything else replicated. A
-    pattern is matched with the whole path (`model.blocks.0.up`, `opt_state.0.mu.**`), and with the
-    path below `model`.
+    `ft.plan_optimizer`, the model's state by the same rules, and everything else replicated.
+    Filters see the paths in the model. A pattern that begins with a field (`opt_state.0.mu.**`) is
+    matched with the path from there.
 
     Attributes:
         step: the number of updates.

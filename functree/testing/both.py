@@ -14,11 +14,13 @@ from functree.calls.function import Function
 from functree.calls.parameter_layouts import ParameterLayouts
 from functree.calls.signature import Signature
 from functree.compiled.sources import is_layer
+from functree.devices.meshes import agreed_mesh
 from functree.errors import ShardingError
 from functree.labels.leaves import read
 from functree.layout.layout import Layout, LayoutTree
-from functree.layout.plan.make_plan import plan_tree
+from functree.layout.plan.make_plan import plan_leaves
 from functree.layout.plan.plan import Plan
+from functree.layout.prefix import own_meshes
 from functree.testing.programs import Program
 from functree.testing.steps import shard_maps
 from functree.transforms.jit.jit import jit
@@ -137,8 +139,10 @@ def _planned(
     signature, bound = Signature.of(fun)
     positional, by_name = bound.with_bound(tuple(args), {})
     call = signature.bind(positional, by_name)
-    prefix = ParameterLayouts("layouts", layouts, signature).prefix(call)
-    return call, len(bound.args), plan_tree(call, prefix, mesh, allow_unspecified=True)
+    leaves, parts = ParameterLayouts("layouts", layouts, signature).read(call)
+    view = agreed_mesh(mesh, own_meshes(parts))
+    plan = plan_leaves(leaves, parts, view, allow_unspecified=True)
+    return call, len(bound.args), plan
 
 
 def _check_something_is_sharded(

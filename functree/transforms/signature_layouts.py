@@ -11,7 +11,6 @@ from functree.calls.signature import RESULT, Signature
 from functree.errors import AxesError
 from functree.labels.annotations.classes import class_hints
 from functree.labels.annotations.hints import NOTHING, UNREADABLE, Hint
-from functree.layout.bare_array_spec import spec_of_axes
 from functree.layout.layout import (
     Layout,
     LayoutLike,
@@ -20,7 +19,7 @@ from functree.layout.layout import (
     as_layout,
 )
 from functree.layout.on_host import Modifier
-from functree.layout.rules import AxisRules
+from functree.layout.rules import AxisRules, spec_of_axes
 
 _STATIC = (int, float, complex, bool, str, bytes, type(None), None)
 

@@ -16,8 +16,8 @@ from functree.devices.specs import of_rank, spec_text, without
 from functree.errors import FunctreeTypeError, Problem, ShardingError, count
 from functree.labels.leaf import Leaf
 from functree.labels.leaves import Leaves, read
-from functree.layout.bare_array_spec import spec_of_axes
 from functree.layout.layout import Layout
+from functree.layout.rules import spec_of_axes
 from functree.placing.ambient import ambient_rules
 from functree.placing.constrain import constrain
 from functree.transforms.sizes import Sizes, annotated
@@ -162,11 +162,11 @@ def _check_types(name: str, named: Sequence[Leaf]) -> None:
     """On Explicit axes, compare the shardings in the types of arrays with those by the ambient
     rules."""
     rules = ambient_rules()
-    if rules is None or not rules.for_activations:
+    if rules is None or rules.rules is None:
         return
     problems: list[Problem] = []
     for leaf in named:
-        why = _other_spec(leaf, rules)
+        why = _other_spec(leaf, rules.rules)
         if why is not None:
             remedy = "apply `ft.constrain`, or pass `constrain=True` to `ft.typed`"
             problems.append(leaf.problem(why, remedy))

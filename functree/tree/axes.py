@@ -3,7 +3,7 @@ fields."""
 
 from collections.abc import Iterator, Mapping
 from functools import lru_cache
-from typing import Annotated, Self, TypeGuard, TypeVar
+from typing import Annotated, Any, Self, TypeGuard, TypeVar
 
 from functree.argument_checks import shown
 from functree.errors import AxesError
@@ -126,41 +126,48 @@ class Names(Value):
     """Axes for the leaves below a module that has no annotations of its own; made by `ft.names`.
 
     Immutable, hashable, and equal by value. It holds (pattern, axes) pairs. The first pattern that
-    matches the path of a leaf, from the module on, gives the leaf its axes.
+    matches the path of a leaf, from the module on, gives the leaf its axes. `stack` are axes in
+    front of those of every leaf below the module.
     """
 
-    __slots__ = ("pairs",)
+    __slots__ = ("pairs", "stack")
     pairs: tuple[tuple[str, Axes | OpenAxes], ...]
+    stack: tuple[str, ...]
 
-    def __init__(self, pairs: tuple[tuple[str, Axes | OpenAxes], ...]):
-        self._set(pairs=pairs)
+    def __init__(self, pairs: tuple[tuple[str, Axes | OpenAxes], ...], stack: tuple[str, ...] = ()):
+        self._set(pairs=pairs, stack=stack)
 
     def _parts(self) -> tuple[object, ...]:
-        return (self.pairs,)
+        return (self.pairs, self.stack)
 
     def __iter__(self) -> Iterator[tuple[str, Axes | OpenAxes]]:
         return iter(self.pairs)
 
     def __repr__(self) -> str:
-        texts = [(repr(pattern), repr(str(axes))) for pattern, axes in self.pairs]
-        return f"names({dict_text(texts)})"
+        given = [(repr(pattern), repr(str(axes))) for pattern, axes in self.pairs]
+        texts = [dict_text(given)] if given or not self.stack else []
+        if self.stack:
+            texts.insert(0, repr(" ".join(self.stack)))
+        return f"names({', '.join(texts)})"
 
 
-def names(patterns: Mapping[str, str | Axes] | None = None, /, **fields: str | Axes) -> Names:
+def names(*patterns: str | Mapping[str, str | Axes], **fields: str | Axes) -> Names:
     """Axes for the leaves below a module that does not name them itself.
 
     Write it in an annotation, `lin: Annotated[eqx.nn.Linear, ft.names(weight="out in",
     bias="out")]`, or as a value of a layout's `names=` mapping.
 
     Args:
-        patterns: `{glob: axes}`, for leaves further down; a glob is matched with the path below the
-            module.
+        *patterns: `{glob: axes}`, for leaves further down; a glob is matched with the path below
+            the module, and `"**"` matches all leaves. A text has axes in front of those of every leaf
+            below the module: it is a stack of layers, as `eqx.filter_vmap` of a constructor makes
+            it, and `ft.FSDP` never shards these axes.
         **fields: the axes of the module's own fields. In a text, `...` stands for any number of
             unnamed dimensions.
 
     Raises:
         AxesError: the axes cannot be read. (A field that the module does not have is an error when
-            a tree is read.)
+            a tree is read.) Or an argument is something else.
         RuleError: a glob cannot be read.
 
     Examples:
@@ -171,15 +178,35 @@ def names(patterns: Mapping[str, str | Axes] | None = None, /, **fields: str | A
         ...     {"*_proj.weight": axes}
         ... )
         True
+        >>> ft.names("layers", weight="out in")
+        names('layers', {'weight': 'out in'})
     """
-    if patterns is not None and not isinstance(patterns, Mapping):
-        raise AxesError(f"`ft.names` takes a mapping from globs to axes, not {shown(patterns)}")
-    both = {**(patterns or {}), **fields}
+    stack: list[str] = []
+    both: dict[Any, str | Axes] = {}
+    for one in patterns:
+        if isinstance(one, str):
+            stack += _stack_axes(one)
+        elif isinstance(one, Mapping):
+            both |= one
+        else:
+            raise AxesError(
+                "`ft.names` takes a mapping from globs to axes, or the axes of a stack as a text, "
+                f"not {shown(one)}"
+            )
+    both |= fields
     for pattern in both:
         if not isinstance(pattern, str):
             raise AxesError(f"`ft.names` maps globs, as text, to axes; {pattern!r} is not a text")
         glob_pattern(pattern)  # raises here for an invalid glob, and not only when a tree is read
-    return Names(tuple((pattern, _written(axes)) for pattern, axes in both.items()))
+    return Names(tuple((pattern, _written(axes)) for pattern, axes in both.items()), tuple(stack))
+
+
+def _stack_axes(text: str) -> list[str]:
+    """The axes of a stack, each of which has a name. Raises AxesError for anything else."""
+    axes = Axes.parse(text)
+    if not axes or None in axes:
+        raise AxesError(f"`ft.names({text!r})`: each axis of a stack has a name, such as `layers`")
+    return [name for name in axes if name is not None]
 
 
 def _written(axes: str | Axes) -> Axes | OpenAxes:

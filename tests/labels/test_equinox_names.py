@@ -5,12 +5,13 @@ import inspect
 import warnings
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Annotated, Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import pytest
+from jax import Array
 from jax.sharding import PartitionSpec as P
 
 import functree as ft
@@ -191,3 +192,79 @@ def test_too_few_dimensions():
     with raises("weight   f32[6, 4]", '`"a b c ..."`', error=ft.AxesError):
         ft.tree_axes(linear(), {NN.Linear: ft.names(weight="a b c ...", bias="a")})
     assert repr(ft.names(weight="a ...")) == "names({'weight': 'a ...'})"
+
+
+# Stacks that `eqx.filter_vmap` of a constructor has made
+
+
+class Mixer(eqx.Module):
+    inside: eqx.nn.Linear
+    scale: Array
+
+    def __init__(self, key: Array):
+        self.inside = eqx.nn.Linear(8, 16, key=key)
+        self.scale = jnp.ones(16)
+
+
+class Deep(eqx.Module):
+    mixers: Mixer
+    head: eqx.nn.Linear
+
+    def __init__(self, key: Array):
+        self.mixers = eqx.filter_vmap(Mixer)(jax.random.split(key, 4))
+        self.head = eqx.nn.Linear(16, 8, key=key)
+
+
+NAMES: dict[str, Any] = {
+    "a class": {Mixer: ft.names("layers", scale="channels"), **ft.equinox_names},
+    "a field of the layout": {
+        Mixer: ft.names("layers"),
+        Deep: ft.names({"mixers.scale": "channels"}),
+        **ft.equinox_names,
+    },
+}
+
+
+@pytest.mark.parametrize("case", NAMES)
+def test_a_stack_of_a_class_that_is_not_ours(case: str) -> None:
+    deep = jax.eval_shape(Deep, jax.random.key(0))
+    axes = ft.tree_axes(deep, NAMES[case])
+    assert str(axes.mixers.inside.weight) == "layers out_features in_features"
+    assert str(axes.mixers.inside.bias) == "layers out_features"
+    assert str(axes.mixers.scale) == "layers channels"
+    assert str(axes.head.weight) == "out_features in_features"
+    rules = ft.AxisRules({"out_features": "model", ...: None}, names=NAMES[case])
+    plan = ft.plan(deep, rules | ft.FSDP("data", min_size=0), {"data": 4, "model": 2})
+    # The stack itself is never sharded: a scan would gather all layers for each.
+    assert plan["mixers.inside.weight"].spec == ft.P(None, "model", "data")
+    assert not plan.unused_names
+
+
+def test_without_it_the_error_says_so() -> None:
+    deep = jax.eval_shape(Deep, jax.random.key(0))
+    with raises("mixers.inside.weight", '`names={cls: ft.names("layers")}`', error=ft.AxesError):
+        ft.tree_axes(deep, ft.equinox_names)
+
+
+def test_a_stack_in_an_annotation() -> None:
+    class Holder(eqx.Module):
+        mixers: Annotated[Mixer, ft.names("layers", {"inside.*": "..."}, scale="channels")]
+        table: Annotated[list[Array], ft.names("layers", {"*": "vocab"})]
+
+    mixers = jax.eval_shape(
+        lambda key: eqx.filter_vmap(Mixer)(key), jax.random.split(jax.random.key(0), 4)
+    )
+    axes = ft.tree_axes(Holder(mixers, [jnp.ones((4, 3))]))
+    assert str(axes.mixers.scale) == "layers channels"
+    assert str(axes.table[0]) == "layers vocab"
+
+
+def test_the_text_of_a_stack() -> None:
+    for given in (ft.names("layers"), ft.names("runs layers", weight="a b")):
+        assert eval(repr(given), {"names": ft.names}) == given
+    assert ft.names("layers") != ft.names()
+    for wrong in ("", "layers _", "..."):
+        with raises("axis", error=ft.AxesError):
+            ft.names(wrong)
+    with raises("or the axes of a stack as a text, not 3", error=ft.AxesError):
+        ft.names(3)  # pyright: ignore

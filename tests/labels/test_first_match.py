@@ -9,9 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import functree as ft
-from functree.labels.filters.filter import as_filter
-from functree.labels.filters.first_match import FirstMatch
-from functree.labels.leaf import Leaf
+from functree.labels.filters.filter import FirstMatch, as_filter
+from functree.labels.leaf import Leaf, Root
 from functree.tree.axes import Axes
 from functree.tree.paths import Path
 from tests.lib.patterns import KEYS, PARTS, written
@@ -23,8 +22,10 @@ def naive(filters: Sequence[ft.Filter], leaf: Leaf) -> int | None:
     return next((i for i, f in enumerate(filters) if f(leaf)), None)
 
 
-def leaf(*paths: Sequence[Any], value: Any = VALUES[0]) -> Leaf:
-    return Leaf(Path(paths[0]), value, Axes(*[None] * value.ndim), aliases=tuple(map(Path, paths)))
+def leaf(path: Sequence[Any], *roots: Sequence[Any], value: Any = VALUES[0]) -> Leaf:
+    """A leaf whose path filters see, and the paths from names above it on."""
+    axes, above = Axes(*[None] * value.ndim), [Root("a name", Path(root)) for root in roots]
+    return Leaf(Path(path), value, axes, seen=Path(path), roots=tuple(above))
 
 
 GLOBS = st.lists(PARTS, max_size=3).map(written)
@@ -33,9 +34,8 @@ OTHERS = st.sampled_from(
 )
 FILTERS = st.lists(GLOBS | GLOBS | KEYS.map(lambda key: str(Path((key,)))) | OTHERS, max_size=8)
 PLACES = st.lists(KEYS, max_size=3)
-LEAVES = st.builds(lambda paths, value: leaf(*paths, value=value), st.lists(PLACES, min_size=1, max_size=3),
-    st.sampled_from(VALUES),
-)  # fmt: skip
+ROOTS = st.lists(st.lists(KEYS, min_size=1, max_size=3), max_size=2, unique_by=lambda path: path[0])
+LEAVES = st.builds(lambda path, roots, value: leaf(path, *roots, value=value), PLACES, ROOTS, st.sampled_from(VALUES))  # fmt: skip
 
 
 @given(FILTERS, st.lists(LEAVES, min_size=1, max_size=4))
@@ -73,10 +73,26 @@ def test_none_and_nothing() -> None:
     check(["**"], 0, ())
 
 
-def test_the_least_over_all_names() -> None:
-    check(["model.**", "a"], 0, ("a",), ("model", "a"))
-    check(["a", "model.**"], 0, ("model", "a"), ("a",))
-    check(["z", "a", "model.**"], 1, ("model", "a"), ("a",))
+def test_a_pattern_that_begins_with_a_name_above() -> None:
+    moment = [("w",), ("opt_state", 0, "mu", "w")]
+    check(["opt_state.**", "w"], 0, *moment)
+    check(["w", "opt_state.**"], 0, *moment)
+    check(["opt_state.0.nu.**", "**.mu.**", "opt*.**", "w"], 3, *moment)
+    check(["opt_state.0.mu.w"], 0, *moment)
+    # It is matched with the path from the name on, and with no other.
+    check(["a.b"], None, ("a", "b"), ("a", "c", "b"))
+    check(["a.*.b"], 0, ("a", "b"), ("a", "c", "b"))
+
+
+def test_without_a_path_only_a_pattern_that_names_it_matches() -> None:
+    step = leaf(("step",), ("step",), value=VALUES[1])._replace(seen=None)
+    others = ["**", "*", re.compile(".*"), ft.regex("step"), ft.has_ndim(2), ~ft.glob("a"), int]
+    others += [lambda path, leaf: True, ft.glob("step") & ft.has_ndim(1), ~ft.glob("step")]
+    for item in others:
+        assert FirstMatch([as_filter(item)])(step) is None
+    for item in ["step", ft.Path(("step",)), ft.glob("a") | "step", ...]:
+        assert FirstMatch([as_filter(item)])(step) == 0
+    assert FirstMatch([as_filter(ft.glob("step") & ft.has_ndim(2))])(step) == 0
 
 
 def test_hundreds_of_globs() -> None:

@@ -476,7 +476,8 @@ ERRORS: dict[str, tuple[Any, Any, list[str]]] = {
         Float[Array, "a b"],
         x(4, 2, 3),
         ["has 3 dimensions", "if these are several layers in one array (by vmap or scan), hold them in `ft.Stacked`",
-         "(`ft.stack` makes one); else change the annotation or the array, or name its dimensions from outside"],
+         "(`ft.stack` makes one), or name the axis of the stack, for its class, in `names={cls: ft.names(\"layers\")}`; "
+         "else change the annotation or the array, or name its dimensions from outside"],
     ),
     "in a stack": (
         Stacky,

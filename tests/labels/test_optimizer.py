@@ -210,8 +210,8 @@ def test_galores_own_dimensions_are_never_taken_for_a_parameters():
             )
 
 
-def test_otherwise_is_any_layout_and_sees_the_parameters_path():
-    layout = ft.StateSharding({"0.projector.table": P("data"), "up": P(None, "model"), ...: P()})
+def test_otherwise_is_any_layout_and_sees_the_paths_of_the_state():
+    layout = ft.StateSharding({"0.projector.table": P("data"), "**.up": P(None, "model"), ...: P()})
     plan = ft.plan_optimizer(
         optax.contrib.scale_by_galore(rank=4), DICT, DICT_LAYOUT, SIZES, otherwise=P("data")
     )

@@ -1,4 +1,4 @@
-"""The leaves of training states ─► what they follow, and the paths that patterns match them with."""
+"""The leaves of training states ─► what they follow, and the paths that filters see."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ from jaxtyping import Array, Float
 import functree as ft
 from functree.labels.leaf import FollowedLeaf, Leaf
 from functree.labels.leaves import read
-from functree.labels.training_state import label_training_states
+from functree.labels.training_state import Scope, label_paths
 from tests.lib.trees import x
 
 
@@ -38,7 +38,7 @@ def made(**options: Any) -> ft.TrainState[Any]:
 
 def labelled(tree: Any) -> dict[str, Leaf]:
     leaves = read(tree)
-    return {str(leaf.path): leaf for leaf in label_training_states(leaves.leaves, leaves.training)}
+    return {str(leaf.path): leaf for leaf in label_paths(leaves.leaves, leaves.training, Scope())}
 
 
 W, B = ((0, 1), (0,))  # their dimensions
@@ -80,7 +80,7 @@ def test_each_of_several_follows_its_own_model() -> None:
     for name in ("one", "two"):
         follows = found[f"{name}.opt_state.0.mu.w"].follows
         assert follows is not None and str(follows.path) == f"{name}.model.w"
-    assert found["w"].follows is None and found["w"].patterned == (ft.Path(("w",)),)
+    assert found["w"].follows is None and found["w"].seen == ("w",)
 
 
 def test_a_field_of_a_subclass_follows_nothing() -> None:
@@ -90,44 +90,52 @@ def test_a_field_of_a_subclass_follows_nothing() -> None:
     )
     found = labelled(more)
     assert found["best"].follows is None and str(found["best"].axes) == "embed hidden"
-    assert found["best"].patterned == (ft.Path(("best",)),)
+    assert found["best"].seen == ("best",)
 
 
-# Where a leaf is ─► the paths that patterns are matched with.
-ALIASES: dict[str, list[str]] = {
-    "model.w": ["runs.0.model.w", "w", "model.w"],
-    "state.count": ["runs.0.state.count", "count", "state.count"],
-    "opt_state.0.mu.w": ["runs.0.opt_state.0.mu.w", "opt_state.0.mu.w"],
-    "opt_state.0.count": ["runs.0.opt_state.0.count", "opt_state.0.count"],
-    "step": ["runs.0.step", "step"],
-    "key": ["runs.0.key", "key"],
+# Where a leaf is ─► the path that filters see, and the names with which patterns may begin.
+SEEN: dict[str, tuple[str | None, list[str]]] = {
+    "model.w": ("w", ["runs", "0", "model"]),
+    "state.count": ("count", ["runs", "0", "state"]),
+    "opt_state.0.mu.w": ("w", ["runs", "0", "opt_state"]),
+    "opt_state.0.count": (None, ["runs", "0", "opt_state"]),
+    "step": (None, ["runs", "0", "step"]),
+    "key": (None, ["runs", "0", "key"]),
 }
 
 
-@pytest.mark.parametrize("path", ALIASES)
-def test_the_paths_for_patterns(path: str) -> None:
-    """From the root, from the model, and last from the training state: a filter may name the field
-    that begins it."""
-    found = labelled({"runs": [made()]})[f"runs.0.{path}"]
-    assert list(map(str, found.patterned)) == ALIASES[path]
+def names(leaf: Leaf) -> list[str]:
+    """The names with which patterns may begin. Each path from a name on ends in the leaf."""
+    assert all(leaf.path[-len(root.path) :] == root.path for root in leaf.roots)
+    return [str(root.path[0]) for root in leaf.roots]
 
 
-def test_the_paths_for_patterns_of_a_training_state_alone() -> None:
-    found = labelled(made())
-    assert list(map(str, found["model.w"].patterned)) == ["model.w", "w"]
-    assert list(map(str, found["opt_state.0.mu.w"].patterned)) == ["opt_state.0.mu.w"]
+@pytest.mark.parametrize("path", SEEN)
+def test_the_path_that_filters_see(path: str) -> None:
+    leaf = labelled({"runs": [made()]})[f"runs.0.{path}"]
+    seen, above = SEEN[path]
+    assert leaf.seen == (None if seen is None else ft.Path.parse(seen))
+    assert names(leaf) == above
 
 
-def test_the_paths_for_patterns_begin_in_the_part_of_a_layout() -> None:
-    leaves = read({"runs": [made()]})
-    below = [leaf._replace(aliases=(ft.Path(leaf.path[1:]),)) for leaf in leaves.leaves]
-    found = {
-        str(leaf.path): list(map(str, leaf.patterned))
-        for leaf in label_training_states(below, leaves.training)
-    }
-    assert found["runs.0.model.w"] == ["0.model.w", "w", "model.w"]
-    assert found["runs.0.opt_state.0.mu.w"] == ["0.opt_state.0.mu.w", "opt_state.0.mu.w"]
-    assert found["runs.0.step"] == ["0.step", "step"]
+def test_the_path_that_filters_see_begins_in_the_part_of_a_layout() -> None:
+    leaves = read({"runs": [made()], "w": x(4, 8)})
+    inside = [leaf for leaf in leaves.leaves if leaf.path[0] == "runs"]
+    found = {str(leaf.path): leaf for leaf in label_paths(inside, leaves.training, Scope(start=1))}
+    assert found["runs.0.model.w"].seen == ("w",)
+    assert names(found["runs.0.model.w"]) == ["0", "model"]
+    (outside,) = label_paths(leaves.leaves[-1:], {}, Scope(start=1))
+    assert outside.seen == () and outside.roots == ()
+
+
+def test_the_names_of_arguments() -> None:
+    leaves = read({"net": {"w": x(4, 8)}, "x": x(4)}).leaves
+    scope = Scope(1, argument=0, arguments=("net", "x"))
+    net, array = label_paths(leaves, {}, scope)
+    assert net.seen == ("w",) and names(net) == ["net"]
+    assert array.seen == () and names(array) == ["x"]
+    net, array = label_paths(leaves, {}, scope._replace(shared=True))
+    assert net.seen == ("w",) and array.seen is None and names(array) == ["x"]
 
 
 def test_the_optimizer_is_asked_for_what_it_updates_alone() -> None:
@@ -170,4 +178,4 @@ def test_an_optimizer_state_in_another_form() -> None:
 
 def test_without_training_states_they_are_as_they_were() -> None:
     leaves = read([x(2), {"step": x(3)}])
-    assert label_training_states(leaves.leaves, leaves.training) is leaves.leaves
+    assert label_paths(leaves.leaves, leaves.training, Scope()) == list(leaves.leaves)

@@ -140,7 +140,7 @@ def friendly(draw: st.DrawFn) -> tuple[Any, Any, dict[str, int]]:
     for i, axes in enumerate(draw(st.lists(axes_of, min_size=1, max_size=4))):
         tree[f"m{i}"] = annotated(axes, tuple(draw(st.sampled_from((36, 72, 216))) for _ in axes))
     table = draw(rules())
-    closed = ft.AxisRules([*[(name, target or None) for name, target in table.rules], (..., None)])
+    closed = ft.AxisRules([*[(name, target or None) for name, target in table.table], (..., None)])
     byfsdp = draw(fsdps)
     layout = draw(
         st.one_of(

@@ -109,7 +109,7 @@ def in_a_run(folder: str, use: Callable[[ft.Checkpoints], Any]) -> None:
 
 
 USES: dict[str, Use] = {
-    "AxisRules": (ft.AxisRules, {"rules": {"a": "data"}, "names": None}),
+    "AxisRules": (ft.AxisRules, {"rules": {"a": "data"}, "names": None, "unnamed": P()}),
     "AxisRules.spec": (RULES.spec, {"axes": ft.Axes("embed"), "shape": (8,), "mesh": MESH}),
     "AxisRules.on": (RULES.on, {"mesh": MESH}),
     "AxisRules.identity": (ft.AxisRules.identity, {"mesh": MESH}),
@@ -158,6 +158,7 @@ USES: dict[str, Use] = {
     "constrain": (lambda **k: ft.jit(ft.constrain, mesh=MESH)(**k), {"tree": X, "layout": P("data"), "rules": None}),
     "copy": (ft.copy, {"tree": MODEL, "untie": True}),
     "glob": (ft.glob, {"pattern": "a"}),
+    "regex": (ft.regex, {"pattern": "a", "separator": "."}),
     "under": (ft.under, {"cls": ft.nn.MLP}),
     "has_axis": (ft.has_axis, {"name": "a"}),
     "has_dtype": (ft.has_dtype, {"dtype": jnp.float32}),
@@ -261,7 +262,7 @@ USES: dict[str, Use] = {
     "spec": (in_rules(ft.spec), {"axes": "embed"}),
     "axis_shards": (in_rules(ft.axis_shards), {"name": "embed", "axes": "embed hidden"}),
     "tree_axes": (ft.tree_axes, {"tree": MODEL, "names": None}),
-    "names": (lambda patterns, fields: ft.names(patterns, w=fields), {"patterns": None, "fields": "a"}),
+    "names": (lambda patterns, fields: ft.names(patterns, w=fields), {"patterns": {"v": "a"}, "fields": "a"}),
     "typed": (lambda **k: ft.typed(**k)(jnp.array(X)), {"fun": double, "constrain": False}),
     "select": (ft.select, {"tree": MODEL}),
     "Selection.at": (ft.select(MODEL).at, {"where": "up"}),
@@ -539,7 +540,7 @@ def methods(name: str, cls: type) -> dict[str, Any]:
     """The public methods that a class of functree defines, and that take arguments."""
     found: dict[str, Any] = {}
     for key, value in vars(cls).items():
-        inner = key.startswith("_") or key in ("resolve", "claims", "unsharded", "stack_axes")
+        inner = key.startswith("_") or key in ("decide", "asks", "claims", "stack_axes")
         if (
             not inner
             and inspect.isfunction(getattr(value, "__func__", value))

@@ -161,9 +161,6 @@ ACROSS = {
     "for a training state": ft.StateSharding(
         {"opt_state.**": P(), "step": P(), "state.**": P(), "model.up": RULES, ...: RULES}
     ),
-    "a function of the field": ft.StateSharding(
-        {lambda path, leaf: path[0] == "opt_state": P(), ...: RULES}
-    ),
 }
 
 
@@ -198,19 +195,6 @@ def test_a_call_without_a_module_says_nothing() -> None:
 
     ft.jit(double, mesh=MESH, rules=layout).trace(X)
     ft.shard_map(double, mesh=MESH, rules=layout).trace(X)
-
-
-def test_a_bare_array_is_laid_out_by_its_annotation() -> None:
-    layout = ft.StateSharding({"x": P("data"), ...: RULES})
-    with raises(
-        "filter 'x'",
-        "the bare array `x` is laid out by its annotation and `AxisRules`",
-        "write the layout of a bare array in `in_shardings=`, and remove the filter",
-        error=ft.ShardingError,
-    ):
-        ft.jit(apply, mesh=MESH, rules=layout).trace(layer(), X)
-    rules = ft.StateSharding({...: RULES})
-    ft.jit(apply, mesh=MESH, rules=rules, in_shardings={"x": P("data")}).trace(layer(), X)
 
 
 def test_ambient_rules_check_nothing_by_themselves() -> None:

@@ -18,7 +18,7 @@ from functree.labels.leaves import read
 from functree.layout.decide import Decisions, decide, decide_parts, follow
 from functree.layout.decision import Decision, Dimension, whole
 from functree.layout.layout import as_layout
-from functree.layout.prefix import as_partial, broadcast
+from functree.layout.prefix import Part, as_partial, broadcast
 from tests.lib.meshes import SIZES
 from tests.lib.trees import leaf, x
 
@@ -120,7 +120,7 @@ def test_what_cannot_be_determined_is_a_fault() -> None:
 
 
 def test_if_no_layout_was_given_for_it_none_was_for_them() -> None:
-    unspecified = whole(leaf("a b", 2, 2)._replace(activation=True))
+    unspecified = whole(leaf("a b", 2, 2))._replace(specified=False)
     (found,) = follow([following("w", (0, 1), 2)], {ft.Path("w"): unspecified})
     assert not found.specified
 
@@ -258,6 +258,13 @@ def test_abstract_arrays_are_the_same_if_somebody_says_so() -> None:
 
 def test_one_layout_decides_about_all() -> None:
     leaves = read([jnp.ones((4, 8)), x(2)]).leaves
-    found = decide(as_layout(P("data")), leaves, VIEW)
-    assert [one.spec for one in found.decisions] == [P("data", None), P("data")]
-    assert not found.problems and not found.dead
+    found = decide(Part(as_layout(P("data")), ft.Path()), leaves, VIEW)
+    assert [one.spec for one in found] == [P("data", None), P("data")]
+
+
+def test_leaves_that_are_alike_share_a_decision() -> None:
+    tree = [x(4, 8), x(4, 8), x(8, 4), x(4, 8)]
+    layout = ft.StateSharding({"3": P("model"), ...: P("data")})
+    first, second, third, other = decided(tree, layout).decisions
+    assert first is second and third is not first
+    assert other.spec == P("model", None)

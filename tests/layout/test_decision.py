@@ -1,8 +1,6 @@
 """What has been decided about one leaf: dimension by dimension, and by a spec over what is still
 whole."""
 
-from typing import Any
-
 import pytest
 from jax.sharding import PartitionSpec
 
@@ -10,11 +8,11 @@ from functree.labels.leaf import Leaf
 from functree.layout.decision import (
     Decision,
     Dimension,
+    Named,
     Reason,
     Source,
     apply_spec,
     conflict,
-    decide_each,
     undecided,
     whole,
 )
@@ -61,22 +59,25 @@ def test_a_reason_is_a_value_whose_text_is_made_late():
 
 def test_settled():
     rule = Source("a→data", is_rule=True)
-    open_ = Dimension(("data",), rule, settled=False, closed=True, fault=("why", "remedy"))
-    settled = Decision((open_, Dimension(settled=False)), faults=(("it", "stays"),)).settle()
-    assert settled.dimensions == (Dimension(("data",), rule), Dimension())
+    open_ = Dimension(("data",), rule, Named.MISSING, blocked=("why", "remedy"))
+    settled = Decision((open_, Dimension()), faults=(("it", "stays"),)).settle()
+    assert settled.dimensions == (
+        Dimension(("data",), rule, Named.DECIDED),
+        Dimension(named=Named.DECIDED),
+    )
     assert settled.faults == (("it", "stays"),)
 
 
-@pytest.mark.parametrize(("which", "settled"), [
-    (AB, (False, False)), (leaf("_ b", 4, 8), (True, False)), (leaf("", ), ()),
-    (AB._replace(axes=Axes()), (True, True)), (AB._replace(axes=Axes("a")), (False, True)),
-], ids=["names", "one name", "scalar", "no axes", "fewer axes"])  # fmt: skip
-def test_whole(which: Leaf, settled: tuple[bool, ...]):
-    """A name that no layout has mentioned is not settled yet."""
+@pytest.mark.parametrize(
+    "which",
+    [AB, leaf("_ b", 4, 8), leaf(""), AB._replace(axes=Axes()), AB._replace(axes=Axes("a"))],
+    ids=["names", "one name", "scalar", "no axes", "fewer axes"],
+)
+def test_whole(which: Leaf):
     decision = whole(which)
-    assert tuple(one.settled for one in decision.dimensions) == settled
+    assert all(one.named is Named.UNASKED for one in decision.dimensions)
     assert decision.spec == P(*[None] * len(which.shape)) and decision.reason == ""
-    assert decision.specified and not whole(which._replace(activation=True)).specified
+    assert decision.specified
 
 
 def test_undecided_is_whole_or_as_the_annotation_has_it():
@@ -85,32 +86,6 @@ def test_undecided_is_whole_or_as_the_annotation_has_it():
     assert (
         found.spec == P(None, "model") and found.reason == "its annotation" and found.faults == ()
     )
-
-
-def test_an_activation_is_unspecified_until_something_is_about_it():
-    bare = AB._replace(activation=True)
-    assert not whole(bare).specified and not undecided(bare).specified
-    assert undecided(bare._replace(spec=P("data"))).specified
-    assert apply_spec(bare, P(), whole(bare), "given").specified
-
-
-def test_leaves_that_are_alike_are_decided_once():
-    leaves = [AB, leaf("a b", 9, 9), leaf("b a", 4, 8), AB]
-    asked: list[Any] = []
-
-    def decide(one: Leaf, before: Decision | None) -> Decision:
-        asked.append((one, before))
-        return whole(one)
-
-    found = decide_each(leaves, None, lambda one: one.axes, decide)
-    assert asked == [(leaves[0], None), (leaves[2], None)]
-    assert found[0] is found[1] is found[3] and found[2] is not found[0]
-    # What was decided before makes leaves unlike.
-    before = [whole(AB), whole(AB).because("b"), whole(AB)]
-    before.append(before[0])
-    asked.clear()
-    found = decide_each(leaves, before, lambda one: 0, decide)
-    assert asked == list(zip(leaves[:3], before, strict=False)) and found[3] is found[0]
 
 
 # The spec before, the spec that is applied, the spec after, and what is wrong.
@@ -148,7 +123,9 @@ def test_a_spec_over_what_is_whole(case: str):
     assert found.spec == after and [why for why, _ in found.faults] == wrong
     assert all(remedy for _, remedy in found.faults)
     if case != "no entry":
-        assert found.reason.endswith("its reason") and all(one.settled for one in found.dimensions)
+        assert found.reason.endswith("its reason") and all(
+            one.named is Named.DECIDED for one in found.dimensions
+        )
         assert all(one.source for one in found.dimensions if one.mesh_axes)
 
 

@@ -119,8 +119,13 @@ def test_the_remedy() -> None:
     assert ft.plan(M, lambda path, leaf: P(), MESH)["up"].spec == P(None, None)
 
 
-def test_a_function_of_a_field_that_is_a_leaf() -> None:
-    # Below `step` there is no path of which the function could be asked.
-    layout = ft.StateSharding({lambda path, leaf: path[0] == "step": P(), ...: RULES})
+def test_a_function_is_asked_about_paths_in_the_model() -> None:
+    asked: list[ft.Path] = []
+
+    def is_up(path: ft.Path, leaf: Any) -> bool:
+        asked.append(path)
+        return path == ("up",)
+
     ts = jax.eval_shape(lambda: ft.TrainState.create(M, TX))
-    assert ft.plan(ts, layout, MESH)["step"].reason.startswith("test_a_function_of")
+    ft.plan(ts, ft.StateSharding({is_up: P(), ...: RULES}), MESH)
+    assert set(asked) == set(ft.plan(M, RULES, MESH)._by_path)

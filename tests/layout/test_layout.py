@@ -13,8 +13,8 @@ from jaxtyping import Array, Float
 
 import functree as ft
 from functree.devices.meshes import MeshView
-from functree.layout.bare_array_spec import activation
 from functree.layout.layout import as_layout, is_layout
+from functree.layout.rules import activation
 from tests.lib.checks import refused
 from tests.lib.meshes import SIZES
 from tests.lib.trees import leaf, x
@@ -400,16 +400,18 @@ def test_on_host(mesh: Mesh) -> None:
 def test_on_host_is_about_arrays_that_are_kept() -> None:
     """An activation is computed with at once, on the device, though parameters are on the host."""
     rules = ft.AxisRules({"batch": "data", "embed": None})
-    for layout, kind in (
-        (ft.on_host(rules), None),
-        (ft.on_host(rules | ft.FSDP("data")), None),
-        (ft.StateSharding({...: ft.on_host(rules)}), None),
-        (ft.on_host(rules) | P(), None),
+    for layout in (
+        ft.on_host(rules),
+        ft.on_host(rules | ft.FSDP("data")),
+        ft.StateSharding({...: ft.on_host(rules)}),
+        ft.on_host(rules) | P(),
     ):
-        both = [leaf("batch embed", 4, 8), activation(ft.Axes("batch", "embed"), x(4, 8))]
-        found = as_layout(layout).resolve(both, MeshView(SIZES)).decisions
-        assert [one.spec for one in found] == [P("data", None)] * 2
-        assert [one.memory_kind for one in found] == ["pinned_host", kind]
+        view, layout = MeshView(SIZES), as_layout(layout)
+        kept = layout.decide(leaf("batch embed", 4, 8), None, view)
+        assert (kept.spec, kept.memory_kind) == (P("data", None), "pinned_host")
+        assert layout.rules is not None
+        found = layout.rules.decide(activation(ft.Axes("batch", "embed"), x(4, 8)), None, view)
+        assert (found.spec, found.memory_kind) == (P("data", None), None)
 
 
 def plan_of(mesh: Mesh) -> ft.Plan:

@@ -470,6 +470,27 @@ def test_an_unannotated_leaf() -> None:
     )  # rank 0
 
 
+class Weight(eqx.Module):
+    w: Float[Array, "embed hidden"]
+
+
+def test_arrays_without_names_may_be_left_to_another_layout() -> None:
+    """Those of a class that cannot be annotated: `FSDP` shards them, and by default they are an error."""
+    tree = {"named": Weight(jnp.ones((4, 8))), "bare": jnp.ones((6, 8))}
+    rules = ft.AxisRules({"embed": None, "hidden": "model"}, unnamed=P())
+    plan = ft.plan(tree, rules, SIZES)
+    assert plan.specs["bare"] == P(None, None)
+    assert plan["bare"].reason == "no axis names (unnamed=P())"
+    plan = ft.plan(tree, rules | ft.FSDP("data", min_size=0), SIZES)
+    assert plan["bare"].spec == P(None, "data") and plan["named.w"].spec == P("data", "model")
+    assert rules == eval(repr(rules), {"AxisRules": ft.AxisRules, "P": P})
+    assert rules != ft.AxisRules({"embed": None, "hidden": "model"})
+    assert rules.on({"data": 2}).unnamed == P()
+    for unnamed in (P("data"), None, "warn", P(None)):
+        with pytest.raises(ft.RuleError, match=r'unnamed=.*: write `P\(\)`, or "error"'):
+            ft.AxisRules({"embed": None}, unnamed=unnamed)  # pyright: ignore
+
+
 def test_names_are_part_of_the_rules() -> None:
     linear = eqx.nn.Linear(4, 8, key=jax.random.key(0))
     given_names = {eqx.nn.Linear: ft.names(weight="out in", bias="out")}
@@ -641,7 +662,7 @@ def test_rules_are_values() -> None:
     )
     assert ft.AxisRules({"a": "data"}) != "a"
     with pytest.raises(AttributeError, match="immutable"):
-        ft.AxisRules({}).rules = ()
+        ft.AxisRules({}).closed = True
 
 
 def test_the_repr() -> None:

@@ -13,8 +13,8 @@ from jaxtyping import Array, Float
 import functree as ft
 from functree.devices.meshes import MeshView
 from functree.labels.leaf import FollowedLeaf, Leaf
-from functree.layout.bare_array_spec import spec_of_axes
-from functree.layout.decision import Decision, Dimension, Source, whole
+from functree.layout.decision import Closed, Decision, Dimension, Source, whole
+from functree.layout.rules import spec_of_axes
 from functree.layout.validation import (
     layout_problem,
     leaf_problems,
@@ -57,8 +57,7 @@ def test_everything_wrong_with_one_leaf() -> None:
     second = Dimension(
         ("data", "nowhere"),
         Source("P('data')"),
-        settled=False,
-        fault=("a fault of b", "settle it"),
+        blocked=("a fault of b", "settle it"),
     )
     decision = Decision((first, second), faults=(("a fault", "mend it"),))
     assert whys(one, decision) == [
@@ -84,8 +83,8 @@ def test_what_a_mesh_lacks_is_told_once_by_the_rule() -> None:
 
 def test_near_misses_are_of_what_fell_through() -> None:
     one, other = leaf("hiden embed", 8, 8), leaf("hiden", 8)
-    closed = Dimension(closed=True)
-    decisions = [Decision((closed, closed)), whole(other)]
+    closed = whole(one).because(Closed("hiden"), Closed("embed"))
+    decisions = [closed, whole(other)]
     (problem,) = near_misses([one, other], decisions, ["hidden", "batch"])
     assert problem.path == ("w",) and "of rule `hidden`" in problem.why
     assert near_misses([one, other], decisions, []) == []

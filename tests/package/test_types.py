@@ -80,6 +80,7 @@ FUNCTIONS = {
     "tree_axes": ("ft.tree_axes(model)", "Any"),
     "names": ('ft.names(w="embed hidden")', "Names"),
     "glob": ('ft.glob("w")', "Filter"),
+    "regex": ('ft.regex("w")', "Filter"),
     "under": ("ft.under(Model)", "Filter"),
     "has_axis": ('ft.has_axis("embed")', "Filter"),
     "has_ndim": ("ft.has_ndim(2)", "Filter"),

@@ -251,7 +251,6 @@ def test_a_layout_on_the_host_may_speak_of_the_optimizer_s_state():
 NAMED: dict[str, Any] = {
     "all": "opt_state.**",
     "one": "opt_state.0.mu.up",
-    "a callable": lambda path, leaf: path[0] == "opt_state",
     "not the others": ~(ft.glob("step") | ft.glob("model.**")) & ft.glob("opt_state.**"),
 }
 

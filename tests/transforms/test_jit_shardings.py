@@ -668,7 +668,7 @@ MLP_SPECS = {"up": P("data", "model"), "bias": P("model")}
 FOR_THE_MODEL: dict[str, tuple[Any, Any, list[str]]] = {
     "rules": (NAMED_RULES, optax.adafactor(1e-3), ["does not fit 4 leaves", "opt_state.0.v_row.weight"]),
     "specs with its structure": (MLP_SPECS, optax.adam(1e-3), ["at `opt_state`: the layouts are a dict", "is a tuple"]),
-    "one spec": (P("data", "model"), optax.adam(1e-3), ["does not fit 3 leaves", "opt_state.0.count   i32[]"]),
+    "one spec": (P("data", "model"), optax.adam(1e-3), ["does not fit 2 leaves", "opt_state.0.mu.bias, opt_state.0.nu.bias   f32[8]"]),
     "fsdp": (ft.FSDP("data", min_size=0), optax.adafactor(1e-3), ["opt_state.0.v_row.weight"]),
     "a pattern": (
         ft.StateSharding({"weight": P("data", "model"), ...: P("model")}), optax.adam(1e-3),

@@ -18,6 +18,7 @@ from functree.labels.filters.filter import (
     Glob,
     Negation,
     Regex,
+    Search,
 )
 from functree.labels.filters.near import meant
 from functree.labels.leaf import Leaf
@@ -86,7 +87,7 @@ def _naming(item: Filter) -> Iterator[Filter]:
     """The parts of a filter that were written for certain arrays, and not for a property that no
     array may have."""
     match item:
-        case Glob() | ExactPath() | Regex() | ClassFilter() | FunctionFilter():
+        case Glob() | ExactPath() | Regex() | Search() | ClassFilter() | FunctionFilter():
             yield item
         case Conjunction() | Disjunction():
             for part in item.parts:
@@ -106,7 +107,7 @@ def _classes(only: Filter) -> tuple[type, ...]:
 
 def _leaf(row: SavedArray, within: tuple[type, ...]) -> Leaf:
     value = jax.ShapeDtypeStruct(row.shape, row.dtype)
-    return Leaf(row.path, value, row.axes, within, buffer=row.buffer)
+    return Leaf(row.path, value, row.axes, within, row.path, buffer=row.buffer)
 
 
 def _warn_of_unknown(folder: FilePath, only: Filter, alone: Sequence[SavedArray]) -> None:

@@ -189,7 +189,8 @@ def _unknown(value: AnyArray, stack: tuple[str, ...]) -> Axes:
 # The usual reason for too many dimensions is `eqx.filter_vmap` of a constructor.
 STACK = (
     "if these are several layers in one array (by vmap or scan), hold them in `ft.Stacked` "
-    "(`ft.stack` makes one)"
+    "(`ft.stack` makes one), or name the axis of the stack, for its class, in "
+    '`names={cls: ft.names("layers")}`'
 )
 
 

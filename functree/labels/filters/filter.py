@@ -5,15 +5,16 @@ import re
 import types
 import typing
 from abc import abstractmethod
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from functree.argument_checks import check_callback, shown
 from functree.errors import USERS_ERRORS, RuleError, error_text
 from functree.labels.leaf import Leaf
-from functree.tree.globs import glob_pattern, match_text
-from functree.tree.paths import Path, tokens
+from functree.tree.globs import glob_pattern, literal_text, match_text
+from functree.tree.paths import Key, Path, tokens
 
 
 class Filter:
@@ -122,11 +123,32 @@ class Glob(Filter):
         glob_pattern(self.pattern)
 
     def __call__(self, leaf: Leaf, /) -> bool:
-        matches = glob_pattern(self.pattern).fullmatch
-        return any(map(matches, map(match_text, leaf.patterned)))
+        path = pattern_path(leaf, first_key(self.pattern))
+        return path is not None and self.matches(match_text(path))
+
+    def matches(self, text: str) -> bool:
+        """Whether it matches a path, by the `match_text` of this."""
+        return glob_pattern(self.pattern).fullmatch(text) is not None
 
     def __repr__(self) -> str:
         return f"glob({self.pattern!r})"
+
+
+@lru_cache(maxsize=4096)
+def first_key(pattern: str) -> Key | None:
+    """The key with which a glob begins; None if it begins with a wildcard, or is empty."""
+    parts = list(tokens(pattern))
+    if not parts or ("*" in parts[0] and parts[0][0] not in '"['):
+        return None
+    return Path.parse(parts[0])[0]
+
+
+def pattern_path(leaf: Leaf, first: Key | None) -> Path | None:
+    """The path of a leaf that a pattern is matched with: a pattern that begins with a name above
+    the leaf is matched with the path from there."""
+    if first is None or not leaf.roots:
+        return leaf.seen
+    return leaf.named(first) or leaf.seen
 
 
 @dataclass(frozen=True, repr=False)
@@ -137,7 +159,7 @@ class ExactPath(Filter):
     path: Path
 
     def __call__(self, leaf: Leaf, /) -> bool:
-        return self.path in leaf.patterned
+        return self.path == pattern_path(leaf, self.path[0] if self.path else None)
 
     def __repr__(self) -> str:
         return f"Path({tuple(self.path)!r})"
@@ -183,10 +205,67 @@ class Regex(Filter):
     pattern: re.Pattern[str]
 
     def __call__(self, leaf: Leaf, /) -> bool:
-        return any(map(self.pattern.fullmatch, map(str, leaf.patterned)))
+        return leaf.seen is not None and self.pattern.fullmatch(str(leaf.seen)) is not None
 
     def __repr__(self) -> str:
         return repr(self.pattern)
+
+
+@dataclass(frozen=True, repr=False)
+class Search(Filter):
+    """Leaves in whose path a regular expression is found; made by `ft.regex`."""
+
+    pattern: str
+    separator: str
+
+    def __call__(self, leaf: Leaf, /) -> bool:
+        if leaf.seen is None:
+            return False
+        # Plain keys, as other libraries join them: a quoted key would never match their patterns.
+        text = self.separator.join(map(str, leaf.seen))
+        return re.search(self.pattern, text) is not None
+
+    def __repr__(self) -> str:
+        if self.separator == ".":
+            return f"regex({self.pattern!r})"
+        return f"regex({self.pattern!r}, separator={self.separator!r})"
+
+
+def regex(pattern: str, separator: str = ".") -> Filter:
+    """Leaves in whose path a regular expression is found, as `re.search` finds it.
+
+    The tables of EasyLM, EasyDeL and similar libraries are lists of such expressions, with
+    `separator="/"`. Those of big_vision match the whole path: write `^` and `$`. A compiled
+    expression (`re.compile`) is a filter too, which matches the whole path.
+
+    Args:
+        pattern: the regular expression.
+        separator: the text between the keys of a path.
+
+    Raises:
+        RuleError: the pattern is not a regular expression, or an argument is not a text.
+
+    Examples:
+        >>> layout = ft.StateSharding(
+        ...     {
+        ...         ft.regex("attention/(wq|wk)/kernel", "/"): ft.P("data"),
+        ...         ...: ft.P(),
+        ...     }
+        ... )
+        >>> model = {"attention": {"wq": {"kernel": jnp.ones((4, 8))}}}
+        >>> ft.plan(model, layout, {"data": 2}).specs
+        {'attention': {'wq': {'kernel': P('data', None)}}}
+    """
+    if not isinstance(pattern, str) or not isinstance(separator, str):
+        raise RuleError(
+            "`regex` takes a regular expression and a separator as texts, not "
+            f"{shown(pattern)} and {shown(separator)}"
+        )
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        raise RuleError(f"regex({pattern!r}): not a regular expression: {error}") from error
+    return Search(pattern, separator)
 
 
 @dataclass(frozen=True, repr=False)
@@ -243,12 +322,10 @@ class FunctionFilter(Filter):
     function: Callable[[Path, Any], Any]
 
     def __call__(self, leaf: Leaf, /) -> bool:
-        return any(self.is_true(path, leaf) for path in leaf.patterned)
-
-    def is_true(self, path: Path, leaf: Leaf) -> bool:
-        """Whether the function is true of one path of a leaf. Raises RuleError if it fails."""
+        if leaf.seen is None:
+            return False
         try:
-            return bool(self.function(path, leaf.value))
+            return bool(self.function(leaf.seen, leaf.value))
         except USERS_ERRORS as error:
             # What it says of its own arguments would name neither the leaf nor the filter.
             why = f"{self!r} raised {error_text(error)}"
@@ -285,7 +362,7 @@ def naming(item: Filter) -> Iterator[Filter]:
     """The parts of a filter that name something of one tree: patterns and classes, and not
     properties such as axes."""
     match item:
-        case Glob() | ExactPath() | Regex() | ClassFilter():
+        case Glob() | ExactPath() | Regex() | Search() | ClassFilter():
             yield item
         case Conjunction() | Disjunction():
             for part in item.parts:
@@ -304,52 +381,63 @@ def negated_patterns(item: Filter) -> Iterator[Filter]:
                 yield from negated_patterns(part)
 
 
-def may_name(item: Filter, field: str) -> bool:
-    """Whether a filter may name a field, such as `opt_state`; see `names_field`."""
-    match item:
+def first_name(pattern: Filter) -> Key | None:
+    """The key with which a glob or a path begins; None for anything else."""
+    match pattern:
         case Glob():
-            return any(_writes(part, field) for part in tokens(item.pattern))
-        case ExactPath():
-            return field in item.path
-        case Regex():
-            return field in item.pattern.pattern
-        case FunctionFilter():
-            return True
-        case Conjunction() | Disjunction():
-            return any(may_name(part, field) for part in item.parts)
-        case Negation():
-            return may_name(item.part, field)
-    return False
+            return first_key(pattern.pattern)
+        case ExactPath() if pattern.path:
+            return pattern.path[0]
+    return None
 
 
-def names_field(item: Filter, leaf: Leaf) -> bool:
-    """Whether a filter, or one that it is made of, matches a leaf by naming the field that the leaf
-    is in: the first key of the last of its paths.
-
-    A pattern names the field if it is written there: `opt_state.**` and `**.opt_state.*.mu.**` do,
-    `**.bias` does not. A function names it if it is true of the path, and not of the path below.
-    """
-    path = leaf.patterned[-1]
-    match item:
-        case Glob() | ExactPath() | Regex():
-            return may_name(item, path[0]) and item(leaf)
-        case FunctionFilter():
-            # Of this path alone: the function may be true of another one, such as the whole path.
-            below = Path(path[1:])
-            # Below a field that is a leaf itself there is no path.
-            return item.is_true(path, leaf) and not (below and item.is_true(below, leaf))
-        case Conjunction() | Disjunction():
-            return any(names_field(part, leaf) for part in item.parts)
-        case Negation():
-            return names_field(item.part, leaf)
-    return False
-
-
-def _writes(part: str, field: str) -> bool:
-    """Whether a part of a glob is text that matches a field, and not only wildcards."""
-    if not part.strip("*"):
+def names(item: Filter, leaf: Leaf) -> bool:
+    """Whether a pattern in a filter matches a leaf by a name above it: an argument, a field of a
+    training state, or a key above one."""
+    if not leaf.roots:
         return False
-    return glob_pattern(part).fullmatch(match_text(Path((field,)))) is not None
+    for pattern in patterns(item):
+        if leaf.named(first_name(pattern)) is not None and pattern(leaf):
+            return True
+    return False
+
+
+class FirstMatch:
+    """A function from a leaf to the index of the first of some filters that matches it; None if
+    there is none.
+
+    A leaf without a path is matched by a pattern that names it, and by `...`.
+    """
+
+    def __init__(self, filters: Sequence[Filter]):
+        # Globs without wildcards are looked up: the specs of a tree are as many globs as leaves.
+        self._literals: dict[str, int] = {}
+        self._others: list[tuple[int, Filter]] = []
+        for i, item in enumerate(filters):
+            literal = literal_text(item.pattern) if isinstance(item, Glob) else None
+            if literal is None:
+                self._others.append((i, item))
+            else:
+                self._literals.setdefault(literal, i)  # of two equal globs, the first one decides
+
+    def __call__(self, leaf: Leaf) -> int | None:
+        text = None if leaf.seen is None else match_text(leaf.seen)
+        texts = [match_text(root.path) for root in leaf.roots]
+        if text is not None and not (leaf.seen and leaf.named(leaf.seen[0])):
+            texts.append(text)
+        found = [self._literals[text] for text in texts if text in self._literals]
+        for i, item in self._others:
+            if found and i > min(found):
+                break
+            if text is None:
+                fits = isinstance(item, Everything) or (names(item, leaf) and item(leaf))
+            elif type(item) is Glob and not leaf.roots:
+                fits = item.matches(text)  # by far the most frequent case
+            else:
+                fits = item(leaf)
+            if fits:
+                return i
+        return min(found, default=None)
 
 
 FilterLike = (

@@ -3,20 +3,27 @@
 from collections.abc import Iterable
 
 from functree.errors import did_you_mean
-from functree.labels.filters.filter import ExactPath, Filter, Glob, Regex
+from functree.labels.filters.filter import ExactPath, Filter, Glob, Regex, Search
 from functree.labels.leaf import Leaf
 from functree.tree.near_patterns import meant_pattern
+from functree.tree.paths import Path
 
 
 def meant(item: Filter, leaves: Iterable[Leaf]) -> str:
     """The text `; did you mean ...?` with a pattern or path that matches one of the leaves; empty
     if none is near, and for a filter that is no pattern."""
-    paths = dict.fromkeys(path for leaf in leaves for path in leaf.patterned[::-1])
+    paths: dict[Path, None] = {}
+    for leaf in leaves:
+        if leaf.seen is not None:
+            paths[leaf.seen] = None
+        paths.update(dict.fromkeys(root.path for root in leaf.roots))
     match item:
         case Glob():
             return meant_pattern(item.pattern, paths)
         case Regex():
             return did_you_mean(item.pattern.pattern, paths)
+        case Search():
+            return did_you_mean(item.pattern, paths)
         case ExactPath():
             return did_you_mean(item.path, paths)
     return ""

@@ -66,8 +66,7 @@ def _followed_by(
 
 
 def following(leaf: Leaf, follows: FollowedLeaf, parameters: Mapping[Path, Leaf]) -> Leaf:
-    """A leaf of an optimizer's state with the axes of the parameter that it follows. Patterns are
-    matched with the parameter's path too."""
+    """A leaf of an optimizer's state with the axes of the parameter that it follows."""
     if follows.path is None:
         axes = Axes(*[None] * len(leaf.shape))
         return leaf._replace(axes=axes, misfit=None, follows=follows)
@@ -82,7 +81,8 @@ def following(leaf: Leaf, follows: FollowedLeaf, parameters: Mapping[Path, Leaf]
         leaf.value,
         axes,
         leaf.within,
-        (leaf.path, follows.path),
+        leaf.seen,
+        leaf.roots,
         0,
         follows.known,
         leaf.unnamed,

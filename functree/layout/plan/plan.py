@@ -1,6 +1,6 @@
 """`Plan`: the spec of each array of a tree, and the reason for it."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
@@ -19,7 +19,7 @@ from functree.errors import (
 )
 from functree.labels.leaf import Leaf
 from functree.layout.decision import Decision, apply_spec, whole
-from functree.layout.layout import Layout, Resolution
+from functree.layout.layout import Layout
 from functree.layout.plan.axis_sizes import AxisSizes, axis_sizes, several_sizes
 from functree.layout.plan.codec import PlanParts, plan_json, read_plan
 from functree.layout.plan.diff import plan_diff
@@ -181,21 +181,16 @@ class Plan(Value, Layout):
     def own_mesh(self) -> Mesh | AbstractMesh | None:
         return self.mesh
 
+    def asks(self, leaf: Leaf) -> Hashable:
+        return leaf.path
+
     def claims(self, leaf: Leaf) -> bool:
         row = self._row(leaf)
         return row is not None and row.spec is not None and row.mesh is None
 
-    def resolve(
-        self, leaves: Sequence[Leaf], mesh: MeshView, before: Sequence[Decision] | None = None
-    ) -> Resolution:
-        """Decide about each leaf as the plan does about the array at the same path."""
-        starts = before or map(whole, leaves)
-        return Resolution(list(map(self._decide, leaves, starts)))
-
-    def _decide(self, leaf: Leaf, before: Decision) -> Decision:
-        if leaf.activation:
-            return before
-        row = self._row(leaf)
+    def decide(self, leaf: Leaf, so_far: Decision | None, mesh: MeshView) -> Decision:
+        """Decide about a leaf as the plan does about the array at the same path."""
+        before, row = so_far or whole(leaf), self._row(leaf)
         if row is None:
             return before.wrong(("the plan has no row for it", _OWN_TREE))
         if row.spec is None:
@@ -208,8 +203,12 @@ class Plan(Value, Layout):
         return decision._replace(memory_kind=kind, follows=row.follows)
 
     def _row(self, leaf: Leaf) -> Row | None:
-        """The row of the array at the same path, by the first of the leaf's paths that has one."""
-        for path in leaf.patterned:
+        """The row of the array at the same path. Plans have whole paths; of a plan of the model
+        alone, it is the path in the model."""
+        paths = [leaf.path, *[root.path for root in leaf.roots]]
+        if leaf.follows is None and leaf.seen is not None:
+            paths.append(leaf.seen)
+        for path in paths:
             if path in self._by_path:
                 return self._by_path[path]
         return None

@@ -13,7 +13,7 @@ from functree.devices.meshes import agreed_mesh, mesh_view
 from functree.devices.placement import is_concrete
 from functree.devices.specs import mesh_axes, named_axes, of_rank, without
 from functree.layout.decide import decide_parts
-from functree.layout.fsdp_axes import fsdp_axes
+from functree.layout.fsdp import fsdp_axes
 from functree.layout.layout import Layout, LayoutTree, as_layout, is_layout
 from functree.layout.plan.make_plan import read_for
 from functree.layout.prefix import as_partial, own_meshes

@@ -15,7 +15,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
 from functree.devices.specs import entry, mesh_axes, without
 from functree.labels.leaf import Leaf
-from functree.layout.fsdp_axes import fsdp_axes
+from functree.layout.fsdp import fsdp_axes
 from functree.layout.layout import Layout
 from functree.placing.batch_axes import axes_of_name
 

@@ -2,7 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -15,15 +15,14 @@ from functree.calls.parameter_layouts import ParameterLayouts
 from functree.calls.signature import Signature
 from functree.devices.meshes import MeshView, agreed_mesh, without_devices
 from functree.errors import ShardingError, listed, warn
-from functree.labels.leaf import Leaf, is_in_module
+from functree.labels.leaf import Leaf, is_bare, is_in_module
 from functree.labels.leaves import Leaves
-from functree.layout.call_filters import check_filters
-from functree.layout.decide import UNSPECIFIED, Decisions, decide_parts
+from functree.layout.decide import UNSPECIFIED, Decisions, decide_parts, filter_problems
 from functree.layout.decision import Decision, whole
 from functree.layout.forgotten_batch import forgotten_axes, forgotten_text
-from functree.layout.layout import Layout
-from functree.layout.plan.make_plan import read_for
+from functree.layout.layout import Layout, as_layout
 from functree.layout.prefix import Part, as_partial, own_meshes
+from functree.layout.state_sharding import for_arrays
 from functree.layout.validation import (
     USE_PLAN_OPTIMIZER,
     followed_paths,
@@ -150,7 +149,7 @@ def find_targets(
     problems = [problem for problem in decided.problems if problem.path not in settled]
     for i in arrays:
         leaf = decided.leaves[i]
-        if not leaf.activation and not decisions[i].specified:
+        if not is_bare(leaf) and not decisions[i].specified:
             problems.append(leaf.problem(*UNSPECIFIED))
     name = layouts.signature.name
     if problems:
@@ -162,7 +161,7 @@ def find_targets(
     ]
     if replicated and view.devices > 1:
         _warn_replicated(name, replicated, view)
-    bare = [decided.leaves[i] for i in arrays if decided.leaves[i].activation]
+    bare = [decided.leaves[i] for i in arrays if not is_in_module(decided.leaves[i])]
     _warn_forgotten(name, bare, layouts.otherwise, view)
     return Targets(
         mesh,
@@ -232,13 +231,17 @@ def check_rules(call: Any, rules: Layout, signature: Signature) -> None:
         ShardingError: a filter decides about none.
     """
     leaves, parts = _read_arguments(call, rules_for_parameters(rules, signature))
-    check_filters(signature.name, leaves, parts, rules)
+    problems = filter_problems(leaves, parts)
+    if problems:
+        what = f"{signature.name}: the rules have filters that lay out nothing"
+        raise ShardingError(what, problems)
 
 
 def _read_arguments(call: Any, layouts: ParameterLayouts) -> tuple[Leaves, list[Part]]:
-    """The leaves of a call, of which bare arrays are activations, and the parts of the rules."""
-    leaves, parts = read_for(call, layouts.prefix(call))
-    return label_activations(leaves), parts
+    """The leaves of a call, and the parts of the rules."""
+    leaves, parts = layouts.read(call)
+    arrays = for_arrays(as_layout(layouts.otherwise))
+    return leaves, [part._replace(for_arrays=arrays) for part in parts]
 
 
 def rules_for_parameters(rules: Layout, signature: Signature) -> ParameterLayouts:
@@ -247,21 +250,15 @@ def rules_for_parameters(rules: Layout, signature: Signature) -> ParameterLayout
     return ParameterLayouts("rules", {}, signature, otherwise=rules)
 
 
-def label_activations(leaves: Leaves) -> Leaves:
-    """The leaves of a call, of which bare arrays are activations."""
-    labelled = [leaf._replace(activation=not is_in_module(leaf)) for leaf in leaves.leaves]
-    return replace(leaves, leaves=tuple(labelled))
-
-
 def _without_names(decided: Decisions) -> tuple[list[Decision], set[int]]:
     """The decisions, in which arrays without names are replicated; and the indices of these."""
     decisions, nameless = list(decided.decisions), set[int]()
     for i, (leaf, decision) in enumerate(zip(decided.leaves, decisions, strict=True)):
-        if leaf.activation and not leaf.shape:
+        if is_bare(leaf) and not leaf.shape:
             # JAX replicates a scalar at no cost, wherever it is.
             decisions[i] = decision._replace(specified=False)
             continue
-        has_rules = decision.specified or not leaf.activation
+        has_rules = decision.specified or not is_bare(leaf)
         has_names = leaf.annotated or leaf.spec is not None or leaf.misfit is not None
         if has_rules and (has_names or not decision.faults):
             continue

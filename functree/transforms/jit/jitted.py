@@ -30,6 +30,7 @@ from functree.errors import RuleError, ShardingError
 from functree.labels.pack import Packed, pack
 from functree.layout.layout import Layout, LayoutTree
 from functree.layout.prefix import copied
+from functree.layout.state_sharding import has_filters
 from functree.placing.ambient import Surroundings, ambient_rules
 from functree.transforms.jit.arguments import (
     check_rules,
@@ -186,7 +187,7 @@ class Jit(Function[_P, _T]):
         """Check the filters in the rules of the function, once for each group of its calls."""
         # Not those of ambient rules, which are written for more than one function.
         rules, checked = self._options.rules, flat.group.checked
-        if rules is None or not rules.has_filters or rules in checked:
+        if rules is None or not has_filters(rules) or rules in checked:
             return
         check_rules(flat.call, rules, self._signature)
         checked.add(rules)
@@ -200,8 +201,7 @@ class Jit(Function[_P, _T]):
         mesh, mesh_of_arguments = self._meshes(arrays)
         requested = InShardings(mesh, None, ())
         if self._layouts is not None:
-            layouts = self._layouts.prefix(flat.call)
-            requested = resolve_in_shardings(name, flat.call, arrays, layouts, mesh)
+            requested = resolve_in_shardings(flat.call, arrays, self._layouts, mesh)
         check_mesh(name, group.paths, arrays, requested.mesh)
         # JAX would report a deleted array without its path.
         if any(map(is_deleted, arrays)):

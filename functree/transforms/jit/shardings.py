@@ -8,6 +8,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 
+from functree.calls.parameter_layouts import ParameterLayouts
 from functree.calls.program import Shardings
 from functree.calls.signature import Record, Signature
 from functree.devices.meshes import agreed_mesh, without_devices
@@ -16,7 +17,7 @@ from functree.devices.specs import spec_text
 from functree.errors import ShardingError
 from functree.layout.decision import Fault
 from functree.layout.layout import LayoutTree
-from functree.layout.plan.make_plan import plan_leaves, plan_tree, read_for
+from functree.layout.plan.make_plan import plan_leaves, plan_tree
 from functree.layout.plan.plan import Plan
 from functree.layout.prefix import own_meshes
 from functree.layout.validation import layout_problem, leaves_at_fault, marked_followers
@@ -42,10 +43,9 @@ class InShardings(NamedTuple):
 
 
 def resolve_in_shardings(
-    name: str,
     call: Record,
     arrays: Sequence[AnyArray],
-    layouts: LayoutTree,
+    layouts: ParameterLayouts,
     mesh: Mesh | AbstractMesh | None,
 ) -> InShardings:
     """Resolve `in_shardings`, and check that the arguments are sharded so.
@@ -53,7 +53,7 @@ def resolve_in_shardings(
     Raises:
         ShardingError: a layout does not fit, or an array is sharded otherwise.
     """
-    leaves, parts = read_for(call, layouts)
+    leaves, parts = layouts.read(call)
     view = agreed_mesh(_planning(mesh), own_meshes(parts))
     # Its problems are raised together with those of arrays that are sharded otherwise.
     planned = plan_leaves(leaves, parts, view, check=False, allow_unspecified=True)
@@ -77,7 +77,9 @@ def resolve_in_shardings(
             moved.append(i)
     if problems:
         at_fault = leaves_at_fault(problems) or "the call"
-        headline = f"{name}: in_shardings does not fit {at_fault} on mesh {planned.view}"
+        headline = (
+            f"{layouts.signature.name}: in_shardings does not fit {at_fault} on mesh {planned.view}"
+        )
         follows = {row.path: row.follows for row in planned.rows}
         raise ShardingError(headline, marked_followers(problems, follows))
     return InShardings(planned.mesh, shardings, tuple(moved))

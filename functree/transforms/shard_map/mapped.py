@@ -24,7 +24,6 @@ from functree.devices.meshes import NO_MESH, current_mesh, mesh_view, tracing
 from functree.devices.placement import first_mesh
 from functree.errors import ShardingError, did_you_mean
 from functree.labels.leaf import Leaf
-from functree.layout.call_filters import check_filters
 from functree.layout.layout import Layout, LayoutTree
 from functree.layout.plan.make_plan import read_for
 from functree.layout.prefix import as_partial
@@ -125,12 +124,7 @@ class Mapped(Function[_P, _T]):
             AxesError: the arrays are not as annotated.
         """
         options, signature, group = self._options, self._signature, flat.group
-        leaves, parts = read_for(flat.call, self._layouts.prefix(flat.call))
-        if options.rules is not None:
-            # Rules are for all arguments together, and a filter in them for any one of these.
-            parts = as_partial(parts, options.rules)
-            if options.rules.has_filters:
-                check_filters(signature.name, leaves, parts, options.rules)
+        leaves, parts = self._layouts.read(flat.call)
         inputs = manual.lay_global(leaves, parts)
         sizes = Sizes(signature.name, options.shapes or "")
         if options.shapes == "global":

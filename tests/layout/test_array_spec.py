@@ -8,8 +8,8 @@ from jax.sharding import PartitionSpec
 import functree as ft
 from functree.devices.meshes import MeshView
 from functree.errors import ShardingError
-from functree.layout.bare_array_spec import activation, array_spec, spec_of_axes
 from functree.layout.layout import Layout, as_layout
+from functree.layout.rules import activation, array_spec, spec_of_axes
 from tests.lib.meshes import SIZES
 from tests.lib.trees import x
 
@@ -84,7 +84,7 @@ def test_what_it_depends_on() -> None:
 
 def test_a_layout_that_is_not_about_activations() -> None:
     for layout in (P("data"), ft.FSDP("data"), ft.StateSharding({"**": RULES})):
-        assert not as_layout(layout).for_activations
+        assert as_layout(layout).rules is None
 
 
 def wrong(axes: str, shape: Any, mesh: Any = VIEW, layout: Layout = RULES) -> ShardingError:
