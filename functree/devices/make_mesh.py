@@ -8,7 +8,7 @@ import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh
 
-from functree.argument_checks import shown
+from functree.argument_checks import is_size, shown
 from functree.devices.backend import Device
 from functree.devices.targets import EXAMPLES, Target, target_devices
 from functree.errors import ShardingError, did_you_mean
@@ -46,6 +46,8 @@ def make_mesh(
     """
     _check_options(explicit, devices, dcn, target)
     _check_sizes(sizes)
+    # numpy's integers, such as those of `np.prod`, are integers.
+    sizes = {name: int(size) for name, size in sizes.items()}
     found = _first_devices(sizes, devices, target)
     types = (AxisType.Explicit if explicit else AxisType.Auto,) * len(sizes)
     names, shape = tuple(sizes), tuple(sizes.values())
@@ -64,8 +66,7 @@ def _check_sizes(sizes: Mapping[str, object]) -> None:
     if not sizes:
         raise ShardingError("a mesh needs at least one mesh axis: `ft.make_mesh(data=8)`")
     for name, size in sizes.items():
-        # By type: `True` is an int.
-        if type(size) is not int or size < 1:
+        if not is_size(size):
             raise ShardingError(f"mesh axis {name}={size!r}: a size must be a positive integer")
 
 
@@ -128,7 +129,7 @@ def _grid(
             raise ShardingError(
                 f"dcn names `{name}`, but the mesh has no such mesh axis{did_you_mean(name, sizes)}"
             )
-        if type(size) is not int or size < 1 or sizes[name] % size:
+        if not is_size(size) or sizes[name] % size:
             raise ShardingError(f"dcn={{{name!r}: {size!r}}} does not divide {name}={sizes[name]}")
     # Only devices of several TPU slices have different values of `slice_index`; elsewhere the
     # devices of a process are a slice.

@@ -13,6 +13,7 @@ from jax.core import Tracer
 from jax.interpreters import pxla
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
+from functree.argument_checks import is_size
 from functree.errors import ShardingError
 
 
@@ -63,12 +64,12 @@ def mesh_view(mesh: MeshLike) -> MeshView:
         return MeshView(dict(mesh.shape), mesh)
     if isinstance(mesh, Mapping):
         for name, size in mesh.items():
-            # By type: `True` is an int.
-            if not isinstance(name, str) or type(size) is not int or size < 1:
+            if not isinstance(name, str) or not is_size(size):
                 raise ShardingError(
                     f"a mesh as a dict has names and positive sizes, not {name!r}: {size!r}"
                 )
-        return MeshView(dict(mesh))
+        # numpy's integers, such as those of `np.prod`, are integers.
+        return MeshView({name: int(size) for name, size in mesh.items()})
     raise ShardingError(
         f"{mesh!r} is not a mesh: give a `Mesh`, an `AbstractMesh`, or a dict of sizes"
     )

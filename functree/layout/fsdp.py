@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 
 from jax.sharding import PartitionSpec
 
-from functree.argument_checks import is_name
+from functree.argument_checks import EXTENT, is_name
 from functree.devices.meshes import MeshView
 from functree.devices.specs import axes_text, spec_text
 from functree.errors import Problem, RuleError, near_name
@@ -80,8 +80,7 @@ class FSDP(Value, Layout):
                 f"FSDP: axes={axes!r} is not a list of axis names, such as `('embed', 'hidden')` "
                 "or `'embed hidden'`; leave it out for every axis"
             )
-        # `type` and not `isinstance`: True is an int.
-        if type(min_size) is not int or min_size < 0:
+        if not EXTENT.fits(min_size):
             raise RuleError(f"FSDP: min_size={min_size!r}: give a number of elements, 0 or more")
         if otherwise is not None and not isinstance(otherwise, PartitionSpec):
             raise RuleError(
@@ -91,7 +90,7 @@ class FSDP(Value, Layout):
         self._set(
             # So that `FSDP("data")` and `FSDP(("data",))` are equal.
             axis=mesh_axes[0] if len(mesh_axes) == 1 else mesh_axes,
-            min_size=min_size,
+            min_size=int(min_size),
             axes=named or None,
             otherwise=otherwise,
         )

@@ -159,9 +159,9 @@ def names(*patterns: str | Mapping[str, str | Axes], **fields: str | Axes) -> Na
 
     Args:
         *patterns: `{glob: axes}`, for leaves further down; a glob is matched with the path below
-            the module, and `"**"` matches all leaves. A text has axes in front of those of every leaf
-            below the module: it is a stack of layers, as `eqx.filter_vmap` of a constructor makes
-            it, and `ft.FSDP` never shards these axes.
+            the module, and `"**"` matches all leaves. A text has axes in front of those of every
+            leaf below the module: it is a stack of layers, as `eqx.filter_vmap` of a constructor
+            makes it, and `ft.FSDP` never shards these axes.
         **fields: the axes of the module's own fields. In a text, `...` stands for any number of
             unnamed dimensions.
 

@@ -368,3 +368,28 @@ def test_any_optimizer_under_vmap(tx: Any) -> None:
 def test_a_scalar_is_whole() -> None:
     tree = {"w": jnp.ones(8), "scale": jnp.ones(())}
     assert ft.plan(tree, P("data"), MESH).specs == {"w": P("data"), "scale": P()}
+
+
+# A class that is defined again
+
+
+def test_a_class_of_another_cell() -> None:
+    """In a notebook, a cell that is run again defines another class of the same name."""
+
+    def cell() -> type[Any]:
+        class Again(eqx.Module):
+            w: Float[Array, "embed"]
+
+        return Again
+
+    tree, again = {"net": cell()(jnp.ones(8))}, cell()
+    with raises(
+        "filter Again",
+        "the tree has another class `Again`: was the cell that defines it run again?",
+        error=ft.ShardingError,
+    ):
+        ft.plan(tree, ft.StateSharding({again: P("data"), ...: P()}), MESH)
+    # The remedies, to the letter.
+    tree = {"net": again(jnp.ones(8))}
+    assert planned(tree, ft.StateSharding({again: P("data"), ...: P()})) == {"net.w"}
+    assert planned(tree, ft.StateSharding({"net.**": P("data"), ...: P()})) == {"net.w"}

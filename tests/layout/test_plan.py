@@ -389,5 +389,11 @@ def test_random_keys_in_json(implementation: str):
         read["key"] == plan["key"]
         and jax.random.key(0, impl=implementation).dtype == read["key"].dtype
     )
-    # Only the plan that was made of a tree can be spread over one.
-    assert read != plan and read == ft.Plan.from_json(read.to_json())
+    assert read == plan == ft.Plan.from_json(read.to_json())
+
+
+def test_a_plan_for_devices_is_not_that_of_its_json():
+    """JSON has the sizes of a mesh and not its devices, and a layout with a mesh is for that one."""
+    plan = ft.plan({"w": jnp.ones(8)}, P("data"), ft.make_mesh(data=8))
+    read = ft.Plan.from_json(plan.to_json())
+    assert read != plan and read.rows == plan.rows and read.mesh is None

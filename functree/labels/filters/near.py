@@ -3,7 +3,14 @@
 from collections.abc import Iterable
 
 from functree.errors import did_you_mean
-from functree.labels.filters.filter import ExactPath, Filter, Glob, Regex, Search
+from functree.labels.filters.filter import (
+    ClassFilter,
+    ExactPath,
+    Filter,
+    Glob,
+    Regex,
+    Search,
+)
 from functree.labels.leaf import Leaf
 from functree.tree.near_patterns import meant_pattern
 from functree.tree.paths import Path
@@ -26,4 +33,18 @@ def meant(item: Filter, leaves: Iterable[Leaf]) -> str:
             return did_you_mean(item.pattern, paths)
         case ExactPath():
             return did_you_mean(item.path, paths)
+        case ClassFilter():
+            return _of_another_cell(item, leaves)
+    return ""
+
+
+def _of_another_cell(item: ClassFilter, leaves: Iterable[Leaf]) -> str:
+    """The end of a message about a class, if the tree has another class of that name."""
+    within = {cls for leaf in leaves for cls in leaf.within}
+    for cls in item.classes:
+        if any(other.__qualname__ == cls.__qualname__ for other in within - {cls}):
+            return (
+                f"; the tree has another class `{cls.__name__}`: was the cell that defines it run "
+                "again? Make the tree anew, or name the class by its path"
+            )
     return ""

@@ -7,7 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from functree.argument_checks import is_number, shown
+from functree.argument_checks import EXTENT, is_number, shown
 from functree.errors import RuleError
 from functree.labels.filters.filter import Filter
 from functree.labels.leaf import Leaf
@@ -64,9 +64,9 @@ def has_ndim(ndim: int) -> Filter:
         >>> ft.has_ndim(2)
         has_ndim(2)
     """
-    if type(ndim) is not int or ndim < 0:
+    if not EXTENT.fits(ndim):
         raise RuleError(f"`has_ndim` takes a number of dimensions, not {ndim!r}")
-    return Predicate(f"has_ndim({ndim})", _has_ndim, (ndim,))
+    return Predicate(f"has_ndim({ndim})", _has_ndim, (int(ndim),))
 
 
 def has_dtype(dtype: Any) -> Filter:

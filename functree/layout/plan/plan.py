@@ -214,10 +214,8 @@ class Plan(Value, Layout):
         return None
 
     def _parts(self) -> tuple[Any, ...]:
-        # A plan of a JSON has no tree. It is in a tuple of its own, since a treedef cannot be
-        # compared with None.
-        treedef = () if self._skeleton is None else (self._skeleton.treedef,)
-        return (self.rows, tuple(self.sizes.items()), self.mesh, treedef)
+        # Not the tree: the rows have its paths, and a plan of a JSON has no tree.
+        return (self.rows, tuple(self.sizes.items()), self.mesh)
 
     def __str__(self) -> str:
         return self.table()
@@ -278,12 +276,15 @@ class Plan(Value, Layout):
     def from_json(cls, text: str) -> "Plan":
         """The plan of a JSON. It is a layout as any other plan, and it can be printed and compared.
 
+        It equals the plan that it was written from, if that was made for sizes. A plan for a mesh
+        with devices is another value, since JSON has no devices.
+
         Raises:
             FunctreeError: the text is not the JSON of a plan.
 
         Examples:
             >>> plan = ft.plan({"w": jnp.ones((4, 8))}, ft.P("data"), {"data": 2})
-            >>> ft.Plan.from_json(plan.to_json()).rows == plan.rows
+            >>> ft.Plan.from_json(plan.to_json()) == plan
             True
         """
         parts = read_plan(text)
