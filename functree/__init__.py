@@ -54,7 +54,6 @@ from functree.layout.plan.plan import Plan
 from functree.layout.plan.row import Row
 from functree.layout.plan_optimizer import plan_optimizer
 from functree.layout.rules import AxisRules
-from functree.layout.rules_file import read_rules
 from functree.layout.state_sharding import StateSharding
 from functree.optimizers.layerwise import layerwise
 from functree.optimizers.whole_matrices import whole_matrices
@@ -110,7 +109,6 @@ __all__ = [
     "FSDP",
     "StateSharding",
     "on_host",
-    "read_rules",
     # Plans
     "plan",
     "Plan",

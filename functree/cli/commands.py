@@ -2,7 +2,6 @@
 
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -10,14 +9,14 @@ import jax
 from functree.cli.devices import check_devices, mesh_of, prepare
 from functree.cli.factory import is_call, made, made_call
 from functree.cli.failure import FINE, INTERRUPTED, PROBLEMS, Failure, UsersCode
+from functree.cli.layout_option import given_layout, given_layouts
 from functree.cli.mesh_option import mesh_or_devices, mesh_sizes
 from functree.devices.targets import Target
 from functree.errors import FunctreeError, FunctreeTypeError, RuleError, ShardingError
 from functree.explorer.explore import NOT_COMPILED, explore
 from functree.explorer.step import Laid, Step
-from functree.layout.layout import Layout
+from functree.layout.layout import LayoutTree
 from functree.layout.plan.make_plan import plan_tree
-from functree.layout.rules_file import read_rules
 
 
 class Report(Protocol):
@@ -44,15 +43,22 @@ class Outcome(NamedTuple):
 def plan(options: Namespace) -> Outcome:
     """`functree plan`."""
     sizes = mesh_sizes(_only("--mesh", options.mesh))
-    rules = _rules(_only("--rules", options.rules))
     target = _target(options.target)
     if target is not None:
         check_devices(sizes, target, None)
     prepare(None, only_compile=True)
+    layout = given_layout(options)
+    if layout is None:
+        raise Failure("give a layout: `--layout module:name`, or `--rules batch=data,...=none`")
     tree, note = made(options.factory), ""
     if is_call(tree):
         tree, note = tree[1][0], "planned is the first argument of the function"
-    found = plan_tree(tree, rules, sizes, check=False)
+        if isinstance(layout, tuple):  # one layout for each argument
+            layout = layout[0]
+    try:
+        found = plan_tree(tree, layout, sizes, check=False)
+    except RuleError as error:
+        raise Failure(str(error)) from error
     return Outcome(found, PROBLEMS if found.problems else FINE, note)
 
 
@@ -60,13 +66,14 @@ def ledger(options: Namespace) -> Outcome:
     """`functree ledger`."""
     _check_devices(options)
     sizes = None if options.mesh is None else mesh_sizes(_only("--mesh", options.mesh))
-    rules = None if options.rules is None else _rules(_only("--rules", options.rules))
     target = _target(options.target)
-    if sizes is None and (rules is not None or target is not None):
-        raise Failure("--rules and --target need a mesh: `--mesh data=8,model=4`")
+    laid_out = any(one is not None for one in (options.layout, options.rules, options.fsdp))
+    if sizes is None and (laid_out or target is not None):
+        raise Failure("a layout and --target need a mesh: `--mesh data=8,model=4`")
     prepare(options.devices, only_compile=target is not None)
+    layout = given_layout(options)
     mesh = None if sizes is None else mesh_of(sizes, options.target, options.devices)
-    return Outcome(_compiled(_step(options.factory), rules, mesh))
+    return Outcome(_compiled(_step(options.factory), layout, mesh))
 
 
 def _step(factory: str) -> Step:
@@ -77,10 +84,13 @@ def _step(factory: str) -> Step:
         raise Failure(f"{factory}: {str(error).removeprefix('explore: ')}") from error
 
 
-def _compiled(step: Step, rules: Layout | None, mesh: Any) -> Report:
+def _compiled(step: Step, layout: LayoutTree, mesh: Any) -> Report:
     laid: Laid | None = None
-    if rules is not None:
-        laid = step.laid(rules)
+    if layout is not None:
+        try:
+            laid = step.laid(layout)
+        except RuleError as error:
+            raise Failure(str(error)) from error
     with UsersCode(f"{step.name} raised", passes=_OF_LAYOUTS):
         return step.compile(laid, None, mesh).ledger()
 
@@ -92,11 +102,10 @@ _OF_LAYOUTS = (FunctreeError, jax.errors.JaxRuntimeError)
 def explored(options: Namespace) -> Outcome:
     """`functree explore`."""
     _check_devices(options)
-    files: Sequence[str] = options.rules
-    layouts = {name: _rules(file) for name, file in zip(_names(files), files, strict=True)}
     target = _target(options.target)
     meshes: list[Mapping[str, int] | int] = list(map(mesh_or_devices, options.mesh or []))
     prepare(options.devices, only_compile=target is not None)
+    layouts = given_layouts(options)
     if not meshes and target is not None:
         meshes = [target.size]
     elif not meshes:
@@ -129,13 +138,6 @@ def _check_devices(options: Namespace) -> None:
         raise Failure("--devices simulates CPUs, and --target has devices of its own: give one")
 
 
-def _rules(file: str) -> Layout:
-    try:
-        return read_rules(file)
-    except RuleError as error:
-        raise Failure(str(error)) from error
-
-
 def _target(text: str | None) -> Target | None:
     if text is None:
         return None
@@ -143,14 +145,3 @@ def _target(text: str | None) -> Target | None:
         return Target.read(text)
     except ShardingError as error:
         raise Failure(str(error).replace("target=", "--target ")) from error
-
-
-def _names(files: Sequence[str]) -> list[str]:
-    """A name for each rules file: that of the file, or the whole path where two have one."""
-    stems = [Path(file).stem for file in files]
-    names = [
-        stem if stems.count(stem) == 1 else file for stem, file in zip(stems, files, strict=True)
-    ]
-    if len(set(names)) < len(names):
-        raise Failure("--rules has the same file twice")
-    return names

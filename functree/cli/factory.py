@@ -19,7 +19,10 @@ from functree.errors import did_you_mean
 from functree.tree.arrays import AnyArray, Tree
 from functree.tree.skeleton.skeleton import Skeleton
 
-_FORM = "write `module:factory`, a function of a module in this folder or an installed one"
+_FORMS = {
+    "factory": "write `module:factory`, a function of a module in this folder or an installed one",
+    "layout": "write `module:name`, a layout in a module in this folder or an installed one",
+}
 
 
 def made(text: str) -> Tree:
@@ -80,13 +83,21 @@ def _kind(value: object) -> str:
     return f"a {type(value).__name__}"
 
 
-def _found(text: str) -> Callable[[], Any]:
-    """The factory that a text names."""
+def named(text: str, what: str) -> Any:
+    """The value that a text names: `module:name`.
+
+    Args:
+        text: the text.
+        what: what it should be, "factory" or "layout", for messages.
+
+    Raises:
+        Failure: there is no such value.
+    """
     module_name, _, name = text.partition(":")
     plain = module_name.removesuffix(".py").removeprefix("./").replace("/", ".")
     # A file of another folder begins with a dot now.
     if not all(plain.split(".")) or not all(name.split(".")):
-        raise Failure(f"{text!r} is no factory: {_FORM}")
+        raise Failure(f"{text!r} is no {what}: {_FORMS[what]}")
     if plain != module_name:
         raise Failure(f"{text!r}: a module is named without its file: `{plain}:{name}`")
     module = _imported(module_name)
@@ -96,6 +107,12 @@ def _found(text: str) -> Callable[[], Any]:
             known = [one for one in dir(value) if not one.startswith("_")]
             raise Failure(f"{module_name} has no `{part}`{did_you_mean(part, known)}")
         value = getattr(value, part)
+    return value
+
+
+def _found(text: str) -> Callable[[], Any]:
+    """The factory that a text names."""
+    value = named(text, "factory")
     if not callable(value):
         raise Failure(
             f"{text} is {shown(value)}, not a function: write one that returns it, so that it can "

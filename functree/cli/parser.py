@@ -43,41 +43,41 @@ It returns the tree for `plan`, and for the others a function and its arguments:
       return step, (state(), jax.ShapeDtypeStruct((64, 1025), jnp.int32))
 """
 
-_RULES = """\
-A rules file says by which mesh axis each axis is sharded, in order:
+_LAYOUTS = """\
+A layout is Python, in one of your modules, a tuple of layouts (one for each
+argument), or for `explore` a dict of candidates:
 
-  # rules.toml
-  batch  = "data"
-  vocab  = "model"
-  heads  = "model"
-  hidden = "model"
-  "..."  = false            # all other axes stay unsharded; last
+  # demo.py
+  rules = ft.AxisRules({"batch": "data", "hidden": "model", ...: None})
+  layout = rules | ft.FSDP("data")
+  layouts = {"tensor": (rules, ft.P("data")), "both": (layout, ft.P("data"))}
 
-  [fsdp]                    # shards what is left of each large array
-  axis = "data"
+Short rules can be written in place, tried in their order; `none` leaves an axis
+unsharded, `data+model` is several mesh axes, and --fsdp shards what is left:
+
+  --rules batch=data,hidden=model,...=none --fsdp data
 """
 
 _EXAMPLES = {
     "plan": """\
 examples:
-  functree plan demo:state --mesh data=8,model=4 --rules rules.toml
-  functree plan demo:state --mesh data=8,model=4 --rules rules.toml \\
-      --html plan.html
+  functree plan demo:state --mesh data=8,model=4 --layout demo:layout
+  functree plan demo:state --mesh data=8,model=4 \\
+      --rules batch=data,hidden=model,...=none --html plan.html
 """,
     "ledger": """\
 examples:
-  functree ledger demo:train --mesh data=2,model=4 --rules rules.toml \\
+  functree ledger demo:train --mesh data=2,model=4 --layout demo:layout \\
       --devices 8
-  functree ledger demo:train --mesh data=8,model=4 --rules rules.toml \\
+  functree ledger demo:train --mesh data=8,model=4 --layout demo:layout \\
       --target tpu:v5e:4x8
-  functree ledger demo:train --mesh data=8,model=1 --rules rules.toml \\
+  functree ledger demo:train --mesh data=8,model=1 --layout demo:layout \\
       --target cuda:h100:8 --json
 """,
     "explore": """\
 examples:
-  functree explore demo:train --rules tp.toml --rules fsdp.toml \\
-      --target tpu:v6e:4x8
-  functree explore demo:train --rules tp.toml --devices 8 \\
+  functree explore demo:train --layout demo:layouts --target tpu:v6e:4x8
+  functree explore demo:train --layout demo:layouts --devices 8 \\
       --mesh data=8,model=1 --mesh data=4,model=2
 """,
 }
@@ -145,7 +145,7 @@ def _parsers(version: str) -> tuple[Parser, dict[str, Parser]]:
     found = Parser(
         prog=PROGRAM,
         description=_DESCRIPTION,
-        epilog=f"{_RULES}\n`functree COMMAND --help` has examples.\n\n{_CODES}",
+        epilog=f"{_LAYOUTS}\n`functree COMMAND --help` has examples.\n\n{_CODES}",
     )
     found.add_argument("--version", action="version", version=f"functree {version}")
     shtab.add_argument_to(
@@ -166,7 +166,7 @@ def _parsers(version: str) -> tuple[Parser, dict[str, Parser]]:
             name,
             help=told,
             description=f"{told[0].upper()}{told[1:]}.",
-            epilog=f"{_EXAMPLES[name]}\n{_RULES}\n{_CODES}",
+            epilog=f"{_EXAMPLES[name]}\n{_LAYOUTS}\n{_CODES}",
         )
         command.add_argument("factory", metavar="MODULE:FACTORY", help=f"such as {example}")
         _add_options(command, name)
@@ -186,18 +186,20 @@ def _add_options(command: argparse.ArgumentParser, name: str) -> None:
         required=name == "plan",
         help=f"{mesh}{again}",
     )
-    rules = "the layout"
+    layout = "the layout"
     if name == "ledger":
-        rules += " of the arguments; by default that which the function has itself"
-    given = command.add_argument(
-        "--rules",
-        metavar="rules.toml",
-        action="append",
-        required=name != "ledger",
-        help=f"{rules}{again}",
+        layout += " of the arguments; by default that which the function has itself"
+    elif several:
+        layout = "a layout, or a dict of them"
+    command.add_argument(
+        "--layout", metavar="MODULE:NAME", action="append", help=f"{layout}{again}"
     )
-    # What shtab reads: the names of files are completed.
-    given.complete = shtab.FILE  # pyright: ignore[reportAttributeAccessIssue]
+    command.add_argument(
+        "--rules", metavar="batch=data,...=none", help="short rules in place of a layout"
+    )
+    command.add_argument(
+        "--fsdp", metavar="data", help="the mesh axis that shards what the rules leave unsharded"
+    )
     target = "what is compiled for, without having it: tpu:v5e:4x8, cuda:h100:8"
     if name == "plan":
         target = "check that the mesh has as many devices as this target: tpu:v5e:4x8"

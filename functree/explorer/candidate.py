@@ -1,16 +1,12 @@
 """`Candidate`: a mesh and a layout, and what is known of a program on them."""
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 
-from functree.argument_checks import FILE, check
 from functree.compiled.ledger import Ledger
-from functree.errors import Problem, RuleError
+from functree.errors import Problem
 from functree.explorer.hardware import MeshAxes
-from functree.explorer.step import Laid
-from functree.layout.rules_file import rules_text
+from functree.layout.layout import LayoutTree
 
 
 @dataclass(frozen=True, repr=False)
@@ -36,6 +32,7 @@ class Candidate:
         is_frontier: whether no other candidate has both a lower score and a lower peak.
         notes: what is not a part of the figures, a sentence for each thing.
         ledger: what the program moves, and keeps in memory.
+        layout: the layout as it was given. Its text can be pasted into a program.
     """
 
     mesh: Mapping[str, int] = field(hash=False)  # a dict has no hash
@@ -52,33 +49,7 @@ class Candidate:
     is_frontier: bool = False
     notes: tuple[str, ...] = ()
     ledger: Ledger | None = None
-    _laid: Laid | None = None
-
-    def rules_file(self, path: str | os.PathLike[str]) -> None:
-        """Write a `rules.toml` with the layout of the first argument that has rules.
-
-        `functree ledger --rules` and the other commands read it. The layouts of other arguments are
-        comments in it.
-
-        Args:
-            path: the path of the file.
-
-        Raises:
-            RuleError: no argument has rules, or the layout has something that such a file has no
-                words for.
-            OSError: the file cannot be written.
-        """
-        check("rules_file has nothing to write to", path=(path, FILE))
-        laid = self._laid
-        if laid is None or laid.main is None:
-            raise RuleError(
-                f"the layout {self.layout_name} has no rules that a file could have: a rules.toml "
-                "is for `AxisRules` and `FSDP`"
-            )
-        comments = [f"{self.layout_name}, for the mesh {mesh_text(self.mesh)}"]
-        comments += [f"not in this file: {other}" for other in laid.others]
-        head = "".join(f"# {' '.join(one.split())}\n" for one in comments)
-        Path(path).write_text(f"{head}{rules_text(laid.main)}", encoding="utf-8")
+    layout: LayoutTree = field(default=None, hash=False)  # a tree of layouts may have no hash
 
     def __repr__(self) -> str:
         return f"<Candidate {self.layout_name} on {mesh_text(self.mesh)}>"

@@ -179,16 +179,15 @@ class _Exploration:
     def _on_paper(self, trial: Trial) -> Candidate:
         """A candidate with what the plan of the arguments says."""
         layouts = self._layouts[trial.name]
-        one = Candidate(trial.sizes, trial.name)
+        one = Candidate(trial.sizes, trial.name, layout=layouts)
         try:
-            laid, plan = self._step.laid(layouts), self._step.plan(layouts, trial.sizes)
+            plan = self._step.plan(layouts, trial.sizes)
         except FunctreeError as error:
             return replace(one, problems=problems_of(error))
         return replace(
             one,
             problems=plan.problems or too_large(plan, self.hardware.memory, self._there()),
             bytes_per_device=device_bytes(plan),
-            _laid=laid,
         )
 
     def _compiled(self, one: Candidate) -> Candidate:

@@ -14,7 +14,6 @@ from functree.calls.stages.compiled import Compiled
 from functree.calls.static_arguments import with_static
 from functree.devices.meshes import agreed_mesh
 from functree.errors import FunctreeTypeError
-from functree.layout.fsdp import FSDP
 from functree.layout.layout import Layout, LayoutTree
 from functree.layout.plan.make_plan import plan_leaves
 from functree.layout.plan.plan import Plan
@@ -34,14 +33,10 @@ class Laid(NamedTuple):
         written: what `in_shardings` takes.
         rules: the layout of the first argument that has rules for activations, which are the
             ambient rules of the body; None if there is none.
-        main: the first layout that has rules, or is FSDP: the one that a file is written of.
-        others: what is laid out otherwise than by `main`, a text such as `x: P('data')` for each.
     """
 
     written: LayoutTree
     rules: Layout | None
-    main: Layout | None
-    others: tuple[str, ...] = ()
 
 
 class Step:
@@ -76,17 +71,10 @@ class Step:
         Raises:
             RuleError: it does not have the structure of the arguments.
         """
-        rules: Layout | None = None
-        main: Layout | None = None
-        parts = broadcast(self._layouts(layouts).prefix(self._call), self._call)
-        for part in parts:
-            if rules is None and part.layout.rules is not None:
-                rules = part.layout
-            if main is None and isinstance(part.layout, FSDP):
-                main = part.layout
-        main = rules or main
-        texts = (f"{part.path}: {part.layout!r}" for part in parts if part.layout is not main)
-        return Laid(layouts, rules, main, tuple(dict.fromkeys(texts)))
+        for part in broadcast(self._layouts(layouts).prefix(self._call), self._call):
+            if part.layout.rules is not None:
+                return Laid(layouts, part.layout)
+        return Laid(layouts, None)
 
     def plan(self, layouts: LayoutTree, sizes: Any) -> Plan:
         """The plan of the arguments, with its problems. No device is used."""

@@ -1,4 +1,4 @@
-"""A folder as a user has it: a module with factories, and files of rules."""
+"""A folder as a user has it: a module with factories and layouts."""
 
 import sys
 from collections.abc import Iterator
@@ -109,6 +109,11 @@ def printing():
 
 
 value = 3
+rules = ft.AxisRules({"batch": "data", "hidden": "model", "embed": None})
+data = ft.AxisRules({"batch": "data", ...: None})
+layouts = {"rules": rules, "data": data}
+each = (rules, ft.P("data"))
+filters = ft.StateSharding({"layer.up": ft.P(None, "model"), ...: rules})
 """
 
 FILES = {
@@ -116,9 +121,6 @@ FILES = {
     "broken.py": "import functree_of_another_name\n",
     "wrong.py": "x = (\n",
     "ends.py": "import sys\nsys.exit(4)\n",
-    "rules.toml": 'batch = "data"\nhidden = "model"\nembed = false\n',
-    "data.toml": 'batch = "data"\n"..." = false\n',
-    "bad.toml": "batch = 1\n",
 }
 
 
@@ -131,6 +133,6 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     before = set(sys.modules)
     yield tmp_path
     # Another test has another module of this name.
-    for name in ("demo", "broken", "wrong", "ends"):
+    for name in ("demo", "broken", "wrong", "ends", "shown_in_help"):
         if name not in before:
             sys.modules.pop(name, None)

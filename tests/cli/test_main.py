@@ -16,7 +16,7 @@ from functree.explorer.step import Step
 
 ROOT = Path(__file__).parents[2]
 MESH = ["--mesh", "data=2,model=4"]
-RULES = ["--rules", "rules.toml"]
+RULES = ["--rules", "batch=data,hidden=model,embed=none"]
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
@@ -87,7 +87,7 @@ def test_a_ledger_that_cannot_be_had(cli: Cli) -> None:
 
 
 def test_explore(cli: Cli, folder: Path) -> None:
-    arguments = ["explore", "demo:call", *RULES, "--rules", "data.toml", "--mesh", "8"]
+    arguments = ["explore", "demo:call", "--layout", "demo:layouts", "--mesh", "8"]
     code, out, err = cli(*arguments, "--html", "out.html")
     assert (code, err) == (0, "")
     lines = [line.split() for line in out.splitlines() if "KiB" in line and "=" in line]
@@ -100,6 +100,36 @@ def test_explore(cli: Cli, folder: Path) -> None:
         ("rules", "data=1,model=8"),
     }
     assert "functree explore" in (folder / "out.html").read_text()
+
+
+# The layout of `plan` for `demo:call`, and how `up` lies.
+GIVEN: dict[str, tuple[list[str], ft.P]] = {
+    "a layout": (["--layout", "demo:rules"], ft.P(None, "model")),
+    "one for each argument": (["--layout", "demo:each"], ft.P(None, "model")),
+    "short rules": (RULES, ft.P(None, "model")),
+    "several mesh axes": (["--rules", "hidden=data+model,...=none"], ft.P(None, ("data", "model"))),
+    "a fallback": (
+        ["--rules", "batch=data,embed=model,hidden=model,hidden=none"],
+        ft.P("model", None),
+    ),
+    "rules and FSDP": ([*RULES, "--fsdp", "data"], ft.P(None, "model")),
+    "FSDP alone": (["--fsdp", "data+model"], ft.P(None, None)),  # it is small
+}
+
+
+@pytest.mark.parametrize("case", GIVEN)
+def test_a_layout(cli: Cli, case: str) -> None:
+    given, spec = GIVEN[case]
+    code, out, _ = cli("plan", "demo:call", *MESH, *given, "--json")
+    assert code == 0 and ft.Plan.from_json(out)["up"].spec == spec
+    if case not in ("several mesh axes", "FSDP alone"):  # which say nothing of the batch
+        code, out, _ = cli("ledger", "demo:call", *MESH, *given, "--json")
+        assert code == 0 and ft.Ledger.from_json(out).sizes == {"data": 2, "model": 4}
+
+
+def test_filters_name_the_arguments(cli: Cli) -> None:
+    code, out, _ = cli("ledger", "demo:call", *MESH, "--layout", "demo:filters", "--json")
+    assert code == 0 and ft.Ledger.from_json(out).sizes
 
 
 def test_explore_several_meshes_as_json(cli: Cli) -> None:
@@ -122,7 +152,7 @@ WRONG: dict[str, tuple[list[str], str]] = {
     "nothing": ([], "functree: error: give a command: plan, ledger, explore"),
     "a misspelled command": (["plna"], "there is no command `plna`; did you mean `plan`?"),
     "a misspelled option": (
-        ["plan", "demo:tree", *MESH, "--rulse", "rules.toml"],
+        ["plan", "demo:tree", *MESH, "--rulse", "batch=data"],
         "functree plan: error: there is no option --rulse; did you mean `--rules`?",
     ),
     "an option of another command": (
@@ -130,7 +160,8 @@ WRONG: dict[str, tuple[list[str], str]] = {
         "there is no option --devices",
     ),
     "an option before the command": (["--mesh", "data=8", "plan"], "there is no option --mesh"),
-    "no rules": (["plan", "demo:tree", *MESH], "the following arguments are required: --rules"),
+    "no layout": (["plan", "demo:tree", *MESH], "give a layout: `--layout module:name`, or `--rules"),
+    "no layout, explored": (["explore", "demo:call", *MESH], "give a layout: `--layout module:name`"),
     "no mesh": (["plan", "demo:tree", *RULES], "the following arguments are required: --mesh"),
     "too much": (["plan", "demo:tree", "x", *MESH, *RULES], "unrecognized arguments: x"),
     "no module": (
@@ -236,17 +267,41 @@ WRONG: dict[str, tuple[list[str], str]] = {
         ["plan", "demo:tree", *MESH, *MESH, *RULES],
         "--mesh is given 2 times: only `explore` takes several",
     ),
-    "the same rules twice": (
-        ["explore", "demo:call", *MESH, *RULES, *RULES],
-        "--rules has the same file twice",
+    "the same layout twice": (
+        ["explore", "demo:call", *MESH, "--layout", "demo:layouts", "--layout", "demo:data"],
+        "--layout demo:data: there is a layout `data` already",
     ),
-    "no rules file": (
-        ["plan", "demo:tree", *MESH, "--rules", "rule.toml"],
-        "rule.toml: no such file or directory; did you mean `rules.toml`?",
+    "two layouts": (
+        ["plan", "demo:tree", *MESH, "--layout", "demo:rules", "--layout", "demo:data"],
+        "--layout is given 2 times: only `explore` takes several",
     ),
-    "a wrong rules file": (
-        ["plan", "demo:tree", *MESH, "--rules", "bad.toml"],
-        'bad.toml:1: `batch` is "axis", ["axis", "other"] or false, not 1',
+    "a layout and rules": (
+        ["ledger", "demo:call", *MESH, "--layout", "demo:rules", *RULES],
+        "--layout is a whole layout, and so are --rules and --fsdp: give one of them",
+    ),
+    "no such layout": (
+        ["plan", "demo:tree", *MESH, "--layout", "demo:rulse"],
+        "demo has no `rulse`; did you mean `rules`?",
+    ),
+    "no layout at all": (
+        ["plan", "demo:tree", *MESH, "--layout", "demo:value"],
+        "3 is not a layout: write `P(...)`, `AxisRules`, `FSDP`, `StateSharding`",
+    ),
+    "a layout of another form": (
+        ["ledger", "demo:call", *MESH, "--layout", "rules"],
+        "'rules' is no layout: write `module:name`, a layout in a module in this folder",
+    ),
+    "rules in a file": (
+        ["plan", "demo:tree", *MESH, "--rules", "rules.toml"],
+        "--rules 'rules.toml': 'rules.toml' is no rule: write rules such as `--rules batch=data,",
+    ),
+    "rules that are none": (
+        ["plan", "demo:tree", *MESH, "--rules", "...=data"],
+        "--rules '...=data': `...: 'data'`: only `...: None` is possible",
+    ),
+    "no mesh axis of FSDP": (
+        ["plan", "demo:tree", *MESH, "--fsdp", ""],
+        "--fsdp '': FSDP([''])",
     ),
     "no target": (
         ["ledger", "demo:call", *MESH, *RULES, "--target", "v5e"],
@@ -279,7 +334,7 @@ WRONG: dict[str, tuple[list[str], str]] = {
     ),
     "rules without a mesh": (
         ["ledger", "demo:call", *RULES],
-        "--rules and --target need a mesh: `--mesh data=8,model=4`",
+        "a layout and --target need a mesh: `--mesh data=8,model=4`",
     ),
     "more devices than there are": (
         ["ledger", "demo:call", "--mesh", "data=4,model=4", *RULES],
@@ -330,20 +385,26 @@ def test_a_traceback_is_shown_if_asked_for(cli: Cli) -> None:
 def test_help_teaches(cli: Cli) -> None:
     code, out, err = cli("--help")
     assert (code, err) == (0, "") and max(map(len, out.splitlines())) <= 80
-    for text in ("MODULE:FACTORY", "# rules.toml", "return step, (", "exit codes: 0", "explore"):
+    for text in ("MODULE:FACTORY", "ft.AxisRules({", "return step, (", "exit codes: 0", "explore"):
         assert text in out
     for command in ("plan", "ledger", "explore"):
         code, out, _ = cli(command, "--help")
-        assert code == 0 and f"  functree {command} demo:" in out and "[fsdp]" in out
+        assert code == 0 and f"  functree {command} demo:" in out and "--fsdp data" in out
         assert max(map(len, out.splitlines())) <= 80
 
 
 def test_the_example_of_the_help_is_read_as_it_stands(cli: Cli, folder: Path) -> None:
     _, out, _ = cli("--help")
-    rules = out[out.index("  # rules.toml") : out.index("`functree COMMAND")]
-    (folder / "help.toml").write_text("\n".join(line.strip() for line in rules.splitlines()))
-    code, out, _ = cli("plan", "demo:call", *MESH, "--rules", "help.toml")
-    assert code == 0 and "/model]" in out
+    layouts = out[out.index("  rules = ft.AxisRules") : out.index("\nShort rules")]
+    lines = ["import functree as ft", *[line.strip() for line in layouts.splitlines()]]
+    (folder / "shown_in_help.py").write_text("\n".join(lines))
+    code, found, _ = cli("plan", "demo:call", *MESH, "--layout", "shown_in_help:layout")
+    assert code == 0 and "/model]" in found
+    code, found, _ = cli("explore", "demo:call", *MESH, "--layout", "shown_in_help:layouts")
+    assert code == 0 and "tensor" in found and "both" in found
+    short = out[out.index("--rules batch=data,hidden") :].splitlines()[0].split()
+    code, found, _ = cli("plan", "demo:call", *MESH, *short)
+    assert code == 0 and "/model]" in found
 
 
 def test_completion(cli: Cli) -> None:
@@ -372,7 +433,7 @@ def test_an_interrupt_of_an_exploration_keeps_what_is_compiled(
 
     monkeypatch.setattr(Step, "compile", interrupted)
     two = ["--mesh", "data=2", "--mesh", "data=4"]
-    code, out, err = cli("explore", "demo:call", "--rules", "data.toml", *two)
+    code, out, err = cli("explore", "demo:call", "--layout", "demo:data", *two)
     assert code == 130 and "data=2" in out and "it was not compiled: the exploration" in out
     assert err == "functree: interrupted: this is what was compiled until then\n"
     assert "\x1b" not in out
@@ -416,7 +477,7 @@ def test_a_page_that_cannot_be_written_after_all(cli: Cli) -> None:
 
 def test_what_a_factory_prints_is_not_the_output(cli: Cli) -> None:
     code, out, err = cli(
-        "plan", "demo:printing", "--mesh", "data=2", "--rules", "data.toml", "--json"
+        "plan", "demo:printing", "--mesh", "data=2", "--layout", "demo:data", "--json"
     )
     assert (code, err) == (1, "hello\n") and ft.Plan.from_json(out).rows[0].shape == (3,)
 

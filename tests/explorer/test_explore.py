@@ -4,7 +4,6 @@ what is said."""
 import dataclasses
 import importlib.util
 import json
-from pathlib import Path
 from typing import Any
 
 import equinox as eqx
@@ -131,27 +130,11 @@ def test_pages_and_json(ranking: ft.Ranking) -> None:
     assert data["rows"][-1]["problems"][0]["path"] == "layer.up"
 
 
-def test_the_rules_of_the_best(ranking: ft.Ranking, tmp_path: Path) -> None:
-    file = tmp_path / "rules.toml"
-    ranking[0].rules_file(file)
-    assert ft.read_rules(file) == TENSOR
-    assert file.read_text().startswith("# tensor, for the mesh data=2,model=4\n")
-    bare = dataclasses.replace(ranking[0], _laid=None)
-    with raises("the layout tensor has no rules that a file could have"):
-        bare.rules_file(file)
-    with raises("rules_file has nothing to write to", "path=3"):
-        ranking[0].rules_file(3)  # pyright: ignore
-
-
-def test_the_layouts_of_other_arguments_are_comments(tmp_path: Path) -> None:
-    file = tmp_path / "rules.toml"
-    both, alone = explored(layouts={"both": (TENSOR, P("data")), "alone": (TENSOR, TENSOR)})
-    names = {}
-    for row in (both, alone):
-        row.rules_file(file)
-        names[row.layout_name] = file.read_text().splitlines()[1]
-        assert ft.read_rules(file) == TENSOR
-    assert names == {"both": "# not in this file: x: P('data')", "alone": 'batch = "data"'}
+def test_the_layout_of_a_row_is_what_was_given(ranking: ft.Ranking) -> None:
+    assert ranking[0].layout is TENSOR
+    assert eval(repr(ranking[0].layout), {"AxisRules": ft.AxisRules}) == TENSOR
+    given = {"both": (TENSOR, P("data")), "alone": (TENSOR, TENSOR)}
+    assert {row.layout_name: row.layout for row in explored(layouts=given)} == given
 
 
 def test_other_hardware_has_another_order() -> None:

@@ -204,10 +204,6 @@ USES: dict[str, Use] = {
             "hardware": None, "out_shardings": None, "progress": False,
         },
     ),
-    "Candidate.rules_file": (
-        lambda **k: ft.explore(double, (X,), meshes=[{"data": 8}], layouts=BY_NAME, progress=False)[0].rules_file(**k),
-        {"path": "found.toml"},
-    ),
     "Hardware": (
         ft.Hardware, {"flops": 1e12, "memory": 2**34, "links": 1e9, "efficiency": 0.5}
     ),
@@ -246,7 +242,6 @@ USES: dict[str, Use] = {
         {"names": "mlp_up", "others": "full"},
     ),
     "on_host": (ft.on_host, {"layout": P()}),
-    "read_rules": (ft.read_rules, {"path": "rules.toml"}),
     "pack": (ft.pack, {"tree": MODEL}),
     "unpack": (ft.unpack, {"packed": ft.pack(MODEL)}),
     "plan": (ft.plan, {"tree": MODEL, "layout": RULES, "mesh": MESH, "check": True}),
@@ -559,9 +554,8 @@ def test_every_public_function_and_parameter_is_in_the_table():
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a checkpoint, a run and a file of rules, which all cases read."""
+    """A folder with a checkpoint and a run, which all cases read."""
     folder = tmp_path_factory.mktemp("checkpoints")
-    (folder / "rules.toml").write_text('batch = "data"')
     ft.save(folder / "saved", {"w": jnp.ones(3)})
     save_file({"w": np.ones(3, np.float32)}, folder / "tensors.safetensors")
     with ft.Checkpoints(folder / "run") as run:

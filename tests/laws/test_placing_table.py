@@ -256,13 +256,11 @@ def public_functions() -> set[str]:
 
 
 def test_every_function_has_a_row():
-    # `stack` makes a module, `offload` a policy, `read_rules` reads a layout, which knows no mesh
-    # yet, and `copy` leaves arrays where they are; the others run, compile and read functions, and
-    # are tested under each mode in files of their own.
+    # `stack` makes a module, `offload` a policy, and `copy` leaves arrays where they are; the others
+    # run, compile and read functions, and are tested under each mode in files of their own.
     others = {
         "stack",
         "offload",
-        "read_rules",
         "copy",
         "accumulate",
         "ledger",

@@ -84,10 +84,8 @@ def test_the_commands_of_the_page(
 ) -> None:
     factories = PAGE.partition("```python\n")[2].partition("```")[0]
     (tmp_path / "decoder.py").write_text(f"{definitions()}\n{factories}", encoding="utf-8")
-    text = PAGE.partition("# both, for")[2].partition("\n>>>")[0].replace("<BLANKLINE>", "")
-    (tmp_path / "rules.toml").write_text(f"#{text}", encoding="utf-8")
     monkeypatch.chdir(tmp_path)
-    options = ["--mesh", "data=2,model=4", "--rules", "rules.toml"]
+    options = ["--mesh", "data=2,model=4", "--layout", "decoder:layout"]
     try:
         assert main(["plan", "decoder:state", *options]) == 0
         said = capsys.readouterr().out

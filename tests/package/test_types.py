@@ -87,7 +87,6 @@ FUNCTIONS = {
     "has_dtype": ('ft.has_dtype("float32")', "Filter"),
     "larger_than": ("ft.larger_than(3)", "Filter"),
     "on_host": ("ft.on_host(rules)", "Layout"),
-    "read_rules": ("ft.read_rules(path)", "Layout"),
     "plan": ("ft.plan(model, rules, mesh)", "Plan"),
     "plan_optimizer": ("ft.plan_optimizer(tx, model, rules, mesh)", "Plan"),
     "layerwise": ("ft.layerwise(tx)", "GradientTransformationExtraArgs"),
