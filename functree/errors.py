@@ -3,10 +3,9 @@
 import difflib
 import inspect
 import warnings
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from types import FrameType
-from typing import NamedTuple, Self
+from typing import NamedTuple
 
 
 class Problem(NamedTuple):
@@ -32,25 +31,6 @@ class Problem(NamedTuple):
     what: str
     why: str
     remedy: str = ""
-
-
-class FollowersProblem(Problem):
-    """A problem of an array of the optimizer's state that its parameter has too: the text of an
-    error counts such arrays below the parameter. As a record it is like any other.
-
-    Attributes:
-        follows: the path of the parameter.
-    """
-
-    # No field: a record has five, by which it is unpacked, compared and written as JSON.
-    follows: tuple[object, ...] | None = None
-
-    @classmethod
-    def of(cls, problem: Problem, follows: tuple[object, ...]) -> Self:
-        """A problem as that of an array that follows a parameter."""
-        own = cls(*problem)
-        own.follows = follows
-        return own
 
 
 USERS_ERRORS = (
@@ -215,14 +195,11 @@ class ProblemGroup(NamedTuple):
         paths: the texts of their paths, empty for what is no leaf.
         what: what they are.
         whys: what is wrong with them.
-        followers: the number of arrays of the optimizer's state that follow them and have the same
-            problems.
     """
 
     paths: Sequence[str]
     what: str
     whys: Sequence[str]
-    followers: int
 
     @property
     def named(self) -> str:
@@ -234,57 +211,20 @@ class ProblemGroup(NamedTuple):
         """The paths, and what is there."""
         return "   ".join(filter(None, (self.named, self.what)))
 
-    @property
-    def like_them(self) -> str:
-        """The text about what follows them; empty if nothing does."""
-        if not self.followers:
-            return ""
-        others = count(self.followers, "array")
-        it = "it" if len(self.paths) == 1 else "them"
-        return f"and {others} of the optimizer's state like {it}"
-
 
 def problem_groups(problems: Iterable[Problem]) -> list[ProblemGroup]:
     """The problems, told once for all leaves that have the same ones."""
     # The dicts are ordered sets: one leaf may have the same problem from two layouts, and it is
     # listed once.
-    leaves: dict[_Subject, dict[str, None]] = {}
-    follows: dict[_Subject, str] = {}
+    leaves: dict[tuple[str, str], dict[str, None]] = {}
     for p in problems:
-        subject = path_text(p.path), p.what
-        leaves.setdefault(subject, {})[p.why] = None
-        if isinstance(p, FollowersProblem) and p.follows is not None:
-            follows[subject] = path_text(p.follows)
-    counted = _counted(leaves, follows)
+        leaves.setdefault((path_text(p.path), p.what), {})[p.why] = None
     # A leaf with two problems is one entry with both, so leaves are grouped by all of their
     # problems together.
     groups: dict[tuple[str, tuple[str, ...]], list[str]] = {}
     for (path, what), whys in leaves.items():
-        if (path, what) not in counted:
-            groups.setdefault((what, tuple(whys)), []).append(path)
-    numbers = Counter(counted.values())
-    return [
-        ProblemGroup(paths, what, whys, sum(numbers[path] for path in paths))
-        for (what, whys), paths in groups.items()
-    ]
-
-
-_Subject = tuple[str, str]
-"""The text of a path, and what is there."""
-
-
-def _counted(
-    leaves: Mapping[_Subject, Mapping[str, None]], follows: Mapping[_Subject, str]
-) -> dict[_Subject, str]:
-    """The leaves that are only counted, with the path of the parameter where they are: it has the
-    same problems."""
-    # The problems of a parameter may have been left out, by whoever is not concerned with it.
-    whys = {path: found for (path, what), found in leaves.items() if (path, what) not in follows}
-    counted: dict[_Subject, str] = {}
-    for subject, path in follows.items():
-        if leaves[subject].keys() == whys.get(path, {}).keys():
-            counted[subject] = path
-    return counted
+        groups.setdefault((what, tuple(whys)), []).append(path)
+    return [ProblemGroup(paths, what, whys) for (what, whys), paths in groups.items()]
 
 
 def _text(headline: str, problems: Sequence[Problem]) -> str:
@@ -293,7 +233,7 @@ def _text(headline: str, problems: Sequence[Problem]) -> str:
     groups, lines = problem_groups(problems), [headline]
     for group in groups[:MAX_GROUPS]:
         lines += ["", f"  {group.subject}"]
-        for text in filter(None, (*group.whys, group.like_them)):
+        for text in group.whys:
             lines += [f"      {line}" for line in text.splitlines()]
     if len(groups) > MAX_GROUPS:
         lines += ["", f"  and {len(groups) - MAX_GROUPS} more kinds of problem, all in `.problems`"]

@@ -62,8 +62,6 @@ def _group_text(group: ProblemGroup) -> str:
     text, subject = "; ".join(group.whys), group.subject
     if subject:
         text = f"{subject}: {text}"
-    if group.followers:
-        text += f" ({group.like_them})"
     return " ".join(text.split())
 
 

@@ -36,8 +36,8 @@ from functree.layout.validation import (
     is_clean,
     is_optimizer_state,
     leaf_problems,
-    marked_followers,
     near_misses,
+    without_repeats,
 )
 from functree.tree.interfaces import TrainingState
 from functree.tree.paths import Path
@@ -124,7 +124,7 @@ def decide_parts(
         if not clean[id(decision)]:
             problems += leaf_problems(leaf, decision, view, names)
     problems += _conflicting(known, decisions, same)
-    problems = marked_followers(problems, followed_paths(known))
+    problems = without_repeats(problems, followed_paths(known))
     return Decisions(known, decisions, problems, unused)
 
 

@@ -6,7 +6,6 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from functree.devices.meshes import MeshView
 from functree.devices.specs import axes_text
 from functree.errors import (
-    FollowersProblem,
     Problem,
     ShardingError,
     count,
@@ -31,35 +30,27 @@ def layout_problem(leaf: Leaf, fault: Fault) -> Problem:
     return leaf.problem(why, remedy)
 
 
-def followed_paths(leaves: Iterable[Leaf]) -> dict[Path, Path]:
-    """The paths of the parameters that leaves follow, by the paths of these."""
-    paths: dict[Path, Path] = {}
-    for leaf in leaves:
-        if leaf.follows is not None and leaf.follows.path is not None:
-            paths[leaf.path] = leaf.follows.path
-    return paths
+def followed_paths(leaves: Iterable[Leaf]) -> dict[Path, Path | None]:
+    """The path of the parameter that each leaf follows, by the path of the leaf."""
+    return {leaf.path: leaf.follows.path for leaf in leaves if leaf.follows is not None}
 
 
-def marked_followers(
+def without_repeats(
     problems: Sequence[Problem], follows: Mapping[Path, Path | None]
 ) -> list[Problem]:
-    """The problems, with those marked that the parameter which a leaf follows has too.
-
-    All of them stay: whoever is not concerned with some leaves leaves out their problems.
+    """The problems without those of leaves that follow a parameter which has the same problem.
 
     Args:
         problems: the problems of some leaves.
         follows: the path of the parameter by that of the leaf that follows it.
     """
-    # Of a tree without problems, which is most trees, nothing is asked.
     known = {(one.path, one.why) for one in problems}
-    marked: list[Problem] = []
+    kept: list[Problem] = []
     for one in problems:
         parameter = None if one.path is None else follows.get(Path(one.path))
-        if parameter is not None and (parameter, one.why) in known:
-            one = FollowersProblem.of(one, parameter)
-        marked.append(one)
-    return marked
+        if parameter is None or (parameter, one.why) not in known:
+            kept.append(one)
+    return kept
 
 
 USE_PLAN_OPTIMIZER = "; for an optimizer's state use `ft.plan_optimizer`"

@@ -14,7 +14,6 @@ from functree.errors import (
     MAX_GROUPS,
     MAX_PATHS,
     CheckpointFileError,
-    FollowersProblem,
     FunctreeTypeError,
     FunctreeValueError,
     count,
@@ -195,49 +194,6 @@ def test_leaves_with_the_same_problems_share_a_paragraph() -> None:
     assert "  a, b   f32[2]\n      is wrong\n" in str(
         ft.ShardingError("no", [problem("a"), problem("b")])
     )
-
-
-def follower(path: str, follows: str, why: str = "is wrong", what: str = "f32[2]") -> ft.Problem:
-    return FollowersProblem.of(problem(path, why, what=what), ft.Path(follows))
-
-
-# Problems, what is told of them, and what is not.
-FOLLOWERS: dict[str, tuple[list[ft.Problem], str, str]] = {
-    "one": (
-        [problem("a"), follower("mu", "a")],
-        "  a   f32[2]\n      is wrong\n      and 1 array of the optimizer's state like it\n",
-        "mu",
-    ),
-    "two of two": (
-        [problem("a"), problem("b"), *[follower(f"{m}.{p}", p) for m in "mv" for p in "ab"]],
-        "  a, b   f32[2]\n      is wrong\n      and 4 arrays of the optimizer's state like them\n",
-        "m.a",
-    ),
-    "of another dtype": (
-        [problem("a"), follower("mu", "a", what="bf16[2]")],
-        "  a   f32[2]\n      is wrong\n      and 1 array of the optimizer's state like it\n",
-        "bf16",
-    ),
-    "with a problem more": (
-        [problem("a"), follower("mu", "a"), problem("mu", "is odd")],
-        "  mu   f32[2]\n      is wrong\n      is odd\n",
-        "like it",
-    ),
-    "without the parameter": ([follower("mu", "a")], "  mu   f32[2]\n      is wrong\n", "like it"),
-    "before it": ([follower("mu", "a"), problem("a")], "and 1 array of the optimizer's", "mu"),
-}
-
-
-@pytest.mark.parametrize("case", FOLLOWERS)
-def test_arrays_that_follow_a_parameter_are_counted_below_it(case: str) -> None:
-    problems, told, not_told = FOLLOWERS[case]
-    for error in (
-        ft.ShardingError("no", problems),
-        copy.deepcopy(ft.ShardingError("no", problems)),
-    ):
-        assert told in str(error) and not_told not in str(error)
-        # As records they are like any other.
-        assert error.problems == tuple(ft.Problem(*one) for one in problems)
 
 
 def test_six_leaves_are_named() -> None:

@@ -10,7 +10,6 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from functree.errors import FunctreeValueError, Problem
 from functree.layout.plan.row import Row
-from functree.layout.validation import marked_followers
 from functree.report.json_text import SIZE, loaded
 from functree.tree.axes import Axes
 from functree.tree.paths import Path
@@ -88,10 +87,7 @@ def read_plan(text: str) -> PlanParts:
         followed = follows.get(str(row.path))
         if followed is not None:
             rows[i] = row._replace(follows=Path(followed))
-    # Which of them are told with those of a parameter, the rows say.
-    problems = marked_followers(
-        list(map(_read_problem, data["problems"])), {row.path: row.follows for row in rows}
-    )
+    problems = list(map(_read_problem, data["problems"]))
     unused_names = data.get("unused_names", [])
     return PlanParts(rows, data["mesh"], problems, data["unused"], unused_names)
 

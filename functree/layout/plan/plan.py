@@ -359,8 +359,6 @@ class Plan(Value, Layout):
         lines: list[str] = []
         for group in problem_groups(self.problems):
             subject = group.named or group.what
-            if group.followers:
-                subject += f", {group.like_them}"
             lines += [f"PROBLEM {subject}: {why}" for why in group.whys]
         return lines
 

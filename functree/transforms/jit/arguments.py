@@ -28,7 +28,7 @@ from functree.layout.validation import (
     followed_paths,
     is_optimizer_state,
     leaves_at_fault,
-    marked_followers,
+    without_repeats,
 )
 from functree.placing.constrain import with_decision
 from functree.placing.shard import moved_once
@@ -146,16 +146,22 @@ def find_targets(
     settled = {
         leaf.path for i, leaf in enumerate(decided.leaves) if i in nameless or i not in arrays
     }
+    # A parameter tells the problems of what follows it, too.
+    for i in arrays:
+        follows = decided.leaves[i].follows
+        if follows is not None and follows.path is not None:
+            settled.discard(follows.path)
     problems = [problem for problem in decided.problems if problem.path not in settled]
     for i in arrays:
         leaf = decided.leaves[i]
         if not is_bare(leaf) and not decisions[i].specified:
             problems.append(leaf.problem(*UNSPECIFIED))
+    problems = without_repeats(problems, followed_paths(decided.leaves))
     name = layouts.signature.name
     if problems:
         at_fault = leaves_at_fault(problems) or "the call"
         headline = f"{name}: the rules do not fit {at_fault} that nobody has placed, on mesh {view}"
-        raise ShardingError(headline, marked_followers(problems, followed_paths(decided.leaves)))
+        raise ShardingError(headline, problems)
     replicated = [
         decided.leaves[i] for i in arrays if i in nameless and not isinstance(arrays[i], Tracer)
     ]

@@ -20,7 +20,7 @@ from functree.layout.layout import LayoutTree
 from functree.layout.plan.make_plan import plan_leaves, plan_tree
 from functree.layout.plan.plan import Plan
 from functree.layout.prefix import own_meshes
-from functree.layout.validation import layout_problem, leaves_at_fault, marked_followers
+from functree.layout.validation import layout_problem, leaves_at_fault, without_repeats
 from functree.tree.arrays import AnyArray, Tree
 
 
@@ -76,12 +76,12 @@ def resolve_in_shardings(
         else:
             moved.append(i)
     if problems:
+        problems = without_repeats(problems, {row.path: row.follows for row in planned.rows})
         at_fault = leaves_at_fault(problems) or "the call"
         headline = (
             f"{layouts.signature.name}: in_shardings does not fit {at_fault} on mesh {planned.view}"
         )
-        follows = {row.path: row.follows for row in planned.rows}
-        raise ShardingError(headline, marked_followers(problems, follows))
+        raise ShardingError(headline, problems)
     return InShardings(planned.mesh, shardings, tuple(moved))
 
 
