@@ -237,6 +237,8 @@ def _doctest_surroundings(request: pytest.FixtureRequest) -> Iterator[None]:
         return
     import functree as ft
 
+    # Pages print lines of source, and what the compiler says.
+    request.getfixturevalue("compiles_anew")
     names = request.getfixturevalue("doctest_namespace")
     names.update(ft=ft, jax=jax, jnp=jnp, eqx=eqx, np=np)
     names.update(Array=Array, Float=Float, Int=Int, P=PartitionSpec)

@@ -213,8 +213,10 @@ def test_every_collective_of_an_mlp(name: str) -> None:
     assert set(phases.values()) == {"forward"}
 
 
+# A compilation that is kept has the lines of the checkout that it was made in.
+@pytest.mark.usefixtures("compiles_anew")
 def test_phases_and_lines_of_a_step() -> None:
-    ledger = training_step("TP", "full")[0].ledger()
+    ledger = training_step.__wrapped__("TP", "full")[0].ledger()
     found = Counter(
         (one.phase, one.bytes > 4) for one in ledger.collectives if one.mesh_axes == ("model",)
     )
@@ -395,8 +397,9 @@ def test_the_share_without_a_path_is_printed() -> None:
     assert "0.2 % of these bytes serve no parameter that could be found" in ledger.summary()
 
 
+@pytest.mark.usefixtures("compiles_anew")
 def test_the_text() -> None:
-    ledger = gradient("TP", None, True)[0].ledger()
+    ledger = gradient.__wrapped__("TP", None, True)[0].ledger()
     text = str(ledger)
     assert "model.blocks.{0-2}.attn.out" in text and "attention/layer.py:" in text
     assert "all-reduce            model                                    1.4 MiB" in text
