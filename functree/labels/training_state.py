@@ -109,9 +109,10 @@ def _in_training_state(
             below = Path((field,))  # a field of a subclass that is one array
         yield i, leaf._replace(seen=below)
     trained = TrainedModel(Skeleton.of(state.model, parameters), parameters)
+    known = trained.parameters
     follows = followed_by(state.tx, trained, list(of_optimizer.values()))
     for (i, inner), one in zip(of_optimizer.items(), follows, strict=True):
-        leaf = following(inner, one, trained.parameters)
+        leaf = following(inner, one, known)
         seen = one.path
         if one.path is not None:
             one = one._replace(path=Path((*path, MODEL, *one.path)))

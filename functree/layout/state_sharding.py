@@ -78,12 +78,22 @@ class StateSharding(Value, Layout):
         {'bias': P(None,), 'weight': P('model', None)}
     """
 
-    __slots__ = ("_choose", "_filters", "_layouts", "_listed", "filters", "layouts", "unused")
+    __slots__ = (
+        "_choose",
+        "_filters",
+        "_layouts",
+        "_listed",
+        "_naming",
+        "filters",
+        "layouts",
+        "unused",
+    )
     filters: tuple[Any, ...]
     layouts: tuple[Any, ...]
     unused: Unused
     _choose: FirstMatch
     _filters: tuple[Filter, ...]
+    _naming: tuple[tuple[int, Filter], ...]  # those that may name something above a leaf
     _listed: tuple[Filter, ...]  # without a last `...`
     _layouts: tuple[Layout, ...]
 
@@ -114,6 +124,7 @@ class StateSharding(Value, Layout):
             unused=unused,
             _filters=filters,
             _listed=named,
+            _naming=tuple([pair for pair in enumerate(filters) if _may_name(pair[1])]),
             _choose=FirstMatch(filters),
             _layouts=tuple(map(as_layout, layouts)),
         )
@@ -164,7 +175,7 @@ class StateSharding(Value, Layout):
         choice = self._choose(leaf)
         if choice is None:
             return False
-        if any(names(item, leaf) for item in self._filters[: choice + 1]):
+        if any(i <= choice and names(item, leaf) for i, item in self._naming):
             return True
         return self._layouts[choice].claims(leaf)
 
@@ -197,6 +208,11 @@ class StateSharding(Value, Layout):
         if self.unused == "error":
             return f"StateSharding({table})"
         return f"StateSharding({table}, unused={self.unused!r})"
+
+
+def _may_name(item: Filter) -> bool:
+    """Whether a pattern in a filter begins with a key, and not with a wildcard."""
+    return any(first_name(pattern) is not None for pattern in patterns(item))
 
 
 UNUSED = 'correct the {}, remove it, or write `unused="ignore"`'

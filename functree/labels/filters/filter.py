@@ -412,11 +412,13 @@ class FirstMatch:
     def __init__(self, filters: Sequence[Filter]):
         # Globs without wildcards are looked up: the specs of a tree are as many globs as leaves.
         self._literals: dict[str, int] = {}
-        self._others: list[tuple[int, Filter]] = []
+        # The others; for a glob its regular expression, and the key with which it begins.
+        self._others: list[tuple[int, Filter, re.Pattern[str] | None, Key | None]] = []
         for i, item in enumerate(filters):
             literal = literal_text(item.pattern) if isinstance(item, Glob) else None
             if literal is None:
-                self._others.append((i, item))
+                expression = glob_pattern(item.pattern) if isinstance(item, Glob) else None
+                self._others.append((i, item, expression, first_name(item)))
             else:
                 self._literals.setdefault(literal, i)  # of two equal globs, the first one decides
 
@@ -426,18 +428,19 @@ class FirstMatch:
         if text is not None and not (leaf.seen and leaf.named(leaf.seen[0])):
             texts.append(text)
         found = [self._literals[text] for text in texts if text in self._literals]
-        for i, item in self._others:
-            if found and i > min(found):
+        least = min(found, default=None)
+        for i, item, expression, first in self._others:
+            if least is not None and i > least:
                 break
             if text is None:
                 fits = isinstance(item, Everything) or (names(item, leaf) and item(leaf))
-            elif type(item) is Glob and not leaf.roots:
-                fits = item.matches(text)  # by far the most frequent case
+            elif expression is not None and (first is None or leaf.named(first) is None):
+                fits = expression.fullmatch(text)  # by far the most frequent case
             else:
                 fits = item(leaf)
             if fits:
                 return i
-        return min(found, default=None)
+        return least
 
 
 FilterLike = (
