@@ -102,7 +102,13 @@ class ParameterLayouts:
                 depth = 2
             if part.path[0] == self.signature.by_name:
                 argument = 1
-            shared = not self.has_entry(part.path) or self.by_name is None
-            scope = Scope(max(depth, len(part.path)), argument, self.signature.parameters, shared)
+            by_rules = not self.has_entry(part.path)
+            scope = Scope(
+                max(depth, len(part.path)),
+                argument,
+                self.signature.parameters,
+                shared=by_rules or self.by_name is None,
+                by_rules=by_rules,
+            )
             found.append(part._replace(scope=scope))
         return leaves, found

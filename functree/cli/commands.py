@@ -53,7 +53,7 @@ def plan(options: Namespace) -> Outcome:
     tree, note = made(options.factory), ""
     if is_call(tree):
         tree, note = tree[1][0], "planned is the first argument of the function"
-        if isinstance(layout, tuple):  # one layout for each argument
+        if isinstance(layout, tuple) and layout:  # one layout for each argument
             layout = layout[0]
     try:
         found = plan_tree(tree, layout, sizes, check=False)

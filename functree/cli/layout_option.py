@@ -40,18 +40,20 @@ def given_layouts(options: Namespace) -> Mapping[str, LayoutTree]:
     Raises:
         Failure: there is none, two have one name, or one cannot be read.
     """
-    layouts: dict[str, LayoutTree] = {}
+    found: list[tuple[str, str, LayoutTree]] = []
     for text in options.layout or []:
         value: Any = named(text, "layout")
         # A dict is one of candidates.
         several = value if isinstance(value, dict) else {text.partition(":")[2]: value}
-        for name, one in several.items():
-            if name in layouts:
-                raise Failure(f"--layout {text}: there is a layout `{name}` already")
-            layouts[name] = one
+        found += [(f"--layout {text}", name, one) for name, one in several.items()]
     short = short_layout(options.rules, options.fsdp)
     if short is not None:
-        layouts["rules"] = short
+        found.append(("--rules and --fsdp", "rules", short))
+    layouts: dict[str, LayoutTree] = {}
+    for option, name, one in found:
+        if name in layouts:
+            raise Failure(f"{option}: there is a layout `{name}` already")
+        layouts[name] = one
     if not layouts:
         raise Failure("give a layout: `--layout module:name`, or `--rules batch=data,...=none`")
     return layouts

@@ -46,7 +46,7 @@ def make_mesh(
     """
     _check_options(explicit, devices, dcn, target)
     _check_sizes(sizes)
-    # numpy's integers, such as those of `np.prod`, are integers.
+    # NumPy integers count as integers: `np.prod` returns one.
     sizes = {name: int(size) for name, size in sizes.items()}
     found = _first_devices(sizes, devices, target)
     types = (AxisType.Explicit if explicit else AxisType.Auto,) * len(sizes)

@@ -68,7 +68,7 @@ def mesh_view(mesh: MeshLike) -> MeshView:
                 raise ShardingError(
                     f"a mesh as a dict has names and positive sizes, not {name!r}: {size!r}"
                 )
-        # numpy's integers, such as those of `np.prod`, are integers.
+        # NumPy integers count as integers: `np.prod` returns one.
         return MeshView({name: int(size) for name, size in mesh.items()})
     raise ShardingError(
         f"{mesh!r} is not a mesh: give a `Mesh`, an `AbstractMesh`, or a dict of sizes"

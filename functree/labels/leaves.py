@@ -295,7 +295,7 @@ class _Walk:
         if pending is not None:
             pending.by_leaf = True
             given = (*given, pending)
-            stack = (*stack, *pending.stack())
+            stack = (*stack, *pending.names.stack)
         outside = given_axes(place, given) if given else None
         axes, annotated, unnamed, spec, misfit = leaf_axes(
             self.memory, value, place, hint, outside, stack
@@ -335,7 +335,7 @@ class _Walk:
             if isinstance(node, Stack):
                 stack = (*stack, *node.stack_axes())
             for given in opened:
-                stack = (*stack, *given.stack())
+                stack = (*stack, *given.names.stack)
             # A class with annotations of its own says itself what its leaves are.
             unread = None if known.fields else context.unread
             inside = Context(
@@ -364,7 +364,9 @@ class _Walk:
                 below = hint.child(None)
             self.visit(child, (*path, name), below, within)
         if opened:
-            self.used.update(given.cls for given in opened if given.cls is not None and given.used)
+            for given in opened:
+                if given.cls is not None and (given.used or given.names.stack):
+                    self.used.add(given.cls)
             self.note_unmatched(node, path, opened)
 
     def _packed(self, node: Tree, path: Keys, hint: Hint, context: Context) -> None:

@@ -1,22 +1,36 @@
-"""The leaves of a tree ─► the same leaves with the paths that filters see; those of an optimizer's
-state follow the parameters."""
+"""The leaves of a tree ─► the same leaves, each with the path that filters see; the leaves of an
+optimizer's state follow the parameters."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
+from functree.labels.filters.filter import ExactPath, Filter, Glob, first_name
 from functree.labels.leaf import FollowedLeaf, Leaf, Root
 from functree.labels.optimizer.followed_parameters import TrainedModel
 from functree.labels.optimizer.optimizer_state import followed_by, following
 from functree.tree.interfaces import TrainingState
-from functree.tree.paths import Path, first_beginning
+from functree.tree.paths import Path, first_beginning, tokens
 from functree.tree.skeleton.skeleton import Skeleton
 
 MODEL, OPTIMIZER = "model", "opt_state"
 # The fields that depend on the model, or on nothing. Layouts decide about all other fields, those
 # that a subclass adds among them.
 FOLLOWING = (OPTIMIZER, "step", "key")
-FIELDS = (MODEL, "state", *FOLLOWING)
-"""The fields of a training state, with which patterns may begin."""
+
+
+def names_field(pattern: Filter) -> bool:
+    """Whether a pattern begins with a field of a training state. The fields `step` and `key` have
+    nothing below them: `key.weight` is for a model."""
+    match pattern:
+        case Glob():
+            parts: Sequence[object] = list(tokens(pattern.pattern))
+        case ExactPath():
+            parts = pattern.path
+        case _:
+            return False
+    if first_name(pattern) in (MODEL, OPTIMIZER, "state"):
+        return True
+    return len(parts) == 1 and first_name(pattern) in FOLLOWING
 
 
 class Scope(NamedTuple):
@@ -28,12 +42,14 @@ class Scope(NamedTuple):
         arguments: the names of all arguments of the call.
         shared: whether the layout is for all arguments of a call. Then an argument that is one
             array has no path that filters see.
+        by_rules: whether it is that of the function's rules, and not an option for this argument.
     """
 
     start: int = 0
     argument: int | None = None
     arguments: tuple[str, ...] = ()
     shared: bool = False
+    by_rules: bool = False
 
 
 def label_paths(

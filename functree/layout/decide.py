@@ -5,6 +5,8 @@ leaves that follow nothing, and the others take these decisions.
 """
 
 from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import chain, starmap
 from typing import NamedTuple
 
@@ -15,16 +17,17 @@ from jax.sharding import PartitionSpec
 from functree.devices.meshes import MeshView
 from functree.devices.specs import spec_text
 from functree.errors import Problem, warn
+from functree.labels.filters.filter import Filter, first_name
 from functree.labels.leaf import FollowedLeaf, Leaf, is_in_module
 from functree.labels.leaves import Leaves
-from functree.labels.training_state import FIELDS, label_paths
+from functree.labels.training_state import label_paths, names_field
 from functree.layout.decision import WHOLE, Decision, Dimension, Source
-from functree.layout.fsdp import FSDP, missing_fsdp_axes, misspelt_axes
-from functree.layout.layout import walk
+from functree.layout.layout import Layout, walk
 from functree.layout.prefix import Part
-from functree.layout.rules import mentioned_axes, missing_mesh_axes
+from functree.layout.rules import mentioned_axes, own_problems
 from functree.layout.state_sharding import (
     StateSharding,
+    reached,
     two_readings,
     unused_filters,
     used_filters,
@@ -59,7 +62,8 @@ class Decisions(NamedTuple):
     unused: Sequence[str]
 
 
-class Group(NamedTuple):
+@dataclass(frozen=True)
+class Group:
     """The leaves that one layout is for.
 
     Attributes:
@@ -74,14 +78,21 @@ class Group(NamedTuple):
     has_training_state: bool
     decisions: Sequence[Decision] = ()
 
-    @property
+    @cached_property
+    def reached(self) -> Sequence[Layout]:
+        """The layout and those in it that have decided."""
+        # Many leaves share one decision.
+        different = {id(decision): decision for decision in self.decisions}
+        return list(reached(self.part.layout, different.values()))
+
+    @cached_property
     def mentioned(self) -> Collection[str]:
         """The axes that the rules of the layout name."""
-        return mentioned_axes(self.part.layout)
+        return mentioned_axes(self.reached)
 
     def decided(self, view: MeshView) -> "Group":
         """The same group with decisions."""
-        return self._replace(decisions=decide(self.part, self.leaves, view))
+        return replace(self, decisions=decide(self.part, self.leaves, view))
 
 
 UNSPECIFIED = ("no layout was given for this array (`None`)", "write `P()` to replicate it")
@@ -111,7 +122,7 @@ def decide_parts(
     # A rule that one part has no axis for may be used in another part.
     mentioned = list(dict.fromkeys(name for group in groups for name in group.mentioned))
     unused = absent(mentioned, leaves.leaves)
-    problems += near_misses(known, decisions, mentioned)
+    problems += near_misses(known, decisions, unused)
     # Many leaves share one decision object, so each object is examined once. Most have no sharded
     # dimension and no fault, and then nothing can be wrong with the leaf.
     clean: dict[int, bool] = {}
@@ -177,13 +188,10 @@ def _by_layout(groups: Sequence[Group]) -> Iterable[list[Group]]:
 
 def _problems_of_one(groups: Sequence[Group], view: MeshView) -> Iterator[Problem]:
     """The problems of one layout, from all leaves that it is for."""
-    part = groups[0].part
-    yield from missing_mesh_axes(part.layout, view)
-    for layout in walk(part.layout):
-        if isinstance(layout, FSDP):
-            yield from missing_fsdp_axes(layout, view)
-            leaves = [leaf for group in groups for leaf in group.leaves]
-            yield from misspelt_axes(layout, leaves)
+    leaves = [leaf for group in groups for leaf in group.leaves]
+    # Arguments that share a layout share the object.
+    for layout in {id(one): one for group in groups for one in group.reached}.values():
+        yield from own_problems(layout, leaves, view)
     yield from _filter_problems(groups)
 
 
@@ -202,14 +210,18 @@ def _filter_problems(groups: Sequence[Group]) -> Iterator[Problem]:
     leaves = [leaf for group in groups for leaf in group.leaves]
     # Many leaves share one decision.
     different = {id(decision): decision for group in groups for decision in group.decisions}
-    # Filters are written for models: a call of a loss function for two arrays says nothing of them.
-    is_said = not part.partial and (not part.scope.shared or any(map(is_in_module, leaves)))
-    # Patterns for other arguments, and for training states where there is none, are for others.
-    elsewhere = set(part.scope.arguments)
-    if not any(group.has_training_state for group in groups):
-        elsewhere.update(FIELDS)
-    elsewhere -= {root.path[0] for leaf in leaves for root in leaf.roots}
-    elsewhere -= {leaf.seen[0] for leaf in leaves if leaf.seen}
+    # Rules are written for models: a call of a loss function for two arrays says nothing of them.
+    is_said = not part.partial and (not part.scope.by_rules or any(map(is_in_module, leaves)))
+    here = {root.path[0] for leaf in leaves for root in leaf.roots}
+    here.update(leaf.seen[0] for leaf in leaves if leaf.seen)
+    has_state = any(group.has_training_state for group in groups)
+
+    def elsewhere(pattern: Filter) -> bool:
+        name = first_name(pattern)
+        if name in here:
+            return False
+        return name in part.scope.arguments or (not has_state and names_field(pattern))
+
     alone = any(is_optimizer_state(cls) for leaf in leaves[:1] for cls in leaf.within)
     for layout in filtered:
         yield from two_readings(layout, leaves)
@@ -315,7 +327,8 @@ def grouped(leaves: Leaves, parts: Sequence[Part]) -> Iterator[Group]:
 def _of_parts(problem: Problem, parts: Sequence[Part]) -> Problem:
     """A problem of a layout itself, with the path of its subtree if there is only one."""
     # A problem with a path says already where it is, and the path of the whole tree is empty.
-    if len(parts) > 1 or problem.path is not None or not parts[0].path:
+    shared = len(parts) > 1 or parts[0].scope.shared
+    if shared or problem.path is not None or not parts[0].path:
         return problem
     return problem._replace(what=f"{problem.what}, for `{parts[0].path}`")
 

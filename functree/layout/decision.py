@@ -2,13 +2,11 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from enum import IntEnum
-from itertools import chain
 from typing import NamedTuple
 
 from jax.sharding import PartitionSpec
 
 from functree.devices.specs import axes_text, entry, invalid_entry, mesh_axes, spec_text
-from functree.labels.filters.filter import Filter
 from functree.labels.leaf import Leaf
 from functree.tree.paths import Path
 
@@ -20,12 +18,12 @@ class ChosenBy(NamedTuple):
     """The filter that chose a layout for a leaf.
 
     Attributes:
-        filters: all filters of the `StateSharding`, without a last `...`.
+        key: what tells the `StateSharding` from others.
         number: the index of the filter.
         text: the filter as a user writes it.
     """
 
-    filters: tuple[Filter, ...]
+    key: object
     number: int
     text: str
 
@@ -54,23 +52,13 @@ class Reason(NamedTuple):
             return text
         return f"{self.chosen_by}: {text}"
 
-    def all_parts(self) -> Iterator[object]:
-        """What decided and what chose, here and in inner reasons."""
-        yield self.chosen_by
+    def choices(self) -> Iterator[ChosenBy]:
+        """The filters that chose layouts, here and in inner reasons."""
+        if isinstance(self.chosen_by, ChosenBy):
+            yield self.chosen_by
         for part in self.parts:
             if isinstance(part, Reason):
-                yield from part.all_parts()
-            else:
-                yield part
-
-
-class Closed(NamedTuple):
-    """The reason that only `...: None` is for an axis."""
-
-    name: str
-
-    def __str__(self) -> str:
-        return f"{self.name}→None (...)"
+                yield from part.choices()
 
 
 class Source(NamedTuple):
@@ -97,7 +85,8 @@ class Named(IntEnum):
     UNASKED = 0  # no rules by names have decided about the leaf
     MISSING = 1  # rules by names do not mention it, which is an error
     MENTIONED = 2  # `FSDP` names it in `axes`, so that no rule has to
-    DECIDED = 3  # a layout has decided about the dimension, by its name or its index
+    CLOSED = 3  # only the rule `...: None` is for it
+    DECIDED = 4  # a layout has decided about the dimension, by its name or its index
 
 
 class Dimension(NamedTuple):
@@ -144,12 +133,6 @@ class Decision(NamedTuple):
     def reason(self) -> str:
         """The reasons as text, for a plan."""
         return "; ".join(map(str, self.reasons))
-
-    @property
-    def closed(self) -> set[str]:
-        """The axes that only `...: None` of a table is for."""
-        parts = chain.from_iterable(reason.all_parts() for reason in self.reasons)
-        return {part.name for part in parts if isinstance(part, Closed)}
 
     @property
     def mesh_axes(self) -> tuple[tuple[str, ...], ...]:

@@ -19,7 +19,7 @@ from functree.layout.decision import (
     undecided,
 )
 from functree.layout.layout import Layout, as_layout, walk
-from functree.layout.validation import missing_axes, parts_over, present_axes
+from functree.layout.validation import parts_over, present_axes
 from functree.tree.axes import is_axis_name
 from functree.values import Value
 
@@ -197,11 +197,6 @@ class FSDP(Value, Layout):
         if self.otherwise is not None:
             given.append(f"otherwise={spec_text(self.otherwise)}")
         return f"FSDP({', '.join(given)})"
-
-
-def missing_fsdp_axes(layout: FSDP, mesh: MeshView) -> list[Problem]:
-    """The problem of mesh axes that the mesh does not have."""
-    return missing_axes(repr(layout), layout.mesh_axes, mesh, "name an axis of the mesh")
 
 
 def misspelt_axes(layout: FSDP, leaves: Sequence[Leaf]) -> Iterator[Problem]:

@@ -114,13 +114,18 @@ class SpecLayout(Layout):
         return self.mesh
 
     def claims(self, leaf: Leaf) -> bool:
-        # Under `vmap` each leaf has the dimension of the batch, counts and keys too.
-        return leaf.follows is not None and leaf.follows.batched
+        # Under `vmap` each leaf has the dimension of the batch, counts and keys too. More entries
+        # would be for the dimensions of parameters, and what they are here is not known.
+        follows = leaf.follows
+        if follows is None or not follows.batched:
+            return False
+        return follows.path is None or (not follows.known and len(self.spec.partitions) < 2)
 
     def decide(self, leaf: Leaf, so_far: Decision | None, mesh: MeshView) -> Decision:
         # `whole` and not `undecided`: a spec that is given here replaces the spec of an annotation.
         decision = so_far or whole(leaf)
-        if leaf.shape:
+        # In a tree a scalar is whole. A spec that is written for a scalar alone is a mistake.
+        if leaf.shape or leaf.seen == ():
             because = f"{spec_text(self.spec)} as given"
             decision = apply_spec(leaf, self.spec, decision, because)
         else:

@@ -46,12 +46,9 @@ def own_meshes(parts: Iterable[Part]) -> list[Mesh | AbstractMesh | None]:
     return [part.layout.own_mesh for part in parts]
 
 
-def as_partial(parts: Iterable[Part], layout: Layout | None = None) -> list[Part]:
-    """The parts, of which those with this layout are partial; all are if it is not given."""
-    return [
-        part._replace(partial=part.partial or layout is None or part.layout is layout)
-        for part in parts
-    ]
+def as_partial(parts: Iterable[Part]) -> list[Part]:
+    """The parts, as layouts that are for more than the tree."""
+    return [part._replace(partial=True) for part in parts]
 
 
 def copied(prefix: LayoutTree) -> LayoutTree:

@@ -1,6 +1,6 @@
 """The axes of a leaf ─► mesh axes, by an ordered table of rules: `AxisRules`."""
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, Literal, NamedTuple
 
@@ -14,9 +14,16 @@ from functree.devices.specs import axes_text, entry
 from functree.errors import Problem, RuleError, ShardingError
 from functree.labels.annotations.given_names import invalid_names
 from functree.labels.leaf import Leaf
-from functree.layout.decision import Closed, Decision, Fault, Named, Source, conflict, undecided
-from functree.layout.layout import Composition, Layout, pairs_text, walk, written_pairs
-from functree.layout.validation import is_clean, leaf_problems, missing_axes, near_misses
+from functree.layout.decision import Decision, Fault, Named, Source, conflict, undecided
+from functree.layout.fsdp import FSDP, misspelt_axes
+from functree.layout.layout import Composition, Layout, pairs_text, written_pairs
+from functree.layout.validation import (
+    absent,
+    is_clean,
+    leaf_problems,
+    missing_axes,
+    near_misses,
+)
 from functree.tree.arrays import AnyArray
 from functree.tree.axes import Axes, Names, is_axis_name
 from functree.tree.paths import Path
@@ -163,12 +170,14 @@ class AxisRules(Value, Layout):
         ruled = decision
         for dim, name in enumerate(leaf.axes):
             dimension = ruled.dimensions[dim]
-            if name is None or dim in applied or self.closed:
+            if name is None or dim in applied:
                 dimension = dimension._replace(named=Named.DECIDED, blocked=None)
             elif name not in self.mentioned:
-                named = max(dimension.named, Named.MISSING)
-                dimension = dimension._replace(named=named)
-            elif dimension.mesh_axes:
+                named = Named.CLOSED if self.closed else Named.MISSING
+                blocked = None if self.closed else dimension.blocked
+                named = max(dimension.named, named)
+                dimension = dimension._replace(named=named, blocked=blocked)
+            elif self.closed or dimension.mesh_axes or dimension.named is Named.CLOSED:
                 dimension = dimension._replace(named=Named.DECIDED, blocked=None)
             elif dimension.named is not Named.DECIDED:
                 # None of its rules applied, and no layout before has left it unsharded on purpose.
@@ -268,7 +277,7 @@ def _reason(
         if dim in applied:
             parts.append(applied[dim])
         elif name is not None and closed:
-            parts.append(Closed(name))
+            parts.append(f"{name}→None (...)")
         # Only for the first layout: a later one would repeat it.
         elif dim < len(leaf.unnamed) and leaf.unnamed[dim] and not start.reasons:
             parts.append(f"`{leaf.unnamed[dim]}` unsharded: no name")
@@ -350,39 +359,28 @@ def _checked_names(names: Mapping[type, Names]) -> tuple[tuple[type, Names], ...
     return tuple(names.items())
 
 
-def mentioned_axes(layout: Layout) -> Collection[str]:
-    """The axes that the rules in a layout name."""
-    found: dict[str, None] = {}
-    for one in walk(layout):
-        if isinstance(one, AxisRules):
-            found.update(dict.fromkeys(one.mentioned))
-    return found
+def mentioned_axes(layouts: Iterable[Layout]) -> Collection[str]:
+    """The axes that the rules among some layouts name."""
+    tables = [one for one in layouts if isinstance(one, AxisRules)]
+    return list(dict.fromkeys(name for table in tables for name in table.mentioned))
 
 
-def without_axis(rules: Layout, axis: str) -> Layout:
-    """Rules that leave an axis unsharded, for one that others shard."""
-    match rules:
+def own_problems(layout: Layout, leaves: Sequence[Leaf], mesh: MeshView) -> Iterator[Problem]:
+    """What is wrong with a layout itself: mesh axes that the mesh does not have, even if no leaf
+    needs them, and names that no leaf has."""
+    match layout:
         case AxisRules():
-            # Its other rules go, since a rule after `None` for the same axis is refused.
-            pairs = [(name, mesh_axes) for name, mesh_axes in rules.pairs if name != axis]
-            return AxisRules([(axis, None), *pairs], dict(rules.names), rules.unnamed)
-        case Composition():
-            return Composition(tuple([without_axis(part, axis) for part in rules.parts]))
-    return rules
+            for rule in layout.table:
+                yield from missing_axes(f"rule {rule}", rule.mesh_axes, mesh, _MISSING)
+        case FSDP():
+            what = repr(layout)
+            yield from missing_axes(what, layout.mesh_axes, mesh, "name an axis of the mesh")
+            yield from misspelt_axes(layout, leaves)
 
 
-def missing_mesh_axes(layout: Layout, mesh: MeshView) -> list[Problem]:
-    """The problems of rules that name mesh axes which the mesh does not have, even if no leaf has
-    their axis."""
-    remedy = (
-        "name an axis of the mesh, or leave such rules out: `rules.on(mesh)`, before `| FSDP(...)`"
-    )
-    problems: list[Problem] = []
-    for one in walk(layout):
-        if isinstance(one, AxisRules):
-            for rule in one.table:
-                problems += missing_axes(f"rule {rule}", rule.mesh_axes, mesh, remedy)
-    return problems
+_MISSING = (
+    "name an axis of the mesh, or leave such rules out: `rules.on(mesh)`, before `| FSDP(...)`"
+)
 
 
 # Activations, which are in no tree
@@ -427,16 +425,28 @@ def _decided(
 
 
 def _problems(layout: Layout, leaf: Leaf, mesh: MeshView | None) -> tuple[Decision, list[Problem]]:
-    """What is decided about an activation, and what is wrong with it."""
-    decision, mentioned = layout.decide(leaf, None, mesh or MeshView({})), mentioned_axes(layout)
-    problems = near_misses([leaf], [decision], mentioned)
+    """What is decided about an activation, and what is wrong with it and with the layout."""
+    heard = list(_heard(layout))
+    mentioned = mentioned_axes(heard)
+    # Rules alone are about activations: an `FSDP` would shard the largest dimension.
+    decision = (layout.rules or layout).decide(leaf, None, mesh or MeshView({}))
+    problems = near_misses([leaf], [decision], absent(mentioned, [leaf]))
     # Without a mesh, each rule would name a mesh axis that does not exist.
     if mesh is not None:
-        problems += missing_mesh_axes(layout, mesh)
+        for one in heard:
+            problems += own_problems(one, [leaf], mesh)
     if not is_clean(decision):
         # Without a mesh: one that has all mesh axes, of size 1.
         problems += leaf_problems(leaf, decision, mesh or _of_ones(decision), mentioned)
     return decision, problems
+
+
+def _heard(layout: Layout) -> Iterator[Layout]:
+    """The layouts in a layout that an activation is for: in a `StateSharding`, the last one."""
+    yield layout
+    inner = layout.inner if isinstance(layout, Composition) else layout.inner[-1:]
+    for one in inner:
+        yield from _heard(one)
 
 
 def _of_ones(decision: Decision) -> MeshView:

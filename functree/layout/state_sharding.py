@@ -2,15 +2,16 @@
 leaf decides."""
 
 from collections.abc import (
+    Callable,
     Collection,
-    Container,
     Hashable,
     Iterable,
     Iterator,
     Mapping,
     Sequence,
 )
-from itertools import pairwise
+from dataclasses import replace
+from itertools import chain, pairwise
 from types import EllipsisType, UnionType
 from typing import Any, Literal
 
@@ -29,7 +30,7 @@ from functree.labels.filters.filter import (
 )
 from functree.labels.filters.near import meant
 from functree.labels.leaf import Leaf
-from functree.layout.decision import ChosenBy, Decision, Fault, Reason, whole
+from functree.layout.decision import ChosenBy, Decision, Fault, Reason, undecided, whole
 from functree.layout.layout import (
     Composition,
     Layout,
@@ -41,6 +42,8 @@ from functree.layout.layout import (
     walk,
     written_pairs,
 )
+from functree.layout.on_host import Modifier
+from functree.layout.rules import AxisRules
 from functree.tree.nodes import leaves_of
 from functree.tree.paths import Key, Path
 from functree.values import Value
@@ -81,8 +84,8 @@ class StateSharding(Value, Layout):
     __slots__ = (
         "_choose",
         "_filters",
+        "_key",
         "_layouts",
-        "_listed",
         "_naming",
         "filters",
         "layouts",
@@ -94,7 +97,7 @@ class StateSharding(Value, Layout):
     _choose: FirstMatch
     _filters: tuple[Filter, ...]
     _naming: tuple[tuple[int, Filter], ...]  # those that may name something above a leaf
-    _listed: tuple[Filter, ...]  # without a last `...`
+    _key: object  # in the decisions of this one, and of those that `for_arrays` makes of it
     _layouts: tuple[Layout, ...]
 
     def __init__(
@@ -117,13 +120,12 @@ class StateSharding(Value, Layout):
                     f"`...` may only be the last filter: {after!r} after it would match nothing"
                 )
         filters = tuple(map(as_filter, written))
-        named = filters[:-1] if filters and isinstance(filters[-1], Everything) else filters
         self._set(
             filters=written,
             layouts=layouts,
             unused=unused,
             _filters=filters,
-            _listed=named,
+            _key=object(),
             _naming=tuple([pair for pair in enumerate(filters) if _may_name(pair[1])]),
             _choose=FirstMatch(filters),
             _layouts=tuple(map(as_layout, layouts)),
@@ -186,7 +188,7 @@ class StateSharding(Value, Layout):
         found = self._layouts[choice].decide(leaf, so_far, mesh)
         # The reasons that the chosen layout has added are those of the filter.
         kept = so_far.reasons if so_far is not None else ()
-        chosen_by = ChosenBy(self._listed, choice, _written(self.filters[choice]))
+        chosen_by = ChosenBy(self._key, choice, _written(self.filters[choice]))
         return found._replace(reasons=(*kept, Reason(found.reasons[len(kept) :], chosen_by)))
 
     def _unmatched(self) -> Fault:
@@ -217,7 +219,7 @@ def _may_name(item: Filter) -> bool:
 
 UNUSED = 'correct the {}, remove it, or write `unused="ignore"`'
 TWO_READINGS = (
-    r"for the paths in the model, write them as a regular expression: `ft.regex(r'^{}\.')`; "
+    r"for the paths in the model, write a regular expression: `ft.regex(r'^{}(\.|$)')`; "
     "otherwise rename one of the two"
 )
 
@@ -248,33 +250,34 @@ def _with_last(layout: StateSharding, last: Layout) -> StateSharding:
     filters, layouts = layout.filters, layout._layouts
     if filters and filters[-1] is ...:
         filters, layouts = filters[:-1], layouts[:-1]
-    return StateSharding(zip((*filters, ...), (*layouts, last), strict=True))
+    changed = StateSharding(zip((*filters, ...), (*layouts, last), strict=True))
+    changed._set(_key=layout._key)
+    return changed
 
 
 def used_filters(layout: StateSharding, decisions: Iterable[Decision]) -> set[int]:
     """The indices of the filters by which layouts were chosen in some decisions."""
     found: set[int] = set()
     for decision in decisions:
-        for reason in decision.reasons:
-            for part in reason.all_parts():
-                if not isinstance(part, ChosenBy):
-                    continue
-                # By identity first: a tree of specs has as many filters as decisions.
-                if part.filters is layout._listed or part.filters == layout._listed:
-                    found.add(part.number)
+        for choice in chain.from_iterable(reason.choices() for reason in decision.reasons):
+            if choice.key is layout._key:
+                found.add(choice.number)
     return found
 
 
 def unused_filters(
-    layout: StateSharding, used: Collection[int], leaves: Sequence[Leaf], elsewhere: Container[Key]
+    layout: StateSharding,
+    used: Collection[int],
+    leaves: Sequence[Leaf],
+    elsewhere: Callable[[Filter], bool],
 ) -> Iterator[Problem]:
     """The problems of filters, and of patterns in them, that lay out nothing.
 
     Args:
         used: the indices of the filters that have chosen a layout.
         leaves: all leaves that the layout is for.
-        elsewhere: names with which patterns may begin although no leaf is below them: they are
-            for other trees.
+        elsewhere: whether a pattern is for other trees: for an argument, or for a field of a
+            training state, that is not here.
     """
     # A tree without arrays, such as the state of `optax.sgd`, says nothing about the filters.
     if layout.unused == "ignore" or not leaves:
@@ -284,20 +287,19 @@ def unused_filters(
             yield from _unused_parts(layout, i, leaves, elsewhere)
         elif isinstance(item, Everything) and i == len(layout._filters) - 1:
             continue
-        elif not all(first_name(part) in elsewhere for part in patterns(item)) or not any(
-            patterns(item)
-        ):
+        # A filter without patterns is for any tree.
+        elif not any(patterns(item)) or not all(map(elsewhere, patterns(item))):
             yield _unused_problem(layout, i, leaves)
 
 
 def _unused_parts(
-    layout: StateSharding, index: int, leaves: Sequence[Leaf], elsewhere: Container[Key]
+    layout: StateSharding, index: int, leaves: Sequence[Leaf], elsewhere: Callable[[Filter], bool]
 ) -> Iterator[Problem]:
     """The patterns in a filter of several that match no leaf: behind a `~` a misspelled one
     would match everything, and in an `|` nothing, without a word."""
     item = layout._filters[index]
     for part in patterns(item):
-        if part is item or any(map(part, leaves)) or first_name(part) in elsewhere:
+        if part is item or any(map(part, leaves)) or elsewhere(part):
             continue
         what = f"filter {_written(layout.filters[index])}"
         why = f"{part!r} matches no leaf{meant(part, leaves)}"
@@ -345,13 +347,49 @@ def two_readings(layout: StateSharding, leaves: Sequence[Leaf]) -> Iterator[Prob
 
 def for_arrays(layout: Layout) -> Layout:
     """What a layout says about an argument that is one array, by rules for all arguments: patterns
-    that name it, and otherwise the `AxisRules`. Specs and `FSDP` are written for parameters."""
+    that name it, and otherwise the `AxisRules` and the annotation. Specs and `FSDP` are written for
+    parameters."""
     match layout:
         case StateSharding():
-            return _with_last(layout, layout.rules or NoLayout())
+            return _with_last(layout, layout.rules or AnnotationAlone())
         case Composition():
             parts = [
                 part for part in map(for_arrays, layout.parts) if not isinstance(part, NoLayout)
             ]
-            return Composition(tuple(parts)) if parts else NoLayout()
-    return layout.rules or NoLayout()
+            return Composition(tuple(parts)) if parts else AnnotationAlone()
+    return layout.rules or AnnotationAlone()
+
+
+class AnnotationAlone(NoLayout):
+    """No layout, except for the `PartitionSpec` that the annotation of an array may have."""
+
+    def decide(self, leaf: Leaf, so_far: Decision | None, mesh: MeshView) -> Decision:
+        return undecided(leaf)._replace(specified=leaf.spec is not None)
+
+
+def without_axis(layout: Layout, axis: str) -> Layout:
+    """A layout whose rules leave an axis unsharded."""
+    match layout:
+        case AxisRules():
+            # Its other rules go, since a rule after `None` for the same axis is refused.
+            pairs = [(name, mesh_axes) for name, mesh_axes in layout.pairs if name != axis]
+            return AxisRules([(axis, None), *pairs], dict(layout.names), layout.unnamed)
+        case Composition():
+            return Composition(tuple([without_axis(part, axis) for part in layout.parts]))
+        case Modifier():
+            return replace(layout, layout=without_axis(layout.layout, axis))
+        case StateSharding():
+            layouts = [without_axis(inner, axis) for inner in layout.inner]
+            pairs = zip(layout.filters, layouts, strict=True)
+            return StateSharding(pairs, unused=layout.unused)
+    return layout
+
+
+def reached(layout: Layout, decisions: Collection[Decision]) -> Iterator[Layout]:
+    """A layout and the layouts in it, without those that no filter has chosen in some decisions."""
+    yield layout
+    inner: Sequence[Layout] = layout.inner
+    if isinstance(layout, StateSharding):
+        inner = [inner[i] for i in sorted(used_filters(layout, decisions))]
+    for one in inner:
+        yield from reached(one, decisions)

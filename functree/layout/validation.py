@@ -88,23 +88,17 @@ def present_axes(leaves: Sequence[Leaf]) -> set[str | None]:
 
 
 def near_misses(
-    leaves: Sequence[Leaf], decisions: Sequence[Decision], mentioned: Collection[str]
+    leaves: Sequence[Leaf], decisions: Sequence[Decision], unused: Sequence[str]
 ) -> list[Problem]:
     """The problems of axes that only `...: None` is for, if an unused rule has a similar name.
 
     If one of two names is a longer form of the other (`hidden`, `hidden_dim`), they may well be
     different axes, so this is only warned of.
-
-    Args:
-        leaves: the leaves of a tree.
-        decisions: the decisions about them.
-        mentioned: the axes that rules name.
     """
-    unused = absent(mentioned, leaves)
     found: list[Problem] = []
     if not unused:
         return found
-    for name, having in _closed_axes(leaves, decisions, mentioned).items():
+    for name, having in _closed_axes(leaves, decisions).items():
         near, form = near_name(name, unused), longer_form(name, unused)
         why = f'"{name}" has no rule but `...: None`'
         remedy = "write the same name in both"
@@ -123,21 +117,24 @@ def near_misses(
 
 
 def _closed_axes(
-    leaves: Sequence[Leaf], decisions: Sequence[Decision], mentioned: Collection[str]
+    leaves: Sequence[Leaf], decisions: Sequence[Decision]
 ) -> Mapping[str, Sequence[Leaf]]:
     """The axes that only `...: None` is for, each with its leaves."""
     found: dict[str, list[Leaf]] = {}
-    # Many leaves share one decision object.
-    closed: dict[int, set[str]] = {}
+    # Many leaves share one decision object, and most have no such axis.
+    without: set[int] = set()
     for leaf, decision in zip(leaves, decisions, strict=True):
-        if id(decision) not in closed:
-            closed[id(decision)] = decision.closed.difference(mentioned)
-        if not closed[id(decision)]:
+        if id(decision) in without:
             continue
-        for name, dimension in zip(leaf.axes, decision.dimensions, strict=True):
-            # A layout after the rules may have sharded it.
-            if name in closed[id(decision)] and not dimension.mesh_axes:
-                found.setdefault(name, []).append(leaf)
+        names: dict[str, None] = {}
+        # Not strict: an annotation that does not fit has fewer or more axes than the leaf.
+        for name, dimension in zip(leaf.axes, decision.dimensions, strict=False):
+            if name is not None and dimension.named is Named.CLOSED:
+                names[name] = None
+        for name in names:
+            found.setdefault(name, []).append(leaf)
+        if not names:
+            without.add(id(decision))
     return found
 
 

@@ -22,7 +22,8 @@ from jaxtyping import Array, Int, Shaped
 from functree.devices.meshes import devices_along
 from functree.devices.specs import Entry, mesh_axes, named_axes, of_rank, without
 from functree.devices.varying import unchecked, without_varying
-from functree.layout.rules import AxisRules, without_axis
+from functree.layout.rules import AxisRules
+from functree.layout.state_sharding import without_axis
 from functree.placing.ambient import ambient_rules, axis_rules, has_axis_rules, spec
 from functree.placing.constrain import constrain
 
@@ -75,11 +76,11 @@ def unsharded_sequence() -> Iterator[None]:
         P('data', None)
     """
     rules = ambient_rules()
-    if rules is None or rules.rules is None:
+    if rules is None:
         yield
         return
     # A step may have one token, which no mesh axis divides: that would be a ShardingError.
-    with axis_rules(without_axis(rules.rules, "seq")):
+    with axis_rules(without_axis(rules, "seq")):
         yield
 
 

@@ -139,7 +139,7 @@ def spec(axes: str | Axes) -> PartitionSpec:
             "there are no ambient rules: enter `with ft.axis_rules(rules):`, with `AxisRules`, "
             "around the call that traces this"
         )
-    rules, mesh = rules.rules, current_mesh()
+    mesh = current_mesh()
     if mesh is None:
         return spec_of_axes(rules, Axes.of(axes), None, None)
     found = spec_of_axes(rules, Axes.of(axes), None, mesh_view(mesh))

@@ -14,11 +14,10 @@ from functree.tree.axes import Axes
 def axes_of_name(name: str, rules: Layout, mesh: Mesh | AbstractMesh) -> tuple[str, ...] | None:
     """The mesh axes of a dimension of this name, in an activation that has no other; None if the
     rules do not know it."""
-    table = rules.rules
-    if table is None:
+    if rules.rules is None:
         return None
     try:
-        spec = spec_of_axes(table, Axes(name), None, local_view(MeshView(dict(mesh.shape), mesh)))
+        spec = spec_of_axes(rules, Axes(name), None, local_view(MeshView(dict(mesh.shape), mesh)))
     except ShardingError:
         return None
     return mesh_axes(spec.partitions[0])

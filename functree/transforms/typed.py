@@ -166,7 +166,7 @@ def _check_types(name: str, named: Sequence[Leaf]) -> None:
         return
     problems: list[Problem] = []
     for leaf in named:
-        why = _other_spec(leaf, rules.rules)
+        why = _other_spec(leaf, rules)
         if why is not None:
             remedy = "apply `ft.constrain`, or pass `constrain=True` to `ft.typed`"
             problems.append(leaf.problem(why, remedy))

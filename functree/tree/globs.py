@@ -113,18 +113,6 @@ def literal_text(pattern: str) -> str | None:
     return match_text(Path.parse(pattern))
 
 
-def literal_end(pattern: str) -> str:
-    """The `last_part` of every path that a glob matches; empty if the glob ends in a wildcard or in
-    a number."""
-    end = list(tokens(pattern))[-1]
-    return match_text(Path((end,))) if end.isidentifier() else ""
-
-
-def last_part(text: str) -> str:
-    """The last part of a `match_text`."""
-    return text[text.rfind(_SEPARATOR) :]
-
-
 def _part_regex(token: str, pattern: str, groups: bool) -> str:
     """The expression for one part of a glob."""
     if token == "**":

@@ -113,6 +113,7 @@ rules = ft.AxisRules({"batch": "data", "hidden": "model", "embed": None})
 data = ft.AxisRules({"batch": "data", ...: None})
 layouts = {"rules": rules, "data": data}
 each = (rules, ft.P("data"))
+none = ()
 filters = ft.StateSharding({"layer.up": ft.P(None, "model"), ...: rules})
 """
 

@@ -271,6 +271,14 @@ WRONG: dict[str, tuple[list[str], str]] = {
         ["explore", "demo:call", *MESH, "--layout", "demo:layouts", "--layout", "demo:data"],
         "--layout demo:data: there is a layout `data` already",
     ),
+    "rules beside a layout of that name": (
+        ["explore", "demo:call", *MESH, "--layout", "demo:layouts", *RULES],
+        "--rules and --fsdp: there is a layout `rules` already",
+    ),
+    "no layout in a tuple": (
+        ["plan", "demo:call", *MESH, "--layout", "demo:none"],
+        "the layouts are a tuple",
+    ),
     "two layouts": (
         ["plan", "demo:tree", *MESH, "--layout", "demo:rules", "--layout", "demo:data"],
         "--layout is given 2 times: only `explore` takes several",

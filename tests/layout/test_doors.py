@@ -321,7 +321,10 @@ def test_a_name_of_two_meanings(pattern: str, door: str, meanings: tuple[str, ..
 
 def test_the_remedy_for_a_name_of_two_meanings() -> None:
     state = ft.TrainState.create(WithModel(jnp.ones(8), jnp.ones(8)), TX)
-    layout = ft.StateSharding({ft.regex(r"^model$"): P("data"), ...: P()})
+    with pytest.raises(ft.ShardingError) as caught:
+        ft.plan(state, ft.StateSharding({"model": P("data"), ...: P()}), MESH)
+    written = re.findall(r"`(ft\.regex\(.*?'\))`", caught.value.problems[0].remedy)
+    layout = ft.StateSharding({eval(written[0], {"ft": ft}): P("data"), ...: P()})
     assert planned(state, layout) == {"model.model", "opt_state.0.mu.model", "opt_state.0.nu.model"}
 
 
@@ -365,6 +368,33 @@ def test_any_optimizer_under_vmap(tx: Any) -> None:
     assert all(leaf.sharding.spec[0] == "data" for leaf in jax.tree.leaves(state))
 
 
+def test_a_spec_of_two_entries_under_vmap_is_not_for_statistics() -> None:
+    """Their dimensions are not known to be those of the parameter: `model` could land on another."""
+    tx = optax.adafactor(0.1, min_dim_size_to_factor=2)
+    wide = {"inner.weight": P("data", "model"), ...: P("data")}
+    make = ft.abstract(lambda: population(tx))
+    with raises("opt_state.0.v_row.inner.weight", "opt_state.**", error=ft.ShardingError):
+        ft.plan(make(), ft.StateSharding(wide), MESH)
+    # The remedy.
+    plan = ft.plan(make(), ft.StateSharding({"opt_state.**": P("data"), **wide}), MESH)
+    assert plan["opt_state.0.v_row.inner.weight"].spec == P("data", None)
+    assert plan["model.inner.weight"].spec == P("data", "model", None)
+
+
+def test_a_spec_for_a_scalar_alone_is_a_mistake() -> None:
+    scalar, x = jnp.ones(()), jnp.ones(8)
+    mapped = ft.shard_map(
+        lambda x: x.sum(), in_specs=P("data"), out_specs=P("data"), mesh=MESH, check_vma=False
+    )
+    for call in (
+        lambda: ft.plan(scalar, P("data"), MESH),
+        lambda: ft.jit(lambda x: x, in_shardings=(P("data"),), mesh=MESH).lower(scalar),
+        lambda: mapped(x),
+    ):
+        with raises("P('data') has 1 entries for 0 dimensions", error=ft.ShardingError):
+            call()
+
+
 def test_a_scalar_is_whole() -> None:
     tree = {"w": jnp.ones(8), "scale": jnp.ones(())}
     assert ft.plan(tree, P("data"), MESH).specs == {"w": P("data"), "scale": P()}
@@ -385,11 +415,84 @@ def test_a_class_of_another_cell() -> None:
     tree, again = {"net": cell()(jnp.ones(8))}, cell()
     with raises(
         "filter Again",
-        "the tree has another class `Again`: was the cell that defines it run again?",
+        "the tree has an earlier class `Again`",
+        "make the tree again, or write a pattern",
         error=ft.ShardingError,
     ):
         ft.plan(tree, ft.StateSharding({again: P("data"), ...: P()}), MESH)
+    with raises("the tree has the class `functree.nn.linear.Linear`", error=ft.ShardingError):
+        linear = ft.nn.Linear(8, 8, key=jax.random.key(0))
+        ft.plan({"net": linear}, ft.StateSharding({eqx.nn.Linear: P(), ...: P()}), MESH)
     # The remedies, to the letter.
     tree = {"net": again(jnp.ones(8))}
     assert planned(tree, ft.StateSharding({again: P("data"), ...: P()})) == {"net.w"}
     assert planned(tree, ft.StateSharding({"net.**": P("data"), ...: P()})) == {"net.w"}
+
+
+# A filter without an effect, where the arguments are no modules
+
+
+def of_dict(tree: Any) -> Any:
+    return tree["w"]
+
+
+@pytest.mark.parametrize("door", ["in_shardings", "in_specs"])
+def test_a_misspelled_filter_over_a_dict(door: str) -> None:
+    layout, tree = ft.StateSharding({"v": P("data"), ...: P()}), {"w": jnp.ones(8)}
+    doors: dict[str, Callable[[], Any]] = {
+        "in_shardings": lambda: ft.jit(of_dict, in_shardings=layout, mesh=MESH).lower(tree),
+        "in_specs": lambda: ft.shard_map(of_dict, in_specs=layout, out_specs=P(), mesh=MESH)(tree),
+    }
+    with raises("filter 'v'", "matches no leaf", error=ft.ShardingError):
+        doors[door]()
+
+
+@pytest.mark.parametrize(
+    "pattern", ["opt_state.**", "model.weight", "state.norm.mean", "step", "key"]
+)
+def test_a_field_of_a_training_state_is_for_where_there_is_one(pattern: str) -> None:
+    layout = ft.StateSharding({pattern: P(), ...: P("data")})
+    assert planned(net(), layout) == set(ALL)
+    assert arguments(of_model, net(), in_shardings=(layout, P())) == set(ALL)
+    assert arguments(of_model, net(), rules=layout) == set(ALL)
+
+
+@pytest.mark.parametrize("pattern", ["key.weight", "step.**", "modle.**", "**.step"])
+def test_what_is_no_field_is_a_slip(pattern: str) -> None:
+    layout = ft.StateSharding({pattern: P(), ...: P("data")})
+    for run in (lambda: planned(net(), layout), lambda: arguments(of_model, net(), rules=layout)):
+        with raises("matches no leaf", error=ft.ShardingError):
+            run()
+
+
+def test_a_layout_function_and_an_argument_without_a_path() -> None:
+    def by_path(path: ft.Path, leaf: Any) -> P:
+        return P("data") if path == ("weight",) else P()
+
+    x = ft.shard(jnp.ones((8, 3)), P(), MESH)
+    with raises(
+        "x   f32[8, 3]", "has no path for", "an entry of `in_shardings=`", error=ft.ShardingError
+    ):
+        ft.jit(of_model, in_shardings=by_path, mesh=MESH).lower(net(), x)
+    # The remedies.
+    assert arguments(of_model, net(), in_shardings=(by_path, P())) == {"weight"}
+    named = ft.StateSharding({"x": P(), ...: by_path})
+    assert arguments(of_model, net(), in_shardings=named) == {"weight"}
+
+
+# A layout that no filter has chosen says nothing
+
+
+def test_what_is_not_reached_is_not_checked() -> None:
+    other = ft.AxisRules({"vocab": "nowhere"})
+    layout = ft.StateSharding({"head.**": other, ...: P("data")}, unused="ignore")
+    assert planned(net(), layout) == set(ALL) and not ft.plan(net(), layout, MESH).unused
+
+
+def test_a_typo_does_not_hide_behind_the_rules_of_another_filter() -> None:
+    hidden = ft.AxisRules({"hidden": "model", "embed": None})
+    layout = ft.StateSharding(
+        {"inner.bias": hidden, ...: ft.AxisRules({"hiden": "model", ...: None})}
+    )
+    with raises("inner.weight", "no leaf has the axis of rule `hiden`", error=ft.ShardingError):
+        ft.plan(net(), layout, MESH)

@@ -13,7 +13,7 @@ from jaxtyping import Array, Float
 import functree as ft
 from functree.devices.meshes import MeshView
 from functree.labels.leaf import FollowedLeaf, Leaf
-from functree.layout.decision import Closed, Decision, Dimension, Source, whole
+from functree.layout.decision import Decision, Dimension, Named, Source, whole
 from functree.layout.rules import spec_of_axes
 from functree.layout.validation import (
     layout_problem,
@@ -83,8 +83,8 @@ def test_what_a_mesh_lacks_is_told_once_by_the_rule() -> None:
 
 def test_near_misses_are_of_what_fell_through() -> None:
     one, other = leaf("hiden embed", 8, 8), leaf("hiden", 8)
-    closed = whole(one).because(Closed("hiden"), Closed("embed"))
-    decisions = [closed, whole(other)]
+    closed = Dimension(named=Named.CLOSED)
+    decisions = [Decision((closed, closed)), whole(other)]
     (problem,) = near_misses([one, other], decisions, ["hidden", "batch"])
     assert problem.path == ("w",) and "of rule `hidden`" in problem.why
     assert near_misses([one, other], decisions, []) == []

@@ -11,6 +11,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
 import functree as ft
+from tests.lib.checks import raises
 from tests.lib.meshes import MESH, mesh_of
 from tests.lib.trees import MLP, mlp
 
@@ -214,3 +215,13 @@ def test_a_layout_brings_its_mesh():
     for layout, spec in ((NamedSharding(MESH, P("data")), P("data")), (planned, P(None, "model"))):
         found = jax.jit(lambda x, layout=layout: ft.constrain(x * 2, layout))(jnp.ones((4, 8)))
         assert found.sharding.is_equivalent_to(NamedSharding(MESH, spec), 2)
+
+
+def test_a_layout_beside_the_rules_is_checked_too() -> None:
+    """`FSDP` lays out no activation, but a mesh axis that the mesh lacks is a mistake wherever it stands."""
+    rules = ft.AxisRules({"batch": "data", "embed": None})
+    for layout in (rules | ft.FSDP("dta"), ft.StateSharding({...: rules | ft.FSDP("dta")})):
+        with raises("the mesh (data=2, model=4) has no axis `dta`", error=ft.ShardingError):
+            jax.jit(lambda x, rules=layout: ft.constrain(x, "batch embed", rules)).lower(
+                ft.shard(jnp.ones((8, 8)), ft.P(), ft.make_mesh(data=2, model=4))
+            )

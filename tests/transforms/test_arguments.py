@@ -4,7 +4,7 @@ warning is given."""
 import itertools
 import warnings
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import equinox as eqx
 import jax
@@ -333,3 +333,27 @@ def test_without_rules_or_a_mesh_nothing_changes():
     for f in (ft.jit(step), ft.jit(step, rules=RULES)):
         out, y = f(layer(), X)
         assert all(x.sharding.num_devices == 1 for x in jax.tree.leaves((out, y)))
+
+
+def test_the_spec_of_an_annotation_needs_no_rules():
+    def f(x: Annotated[Float[Array, "a b"], P(None, "model")]):
+        return x
+
+    x = np.ones((8, 8), np.float32)
+    for rules in (ft.FSDP("data", min_size=0), ft.StateSharding({...: ft.FSDP("data")})):
+        (sharding,) = ft.jit(f, rules=rules, mesh=MESH).lower(x).compile().input_shardings[0]
+        assert sharding.spec == P(None, "model")
+
+
+def test_an_unnamed_parameter_with_moments_is_warned_of_and_replicated():
+    class Mixed(eqx.Module):
+        named: Float[Array, "embed hidden"]
+        bare: Array
+
+    state = ft.TrainState.create(Mixed(jnp.ones((8, 8)), jnp.ones((8, 8))), optax.adam(0.1))
+    rules = ft.AxisRules({"embed": None, "hidden": "model"})
+    with pytest.warns(ft.FunctreeWarning, match="`state.model.bare`.*has no axis names"):
+        compiled = ft.jit(lambda state: state, rules=rules, mesh=MESH).lower(state).compile()
+    found = compiled.input_shardings[0][0]
+    assert found.model.named.spec == found.opt_state[0].mu.named.spec == P(None, "model")
+    assert found.model.bare.spec == P(None, None)

@@ -50,15 +50,6 @@ class GivenNames:
     by_leaf: bool = False
     by_module: bool = False
 
-    def stack(self) -> tuple[str, ...]:
-        """The axes in front of those of every leaf below the node."""
-        if self.names.stack:
-            self.used.add(_STACK)
-        return self.names.stack
-
-
-_STACK = ""  # no pattern is empty
-
 
 def invalid_names(names: object) -> str | None:
     """Why a `names=` is not a `{cls: ft.names(...)}`; None if it is."""

@@ -124,11 +124,9 @@ class Glob(Filter):
 
     def __call__(self, leaf: Leaf, /) -> bool:
         path = pattern_path(leaf, first_key(self.pattern))
-        return path is not None and self.matches(match_text(path))
-
-    def matches(self, text: str) -> bool:
-        """Whether it matches a path, by the `match_text` of this."""
-        return glob_pattern(self.pattern).fullmatch(text) is not None
+        if path is None:
+            return False
+        return glob_pattern(self.pattern).fullmatch(match_text(path)) is not None
 
     def __repr__(self) -> str:
         return f"glob({self.pattern!r})"

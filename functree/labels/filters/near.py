@@ -34,17 +34,21 @@ def meant(item: Filter, leaves: Iterable[Leaf]) -> str:
         case ExactPath():
             return did_you_mean(item.path, paths)
         case ClassFilter():
-            return _of_another_cell(item, leaves)
+            return _of_that_name(item, leaves)
     return ""
 
 
-def _of_another_cell(item: ClassFilter, leaves: Iterable[Leaf]) -> str:
-    """The end of a message about a class, if the tree has another class of that name."""
+def _of_that_name(item: ClassFilter, leaves: Iterable[Leaf]) -> str:
+    """The end of a message about classes, if the tree has another class of one of their names."""
     within = {cls for leaf in leaves for cls in leaf.within}
     for cls in item.classes:
-        if any(other.__qualname__ == cls.__qualname__ for other in within - {cls}):
+        for other in within - {cls}:
+            if other.__name__ != cls.__name__:
+                continue
+            if (other.__module__, other.__qualname__) != (cls.__module__, cls.__qualname__):
+                return f"; the tree has the class `{other.__module__}.{other.__qualname__}`"
             return (
-                f"; the tree has another class `{cls.__name__}`: was the cell that defines it run "
-                "again? Make the tree anew, or name the class by its path"
+                f"; the tree has an earlier class `{cls.__name__}`: after its definition has run "
+                "again, make the tree again, or write a pattern for its paths"
             )
     return ""

@@ -123,8 +123,8 @@ def find_targets(
 ) -> Targets:
     """Where the rules lay out the arguments that nobody has placed.
 
-    Leaves of modules, and of a training state, are laid out by the whole of the rules, as by
-    `ft.shard`. Bare arrays are laid out by the function's annotations, as activations are.
+    Trees are laid out by the whole of the rules, as `ft.shard` lays them out. An argument that is
+    one array is laid out by a pattern that names it, otherwise by its annotation and `AxisRules`.
 
     Args:
         call: the call.
@@ -143,18 +143,15 @@ def find_targets(
     decisions, nameless = _without_names(decided)
     # What somebody has placed stays, whatever the rules say about it. What has no names is
     # replicated, with a warning.
-    settled = {
-        leaf.path for i, leaf in enumerate(decided.leaves) if i in nameless or i not in arrays
-    }
+    settled = {leaf.path for i, leaf in enumerate(decided.leaves) if i not in arrays}
     # A parameter tells the problems of what follows it, too.
-    for i in arrays:
-        follows = decided.leaves[i].follows
-        if follows is not None and follows.path is not None:
-            settled.discard(follows.path)
+    settled.difference_update(followed_paths([decided.leaves[i] for i in arrays]).values())
+    settled |= {decided.leaves[i].path for i in nameless}
     problems = [problem for problem in decided.problems if problem.path not in settled]
     for i in arrays:
         leaf = decided.leaves[i]
-        if not is_bare(leaf) and not decisions[i].specified:
+        is_array = is_bare(leaf) or not (leaf.shape or is_in_module(leaf))
+        if not is_array and not decisions[i].specified:
             problems.append(leaf.problem(*UNSPECIFIED))
     problems = without_repeats(problems, followed_paths(decided.leaves))
     name = layouts.signature.name
@@ -260,7 +257,7 @@ def _without_names(decided: Decisions) -> tuple[list[Decision], set[int]]:
     """The decisions, in which arrays without names are replicated; and the indices of these."""
     decisions, nameless = list(decided.decisions), set[int]()
     for i, (leaf, decision) in enumerate(zip(decided.leaves, decisions, strict=True)):
-        if is_bare(leaf) and not leaf.shape:
+        if not is_in_module(leaf) and not leaf.shape:
             # JAX replicates a scalar at no cost, wherever it is.
             decisions[i] = decision._replace(specified=False)
             continue

@@ -73,7 +73,8 @@ class Mapped(Function[_P, _T]):
     ):
         super().__init__(fun, partial, traces)
         self._options = options
-        given = options.rules if options.in_specs is None else options.in_specs
+        # Parameters without an entry are laid out by the rules.
+        given = {} if options.in_specs is None else options.in_specs
         self._layouts = ParameterLayouts("in_specs", given, traces.signature, options.rules)
 
     @classmethod
