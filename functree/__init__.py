@@ -43,9 +43,6 @@ from functree.labels.filters.predicates import (
     larger_than,
 )
 from functree.labels.leaves import tree_axes
-from functree.labels.pack import Packed, pack, unpack
-from functree.labels.select import Selection, select
-from functree.labels.split import merge, split
 from functree.layout.fsdp import FSDP
 from functree.layout.layout import Layout
 from functree.layout.on_host import on_host
@@ -69,6 +66,9 @@ from functree.state.ema import averaged, with_ema
 from functree.state.refs import StateRef
 from functree.state.state import State, make_state
 from functree.state.train import TrainState, apply_gradients
+from functree.surgery.pack import Packed, pack, unpack
+from functree.surgery.select import Selection, select
+from functree.surgery.split import merge, split
 from functree.transforms.accumulate.accumulate import accumulate
 from functree.transforms.grad.grad import grad, value_and_grad
 from functree.transforms.init import abstract, init, init_optimizer

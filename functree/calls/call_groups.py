@@ -14,9 +14,10 @@ from functree.devices.placement import is_concrete, mesh_of
 from functree.labels.leaves import read, too_deep
 from functree.tree.arrays import AnyArray, Tree, is_array
 from functree.tree.paths import Path
-from functree.tree.skeleton.code import Refusal, refused
+from functree.tree.skeleton.code import Refusal
 from functree.tree.skeleton.form import Form, form_of
 from functree.tree.skeleton.skeleton import Skeleton
+from functree.tree.skeleton.static_value import StaticValue
 
 
 class CallGroup:
@@ -233,7 +234,7 @@ class CallGroups:
                 if all(map(is_array, arrays)):
                     return self._with_kinds(call, group, arrays)
                 index = next(i for i, array in enumerate(arrays) if not is_array(array))
-                refusal = "no array", index, refused(arrays[index])
+                refusal = "no array", index, StaticValue(arrays[index])
             else:
                 refusal = arrays
             following = group.others.get(refusal)

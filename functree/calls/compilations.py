@@ -20,7 +20,7 @@ from functree.errors import listed, warn
 from functree.layout.layout import Layout
 from functree.tree.arrays import AnyArray, dtype_text
 from functree.tree.paths import Path
-from functree.tree.skeleton.static_value import StaticValue, same_value
+from functree.tree.skeleton.static_value import StaticValue
 
 
 class Difference(NamedTuple):
@@ -210,7 +210,7 @@ def _static_differences(path: Path, before: Any, now: Any) -> list[Difference]:
     if is_config and type(before) is type(now):
         for field in dataclasses.fields(before):
             old, new = getattr(before, field.name), getattr(now, field.name)
-            if not same_value(old, new):
+            if StaticValue(old).differs(new):
                 fields.append(Difference(path / field.name, "static", old, new))
     return fields or [Difference(path, "static", before, now)]
 

@@ -96,7 +96,7 @@ class Output:
 
     def like(self, values: Sequence[Tree]) -> Tree:
         """A tree with the structure of the result and with other values."""
-        return self.skeleton.fresh(self._spread(values))
+        return self.skeleton.fill(self._spread(values))
 
     def paths(self) -> list[Path]:
         """The path of each value; of one that is at several paths of the result, the first."""

@@ -7,7 +7,7 @@ from functree.compiled.memory import Memory
 from functree.compiled.table_rows import axes_text, table_rows
 from functree.errors import count
 from functree.report.byte_sizes import bytes_text
-from functree.report.table import INDENT, columns, lines_text, paragraphs, row
+from functree.report.table import INDENT, columns, lines_text, paragraphs, row_lines
 
 COLUMNS = (52, 18, 16, 5)  # of parameter, kind, mesh axes and runs
 ROWS = 40
@@ -28,7 +28,7 @@ def ledger_text(collectives: Sequence[Collective], summary: str, notes: Sequence
         lines += columns(("for", "moved by", "over", "runs"), COLUMNS, "bytes")
     for one in rows[:ROWS]:
         cells = (one.title, one.kind, one.axes, one.runs)
-        lines += row(cells, COLUMNS, bytes_text(one.total), one.details)
+        lines += row_lines(cells, COLUMNS, bytes_text(one.total), one.details)
     smaller = rows[ROWS:]
     if smaller:
         rest = bytes_text(sum(one.total for one in smaller))

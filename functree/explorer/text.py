@@ -12,7 +12,7 @@ from functree.explorer.reasons import (
     why_worse,
 )
 from functree.report.byte_sizes import bytes_text
-from functree.report.table import INDENT, WIDTH, columns, lines_text, paragraphs, row, wrapped
+from functree.report.table import INDENT, WIDTH, columns, lines_text, paragraphs, row_lines, wrapped
 
 COLUMNS = (2, 22, 24, 10, 10, 10)  # of marks, layout, mesh, peak, compute and wire
 
@@ -55,7 +55,7 @@ def _row(one: Candidate, first: Candidate) -> list[str]:
         seconds_text(one.wire_seconds or 0),
     )
     cells = (mark, one.layout_name, mesh_text(one.mesh), *(text.rjust(10) for text in numbers))
-    return row(cells, COLUMNS, seconds_text(one.score or 0), why_worse(one, first))
+    return row_lines(cells, COLUMNS, seconds_text(one.score or 0), why_worse(one, first))
 
 
 def _notes(runs: Sequence[Candidate], best: Sequence[Candidate]) -> Iterator[str]:

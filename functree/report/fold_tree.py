@@ -85,7 +85,6 @@ def tree_html(
     title: str,
     noun: str,
     *,
-    most: int | None = None,
     named: bool = True,
     opened: bool = True,
 ) -> str:
@@ -95,7 +94,6 @@ def tree_html(
         leaves: the leaves.
         title: the name of the whole.
         noun: what a leaf stands for.
-        most: the bytes of the longest bar of a leaf; None for those of the largest.
         named: whether a leaf is named by the last key of its path; if not, the path is that of a
             subtree, which may have several leaves.
         opened: whether some levels are open.
@@ -109,8 +107,7 @@ def tree_html(
             node = node.subtree(part)
         node.inside[i] = leaf
     root = _merged(root)
-    if most is None:
-        most = max(leaf.size for leaf in leaves)
+    most = max(leaf.size for leaf in leaves)
     levels = _levels(root) if opened else 0
     look = _Look(sum(leaf.size for leaf in leaves), most, noun, levels)
     return f'<div class="tree">{_node_html(root, 0, look)}</div>'

@@ -11,7 +11,7 @@ WIDTH = 100
 INDENT = "    "
 
 
-def row(cells: Sequence[str], widths: Sequence[int], number: str, details: str) -> list[str]:
+def row_lines(cells: Sequence[str], widths: Sequence[int], number: str, details: str) -> list[str]:
     """The lines of one row of a table, as `columns`, and below them what has no column.
 
     Args:

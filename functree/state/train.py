@@ -18,7 +18,7 @@ from functree.labels.filters.filter import Filter, FilterLike, as_filter
 from functree.labels.filters.predicates import is_trainable
 from functree.labels.leaf import Leaf
 from functree.labels.leaves import Leaves, arrays_by_path, read
-from functree.labels.optimizer.followed_parameters import check_optimizer, naming_refusals
+from functree.labels.optimizer.followed_parameters import check_optimizer
 from functree.labels.optimizer.stack_treatment import warn_of_stacks
 from functree.layout.layout import LayoutTree
 from functree.layout.plan.notebook import ShownByPlan, short_text, table_text
@@ -152,8 +152,7 @@ class TrainState(eqx.Module, TrainingState, ShownByPlan, Generic[M]):
             # `tx.init` allocates arrays even for abstract parameters, and these may be too large
             # for any device.
             start = partial(abstract_result, start)
-        with naming_refusals(trained):
-            step, opt_state = start(params)
+        step, opt_state = start(params)
         warn_of_stacks(tx, trained)
         ts = cls(step, model, apart(opt_state, model), _strong(state), key, tx, chosen)
         if layout is None:

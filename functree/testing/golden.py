@@ -5,10 +5,12 @@ import os
 from pathlib import Path
 
 from functree.argument_checks import LOCAL_FILE, check, shown
+from functree.devices.specs import spec_text
 from functree.errors import FunctreeTypeError, count
-from functree.layout.plan.fold import fold
 from functree.layout.plan.plan import Plan
+from functree.layout.plan.text import groups_of
 from functree.report.byte_sizes import bytes_text
+from functree.tree.arrays import array_text
 
 UPDATE = "FUNCTREE_UPDATE_GOLDEN"
 """The environment variable that has golden files written."""
@@ -70,9 +72,13 @@ def golden_text(plan: Plan) -> str:
     """The text of a golden file: no columns, so that a change of one leaf is one of one line."""
     total = bytes_text(plan.bytes_per_device)
     lines = [f"mesh {plan.view}, {count(len(plan), 'array')}, {total} on each device", ""]
-    for line in fold(plan.rows):
-        axes = f'  "{line.axes}"' if line.axes else ""
-        lines.append(f"{line.title}  {line.array}{axes}  {line.spec}  {bytes_text(line.each)}")
+    for group in groups_of(plan.rows):
+        row = group.rows[0]
+        axes = f'  "{row.axes}"' if any(row.axes) else ""
+        spec = "-" if row.spec is None else spec_text(row.spec)
+        kind = f" {row.memory_kind}" if row.memory_kind else ""
+        size = bytes_text(group.per_device)
+        lines.append(f"{group.title}  {array_text(row)}{axes}  {spec}{kind}  {size}")
     # A plan with `check=False` may have problems. They are a part of the layout that is reviewed.
     for problem in plan.problems:
         lines.append(f"PROBLEM {problem.path or problem.what}: {problem.why}")

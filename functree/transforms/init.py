@@ -116,7 +116,7 @@ class Init(Function[_P, _T]):
             jax.ShapeDtypeStruct(row.shape, row.dtype, sharding=planned.sharding(row))
             for row in planned.rows
         ]
-        return output.skeleton.fresh(rows)
+        return output.skeleton.fill(rows)
 
     def __repr__(self) -> str:
         return f"<ft.init of {self._signature.name}>"

@@ -4,10 +4,10 @@ others."""
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from functree.errors import USERS_ERRORS, FunctreeTypeError, FunctreeValueError, Problem, error_text
+from functree.errors import FunctreeValueError, Problem
 from functree.tree.arrays import Tree
 from functree.tree.paths import Key, Keys, Path, plain_key
-from functree.tree.skeleton.kinds import ARRAY, FOUND, LEAVES, NONE, Kind, kind_of, one_level
+from functree.tree.skeleton.kinds import FOUND, LEAVES, NONE, Kind, kind_of, one_level
 
 
 def children(node: Tree) -> list[tuple[Key, Tree]] | None:
@@ -32,24 +32,6 @@ def rebuilt(node: Tree, values: Sequence[Tree]) -> Tree:
         return copy
     _, treedef = one_level(node)
     return treedef.unflatten(values)
-
-
-def emptied(node: Tree, values: Sequence[Tree], path: Path) -> Tree:
-    """A node with other children, some of them None; None for one that its class refuses to build
-    without any of them.
-
-    Raises:
-        FunctreeError: the class refuses a node with some of them.
-    """
-    try:
-        return rebuilt(node, values)
-    except USERS_ERRORS as error:
-        if all(value is None for value in values):
-            return None
-        why = f"cannot be built with None in the place of some of its arrays: {error_text(error)}"
-        remedy = "choose all arrays of the node, or none"
-        problem = Problem(path, None, type(node).__name__, why, remedy)
-        raise FunctreeTypeError("a node cannot be divided", [problem]) from error
 
 
 def nodes_at(tree: Tree, paths: Iterable[Path]) -> list[Tree]:
@@ -170,16 +152,7 @@ def leaves_of(
 _ROOT = Path()
 
 
-def _rebuilt(node: Tree, values: Sequence[Tree], path: Path) -> Tree:
-    return rebuilt(node, values)
-
-
-def mapped(
-    tree: Tree,
-    change: Callable[[Path, Tree], Tree],
-    path: Path = _ROOT,
-    build: Callable[[Tree, Sequence[Tree], Path], Tree] = _rebuilt,
-) -> Tree:
+def mapped(tree: Tree, change: Callable[[Path, Tree], Tree], path: Path = _ROOT) -> Tree:
     """A tree in which each node is what a function of path and node returns for it.
 
     Where the function returns `BELOW`, the children of the node are changed instead, and it is
@@ -191,71 +164,8 @@ def mapped(
     below = children(tree)
     if below is None:
         return tree
-    new = [mapped(child, change, path / key, build) for key, child in below]
-    return build(tree, new, path)
+    return rebuilt(tree, [mapped(child, change, path / key) for key, child in below])
 
 
 BELOW = object()
 """What a function returns to `mapped` for a node whose children are to be changed."""
-
-
-def blanked(tree: Tree) -> Tree:
-    """The same tree with None for every leaf."""
-    return mapped(tree, _blank, build=emptied)
-
-
-def _blank(path: Path, node: Tree) -> Tree:
-    return None if children(node) is None else BELOW
-
-
-class _Mark:
-    """A placeholder for one leaf. Leaves that are one object (None, small numbers, an array at two
-    paths) get two."""
-
-    def __repr__(self) -> str:
-        return "<leaf>"
-
-
-def marked(node: Tree) -> tuple[Tree, dict[int, Path]]:
-    """A copy of a tree with a mark for each leaf, and the path of each node of the copy by `id`.
-
-    A node whose class refuses marks is itself in the copy, with all that is in it. The paths are
-    valid as long as the copy is alive.
-    """
-    places: dict[int, Path] = {}
-    return _marked(Path(), node, places), places
-
-
-# Not by `mapped` and a walk over its result: the class of a node may be one that cannot flatten a
-# copy with marks in the place of its arrays.
-def _marked(path: Path, node: Tree, places: dict[int, Path]) -> Tree:
-    below = children(node)
-    if below is None:
-        copy = _Mark()
-    else:
-        marks = [_marked(path / key, child, places) for key, child in below]
-        try:
-            copy = rebuilt(node, marks)
-        except USERS_ERRORS:
-            copy = node
-    if type(copy) is tuple and not copy:
-        # Python has only one empty tuple, so two of them would have one id. Each empty list has its
-        # own.
-        copy = []
-    if copy is node:
-        places.update(identities(node, path))
-    places[id(copy)] = path
-    return copy
-
-
-def identities(node: Tree, path: Path) -> dict[int, Path]:
-    """The path of each array and node in a node by `id`, without those that are at several."""
-    found: dict[int, Path] = {}
-    several: set[int] = set()
-    for keys, one, kind in walk(node):
-        if kind in LEAVES and kind is not ARRAY:
-            continue  # there is only one None, and one 1
-        if id(one) in found:
-            several.add(id(one))
-        found[id(one)] = Path((*path, *keys))
-    return {key: one for key, one in found.items() if key not in several}

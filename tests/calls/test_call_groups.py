@@ -14,7 +14,6 @@ from functree.calls.call_groups import CallGroups
 from functree.tree.skeleton.code import Code
 from functree.tree.skeleton.skeleton import Skeleton
 from tests.lib.checks import raises
-from tests.lib.structures import STATIC_WITHOUT_HASH, Custom, Pair
 from tests.lib.trees import Leafy, x
 
 A = jnp.ones(2)
@@ -221,32 +220,3 @@ def test_another_thread_may_add_a_group_meanwhile():
     assert [groups.find(call).group.skeleton for call in calls] == [
         Skeleton.of(call) for call in calls
     ]
-
-
-def with_static(data: Any) -> dict[str, Any]:
-    """Calls with static data in a module, in a class of a user, and in a module without one of its
-    fields."""
-    partial = Pair(A, A, name=data)
-    object.__delattr__(partial, "second")
-    return {"module": Pair(A, A, data), "registered": Custom((A, A), data), "incomplete": partial}
-
-
-@pytest.mark.filterwarnings("ignore:A .* array is being set as static")
-@pytest.mark.parametrize("where", ["module", "registered", "incomplete"])
-@pytest.mark.parametrize("name", STATIC_WITHOUT_HASH)
-def test_static_data_without_a_hash_is_compared(name: str, where: str):
-    make, change = STATIC_WITHOUT_HASH[name]
-    groups = CallGroups()
-    first = groups.find([with_static(make())[where]]).group
-    data = make()
-    call = [with_static(data)[where]]
-    # More than once: later calls are recognized by generated code.
-    for _ in range(3):
-        assert groups.find(call).group is first
-        assert groups.find([with_static(make())[where]]).group is first
-    change(data)
-    other = groups.find(call).group
-    assert other is not first
-    for _ in range(3):
-        assert groups.find(call).group is other
-        assert groups.find([with_static(make())[where]]).group is first

@@ -32,8 +32,8 @@ MODES: dict[str, Any] = {
     "static": (lambda f: f({"n": 2, "x": X}), lambda f: f({"n": 3, "x": X}), [("tree.n", 2, 3)]),
     "static ": (
         lambda f: f(Linear(name=1)),
-        lambda f: f(Linear(name=True)),
-        [("tree.name", 1, True)],
+        lambda f: f(Linear(name=2)),
+        [("tree.name", 1, 2)],
     ),
     "shape": (lambda f: f([X]), lambda f: f([X[:2]]), [("tree.0", (4,), (2,))]),
     "dtype": (lambda f: f([X]), lambda f: f([jnp.arange(4)]), [("tree.0", "f32", "i32")]),

@@ -156,9 +156,9 @@ FORMS: dict[str, tuple[Callable[[], tuple[Any, ...]], Callable[..., Any], Any]] 
         lambda m: spread(Model(m.w, m.b, name="other")),
         [None, None],
     ),
-    "another type of static": (
+    "another static number": (
         lambda: (model(name=1),),
-        lambda m: spread(Model(m.w, m.b, name=True)),
+        lambda m: spread(Model(m.w, m.b, name=2)),
         [None, None],
     ),
     "any number": (

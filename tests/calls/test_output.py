@@ -6,7 +6,6 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
 import functree as ft
@@ -143,17 +142,3 @@ def _closures(x: Any) -> Any:
         return x
 
     return {"a": x, "b": [f], "c": (jnp.tanh, "text")}
-
-
-@pytest.mark.parametrize(
-    "make", [lambda: {1, 2}, lambda: np.array(["a", "b"]), lambda: Letters("ab")]
-)
-def test_static_values_that_can_be_changed_are_not_shared(make: Any):
-    f = ft.jit(lambda x: (x, [make()]))
-    results = [f(jnp.ones(2))[1][0] for _ in range(3)]
-    assert all(type(found) is type(make()) and sorted(found) == sorted(make()) for found in results)
-    assert len(set(map(id, results))) == 3 and len(f.compilations) == 1
-
-
-class Letters(list[str]):
-    """A leaf, for it is not registered with JAX."""

@@ -177,7 +177,7 @@ def test_arrays_on_several_meshes_are_told_apart() -> None:
         reasons['"other order"']
         == "as it is sharded now, on the mesh (data=4) of cpu:3, cpu:2, cpu:1, cpu:0"
     )
-    assert "arrays on other meshes: (model=2), (data=4)" in str(plan)
+    assert "on the mesh (model=2) of cpu:4, cpu:5" in str(plan)
     with raises(
         '"other axes"',
         "the plan has it on another mesh",

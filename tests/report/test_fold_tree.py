@@ -97,10 +97,10 @@ def test_a_large_tree_is_open_as_far_as_it_fits() -> None:
 
 def test_numbers_copies_and_pictures() -> None:
     one: Any = TreeLeaf(("a",), 8, "", number=3, picture="<svg></svg>", copies=6)
-    html = tree_html([one], "all", "leaf", most=16)
+    html = tree_html([one], "all", "leaf")
     assert "3 leaves" in html and 'class="leaf drawn"' in html
-    assert 'class="p0" style="width:12.5%" title="a: 2 B"' in html
-    assert 'class="p0 copied" style="width:37.5%" title="a, copies: 6 B"' in html
+    assert 'class="p0" style="width:25%" title="a: 2 B"' in html
+    assert 'class="p0 copied" style="width:75%" title="a, copies: 6 B"' in html
 
 
 def test_paths_are_no_markup() -> None:

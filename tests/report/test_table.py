@@ -7,7 +7,7 @@ from functree.report.table import (
     columns,
     lines_text,
     paragraphs,
-    row,
+    row_lines,
     width,
     wrapped,
 )
@@ -54,15 +54,17 @@ def test_a_cell_that_is_too_long_has_several_lines() -> None:
 
 def test_a_long_name_is_in_one_piece_above_its_row() -> None:
     name = "a_long_name.of_a_leaf"
-    assert row((name, "x"), (8, 2), "1 B", "") == [name, *columns(("", "x"), (8, 2), "1 B")]
-    assert row(("12345678", "x"), (8, 2), "1 B", "") == columns(("12345678", "x"), (8, 2), "1 B")
+    assert row_lines((name, "x"), (8, 2), "1 B", "") == [name, *columns(("", "x"), (8, 2), "1 B")]
+    assert row_lines(("12345678", "x"), (8, 2), "1 B", "") == columns(
+        ("12345678", "x"), (8, 2), "1 B"
+    )
     longer = "x" * (WIDTH + 1)
-    assert row((longer, ""), (8, 2), "", "")[:2] == ["x" * WIDTH, "x"]
+    assert row_lines((longer, ""), (8, 2), "", "")[:2] == ["x" * WIDTH, "x"]
 
 
 def test_details_are_below_their_row() -> None:
-    assert row(("w", "x"), (4, 2), "1 B", "why it is so")[1:] == ["    why it is so"]
-    lines = row(("w", "x"), (4, 2), "1 B", "word " * 40)
+    assert row_lines(("w", "x"), (4, 2), "1 B", "why it is so")[1:] == ["    why it is so"]
+    lines = row_lines(("w", "x"), (4, 2), "1 B", "word " * 40)
     assert len(lines) == 4 and all(line.startswith("    word") for line in lines[1:])
     assert max(map(width, lines)) <= WIDTH
 

@@ -19,7 +19,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
 
 import functree as ft
-from functree.labels.pack import pack
+from functree.surgery.pack import pack
 from functree.transforms.grad.grad import grad, value_and_grad
 from tests.lib.checks import raises
 from tests.lib.meshes import EXPLICIT, MESH

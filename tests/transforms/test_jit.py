@@ -104,7 +104,7 @@ def test_arrays_are_traced(kind: str, place: str):
     assert len(f.compilations) == 1
 
 
-# What is static: by type and value. Silent failure 28.
+# Static leaves: by type and value. Silent failure 28.
 
 ONES = (1, True, 1.0, 1 + 0j)
 HOLDERS = {
@@ -114,15 +114,7 @@ HOLDERS = {
     "in a named tuple": lambda value: Point(X, value),
     "in a module": lambda value: linear(scale=value),
     "in an ordered dict": lambda value: collections.OrderedDict(a=value),
-    "static field": lambda value: linear(name=value),
-    "tuple in a static field": lambda value: linear(name=((value,), frozenset([value]))),
-    "named tuple in a static field": lambda value: linear(name=Point(0, value)),
-    "dataclass in a static field": lambda value: linear(name=Config(3, (value,))),
-    "registered dataclass": lambda value: Registered(X, value),
-    "dict key": lambda value: {value: X},
-    "ordered dict key": lambda value: collections.OrderedDict([(value, X)]),
     "packed": lambda value: ft.pack(linear(scale=value)),
-    "packed static field": lambda value: ft.pack(linear(name=value)),
 }
 
 
@@ -142,9 +134,7 @@ def test_silent_failure_28_ones_of_three_types_are_three(holder: str):
 
 
 @NUMBERS
-@pytest.mark.parametrize(
-    "holder", [name for name in HOLDERS if "dict" not in name and "key" not in name]
-)
+@pytest.mark.parametrize("holder", HOLDERS)
 def test_the_body_sees_the_type_that_was_given(holder: str):
     seen: list[str] = []
     f = ft.jit(lambda tree: seen.append(repr(tree)))
@@ -195,24 +185,18 @@ def test_a_static_leaf_that_cannot_be_hashed():
 
 
 def test_static_data_without_a_hash():
-    """A program for each value, which is seen to change in place; results share none of it."""
-    f, traces = counted(lambda pair: Pair(pair.first * float(len(pair.name)), 0, pair.name))
+    """A program for each value. A change in place goes unseen, as in JAX."""
+    f, traces = counted(lambda pair: pair.first * float(len(pair.name)))
     names = ["a"]
-    results = [f(Pair(X, 0, names)), f(Pair(X, 0, ["a"])), f(Pair(X, 0, names))]
+    for data in (names, ["a"], names):
+        assert f(Pair(X, 0, data))[0] == X[0]
     assert len(traces) == 1
-    for result in results:
-        assert result.name == ["a"] and result.name is not names
-        result.name.append("changed")
-    assert f(Pair(X, 0, ["a"])).name == ["a"]
-    names.append("b")
-    assert f(Pair(X, 0, names)).first[0] == 2 * X[0] and len(traces) == 2
+    assert f(Pair(X, 0, ["a", "b"]))[0] == 2 * X[0] and len(traces) == 2
     (difference,) = f.compilations[-1].differences
-    assert (str(difference.path), difference.before, difference.now) == (
-        "pair.name",
-        ["a"],
-        ["a", "b"],
-    )
-    assert f(Pair(X, 0, ["a"])).first[0] == X[0] and len(traces) == 2
+    path = str(difference.path)
+    assert (path, difference.before, difference.now) == ("pair.name", ["a"], ["a", "b"])
+    names.append("b")
+    assert f(Pair(X, 0, names))[0] == X[0] and len(traces) == 2
 
 
 def test_a_converted_closure_is_an_argument():

@@ -15,12 +15,9 @@ from hypothesis import strategies as st
 import functree as ft
 from functree.tree.nodes import (
     BELOW,
-    blanked,
     children,
-    identities,
     leaves_of,
     mapped,
-    marked,
     nodes_at,
     outermost,
     rebuilt,
@@ -59,20 +56,6 @@ def test_each_node_is_found_by_its_path(tree: Any) -> None:
     assert all(one is other for one, other in zip(nodes_at(tree, paths), expected, strict=True))
 
 
-@given(TREES)
-def test_blanked_has_no_leaves_and_the_same_nodes(tree: Any) -> None:
-    blank = blanked(tree)
-    assert jax.tree.leaves(blank) == []
-    assert jax.tree.structure(blank, is_leaf=is_none) == jax.tree.structure(tree, is_leaf=is_none)
-
-
-@given(TREES)
-def test_marks_tell_all_nodes_apart(tree: Any) -> None:
-    copy, places = marked(tree)
-    assert sorted(places.values(), key=str) == sorted((path for path, _ in nodes(tree)), key=str)
-    assert places[id(copy)] == Path()
-
-
 CASES: dict[str, tuple[Any, list[Any]]] = {
     "list": ([1, None], [0, 1]),
     "tuple": ((1, 2), [0, 1]),
@@ -101,7 +84,7 @@ def test_keys(case: str) -> None:
     "leaf", [None, 1, "text", np.ones(2), abs], ids=["None", "int", "str", "array", "function"]
 )
 def test_leaves_have_no_children(leaf: Any) -> None:
-    assert children(leaf) is None and blanked(leaf) is None
+    assert children(leaf) is None
 
 
 def test_what_is_no_child_is_kept() -> None:
@@ -222,11 +205,3 @@ def test_paths_in_the_model_of_what_is_packed_or_state() -> None:
         ("state", "norm", "mean"),
         ("x", 0),
     ]
-
-
-def test_identities_are_of_arrays_and_nodes_that_are_at_one_place():
-    shared, own, pair = np.zeros(2), np.ones(3), Pair(np.zeros(1), 7)
-    tree = {"a": shared, "b": [shared, None, 1, own], "c": pair}
-    found = {str(path) for path in identities(tree, Path(("root",))).values()}
-    # Neither None and 1, of which there is one object each, nor the array that is at two places.
-    assert found == {"root", "root.b", "root.b.3", "root.c", "root.c.left"}

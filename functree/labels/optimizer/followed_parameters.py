@@ -8,21 +8,15 @@ A trace takes long, and most parameters of a large model are alike. So the secon
 parameter of each kind where the optimizer allows it.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import jax
 
 from functree.errors import (
-    USERS_ERRORS,
     FunctreeError,
     FunctreeTypeError,
-    FunctreeValueError,
-    Problem,
-    count,
-    error_text,
 )
 from functree.labels.leaf import FollowedLeaf, Leaf
 from functree.labels.leaves import Leaves, arrays_by_path, read
@@ -68,16 +62,13 @@ class TrainedModel(NamedTuple):
         """
         return self.skeleton.spread(self.each(value))
 
-    def with_shapes(self, shape: Callable[[Leaf], Shape]) -> tuple[Any, Sequence[Problem]]:
-        """The same with abstract parameters of other shapes.
-
-        A node whose class refuses them is a dict, and is listed in the problems.
-        """
+    def with_shapes(self, shape: Callable[[Leaf], Shape]) -> Any:
+        """The same with abstract parameters of other shapes."""
 
         def abstract(leaf: Leaf) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct(shape(leaf), leaf.value.dtype)
 
-        return self.skeleton.spread_plain(self.each(abstract))
+        return self.tree(abstract)
 
     def each(self, value: Callable[[Leaf], T]) -> tuple[T | None, ...]:
         """A value for each parameter, and None for the other arrays of the model."""
@@ -106,36 +97,13 @@ def abstract_state(tx: Optimizer, trained: TrainedModel) -> Leaves:
     """The leaves of `tx.init(parameters)`, abstract.
 
     Raises:
-        FunctreeError: `tx` is not an optimizer; or as `naming_refusals`.
+        FunctreeError: `tx` is not an optimizer.
     """
     check_optimizer(tx)
     params = trained.tree(lambda leaf: leaf.value)
-    with naming_refusals(trained):
-        leaves, arrays = read_abstract(lambda params: _read(tx.init(params)), params)
+    leaves, arrays = read_abstract(lambda params: _read(tx.init(params)), params)
     abstract = map(_with_value, leaves.leaves, arrays)
     return replace(leaves, leaves=tuple(abstract))
-
-
-@contextmanager
-def naming_refusals(trained: TrainedModel) -> Iterator[None]:
-    """Raise FunctreeError if `tx.init`, which is called in the context, raises something and the
-    model has nodes that cannot be built with other values: the optimizer may have tried to."""
-    try:
-        yield
-    except FunctreeError:
-        raise
-    except USERS_ERRORS as error:
-        shapes = other_shapes(trained.parameters, dict.fromkeys(trained.parameters, 1))
-        _, problems = trained.with_shapes(lambda leaf: shapes[leaf.path])
-        if not problems:
-            _, problems = trained.skeleton.spread_plain(trained.each(lambda leaf: object()))
-        if not problems:
-            raise
-        headline = (
-            f"`tx.init` raised {error_text(error)}; an optimizer may build the nodes of a model "
-            f"with other values, and {count(len(problems), 'node')} cannot be built with them"
-        )
-        raise FunctreeValueError(headline, problems) from error
 
 
 def _read(state: Any) -> tuple[Leaves, list[AnyArray]]:
@@ -274,8 +242,8 @@ class _Tracer:
             FunctreeError: `tx.init` raises one.
         """
         shapes = other_shapes(self.parameters, steps)
-        params, refused = self.trained.with_shapes(lambda leaf: shapes[leaf.path])
         try:
+            params = self.trained.with_shapes(lambda leaf: shapes[leaf.path])
             return shapes, _abstract(self.tx, params)
         except FunctreeError:
             # Many of these are ValueErrors too, but they are about a mistake, and not about sizes
@@ -283,12 +251,7 @@ class _Tracer:
             raise
         except (TypeError, ValueError):
             # An `init` that computes with two parameters, such as their product, needs sizes that
-            # fit together.
-            return shapes, {}
-        except _REFUSED:
-            # It may ask a node for what the dict in its place does not have.
-            if not refused:
-                raise
+            # fit together; so does the class of a node that checks what it is built with.
             return shapes, {}
 
     def jumped(self, other: StateArrays) -> set[Path]:

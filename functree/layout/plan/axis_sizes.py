@@ -10,6 +10,7 @@ AxisSizes = Mapping[str, Mapping[int, tuple[Path, ...]]]
 """For each axis its sizes, and for each of these the paths of the arrays that have it."""
 
 
+HEADLINE = "axes with several sizes in one module (are their names transposed?):"
 MOST = 8  # lines of a text; a network of many convolutions may have very many
 
 
@@ -28,7 +29,8 @@ def axis_sizes(rows: Iterable[Row]) -> AxisSizes:
 
 
 def several_sizes(rows: Iterable[Row]) -> list[str]:
-    """A line for each axis with several sizes in one module: `hidden: 32 in up, 8 in down`.
+    """A line for each axis with several sizes in one module, below a headline: `hidden: 32 in up, 8
+    in down`.
 
     That is what an annotation looks like whose names are transposed. A mesh axis may divide both
     sizes, so nothing else shows it.
@@ -54,7 +56,7 @@ def several_sizes(rows: Iterable[Row]) -> list[str]:
     texts = list(lines.values())
     if len(texts) > MOST:
         texts[MOST:] = [f"and {len(texts) - MOST} more, all in `.axis_sizes`"]
-    return texts
+    return [HEADLINE, *texts] if texts else []
 
 
 def _modules(path: Path) -> Sequence[Path]:

@@ -12,9 +12,9 @@ import jax
 
 from functree.errors import count
 from functree.labels.leaves import read
-from functree.layout.plan.cut import cut_text
 from functree.layout.plan.make_plan import plan
 from functree.layout.plan.plan import Plan
+from functree.layout.plan.row import array_of
 from functree.report.byte_sizes import bytes_text
 from functree.tree.arrays import Tree, array_text, is_array
 from functree.tree.nodes import children
@@ -74,7 +74,7 @@ def treescope_html(treescope: Any, tree: Tree, shown: Plan) -> str:
     texts: dict[int, str] = {}
     for leaf, row in zip(read(tree).leaves, shown.rows, strict=True):
         names = f" {row.axes}" if any(row.axes) else ""
-        texts[id(leaf.value)] = f"{cut_text(row)}{names}"
+        texts[id(leaf.value)] = f"{array_of(row)}{names}"
     parts = treescope.rendering_parts
 
     def with_axes(node: object, path: str | None, node_renderer: Any) -> Any:

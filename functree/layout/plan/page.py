@@ -6,12 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from functree.devices.meshes import MeshView
-from functree.devices.specs import mesh_axes, named_axes, of_rank
-from functree.layout.plan.cut import cut_text
-from functree.layout.plan.fold import Line
-from functree.layout.plan.lines import lines_of
-from functree.layout.plan.replicated import saved_by_sharding
-from functree.layout.plan.row import Row
+from functree.layout.plan.row import Row, axes_of, beside_array, saved_by_sharding
+from functree.layout.plan.text import Group, table_groups
 from functree.report.byte_sizes import bytes_text
 from functree.report.cut_picture import Pictures, device_colour
 from functree.report.fold_tree import TreeLeaf, tree_html
@@ -105,55 +101,45 @@ class PlanPage(NamedTuple):
 
     def arrays(self, at_most: int | None = None) -> str:
         """The tree of arrays; of many, only the largest."""
-        lines = lines_of(self.rows)
+        groups = table_groups(self.rows)
         left_out = ""
-        if at_most is not None and len(lines) > at_most:
-            left_out = f"and {len(lines) - at_most:,} smaller ones, which `plan.html()` has"
-            largest = sorted(lines, key=lambda line: line.each, reverse=True)[:at_most]
-            kept = set(map(id, largest))
-            lines = [line for line in lines if id(line) in kept]
+        if at_most is not None and len(groups) > at_most:
+            left_out = f"and {len(groups) - at_most:,} smaller ones, which `plan.html()` has"
+            least = sorted(group.per_device for group in groups)[-at_most]
+            groups = [group for group in groups if group.per_device >= least][:at_most]
         # Several plans may be in one notebook, so the names of the pictures are told apart.
         prefix = f"cut{zlib.crc32(repr(self.rows[:MOST_LINES]).encode()):x}-"
         pictures = Pictures(self.sizes, prefix)
-        leaves = [self._leaf(line, pictures) for line in lines]
-        # Moments, which are many arrays in one line, have the bar of full length.
-        most = max((line.each for line in lines if line.spec), default=0)
-        tree = tree_html(leaves, "all arrays", "array", most=most)
+        tree = tree_html([self._leaf(group, pictures) for group in groups], "all arrays", "array")
         notes = notes_html([], [left_out] if left_out else [])
         return section_html("Arrays", pictures.definitions(), tree, notes)
 
-    def _leaf(self, line: Line, pictures: Pictures) -> TreeLeaf:
-        row = line.rows[0]
-        content = self._cut(line)
-        if line.axes:
-            content += f' <span class="muted">{html.escape(line.axes)}</span>'
-        if len(line.rows) > 1:
-            content += f' <span class="muted">×{len(line.rows)}</span>'
-        content += self._moved(line.rows)
-        if line.reason:
-            content += f'<div class="why">{html.escape(line.reason)}</div>'
-        picture = pictures.unknown(row.shape)
-        if row.spec is not None and row.mesh is None:
-            picture = pictures.of(row.shape, _cuts(row))
-        # Moments are as many arrays, of which a picture would show the first.
-        if not line.spec:
-            picture = ""
-        copies = sum(map(saved_by_sharding, line.rows))
-        return TreeLeaf(line.parts, line.each, content, len(line.rows), picture, copies)
+    def _leaf(self, group: Group, pictures: Pictures) -> TreeLeaf:
+        row, number = group.rows[0], len(group.rows)
+        content = code(group.array) if group.follow else self._array(row)
+        if any(row.axes) and not group.follow:
+            content += f' <span class="muted">{html.escape(str(row.axes))}</span>'
+        if number > 1:
+            content += f' <span class="muted">×{number}</span>'
+        content += self._moved(group.rows)
+        if row.reason and not group.follow:
+            content += f'<div class="why">{html.escape(row.reason)}</div>'
+        picture = "" if group.follow else pictures.unknown(row.shape)
+        if row.spec is not None and row.mesh is None and not group.follow:
+            picture = pictures.of(row.shape, axes_of(row))
+        copies = sum(map(saved_by_sharding, group.rows))
+        return TreeLeaf(group.parts, group.per_device, content, number, picture, copies)
 
-    def _cut(self, line: Line) -> str:
-        """The array with the mesh axes that cut it, in their colours."""
-        row = line.rows[0]
-        if not line.spec or row.spec is None or not named_axes(row.spec):
-            return code(line.cut)
+    def _array(self, row: Row) -> str:
+        """The array with the mesh axes that divide it, in their colours."""
         sizes: list[str] = []
-        for size, axes in zip(row.shape, _cuts(row), strict=True):
+        for size, axes in zip(row.shape, axes_of(row), strict=True):
             text = str(size)
             for axis in axes:
                 text += f"/{mesh_axes_html([axis], self.sizes)}"
             sizes.append(text)
-        kind = html.escape(cut_text(row).rpartition("]")[2])
-        return f"<code>{dtype_text(row.dtype)}[{', '.join(sizes)}]{kind}</code>"
+        beside = html.escape(beside_array(row))
+        return f"<code>{dtype_text(row.dtype)}[{', '.join(sizes)}]{beside}</code>"
 
     def _moved(self, rows: Sequence[Row]) -> str:
         total = sum(self.moved.get(row.path, 0) for row in rows)
@@ -164,14 +150,6 @@ class PlanPage(NamedTuple):
 
 def _each(rows: Sequence[Row]) -> int:
     return sum(row.bytes_per_device for row in rows)
-
-
-def _cuts(row: Row) -> list[tuple[str, ...]]:
-    """For each dimension of an array that has a spec, the mesh axes that cut it."""
-    if row.spec is None:
-        return [()] * len(row.shape)
-    entries = of_rank(row.spec, len(row.shape)).partitions
-    return [mesh_axes(one) for one in entries[: len(row.shape)]]
 
 
 MOST_PARTS = 6

@@ -6,15 +6,13 @@ from typing import Any
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from functree.argument_checks import Takes, check, shown
-from functree.devices.meshes import MeshView, mesh_view
+from functree.devices.meshes import MeshView
 from functree.errors import (
     FunctreeTypeError,
     Problem,
     ShardingError,
     count,
     did_you_mean,
-    listed,
-    nearest,
     problem_groups,
 )
 from functree.labels.leaf import Leaf
@@ -24,9 +22,8 @@ from functree.layout.plan.axis_sizes import AxisSizes, axis_sizes, several_sizes
 from functree.layout.plan.codec import PlanParts, plan_json, read_plan
 from functree.layout.plan.diff import plan_diff
 from functree.layout.plan.page import PlanPage
-from functree.layout.plan.replicated import replicated
 from functree.layout.plan.row import Row, rows_by_path
-from functree.layout.plan.text import plan_text
+from functree.layout.plan.text import plan_text, replicated
 from functree.layout.validation import refuse
 from functree.report.byte_sizes import bytes_text
 from functree.report.diff import Diff
@@ -224,7 +221,6 @@ class Plan(Value, Layout):
         """The plan as text: a line for each array, in which equal layers are one line.
 
         The sizes of an array have the mesh axes that divide them: `f32[32000/model, 512/data]`.
-        The moments of an optimizer that are sharded as their parameters are one line.
 
         Args:
             sort: `"bytes"` for the largest first; None for the order of the tree, as `str(plan)`.
@@ -244,11 +240,11 @@ class Plan(Value, Layout):
         """
         check("a plan cannot be sorted so", sort=(sort, _SORT))
         notes = [*self._notes(), *self._problem_texts()]
-        return plan_text(self.rows, notes, self._warnings(), by_bytes=sort == "bytes")
+        return plan_text(self.rows, notes, by_bytes=sort == "bytes")
 
     def summary(self) -> str:
         """The lines below the table: the bytes of the whole tree, what is replicated and what that
-        costs, and rules that no leaf needed."""
+        costs, and what of the layout was not needed."""
         return "\n".join(self._notes())
 
     def __repr__(self) -> str:
@@ -306,53 +302,20 @@ class Plan(Value, Layout):
             moved: the bytes that a program moves for each array, by path.
         """
         # Without the first line, which the figures at the head say.
-        notes = [*self._warnings(), *self._notes()[1:]]
-        return PlanPage(self.rows, self.sizes, self._problem_texts(), notes, moved or {})
-
-    def _warnings(self) -> list[str]:
-        """The lines above the table: names that name nothing, if there are leaves that they may be
-        meant for."""
-        unnamed = [row for row in self.rows if row.shape and not any(row.axes)]
-        if not self.unused_names or not unnamed:
-            return []
-        paths = listed([f"`{row.path}`" for row in unnamed])
-        why = f"{self._unused_names()}: named no leaf, and these have no axis names: {paths}"
-        return [f"WARNING {why}"]
-
-    def _unused_names(self) -> str:
-        """The classes in `names=` that have named no leaf, in messages."""
-        return ", ".join(map("names= of {}".format, self.unused_names))
+        return PlanPage(
+            self.rows, self.sizes, self._problem_texts(), self._notes()[1:], moved or {}
+        )
 
     def _notes(self) -> list[str]:
         """The lines below the table."""
         total, each = bytes_text(self.total_bytes), bytes_text(self.bytes_per_device)
         arrays = count(len(self.rows), "array")
         notes = [f"mesh {self.view}: {arrays}, {total} in all, {each} on each device"]
-        others: dict[str, None] = {}
-        for row in self.rows:
-            if row.mesh is not None:
-                others[str(mesh_view(row.mesh))] = None
-        if others:
-            notes.append(f"arrays on other meshes: {', '.join(others)}")
         notes += replicated(self.rows, self.sizes)
-        if self.unused:
-            notes.append(f"rules that no leaf needed: {', '.join(map(self._unused, self.unused))}")
-        if self.unused_names and not self._warnings():
-            notes.append(f"{self._unused_names()}: named no leaf")
-        several = several_sizes(self.rows)
-        if several:
-            notes += [
-                "axes with several sizes in one module (are their names transposed?):",
-                *several,
-            ]
-        return notes
-
-    def _unused(self, name: str) -> str:
-        """The name of a rule that no leaf needed, and the axis that may be meant."""
-        used = {str(axis) for row in self.rows for axis in row.axes or ()}
-        # A rule may be there for activations, so only what looks like a slip is told.
-        near = nearest(name, used, 1, cutoff=0.85)
-        return f"{name} (is `{near[0]}` meant?)" if near else name
+        unused = [*self.unused, *map("names= of {}".format, self.unused_names)]
+        if unused:
+            notes.append(f"no leaf needed: {', '.join(unused)}")
+        return notes + several_sizes(self.rows)
 
     def _problem_texts(self) -> list[str]:
         """One line for each problem, and for all leaves that have it."""

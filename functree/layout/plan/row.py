@@ -1,10 +1,12 @@
-"""`Row`: what a plan says about one array."""
+"""`Row`: what a plan says about one array; and its array as text."""
 
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
+from functree.devices.specs import mesh_axes, of_rank, spec_text
+from functree.tree.arrays import dtype_text
 from functree.tree.axes import Axes
 from functree.tree.paths import Path
 
@@ -55,3 +57,40 @@ class Row(NamedTuple):
 def rows_by_path(rows: Iterable[Row]) -> dict[Path, Row]:
     """Rows by the paths of their arrays."""
     return {row.path: row for row in rows}
+
+
+def saved_by_sharding(row: Row) -> int:
+    """The bytes that one device would not have if each byte of an array were on one device."""
+    return row.bytes_per_device - row.bytes_per_device // max(row.copies, 1)
+
+
+def array_of(row: Row) -> str:
+    """The array of a row, each size with the mesh axes that divide it: `f32[32000/model, 512]`.
+
+    The outermost of several mesh axes comes first: `64/data/model`.
+    """
+    sizes = list(map(str, row.shape))
+    for dim, axes in enumerate(axes_of(row)):
+        for axis in axes:
+            sizes[dim] += f"/{axis}"
+    return f"{dtype_text(row.dtype)}[{', '.join(sizes)}]{beside_array(row)}"
+
+
+def axes_of(row: Row) -> list[tuple[str, ...]]:
+    """For each dimension of an array, the mesh axes that divide it."""
+    spec = PartitionSpec() if row.spec is None else row.spec
+    # A plan with problems may have a spec with more entries than the array has dimensions.
+    entries = of_rank(spec, len(row.shape)).partitions
+    return [mesh_axes(entry) for entry in entries[: len(row.shape)]]
+
+
+def beside_array(row: Row) -> str:
+    """What the sizes of an array do not say: that it has no spec, or is in host memory."""
+    text = ""
+    if row.spec is None:
+        text += " no spec"
+    elif row.spec.unreduced or row.spec.reduced:
+        text += f" {spec_text(row.spec)}"
+    if row.memory_kind is not None:
+        text += f" {row.memory_kind}"
+    return text

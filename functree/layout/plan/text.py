@@ -1,70 +1,176 @@
-"""The rows of a plan ─► a table as text."""
+"""The rows of a plan ─► a table as text, in which equal layers are one line."""
 
-from collections.abc import Sequence
+import math
+from collections.abc import Hashable, Mapping, Sequence
+from typing import NamedTuple
 
-from functree.layout.plan.fold import Line
-from functree.layout.plan.lines import lines_of, subtrees
-from functree.layout.plan.row import Row
+from functree.devices.specs import named_axes
+from functree.errors import count
+from functree.layout.plan.row import Row, array_of, rows_by_path, saved_by_sharding
 from functree.report.byte_sizes import bytes_text
-from functree.report.table import columns, lines_text, numbered, paragraphs, row
+from functree.report.path_groups import common_parts, common_path, grouped, pattern_of
+from functree.report.table import columns, lines_text, numbered, paragraphs, row_lines
+from functree.tree.arrays import dtype_text
+from functree.tree.paths import Path, part_text
 
 COLUMNS = (38, 42, 3)  # of path, array and the number of the reason
-SMALL = 6
-"""Tables with so many lines need no sums of their subtrees."""
+
+
+class Group(NamedTuple):
+    """Rows in one line of a table: they differ only in the indices of their paths, or are what an
+    optimizer keeps for each parameter, sharded as that.
+
+    Attributes:
+        rows: the rows.
+        parts: the text of each key of their paths: `blocks`, `{0-3}`, `w`.
+        follow: whether they follow parameters.
+    """
+
+    rows: Sequence[Row]
+    parts: tuple[str, ...]
+    follow: bool = False
+
+    @property
+    def title(self) -> str:
+        """The path, and the number of rows if there are several."""
+        path = ".".join(self.parts) or "(the array)"
+        return f"{path} ×{len(self.rows)}" if len(self.rows) > 1 else path
+
+    @property
+    def array(self) -> str:
+        """The array of each row."""
+        if self.follow:
+            return f"as the parameters, in {dtype_text(self.rows[0].dtype)}"
+        return array_of(self.rows[0])
+
+    @property
+    def why(self) -> str:
+        """The axes and the reason, which all rows share; empty for those that follow parameters."""
+        if self.follow:
+            return ""
+        first, reason = self.rows[0], self.rows[0].reason
+        if first.follows is not None:
+            reason = reason.replace(
+                str(first.follows), common_path([row.follows for row in self.rows if row.follows])
+            )
+        axes = str(first.axes) if any(first.axes) else ""
+        return ": ".join(filter(None, (axes, reason)))
+
+    @property
+    def per_device(self) -> int:
+        """The bytes of all rows on one device."""
+        return sum(row.bytes_per_device for row in self.rows)
+
+
+def groups_of(rows: Sequence[Row]) -> list[Group]:
+    """The rows in groups that differ only in the indices of their paths, in their order."""
+    groups: list[Group] = []
+    for alike in grouped(rows, _but_for_indices):
+        # `a.{0-1}.{0-1}` is for four rows. It would be wrong for three of them.
+        different = map(set, zip(*[row.path for row in alike], strict=True))
+        is_grid = math.prod(map(len, different)) == len(alike)
+        for own in [alike] if is_grid else [[row] for row in alike]:
+            groups.append(Group(own, tuple(common_parts([row.path for row in own]))))
+    return groups
+
+
+def table_groups(rows: Sequence[Row]) -> list[Group]:
+    """The same, but the moments of an optimizer are one group."""
+    by_path = rows_by_path(rows)
+    others: list[Row] = []
+    followers: dict[tuple[Path, str], list[Row]] = {}
+    for row in rows:
+        root = _above_parameter(row, by_path)
+        if root is None:
+            others.append(row)
+        else:
+            followers.setdefault((root, str(row.dtype)), []).append(row)
+    groups = groups_of(others)
+    for (root, _), alike in followers.items():
+        groups.append(Group(alike, (*map(part_text, root), "**"), follow=True))
+    order = {row.path: i for i, row in enumerate(rows)}
+    return sorted(groups, key=lambda group: order[group.rows[0].path])
+
+
+def _above_parameter(row: Row, by_path: Mapping[Path, Row]) -> Path | None:
+    """The path above that of the parameter in the path of an array that is sharded as this; None
+    for other arrays: `opt_state.0.mu` for `opt_state.0.mu.w`."""
+    parameter = None if row.follows is None else by_path.get(row.follows)
+    if parameter is None or _sharded(row) != _sharded(parameter):
+        return None
+    below = 0
+    for key, other in zip(reversed(row.path), reversed(parameter.path), strict=False):
+        if key != other:
+            break
+        below += 1
+    return Path(row.path[: len(row.path) - below]) if below else None
+
+
+def _sharded(row: Row) -> Hashable:
+    return row.shape, row.spec, row.memory_kind, row.copies
+
+
+def _but_for_indices(row: Row) -> Hashable:
+    array = row.shape, str(row.dtype), row.axes
+    why = row.reason if row.follows is None else pattern_of(row.follows)
+    return pattern_of(row.path), array, row.spec, why, row.memory_kind, row.copies
 
 
 def plan_text(
-    rows: Sequence[Row],
-    notes: Sequence[str],
-    warnings: Sequence[str] = (),
-    column: str = "per device",
-    by_bytes: bool = False,
+    rows: Sequence[Row], notes: Sequence[str], column: str = "per device", by_bytes: bool = False
 ) -> str:
     """The table, at most 100 columns wide, with the reasons below it.
 
     Args:
         rows: one for each array.
         notes: the lines below the table.
-        warnings: the lines above it.
         column: the title of the last column, the bytes of each line.
         by_bytes: whether the largest line is first.
     """
-    lines = paragraphs(warnings)
-    if warnings:
-        lines.append("")
-    shown = lines_of(rows, by_bytes)
-    reasons = _numbers(shown)
-    title = "why" if reasons else ""
-    lines += columns(("path", "array", title), COLUMNS, column)
-    for line in shown:
-        number = str(reasons.get(line.told, ""))
-        lines += row((line.title, line.cut, number), COLUMNS, bytes_text(line.each), "")
+    groups = table_groups(rows)
+    if by_bytes:
+        groups.sort(key=lambda group: group.per_device, reverse=True)
+    # A number for each reason, in the order in which they come first.
+    reasons: dict[str, int] = {}
+    for group in groups:
+        if group.why:
+            reasons.setdefault(group.why, len(reasons) + 1)
+    lines = columns(("path", "array", "why" if reasons else ""), COLUMNS, column)
+    for group in groups:
+        number = str(reasons.get(group.why, ""))
+        cells = (group.title, group.array, number)
+        lines += row_lines(cells, COLUMNS, bytes_text(group.per_device), "")
+    if reasons:
+        lines += ["", "why"]
     for text, number in reasons.items():
-        if number == 1:
-            lines += ["", "why"]
         lines += numbered(number, text)
-    if len(shown) > SMALL:
-        lines += _subtrees(shown, by_bytes)
     return lines_text([*lines, "", *paragraphs(notes)])
 
 
-def _numbers(lines: Sequence[Line]) -> dict[str, int]:
-    """A number for each reason, in the order in which they come first."""
-    found: dict[str, int] = {}
-    for line in lines:
-        if line.told:
-            found.setdefault(line.told, len(found) + 1)
-    return found
+def replicated(rows: Sequence[Row], sizes: Mapping[str, int]) -> list[str]:
+    """A line for each combination of mesh axes over which arrays are replicated, and its cost.
 
+    Single numbers are left out, since they cannot be sharded.
 
-def _subtrees(lines: Sequence[Line], by_bytes: bool) -> list[str]:
-    found = subtrees(lines)
-    if by_bytes:
-        found.sort(key=lambda one: one.bytes, reverse=True)
-    total = sum(line.each for line in lines)
-    texts: list[str] = []
-    for one in found:
-        share = f"{round(100 * one.bytes / max(total, 1))} %"
-        cells = (one.path, f"{one.arrays} arrays", share)
-        texts += row(cells, (38, 38, 7), bytes_text(one.bytes), "")
-    return ["", "in all", *texts] if texts else []
+    Args:
+        rows: the rows of a plan.
+        sizes: the sizes of its mesh axes.
+    """
+    found: dict[tuple[str, ...], list[Row]] = {}
+    for row in rows:
+        if row.spec is None or row.mesh is not None or not row.shape:
+            continue
+        used = named_axes(row.spec)
+        axes = tuple(axis for axis, size in sizes.items() if size > 1 and axis not in used)
+        if axes:
+            found.setdefault(axes, []).append(row)
+    texts: dict[str, int] = {}
+    for axes, alike in found.items():
+        saved = sum(map(saved_by_sharding, alike))
+        size = bytes_text(sum(row.bytes_per_device for row in alike))
+        largest = max(groups_of(alike), key=lambda group: group.rows[0].bytes_per_device)
+        text = f"replicated over {', '.join(axes)}: {count(len(alike), 'array')}, {size} per device"
+        text += f"; sharding would save {bytes_text(saved)} (largest: {largest.title})"
+        texts[text] = saved
+    # What costs most is first.
+    return sorted(texts, key=lambda text: texts[text], reverse=True)

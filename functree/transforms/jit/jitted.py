@@ -27,11 +27,11 @@ from functree.devices.deleted import is_deleted, refuse_deleted
 from functree.devices.meshes import NO_MESH, current_mesh, tracing
 from functree.devices.placement import first_mesh, is_concrete, with_devices_of
 from functree.errors import RuleError, ShardingError
-from functree.labels.pack import Packed, pack
 from functree.layout.layout import Layout, LayoutTree
 from functree.layout.prefix import copied
 from functree.layout.state_sharding import has_filters
 from functree.placing.ambient import Surroundings, ambient_rules
+from functree.surgery.pack import Packed, pack
 from functree.transforms.jit.arguments import (
     check_rules,
     find_targets,

@@ -13,8 +13,7 @@ from typing import Any
 
 from functree.tree.arrays import AnyArray, Tree
 from functree.tree.paths import Key
-from functree.tree.skeleton.own_copy import own_copy
-from functree.tree.skeleton.static_value import StaticValue
+from functree.tree.skeleton.static_value import StaticValue, equal
 
 _NUMBERS = itertools.count()
 
@@ -124,15 +123,22 @@ class TakeCode(Code):
         which has a hash."""
         self.lines.append(f"if {condition}: return {next(self._names)}, {found}")
 
+    def leaf(self, value: object, at: str) -> None:
+        """Refuse trees in which the expression `at` is another leaf; not for arrays."""
+        differs = self.value(StaticValue(value).differs)
+        self._refuse_others(value, at, f"{differs}({{found}})")
+
     def static(self, value: object, at: str) -> None:
-        """Refuse trees in which the expression `at` has another value."""
-        found = self.assign(at)
-        # What was changed in place has to differ from what it was, so a copy is compared.
-        value = own_copy(value)
+        """Refuse trees in which the expression `at` has other static data of a node."""
+        self._refuse_others(value, at, f"not {self.value(equal)}({{known}}, {{found}})")
+
+    def _refuse_others(self, value: object, at: str, differs: str) -> None:
+        """Refuse trees in which the expression `at` has another value, as the expression `differs`
+        of both tells."""
+        known, found = self.value(value), self.assign(at)
         # Most static values are the same object in every tree, and `is` takes no call.
-        another = f"{found} is not {self.value(value)}"
-        differs = f"{self.value(StaticValue(value).differs)}({found})"
-        self.refuse_if(f"{another} and {differs}", f"{self.value(refused)}({found})")
+        differs = f"{found} is not {known} and {differs.format(known=known, found=found)}"
+        self.refuse_if(differs, f"{self.value(StaticValue)}({found})")
 
     def type_of(self, sample: Tree, node: str) -> None:
         """Refuse trees in which a node has another class."""
@@ -164,11 +170,6 @@ class TakeCode(Code):
             f"    return {next(self._names)}, {found}",
         ]
         return self.function(f"take({self.root})", what)
-
-
-def refused(value: object) -> Hashable:
-    """A value that a tree has in the place of another one, for a `Refusal`."""
-    return StaticValue(own_copy(value))
 
 
 def _keys(dicts: Iterable[str], found: Mapping[str, Iterable[Key]]) -> Hashable:

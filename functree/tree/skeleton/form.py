@@ -10,6 +10,7 @@ returns.
 import weakref
 from collections.abc import Callable, Sequence
 
+from functree.errors import FunctreeTypeError
 from functree.tree.arrays import AnyArray, Tree, is_array
 from functree.tree.skeleton.code import BuildCode, Refusal, TakeCode
 from functree.tree.skeleton.kinds import LEAVES, kind_of
@@ -49,7 +50,11 @@ class Form:
 
     def fits(self, tree: Tree) -> bool:
         """Whether a tree has this form."""
-        arrays = self.take(tree)
+        try:
+            arrays = self.take(tree)
+        except FunctreeTypeError:
+            # Its static data cannot be compared with that of another function's trees.
+            return False
         return type(arrays) is list and all(map(is_array, arrays))
 
 

@@ -23,7 +23,6 @@ from functree.tree.arrays import Tree, TreeDef, is_array
 from functree.tree.interfaces import PackedTree, StateMapping
 from functree.tree.paths import Key, Keys, plain_key
 from functree.tree.skeleton.code import BuildCode, Code, TakeCode
-from functree.tree.skeleton.own_copy import own_copy
 
 T = TypeVar("T")
 
@@ -93,19 +92,10 @@ class StaticKind(Kind):
         return (((), node),)
 
     def take(self, code: TakeCode, sample: Tree, at: str) -> None:
-        code.static(sample, at)
+        code.leaf(sample, at)
 
     def build(self, code: BuildCode, sample: Tree) -> str:
-        return _own_copy(code, sample)
-
-
-def _own_copy(code: BuildCode, static: object) -> str:
-    """The expression of a static value, which is another object in each tree if it can be changed
-    in place."""
-    kept = own_copy(static)
-    if kept is static:
-        return code.value(static)
-    return f"{code.value(own_copy)}({code.value(kept)})"
+        return code.value(sample)
 
 
 class SequenceKind(Kind):
@@ -157,25 +147,12 @@ class DictKind(Kind):
         # handles.
         code.refuse_if(f"len({at}) != {len(sample)}", f"len({at})")
         code.dicts.append(at)
-        keys = sorted(sample)
-        for key in keys:
+        for key in sorted(sample):
             code.visit(sample[key], f"{at}[{_key(code, key)}]")
-        if _STR.issuperset(map(type, keys)):
-            # A key of a subclass of str, such as a member of a `StrEnum`, is equal to its text.
-            code.refuse_if(
-                f"not {code.value(_STR.issuperset)}(map(type, {at}))", f"frozenset(map(type, {at}))"
-            )
-        else:
-            # {1: x} and {True: x} have equal keys, but another structure. Checked last: the keys
-            # are known to be equal by now, so they can be sorted.
-            code.static(tuple(keys), f"tuple(sorted({at}))")
 
     def build(self, code: BuildCode, sample: Tree) -> str:
         items = [f"{_key(code, key)}: {code.visit(sample[key])}" for key in sorted(sample)]
         return code.assign("{" + ", ".join(items) + "}")
-
-
-_STR = frozenset({str})
 
 
 class RegisteredKind(Kind):
@@ -202,7 +179,7 @@ class RegisteredKind(Kind):
     def build(self, code: BuildCode, sample: Tree) -> str:
         children, treedef = one_level(sample)
         items = code.items(children)
-        return code.assign(f"{_own_copy(code, treedef)}.unflatten(({items}))")
+        return code.assign(f"{code.value(treedef)}.unflatten(({items}))")
 
 
 class DefaultDictKind(RegisteredKind):
@@ -329,7 +306,7 @@ class ModuleKind(Kind):
         module = code.assign(f"{code.value(object.__new__)}({code.value(cls)})")
         contents = code.assign(f"{code.value(_contents)}({module})")
         for name in _fields(cls, True):
-            below[name] = _own_copy(code, known[name])
+            below[name] = code.value(known[name])
         for name, expression in below.items():
             code.lines.append(f"{contents}[{name!r}] = {expression}")
         return module

@@ -1,36 +1,32 @@
 """A tree ─► its `Skeleton`: the tree without its arrays, with their paths."""
 
-from collections import OrderedDict
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from typing import NamedTuple
 
 from jax.tree_util import GetAttrKey, tree_flatten
 
 from functree.errors import (
-    USERS_ERRORS,
     FunctreeError,
     FunctreeTypeError,
     Problem,
     count,
-    error_text,
 )
 from functree.tree.arrays import AnyArray, Tree, TreeDef, is_array
 from functree.tree.nodes import walk
 from functree.tree.paths import Keys, Path
 from functree.tree.skeleton.form import Form, form_of
-from functree.tree.skeleton.kinds import ARRAY, STATIC
-from functree.tree.skeleton.own_copy import own_copy
-from functree.tree.skeleton.static_value import StaticValue, is_hashable, static_hash
-from functree.tree.skeleton.treedefs import Refusal, StoredNode, build_each, first_leaf_depth
+from functree.tree.skeleton.kinds import ARRAY
+from functree.tree.skeleton.static_value import StaticValue, equal, is_hashable
 
 
 class Skeleton:
     """A tree without its arrays. It is hashable, and equal to the skeletons of trees that differ
     only in their arrays.
 
-    Static values are compared with their types, so `1`, `True` and `1.0` are different. A skeleton
-    holds no array.
+    Leaves are compared with their types, so `1`, `True` and `1.0` are different leaves. Static data
+    of nodes is compared as JAX compares it, by `==`, and a change of it in place goes unseen. A
+    skeleton holds no array.
 
     Attributes:
         treedef: JAX's treedef of the tree.
@@ -53,7 +49,6 @@ class Skeleton:
         self.others: tuple[tuple[int, object], ...] = tuple(others)
         self._paths: tuple[Path, ...] | None = None if paths is None else tuple(paths)
         self._contents: _Contents | None = None
-        self._changeable: bool = False
         self._was_built: bool = False
         self._form: Form | None = None
 
@@ -81,27 +76,20 @@ class Skeleton:
 
     def learn(self, tree: Tree) -> "Skeleton":
         """Find the paths and static values in a tree with this skeleton. Returns the skeleton
-        itself.
-
-        From here on the skeleton has copies of the static data that can be changed in place, so
-        that it stays what it is.
-        """
-        contents = self._contents = _Contents.of(tree)
-        self._paths = contents.paths
-        if contents.changeable:
-            self.treedef, self._changeable = own_copy(self.treedef), True
+        itself."""
+        self._contents = _Contents.of(tree)
+        self._paths = self._contents.paths
         return self
 
     # From values to a tree
 
     def build(self, arrays: Sequence[AnyArray]) -> Tree:
-        """A new tree with these arrays, in JAX's order; it shares nothing that can be changed with
-        other trees.
+        """A new tree with these arrays, in JAX's order.
 
         The second call generates a function, which is far faster and takes the place of this one.
         Most results are built once for each compilation, or in every step of a loop.
         """
-        tree = self.fresh(arrays)
+        tree = self.fill(arrays)
         if self._was_built:
             self._form = form_of(tree)  # kept, so that others find it
             vars(self)["build"] = self._form.build
@@ -112,101 +100,15 @@ class Skeleton:
         """The tree with a value for each array."""
         return self._unflatten(values, dict(self.others))
 
-    def fresh(self, values: Iterable[object]) -> Tree:
-        """The same, but the tree shares nothing that can be changed with other trees."""
-        return self._unflatten(values, {index: own_copy(value) for index, value in self.others})
-
     def spread(self, values: Iterable[object]) -> Tree:
         """A tree with a value for each array, and None in the place of other leaves."""
         return self._unflatten(values, {})
 
-    def spread_plain(self, values: Iterable[object]) -> tuple[Tree, Sequence[Problem]]:
-        """The same, with a dict in the place of each node whose class refuses its values.
-
-        The leaves have the same paths.
-
-        Returns:
-            The tree, and a problem for each of these nodes.
-        """
-        refusals: list[Refusal] = []
-
-        def otherwise(refusal: Refusal, children: Sequence[Tree]) -> Tree:
-            refusals.append(refusal)
-            return OrderedDict(zip(self._keys_of(refusal), children, strict=True))
-
-        leaves = self._leaves(values, {})
-        tree = build_each(self.treedef, leaves, otherwise)
-        return tree, [self._refused(refusal, leaves) for refusal in refusals]
-
-    def _keys_of(self, refusal: Refusal) -> Iterator[Hashable]:
-        """The key of each child of a node; a number for one without arrays."""
-        first = refusal.leaves.start
-        for i, child in enumerate(refusal.treedef.children()):
-            last = first + child.num_leaves
-            if child.num_leaves == 0 or first not in self.indices:
-                yield i
-            else:
-                path = self.paths[self.indices.index(first)]
-                yield path[len(path) - first_leaf_depth(child) - 1]
-            first = last
-
-    def _refused(self, refusal: Refusal, leaves: Sequence[object]) -> Problem:
-        """The problem of a node whose class refuses its values."""
-        own = [i for i, index in enumerate(self.indices) if index in refusal.leaves]
-        path = None
-        if own and self._paths is not None:
-            # The path of the node is not known, but that of its first array is.
-            path = self._paths[own[0]]
-        values = [leaves[self.indices[i]] for i in own]
-        name = refusal.treedef.node_data()[0].__name__
-        kinds = " and ".join(sorted({type(value).__name__ for value in values}))
-        why = f"its class {name} cannot be unflattened with {kinds}: {error_text(refusal.error)}"
-        remedy = "take any value where it is unflattened, as JAX asks, and check in the constructor"
-        if any(value is None for value in values):
-            remedy += "; or choose all arrays of the node, or none"
-        return Problem(path, None, name, why, remedy)
-
     def _unflatten(self, values: Iterable[object], others: dict[int, object]) -> Tree:
-        """A tree with these values.
-
-        A node whose class refuses to be built with None for all of its leaves is None itself.
-
-        Raises:
-            FunctreeError: the class of a node refuses its values. The error lists the nodes.
-        """
-        leaves = self._leaves(values, others)
-        try:
-            return self._structure().unflatten(leaves)
-        except USERS_ERRORS as error:
-            tree, refusals = self._by_node(leaves)
-            if not refusals:
-                return tree
-            problems = [self._refused(refusal, leaves) for refusal in refusals]
-            headline = f"{count(len(problems), 'node')} cannot be built with these values"
-            raise FunctreeTypeError(headline, problems) from error
-
-    def _by_node(self, leaves: Sequence[object]) -> tuple[Tree, Sequence[Refusal]]:
-        """The tree with None in the place of the nodes that cannot be built, and those of these
-        that have values."""
-        refusals: list[Refusal] = []
-
-        def otherwise(refusal: Refusal, children: Sequence[Tree]) -> Tree:
-            if any(leaves[index] is not None for index in refusal.leaves):
-                refusals.append(refusal)
-            return None
-
-        return build_each(self.treedef, leaves, otherwise), refusals
-
-    def _leaves(self, values: Iterable[object], others: dict[int, object]) -> list[object]:
-        """A value for each leaf of the tree."""
         leaves = list(map(others.get, range(self.treedef.num_leaves)))
         for index, value in zip(self.indices, values, strict=True):
             leaves[index] = value
-        return leaves
-
-    def _structure(self) -> TreeDef:
-        """The treedef, for one more tree."""
-        return own_copy(self.treedef) if self._changeable else self.treedef
+        return self.treedef.unflatten(leaves)
 
     # Paths and static values
 
@@ -250,11 +152,6 @@ class Skeleton:
         """The number of arrays."""
         return len(self.indices)
 
-    def __reduce__(self) -> tuple[object, ...]:
-        # Generated functions cannot be pickled. They are generated again where they are needed.
-        known = self.indices, self.others, self._paths, self._contents
-        return _restored, (StoredNode.of(self.treedef), *known)
-
     def __copy__(self) -> "Skeleton":
         return self
 
@@ -270,36 +167,21 @@ class Skeleton:
             or self.indices != other.indices
         ):
             return False
-        return self._compared == other._compared
+        return equal(self.treedef, other.treedef) and self._leaves == other._leaves
 
     def __hash__(self) -> int:
         return self._hash
 
     @cached_property
-    def _compared(self) -> StaticValue:
-        return StaticValue((self.treedef, self.others))
+    def _leaves(self) -> list[StaticValue]:
+        return [StaticValue(value) for _, value in self.others]
 
     @cached_property
     def _hash(self) -> int:
-        others = [static_hash(value) for _, value in self.others]
-        return hash((static_hash(self.treedef), self.indices, *others))
+        return hash((self.treedef, self.indices, *self._leaves))
 
     def __repr__(self) -> str:
         return f"<Skeleton: {count(len(self), 'array')}, {count(len(self.others), 'other leaf')}>"
-
-
-def _restored(
-    stored: StoredNode,
-    indices: Sequence[int],
-    others: Sequence[tuple[int, object]],
-    paths: Sequence[Path] | None,
-    contents: "_Contents | None",
-) -> Skeleton:
-    """A skeleton that was pickled."""
-    skeleton = Skeleton(stored.treedef(), indices, others, paths)
-    skeleton._contents = contents
-    skeleton._changeable = contents is not None and contents.changeable
-    return skeleton
 
 
 class _Contents(NamedTuple):
@@ -308,14 +190,12 @@ class _Contents(NamedTuple):
     Attributes:
         paths: the path of each array.
         keys: the path of each static value.
-        values: the static values; copies of those that can be changed in place.
-        changeable: whether static data of a node is such a value.
+        values: the static values.
     """
 
     paths: tuple[Path, ...]
     keys: tuple[Keys, ...]
     values: tuple[object, ...]
-    changeable: bool
 
     @classmethod
     def of(cls, tree: Tree) -> "_Contents":
@@ -326,19 +206,13 @@ class _Contents(NamedTuple):
         # makes.
         keys: list[Keys] = []
         values: list[object] = []
-        changeable = False
         for path, node, kind in walk(tree, in_model=True):
             if kind is ARRAY:
                 paths.append(Path(path))
             for below, value in kind.statics(node):
                 keys.append((*path, *below))
-                # A leaf that can be changed stays what it is: it is an error, or of a result.
-                if kind is not STATIC:
-                    kept = own_copy(value)
-                    changeable = changeable or kept is not value
-                    value = kept
                 values.append(value)
-        return cls(tuple(paths), tuple(keys), tuple(values), changeable)
+        return cls(tuple(paths), tuple(keys), tuple(values))
 
 
 def _unhashable(path: Path, value: object) -> Problem:

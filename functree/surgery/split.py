@@ -1,13 +1,11 @@
 """A tree ─► its skeleton and its arrays, in one part for each filter; and these ─► the tree."""
 
-import itertools
-from collections.abc import Iterable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Sequence
+from typing import TypeVar
 
 from jax.tree_util import tree_flatten, tree_structure
 
 from functree.errors import (
-    FunctreeError,
     FunctreeTypeError,
     FunctreeValueError,
     Problem,
@@ -23,11 +21,10 @@ from functree.labels.filters.filter import (
     negated_patterns,
 )
 from functree.labels.leaves import Leaves, read
-from functree.tree.arrays import AnyArray, Tree, TreeDef
+from functree.tree.arrays import AnyArray, Tree
 from functree.tree.nodes import leaves_of
 from functree.tree.skeleton.skeleton import Skeleton
-from functree.tree.skeleton.static_value import StaticValue
-from functree.tree.skeleton.treedefs import leaves_and_nones, with_none_as_leaf
+from functree.tree.skeleton.static_value import equal
 
 _T = TypeVar("_T")
 
@@ -42,10 +39,9 @@ def split(tree: _T, *filters: FilterLike) -> tuple[Skeleton, *tuple[_T, ...]]:
             matches all arrays that are left. Without filters there is one part with all arrays.
 
     Returns:
-        `(static, *parts)`. `static` is hashable, equal by value and type, and does not depend on
-            the filters. Each part has the structure of the tree, with None in the place of
-            everything that is not in the part; and in the place of a node, none of whose arrays is
-            in it, if its class cannot be built without them.
+        `(static, *parts)`. `static` is hashable, equal by value, and does not depend on the
+            filters. Each part has the structure of the tree, with None for everything that is not
+            in the part.
 
     Raises:
         RuleError: `...` is not the last filter, or an argument is not a filter.
@@ -114,8 +110,8 @@ def merge(static: Skeleton, *parts: _T) -> _T:
 
     Args:
         static: from `split`.
-        *parts: trees with the structure of the tree that was split, with None in the place of
-            leaves or nodes. Each array is in exactly one of them.
+        *parts: trees with the structure of the tree that was split, with None for some of its
+            leaves. Each array is in exactly one of them.
 
     Raises:
         FunctreeError: a part has another structure, or an array is in no part or in several. The
@@ -144,66 +140,29 @@ def merge(static: Skeleton, *parts: _T) -> _T:
     return static.fill(values)
 
 
-def _arrays_of(static: Skeleton, part: Tree, index: int) -> list[Any]:
-    """The value of a part in the place of each array of the tree that was split; None if it has no
-    value there."""
-    flat, treedef = tree_flatten(part, is_leaf=_is_none)
-    found = _aligned(treedef, flat, with_none_as_leaf(static.treedef))
-    if found is None:
+def _arrays_of(static: Skeleton, part: Tree, index: int) -> list[Tree]:
+    """The value of a part for each array of the tree that was split; None where it has none."""
+    places = static.spread(range(len(static)))
+    expected, structure = tree_flatten(places, is_leaf=_is_none)
+    if not equal(tree_structure(part, is_leaf=_is_none), structure):
         have = tree_structure(part).num_leaves
         raise FunctreeValueError(
             f"part {index} has another structure than the tree that was split: it is a "
             f"{type(part).__name__} with {count(have, 'leaf')}; a part has the structure of the "
             "tree, with None in the place of all other leaves"
         )
-    # The index of each leaf of the tree, if None is not one of them.
-    numbers = itertools.count()
-    arrays = set(static.indices)
-    values: list[Any] = []
-    stray: list[int] = []
-    for i, is_leaf in zip(found, leaves_and_nones(static.treedef), strict=True):
-        if is_leaf and next(numbers) in arrays:
-            values.append(None if i is None else flat[i])
-        elif i is not None and flat[i] is not None:
-            stray.append(i)
-    if stray:
-        raise _stray(part, index, stray)
+    values: list[Tree] = []
+    problems: list[Problem] = []
+    for place, (path, value) in zip(expected, leaves_of(part, _is_none), strict=True):
+        if place is not None:
+            values.append(value)
+        elif value is not None:
+            why = "is not in the place of an array of the tree that was split"
+            problems.append(Problem(path, None, "", why, "write None there"))
+    if problems:
+        headline = f"part {index} has {count(len(problems), 'leaf')} too many"
+        raise FunctreeValueError(headline, problems)
     return values
-
-
-def _aligned(part: TreeDef, leaves: Sequence[Any], whole: TreeDef) -> list[int | None] | None:
-    """For each leaf of a tree, the index of the leaf of a part in its place; None for those of a
-    node that is None in the part.
-
-    Returns:
-        None if the part has another structure.
-    """
-    found: list[int | None] = []
-    size = 0
-    # Not by JAX's own `!=` of treedefs, which raises for static data with arrays. And not by a tree
-    # of marks: the class of a node may refuse to hold them.
-    waiting = [(part, whole)]
-    while waiting:
-        one, other = waiting.pop()
-        data, wanted = one.node_data(), other.node_data()
-        if data is None and (wanted is None or leaves[size] is None):
-            own = size if wanted is None else None
-            found += [own] * other.num_leaves
-            size += 1
-            continue
-        children, others = one.children(), other.children()
-        if len(children) != len(others) or StaticValue(data).differs(wanted):
-            return None
-        waiting += reversed(list(zip(children, others, strict=True)))
-    return found
-
-
-def _stray(part: Tree, index: int, stray: Iterable[int]) -> FunctreeError:
-    """The error for leaves of a part that are not in the place of an array, by their indices."""
-    paths, _ = zip(*leaves_of(part, _is_none), strict=True)
-    why = "is not in the place of an array of the tree that was split"
-    problems = [Problem(paths[i], None, "", why, "write None there") for i in stray]
-    return FunctreeValueError(f"part {index} has {count(len(problems), 'leaf')} too many", problems)
 
 
 def _is_none(x: object) -> bool:

@@ -1,12 +1,15 @@
 """A tree and a selection of its parts ─► the tree with these parts changed."""
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from copy import copy
+from dataclasses import fields, is_dataclass
 from itertools import chain
 from types import UnionType
 from typing import Any, Generic, TypeVar, get_args, get_origin
 
-from functree.argument_checks import EXTENT, FUNCTION, ITERABLE, check, check_callback
+import jax
+
+from functree.argument_checks import EXTENT, FUNCTION, ITERABLE, check, check_callback, shown
 from functree.errors import (
     USERS_ERRORS,
     FunctreeError,
@@ -15,25 +18,15 @@ from functree.errors import (
     Problem,
     RuleError,
     count,
+    did_you_mean,
     error_text,
     listed,
 )
 from functree.labels.filters.filter import Filter, as_filter, bare_class
 from functree.labels.leaves import read
-from functree.labels.selected_parts import accessed_paths, path_below
 from functree.tree.arrays import Tree, value_text
-from functree.tree.nodes import (
-    BELOW,
-    blanked,
-    children,
-    emptied,
-    leaves_of,
-    mapped,
-    nodes_at,
-    outermost,
-    rebuilt,
-)
-from functree.tree.paths import Keys, Path, first_beginning
+from functree.tree.nodes import BELOW, children, leaves_of, mapped, nodes_at, outermost, walk
+from functree.tree.paths import Key, Path, first_beginning
 
 T = TypeVar("T")
 
@@ -77,11 +70,11 @@ class Selection(Generic[T]):
         """
         if isinstance(where, str | Path):
             below = Path(where)
-            paths = [path_below(path, part, below) for path, part in self._parts()]
+            paths = [_path_below(path, part, below) for path, part in self._parts()]
             return self._chosen(paths, f".at({str(below)!r})")
         found: list[Path] = []
         for path, part in self._parts():
-            found += [Path((*path, *keys)) for keys in accessed_paths(part, where)]
+            found += [Path((*path, *keys)) for keys in _picked_paths(part, where)]
         return self._chosen(found, f".at({_name(where)})")
 
     def under(self, cls: Any) -> "Selection[T]":
@@ -162,20 +155,14 @@ class Selection(Generic[T]):
     def partition(self) -> tuple[T, T]:
         """`(selected, rest)`: two trees with the structure of the tree. Each leaf is in one, and
         None in the other."""
-        chosen = set(self._paths)
-
-        def selected(path: Path, node: Tree) -> Any:
-            if path in chosen:
-                return node
-            return None if children(node) is None else BELOW
-
-        def rest(path: Path, node: Tree) -> Any:
-            return blanked(node) if path in chosen else BELOW
-
-        return (
-            mapped(self._tree, selected, build=emptied),
-            mapped(self._tree, rest, build=emptied),
-        )
+        leaves, mask = [], []
+        for path, leaf in leaves_of(self._tree):
+            leaves.append(leaf)
+            mask.append(first_beginning(path, self._paths) is not None)
+        structure = jax.tree.structure(self._tree)
+        selected = [leaf if chosen else None for leaf, chosen in zip(leaves, mask, strict=True)]
+        rest = [None if chosen else leaf for leaf, chosen in zip(leaves, mask, strict=True)]
+        return structure.unflatten(selected), structure.unflatten(rest)
 
     # Changing
 
@@ -210,7 +197,7 @@ class Selection(Generic[T]):
         Raises:
             FunctreeError: a part is not an element of a list or tuple.
         """
-        return self._inserted(lambda node: (node, value), insert=True)
+        return self._replaced(lambda element: (element, value), insert=True)
 
     def insert_before(self, value: Any) -> T:
         """The tree with a value before each selected element of a list or tuple.
@@ -218,7 +205,7 @@ class Selection(Generic[T]):
         Raises:
             FunctreeError: a part is not an element of a list or tuple.
         """
-        return self._inserted(lambda node: (value, node), insert=True)
+        return self._replaced(lambda element: (value, element), insert=True)
 
     def remove(self) -> T:
         """The tree without the selected elements of lists, tuples and dicts.
@@ -226,7 +213,7 @@ class Selection(Generic[T]):
         Raises:
             FunctreeError: a part is not an element of a list, tuple or dict.
         """
-        return self._inserted(lambda node: (), insert=False)
+        return self._replaced(lambda element: (), insert=False)
 
     def __iter__(self) -> Iterator[Any]:
         return iter(nodes_at(self._tree, self._paths))
@@ -282,7 +269,8 @@ class Selection(Generic[T]):
         """The tree with another value for each selected part. All nodes that are not above a part
         stay the same."""
         self._check_some()
-        chosen, above = set(self._paths), self._above()
+        chosen = set(self._paths)
+        above = {path[:depth] for path in chosen for depth in range(len(path))}
 
         def changed(path: Path, node: Tree) -> Any:
             if path in chosen:
@@ -291,19 +279,23 @@ class Selection(Generic[T]):
 
         return mapped(self._tree, changed)
 
-    def _inserted(self, around: Callable[[Tree], tuple[Tree, ...]], *, insert: bool) -> T:
-        """The tree in which each selected element is replaced by several elements (`insert`), or by
-        none."""
+    def _replaced(self, by: Callable[[Tree], tuple[Tree, ...]], *, insert: bool) -> T:
+        """The tree with several elements (`insert`), or none, for each selected element."""
         self._check_some()
         self._check_elements(insert)
-        return _with_elements(self._tree, Path(), set(self._paths), self._above(), around)
-
-    def _above(self) -> Collection[Keys]:
-        """The paths of all nodes above the parts."""
-        above: set[Keys] = set()
+        keys: dict[Path, set[Key]] = {}
         for path in self._paths:
-            above.update(path[:depth] for depth in range(len(path)))
-        return above
+            keys.setdefault(Path(path[:-1]), set()).add(path[-1])
+
+        def changed(path: Path, node: Tree) -> Tree:
+            return _with_elements(node, keys[path], by)
+
+        # The deepest first: the path of an element ends where another one before it is removed.
+        tree = self._tree
+        for depth in sorted({len(path) for path in keys}, reverse=True):
+            here = [path for path in keys if len(path) == depth]
+            tree = Selection(tree, here)._changed(changed)
+        return tree
 
     def _check_some(self) -> None:
         """Raise FunctreeError if nothing is selected: the tree would silently stay as it is."""
@@ -394,40 +386,81 @@ def select(tree: T) -> Selection[T]:
     return Selection(tree, [Path()])
 
 
-def _with_elements(
-    node: Tree,
-    path: Path,
-    chosen: Collection[Path],
-    above: Collection[Keys],
-    around: Callable[[Tree], tuple[Tree, ...]],
-) -> Any:
-    """A node in which each chosen element is replaced by several elements, or by none.
-
-    Args:
-        node: the node.
-        path: its path.
-        chosen: the paths of the chosen elements.
-        above: the paths of the nodes above them.
-        around: what takes the place of an element. For an element of a dict it is not used: such an
-            element is removed.
-    """
-    if path not in above:
-        return node
-    below = children(node) or ()
+def _with_elements(node: Tree, keys: Collection[Key], by: Callable[[Tree], Iterable[Tree]]) -> Tree:
+    """A list, tuple or dict with several elements, or none, for each of those at some keys; a dict
+    without these."""
     if isinstance(node, dict):
-        # A copy keeps the class, and the factory of a defaultdict. JAX would sort the keys.
+        # A copy keeps the class, and the factory of a defaultdict.
         kept = copy(node)
-        for key, child in below:
-            kept[key] = _with_elements(child, path / key, chosen, above, around)
-            if path / key in chosen:
-                del kept[key]
+        for key in keys:
+            del kept[key]
         return kept
     new: list[Tree] = []
-    for key, child in below:
-        if path / key in chosen:
-            new += around(child)
-        else:
-            new.append(_with_elements(child, path / key, chosen, above, around))
-    if type(node) in (list, tuple):
-        return type(node)(new)
-    return rebuilt(node, new)
+    for i, element in enumerate(node):
+        new += by(element) if i in keys else [element]
+    return type(node)(new)
+
+
+def _path_below(path: Path, node: Tree, below: Path) -> Path:
+    """The path of the node that is at `below` in the node at `path`. Raises FunctreeError if there
+    is none."""
+    for i, key in enumerate(below):
+        known = dict(children(node) or ())
+        # The keys of an `ft.State` and of a packed tree are whole paths, as texts.
+        if (rest := str(Path(below[i:]))) in known and not isinstance(node, dict):
+            return Path((*path, *below[:i], rest))
+        if key not in known:
+            here = Path((*path, *below[:i])) or type(node).__name__
+            hint = did_you_mean(key, known)
+            if is_dataclass(node) and key in [field.name for field in fields(node)]:
+                hint = "; it is a static field, not a part of the tree"
+            raise FunctreeValueError(
+                f"there is no `{below}`: `{here}` has no `{Path((key,))}`{hint}"
+            )
+        node = known[key]
+    return Path((*path, *below))
+
+
+class _Mark:
+    """A placeholder for one leaf."""
+
+    def __repr__(self) -> str:
+        return "<leaf>"
+
+
+def _is_one(node: Tree) -> bool:
+    """Whether a node is one object at all its places."""
+    return node is None or (type(node) is tuple and not node)
+
+
+def _picked_paths(node: Tree, where: Callable[[Tree], Any]) -> list[Path]:
+    """The paths of the parts of a node that a function returns, from the node on."""
+    if not callable(where) or isinstance(where, type):
+        raise RuleError(
+            f"at takes a path or a function from the tree to one of its parts, not {shown(where)}"
+        )
+    # The function is called with a copy in which each node and leaf is a different object, so that
+    # the objects that it returns show their paths. Python has only one None and one empty tuple.
+    copied = jax.tree.map(lambda leaf: _Mark(), node, is_leaf=_is_one)
+    places: dict[int, Path] = {}
+    for keys, part, _ in walk(copied):
+        places.setdefault(id(part), Path(keys))
+    found = where(copied)
+    # A tuple or list of parts that the function made, or one part.
+    several = (
+        found if type(found) in (tuple, list) and id(found) not in places and found else (found,)
+    )
+    parts: dict[Path, None] = {}  # a dict, as a set in the order of the result
+    for part in several:
+        if id(part) not in places:
+            raise FunctreeValueError(
+                f"at: the function returned {part!r}, which is not a part of the tree"
+            )
+        parts[places[id(part)]] = None
+    for path in parts:
+        outer = first_beginning(path, parts)
+        if outer != path:
+            raise FunctreeValueError(
+                f"at: `{path}` is inside `{outer or type(node).__name__}`: choose one of them"
+            )
+    return list(parts)

@@ -16,10 +16,9 @@ from jaxtyping import Array, Float
 
 import functree as ft
 from functree.labels.leaves import read
-from functree.labels.pack import Packed, pack, unpack
+from functree.surgery.pack import Packed, pack, unpack
 from functree.tree.skeleton.skeleton import Skeleton
 from tests.lib.checks import python_calls
-from tests.lib.structures import STATIC_WITHOUT_HASH, Pair, X
 
 
 class Layer(eqx.Module):
@@ -237,18 +236,6 @@ def test_what_cannot_be_static_is_named():
         ft.FunctreeError, match=r"(?s)1 leaf cannot be static.*blocks\.1\.act   Bad.*nor hashable"
     ):
         pack({"blocks": [LAYER, Layer(LAYER.weight, None, Bad())]})
-
-
-@pytest.mark.filterwarnings("ignore:A .* array is being set as static")
-@pytest.mark.parametrize("name", STATIC_WITHOUT_HASH)
-def test_static_data_without_a_hash(name: str):
-    make, change = STATIC_WITHOUT_HASH[name]
-    data = make()
-    packed, again = pack(Pair(X, X, data)), pack(Pair(X, X, make()))
-    change(data)
-    assert packed.static == again.static != pack(Pair(X, X, data)).static
-    assert jax.tree.structure(packed) == jax.tree.structure(again)
-    assert hash(packed.static) == hash(again.static)
 
 
 @pytest.mark.parametrize("value", [LAYER, (), None, 3])

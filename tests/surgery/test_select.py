@@ -434,7 +434,7 @@ def test_partition() -> None:
         and rest.act is tree.act
     )
     layer, rest = ft.select(tree).at("layers.0").partition()
-    assert layer.layers[0] is tree.layers[0] and rest.layers[0].weight is None
+    assert same(layer.layers[0], tree.layers[0]) and rest.layers[0].weight is None
 
 
 # Edges
@@ -480,7 +480,7 @@ def test_the_whole_is_selected() -> None:
     tree = model()
     whole = ft.select(tree)
     assert whole.get() is tree and whole.paths() == (Path(),) and whole.set(3) == 3
-    assert whole.apply(lambda m: m.act) is jax.nn.relu and whole.partition()[0] is tree
+    assert whole.apply(lambda m: m.act) is jax.nn.relu and same(whole.partition()[0], tree)
     assert repr(whole) == "<1 part of Model: the whole>"
     assert repr(whole.where(...)).endswith(
         " layers.0.bias, layers.1.scale, layers.2.weight and 5 more>"

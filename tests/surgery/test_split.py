@@ -19,7 +19,6 @@ from functree.labels.filters.filter import as_filter
 from functree.tree.arrays import is_array
 from functree.tree.skeleton.skeleton import Skeleton
 from tests.lib.checks import raises
-from tests.lib.structures import STATIC_WITHOUT_HASH, Custom, Pair, X
 from tests.lib.trees import Keyless, Leafy, containers, flat, same
 
 ARRAYS = [
@@ -99,22 +98,6 @@ def test_static_values_are_told_apart_by_type_too(tree: Any, one: Any, other: An
 def test_one_and_true_and_one_point_nought() -> None:
     statics = [ft.split({"n": n, "w": np.ones(2)})[0] for n in (1, True, 1.0, 2)]
     assert len(set(statics)) == 4
-
-
-class Configured(eqx.Module):
-    w: Any
-    k: Any = eqx.field(static=True)
-
-
-@pytest.mark.parametrize(
-    "wrap", [lambda m: m, lambda m: {"a": [m, "text"]}, ft.pack], ids=["bare", "inside", "packed"]
-)
-def test_static_fields_are_told_apart_by_type_too(wrap: Any) -> None:
-    values = (1, True, 1.0, 0.0, -0.0, (1,), (True,), "1", None, float("nan"))
-    statics = [ft.split(wrap(Configured(np.ones(2), k)))[0] for k in values]
-    assert len(set(statics)) == len(values)
-    again = [ft.split(wrap(Configured(np.zeros(3), k)))[0] for k in values]
-    assert again == statics and list(map(hash, again)) == list(map(hash, statics))
 
 
 def model() -> eqx.nn.MLP:
@@ -283,25 +266,3 @@ def test_a_filter_that_names_nothing_of_the_tree(case: str) -> None:
 def test_a_filter_by_a_property_may_match_nothing(written: Any) -> None:
     _, part, rest = ft.split(two(), written, ...)
     assert len(jax.tree.leaves(part)) + len(jax.tree.leaves(rest)) == 4
-
-
-@pytest.mark.filterwarnings("ignore:A .* array is being set as static")
-@pytest.mark.parametrize(
-    "make_node", [lambda data: Pair(X, X, data), lambda data: Custom((X, X), data)]
-)
-@pytest.mark.parametrize("name", STATIC_WITHOUT_HASH)
-def test_static_data_without_a_hash(name: str, make_node: Any):
-    make, change = STATIC_WITHOUT_HASH[name]
-    data = make()
-    static, arrays = ft.split([make_node(data)])
-    again, _ = ft.split([make_node(make())])
-    assert static == again and hash(static) == hash(again)
-    change(data)
-    changed, _ = ft.split([make_node(data)])
-    # Neither the tree that was split nor one that is merged changes what is static.
-    assert static == again != changed
-    merged = ft.merge(static, arrays)
-    assert Skeleton.of(merged) == again
-    merged_data = merged[0].name if isinstance(merged[0], Pair) else merged[0].note
-    change(merged_data)
-    assert static == again != Skeleton.of(merged)
