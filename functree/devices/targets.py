@@ -1,7 +1,6 @@
 """The name of an accelerator that is not there ─► its devices, to compile programs for."""
 
 import atexit
-import difflib
 import functools
 import importlib.util
 import math
@@ -9,7 +8,7 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple, Self
@@ -21,7 +20,7 @@ from functree.argument_checks import shown
 from functree.devices.backend import Device
 from functree.devices.gpus import GPUS, target_config
 from functree.devices.logs import log_folders
-from functree.errors import ShardingError
+from functree.errors import ShardingError, did_you_mean
 
 EXAMPLES = '`"tpu:v5e:16x16"` for a slice of TPUs, `"cuda:h100:8"` for GPUs'
 GPUS_OF_A_HOST = 8
@@ -73,21 +72,16 @@ class Target(NamedTuple):
         """
         parts = text.split(":")
         if len(parts) != 3 or parts[0] not in _KINDS:
-            raise ShardingError(
-                f"target={shown(text)} is not a target: write {EXAMPLES}{_meant(text)}"
-            )
+            raise ShardingError(f"target={shown(text)} is not a target: write {EXAMPLES}")
         platform, kind, shape = parts
         kinds = _KINDS[platform]
         if kind not in kinds:
-            near = _nearest(kind, kinds)
-            meant = f"; did you mean `{near}`?" if near else ""
+            near = did_you_mean(kind.lower(), kinds)
             raise ShardingError(
-                f"target={shown(text)}: `{kind[:40]}` is none of {', '.join(kinds)}{meant}"
+                f"target={shown(text)}: `{kind[:40]}` is none of {', '.join(kinds)}{near}"
             )
         if _SHAPES[platform].fullmatch(shape) is None:
-            raise ShardingError(
-                f"target={shown(text)}: {_how_to_write(platform, kind)}{_meant(text)}"
-            )
+            raise ShardingError(f"target={shown(text)}: {_how_to_write(platform, kind)}")
         return cls(text, platform, kind, _sizes(text, shape))
 
     @property
@@ -122,78 +116,6 @@ def _sizes(text: str, shape: str) -> tuple[int, ...]:
             f"target={shown(text)}: more than {GPUS_OF_A_HOST} GPUs are hosts of {GPUS_OF_A_HOST}"
         )
     return sizes
-
-
-def _meant(text: str) -> str:
-    """The text `; did you mean ...?` with the target that has the words of a text, in whatever
-    order, letters and digits they are written."""
-    # The first of them: a target has few.
-    words = re.split(r"[\W_]+", _plain(text[:100]).replace("×", "x"))
-    for platform, kinds in _KINDS.items():
-        shapes = list(filter(_SHAPES[platform].fullmatch, words))
-        for word in words:
-            near = _nearest(word, kinds)
-            if near and shapes and word not in shapes:
-                return f"; did you mean `{platform}:{near}:{shapes[-1]}`?"
-    return _meant_by_kind(words)
-
-
-# What Google and clouds call the kinds.
-_CALLED = {"v5litepod": "v5e", "trillium": "v6e", "ironwood": "tpu7x"}
-
-
-def _meant_by_kind(words: Sequence[str]) -> str:
-    """The same where there is a kind, and no shape: the slice of as many chips as a number says,
-    such as the `8` of `v5e-8`, or else one of a host."""
-    numbers = [int(word) for word in words if re.fullmatch("[1-9][0-9]{0,4}", word)]
-    for platform, kinds in _KINDS.items():
-        for word in words:
-            near = _CALLED.get(word)
-            # A single letter or number is near to some kind, and means none.
-            if near is None and len(word) > 1 and not word.isdecimal():
-                near = _nearest(word, kinds)
-            if near is not None and near in kinds:
-                shape = _slice(near, numbers[-1] if numbers else 8)
-                return f"; did you mean `{platform}:{near}:{shape}`?"
-    return ""
-
-
-def _slice(kind: str, number: int) -> str:
-    """The shape of a slice by the number in its name; one of eight devices if there is none."""
-    if kind in GPUS:
-        return "8"
-    doublings = number.bit_length() - 1
-    if number != 1 << doublings:
-        doublings = 3
-    if kind in _IN_TWO_DIMENSIONS:
-        doublings = min(doublings, 8)  # of which the largest slice is
-        return f"{1 << doublings // 2}x{1 << (doublings + 1) // 2}"
-    # Of these the name has the number of cores, two of each chip.
-    doublings = max(0, doublings - 1)
-    sizes = [1 << (doublings + i) // 3 for i in range(3)]
-    if doublings < 3:
-        sizes.reverse()
-    return "x".join(map(str, sizes))
-
-
-_IN_TWO_DIMENSIONS = ("v5e", "v6e")
-
-
-def _nearest(kind: str, kinds: Iterable[str]) -> str | None:
-    """The kind with the most similar name, if one is similar."""
-    # The number and what follows it: TPUs are called `TPU v5e`, `v5e` and `TPU7x`.
-    by_number = {_PREFIX.sub("", known): known for known in kinds}
-    near = difflib.get_close_matches(_PREFIX.sub("", _plain(kind)), by_number, 1, cutoff=0.5)
-    return by_number[near[0]] if near else None
-
-
-_PREFIX = re.compile("^(tpu)?v?")
-
-
-def _plain(text: str) -> str:
-    """A text in small letters, with the digits 0 to 9 in the place of those of other scripts."""
-    # The first ones of each number, since Python does not read one of thousands of digits.
-    return re.sub(r"\d+", lambda number: str(int(number[0][:9])), text.casefold())
 
 
 # Remembered so that the devices of a target are equal whenever it is named: JAX makes new ones each

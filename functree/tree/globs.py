@@ -2,9 +2,10 @@
 is matched with."""
 
 import re
+from collections.abc import Iterable
 from functools import lru_cache
 
-from functree.errors import RuleError
+from functree.errors import RuleError, nearest
 from functree.tree.paths import QUOTED, Path, part_text, tokens
 
 # Paths are matched as texts with control characters in them, because a key may contain any
@@ -136,3 +137,30 @@ def _part_regex(token: str, pattern: str, groups: bool) -> str:
     number = f"{_NO_STRING}?" if token[0].isdigit() else ""
     text = f"([^{_SEPARATOR}]*)" if groups else f"[^{_SEPARATOR}]*"
     return _SEPARATOR + number + token.replace("*", text)
+
+
+def meant_glob(pattern: str, paths: Iterable[Path]) -> str:
+    """The text `; did you mean ...?` for a glob that matches no path: with the nearest keys that
+    occur, and with a wildcard where parts are missing. Empty if that matches no path either.
+
+    >>> meant_glob("**.bais", [Path.parse("layers.0.bias")])
+    '; did you mean `**.bias`?'
+    >>> meant_glob("layers.w", [Path.parse("layers.0.w")])
+    '; did you mean `layers.*.w`?'
+    """
+    paths = list(paths)
+    texts = list(map(match_text, paths))
+    known = {part_text(key) for path in paths for key in path if isinstance(key, str)}
+    parts: list[str] = []
+    for part in tokens(pattern):
+        is_key = "*" not in part and not part.startswith("[") and part not in known
+        parts += (nearest(part, known, 1) if is_key else []) or [part]
+    candidates = [parts, *[[*parts[:i], "*", *parts[i:]] for i in range(1, len(parts))]]
+    if parts:
+        candidates += [["**", *parts], [*parts, "**"]]
+    for candidate in candidates:
+        written = ".".join(candidate)
+        if written != pattern and "**.**" not in written:
+            if any(map(glob_pattern(written).fullmatch, texts)):
+                return f"; did you mean `{written}`?"
+    return ""

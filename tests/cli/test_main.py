@@ -326,7 +326,7 @@ WRONG: dict[str, tuple[list[str], str]] = {
     "a target by another name": (
         ["ledger", "demo:call", *MESH, *RULES, "--target", "v5e-8"],
         "--target 'v5e-8' is not a target: write `\"tpu:v5e:16x16\"` for a slice of TPUs, "
-        "`\"cuda:h100:8\"` for GPUs; did you mean `tpu:v5e:2x4`?",
+        "`\"cuda:h100:8\"` for GPUs",
     ),
     "more devices than there are, explored": (
         ["explore", "demo:call", *RULES, "--mesh", "16"],

@@ -14,7 +14,13 @@ from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
 import functree as ft
-from functree.tree.globs import capturing_pattern, glob_pattern, literal_text, match_text
+from functree.tree.globs import (
+    capturing_pattern,
+    glob_pattern,
+    literal_text,
+    match_text,
+    meant_glob,
+)
 from functree.tree.paths import Path, part_text
 from tests.lib.patterns import KEYS, PARTS, written
 
@@ -296,3 +302,57 @@ def test_escapes_are_escaped() -> None:
     odd = ["\x1f", "\x1e", "\x1d", "\x1d\x1b", "\x1d\x1c", "\x1d\x1d", "\x1e0", "0"]
     texts = {match_text(Path((key,))) for key in odd} | {match_text(Path((0,)))}
     assert len(texts) == len(odd) + 1
+
+
+# A glob that matches no path, and the one that is meant.
+
+BELOW = ("attn.query", "attn.key", "mlp.up", "norm.scale")
+LAYERS = [f"layers.{i}.{part}" for i in range(12) for part in BELOW]
+PATHS = [Path.parse(text) for text in ("embed.weight", "head.bias", 'odd."a.b".w', *LAYERS)]
+
+# What was written, and what is suggested; empty for nothing.
+MEANT: dict[str, str] = {
+    # a misspelled key
+    "**.bais": "**.bias",
+    "head.bais": "head.bias",
+    "layers.*.attn.qurey": "layers.*.attn.query",
+    "layesr.3.atn.query": "layers.3.attn.query",
+    'odd."a.c".w': 'odd."a.b".w',
+    # singular and plural, and longer forms
+    "layer.*.attn.query": "layers.*.attn.query",
+    "layer.*.mlps.*": "layers.*.mlp.*",
+    "embeds.*": "embed.*",
+    # a part that is missing: inside, before, behind
+    "layers.attn.query": "layers.*.attn.query",
+    "layer.attn.query": "layers.*.attn.query",
+    "attn.query": "**.attn.query",
+    "query": "**.query",
+    "embed": "embed.**",
+    "layers.*.mlp": "layers.*.mlp.**",
+    # what is for another tree, or too far
+    "blocks.*.attn.query": "",
+    "layers.12.mlp.up": "",
+    "opt_state.**": "",
+    "nothing": "",
+    "x.*": "",
+    "**.blocks.*": "",
+    "": "",
+}
+
+
+@pytest.mark.parametrize("written", MEANT)
+def test_what_is_suggested(written: str) -> None:
+    near = MEANT[written]
+    assert meant_glob(written, PATHS) == (near and f"; did you mean `{near}`?")
+    # It matches something.
+    if near:
+        assert any(map(glob_pattern(near).fullmatch, map(match_text, PATHS)))
+
+
+def test_without_paths() -> None:
+    assert meant_glob("**.bias", []) == "" and meant_glob("w", [Path(())]) == ""
+
+
+def test_keys_that_are_no_text() -> None:
+    paths = [Path((1.5, "w")), Path(("layer", 1.5, "w"))]
+    assert meant_glob("laeyr.w", paths) == "; did you mean `layer.*.w`?"

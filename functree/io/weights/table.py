@@ -7,8 +7,7 @@ from typing import NamedTuple
 from functree.errors import FunctreeValueError, Problem
 from functree.io.weights.tensor_names import TensorName
 from functree.labels.leaf import Leaf
-from functree.tree.globs import captured, capturing_pattern, match_text
-from functree.tree.near_patterns import meant_pattern
+from functree.tree.globs import captured, capturing_pattern, match_text, meant_glob
 from functree.tree.paths import Path
 
 _WILDCARD = re.compile(r"(\.?)(\*\*|\*)")
@@ -94,7 +93,7 @@ def _unused(
     for pattern in table:
         row = row_text(pattern, table[pattern])
         if pattern not in matching:
-            near = meant_pattern(pattern, [leaf.path for leaf in leaves])
+            near = meant_glob(pattern, [leaf.path for leaf in leaves])
             yield Problem(None, None, row, f"matches no array{near}")
         elif pattern not in used:
             why = "matches only arrays that an earlier pattern names"

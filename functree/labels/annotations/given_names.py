@@ -11,9 +11,8 @@ from functree.errors import Problem
 from functree.labels.annotations.hints import Hint
 from functree.tree.arrays import Tree
 from functree.tree.axes import Axes, Names, OpenAxes
-from functree.tree.globs import glob_pattern, match_text
+from functree.tree.globs import glob_pattern, match_text, meant_glob
 from functree.tree.interfaces import own_names
-from functree.tree.near_patterns import meant_pattern
 from functree.tree.nodes import leaves_of
 from functree.tree.paths import Keys, Path, tokens
 
@@ -172,7 +171,7 @@ def _leads_through(pattern: str, empty: Collection[str]) -> bool:
 def _unmatched(node: Tree, path: Path, pattern: str, leaves: Collection[Path]) -> Problem:
     """The problem of a pattern that matches none of the leaves at some paths below a node."""
     cls = type(node).__name__
-    hint = meant_pattern(pattern, leaves)
+    hint = meant_glob(pattern, leaves)
     why = f"`ft.names` gives axes to `{pattern}`, but {cls} has no such leaf{hint}"
     named = [f"`{below}`" for below in filter(None, leaves)][:4]
     if not named:  # the node is a single array, which `ft.names` cannot name

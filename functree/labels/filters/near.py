@@ -12,7 +12,7 @@ from functree.labels.filters.filter import (
     Search,
 )
 from functree.labels.leaf import Leaf
-from functree.tree.near_patterns import meant_pattern
+from functree.tree.globs import meant_glob
 from functree.tree.paths import Path
 
 
@@ -26,7 +26,7 @@ def meant(item: Filter, leaves: Iterable[Leaf]) -> str:
         paths.update(dict.fromkeys(root.path for root in leaf.roots))
     match item:
         case Glob():
-            return meant_pattern(item.pattern, paths)
+            return meant_glob(item.pattern, paths)
         case Regex():
             return did_you_mean(item.pattern.pattern, paths)
         case Search():
