@@ -17,10 +17,9 @@ from functree.labels.leaf import Leaf
 from functree.labels.leaves import Leaves
 from functree.layout.plan.plan import Plan
 from functree.processes.agreement import Agreement, Facts
+from functree.processes.check_processes import checksum, facts_of
 from functree.processes.digest import Bounds
 from functree.processes.exchange import processes_text
-from functree.processes.facts import facts_of
-from functree.processes.own_arrays import checksum
 from functree.processes.same_copies import compared
 from functree.tree.arrays import AnyArray, array_text
 from functree.tree.bits import is_key, keys_of, on_device, with_sharding

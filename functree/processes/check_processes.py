@@ -1,7 +1,38 @@
-"""Values of all processes ─► an error in all that says which process differs, and in what."""
+"""Values of all processes ─► an error in all that says which process differs, and in what.
 
+What is compared are lines of text, the same in all processes if a value is.
+"""
+
+import dataclasses
+import re
+import zlib
+from collections.abc import Hashable, Iterator, Mapping, Set
+from enum import Enum
+from functools import partial
+from importlib.metadata import version
+from types import MethodType
+from typing import Any
+
+import jax
+import numpy as np
+from jax.core import Tracer
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Sharding
+from jax.tree_util import PyTreeDef
+
+from functree.devices.meshes import MeshLike, mesh_view
+from functree.devices.specs import spec_text
+from functree.errors import FunctreeTypeError, path_text
+from functree.labels.filters.filter import Filter
+from functree.layout.layout import Layout
+from functree.layout.plan.plan import Plan
+from functree.layout.plan.row import Row
 from functree.processes.agreement import Agreement
-from functree.processes.facts import facts_of
+from functree.tree.arrays import AnyArray, Tree, array_text, is_array
+from functree.tree.bits import is_key
+from functree.tree.nodes import walk
+from functree.tree.paths import Keys, Path
+from functree.tree.skeleton.kinds import FOUND, LEAVES, Kind, kind_of
+from functree.tree.skeleton.skeleton import Skeleton
 
 
 def check_processes(**values: object) -> None:
@@ -13,14 +44,15 @@ def check_processes(**values: object) -> None:
 
     Args:
         **values: plans, layouts, meshes, lowered programs (`f.lower(...)`), texts, numbers, arrays,
-            sets, mappings, objects, or trees of them. Arrays of this process alone count by their
-            values, those of all processes by their shardings; objects by what they contain, and
-            functions by their names.
+            sets, dataclasses, or trees of them. An array of this process alone counts by its
+            values, an array of all processes by its sharding, and a function by its name.
 
     Raises:
         FunctreeError: in all processes, if some differ: the message names the process, and the leaf
-            or the line; if one of them compares something else meanwhile; if they have unequal
-            numbers of devices, or one has ended.
+            or the line.
+        FunctreeError: if a process compares something else meanwhile, has another number of
+            devices, or has ended.
+        FunctreeTypeError: if a value is none of these. The error names it.
 
     Examples:
         >>> ft.check_processes(
@@ -29,3 +61,237 @@ def check_processes(**values: object) -> None:
     """
     with Agreement("check_processes") as agreement:
         agreement.compare(lambda: {name: facts_of(value) for name, value in values.items()})
+
+
+def facts_of(value: Any, *, skip: bool = False) -> list[str]:
+    """The lines of a value.
+
+    Args:
+        value: a plan, a layout, a mesh, a lowered program, a text, or a tree of arrays and other
+            values. An array of this process alone counts by its values, and an array of all
+            processes by its sharding.
+        skip: whether a value that cannot be compared counts by its class alone.
+
+    Raises:
+        FunctreeTypeError: a value cannot be compared between processes, and `skip` is False.
+    """
+    if isinstance(value, Plan):
+        # Not the whole table, which has reasons: a layout may say one thing in several ways.
+        rows = list(map(_row_text, value.rows))
+        return [*rows, *_mesh_lines(value.mesh or dict(value.sizes))]
+    if isinstance(value, Mesh | AbstractMesh):
+        return _mesh_lines(value)
+    if isinstance(value, str) and "\n" in value:
+        return value.split("\n")
+    as_text = getattr(value, "as_text", None)
+    if callable(as_text):  # a lowered or compiled program, of functree, of JAX or of others
+        return str(as_text()).split("\n")
+    return list(_tree_lines(value, skip))
+
+
+def settings() -> list[str]:
+    """What a program depends on besides what it is made of: versions, and JAX' configuration."""
+    lines = [f"jax {jax.__version__}", f"jaxlib {version('jaxlib')}"]
+    for name, value in zip(_SETTINGS, configuration(), strict=True):
+        lines.append(f"{name} = {value}")
+    return lines
+
+
+def configuration() -> tuple[Hashable, ...]:
+    """JAX' configuration as it is now, within a `with jax.enable_x64(True):` too."""
+    values: list[Hashable] = []
+    for name in _SETTINGS:
+        # Each version of JAX has others, and not all of them are attributes.
+        values.append(getattr(jax.config, name, jax.config.values.get(name)))
+    return tuple(values)
+
+
+# Those that change the values or the collectives of a program, also where its text is the same. The
+# others may differ: where to log and to cache, which GPUs are those of the process.
+_SETTINGS = tuple(
+    """
+    jax_enable_x64 jax_numpy_dtype_promotion jax_explicit_x64_dtypes jax_default_prng_impl
+    jax_enable_custom_prng jax_legacy_prng_key jax_random_seed_offset jax_threefry_partitionable
+    jax_threefry_gpu_kernel_lowering jax_high_dynamic_range_gumbel jax_default_matmul_precision
+    jax_allow_f16_reductions jax_softmax_custom_jvp jax_disable_jit jax_debug_nans jax_debug_infs
+    jax_use_shardy_partitioner jax_auto_pcast jax_disable_most_optimizations jax_optimization_level
+    jax_exec_time_optimization_effort jax_memory_fitting_effort jax_memory_fitting_level
+    jax_compiler_enable_remat_pass jax_enable_pgle
+    """.split()
+)
+
+
+def _row_text(row: Row) -> str:
+    """The array of a row of a plan, and what is decided about it."""
+    spec = "-"
+    if row.spec is not None:
+        spec = spec_text(row.spec)
+    return f"{path_text(row.path)}: {array_text(row)} {spec} {row.memory_kind or ''}".rstrip()
+
+
+def _mesh_lines(mesh: MeshLike) -> list[str]:
+    """The sizes of a mesh, and its devices in their order."""
+    lines = [f"mesh {mesh_view(mesh)}"]
+    if isinstance(mesh, Mesh):
+        # In another order, each process would send its part of an array to another place.
+        lines.append(f"devices {[device.id for device in mesh.devices.flat]}")
+    return lines
+
+
+def _tree_lines(tree: Tree, skip: bool) -> Iterator[str]:
+    for path, node, kind in walk(tree, _kind_at):
+        if kind in LEAVES:
+            yield _line(path, node, skip)
+            continue
+        # With its class, since a tuple is not a list, and one without children has no other line.
+        yield _line(path, type(node), skip)
+        for keys, static in kind.statics(node):
+            yield _line((*path, *keys), static, skip)
+
+
+def _line(path: Keys, value: Any, skip: bool) -> str:
+    where = ".".join(map(_key_text, path))
+    try:
+        text = value_text(value)
+    except FunctreeTypeError as error:
+        if not skip:
+            raise FunctreeTypeError(f"{where or 'the value'}: {error}") from None
+        text = value_text(type(value))
+    return f"{where}: {text}" if where else text
+
+
+def _kind_at(path: Keys, node: Tree) -> Kind:
+    return FOUND if _has_no_order(node) else kind_of(node)
+
+
+def _has_no_order(node: Tree) -> bool:
+    """Whether a node is a dict that JAX cannot sort, or sorts in another order in each process,
+    such as one of sets. It is no tree then, but a value."""
+    if not isinstance(node, dict):
+        return False
+    kinds = set(map(type, node))
+    return len(kinds) > 1 or not kinds <= {str, int}
+
+
+def _key_text(key: object) -> str:
+    if isinstance(key, str | int):
+        return str(Path((key,)))
+    return f"[{value_text(key)}]"  # such as that of a user's node
+
+
+# Values whose `repr` is the same in all processes.
+_PLAIN = (
+    *(int, float, complex, str, bytes, type(None), type(Ellipsis), range, slice, re.Pattern),
+    *(np.dtype, PartitionSpec, Enum, Filter, Layout),
+)
+_MOST_CHARACTERS = 2000
+
+
+def value_text(value: Any) -> str:
+    """The text of a value: of arrays, of what is plain, of functions and classes by their names,
+    and of containers and dataclasses with what is in them.
+
+    Sets and dicts are sorted, since their order is another one in each process.
+
+    Raises:
+        FunctreeTypeError: for any other object, whose contents are not known.
+
+    Examples:
+        >>> from functree.processes.check_processes import value_text
+        >>> value_text({"b": frozenset({"y", "x"}), "a": (1, 2.0)})
+        "{'a': (1, 2.0), 'b': frozenset{'x', 'y'}}"
+    """
+    text = _text(value).replace("\n", "\\n")
+    if len(text) <= _MOST_CHARACTERS:
+        return text
+    return f"{text[:_MOST_CHARACTERS]}... with the checksum {zlib.crc32(text.encode()):08x}"
+
+
+def _text(value: Any) -> str:
+    if is_array(value):
+        return _array_text(value)
+    if isinstance(value, jax.Device | Sharding):
+        return str(value)
+    if isinstance(value, Mesh | AbstractMesh):
+        return ", ".join(_mesh_lines(value))
+    kind = "" if type(value) in (dict, list, tuple) else _name(type(value))
+    match value:
+        case MethodType():
+            return f"{_name(value)} of {_text(value.__self__)}"
+        case partial():
+            return f"partial({_texts((value.func, value.args, value.keywords))})"
+        case Set():
+            return f"{kind}{{{', '.join(sorted(map(_text, value)))}}}"
+        case Mapping():
+            items = sorted(f"{_text(key)}: {_text(one)}" for key, one in value.items())
+            return f"{kind}{{{', '.join(items)}}}"
+        case list():
+            return f"{kind}[{_texts(value)}]"
+        case tuple():
+            return f"{kind}({_texts(value)})"
+        case Skeleton():
+            statics = [(str(Path(keys)), static) for keys, static in value.statics]
+            return f"tree({_texts((value.paths, statics))})"
+    if isinstance(value, _PLAIN):
+        return repr(value)
+    if isinstance(value, PyTreeDef):
+        return f"tree({_texts((value.node_data(), value.children()))})"
+    # A function of JAX or of a user, jitted ones too: their `repr` is their address.
+    if callable(value) and isinstance(getattr(value, "__qualname__", None), str):
+        return _name(value)
+    if dataclasses.is_dataclass(value):
+        names = [field.name for field in dataclasses.fields(value)]
+        fields = [f"{name}={_text(getattr(value, name))}" for name in names]
+        return f"{kind}({', '.join(fields)})"
+    raise FunctreeTypeError(
+        f"{kind} objects cannot be compared between processes: compare what they hold, as numbers, "
+        "texts, arrays, or trees of them"
+    )
+
+
+def _texts(values: Any) -> str:
+    return ", ".join(map(_text, values))
+
+
+def _name(value: Any) -> str:
+    module = getattr(value, "__module__", None) or ""
+    return f"{module}.{value.__qualname__}".removeprefix(".").removeprefix("builtins.")
+
+
+def _array_text(array: AnyArray) -> str:
+    """The text of an array: of one of this process with its values, of one of all processes with
+    how it is sharded."""
+    if has_values_here(array):
+        return own_text(array)
+    sharding = getattr(array, "sharding", None)
+    if isinstance(sharding, NamedSharding):
+        return f"{array_text(array)} {spec_text(sharding.spec)}"
+    return array_text(array)
+
+
+def has_values_here(array: AnyArray) -> bool:
+    """Whether an array is concrete, and all of its values are in this process."""
+    if isinstance(array, jax.ShapeDtypeStruct | Tracer):
+        return False
+    # Of an array of all processes a part is elsewhere, and JAX raises an error if it is read.
+    return not isinstance(array, jax.Array) or array.is_fully_addressable
+
+
+def own_text(array: AnyArray) -> str:
+    """The type and the values of an array of this process; of many values a checksum."""
+    text = array_text(array)
+    words: Any = array
+    if is_key(array.dtype):
+        words = jax.random.key_data(words)
+    host = np.asarray(words)
+    if host.size <= _FEW:
+        return f"{text} {host.tolist()}"
+    return f"{text} with the checksum {checksum(host):08x}"
+
+
+_FEW = 8  # the most values that a message shows
+
+
+def checksum(array: np.ndarray) -> int:
+    """A checksum of the values of an array."""
+    return zlib.crc32(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)

@@ -36,7 +36,7 @@ from functree.layout.plan_optimizer import plan_state
 from functree.layout.prefix import copied
 from functree.placing.ambient import ambient_rules, axis_rules
 from functree.processes.agreement import Agreement, Facts
-from functree.processes.facts import facts_of, settings
+from functree.processes.check_processes import facts_of, settings
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -142,7 +142,7 @@ class Init(Function[_P, _T]):
         program, which has all that the function closes over."""
         facts = {
             "settings": settings(),
-            "arguments": facts_of(self._bind(args, kwargs)),
+            "arguments": facts_of(self._bind(args, kwargs), skip=True),
             "plan": facts_of(self._planned(self._output(args, kwargs))),
         }
         if not without_jit():

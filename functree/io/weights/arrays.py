@@ -14,7 +14,7 @@ from functree.io.extras import ForeignErrors
 from functree.io.weights.blocks import Weight
 from functree.io.weights.files import Tensor
 from functree.processes.agreement import Agreement
-from functree.processes.own_arrays import checksum
+from functree.processes.check_processes import checksum
 from functree.processes.same_copies import digests_of
 
 

@@ -25,7 +25,7 @@ from functree.nn.published_config import config_from_json, family_of, read_confi
 from functree.nn.transformer import Transformer
 from functree.nn.weight_map import WeightMap
 from functree.processes.agreement import Agreement, Facts
-from functree.processes.facts import facts_of
+from functree.processes.check_processes import facts_of
 from functree.report.json_text import value_text
 from functree.transforms.init import abstract
 

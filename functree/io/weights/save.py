@@ -27,7 +27,7 @@ from functree.nn.rope import Llama3Rope
 from functree.nn.transformer import Transformer
 from functree.nn.weight_map import WeightMap
 from functree.processes.agreement import Agreement
-from functree.processes.facts import facts_of
+from functree.processes.check_processes import facts_of
 from functree.processes.same_copies import digests_of
 from functree.tree.bits import on_device, with_sharding
 

@@ -13,8 +13,13 @@ from functree.devices.meshes import tracing
 from functree.devices.placement import sharding_text
 from functree.layout.layout import Layout
 from functree.processes.agreement import Agreement, Facts
-from functree.processes.facts import configuration, facts_of, settings
-from functree.processes.own_arrays import has_values_here, own_text
+from functree.processes.check_processes import (
+    configuration,
+    facts_of,
+    has_values_here,
+    own_text,
+    settings,
+)
 from functree.transforms.jit.jitted import Jit, JitOptions
 from functree.tree.arrays import array_text
 
