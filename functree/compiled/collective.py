@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from functree.argument_checks import shown
+from functree.errors import FunctreeValueError
 from functree.tree.paths import Path
 
 MOVES = ("itself", "gradient", "activation", "update")
@@ -45,6 +47,17 @@ class Collective:
     source: str | None
     op: str
     moves: str | None = None
+
+    def __post_init__(self) -> None:
+        if len(self.paths) != len(self.arguments):
+            raise FunctreeValueError(
+                f"a collective has an argument for each path: {self.op!r} has {len(self.paths)} "
+                f"`paths` and {len(self.arguments)} `arguments`"
+            )
+        if self.moves not in (None, *MOVES):
+            raise FunctreeValueError(
+                f"{self.op!r} has `moves` {shown(self.moves)}, which is {', '.join(MOVES)} or None"
+            )
 
     @property
     def path(self) -> Path | None:

@@ -4,7 +4,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from functree.argument_checks import shown
-from functree.compiled.codec import LedgerParts, ledger_json, read_ledger_json
 from functree.compiled.collective import Collective
 from functree.compiled.diff import memory_changes, moved_changes, moved_total
 from functree.compiled.memory import Memory
@@ -16,6 +15,7 @@ from functree.errors import FunctreeTypeError
 from functree.layout.plan.page import PlanPage
 from functree.layout.plan.plan import Plan
 from functree.report.diff import Change, Diff, by_bytes
+from functree.report.json_text import json_of, read_json
 from functree.tree.paths import Path
 
 
@@ -126,17 +126,7 @@ class Ledger:
 
     def to_json(self) -> str:
         """The ledger as JSON."""
-        parts = LedgerParts(
-            self.collectives,
-            self.memory,
-            self.backend,
-            self.sizes,
-            self.warnings,
-            self.warnings_known,
-            self.not_understood,
-            self.idle,
-        )
-        return ledger_json(parts)
+        return json_of("ledger", self)
 
     @classmethod
     def from_json(cls, text: str) -> "Ledger":
@@ -145,17 +135,7 @@ class Ledger:
         Raises:
             FunctreeError: the text is not the JSON of a ledger.
         """
-        parts = read_ledger_json(text)
-        return cls(
-            tuple(parts.collectives),
-            parts.memory,
-            parts.backend,
-            parts.sizes,
-            tuple(parts.warnings),
-            parts.warnings_known,
-            tuple(parts.not_understood),
-            tuple(parts.idle),
-        )
+        return read_json(text, "ledger", cls)
 
     def html(self, plan: Plan | None = None) -> str:
         """The ledger as a HTML page: what is moved by mesh axis, kind, phase and parameter, and the

@@ -54,3 +54,6 @@ class Memory:
     aliases: int
     temporaries: int
     peak: int
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "arguments", BytesByPath(self.arguments))

@@ -1,30 +1,25 @@
-"""JSON of functree ─► plain values, of the types that its format says."""
+"""A named tuple or dataclass ─► JSON, and back, by the types of its fields."""
 
+import dataclasses
 import json
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from functools import cache
+from types import UnionType
+from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from functree.errors import FunctreeTypeError, FunctreeValueError
+from functree.tree.arrays import DType
+from functree.tree.axes import Axes
+from functree.tree.paths import Path
 
-Form = Any
-"""What a value must be: a type; `None`; `SIZE`; a tuple of forms, of which one fits; `[form]`, a
-list; an object, either `{name: form, ...}` with these names at least, or `{...: form}` with any
-names."""
+T = TypeVar("T")
 
-
-class _Size:
-    """The form of a number of elements, bytes or devices."""
-
-    # More than all of an array can have in any case, and a float has it.
-    LIMIT = 2**100
-
-    @classmethod
-    def fits(cls, value: Any) -> bool:
-        return type(value) is int and 0 <= value < cls.LIMIT
-
-
-SIZE = _Size()
-"""A whole number, at least 0 and less than 2¹⁰⁰."""
+FORMAT = 1
+"""Raised when older versions could not read what this one writes, so that they say so."""
 
 MOST_LEVELS = 100
 """How many lists and objects may be in one another.
@@ -86,17 +81,49 @@ def value_text(value: Any) -> str:
 _MOST_SHOWN = 200
 
 
-def loaded(
-    text: str, kind: str, newest: int, form: Form, added: Mapping[str, Form] | None = None
-) -> dict[str, Any]:
-    """What JSON of functree says.
+def json_of(kind: str, value: Any) -> str:
+    """The JSON of a named tuple or dataclass: an object with its fields.
+
+    Args:
+        kind: what it is of: `plan`, `ledger`.
+        value: the value.
+    """
+    return json.dumps({"functree": kind, "format": FORMAT, **written(value)}, indent=1)
+
+
+def written(value: Any) -> Any:
+    """A value as JSON has it. Fields that are None by default are left out if they are."""
+    match value:
+        case None | bool() | int() | float() | str():
+            return value
+        case Path():
+            return str(value)
+        case Axes() | PartitionSpec():
+            return list(map(written, value))
+        case Mesh() | AbstractMesh():
+            return dict(value.shape)
+        case Mapping():
+            return {str(key): written(one) for key, one in value.items()}
+    defaults = _defaults(type(value))
+    if defaults is None and isinstance(value, tuple | list):
+        return list(map(written, value))
+    if defaults is None:
+        return str(value)  # a dtype
+    fields: dict[str, Any] = {}
+    for name, default in defaults.items():
+        own = getattr(value, name)
+        if own is not None or default is not None:
+            fields[name] = written(own)
+    return fields
+
+
+def read_json(text: str, kind: str, cls: type[T]) -> T:
+    """The value of a class that JSON of functree says.
 
     Args:
         text: the JSON.
         kind: what it is of: `plan`, `ledger`.
-        newest: the newest format that can be read.
-        form: what the values must be.
-        added: what those must be that earlier versions did not write.
+        cls: a named tuple or a dataclass. The types of its fields say what the JSON must have.
 
     Raises:
         FunctreeError: it is not JSON; it is of something else; it is of a newer format; a value is
@@ -108,6 +135,11 @@ def loaded(
         data = parsed(text)
     except ValueError as error:
         raise FunctreeValueError(f"not the JSON of a {kind}: {error}") from error
+    return read_value(data, kind, cls)
+
+
+def read_value(data: Any, kind: str, cls: type[T]) -> T:
+    """The same, of JSON that was parsed."""
     # Plans, ledgers and checkpoints name themselves, so that one is not taken for the other.
     found = None
     if isinstance(data, dict):
@@ -118,67 +150,81 @@ def loaded(
         name = found if isinstance(found, str) else value_text(found)
         raise FunctreeValueError(f"the JSON is of a {name}, not of a {kind}")
     given = data.get("format")
-    if given not in range(1, newest + 1):
-        readable = f"this functree reads up to {newest}"
+    if given not in range(1, FORMAT + 1):
+        readable = f"this functree reads up to {FORMAT}"
         raise FunctreeValueError(f"the JSON of this {kind} has format {given!r}, and {readable}")
-    forms = {name: one for name, one in (added or {}).items() if name in data}
-    misfit = _misfit(data, form, "") or _misfit_inside(data, forms, "")
-    if misfit is not None:
-        raise FunctreeValueError(f"the JSON is not of a whole {kind}: {misfit}")
-    return data
+    try:
+        return _read(data, cls, "")
+    except _MisfitError as error:
+        raise FunctreeValueError(f"the JSON is not of a whole {kind}: {error}") from error
 
 
-def _misfit(value: Any, form: Form, where: str) -> str | None:
-    """The first value that is missing, or of another type, in a sentence; None if all fit.
+class _MisfitError(Exception):
+    """A value of the JSON is missing, or is not of the type that it must have."""
 
-    Args:
-        value: a value of the JSON.
-        form: what it must be.
-        where: its place, such as `rows.3.path`; empty for the whole.
-    """
-    if isinstance(form, tuple):
-        misfits = [_misfit(value, one, where) for one in form]
-        if None in misfits:
-            return None
-        # `(str, None)`: that it is not null is not what is wrong with a value that is there.
-        return misfits[0]
-    if form is SIZE:
-        return None if SIZE.fits(value) else f"`{where}` is {value_text(value)}, and not a size"
-    kind = _kind(form)
-    # Not by `isinstance`: to Python, true is a number.
-    if type(value) is not kind:
-        return f"`{where}` is {value_text(value)}, and not {_NAMES[kind]}"
-    if isinstance(form, list):
-        return _misfit_inside(value, dict.fromkeys(range(len(value)), form[0]), where)
-    if not isinstance(form, dict):
-        return None
-    if ... in form:
-        return _misfit_inside(value, dict.fromkeys(value, form[...]), where)
+
+def _read(value: Any, hint: Any, where: str) -> Any:
+    """A value of a type, from the JSON at a place such as `rows.3.path`."""
+    if hint is Any:
+        return value
+    if hint == DType:
+        return _dtype(_plain(value, str, where))
+    if hint in (Path, tuple[object, ...]):  # a problem has the path as a tuple
+        return Path(_plain(value, str, where))
+    if hint is Axes:
+        return Axes(*_read(value, tuple[str | None, ...], where))
+    if hint is PartitionSpec:
+        return PartitionSpec(*_read(value, tuple[str | tuple[str, ...] | None, ...], where))
+    if hint in (Mesh, AbstractMesh):
+        sizes = _read(value, Mapping[str, int], where)
+        return AbstractMesh(tuple(sizes.values()), tuple(sizes))
+    if isinstance(hint, UnionType) or get_origin(hint) is Union:
+        return _read_one_of(value, get_args(hint), where)
+    match get_origin(hint), get_args(hint):
+        case (origin, (key, inner)) if origin is Mapping:
+            _plain(value, dict, where)
+            return {_read(k, key, where): _read(x, inner, _at(where, k)) for k, x in value.items()}
+        case (origin, (inner, _)) if origin is tuple:
+            _plain(value, list, where)
+            return tuple([_read(x, inner, _at(where, i)) for i, x in enumerate(value)])
+    defaults = _defaults(hint)
+    if defaults is None:
+        return _plain(value, hint, where)
+    _plain(value, dict, where)
+    fields: dict[str, Any] = {}
     # Other names than these are passed over, so that a later functree can add one without a new
     # format.
-    for name in form:
-        if name not in value and where:
-            return f"`{where}` has no `{name}`"
-        if name not in value:
-            return f"it has no `{name}`"
-    return _misfit_inside(value, form, where)
+    for name, default in defaults.items():
+        if name in value:
+            fields[name] = _read(value[name], _hints(hint)[name], _at(where, name))
+        elif default is _NONE:
+            raise _MisfitError(f"{f'`{where}`' if where else 'it'} has no `{name}`")
+    try:
+        return hint(**fields)
+    except FunctreeValueError as error:
+        raise _MisfitError(str(error)) from error
 
 
-def _misfit_inside(value: Any, forms: Mapping[Any, Form], where: str) -> str | None:
-    """As `_misfit`, of what is in a list or an object: the form of each index, or of each name."""
-    for name, form in forms.items():
-        misfit = _misfit(value[name], form, f"{where}.{name}".removeprefix("."))
-        if misfit is not None:
-            return misfit
-    return None
+def _read_one_of(value: Any, hints: Sequence[Any], where: str) -> Any:
+    """A value of one of several types."""
+    if value is None and type(None) in hints:
+        return None
+    first, *others = [hint for hint in hints if hint is not type(None)]
+    for hint in others:
+        if isinstance(value, list) and get_origin(hint) is tuple:
+            return _read(value, hint, where)
+    return _read(value, first, where)
 
 
-def _kind(form: Form) -> type:
-    if form is None:
-        return type(None)
-    if isinstance(form, list | dict):
-        return type(form)
-    return form
+def _plain(value: Any, kind: type, where: str) -> Any:
+    """A value that has to be of a plain type. A number is one of elements, bytes or devices."""
+    # Not by `isinstance`: to Python, true is a number.
+    if type(value) is not kind:
+        raise _MisfitError(f"`{where}` is {value_text(value)}, and not {_NAMES[kind]}")
+    # More than all of an array can have in any case, and a float has it.
+    if kind is int and not 0 <= value < 2**100:
+        raise _MisfitError(f"`{where}` is {value_text(value)}, and not a size")
+    return value
 
 
 _NAMES = {
@@ -187,5 +233,52 @@ _NAMES = {
     bool: "true or false",
     list: "a list",
     dict: "an object",
-    type(None): "null",
 }
+_NONE = object()
+
+
+def _at(where: str, name: object) -> str:
+    return f"{where}.{name}".removeprefix(".")
+
+
+@cache
+def _hints(cls: type) -> dict[str, Any]:
+    return get_type_hints(cls, include_extras=True)
+
+
+@cache
+def _defaults(cls: Any) -> dict[str, Any] | None:
+    """The fields of a named tuple or dataclass with their defaults; None for another type."""
+    if dataclasses.is_dataclass(cls):
+        defaults: dict[str, Any] = {}
+        for field in dataclasses.fields(cls):
+            has_none = field.default is dataclasses.MISSING
+            defaults[field.name] = _NONE if has_none else field.default
+        return defaults
+    if isinstance(cls, type) and issubclass(cls, tuple) and hasattr(cls, "_fields"):
+        named: Any = cls
+        return {name: named._field_defaults.get(name, _NONE) for name in named._fields}
+    return None
+
+
+def _dtype(text: str) -> Any:
+    """The dtype with this text, also that of random keys: `key<fry>`."""
+    if text.startswith("key<"):
+        implementation = key_implementation(text)
+        if implementation is None:
+            raise _MisfitError(f"it has random keys of an unknown kind: {text}")
+        return jax.eval_shape(lambda: jax.random.key(0, impl=implementation)).dtype
+    try:
+        return jnp.dtype(text)
+    # numpy reads more than names, such as `(3,)f4`, and raises errors of several classes.
+    except (TypeError, ValueError, SyntaxError) as error:
+        raise _MisfitError(f"there is no dtype {text!r}") from error
+
+
+def key_implementation(dtype: Any) -> str | None:
+    """The name of the implementation of random keys with a dtype, or with its text `key<fry>`; None
+    if unknown."""
+    return _IMPLEMENTATIONS.get(str(dtype).removeprefix("key<").removesuffix(">"))
+
+
+_IMPLEMENTATIONS = {"fry": "threefry2x32", "rbg": "rbg", "urbg": "unsafe_rbg"}

@@ -1,7 +1,7 @@
 """A value ─► whether functree treats it as an array, and its text in messages."""
 
 import re
-from typing import Any, Protocol, TypeGuard, Union
+from typing import Annotated, Any, Protocol, TypeGuard, Union
 
 import jax
 import numpy as np
@@ -16,6 +16,9 @@ it is a variable."""
 # Not with `|`, in which `pyright --verifytypes` finds type arguments of `jax.ShapeDtypeStruct`.
 AnyArray = Union[jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct]  # noqa: UP007
 """An array with values, traced or abstract, of JAX or numpy."""
+
+DType = Annotated[Any, "a dtype"]
+"""The dtype of an array. JAX has no class for those of random keys and of numbers together."""
 
 
 def is_array(value: object) -> TypeGuard[AnyArray]:

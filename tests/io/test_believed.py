@@ -330,7 +330,7 @@ MANIFESTS: dict[str, tuple[dict[str, Any], str]] = {
     "a huge shape": ({"shape": [10**9, 10**9]}, "it has 128 `bytes`, and an array of its shape"),
     "a shape of 400 digits": ({"shape": [10**400]}, "`rows.0.shape.0` is 1000"),
     "a negative shape": ({"shape": [-4, -8]}, "`rows.0.shape.0` is -4, and not a size"),
-    "a shape of texts": ({"shape": ["4", "8"]}, '`rows.0.shape.0` is "4", and not a size'),
+    "a shape of texts": ({"shape": ["4", "8"]}, '`rows.0.shape.0` is "4", and not a whole number'),
     "a shape that is no number": ({"shape": [float("nan")]}, "`rows.0.shape.0` is NaN"),
     "negative bytes": ({"bytes": -1}, "`rows.0.bytes` is -1, and not a size"),
     "other bytes": ({"bytes": 10**15}, "it has 1000000000000000 `bytes`, and an array of"),
@@ -381,9 +381,9 @@ def test_a_row_of_a_manifest(case: str, saved: Path, tmp_path: Path) -> None:
 
 BODIES: dict[str, tuple[Callable[[Head], Head], str]] = {
     "two rows of one array": (lambda body: body | {"rows": body["rows"] * 2}, "there are two rows"),
-    "a huge mesh": (lambda body: body | {"mesh": {"data": 10**400}}, "`mesh.data` is 1000"),
-    "a negative mesh": (lambda body: body | {"mesh": {"data": -1}}, "`mesh.data` is -1, and not"),
-    "classes that are none": (lambda body: body | {"classes": [3]}, "`classes.0` is 3, and not"),
+    "a huge mesh": (lambda body: body | {"sizes": {"data": 10**400}}, "`sizes.data` is 1000"),
+    "a negative mesh": (lambda body: body | {"sizes": {"data": -1}}, "`sizes.data` is -1, and not"),
+    "classes that are none": (lambda body: body | {"classes": [3]}, "`rows.0.classes` is 3, and not"),
     "values elsewhere": (lambda body: body | {"arrays": "/tmp"}, "is no folder of values"),
     "no rows": (lambda body: body | {"rows": {}}, "`rows` is {}, and not a list"),
 }
@@ -478,10 +478,11 @@ def test_the_files_of_the_values(case: str, saved: Path, tmp_path: Path) -> None
 PLAN: dict[str, Any] = {
     "functree": "plan",
     "format": 1,
-    "mesh": {"data": 2},
+    "sizes": {"data": 2},
     "rows": [],
     "problems": [],
     "unused": [],
+    "unused_names": [],
 }
 MOVED: dict[str, Any] = {
     "kind": "all-reduce",
@@ -499,7 +500,7 @@ LEDGER: dict[str, Any] = {
     "functree": "ledger",
     "format": 1,
     "backend": "cpu",
-    "mesh": {"data": 2},
+    "sizes": {"data": 2},
     "collectives": [MOVED],
     "memory": {"arguments": {}, "outputs": 0, "aliases": 0, "temporaries": 0, "peak": 0},
     "warnings": [],
@@ -507,7 +508,7 @@ LEDGER: dict[str, Any] = {
     "not_understood": [],
 }
 WRITTEN: dict[str, tuple[dict[str, Any], str]] = {
-    "a plan on less than nothing": (PLAN | {"mesh": {"data": -2}}, "`mesh.data` is -2"),
+    "a plan on less than nothing": (PLAN | {"sizes": {"data": -2}}, "`sizes.data` is -2"),
     "names that are no list": (PLAN | {"unused_names": None}, "`unused_names` is null"),
     "a ledger of huge arrays": (
         LEDGER | {"collectives": [MOVED | {"bytes": 10**400}]},

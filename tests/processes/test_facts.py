@@ -131,7 +131,9 @@ OTHERS: dict[str, Any] = {
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_other_objects_are_refused_by_name(name: str) -> None:
-    with pytest.raises(FunctreeTypeError, match=r"^a: .* objects cannot be compared between processes"):
+    with pytest.raises(
+        FunctreeTypeError, match=r"^a: .* objects cannot be compared between processes"
+    ):
         facts_of({"a": OTHERS[name]} if name != "in a list" else {"a": Frozen(OTHERS[name])})
     # An argument of a function that is not compared counts by its class.
     assert facts_of({"a": OTHERS["object"]}, skip=True) == ["dict", "a: object"]

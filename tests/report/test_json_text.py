@@ -1,30 +1,48 @@
-"""JSON of functree ─► plain values, or which value is not of its type."""
+"""A named tuple or dataclass in JSON, and back, or which value is not of its type."""
 
 import json
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
+import jax
+import jax.numpy as jnp
 import pytest
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
-from functree.errors import FunctreeError, FunctreeTypeError, FunctreeValueError
-from functree.report.json_text import SIZE, loaded
+import functree as ft
+from functree.errors import FunctreeError, FunctreeTypeError, FunctreeValueError, Problem
+from functree.report.json_text import json_of, read_json
+from functree.tree.arrays import DType
+from functree.tree.paths import Path
 from tests.lib.checks import raises
 
-FORM: Any = {
-    "sizes": {...: int},
-    "rows": [{"path": str, "spec": [(str, [str], None)], "whole": bool}],
-    "note": (str, None),
-    "size": SIZE,
-}
-ADDED = {"since": str}
+
+@dataclass(frozen=True)
+class Row:
+    path: Path
+    spec: PartitionSpec | None
+    whole: bool
+
+
+class Report(NamedTuple):
+    sizes: Mapping[str, int]
+    rows: tuple[Row, ...]
+    note: str | None
+    size: int
+    since: str | None = None
+
+
 ROW = {"path": "w", "spec": ["data", None, ["a", "b"]], "whole": True}
 DATA = {
     "functree": "plan",
-    "format": 2,
+    "format": 1,
     "sizes": {"data": 2},
     "rows": [ROW],
     "note": None,
     "size": 2**70,
 }
+REPORT = Report({"data": 2}, (Row(Path("w"), ft.P("data", None, ("a", "b")), True),), None, 2**70)
 # What `json.dumps` does not write
 TEXTS = {'"more": {}': '"more": {"a": 1, "a": 2}'}
 for value, levels in (("null", 100), ("true", 10**5)):
@@ -36,27 +54,58 @@ def text(**changes: Any) -> str:
     return json.dumps({name: one for name, one in (DATA | changes).items() if one is not ...})
 
 
-GOOD: dict[str, dict[str, Any]] = {
-    "as it is": {},
-    "the oldest format": {"format": 1},
-    "nothing in it": {"sizes": {}, "rows": []},
-    "what older ones do not have": {"since": "3"},
-    "another alternative": {"note": "text"},
-    "names that a later functree adds": {"more": 1.5, "rows": [ROW | {"more": None}]},
+def test_what_is_written() -> None:
+    assert json.loads(json_of("plan", REPORT)) == DATA
+    assert json.loads(json_of("plan", REPORT._replace(since="3"))) == DATA | {"since": "3"}
+
+
+GOOD: dict[str, tuple[dict[str, Any], Report]] = {
+    "as it is": ({}, REPORT),
+    "nothing in it": ({"sizes": {}, "rows": []}, REPORT._replace(sizes={}, rows=())),
+    "what older ones do not have": ({"since": "3"}, REPORT._replace(since="3")),
+    "another alternative": ({"note": "text"}, REPORT._replace(note="text")),
+    "names that a later functree adds": (
+        {"more": 1.5, "rows": [ROW | {"more": None}]},
+        REPORT,
+    ),
 }
 
 
 @pytest.mark.parametrize("case", GOOD)
 def test_what_is_read(case: str) -> None:
-    assert loaded(text(**GOOD[case]), "plan", 2, FORM, ADDED) == DATA | GOOD[case]
-    assert loaded(text(**GOOD[case]).encode(), "plan", 2, FORM) == DATA | GOOD[case]
+    changes, report = GOOD[case]
+    assert read_json(text(**changes), "plan", Report) == report
+    assert read_json(json_of("plan", report), "plan", Report) == report
+
+
+class Every(NamedTuple):
+    axes: ft.Axes
+    dtype: DType
+    key: DType
+    mesh: Mesh | AbstractMesh | None
+    problem: Problem
+    by_path: Mapping[Path, tuple[int, ...]]
+    anything: Any = None
+
+
+def test_each_type() -> None:
+    every = Every(
+        ft.Axes("a", None),
+        jnp.dtype("bfloat16"),
+        jax.random.key(0).dtype,
+        AbstractMesh((2,), ("data",)),
+        Problem(Path("a.b"), (2, 3), "w", "is wrong", "mend it"),
+        {Path("a.0"): (1, 2)},
+        {"a": [1.5, None]},
+    )
+    assert read_json(json_of("every", every), "every", Every) == every
 
 
 BAD: dict[str, tuple[dict[str, Any], str]] = {
     "of something else": ({"functree": "ledger"}, "the JSON is of a ledger, not of a plan"),
     "of nothing": ({"functree": ...}, "not the JSON of a plan"),
-    "newer": ({"format": 3}, "the JSON of this plan has format 3, and this functree reads up to 2"),
-    "before the first": ({"format": 0}, "has format 0, and this functree reads up to 2"),
+    "newer": ({"format": 3}, "the JSON of this plan has format 3, and this functree reads up to 1"),
+    "before the first": ({"format": 0}, "has format 0, and this functree reads up to 1"),
     "a format that is no number": ({"format": "2"}, "has format '2'"),
     "without a format": ({"format": ...}, "has format None"),
     "without a name": ({"rows": ...}, "the JSON is not of a whole plan: it has no `rows`"),
@@ -78,8 +127,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "no size": ({"size": -1}, "`size` is -1, and not a size"),
     "a size that no float has": ({"size": 10**400}, "`size` is 1000"),
-    "true for a size": ({"size": True}, "`size` is true, and not a size"),
-    "a size that is no whole number": ({"size": 2.0}, "`size` is 2.0, and not a size"),
+    "a size that is no whole number": ({"size": 2.0}, "`size` is 2.0, and not a whole number"),
     "another type, of what older ones do not have": (
         {"since": 3},
         "the JSON is not of a whole plan: `since` is 3, and not a text",
@@ -89,7 +137,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "far too deep": ({"more": True}, "it has values in one another, more than 100 times"),
     "a wrong element of one of several": (
         {"rows": [ROW | {"spec": [["a", None]]}]},
-        '`rows.0.spec.0` is ["a", null], and not a text',
+        "`rows.0.spec.0.1` is null, and not a text",
     ),
 }
 
@@ -101,16 +149,23 @@ def test_what_is_refused(case: str) -> None:
     for written, other in TEXTS.items():
         given = given.replace(written, other)
     with raises(message, error=FunctreeValueError):
-        loaded(given, "plan", 2, FORM, ADDED)
+        read_json(given, "plan", Report)
+
+
+@pytest.mark.parametrize("dtype", ["float33", "(3,f4", "key<other>"])
+def test_dtypes_that_there_are_not(dtype: str) -> None:
+    every = json.dumps({"functree": "every", "format": 1, "axes": [], "dtype": dtype})
+    with raises("not of a whole every: ", dtype, error=FunctreeValueError):
+        read_json(every, "every", Every)
 
 
 @pytest.mark.parametrize("given", ["{", "", "[]", "3", "null", '"plan"', "{}"])
 def test_what_is_no_json_of_functree(given: str) -> None:
     with raises("not the JSON of a ledger", error=FunctreeValueError):
-        loaded(given, "ledger", 1, {})
+        read_json(given, "ledger", Report)
 
 
 def test_what_is_no_text() -> None:
     with raises("a plan is read from the text of its JSON, not from 3", error=FunctreeTypeError):
-        loaded(3, "plan", 1, {})  # pyright: ignore[reportArgumentType]
+        read_json(3, "plan", Report)  # pyright: ignore[reportArgumentType]
     assert issubclass(FunctreeTypeError, FunctreeError)

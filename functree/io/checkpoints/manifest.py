@@ -16,35 +16,16 @@ from functree.errors import (
     FunctreeError,
     FunctreeValueError,
 )
-from functree.layout.plan.codec import ARRAY_FORM, array_json, read_array
-from functree.report.json_text import SIZE, loaded, parsed
+from functree.report.json_text import FORMAT, parsed, read_value, written
+from functree.tree.arrays import DType
 from functree.tree.axes import Axes
 from functree.tree.paths import Path
-
-# Raised when older versions could not read what this one writes, so that they say so.
-FORMAT = 1
 
 BEGINNING = b'{\n "functree": "checkpoint",'
 """The first bytes of each manifest, by which it is known to be one of functree if it is damaged."""
 
 VALUES = "arrays-"
 _VALUES_NAME = re.compile(f"{VALUES}[0-9a-f]{{12}}")
-
-_FORM = {
-    "arrays": (str, None),
-    "step": (int, None),
-    "mesh": {...: SIZE},
-    "rows": [
-        {
-            **ARRAY_FORM,
-            "bytes": SIZE,
-            "digest": (str, None),
-            "same_as": (str, None),
-        }
-    ],
-    "numbers": {...: str},
-}
-_ADDED = {"classes": [[str]]}
 
 
 def new_values_name() -> str:
@@ -97,7 +78,7 @@ class SavedArray(NamedTuple):
 
     path: Path
     shape: tuple[int, ...]
-    dtype: Any
+    dtype: DType
     axes: Axes
     spec: PartitionSpec | None
     bytes: int
@@ -135,16 +116,16 @@ class Manifest(NamedTuple):
         for row in self.rows:
             if row.classes is not None:
                 classes.setdefault(row.classes, len(classes))
+        rows = written(self.rows)
+        for row, its in zip(self.rows, rows, strict=True):
+            if row.classes is not None:
+                its["classes"] = classes[row.classes]
         body = {
             "functree": "checkpoint",
             "format": FORMAT,
-            "arrays": self.arrays,
-            "step": self.step,
-            "mesh": dict(self.sizes),
+            **written(self._replace(rows=(), meta=None)),
             "classes": list(map(list, classes)),
-            "rows": [_row(row, classes) for row in self.rows],
-            # The first versions had numbers alone, and read them by this name.
-            "numbers": dict(self.static),
+            "rows": rows,
             "meta": self.meta,
         }
         return json.dumps({**body, "checksum": checksum(body)}, indent=1)
@@ -168,11 +149,12 @@ class Manifest(NamedTuple):
             # damaged, and not of a newer version.
             if kept is not None and kept != checksum(body):
                 raise CheckpointFileError(f"{where} is not what was written: its checksum differs")
-            data = loaded(text, "checkpoint", FORMAT, _FORM, _ADDED)
-            classes = list(map(tuple, data.get("classes", [])))
-            rows = tuple(_read_row(row, classes) for row in data["rows"])
-            _check_rows(rows)
-        except (FunctreeError, ValueError, LookupError, TypeError) as error:
+            for row in body["rows"] if isinstance(body, dict) and "rows" in body else ():
+                if row.get("classes") is not None:
+                    row["classes"] = body["classes"][row["classes"]]
+            manifest = read_value(body, "checkpoint", cls)
+            _check_rows(manifest.rows)
+        except (FunctreeError, ValueError, LookupError, TypeError, AttributeError) as error:
             if isinstance(error, CheckpointError):
                 raise
             # A spec or a path that cannot be read, or text that is not JSON.
@@ -184,14 +166,12 @@ class Manifest(NamedTuple):
                 f"{where} is not the manifest of a checkpoint: it has no `checksum`"
             )
         # What it names is read, and removed when the checkpoint is: never a path elsewhere.
-        if data["arrays"] is not None and not is_values_name(data["arrays"]):
+        if manifest.arrays is not None and not is_values_name(manifest.arrays):
             raise CheckpointFileError(
-                f"{where} is not the manifest of a checkpoint: {data['arrays']!r} is no folder of "
+                f"{where} is not the manifest of a checkpoint: {manifest.arrays!r} is no folder of "
                 "values"
             )
-        return cls(
-            rows, data["arrays"], data["step"], data["mesh"], data["numbers"], data.get("meta")
-        )
+        return manifest
 
 
 def checksum(body: Mapping[str, Any]) -> str:
@@ -219,25 +199,3 @@ def _check_rows(rows: Sequence[SavedArray]) -> None:
         if why:
             raise FunctreeValueError(f"`{row.path}`: {why}")
         known[row.path] = row
-
-
-def _row(row: SavedArray, classes: Mapping[tuple[str, ...], int]) -> dict[str, Any]:
-    found = {**array_json(row), "bytes": row.bytes, "digest": row.digest, "same_as": None}
-    if row.same_as is not None:
-        found["same_as"] = str(row.same_as)
-    if row.classes is not None:
-        found["classes"] = classes[row.classes]
-    if row.buffer:
-        found["buffer"] = True
-    return found
-
-
-def _read_row(data: Mapping[str, Any], classes: Sequence[tuple[str, ...]]) -> SavedArray:
-    row = SavedArray(*read_array(data), data["bytes"], data["digest"])
-    if data["same_as"] is not None:
-        row = row._replace(same_as=Path(data["same_as"]))
-    if "classes" in data:
-        row = row._replace(classes=classes[data["classes"]])
-    if "buffer" in data:
-        row = row._replace(buffer=bool(data["buffer"]))
-    return row

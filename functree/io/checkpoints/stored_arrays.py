@@ -14,7 +14,7 @@ import numpy as np
 from jax.sharding import NamedSharding, Sharding
 
 from functree.devices.specs import of_rank
-from functree.layout.plan.codec import key_implementation
+from functree.report.json_text import key_implementation
 from functree.tree.bits import bits, is_key, keys_of, on_device, unsigned, with_sharding
 
 StoredArray = jax.Array | np.ndarray

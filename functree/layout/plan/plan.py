@@ -1,7 +1,7 @@
 """`Plan`: the spec of each array of a tree, and the reason for it."""
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
@@ -19,7 +19,6 @@ from functree.labels.leaf import Leaf
 from functree.layout.decision import Decision, apply_spec, whole
 from functree.layout.layout import Layout
 from functree.layout.plan.axis_sizes import AxisSizes, axis_sizes, several_sizes
-from functree.layout.plan.codec import PlanParts, plan_json, read_plan
 from functree.layout.plan.diff import plan_diff
 from functree.layout.plan.page import PlanPage
 from functree.layout.plan.row import Row, rows_by_path
@@ -27,6 +26,7 @@ from functree.layout.plan.text import plan_text, replicated
 from functree.layout.validation import refuse
 from functree.report.byte_sizes import bytes_text
 from functree.report.diff import Diff
+from functree.report.json_text import json_of, read_json
 from functree.tree.paths import Path
 from functree.tree.skeleton.skeleton import Skeleton
 from functree.values import Value
@@ -264,9 +264,8 @@ class Plan(Value, Layout):
     def to_json(self) -> str:
         """The plan as JSON: its rows, the sizes of its mesh, its problems. It has no devices, and
         no tree."""
-        return plan_json(
-            PlanParts(self.rows, self.sizes, self.problems, self.unused, self.unused_names)
-        )
+        parts = PlanParts(self.rows, self.sizes, self.problems, self.unused, self.unused_names)
+        return json_of("plan", parts)
 
     @classmethod
     def from_json(cls, text: str) -> "Plan":
@@ -283,7 +282,7 @@ class Plan(Value, Layout):
             >>> ft.Plan.from_json(plan.to_json()) == plan
             True
         """
-        parts = read_plan(text)
+        parts = read_json(text, "plan", PlanParts)
         view = MeshView(parts.sizes)
         return cls(parts.rows, None, view, parts.problems, parts.unused, parts.unused_names)
 
@@ -324,6 +323,16 @@ class Plan(Value, Layout):
             subject = group.named or group.what
             lines += [f"PROBLEM {subject}: {why}" for why in group.whys]
         return lines
+
+
+class PlanParts(NamedTuple):
+    """What JSON has of a plan: all but the structure of the tree and the devices of the mesh."""
+
+    rows: tuple[Row, ...]
+    sizes: Mapping[str, int]
+    problems: tuple[Problem, ...]
+    unused: tuple[str, ...]
+    unused_names: tuple[str, ...]
 
 
 _SORT = Takes(

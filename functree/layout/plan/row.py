@@ -1,12 +1,12 @@
 """`Row`: what a plan says about one array; and its array as text."""
 
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from functree.devices.specs import mesh_axes, of_rank, spec_text
-from functree.tree.arrays import dtype_text
+from functree.tree.arrays import DType, dtype_text
 from functree.tree.axes import Axes
 from functree.tree.paths import Path
 
@@ -41,7 +41,7 @@ class Row(NamedTuple):
 
     path: Path
     shape: tuple[int, ...]
-    dtype: Any
+    dtype: DType
     axes: Axes
     spec: PartitionSpec | None
     reason: str
