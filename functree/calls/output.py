@@ -10,9 +10,9 @@ from functree.calls.closures import held_at_any_depth, kept_by
 from functree.calls.signature import RESULT
 from functree.calls.static_arguments import HIJAX_REMEDY, is_hijax
 from functree.errors import FunctreeError, FunctreeTypeError, Problem, count
-from functree.labels.leaf import array_problem
+from functree.labels.leaf import array_problem, unheld_problem
 from functree.labels.leaves import read, too_deep
-from functree.tree.arrays import Tree
+from functree.tree.arrays import Tree, is_unheld_number
 from functree.tree.paths import Path
 from functree.tree.skeleton.skeleton import Skeleton
 from functree.tree.skeleton.static_value import PLAIN, runs_once
@@ -61,6 +61,12 @@ class Output:
             read(tree)  # raises an error for a tree that JAX cannot flatten
             raise
         problems: list[Problem] = []
+        for path, value in skeleton.statics:
+            if is_unheld_number(value):
+                problems.append(unheld_problem(Path((RESULT, *path)), value))
+        if problems:
+            number = count(len(problems), "array")
+            raise FunctreeTypeError(f"{name}: JAX cannot hold {number} of the result", problems)
         for path, value in skeleton.statics:
             found = _outliving(value)
             if found is not None:

@@ -7,7 +7,7 @@ from jax.core import ShapedArray
 
 from functree.calls.signature import Record
 from functree.errors import FunctreeTypeError, Problem, count
-from functree.tree.arrays import Tree, is_array, value_text
+from functree.tree.arrays import Tree, is_array, is_unheld_number, unheld, value_text
 from functree.tree.paths import Path
 from functree.tree.skeleton.skeleton import Skeleton
 from functree.tree.skeleton.static_value import PLAIN, StaticValue, is_hashable, runs_once
@@ -102,6 +102,9 @@ def _not_static(static: object) -> tuple[str, str, str] | None:
     # Of a static argument, the value that the user has passed.
     value = _opened(static)
     kind = type(value).__name__
+    why = unheld(static)
+    if why is not None and (is_unheld_number(static) or not is_hashable(static)):
+        return kind, *why
     if isinstance(static, jax.Ref):
         why = "is mutable, so it can be neither an argument nor static"
         return "Ref", why, "pass its value, `ref[...]`"

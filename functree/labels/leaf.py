@@ -6,9 +6,15 @@ from typing import Any, NamedTuple
 from jax.sharding import PartitionSpec
 
 from functree.errors import Problem
-from functree.tree.arrays import array_text
+from functree.tree.arrays import array_text, unheld
 from functree.tree.axes import Axes
 from functree.tree.paths import Key, Path
+
+
+def unheld_problem(path: Path, value: Any) -> Problem:
+    """The problem of a NumPy array that JAX cannot hold."""
+    why, remedy = unheld(value) or ("", "")
+    return Problem(path, tuple(value.shape), f"{value.dtype}{list(value.shape)}", why, remedy)
 
 
 class FollowedLeaf(NamedTuple):

@@ -42,8 +42,8 @@ from functree.labels.annotations.unread import (
     other_structure,
     without_keys,
 )
-from functree.labels.leaf import Leaf
-from functree.tree.arrays import AnyArray, Tree, is_array
+from functree.labels.leaf import Leaf, unheld_problem
+from functree.tree.arrays import AnyArray, Tree, is_array, is_unheld_number
 from functree.tree.axes import Axes, Names
 from functree.tree.interfaces import PackedTree, Stack, StateMapping, TrainingState
 from functree.tree.nodes import walk
@@ -104,12 +104,15 @@ def read(tree: Tree, names: Mapping[type, Names] | None = None) -> Leaves:
     Raises:
         FunctreeError: the tree has a dict whose keys cannot be sorted, or contains itself. JAX
             cannot flatten these.
+        FunctreeTypeError: JAX cannot hold some NumPy arrays of numbers. The error lists them.
     """
     walk = _Walk({**OWN_STATE, **(names or {})})
     try:
         walk.visit(tree, (), NOTHING, Context())
     except RecursionError:
         raise too_deep(tree) from None
+    if walk.unheld:
+        raise FunctreeTypeError(f"JAX cannot hold {count(len(walk.unheld), 'leaf')}", walk.unheld)
     # Names of a field that were used by arrays outside of any module. Names that a module used have
     # been checked at that module, and names that nothing used belong to a field without arrays.
     for node, path, given in walk.fields:
@@ -197,6 +200,7 @@ class _Walk:
         self.others: list[tuple[int, Any]] = []  # (index, value) of the leaves that are not arrays
         self.size = 0  # the number of leaves so far
         self.problems: list[Problem] = []
+        self.unheld: list[Problem] = []  # arrays that JAX cannot hold
         self.packed = False  # whether the tree has a packed tree in it
         self.kinds: dict[type, Kind] = {}
         self.classes: dict[type, ClassHints] = {}
@@ -223,6 +227,8 @@ class _Walk:
         if kind is ARRAY:
             self._leaf(node, path, hint, context)
         elif kind is STATIC:
+            if is_unheld_number(node):
+                self.unheld.append(unheld_problem(Path(path), node))
             self.others.append((self.size, node))
             self.size += 1
         elif kind is SEQUENCE:

@@ -25,12 +25,47 @@ def is_array(value: object) -> TypeGuard[AnyArray]:
     """Whether a value is an array of JAX or numpy. Traced and abstract arrays and numpy scalars are
     arrays too.
 
-    Python numbers are not arrays, and neither are numpy's arrays of objects, texts, dates or
-    records, because JAX cannot hold them.
+    Python numbers are not arrays, and neither are NumPy arrays that JAX cannot hold.
     """
     if isinstance(value, np.ndarray | np.generic):
-        return value.dtype.kind not in "OUSMm" and not value.dtype.names
+        return _is_held(value)
     return isinstance(value, jax.Array | jax.ShapeDtypeStruct)
+
+
+def _is_held(array: np.ndarray | np.generic) -> bool:
+    """Whether JAX can hold a NumPy array."""
+    dtype = array.dtype
+    # Numbers of more than 8 bytes and texts of any length; objects, texts and dates; records, and
+    # bytes without a meaning, whose kind is that of bfloat16.
+    is_known = dtype.char not in "gGT" and dtype.kind not in "OUSMm" and dtype.type is not np.void
+    return is_known and dtype.isnative and not isinstance(array, np.ma.MaskedArray)
+
+
+def unheld(value: object) -> tuple[str, str] | None:
+    """Why JAX cannot hold a NumPy array or scalar, and what to do; None for all other values."""
+    if not isinstance(value, np.ndarray | np.generic) or _is_held(value):
+        return None
+    if isinstance(value, str | bytes):
+        return None  # a text of NumPy is a text of Python too
+    if isinstance(value, np.ma.MaskedArray):
+        return (
+            "has a mask, which JAX arrays do not have",
+            "use `.filled(...)`, or `.data` and `.mask`",
+        )
+    if value.dtype.kind in "fciub" and not value.dtype.isnative:
+        why = f"has the dtype {value.dtype.str}, whose byte order JAX does not have"
+        return why, 'convert it: `x.astype(x.dtype.newbyteorder("="))`'
+    why = f"has the dtype {value.dtype}, which JAX does not have"
+    if value.dtype.char in "gG":
+        return why, "convert it: `x.astype(np.float64)`, or `np.complex128`"
+    return why, "convert it to numbers, such as `.view(np.int64)` of dates"
+
+
+def is_unheld_number(value: object) -> bool:
+    """Whether a value is a NumPy array of numbers that JAX cannot hold: it is meant as an array."""
+    return isinstance(value, np.ndarray | np.generic) and (
+        value.dtype.kind in "fciub" and unheld(value) is not None
+    )
 
 
 class HasShape(Protocol):

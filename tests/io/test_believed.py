@@ -383,7 +383,10 @@ BODIES: dict[str, tuple[Callable[[Head], Head], str]] = {
     "two rows of one array": (lambda body: body | {"rows": body["rows"] * 2}, "there are two rows"),
     "a huge mesh": (lambda body: body | {"sizes": {"data": 10**400}}, "`sizes.data` is 1000"),
     "a negative mesh": (lambda body: body | {"sizes": {"data": -1}}, "`sizes.data` is -1, and not"),
-    "classes that are none": (lambda body: body | {"classes": [3]}, "`rows.0.classes` is 3, and not"),
+    "classes that are none": (
+        lambda body: body | {"classes": [3]},
+        "`rows.0.classes` is 3, and not",
+    ),
     "values elsewhere": (lambda body: body | {"arrays": "/tmp"}, "is no folder of values"),
     "no rows": (lambda body: body | {"rows": {}}, "`rows` is {}, and not a list"),
 }

@@ -75,8 +75,8 @@ UNSAVEABLE: dict[str, tuple[Callable[[], Any], str]] = {
     "bytes without a meaning": (lambda: np.zeros(2, "V4"), JAX_LACKS),
     "long floats": (lambda: np.ones(2, np.longdouble), JAX_LACKS),
     "a long complex number": (lambda: np.clongdouble(1), JAX_LACKS),
-    "another order of bytes": (lambda: np.ones(2, ">f4"), "has the dtype >f4, whose order of bytes JAX does not have"),
-    "a mask": (lambda: np.ma.masked_array([1.0, 2.0], [0, 1]), "has a mask, which would be lost"),
+    "another order of bytes": (lambda: np.ones(2, ">f4"), "has the dtype >f4, whose byte order JAX does not have"),
+    "a mask": (lambda: np.ma.masked_array([1.0, 2.0], [0, 1]), "has a mask, which JAX arrays do not have"),
     "a mask of nothing": (lambda: np.ma.masked_array([1.0, 2.0]), "has a mask"),
     "masked": (lambda: np.ma.masked, "has a mask"),
 }  # fmt: skip

@@ -45,8 +45,14 @@ class Contents(NamedTuple):
                 JSON.
         """
         check_tree("save", tree)
-        leaves = read(tree).leaves
-        if problems := [*unsaveable(tree), *_problems(leaves)]:
+        try:
+            problems = list(unsaveable(tree))
+        except (TypeError, RecursionError):
+            read(tree)  # raises an error with the path of the node that JAX cannot flatten
+            raise
+        leaves = () if problems else read(tree).leaves
+        problems += _problems(leaves)
+        if problems:
             raise CheckpointError(f"{count(len(problems), 'leaf')} cannot be saved", problems)
         _check_meta(meta)
         # It is written later, in the background: what the loop does with its list until then would

@@ -12,13 +12,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
-import numpy as np
 
-from functree.argument_checks import shown
 from functree.errors import Problem, listed, warn
-from functree.tree.arrays import Tree, is_array
+from functree.labels.leaf import unheld_problem
+from functree.tree.arrays import Tree, is_array, unheld
 from functree.tree.nodes import leaves_of
-from functree.tree.paths import Path
 
 # Python's numbers, which could be arrays. By `type`, not `isinstance`: numpy's float64 is a `float`
 # too, and is saved as an array.
@@ -52,27 +50,8 @@ def unsaveable(tree: Tree) -> Iterator[Problem]:
                 "has values that can change while they are written",
                 "save what is in it: `jax.freeze(ref)`, or `ref[...]`",
             )
-        elif isinstance(leaf, np.ma.MaskedArray):
-            yield _problem(
-                path,
-                leaf,
-                "has a mask, which would be lost",
-                "save `.data` and `.mask`, as two arrays",
-            )
-        elif isinstance(leaf, np.ndarray | np.generic) and not _has_jax_dtype(leaf):
-            yield _problem(
-                path,
-                leaf,
-                f"has the dtype {leaf.dtype}, which JAX does not have",
-                "save it as numbers (such as `.view(np.int64)` of dates), or in `meta=`",
-            )
-        elif isinstance(leaf, np.ndarray) and not leaf.dtype.isnative:
-            yield _problem(
-                path,
-                leaf,
-                f"has the dtype {leaf.dtype.str}, whose order of bytes JAX does not have",
-                'save it in the order of this machine: `x.astype(x.dtype.newbyteorder("="))`',
-            )
+        elif unheld(leaf) is not None:
+            yield unheld_problem(path, leaf)
 
 
 def warn_of_changes(saved: Mapping[str, str], like: Tree) -> None:
@@ -99,20 +78,6 @@ def warn_of_changes(saved: Mapping[str, str], like: Tree) -> None:
     if others:
         remedy = "make `like` as the tree that was saved, or keep what is to be saved in `meta=`"
         warn(f"static leaves are not restored, and come from `like`: {listed(others)}; {remedy}")
-
-
-def _problem(path: Path, leaf: Any, why: str, remedy: str) -> Problem:
-    return Problem(path, tuple(leaf.shape), shown(leaf), why, remedy)
-
-
-def _has_jax_dtype(leaf: np.ndarray | np.generic) -> bool:
-    """Whether JAX has a dtype like that of an array of numpy."""
-    if isinstance(leaf, str | bytes):
-        return True  # a text of numpy, which is a text of Python too, and static
-    # Numbers longer than 8 bytes ("g"), texts of any length ("T"), and bytes without a meaning,
-    # which are no numbers although their kind is that of bfloat16.
-    has_meaning = leaf.dtype.char not in "gGT" and leaf.dtype.type is not np.void
-    return is_array(leaf) and has_meaning
 
 
 _ADDRESS = re.compile(r"\b0x[0-9a-fA-F]{4,}")

@@ -32,6 +32,8 @@ class StaticValue:
         """Whether a leaf, which is not wrapped, differs from this one."""
         if self.value is other:
             return False
+        if isinstance(self.value, np.ndarray) and isinstance(other, np.ndarray):
+            return self.value.dtype != other.dtype or not np.array_equal(self.value, other)
         return type(self.value) is not type(other) or not equal(
             _compared(self.value), _compared(other)
         )
