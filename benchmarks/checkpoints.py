@@ -28,7 +28,7 @@ import jax
 from weights import Peak, held
 
 import functree as ft
-from functree.processes.same_copies import digests_of
+from functree.processes.digest import digests_of
 
 LAYERS = 16
 LAYOUT = ft.P(None, "data", "model")

@@ -31,9 +31,10 @@ from functree.io.export import Exported, export
 from functree.io.weights.load import load_weights
 from functree.io.weights.load_tensors import load_tensors
 from functree.io.weights.save import save_weights
-from functree.labels.annotations.equinox_names import equinox_names
-from functree.labels.filters.filter import Filter, glob, regex, under
-from functree.labels.filters.predicates import (
+from functree.labels.annotations.given_names import equinox_names
+from functree.labels.filters import Filter, glob, regex, under
+from functree.labels.leaves import tree_axes
+from functree.labels.predicates import (
     has_axis,
     has_dtype,
     has_ndim,
@@ -42,10 +43,8 @@ from functree.labels.filters.predicates import (
     is_trainable,
     larger_than,
 )
-from functree.labels.leaves import tree_axes
 from functree.layout.fsdp import FSDP
-from functree.layout.layout import Layout
-from functree.layout.on_host import on_host
+from functree.layout.layout import Layout, on_host
 from functree.layout.plan.make_plan import plan
 from functree.layout.plan.plan import Plan
 from functree.layout.plan.row import Row
@@ -55,8 +54,7 @@ from functree.layout.state_sharding import StateSharding
 from functree.optimizers.layerwise import layerwise
 from functree.optimizers.whole_matrices import whole_matrices
 from functree.placing.ambient import axis_rules, spec
-from functree.placing.axis_shards import AxisShards, axis_shards
-from functree.placing.constrain import constrain
+from functree.placing.constrain import AxisShards, axis_shards, constrain
 from functree.placing.copy import copy
 from functree.placing.shard import shard
 from functree.processes.check_processes import check_processes

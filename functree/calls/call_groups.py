@@ -15,7 +15,7 @@ from functree.labels.leaves import read, too_deep
 from functree.tree.arrays import AnyArray, Tree, is_array
 from functree.tree.paths import Path
 from functree.tree.skeleton.code import Refusal
-from functree.tree.skeleton.form import Form, form_of
+from functree.tree.skeleton.kinds import Form, form_of
 from functree.tree.skeleton.skeleton import Skeleton
 from functree.tree.skeleton.static_value import StaticValue
 

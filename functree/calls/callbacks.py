@@ -6,7 +6,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding, Sharding
 
 from functree.errors import ShardingError
-from functree.tree.programs import Program, all_equations
+from functree.tree.jaxprs import Program, all_equations
 
 # The operations of `jax.debug.print`, `jax.debug.callback`, `jax.pure_callback` and `io_callback`.
 _CALLBACKS = frozenset({"debug_callback", "debug_print", "io_callback", "pure_callback"})

@@ -14,9 +14,8 @@ from functree.calls.closures import closed_over, held, used_globals
 from functree.calls.donation import check_donated, twice_by_identity
 from functree.calls.program import Program
 from functree.calls.signature import AnyFunction
-from functree.devices.deleted import is_deleted, refuse_deleted
 from functree.devices.meshes import current_mesh, mesh_view, tracing
-from functree.devices.placement import first_mesh, is_concrete, mesh_of
+from functree.devices.placement import first_mesh, is_concrete, is_deleted, mesh_of, refuse_deleted
 from functree.errors import FunctreeTypeError, Problem, ShardingError, count, listed, warn
 from functree.labels.leaf import array_problem
 from functree.tree.arrays import AnyArray

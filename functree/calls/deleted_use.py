@@ -10,7 +10,7 @@ from typing import Any
 
 from functree.calls.closures import held_at_any_depth, variables_of
 from functree.calls.signature import AnyFunction, Args, Kwargs, inspected
-from functree.devices.deleted import is_deleted, refuse_deleted
+from functree.devices.placement import is_deleted, refuse_deleted
 from functree.tree.arrays import AnyArray
 from functree.tree.paths import Path
 

@@ -10,8 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from functree.calls.body import Arguments
-from functree.devices.deleted import is_deleted, refuse_deleted
-from functree.devices.placement import is_concrete
+from functree.devices.placement import is_concrete, is_deleted, refuse_deleted
 from functree.errors import FunctreeValueError, Problem, count
 from functree.labels.leaf import array_problem
 from functree.tree.arrays import AnyArray

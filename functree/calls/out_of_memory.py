@@ -19,13 +19,12 @@ from functree.compiled.memory_need import (
     remedies,
     uncut_axes,
 )
-from functree.devices.backend import backend_text
-from functree.devices.gpus import device_memory
-from functree.devices.meshes import mesh_view
+from functree.devices.meshes import backend_text, mesh_view
 from functree.devices.placement import other_memory, sharding_text
+from functree.devices.targets import device_memory
 from functree.errors import FunctreeError, Problem, listed
 from functree.labels.leaf import array_problem
-from functree.report.byte_sizes import bytes_text
+from functree.report.table import bytes_text
 from functree.tree.paths import Path
 
 LARGEST = 5

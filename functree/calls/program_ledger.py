@@ -15,7 +15,7 @@ from functree.compiled.counterparts import Shape, Shapes
 from functree.compiled.diagnostics import CompilerOutput, listening
 from functree.compiled.ledger import Ledger
 from functree.compiled.read import CompiledProgram, read_ledger
-from functree.devices.backend import backend_text
+from functree.devices.meshes import backend_text
 from functree.devices.specs import named_axes
 from functree.errors import FunctreeError, FunctreeValueError, count
 from functree.tree.paths import Path

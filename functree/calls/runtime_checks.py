@@ -14,7 +14,7 @@ import jax
 
 from functree.calls.output import Output
 from functree.tree.arrays import Tree
-from functree.tree.programs import Program, all_equations
+from functree.tree.jaxprs import Program, all_equations
 
 # How the message begins in JAX's error, and what follows it. Equinox has no public names for these.
 _BEGINNING, _END = "_EquinoxRuntimeError: ", "\n\n\n-----"

@@ -1,21 +1,28 @@
-"""The text `module:factory` ─► what the function returns, with abstract arrays."""
+"""The text `module:factory` ─► what the function returns, with abstract arrays, on the devices of
+the options."""
 
 import importlib
 import inspect
+import math
 import os
+import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import jax
 from jax.core import Tracer
+from jax.sharding import Mesh
 
 from functree.argument_checks import shown
 from functree.calls.closures import closed_over, held
 from functree.cli.failure import Failure, UsersCode, users_error
-from functree.errors import did_you_mean
+from functree.devices.make_mesh import make_mesh
+from functree.devices.targets import Target
+from functree.errors import ShardingError, count, did_you_mean
+from functree.explorer.candidate import mesh_text
 from functree.tree.arrays import AnyArray, Tree
 from functree.tree.skeleton.skeleton import Skeleton
 
@@ -177,3 +184,73 @@ def importing_from_here() -> Iterator[None]:
         yield
     finally:
         sys.path.remove(here)
+
+
+_FLAG = "--xla_force_host_platform_device_count"
+
+
+def prepare(devices: int | None, *, only_compile: bool) -> None:
+    """Ask JAX for simulated devices, or for none but the CPU.
+
+    Args:
+        devices: the number of simulated devices; None if they were not asked for.
+        only_compile: whether no device of this machine is needed, so that accelerators are left to
+            others.
+
+    Raises:
+        Failure: JAX has its devices already, and they are fewer.
+    """
+    if devices is not None:
+        # JAX reads it when it makes its devices, and not when it is imported.
+        others = re.sub(rf"{_FLAG}=\S+", "", os.environ.get("XLA_FLAGS", ""))
+        os.environ["XLA_FLAGS"] = f"{others} {_FLAG}={devices}".strip()
+        jax.config.update("jax_platforms", "cpu")
+        if len(jax.devices()) < devices:
+            raise Failure(
+                f"--devices {devices}: JAX has made its devices already, and there are "
+                f"{len(jax.devices())}"
+            )
+    elif only_compile and not os.environ.get("JAX_PLATFORMS"):
+        jax.config.update("jax_platforms", "cpu")
+
+
+def mesh_of(sizes: Mapping[str, int], target: str | None, devices: int | None) -> Mesh:
+    """The mesh of these sizes.
+
+    Args:
+        sizes: the sizes of the mesh axes.
+        target: `--target`.
+        devices: `--devices`.
+
+    Raises:
+        Failure: it does not fit the target, or there are too few devices.
+    """
+    named: dict[str, Any] = dict(sizes)
+    check_devices(sizes, None if target is None else Target.read(target), devices)
+    try:
+        return make_mesh(target=target, **named)
+    except ShardingError as error:  # about the names of its axes, or the compiler of the target
+        raise Failure(str(error).replace("target=", "--target ")) from error
+
+
+def check_devices(
+    mesh: Mapping[str, int] | int, target: Target | None, devices: int | None
+) -> None:
+    """Raise Failure for the sizes of a mesh, or a number of devices, that are not as many as those
+    of the target, or more than there are."""
+    if isinstance(mesh, Mapping):
+        needed = math.prod(mesh.values())
+        asked = f"--mesh {mesh_text(mesh)} is {count(needed, 'device')}"
+    else:
+        needed, asked = mesh, f"--mesh {mesh} is {count(mesh, 'device')}"
+    if target is not None:
+        if needed != target.size:
+            raise Failure(f"{asked}, and --target {target.text} has {target.size}")
+        return
+    have = len(jax.devices())
+    if needed <= have:
+        return
+    if devices is not None:
+        raise Failure(f"{asked}, and --devices {devices}: write `--devices {needed}`")
+    add = f"add `--devices {needed}` to simulate them, or `--target tpu:v5e:2x4`"
+    raise Failure(f"{asked}, and there {'is' if have == 1 else 'are'} {have}: {add}")

@@ -1,16 +1,21 @@
-"""The options of the command line, and what their help says."""
+"""The options of the command line, what their help says, and the meshes and layouts in them."""
 
 import argparse
 import re
 import shutil
 import sys
-from collections.abc import Iterable, Sequence
+from argparse import Namespace
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import shtab
 
-from functree.cli.failure import UNUSABLE
-from functree.errors import did_you_mean
+from functree.cli.factory import named
+from functree.cli.failure import UNUSABLE, Failure
+from functree.errors import RuleError, did_you_mean
+from functree.layout.fsdp import FSDP
+from functree.layout.layout import Layout, LayoutTree
+from functree.layout.rules import AxisRules
 
 PROGRAM = "functree"
 COMMANDS = ("plan", "ledger", "explore")
@@ -220,3 +225,113 @@ def _number(text: str) -> int:
     if not re.fullmatch(r"[1-9][0-9]{0,5}", text):
         raise argparse.ArgumentTypeError(f"{text!r} is no number of devices")
     return int(text)
+
+
+_SIZES = "write sizes by name, such as `--mesh data=8,model=4`"
+
+
+def mesh_sizes(text: str) -> dict[str, int]:
+    """`data=8,model=4` ─► `{"data": 8, "model": 4}`.
+
+    Raises:
+        Failure: the text has another form.
+    """
+    sizes: dict[str, int] = {}
+    for part in text.split(","):
+        found = re.fullmatch(r"\s*([^\s=,]+)\s*=\s*([0-9]{1,9})\s*", part)
+        if found is None or int(found[2]) < 1:
+            raise Failure(f"--mesh {text!r}: {part!r} is no size of a mesh axis: {_SIZES}")
+        if found[1] in sizes:
+            raise Failure(f"--mesh {text!r}: it has `{found[1]}` twice")
+        sizes[found[1]] = int(found[2])
+    return sizes
+
+
+def mesh_or_devices(text: str) -> dict[str, int] | int:
+    """The sizes of a mesh, or a number of devices."""
+    if re.fullmatch(r"[1-9][0-9]{0,8}", text):
+        return int(text)
+    return mesh_sizes(text)
+
+
+_NAME = r"[A-Za-z_][A-Za-z0-9_]*"
+_RULE = re.compile(rf"\s*({_NAME}|\.\.\.)\s*=\s*({_NAME}(?:\+{_NAME})*)\s*")
+_RULES = "write rules such as `--rules batch=data,hidden=model,...=none`"
+
+
+def given_layout(options: Namespace) -> LayoutTree:
+    """The layout of `plan` and `ledger`: `--layout`, or `--rules` and `--fsdp`; None without any.
+
+    Raises:
+        Failure: there are several, or one cannot be read.
+    """
+    written: list[str] = options.layout or []
+    if len(written) > 1:
+        raise Failure(f"--layout is given {len(written)} times: only `explore` takes several")
+    short = short_layout(options.rules, options.fsdp)
+    if not written:
+        return short
+    if short is not None:
+        raise Failure("--layout is a whole layout, and so are --rules and --fsdp: give one of them")
+    return named(written[0], "layout")
+
+
+def given_layouts(options: Namespace) -> Mapping[str, LayoutTree]:
+    """The layouts of `explore` by their names.
+
+    Raises:
+        Failure: there is none, two have one name, or one cannot be read.
+    """
+    found: list[tuple[str, str, LayoutTree]] = []
+    for text in options.layout or []:
+        value: Any = named(text, "layout")
+        # A dict is one of candidates.
+        several = value if isinstance(value, dict) else {text.partition(":")[2]: value}
+        found += [(f"--layout {text}", name, one) for name, one in several.items()]
+    short = short_layout(options.rules, options.fsdp)
+    if short is not None:
+        found.append(("--rules and --fsdp", "rules", short))
+    layouts: dict[str, LayoutTree] = {}
+    for option, name, one in found:
+        if name in layouts:
+            raise Failure(f"{option}: there is a layout `{name}` already")
+        layouts[name] = one
+    if not layouts:
+        raise Failure("give a layout: `--layout module:name`, or `--rules batch=data,...=none`")
+    return layouts
+
+
+def short_layout(rules: str | None, fsdp: str | None) -> Layout | None:
+    """The layout of `--rules batch=data,hidden=model,...=none` and `--fsdp data`.
+
+    Raises:
+        Failure: a text has another form.
+    """
+    parts: list[Layout] = []
+    if rules is not None:
+        parts.append(_made("--rules", rules, lambda: AxisRules(map(_rule, rules.split(",")))))
+    if fsdp is not None:
+        parts.append(_made("--fsdp", fsdp, lambda: FSDP(fsdp.split("+"))))
+    if not parts:
+        return None
+    first, *others = parts
+    return first | others[0] if others else first
+
+
+def _rule(text: str) -> tuple[Any, Any]:
+    """One rule: an axis, and a mesh axis, several of them joined by `+`, or `none`."""
+    found = _RULE.fullmatch(text)
+    if found is None:
+        raise RuleError(f"{text!r} is no rule: {_RULES}")
+    name: Any = ... if found[1] == "..." else found[1]
+    if found[2] == "none":
+        return name, None
+    mesh_axes = tuple(found[2].split("+"))
+    return name, mesh_axes[0] if len(mesh_axes) == 1 else mesh_axes
+
+
+def _made(option: str, text: str, make: Any) -> Layout:
+    try:
+        return make()
+    except RuleError as error:
+        raise Failure(f"{option} {text!r}: {error}") from error

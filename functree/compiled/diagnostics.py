@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from functree.devices.logs import log_folders
+from functree.devices.targets import log_folders
 
 
 class CompilerOutput:

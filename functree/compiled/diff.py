@@ -6,8 +6,8 @@ from typing import NamedTuple
 from functree.compiled.collective import Collective
 from functree.compiled.memory import Memory
 from functree.compiled.table_rows import axes_text, full_paths
-from functree.report.byte_sizes import Bytes
 from functree.report.diff import Change, SharedWhat, changes
+from functree.report.table import Bytes
 from functree.tree.paths import Path
 
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from jax.sharding import PartitionSpec
 
 from functree.devices.specs import named_axes
-from functree.report.byte_sizes import bytes_text
+from functree.report.table import bytes_text
 from functree.tree.paths import Path
 
 # What is less than a hundredth of the need is not worth a word, and the figures of compilers are

@@ -14,11 +14,10 @@ from functree.compiled.table_rows import (
     rows_of_parameters,
 )
 from functree.layout.plan.page import PlanPage, parts_of
-from functree.report.byte_sizes import bytes_text
-from functree.report.fold_tree import TreeLeaf, tree_html
 from functree.report.page import (
     Card,
     Segment,
+    TreeLeaf,
     bar_html,
     cards_html,
     code,
@@ -28,8 +27,9 @@ from functree.report.page import (
     notes_html,
     report_html,
     section_html,
+    tree_html,
 )
-from functree.report.path_groups import common_parts, grouped, pattern_of
+from functree.report.table import bytes_text, common_parts, grouped, pattern_of
 from functree.tree.paths import Path
 
 MOST_ROWS = 200

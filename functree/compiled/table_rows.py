@@ -6,8 +6,7 @@ from collections.abc import Hashable, Iterable, Sequence
 from typing import NamedTuple
 
 from functree.compiled.collective import Collective
-from functree.report.byte_sizes import bytes_text
-from functree.report.path_groups import but_for_key, common_path, grouped, pattern_of
+from functree.report.table import but_for_key, bytes_text, common_path, grouped, pattern_of
 from functree.tree.paths import Path
 
 

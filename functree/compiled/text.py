@@ -6,8 +6,7 @@ from functree.compiled.collective import Collective
 from functree.compiled.memory import Memory
 from functree.compiled.table_rows import axes_text, table_rows
 from functree.errors import count
-from functree.report.byte_sizes import bytes_text
-from functree.report.table import INDENT, columns, lines_text, paragraphs, row_lines
+from functree.report.table import INDENT, bytes_text, columns, lines_text, paragraphs, row_lines
 
 COLUMNS = (52, 18, 16, 5)  # of parameter, kind, mesh axes and runs
 ROWS = 40

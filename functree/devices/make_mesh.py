@@ -9,7 +9,7 @@ from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh
 
 from functree.argument_checks import is_size, shown
-from functree.devices.backend import Device
+from functree.devices.meshes import Device
 from functree.devices.targets import EXAMPLES, Target, target_devices
 from functree.errors import ShardingError, did_you_mean
 

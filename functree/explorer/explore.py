@@ -23,7 +23,7 @@ from functree.explorer.ranking import GIVEN, Ranking, ranked
 from functree.explorer.step import Step
 from functree.explorer.wire_bytes import wire_bytes
 from functree.layout.layout import LayoutTree
-from functree.report.byte_sizes import bytes_text
+from functree.report.table import bytes_text
 from functree.tree.arrays import Tree
 
 _HARDWARE = Takes("an `ft.Hardware`", lambda value: isinstance(value, Hardware))

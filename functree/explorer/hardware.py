@@ -6,8 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from functree.argument_checks import FRACTION, POSITIVE, Takes, check
-from functree.devices.gpus import GPUS
-from functree.devices.targets import Target
+from functree.devices.targets import GPUS, Target
 
 MeshAxes = str | tuple[str, ...]
 """A mesh axis; or several, over which one collective communicates."""
@@ -102,7 +101,7 @@ class Kind(NamedTuple):
 #     A chip is two devices, which share its links.
 # [3] the compilers for TPUs, libtpu of jax 0.12: the memory that they let a program have
 # [4] data sheets of NVIDIA: A100 312, H100 and H200 989, HGX B200 2,250 TFLOPS (bfloat16, dense);
-#     NVLink and memory as in `functree.devices.gpus`
+#     NVLink and memory as in `functree.devices.targets`
 # [5] NVIDIA DGX BasePOD, core components: eight ports of 400 Gb/s for the eight GPUs of a DGX H100,
 #     H200 or B200. DGX A100 data sheet: 200 Gb/s for each.
 # [6] step times of recipes, all FSDP with recomputation, in github.com/AI-Hypercomputer/tpu-recipes

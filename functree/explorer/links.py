@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from jax.sharding import Mesh
 
-from functree.devices.backend import Device
+from functree.devices.meshes import Device
 from functree.devices.targets import Target
 from functree.errors import FunctreeValueError, did_you_mean
 from functree.explorer.hardware import Hardware, Kind, MeshAxes

@@ -18,7 +18,7 @@ from functree.devices.specs import spec_text
 from functree.errors import FunctreeError, Problem, count, listed
 from functree.layout.plan.plan import Plan
 from functree.layout.plan.row import Row
-from functree.report.byte_sizes import bytes_text
+from functree.report.table import bytes_text
 from functree.tree.arrays import array_text
 from functree.tree.paths import Path
 

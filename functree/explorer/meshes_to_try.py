@@ -18,11 +18,11 @@ from functree.layout.layout import (
     FunctionLayout,
     Layout,
     LayoutTree,
+    Modifier,
     SpecLayout,
     as_layout,
     is_layout,
 )
-from functree.layout.on_host import Modifier
 from functree.layout.plan.plan import Plan
 from functree.layout.rules import AxisRules
 from functree.layout.state_sharding import StateSharding

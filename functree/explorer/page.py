@@ -4,7 +4,6 @@ from collections.abc import Iterator, Sequence
 
 from functree.explorer.candidate import Candidate, mesh_text
 from functree.explorer.reasons import problem_lines, seconds_text, tie_text, why_worse
-from functree.report.byte_sizes import bytes_text
 from functree.report.page import (
     Segment,
     bar_html,
@@ -14,6 +13,7 @@ from functree.report.page import (
     section_html,
     table_html,
 )
+from functree.report.table import bytes_text
 
 _COMPUTE, _WIRE, _MEMORY = "p0", "p2", "p1"
 

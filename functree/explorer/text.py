@@ -11,8 +11,16 @@ from functree.explorer.reasons import (
     tie_text,
     why_worse,
 )
-from functree.report.byte_sizes import bytes_text
-from functree.report.table import INDENT, WIDTH, columns, lines_text, paragraphs, row_lines, wrapped
+from functree.report.table import (
+    INDENT,
+    WIDTH,
+    bytes_text,
+    columns,
+    lines_text,
+    paragraphs,
+    row_lines,
+    wrapped,
+)
 
 COLUMNS = (2, 22, 24, 10, 10, 10)  # of marks, layout, mesh, peak, compute and wire
 

@@ -15,7 +15,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from functree.errors import count, listed, warn
-from functree.tree.bits import on_device, with_sharding
+from functree.tree.arrays import on_device, with_sharding
 from functree.tree.paths import Path
 
 # What is computed with in place of an array: arrays of numpy and of JAX have the same functions.

@@ -13,7 +13,7 @@ from functree.argument_checks import TEXTS, Takes, check, shown
 from functree.calls.function import BoundFunction
 from functree.calls.program import around
 from functree.calls.signature import Signature
-from functree.devices.deleted import is_deleted, refuse_deleted
+from functree.devices.placement import is_deleted, refuse_deleted
 from functree.errors import (
     FunctreeTypeError,
     FunctreeValueError,
@@ -24,11 +24,9 @@ from functree.errors import (
 from functree.io.extras import ForeignErrors, import_extra
 from functree.labels.leaf import Leaf, array_problem
 from functree.labels.leaves import read
-from functree.report.byte_sizes import bytes_text
-from functree.report.table import columns
+from functree.report.table import bytes_text, columns
 from functree.transforms.jit.jitted import Jit
-from functree.tree.arrays import AnyArray, array_text, is_array
-from functree.tree.bits import is_key
+from functree.tree.arrays import AnyArray, array_text, is_array, is_key
 from functree.tree.paths import Path
 
 _BYTES = Takes("bytes", lambda value: isinstance(value, bytes | bytearray))

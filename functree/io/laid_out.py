@@ -10,7 +10,7 @@ from jax.sharding import NamedSharding, Sharding
 
 from functree.devices.meshes import MeshLike, agreed_mesh, without_devices
 from functree.errors import Problem
-from functree.labels.filters.filter import Filter
+from functree.labels.filters import Filter
 from functree.labels.leaf import Leaf
 from functree.labels.leaves import Leaves, read
 from functree.layout.layout import LayoutTree
@@ -18,7 +18,7 @@ from functree.layout.plan.make_plan import plan_leaves, read_for
 from functree.layout.prefix import own_meshes
 from functree.layout.validation import refuse
 from functree.processes.agreement import processes_text
-from functree.tree.bits import is_key
+from functree.tree.arrays import is_key
 from functree.tree.paths import Path
 
 

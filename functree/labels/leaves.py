@@ -7,8 +7,8 @@ but the skeleton is that of the packed tree.
 """
 
 from collections.abc import Iterable, Mapping, Sized
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
 import numpy as np
 from jax.core import Tracer
@@ -21,33 +21,37 @@ from functree.errors import (
     FunctreeTypeError,
     FunctreeValueError,
     Problem,
+    ShardingError,
     count,
 )
-from functree.labels.annotations.classes import ClassHints, class_hints
-from functree.labels.annotations.context import Context, inside_of
-from functree.labels.annotations.equinox_names import OWN_STATE, equinox_names
 from functree.labels.annotations.given_names import (
+    OWN_STATE,
     GivenNames,
     Giver,
+    equinox_names,
     given_at,
     given_axes,
+    given_by,
     invalid_names,
     unmatched,
 )
-from functree.labels.annotations.hints import NO_ENV, NOTHING, Hint
-from functree.labels.annotations.leaf_axes import Memory, leaf_axes, state_axes
-from functree.labels.annotations.unread import (
+from functree.labels.annotations.hints import NO_ENV, NOTHING, ClassHints, Hint, class_hints
+from functree.labels.annotations.leaf_axes import (
+    Memory,
     Unread,
     hints_by_identity,
+    leaf_axes,
     other_structure,
+    state_axes,
     without_keys,
 )
 from functree.labels.leaf import Leaf, unheld_problem
 from functree.tree.arrays import AnyArray, Tree, is_array, is_unheld_number
 from functree.tree.axes import Axes, Names
 from functree.tree.interfaces import PackedTree, Stack, StateMapping, TrainingState
-from functree.tree.nodes import walk
+from functree.tree.nodes import children, walk
 from functree.tree.paths import Keys, Path, first_beginning, plain_key
+from functree.tree.prefix import PrefixOf, aligned
 from functree.tree.skeleton.kinds import (
     ARRAY,
     DEFAULT_DICT,
@@ -188,6 +192,35 @@ def _is_stock(cls: type, names: Names) -> bool:
     """Whether `ft.equinox_names` has these names for a class. It has all layers, and no tree
     does."""
     return equinox_names.get(cls) == names
+
+
+class Context(NamedTuple):
+    """What is true for all leaves below a node.
+
+    Attributes:
+        within: the classes of the nodes above, outermost first.
+        stack: the axes of the stacks above.
+        given: the names that were given above.
+        buffer: whether an annotation above marks the leaves as not trained.
+        pending: the names in the annotation of a field above, if there has been no module since.
+            Their patterns are matched with paths from the first module below the field, or from the
+            field if there is no module.
+        unread: why an annotation above says nothing about the leaves, and the remedy.
+    """
+
+    within: tuple[type, ...] = ()
+    stack: tuple[str, ...] = ()
+    given: tuple[GivenNames, ...] = ()
+    buffer: bool = False
+    pending: GivenNames | None = None
+    unread: Unread | None = None
+
+
+def inside_of(context: Context, cls: type) -> Context:
+    """The context below a node of a class."""
+    # Not by `_replace`, which takes twice as long; this runs for each container.
+    within, stack, given, buffer, pending, unread = context
+    return Context((*within, cls), stack, given, buffer, pending, unread)
 
 
 class _Walk:
@@ -452,3 +485,84 @@ def _sorted_keys(node: Mapping[Any, Any], path: Keys) -> Iterable[Any]:
             Path(path), None, "dict", why, "use keys of one type, or an `OrderedDict`"
         )
         raise FunctreeTypeError("a dict cannot be read as a tree", [problem]) from error
+
+
+def name_by_hints(leaves: Leaves, hints: Mapping[Path, Hint]) -> Leaves:
+    """The leaves, named as if their parts of the tree were annotated.
+
+    Args:
+        leaves: the leaves of a tree.
+        hints: the annotations of parts of the tree, by path.
+    """
+    if not hints:
+        return leaves
+    named: list[Leaf] = []
+    for leaf in leaves.leaves:
+        for path, hint in hints.items():
+            if leaf.path[: len(path)] == path:
+                leaf = _named(leaf, hint, Path(leaf.path[len(path) :]))
+        named.append(leaf)
+    return replace(leaves, leaves=tuple(named))
+
+
+def _named(leaf: Leaf, hint: Hint, below: Path) -> Leaf:
+    """A leaf with the axes that the annotation of a part says, at a path below this part."""
+    found = leaf_axes({}, leaf.value, leaf.path, hint.at(below), given_by(hint, below), ())
+    if not found.annotated:
+        return leaf
+    return leaf._replace(**found._asdict())
+
+
+AxesTree = str | Axes | Mapping[Any, Any] | list[Any] | tuple[Any, ...] | None
+"""The axes of a bare array, or a prefix tree of these. `None` leaves the arrays below it their
+own."""
+
+
+def named_arrays(leaves: Leaves, tree: Tree, axes: AxesTree) -> Leaves:
+    """The leaves of a tree, with these axes.
+
+    Args:
+        leaves: the leaves of the tree.
+        tree: bare arrays in containers. Modules have annotations instead.
+        axes: the axes of each array, as a prefix tree: one text may be for all arrays below it.
+
+    Raises:
+        RuleError: the axes have another structure than the tree.
+        ShardingError: an array has another number of dimensions, or is annotated with other axes;
+            the error lists the arrays by path.
+    """
+    given: list[Axes | None] = []  # for each leaf of the tree; leaves that are not arrays count too
+    for one, _, subtree in aligned(axes, tree, _AXES):
+        named = None if one is None else Axes.of(one)
+        if named is not None and children(subtree) is None and not is_array(subtree):
+            kind = type(subtree).__name__
+            raise ShardingError(
+                f'axes="{named}" names the dimensions of a bare array, but this is a {kind}'
+            )
+        given += [named] * tree_structure(subtree).num_leaves
+    named_leaves, problems = list(leaves.leaves), list[Problem]()
+    for i, (place, leaf) in enumerate(zip(leaves.skeleton.indices, leaves.leaves, strict=True)):
+        own = given[place]
+        if own is None:
+            continue
+        if leaf.annotated and leaf.axes != own:
+            why = f'is annotated "{leaf.axes}", but `axes` names it "{own}"'
+            problems.append(
+                leaf.problem(why, "write `None` in its place: its annotation is enough")
+            )
+        elif len(own) != len(leaf.shape):
+            why = (
+                f'"{own}" names {count(len(own), "dimension")}, but the array has {len(leaf.shape)}'
+            )
+            problems.append(leaf.problem(why, "name each dimension"))
+        named_leaves[i] = leaf._replace(axes=own, annotated=True, misfit=None)
+    if problems:
+        raise ShardingError("the axes do not fit", problems)
+    return replace(leaves, leaves=tuple(named_leaves))
+
+
+def _is_axes(value: object) -> bool:
+    return value is None or isinstance(value, str | Axes)
+
+
+_AXES = PrefixOf("axes", "text", _is_axes, 'is not a text such as `"batch embed"`')

@@ -4,7 +4,7 @@ optimizer's state follow the parameters."""
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from functree.labels.filters.filter import ExactPath, Filter, Glob, first_name
+from functree.labels.filters import ExactPath, Filter, Glob, first_name
 from functree.labels.leaf import FollowedLeaf, Leaf, Root
 from functree.labels.optimizer.followed_parameters import TrainedModel
 from functree.labels.optimizer.optimizer_state import followed_by, following

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec
 from functree.devices.meshes import MeshView
 from functree.devices.specs import spec_text
 from functree.errors import Problem, warn
-from functree.labels.filters.filter import Filter, first_name
+from functree.labels.filters import Filter, first_name
 from functree.labels.leaf import FollowedLeaf, Leaf, is_in_module
 from functree.labels.leaves import Leaves
 from functree.labels.training_state import label_paths, names_field

@@ -1,4 +1,5 @@
-"""The axes of a leaf ─► mesh axes, by an ordered table of rules: `AxisRules`."""
+"""The axes of a leaf ─► mesh axes, by an ordered table of rules: `AxisRules`; and those of an
+activation, which is in no tree."""
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
@@ -15,8 +16,8 @@ from functree.errors import Problem, RuleError, ShardingError
 from functree.labels.annotations.given_names import invalid_names
 from functree.labels.leaf import Leaf
 from functree.layout.decision import Decision, Fault, Named, Source, conflict, undecided
-from functree.layout.fsdp import FSDP, misspelt_axes
-from functree.layout.layout import Composition, Layout, pairs_text, written_pairs
+from functree.layout.fsdp import FSDP, fsdp_axes, misspelt_axes
+from functree.layout.layout import Composition, Layout, pairs_text, walk, written_pairs
 from functree.layout.validation import (
     absent,
     is_clean,
@@ -495,3 +496,65 @@ def _of_axes(problem: Problem, axes: Axes, shape: Sequence[int] | None) -> Probl
     if shape is None:
         return problem._replace(path=None, shape=None, what=f'"{axes}"')
     return problem._replace(path=None, shape=tuple(shape), what=f'"{axes}" of shape {tuple(shape)}')
+
+
+BATCH = "batch"
+"""The name that the layers of `ft.nn` give to the dimension of the examples.
+
+Other names are not asked about: `jax.vmap` hides the dimension of the examples, and then the first
+name of a constraint is that of a dimension which is rightly whole.
+"""
+
+
+def forgotten_axes(layout: Layout, axes: Axes, mesh: MeshView) -> tuple[str, ...]:
+    """The mesh axes over which an array is whole because the rule for its batch was forgotten.
+
+    `FSDP` shards the parameters over them, so the batch is nearly always sharded over them too; no
+    rule maps anything to them; and the name `batch` is covered by `...: None` alone.
+
+    Args:
+        layout: the layout.
+        axes: the axes of the array.
+        mesh: the mesh: an axis of size 1 shards nothing.
+    """
+    if BATCH not in axes:
+        return ()
+    return tuple([axis for axis in _unused_by_rules(layout) if mesh.sizes.get(axis, 1) > 1])
+
+
+@lru_cache(maxsize=256)
+def _unused_by_rules(layout: Layout) -> tuple[str, ...]:
+    """The mesh axes of all `FSDP` in a layout to which no rule maps an axis, if none is for the
+    batch."""
+    if layout.rules is None:
+        return ()
+    used: set[str] = set()
+    tables = [one for one in walk(layout.rules) if isinstance(one, AxisRules)]
+    # Without `...: None` a name without a rule is an error.
+    if not any(table.closed for table in tables):
+        return ()
+    for table in tables:
+        if BATCH in table.mentioned:
+            return ()
+        for rule in table.table:
+            used.update(rule.mesh_axes)
+    return tuple([axis for axis in dict.fromkeys(fsdp_axes(layout)) if axis not in used])
+
+
+def forgotten_text(what: str, forgotten: tuple[str, ...]) -> str:
+    """What to say of arrays that are whole for want of a rule: `what` names them."""
+    mesh_axes = axes_text(forgotten)
+    return (
+        f"`{BATCH}` has no rule but `...: None`, so {what} is whole along the mesh axis "
+        f"`{mesh_axes}`, over which `FSDP` shards the parameters: a batch that is sharded over it "
+        f'is gathered, and each device does all the work. Add `"{BATCH}": '
+        f'{_written(forgotten)}` to the rules, or `"{BATCH}": None` if this is meant'
+    )
+
+
+def _written(mesh_axes: tuple[str, ...]) -> str:
+    """Mesh axes as they are written in a rule, with the quotes of a table in Python."""
+    written = entry(mesh_axes)
+    if isinstance(written, str):
+        return f'"{written}"'
+    return repr(written)

@@ -17,24 +17,25 @@ from typing import Any, Literal
 
 from functree.devices.meshes import MeshView
 from functree.errors import Problem, RuleError
-from functree.labels.filters.filter import (
+from functree.labels.filters import (
     Everything,
     Filter,
     FilterLike,
     FirstMatch,
     as_filter,
     first_name,
+    meant,
     names,
     path_glob,
     patterns,
 )
-from functree.labels.filters.near import meant
 from functree.labels.leaf import Leaf
 from functree.layout.decision import ChosenBy, Decision, Fault, Reason, undecided, whole
 from functree.layout.layout import (
     Composition,
     Layout,
     LayoutLike,
+    Modifier,
     NoLayout,
     as_layout,
     is_layout,
@@ -42,7 +43,6 @@ from functree.layout.layout import (
     walk,
     written_pairs,
 )
-from functree.layout.on_host import Modifier
 from functree.layout.rules import AxisRules
 from functree.tree.nodes import leaves_of
 from functree.tree.paths import Key, Path

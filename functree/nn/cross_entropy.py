@@ -12,8 +12,8 @@ from jax.sharding import AxisType, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
 from functree.argument_checks import ROOM, SIZE, Takes, check, is_integers, parameter_error, shown
-from functree.devices.deleted import check_deleted
 from functree.devices.meshes import devices_along
+from functree.devices.placement import check_deleted
 from functree.devices.specs import Entry, entry, mesh_axes, without
 from functree.devices.varying import without_varying
 from functree.errors import Problem

@@ -18,7 +18,7 @@ from functree.nn.activations import (
 from functree.nn.cache import Cache
 from functree.nn.transformer import Transformer
 from functree.placing.ambient import has_axis_rules
-from functree.placing.axis_shards import axis_shards
+from functree.placing.constrain import axis_shards
 
 
 def without_padding(

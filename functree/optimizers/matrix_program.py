@@ -13,8 +13,7 @@ import jax
 from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
 from jaxtyping import Array
 
-from functree.labels.optimizer.data_flow import called_program
-from functree.tree.programs import Program, inner_programs
+from functree.tree.jaxprs import Program, called_program, inner_programs
 
 Variable = Any
 """A variable of a traced program, or a `Literal`."""

@@ -12,7 +12,6 @@ import jax
 import optax
 
 from functree.errors import USERS_ERRORS
-from functree.labels.optimizer.data_flow import NOTHING, Sources, dependencies
 from functree.labels.optimizer.owners import owners_of
 from functree.optimizers.update_trace import (
     Part,
@@ -22,9 +21,9 @@ from functree.optimizers.update_trace import (
     paths_of,
 )
 from functree.tree.arrays import Tree
+from functree.tree.jaxprs import NOTHING, Sources, dependencies
 from functree.tree.paths import Path
-from functree.tree.skeleton.abstract import abstract_result
-from functree.tree.skeleton.skeleton import Skeleton
+from functree.tree.skeleton.skeleton import Skeleton, abstract_result
 
 
 class Arguments(NamedTuple):

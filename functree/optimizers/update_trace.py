@@ -22,10 +22,10 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from functree.errors import FunctreeValueError, Problem, count
 from functree.labels.leaf import Leaf, array_problem
 from functree.labels.leaves import read
-from functree.labels.optimizer.data_flow import dependencies
 from functree.labels.optimizer.followed_parameters import TrainedModel
 from functree.labels.optimizer.optimizer_state import optimizer_state
 from functree.tree.arrays import AnyArray, Tree
+from functree.tree.jaxprs import dependencies
 from functree.tree.nodes import walk
 from functree.tree.paths import Path
 from functree.tree.skeleton.kinds import ARRAY

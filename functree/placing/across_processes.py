@@ -18,11 +18,9 @@ from functree.labels.leaves import Leaves
 from functree.layout.plan.plan import Plan
 from functree.processes.agreement import Agreement, Facts
 from functree.processes.check_processes import checksum, facts_of
-from functree.processes.digest import Bounds
+from functree.processes.digest import Bounds, compared
 from functree.processes.exchange import processes_text
-from functree.processes.same_copies import compared
-from functree.tree.arrays import AnyArray, array_text
-from functree.tree.bits import is_key, keys_of, on_device, with_sharding
+from functree.tree.arrays import AnyArray, array_text, is_key, keys_of, on_device, with_sharding
 
 FAILURE = "the arrays cannot be placed"
 

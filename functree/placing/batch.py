@@ -8,15 +8,18 @@ times as long as to place it.
 from typing import Any, NamedTuple
 
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jax.tree_util import tree_flatten
 
-from functree.devices.meshes import MeshLike, current_mesh
+from functree.devices.meshes import MeshLike, MeshView, current_mesh
 from functree.devices.placement import is_concrete
-from functree.labels.named_arrays import AxesTree
+from functree.devices.specs import mesh_axes
+from functree.errors import ShardingError
+from functree.labels.leaves import AxesTree
 from functree.layout.fsdp import FSDP
-from functree.layout.layout import Composition, LayoutTree
-from functree.layout.rules import AxisRules
+from functree.layout.layout import Composition, Layout, LayoutTree
+from functree.layout.rules import AxisRules, spec_of_axes
+from functree.placing.constrain import local_view
 from functree.tree.axes import Axes
 
 
@@ -85,3 +88,15 @@ def _is_plain_layout(layout: Any) -> bool:
     if isinstance(layout, Composition):
         return all(map(_is_plain_layout, layout.parts))
     return isinstance(layout, PartitionSpec | NamedSharding | AxisRules | FSDP)
+
+
+def axes_of_name(name: str, rules: Layout, mesh: Mesh | AbstractMesh) -> tuple[str, ...] | None:
+    """The mesh axes of a dimension of this name, in an activation that has no other; None if the
+    rules do not know it."""
+    if rules.rules is None:
+        return None
+    try:
+        spec = spec_of_axes(rules, Axes(name), None, local_view(MeshView(dict(mesh.shape), mesh)))
+    except ShardingError:
+        return None
+    return mesh_axes(spec.partitions[0])

@@ -2,26 +2,25 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from functree.argument_checks import check_tree
 from functree.devices.constraint import with_constraint
-from functree.devices.deleted import check_deleted
-from functree.devices.meshes import MeshView, agreed_mesh, current_mesh, mesh_view
-from functree.devices.placement import first_mesh
-from functree.errors import Problem, ShardingError, count, users_frame, warn
+from functree.devices.meshes import MeshView, agreed_mesh, current_mesh, devices_along, mesh_view
+from functree.devices.placement import check_deleted, first_mesh
+from functree.devices.specs import mesh_axes
+from functree.errors import AxesError, Problem, ShardingError, count, users_frame, warn
 from functree.layout.decide import decide_parts
 from functree.layout.decision import Decision
-from functree.layout.forgotten_batch import forgotten_axes, forgotten_text
 from functree.layout.layout import Layout, LayoutLike, LayoutTree, as_layout
 from functree.layout.plan.make_plan import read_for
 from functree.layout.prefix import own_meshes
-from functree.layout.rules import activation, array_spec
+from functree.layout.rules import activation, array_spec, forgotten_axes, forgotten_text
 from functree.layout.validation import refuse
-from functree.placing.ambient import ambient_rules, is_told_first
+from functree.placing.ambient import ambient_rules, has_axis_rules, is_told_first, spec
 from functree.tree.arrays import AnyArray, is_array
 from functree.tree.axes import Axes
 
@@ -162,3 +161,57 @@ def find_mesh(
     if written is not None:
         return written
     return first_mesh([value for value in values if isinstance(value, jax.Array)])
+
+
+class AxisShards(NamedTuple):
+    """How the dimensions of one name are sharded.
+
+    Attributes:
+        mesh_axes: the mesh axes that shard them, the outermost first; none if they are unsharded.
+        parts: the number of parts, 1 if they are unsharded.
+    """
+
+    mesh_axes: tuple[str, ...]
+    parts: int
+
+
+def axis_shards(name: str, axes: str | Axes | None = None) -> AxisShards:
+    """Over which mesh axes of the current mesh the ambient rules shard a name, and into how many
+    parts, for a function whose way to compute depends on it: experts that are somewhere else, a
+    sequence in parts, stages of a pipeline.
+
+    Without ambient `AxisRules`, or without a current mesh, nothing is sharded. Inside of a
+    `shard_map` the axes that it maps are left out: along these an array is a part already.
+
+    Args:
+        name: the name of the dimension.
+        axes: all axes of the array whose dimension this is; by default it has no other. A mesh axis
+            shards one dimension of an array, so others that come before may have taken it.
+
+    Raises:
+        AxesError: `axes` does not have the name.
+        ShardingError: the rules do not lay out these axes.
+
+    Examples:
+        >>> table = [
+        ...     ("experts", ("data", "model")),
+        ...     ("hidden", "model"),
+        ...     ("hidden", None),
+        ... ]
+        >>> rules = ft.AxisRules(table)
+        >>> mesh = ft.make_mesh(data=2, model=4)
+        >>> with jax.set_mesh(mesh), ft.axis_rules(rules):
+        ...     ft.axis_shards("experts")
+        ...     ft.axis_shards("hidden", "experts hidden")
+        AxisShards(mesh_axes=('data', 'model'), parts=8)
+        AxisShards(mesh_axes=(), parts=1)
+    """
+    of_array = Axes.of(name if axes is None else axes)
+    if name not in of_array:
+        raise AxesError(f'axis_shards("{name}", "{of_array}"): the axes do not have the name')
+    mesh = current_mesh()
+    if mesh is None or not has_axis_rules():
+        return AxisShards((), 1)
+    entry = spec(of_array)[tuple(of_array).index(name)]
+    found = mesh_axes(entry)
+    return AxisShards(found, devices_along(found))

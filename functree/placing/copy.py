@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from functree.argument_checks import FLAG, check
-from functree.devices.deleted import check_deleted
+from functree.devices.placement import check_deleted
 from functree.labels.leaves import read
 from functree.tree.arrays import AnyArray
 

@@ -11,12 +11,10 @@ from jax.core import Tracer
 from jax.sharding import NamedSharding
 
 from functree.argument_checks import FLAG, check, check_tree
-from functree.devices.deleted import refuse_deleted
 from functree.devices.meshes import NO_MESH, MeshLike, agreed_mesh, without_devices
-from functree.devices.placement import is_placed
+from functree.devices.placement import is_placed, refuse_deleted
 from functree.errors import Problem, ShardingError, count
-from functree.labels.leaves import Leaves
-from functree.labels.named_arrays import AxesTree, named_arrays
+from functree.labels.leaves import AxesTree, Leaves, named_arrays
 from functree.layout.layout import LayoutTree
 from functree.layout.plan.make_plan import plan_leaves, read_for
 from functree.layout.plan.plan import Plan

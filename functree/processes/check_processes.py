@@ -22,13 +22,12 @@ from jax.tree_util import PyTreeDef
 from functree.devices.meshes import MeshLike, mesh_view
 from functree.devices.specs import spec_text
 from functree.errors import FunctreeTypeError, path_text
-from functree.labels.filters.filter import Filter
+from functree.labels.filters import Filter
 from functree.layout.layout import Layout
 from functree.layout.plan.plan import Plan
 from functree.layout.plan.row import Row
 from functree.processes.agreement import Agreement
-from functree.tree.arrays import AnyArray, Tree, array_text, is_array
-from functree.tree.bits import is_key
+from functree.tree.arrays import AnyArray, Tree, array_text, is_array, is_key
 from functree.tree.nodes import walk
 from functree.tree.paths import Keys, Path
 from functree.tree.skeleton.kinds import FOUND, LEAVES, Kind, kind_of

@@ -6,11 +6,18 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Self, TypeVar
 
-from functree.report.byte_sizes import Bytes, bytes_text, common_unit, text_in_unit
-from functree.report.fold_tree import leaf_html
-from functree.report.page import Segment, bar_html, code, notes_html, report_html
-from functree.report.path_groups import but_for_key, common_path, grouped, pattern_of
-from functree.report.table import paragraphs
+from functree.report.page import Segment, bar_html, code, leaf_html, notes_html, report_html
+from functree.report.table import (
+    Bytes,
+    but_for_key,
+    bytes_text,
+    common_path,
+    common_unit,
+    grouped,
+    paragraphs,
+    pattern_of,
+    text_in_unit,
+)
 from functree.tree.paths import Path
 
 _K = TypeVar("_K")

@@ -5,13 +5,17 @@ and in a notebook, all can be read and folded; the script searches.
 """
 
 import html
+import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib.resources import files
+from itertools import product
 from typing import NamedTuple
 
-from functree.report.byte_sizes import bytes_text
+from functree.errors import count
+from functree.report.table import bytes_text
 
 
 @cache
@@ -175,3 +179,346 @@ def table_html(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     for cells in rows:
         body += f"<tr>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>"
     return f'<div class="wide"><table><tr>{head}</tr>{body}</table></div>'
+
+
+OPEN_LINES = 48
+"""The number of lines that a tree shows at first, if that is possible by whole levels."""
+
+
+class TreeLeaf(NamedTuple):
+    """One line of a tree.
+
+    Attributes:
+        parts: the texts of the keys of its path.
+        size: its bytes, as a bar.
+        content: the HTML of what it says.
+        number: the number of things that it stands for.
+        picture: the HTML of a picture at its left; may be empty.
+        copies: the bytes among `size` that other devices have too.
+    """
+
+    parts: tuple[str, ...]
+    size: int
+    content: str
+    number: int = 1
+    picture: str = ""
+    copies: int = 0
+
+
+@dataclass
+class _Node:
+    """A subtree: lines and other subtrees, in their order.
+
+    Attributes:
+        name: the text of its keys, from those of the subtree that it is in.
+        depth: the number of keys of its path.
+        inside: what is in it. A subtree has its key; a line has no key of its own.
+    """
+
+    name: str
+    depth: int = 0
+    inside: "dict[object, _Node | TreeLeaf]" = field(default_factory=dict)
+
+    def subtree(self, key: str) -> "_Node":
+        """The subtree with a key, which is made if there is none."""
+        found = self.inside.setdefault(key, _Node(key, self.depth + 1))
+        return found if isinstance(found, _Node) else self
+
+    def leaves(self) -> list[TreeLeaf]:
+        """All lines of the subtree."""
+        found: list[TreeLeaf] = []
+        for one in self.inside.values():
+            found += one.leaves() if isinstance(one, _Node) else [one]
+        return found
+
+    def subtrees(self) -> list["_Node"]:
+        """The subtrees that are directly in it."""
+        return [one for one in self.inside.values() if isinstance(one, _Node)]
+
+
+class _Look(NamedTuple):
+    """What the lines of a tree depend on.
+
+    Attributes:
+        whole: the bytes of the whole.
+        most: the bytes of the longest bar of a leaf.
+        noun: what a leaf stands for.
+        levels: the number of levels that are open.
+    """
+
+    whole: int
+    most: int
+    noun: str
+    levels: int
+
+
+def tree_html(
+    leaves: Sequence[TreeLeaf],
+    title: str,
+    noun: str,
+    *,
+    named: bool = True,
+    opened: bool = True,
+) -> str:
+    """A tree to fold; nothing if it has no leaves.
+
+    Args:
+        leaves: the leaves.
+        title: the name of the whole.
+        noun: what a leaf stands for.
+        named: whether a leaf is named by the last key of its path; if not, the path is that of a
+            subtree, which may have several leaves.
+        opened: whether some levels are open.
+    """
+    if not leaves:
+        return ""
+    root = _Node(title)
+    for i, leaf in enumerate(leaves):
+        node = root
+        for part in leaf.parts[:-1] if named else leaf.parts:
+            node = node.subtree(part)
+        node.inside[i] = leaf
+    root = _merged(root)
+    most = max(leaf.size for leaf in leaves)
+    levels = _levels(root) if opened else 0
+    look = _Look(sum(leaf.size for leaf in leaves), most, noun, levels)
+    return f'<div class="tree">{_node_html(root, 0, look)}</div>'
+
+
+def _merged(node: _Node) -> _Node:
+    """A tree without the levels that say nothing: a subtree with only one line, or that is all of
+    the one above."""
+    merged = _Node(node.name, node.depth)
+    for key, inner in node.inside.items():
+        if isinstance(inner, _Node):
+            inner = _merged(inner)
+            only, below = inner.leaves(), inner.subtrees()
+            if len(only) == 1:
+                inner = only[0]
+            elif len(below) == len(inner.inside) == 1:
+                inner = replace(below[0], name=f"{inner.name}.{below[0].name}")
+        merged.inside[key] = inner
+    return merged
+
+
+def _levels(root: _Node) -> int:
+    """The number of levels that can be open without too many lines."""
+    shown, levels, level = 0, 0, [root]
+    while level:
+        shown += sum(len(node.inside) for node in level)
+        if shown > OPEN_LINES and levels:
+            break
+        levels += 1
+        level = [inner for node in level for inner in node.subtrees()]
+    return levels
+
+
+def _node_html(node: _Node, level: int, look: _Look) -> str:
+    opened = " open" if level < look.levels else ""
+    content = ""
+    for inner in node.inside.values():
+        if isinstance(inner, _Node):
+            content += _node_html(inner, level + 1, look)
+        else:
+            content += _leaf_html(inner, node.depth, look)
+    leaves = node.leaves()
+    size = sum(leaf.size for leaf in leaves)
+    number = count(sum(leaf.number for leaf in leaves), look.noun)
+    bar = bar_html([Segment(node.name, size, "p5")], look.whole)
+    title = f'<span>{code(node.name)} <span class="muted">{number}</span></span>'
+    return (
+        f"<details{opened}><summary>{title}"
+        f'<span class="size num">{bytes_text(size)}{bar}</span></summary>{content}</details>'
+    )
+
+
+def _leaf_html(leaf: TreeLeaf, depth: int, look: _Look) -> str:
+    path = ".".join(leaf.parts)
+    name = ".".join(leaf.parts[depth:])
+    if not leaf.parts:
+        name = "(the array)"
+    title = code(name, "name") if name else ""
+    alone = Segment(path, leaf.size - leaf.copies)
+    copied = Segment(f"{path}, copies", leaf.copies, "p0 copied")
+    bar = bar_html([alone, copied], look.most)
+    return leaf_html(path, title + leaf.content, bytes_text(leaf.size) + bar, leaf.picture)
+
+
+def leaf_html(path: str, content: str, size: str, picture: str = "") -> str:
+    """One line, which the search finds by its path and by what it says.
+
+    Args:
+        path: the path.
+        content: the HTML of what it says.
+        size: the HTML of its bytes, at the right.
+        picture: the HTML of a picture at the left; may be empty.
+    """
+    kind = "leaf drawn" if picture else "leaf"
+    return (
+        f'<div class="{kind}" data-path="{html.escape(path)}">{picture}<div>{content}</div>'
+        f'<div class="size num">{size}</div></div>'
+    )
+
+
+MOST = 8
+"""The number of blocks along a dimension, and of devices in a block, that are drawn."""
+WIDE, HIGH = 76, 48
+_AREA = 72.0, 44.0  # of an array with two dimensions
+
+
+class Pictures:
+    """Pictures of arrays on one mesh. Arrays that are cut alike share a picture.
+
+    A block has the colour of the device that has it, and diagonal stripes of all devices that have
+    a copy.
+
+    Args:
+        sizes: the sizes of the mesh axes.
+        prefix: the beginning of the names of the pictures in the page, which has no other ones.
+    """
+
+    def __init__(self, sizes: Mapping[str, int], prefix: str):
+        self._sizes: dict[str, int] = dict(sizes)
+        self._prefix: str = prefix
+        self._symbols: dict[str, str] = {}  # their names, by what is drawn
+        self._stripes: dict[tuple[int, ...], str] = {}  # their names, by the devices
+
+    def of(self, shape: Sequence[int], cuts: Sequence[tuple[str, ...]]) -> str:
+        """The picture of an array.
+
+        Args:
+            shape: its shape.
+            cuts: for each dimension, the mesh axes that cut it.
+        """
+        rows, columns = _drawn(shape, cuts)
+        down = [axis for dim in rows for axis in cuts[dim]]
+        across = [axis for dim in columns for axis in cuts[dim]]
+        parts = _parts(down, self._sizes), _parts(across, self._sizes)
+        shown_down, shown_across = (min(number, MOST) for number in parts)
+        width, height = _extent([shape[dim] for dim in (*rows, *columns[:1])])
+        left, top = (WIDE - width) / 2, (HIGH - height) / 2
+        wide, high = width / shown_across, height / shown_down
+        gap = 1.5 if min(wide, high) > 4 else 0.5
+        content = f"<title>{html.escape(_title(math.prod(parts), cuts, self._sizes))}</title>"
+        for i, j in product(range(shown_down), range(shown_across)):
+            at = {**_position(i, down, self._sizes), **_position(j, across, self._sizes)}
+            content += (
+                f'<rect x="{left + j * wide:.4g}" y="{top + i * high:.4g}" '
+                f'width="{wide - gap:.4g}" height="{high - gap:.4g}" '
+                f'fill="{self._fill(_devices(at, self._sizes))}"/>'
+            )
+        return self._shared(content)
+
+    def unknown(self, shape: Sequence[int]) -> str:
+        """The picture of an array of which it is not known how it is cut."""
+        width, height = _extent([size for size in shape if size > 1][-2:])
+        x, y = (WIDE - width) / 2, (HIGH - height) / 2
+        return self._shared(
+            f'<rect x="{x:.4g}" y="{y:.4g}" width="{width:.4g}" height="{height:.4g}" '
+            'fill="none" stroke="currentColor" stroke-dasharray="3 3" opacity=".5"/>'
+        )
+
+    def definitions(self) -> str:
+        """The pictures themselves, which must be in the page once."""
+        content = ""
+        for devices, name in self._stripes.items():
+            stops = ""
+            for i, device in enumerate(devices):
+                # Each colour from one point to another, without a transition.
+                for end in (i, i + 1):
+                    stops += (
+                        f'<stop offset="{end / len(devices):.3g}" '
+                        f'stop-color="{device_colour(device, self._sizes)}"/>'
+                    )
+            content += f'<linearGradient id="{name}" y2="1">{stops}</linearGradient>'
+        for drawn, name in self._symbols.items():
+            content += f'<symbol id="{name}" viewBox="0 0 {WIDE} {HIGH}">{drawn}</symbol>'
+        # Not by `hidden`: what is not displayed cannot be used elsewhere either.
+        return f'<svg class="symbols" aria-hidden="true">{content}</svg>'
+
+    def _fill(self, devices: tuple[int, ...]) -> str:
+        if len(devices) == 1:
+            return device_colour(devices[0], self._sizes)
+        name = self._stripes.setdefault(devices, f"{self._prefix}s{len(self._stripes)}")
+        return f"url(#{name})"
+
+    def _shared(self, drawn: str) -> str:
+        name = self._symbols.setdefault(drawn, f"{self._prefix}{len(self._symbols)}")
+        return f'<svg role="img"><use href="#{name}"/></svg>'
+
+
+def device_colour(device: int, sizes: Mapping[str, int]) -> str:
+    """The colour of a device: a hue for its position along all mesh axes but the first, and darker
+    along the first."""
+    first, *others = [size for size in sizes.values() if size > 1] or [1]
+    inner = math.prod(others)
+    if not others:
+        first, inner = 1, first
+    outer, hue = divmod(device, inner)
+    lightness = 62 - 26 * outer / max(first - 1, 1)
+    return f"hsl({205 + 300 * hue / inner:.0f} 62% {lightness:.0f}%)"
+
+
+def _drawn(shape: Sequence[int], cuts: Sequence[tuple[str, ...]]) -> tuple[list[int], list[int]]:
+    """The dimensions that are rows and columns of the picture: those that are cut, and then the
+    largest. Cut dimensions beyond two are drawn along the columns too."""
+    chosen = [dim for dim in range(len(shape)) if cuts[dim]]
+    others = [dim for dim in range(len(shape)) if not cuts[dim] and shape[dim] > 1]
+    others.sort(key=lambda dim: shape[dim], reverse=True)
+    chosen += others[: max(0, 2 - len(chosen))]
+    chosen.sort()
+    if len(chosen) < 2:
+        return [], chosen
+    return chosen[:1], chosen[1:]
+
+
+def _extent(sizes: Sequence[int]) -> tuple[float, float]:
+    """The width and the height of the picture of an array: longer where it has more elements, as
+    far as that can be drawn."""
+    wide, high = _AREA
+    if not sizes:
+        return 14, 14
+    if len(sizes) == 1:
+        return wide, 14
+    down, across = sizes
+    ratio = math.log2(max(across, 1) / max(down, 1))
+    # A factor of 16 is drawn as one of 2.
+    squeeze = 2 ** min(abs(ratio) / 4, 1)
+    return (wide, high / squeeze) if ratio > 0 else (wide / squeeze, high)
+
+
+def _parts(axes: Sequence[str], sizes: Mapping[str, int]) -> int:
+    return math.prod(sizes.get(axis, 1) for axis in axes)
+
+
+def _position(index: int, axes: Sequence[str], sizes: Mapping[str, int]) -> dict[str, int]:
+    """The position of a block along the mesh axes that cut a dimension, of which the last varies
+    fastest."""
+    found: dict[str, int] = {}
+    for axis in reversed(axes):
+        index, found[axis] = divmod(index, sizes.get(axis, 1))
+    return found
+
+
+def _devices(at: Mapping[str, int], sizes: Mapping[str, int]) -> tuple[int, ...]:
+    """The devices that have a block; of many, `MOST` from the first to the last."""
+    ranges = [[at[axis]] if axis in at else range(size) for axis, size in sizes.items()]
+    found: list[int] = []
+    for position in product(*ranges):
+        device = 0
+        for index, size in zip(position, sizes.values(), strict=True):
+            device = device * size + index
+        found.append(device)
+    last = len(found) - 1
+    if last >= MOST:
+        found = [found[round(i * last / (MOST - 1))] for i in range(MOST)]
+    return tuple(found)
+
+
+def _title(blocks: int, cuts: Sequence[tuple[str, ...]], sizes: Mapping[str, int]) -> str:
+    used = {axis for axes in cuts for axis in axes}
+    copies = [axis for axis, size in sizes.items() if size > 1 and axis not in used]
+    if not copies:
+        return f"{blocks} blocks, one on each device"
+    what = "whole" if blocks == 1 else f"{blocks} blocks"
+    return f"{what}, on {_parts(copies, sizes)} devices each: copies over {', '.join(copies)}"

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import optax
 
 from functree.argument_checks import DECAY, check
-from functree.devices.deleted import check_deleted
+from functree.devices.placement import check_deleted
 from functree.errors import FunctreeTypeError, FunctreeValueError
 from functree.labels.optimizer.followed_parameters import check_optimizer
 from functree.state.train import TRAIN_STATE, TrainState, updated

@@ -15,7 +15,7 @@ from functree.errors import USERS_ERRORS, FunctreeError, FunctreeValueError, Pro
 from functree.labels.leaves import arrays_by_path
 from functree.tree.arrays import AnyArray, Tree, array_text
 from functree.tree.paths import Path
-from functree.tree.skeleton.abstract import abstract_result
+from functree.tree.skeleton.skeleton import abstract_result
 
 _JAX = "pytree"  # in JAX's messages about trees that differ
 _HEADLINE = "apply_gradients: the optimizer's state was made for other parameters"

@@ -11,15 +11,15 @@ import optax
 from jaxtyping import Array, Int, PRNGKeyArray
 
 from functree.argument_checks import KEY, Takes, check, check_tree
-from functree.devices.deleted import check_deleted
 from functree.devices.meshes import MeshLike, mesh_view
+from functree.devices.placement import check_deleted
 from functree.errors import FunctreeValueError, Problem, StateError, count
-from functree.labels.filters.filter import Filter, FilterLike, as_filter
-from functree.labels.filters.predicates import is_trainable
+from functree.labels.filters import Filter, FilterLike, as_filter
 from functree.labels.leaf import Leaf
 from functree.labels.leaves import Leaves, arrays_by_path, read
 from functree.labels.optimizer.followed_parameters import check_optimizer
 from functree.labels.optimizer.stack_treatment import warn_of_stacks
+from functree.labels.predicates import is_trainable
 from functree.layout.layout import LayoutTree
 from functree.layout.plan.notebook import ShownByPlan, short_text, table_text
 from functree.layout.plan_optimizer import nothing_to_train, select_trained
@@ -30,8 +30,7 @@ from functree.state.state import State, apart, place_state
 from functree.tree.arrays import AnyArray, Tree, array_text
 from functree.tree.interfaces import TrainingState
 from functree.tree.nodes import children, rebuilt
-from functree.tree.skeleton.abstract import abstract_result
-from functree.tree.skeleton.skeleton import Skeleton
+from functree.tree.skeleton.skeleton import Skeleton, abstract_result
 
 M = TypeVar("M")
 N = TypeVar("N")

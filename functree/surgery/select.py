@@ -22,7 +22,7 @@ from functree.errors import (
     error_text,
     listed,
 )
-from functree.labels.filters.filter import Filter, as_filter, bare_class
+from functree.labels.filters import Filter, as_filter, bare_class
 from functree.labels.leaves import read
 from functree.tree.arrays import Tree, value_text
 from functree.tree.nodes import BELOW, children, leaves_of, mapped, nodes_at, outermost, walk

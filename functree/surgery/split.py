@@ -12,7 +12,7 @@ from functree.errors import (
     RuleError,
     count,
 )
-from functree.labels.filters.filter import (
+from functree.labels.filters import (
     Filter,
     FilterLike,
     FirstMatch,

@@ -24,8 +24,7 @@ from functree.layout.prefix import own_meshes
 from functree.testing.programs import Program
 from functree.testing.steps import shard_maps
 from functree.transforms.jit.jit import jit
-from functree.tree.arrays import AnyArray, Tree
-from functree.tree.bits import is_key
+from functree.tree.arrays import AnyArray, Tree, is_key
 from functree.tree.skeleton.skeleton import Skeleton
 
 T = TypeVar("T")

@@ -9,7 +9,7 @@ from functree.compiled.data_flow import KINDS
 from functree.compiled.ledger import Ledger
 from functree.compiled.table_rows import rows_of_parameters
 from functree.errors import FunctreeTypeError, FunctreeValueError, did_you_mean
-from functree.report.byte_sizes import bytes_text
+from functree.report.table import bytes_text
 
 Kind = str | tuple[str, str | tuple[str, ...]]
 """A kind of collective, `"all-reduce"`; or only that over these mesh axes, `("all-reduce",

@@ -11,7 +11,7 @@ from jax import lax
 from jax.core import ShapedArray
 from jaxtyping import Array, Shaped
 
-from functree.tree.bits import is_key
+from functree.tree.arrays import is_key
 
 _Array = Shaped[Array, "..."]
 Tiles = tuple[int, ...]

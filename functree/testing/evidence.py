@@ -16,7 +16,7 @@ from functree.testing.programs import Program, rounding
 from functree.testing.scopes import Records, Scope
 from functree.testing.search import Compared
 from functree.testing.steps import Body
-from functree.tree.bits import is_key
+from functree.tree.arrays import is_key
 
 # The draws by which it is found how much values depend on rounding.
 _DRAWS = (0, 1)

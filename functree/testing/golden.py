@@ -9,7 +9,7 @@ from functree.devices.specs import spec_text
 from functree.errors import FunctreeTypeError, count
 from functree.layout.plan.plan import Plan
 from functree.layout.plan.text import groups_of
-from functree.report.byte_sizes import bytes_text
+from functree.report.table import bytes_text
 from functree.tree.arrays import array_text
 
 UPDATE = "FUNCTREE_UPDATE_GOLDEN"

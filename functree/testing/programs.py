@@ -14,8 +14,7 @@ from functree.calls.program import around
 from functree.testing.checksums import is_inexact
 from functree.testing.intermediates import Record, Site, Watch, run
 from functree.testing.steps import Body, body_of
-from functree.tree.arrays import AnyArray
-from functree.tree.bits import is_key
+from functree.tree.arrays import AnyArray, is_key
 from functree.tree.paths import Path
 
 Sampler = Callable[[Sequence[AnyArray]], Mapping[Site, jax.Array]]

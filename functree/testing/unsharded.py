@@ -9,16 +9,15 @@ import numpy as np
 from jax.sharding import Mesh
 
 from functree.argument_checks import FUNCTION, ROOM, check, shown
-from functree.devices.deleted import check_deleted
 from functree.devices.meshes import without_devices
+from functree.devices.placement import check_deleted
 from functree.errors import FunctreeTypeError, ShardingError
 from functree.labels.leaves import read
 from functree.layout.layout import LayoutTree
 from functree.testing.both import Both
 from functree.testing.first_difference import first_difference
 from functree.testing.operation import Operation
-from functree.tree.arrays import AnyArray, Tree
-from functree.tree.bits import is_key
+from functree.tree.arrays import AnyArray, Tree, is_key
 
 T = TypeVar("T")
 

@@ -26,9 +26,9 @@ from functree.devices.meshes import (
     without_devices,
 )
 from functree.errors import ShardingError
-from functree.labels.filters.filter import FilterLike
-from functree.labels.filters.predicates import is_trainable
+from functree.labels.filters import FilterLike
 from functree.labels.optimizer.followed_parameters import Optimizer
+from functree.labels.predicates import is_trainable
 from functree.layout.layout import Layout, LayoutLike, LayoutTree
 from functree.layout.plan.make_plan import plan_tree
 from functree.layout.plan.plan import Plan

@@ -24,7 +24,7 @@ from functree.devices.varying import varying_axes, without_varying
 from functree.errors import FunctreeValueError, Problem, count
 from functree.layout.rules import AxisRules
 from functree.placing.ambient import ambient_rules, axis_rules, has_axis_rules
-from functree.placing.axis_shards import axis_shards
+from functree.placing.constrain import axis_shards
 from functree.tree.arrays import AnyArray, Tree
 
 Axes = tuple[str, ...]

@@ -10,7 +10,7 @@ from jax.extend.core import Primitive
 from functree.argument_checks import Takes, parameter_error
 from functree.errors import FunctreeValueError, Problem, count, did_you_mean
 from functree.tree.arrays import Tree
-from functree.tree.programs import Program, all_equations
+from functree.tree.jaxprs import Program, all_equations
 from functree.tree.skeleton.static_value import is_hashable
 
 Policy = Callable[..., Any]

@@ -9,16 +9,15 @@ from jax.sharding import PartitionSpec
 from functree.argument_checks import FUNCTION, check
 from functree.calls.signature import RESULT, Signature
 from functree.errors import AxesError
-from functree.labels.annotations.classes import class_hints
-from functree.labels.annotations.hints import NOTHING, UNREADABLE, Hint
+from functree.labels.annotations.hints import NOTHING, UNREADABLE, Hint, class_hints
 from functree.layout.layout import (
     Layout,
     LayoutLike,
     LayoutTree,
+    Modifier,
     NoLayout,
     as_layout,
 )
-from functree.layout.on_host import Modifier
 from functree.layout.rules import AxisRules, spec_of_axes
 
 _STATIC = (int, float, complex, bool, str, bytes, type(None), None)

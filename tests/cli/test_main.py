@@ -425,7 +425,7 @@ def test_an_interrupt(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("functree.cli.commands.plan_tree", interrupted)
+    monkeypatch.setattr("functree.cli.main.plan_tree", interrupted)
     assert cli("plan", "demo:tree", *MESH, *RULES) == (130, "", "functree plan: interrupted\n")
 
 

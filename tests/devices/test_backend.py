@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import jax
 import pytest
 
-from functree.devices.backend import backend_text
+from functree.devices.meshes import backend_text
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Float
 
 import functree as ft
-from functree.devices.deleted import is_deleted, refuse_deleted
+from functree.devices.placement import is_deleted, refuse_deleted
 from functree.errors import FunctreeError
 from tests.lib.checks import raises
 from tests.lib.meshes import MESH

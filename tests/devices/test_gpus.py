@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import jax
 import pytest
 
-from functree.devices.gpus import GPUS, device_memory, target_config
+from functree.devices.targets import GPUS, device_memory, target_config
 
 # The bytes per second of the data sheets: of the memory, and of NVLink in both directions.
 SHEETS = {

@@ -13,8 +13,7 @@ from jax.sharding import AxisType
 
 import functree as ft
 from functree.devices import targets
-from functree.devices.gpus import GPUS
-from functree.devices.targets import Target, target_devices
+from functree.devices.targets import GPUS, Target, target_devices
 from tests.lib.checks import raises
 
 REFUSED = {

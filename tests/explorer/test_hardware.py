@@ -5,8 +5,7 @@ from typing import Any
 import pytest
 
 import functree as ft
-from functree.devices.gpus import GPUS
-from functree.devices.targets import Target
+from functree.devices.targets import GPUS, Target
 from functree.explorer.hardware import KINDS, kind_of
 from tests.lib.checks import raises
 

@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, Int
 
 import functree as ft
 from functree.io.checkpoints.manifest import checksum
-from functree.labels.filters.filter import as_filter
+from functree.labels.filters import as_filter
 from tests.lib.checks import raises
 from tests.lib.meshes import MESH
 

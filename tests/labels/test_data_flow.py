@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from functree.labels.optimizer.data_flow import Reader, dependencies
+from functree.tree.jaxprs import Reader, dependencies
 
 X = np.arange(3, dtype=np.float32)
 CLOSED_OVER = jnp.ones(3)

@@ -22,7 +22,7 @@ from jaxtyping import Array, Float
 
 import functree as ft
 from functree.errors import RuleError
-from functree.labels.filters.filter import (
+from functree.labels.filters import (
     Everything,
     as_filter,
     names,

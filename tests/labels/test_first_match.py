@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import functree as ft
-from functree.labels.filters.filter import FirstMatch, as_filter
+from functree.labels.filters import FirstMatch, as_filter
 from functree.labels.leaf import Leaf, Root
 from functree.tree.axes import Axes
 from functree.tree.paths import Path

@@ -8,9 +8,8 @@ import pytest
 from jaxtyping import Array, Float, Int, PyTree
 
 import functree as ft
-from functree.labels.annotations.given_annotations import name_by_hints
 from functree.labels.annotations.hints import Namespace, parse
-from functree.labels.leaves import read
+from functree.labels.leaves import name_by_hints, read
 from tests.lib.trees import x
 
 

@@ -30,7 +30,7 @@ from jaxtyping import Array, Bool, Float, Int, Key, PRNGKeyArray, PyTree, Scalar
 
 import functree as ft
 from functree.errors import AxesError
-from functree.labels.annotations import classes
+from functree.labels.annotations import hints
 from functree.labels.annotations.dimensions import array_form, dim
 from functree.labels.annotations.hints import Namespace, parse
 from functree.labels.annotations.leaf_axes import Memory, leaf_axes
@@ -559,19 +559,19 @@ def test_a_failure_is_not_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_class_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
-    find = classes.Namespace.find
+    find = hints.Namespace.find
 
     def counting(scope: Any, text: str) -> Any:
         asked.append(text)
         return find(scope, text)
 
-    monkeypatch.setattr(classes.Namespace, "find", counting)
+    monkeypatch.setattr(hints.Namespace, "find", counting)
     fields = {"w": "Weight", "v": list["Weight"]}
     cls = type("Fresh", (eqx.Module,), {"__annotations__": fields, "__module__": __name__})
     read_by: list[type] = []
-    get = classes.inspect.get_annotations
+    get = hints.inspect.get_annotations
     monkeypatch.setattr(
-        classes.inspect, "get_annotations", lambda cls: read_by.append(cls) or get(cls)
+        hints.inspect, "get_annotations", lambda cls: read_by.append(cls) or get(cls)
     )
     module = object.__new__(cls)
     object.__setattr__(module, "w", x(2, 3))

@@ -9,8 +9,7 @@ from jaxtyping import Array, Float
 
 import functree as ft
 from functree.errors import RuleError, ShardingError
-from functree.labels.leaves import read
-from functree.labels.named_arrays import named_arrays
+from functree.labels.leaves import named_arrays, read
 from tests.lib.checks import raises
 from tests.lib.trees import x
 

@@ -13,7 +13,7 @@ from jaxtyping import Array, Float
 
 import functree as ft
 from functree.devices.meshes import mesh_view
-from functree.layout.forgotten_batch import forgotten_axes
+from functree.layout.rules import forgotten_axes
 from tests.lib.checks import raises, warns
 from tests.lib.meshes import MESH, SIZES
 

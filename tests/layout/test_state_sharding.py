@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
 
 import functree as ft
-from functree.labels.filters.filter import as_filter
+from functree.labels.filters import as_filter
 from tests.lib.checks import refused
 from tests.lib.meshes import SIZES
 from tests.lib.trees import mlp

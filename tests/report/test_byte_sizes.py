@@ -2,7 +2,7 @@
 
 import pytest
 
-from functree.report.byte_sizes import Bytes, bytes_text, common_unit, text_in_unit
+from functree.report.table import Bytes, bytes_text, common_unit, text_in_unit
 
 
 @pytest.mark.parametrize(

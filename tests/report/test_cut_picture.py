@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from functree.report.cut_picture import HIGH, MOST, WIDE, Pictures, device_colour
+from functree.report.page import HIGH, MOST, WIDE, Pictures, device_colour
 
 SIZES = {"data": 2, "model": 4}
 Cuts = Sequence[tuple[str, ...]]

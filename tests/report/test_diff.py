@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import pytest
 
 import functree as ft
-from functree.report.byte_sizes import Bytes
 from functree.report.diff import Change, Diff, by_bytes
+from functree.report.table import Bytes
 from tests.lib.checks import raises
 from tests.lib.meshes import MESH, SIZES
 from tests.lib.training import LAYOUTS, gradient, make

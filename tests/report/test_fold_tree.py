@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from functree.report.fold_tree import OPEN_LINES, TreeLeaf, tree_html
+from functree.report.page import OPEN_LINES, TreeLeaf, tree_html
 
 
 def leaves(*paths: str, size: int = 4) -> list[TreeLeaf]:

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 import functree as ft
-from functree.report.path_groups import but_for_key, common_path, grouped, pattern_of
+from functree.report.table import but_for_key, common_path, grouped, pattern_of
 
 
 def paths(*several: str) -> list[ft.Path]:

@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Float, Int, PRNGKeyArray
 
 import functree as ft
-from functree.labels.filters.filter import as_filter
+from functree.labels.filters import as_filter
 from functree.labels.leaves import read
 from tests.lib.checks import python_calls, raises
 from tests.lib.meshes import MESH, SIZES

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 import functree as ft
 from functree.errors import FunctreeError, RuleError
-from functree.labels.filters.filter import as_filter
+from functree.labels.filters import as_filter
 from functree.tree.arrays import is_array
 from functree.tree.skeleton.skeleton import Skeleton
 from tests.lib.checks import raises

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from functree.labels.leaves import arrays_by_path
-from functree.tree.skeleton.abstract import abstract_result, read_abstract
+from functree.tree.skeleton.skeleton import abstract_result, read_abstract
 from tests.lib.structures import Pair
 
 

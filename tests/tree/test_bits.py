@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import functree as ft
-from functree.tree.bits import bits, is_key, on_device, unsigned, with_sharding
+from functree.tree.arrays import bits, is_key, on_device, unsigned, with_sharding
 
 MESH = ft.make_mesh(data=8)
 SHARDED = NamedSharding(MESH, PartitionSpec("data"))

@@ -14,9 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import functree as ft
-import functree.tree.skeleton.form as form_module
+import functree.tree.skeleton.kinds as form_module
 from functree.tree.arrays import is_array
-from functree.tree.skeleton.form import LARGE, Form, form_of
+from functree.tree.skeleton.kinds import LARGE, Form, form_of
 from functree.tree.skeleton.skeleton import Skeleton
 from tests.lib.structures import CHANGED, TREES, Method, Pair, X, arrays_of, described, same_objects
 

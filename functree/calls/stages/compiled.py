@@ -17,8 +17,7 @@ from functree.calls.runtime_checks import run_checked
 from functree.calls.signature import Args, Record
 from functree.calls.stages.stage import Stage, StagedCall
 from functree.compiled.ledger import Ledger
-from functree.devices.deleted import refuse_deleted
-from functree.devices.placement import is_sharded_as, sharding_text
+from functree.devices.placement import is_sharded_as, refuse_deleted, sharding_text
 from functree.errors import FunctreeError, FunctreeTypeError, Problem, ShardingError, count
 from functree.labels.leaf import array_problem
 from functree.tree.arrays import AnyArray, Tree, is_array

@@ -25,7 +25,7 @@ from functree.io.checkpoints.folder import (
 )
 from functree.io.checkpoints.read import restore
 from functree.io.checkpoints.write import CheckpointWriter
-from functree.labels.filters.filter import FilterLike
+from functree.labels.filters import FilterLike
 from functree.layout.layout import LayoutTree
 from functree.processes.agreement import Agreement, wait_in_all
 from functree.processes.exchange import text_of_first

@@ -15,8 +15,8 @@ from functree.io.checkpoints.manifest import SavedArray
 from functree.layout.plan.plan import Plan
 from functree.layout.plan.row import Row
 from functree.layout.plan.text import plan_text
-from functree.report.byte_sizes import bytes_text
 from functree.report.diff import Change, Diff, changes
+from functree.report.table import bytes_text
 from functree.tree.arrays import array_text
 from functree.tree.paths import Path
 

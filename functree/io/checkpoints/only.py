@@ -8,7 +8,7 @@ import jax
 
 from functree.errors import CheckpointError, Problem, count, listed, warn
 from functree.io.checkpoints.manifest import SavedArray, is_named
-from functree.labels.filters.filter import (
+from functree.labels.filters import (
     ClassFilter,
     Conjunction,
     Disjunction,
@@ -19,8 +19,8 @@ from functree.labels.filters.filter import (
     Negation,
     Regex,
     Search,
+    meant,
 )
-from functree.labels.filters.near import meant
 from functree.labels.leaf import Leaf
 from functree.labels.leaves import Leaves
 from functree.tree.interfaces import HoldsState

@@ -11,9 +11,8 @@ import jax
 import numpy as np
 
 from functree.argument_checks import FILE, FLAG, check, check_tree
-from functree.devices.deleted import is_deleted, refuse_deleted
 from functree.devices.meshes import MeshLike
-from functree.devices.placement import sharding_text
+from functree.devices.placement import is_deleted, refuse_deleted, sharding_text
 from functree.errors import (
     CheckpointError,
     CheckpointFileError,
@@ -30,12 +29,12 @@ from functree.io.checkpoints.restored_arrays import Wanted, wanted_arrays
 from functree.io.checkpoints.static_leaves import warn_of_changes
 from functree.io.checkpoints.store import Store
 from functree.io.laid_out import laid_out
-from functree.labels.filters.filter import FilterLike, as_filter
+from functree.labels.filters import FilterLike, as_filter
 from functree.labels.leaves import Leaves
 from functree.layout.layout import LayoutTree
 from functree.processes.agreement import Agreement, Facts
+from functree.processes.digest import digests_of
 from functree.processes.exchange import text_of_first
-from functree.processes.same_copies import digests_of
 from functree.tree.arrays import array_text
 from functree.tree.paths import Path
 

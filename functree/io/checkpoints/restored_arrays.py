@@ -17,11 +17,10 @@ from functree.io.checkpoints.only import check_only
 from functree.io.checkpoints.stored_arrays import from_stored, stored_form, stored_sharding
 from functree.io.checkpoints.suggested_filter import without
 from functree.io.laid_out import is_enabled, misplaced
-from functree.labels.filters.filter import Filter
+from functree.labels.filters import Filter
 from functree.labels.leaf import Leaf, meeting
 from functree.labels.leaves import Leaves
-from functree.tree.arrays import array_text, dtype_text
-from functree.tree.bits import is_key
+from functree.tree.arrays import array_text, dtype_text, is_key
 from functree.tree.paths import Path
 
 

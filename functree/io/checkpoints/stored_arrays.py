@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding, Sharding
 
 from functree.devices.specs import of_rank
 from functree.report.json_text import key_implementation
-from functree.tree.bits import bits, is_key, keys_of, on_device, unsigned, with_sharding
+from functree.tree.arrays import bits, is_key, keys_of, on_device, unsigned, with_sharding
 
 StoredArray = jax.Array | np.ndarray
 

@@ -3,7 +3,7 @@
 import json
 from collections.abc import Collection
 
-from functree.labels.filters.filter import Filter
+from functree.labels.filters import Filter
 from functree.tree.paths import Path, part_text
 
 # The most globs in one message: a longer filter nobody would read.

@@ -35,8 +35,8 @@ from functree.io.checkpoints.manifest import SavedArray
 from functree.io.checkpoints.store import Store
 from functree.io.checkpoints.stored_arrays import StoredArray
 from functree.processes.agreement import Agreement, wait_in_all
+from functree.processes.digest import digests_of
 from functree.processes.exchange import text_of_first
-from functree.processes.same_copies import digests_of
 from functree.tree.arrays import Tree
 
 

@@ -15,7 +15,7 @@ from functree.io.weights.blocks import Weight
 from functree.io.weights.files import Tensor
 from functree.processes.agreement import Agreement
 from functree.processes.check_processes import checksum
-from functree.processes.same_copies import digests_of
+from functree.processes.digest import digests_of
 
 
 class Created(NamedTuple):

@@ -16,8 +16,7 @@ from functree.io.weights.files import Tensor
 from functree.io.weights.table import Named, row_text
 from functree.io.weights.tensor_names import WHOLE, Part, TensorName
 from functree.labels.leaf import Leaf
-from functree.tree.arrays import array_text, dtype_text
-from functree.tree.bits import is_key
+from functree.tree.arrays import array_text, dtype_text, is_key
 from functree.tree.paths import Path, part_text
 
 

@@ -28,8 +28,8 @@ from functree.nn.transformer import Transformer
 from functree.nn.weight_map import WeightMap
 from functree.processes.agreement import Agreement
 from functree.processes.check_processes import facts_of
-from functree.processes.same_copies import digests_of
-from functree.tree.bits import on_device, with_sharding
+from functree.processes.digest import digests_of
+from functree.tree.arrays import on_device, with_sharding
 
 _MODEL = Takes("an `ft.nn.Transformer`", lambda value: isinstance(value, Transformer))
 # A larger model is split into several files, as published ones are.

@@ -14,8 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Literal
 
-from functree.labels.optimizer.data_flow import called_program, is_random, scan_sizes
-from functree.tree.programs import Program
+from functree.tree.jaxprs import Program, called_program, is_random, scan_sizes
 
 Arrays = list[Any]
 

@@ -25,8 +25,7 @@ from functree.labels.optimizer.owners import STEPS, Owners, StateArrays, owners_
 from functree.labels.optimizer.representatives import Representatives, representatives
 from functree.tree.arrays import AnyArray
 from functree.tree.paths import Path
-from functree.tree.skeleton.abstract import read_abstract
-from functree.tree.skeleton.skeleton import Skeleton
+from functree.tree.skeleton.skeleton import Skeleton, read_abstract
 
 T = TypeVar("T")
 

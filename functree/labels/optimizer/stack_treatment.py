@@ -25,7 +25,7 @@ from functree.labels.optimizer.owners import owners_of
 from functree.labels.optimizer.plain_nodes import plain_nodes, stack_paths
 from functree.labels.optimizer.tiny_updates import differing_updates
 from functree.tree.paths import Path
-from functree.tree.skeleton.abstract import read_abstract
+from functree.tree.skeleton.skeleton import read_abstract
 
 _CONFIG: Any = jax.config  # its options are attributes that type checkers do not know
 

@@ -12,11 +12,11 @@ from jax.extend.core import ClosedJaxpr
 
 from functree.labels.leaf import Leaf
 from functree.labels.leaves import arrays_by_path
-from functree.labels.optimizer.data_flow import NOTHING, dependencies
 from functree.labels.optimizer.evaluate import evaluate
 from functree.labels.optimizer.owners import owners_of
 from functree.labels.optimizer.plain_nodes import plain_nodes
 from functree.tree.arrays import AnyArray, Tree
+from functree.tree.jaxprs import NOTHING, dependencies
 from functree.tree.paths import Path
 from functree.tree.skeleton.skeleton import Skeleton
 

@@ -8,8 +8,7 @@ import jax
 from jax.core import Tracer
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from functree.devices.backend import Device
-from functree.devices.meshes import mesh_view
+from functree.devices.meshes import Device, mesh_view
 from functree.devices.placement import other_memory
 from functree.devices.specs import of_rank
 from functree.labels.leaf import Leaf

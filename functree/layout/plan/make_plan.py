@@ -18,9 +18,8 @@ from functree.devices.meshes import (
     mesh_view,
 )
 from functree.errors import RuleError, ShardingError
-from functree.labels.annotations.given_annotations import name_by_hints
 from functree.labels.leaf import Leaf
-from functree.labels.leaves import Leaves, read
+from functree.labels.leaves import Leaves, name_by_hints, read
 from functree.layout.decide import Decisions, decide_parts
 from functree.layout.decision import Decision
 from functree.layout.layout import LayoutTree, merge_names

@@ -15,7 +15,7 @@ from functree.labels.leaves import read
 from functree.layout.plan.make_plan import plan
 from functree.layout.plan.plan import Plan
 from functree.layout.plan.row import array_of
-from functree.report.byte_sizes import bytes_text
+from functree.report.table import bytes_text
 from functree.tree.arrays import Tree, array_text, is_array
 from functree.tree.nodes import children
 

@@ -8,21 +8,23 @@ from typing import NamedTuple
 from functree.devices.meshes import MeshView
 from functree.layout.plan.row import Row, axes_of, beside_array, saved_by_sharding
 from functree.layout.plan.text import Group, table_groups
-from functree.report.byte_sizes import bytes_text
-from functree.report.cut_picture import Pictures, device_colour
-from functree.report.fold_tree import TreeLeaf, tree_html
 from functree.report.page import (
     Card,
+    Pictures,
     Segment,
+    TreeLeaf,
     bar_html,
     cards_html,
     code,
+    device_colour,
     key_html,
     mesh_axes_html,
     notes_html,
     report_html,
     section_html,
+    tree_html,
 )
+from functree.report.table import bytes_text
 from functree.tree.arrays import dtype_text
 from functree.tree.paths import Path
 

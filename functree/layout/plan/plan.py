@@ -1,4 +1,4 @@
-"""`Plan`: the spec of each array of a tree, and the reason for it."""
+"""`Plan`: the spec of each array of a tree, and the reason for it; and how two plans differ."""
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -7,6 +7,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from functree.argument_checks import Takes, check, shown
 from functree.devices.meshes import MeshView
+from functree.devices.specs import spec_text
 from functree.errors import (
     FunctreeTypeError,
     Problem,
@@ -18,15 +19,14 @@ from functree.errors import (
 from functree.labels.leaf import Leaf
 from functree.layout.decision import Decision, apply_spec, whole
 from functree.layout.layout import Layout
-from functree.layout.plan.axis_sizes import AxisSizes, axis_sizes, several_sizes
-from functree.layout.plan.diff import plan_diff
 from functree.layout.plan.page import PlanPage
 from functree.layout.plan.row import Row, rows_by_path
-from functree.layout.plan.text import plan_text, replicated
+from functree.layout.plan.text import AxisSizes, axis_sizes, plan_text, replicated, several_sizes
 from functree.layout.validation import refuse
-from functree.report.byte_sizes import bytes_text
-from functree.report.diff import Diff
+from functree.report.diff import Change, Diff, changes
 from functree.report.json_text import json_of, read_json
+from functree.report.table import Bytes, bytes_text
+from functree.tree.arrays import array_text
 from functree.tree.paths import Path
 from functree.tree.skeleton.skeleton import Skeleton
 from functree.values import Value
@@ -339,3 +339,50 @@ _SORT = Takes(
     '`"bytes"`', lambda value: isinstance(value, str), lambda value: value == "bytes"
 ).or_none()
 _OWN_TREE = "use a plan of the tree that it belongs to"
+
+
+def plan_diff(
+    before: Sequence[Row],
+    after: Sequence[Row],
+    sizes: tuple[Mapping[str, int], Mapping[str, int]],
+    on_each_device: tuple[int, int],
+) -> Diff:
+    """What differs between the rows of two plans.
+
+    Args:
+        before: the rows of the first plan.
+        after: the rows of the second.
+        sizes: the sizes of their meshes.
+        on_each_device: the bytes on each device of both.
+    """
+    total = Change(Path(), "on each device", *map(Bytes, on_each_device))
+    return Diff(tuple(_changes(before, after, sizes)), (total,))
+
+
+def _changes(
+    before: Sequence[Row], after: Sequence[Row], sizes: tuple[Mapping[str, int], Mapping[str, int]]
+) -> Iterator[Change]:
+    if dict(sizes[0]) != dict(sizes[1]):
+        yield Change(Path(), "mesh", dict(sizes[0]), dict(sizes[1]))
+    old, new = rows_by_path(before), rows_by_path(after)
+    yield from changes(
+        old, new, lambda path: path, _properties, lambda path, row: ("array", _whole(row))
+    )
+
+
+def _whole(row: Row) -> str:
+    return f"{array_text(row)} {_spec(row)}"
+
+
+def _spec(row: Row) -> str:
+    return "-" if row.spec is None else spec_text(row.spec)
+
+
+def _properties(path: Path, row: Row) -> dict[str, Any]:
+    return {
+        "array": array_text(row),
+        "axes": str(row.axes),
+        "spec": _spec(row),
+        "memory": row.memory_kind or "device",
+        "bytes on each device": Bytes(row.bytes_per_device),
+    }

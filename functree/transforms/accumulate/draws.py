@@ -4,12 +4,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from functree.errors import listed, warn
-from functree.labels.optimizer.data_flow import (
+from functree.tree.jaxprs import (
+    Program,
     Reader,
     Sources,
+    all_equations,
     dependencies,
 )
-from functree.tree.programs import Program, all_equations
 
 DIFFERS = "differs from piece to piece"
 """What a value depends on that differs from piece to piece; other values depend on texts that say

@@ -4,7 +4,7 @@ from typing import Any
 
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
-from functree.tree.programs import Program
+from functree.tree.jaxprs import Program
 
 Function = Program
 """A traced function."""

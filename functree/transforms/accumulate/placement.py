@@ -18,7 +18,7 @@ from functree.layout.layout import Layout, LayoutTree, as_layout, is_layout
 from functree.layout.plan.make_plan import read_for
 from functree.layout.prefix import as_partial, own_meshes
 from functree.placing.ambient import ambient_rules
-from functree.placing.batch_axes import axes_of_name
+from functree.placing.batch import axes_of_name
 from functree.placing.constrain import find_mesh, local_view
 from functree.transforms.accumulate.roles import Call, Role
 from functree.transforms.grad.known_gradient import KnownGradient

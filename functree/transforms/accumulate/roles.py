@@ -15,7 +15,7 @@ import numpy as np
 
 from functree.argument_checks import is_key, shown
 from functree.calls.signature import Partial, Signature
-from functree.devices.deleted import check_deleted
+from functree.devices.placement import check_deleted
 from functree.devices.specs import mesh_axes
 from functree.errors import (
     FunctreeTypeError,

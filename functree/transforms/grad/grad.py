@@ -23,8 +23,8 @@ from functree.errors import (
     RuleError,
     count,
 )
-from functree.labels.filters.filter import FilterLike, as_filter
-from functree.labels.filters.predicates import is_trainable
+from functree.labels.filters import FilterLike, as_filter
+from functree.labels.predicates import is_trainable
 from functree.layout.layout import LayoutTree
 from functree.transforms.grad.gradient_types import Gradient, GradientAndAux, ValueAndGradient
 from functree.transforms.grad.known_gradient import KnownGradient, known, known_gradient

@@ -10,9 +10,8 @@ from jax.core import Tracer
 from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
 from functree.devices.constraint import with_constraint
-from functree.devices.deleted import check_deleted
 from functree.devices.meshes import MeshView, agreed_mesh, compiling, current_mesh
-from functree.devices.placement import first_mesh
+from functree.devices.placement import check_deleted, first_mesh
 from functree.errors import (
     FunctreeError,
     FunctreeTypeError,
@@ -21,8 +20,7 @@ from functree.errors import (
     ShardingError,
     count,
 )
-from functree.labels.filters.filter import Filter, FilterLike
-from functree.labels.filters.wrt import check_wrt
+from functree.labels.filters import Filter, FilterLike, check_wrt
 from functree.labels.leaf import Leaf
 from functree.labels.leaves import Leaves, read
 from functree.layout.decide import decide_parts

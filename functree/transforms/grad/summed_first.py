@@ -17,7 +17,7 @@ from functree.devices.specs import entry, mesh_axes, without
 from functree.labels.leaf import Leaf
 from functree.layout.fsdp import fsdp_axes
 from functree.layout.layout import Layout
-from functree.placing.batch_axes import axes_of_name
+from functree.placing.batch import axes_of_name
 
 # The names of the dimensions of an activation that a gradient is summed over.
 _SUMMED = ("batch", "seq")

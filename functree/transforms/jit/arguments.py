@@ -19,9 +19,9 @@ from functree.labels.leaf import Leaf, is_bare, is_in_module
 from functree.labels.leaves import Leaves
 from functree.layout.decide import UNSPECIFIED, Decisions, decide_parts, filter_problems
 from functree.layout.decision import Decision, whole
-from functree.layout.forgotten_batch import forgotten_axes, forgotten_text
 from functree.layout.layout import Layout, as_layout
 from functree.layout.prefix import Part, as_partial, own_meshes
+from functree.layout.rules import forgotten_axes, forgotten_text
 from functree.layout.state_sharding import for_arrays
 from functree.layout.validation import (
     USE_PLAN_OPTIMIZER,

@@ -23,9 +23,14 @@ from functree.calls.program import Program, Shardings, make_program
 from functree.calls.signature import Partial, Signature
 from functree.calls.static_arguments import opened
 from functree.calls.traces import Traces, traces_of
-from functree.devices.deleted import is_deleted, refuse_deleted
 from functree.devices.meshes import NO_MESH, current_mesh, tracing
-from functree.devices.placement import first_mesh, is_concrete, with_devices_of
+from functree.devices.placement import (
+    first_mesh,
+    is_concrete,
+    is_deleted,
+    refuse_deleted,
+    with_devices_of,
+)
 from functree.errors import RuleError, ShardingError
 from functree.layout.layout import Layout, LayoutTree
 from functree.layout.prefix import copied

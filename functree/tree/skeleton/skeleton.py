@@ -1,9 +1,10 @@
 """A tree ─► its `Skeleton`: the tree without its arrays, with their paths."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
+import jax
 from jax.tree_util import GetAttrKey, tree_flatten
 
 from functree.errors import (
@@ -15,8 +16,7 @@ from functree.errors import (
 from functree.tree.arrays import AnyArray, Tree, TreeDef, is_array
 from functree.tree.nodes import walk
 from functree.tree.paths import Keys, Path
-from functree.tree.skeleton.form import Form, form_of
-from functree.tree.skeleton.kinds import ARRAY
+from functree.tree.skeleton.kinds import ARRAY, Form, form_of
 from functree.tree.skeleton.static_value import StaticValue, equal, is_hashable
 
 
@@ -218,3 +218,33 @@ class _Contents(NamedTuple):
 def _unhashable(path: Path, value: object) -> Problem:
     why = "is neither an array nor hashable, so it can be neither traced nor static"
     return Problem(path, None, type(value).__name__, why, "make it an array, or something hashable")
+
+
+T = TypeVar("T")
+
+
+def abstract_result(fn: Callable[[Tree], Tree], tree: Tree) -> Tree:
+    """`jax.eval_shape` for trees whose leaves need not be arrays."""
+    skeleton, arrays = read_abstract(lambda tree: Skeleton.apart(fn(tree)), tree)
+    return skeleton.fill(arrays)
+
+
+def read_abstract(
+    fn: Callable[[Tree], tuple[T, Sequence[AnyArray]]], tree: Tree
+) -> tuple[T, list[jax.ShapeDtypeStruct]]:
+    """What a function returns beside the arrays that it returns, and these, abstract.
+
+    So a tree that was made in the trace can be read there, with its traced arrays: it is not built
+    once more with abstract ones, which the class of a node may refuse. What is returned beside the
+    arrays must not be used for others that it may have.
+    """
+    skeleton, arrays = Skeleton.apart(tree)
+    beside: list[T] = []
+
+    def run(*arrays: AnyArray) -> list[AnyArray]:
+        found, values = fn(skeleton.fill(arrays))
+        beside.append(found)
+        return list(values)
+
+    abstract = jax.eval_shape(run, *arrays)
+    return beside[0], abstract

@@ -6,7 +6,6 @@ from typing import NamedTuple
 
 from jax.extend.core import Literal
 
-from functree.labels.optimizer.data_flow import scan_sizes
 from functree.transforms.accumulate.equations import (
     CALLS,
     Atom,
@@ -23,7 +22,7 @@ from functree.transforms.accumulate.parts.uses import (
     uses_that_begin,
     uses_that_pass_on,
 )
-from functree.tree.programs import inner_programs
+from functree.tree.jaxprs import inner_programs, scan_sizes
 
 
 @dataclass(frozen=True)

@@ -10,12 +10,12 @@ from jax.extend.core import Literal, jaxpr_as_fun
 from jax.extend.source_info_util import current_name_stack, new_name_stack, user_context
 from jax.sharding import AxisType, NamedSharding
 
-from functree.labels.optimizer.data_flow import scan_sizes
 from functree.transforms.accumulate.equations import Atom, Equation, closed, constants, inner
 from functree.transforms.accumulate.parts.held import Devices, Held, once
 from functree.transforms.accumulate.parts.mapped import mapped_in_parts
 from functree.transforms.accumulate.parts.plan import Plan, Step
 from functree.transforms.accumulate.parts.uses import Kind, Use
+from functree.tree.jaxprs import scan_sizes
 
 
 def run_plan(plan: Plan, devices: Devices, operands: Sequence[Held]) -> list[Held]:

@@ -1,5 +1,5 @@
 """What a user writes for a filter ─► a `Filter`: a predicate over leaves, by path, class or
-function."""
+function; and what may be meant by one that matches nothing."""
 
 import re
 import types
@@ -11,9 +11,9 @@ from functools import lru_cache
 from typing import Any
 
 from functree.argument_checks import check_callback, shown
-from functree.errors import USERS_ERRORS, RuleError, error_text
+from functree.errors import USERS_ERRORS, RuleError, did_you_mean, error_text
 from functree.labels.leaf import Leaf
-from functree.tree.globs import glob_pattern, literal_text, match_text
+from functree.tree.globs import glob_pattern, literal_text, match_text, meant_glob
 from functree.tree.paths import Key, Path, tokens
 
 
@@ -335,17 +335,12 @@ class FunctionFilter(Filter):
         return getattr(self.function, "__qualname__", repr(self.function))
 
 
+@dataclass(frozen=True, repr=False)
 class Everything(Filter):
     """All leaves; written as `...`."""
 
     def __call__(self, leaf: Leaf, /) -> bool:
         return True
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Everything)
-
-    def __hash__(self) -> int:
-        return hash(Everything)
 
     def __repr__(self) -> str:
         return "..."
@@ -484,3 +479,61 @@ def as_filter(written: Any) -> Filter:
         "expression, a class, a callable `(path, leaf) -> bool` that can be hashed, `...`, "
         "or one of functree's filters"
     )
+
+
+def meant(item: Filter, leaves: Iterable[Leaf]) -> str:
+    """The text `; did you mean ...?` with a pattern or path that matches one of the leaves; empty
+    if none is near, and for a filter that is no pattern."""
+    paths: dict[Path, None] = {}
+    for leaf in leaves:
+        if leaf.seen is not None:
+            paths[leaf.seen] = None
+        paths.update(dict.fromkeys(root.path for root in leaf.roots))
+    match item:
+        case Glob():
+            return meant_glob(item.pattern, paths)
+        case Regex():
+            return did_you_mean(item.pattern.pattern, paths)
+        case Search():
+            return did_you_mean(item.pattern, paths)
+        case ExactPath():
+            return did_you_mean(item.path, paths)
+        case ClassFilter():
+            return _of_that_name(item, leaves)
+    return ""
+
+
+def _of_that_name(item: ClassFilter, leaves: Iterable[Leaf]) -> str:
+    """The end of a message about classes, if the tree has another class of one of their names."""
+    within = {cls for leaf in leaves for cls in leaf.within}
+    for cls in item.classes:
+        for other in within - {cls}:
+            if other.__name__ != cls.__name__:
+                continue
+            if (other.__module__, other.__qualname__) != (cls.__module__, cls.__qualname__):
+                return f"; the tree has the class `{other.__module__}.{other.__qualname__}`"
+            return (
+                f"; the tree has an earlier class `{cls.__name__}`: after its definition has run "
+                "again, make the tree again, or write a pattern for its paths"
+            )
+    return ""
+
+
+def check_wrt(wrt: FilterLike, leaves: Sequence[Leaf], whose: str) -> None:
+    """Check that each pattern in a filter matches a leaf.
+
+    With a misspelled pattern in `~ft.glob(...)`, parameters that should be frozen would be trained.
+    A class or a property may be that of no leaf: such filters are written for many models.
+
+    Args:
+        wrt: the filter.
+        leaves: all leaves of what is differentiated or trained.
+        whose: a text for what the leaves are of, for the error.
+
+    Raises:
+        RuleError: a pattern matches no leaf.
+    """
+    for pattern in patterns(as_filter(wrt)):
+        if not any(map(pattern, leaves)):
+            near = meant(pattern, leaves)
+            raise RuleError(f"wrt={wrt!r}: {pattern!r} matches no leaf of {whose}{near}")

@@ -9,7 +9,7 @@ import numpy as np
 
 from functree.argument_checks import EXTENT, is_number, shown
 from functree.errors import RuleError
-from functree.labels.filters.filter import Filter
+from functree.labels.filters import Filter
 from functree.labels.leaf import Leaf
 from functree.tree.axes import is_axis_name
 from functree.tree.interfaces import HoldsState

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from functree.tree.programs import all_equations, inner_programs
+from functree.tree.jaxprs import all_equations, inner_programs
 
 
 @jax.jit
