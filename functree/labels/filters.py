@@ -14,7 +14,7 @@ from functree.argument_checks import check_callback, shown
 from functree.errors import USERS_ERRORS, RuleError, did_you_mean, error_text
 from functree.labels.leaf import Leaf
 from functree.tree.globs import glob_pattern, literal_text, match_text, meant_glob
-from functree.tree.paths import Key, Path, tokens
+from functree.tree.paths import Path, tokens
 
 
 class Filter:
@@ -133,19 +133,18 @@ class Glob(Filter):
 
 
 @lru_cache(maxsize=4096)
-def first_key(pattern: str) -> Key | None:
-    """The key with which a glob begins; None if it begins with a wildcard, or is empty."""
+def first_key(pattern: str) -> Path:
+    """The key with which a glob begins, as a path; empty if it begins with a wildcard, or is
+    empty."""
     parts = list(tokens(pattern))
     if not parts or ("*" in parts[0] and parts[0][0] not in '"['):
-        return None
-    return Path.parse(parts[0])[0]
+        return Path()
+    return Path.parse(parts[0])
 
 
-def pattern_path(leaf: Leaf, first: Key | None) -> Path | None:
+def pattern_path(leaf: Leaf, first: Path) -> Path | None:
     """The path of a leaf that a pattern is matched with: a pattern that begins with a name above
     the leaf is matched with the path from there."""
-    if first is None or not leaf.roots:
-        return leaf.seen
     return leaf.named(first) or leaf.seen
 
 
@@ -157,7 +156,7 @@ class ExactPath(Filter):
     path: Path
 
     def __call__(self, leaf: Leaf, /) -> bool:
-        return self.path == pattern_path(leaf, self.path[0] if self.path else None)
+        return self.path == pattern_path(leaf, Path(self.path[:1]))
 
     def __repr__(self) -> str:
         return f"Path({tuple(self.path)!r})"
@@ -374,14 +373,14 @@ def negated_patterns(item: Filter) -> Iterator[Filter]:
                 yield from negated_patterns(part)
 
 
-def first_name(pattern: Filter) -> Key | None:
-    """The key with which a glob or a path begins; None for anything else."""
+def first_name(pattern: Filter) -> Path:
+    """The key with which a glob or a path begins, as a path; empty for anything else."""
     match pattern:
         case Glob():
             return first_key(pattern.pattern)
-        case ExactPath() if pattern.path:
-            return pattern.path[0]
-    return None
+        case ExactPath():
+            return Path(pattern.path[:1])
+    return Path()
 
 
 def names(item: Filter, leaf: Leaf) -> bool:
@@ -406,7 +405,7 @@ class FirstMatch:
         # Globs without wildcards are looked up: the specs of a tree are as many globs as leaves.
         self._literals: dict[str, int] = {}
         # The others; for a glob its regular expression, and the key with which it begins.
-        self._others: list[tuple[int, Filter, re.Pattern[str] | None, Key | None]] = []
+        self._others: list[tuple[int, Filter, re.Pattern[str] | None, Path]] = []
         for i, item in enumerate(filters):
             literal = literal_text(item.pattern) if isinstance(item, Glob) else None
             if literal is None:
@@ -418,7 +417,7 @@ class FirstMatch:
     def __call__(self, leaf: Leaf) -> int | None:
         text = None if leaf.seen is None else match_text(leaf.seen)
         texts = [match_text(root.path) for root in leaf.roots]
-        if text is not None and not (leaf.seen and leaf.named(leaf.seen[0])):
+        if text is not None and not (leaf.seen and leaf.named(leaf.seen[:1])):
             texts.append(text)
         found = [self._literals[text] for text in texts if text in self._literals]
         least = min(found, default=None)
@@ -427,7 +426,7 @@ class FirstMatch:
                 break
             if text is None:
                 fits = isinstance(item, Everything) or (names(item, leaf) and item(leaf))
-            elif expression is not None and (first is None or leaf.named(first) is None):
+            elif expression is not None and leaf.named(first) is None:
                 fits = expression.fullmatch(text)  # by far the most frequent case
             else:
                 fits = item(leaf)

@@ -92,11 +92,11 @@ class Leaf(NamedTuple):
     follows: FollowedLeaf | None = None
     unread: tuple[str, str] | None = None
 
-    def named(self, name: Key) -> Path | None:
-        """The path of the leaf from a name above it on; None if no pattern may begin with this
-        name."""
+    def named(self, name: tuple[Key, ...]) -> Path | None:
+        """The path of the leaf from a name above it on, which is given as a path of one key; None
+        if no pattern may begin with this name."""
         for root in self.roots:
-            if root.path[0] == name:
+            if root.path[:1] == name:
                 return root.path
         return None
 

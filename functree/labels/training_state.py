@@ -28,9 +28,9 @@ def names_field(pattern: Filter) -> bool:
             parts = pattern.path
         case _:
             return False
-    if first_name(pattern) in (MODEL, OPTIMIZER, "state"):
+    if first_name(pattern) in ((MODEL,), (OPTIMIZER,), ("state",)):
         return True
-    return len(parts) == 1 and first_name(pattern) in FOLLOWING
+    return len(parts) == 1 and parts[0] in FOLLOWING
 
 
 class Scope(NamedTuple):

@@ -212,15 +212,16 @@ def _filter_problems(groups: Sequence[Group]) -> Iterator[Problem]:
     different = {id(decision): decision for group in groups for decision in group.decisions}
     # Rules are written for models: a call of a loss function for two arrays says nothing of them.
     is_said = not part.partial and (not part.scope.by_rules or any(map(is_in_module, leaves)))
-    here = {root.path[0] for leaf in leaves for root in leaf.roots}
-    here.update(leaf.seen[0] for leaf in leaves if leaf.seen)
+    here = {root.path[:1] for leaf in leaves for root in leaf.roots}
+    here.update(leaf.seen[:1] for leaf in leaves if leaf.seen)
     has_state = any(group.has_training_state for group in groups)
 
     def elsewhere(pattern: Filter) -> bool:
         name = first_name(pattern)
         if name in here:
             return False
-        return name in part.scope.arguments or (not has_state and names_field(pattern))
+        is_argument = bool(name) and name[0] in part.scope.arguments
+        return is_argument or (not has_state and names_field(pattern))
 
     alone = any(is_optimizer_state(cls) for leaf in leaves[:1] for cls in leaf.within)
     for layout in filtered:

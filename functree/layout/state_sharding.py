@@ -214,7 +214,7 @@ class StateSharding(Value, Layout):
 
 def _may_name(item: Filter) -> bool:
     """Whether a pattern in a filter begins with a key, and not with a wildcard."""
-    return any(first_name(pattern) is not None for pattern in patterns(item))
+    return any(map(first_name, patterns(item)))
 
 
 UNUSED = 'correct the {}, remove it, or write `unused="ignore"`'
@@ -327,14 +327,14 @@ def _unused_problem(layout: StateSharding, index: int, leaves: Sequence[Leaf]) -
 def two_readings(layout: StateSharding, leaves: Sequence[Leaf]) -> Iterator[Problem]:
     """The problems of patterns that begin with a name of two meanings, such as a field of the
     model that has the name of a field of the training state."""
-    meanings: dict[Key, dict[str, None]] = {}
+    meanings: dict[tuple[Key, ...], dict[str, None]] = {}
     for leaf in leaves:
         for root in leaf.roots:
-            meanings.setdefault(root.path[0], {})[root.what] = None
+            meanings.setdefault(root.path[:1], {})[root.what] = None
     for leaf in leaves:
-        if leaf.seen and leaf.seen[0] in meanings and leaf.named(leaf.seen[0]) != leaf.seen:
-            key = leaf.seen[0]
-            meanings[key][f"`{key}` at the root of the model"] = None
+        first = (leaf.seen or ())[:1]
+        if first in meanings and leaf.named(first) != leaf.seen:
+            meanings[first][f"`{Path(first)}` at the root of the model"] = None
     for item, written in zip(layout._filters, layout.filters, strict=True):
         for pattern in patterns(item):
             name = first_name(pattern)

@@ -82,6 +82,9 @@ def test_a_pattern_that_begins_with_a_name_above() -> None:
     # It is matched with the path from the name on, and with no other.
     check(["a.b"], None, ("a", "b"), ("a", "c", "b"))
     check(["a.*.b"], 0, ("a", "b"), ("a", "c", "b"))
+    # The key of a name may be None.
+    check(["[None]"], 0, ("a",), (None,))
+    check(["[None].a"], None, ("a",), (None,))
 
 
 def test_without_a_path_only_a_pattern_that_names_it_matches() -> None:
