@@ -14,10 +14,9 @@ from functree.calls.stages.compiled import Compiled
 from functree.calls.static_arguments import with_static
 from functree.devices.meshes import agreed_mesh
 from functree.errors import FunctreeTypeError
-from functree.layout.layout import Layout, LayoutTree
+from functree.layout.layout import Layout, LayoutTree, broadcast, own_meshes
 from functree.layout.plan.make_plan import plan_leaves
 from functree.layout.plan.plan import Plan
-from functree.layout.prefix import broadcast, own_meshes
 from functree.transforms.jit.jit import jit
 from functree.transforms.jit.jitted import Jit
 from functree.tree.arrays import Tree

@@ -21,19 +21,12 @@ from functree.labels.filters import Filter, first_name
 from functree.labels.leaf import FollowedLeaf, Leaf, is_in_module
 from functree.labels.leaves import Leaves
 from functree.labels.training_state import label_paths, names_field
-from functree.layout.decision import WHOLE, Decision, Dimension, Source
-from functree.layout.layout import Layout, walk
-from functree.layout.prefix import Part
-from functree.layout.rules import mentioned_axes, own_problems
-from functree.layout.state_sharding import (
-    StateSharding,
-    reached,
-    two_readings,
-    unused_filters,
-    used_filters,
-)
-from functree.layout.validation import (
+from functree.layout.decision import (
     USE_PLAN_OPTIMIZER,
+    WHOLE,
+    Decision,
+    Dimension,
+    Source,
     absent,
     followed_paths,
     is_clean,
@@ -41,6 +34,15 @@ from functree.layout.validation import (
     leaf_problems,
     near_misses,
     without_repeats,
+)
+from functree.layout.layout import Layout, Part, walk
+from functree.layout.rules import mentioned_axes, own_problems
+from functree.layout.state_sharding import (
+    StateSharding,
+    reached,
+    two_readings,
+    unused_filters,
+    used_filters,
 )
 from functree.tree.interfaces import TrainingState
 from functree.tree.paths import Path

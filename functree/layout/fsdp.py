@@ -16,10 +16,11 @@ from functree.layout.decision import (
     Named,
     Source,
     apply_spec,
+    parts_over,
+    present_axes,
     undecided,
 )
 from functree.layout.layout import Layout, as_layout, walk
-from functree.layout.validation import parts_over, present_axes
 from functree.tree.axes import is_axis_name
 from functree.values import Value
 

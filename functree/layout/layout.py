@@ -1,13 +1,15 @@
-"""`Layout`: a leaf and a mesh ─► a `Decision`; and what a user can write for a layout."""
+"""`Layout`: a leaf and a mesh ─► a `Decision`; what a user can write for a layout, and a prefix tree
+of layouts ─► each with the path that it is for."""
 
 from abc import abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax.experimental.layout import Format
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Sharding
+from jax.tree_util import tree_map
 
 from functree.argument_checks import check_callback
 from functree.devices.meshes import MeshView
@@ -16,9 +18,17 @@ from functree.devices.specs import invalid_entry, spec_text
 from functree.errors import USERS_ERRORS, RuleError, ShardingError, error_text
 from functree.labels.annotations.hints import Hint
 from functree.labels.leaf import Leaf
-from functree.layout.decision import Decision, apply_spec, whole
+from functree.labels.training_state import Scope
+from functree.layout.decision import (
+    USE_PLAN_OPTIMIZER,
+    Decision,
+    apply_spec,
+    is_optimizer_state,
+    whole,
+)
 from functree.tree.axes import Names
 from functree.tree.paths import Path
+from functree.tree.prefix import PrefixOf, aligned, where_text
 from functree.values import dict_text
 
 
@@ -414,3 +424,77 @@ def on_host(layout: LayoutLike) -> Layout:
     if layout is None:
         raise RuleError("`on_host` takes a layout, and `None` is not one: write `P()` to replicate")
     return OnHost(as_layout(layout))
+
+
+class Part(NamedTuple):
+    """One layout of a prefix tree.
+
+    Attributes:
+        layout: the layout.
+        path: the path of the subtree that the layout is for.
+        partial: whether the layout is for more than the tree, so that filters in it may match
+            nothing here.
+        scope: where the paths begin that filters see.
+        for_arrays: the layout of an argument that is one array, if that is another one.
+    """
+
+    layout: Layout
+    path: Path
+    partial: bool = False
+    scope: Scope = Scope()
+    for_arrays: Layout | None = None
+
+
+def own_meshes(parts: Iterable[Part]) -> list[Mesh | AbstractMesh | None]:
+    """The mesh that each layout of a prefix tree has of its own."""
+    return [part.layout.own_mesh for part in parts]
+
+
+def as_partial(parts: Iterable[Part]) -> list[Part]:
+    """The parts, as layouts that are for more than the tree."""
+    return [part._replace(partial=True) for part in parts]
+
+
+def copied(prefix: LayoutTree) -> LayoutTree:
+    """A prefix tree of layouts in containers of its own, on which a later change of the given ones
+    has no effect."""
+    if prefix is None:
+        return None
+    return tree_map(lambda one: one, prefix, is_leaf=is_layout)
+
+
+def broadcast(prefix: LayoutTree, tree: Any) -> list[Part]:
+    """The layouts of a prefix tree, in the order of the leaves that they are for.
+
+    Raises:
+        RuleError: the prefix has another structure than the tree, or contains something that is not
+            a layout.
+    """
+    return [
+        Part(_written(one, where_text(path)), path, scope=Scope(len(path)))
+        for one, path, _ in aligned(prefix, tree, _LAYOUTS)
+    ]
+
+
+def _written(layout: LayoutLike, where: str) -> Layout:
+    """A layout of a prefix tree. Raises RuleError with the path for one that is invalid."""
+    try:
+        return as_layout(layout)
+    except RuleError as error:
+        raise RuleError(f"at {where}: {error}") from error
+
+
+def _hint(prefix: Any, tree: Any) -> str:
+    """The end of an error about layouts of another structure: rules, or the state of an optimizer,
+    may be meant."""
+    hint = meant_rules(prefix)
+    classes = {type(tree)}
+    # A chain of transformations has a tuple of states.
+    if isinstance(tree, tuple):
+        classes.update(map(type, tree))
+    if any(map(is_optimizer_state, classes)):
+        hint += USE_PLAN_OPTIMIZER
+    return hint
+
+
+_LAYOUTS = PrefixOf("layouts", "layout", is_layout, f"is not a layout: write {LAYOUTS}", _hint)

@@ -15,12 +15,10 @@ from functree.labels.optimizer.optimizer_state import optimizer_state
 from functree.labels.optimizer.stack_treatment import warn_of_stacks
 from functree.labels.predicates import is_trainable
 from functree.layout.decide import Decisions, decide_parts, follow
-from functree.layout.decision import Reason
-from functree.layout.layout import LayoutLike, LayoutTree, as_layout
+from functree.layout.decision import Reason, leaf_problems, refuse
+from functree.layout.layout import LayoutLike, LayoutTree, Part, as_layout, own_meshes
 from functree.layout.plan.make_plan import plan_decisions, read_for
 from functree.layout.plan.plan import Plan
-from functree.layout.prefix import Part, own_meshes
-from functree.layout.validation import leaf_problems, refuse
 from functree.tree.paths import Path
 
 

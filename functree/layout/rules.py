@@ -15,16 +15,21 @@ from functree.devices.specs import axes_text, entry
 from functree.errors import Problem, RuleError, ShardingError
 from functree.labels.annotations.given_names import invalid_names
 from functree.labels.leaf import Leaf
-from functree.layout.decision import Decision, Fault, Named, Source, conflict, undecided
-from functree.layout.fsdp import FSDP, fsdp_axes, misspelt_axes
-from functree.layout.layout import Composition, Layout, pairs_text, walk, written_pairs
-from functree.layout.validation import (
+from functree.layout.decision import (
+    Decision,
+    Fault,
+    Named,
+    Source,
     absent,
+    conflict,
     is_clean,
     leaf_problems,
     missing_axes,
     near_misses,
+    undecided,
 )
+from functree.layout.fsdp import FSDP, fsdp_axes, misspelt_axes
+from functree.layout.layout import Composition, Layout, pairs_text, walk, written_pairs
 from functree.tree.arrays import AnyArray
 from functree.tree.axes import Axes, Names, is_axis_name
 from functree.tree.paths import Path

@@ -12,9 +12,8 @@ from functree.errors import ShardingError, count
 from functree.labels.leaf import Leaf
 from functree.labels.leaves import Leaves, read
 from functree.layout.decide import decide_parts
-from functree.layout.layout import LayoutTree
+from functree.layout.layout import LayoutTree, Part, as_partial, own_meshes
 from functree.layout.plan.make_plan import read_for
-from functree.layout.prefix import Part, as_partial, own_meshes
 from functree.placing.ambient import ambient_rules
 from functree.placing.constrain import find_mesh, local_view
 from functree.tree.arrays import AnyArray, Tree

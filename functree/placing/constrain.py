@@ -14,12 +14,10 @@ from functree.devices.placement import check_deleted, first_mesh
 from functree.devices.specs import mesh_axes
 from functree.errors import AxesError, Problem, ShardingError, count, users_frame, warn
 from functree.layout.decide import decide_parts
-from functree.layout.decision import Decision
-from functree.layout.layout import Layout, LayoutLike, LayoutTree, as_layout
+from functree.layout.decision import Decision, refuse
+from functree.layout.layout import Layout, LayoutLike, LayoutTree, as_layout, own_meshes
 from functree.layout.plan.make_plan import read_for
-from functree.layout.prefix import own_meshes
 from functree.layout.rules import activation, array_spec, forgotten_axes, forgotten_text
-from functree.layout.validation import refuse
 from functree.placing.ambient import ambient_rules, has_axis_rules, is_told_first, spec
 from functree.tree.arrays import AnyArray, is_array
 from functree.tree.axes import Axes

@@ -15,10 +15,9 @@ from functree.devices.meshes import NO_MESH, MeshLike, agreed_mesh, without_devi
 from functree.devices.placement import is_placed, refuse_deleted
 from functree.errors import Problem, ShardingError, count
 from functree.labels.leaves import AxesTree, Leaves, named_arrays
-from functree.layout.layout import LayoutTree
+from functree.layout.layout import LayoutTree, own_meshes
 from functree.layout.plan.make_plan import plan_leaves, read_for
 from functree.layout.plan.plan import Plan
-from functree.layout.prefix import own_meshes
 from functree.placing.across_processes import Values, place_across
 from functree.placing.batch import Batch
 

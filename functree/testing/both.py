@@ -17,10 +17,9 @@ from functree.compiled.sources import is_layer
 from functree.devices.meshes import agreed_mesh
 from functree.errors import ShardingError
 from functree.labels.leaves import read
-from functree.layout.layout import Layout, LayoutTree
+from functree.layout.layout import Layout, LayoutTree, own_meshes
 from functree.layout.plan.make_plan import plan_leaves
 from functree.layout.plan.plan import Plan
-from functree.layout.prefix import own_meshes
 from functree.testing.programs import Program
 from functree.testing.steps import shard_maps
 from functree.transforms.jit.jit import jit

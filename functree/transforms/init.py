@@ -29,11 +29,10 @@ from functree.errors import ShardingError
 from functree.labels.filters import FilterLike
 from functree.labels.optimizer.followed_parameters import Optimizer
 from functree.labels.predicates import is_trainable
-from functree.layout.layout import Layout, LayoutLike, LayoutTree
+from functree.layout.layout import Layout, LayoutLike, LayoutTree, copied
 from functree.layout.plan.make_plan import plan_tree
 from functree.layout.plan.plan import Plan
 from functree.layout.plan_optimizer import plan_state
-from functree.layout.prefix import copied
 from functree.placing.ambient import ambient_rules, axis_rules
 from functree.processes.agreement import Agreement, Facts
 from functree.processes.check_processes import facts_of, settings

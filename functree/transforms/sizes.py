@@ -4,9 +4,17 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from functree.calls.signature import Record
 from functree.errors import AxesError, Problem, count
-from functree.labels.annotations.dimensions import ArrayForm, Dim, dtype_fits, form_of_axes
 from functree.labels.annotations.given_names import given_by
-from functree.labels.annotations.hints import NOTHING, UNREADABLE, Hint, class_hints
+from functree.labels.annotations.hints import (
+    NOTHING,
+    UNREADABLE,
+    ArrayForm,
+    Dim,
+    Hint,
+    class_hints,
+    dtype_fits,
+    form_of_axes,
+)
 from functree.labels.leaf import Leaf, is_in_module
 from functree.labels.leaves import read
 from functree.tree.paths import Path

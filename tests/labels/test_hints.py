@@ -31,8 +31,7 @@ from jaxtyping import Array, Bool, Float, Int, Key, PRNGKeyArray, PyTree, Scalar
 import functree as ft
 from functree.errors import AxesError
 from functree.labels.annotations import hints
-from functree.labels.annotations.dimensions import array_form, dim
-from functree.labels.annotations.hints import Namespace, parse
+from functree.labels.annotations.hints import Namespace, array_form, dim, parse
 from functree.labels.annotations.leaf_axes import Memory, leaf_axes
 from functree.labels.leaves import read
 from functree.tree.axes import Axes

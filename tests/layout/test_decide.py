@@ -17,8 +17,7 @@ from functree.labels.leaf import FollowedLeaf, Leaf
 from functree.labels.leaves import read
 from functree.layout.decide import Decisions, decide, decide_parts, follow
 from functree.layout.decision import Decision, Dimension, whole
-from functree.layout.layout import as_layout
-from functree.layout.prefix import Part, as_partial, broadcast
+from functree.layout.layout import Part, as_layout, as_partial, broadcast
 from tests.lib.meshes import SIZES
 from tests.lib.trees import leaf, x
 

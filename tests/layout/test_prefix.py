@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
 import functree as ft
-from functree.layout.prefix import broadcast
+from functree.layout.layout import broadcast
 from functree.tree.nodes import children
 from tests.lib.meshes import SIZES
 from tests.lib.trees import Pair

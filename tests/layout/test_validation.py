@@ -13,16 +13,20 @@ from jaxtyping import Array, Float
 import functree as ft
 from functree.devices.meshes import MeshView
 from functree.labels.leaf import FollowedLeaf, Leaf
-from functree.layout.decision import Decision, Dimension, Named, Source, whole
-from functree.layout.rules import spec_of_axes
-from functree.layout.validation import (
+from functree.layout.decision import (
+    Decision,
+    Dimension,
+    Named,
+    Source,
     layout_problem,
     leaf_problems,
     local_shape,
     missing_axes,
     near_misses,
     refuse,
+    whole,
 )
+from functree.layout.rules import spec_of_axes
 from tests.lib.trees import leaf
 
 P = PartitionSpec

@@ -6,8 +6,15 @@ from typing import Any, NamedTuple
 from jax.sharding import PartitionSpec
 
 from functree.errors import USERS_ERRORS, Problem, count
-from functree.labels.annotations.dimensions import ArrayForm, Dim, dtype_fits, form_of_axes
-from functree.labels.annotations.hints import NOTHING, UNREADABLE, Hint
+from functree.labels.annotations.hints import (
+    NOTHING,
+    UNREADABLE,
+    ArrayForm,
+    Dim,
+    Hint,
+    dtype_fits,
+    form_of_axes,
+)
 from functree.labels.leaf import array_problem
 from functree.tree.arrays import AnyArray, Tree, is_array
 from functree.tree.axes import Axes, OpenAxes

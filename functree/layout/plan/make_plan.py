@@ -21,13 +21,11 @@ from functree.errors import RuleError, ShardingError
 from functree.labels.leaf import Leaf
 from functree.labels.leaves import Leaves, name_by_hints, read
 from functree.layout.decide import Decisions, decide_parts
-from functree.layout.decision import Decision
-from functree.layout.layout import LayoutTree, merge_names
+from functree.layout.decision import Decision, local_shape, parts_over, refuse
+from functree.layout.layout import LayoutTree, Part, broadcast, merge_names, own_meshes
 from functree.layout.plan.live_arrays import live_rows
 from functree.layout.plan.plan import Plan
 from functree.layout.plan.row import Row
-from functree.layout.prefix import Part, broadcast, own_meshes
-from functree.layout.validation import local_shape, parts_over, refuse
 
 
 def plan(tree: Any, layout: LayoutTree = ..., mesh: MeshLike = None, *, check: bool = True) -> Plan:

@@ -14,9 +14,8 @@ from functree.devices.placement import is_concrete
 from functree.devices.specs import mesh_axes, named_axes, of_rank, without
 from functree.layout.decide import decide_parts
 from functree.layout.fsdp import fsdp_axes
-from functree.layout.layout import Layout, LayoutTree, as_layout, is_layout
+from functree.layout.layout import Layout, LayoutTree, as_layout, as_partial, is_layout, own_meshes
 from functree.layout.plan.make_plan import read_for
-from functree.layout.prefix import as_partial, own_meshes
 from functree.placing.ambient import ambient_rules
 from functree.placing.batch import axes_of_name
 from functree.placing.constrain import find_mesh, local_view

@@ -25,9 +25,8 @@ from functree.labels.leaf import Leaf
 from functree.labels.leaves import Leaves, read
 from functree.layout.decide import decide_parts
 from functree.layout.decision import Decision
-from functree.layout.layout import LayoutTree
+from functree.layout.layout import LayoutTree, Part, as_partial, own_meshes
 from functree.layout.plan.make_plan import read_for
-from functree.layout.prefix import Part, as_partial, own_meshes
 from functree.placing.ambient import ambient_rules
 from functree.placing.constrain import find_mesh, local_view, with_decision
 from functree.transforms.grad.summed_first import SummedFirst

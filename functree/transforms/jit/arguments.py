@@ -18,18 +18,18 @@ from functree.errors import ShardingError, listed, warn
 from functree.labels.leaf import Leaf, is_bare, is_in_module
 from functree.labels.leaves import Leaves
 from functree.layout.decide import UNSPECIFIED, Decisions, decide_parts, filter_problems
-from functree.layout.decision import Decision, whole
-from functree.layout.layout import Layout, as_layout
-from functree.layout.prefix import Part, as_partial, own_meshes
-from functree.layout.rules import forgotten_axes, forgotten_text
-from functree.layout.state_sharding import for_arrays
-from functree.layout.validation import (
+from functree.layout.decision import (
     USE_PLAN_OPTIMIZER,
+    Decision,
     followed_paths,
     is_optimizer_state,
     leaves_at_fault,
+    whole,
     without_repeats,
 )
+from functree.layout.layout import Layout, Part, as_layout, as_partial, own_meshes
+from functree.layout.rules import forgotten_axes, forgotten_text
+from functree.layout.state_sharding import for_arrays
 from functree.placing.constrain import with_decision
 from functree.placing.shard import moved_once
 from functree.tree.arrays import AnyArray, array_text

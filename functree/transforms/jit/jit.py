@@ -10,8 +10,7 @@ from functree.argument_checks import FLAG, FUNCTION, MAPPING, POSITION, check
 from functree.calls.signature import Signature
 from functree.devices.meshes import mesh_view
 from functree.errors import FunctreeTypeError, FunctreeValueError, ShardingError, did_you_mean
-from functree.layout.layout import LayoutLike, LayoutTree, as_layout
-from functree.layout.prefix import copied
+from functree.layout.layout import LayoutLike, LayoutTree, as_layout, copied
 from functree.transforms.jit.checked_jit import CheckedJit
 from functree.transforms.jit.jitted import Jit, JitOptions
 

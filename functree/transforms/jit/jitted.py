@@ -32,8 +32,7 @@ from functree.devices.placement import (
     with_devices_of,
 )
 from functree.errors import RuleError, ShardingError
-from functree.layout.layout import Layout, LayoutTree
-from functree.layout.prefix import copied
+from functree.layout.layout import Layout, LayoutTree, copied
 from functree.layout.state_sharding import has_filters
 from functree.placing.ambient import Surroundings, ambient_rules
 from functree.surgery.pack import Packed, pack

@@ -15,12 +15,10 @@ from functree.devices.meshes import agreed_mesh, without_devices
 from functree.devices.placement import is_sharded_as, memory_of, mesh_of, sharding_text
 from functree.devices.specs import spec_text
 from functree.errors import ShardingError
-from functree.layout.decision import Fault
-from functree.layout.layout import LayoutTree
+from functree.layout.decision import Fault, layout_problem, leaves_at_fault, without_repeats
+from functree.layout.layout import LayoutTree, own_meshes
 from functree.layout.plan.make_plan import plan_leaves, plan_tree
 from functree.layout.plan.plan import Plan
-from functree.layout.prefix import own_meshes
-from functree.layout.validation import layout_problem, leaves_at_fault, without_repeats
 from functree.tree.arrays import AnyArray, Tree
 
 

@@ -15,10 +15,9 @@ from functree.errors import Problem, ShardingError
 from functree.labels.leaf import Leaf
 from functree.labels.leaves import Leaves
 from functree.layout.decide import UNSPECIFIED
-from functree.layout.layout import SpecLayout
+from functree.layout.decision import refuse
+from functree.layout.layout import Part, SpecLayout
 from functree.layout.plan.make_plan import plan_leaves
-from functree.layout.prefix import Part
-from functree.layout.validation import refuse
 
 
 class PartialView(MeshView):

@@ -24,9 +24,8 @@ from functree.devices.meshes import NO_MESH, current_mesh, mesh_view, tracing
 from functree.devices.placement import first_mesh
 from functree.errors import ShardingError, did_you_mean
 from functree.labels.leaf import Leaf
-from functree.layout.layout import Layout, LayoutTree
+from functree.layout.layout import Layout, LayoutTree, as_partial
 from functree.layout.plan.make_plan import read_for
-from functree.layout.prefix import as_partial
 from functree.placing.ambient import Surroundings, ambient_rules, axis_rules
 from functree.transforms.shard_map.manual_mesh import ManualMesh
 from functree.transforms.sizes import Sizes

@@ -6,8 +6,7 @@ from typing import ParamSpec, TypeVar, overload
 from functree.argument_checks import FLAG, FUNCTION, TEXTS, check, parameter_error, shown
 from functree.devices.meshes import MeshLike, mesh_view
 from functree.errors import FunctreeTypeError, ShardingError
-from functree.layout.layout import LayoutLike, LayoutTree, as_layout
-from functree.layout.prefix import copied
+from functree.layout.layout import LayoutLike, LayoutTree, as_layout, copied
 from functree.transforms.shard_map.mapped import MapOptions, Mapped, Shapes
 
 _P = ParamSpec("_P")
