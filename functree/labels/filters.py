@@ -216,11 +216,12 @@ class Search(Filter):
     separator: str
 
     def __call__(self, leaf: Leaf, /) -> bool:
-        if leaf.seen is None:
-            return False
-        # Plain keys, as other libraries join them: a quoted key would never match their patterns.
-        text = self.separator.join(map(str, leaf.seen))
-        return re.search(self.pattern, text) is not None
+        return leaf.seen is not None and re.search(self.pattern, self.text(leaf.seen)) is not None
+
+    def text(self, path: Path) -> str:
+        """A path as other libraries join its keys: a quoted key would never match their
+        patterns."""
+        return self.separator.join(map(str, path))
 
     def __repr__(self) -> str:
         if self.separator == ".":
@@ -232,7 +233,7 @@ def regex(pattern: str, separator: str = ".") -> Filter:
     """Leaves in whose path a regular expression is found, as `re.search` finds it.
 
     The tables of EasyLM, EasyDeL and similar libraries are lists of such expressions, with
-    `separator="/"`. Those of big_vision match the whole path: write `^` and `$`. A compiled
+    `separator="/"`. Those of big_vision match the whole path: write `^(?:...)$`. A compiled
     expression (`re.compile`) is a filter too, which matches the whole path.
 
     Args:
@@ -494,7 +495,7 @@ def meant(item: Filter, leaves: Iterable[Leaf]) -> str:
         case Regex():
             return did_you_mean(item.pattern.pattern, paths)
         case Search():
-            return did_you_mean(item.pattern, paths)
+            return did_you_mean(item.pattern, map(item.text, paths))
         case ExactPath():
             return did_you_mean(item.path, paths)
         case ClassFilter():

@@ -2,6 +2,7 @@
 each use."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 from jax.sharding import PartitionSpec
 
@@ -22,10 +23,10 @@ from functree.layout.decision import (
 )
 from functree.layout.layout import Layout, as_layout, walk
 from functree.tree.axes import is_axis_name
-from functree.values import Value
 
 
-class FSDP(Value, Layout):
+@dataclass(frozen=True, init=False, repr=False)
+class FSDP(Layout):
     """A layout that shards the largest unsharded dimension which the mesh axis divides; of equal
     ones the outermost.
 
@@ -51,7 +52,6 @@ class FSDP(Value, Layout):
         FSDP('data')
     """
 
-    __slots__ = ("axes", "axis", "min_size", "otherwise")
     axis: str | tuple[str, ...]
     min_size: int
     axes: tuple[str, ...] | None
@@ -88,7 +88,7 @@ class FSDP(Value, Layout):
                 f"FSDP: otherwise={otherwise!r} is not a PartitionSpec; write `P()` to replicate"
             )
         as_layout(otherwise)  # raises for a spec with an invalid entry
-        self._set(
+        vars(self).update(
             # So that `FSDP("data")` and `FSDP(("data",))` are equal.
             axis=mesh_axes[0] if len(mesh_axes) == 1 else mesh_axes,
             min_size=int(min_size),
@@ -185,9 +185,6 @@ class FSDP(Value, Layout):
         why = f"FSDP({self.axis!r}): none of its unsharded dimensions ({sizes}) is {wanted}"
         otherwise = "write `otherwise=P()` to leave such leaves as they are"
         return start.wrong((why, f"pad one of them, raise `min_size`, or {otherwise}"))
-
-    def _parts(self) -> tuple[object, ...]:
-        return (self.axis, self.min_size, self.axes, self.otherwise)
 
     def __repr__(self) -> str:
         given = [repr(self.axis)]

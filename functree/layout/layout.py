@@ -1,5 +1,5 @@
-"""`Layout`: a leaf and a mesh ─► a `Decision`; what a user can write for a layout, and a prefix tree
-of layouts ─► each with the path that it is for."""
+"""`Layout`: a leaf and a mesh ─► a `Decision`; what a user can write for a layout; and a prefix
+tree of layouts ─► each with the path that it is for."""
 
 from abc import abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
@@ -26,10 +26,9 @@ from functree.layout.decision import (
     is_optimizer_state,
     whole,
 )
-from functree.tree.axes import Names
+from functree.tree.axes import Names, dict_text
 from functree.tree.paths import Path
 from functree.tree.prefix import PrefixOf, aligned, where_text
-from functree.values import dict_text
 
 
 class Layout:

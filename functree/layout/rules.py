@@ -2,6 +2,7 @@
 activation, which is in no tree."""
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Literal, NamedTuple
 
@@ -31,9 +32,8 @@ from functree.layout.decision import (
 from functree.layout.fsdp import FSDP, fsdp_axes, misspelt_axes
 from functree.layout.layout import Composition, Layout, pairs_text, walk, written_pairs
 from functree.tree.arrays import AnyArray
-from functree.tree.axes import Axes, Names, is_axis_name
+from functree.tree.axes import Axes, Names, dict_text, is_axis_name
 from functree.tree.paths import Path
-from functree.values import Value, dict_text
 
 
 class Rule(NamedTuple):
@@ -46,7 +46,8 @@ class Rule(NamedTuple):
         return f"{self.name}→{axes_text(self.mesh_axes)}"
 
 
-class AxisRules(Value, Layout):
+@dataclass(frozen=True, init=False, repr=False)
+class AxisRules(Layout):
     """A layout by an ordered table of axes and mesh axes. It uses the algorithm of Flax Linen.
 
     The rules are tried in their order. A mesh axis shards at most one dimension of an array. An
@@ -75,7 +76,6 @@ class AxisRules(Value, Layout):
         AxisRules({'batch': 'data', 'hidden': 'model', 'embed': None})
     """
 
-    __slots__ = ("table", "closed", "names", "unnamed")
     table: tuple[Rule, ...]
     closed: bool
     names: tuple[tuple[type, Names], ...]
@@ -88,7 +88,7 @@ class AxisRules(Value, Layout):
         unnamed: PartitionSpec | Literal["error"] = "error",
     ):
         pairs = written_pairs(rules, "rules are a mapping or (name, mesh axes) pairs")
-        self._set(
+        vars(self).update(
             table=tuple(_rule(name, value) for name, value in pairs if name is not ...),
             closed=_closed(pairs),
             names=_checked_names({} if names is None else names),
@@ -228,10 +228,6 @@ class AxisRules(Value, Layout):
         """The rules as a user writes them."""
         return [*kept_pairs(self.table), *self._closing()]
 
-    def _parts(self) -> tuple[object, ...]:
-        # The order of `names` says nothing: no class is in it twice.
-        return (self.table, self.closed, frozenset(self.names), self.unnamed)
-
     def __repr__(self) -> str:
         texts = [(repr(name), repr(entry(mesh_axes))) for name, mesh_axes in self.table]
         if self.closed:
@@ -358,11 +354,12 @@ def _checked_unnamed(unnamed: Any) -> Any:
 
 
 def _checked_names(names: Mapping[type, Names]) -> tuple[tuple[type, Names], ...]:
-    """The pairs of a `names=`. Raises RuleError if it is invalid."""
+    """The pairs of a `names=`, in an order that does not depend on how it was written. Raises
+    RuleError if it is invalid."""
     invalid = invalid_names(names)
     if invalid is not None:
         raise RuleError(invalid)
-    return tuple(names.items())
+    return tuple(sorted(names.items(), key=lambda pair: (pair[0].__qualname__, pair[0].__module__)))
 
 
 def mentioned_axes(layouts: Iterable[Layout]) -> Collection[str]:

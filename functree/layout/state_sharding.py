@@ -10,7 +10,7 @@ from collections.abc import (
     Mapping,
     Sequence,
 )
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from itertools import chain, pairwise
 from types import EllipsisType, UnionType
 from typing import Any, Literal
@@ -46,12 +46,12 @@ from functree.layout.layout import (
 from functree.layout.rules import AxisRules
 from functree.tree.nodes import leaves_of
 from functree.tree.paths import Key, Path
-from functree.values import Value
 
 Unused = Literal["error", "warn", "ignore"]
 
 
-class StateSharding(Value, Layout):
+@dataclass(frozen=True, init=False, repr=False)
+class StateSharding(Layout):
     """Filters and layouts in order. A leaf is laid out by the layout of the first filter that
     matches it.
 
@@ -81,24 +81,16 @@ class StateSharding(Value, Layout):
         {'bias': P(None,), 'weight': P('model', None)}
     """
 
-    __slots__ = (
-        "_choose",
-        "_filters",
-        "_key",
-        "_layouts",
-        "_naming",
-        "filters",
-        "layouts",
-        "unused",
-    )
-    filters: tuple[Any, ...]
-    layouts: tuple[Any, ...]
+    filters: tuple[Any, ...] = field(compare=False)  # as they were written, and the layouts too
+    layouts: tuple[Any, ...] = field(compare=False)
     unused: Unused
-    _choose: FirstMatch
     _filters: tuple[Filter, ...]
-    _naming: tuple[tuple[int, Filter], ...]  # those that may name something above a leaf
-    _key: object  # in the decisions of this one, and of those that `for_arrays` makes of it
     _layouts: tuple[Layout, ...]
+    _choose: FirstMatch = field(compare=False)
+    # Those that may name something above a leaf.
+    _naming: tuple[tuple[int, Filter], ...] = field(compare=False)
+    # In the decisions of this one, and of those that `for_arrays` makes of it.
+    _key: object = field(compare=False)
 
     def __init__(
         self,
@@ -120,7 +112,7 @@ class StateSharding(Value, Layout):
                     f"`...` may only be the last filter: {after!r} after it would match nothing"
                 )
         filters = tuple(map(as_filter, written))
-        self._set(
+        vars(self).update(
             filters=written,
             layouts=layouts,
             unused=unused,
@@ -201,9 +193,6 @@ class StateSharding(Value, Layout):
             why += " and others"
         return why, "add a filter for it, or `...: P()` as the last one"
 
-    def _parts(self) -> tuple[Any, ...]:
-        return (self._filters, self._layouts, self.unused)
-
     def __repr__(self) -> str:
         texts = zip(map(_written, self.filters), map(repr, self._layouts), strict=True)
         table = pairs_text(list(texts))
@@ -251,7 +240,7 @@ def _with_last(layout: StateSharding, last: Layout) -> StateSharding:
     if filters and filters[-1] is ...:
         filters, layouts = filters[:-1], layouts[:-1]
     changed = StateSharding(zip((*filters, ...), (*layouts, last), strict=True))
-    changed._set(_key=layout._key)
+    vars(changed).update(_key=layout._key)
     return changed
 
 
@@ -321,7 +310,13 @@ def _unused_problem(layout: StateSharding, index: int, leaves: Sequence[Leaf]) -
     first = layout.filters[layout._choose(hidden) or 0]
     by = f"`{hidden.path}` is matched by {_written(first)}"
     why = f"is never used: earlier filters match all of its leaves; {by}"
-    return Problem(None, None, what, why, "write it before them, or remove it")
+    return Problem(
+        None,
+        None,
+        what,
+        why,
+        "remove it; or write it before them, if it is meant to decide about these leaves",
+    )
 
 
 def two_readings(layout: StateSharding, leaves: Sequence[Leaf]) -> Iterator[Problem]:

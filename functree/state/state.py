@@ -16,10 +16,10 @@ from functree.labels.leaf import Leaf, meeting
 from functree.labels.leaves import read
 from functree.state.refs import StateRef, strong
 from functree.tree.arrays import AnyArray, Tree, array_text, is_array
+from functree.tree.axes import dict_text
 from functree.tree.interfaces import Entry, PackedTree, StateMapping
 from functree.tree.nodes import BELOW, mapped, outermost
 from functree.tree.paths import Keys, Path
-from functree.values import dict_text
 
 T = TypeVar("T")
 

@@ -1,14 +1,14 @@
 """The names of an array's dimensions: `Axes`; and `names` and `Buffer`, for the annotations of
 fields."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Annotated, Any, Self, TypeGuard, TypeVar
 
 from functree.argument_checks import shown
 from functree.errors import AxesError
 from functree.tree.globs import glob_pattern
-from functree.values import Value, dict_text
 
 _A = TypeVar("_A", bound="Axes")
 
@@ -84,13 +84,19 @@ def _parsed(cls: type[_A], text: str) -> _A:
     return cls(*(None if name == "_" else name for name in text.split()))
 
 
+def dict_text(pairs: Iterable[tuple[str, str]]) -> str:
+    """The text of a dict, from the texts of its keys and values."""
+    return "{" + ", ".join(map(": ".join, pairs)) + "}"
+
+
 def is_axis_name(name: object) -> TypeGuard[str]:
     """Whether a value can be the name of an axis: an identifier, but not `_`, which stands for a
     missing name."""
     return isinstance(name, str) and name.isidentifier() and name != "_"
 
 
-class OpenAxes(Value):
+@dataclass(frozen=True, repr=False)
+class OpenAxes:
     """The axes of an array of any rank, in which `...` stands for any number of unnamed dimensions.
 
     Attributes:
@@ -98,12 +104,8 @@ class OpenAxes(Value):
         after: the axes behind it.
     """
 
-    __slots__ = ("after", "before")
     before: Axes
     after: Axes
-
-    def __init__(self, before: Axes, after: Axes):
-        self._set(before=before, after=after)
 
     @classmethod
     def parse(cls, text: str) -> Self:
@@ -112,9 +114,6 @@ class OpenAxes(Value):
         before, _, after = text.partition("...")
         return cls(Axes.parse(before), Axes.parse(after))
 
-    def _parts(self) -> tuple[object, ...]:
-        return (self.before, self.after)
-
     def __str__(self) -> str:
         return " ".join(filter(None, (str(self.before), "...", str(self.after))))
 
@@ -122,7 +121,8 @@ class OpenAxes(Value):
         return repr(str(self))
 
 
-class Names(Value):
+@dataclass(frozen=True, repr=False)
+class Names:
     """Axes for the leaves below a module that has no annotations of its own; made by `ft.names`.
 
     Immutable, hashable, and equal by value. It holds (pattern, axes) pairs. The first pattern that
@@ -130,15 +130,8 @@ class Names(Value):
     front of those of every leaf below the module.
     """
 
-    __slots__ = ("pairs", "stack")
     pairs: tuple[tuple[str, Axes | OpenAxes], ...]
-    stack: tuple[str, ...]
-
-    def __init__(self, pairs: tuple[tuple[str, Axes | OpenAxes], ...], stack: tuple[str, ...] = ()):
-        self._set(pairs=pairs, stack=stack)
-
-    def _parts(self) -> tuple[object, ...]:
-        return (self.pairs, self.stack)
+    stack: tuple[str, ...] = ()
 
     def __iter__(self) -> Iterator[tuple[str, Axes | OpenAxes]]:
         return iter(self.pairs)

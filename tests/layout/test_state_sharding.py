@@ -305,7 +305,7 @@ def test_a_filter_that_earlier_ones_hide() -> None:
         "filter '**.bias'\n      is never used: earlier filters match all of its leaves; "
         "`layers.0.bias` is matched by 'layers.**'" in text
     )
-    assert "write it before them, or remove it" in text
+    assert "remove it; or write it before them" in text
     # one leaf left is enough
     assert specs(net(), ft.StateSharding({"layers.0.**": P(), "**.bias": P("data"), ...: P()}))[
         "layers.1.bias"
@@ -488,7 +488,7 @@ def test_equal_by_what_filters_mean() -> None:
         {matrix: matrix}
     )
     assert "matrix: matrix" in repr(ft.StateSharding({matrix: matrix}))
-    with pytest.raises(AttributeError, match="immutable"):
+    with pytest.raises(AttributeError, match="cannot assign"):
         ft.StateSharding({}).filters = ()
 
 

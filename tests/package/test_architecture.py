@@ -17,7 +17,7 @@ PACKAGE = Path(__file__).parents[2] / "functree"
 # From the ground up. A module imports from its own floor and from those before it;
 # functree/__init__.py and functree/__main__.py stand on top and import from all.
 FLOORS = (
-    "errors", "argument_checks", "values", "tree", "labels", "surgery", "devices", "report", "layout", "processes", "compiled",
+    "errors", "argument_checks", "tree", "labels", "surgery", "devices", "report", "layout", "processes", "compiled",
     "placing", "calls", "transforms", "explorer", "optimizers", "state", "nn", "io", "testing", "cli",
 )  # fmt: skip
 ROOF = ("__init__", "__main__")

@@ -1,6 +1,7 @@
 """`Plan`: the spec of each array of a tree, and the reason for it; and how two plans differ."""
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
@@ -28,10 +29,10 @@ from functree.report.table import Bytes, bytes_text
 from functree.tree.arrays import array_text
 from functree.tree.paths import Path
 from functree.tree.skeleton.skeleton import Skeleton
-from functree.values import Value
 
 
-class Plan(Value, Layout):
+@dataclass(frozen=True, init=False, repr=False)
+class Plan(Layout):
     """The spec of each array of a tree, and the reason for it. A plan is immutable, and it is a
     layout itself.
 
@@ -51,24 +52,15 @@ class Plan(Value, Layout):
         True
     """
 
-    __slots__ = (
-        "_by_path",
-        "_skeleton",
-        "mesh",
-        "problems",
-        "rows",
-        "sizes",
-        "unused",
-        "unused_names",
-    )
     rows: tuple[Row, ...]
-    problems: tuple[Problem, ...]
-    unused: tuple[str, ...]
-    unused_names: tuple[str, ...]
+    sizes: Mapping[str, int] = field(hash=False)  # a dict has no hash
     mesh: Mesh | AbstractMesh | None
-    sizes: Mapping[str, int]
-    _skeleton: Skeleton | None
-    _by_path: dict[Path, Row]
+    problems: tuple[Problem, ...] = field(compare=False)
+    unused: tuple[str, ...] = field(compare=False)
+    unused_names: tuple[str, ...] = field(compare=False)
+    # The rows have the paths of the tree, and a plan of a JSON has no tree.
+    _skeleton: Skeleton | None = field(compare=False)
+    _by_path: dict[Path, Row] = field(compare=False)
 
     def __init__(
         self,
@@ -79,7 +71,7 @@ class Plan(Value, Layout):
         unused: Sequence[str] = (),
         unused_names: Sequence[str] = (),
     ):
-        self._set(
+        vars(self).update(
             rows=tuple(rows),
             _skeleton=skeleton,
             mesh=view.mesh,
@@ -208,10 +200,6 @@ class Plan(Value, Layout):
             if path in self._by_path:
                 return self._by_path[path]
         return None
-
-    def _parts(self) -> tuple[Any, ...]:
-        # Not the tree: the rows have its paths, and a plan of a JSON has no tree.
-        return (self.rows, tuple(self.sizes.items()), self.mesh)
 
     def __str__(self) -> str:
         return self.table()
