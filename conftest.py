@@ -27,9 +27,11 @@ _NEEDS = {
     "tests/compiled/test_accelerators.py": ("libtpu", "jax_cuda13_plugin", "diffrax"),
     "tests/examples": ("grain", "matplotlib", "penzai", "treescope"),
     "tests/libraries": (
-        *("IPython", "coordax", "diffrax", "distreqx", "flowjax", "jax_dataclasses", "lineax"),
-        *("optimistix", "paramax", "pdequinox", "penzai"),
+        *("IPython", "coordax", "diffrax", "distreqx", "equimo", "esm2quinox", "flowjax"),
+        *("jax_dataclasses", "lineax", "optimistix", "paramax", "pdequinox", "penzai"),
+        "transformer_flows",
     ),
+    "docs/library-model.md": ("equimo",),
     "tests/pages": ("IPython", "mkdocs", "nbclient", *_BROWSER),
     "tests/report/test_browser.py": _BROWSER,
 }

@@ -258,9 +258,14 @@ def unannotated(leaf: Leaf) -> tuple[str, str]:
     if leaf.unread is not None:
         reason, remedy = leaf.unread
         why += f": {reason}"
+    # The class that has it, for which a user would write names.
+    cls = next((cls for cls in reversed(leaf.within) if cls not in (list, tuple, dict)), None)
+    names = "`names=`"
+    if cls is not None and leaf.path and isinstance(leaf.path[-1], str):
+        names = f'`names={{{cls.__name__}: ft.names({leaf.path[-1]}="...")}}`'
     return (
         f"{why}, and rules shard axes by name",
-        f"{remedy}, give `names=` to the rules, lay it out by a path filter, or leave it unsharded "
+        f"{remedy}, give {names} to the rules, lay it out by a path filter, or leave it unsharded "
         "by these rules with `unnamed=P()`",
     )
 

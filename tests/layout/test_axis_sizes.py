@@ -72,6 +72,9 @@ CASES: dict[str, tuple[Any, list[str]]] = {
     "elements of a list": (Listed([UP, DOWN]), []),
     "twice in one array": (Square(UP), ["embed: 8 in w, 32 in w"]),
     "another size elsewhere": ({"a": {"b": Pair(UP, DOWN)}, "c": {"d": {"e": Swapped(UP, UP)}}}, []),
+    "names of one layer each": (
+        {"up": eqx.nn.Linear(8, 16, key=KEY), "down": eqx.nn.Linear(16, 8, key=KEY)}, [],
+    ),
     "no names": ({"a": UP}, []),
 }  # fmt: skip
 

@@ -708,3 +708,19 @@ def test_each_reason_has_its_own_words():
         "embed→None, `8` unsharded: no name",
         "embed→None, `...` unsharded: no name",
     ]
+
+
+class Position(eqx.Module):
+    weight: jax.Array
+
+
+def test_the_remedy_names_the_class_and_the_field() -> None:
+    rules = ft.AxisRules({"seq": None, "embed": "model"})
+    with pytest.raises(ft.ShardingError) as caught:
+        ft.plan({"position": Position(jnp.ones((4, 8)))}, rules, SIZES)
+    assert 'give `names={Position: ft.names(weight="...")}` to the rules' in str(caught.value)
+    named = ft.AxisRules(
+        {"seq": None, "embed": "model"}, names={Position: ft.names(weight="seq embed")}
+    )
+    plan = ft.plan({"position": Position(jnp.ones((4, 8)))}, named, SIZES)
+    assert plan["position.weight"].spec == P(None, "model")

@@ -9,6 +9,8 @@ import sys
 from typing import Any
 
 import jax
+from jax.sharding import PartitionSpec as P
+from jax.sharding import Sharding
 
 from functree.errors import count
 from functree.labels.leaves import read
@@ -28,7 +30,7 @@ class ShownByPlan:
 
 
 def notebook_html(tree: Tree) -> str | None:
-    """A tree as HTML for a notebook; None if it holds other leaves than arrays, such as specs.
+    """A tree as HTML for a notebook; None if it holds no arrays, or specs.
 
     That is treescope's if it is what the notebook shows objects with, and then each array has its
     axes and its sharding as a comment.
@@ -44,7 +46,7 @@ def notebook_html(tree: Tree) -> str | None:
 
 def _is_of_arrays(tree: Tree) -> bool:
     leaves = jax.tree.leaves(tree)
-    return bool(leaves) and all(map(is_array, leaves))
+    return any(map(is_array, leaves)) and not any(isinstance(x, Sharding | P) for x in leaves)
 
 
 def _active_treescope() -> Any | None:
@@ -98,7 +100,7 @@ def treescope_html(treescope: Any, tree: Tree, shown: Plan) -> str:
 
 def short_text(tree: Tree) -> str | None:
     """The fields of a module, one in each line, with what they hold and how many bytes; None if the
-    tree holds other leaves than arrays."""
+    tree holds no arrays, or specs."""
     if not _is_of_arrays(tree):
         return None
     shown = plan(tree)
@@ -113,8 +115,8 @@ def short_text(tree: Tree) -> str | None:
 
 
 def table_text(tree: Tree) -> str | None:
-    """The plan of a tree as it is sharded now, as text; None if the tree holds other leaves than
-    arrays."""
+    """The plan of a tree as it is sharded now, as text; None if the tree holds no arrays, or
+    specs."""
     if not _is_of_arrays(tree):
         return None
     return str(plan(tree))
@@ -125,6 +127,6 @@ def _field_text(value: Tree) -> str:
         return "None"
     if is_array(value):
         return array_text(value)
-    arrays = jax.tree.leaves(value)
+    arrays = [leaf for leaf in jax.tree.leaves(value) if is_array(leaf)]
     size = sum(math.prod(one.shape) * one.dtype.itemsize for one in arrays)
     return f"{type(value).__name__} of {count(len(arrays), 'array')}, {bytes_text(size)}"

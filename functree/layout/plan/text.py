@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from functree.devices.specs import named_axes
 from functree.errors import count, listed
+from functree.labels.annotations.given_names import equinox_names
 from functree.layout.plan.row import Row, array_of, rows_by_path, saved_by_sharding
 from functree.report.table import (
     bytes_text,
@@ -21,6 +22,7 @@ from functree.report.table import (
     row_lines,
 )
 from functree.tree.arrays import dtype_text
+from functree.tree.axes import Axes
 from functree.tree.paths import Path, part_text
 
 COLUMNS = (38, 42, 3)  # of path, array and the number of the reason
@@ -190,6 +192,12 @@ AxisSizes = Mapping[str, Mapping[int, tuple[Path, ...]]]
 """For each axis its sizes, and for each of these the paths of the arrays that have it."""
 
 
+# Each layer of `eqx.nn` has sizes of its own for these.
+_OF_ONE_LAYER = {
+    axis for names in equinox_names.values() for _, axes in names if isinstance(axes, Axes)
+    for axis in axes
+}  # fmt: skip
+
 HEADLINE = "axes with several sizes in one module (are their names transposed?):"
 MOST = 8  # lines of a text; a network of many convolutions may have very many
 
@@ -224,7 +232,7 @@ def several_sizes(rows: Iterable[Row]) -> list[str]:
     # Innermost first: an axis is told where its sizes are nearest to each other.
     for module in sorted(modules, key=len, reverse=True):
         for name, sizes in axis_sizes(modules[module]).items():
-            if len(sizes) > 1 and (module, name) not in told:
+            if len(sizes) > 1 and (module, name) not in told and name not in _OF_ONE_LAYER:
                 told.add((Path(module[:-1]), name))
                 found.setdefault(module, {})[f"{name} {sorted(sizes)}"] = _text(name, sizes)
     # Then in the order of the rows, and without repetition: the layers of a model, and the moments
