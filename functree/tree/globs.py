@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterable
 from functools import lru_cache
 
-from functree.errors import RuleError, nearest
+from functree.errors import RuleError, did_you_mean, nearest
 from functree.tree.paths import QUOTED, Path, part_text, tokens
 
 # Paths are matched as texts with control characters in them, because a key may contain any
@@ -155,7 +155,9 @@ def meant_glob(pattern: str, paths: Iterable[Path]) -> str:
     for part in tokens(pattern):
         is_key = "*" not in part and not part.startswith("[") and part not in known
         parts += (nearest(part, known, 1) if is_key else []) or [part]
-    candidates = [parts, *[[*parts[:i], "*", *parts[i:]] for i in range(1, len(parts))]]
+    candidates = [parts]
+    candidates += [[*parts[:i], "**", *parts[i + 1 :]] for i, x in enumerate(parts) if x == "*"]
+    candidates += [[*parts[:i], "*", *parts[i:]] for i in range(1, len(parts))]
     if parts:
         candidates += [["**", *parts], [*parts, "**"]]
     for candidate in candidates:
@@ -163,4 +165,6 @@ def meant_glob(pattern: str, paths: Iterable[Path]) -> str:
         if written != pattern and "**.**" not in written:
             if any(map(glob_pattern(written).fullmatch, texts)):
                 return f"; did you mean `{written}`?"
-    return ""
+    # Of no key alone is it known what it should be, but they may look like a path together.
+    layers = [["*" if type(key) is int else part_text(key) for key in path] for path in paths]
+    return did_you_mean(pattern, dict.fromkeys(map(".".join, layers)))

@@ -459,7 +459,7 @@ REFUSED: dict[str, tuple[dict[str, str], list[str], list[str]]] = {
     "patterns for nothing": (
         {"x.*": "l.*.w", "y.*": "l.*.t", "x.1": "l.1.t"}, [*ALL, "l.*.hh", "l.0.w"],
         [
-            '  "y.*": "l.*.t"', "      matches no array",
+            '  "y.*": "l.*.t"', "      matches no array; did you mean `x.*`?",
             '  "x.1": "l.1.t"', "      matches only arrays that an earlier pattern names",
             '  left_out "l.*.hh"', "      matches no tensor of the files; did you mean `l.*.h`?",
             '  left_out "l.0.w"', "      each tensor that it matches is read",

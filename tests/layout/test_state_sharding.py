@@ -227,7 +227,7 @@ def test_a_filter_that_matches_nothing() -> None:
 # Filters that match nothing, and the pattern that is suggested; empty for none.
 MEANT: dict[str, tuple[Any, str]] = {
     "a letter": ("**.bais", "**.bias"),
-    "a singular": ("**.layer.*", "**.layers.*.*"),
+    "a singular": ("**.layer.*", "**.layers.**"),
     "a plural": ("convs.*", "conv.*"),
     "a missing index": ("layers.bias", "layers.*.bias"),
     "a missing beginning": ("kernel", "**.kernel"),

@@ -329,9 +329,10 @@ MEANT: dict[str, str] = {
     "query": "**.query",
     "embed": "embed.**",
     "layers.*.mlp": "layers.*.mlp.**",
-    # what is for another tree, or too far
-    "blocks.*.attn.query": "",
-    "layers.12.mlp.up": "",
+    # a path that looks like it as a whole
+    "blocks.*.attn.query": "layers.*.attn.query",
+    "layers.12.mlp.up": "layers.*.mlp.up",
+    # what is for another tree
     "opt_state.**": "",
     "nothing": "",
     "x.*": "",
