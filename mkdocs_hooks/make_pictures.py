@@ -24,8 +24,8 @@ from jaxtyping import Array, Float
 
 import functree as ft
 from functree.compiled.table_rows import table_rows
-from functree.report.table import bytes_text
 from functree.report.page import HIGH, WIDE, Pictures, device_colour
+from functree.report.table import bytes_text
 
 SIZES = {"data": 2, "model": 4}
 RULES = {"batch": "data", "hidden": "model", "embed": None}
