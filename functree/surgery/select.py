@@ -9,7 +9,7 @@ from typing import Any, Generic, TypeVar, get_args, get_origin
 
 import jax
 
-from functree.argument_checks import EXTENT, FUNCTION, ITERABLE, check, check_callback, shown
+from functree.argument_checks import EXTENT, FLAG, FUNCTION, ITERABLE, check, check_callback, shown
 from functree.errors import (
     USERS_ERRORS,
     FunctreeError,
@@ -46,12 +46,15 @@ class Selection(Generic[T]):
         0.0
     """
 
-    __slots__ = ("_asked", "_paths", "_tree")
+    __slots__ = ("_asked", "_fits", "_paths", "_tree", "_within")
 
     def __init__(self, tree: T, paths: Sequence[Path], asked: str = ""):
         self._tree: T = tree
         self._paths: tuple[Path, ...] = tuple(paths)
         self._asked: str = asked  # what was asked for, for messages: `.under(Linear)`
+        # By which function of path and node the parts were found, and inside which parts.
+        self._fits: _Fits | None = None
+        self._within: tuple[Path, ...] = ()
 
     # Choosing
 
@@ -92,8 +95,7 @@ class Selection(Generic[T]):
             raise FunctreeTypeError(
                 f"under takes a class, or several joined by `|`, not {cls!r}{bare}"
             ) from None
-        found = self._outermost(lambda path, node: isinstance(node, cls))
-        return self._chosen(found, f".under({_name(cls)})")
+        return self._outermost(lambda path, node: isinstance(node, cls), f".under({_name(cls)})")
 
     def where(self, what: Any) -> "Selection[T]":
         """Select the arrays that a filter matches, or the outermost parts for which a function is
@@ -117,7 +119,30 @@ class Selection(Generic[T]):
         ):
             return self._chosen(self._matched(as_filter(what)), f".where({as_filter(what)!r})")
         check_callback(what, "a filter")
-        return self._chosen(self._outermost(what), f".where({_name(what)})")
+        return self._outermost(_telling(what), f".where({_name(what)})")
+
+    def innermost(self) -> "Selection[T]":
+        """Select the innermost parts that `.under` or `.where` with a function fits, instead of the
+        outermost.
+
+        Examples:
+            >>> tree = [1, [2, [3]]]
+            >>> ft.select(tree).under(list).paths()
+            (Path(''),)
+            >>> ft.select(tree).under(list).innermost().paths()
+            (Path('1.1'),)
+        """
+        if self._fits is None:
+            return self  # arrays have no parts inside
+        found: list[Path] = []
+        within = Selection(self._tree, self._within)
+        for start, part in within._parts():
+            for keys, node, _ in walk(part):
+                if self._fits(Path(keys), node):
+                    found.append(Path((*start, *keys)))
+        above = {path[:depth] for path in found for depth in range(len(path))}
+        inner = [path for path in found if path not in above]
+        return self._chosen(inner, ".innermost()")
 
     # Looking
 
@@ -186,10 +211,21 @@ class Selection(Generic[T]):
         by_path = dict(zip(self._paths, values, strict=True))
         return self._changed(lambda path, node: by_path[path])
 
-    def apply(self, fn: Callable[[Any], Any]) -> T:
-        """The tree with the result of a function in the place of each selected part."""
-        check("apply changes nothing", fn=(fn, FUNCTION))
-        return self._changed(lambda path, node: fn(node))
+    def apply(self, fn: Callable[..., Any], with_path: bool = False) -> T:
+        """The tree with the result of a function for each selected part.
+
+        Args:
+            fn: a function of a part; of the path and the part, if `with_path` is true.
+            with_path: whether the function takes the path of the part, too.
+
+        Examples:
+            >>> ft.select({"a": 1, "b": [2]}).under(int).apply(
+            ...     lambda path, number: f"{path}={number}", with_path=True
+            ... )
+            {'a': 'a=1', 'b': ['b.0=2']}
+        """
+        check("apply changes nothing", fn=(fn, FUNCTION), with_path=(with_path, FLAG))
+        return self._changed(fn if with_path else lambda path, node: fn(node))
 
     def insert_after(self, value: Any) -> T:
         """The tree with a value after each selected element of a list or tuple.
@@ -238,12 +274,14 @@ class Selection(Generic[T]):
         nodes_at(self._tree, paths)
         return Selection(self._tree, paths, self._asked + asked)
 
-    def _outermost(self, fits: Callable[[Path, Tree], Any]) -> list[Path]:
-        """The paths of the nodes for which a function is true, and of nothing below such a node."""
+    def _outermost(self, fits: "_Fits", asked: str) -> "Selection[T]":
+        """The nodes for which a function is true, and nothing below such a node."""
         found: list[Path] = []
         for start, part in self._parts():
-            found += [Path((*start, *path)) for path, _ in outermost(part, _telling(fits))]
-        return found
+            found += [Path((*start, *path)) for path, _ in outermost(part, fits)]
+        selection = self._chosen(found, asked)
+        selection._fits, selection._within = fits, self._paths
+        return selection
 
     def _matched(self, chosen: Filter) -> list[Path]:
         """The paths of the arrays that a filter matches."""
@@ -337,7 +375,11 @@ class Selection(Generic[T]):
         return FunctreeValueError(headline, parts)
 
 
-def _telling(fits: Callable[[Path, Tree], Any]) -> Callable[[Path, Tree], bool]:
+_Fits = Callable[[Path, Tree], bool]
+"""Whether a node at a path is to be selected."""
+
+
+def _telling(fits: Callable[[Path, Tree], Any]) -> _Fits:
     """The same function, whose failure is an error with the path of the node."""
 
     def fits_or_tells(path: Path, node: Tree) -> bool:

@@ -327,6 +327,30 @@ def test_where(case: str) -> None:
     assert texts(ft.select(model()).where(what)) == paths
 
 
+def test_innermost() -> None:
+    tree = [[1, [2]], {"a": [[3], 4]}, (5,)]
+    lists = ft.select(tree).under(list)
+    assert texts(lists) == [""] and texts(lists.innermost()) == ["0.1", "1.a.0"]
+    inside = ft.select(tree).at("1").where(lambda path, node: isinstance(node, list))
+    assert texts(inside) == ["1.a"] and texts(inside.innermost()) == ["1.a.0"]
+    # What has no parts inside stays.
+    assert texts(ft.select(model()).where("**.bias").innermost()) == [
+        "layers.0.bias",
+        "heads.z.bias",
+    ]
+    assert ft.select(tree).under(dict).innermost().set(0) == [[1, [2]], 0, (5,)]
+    with raises("nothing is selected by select(list).under(str).innermost()"):
+        ft.select(tree).under(str).innermost().set(0)
+
+
+def test_apply_with_the_path() -> None:
+    tree = {"a": 1, "b": [2, 3]}
+    named = ft.select(tree).under(int).apply(lambda path, x: (str(path), x), with_path=True)
+    assert named == {"a": ("a", 1), "b": [("b.0", 2), ("b.1", 3)]}
+    below = ft.select(tree).at("b").under(int).apply(lambda path, x: path, with_path=True)
+    assert below["b"] == [ft.Path(("b", 0)), ft.Path(("b", 1))]
+
+
 def test_everything_is_all_arrays() -> None:
     assert texts(ft.select(model()).where(...)) == texts(ft.select(model()).under(np.ndarray))
 
