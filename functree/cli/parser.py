@@ -98,7 +98,7 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, **options: Any):
         self._known: list[str] = []  # the options, which the base class adds some of
-        super().__init__(**options, formatter_class=_Formatter, allow_abbrev=False)
+        super().__init__(**options, formatter_class=_Formatter)
 
     def add_argument(self, *names: str, **options: Any) -> argparse.Action:
         self._known += [name for name in names if name.startswith("-")]

@@ -405,30 +405,53 @@ class FirstMatch:
     def __init__(self, filters: Sequence[Filter]):
         # Globs without wildcards are looked up: the specs of a tree are as many globs as leaves.
         self._literals: dict[str, int] = {}
-        # The others; for a glob its regular expression, and the key with which it begins.
-        self._others: list[tuple[int, Filter, re.Pattern[str] | None, Path]] = []
+        # The others; for a glob its regular expression, the text with which a match ends, and the
+        # key with which it begins.
+        self._others: list[tuple[int, Filter, re.Pattern[str] | None, str, Path]] = []
         for i, item in enumerate(filters):
             literal = literal_text(item.pattern) if isinstance(item, Glob) else None
             if literal is None:
-                expression = glob_pattern(item.pattern) if isinstance(item, Glob) else None
-                self._others.append((i, item, expression, first_name(item)))
+                expression, end = None, ""
+                if isinstance(item, Glob):
+                    expression, *last = glob_pattern(item.pattern), *list(tokens(item.pattern))[-1:]
+                    end = literal_text(".".join(last)) or ""
+                self._others.append((i, item, expression, end, first_name(item)))
             else:
                 self._literals.setdefault(literal, i)  # of two equal globs, the first one decides
 
     def __call__(self, leaf: Leaf) -> int | None:
+        if leaf.seen is None or leaf.roots:
+            return self._by_names(leaf)
+        text = match_text(leaf.seen)
+        least = self._literals.get(text)
+        for i, item, expression, end, _ in self._others:
+            if least is not None and i > least:
+                break
+            # This runs for each leaf and filter, and most globs are refused by their last key.
+            if expression is None:
+                fits = item(leaf)
+            else:
+                fits = text.endswith(end) and expression.fullmatch(text)
+            if fits:
+                return i
+        return least
+
+    def _by_names(self, leaf: Leaf) -> int | None:
+        """The same for a leaf with names above it, or without a path."""
         text = None if leaf.seen is None else match_text(leaf.seen)
         texts = [match_text(root.path) for root in leaf.roots]
-        if text is not None and not (leaf.seen and leaf.named(leaf.seen[:1])):
+        if text is not None and not leaf.named(leaf.seen[:1] if leaf.seen else ()):
             texts.append(text)
-        found = [self._literals[text] for text in texts if text in self._literals]
-        least = min(found, default=None)
-        for i, item, expression, first in self._others:
+        least = min(
+            [self._literals[text] for text in texts if text in self._literals], default=None
+        )
+        for i, item, expression, end, first in self._others:
             if least is not None and i > least:
                 break
             if text is None:
                 fits = isinstance(item, Everything) or (names(item, leaf) and item(leaf))
-            elif expression is not None and leaf.named(first) is None:
-                fits = expression.fullmatch(text)  # by far the most frequent case
+            elif expression is not None and (not first or leaf.named(first) is None):
+                fits = text.endswith(end) and expression.fullmatch(text)
             else:
                 fits = item(leaf)
             if fits:
@@ -488,7 +511,8 @@ def meant(item: Filter, leaves: Iterable[Leaf]) -> str:
     for leaf in leaves:
         if leaf.seen is not None:
             paths[leaf.seen] = None
-        paths.update(dict.fromkeys(root.path for root in leaf.roots))
+        if first_name(item):  # a glob that begins with a wildcard sees no other path
+            paths.update(dict.fromkeys(root.path for root in leaf.roots))
     match item:
         case Glob():
             return meant_glob(item.pattern, paths)
@@ -507,7 +531,7 @@ def _of_that_name(item: ClassFilter, leaves: Iterable[Leaf]) -> str:
     """The end of a message about classes, if the tree has another class of one of their names."""
     within = {cls for leaf in leaves for cls in leaf.within}
     for cls in item.classes:
-        for other in within - {cls}:
+        for other in within:
             if other.__name__ != cls.__name__:
                 continue
             if (other.__module__, other.__qualname__) != (cls.__module__, cls.__qualname__):

@@ -29,7 +29,6 @@ from functree.layout.decision import (
     Source,
     absent,
     followed_paths,
-    is_clean,
     is_optimizer_state,
     leaf_problems,
     near_misses,
@@ -125,17 +124,18 @@ def decide_parts(
     mentioned = list(dict.fromkeys(name for group in groups for name in group.mentioned))
     unused = absent(mentioned, leaves.leaves)
     problems += near_misses(known, decisions, unused)
-    # Many leaves share one decision object, so each object is examined once. Most have no sharded
-    # dimension and no fault, and then nothing can be wrong with the leaf.
-    clean: dict[int, bool] = {}
+    # Many leaves share one decision object, so each object is examined once for each shape.
+    fine: set[tuple[int, tuple[int, ...]]] = set()
     by_group = chain.from_iterable([group.mentioned] * len(group.leaves) for group in groups)
     for leaf, decision, names in zip(known, decisions, by_group, strict=True):
         if not decision.specified and not allow_unspecified:
             problems.append(leaf.problem(*UNSPECIFIED))
-        if id(decision) not in clean:
-            clean[id(decision)] = is_clean(decision)
-        if not clean[id(decision)]:
-            problems += leaf_problems(leaf, decision, view, names)
+        key = id(decision), leaf.shape
+        if key not in fine:
+            found = leaf_problems(leaf, decision, view, names)
+            problems += found
+            if not found:
+                fine.add(key)
     problems += _conflicting(known, decisions, same)
     problems = without_repeats(problems, followed_paths(known))
     return Decisions(known, decisions, problems, unused)
@@ -148,6 +148,8 @@ def decide(part: Part, leaves: Sequence[Leaf], view: MeshView) -> list[Decision]
     was written for them.
     """
     layout, arrays = part.layout, part.for_arrays
+    # Most layouts ask nothing of a path.
+    asking = any(type(one).asks is not Layout.asks for one in walk(layout))
     known: dict[Hashable, Decision] = {}
     decided: dict[int, Decision] = {}
     followers: list[int] = []
@@ -155,9 +157,11 @@ def decide(part: Part, leaves: Sequence[Leaf], view: MeshView) -> list[Decision]
         if leaf.follows is not None and not layout.claims(leaf):
             followers.append(i)
             continue
-        deciding = layout if arrays is None or leaf.seen is not None else arrays
+        # An argument that is one array; counts of a training state have no path either.
+        alone = leaf.seen is None and leaf.follows is None
+        deciding = arrays if arrays is not None and alone else layout
         # The layers of a large model are alike, and share one decision.
-        key = deciding is layout, leaf.kind, deciding.asks(leaf)
+        key = deciding is layout, leaf.kind, deciding.asks(leaf) if asking else None
         if key not in known:
             known[key] = deciding.decide(leaf, None, view)
         decided[i] = known[key]

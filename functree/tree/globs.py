@@ -162,9 +162,8 @@ def meant_glob(pattern: str, paths: Iterable[Path]) -> str:
         candidates += [["**", *parts], [*parts, "**"]]
     for candidate in candidates:
         written = ".".join(candidate)
-        if written != pattern and "**.**" not in written:
-            if any(map(glob_pattern(written).fullmatch, texts)):
-                return f"; did you mean `{written}`?"
+        if written != pattern and any(map(glob_pattern(written).fullmatch, texts)):
+            return f"; did you mean `{written}`?"
     # Of no key alone is it known what it should be, but they may look like a path together.
     layers = [["*" if type(key) is int else part_text(key) for key in path] for path in paths]
     return did_you_mean(pattern, dict.fromkeys(map(".".join, layers)))

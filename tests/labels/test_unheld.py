@@ -101,6 +101,9 @@ DATA = {
     "texts": np.array(["a", "b"]),
     "objects": np.array([1, "a"], object),
     "dates": np.zeros(2, "M8[D]"),
+    "durations": np.zeros(2, "m8[s]"),
+    "records": np.zeros(2, [("a", "f4"), ("b", "i4")]),
+    "bytes": np.zeros(2, "V4"),
 }
 
 
@@ -113,3 +116,9 @@ def test_data_that_are_no_numbers_are_static(data: Any) -> None:
         ft.jit(lambda tree: tree["w"])({"w": ONES, "data": data})
     f = ft.jit(lambda x: {"data": data, "x": x})
     assert all(f(jnp.ones(2))["data"] is data for _ in range(3)) and len(f.compilations) == 1
+
+
+@pytest.mark.parametrize("text", [np.str_("gelu"), np.bytes_(b"gelu")])
+def test_a_text_of_numpy_is_a_static_leaf(text: Any) -> None:
+    assert unheld(text) is None and not is_array(text)
+    assert ft.jit(lambda tree: tree["w"] + len(tree["name"]))({"w": 1.0, "name": text}) == 5

@@ -42,6 +42,12 @@ def test_specs(case: str, mesh: MeshView | None) -> None:
     assert spec_of_axes(RULES, ft.Axes.parse(axes), None, mesh) == expected
 
 
+def test_rules_of_a_filter_are_not_for_activations() -> None:
+    elsewhere = ft.AxisRules({"embed": "nowhere"})
+    layout = ft.StateSharding({"head.**": elsewhere, ...: RULES})
+    assert spec("batch hidden", 4, 8, layout=layout) == P("data", "model")
+
+
 # The axes, the shape, the layout ─► the reason, and whether a mesh is needed to find it.
 NOWHERE: Layout = ft.AxisRules({"batch": "dta", "hidden": "model"})
 ERRORS: dict[str, tuple[str, tuple[int, ...], Layout, str, bool]] = {

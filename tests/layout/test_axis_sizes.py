@@ -36,6 +36,11 @@ class Listed(eqx.Module):
     weights: list[Float[Array, "embed hidden"]]
 
 
+class Gated(eqx.Module):
+    mlp: Swapped
+    gate: Float[Array, "embed hidden"]
+
+
 class Square(eqx.Module):
     w: Float[Array, "embed embed"]
 
@@ -74,6 +79,10 @@ CASES: dict[str, tuple[Any, list[str]]] = {
     "another size elsewhere": ({"a": {"b": Pair(UP, DOWN)}, "c": {"d": {"e": Swapped(UP, UP)}}}, []),
     "names of one layer each": (
         {"up": eqx.nn.Linear(8, 16, key=KEY), "down": eqx.nn.Linear(16, 8, key=KEY)}, [],
+    ),
+    "where they are nearest to each other": (
+        Gated(Swapped(UP, DOWN), jax.ShapeDtypeStruct((8, 16), jnp.float32)),
+        ["embed: 8 in mlp.up, 32 in mlp.down", "hidden: 32 in mlp.up, 8 in mlp.down"],
     ),
     "no names": ({"a": UP}, []),
 }  # fmt: skip

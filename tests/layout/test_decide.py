@@ -261,6 +261,16 @@ def test_one_layout_decides_about_all() -> None:
     assert [one.spec for one in found] == [P("data", None), P("data")]
 
 
+def test_an_argument_that_is_one_array_has_another_layout() -> None:
+    """Also beside an array of the same shape that has a path which filters see."""
+    part = Part(as_layout(P("data")), ft.Path(), for_arrays=as_layout(P()))
+    weight, array = leaf("_", 8)._replace(seen=ft.Path("w")), leaf("_", 8)._replace(seen=None)
+    first, second = decide(part, [weight, array], VIEW)
+    assert (first.spec, second.spec) == (P("data"), P(None))
+    first, second = decide(part, [array, weight], VIEW)
+    assert (first.spec, second.spec) == (P(None), P("data"))
+
+
 def test_leaves_that_are_alike_share_a_decision() -> None:
     tree = [x(4, 8), x(4, 8), x(8, 4), x(4, 8)]
     layout = ft.StateSharding({"3": P("model"), ...: P("data")})

@@ -4,6 +4,7 @@ whole."""
 import pytest
 from jax.sharding import PartitionSpec
 
+from functree.devices.meshes import MeshView
 from functree.labels.leaf import Leaf
 from functree.layout.decision import (
     Decision,
@@ -13,6 +14,7 @@ from functree.layout.decision import (
     Source,
     apply_spec,
     conflict,
+    leaf_problems,
     undecided,
     whole,
 )
@@ -108,6 +110,8 @@ APPLIED: dict[str, tuple[P | None, P, P, list[str]]] = {
                       ["dimension 0 is `P.UNCONSTRAINED`, which does not say how it is sharded"]),
     "partial": (None, P("data", unreduced={"model"}), P("data", None),
                 ["P('data', unreduced={'model'}) describes partial sums, which exist only inside a computation"]),
+    "reduced": (None, P("data", reduced={"model"}), P("data", None),
+                ["P('data', reduced={'model'}) describes partial sums, which exist only inside a computation"]),
     "all at once": (P("data"), P("model", P.UNCONSTRAINED, None), P("data", None),
                     ["P('model', P.UNCONSTRAINED, None) has 3 entries for 2 dimensions",
                      '"a" is already sharded over data, and P(\'model\', P.UNCONSTRAINED, None) shards it over model',
@@ -138,3 +142,12 @@ def test_a_conflict_says_who_and_what_to_do():
         remedy
         == "let the layout after `|` shard only dimensions that the layout before it leaves unsharded"
     )
+
+
+def test_a_size_is_not_divided_by_what_is_not_known():
+    """By a mesh axis that the mesh lacks, together with one that does not divide the size."""
+    found = apply_spec(AB, P(("nowhere", "model")), whole(AB), "its reason")
+    problems = leaf_problems(AB, found, MeshView({"model": 3}))
+    assert [problem.why for problem in problems] == [
+        "P(('nowhere', 'model')) names `nowhere`, and the mesh (model=3) has no such axis"
+    ]

@@ -243,6 +243,14 @@ def test_each_of_several_arguments_is_one_by_itself() -> None:
     assert (first["w"].spec, second["v"].spec) == (P("data"), P(None))
 
 
+def test_what_is_wrong_with_rules_is_not_told_of_an_argument() -> None:
+    """Also if the function has one argument alone: the rules are for any."""
+    rules = ft.AxisRules({"embed": "nowhere", ...: None}, unnamed=P())
+    with pytest.raises(ft.ShardingError) as caught:
+        ft.jit(lambda net: net, rules=rules, mesh=MESH).lower(net())
+    assert [problem.what for problem in caught.value.problems] == ["rule embed→nowhere"]
+
+
 # Patterns that name what is above a leaf
 
 NAMED: dict[str, tuple[Any, set[str]]] = {
@@ -317,6 +325,16 @@ def test_a_name_of_two_meanings(pattern: str, door: str, meanings: tuple[str, ..
         return
     with raises("a name of two meanings", *meanings, "ft.regex(r'^", error=ft.ShardingError):
         run()
+
+
+class WithBest(ft.TrainState[Any]):
+    best: Float[Array, "embed"]
+
+
+def test_a_field_of_a_subclass_that_is_one_array_has_one_meaning() -> None:
+    ts = train_state()
+    more = WithBest(ts.step, ts.model, ts.opt_state, ts.state, ts.key, ts.tx, ts.wrt, jnp.ones(8))
+    assert planned(more, ft.StateSharding({"best": P("data"), ...: P()})) == {"best"}
 
 
 def test_the_remedy_for_a_name_of_two_meanings() -> None:
@@ -496,3 +514,32 @@ def test_a_typo_does_not_hide_behind_the_rules_of_another_filter() -> None:
     )
     with raises("inner.weight", "no leaf has the axis of rule `hiden`", error=ft.ShardingError):
         ft.plan(net(), layout, MESH)
+
+
+VMAPPED: dict[str, Any] = {
+    "spec": P("data"),
+    "last": ft.StateSharding({...: P("data")}),
+    "the optimizer's state apart": ft.StateSharding(
+        {~ft.glob("opt_state.**"): P(), ...: P("data")}
+    ),
+}
+
+
+@pytest.mark.parametrize("layout", VMAPPED.values(), ids=VMAPPED)
+def test_rules_and_in_shardings_agree_about_a_state_made_under_vmap(layout: Any) -> None:
+    """Its counts have no path, and are no argument that is one array."""
+    make = jax.vmap(lambda b: ft.TrainState.create({"b": b}, optax.adam(1.0)))
+    state = ft.abstract(make)(jnp.ones(8))
+    found = []
+    for door in ("rules", "in_shardings"):
+        f = ft.jit(lambda state: state, mesh=MESH, **{door: layout})
+        found.append(f.lower(state).compile().input_shardings)
+    assert found[0] == found[1]
+    assert found[0][0][0].step.spec == P("data")
+
+
+def test_a_glob_that_begins_with_a_wildcard_is_suggested_none_for_other_paths() -> None:
+    state = ft.abstract(lambda: ft.TrainState.create({"w": jnp.ones(8)}, optax.adam(1.0)))()
+    layout = ft.StateSharding({"**.opt_state.**": P(), ...: P("data")})
+    with pytest.raises(ft.ShardingError, match=r"matches no leaf\n"):
+        ft.plan(state, layout, {"data": 2})

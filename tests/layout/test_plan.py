@@ -9,6 +9,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int, PRNGKeyArray
@@ -389,3 +390,30 @@ def test_a_plan_for_devices_is_not_that_of_its_json():
     plan = ft.plan({"w": jnp.ones(8)}, P("data"), ft.make_mesh(data=8))
     read = ft.Plan.from_json(plan.to_json())
     assert read != plan and read.rows == plan.rows and read.mesh is None
+
+
+def test_what_json_may_say_can_be_printed():
+    """A row whose shards are on no device, and one with a spec of more entries than dimensions."""
+    said = ft.plan({"w": jnp.ones(8)}, P("data"), SIZES).to_json()
+    none = ft.Plan.from_json(said.replace('"copies": 4', '"copies": 0'))
+    assert none["w"].copies == 0 and "sharding would save 0 B" in none.summary()
+    text = said.replace('"data"\n   ]', '"data",\n    "model"\n   ]')
+    longer = ft.Plan.from_json(text)
+    assert longer["w"].spec == P("data", "model") and "f32[8/data]" in str(longer)
+
+
+def test_a_plan_of_the_model_alone_is_not_for_moments():
+    """Adafactor keeps the rows and columns of a matrix. They follow its dimensions."""
+    model = {"w": jnp.ones((8, 16))}
+    ts = ft.TrainState.create(model, optax.adafactor(1e-3, min_dim_size_to_factor=2))
+    found = ft.plan(ts, ft.plan(model, P("data", "model"), SIZES), SIZES)
+    assert {row.spec for row in found if row.shape == (8,)} == {P("data")}
+    assert {row.spec for row in found if row.shape == (16,)} == {P("model")}
+
+
+def test_a_moment_on_another_mesh_follows_its_parameter(mesh: Mesh):
+    ts = ft.TrainState.create({"w": jnp.ones(8)}, optax.adam(1e-3), layout=P("data"), mesh=mesh)
+    elsewhere = ft.shard(jnp.ones(8), P("x"), ft.make_mesh(x=8))
+    moved = eqx.tree_at(lambda ts: ts.opt_state[0].mu["w"], ts, elsewhere)
+    moment = ft.plan(ts, ft.plan(moved), mesh)["opt_state.0.mu.w"]
+    assert moment.spec == P("data") and moment.reason == "as model.w"

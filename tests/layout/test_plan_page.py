@@ -92,6 +92,8 @@ def test_a_fragment_for_a_notebook() -> None:
     assert short.paths == [f"w{i:03}" for i in range(9, MOST_LINES + 9)]
     assert "and 9 smaller ones, which " in short.texts["p"]
     assert len(Reader(ft.plan(many, P(), SIZES).html()).paths) == MOST_LINES + 9
+    alike = {f"w{i:03}": jax.ShapeDtypeStruct((8,), jnp.float32) for i in range(MOST_LINES + 9)}
+    assert len(Reader(ft.plan(alike, P(), SIZES)._repr_html_()).paths) == MOST_LINES
 
 
 def test_pictures_are_told_apart_in_a_notebook() -> None:
@@ -131,6 +133,10 @@ def test_live_arrays_on_a_mesh_and_off_it(mesh: Mesh) -> None:
     page = ft.plan(tree).html()
     assert page.count("stroke-dasharray") == 1  # one picture for both that are not on the mesh
     assert "on the mesh (x=8)" in page and "f32[8] no spec" in page
+    # What is on another mesh is not drawn as on this one, although its axis has the same name.
+    tree["b"] = ft.shard(jnp.ones(8), P("model"), ft.make_mesh(model=8))
+    a, b, c = re.findall(r'<use href="#(\S+)"', ft.plan(tree).html())
+    assert a != b == c
 
 
 @pytest.mark.parametrize("tree", [{}, {"a": jnp.ones((0, 4))}, jnp.ones(())])
@@ -143,6 +149,10 @@ def test_a_large_mesh_has_the_first_devices_only() -> None:
     page = Reader(ft.plan(TREE, P(), {"a": 64, "b": 4}).html())
     assert page.classes.count("device") == 16
     assert "and 240 more devices with the same" in page.texts["p"]
+
+
+def test_a_device_has_no_place_along_an_axis_of_size_1() -> None:
+    assert ">device 1, data=1<" in ft.plan(TREE, P(), {"data": 2, "model": 1}).html()
 
 
 def test_everything_is_escaped() -> None:

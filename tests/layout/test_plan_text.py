@@ -147,6 +147,26 @@ def test_moments_of_live_arrays(mesh: Mesh) -> None:
     w = ft.shard(model["w"], P("data"), mesh)
     other = eqx.tree_at(lambda ts: ts.opt_state[0].mu["w"], ts, w)
     assert any(line.startswith("opt_state.0.mu.w f32[4/data, 8]") for line in table(ft.plan(other)))
+    on_host = ft.shard(model["w"], ft.on_host(P()), mesh)
+    other = eqx.tree_at(lambda ts: ts.opt_state[0].mu["w"], ts, on_host)
+    assert any(
+        line.startswith("opt_state.0.mu.w f32[4, 8] pinned_host") for line in table(ft.plan(other))
+    )
+
+
+def test_what_is_on_another_mesh_is_not_replicated_over_this_one(mesh: Mesh) -> None:
+    here = ft.shard(jnp.ones(8), P("data"), mesh)
+    there = ft.shard(jnp.ones(8), P("x"), ft.make_mesh(x=8))
+    notes = ft.plan({"here": here, "there": there}).summary().splitlines()
+    assert [note.partition(",")[0] for note in notes if note.startswith("replicated")] == [
+        "replicated over model: 1 array"
+    ]
+
+
+def test_names_that_have_named_no_leaf_are_in_the_text() -> None:
+    rules = ft.AxisRules({...: None}, names={eqx.nn.Conv: ft.names(weight="o i _")}, unnamed=P())
+    plan = ft.plan(jnp.ones(8), rules, SIZES)
+    assert "no leaf needed: names= of Conv" in str(plan)
 
 
 def test_the_largest_first() -> None:

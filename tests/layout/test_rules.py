@@ -509,6 +509,12 @@ def test_names_for_a_field_that_is_not_there() -> None:
     rules = ft.AxisRules({...: None}, names={eqx.nn.Linear: ft.names(wieght="out in", bias="out")})
     text = why([linear], rules)
     assert "gives axes to `wieght`, but Linear has no such leaf" in text and "`weight`" in text
+    assert text.startswith("1 leaf cannot be laid out")  # `weight`; the module is no leaf
+
+
+def test_a_dimension_that_fsdp_has_sharded_needs_no_rule_that_is_left() -> None:
+    layout = ft.FSDP("data", min_size=0) | ft.AxisRules({"a": "model", "b": "model"})
+    assert ft.plan(leaf("a b", 4, 8), layout, SIZES)["w"].spec == P("model", "data")
 
 
 class Physical(eqx.Module):
@@ -654,6 +660,12 @@ def test_rules_are_values() -> None:
         == ft.AxisRules({"a": "data"})
     )
     assert ft.AxisRules({"a": "data"}) != "a"
+    other_order = [
+        {eqx.nn.Conv: ft.names(weight="c"), **names},
+        {**names, eqx.nn.Conv: ft.names(weight="c")},
+    ]
+    one, other = [ft.AxisRules({"a": "data"}, names=given) for given in other_order]
+    assert one == other and hash(one) == hash(other)
     with pytest.raises(AttributeError, match="cannot assign"):
         ft.AxisRules({}).closed = True
 

@@ -16,6 +16,7 @@ from jaxtyping import Array, Float
 
 import functree as ft
 from functree.labels.filters import as_filter
+from functree.layout.state_sharding import without_axis
 from tests.lib.checks import refused
 from tests.lib.meshes import SIZES
 from tests.lib.trees import mlp
@@ -325,6 +326,23 @@ def test_a_last_ellipsis_is_exempt() -> None:
     )
 
 
+def test_a_misspelled_filter_below_a_key_with_the_name_of_a_field() -> None:
+    """Only without such a key it may be one for a training state."""
+    layout = ft.StateSharding({"model.wieght": P("data"), ...: P()})
+    with pytest.raises(ft.ShardingError, match=r"did you mean `model\.weight`"):
+        ft.plan({"model": {"weight": jnp.ones(8)}}, layout, SIZES)
+    assert ft.plan({"net": {"weight": jnp.ones(8)}}, layout, SIZES)
+
+
+def test_only_a_state_of_an_optimizer_alone_has_another_way() -> None:
+    layout = ft.StateSharding({"typo": P("data"), ...: P()})
+    ts = ft.TrainState.create({"w": jnp.ones(8)}, optax.adam(1e-3))
+    for tree, has_another in ((ts, False), (ts.opt_state, True)):
+        with pytest.raises(ft.ShardingError) as caught:
+            ft.plan(tree, layout, SIZES)
+        assert ("plan_optimizer" in caught.value.problems[0].remedy) is has_another
+
+
 def test_unused_says_what_to_do() -> None:
     filters = {"layers.**": P(), "**.bias": P("data"), "**.bais": P("data"), ...: P()}
     assert refused(net(), ft.StateSharding(filters, unused="error")) == refused(
@@ -420,6 +438,12 @@ def test_what_was_written_is_kept() -> None:
     layout = ft.StateSharding({"**.bias": P(), Linear: rules, ...: None})
     assert layout.filters == ("**.bias", Linear, ...)
     assert layout.layouts == (P(), rules, None) and layout.shardings == layout.layouts
+
+
+def test_without_an_axis_the_rest_is_kept() -> None:
+    layout = ft.StateSharding({"a": P(), ...: ft.AxisRules({"seq": "model"})}, unused="ignore")
+    kept = ft.StateSharding({"a": P(), ...: ft.AxisRules({"seq": None})}, unused="ignore")
+    assert without_axis(layout, "seq") == kept
 
 
 NAMESPACE = {

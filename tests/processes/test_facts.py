@@ -98,6 +98,11 @@ def test_equal_values_have_equal_texts(name: str) -> None:
     assert not re.search(r" at 0x|\n", value_text(one))
 
 
+def test_keywords_of_partials_count() -> None:
+    one, other = functools.partial(sorted, reverse=True), functools.partial(sorted, reverse=False)
+    assert value_text(one) != value_text(other)
+
+
 @pytest.mark.parametrize("name", UNEQUAL)
 def test_other_values_have_other_texts(name: str) -> None:
     one, other = UNEQUAL[name]
@@ -161,6 +166,26 @@ def test_the_structure_of_trees_counts(name: str) -> None:
     one, other = TREES[name]
     assert facts_of(one) != facts_of(other)
     assert facts_of(one) == facts_of(copy.deepcopy(one))
+
+
+def test_plans_count_by_their_rows_and_their_mesh() -> None:
+    tree, layout = {"w": jnp.ones((8, 8))}, ft.P("data")
+    devices = jax.devices()
+    plan = ft.plan(tree, layout, ft.make_mesh(data=8, devices=devices))
+    assert facts_of(plan) == facts_of(ft.plan(tree, layout, ft.make_mesh(data=8, devices=devices)))
+    for other in (
+        ft.plan(tree, layout, ft.make_mesh(data=8, devices=devices[::-1])),
+        ft.plan(tree, layout, {"data": 8, "model": 1}),
+        ft.plan(tree, ft.on_host(layout), ft.make_mesh(data=8, devices=devices)),
+        ft.plan(tree, ft.P(None, "data"), ft.make_mesh(data=8, devices=devices)),
+    ):
+        assert facts_of(other) != facts_of(plan)
+
+
+def test_an_array_counts_by_its_values_and_not_by_its_strides() -> None:
+    every_second = np.arange(40.0)[::2]
+    assert not every_second.flags.contiguous
+    assert facts_of({"x": every_second}) == facts_of({"x": every_second.copy()})
 
 
 def test_settings_are_those_of_now() -> None:

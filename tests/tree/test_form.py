@@ -145,6 +145,21 @@ def test_a_named_tuple_that_is_registered_in_another_order():
     assert type(built) is Reversed and same_objects(built, (X, other))
 
 
+class Sized(NamedTuple):
+    """Its length alone is its own."""
+
+    a: Any
+    b: Any
+
+    def __len__(self) -> int:
+        return 7
+
+
+def test_a_named_tuple_of_another_length():
+    tree = Sized(X, jnp.zeros(2))
+    assert all(takes(form, tree) and type(form.build([X, X])) is Sized for form in forms(tree))
+
+
 def test_the_code_has_a_file_and_lines():
     class Odd:
         def __eq__(self, other: object) -> bool:

@@ -57,6 +57,13 @@ def test_statics_have_paths():
     assert found == {"a.0.name": "n", "a.0.second": 3, "p.y": "text"}
 
 
+def test_a_static_field_without_a_value():
+    tree = Pair(X, 3, name="n")
+    del vars(tree)["name"]
+    found = {str(ft.Path(keys)): value for keys, value in Skeleton.of(tree).learn(tree).statics}
+    assert found == {"second": 3}
+
+
 def test_skeletons_are_values():
     assert {Skeleton.of(Pair(X, 1)): 1}[Skeleton.of(Pair(np.ones(3), 1))] == 1
     assert Skeleton.of(X) == Skeleton.of(np.ones(3)) != Skeleton.of(None)
@@ -190,6 +197,13 @@ def test_filled_and_spread(tree: Any):
     spread = skeleton.spread(range(1, len(arrays) + 1))
     assert jax.tree.leaves(spread, is_leaf=lambda x: x is None).count(None) >= len(skeleton.others)
     assert [x for x in jax.tree.leaves(spread) if x is not None] == list(range(1, len(arrays) + 1))
+
+
+@pytest.mark.parametrize("number", [0, 1, 3])
+def test_filled_with_another_number_of_arrays(number: int):
+    skeleton = Skeleton.of([X, "text", X])
+    with pytest.raises(ValueError, match="argument 2 is "):
+        skeleton.fill([X] * number)
 
 
 @pytest.mark.parametrize(

@@ -65,6 +65,12 @@ def test_what_has_no_hash_has_that_of_its_type(value: Any):
     assert one == other and hash(one) == hash(other) and not is_hashable(value)
 
 
+def test_arrays_that_jax_cannot_hold_are_compared_with_their_dtypes():
+    day, seconds = np.array(["2026-01-01"], "M8[D]"), np.array(["2026-01-01"], "M8[s]")
+    assert StaticValue(day) == StaticValue(day.copy()) and np.array_equal(day, seconds)
+    assert StaticValue(day) != StaticValue(seconds)
+
+
 class Odd:
     def __eq__(self, other: object) -> bool:
         raise RuntimeError("asked")
@@ -85,7 +91,13 @@ class Loader:
         return iter(())
 
 
+async def later() -> None: ...
+
+
+unawaited = later()
+unawaited.close()  # else Python warns of it
 RUNS_ONCE = {
+    "coroutine": (unawaited, True),
     "generator": ((x for x in ()), True),
     "map": (map(abs, ()), True),
     "zip": (zip((), strict=True), True),
