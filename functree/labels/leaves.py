@@ -35,7 +35,7 @@ from functree.labels.annotations.given_names import (
     invalid_names,
     unmatched,
 )
-from functree.labels.annotations.hints import NO_ENV, NOTHING, ClassHints, Hint, class_hints
+from functree.labels.annotations.hints import NOTHING, Hint, field_hints
 from functree.labels.annotations.leaf_axes import (
     Memory,
     Unread,
@@ -236,7 +236,7 @@ class _Walk:
         self.unheld: list[Problem] = []  # arrays that JAX cannot hold
         self.packed = False  # whether the tree has a packed tree in it
         self.kinds: dict[type, Kind] = {}
-        self.classes: dict[type, ClassHints] = {}
+        self.fields_of: dict[tuple[type, Hint], Mapping[str, Hint]] = {}
         self.memory: Memory = {}
         self.tried: dict[Hint, Hint] = {}
         self.unread: dict[tuple[Hint, type, int], Unread | None] = {}
@@ -360,9 +360,10 @@ class _Walk:
     def _node(self, node: Tree, kind: Kind, path: Keys, hint: Hint, context: Context) -> None:
         """Visit a module, a named tuple, or a node of another class that is registered with JAX."""
         cls = type(node)
-        known = self.classes.get(cls)
-        if known is None:
-            known = self.classes[cls] = class_hints(cls)
+        key = cls, hint if hint.generics or hint.references else NOTHING
+        fields = self.fields_of.get(key)
+        if fields is None:
+            fields = self.fields_of[key] = field_hints(*key)
         inside, opened = inside_of(context, cls), ()
         if isinstance(node, TrainingState) and first_beginning(path, self.training) is None:
             self.training[Path(path)] = node
@@ -376,28 +377,25 @@ class _Walk:
             for given in opened:
                 stack = (*stack, *given.names.stack)
             # A class with annotations of its own says itself what its leaves are.
-            unread = None if known.fields else context.unread
+            unread = None if fields else context.unread
             inside = Context(
                 inside.within, stack, context.given + opened, context.buffer, None, unread
             )
         attributes: dict[int, Hint] | None = None
-        env = known.env(cls, hint) if hint.generics or hint.references else NO_ENV
         for key, child in kind.children(node):
             by_field = kind.by_field or type(key) is GetAttrKey
             name = key if kind.by_field else plain_key(key)
             within = inside
             if by_field:
-                below = known.fields.get(name, NOTHING)
+                below = fields.get(name, NOTHING)
             else:
                 below = hint.child(None)
-                if known.fields:
+                if fields:
                     # Registered without keys: the annotation is that of the attribute that it is.
-                    attributes = attributes or hints_by_identity(node, known.fields)
+                    attributes = attributes or hints_by_identity(node, fields)
                     below = attributes.get(id(child), below)
                     if below is NOTHING:
                         within = inside._replace(unread=without_keys(cls))
-            if env and below.open:
-                below = below.bind(env)
             # `PyTree[X]` annotates the fields that the class itself does not annotate.
             if hint.below is not None and by_field and below.tried() is NOTHING:
                 below = hint.child(None)

@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec
 from functree.argument_checks import FUNCTION, check
 from functree.calls.signature import RESULT, Signature
 from functree.errors import AxesError
-from functree.labels.annotations.hints import NOTHING, UNREADABLE, Hint, class_hints
+from functree.labels.annotations.hints import NOTHING, UNREADABLE, Hint, field_hints
 from functree.layout.layout import (
     Layout,
     LayoutLike,
@@ -64,7 +64,7 @@ def signature_layouts(
     def given(record: Any, name: str) -> LayoutTree:
         if record.__annotations__.get(name, ...) in _STATIC:
             return None
-        hint = class_hints(record).fields.get(name, NOTHING)
+        hint = field_hints(record).get(name, NOTHING)
         try:
             return _layout(_settled(hint), layout)
         except _AnnotationError as error:

@@ -11,8 +11,8 @@ from functree.labels.annotations.hints import (
     ArrayForm,
     Dim,
     Hint,
-    class_hints,
     dtype_fits,
+    field_hints,
     form_of_axes,
 )
 from functree.labels.leaf import Leaf, is_in_module
@@ -140,7 +140,7 @@ def annotated(
 ) -> Iterator[tuple[Leaf, tuple[ArrayForm, ...]]]:
     """The arrays with an annotation of the function itself, and the alternatives that the
     annotation allows."""
-    hints: Mapping[str, Hint] = class_hints(type(record)).fields
+    hints: Mapping[str, Hint] = field_hints(type(record))
     for leaf in leaves:
         if is_in_module(leaf):  # where the module's own annotations count
             continue

@@ -83,6 +83,10 @@ class Sub(Box[U], Generic[U]):
     more: U
 
 
+class SubOfSub(Sub[T], Generic[T]):
+    most: T
+
+
 class Plain(Box):
     pass
 
@@ -105,6 +109,10 @@ class Both(Bound, Mixin[Float[Array, "m"]]):
 
 class Layered(Box[list[U]], Generic[U]):
     """Hands a list of its own parameter up."""
+
+
+class Listed(Box[list[U]], Generic[U]):
+    one: U
 
 
 class Paired(Box[tuple[T, U]], Generic[T, U]):
@@ -133,6 +141,10 @@ class Mixed(Mixin[Float[Array, "m"]]):
 
 class Joined(Bound, Mixed):
     """None of its bases has brackets."""
+
+
+class Diamond(Bound, Plain):
+    """`Box` is a base twice, and once without a value."""
 
 
 class Pair(NamedTuple, Generic[T]):
@@ -230,6 +242,7 @@ TABLE: dict[str, tuple[Any, Any, list[str]]] = {
     "inherited twice": (Grandchild, Grandchild(x(2, 3), x(4)), ["p q", "own"]),
     "inherited from two": (Both, Both(x(4), x(2, 3)), ["m", "p q"]),
     "inherited from two without brackets": (Joined, Joined(x(4), x(2, 3)), ["m", "p q"]),
+    "inherited twice, once without brackets": (Diamond, Diamond(x(2, 3)), ["p q"]),
     "an alternative": (Loose[Float[Array, "a"]], Loose(x(2)), ["a"]),
     "an alternative, the other": (Loose[Float[Array, "a"]], Loose(x(2, 3, 4)), ["x y z"]),
     "an alternative, handed up": (LooseReused[Float[Array, "a"]], LooseReused([x(2)]), ["a"]),
@@ -242,6 +255,10 @@ TABLE: dict[str, tuple[Any, Any, list[str]]] = {
     "a generic handed up": (Box[Mixin[Float[Array, "a"]]], Wrapped(Mixin(x(2))), ["a"]),
     "another container than is handed up": (Box[Float[Array, "a"]], Layered([x(2)]), ["_"]),
     "subclass under a generic": (Box[Float[Array, "a"]], Sub(x(2), x(3)), ["a", "a"]),
+    "subclass of a subclass under a generic": (Box[Float[Array, "a"]], SubOfSub(x(2), x(3), x(4)), ["a"] * 3),
+    "subclass of a subclass": (SubOfSub[Float[Array, "a"]], SubOfSub(x(2), x(3), x(4)), ["a"] * 3),
+    "a parameter handed up in a list has no value": (Box[list[Float[Array, "a"]]], Listed([x(2)], x(3)), ["a", "_"]),
+    "under a generic of another class": (Mixin[Float[Array, "a"]] | Box[Float[Array, "b"]], Box(x(2)), ["b"]),
     "plain subclass under a generic": (Box[Float[Array, "a"]], Plain(x(2)), ["a"]),
     "bound subclass under a generic": (Box[Float[Array, "a b"]], Bound(x(2, 3)), ["p q"]),
     "generic named tuple": (Pair[Float[Array, "left"]], Pair(x(2), x(3)), ["left", "right"]),
@@ -254,6 +271,8 @@ TABLE: dict[str, tuple[Any, Any, list[str]]] = {
     "final": (Final[Float[Array, "a"]], x(2), ["a"]),
     "in quotes": ("Float[Array, 'a']", x(2), ["a"]),
     "partly in quotes": (list["Weight"], [x(2, 3)], ["embed hidden"]),
+    "a quoted alternative": (Union[Float[Array, "a"], "Weight"], x(2, 3), ["embed hidden"]),
+    "beside a quoted alternative": (Union[Float[Array, "a"], "Weight"], x(2), ["a"]),
     "quoted parameter": (Box["Weight"], Box(x(2, 3)), ["embed hidden"]),
     "recursive": (Nested, {"k": {"l": x(2, 3)}}, ["a b"]),
     # marks
@@ -270,6 +289,7 @@ TABLE: dict[str, tuple[Any, Any, list[str]]] = {
     "names in a list": (list[Annotated[eqx.nn.Linear, LINEAR]], [linear()], ["out in", "out"]),
     "names on a dict": (Annotated[dict[str, eqx.nn.Linear], LINEAR], {"k": linear()}, ["out in", "out"]),
     "names in quotes": ("Annotated[eqx.nn.Linear, LINEAR]", linear(), ["out in", "out"]),
+    "names on a quoted name": (Annotated["eqx.nn.Linear", LINEAR], linear(), ["out in", "out"]),
     "names by globs": (
         Annotated[eqx.nn.MultiheadAttention, ft.names({"*_proj.weight": "heads embed", "dropout.**": ""})],
         eqx.nn.MultiheadAttention(1, 4, key=jax.random.key(0)),
@@ -511,6 +531,17 @@ def test_a_name_that_leads_nowhere(annotation: Any, value: Any, hint: str) -> No
     [problem] = error.value.problems
     assert problem.path is not None and problem.path[0] == "w"
     assert f"its annotation `{hint}` cannot" in problem.why
+
+
+def test_a_message_has_the_annotation_as_it_is_written() -> None:
+    with pytest.raises(AxesError, match=r"has 1 dimension; `Weight` has 2"):
+        told("Weight", x(2))
+
+
+def test_a_field_that_says_nothing_has_no_hint() -> None:
+    fields = {"w": "Weight", "n": "int", "m": int, "many": "list[int]", "soon": "Soon"}
+    cls = type("Fresh", (), {"__annotations__": fields, "__module__": __name__})
+    assert hints.field_hints(cls).keys() == {"w", "soon"}
 
 
 def test_a_circle_is_called_one() -> None:

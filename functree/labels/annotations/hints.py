@@ -6,10 +6,10 @@ import inspect
 import sys
 import types
 import typing
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
-from itertools import chain, filterfalse, zip_longest
+from itertools import chain, zip_longest
 from operator import attrgetter
 from typing import Any, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
@@ -154,10 +154,6 @@ def dtype_fits(hint_dtype: Any, dtype: Any) -> bool:
     return hint_dtype is None or isinstance(jax.ShapeDtypeStruct((), dtype), hint_dtype[Any, "..."])
 
 
-Env = Mapping[TypeVar, "Hint"]  # the values of type variables
-NO_ENV: Env = types.MappingProxyType({})
-
-
 # An annotation in quotes is an expression that may raise anything. These errors make it an
 # annotation that cannot be resolved, which is reported with the path of its leaf; others are not
 # caught, since they are not about the annotation.
@@ -167,13 +163,17 @@ UNREADABLE = (
 )
 
 
+Values = Mapping[TypeVar, "Hint"]  # the values of type variables
+
+
 @dataclass(frozen=True, eq=False)
 class Namespace:
     """Where the names of an annotation are looked up: the module and the class in which it is
-    written."""
+    written, and the values of the type variables there."""
 
     module: str
     names: Mapping[str, Any] = field(default_factory=dict)
+    values: Values = field(default_factory=dict)
 
     def find(self, text: str) -> Any:
         """The value of an expression. Raises what the expression raises."""
@@ -185,60 +185,41 @@ class Namespace:
 
 
 class Reference(NamedTuple):
-    """A part of an annotation that is resolved when a leaf needs it: a quoted name, a type
-    variable, a type alias.
+    """A part of an annotation that is resolved when a leaf needs it: a quoted name or a type alias.
 
     Attributes:
-        what: the text, the `TypeVar`, or the alias (`type X = ...`) with its arguments.
+        what: the text, or the alias (`type X = ...`) with its arguments.
         namespace: where a text is looked up.
         optional: whether it may stay unknown, because the union that it is in also allows any
             array. The recursive alias `ArrayTree = Array | Iterable["ArrayTree"] | ...` of optax is
             one, and cannot be resolved from another module.
-        env: the values of type variables.
-        marks: the marks of an `Annotated` around it.
+        spec: the spec of an `Annotated` around it.
     """
 
     what: Any
     namespace: Namespace
     optional: bool
-    env: Env = NO_ENV
-    marks: tuple[Any, ...] = ()
+    spec: PartitionSpec | None = None
 
     def resolve(self, strict: bool = True) -> "Hint":
         """The hint that it is replaced by. Raises NameError and others, as Python does."""
         try:
-            return annotated(self._found().bind(self.env), self.marks)
+            found = self._found()
         except NameError:
             if strict or not self.optional:
                 raise
             return NOTHING
+        return found if self.spec is None else _with_spec(found, self.spec)
 
     def _found(self) -> "Hint":
-        if isinstance(self.what, TypeVar):
-            if self.what in self.env:
-                return self.env[self.what]
-            # A variable without a value may be anything that its constraints or its bound allow.
-            bounds = self.what.__constraints__ or (self.what.__bound__,)
-            return merge(parse(bound, self.namespace) for bound in bounds)
         if isinstance(self.what, str):
             return parse(self.namespace.find(self.what), self.namespace, self.optional)
         # An alias is resolved in its own module, which need not be that of the class; its arguments
         # are in the class'.
         alias = typing.get_origin(self.what) or self.what
         args = [parse(arg, self.namespace) for arg in typing.get_args(self.what)]
-        env = dict(zip(alias.__type_params__, args, strict=False))
-        return parse(alias.__value__, Namespace(alias.__module__), self.optional).bind(env)
-
-    @property
-    def is_variable(self) -> bool:
-        """Whether it is a type variable, and not a name or an alias."""
-        return isinstance(self.what, TypeVar)
-
-    def bind(self, env: Env) -> "Reference":
-        """The same with values for type variables. Values that it has already may contain these
-        variables."""
-        own = {variable: hint.bind(env) for variable, hint in self.env.items()}
-        return self._replace(env={**env, **own})
+        values = dict(zip(alias.__type_params__, args, strict=False))
+        return parse(alias.__value__, Namespace(alias.__module__, values=values), self.optional)
 
 
 # Quoted names that lead to quoted names are resolved this often. More steps are a name that is
@@ -264,7 +245,6 @@ class Hint:
         names: the `ft.names` in its `Annotated`.
         buffer: whether it is an `ft.Buffer`.
         references: its parts that are not resolved yet.
-        open: whether it, or a hint in it, has such parts.
         typed_dict: whether it is a `TypedDict`, whose annotations are not read.
     """
 
@@ -277,7 +257,6 @@ class Hint:
     names: Names | None = None
     buffer: bool = False
     references: tuple[Reference, ...] = ()
-    open: bool = False
     typed_dict: bool = False
 
     def child(self, index: int | None) -> "Hint":
@@ -316,28 +295,6 @@ class Hint:
             return NOTHING
         return replace(self.below, below=self.below)
 
-    def bind(self, env: Env) -> "Hint":
-        """The hint with type variables replaced by their values."""
-        if not self.open or not env:
-            return self
-        if self._is_empty and len(self.references) == 1:
-            reference = self.references[0]
-            # It is a type variable and nothing else: no copy of the value, for the same reason.
-            if not reference.marks and reference.what in env:
-                return env[reference.what]
-        bound = self.with_inner(lambda hint: hint.bind(env))
-        return replace(bound, references=tuple(one.bind(env) for one in self.references))
-
-    def with_inner(self, change: "Callable[[Hint], Hint]") -> "Hint":
-        """The hint with a function applied to each of the hints in it."""
-        return replace(
-            self,
-            element=self.element and change(self.element),
-            elements=tuple(map(change, self.elements)),
-            below=self.below and change(self.below),
-            generics=tuple((cls, tuple(map(change, args))) for cls, args in self.generics),
-        )
-
     @property
     def is_about_arrays(self) -> bool:
         """Whether its resolved parts annotate arrays, in the field or below."""
@@ -353,7 +310,7 @@ class Hint:
     def settled(self) -> "Hint":
         """The resolved hint. Raises NameError and others."""
         # `cached_property` does not remember a failure: a name may be defined later.
-        return self._settle(lambda reference: True)
+        return self._settle(strict=True)
 
     def tried(self) -> "Hint":
         """The resolved hint; if that fails, without its optional parts; if that fails too, the hint
@@ -362,40 +319,26 @@ class Hint:
             return self.settled
         except UNREADABLE:
             try:
-                return self._settle(lambda reference: True, strict=False)
+                return self._settle(strict=False)
             except UNREADABLE:
                 return self
 
-    def looked_up(self) -> "Hint":
-        """The hint with its quoted names resolved, if they are defined. Its type variables are
-        kept."""
-        try:
-            return self._settle(lambda reference: not reference.is_variable)
-        except UNREADABLE:
+    def _settle(self, strict: bool) -> "Hint":
+        """The hint with its references resolved, again and again: one may lead to another."""
+        if not self.references:
             return self
-
-    def _settle(self, wanted: Callable[[Reference], bool], strict: bool = True) -> "Hint":
-        """The hint with some of its parts resolved, again and again: a quoted name may lead to
-        another one."""
         hint = self
         for _ in range(_MAX_STEPS):
-            if not any(map(wanted, hint.references)):
-                return hint._with_text_of(self)
-            kept = replace(hint, references=tuple(filterfalse(wanted, hint.references)))
-            parts = [one.resolve(strict) for one in filter(wanted, hint.references)]
+            parts = [one.resolve(strict) for one in hint.references]
+            kept = replace(hint, references=())
             # An empty hint that is not `NOTHING` would count as an alternative.
-            if kept.references or not kept._is_empty:
+            if not kept._is_empty:
                 parts.insert(0, kept)
             hint = merge(parts)
+            if not hint.references:
+                # Messages show the annotation as it is written.
+                return hint if hint is NOTHING else replace(hint, text=self.text)
         raise RecursionError("it is defined by itself")
-
-    def _with_text_of(self, written: "Hint") -> "Hint":
-        """The hint that another one is resolved to: messages show the annotation as it is
-        written."""
-        # The value of a type variable keeps its own text, and its identity.
-        if self is NOTHING or all(one.is_variable for one in written.references):
-            return self
-        return replace(self, text=written.text)
 
 
 NOTHING = Hint()
@@ -428,7 +371,6 @@ def merge(hints: Iterable[Hint]) -> Hint:
         names=next(iter(each("names")), None),
         buffer=any(each("buffer")),
         references=tuple(chain(*each("references"))),
-        open=any(each("open")),
         typed_dict=any(each("typed_dict")),
     )
 
@@ -445,7 +387,11 @@ def parse(hint: Any, namespace: Namespace, optional: bool = False) -> Hint:
         text = hint if isinstance(hint, str) else hint.__forward_arg__
         return _reference(text, text, namespace, optional)
     if isinstance(hint, TypeVar):
-        return _reference(hint.__name__, hint, Namespace(hint.__module__), optional)
+        if hint in namespace.values:
+            return namespace.values[hint]
+        # A variable without a value may be anything that its constraints or its bound allow.
+        bounds = hint.__constraints__ or (hint.__bound__,)
+        return merge(parse(bound, Namespace(hint.__module__)) for bound in bounds)
     # By name: the class is new in Python 3.12, and typing_extensions has another one for older
     # versions.
     if type(origin or hint).__name__ == "TypeAliasType":
@@ -473,7 +419,7 @@ def parse(hint: Any, namespace: Namespace, optional: bool = False) -> Hint:
 
 def _reference(text: str, what: Any, namespace: Namespace, optional: bool) -> Hint:
     """The hint of a type expression that is resolved when a leaf needs it."""
-    return Hint(text=text, references=(Reference(what, namespace, optional),), open=True)
+    return Hint(text=text, references=(Reference(what, namespace, optional),))
 
 
 def _parametrized(
@@ -487,7 +433,7 @@ def _parametrized(
     together = merge(inner)
     if together is NOTHING:
         return NOTHING
-    said = Hint(text=str(hint), open=together.open)
+    said = Hint(text=str(hint))
     if origin.__module__ not in ("builtins", "collections", "collections.abc"):
         # A generic class: only its own annotations tell where its arguments are.
         return replace(said, generics=((origin, inner),))
@@ -523,127 +469,120 @@ def _with_spec(hint: Hint, spec: PartitionSpec) -> Hint:
         form = array_form("...")._replace(spec=spec)
         leaf = Hint(text=hint.text or f"Annotated[..., {spec}]", forms=(form,))
         return replace(leaf, below=leaf, names=hint.names, buffer=hint.buffer)
+
+    def inside(inner: Hint) -> Hint:
+        return _with_spec(inner, spec)
+
     return replace(
-        hint.with_inner(lambda inner: _with_spec(inner, spec)),
+        hint,
         forms=tuple(form._replace(spec=spec) for form in hint.forms),
-        references=tuple(one._replace(marks=(*one.marks, spec)) for one in hint.references),
+        element=hint.element and inside(hint.element),
+        elements=tuple(map(inside, hint.elements)),
+        below=hint.below and inside(hint.below),
+        generics=tuple((cls, tuple(map(inside, args))) for cls, args in hint.generics),
+        references=tuple(one._replace(spec=spec) for one in hint.references),
     )
 
 
-class ClassHints(NamedTuple):
-    """The hints of a class.
+_FIELDS: WeakKeyDictionary[type, Mapping[str, Hint]] = WeakKeyDictionary()
 
-    Attributes:
-        fields: the hint of each field that has one.
-        bases: for each generic base class, the values that its type parameters have in this class.
+
+def field_hints(cls: type, hint: Hint = NOTHING) -> Mapping[str, Hint]:
+    """The hint of each field of a class that has one.
+
+    Args:
+        cls: a class. Without values for its type parameters it is read once; a name that cannot be
+            resolved yet is looked up again when a leaf needs it.
+        hint: the annotation of an instance, which may have values for the type parameters of the
+            class or of a base class: `Box[X]`.
     """
-
-    fields: Mapping[str, Hint]
-    bases: Mapping[type, Env]
-
-    def env(self, cls: type, hint: Hint) -> Env:
-        """The values of the type parameters of the class, for an instance whose annotation is
-        `hint`."""
-        parameters: tuple[TypeVar, ...] = getattr(cls, "__parameters__", ())
-        if hint.references:
-            # The annotation cannot be resolved, so the parameters are unknown too. Each leaf that
-            # depends on one of them then reports the annotation that cannot be resolved.
-            return dict.fromkeys(parameters, hint)
-        for origin, args in hint.generics:
-            if origin is not cls and not issubclass(cls, origin):
-                continue
-            given: Env = dict(zip(getattr(origin, "__parameters__", ()), args, strict=False))
-            if origin is cls:
-                return given
-            # The annotation is `Box[X]`, and the value is an instance of a subclass of `Box`: the
-            # subclass' parameters are the type variables in the arguments that it gives to `Box`.
-            handed = self.bases.get(origin, {})
-            values: dict[TypeVar, Hint] = {}
-            for parameter, arg in given.items():
-                if parameter in handed:
-                    values |= _solved(handed[parameter], arg)
-                else:
-                    values[parameter] = arg
-            return values
-        return NO_ENV
-
-
-_CLASSES: WeakKeyDictionary[type, ClassHints] = WeakKeyDictionary()
-
-
-def class_hints(cls: type) -> ClassHints:
-    """The hints of a class, read once. A name that cannot be resolved yet is looked up again when a
-    leaf needs it."""
-    found = _CLASSES.get(cls)
+    given = _given(cls, hint)
+    if given:
+        return _read(cls, given)
+    found = _FIELDS.get(cls)
     if found is None:
-        found = _CLASSES[cls] = _read(cls)
+        found = _FIELDS[cls] = _read(cls, {})
     return found
 
 
-def _read(cls: type) -> ClassHints:
-    bases = _bases(cls)
+Given = Mapping[type, Values]
+"""What an annotation says of the type parameters of a class, or of its base classes."""
+
+
+def _given(cls: type, hint: Hint) -> Given:
+    # If the annotation cannot be resolved, the values are unknown too. Each leaf that depends on
+    # one of them then reports the annotation.
+    given: dict[type, Values] = {}
+    if hint.references and _parameters(cls):
+        given[cls] = dict.fromkeys(_parameters(cls), hint)
+    for origin, args in hint.generics:
+        given[origin] = dict(zip(_parameters(origin), args, strict=False))
+    return given
+
+
+def _read(cls: type, given: Given) -> Mapping[str, Hint]:
+    values: dict[type, Values] = {}
+    _add_values(cls, _handed_up(cls, given), given, values)
     hints: dict[str, Hint] = {}
     # Base classes first, so that a field that a subclass annotates again has the annotation of the
     # subclass. Each annotation is read in the module of the class that wrote it. The last class of
     # the order is `object`.
     for base in reversed(cls.__mro__[:-1]):
-        namespace = _namespace(base)
+        namespace = _namespace(base, values.get(base, {}))
         for name, annotation in inspect.get_annotations(base).items():
-            hint = parse(annotation, namespace).looked_up().bind(bases.get(base, {}))
+            hint = parse(annotation, namespace).tried()
             hints.pop(name, None)
             if hint is not NOTHING:
                 hints[name] = hint
-    return ClassHints(hints, bases)
+    return hints
 
 
-def _namespace(cls: type) -> Namespace:
+def _namespace(cls: type, values: Values) -> Namespace:
     """The names that the annotations of a class may use: those of its module and its body, and its
     own name."""
     # Python keeps the parameters of `class Box[T]` in `__type_params__` only.
     parameters = {p.__name__: p for p in getattr(cls, "__type_params__", ())}
-    return Namespace(cls.__module__, {**vars(cls), **parameters, cls.__name__: cls})
+    return Namespace(cls.__module__, {**vars(cls), **parameters, cls.__name__: cls}, values)
 
 
-def _solved(pattern: Hint, value: Hint) -> dict[TypeVar, Hint]:
-    """The values of the type variables in a pattern, such as `list[U]`, for which it says the same
-    as another hint."""
-    value = value.tried()
-    variables = (one.what for one in pattern.references if one.is_variable)
-    found: dict[TypeVar, Hint] = dict.fromkeys(variables, value)
-    pairs: list[tuple[Hint | None, Hint | None]] = [
-        (pattern.element, value.element),
-        (pattern.below, value.below),
-    ]
-    pairs += zip(pattern.elements, value.elements, strict=False)
-    for (cls, arguments), (other, values) in zip(pattern.generics, value.generics, strict=False):
-        if cls is other:
-            pairs += zip(arguments, values, strict=False)
-    for ours, its in pairs:
-        if ours is not None and its is not None:
-            found |= _solved(ours, its)
-    return found
+def _parameters(cls: type) -> tuple[TypeVar, ...]:
+    return getattr(cls, "__parameters__", ())
 
 
-def _bases(cls: type) -> dict[type, dict[TypeVar, Hint]]:
-    """For each generic base, the values of its type parameters in this class (`class
-    B(A[Float[Array, "p q"]])`)."""
-    found: dict[type, dict[TypeVar, Hint]] = {}
-    _add_bases(cls, {}, found)
-    return found
-
-
-def _add_bases(cls: type, env: Env, found: dict[type, dict[TypeVar, Hint]]) -> None:
-    """Add the values for each generic base of a class whose own type parameters have the values
-    `env`."""
+def _bases(cls: type) -> Iterator[tuple[type, list[tuple[TypeVar, Any]]]]:
+    """The bases of a class, each with its type parameters and what the class writes for them."""
     # `__orig_bases__` has the bases with their arguments. It is looked up in the class itself,
     # since a subclass without generic bases of its own would inherit the attribute.
     for base in vars(cls).get("__orig_bases__", cls.__bases__):
         origin: Any = typing.get_origin(base) or base
-        if not isinstance(origin, type) or origin in (typing.Generic, typing.Protocol, object):
-            continue
-        args = [parse(arg, _namespace(cls)).bind(env) for arg in typing.get_args(base)]
-        inner: dict[TypeVar, Hint] = dict(
-            zip(getattr(origin, "__parameters__", ()), args, strict=False)
-        )
-        found.setdefault(origin, {}).update(inner)
-        _add_bases(origin, inner, found)
+        if isinstance(origin, type) and origin not in (typing.Generic, typing.Protocol, object):
+            yield origin, list(zip(_parameters(origin), typing.get_args(base), strict=False))
+
+
+def _handed_up(cls: type, given: Given) -> Values:
+    """The values of the type parameters of a class: those that are given, and those of parameters
+    that it hands to a base of which they are given (`class Sub(Box[U])`).
+
+    A parameter inside of another type (`Box[list[U]]`) has no value, so that the class' own fields
+    by it are unannotated.
+    """
+    values: dict[TypeVar, Hint] = {}
+    for base, arguments in _bases(cls):
+        known = _handed_up(base, given)
+        for parameter, argument in arguments:
+            if isinstance(argument, TypeVar) and parameter in known:
+                values[argument] = known[parameter]
+    return {**values, **given.get(cls, {})}
+
+
+def _add_values(cls: type, own: Values, given: Given, found: dict[type, Values]) -> None:
+    """Add the values of the type parameters of a class, and of all its bases (`class
+    B(A[Float[Array, "p q"]])`)."""
+    found[cls] = {**found.get(cls, {}), **own}
+    namespace = _namespace(cls, own)
+    for base, arguments in _bases(cls):
+        said = {parameter: parse(argument, namespace) for parameter, argument in arguments}
+        # Of what the class leaves open (`class Layered(Box[list[U]])`), the annotation may tell.
+        inner = dict(given.get(base, {}))
+        inner.update((parameter, hint) for parameter, hint in said.items() if hint is not NOTHING)
+        _add_values(base, inner, given, found)
