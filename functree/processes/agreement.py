@@ -3,7 +3,6 @@
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from itertools import zip_longest
-from os.path import commonprefix
 from typing import Self
 
 import jax
@@ -153,7 +152,7 @@ def _difference(lines: Sequence[list[str]], usual: int, others: Sequence[int]) -
         title += f", first in line {different[0][0]} of {len(lines[usual])}"
     text = [f"{title}:"]
     for _, here, there in different[:_MOST_LINES]:
-        begin = len(commonprefix([here, there]))
+        begin = _first_difference(here, there)
         text += [
             f"process {usual}: {_excerpt(here, begin)}",
             f"process {others[0]}: {_excerpt(there, begin)}",
@@ -161,6 +160,14 @@ def _difference(lines: Sequence[list[str]], usual: int, others: Sequence[int]) -
     if len(different) > _MOST_LINES:
         text.append(f"and in {len(different) - _MOST_LINES} more lines")
     return "\n".join(text)
+
+
+def _first_difference(here: str, there: str) -> int:
+    """The index of the first character that differs."""
+    for index, (one, other) in enumerate(zip(here, there, strict=False)):
+        if one != other:
+            return index
+    return min(len(here), len(there))
 
 
 _WIDTH = 300
