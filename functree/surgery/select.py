@@ -5,7 +5,7 @@ from copy import copy
 from dataclasses import fields, is_dataclass
 from itertools import chain
 from types import UnionType
-from typing import Any, Generic, TypeVar, get_args, get_origin
+from typing import Any, Generic, Literal, TypeVar, get_args, get_origin, overload
 
 import jax
 
@@ -211,6 +211,11 @@ class Selection(Generic[T]):
         by_path = dict(zip(self._paths, values, strict=True))
         return self._changed(lambda path, node: by_path[path])
 
+    # Two signatures, so that a type checker knows what a lambda takes.
+    @overload
+    def apply(self, fn: Callable[[Any], Any], with_path: Literal[False] = False) -> T: ...
+    @overload
+    def apply(self, fn: Callable[[Path, Any], Any], with_path: Literal[True]) -> T: ...
     def apply(self, fn: Callable[..., Any], with_path: bool = False) -> T:
         """The tree with the result of a function for each selected part.
 

@@ -266,7 +266,7 @@ USES: dict[str, Use] = {
     "Selection.expect": (ft.select(MODEL).at("up").expect, {"number": 1}),
     "Selection.set": (ft.select(MODEL).at("up").set, {"value": 1}),
     "Selection.set_each": (ft.select(MODEL).at("up").set_each, {"values": [1]}),
-    "Selection.apply": (ft.select(MODEL).at("up").apply, {"fn": lambda x: x}),
+    "Selection.apply": (ft.select(MODEL).at("up").apply, {"fn": lambda *given: given[-1], "with_path": False}),
     "Selection.insert_after": (ft.select([1, 2]).at("0").insert_after, {"value": 1}),
     "Selection.insert_before": (ft.select([1, 2]).at("0").insert_before, {"value": 1}),
     "State.set": (PIECES.set, {"ref": COUNTS.count, "value": jnp.ones(3)}),

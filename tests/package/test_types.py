@@ -193,6 +193,7 @@ MORE = {
     "(static, first, second)": "tuple[Skeleton, Model, Model]",
     "ft.select(model).at('w').set(x)": "Model",
     "ft.select(model).at('w').apply(lambda w: w)": "Model",
+    "ft.select(model).at('w').apply(lambda path, w: w, with_path=True)": "Model",
     "ft.select(model).partition()": "tuple[Model, Model]",
     "stacked[0]": "Model",
     "stacked[1:]": "Stacked[Model]",
