@@ -169,7 +169,7 @@ Values = Mapping[TypeVar, "Hint"]  # the values of type variables
 @dataclass(frozen=True, eq=False)
 class Namespace:
     """Where the names of an annotation are looked up: the module and the class in which it is
-    written, and the values of the type variables there."""
+    written, and the values of its type variables."""
 
     module: str
     names: Mapping[str, Any] = field(default_factory=dict)
@@ -563,8 +563,8 @@ def _handed_up(cls: type, given: Given) -> Values:
     """The values of the type parameters of a class: those that are given, and those of parameters
     that it hands to a base of which they are given (`class Sub(Box[U])`).
 
-    A parameter inside of another type (`Box[list[U]]`) has no value, so that the class' own fields
-    by it are unannotated.
+    A parameter that stands inside another type there (`Box[list[U]]`) has no value, so the class'
+    own fields of this type are unannotated.
     """
     values: dict[TypeVar, Hint] = {}
     for base, arguments in _bases(cls):
@@ -582,7 +582,7 @@ def _add_values(cls: type, own: Values, given: Given, found: dict[type, Values])
     namespace = _namespace(cls, own)
     for base, arguments in _bases(cls):
         said = {parameter: parse(argument, namespace) for parameter, argument in arguments}
-        # Of what the class leaves open (`class Layered(Box[list[U]])`), the annotation may tell.
+        # The annotation may say what the class leaves open (`class Layered(Box[list[U]])`).
         inner = dict(given.get(base, {}))
         inner.update((parameter, hint) for parameter, hint in said.items() if hint is not NOTHING)
         _add_values(base, inner, given, found)
