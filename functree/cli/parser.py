@@ -240,7 +240,7 @@ def mesh_sizes(text: str) -> dict[str, int]:
     for part in text.split(","):
         found = re.fullmatch(r"\s*([^\s=,]+)\s*=\s*([0-9]{1,9})\s*", part)
         if found is None or int(found[2]) < 1:
-            raise Failure(f"--mesh {text!r}: {part!r} is no size of a mesh axis: {_SIZES}")
+            raise Failure(f"--mesh {text!r}: {part!r} is not the size of a mesh axis: {_SIZES}")
         if found[1] in sizes:
             raise Failure(f"--mesh {text!r}: it has `{found[1]}` twice")
         sizes[found[1]] = int(found[2])

@@ -148,7 +148,7 @@ def refuse_deleted(
     Args:
         name: what reads them, for the message.
         paths: the paths of arrays, which begin with the name of an argument or a key of a tree.
-        arrays: the arrays, also those that are not deleted.
+        arrays: all arrays, including those which are not deleted.
         what: what one that is deleted is.
         why: what is wrong with it.
         whole: whether the arrays of each argument are all there. If not, each path is listed.

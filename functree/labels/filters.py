@@ -547,7 +547,7 @@ def check_wrt(wrt: FilterLike, leaves: Sequence[Leaf], whose: str) -> None:
     """Check that each pattern in a filter matches a leaf.
 
     With a misspelled pattern in `~ft.glob(...)`, parameters that should be frozen would be trained.
-    A class or a property may be that of no leaf: such filters are written for many models.
+    A class or a property may match no leaf, because such filters are written for many models.
 
     Args:
         wrt: the filter.

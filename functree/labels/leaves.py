@@ -223,6 +223,18 @@ def inside_of(context: Context, cls: type) -> Context:
     return Context((*within, cls), stack, given, buffer, pending, unread)
 
 
+def _in_module(
+    node: Tree, inside: Context, opened: tuple[GivenNames, ...], unread: Unread | None
+) -> Context:
+    """The context below a module, with its stack and with the names that are given at it."""
+    stack = inside.stack
+    if isinstance(node, Stack):
+        stack = (*stack, *node.stack_axes())
+    for given in opened:
+        stack = (*stack, *given.names.stack)
+    return Context(inside.within, stack, inside.given + opened, inside.buffer, None, unread)
+
+
 class _Walk:
     """One walk over a tree. What depends only on a class is looked up once for each class."""
 
@@ -371,16 +383,9 @@ class _Walk:
         # modules in it.
         if not isinstance(node, dict):
             opened = given_at(node, len(path), context.pending, self.names)
-            stack = context.stack
-            if isinstance(node, Stack):
-                stack = (*stack, *node.stack_axes())
-            for given in opened:
-                stack = (*stack, *given.names.stack)
             # A class with annotations of its own says itself what its leaves are.
             unread = None if fields else context.unread
-            inside = Context(
-                inside.within, stack, context.given + opened, context.buffer, None, unread
-            )
+            inside = _in_module(node, inside, opened, unread)
         attributes: dict[int, Hint] | None = None
         for key, child in kind.children(node):
             by_field = kind.by_field or type(key) is GetAttrKey

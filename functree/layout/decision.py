@@ -1,5 +1,7 @@
-"""A leaf ─► a `Decision`: what layouts have decided about each of its dimensions, and why; and what
-is wrong with it: the problems of a leaf, and the error for those of a tree."""
+"""A leaf ─► a `Decision`: what layouts have decided about each of its dimensions, and why.
+
+This module also has the problems of a leaf, and the error that lists the problems of a tree.
+"""
 
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence

@@ -1,5 +1,4 @@
-"""The axes of a leaf ─► mesh axes, by an ordered table of rules: `AxisRules`; and those of an
-activation, which is in no tree."""
+"""The axes of a leaf or an activation ─► mesh axes, by an ordered table of rules: `AxisRules`."""
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass

@@ -262,7 +262,7 @@ def _defaults(cls: Any) -> dict[str, Any] | None:
 
 
 def _dtype(text: str) -> Any:
-    """The dtype with this text, also that of random keys: `key<fry>`."""
+    """The dtype with this text, including the dtypes of random keys: `key<fry>`."""
     if text.startswith("key<"):
         implementation = key_implementation(text)
         if implementation is None:

@@ -117,13 +117,19 @@ class Selection(Generic[T]):
             or get_origin(what)
             or not callable(what)
         ):
-            return self._chosen(self._matched(as_filter(what)), f".where({as_filter(what)!r})")
+            selection = self._chosen(self._matched(as_filter(what)), f".where({as_filter(what)!r})")
+            # Arrays have no parts inside, so the innermost are the same.
+            selection._fits, selection._within = _always, selection._paths
+            return selection
         check_callback(what, "a filter")
         return self._outermost(_telling(what), f".where({_name(what)})")
 
     def innermost(self) -> "Selection[T]":
-        """Select the innermost parts that `.under` or `.where` with a function fits, instead of the
-        outermost.
+        """Select the innermost parts, instead of the outermost. This follows `.under(cls)` or
+        `.where(...)`.
+
+        Raises:
+            FunctreeError: if it follows something else, such as `.at(...)`.
 
         Examples:
             >>> tree = [1, [2, [3]]]
@@ -133,7 +139,11 @@ class Selection(Generic[T]):
             (Path('1.1'),)
         """
         if self._fits is None:
-            return self  # arrays have no parts inside
+            raise FunctreeValueError(
+                f"select({type(self._tree).__name__}){self._asked}.innermost(): there are no "
+                "innermost parts of an exact choice: write it right after `.under(cls)` or "
+                "`.where(...)`"
+            )
         found: list[Path] = []
         within = Selection(self._tree, self._within)
         for start, part in within._parts():
@@ -382,6 +392,10 @@ class Selection(Generic[T]):
 
 _Fits = Callable[[Path, Tree], bool]
 """Whether a node at a path is to be selected."""
+
+
+def _always(path: Path, node: Tree) -> bool:
+    return True
 
 
 def _telling(fits: Callable[[Path, Tree], Any]) -> _Fits:

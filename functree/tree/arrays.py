@@ -23,7 +23,7 @@ AnyArray = Union[jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct]  # noq
 """An array with values, traced or abstract, of JAX or numpy."""
 
 DType = Annotated[Any, "a dtype"]
-"""The dtype of an array. JAX has no class for those of random keys and of numbers together."""
+"""The dtype of an array. JAX has no common class for the dtypes of numbers and of random keys."""
 
 
 def is_array(value: object) -> TypeGuard[AnyArray]:
@@ -41,7 +41,7 @@ def _is_held(array: np.ndarray | np.generic) -> bool:
     """Whether JAX can hold a NumPy array."""
     dtype = array.dtype
     # Numbers of more than 8 bytes and texts of any length; objects, texts and dates; records, and
-    # bytes without a meaning, whose kind is that of bfloat16.
+    # bytes without a meaning, which have the kind of bfloat16.
     is_known = dtype.char not in "gGT" and dtype.kind not in "OUSMm" and dtype.type is not np.void
     return is_known and dtype.isnative and not isinstance(array, np.ma.MaskedArray)
 

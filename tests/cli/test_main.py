@@ -253,11 +253,11 @@ WRONG: dict[str, tuple[list[str], str]] = {
     ),
     "a mesh that is none": (
         ["plan", "demo:tree", "--mesh", "data=2,model", *RULES],
-        "--mesh 'data=2,model': 'model' is no size of a mesh axis: write sizes by name",
+        "--mesh 'data=2,model': 'model' is not the size of a mesh axis: write sizes by name",
     ),
     "a mesh axis without devices": (
         ["plan", "demo:tree", "--mesh", "data=0", *RULES],
-        "--mesh 'data=0': 'data=0' is no size of a mesh axis",
+        "--mesh 'data=0': 'data=0' is not the size of a mesh axis",
     ),
     "a mesh axis twice": (
         ["plan", "demo:tree", "--mesh", "data=2,data=2", *RULES],

@@ -387,7 +387,7 @@ BODIES: dict[str, tuple[Callable[[Head], Head], str]] = {
         lambda body: body | {"classes": [3]},
         "`rows.0.classes` is 3, and not",
     ),
-    "values elsewhere": (lambda body: body | {"arrays": "/tmp"}, "is no folder of values"),
+    "values elsewhere": (lambda body: body | {"arrays": "/tmp"}, "is not a folder of values"),
     "no rows": (lambda body: body | {"rows": {}}, "`rows` is {}, and not a list"),
 }
 

@@ -260,5 +260,5 @@ def test_a_manifest_names_no_folder_elsewhere(tmp_path: Path) -> None:
     found = Manifest.from_json(manifest.read_text(), manifest)
     for name in ("../other", "/tmp", "arrays-x", ""):
         manifest.write_text(found._replace(arrays=name).to_json())
-        with raises("is not the manifest of a checkpoint:", "is no folder of values"):
+        with raises("is not the manifest of a checkpoint:", "is not a folder of values"):
             ft.restore(tmp_path / "c", TREE)

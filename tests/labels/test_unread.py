@@ -156,7 +156,7 @@ def test_what_is_not_found(tree: Any, paths: list[str]):
         with raises(
             fragment,
             f"has no axis names: its class {name} is registered with JAX without keys that name its fields, so it is "
-            "not known which annotation is that of which child, and rules shard axes by name",
+            "not known which annotation belongs to which child, and rules shard axes by name",
             "Try: register it with keys (`jax.tree_util.register_pytree_with_keys_class`, with `GetAttrKey` and the name "
             "of the field), give `names=` to the rules, lay it out by a path filter, or leave it unsharded by these rules with `unnamed=P()`",
         ):

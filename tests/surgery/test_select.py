@@ -343,6 +343,22 @@ def test_innermost() -> None:
         ft.select(tree).under(str).innermost().set(0)
 
 
+@pytest.mark.parametrize(
+    "choose",
+    [
+        lambda selection: selection,
+        lambda selection: selection.at("1"),
+        lambda selection: selection.under(list).at("1"),
+        lambda selection: selection.at(lambda tree: tree[1]),
+        lambda selection: selection.under(list).innermost(),
+    ],
+)
+def test_innermost_of_an_exact_choice_is_an_error(choose: Any) -> None:
+    """It would silently be the outermost."""
+    with raises("write it right after `.under(cls)` or `.where(...)`"):
+        choose(ft.select([1, [2, [3]]])).innermost()
+
+
 def test_apply_with_the_path() -> None:
     tree = {"a": 1, "b": [2, 3]}
     named = ft.select(tree).under(int).apply(lambda path, x: (str(path), x), with_path=True)

@@ -168,8 +168,8 @@ class Manifest(NamedTuple):
         # What it names is read, and removed when the checkpoint is: never a path elsewhere.
         if manifest.arrays is not None and not is_values_name(manifest.arrays):
             raise CheckpointFileError(
-                f"{where} is not the manifest of a checkpoint: {manifest.arrays!r} is no folder of "
-                "values"
+                f"{where} is not the manifest of a checkpoint: {manifest.arrays!r} is not a folder "
+                "of values"
             )
         return manifest
 

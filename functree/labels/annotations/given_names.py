@@ -190,7 +190,7 @@ equinox_names: Mapping[type, Names] = MappingProxyType(
             names(weight="out_channels in_channels ...", bias="out_channels ..."),
         ),
         eqx.nn.Embedding: names(weight="num_embeddings embedding_size"),
-        # The first dimension has the gates one behind the other, so it has no name.
+        # The first dimension concatenates the gates, so it has no name.
         eqx.nn.GRUCell: names(
             weight_ih="_ input_size", weight_hh="_ hidden_size", bias="_", bias_n="hidden_size"
         ),

@@ -52,7 +52,7 @@ class Dim(NamedTuple):
 
     @property
     def anonymous(self) -> bool:
-        """Whether the size is not compared with that of other dimensions: `_b`, `_`, `...`."""
+        """Whether the size is not compared with other dimensions: `_b`, `_`, `...`."""
         return "_" in self.modifiers or self.body in ("", "...")
 
     @property
@@ -538,8 +538,8 @@ def _read(cls: type, given: Given) -> Mapping[str, Hint]:
 
 
 def _namespace(cls: type, values: Values) -> Namespace:
-    """The names that the annotations of a class may use: those of its module and its body, and its
-    own name."""
+    """The names that a class's annotations may use: its own name, and the names in its module and
+    its body."""
     # Python keeps the parameters of `class Box[T]` in `__type_params__` only.
     parameters = {p.__name__: p for p in getattr(cls, "__type_params__", ())}
     return Namespace(cls.__module__, {**vars(cls), **parameters, cls.__name__: cls}, values)
@@ -560,11 +560,11 @@ def _bases(cls: type) -> Iterator[tuple[type, list[tuple[TypeVar, Any]]]]:
 
 
 def _handed_up(cls: type, given: Given) -> Values:
-    """The values of the type parameters of a class: those that are given, and those of parameters
-    that it hands to a base of which they are given (`class Sub(Box[U])`).
+    """The values of a class's type parameters. They are given for the class, or for a base to which
+    it hands the parameter (`class Sub(Box[U])`).
 
-    A parameter that stands inside another type there (`Box[list[U]]`) has no value, so the class'
-    own fields of this type are unannotated.
+    A parameter inside another type (`class Listed(Box[list[U]])`) has no value. Fields of the class
+    with this type are unannotated.
     """
     values: dict[TypeVar, Hint] = {}
     for base, arguments in _bases(cls):

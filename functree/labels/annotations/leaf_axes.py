@@ -297,7 +297,7 @@ def without_keys(cls: type) -> Unread:
     """Why the annotations of a class say nothing about its children."""
     return (
         f"its class {cls.__name__} is registered with JAX without keys that name its fields, so "
-        "it is not known which annotation is that of which child",
+        "it is not known which annotation belongs to which child",
         "register it with keys (`jax.tree_util.register_pytree_with_keys_class`, with "
         "`GetAttrKey` and the name of the field)",
     )

@@ -105,8 +105,8 @@ def table_groups(rows: Sequence[Row]) -> list[Group]:
 
 
 def _above_parameter(row: Row, by_path: Mapping[Path, Row]) -> Path | None:
-    """The path above that of the parameter in the path of an array that is sharded as this; None
-    for other arrays: `opt_state.0.mu` for `opt_state.0.mu.w`."""
+    """The beginning of an array's path, before the path of the parameter that it follows:
+    `opt_state.0.mu` for `opt_state.0.mu.w`. None unless both are sharded alike."""
     parameter = None if row.follows is None else by_path.get(row.follows)
     if parameter is None or _sharded(row) != _sharded(parameter):
         return None

@@ -441,7 +441,7 @@ class Form:
         try:
             arrays = self.take(tree)
         except FunctreeTypeError:
-            # Its static data cannot be compared with that of another function's trees.
+            # Its static data cannot be compared with the static data of another function's trees.
             return False
         return type(arrays) is list and all(map(is_array, arrays))
 
