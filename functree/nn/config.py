@@ -134,8 +134,8 @@ class TransformerConfig:
         problems = [*_head_problems(self), *_expert_problems(self)]
         problems += context_problems(self.attention, self.context)
         check("no transformer can be built with these fields", *problems, **kinds)
-        # One spelling: a config is static, and what is static is compared by type too. With
-        # rope_theta=10_000 and 10_000.0 equal models would be compiled twice.
+        # One spelling: equal dtypes such as `jnp.float32` and `"float32"` have unequal hashes, and
+        # the numbers of NumPy have no JSON.
         for name in _DTYPES:
             object.__setattr__(self, name, jnp.dtype(getattr(self, name)))
         for name in _SIZES:

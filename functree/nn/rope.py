@@ -64,7 +64,7 @@ class Llama3Rope:
             raise FunctreeValueError(
                 f"Llama3Rope(low={self.low}, high={self.high}): `high` must be above `low`"
             )
-        # One spelling (8 is 8.0): what is static is compared by type too.
+        # One spelling: the numbers of NumPy have no JSON.
         for name in numbers:
             object.__setattr__(self, name, float(getattr(self, name)))
         object.__setattr__(self, "original", int(self.original))

@@ -24,7 +24,7 @@ class Packed(PackedTree, Generic[T]):
 
     Attributes:
         arrays: the arrays of the tree, in JAX's order.
-        static: everything else; hashable, and equal by value and type.
+        static: everything else; hashable, and equal by value.
         tree: the tree that was packed, with the arrays of this `Packed`.
 
     Examples:

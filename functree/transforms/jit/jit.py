@@ -72,10 +72,11 @@ def jit(
 
     Rules read the annotations of the function's parameters and result, and of the modules in them.
 
-    Arrays are traced, NumPy's too. Every other value is static, by type and value; this includes
-    Python numbers. What is bound to the function (`self`, the arguments of a partial, a module that
-    is called) is an argument too, and its arrays are traced. As in JAX, a call returns before the
-    computation is done. The function is traced once for each compilation.
+    Arrays are traced, NumPy's too. Every other leaf is static, by type and value; this includes
+    Python numbers. Static data of modules is compared by `==`, as in JAX. What is bound to the
+    function (`self`, the arguments of a partial, a module that is called) is an argument too, and
+    its arrays are traced. As in JAX, a call returns before the computation is done. The function is
+    traced once for each compilation.
 
     Args:
         fun: a function, a method, a partial, or a callable module.
