@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import pickle
 import weakref
 from typing import Any
 
@@ -417,3 +418,15 @@ def test_a_moment_on_another_mesh_follows_its_parameter(mesh: Mesh):
     moved = eqx.tree_at(lambda ts: ts.opt_state[0].mu["w"], ts, elsewhere)
     moment = ft.plan(ts, ft.plan(moved), mesh)["opt_state.0.mu.w"]
     assert moment.spec == P("data") and moment.reason == "as model.w"
+
+
+def test_a_plan_of_modules_is_pickled_without_its_tree() -> None:
+    model = eqx.nn.Linear(4, 8, key=jax.random.key(0))
+    plan = ft.plan(model, P("data"), {"data": 2})
+    again = pickle.loads(pickle.dumps(plan))
+    assert again == plan and again["weight"] == plan["weight"]
+    assert ft.plan(model, again, {"data": 2}).specs.weight == plan.specs.weight
+    with pytest.raises(ft.ShardingError, match="plan your tree by it"):
+        _ = again.specs
+    for copied in (copy.copy(plan), copy.deepcopy(plan)):
+        assert copied.specs.weight == plan.specs.weight

@@ -1,5 +1,6 @@
 """A tree taken apart and put together: the same tree, whatever the filters."""
 
+import pickle
 import re
 from collections import OrderedDict
 from collections.abc import Callable
@@ -266,3 +267,10 @@ def test_a_filter_that_names_nothing_of_the_tree(case: str) -> None:
 def test_a_filter_by_a_property_may_match_nothing(written: Any) -> None:
     _, part, rest = ft.split(two(), written, ...)
     assert len(jax.tree.leaves(part)) + len(jax.tree.leaves(rest)) == 4
+
+
+@pytest.mark.parametrize("static", [lambda tree: ft.split(tree)[0], ft.pack])
+def test_static_data_cannot_be_pickled(static: Callable[[Any], Any]) -> None:
+    """JAX's treedef of an Equinox module would be unpickled, and fail where it is used."""
+    with raises("cannot be pickled", "pickle the tree itself"):
+        pickle.dumps(static(model()))

@@ -58,7 +58,7 @@ class Plan(Layout):
     problems: tuple[Problem, ...] = field(compare=False)
     unused: tuple[str, ...] = field(compare=False)
     unused_names: tuple[str, ...] = field(compare=False)
-    # The rows have the paths of the tree, and a plan of a JSON has no tree.
+    # The rows have the paths of the tree. A plan from JSON or a pickle has no tree.
     _skeleton: Skeleton | None = field(compare=False)
     _by_path: dict[Path, Row] = field(compare=False)
 
@@ -82,6 +82,15 @@ class Plan(Layout):
             _by_path=rows_by_path(rows),
         )
 
+    def __copy__(self) -> "Plan":
+        return self  # it is immutable
+
+    def __deepcopy__(self, memo: dict[int, object]) -> "Plan":
+        return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_skeleton": None}  # which cannot be pickled
+
     @property
     def view(self) -> MeshView:
         """The mesh, or its sizes, as a `MeshView`."""
@@ -93,7 +102,7 @@ class Plan(Layout):
         leaves.
 
         Raises:
-            ShardingError: the plan was read from JSON, which has no tree.
+            ShardingError: the plan was read from JSON or a pickle, which have no tree.
         """
         return self._tree().spread(row.spec for row in self.rows)
 
@@ -103,7 +112,7 @@ class Plan(Layout):
 
         Raises:
             ShardingError: the plan was made for sizes and not for a mesh, it has problems, or an
-                array has no spec; it was read from JSON, which has no tree.
+                array has no spec; it was read from JSON or a pickle, which have no tree.
         """
         if self.problems:
             raise refuse(self.problems, self.view)
@@ -112,7 +121,7 @@ class Plan(Layout):
     def _tree(self) -> Skeleton:
         """The tree without its arrays."""
         if self._skeleton is None:
-            why = "this plan was read from JSON, which has the paths of the tree and not the tree"
+            why = "this plan was read from JSON or a pickle, which have the paths of the tree alone"
             raise ShardingError(f"{why}: plan your tree by it, `ft.plan(tree, plan, mesh)`")
         return self._skeleton
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 from jax.tree_util import GetAttrKey, tree_flatten
@@ -157,6 +157,14 @@ class Skeleton:
 
     def __deepcopy__(self, memo: dict[int, object]) -> "Skeleton":
         return self  # it is immutable
+
+    def __reduce__(self) -> Any:
+        # Equinox compares some objects in its treedefs by identity, and pickle copies them: the
+        # treedef would be unpickled, and fail where it is used.
+        raise FunctreeTypeError(
+            "static data of a tree (of `ft.split` or `ft.pack`) cannot be pickled, because JAX's "
+            "treedefs of Equinox modules cannot: pickle the tree itself"
+        )
 
     def __eq__(self, other: object) -> bool:
         if self is other:
