@@ -1,10 +1,10 @@
-"""What Muon costs on sharded matrices, by itself and by `ft.whole_matrices`; what a batch in pieces
+"""What Muon costs on sharded matrices, by itself and by `ft.whole_matrices`; what micro-batches
 moves and holds.
 
     python benchmarks/optimizers.py bytes                 # 12 matrices: what the program for CPUs moves
     python benchmarks/optimizers.py target tpu:v5e:2x4    # a small transformer compiled for TPUs, beside AdamW
     python benchmarks/optimizers.py step                  # the time of a training step, beside AdamW's
-    python benchmarks/optimizers.py pieces tpu:v5e:2x4    # `ft.accumulate` in 4 pieces, compiled for TPUs
+    python benchmarks/optimizers.py batches tpu:v5e:2x4   # `ft.accumulate` over 4 micro-batches, compiled for TPUs
 
 What is compiled for TPUs needs the extra `functree[tpu]`, and no TPU.
 """
@@ -209,10 +209,10 @@ def timed(rounds: int, batch: int, seq: int) -> None:
         print(f"| {name} | {statistics.median(own) * 1000:.0f} | {ratio:.2f} | {limit} |")
 
 
-# --- A batch in pieces
+# --- Micro-batches
 # ---------------------------------------------------------------------------------------------
 
-PIECES = 4
+STEPS = 4
 DATA = ft.AxisRules({"batch": "data", ...: None})
 
 
@@ -241,34 +241,35 @@ def of_text(model: ft.nn.Transformer, tokens: Int[Array, "batch seq"]) -> Array:
     return ft.nn.cross_entropy(model, tokens[:, :-1], tokens[:, 1:])
 
 
-def in_pieces(target: str) -> None:
-    """Print what a gradient of a batch in pieces moves and holds on each device."""
+def micro_batches(target: str) -> None:
+    """Print what a gradient over micro-batches moves and holds on each device."""
     mesh = ft.make_mesh(target=target, data=8)
-    print(f"{machine('jax', 'optax')}; {target}, `data=8`, {PIECES} pieces; MiB on each device\n")
-    print("| model | gather | gathered | scattered | summed | otherwise | at the peak | named |")
+    print(
+        f"{machine('jax', 'optax')}; {target}, `data=8`, {STEPS} micro-batches; MiB on each device\n"
+    )
+    print("| model | over | gathered | scattered | summed | otherwise | at the peak | named |")
     print("|---|---|---|---|---|---|---|---|")
     x = jax.ShapeDtypeStruct((4096, 1024), jnp.float32)
     fsdp = DATA | ft.FSDP("data", axes="embed")
-    for gather in (None, "each", "once"):
+    for over in ("whole", None, "data"):
         name = "8 matrices of 1024 × 1024, FSDP"
-        print_pieces(name, gather, of_layers, fsdp, mesh, ft.abstract(eight)(), x)
+        print_row(name, over, of_layers, fsdp, mesh, ft.abstract(eight)(), x)
     make = ft.abstract(ft.nn.Transformer.create)
     model = make(config(2, 512, 512), key=jax.random.key(0))
     tokens = jax.ShapeDtypeStruct((64, 513), jnp.int32)
-    for gather in (None, "each", "once"):
+    for over in ("whole", None, "data"):
         for name, layout in (("FSDP", DATA | ft.FSDP("data")), ("data parallel", DATA)):
-            if gather != "once" or name == "FSDP":
-                what = f"a transformer of 2 layers, {name}"
-                print_pieces(what, gather, of_text, layout, mesh, model, tokens)
+            what = f"a transformer of 2 layers, {name}"
+            print_row(what, over, of_text, layout, mesh, model, tokens)
 
 
-def print_pieces(
-    name: str, gather: Any, loss: Any, layout: ft.Layout, mesh: Any, model: Any, batch: Any
+def print_row(
+    name: str, over: str | None, loss: Any, layout: ft.Layout, mesh: Any, model: Any, batch: Any
 ) -> None:
-    """Print a row of the table; the whole batch if `gather` is None."""
+    """Print a row of the table; the whole batch if `over` is "whole"."""
     step = ft.value_and_grad(loss)
-    if gather is not None:
-        step = ft.accumulate(step, PIECES, gather=gather)
+    if over != "whole":
+        step = ft.accumulate(step, STEPS, over=over)
     compiled = ft.jit(step, in_shardings=(layout, ft.P("data")), mesh=mesh, rules=layout)
     ledger = compiled.lower(model, batch).compile().ledger()
     moved = dict.fromkeys(("all-gather", "reduce-scatter", "all-reduce", "otherwise"), 0)
@@ -276,7 +277,7 @@ def print_pieces(
         kind = one.kind if one.kind in moved else "otherwise"
         moved[kind] += one.bytes * (one.count or 1)
     cells = " | ".join(f"{one / MIB:.1f}" for one in (*moved.values(), ledger.memory.peak))
-    how = "(the whole batch)" if gather is None else f'`"{gather}"`'
+    how = "(the whole batch)" if over == "whole" else f"`{over!r}`"
     print(f"| {name} | {how} | {cells} | {ledger.attributed:.1%} |", flush=True)
 
 
@@ -292,13 +293,13 @@ def main() -> None:
     step.add_argument("--rounds", type=int, default=20)
     step.add_argument("--batch", type=int, default=8)
     step.add_argument("--seq", type=int, default=256)
-    pieces = commands.add_parser("pieces", help="a batch in pieces, compiled for TPUs")
-    pieces.add_argument("target", nargs="?", default="tpu:v5e:2x4")
+    batches = commands.add_parser("batches", help="micro-batches, compiled for TPUs")
+    batches.add_argument("target", nargs="?", default="tpu:v5e:2x4")
     options = parser.parse_args()
     if options.command == "bytes":
         twelve()
-    elif options.command == "pieces":
-        in_pieces(options.target)
+    elif options.command == "batches":
+        micro_batches(options.target)
     elif options.command == "target":
         on_target(options.target, options.layers)
     else:

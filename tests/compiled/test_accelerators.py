@@ -755,7 +755,7 @@ def test_a_quantizing_dot_general_multiplies_int8() -> None:
     assert len(narrow) == 6 and len(operands) == 7
 
 
-# A batch in pieces
+# Micro-batches
 
 
 class Matrices(eqx.Module):
@@ -769,14 +769,16 @@ class Matrices(eqx.Module):
         return x
 
 
-def in_pieces(loss: Any, layout: Any, gather: str, mesh: Any, model: Any, *batch: Any) -> Any:
-    step = ft.accumulate(ft.value_and_grad(loss), 4, gather=gather)  # pyright: ignore
+def in_micro_batches(
+    loss: Any, layout: Any, over: str | None, mesh: Any, model: Any, *batch: Any
+) -> Any:
+    step = ft.accumulate(ft.value_and_grad(loss), 4, over=over)
     shardings = (layout, *[ft.P("data")] * len(batch))
     return ft.jit(step, rules=layout, mesh=mesh, in_shardings=shardings).lower(model, *batch)
 
 
-@pytest.mark.parametrize("gather", ["each", "once"])
-def test_parameters_are_gathered_once_for_all_pieces(gather: str) -> None:
+@pytest.mark.parametrize("over", [None, "data"])
+def test_parameters_are_gathered_once_for_all_micro_batches(over: str | None) -> None:
     """Eight matrices of 4 MiB, fully sharded over 8 devices; the TPU gathers them in bfloat16."""
     model = ft.abstract(lambda: Matrices([jnp.ones((1024, 1024)) for _ in range(8)]))()
     x = jax.ShapeDtypeStruct((4096, 1024), jnp.float32)
@@ -786,8 +788,9 @@ def test_parameters_are_gathered_once_for_all_pieces(gather: str) -> None:
 
     mesh = ft.make_mesh(data=8, target=TARGETS["tpu"])
     layout = ft.AxisRules({"batch": "data", ...: None}) | ft.FSDP("data", axes="embed")
-    ledger = in_pieces(loss, layout, gather, mesh, model, x, x).compile().ledger()
-    times = 4 if gather == "each" else 1
+    lowered = in_micro_batches(loss, layout, over, mesh, model, x, x)
+    ledger = lowered.compile().ledger()
+    times = 4 if over is None else 1
     assert ledger.totals() == {
         ("all-gather", ("data",)): times * 16 * 2**20,
         ("reduce-scatter", ("data",)): times * 4 * 2**20,
@@ -802,7 +805,7 @@ def test_parameters_are_gathered_once_for_all_pieces(gather: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["DP", "FSDP+TP"])
-def test_a_stack_in_pieces(name: str) -> None:
+def test_a_stack_over_micro_batches(name: str) -> None:
     """No gradient is summed in a loop: with few heads, which a TPU scatters only with its blocks in
     front, too."""
     rules = LAYOUTS[name] if name in LAYOUTS else ft.AxisRules({"batch": "data", ...: None})
@@ -812,7 +815,7 @@ def test_a_stack_in_pieces(name: str) -> None:
     def loss(model: Any, tokens: Int[Array, "batch seq"]) -> Array:
         return ft.nn.cross_entropy(model, tokens[:, :-1], tokens[:, 1:])
 
-    lowered = in_pieces(loss, rules, "once", mesh_of("tpu"), model, tokens)
+    lowered = in_micro_batches(loss, rules, "data", mesh_of("tpu"), model, tokens)
     moved = [one for one in lowered.compile().ledger().collectives if one.mesh_axes == ("data",)]
     names = Counter(str(one.path) for one in moved)
     # Its sum, and before the loop what is gathered of it.

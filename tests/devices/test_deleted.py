@@ -145,6 +145,7 @@ def average(ts: ft.TrainState) -> Any:
     return ts.opt_state.average
 
 
+BATCH = ft.shard(jnp.ones(4), P(), MESH)
 TX = optax.sgd(0.1)
 EMA = ft.with_ema(TX, 0.9)
 STATE = ft.TrainState.create(dense(), EMA)
@@ -167,8 +168,8 @@ DOORS: dict[str, tuple[str, str, Callable[[Dense], Any]]] = {
     "grad of others": ("grad", "bias", ft.grad(total, wrt="weight")),
     "value_and_grad": ("grad", "bias", ft.value_and_grad(total, layout=RULES)),
     "another argument of grad": ("grad", "x.bias", lambda m: ft.grad(applied)(jnp.ones(()), m)),
-    "accumulate": ("accumulate", "m.bias", lambda m: ft.accumulate(applied, 2)(m, jnp.ones(4))),
-    "its batch": ("accumulate", "x.bias", lambda m: ft.accumulate(applied, 2)(jnp.ones(4), m)),
+    "accumulate": ("applied", "m.bias", lambda m: ft.accumulate(applied, 2)(m, BATCH)),
+    "its batch": ("applied", "x.bias", lambda m: ft.accumulate(applied, 2)(BATCH, m)),
     "jit": ("total", "layer.bias", ft.jit(total)),
     "jit, lowered": ("total", "layer.bias", lambda m: ft.jit(total).lower(m)),
     "init": ("same", "m.bias", lambda m: ft.init(same, RULES, MESH)(m)),

@@ -145,8 +145,11 @@ USES: dict[str, Use] = {
     "abstract": (lambda **k: ft.abstract(**k)(), {"make": lambda: jnp.ones((8, 8)), "layout": P("data"), "mesh": MESH}),
     "init": (lambda **k: ft.init(**k)(), {"make": lambda: jnp.ones((8, 8)), "layout": P("data"), "mesh": MESH}),
     "accumulate": (
-        lambda **k: ft.accumulate(**k)(X),
-        {"fn": lambda x: x.sum(), "steps": 2, "keys": (), "carry": (), "gather": "each"},
+        lambda **k: ft.accumulate(**k)(X, X),
+        {
+            "fn": ft.grad(lambda x, y: x.sum() * y.sum()), "steps": 2, "batch": "y", "keys": (), "carry": (),
+            "weighted": False, "over": None,
+        },
     ),
     "apply_gradients": (
         lambda extra, **k: ft.apply_gradients(**k),

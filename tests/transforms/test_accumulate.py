@@ -1,5 +1,6 @@
-"""`ft.accumulate`: a batch in pieces is the whole batch, and moves nothing."""
+"""`ft.accumulate`: a batch in micro-batches is the whole batch, and its examples stay where they are."""
 
+import functools
 import re
 from collections.abc import Callable
 from typing import Any
@@ -9,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import Array
+from jaxtyping import Float
 
 import functree as ft
 from tests.lib.checks import raises
@@ -53,29 +55,121 @@ def test_equals_the_whole_batch(steps: int):
     assert_close(ft.accumulate(ft.grad(loss), steps)(MODEL, X, Y), WANT[1])
 
 
+# On a mesh
+
+
+def total(model: Any, seen: Any, x: Array, y: Array, mask: Array, key: Array, over: bool) -> Any:
+    """The sum of the losses of the examples that are not masked, the number of these, and the
+    numbers that are carried."""
+    scale = 1 + jax.vmap(jax.random.uniform)(key)
+    losses = jnp.mean((model(x) - y) ** 2, axis=1) * scale * mask
+    tokens = jnp.sum(mask)
+    of_all = jax.lax.psum(tokens, "data") if over else tokens
+    return losses.sum(), (tokens, {"steps": seen["steps"] + 1, "tokens": seen["tokens"] + of_all})
+
+
+def mean(model: Any, seen: Any, x: Array, y: Array, mask: Array, key: Array, over: bool) -> Any:
+    """The same as a mean over all examples."""
+    value, (_, seen) = total(model, seen, x, y, mask, key, over)
+    return value / len(x), seen
+
+
+MASK = jnp.asarray([1, 1, 0, 0, 1, 1, 1, 0, 1, 1, 1, 1, 0, 1, 1, 1], jnp.float32)
+SEEN = {"steps": jnp.int32(0), "tokens": jnp.float32(0)}
+BATCH = (X, Y, MASK, jax.random.split(jax.random.key(4), 16))
+
+
+@functools.cache
+def of_the_whole_batch(weighted: bool) -> Any:
+    """The value and the gradients, without devices."""
+    if not weighted:
+        (value, _), gradient = ft.value_and_grad(mean, has_aux=True)(MODEL, SEEN, *BATCH, False)
+        return value, gradient
+    both = ft.value_and_grad(total, has_aux=True)
+    (value, (tokens, _)), gradient = both(MODEL, SEEN, *BATCH, False)
+    return jax.tree.map(lambda one: one / tokens, (value, gradient))
+
+
+@pytest.mark.parametrize("explicit", [False, True], ids=["auto", "explicit"])
+@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("steps", [1, 2, 4])
+@pytest.mark.parametrize("weighted", [False, True], ids=["mean", "weighted"])
+@pytest.mark.parametrize("over", [None, "data"])
+def test_on_a_mesh(over: Any, weighted: bool, steps: int, name: str, explicit: bool):
+    mesh = ft.make_mesh(data=2, model=4, explicit=explicit)
+    rules, layout = LAYOUTS[name]
+    model, batch = ft.shard(MODEL, layout, mesh), ft.shard(BATCH, P("data"), mesh)
+    gradient = ft.value_and_grad(
+        total if weighted else mean, has_aux=True, layout=None if explicit else layout
+    )
+    step = ft.accumulate(
+        gradient, steps, keys="key", carry="seen", batch=("x", "y", "mask", "over"), weighted=weighted,
+        over=over,
+    )  # fmt: skip
+    run = ft.jit(step, rules=rules, mesh=mesh)
+    (value, aux), found = run(model, ft.shard(SEEN, P(), mesh), *batch, over is not None)
+    assert_close((value, found), of_the_whole_batch(weighted))
+    tokens, seen = aux if weighted else (MASK.sum(), aux)
+    assert tokens == MASK.sum() and seen == {"steps": steps, "tokens": MASK.sum()}
+    for one, parameter in zip(jax.tree.leaves(found), jax.tree.leaves(model), strict=True):
+        assert one.sharding.is_equivalent_to(parameter.sharding, one.ndim)
+
+
+def named(model: Any, x: Float[Array, "batch embed"], y: Float[Array, "batch embed"]) -> Array:
+    return loss(model, x, y)
+
+
+@pytest.mark.parametrize("explicit", [False, True], ids=["auto", "explicit"])
+@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("over", [None, "data"])
+def test_what_is_moved(over: Any, name: str, explicit: bool):
+    """No example, and with `over=` all that is as large as a gradient once."""
+    mesh = ft.make_mesh(data=2, model=4, explicit=explicit)
+    rules, layout = LAYOUTS[name]
+    model, (x, y) = ft.shard(MODEL, layout, mesh), ft.shard((X, Y), P("data"), mesh)
+    whole = ft.value_and_grad(named, layout=None if explicit else layout)
+    once, step = (
+        ft.jit(f, rules=rules, mesh=mesh).lower(model, x, y).compile()
+        for f in (whole, ft.accumulate(whole, 4, over=over))
+    )
+    kinds = set(collectives(step))
+    if over is None:
+        assert kinds <= set(collectives(once))
+        return
+    assert not kinds & {"all-to-all", "collective-permute"}
+    over_data = [one for one in step.ledger().collectives if "data" in one.mesh_axes]
+    assert over_data and all(one.count == 1 for one in over_data)
+    gathered = [one for one in over_data if one.kind == "all-gather"]
+    scattered = [one for one in over_data if one.kind == "reduce-scatter"]
+    sharded = name in ("fsdp", "both")
+    assert bool(gathered) == sharded and bool(scattered) == sharded
+
+
+@pytest.mark.parametrize("devices", [1, 2, 4, 8])
+def test_a_masked_mean_is_exact_on_every_mesh(devices: int):
+    """Micro-batches and shards have unequal numbers of tokens."""
+    mesh = ft.make_mesh(data=devices)
+    mask = ft.shard(jnp.asarray(np.arange(16) >= 6, jnp.float32), P("data"), mesh)
+
+    def of_tokens(w: Array, x: Array, mask: Array) -> Any:
+        return jnp.sum((x @ w) ** 2 * mask), jnp.sum(mask)
+
+    w, x = ft.shard(jnp.ones(16), P(), mesh), ft.shard(X, P("data"), mesh)
+    wanted = jax.grad(lambda w: jnp.mean((X[6:] @ w) ** 2))(jnp.ones(16))
+    for over in (None, "data"):
+        step = ft.accumulate(
+            ft.grad(of_tokens, has_aux=True, layout=P()), 2, weighted=True, over=over
+        )
+        gradient, tokens = ft.jit(step, mesh=mesh)(w, x, mask)
+        assert tokens == 10
+        np.testing.assert_allclose(gradient, wanted, rtol=0, atol=1e-6 * abs(wanted).max())
+
+
 def collectives(compiled: Any) -> list[str]:
     kinds = "all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter"
     return re.findall(rf" ({kinds})(?:-start)?\(", compiled.as_text())
 
 
-@pytest.mark.filterwarnings("ignore:accumulate. gradients may:functree.FunctreeWarning")
-@pytest.mark.parametrize("explicit", [False, True], ids=["auto", "explicit"])
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_on_a_mesh_it_equals_the_whole_batch_and_moves_no_examples(name: str, explicit: bool):
-    mesh = ft.make_mesh(data=2, model=4, explicit=explicit)
-    rules, layout = LAYOUTS[name]
-    model, (x, y) = ft.shard(MODEL, layout, mesh), ft.shard((X, Y), P("data"), mesh)
-    whole = ft.value_and_grad(loss, layout=None if explicit else layout)
-    once, pieces = (ft.jit(f, rules=rules, mesh=mesh) for f in (whole, ft.accumulate(whole, 4)))
-    found = pieces(model, x, y)
-    assert_close(found, WANT)
-    for gradient, parameter in zip(jax.tree.leaves(found[1]), jax.tree.leaves(model), strict=True):
-        assert gradient.sharding.is_equivalent_to(parameter.sharding, gradient.ndim)
-    moved, needed = (set(collectives(f.lower(model, x, y).compile())) for f in (pieces, once))
-    assert moved <= needed
-
-
-@pytest.mark.filterwarnings("ignore:accumulate. gradients may:functree.FunctreeWarning")
 def test_each_device_keeps_its_part_of_the_batch():
     mesh = ft.make_mesh(data=8)
     x, y = ft.shard((X, Y), P("data"), mesh)
@@ -85,19 +179,15 @@ def test_each_device_keeps_its_part_of_the_batch():
     assert set(collectives(compiled)) == {"all-reduce"}
 
 
-def test_pieces_are_strided():
+def test_micro_batches_are_strided():
     seen = ft.accumulate(lambda scale, x: x * scale, 2)(jnp.float32(1), jnp.arange(6.0))
     assert seen.tolist() == [0.5, 2.5, 4.5]  # the mean of (0, 2, 4) and (1, 3, 5)
 
 
-def test_memory_is_that_of_a_piece():
+def test_memory_is_that_of_a_micro_batch():
     x = jnp.ones((4096, 16))
-    once, pieces = (
-        jax.jit(f).lower(MODEL, x, x).compile() for f in (BOTH, ft.accumulate(BOTH, 16))
-    )
-    assert (
-        8 * pieces.memory_analysis().temp_size_in_bytes < once.memory_analysis().temp_size_in_bytes
-    )
+    once, step = (jax.jit(f).lower(MODEL, x, x).compile() for f in (BOTH, ft.accumulate(BOTH, 16)))
+    assert 8 * step.memory_analysis().temp_size_in_bytes < once.memory_analysis().temp_size_in_bytes
 
 
 @pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
@@ -108,8 +198,8 @@ def test_traced_once(jit: bool):
         traces.append(1)
         return loss(model, x, y)
 
-    pieces = ft.accumulate(ft.value_and_grad(counted), 4)
-    (ft.jit(pieces) if jit else pieces)(MODEL, X, Y)
+    step = ft.accumulate(ft.value_and_grad(counted), 4)
+    (ft.jit(step) if jit else step)(MODEL, X, Y)
     assert len(traces) == 1
 
 
@@ -154,7 +244,7 @@ def test_numpy_batches_and_none_and_trees():
 
 AUX: dict[str, tuple[Callable[[Array], Any], Callable[[Any], bool]]] = {
     "a mean": (lambda x: x.mean(), lambda a: np.allclose(a, X.mean(), atol=1e-6)),
-    "an integer, of the last piece": (
+    "an integer, of the last micro-batch": (
         lambda x: x[0, 0] > X[2, 0],
         lambda a: bool(a) == bool(X[3, 0] > X[2, 0]),
     ),
@@ -174,10 +264,8 @@ AUX: dict[str, tuple[Callable[[Array], Any], Callable[[Any], bool]]] = {
 @pytest.mark.parametrize("name", AUX)
 def test_auxiliary_results(name: str, jit: bool):
     fn, holds = AUX[name]
-    pieces = ft.accumulate(
-        ft.value_and_grad(lambda m, x, y: (loss(m, x, y), fn(x)), has_aux=True), 4
-    )
-    (value, aux), gradient = (ft.jit(pieces) if jit else pieces)(MODEL, X, Y)
+    step = ft.accumulate(ft.value_and_grad(lambda m, x, y: (loss(m, x, y), fn(x)), has_aux=True), 4)
+    (value, aux), gradient = (ft.jit(step) if jit else step)(MODEL, X, Y)
     assert_close((value, gradient), WANT)
     assert holds(aux)
     gradient, aux = ft.accumulate(ft.grad(lambda m, x, y: (loss(m, x, y), fn(x)), has_aux=True), 4)(
@@ -188,7 +276,7 @@ def test_auxiliary_results(name: str, jit: bool):
 
 
 def test_bfloat16_is_summed_in_float32():
-    """A running sum in bfloat16 stands still as soon as a piece is less than 1/256 of it."""
+    """A running sum in bfloat16 stands still as soon as a term is less than 1/256 of it."""
     x = jnp.ones((1024, 1), jnp.bfloat16)
     gradient = ft.accumulate(ft.grad(lambda w, x: jnp.mean(x @ w)), 1024)(
         jnp.ones(1, jnp.bfloat16), x
@@ -210,26 +298,25 @@ def test_steps(steps: Any):
 def test_every_array_at_fault_is_named():
     fn = ft.accumulate(ft.grad(lambda m, batch, *, key: loss(m, batch["x"], batch["y"])), 3)
     with raises(
-        "accumulate: 2 arrays cannot be split into pieces",
+        "accumulate: 2 arrays cannot be split into micro-batches",
         "batch.x   f32[16, 16]",
-        "its leading dimension of size 16 cannot be split into 3 pieces",
+        "its leading dimension of size 16 cannot be split into 3 micro-batches",
         "key   key<fry>[]",
-        "has no leading dimension to split into 3 pieces",
-        "Try: use a batch whose size `steps` divides; pass an array that is not part of it in",
+        "has no leading dimension to split into 3 micro-batches",
+        "Try: use a batch whose size `steps` divides; name the parameters that are divided in `batch=`",
     ):
         fn(MODEL, {"x": X, "y": jnp.ones((9, 16))}, key=jax.random.key(0))
 
 
-def test_the_model_is_given_by_position():
-    with raises("accumulate: pass the model as the first positional argument"):
-        ft.accumulate(BOTH, 2)(model=MODEL, x=X, y=Y)
+def test_all_by_name():
+    assert_close(ft.accumulate(BOTH, 2)(y=Y, model=MODEL, x=X), WANT)
 
 
-def test_explicit_pieces_that_devices_do_not_share():
+def test_micro_batches_that_devices_do_not_share():
     mesh = ft.make_mesh(data=8, explicit=True)
     x = ft.shard(X, P("data"), mesh)
     with raises(
-        "x, y   f32[16, 16]", "of size 16 cannot be split into 4 pieces on each of 8 devices"
+        "x, y   f32[16, 16]", "of size 16 cannot be split into 4 micro-batches on each of 8 devices"
     ):
         ft.jit(ft.accumulate(BOTH, 4), mesh=mesh)(ft.shard(MODEL, P(), mesh), x, x)
 

@@ -1,5 +1,5 @@
-"""`ft.accumulate(keys=, carry=, gather=)`: what pieces get beside the batch, and what they hand
-on."""
+"""The arguments of `ft.accumulate`: which parameters are divided, split, or carried, and what the
+auxiliary result is."""
 
 import functools
 import warnings
@@ -33,14 +33,14 @@ def traced(fun: Callable[..., Any], *args: Any) -> None:
 
 
 def masked(w: Array, x: Array, key: Array) -> Array:
-    """A loss whose gradient at `w[i]` is the mask of piece `i`: `x[:, i]` is 1 in this piece, and 0
+    """A loss whose gradient at `w[i]` is the mask of micro-batch `i`: `x[:, i]` is 1 in this one, and 0
     in the others."""
     return jnp.sum(jnp.einsum("bp,pbe->be", x, w) * DROPOUT(jnp.ones((2, 4)), key=key))
 
 
 @pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
 @pytest.mark.parametrize("key", [KEY, jax.random.PRNGKey(3), np.asarray(jax.random.PRNGKey(3))])
-def test_each_piece_has_a_mask_of_its_own(key: Any, jit: bool):
+def test_each_micro_batch_has_a_mask_of_its_own(key: Any, jit: bool):
     x = jnp.tile(jnp.eye(STEPS), (2, 1))
     step = ft.accumulate(ft.grad(masked), STEPS, keys="key")
     found = (ft.jit(step) if jit else step)(jnp.zeros((STEPS, 2, 4)), x, key)
@@ -83,107 +83,136 @@ def test_no_key_at_all():
     np.testing.assert_allclose(found, ft.grad(loss)(W, X), rtol=1e-5)
 
 
-# A key that is the same in each piece
+@pytest.mark.parametrize("bound", [False, True], ids=["not named", "bound"])
+def test_a_key_that_all_micro_batches_share(bound: bool):
+    def loss(w: Array, x: Array, key: Array) -> Array:
+        return jnp.mean(DROPOUT(x * w[None], key=key))
+
+    fn = functools.partial(ft.grad(loss), key=KEY) if bound else ft.grad(loss)
+    step = ft.accumulate(fn, 2, batch="x")
+    with warns(
+        "accumulate: `key` is a random key, and all 2 micro-batches draw the same numbers from it",
+        "pass it as an argument of its own and name it in `keys=`",
+        'silence this: `warnings.filterwarnings("ignore", "accumulate: .* is a random key"',
+    ):
+        step(W, X) if bound else step(W, X, KEY)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "accumulate: .* is a random key", ft.FunctreeWarning)
+        step(W, X) if bound else step(W, X, KEY)
+    # A warning is an error here.
+    ft.accumulate(fn, 1, batch="x")(W, X, **({} if bound else {"key": KEY}))
+    ft.accumulate(ft.grad(lambda m, x: jnp.mean(m["w"] * x), wrt="w"), 2)(
+        {"w": 1.0 + W[None], "key": KEY}, X
+    )
 
 
-def dropped(x: Array, key: Array) -> Array:
-    return jnp.mean(DROPOUT(x, key=key))
+@pytest.mark.parametrize("over", [None, "data"])
+def test_each_shard_has_a_mask_of_its_own(over: Any):
+    """With `over=`, a key is split for the shards too."""
+
+    def loss(w: Array, x: Array, key: Array) -> Array:
+        return jnp.mean(w * DROPOUT(jnp.ones((len(x), 64)), key=key).sum(0))
+
+    mesh = ft.make_mesh(data=2)
+    w, x, key = ft.shard((jnp.ones(64), jnp.ones((4, 1)), KEY), (P(), P("data"), P()), mesh)
+    step = ft.accumulate(ft.grad(loss, layout=P()), 2, keys="key", over=over)
+    found = 64 * ft.jit(step, mesh=mesh)(w, x, key)
+    if over is None:
+        keys = [(one, 2) for one in jax.random.split(KEY, 2)]
+    else:
+        keys = [(one, 1) for one in jax.random.split(KEY, (2, 2)).ravel()]
+    masks = [DROPOUT(jnp.ones((rows, 64)), key=one).sum(0) for one, rows in keys]
+    np.testing.assert_allclose(found, sum(masks) / len(masks), rtol=1e-6)
 
 
-def in_layers(x: Array, key: Array) -> Array:
-    keys = jax.random.split(key, 3)
-    return jnp.mean(jax.lax.scan(lambda x, key: (DROPOUT(x, key=key), None), x, keys)[0])
+# Which parameters are divided
 
 
-def in_turn(x: Array, key: Array) -> Array:
-    """A loop that hands its key on."""
-
-    def run(i: Array, carry: Any) -> Any:
-        x, key = carry
-        key, own = jax.random.split(key)
-        return DROPOUT(x, key=own), key
-
-    return jnp.mean(jax.lax.fori_loop(0, 3, run, (x, key))[0])
+def scaled(a: Array, b: Array, x: Array, scale: Array) -> Array:
+    return jnp.mean((x @ (a * b)) * jnp.mean(scale))
 
 
-def sometimes(x: Array, key: Array) -> Array:
-    return jax.lax.cond(x[0, 0] > 0, lambda: dropped(x, key), lambda: jnp.mean(x))
-
-
-# A loss of `(model, x, key)`, in which the key comes from somewhere, and where that is by the text.
-SAME: dict[str, tuple[Callable[[Any, Array, Array], Array], str]] = {
-    "closed over": (lambda m, x, key: dropped(m["w"] * x, KEY), "a key that"),
-    "made": (lambda m, x, key: dropped(m["w"] * x, jax.random.key(5)), "makes of a constant"),
-    "in the model": (lambda m, x, key: dropped(m["w"] * x, m["key"]), "`m.key`"),
-    "folded": (lambda m, x, key: dropped(m["w"] * x, jax.random.fold_in(m["key"], 1)), "`m.key`"),
-    "raw": (
-        lambda m, x, key: dropped(m["w"] * x, jax.random.key_data(m["key"])), "`m.key`",
-    ),
-    "in layers": (lambda m, x, key: in_layers(m["w"] * x, m["key"]), "`m.key`"),
-    "in turn": (lambda m, x, key: in_turn(m["w"] * x, m["key"]), "`m.key`"),
-    "sometimes": (lambda m, x, key: sometimes(m["w"] * x, m["key"]), "`m.key`"),
-    "recomputed": (
-        lambda m, x, key: jax.checkpoint(dropped)(m["w"] * x, m["key"]), "`m.key`",
-    ),
-    "jitted": (lambda m, x, key: ft.jit(dropped)(m["w"] * x, m["key"]), "`m.key`"),
-    "one of two": (
-        lambda m, x, key: dropped(m["w"] * x, key) + dropped(m["w"] * x, m["key"]), "`m.key`",
-    ),
-}  # fmt: skip
-DIFFERENT: dict[str, Callable[[Any, Array, Array], Array]] = {
-    "split": lambda m, x, key: dropped(m["w"] * x, key),
-    "split in layers": lambda m, x, key: in_layers(m["w"] * x, key),
-    "split in turn": lambda m, x, key: in_turn(m["w"] * x, key),
-    "folded with an example": lambda m, x, key: dropped(
-        m["w"] * x, jax.random.fold_in(m["key"], jnp.int32(1000 * x[0, 0]))
-    ),
-    "folded with the split one": lambda m, x, key: dropped(
-        m["w"] * x, jax.random.fold_in(m["key"], jax.random.bits(key))
-    ),
-    "not drawn from": lambda m, x, key: (
-        jnp.mean(m["w"] * x)
-        + 0 * jnp.float32(jax.random.key_data(jax.random.split(m["key"])[0])[0])
-    ),
-    "without random numbers": lambda m, x, key: jnp.mean(m["w"] * x),
+A, B, SCALE = jnp.arange(1.0, 5), jnp.arange(2.0, 6), jnp.arange(8.0)
+# The arguments of the gradient and of `accumulate`: by `argnums=`, or by name.
+DIVIDED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "the second": ({"argnums": 1}, {"batch": ("x", "scale")}),
+    "both": ({"argnums": (0, 1)}, {}),
+    "the last but two": ({"argnums": -3}, {"batch": ("x", "scale")}),
+    "in another order": ({"argnums": (1, 0)}, {}),
+    "a name": ({}, {"batch": "x"}),
+    "all others": ({"argnums": (0, 1)}, {"batch": ["x", "scale"]}),
 }
 
 
-def run_pieces(loss: Callable[[Any, Array, Array], Array], steps: int = STEPS) -> None:
-    def named(m: Any, x: Array, key: Array) -> Array:
-        return loss(m, x, key)
+@pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
+@pytest.mark.parametrize("name", DIVIDED)
+def test_what_is_divided(name: str, jit: bool):
+    of_gradient, options = DIVIDED[name]
+    gradient = ft.value_and_grad(scaled, **of_gradient)
+    if name == "a name":
+        arguments = (A, B, X, jnp.float32(3))
+    else:
+        # Linear in both, so that the mean of the products is not the product of the means.
+        arguments = (A, B, X, jnp.full(8, 3.0))
+    step = ft.accumulate(gradient, STEPS, **options)
+    assert_close((ft.jit(step) if jit else step)(*arguments), gradient(*arguments))
 
-    model = {"w": jnp.ones((1, 4)), "key": jax.random.key(1)}
-    traced(ft.accumulate(ft.grad(named, wrt="w"), steps, keys="key"), model, X, KEY)
+
+def test_many_arguments():
+    def loss(*args: Array, **more: Array) -> Array:
+        w, x, y = args
+        return jnp.mean(x @ w * y * more["z"])
+
+    gradient = ft.grad(loss, argnums=0)
+    arguments, more = (W, X, jnp.arange(8.0)), {"z": jnp.ones(8)}
+    found = ft.accumulate(gradient, STEPS)(*arguments, **more)
+    assert_close(found, gradient(*arguments, **more))
 
 
-@pytest.mark.parametrize("name", SAME)
-def test_a_key_that_all_pieces_share(name: str):
-    loss, where = SAME[name]
-    with pytest.warns(ft.FunctreeWarning) as caught:
-        run_pieces(loss)
-    (text,) = [str(one.message) for one in caught]
-    for fragment in (
-        "accumulate: all 4 pieces draw the same random numbers from ",
-        where,
-        "pass the key as an argument of",
-        '`ft.accumulate(..., 4, keys="key")`',
-        'silence this: `warnings.filterwarnings("ignore", "accumulate: all", ft.FunctreeWarning)`',
+def test_gradients_of_others_are_averaged():
+    """The first argument counts as the differentiated one."""
+    gradient = jax.value_and_grad(lambda w, x: jnp.mean(jnp.tanh(x @ w)))
+    assert_close(ft.accumulate(gradient, STEPS)(W, X), gradient(W, X))
+    second = jax.grad(lambda x, w: jnp.mean(jnp.tanh(x @ w)), argnums=1)
+    assert_close(ft.accumulate(lambda w, x: second(x, w), STEPS)(W, X), second(X, W))
+
+
+def test_nothing_is_divided():
+    with raises(
+        "accumulate: no array of the call is divided into micro-batches (`w` is differentiated)",
+        "`argnums=` of the gradient says which arguments are differentiated, and `batch=` which",
     ):
-        assert fragment in text
-    assert caught[0].filename == __file__
+        ft.accumulate(ft.grad(lambda w: jnp.sum(w)), 2)(W)
+    with raises("(`w`, `x` is differentiated)"):
+        ft.accumulate(ft.grad(lambda w, x: jnp.sum(x @ w), argnums=(0, 1)), 2)(W, X)
 
 
-@pytest.mark.parametrize("name", DIFFERENT)
-def test_keys_that_differ_from_piece_to_piece(name: str):
-    run_pieces(DIFFERENT[name])  # a warning is an error here
+# The weights
 
 
-def test_the_warning_can_be_silenced_and_one_piece_has_none():
-    loss, _ = SAME["closed over"]
-    run_pieces(loss, steps=1)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "accumulate: all", ft.FunctreeWarning)
-        run_pieces(loss)
+def test_a_weight_of_any_kind():
+    """The sum of the weights comes back."""
+    for weight, dtype in ((2, jnp.int32), (np.float32(2), jnp.float32), (jnp.int32(2), jnp.int32)):
+        step = ft.accumulate(
+            ft.value_and_grad(lambda w, x, n=weight: (jnp.sum(x @ w), n), has_aux=True),
+            STEPS,
+            weighted=True,
+        )
+        (value, total), gradient = step(W, X)
+        assert total == 8 and total.dtype == dtype
+        assert_close((value, gradient), (jnp.sum(X @ W) / 8, X.sum(0) / 8))
+
+
+def test_a_weight_beside_what_is_carried():
+    def loss(w: Array, x: Array, a: Array, b: Array) -> Any:
+        return jnp.sum(x @ w), (len(x), [a + 1, b * 2])
+
+    step = ft.accumulate(
+        ft.grad(loss, has_aux=True), STEPS, weighted=True, carry=("a", "b"), batch="x"
+    )
+    gradient, (weight, (a, b)) = step(W, X, jnp.float32(0), jnp.float32(1))
+    assert (weight, a, b) == (8, 4, 16)
+    assert_close(gradient, X.mean(0))
 
 
 # What is carried
@@ -195,11 +224,6 @@ NORM, STATE = ft.make_state(ft.nn.BatchNorm(4, momentum=0.9))
 def of_norm(layer: Any, state: Any, x: Array) -> tuple[Array, Any]:
     y, state = layer(x, state)
     return jnp.mean(jnp.tanh(y) ** 3), state
-
-
-def unknown_gradient(layer: Any, state: Any, x: Array) -> Any:
-    """A function of which it is not known what it returns."""
-    return ft.grad(of_norm, has_aux=True)(layer, state, x)
 
 
 def separate(fn: Callable[..., Any], model: Any, state: Any, *more: Any) -> tuple[Any, Any]:
@@ -221,7 +245,7 @@ def test_running_statistics_are_those_of_separate_steps():
     gradient, state = separate(ft.grad(of_norm, has_aux=True), NORM, STATE)
     for step in (
         ft.accumulate(ft.grad(of_norm, has_aux=True), STEPS, carry="state"),
-        ft.accumulate(unknown_gradient, STEPS, carry=("state",)),
+        ft.accumulate(ft.jit(ft.grad(of_norm, has_aux=True)), STEPS, carry=("state",)),
         ft.jit(ft.accumulate(ft.grad(of_norm, has_aux=True), STEPS, carry=["state"])),
     ):
         assert_close(step(NORM, STATE, X), (gradient, state))
@@ -233,7 +257,6 @@ def test_running_statistics_are_those_of_separate_steps():
     assert not np.allclose(state[NORM.mean], STATE[NORM.mean])
 
 
-@pytest.mark.filterwarnings("ignore:accumulate. gradients may:functree.FunctreeWarning")
 @pytest.mark.parametrize("explicit", [False, True], ids=["auto", "explicit"])
 def test_running_statistics_on_a_mesh(explicit: bool):
     mesh = ft.make_mesh(data=2, explicit=explicit)
@@ -273,22 +296,17 @@ def test_equinox_layers_with_a_key():
     assert_close(found, separate(ft.jit(fn), net, state, jax.random.split(KEY, STEPS)))
 
 
-def test_several_carried_beside_other_aux():
-    def loss(w: Array, x: Array, count: Array, seen: Any, key: Array) -> Any:
-        carried = (count + 1, {"sum": seen["sum"] + x.sum(), "text": "seen"})
-        return jnp.mean(w * x), ({"norm": jnp.abs(x).mean(), "draw": jax.random.bits(key)}, carried)
+def test_several_carried():
+    def loss(w: Array, x: Array, count: Array, seen: Any) -> Any:
+        return jnp.mean(w * x), (count + 1, {"sum": seen["sum"] + x.sum(), "text": "seen"})
 
-    step = ft.accumulate(
-        ft.value_and_grad(loss, has_aux=True), STEPS, carry=("count", "seen"), keys="key"
-    )
+    step = ft.accumulate(ft.value_and_grad(loss, has_aux=True), STEPS, carry=("count", "seen"))
     # 0 has a weak type, and 1 as well.
-    (_, (aux, (count, seen))), _ = step(
-        jnp.ones((1, 4)), X, jnp.asarray(0), {"sum": 0 * X.sum(), "text": "seen"}, KEY
+    (_, (count, seen)), _ = step(
+        jnp.ones((1, 4)), X, jnp.asarray(0), {"sum": 0 * X.sum(), "text": "seen"}
     )
     assert count == STEPS and seen["text"] == "seen"
     np.testing.assert_allclose(seen["sum"], X.sum(), rtol=1e-5)
-    np.testing.assert_allclose(aux["norm"], jnp.abs(X).mean(), rtol=1e-5)
-    assert aux["draw"] == jax.random.bits(jax.random.split(KEY, STEPS)[-1])
 
 
 def test_a_carried_key_is_handed_on():
@@ -310,7 +328,7 @@ def test_carried_in_shard_map_what_differs_between_shards():
 
     def local(w: Array, x: Array) -> Array:
         step = ft.accumulate(ft.grad(loss, has_aux=True), 2, carry="total")
-        return step(w, x, jnp.zeros(()))[1][None]
+        return step(w, x, jax.lax.pcast(jnp.zeros(()), "data", to="varying"))[1][None]
 
     mesh = ft.make_mesh(data=2)
     mapped = ft.shard_map(local, mesh=mesh, in_specs=(P(), P("data")), out_specs=P("data"))
@@ -329,7 +347,7 @@ def test_arguments_of_partials():
     assert_close(found, 2 * whole)
 
 
-# Parameters that are gathered once
+# One loop for each shard
 
 
 class Matrix(eqx.Module):
@@ -340,28 +358,20 @@ def of_matrix(model: Matrix, x: Float[Array, "batch embed"]) -> Array:
     return jnp.mean(jnp.tanh(x @ model.weight) ** 2)
 
 
-def without_axes(model: Matrix, x: Array) -> Array:
-    return of_matrix(model, x)
-
-
 RULES = ft.AxisRules({"batch": "data", ...: None})
 FSDP = RULES | ft.FSDP("data", min_size=0)
 MATRIX = Matrix(jax.random.normal(jax.random.key(1), (4, 8)))
-# The loss, the layout of its gradient, and the ambient one: whatever says where parameters and batch
-# are.
-KNOWN: dict[str, tuple[Callable[..., Any], Any, Any]] = {
-    "all by the ambient rules": (of_matrix, None, FSDP),
-    "a layout for the gradient": (of_matrix, ft.FSDP("data", min_size=0), RULES),
-    "the batch by FSDP": (without_axes, FSDP, None),
-    "the batch by FSDP among filters": (
-        without_axes, ft.StateSharding({"weight": ft.FSDP("data", min_size=0), ...: P()}), None,
-    ),
-    "specs and annotations": (of_matrix, P("data"), RULES),
-}  # fmt: skip
+# The layout of the gradient, and the ambient one: either says how the parameters are sharded.
+KNOWN: dict[str, tuple[Any, Any]] = {
+    "by the ambient layout": (None, FSDP),
+    "by layout=": (ft.FSDP("data", min_size=0), RULES),
+    "by a spec": (P("data"), None),
+    "by filters": (ft.StateSharding({"weight": ft.FSDP("data", min_size=0), ...: P()}), None),
+}
 
 
-def lowered(fn: Callable[..., Any], layout: Any, rules: Any, gather: str, mesh: Any) -> Any:
-    step = ft.accumulate(ft.value_and_grad(fn, layout=layout), 2, gather=gather)  # pyright: ignore
+def lowered(layout: Any, rules: Any, over: Any, mesh: Any, **options: Any) -> Any:
+    step = ft.accumulate(ft.value_and_grad(of_matrix, layout=layout), 2, over=over, **options)
     x = jax.random.normal(jax.random.key(2), (16, 4))
     placed = ft.shard((MATRIX, x), (ft.FSDP("data", min_size=0), P("data")), mesh)
     compiled = ft.jit(step, rules=rules, mesh=mesh).lower(*placed).compile()
@@ -371,9 +381,8 @@ def lowered(fn: Callable[..., Any], layout: Any, rules: Any, gather: str, mesh: 
 @pytest.mark.parametrize("name", KNOWN)
 def test_gathered_once(name: str):
     mesh = ft.make_mesh(data=4)
-    fn, layout, rules = KNOWN[name]
-    compiled, found = lowered(fn, layout, rules, "once", mesh)
-    _, each = lowered(fn, layout, rules, "each", mesh)
+    compiled, found = lowered(*KNOWN[name], "data", mesh)
+    _, each = lowered(*KNOWN[name], None, mesh)
     assert_close(found, each)
     moved = {
         (one.kind, one.count, str(one.path), one.phase) for one in compiled.ledger().collectives
@@ -385,38 +394,110 @@ def test_gathered_once(name: str):
     }
 
 
-UNKNOWN: dict[str, tuple[Callable[..., Any], Any, Any, tuple[str, ...]]] = {
-    "where the parameters are": (
-        of_matrix, None, None,
+def test_a_batch_over_two_mesh_axes():
+    mesh = ft.make_mesh(data=2, model=4)
+    x = jax.random.normal(jax.random.key(2), (32, 4))
+    placed = ft.shard((MATRIX, x), (P("data", "model"), P(("data", "model"))), mesh)
+    layout = P("data", "model")
+    for over in (("data", "model"), ["model", "data"]):
+        step = ft.accumulate(ft.grad(of_matrix, layout=layout), 2, over=over)
+        found = ft.jit(step, mesh=mesh)(*placed)
+        np.testing.assert_allclose(found.weight, ft.grad(of_matrix)(MATRIX, x).weight, atol=1e-6)
+        assert found.weight.sharding.spec == layout
+
+
+def test_without_a_mesh_or_with_an_axis_of_one_device_there_are_no_shards():
+    step = ft.accumulate(ft.grad(of_matrix), 2, over="data")
+    assert_close(step(MATRIX, X), ft.grad(of_matrix)(MATRIX, X))
+    mesh = ft.make_mesh(data=1)
+    placed = ft.shard((MATRIX, X), (P(), P("data")), mesh)
+    assert_close(ft.jit(step, mesh=mesh)(*placed), ft.grad(of_matrix)(MATRIX, X))
+
+
+@pytest.mark.parametrize("over", [None, "data"])
+def test_eager_calls_of_all_kinds(over: Any):
+    mesh = ft.make_mesh(data=4)
+    placed = ft.shard((MATRIX, X), (P("data"), P("data")), mesh)
+    gradient = ft.grad(of_matrix)
+    step = ft.accumulate(ft.grad(of_matrix, layout=P("data")), 2, over=over)
+    assert_close(step(*placed), gradient(MATRIX, X))
+    twice = jax.vmap(step, in_axes=(None, 0))(MATRIX, jnp.stack([X, X]))
+    assert_close(twice, jax.tree.map(lambda g: jnp.stack([g, g]), gradient(MATRIX, X)))
+
+    def slope(of: Callable[..., Any]) -> Array:
+        return jax.grad(lambda s: of(Matrix(s * MATRIX.weight), X).weight.sum())(1.0)
+
+    np.testing.assert_allclose(slope(step), slope(gradient), rtol=1e-4)
+
+
+def test_eager_calls_compile_once():
+    step = ft.accumulate(ft.grad(of_matrix), 2)
+    step(MATRIX, X)
+    with ft.testing.assert_no_recompile():
+        for _ in range(3):
+            step(MATRIX, X)
+
+
+def _counted(w: Array, x: Array, seen: Array) -> Any:
+    return jnp.mean(x @ w), seen + x.sum()
+
+
+NOT_OVER: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
+    "an axis": (
+        lambda f: ft.accumulate(f, 2, over="dat"),
         (
-            "how the parameters are sharded on mesh", "(data=4)", "pass `layout=` to the gradient function, or use rules",
+            "accumulate cannot divide the batch",
+            "over='dat'", "mesh (data=4) has no such axis; did you mean `data`?",
         ),
     ),
-    "where the batch is": (
-        without_axes, P("data"), None,
+    "no layout": (
+        lambda f: ft.accumulate(f, 2, over="data"),
         (
-            "over which mesh axes the batch (x) is sharded on mesh", "(data=4)", 'annotate its leading dimension (`x: Float[Array, "batch ..."]`)',
-            "write a rule for this axis (`None` where it is not sharded), or use `ft.FSDP` in the",
+            "accumulate: over= does not know how the parameters in `model` are sharded on mesh",
+            "(data=4): pass `layout=` to the gradient function, or use rules",
+        ),
+    ),
+    "the size": (
+        lambda f: ft.accumulate(ft.grad(of_matrix, layout=P()), 8, over="data"),
+        ("x   f32[8, 4]", "of size 8 cannot be split into 8 micro-batches on each of 4 shards"),
+    ),
+    "what is carried": (
+        lambda f: lambda model, x: ft.accumulate(
+            ft.grad(_counted, has_aux=True, layout=P()), 2, carry="seen", over="data"
+        )(jnp.ones(4), x, jnp.zeros(())),
+        (
+            "accumulate: 1 array in `carry` would change between micro-batches",
+            "seen   f32[]", "is f32[] in the first micro-batch, and f32[] varying over data in the",
+            "average it over the shards",
+        ),
+    ),
+    "an integer": (
+        lambda f: lambda model, x: ft.accumulate(
+            ft.grad(lambda w, x: (jnp.mean(x @ w), x[0, 0] > 0), has_aux=True, layout=P()),
+            2, over="data",
+        )(jnp.ones(4), x),
+        (
+            "accumulate: 1 array cannot be returned with `over=`",
+            'aux: bool', 'differs between the shards over "data"', "make it a float",
         ),
     ),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", UNKNOWN)
-def test_what_must_be_known_to_sum_once(name: str):
-    fn, layout, rules, fragments = UNKNOWN[name]
+@pytest.mark.parametrize("name", NOT_OVER)
+def test_no_shards(name: str):
+    make, fragments = NOT_OVER[name]
     mesh = ft.make_mesh(data=4)
-    start = 'accumulate: gather="once" does not know'
-    with raises(f"{start} {fragments[0]}", *fragments[1:], error=ft.ShardingError):
-        lowered(fn, layout, rules, "once", mesh)
-    start = "accumulate: gradients may be summed over devices in each of the 2 pieces, since it is"
-    with warns(f"{start} not known {fragments[0]}", *fragments[1:]):
-        lowered(fn, layout, rules, "each", mesh)
-    # Without a mesh there is nothing to gather, and arrays with values say where they are.
-    step = ft.accumulate(ft.grad(fn, layout=layout), 2, gather="once")
-    traced(step, MATRIX, X)
-    placed = ft.shard((MATRIX, X), (P("data"), P("data")), mesh)
-    assert_close(step(*placed), ft.grad(fn)(MATRIX, X))
+    placed = ft.shard((MATRIX, X), (P(), P("data")), mesh)
+    with raises(*fragments):
+        ft.jit(make(ft.grad(of_matrix)), mesh=mesh)(*placed)
+
+
+def test_inside_of_a_shard_map_it_is_an_error():
+    mesh = ft.make_mesh(data=4)
+    step = ft.accumulate(ft.grad(of_matrix, layout=P()), 2, over="data")
+    with raises("over='data'", "is an axis of the shard_map around it", "leave it out"):
+        ft.shard_map(step, mesh=mesh, in_specs=(P(), P("data")), out_specs=P())(MATRIX, X)
 
 
 # Misuse
@@ -439,14 +520,18 @@ NAMES: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
     ),
     "the model": (
         lambda: ft.accumulate(GRADIENT, 2, carry="model"),
-        ("carry='model'", "is the model, which is the same in each piece"),
+        ("carry='model'", "is differentiated, so it is the same in each micro-batch"),
     ),
     "twice": (
         lambda: ft.accumulate(GRADIENT, 2, keys=["key", "key"]), ("keys='key'", "is named twice"),
     ),
     "in both": (
         lambda: ft.accumulate(GRADIENT, 2, keys="key", carry="key"),
-        ("`key`", "is in `keys` and in `carry`: a key that is carried is not split"),
+        ("`key`", "is in `keys` and in `carry`", "name it in one of them"),
+    ),
+    "in both, batch": (
+        lambda: ft.accumulate(GRADIENT, 2, batch=["x", "state"], carry="state"),
+        ("`state`", "is in `batch` and in `carry`"),
     ),
     "bound": (
         lambda: ft.accumulate(functools.partial(ft.grad(lambda key, m, x: 0.0), KEY), 2, keys="key"),
@@ -456,9 +541,36 @@ NAMES: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
         lambda: ft.accumulate(GRADIENT, 2, keys=3),  # pyright: ignore
         ("keys=3", "it must be the name of a parameter, or several in a tuple"),
     ),
-    "gather": (
-        lambda: ft.accumulate(GRADIENT, 2, gather="twice"),  # pyright: ignore
-        ("gather='twice'", 'it must be "each" or "once"'),
+    "no mesh axes": (
+        lambda: ft.accumulate(GRADIENT, 2, over=3),  # pyright: ignore
+        ("over=3", "it must be the name of a mesh axis, several in a tuple, or None"),
+    ),
+    "no flag": (
+        lambda: ft.accumulate(GRADIENT, 2, weighted=1),  # pyright: ignore
+        ("weighted=1",),
+    ),
+    "carried by others": (
+        lambda: ft.accumulate(jax.grad(_loss, has_aux=True), 2, carry="state"),
+        (
+            "accumulate: it is not known whether _loss returns the next value of `state` as its",
+            "use `ft.grad` or `ft.value_and_grad` with `has_aux=True`",
+        ),
+    ),
+    "weighted by others": (
+        lambda: ft.accumulate(jax.grad(_loss, has_aux=True), 2, weighted=True),
+        ("it is not known whether _loss returns the weight of the micro-batch as its aux",),
+    ),
+    "over by others": (
+        lambda: ft.accumulate(jax.grad(_loss, has_aux=True), 2, over="data"),
+        ("accumulate: over= needs to know where in the result of _loss the gradients are",),
+    ),
+    "no weight": (
+        lambda: ft.accumulate(ft.grad(lambda w, x: 0.0), 2, weighted=True),
+        ("returns no aux: return the weight of the micro-batch as aux, and write `has_aux=True`",),
+    ),
+    "no position": (
+        lambda: ft.accumulate(ft.grad(_loss, argnums=7), 2),
+        ("accumulate: _loss has no positional parameter 7 to differentiate",),
     ),
 }  # fmt: skip
 
@@ -492,59 +604,66 @@ def test_what_is_no_key(name: str):
         step(W, X, key)
 
 
-def _carries(next_value: Callable[[Any], Any], **options: Any) -> Callable[..., Any]:
+def _carries(aux: Callable[[Any], Any], **options: Any) -> Callable[..., Any]:
     def _step(w: Array, x: Array, state: Any) -> Any:
-        value = jnp.mean(w[None] * x)
-        return (value, next_value(state)) if options.get("has_aux", True) else value
+        return jnp.mean(w[None] * x), aux(state)
 
-    return ft.accumulate(ft.grad(_step, **{"has_aux": True, **options}), 2, carry="state")
+    return ft.accumulate(ft.grad(_step, has_aux=True), 2, carry="state", **options)
 
 
 NOT_CARRIED: dict[str, tuple[Callable[..., Any], Any, tuple[str, ...]]] = {
-    "no aux": (
-        _carries(lambda s: s, has_aux=False), W,
-        ("returns no next value of `state`: return it as aux, and write `has_aux=True`",),
-    ),
     "another dtype": (
         _carries(lambda s: {"mean": s["mean"].astype(jnp.bfloat16)}), {"mean": W},
         (
-            "accumulate: 1 array in `carry` would change from piece to piece",
-            "state.mean   f32[4]", "is f32[4] in the first piece, and bf16[4] in the next",
+            "accumulate: 1 array in `carry` would change between micro-batches",
+            "state.mean   f32[4]", "is f32[4] in the first micro-batch, and bf16[4] in the next",
             "Try: return it with the shape and dtype that it had",
         ),
     ),
     "another shape": (
-        _carries(lambda s: s[None]), W, ("is f32[4] in the first piece, and f32[1, 4] in the next",),
+        _carries(lambda s: s[None]), W,
+        ("is f32[4] in the first micro-batch, and f32[1, 4] in the next",),
     ),
     "another structure": (
         _carries(lambda s: (s,)), W,
         (
             "does not return the next value of `state` as its aux",
             "aux: a tuple of 1", "has another structure than `state`",
-            "Try: return the next value as aux, or `(aux, it)`",
+            "Try: return the next value of `state` as aux",
         ),
     ),
     "a static number": (
         _carries(lambda s: {**s, "n": s["n"] + 1}), {"n": 0, "a": W},
-        ("`state` has the static value 0, and the next one 1: make it an array",),
+        ("`state` has the static value 0, and the next one has 1: make it an array",),
     ),
     "nothing": (_carries(lambda s: None), W, ("aux: NoneType", "has another structure")),
-    "not in the result of others": (
-        ft.accumulate(jax.value_and_grad(lambda w, x, state: jnp.mean(x @ w)), 2, carry="state"), W,
-        ("does not return the next value of `state` as its aux", "it returns a tuple of 2"),
+    "no weight": (
+        _carries(lambda s: s, weighted=True), W,
+        (
+            "does not return `(the weight of the micro-batch, the next value of `state`)` as its",
+            "aux: f32[4]", "is not a pair",
+        ),
+    ),
+    "no scalar": (
+        _carries(lambda s: (s, s), weighted=True), W,
+        ("accumulate: the weight that", "returns as aux is f32[4], not a scalar"),
+    ),
+    "no number": (
+        _carries(lambda s: ("2", s), weighted=True), W, ("returns as aux is str, not a scalar",),
     ),
     "several": (
         ft.accumulate(
             ft.grad(lambda w, x, a, b: (jnp.mean(x @ w), a), has_aux=True), 2, carry=("a", "b")
         ),
         (W, W),
-        ("does not return a tuple of 2 next values of `a`, `b` as its aux",),
+        ("does not return a tuple of the 2 next values of `a`, `b` as its aux", "is not a tuple of 2"),
     ),
 }  # fmt: skip
 
 
 def test_names_of_keyword_arguments_that_are_not_passed():
-    step = ft.accumulate(lambda *args, **more: args[0], 2, keys="key", carry="state")
+    gradient = ft.grad(lambda *args, **more: (args[0].sum(), 0), has_aux=True)
+    step = ft.accumulate(gradient, 2, keys="key", carry="state")
     with raises(
         "accumulate: 2 keyword arguments cannot be found",
         "more.key", "is in `keys`, and the call passes no argument by this name",
@@ -568,5 +687,5 @@ def test_carried_with_another_sharding():
 
     step = ft.accumulate(ft.grad(loss, has_aux=True), 2, carry="state")
     placed = ft.shard((W, X, W), P(), mesh)
-    with raises("is f32[4] P(None) in the first piece, and f32[4] P('data') in the next"):
+    with raises("is f32[4] P(None) in the first micro-batch, and f32[4] P('data') in the next"):
         ft.jit(step, mesh=mesh)(*placed)

@@ -1,22 +1,29 @@
-"""A gradient function ─► the same function over a batch, which it computes piece by piece."""
+"""A gradient function ─► the same function over a batch, which it computes in micro-batches."""
 
 import functools
 from collections.abc import Callable, Iterable
-from typing import Any, Literal, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
-from functree.argument_checks import FUNCTION, SIZE, TEXT, TEXTS, Takes, check
+from functree.argument_checks import FLAG, FUNCTION, SIZE, TEXT, TEXTS, Takes, check
 from functree.calls.program import around
 from functree.devices.meshes import compiling
 from functree.devices.placement import explicit_mesh
-from functree.errors import ShardingError, warn
-from functree.transforms.accumulate.draws import DIFFERS, warn_same_draws
-from functree.transforms.accumulate.loop import InParts, mean_over_pieces
-from functree.transforms.accumulate.piece import operands_of, traced_piece
-from functree.transforms.accumulate.placement import Placement
-from functree.transforms.accumulate.roles import Arguments, Call, Role
-from functree.transforms.grad.known_gradient import known_gradient
+from functree.errors import FunctreeTypeError
+from functree.placing.ambient import ambient_rules
+from functree.transforms.accumulate.micro_batch import (
+    MicroBatch,
+    averaged,
+    operands_of,
+    summed,
+    trace,
+)
+from functree.transforms.accumulate.results import Results
+from functree.transforms.accumulate.roles import Arguments, Call
+from functree.transforms.accumulate.shards import Shards
+from functree.transforms.grad.parameters import laid_out_as
 from functree.transforms.jit.jit import jit
 from functree.tree.arrays import Tree
+from functree.tree.skeleton.skeleton import Skeleton
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -25,10 +32,13 @@ _NAMES = Takes(
     "the name of a parameter, or several in a tuple",
     lambda value: TEXT.fits(value) or TEXTS.fits(value),
 )
-_GATHER = Takes(
-    '"each" or "once"',
-    lambda value: isinstance(value, str),
-    lambda value: value in ("each", "once"),
+_NAMES_OR_NONE = Takes(
+    "the name of a parameter, several in a tuple, or None",
+    lambda value: value is None or _NAMES.fits(value),
+)
+_MESH_AXES = Takes(
+    "the name of a mesh axis, several in a tuple, or None",
+    lambda value: value is None or _NAMES.fits(value),
 )
 
 
@@ -36,59 +46,61 @@ def accumulate(
     fn: Callable[_P, _T],
     steps: int,
     *,
+    batch: str | Iterable[str] | None = None,
     keys: str | Iterable[str] = (),
     carry: str | Iterable[str] = (),
-    gather: Literal["each", "once"] = "each",
+    weighted: bool = False,
+    over: str | Iterable[str] | None = None,
 ) -> Callable[_P, _T]:
-    """Run a gradient function on the pieces of a batch, by a `lax.scan`, and average the results.
+    """Run a gradient function over a batch in micro-batches, by one `lax.scan`, and average the
+    results.
 
-    It needs the memory of one piece only. If the loss is a mean over the batch, the result is that
-    of the whole batch. No data moves between devices: piece `i` has every `steps`-th example of the
-    batch, beginning with the `i`-th.
+    It needs the memory of one micro-batch only. If the loss is a mean over the batch, the result is
+    that of the whole batch. Micro-batch `i` has the examples `i`, `i + steps`, …, so each device
+    keeps its own examples, and none of them moves.
 
-    Where the parameters are not sharded over the mesh axes of the batch, a compiled program sums
-    their gradients over these axes once, behind the loop. (The devices keep their own parts of the
-    sums of products that a gradient is made of. What JAX's program does not show as such a sum, for
-    example in a `while` loop, in a kernel, or inside of a `shard_map`, is summed in each piece.)
-    For that, it has to be known where the batch and the parameters are: see `gather`.
+    Without `over=`, the gradients are reduced over devices in every micro-batch. With it, they are
+    reduced once.
 
     Args:
-        fn: `ft.value_and_grad(loss)` or `ft.grad(loss)`. Its first argument is the model. In all
-            other arguments the leading dimension of each array is the batch. It is traced once.
-        steps: the number of pieces.
-        keys: the names of parameters whose random keys are split, typed keys or raw ones: piece `i`
-            gets `jax.random.split(key, steps)[i]`. An array of keys, one for each example, is a
-            part of the batch.
-        carry: the names of parameters, such as `state`, that each piece takes from the one before.
-            `fn` returns the next value as its aux, for several names a tuple of them; with other
-            aux it returns `(aux, carried)`. The result has the last value.
-        gather: `"each"`: parameters that are sharded over the mesh axes of the batch, as by
-            `ft.FSDP`, are gathered in each piece, and their gradients summed in each piece.
-            `"once"`: they are gathered before the loop, and their gradients summed behind it. The
-            values are the same; as many bytes are moved as for one piece, and each device holds the
-            whole parameters and their gradients. The layout of the parameters is that of `fn`
-            (`layout=`), else the ambient one; the mesh axes of the batch are those of the
-            annotations of `fn` by the rules, else those of `ft.FSDP` in this layout. On Explicit
-            axes the types have both.
+        fn: `ft.value_and_grad(loss)` or `ft.grad(loss)`. It is traced once.
+        steps: the number of micro-batches.
+        batch: the names of the parameters that are divided: each array in them has the batch as its
+            leading dimension. By default these are all but the differentiated ones (`argnums=`),
+            and those in `keys` and `carry`. Of another function than functree's gradients, the
+            first parameter counts as the differentiated one.
+        keys: the names of parameters whose random keys are split, typed or raw ones: micro-batch
+            `i` gets `jax.random.split(key, steps)[i]`; with `over=`, each shard gets a key of its
+            own. An array of keys, one for each example, is part of the batch.
+        carry: the names of parameters, such as `state`, that each micro-batch takes from the one
+            before. `fn` returns the next value as its aux, for several names a tuple of them. The
+            result has the last value.
+        weighted: `fn` returns sums, and its aux is the weight of the micro-batch, such as its
+            number of tokens; with `carry`, `(weight, carried)`. The sums are divided by the sum of
+            the weights, so a masked mean is exact for every `steps` and on every mesh. The result
+            has the sum of the weights.
+        over: the mesh axes of the batch. The loop runs on each shard of these axes by itself.
+            Parameters that are sharded over them are gathered once before it. The gradients are
+            reduced once after it, and scattered where the parameter is sharded. So each device
+            needs memory for the gathered parameters and their gradients. The loss has to be a mean
+            over examples, or `weighted`. In the function, these mesh axes are those of a
+            `shard_map`. Without a mesh, it has no effect.
 
     Returns:
-        A function of the same arguments. Inexact arrays of its result are averaged, in float32 or
-            wider. Everything else is taken from the last piece.
+        A function of the same parameters. Inexact arrays of its result are averaged, in float32 or
+            wider. Everything else comes from the last micro-batch.
 
     Raises:
-        FunctreeError: `steps` is not a positive integer, or a name is not that of a parameter;
-            (when called) `steps` does not divide the leading dimension of an array, or a piece
-            cannot be sharded like the batch (this is checked on Explicit axes, where the types of
-            arrays contain their shardings); what is in `keys` is no key; `fn` does not return what
-            is in `carry`, or with other types.
-        ShardingError: (when called) with `gather="once"`, it is not known where the batch or the
-            parameters are.
+        FunctreeError: if `steps` is not a positive integer; if a name is not that of a parameter;
+            if `weighted`, `carry` or `over` is used with a function that is not a gradient of
+            functree; (when called) if `steps`, or the shards, do not divide the leading dimension
+            of an array; if no array is divided; if a value in `keys` is not a key; if `fn` does not
+            return the weight or the carried values as its aux, or returns them with other types.
+        ShardingError: (when called) if the mesh does not have the axes in `over`; if it is not
+            known how the parameters are sharded; if a carried value differs between the shards.
 
     Warns:
-        FunctreeWarning: all pieces draw the same random numbers, from a key that is neither in
-            `keys` nor a part of the batch: dropout would have the same mask in each piece.
-            (When compiled on a mesh) it is not known where the batch or the parameters are, so that
-            gradients may be summed in each piece.
+        FunctreeWarning: a random key among the arguments is the same in each micro-batch.
 
     Examples:
         >>> def loss(w, x):
@@ -100,7 +112,20 @@ def accumulate(
         >>> bool(jnp.allclose(gradient, ft.grad(loss)(jnp.ones(3), x)))
         True
 
-        A layer with state, and dropout with a mask of its own in each piece:
+        A mean over the tokens that are not masked:
+
+        >>> def total(w, x, mask):
+        ...     return jnp.sum((x @ w) ** 2 * mask), jnp.sum(mask)
+        >>> step = ft.accumulate(
+        ...     ft.grad(total, has_aux=True), 2, weighted=True
+        ... )
+        >>> gradient, tokens = step(
+        ...     jnp.ones(3), x, jnp.array([1.0, 0.0, 1.0, 1.0])
+        ... )
+        >>> print(tokens)
+        3.0
+
+        A layer with state, and dropout with a mask of its own in each micro-batch:
 
         >>> layer, state = ft.make_state(ft.nn.BatchNorm(3))
         >>> def loss(layer, state, x, key):
@@ -117,20 +142,39 @@ def accumulate(
         "accumulate cannot divide the batch",
         fn=(fn, FUNCTION),
         steps=(steps, SIZE),
+        batch=(batch, _NAMES_OR_NONE),
         keys=(keys, _NAMES),
         carry=(carry, _NAMES),
-        gather=(gather, _GATHER),
+        weighted=(weighted, FLAG),
+        over=(over, _MESH_AXES),
     )
-    # Under jit it is traced once: JAX has the trace in a cache when the loop is traced, and in the
-    # next call.
-    inner = jit(fn)
-    arguments = Arguments.of(fn, _names(keys), _names(carry))
+    number, axes = int(steps), () if over is None else _names(over)
+    divided = None if batch is None else _names(batch)
+    arguments = Arguments.of(fn, divided, _names(keys), _names(carry))
+    name, gradient = arguments.signature.name, arguments.gradient
+    if axes and gradient is None:
+        raise FunctreeTypeError(
+            f"accumulate: over= needs to know where in the result of {name} the gradients are: use "
+            "`ft.grad` or `ft.value_and_grad`"
+        )
+    # Of the names only: the skeletons are those of a call.
+    missing = Skeleton.of(None)
+    Results(name, gradient, weighted, dict.fromkeys(arguments.carried, missing)).check()
+
+    def in_micro_batches(*args: _P.args, **kwargs: _P.kwargs) -> _T:
+        call = Call.of(arguments, args, kwargs, number)
+        values = call.values_at(arguments.carried)
+        carried = {path: Skeleton.of(value) for path, value in values.items()}
+        results = Results(name, gradient, weighted, carried)
+        with around(explicit_mesh(call.leaves.values)):
+            return _accumulated(fn, call, number, results, axes)
+
+    # A call that is not compiled is compiled here, once for all calls.
+    compiled = jit(functools.wraps(fn)(in_micro_batches))
 
     @functools.wraps(fn)
     def accumulated(*args: _P.args, **kwargs: _P.kwargs) -> _T:
-        call = Call.of(arguments, args, kwargs, int(steps))
-        with around(explicit_mesh(call.leaves.values)):
-            return _over_pieces(inner, call, int(steps), gather == "once")
+        return (in_micro_batches if compiling() else compiled)(*args, **kwargs)
 
     return accumulated
 
@@ -139,37 +183,34 @@ def _names(given: str | Iterable[str]) -> tuple[str, ...]:
     return (given,) if isinstance(given, str) else tuple(given)
 
 
-def _over_pieces(fn: Callable[..., Any], call: Call, steps: int, once: bool) -> Tree:
+def _accumulated(
+    fn: Callable[..., Any], call: Call, steps: int, results: Results, over: tuple[str, ...]
+) -> Tree:
     """The result of a gradient function over the batch of a call."""
-    gradient = known_gradient(fn)
-    operands = operands_of(call, steps)
-    placement: Placement | None = None
-    # A call that is not compiled is no program in which a sum could be moved.
-    if once or compiling():
-        placement = Placement.of(call, gradient)
-    unknown = placement.unknown(call) if placement is not None else None
-    if once and placement is not None:
-        if unknown is not None:
-            raise ShardingError(f'accumulate: gather="once" does not know {unknown}')
-        operands = placement.gathered(operands)
-    elif unknown is not None:
-        warn(
-            f"accumulate: gradients may be summed over devices in each of the {steps} pieces, "
-            f"since it is not known {unknown}"
+    shards = Shards.of(call, over, steps) if over else None
+    if shards is None:
+        operands = operands_of(call, steps)
+        micro_batch = trace(fn, call, operands, steps, results)
+        totals = summed(micro_batch, operands, steps)
+        _lay_out(call, micro_batch, totals)
+        number = steps
+    else:
+        micro_batch, totals = shards.summed(
+            call, steps, lambda operands: trace(fn, call, operands, steps, results)
         )
-    piece, operands = traced_piece(fn, call, operands, steps, gradient)
-    warn_same_draws(call.arguments.signature.name, piece.function, _origins(call), steps)
-    in_parts: InParts | None = None
-    # The gradient of a parameter that is sharded over the mesh axes of the batch would be whole on
-    # each device until the loop is over. That is the memory that `gather="once"` asks for.
-    if placement is not None and compiling() and (once or placement.replicates):
-        in_parts = InParts.of(piece, call, placement, steps)
-    return piece.skeleton.fill(mean_over_pieces(piece, operands, steps, in_parts))
+        number = steps * shards.number
+    return results.join(micro_batch.parts(averaged(micro_batch, totals, number)))
 
 
-def _origins(call: Call) -> list[str]:
-    """What the operands of a piece are. Its number picks the part of those that differ."""
-    origins = [DIFFERS]
-    for leaf, role in zip(call.leaves.leaves, call.roles, strict=True):
-        origins.append(DIFFERS if role is Role.CARRIED else f"`{leaf.path}`")
-    return origins
+def _lay_out(call: Call, micro_batch: MicroBatch, totals: list[Any]) -> None:
+    """Lay out the sums of gradients as their parameters, as the gradients are."""
+    gradient = call.arguments.gradient
+    if gradient is None or ambient_rules() is None:
+        return
+    free = set[int]()
+    for argument, layout in zip(call.arguments.differentiated, gradient.layouts, strict=True):
+        if layout is None:
+            free.update(call.indices_in(argument))
+    for k, parameter in micro_batch.parameters.items():
+        if parameter in free:
+            totals[k] = laid_out_as(call.leaves.leaves[parameter].value, totals[k])

@@ -1,7 +1,7 @@
-"""A call of a gradient function ─► the role of each of its arrays in the loop over pieces.
+"""A call of a gradient function ─► the role of each of its arrays in the loop over micro-batches.
 
 An array of the batch is divided, a random key is split, an array that is carried is taken from the
-piece before, and all others are the same in each piece.
+micro-batch before, and all others are the same in each micro-batch.
 """
 
 import math
@@ -23,21 +23,23 @@ from functree.errors import (
     Problem,
     count,
     did_you_mean,
+    warn,
 )
 from functree.labels.leaf import Leaf, meeting
 from functree.labels.leaves import Leaves, read
+from functree.transforms.grad.known_gradient import KnownGradient, known_gradient
 from functree.tree.arrays import Tree
 from functree.tree.paths import Path
 from functree.tree.skeleton.skeleton import Skeleton
 
 
 class Role(Enum):
-    """What the loop over pieces does with an array of the call."""
+    """What the loop over micro-batches does with an array of the call."""
 
-    SAME = "the same in each piece"
-    BATCH = "divided into pieces"
+    SAME = "the same in each micro-batch"
+    BATCH = "divided into micro-batches"
     KEY = "split into keys"
-    CARRIED = "taken from the piece before"
+    CARRIED = "taken from the micro-batch before"
 
 
 class Arguments(NamedTuple):
@@ -46,41 +48,55 @@ class Arguments(NamedTuple):
     Attributes:
         signature: the signature.
         partial: the function, and what is bound to it.
-        model: the name of the first parameter.
-        keys: the beginnings of the paths of the arguments whose keys are split.
-        carried: those of the arguments that each piece takes from the one before.
+        gradient: what the function returns, if that is known.
+        differentiated: the beginnings of the paths of the arguments that are differentiated.
+        batch: those of the arguments that are divided; None for all that have no other role.
+        keys: those of the arguments whose keys are split.
+        carried: those of the arguments that each micro-batch takes from the one before.
     """
 
     signature: Signature
     partial: Partial
-    model: str
+    gradient: KnownGradient | None
+    differentiated: tuple[Path, ...]
+    batch: tuple[Path, ...] | None
     keys: tuple[Path, ...]
     carried: tuple[Path, ...]
 
     @classmethod
-    def of(cls, fn: Callable[..., Any], keys: Sequence[str], carry: Sequence[str]) -> "Arguments":
+    def of(
+        cls,
+        fn: Callable[..., Any],
+        batch: Sequence[str] | None,
+        keys: Sequence[str],
+        carry: Sequence[str],
+    ) -> "Arguments":
         """The parameters of a function.
 
         Raises:
-            FunctreeError: it has no parameter for the model; a name is not that of a parameter, or
-                of one that has another role already.
+            FunctreeError: if a name is not that of a parameter, or of one that has another role.
         """
         signature, partial = Signature.of(fn)
-        if not signature.positional:
-            raise FunctreeTypeError(
-                f"accumulate: {signature.name} has no positional parameter for the model"
-            )
-        model = signature.positional[0]
-        known = cls(signature, partial, model, (), ())
-        problems = [*known._misnamed("keys", keys), *known._misnamed("carry", carry)]
-        for name in keys:
-            if name in carry:
-                why = "is in `keys` and in `carry`: a key that is carried is not split"
-                problems.append(Problem(None, None, f"`{name}`", why, "name it in one of them"))
+        gradient = known_gradient(partial.fun)
+        numbers = [0] if gradient is None else gradient.argnums
+        differentiated = tuple(_positional(signature, partial, number) for number in numbers)
+        known = cls(signature, partial, gradient, differentiated, None, (), ())
+        problems: list[Problem] = []
+        options = {"batch": batch or (), "keys": keys, "carry": carry}
+        roles: dict[str, str] = {}
+        for option, names in options.items():
+            problems += known._misnamed(option, names)
+            for name in names:
+                other = roles.setdefault(name, option)
+                if other != option:
+                    why = f"is in `{other}` and in `{option}`"
+                    problems.append(Problem(None, None, f"`{name}`", why, "name it in one of them"))
         if problems:
             raise FunctreeValueError("accumulate: parameters cannot be named so", problems)
         return known._replace(
-            keys=tuple(map(known._path, keys)), carried=tuple(map(known._path, carry))
+            batch=None if batch is None else tuple(map(known._path, batch)),
+            keys=tuple(map(known._path, keys)),
+            carried=tuple(map(known._path, carry)),
         )
 
     def _misnamed(self, option: str, names: Sequence[str]) -> list[Problem]:
@@ -91,12 +107,13 @@ class Arguments(NamedTuple):
             what = f"{option}={name!r}"
             if name in names[:i]:
                 problems.append(Problem(None, None, what, "is named twice", "name it once"))
-            elif name == self.model:
-                why = "is the model, which is the same in each piece"
-                problems.append(Problem(None, None, what, why, "name another parameter"))
             elif name in signature.parameters[: len(self.partial.args)]:
                 why = f"is bound to {signature.name}, so a call has no value of it"
                 remedy = "leave it out of the `functools.partial` or the method, and pass it"
+                problems.append(Problem(None, None, what, why, remedy))
+            elif Path((name,)) in self.differentiated:
+                why = "is differentiated, so it is the same in each micro-batch"
+                remedy = "name another parameter, or pass another `argnums=` to the gradient"
                 problems.append(Problem(None, None, what, why, remedy))
             elif name not in signature.parameters and signature.by_name is None:
                 near = did_you_mean(name, signature.parameters)
@@ -110,7 +127,8 @@ class Arguments(NamedTuple):
         """Raise for names among the `**more` of the function that a call does not pass."""
         known = dict(self.signature.each(record))
         problems: list[Problem] = []
-        for option, paths in (("keys", self.keys), ("carry", self.carried)):
+        options = {"batch": self.batch or (), "keys": self.keys, "carry": self.carried}
+        for option, paths in options.items():
             for path in paths:
                 if len(path) > 1 and path not in known:
                     why = f"is in `{option}`, and the call passes no argument by this name"
@@ -119,6 +137,23 @@ class Arguments(NamedTuple):
             missing = count(len(problems), "keyword argument")
             raise FunctreeTypeError(f"accumulate: {missing} cannot be found", problems)
 
+    def role(self, leaf: Leaf, fixed: Sequence[str]) -> Role:
+        """The role of an array, by the argument that it belongs to.
+
+        Args:
+            leaf: the array.
+            fixed: the names of the arguments that are bound to the function.
+        """
+        if _is_named(leaf, self.keys):
+            return Role.BATCH if _is_array_of_keys(leaf.value) else Role.KEY
+        if _is_named(leaf, self.carried):
+            return Role.CARRIED
+        if _is_named(leaf, self.differentiated) or leaf.path[0] in fixed:
+            return Role.SAME
+        if self.batch is None or _is_named(leaf, self.batch):
+            return Role.BATCH
+        return Role.SAME
+
     def _path(self, name: str) -> Path:
         """The path of an argument."""
         by_name = self.signature.by_name
@@ -126,6 +161,20 @@ class Arguments(NamedTuple):
         if name in self.signature.parameters or by_name is None:
             return Path((name,))
         return Path((by_name, name))
+
+
+def _positional(signature: Signature, partial: Partial, number: int) -> Path:
+    """The path of the argument at a position."""
+    bound = signature.parameters[: len(partial.args)]
+    names = [*bound, *signature.positional]
+    if signature.many in names and number >= names.index(signature.many):
+        start = names.index(signature.many)
+        return Path((signature.many, number - start))
+    if not -len(names) <= number < len(names):
+        raise FunctreeTypeError(
+            f"accumulate: {signature.name} has no positional parameter {number} to differentiate"
+        )
+    return Path((names[number],))
 
 
 class Call(NamedTuple):
@@ -155,8 +204,6 @@ class Call(NamedTuple):
             FunctreeError: an array cannot be divided; what is to be split is no key; an array is
                 deleted.
         """
-        if not args:
-            raise FunctreeTypeError("accumulate: pass the model as the first positional argument")
         partial, signature = arguments.partial, arguments.signature
         record = signature.bind(*partial.with_bound(args, kwargs))
         arguments.check_given(record)
@@ -165,10 +212,9 @@ class Call(NamedTuple):
         # Arguments that are bound to the function (`self`, those of a partial) are not part of the
         # batch either.
         bound = [name for name in partial.kwargs if name not in kwargs]
-        fixed = {arguments.model, *signature.parameters[: len(partial.args)], *bound}
-        roles = [_role(leaf, arguments, fixed) for leaf in leaves.leaves]
+        fixed = [*signature.parameters[: len(partial.args)], *bound]
+        roles = [arguments.role(leaf, fixed) for leaf in leaves.leaves]
         call = cls(arguments, record, frozenset(kwargs), leaves, roles)
-        call = call._replace(roles=call._with_batches_of_keys())
         call._check(steps)
         return call
 
@@ -183,24 +229,16 @@ class Call(NamedTuple):
         return [i for i, own in enumerate(self.roles) if own is role]
 
     @property
-    def model(self) -> Tree:
-        """The model."""
-        (value,) = self.values_at([Path((self.arguments.model,))]).values()
-        return value
-
-    @property
-    def of_model(self) -> list[int]:
-        """The indices of the arrays of the model."""
-        model = self.arguments.model
-        return [i for i, leaf in enumerate(self.leaves.leaves) if leaf.path[0] == model]
-
-    @property
     def carried(self) -> list[int]:
         """The indices of the arrays that are carried, in the order of `carry=`."""
         found: list[int] = []
         for path in self.arguments.carried:
-            found += [i for i, leaf in enumerate(self.leaves.leaves) if _is_named(leaf, [path])]
+            found += self.indices_in(path)
         return found
+
+    def indices_in(self, argument: Path) -> list[int]:
+        """The indices of the arrays of an argument."""
+        return [i for i, leaf in enumerate(self.leaves.leaves) if _is_named(leaf, [argument])]
 
     def values_at(self, paths: Sequence[Path]) -> dict[Path, Tree]:
         """The values of some arguments."""
@@ -218,7 +256,7 @@ class Call(NamedTuple):
         given = signature.arguments(self.leaves.skeleton.fill(values))
         args, kwargs = signature.by_keyword(*given, partial.kwargs)
         # The function adds what is bound to it. A call may give another value for what is bound by
-        # name, and what is split or carried has one in each piece.
+        # name, and what is split or carried has one in each micro-batch.
         looped = {path[-1] for path in (*arguments.keys, *arguments.carried)}
         own: dict[str, Any] = {}
         for name, value in kwargs.items():
@@ -226,28 +264,67 @@ class Call(NamedTuple):
                 own[name] = value
         return fn(*args[len(partial.args) :], **own)
 
-    def _with_batches_of_keys(self) -> list[Role]:
-        """The roles, in which an array of keys with the batch in front is a part of the batch."""
-        roles = list(self.roles)
-        for i in self.indices(Role.KEY):
-            if _is_array_of_keys(self.leaves.leaves[i].value):
-                roles[i] = Role.BATCH
-        return roles
+    def parameters_of(self, result: Tree) -> dict[int, int]:
+        """For the index of each gradient among the arrays of a result, the index of its parameter
+        among those of the call; empty if it is not known where gradients are in the result."""
+        gradient, found = self.arguments.gradient, dict[int, int]()
+        if gradient is None:
+            return found
+        all_of_them = Skeleton.of(result).learn(result).paths
+        for number, argument in zip(gradient.argnums, self.arguments.differentiated, strict=True):
+            place = Path(gradient.place_of(number))
+            leaves = self.leaves.leaves
+            parameters = {leaves[i].path[len(argument) :]: i for i in self.indices_in(argument)}
+            for k, path in enumerate(all_of_them):
+                if path[: len(place)] == place:
+                    found[k] = parameters[path[len(place) :]]
+        return found
 
     # Checks
 
     def _check(self, steps: int) -> None:
         """Raise for all arrays that cannot have their role."""
         self._check_keys()
-        problems: list[Problem] = meeting(self.having(Role.BATCH))
-        for leaf in self.having(Role.BATCH):
+        batch = self.having(Role.BATCH)
+        if not batch:
+            raise self._nothing_to_divide()
+        problems: list[Problem] = meeting(batch)
+        for leaf in batch:
             why = _indivisible(leaf, steps)
             if why is not None:
                 problems.append(leaf.problem(why, _REMEDY))
         if problems:
+            arrays = count(len(problems), "array")
             raise FunctreeValueError(
-                f"accumulate: {count(len(problems), 'array')} cannot be split into pieces", problems
+                f"accumulate: {arrays} cannot be split into micro-batches", problems
             )
+        self._warn_of_same_keys(steps)
+
+    def _nothing_to_divide(self) -> FunctreeTypeError:
+        """The error for a call without a batch."""
+        arguments = self.arguments
+        differentiated = ", ".join(f"`{path}`" for path in arguments.differentiated)
+        return FunctreeTypeError(
+            f"accumulate: no array of the call is divided into micro-batches ({differentiated} is "
+            "differentiated): pass the batch as an argument of its own. `argnums=` of the gradient "
+            "says which arguments are differentiated, and `batch=` which ones are divided"
+        )
+
+    def _warn_of_same_keys(self, steps: int) -> None:
+        """Warn of random keys that each micro-batch would use again."""
+        if steps == 1:
+            return
+        for leaf, role in zip(self.leaves.leaves, self.roles, strict=True):
+            # A model may keep a key that the loss does not draw from.
+            differentiated = _is_named(leaf, self.arguments.differentiated)
+            if role is Role.SAME and not differentiated and _is_typed_key(leaf.value):
+                warn(
+                    f"accumulate: `{leaf.path}` is a random key, and all {steps} micro-batches "
+                    "draw the same numbers from it: pass it as an argument of its own and name it "
+                    "in `keys=`. If one draw for all is meant, silence this: `warnings."
+                    'filterwarnings("ignore", "accumulate: .* is a random key", '
+                    "ft.FunctreeWarning)`"
+                )
 
     def _check_keys(self) -> None:
         """Raise for arguments in `keys` that are no keys."""
@@ -279,20 +356,9 @@ class Call(NamedTuple):
 
 _A_KEY = "pass a key, such as `jax.random.key(0)`, or name another parameter in `keys=`"
 _REMEDY = (
-    "use a batch whose size `steps` divides; pass an array that is not part of it in the model or "
-    "a closure, name a random key in `keys=` and a state in `carry=`"
+    "use a batch whose size `steps` divides; name the parameters that are divided in `batch=`, a "
+    "random key in `keys=`, and a state in `carry=`"
 )
-
-
-def _role(leaf: Leaf, arguments: Arguments, fixed: set[str]) -> Role:
-    """The role of an array, by the argument that it belongs to."""
-    if _is_named(leaf, arguments.keys):
-        return Role.KEY
-    if _is_named(leaf, arguments.carried):
-        return Role.CARRIED
-    if leaf.path[0] in fixed:
-        return Role.SAME
-    return Role.BATCH
 
 
 def _is_named(leaf: Leaf, arguments: Sequence[Path]) -> bool:
@@ -325,11 +391,11 @@ def _raw_shape() -> tuple[int, ...]:
 def _indivisible(leaf: Leaf, steps: int) -> str | None:
     """Why an array cannot be divided into that many pieces; None if it can."""
     if not leaf.shape:
-        return f"has no leading dimension to split into {steps} pieces"
+        return f"has no leading dimension to split into {steps} micro-batches"
     size, parts = leaf.shape[0], _parts(leaf.value)
     if size % (steps * parts) == 0:
         return None
-    why = f"its leading dimension of size {size} cannot be split into {steps} pieces"
+    why = f"its leading dimension of size {size} cannot be split into {steps} micro-batches"
     if parts > 1:
         why += f" on each of {parts} devices"
     return why

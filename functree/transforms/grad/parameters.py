@@ -7,11 +7,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.core import Tracer
-from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
+from jax.experimental.shard_alike import shard_alike
+from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from functree.devices.constraint import with_constraint
-from functree.devices.meshes import MeshView, agreed_mesh, compiling, current_mesh
-from functree.devices.placement import check_deleted, first_mesh
+from functree.devices.meshes import agreed_mesh, compiling, current_mesh
+from functree.devices.placement import check_deleted, first_mesh, is_sharded_as
 from functree.errors import (
     FunctreeError,
     FunctreeTypeError,
@@ -40,28 +41,28 @@ class Parameters(NamedTuple):
         number: the argument's position.
         leaves: its arrays.
         chosen: for each of them, whether it is differentiated.
-        parts: the layouts of its parts; empty if there is no layout.
-        ambient: whether they come from the ambient rules.
+        parts: the layouts of its parts, or the ambient ones; empty if there are none.
+        given: whether the layouts were passed as `layout=`.
     """
 
     number: int
     leaves: Leaves
     chosen: Sequence[bool]
     parts: Sequence[Part]
-    ambient: bool
+    given: bool
 
     @staticmethod
     def of(tree: Any, number: int, wrt: Filter, layout: LayoutTree) -> "Parameters":
         """The arrays that a filter matches. Raises FunctreeError if there are none, or one has no
         gradient."""
-        given = layout if layout is not None else ambient_rules()
-        leaves, parts = (read(tree), []) if given is None else read_for(tree, given)
+        layouts = layout if layout is not None else ambient_rules()
+        leaves, parts = (read(tree), []) if layouts is None else read_for(tree, layouts)
         check_deleted("grad", tree)
         if layout is None:
             # Ambient rules are for more than one argument.
             parts = as_partial(parts)
         chosen = [wrt(leaf) for leaf in leaves.leaves]
-        found = Parameters(number, leaves, chosen, parts, layout is None)
+        found = Parameters(number, leaves, chosen, parts, layout is not None)
         if not found.matched:
             raise _nothing(found, wrt)
         _check_differentiable(found.matched)
@@ -84,52 +85,44 @@ class Parameters(NamedTuple):
         return self.leaves.skeleton.fill(self._merged(arrays, self.leaves.values))
 
     def gradient(self, arrays: Sequence[Any]) -> Any:
-        """The gradient as a tree like the argument, with None for other leaves, constrained by the
-        layout."""
-        # If the types have the shardings, JAX has laid out the gradient already. A given `layout=`
-        # is still applied.
-        if not self.parts or (self.ambient and all(map(_typed, self.arrays))):
+        """The gradient as a tree like the argument, with None for other leaves.
+
+        It is laid out by `layout=`. Under ambient rules it is laid out as the parameters are.
+        Otherwise it is JAX's own.
+        """
+        # If the types have the shardings, JAX has laid out the gradient already.
+        if not self.parts or (not self.given and all(map(_typed, self.arrays))):
             return self._tree(arrays)
-        layouts = own_meshes(self.parts)
         # A gradient that is a constant has no mesh, so that of the parameter is asked.
-        mesh = find_mesh([*layouts, first_mesh(self.arrays)], arrays)
+        mesh = find_mesh([*own_meshes(self.parts), first_mesh(self.arrays)], arrays)
         if mesh is None:
             return self._tree(arrays)
-        constrain = _constrained
+        # An eager transform hides the devices of the arrays, and a constraint needs them.
         if isinstance(mesh, AbstractMesh) and current_mesh() is None and not compiling():
-            # An eager transform, which hides devices. There the type of a gradient may name a mesh
-            # that no array is on: JAX has cached it for other arrays.
-            if first_mesh(self.arrays) is None:
-                return self._tree(arrays)
-            self._check_on_mesh()
-            constrain = _eagerly_constrained
+            return self._tree(list(map(laid_out_as, self.arrays, arrays)))
         rules = ambient_rules()
-        given = [part.layout for part in self.parts]
-        summed = SummedFirst(given if rules is None else [rules, *given], mesh)
+        layouts = [part.layout for part in self.parts]
+        summed = SummedFirst(layouts if rules is None else [rules, *layouts], mesh)
         found: list[Any] = []
         for gradient, leaf, decision in zip(
             arrays, self.matched, self._decisions(mesh), strict=True
         ):
-            first = summed.spec(leaf, decision.spec) if decision.specified else None
-            found.append(constrain(gradient, leaf.value, decision, mesh, first))
+            parameter, first = leaf.value, None
+            if decision is not None and decision.specified:
+                first = summed.spec(leaf, decision.spec)
+            if first is not None:
+                gradient = with_constraint(_tied(gradient, parameter), mesh, first)
+            if self.given and decision is not None:
+                gradient = with_decision(_tied(gradient, parameter), decision, mesh)
+            else:
+                # Not by the ambient layout: its specs and sizes are for the arguments of a
+                # program. Under `vmap` a parameter has fewer dimensions.
+                gradient = laid_out_as(parameter, gradient)
+            found.append(gradient)
         return self._tree(found)
 
-    def _check_on_mesh(self) -> None:
-        """Raise ShardingError for parameters without a mesh, where only the parameters have
-        devices."""
-        why = "is on no mesh, and an eager transform hides the devices that the others are on"
-        remedy = "`ft.shard` it like the others, or enter `with jax.set_mesh(mesh):`"
-        problems: list[Problem] = []
-        for leaf in self.matched:
-            if jax.typeof(leaf.value).sharding.mesh.empty:
-                problems.append(leaf.problem(why, remedy))
-        if problems:
-            raise ShardingError(
-                f"the gradient for argument {self.number} cannot be laid out", problems
-            )
-
-    def _decisions(self, mesh: Mesh | AbstractMesh) -> list[Decision]:
-        """What is decided about the parameters, which their gradients follow.
+    def _decisions(self, mesh: Mesh | AbstractMesh) -> list[Decision | None]:
+        """What the layouts decide about the parameters; None where ambient ones do not fit.
 
         The whole argument is laid out, not only its differentiated arrays: otherwise a filter of
         the layout for the others would match nothing, which is an error. Problems of arrays without
@@ -138,27 +131,19 @@ class Parameters(NamedTuple):
         own = own_meshes(self.parts)
         view = local_view(agreed_mesh(mesh, own))
         decided = decide_parts(self.leaves, self.parts, view)
-        others: set[object] = set()
-        decisions: list[Decision] = []
-        for leaf, decision, chosen in zip(
+        paths = {leaf.path for leaf in self.matched}
+        chosen = [one for one in decided.problems if one.path in paths or one.path is None]
+        if chosen and self.given:
+            gradient = f"the gradient for argument {self.number} on mesh {view}"
+            raise ShardingError(f"the layout cannot lay out {gradient}", chosen)
+        broken = {one.path for one in chosen}
+        decisions: list[Decision | None] = []
+        for leaf, decision, differentiated in zip(
             self.leaves.leaves, decided.decisions, self.chosen, strict=True
         ):
-            if chosen:
-                decisions.append(decision)
-            else:
-                others.add(leaf.path)
-        problems = [one for one in decided.problems if one.path not in others]
-        if problems:
-            raise self._refuse(problems, view)
+            if differentiated:
+                decisions.append(None if leaf.path in broken else decision)
         return decisions
-
-    def _refuse(self, problems: Sequence[Problem], view: MeshView) -> ShardingError:
-        gradient = f"the gradient for argument {self.number} on mesh {view}"
-        headline = f"the layout cannot lay out {gradient}"
-        if self.ambient:
-            headline = f"the ambient rules cannot lay out {gradient}; "
-            headline += "change them, or pass `layout=` to grad"
-        return ShardingError(headline, problems)
 
     def _tree(self, gradients: Sequence[Any]) -> Any:
         """Gradients as a tree like the argument, with None for other leaves."""
@@ -225,45 +210,24 @@ def _typed(array: Any) -> bool:
     return not mesh.empty and AxisType.Auto not in mesh.axis_types
 
 
-def _constrained(
-    gradient: Any,
-    parameter: Any,
-    decision: Decision,
-    mesh: Mesh | AbstractMesh,
-    first: PartitionSpec | None,
-) -> Any:
-    """The gradient, constrained as it was decided, and before that to a spec, if one is given."""
-    gradient = _tied(gradient, parameter)
-    if first is not None:
-        gradient = with_constraint(gradient, mesh, first)
-    return with_decision(gradient, decision, mesh)
+def laid_out_as(parameter: Any, gradient: Any) -> Any:
+    """The gradient, sharded as its parameter is.
 
-
-def _eagerly_constrained(
-    gradient: Any,
-    parameter: Any,
-    decision: Decision,
-    mesh: Mesh | AbstractMesh,
-    first: PartitionSpec | None,
-) -> Any:
-    """The same where an eager `jax.grad` or `jax.vmap` hides the devices of the parameter.
-
-    JAX differentiates a function with a rule of its own by its values, and these have devices. Its
-    cotangent, which may be on a single device, is then moved to them.
+    A traced parameter has no sharding on Auto axes. The compiler knows it: by the argument that it
+    is, or by what it is computed from. That holds under `vmap` and in a scan too.
     """
-
-    def apply(gradient: Any, parameter: Any) -> Any:
-        own = first_mesh([parameter]) or mesh
-        return _constrained(gradient, parameter, decision, own, first)
-
-    placed = jax.custom_jvp(apply)
-
-    def differentiate(primals: tuple[Any, Any], tangents: tuple[Any, Any]) -> tuple[Any, Any]:
-        gradient, parameter = primals
-        return placed(gradient, parameter), apply(tangents[0], parameter)
-
-    placed.defjvp(differentiate)
-    return placed(gradient, parameter)
+    if _typed(parameter):
+        return gradient
+    if isinstance(gradient, Tracer) or isinstance(parameter, Tracer):
+        if jax.typeof(parameter).sharding.mesh.empty and not compiling():
+            return gradient
+        # Without the barrier, this would be a constraint for the operation that made the gradient,
+        # such as a shard_map, for which the compiler may have no such result.
+        return shard_alike(parameter, jax.lax.optimization_barrier(gradient))[1]
+    placed = isinstance(parameter, jax.Array) and first_mesh([parameter]) is not None
+    if placed and not is_sharded_as(gradient, parameter.sharding):
+        return jax.device_put(gradient, parameter.sharding)
+    return gradient
 
 
 def _tied(gradient: jax.Array, parameter: Any) -> jax.Array:
