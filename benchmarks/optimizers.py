@@ -1,4 +1,4 @@
-"""What Muon costs on sharded matrices, by itself and by `ft.whole_matrices`; what micro-batches
+"""What Muon costs on sharded matrices, by itself and by `ft.muon`; what micro-batches
 moves and holds.
 
     python benchmarks/optimizers.py bytes                 # 12 matrices: what the program for CPUs moves
@@ -43,6 +43,11 @@ def muon(model: Any) -> optax.GradientTransformation:
     return optax.contrib.muon(1e-3, muon_weight_dimension_numbers=ft.nn.matrix_dimensions(model))
 
 
+def whole(model: Any) -> optax.GradientTransformation:
+    """The same on whole matrices."""
+    return ft.muon(1e-3, muon_weight_dimension_numbers=ft.nn.matrix_dimensions(model))
+
+
 # --- Twelve matrices
 # ---------------------------------------------------------------------------------------------
 
@@ -81,8 +86,7 @@ def twelve() -> None:
     mesh = ft.make_mesh(data=2, model=4)
     for name, make in TWELVE.items():
         model = ft.abstract(make)(jax.random.key(0))
-        plain = muon(model)
-        moved = [update_bytes(tx, model, mesh) for tx in (plain, ft.whole_matrices(plain))]
+        moved = [update_bytes(tx, model, mesh) for tx in (muon(model), whole(model))]
         print(f"| {name} | {moved[0]:.2f} | {moved[1]:.2f} | {WHOLE_LIMIT} |")
 
 
@@ -121,8 +125,8 @@ def config(layers: int, embed: int, seq: int) -> ft.nn.TransformerConfig:
 
 def optimizers(sizes: ft.nn.TransformerConfig) -> dict[str, Any]:
     """AdamW, Muon, and Muon on whole matrices."""
-    plain = muon(ft.abstract(ft.nn.Transformer.create)(sizes, key=jax.random.key(0)))
-    return {"AdamW": optax.adamw(1e-3), "Muon": plain, "whole matrices": ft.whole_matrices(plain)}
+    model = ft.abstract(ft.nn.Transformer.create)(sizes, key=jax.random.key(0))
+    return {"AdamW": optax.adamw(1e-3), "Muon": muon(model), "whole matrices": whole(model)}
 
 
 def make_layout() -> ft.Layout:

@@ -658,7 +658,7 @@ def command_line() -> Parser:
         type=positive,
         default=1,
         metavar="N",
-        help="pieces of a batch, done in turn",
+        help="micro-batches of a batch, done in turn",
     )
     training.add_argument(
         "--seq", type=positive, default=128, metavar="N", help="bytes in a sequence"

@@ -52,7 +52,8 @@ from functree.layout.plan_optimizer import plan_optimizer
 from functree.layout.rules import AxisRules
 from functree.layout.state_sharding import StateSharding
 from functree.optimizers.layerwise import layerwise
-from functree.optimizers.whole_matrices import whole_matrices
+from functree.optimizers.muon import muon
+from functree.optimizers.whole_matrices import on_whole_matrices
 from functree.placing.ambient import axis_rules, spec
 from functree.placing.constrain import AxisShards, axis_shards, constrain
 from functree.placing.copy import copy
@@ -114,7 +115,8 @@ __all__ = [
     "plan_optimizer",
     # Optimizers
     "layerwise",
-    "whole_matrices",
+    "on_whole_matrices",
+    "muon",
     # Meshes and placing
     "make_mesh",
     "shard",

@@ -12,7 +12,7 @@ from functree.argument_checks import check_tree, parameter_error, shown
 from functree.errors import FunctreeValueError, Problem, RuleError, count, did_you_mean
 from functree.labels.leaf import Leaf
 from functree.labels.leaves import read
-from functree.optimizers.update_trace import stack_sizes
+from functree.labels.optimizer.layers import stack_sizes
 from functree.tree.arrays import Tree
 from functree.tree.interfaces import own_matrices
 from functree.tree.nodes import children, walk

@@ -94,11 +94,6 @@ class Exchange:
         """The exchange of this one's layers and those of others of its kind, as of one stack."""
         return replace(self, stacks=sum((one.stacks for one in others), self.stacks))
 
-    def of_several(self, number: int) -> "Exchange":
-        """The exchange of so many matrices of each layer at once: the first dimension of a layer
-        counts them."""
-        return replace(self, layer=(number, *self.layer), dims=((), *self.dims))
-
     def of_one(self) -> "Exchange":
         """The same, but a single layer is gathered by all devices.
 
@@ -109,11 +104,6 @@ class Exchange:
             return self
         gathered = tuple(axis for axes in self.dims for axis in axes)
         return replace(self, exchanged=(), sliced=(), gathered=gathered)
-
-    @property
-    def moves(self) -> bool:
-        """Whether anything has to move."""
-        return bool(self.exchanged or self.sliced or self.gathered)
 
     @property
     def layers(self) -> int:
@@ -173,20 +163,6 @@ class Exchange:
         if self.exchanged:
             x = jax.lax.all_to_all(x, self.exchanged, split_axis=0, concat_axis=0)
         return self._given(x.reshape(-1, *shard))
-
-    def part(self, each: Sequence[Shaped[Array, "..."]]) -> Shaped[Array, "own ..."]:
-        """What there is of all layers of each stack, on all devices ─► what there is of the layers
-        of this device."""
-        x = self._taken(each)
-        start = _index(self.exchanged) * self.own
-        return jax.lax.dynamic_slice_in_dim(x, start, self.own)
-
-    def each(self, x: Shaped[Array, "own ..."]) -> list[Shaped[Array, "..."]]:
-        """What there is of the layers of this device ─► what there is of all layers of each stack,
-        on all devices."""
-        if self.exchanged:
-            x = jax.lax.all_gather(x, self.exchanged, tiled=True)
-        return self._given(x)
 
     def _taken(self, arrays: Sequence[Array]) -> Array:
         """All layers in one dimension ─► those that this device has to do with, by `sliced`."""

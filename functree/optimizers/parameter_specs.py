@@ -1,6 +1,6 @@
 """Parameters and a layout ─► the mesh that they are on, and how each of them is sharded."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -9,7 +9,6 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 from functree.devices.meshes import agreed_mesh, mesh_view
 from functree.devices.specs import of_rank
 from functree.errors import ShardingError, count
-from functree.labels.leaf import Leaf
 from functree.labels.leaves import Leaves, read
 from functree.layout.decide import decide_parts
 from functree.layout.layout import LayoutTree, Part, as_partial, own_meshes
@@ -27,19 +26,22 @@ class ParameterSpecs(NamedTuple):
         mesh: the mesh.
         leaves: the parameters.
         parts: the layouts of the parts of their tree; None if no layout is known.
+        name: the name of the public function, for messages.
     """
 
     mesh: Mesh | AbstractMesh
     leaves: Leaves
     parts: Sequence[Part] | None
+    name: str
 
     @staticmethod
-    def of(tree: Tree, layout: LayoutTree) -> "ParameterSpecs | None":
+    def of(tree: Tree, layout: LayoutTree, name: str) -> "ParameterSpecs | None":
         """The parameters of a tree; None if they are on one device.
 
         Args:
             tree: the parameters, or gradients.
             layout: their layout; None for the ambient rules.
+            name: the name of the public function, for messages.
         """
         given = ambient_rules() if layout is None else layout
         leaves, parts = (read(tree), None) if given is None else read_for(tree, given)
@@ -49,64 +51,49 @@ class ParameterSpecs(NamedTuple):
         if parts is not None:
             # The tree has only what is trained, and a filter may be for something else.
             parts = as_partial(parts)
-        return ParameterSpecs(mesh, leaves, parts)
+        return ParameterSpecs(mesh, leaves, parts, name)
 
-    @property
-    def explicit(self) -> tuple[str, ...]:
-        """The Explicit axes of the mesh."""
-        types = zip(self.mesh.axis_names, self.mesh.axis_types, strict=True)
-        return tuple(name for name, axis_type in types if axis_type == AxisType.Explicit)
-
-    def specs(self, paths: Collection[Path]) -> dict[Path, PartitionSpec]:
-        """How the parameters at some paths are sharded, by their types or by the layout.
+    def specs(self) -> dict[Path, PartitionSpec]:
+        """How the parameters are sharded, by their types or by the layout.
 
         Raises:
             ShardingError: neither says it; the layout does not fit the parameters; inside of a
                 `shard_map`.
         """
-        chosen = [leaf for leaf in self.leaves.leaves if leaf.path in paths]
         manual = getattr(self.mesh, "manual_axes", ())
         if manual:
             axes = ", ".join(manual)
-            raise self._unknown(chosen, f"inside of shard_map ({axes})", _OUTSIDE)
+            raise self._unknown(f"inside of shard_map ({axes})", _OUTSIDE)
         if AxisType.Auto not in self.mesh.axis_types:
-            return {leaf.path: type_spec(leaf.value) for leaf in chosen}
+            return {leaf.path: type_spec(leaf.value) for leaf in self.leaves.leaves}
         if self.parts is None:
-            raise self._unknown(chosen, f"on mesh {mesh_view(self.mesh)}", _GIVE_LAYOUT)
-        return self._decided(self.parts, paths)
-
-    def _unknown(self, chosen: Sequence[Leaf], where: str, remedy: str) -> ShardingError:
-        """The error for parameters of which nobody says how they are sharded."""
-        problems = [leaf.problem("its sharding is not known", remedy) for leaf in chosen]
-        matrices = count(len(chosen), "parameter")
-        return ShardingError(
-            f"`ft.whole_matrices` cannot make the matrices of {matrices} whole {where}", problems
-        )
-
-    def _decided(self, parts: Sequence[Part], paths: Collection[Path]) -> dict[Path, PartitionSpec]:
-        """What a layout decides. All parameters are laid out, since it is written for all."""
-        own = own_meshes(parts)
-        view = local_view(agreed_mesh(self.mesh, own))
-        decided = decide_parts(self.leaves, parts, view)
-        others = {leaf.path for leaf in decided.leaves if leaf.path not in paths}
-        problems = [one for one in decided.problems if one.path not in others]
-        if problems:
+            remedy = _GIVE_LAYOUT.format(name=self.name)
+            raise self._unknown(f"on mesh {mesh_view(self.mesh)}", remedy)
+        view = local_view(agreed_mesh(self.mesh, own_meshes(self.parts)))
+        decided = decide_parts(self.leaves, self.parts, view)
+        if decided.problems:
             raise ShardingError(
-                f"the layout for `ft.whole_matrices` does not fit on mesh {view}; it is `layout=`, "
+                f"the layout for `ft.{self.name}` does not fit on mesh {view}; it is `layout=`, "
                 "or the ambient rules",
-                problems,
+                decided.problems,
             )
-        found: dict[Path, PartitionSpec] = {}
-        for leaf, decision in zip(decided.leaves, decided.decisions, strict=True):
-            if leaf.path in paths:
-                found[leaf.path] = decision.spec
-        return found
+        pairs = zip(decided.leaves, decided.decisions, strict=True)
+        return {leaf.path: of_rank(one.spec, len(leaf.shape)) for leaf, one in pairs}
+
+    def _unknown(self, where: str, remedy: str) -> ShardingError:
+        """The error for parameters of which nobody says how they are sharded."""
+        leaves = self.leaves.leaves
+        problems = [leaf.problem("its sharding is not known", remedy) for leaf in leaves]
+        matrices = count(len(leaves), "parameter")
+        return ShardingError(
+            f"`ft.{self.name}` cannot make the matrices of {matrices} whole {where}", problems
+        )
 
 
 _OUTSIDE = "update the parameters outside of shard_map, where their shapes are those of the whole"
 _GIVE_LAYOUT = (
     "on Auto axes types do not tell: pass the layout of the model, "
-    "`ft.whole_matrices(tx, layout=...)`, or update under ambient rules, as `ft.jit(rules=...)` "
+    "`ft.{name}(..., layout=...)`, or update under ambient rules, as `ft.jit(rules=...)` "
     "and `ft.axis_rules` give them"
 )
 

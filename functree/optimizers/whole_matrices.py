@@ -1,115 +1,137 @@
-"""An optimizer ─► one whose update is computed on whole matrices, with the layers of stacks spread
-over devices."""
+"""A function of one matrix ─► a transform that applies it to whole matrices, with the layers of
+stacks spread over devices."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
-from jax.extend.core import Literal
-from jax.sharding import AbstractMesh, PartitionSpec
+from jax.sharding import PartitionSpec
 
-from functree.argument_checks import Takes, check
-from functree.devices.meshes import mesh_view, traced_under
-from functree.errors import FunctreeValueError, Problem, did_you_mean
-from functree.labels.optimizer.followed_parameters import check_optimizer
+from functree.argument_checks import FUNCTION, Takes, check
+from functree.devices.meshes import mesh_view
+from functree.errors import FunctreeTypeError, FunctreeValueError, Problem, did_you_mean
+from functree.labels.leaf import Leaf
+from functree.labels.leaves import read
+from functree.labels.optimizer.layers import stack_sizes
 from functree.layout.layout import LayoutTree
-from functree.optimizers.apart import check_matrices_apart
 from functree.optimizers.exchange import Exchange
-from functree.optimizers.layerwise import layerwise, trace_apart
-from functree.optimizers.matrix_program import Division, MatrixProgram, Variable
-from functree.optimizers.matrix_update import MatrixUpdate, MatrixUpdates, Values, grouped
-from functree.optimizers.over_layers import over_layers
-from functree.optimizers.parameter_specs import ParameterSpecs, type_spec
-from functree.optimizers.update_trace import UpdateTrace, stack_sizes
+from functree.optimizers.parameter_specs import ParameterSpecs
 from functree.tree.arrays import AnyArray, Tree
 from functree.tree.paths import Path
-from functree.tree.skeleton.skeleton import Skeleton
+
+MatrixFunction = Callable[[jax.Array], jax.Array]
+"""A function of one matrix, which returns a matrix of the same shape and dtype."""
 
 
-def whole_matrices(
-    tx: optax.GradientTransformation,
-    over: str | Sequence[str] | None = None,
-    layout: LayoutTree = None,
-) -> optax.GradientTransformationExtraArgs:
-    """Compute the matrix products of an optimizer on whole matrices.
+def on_whole_matrices(
+    fn: MatrixFunction, over: str | Sequence[str] | None = None, layout: LayoutTree = None
+) -> optax.GradientTransformation:
+    """Apply a function to each matrix of the updates, as a whole.
 
-    An optimizer such as Muon multiplies each matrix of a model with itself, several times in each
-    update. If the matrices are sharded, as under FSDP and tensor parallelism, each product moves
-    partial sums between the devices. Here the layers of a stack are spread over the devices
-    instead, so that each device has whole matrices: they are exchanged once before the products,
-    and once after them. Moments, the decay of weights and all else that is computed element by
-    element stay sharded as they are.
+    An optimizer such as Muon multiplies each matrix with itself, several times in each update. If
+    the matrices are sharded, as under FSDP and tensor parallelism, each product moves partial sums
+    between the devices. Here the layers of a stack, and matrices of one shape, are spread over the
+    devices instead, so that each device has whole matrices: they are exchanged once before `fn`,
+    and once after it.
 
-    The values are those of `ft.layerwise(tx)`: each layer of a stack is a matrix of its own. So are
-    the state and what is refused.
+    The transform has no state. In an optimizer it stands between transforms that compute element
+    by element, such as moments and decay, which stay sharded as they are. `ft.muon` is made with
+    it.
 
-    If the layers do not fill the devices, some devices have nothing to do. A single matrix, which
-    is in no stack, is gathered by all devices, and each of them computes the same.
-
-    Parameters whose update has no operations on matrices, such as those that Muon leaves to Adam,
-    are computed as without it. On one device nothing is moved.
+    If the matrices do not fill the devices, some devices have nothing to do. A single matrix is
+    gathered by all devices, and each of them computes the same. On one device nothing moves.
 
     Args:
-        tx: the optimizer.
-        over: the mesh axes over which the layers are spread; by default all that shard the
+        fn: a function of one matrix: of the array of a parameter, for a stack of one layer's array.
+            It returns an array of the same shape and dtype.
+        over: the mesh axes over which the matrices are spread; by default all that shard the
             parameter. Along others they are gathered.
         layout: the layout of the model; by default the ambient one. On Explicit axes none is
             needed.
 
+    Returns:
+        A transform of optax. Arrays with fewer than two dimensions, without those of their stacks,
+            are no matrices: leave them out by `optax.masked` or `optax.partition`.
+
     Raises:
-        FunctreeError: `tx` is not an optimizer, or `over` names no mesh axes; (when called) as
-            `ft.layerwise`; on a mesh with Auto axes there is no layout; matrices of several
-            parameters are computed in one loop or condition, as by `optax.MultiSteps`, which
-            belongs outside.
+        FunctreeError: if `fn` is not a function, or `over` names no mesh axes; (when called) if an
+            array is no matrix; if `fn` returns another shape or dtype; if the mesh does not have
+            the axes in `over`; inside of `ft.layerwise`, which shows one layer of each stack.
+        ShardingError: (when called) if there is a mesh with Auto axes and no layout; if the layout
+            does not fit; inside of a `shard_map`.
 
     Examples:
         >>> import optax
         >>> layers = ft.stack(
-        ...     lambda key: ft.nn.MLP(4, 8, key=key), 3, jax.random.key(0)
+        ...     lambda key: ft.nn.Linear(4, 6, use_bias=False, key=key),
+        ...     3,
+        ...     jax.random.key(0),
         ... )
-        >>> dimensions = ft.nn.matrix_dimensions(layers)
-        >>> muon = optax.contrib.muon(
-        ...     1e-3, muon_weight_dimension_numbers=dimensions
+        >>> def whiten(matrix):
+        ...     u, _, v = jnp.linalg.svd(matrix, full_matrices=False)
+        ...     return u @ v
+        >>> tx = optax.chain(
+        ...     optax.trace(0.9), ft.on_whole_matrices(whiten), optax.scale(-0.1)
         ... )
-        >>> tx = ft.whole_matrices(muon)
-        >>> mesh = ft.make_mesh(data=2, model=4)
-        >>> layout = ft.AxisRules({"hidden": "model", ...: None})
-        >>> ts = ft.TrainState.create(layers, tx, layout=layout, mesh=mesh)
-        >>> ts.opt_state.inner_states["muon"].inner_state[
-        ...     0
-        ... ].mu.layer.up.sharding.spec
-        P(None, None, 'model')
-
-        Each step is under ambient rules, which say how the matrices are sharded:
-
-        >>> step = ft.jit(ft.apply_gradients, rules=layout, donate="ts")
+        >>> updates, state = tx.update(layers, tx.init(layers))
+        >>> weight = updates.layer.weight  # of 3 layers
+        >>> products = 100 * weight @ weight.swapaxes(1, 2)
+        >>> bool(jnp.allclose(products, jnp.eye(4)[None], atol=1e-4))
+        True
     """
-    check_optimizer(tx, ("init", "update"))
-    axes = _axes(over)
-    apart = layerwise(tx)
+    check("there is no such transform", fn=(fn, FUNCTION))
 
-    def update(
-        updates: Tree, state: Tree, params: Tree | None = None, **extra: Any
-    ) -> tuple[Tree, Tree]:
-        where = ParameterSpecs.of(updates if params is None else params, layout)
+    def choose(updates: Tree) -> Chosen:
+        return lambda leaf: (None, fn)
+
+    return of_each_matrix(choose, over, layout, "on_whole_matrices")
+
+
+Chosen = Callable[[Leaf], tuple[Hashable, MatrixFunction]]
+"""A function from a leaf to what tells its function from those of others, and the function."""
+
+
+def of_each_matrix(
+    choose: Callable[[Tree], Chosen],
+    over: str | Sequence[str] | None,
+    layout: LayoutTree,
+    name: str,
+) -> optax.GradientTransformation:
+    """The same, with a function for each leaf.
+
+    Args:
+        choose: a function from the updates to the choice of a function for each leaf.
+        over: as in `on_whole_matrices`, and so is `layout`.
+        layout: the layout of the model.
+        name: the name of the public function, for messages.
+    """
+    check("there is no such transform", over=(over, OVER))
+    axes: tuple[str, ...] | None = None
+    if over is not None:
+        axes = (over,) if isinstance(over, str) else tuple(over)
+
+    def init(params: Tree) -> Tree:
+        return optax.EmptyState()
+
+    def update(updates: Tree, state: Tree, params: Tree | None = None) -> tuple[Tree, Tree]:
+        chosen = choose(updates)
+        matrices: list[_Matrix] = []
+        leaves = read(updates)
+        for leaf in leaves.leaves:
+            key, fn = chosen(leaf)
+            matrices.append(_Matrix(leaf, key, fn))
+        _check_matrices(matrices, name)
+        where = ParameterSpecs.of(updates, layout, name)
         if where is None:
-            return apart.update(updates, state, params, **extra)
-        _check_mesh(axes, where)
-        _check_stacks(where)
-        skeleton, arrays = Skeleton.apart((updates, state, params, extra))
-        # Without a mesh, since what is traced runs on whole matrices in a `shard_map`, and on those
-        # that the partitioner has sharded outside of it.
-        with jax.sharding.use_abstract_mesh(_NO_MESH):
-            trace = trace_apart(tx, *skeleton.fill(map(_unsharded, arrays)), by="whole_matrices")
-            run = _Run.of(trace, where, axes)
-        if not run.groups:
-            return apart.update(updates, state, params, **extra)
-        return trace.build(_on_auto(run, arrays))
+            found = [one.alone() for one in matrices]
+        else:
+            _check_axes(axes or (), where, name)
+            found = _exchanged(matrices, where, axes)
+        return leaves.skeleton.fill(found), state
 
-    return optax.GradientTransformationExtraArgs(apart.init, update)
+    return optax.GradientTransformation(init, update)
 
 
 OVER = Takes(
@@ -122,200 +144,138 @@ OVER = Takes(
 ).or_none()
 
 
-def _axes(over: str | Sequence[str] | None) -> tuple[str, ...] | None:
-    """The mesh axes that a user wrote."""
-    check("there is no such optimizer", over=(over, OVER))
-    if over is None:
+class _Matrix(NamedTuple):
+    """A leaf of the updates: one matrix, or those of the layers of a stack.
+
+    Attributes:
+        leaf: the leaf.
+        key: what tells its function from those of others.
+        fn: its function.
+    """
+
+    leaf: Leaf
+    key: Hashable
+    fn: MatrixFunction
+
+    @property
+    def stack(self) -> tuple[int, ...]:
+        """The sizes of the stacks that it is in."""
+        return stack_sizes(self.leaf)
+
+    def alone(self) -> jax.Array:
+        """The result, on one device."""
+        fn = self.fn
+        for _ in self.stack:
+            fn = jax.vmap(fn)
+        return fn(self.leaf.value)
+
+
+def _exchanged(
+    matrices: Sequence[_Matrix], where: ParameterSpecs, over: tuple[str, ...] | None
+) -> list[AnyArray]:
+    """The result for each matrix, on the devices of a mesh."""
+    specs, sizes = where.specs(), dict(where.mesh.shape)
+    exchanges: list[Exchange] = []
+    # Matrices that can be computed together.
+    alike: dict[Hashable, list[int]] = {}
+    for i, (leaf, key, _) in enumerate(matrices):
+        stacked = len(stack_sizes(leaf))
+        exchange = Exchange.of(sizes, leaf.shape, specs[leaf.path], stacked, over)
+        exchanges.append(exchange)
+        alike.setdefault((key, leaf.value.dtype, exchange.kind), []).append(i)
+    found: dict[int, AnyArray] = {}
+    for indices in alike.values():
+        for together, exchange in _groups(exchanges, indices):
+            group = [matrices[i] for i in together]
+            found.update(zip(together, _on_devices(group, exchange, specs, where), strict=True))
+    return [found[i] for i in range(len(matrices))]
+
+
+def _groups(
+    exchanges: Sequence[Exchange], indices: Sequence[int]
+) -> list[tuple[Sequence[int], Exchange]]:
+    """Matrices of one kind together, if that leaves fewer of them to each device: the layers of one
+    stack alone do not fill the devices."""
+    own = [exchanges[i] for i in indices]
+    joined = own[0].joined_with(own[1:])
+    if joined.own < sum(one.own for one in own):
+        return [(indices, joined)]
+    return [([i], exchanges[i].of_one()) for i in indices]
+
+
+def _on_devices(
+    group: Sequence[_Matrix],
+    exchange: Exchange,
+    specs: Mapping[Path, PartitionSpec],
+    where: ParameterSpecs,
+) -> Sequence[jax.Array]:
+    """The results for matrices that are made whole together."""
+    compute = jax.vmap(group[0].fn)
+
+    def local(*shards: jax.Array) -> list[jax.Array]:
+        x = exchange.whole(shards)
+        idle = exchange.idle()
+        if idle is None:
+            return exchange.shards(compute(x))
+        return exchange.shards(jax.lax.cond(idle, jnp.zeros_like, compute, x))
+
+    own = [specs[one.leaf.path] for one in group]
+    # JAX' types do not know that what is gathered is the same on all devices.
+    mapped: Any = jax.shard_map(
+        local, mesh=where.mesh, in_specs=tuple(own), out_specs=own, check_vma=False
+    )
+    return mapped(*[one.leaf.value for one in group])
+
+
+# Checks
+
+
+def _check_matrices(matrices: Sequence[_Matrix], name: str) -> None:
+    """Raise FunctreeError for arrays that are no matrices, or whose function changes the shape."""
+    problems: list[Problem] = []
+    known: dict[Hashable, str | None] = {}
+    for leaf, key, fn in matrices:
+        stack = stack_sizes(leaf)
+        if leaf.stacked and not stack:
+            problems.append(leaf.problem("is one layer of a stack", _NOT_INSIDE.format(name=name)))
+            continue
+        shape = tuple(leaf.shape[len(stack) :])
+        if len(shape) < 2:
+            why = f"is no matrix: it has the shape {list(shape)}"
+            why += ", without the dimension of its stack" if stack else ""
+            problems.append(leaf.problem(why, _LEAVE_OUT))
+            continue
+        kind = key, shape, leaf.value.dtype
+        if kind not in known:
+            known[kind] = _change(fn, jax.ShapeDtypeStruct(shape, leaf.value.dtype))
+        if known[kind] is not None:
+            remedy = "return a matrix of the same shape and dtype"
+            problems.append(leaf.problem(f"the function returns {known[kind]} for it", remedy))
+    if problems:
+        raise FunctreeTypeError(f"`ft.{name}` cannot be applied", problems)
+
+
+_NOT_INSIDE = "leave `ft.layerwise` away, since `ft.{name}` takes each layer by itself too"
+_LEAVE_OUT = "leave it out, by `optax.masked` or `optax.partition`"
+
+
+def _change(fn: MatrixFunction, matrix: jax.ShapeDtypeStruct) -> str | None:
+    """What a function returns for a matrix, if that is something else; else None."""
+    result: Any = jax.eval_shape(fn, matrix)
+    if not hasattr(result, "shape"):
+        return f"a {type(result).__name__}"
+    if (result.shape, result.dtype) == (matrix.shape, matrix.dtype):
         return None
-    return (over,) if isinstance(over, str) else tuple(over)
+    return f"{result.dtype}{list(result.shape)}"
 
 
-def _check_mesh(axes: Sequence[str] | None, where: ParameterSpecs) -> None:
+def _check_axes(axes: Sequence[str], where: ParameterSpecs, name: str) -> None:
     """Raise FunctreeError for mesh axes that the mesh does not have."""
     problems: list[Problem] = []
-    for axis in axes or ():
+    for axis in axes:
         if axis not in where.mesh.axis_names:
             why = f"mesh {mesh_view(where.mesh)} has no such axis"
             why += did_you_mean(axis, where.mesh.axis_names)
             problems.append(Problem(None, None, f"over={axis!r}", why))
     if problems:
-        raise FunctreeValueError("`ft.whole_matrices` cannot spread layers", problems)
-
-
-def _check_stacks(where: ParameterSpecs) -> None:
-    """Raise FunctreeError inside of `ft.layerwise`, which shows one layer of each stack."""
-    problems: list[Problem] = []
-    for leaf in where.leaves.leaves:
-        if leaf.stacked and not stack_sizes(leaf):
-            problems.append(leaf.problem("is one layer of a stack", _OUTSIDE_IN))
-    if problems:
-        raise FunctreeValueError(
-            "`ft.whole_matrices` inside of `ft.layerwise` would move each layer by itself", problems
-        )
-
-
-_OUTSIDE_IN = (
-    "leave `ft.layerwise` away, since `ft.whole_matrices` takes each layer by itself too; or write "
-    "it inside: `ft.whole_matrices(ft.layerwise(tx))`"
-)
-_NO_MESH = AbstractMesh((), ())
-
-
-def _unsharded(array: AnyArray) -> jax.ShapeDtypeStruct:
-    """The type of an array, without how it is sharded."""
-    type_: Any = jax.typeof(array)
-    weak = getattr(type_, "weak_type", False)
-    return jax.ShapeDtypeStruct(type_.shape, type_.dtype, weak_type=weak)
-
-
-def _on_auto(run: "_Run", arrays: Sequence[Any]) -> list[Any]:
-    """The outputs of a run. On Explicit axes they are sharded as the inputs in whose place they
-    are."""
-    where, trace = run.where, run.trace
-    if not where.explicit:
-        return run.outputs(arrays)
-    given: dict[tuple[str, Path], PartitionSpec] = {}
-    for place, array in zip(trace.inputs, arrays, strict=True):
-        part = "update" if place.part == "gradient" else place.part
-        given[part, place.path] = type_spec(array)
-    specs: list[PartitionSpec] = []
-    for place in trace.outputs:
-        specs.append(given.get((place.part, place.path), PartitionSpec()))
-    apply: Any = jax.sharding.auto_axes(
-        lambda *arrays: run.outputs(arrays), axes=where.explicit, out_sharding=specs
-    )
-    with traced_under(where.mesh):
-        return apply(*arrays)
-
-
-class _Run(NamedTuple):
-    """A traced update, in which the matrices of some parameters are made whole.
-
-    Attributes:
-        trace: the trace.
-        program: its program, inlined.
-        groups: the updates of these parameters.
-        moved: for each of them the indices of its outputs.
-        where: the parameters on their mesh.
-    """
-
-    trace: UpdateTrace
-    program: MatrixProgram
-    groups: Sequence[MatrixUpdates]
-    moved: Mapping[Path, Sequence[int]]
-    where: ParameterSpecs
-
-    @staticmethod
-    def of(trace: UpdateTrace, where: ParameterSpecs, over: tuple[str, ...] | None) -> "_Run":
-        """The run of a traced update.
-
-        Raises:
-            FunctreeError: an update of matrices needs other parameters; it is not known how a
-                parameter is sharded.
-        """
-        program = MatrixProgram(trace.program)
-        outputs: dict[Path, list[int]] = {}
-        for i, place in enumerate(trace.outputs):
-            if place.owner is not None:
-                outputs.setdefault(place.owner, []).append(i)
-        divisions = _divisions(trace, program, outputs)
-        specs = where.specs(divisions.keys()) if divisions else {}
-        shapes = {leaf.path: leaf.shape for leaf in where.leaves.leaves}
-        sizes = dict(where.mesh.shape)
-        updates: list[MatrixUpdate] = []
-        for path, division in divisions.items():
-            stack = trace.outputs[outputs[path][0]].stack
-            exchange = Exchange.of(sizes, shapes[path], specs[path], len(stack), over)
-            updates.append(MatrixUpdate(path, division, exchange, specs[path], stack))
-        groups = grouped(updates)
-        moved = {one.path: outputs[one.path] for group in groups for one in group.members}
-        _check_alone(trace, program, moved)
-        return _Run(trace, program, groups, moved, where)
-
-    def outputs(self, arrays: Sequence[Any]) -> list[Any]:
-        """The outputs of the update, by its inputs."""
-        ambient = jax.sharding.get_abstract_mesh()
-        mesh = self.where.mesh if ambient.empty else ambient
-        found: dict[int, Any] = {}
-
-        def inputs(member: MatrixUpdate) -> Values:
-            return self._inputs(arrays, member.stack)
-
-        for group in self.groups:
-            values = group.values(inputs, mesh)
-            for member, own in zip(group.members, values, strict=True):
-                for i in self.moved[member.path]:
-                    found[i] = self._output(i, own, member)
-        rest = [i for i in range(len(self.trace.outputs)) if i not in found]
-        found.update(zip(rest, over_layers(self._only(rest, arrays)), strict=True))
-        return [found[i] for i in range(len(self.trace.outputs))]
-
-    def _inputs(self, arrays: Sequence[Any], stack: tuple[int, ...]) -> dict[Variable, Any]:
-        """The values of the inputs and constants, with random keys for the layers of some
-        stacks."""
-        program = self.program.program
-        values: dict[Variable, Any] = dict(
-            zip(program.jaxpr.constvars, program.consts, strict=True)
-        )
-        for place, one, array in zip(self.trace.inputs, program.jaxpr.invars, arrays, strict=True):
-            if place.is_key and stack:
-                array = jax.random.split(array, stack)
-            values[one] = array
-        return values
-
-    def _output(self, i: int, values: Mapping[Variable, Any], update: MatrixUpdate) -> Any:
-        """The value of an output that belongs to a parameter."""
-        variable = self.program.program.jaxpr.outvars[i]
-        type_: Any = variable.aval
-        if isinstance(variable, Literal):
-            value = jnp.asarray(variable.val, type_.dtype)
-        else:
-            value = values[variable]
-            if variable in update.division.layered:
-                return value
-        # It depends on nothing that layers have of their own.
-        return jnp.broadcast_to(value, (*update.stack, *type_.shape))
-
-    def _only(self, indices: Sequence[int], arrays: Sequence[Any]) -> UpdateTrace:
-        """The trace, with some of its outputs."""
-        program = self.program.only(indices)
-        outputs = tuple(self.trace.outputs[i] for i in indices)
-        depends = tuple(self.trace.depends[i] for i in indices)
-        return replace(
-            self.trace, program=program, arrays=tuple(arrays), outputs=outputs, depends=depends
-        )
-
-
-def _divisions(
-    trace: UpdateTrace, program: MatrixProgram, outputs: Mapping[Path, Sequence[int]]
-) -> dict[Path, Division]:
-    """The pieces of the update of each parameter with operations on matrices."""
-    own: dict[Path | None, list[Variable]] = {}
-    random: list[Variable] = []
-    invars, outvars = program.program.jaxpr.invars, program.program.jaxpr.outvars
-    for place, one in zip(trace.inputs, invars, strict=True):
-        own.setdefault(place.owner, []).append(one)
-        if place.is_key:
-            random.append(one)
-    found: dict[Path, Division] = {}
-    for path, indices in outputs.items():
-        wanted = [outvars[i] for i in indices]
-        division = program.divide(wanted, own.get(path, ()), random)
-        if division is not None:
-            found[path] = division
-    return found
-
-
-def _check_alone(
-    trace: UpdateTrace, program: MatrixProgram, outputs: Mapping[Path, Sequence[int]]
-) -> None:
-    """Raise FunctreeError if the update of a parameter has others in its program."""
-    invars, outvars = program.program.jaxpr.invars, program.program.jaxpr.outvars
-    owners = {one: place.owner for one, place in zip(invars, trace.inputs, strict=True)}
-    joint: dict[Path, list[Path]] = {}
-    for path, indices in outputs.items():
-        found = {owners[one] for one in program.inputs(outvars[i] for i in indices)}
-        others = [one for one in found if one is not None and one != path]
-        if others:
-            joint[path] = sorted(others, key=str)
-    check_matrices_apart(trace, joint)
+        raise FunctreeValueError(f"`ft.{name}` cannot spread matrices", problems)

@@ -15,7 +15,6 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from jaxtyping import Array, Float, Int
 
@@ -261,8 +260,7 @@ def test_whole_matrices_are_exchanged_once_in_and_once_out(platform: str) -> Non
     model = ft.abstract(lambda key: ft.stack(make_layer, 8, key))(jax.random.key(0))
     layout = ft.AxisRules({"embed": "data", "hidden": "model", "layers": None})
     dimensions = ft.nn.matrix_dimensions(model)
-    muon = optax.contrib.muon(0.1, ns_steps=1, muon_weight_dimension_numbers=dimensions)
-    tx = ft.whole_matrices(muon)
+    tx = ft.muon(0.1, ns_steps=1, muon_weight_dimension_numbers=dimensions)
     of_state = ft.plan_optimizer(tx, model, layout, mesh)
     update = ft.jit(
         lambda gradients, state, model: tx.update(gradients, state, model),

@@ -60,9 +60,11 @@ def ledger_of(tx: Any) -> ft.Ledger:
         )
 
 
+NUMBERS = {"up": MuonDimensionNumbers(-2, -1), "down": MuonDimensionNumbers(-2, -1)}
+
+
 def muon() -> Any:
-    numbers = {"up": MuonDimensionNumbers(-2, -1), "down": MuonDimensionNumbers(-2, -1)}
-    return optax.contrib.muon(0.1, ns_steps=2, muon_weight_dimension_numbers=numbers)
+    return optax.contrib.muon(0.1, ns_steps=2, muon_weight_dimension_numbers=NUMBERS)
 
 
 def rows(ledger: ft.Ledger, phase: str = "update") -> list[tuple[Any, ...]]:
@@ -91,7 +93,8 @@ def test_partial_products_of_muon() -> None:
 
 
 def test_whole_matrices() -> None:
-    assert rows(ledger_of(ft.whole_matrices(muon(), layout=SPECS))) == [
+    tx = ft.muon(0.1, ns_steps=2, muon_weight_dimension_numbers=NUMBERS, layout=SPECS)
+    assert rows(ledger_of(tx)) == [
         ("all-gather", ("data", "model"), 2048, "up"),
         ("all-gather", ("data", "model"), 3072, "down"),
     ]
@@ -110,10 +113,8 @@ def test_matrices_that_are_exchanged_together() -> None:
         jax.random.key(0)
     )
     layout = ft.AxisRules({"embed": "data", "hidden": "model", "layers": None})
-    inner = optax.contrib.muon(
-        0.1, ns_steps=1, muon_weight_dimension_numbers=ft.nn.matrix_dimensions(model)
-    )
-    tx = ft.whole_matrices(inner, layout=layout)
+    dimensions = ft.nn.matrix_dimensions(model)
+    tx = ft.muon(0.1, ns_steps=1, muon_weight_dimension_numbers=dimensions, layout=layout)
 
     def of_stacks(model: Stacks, x: Any) -> Any:
         weights = model.one.layer.weight, model.two.layer.weight

@@ -211,8 +211,13 @@ USES: dict[str, Use] = {
         ft.Hardware, {"flops": 1e12, "memory": 2**34, "links": 1e9, "efficiency": 0.5}
     ),
     "layerwise": (ft.layerwise, {"tx": TX}),
-    "whole_matrices": (
-        lambda **k: ft.TrainState.create(MODEL, ft.whole_matrices(**k)), {"tx": TX, "over": "data", "layout": RULES}
+    "on_whole_matrices": (
+        lambda **k: ft.on_whole_matrices(**k).update(X, optax.EmptyState()),
+        {"fn": lambda x: x, "over": "data", "layout": P("data")},
+    ),
+    "muon": (
+        lambda args, options, **k: ft.TrainState.create(MODEL, ft.muon(**k)),
+        {"learning_rate": 0.1, "over": "data", "layout": RULES, "args": (), "options": {}},
     ),
     "nn.matrix_dimensions": (ft.nn.matrix_dimensions, {"model": TRANSFORMER}),
     "Ledger.diff": (LEDGER.diff, {"other": LEDGER}),
@@ -449,7 +454,7 @@ USES: dict[str, Use] = {
 # What is given is called, or computed with, as a user asks for it: an error is that of the user's
 # own function or array. A layer of a Sequential or a Stacked, for example, is called with `x`.
 OF_THE_USER: dict[str, set[str]] = {
-    "accumulate": {"fn"}, "grad": {"fn"}, "value_and_grad": {"fn"}, "init": {"make"}, "abstract": {"make"},
+    "accumulate": {"fn"}, "on_whole_matrices": {"fn"}, "grad": {"fn"}, "value_and_grad": {"fn"}, "init": {"make"}, "abstract": {"make"},
     "ledger": {"fn"}, "explore": {"step"}, "testing.assert_closed": {"step"}, "testing.assert_same_as_unsharded": {"fn"},
     "testing.first_nonfinite": {"fn"},
     "stack": {"make"}, "jit": {"fun"}, "shard_map": {"fun"}, "typed": {"fun"}, "Selection.at": {"where"},

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from functree.labels.optimizer.evaluate import evaluate
+from tests.lib.evaluate import evaluate
 
 X = np.linspace(-2, 2, 12, dtype=np.float32).reshape(3, 4)
 Y = np.linspace(0.1, 3, 12, dtype=np.float32).reshape(3, 4)[:, ::-1].copy()

@@ -27,7 +27,7 @@ def evaluate(program: Program, arrays: Sequence[Any]) -> Arrays:
         arrays: its inputs. A random key may have any value.
 
     Examples:
-        >>> from functree.labels.optimizer.evaluate import evaluate
+        >>> from tests.lib.evaluate import evaluate
         >>> program = jax.make_jaxpr(lambda x: jnp.sqrt(x) + 1)(jnp.ones(2))
         >>> evaluate(program, [np.array([4.0, 9.0])])
         [array([3., 4.])]

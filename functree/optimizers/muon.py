@@ -1,0 +1,228 @@
+"""Muon of optax, whose matrices are orthogonalized as a whole."""
+
+import inspect
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from optax.contrib import MuonDimensionNumbers
+
+from functree.argument_checks import Takes, check, is_number
+from functree.errors import FunctreeTypeError, FunctreeValueError, Problem
+from functree.labels.leaf import Leaf
+from functree.labels.leaves import read
+from functree.labels.optimizer.layers import stack_sizes
+from functree.layout.layout import LayoutTree
+from functree.optimizers.whole_matrices import Chosen, MatrixFunction, of_each_matrix
+from functree.tree.arrays import Tree
+from functree.tree.paths import Path
+
+Dimensions = MuonDimensionNumbers | None
+
+
+def muon(
+    learning_rate: optax.ScalarOrSchedule,
+    *args: Any,
+    over: str | Sequence[str] | None = None,
+    layout: LayoutTree = None,
+    **options: Any,
+) -> optax.GradientTransformationExtraArgs:
+    """Muon, as `optax.contrib.muon`, with matrices that are orthogonalized as a whole.
+
+    The arguments, the moments and the numbers are those of optax. Each layer of a stack is
+    a matrix of its own, as under `ft.layerwise`. If the matrices are sharded, they are exchanged
+    once before the orthogonalization, and once after it: see `ft.on_whole_matrices`.
+
+    Args:
+        learning_rate: as in `optax.contrib.muon`, and so are `args` and `options`. By default,
+            parameters with two dimensions (without those of their stacks) are matrices;
+            `muon_weight_dimension_numbers=ft.nn.matrix_dimensions(model)` says it for the layers of
+            `ft.nn`. For a stack, the dimensions have to be counted from the end.
+        *args: more of them.
+        over: the mesh axes over which the matrices are spread; by default all that shard the
+            parameter.
+        layout: the layout of the model; by default the ambient one.
+        **options: more of them.
+
+    Raises:
+        FunctreeError: if `over` names no mesh axes; if `optax.contrib.muon` has no such arguments;
+            (when called) as `ft.on_whole_matrices`.
+
+    References:
+        Jordan, `modded-nanogpt <https://github.com/KellerJordan/modded-nanogpt>`_, 2024; Liu et
+        al., `Muon is Scalable for LLM Training <https://arxiv.org/abs/2502.16982>`_, 2025.
+
+    Examples:
+        >>> import optax
+        >>> layers = ft.stack(
+        ...     lambda key: ft.nn.MLP(4, 8, key=key), 3, jax.random.key(0)
+        ... )
+        >>> tx = ft.muon(
+        ...     1e-3,
+        ...     muon_weight_dimension_numbers=ft.nn.matrix_dimensions(layers),
+        ... )
+        >>> mesh = ft.make_mesh(data=2, model=4)
+        >>> layout = ft.AxisRules({"hidden": "model", ...: None})
+        >>> ts = ft.TrainState.create(layers, tx, layout=layout, mesh=mesh)
+        >>> moments = ts.opt_state.inner_states["muon"].inner_state[0].mu
+        >>> moments.layer.up.sharding.spec
+        P(None, None, 'model')
+
+        Each step is under ambient rules, which say how the matrices are sharded:
+
+        >>> step = ft.jit(ft.apply_gradients, rules=layout, donate="ts")
+    """
+    check("there is no such optimizer", learning_rate=(learning_rate, _RATE))
+    try:
+        bound = _SIGNATURE.bind(learning_rate, *args, **options)
+    except TypeError as error:
+        raise FunctreeTypeError(f"muon: {error}; see `optax.contrib.muon`") from None
+    bound.apply_defaults()
+    given = bound.arguments
+    dimensions = _dimensions(given["muon_weight_dimension_numbers"])
+
+    def labels(params: Tree) -> Tree:
+        known = dimensions(params)
+        return _filled(params, lambda leaf: "adam" if known[leaf.path] is None else "muon")
+
+    def choose(updates: Tree) -> Chosen:
+        known = dimensions(updates)
+        functions: dict[Hashable, MatrixFunction] = {}
+
+        def chosen(leaf: Leaf) -> tuple[Hashable, MatrixFunction]:
+            own = known[leaf.path]
+            return own, functions.setdefault(own, _orthogonalize(given, own))
+
+        return chosen
+
+    matrices = optax.chain(
+        _momentum(given["beta"], given["nesterov"], given["mu_dtype"]),
+        of_each_matrix(choose, over, layout, "muon"),
+        optax.add_decayed_weights(given["weight_decay"], given["weight_decay_mask"]),
+        optax.scale_by_learning_rate(learning_rate),
+    )
+    of_adam = given["adam_learning_rate"]
+    others = optax.adamw(
+        learning_rate if of_adam is None else of_adam,
+        b1=given["adam_b1"],
+        b2=given["adam_b2"],
+        eps=given["eps"],
+        eps_root=given["adam_eps_root"],
+        weight_decay=given["adam_weight_decay"],
+        mu_dtype=given["mu_dtype"],
+        nesterov=given["nesterov"],
+    )
+    return optax.partition({"muon": matrices, "adam": others}, labels)
+
+
+_SIGNATURE = inspect.signature(optax.contrib.muon)
+_RATE = Takes(
+    "a number, or a schedule",
+    lambda value: callable(value) or is_number(value) or getattr(value, "shape", None) == (),
+    lambda value: not isinstance(value, jax.ShapeDtypeStruct),
+)
+
+
+class Momentum(NamedTuple):
+    """The state of the momentum of Muon.
+
+    Attributes:
+        count: the number of updates.
+        mu: the first moment of each matrix.
+    """
+
+    count: Any  # pyright: ignore[reportIncompatibleMethodOverride]
+    mu: Any
+
+
+def _momentum(beta: Any, nesterov: bool, mu_dtype: Any) -> optax.GradientTransformation:
+    """The momentum of `optax.contrib.scale_by_muon`, without the orthogonalization."""
+
+    def init(params: Any) -> Any:
+        zeros = optax.tree.zeros_like(params, dtype=mu_dtype)
+        return Momentum(jnp.zeros([], jnp.int32), zeros)
+
+    def update(updates: Any, state: Any, params: Any = None) -> Any:
+        mu = optax.tree.update_moment(updates, state.mu, beta, 1)
+        count = optax.safe_increment(state.count)
+        if nesterov:
+            ahead = optax.tree.bias_correction(mu, beta, optax.safe_increment(count))
+            own = optax.tree.bias_correction(updates, beta, count)
+            new = jax.tree.map(lambda m, g: beta * m + (1 - beta) * g, ahead, own)
+        else:
+            new = optax.tree.bias_correction(mu, beta, count)
+        return new, Momentum(count, optax.tree.cast(mu, mu_dtype))
+
+    return optax.GradientTransformation(init, update)
+
+
+# What the orthogonalization of one matrix depends on.
+_OF_ONE = ("ns_coeffs", "ns_steps", "eps", "adaptive", "preconditioning", "consistent_rms")
+
+
+def _orthogonalize(given: Mapping[str, Any], dimensions: Dimensions) -> MatrixFunction:
+    """The function of one matrix: Muon of optax without momentum, decay and learning rate."""
+
+    def orthogonalized(matrix: jax.Array) -> jax.Array:
+        tx = optax.contrib.muon(
+            1.0,
+            beta=0.0,
+            nesterov=False,
+            muon_weight_dimension_numbers=dimensions,
+            **{name: given[name] for name in _OF_ONE},
+        )
+        updates: Any
+        updates, _ = tx.update(matrix, tx.init(matrix), matrix)
+        return -updates  # the learning rate of 1 has changed the sign
+
+    return orthogonalized
+
+
+def _dimensions(given: Any) -> Callable[[Tree], dict[Path, Dimensions]]:
+    """A function from parameters to the dimensions of each matrix; None for what is none."""
+
+    def dimensions(params: Tree) -> dict[Path, Dimensions]:
+        leaves = read(params).leaves
+        if given is None:
+            two = MuonDimensionNumbers(-2, -1)
+            return {
+                leaf.path: two if len(leaf.shape) - len(stack_sizes(leaf)) == 2 else None
+                for leaf in leaves
+            }
+        tree = given(params) if callable(given) else given
+        # A tree of dimensions may be a prefix of the parameters.
+        each: list[Dimensions] = []
+        jax.tree.map(
+            lambda own, below: each.extend([own] * len(jax.tree.leaves(below))),
+            tree,
+            params,
+            is_leaf=lambda x: x is None or isinstance(x, MuonDimensionNumbers),
+        )
+        found = dict(zip([leaf.path for leaf in leaves], each, strict=True))
+        _check(leaves, found)
+        return found
+
+    return dimensions
+
+
+def _check(leaves: Sequence[Leaf], dimensions: Mapping[Path, Dimensions]) -> None:
+    """Raise FunctreeError for dimensions of a stack that are not counted from the end."""
+    problems: list[Problem] = []
+    for leaf in leaves:
+        own = dimensions[leaf.path]
+        if own is None or not stack_sizes(leaf):
+            continue
+        counted = jax.tree.leaves(tuple(own))
+        if any(dim >= 0 for dim in counted):
+            why = f"is in a stack, and its dimensions are {own.reduction_axis}, {own.output_axis}"
+            problems.append(leaf.problem(why, "count them from the end: `(-2, -1)`"))
+    if problems:
+        raise FunctreeValueError("muon: the dimensions of matrices do not fit layers", problems)
+
+
+def _filled(params: Tree, value: Callable[[Leaf], object]) -> Tree:
+    """The tree of parameters with a value for each of them."""
+    leaves = read(params)
+    return leaves.skeleton.fill([value(leaf) for leaf in leaves.leaves])
