@@ -1,64 +1,100 @@
-"""A result and the donated arguments ─► for each part that replaces an argument, the argument's
+"""A result and the donated arguments ─► for each part with the form of an argument, its
 shardings."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jax.sharding import NamedSharding
-from jax.tree_util import tree_leaves
 
+from functree.errors import Problem, ShardingError, count, listed
 from functree.tree.arrays import is_array
-from functree.tree.nodes import children
-from functree.tree.skeleton.skeleton import Skeleton
+from functree.tree.nodes import children, walk
+from functree.tree.paths import Keys, Path
+from functree.tree.skeleton.kinds import ARRAY
+
+Shardings = tuple[NamedSharding | None, ...]
+"""The sharding of each array of a tree, in order; None for an array without a `NamedSharding`."""
 
 
-class StateForm(NamedTuple):
-    """What two trees have in common if one can replace the other as state: structure, statics,
-    shapes and dtypes."""
+class Form(NamedTuple):
+    """What two trees have in common if one can replace the other as state: the class of the root,
+    and the path, shape and dtype of each array. Gradients of a model have its form, although they
+    have None for its functions."""
 
-    skeleton: Skeleton
-    arrays: tuple[tuple[tuple[int, ...], Any], ...]
+    root: type
+    arrays: tuple[tuple[Keys, tuple[int, ...], Any], ...]
 
     @classmethod
-    def of(cls, tree: Any) -> "StateForm":
+    def of(cls, tree: Any) -> "Form":
         """The form of a tree, whose arrays may be abstract."""
-        return cls(
-            Skeleton.of(tree), tuple((x.shape, x.dtype) for x in tree_leaves(tree) if is_array(x))
-        )
+        arrays = [(keys, x.shape, x.dtype) for keys, x, kind in walk(tree) if kind is ARRAY]
+        return cls(type(tree), tuple(arrays))
 
 
-class Kept(NamedTuple):
-    """A donated argument, whose shardings a part of the result may keep.
+class Donated(NamedTuple):
+    """A donated argument.
 
     Attributes:
-        form: the form of the argument.
-        shardings: the sharding of each of its arrays, in order; None for an array without a
-            `NamedSharding`.
+        path: its path.
+        form: its form.
+        shardings: the sharding of each of its arrays.
     """
 
-    form: StateForm
-    shardings: tuple[NamedSharding | None, ...]
+    path: Path
+    form: Form
+    shardings: Shardings
 
 
-def closed(result: Any, donated: Sequence[Kept]) -> list[NamedSharding | None]:
-    """For each array of a result, the sharding that it keeps from a donated argument, or None.
+Kept = NamedSharding | Problem | None
+"""What an array of a result keeps: a sharding; None if it keeps none; a problem if it is not known
+which one."""
 
-    Outer parts are compared before inner ones. If several arguments have one form, the k-th part
-    with this form keeps the shardings of the k-th argument. A bare array never keeps a sharding:
-    that it has the shape of an argument does not mean that it replaces it.
+
+def closed(result: Any, donated: Sequence[Donated]) -> list[Kept]:
+    """For each array of a result, the sharding that it keeps from a donated argument.
+
+    Outer parts are compared before inner ones. A bare array never keeps a sharding: that it has the
+    shape of an argument does not mean that it replaces it. A part that has the form of several
+    arguments, which are sharded differently, is a problem.
     """
-    return _closed(result, list(donated))
+    by_form: dict[Form, list[Donated]] = {}
+    for one in donated:
+        by_form.setdefault(one.form, []).append(one)
+    return _closed(result, (), by_form)
 
 
-def _closed(node: Any, waiting: list[Kept]) -> list[NamedSharding | None]:
-    """The same for a part of a result; the arguments that are replaced by it are removed from those
-    that wait."""
+def _closed(node: Any, keys: Keys, donated: Mapping[Form, Sequence[Donated]]) -> list[Kept]:
+    """The same for the part of a result at some keys."""
     below = children(node)
     if below is None:
         return [None] if is_array(node) else []
-    mine = StateForm.of(node) if waiting else None
-    for i, kept in enumerate(waiting):
-        if kept.form == mine:
-            del waiting[i]
-            return list(kept.shardings)
-    return [sharding for _, child in below for sharding in _closed(child, waiting)]
+    # To compute the form of every part would be slow.
+    if any(form.root is type(node) for form in donated):
+        same = donated.get(Form.of(node), ())
+        if len({one.shardings for one in same}) > 1:
+            return [_problem(Path(keys), same)] * len(same[0].shardings)
+        if same:
+            return list(same[0].shardings)
+    found: list[Kept] = []
+    for key, child in below:
+        found += _closed(child, (*keys, key), donated)
+    return found
+
+
+def _problem(path: Path, same: Sequence[Donated]) -> Problem:
+    """The problem of a part of the result that may replace several arguments."""
+    names = listed([f"`{one.path}`" for one in same])
+    why = f"has the structure of the donated arguments {names}, which are sharded differently"
+    remedy = "write `out_shardings=`, which says how the result is sharded"
+    return Problem(path, None, "" if path else "the result", why, remedy)
+
+
+def check_known(name: str, shardings: Sequence[Kept]) -> list[NamedSharding | None]:
+    """The shardings. Raises ShardingError for problems among them."""
+    problems = list(dict.fromkeys(one for one in shardings if isinstance(one, Problem)))
+    if problems:
+        parts = count(len(problems), "part")
+        raise ShardingError(
+            f"{name}: it is not known which shardings {parts} of the result should keep", problems
+        )
+    return [one for one in shardings if not isinstance(one, Problem)]

@@ -43,7 +43,7 @@ from functree.transforms.jit.arguments import (
     rules_for_parameters,
     warn_unplaced,
 )
-from functree.transforms.jit.closed_state import Kept, StateForm, closed
+from functree.transforms.jit.closed_state import Donated, Form, check_known, closed
 from functree.transforms.jit.shardings import (
     InShardings,
     resolve_in_shardings,
@@ -285,29 +285,31 @@ class Jit(Function[_P, _T]):
         options = self._options
         # Only now: the constructors of some classes do not accept the abstract arrays of this tree.
         result = output.tree
-        shardings = closed(result, self._donated(flat, requested))
+        kept = closed(result, self._donated(flat, requested))
         if options.out_shardings is not None:
             layouts = options.out_shardings
             wanted = resolve_out_shardings(self._signature, result, layouts, requested.mesh)
-            shardings = _first_of_each(wanted, shardings)
+            kept = [one or other for one, other in zip(wanted, kept, strict=True)]
+        shardings = check_known(self._signature.name, kept)
         if all(sharding is None for sharding in shardings):
             return None
         return shardings
 
-    def _donated(self, flat: FlatCall, requested: InShardings) -> list[Kept]:
-        """The donated arguments, with the shardings that their replacements in the result keep."""
+    def _donated(self, flat: FlatCall, requested: InShardings) -> list[Donated]:
+        """The donated arguments, with the shardings that parts of the result keep."""
         shardings = list(map(_named_sharding, flat.arrays))
         if requested.shardings is not None:
             shardings = _first_of_each(requested.shardings, shardings)
         paths = flat.group.paths
-        donated, kept = set(donated_indices(paths, self._options.donated)), list[Kept]()
+        donated, kept = set(donated_indices(paths, self._options.donated)), list[Donated]()
         for name, value in self._signature.each(flat.call):
             own = [i for i, path in enumerate(paths) if path[: len(name)] == name]
             # An argument that is a bare array has no path below its name. It is not state (see
             # `closed`).
             if not own or own[0] not in donated or len(paths[own[0]]) == len(name):
                 continue
-            kept.append(Kept(StateForm.of(value), tuple(shardings[i] for i in own)))
+            own_shardings = tuple(shardings[i] for i in own)
+            kept.append(Donated(name, Form.of(value), own_shardings))
         return kept
 
 
