@@ -22,7 +22,7 @@ from functree.calls.runtime_checks import raise_failed
 from functree.calls.signature import Args, Kwargs, Partial, Record, wrapper_updates
 from functree.calls.stages.lowered import Lowered, Traced
 from functree.calls.stages.stage import StagedCall
-from functree.calls.static_arguments import with_static
+from functree.calls.static_arguments import check_identity, check_wrapped, with_static
 from functree.calls.traces import Traces
 from functree.devices.meshes import tracing
 from functree.errors import FunctreeTypeError
@@ -57,6 +57,7 @@ class Function(Generic[_P, _T]):
         traces: Traces,
         static: frozenset[str] = frozenset(),
     ):
+        check_wrapped(type(self).__name__.lower(), fun)
         # A partial and a module have no names of their own.
         self.__name__ = self.__qualname__ = traces.signature.name
         functools.update_wrapper(self, fun, updated=wrapper_updates(fun))
@@ -202,6 +203,7 @@ class Function(Generic[_P, _T]):
             program = group.programs.get(key)
             if program is None:
                 several_devices = group.several_devices
+                check_identity(self._signature, flat.call)
                 program = self._program(flat)
                 # The key has more elements once calls of the group are on several devices, and
                 # `_program` may have found that.

@@ -1,11 +1,17 @@
 """What is static in a call: the arguments that are declared so, and an error for what cannot be."""
 
 from collections.abc import Sequence
+from enum import Enum
+from functools import partial
+from types import MethodType
+from typing import Any
 
 import jax
+import numpy as np
 from jax.core import ShapedArray
+from jax.tree_util import default_registry
 
-from functree.calls.signature import Record
+from functree.calls.signature import Partial, Record, Signature
 from functree.errors import FunctreeTypeError, Problem, count
 from functree.tree.arrays import Tree, is_array, is_unheld_number, unheld, value_text
 from functree.tree.paths import Path
@@ -127,3 +133,72 @@ def _not_static(static: object) -> tuple[str, str, str] | None:
             remedy = "leave it out of `static_argnums` and `static_argnames`"
         return value_text(value), "is declared static, but cannot be hashed", remedy
     return None
+
+
+# Objects that are static by identity
+
+
+def check_identity(signature: Signature, call: Record) -> None:
+    """Raise FunctreeError for arguments of a call, bound ones among them, that are compared by
+    identity: their arrays would be constants of the program, and changes of them would be missed.
+
+    A leaf inside of a tree may be such an object, as in `eqx.filter_jit`.
+    """
+    problems: list[Problem] = []
+    for path, value in signature.each(call):
+        found = _by_identity(value)
+        if found is not None:
+            problems.append(Problem(path, None, found, _BY_IDENTITY, _remedy(found)))
+    if problems:
+        arguments = count(len(problems), "argument")
+        raise FunctreeTypeError(
+            f"{signature.name}: {arguments} would be static by identity", problems
+        )
+
+
+def check_wrapped(door: str, fun: object) -> None:
+    """Raise FunctreeError for a function that has an object in it that is compared by identity: it
+    is such an object itself, or a wrapper of one or of a bound method, such as `jax.vmap` makes."""
+    inner: Any = fun
+    while inner is not None:
+        found = _by_identity(Partial.of(inner).fun)
+        if found is not None:
+            problem = Problem(None, None, found, _BY_IDENTITY, _remedy(found))
+            raise FunctreeTypeError(f"{door}: the function would be static by identity", [problem])
+        inner = getattr(inner, "__wrapped__", None)
+        # A bound method in a wrapper is no argument of the wrapper.
+        if isinstance(inner, MethodType) and _by_identity(inner) is not None:
+            inner = inner.__self__
+
+
+_BY_IDENTITY = (
+    "has no `__eq__` of its own, so its arrays would be constants of the program, and later "
+    "changes of it would be missed"
+)
+
+
+def _remedy(cls: str) -> str:
+    return (
+        f"make {cls} an `eqx.Module`, or close over the object in a lambda, "
+        "`lambda x: obj.method(x)`; `static_argnames=` of `ft.jit` takes it as it is"
+    )
+
+
+def _by_identity(value: Any) -> str | None:
+    """The class of an object that is compared by identity; None for all other values."""
+    # A bound method is compared by what it is bound to.
+    if isinstance(value, MethodType):
+        return _by_identity(value.__self__)
+    cls = type(value)
+    if cls.__eq__ is not object.__eq__ or isinstance(value, _EXEMPT):
+        return None
+    # Functions of any kind, and objects of JAX.
+    if cls.__module__.partition(".")[0] in _LIBRARIES or hasattr(value, "__wrapped__"):
+        return None
+    if is_array(value) or default_registry.flatten_one_level(value) is not None:
+        return None
+    return cls.__name__
+
+
+_EXEMPT = type | Enum | partial | np.ufunc
+_LIBRARIES = ("builtins", "functools", "jax", "jaxlib")

@@ -152,24 +152,6 @@ def test_what_a_trace_would_use_up_is_no_argument(kind: str, static: Any):
         f(made)
 
 
-class Loader:
-    """Data, one batch after the other."""
-
-    def __iter__(self) -> Any:
-        return self
-
-    def __next__(self) -> Any:
-        return A
-
-    @ft.jit
-    def halved(self, x: Any) -> Any:
-        return x / 2
-
-
-def test_an_iterator_of_ones_own_is_static():
-    assert np.array_equal(Loader().halved(A), A / 2)
-
-
 def test_a_mutable_array_is_no_argument():
     with raises(
         "1 leaf cannot be static", "ref", "Ref", "is mutable", "pass its value, `ref[...]`"

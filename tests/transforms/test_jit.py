@@ -294,32 +294,6 @@ def test_an_array_bound_by_a_partial_is_changed_in_place():
         assert len(f.compilations) == 1
 
 
-def test_a_method_of_a_plain_class():
-    class Plain:
-        """No pytree: static, by identity."""
-
-        def __init__(self, times: float):
-            self.times = times
-
-        @ft.jit
-        def scaled(self, x: Array) -> Array:
-            return self.times * x
-
-    two, three = Plain(2.0), Plain(3.0)
-    np.testing.assert_array_equal(two.scaled(X), X * 2)
-    np.testing.assert_array_equal(three.scaled(X), X * 3)
-    assert (
-        two.scaled.compilations is Plain.scaled.compilations and len(Plain.scaled.compilations) == 2
-    )
-    change = Plain.scaled.compilations[1].differences[0]
-    assert (str(change.path), change.kind, change.before, change.now) == (
-        "self",
-        "static",
-        two,
-        three,
-    )
-
-
 @pytest.mark.parametrize(
     "around", [jax.jit, jax.vmap, jax.grad, jax.checkpoint, ft.jit, eqx.filter_jit]
 )
