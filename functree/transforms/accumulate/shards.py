@@ -22,6 +22,7 @@ from functree.placing.ambient import ambient_rules
 from functree.placing.constrain import find_mesh, local_view
 from functree.transforms.accumulate.micro_batch import MicroBatch, operands_of, summed
 from functree.transforms.accumulate.roles import Call, Role
+from functree.transforms.grad.parameters import BACKWARD
 
 
 @dataclass(frozen=True)
@@ -257,9 +258,8 @@ class Shards:
 
 
 def _scope(micro_batch: MicroBatch, index: int) -> Any:
-    """The sum of a gradient is a part of the backward pass, which the ledger tells by this name."""
-    name = "transpose(jvp())" if index in micro_batch.parameters else "accumulate"
-    return jax.named_scope(name)
+    """The sum of a gradient is a part of the backward pass."""
+    return jax.named_scope(BACKWARD if index in micro_batch.parameters else "accumulate")
 
 
 def _blocks(spec: PartitionSpec, axes: tuple[str, ...]) -> list[tuple[str, ...]]:

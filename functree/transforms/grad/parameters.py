@@ -33,6 +33,9 @@ from functree.placing.constrain import find_mesh, local_view, with_decision
 from functree.transforms.grad.summed_first import SummedFirst
 from functree.tree.arrays import dtype_text
 
+BACKWARD = "transpose(jvp())"
+"""The scope by which the ledger tells the backward pass, which JAX gives to gradients."""
+
 
 class Parameters(NamedTuple):
     """An argument, and which of its arrays are differentiated.
@@ -223,7 +226,8 @@ def laid_out_as(parameter: Any, gradient: Any) -> Any:
             return gradient
         # Without the barrier, this would be a constraint for the operation that made the gradient,
         # such as a shard_map, for which the compiler may have no such result.
-        return shard_alike(parameter, jax.lax.optimization_barrier(gradient))[1]
+        with jax.named_scope(BACKWARD):
+            return shard_alike(parameter, jax.lax.optimization_barrier(gradient))[1]
     placed = isinstance(parameter, jax.Array) and first_mesh([parameter]) is not None
     if placed and not is_sharded_as(gradient, parameter.sharding):
         return jax.device_put(gradient, parameter.sharding)
