@@ -72,8 +72,8 @@ class TransformerConfig:
         context: how the parts of a sequence attend to each other, where the rules shard "seq" by
             mesh axes that shard no heads: `"auto"`, `"gather"`, `"heads"` or `"ring"`; see
             `ft.nn.Attention`.
-        microbatches: in how many pieces a batch runs through the blocks, where the rules shard them
-            (`{"layers": "pipe"}`): as in `Stacked.scan`.
+        microbatches: the number of micro-batches that run through the blocks, if the rules shard
+            these (`{"layers": "pipe"}`): as in `Stacked.scan`.
         experts: the number of experts in each block, which then has an `ft.nn.MoE` in the place of
             the feed-forward layer; `None`: there are none.
         top_k: how many experts compute a token.

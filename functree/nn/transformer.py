@@ -313,8 +313,8 @@ class Transformer(eqx.Module, ShownByPlan):
         # Each layer reads its own part, and returns keys and values of the new tokens only.
         each = {"cache": (cache.key, cache.value)}
         of_cache = positions, None, cache.filled
-        pieces = self.config.microbatches
-        x, new = self.blocks.scan(x, *of_cache, each=each, collect=True, microbatches=pieces)
+        number = self.config.microbatches
+        x, new = self.blocks.scan(x, *of_cache, each=each, collect=True, microbatches=number)
         return self.norm(x), new
 
     def _through_blocks(
@@ -332,14 +332,16 @@ class Transformer(eqx.Module, ShownByPlan):
             given = [positions, segments, None, False]
         elif positions is not None or segments is not None:
             given = [positions, segments]
-        pieces, remat = self.config.microbatches, self.config.remat
-        if pieces is not None and positions is not None and positions.shape != x.shape[:-1]:
-            # By row, since the blocks run on pieces of the batch.
+        number, remat = self.config.microbatches, self.config.remat
+        if number is not None and positions is not None and positions.shape != x.shape[:-1]:
+            # By row, since the blocks run on micro-batches.
             given[0] = jnp.broadcast_to(positions, x.shape[:-1])
+        by_row = tuple(i for i, one in enumerate(given[:2]) if one is not None)
+        options: Any = {"remat": remat, "microbatches": number, "divided": by_row}
         if not losses:
-            return self.blocks.scan(x, *given, remat=remat, microbatches=pieces), None
+            return self.blocks.scan(x, *given, **options), None
         blocks = dataclasses.replace(self.blocks, layer=WithLosses(self.blocks.layer))
-        x, each = blocks.scan(x, *given, collect=True, remat=remat, microbatches=pieces)
+        x, each = blocks.scan(x, *given, collect=True, **options)
         return x, MoELosses(*(one.sum() for one in each))
 
     def logits(self, x: Float[Array, "*batch seq embed"]) -> Float[Array, "*batch seq vocab"]:

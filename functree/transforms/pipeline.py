@@ -1,10 +1,10 @@
-"""The layers of a sharded stack, and pieces of a batch ─► what the layers make of the batch, as a
+"""The layers of a sharded stack, and the micro-batches of a batch ─► the result of the layers, by a
 pipeline of stages.
 
 Each device along the mesh axes of the stack has the layers of one stage. In each tick a stage
-applies its layers to one piece of the batch, and passes the result on to the next stage (Huang et
+applies its layers to one micro-batch, and passes the result on to the next stage (Huang et
 al., "GPipe", 2019). It is one `jax.shard_map` over the mesh axes of the stages and of the batch, so
-that gradients are summed over the batch once, behind the last tick; other mesh axes are left to the
+that gradients are summed over the batch once, after the last tick; other mesh axes are left to the
 compiler, inside a stage as everywhere.
 """
 
@@ -22,10 +22,12 @@ from functree.devices.meshes import devices_along
 from functree.devices.specs import Entry, axes_text, entry, mesh_axes, of_rank, without
 from functree.devices.varying import varying_axes, without_varying
 from functree.errors import FunctreeValueError, Problem, count
+from functree.labels.leaf import array_problem
 from functree.layout.rules import AxisRules
 from functree.placing.ambient import ambient_rules, axis_rules, has_axis_rules
 from functree.placing.constrain import axis_shards
 from functree.tree.arrays import AnyArray, Tree
+from functree.tree.paths import Path
 
 Axes = tuple[str, ...]
 
@@ -91,7 +93,7 @@ def whole_stack(axis: str, stages: Stages, arrays: Sequence[AnyArray]) -> Sequen
     """The arrays of a stack as they are scanned.
 
     Raises:
-        FunctreeError: the stack is in stages, and there are no pieces of a batch.
+        FunctreeError: the stack is in stages, and there are no micro-batches.
 
     Examples:
         >>> from functree.transforms.pipeline import Stages, whole_stack
@@ -129,11 +131,11 @@ def check_pipeline(collect: bool, state: Tree) -> None:
     if collect:
         why = (
             "what layers return besides `x`, such as new keys and values for a cache or the losses "
-            "of experts, is of pieces"
+            "of experts, is of micro-batches"
         )
         problems.append(Problem(None, None, "collect=True", why, remedy))
     if state is not None:
-        why = "each piece would change the state for the next one"
+        why = "each micro-batch would change the state for the next one"
         problems.append(Problem(None, None, "state=", why, remedy))
     if problems:
         raise FunctreeValueError("`microbatches=` runs layers that return `x` alone", problems)
@@ -150,7 +152,7 @@ class _Plan(NamedTuple):
         stages: the stages.
         batch: the mesh axes of the batch.
         shards: the number of devices along these.
-        pieces: the number of pieces of the batch.
+        microbatches: the number of micro-batches.
         layers: computes some layers.
         keys: of which arrays of the layers the random keys are split, by their indices.
     """
@@ -158,7 +160,7 @@ class _Plan(NamedTuple):
     stages: Stages
     batch: Axes
     shards: int
-    pieces: int
+    microbatches: int
     layers: Layers
     keys: frozenset[int]
 
@@ -176,23 +178,25 @@ class _Plan(NamedTuple):
         return jax.lax.pcast(x, more, to="varying") if more else x
 
     def split(self, x: Array) -> Array:
-        """The batch of a device, in pieces. Neighbours are in different pieces, so that a piece of
-        the whole batch is sharded as the batch is."""
-        return x.reshape(-1, self.pieces, *x.shape[1:]).swapaxes(0, 1)
+        """The batch of a device, in micro-batches. Neighbours are in different ones, so that a
+        micro-batch is sharded as the batch is."""
+        return x.reshape(-1, self.microbatches, *x.shape[1:]).swapaxes(0, 1)
 
     def joined(self, x: Array) -> Array:
         """The inverse of `split`."""
         return x.swapaxes(0, 1).reshape(-1, *x.shape[2:])
 
-    def keys_of(self, arrays: Sequence[Array], piece: Int[Array, ""]) -> list[Array]:
-        """The arrays of the layers, with the random keys of a piece and of a shard of the batch."""
-        index = piece * self.shards
+    def keys_of(self, arrays: Sequence[Array], microbatch: Int[Array, ""]) -> list[Array]:
+        """The arrays of the layers, with the random keys of a micro-batch and of a shard."""
+        index = microbatch * self.shards
         if self.batch:
             index = index + jax.lax.axis_index(self.batch)
 
         def own(keys: Array) -> Array:
             flat = keys.reshape(-1)
-            split = jax.vmap(lambda key: jax.random.split(key, self.pieces * self.shards)[index])
+            split = jax.vmap(
+                lambda key: jax.random.split(key, self.microbatches * self.shards)[index]
+            )
             return split(flat).reshape(keys.shape)
 
         return [own(x) if i in self.keys else x for i, x in enumerate(arrays)]
@@ -205,42 +209,47 @@ def pipeline(
     args: tuple[Tree, ...],
     *,
     stages: Stages,
-    pieces: int,
+    microbatches: int,
     keys: frozenset[int],
+    divided: Sequence[int] = (),
 ) -> Tree:
-    """What all layers make of `x`, computed piece by piece and stage by stage.
+    """What all layers make of `x`, computed micro-batch by micro-batch and stage by stage.
 
     Args:
         layers: computes some layers.
         x: arrays whose first dimension is the batch.
         arrays: the arrays of all layers, and of what is given for each.
-        args: what layers share; arrays whose leading size is that of the batch are split too.
+        args: what layers share.
+        divided: the positions of the `args` whose arrays are divided like `x`.
         stages: over which mesh axes the layers are sharded.
-        pieces: the number of pieces.
-        keys: which of `arrays` are random keys that are split by piece.
+        microbatches: the number of micro-batches.
+        keys: which of `arrays` are random keys that are split by micro-batch.
 
     Raises:
-        FunctreeError: layers or batch are not divided by the stages, or by the pieces.
+        FunctreeError: layers or batch are not divided by the stages, or by the
+            micro-batches; an array in `divided` does not have the size of the batch.
     """
     sizes: set[tuple[int, ...]] = {leaf.shape[:1] for leaf in jax.tree.leaves(x)}
     if len(sizes) != 1 or () in sizes:
         raise FunctreeValueError(
-            f"microbatches={pieces}: the first dimension of all arrays of `x` is the batch, and "
-            f"they have the sizes {sorted(sizes)}"
+            f"microbatches={microbatches}: the first dimension of all arrays of `x` is the batch, "
+            f"and they have the sizes {sorted(sizes)}"
         )
     (batch,) = sizes.pop()
     axes, shards = _batch_axes(x, stages)
-    _check_sizes(jnp.shape(arrays[0])[0], batch, stages, pieces, shards)
-    plan = _Plan(stages, axes, shards, pieces, layers, keys)
+    _check_sizes(jnp.shape(arrays[0])[0], batch, stages, microbatches, shards)
+    plan = _Plan(stages, axes, shards, microbatches, layers, keys)
     of_args, others = eqx.partition(args, eqx.is_array)
     shared, structure = jax.tree.flatten(of_args)
-    is_split = [leaf.shape[:1] == (batch,) for leaf in shared]
+    is_split = _divided(of_args, divided, batch)
 
     def stage(x: Tree, arrays: list[Array], shared: list[Array]) -> Tree:
         split = [plan.split(one) if cut else one for one, cut in zip(shared, is_split, strict=True)]
 
-        def args_of(piece: Int[Array, ""]) -> Sequence[Tree]:
-            own = [one[piece] if cut else one for one, cut in zip(split, is_split, strict=True)]
+        def args_of(microbatch: Int[Array, ""]) -> Sequence[Tree]:
+            own = [
+                one[microbatch] if cut else one for one, cut in zip(split, is_split, strict=True)
+            ]
             return eqx.combine(jax.tree.unflatten(structure, own), others)
 
         return _run_stage(plan, x, [plan.varying(one) for one in arrays], args_of)
@@ -256,6 +265,22 @@ def pipeline(
         of_shared,
     )
     return without_varying(mapped)(*jax.tree.map(partial(_placed, plan), given, places))
+
+
+def _divided(args: tuple[Tree, ...], divided: Sequence[int], batch: int) -> list[bool]:
+    """For each array in `args`, whether it is divided like the batch."""
+    found: list[bool] = []
+    problems: list[Problem] = []
+    for i, arg in enumerate(args):
+        for keys, leaf in jax.tree_util.tree_leaves_with_path(arg):
+            found.append(i in divided)
+            if i in divided and leaf.shape[:1] != (batch,):
+                path = Path(("args", i, *Path.of(keys)))
+                why = f"is in `divided`, and the batch has the size {batch}"
+                problems.append(array_problem(path, leaf, why, "give it the batch as dimension 0"))
+    if problems:
+        raise FunctreeValueError("arrays cannot be divided into micro-batches", problems)
+    return found
 
 
 def _manual(plan: _Plan) -> set[str]:
@@ -282,32 +307,36 @@ def _run_stage(
     arrays: Sequence[Array],
     args_of: Callable[[Int[Array, ""]], Sequence[Tree]],
 ) -> Tree:
-    """What a device of the pipeline does: in each tick its layers, of one piece of its batch."""
+    """What a device of the pipeline does: in each tick it runs its layers on one micro-batch."""
     number = jax.lax.axis_index(plan.stages.axes)
     to_next = [(i, i + 1) for i in range(plan.stages.parts - 1)]
     # The type of what is passed on differs between devices from the start.
-    pieces = jax.tree.map(lambda leaf: plan.varying(plan.split(leaf)), x)
+    batches = jax.tree.map(lambda leaf: plan.varying(plan.split(leaf)), x)
 
     def tick(carry: tuple[Tree, Tree], i: Int[Array, ""]) -> tuple[tuple[Tree, Tree], None]:
         arriving, results = carry
-        # Before its first piece, and behind its last one, a stage computes what nobody uses: of
-        # real values, since there zeros might give NaN, and so would the gradient.
-        piece = jnp.clip(i - number, 0, plan.pieces - 1)
+        # Before its first micro-batch, and after its last one, the result of a stage is not used.
+        # It computes with real values, since zeros might give NaN, and so would the gradient.
+        own_number = jnp.clip(i - number, 0, plan.microbatches - 1)
         own = jax.tree.map(
-            lambda leaf, other: jnp.where(number == 0, leaf[piece], other), pieces, arriving
+            lambda leaf, other: jnp.where(number == 0, leaf[own_number], other),
+            batches,
+            arriving,
         )
-        y = plan.layers(own, plan.keys_of(arrays, piece), args_of(piece))
-        # By the last stage. What others write there, and it before its first piece, is written
-        # over, or not used.
+        y = plan.layers(own, plan.keys_of(arrays, own_number), args_of(own_number))
+        # By the last stage. What others write there, and it before its first micro-batch, is
+        # written over, or not used.
         results = jax.tree.map(
-            lambda all, one: jax.lax.dynamic_update_index_in_dim(all, one, piece, 0), results, y
+            lambda all, one: jax.lax.dynamic_update_index_in_dim(all, one, own_number, 0),
+            results,
+            y,
         )
         passed = jax.tree.map(lambda leaf: jax.lax.ppermute(leaf, plan.stages.axes, to_next), y)
         return (passed, results), None
 
-    first = jax.tree.map(lambda leaf: leaf[0], pieces)
-    start = first, jax.tree.map(jnp.zeros_like, pieces)
-    ticks = plan.pieces + plan.stages.parts - 1
+    first = jax.tree.map(lambda leaf: leaf[0], batches)
+    start = first, jax.tree.map(jnp.zeros_like, batches)
+    ticks = plan.microbatches + plan.stages.parts - 1
     (_, results), _ = jax.lax.scan(tick, start, jnp.arange(ticks))
 
     def of_last(leaf: Array) -> Array:
@@ -339,19 +368,20 @@ def _batch_axes(x: Tree, stages: Stages) -> tuple[Axes, int]:
     return axes, shards
 
 
-def _check_sizes(depth: int, batch: int, stages: Stages, pieces: int, shards: int) -> None:
-    """Raise FunctreeError for layers that stages do not divide, and a batch that pieces do not."""
+def _check_sizes(depth: int, batch: int, stages: Stages, microbatches: int, shards: int) -> None:
+    """Raise FunctreeError for layers that stages do not divide, and a batch that the
+    micro-batches do not."""
     problems: list[Problem] = []
     if depth % stages.parts:
         why = f"{axes_text(stages.axes)} has {count(stages.parts, 'stage')} for them"
         remedy = f"a number of layers that {stages.parts} divides"
         problems.append(Problem(None, None, count(depth, "layer"), why, remedy))
-    if batch % (pieces * shards):
+    if batch % (microbatches * shards):
         why = f"a batch of {batch}"
         if shards > 1:
             why += f", sharded over {shards} devices,"
-        why += f" has no {pieces} equal pieces"
+        why += f" cannot be divided into {microbatches} equal micro-batches"
         remedy = f"a divisor of {batch // shards}"
-        problems.append(Problem(None, None, f"microbatches={pieces}", why, remedy))
+        problems.append(Problem(None, None, f"microbatches={microbatches}", why, remedy))
     if problems:
         raise FunctreeValueError("a stack cannot be run as a pipeline", problems)

@@ -1,14 +1,14 @@
 """What each layer of a stack gets, and what it returns ─► why it does not fit."""
 
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 
 from functree.argument_checks import Takes
-from functree.errors import FunctreeTypeError, FunctreeValueError, Problem, did_you_mean
+from functree.errors import FunctreeTypeError, FunctreeValueError, Problem, count, did_you_mean
 from functree.labels.leaf import array_problem
 from functree.tree.arrays import Tree
 from functree.tree.paths import Path
@@ -53,6 +53,19 @@ def check_each(layer: Tree, each: Mapping[str, Tree], depth: int) -> None:
         problems.append(array_problem(Path(("each", *path)), leaf, why, remedy))
     if problems:
         raise FunctreeValueError("each layer needs its own part of an array", problems)
+
+
+def divided_arguments(divided: int | Sequence[int], args: Sequence[Tree]) -> tuple[int, ...]:
+    """The positions of the arguments that are divided like the batch. Raises FunctreeError for
+    those that a call does not have."""
+    positions = tuple(divided) if isinstance(divided, Sequence) else (divided,)
+    if any(i not in range(len(args)) for i in positions):
+        given = count(len(args), "argument")
+        raise FunctreeValueError(
+            f"a Stacked cannot be scanned: divided={divided!r} are positions among {given}, "
+            "counted from 0 after `x`"
+        )
+    return positions
 
 
 def arrays_with_path(tree: Tree) -> Iterator[tuple[Path, jax.Array | jax.ShapeDtypeStruct]]:

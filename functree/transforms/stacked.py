@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int, PRNGKeyArray
 
-from functree.argument_checks import FLAG, FUNCTION, KEY, SIZE, Takes, check
+from functree.argument_checks import FLAG, FUNCTION, KEY, POSITIONS, SIZE, Takes, check
 from functree.calls.deleted_use import naming_deleted
 from functree.errors import AxesError, FunctreeTypeError, FunctreeValueError, Problem
 from functree.labels.leaf import array_problem
@@ -27,6 +27,7 @@ from functree.transforms.stack_arguments import (
     arrays_with_path,
     check_each,
     check_same_type,
+    divided_arguments,
 )
 from functree.tree.arrays import AnyArray, Tree
 from functree.tree.axes import is_axis_name
@@ -123,6 +124,7 @@ class Stacked(eqx.Module, Stack, ShownByPlan, Generic[T]):
         unroll: int | bool = 1,
         state: None = None,
         microbatches: int | None = None,
+        divided: Sequence[int] = (),
     ) -> X: ...
     @overload
     def scan(
@@ -135,6 +137,7 @@ class Stacked(eqx.Module, Stack, ShownByPlan, Generic[T]):
         unroll: int | bool = 1,
         state: S,
         microbatches: None = None,
+        divided: Sequence[int] = (),
     ) -> tuple[X, S]: ...
     @overload
     def scan(
@@ -147,6 +150,7 @@ class Stacked(eqx.Module, Stack, ShownByPlan, Generic[T]):
         unroll: int | bool = 1,
         state: None = None,
         microbatches: int | None = None,
+        divided: Sequence[int] = (),
     ) -> tuple[X, Tree]: ...
     @overload
     def scan(
@@ -159,6 +163,7 @@ class Stacked(eqx.Module, Stack, ShownByPlan, Generic[T]):
         unroll: int | bool = 1,
         state: S,
         microbatches: None = None,
+        divided: Sequence[int] = (),
     ) -> tuple[X, Tree, S]: ...
     def scan(
         self,
@@ -170,6 +175,7 @@ class Stacked(eqx.Module, Stack, ShownByPlan, Generic[T]):
         unroll: int | bool = 1,
         state: Tree = None,
         microbatches: int | None = None,
+        divided: Sequence[int] = (),
     ) -> Tree:
         """Apply the layers to `x` in order, with inputs and outputs of each of them.
 
@@ -191,9 +197,12 @@ class Stacked(eqx.Module, Stack, ShownByPlan, Generic[T]):
                 `StateRef`s declare. Other state is shared by all layers and passed from one to the
                 next; this includes state whose ref is also outside of the stack.
             microbatches: where the stack's axis is sharded (`{"layers": "pipe"}`), the layers run
-                as a pipeline of stages, so many pieces of the batch one behind the other. The first
-                dimension of `x` is the batch; of `args`, arrays with that leading size are split
-                too, and random keys in `each` are split by piece. Elsewhere it is a scan as ever.
+                as a pipeline of stages, with this number of micro-batches. The first dimension of
+                `x` is the batch. Random keys in `each` are split by micro-batch. Where the axis is
+                not sharded, it is a scan as without it.
+            divided: the positions of the `args` whose arrays have the batch as their first
+                dimension, and are divided like `x` in a pipeline. The other arguments are the same
+                in each micro-batch.
 
         Returns:
             The `x` that the last layer returns; with `collect` or `state=` a tuple: `(x, outs)`,
@@ -204,7 +213,8 @@ class Stacked(eqx.Module, Stack, ShownByPlan, Generic[T]):
                 above; an array in `each` has another leading size, with its path; `remat` is
                 unknown; no value of a layer has a name that is to be offloaded; the stack's axis is
                 sharded and there are no `microbatches`, or there are and the layers return more
-                than `x`, or the batch has no such pieces.
+                than `x`, or the batch cannot be divided so; `divided` has no such positions, or an
+                array there does not have the size of the batch.
 
         Examples:
             >>> key = jax.random.key(0)
@@ -227,6 +237,7 @@ class Stacked(eqx.Module, Stack, ShownByPlan, Generic[T]):
             unroll=(unroll, UNROLL),
             state=(state, STATE),
             microbatches=(microbatches, SIZE.or_none()),
+            divided=(divided, POSITIONS),
         )
         each = dict(each or {})
         shared: dict[Path, jax.Array] = {}
@@ -264,8 +275,9 @@ class Stacked(eqx.Module, Stack, ShownByPlan, Generic[T]):
                 arrays,
                 args,
                 stages=stages,
-                pieces=microbatches,
+                microbatches=microbatches,
                 keys=_own_keys(self.layer, arrays),
+                divided=divided_arguments(divided, args),
             )
         (x, shared), (outs, own) = run(x, step.arrays)
         results = [x]

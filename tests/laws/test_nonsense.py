@@ -135,7 +135,7 @@ USES: dict[str, Use] = {
     "Stacked.scan": (
         lambda args, **k: layers().scan(**k),
         {"x": X, "args": (), "each": None, "collect": False, "remat": None, "unroll": 1, "state": None,
-         "microbatches": None},
+         "microbatches": None, "divided": ()},
     ),
     "stack": (ft.stack, {"make": lambda key: ft.nn.MLP(8, 8, key=key), "n": 3, "key": KEY, "axis": "layers"}),
     "TrainState.create": (

@@ -45,7 +45,7 @@ REFUSALS = (
     r'dispatch="exchange"',
     r"is scanned: each iteration would gather the whole stack",
     r"runs layers that return `x` alone",
-    r"has no \d+ equal pieces",
+    r"cannot be divided into \d+ equal micro-batches",
     r"\d+ stages? for them",
     r"shards both the batch and the stack",
 )

@@ -69,7 +69,7 @@ def loss(given: Any, scales: Any, pieces: int | None, remat: Any) -> Any:
     x = ft.constrain(x, "batch embed") if pieces else x
     # By name, with a text among what is shared.
     shift = jnp.full((1, EMBED), 0.25)
-    y = layers.scan(x, scales, shift, "a text", remat=remat, microbatches=pieces)
+    y = layers.scan(x, scales, shift, "a text", remat=remat, microbatches=pieces, divided=(0,))
     return (y**2).sum()
 
 
@@ -190,6 +190,7 @@ def scanned(rules: Any, sizes: Any, batch: int = BATCH, **options: Any) -> Any:
     x, scales = jnp.ones((batch, EMBED)), jnp.ones(batch)
     devices = jax.devices()[: int(np.prod(list(sizes.values())))]
     with jax.set_mesh(ft.make_mesh(**sizes, devices=devices)), ft.axis_rules(rules):
+        options = {"divided": (0,), **options}
         fun = lambda layers, x: layers.scan(x, scales, 0.0, "a text", **options)  # noqa: E731
         return jax.eval_shape(fun, LAYERS, x)
 
@@ -211,7 +212,41 @@ def test_explicit_axes_of_one_device(sizes: dict[str, int]) -> None:
 def loss_of_given(given: Any, scales: Any, pieces: int) -> Any:
     layers, x = given
     shift = jnp.full((1, EMBED), 0.25)
-    return (layers.scan(x, scales, shift, "a text", microbatches=pieces) ** 2).sum()
+    y = layers.scan(x, scales, shift, "a text", microbatches=pieces, divided=[0])
+    return (y**2).sum()
+
+
+class Scaled(eqx.Module):
+    """A layer with an array that all micro-batches share."""
+
+    weight: Float[Array, "embed out"]
+
+    def __call__(self, x: Any, table: Any) -> Any:
+        return x + jnp.tanh(x @ self.weight) * table.sum(0, keepdims=True)
+
+
+def test_what_is_divided_is_said_and_not_told_by_its_size() -> None:
+    """An array with the size of the batch, and one of a micro-batch; a batch as large as a feature."""
+    size = 8
+    layers = ft.stack(
+        lambda key: Scaled(jax.random.normal(key, (size, size)) / 3), 4, jax.random.key(0)
+    )
+    x, table = jax.random.normal(jax.random.key(1), (size, size)), jnp.linspace(0, 1, size * size)
+    table = table.reshape(size, size)
+    rules = ft.AxisRules({"layers": "pipe", "batch": "data", ...: None})
+    with jax.set_mesh(ft.make_mesh(pipe=4, data=2)), ft.axis_rules(rules):
+        placed = ft.shard(layers, rules)
+        x, table = ft.shard((x, table), (ft.P("data"), ft.P()))
+        found = ft.jit(lambda layers, x, t: layers.scan(x, t, microbatches=2))(placed, x, table)
+        with raises(
+            "arrays cannot be divided into micro-batches",
+            "args.0   f32[4, 8]", "is in `divided`, and the batch has the size 8",
+        ):  # fmt: skip
+            ft.jit(lambda layers, x, t: layers.scan(x, t[:4], microbatches=2, divided=0))(
+                placed, x, table
+            )
+    wanted = layers(np.asarray(x), np.asarray(table))
+    np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-5)
 
 
 def test_messages() -> None:
@@ -222,10 +257,13 @@ def test_messages() -> None:
         scanned(rules, {"pipe": 4, "data": 2}, microbatches=3)
     with raises("4 layers", "8 stages", "that 8 divides"):
         scanned(rules, {"pipe": 8, "data": 1}, microbatches=2)
-    with raises("collect=True", "of pieces", "unsharded"):
+    with raises("collect=True", "of micro-batches", "unsharded"):
         scanned(rules, {"pipe": 4, "data": 2}, microbatches=2, collect=True)
     with raises("microbatches=0"):
         scanned(rules, {"pipe": 4, "data": 2}, microbatches=0)
+    for divided in (4, (0, -1), "0"):
+        with raises("divided="):
+            scanned(rules, {"pipe": 4, "data": 2}, microbatches=2, divided=divided)
     both = ft.AxisRules({"batch": "pipe", "layers": "pipe", ...: None})
     with raises("mesh axis pipe shards both the batch and the stack"):
         scanned(both, {"pipe": 4}, microbatches=2)
@@ -245,7 +283,10 @@ def test_a_stack_that_is_sharded_by_its_type() -> None:
     with jax.set_mesh(mesh):
         layers = ft.shard(LAYERS, ft.AxisRules(NAMES))
         x, scales = ft.shard((jnp.ones((BATCH, EMBED)), jnp.ones(BATCH)), ft.P("data"))
-        fun = lambda layers, x, n: layers.scan(x, scales, 0.0, "a text", microbatches=n)  # noqa: E731
+
+        def fun(layers: Any, x: Any, n: int | None) -> Any:
+            return layers.scan(x, scales, 0.0, "a text", microbatches=n, divided=(0,))
+
         with raises('"layers" is sharded over pipe', "`microbatches=`"):
             jax.jit(fun, static_argnums=2)(layers, x, None)
         found = jax.jit(fun, static_argnums=2)(layers, x, 4)
