@@ -28,10 +28,11 @@ from functree.nn.activations import (
     specs_of,
 )
 from functree.nn.attention.layer import Positions, Segments
-from functree.nn.tokens import TOKENS, Tokens
+from functree.nn.tokens import TOKENS, Tokens, check_tokens
 from functree.nn.transformer import Head, Transformer
 from functree.nn.weights import accumulator, as_int32
 from functree.placing.ambient import has_axis_rules, spec
+from functree.transforms.compiled_once import compiled_once
 from functree.tree.arrays import Tree
 
 # Mesh axes of the vocabulary do not shard the sequence while its logits are computed.
@@ -115,6 +116,26 @@ def cross_entropy(
         raise parameter_error("no cross-entropy of these values", problems, right_type=right_type)
     given = {"model": model, "tokens": tokens, "targets": targets, "mask": mask}
     check_deleted("cross_entropy", given)
+    losses = bool(balance or router_z)
+    check_tokens(model.config, tokens, positions, segments, None, in_order, losses)
+    factors = float(z_loss), float(balance), float(router_z)
+    return _mean(model, given, positions, segments, in_order, int(chunk), *factors)
+
+
+@compiled_once
+def _mean(
+    model: Transformer,
+    given: dict[str, Any],
+    positions: Positions,
+    segments: Segments,
+    in_order: bool,
+    chunk: int,
+    z_loss: float,
+    balance: float,
+    router_z: float,
+) -> Float[Array, ""]:
+    """The mean over the positions that count. Args are those of `cross_entropy`."""
+    tokens, targets, mask = given["tokens"], given["targets"], given["mask"]
     added = jnp.zeros((), jnp.float32)
     if balance or router_z:
         x, of_experts = model.run(tokens, positions, segments, in_order=in_order, losses=True)
@@ -125,7 +146,7 @@ def cross_entropy(
     weights = jnp.ones(tokens.shape, jnp.float32) if mask is None else mask.astype(jnp.float32)
     # With a negative weight the mean would be of no positions, or divided by too few.
     weights = jnp.where(weights >= 0, weights, jnp.nan)
-    loss = partial(_sum, chunk, float(z_loss))
+    loss = partial(_sum, chunk, z_loss)
     total = _on_batches(loss, model.head, x, as_int32(targets), weights)
     count = weights.sum()
     # Both branches of a `where` are differentiated: 0 / 0 in this one would make gradients NaN.

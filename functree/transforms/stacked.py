@@ -3,7 +3,7 @@
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Generic, Literal, TypeVar, overload
+from typing import Any, Generic, Literal, NamedTuple, TypeVar, overload
 
 import equinox as eqx
 import jax
@@ -15,6 +15,7 @@ from functree.calls.deleted_use import naming_deleted
 from functree.errors import AxesError, FunctreeTypeError, FunctreeValueError, Problem
 from functree.labels.leaf import array_problem
 from functree.layout.plan.notebook import ShownByPlan
+from functree.transforms.compiled_once import compiled_once
 from functree.transforms.pipeline import (
     check_pipeline,
     pipeline,
@@ -46,8 +47,8 @@ class Stacked(eqx.Module, Stack, ShownByPlan, Generic[T]):
     """`n` layers of equal structure as one module, which applies them in order.
 
     It is a sequence of layers (`len(s)`, `s[i]`, `s[1:3]`, iteration), and also a layer (`s(x)`).
-    The compiled program contains one layer, whatever the number of layers. Call it under jit:
-    outside of jit, JAX compiles a `lax.scan` again on each call.
+    The compiled program contains one layer, whatever the number of layers. Called outside of jit,
+    it is compiled once for arrays of equal types.
 
     Args:
         layer: a layer whose array leaves all have a leading dimension of size `n`; made by
@@ -239,53 +240,79 @@ class Stacked(eqx.Module, Stack, ShownByPlan, Generic[T]):
             microbatches=(microbatches, SIZE.or_none()),
             divided=(divided, POSITIONS),
         )
-        each = dict(each or {})
-        shared: dict[Path, jax.Array] = {}
-        own: dict[Path, jax.Array] = {}
-        if state is not None:
-            shared, own = state.of_layers(self.layer)
-        depth = _depth(self, own)
-        check_each(self.layer, each, depth)
-        skeleton, arrays = Skeleton.apart((self.layer, each))
-        stages = stages_of(self.axis, arrays)
-        if stages.parts > 1 and microbatches is not None:
-            check_pipeline(collect, state)
-        else:
-            arrays = whole_stack(self.axis, stages, arrays)
-        step = _Step(arrays, skeleton, args, state, collect)
-        policy = remat_policy(remat)
+        remat_policy(remat)  # raises for what is none
+        layers_at_once = unroll if FLAG.fits(unroll) else int(unroll)
+        options = _Options(bool(collect), remat, layers_at_once, microbatches, divided)
+        return _scanned(self, x, args, dict(each or {}), state, options)
 
-        # What layers share is passed from one to the next, like `x`; each gets a slice of the rest.
-        def run(x: Tree, arrays: Tree, step: _Step = step) -> tuple[Tree, Tree]:
-            run_step: Callable[[Tree, Tree], tuple[Tree, Tree]] = step
-            if policy is not None:
-                # In one program XLA would merge the recomputation with the forward pass and save
-                # nothing (common subexpressions). Two loops are not merged, so the costly barriers
-                # are needed only without a loop.
-                unrolled = unroll is True or unroll >= depth
-                run_step = jax.checkpoint(step, policy=policy, prevent_cse=unrolled)
-            return jax.lax.scan(run_step, (x, shared), (arrays, own), unroll=unroll)
 
-        if isinstance(policy, Offload):
-            check_names(policy, type(self.layer).__name__, run, x, step.arrays)
-        if stages.parts > 1 and microbatches is not None:
-            return pipeline(
-                lambda x, arrays, args: run(x, arrays, replace(step, args=args))[0][0],
-                x,
-                arrays,
-                args,
-                stages=stages,
-                microbatches=microbatches,
-                keys=_own_keys(self.layer, arrays),
-                divided=divided_arguments(divided, args),
-            )
-        (x, shared), (outs, own) = run(x, step.arrays)
-        results = [x]
-        if collect:
-            results.append(outs)
-        if state is not None:
-            results.append(state.update({**shared, **own}))
-        return results[0] if len(results) == 1 else tuple(results)
+class _Options(NamedTuple):
+    """Options of a scan, as in `Stacked.scan`."""
+
+    collect: bool
+    remat: Remat
+    unroll: int | bool
+    microbatches: int | None
+    divided: int | Sequence[int]
+
+
+@compiled_once
+def _scanned(
+    stacked: Stacked[Any],
+    x: Tree,
+    args: tuple[Tree, ...],
+    each: dict[str, Tree],
+    state: Tree,
+    options: _Options,
+) -> Tree:
+    """The layers of a stack, applied to `x` in order."""
+    collect, remat, unroll, microbatches, divided = options
+    shared: dict[Path, jax.Array] = {}
+    own: dict[Path, jax.Array] = {}
+    if state is not None:
+        shared, own = state.of_layers(stacked.layer)
+    depth = _depth(stacked, own)
+    check_each(stacked.layer, each, depth)
+    skeleton, arrays = Skeleton.apart((stacked.layer, each))
+    stages = stages_of(stacked.axis, arrays)
+    if stages.parts > 1 and microbatches is not None:
+        check_pipeline(collect, state)
+    else:
+        arrays = whole_stack(stacked.axis, stages, arrays)
+    step = _Step(arrays, skeleton, args, state, collect)
+    policy = remat_policy(remat)
+
+    # What layers share is passed from one to the next, like `x`; each gets a slice of the rest.
+    def run(x: Tree, arrays: Tree, step: _Step = step) -> tuple[Tree, Tree]:
+        run_step: Callable[[Tree, Tree], tuple[Tree, Tree]] = step
+        if policy is not None:
+            # In one program XLA would merge the recomputation with the forward pass and save
+            # nothing (common subexpressions). Two loops are not merged, so the costly barriers
+            # are needed only without a loop.
+            unrolled = unroll is True or unroll >= depth
+            run_step = jax.checkpoint(step, policy=policy, prevent_cse=unrolled)
+        return jax.lax.scan(run_step, (x, shared), (arrays, own), unroll=unroll)
+
+    if isinstance(policy, Offload):
+        check_names(policy, type(stacked.layer).__name__, run, x, step.arrays)
+    if stages.parts > 1 and microbatches is not None:
+        return pipeline(
+            lambda x, arrays, args: run(x, arrays, replace(step, args=args))[0][0],
+            x,
+            arrays,
+            args,
+            stages=stages,
+            microbatches=microbatches,
+            keys=_own_keys(stacked.layer, arrays),
+            divided=divided_arguments(divided, args),
+        )
+    (x, shared), (outs, own) = run(x, step.arrays)
+    results = [x]
+    if collect:
+        results.append(outs)
+    if state is not None:
+        results.append(state.update({**shared, **own}))
+    return results[0] if len(results) == 1 else tuple(results)
 
 
 def _own_keys(layer: Tree, arrays: Sequence[AnyArray]) -> frozenset[int]:

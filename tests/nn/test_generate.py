@@ -116,9 +116,9 @@ def test_one_compilation_for_prompts_of_a_bucket() -> None:
     generate = functools.partial(
         ft.nn.generate, model("llama"), length=4, key=jax.random.key(0), top_k=5, top_p=0.9
     )
-    before = len(generation.compilations)
+    generation.clear_cache()  # another test may have compiled it
     generate(PROMPTS, temperature=1.0)
-    assert len(generation.compilations) == before + 1
+    assert len(generation.compilations) == 1
     with ft.testing.assert_no_recompile():
         for seq in (1, 5, 9):
             tokens = np.asarray(generate(PROMPTS[:, :seq], temperature=0.5))
