@@ -140,7 +140,8 @@ def _keep_compilations(folder: Path) -> None:
     """Let JAX keep its compilations in a folder, in the processes that tests start as well.
 
     JAX's key for a program has everything that changes the machine code. It leaves out the lines
-    of the source: what reads these, or the compiler's own words, uses `compiles_anew`.
+    and scopes of the source: what reads these, or the compiler's own words, uses
+    `compiles_anew`.
     """
     if "PYTEST_XDIST_WORKER" not in os.environ:
         for file in folder.iterdir():

@@ -75,13 +75,14 @@ show("f.compilations", [str(compilation) for compilation in f.compilations])
 messages = {"no mesh": attempt("without a mesh", f, x)}
 
 # %% "Inputs will be automatically partitioned if they're not already": here only uncommitted arrays
-# are. As this is done on each call, the second call warns. A committed array is never moved
-# implicitly.
+# are. As this is done on each call, the second call warns of arrays that are not tiny. A committed
+# array is never moved implicitly.
 g = ft.jit(lambda x: 2 * x, in_shardings=P("devices"), out_shardings=P("devices"), mesh=mesh)
 doubled = g(x)
 with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")
-    g(x)
+    for _ in range(2):
+        g(jnp.arange(128.0))
 show("the second call warns", str(caught[-1].message))
 messages["moved"] = attempt("an input that is sharded otherwise", g, whole)
 

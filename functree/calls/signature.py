@@ -168,8 +168,8 @@ class Signature:
         return _record(self._module, {RESULT: self._returned})
 
     def bind(self, args: Args, kwargs: Kwargs) -> Record:
-        """A call with defaults; `args` begin with bound arguments. Raises TypeError as Python
-        does."""
+        """A call with defaults; `args` begin with bound arguments. Raises FunctreeError for a call
+        that does not fit."""
         # The usual call, by position and without `*args` or `**kwargs`, is bound without `inspect`,
         # which is slow.
         if self._simple and not kwargs:
@@ -178,7 +178,10 @@ class Signature:
                 x is _EMPTY for x in missing
             ):
                 return tuple.__new__(self.call, (*args, *missing))
-        bound = self._signature.bind(*args, **kwargs)
+        try:
+            bound = self._signature.bind(*args, **kwargs)
+        except TypeError as error:
+            raise FunctreeTypeError(f"{self.name}: {error}") from None
         # They are a part of the call, so that a call with a default is that in which it is given.
         bound.apply_defaults()
         return self.call(*bound.arguments.values())
@@ -238,11 +241,12 @@ class Signature:
 def _with_defaults_left(signature: inspect.Signature) -> inspect.Signature:
     """The signature of a wrapper such as `jax.vmap(f)`, which leaves defaults to `f`.
 
-    To pass the defaults of `f` is something else: `jax.vmap` would map over them.
+    To pass the defaults of `f` is something else: `jax.vmap` would map over them. Nor is an
+    argument required that a call leaves out: the wrapper may supply it.
     """
     parameters: list[inspect.Parameter] = []
     for parameter in signature.parameters.values():
-        if parameter.default is not _EMPTY:
+        if parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
             parameter = parameter.replace(default=NOT_GIVEN)
         parameters.append(parameter)
     return signature.replace(parameters=parameters)

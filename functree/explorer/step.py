@@ -13,7 +13,6 @@ from functree.calls.signature import Partial, Record, Signature
 from functree.calls.stages.compiled import Compiled
 from functree.calls.static_arguments import with_static
 from functree.devices.meshes import agreed_mesh
-from functree.errors import FunctreeTypeError
 from functree.layout.layout import Layout, LayoutTree, broadcast, own_meshes
 from functree.layout.plan.make_plan import plan_leaves
 from functree.layout.plan.plan import Plan
@@ -56,12 +55,7 @@ class Step:
         self._args: tuple[Tree, ...] = _abstract(arguments)
         self._fun: Callable[..., Tree] = _abstractly_bound(self._jit.__wrapped__)
         self._signature, partial = Signature.of(self._fun)
-        try:
-            call = self._signature.bind(*partial.with_bound(self._args, {}))
-        except TypeError as error:
-            raise FunctreeTypeError(
-                f"explore: {self.name} cannot be called with these arguments: {error}"
-            ) from error
+        call = self._signature.bind(*partial.with_bound(self._args, {}))
         self._call: Record = with_static(call, self._jit.static)
 
     def laid(self, layouts: LayoutTree) -> Laid:

@@ -58,18 +58,28 @@ def axis_rules(rules: LayoutLike) -> Iterator[None]:
     """
     layout = None if rules is None else as_layout(rules)
     before, entry = _RULES.get(), [layout]
-    _RULES.set(layout)
-    _STACK.rules.append(entry)
-    _tell_jax()
+    # An interrupt may come at any time: while rules are entered, and while they are left.
     try:
-        yield
-    finally:
-        _RULES.set(before)
-        # By identity: another task may have entered other rules since, or equal ones.
-        _STACK.rules[:] = [other for other in _STACK.rules if other is not entry]
-        if not _STACK.rules:
-            _STACK.warned.clear()
-        _tell_jax()
+        try:
+            _RULES.set(layout)
+            _STACK.rules.append(entry)
+            _tell_jax()
+            yield
+        finally:
+            _leave(before, entry)
+    except BaseException:
+        _leave(before, entry)
+        raise
+
+
+def _leave(before: Layout | None, entry: list[Layout | None]) -> None:
+    """Leave the rules of `entry`, which may be left already."""
+    _RULES.set(before)
+    # By identity: another task may have entered other rules since, or equal ones.
+    _STACK.rules[:] = [other for other in _STACK.rules if other is not entry]
+    if not _STACK.rules:
+        _STACK.warned.clear()
+    _tell_jax()
 
 
 def _tell_jax() -> None:

@@ -31,7 +31,8 @@ def constrain(tree: T, layout: str | Axes | LayoutTree, rules: LayoutLike = None
     On Auto mesh axes this is a constraint for the compiler, on Explicit mesh axes a reshard. Manual
     mesh axes are left out of the specs. Without a mesh it does nothing, so the same model also runs
     on one device. Under `jax.vmap` the mapped dimension is left to the compiler, unless
-    `spmd_axis_name=` says its mesh axis.
+    `spmd_axis_name=` says its mesh axis. JAX raises a `ValueError` if a rule uses that mesh axis
+    too: give the axes of one learner other rules.
 
     Args:
         tree: an array, or a tree of arrays.

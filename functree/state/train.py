@@ -8,11 +8,13 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import optax
+from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Array, Int, PRNGKeyArray
 
 from functree.argument_checks import KEY, Takes, check, check_tree
+from functree.calls.program import around
 from functree.devices.meshes import MeshLike, mesh_view
-from functree.devices.placement import check_deleted
+from functree.devices.placement import check_deleted, explicit_mesh, is_concrete, mesh_of
 from functree.errors import FunctreeValueError, Problem, StateError, count
 from functree.labels.filters import Filter, FilterLike, as_filter
 from functree.labels.leaf import Leaf
@@ -22,7 +24,7 @@ from functree.labels.optimizer.stack_treatment import warn_of_stacks
 from functree.labels.predicates import is_trainable
 from functree.layout.layout import LayoutTree
 from functree.layout.plan.notebook import ShownByPlan, short_text, table_text
-from functree.layout.plan_optimizer import nothing_to_train, select_trained
+from functree.layout.plan_optimizer import nothing_to_train, plan_optimizer, select_trained
 from functree.placing.shard import shard
 from functree.state.refs import StateRef, strong
 from functree.state.stale_moments import naming_stale_moments
@@ -151,12 +153,24 @@ class TrainState(eqx.Module, TrainingState, ShownByPlan, Generic[M]):
             # `tx.init` allocates arrays even for abstract parameters, and these may be too large
             # for any device.
             start = partial(abstract_result, start)
-        step, opt_state = start(params)
+        # On Explicit axes an optimizer that computes with arrays needs their mesh.
+        on = explicit_mesh(leaf.value for leaf in leaves.leaves)
+        with around(on):
+            step, opt_state = start(params)
+        if layout is None and on is not None and all(_lies_on(on, leaf) for leaf in leaves.leaves):
+            # JAX replicates there what an optimizer makes anew.
+            specs = {leaf.path: leaf.value.sharding.spec for leaf in leaves.leaves}
+            planned = plan_optimizer(tx, model, lambda path, leaf: specs[path], on, wrt=wrt)
+            opt_state = shard(opt_state, planned)
         warn_of_stacks(tx, trained)
         ts = cls(step, model, apart(opt_state, model), _strong(state), key, tx, chosen)
         if layout is None:
             return ts
         return shard(ts, layout, mesh)
+
+
+def _lies_on(mesh: Mesh | AbstractMesh, leaf: Leaf) -> bool:
+    return is_concrete(leaf.value) and leaf.value.committed and mesh_of(leaf.value) == mesh
 
 
 def _start(tx: optax.GradientTransformation, params: Tree) -> tuple[jax.Array, Tree]:

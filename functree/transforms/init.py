@@ -2,6 +2,7 @@
 arrays."""
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from types import MethodType
 from typing import Any, NamedTuple, ParamSpec, Self, TypeVar
 
 import jax
@@ -34,6 +35,7 @@ from functree.layout.plan.make_plan import plan_tree
 from functree.layout.plan.plan import Plan
 from functree.layout.plan_optimizer import plan_state
 from functree.placing.ambient import ambient_rules, axis_rules
+from functree.placing.shard import shard
 from functree.processes.agreement import Agreement, Facts
 from functree.processes.check_processes import facts_of, settings
 
@@ -98,7 +100,11 @@ class Init(Function[_P, _T]):
             name = self.__name__
             with Agreement(f"{name} makes no tree", f"ft.init({name}, ...)(...)") as agreement:
                 agreement.compare(lambda: self._facts(args, kwargs))
-        return super().__call__(*args, **kwargs)
+        result = super().__call__(*args, **kwargs)
+        if without_jit() and not tracing():
+            # The function ran as it is, and its arrays are on one device.
+            return shard(result, self._layout, self._mesh)
+        return result
 
     def plan(self, /, *args: _P.args, **kwargs: _P.kwargs) -> Plan:
         """The plan of the result; no array is allocated."""
@@ -311,4 +317,6 @@ def init_optimizer(
         P('data', None)
     """
     planned, params = plan_state(tx, model, layout, mesh, wrt, otherwise)
-    return _init(tx.init, planned, planned.mesh, fresh=True)(params)
+    # A bound method would bring its object along as an argument.
+    make = (lambda params: tx.init(params)) if isinstance(tx.init, MethodType) else tx.init
+    return _init(make, planned, planned.mesh, fresh=True)(params)

@@ -112,6 +112,7 @@ def offload(*names: str, others: Remat = "full") -> Policy:
               no value has this name; did you mean `mlp_gate`?
         <BLANKLINE>
         Try: one of `mlp_gate`, `mlp_up`
+        ...
     """
     if not names:
         raise FunctreeValueError('offload() needs the names of values: offload("hidden")')

@@ -17,6 +17,7 @@ from functree.labels.annotations.hints import (
 )
 from functree.labels.leaf import Leaf, is_in_module
 from functree.labels.leaves import read
+from functree.tree.arrays import array_text
 from functree.tree.paths import Path
 
 _BUILTINS = {"__builtins__": {}, "min": min, "max": max, "abs": abs}
@@ -25,8 +26,9 @@ _BUILTINS = {"__builtins__": {}, "min": min, "max": max, "abs": abs}
 class Sizes:
     """The size of each axis in one call, collected from its arrays.
 
-    Only the annotations of the function itself count. The names in a module's annotations belong to
-    this module: two layers of one class may have different sizes.
+    The annotations of the function itself count, and of a method those of the fields of `self`. The
+    names in another module's annotations belong to this module: two layers of one class may have
+    different sizes.
 
     Args:
         name: the name of the function, for messages.
@@ -58,26 +60,32 @@ class Sizes:
         """
         if leaves is None:
             leaves = read(record).leaves
+        self._bind_fields(leaves)
         problems: list[Problem] = []
-        expressions: list[tuple[Leaf, Dim, int]] = []
+        expressions: list[tuple[Leaf, ArrayForm, Dim, int]] = []
         for leaf, forms in annotated(record, leaves):
             if leaf.misfit is not None:
-                problems.append(leaf.misfit)
+                # In a model, it would say how to hold a stack of layers.
+                problems.append(leaf.misfit._replace(remedy=_OF_THIS_RANK))
                 continue
             form = _chosen(leaf, forms)
             if not dtype_fits(form.dtype, leaf.value.dtype):
                 wanted = form.dtype.__name__
                 why = f"its dtype is {leaf.value.dtype}, but the annotation says {wanted}"
-                problems.append(leaf.problem(why, "convert the array, or change the annotation"))
+                remedy = "convert the array, or change the annotation"
+                problems.append(_problem(leaf, form, why, remedy))
             for dim, sizes in _spans(form, leaf.shape):
-                why = self._bind(leaf, dim, sizes, expressions)
+                if _is_expression(dim):
+                    expressions.append((leaf, form, dim, sizes[0]))
+                    continue
+                why = self._bind(leaf, dim, sizes)
                 if why is not None:
-                    problems.append(leaf.problem(why, _REMEDY))
+                    problems.append(_problem(leaf, form, why, _REMEDY))
         # Expressions such as `batch*seq` are last: they may use names that a later array binds.
-        for leaf, dim, size in expressions:
+        for leaf, form, dim, size in expressions:
             why = self._evaluate(dim, size)
             if why is not None:
-                problems.append(leaf.problem(why, _REMEDY))
+                problems.append(_problem(leaf, form, why, _REMEDY))
         if problems:
             # One array may have several problems.
             number = count(len({problem.path for problem in problems}), "array")
@@ -86,11 +94,24 @@ class Sizes:
                 headline += f", by {self.where} shapes"
             raise AxesError(headline, problems)
 
-    def _bind(
-        self, leaf: Leaf, dim: Dim, sizes: tuple[int, ...], expressions: list[tuple[Leaf, Dim, int]]
-    ) -> str | None:
-        """The reason why a dimension does not fit; None if it fits, or is an expression, which is
-        added to the list."""
+    def _bind_fields(self, leaves: Sequence[Leaf]) -> None:
+        """Add the sizes of the fields of `self`, but for names that have several sizes there."""
+        found: dict[str, set[int]] = {}
+        owners: dict[str, Path] = {}
+        for leaf in leaves:
+            is_field = leaf.path[0] == "self" and len(leaf.path) == 2
+            if not is_field or not is_in_module(leaf) or leaf.stacked or leaf.misfit is not None:
+                continue
+            for name, size in zip(leaf.axes, leaf.shape, strict=True):
+                if name is not None:
+                    found.setdefault(name, set()).add(size)
+                    owners.setdefault(name, leaf.path)
+        for name, sizes in found.items():
+            if len(sizes) == 1:
+                self.bound.setdefault((False, name, None), (tuple(sizes), owners[name]))
+
+    def _bind(self, leaf: Leaf, dim: Dim, sizes: tuple[int, ...]) -> str | None:
+        """The reason why a dimension does not fit; None if it fits."""
         body = dim.body
         # jaxtyping's `#name`: a size of 1 fits whatever the others are, since it is broadcast.
         if dim.anonymous or (dim.broadcast and all(size == 1 for size in sizes)):
@@ -99,11 +120,8 @@ class Sizes:
             if sizes == (int(body),):
                 return None
             return f'"{dim.token}" requires size {body}, but the size is {sizes[0]}'
+        # jaxtyping's `{name}` refers to the arguments of the function, which are not known here.
         if not body.isidentifier():
-            # jaxtyping's `{name}` refers to the arguments of the function, which are not known
-            # here.
-            if "{" not in body:
-                expressions.append((leaf, dim, sizes[0]))
             return None
         # `*#name`: arrays that are broadcast against each other may have different ranks.
         if dim.variadic and dim.broadcast:
@@ -133,6 +151,20 @@ class Sizes:
 
 
 _REMEDY = "make the sizes equal, or give the axes different names"
+_OF_THIS_RANK = "pass an array with these dimensions, or change the annotation"
+
+
+def _is_expression(dim: Dim) -> bool:
+    """Whether a dimension is computed from others, such as `batch*seq`."""
+    body = dim.body
+    return not (dim.anonymous or body.isdigit() or body.isidentifier() or "{" in body)
+
+
+def _problem(leaf: Leaf, form: ArrayForm, why: str, remedy: str) -> Problem:
+    """The problem of an array, with its annotation as it is written."""
+    tokens = " ".join(dim.token for dim in form.dims)
+    what = f'{array_text(leaf.value)}   "{tokens}"'
+    return Problem(leaf.path, tuple(leaf.shape), what, why, remedy)
 
 
 def annotated(

@@ -1,6 +1,7 @@
 """A function ─► the same function, which checks its calls against its annotations."""
 
 import functools
+import inspect
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from typing import Any, ParamSpec, TypeVar, overload
@@ -100,13 +101,14 @@ def typed(
         _check_types(signature.name, named)
         return record
 
+    def unchecked(*args: Any, **kwargs: Any) -> Tree:
+        result = signature.result(partial.fun(*args, **kwargs))
+        return check_and_constrain(result, _SIZES.get() or Sizes(signature.name))[0]
+
     # jaxtyping checks the result when `checked` returns. Our own check is inside, so that its
     # message comes first.
-    @jaxtyped(typechecker=beartype)
-    @_called_as(partial.fun)
-    def checked(*args: Any, **kwargs: Any) -> Tree:
-        result = signature.result(partial.fun(*args, **kwargs))
-        return check_and_constrain(result, _SIZES.get())[0]
+    checked = jaxtyped(_called_as(partial.fun)(unchecked), typechecker=beartype)
+    needed = _needed(partial.fun)
 
     @functools.wraps(fun, updated=wrapper_updates(fun))
     def wrapper(*args: _P.args, **kwargs: _P.kwargs) -> _T:
@@ -115,13 +117,15 @@ def typed(
         call = check_and_constrain(signature.bind(all_args, all_kwargs), sizes)
         # `checked` has the user's signature, so the sizes of this call cannot be passed to it as an
         # argument.
-        token = _SIZES.set(sizes)
+        before = _SIZES.get()
         try:
+            _SIZES.set(sizes)
             # Without the defaults, which need not have the annotated type: `mask: Float[Array, "n"]
             # = None`.
-            return signature.run(checked, call, signature.given(all_args, all_kwargs))
+            given = signature.given(all_args, all_kwargs)
+            return signature.run(checked if needed.issubset(given) else unchecked, call, given)
         finally:
-            _SIZES.reset(token)
+            _SIZES.set(before)
 
     return wrapper
 
@@ -140,7 +144,14 @@ def _called_as(fun: AnyFunction) -> Callable[[AnyFunction], AnyFunction]:
     return decorate
 
 
-_SIZES: ContextVar[Sizes] = ContextVar("sizes of the call that is being checked")
+def _needed(fun: AnyFunction) -> set[str]:
+    """The parameters that jaxtyping asks of a call. A wrapper may supply some of them."""
+    parameters = inspected(fun).parameters.values()
+    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return {one.name for one in parameters if one.default is one.empty and one.kind not in variadic}
+
+
+_SIZES: ContextVar[Sizes | None] = ContextVar("sizes of the call that is checked", default=None)
 
 
 def _constrain_named(leaves: Leaves, named: Sequence[Leaf]) -> Tree:

@@ -245,11 +245,11 @@ WRONG: dict[str, tuple[list[str], str]] = {
     ),
     "other arguments than the function has": (
         ["ledger", "demo:fewer", *MESH, *RULES],
-        "ledger: error: demo:fewer: apply cannot be called with these arguments: missing a",
+        "ledger: error: demo:fewer: apply: missing a required argument: 'layer'",
     ),
     "the same, explored": (
         ["explore", "demo:fewer", *MESH, *RULES],
-        "explore: error: apply cannot be called with these arguments: missing a",
+        "explore: error: apply: missing a required argument: 'layer'",
     ),
     "a mesh that is none": (
         ["plan", "demo:tree", "--mesh", "data=2,model", *RULES],

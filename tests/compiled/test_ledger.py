@@ -28,6 +28,9 @@ from tests.lib.training import (
     training_step,
 )
 
+# Phases and paths are read from the lines and scopes of the source.
+pytestmark = pytest.mark.usefixtures("compiles_anew")
+
 Row = tuple[str, tuple[str, ...], int, int | None, str]
 """Kind, mesh axes, bytes, count, and the paths of one array that is moved."""
 
@@ -213,8 +216,6 @@ def test_every_collective_of_an_mlp(name: str) -> None:
     assert set(phases.values()) == {"forward"}
 
 
-# A compilation that is kept has the lines of the checkout that it was made in.
-@pytest.mark.usefixtures("compiles_anew")
 def test_phases_and_lines_of_a_step() -> None:
     ledger = training_step.__wrapped__("TP", "full")[0].ledger()
     found = Counter(
@@ -397,7 +398,6 @@ def test_the_share_without_a_path_is_printed() -> None:
     assert "0.2 % of these bytes serve no parameter that could be found" in ledger.summary()
 
 
-@pytest.mark.usefixtures("compiles_anew")
 def test_the_text() -> None:
     ledger = gradient.__wrapped__("TP", None, True)[0].ledger()
     text = str(ledger)

@@ -5,12 +5,16 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
+import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 from optax.contrib import MuonDimensionNumbers
 
 import functree as ft
 from functree.compiled.read import CompiledProgram, read_ledger
 from tests.lib.meshes import MESH
+
+# Phases and paths are read from the lines and scopes of the source.
+pytestmark = pytest.mark.usefixtures("compiles_anew")
 
 P = PartitionSpec
 SHAPES = {"up": (16, 32), "down": (32, 24)}

@@ -369,7 +369,7 @@ WRONG: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "layouts without names": ({"layouts": [DATA]}, ("layouts=", "a dict from names to layouts")),
     "no target": ({"target": "tpu:v9:2x4"}, ("target='tpu:v9:2x4': `v9` is none of",)),
     "no hardware": ({"hardware": "v5e"}, ("hardware='v5e'", "an `ft.Hardware`, or None")),
-    "other arguments": ({"args": (LAYER,)}, ("apply cannot be called with these arguments",)),
+    "other arguments": ({"args": (LAYER,)}, ("apply: missing a required argument",)),
     "links of other mesh axes": (
         {"hardware": dataclasses.replace(HARDWARE, links={"data": 1.0, "modle": 1.0})},
         ("`links` has no bandwidth for the mesh axis `model`; did you mean `modle`?",),

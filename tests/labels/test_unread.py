@@ -171,7 +171,7 @@ def test_the_warning_of_what_rules_replicate():
     step = ft.jit(lambda tied, other, bare: (tied, other, bare), rules=RULES, mesh=mesh)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        step.lower(Tied(W, W), OfArray([W]), (W, B))
+        step.lower(Tied(W, W), OfArray([W]), (W, W))
     told = [str(warning.message) for warning in caught]
     assert len(told) == 3
     for text, fragments in zip(

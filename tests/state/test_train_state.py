@@ -18,7 +18,7 @@ import functree as ft
 from functree.labels.filters import as_filter
 from functree.labels.leaves import read
 from tests.lib.checks import python_calls, raises
-from tests.lib.meshes import MESH, SIZES
+from tests.lib.meshes import EXPLICIT, MESH, SIZES, assert_lies
 
 P = ft.P
 RULES = ft.AxisRules(
@@ -156,6 +156,16 @@ def test_the_plan_of_the_whole_is_the_plan_of_the_optimizer(name: str, layout: s
     assert ft.plan(ts, ft.StateSharding.from_specs(plan.specs), SIZES).specs == plan.specs
     packed, nested = ft.plan(ft.pack(ts), chosen, SIZES), ft.plan([{"a": (ts,)}, ts], chosen, SIZES)
     assert rows_of(packed) == rows_of(nested, "1") == rows_of(nested, "0.a.0") == rows_of(plan)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_on_explicit_axes_it_lies_as_planned(name: str):
+    """Optimizers that compute their first state from the parameters, too."""
+    tx = OPTIMIZERS[name]()
+    ts = ft.TrainState.create(ft.shard(net(), RULES, EXPLICIT), tx)
+    plan = ft.plan(ts, RULES, EXPLICIT)
+    for row, x in zip(plan, jax.tree.leaves(eqx.filter(ts, eqx.is_array)), strict=True):
+        assert_lies(x, *row.spec, mesh=EXPLICIT)
 
 
 class Named(eqx.Module):

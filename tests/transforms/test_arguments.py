@@ -36,10 +36,12 @@ class Layer(eqx.Module):
 
 
 def layer(make: Any = jnp.asarray) -> Layer:
-    return Layer(make(np.arange(32, dtype=np.float32).reshape(4, 8)), make(np.ones(8, np.float32)))
+    return Layer(
+        make(np.arange(512, dtype=np.float32).reshape(4, 128)), make(np.ones(128, np.float32))
+    )
 
 
-X = np.arange(32, dtype=np.float32).reshape(8, 4)
+X = np.arange(256, dtype=np.float32).reshape(64, 4)
 
 
 def step(tree: Any, x: Float[Array, "batch embed"]) -> Any:
@@ -233,17 +235,20 @@ def test_an_entry_of_in_shardings_decides_instead():
 
 def test_silent_failure_34_what_has_no_names_is_replicated_with_a_warning():
     f = ft.jit(lambda w, x: (w @ x, x), rules=RULES)
-    x = ft.shard(np.ones((4, 8), np.float32), P("data"), MESH)
-    told = r"<lambda>: `w` f32\[8, 4\] has no axis names and nobody has placed it, so this is replicated on the mesh"
+    x = ft.shard(np.ones((4, 64), np.float32), P("data"), MESH)
+    told = r"<lambda>: `w` f32\[64, 4\] has no axis names and nobody has placed it, so this is replicated on the mesh"
     with pytest.warns(ft.FunctreeWarning, match=told):
-        f(np.ones((8, 4), np.float32), x)
+        f(np.ones((64, 4), np.float32), x)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        f(np.ones((8, 4), np.float32), x)  # once for each program
-        # Scalars and keys are never meant.
-        ft.jit(lambda n, key, x: x * n, rules=RULES)(jnp.float32(2), jax.random.key(0), x)
+        f(np.ones((64, 4), np.float32), x)  # once for each program
+        # Scalars, keys and what costs nothing are never meant.
+        f = ft.jit(lambda n, key, raw, small, x: (x * n, key, raw, small), rules=RULES)
+        keys = jax.random.key(0), jax.random.PRNGKey(0)
+        for _ in range(2):
+            f(jnp.float32(2), *keys, jnp.ones(127), x)
         # On one device nothing is replicated.
-        ft.jit(lambda w: w, rules=RULES)(np.ones((8, 4), np.float32))
+        ft.jit(lambda w: w, rules=RULES)(np.ones((64, 4), np.float32))
         ft.jit(
             lambda w: w, rules=RULES, mesh=ft.make_mesh(data=1, model=1, devices=jax.devices()[:1])
         )(X)
@@ -254,11 +259,11 @@ def test_names_that_the_rules_do_not_know_are_not_called_missing():
         return 2 * x
 
     told = (
-        r"product: `x` f32\[4, 8\] has axes but the rules know no names and nobody has placed it, "
+        r"product: `x` f32\[4, 64\] has axes but the rules know no names and nobody has placed it, "
         r".*: add `ft.AxisRules` to the rules, place it with `ft.shard`, or write `in_shardings=`$"
     )
     fsdp = ft.FSDP("data", min_size=0)
-    x = np.ones((4, 8), np.float32)
+    x = np.ones((4, 64), np.float32)
     with pytest.warns(ft.FunctreeWarning, match=told):
         ft.jit(product, rules=fsdp, mesh=MESH)(x)
     with warnings.catch_warnings():
@@ -268,18 +273,18 @@ def test_names_that_the_rules_do_not_know_are_not_called_missing():
 
 
 def test_for_the_state_of_an_optimizer_there_is_another_way():
-    state = optax.trace(0.9).init({"w": np.ones((8, 4), np.float32)})
+    state = optax.trace(0.9).init({"w": np.ones((64, 4), np.float32)})
     f = ft.jit(lambda state, w: state, rules=RULES, mesh=MESH)
     with pytest.warns(ft.FunctreeWarning, match="`state.trace.w` .*ft.plan_optimizer"):
         f(state, X)
     g = ft.jit(lambda tree: tree, rules=RULES, mesh=MESH)
     with pytest.warns(ft.FunctreeWarning) as told:
-        g({"w": np.ones((8, 4), np.float32)})
+        g({"w": np.ones((64, 4), np.float32)})
     assert "plan_optimizer" not in str(told[0].message)
 
 
 def test_what_has_no_names_is_warned_of_after_a_trace_too():
-    f, x = ft.jit(lambda x: x * 2, rules=RULES, mesh=MESH), np.ones((8, 4), np.float32)
+    f, x = ft.jit(lambda x: x * 2, rules=RULES, mesh=MESH), np.ones((64, 4), np.float32)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         jax.vmap(f)(x[None])  # of a traced array the layout is left to the compiler
@@ -289,13 +294,13 @@ def test_what_has_no_names_is_warned_of_after_a_trace_too():
 
 def test_an_entry_for_a_keyword_argument_decides_instead():
     f = ft.jit(lambda **more: more, rules=RULES, mesh=MESH, in_shardings={"mode": P(None, "data")})
-    lies(f(mode=jnp.ones((8, 4)))["mode"], [P(None, "data")], MESH)
+    lies(f(mode=jnp.ones((64, 4)))["mode"], [P(None, "data")], MESH)
 
 
 def test_none_in_the_rules_is_an_error_for_what_nobody_has_placed():
     rules = ft.StateSharding({"**.up": P(), ...: None})
     f, x = ft.jit(lambda tree, x: x, rules=rules, mesh=MESH), ft.shard(X, P(), MESH)
-    with raises("tree.bias   f32[8]", "no layout was given for this array (`None`)"):
+    with raises("tree.bias   f32[128]", "no layout was given for this array (`None`)"):
         f(layer(), x)
     assert f(ft.shard(layer(), P(), MESH), x).shape == X.shape
 
@@ -303,7 +308,7 @@ def test_none_in_the_rules_is_an_error_for_what_nobody_has_placed():
 def test_a_whole_layout_is_for_modules_only():
     both = RULES | ft.FSDP("data", min_size=0)
     f = ft.jit(step, rules=both, mesh=MESH)
-    out, y = f(layer(), np.ones((8, 4), np.float32))
+    out, y = f(layer(), np.ones((64, 4), np.float32))
     lies(out, [P("data", "model"), P("model")], MESH)
     lies(y, [P("data")], MESH)  # not sharded by FSDP: it is an activation
 
@@ -350,7 +355,7 @@ def test_an_unnamed_parameter_with_moments_is_warned_of_and_replicated():
         named: Float[Array, "embed hidden"]
         bare: Array
 
-    state = ft.TrainState.create(Mixed(jnp.ones((8, 8)), jnp.ones((8, 8))), optax.adam(0.1))
+    state = ft.TrainState.create(Mixed(jnp.ones((8, 16)), jnp.ones((8, 16))), optax.adam(0.1))
     rules = ft.AxisRules({"embed": None, "hidden": "model"})
     with pytest.warns(ft.FunctreeWarning, match="`state.model.bare`.*has no axis names"):
         compiled = ft.jit(lambda state: state, rules=rules, mesh=MESH).lower(state).compile()

@@ -58,6 +58,18 @@ def test_born_where_the_layout_says_and_equal_to_the_bit(explicit: bool, ambient
 
 
 @pytest.mark.parametrize("explicit", [False, True])
+@pytest.mark.parametrize("layout", [RULES, P("data"), ft.FSDP("model", min_size=0)], ids=repr)
+def test_without_jit_it_is_placed_as_the_layout_says(layout: Any, explicit: bool):
+    make = ft.init(MLP.create, layout, mesh_of(explicit))
+    with jax.disable_jit():
+        found = make(64, 128, key=KEY)
+    wanted = make(64, 128, key=KEY)
+    for one, other in ((found.up, wanted.up), (found.down, wanted.down)):
+        assert one.sharding == other.sharding and not one.sharding.is_fully_replicated
+        np.testing.assert_allclose(one, other, rtol=1e-6)
+
+
+@pytest.mark.parametrize("explicit", [False, True])
 def test_no_leaf_is_ever_whole_on_one_device(explicit: bool):
     size = 1024
     compiled = ft.init(MLP.create, RULES, mesh_of(explicit)).lower(size, size, key=KEY).compile()

@@ -35,11 +35,12 @@ _LAYERS: ContextVar[bool] = ContextVar("functree_single_layers", default=False)
 @contextmanager
 def for_layers() -> Iterator[None]:
     """A context in which the nodes of stacks have the leaves of one layer."""
-    token = _LAYERS.set(True)
+    before = _LAYERS.get()
     try:
+        _LAYERS.set(True)
         yield
     finally:
-        _LAYERS.reset(token)
+        _LAYERS.set(before)
 
 
 def stack_sizes(leaf: Leaf) -> Sizes:

@@ -114,6 +114,16 @@ def is_unplaced(array: Any) -> bool:
     return getattr(array, "sharding", None) is None
 
 
+def is_worth_telling(array: AnyArray) -> bool:
+    """Whether a warning tells of an array that is replicated or moved: not of random keys, which
+    are other ones in each step, nor of arrays that cost nothing."""
+    is_key = jnp.issubdtype(array.dtype, jax.dtypes.prng_key)
+    return not is_key and array.size >= _SMALLEST
+
+
+_SMALLEST = 128  # elements
+
+
 def find_targets(
     call: Any,
     arrays: Mapping[int, Any],
@@ -160,7 +170,9 @@ def find_targets(
         headline = f"{name}: the rules do not fit {at_fault} that nobody has placed, on mesh {view}"
         raise ShardingError(headline, problems)
     replicated = [
-        decided.leaves[i] for i in arrays if i in nameless and not isinstance(arrays[i], Tracer)
+        decided.leaves[i]
+        for i in arrays
+        if i in nameless and not isinstance(arrays[i], Tracer) and is_worth_telling(arrays[i])
     ]
     if replicated and view.devices > 1:
         _warn_replicated(name, replicated, view)
@@ -201,9 +213,8 @@ def warn_unplaced(
         return
     unplaced: list[str] = []
     for path, array in zip(paths, arrays, strict=True):
-        # JAX replicates scalars, random keys among them, at no cost. About a traced array the
-        # function that traces it decides.
-        if not array.ndim or isinstance(array, Tracer) or given(path):
+        # About a traced array the function that traces it decides.
+        if not is_worth_telling(array) or isinstance(array, Tracer) or given(path):
             continue
         if is_unplaced(array):
             unplaced.append(f"`{path}` {array_text(array)}")

@@ -40,6 +40,7 @@ from functree.transforms.jit.arguments import (
     check_rules,
     find_targets,
     is_unplaced,
+    is_worth_telling,
     rules_for_parameters,
     warn_unplaced,
 )
@@ -175,9 +176,10 @@ class Jit(Function[_P, _T]):
         # JAX would report a deleted array without its path.
         if any(is_deleted(arrays[i]) for i in targets.decisions):
             raise refuse_deleted(self._signature.name, group.paths, arrays)
-        # Not scalars, which JAX replicates at no cost.
         put = [
-            group.paths[i] for i in targets.decisions if arrays[i].shape and is_concrete(arrays[i])
+            group.paths[i]
+            for i in targets.decisions
+            if is_concrete(arrays[i]) and is_worth_telling(arrays[i])
         ]
         warn_placed(self._signature.name, put, self._placings)
         new = targets.place(arrays)

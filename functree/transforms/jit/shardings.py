@@ -19,6 +19,7 @@ from functree.layout.decision import Fault, layout_problem, leaves_at_fault, wit
 from functree.layout.layout import LayoutTree, own_meshes
 from functree.layout.plan.make_plan import plan_leaves, plan_tree
 from functree.layout.plan.plan import Plan
+from functree.transforms.jit.arguments import is_worth_telling
 from functree.tree.arrays import AnyArray, Tree
 
 
@@ -28,7 +29,8 @@ class InShardings(NamedTuple):
     Attributes:
         mesh: the mesh of the layouts.
         shardings: the sharding of each array; None if `in_shardings` was not given.
-        moved: the indices of the uncommitted arrays, which JAX moves on every call.
+        moved: the indices of the uncommitted arrays that JAX moves on every call, and that a
+            warning tells of.
     """
 
     mesh: Mesh | AbstractMesh | None
@@ -71,7 +73,7 @@ def resolve_in_shardings(
                 problems.append(layout_problem(leaf, _other_sharding(array, wanted)))
         elif AxisType.Explicit in wanted.mesh.axis_types and without_devices(wanted.mesh) is None:
             problems.append(layout_problem(leaf, _untyped(array)))
-        else:
+        elif is_worth_telling(array):
             moved.append(i)
     if problems:
         problems = without_repeats(problems, {row.path: row.follows for row in planned.rows})
