@@ -1,26 +1,16 @@
 """The bytes on one device, and the memory of the hardware ─► why a candidate does not fit."""
 
 import re
-from collections import Counter
 from collections.abc import Iterable
 
+from functree.calls.out_of_memory import SMALLER
 from functree.compiled.memory import Memory
-from functree.compiled.memory_need import (
-    MemoryNeed,
-    arguments_text,
-    decisive,
-    others_text,
-    remedies,
-    shard_more,
-    uncut_axes,
-)
 from functree.devices.specs import spec_text
-from functree.errors import FunctreeError, Problem, count, listed
+from functree.errors import FunctreeError, Problem
 from functree.layout.plan.plan import Plan
 from functree.layout.plan.row import Row
 from functree.report.table import bytes_text
 from functree.tree.arrays import array_text
-from functree.tree.paths import Path
 
 LARGEST = 3
 """The number of arrays that are named."""
@@ -45,13 +35,10 @@ def too_large(plan: Plan, memory: float, there: str) -> tuple[Problem, ...]:
     needed = sum(row.bytes_per_device for row in rows)
     if needed <= memory:
         return ()
-    figures = f"its arguments are {bytes_text(needed)} on each device ({_by_part(rows)})"
-    why = f"{figures}, and {there} {bytes_text(round(memory))}"
+    why = f"its arguments are {bytes_text(needed)} on each device, and {there} "
+    why += bytes_text(round(memory))
     largest = sorted(rows, key=lambda row: -row.bytes_per_device)
-    sizes = {row.path: row.bytes_per_device for row in largest}
-    specs = {row.path: row.spec for row in largest if row.spec is not None}
-    uncut = uncut_axes({path: specs[path] for path in decisive(sizes)}, plan.sizes)
-    problems = [Problem(None, None, "", why, shard_more(uncut))]
+    problems = [Problem(None, None, "", why, SMALLER)]
     for row in largest[:LARGEST]:
         if row.spec is None:
             continue  # not here: see above
@@ -76,18 +63,10 @@ def too_high(program: Memory, memory: float) -> tuple[Problem, ...]:
     """The problem of a program whose peak is more than the memory; empty if it fits."""
     if program.peak <= memory:
         return ()
-    need = MemoryNeed(
-        needed=program.peak,
-        available=round(memory),
-        arguments=sum(program.arguments.values()),
-        results=program.outputs - program.aliases,
-    )
     why = f"the program needs {bytes_text(program.peak)} of memory, and there are "
-    why += f"{bytes_text(round(memory))}; its arguments are {arguments_text(need)}"
-    others = others_text(need)
-    if others:
-        why += f", and {others}"
-    return (Problem(None, None, "", why, "\n".join(remedies(need, {}))),)
+    why += f"{bytes_text(round(memory))}; its arguments are "
+    why += f"{bytes_text(sum(program.arguments.values()))} on each device"
+    return (Problem(None, None, "", why, SMALLER),)
 
 
 def problems_of(error: BaseException) -> tuple[Problem, ...]:
@@ -102,13 +81,3 @@ def problems_of(error: BaseException) -> tuple[Problem, ...]:
 
 def _on_device(plan: Plan) -> Iterable[Row]:
     return [row for row in plan.rows if row.memory_kind is None]
-
-
-def _by_part(rows: Iterable[Row]) -> str:
-    """The bytes of each argument; of one with several fields, such as a training state, of each of
-    these."""
-    parts: Counter[Path] = Counter()
-    for row in rows:
-        parts[Path(row.path[: min(2, max(1, len(row.path) - 1))])] += row.bytes_per_device
-    texts = [f"{part} {bytes_text(size)}" for part, size in parts.most_common()]
-    return listed(texts) or count(0, "array")

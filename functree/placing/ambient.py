@@ -58,7 +58,8 @@ def axis_rules(rules: LayoutLike) -> Iterator[None]:
     """
     layout = None if rules is None else as_layout(rules)
     before, entry = _RULES.get(), [layout]
-    # An interrupt may come at any time: while rules are entered, and while they are left.
+    # An interrupt may come at any time: while rules are entered, and while they are left. So they
+    # are left twice.
     try:
         try:
             _RULES.set(layout)
@@ -67,9 +68,8 @@ def axis_rules(rules: LayoutLike) -> Iterator[None]:
             yield
         finally:
             _leave(before, entry)
-    except BaseException:
+    finally:
         _leave(before, entry)
-        raise
 
 
 def _leave(before: Layout | None, entry: list[Layout | None]) -> None:

@@ -12,13 +12,7 @@ from functree.argument_checks import DEVICES, MAPPING, TEXTS, check
 from functree.calls.callbacks import check_callbacks
 from functree.calls.compile_events import compile_events
 from functree.calls.deleted_use import naming_deleted
-from functree.calls.out_of_memory import (
-    ProgramArrays,
-    check_fits,
-    is_on_host,
-    refusing_too_large,
-    used_arguments,
-)
+from functree.calls.out_of_memory import check_fits, refusing_too_large
 from functree.calls.output import Output
 from functree.calls.program import around
 from functree.calls.program_ledger import heard_compiling
@@ -191,7 +185,7 @@ class Lowered(Stage[jax.stages.Lowered]):
         # On devices that are there, JAX's own error comes when the program is run.
         target = self._target()
         if target is not None:
-            check_fits(self._program.name, target, compiled, self._program_arrays)
+            check_fits(self._program.name, target, compiled, self._placed_by_path)
         return Compiled(compiled, self._call, self._stage.out_info, heard.warnings)
 
     def _refusing_too_large(self) -> AbstractContextManager[None]:
@@ -199,7 +193,7 @@ class Lowered(Stage[jax.stages.Lowered]):
         target = self._target()
         if target is None:
             return nullcontext()
-        return refusing_too_large(self._program.name, target, self._program_arrays)
+        return refusing_too_large(self._program.name, target, self._placed_by_path)
 
     def _target(self) -> Mesh | None:
         """The mesh, if its devices are only compiled for."""
@@ -208,24 +202,9 @@ class Lowered(Stage[jax.stages.Lowered]):
             return None
         return mesh
 
-    def _program_arrays(self) -> ProgramArrays:
-        """The arrays that the program takes and returns, in the memory of a device."""
-        program, output = self._program, self._stage.out_info
-        paths, arguments = program.group.paths, dict[Path, jax.ShapeDtypeStruct]()
-        used = used_arguments(self._stage.as_text(debug_info=True), paths)
-        for path, array in zip(paths, self._call.placed_arrays(), strict=True):
-            if path in used and not is_on_host(array.sharding):
-                arguments[path] = array
-        # Those of the types are known on Explicit axes alone.
-        results: list[jax.ShapeDtypeStruct] = list(output.values)
-        for i, sharding in enumerate(program.out_shardings or ()):
-            if sharding is not None:
-                results[i] = results[i].update(sharding=sharding)
-        return ProgramArrays(
-            arguments,
-            [paths[i] for i in program.body.arguments.donated],
-            [one for one in results if not is_on_host(one.sharding)],
-        )
+    def _placed_by_path(self) -> dict[Path, jax.ShapeDtypeStruct]:
+        """The arrays of the call by path, as the program takes them."""
+        return dict(zip(self._program.group.paths, self._call.placed_arrays(), strict=True))
 
     def as_text(self, dialect: str | None = None, *, debug_info: bool = False) -> str:
         """The program as text: `dialect` is `"stablehlo"` or `"hlo"`."""
