@@ -74,22 +74,15 @@ def _below(node: Any) -> Iterable[tuple[Any, Any]] | None:
         return None
 
 
-def held_at_any_depth(
-    variables: Mapping[str, Any], with_globals: bool = False
-) -> Iterator[tuple[Path, Any]]:
-    """The same, and what functions among these leaves keep, or use as global variables."""
+def held_at_any_depth(variables: Mapping[str, Any]) -> Iterator[tuple[Path, Any]]:
+    """The same, and what functions among these leaves keep."""
     waiting, seen = [variables], set[int]()
     while waiting:
         for path, value in held(waiting.pop()):
             if callable(value) and id(value) not in seen:
                 seen.add(id(value))
-                waiting.append(variables_of(value) if with_globals else kept_by(value))
+                waiting.append(kept_by(value))
             yield path, value
-
-
-def variables_of(fun: Any) -> dict[str, Any]:
-    """The global variables that a function uses, and those that it keeps, which hide the former."""
-    return {**used_globals(fun), **kept_by(fun)}
 
 
 def kept_by(fun: Any) -> dict[str, Any]:

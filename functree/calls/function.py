@@ -16,7 +16,6 @@ from functree.calls.call_groups import FlatCall
 from functree.calls.checks import check_call, warn_moved
 from functree.calls.compilations import Compilation, Log, Situation
 from functree.calls.compile_events import compile_events
-from functree.calls.deleted_use import check_use, is_about_deleted
 from functree.calls.program import Program, around, without_jit
 from functree.calls.runtime_checks import raise_failed
 from functree.calls.signature import Args, Kwargs, Partial, Record, wrapper_updates
@@ -25,6 +24,7 @@ from functree.calls.stages.stage import StagedCall
 from functree.calls.static_arguments import check_identity, check_wrapped, with_static
 from functree.calls.traces import Traces
 from functree.devices.meshes import tracing
+from functree.devices.placement import is_deleted, refuse_deleted
 from functree.errors import FunctreeTypeError
 from functree.layout.layout import Layout
 from functree.tree.arrays import AnyArray, Tree
@@ -86,8 +86,8 @@ class Function(Generic[_P, _T]):
                     result = program(arrays)
         except (RuntimeError, ValueError) as error:
             # To look for deleted arguments on a single device would take time in each call.
-            if is_about_deleted(error):
-                check_use(error, program.name, self._partial.fun, program.group.paths, arrays)
+            if any(map(is_deleted, arrays)):
+                raise refuse_deleted(program.name, program.group.paths, arrays) from error
             raise_failed(error, program.name)
             raise
         if compile_events.count != before or program not in self._used:

@@ -15,11 +15,9 @@ from jax.stages import Traced, Wrapped
 
 from functree.calls.body import Arguments, Arrays, Body
 from functree.calls.call_groups import CallGroup
-from functree.calls.deleted_use import naming_deleted
 from functree.calls.derivative_rules import has_derivatives, in_context
 from functree.calls.output import Output
 from functree.calls.runtime_checks import has_checks, run_checked
-from functree.calls.trace_notes import noting_meshes
 from functree.devices.constraint import with_constraint
 from functree.devices.meshes import tracing, without_devices
 from functree.layout.layout import Layout
@@ -90,7 +88,7 @@ class Program:
 
     def trace(self, arrays: Sequence[AnyArray]) -> Traced:
         """Trace the program for a call's arrays, abstract ones too."""
-        with around(self.entered), naming_deleted(self.name, self.body.__wrapped__):
+        with around(self.entered):
             given = _traceable(arrays, self.mesh, self.in_shardings)
             return self.jitted.trace(*self.body.arguments.split(given))
 
@@ -164,7 +162,7 @@ def make_program(
     if without_jit():
         return make(fun), None
     out_shardings: Shardings | None = None
-    with around(entered), naming_deleted(body.name, body.__wrapped__), noting_meshes():
+    with around(entered):
         # First without shardings of the result, since these depend on what the result is.
         inputs = arguments.split(_traceable(arrays, mesh, in_shardings))
         jitted = jax.jit(fun, **given)

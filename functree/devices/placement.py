@@ -138,7 +138,6 @@ def refuse_deleted(
     paths: Sequence[Path],
     arrays: Sequence[Any],
     what: str = "argument",
-    why: str = "is deleted",
     *,
     whole: bool = True,
 ) -> FunctreeError:
@@ -150,7 +149,6 @@ def refuse_deleted(
         paths: the paths of arrays, which begin with the name of an argument or a key of a tree.
         arrays: all arrays, including those which are not deleted.
         what: what one that is deleted is.
-        why: what is wrong with it.
         whole: whether the arrays of each argument are all there. If not, each path is listed.
     """
     given: dict[Path, list[tuple[Path, Any]]] = {}
@@ -163,7 +161,7 @@ def refuse_deleted(
             number = count(len(gone), "array")
             problems.append(Problem(argument, None, number, "are all deleted", _REMEDY))
         else:
-            problems += [array_problem(path, array, why, _REMEDY) for path, array in gone]
+            problems += [array_problem(path, array, "is deleted", _REMEDY) for path, array in gone]
     verb = "is" if len(problems) == 1 else "are"
     noun, *rest = what.split(" ", 1)  # `array` of `array of like`
     subject = " ".join((count(len(problems), noun), *rest))

@@ -27,7 +27,6 @@ from functree.layout.plan.notebook import ShownByPlan, short_text, table_text
 from functree.layout.plan_optimizer import nothing_to_train, plan_optimizer, select_trained
 from functree.placing.shard import shard
 from functree.state.refs import StateRef, strong
-from functree.state.stale_moments import naming_stale_moments
 from functree.state.state import State, apart, place_state
 from functree.tree.arrays import AnyArray, Tree, array_text
 from functree.tree.interfaces import TrainingState
@@ -249,8 +248,11 @@ def apply_gradients(
     update = optax.with_extra_args_support(ts.tx).update
     spread = leaves.skeleton.spread
     trained, moments = spread(params), jax.tree.map(_on_device, ts.opt_state)
-    with naming_stale_moments(ts.tx, trained, moments):
+    try:
         updates, opt_state = update(spread(gradients), moments, trained, **extra)
+    except (TypeError, ValueError) as error:
+        error.add_note(_OF_ANOTHER_MODEL)
+        raise
     model = jax.tree.map(updated, updates, ts.model, is_leaf=_is_none)
     if state is None:
         state = ts.state
@@ -267,6 +269,10 @@ def apply_gradients(
 
 _DIFFERENTIATE = (
     "give `ft.grad(loss, wrt=...)` and `TrainState.create(..., wrt=...)` the same filter"
+)
+_OF_ANOTHER_MODEL = (
+    "functree: if the model in this training state was changed, the optimizer's state is that of "
+    "the old one. Make it anew: `ft.TrainState.create(ts.model, ts.tx, wrt=ts.wrt, ...)`"
 )
 _OF_THIS_MODEL = "pass the gradient of this model, from `ft.grad` or `ft.value_and_grad`"
 

@@ -11,7 +11,6 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int, PRNGKeyArray
 
 from functree.argument_checks import FLAG, FUNCTION, KEY, POSITIONS, SIZE, Takes, check
-from functree.calls.deleted_use import naming_deleted
 from functree.errors import AxesError, FunctreeTypeError, FunctreeValueError, Problem
 from functree.labels.leaf import array_problem
 from functree.layout.plan.notebook import ShownByPlan
@@ -413,9 +412,7 @@ def stack(
         (3, 4)
     """
     check("stack cannot make layers", make=(make, FUNCTION), n=(n, SIZE), key=(key, KEY))
-    with naming_deleted("stack", make):
-        layer = _each(make, jax.random.split(key, n))
-    return Stacked(layer, axis)
+    return Stacked(_each(make, jax.random.split(key, n)), axis)
 
 
 def _each(make: Callable[[PRNGKeyArray], T], keys: PRNGKeyArray) -> T:

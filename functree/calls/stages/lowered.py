@@ -11,7 +11,6 @@ from jax.sharding import Mesh, NamedSharding
 from functree.argument_checks import DEVICES, MAPPING, TEXTS, check
 from functree.calls.callbacks import check_callbacks
 from functree.calls.compile_events import compile_events
-from functree.calls.deleted_use import naming_deleted
 from functree.calls.out_of_memory import check_fits, refusing_too_large
 from functree.calls.output import Output
 from functree.calls.program import around
@@ -121,10 +120,9 @@ class Traced(Stage[jax.stages.Traced]):
         )
         # On the mesh of the calls: otherwise JAX would lower and compile again for a call.
         program = self._program
-        deleted = naming_deleted(program.name, program.body.__wrapped__)
         shardings = (one.sharding for one in self._call.placed_arrays())
         check_callbacks(program.name, self.jaxpr, shardings)
-        with around(program.entered), deleted:
+        with around(program.entered):
             lowered = self._stage.lower(lowering_platforms=lowering_platforms)
         return Lowered(lowered, self._call, self._closes_over_refs)
 

@@ -11,10 +11,9 @@ import jax.numpy as jnp
 from jax.tree_util import tree_leaves
 
 from functree.argument_checks import FLAG, FUNCTION, POSITIONS, check, shown
-from functree.calls.deleted_use import naming_deleted
 from functree.calls.program import around
 from functree.calls.signature import inspected, wrapper_updates
-from functree.devices.placement import explicit_mesh
+from functree.devices.placement import check_deleted, explicit_mesh
 from functree.errors import (
     FunctreeError,
     FunctreeTypeError,
@@ -335,7 +334,9 @@ def _differentiate(
         return result
 
     mesh = explicit_mesh(array for own in parameters for array in own.arrays)
-    with around(mesh), naming_deleted("grad", fn, call.args, call.kwargs):
+    by_position = dict(zip(inspected(fn).parameters, call.args, strict=False))
+    check_deleted("grad", {**by_position, **call.kwargs})
+    with around(mesh):
         result, gradients = jax.value_and_grad(of_arrays, has_aux=has_aux)(
             [own.arrays for own in parameters]
         )
