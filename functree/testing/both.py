@@ -70,7 +70,7 @@ class Both:
         plain = fn.__wrapped__ if isinstance(fn, Function) else fn
         _check_something_is_sharded(plain, args, layouts, mesh)
         on_mesh = functools.partial(_sharded, plain, args, layouts, mesh)
-        if _has_shard_map(sharded.trace(*on_mesh()).jaxpr):
+        if _has_shard_map(sharded.trace(*on_mesh()).jax.jaxpr):
             single = _single(mesh)
             on_device = functools.partial(_sharded, plain, args, layouts, single)
             return cls(sharded.on_mesh(single), on_device, sharded, on_mesh)

@@ -73,9 +73,9 @@ def assert_closed(step: Callable[..., Any], args: Sequence[Any]) -> None:
     for name, argument in zip(names, args, strict=False):
         arguments[name] = Skeleton.of(argument).fill(tree_leaves(arguments[name]))
     # What is donated is given away for its successor, so that it is the state.
-    donated = {traced.paths[index][0] for index in traced.donate_argnums}
+    donated = {path[0] for path in traced.donated}
     states = [name for name in names if name in donated]
-    result = compiled.abstract_result(traced.jaxpr.out_avals)
+    result = compiled.abstract_result(traced.jax.jaxpr.out_avals)
     found: list[str] = []
     for name in states or names[:1]:
         found += _lines(Path((name,)), arguments[name], result)

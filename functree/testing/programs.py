@@ -48,7 +48,7 @@ class Program:
         """Trace a function. What it donates is not donated here."""
         traced = function.trace(*args)
         return cls(
-            body_of(traced.jaxpr), traced.arrays(tuple(args), {}), traced.paths, traced.entered
+            body_of(traced.jax.jaxpr), traced.arrays(tuple(args), {}), traced.paths, traced.entered
         )
 
     def watched(self, watch: Watch) -> Sampler:

@@ -78,10 +78,8 @@ class Compiled(Stage[jax.stages.Compiled]):
         if any(isinstance(x, jax.Array) and x.is_deleted() for x in arrays):
             raise refuse_deleted(program.name, program.group.paths, arrays)
         if program.has_checks:
-            return run_checked(self._stage, arguments.split(arrays), program.name).built()
-        return self._stage(*arguments.split(arrays)).built()
-
-    call = __call__  # as in `jax.stages.Compiled`
+            return run_checked(self.jax, arguments.split(arrays), program.name).built()
+        return self.jax(*arguments.split(arrays)).built()
 
     def _check(self, arrays: Sequence[AnyArray]) -> None:
         """Raise FunctreeError if arrays are not as they were when the program was compiled."""
@@ -109,8 +107,8 @@ class Compiled(Stage[jax.stages.Compiled]):
     def _differences(self, arrays: Sequence[AnyArray]) -> list[Difference]:
         """The differences from the arrays that the program was compiled for."""
         found: list[Difference] = []
-        types = self._call.values(self._stage.in_avals)
-        shardings = self._call.values(self._stage.input_shardings)
+        types = self._call.values(self.jax.in_avals)
+        shardings = self._call.values(self.jax.input_shardings)
         paths = self._program.group.paths
         for path, x, kind, sharding in zip(paths, arrays, types, shardings, strict=True):
             # One for each array: what is said of the first would be repeated by the others.
@@ -147,8 +145,8 @@ class Compiled(Stage[jax.stages.Compiled]):
     def abstract_arguments(self) -> tuple[Args, dict[str, Tree]]:
         """`(args, kwargs)` of `jax.ShapeDtypeStruct`s: what the program takes, with its
         shardings."""
-        types = self._call.values(self._stage.in_avals)
-        shardings = self._call.values(self._stage.input_shardings)
+        types = self._call.values(self.jax.in_avals)
+        shardings = self._call.values(self.jax.input_shardings)
         return self._call.arguments(list(map(_with_sharding, types, shardings)))
 
     def abstract_result(self, types: Sequence[Any]) -> Tree:
@@ -158,41 +156,31 @@ class Compiled(Stage[jax.stages.Compiled]):
             types: JAX's type of each array of the program's result: those that are in the jaxpr may
                 be weak.
         """
-        shardings: Output = self._stage.output_shardings
+        shardings: Output = self.jax.output_shardings
         return self._output.like(list(map(_with_sharding, types, shardings.values)))
 
     @property
     def input_shardings(self) -> tuple[Args, dict[str, Tree]]:
         """`(args, kwargs)` of the shardings that the program was compiled for."""
-        return self._arguments(self._stage.input_shardings)
+        return self._arguments(self.jax.input_shardings)
 
     @property
     def output_shardings(self) -> Tree:
         """The shardings of the result."""
-        return self._stage.output_shardings.tree
-
-    @property
-    def input_formats(self) -> tuple[Args, dict[str, Tree]]:
-        """`(args, kwargs)` of the memory layouts that the program was compiled for."""
-        return self._arguments(self._stage.input_formats)
-
-    @property
-    def output_formats(self) -> Tree:
-        """The memory layouts of the result."""
-        return self._stage.output_formats.tree
+        return self.jax.output_shardings.tree
 
     def as_text(self) -> str | None:
         """The compiled program as text. Its parameters have the paths of the arrays: `x`,
         `model.up`."""
-        return self._stage.as_text()
+        return self.jax.as_text()
 
     def cost_analysis(self) -> Any | None:
         """The compiler's estimate of costs: flops, bytes accessed."""
-        return self._stage.cost_analysis()
+        return self.jax.cost_analysis()
 
     def memory_analysis(self) -> Any | None:
         """The compiler's estimate of memory on one device, in bytes."""
-        return self._stage.memory_analysis()
+        return self.jax.memory_analysis()
 
     def ledger(self) -> Ledger:
         """What the compiled program moves between devices, for which parameters, and what it keeps
@@ -203,11 +191,7 @@ class Compiled(Stage[jax.stages.Compiled]):
         """
         program = self._program
         paths, outputs = program.group.paths, self._output.paths()
-        return ledger_of(self._stage, program.name, paths, outputs, program.mesh, self._warnings)
-
-    def runtime_executable(self) -> Any | None:
-        """The executable as an object of the runtime."""
-        return self._stage.runtime_executable()
+        return ledger_of(self.jax, program.name, paths, outputs, program.mesh, self._warnings)
 
 
 def _with_sharding(aval: Any, sharding: Sharding | None) -> jax.ShapeDtypeStruct:

@@ -5,14 +5,12 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import jax
-from jax.extend.core import ClosedJaxpr
 from jax.sharding import Mesh, NamedSharding
 
 from functree.argument_checks import DEVICES, MAPPING, TEXTS, check
 from functree.calls.callbacks import check_callbacks
 from functree.calls.compile_events import compile_events
 from functree.calls.out_of_memory import check_fits, refusing_too_large
-from functree.calls.output import Output
 from functree.calls.program import around
 from functree.calls.program_ledger import heard_compiling
 from functree.calls.signature import Args, Kwargs
@@ -20,7 +18,7 @@ from functree.calls.stages.compiled import Compiled
 from functree.calls.stages.stage import Stage, StagedCall
 from functree.devices.placement import is_placed
 from functree.errors import FunctreeError, FunctreeTypeError, did_you_mean
-from functree.tree.arrays import AnyArray, Tree
+from functree.tree.arrays import AnyArray
 from functree.tree.paths import Path
 from functree.tree.skeleton.skeleton import Skeleton
 
@@ -37,25 +35,14 @@ class Traced(Stage[jax.stages.Traced]):
     """
 
     @property
-    def jaxpr(self) -> ClosedJaxpr:
-        """The function as a `ClosedJaxpr`. Its arguments are the arrays, in JAX's order."""
-        return self._stage.jaxpr
-
-    @property
-    def out_avals(self) -> Tree:
-        """The result, with JAX's type of each array, which may be weak."""
-        output: Output = self._stage.out_info
-        return output.like(self._stage.jaxpr.out_avals)
-
-    @property
-    def fun_name(self) -> str:
-        """The name of the function."""
-        return self._stage.fun_name
-
-    @property
     def paths(self) -> tuple[Path, ...]:
         """The path of each array of the arguments, in JAX's order."""
         return self._program.group.paths
+
+    @property
+    def donated(self) -> tuple[Path, ...]:
+        """The paths of the donated ones."""
+        return tuple(self.paths[i] for i in self._program.body.arguments.donated)
 
     def arrays(self, args: Args, kwargs: Kwargs) -> list[AnyArray]:
         """The arrays of a call like the traced one, in JAX's order, and placed as that is traced.
@@ -121,14 +108,14 @@ class Traced(Stage[jax.stages.Traced]):
         # On the mesh of the calls: otherwise JAX would lower and compile again for a call.
         program = self._program
         shardings = (one.sharding for one in self._call.placed_arrays())
-        check_callbacks(program.name, self.jaxpr, shardings)
+        check_callbacks(program.name, self.jax.jaxpr, shardings)
         with around(program.entered):
-            lowered = self._stage.lower(lowering_platforms=lowering_platforms)
+            lowered = self.jax.lower(lowering_platforms=lowering_platforms)
         return Lowered(lowered, self._call, self._closes_over_refs)
 
     @property
     def _closes_over_refs(self) -> bool:
-        return any(isinstance(one, jax.Ref) for one in self._stage.jaxpr.consts)
+        return any(isinstance(one, jax.Ref) for one in self.jax.jaxpr.consts)
 
 
 class Lowered(Stage[jax.stages.Lowered]):
@@ -175,7 +162,7 @@ class Lowered(Stage[jax.stages.Lowered]):
         options = None if compiler_options is None else dict(compiler_options)
         before = compile_events.count
         with heard_compiling() as heard, around(self._program.entered), self._refusing_too_large():
-            compiled = self._stage.compile(options, device_assignment=device_assignment)
+            compiled = self.jax.compile(options, device_assignment=device_assignment)
         # Otherwise JAX had compiled it before, for a call or here.
         if compile_events.have(self._program.body.__name__, before):
             pairs = tuple(sorted((options or {}).items()))
@@ -184,7 +171,7 @@ class Lowered(Stage[jax.stages.Lowered]):
         target = self._target()
         if target is not None:
             check_fits(self._program.name, target, compiled, self._placed_by_path)
-        return Compiled(compiled, self._call, self._stage.out_info, heard.warnings)
+        return Compiled(compiled, self._call, self.jax.out_info, heard.warnings)
 
     def _refusing_too_large(self) -> AbstractContextManager[None]:
         """A context in which a program that is too large for a target is an error with paths."""
@@ -206,12 +193,8 @@ class Lowered(Stage[jax.stages.Lowered]):
 
     def as_text(self, dialect: str | None = None, *, debug_info: bool = False) -> str:
         """The program as text: `dialect` is `"stablehlo"` or `"hlo"`."""
-        return self._stage.as_text(dialect=dialect, debug_info=debug_info)
-
-    def compiler_ir(self, dialect: str | None = None) -> Any | None:
-        """The program as an object of the compiler."""
-        return self._stage.compiler_ir(dialect=dialect)
+        return self.jax.as_text(dialect=dialect, debug_info=debug_info)
 
     def cost_analysis(self) -> Any | None:
         """The compiler's estimate of the costs, before compilation."""
-        return self._stage.cost_analysis()
+        return self.jax.cost_analysis()

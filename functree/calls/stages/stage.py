@@ -7,7 +7,6 @@ import jax
 from jax.tree_util import tree_structure
 
 from functree.calls.compilations import Log, Situation
-from functree.calls.output import Output
 from functree.calls.program import Program
 from functree.calls.signature import Args, Kwargs, Record, Signature
 from functree.tree.arrays import Tree
@@ -65,22 +64,25 @@ class Stage(Generic[_Stage]):
 
     Trees have the structure of the function's arguments `(args, kwargs)`, with None instead of
     leaves that are not arrays, or the structure of its result.
+
+    Attributes:
+        jax: JAX's own stage, of a function of arrays: the jaxpr, memory layouts, the executable.
     """
 
     def __init__(self, stage: _Stage, call: StagedCall):
-        self._stage: _Stage = stage
+        self.jax: _Stage = stage
         self._call, self._program = call, call.program
 
     @property
     def args_info(self) -> tuple[Args, dict[str, Tree]]:
         """`(args, kwargs)` of `jax.stages.ArgInfo`: shapes, dtypes, and whether they are
         donated."""
-        return self._arguments(self._stage.args_info)
+        return self._arguments(self.jax.args_info)
 
     @property
     def in_avals(self) -> tuple[Args, dict[str, Tree]]:
         """`(args, kwargs)` of abstract values."""
-        return self._arguments(self._stage.in_avals)
+        return self._arguments(self.jax.in_avals)
 
     @property
     def in_tree(self) -> Any:
@@ -90,37 +92,12 @@ class Stage(Generic[_Stage]):
     @property
     def out_info(self) -> Tree:
         """The result, with an abstract value for each array."""
-        return self._stage.out_info.tree
+        return self.jax.out_info.tree
 
     @property
     def out_tree(self) -> Any:
         """The structure of the result."""
         return tree_structure(self.out_info)
-
-    @property
-    def out_avals(self) -> Tree:
-        """The result, with JAX's type of each array."""
-        # Only JAX's `Traced` has them itself.
-        return jax.tree.map(jax.typeof, self._stage.out_info).tree
-
-    @property
-    def donate_argnums(self) -> tuple[int, ...]:
-        """The indices of the donated arrays, among all arrays of the arguments in JAX's order."""
-        return self._program.body.arguments.donated
-
-    @property
-    def in_shardings(self) -> tuple[Args, dict[str, Tree]]:
-        """`(args, kwargs)` of the shardings by `in_shardings`; None for an array with any
-        sharding."""
-        of_any = [None] * len(self._program.group.paths)
-        return self._call.arguments(self._program.in_shardings or of_any)
-
-    @property
-    def out_shardings(self) -> Tree:
-        """The shardings of the result by `out_shardings` and by donated state; None if the compiler
-        chooses."""
-        output: Output = self._stage.out_info
-        return output.like(self._program.out_shardings or [None] * len(output.values))
 
     def _arguments(self, tree: Tree) -> tuple[Args, dict[str, Tree]]:
         """A tree from JAX as `(args, kwargs)` of the function."""
