@@ -85,8 +85,9 @@ class Function(Generic[_P, _T]):
                 with around(program.entered):
                     result = program(arrays)
         except (RuntimeError, ValueError) as error:
-            # To look for deleted arguments on a single device would take time in each call.
-            if any(map(is_deleted, arrays)):
+            # To look for deleted arguments on a single device would take time in each call. After
+            # any other error, donated ones may be deleted.
+            if str(error).startswith("Array has been deleted") and any(map(is_deleted, arrays)):
                 raise refuse_deleted(program.name, program.group.paths, arrays) from error
             raise_failed(error, program.name)
             raise
