@@ -2,13 +2,11 @@
 
 import dataclasses
 import functools
-from collections import Counter
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
-import numpy.typing as npt
 from jax.sharding import AbstractMesh, Mesh
 from jax.tree_util import PyTreeDef
 
@@ -144,6 +142,11 @@ class Situation(NamedTuple):
                 leaves.setdefault(Path(keys), (("static", StaticValue(value)),))
         return cls(leaves, mesh, rules)
 
+    def distance(self, other: "Situation") -> int:
+        """In how many leaves, and other things, it differs from another one."""
+        beside = sum(one != two for one, two in zip(self[1:], other[1:], strict=True))
+        return len(self.leaves.items() ^ other.leaves.items()) + beside
+
 
 _NOT_GIVEN = jax.tree.structure(NOT_GIVEN)
 
@@ -223,85 +226,12 @@ def _brief(properties: Properties | None) -> str:
     return f"static {value!r}" if kind == "static" else "an array"
 
 
-_Numbers = npt.NDArray[np.int32]
-
-
-class _SituationTable:
-    """The situations of earlier compilations, as a table of numbers: a row for each, a column for
-    each leaf.
-
-    Most situations of one function have most of their values in common, and each value is kept
-    once. To compare rows of numbers takes a few microseconds for each hundred of them, where to
-    compare situations takes a millisecond for each.
-    """
-
-    # The number of rows that are compared leaf by leaf. The others differ from the new situation in
-    # more leaves.
-    NEAREST = 4
-
-    def __init__(self) -> None:
-        self._columns: dict[Hashable, int] = {}
-        self._numbers: dict[Hashable, int] = {}
-        self._values: list[Hashable] = [None]  # by number; 0 is that of a leaf that does not exist
-        self._table: _Numbers = np.zeros((0, 0), np.int32)
-        self._size: int = 0
-
-    def __len__(self) -> int:
-        return self._size
-
-    def add(self, situation: Situation) -> None:
-        """Add a situation."""
-        row = self._row(situation)
-        rows, columns = self._table.shape
-        if self._size == rows:
-            # Twice as large, so that a row is copied only a few times.
-            self._table = np.pad(self._table, ((0, max(8, rows)), (0, 0)))
-        if len(row) > columns:
-            self._table = np.pad(self._table, ((0, 0), (0, max(len(row) - columns, columns))))
-        self._table[self._size, : len(row)] = row
-        self._size += 1
-
-    def nearest(self, situation: Situation) -> list[Situation]:
-        """A few earlier situations that differ from this one in the fewest leaves, the earliest
-        first."""
-        row = self._row(situation)
-        padded = np.zeros(self._table.shape[1], np.int32)
-        padded[: len(row)] = row[: len(padded)]  # new leaves differ from all earlier situations
-        differing = np.count_nonzero(self._table[: self._size] != padded, axis=1)
-        order = np.argsort(differing, kind="stable")[: self.NEAREST]
-        return [self._situation(self._table[i]) for i in order]
-
-    def _row(self, situation: Situation) -> _Numbers:
-        """The numbers of a situation; values and leaves that are new get new numbers and
-        columns."""
-        beside = dict(zip(_BESIDE, situation[1:], strict=True))
-        cells: dict[Hashable, Hashable] = {**situation.leaves, **beside}
-        row = np.zeros(len(self._columns) + len(cells), np.int32)
-        for key, value in cells.items():
-            column = self._columns.setdefault(key, len(self._columns))
-            number = self._numbers.setdefault(value, len(self._values))
-            if number == len(self._values):
-                self._values.append(value)
-            row[column] = number
-        return row[: len(self._columns)]
-
-    def _situation(self, row: _Numbers) -> Situation:
-        """The situation of a row."""
-        # The table may have fewer columns than there are, and more: some are not used yet.
-        cells: dict[Any, Any] = {}
-        for key, number in zip(self._columns, row.tolist(), strict=False):
-            if number:
-                cells[key] = self._values[number]
-        beside = [cells.pop(key) for key in _BESIDE]
-        return Situation(cells, *beside)
-
-
-# The columns of what is not a leaf.
-_BESIDE = ("mesh", "rules", "options")
-
-
 observers: list[Callable[[str, Compilation], None]] = []
 """Functions that are told of each compilation, with the name of the function that is compiled."""
+
+
+_COMPARED = 32
+"""The number of the latest compilations that a new one is compared with."""
 
 
 class Log:
@@ -317,21 +247,22 @@ class Log:
     def __init__(self, name: str):
         self.name = name
         self.records: list[Compilation] = []
-        self._table = _SituationTable()
+        self._earlier = deque[Situation](maxlen=_COMPARED)
         # How often a Python number at a path was the only difference.
         self._numbers: Counter[Path] = Counter()
 
     def add(self, now: Situation, shared: bool = False) -> None:
-        """Add a compilation, compared with the most similar earlier one. Warns if a Python number
-        is the reason."""
-        candidates = [differences(before, now) for before in self._table.nearest(now)]
-        nearest = min(candidates, key=len, default=())
-        if self._table and not nearest:
+        """Add a compilation, compared with the most similar of the last ones. Warns if a Python
+        number is the reason."""
+        nearest: tuple[Difference, ...] = ()
+        if self._earlier:
+            nearest = differences(min(self._earlier, key=now.distance), now)
+        if self._earlier and not nearest:
             # Everything that is compared is the same. So a setting of JAX has changed, such as its
             # matmul precision.
             nearest = (Difference(Path(), "settings", "of JAX", "others"),)
-        self._table.add(now)
-        record = Compilation(len(self._table), nearest, shared)
+        self._earlier.append(now)
+        record = Compilation(len(self.records) + 1, nearest, shared)
         self.records.append(record)
         for observe in observers:
             observe(self.name, record)
@@ -342,7 +273,7 @@ class Log:
         """Forget all compilations."""
         self.records.clear()
         self._numbers.clear()
-        self._table = _SituationTable()
+        self._earlier.clear()
 
     def _count_number(self, changed: Difference) -> None:
         """Count a compilation for a Python number, and warn at the second: a single one may be on
