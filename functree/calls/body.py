@@ -7,7 +7,7 @@ from itertools import groupby
 
 from jax.tree_util import register_pytree_with_keys
 
-from functree.calls.derivative_rules import Context
+from functree.calls.derivative_rules import MakeContext
 from functree.calls.output import Output
 from functree.calls.signature import AnyFunction
 from functree.tree.arrays import AnyArray, Tree
@@ -143,11 +143,11 @@ class Body:
         arguments: Arguments,
         fun: Callable[[], AnyFunction],
         name: str,
-        context: Context | None = None,
+        context: MakeContext | None = None,
     ):
         self._compute, self._fun = compute, fun
         self.name: str = name
-        self.context: Context | None = context
+        self.context: MakeContext | None = context
         self.arguments: Arguments = arguments
         self.__name__: str = name.rpartition(".")[2]
         self.__qualname__: str = self.__name__

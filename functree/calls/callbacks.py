@@ -6,13 +6,13 @@ import jax
 from jax.sharding import Mesh, NamedSharding, Sharding
 
 from functree.errors import ShardingError
-from functree.tree.jaxprs import Program, all_equations
+from functree.tree.jaxprs import AnyJaxpr, all_equations
 
 # The operations of `jax.debug.print`, `jax.debug.callback`, `jax.pure_callback` and `io_callback`.
 _CALLBACKS = frozenset({"debug_callback", "debug_print", "io_callback", "pure_callback"})
 
 
-def check_callbacks(name: str, program: Program, shardings: Iterable[Sharding | None]) -> None:
+def check_callbacks(name: str, program: AnyJaxpr, shardings: Iterable[Sharding | None]) -> None:
     """Refuse what prints or calls back, before it is lowered for GPUs that are not there.
 
     JAX asks the GPU's own backend for a place in which a callback is kept, and a compiler alone has

@@ -18,7 +18,7 @@ from jax.tree_util import tree_leaves, tree_structure, tree_unflatten
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
-Context = Callable[[], AbstractContextManager[None]]
+MakeContext = Callable[[], AbstractContextManager[None]]
 """A hashable function that makes a context, such as that of an ambient mesh and rules."""
 
 _RULES = frozenset({"fwd_jaxpr_thunk", "bwd", "jvp_jaxpr_fun"})
@@ -39,7 +39,7 @@ def has_derivatives(value: object) -> bool:
     return False
 
 
-def in_context(fun: Callable[_P, _T], context: Context) -> Callable[_P, _T]:
+def in_context(fun: Callable[_P, _T], context: MakeContext) -> Callable[_P, _T]:
     """The same function, whose custom derivative rules run in a context."""
     jitted = jax.jit(fun)
 
@@ -57,7 +57,7 @@ def in_context(fun: Callable[_P, _T], context: Context) -> Callable[_P, _T]:
 class _Rewriting:
     """The rewriting of one function and of those that it calls."""
 
-    def __init__(self, context: Context):
+    def __init__(self, context: MakeContext):
         self._context = context
         # A function that is called several times stays one function, so that JAX compiles it once.
         # The original is kept too, so that its id is not used again.
@@ -92,7 +92,9 @@ class _Rewriting:
 
 
 @transformation2
-def _entered(rule: Callable[..., object], context: Context, *args: Any, **kwargs: Any) -> object:
+def _entered(
+    rule: Callable[..., object], context: MakeContext, *args: Any, **kwargs: Any
+) -> object:
     """A rule that runs in a context. It may return a function with rules of its own, for higher
     derivatives."""
     with context():

@@ -27,12 +27,12 @@ SMALLER = (
 )
 """What makes a program fit."""
 
-Arguments = Callable[[], Mapping[Path, jax.ShapeDtypeStruct]]
+FindArguments = Callable[[], Mapping[Path, jax.ShapeDtypeStruct]]
 """The arguments of a program, which are asked for if it does not fit."""
 
 
 @contextmanager
-def refusing_too_large(name: str, mesh: Mesh, arguments: Arguments) -> Iterator[None]:
+def refusing_too_large(name: str, mesh: Mesh, arguments: FindArguments) -> Iterator[None]:
     """Turn the error of the compiler for TPUs about the memory into one with the largest arguments.
 
     Raises:
@@ -56,7 +56,7 @@ def _figures(message: str) -> str:
     return f"it needs {needed} {unit}iB, and there are {available} {of}iB"
 
 
-def check_fits(name: str, mesh: Mesh, compiled: Compiled, arguments: Arguments) -> None:
+def check_fits(name: str, mesh: Mesh, compiled: Compiled, arguments: FindArguments) -> None:
     """Check the memory of a program for GPUs, whose compiler leaves that to the one that runs it.
 
     Raises:

@@ -14,7 +14,7 @@ import jax
 
 from functree.calls.output import Output
 from functree.tree.arrays import Tree
-from functree.tree.jaxprs import Program, all_equations
+from functree.tree.jaxprs import AnyJaxpr, all_equations
 
 # How the message begins in JAX's error, and what follows it. Equinox has no public names for these.
 _BEGINNING, _END = "_EquinoxRuntimeError: ", "\n\n\n-----"
@@ -24,7 +24,7 @@ _BEGINNING, _END = "_EquinoxRuntimeError: ", "\n\n\n-----"
 _LOG = logging.getLogger("jax._src.callback")
 
 
-def has_checks(program: Program) -> bool:
+def has_checks(program: AnyJaxpr) -> bool:
     """Whether a function, or one that it calls, has checks of Equinox."""
     for equation in all_equations(program):
         if equation.primitive.name == "pure_callback" and _is_check(equation.params["callback"]):

@@ -29,7 +29,7 @@ from functree.placing.constrain import axis_shards
 from functree.tree.arrays import AnyArray, Tree
 from functree.tree.paths import Path
 
-Axes = tuple[str, ...]
+MeshAxes = tuple[str, ...]
 
 
 class Stages(NamedTuple):
@@ -40,7 +40,7 @@ class Stages(NamedTuple):
         parts: the number of stages.
     """
 
-    axes: Axes
+    axes: MeshAxes
     parts: int
 
 
@@ -72,7 +72,7 @@ def stages_of(axis: str, arrays: Sequence[AnyArray]) -> Stages:
     return Stages((), 1)
 
 
-def _shards(axis: str) -> tuple[Axes, int]:
+def _shards(axis: str) -> tuple[MeshAxes, int]:
     rules = ambient_rules()
     if rules is None or not has_axis_rules():
         return (), 1
@@ -158,14 +158,14 @@ class _Plan(NamedTuple):
     """
 
     stages: Stages
-    batch: Axes
+    batch: MeshAxes
     shards: int
     microbatches: int
     layers: Layers
     keys: frozenset[int]
 
     @property
-    def axes(self) -> Axes:
+    def axes(self) -> MeshAxes:
         return (*self.stages.axes, *self.batch)
 
     def varying(self, x: Array) -> Array:
@@ -347,7 +347,7 @@ def _run_stage(
     return jax.tree.map(of_last, results)
 
 
-def _batch_axes(x: Tree, stages: Stages) -> tuple[Axes, int]:
+def _batch_axes(x: Tree, stages: Stages) -> tuple[MeshAxes, int]:
     """The mesh axes of the batch, and the number of its shards: by the ambient rules, or by types.
 
     Raises:

@@ -10,7 +10,7 @@ from jax.extend.core import Primitive
 from functree.argument_checks import Takes, parameter_error
 from functree.errors import FunctreeValueError, Problem, count, did_you_mean
 from functree.tree.arrays import Tree
-from functree.tree.jaxprs import Program, all_equations
+from functree.tree.jaxprs import AnyJaxpr, all_equations
 from functree.tree.skeleton.static_value import is_hashable
 
 Policy = Callable[..., Any]
@@ -155,7 +155,7 @@ def check_names(policy: Offload, layer: str, run: Callable[..., Tree], *operands
         )
 
 
-def _names(program: Program) -> set[str]:
+def _names(program: AnyJaxpr) -> set[str]:
     """The names of the values in a program, and in the programs inside of it."""
     # What `jax.ad_checkpoint.checkpoint_name` leaves in a program.
     named = (one for one in all_equations(program) if one.primitive.name == "name")

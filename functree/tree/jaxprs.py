@@ -6,11 +6,11 @@ from typing import Any, NamedTuple, TypeAlias
 
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
-Program: TypeAlias = ClosedJaxpr | Jaxpr
+AnyJaxpr: TypeAlias = ClosedJaxpr | Jaxpr
 """A traced program. In later versions of JAX the two are one class."""
 
 
-def inner_programs(equation: JaxprEqn) -> Iterator[Program]:
+def inner_programs(equation: JaxprEqn) -> Iterator[AnyJaxpr]:
     """The programs that an operation has among its parameters.
 
     Args:
@@ -24,7 +24,7 @@ def inner_programs(equation: JaxprEqn) -> Iterator[Program]:
                 yield one
 
 
-def all_equations(program: Program) -> Iterator[JaxprEqn]:
+def all_equations(program: AnyJaxpr) -> Iterator[JaxprEqn]:
     """All operations of a program: its own, and those of the programs inside of it.
 
     Args:
@@ -75,7 +75,7 @@ class Reader(NamedTuple):
 
 
 def dependencies(
-    program: Program, inputs: Sequence[Sources], reader: Reader | None = None
+    program: AnyJaxpr, inputs: Sequence[Sources], reader: Reader | None = None
 ) -> list[Sources]:
     """What each output of a program depends on.
 
@@ -140,7 +140,7 @@ def is_random(equation: Any) -> bool:
     return equation.primitive.name.startswith(_RANDOM)
 
 
-def called_program(equation: Any) -> Program | None:
+def called_program(equation: Any) -> AnyJaxpr | None:
     """The program that an operation runs once, with the operation's own inputs and outputs: that of
     a function under `jit` or `checkpoint`, or one with a derivative rule of its own."""
     if equation.primitive.name in ("while", "scan"):

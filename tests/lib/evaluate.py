@@ -14,12 +14,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Literal
 
-from functree.tree.jaxprs import Program, called_program, is_random, scan_sizes
+from functree.tree.jaxprs import AnyJaxpr, called_program, is_random, scan_sizes
 
 Arrays = list[Any]
 
 
-def evaluate(program: Program, arrays: Sequence[Any]) -> Arrays:
+def evaluate(program: AnyJaxpr, arrays: Sequence[Any]) -> Arrays:
     """The outputs of a program.
 
     Args:

@@ -18,13 +18,12 @@ from functree.labels.leaf import Leaf, array_problem
 from functree.labels.leaves import Leaves, read
 from functree.labels.optimizer.followed_parameters import TrainedModel
 from functree.labels.optimizer.optimizer_state import optimizer_state
+from functree.labels.optimizer.other_sizes import Shape
 from functree.tree.arrays import Tree
 from functree.tree.nodes import walk
 from functree.tree.paths import Path
 from functree.tree.skeleton.kinds import ARRAY
 from functree.tree.skeleton.skeleton import Skeleton
-
-Sizes = tuple[int, ...]
 
 # While an optimizer is mapped, the nodes of stacks have the leaves of one layer. What reads the
 # stacks of a tree then, such as another `ft.layerwise` inside of the optimizer, must not take the
@@ -43,12 +42,12 @@ def for_layers() -> Iterator[None]:
         _LAYERS.set(before)
 
 
-def stack_sizes(leaf: Leaf) -> Sizes:
+def stack_sizes(leaf: Leaf) -> Shape:
     """The sizes of the stacks that a leaf is in, outermost first; none for one layer."""
     return () if _LAYERS.get() else tuple(leaf.shape[: leaf.stacked])
 
 
-def stacks_of(*trees: Leaves) -> dict[Path, Sizes]:
+def stacks_of(*trees: Leaves) -> dict[Path, Shape]:
     """The sizes of the stacks that each parameter of some trees is in, by its path."""
     return {leaf.path: stack_sizes(leaf) for leaves in trees for leaf in leaves.leaves}
 
@@ -77,12 +76,12 @@ class StateLayers:
         with for_layers():
             state = optimizer_state(tx, layers)
         self.paths: list[Path] = [leaf.path for leaf in state.leaves]
-        self.shapes: dict[Path, Sizes] = {leaf.path: leaf.shape for leaf in state.leaves}
+        self.shapes: dict[Path, Shape] = {leaf.path: leaf.shape for leaf in state.leaves}
         self.owners: dict[Path, Path | None] = {}
         for leaf in state.leaves:
             self.owners[leaf.path] = leaf.follows.path if leaf.follows else None
 
-    def stack(self, path: Path, stacks: Mapping[Path, Sizes]) -> Sizes:
+    def stack(self, path: Path, stacks: Mapping[Path, Shape]) -> Shape:
         """The sizes of the stacks that the parameter of a leaf is in."""
         owner = self.owners.get(path)
         return () if owner is None else stacks.get(owner, ())
@@ -105,7 +104,7 @@ def mapped_init(tx: Any, params: Tree) -> Tree:
     stacks, layers = stacks_of(leaves), StateLayers(tx, leaves)
     skeleton, arrays = Skeleton.apart(params)
 
-    def run(arrays: Sequence[Any]) -> tuple[Tree, list[Sizes]]:
+    def run(arrays: Sequence[Any]) -> tuple[Tree, list[Shape]]:
         with for_layers():
             state = tx.init(skeleton.fill(arrays))
         return state, [layers.stack(path, stacks) for path in paths_of(state)]
@@ -148,7 +147,7 @@ def mapped_update(
         inputs.append(stacks[below] if belongs else ())
     update = optax.with_extra_args_support(tx).update
 
-    def run(arrays: Sequence[Any]) -> tuple[Tree, list[Sizes]]:
+    def run(arrays: Sequence[Any]) -> tuple[Tree, list[Shape]]:
         updates, state, params, extra = skeleton.fill(arrays)
         with for_layers():
             new, after = update(updates, state, params, **extra)
@@ -160,8 +159,8 @@ def mapped_update(
 
 
 def _mapped(
-    run: Callable[[Sequence[Any]], tuple[Any, list[Sizes]]],
-    inputs: Sequence[Sizes],
+    run: Callable[[Sequence[Any]], tuple[Any, list[Shape]]],
+    inputs: Sequence[Shape],
     arrays: Sequence[Any],
 ) -> Any:
     """The result of a function that is mapped over the stacks of its inputs.
@@ -174,13 +173,13 @@ def _mapped(
     # What `jax.vmap` has to know beforehand is the dimension of each output. So those of equal
     # stacks are in one list.
     kinds = list(dict.fromkeys([(), *inputs]))
-    found: list[tuple[Skeleton, list[Sizes]]] = []
+    found: list[tuple[Skeleton, list[Shape]]] = []
 
     def by_stacks(*arrays: Any) -> list[list[Any]]:
         tree, outputs = run(arrays)
         skeleton, values = Skeleton.apart(tree)
         found.append((skeleton, outputs))
-        lists: dict[Sizes, list[Any]] = {kind: [] for kind in kinds}
+        lists: dict[Shape, list[Any]] = {kind: [] for kind in kinds}
         for value, stack in zip(values, outputs, strict=True):
             # What a trace computes without its inputs may be a number of Python.
             lists[stack].append(jnp.asarray(value))
@@ -201,12 +200,12 @@ def _mapped(
     return skeleton.fill([next(lists[stack]) for stack in outputs])
 
 
-def _axis(stack: Sizes, level: tuple[int, int]) -> int | None:
+def _axis(stack: Shape, level: tuple[int, int]) -> int | None:
     """The dimension that is mapped. The stacks around it are mapped already."""
     return 0 if level in enumerate(stack) else None
 
 
-def _check_state(state: Tree, layers: StateLayers, stacks: Mapping[Path, Sizes]) -> None:
+def _check_state(state: Tree, layers: StateLayers, stacks: Mapping[Path, Shape]) -> None:
     """Raise FunctreeError for leaves of the state without the dimensions of their stacks."""
     problems: list[Problem] = []
     _, arrays = Skeleton.apart(state)

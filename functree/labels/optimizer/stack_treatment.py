@@ -22,7 +22,7 @@ from functree.tree.arrays import Tree
 from functree.tree.interfaces import Stack
 from functree.tree.jaxprs import (
     NOTHING,
-    Program,
+    AnyJaxpr,
     called_program,
     dependencies,
     inner_programs,
@@ -161,7 +161,7 @@ def _number(what: Hashable) -> int:
     return _KNOWN.setdefault(what, len(_KNOWN))
 
 
-def _numbers(program: Program, inputs: Sequence[int]) -> list[int]:
+def _numbers(program: AnyJaxpr, inputs: Sequence[int]) -> list[int]:
     """The number of each output of a program, by those of its inputs."""
     open_program: Any = getattr(program, "jaxpr", program)
     known: dict[Any, int] = {}

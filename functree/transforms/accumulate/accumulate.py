@@ -18,8 +18,8 @@ from functree.transforms.accumulate.micro_batch import (
     trace,
 )
 from functree.transforms.accumulate.results import Results
-from functree.transforms.accumulate.roles import Arguments, Call
-from functree.transforms.accumulate.shards import Shards
+from functree.transforms.accumulate.roles import Call, ParameterRoles
+from functree.transforms.accumulate.shards import BatchShards
 from functree.transforms.grad.parameters import laid_out_as
 from functree.transforms.jit.jit import jit
 from functree.tree.arrays import Tree
@@ -150,7 +150,7 @@ def accumulate(
     )
     number, axes = int(steps), () if over is None else _names(over)
     divided = None if batch is None else _names(batch)
-    arguments = Arguments.of(fn, divided, _names(keys), _names(carry))
+    arguments = ParameterRoles.of(fn, divided, _names(keys), _names(carry))
     name, gradient = arguments.signature.name, arguments.gradient
     if axes and gradient is None:
         raise FunctreeTypeError(
@@ -187,7 +187,7 @@ def _accumulated(
     fn: Callable[..., Any], call: Call, steps: int, results: Results, over: tuple[str, ...]
 ) -> Tree:
     """The result of a gradient function over the batch of a call."""
-    shards = Shards.of(call, over, steps) if over else None
+    shards = BatchShards.of(call, over, steps) if over else None
     if shards is None:
         operands = operands_of(call, steps)
         micro_batch = trace(fn, call, operands, steps, results)

@@ -14,10 +14,10 @@ from functree.devices.specs import spec_text
 from functree.devices.varying import varying_axes
 from functree.errors import FunctreeTypeError, Problem, count
 from functree.labels.leaf import Leaf
-from functree.transforms.accumulate.results import Parts, Results
+from functree.transforms.accumulate.results import GradientParts, Results
 from functree.transforms.accumulate.roles import Call, Role
 from functree.tree.arrays import AnyArray, array_text, value_text
-from functree.tree.jaxprs import Program
+from functree.tree.jaxprs import AnyJaxpr
 from functree.tree.skeleton.skeleton import Skeleton
 
 ArrayType = Any
@@ -35,7 +35,7 @@ class MicroBatch(NamedTuple):
         carried: for the index of each carried array of the result, the index of its operand.
     """
 
-    function: Program
+    function: AnyJaxpr
     skeletons: tuple[Skeleton, Skeleton, Skeleton]
     parameters: dict[int, int]
     carried: dict[int, int]
@@ -58,14 +58,14 @@ class MicroBatch(NamedTuple):
             return False
         return index == self.weight or jnp.issubdtype(self.types[index].dtype, jnp.inexact)
 
-    def parts(self, arrays: Sequence[AnyArray]) -> Parts:
+    def parts(self, arrays: Sequence[AnyArray]) -> GradientParts:
         """The parts of a result with these arrays."""
         rest = list(arrays)
         found: list[Any] = []
         for skeleton in self.skeletons:
             found.append(skeleton.fill(rest[: len(skeleton)]))
             rest = rest[len(skeleton) :]
-        return Parts(*found)
+        return GradientParts(*found)
 
 
 def operands_of(call: Call, steps: int) -> list[Any]:

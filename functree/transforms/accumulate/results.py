@@ -11,7 +11,7 @@ from functree.tree.paths import Path
 from functree.tree.skeleton.skeleton import Skeleton
 
 
-class Parts(NamedTuple):
+class GradientParts(NamedTuple):
     """The parts of a result.
 
     Attributes:
@@ -57,14 +57,14 @@ class Results(NamedTuple):
                 "`has_aux=True` in `ft.grad` or `ft.value_and_grad`"
             )
 
-    def split(self, result: Any) -> Parts:
+    def split(self, result: Any) -> GradientParts:
         """The parts of a result.
 
         Raises:
             FunctreeError: if its aux has not the structure that is wanted.
         """
         if not self._has_own_aux or self.gradient is None:
-            return Parts(result, None, ())
+            return GradientParts(result, None, ())
         if self.gradient.with_value:
             (value, aux), gradients = result
             averaged = ((value, None), gradients)
@@ -78,9 +78,9 @@ class Results(NamedTuple):
             weight, carried = aux
         elif self.weighted:
             weight, carried = aux, ()
-        return Parts(averaged, weight, self._carried(carried))
+        return GradientParts(averaged, weight, self._carried(carried))
 
-    def join(self, parts: Parts) -> Tree:
+    def join(self, parts: GradientParts) -> Tree:
         """The result with these parts."""
         if not self._has_own_aux or self.gradient is None:
             return parts.averaged

@@ -42,7 +42,7 @@ class Role(Enum):
     CARRIED = "taken from the micro-batch before"
 
 
-class Arguments(NamedTuple):
+class ParameterRoles(NamedTuple):
     """The parameters of a gradient function, and what the loop does with them.
 
     Attributes:
@@ -70,7 +70,7 @@ class Arguments(NamedTuple):
         batch: Sequence[str] | None,
         keys: Sequence[str],
         carry: Sequence[str],
-    ) -> "Arguments":
+    ) -> "ParameterRoles":
         """The parameters of a function.
 
         Raises:
@@ -188,7 +188,7 @@ class Call(NamedTuple):
         roles: the role of each of them.
     """
 
-    arguments: Arguments
+    arguments: ParameterRoles
     record: Tree
     given: frozenset[str]
     leaves: Leaves
@@ -196,7 +196,7 @@ class Call(NamedTuple):
 
     @classmethod
     def of(
-        cls, arguments: Arguments, args: tuple[Any, ...], kwargs: Mapping[str, Any], steps: int
+        cls, arguments: ParameterRoles, args: tuple[Any, ...], kwargs: Mapping[str, Any], steps: int
     ) -> "Call":
         """A call of the function.
 

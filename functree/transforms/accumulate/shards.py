@@ -26,7 +26,7 @@ from functree.transforms.grad.parameters import BACKWARD
 
 
 @dataclass(frozen=True)
-class Shards:
+class BatchShards:
     """The shards of a batch.
 
     Attributes:
@@ -40,7 +40,7 @@ class Shards:
     specs: dict[int, PartitionSpec]
 
     @classmethod
-    def of(cls, call: Call, over: Sequence[str], steps: int) -> "Shards | None":
+    def of(cls, call: Call, over: Sequence[str], steps: int) -> "BatchShards | None":
         """The shards of a call; None without a mesh of several devices along these mesh axes.
 
         Raises:

@@ -6,17 +6,15 @@ from typing import Any, NamedTuple
 
 from jax.sharding import NamedSharding
 
+from functree.calls.program import Shardings
 from functree.errors import Problem, ShardingError, count, listed
 from functree.tree.arrays import is_array
 from functree.tree.nodes import children, walk
 from functree.tree.paths import Keys, Path
 from functree.tree.skeleton.kinds import ARRAY
 
-Shardings = tuple[NamedSharding | None, ...]
-"""The sharding of each array of a tree, in order; None for an array without a `NamedSharding`."""
 
-
-class Form(NamedTuple):
+class StateForm(NamedTuple):
     """What two trees have in common if one can replace the other as state: the class of the root,
     and the path, shape and dtype of each array. Gradients of a model have its form, although they
     have None for its functions."""
@@ -25,7 +23,7 @@ class Form(NamedTuple):
     arrays: tuple[tuple[Keys, tuple[int, ...], Any], ...]
 
     @classmethod
-    def of(cls, tree: Any) -> "Form":
+    def of(cls, tree: Any) -> "StateForm":
         """The form of a tree, whose arrays may be abstract."""
         arrays = [(keys, x.shape, x.dtype) for keys, x, kind in walk(tree) if kind is ARRAY]
         return cls(type(tree), tuple(arrays))
@@ -41,7 +39,7 @@ class Donated(NamedTuple):
     """
 
     path: Path
-    form: Form
+    form: StateForm
     shardings: Shardings
 
 
@@ -57,20 +55,20 @@ def closed(result: Any, donated: Sequence[Donated]) -> list[Kept]:
     shape of an argument does not mean that it replaces it. A part that has the form of several
     arguments, which are sharded differently, is a problem.
     """
-    by_form: dict[Form, list[Donated]] = {}
+    by_form: dict[StateForm, list[Donated]] = {}
     for one in donated:
         by_form.setdefault(one.form, []).append(one)
     return _closed(result, (), by_form)
 
 
-def _closed(node: Any, keys: Keys, donated: Mapping[Form, Sequence[Donated]]) -> list[Kept]:
+def _closed(node: Any, keys: Keys, donated: Mapping[StateForm, Sequence[Donated]]) -> list[Kept]:
     """The same for the part of a result at some keys."""
     below = children(node)
     if below is None:
         return [None] if is_array(node) else []
     # To compute the form of every part would be slow.
     if any(form.root is type(node) for form in donated):
-        same = donated.get(Form.of(node), ())
+        same = donated.get(StateForm.of(node), ())
         if len({one.shardings for one in same}) > 1:
             return [_problem(Path(keys), same)] * len(same[0].shardings)
         if same:

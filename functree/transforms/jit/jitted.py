@@ -44,7 +44,7 @@ from functree.transforms.jit.arguments import (
     rules_for_parameters,
     warn_unplaced,
 )
-from functree.transforms.jit.closed_state import Donated, Form, check_known, closed
+from functree.transforms.jit.closed_state import Donated, StateForm, check_known, closed
 from functree.transforms.jit.shardings import (
     InShardings,
     resolve_in_shardings,
@@ -311,7 +311,7 @@ class Jit(Function[_P, _T]):
             if not own or own[0] not in donated or len(paths[own[0]]) == len(name):
                 continue
             own_shardings = tuple(shardings[i] for i in own)
-            kept.append(Donated(name, Form.of(value), own_shardings))
+            kept.append(Donated(name, StateForm.of(value), own_shardings))
         return kept
 
 
