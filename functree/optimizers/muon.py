@@ -19,8 +19,6 @@ from functree.optimizers.whole_matrices import Chosen, MatrixFunction, of_each_m
 from functree.tree.arrays import Tree
 from functree.tree.paths import Path
 
-Dimensions = MuonDimensionNumbers | None
-
 
 def muon(
     learning_rate: optax.ScalarOrSchedule,
@@ -162,7 +160,9 @@ def _momentum(beta: Any, nesterov: bool, mu_dtype: Any) -> optax.GradientTransfo
 _OF_ONE = ("ns_coeffs", "ns_steps", "eps", "adaptive", "preconditioning", "consistent_rms")
 
 
-def _orthogonalize(given: Mapping[str, Any], dimensions: Dimensions) -> MatrixFunction:
+def _orthogonalize(
+    given: Mapping[str, Any], dimensions: MuonDimensionNumbers | None
+) -> MatrixFunction:
     """The function of one matrix: Muon of optax without momentum, decay and learning rate."""
 
     def orthogonalized(matrix: jax.Array) -> jax.Array:
@@ -180,10 +180,10 @@ def _orthogonalize(given: Mapping[str, Any], dimensions: Dimensions) -> MatrixFu
     return orthogonalized
 
 
-def _dimensions(given: Any) -> Callable[[Tree], dict[Path, Dimensions]]:
+def _dimensions(given: Any) -> Callable[[Tree], dict[Path, MuonDimensionNumbers | None]]:
     """A function from parameters to the dimensions of each matrix; None for what is none."""
 
-    def dimensions(params: Tree) -> dict[Path, Dimensions]:
+    def dimensions(params: Tree) -> dict[Path, MuonDimensionNumbers | None]:
         leaves = read(params).leaves
         if given is None:
             two = MuonDimensionNumbers(-2, -1)
@@ -193,7 +193,7 @@ def _dimensions(given: Any) -> Callable[[Tree], dict[Path, Dimensions]]:
             }
         tree = given(params) if callable(given) else given
         # A tree of dimensions may be a prefix of the parameters.
-        each: list[Dimensions] = []
+        each: list[MuonDimensionNumbers | None] = []
         jax.tree.map(
             lambda own, below: each.extend([own] * len(jax.tree.leaves(below))),
             tree,
@@ -207,7 +207,7 @@ def _dimensions(given: Any) -> Callable[[Tree], dict[Path, Dimensions]]:
     return dimensions
 
 
-def _check(leaves: Sequence[Leaf], dimensions: Mapping[Path, Dimensions]) -> None:
+def _check(leaves: Sequence[Leaf], dimensions: Mapping[Path, MuonDimensionNumbers | None]) -> None:
     """Raise FunctreeError for dimensions of a stack that are not counted from the end."""
     problems: list[Problem] = []
     for leaf in leaves:

@@ -304,7 +304,7 @@ def test_help(capsys: Captured):
             'blocks.layer.attn.query f32[1, 24, 6, 4]   "layers embed heads head_dim": "heads" has',
         ),
         ("--batch 3", '"batch" has size 3; rule batch→data needs a multiple of data=2'),
-        ("--accumulate 3", "its leading dimension of size 8 cannot be split into 3 pieces"),
+        ("--accumulate 3", "its leading dimension of size 8 cannot be split into 3 micro-batches"),
         ("--out nowhere/curve.png", "there is no folder 'nowhere'"),
     ],
 )

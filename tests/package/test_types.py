@@ -90,7 +90,7 @@ FUNCTIONS = {
     "plan": ("ft.plan(model, rules, mesh)", "Plan"),
     "plan_optimizer": ("ft.plan_optimizer(tx, model, rules, mesh)", "Plan"),
     "layerwise": ("ft.layerwise(tx)", "GradientTransformationExtraArgs"),
-    "on_whole_matrices": ("ft.on_whole_matrices(jnp.sin)", "GradientTransformation"),
+    "on_whole_matrices": ("ft.on_whole_matrices(jax.nn.relu)", "GradientTransformation"),
     "muon": ("ft.muon(0.1)", "GradientTransformationExtraArgs"),
     "make_mesh": ("ft.make_mesh(data=2, model=4)", "Mesh"),
     "shard": ("ft.shard(model, rules, mesh)", "Model"),
