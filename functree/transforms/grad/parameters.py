@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.core import Tracer
-from jax.experimental.shard_alike import shard_alike
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from functree.devices.constraint import with_constraint
+from functree.devices.lies_as import lies_as
 from functree.devices.meshes import agreed_mesh, compiling, current_mesh
 from functree.devices.placement import check_deleted, first_mesh, is_sharded_as
 from functree.errors import (
@@ -227,7 +227,7 @@ def laid_out_as(parameter: Any, gradient: Any) -> Any:
         # Without the barrier, this would be a constraint for the operation that made the gradient,
         # such as a shard_map, for which the compiler may have no such result.
         with jax.named_scope(BACKWARD):
-            return shard_alike(parameter, jax.lax.optimization_barrier(gradient))[1]
+            return lies_as(jax.lax.optimization_barrier(gradient), parameter)
     placed = isinstance(parameter, jax.Array) and first_mesh([parameter]) is not None
     if placed and not is_sharded_as(gradient, parameter.sharding):
         return jax.device_put(gradient, parameter.sharding)
