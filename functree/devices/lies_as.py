@@ -27,18 +27,17 @@ def lies_as(array: jax.Array, other: jax.Array) -> jax.Array:
         array: an array.
         other: one of its shape.
     """
-    return _lies_as.bind(array, other)
+    return _lies_as.bind(array, other)[0]
 
 
+# It has both as results: otherwise, where it is a program of its own, the sharding of the other
+# array would not reach the result.
 _lies_as = Primitive("lies_as")
+_lies_as.multiple_results = True
 
 
-def _impl(array: jax.Array, other: jax.Array) -> jax.Array:
-    return array
-
-
-def _abstract(array: Any, other: Any) -> Any:
-    return array
+def _abstract(array: Any, other: Any) -> Sequence[Any]:
+    return [array, other]
 
 
 def _lower(context: Any, array: Any, other: Any) -> Sequence[Any]:
@@ -46,33 +45,35 @@ def _lower(context: Any, array: Any, other: Any) -> Sequence[Any]:
         group = next(_GROUPS)
         sdy.sharding_group(array, group)
         sdy.sharding_group(other, group)
-    return [array]
+    return [array, other]
 
 
-def _batch(arrays: Sequence[Any], axes: Sequence[int | None]) -> tuple[Any, int]:
+def _batch(arrays: Sequence[Any], axes: Sequence[int | None]) -> tuple[Any, Sequence[int]]:
     # Both have the mapped dimension, since one that is replicated would leave it open.
     size = next(x.shape[axis] for x, axis in zip(arrays, axes, strict=True) if axis is not None)
     array, other = (
         jnp.broadcast_to(x, (size, *x.shape)) if axis is None else jnp.moveaxis(x, axis, 0)
         for x, axis in zip(arrays, axes, strict=True)
     )
-    return lies_as(array, other), 0
+    return _lies_as.bind(array, other), (0, 0)
 
 
 def _jvp(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Any, Any]:
-    tangent = tangents[0]
+    tangent, of_other = tangents
     if not isinstance(tangent, ad.Zero):
         tangent = lies_as(tangent, primals[1])
-    return lies_as(*primals), tangent
+    return _lies_as.bind(*primals), [tangent, of_other]
 
 
-def _transpose(cotangent: Any, array: Any, other: Any) -> Sequence[Any]:
+def _transpose(cotangents: Sequence[Any], array: Any, other: Any) -> Sequence[Any]:
+    cotangent, _ = cotangents
     if isinstance(cotangent, ad.Zero):
         return [cotangent, None]
     return [lies_as(cotangent, other), None]
 
 
-_lies_as.def_impl(_impl)
+# Outside of a program it is one of its own, whose result lies as the other array does.
+_lies_as.def_impl(jax.jit(_lies_as.bind))
 _lies_as.def_abstract_eval(_abstract)
 mlir.register_lowering(_lies_as, _lower, cacheable=False)
 batching.primitive_batchers[_lies_as] = _batch
