@@ -11,17 +11,21 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.extend.core import Primitive
-from jax.extend.mlir.dialects import sdy
+from jax.extend.mlir.dialects import sdy, stablehlo
 from jax.interpreters import ad, batching, mlir
 
 _GROUPS = itertools.count()
+
+# A shard_map, and a call of a function that may end in one: the partitioner fails where the result
+# of such an operation is in a group (jax 0.10 and 0.12), so that a barrier stands between. Behind
+# every gradient it would keep operations from being fused.
+_OPAQUE = frozenset({"sdy.manual_computation", "func.call"})
 
 
 def lies_as(array: jax.Array, other: jax.Array) -> jax.Array:
     """The array, which the compiler shards as it shards the other one.
 
-    The values are those of the array, and so is the derivative. Under the partitioner that came
-    before Shardy it does nothing.
+    Values and derivatives are unchanged. With `jax_use_shardy_partitioner=False` it does nothing.
 
     Args:
         array: an array.
@@ -42,6 +46,8 @@ def _abstract(array: Any, other: Any) -> Sequence[Any]:
 
 def _lower(context: Any, array: Any, other: Any) -> Sequence[Any]:
     if jax.config.values["jax_use_shardy_partitioner"]:
+        if getattr(array.owner, "name", None) in _OPAQUE:
+            (array,) = stablehlo.OptimizationBarrierOp([array]).results
         group = next(_GROUPS)
         sdy.sharding_group(array, group)
         sdy.sharding_group(other, group)

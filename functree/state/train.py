@@ -271,8 +271,8 @@ _DIFFERENTIATE = (
     "give `ft.grad(loss, wrt=...)` and `TrainState.create(..., wrt=...)` the same filter"
 )
 _OF_ANOTHER_MODEL = (
-    "functree: if the model in this training state was changed, the optimizer's state is that of "
-    "the old one. Make it anew: `ft.TrainState.create(ts.model, ts.tx, wrt=ts.wrt, ...)`"
+    "functree: if the model in this training state was changed, the optimizer still has the state "
+    "of the old model. Make it anew: `ft.TrainState.create(ts.model, ts.tx, wrt=ts.wrt, ...)`"
 )
 _OF_THIS_MODEL = "pass the gradient of this model, from `ft.grad` or `ft.value_and_grad`"
 

@@ -182,7 +182,6 @@ def abstract(array: np.ndarray) -> jax.ShapeDtypeStruct:
 # What the texts say
 
 INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?[\w.-]+ = ", re.MULTILINE)
-FUSION = re.compile(r" (?:fusion|parameter)\(")
 ARRAY = re.compile(r"\w+\[[\d,]*\](?:\{[^}]*\})?")
 COLLECTIVE = re.compile(
     r"= (?P<result>.*?) (?P<kind>all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)(?:-start)?\("
@@ -192,9 +191,8 @@ COLLECTIVE = re.compile(
 
 
 def instructions(text: str) -> int:
-    """How many there are, those inside fusions and loops included. Fusions themselves and their
-    parameters do no work, and whether one operation alone is a fusion is the compiler's affair."""
-    return len(INSTRUCTION.findall(text)) - len(FUSION.findall(text))
+    """How many there are, those inside fusions and loops included."""
+    return len(INSTRUCTION.findall(text))
 
 
 def collectives(text: str) -> Counter[tuple[str, str, str]]:

@@ -85,4 +85,6 @@ def test_the_values_are_those_of_a_program():
     for name, call in CALLS.items():
         inside = jax.jit(call)()
         for one, other in zip(jax.tree.leaves(call()), jax.tree.leaves(inside), strict=True):
-            np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5, err_msg=name)
+            # Two programs round differently, at the scale of the whole array.
+            atol = 1e-6 * float(jnp.max(jnp.abs(other)))
+            np.testing.assert_allclose(one, other, rtol=1e-5, atol=atol, err_msg=name)

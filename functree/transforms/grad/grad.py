@@ -141,6 +141,8 @@ def value_and_grad(
         @_like(fn)
         def value_and_gradient(*args: Any, **kwargs: Any) -> Any:
             call = _positional(fn, args, kwargs, numbers)
+            by_position = dict(zip(inspected(fn).parameters, call.args, strict=False))
+            check_deleted("grad", {**by_position, **call.kwargs})
             each = zip(call.places, layouts, strict=True)
             parameters = [Parameters.of(call.args[i], i, chosen, layout) for i, layout in each]
             check_differentiated(wrt, parameters)
@@ -334,8 +336,6 @@ def _differentiate(
         return result
 
     mesh = explicit_mesh(array for own in parameters for array in own.arrays)
-    by_position = dict(zip(inspected(fn).parameters, call.args, strict=False))
-    check_deleted("grad", {**by_position, **call.kwargs})
     with around(mesh):
         result, gradients = jax.value_and_grad(of_arrays, has_aux=has_aux)(
             [own.arrays for own in parameters]

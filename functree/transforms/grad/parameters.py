@@ -12,7 +12,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 from functree.devices.constraint import with_constraint
 from functree.devices.lies_as import lies_as
 from functree.devices.meshes import agreed_mesh, compiling, current_mesh
-from functree.devices.placement import check_deleted, first_mesh, is_sharded_as
+from functree.devices.placement import first_mesh, is_sharded_as
 from functree.errors import (
     FunctreeError,
     FunctreeTypeError,
@@ -60,7 +60,6 @@ class Parameters(NamedTuple):
         gradient."""
         layouts = layout if layout is not None else ambient_rules()
         leaves, parts = (read(tree), []) if layouts is None else read_for(tree, layouts)
-        check_deleted("grad", tree)
         if layout is None:
             # Ambient rules are for more than one argument.
             parts = as_partial(parts)
@@ -115,6 +114,8 @@ class Parameters(NamedTuple):
                 first = summed.spec(leaf, decision.spec)
             if first is not None:
                 gradient = with_constraint(_tied(gradient, parameter), mesh, first)
+                # Without the barrier, this would be the final sharding too.
+                gradient = jax.lax.optimization_barrier(gradient)
             if self.given and decision is not None:
                 gradient = with_decision(_tied(gradient, parameter), decision, mesh)
             else:
@@ -224,10 +225,8 @@ def laid_out_as(parameter: Any, gradient: Any) -> Any:
     if isinstance(gradient, Tracer) or isinstance(parameter, Tracer):
         if jax.typeof(parameter).sharding.mesh.empty and not compiling():
             return gradient
-        # Without the barrier, this would be a constraint for the operation that made the gradient,
-        # such as a shard_map, for which the compiler may have no such result.
         with jax.named_scope(BACKWARD):
-            return lies_as(jax.lax.optimization_barrier(gradient), parameter)
+            return lies_as(gradient, parameter)
     placed = isinstance(parameter, jax.Array) and first_mesh([parameter]) is not None
     if placed and not is_sharded_as(gradient, parameter.sharding):
         return jax.device_put(gradient, parameter.sharding)
