@@ -1,5 +1,6 @@
 """`TrainState`: everything that one training step passes to the next, as one module."""
 
+from collections.abc import Mapping
 from functools import partial
 from itertools import filterfalse
 from typing import Any, Generic, TypeVar
@@ -245,14 +246,8 @@ def apply_gradients(
             problems.append(leaf.problem(why, _OF_THIS_MODEL))
     if problems:
         raise FunctreeValueError(f"{count(len(problems), 'parameter')} cannot be updated", problems)
-    update = optax.with_extra_args_support(ts.tx).update
     spread = leaves.skeleton.spread
-    trained, moments = spread(params), jax.tree.map(_on_device, ts.opt_state)
-    try:
-        updates, opt_state = update(spread(gradients), moments, trained, **extra)
-    except (TypeError, ValueError) as error:
-        error.add_note(_OF_ANOTHER_MODEL)
-        raise
+    updates, opt_state = _updates(ts, spread(gradients), spread(params), extra)
     model = jax.tree.map(updated, updates, ts.model, is_leaf=_is_none)
     if state is None:
         state = ts.state
@@ -265,6 +260,20 @@ def apply_gradients(
     fields = dict(children(ts) or ())
     fields |= {"step": ts.step + 1, "model": model, "opt_state": _strong(opt_state), "state": state}
     return rebuilt(ts, list(fields.values()))
+
+
+def _updates(
+    ts: TrainState[Any], gradients: Tree, params: Tree, extra: Mapping[str, Any]
+) -> tuple[Tree, Tree]:
+    """The updates of the parameters, and the optimizer's next state."""
+    update = optax.with_extra_args_support(ts.tx).update
+    moments = jax.tree.map(_on_device, ts.opt_state)
+    try:
+        return update(gradients, moments, params, **extra)
+    except (TypeError, ValueError) as error:
+        # Moments of another model are not looked for before each update: that would trace `init`.
+        error.add_note(_OF_ANOTHER_MODEL)
+        raise
 
 
 _DIFFERENTIATE = (

@@ -241,7 +241,8 @@ class Stacked(eqx.Module, Stack, ShownByPlan, Generic[T]):
         )
         remat_policy(remat)  # raises for what is none
         layers_at_once = unroll if FLAG.fits(unroll) else int(unroll)
-        options = _Options(bool(collect), remat, layers_at_once, microbatches, divided)
+        positions = divided_arguments(divided, args)
+        options = _Options(bool(collect), remat, layers_at_once, microbatches, positions)
         return _scanned(self, x, args, dict(each or {}), state, options)
 
 
@@ -252,7 +253,7 @@ class _Options(NamedTuple):
     remat: Remat
     unroll: int | bool
     microbatches: int | None
-    divided: int | Sequence[int]
+    divided: tuple[int, ...]
 
 
 @compiled_once
@@ -303,7 +304,7 @@ def _scanned(
             stages=stages,
             microbatches=microbatches,
             keys=_own_keys(stacked.layer, arrays),
-            divided=divided_arguments(divided, args),
+            divided=divided,
         )
     (x, shared), (outs, own) = run(x, step.arrays)
     results = [x]

@@ -264,6 +264,10 @@ def test_messages() -> None:
     for divided in (4, (0, -1), "0"):
         with raises("divided="):
             scanned(rules, {"pipe": 4, "data": 2}, microbatches=2, divided=divided)
+        with raises("divided="):  # where nothing is sharded, too
+            ft.stack(lambda key: ft.nn.MLP(8, 8, key=key), 2, jax.random.key(0)).scan(
+                jnp.ones((4, 8)), divided=divided
+            )
     both = ft.AxisRules({"batch": "pipe", "layers": "pipe", ...: None})
     with raises("mesh axis pipe shards both the batch and the stack"):
         scanned(both, {"pipe": 4}, microbatches=2)

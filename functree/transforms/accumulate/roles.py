@@ -389,7 +389,7 @@ def _raw_shape() -> tuple[int, ...]:
 
 
 def _indivisible(leaf: Leaf, steps: int) -> str | None:
-    """Why an array cannot be divided into that many pieces; None if it can."""
+    """Why an array cannot be divided into so many micro-batches; None if it can."""
     if not leaf.shape:
         return f"has no leading dimension to split into {steps} micro-batches"
     size, parts = leaf.shape[0], _parts(leaf.value)
@@ -404,6 +404,6 @@ def _indivisible(leaf: Leaf, steps: int) -> str | None:
 def _parts(x: jax.Array) -> int:
     """The number of parts into which the leading dimension is sharded, by the type of the array."""
     sharding = jax.typeof(x).sharding
-    # On Auto axes the type has an empty spec: the compiler may shard a piece in another way.
+    # On Auto axes the type has an empty spec: the compiler may shard a micro-batch in another way.
     entry = next(iter(sharding.spec), None)
     return math.prod(sharding.mesh.shape[axis] for axis in mesh_axes(entry))
