@@ -2,7 +2,6 @@
 
 import copy
 import functools
-import sys
 from abc import abstractmethod
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
@@ -25,7 +24,6 @@ from functree.calls.static_arguments import check_identity, check_wrapped, with_
 from functree.calls.traces import Traces
 from functree.devices.meshes import tracing
 from functree.devices.placement import is_deleted, refuse_deleted
-from functree.errors import FunctreeTypeError
 from functree.layout.layout import Layout
 from functree.tree.arrays import AnyArray, Tree
 
@@ -143,15 +141,7 @@ class Function(Generic[_P, _T]):
         fun = copy.deepcopy(self.__wrapped__, memo)
         return self if fun is self.__wrapped__ else type(self).of(fun, self._options)
 
-    def __reduce__(self) -> str | tuple[Any, ...]:
-        if _stands_for(self):
-            return self.__qualname__
-        for option in self._options:
-            if isinstance(option, Mesh):
-                raise FunctreeTypeError(
-                    f"{self!r} cannot be pickled with `mesh=`, since JAX pickles no devices: leave "
-                    "it out, and make the calls in `with jax.set_mesh(mesh):`"
-                )
+    def __reduce__(self) -> tuple[Any, ...]:
         return type(self).of, (self.__wrapped__, self._options)
 
     # For subclasses
@@ -238,18 +228,6 @@ class Function(Generic[_P, _T]):
             names, arrays = frozenset(kwargs), flat.abstract()
             call = StagedCall(program, self._signature, bind, names, arrays, self._log)
             return Traced(program.trace(flat.arrays), call)
-
-
-def _stands_for(function: Function[..., Any]) -> bool:
-    """Whether the name of a function, in its module, is that of the wrapper: so it is for a
-    decorated function, which then cannot be found by its name."""
-    # What is pickled in `__main__` is read in a process that has another `__main__`.
-    if function.__module__ == "__main__":
-        return False
-    found: Any = sys.modules.get(function.__module__)
-    for name in function.__qualname__.split("."):
-        found = getattr(found, name, None)
-    return found is function
 
 
 class BoundFunction(Generic[_P, _T]):

@@ -58,7 +58,7 @@ def mapped(x: Array) -> Array: ...
 def checked(x: Array) -> Array: ...
 
 
-@ft.grad(wrt="w")
+@ft.grad
 def gradient(model: Model, x: Array) -> Array: ...
 
 
@@ -176,9 +176,8 @@ MORE = {
     "gradient(model=model, x=x)": "Model",
     "ft.grad(loss)": "Gradient[(model: Model, x: Array)]",
     "ft.grad(with_aux, has_aux=True)(model, x)": "tuple[Model, str]",
-    "ft.grad(has_aux=True)(with_aux)(model, x)": "tuple[Model, str]",
     "ft.value_and_grad(with_aux, has_aux=True)(model, x)": "tuple[tuple[Array, str], Model]",
-    "ft.value_and_grad(wrt='w')(loss)(model, x=x)": "tuple[Array, Model]",
+    "ft.value_and_grad(loss, wrt='w')(model, x=x)": "tuple[Array, Model]",
     "ft.jit(ft.value_and_grad(loss))(model, x)": "tuple[Array, Model]",
     "ft.grad(loss, argnums=(0, 1))(model, x)": "Any",
     "ft.grad(loss, argnums=1)": "(model: Model, x: Array) -> Any",

@@ -216,12 +216,7 @@ def test_as_a_decorator():
         """Doc."""
         return model["w"] * x
 
-    @grad(wrt="w", has_aux=True)
-    def called(model: dict[str, Array]) -> tuple[Array, str]:
-        return model["w"] * model["v"], "aux"
-
     assert bare({"w": jnp.float32(3)}, 2.0) == (6.0, {"w": 2.0})
-    assert called({"w": jnp.float32(3), "v": jnp.float32(4)}) == ({"w": 4.0, "v": None}, "aux")
     assert bare.__name__ == "bare" and bare.__doc__ == "Doc."
 
 

@@ -50,24 +50,8 @@ def value_and_grad(
     has_aux: bool = ...,
     layout: LayoutTree = ...,
 ) -> Callable[_P, tuple[_R, Any]]: ...
-@overload
 def value_and_grad(
-    fn: None = None,
-    wrt: FilterLike = ...,
-    argnums: Literal[0] = ...,
-    has_aux: bool = ...,
-    layout: LayoutTree = ...,
-) -> Callable[[Callable[_P, _R]], ValueAndGradient[_P, _R]]: ...
-@overload
-def value_and_grad(
-    fn: None = None,
-    wrt: FilterLike = ...,
-    argnums: int | Sequence[int] = ...,
-    has_aux: bool = ...,
-    layout: LayoutTree = ...,
-) -> Callable[[Callable[_P, _R]], Callable[_P, tuple[_R, Any]]]: ...
-def value_and_grad(
-    fn: Any = None,
+    fn: Callable[_P, Any],
     wrt: FilterLike = is_trainable,
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
@@ -91,7 +75,7 @@ def value_and_grad(
 
     Args:
         fn: returns a scalar, or with `has_aux` a pair of a scalar and anything. Its arguments may
-            be of any type. If it is not given, the result is a decorator.
+            be of any type.
         wrt: a filter. The leaves of the argument that it matches are differentiated; the others are
             constants.
         argnums: the position of the argument, or several positions. The argument may be passed by
@@ -130,29 +114,29 @@ def value_and_grad(
         ... ].weight is None
         True
     """
+    check(
+        "there is no such gradient",
+        fn=(fn, FUNCTION),
+        argnums=(argnums, POSITIONS),
+        has_aux=(has_aux, FLAG),
+    )
     chosen = as_filter(wrt)
-    check("there is no such gradient", argnums=(argnums, POSITIONS), has_aux=(has_aux, FLAG))
+    several = isinstance(argnums, Sequence)
     numbers = tuple(argnums) if isinstance(argnums, Sequence) else (argnums,)
     layouts = _one_each(layout, argnums)
 
-    def decorate(fn: Callable[..., Any]) -> Callable[..., Any]:
-        check("there is nothing to differentiate", fn=(fn, FUNCTION))
+    @_like(fn)
+    def value_and_gradient(*args: Any, **kwargs: Any) -> Any:
+        call = _positional(fn, args, kwargs, numbers)
+        by_position = dict(zip(inspected(fn).parameters, call.args, strict=False))
+        check_deleted("grad", {**by_position, **call.kwargs})
+        each = zip(call.places, layouts, strict=True)
+        parameters = [Parameters.of(call.args[i], i, chosen, layout) for i, layout in each]
+        check_differentiated(wrt, parameters)
+        result, gradients = _differentiate(fn, call, parameters, has_aux)
+        return result, gradients if several else gradients[0]
 
-        @_like(fn)
-        def value_and_gradient(*args: Any, **kwargs: Any) -> Any:
-            call = _positional(fn, args, kwargs, numbers)
-            by_position = dict(zip(inspected(fn).parameters, call.args, strict=False))
-            check_deleted("grad", {**by_position, **call.kwargs})
-            each = zip(call.places, layouts, strict=True)
-            parameters = [Parameters.of(call.args[i], i, chosen, layout) for i, layout in each]
-            check_differentiated(wrt, parameters)
-            result, gradients = _differentiate(fn, call, parameters, has_aux)
-            return result, gradients if isinstance(argnums, Sequence) else gradients[0]
-
-        several = isinstance(argnums, Sequence)
-        return known(value_and_gradient, KnownGradient(numbers, layouts, has_aux, True, several))
-
-    return decorate if fn is None else decorate(fn)
+    return known(value_and_gradient, KnownGradient(numbers, layouts, has_aux, True, several))
 
 
 @overload
@@ -180,33 +164,8 @@ def grad(
     has_aux: bool = ...,
     layout: LayoutTree = ...,
 ) -> Callable[_P, Any]: ...
-@overload
 def grad(
-    fn: None = None,
-    wrt: FilterLike = ...,
-    argnums: Literal[0] = ...,
-    has_aux: Literal[False] = ...,
-    layout: LayoutTree = ...,
-) -> Callable[[Callable[_P, Any]], Gradient[_P]]: ...
-@overload
-def grad(
-    fn: None = None,
-    wrt: FilterLike = ...,
-    argnums: Literal[0] = ...,
-    *,
-    has_aux: Literal[True],
-    layout: LayoutTree = ...,
-) -> Callable[[Callable[_P, tuple[Any, _R]]], GradientAndAux[_P, _R]]: ...
-@overload
-def grad(
-    fn: None = None,
-    wrt: FilterLike = ...,
-    argnums: int | Sequence[int] = ...,
-    has_aux: bool = ...,
-    layout: LayoutTree = ...,
-) -> Callable[[Callable[_P, Any]], Callable[_P, Any]]: ...
-def grad(
-    fn: Any = None,
+    fn: Callable[_P, Any],
     wrt: FilterLike = is_trainable,
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
@@ -247,20 +206,15 @@ def grad(
         ...     ).scale.sharding.spec
         P('data',)
     """
-    both = value_and_grad(None, wrt, argnums, has_aux, layout)
+    value_and_gradient = value_and_grad(fn, wrt, argnums, has_aux, layout)
 
-    def decorate(fn: Callable[..., Any]) -> Callable[..., Any]:
-        value_and_gradient = both(fn)
+    @_like(fn)
+    def gradient(*args: Any, **kwargs: Any) -> Any:
+        result, gradients = value_and_gradient(*args, **kwargs)
+        return (gradients, result[1]) if has_aux else gradients
 
-        @_like(fn)
-        def gradient(*args: Any, **kwargs: Any) -> Any:
-            result, gradients = value_and_gradient(*args, **kwargs)
-            return (gradients, result[1]) if has_aux else gradients
-
-        found = known_gradient(value_and_gradient)
-        return gradient if found is None else known(gradient, found._replace(with_value=False))
-
-    return decorate if fn is None else decorate(fn)
+    found = known_gradient(value_and_gradient)
+    return gradient if found is None else known(gradient, found._replace(with_value=False))
 
 
 def _like(fn: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
