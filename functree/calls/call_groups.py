@@ -33,8 +33,8 @@ class CallGroup:
         programs: the compiled programs, by everything that a compilation depends on.
         last: the key and the program of the last call.
         shardings: the shardings of the arrays of the last call, and the same without repetition.
-        targets: where arguments that nobody has placed are placed, by everything that this depends
-            on.
+        placements: where arguments that nobody has placed belong, by everything that this
+            depends on.
         checked: the rules whose filters were found to decide about leaves of these calls.
     """
 
@@ -49,7 +49,7 @@ class CallGroup:
         self.programs: dict[Hashable, Any] = {}
         self.last: tuple[Hashable, Any] | None = None
         self.shardings: tuple[tuple[Sharding, ...], frozenset[Sharding]] = (), frozenset()
-        self.targets: dict[Hashable, Any] = {}
+        self.placements: dict[Hashable, Any] = {}
         self.checked: set[Hashable] = set()
         self._form: Form | None = None
 

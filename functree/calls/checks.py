@@ -1,6 +1,5 @@
 """A call and its program ─► an error or a warning, before the call is passed to JAX."""
 
-from collections import Counter
 from collections.abc import Sequence
 from operator import methodcaller
 
@@ -16,7 +15,7 @@ from functree.calls.program import Program
 from functree.calls.signature import AnyFunction
 from functree.devices.meshes import current_mesh, mesh_view, tracing
 from functree.devices.placement import first_mesh, is_concrete, is_deleted, mesh_of, refuse_deleted
-from functree.errors import FunctreeTypeError, Problem, ShardingError, count, listed, warn
+from functree.errors import FunctreeTypeError, Problem, ShardingError, count, warn
 from functree.labels.leaf import array_problem
 from functree.tree.arrays import AnyArray
 from functree.tree.paths import Path
@@ -165,32 +164,6 @@ def _other_mesh(array: AnyArray, mesh: Mesh | AbstractMesh) -> str | None:
     if AxisType.Manual in (*own.axis_types, *mesh.axis_types) or explicit == explicit_here:
         return None
     return f"{why} with {'Explicit' if explicit else 'Auto'} axes"
-
-
-def warn_moved(program: Program) -> None:
-    """Warn of arguments that each call moves to the shardings of `in_shardings`."""
-    paths = listed([f"`{program.group.paths[i]}`" for i in program.moved])
-    warn(
-        f"{program.name}: each call moves {paths} to the sharding of in_shardings: use `ft.shard` "
-        "once, before the calls"
-    )
-
-
-def warn_placed(name: str, placed: Sequence[Path], known: Counter[Path]) -> None:
-    """Warn of arrays that nobody has placed and that a second call of a function places again.
-
-    Args:
-        name: the name of the function.
-        placed: the paths of the JAX arrays that this call places.
-        known: how often the function has placed the array at a path.
-    """
-    known.update(placed)
-    again = [path for path in placed if known[path] == 2]
-    if again:
-        paths = listed([f"`{path}`" for path in again])
-        warn(
-            f"{name}: each call places {paths} by the rules: use `ft.shard` once, before the calls"
-        )
 
 
 def warn_constants(name: str, fun: AnyFunction, traced: Traced) -> None:

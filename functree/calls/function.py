@@ -3,7 +3,6 @@
 import copy
 import functools
 from abc import abstractmethod
-from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar, overload
 
@@ -12,7 +11,7 @@ from jax.core import Tracer
 from jax.sharding import Mesh
 
 from functree.calls.call_groups import FlatCall
-from functree.calls.checks import check_call, warn_moved
+from functree.calls.checks import check_call
 from functree.calls.compilations import Compilation, Log, Situation
 from functree.calls.compile_events import compile_events
 from functree.calls.program import Program, around, without_jit
@@ -64,7 +63,6 @@ class Function(Generic[_P, _T]):
         # Copied, because each attribute of an attribute takes time in every call.
         self._signature, self._groups = traces.signature, traces.groups
         self._log, self._used = Log(traces.signature.name), set[Program]()
-        self._moving: Counter[Program] = Counter()
         self.compilations = self._log.records
 
     def __call__(self, /, *args: _P.args, **kwargs: _P.kwargs) -> _T:
@@ -91,11 +89,6 @@ class Function(Generic[_P, _T]):
             raise
         if compile_events.count != before or program not in self._used:
             self._note(program, arrays, compile_events.have(program.body.__name__, before))
-        # The first call may move its arguments on purpose; a second one shows that every call does.
-        if program.moved:
-            self._moving[program] += 1
-            if self._moving[program] == 2:
-                warn_moved(program)
         return result
 
     def trace(self, /, *args: _P.args, **kwargs: _P.kwargs) -> Traced:
@@ -116,7 +109,6 @@ class Function(Generic[_P, _T]):
         self._groups.clear()
         self._log.clear()
         self._used.clear()
-        self._moving.clear()
 
     def on_mesh(self, mesh: Mesh) -> Self:
         """The same function on another mesh, whatever the mesh of this one."""
@@ -159,8 +151,8 @@ class Function(Generic[_P, _T]):
     def _key(self, flat: FlatCall, rules: Layout | None) -> Hashable:
         """Everything that a program depends on, except the group of the call."""
 
-    def _placed(self, flat: FlatCall, rules: Layout) -> FlatCall:
-        """The call, with arrays that nobody has placed where the rules put them."""
+    def _placed(self, flat: FlatCall, rules: Layout | None) -> FlatCall:
+        """The call, with arrays that nobody has placed where the layouts put them."""
         return flat
 
     @abstractmethod
@@ -184,8 +176,7 @@ class Function(Generic[_P, _T]):
             # The program runs without being traced, and is not kept.
             return self._program(flat), flat
         rules = self._rules()
-        if rules is not None:
-            flat = self._placed(flat, rules)
+        flat = self._placed(flat, rules)
         group, key = flat.group, self._key(flat, rules)
         # Most calls have the key of the last call. Comparing keys is cheaper than hashing them,
         # because most of their elements are the same objects.

@@ -13,7 +13,7 @@ from jax.core import Tracer
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.stages import Traced, Wrapped
 
-from functree.calls.body import Arguments, Arrays, Body
+from functree.calls.body import Arrays, Body
 from functree.calls.call_groups import CallGroup
 from functree.calls.derivative_rules import has_derivatives, in_context
 from functree.calls.output import Output
@@ -42,9 +42,7 @@ class Program:
         mesh: the mesh of the body; None for the mesh of the arguments.
         rules: the ambient rules of the body.
         entered: the mesh to enter around a call, if it is not the current one.
-        in_shardings: for each array of a call; None if there are none.
         out_shardings: for each array of the result; None if there are none.
-        moved: the indices of the arrays that JAX moves to other devices in every call.
         donates: whether parameters of the user's function are donated, even if none of their arrays
             can be.
         has_checks: whether it has checks of Equinox, for which a call waits. Those of a program
@@ -57,9 +55,7 @@ class Program:
     mesh: Mesh | AbstractMesh | None = None
     rules: Layout | None = None
     entered: Mesh | None = None
-    in_shardings: Shardings | None = None
     out_shardings: Shardings | None = None
-    moved: tuple[int, ...] = ()
     donates: bool = False
     has_checks: bool = False
 
@@ -89,7 +85,7 @@ class Program:
     def trace(self, arrays: Sequence[AnyArray]) -> Traced:
         """Trace the program for a call's arrays, abstract ones too."""
         with around(self.entered):
-            given = _traceable(arrays, self.mesh, self.in_shardings)
+            given = _traceable(arrays, self.mesh)
             return self.jitted.trace(*self.body.arguments.split(given))
 
     def of_arrays(self) -> Wrapped:
@@ -114,9 +110,7 @@ def make_program(
     rules: Layout | None = None,
     entered: Mesh | None = None,
     options: Mapping[str, Any] | None = None,
-    in_shardings: Shardings | None = None,
     lay_outputs: Callable[[Output], Shardings | None] | None = None,
-    moved: tuple[int, ...] = (),
     donates: bool = False,
 ) -> tuple[Program, Traced | None]:
     """Trace a body for a call, and lay out its result.
@@ -125,7 +119,7 @@ def make_program(
         group: the group of the call.
         body: the function.
         arrays: the arrays of the call.
-        mesh: as in `Program`, and so are `rules`, `entered`, `in_shardings`, `moved`, `donates`.
+        mesh: as in `Program`, and so are `rules`, `entered`, `donates`.
         options: the options of `jax.jit`, without shardings and donation.
         lay_outputs: a function from the traced result to a sharding for each of its arrays, or to
             None; None if there are no shardings in any case.
@@ -141,12 +135,6 @@ def make_program(
     in_trace = tracing()
     if arguments.donated and not in_trace:
         given["donate_argnums"] = tuple(arguments.donated_arguments)
-    fun: ArrayFunction = body
-    constrains_inputs = in_trace and any(one is not None for one in in_shardings or ())
-    if constrains_inputs:
-        fun = _constraining(body, arguments, in_shardings)
-    elif in_shardings is not None:
-        given["in_shardings"] = arguments.split(in_shardings)
     make = functools.partial(
         Program,
         group,
@@ -154,18 +142,16 @@ def make_program(
         mesh=mesh,
         rules=rules,
         entered=entered,
-        in_shardings=in_shardings,
-        moved=moved,
         donates=donates,
     )
     # Nothing is traced under `jax.disable_jit()`: a call runs the function itself.
     if without_jit():
-        return make(fun), None
+        return make(body), None
     out_shardings: Shardings | None = None
     with around(entered):
         # First without shardings of the result, since these depend on what the result is.
-        inputs = arguments.split(_traceable(arrays, mesh, in_shardings))
-        jitted = jax.jit(fun, **given)
+        inputs = arguments.split(_traceable(arrays, mesh))
+        jitted = jax.jit(body, **given)
         traced = jitted.trace(*inputs)
         if lay_outputs is not None:
             output: Output = traced.out_info
@@ -175,93 +161,62 @@ def make_program(
     last: ArrayFunction = body
     if in_trace and body.context is not None and has_derivatives(traced.jaxpr):
         last = in_context(body, body.context)
-    if constrains_inputs or (in_trace and _by_constraints(out_shardings)):
-        last = _constraining(last, arguments, in_shardings, out_shardings)
-        given.pop("out_shardings", None)
+    if in_trace and out_shardings is not None and _by_constraints(out_shardings):
+        last = _constraining(last, out_shardings)
+        del given["out_shardings"]
     # JAX has the trace of the body in its cache, so the user's function is not traced again. But
     # what it finds out once more for another `jax.jit` takes half as long as a trace.
-    if last is not fun or "out_shardings" in given:
+    if last is not body or "out_shardings" in given:
         jitted = jax.jit(last, **given)
     checks = not in_trace and has_checks(traced.jaxpr)
     return make(jitted, out_shardings=out_shardings, has_checks=checks), traced
 
 
-def _by_constraints(shardings: Shardings | None) -> bool:
+def _by_constraints(shardings: Shardings) -> bool:
     """Whether the shardings of a result are given by constraints, and not to `jax.jit`, inside of
     another trace."""
-    meshes = [one.mesh for one in shardings or () if one is not None]
+    meshes = [one.mesh for one in shardings if one is not None]
     return any(
         isinstance(mesh, AbstractMesh) or AxisType.Explicit in mesh.axis_types for mesh in meshes
     )
 
 
-def _constraining(
-    fun: ArrayFunction,
-    arguments: Arguments,
-    in_shardings: Shardings | None,
-    out_shardings: Shardings | None = None,
-) -> ArrayFunction:
-    """A body whose arguments and result are constrained, instead of being given shardings in
-    `jax.jit`.
+def _constraining(fun: ArrayFunction, shardings: Shardings) -> ArrayFunction:
+    """A body whose result is constrained, instead of being given shardings in `jax.jit`.
 
-    In the trace of an outer function it is not known how the arguments are sharded, and an eager
-    `grad` or `vmap` is such a trace and runs the program: `jax.jit` refuses an argument that is
-    committed to another sharding than the one it was given. It also takes a sharding on an abstract
-    mesh only to lower a function, while a constraint takes the devices of the arguments. And on
-    Explicit axes `jax.jit` does not change the types of arrays, so the body would see and return
-    arrays whose types are unsharded.
+    `jax.jit` takes a sharding on an abstract mesh only to lower a function, while a constraint
+    takes the devices of the arguments. And on Explicit axes `jax.jit` does not change the types of
+    arrays, so the body would return arrays whose types are unsharded.
 
     Args:
         fun: the function.
-        arguments: how the arrays are passed.
-        in_shardings: for each array of a call; None if there are none.
-        out_shardings: for each array of the result; None if there are none.
+        shardings: for each array of the result.
     """
     # JAX caches its trace by the function.
     jitted = jax.jit(fun)
 
     @functools.wraps(fun, updated=())
     def constraining(*given: Arrays) -> Output:
-        arrays = _with_constraints(arguments.join(given), in_shardings)
-        output: Output = jitted(*arguments.split(arrays))
-        values = _with_constraints(output.values, out_shardings)
+        output: Output = jitted(*given)
+        values: list[jax.Array] = []
+        for array, one in zip(output.values, shardings, strict=True):
+            if one is not None:
+                array = with_constraint(array, one.mesh, one.spec, one.memory_kind)
+            values.append(array)
         return Output(values, output.skeleton, output.which)
 
     return constraining
 
 
-def _with_constraints(
-    arrays: Sequence[jax.Array], shardings: Shardings | None
-) -> Sequence[jax.Array]:
-    """Arrays, each constrained to its sharding if it has one."""
-    if shardings is None:
-        return arrays
-    new: list[jax.Array] = []
-    for array, one in zip(arrays, shardings, strict=True):
-        if one is None:
-            new.append(array)
-        else:
-            new.append(with_constraint(array, one.mesh, one.spec, one.memory_kind))
-    return new
-
-
-def _traceable(
-    arrays: Sequence[AnyArray], mesh: Mesh | AbstractMesh | None, in_shardings: Shardings | None
-) -> Sequence[AnyArray]:
+def _traceable(arrays: Sequence[AnyArray], mesh: Mesh | AbstractMesh | None) -> Sequence[AnyArray]:
     """The arrays of a call as its function can be traced with them.
 
     If the mesh is of devices that are only compiled for, those that nobody has placed are abstract:
-    they are in the memory of other devices, of which there are other kinds. On Explicit axes
-    abstract arrays that nobody has placed get their shardings here: `jax.jit` does not change
-    types, so the body would see unsharded ones.
+    they are in the memory of other devices, of which there are other kinds.
     """
-    if mesh is None:
+    if not isinstance(mesh, Mesh) or without_devices(mesh) is None:
         return arrays
-    if not isinstance(mesh, AbstractMesh) and without_devices(mesh) is not None:
-        arrays = list(map(_abstract, arrays))
-    if in_shardings is None or AxisType.Explicit not in mesh.axis_types:
-        return arrays
-    return list(map(_typed, arrays, in_shardings))
+    return list(map(_abstract, arrays))
 
 
 def _abstract(array: AnyArray) -> AnyArray:
@@ -270,13 +225,6 @@ def _abstract(array: AnyArray) -> AnyArray:
         return array
     kind = jax.typeof(array)
     return jax.ShapeDtypeStruct(kind.shape, kind.dtype, weak_type=kind.weak_type)
-
-
-def _typed(array: AnyArray, wanted: NamedSharding | None) -> AnyArray:
-    """An abstract array without a sharding, with the one that is wanted."""
-    if wanted is None or not isinstance(array, jax.ShapeDtypeStruct) or array.sharding is not None:
-        return array
-    return array.update(sharding=wanted)
 
 
 _CONFIG: Any = jax.config  # its options are attributes that type checkers do not know

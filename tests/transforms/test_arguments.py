@@ -17,9 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Float
 
 import functree as ft
-from functree.layout.decision import Decision, Dimension
-from functree.transforms.jit import arguments
-from functree.transforms.jit.arguments import Targets
+from functree.transforms.jit.arguments import Placement
 from tests.lib.checks import compilations, raises
 from tests.lib.meshes import EXPLICIT, MESH
 
@@ -208,17 +206,15 @@ def test_a_layout_without_rules_is_not_about_activations():
     lies(y, [P()], MESH)
 
 
-def test_for_a_mesh_that_is_not_there_they_are_abstract(monkeypatch: pytest.MonkeyPatch):
+def test_for_a_mesh_that_is_not_there_they_are_abstract():
     """Of the same types: a weak type is one of the program's too."""
-    monkeypatch.setattr(arguments, "without_devices", lambda mesh: "is only compiled for")
-    decision = Decision((Dimension(("data",)), Dimension()))
-    targets = Targets(MESH, {0: decision, 2: decision}, (), ())
+    by_rows = NamedSharding(MESH, P("data", None))
+    placement = Placement({0: by_rows, 2: by_rows}, can_run=False, donated=())
     weak, strong, other = jnp.full((8, 4), 2.0), jnp.ones((8, 4)), jnp.ones(2)
     assert jax.typeof(weak).weak_type and not jax.typeof(strong).weak_type
-    one, kept, two = targets.place([weak, other, strong])
-    wanted = NamedSharding(MESH, P("data", None))
+    one, kept, two = placement.place([weak, other, strong])
     for array, weak_type in ((one, True), (two, False)):
-        assert isinstance(array, jax.ShapeDtypeStruct) and array.sharding == wanted
+        assert isinstance(array, jax.ShapeDtypeStruct) and array.sharding == by_rows
         assert (array.shape, array.dtype, array.weak_type) == ((8, 4), np.float32, weak_type)
     assert kept is other
 

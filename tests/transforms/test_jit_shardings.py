@@ -251,7 +251,7 @@ def test_silent_failure_31_an_array_that_is_moved_on_each_call(array: Any):
     with pytest.warns(ft.FunctreeWarning) as caught:
         f({"x": array}, y)
     assert [str(w.message) for w in caught] == [
-        "<lambda>: each call moves `tree.x` to the sharding of in_shardings: use `ft.shard` once, before the calls"
+        "<lambda>: each call places `tree.x` by in_shardings: use `ft.shard` once, before the calls"
     ]
     assert caught[0].filename == __file__
     f({"x": array}, y)  # once

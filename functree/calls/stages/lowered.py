@@ -52,7 +52,7 @@ class Traced(Stage[jax.stages.Traced]):
             kwargs: those by keyword.
         """
         _, arrays = Skeleton.apart(self._call.bind(args, kwargs))
-        for i, kind in enumerate(self._call.placed_arrays()):
+        for i, kind in enumerate(self._call.arrays):
             sharding = kind.sharding
             if isinstance(sharding, NamedSharding) and not is_placed(arrays[i], sharding):
                 arrays[i] = jax.device_put(arrays[i], sharding)
@@ -66,7 +66,7 @@ class Traced(Stage[jax.stages.Traced]):
                 f"{self._program.name} closes over a `jax.Ref`, which stays in this process: pass "
                 "and return the value"
             )
-        arrays = self._call.placed_arrays()
+        arrays = list(self._call.arrays)
         for i, array in enumerate(arrays):
             # JAX puts an array that nobody has placed on a single device. What is exported does not
             # depend on that.
@@ -107,7 +107,7 @@ class Traced(Stage[jax.stages.Traced]):
         )
         # On the mesh of the calls: otherwise JAX would lower and compile again for a call.
         program = self._program
-        shardings = (one.sharding for one in self._call.placed_arrays())
+        shardings = (one.sharding for one in self._call.arrays)
         check_callbacks(program.name, self.jax.jaxpr, shardings)
         with around(program.entered):
             lowered = self.jax.lower(lowering_platforms=lowering_platforms)
@@ -189,7 +189,7 @@ class Lowered(Stage[jax.stages.Lowered]):
 
     def _placed_by_path(self) -> dict[Path, jax.ShapeDtypeStruct]:
         """The arrays of the call by path, as the program takes them."""
-        return dict(zip(self._program.group.paths, self._call.placed_arrays(), strict=True))
+        return dict(zip(self._program.group.paths, self._call.arrays, strict=True))
 
     def as_text(self, dialect: str | None = None, *, debug_info: bool = False) -> str:
         """The program as text: `dialect` is `"stablehlo"` or `"hlo"`."""

@@ -47,14 +47,6 @@ class StagedCall(NamedTuple):
         """Everything that a compilation of the call depends on."""
         return Situation.of(self.program.group, self.arrays, self.program.mesh, self.program.rules)
 
-    def placed_arrays(self) -> list[jax.ShapeDtypeStruct]:
-        """The arrays with the shardings that `in_shardings` asks for, or else with their own."""
-        arrays = list(self.arrays)
-        for i, sharding in enumerate(self.program.in_shardings or ()):
-            if sharding is not None:
-                arrays[i] = arrays[i].update(sharding=sharding)
-        return arrays
-
 
 _Stage = TypeVar("_Stage", jax.stages.Traced, jax.stages.Lowered, jax.stages.Compiled)
 

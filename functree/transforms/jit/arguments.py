@@ -1,6 +1,7 @@
-"""Arguments that nobody has placed ─► the same arguments, placed where the rules lay them out."""
+"""The arguments of a call ─► the same, placed where `in_shardings` and the rules lay them out if
+nobody has placed them."""
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -8,12 +9,17 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.core import Tracer
-from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 
 from functree.calls.parameter_layouts import ParameterLayouts
-from functree.calls.signature import Signature
+from functree.calls.program import Shardings
+from functree.calls.signature import Record, Signature
+from functree.devices.constraint import with_constraint
 from functree.devices.meshes import MeshView, agreed_mesh, without_devices
+from functree.devices.placement import is_sharded_as, memory_of, mesh_of, sharding_text
+from functree.devices.specs import spec_text
 from functree.errors import ShardingError, listed, warn
 from functree.labels.leaf import Leaf, is_bare, is_in_module
 from functree.labels.leaves import Leaves
@@ -21,55 +27,58 @@ from functree.layout.decide import UNSPECIFIED, Decisions, decide_parts, filter_
 from functree.layout.decision import (
     USE_PLAN_OPTIMIZER,
     Decision,
+    Fault,
     followed_paths,
     is_optimizer_state,
+    layout_problem,
     leaves_at_fault,
     whole,
     without_repeats,
 )
-from functree.layout.layout import Layout, Part, as_layout, as_partial, own_meshes
+from functree.layout.layout import Layout, Part, as_partial, own_meshes
+from functree.layout.plan.make_plan import plan_leaves
 from functree.layout.rules import forgotten_axes, forgotten_text
 from functree.layout.state_sharding import for_arrays
-from functree.placing.constrain import with_decision
 from functree.placing.shard import moved_once
 from functree.tree.arrays import AnyArray, array_text
 from functree.tree.paths import Path
 
 
 @dataclass(frozen=True, eq=False)
-class Targets:
+class Placement:
     """Where the arguments of some calls are placed.
 
     Attributes:
-        mesh: the mesh.
-        decisions: for the index of each array that nobody has placed, what is decided about it.
-        nameless: the indices of the arrays that are replicated because they have no axis names.
+        shardings: the sharding of each array that is placed, by its index.
+        can_run: whether the mesh has devices. If not, the placed arrays are abstract: a program
+            for such a mesh can be compiled, and not run.
         donated: the indices of the donated arrays: their placed copies share no buffer with the
             given arrays.
     """
 
-    mesh: Mesh | AbstractMesh
-    decisions: Mapping[int, Decision]
-    nameless: Collection[int]
+    shardings: Mapping[int, NamedSharding]
+    can_run: bool
     donated: Collection[int]
 
     def place(self, arrays: Sequence[Any]) -> list[Any]:
-        """All arrays of a call, with those that nobody has placed where they belong."""
+        """All arrays of a call, with those that are placed where they belong."""
         new, traced, moving = list(arrays), dict[int, Any](), dict[int, Any]()
-        for i in self.decisions:
+        for i, sharding in self.shardings.items():
             array = arrays[i]
-            if isinstance(array, jax.ShapeDtypeStruct):
-                new[i] = array.update(sharding=self._sharding(i))
-            elif isinstance(array, Tracer):
+            if isinstance(array, Tracer):
                 traced[i] = array
-            elif without_devices(self.mesh) is None:
+            elif isinstance(array, jax.ShapeDtypeStruct):
+                new[i] = array.update(sharding=sharding)
+            elif self.can_run:
                 moving[i] = array
-            elif isinstance(self.mesh, Mesh):  # such a program can be compiled, and not run
+            elif isinstance(sharding.mesh, Mesh):
                 kind = jax.typeof(array)
-                weak = {"sharding": self._sharding(i), "weak_type": kind.weak_type}
-                new[i] = jax.ShapeDtypeStruct(kind.shape, kind.dtype, **weak)
-        for i, array in (self._constrain(traced) if traced else {}).items():
-            new[i] = array
+                new[i] = jax.ShapeDtypeStruct(
+                    kind.shape, kind.dtype, sharding=sharding, weak_type=kind.weak_type
+                )
+        if traced:
+            for i, array in self._constrain(traced).items():
+                new[i] = array
         # `device_put` may share a buffer with the given array, even with `may_alias=False`: that on
         # the device where the given array is, if the array is replicated.
         copies = {
@@ -78,30 +87,23 @@ class Targets:
             if i in self.donated
         }
         own = [copies.get(id(array), array) for array in moving.values()]
-        for i, array in zip(
-            moving, moved_once(own, list(map(self._sharding, moving))), strict=True
-        ):
+        moved = moved_once(own, [self.shardings[i] for i in moving])
+        for i, array in zip(moving, moved, strict=True):
             new[i] = array
         return new
-
-    def _sharding(self, i: int) -> NamedSharding:
-        decision = self.decisions[i]
-        return NamedSharding(self.mesh, decision.spec, memory_kind=decision.memory_kind)
 
     # A jitted function, because outside of one JAX has no devices for a constraint on an abstract
     # mesh. It is made once, so that an eager `grad` or `vmap` compiles it once.
     @cached_property
     def _constrain(self) -> Callable[[dict[int, Any]], dict[int, Any]]:
         def constrain(traced: dict[int, Any]) -> dict[int, Any]:
-            return {i: self._constrained(i, array) for i, array in traced.items()}
+            new: dict[int, Any] = {}
+            for i, array in traced.items():
+                one = self.shardings[i]
+                new[i] = with_constraint(array, one.mesh, one.spec, one.memory_kind)
+            return new
 
         return jax.jit(constrain)
-
-    def _constrained(self, i: int, array: Any) -> Any:
-        # The layout of a traced array without names is left to the compiler.
-        if i in self.nameless:
-            return array
-        return with_decision(array, self.decisions[i], self.mesh)
 
 
 def is_unplaced(array: Any) -> bool:
@@ -124,14 +126,14 @@ def is_worth_telling(array: AnyArray) -> bool:
 _SMALLEST = 128  # elements
 
 
-def find_targets(
+def by_rules(
     call: Any,
     arrays: Mapping[int, Any],
-    layouts: ParameterLayouts,
+    rules: Layout,
+    signature: Signature,
     mesh: Mesh | AbstractMesh,
-    donated: Collection[int] = (),
-) -> Targets:
-    """Where the rules lay out the arguments that nobody has placed.
+) -> dict[int, NamedSharding]:
+    """The shardings that the rules give to arguments that nobody has placed.
 
     Trees are laid out by the whole of the rules, as `ft.shard` lays them out. An argument that is
     one array is laid out by a pattern that names it, otherwise by its annotation and `AxisRules`.
@@ -139,14 +141,14 @@ def find_targets(
     Args:
         call: the call.
         arrays: the arrays that nobody has placed, by their indices.
-        layouts: the rules as the layout of each parameter, by `rules_for_parameters`.
+        rules: the rules.
+        signature: the signature of the function.
         mesh: the mesh of the function.
-        donated: the indices of the donated arrays.
 
     Raises:
         ShardingError: the rules do not fit an array, as in `ft.plan`.
     """
-    leaves, parts = _read_arguments(call, layouts)
+    leaves, parts = _read_arguments(call, rules, signature)
     view = agreed_mesh(mesh, own_meshes(parts))
     # Filters are checked over all arguments together, by `check_rules`.
     decided = decide_parts(leaves, as_partial(parts), view, allow_unspecified=True)
@@ -164,7 +166,7 @@ def find_targets(
         if not is_array and not decisions[i].specified:
             problems.append(leaf.problem(*UNSPECIFIED))
     problems = without_repeats(problems, followed_paths(decided.leaves))
-    name = layouts.signature.name
+    name = signature.name
     if problems:
         at_fault = leaves_at_fault(problems) or "the call"
         headline = f"{name}: the rules do not fit {at_fault} that nobody has placed, on mesh {view}"
@@ -177,13 +179,14 @@ def find_targets(
     if replicated and view.devices > 1:
         _warn_replicated(name, replicated, view)
     bare = [decided.leaves[i] for i in arrays if not is_in_module(decided.leaves[i])]
-    _warn_forgotten(name, bare, layouts.otherwise, view)
-    return Targets(
-        mesh,
-        {i: decisions[i] for i in arrays if decisions[i].specified},
-        frozenset(nameless),
-        frozenset(donated),
-    )
+    _warn_forgotten(name, bare, rules, view)
+    found: dict[int, NamedSharding] = {}
+    for i, array in arrays.items():
+        # The layout of a traced array without names is left to the compiler.
+        is_left = i in nameless and isinstance(array, Tracer)
+        if decisions[i].specified and not is_left:
+            found[i] = NamedSharding(mesh, decisions[i].spec, memory_kind=decisions[i].memory_kind)
+    return found
 
 
 def _warn_forgotten(name: str, leaves: Sequence[Leaf], rules: Layout, view: MeshView) -> None:
@@ -194,6 +197,22 @@ def _warn_forgotten(name: str, leaves: Sequence[Leaf], rules: Layout, view: Mesh
         return
     arrays = listed([f"`{leaf.path}` {array_text(leaf.value)}" for leaf, _ in having])
     warn(f"{name}: {forgotten_text(arrays, having[0][1])}")
+
+
+def warn_placed(name: str, placed: Sequence[Path], by: str, known: Counter[Path]) -> None:
+    """Warn of arrays that nobody has placed and that a second call of a function places again.
+
+    Args:
+        name: the name of the function.
+        placed: the paths of the arrays that this call places.
+        by: what places them.
+        known: how often the function has placed the array at a path.
+    """
+    known.update(placed)
+    again = [path for path in placed if known[path] == 2]
+    if again:
+        paths = listed([f"`{path}`" for path in again])
+        warn(f"{name}: each call places {paths} by {by}: use `ft.shard` once, before the calls")
 
 
 def warn_unplaced(
@@ -244,24 +263,18 @@ def check_rules(call: Any, rules: Layout, signature: Signature) -> None:
     Raises:
         ShardingError: a filter decides about none.
     """
-    leaves, parts = _read_arguments(call, rules_for_parameters(rules, signature))
-    problems = filter_problems(leaves, parts)
+    problems = filter_problems(*_read_arguments(call, rules, signature))
     if problems:
         what = f"{signature.name}: the rules have filters that lay out nothing"
         raise ShardingError(what, problems)
 
 
-def _read_arguments(call: Any, layouts: ParameterLayouts) -> tuple[Leaves, list[Part]]:
-    """The leaves of a call, and the parts of the rules."""
-    leaves, parts = layouts.read(call)
-    arrays = for_arrays(as_layout(layouts.otherwise))
+def _read_arguments(call: Any, rules: Layout, signature: Signature) -> tuple[Leaves, list[Part]]:
+    """The leaves of a call, and the rules as the layout of each parameter: the patterns of filters
+    begin in the argument."""
+    leaves, parts = ParameterLayouts("rules", {}, signature, otherwise=rules).read(call)
+    arrays = for_arrays(rules)
     return leaves, [part._replace(for_arrays=arrays) for part in parts]
-
-
-def rules_for_parameters(rules: Layout, signature: Signature) -> ParameterLayouts:
-    """Rules as the layout of each parameter, so that the patterns of filters begin in the
-    argument."""
-    return ParameterLayouts("rules", {}, signature, otherwise=rules)
 
 
 def _without_names(decided: Decisions) -> tuple[list[Decision], set[int]]:
@@ -305,3 +318,98 @@ def _warn_replicated(name: str, leaves: Sequence[Leaf], view: MeshView) -> None:
             f"{advice}, place {what} with `ft.shard`, or write `in_shardings=`"
             f"{optimizer}",
         )
+
+
+# The layouts of `in_shardings`
+
+
+def planning_mesh(mesh: Mesh | AbstractMesh | None) -> Mesh | AbstractMesh | None:
+    """The mesh for a plan. Inside shard_map it is None, so that the plan raises its error for
+    Manual axes."""
+    if jax.sharding.get_abstract_mesh().manual_axes:
+        return None
+    return mesh
+
+
+def by_in_shardings(
+    call: Record,
+    arrays: Sequence[AnyArray],
+    layouts: ParameterLayouts,
+    mesh: Mesh | AbstractMesh | None,
+) -> tuple[Mesh | AbstractMesh | None, Shardings]:
+    """The mesh of `in_shardings`, and the sharding that they give to each array; None to an array
+    that may have any.
+
+    Raises:
+        ShardingError: a layout does not fit, or an array that somebody has placed is sharded
+            otherwise.
+    """
+    leaves, parts = layouts.read(call)
+    view = agreed_mesh(planning_mesh(mesh), own_meshes(parts))
+    # Its problems are raised together with those of arrays that are sharded otherwise.
+    planned = plan_leaves(leaves, parts, view, check=False, allow_unspecified=True)
+    problems = list(planned.problems)
+    shardings: Shardings = [None] * len(arrays)
+    # A spec that does not fit its array cannot be made a sharding.
+    if not problems:
+        shardings = [None if row.spec is None else planned.sharding(row) for row in planned.rows]
+    for leaf, array, wanted in zip(leaves.leaves, arrays, shardings, strict=True):
+        # A tracer is on no device yet, nor is an array beside an abstract mesh.
+        if wanted is None or isinstance(wanted.mesh, AbstractMesh) or isinstance(array, Tracer):
+            continue
+        if not is_unplaced(array):
+            if not _is_taken(array, wanted):
+                problems.append(layout_problem(leaf, _other_sharding(array, wanted)))
+        elif isinstance(array, jax.ShapeDtypeStruct) or without_devices(wanted.mesh) is not None:
+            continue
+        elif AxisType.Explicit in wanted.mesh.axis_types:
+            problems.append(layout_problem(leaf, _untyped(array)))
+    if problems:
+        problems = without_repeats(problems, {row.path: row.follows for row in planned.rows})
+        at_fault = leaves_at_fault(problems) or "the call"
+        headline = (
+            f"{layouts.signature.name}: in_shardings does not fit {at_fault} on mesh {planned.view}"
+        )
+        raise ShardingError(headline, problems)
+    return planned.mesh, shardings
+
+
+def _is_taken(array: Any, wanted: NamedSharding) -> bool:
+    """Whether JAX accepts an array without moving it."""
+    # On Explicit axes the mesh is part of the array's type: an equivalent sharding on another mesh
+    # is another type.
+    if AxisType.Explicit in wanted.mesh.axis_types and mesh_of(array) != wanted.mesh:
+        return False
+    return is_sharded_as(array, wanted)
+
+
+def _other_sharding(array: Any, wanted: NamedSharding) -> Fault:
+    """The fault of an array that would have to be moved. It costs time, so the user has to write
+    it."""
+    current = array.sharding
+    have, want = sharding_text(current), sharding_text(wanted)
+    # If only the specs differ, the message is short.
+    if (
+        isinstance(current, NamedSharding)
+        and current.mesh == wanted.mesh
+        and memory_of(current) == memory_of(wanted)
+    ):
+        have, want = spec_text(current.spec), spec_text(wanted.spec)
+    why = (
+        f"is sharded {have} but `in_shardings` asks for {want}; `ft.jit` does not move arrays "
+        "implicitly"
+    )
+    return why, "move it once: `ft.shard(x, layout, mesh)`"
+
+
+def _untyped(array: AnyArray) -> Fault:
+    """The fault of an array whose type has no mesh, on Explicit axes: JAX would move it, but not
+    change its type."""
+    what = "is uncommitted, on no mesh"
+    if isinstance(array, np.ndarray | np.generic):
+        what = "is a NumPy array"
+    why = (
+        f"{what}: on Explicit axes its type in the body would be unsharded, whatever "
+        "`in_shardings` asks for"
+    )
+    return why, "move it first: `ft.shard(x, layout, mesh)`"

@@ -70,8 +70,8 @@ class CheckedJit(Jit[_P, _T]):
         self._agreed.add(_key(program, flat))
         return program, flat
 
-    def _placed(self, flat: FlatCall, rules: Layout) -> FlatCall:
-        """As that of every function; and the values that the rules place are compared, as
+    def _placed(self, flat: FlatCall, rules: Layout | None) -> FlatCall:
+        """As that of every function; and the values that are placed are compared, as
         `ft.shard` does. JAX compares them too, when it places them, in words of its own."""
         if self._compares:
             own = _own_values(flat)

@@ -14,7 +14,7 @@ from jax.tree_util import tree_map
 
 from functree.calls.body import Arguments, Body, donated_indices
 from functree.calls.call_groups import CallGroup, FlatCall
-from functree.calls.checks import check_mesh, warn_constants, warn_placed
+from functree.calls.checks import check_mesh, warn_constants
 from functree.calls.donation import check_donated
 from functree.calls.function import Function
 from functree.calls.output import Output
@@ -23,7 +23,7 @@ from functree.calls.program import Program, Shardings, make_program
 from functree.calls.signature import Partial, Signature
 from functree.calls.static_arguments import opened
 from functree.calls.traces import Traces, traces_of
-from functree.devices.meshes import NO_MESH, current_mesh, tracing
+from functree.devices.meshes import NO_MESH, current_mesh, tracing, without_devices
 from functree.devices.placement import (
     first_mesh,
     is_concrete,
@@ -37,17 +37,20 @@ from functree.layout.state_sharding import has_filters
 from functree.placing.ambient import Surroundings, ambient_rules
 from functree.surgery.pack import Packed, pack
 from functree.transforms.jit.arguments import (
+    Placement,
+    by_in_shardings,
+    by_rules,
     check_rules,
-    find_targets,
     is_unplaced,
     is_worth_telling,
-    rules_for_parameters,
+    warn_placed,
     warn_unplaced,
 )
-from functree.transforms.jit.closed_state import Donated, StateForm, check_known, closed
-from functree.transforms.jit.shardings import (
-    InShardings,
-    resolve_in_shardings,
+from functree.transforms.jit.results import (
+    Donated,
+    StateForm,
+    check_known,
+    closed,
     resolve_out_shardings,
 )
 from functree.tree.arrays import AnyArray, Tree
@@ -96,7 +99,7 @@ class Jit(Function[_P, _T]):
         if options.in_shardings is not None:
             self._layouts = ParameterLayouts("in_shardings", options.in_shardings, traces.signature)
             _check_static(self._layouts, options.static)
-        # How often the rules have placed the array at a path.
+        # How often the array at a path was placed.
         self._placings: Counter[Path] = Counter()
         # Without layouts and donation our part of a program does not depend on the shardings of the
         # arguments. JAX then distinguishes its own programs by them, and the key stays short.
@@ -145,45 +148,71 @@ class Jit(Function[_P, _T]):
             return (*start, *flat.kinds())
         return (*start, flat.placement())
 
-    def _placed(self, flat: FlatCall, rules: Layout) -> FlatCall:
-        options = self._options
-        if flat.all_placed():
-            return flat
-        mesh = options.mesh or current_mesh()
-        if mesh is None and not flat.on_no_mesh():
-            mesh = first_mesh(flat.arrays)
-        # Inside `shard_map` arrays are local, and the rules are about global ones.
-        if mesh is None or jax.sharding.get_abstract_mesh().manual_axes:
+    def _placed(self, flat: FlatCall, rules: Layout | None) -> FlatCall:
+        if (rules is None and self._layouts is None) or flat.all_placed():
             return flat
         group, arrays = flat.group, flat.arrays
-        unplaced: dict[int, AnyArray] = {}
+        moving: dict[int, AnyArray] = {}
         for i, (path, array) in enumerate(zip(group.paths, arrays, strict=True)):
-            if not self._has_entry(path) and is_unplaced(array):
-                unplaced[i] = array
-        if not unplaced:
+            # An entry of `in_shardings` constrains each tracer, since its own sharding is not
+            # known.
+            if is_unplaced(array) or (isinstance(array, Tracer) and self._has_entry(path)):
+                moving[i] = array
+        if not moving:
             return flat
-        # A traced array without names is left to the compiler; any other one is replicated, which
-        # is warned of.
-        kinds = [(i, x.shape, x.dtype, isinstance(x, Tracer)) for i, x in unplaced.items()]
+        mesh = self._options.mesh or current_mesh()
+        if mesh is None and not flat.on_no_mesh():
+            mesh = first_mesh(arrays)
+        kinds = [(i, x.shape, x.dtype, isinstance(x, Tracer)) for i, x in moving.items()]
         key = (mesh, rules, *kinds)
-        targets = group.targets.get(key)
-        if targets is None:
-            self._check_rules(flat)
-            layouts = rules_for_parameters(rules, self._signature)
-            donated = donated_indices(group.paths, options.donated)
-            targets = find_targets(flat.call, unplaced, layouts, mesh, donated)
-            group.targets[key] = targets
+        placement = group.placements.get(key)
+        if placement is None:
+            placement = self._placement(flat, moving, rules, mesh)
+            group.placements[key] = placement
         # JAX would report a deleted array without its path.
-        if any(is_deleted(arrays[i]) for i in targets.decisions):
+        if any(is_deleted(arrays[i]) for i in placement.shardings):
             raise refuse_deleted(self._signature.name, group.paths, arrays)
-        put = [
-            group.paths[i]
-            for i in targets.decisions
-            if is_concrete(arrays[i]) and is_worth_telling(arrays[i])
-        ]
-        warn_placed(self._signature.name, put, self._placings)
-        new = targets.place(arrays)
+        self._warn_placed(flat, placement)
+        new = placement.place(arrays)
         return FlatCall(flat.call, group, new, all(map(is_concrete, new)))
+
+    def _placement(
+        self,
+        flat: FlatCall,
+        moving: Mapping[int, AnyArray],
+        rules: Layout | None,
+        mesh: Mesh | AbstractMesh | None,
+    ) -> Placement:
+        """Where the arrays of a call that nobody has placed belong: by `in_shardings`, and without
+        an entry there by the rules."""
+        paths, shardings = flat.group.paths, dict[int, NamedSharding]()
+        if self._layouts is not None:
+            mesh, wanted = by_in_shardings(flat.call, flat.arrays, self._layouts, mesh)
+            shardings |= {i: one for i in moving if (one := wanted[i]) is not None}
+        others = {i: array for i, array in moving.items() if not self._has_entry(paths[i])}
+        # Inside `shard_map` arrays are local, and the rules are about global ones.
+        is_global = not jax.sharding.get_abstract_mesh().manual_axes
+        if others and rules is not None and mesh is not None and is_global:
+            self._check_rules(flat)
+            shardings |= by_rules(flat.call, others, rules, self._signature, mesh)
+        can_run = mesh is not None and without_devices(mesh) is None
+        return Placement(shardings, can_run, donated_indices(paths, self._options.donated))
+
+    def _warn_placed(self, flat: FlatCall, placement: Placement) -> None:
+        """Warn of arrays that a second call places again."""
+        by_entries, others = list[Path](), list[Path]()
+        for i in placement.shardings:
+            path, array = flat.group.paths[i], flat.arrays[i]
+            if isinstance(array, Tracer | jax.ShapeDtypeStruct) or not is_worth_telling(array):
+                continue
+            if self._has_entry(path):
+                by_entries.append(path)
+            # An array of NumPy is moved in each call in any case.
+            elif is_concrete(array):
+                others.append(path)
+        name = self._signature.name
+        warn_placed(name, by_entries, "in_shardings", self._placings)
+        warn_placed(name, others, "the rules", self._placings)
 
     def _has_entry(self, path: Path) -> bool:
         """Whether `in_shardings` has an entry for the array at a path, which may be `None`."""
@@ -205,31 +234,28 @@ class Jit(Function[_P, _T]):
         if not tracing() and self._rules() is None:
             warn_unplaced(name, group.paths, arrays, self._has_entry)
         mesh, mesh_of_arguments = self._meshes(arrays)
-        requested = InShardings(mesh, None, ())
         if self._layouts is not None:
-            requested = resolve_in_shardings(flat.call, arrays, self._layouts, mesh)
-        check_mesh(name, group.paths, arrays, requested.mesh)
+            mesh, _ = by_in_shardings(flat.call, arrays, self._layouts, mesh)
+        check_mesh(name, group.paths, arrays, mesh)
         # JAX would report a deleted array without its path.
         if any(map(is_deleted, arrays)):
             raise refuse_deleted(name, group.paths, arrays)
-        surroundings = Surroundings(requested.mesh or mesh_of_arguments, self._rules())
-        body = self._body(flat, requested, surroundings)
+        surroundings = Surroundings(mesh or mesh_of_arguments, self._rules())
+        body = self._body(flat, surroundings)
         if body.arguments.donated:
             check_donated(name, group.paths, arrays, body.arguments, by_buffer=True)
         lay_outputs: Callable[[Output], Shardings | None] | None = None
         if options.out_shardings is not None or options.donated:
-            lay_outputs = functools.partial(self._lay_outputs, flat, requested)
+            lay_outputs = functools.partial(self._lay_outputs, flat, mesh)
         program, traced = make_program(
             group,
             body,
             arrays,
-            mesh=requested.mesh,
+            mesh=mesh,
             rules=surroundings.rules,
             entered=options.mesh if isinstance(options.mesh, Mesh) else None,
             options=options.jax,
-            in_shardings=requested.shardings,
             lay_outputs=lay_outputs,
-            moved=requested.moved,
             donates=bool(options.donated),
         )
         if traced is None:
@@ -262,7 +288,7 @@ class Jit(Function[_P, _T]):
         # A program that does not depend on the shardings of its arguments is used on any mesh.
         return of_arguments if self._by_shardings else None, of_arguments
 
-    def _body(self, flat: FlatCall, requested: InShardings, surroundings: Surroundings) -> Body:
+    def _body(self, flat: FlatCall, surroundings: Surroundings) -> Body:
         """The body for a call: one for all programs with the same surroundings and the same donated
         arrays."""
         group, mesh = flat.group, surroundings.mesh
@@ -270,9 +296,7 @@ class Jit(Function[_P, _T]):
         # If no mesh is known, layouts of the result bring their own.
         several = self._options.out_shardings is not None if mesh is None else mesh.size > 1
         if several:
-            donated = tuple(
-                i for i in donated if not _is_spread(flat.arrays[i], requested.sharding(i))
-            )
+            donated = tuple(i for i in donated if not _is_spread(flat.arrays[i]))
         body = group.bodies.get((surroundings, donated))
         if body is None:
             body = _make_body(self._traces, group, donated, surroundings)
@@ -280,28 +304,26 @@ class Jit(Function[_P, _T]):
         return body
 
     def _lay_outputs(
-        self, flat: FlatCall, requested: InShardings, output: Output
+        self, flat: FlatCall, mesh: Mesh | AbstractMesh | None, output: Output
     ) -> Shardings | None:
         """The sharding of each array of a result: by `out_shardings`, else that of the donated
         argument it replaces."""
         options = self._options
         # Only now: the constructors of some classes do not accept the abstract arrays of this tree.
         result = output.tree
-        kept = closed(result, self._donated(flat, requested))
+        kept = closed(result, self._donated(flat))
         if options.out_shardings is not None:
             layouts = options.out_shardings
-            wanted = resolve_out_shardings(self._signature, result, layouts, requested.mesh)
+            wanted = resolve_out_shardings(self._signature, result, layouts, mesh)
             kept = [one or other for one, other in zip(wanted, kept, strict=True)]
         shardings = check_known(self._signature.name, kept)
         if all(sharding is None for sharding in shardings):
             return None
         return shardings
 
-    def _donated(self, flat: FlatCall, requested: InShardings) -> list[Donated]:
+    def _donated(self, flat: FlatCall) -> list[Donated]:
         """The donated arguments, with the shardings that parts of the result keep."""
         shardings = list(map(_named_sharding, flat.arrays))
-        if requested.shardings is not None:
-            shardings = _first_of_each(requested.shardings, shardings)
         paths = flat.group.paths
         donated, kept = set(donated_indices(paths, self._options.donated)), list[Donated]()
         for name, value in self._signature.each(flat.call):
@@ -328,7 +350,7 @@ def _check_static(layouts: ParameterLayouts, static: Collection[str]) -> None:
             )
 
 
-def _is_spread(array: AnyArray, sharding: NamedSharding | None) -> bool:
+def _is_spread(array: AnyArray) -> bool:
     """Whether the compiler spreads an array over the devices as it likes: nobody has placed it.
 
     JAX copies such an array to the devices, so a donation gives nothing, and XLA may fail: it
@@ -336,7 +358,7 @@ def _is_spread(array: AnyArray, sharding: NamedSharding | None) -> bool:
     sharded.
     """
     has_value = not isinstance(array, Tracer | jax.ShapeDtypeStruct)
-    return sharding is None and has_value and is_unplaced(array) and array.ndim > 0
+    return has_value and is_unplaced(array) and array.ndim > 0
 
 
 def _named_sharding(array: AnyArray) -> NamedSharding | None:
@@ -344,11 +366,6 @@ def _named_sharding(array: AnyArray) -> NamedSharding | None:
     known."""
     sharding = getattr(array, "sharding", None)
     return sharding if isinstance(sharding, NamedSharding) else None
-
-
-def _first_of_each(ones: Shardings, others: Shardings) -> list[NamedSharding | None]:
-    """Of each pair the first value, or the second one where the first is None."""
-    return [other if one is None else one for one, other in zip(ones, others, strict=True)]
 
 
 def _make_body(

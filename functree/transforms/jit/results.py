@@ -1,14 +1,18 @@
-"""A result and the donated arguments ─► for each part with the form of an argument, its
-shardings."""
+"""A result, `out_shardings` and the donated arguments ─► the shardings of the result."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from jax.sharding import NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from functree.calls.program import Shardings
+from functree.calls.signature import Signature
 from functree.errors import Problem, ShardingError, count, listed
-from functree.tree.arrays import is_array
+from functree.layout.decision import leaves_at_fault
+from functree.layout.layout import LayoutTree
+from functree.layout.plan.make_plan import plan_tree
+from functree.transforms.jit.arguments import planning_mesh
+from functree.tree.arrays import Tree, is_array
 from functree.tree.nodes import children, walk
 from functree.tree.paths import Keys, Path
 from functree.tree.skeleton.kinds import ARRAY
@@ -96,3 +100,24 @@ def check_known(name: str, shardings: Sequence[Kept]) -> list[NamedSharding | No
             f"{name}: it is not known which shardings {parts} of the result should keep", problems
         )
     return [one for one in shardings if not isinstance(one, Problem)]
+
+
+def resolve_out_shardings(
+    signature: Signature, result: Tree, layouts: LayoutTree, mesh: Mesh | AbstractMesh | None
+) -> Shardings:
+    """Resolve `out_shardings`, a prefix of the result. Rules read the annotation of the result.
+
+    Raises:
+        ShardingError: a layout does not fit.
+        RuleError: the prefix has another structure than the result.
+    """
+    # As a record with one field, whose annotation is that of the result.
+    record = signature.result
+    planned = plan_tree(
+        record(result), record(layouts), planning_mesh(mesh), check=False, allow_unspecified=True
+    )
+    if planned.problems:
+        at_fault = leaves_at_fault(planned.problems) or "the result"
+        headline = f"{signature.name}: out_shardings does not fit {at_fault} on mesh {planned.view}"
+        raise ShardingError(headline, planned.problems)
+    return [None if row.spec is None else planned.sharding(row) for row in planned.rows]
