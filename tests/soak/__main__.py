@@ -4,6 +4,7 @@ hours if need be. And the tables of the tests, whole.
     python -m tests.soak --programs 10000 --seed 0
     python -m tests.soak --seed 4711 --programs 1 --verbose     # one program again
     python -m tests.soak --parallel 500 --seed 0                # experts, context, pipelines
+    python -m tests.soak --training 300 --seed 0                # steps, micro-batches, populations
     python -m tests.soak --tables                               # every cell, some minutes
 
 Each program is a random model of annotated arrays under random rules, given to `ft.jit` in a random
@@ -14,6 +15,8 @@ failure.
 `--parallel` runs programs with experts, sequences in parts and pipelines (`parallel_programs.py`)
 instead, of which the gradient is compared too. What functree says it cannot do is no failure there:
 it is counted, and listed at the end.
+
+`--training` runs training steps (`training_programs.py`) instead, three of each.
 
 Of a large table of cases the tests run a covering of the pairs of values (`tests/lib/covering.py`).
 `--tables` runs each cell of these tables, in pytest.
@@ -54,7 +57,7 @@ from jaxtyping import Array, Float
 
 import functree as ft
 from tests.lib.covering import WHOLE
-from tests.soak import parallel_programs
+from tests.soak import parallel_programs, training_programs
 from tests.soak.rules_by_hand import Leaf, Rule, spec_of
 
 TESTS = Path(__file__).parents[1]
@@ -306,6 +309,36 @@ def without_numbers(text: str) -> str:
     return re.sub(r"\d+", "N", " ".join(text.split()))[:230]
 
 
+def run_each(
+    seeds: Sequence[int],
+    make: Callable[[int], Any],
+    run: Callable[[Any], None],
+    verbose: bool,
+) -> int:
+    """Run the program of each seed; those that fail are listed."""
+    failed, start = [], time.perf_counter()
+    for done, seed in enumerate(seeds, 1):
+        program = make(seed)
+        if verbose:
+            print(program, flush=True)
+        try:
+            run(program)
+        except Exception as error:  # whatever it is, it is listed
+            failed.append(seed)
+            lines = str(error).splitlines() or [""]
+            print(f"FAILED {program}\n    {type(error).__name__}: {lines[0][:300]}", flush=True)
+            if verbose:
+                traceback.print_exc()
+        if done % 100 == 0:
+            took = time.perf_counter() - start
+            print(
+                f"{done} programs, {len(failed)} failed, {took:.0f} s", file=sys.stderr, flush=True
+            )
+            jax.clear_caches()
+    print(f"seeds {seeds[0]} to {seeds[-1]}: {len(failed)} failed {failed[:20]}")
+    return 1 if failed else 0
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -317,6 +350,7 @@ def main() -> int:
     parser.add_argument(
         "--parallel", type=int, metavar="N", help="instead, programs with experts and the like"
     )
+    parser.add_argument("--training", type=int, metavar="N", help="instead, training steps")
     parser.add_argument("--verbose", action="store_true", help="print each program")
     parser.add_argument(
         "--tables", action="store_true", help="instead, each cell of the tables of the tests"
@@ -328,33 +362,11 @@ def main() -> int:
     if options.parallel:
         warnings.simplefilter("error", ft.FunctreeWarning)
         return run_parallel(range(options.seed, options.seed + options.parallel), options.verbose)
-    failed, start = [], time.perf_counter()
-    for seed in range(options.seed, options.seed + options.programs):
-        program = make(seed)
-        if options.verbose:
-            print(program, flush=True)
-        try:
-            run(program)
-        except Exception as error:  # whatever it is, it is listed
-            failed.append(seed)
-            print(
-                f"FAILED {program}\n    {type(error).__name__}: {str(error).splitlines()[0][:300]}",
-                flush=True,
-            )
-            if options.verbose:
-                traceback.print_exc()
-        if (seed - options.seed + 1) % 100 == 0:
-            took = time.perf_counter() - start
-            print(
-                f"{seed - options.seed + 1} programs, {len(failed)} failed, {took:.0f} s",
-                file=sys.stderr,
-                flush=True,
-            )
-            jax.clear_caches()
-    print(
-        f"seeds {options.seed} to {options.seed + options.programs - 1}: {len(failed)} failed {failed[:20]}"
-    )
-    return 1 if failed else 0
+    if options.training:
+        seeds = range(options.seed, options.seed + options.training)
+        return run_each(seeds, training_programs.make, training_programs.run, options.verbose)
+    seeds = range(options.seed, options.seed + options.programs)
+    return run_each(seeds, make, run, options.verbose)
 
 
 if __name__ == "__main__":
