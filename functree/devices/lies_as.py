@@ -65,17 +65,8 @@ def _batch(arrays: Sequence[Any], axes: Sequence[int | None]) -> tuple[Any, Sequ
 
 
 def _jvp(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Any, Any]:
-    tangent, of_other = tangents
-    if not isinstance(tangent, ad.Zero):
-        tangent = lies_as(tangent, primals[1])
-    return _lies_as.bind(*primals), [tangent, of_other]
-
-
-def _transpose(cotangents: Sequence[Any], array: Any, other: Any) -> Sequence[Any]:
-    cotangent, _ = cotangents
-    if isinstance(cotangent, ad.Zero):
-        return [cotangent, None]
-    return [lies_as(cotangent, other), None]
+    # A tangent is left to the compiler: a gradient of a gradient is laid out by its own `grad`.
+    return _lies_as.bind(*primals), tangents
 
 
 # Outside of a program it is one of its own, whose result lies as the other array does.
@@ -84,4 +75,3 @@ _lies_as.def_abstract_eval(_abstract)
 mlir.register_lowering(_lies_as, _lower, cacheable=False)
 batching.primitive_batchers[_lies_as] = _batch
 ad.primitive_jvps[_lies_as] = _jvp
-ad.primitive_transposes[_lies_as] = _transpose
