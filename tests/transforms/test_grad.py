@@ -409,6 +409,12 @@ def test_silent_failure_12_is_there_without_a_layout():
     assert plain.layer.up != P(None, "data", "model")
 
 
+def test_a_layout_need_not_fit_what_has_no_gradient():
+    model = {"w": ft.shard(jnp.ones((8, 4)), P("data"), MESH), "odd": jnp.ones(3)}
+    gradient = grad(lambda m: (m["w"] ** 2).sum() * m["odd"].sum(), "w", layout=P("data"))
+    assert specs(jax.jit(gradient)(model))["w"] == P("data", None)
+
+
 def test_gradients_equal_the_unconstrained_ones():
     model, x = stacked(jax.random.key(0)), jax.random.normal(jax.random.key(1), (4, 8))
     placed = ft.shard(model, RULES, MESH)
