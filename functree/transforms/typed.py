@@ -7,13 +7,13 @@ from contextvars import ContextVar
 from typing import Any, ParamSpec, TypeVar, overload
 
 import jax
-from jax.sharding import AxisType, PartitionSpec
+from jax.sharding import AxisType
 from jaxtyping import jaxtyped
 
 from functree.argument_checks import FLAG, FUNCTION, check
 from functree.calls.signature import AnyFunction, Record, Signature, inspected, wrapper_updates
 from functree.devices.meshes import MeshView
-from functree.devices.specs import of_rank, spec_text, without
+from functree.devices.specs import of_rank, spec_text, typed_spec, without
 from functree.errors import FunctreeTypeError, Problem, ShardingError, count
 from functree.labels.leaf import Leaf
 from functree.labels.leaves import Leaves, read
@@ -21,10 +21,8 @@ from functree.layout.layout import Layout
 from functree.layout.rules import spec_of_axes
 from functree.placing.ambient import ambient_rules
 from functree.placing.constrain import constrain
-from functree.transforms.sizes import Sizes, annotated
+from functree.transforms.sizes import Sizes, annotated, check_sizes
 from functree.tree.arrays import Tree
-from functree.tree.axes import Axes
-from functree.tree.paths import Path
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -90,20 +88,21 @@ def typed(
             "methods, or for its fields write `@jaxtyped(typechecker=beartype)` above the class"
         )
 
-    def check_and_constrain(record: Record, sizes: Sizes) -> Record:
-        """A call or a result, after the checks; its arrays are constrained if the option is
-        given."""
+    def check_and_constrain(record: Record, known: Sizes | None) -> tuple[Record, Sizes]:
+        """A call or a result after the checks, its arrays constrained if the option is given; and
+        the sizes of its axes."""
         leaves = read(record)
-        sizes.check(record, leaves.leaves)
+        sizes = check_sizes(signature.name, record, leaves.leaves, known)
         named = [leaf for leaf, _ in annotated(record, leaves.leaves)]
         if constrain:
-            return _constrain_named(leaves, named)
-        _check_types(signature.name, named)
-        return record
+            record = _constrain_named(leaves, named)
+        else:
+            _check_types(signature.name, named)
+        return record, sizes
 
     def unchecked(*args: Any, **kwargs: Any) -> Tree:
         result = signature.result(partial.fun(*args, **kwargs))
-        return check_and_constrain(result, _SIZES.get() or Sizes(signature.name))[0]
+        return check_and_constrain(result, _SIZES.get())[0][0]
 
     # jaxtyping checks the result when `checked` returns. Our own check is inside, so that its
     # message comes first.
@@ -112,9 +111,8 @@ def typed(
 
     @functools.wraps(fun, updated=wrapper_updates(fun))
     def wrapper(*args: _P.args, **kwargs: _P.kwargs) -> _T:
-        sizes = Sizes(signature.name)
         all_args, all_kwargs = partial.with_bound(args, kwargs)
-        call = check_and_constrain(signature.bind(all_args, all_kwargs), sizes)
+        call, sizes = check_and_constrain(signature.bind(all_args, all_kwargs), None)
         # `checked` has the user's signature, so the sizes of this call cannot be passed to it as an
         # argument.
         before = _SIZES.get()
@@ -157,14 +155,12 @@ _SIZES: ContextVar[Sizes | None] = ContextVar("sizes of the call that is checked
 def _constrain_named(leaves: Leaves, named: Sequence[Leaf]) -> Tree:
     """The call or result with annotated arrays constrained by their axes, or by the spec in their
     annotation."""
-    layouts: dict[Path, Axes | PartitionSpec] = {}
-    for leaf in named:
-        layouts[leaf.path] = leaf.axes if leaf.spec is None else leaf.spec
+    paths = {leaf.path for leaf in named}
     values: list[Tree] = []
     for leaf in leaves.leaves:
-        value, layout = leaf.value, layouts.get(leaf.path)
-        if layout is not None:
-            value = constrain(value, layout)
+        value = leaf.value
+        if leaf.path in paths:
+            value = constrain(value, leaf.axes if leaf.spec is None else leaf.spec)
         values.append(value)
     return leaves.skeleton.fill(values)
 
@@ -188,21 +184,17 @@ def _check_types(name: str, named: Sequence[Leaf]) -> None:
 
 def _other_spec(leaf: Leaf, rules: Layout) -> str | None:
     """Why the type of an array does not agree with the rules; None if it does, or has no spec."""
-    sharding = jax.typeof(leaf.value).sharding
-    mesh = sharding.mesh
-    if mesh.empty or AxisType.Explicit not in mesh.axis_types:
+    have = typed_spec(leaf.value)
+    if have is None:
         return None
-    # A type says nothing about Auto and Manual axes: they are left out of both specs, and count as
-    # one device.
-    sizes, hidden = dict(mesh.shape), set[str]()
-    for axis, axis_type in zip(mesh.axis_names, mesh.axis_types, strict=True):
-        if axis_type != AxisType.Explicit:
-            hidden.add(axis)
-            sizes[axis] = 1
+    # A type says nothing about Auto and Manual axes: they count as one device.
+    mesh = jax.typeof(leaf.value).sharding.mesh
+    types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    hidden = {axis for axis, axis_type in types.items() if axis_type != AxisType.Explicit}
     wanted = leaf.spec
     if wanted is None:
+        sizes = {**mesh.shape, **dict.fromkeys(hidden, 1)}
         wanted = spec_of_axes(rules, leaf.axes, leaf.shape, MeshView(sizes, mesh))
-    have = without(of_rank(sharding.spec, len(leaf.shape)), hidden)
     want = without(of_rank(wanted, len(leaf.shape)), hidden)
     if have == want:
         return None
