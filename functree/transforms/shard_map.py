@@ -3,7 +3,7 @@
 import functools
 from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from types import FunctionType
-from typing import Any, Literal, NamedTuple, ParamSpec, Self, TypeVar, overload
+from typing import Any, Literal, NamedTuple, ParamSpec, Self, TypedDict, TypeVar, Unpack, overload
 
 import jax
 from jax.core import Tracer
@@ -29,7 +29,7 @@ from functree.devices.meshes import (
     tracing,
 )
 from functree.devices.placement import first_mesh, is_concrete, sharding_text
-from functree.devices.specs import axes_text, named_axes, of_rank, spec_text, typed_spec, without
+from functree.devices.specs import axes_text, named_axes, spec_text, typed_spec, without
 from functree.devices.varying import varying_axes
 from functree.errors import FunctreeTypeError, Problem, ShardingError, did_you_mean
 from functree.labels.leaf import Leaf
@@ -172,39 +172,28 @@ class ManualMesh(NamedTuple):
 
     def misplaced(self, leaf: Leaf, spec: PartitionSpec) -> list[Problem]:
         """The problem of an array that JAX would not move: on other devices, or on Explicit axes
-        with another spec."""
-        value = leaf.value
-        if not isinstance(value, jax.Array):
-            return []  # JAX moves a NumPy array, and an abstract one is on no device
-        if is_concrete(value) and value.committed and isinstance(self.mesh, Mesh):
-            if value.sharding.device_set != set(self.mesh.devices.flat):
-                why = f"is sharded {sharding_text(value.sharding)}, but the mesh has other devices"
-                return [leaf.problem(why, "move it to the mesh with `ft.shard`")]
-        return [] if is_untyped(value) else self._mistyped(leaf, spec)
-
-    def _mistyped(self, leaf: Leaf, spec: PartitionSpec) -> list[Problem]:
-        """The problem of an array whose type is on another mesh, or has another spec."""
-        sharding = jax.typeof(leaf.value).sharding
-        explicit = AxisType.Explicit in sharding.mesh.axis_types
-        other_axes = explicit and sharding.mesh.axis_names != self.mesh.axis_names
-        if other_axes or (self.explicit and not explicit):
-            kind = "Explicit" if explicit else "Auto"
-            why = f"its type is on a mesh of {kind} axes, {mesh_view(sharding.mesh)}"
-            return [leaf.problem(why, "move it to the mesh with `ft.shard`")]
-        have = self.project(of_rank(sharding.spec, len(leaf.shape)))
-        if not self.explicit or have == spec:
-            return []
-        why = f"its type is sharded {spec_text(have)}, but its spec is {spec_text(spec)}"
-        why += "; Explicit axes are not moved"
-        return [
-            leaf.problem(why, "apply `jax.sharding.reshard` before, or write the spec of its type")
-        ]
+        of another mesh or with another spec."""
+        value, why, remedy = leaf.value, "", "move it to the mesh with `ft.shard`"
+        # JAX moves an array of NumPy, and an abstract one is on no device.
+        committed = is_concrete(value) and value.committed
+        devices = set(self.mesh.devices.flat) if isinstance(self.mesh, Mesh) else None
+        if committed and devices is not None and value.sharding.device_set != devices:
+            why = f"is sharded {sharding_text(value.sharding)}, but the mesh has other devices"
+        elif not is_untyped(value):
+            have, mesh = typed_spec(value), jax.typeof(value).sharding.mesh
+            if have is None and self.explicit:
+                why = f"its type is on a mesh of Auto axes, {mesh_view(mesh)}"
+            elif have is not None and mesh.axis_names != self.mesh.axis_names:
+                why = f"its type is on a mesh of Explicit axes, {mesh_view(mesh)}"
+            elif have is not None and self.explicit and self.project(have) != spec:
+                why = f"its type is sharded {spec_text(self.project(have))}, "
+                why += f"but its spec is {spec_text(spec)}; Explicit axes are not moved"
+                remedy = "apply `jax.sharding.reshard` before, or write the spec of its type"
+        return [leaf.problem(why, remedy)] if why else []
 
     def varying(self, leaf: Leaf, spec: PartitionSpec) -> list[Problem]:
         """The problem of a result that may differ between devices although its spec says that it is
         replicated."""
-        if not isinstance(leaf.value, jax.Array):
-            return []
         unnamed = sorted((varying_axes(leaf.value) & self.axes) - named_axes(spec))
         if not unnamed:
             return []
@@ -334,11 +323,7 @@ class Mapped(Function[_P, _T]):
     def _manual_mesh(self, arrays: Iterable[AnyArray]) -> ManualMesh:
         """The mesh of a call, and the mesh axes that become Manual."""
         name, outer = self._signature.name, jax.sharding.get_abstract_mesh()
-        mesh = self._options.mesh
-        if mesh is None:
-            mesh = current_mesh()
-        if mesh is None:
-            mesh = first_mesh(arrays)
+        mesh = self._options.mesh or current_mesh() or first_mesh(arrays)
         if mesh is None:
             raise ShardingError(f"{name}: there is no mesh: {NO_MESH}")
         view = mesh_view(mesh)
@@ -357,18 +342,19 @@ class Mapped(Function[_P, _T]):
                 "another number of devices: leave `mesh=` out"
             )
         free = [axis for axis in mesh.axis_names if axis not in outer.manual_axes]
-        wanted = list(self._options.axis_names or free)
+        wanted = self._options.axis_names or free
+        if not wanted:
+            raise ShardingError(f"{name}: all axes of the mesh {view} are manual already")
         for axis in wanted:
-            if axis in free:
-                continue
             if axis in outer.manual_axes:
                 raise ShardingError(
                     f"{name}: `{axis}` in `axis_names` is manual already, on the mesh {view}"
                 )
-            near = did_you_mean(axis, free)
-            raise ShardingError(f"{name}: `{axis}` in `axis_names` is not in the mesh {view}{near}")
-        if not wanted:
-            raise ShardingError(f"{name}: all axes of the mesh {view} are manual already")
+            if axis not in free:
+                near = did_you_mean(axis, free)
+                raise ShardingError(
+                    f"{name}: `{axis}` in `axis_names` is not in the mesh {view}{near}"
+                )
         return ManualMesh(mesh, frozenset(wanted))
 
 
@@ -462,29 +448,23 @@ def _captures_tracer(fun: AnyFunction) -> bool:
     return any(isinstance(value, Tracer) for _, value in held_at_any_depth(variables))
 
 
+class MapKeywords(TypedDict, total=False):
+    """The options of `ft.shard_map` as they are written."""
+
+    mesh: MeshLike
+    in_specs: LayoutTree
+    out_specs: LayoutTree
+    rules: LayoutLike
+    axis_names: Collection[str] | None
+    check_vma: bool
+    shapes: Shapes
+
+
+@overload
+def shard_map(fun: Callable[_P, _T], **options: Unpack[MapKeywords]) -> Mapped[_P, _T]: ...
 @overload
 def shard_map(
-    fun: Callable[_P, _T],
-    *,
-    mesh: MeshLike = None,
-    in_specs: LayoutTree = None,
-    out_specs: LayoutTree = None,
-    rules: LayoutLike = None,
-    axis_names: Collection[str] | None = None,
-    check_vma: bool = True,
-    shapes: Shapes = "global",
-) -> Mapped[_P, _T]: ...
-@overload
-def shard_map(
-    fun: None = None,
-    *,
-    mesh: MeshLike = None,
-    in_specs: LayoutTree = None,
-    out_specs: LayoutTree = None,
-    rules: LayoutLike = None,
-    axis_names: Collection[str] | None = None,
-    check_vma: bool = True,
-    shapes: Shapes = "global",
+    fun: None = None, **options: Unpack[MapKeywords]
 ) -> Callable[[Callable[_P, _T]], Mapped[_P, _T]]: ...
 def shard_map(
     fun: Callable[_P, _T] | None = None,
@@ -581,13 +561,12 @@ def shard_map(
         check_vma=(check_vma, FLAG),
     )
     # `mesh_view` also takes None, as the current mesh; here None means the mesh of each call.
-    given_mesh, layout = None, None
+    given_mesh = None
     if mesh is not None:
         given_mesh = mesh_view(mesh).mesh
         if given_mesh is None:
             raise ShardingError("shard_map runs on devices: give a `Mesh`, not sizes")
-    if rules is not None:
-        layout = as_layout(rules)
+    layout = None if rules is None else as_layout(rules)
     # Copies, because the traces are shared by the options as they are now.
     layouts = copied(in_specs), copied(out_specs)
     manual = None if axis_names is None else tuple(axis_names)
