@@ -48,7 +48,7 @@ from functree.layout.layout import (
 )
 from functree.layout.plan.make_plan import plan_leaves, read_for
 from functree.placing.ambient import Surroundings, ambient_rules, axis_rules
-from functree.transforms.sizes import Sizes, check_sizes
+from functree.transforms.typed import Sizes, check_sizes
 from functree.tree.arrays import AnyArray
 
 _P = ParamSpec("_P")

@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Float, Int, PyTree
 import functree as ft
 from functree.calls.signature import Partial, Signature
 from functree.transforms.signature_layouts import AnnotationLayout, signature_layouts
-from functree.transforms.sizes import check_sizes
+from functree.transforms.typed import check_sizes
 from tests.lib.checks import raises
 from tests.lib.meshes import mesh_of
 
