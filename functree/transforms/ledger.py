@@ -103,9 +103,7 @@ def _of_others(fn: Any, args: Sequence[Tree], kwargs: dict[str, Tree], mesh: Mes
         parameters.append(known.get(path) or Path((*beginning, *rest)))
     # Flax returns its modules too, in the trees in which they came.
     outputs = [known.get(path, path) for path in (Path.of(path) for path, _ in results)]
-    used = None
-    if mesh is not None:
-        used = mesh_view(mesh).mesh
+    used = None if mesh is None else mesh_view(mesh).mesh
     return ledger_of(compiled, name, parameters, outputs, used, heard.warnings, of_program=False)
 
 

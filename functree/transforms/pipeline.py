@@ -148,10 +148,6 @@ class _Plan(NamedTuple):
         micro-batch is sharded as the batch is."""
         return x.reshape(-1, self.microbatches, *x.shape[1:]).swapaxes(0, 1)
 
-    def joined(self, x: Array) -> Array:
-        """The inverse of `split`."""
-        return x.swapaxes(0, 1).reshape(-1, *x.shape[2:])
-
     def split_keys(self, keys: Array) -> Array:
         """Random keys for each micro-batch of this device."""
         shards = devices_along(self.batch)
@@ -292,7 +288,7 @@ def _run_stage(plan: _Plan, x: Tree, run: Callable[[Tree, Int[Array, ""]], Tree]
 
     def of_last(leaf: Array) -> Array:
         own = jax.lax.psum(jnp.where(number == stages - 1, leaf, 0), plan.stages)
-        return plan.joined(own)
+        return own.swapaxes(0, 1).reshape(-1, *own.shape[2:])  # the inverse of `split`
 
     return jax.tree.map(of_last, results)
 

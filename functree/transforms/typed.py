@@ -104,11 +104,9 @@ def typed(
         the sizes of its axes."""
         leaves = read(record)
         sizes = check_sizes(signature.name, record, leaves.leaves, known)
-        named = [leaf for leaf, _ in annotated(record, leaves.leaves)]
         if constrain:
-            record = _constrain_named(leaves, named)
-        else:
-            _check_types(signature.name, named)
+            return _constrain_annotated(record, leaves), sizes
+        _check_types(signature.name, record, leaves)
         return record, sizes
 
     def unchecked(*args: Any, **kwargs: Any) -> Tree:
@@ -162,10 +160,10 @@ def _needed(fun: AnyFunction) -> set[str]:
 _SIZES: "ContextVar[Sizes | None]" = ContextVar("sizes of the call that is checked", default=None)
 
 
-def _constrain_named(leaves: Leaves, named: Sequence[Leaf]) -> Tree:
-    """The call or result with annotated arrays constrained by their axes, or by the spec in their
+def _constrain_annotated(record: Record, leaves: Leaves) -> Tree:
+    """A call or result with annotated arrays constrained by their axes, or by the spec in their
     annotation."""
-    paths = {leaf.path for leaf in named}
+    paths = {leaf.path for leaf, _ in _annotated(record, leaves.leaves)}
     values: list[Tree] = []
     for leaf in leaves.leaves:
         value = leaf.value
@@ -175,14 +173,14 @@ def _constrain_named(leaves: Leaves, named: Sequence[Leaf]) -> Tree:
     return leaves.skeleton.fill(values)
 
 
-def _check_types(name: str, named: Sequence[Leaf]) -> None:
-    """On Explicit axes, compare the shardings in the types of arrays with those by the ambient
-    rules."""
+def _check_types(name: str, record: Record, leaves: Leaves) -> None:
+    """On Explicit axes, compare the shardings in the types of annotated arrays with those by the
+    ambient rules."""
     rules = ambient_rules()
     if rules is None or rules.rules is None:
         return
     problems: list[Problem] = []
-    for leaf in named:
+    for leaf, _ in _annotated(record, leaves.leaves):
         why = _other_spec(leaf, rules)
         if why is not None:
             remedy = "apply `ft.constrain`, or pass `constrain=True` to `ft.typed`"
@@ -254,7 +252,7 @@ def check_sizes(
     sizes = {**_sizes_of_fields(leaves), **(known or {})}
     problems: list[Problem] = []
     found: list[tuple[Leaf, ArrayForm, Dim, tuple[int, ...]]] = []
-    for leaf, form in annotated(record, leaves):
+    for leaf, form in _annotated(record, leaves):
         if leaf.misfit is not None:
             # In a model, it would say how to hold a stack of layers.
             remedy = "pass an array with these dimensions, or change the annotation"
@@ -280,7 +278,7 @@ def check_sizes(
     return sizes
 
 
-def annotated(record: Record, leaves: Sequence[Leaf]) -> Iterator[tuple[Leaf, ArrayForm]]:
+def _annotated(record: Record, leaves: Sequence[Leaf]) -> Iterator[tuple[Leaf, ArrayForm]]:
     """The arrays with an annotation of the function itself, and the alternative of it that fits: by
     rank and dtype, else by rank alone."""
     hints = field_hints(type(record))
@@ -288,12 +286,13 @@ def annotated(record: Record, leaves: Sequence[Leaf]) -> Iterator[tuple[Leaf, Ar
         hint = hints.get(leaf.path[0])
         if hint is None or is_in_module(leaf):  # where the module's own annotations count
             continue
+        if leaf.misfit is not None:
+            yield leaf, ArrayForm(())  # none fits
+            continue
         forms = _forms(hint, Path(leaf.path[1:]))
         fitting = [form for form in forms if form.fits(len(leaf.shape))]
         of_dtype = [form for form in fitting if dtype_fits(form.dtype, leaf.value.dtype)]
-        if leaf.misfit is not None:
-            yield leaf, ArrayForm(())  # none fits
-        elif fitting:
+        if fitting:
             yield leaf, (of_dtype or fitting)[0]
 
 
@@ -353,9 +352,8 @@ def _difference(sizes: Sizes, leaf: Leaf, dim: Dim, own: tuple[int, ...]) -> str
     known, owner = sizes.setdefault(key, (own, leaf.path))
     if known == own:
         return None
-    if dim.variadic:
-        return f'"{body}" has size {own} here, and {known} in `{owner}`'
-    return f'"{body}" has size {own[0]} here, and {known[0]} in `{owner}`'
+    here, there = (own, known) if dim.variadic else (own[0], known[0])
+    return f'"{body}" has size {here} here, and {there} in `{owner}`'
 
 
 def _other_value(sizes: Sizes, expression: str, size: int) -> str | None:
