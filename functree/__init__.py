@@ -74,7 +74,7 @@ from functree.transforms.init import abstract, init, init_optimizer
 from functree.transforms.jit.jit import jit
 from functree.transforms.ledger import ledger
 from functree.transforms.remat import offload
-from functree.transforms.shard_map.shard_map import shard_map
+from functree.transforms.shard_map import shard_map
 from functree.transforms.signature_layouts import signature_layouts
 from functree.transforms.stacked import Stacked, stack
 from functree.transforms.typed import typed

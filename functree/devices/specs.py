@@ -2,7 +2,10 @@
 
 from collections.abc import Collection, Sequence
 
-from jax.sharding import PartitionSpec
+import jax
+from jax.sharding import AxisType, PartitionSpec
+
+from functree.tree.arrays import AnyArray
 
 Entry = str | tuple[str, ...] | None
 """One entry of a spec: a mesh axis, several mesh axes, or `None` for an unsharded dimension."""
@@ -43,6 +46,15 @@ def without(spec: PartitionSpec, axes: Collection[str]) -> PartitionSpec:
 def of_rank(spec: PartitionSpec, ndim: int) -> PartitionSpec:
     """A spec with one entry for each dimension."""
     return PartitionSpec(*spec.partitions, *[None] * (ndim - len(spec.partitions)))
+
+
+def typed_spec(array: AnyArray) -> PartitionSpec | None:
+    """The spec in the type of an array, with one entry for each dimension; it names Explicit axes
+    only. None if the array is on none."""
+    sharding = jax.typeof(array).sharding
+    if AxisType.Explicit not in sharding.mesh.axis_types:
+        return None
+    return of_rank(sharding.spec, array.ndim)
 
 
 def axes_text(axes: Sequence[str]) -> str:

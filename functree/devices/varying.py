@@ -1,6 +1,6 @@
 """A function inside a shard_map ─► the same, on arrays whose types do not say where they vary."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TypeVar
 
 import jax
@@ -29,6 +29,20 @@ def varying_axes(x: _Array) -> frozenset[str]:
     return frozenset() if manual is None else frozenset(manual.varying)
 
 
+def varying_over(x: _Array, axes: Iterable[str]) -> _Array:
+    """An array whose type says that it varies along some mesh axes, whether its values do or not.
+
+    Its gradient is summed over the devices along them once, by the derivative of this cast.
+
+    Examples:
+        >>> from functree.devices.varying import varying_over
+        >>> varying_over(jnp.ones(2), [])
+        Array([1., 1.], dtype=float32)
+    """
+    more = tuple(sorted(frozenset(axes) - varying_axes(x)))
+    return jax.lax.pcast(x, more, to="varying") if more else x
+
+
 def equally_varying(*arrays: _Array) -> tuple[_Array, ...]:
     """Arrays whose types vary along the same mesh axes: those along which any of them does.
 
@@ -41,11 +55,7 @@ def equally_varying(*arrays: _Array) -> tuple[_Array, ...]:
         [(3,), (2,)]
     """
     axes = frozenset[str]().union(*map(varying_axes, arrays))
-    found: list[_Array] = []
-    for x in arrays:
-        more = tuple(sorted(axes - varying_axes(x)))
-        found.append(jax.lax.pcast(x, more, to="varying") if more else x)
-    return tuple(found)
+    return tuple(varying_over(x, axes) for x in arrays)
 
 
 def without_varying(fun: Callable[..., _T]) -> Callable[..., _T]:
@@ -79,12 +89,8 @@ def without_varying(fun: Callable[..., _T]) -> Callable[..., _T]:
             return fun(*arguments)
 
         def enter(x: _Array) -> _Array:
-            # Cast by JAX first: the gradient of what is equal on all devices is summed over them,
-            # once, by the derivative of the cast.
-            more = tuple(axis for axis in axes if axis not in varying_axes(x))
-            if more:
-                x = jax.lax.pcast(x, more, to="varying")
-            return _retyped.bind(x, varying=(), before=axes)
+            # Cast by JAX first, so that the gradient of what is equal on all devices is summed.
+            return _retyped.bind(varying_over(x, axes), varying=(), before=axes)
 
         def leave(x: _Array) -> _Array:
             # Not by JAX's cast: its derivative would be a sum over devices, whose results differ.

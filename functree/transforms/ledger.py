@@ -1,11 +1,16 @@
 """A function, jitted or not, and its arguments ─► the `Ledger` of its compiled program."""
 
-from collections.abc import Callable, Sequence
-from typing import Any
+import inspect
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from itertools import groupby
+from numbers import Number
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
+import numpy as np
 from jax.sharding import AbstractMesh, Mesh
+from jax.stages import Compiled
 from jax.tree_util import tree_flatten_with_path
 
 from functree.argument_checks import FUNCTION, check
@@ -18,8 +23,7 @@ from functree.devices.meshes import MeshLike, mesh_view
 from functree.errors import FunctreeValueError
 from functree.layout.layout import LayoutTree
 from functree.transforms.jit.jit import jit
-from functree.transforms.ledger_paths import Beginning, paths_in_call, positional
-from functree.tree.arrays import Tree
+from functree.tree.arrays import Tree, is_array
 from functree.tree.paths import Path
 
 
@@ -86,16 +90,20 @@ def _of_others(fn: Any, args: Sequence[Tree], kwargs: dict[str, Tree], mesh: Mes
     # An argument that the program does not use has None instead of a sharding.
     entries, _ = tree_flatten_with_path(compiled.input_shardings, is_leaf=lambda one: one is None)
     results, _ = tree_flatten_with_path(compiled.output_shardings)
-    beginnings = _beginnings(fn, len(args), len(compiled.input_shardings[0]))
-    known = paths_in_call(fn, wrapped, compiled, args, kwargs)
+    # If some arguments are static, JAX does not say which ones: the others have their positions.
+    traced = len(compiled.input_shardings[0])
+    beginnings = _beginnings(fn if traced == len(args) else None, traced)
+    known: dict[Path, Path] = {}
+    if wrapped is not compiled:
+        known = _paths_in_call(fn, wrapped, compiled, args, kwargs)
     parameters: list[Path] = []
     for path in (Path.of(path) for path, _ in entries):
-        parameters.append(known.get(path) or _argument_path(path, beginnings))
+        which, first, *rest = path
+        beginning = beginnings[first] if which == 0 else (first,)
+        parameters.append(known.get(path) or Path((*beginning, *rest)))
     # Flax returns its modules too, in the trees in which they came.
     outputs = [known.get(path, path) for path in (Path.of(path) for path, _ in results)]
-    used = None
-    if mesh is not None:
-        used = mesh_view(mesh).mesh
+    used = None if mesh is None else mesh_view(mesh).mesh
     return ledger_of(compiled, name, parameters, outputs, used, heard.warnings, of_program=False)
 
 
@@ -111,21 +119,137 @@ def _lowered(fn: Any, args: Sequence[Tree], kwargs: dict[str, Tree], name: str) 
     return traced.lower()
 
 
-def _beginnings(fn: AnyFunction, given: int, traced: int) -> list[Beginning]:
-    """The beginnings of the paths of the arguments that are passed by position.
+# The paths of arrays in the call. Another library hands JAX other trees than those of the call:
+# `eqx.filter_jit` a tuple of leaves, `nnx.jit` the variables of each module.
 
-    If some of them are static, JAX does not say which ones. Then arguments are named by their
-    positions, as they are if the function has no signature that Python can read.
-    """
-    by_position: list[Beginning] = [("args", i) for i in range(traced)]
-    if given != traced:
+
+Beginning = tuple[Hashable, ...]
+"""The beginning of the paths of an argument's arrays: `("x",)`, or `("rest", 1)` for the second of
+`*rest`."""
+
+
+def _beginnings(fn: AnyFunction | None, number: int) -> list[Beginning]:
+    """The beginnings of the paths of that many positional arguments: by the signature of a
+    function, or by position if there is none that Python can read."""
+    by_position: list[Beginning] = [("args", i) for i in range(number)]
+    if fn is None:
         return by_position
-    return positional(fn, given) or by_position
+    try:
+        signature = inspect.signature(fn)
+    except (TypeError, ValueError):
+        return by_position
+    found: list[Beginning] = []
+    for parameter in signature.parameters.values():
+        if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD):
+            found.append((parameter.name,))
+        elif parameter.kind is parameter.VAR_POSITIONAL:
+            found.extend((parameter.name, i) for i in range(number - len(found)))
+    return found or by_position
 
 
-def _argument_path(path: Path, beginnings: Sequence[Beginning]) -> Path:
-    """The path of an array in `(args, kwargs)` ─► its path in the function's arguments."""
-    which, first, *rest = path
-    if which == 0:
-        return Path((*beginnings[first], *rest))
-    return Path((first, *rest))
+class _Given(NamedTuple):
+    """A leaf of a call.
+
+    Attributes:
+        argument: the position or the name of its argument.
+        path: its path in the call.
+        leaf: the leaf.
+    """
+
+    argument: int | str
+    path: Path
+    leaf: object
+
+
+def _paths_in_call(
+    fn: AnyFunction,
+    wrapped: object,
+    compiled: Compiled,
+    args: Sequence[Tree],
+    kwargs: Mapping[str, Tree],
+) -> dict[Path, Path]:
+    """The path of each array in the call, by its path in the trees that JAX has; empty if the paths
+    are not known.
+
+    Args:
+        fn: the jitted function.
+        wrapped: what the library has made of JAX's compiled function.
+        compiled: JAX's compiled function.
+        args: the positional arguments of the call.
+        kwargs: the others.
+    """
+    call: list[_Given] = []
+    for i, (beginning, value) in enumerate(zip(_beginnings(fn, len(args)), args, strict=False)):
+        call.extend(_leaves(i, beginning, value))
+    for key in sorted(kwargs):
+        call.extend(_leaves(key, (key,), kwargs[key]))
+    # Equinox hands JAX the leaves themselves, in an order of its own, by this function.
+    preprocess = getattr(wrapped, "preprocess", None)
+    if preprocess is None:
+        return _by_order(compiled, call)
+    info = getattr(wrapped, "info", None)
+    return _by_identity(fn, call, args, kwargs, lambda *args: preprocess(info, *args))
+
+
+def _leaves(argument: int | str, beginning: Beginning, value: Tree) -> Iterator[_Given]:
+    for path, leaf in tree_flatten_with_path(value)[0]:
+        yield _Given(argument, Path((*beginning, *Path.of(path))), leaf)
+
+
+def _by_identity(
+    fn: AnyFunction,
+    call: Sequence[_Given],
+    args: Sequence[Tree],
+    kwargs: Mapping[str, Tree],
+    handed: Callable[[Sequence[Tree], Mapping[str, Tree]], Tree],
+) -> dict[Path, Path]:
+    """The paths, from a function that returns what JAX gets for a call."""
+    paths: dict[int, Path] = {}
+    fun = getattr(fn, "__wrapped__", None)
+    # A module that is called has arrays of its own, below the first parameter of its method.
+    own, *_ = inspect.signature(type(fun).__call__).parameters
+    for one in _leaves(own, (own,), fun):
+        paths.setdefault(id(one.leaf), one.path)
+    # A new array for each one, since an array may be at several paths. And in the place of each
+    # argument a list of its leaves, so that no node of the user's is built with them.
+    new: dict[int | str, list[object]] = {i: [] for i in (*range(len(args)), *kwargs)}
+    for one in call:
+        mark = np.empty(0) if isinstance(one.leaf, jax.Array | np.ndarray) else one.leaf
+        new[one.argument].append(mark)
+        if mark is not one.leaf:
+            paths[id(mark)] = one.path
+    tree = handed([new[i] for i in range(len(args))], {key: new[key] for key in kwargs})
+    found: dict[Path, Path] = {}
+    for path, leaf in tree_flatten_with_path((tree, {}))[0]:
+        if id(leaf) in paths:
+            found[Path.of(path)] = paths[id(leaf)]
+    return found
+
+
+def _by_order(compiled: Compiled, call: Sequence[_Given]) -> dict[Path, Path]:
+    """The paths, if JAX has the leaves in the order of the call, as those of Flax' modules are; an
+    array that is at several of their paths, once."""
+    entries, _ = tree_flatten_with_path(compiled.in_avals)
+    found = [Path.of(path) for path, _ in entries]
+    wanted = _form([path[:2] for path in found], [aval for _, aval in entries])
+    # JAX traces numbers too, but not those of static arguments.
+    arrays = [one for one in call if is_array(one.leaf)]
+    traced = [one for one in call if is_array(one.leaf) or isinstance(one.leaf, Number)]
+    for given in (traced, arrays, _once(traced), _once(arrays)):
+        # Otherwise JAX has something else, and no name is guessed.
+        if _form([one.argument for one in given], [one.leaf for one in given]) == wanted:
+            return dict(zip(found, [one.path for one in given], strict=True))
+    return {}
+
+
+def _once(given: Sequence[_Given]) -> list[_Given]:
+    """The leaves, each array only at the first of its paths."""
+    first = {id(one.leaf): one for one in reversed(given) if is_array(one.leaf)}
+    return [one for one in given if first.get(id(one.leaf), one) is one]
+
+
+def _form(arguments: Sequence[Hashable], leaves: Sequence[object]) -> tuple[object, ...]:
+    """What is the same for leaves in the same order: the number of each argument's leaves, and
+    their shapes."""
+    sizes = [len(list(run)) for _, run in groupby(arguments)]
+    return sizes, [getattr(leaf, "shape", ()) for leaf in leaves]

@@ -65,50 +65,33 @@ def signature_layouts(
         if record.__annotations__.get(name, ...) in _STATIC:
             return None
         hint = field_hints(record).get(name, NOTHING)
-        try:
-            return _layout(_settled(hint), layout)
-        except _AnnotationError as error:
-            raise AxesError(
-                f"{signature.name}: the annotation of `{name}`, `{hint.text}`, {error}"
-            ) from None
+        return _layout(hint, layout, f"{signature.name}: the annotation of `{name}`, `{hint.text}`")
 
-    return {name: given(signature.call, name) for name in signature.parameters}, given(
-        signature.result, RESULT
-    )
+    inputs = {name: given(signature.call, name) for name in signature.parameters}
+    return inputs, given(signature.result, RESULT)
 
 
-class _AnnotationError(Exception):
-    """An annotation cannot be used. The caller adds the name of the parameter."""
-
-
-def _settled(hint: Hint) -> Hint:
-    """The hint with its forward references resolved."""
-    try:
-        return hint.settled
-    except UNREADABLE as error:
-        raise _AnnotationError(f"cannot be resolved: {error}") from error
-
-
-def _layout(hint: Hint, rules: Layout) -> LayoutTree:
+def _layout(hint: Hint, rules: Layout, what: str) -> LayoutTree:
     """The layout by one annotation: a spec if it does not depend on the array, else an
-    `AnnotationLayout`."""
+    `AnnotationLayout`. `what` is the annotation in messages."""
+    try:
+        hint = hint.settled
+    except UNREADABLE as error:
+        raise AxesError(f"{what}, cannot be resolved: {error}") from error
     if hint is NOTHING:
         return rules
-    in_any_tree = hint.below is not None and any(
-        form.dtype for form in hint.below.forms
-    )  # `PyTree[X]`
-    if hint.names or hint.generics or in_any_tree:
-        return AnnotationLayout(rules, hint)
+    # `PyTree[X]`
+    in_any_tree = hint.below is not None and any(form.dtype for form in hint.below.forms)
     # A union such as `Float[Array, "a"] | tuple[...]` has more than one kind: only the value shows
     # which it is.
     kinds = [kind for kind in (hint.forms, hint.elements, hint.element) if kind]
-    if len(kinds) != 1:
+    if hint.names or hint.generics or in_any_tree or len(kinds) != 1:
         return AnnotationLayout(rules, hint)
     if hint.elements:
-        return tuple(_layout(_settled(element), rules) for element in hint.elements)
+        return tuple(_layout(element, rules, what) for element in hint.elements)
     if hint.element is None:
-        return _array_layout(hint, rules)
-    one = _layout(_settled(hint.element), rules)
+        return _array_layout(hint, rules, what)
+    one = _layout(hint.element, rules, what)
     # The layout is for the whole container. A spec, and rules without an annotation, are the same
     # for each element. But an `AnnotationLayout` reads the annotation at the path of a leaf below
     # the container; and a tuple, as for `list[tuple[X, Y]]`, would be taken as one entry for each
@@ -116,23 +99,22 @@ def _layout(hint: Hint, rules: Layout) -> LayoutTree:
     return AnnotationLayout(rules, hint) if isinstance(one, tuple | AnnotationLayout) else one
 
 
-def _array_layout(hint: Hint, rules: Layout) -> Layout | PartitionSpec:
+def _array_layout(hint: Hint, rules: Layout, what: str) -> Layout | PartitionSpec:
     """The spec of an annotated array; an `AnnotationLayout` if the spec depends on the array.
 
     Alternatives (`Float[Array, "a b"] | Float[Array, "c"]`) are distinguished by the rank and the
     dtype of the array.
     """
-    kinds: dict[Any, set[Any]] = {}
+    kinds: dict[Any, Any] = {}
     for form in hint.forms:
         if form.wrong:
-            raise _AnnotationError(f"cannot be read: {form.wrong}")
-        kinds.setdefault((len(form.dims), form.dtype), set()).add(
-            (form.spec, *(dim.token for dim in form.dims))
-        )
-    if any(len(alternatives) > 1 for alternatives in kinds.values()):
-        raise _AnnotationError(
-            "is ambiguous: alternatives of the same rank and dtype name its dimensions differently"
-        )
+            raise AxesError(f"{what}, cannot be read: {form.wrong}")
+        named = form.spec, [dim.token for dim in form.dims]
+        if kinds.setdefault((len(form.dims), form.dtype), named) != named:
+            raise AxesError(
+                f"{what}, is ambiguous: alternatives of the same rank and dtype name its "
+                "dimensions differently"
+            )
     said = {(form.plain, form.spec) for form in hint.forms}
     if len(said) > 1:
         return AnnotationLayout(rules, hint)
@@ -157,28 +139,16 @@ class AnnotationLayout(Modifier):
         return self.annotation
 
     # A `Hint` is compared by identity, since it may contain names that are resolved later. Two
-    # layouts by the same annotation have to be equal, so that they share what is compiled.
+    # layouts by the same annotation have to be equal, so that they share what is compiled. A name
+    # in it has one meaning in all annotations of a function, and no two functions share a program.
     def __eq__(self, other: object) -> bool:
-        if not isinstance(other, AnnotationLayout):
-            return False
-        return (self.layout, _compared(self.hint)) == (other.layout, _compared(other.hint))
+        return isinstance(other, AnnotationLayout) and self._parts() == other._parts()
 
     def __hash__(self) -> int:
         return hash((self.hint.text, self.layout))
 
+    def _parts(self) -> tuple[object, ...]:
+        return self.layout, self.hint.text, self.hint.forms, self.hint.names
+
     def __repr__(self) -> str:
         return f"{self.layout!r} by `{self.hint.text}`"
-
-
-def _compared(hint: Hint | None) -> Any:
-    """The parts of a hint that decide whether two are equal."""
-    if hint is None:
-        return None
-    generics = [(cls, *map(_compared, args)) for cls, args in hint.generics]
-    inner = (
-        _compared(hint.element),
-        [*map(_compared, hint.elements)],
-        _compared(hint.below),
-        generics,
-    )
-    return (hint.text, hint.forms, hint.names, hint.buffer, hint.references, inner)

@@ -1,9 +1,10 @@
 """Layers of equal structure ─► one module with stacked arrays, run by a single `lax.scan`."""
 
+import inspect
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Generic, Literal, NamedTuple, TypeVar, overload
+from functools import partial
+from typing import Any, Generic, Literal, NamedTuple, TypedDict, TypeVar, Unpack, overload
 
 import equinox as eqx
 import jax
@@ -11,24 +12,24 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int, PRNGKeyArray
 
 from functree.argument_checks import FLAG, FUNCTION, KEY, POSITIONS, SIZE, Takes, check
-from functree.errors import AxesError, FunctreeTypeError, FunctreeValueError, Problem
+from functree.errors import (
+    AxesError,
+    FunctreeTypeError,
+    FunctreeValueError,
+    Problem,
+    count,
+    did_you_mean,
+)
 from functree.labels.leaf import array_problem
 from functree.layout.plan.notebook import ShownByPlan
 from functree.transforms.compiled_once import compiled_once
 from functree.transforms.pipeline import (
     check_pipeline,
     pipeline,
+    scannable,
     stages_of,
-    whole_stack,
 )
-from functree.transforms.remat import Offload, Remat, check_names, remat_policy
-from functree.transforms.stack_arguments import (
-    EACH,
-    arrays_with_path,
-    check_each,
-    check_same_type,
-    divided_arguments,
-)
+from functree.transforms.remat import Offload, Policy, Remat, check_names, remat_policy
 from functree.tree.arrays import AnyArray, Tree
 from functree.tree.axes import is_axis_name
 from functree.tree.interfaces import Stack, StateMapping
@@ -40,6 +41,16 @@ X = TypeVar("X")
 S = TypeVar("S")
 Each = Mapping[str, Tree] | None
 """Keyword arguments of layers, whose arrays have a leading dimension with a part for each layer."""
+
+
+class ScanOptions(TypedDict, total=False):
+    """The options of `Stacked.scan` that do not change the type of its result."""
+
+    each: Each
+    remat: Remat
+    unroll: int | bool
+    microbatches: int | None
+    divided: Sequence[int]
 
 
 class Stacked(eqx.Module, Stack, ShownByPlan, Generic[T]):
@@ -118,52 +129,36 @@ class Stacked(eqx.Module, Stack, ShownByPlan, Generic[T]):
         self,
         x: X,
         *args: Tree,
-        each: Each = None,
         collect: Literal[False] = False,
-        remat: Remat = None,
-        unroll: int | bool = 1,
         state: None = None,
-        microbatches: int | None = None,
-        divided: Sequence[int] = (),
+        **options: Unpack[ScanOptions],
     ) -> X: ...
     @overload
     def scan(
         self,
         x: X,
         *args: Tree,
-        each: Each = None,
         collect: Literal[False] = False,
-        remat: Remat = None,
-        unroll: int | bool = 1,
         state: S,
-        microbatches: None = None,
-        divided: Sequence[int] = (),
+        **options: Unpack[ScanOptions],
     ) -> tuple[X, S]: ...
     @overload
     def scan(
         self,
         x: X,
         *args: Tree,
-        each: Each = None,
         collect: Literal[True],
-        remat: Remat = None,
-        unroll: int | bool = 1,
         state: None = None,
-        microbatches: int | None = None,
-        divided: Sequence[int] = (),
+        **options: Unpack[ScanOptions],
     ) -> tuple[X, Tree]: ...
     @overload
     def scan(
         self,
         x: X,
         *args: Tree,
-        each: Each = None,
         collect: Literal[True],
-        remat: Remat = None,
-        unroll: int | bool = 1,
         state: S,
-        microbatches: None = None,
-        divided: Sequence[int] = (),
+        **options: Unpack[ScanOptions],
     ) -> tuple[X, Tree, S]: ...
     def scan(
         self,
@@ -241,9 +236,13 @@ class Stacked(eqx.Module, Stack, ShownByPlan, Generic[T]):
         )
         remat_policy(remat)  # raises for what is none
         layers_at_once = unroll if FLAG.fits(unroll) else int(unroll)
-        positions = divided_arguments(divided, args)
+        positions = _divided_arguments(divided, args)
         options = _Options(bool(collect), remat, layers_at_once, microbatches, positions)
         return _scanned(self, x, args, dict(each or {}), state, options)
+
+
+_Step = Callable[[tuple[Tree, Tree], tuple[Tree, Tree]], tuple[Tree, Tree]]
+"""One layer of a scan, as a function of what `jax.lax.scan` passes."""
 
 
 class _Options(NamedTuple):
@@ -274,30 +273,27 @@ def _scanned(
     depth = _depth(stacked, own)
     check_each(stacked.layer, each, depth)
     skeleton, arrays = Skeleton.apart((stacked.layer, each))
-    stages = stages_of(stacked.axis, arrays)
-    if stages.parts > 1 and microbatches is not None:
-        check_pipeline(collect, state)
-    else:
-        arrays = whole_stack(stacked.axis, stages, arrays)
-    step = _Step(arrays, skeleton, args, state, collect)
     policy = remat_policy(remat)
 
     # What layers share is passed from one to the next, like `x`; each gets a slice of the rest.
-    def run(x: Tree, arrays: Tree, step: _Step = step) -> tuple[Tree, Tree]:
-        run_step: Callable[[Tree, Tree], tuple[Tree, Tree]] = step
-        if policy is not None:
-            # In one program XLA would merge the recomputation with the forward pass and save
-            # nothing (common subexpressions). Two loops are not merged, so the costly barriers
-            # are needed only without a loop.
-            unrolled = unroll is True or unroll >= depth
-            run_step = jax.checkpoint(step, policy=policy, prevent_cse=unrolled)
-        return jax.lax.scan(run_step, (x, shared), (arrays, own), unroll=unroll)
+    def run(x: Tree, arrays: Tree, step: _Step) -> tuple[Tree, Tree]:
+        return jax.lax.scan(step, (x, shared), (arrays, own), unroll=unroll)
 
+    def step_with(args: Sequence[Tree]) -> _Step:
+        step = _step(skeleton, args, state, collect)
+        return step if policy is None else _saving(step, policy, depth, unroll)
+
+    stages = stages_of(stacked.axis, arrays)
+    if stages:
+        check_pipeline(stacked.axis, stages, microbatches, collect, state)
+    else:
+        arrays = [scannable(one) for one in arrays]
+    step = step_with(args)
     if isinstance(policy, Offload):
-        check_names(policy, type(stacked.layer).__name__, run, x, step.arrays)
-    if stages.parts > 1 and microbatches is not None:
+        check_names(policy, type(stacked.layer).__name__, partial(run, step=step), x, arrays)
+    if stages and microbatches is not None:
         return pipeline(
-            lambda x, arrays, args: run(x, arrays, replace(step, args=args))[0][0],
+            lambda x, arrays, args: run(x, arrays, step_with(args))[0][0],
             x,
             arrays,
             args,
@@ -306,13 +302,22 @@ def _scanned(
             keys=_own_keys(stacked.layer, arrays),
             divided=divided,
         )
-    (x, shared), (outs, own) = run(x, step.arrays)
+    (x, shared), (outs, own) = run(x, arrays, step)
     results = [x]
     if collect:
         results.append(outs)
     if state is not None:
         results.append(state.update({**shared, **own}))
     return results[0] if len(results) == 1 else tuple(results)
+
+
+def _saving(step: _Step, policy: Policy, depth: int, unroll: int | bool) -> _Step:
+    """One layer of a scan, whose backward pass has what a policy keeps and recomputes the rest."""
+    # In one program XLA would merge the recomputation with the forward pass and save nothing
+    # (common subexpressions). Two loops are not merged, so the costly barriers are needed only
+    # without a loop.
+    unrolled = unroll is True or unroll >= depth
+    return jax.checkpoint(step, policy=policy, prevent_cse=unrolled)
 
 
 def _own_keys(layer: Tree, arrays: Sequence[AnyArray]) -> frozenset[int]:
@@ -322,63 +327,57 @@ def _own_keys(layer: Tree, arrays: Sequence[AnyArray]) -> frozenset[int]:
     return frozenset(i for i, one in enumerate(is_key) if one and i >= first)
 
 
-# Compared by identity, since JAX needs a hash, and the arrays have none.
-@dataclass(frozen=True, eq=False)
-class _Step:
-    """One layer of a scan, as a function of what `jax.lax.scan` passes.
+def _step(skeleton: Skeleton, args: Sequence[Tree], state: Tree, collect: bool) -> _Step:
+    """One layer of a scan.
 
-    Attributes:
-        arrays: the arrays of all layers, and of what is given for each layer.
-        skeleton: both without their arrays.
+    Args:
+        skeleton: the layers, and what is given for each, without their arrays.
         args: what is passed to every layer.
         state: the `ft.State` before the first layer, or None.
         collect: whether the layers return something besides.
     """
 
-    arrays: Sequence[AnyArray]
-    skeleton: Skeleton
-    args: tuple[Tree, ...]
-    state: Tree
-    collect: bool
-
-    def __call__(self, carry: tuple[Tree, Tree], slices: tuple[Tree, Tree]) -> tuple[Tree, Tree]:
+    def step(carry: tuple[Tree, Tree], slices: tuple[Tree, Tree]) -> tuple[Tree, Tree]:
         (x, shared), (arrays, own) = carry, slices
         # A new dict in each trace, so the state may be added to it.
-        layer, given = self.skeleton.fill(arrays)
-        if self.state is not None:
-            given["state"] = self.state.update({**shared, **own})
-        result = layer(x, *self.args, **given)
+        layer, given = skeleton.fill(arrays)
+        if state is not None:
+            given["state"] = state.update({**shared, **own})
+        result = layer(x, *args, **given)
         y, out = result, None
-        if self.collect or self.state is not None:
-            self._check_result(layer, result)
+        if collect or state is not None:
+            _check_result(layer, result, collect, state)
             y = result[0]
-        if self.collect:
+        if collect:
             out = result[1]
-        if self.state is not None:
+        if state is not None:
             after = result[-1]
             shared = {path: after[path] for path in shared}
             own = {path: after[path] for path in own}
-        check_same_type(layer, x, y)
+        _check_same_type(layer, x, y)
         return (y, shared), (out, own)
 
-    def _check_result(self, layer: Tree, result: Tree) -> None:
-        """Raise FunctreeError if a layer does not return a tuple of all that is asked for."""
-        wanted, options = ["y"], list[str]()
-        if self.collect:
-            wanted.append("out")
-            options.append("`collect=True`")
-        if self.state is not None:
-            wanted.append("state")
-            options.append("`state=`")
-        fits = isinstance(result, tuple) and len(result) == len(wanted)
-        # Otherwise a layer that returns `(x, out)` would fail later, where its state is read.
-        if fits and self.state is not None:
-            fits = isinstance(result[-1], StateMapping)
-        if not fits:
-            raise FunctreeValueError(
-                f"{type(layer).__name__} is called with {' and '.join(options)} but does not "
-                f"return `({', '.join(wanted)})`"
-            )
+    return step
+
+
+def _check_result(layer: Tree, result: Tree, collect: bool, state: Tree) -> None:
+    """Raise FunctreeError if a layer does not return a tuple of all that is asked for."""
+    wanted, options = ["y"], list[str]()
+    if collect:
+        wanted.append("out")
+        options.append("`collect=True`")
+    if state is not None:
+        wanted.append("state")
+        options.append("`state=`")
+    fits = isinstance(result, tuple) and len(result) == len(wanted)
+    # Otherwise a layer that returns `(x, out)` would fail later, where its state is read.
+    if fits and state is not None:
+        fits = isinstance(result[-1], StateMapping)
+    if not fits:
+        raise FunctreeValueError(
+            f"{type(layer).__name__} is called with {' and '.join(options)} but does not "
+            f"return `({', '.join(wanted)})`"
+        )
 
 
 UNROLL = Takes(
@@ -387,6 +386,93 @@ UNROLL = Takes(
     lambda value: FLAG.fits(value) or SIZE.fits(value),
 )
 STATE = Takes("an `ft.State`", lambda value: isinstance(value, StateMapping)).or_none()
+
+
+def _are_keywords(value: object) -> bool:
+    if not isinstance(value, Mapping):
+        return False
+    return all(isinstance(name, str) and name.isidentifier() and name != "state" for name in value)
+
+
+EACH = Takes(
+    'keyword arguments of the layers in a dict, `{"key": keys}`; the state is `state=`',
+    _are_keywords,
+).or_none()
+
+
+def check_each(layer: Tree, each: Mapping[str, Tree], depth: int) -> None:
+    """Raise FunctreeError for what a layer does not take, and for arrays that do not have a part
+    for each layer."""
+    if not each:
+        return
+    parameters = inspect.signature(layer).parameters
+    # A layer with `**kwargs` may pass them on to others.
+    if not any(one.kind is one.VAR_KEYWORD for one in parameters.values()):
+        for name in each:
+            if name not in parameters:
+                near, of_layer = did_you_mean(name, parameters), type(layer).__name__
+                raise FunctreeTypeError(
+                    f"each={{{name!r}: ...}}: {of_layer} has no parameter `{name}`{near}"
+                )
+    problems: list[Problem] = []
+    for path, leaf in _arrays_with_path(dict(each)):
+        if leaf.shape[:1] == (depth,):
+            continue
+        remedy = "pass what all layers share by position, `scan(x, shared)`"
+        # The likely mistake: one key for all layers.
+        if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) and not leaf.shape:
+            remedy = f"split it, `jax.random.split(key, {depth})`"
+        why = f"has leading size {leaf.shape[0]}" if leaf.shape else "has no leading dimension"
+        why += f", and there are {depth} layers"
+        problems.append(array_problem(Path(("each", *path)), leaf, why, remedy))
+    if problems:
+        raise FunctreeValueError("each layer needs its own part of an array", problems)
+
+
+def _divided_arguments(divided: int | Sequence[int], args: Sequence[Tree]) -> tuple[int, ...]:
+    """The positions of the arguments that are divided like the batch. Raises FunctreeError for
+    those that a call does not have."""
+    positions = tuple(divided) if isinstance(divided, Sequence) else (divided,)
+    if any(i not in range(len(args)) for i in positions):
+        given = count(len(args), "argument")
+        raise FunctreeValueError(
+            f"a Stacked cannot be scanned: divided={divided!r} are positions among {given}, "
+            "counted from 0 after `x`"
+        )
+    return positions
+
+
+def _arrays_with_path(tree: Tree) -> Iterator[tuple[Path, jax.Array | jax.ShapeDtypeStruct]]:
+    """The arrays that are stacked, with their paths."""
+    # Abstract ones too, since a stack may be planned before there are arrays.
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        if eqx.is_array(leaf) or isinstance(leaf, jax.ShapeDtypeStruct):
+            yield Path.of(path), leaf
+
+
+def _check_same_type(layer: Tree, x: Tree, y: Tree) -> None:
+    """Raise with our own message before `lax.scan` does, whose message is about its carry."""
+    given, returned = _types(x), _types(y)
+    if given != returned:
+        raise FunctreeValueError(
+            f"{type(layer).__name__} takes {given} and returns {returned}: in a Stacked the result "
+            "of each layer is the input of the next one, so shape and dtype must stay the same. "
+            "Convert x before the stack, or the result in the layer, or write "
+            "`for layer in stacked: x = layer(x)`"
+        )
+
+
+def _types(x: Tree) -> str:
+    """The types of the leaves as JAX writes them, with Explicit shardings. A weak type is as good
+    as a strong one."""
+    # JAX marks a weak type by a tilde.
+    return str(jax.tree.map(lambda leaf: _Text(str(jax.typeof(leaf)).removeprefix("~")), x))
+
+
+class _Text(str):
+    """A string that is printed without quotes, also inside a tree."""
+
+    __repr__ = str.__str__
 
 
 def stack(
@@ -433,7 +519,7 @@ def _each(make: Callable[[PRNGKeyArray], T], keys: PRNGKeyArray) -> T:
 
 def _depth(stacked: Stacked[T], state: Mapping[Path, jax.Array] | None = None) -> int:
     """The leading size of all array leaves, and of the layers' own state; raises if they differ."""
-    leaves = [*arrays_with_path(stacked), *(state or {}).items()]
+    leaves = [*_arrays_with_path(stacked), *(state or {}).items()]
     if not leaves:
         name = type(stacked.layer).__name__
         raise FunctreeValueError(

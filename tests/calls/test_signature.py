@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Float, Int, PyTree
 import functree as ft
 from functree.calls.signature import Partial, Signature
 from functree.transforms.signature_layouts import AnnotationLayout, signature_layouts
-from functree.transforms.sizes import Sizes
+from functree.transforms.typed import check_sizes
 from tests.lib.checks import raises
 from tests.lib.meshes import mesh_of
 
@@ -348,7 +348,7 @@ def checked(annotations: dict[str, Any], *values: Any) -> None:
     fun: Callable[..., Any] = eval(f"lambda {', '.join(annotations)}: None")
     fun.__annotations__ = annotations
     signature = Signature(fun)
-    Sizes("f").check(signature.bind(values, {}))
+    check_sizes("f", signature.bind(values, {}))
 
 
 FLOATS = Float[Array, "batch embed"]

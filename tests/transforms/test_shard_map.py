@@ -17,7 +17,7 @@ from jaxtyping import Array, Float
 
 import functree as ft
 from functree.placing.ambient import ambient_rules
-from functree.transforms.shard_map.shard_map import shard_map
+from functree.transforms.shard_map import shard_map
 from tests.lib.checks import python_calls, raises
 from tests.lib.meshes import MESH, mesh_of
 

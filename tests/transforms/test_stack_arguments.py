@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from functree.errors import FunctreeTypeError, FunctreeValueError
-from functree.transforms.stack_arguments import check_each
+from functree.transforms.stacked import check_each
 from tests.lib.trees import x
 
 

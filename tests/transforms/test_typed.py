@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
 
 import functree as ft
-from functree.transforms.shard_map.shard_map import shard_map
+from functree.transforms.shard_map import shard_map
 from functree.transforms.typed import typed
 from tests.lib.checks import raises
 from tests.lib.meshes import EXPLICIT, MESH
