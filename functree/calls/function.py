@@ -24,6 +24,7 @@ from functree.calls.traces import Traces
 from functree.devices.meshes import tracing
 from functree.devices.placement import is_deleted, refuse_deleted
 from functree.layout.layout import Layout
+from functree.placing.ambient import ambient_rules
 from functree.tree.arrays import AnyArray, Tree
 
 _P = ParamSpec("_P")
@@ -143,9 +144,9 @@ class Function(Generic[_P, _T]):
     def of(cls, fun: Callable[_P, _T], options: Any) -> Self:
         """The wrapper of a function with some options."""
 
-    @abstractmethod
     def _rules(self) -> Layout | None:
         """The rules that are ambient in the body of a call that is made now."""
+        return self._options.rules if self._options.rules is not None else ambient_rules()
 
     @abstractmethod
     def _key(self, flat: FlatCall, rules: Layout | None) -> Hashable:

@@ -47,7 +47,7 @@ from functree.layout.layout import (
     copied,
 )
 from functree.layout.plan.make_plan import plan_leaves, read_for
-from functree.placing.ambient import Surroundings, ambient_rules, axis_rules
+from functree.placing.ambient import Surroundings, axis_rules
 from functree.transforms.typed import Sizes, check_sizes
 from functree.tree.arrays import AnyArray
 
@@ -254,9 +254,6 @@ class Mapped(Function[_P, _T]):
 
     def __repr__(self) -> str:
         return f"<ft.shard_map of {self._signature.name}>"
-
-    def _rules(self) -> Layout | None:
-        return self._options.rules if self._options.rules is not None else ambient_rules()
 
     def _key(self, flat: FlatCall, rules: Layout | None) -> Hashable:
         # In the trace of an outer function, custom derivative rules have to keep the rules of the

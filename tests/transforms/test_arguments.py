@@ -168,6 +168,16 @@ def test_what_is_committed_stays_whatever_the_rules_say():
     lies(y, [P("data")], MESH)
 
 
+def test_each_set_of_ambient_rules_places_by_itself():
+    f = ft.jit(step, mesh=MESH)
+    others = ft.AxisRules({"batch": "model", "hidden": "data", "embed": None})
+    for rules, spec, batch in ((RULES, "model", "data"), (others, "data", "model")):
+        with ft.axis_rules(rules):
+            out, y = f(layer(np.asarray), X)
+        lies(out, [P(None, spec), P(spec)], MESH)
+        lies(y, [P(batch)], MESH)
+
+
 def test_scalars_are_not_placed():
     """JAX replicates them at no cost, so no call is warned of."""
     f, x = ft.jit(lambda n, x: x * n, rules=RULES), ft.shard(X, P("data"), MESH)

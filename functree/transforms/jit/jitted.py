@@ -34,7 +34,7 @@ from functree.devices.placement import (
 from functree.errors import RuleError, ShardingError
 from functree.layout.layout import Layout, LayoutTree, copied
 from functree.layout.state_sharding import has_filters
-from functree.placing.ambient import Surroundings, ambient_rules
+from functree.placing.ambient import Surroundings
 from functree.surgery.pack import Packed, pack
 from functree.transforms.jit.arguments import (
     Placement,
@@ -136,9 +136,6 @@ class Jit(Function[_P, _T]):
 
     def __repr__(self) -> str:
         return f"<ft.jit of {self._signature.name}>"
-
-    def _rules(self) -> Layout | None:
-        return self._options.rules if self._options.rules is not None else ambient_rules()
 
     def _key(self, flat: FlatCall, rules: Layout | None) -> Hashable:
         # In the trace of an outer function a program donates nothing, and has constraints instead
