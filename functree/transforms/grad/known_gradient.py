@@ -35,6 +35,11 @@ class KnownGradient(NamedTuple):
                 return layout
         return None
 
+    @property
+    def aux_place(self) -> tuple[int, ...]:
+        """Where in the result the aux is, as indices of nested tuples."""
+        return (0, 1) if self.with_value else (1,)
+
     def place_of(self, position: int) -> tuple[int, ...]:
         """Where in the result the gradient of the argument at a position is, as indices of nested
         tuples."""
