@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable
 from typing import ParamSpec, TypeVar
 
 from functree.argument_checks import FLAG, FUNCTION, SIZE, TEXT, TEXTS, Takes, check
+from functree.calls.static_arguments import check_wrapped
 from functree.devices.meshes import compiling
 from functree.errors import FunctreeTypeError
 from functree.transforms.accumulate.call import Call, GradientFunction, Role
@@ -131,9 +132,11 @@ def accumulate(
         weighted=(weighted, FLAG),
         over=(over, _MESH_AXES),
     )
-    number, axes = int(steps), _names(over)
-    names = {Role.BATCH: _names(batch), Role.KEY: _names(keys), Role.CARRIED: _names(carry)}
-    function = GradientFunction.of(fn, names, divides_others=batch is None, weighted=bool(weighted))
+    number, axes = int(steps), () if over is None else _names(over)
+    check_wrapped("accumulate", fn)
+    divided = None if batch is None else _names(batch)
+    names = {Role.BATCH: divided, Role.KEY: _names(keys), Role.CARRIED: _names(carry)}
+    function = GradientFunction.of(fn, names, bool(weighted))
     if axes and not function.is_known:
         raise FunctreeTypeError(
             f"accumulate: over= needs to know where in the result of {function.signature.name} the "
@@ -155,7 +158,5 @@ def accumulate(
     return accumulated
 
 
-def _names(given: str | Iterable[str] | None) -> tuple[str, ...]:
-    if given is None:
-        return ()
+def _names(given: str | Iterable[str]) -> tuple[str, ...]:
     return (given,) if isinstance(given, str) else tuple(given)

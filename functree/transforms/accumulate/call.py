@@ -6,7 +6,7 @@ micro-batch before, and all others are the same in each micro-batch.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from enum import Enum
 from typing import Any, NamedTuple
 
@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from functree.argument_checks import shown
-from functree.calls.signature import Partial, Signature
+from functree.calls.signature import AnyFunction, Partial, Signature
 from functree.devices.placement import check_deleted
 from functree.devices.specs import mesh_axes
 from functree.errors import (
@@ -46,6 +46,10 @@ class Role(Enum):
     CARRIED = "carry"  # it is taken from the micro-batch before
 
 
+Names = Mapping[Role, Sequence[str] | None]
+"""The names of the parameters that have a role; None for all that have no other."""
+
+
 class GradientFunction(NamedTuple):
     """A gradient function, and what the loop does with its parameters.
 
@@ -57,7 +61,6 @@ class GradientFunction(NamedTuple):
         is_known: whether it is a gradient function of functree.
         differentiated: the beginnings of the paths of the arguments that are differentiated.
         named: those of the arguments that are named for a role.
-        divides_others: whether all other arguments are divided.
         weighted: whether the aux has a weight.
     """
 
@@ -67,18 +70,10 @@ class GradientFunction(NamedTuple):
     is_known: bool
     differentiated: tuple[Path, ...]
     named: Mapping[Role, tuple[Path, ...]]
-    divides_others: bool
     weighted: bool
 
     @classmethod
-    def of(
-        cls,
-        fn: Callable[..., Any],
-        names: Mapping[Role, Sequence[str]],
-        *,
-        divides_others: bool,
-        weighted: bool,
-    ) -> "GradientFunction":
+    def of(cls, fn: AnyFunction, names: Names, weighted: bool) -> "GradientFunction":
         """A function whose parameters with these names have a role.
 
         Raises:
@@ -90,11 +85,12 @@ class GradientFunction(NamedTuple):
         gradient = known or KnownGradient((0,), (None,), has_aux=False, with_value=False)
         differentiated = tuple(_positional(signature, partial, i) for i in gradient.argnums)
         is_known = known is not None
-        function = cls(
-            signature, partial, gradient, is_known, differentiated, {}, divides_others, weighted
-        )
+        function = cls(signature, partial, gradient, is_known, differentiated, {}, weighted)
         function._check_names(names)
-        named = {role: tuple(map(function._path, each)) for role, each in names.items()}
+        named: dict[Role, tuple[Path, ...]] = {}
+        for role, each in names.items():
+            # All arguments that have no other role are below the empty path.
+            named[role] = (Path(),) if each is None else tuple(map(function._path, each))
         function = function._replace(named=named)
         function._check_aux()
         return function
@@ -104,17 +100,18 @@ class GradientFunction(NamedTuple):
         """The arguments that each micro-batch takes from the one before."""
         return self.named[Role.CARRIED]
 
-    def role(self, path: Path, bound: Sequence[str]) -> Role:
-        """The role of an array, by the argument that it belongs to; `bound` are the names of the
-        arguments that are bound to the function, and so no part of the batch."""
-        for role in (Role.KEY, Role.CARRIED):
-            if _is_below(path, self.named[role]):
-                return role
-        if _is_below(path, self.differentiated) or path[0] in bound:
-            return Role.SAME
-        if self.divides_others or _is_below(path, self.named[Role.BATCH]):
-            return Role.BATCH
-        return Role.SAME
+    @property
+    def own_aux(self) -> str:
+        """What the aux has to be, in words: a weight, carried values, or both. Empty if it may be
+        anything."""
+        weight = "the weight of the micro-batch" if self.weighted else ""
+        names = ", ".join(f"`{path}`" for path in self.carried)
+        values = f"the next value of {names}"
+        if len(self.carried) > 1:
+            values = f"a tuple of the {len(self.carried)} next values of {names}"
+        if not weight or not names:
+            return weight or (values if names else "")
+        return f"`({weight}, {values})`"
 
     # The names of parameters
 
@@ -126,12 +123,12 @@ class GradientFunction(NamedTuple):
             return Path((name,))
         return Path((by_name, name))
 
-    def _check_names(self, names: Mapping[Role, Sequence[str]]) -> None:
+    def _check_names(self, names: Names) -> None:
         """Raise for names that cannot have their role."""
         problems: list[Problem] = []
         roles: dict[str, Role] = {}
         for role, each in names.items():
-            for name in each:
+            for name in each or ():
                 fault = self._fault(name, role, roles.get(name))
                 roles[name] = role
                 if fault is not None:
@@ -161,11 +158,6 @@ class GradientFunction(NamedTuple):
 
     # The aux
 
-    @property
-    def has_own_aux(self) -> bool:
-        """Whether the aux is a weight, or has carried values."""
-        return self.weighted or bool(self.carried)
-
     def checked(self, result: Any, carried: Mapping[Path, Skeleton]) -> Tree:
         """A result, in whose aux the weight is an array.
 
@@ -176,15 +168,15 @@ class GradientFunction(NamedTuple):
         Raises:
             FunctreeError: if the aux is not the one that is wanted.
         """
-        if not self.has_own_aux:
+        if not self.own_aux:
             return result
-        weight, values = None, result[0][1] if self.gradient.with_value else result[1]
-        if self.weighted and carried:
-            if not _has_length(values, 2):
-                raise self._refused(values, "is not a pair")
-            weight, values = values
-        elif self.weighted:
-            weight, values = values, ()
+        aux = result[0][1] if self.gradient.with_value else result[1]
+        pair = (None, aux)
+        if self.weighted:
+            pair = aux if carried else (aux, ())
+        if not _has_length(pair, 2):
+            raise self._refused(aux, "is not a pair")
+        weight, values = pair
         each = (values,) if len(carried) == 1 else values
         if not _has_length(each, len(carried)):
             raise self._refused(values, f"is not a tuple of {len(carried)}")
@@ -212,35 +204,23 @@ class GradientFunction(NamedTuple):
         kind = value_text(value)
         if isinstance(value, tuple | list):
             kind = f"a {type(value).__name__} of {len(value)}"
-        problem = Problem(None, None, f"aux: {kind}", why, f"return {self._wanted} as aux")
-        headline = f"{self.signature.name} does not return {self._wanted} as its aux"
+        problem = Problem(None, None, f"aux: {kind}", why, f"return {self.own_aux} as aux")
+        headline = f"{self.signature.name} does not return {self.own_aux} as its aux"
         return FunctreeTypeError(f"accumulate: {headline}", [problem])
 
     def _check_aux(self) -> None:
         """Raise for a function that is known to return no aux, or of which this is not known."""
         name = self.signature.name
-        if self.has_own_aux and not self.is_known:
+        if self.own_aux and not self.is_known:
             raise FunctreeTypeError(
-                f"accumulate: it is not known whether {name} returns {self._wanted} as its aux: "
+                f"accumulate: it is not known whether {name} returns {self.own_aux} as its aux: "
                 "use `ft.grad` or `ft.value_and_grad` with `has_aux=True`"
             )
-        if self.has_own_aux and not self.gradient.has_aux:
+        if self.own_aux and not self.gradient.has_aux:
             raise FunctreeTypeError(
-                f"accumulate: {name} returns no aux: return {self._wanted} as aux, and write "
+                f"accumulate: {name} returns no aux: return {self.own_aux} as aux, and write "
                 "`has_aux=True` in `ft.grad` or `ft.value_and_grad`"
             )
-
-    @property
-    def _wanted(self) -> str:
-        """What the aux has to be, in words."""
-        names = ", ".join(f"`{path}`" for path in self.carried)
-        next_value = f"the next value of {names}"
-        if len(self.carried) > 1:
-            next_value = f"a tuple of the {len(self.carried)} next values of {names}"
-        if not self.weighted:
-            return next_value
-        weight = "the weight of the micro-batch"
-        return f"`({weight}, {next_value})`" if self.carried else weight
 
 
 class Call(NamedTuple):
@@ -272,12 +252,18 @@ class Call(NamedTuple):
         _check_given(function, record)
         leaves = read(record)
         check_deleted("accumulate", record)
+        # What is bound to the function is no part of the batch.
         bound = [*signature.parameters[: len(partial.args)], *(partial.kwargs.keys() - kwargs)]
-        roles: list[Role] = []
+        same = (*function.differentiated, *(Path((name,)) for name in bound))
+        named, roles = function.named, list[Role]()
         for leaf in leaves.leaves:
-            role = function.role(leaf.path, bound)
-            # Keys that are already one for each example are divided as the batch is.
-            if role is Role.KEY and _keys_shape(leaf.value):
+            role = Role.SAME
+            if _is_below(leaf.path, named[Role.CARRIED]):
+                role = Role.CARRIED
+            elif _is_below(leaf.path, named[Role.KEY]):
+                # Keys that are one for each example are a part of the batch.
+                role = Role.BATCH if _keys_shape(leaf.value) else Role.KEY
+            elif _is_below(leaf.path, named[Role.BATCH]) and not _is_below(leaf.path, same):
                 role = Role.BATCH
             roles.append(role)
         return cls(function, record, leaves, roles)
@@ -393,11 +379,10 @@ def _positional(signature: Signature, partial: Partial, number: int) -> Path:
 
 def _check_given(function: GradientFunction, record: Sequence[Tree]) -> None:
     """Raise for names among the `**more` of the function that a call does not pass."""
-    problems: list[Problem] = []
+    parameters, problems = function.signature.parameters, list[Problem]()
     for role, paths in function.named.items():
         for path in paths:
-            name, *keys = path
-            if keys and keys[0] not in record[function.signature.parameters.index(name)]:
+            if len(path) > 1 and path[1] not in record[parameters.index(path[0])]:
                 why = f"is in `{role.value}`, and the call passes no argument by this name"
                 problems.append(Problem(path, None, "", why, "pass it by its name"))
     refuse(problems, "keyword argument", "cannot be found")
@@ -431,23 +416,20 @@ def _keys_shape(value: Any) -> tuple[int, ...] | None:
 
 def _indivisible(leaf: Leaf, steps: int, shards: Mapping[str, int]) -> list[Problem]:
     """The problem of an array of the batch that the micro-batches, or its shards, do not divide."""
-    divisor = "`steps` divides"
-    if not leaf.shape:
-        why = f"has no leading dimension to split into {steps} micro-batches"
-    else:
-        # On Auto axes the type has an empty spec: the compiler may shard a micro-batch in another
-        # way.
-        sharding = jax.typeof(leaf.value).sharding
-        typed = mesh_axes(next(iter(sharding.spec), None))
-        sizes = {axis: sharding.mesh.shape[axis] for axis in typed}
-        parts = math.prod({**sizes, **shards}.values())
-        if leaf.shape[0] % (steps * parts) == 0:
-            return []
+    # On Auto axes the type has an empty spec: the compiler may shard a micro-batch in another way.
+    sharding = jax.typeof(leaf.value).sharding
+    typed = mesh_axes(next(iter(sharding.spec), None))
+    parts = math.prod({**{axis: sharding.mesh.shape[axis] for axis in typed}, **shards}.values())
+    if leaf.shape and leaf.shape[0] % (steps * parts) == 0:
+        return []
+    why = f"has no leading dimension to split into {steps} micro-batches"
+    if leaf.shape:
         why = f"its leading dimension of size {leaf.shape[0]} cannot be split into {steps} "
         why += "micro-batches"
-        if parts > 1:
-            why += f" on each of {parts} {'shards' if shards else 'devices'}"
-            divisor = "both divide"
+    divisor = "`steps` divides"
+    if parts > 1:
+        why += f" on each of {parts} {'shards' if shards else 'devices'}"
+        divisor = "both divide"
     remedy = f"use a batch whose size {divisor}; name the parameters that are divided in `batch=`, "
     return [leaf.problem(why, f"{remedy}a random key in `keys=`, and a state in `carry=`")]
 

@@ -47,7 +47,7 @@ def averaged(call: Call, steps: int, over: Sequence[str]) -> Tree:
     sizes = {} if shards is None else shards.sizes
     call.check(steps, sizes)
     if shards is None:
-        micro_batch, totals = summed(call, _operands(call, steps), steps)
+        micro_batch, totals = summed(call, _operands(call, steps, 1), steps)
         _lay_out(call, micro_batch, totals)
     else:
         micro_batch, totals = shards.summed(call, steps)
@@ -108,14 +108,14 @@ class MicroBatch(NamedTuple):
         return jax.named_scope(BACKWARD if index in self.parameters else "accumulate")
 
 
-def _operands(call: Call, steps: int, shards: tuple[int, ...] = ()) -> list[Any]:
-    """The arrays of a call as operands of the loop: the whole batch, all keys, the first carried
-    values."""
+def _operands(call: Call, steps: int, shards: int) -> list[Any]:
+    """The arrays of a call as operands of the loop: the whole batch, the keys of all micro-batches
+    and shards, the first carried values."""
     operands: list[Any] = []
     for leaf, role in zip(call.leaves.leaves, call.roles, strict=True):
         value = leaf.value
         if role is Role.KEY:
-            value = jax.random.split(value, (steps, *shards))
+            value = jax.random.split(value, (steps, shards))
         elif role is Role.CARRIED:
             # An array that was made of a Python number has a weak type, which a sum with another
             # array would change.
@@ -163,7 +163,7 @@ def _traced(call: Call, operands: Sequence[Any], steps: int) -> MicroBatch:
             if role is Role.BATCH:
                 value = _examples(value, i, steps)
             elif role is Role.KEY:
-                value = jax.lax.dynamic_index_in_dim(value, i, keepdims=False)
+                value = jax.lax.dynamic_index_in_dim(value, i, keepdims=False)[0]
             values.append(value)
         result = call.run(values)
         skeleton, arrays = Skeleton.apart(result)
@@ -172,7 +172,7 @@ def _traced(call: Call, operands: Sequence[Any], steps: int) -> MicroBatch:
 
     traced = jax.make_jaxpr(compute)(jnp.zeros((), jnp.int32), *operands)
     skeleton, function = skeletons[-1], call.function
-    own = _below(function.gradient.aux_place, skeleton.paths) if function.has_own_aux else []
+    own = _below(function.gradient.aux_place, skeleton.paths) if function.own_aux else []
     weight = own.pop(0) if function.weighted else None
     sources = [i for argument in function.carried for i in call.indices(argument)]
     carried = dict(zip(own, sources, strict=True))
@@ -272,7 +272,8 @@ class Shards:
     Attributes:
         mesh: the mesh.
         sizes: the mesh axes over which the batch is sharded, with their sizes.
-        specs: the spec of each parameter, by its index among the arrays of the call.
+        specs: the spec of each parameter that is sharded over them, by its index among the arrays
+            of the call.
     """
 
     mesh: Mesh | AbstractMesh
@@ -315,7 +316,9 @@ class Shards:
         specs: dict[int, PartitionSpec] = {}
         for i, decision in zip(indices, decided.decisions, strict=True):
             typed = jax.typeof(call.leaves.values[i]).sharding.spec
-            specs[i] = decision.spec if decision.specified else typed
+            spec = decision.spec if decision.specified else typed
+            if named_axes(spec) & sizes.keys():
+                specs[i] = spec
         return cls(mesh, sizes, specs)
 
     @property
@@ -336,7 +339,7 @@ class Shards:
             parts: dict[int, jax.Array] = {}
             whole: dict[int, jax.Array] = {}
             for k, total in enumerate(totals):
-                if self._is_scattered(micro_batch, k):
+                if micro_batch.parameters.get(k) in self.specs:
                     parts[k] = total[None]
                 elif micro_batch.is_summed(k):
                     with micro_batch.scope(k):
@@ -348,7 +351,7 @@ class Shards:
         axes = entry(self.axes)
         by_role = {Role.BATCH: PartitionSpec(axes), Role.KEY: PartitionSpec(None, axes)}
         in_specs = tuple(by_role.get(role, PartitionSpec()) for role in call.roles)
-        operands = _operands(call, steps, (math.prod(self.sizes.values()),))
+        operands = _operands(call, steps, math.prod(self.sizes.values()))
         parts, totals = jax.shard_map(
             local,
             mesh=self.mesh,
@@ -365,8 +368,6 @@ class Shards:
 
     def _local(self, operand: jax.Array, role: Role) -> jax.Array:
         """An operand on one shard."""
-        if role is Role.KEY:
-            return operand[:, 0]
         # Otherwise JAX would sum the gradients over the shards in each micro-batch.
         if role is Role.SAME and jnp.issubdtype(operand.dtype, jnp.inexact):
             return jax.lax.pcast(operand, self.axes, to="varying")
@@ -395,12 +396,6 @@ class Shards:
         refuse(problems, "array", "cannot be returned with `over=`", ShardingError)
 
     # The sum over shards
-
-    def _is_scattered(self, micro_batch: MicroBatch, index: int) -> bool:
-        """Whether an array of the result is the gradient of a parameter that is sharded over the
-        mesh axes of the batch."""
-        parameter = micro_batch.parameters.get(index)
-        return parameter is not None and bool(named_axes(self.specs[parameter]) & set(self.axes))
 
     def _scattered_sum(self, parts: jax.Array, spec: PartitionSpec) -> jax.Array:
         """The sum of the parts of all shards, sharded by a spec: over the mesh axes by which it
