@@ -104,14 +104,12 @@ class GradientFunction(NamedTuple):
     def own_aux(self) -> str:
         """What the aux has to be, in words: a weight, carried values, or both. Empty if it may be
         anything."""
-        weight = "the weight of the micro-batch" if self.weighted else ""
-        names = ", ".join(f"`{path}`" for path in self.carried)
-        values = f"the next value of {names}"
-        if len(self.carried) > 1:
-            values = f"a tuple of the {len(self.carried)} next values of {names}"
-        if not weight or not names:
-            return weight or (values if names else "")
-        return f"`({weight}, {values})`"
+        parts = ["the weight of the micro-batch"] if self.weighted else []
+        number = len(self.carried)
+        if number:
+            values = "the next value" if number == 1 else f"a tuple of the {number} next values"
+            parts.append(f"{values} of {', '.join(f'`{path}`' for path in self.carried)}")
+        return f"`({', '.join(parts)})`" if len(parts) > 1 else "".join(parts)
 
     # The names of parameters
 
@@ -255,17 +253,13 @@ class Call(NamedTuple):
         # What is bound to the function is no part of the batch.
         bound = [*signature.parameters[: len(partial.args)], *(partial.kwargs.keys() - kwargs)]
         same = (*function.differentiated, *(Path((name,)) for name in bound))
-        named, roles = function.named, list[Role]()
-        for leaf in leaves.leaves:
-            role = Role.SAME
-            if _is_below(leaf.path, named[Role.CARRIED]):
-                role = Role.CARRIED
-            elif _is_below(leaf.path, named[Role.KEY]):
+        roles = [Role.SAME] * len(leaves.leaves)
+        # In this order, since an array may be in several of them.
+        for role, arguments in {Role.BATCH: (), Role.SAME: same, **function.named}.items():
+            for i in [i for argument in arguments for i in below(argument, leaves.paths)]:
                 # Keys that are one for each example are a part of the batch.
-                role = Role.BATCH if _keys_shape(leaf.value) else Role.KEY
-            elif _is_below(leaf.path, named[Role.BATCH]) and not _is_below(leaf.path, same):
-                role = Role.BATCH
-            roles.append(role)
+                is_batch = role is Role.KEY and bool(_keys_shape(leaves.values[i]))
+                roles[i] = Role.BATCH if is_batch else role
         return cls(function, record, leaves, roles)
 
     def value_at(self, argument: Path) -> Tree:
@@ -278,8 +272,7 @@ class Call(NamedTuple):
 
     def indices(self, argument: Path) -> list[int]:
         """The indices of the arrays of an argument."""
-        leaves = self.leaves.leaves
-        return [i for i, leaf in enumerate(leaves) if _is_below(leaf.path, [argument])]
+        return below(argument, self.leaves.paths)
 
     def run(self, values: Sequence[Any]) -> Tree:
         """The result of the function for other values of the arrays. Raises as `checked`."""
@@ -348,10 +341,7 @@ _A_KEY = "pass a key, such as `jax.random.key(0)`, or name another parameter in 
 
 
 def refuse(
-    problems: Sequence[Problem],
-    noun: str,
-    why: str,
-    kind: type[FunctreeError] = FunctreeTypeError,
+    problems: Sequence[Problem], noun: str, why: str, kind: type[FunctreeError] = FunctreeTypeError
 ) -> None:
     """Raise an error if there are problems.
 
@@ -386,6 +376,11 @@ def _check_given(function: GradientFunction, record: Sequence[Tree]) -> None:
                 why = f"is in `{role.value}`, and the call passes no argument by this name"
                 problems.append(Problem(path, None, "", why, "pass it by its name"))
     refuse(problems, "keyword argument", "cannot be found")
+
+
+def below(place: Sequence[Any], paths: Sequence[Path]) -> list[int]:
+    """The indices of the paths that begin at a place."""
+    return [i for i, path in enumerate(paths) if path[: len(place)] == place]
 
 
 def _is_below(path: Path, arguments: Sequence[Path]) -> bool:

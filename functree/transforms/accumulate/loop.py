@@ -25,7 +25,7 @@ from functree.layout.layout import as_partial, broadcast, own_meshes
 from functree.layout.plan.make_plan import read_for
 from functree.placing.ambient import ambient_rules
 from functree.placing.constrain import find_mesh, local_view
-from functree.transforms.accumulate.call import Call, Role, refuse
+from functree.transforms.accumulate.call import Call, Role, below, refuse
 from functree.transforms.grad.parameters import BACKWARD, laid_out_as
 from functree.tree.arrays import Tree, array_text
 from functree.tree.paths import Path
@@ -67,7 +67,7 @@ def _lay_out(call: Call, micro_batch: "MicroBatch", totals: list[jax.Array]) -> 
         return
     function = call.function
     for argument, layout in zip(function.differentiated, function.gradient.layouts, strict=True):
-        free = call.indices(argument) if layout is None else []
+        free = set(call.indices(argument)) if layout is None else ()
         for k, parameter in micro_batch.parameters.items():
             if parameter in free:
                 totals[k] = laid_out_as(call.leaves.leaves[parameter].value, totals[k])
@@ -172,7 +172,7 @@ def _traced(call: Call, operands: Sequence[Any], steps: int) -> MicroBatch:
 
     traced = jax.make_jaxpr(compute)(jnp.zeros((), jnp.int32), *operands)
     skeleton, function = skeletons[-1], call.function
-    own = _below(function.gradient.aux_place, skeleton.paths) if function.own_aux else []
+    own = below(function.gradient.aux_place, skeleton.paths) if function.own_aux else []
     weight = own.pop(0) if function.weighted else None
     sources = [i for argument in function.carried for i in call.indices(argument)]
     carried = dict(zip(own, sources, strict=True))
@@ -190,14 +190,9 @@ def _parameters(call: Call, result: Skeleton) -> dict[int, int]:
     parameters = {path: i for i, path in enumerate(call.leaves.paths)}
     for number, argument in zip(gradient.argnums, call.function.differentiated, strict=True):
         place = gradient.place_of(number)
-        for k in _below(place, result.paths):
+        for k in below(place, result.paths):
             found[k] = parameters[Path((*argument, *result.paths[k][len(place) :]))]
     return found
-
-
-def _below(place: tuple[int, ...], paths: Sequence[Path]) -> list[int]:
-    """The indices of the paths that begin at a place."""
-    return [k for k, path in enumerate(paths) if path[: len(place)] == place]
 
 
 def _examples(x: jax.Array, i: jax.Array, steps: int) -> jax.Array:
@@ -224,9 +219,7 @@ def _check_carried(call: Call, operands: Sequence[Any], micro_batch: MicroBatch)
             remedy = f"average it over the shards in the function (`jax.lax.pmean(x, {along!r})`); "
             remedy += "or pass one that differs too "
             remedy += f'(`jax.lax.pcast(x, {along!r}, to="varying")`)'
-        why = (
-            f"is {_type_text(before)} in the first micro-batch, and {_type_text(after)} in the next"
-        )
+        why = f"is {was} in the first micro-batch, and {becomes} in the next"
         problems.append(call.leaves.leaves[operand].problem(why, remedy))
     refuse(problems, "array", "in `carry` would change between micro-batches")
 
@@ -302,8 +295,8 @@ class Shards:
         if AxisType.Auto in mesh.axis_types:
             rules = ambient_rules()
             layouts = tuple(rules if layout is None else layout for layout in layouts)
-            if None in layouts:
-                argument = function.differentiated[layouts.index(None)]
+        for argument, layout in zip(function.differentiated, layouts, strict=True):
+            if layout is None and AxisType.Auto in mesh.axis_types:
                 raise ShardingError(
                     f"accumulate: over= does not know how the parameters in `{argument}` are "
                     f"sharded on mesh {view}: pass `layout=` to the gradient function, or use "
@@ -315,7 +308,7 @@ class Shards:
         indices = [i for argument in function.differentiated for i in call.indices(argument)]
         specs: dict[int, PartitionSpec] = {}
         for i, decision in zip(indices, decided.decisions, strict=True):
-            typed = jax.typeof(call.leaves.values[i]).sharding.spec
+            typed = jax.typeof(call.leaves.leaves[i].value).sharding.spec
             spec = decision.spec if decision.specified else typed
             if named_axes(spec) & sizes.keys():
                 specs[i] = spec
