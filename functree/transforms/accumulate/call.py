@@ -84,14 +84,13 @@ class GradientFunction(NamedTuple):
         known = known_gradient(partial.fun)
         gradient = known or KnownGradient((0,), (None,), has_aux=False, with_value=False)
         differentiated = tuple(_positional(signature, partial, i) for i in gradient.argnums)
-        is_known = known is not None
-        function = cls(signature, partial, gradient, is_known, differentiated, {}, weighted)
-        function._check_names(names)
         named: dict[Role, tuple[Path, ...]] = {}
         for role, each in names.items():
             # All arguments that have no other role are below the empty path.
-            named[role] = (Path(),) if each is None else tuple(map(function._path, each))
-        function = function._replace(named=named)
+            named[role] = (Path(),) if each is None else tuple(_path(signature, x) for x in each)
+        is_known = known is not None
+        function = cls(signature, partial, gradient, is_known, differentiated, named, weighted)
+        function._check_names(names)
         function._check_aux()
         return function
 
@@ -112,14 +111,6 @@ class GradientFunction(NamedTuple):
         return f"`({', '.join(parts)})`" if len(parts) > 1 else "".join(parts)
 
     # The names of parameters
-
-    def _path(self, name: str) -> Path:
-        """The path of an argument."""
-        by_name = self.signature.by_name
-        # One among `**more` is known by its name only, or all of them by theirs.
-        if name in self.signature.parameters or by_name is None:
-            return Path((name,))
-        return Path((by_name, name))
 
     def _check_names(self, names: Names) -> None:
         """Raise for names that cannot have their role."""
@@ -190,8 +181,10 @@ class GradientFunction(NamedTuple):
 
     def _as_weight(self, weight: Any) -> jax.Array:
         """A weight as an array."""
-        if eqx.is_array_like(weight) and jnp.shape(weight) == () and not _is_typed_key(weight):
-            return jnp.asarray(weight)
+        if eqx.is_array_like(weight) and jnp.shape(weight) == ():
+            array = jnp.asarray(weight)
+            if not is_key(array.dtype):
+                return array
         raise FunctreeTypeError(
             f"accumulate: the weight that {self.signature.name} returns as aux is "
             f"{value_text(weight)}, not a scalar"
@@ -308,7 +301,7 @@ class Call(NamedTuple):
         for leaf, role in leaves:
             # A model may keep a key that the loss does not draw from.
             kept = _is_below(leaf.path, self.function.differentiated)
-            if steps > 1 and role is Role.SAME and not kept and _is_typed_key(leaf.value):
+            if steps > 1 and role is Role.SAME and not kept and is_key(leaf.value.dtype):
                 warn(
                     f"accumulate: `{leaf.path}` is a random key, and all {steps} micro-batches "
                     "draw the same numbers from it: pass it as an argument of its own and name it "
@@ -355,6 +348,14 @@ def refuse(
         raise kind(f"accumulate: {count(len(problems), noun)} {why}", problems)
 
 
+def _path(signature: Signature, name: str) -> Path:
+    """The path of an argument with a name."""
+    # One among `**more` is known by its name only, or all of them by theirs.
+    if name in signature.parameters or signature.by_name is None:
+        return Path((name,))
+    return Path((signature.by_name, name))
+
+
 def _positional(signature: Signature, partial: Partial, number: int) -> Path:
     """The path of the argument at a position."""
     names = [*signature.parameters[: len(partial.args)], *signature.positional]
@@ -393,14 +394,10 @@ def _has_length(value: Any, length: int) -> bool:
     return isinstance(value, tuple | list) and len(value) == length
 
 
-def _is_typed_key(value: Any) -> bool:
-    return is_key(jnp.result_type(value))
-
-
 def _keys_shape(value: Any) -> tuple[int, ...] | None:
     """The shape of an array of random keys, typed or raw; empty for one key, None for an array of
     something else."""
-    if _is_typed_key(value):
+    if is_key(value.dtype):
         return value.shape
     # The shape of a raw key, by JAX's option for the kind of random numbers.
     raw = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0))).shape

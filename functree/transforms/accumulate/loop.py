@@ -55,7 +55,7 @@ def averaged(call: Call, steps: int, over: Sequence[str]) -> Tree:
     if weight is not None:
         divisor = totals[weight]
     for k, kind in enumerate(micro_batch.types):
-        if micro_batch.is_summed(k) and k != weight:
+        if k in micro_batch.summed and k != weight:
             totals[k] = totals[k] / divisor.astype(totals[k].dtype)
         totals[k] = totals[k].astype(kind.dtype)
     return micro_batch.skeleton.fill(totals)
@@ -87,6 +87,8 @@ class MicroBatch(NamedTuple):
             parameter among the operands.
         carried: for the index of each carried array of the result, the index of its operand.
         weight: the index of the weight; None if there is none.
+        summed: the indices of the arrays of the result that are summed over the micro-batches. The
+            others are carried, or those of the last micro-batch.
     """
 
     run: Callable[..., Sequence[Any]]
@@ -95,13 +97,7 @@ class MicroBatch(NamedTuple):
     parameters: dict[int, int]
     carried: dict[int, int]
     weight: int | None
-
-    def is_summed(self, index: int) -> bool:
-        """Whether an array of the result is summed over the micro-batches. The others are carried,
-        or those of the last micro-batch."""
-        if index in self.carried:
-            return False
-        return index == self.weight or jnp.issubdtype(self.types[index].dtype, jnp.inexact)
+    summed: set[int]
 
     def scope(self, index: int) -> AbstractContextManager[object]:
         """The scope of a sum over shards. That of a gradient is a part of the backward pass."""
@@ -141,7 +137,7 @@ def summed(call: Call, operands: Sequence[Any], steps: int) -> tuple[MicroBatch,
         new = list(micro_batch.run(*given))
         for k, array in enumerate(new):
             new[k] = jnp.asarray(array).astype(totals[k].dtype)  # a literal comes as a number
-            if micro_batch.is_summed(k):
+            if k in micro_batch.summed:
                 new[k] += totals[k]
         return new, None
 
@@ -178,7 +174,9 @@ def _traced(call: Call, operands: Sequence[Any], steps: int) -> MicroBatch:
     carried = dict(zip(own, sources, strict=True))
     parameters = _parameters(call, skeleton) if function.is_known else {}
     run, types = jaxpr_as_fun(traced), traced.out_avals
-    micro_batch = MicroBatch(run, types, skeleton, parameters, carried, weight)
+    inexact = {k for k, kind in enumerate(types) if jnp.issubdtype(kind.dtype, jnp.inexact)}
+    sums = inexact - carried.keys() | ({weight} if weight is not None else set())
+    micro_batch = MicroBatch(run, types, skeleton, parameters, carried, weight, sums)
     _check_carried(call, operands, micro_batch)
     return micro_batch
 
@@ -334,7 +332,7 @@ class Shards:
             for k, total in enumerate(totals):
                 if micro_batch.parameters.get(k) in self.specs:
                     parts[k] = total[None]
-                elif micro_batch.is_summed(k):
+                elif k in micro_batch.summed:
                     with micro_batch.scope(k):
                         whole[k] = jax.lax.psum(total, self.axes)
                 else:
@@ -384,7 +382,7 @@ class Shards:
         problems: list[Problem] = []
         for k, path in enumerate(micro_batch.skeleton.paths):
             kind = micro_batch.types[k]
-            if not micro_batch.is_summed(k) and _varying(kind) & set(self.axes):
+            if k not in micro_batch.summed and _varying(kind) & set(self.axes):
                 problems.append(array_problem(Path((RESULT, *path)), kind, why, remedy))
         refuse(problems, "array", "cannot be returned with `over=`", ShardingError)
 
