@@ -95,19 +95,15 @@ class GradientFunction(NamedTuple):
         return function
 
     @property
-    def carried(self) -> tuple[Path, ...]:
-        """The arguments that each micro-batch takes from the one before."""
-        return self.named[Role.CARRIED]
-
-    @property
     def own_aux(self) -> str:
         """What the aux has to be, in words: a weight, carried values, or both. Empty if it may be
         anything."""
         parts = ["the weight of the micro-batch"] if self.weighted else []
-        number = len(self.carried)
-        if number:
+        carried = [f"`{path}`" for path in self.named[Role.CARRIED]]
+        if carried:
+            number = len(carried)
             values = "the next value" if number == 1 else f"a tuple of the {number} next values"
-            parts.append(f"{values} of {', '.join(f'`{path}`' for path in self.carried)}")
+            parts.append(f"{values} of {', '.join(carried)}")
         return f"`({', '.join(parts)})`" if len(parts) > 1 else "".join(parts)
 
     # The names of parameters
@@ -249,7 +245,7 @@ class Call(NamedTuple):
         roles = [Role.SAME] * len(leaves.leaves)
         # In this order, since an array may be in several of them.
         for role, arguments in {Role.BATCH: (), Role.SAME: same, **function.named}.items():
-            for i in [i for argument in arguments for i in below(argument, leaves.paths)]:
+            for i in below(arguments, leaves.paths):
                 # Keys that are one for each example are a part of the batch.
                 is_batch = role is Role.KEY and bool(_keys_shape(leaves.values[i]))
                 roles[i] = Role.BATCH if is_batch else role
@@ -263,16 +259,13 @@ class Call(NamedTuple):
             value = value[key]
         return value
 
-    def indices(self, argument: Path) -> list[int]:
-        """The indices of the arrays of an argument."""
-        return below(argument, self.leaves.paths)
-
     def run(self, values: Sequence[Any]) -> Tree:
         """The result of the function for other values of the arrays. Raises as `checked`."""
         function = self.function
         record = self.leaves.skeleton.fill(values)
-        carried = {path: Skeleton.of(self.value_at(path)) for path in function.carried}
-        return function.checked(function.signature.run(function.partial.fun, record), carried)
+        result = function.signature.run(function.partial.fun, record)
+        carried = function.named[Role.CARRIED]
+        return function.checked(result, {x: Skeleton.of(self.value_at(x)) for x in carried})
 
     # Checks
 
@@ -300,7 +293,7 @@ class Call(NamedTuple):
         refuse(problems, "array", "cannot be split into micro-batches", FunctreeValueError)
         for leaf, role in leaves:
             # A model may keep a key that the loss does not draw from.
-            kept = _is_below(leaf.path, self.function.differentiated)
+            kept = below(self.function.differentiated, [leaf.path])
             if steps > 1 and role is Role.SAME and not kept and is_key(leaf.value.dtype):
                 warn(
                     f"accumulate: `{leaf.path}` is a random key, and all {steps} micro-batches "
@@ -313,10 +306,10 @@ class Call(NamedTuple):
     def _check_keys(self, batch: Sequence[Leaf]) -> None:
         """Raise for arguments in `keys` that are no keys."""
         named = self.function.named[Role.KEY]
-        sizes = {x.shape[0] for x in batch if x.shape and not _is_below(x.path, named)}
+        sizes = {x.shape[0] for x in batch if x.shape and not below(named, [x.path])}
         problems: list[Problem] = []
         for path in named:
-            for leaf in [self.leaves.leaves[i] for i in self.indices(path)]:
+            for leaf in [self.leaves.leaves[i] for i in below([path], self.leaves.paths)]:
                 shape = _keys_shape(leaf.value)
                 if shape is None:
                     problems.append(leaf.problem("is no random key", _A_KEY))
@@ -379,14 +372,9 @@ def _check_given(function: GradientFunction, record: Sequence[Tree]) -> None:
     refuse(problems, "keyword argument", "cannot be found")
 
 
-def below(place: Sequence[Any], paths: Sequence[Path]) -> list[int]:
-    """The indices of the paths that begin at a place."""
-    return [i for i, path in enumerate(paths) if path[: len(place)] == place]
-
-
-def _is_below(path: Path, arguments: Sequence[Path]) -> bool:
-    """Whether an array belongs to one of some arguments."""
-    return any(path[: len(argument)] == argument for argument in arguments)
+def below(places: Sequence[tuple[Any, ...]], paths: Sequence[Path]) -> list[int]:
+    """The indices of the paths that begin at one of some places, for one place after another."""
+    return [i for place in places for i, path in enumerate(paths) if path[: len(place)] == place]
 
 
 def _has_length(value: Any, length: int) -> bool:

@@ -3,7 +3,6 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any, NamedTuple
@@ -67,7 +66,7 @@ def _lay_out(call: Call, micro_batch: "MicroBatch", totals: list[jax.Array]) -> 
         return
     function = call.function
     for argument, layout in zip(function.differentiated, function.gradient.layouts, strict=True):
-        free = set(call.indices(argument)) if layout is None else ()
+        free = set(below([argument], call.leaves.paths)) if layout is None else ()
         for k, parameter in micro_batch.parameters.items():
             if parameter in free:
                 totals[k] = laid_out_as(call.leaves.leaves[parameter].value, totals[k])
@@ -98,10 +97,6 @@ class MicroBatch(NamedTuple):
     carried: dict[int, int]
     weight: int | None
     summed: set[int]
-
-    def scope(self, index: int) -> AbstractContextManager[object]:
-        """The scope of a sum over shards. That of a gradient is a part of the backward pass."""
-        return jax.named_scope(BACKWARD if index in self.parameters else "accumulate")
 
 
 def _operands(call: Call, steps: int, shards: int) -> list[Any]:
@@ -168,10 +163,9 @@ def _traced(call: Call, operands: Sequence[Any], steps: int) -> MicroBatch:
 
     traced = jax.make_jaxpr(compute)(jnp.zeros((), jnp.int32), *operands)
     skeleton, function = skeletons[-1], call.function
-    own = below(function.gradient.aux_place, skeleton.paths) if function.own_aux else []
+    own = below([function.gradient.aux_place], skeleton.paths) if function.own_aux else []
     weight = own.pop(0) if function.weighted else None
-    sources = [i for argument in function.carried for i in call.indices(argument)]
-    carried = dict(zip(own, sources, strict=True))
+    carried = dict(zip(own, below(function.named[Role.CARRIED], call.leaves.paths), strict=True))
     parameters = _parameters(call, skeleton) if function.is_known else {}
     run, types = jaxpr_as_fun(traced), traced.out_avals
     inexact = {k for k, kind in enumerate(types) if jnp.issubdtype(kind.dtype, jnp.inexact)}
@@ -188,7 +182,7 @@ def _parameters(call: Call, result: Skeleton) -> dict[int, int]:
     parameters = {path: i for i, path in enumerate(call.leaves.paths)}
     for number, argument in zip(gradient.argnums, call.function.differentiated, strict=True):
         place = gradient.place_of(number)
-        for k in below(place, result.paths):
+        for k in below([place], result.paths):
             found[k] = parameters[Path((*argument, *result.paths[k][len(place) :]))]
     return found
 
@@ -303,7 +297,7 @@ class Shards:
         leaves, parts = read_for(values, layouts)
         # What is wrong with it is said where the gradient is laid out.
         decided = decide_parts(leaves, as_partial(parts), view, allow_unspecified=True)
-        indices = [i for argument in function.differentiated for i in call.indices(argument)]
+        indices = below(function.differentiated, call.leaves.paths)
         specs: dict[int, PartitionSpec] = {}
         for i, decision in zip(indices, decided.decisions, strict=True):
             typed = jax.typeof(call.leaves.leaves[i].value).sharding.spec
@@ -333,7 +327,9 @@ class Shards:
                 if micro_batch.parameters.get(k) in self.specs:
                     parts[k] = total[None]
                 elif k in micro_batch.summed:
-                    with micro_batch.scope(k):
+                    # The sum of a gradient is a part of the backward pass.
+                    scope = BACKWARD if k in micro_batch.parameters else "accumulate"
+                    with jax.named_scope(scope):
                         whole[k] = jax.lax.psum(total, self.axes)
                 else:
                     whole[k] = total
@@ -352,7 +348,7 @@ class Shards:
         )(*map(self._typed, operands, in_specs))
         (micro_batch,) = traced
         for k, part in parts.items():
-            with micro_batch.scope(k):
+            with jax.named_scope(BACKWARD):
                 spec = self.specs[micro_batch.parameters[k]]
                 totals[k] = self._scattered_sum(part, spec)
         return micro_batch, [totals[k] for k in sorted(totals)]
