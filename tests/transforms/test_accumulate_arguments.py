@@ -478,7 +478,7 @@ NOT_OVER: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
         )(jnp.ones(4), x),
         (
             "accumulate: 1 array cannot be returned with `over=`",
-            'aux: bool', 'differs between the shards over "data"', "make it a float",
+            'result.1   bool[]', 'differs between the shards over "data"', "make it a float",
         ),
     ),
 }  # fmt: skip

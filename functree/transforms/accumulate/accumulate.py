@@ -2,44 +2,28 @@
 
 import functools
 from collections.abc import Callable, Iterable
-from typing import Any, ParamSpec, TypeVar
+from typing import ParamSpec, TypeVar
 
 from functree.argument_checks import FLAG, FUNCTION, SIZE, TEXT, TEXTS, Takes, check
-from functree.calls.program import around
+from functree.calls.static_arguments import check_wrapped
 from functree.devices.meshes import compiling
-from functree.devices.placement import explicit_mesh
 from functree.errors import FunctreeTypeError
-from functree.placing.ambient import ambient_rules
-from functree.transforms.accumulate.micro_batch import (
-    MicroBatch,
-    averaged,
-    operands_of,
-    summed,
-    trace,
-)
-from functree.transforms.accumulate.results import Results
-from functree.transforms.accumulate.roles import Call, ParameterRoles
-from functree.transforms.accumulate.shards import BatchShards
-from functree.transforms.grad.parameters import laid_out_as
+from functree.transforms.accumulate.call import Call, GradientFunction, Role
+from functree.transforms.accumulate.loop import averaged
 from functree.transforms.jit.jit import jit
-from functree.tree.arrays import Tree
-from functree.tree.skeleton.skeleton import Skeleton
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
-_NAMES = Takes(
-    "the name of a parameter, or several in a tuple",
-    lambda value: TEXT.fits(value) or TEXTS.fits(value),
-)
-_NAMES_OR_NONE = Takes(
-    "the name of a parameter, several in a tuple, or None",
-    lambda value: value is None or _NAMES.fits(value),
-)
-_MESH_AXES = Takes(
-    "the name of a mesh axis, several in a tuple, or None",
-    lambda value: value is None or _NAMES.fits(value),
-)
+
+def _is_names(value: object) -> bool:
+    """Whether a value is a name, or several."""
+    return TEXT.fits(value) or TEXTS.fits(value)
+
+
+_NAMES = Takes("the name of a parameter, or several in a tuple", _is_names)
+_NAMES_OR_NONE = Takes("the name of a parameter, several in a tuple", _is_names).or_none()
+_MESH_AXES = Takes("the name of a mesh axis, several in a tuple", _is_names).or_none()
 
 
 def accumulate(
@@ -149,68 +133,30 @@ def accumulate(
         over=(over, _MESH_AXES),
     )
     number, axes = int(steps), () if over is None else _names(over)
+    check_wrapped("accumulate", fn)
     divided = None if batch is None else _names(batch)
-    arguments = ParameterRoles.of(fn, divided, _names(keys), _names(carry))
-    name, gradient = arguments.signature.name, arguments.gradient
-    if axes and gradient is None:
+    names = {Role.BATCH: divided, Role.KEY: _names(keys), Role.CARRIED: _names(carry)}
+    function = GradientFunction.of(fn, names, bool(weighted))
+    if axes and not function.is_known:
         raise FunctreeTypeError(
-            f"accumulate: over= needs to know where in the result of {name} the gradients are: use "
-            "`ft.grad` or `ft.value_and_grad`"
+            f"accumulate: over= needs to know where in the result of {function.signature.name} the "
+            "gradients are: use `ft.grad` or `ft.value_and_grad`"
         )
-    # Of the names only: the skeletons are those of a call.
-    missing = Skeleton.of(None)
-    Results(name, gradient, weighted, dict.fromkeys(arguments.carried, missing)).check()
 
+    @functools.wraps(fn)
     def in_micro_batches(*args: _P.args, **kwargs: _P.kwargs) -> _T:
-        call = Call.of(arguments, args, kwargs, number)
-        values = call.values_at(arguments.carried)
-        carried = {path: Skeleton.of(value) for path, value in values.items()}
-        results = Results(name, gradient, weighted, carried)
-        with around(explicit_mesh(call.leaves.values)):
-            return _accumulated(fn, call, number, results, axes)
+        return averaged(Call.of(function, args, kwargs), number, axes)
 
     # A call that is not compiled is compiled here, once for all calls.
-    compiled = jit(functools.wraps(fn)(in_micro_batches))
+    compiled = functools.cache(lambda: jit(in_micro_batches))
 
     @functools.wraps(fn)
     def accumulated(*args: _P.args, **kwargs: _P.kwargs) -> _T:
-        return (in_micro_batches if compiling() else compiled)(*args, **kwargs)
+        run = in_micro_batches if compiling() else compiled()
+        return run(*args, **kwargs)
 
     return accumulated
 
 
 def _names(given: str | Iterable[str]) -> tuple[str, ...]:
     return (given,) if isinstance(given, str) else tuple(given)
-
-
-def _accumulated(
-    fn: Callable[..., Any], call: Call, steps: int, results: Results, over: tuple[str, ...]
-) -> Tree:
-    """The result of a gradient function over the batch of a call."""
-    shards = BatchShards.of(call, over, steps) if over else None
-    if shards is None:
-        operands = operands_of(call, steps)
-        micro_batch = trace(fn, call, operands, steps, results)
-        totals = summed(micro_batch, operands, steps)
-        _lay_out(call, micro_batch, totals)
-        number = steps
-    else:
-        micro_batch, totals = shards.summed(
-            call, steps, lambda operands: trace(fn, call, operands, steps, results)
-        )
-        number = steps * shards.number
-    return results.join(micro_batch.parts(averaged(micro_batch, totals, number)))
-
-
-def _lay_out(call: Call, micro_batch: MicroBatch, totals: list[Any]) -> None:
-    """Lay out the sums of gradients as their parameters, as the gradients are."""
-    gradient = call.arguments.gradient
-    if gradient is None or ambient_rules() is None:
-        return
-    free = set[int]()
-    for argument, layout in zip(call.arguments.differentiated, gradient.layouts, strict=True):
-        if layout is None:
-            free.update(call.indices_in(argument))
-    for k, parameter in micro_batch.parameters.items():
-        if parameter in free:
-            totals[k] = laid_out_as(call.leaves.leaves[parameter].value, totals[k])

@@ -28,12 +28,10 @@ class KnownGradient(NamedTuple):
     with_value: bool
     several: bool = False
 
-    def layout_of(self, position: int) -> LayoutTree:
-        """The layout of the argument at a position; None if none was given."""
-        for number, layout in zip(self.argnums, self.layouts, strict=True):
-            if number == position:
-                return layout
-        return None
+    @property
+    def aux_place(self) -> tuple[int, ...]:
+        """Where in the result the aux is, as indices of nested tuples."""
+        return (0, 1) if self.with_value else (1,)
 
     def place_of(self, position: int) -> tuple[int, ...]:
         """Where in the result the gradient of the argument at a position is, as indices of nested
