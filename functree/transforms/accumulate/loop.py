@@ -47,9 +47,9 @@ def averaged(call: Call, steps: int, over: Sequence[str]) -> Tree:
     call.check(steps, sizes)
     if shards is None:
         micro_batch, totals = summed(call, _operands(call, steps, 1), steps)
-        _lay_out(call, micro_batch, totals)
     else:
         micro_batch, totals = shards.summed(call, steps)
+    _lay_out(call, micro_batch, totals)
     weight, divisor = micro_batch.weight, jnp.asarray(steps * math.prod(sizes.values()))
     if weight is not None:
         divisor = totals[weight]
