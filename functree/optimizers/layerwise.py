@@ -32,7 +32,7 @@ from functree.labels.optimizer.layers import (
     stacks_of,
 )
 from functree.labels.optimizer.optimizer_state import remembered_update, trained_type
-from functree.labels.optimizer.owners import owners_of
+from functree.labels.optimizer.followed_parameters import owners_of
 from functree.tree.arrays import AnyArray, Tree
 from functree.tree.jaxprs import NOTHING, Sources, dependencies
 from functree.tree.paths import Path

@@ -18,7 +18,7 @@ from functree.labels.leaf import Leaf, array_problem
 from functree.labels.leaves import Leaves, read
 from functree.labels.optimizer.followed_parameters import TrainedModel
 from functree.labels.optimizer.optimizer_state import optimizer_state
-from functree.labels.optimizer.other_sizes import Shape
+from functree.labels.optimizer.followed_parameters import Shape
 from functree.tree.arrays import Tree
 from functree.tree.nodes import walk
 from functree.tree.paths import Path

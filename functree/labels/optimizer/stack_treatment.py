@@ -17,7 +17,7 @@ from functree.labels.leaf import Leaf
 from functree.labels.optimizer.followed_parameters import TrainedModel
 from functree.labels.optimizer.layers import mapped_init, mapped_update, paths_of
 from functree.labels.optimizer.optimizer_state import remembered_update, trained_type
-from functree.labels.optimizer.owners import owners_of
+from functree.labels.optimizer.followed_parameters import owners_of
 from functree.tree.arrays import Tree
 from functree.tree.interfaces import Stack
 from functree.tree.jaxprs import (
