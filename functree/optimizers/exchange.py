@@ -50,7 +50,7 @@ class Exchange:
         shape: Sequence[int],
         spec: PartitionSpec,
         stacked: int,
-        over: _Axes | None = None,
+        over: Sequence[str] | None = None,
     ) -> "Exchange":
         """The exchange for one parameter.
 

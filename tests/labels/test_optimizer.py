@@ -207,9 +207,7 @@ def test_galores_own_dimensions_are_never_taken_for_a_parameters():
                 optax.contrib.galore(1e-3, rank=rank), params, P("data", "model"), SIZES
             )
     # Of a square parameter, and at its full rank, each leaf has the shape of the parameter.
-    specs = specs_of(
-        optax.contrib.galore(1e-3), {"w": S((8, 8), jnp.float32)}, P("data", "model")
-    )
+    specs = specs_of(optax.contrib.galore(1e-3), {"w": S((8, 8), jnp.float32)}, P("data", "model"))
     assert specs["0.projector.w"] == specs["0.base_optimizer_state.mu.w"] == P("data", "model")
 
 

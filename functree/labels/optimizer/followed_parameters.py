@@ -189,8 +189,8 @@ def _by_sizes(
     chosen: Sequence[Path],
     paths: Collection[Path],
 ) -> dict[Path, FollowedLeaf]:
-    """What some leaves follow, by the sizes that they have for other sizes of the parameters; without
-    the leaves that have other ranks then.
+    """What some leaves follow, by the sizes that they have for other sizes of the parameters.
+    Leaves that have other ranks then are left out.
 
     Args:
         tx: the optimizer.
@@ -253,7 +253,7 @@ def _compared(
 
 
 def _abstract(tx: Optimizer, trained: TrainedModel, shapes: Mapping[Path, Shape]) -> StateArrays:
-    """The arrays of `tx.init` for some parameters with other shapes, whose names nobody asks for."""
+    """The arrays of `tx.init` for some parameters with other shapes, without their names."""
 
     def abstract(leaf: Leaf) -> jax.ShapeDtypeStruct | None:
         shape = shapes.get(leaf.path)
@@ -359,6 +359,7 @@ def _other_size(real: int, step: int, taken: Collection[int]) -> int:
 
 
 # The parameters that a leaf may belong to, by its path
+
 
 def owners_of(paths: Sequence[Path], parameters: Collection[Path]) -> dict[Path, list[Path]]:
     """For each leaf of the state, the parameters that it may belong to by its path, the most likely
