@@ -29,7 +29,7 @@ from functree.labels.optimizer.layers import (
     single_layers,
     stack_sizes,
 )
-from functree.labels.optimizer.optimizer_state import remembered_update, trained_type
+from functree.labels.optimizer.optimizer_state import remembered, trained_type
 from functree.labels.optimizer.stack_treatment import STATE, UPDATES, TracedUpdate, traced_update
 from functree.tree.arrays import AnyArray, Tree
 from functree.tree.paths import Path
@@ -134,7 +134,7 @@ def _check(tx: Any, updates: Leaves, params: Leaves | None, extra: Mapping[str, 
     once for equal shapes."""
     types = [None if one is None else trained_type(single_layers(one)) for one in (updates, params)]
     key = "layers", *types, tuple(sorted(extra))
-    problems = remembered_update(tx, key, lambda: _problems(tx, updates, params, extra))
+    problems = remembered(tx, key, lambda: _problems(tx, updates, params, extra), of_update=True)
     keys = [one for one in problems if one.remedy == _NO_KEYS]
     if keys:
         raise FunctreeTypeError(

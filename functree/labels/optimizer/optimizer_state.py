@@ -126,28 +126,25 @@ _REMEMBERED = 16  # for each optimizer
 T = TypeVar("T")
 
 
-def remembered(tx: Optimizer, key: Hashable, find: Callable[[], T]) -> T:
-    """What was found about the `init` of an optimizer for a key, or is found now."""
-    init = getattr(tx, "init", None)
-    if not isinstance(init, FunctionType):  # a method is a new object each time
-        return find()
-    return _in_memory(init, key, find)
+def remembered(tx: Any, key: Hashable, find: Callable[[], T], *, of_update: bool = False) -> T:
+    """What was found about the `init` of an optimizer for a key, or is found now.
 
-
-def remembered_update(tx: Any, key: Hashable, find: Callable[[], T]) -> T:
-    """The same about the `update` of an optimizer. Optimizers without state share their `init`.
-
-    For an object whose `update` is a method it is remembered by the object, although that may be
-    changed in place: only warnings and checks depend on it.
+    Args:
+        tx: the optimizer.
+        key: the key.
+        find: finds it.
+        of_update: whether it depends on the `update` too. Optimizers without state share their
+            `init`. For an object whose `update` is a method it is remembered by the object,
+            although that may be changed in place: only warnings and checks depend on it.
     """
-    if isinstance(tx.update, FunctionType) and isinstance(tx.init, FunctionType):
-        return _in_memory(tx.update, (weakref.ref(tx.init), key), find)
-    if type(tx).__hash__ is object.__hash__:
-        return _in_memory(tx, key, find)
-    return find()
-
-
-def _in_memory(owner: object, key: Hashable, find: Callable[[], T]) -> T:
+    owner = getattr(tx, "init", None)
+    is_function = isinstance(owner, FunctionType)  # a method is a new object each time
+    if of_update and is_function and isinstance(tx.update, FunctionType):
+        owner, key = tx.update, (weakref.ref(owner), key)
+    elif of_update and type(tx).__hash__ is object.__hash__:
+        owner = tx
+    elif of_update or not is_function:
+        return find()
     known = _KNOWN.setdefault(owner, {})
     found = known.get(key)
     if found is None:

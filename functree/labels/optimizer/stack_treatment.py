@@ -18,7 +18,7 @@ from functree.labels.leaf import Leaf
 from functree.labels.leaves import arrays_by_path
 from functree.labels.optimizer.followed_parameters import TrainedModel, owners_of
 from functree.labels.optimizer.layers import mapped_init, mapped_update
-from functree.labels.optimizer.optimizer_state import remembered_update, trained_type
+from functree.labels.optimizer.optimizer_state import remembered, trained_type
 from functree.tree.arrays import AnyArray, Tree
 from functree.tree.interfaces import Stack
 from functree.tree.jaxprs import NOTHING, Reader, Sources, dependencies, is_random
@@ -38,7 +38,7 @@ def warn_of_stacks(tx: Any, trained: TrainedModel) -> None:
         told.extend(treated_differently(tx, trained))
         return True
 
-    remembered_update(tx, ("stacks", trained_type(trained)), find)
+    remembered(tx, ("stacks", trained_type(trained)), find, of_update=True)
     if told:
         warn(_text(told))
 
