@@ -102,9 +102,7 @@ def averaged(ts: TrainState[M]) -> M:
         for _, state in outermost(ts.opt_state, lambda _, node: isinstance(node, AveragedState))
     ]
     if len(found) != 1:
-        keeps = "no average"
-        if found:
-            keeps = f"{len(found)} averages"
+        keeps = f"{len(found)} averages" if found else "no average"
         raise FunctreeValueError(
             f"the optimizer keeps {keeps} of the parameters: "
             "`TrainState.create(model, ft.with_ema(tx))`"
