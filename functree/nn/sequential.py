@@ -13,7 +13,7 @@ from functree.errors import FunctreeTypeError
 from functree.layout.layout import Layout, LayoutLike, as_layout
 from functree.placing.ambient import has_axis_rules
 from functree.placing.constrain import constrain
-from functree.state.state import State, holds_refs
+from functree.state.state import State, refs
 from functree.transforms.jit.jit import jit
 from functree.tree.axes import Axes
 
@@ -71,7 +71,7 @@ class Sequential(eqx.Module):
             options: dict[str, Any] = {}
             if key is not None and _takes(layer, "key"):
                 options["key"] = next(keys)
-            if not holds_refs(layer):
+            if not refs(layer):
                 x = layer(x, **options)
                 continue
             # Declared state, such as the averages of a `BatchNorm`, would be lost without a sign.

@@ -33,7 +33,6 @@ class Exchange:
         dims: for each dimension of it the mesh axes that shard it.
         exchanged: the mesh axes over which shards of matrices are exchanged for layers.
         sliced: those along which matrices are replicated, and each device takes some of the layers.
-        gathered: those that shard the matrices, and over which no layers are spread.
     """
 
     sizes: Mapping[str, int]
@@ -42,7 +41,6 @@ class Exchange:
     dims: tuple[_Axes, ...]
     exchanged: _Axes
     sliced: _Axes
-    gathered: _Axes
 
     @staticmethod
     def of(
@@ -50,7 +48,7 @@ class Exchange:
         shape: Sequence[int],
         spec: PartitionSpec,
         stacked: int,
-        over: _Axes | None = None,
+        over: Sequence[str] | None = None,
     ) -> "Exchange":
         """The exchange for one parameter.
 
@@ -71,24 +69,29 @@ class Exchange:
         sharding = sum(entries[stacked:], ())
         # Over the mesh axes of the stack the layers are spread already.
         of_stack = sum(entries[:stacked], ())
-        spread: list[str] = []
-        for axis in sharding if over is None else over:
-            if axis not in of_stack and sizes[axis] > 1:
-                spread.append(axis)
+        exchanged = sharding if over is None else tuple(axis for axis in sharding if axis in over)
+        sliced: list[str] = []
+        for axis in over or ():
+            if axis not in (*sharding, *of_stack) and sizes[axis] > 1:
+                sliced.append(axis)
         return Exchange(
             sizes,
             (tuple(stack),),
             tuple(shape[stacked:]),
             tuple(entries[stacked:]),
-            tuple(axis for axis in sharding if axis in spread),
-            tuple(axis for axis in spread if axis not in sharding),
-            tuple(axis for axis in sharding if axis not in spread),
+            exchanged,
+            tuple(sliced),
         )
 
     @property
     def kind(self) -> Hashable:
         """How matrices are exchanged: equal for exchanges that differ in their stacks only."""
-        return self.layer, self.dims, self.exchanged, self.sliced, self.gathered
+        return self.layer, self.dims, self.exchanged, self.sliced
+
+    @property
+    def gathered(self) -> _Axes:
+        """The mesh axes that shard the matrices, and over which no layers are spread."""
+        return tuple(axis for axis in sum(self.dims, ()) if axis not in self.exchanged)
 
     def joined_with(self, others: Sequence["Exchange"]) -> "Exchange":
         """The exchange of this one's layers and those of others of its kind, as of one stack."""
@@ -100,10 +103,7 @@ class Exchange:
         That moves half as much as to bring it to one device and back, and the other devices have
         nothing else to do.
         """
-        if self.layers > 1:
-            return self
-        gathered = tuple(axis for axes in self.dims for axis in axes)
-        return replace(self, exchanged=(), sliced=(), gathered=gathered)
+        return self if self.layers > 1 else replace(self, exchanged=(), sliced=())
 
     @property
     def layers(self) -> int:

@@ -1,6 +1,6 @@
 """An optimizer ─► one for which each layer of a stack is its own leaf."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -19,24 +19,21 @@ from functree.errors import (
     listed,
 )
 from functree.labels.leaf import array_problem
-from functree.labels.leaves import Leaves, read
+from functree.labels.leaves import Leaves, arrays_by_path, read
 from functree.labels.optimizer.followed_parameters import check_optimizer
 from functree.labels.optimizer.layers import (
-    StateLayers,
     for_layers,
+    layered_state,
     mapped_init,
     mapped_update,
-    paths_of,
     single_layers,
     stack_sizes,
-    stacks_of,
 )
-from functree.labels.optimizer.optimizer_state import remembered_update, trained_type
-from functree.labels.optimizer.owners import owners_of
+from functree.labels.optimizer.optimizer_state import remembered, trained_type
+from functree.labels.optimizer.stack_treatment import STATE, UPDATES, TracedUpdate, traced_update
 from functree.tree.arrays import AnyArray, Tree
-from functree.tree.jaxprs import NOTHING, Sources, dependencies
 from functree.tree.paths import Path
-from functree.tree.skeleton.skeleton import Skeleton, abstract_result
+from functree.tree.skeleton.skeleton import Skeleton
 
 
 def layerwise(tx: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
@@ -107,7 +104,7 @@ def layerwise(tx: optax.GradientTransformation) -> optax.GradientTransformationE
         if not any(map(stack_sizes, leaves.leaves)):
             return whole_update(updates, state, params, **extra)
         _check(tx, leaves, None if params is None else read(params), extra)
-        return mapped_update(tx, updates, state, params, extra)
+        return mapped_update(tx, updates, state, params, **extra)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -122,13 +119,10 @@ def _shardings(tx: Any, params: Leaves) -> list[Sharding | None] | None:
     devices = {frozenset(one.sharding.device_set) for one in parameters.values() if one.committed}
     if len(devices) != 1 or len(next(iter(devices))) == 1:
         return None
-    layers, stacks = StateLayers(tx, params), stacks_of(params)
     shardings: list[Sharding | None] = []
-    for path in layers.paths:
-        owner = layers.owners[path]
-        like = None if owner is None else parameters[owner]
-        shape = (*layers.stack(path, stacks), *layers.shapes[path])
-        shardings.append(like.sharding if like is not None and like.shape == shape else None)
+    for leaf in layered_state(tx, params).values():
+        like = None if leaf.owner is None else parameters[leaf.owner]
+        shardings.append(like.sharding if like is not None and like.shape == leaf.shape else None)
     return shardings
 
 
@@ -140,7 +134,7 @@ def _check(tx: Any, updates: Leaves, params: Leaves | None, extra: Mapping[str, 
     once for equal shapes."""
     types = [None if one is None else trained_type(single_layers(one)) for one in (updates, params)]
     key = "layers", *types, tuple(sorted(extra))
-    problems = remembered_update(tx, key, lambda: (_problems(tx, updates, params, extra),))[0]
+    problems = remembered(tx, key, lambda: _problems(tx, updates, params, extra), of_update=True)
     keys = [one for one in problems if one.remedy == _NO_KEYS]
     if keys:
         raise FunctreeTypeError(
@@ -168,107 +162,66 @@ _NO_KEYS = (
 def _problems(
     tx: Any, updates: Leaves, params: Leaves | None, extra: Mapping[str, Tree]
 ) -> Sequence[Problem]:
-    """What of an optimizer's result depends on several leaves.
+    """What of an optimizer's result depends on several leaves, and the random keys of its state.
 
     Its update is traced with a tuple of two layers in the place of each stack. If the optimizer
     does not take that, such as one with labels for each array, nothing is known.
     """
-    stacks = stacks_of(*([] if params is None else [params]), updates)
+    read_trees = [updates] if params is None else [params, updates]
+    stacks = {leaf.path: stack_sizes(leaf) for one in read_trees for leaf in one.leaves}
 
     def pair(path: Path, array: AnyArray) -> Any:
         stack = stacks.get(path, ())
         layer = jax.ShapeDtypeStruct(array.shape[len(stack) :], array.dtype)
         return (layer, layer) if stack else layer
 
-    def pairs(leaves: Leaves | None) -> Tree:
-        if leaves is None:
-            return None
+    def pairs(leaves: Leaves) -> Tree:
         return leaves.skeleton.fill([pair(leaf.path, leaf.value) for leaf in leaves.leaves])
 
     more, arrays = Skeleton.apart(dict(extra))
-    below = [Path(path[1:]) for path in paths_of(dict(extra))]
+    below = [Path(path[1:]) for path in arrays_by_path(dict(extra))]
+    update = optax.with_extra_args_support(tx).update
     try:
         with for_layers():
             others = more.fill(map(pair, below, arrays))
-            return _depending(tx, pairs(updates), pairs(params), others, stacks)
+            params_pairs = None if params is None else pairs(params)
+            traced = traced_update(tx.init, update, pairs(updates), params_pairs, others)
     except USERS_ERRORS:
         return ()
+    return [*_keys(traced), *_depending(traced, stacks)]
 
 
-def _depending(
-    tx: Any, updates: Tree, params: Tree | None, extra: Any, stacks: Mapping[Path, tuple[int, ...]]
-) -> Sequence[Problem]:
-    """The problems of a trace with two layers of each stack."""
-    state = abstract_result(tx.init, updates if params is None else params)
-    skeleton, types = Skeleton.apart((updates, state, params, extra))
-    update = optax.with_extra_args_support(tx).update
-    parameters = frozenset([*paths_of(updates), *paths_of(params)])
-    results: list[tuple[list[Path], list[Path]]] = []
+def _keys(traced: TracedUpdate) -> Iterator[Problem]:
+    """The problems of random keys in the state."""
+    for (path, owner), type_ in zip(traced.inputs, traced.program.in_avals, strict=True):
+        if path[0] == STATE and owner is None and _is_key(path, type_):
+            yield array_problem(Path(path[1:]), type_, "is a random key", _NO_KEYS)
 
-    def run(*arrays: Any) -> list[Any]:
-        updates, state, params, extra = skeleton.fill(arrays)
-        new, after = update(updates, state, params, **extra)
-        results.append((paths_of(new), paths_of(after)))
-        return Skeleton.apart((new, after))[1]
 
-    program = jax.make_jaxpr(run)(*types)
-    new, after = results[0]
-    in_state = _owners(paths_of(state), parameters)
-    problems: list[Problem] = []
-    for path, array in zip(paths_of(state), Skeleton.apart(state)[1], strict=True):
-        if in_state[path] is None and _is_key(path, array):
-            problems.append(array_problem(path, array, "is a random key", _NO_KEYS))
-    owners: list[Path | None] = [*paths_of(updates), *map(in_state.get, paths_of(state))]
-    owners += paths_of(params)
-    for path in paths_of(extra):
-        below = Path(path[1:])
-        owners.append(below if below in parameters else None)
-    sources: list[Sources] = [NOTHING if one is None else frozenset({one}) for one in owners]
-    later = _owners(after, parameters)
-    outputs = [(path, path, "its update") for path in new]
-    outputs += [(path, later[path], "this leaf of the optimizer's state") for path in after]
-    pairs = zip(outputs, dependencies(program, sources), program.out_avals, strict=True)
-    told = set[tuple[Path, str]]()
-    for (path, owner, what), on, type_ in pairs:
-        others = _others(owner, on, stacks)
+def _depending(traced: TracedUpdate, stacks: Mapping[Path, tuple[int, ...]]) -> Iterator[Problem]:
+    """The problems of what depends on several leaves, one of which is in a stack, in a trace with
+    two layers of each stack."""
+    # The parameter that each leaf of the trace is, or is a layer of.
+    whole: dict[Path | None, Path] = {}
+    for path, stack in stacks.items():
+        whole |= dict.fromkeys((path / 0, path / 1) if stack else (path,), path)
+    told = set[tuple[Path, bool]]()
+    outputs = zip(traced.outputs, traced.depends_on(), traced.program.out_avals, strict=True)
+    for (path, owner), on, type_ in outputs:
+        own = whole.get(owner)
+        stack = () if own is None else stacks[own]
+        others = {whole[one] for one in on - {owner}}  # pyright: ignore[reportArgumentType]
+        found = [one for one in stacks if one in others and (stacks[one] or stack)]
         # The path of one layer of a pair ends with its number.
-        own = _of_stack(owner, stacks)
-        stack = () if own is None else stacks.get(own, ())
-        shown = Path(path[: len(path) - 1]) if stack and path[-1] in (0, 1) else path
-        if others and (shown, what) not in told:
-            told.add((shown, what))
-            whole = jax.ShapeDtypeStruct((*stack, *type_.shape), type_.dtype)
-            why = f"{what} depends on {listed(others)}"
-            problems.append(array_problem(shown, whole, why, _OUTSIDE))
-    return problems
-
-
-def _owners(paths: Sequence[Path], parameters: Collection[Path]) -> dict[Path, Path | None]:
-    """The parameter that each leaf of a state belongs to."""
-    found = owners_of(paths, parameters)
-    return {path: next(iter(found[path]), None) for path in paths}
-
-
-def _of_stack(path: Path | None, stacks: Mapping[Path, tuple[int, ...]]) -> Path | None:
-    """The path of a parameter, by that of one of its layers."""
-    if path is None or stacks.get(path):
-        return path
-    return Path(path[:-1]) if stacks.get(Path(path[:-1])) else path
-
-
-def _others(
-    owner: Path | None, on: Sources, stacks: Mapping[Path, tuple[int, ...]]
-) -> Sequence[str]:
-    """The other leaves that an output depends on, in words, if one of the two is in a stack."""
-    own = _of_stack(owner, stacks)
-    found: dict[Path, None] = {}
-    for path in stacks:
-        for one in on - {owner}:
-            other = _of_stack(Path(one), stacks)  # pyright: ignore[reportArgumentType]
-            if other == path and (stacks[path] or stacks.get(own or Path(), ())):
-                found[path] = None
-    others = [f"`{path}`" for path in found if path != own]
-    return others or (["other layers of the stack"] if found else [])
+        shown = Path(path[1:-1] if stack and path[-1] in (0, 1) else path[1:])
+        is_update = path[0] == UPDATES
+        if not found or (shown, is_update) in told:
+            continue
+        told.add((shown, is_update))
+        names = [f"`{one}`" for one in found if one != own] or ["other layers of the stack"]
+        what = "its update" if is_update else "this leaf of the optimizer's state"
+        array = jax.ShapeDtypeStruct((*stack, *type_.shape), type_.dtype)
+        yield array_problem(shown, array, f"{what} depends on {listed(names)}", _OUTSIDE)
 
 
 def _is_key(path: Path, value: AnyArray) -> bool:

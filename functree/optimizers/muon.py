@@ -1,7 +1,7 @@
 """Muon of optax, whose matrices are orthogonalized as a whole."""
 
 import inspect
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -11,13 +11,11 @@ from optax.contrib import MuonDimensionNumbers
 
 from functree.argument_checks import Takes, check, is_number
 from functree.errors import FunctreeTypeError, FunctreeValueError, Problem
-from functree.labels.leaf import Leaf
-from functree.labels.leaves import read
+from functree.labels.leaves import Leaves, read
 from functree.labels.optimizer.layers import stack_sizes
 from functree.layout.layout import LayoutTree
-from functree.optimizers.whole_matrices import Chosen, MatrixFunction, of_each_matrix
+from functree.optimizers.whole_matrices import MatrixFunction, of_each_matrix
 from functree.tree.arrays import Tree
-from functree.tree.paths import Path
 
 
 def muon(
@@ -79,25 +77,21 @@ def muon(
         raise FunctreeTypeError(f"muon: {error}; see `optax.contrib.muon`") from None
     bound.apply_defaults()
     given = bound.arguments
-    dimensions = _dimensions(given["muon_weight_dimension_numbers"])
+    dimensions = given["muon_weight_dimension_numbers"]
 
     def labels(params: Tree) -> Tree:
-        known = dimensions(params)
-        return _filled(params, lambda leaf: "adam" if known[leaf.path] is None else "muon")
+        leaves = read(params)
+        each = _dimensions(dimensions, params, leaves)
+        return leaves.skeleton.fill(["adam" if own is None else "muon" for own in each])
 
-    def choose(updates: Tree) -> Chosen:
-        known = dimensions(updates)
-        functions: dict[Hashable, MatrixFunction] = {}
-
-        def chosen(leaf: Leaf) -> tuple[Hashable, MatrixFunction]:
-            own = known[leaf.path]
-            return own, functions.setdefault(own, _orthogonalize(given, own))
-
-        return chosen
+    def functions(updates: Tree, leaves: Leaves) -> Sequence[MatrixFunction]:
+        each = _dimensions(dimensions, updates, leaves)
+        known = {own: _orthogonalize(given, own) for own in each}
+        return [known[own] for own in each]
 
     matrices = optax.chain(
         _momentum(given["beta"], given["nesterov"], given["mu_dtype"]),
-        of_each_matrix(choose, over, layout, "muon"),
+        of_each_matrix(functions, over, layout, "muon"),
         optax.add_decayed_weights(given["weight_decay"], given["weight_decay_mask"]),
         optax.scale_by_learning_rate(learning_rate),
     )
@@ -180,49 +174,33 @@ def _orthogonalize(
     return orthogonalized
 
 
-def _dimensions(given: Any) -> Callable[[Tree], dict[Path, MuonDimensionNumbers | None]]:
-    """A function from parameters to the dimensions of each matrix; None for what is none."""
+def _dimensions(given: Any, params: Tree, leaves: Leaves) -> Sequence[MuonDimensionNumbers | None]:
+    """The dimensions of each matrix among some parameters, as they are given to Muon of optax; None
+    for what is no matrix.
 
-    def dimensions(params: Tree) -> dict[Path, MuonDimensionNumbers | None]:
-        leaves = read(params).leaves
-        if given is None:
-            two = MuonDimensionNumbers(-2, -1)
-            return {
-                leaf.path: two if len(leaf.shape) - len(stack_sizes(leaf)) == 2 else None
-                for leaf in leaves
-            }
-        tree = given(params) if callable(given) else given
-        # A tree of dimensions may be a prefix of the parameters.
-        each: list[MuonDimensionNumbers | None] = []
-        jax.tree.map(
-            lambda own, below: each.extend([own] * len(jax.tree.leaves(below))),
-            tree,
-            params,
-            is_leaf=lambda x: x is None or isinstance(x, MuonDimensionNumbers),
-        )
-        found = dict(zip([leaf.path for leaf in leaves], each, strict=True))
-        _check(leaves, found)
-        return found
-
-    return dimensions
-
-
-def _check(leaves: Sequence[Leaf], dimensions: Mapping[Path, MuonDimensionNumbers | None]) -> None:
-    """Raise FunctreeError for dimensions of a stack that are not counted from the end."""
+    Raises:
+        FunctreeError: the dimensions of a stack are not counted from the end.
+    """
+    each: list[MuonDimensionNumbers | None] = []
+    if given is None:
+        for leaf in leaves.leaves:
+            is_matrix = len(leaf.shape) - len(stack_sizes(leaf)) == 2
+            each.append(MuonDimensionNumbers(-2, -1) if is_matrix else None)
+        return each
+    # A tree of dimensions may be a prefix of the parameters.
+    jax.tree.map(
+        lambda own, below: each.extend([own] * len(jax.tree.leaves(below))),
+        given(params) if callable(given) else given,
+        params,
+        is_leaf=lambda x: x is None or isinstance(x, MuonDimensionNumbers),
+    )
     problems: list[Problem] = []
-    for leaf in leaves:
-        own = dimensions[leaf.path]
+    for leaf, own in zip(leaves.leaves, each, strict=True):
         if own is None or not stack_sizes(leaf):
             continue
-        counted = jax.tree.leaves(tuple(own))
-        if any(dim >= 0 for dim in counted):
+        if any(dim >= 0 for dim in jax.tree.leaves(tuple(own))):
             why = f"is in a stack, and its dimensions are {own.reduction_axis}, {own.output_axis}"
             problems.append(leaf.problem(why, "count them from the end: `(-2, -1)`"))
     if problems:
         raise FunctreeValueError("muon: the dimensions of matrices do not fit layers", problems)
-
-
-def _filled(params: Tree, value: Callable[[Leaf], object]) -> Tree:
-    """The tree of parameters with a value for each of them."""
-    leaves = read(params)
-    return leaves.skeleton.fill([value(leaf) for leaf in leaves.leaves])
+    return each

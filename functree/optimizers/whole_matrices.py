@@ -2,22 +2,33 @@
 stacks spread over devices."""
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
 from functree.argument_checks import FUNCTION, Takes, check
-from functree.devices.meshes import mesh_view
-from functree.errors import FunctreeTypeError, FunctreeValueError, Problem, did_you_mean
+from functree.devices.meshes import agreed_mesh, mesh_view
+from functree.devices.specs import of_rank
+from functree.errors import (
+    FunctreeTypeError,
+    FunctreeValueError,
+    Problem,
+    ShardingError,
+    count,
+    did_you_mean,
+)
 from functree.labels.leaf import Leaf
-from functree.labels.leaves import read
+from functree.labels.leaves import Leaves, read
 from functree.labels.optimizer.layers import stack_sizes
-from functree.layout.layout import LayoutTree
+from functree.layout.decide import decide_parts
+from functree.layout.layout import LayoutTree, as_partial, own_meshes
+from functree.layout.plan.make_plan import read_for
 from functree.optimizers.exchange import Exchange
-from functree.optimizers.parameter_specs import ParameterSpecs
+from functree.placing.ambient import ambient_rules
+from functree.placing.constrain import find_mesh, local_view
 from functree.tree.arrays import AnyArray, Tree
 from functree.tree.paths import Path
 
@@ -83,18 +94,14 @@ def on_whole_matrices(
     """
     check("there is no such transform", fn=(fn, FUNCTION))
 
-    def choose(updates: Tree) -> Chosen:
-        return lambda leaf: (None, fn)
+    def functions(_: Tree, leaves: Leaves) -> Sequence[MatrixFunction]:
+        return [fn] * len(leaves.leaves)
 
-    return of_each_matrix(choose, over, layout, "on_whole_matrices")
-
-
-Chosen = Callable[[Leaf], tuple[Hashable, MatrixFunction]]
-"""A function from a leaf to what tells its function from those of others, and the function."""
+    return of_each_matrix(functions, over, layout, "on_whole_matrices")
 
 
 def of_each_matrix(
-    choose: Callable[[Tree], Chosen],
+    functions: Callable[[Tree, Leaves], Sequence[MatrixFunction]],
     over: str | Sequence[str] | None,
     layout: LayoutTree,
     name: str,
@@ -102,39 +109,34 @@ def of_each_matrix(
     """The same, with a function for each leaf.
 
     Args:
-        choose: a function from the updates to the choice of a function for each leaf.
+        functions: a function from the updates and their leaves to the function for each leaf.
+            Matrices with the same function may be computed together.
         over: as in `on_whole_matrices`, and so is `layout`.
         layout: the layout of the model.
         name: the name of the public function, for messages.
     """
-    check("there is no such transform", over=(over, OVER))
-    axes: tuple[str, ...] | None = None
-    if over is not None:
-        axes = (over,) if isinstance(over, str) else tuple(over)
+    check("there is no such transform", over=(over, _OVER))
+    axes = (over,) if isinstance(over, str) else over
 
     def init(params: Tree) -> Tree:
         return optax.EmptyState()
 
     def update(updates: Tree, state: Tree, params: Tree | None = None) -> tuple[Tree, Tree]:
-        chosen = choose(updates)
-        matrices: list[_Matrix] = []
         leaves = read(updates)
-        for leaf in leaves.leaves:
-            key, fn = chosen(leaf)
-            matrices.append(_Matrix(leaf, key, fn))
+        matrices = list(zip(leaves.leaves, functions(updates, leaves), strict=True))
         _check_matrices(matrices, name)
-        where = ParameterSpecs.of(updates, layout, name)
-        if where is None:
-            found = [one.alone() for one in matrices]
+        mesh, specs = _specs(updates, layout, name)
+        if mesh is None:
+            found = [_alone(leaf, fn) for leaf, fn in matrices]
         else:
-            _check_axes(axes or (), where, name)
-            found = _exchanged(matrices, where, axes)
+            _check_axes(axes or (), mesh, name)
+            found = _exchanged(matrices, mesh, specs, axes)
         return leaves.skeleton.fill(found), state
 
     return optax.GradientTransformation(init, update)
 
 
-OVER = Takes(
+_OVER = Takes(
     "a mesh axis, or several in a tuple",
     lambda value: (
         isinstance(value, str)
@@ -144,73 +146,52 @@ OVER = Takes(
 ).or_none()
 
 
-class _Matrix(NamedTuple):
-    """A leaf of the updates: one matrix, or those of the layers of a stack.
-
-    Attributes:
-        leaf: the leaf.
-        key: what tells its function from those of others.
-        fn: its function.
-    """
-
-    leaf: Leaf
-    key: Hashable
-    fn: MatrixFunction
-
-    @property
-    def stack(self) -> tuple[int, ...]:
-        """The sizes of the stacks that it is in."""
-        return stack_sizes(self.leaf)
-
-    def alone(self) -> jax.Array:
-        """The result, on one device."""
-        fn = self.fn
-        for _ in self.stack:
-            fn = jax.vmap(fn)
-        return fn(self.leaf.value)
+def _alone(leaf: Leaf, fn: MatrixFunction) -> jax.Array:
+    """The result for the layers of a stack, or for one matrix, on one device."""
+    for _ in stack_sizes(leaf):
+        fn = jax.vmap(fn)
+    return fn(leaf.value)
 
 
 def _exchanged(
-    matrices: Sequence[_Matrix], where: ParameterSpecs, over: tuple[str, ...] | None
+    matrices: Sequence[tuple[Leaf, MatrixFunction]],
+    mesh: Mesh | AbstractMesh,
+    specs: Mapping[Path, PartitionSpec],
+    over: Sequence[str] | None,
 ) -> list[AnyArray]:
     """The result for each matrix, on the devices of a mesh."""
-    specs, sizes = where.specs(), dict(where.mesh.shape)
-    exchanges: list[Exchange] = []
+    sizes = dict(mesh.shape)
     # Matrices that can be computed together.
-    alike: dict[Hashable, list[int]] = {}
-    for i, (leaf, key, _) in enumerate(matrices):
+    alike: dict[Hashable, dict[int, Exchange]] = {}
+    for i, (leaf, fn) in enumerate(matrices):
         stacked = len(stack_sizes(leaf))
         exchange = Exchange.of(sizes, leaf.shape, specs[leaf.path], stacked, over)
-        exchanges.append(exchange)
-        alike.setdefault((key, leaf.value.dtype, exchange.kind), []).append(i)
+        alike.setdefault((id(fn), leaf.value.dtype, exchange.kind), {})[i] = exchange
     found: dict[int, AnyArray] = {}
-    for indices in alike.values():
-        for together, exchange in _groups(exchanges, indices):
-            group = [matrices[i] for i in together]
-            found.update(zip(together, _on_devices(group, exchange, specs, where), strict=True))
+    for exchanges in alike.values():
+        own = list(exchanges.values())
+        joined = own[0].joined_with(own[1:])
+        # Together, if that leaves fewer of them to each device: the layers of one stack alone do
+        # not fill the devices.
+        groups = [(list(exchanges), joined)]
+        if joined.own == sum(one.own for one in own):
+            groups = [([i], one.of_one()) for i, one in exchanges.items()]
+        for indices, exchange in groups:
+            leaves = [matrices[i][0] for i in indices]
+            results = _on_devices(leaves, matrices[indices[0]][1], exchange, mesh, specs)
+            found.update(zip(indices, results, strict=True))
     return [found[i] for i in range(len(matrices))]
 
 
-def _groups(
-    exchanges: Sequence[Exchange], indices: Sequence[int]
-) -> list[tuple[Sequence[int], Exchange]]:
-    """Matrices of one kind together, if that leaves fewer of them to each device: the layers of one
-    stack alone do not fill the devices."""
-    own = [exchanges[i] for i in indices]
-    joined = own[0].joined_with(own[1:])
-    if joined.own < sum(one.own for one in own):
-        return [(indices, joined)]
-    return [([i], exchanges[i].of_one()) for i in indices]
-
-
 def _on_devices(
-    group: Sequence[_Matrix],
+    leaves: Sequence[Leaf],
+    fn: MatrixFunction,
     exchange: Exchange,
+    mesh: Mesh | AbstractMesh,
     specs: Mapping[Path, PartitionSpec],
-    where: ParameterSpecs,
 ) -> Sequence[jax.Array]:
     """The results for matrices that are made whole together."""
-    compute = jax.vmap(group[0].fn)
+    compute = jax.vmap(fn)
 
     def local(*shards: jax.Array) -> list[jax.Array]:
         x = exchange.whole(shards)
@@ -219,22 +200,88 @@ def _on_devices(
             return exchange.shards(compute(x))
         return exchange.shards(jax.lax.cond(idle, jnp.zeros_like, compute, x))
 
-    own = [specs[one.leaf.path] for one in group]
+    own = [specs[leaf.path] for leaf in leaves]
     # JAX' types do not know that what is gathered is the same on all devices.
     mapped: Any = jax.shard_map(
-        local, mesh=where.mesh, in_specs=tuple(own), out_specs=own, check_vma=False
+        local, mesh=mesh, in_specs=tuple(own), out_specs=own, check_vma=False
     )
-    return mapped(*[one.leaf.value for one in group])
+    return mapped(*[leaf.value for leaf in leaves])
+
+
+# How the parameters are sharded
+
+
+def _specs(
+    tree: Tree, layout: LayoutTree, name: str
+) -> tuple[Mesh | AbstractMesh | None, dict[Path, PartitionSpec]]:
+    """The mesh that parameters are on, and how each of them is sharded, by its type or by the
+    layout; no mesh if they are on one device.
+
+    Args:
+        tree: the parameters, or gradients.
+        layout: their layout; None for the ambient rules.
+        name: the name of the public function, for messages.
+
+    Raises:
+        ShardingError: neither says it; the layout does not fit the parameters; inside of a
+            `shard_map`.
+    """
+    given = ambient_rules() if layout is None else layout
+    leaves, parts = (read(tree), []) if given is None else read_for(tree, given)
+    mesh = find_mesh(own_meshes(parts), leaves.values)
+    if mesh is None or mesh.size == 1:
+        return None, {}
+    if manual := getattr(mesh, "manual_axes", ()):
+        raise _unknown(leaves, name, f"inside of shard_map ({', '.join(manual)})", _OUTSIDE)
+    if AxisType.Auto not in mesh.axis_types:
+        return mesh, {leaf.path: _type_spec(leaf.value) for leaf in leaves.leaves}
+    if given is None:
+        raise _unknown(leaves, name, f"on mesh {mesh_view(mesh)}", _GIVE_LAYOUT.format(name=name))
+    view = local_view(agreed_mesh(mesh, own_meshes(parts)))
+    # The tree has only what is trained, and a filter may be for something else.
+    decided = decide_parts(leaves, as_partial(parts), view)
+    if decided.problems:
+        raise ShardingError(
+            f"the layout for `ft.{name}` does not fit on mesh {view}; it is `layout=`, "
+            "or the ambient rules",
+            decided.problems,
+        )
+    pairs = zip(decided.leaves, decided.decisions, strict=True)
+    return mesh, {leaf.path: of_rank(one.spec, len(leaf.shape)) for leaf, one in pairs}
+
+
+def _unknown(leaves: Leaves, name: str, where: str, remedy: str) -> ShardingError:
+    """The error for parameters of which nobody says how they are sharded."""
+    problems = [leaf.problem("its sharding is not known", remedy) for leaf in leaves.leaves]
+    matrices = count(len(problems), "parameter")
+    return ShardingError(
+        f"`ft.{name}` cannot make the matrices of {matrices} whole {where}", problems
+    )
+
+
+_OUTSIDE = "update the parameters outside of shard_map, where their shapes are those of the whole"
+_GIVE_LAYOUT = (
+    "on Auto axes types do not tell: pass the layout of the model, "
+    "`ft.{name}(..., layout=...)`, or update under ambient rules, as `ft.jit(rules=...)` "
+    "and `ft.axis_rules` give them"
+)
+
+
+def _type_spec(array: AnyArray) -> PartitionSpec:
+    """How an array is sharded by its type; replicated if it is on no mesh."""
+    sharding = jax.typeof(array).sharding
+    spec = PartitionSpec() if sharding.mesh.empty else sharding.spec
+    return of_rank(spec, len(array.shape))
 
 
 # Checks
 
 
-def _check_matrices(matrices: Sequence[_Matrix], name: str) -> None:
+def _check_matrices(matrices: Sequence[tuple[Leaf, MatrixFunction]], name: str) -> None:
     """Raise FunctreeError for arrays that are no matrices, or whose function changes the shape."""
     problems: list[Problem] = []
     known: dict[Hashable, str | None] = {}
-    for leaf, key, fn in matrices:
+    for leaf, fn in matrices:
         stack = stack_sizes(leaf)
         if leaf.stacked and not stack:
             problems.append(leaf.problem("is one layer of a stack", _NOT_INSIDE.format(name=name)))
@@ -245,7 +292,7 @@ def _check_matrices(matrices: Sequence[_Matrix], name: str) -> None:
             why += ", without the dimension of its stack" if stack else ""
             problems.append(leaf.problem(why, _LEAVE_OUT))
             continue
-        kind = key, shape, leaf.value.dtype
+        kind = id(fn), shape, leaf.value.dtype
         if kind not in known:
             known[kind] = _change(fn, jax.ShapeDtypeStruct(shape, leaf.value.dtype))
         if known[kind] is not None:
@@ -269,13 +316,13 @@ def _change(fn: MatrixFunction, matrix: jax.ShapeDtypeStruct) -> str | None:
     return f"{result.dtype}{list(result.shape)}"
 
 
-def _check_axes(axes: Sequence[str], where: ParameterSpecs, name: str) -> None:
+def _check_axes(axes: Sequence[str], mesh: Mesh | AbstractMesh, name: str) -> None:
     """Raise FunctreeError for mesh axes that the mesh does not have."""
     problems: list[Problem] = []
     for axis in axes:
-        if axis not in where.mesh.axis_names:
-            why = f"mesh {mesh_view(where.mesh)} has no such axis"
-            why += did_you_mean(axis, where.mesh.axis_names)
+        if axis not in mesh.axis_names:
+            why = f"mesh {mesh_view(mesh)} has no such axis"
+            why += did_you_mean(axis, mesh.axis_names)
             problems.append(Problem(None, None, f"over={axis!r}", why))
     if problems:
         raise FunctreeValueError(f"`ft.{name}` cannot spread matrices", problems)

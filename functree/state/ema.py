@@ -14,7 +14,6 @@ from functree.labels.optimizer.followed_parameters import check_optimizer
 from functree.state.train import TRAIN_STATE, TrainState, updated
 from functree.tree.arrays import Tree
 from functree.tree.nodes import outermost
-from functree.tree.paths import Path
 
 M = TypeVar("M")
 
@@ -98,11 +97,12 @@ def averaged(ts: TrainState[M]) -> M:
     """
     check("averaged has no average", ts=(ts, TRAIN_STATE))
     # `ft.with_ema` may be inside of another transformation.
-    found = [state.average for _, state in outermost(ts.opt_state, _is_averaged)]
+    found = [
+        state.average
+        for _, state in outermost(ts.opt_state, lambda _, node: isinstance(node, AveragedState))
+    ]
     if len(found) != 1:
-        keeps = "no average"
-        if found:
-            keeps = f"{len(found)} averages"
+        keeps = f"{len(found)} averages" if found else "no average"
         raise FunctreeValueError(
             f"the optimizer keeps {keeps} of the parameters: "
             "`TrainState.create(model, ft.with_ema(tx))`"
@@ -121,7 +121,3 @@ def averaged(ts: TrainState[M]) -> M:
 def _is_empty(node: Tree) -> bool:
     """Whether an average is missing, because its parameter is frozen (None) or masked by optax."""
     return node is None or isinstance(node, optax.MaskedNode)
-
-
-def _is_averaged(_: Path, node: object) -> bool:
-    return isinstance(node, AveragedState)

@@ -86,14 +86,7 @@ class StateRef(eqx.Module, HoldsState):
         share a trace.
         """
         ref = object.__new__(StateRef)  # `__init__` requires a value
-        fields = {
-            "init": None,
-            "axes": self.axes,
-            "path": path,
-            "shape": self.shape,
-            "dtype": self.dtype,
-        }
-        for name, value in {**fields, "token": None}.items():
+        for name, value in {**vars(self), "init": None, "path": path, "token": None}.items():
             object.__setattr__(ref, name, value)
         return ref
 

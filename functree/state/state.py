@@ -290,11 +290,6 @@ def _refuse_declaration(path: Path, node: Tree) -> None:
         )
 
 
-def holds_refs(module: Tree) -> bool:
-    """Whether a module declares state."""
-    return bool(refs(module))
-
-
 def refs(module: Tree) -> list[StateRef]:
     """The refs of a module, in the order of its leaves."""
     found: list[StateRef] = []

@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from functools import partial
-from itertools import filterfalse
 from typing import Any, Generic, TypeVar
 
 import equinox as eqx
@@ -142,7 +141,10 @@ class TrainState(eqx.Module, TrainingState, ShownByPlan, Generic[M]):
         if state is None:
             model, made = place_state(model, leaves.leaves)
             if made:
-                state, leaves = made, _without_state(leaves, model)
+                # Without the initial values of its refs, which have moved to the state.
+                kept = tuple(leaf for leaf in leaves.leaves if not leaf.is_below(StateRef))
+                paths = [leaf.path for leaf in kept]
+                state, leaves = made, Leaves(kept, (), Skeleton.of(model, paths))
         chosen = as_filter(wrt)
         trained = select_trained(leaves, chosen, name)
         if not trained.parameters:
@@ -176,17 +178,6 @@ def _lies_on(mesh: Mesh | AbstractMesh, leaf: Leaf) -> bool:
 def _start(tx: optax.GradientTransformation, params: Tree) -> tuple[jax.Array, Tree]:
     """The step and the optimizer's state before the first update."""
     return jnp.zeros((), jnp.int32), _strong(tx.init(params))
-
-
-def _without_state(leaves: Leaves, model: Tree) -> Leaves:
-    """The leaves of a model after its state has been moved out: without the initial values of its
-    refs."""
-    kept = tuple(filterfalse(_is_in_ref, leaves.leaves))
-    return Leaves(kept, (), Skeleton.of(model, [leaf.path for leaf in kept]))
-
-
-def _is_in_ref(leaf: Leaf) -> bool:
-    return any(issubclass(cls, StateRef) for cls in leaf.within)
 
 
 STATE = Takes(
@@ -248,7 +239,7 @@ def apply_gradients(
         raise FunctreeValueError(f"{count(len(problems), 'parameter')} cannot be updated", problems)
     spread = leaves.skeleton.spread
     updates, opt_state = _updates(ts, spread(gradients), spread(params), extra)
-    model = jax.tree.map(updated, updates, ts.model, is_leaf=_is_none)
+    model = jax.tree.map(updated, updates, ts.model, is_leaf=lambda node: node is None)
     if state is None:
         state = ts.state
     elif not _same_pieces(state, ts.state):
@@ -336,10 +327,6 @@ def _on_device(x: object) -> object:
     if not isinstance(x, jax.Array) or jax.typeof(x).memory_space != jax.memory.Space.Host:
         return x
     return jax.device_put(x, jax.memory.Space.Device)
-
-
-def _is_none(node: object) -> bool:
-    return node is None
 
 
 def updated(update: Any, parameter: Any) -> Any:

@@ -67,11 +67,13 @@ class Reader(NamedTuple):
             depend on; in a loop once, with what they depend on in any iteration.
         constants: what the constants of the program depend on.
         mutable: what that depends on which is read from a mutable array.
+        adds: what the outputs of such an operation depend on besides its inputs.
     """
 
     see: Callable[[Any, Sequence[Sources]], None] | None = None
     constants: Sources = NOTHING
     mutable: Sources = NOTHING
+    adds: Callable[[Any], Sources] | None = None
 
 
 def dependencies(
@@ -132,7 +134,8 @@ def _outputs(equation: Any, inputs: list[Sources], reader: Reader) -> list[Sourc
     if reader.see is not None:
         reader.see(equation, inputs)
     read = any(hasattr(one.aval, "inner_aval") for one in equation.invars)
-    return [NOTHING.union(reader.mutable if read else NOTHING, *inputs)] * len(equation.outvars)
+    added = NOTHING if reader.adds is None else reader.adds(equation)
+    return [added.union(reader.mutable if read else NOTHING, *inputs)] * len(equation.outvars)
 
 
 def is_random(equation: Any) -> bool:

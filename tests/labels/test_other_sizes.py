@@ -9,7 +9,7 @@ import pytest
 
 import functree as ft
 from functree.labels.leaf import Leaf
-from functree.labels.optimizer.other_sizes import other_shapes
+from functree.labels.optimizer.followed_parameters import other_shapes
 
 Shape = tuple[int, ...]
 

@@ -3,7 +3,7 @@
 import pytest
 
 import functree as ft
-from functree.labels.optimizer.owners import STEPS, owners_of
+from functree.labels.optimizer.followed_parameters import STEPS, owners_of
 
 MANY = [f"layers.{i}.w" for i in range(STEPS + 1)]
 

@@ -7,22 +7,18 @@ with the shapes of one layer, in a tree with the same nodes and paths.
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import optax
 
 from functree.errors import FunctreeValueError, Problem, count
 from functree.labels.leaf import Leaf, array_problem
-from functree.labels.leaves import Leaves, read
-from functree.labels.optimizer.followed_parameters import TrainedModel
+from functree.labels.leaves import Leaves, arrays_by_path, read
+from functree.labels.optimizer.followed_parameters import Shape, TrainedModel
 from functree.labels.optimizer.optimizer_state import optimizer_state
-from functree.labels.optimizer.other_sizes import Shape
-from functree.tree.arrays import Tree
-from functree.tree.nodes import walk
-from functree.tree.paths import Path
-from functree.tree.skeleton.kinds import ARRAY
+from functree.tree.arrays import AnyArray, Tree
+from functree.tree.paths import Keys, Path
 from functree.tree.skeleton.skeleton import Skeleton
 
 # While an optimizer is mapped, the nodes of stacks have the leaves of one layer. What reads the
@@ -47,46 +43,6 @@ def stack_sizes(leaf: Leaf) -> Shape:
     return () if _LAYERS.get() else tuple(leaf.shape[: leaf.stacked])
 
 
-def stacks_of(*trees: Leaves) -> dict[Path, Shape]:
-    """The sizes of the stacks that each parameter of some trees is in, by its path."""
-    return {leaf.path: stack_sizes(leaf) for leaves in trees for leaf in leaves.leaves}
-
-
-def paths_of(tree: Tree) -> list[Path]:
-    """The path of each array of a tree, in JAX's order."""
-    return [Path(keys) for keys, _, kind in walk(tree, in_model=True) if kind is ARRAY]
-
-
-class StateLayers:
-    """The leaves of an optimizer's state for single layers.
-
-    Args:
-        tx: the optimizer.
-        parameters: its parameters.
-
-    Attributes:
-        paths: the path of each leaf.
-        owners: for the path of each leaf, the parameter that it belongs to; None for what is there
-            once, such as a count.
-        shapes: for the path of each leaf, its shape for one layer.
-    """
-
-    def __init__(self, tx: Any, parameters: Leaves):
-        layers = single_layers(parameters)
-        with for_layers():
-            state = optimizer_state(tx, layers)
-        self.paths: list[Path] = [leaf.path for leaf in state.leaves]
-        self.shapes: dict[Path, Shape] = {leaf.path: leaf.shape for leaf in state.leaves}
-        self.owners: dict[Path, Path | None] = {}
-        for leaf in state.leaves:
-            self.owners[leaf.path] = leaf.follows.path if leaf.follows else None
-
-    def stack(self, path: Path, stacks: Mapping[Path, Shape]) -> Shape:
-        """The sizes of the stacks that the parameter of a leaf is in."""
-        owner = self.owners.get(path)
-        return () if owner is None else stacks.get(owner, ())
-
-
 def single_layers(parameters: Leaves) -> TrainedModel:
     """Parameters as single layers have them, abstract."""
     layers: dict[Path, Leaf | None] = {}
@@ -98,22 +54,46 @@ def single_layers(parameters: Leaves) -> TrainedModel:
     return TrainedModel(parameters.skeleton, layers)
 
 
+class StateLeaf(NamedTuple):
+    """A leaf of an optimizer's state that has a value for each layer.
+
+    Attributes:
+        owner: the parameter that it belongs to; None for what is there once, such as a count.
+        stack: the sizes of the stacks that the parameter is in.
+        shape: its shape, with the dimensions of the stacks before those that it has for one layer.
+    """
+
+    owner: Path | None
+    stack: Shape
+    shape: Shape
+
+
+def layered_state(tx: Any, parameters: Leaves) -> dict[Path, StateLeaf]:
+    """The leaves of an optimizer's state, by path, if it is mapped over the layers of its
+    parameters."""
+    layers = single_layers(parameters)
+    with for_layers():
+        state = optimizer_state(tx, layers)
+    stacks = {leaf.path: stack_sizes(leaf) for leaf in parameters.leaves}
+    found: dict[Path, StateLeaf] = {}
+    for leaf in state.leaves:
+        owner = None if leaf.follows is None else leaf.follows.path
+        stack = () if owner is None else stacks[owner]
+        found[leaf.path] = StateLeaf(owner, stack, (*stack, *leaf.shape))
+    return found
+
+
 def mapped_init(tx: Any, params: Tree) -> Tree:
     """The state of an optimizer whose `init` is mapped over the layers of the parameters."""
     leaves = read(params)
-    stacks, layers = stacks_of(leaves), StateLayers(tx, leaves)
-    skeleton, arrays = Skeleton.apart(params)
-
-    def run(arrays: Sequence[Any]) -> tuple[Tree, list[Shape]]:
-        with for_layers():
-            state = tx.init(skeleton.fill(arrays))
-        return state, [layers.stack(path, stacks) for path in paths_of(state)]
-
-    return _mapped(run, [stack_sizes(leaf) for leaf in leaves.leaves], arrays)
+    outputs: dict[Keys, Shape] = {}
+    for path, leaf in layered_state(tx, leaves).items():
+        outputs[path] = leaf.stack
+    return _mapped(tx.init, params, list(map(stack_sizes, leaves.leaves)), outputs)
 
 
 def mapped_update(
-    tx: Any, updates: Tree, state: Tree, params: Tree | None, extra: Mapping[str, Tree]
+    tx: Any, updates: Tree, state: Tree, params: Tree | None, **extra: Tree
 ) -> tuple[Tree, Tree]:
     """The updates and the state of an optimizer whose `update` is mapped over the layers.
 
@@ -129,75 +109,73 @@ def mapped_update(
     Raises:
         FunctreeError: the state is not for single layers.
     """
-    # Some optimizers, such as `optax.lookahead`, have parameters in other places than gradients.
     gradients, parameters = read(updates), read(params)
-    stacks = stacks_of(parameters, gradients)
-    shapes = {leaf.path: leaf.shape for leaf in (*parameters.leaves, *gradients.leaves)}
-    layers = StateLayers(tx, gradients if params is None else parameters)
-    _check_state(state, layers, stacks)
-    trees = updates, state, params, dict(extra)
-    skeleton, arrays = Skeleton.apart(trees)
-    inputs = [stack_sizes(leaf) for leaf in gradients.leaves]
-    inputs += [layers.stack(path, stacks) for path in paths_of(state)]
-    inputs += [stack_sizes(leaf) for leaf in parameters.leaves]
-    _, values = Skeleton.apart(trees[3])
-    for path, value in zip(paths_of(trees[3]), values, strict=True):
-        below = Path(path[1:])
-        belongs = shapes.get(below) == value.shape
-        inputs.append(stacks[below] if belongs else ())
+    layered = layered_state(tx, gradients if params is None else parameters)
+    in_state = arrays_by_path(state)
+    _check_state(in_state, layered)
+    inputs = list(map(stack_sizes, gradients.leaves))
+    inputs += [layered[path].stack if path in layered else () for path in in_state]
+    inputs += map(stack_sizes, parameters.leaves)
+    known = {leaf.path: leaf for leaf in (*parameters.leaves, *gradients.leaves)}
+    for path, value in arrays_by_path(extra).items():
+        same = known.get(Path(path[1:]))
+        if same is None or same.shape != value.shape:
+            inputs.append(())
+        else:
+            inputs.append(stack_sizes(same))
+    # By the paths in the result, a pair of updates and a state.
+    outputs: dict[Keys, Shape] = {(0, *path): stack_sizes(leaf) for path, leaf in known.items()}
+    outputs |= {(1, *path): leaf.stack for path, leaf in layered.items()}
     update = optax.with_extra_args_support(tx).update
 
-    def run(arrays: Sequence[Any]) -> tuple[Tree, list[Shape]]:
-        updates, state, params, extra = skeleton.fill(arrays)
-        with for_layers():
-            new, after = update(updates, state, params, **extra)
-        outputs = [stacks.get(path, ()) for path in paths_of(new)]
-        outputs += [layers.stack(path, stacks) for path in paths_of(after)]
-        return (new, after), outputs
+    def run(given: tuple[Tree, Tree, Tree, Mapping[str, Tree]]) -> tuple[Tree, Tree]:
+        updates, state, params, extra = given
+        return update(updates, state, params, **extra)
 
-    return _mapped(run, inputs, arrays)
+    return _mapped(run, (updates, state, params, extra), inputs, outputs)
 
 
 def _mapped(
-    run: Callable[[Sequence[Any]], tuple[Any, list[Shape]]],
-    inputs: Sequence[Shape],
-    arrays: Sequence[Any],
+    fn: Callable[[Any], Tree],
+    tree: Tree,
+    stacks: Sequence[Shape],
+    outputs: Mapping[Keys, Shape],
 ) -> Any:
     """The result of a function that is mapped over the stacks of its inputs.
 
     Args:
-        run: a function of arrays. It returns a tree, and the stacks of each array in it.
-        inputs: the stacks of each array.
-        arrays: the arrays.
+        fn: a function of a tree.
+        tree: the tree.
+        stacks: the stacks of each array in it.
+        outputs: the stacks of the arrays in the result, by path.
     """
+    skeleton, arrays = Skeleton.apart(tree)
     # What `jax.vmap` has to know beforehand is the dimension of each output. So those of equal
     # stacks are in one list.
-    kinds = list(dict.fromkeys([(), *inputs]))
+    kinds = list(dict.fromkeys([(), *stacks]))
     found: list[tuple[Skeleton, list[Shape]]] = []
 
-    def by_stacks(*arrays: Any) -> list[list[Any]]:
-        tree, outputs = run(arrays)
-        skeleton, values = Skeleton.apart(tree)
-        found.append((skeleton, outputs))
-        lists: dict[Shape, list[Any]] = {kind: [] for kind in kinds}
-        for value, stack in zip(values, outputs, strict=True):
-            # What a trace computes without its inputs may be a number of Python.
-            lists[stack].append(jnp.asarray(value))
+    def by_stacks(*arrays: Any) -> list[list[AnyArray]]:
+        with for_layers():
+            result = fn(skeleton.fill(arrays))
+        new, values = Skeleton.apart(result)
+        order = [outputs.get(path, ()) for path in arrays_by_path(result)]
+        found.append((new, order))
+        lists: dict[Shape, list[AnyArray]] = {kind: [] for kind in kinds}
+        for value, stack in zip(values, order, strict=True):
+            lists[stack].append(value)
         return list(lists.values())
 
     # Stacks of equal size that are in equally many others are mapped together, the outermost
     # stacks outermost.
     mapped: Any = by_stacks
-    for level in sorted({level for stack in inputs for level in enumerate(stack)}, reverse=True):
-        mapped = jax.vmap(
-            mapped,
-            in_axes=tuple(_axis(stack, level) for stack in inputs),
-            out_axes=[_axis(stack, level) for stack in kinds],
-            axis_size=level[1],
-        )
+    for level in sorted({level for stack in stacks for level in enumerate(stack)}, reverse=True):
+        in_axes = tuple(_axis(stack, level) for stack in stacks)
+        out_axes = [_axis(stack, level) for stack in kinds]
+        mapped = jax.vmap(mapped, in_axes, out_axes, axis_size=level[1])
     lists = dict(zip(kinds, map(iter, mapped(*arrays)), strict=True))
-    skeleton, outputs = found[-1]
-    return skeleton.fill([next(lists[stack]) for stack in outputs])
+    new, order = found[-1]
+    return new.fill([next(lists[stack]) for stack in order])
 
 
 def _axis(stack: Shape, level: tuple[int, int]) -> int | None:
@@ -205,15 +183,13 @@ def _axis(stack: Shape, level: tuple[int, int]) -> int | None:
     return 0 if level in enumerate(stack) else None
 
 
-def _check_state(state: Tree, layers: StateLayers, stacks: Mapping[Path, Shape]) -> None:
+def _check_state(arrays: Mapping[Path, AnyArray], layered: Mapping[Path, StateLeaf]) -> None:
     """Raise FunctreeError for leaves of the state without the dimensions of their stacks."""
     problems: list[Problem] = []
-    _, arrays = Skeleton.apart(state)
-    for path, array in zip(paths_of(state), arrays, strict=True):
-        stack = layers.stack(path, stacks)
-        if stack and tuple(array.shape) != (*stack, *layers.shapes[path]):
-            want = [*stack, *layers.shapes[path]]
-            why = f"belongs to layers of a stack, and for these its shape is {want}"
+    for path, array in arrays.items():
+        leaf = layered.get(path)
+        if leaf is not None and leaf.stack and tuple(array.shape) != leaf.shape:
+            why = f"belongs to layers of a stack, and for these its shape is {list(leaf.shape)}"
             problems.append(array_problem(path, array, why, _MAKE_STATE))
     if problems:
         raise FunctreeValueError(

@@ -3,21 +3,24 @@ once for equal shapes."""
 
 import weakref
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import replace
 from types import FunctionType
 from typing import Any, TypeVar
 
 import jax
 
 from functree.labels.leaf import FollowedLeaf, Leaf
-from functree.labels.leaves import Leaves
+from functree.labels.leaves import Leaves, read
 from functree.labels.optimizer.followed_parameters import (
     Optimizer,
     TrainedModel,
-    abstract_state,
+    check_optimizer,
     find_followed,
 )
+from functree.tree.arrays import AnyArray, Tree
 from functree.tree.axes import Axes
 from functree.tree.paths import Path
+from functree.tree.skeleton.skeleton import read_abstract
 
 
 def optimizer_state(tx: Optimizer, trained: TrainedModel) -> Leaves:
@@ -30,7 +33,7 @@ def optimizer_state(tx: Optimizer, trained: TrainedModel) -> Leaves:
     axes = trained.each(lambda leaf: leaf.axes)
 
     def trace() -> tuple[Leaves, Sequence[FollowedLeaf]]:
-        state = abstract_state(tx, trained)
+        state = _abstract_state(tx, trained)
         return state, _followed_by(tx, trained, state.leaves)
 
     def label() -> Leaves:
@@ -46,6 +49,19 @@ def optimizer_state(tx: Optimizer, trained: TrainedModel) -> Leaves:
         return Leaves(tuple(labelled), (), state.skeleton)
 
     return remembered(tx, ("labelled", type_, axes), label)
+
+
+def _abstract_state(tx: Optimizer, trained: TrainedModel) -> Leaves:
+    """The leaves of `tx.init(parameters)`, abstract."""
+    check_optimizer(tx)
+
+    def read_state(params: Tree) -> tuple[Leaves, list[AnyArray]]:
+        leaves = read(tx.init(params))
+        return leaves, leaves.values
+
+    leaves, arrays = read_abstract(read_state, trained.tree(lambda leaf: leaf.value))
+    pairs = zip(leaves.leaves, arrays, strict=True)
+    return replace(leaves, leaves=tuple(leaf._replace(value=value) for leaf, value in pairs))
 
 
 def followed_by(
@@ -75,21 +91,9 @@ def following(leaf: Leaf, follows: FollowedLeaf, parameters: Mapping[Path, Leaf]
         # A dimension of the leaf's own has no name.
         axes = Axes(*(None if dim is None else axes[dim] for dim in follows.dims))
     # Not stacked and without a misfit: those of a copy of the model are of its annotations, which
-    # say nothing here. Not by `_replace`, which takes twice as long; this runs for each leaf.
-    return Leaf(
-        leaf.path,
-        leaf.value,
-        axes,
-        leaf.within,
-        leaf.seen,
-        leaf.roots,
-        0,
-        follows.known,
-        leaf.unnamed,
-        leaf.spec,
-        leaf.buffer,
-        None,
-        follows,
+    # say nothing here.
+    return leaf._replace(
+        axes=axes, stacked=0, annotated=follows.known, misfit=None, follows=follows, unread=None
     )
 
 
@@ -122,28 +126,25 @@ _REMEMBERED = 16  # for each optimizer
 T = TypeVar("T")
 
 
-def remembered(tx: Optimizer, key: Hashable, find: Callable[[], T]) -> T:
-    """What was found about the `init` of an optimizer for a key, or is found now."""
-    init = getattr(tx, "init", None)
-    if not isinstance(init, FunctionType):  # a method is a new object each time
-        return find()
-    return _in_memory(init, key, find)
+def remembered(tx: Any, key: Hashable, find: Callable[[], T], *, of_update: bool = False) -> T:
+    """What was found about the `init` of an optimizer for a key, or is found now.
 
-
-def remembered_update(tx: Any, key: Hashable, find: Callable[[], T]) -> T:
-    """The same about the `update` of an optimizer. Optimizers without state share their `init`.
-
-    For an object whose `update` is a method it is remembered by the object, although that may be
-    changed in place: only warnings and checks depend on it.
+    Args:
+        tx: the optimizer.
+        key: the key.
+        find: finds it.
+        of_update: whether it depends on the `update` too. Optimizers without state share their
+            `init`. For an object whose `update` is a method it is remembered by the object,
+            although that may be changed in place: only warnings and checks depend on it.
     """
-    if isinstance(tx.update, FunctionType) and isinstance(tx.init, FunctionType):
-        return _in_memory(tx.update, (weakref.ref(tx.init), key), find)
-    if type(tx).__hash__ is object.__hash__:
-        return _in_memory(tx, key, find)
-    return find()
-
-
-def _in_memory(owner: object, key: Hashable, find: Callable[[], T]) -> T:
+    owner = getattr(tx, "init", None)
+    is_function = isinstance(owner, FunctionType)  # a method is a new object each time
+    if of_update and is_function and isinstance(tx.update, FunctionType):
+        owner, key = tx.update, (weakref.ref(owner), key)
+    elif of_update and type(tx).__hash__ is object.__hash__:
+        owner = tx
+    elif of_update or not is_function:
+        return find()
     known = _KNOWN.setdefault(owner, {})
     found = known.get(key)
     if found is None:

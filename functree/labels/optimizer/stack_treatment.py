@@ -5,8 +5,9 @@ The update of a stack is traced, and the update of its layers that is mapped ove
 programs compute the same for a leaf, the optimizer does not care about stacks.
 """
 
-from collections.abc import Hashable, Sequence
-from typing import Any
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 import optax
@@ -14,20 +15,13 @@ from jax.extend.core import Literal
 
 from functree.errors import USERS_ERRORS, FunctreeError, listed, warn
 from functree.labels.leaf import Leaf
-from functree.labels.optimizer.followed_parameters import TrainedModel
-from functree.labels.optimizer.layers import mapped_init, mapped_update, paths_of
-from functree.labels.optimizer.optimizer_state import remembered_update, trained_type
-from functree.labels.optimizer.owners import owners_of
-from functree.tree.arrays import Tree
+from functree.labels.leaves import arrays_by_path
+from functree.labels.optimizer.followed_parameters import TrainedModel, owners_of
+from functree.labels.optimizer.layers import mapped_init, mapped_update
+from functree.labels.optimizer.optimizer_state import remembered, trained_type
+from functree.tree.arrays import AnyArray, Tree
 from functree.tree.interfaces import Stack
-from functree.tree.jaxprs import (
-    NOTHING,
-    AnyJaxpr,
-    called_program,
-    dependencies,
-    inner_programs,
-    is_random,
-)
+from functree.tree.jaxprs import NOTHING, Reader, Sources, dependencies, is_random
 from functree.tree.paths import Path
 from functree.tree.skeleton.skeleton import Skeleton, abstract_result
 
@@ -44,7 +38,7 @@ def warn_of_stacks(tx: Any, trained: TrainedModel) -> None:
         told.extend(treated_differently(tx, trained))
         return True
 
-    remembered_update(tx, ("stacks", trained_type(trained)), find)
+    remembered(tx, ("stacks", trained_type(trained)), find, of_update=True)
     if told:
         warn(_text(told))
 
@@ -80,16 +74,20 @@ def treated_differently(tx: Any, trained: TrainedModel) -> Sequence[Leaf]:
     if len(trained.parameters) == 1:
         return ()
     params = trained.tree(lambda leaf: leaf.value)
+    update = optax.with_extra_args_support(tx).update
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         try:
-            whole = _Traced(tx, params, layers=False)
-            if whole.looks_across():
+            whole = traced_update(tx.init, update, params, params)
+            outputs = zip(whole.outputs, whole.depends_on(), strict=True)
+            if any(on - {owner} for (_, owner), on in outputs):
                 return ()
-            apart = _Traced(tx, params, layers=True)
+            layers = traced_update(
+                partial(mapped_init, tx), partial(mapped_update, tx), params, params
+            )
         # It was not meant to run, and may need other arguments.
         except (*USERS_ERRORS, FunctreeError):
             return ()
-    same, other = whole.values(), apart.values()
+    same, other = _computed(whole), _computed(layers)
     found: list[Leaf] = []
     for leaf in trained.parameters.values():
         if leaf.stacked and same.get(leaf.path) != other.get(leaf.path):
@@ -97,127 +95,118 @@ def treated_differently(tx: Any, trained: TrainedModel) -> Sequence[Leaf]:
     return found
 
 
-class _Traced:
-    """An optimizer's `update`, traced for abstract parameters.
+def _computed(traced: "TracedUpdate") -> dict[Path, Sources]:
+    """What each update is computed of: the inputs, and the operations."""
+    sources = [frozenset({path}) for path, _ in traced.inputs]
+    found = dependencies(traced.program, sources, Reader(adds=_operation))
+    outputs = zip(traced.outputs, found, strict=True)
+    return {Path(path[1:]): on for (path, _), on in outputs if path[0] == UPDATES}
 
-    Args:
-        tx: the optimizer.
-        params: the parameters.
-        layers: whether it is mapped over the layers of stacks.
-    """
-
-    def __init__(self, tx: Any, params: Tree, *, layers: bool):
-        self._parameters = paths_of(params)
-        self._updates: list[Path] = []
-        init = (lambda params: mapped_init(tx, params)) if layers else tx.init
-        state = abstract_result(init, params)
-        self._state = paths_of(state)
-        skeleton, types = Skeleton.apart((params, state, params))
-        update = optax.with_extra_args_support(tx).update
-
-        def run(*arrays: Any) -> list[Any]:
-            gradients, state, params = skeleton.fill(arrays)
-            if layers:
-                new, after = mapped_update(tx, gradients, state, params, {})
-            else:
-                new, after = update(gradients, state, params)
-            self._updates = paths_of(new)
-            return [*Skeleton.apart(new)[1], *Skeleton.apart(after)[1]]
-
-        self.program: Any = jax.make_jaxpr(run)(*types)
-
-    def values(self) -> dict[Path, int]:
-        """What is computed for the update of each parameter, as a number: equal numbers for equal
-        computations."""
-        inputs = [_number(("input", i)) for i in range(len(self.program.in_avals))]
-        outputs = _numbers(self.program, inputs)
-        return dict(zip(self._updates, outputs, strict=False))
-
-    def looks_across(self) -> bool:
-        """Whether what belongs to one parameter, or to none, depends on another one."""
-        owners = owners_of(self._state, self._parameters)
-        state = [next(iter(owners[path]), None) for path in self._state]
-        inputs = [*self._parameters, *state, *self._parameters]
-        sources = [NOTHING if owner is None else frozenset({owner}) for owner in inputs]
-        outputs = [*self._updates, *state]
-        found = dependencies(self.program, sources)
-        return any(on - {owner} for owner, on in zip(outputs, found, strict=True))
-
-
-# What is computed, without how its dimensions are ordered
 
 # Operations that only move or repeat elements. A mapped program has them at other places.
 _MOVES = frozenset({
     "broadcast_in_dim", "copy", "copy_p", "expand_dims", "reshape", "squeeze", "transpose",
 })  # fmt: skip
-# Operations along one dimension, in their parameters.
-_ALONG = ("axis", "dimension", "dimensions")
-
-_KNOWN: dict[Hashable, int] = {}
 
 
-def _number(what: Hashable) -> int:
-    """One number for equal computations."""
-    return _KNOWN.setdefault(what, len(_KNOWN))
-
-
-def _numbers(program: AnyJaxpr, inputs: Sequence[int]) -> list[int]:
-    """The number of each output of a program, by those of its inputs."""
-    open_program: Any = getattr(program, "jaxpr", program)
-    known: dict[Any, int] = {}
-    for variable, value in zip(open_program.constvars, getattr(program, "consts", ()), strict=True):
-        known[variable] = _number(("constant", value.dtype, value.size, _bytes(value)))
-    known.update(zip(open_program.invars, inputs, strict=True))
-
-    def number(variable: Any) -> int:
-        if isinstance(variable, Literal):
-            return _number(("literal", str(variable.val)))
-        return known[variable]
-
-    for equation in open_program.eqns:
-        given = [number(one) for one in equation.invars]
-        known.update(zip(equation.outvars, _outputs(equation, given), strict=True))
-    return [number(one) for one in open_program.outvars]
-
-
-def _bytes(value: Any) -> Hashable:
-    typed = jax.numpy.issubdtype(value.dtype, jax.dtypes.prng_key)
-    return "key" if typed else jax.numpy.asarray(value).tobytes()
-
-
-def _outputs(equation: Any, inputs: Sequence[int]) -> list[int]:
-    """The number of each output of an operation."""
+def _operation(equation: Any) -> Sources:
+    """An operation, without how its dimensions are ordered."""
     name = equation.primitive.name
-    if is_random(equation):
-        return [_number("random")] * len(equation.outvars)
     if name in _MOVES:
-        return [inputs[0]]
-    called = called_program(equation)
-    if called is not None:
-        return _numbers(called, inputs)
-    inner: list[Hashable] = []
-    for program in inner_programs(equation):
-        arguments = [_number(("argument", i)) for i in range(len(program.in_avals))]
-        inner.append(tuple(_numbers(program, arguments)))
-    what = (name, tuple(inputs), tuple(inner), _extent(equation))
-    return [_number((what, i)) for i in range(len(equation.outvars))]
+        return NOTHING
+    if is_random(equation):
+        return frozenset({"random"})
+    literals = [str(one.val) for one in equation.invars if isinstance(one, Literal)]
+    return frozenset({(name, *literals, _extent(equation))})
 
 
 def _extent(equation: Any) -> Hashable:
-    """Over how many elements an operation sums, or how it changes the number of elements."""
-    params, name = equation.params, equation.primitive.name
-    sizes = [one.aval.size for one in equation.invars]
-    if name == "dot_general":
-        (contracted, _), _ = params["dimension_numbers"]
-        shape = equation.invars[0].aval.shape
-        return tuple(sorted(shape[dim] for dim in contracted))
-    if "axes" in params:
-        shape = equation.invars[0].aval.shape
-        return tuple(sorted(shape[dim] for dim in params["axes"]))
-    for key in _ALONG:
-        if isinstance(params.get(key), int):
-            return equation.invars[0].aval.shape[params[key]]
-    largest = max(sizes, default=0)
-    if all(one.aval.size == largest for one in equation.outvars):
+    """Over how many elements an operation computes each of its results."""
+    params = equation.params
+    if not equation.invars:
         return None
-    return tuple(one.aval.size for one in equation.outvars)
+    shape = equation.invars[0].aval.shape
+    if "dimension_numbers" in params and equation.primitive.name == "dot_general":
+        (axes, _), _ = params["dimension_numbers"]
+    elif "axes" in params:
+        axes = params["axes"]
+    else:
+        axes = [params[key] for key in ("axis", "dimension") if isinstance(params.get(key), int)]
+    return tuple(sorted(shape[axis] for axis in axes))
+
+
+# The program of an update
+
+UPDATES, STATE, PARAMETERS, ARGUMENTS = range(4)
+"""The first key of the paths in a `TracedUpdate`."""
+
+Owned = tuple[Path, Path | None]
+"""A path, and the parameter that the array belongs to."""
+
+
+class TracedUpdate(NamedTuple):
+    """The traced `update` of an optimizer.
+
+    Attributes:
+        program: the program.
+        inputs: each input by its path in the gradients, the state, the parameters and the other
+            arguments.
+        outputs: each output by its path in the updates and the state.
+    """
+
+    program: Any
+    inputs: Sequence[Owned]
+    outputs: Sequence[Owned]
+
+    def depends_on(self) -> list[Sources]:
+        """The parameters that each output depends on."""
+        sources = [NOTHING if one is None else frozenset({one}) for _, one in self.inputs]
+        return dependencies(self.program, sources)
+
+
+def traced_update(
+    init: Callable[..., Tree],
+    update: Callable[..., tuple[Tree, Tree]],
+    updates: Tree,
+    params: Tree | None,
+    extra: Mapping[str, Tree] | None = None,
+) -> TracedUpdate:
+    """Trace the update of an optimizer.
+
+    Args:
+        init: its `init`.
+        update: its `update`.
+        updates: the gradients, which may be abstract like all other arguments.
+        params: the parameters, or None.
+        extra: other arguments of `update`.
+    """
+    state = abstract_result(init, updates if params is None else params)
+    given = updates, state, params, extra or {}
+    skeleton, types = Skeleton.apart(given)
+    parameters = {*arrays_by_path(updates), *arrays_by_path(params)}
+    outputs: list[Owned] = []
+
+    def run(*arrays: Any) -> list[AnyArray]:
+        updates, state, params, extra = skeleton.fill(arrays)
+        result = update(updates, state, params, **extra)
+        outputs[:] = _owned(result, parameters)
+        return Skeleton.apart(result)[1]
+
+    program = jax.make_jaxpr(run)(*types)
+    return TracedUpdate(program, _owned(given, parameters), outputs)
+
+
+def _owned(trees: Sequence[Tree], parameters: set[Path]) -> list[Owned]:
+    """The path of each array in some trees, the first of which are updates and a state, and the
+    parameter that it belongs to."""
+    owners = owners_of(list(arrays_by_path(trees[STATE])), parameters)
+    owned: list[Owned] = []
+    for path in arrays_by_path(tuple(trees)):
+        owner: Path | None = Path(path[1:])
+        if path[0] == STATE:
+            owner = next(iter(owners[owner]), None)
+        elif path[0] == ARGUMENTS:
+            below = Path(path[2:])
+            owner = below if below in parameters else None
+        owned.append((path, owner))
+    return owned
