@@ -178,6 +178,19 @@ def test_each_set_of_ambient_rules_places_by_itself():
         lies(y, [P(batch)], MESH)
 
 
+def test_inside_shard_map_arrays_are_local():
+    """So the rules, which are about whole arrays, say nothing of their sizes."""
+    f = ft.jit(step, rules=RULES)
+    local = np.ones((3, 4), np.float32)  # `data` does not divide 3
+
+    def body(y: Array) -> Array:
+        return y + f((), local)[1].sum()
+
+    by_rows = P("data")
+    mapped = jax.shard_map(body, mesh=MESH, in_specs=by_rows, out_specs=by_rows)
+    assert jax.jit(mapped)(jnp.ones(8)).tolist() == [25.0] * 8
+
+
 def test_scalars_are_not_placed():
     """JAX replicates them at no cost, so no call is warned of."""
     f, x = ft.jit(lambda n, x: x * n, rules=RULES), ft.shard(X, P("data"), MESH)
