@@ -218,10 +218,15 @@ def _by_sizes(
             if isinstance(error, FunctreeError) and len(chosen) == len(every):
                 raise
             break
-        # Leaves of other ranks cannot be compared.
+        # Leaves of other ranks cannot be compared. Nor can the others of their parameter, for which
+        # the optimizer keeps something else then, or which were made under `vmap`.
         same = {path for path in other if path in state and other[path].ndim == state[path].ndim}
+        jumped: set[Path] = set()
+        for path in {*other, *paths} - same:
+            jumped.update(owners.get(path, ()))
         for path in paths:
-            if path in same and not (path in found and found[path].known):
+            is_comparable = path in same and jumped.isdisjoint(owners[path])
+            if is_comparable and not (path in found and found[path].known):
                 pairs = [(one, every[one].shape, shapes[one]) for one in owners[path]]
                 found[path] = _compared(state[path].shape, other[path].shape, pairs)
         # With a larger size, a parameter may be over a threshold of the optimizer (127 to 128 for
