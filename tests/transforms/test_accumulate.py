@@ -115,6 +115,24 @@ def test_on_a_mesh(over: Any, weighted: bool, steps: int, name: str, explicit: b
         assert one.sharding.is_equivalent_to(parameter.sharding, one.ndim)
 
 
+FILTERS = ft.StateSharding({"up": P(None, "model"), ...: P()})
+
+
+@pytest.mark.parametrize("ambient", [FILTERS, TP | FSDP], ids=["filters", "composition"])
+@pytest.mark.parametrize("over", [None, "data"])
+@pytest.mark.parametrize("steps", [1, 4])
+def test_gradients_lie_as_their_parameters_by_the_ambient_layout(
+    steps: int, over: Any, ambient: Any
+):
+    """Of `down`, whole by the filters, the compiler would split the rows as those of `up`."""
+    mesh = ft.make_mesh(data=2, model=4)
+    model, batch = ft.shard(MODEL, ambient, mesh), ft.shard((X, Y), P("data"), mesh)
+    step = ft.jit(ft.accumulate(BOTH, steps, over=over), rules=ambient, mesh=mesh)
+    _, found = step(model, *batch)
+    for one, parameter in zip(jax.tree.leaves(found), jax.tree.leaves(model), strict=True):
+        assert one.sharding.is_equivalent_to(parameter.sharding, one.ndim)
+
+
 def named(model: Any, x: Float[Array, "batch embed"], y: Float[Array, "batch embed"]) -> Array:
     return loss(model, x, y)
 
