@@ -4,7 +4,7 @@ import copy
 import functools
 from abc import abstractmethod
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar, overload
+from typing import Any, ClassVar, Concatenate, Generic, ParamSpec, Self, TypeVar, overload
 
 import jax
 from jax.core import Tracer
@@ -44,6 +44,7 @@ class Function(Generic[_P, _T]):
     compilations: list[Compilation]
     # A named tuple of a class for each wrapper, with which another one is made for a copy.
     _options: Any
+    _places: ClassVar[bool] = False  # whether it places arguments that nobody has placed
     __name__: str
     __qualname__: str
     __wrapped__: Callable[_P, _T]
@@ -177,7 +178,8 @@ class Function(Generic[_P, _T]):
             # The program runs without being traced, and is not kept.
             return self._program(flat), flat
         rules = self._rules()
-        flat = self._placed(flat, rules)
+        if self._places:
+            flat = self._placed(flat, rules)
         group, key = flat.group, self._key(flat, rules)
         # Most calls have the key of the last call. Comparing keys is cheaper than hashing them,
         # because most of their elements are the same objects.
