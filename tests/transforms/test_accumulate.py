@@ -133,6 +133,16 @@ def test_gradients_lie_as_their_parameters_by_the_ambient_layout(
         assert one.sharding.is_equivalent_to(parameter.sharding, one.ndim)
 
 
+def test_a_gradient_is_scattered_where_the_batch_is_not_the_first_of_two_mesh_axes():
+    mesh = ft.make_mesh(data=2, model=4)
+    layout = ft.StateSharding({"up": P(None, ("model", "data")), ...: P()})
+    model, batch = ft.shard(MODEL, layout, mesh), ft.shard((X, Y), P("data"), mesh)
+    both = ft.value_and_grad(loss, layout=layout)
+    result = ft.jit(ft.accumulate(both, 2, over="data"), mesh=mesh)(model, *batch)
+    assert_close(result, WANT)
+    assert result[1].up.sharding == model.up.sharding
+
+
 def named(model: Any, x: Float[Array, "batch embed"], y: Float[Array, "batch embed"]) -> Array:
     return loss(model, x, y)
 
@@ -195,6 +205,19 @@ def test_each_device_keeps_its_part_of_the_batch():
         ft.jit(ft.accumulate(BOTH, 2), mesh=mesh).lower(ft.shard(MODEL, P(), mesh), x, y).compile()
     )
     assert set(collectives(compiled)) == {"all-reduce"}
+
+
+def test_a_carried_array_of_a_weak_type_keeps_its_dtype():
+    """That of a sum with a narrower array would be the narrower one."""
+
+    def step(w: Array, x: Array, seen: Array) -> Any:
+        return jnp.sum(w) * x.sum(), seen + x.sum()
+
+    seen, x = jnp.asarray(0.0), jnp.ones(8, jnp.bfloat16)
+    assert jax.typeof(seen).weak_type
+    with jax.numpy_dtype_promotion("standard"):
+        _, found = ft.accumulate(ft.grad(step, has_aux=True), 2, carry="seen")(jnp.ones(3), x, seen)
+    assert found.dtype == jnp.float32 and found == 8
 
 
 def test_micro_batches_are_strided():
