@@ -121,8 +121,10 @@ def _shardings(tx: Any, params: Leaves) -> list[Sharding | None] | None:
         return None
     shardings: list[Sharding | None] = []
     for leaf in layered_state(tx, params).values():
-        like = None if leaf.owner is None else parameters[leaf.owner]
-        shardings.append(like.sharding if like is not None and like.shape == leaf.shape else None)
+        sharding: Sharding | None = None
+        if leaf.owner is not None and parameters[leaf.owner].shape == leaf.shape:
+            sharding = parameters[leaf.owner].sharding
+        shardings.append(sharding)
     return shardings
 
 
@@ -213,13 +215,17 @@ def _depending(traced: TracedUpdate, stacks: Mapping[Path, tuple[int, ...]]) -> 
         others = {whole[one] for one in on - {owner}}  # pyright: ignore[reportArgumentType]
         found = [one for one in stacks if one in others and (stacks[one] or stack)]
         # The path of one layer of a pair ends with its number.
-        shown = Path(path[1:-1] if stack and path[-1] in (0, 1) else path[1:])
+        shown = Path(path[1:])
+        if stack and path[-1] in (0, 1):
+            shown = Path(path[1:-1])
         is_update = path[0] == UPDATES
         if not found or (shown, is_update) in told:
             continue
         told.add((shown, is_update))
         names = [f"`{one}`" for one in found if one != own] or ["other layers of the stack"]
-        what = "its update" if is_update else "this leaf of the optimizer's state"
+        what = "this leaf of the optimizer's state"
+        if is_update:
+            what = "its update"
         array = jax.ShapeDtypeStruct((*stack, *type_.shape), type_.dtype)
         yield array_problem(shown, array, f"{what} depends on {listed(names)}", _OUTSIDE)
 

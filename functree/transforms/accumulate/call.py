@@ -98,7 +98,9 @@ class GradientFunction(NamedTuple):
     def own_aux(self) -> str:
         """What the aux has to be, in words: a weight, carried values, or both. Empty if it may be
         anything."""
-        parts = ["the weight of the micro-batch"] if self.weighted else []
+        parts: list[str] = []
+        if self.weighted:
+            parts.append("the weight of the micro-batch")
         carried = [f"`{path}`" for path in self.named[Role.CARRIED]]
         if carried:
             number = len(carried)

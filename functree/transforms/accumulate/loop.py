@@ -163,13 +163,21 @@ def _traced(call: Call, operands: Sequence[Any], steps: int) -> MicroBatch:
 
     traced = jax.make_jaxpr(compute)(jnp.zeros((), jnp.int32), *operands)
     skeleton, function = skeletons[-1], call.function
-    own = below([function.gradient.aux_place], skeleton.paths) if function.own_aux else []
-    weight = own.pop(0) if function.weighted else None
-    carried = dict(zip(own, below(function.named[Role.CARRIED], call.leaves.paths), strict=True))
-    parameters = _parameters(call, skeleton) if function.is_known else {}
     run, types = jaxpr_as_fun(traced), traced.out_avals
+    # The arrays of the aux: the weight first, and then what is carried.
+    own, weight = list[int](), None
+    if function.own_aux:
+        own = below([function.gradient.aux_place], skeleton.paths)
+    if function.weighted:
+        weight = own.pop(0)
+    carried = dict(zip(own, below(function.named[Role.CARRIED], call.leaves.paths), strict=True))
+    parameters: dict[int, int] = {}
+    if function.is_known:
+        parameters = _parameters(call, skeleton)
     inexact = {k for k, kind in enumerate(types) if jnp.issubdtype(kind.dtype, jnp.inexact)}
-    sums = inexact - carried.keys() | ({weight} if weight is not None else set())
+    sums = inexact - carried.keys()
+    if weight is not None:
+        sums.add(weight)
     micro_batch = MicroBatch(run, types, skeleton, parameters, carried, weight, sums)
     _check_carried(call, operands, micro_batch)
     return micro_batch
@@ -431,7 +439,9 @@ class Shards:
         before, size, after = part.shape[:dim], part.shape[dim] // number, part.shape[dim + 1 :]
         apart = jnp.reshape(part, (math.prod(before), number, size, math.prod(after)))
         blocks = jnp.moveaxis(apart, 1, 0)
-        rows = (-1, math.prod(after)) if after else (-1, size)
+        rows = (-1, size)
+        if after:
+            rows = (-1, math.prod(after))
         blocks = jnp.reshape(blocks, (number, *rows))
         own = jax.lax.psum_scatter(blocks, axes, scatter_dimension=0, tiled=True)
         return jnp.reshape(own, (*before, size, *after))
