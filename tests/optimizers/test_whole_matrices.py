@@ -262,6 +262,15 @@ def test_dimensions_of_more_than_two() -> None:
     close(kept(found), expected(wanted, model))
 
 
+def test_matrices_of_one_shape_with_other_dimensions() -> None:
+    """Each is scaled by its own; on a mesh such matrices are not computed together."""
+    model = {name: jax.random.normal(jax.random.key(i), (8, 16)) for i, name in enumerate("abc")}
+    numbers = optax.contrib.MuonDimensionNumbers
+    of_each = {"a": numbers(-2, -1), "b": numbers(-1, -2), "c": numbers(-2, -1)}
+    options = {"muon_weight_dimension_numbers": of_each}
+    check(muon(**options), muon_of_optax(**options), model, P("data", "model"), MESH)
+
+
 def test_outside_of_jit() -> None:
     tx, model = muon(ns_steps=1), MODELS["plain"]()
     _, placed, state = on_mesh(tx, model, TENSOR, MESH)
