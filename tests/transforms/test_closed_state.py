@@ -130,6 +130,22 @@ class Other(eqx.Module):
 )
 def test_what_has_another_form_is_left_to_the_compiler(make: Any):
     model, _ = lying(MESH)
-    lowered = ft.jit(make, donate="model").lower(model)
-    text = lowered.as_text().partition("func.func public @main")[2].partition(") -> ")[2]
-    assert "sdy.sharding" not in text.partition("{\n")[0]
+    assert not has_shardings(ft.jit(make, donate="model"), model)
+
+
+def test_other_keys_are_another_form():
+    model, _ = lying(MESH)
+    state = {"up": model.up, "bias": model.bias}
+    for key, kept in (("bias", True), ("gain", False)):
+        step = ft.jit(
+            lambda state, key=key: {"up": state["up"], key: state["bias"]},
+            donate="state",
+            static_argnames="key",
+        )
+        assert has_shardings(step, state) == kept
+
+
+def has_shardings(step: Any, *args: Any) -> bool:
+    """Whether the program says how its result is sharded."""
+    text = step.lower(*args).as_text().partition("func.func public @main")[2].partition(") -> ")[2]
+    return "sdy.sharding" in text.partition("{\n")[0]
