@@ -241,6 +241,13 @@ def test_an_array_that_is_committed_later():
         f(jax.device_put(X, jax.devices()[0]))
 
 
+@pytest.mark.parametrize("spec", [P("data"), P()], ids=["sharded", "replicated"])
+def test_what_nobody_has_placed_is_donated_as_a_copy(spec: P):
+    x = jnp.asarray(BATCH)
+    found = ft.jit(lambda x: x + 1, in_shardings=spec, donate="x", mesh=MESH)(x)
+    assert not x.is_deleted() and np.array_equal(found, BATCH + 1)
+
+
 @pytest.mark.parametrize("array", [BATCH, jnp.asarray(BATCH)], ids=["numpy", "uncommitted"])
 def test_silent_failure_31_an_array_that_is_moved_on_each_call(array: Any):
     f = ft.jit(lambda tree, y: tree["x"] * 2 + y, in_shardings={"tree": P("data")}, mesh=MESH)

@@ -326,9 +326,7 @@ class Jit(Function[_P, _T]):
         donated, kept = set(donated_indices(paths, self._options.donated)), list[Donated]()
         for name, value in self._signature.each(flat.call):
             own = [i for i, path in enumerate(paths) if path[: len(name)] == name]
-            # An argument that is a bare array has no path below its name. It is not state (see
-            # `closed`).
-            if not own or own[0] not in donated or len(paths[own[0]]) == len(name):
+            if not own or own[0] not in donated:
                 continue
             own_shardings = tuple(shardings[i] for i in own)
             kept.append(Donated(name, StateForm.of(value), own_shardings))
