@@ -167,7 +167,7 @@ DIFFERENCES: dict[str, list[str]] = {
     ],
     "other_numpy_argument_by_rules": [
         "loss does not run",
-        "values",
+        "arguments",
         "process 0: x: f32[8, 16] with the checksum ",
         "process {odd}: x: f32[8, 16] with the checksum ",
     ],

@@ -73,11 +73,12 @@ class CheckedJit(Jit[_P, _T]):
     def _placed(self, flat: FlatCall, rules: Layout | None) -> FlatCall:
         """As that of every function; and the values that are placed are compared, as
         `ft.shard` does. JAX compares them too, when it places them, in words of its own."""
-        if self._compares:
+        may_place = rules is not None or self._layouts is not None
+        if self._compares and may_place:
             own = _own_values(flat)
             if own:
                 with self._agreement() as agreement:
-                    agreement.compare(lambda: {"values": own})
+                    agreement.compare(lambda: {"arguments": own})
         return super()._placed(flat, rules)
 
     def _agreement(self) -> Agreement:
