@@ -33,8 +33,7 @@ class CallGroup:
         programs: the compiled programs, by everything that a compilation depends on.
         last: the key and the program of the last call.
         shardings: the shardings of the arrays of the last call, and the same without repetition.
-        placements: where arguments that nobody has placed belong, by everything that this
-            depends on.
+        placements: the shardings of arguments that nobody has placed, by all that decides them.
         checked: the rules whose filters were found to decide about leaves of these calls.
     """
 

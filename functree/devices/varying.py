@@ -1,7 +1,7 @@
 """A function inside a shard_map ─► the same, on arrays whose types do not say where they vary."""
 
 from collections.abc import Callable, Iterable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import jax
 from jax.core import ShapedArray
@@ -15,8 +15,8 @@ _Array = Shaped[Array, "..."]
 _Axes = tuple[str, ...]
 
 
-def varying_axes(x: _Array) -> frozenset[str]:
-    """The mesh axes along which an array varies by its type.
+def varying_axes(x: _Array | ShapedArray) -> frozenset[str]:
+    """The mesh axes along which an array varies by its type; `x` may be the type itself.
 
     There are some inside a shard_map with `check_vma=True` only.
 
@@ -25,8 +25,13 @@ def varying_axes(x: _Array) -> frozenset[str]:
         >>> varying_axes(jnp.ones(3))
         frozenset()
     """
-    manual = jax.typeof(x).manual_axis_type  # None for an abstract array outside of shard_map
-    return frozenset() if manual is None else frozenset(manual.varying)
+    kind: Any = x
+    if not isinstance(x, ShapedArray):
+        kind = jax.typeof(x)
+    manual = kind.manual_axis_type  # None for an abstract array outside of shard_map
+    if manual is None:
+        return frozenset()
+    return frozenset(manual.varying)
 
 
 def varying_over(x: _Array, axes: Iterable[str]) -> _Array:
@@ -40,7 +45,9 @@ def varying_over(x: _Array, axes: Iterable[str]) -> _Array:
         Array([1., 1.], dtype=float32)
     """
     more = tuple(sorted(frozenset(axes) - varying_axes(x)))
-    return jax.lax.pcast(x, more, to="varying") if more else x
+    if not more:
+        return x
+    return jax.lax.pcast(x, more, to="varying")
 
 
 def equally_varying(*arrays: _Array) -> tuple[_Array, ...]:

@@ -15,7 +15,7 @@ from functree.argument_checks import ROOM, SIZE, Takes, check, is_integers, para
 from functree.devices.meshes import devices_along
 from functree.devices.placement import check_deleted
 from functree.devices.specs import Entry, entry, mesh_axes, without
-from functree.devices.varying import without_varying
+from functree.devices.varying import varying_over, without_varying
 from functree.errors import Problem
 from functree.nn.activations import (
     activation,
@@ -206,7 +206,7 @@ def _on_batches(
         # Marked as different on each device, so that their gradients are sums over its own batches,
         # and become the whole sum once, where they leave the `shard_map`. Of what is equal on all
         # devices JAX would sum the gradient where it is used: in each chunk.
-        own = jax.tree.map(lambda array: jax.lax.pcast(array, axes, to="varying"), arrays)
+        own = jax.tree.map(lambda array: varying_over(array, axes), arrays)
         return jax.lax.psum(of_arrays(own, *parts), axes)
 
     if not axes:

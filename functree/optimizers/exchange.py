@@ -69,7 +69,9 @@ class Exchange:
         sharding = sum(entries[stacked:], ())
         # Over the mesh axes of the stack the layers are spread already.
         of_stack = sum(entries[:stacked], ())
-        exchanged = sharding if over is None else tuple(axis for axis in sharding if axis in over)
+        exchanged = sharding
+        if over is not None:
+            exchanged = tuple(axis for axis in sharding if axis in over)
         sliced: list[str] = []
         for axis in over or ():
             if axis not in (*sharding, *of_stack) and sizes[axis] > 1:
@@ -103,7 +105,9 @@ class Exchange:
         That moves half as much as to bring it to one device and back, and the other devices have
         nothing else to do.
         """
-        return self if self.layers > 1 else replace(self, exchanged=(), sliced=())
+        if self.layers > 1:
+            return self
+        return replace(self, exchanged=(), sliced=())
 
     @property
     def layers(self) -> int:

@@ -97,12 +97,12 @@ def averaged(ts: TrainState[M]) -> M:
     """
     check("averaged has no average", ts=(ts, TRAIN_STATE))
     # `ft.with_ema` may be inside of another transformation.
-    found = [
-        state.average
-        for _, state in outermost(ts.opt_state, lambda _, node: isinstance(node, AveragedState))
-    ]
+    states = outermost(ts.opt_state, lambda _, node: isinstance(node, AveragedState))
+    found = [state.average for _, state in states]
     if len(found) != 1:
-        keeps = f"{len(found)} averages" if found else "no average"
+        keeps = "no average"
+        if found:
+            keeps = f"{len(found)} averages"
         raise FunctreeValueError(
             f"the optimizer keeps {keeps} of the parameters: "
             "`TrainState.create(model, ft.with_ema(tx))`"

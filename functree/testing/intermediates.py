@@ -10,7 +10,7 @@ from jax import lax
 from jax.extend.core import jaxpr_as_fun
 from jax.sharding import PartitionSpec
 
-from functree.devices.varying import varying_axes
+from functree.devices.varying import varying_over
 from functree.testing.steps import Body, Step
 
 Site = tuple[int, ...]
@@ -227,11 +227,7 @@ def _varying(record: Record) -> Record:
     In a shard_map that checks this, all branches of a conditional and all iterations of a loop have
     to make the same type.
     """
-    manual = jax.sharding.get_abstract_mesh().manual_axes
-    missing = tuple(axis for axis in manual if axis not in varying_axes(record))
-    if not missing:
-        return record
-    return lax.pcast(record, missing, to="varying")
+    return varying_over(record, jax.sharding.get_abstract_mesh().manual_axes)
 
 
 @jax.tree_util.register_pytree_node_class

@@ -189,7 +189,9 @@ class ManualMesh(NamedTuple):
                 why = f"its type is sharded {spec_text(self.project(have))}, "
                 why += f"but its spec is {spec_text(spec)}; Explicit axes are not moved"
                 remedy = "apply `jax.sharding.reshard` before, or write the spec of its type"
-        return [leaf.problem(why, remedy)] if why else []
+        if not why:
+            return []
+        return [leaf.problem(why, remedy)]
 
     def varying(self, leaf: Leaf, spec: PartitionSpec) -> list[Problem]:
         """The problem of a result that may differ between devices although its spec says that it is

@@ -58,6 +58,7 @@ from jaxtyping import Array, Float
 import functree as ft
 from tests.lib.covering import WHOLE
 from tests.soak import parallel_programs, training_programs
+from tests.soak.each import run_each
 from tests.soak.rules_by_hand import Leaf, Rule, spec_of
 
 TESTS = Path(__file__).parents[1]
@@ -307,36 +308,6 @@ def run_parallel(seeds: Sequence[int], verbose: bool) -> int:
 def without_numbers(text: str) -> str:
     """The first lines of a message, the same for all sizes."""
     return re.sub(r"\d+", "N", " ".join(text.split()))[:230]
-
-
-def run_each(
-    seeds: Sequence[int],
-    make: Callable[[int], Any],
-    run: Callable[[Any], None],
-    verbose: bool,
-) -> int:
-    """Run the program of each seed; those that fail are listed."""
-    failed, start = [], time.perf_counter()
-    for done, seed in enumerate(seeds, 1):
-        program = make(seed)
-        if verbose:
-            print(program, flush=True)
-        try:
-            run(program)
-        except Exception as error:  # whatever it is, it is listed
-            failed.append(seed)
-            lines = str(error).splitlines() or [""]
-            print(f"FAILED {program}\n    {type(error).__name__}: {lines[0][:300]}", flush=True)
-            if verbose:
-                traceback.print_exc()
-        if done % 100 == 0:
-            took = time.perf_counter() - start
-            print(
-                f"{done} programs, {len(failed)} failed, {took:.0f} s", file=sys.stderr, flush=True
-            )
-            jax.clear_caches()
-    print(f"seeds {seeds[0]} to {seeds[-1]}: {len(failed)} failed {failed[:20]}")
-    return 1 if failed else 0
 
 
 def main() -> int:

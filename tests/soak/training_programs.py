@@ -239,15 +239,20 @@ def run_population(program: Program, mesh: Any) -> None:
     state = jax.device_put(state, by_agent)
     inner = step_of(program)
     if program.population == "filter_vmap":
-        step: Any = eqx.filter_vmap(inner)
+        mapped: Any = eqx.filter_vmap(inner)
     elif program.population == "vmap":
-        step = jax.vmap(inner)
+        mapped = jax.vmap(inner)
     else:
-        step = jax.vmap(inner, spmd_axis_name=axis)
-    options: dict[str, Any] = {"mesh": mesh, "donate": (0,)}
+        mapped = jax.vmap(inner, spmd_axis_name=axis)
+
+    # With names: what `eqx.filter_vmap` returns takes `*args`, all of which would be donated.
+    def of_all(state: Any, seen: Array, x: Array, y: Array, mask: Array) -> Any:
+        return mapped(state, seen, x, y, mask)
+
+    options: dict[str, Any] = {"mesh": mesh, "donate": program.donated}
     if program.rules:
         options["rules"] = P(axis)
-    step = ft.jit(step, **options)
+    step = ft.jit(of_all, **options)
     seen = jax.device_put(jnp.zeros(AGENTS), by_agent)
     before, batches = shardings(state), [make_batches(program.seed + i) for i in range(AGENTS)]
     for i in range(STEPS):

@@ -241,6 +241,16 @@ def test_an_array_that_is_committed_later():
         f(jax.device_put(X, jax.devices()[0]))
 
 
+@pytest.mark.parametrize("mesh", [MESH, EXPLICIT], ids=["auto", "explicit"])
+def test_an_abstract_array_that_is_sharded_otherwise(mesh: Any):
+    """As one with values."""
+    f = ft.jit(lambda tree: tree["x"] * 2, in_shardings=P("data"), mesh=mesh)
+    other = NamedSharding(mesh, P(None, "model"))
+    tree = {"x": jax.ShapeDtypeStruct(BATCH.shape, BATCH.dtype, sharding=other)}
+    with raises("tree.x", "is sharded P(None, 'model') but `in_shardings` asks for P('data'"):
+        f.lower(tree)
+
+
 @pytest.mark.parametrize("spec", [P("data"), P()], ids=["sharded", "replicated"])
 def test_what_nobody_has_placed_is_donated_as_a_copy(spec: P):
     x = jnp.asarray(BATCH)

@@ -300,7 +300,9 @@ def _dims(real: Shape, other: Shape, have: Shape, want: Shape) -> tuple[int | No
         else:
             return None
     kept = [dim for dim in dims if dim is not None]
-    return tuple(dims) if kept == sorted(set(kept)) else None
+    if kept != sorted(set(kept)):
+        return None
+    return tuple(dims)
 
 
 # Other sizes, by which the dimensions of parameters can be told apart

@@ -174,8 +174,12 @@ class GradientFunction(NamedTuple):
         if not self.weighted:
             return result
         weight = self._as_weight(weight)
-        aux = (weight, values) if carried else weight
-        return ((result[0][0], aux), result[1]) if self.gradient.with_value else (result[0], aux)
+        aux = weight
+        if carried:
+            aux = weight, values
+        if self.gradient.with_value:
+            return (result[0][0], aux), result[1]
+        return result[0], aux
 
     def _as_weight(self, weight: Any) -> jax.Array:
         """A weight as an array."""

@@ -17,6 +17,7 @@ from functree.calls.signature import RESULT
 from functree.devices.constraint import with_constraint
 from functree.devices.meshes import mesh_view
 from functree.devices.specs import entry, mesh_axes, named_axes, of_rank, spec_text, without
+from functree.devices.varying import varying_axes, varying_over
 from functree.errors import Problem, ShardingError, did_you_mean
 from functree.labels.leaf import array_problem
 from functree.layout.decide import decide_parts
@@ -214,7 +215,7 @@ def _check_carried(call: Call, operands: Sequence[Any], micro_batch: MicroBatch)
         if was == becomes:
             continue
         remedy = "return it with the shape and dtype that it had, such as by `.astype(old.dtype)`"
-        along = entry(sorted(_varying(after) - _varying(before)))
+        along = entry(sorted(varying_axes(after) - varying_axes(before)))
         if along is not None:
             remedy = f"average it over the shards in the function (`jax.lax.pmean(x, {along!r})`); "
             remedy += "or pass one that differs too "
@@ -230,16 +231,10 @@ def _type_text(array: ArrayType) -> str:
     text = array_text(array)
     if AxisType.Explicit in array.sharding.mesh.axis_types:
         text += f" {spec_text(array.sharding.spec)}"
-    varying = _varying(array)
+    varying = varying_axes(array)
     if varying:
         text += f" varying over {', '.join(sorted(varying))}"
     return text
-
-
-def _varying(kind: ArrayType) -> frozenset[str]:
-    """The mesh axes along which an array of a type varies."""
-    manual = kind.manual_axis_type  # None outside of shard_map
-    return frozenset() if manual is None else frozenset(manual.varying)
 
 
 def _zeros(kind: ArrayType) -> jax.Array:
@@ -251,8 +246,7 @@ def _zeros(kind: ArrayType) -> jax.Array:
         dtype = np.dtype(np.float32)
     is_explicit = AxisType.Explicit in kind.sharding.mesh.axis_types
     zeros = jnp.zeros(kind.shape, dtype, out_sharding=kind.sharding if is_explicit else None)
-    along = tuple(sorted(_varying(kind)))
-    return jax.lax.pcast(zeros, along, to="varying") if along else zeros
+    return varying_over(zeros, varying_axes(kind))
 
 
 # A loop for each shard
@@ -365,7 +359,7 @@ class Shards:
         """An operand on one shard."""
         # Otherwise JAX would sum the gradients over the shards in each micro-batch.
         if role is Role.SAME and jnp.issubdtype(operand.dtype, jnp.inexact):
-            return jax.lax.pcast(operand, self.axes, to="varying")
+            return varying_over(operand, self.axes)
         return operand
 
     def _typed(self, array: Any, spec: PartitionSpec) -> Any:
@@ -386,7 +380,7 @@ class Shards:
         problems: list[Problem] = []
         for k, path in enumerate(micro_batch.skeleton.paths):
             kind = micro_batch.types[k]
-            if k not in micro_batch.summed and _varying(kind) & set(self.axes):
+            if k not in micro_batch.summed and varying_axes(kind) & set(self.axes):
                 problems.append(array_problem(Path((RESULT, *path)), kind, why, remedy))
         refuse(problems, "array", "cannot be returned with `over=`", ShardingError)
 

@@ -14,6 +14,7 @@ from functree.argument_checks import FLAG, FUNCTION, POSITIONS, check, shown
 from functree.calls.program import around
 from functree.calls.signature import inspected, wrapper_updates
 from functree.devices.placement import check_deleted, explicit_mesh
+from functree.devices.varying import varying_axes
 from functree.errors import (
     FunctreeError,
     FunctreeTypeError,
@@ -308,7 +309,7 @@ def _manual_axes() -> tuple[str, ...]:
     manual = jax.sharding.get_abstract_mesh().manual_axes
     # With `check_vma=False` the types do not record what varies: even a cast to varying has no
     # effect.
-    if manual and not _varying(jax.lax.pcast(jnp.zeros(()), manual, to="varying")):
+    if manual and not varying_axes(jax.lax.pcast(jnp.zeros(()), manual, to="varying")):
         raise FunctreeError(
             "inside shard_map(check_vma=False) each shard computes its own part only of the "
             "gradient, and JAX does not sum the parts: leave `check_vma` at True, "
@@ -320,7 +321,7 @@ def _manual_axes() -> tuple[str, ...]:
 
 def _varying(tree: Any) -> frozenset[str]:
     """The mesh axes along which an array of a tree may differ between shards."""
-    return frozenset().union(*(jax.typeof(x).manual_axis_type.varying for x in tree_leaves(tree)))
+    return frozenset[str]().union(*map(varying_axes, tree_leaves(tree)))
 
 
 def _check_one_loss(
