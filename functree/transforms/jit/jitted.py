@@ -170,7 +170,8 @@ class Jit(Function[_P, _T]):
         # JAX would report a deleted array without its path.
         if any(is_deleted(arrays[i]) for i in placement.shardings):
             raise refuse_deleted(self._signature.name, group.paths, arrays)
-        self._warn_placed(flat, placement)
+        if placement.can_run:
+            self._warn_placed(flat, placement)
         new = placement.place(arrays)
         return FlatCall(flat.call, group, new, all(map(is_concrete, new)))
 
