@@ -5,9 +5,8 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
-from functree.compiled.collective import Collective
-from functree.compiled.memory import Memory
-from functree.compiled.table_rows import (
+from functree.compiled.collective import Collective, Memory
+from functree.compiled.table import (
     NO_PARAMETER,
     TableRow,
     moves_text,

@@ -7,16 +7,18 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-from functree.compiled.attribution import Attribution
-from functree.compiled.collective import Collective
-from functree.compiled.counterparts import Shape, Shapes
+from functree.compiled.collective import BytesByPath, Collective, Memory
 from functree.compiled.data_flow import DataFlow
 from functree.compiled.hlo import Hlo, Instruction
 from functree.compiled.ledger import Ledger
-from functree.compiled.memory import BytesByPath, Memory
-from functree.compiled.moved_arrays import MovedArray, moved_arrays, unknown_collectives
-from functree.compiled.phases import Phases
-from functree.compiled.replica_groups import groups_of, mesh_axes_of
+from functree.compiled.moved_arrays import (
+    MovedArray,
+    groups_of,
+    mesh_axes_of,
+    moved_arrays,
+    unknown_collectives,
+)
+from functree.compiled.provenance import Attribution, Phases, Shape, Shapes
 from functree.compiled.sources import Sources
 from functree.errors import FunctreeError, count
 from functree.tree.paths import Path

@@ -8,8 +8,13 @@ import jax.numpy as jnp
 import pytest
 
 import functree as ft
-from functree.compiled.table_rows import rows_of_parameters, table_rows
-from functree.compiled.warning_text import LONGEST, short_warning, warning_lines
+from functree.compiled.table import (
+    LONGEST,
+    rows_of_parameters,
+    short_warning,
+    table_rows,
+    warning_lines,
+)
 from tests.lib.checks import raises
 
 MESH = ft.make_mesh(data=2, model=4)

@@ -8,7 +8,7 @@ import pytest
 from functree.compiled.data_flow import DataFlow
 from functree.compiled.hlo import Hlo
 from functree.compiled.moved_arrays import moved_arrays
-from functree.compiled.parameter_uses import ParameterUses
+from functree.compiled.uses import ParameterUses
 from tests.lib.training import ATTENTION, MLP, NORMS, training_step
 
 

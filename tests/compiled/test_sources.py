@@ -10,7 +10,7 @@ import functree as ft
 from functree.compiled.data_flow import DataFlow
 from functree.compiled.hlo import Hlo
 from functree.compiled.moved_arrays import moved_arrays
-from functree.compiled.phases import Phases, split
+from functree.compiled.provenance import Phases, split
 from functree.compiled.sources import Sources
 
 HOME = Path(ft.__file__).parent

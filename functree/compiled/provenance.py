@@ -1,20 +1,22 @@
-"""An array that a collective moves ─► the paths of the parameters that it serves.
+"""An array that a collective moves ─► what it serves: the parameters, what it is of them, and the
+phase of the training step.
 
 Parameters are found by what is made of what in the program, never by their shapes, which several
 may have, nor by the names of operations, which after a hit of the persistent cache are those of
 another program. Paths only tell which output is the new value, or the gradient, of which parameter.
+The phase is read from the name of an operation, which has the transformations in it that JAX has
+made it by: `jit(step)/transpose(jvp())/mul`.
 """
 
 import math
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import NamedTuple
 
-from functree.compiled.counterparts import Counterparts, Shapes
-from functree.compiled.data_flow import DataFlow, HloValue
+from functree.compiled.data_flow import COLLECTIVES, DataFlow, HloValue, is_in_pieces
+from functree.compiled.hlo import Instruction
 from functree.compiled.moved_arrays import MovedArray
-from functree.compiled.optimizer_uses import OptimizerUses
-from functree.compiled.parameter_uses import ParameterUses
+from functree.compiled.uses import OptimizerUses, ParameterUses
 from functree.tree.paths import Path
 
 _FORWARD = ("forward", "recompute")
@@ -349,3 +351,282 @@ def _common_end(paths: Sequence[Path]) -> int:
             break
         length += 1
     return length
+
+
+_Keys = tuple[object, ...]
+"""The end of a path."""
+
+Shape = tuple[int, ...]
+
+
+class Shapes(NamedTuple):
+    """The shapes of the arrays that go into a program and come out of it, on all devices together.
+
+    Attributes:
+        parameters: that of each parameter.
+        outputs: that of each output.
+    """
+
+    parameters: Sequence[Shape]
+    outputs: Sequence[Shape]
+
+
+class Counterparts:
+    """Which parameter each output of a program belongs to; both are indices.
+
+    Args:
+        parameters: the path of each parameter, which begins with the name of an argument.
+        outputs: the path of each output.
+        shapes: their shapes, or what is known of them.
+        uses: what outputs are made of, and what a model computes with.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[Path],
+        outputs: Sequence[Path],
+        shapes: Shapes,
+        uses: ParameterUses,
+    ):
+        self._parameters, self._outputs = parameters, outputs
+        self._shapes, self._uses = shapes, uses
+
+    def _is_like(self, parameter: int, output: int) -> bool:
+        """Whether a parameter and an output have the same shape, as far as it is known."""
+        return self._shapes.parameters[parameter] == self._shapes.outputs[output]
+
+    @cached_property
+    def of_outputs(self) -> list[int | None]:
+        """For each output the parameter of which it is the new value, or the gradient.
+
+        None if it is of none, or if it cannot be told of which.
+        """
+        left = [set(found) for found in self._candidates]
+        known: dict[int, int] = {}
+        # A parameter has one new value. That of a weight is made of its moment too, which has a
+        # new value of its own.
+        while True:
+            single = {i: min(one) for i, one in enumerate(left) if len(one) == 1 and i not in known}
+            if not single:
+                break
+            known |= single
+            for i, one in enumerate(left):
+                if len(one) > 1 and one <= set(self._uses.made_of(i)):
+                    left[i] = one - set(single.values()) or one
+        return [known.get(i) for i in range(len(self._outputs))]
+
+    @cached_property
+    def all(self) -> frozenset[int]:
+        """The parameters that may have a counterpart among the outputs."""
+        return frozenset().union(*self._candidates)
+
+    @cached_property
+    def _candidates(self) -> list[Collection[int]]:
+        """For each output the parameters that it may belong to."""
+        return [self._fitting(output) for output in range(len(self._outputs))]
+
+    def _fitting(self, output: int) -> Collection[int]:
+        path = self._outputs[output]
+        made = self._uses.made_of(output)
+        for start in range(len(path)):  # the longest common end first
+            end = path[start:]
+            # An index alone, as of the second of two results, names nothing.
+            if not any(isinstance(key, str) for key in end):
+                break
+            found = [i for i in self._by_end.get(end, ()) if self._is_like(i, output)]
+            if found:
+                return self._chosen(found, made)
+        # No name tells, as in a function that returns a bare array.
+        return [i for i in made if self._is_like(i, output)]
+
+    def _chosen(self, found: Sequence[int], made: Collection[int]) -> Collection[int]:
+        """Of parameters that are named alike, those that an output is made of, or that a model
+        computes with: the gradient of a weight is named as its moments are."""
+        if len(found) == 1:
+            return found
+        of_output = [i for i in found if i in made]
+        return of_output or [i for i in found if i in self._uses.in_model] or found
+
+    def named_like(self, parameter: int, among: Collection[int]) -> int | None:
+        """Of some parameters the only one whose path has the longest end in common with that of a
+        parameter; None if there are several."""
+        path = self._parameters[parameter]
+        for start in range(1, len(path)):
+            end = path[start:]
+            if not any(isinstance(key, str) for key in end):
+                return None
+            found = [i for i in self._by_end.get(end, ()) if i in among]
+            if found:
+                return found[0] if len(found) == 1 else None
+        return None
+
+    @cached_property
+    def _by_end(self) -> Mapping[_Keys, list[int]]:
+        """The parameters by each end of their paths. A result may have the name of an argument too,
+        as a dict of them."""
+        by_end: dict[_Keys, list[int]] = {}
+        for index, path in enumerate(self._parameters):
+            for start in range(len(path)):
+                by_end.setdefault(path[start:], []).append(index)
+        return by_end
+
+
+PHASES = ("forward", "backward", "recompute", "update")
+
+
+class Phases:
+    """The phases of the collectives of a program.
+
+    Args:
+        flow: where the values of the program come from.
+        new_values: the new values of parameters that are made of a moved array; none if it serves
+            anything else.
+    """
+
+    def __init__(self, flow: DataFlow, new_values: Callable[[MovedArray], Sequence[HloValue]]):
+        self._flow, self._new_values = flow, new_values
+        # Those of a collective, once for all arrays that the compiler has combined in it.
+        self._names: dict[Instruction, list[str]] = {}
+        # What earlier walks have found to be made of nothing of the backward pass: each value is
+        # met once.
+        self._independent: set[HloValue] = set()
+        # Those that were found to be made of something of it.
+        self._dependent: set[HloValue] = set()
+
+    def phase(self, moved: MovedArray) -> str | None:
+        """The phase of a moved array, one of `PHASES`.
+
+        None if the compiler has combined operations of several phases, or lost their names.
+        """
+        one = moved.instruction
+        if one not in self._names:
+            self._names[one] = split(one.metadata("op_name") or "")
+        own = self._names[one]
+        if len(own) == moved.arrays and own != [""]:
+            return self._of(own[moved.index], moved)  # one name for each array
+        # Of combined arrays some compilers name only the first. Then what is moved says more.
+        if moved.arrays > 1:
+            source = self._flow.source(moved.operand).instruction
+            phase = _phase(source.metadata("op_name") or "")
+            if phase is not None:
+                return phase
+        for described in self.described(moved):
+            name = described.metadata("op_name")
+            if name:
+                phases = {self._of(part, moved) for part in split(name)}
+                # Of several it is not known which one is that of this array.
+                return phases.pop() if len(phases) == 1 else None
+        return None
+
+    def described(self, moved: MovedArray) -> Iterator[Instruction]:
+        """The instructions that describe a collective, the nearest first.
+
+        Some compilers leave a collective without metadata that they have made of others. Then what
+        it moves says where it comes from, and else what it is a part of.
+        """
+        yield moved.instruction
+        yield self._flow.source(moved.operand).instruction
+        computation = moved.instruction.computation
+        while callers := self._flow.callers.get(computation):
+            yield callers[0]
+            computation = callers[0].computation
+
+    def _of(self, name: str, moved: MovedArray) -> str:
+        """The phase of an operation of this name."""
+        phase = _phase(name)
+        if phase is not None:
+            return phase
+        # What is neither differentiated nor a derivative is before the gradients, or made of them.
+        if self._depends_on_backward(moved.operand):
+            return "update"
+        # An optimizer may need a parameter alone, such as its norm.
+        if self._are_updates(self._new_values(moved)):
+            return "update"
+        return "forward"
+
+    def _are_updates(self, values: Sequence[HloValue]) -> bool:
+        """Whether there are values, and each is made of something of the backward pass."""
+        # Each part of the norm of all gradients asks for all new values.
+        known = self._dependent.issuperset(values)
+        return bool(values) and (known or all(map(self._depends_on_backward, values)))
+
+    def _depends_on_backward(self, value: HloValue) -> bool:
+        """Whether a value is made of something of the backward pass."""
+        if value in self._dependent:
+            return True
+        seen = {value}
+        waiting = [value]
+        while waiting:
+            one = waiting.pop()
+            if one in self._dependent or _is_backward(one.instruction):
+                self._dependent.add(value)
+                return True
+            for before in self._flow.inputs(one):
+                if before not in seen and before not in self._independent:
+                    waiting.append(before)
+                    seen.add(before)
+        # None of them depends on it: the walk has come to the end of each.
+        self._independent |= seen
+        return False
+
+
+def _is_backward(one: Instruction) -> bool:
+    """Whether an instruction is of the backward pass alone."""
+    # Compilers join equal constants: one may serve the forward pass too, whatever its name says.
+    if one.opcode == "constant":
+        return False
+    # Nor does the name of a collective that they have combined of several say of which it is.
+    if one.opcode in COLLECTIVES and len(one.arrays) > 1 and not is_in_pieces(one):
+        return False
+    # The name is read last, for it takes longest, and this is asked of each value of the program.
+    if not one.mentions("transpose("):
+        return False
+    return _phase(one.metadata("op_name") or "") == "backward"
+
+
+def _phase(name: str) -> str | None:
+    """The phase that the name of an operation says.
+
+    None if it was neither differentiated nor is a derivative.
+    """
+    # What is recomputed is a part of the backward pass, and may be named by both.
+    if "rematted_computation" in name:
+        return "recompute"
+    if "transpose(" in name:
+        return "backward"
+    if "jvp(" in name:
+        return "forward"
+    return None
+
+
+def split(name: str) -> list[str]:
+    """The names of the operations that a compiler has combined.
+
+    >>> split("jit(f)/transpose(jvp())/(reduce_sum:while/dot_general)")
+    ['jit(f)/transpose(jvp())/reduce_sum',
+    'jit(f)/transpose(jvp())/while/dot_general']
+    """
+    opened: list[int] = []
+    for i, letter in enumerate(name):
+        if letter == "(":
+            opened.append(i)
+        elif letter == ")" and opened:
+            opened.pop()
+        elif letter == ":" and opened:
+            return _distributed(name, opened[-1])
+    return [name]
+
+
+def _distributed(name: str, start: int) -> list[str]:
+    """`a(b:c)d` ─► `abd` and `acd`, where `start` is the index of the parenthesis."""
+    parts, depth, end = [""], 0, start
+    for end in range(start + 1, len(name)):
+        letter = name[end]
+        if letter == ")" and depth == 0:
+            break
+        depth += (letter == "(") - (letter == ")")
+        if letter == ":" and depth == 0:
+            parts.append("")
+        else:
+            parts[-1] += letter
+    return [name[:start] + part + name[end + 1 :] for part in parts]
