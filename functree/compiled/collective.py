@@ -32,11 +32,16 @@ class Collective:
             are none.
         arguments: the function's parameters that these belong to, in the same order.
         phase: `forward`, `backward`, `recompute`, `update`; None if it is not known.
-        source: the line that it comes from, `file:line`; None if it is not known.
+        source: the innermost line of a model that it comes from, `file:line`; None if it is not
+            known. Layers of functree, of Equinox and of any other installed package are parts of a
+            model; JAX, optax and the transforms of functree and Equinox are not.
         op: the name of the instruction in the text of the program.
         moves: what is moved for these parameters: `itself`, the array or what is computed of it
             alone; its `gradient`; an `activation` that it is multiplied by, or makes, or the
             gradient of such an activation; a part of its `update`. None if it serves none.
+        called_from: the innermost line of your own code, if `source` is in an installed package or
+            in functree. None otherwise, or if it is not known: JAX keeps the ten innermost frames
+            (`jax_traceback_in_locations_limit`).
     """
 
     kind: str
@@ -50,6 +55,7 @@ class Collective:
     source: str | None
     op: str
     moves: str | None = None
+    called_from: str | None = None
 
     def __post_init__(self) -> None:
         if len(self.paths) != len(self.arguments):

@@ -19,7 +19,7 @@ from functree.compiled.moved_arrays import (
     unknown_collectives,
 )
 from functree.compiled.provenance import Attribution, Phases, Shape, Shapes
-from functree.compiled.sources import Sources
+from functree.compiled.sources import Lines, Sources
 from functree.errors import FunctreeError, count
 from functree.tree.paths import Path
 
@@ -134,6 +134,7 @@ class _Reader:
         paths: list[Path] = []
         arguments: list[str] = []
         served = self._attribution.of(moved, phase)
+        lines = self._lines(moved)
         for parameter in served.parameters:
             argument, *keys = self._parameters[parameter]
             paths.append(Path(keys))
@@ -147,9 +148,10 @@ class _Reader:
             paths=tuple(paths),
             arguments=tuple(arguments),
             phase=phase,
-            source=self._source(moved),
+            source=None if lines is None else lines.source,
             op=moved.instruction.name,
             moves=served.moves,
+            called_from=None if lines is None else lines.called_from,
         )
 
     def _groups_of(self, one: Instruction) -> _Groups:
@@ -169,8 +171,8 @@ class _Reader:
             axes = mesh_axes_of(groups, self._sizes)
         return axes, max(map(len, groups))
 
-    def _source(self, moved: MovedArray) -> str | None:
-        """The line of source of the nearest instruction that has one."""
+    def _lines(self, moved: MovedArray) -> Lines | None:
+        """The lines of source of the nearest instruction that has any."""
         collective, operand, *around = self._phases.described(moved)
         if moved.arrays == 1:
             nearest = (collective, operand, *around)
@@ -178,9 +180,9 @@ class _Reader:
             # The line of a combined collective is that of its first array.
             nearest = (operand, collective, *around)
         for one in nearest:
-            line = self._sources.line(one)
-            if line is not None:
-                return line
+            lines = self._sources.of(one)
+            if lines is not None:
+                return lines
         return None
 
     def with_line(self, warning: str) -> str:
@@ -188,10 +190,10 @@ class _Reader:
         frame = re.search(r"stack_frame_id=(\d+)", warning)
         if frame is None:
             return warning
-        line = self._sources.of_frame(int(frame[1]))
-        if line is None:
+        lines = self._sources.of_frame(int(frame[1]))
+        if lines is None:
             return warning
-        return f"{warning} at {line}"
+        return f"{warning} at {lines.source}"
 
     def not_understood(self, collectives: Sequence[Collective]) -> Iterator[str]:
         """A sentence for each thing in the program that could not be read."""

@@ -89,7 +89,7 @@ def _but_for_indices(one: Collective) -> Hashable:
     own: Hashable = None
     if len(one.paths) != 1:
         # What serves no parameter, or several, is only folded where nothing else differs.
-        own = one.bytes, one.count, one.source
+        own = one.bytes, one.count, one.source, one.called_from
     return _does(one), one.arguments, tuple(map(pattern_of, one.paths)), own
 
 
@@ -184,12 +184,19 @@ def axes_text(axes: tuple[str, ...] | None) -> str:
 MOST_SOURCES = 3
 
 
-def sources_text(collectives: Iterable[Collective]) -> str:
-    """The lines that collectives come from, without repeats: `nn/mlp.py:85,86`."""
+def sources_text(collectives: Sequence[Collective]) -> str:
+    """The lines that collectives come from: `eqx/linear.py:85,86, called from train.py:12`."""
+    text = _lines_text(one.source for one in collectives)
+    called_from = _lines_text(one.called_from for one in collectives)
+    return f"{text}, called from {called_from}" if called_from else text
+
+
+def _lines_text(sources: Iterable[str | None]) -> str:
+    """Lines of source without repeats: `nn/mlp.py:85,86`."""
     lines: dict[str, set[str]] = {}
-    for one in collectives:
-        if one.source is not None:
-            file, _, line = source_end(one.source).rpartition(":")
+    for source in sources:
+        if source is not None:
+            file, _, line = source_end(source).rpartition(":")
             lines.setdefault(file, set()).add(line)
     texts: list[str] = []
     for file, numbers in lines.items():
