@@ -71,6 +71,14 @@ def is_in_pieces(one: Instruction) -> bool:
     return one.opcode == "all-to-all" and one.attribute("dimensions") is None
 
 
+def is_combined(one: Instruction) -> bool:
+    """Whether an instruction is a collective that the compiler has combined of several.
+
+    It is named by all of them, and what it moves says more.
+    """
+    return one.opcode in COLLECTIVES and len(one.arrays) > 1 and not is_in_pieces(one)
+
+
 class HloValue(NamedTuple):
     """The result of an instruction, or a part of it.
 

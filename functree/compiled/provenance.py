@@ -13,31 +13,51 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import NamedTuple
 
-from functree.compiled.data_flow import COLLECTIVES, DataFlow, HloValue, is_in_pieces
+from functree.compiled.data_flow import DataFlow, HloValue, is_combined
 from functree.compiled.hlo import Instruction
 from functree.compiled.moved_arrays import MovedArray
-from functree.compiled.uses import OptimizerUses, ParameterUses
+from functree.compiled.uses import ParameterUses, Product
 from functree.tree.paths import Path
+
+PHASES = ("forward", "backward", "recompute", "update")
+"""The phases of a training step: recompute is what the backward pass computes again, update is the
+optimizer."""
 
 _FORWARD = ("forward", "recompute")
 _Keys = tuple[object, ...]
-"""The beginning of a path."""
+"""The beginning, or the end, of a path."""
+
+Shape = tuple[int, ...]
+
+
+class Shapes(NamedTuple):
+    """The shapes of the arrays that go into a program and come out of it, on all devices together.
+
+    Attributes:
+        parameters: that of each parameter.
+        outputs: that of each output.
+    """
+
+    parameters: Sequence[Shape]
+    outputs: Sequence[Shape]
 
 
 class Served(NamedTuple):
-    """The parameters that a moved array serves.
+    """What a moved array serves.
 
     Attributes:
-        parameters: their indices, in order.
+        parameters: the indices of the parameters, in order.
         moves: what is moved for them, as `Collective.moves` says it.
+        phase: one of `PHASES`; None if it is not known.
     """
 
     parameters: list[int]
     moves: str | None
+    phase: str | None
 
 
-class Attribution:
-    """The parameters that the collectives of a program serve, by index.
+class Provenance:
+    """What the collectives of a program serve; parameters and outputs are indices.
 
     Args:
         flow: where the values of the program come from.
@@ -55,29 +75,24 @@ class Attribution:
         shapes: Shapes | None = None,
     ):
         self._flow, self._parameters = flow, parameters
-        self._uses, self._optimizer = ParameterUses(flow), OptimizerUses(flow)
-        self._replaced_by_outputs: dict[frozenset[int], tuple[dict[int, int], list[int]]] = {}
+        self._uses = ParameterUses(flow)
+        self.phases: Phases = Phases(flow, self._new_values)
+        self._replaced_by_outputs: dict[frozenset[int], dict[int, int]] = {}
         self._ranks = [len(one.arrays[0].shape) for one in flow.hlo.parameters]
         self._output_ranks = [len(type_.shape) for _, type_ in flow.results]
         # Of an array on one device only the number of dimensions is that of the whole.
         ranks = Shapes([(rank,) for rank in self._ranks], [(rank,) for rank in self._output_ranks])
-        self._counterparts = Counterparts(parameters, outputs, shapes or ranks, self._uses)
+        self._counterparts = _Counterparts(parameters, outputs, shapes or ranks, self._uses)
 
-    def of(self, moved: MovedArray, phase: str | None) -> Served:
-        """The parameters that an array serves, and what it is of them.
-
-        The array is made of them, is their gradient, or is multiplied by them.
-
-        Args:
-            moved: the array.
-            phase: the phase of the collective. What the forward pass adds to an argument is no
-                gradient of it.
-        """
+    def of(self, moved: MovedArray) -> Served:
+        """What an array serves. It is made of parameters, is their gradient, or is multiplied by
+        them."""
+        phase = self.phases.phase(moved)
         for moves, find in self._ways(moved, phase):
             found = find()
             if found:
-                return Served(sorted(found), moves)
-        return Served([], None)
+                return Served(sorted(found), moves, phase)
+        return Served([], None, phase)
 
     def _ways(
         self, moved: MovedArray, phase: str | None
@@ -90,7 +105,7 @@ class Attribution:
         if phase == "update":
             yield "update", lambda: self._updated_by(moved)
             yield "update", lambda: self._gradient_of(moved)
-        elif phase not in _FORWARD:
+        elif phase not in _FORWARD:  # what the forward pass adds to an argument is no gradient
             yield "gradient", lambda: self._gradient_of(moved)
         if phase == "backward":
             # A gradient of which nobody can tell the parameter. What it was multiplied by are
@@ -122,34 +137,36 @@ class Attribution:
         """The parameters that a moved array is multiplied by, or else was made of by products."""
         # An activation is gathered for what it is multiplied by, and not for the sum of all layers
         # that it may be.
-        is_known = self._is_known(phase)
-        if factors := self._uses.factors(moved):
-            found = {one for one in factors if is_known(one, [moved.operand])}
-            if found:
-                return found
-        found: set[int] = set()
+        factors = self._uses.factors(moved)
+        found = {one for one in factors if self._is_weight(one, [moved.operand], phase)}
+        if found:
+            return found
         for product in self._uses.made_by(moved):
-            own = {one for one in product.parameters if is_known(one, product.computed)}
-            if not own and phase in _FORWARD:
-                # A weight that was computed, and data: both.
-                for value in product.computed:
-                    own |= self._uses.computed_of(value)
-                own |= product.parameters if own else set()
-            found |= own
+            found |= self._weights_of(product, phase)
         # What is added to a product that was computed, and is gathered then.
         if found and phase in _FORWARD and moved.kind == "all-gather":
             found |= self._uses.summands(moved)
         return found
 
-    def _is_known(self, phase: str | None) -> Callable[[int, Sequence[HloValue]], bool]:
-        """Whether a parameter that something is multiplied by is a weight, and not the data that a
+    def _weights_of(self, product: Product, phase: str | None) -> Collection[int]:
+        """The weights that a product was made of."""
+        known = {one for one in product.parameters if self._is_weight(one, product.computed, phase)}
+        if known or phase not in _FORWARD:
+            return known
+        # A weight that was computed, and data: both.
+        for value in product.computed:
+            known |= self._uses.computed_of(value)
+        return known | product.parameters if known else known
+
+    def _is_weight(self, parameter: int, others: Sequence[HloValue], phase: str | None) -> bool:
+        """Whether a parameter that is multiplied by others is a weight, and not the data that a
         computed weight is multiplied by, or a gradient is made of."""
         trained = self._counterparts.all
+        if parameter in trained:
+            return True
         if phase not in _FORWARD and (phase is not None or trained):
-            return lambda parameter, _: parameter in trained
-        return lambda parameter, others: (
-            parameter in trained or not others or self._is_of_its_argument(parameter, others)
-        )
+            return False
+        return not others or self._is_of_its_argument(parameter, others)
 
     def _is_of_its_argument(self, parameter: int, values: Sequence[HloValue]) -> bool:
         """Whether some values are made of the argument of a parameter, as an activation is made of
@@ -181,12 +198,8 @@ class Attribution:
             family: a parameter, and its moments and averages.
             outputs: the outputs that are made of its gradient.
         """
-        # A model computes with its parameters, and not with their moments and averages. Its weights
-        # tell most of it; what else it computes with is found by a longer walk.
-        found = self._in_model(family, self._uses.multiplied, self._weight_trees)
-        if len(found) != 1:
-            found = self._in_model(family, self._uses.in_model, self._model_trees)
-            found = found or family & self._uses.differentiated
+        # A model computes with its parameters, and not with their moments and averages.
+        found = self._in_model(family)
         if not found and not self._uses.in_model:
             return self._shortest(family)
         if not found:
@@ -200,9 +213,7 @@ class Attribution:
         common = found.intersection(*made)
         return min(common) if len(common) == 1 else self._shortest(found)
 
-    def _in_model(
-        self, family: set[int], known: Collection[int], trees: Collection[_Keys]
-    ) -> set[int]:
+    def _in_model(self, family: set[int]) -> set[int]:
         """Those of a family that are parts of a model.
 
         A model may not compute with each of its parts: no gradient is made of the last bias. So it
@@ -210,28 +221,20 @@ class Attribution:
 
         Args:
             family: a parameter, and its moments and averages.
-            known: what a model computes with.
-            trees: the beginnings of their paths.
         """
         paths = {one: self._parameters[one] for one in family}
         end = _common_end(list(paths.values()))
-        return {
-            one for one, path in paths.items() if one in known or path[: len(path) - end] in trees
-        }
-
-    @cached_property
-    def _weight_trees(self) -> frozenset[_Keys]:
-        """The beginnings of the paths of what a model multiplies by."""
-        return self._beginnings(self._uses.multiplied)
+        found: set[int] = set()
+        for one, path in paths.items():
+            if one in self._uses.in_model or path[: len(path) - end] in self._model_trees:
+                found.add(one)
+        return found
 
     @cached_property
     def _model_trees(self) -> frozenset[_Keys]:
         """The beginnings of the paths of all that a model computes with."""
-        return self._beginnings(self._uses.in_model)
-
-    def _beginnings(self, parameters: Collection[int]) -> frozenset[_Keys]:
         found: set[_Keys] = set()
-        for one in parameters:
+        for one in self._uses.in_model:
             path = self._parameters[one]
             found.update(path[:length] for length in range(1, len(path) + 1))
         return frozenset(found)
@@ -253,41 +256,34 @@ class Attribution:
         Empty if it cannot be told that it is of each of them: the norm of one gradient may be a
         part of that of all gradients.
         """
-        replaced, weights = self._replaced_by(self._optimizer.outputs(moved))
+        replaced = self._replaced_by(self._uses.updates(moved))
         if len(replaced) <= 1:
             return replaced.keys()
-        is_number = math.prod(moved.type.shape) == 1
-        if is_number and len(weights) > 1:
-            return ()
-        own = [one for one in replaced if one in self._uses.differentiated]
-        if is_number and len(own) > 1:
+        weights = [one for one in replaced if one in self._uses.in_model]
+        if math.prod(moved.type.shape) == 1 and len(weights) > 1:
             return ()
         # The others are their state, such as statistics by which gradients are preconditioned.
-        outputs = [replaced[one] for one in own]
-        if not self._optimizer.are_made_of(outputs, replaced.keys() - own):
+        outputs = [replaced[one] for one in weights]
+        if not self._uses.are_updated_with(outputs, replaced.keys() - weights):
             return ()
-        return own if len(own) == 1 or self._is_of_each(moved, own) else ()
+        return weights if len(weights) == 1 or self._is_of_each(moved, weights) else ()
 
-    def _replaced_by(self, outputs: frozenset[int]) -> tuple[dict[int, int], list[int]]:
-        """Of some outputs the parameters of which they are new values, each with its output, and
-        the weights of a model among them."""
+    def _replaced_by(self, outputs: frozenset[int]) -> dict[int, int]:
+        """Of some outputs the parameters of which they are new values, each with its output."""
         # All parts of the norm of all gradients reach the same outputs: these are looked at once.
         known = self._replaced_by_outputs.get(outputs)
-        if known is not None:
-            return known
-        replaced: dict[int, int] = {}
-        for output in outputs:
-            parameter = self._replaced[output]
-            if parameter is not None:
-                replaced[parameter] = output
-        weights = [one for one in replaced if one in self._uses.multiplied]
-        self._replaced_by_outputs[outputs] = replaced, weights
-        return replaced, weights
+        if known is None:
+            known = self._replaced_by_outputs[outputs] = {}
+            for output in outputs:
+                parameter = self._replaced[output]
+                if parameter is not None:
+                    known[parameter] = output
+        return known
 
     def _is_of_each(self, moved: MovedArray, parameters: Collection[int]) -> bool:
         """Whether a moved array is made of the state of each of some parameters, such as their
         moments, that were joined to be moved at once."""
-        of = self._optimizer.parameters(moved)
+        of = self._uses.updated_with(moved)
         # Not counts and coefficients, which all parameters share.
         ranks = {self._ranks[one] for one in parameters}
         state: list[int] = []
@@ -296,14 +292,14 @@ class Attribution:
                 state.append(i)
         return len(self._families(state)) >= len(parameters)
 
-    def new_values(self, moved: MovedArray) -> list[HloValue]:
+    def _new_values(self, moved: MovedArray) -> list[HloValue]:
         """The new values of parameters that an optimizer makes of the moved array.
 
         Empty if anything else is made of it.
         """
-        outputs = self._optimizer.outputs(moved)
+        outputs = self._uses.updates(moved)
         others = any(self._replaced[output] is None for output in outputs)
-        if not outputs or others or self._optimizer.is_differentiated(moved):
+        if not outputs or others or self._uses.is_differentiated(moved):
             return []
         results = self._flow.results  # which are looked up each time
         return [results[output][0] for output in outputs]
@@ -353,26 +349,11 @@ def _common_end(paths: Sequence[Path]) -> int:
     return length
 
 
-_Keys = tuple[object, ...]
-"""The end of a path."""
-
-Shape = tuple[int, ...]
-
-
-class Shapes(NamedTuple):
-    """The shapes of the arrays that go into a program and come out of it, on all devices together.
-
-    Attributes:
-        parameters: that of each parameter.
-        outputs: that of each output.
-    """
-
-    parameters: Sequence[Shape]
-    outputs: Sequence[Shape]
-
-
-class Counterparts:
+class _Counterparts:
     """Which parameter each output of a program belongs to; both are indices.
+
+    Paths name a parameter only if no other one has the same end. Of several, what an output is made
+    of tells, and the shape; if that leaves more than one, none is named.
 
     Args:
         parameters: the path of each parameter, which begins with the name of an argument.
@@ -469,9 +450,6 @@ class Counterparts:
             for start in range(len(path)):
                 by_end.setdefault(path[start:], []).append(index)
         return by_end
-
-
-PHASES = ("forward", "backward", "recompute", "update")
 
 
 class Phases:
@@ -575,8 +553,7 @@ def _is_backward(one: Instruction) -> bool:
     # Compilers join equal constants: one may serve the forward pass too, whatever its name says.
     if one.opcode == "constant":
         return False
-    # Nor does the name of a collective that they have combined of several say of which it is.
-    if one.opcode in COLLECTIVES and len(one.arrays) > 1 and not is_in_pieces(one):
+    if is_combined(one):
         return False
     # The name is read last, for it takes longest, and this is asked of each value of the program.
     if not one.mentions("transpose("):

@@ -18,7 +18,7 @@ from functree.compiled.moved_arrays import (
     moved_arrays,
     unknown_collectives,
 )
-from functree.compiled.provenance import Attribution, Phases, Shape, Shapes
+from functree.compiled.provenance import Provenance, Shape, Shapes
 from functree.compiled.sources import Lines, Sources
 from functree.errors import FunctreeError, count
 from functree.tree.paths import Path
@@ -118,8 +118,7 @@ class _Reader:
         if program.shapes is not None:
             parameters = [one.arrays[0].shape for one in self.flow.hlo.parameters]
             shapes = program.shapes(parameters, [type_.shape for _, type_ in self.flow.results])
-        self._attribution = Attribution(self.flow, program.parameters, program.outputs, shapes)
-        self._phases = Phases(self.flow, self._attribution.new_values)
+        self._provenance = Provenance(self.flow, program.parameters, program.outputs, shapes)
         self._sources = Sources(program.text)
         # Those of a collective, once for all arrays that the compiler has combined in it.
         self._groups: dict[Instruction, _Groups] = {}
@@ -129,11 +128,10 @@ class _Reader:
 
     def collective(self, moved: MovedArray) -> Collective:
         """What the ledger says about an array that is moved."""
-        phase = self._phases.phase(moved)
         axes, size = self._groups_of(moved.instruction)
         paths: list[Path] = []
         arguments: list[str] = []
-        served = self._attribution.of(moved, phase)
+        served = self._provenance.of(moved)
         lines = self._lines(moved)
         for parameter in served.parameters:
             argument, *keys = self._parameters[parameter]
@@ -147,7 +145,7 @@ class _Reader:
             count=moved.count,
             paths=tuple(paths),
             arguments=tuple(arguments),
-            phase=phase,
+            phase=served.phase,
             source=None if lines is None else lines.source,
             op=moved.instruction.name,
             moves=served.moves,
@@ -173,7 +171,7 @@ class _Reader:
 
     def _lines(self, moved: MovedArray) -> Lines | None:
         """The lines of source of the nearest instruction that has any."""
-        collective, operand, *around = self._phases.described(moved)
+        collective, operand, *around = self._provenance.phases.described(moved)
         if moved.arrays == 1:
             nearest = (collective, operand, *around)
         else:

@@ -5,7 +5,7 @@ multiplied by, and which outputs are made of it.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import cached_property, lru_cache
 from itertools import chain
 from typing import NamedTuple
@@ -74,10 +74,6 @@ class ParameterUses:
     def weights(self, moved: MovedArray) -> frozenset[int]:
         """The parameters that the moved array consists of; empty if it was computed."""
         return self._parameters_of(moved.operand)
-
-    def products(self, moved: MovedArray) -> frozenset[int]:
-        """The parameters that were multiplied, or looked up in, to make the moved array."""
-        return frozenset().union(*(product.parameters for product in self.made_by(moved)))
 
     def made_by(self, moved: MovedArray) -> list[Product]:
         """The products that the moved array was made by, and lookups."""
@@ -209,25 +205,6 @@ class ParameterUses:
         return not all(_is_filling(origin.instruction) for origin in table)
 
     @cached_property
-    def differentiated(self) -> frozenset[int]:
-        """The parameters that the products of a model are made of, and not those of an optimizer.
-
-        Where nothing is differentiated, they are those of all products.
-        """
-        products = self._differentiated_products or self._products
-        return self._made_into(products, self._is_elementwise)
-
-    @cached_property
-    def multiplied(self) -> frozenset[int]:
-        """The weights of a model: the parameters that are multiplied as they are in what is
-        differentiated."""
-        return self._made_into(self._differentiated_products, self._is_moved)
-
-    @cached_property
-    def _differentiated_products(self) -> list[Instruction]:
-        return [one for one in self._products if one.is_differentiated]
-
-    @cached_property
     def in_model(self) -> frozenset[int]:
         """The parameters that what is differentiated is computed with, as they are.
 
@@ -243,22 +220,12 @@ class ParameterUses:
         origins, _ = self._flow.history(values, self._is_moved)
         return frozenset(self._parameters_among(origins))
 
-    def _made_into(
-        self, products: Iterable[Instruction], passes: Callable[[Instruction], bool]
-    ) -> frozenset[int]:
-        """The parameters that products are made of, through what passes values on."""
-        operands: list[HloValue] = []
-        for one in products:
-            operands += self._flow.operands(one)
-        origins, _ = self._flow.history(operands, passes)
-        return frozenset(self._parameters_among(origins))
-
     def outputs(self, moved: MovedArray) -> frozenset[int]:
         """The outputs that are made of the moved array element by element.
 
         A gradient's are those of its parameter.
         """
-        return outputs_of(self._reached, moved)
+        return _outputs_of(self._reached, moved)
 
     def made_of(self, output: int) -> frozenset[int]:
         """The parameters that an output is made of element by element.
@@ -281,6 +248,60 @@ class ParameterUses:
             for output in bits_of(self._reached.get(HloValue(one), 0)):
                 made[output].add(i)
         return made
+
+    def updates(self, moved: MovedArray) -> frozenset[int]:
+        """The outputs that an optimizer makes of the moved array.
+
+        An optimizer is what is computed between gradients and new values, by whatever operations:
+        it may multiply matrices. What is differentiated and what is a gradient has a name that says
+        so: JAX names both `jvp(...)`. So an optimizer is found by what is made of what, back from
+        the outputs, as far as the names do not say that.
+        """
+        return _outputs_of(self._updated, moved)
+
+    def updated_with(self, moved: MovedArray) -> set[int]:
+        """The parameters of the program that an optimizer makes the moved array of."""
+        start = moved.results if is_in_pieces(moved.instruction) else [moved.operand]
+        origins, _ = self._in_optimizer(start)
+        return self._parameters_among(origins)
+
+    def are_updated_with(self, outputs: Iterable[int], parameters: Iterable[int]) -> bool:
+        """Whether an optimizer makes some outputs of each of some parameters."""
+        wanted = sum(1 << output for output in set(outputs))
+        values = [HloValue(self._flow.hlo.parameters[one]) for one in parameters]
+        return all(self._updated.get(value, 0) & wanted for value in values)
+
+    def is_differentiated(self, moved: MovedArray) -> bool:
+        """Whether what is differentiated, or a gradient, is made of the moved array."""
+        # What is made of constants alone is the part of a sum that a device does not have. What it
+        # is added to says what it is for, and no walk from all that is differentiated is needed.
+        origins, _ = self._in_optimizer([moved.operand])
+        if {one.instruction.opcode for one in origins} == {"constant"}:
+            return False
+        return not self._differentiated.isdisjoint(moved.results)
+
+    @cached_property
+    def _differentiated(self) -> frozenset[HloValue]:
+        """The values that what is differentiated is made of."""
+        operands: set[HloValue] = set()
+        for one in self._flow.differentiated:
+            if not is_combined(one):
+                operands.update(self._flow.operands(one))
+        _, passed = self._in_optimizer(operands)
+        return passed
+
+    @cached_property
+    def _updated(self) -> Mapping[HloValue, int]:
+        """The outputs that an optimizer makes of each value, as bits."""
+        results = [result for result, _ in self._flow.results]
+        return self._flow.reached(results, _is_outside_of_gradients, conditions=True)
+
+    def _in_optimizer(
+        self, values: Iterable[HloValue]
+    ) -> tuple[frozenset[HloValue], frozenset[HloValue]]:
+        """Where some values come from, up to what is differentiated, and all values in between."""
+        # An optimizer may ask whether a norm is zero, by a norm that is computed for that alone.
+        return self._flow.history(values, _is_outside_of_gradients, conditions=True)
 
     def factors(self, moved: MovedArray) -> frozenset[int]:
         """The parameters that the moved array is multiplied by, or looked up in, afterwards.
@@ -364,7 +385,7 @@ class ParameterUses:
         return one.opcode not in _NOT_ELEMENTWISE and one not in self._lookups
 
 
-def outputs_of(reached: Mapping[HloValue, int], moved: MovedArray) -> frozenset[int]:
+def _outputs_of(reached: Mapping[HloValue, int], moved: MovedArray) -> frozenset[int]:
     """The outputs that the result of a collective is in the history of.
 
     Args:
@@ -399,88 +420,9 @@ def _is_filling(one: Instruction) -> bool:
     return one.opcode in ("constant", "iota") or one.attribute("custom_call_target") in _EMPTY
 
 
-class OptimizerUses:
-    """How the outputs of a program are related to what is moved outside of its gradients.
-
-    Unlike `ParameterUses` it knows by whatever operations they are: an optimizer may multiply
-    matrices.
-
-    Args:
-        flow: where the values of the program come from.
-    """
-
-    def __init__(self, flow: DataFlow):
-        self._flow = flow
-        self._parameters = {one: i for i, one in enumerate(flow.hlo.parameters)}
-
-    def outputs(self, moved: MovedArray) -> frozenset[int]:
-        """The outputs that are made of the moved array."""
-        return outputs_of(self._reached, moved)
-
-    def parameters(self, moved: MovedArray) -> frozenset[int]:
-        """The parameters of the program that the moved array is made of."""
-        start = moved.results if is_in_pieces(moved.instruction) else [moved.operand]
-        origins, _ = self._walked(start)
-        return frozenset(self._among(origins))
-
-    def are_made_of(self, outputs: Iterable[int], parameters: Iterable[int]) -> bool:
-        """Whether each of some parameters is one that some outputs are made of."""
-        wanted = sum(1 << output for output in set(outputs))
-        values = [HloValue(self._flow.hlo.parameters[one]) for one in parameters]
-        return all(self._reached.get(value, 0) & wanted for value in values)
-
-    @cached_property
-    def _reached(self) -> Mapping[HloValue, int]:
-        """The outputs that are made of each value, as bits."""
-        results = [result for result, _ in self._flow.results]
-        return self._flow.reached(results, _is_outside_of_gradients, conditions=True)
-
-    def _walked(
-        self, values: Iterable[HloValue]
-    ) -> tuple[frozenset[HloValue], frozenset[HloValue]]:
-        """Where some values come from, up to what is differentiated, and all values in between."""
-        # An optimizer may ask whether a norm is zero, by a norm that is computed for that alone.
-        return self._flow.history(values, _is_outside_of_gradients, conditions=True)
-
-    def _among(self, origins: Iterable[HloValue]) -> set[int]:
-        """The parameters of the program among some values."""
-        found: set[int] = set()
-        for origin in origins:
-            if origin.instruction in self._parameters:
-                found.add(self._parameters[origin.instruction])
-        return found
-
-    def is_differentiated(self, moved: MovedArray) -> bool:
-        """Whether what is differentiated, or a gradient, is made of the moved array."""
-        # What is made of constants alone is the part of a sum that a device does not have. What it
-        # is added to says what it is for, and no walk from all that is differentiated is needed.
-        origins, _ = self._walked([moved.operand])
-        if {one.instruction.opcode for one in origins} == {"constant"}:
-            return False
-        return not self._differentiated.isdisjoint(moved.results)
-
-    @cached_property
-    def _differentiated(self) -> frozenset[HloValue]:
-        """The values that what is differentiated is made of."""
-        operands: set[HloValue] = set()
-        for one in self._flow.differentiated:
-            if not _is_combined(one):
-                operands.update(self._flow.operands(one))
-        _, passed = self._walked(operands)
-        return passed
-
-
 def _is_outside_of_gradients(one: Instruction) -> bool:
     """Whether an instruction computes something outside of what is differentiated and of
     gradients."""
-    if _is_combined(one):
+    if is_combined(one):
         return True
     return one.opcode != "parameter" and not one.is_differentiated
-
-
-def _is_combined(one: Instruction) -> bool:
-    """Whether an instruction is a collective that the compiler has combined of several.
-
-    It is named by all of them, and what it moves says more.
-    """
-    return one.opcode in COLLECTIVES and len(one.arrays) > 1 and not is_in_pieces(one)
