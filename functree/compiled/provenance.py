@@ -404,21 +404,28 @@ class _Counterparts:
     @cached_property
     def _candidates(self) -> list[Collection[int]]:
         """For each output the parameters that it may belong to."""
-        return [self._fitting(output) for output in range(len(self._outputs))]
+        return list(map(self._fitting, range(len(self._outputs))))
 
     def _fitting(self, output: int) -> Collection[int]:
-        path = self._outputs[output]
+        """The parameters that an output may belong to."""
         made = self._uses.made_of(output)
-        for start in range(len(path)):  # the longest common end first
+        found = self._with_end(self._outputs[output], lambda one: self._is_like(one, output))
+        if found:
+            return self._chosen(found, made)
+        # No name tells, as in a function that returns a bare array.
+        return [i for i in made if self._is_like(i, output)]
+
+    def _with_end(self, path: _Keys, fits: Callable[[int], bool]) -> list[int]:
+        """Of the parameters that fit, those with the longest end in common with a path."""
+        for start in range(len(path)):
             end = path[start:]
             # An index alone, as of the second of two results, names nothing.
             if not any(isinstance(key, str) for key in end):
                 break
-            found = [i for i in self._by_end.get(end, ()) if self._is_like(i, output)]
+            found = list(filter(fits, self._by_end.get(end, ())))
             if found:
-                return self._chosen(found, made)
-        # No name tells, as in a function that returns a bare array.
-        return [i for i in made if self._is_like(i, output)]
+                return found
+        return []
 
     def _chosen(self, found: Sequence[int], made: Collection[int]) -> Collection[int]:
         """Of parameters that are named alike, those that an output is made of, or that a model
@@ -431,15 +438,8 @@ class _Counterparts:
     def named_like(self, parameter: int, among: Collection[int]) -> int | None:
         """Of some parameters the only one whose path has the longest end in common with that of a
         parameter; None if there are several."""
-        path = self._parameters[parameter]
-        for start in range(1, len(path)):
-            end = path[start:]
-            if not any(isinstance(key, str) for key in end):
-                return None
-            found = [i for i in self._by_end.get(end, ()) if i in among]
-            if found:
-                return found[0] if len(found) == 1 else None
-        return None
+        found = self._with_end(self._parameters[parameter][1:], lambda one: one in among)
+        return found[0] if len(found) == 1 else None
 
     @cached_property
     def _by_end(self) -> Mapping[_Keys, list[int]]:
