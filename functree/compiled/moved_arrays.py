@@ -33,6 +33,7 @@ class MovedArray:
         operand: what is moved.
         type: the type of its result on one device.
         count: how often it runs; None if a loop around it has an unknown length.
+        groups: the text of its replica groups, or of its pairs of sources and targets.
     """
 
     kind: str
@@ -42,6 +43,7 @@ class MovedArray:
     operand: HloValue
     type: ArrayType
     count: int | None
+    groups: str
 
     @property
     def results(self) -> list[HloValue]:
@@ -68,8 +70,9 @@ def moved_arrays(flow: DataFlow) -> Iterator[MovedArray]:
             kind, types = "reduce-scatter", flow.hlo.roots[one.computation].arrays
         operands, types = _each(flow, one, types)
         count = times[one.computation]
+        groups = one.attribute("replica_groups") or one.attribute("source_target_pairs") or ""
         for index, (operand, type_) in enumerate(zip(operands, types, strict=True)):
-            yield MovedArray(kind, one, index, len(types), operand, type_, count)
+            yield MovedArray(kind, one, index, len(types), operand, type_, count, groups)
 
 
 def unknown_collectives(flow: DataFlow) -> list[Instruction]:

@@ -19,10 +19,6 @@ from functree.compiled.moved_arrays import MovedArray
 from functree.compiled.uses import ParameterUses, Product
 from functree.tree.paths import Path
 
-PHASES = ("forward", "backward", "recompute", "update")
-"""The phases of a training step: recompute is what the backward pass computes again, update is the
-optimizer."""
-
 _FORWARD = ("forward", "recompute")
 _Keys = tuple[object, ...]
 """The beginning, or the end, of a path."""
@@ -31,7 +27,7 @@ Shape = tuple[int, ...]
 
 
 class Shapes(NamedTuple):
-    """The shapes of the arrays that go into a program and come out of it, on all devices together.
+    """The shapes of the arrays that go into a program and come out of it.
 
     Attributes:
         parameters: that of each parameter.
@@ -48,7 +44,8 @@ class Served(NamedTuple):
     Attributes:
         parameters: the indices of the parameters, in order.
         moves: what is moved for them, as `Collective.moves` says it.
-        phase: one of `PHASES`; None if it is not known.
+        phase: `forward`, `backward`, `recompute`, which is what the backward pass computes again, or
+            `update`, which is the optimizer; None if it is not known.
     """
 
     parameters: list[int]
@@ -64,7 +61,7 @@ class Provenance:
         parameters: the path of each parameter of the program, which begins with the name of an
             argument.
         outputs: the path of each output of the program.
-        shapes: their shapes; None if these are not known.
+        shapes: their shapes.
     """
 
     def __init__(
@@ -72,17 +69,13 @@ class Provenance:
         flow: DataFlow,
         parameters: Sequence[Path],
         outputs: Sequence[Path],
-        shapes: Shapes | None = None,
+        shapes: Shapes,
     ):
-        self._flow, self._parameters = flow, parameters
+        self._flow, self._parameters, self._outputs = flow, parameters, outputs
         self._uses = ParameterUses(flow)
         self.phases: Phases = Phases(flow, self._new_values)
         self._replaced_by_outputs: dict[frozenset[int], dict[int, int]] = {}
-        self._ranks = [len(one.arrays[0].shape) for one in flow.hlo.parameters]
-        self._output_ranks = [len(type_.shape) for _, type_ in flow.results]
-        # Of an array on one device only the number of dimensions is that of the whole.
-        ranks = Shapes([(rank,) for rank in self._ranks], [(rank,) for rank in self._output_ranks])
-        self._counterparts = _Counterparts(parameters, outputs, shapes or ranks, self._uses)
+        self._shapes = shapes
 
     def of(self, moved: MovedArray) -> Served:
         """What an array serves. It is made of parameters, is their gradient, or is multiplied by
@@ -124,7 +117,7 @@ class Provenance:
         if phase == "update":  # an optimizer may multiply matrices too
             return "update"
         if phase in _FORWARD and moved.kind == "all-gather":
-            trained = self._counterparts.all
+            trained = self._trained
             weights = [
                 len(one.parameters) > 1 and not one.computed and one.parameters <= trained
                 for one in self._uses.made_by(moved)
@@ -161,7 +154,7 @@ class Provenance:
     def _is_weight(self, parameter: int, others: Sequence[HloValue], phase: str | None) -> bool:
         """Whether a parameter that is multiplied by others is a weight, and not the data that a
         computed weight is multiplied by, or a gradient is made of."""
-        trained = self._counterparts.all
+        trained = self._trained
         if parameter in trained:
             return True
         if phase not in _FORWARD and (phase is not None or trained):
@@ -204,7 +197,7 @@ class Provenance:
             return self._shortest(family)
         if not found:
             # An accumulator, of whose parameter the gradient is.
-            named = {self._counterparts.named_like(one, self._uses.in_model) for one in family}
+            named = {self._named_like(one, self._uses.in_model) for one in family}
             return named.pop() if len(named) == 1 else None
         if len(found) == 1:
             return min(found)
@@ -285,10 +278,10 @@ class Provenance:
         moments, that were joined to be moved at once."""
         of = self._uses.updated_with(moved)
         # Not counts and coefficients, which all parameters share.
-        ranks = {self._ranks[one] for one in parameters}
+        ranks = {len(self._shapes.parameters[one]) for one in parameters}
         state: list[int] = []
         for i, one in enumerate(self._replaced):
-            if one in of and self._output_ranks[i] in ranks:
+            if one in of and len(self._shapes.outputs[i]) in ranks:
                 state.append(i)
         return len(self._families(state)) >= len(parameters)
 
@@ -328,56 +321,8 @@ class Provenance:
             families = [*separate, family]
         return families
 
-    @property
-    def _replaced(self) -> list[int | None]:
-        """For each output the parameter of which it is the new value, or the gradient.
-
-        None if there is none.
-        """
-        return self._counterparts.of_outputs
-
-
-def _common_end(paths: Sequence[Path]) -> int:
-    """The number of keys that all paths end with, without the names of arguments."""
-    if len(paths) < 2:
-        return 0
-    length = 0
-    for keys in zip(*(reversed(path[1:]) for path in paths), strict=False):
-        if len(set(keys)) > 1:
-            break
-        length += 1
-    return length
-
-
-class _Counterparts:
-    """Which parameter each output of a program belongs to; both are indices.
-
-    Paths name a parameter only if no other one has the same end. Of several, what an output is made
-    of tells, and the shape; if that leaves more than one, none is named.
-
-    Args:
-        parameters: the path of each parameter, which begins with the name of an argument.
-        outputs: the path of each output.
-        shapes: their shapes, or what is known of them.
-        uses: what outputs are made of, and what a model computes with.
-    """
-
-    def __init__(
-        self,
-        parameters: Sequence[Path],
-        outputs: Sequence[Path],
-        shapes: Shapes,
-        uses: ParameterUses,
-    ):
-        self._parameters, self._outputs = parameters, outputs
-        self._shapes, self._uses = shapes, uses
-
-    def _is_like(self, parameter: int, output: int) -> bool:
-        """Whether a parameter and an output have the same shape, as far as it is known."""
-        return self._shapes.parameters[parameter] == self._shapes.outputs[output]
-
     @cached_property
-    def of_outputs(self) -> list[int | None]:
+    def _replaced(self) -> list[int | None]:
         """For each output the parameter of which it is the new value, or the gradient.
 
         None if it is of none, or if it cannot be told of which.
@@ -397,7 +342,7 @@ class _Counterparts:
         return [known.get(i) for i in range(len(self._outputs))]
 
     @cached_property
-    def all(self) -> frozenset[int]:
+    def _trained(self) -> frozenset[int]:
         """The parameters that may have a counterpart among the outputs."""
         return frozenset().union(*self._candidates)
 
@@ -405,6 +350,10 @@ class _Counterparts:
     def _candidates(self) -> list[Collection[int]]:
         """For each output the parameters that it may belong to."""
         return list(map(self._fitting, range(len(self._outputs))))
+
+    def _is_like(self, parameter: int, output: int) -> bool:
+        """Whether a parameter and an output have the same shape, as far as it is known."""
+        return self._shapes.parameters[parameter] == self._shapes.outputs[output]
 
     def _fitting(self, output: int) -> Collection[int]:
         """The parameters that an output may belong to."""
@@ -435,7 +384,7 @@ class _Counterparts:
         of_output = [i for i in found if i in made]
         return of_output or [i for i in found if i in self._uses.in_model] or found
 
-    def named_like(self, parameter: int, among: Collection[int]) -> int | None:
+    def _named_like(self, parameter: int, among: Collection[int]) -> int | None:
         """Of some parameters the only one whose path has the longest end in common with that of a
         parameter; None if there are several."""
         found = self._with_end(self._parameters[parameter][1:], lambda one: one in among)
@@ -450,6 +399,18 @@ class _Counterparts:
             for start in range(len(path)):
                 by_end.setdefault(path[start:], []).append(index)
         return by_end
+
+
+def _common_end(paths: Sequence[Path]) -> int:
+    """The number of keys that all paths end with, without the names of arguments."""
+    if len(paths) < 2:
+        return 0
+    length = 0
+    for keys in zip(*(reversed(path[1:]) for path in paths), strict=False):
+        if len(set(keys)) > 1:
+            break
+        length += 1
+    return length
 
 
 class Phases:
@@ -472,7 +433,7 @@ class Phases:
         self._dependent: set[HloValue] = set()
 
     def phase(self, moved: MovedArray) -> str | None:
-        """The phase of a moved array, one of `PHASES`.
+        """The phase of a moved array, as `Served.phase` says it.
 
         None if the compiler has combined operations of several phases, or lost their names.
         """

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from functree.compiled.collective import BytesByPath, Collective, Memory
 from functree.compiled.data_flow import DataFlow
-from functree.compiled.hlo import Hlo, Instruction
+from functree.compiled.hlo import Hlo
 from functree.compiled.ledger import Ledger
 from functree.compiled.moved_arrays import (
     MovedArray,
@@ -39,8 +39,8 @@ class CompiledProgram(NamedTuple):
         warnings: what the compiler has said; None if it was not listened to.
         sharded: the mesh axes that shard one of its parameters or outputs; None if that is not
             known.
-        shapes: makes the shapes of its parameters and outputs of those on one device; None if
-            that is not known.
+        shapes: makes the shapes of its parameters and outputs on all devices together of those on
+            one device; None if these are equal, or not known.
     """
 
     text: str
@@ -114,21 +114,21 @@ class _Reader:
             )
         self._sizes = program.sizes
         self._parameters = program.parameters
-        shapes = None
+        shapes = Shapes(
+            [one.arrays[0].shape for one in self.flow.hlo.parameters],
+            [type_.shape for _, type_ in self.flow.results],
+        )
         if program.shapes is not None:
-            parameters = [one.arrays[0].shape for one in self.flow.hlo.parameters]
-            shapes = program.shapes(parameters, [type_.shape for _, type_ in self.flow.results])
+            shapes = program.shapes(*shapes)
         self._provenance = Provenance(self.flow, program.parameters, program.outputs, shapes)
         self._sources = Sources(program.text)
-        # Those of a collective, once for all arrays that the compiler has combined in it.
-        self._groups: dict[Instruction, _Groups] = {}
         # By their text: a program has thousands of collectives, over a few combinations of mesh
         # axes.
-        self._known_groups: dict[str, _Groups] = {}
+        self._groups: dict[str, _Groups] = {}
 
     def collective(self, moved: MovedArray) -> Collective:
         """What the ledger says about an array that is moved."""
-        axes, size = self._groups_of(moved.instruction)
+        axes, size = self._groups_of(moved.groups)
         paths: list[Path] = []
         arguments: list[str] = []
         served = self._provenance.of(moved)
@@ -152,22 +152,13 @@ class _Reader:
             called_from=None if lines is None else lines.called_from,
         )
 
-    def _groups_of(self, one: Instruction) -> _Groups:
-        if one not in self._groups:
-            text = one.attribute("replica_groups") or one.attribute("source_target_pairs") or ""
-            if text not in self._known_groups:
-                self._known_groups[text] = self._read_groups(text)
-            self._groups[one] = self._known_groups[text]
-        return self._groups[one]
-
-    def _read_groups(self, text: str) -> _Groups:
-        groups = groups_of(text, math.prod(self._sizes.values()))
-        if not groups:
-            return None, None
-        axes = None
-        if self._sizes:
-            axes = mesh_axes_of(groups, self._sizes)
-        return axes, max(map(len, groups))
+    def _groups_of(self, text: str) -> _Groups:
+        """The mesh axes and the size of replica groups."""
+        if text not in self._groups:
+            groups = groups_of(text, math.prod(self._sizes.values())) or ()
+            axes = mesh_axes_of(groups, self._sizes) if groups and self._sizes else None
+            self._groups[text] = axes, max(map(len, groups), default=None)
+        return self._groups[text]
 
     def _lines(self, moved: MovedArray) -> Lines | None:
         """The lines of source of the nearest instruction that has any."""

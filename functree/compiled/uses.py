@@ -129,15 +129,7 @@ class ParameterUses:
 
         A single number, such as a norm of the whole, is not followed.
         """
-        origins = self._flow.origins(value, self._is_without_products)
-        found: set[int] = set()
-        for origin in origins:
-            one = origin.instruction
-            if one in self._parameters:
-                found.add(self._parameters[one])
-            elif not _is_filling(one) and one.opcode != "broadcast":
-                return frozenset()
-        return frozenset(found)
+        return self._only_parameters(self._flow.origins(value, self._is_without_products))
 
     def _is_without_products(self, one: Instruction) -> bool:
         return one.opcode == "reduce" or self._is_elementwise(one)
@@ -417,7 +409,10 @@ def _is_number(one: Instruction) -> bool:
 
 def _is_filling(one: Instruction) -> bool:
     """Whether an instruction only fills an array, for example what is padded with."""
-    return one.opcode in ("constant", "iota") or one.attribute("custom_call_target") in _EMPTY
+    # A broadcast is where a walk ends at a single number, such as a norm.
+    if one.opcode in ("broadcast", "constant", "iota"):
+        return True
+    return one.attribute("custom_call_target") in _EMPTY
 
 
 def _is_outside_of_gradients(one: Instruction) -> bool:
