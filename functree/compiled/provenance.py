@@ -44,8 +44,8 @@ class Served(NamedTuple):
     Attributes:
         parameters: the indices of the parameters, in order.
         moves: what is moved for them, as `Collective.moves` says it.
-        phase: `forward`, `backward`, `recompute`, which is what the backward pass computes again, or
-            `update`, which is the optimizer; None if it is not known.
+        phase: `forward`, `backward`, `recompute` (what the backward pass computes again), `update`
+            (the optimizer); None if it is not known.
     """
 
     parameters: list[int]
@@ -81,36 +81,32 @@ class Provenance:
         """What an array serves. It is made of parameters, is their gradient, or is multiplied by
         them."""
         phase = self.phases.phase(moved)
-        for moves, find in self._ways(moved, phase):
-            found = find()
+        for moves, found in self._ways(moved, phase):
             if found:
                 return Served(sorted(found), moves, phase)
         return Served([], None, phase)
 
-    def _ways(
-        self, moved: MovedArray, phase: str | None
-    ) -> Iterator[tuple[str, Callable[[], Collection[int]]]]:
-        """The ways in which an array may serve parameters, the surest first: what it is of them,
-        and how they are found."""
-        yield "itself", lambda: self._uses.weights(moved)
+    def _ways(self, moved: MovedArray, phase: str | None) -> Iterator[tuple[str, Collection[int]]]:
+        """What an array may be of parameters, the surest first, with those that are found so."""
+        yield "itself", self._uses.weights(moved)
         # Before gradients: matrices that are moved at once reach some outputs element by element,
         # and others by products alone.
         if phase == "update":
-            yield "update", lambda: self._updated_by(moved)
-            yield "update", lambda: self._gradient_of(moved)
+            yield "update", self._updated_by(moved)
+            yield "update", self._gradient_of(moved)
         elif phase not in _FORWARD:  # what the forward pass adds to an argument is no gradient
-            yield "gradient", lambda: self._gradient_of(moved)
+            yield "gradient", self._gradient_of(moved)
         if phase == "backward":
             # A gradient of which nobody can tell the parameter. What it was multiplied by are
             # activations.
             if self._uses.outputs(moved):
                 return
             # One that an optimizer multiplies with others.
-            yield "gradient", lambda: self._updated_by(moved)
-        yield self._product_of(moved, phase), lambda: self._multiplied_by(moved, phase)
+            yield "gradient", self._updated_by(moved)
+        yield self._product_of(moved, phase), self._multiplied_by(moved, phase)
         # A weight that was computed, and is gathered then.
         if phase in _FORWARD and moved.kind == "all-gather":
-            yield "itself", lambda: self._uses.computed_of(moved.operand)
+            yield "itself", self._uses.computed_of(moved.operand)
 
     def _product_of(self, moved: MovedArray, phase: str | None) -> str:
         """What an array is that was made by products, or is multiplied: mostly an activation."""

@@ -95,31 +95,20 @@ class Sources:
     def _outwards(self, frame: int) -> Iterator[tuple[str, int]]:
         """File and line of a frame, and of those around it."""
         while frame in self._frames:
-            location, parent = self._frames[frame]
-            file, line = self._locations[location]
-            yield self._files[file], line
+            file, line, frame = self._frames[frame]
+            yield file, line
+
+    @cached_property
+    def _frames(self) -> dict[int, tuple[str, int, int]]:
+        """Of each frame the file, the line, and the number of the frame around it."""
+        files: dict[str, str] = dict(_FILE.findall(self._table("FileNames")))
+        places: dict[str, tuple[str, int]] = {}
+        for place, file, line in _LOCATION.findall(self._table("FileLocations")):
+            places[place] = (files[file], int(line))
+        frames: dict[int, tuple[str, int, int]] = {}
+        for frame, place, parent in _FRAME.findall(self._table("StackFrames")):
             # It is printed one too high, so that the outermost frame seems to be its own parent.
-            frame = parent - 1
-
-    @cached_property
-    def _files(self) -> dict[int, str]:
-        """The name of each file."""
-        return {int(file): name for file, name in _FILE.findall(self._table("FileNames"))}
-
-    @cached_property
-    def _locations(self) -> dict[int, tuple[int, int]]:
-        """The file and the line of each location."""
-        locations: dict[int, tuple[int, int]] = {}
-        for location, file, line in _LOCATION.findall(self._table("FileLocations")):
-            locations[int(location)] = (int(file), int(line))
-        return locations
-
-    @cached_property
-    def _frames(self) -> dict[int, tuple[int, int]]:
-        """The location of each frame, and the number of the frame around it."""
-        frames: dict[int, tuple[int, int]] = {}
-        for frame, location, parent in _FRAME.findall(self._table("StackFrames")):
-            frames[int(frame)] = (int(location), int(parent or 0))
+            frames[int(frame)] = (*places[place], int(parent or 0) - 1)
         return frames
 
     def _table(self, title: str) -> str:
