@@ -4,9 +4,9 @@ memory by part."""
 
 import html
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from functree.argument_checks import shown
 from functree.compiled.collective import Collective, Memory
@@ -99,11 +99,7 @@ class Ledger:
         A collective in a loop of unknown length counts once, so that its total is the least that it
         may be.
         """
-        found: dict[tuple[str, tuple[str, ...] | None], int] = {}
-        for one in self.collectives:
-            key = (one.kind, one.mesh_axes)
-            found[key] = found.get(key, 0) + one.total
-        return dict(sorted(found.items(), key=lambda item: -item[1]))
+        return _bytes_by(self.collectives, lambda one: (one.kind, one.mesh_axes))
 
     @property
     def attributed(self) -> float:
@@ -194,6 +190,19 @@ class Ledger:
 
     def _repr_html_(self) -> str:
         return _Page(self).html(page=False)
+
+
+_Kind = TypeVar("_Kind", bound=Hashable)
+
+
+def _bytes_by(
+    collectives: Sequence[Collective], key: Callable[[Collective], _Kind]
+) -> dict[_Kind, int]:
+    """The bytes of all runs by a property, the largest first."""
+    found: dict[_Kind, int] = {}
+    for one in collectives:
+        found[key(one)] = found.get(key(one), 0) + one.total
+    return dict(sorted(found.items(), key=lambda item: -item[1]))
 
 
 def _where(ledger: Ledger) -> str:
@@ -344,9 +353,9 @@ class _Page(NamedTuple):
     def _moved(self, most: int | None) -> str:
         if not self.ledger.collectives:
             return ""
-        axes = self._totals(lambda one: self._axes(one.mesh_axes))
-        kinds = self._totals(lambda one: one.kind)
-        phases = self._totals(lambda one: one.phase or "not known")
+        axes = _bytes_by(self.ledger.collectives, lambda one: self._axes(one.mesh_axes))
+        kinds = _bytes_by(self.ledger.collectives, lambda one: one.kind)
+        phases = _bytes_by(self.ledger.collectives, lambda one: one.phase or "not known")
         lists = (
             list_html("By mesh axis", axes)
             + list_html("By kind", kinds)
@@ -362,13 +371,6 @@ class _Page(NamedTuple):
         return section_html(
             "Moved between devices", f'<div class="lists">{lists}</div>', tree, left_out
         )
-
-    def _totals(self, key: Callable[[Collective], str]) -> dict[str, int]:
-        """The bytes by a property, the largest first."""
-        found: dict[str, int] = {}
-        for one in self.ledger.collectives:
-            found[key(one)] = found.get(key(one), 0) + one.total
-        return dict(sorted(found.items(), key=lambda item: -item[1]))
 
     def _axes(self, axes: tuple[str, ...] | None) -> str:
         return mesh_axes_html(axes, self.ledger.sizes)

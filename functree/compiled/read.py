@@ -162,12 +162,10 @@ class _Reader:
 
     def _lines(self, moved: MovedArray) -> Lines | None:
         """The lines of source of the nearest instruction that has any."""
-        collective, operand, *around = self._provenance.phases.described(moved)
-        if moved.arrays == 1:
-            nearest = (collective, operand, *around)
-        else:
-            # The line of a combined collective is that of its first array.
-            nearest = (operand, collective, *around)
+        nearest = list(self._provenance.phases.described(moved))
+        if moved.arrays > 1:
+            # The line of a combined collective is that of its first array: what is moved says more.
+            nearest[:2] = reversed(nearest[:2])
         for one in nearest:
             lines = self._sources.of(one)
             if lines is not None:
