@@ -102,6 +102,19 @@ def test_what_is_one_line(case: str) -> None:
     )
 
 
+def test_the_lines_that_call_a_package_are_told() -> None:
+    linear = "/venv/lib/python3.11/site-packages/equinox/nn/_linear.py:9"
+    both = [
+        moved(path, source=linear, called_from=f"/home/u/train.py:{line}")
+        for path, line in (("b.0.w", 12), ("b.1.w", 3))
+    ]
+    (row,) = table_rows(both)
+    assert row.where == "nn/_linear.py:9, called from u/train.py:3,12, 64 B each time"
+    # What serves no parameter is only one line if it is called from one line.
+    lost = [moved(None, source=one.source, called_from=one.called_from) for one in both]
+    assert len(table_rows(lost)) == 2 and len(table_rows([lost[0], lost[0]])) == 1
+
+
 def test_a_page_has_a_row_for_each_parameter() -> None:
     titles = [row.title for row in rows_of_parameters(QKV)]
     assert titles == ["m.b.{0-2}.q", "m.b.{0-2}.k"]
