@@ -85,7 +85,7 @@ class ParameterUses:
     def summands(self, moved: MovedArray) -> frozenset[int]:
         """The parameters that a moved array is made of beside products."""
         origins = self._flow.origins(moved.operand, self._is_local)
-        return frozenset(self._parameters_among(origins))
+        return self._parameters_among(origins)
 
     def _product(self, value: HloValue) -> Product:
         """What a product was made of."""
@@ -210,7 +210,7 @@ class ParameterUses:
         moved = [instructions[name] for name in names]
         values = [HloValue(one) for one in moved if one.opcode in PASSES_ON or self._is_moved(one)]
         origins, _ = self._flow.history(values, self._is_moved)
-        return frozenset(self._parameters_among(origins))
+        return self._parameters_among(origins)
 
     def outputs(self, moved: MovedArray) -> frozenset[int]:
         """The outputs that are made of the moved array element by element.
@@ -251,7 +251,7 @@ class ParameterUses:
         """
         return _outputs_of(self._updated, moved)
 
-    def updated_with(self, moved: MovedArray) -> set[int]:
+    def updated_with(self, moved: MovedArray) -> frozenset[int]:
         """The parameters of the program that an optimizer makes the moved array of."""
         start = moved.results if is_in_pieces(moved.instruction) else [moved.operand]
         origins, _ = self._in_optimizer(start)
@@ -341,13 +341,10 @@ class ParameterUses:
                 return frozenset()
         return frozenset(found)
 
-    def _parameters_among(self, origins: Iterable[HloValue]) -> set[int]:
+    def _parameters_among(self, origins: Iterable[HloValue]) -> frozenset[int]:
         """The parameters among these values."""
-        found: set[int] = set()
-        for origin in origins:
-            if origin.instruction in self._parameters:
-                found.add(self._parameters[origin.instruction])
-        return found
+        known = self._parameters
+        return frozenset(known[one.instruction] for one in origins if one.instruction in known)
 
     def _is_moved(self, one: Instruction) -> bool:
         """Whether an instruction moves elements and computes nothing."""
