@@ -137,7 +137,7 @@ class Provenance:
             found |= self._uses.summands(moved)
         return found
 
-    def _weights_of(self, product: Product, phase: str | None) -> Collection[int]:
+    def _weights_of(self, product: Product, phase: str | None) -> set[int]:
         """The weights that a product was made of."""
         known = {one for one in product.parameters if self._is_weight(one, product.computed, phase)}
         if known or phase not in _FORWARD:

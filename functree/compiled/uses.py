@@ -18,6 +18,7 @@ from functree.compiled.data_flow import (
     DataFlow,
     HloValue,
     bits_of,
+    is_combined,
     is_in_pieces,
 )
 from functree.compiled.hlo import Instruction

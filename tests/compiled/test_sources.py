@@ -130,7 +130,7 @@ def test_a_model_of_an_installed_library() -> None:
 
     model = eqx.filter_eval_shape(eqx.nn.MLP, 64, 64, 256, 1, key=jax.random.key(0))
     layout = ft.FSDP("model", min_size=1024)
-    gradients = ft.jit(ft.grad(loss), in_shardings=(layout, ft.P("data")), mesh=MESH)
+    gradients = ft.jit(ft.value_and_grad(loss), in_shardings=(layout, ft.P("data")), mesh=MESH)
     ledger = gradients.lower(model, jax.ShapeDtypeStruct((16, 64), "float32")).compile().ledger()
     gathered = [one for one in ledger.collectives if one.paths and one.phase == "forward"]
     assert gathered
