@@ -188,7 +188,7 @@ class Provenance:
             outputs: the outputs that are made of its gradient.
         """
         # A model computes with its parameters, and not with their moments and averages.
-        found = self._in_model(family)
+        found = self._in_model(family) or family & self._uses.multiplied
         if not found and not self._uses.in_model:
             return self._shortest(family)
         if not found:

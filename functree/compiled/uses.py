@@ -198,6 +198,19 @@ class ParameterUses:
         return not all(_is_filling(origin.instruction) for origin in table)
 
     @cached_property
+    def multiplied(self) -> frozenset[int]:
+        """The parameters that the products of a model are made of element by element.
+
+        Where no product is known to be differentiated, they are those of all products.
+        """
+        products = [one for one in self._products if one.is_differentiated] or self._products
+        operands: list[HloValue] = []
+        for one in products:
+            operands += self._flow.operands(one)
+        origins, _ = self._flow.history(operands, self._is_elementwise)
+        return self._parameters_among(origins)
+
+    @cached_property
     def in_model(self) -> frozenset[int]:
         """The parameters that what is differentiated is computed with, as they are.
 
