@@ -189,8 +189,6 @@ class Provenance:
         """
         # A model computes with its parameters, and not with their moments and averages.
         found = self._in_model(family) or family & self._uses.multiplied
-        if not found and not self._uses.in_model:
-            return self._shortest(family)
         if not found:
             # An accumulator, of whose parameter the gradient is.
             named = {self._named_like(one, self._uses.in_model) for one in family}
@@ -200,7 +198,7 @@ class Provenance:
         # A network that follows another one is made of it, and the other is not made of it.
         made = [self._uses.made_of(i) for i in outputs if self._replaced[i] in found]
         common = found.intersection(*made)
-        return min(common) if len(common) == 1 else self._shortest(found)
+        return min(common) if len(common) == 1 else None
 
     def _in_model(self, family: set[int]) -> set[int]:
         """Those of a family that are parts of a model.
@@ -227,17 +225,6 @@ class Provenance:
             path = self._parameters[one]
             found.update(path[:length] for length in range(1, len(path) + 1))
         return frozenset(found)
-
-    def _shortest(self, family: Collection[int]) -> int | None:
-        """The one of a family whose path the others end with, since moments have longer paths
-        (`mu.<path>`), such as for several steps in one program."""
-        first, *others = sorted(family, key=lambda one: len(self._parameters[one]))
-        keys = self._parameters[first][1:]
-        for one in others:
-            path = self._parameters[one]
-            if len(path) == len(self._parameters[first]) or path[len(path) - len(keys) :] != keys:
-                return None
-        return first
 
     def _updated_by(self, moved: MovedArray) -> Collection[int]:
         """The parameters that an optimizer computes the new values of with the moved array.
