@@ -497,10 +497,8 @@ def _is_backward(one: Instruction) -> bool:
     # Compilers join equal constants: one may serve the forward pass too, whatever its name says.
     if one.opcode == "constant":
         return False
-    if is_combined(one):
-        return False
     # The name is read last, for it takes longest, and this is asked of each value of the program.
-    if not one.mentions("transpose("):
+    if not one.mentions("transpose(") or is_combined(one):
         return False
     return _phase(one.metadata("op_name") or "") == "backward"
 
