@@ -4,9 +4,8 @@ arrays placed."""
 from jax.sharding import PartitionSpec as P
 
 from functree import nn, testing
-from functree.compiled.collective import Collective
+from functree.compiled.collective import Collective, Memory
 from functree.compiled.ledger import Ledger
-from functree.compiled.memory import Memory
 from functree.devices.make_mesh import make_mesh
 from functree.errors import (
     AxesError,

@@ -23,7 +23,7 @@ from drawing import WIDTH, Drawing
 from jaxtyping import Array, Float
 
 import functree as ft
-from functree.compiled.table_rows import table_rows
+from functree.compiled.table import table_rows
 from functree.report.page import HIGH, WIDE, Pictures, device_colour
 from functree.report.table import bytes_text
 

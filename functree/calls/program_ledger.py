@@ -11,9 +11,9 @@ from jax.stages import Compiled
 from jax.tree_util import tree_leaves
 
 from functree.calls.compile_events import compile_events
-from functree.compiled.counterparts import Shape, Shapes
 from functree.compiled.diagnostics import CompilerOutput, listening
 from functree.compiled.ledger import Ledger
+from functree.compiled.provenance import Shape, Shapes
 from functree.compiled.read import CompiledProgram, read_ledger
 from functree.devices.meshes import backend_text
 from functree.devices.specs import named_axes

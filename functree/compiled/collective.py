@@ -1,9 +1,12 @@
-"""`Collective`: one array that a compiled program moves between devices."""
+"""What a ledger consists of: `Collective`, one array that a program moves between devices, and
+`Memory`, what the program needs on one device."""
 
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 from functree.argument_checks import shown
-from functree.errors import FunctreeValueError
+from functree.errors import FunctreeValueError, did_you_mean
 from functree.tree.paths import Path
 
 MOVES = ("itself", "gradient", "activation", "update")
@@ -29,11 +32,16 @@ class Collective:
             are none.
         arguments: the function's parameters that these belong to, in the same order.
         phase: `forward`, `backward`, `recompute`, `update`; None if it is not known.
-        source: the line that it comes from, `file:line`; None if it is not known.
+        source: the innermost line of a model that it comes from, `file:line`; None if it is not
+            known. Layers of functree, of Equinox and of any other installed package are parts of a
+            model; JAX, optax and the transforms of functree and Equinox are not.
         op: the name of the instruction in the text of the program.
         moves: what is moved for these parameters: `itself`, the array or what is computed of it
             alone; its `gradient`; an `activation` that it is multiplied by, or makes, or the
             gradient of such an activation; a part of its `update`. None if it serves none.
+        called_from: the innermost line of your own code, if `source` is in an installed package or
+            in functree. None otherwise, or if it is not known: JAX keeps the ten innermost frames
+            (`jax_traceback_in_locations_limit`).
     """
 
     kind: str
@@ -47,6 +55,7 @@ class Collective:
     source: str | None
     op: str
     moves: str | None = None
+    called_from: str | None = None
 
     def __post_init__(self) -> None:
         if len(self.paths) != len(self.arguments):
@@ -72,3 +81,54 @@ class Collective:
         if self.count is None:
             return self.bytes
         return self.bytes * self.count
+
+
+class BytesByPath(Mapping[Path, int]):
+    """Bytes by path. A path may be given as its text.
+
+    Args:
+        sizes: the bytes by path.
+    """
+
+    def __init__(self, sizes: Mapping[Path, int]):
+        self._sizes: dict[Path, int] = dict(sizes)
+
+    def __getitem__(self, path: Any) -> int:
+        key = Path(path)  # of a text too, such as `model.blocks.0.w`
+        if key not in self._sizes:
+            raise KeyError(f"no argument at `{key}`{did_you_mean(key, self._sizes)}")
+        return self._sizes[key]
+
+    def __iter__(self) -> Iterator[Path]:
+        return iter(self._sizes)
+
+    def __len__(self) -> int:
+        return len(self._sizes)
+
+    def __repr__(self) -> str:
+        return repr({str(path): size for path, size in self._sizes.items()})
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What a compiled program needs on one device, in bytes.
+
+    Attributes:
+        arguments: the bytes of each array of the arguments, by its path, which begins with the name
+            of the function's parameter. An array that the program does not use is not part of it.
+        outputs: the bytes of the result.
+        aliases: the bytes of the result that are in the memory of donated arguments.
+        temporaries: the bytes of what is computed in between.
+        peak: the most bytes at one time in the main memory, as the compiler says. The one for
+            CPUs leaves out temporaries, so there it is the sum; the one for TPUs adds what is in
+            their fast memory and in that of the host, so there it is at most the sum without these.
+    """
+
+    arguments: Mapping[Path, int] = field(hash=False)
+    outputs: int
+    aliases: int
+    temporaries: int
+    peak: int
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "arguments", BytesByPath(self.arguments))

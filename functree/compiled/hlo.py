@@ -9,6 +9,7 @@ import math
 import re
 from collections import defaultdict
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import cache
 from sys import intern
 from typing import NamedTuple
@@ -66,6 +67,7 @@ def _bits(dtype: str) -> int:
     return 8 if dtype == "pred" else 0
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Instruction:
     """One instruction.
 
@@ -76,28 +78,16 @@ class Instruction:
         type: the text of the type of its result.
     """
 
+    name: str
+    opcode: str
+    computation: str
+    type: str
+    _rest: str
     # What is read of `_rest` when it is first asked for is None before: walks ask again, and most
     # are never asked.
-    __slots__ = (
-        "_arrays",
-        "_computations",
-        "_operands",
-        "_rest",
-        "computation",
-        "name",
-        "opcode",
-        "type",
-    )
-
-    def __init__(self, name: str, opcode: str, computation: str, type_: str, rest: str):
-        self.name: str = name
-        self.opcode: str = opcode
-        self.computation: str = computation
-        self.type: str = type_
-        self._rest: str = rest
-        self._arrays: list[ArrayType] | None = None
-        self._computations: list[str] | None = None
-        self._operands: list[str] | None = None
+    _arrays: list[ArrayType] | None = field(default=None, init=False)
+    _computations: list[str] | None = field(default=None, init=False)
+    _operands: list[str] | None = field(default=None, init=False)
 
     @property
     def arrays(self) -> list[ArrayType]:

@@ -1,21 +1,49 @@
-"""`Ledger`: what a compiled program moves between devices, and what it keeps in their memory."""
+"""`Ledger`: what a compiled program moves between devices, and what it keeps in their memory; what
+differs between two of them, and its page: what is moved by mesh axis, phase and parameter, and the
+memory by part."""
 
-from collections.abc import Mapping
+import html
+import math
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple, TypeVar
 
 from functree.argument_checks import shown
-from functree.compiled.collective import Collective
-from functree.compiled.diff import memory_changes, moved_changes, moved_total
-from functree.compiled.memory import Memory
-from functree.compiled.page import LedgerPage, argument_of, moved_for
-from functree.compiled.text import idle_text, ledger_text, summary_text
-from functree.compiled.warning_text import warning_lines
+from functree.compiled.collective import Collective, Memory
+from functree.compiled.table import (
+    NO_PARAMETER,
+    TableRow,
+    axes_text,
+    full_paths,
+    idle_text,
+    ledger_text,
+    moves_text,
+    rows_of_parameters,
+    summary_text,
+    warning_lines,
+)
 from functree.devices.meshes import MeshView
 from functree.errors import FunctreeTypeError
-from functree.layout.plan.page import PlanPage
+from functree.layout.plan.page import PlanPage, parts_of
 from functree.layout.plan.plan import Plan
-from functree.report.diff import Change, Diff, by_bytes
+from functree.report.diff import Change, Diff, SharedWhat, by_bytes, changes
 from functree.report.json_text import json_of, read_json
+from functree.report.page import (
+    Card,
+    Segment,
+    TreeLeaf,
+    bar_html,
+    cards_html,
+    code,
+    key_html,
+    list_html,
+    mesh_axes_html,
+    notes_html,
+    report_html,
+    section_html,
+    tree_html,
+)
+from functree.report.table import Bytes, bytes_text, common_parts, grouped, pattern_of
 from functree.tree.paths import Path
 
 
@@ -71,11 +99,7 @@ class Ledger:
         A collective in a loop of unknown length counts once, so that its total is the least that it
         may be.
         """
-        found: dict[tuple[str, tuple[str, ...] | None], int] = {}
-        for one in self.collectives:
-            key = (one.kind, one.mesh_axes)
-            found[key] = found.get(key, 0) + one.total
-        return dict(sorted(found.items(), key=lambda item: -item[1]))
+        return _bytes_by(self.collectives, lambda one: (one.kind, one.mesh_axes))
 
     @property
     def attributed(self) -> float:
@@ -87,16 +111,10 @@ class Ledger:
 
     def summary(self) -> str:
         """The totals by kind and mesh axes, and the memory, in a few lines."""
-        return summary_text(self.totals(), self.memory, self.attributed, self._where(), self.idle)
-
-    def _where(self) -> str:
-        """What it is compiled for."""
-        if not self.sizes:
-            return self.backend
-        return f"{self.backend}, mesh {MeshView(self.sizes)}"
+        return summary_text(self.totals(), self.memory, self.attributed, _where(self), self.idle)
 
     def __str__(self) -> str:
-        notes = [*self._notes(), *warning_lines(self.warnings)]
+        notes = [*_notes(self), *warning_lines(self.warnings)]
         return ledger_text(self.collectives, self.summary(), notes)
 
     def __repr__(self) -> str:
@@ -163,39 +181,45 @@ class Ledger:
             True
         """
         if plan is None:
-            return self._page(None).html(page=True)
+            return _Page(self).html(page=True)
         if not isinstance(plan, Plan):
             raise FunctreeTypeError(f"the page of a ledger shows a plan, not {shown(plan)}")
-        argument = argument_of(plan.page(), self.memory)
-        moved = {} if argument is None else moved_for(argument, self.collectives)
-        return self._page(plan.page(moved)).html(page=True)
+        argument = _argument_of(plan.page(), self.memory)
+        moved = {} if argument is None else _moved_for(argument, self.collectives)
+        return _Page(self, plan.page(moved)).html(page=True)
 
     def _repr_html_(self) -> str:
-        return self._page(None).html(page=False)
+        return _Page(self).html(page=False)
 
-    def _page(self, plan: PlanPage | None) -> LedgerPage:
-        notes = self._notes()
-        if self.idle:
-            notes.insert(0, idle_text(self.idle))
-        return LedgerPage(
-            self.collectives,
-            self.memory,
-            self._where(),
-            self.sizes,
-            self.attributed,
-            warning_lines(self.warnings),
-            notes,
-            plan,
-        )
 
-    def _notes(self) -> list[str]:
-        """What a reader of the figures must know."""
-        notes = [f"not understood: {what}" for what in self.not_understood]
-        if not self.warnings_known:
-            notes.append(_UNHEARD)
-        if self.backend == "cpu" and self.collectives:
-            notes.append(_CPU)
-        return notes
+_Kind = TypeVar("_Kind", bound=Hashable)
+
+
+def _bytes_by(
+    collectives: Sequence[Collective], key: Callable[[Collective], _Kind]
+) -> dict[_Kind, int]:
+    """The bytes of all runs by a property, the largest first."""
+    found: dict[_Kind, int] = {}
+    for one in collectives:
+        found[key(one)] = found.get(key(one), 0) + one.total
+    return dict(sorted(found.items(), key=lambda item: -item[1]))
+
+
+def _where(ledger: Ledger) -> str:
+    """What it is compiled for: the backend, and the mesh if it is known."""
+    if not ledger.sizes:
+        return ledger.backend
+    return f"{ledger.backend}, mesh {MeshView(ledger.sizes)}"
+
+
+def _notes(ledger: Ledger) -> list[str]:
+    """What a reader of the figures must know."""
+    notes = [f"not understood: {what}" for what in ledger.not_understood]
+    if not ledger.warnings_known:
+        notes.append(_UNHEARD)
+    if ledger.backend == "cpu" and ledger.collectives:
+        notes.append(_CPU)
+    return notes
 
 
 _UNHEARD = (
@@ -207,3 +231,222 @@ _CPU = (
     "compiled for CPUs: for TPUs and GPUs the compiler chooses other collectives, and moves "
     "bfloat16 as it is (`ft.make_mesh(..., target=)`)"
 )
+
+
+class _Total(NamedTuple):
+    """What collectives of one kind, mesh axes and phase move for one parameter."""
+
+    runs: int
+    bytes: int
+
+
+def moved_changes(before: Sequence[Collective], after: Sequence[Collective]) -> Iterator[Change]:
+    """What differs in what two programs move.
+
+    Names of instructions and lines of source are not compared: both change when nothing else does.
+    """
+    return changes(
+        _by_parameter(before),
+        _by_parameter(after),
+        _path,
+        _properties,
+        lambda key, total: (_what(key), Bytes(total.bytes)),
+    )
+
+
+def moved_total(before: Sequence[Collective], after: Sequence[Collective]) -> Change:
+    """The bytes that two programs move to each device, all together."""
+    old, new = (Bytes(sum(one.total for one in moved)) for moved in (before, after))
+    return Change(Path(), "moved to each device", old, new)
+
+
+def memory_changes(before: Memory, after: Memory) -> Iterator[Change]:
+    """What differs in the memory of two programs."""
+    for name in ("outputs", "aliases", "temporaries", "peak"):
+        old, new = getattr(before, name), getattr(after, name)
+        if old != new:
+            yield Change(Path(), f"bytes of {name}", Bytes(old), Bytes(new))
+    yield from changes(
+        before.arguments,
+        after.arguments,
+        lambda path: path,
+        lambda path, size: {"bytes on each device": Bytes(size)},
+        lambda path, size: ("argument", Bytes(size)),
+    )
+
+
+_Key = tuple[tuple[Path, ...], str, tuple[str, ...] | None, str | None]
+"""The parameters, the kind, the mesh axes and the phase of some collectives."""
+
+
+def _by_parameter(collectives: Sequence[Collective]) -> dict[_Key, _Total]:
+    found: dict[_Key, _Total] = {}
+    for one in collectives:
+        key = (tuple(full_paths(one)), one.kind, one.mesh_axes, one.phase)
+        runs, size = found.get(key, (0, 0))
+        if one.count is None:
+            runs += 1  # as in `Ledger.totals`, a loop of unknown length counts once
+        else:
+            runs += one.count
+        found[key] = _Total(runs, size + one.total)
+    return found
+
+
+def _path(key: _Key) -> Path:
+    """The parameter that is served, if it is only one; of several, `_what` tells the paths."""
+    paths, *_ = key
+    if len(paths) != 1:
+        return Path()
+    return paths[0]
+
+
+def _properties(key: _Key, total: _Total) -> dict[str, int]:
+    return {_what(key, "bytes of "): Bytes(total.bytes), _what(key, "runs of "): total.runs}
+
+
+def _what(key: _Key, of: str = "") -> str:
+    paths, kind, axes, phase = key
+    text = f"{of}{kind} over {axes_text(axes)}"
+    if phase:
+        text += f" ({phase})"
+    return SharedWhat.of(f"{text} for ", paths) if len(paths) > 1 else text
+
+
+MOST_ROWS = 200
+"""The number of lines of a ledger in a notebook; a page has all."""
+
+
+class _Page(NamedTuple):
+    """The page of a ledger, with that of the plan of an argument."""
+
+    ledger: Ledger
+    plan: PlanPage | None = None
+
+    def html(self, page: bool) -> str:
+        """The whole page, or a fragment for a notebook."""
+        notes = _notes(self.ledger)
+        if self.ledger.idle:
+            notes.insert(0, idle_text(self.ledger.idle))
+        what = "Ledger of a program"
+        head = cards_html(self._cards()) + notes_html([], notes)
+        content = self._moved(None if page else MOST_ROWS) + self._memory()
+        if self.plan is not None:
+            what = "Plan and ledger of a program"
+            head = cards_html([*self.plan.cards()[:3], *self._cards()])
+            head += notes_html(self.plan.problems, [*self.plan.notes, *notes])
+            content = self.plan.devices() + self.plan.arrays() + content
+        content += section_html("Warnings", notes_html(warning_lines(self.ledger.warnings), []))
+        return report_html(f"{what} for {_where(self.ledger)}", head, content, page)
+
+    def _cards(self) -> list[Card]:
+        total = sum(one.total for one in self.ledger.collectives)
+        return [
+            Card(bytes_text(total), "moved to each device in a run"),
+            Card(bytes_text(self.ledger.memory.peak), "of memory at the peak"),
+            # Rounded down: 100 % is all.
+            Card(
+                f"{math.floor(1000 * self.ledger.attributed) / 10:g} %",
+                "of it serves known parameters",
+            ),
+        ]
+
+    def _moved(self, most: int | None) -> str:
+        if not self.ledger.collectives:
+            return ""
+        axes = _bytes_by(self.ledger.collectives, lambda one: self._axes(one.mesh_axes))
+        kinds = _bytes_by(self.ledger.collectives, lambda one: one.kind)
+        phases = _bytes_by(self.ledger.collectives, lambda one: one.phase or "not known")
+        lists = (
+            list_html("By mesh axis", axes)
+            + list_html("By kind", kinds)
+            + list_html("By phase", phases)
+        )
+        rows = rows_of_parameters(self.ledger.collectives)
+        left_out = ""
+        if most is not None and len(rows) > most:
+            more = f"and {len(rows) - most:,} smaller ones, which `ledger.html()` has"
+            left_out, rows = notes_html([], [more]), rows[:most]
+        leaves = list(map(self._leaf, rows))
+        tree = tree_html(leaves, "all parameters", "collective", named=False)
+        return section_html(
+            "Moved between devices", f'<div class="lists">{lists}</div>', tree, left_out
+        )
+
+    def _axes(self, axes: tuple[str, ...] | None) -> str:
+        return mesh_axes_html(axes, self.ledger.sizes)
+
+    def _leaf(self, row: TableRow) -> TreeLeaf:
+        one = row.collectives[0]
+        parts: tuple[str, ...] = (NO_PARAMETER,)
+        if row.paths:
+            parts = tuple(common_parts(row.paths))
+        elif one.paths:
+            parts = ("several parameters",)
+        content = f"{code(row.kind)} over {self._axes(one.mesh_axes)} "
+        for text in filter(None, (one.phase, moves_text(one))):
+            content += f'<span class="chip">{html.escape(text)}</span>'
+        times = {"?": "an unknown number of times", "1": ""}.get(row.runs, f"×{row.runs}")
+        content += f'<span class="muted num">{times}</span>'
+        if not row.paths and one.paths:
+            content += f'<div class="why">for {html.escape(row.title)}</div>'
+        content += f'<div class="why">{html.escape(row.where)}</div>'
+        return TreeLeaf(parts, row.total, content, len(row.collectives))
+
+    def _memory(self) -> str:
+        memory = self.ledger.memory
+        parts = parts_of(memory.arguments)
+        rest = (
+            Segment("outputs", memory.outputs - memory.aliases, "p5 copied"),
+            Segment("temporaries", memory.temporaries, "p5"),
+        )
+        whole = [*parts, *(one for one in rest if one.size > 0)]
+        total = sum(one.size for one in whole)
+        texts = [f"peak {bytes_text(memory.peak)}"]
+        if memory.aliases:
+            texts.append(f"{bytes_text(memory.aliases)} of the results are in donated arguments")
+        tree = ""
+        # With a plan, its tree has the arrays of the arguments.
+        if memory.arguments and self.plan is None:
+            tree = tree_html(self._arguments(), "all arguments", "array", opened=False)
+        return section_html(
+            "Memory of each device",
+            bar_html(whole, max(total, memory.peak)),
+            key_html(whole),
+            notes_html([], [", ".join(texts)]),
+            tree,
+        )
+
+    def _arguments(self) -> list[TreeLeaf]:
+        """The arrays of the arguments; those of equal layers are one line."""
+        leaves: list[TreeLeaf] = []
+        sizes = self.ledger.memory.arguments
+        for paths in grouped(sizes, lambda path: (pattern_of(path), sizes[path])):
+            parts = tuple(common_parts(paths))
+            content = f'<span class="muted">×{len(paths)}</span>' if len(paths) > 1 else ""
+            size = len(paths) * sizes[paths[0]]
+            leaves.append(TreeLeaf(parts, size, content, len(paths)))
+        return leaves
+
+
+def _argument_of(plan: PlanPage, memory: Memory) -> str | None:
+    """The name of the argument that a plan is of; None if none has its arrays, or several have."""
+    by_argument: dict[str, dict[Path, int]] = {}
+    for (name, *path), size in memory.arguments.items():
+        by_argument.setdefault(str(name), {})[Path(path)] = size
+    own = {row.path: row.bytes_per_device for row in plan.rows}
+    found: list[str] = []
+    for name, sizes in by_argument.items():
+        # An array that the program does not use is not among its arguments.
+        if all(own.get(path) == size for path, size in sizes.items()):
+            found.append(name)
+    return found[0] if len(found) == 1 else None
+
+
+def _moved_for(argument: str, collectives: Sequence[Collective]) -> dict[Path, int]:
+    """The bytes that are moved for each array of an argument. What is moved for several together
+    counts for none."""
+    found: dict[Path, int] = {}
+    for one in collectives:
+        if one.path is not None and one.arguments == (argument,):
+            found[one.path] = found.get(one.path, 0) + one.total
+    return found

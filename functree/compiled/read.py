@@ -7,17 +7,19 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-from functree.compiled.attribution import Attribution
-from functree.compiled.collective import Collective
-from functree.compiled.counterparts import Shape, Shapes
+from functree.compiled.collective import BytesByPath, Collective, Memory
 from functree.compiled.data_flow import DataFlow
-from functree.compiled.hlo import Hlo, Instruction
+from functree.compiled.hlo import Hlo
 from functree.compiled.ledger import Ledger
-from functree.compiled.memory import BytesByPath, Memory
-from functree.compiled.moved_arrays import MovedArray, moved_arrays, unknown_collectives
-from functree.compiled.phases import Phases
-from functree.compiled.replica_groups import groups_of, mesh_axes_of
-from functree.compiled.sources import Sources
+from functree.compiled.moved_arrays import (
+    MovedArray,
+    groups_of,
+    mesh_axes_of,
+    moved_arrays,
+    unknown_collectives,
+)
+from functree.compiled.provenance import Provenance, Shape, Shapes
+from functree.compiled.sources import Lines, Sources
 from functree.errors import FunctreeError, count
 from functree.tree.paths import Path
 
@@ -37,8 +39,8 @@ class CompiledProgram(NamedTuple):
         warnings: what the compiler has said; None if it was not listened to.
         sharded: the mesh axes that shard one of its parameters or outputs; None if that is not
             known.
-        shapes: makes the shapes of its parameters and outputs of those on one device; None if
-            that is not known.
+        shapes: makes the shapes of its parameters and outputs on all devices together of those on
+            one device; None if these are equal, or not known.
     """
 
     text: str
@@ -112,26 +114,25 @@ class _Reader:
             )
         self._sizes = program.sizes
         self._parameters = program.parameters
-        shapes = None
+        shapes = Shapes(
+            [one.arrays[0].shape for one in self.flow.hlo.parameters],
+            [type_.shape for _, type_ in self.flow.results],
+        )
         if program.shapes is not None:
-            parameters = [one.arrays[0].shape for one in self.flow.hlo.parameters]
-            shapes = program.shapes(parameters, [type_.shape for _, type_ in self.flow.results])
-        self._attribution = Attribution(self.flow, program.parameters, program.outputs, shapes)
-        self._phases = Phases(self.flow, self._attribution.new_values)
+            shapes = program.shapes(*shapes)
+        self._provenance = Provenance(self.flow, program.parameters, program.outputs, shapes)
         self._sources = Sources(program.text)
-        # Those of a collective, once for all arrays that the compiler has combined in it.
-        self._groups: dict[Instruction, _Groups] = {}
         # By their text: a program has thousands of collectives, over a few combinations of mesh
         # axes.
-        self._known_groups: dict[str, _Groups] = {}
+        self._groups: dict[str, _Groups] = {}
 
     def collective(self, moved: MovedArray) -> Collective:
         """What the ledger says about an array that is moved."""
-        phase = self._phases.phase(moved)
-        axes, size = self._groups_of(moved.instruction)
+        axes, size = self._groups_of(moved.groups)
         paths: list[Path] = []
         arguments: list[str] = []
-        served = self._attribution.of(moved, phase)
+        served = self._provenance.of(moved)
+        lines = self._lines(moved)
         for parameter in served.parameters:
             argument, *keys = self._parameters[parameter]
             paths.append(Path(keys))
@@ -144,41 +145,31 @@ class _Reader:
             count=moved.count,
             paths=tuple(paths),
             arguments=tuple(arguments),
-            phase=phase,
-            source=self._source(moved),
+            phase=served.phase,
+            source=None if lines is None else lines.source,
             op=moved.instruction.name,
             moves=served.moves,
+            called_from=None if lines is None else lines.called_from,
         )
 
-    def _groups_of(self, one: Instruction) -> _Groups:
-        if one not in self._groups:
-            text = one.attribute("replica_groups") or one.attribute("source_target_pairs") or ""
-            if text not in self._known_groups:
-                self._known_groups[text] = self._read_groups(text)
-            self._groups[one] = self._known_groups[text]
-        return self._groups[one]
+    def _groups_of(self, text: str) -> _Groups:
+        """The mesh axes and the size of replica groups."""
+        if text not in self._groups:
+            groups = groups_of(text, math.prod(self._sizes.values())) or ()
+            axes = mesh_axes_of(groups, self._sizes) if groups and self._sizes else None
+            self._groups[text] = axes, max(map(len, groups), default=None)
+        return self._groups[text]
 
-    def _read_groups(self, text: str) -> _Groups:
-        groups = groups_of(text, math.prod(self._sizes.values()))
-        if not groups:
-            return None, None
-        axes = None
-        if self._sizes:
-            axes = mesh_axes_of(groups, self._sizes)
-        return axes, max(map(len, groups))
-
-    def _source(self, moved: MovedArray) -> str | None:
-        """The line of source of the nearest instruction that has one."""
-        collective, operand, *around = self._phases.described(moved)
-        if moved.arrays == 1:
-            nearest = (collective, operand, *around)
-        else:
-            # The line of a combined collective is that of its first array.
-            nearest = (operand, collective, *around)
+    def _lines(self, moved: MovedArray) -> Lines | None:
+        """The lines of source of the nearest instruction that has any."""
+        nearest = list(self._provenance.phases.described(moved))
+        if moved.arrays > 1:
+            # The line of a combined collective is that of its first array: what is moved says more.
+            nearest[:2] = reversed(nearest[:2])
         for one in nearest:
-            line = self._sources.line(one)
-            if line is not None:
-                return line
+            lines = self._sources.of(one)
+            if lines is not None:
+                return lines
         return None
 
     def with_line(self, warning: str) -> str:
@@ -186,10 +177,10 @@ class _Reader:
         frame = re.search(r"stack_frame_id=(\d+)", warning)
         if frame is None:
             return warning
-        line = self._sources.of_frame(int(frame[1]))
-        if line is None:
+        lines = self._sources.of_frame(int(frame[1]))
+        if lines is None:
             return warning
-        return f"{warning} at {line}"
+        return f"{warning} at {lines.source}"
 
     def not_understood(self, collectives: Sequence[Collective]) -> Iterator[str]:
         """A sentence for each thing in the program that could not be read."""

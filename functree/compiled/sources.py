@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Iterator
 from functools import cached_property
 from pathlib import Path
+from typing import NamedTuple
 
 from functree.compiled.hlo import Instruction
 
@@ -18,7 +19,10 @@ _LOCATION = re.compile(r"(\d+) \{file_name_id=(\d+).* line=(\d+)")
 _FRAME = re.compile(r"(\d+) \{file_location_id=(\d+)(?: parent_frame_id=(\d+))?")
 
 _PACKAGE = Path(__file__).parents[1]
-_INSTALLED = frozenset({"site-packages", "dist-packages"})
+_INSTALLED = ("site-packages", "dist-packages")
+# Installed packages whose code is no part of a model, but for the folders of Equinox' layers.
+_NO_MODELS = ("equinox", "jax", "jaxlib", "optax")
+_EQUINOX_LAYERS = ("equinox", "nn")
 _layer_files: set[str] = set()
 
 
@@ -36,6 +40,18 @@ def name_lines_of(*layers: Callable[..., object]) -> None:
         _layer_files.add(str(sys.modules[layer.__module__].__file__))
 
 
+class Lines(NamedTuple):
+    """The lines of source that an instruction comes from, each `file:line`.
+
+    Attributes:
+        source: the innermost line that is code of a model; if there is none, the innermost line.
+        called_from: the innermost line of the user's own code, if `source` is in a package.
+    """
+
+    source: str
+    called_from: str | None
+
+
 class Sources:
     """The lines of source that the instructions of a program come from.
 
@@ -45,63 +61,54 @@ class Sources:
 
     def __init__(self, text: str):
         self._text = text
-        self._known: dict[int, str | None] = {}
+        self._known: dict[int, Lines | None] = {}
 
-    def line(self, one: Instruction) -> str | None:
-        """`file:line` of an instruction; None if it has no stack frame."""
+    def of(self, one: Instruction) -> Lines | None:
+        """The lines of an instruction; None if it has no stack frame."""
         frame = one.metadata("stack_frame_id")
         if frame is None:
             return None
         return self.of_frame(int(frame))
 
-    def of_frame(self, frame: int) -> str | None:
-        """`file:line` of a stack frame.
-
-        It is that of the innermost frame in the user's model around it; if there is none, of the
-        frame itself.
-        """
+    def of_frame(self, frame: int) -> Lines | None:
+        """The lines of a stack frame; None if the text does not have it."""
         if frame not in self._known:
-            self._known[frame] = self._chosen(frame)
+            self._known[frame] = self._read(frame)
         return self._known[frame]
 
-    def _chosen(self, frame: int) -> str | None:
-        frames = list(self._outwards(frame))
-        for file, line in frames:
-            if is_model_file(file):
-                return f"{file}:{line}"
-        if not frames:
+    def _read(self, frame: int) -> Lines | None:
+        innermost = source = called_from = None
+        for file, number in self._outwards(frame):
+            line = f"{file}:{number}"
+            innermost = innermost or line
+            if source is None and is_model_file(file):
+                source = line
+            if is_users_file(file):
+                called_from = line
+                break
+        if innermost is None:
             return None
-        file, line = frames[0]
-        return f"{file}:{line}"
+        if source is None or source == called_from:
+            return Lines(source or innermost, None)
+        return Lines(source, called_from)
 
     def _outwards(self, frame: int) -> Iterator[tuple[str, int]]:
         """File and line of a frame, and of those around it."""
         while frame in self._frames:
-            location, parent = self._frames[frame]
-            file, line = self._locations[location]
-            yield self._files[file], line
+            file, line, frame = self._frames[frame]
+            yield file, line
+
+    @cached_property
+    def _frames(self) -> dict[int, tuple[str, int, int]]:
+        """Of each frame the file, the line, and the number of the frame around it."""
+        files: dict[str, str] = dict(_FILE.findall(self._table("FileNames")))
+        places: dict[str, tuple[str, int]] = {}
+        for place, file, line in _LOCATION.findall(self._table("FileLocations")):
+            places[place] = (files[file], int(line))
+        frames: dict[int, tuple[str, int, int]] = {}
+        for frame, place, parent in _FRAME.findall(self._table("StackFrames")):
             # It is printed one too high, so that the outermost frame seems to be its own parent.
-            frame = parent - 1
-
-    @cached_property
-    def _files(self) -> dict[int, str]:
-        """The name of each file."""
-        return {int(file): name for file, name in _FILE.findall(self._table("FileNames"))}
-
-    @cached_property
-    def _locations(self) -> dict[int, tuple[int, int]]:
-        """The file and the line of each location."""
-        locations: dict[int, tuple[int, int]] = {}
-        for location, file, line in _LOCATION.findall(self._table("FileLocations")):
-            locations[int(location)] = (int(file), int(line))
-        return locations
-
-    @cached_property
-    def _frames(self) -> dict[int, tuple[int, int]]:
-        """The location of each frame, and the number of the frame around it."""
-        frames: dict[int, tuple[int, int]] = {}
-        for frame, location, parent in _FRAME.findall(self._table("StackFrames")):
-            frames[int(frame)] = (int(location), int(parent or 0))
+            frames[int(frame)] = (*places[place], int(parent or 0) - 1)
         return frames
 
     def _table(self, title: str) -> str:
@@ -113,10 +120,17 @@ class Sources:
 
 
 def is_model_file(file: str) -> bool:
-    """Whether a file is code of a model, and not of a package or of functree's transforms."""
+    """Whether a file is code of a model: the user's, a layer of functree or Equinox, or of another
+    installed package."""
     if is_own_file(file):
         return is_layer(file)
-    return _INSTALLED.isdisjoint(Path(file).parts)
+    package = _in_package(file)
+    return not package or package[0] not in _NO_MODELS or package[:2] == _EQUINOX_LAYERS
+
+
+def is_users_file(file: str) -> bool:
+    """Whether a file is the user's own, and not of functree or of another installed package."""
+    return not is_own_file(file) and not _in_package(file)
 
 
 def is_own_file(file: str) -> bool:
@@ -127,3 +141,13 @@ def is_own_file(file: str) -> bool:
 def is_layer(file: str) -> bool:
     """Whether a file is that of a layer of functree."""
     return file in _layer_files
+
+
+def _in_package(file: str) -> tuple[str, ...]:
+    """The parts of a path below the folder of installed packages; empty if it is not in one."""
+    parts = Path(file).parts
+    # The last such folder: a virtual environment may be inside of another one's packages.
+    for i in range(len(parts) - 1, -1, -1):
+        if parts[i] in _INSTALLED:
+            return parts[i + 1 :]
+    return ()

@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterable
 
 from functree.calls.out_of_memory import SMALLER
-from functree.compiled.memory import Memory
+from functree.compiled.collective import Memory
 from functree.devices.specs import spec_text
 from functree.errors import FunctreeError, Problem
 from functree.layout.plan.plan import Plan

@@ -7,7 +7,7 @@ from functree.argument_checks import EXTENT, check, parameter_error, shown
 from functree.compiled.collective import Collective
 from functree.compiled.data_flow import KINDS
 from functree.compiled.ledger import Ledger
-from functree.compiled.table_rows import rows_of_parameters
+from functree.compiled.table import rows_of_parameters
 from functree.errors import FunctreeTypeError, FunctreeValueError, did_you_mean
 from functree.report.table import bytes_text
 

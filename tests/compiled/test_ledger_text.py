@@ -8,8 +8,13 @@ import jax.numpy as jnp
 import pytest
 
 import functree as ft
-from functree.compiled.table_rows import rows_of_parameters, table_rows
-from functree.compiled.warning_text import LONGEST, short_warning, warning_lines
+from functree.compiled.table import (
+    LONGEST,
+    rows_of_parameters,
+    short_warning,
+    table_rows,
+    warning_lines,
+)
 from tests.lib.checks import raises
 
 MESH = ft.make_mesh(data=2, model=4)
@@ -95,6 +100,19 @@ def test_what_is_one_line(case: str) -> None:
     assert sorted(id(one) for row in rows for one in row.collectives) == sorted(
         map(id, collectives)
     )
+
+
+def test_the_lines_that_call_a_package_are_told() -> None:
+    linear = "/venv/lib/python3.11/site-packages/equinox/nn/_linear.py:9"
+    both = [
+        moved(path, source=linear, called_from=f"/home/u/train.py:{line}")
+        for path, line in (("b.0.w", 12), ("b.1.w", 3))
+    ]
+    (row,) = table_rows(both)
+    assert row.where == "nn/_linear.py:9, called from u/train.py:3,12, 64 B each time"
+    # What serves no parameter is only one line if it is called from one line.
+    lost = [moved(None, source=one.source, called_from=one.called_from) for one in both]
+    assert len(table_rows(lost)) == 2 and len(table_rows([lost[0], lost[0]])) == 1
 
 
 def test_a_page_has_a_row_for_each_parameter() -> None:

@@ -9,9 +9,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from functree.compiled.data_flow import DataFlow
+from functree.compiled.data_flow import DataFlow, runs, trip_count
 from functree.compiled.hlo import Hlo
-from functree.compiled.loops import runs, trip_count
 
 P = jax.sharding.PartitionSpec
 

@@ -7,9 +7,8 @@ import pytest
 
 from functree.compiled.data_flow import DataFlow
 from functree.compiled.hlo import ArrayType, Hlo
-from functree.compiled.moved_arrays import moved_arrays
-from functree.compiled.parameter_uses import ParameterUses
-from functree.compiled.replica_groups import groups_of, mesh_axes_of
+from functree.compiled.moved_arrays import groups_of, mesh_axes_of, moved_arrays
+from functree.compiled.uses import ParameterUses
 from tests.lib.meshes import SIZES
 from tests.lib.training import BATCH, EMBED, LAYERS, SEQ, gradient
 

@@ -7,8 +7,8 @@ import pytest
 
 from functree.compiled.data_flow import DataFlow
 from functree.compiled.hlo import Hlo
-from functree.compiled.moved_arrays import moved_arrays
-from functree.compiled.parameter_uses import ParameterUses
+from functree.compiled.moved_arrays import MovedArray, moved_arrays
+from functree.compiled.uses import ParameterUses
 from tests.lib.training import ATTENTION, MLP, NORMS, training_step
 
 
@@ -24,7 +24,7 @@ def served(text: str) -> list[tuple[str, str, list[str]]]:
         found = {
             "weight": uses.weights(moved),
             "output": uses.outputs(moved),
-            "product": uses.products(moved),
+            "product": multiplied(uses, moved),
         }
         how = next((how for how, numbers in found.items() if numbers), "")
         # Output k is the new value of parameter k, and the last one, in the place of the tokens, is
@@ -37,6 +37,11 @@ def served(text: str) -> list[tuple[str, str, list[str]]]:
 @pytest.fixture(scope="module")
 def rows() -> list[tuple[str, str, list[str]]]:
     return served(training_step("FSDP+TP")[0].as_text())
+
+
+def multiplied(uses: ParameterUses, moved: MovedArray) -> set[int]:
+    """The parameters that were multiplied, or looked up in, to make a moved array."""
+    return {i for product in uses.made_by(moved) for i in product.parameters}
 
 
 def names(rows: list[tuple[str, str, list[str]]], kind: str, how: str) -> Counter[str]:
@@ -161,11 +166,13 @@ def test_a_weight_that_travels_around_a_ring() -> None:
     flow = DataFlow(Hlo(RING))
     uses, moved = ParameterUses(flow), {one.kind: one for one in moved_arrays(flow)}
     assert uses.weights(moved["collective-permute"]) == {0}
-    assert uses.products(moved["all-reduce"]) == {0, 1} and not uses.weights(moved["all-reduce"])
+    assert multiplied(uses, moved["all-reduce"]) == {0, 1} and not uses.weights(moved["all-reduce"])
     # What is sorted belongs to nothing before it, and is multiplied by a parameter behind it.
     gathered = moved["all-gather"]
     assert (
-        not uses.weights(gathered) and not uses.products(gathered) and uses.factors(gathered) == {2}
+        not uses.weights(gathered)
+        and not multiplied(uses, gathered)
+        and uses.factors(gathered) == {2}
     )
     # The loss, too, is multiplied by what follows from it: only what is moved itself counts, and
     # not a sum of it.

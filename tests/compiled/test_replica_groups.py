@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from functree.compiled.replica_groups import groups_of, mesh_axes_of
+from functree.compiled.moved_arrays import groups_of, mesh_axes_of
 
 SPELLINGS: dict[str, tuple[tuple[int, ...], ...] | None] = {
     "{{0,1},{2,3}}": ((0, 1), (2, 3)),

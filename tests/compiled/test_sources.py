@@ -4,64 +4,103 @@ import sys
 from pathlib import Path
 
 import equinox as eqx
+import jax
 import pytest
 
 import functree as ft
 from functree.compiled.data_flow import DataFlow
 from functree.compiled.hlo import Hlo
 from functree.compiled.moved_arrays import moved_arrays
-from functree.compiled.phases import Phases, split
-from functree.compiled.sources import Sources
+from functree.compiled.provenance import Phases, split
+from functree.compiled.sources import Lines, Sources
+from tests.lib.meshes import MESH
 
 HOME = Path(ft.__file__).parent
-# Frames from outside to inside: the user's script, functree's machinery, a layer, what the layers
-# share, a package.
-TEXT = f"""HloModule jit_step, is_scheduled=true
+PACKAGES = "/venv/lib/python3.11/site-packages"
+# From outside to inside: the user's script, functree's machinery, a layer of functree, what its
+# layers share, and then code of installed packages.
+FILES = [
+    "/home/user/train.py",
+    f"{HOME / 'calls' / 'function.py'}",
+    f"{HOME / 'nn' / 'mlp.py'}",
+    f"{HOME / 'nn' / 'weights.py'}",
+    f"{PACKAGES}/equinox/_module.py",
+    f"{PACKAGES}/equinox/nn/_linear.py",
+    f"{PACKAGES}/flax/linen/linear.py",
+    f"{PACKAGES}/jax/_src/numpy/lax_numpy.py",
+    f"{PACKAGES}/optax/_src/transform.py",
+    "/home/user/layers.py",
+]
+
+
+def text_of(*files: str) -> str:
+    """The text of a program with one instruction, whose frames are line 1 of the first file, line 2
+    of the second one inside of it, and so on."""
+    names = "\n".join(f'{i} "{file}"' for i, file in enumerate(files, 1))
+    places = "\n".join(
+        f"{i} {{file_name_id={i} function_name_id=1 line={i} end_line={i} column=1 end_column=2}}"
+        for i in range(1, len(files) + 1)
+    )
+    # The number of the frame around a frame is printed one too high.
+    frames = "\n".join(
+        f"{i} {{file_location_id={i} parent_frame_id={i}}}" for i in range(1, len(files) + 1)
+    )
+    return f"""HloModule jit_step, is_scheduled=true
 
 FileNames
-1 "/home/user/train.py"
-2 "{HOME / "calls" / "function.py"}"
-3 "{HOME / "nn" / "mlp.py"}"
-4 "{HOME / "nn" / "weights.py"}"
-5 "/venv/lib/python3.11/site-packages/equinox/_module.py"
+{names}
 
 FunctionNames
 1 "<module>"
 
 FileLocations
-1 {{file_name_id=1 function_name_id=1 line=53 end_line=53 column=14 end_column=14}}
-2 {{file_name_id=2 function_name_id=1 line=83 end_line=83 column=15 end_column=15}}
-3 {{file_name_id=3 function_name_id=1 line=72 end_line=72 column=15 end_column=15}}
-4 {{file_name_id=4 function_name_id=1 line=29 end_line=29 column=15 end_column=15}}
-5 {{file_name_id=5 function_name_id=1 line=9 end_line=9 column=15 end_column=15}}
+{places}
 
 StackFrames
-1 {{file_location_id=1 parent_frame_id=1}}
-2 {{file_location_id=2 parent_frame_id=2}}
-3 {{file_location_id=3 parent_frame_id=3}}
-4 {{file_location_id=4 parent_frame_id=4}}
-5 {{file_location_id=5 parent_frame_id=3}}
-6 {{file_location_id=5}}
+{frames}
 
 
 ENTRY %main (x: f32[4]) -> f32[4] {{
-  ROOT %x = f32[4]{{0}} parameter(0), metadata={{op_name="x" stack_frame_id=4}}
+  ROOT %x = f32[4]{{0}} parameter(0), metadata={{op_name="x" stack_frame_id={len(files)}}}
 }}
 """
-LINES = {
-    1: "/home/user/train.py:53",
-    2: "/home/user/train.py:53",  # not where functree calls it
-    3: f"{HOME / 'nn' / 'mlp.py'}:72",
-    4: f"{HOME / 'nn' / 'mlp.py'}:72",  # not the product that all layers share
-    5: "/home/user/train.py:53",  # not inside of a package
-    6: "/venv/lib/python3.11/site-packages/equinox/_module.py:9",  # if there is nothing else
-    7: None,
+
+
+USER, MACHINERY, MLP, SHARED, MODULE, LINEAR, DENSE, NUMPY, OPTAX, OWN_LAYER = FILES
+# Files from outside to inside: the file of the source, and the file that calls it.
+CHOSEN = {
+    "the user's code": ([USER], USER, None),
+    "the innermost of it": ([USER, OWN_LAYER], OWN_LAYER, None),
+    "not where functree calls it": ([USER, MACHINERY], USER, None),
+    "a layer of functree": ([USER, MACHINERY, MLP], MLP, USER),
+    "not the product that its layers share": ([USER, MLP, SHARED], MLP, USER),
+    "not inside of a transform of Equinox": ([USER, MODULE], USER, None),
+    "a layer of Equinox": ([USER, MODULE, LINEAR, NUMPY], LINEAR, USER),
+    "another package": ([USER, MACHINERY, DENSE, NUMPY], DENSE, USER),
+    "not inside of an optimizer": ([USER, OPTAX], USER, None),
+    "the user's layer in a package": ([USER, DENSE, OWN_LAYER, NUMPY], OWN_LAYER, None),
+    "a package in the user's layer": ([USER, OWN_LAYER, DENSE], DENSE, OWN_LAYER),
+    "a package that nobody is known to call": ([MACHINERY, DENSE], DENSE, None),
+    "JAX, if there is nothing else": ([MACHINERY, NUMPY], NUMPY, None),
 }
 
 
-@pytest.mark.parametrize("frame", LINES)
-def test_the_line_of_a_frame(frame: int) -> None:
-    assert Sources(TEXT).of_frame(frame) == LINES[frame]
+@pytest.mark.parametrize("case", CHOSEN)
+def test_the_lines_of_a_frame(case: str) -> None:
+    files, source, called_from = CHOSEN[case]
+
+    def line(file: str | None) -> str | None:
+        return None if file is None else f"{file}:{files.index(file) + 1}"
+
+    lines = Sources(text_of(*files)).of_frame(len(files))
+    assert lines is not None and (lines.source, lines.called_from) == (
+        line(source),
+        line(called_from),
+    )
+
+
+def test_a_frame_that_is_not_in_the_tables() -> None:
+    assert Sources(text_of(*FILES)).of_frame(len(FILES) + 1) is None
 
 
 LAYERS = [
@@ -71,15 +110,41 @@ LAYERS = [
 
 @pytest.mark.parametrize("layer", LAYERS)
 def test_lines_of_every_layer_are_named(layer: type) -> None:
-    file = sys.modules[layer.__module__].__file__
-    text = TEXT.replace(str(HOME / "nn" / "weights.py"), str(file))
-    assert Sources(text).of_frame(4) == f"{file}:29"
+    file = str(sys.modules[layer.__module__].__file__)
+    assert Sources(text_of(USER, file)).of_frame(2) == Lines(f"{file}:2", f"{USER}:1")
 
 
-def test_the_line_of_an_instruction() -> None:
-    instruction = Hlo(TEXT).instructions["x"]
-    assert Sources(TEXT).line(instruction) == LINES[4]
-    assert Sources("HloModule jit_step\n\n").line(instruction) is None  # a text without tables
+def test_the_lines_of_an_instruction() -> None:
+    text = text_of(USER, MLP)
+    instruction = Hlo(text).instructions["x"]
+    assert Sources(text).of(instruction) == Lines(f"{MLP}:2", f"{USER}:1")
+    assert Sources("HloModule jit_step\n\n").of(instruction) is None  # a text without tables
+
+
+@pytest.mark.usefixtures("compiles_anew")
+def test_a_model_of_an_installed_library() -> None:
+    """Each of its collectives comes from a line of the library, and is called from one here."""
+
+    def loss(model: eqx.nn.MLP, x: jax.Array) -> jax.Array:
+        return (jax.vmap(model)(x) ** 2).mean()
+
+    model = eqx.filter_eval_shape(eqx.nn.MLP, 64, 64, 256, 1, key=jax.random.key(0))
+    layout = ft.FSDP("model", min_size=1024)
+    gradients = ft.jit(ft.value_and_grad(loss), in_shardings=(layout, ft.P("data")), mesh=MESH)
+    ledger = gradients.lower(model, jax.ShapeDtypeStruct((16, 64), "float32")).compile().ledger()
+    gathered = [one for one in ledger.collectives if one.paths and one.phase == "forward"]
+    assert gathered
+    for one in gathered:
+        assert "equinox/nn/_linear.py:" in (one.source or "")
+        assert "test_sources.py:" in (one.called_from or "")
+    # The loss is computed here.
+    others = [one for one in ledger.collectives if not one.paths]
+    assert others and all("test_sources.py:" in (one.source or "") for one in others)
+    assert {one.called_from for one in others} == {None}
+    assert "nn/_linear.py:" in str(ledger) and "called from compiled/test_sources.py:" in str(
+        ledger
+    )
+    assert ft.Ledger.from_json(ledger.to_json()) == ledger
 
 
 NAMES = {

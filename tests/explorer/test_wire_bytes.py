@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 import functree as ft
-from functree.compiled.memory import BytesByPath
+from functree.compiled.collective import BytesByPath
 from functree.explorer.wire_bytes import wire_bytes
 
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 import functree as ft
-from functree.compiled.replica_groups import groups_of, mesh_axes_of
+from functree.compiled.moved_arrays import groups_of, mesh_axes_of
 from tests.lib.meshes import MESH, SIZES
 from tests.lib.training import gradient
 

@@ -51,7 +51,7 @@ class Judged(NamedTuple):
 
     def __str__(self) -> str:
         one = self.entry
-        tag = _tag(one.source)
+        tag = _tag(one.called_from or one.source)
         return (
             f"{one.kind} {one.phase} {one.bytes} B {'@' + tag if tag else ''} ({one.source}): "
             f"named {', '.join(sorted(self.names)) or 'nothing'}, "
@@ -124,7 +124,11 @@ def judged(name: str, ledger: ft.Ledger) -> Iterator[Judged]:
         for argument, path in zip(one.arguments, one.paths, strict=True):
             names.add(f"{argument}.{path}" if len(path) else argument)
         fitting = allowed(
-            table, kind=one.kind, phase=one.phase, size=one.bytes, tag=_tag(one.source)
+            table,
+            kind=one.kind,
+            phase=one.phase,
+            size=one.bytes,
+            tag=_tag(one.called_from or one.source),
         )
         yield Judged(one, frozenset(names), frozenset(fitting))
 

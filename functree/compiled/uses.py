@@ -5,7 +5,7 @@ multiplied by, and which outputs are made of it.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import cached_property, lru_cache
 from itertools import chain
 from typing import NamedTuple
@@ -18,6 +18,8 @@ from functree.compiled.data_flow import (
     DataFlow,
     HloValue,
     bits_of,
+    is_combined,
+    is_in_pieces,
 )
 from functree.compiled.hlo import Instruction
 from functree.compiled.moved_arrays import MovedArray
@@ -74,10 +76,6 @@ class ParameterUses:
         """The parameters that the moved array consists of; empty if it was computed."""
         return self._parameters_of(moved.operand)
 
-    def products(self, moved: MovedArray) -> frozenset[int]:
-        """The parameters that were multiplied, or looked up in, to make the moved array."""
-        return frozenset().union(*(product.parameters for product in self.made_by(moved)))
-
     def made_by(self, moved: MovedArray) -> list[Product]:
         """The products that the moved array was made by, and lookups."""
         found: list[Product] = []
@@ -88,7 +86,7 @@ class ParameterUses:
     def summands(self, moved: MovedArray) -> frozenset[int]:
         """The parameters that a moved array is made of beside products."""
         origins = self._flow.origins(moved.operand, self._is_local)
-        return frozenset(self._parameters_among(origins))
+        return self._parameters_among(origins)
 
     def _product(self, value: HloValue) -> Product:
         """What a product was made of."""
@@ -132,15 +130,7 @@ class ParameterUses:
 
         A single number, such as a norm of the whole, is not followed.
         """
-        origins = self._flow.origins(value, self._is_without_products)
-        found: set[int] = set()
-        for origin in origins:
-            one = origin.instruction
-            if one in self._parameters:
-                found.add(self._parameters[one])
-            elif not _is_filling(one) and one.opcode != "broadcast":
-                return frozenset()
-        return frozenset(found)
+        return self._only_parameters(self._flow.origins(value, self._is_without_products))
 
     def _is_without_products(self, one: Instruction) -> bool:
         return one.opcode == "reduce" or self._is_elementwise(one)
@@ -208,23 +198,17 @@ class ParameterUses:
         return not all(_is_filling(origin.instruction) for origin in table)
 
     @cached_property
-    def differentiated(self) -> frozenset[int]:
-        """The parameters that the products of a model are made of, and not those of an optimizer.
-
-        Where nothing is differentiated, they are those of all products.
-        """
-        products = self._differentiated_products or self._products
-        return self._made_into(products, self._is_elementwise)
-
-    @cached_property
     def multiplied(self) -> frozenset[int]:
-        """The weights of a model: the parameters that are multiplied as they are in what is
-        differentiated."""
-        return self._made_into(self._differentiated_products, self._is_moved)
+        """The parameters that the products of a model are made of element by element.
 
-    @cached_property
-    def _differentiated_products(self) -> list[Instruction]:
-        return [one for one in self._products if one.is_differentiated]
+        Where no product is known to be differentiated, they are those of all products.
+        """
+        products = [one for one in self._products if one.is_differentiated] or self._products
+        operands: list[HloValue] = []
+        for one in products:
+            operands += self._flow.operands(one)
+        origins, _ = self._flow.history(operands, self._is_elementwise)
+        return self._parameters_among(origins)
 
     @cached_property
     def in_model(self) -> frozenset[int]:
@@ -240,24 +224,14 @@ class ParameterUses:
         moved = [instructions[name] for name in names]
         values = [HloValue(one) for one in moved if one.opcode in PASSES_ON or self._is_moved(one)]
         origins, _ = self._flow.history(values, self._is_moved)
-        return frozenset(self._parameters_among(origins))
-
-    def _made_into(
-        self, products: Iterable[Instruction], passes: Callable[[Instruction], bool]
-    ) -> frozenset[int]:
-        """The parameters that products are made of, through what passes values on."""
-        operands: list[HloValue] = []
-        for one in products:
-            operands += self._flow.operands(one)
-        origins, _ = self._flow.history(operands, passes)
-        return frozenset(self._parameters_among(origins))
+        return self._parameters_among(origins)
 
     def outputs(self, moved: MovedArray) -> frozenset[int]:
         """The outputs that are made of the moved array element by element.
 
         A gradient's are those of its parameter.
         """
-        return outputs_of(self._reached, moved)
+        return _outputs_of(self._reached, moved)
 
     def made_of(self, output: int) -> frozenset[int]:
         """The parameters that an output is made of element by element.
@@ -280,6 +254,60 @@ class ParameterUses:
             for output in bits_of(self._reached.get(HloValue(one), 0)):
                 made[output].add(i)
         return made
+
+    def updates(self, moved: MovedArray) -> frozenset[int]:
+        """The outputs that an optimizer makes of the moved array.
+
+        An optimizer is what is computed between gradients and new values, by whatever operations:
+        it may multiply matrices. What is differentiated and what is a gradient has a name that says
+        so: JAX names both `jvp(...)`. So an optimizer is found by what is made of what, back from
+        the outputs, as far as the names do not say that.
+        """
+        return _outputs_of(self._updated, moved)
+
+    def updated_with(self, moved: MovedArray) -> frozenset[int]:
+        """The parameters of the program that an optimizer makes the moved array of."""
+        start = moved.results if is_in_pieces(moved.instruction) else [moved.operand]
+        origins, _ = self._in_optimizer(start)
+        return self._parameters_among(origins)
+
+    def are_updated_with(self, outputs: Iterable[int], parameters: Iterable[int]) -> bool:
+        """Whether an optimizer makes some outputs of each of some parameters."""
+        wanted = sum(1 << output for output in set(outputs))
+        values = [HloValue(self._flow.hlo.parameters[one]) for one in parameters]
+        return all(self._updated.get(value, 0) & wanted for value in values)
+
+    def is_differentiated(self, moved: MovedArray) -> bool:
+        """Whether what is differentiated, or a gradient, is made of the moved array."""
+        # What is made of constants alone is the part of a sum that a device does not have. What it
+        # is added to says what it is for, and no walk from all that is differentiated is needed.
+        origins, _ = self._in_optimizer([moved.operand])
+        if {one.instruction.opcode for one in origins} == {"constant"}:
+            return False
+        return not self._differentiated.isdisjoint(moved.results)
+
+    @cached_property
+    def _differentiated(self) -> frozenset[HloValue]:
+        """The values that what is differentiated is made of."""
+        operands: set[HloValue] = set()
+        for one in self._flow.differentiated:
+            if not is_combined(one):
+                operands.update(self._flow.operands(one))
+        _, passed = self._in_optimizer(operands)
+        return passed
+
+    @cached_property
+    def _updated(self) -> Mapping[HloValue, int]:
+        """The outputs that an optimizer makes of each value, as bits."""
+        results = [result for result, _ in self._flow.results]
+        return self._flow.reached(results, _is_outside_of_gradients, conditions=True)
+
+    def _in_optimizer(
+        self, values: Iterable[HloValue]
+    ) -> tuple[frozenset[HloValue], frozenset[HloValue]]:
+        """Where some values come from, up to what is differentiated, and all values in between."""
+        # An optimizer may ask whether a norm is zero, by a norm that is computed for that alone.
+        return self._flow.history(values, _is_outside_of_gradients, conditions=True)
 
     def factors(self, moved: MovedArray) -> frozenset[int]:
         """The parameters that the moved array is multiplied by, or looked up in, afterwards.
@@ -327,13 +355,10 @@ class ParameterUses:
                 return frozenset()
         return frozenset(found)
 
-    def _parameters_among(self, origins: Iterable[HloValue]) -> set[int]:
+    def _parameters_among(self, origins: Iterable[HloValue]) -> frozenset[int]:
         """The parameters among these values."""
-        found: set[int] = set()
-        for origin in origins:
-            if origin.instruction in self._parameters:
-                found.add(self._parameters[origin.instruction])
-        return found
+        known = self._parameters
+        return frozenset(known[one.instruction] for one in origins if one.instruction in known)
 
     def _is_moved(self, one: Instruction) -> bool:
         """Whether an instruction moves elements and computes nothing."""
@@ -363,7 +388,7 @@ class ParameterUses:
         return one.opcode not in _NOT_ELEMENTWISE and one not in self._lookups
 
 
-def outputs_of(reached: Mapping[HloValue, int], moved: MovedArray) -> frozenset[int]:
+def _outputs_of(reached: Mapping[HloValue, int], moved: MovedArray) -> frozenset[int]:
     """The outputs that the result of a collective is in the history of.
 
     Args:
@@ -395,4 +420,15 @@ def _is_number(one: Instruction) -> bool:
 
 def _is_filling(one: Instruction) -> bool:
     """Whether an instruction only fills an array, for example what is padded with."""
-    return one.opcode in ("constant", "iota") or one.attribute("custom_call_target") in _EMPTY
+    # A broadcast is where a walk ends at a single number, such as a norm.
+    if one.opcode in ("broadcast", "constant", "iota"):
+        return True
+    return one.attribute("custom_call_target") in _EMPTY
+
+
+def _is_outside_of_gradients(one: Instruction) -> bool:
+    """Whether an instruction computes something outside of what is differentiated and of
+    gradients."""
+    if is_combined(one):
+        return True
+    return one.opcode != "parameter" and not one.is_differentiated

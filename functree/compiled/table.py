@@ -1,12 +1,28 @@
-"""The collectives of a program ─► the rows of a table; those of equal layers, and of parameters of
-one module, are one row."""
+"""What a ledger knows ─► a table as text.
+
+Collectives of equal layers, and of parameters of one module, are one row; equal warnings of the
+compiler are one line.
+"""
 
 import math
-from collections.abc import Hashable, Iterable, Sequence
+import re
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from functree.compiled.collective import Collective
-from functree.report.table import but_for_key, bytes_text, common_path, grouped, pattern_of
+from functree.compiled.collective import Collective, Memory
+from functree.errors import count
+from functree.report.table import (
+    INDENT,
+    but_for_key,
+    bytes_text,
+    columns,
+    common_path,
+    grouped,
+    lines_text,
+    paragraphs,
+    pattern_of,
+    row_lines,
+)
 from functree.tree.paths import Path
 
 
@@ -73,7 +89,7 @@ def _but_for_indices(one: Collective) -> Hashable:
     own: Hashable = None
     if len(one.paths) != 1:
         # What serves no parameter, or several, is only folded where nothing else differs.
-        own = one.bytes, one.count, one.source
+        own = one.bytes, one.count, one.source, one.called_from
     return _does(one), one.arguments, tuple(map(pattern_of, one.paths)), own
 
 
@@ -168,12 +184,19 @@ def axes_text(axes: tuple[str, ...] | None) -> str:
 MOST_SOURCES = 3
 
 
-def sources_text(collectives: Iterable[Collective]) -> str:
-    """The lines that collectives come from, without repeats: `nn/mlp.py:85,86`."""
+def sources_text(collectives: Sequence[Collective]) -> str:
+    """The lines that collectives come from: `eqx/linear.py:85,86, called from train.py:12`."""
+    text = _lines_text(one.source for one in collectives)
+    called_from = _lines_text(one.called_from for one in collectives)
+    return f"{text}, called from {called_from}" if called_from else text
+
+
+def _lines_text(sources: Iterable[str | None]) -> str:
+    """Lines of source without repeats: `nn/mlp.py:85,86`."""
     lines: dict[str, set[str]] = {}
-    for one in collectives:
-        if one.source is not None:
-            file, _, line = source_end(one.source).rpartition(":")
+    for source in sources:
+        if source is not None:
+            file, _, line = source_end(source).rpartition(":")
             lines.setdefault(file, set()).add(line)
     texts: list[str] = []
     for file, numbers in lines.items():
@@ -190,3 +213,130 @@ def _in_order(line: str) -> tuple[int, str]:
 def source_end(source: str) -> str:
     """The end of a path of a file, which is enough to recognise it."""
     return "/".join(source.replace("\\", "/").split("/")[-2:])
+
+
+COLUMNS = (52, 18, 16, 5)  # of parameter, kind, mesh axes and runs
+ROWS = 40
+"""The number of rows of the table; what is moved in the others is told in one line."""
+
+
+def ledger_text(collectives: Sequence[Collective], summary: str, notes: Sequence[str]) -> str:
+    """The table, at most 110 columns wide.
+
+    Args:
+        collectives: what is moved.
+        summary: the text below the table.
+        notes: the lines below that.
+    """
+    lines: list[str] = []
+    rows = table_rows(collectives)
+    if rows:
+        lines += columns(("for", "moved by", "over", "runs"), COLUMNS, "bytes")
+    for one in rows[:ROWS]:
+        cells = (one.title, one.kind, one.axes, one.runs)
+        lines += row_lines(cells, COLUMNS, bytes_text(one.total), one.details)
+    smaller = rows[ROWS:]
+    if smaller:
+        rest = bytes_text(sum(one.total for one in smaller))
+        more = count(len(smaller), "smaller line")
+        lines.append(f"and {more}, {rest} in all (`ledger.collectives` has each)")
+    if lines:
+        lines.append("")
+    lines += [summary, *paragraphs(notes)]
+    return lines_text(lines)
+
+
+def summary_text(
+    totals: Mapping[tuple[str, tuple[str, ...] | None], int],
+    memory: Memory,
+    attributed: float,
+    where: str,
+    idle: Sequence[str],
+) -> str:
+    """The totals and the memory, in a few lines.
+
+    Args:
+        totals: the moved bytes by kind and mesh axes.
+        memory: the memory.
+        attributed: the share of the moved bytes that have a path.
+        where: the backend and the mesh.
+        idle: the mesh axes that do nothing.
+    """
+    lines = [f"{where}: {bytes_text(sum(totals.values()))} moved to each device"]
+    for (kind, axes), size in totals.items():
+        lines += columns((f"{INDENT}{kind}", axes_text(axes)), (24, 36), bytes_text(size))
+    if attributed < 1:
+        lines.append(f"{INDENT}{unattributed_text(attributed)}")
+    if idle:
+        lines.append(idle_text(idle))
+    return lines_text([*lines, memory_text(memory)])
+
+
+def idle_text(idle: Sequence[str]) -> str:
+    """What is said of mesh axes that do nothing."""
+    return f"over {' and '.join(idle)} nothing is moved and nothing is sharded"
+
+
+def unattributed_text(attributed: float) -> str:
+    """What is said of the bytes without a path."""
+    lost = 1 - attributed
+    share = f"{100 * lost:.1f} %"
+    if 0 < lost < 0.0005:  # "0.0 %" would say that there are none
+        share = "less than 0.1 %"
+    return f"{share} of these bytes serve no parameter that could be found"
+
+
+def memory_text(memory: Memory) -> str:
+    """The memory in one line."""
+    given = sum(memory.arguments.values())
+    parts = [f"arguments {bytes_text(given)}", f"outputs {bytes_text(memory.outputs)}"]
+    if memory.aliases:
+        parts[-1] += f" ({bytes_text(memory.aliases)} of them in donated arguments)"
+    parts += [f"temporaries {bytes_text(memory.temporaries)}", f"peak {bytes_text(memory.peak)}"]
+    return f"memory of each device: {', '.join(parts)}"
+
+
+MOST = 4
+"""The number of lines; the others are counted."""
+LONGEST = 80
+
+# "[SPMD] Involuntary full rematerialization. The compiler cannot go from sharding {...} to {...}
+# efficiently for HLO operation %x = f32[8,16]{1,0} copy(...), metadata={op_name="w" ...} at f.py:3"
+_REMATERIALIZED = re.compile(r"^\[SPMD\] (Involuntary full rematerialization)\.")
+_ARRAY = re.compile(r"operation %\S+ = (\w+\[[\d,]*\])")
+_NAME = re.compile(r'op_name="([^"]*)"')
+_LINE = re.compile(r" at (\S+:\d+)$")
+
+
+def warning_lines(warnings: Sequence[str]) -> list[str]:
+    """The warnings in short; none if there are none."""
+    if not warnings:
+        return []
+    short: dict[str, int] = {}
+    for warning in warnings:
+        text = short_warning(warning)
+        short[text] = short.get(text, 0) + 1
+    lines = [f"the compiler warns {count(len(warnings), 'time')} (see `ledger.warnings`):"]
+    for text, number in list(short.items())[:MOST]:
+        lines.append(f"{text} (×{number})" if number > 1 else text)
+    if len(short) > MOST:
+        lines.append(f"and {len(short) - MOST} more")
+    return lines
+
+
+def short_warning(warning: str) -> str:
+    """What a warning says, and of which array and line."""
+    kind = _REMATERIALIZED.match(warning)
+    if kind is None:
+        text = warning.removeprefix("[SPMD] ")
+        return text if len(text) <= LONGEST else f"{text[:LONGEST]}…"
+    text = kind[1].lower()
+    array, name, line = (one.search(warning) for one in (_ARRAY, _NAME, _LINE))
+    if array is not None:
+        text += f" of {array[1]}"
+    if line is not None:
+        return f"{text}, {source_end(line[1])}"
+    if name is not None:
+        # The last part of a name such as `jit(step)/jvp(model)/dot_general` says most.
+        text += f", {name[1].rpartition('/')[2]}"
+    return text
