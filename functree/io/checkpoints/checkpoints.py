@@ -13,16 +13,15 @@ import jax
 from functree.argument_checks import EXTENT, FLAG, FOLDER, SIZE, check
 from functree.devices.meshes import MeshLike
 from functree.errors import CheckpointError, CheckpointFileError, FunctreeError, warn
-from functree.io.checkpoints.engine import is_done
-from functree.io.checkpoints.folder import (
-    files,
+from functree.io.checkpoints.drafts import (
     is_foreign,
     named_steps,
     remove_step,
     steps_with_manifest,
-    store_at,
-    sweep_step,
+    sweep,
 )
+from functree.io.checkpoints.engine import is_done
+from functree.io.checkpoints.folder import files, folder_at
 from functree.io.checkpoints.read import restore
 from functree.io.checkpoints.write import CheckpointWriter
 from functree.labels.filters import FilterLike
@@ -73,8 +72,8 @@ class Checkpoints:
             keep=(keep, SIZE.or_none()),
             every=(every, SIZE.or_none()),
         )
-        self._store = store_at(folder)
-        self.folder: FilePath = self._store.path
+        self._folder = folder_at(folder)
+        self.folder: FilePath = self._folder.path
         self._keep, self._every = keep, every
         # The steps in which there may be something of a dead process; None for all.
         self._unswept: list[int] | None = None
@@ -127,10 +126,10 @@ class Checkpoints:
 
     def _listed(self) -> tuple[int, ...]:
         for _ in range(_LOOKS):
-            listed = named_steps(self._store)
+            listed = named_steps(self._folder)
             # Each is looked at after all were listed. Meanwhile another process may have removed
             # it, to keep only so many: then a newer one is there, which the list does not have.
-            found = steps_with_manifest(self._store, listed)
+            found = steps_with_manifest(self._folder, listed)
             if found or not listed:
                 return tuple(found)
         return ()
@@ -171,7 +170,7 @@ class Checkpoints:
             self._check_new(int(step))
             agreement.compare(lambda: {"step": [str(step)]})
         writer = CheckpointWriter.begin(
-            self._store.at(str(step)), tree, meta=meta, verify=True, step=int(step)
+            self._folder.at(str(step)), tree, meta=meta, verify=True, step=int(step)
         )
         # An executor for one call: its future raises in `wait` what was raised in the thread.
         thread = ThreadPoolExecutor(1, "functree checkpoint")
@@ -245,7 +244,7 @@ class Checkpoints:
             except CheckpointError:
                 # One that was removed meanwhile, to keep only so many: a newer one is there.
                 with files(f"{self.folder} cannot be read"):
-                    is_there = bool(steps_with_manifest(self._store, [int(found)]))
+                    is_there = bool(steps_with_manifest(self._folder, [int(found)]))
                 removed = text_of_first(str(is_there)) == "False"
                 if step is not None or not removed or str(self._latest_in_all()) == found:
                     raise
@@ -293,11 +292,11 @@ class Checkpoints:
     def _sweep(self) -> None:
         """Remove what processes that were killed have left half-written."""
         if self._unswept is None:
-            self._unswept = named_steps(self._store)
+            self._unswept = named_steps(self._folder)
         # Again those that a process may still write, or of which it is not known yet that it died.
         living: list[int] = []
         for step in self._unswept:
-            if sweep_step(self._store.at(str(step))).living:
+            if sweep(self._folder.at(str(step))):
                 living.append(step)
         self._unswept = living
 
@@ -318,7 +317,7 @@ class Checkpoints:
             # alone its own would be removed, and the one that was just saved first of all.
             steps = sorted(self.steps, key=lambda step: (step == saved, step in self._saved, step))
             for step in steps[: -self._keep]:
-                old = self._store.at(str(step))
+                old = self._folder.at(str(step))
                 # A link leads to what another run has saved.
                 if old.is_link() or is_foreign(old):
                     warn(f"{old.path} is not removed, since it is not of these checkpoints")

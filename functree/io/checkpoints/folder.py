@@ -1,37 +1,240 @@
-"""The folder of a checkpoint: its manifest, and beside it a folder with the values of the arrays.
+"""A path or an address ─► `Folder`: what is in a folder on a disk, or in a bucket.
 
-The manifest is the last file that is written, and it names the folder of the values. So a folder
-without one is not a checkpoint, a manifest that replaces another replaces a checkpoint whole, and
-what it does not name is not part of it. A writer holds a lock for what it writes, and the file of
-the lock stays beside the values: it is the mark that they are functree's. What has this mark, and
-nobody has locked and no manifest names, was left by a process that died. Nothing else is ever
-removed.
-
-All of this is said here once; what a `Store` is made of does the single steps.
+The manifest is written by tensorstore, whose stores compare and swap: a manifest replaces only the
+one that its writer has seen. On a disk tensorstore locks a file for the moment of the swap, and
+syncs the file and its folder; a bucket compares generations.
 """
 
-import atexit
 import os
 import re
+import shutil
 import time
+from collections.abc import Sequence
 from contextlib import suppress
-from functools import cache
+from datetime import datetime
 from pathlib import Path
-from types import TracebackType
-from typing import NamedTuple
-
-import jax
+from typing import Any, NamedTuple
 
 from functree.errors import CheckpointError, CheckpointFileError
-from functree.io.checkpoints.bucket_store import BucketStore
-from functree.io.checkpoints.local_store import LocalStore
-from functree.io.checkpoints.manifest import BEGINNING, VALUES, Manifest, is_values_name
-from functree.io.checkpoints.store import LOCK, MANIFEST, UNFINISHED, Held, Store
-from functree.io.extras import ForeignErrors
+from functree.io.extras import ForeignErrors, import_extra
 
-# What a writer makes beside the folder of the values: the lock, the text of the manifest before it
-# has its name, and the folder of orbax that becomes that of the values at the end.
-_BESIDE = (LOCK, ".json", UNFINISHED)
+MANIFEST = "functree.json"
+
+DEADLINE = 60.0
+"""Seconds after which a bucket that has not answered counts as unreachable. Tensorstore by itself
+would try for many minutes."""
+
+ASKED_AFTER = 20.0
+"""Seconds after which a bucket is asked again whether it answers, while orbax writes."""
+
+# For a deletion of all that is below a prefix, which may be many thousands of objects.
+_LONG_DEADLINE = 900.0
+
+
+class Found(NamedTuple):
+    """A manifest as it was read.
+
+    Attributes:
+        data: its bytes; None if there is no manifest.
+        generation: differs from the generation of each other manifest that was or will be there; it
+            is always the same where there is none.
+    """
+
+    data: bytes | None
+    generation: bytes
+
+
+class Folder:
+    """A folder of a file system that all processes share.
+
+    Its operations raise OSError, or CheckpointFileError where they know more.
+
+    Args:
+        path: the folder, as in messages and for orbax.
+        store: the `tensorstore.KvStore` of what is in it.
+    """
+
+    # `Any`: the types of tensorstore are not known where it is not installed.
+    def __init__(self, path: Path, store: Any):
+        self.path = path
+        self._store = store
+
+    def at(self, name: str) -> "Folder":
+        """A folder in this one."""
+        return Folder(self.path / name, self._store / f"{name}/")
+
+    def read(self) -> Found:
+        """The manifest.
+
+        Raises:
+            CheckpointFileError: there is something that is not a file.
+        """
+        manifest = self.path / MANIFEST
+        # Opening a pipe would wait for who writes to it, and a device may have no end.
+        if os.path.lexists(manifest) and not os.path.isfile(manifest):
+            raise CheckpointFileError(f"{manifest} cannot be read: it is not a file")
+        found = _answer(self._store.read(MANIFEST))
+        return Found(found.value if found.state == "value" else None, found.stamp.generation)
+
+    def commit(self, text: str, generation: bytes) -> bool:
+        """Make a text the manifest, in one step, if the one that is there has this generation.
+
+        Returns:
+            False if another writer was first.
+        """
+        data = text.encode()
+        if _answer(self._store.write(MANIFEST, data, if_equal=generation)).generation:
+            return True
+        # The answer to a first attempt may have been lost, and not the attempt.
+        return self.read().data == data
+
+    def remove_manifest(self) -> None:
+        """Remove the manifest, if there is one."""
+        _answer(self._store.write(MANIFEST, None))
+
+    def touch(self, name: str) -> None:
+        """Write an empty file."""
+        _answer(self._store.write(name, b""))
+
+    def names(self) -> list[str]:
+        """The names in this folder; none if there is no folder."""
+        return os.listdir(self.path) if self.path.is_dir() else []
+
+    def age(self, name: str) -> float:
+        """For how many seconds something in this folder was not written."""
+        try:
+            return time.time() - os.lstat(self.path / name).st_mtime
+        except FileNotFoundError:
+            return 0.0  # another process has removed it
+
+    def with_manifest(self, names: Sequence[str]) -> list[str]:
+        """Those of these folders in this one that have a manifest."""
+        return [name for name in names if (self.path / name / MANIFEST).is_file()]
+
+    def obstacle(self) -> str:
+        """What is in the place of this folder, and is no folder; empty if nothing is."""
+        if os.path.isdir(self.path) or not os.path.lexists(self.path):
+            return ""
+        if self.is_link():
+            return f"a link to {os.readlink(self.path)}, which is not a folder"
+        return "a file"
+
+    def is_link(self) -> bool:
+        """Whether this is only a link to a folder that is elsewhere."""
+        return os.path.islink(self.path)
+
+    def make(self) -> bool:
+        """Make the folder; whether it was not there."""
+        try:
+            self.path.mkdir(parents=True)
+        except FileExistsError:
+            return False
+        return True
+
+    def remove(self, name: str) -> None:
+        """Remove a file, or a folder with all that is in it; another process may do so too."""
+        path = self.path / name
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
+
+    def remove_empty(self) -> None:
+        """Remove this folder if nothing is in it."""
+        with suppress(OSError):
+            os.rmdir(self.path)
+
+    def check_reached(self) -> None:
+        """Raise OSError if what is here cannot be reached any more. Called often."""
+        # Of a disk, the operating system says so to who writes.
+
+
+class BucketFolder(Folder):
+    """What is below an address in a bucket. There are no folders: one is there if something is in
+    it. Where a `Folder` asks the operating system, it finds nothing at such an address.
+
+    Args:
+        path: the address.
+        store: the `tensorstore.KvStore` of what is below it.
+        files: a file system of fsspec, which lists by folder; tensorstore has no such list.
+    """
+
+    def __init__(self, path: Any, store: Any, files: Any):
+        super().__init__(path, store)
+        self._files, self._root = files, str(path).removeprefix("gs://")
+        self._reached = time.monotonic()
+
+    def at(self, name: str) -> "BucketFolder":
+        return BucketFolder(self.path / name, self._store / f"{name}/", self._files)
+
+    def names(self) -> list[str]:
+        try:
+            paths = self._listed(self._files.ls, self._root, detail=False, refresh=True)
+        except FileNotFoundError:
+            return []
+        # Where there is no such folder, gcsfs lists an object of its name.
+        inside = [path for path in paths if path.startswith(f"{self._root}/")]
+        return [path.rstrip("/").rpartition("/")[2] for path in inside]
+
+    def age(self, name: str) -> float:
+        objects = self._listed(self._files.find, f"{self._root}/{name}", detail=True)
+        written = [datetime.fromisoformat(one["updated"]).timestamp() for one in objects.values()]
+        now = time.time()
+        return now - max(written, default=now)
+
+    def with_manifest(self, names: Sequence[str]) -> list[str]:
+        import tensorstore  # it is installed, since the store is its
+
+        # All at once, and without their data.
+        listed: list[Any] = []
+        for name in names:
+            key = f"{name}/{MANIFEST}"
+            listed.append(self._store.list(tensorstore.KvStore.KeyRange(key, f"{key}\0")))
+        return [name for name, one in zip(names, listed, strict=True) if _answer(one)]
+
+    def make(self) -> bool:
+        return False
+
+    def remove(self, name: str) -> None:
+        import tensorstore
+
+        below = tensorstore.KvStore.KeyRange(f"{name}/", f"{name}0")  # 0 comes after the slash
+        _answer(self._store.delete_range(below), _LONG_DEADLINE)
+        _answer(self._store.write(name, None))
+
+    def check_reached(self) -> None:
+        # Orbax tries for many minutes, in threads of its own.
+        if time.monotonic() > self._reached + ASKED_AFTER:
+            self.read()
+            self._reached = time.monotonic()
+
+    def _listed(self, ask: Any, path: str, **options: Any) -> Any:
+        # By itself it tries each request six times, and waits without end for each.
+        try:
+            return ask(path, **options, timeout=DEADLINE)
+        except TimeoutError:
+            raise _silence(DEADLINE) from None
+
+
+def _answer(future: Any, seconds: float | None = None) -> Any:
+    """What a store answers.
+
+    Raises:
+        OSError: it does not, or refuses.
+    """
+    deadline = seconds or DEADLINE
+    try:
+        return future.result(timeout=deadline)
+    except TimeoutError:
+        future.cancel()
+        raise _silence(deadline) from None
+    except (ValueError, NotImplementedError) as error:
+        # Tensorstore turns every status into one of these, such as that of no permission.
+        raise OSError(str(error).partition("\n")[0]) from error
+
+
+def _silence(seconds: float) -> OSError:
+    return OSError(f"the bucket has not answered for {seconds:g} seconds")
 
 
 def files(failure: str) -> ForeignErrors:
@@ -43,19 +246,24 @@ def files(failure: str) -> ForeignErrors:
 _ADDRESS = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)://")
 # What `Path` makes of an address. A folder may have such a name too, but not of these schemes.
 _BROKEN_ADDRESS = re.compile(r"(gs|gcs|s3|s3a|az|abfss?|hdfs|https?|file):/")
+_IN_BUCKET = re.compile(r"gs://[^/]+(/[^/]+)*/?")
+# Orbax and fsspec look for some of what they have written by patterns, as those of a shell, and
+# resolve dots; what has a line end is no address for tensorstore.
+_UNUSABLE = re.compile(r"[*?\[\]#\x00-\x1f\x7f]|(?<=/)\.\.?(?=/|$)")
 
 
-def store_at(path: str | os.PathLike[str]) -> Store:
-    """What is at the path of a checkpoint.
+def folder_at(path: str | os.PathLike[str]) -> Folder:
+    """The folder at the path of a checkpoint, or of the checkpoints of a run.
 
     Raises:
         CheckpointError: it is an address that orbax has no way to; there is no folder that it
             begins in.
+        FunctreeError: the extra is not installed.
     """
     text = os.fspath(path)
     if match := _ADDRESS.match(text):
         if match.group(1) == "gs":
-            return BucketStore.of_address(text)
+            return _in_bucket(text)
         raise CheckpointError(
             f"{text} cannot be used: of all buckets orbax, which writes the arrays, reaches "
             "`gs://` alone: save to one of these, or to a file system that all processes share, "
@@ -66,298 +274,43 @@ def store_at(path: str | os.PathLike[str]) -> Store:
             f"{text} has lost a slash, as in `Path('{match.group(1)}://bucket')`: give the address "
             "of a bucket as text"
         )
-    # Absolute at once: a program may change its folder while this is written in the background.
+    tensorstore: Any = import_extra("tensorstore", "checkpoint")
     with files(f"{text} cannot be found"):  # no such user, or the current folder was removed
-        return LocalStore(Path(text).expanduser().absolute())
+        # Absolute at once: a program may change its folder while this is written in the background.
+        found = Path(text).expanduser().absolute()
+        return Folder(found, tensorstore.KvStore.open(store_spec(found)).result())
 
 
-def read_manifest(store: Store) -> Manifest:
-    """What the checkpoint in a folder says about itself.
-
-    Raises:
-        CheckpointError: it is not a checkpoint, or its manifest is not what was written.
-    """
-    path = store.path / MANIFEST
-    try:
-        found = store.read()
-        if found is not None:
-            return Manifest.from_json(found.decode(), path)
-    except (OSError, UnicodeDecodeError) as error:
-        raise CheckpointFileError(f"{path} cannot be read: {error}") from error
-    with files(f"{store.path} cannot be read"):
-        why = store.missing() or _no_manifest(store)
-    raise CheckpointFileError(f"{store.path} is not a checkpoint: {why}")
-
-
-def _no_manifest(store: Store) -> str:
-    """What there is in the place of a checkpoint, if it is a folder."""
-    if any(_is_own(store, name) for name in store.names()):
-        return f"it has no {MANIFEST}, so it is still written, or its writer was stopped"
-    if steps := steps_with_manifest(store, named_steps(store)):
-        latest = store.path / str(steps[-1])
-        return f"it has the checkpoints of several steps: give one of them, such as {latest}"
-    return f"it has no {MANIFEST}"
-
-
-def named_steps(store: Store) -> list[int]:
-    """The steps that have a folder, whether or not there is a checkpoint in it."""
-    found: list[int] = []
-    for name in store.names():
-        # A folder called `007`, or by the digits of another script, would be one step with `7`.
-        if name.isascii() and name.isdigit() and str(int(name)) == name:
-            found.append(int(name))
-    return sorted(found)
-
-
-def steps_with_manifest(store: Store, steps: list[int]) -> list[int]:
-    """Those of some steps that have a checkpoint, in their order."""
-    return sorted(map(int, store.with_manifest(list(map(str, steps)))))
-
-
-class Draft:
-    """The values of a checkpoint that is being written.
-
-    Args:
-        store: the folder of the checkpoint. It is created.
-        overwrite: whether a checkpoint that is there is replaced.
-
-    Raises:
-        CheckpointError: the path has something that is not to be overwritten; it cannot be created.
-    """
-
-    def __init__(self, store: Store, overwrite: bool):
-        self._store = store
-        with files(f"{store.path} cannot be written"):
-            check_free(store, overwrite)
-            self._is_new = store.make()
-            self._held: Held = store.hold(overwrite)
-        self.name: str = self._held.name
-
-    def commit(self, manifest: Manifest) -> None:
-        """Write the manifest: from here on this is the checkpoint.
-
-        Raises:
-            CheckpointError: another writer was first, or the file cannot be written.
-        """
-        store = self._store
-        with files(f"{store.path} cannot be written"):
-            old = _named(store) if self._held.overwrite else None
-            if not self._held.put(manifest.to_json(), old):
-                raise CheckpointFileError(
-                    f"{store.path}: another process has saved a checkpoint there meanwhile"
-                )
-            # In this order: until the manifest names the values, only what is held keeps another
-            # process from deleting them. What is swept is the checkpoint that was replaced.
-            self._held.release()
-            sweep(store)
-
-    def discard(
-        self,
-        kind: type[BaseException] | None = None,
-        error: BaseException | None = None,
-        traceback: TracebackType | None = None,
-    ) -> None:
-        """Remove what was written. It can be pushed onto an ExitStack, for the errors inside."""
-        try:
-            with files(f"{self._store.path}: what was written cannot be removed"):
-                self._held.release()
-                sweep(self._store)
-                # A folder that was there before is the user's, also if nothing is in it.
-                if self._is_new:
-                    self._store.remove_empty()
-                remove_at_end(self._store, self.name, self._is_new)
-        except CheckpointError as failed:
-            if error is None:
-                raise
-            # Not in the place of the first error: what cannot be written cannot be removed either.
-            error.add_note(f"and {failed}")
-
-
-def check_free(store: Store, overwrite: bool) -> None:
-    """Raise CheckpointError if a path has something that a checkpoint must not replace."""
-    path = store.path
-    if store.has_manifest():
-        if not overwrite:
-            raise CheckpointFileError(
-                f"{path} is a checkpoint already: save to another path, or with `overwrite=True`"
-            )
-        if is_foreign(store):
-            raise CheckpointFileError(
-                f"{path / MANIFEST} was not written by functree, and is not overwritten: save to "
-                "another path"
-            )
-        return
-    store.check_place()
-    # What another writer has left, or still writes, is no obstacle: one of them will be first. It
-    # may be gone meanwhile, and its lock with it.
-    others = [name for name in store.names() if not _is_own(store, name)]
-    others = [name for name in others if name in store.names()]
-    if others:
-        raise CheckpointFileError(
-            f"{path} is a folder that is not a checkpoint: it has `{min(others)}`; save elsewhere"
+def _in_bucket(address: str) -> BucketFolder:
+    """The folder at an address in a bucket."""
+    if not _IN_BUCKET.fullmatch(address):
+        raise CheckpointError(
+            f"{address} is not the address of a folder in a bucket, such as gs://bucket/run/1"
         )
-
-
-def is_foreign(store: Store) -> bool:
-    """Whether a folder has a manifest that functree has not written."""
-    # By its first bytes: one that is damaged further on may be replaced. One that another program
-    # has formatted anew begins otherwise, and can still be read.
-    try:
-        found = store.read()
-        if found is None or found.startswith(BEGINNING):
-            return False  # also if another process has removed the checkpoint
-        read_manifest(store)
-    except CheckpointError:
-        return True
-    return False
-
-
-def _is_own(store: Store, name: str) -> bool:
-    """Whether a file, or a folder, was made by a writer: by its whole name and its mark."""
-    values, dot, end = name.partition(".")
-    if not is_values_name(values):
-        return False
-    # The whole ending: `.json.bak` is a copy that the user has made.
-    if dot and f".{end}" not in _BESIDE:
-        return False
-    return store.is_mark(f"{values}{LOCK}")
-
-
-# Seconds after which what one machine has written to a network file system is seen by the others.
-_SEEN_AFTER = 5
-
-
-def check_seen(store: Store, name: str) -> None:
-    """Raise CheckpointError if this process does not see what the first one writes."""
-    until = time.monotonic() + _SEEN_AFTER
-    # Before orbax begins: on a folder of its own each process would write a part, and none of them
-    # would notice that the others are missing. By a list of the folder: a network file system may
-    # remember of a file that it was not there.
-    while f"{name}{LOCK}" not in store.names():
-        if time.monotonic() < until:
-            time.sleep(0.05)
-            continue
-        raise CheckpointFileError(
-            f"process {jax.process_index()} does not see the folder {store.path} that process 0 "
-            "writes to: give a path on a file system that all processes share"
+    if found := _UNUSABLE.search(address):
+        raise CheckpointError(
+            f"{address!r} has {found.group()!r} in it, which orbax takes for something else "
+            "than a name: save to another address"
         )
+    # Orbax reaches a bucket by it, and says nothing of what is missing.
+    import_extra("gcsfs", "gcs")
+    tensorstore: Any = import_extra("tensorstore", "gcs")
+    fsspec: Any = import_extra("fsspec", "gcs")
+    path: Any = import_extra("etils.epath", "gcs").Path(address.rstrip("/"))
+    with files(f"{address} cannot be opened"):
+        store = tensorstore.KvStore.open(store_spec(path)).result()
+        # What other processes write is to be seen at once.
+        return BucketFolder(path, store, fsspec.filesystem("gs", use_listings_cache=False))
 
 
-def is_given_up(store: Store, name: str) -> bool:
-    """Whether another process has given up the values of this name, which this one writes too."""
-    # The first process removes them, with their lock, and the others leave word.
-    return f"{name}{LOCK}" not in store.names() or store.is_told_failure(name)
+def store_spec(path: object) -> dict[str, str]:
+    """How tensorstore opens what is in a folder, or below an address in a bucket."""
+    if not is_in_bucket(path):
+        return {"driver": "file", "path": f"{path}/"}
+    bucket, _, below = str(path).removeprefix("gs://").partition("/")
+    return {"driver": "gcs", "bucket": bucket, "path": f"{below}/"}
 
 
-def remove_at_end(store: Store, name: str, is_new: bool) -> None:
-    """At the end of the program, remove what is there of values that were given up.
-
-    Orbax goes on to write them in other threads and processes, and makes the folder anew that was
-    removed. Without its lock nobody would know later whose it is.
-
-    Args:
-        store: the folder of the checkpoint.
-        name: the name of the values.
-        is_new: whether the folder was made for them.
-    """
-    _watch_end()
-    _GIVEN_UP.append((store, name, is_new))
-
-
-_GIVEN_UP: list[tuple[Store, str, bool]] = []
-
-
-@cache
-def _watch_end() -> None:
-    # By `atexit`, which comes after Python has waited for the threads of orbax.
-    atexit.register(_remove_given_up)
-
-
-def _remove_given_up() -> None:
-    for store, name, is_new in _GIVEN_UP:
-        with suppress(CheckpointError), files("what was given up cannot be removed"):
-            sweep(store)
-            names = store.names()
-            # Where its lock is left, the first process has not given it up yet.
-            if f"{name}{LOCK}" in names or _is_named(store, name):
-                continue
-            for one in {name, *(f"{name}{ending}" for ending in _BESIDE)}.intersection(names):
-                store.remove(one)
-            if is_new:
-                store.remove_empty()
-
-
-class Swept(NamedTuple):
-    """What was left beside a checkpoint.
-
-    Attributes:
-        removed: whether something of a dead process was, and is removed.
-        living: whether there is something of a process that lives, or is not known to be dead yet.
-    """
-
-    removed: bool
-    living: bool
-
-
-def sweep(store: Store) -> Swept:
-    """Remove what dead processes have left in the folder of a checkpoint."""
-    removed = living = False
-    began = {name.partition(".")[0] for name in store.names() if name.startswith(VALUES)}
-    for name in sorted(began):
-        if not _left(store, name):
-            continue
-        # What is held is looked at before the manifest, since a writer lets go after its manifest
-        # is there. The other way round, one that commits in between would lose its values.
-        with store.dead(name) as dead:
-            if not dead:
-                living = True
-                continue
-            left = _left(store, name)
-            for one in left:
-                # The lock is the last to go: while it is there, a process that is killed here, or
-                # that may not delete all, leaves what the next one finds by it.
-                if not one.endswith(LOCK) or not set(left[:-1]) & set(store.names()):
-                    store.remove(one)
-                    removed = True
-    return Swept(removed, living)
-
-
-def _left(store: Store, name: str) -> list[str]:
-    """What is not of the checkpoint, of what the writer of the values of this name has made: the
-    lock comes last."""
-    found = [one for one in store.names() if one.startswith(name) and _is_own(store, one)]
-    if found and _is_named(store, name):
-        found = [one for one in found if one not in (name, f"{name}{LOCK}")]
-    return sorted(found, key=lambda one: one.endswith(LOCK))
-
-
-def _is_named(store: Store, name: str) -> bool:
-    """Whether the values of this name are those of the checkpoint, or may be."""
-    try:
-        return read_manifest(store).arrays == name
-    except CheckpointError:
-        # A manifest that cannot be read may name these: nothing is removed.
-        return store.has_manifest()
-
-
-def _named(store: Store) -> str | None:
-    """The name of the values of the checkpoint in a folder; None if nobody knows it."""
-    try:
-        return read_manifest(store).arrays
-    except CheckpointError:
-        return None
-
-
-def sweep_step(store: Store) -> Swept:
-    """Remove what dead processes have left of the checkpoint of a step, with its folder."""
-    swept = sweep(store)
-    if swept.removed:
-        store.remove_empty()
-    return swept
-
-
-def remove_step(store: Store) -> None:
-    """Remove the checkpoint of a step: first its manifest, so that nobody finds half of it."""
-    store.unname(_named(store))
-    sweep(store)
-    store.remove_empty()
+def is_in_bucket(path: object) -> bool:
+    """Whether a path is the address of something in a bucket."""
+    return str(path).startswith("gs://")

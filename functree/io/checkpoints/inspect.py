@@ -10,7 +10,8 @@ from functree.argument_checks import FILE, check, shown
 from functree.devices.meshes import MeshView
 from functree.devices.specs import spec_text
 from functree.errors import FunctreeTypeError, count, did_you_mean
-from functree.io.checkpoints.folder import read_manifest, store_at
+from functree.io.checkpoints.drafts import read_manifest
+from functree.io.checkpoints.folder import folder_at
 from functree.io.checkpoints.manifest import SavedArray
 from functree.layout.plan.plan import Plan
 from functree.layout.plan.row import Row
@@ -143,9 +144,9 @@ def inspect(path: str | os.PathLike[str]) -> Checkpoint:
         (dtype(bfloat16), {'loss': 2.5})
     """
     check("nothing is inspected", path=(path, FILE))
-    store = store_at(path)
-    manifest = read_manifest(store)
-    return Checkpoint(store.path, manifest.rows, manifest.step, manifest.meta, manifest.sizes)
+    folder = folder_at(path)
+    manifest = read_manifest(folder)
+    return Checkpoint(folder.path, manifest.rows, manifest.step, manifest.meta, manifest.sizes)
 
 
 def _plan_row(row: SavedArray) -> Row:

@@ -22,12 +22,12 @@ from functree.errors import (
     warn,
 )
 from functree.io.casts import Loss, warn_of_losses
+from functree.io.checkpoints.drafts import read_manifest
 from functree.io.checkpoints.engine import check_dtypes, load_arrays
-from functree.io.checkpoints.folder import files, read_manifest, store_at
+from functree.io.checkpoints.folder import Folder, files, folder_at
 from functree.io.checkpoints.manifest import Manifest
-from functree.io.checkpoints.restored_arrays import Wanted, wanted_arrays
 from functree.io.checkpoints.static_leaves import warn_of_changes
-from functree.io.checkpoints.store import Store
+from functree.io.checkpoints.wanted import Wanted, wanted_arrays
 from functree.io.laid_out import laid_out
 from functree.labels.filters import FilterLike, as_filter
 from functree.labels.leaves import Leaves
@@ -87,14 +87,14 @@ def restore(
     """
     check("nothing is restored", path=(path, FILE), cast=(cast, FLAG), verify=(verify, FLAG))
     check_tree("restore", like)
-    store, chosen_filter = store_at(path), None
-    folder = store.path
+    place, chosen_filter = folder_at(path), None
+    folder = place.path
     if only is not None and only is not ...:
         chosen_filter = as_filter(only)
 
     while True:
         with Agreement(f"{folder} is not restored") as agreement:
-            manifest = read_manifest(store)
+            manifest = read_manifest(place)
             leaves, shardings = laid_out(like, layout, mesh, chosen_filter)
             wanted = wanted_arrays(folder, manifest, leaves, shardings, chosen_filter, cast)
             _check_kept(leaves, wanted)
@@ -105,7 +105,7 @@ def restore(
                 _verify(folder, wanted, stored)
         except CheckpointError:
             # Another process may have replaced the checkpoint meanwhile: then the new one is read.
-            if text_of_first(str(_is_replaced(store, manifest))) == "False":
+            if text_of_first(str(_is_replaced(place, manifest))) == "False":
                 raise
         else:
             if chosen_filter is None:
@@ -142,21 +142,18 @@ def _fact(one: Wanted) -> str:
 
 def _stored(folder: FilePath, manifest: Manifest, wanted: Sequence[Wanted]) -> dict[str, Any]:
     """What is stored of the arrays, by name; each is read once."""
-    first = {one.name: one for one in reversed(wanted)}
-    targets = {name: one.target for name, one in first.items()}
+    targets = {one.name: one.target for one in reversed(wanted)}
     # An array without elements is in the manifest alone.
-    empty = {
-        name: np.empty(target.shape, target.dtype)
-        for name, target in targets.items()
-        if not target.size
-    }
-    full = {name: target for name, target in targets.items() if name not in empty}
-
-    if full and manifest.arrays is None:
+    empty = {name: target for name, target in targets.items() if not target.size}
+    full = {name: target for name, target in targets.items() if target.size}
+    stored: dict[str, Any] = {}
+    for name, target in empty.items():
+        stored[name] = np.empty(target.shape, target.dtype)
+    if manifest.arrays is not None:
+        stored |= _loaded(folder, folder / manifest.arrays, full)
+    elif full:
         raise CheckpointFileError(f"{folder} cannot be read: its manifest names no arrays")
-    return (
-        {**empty, **_loaded(folder, folder / manifest.arrays, full)} if manifest.arrays else empty
-    )
+    return stored
 
 
 def _loaded(folder: FilePath, values: FilePath, targets: Mapping[str, Any]) -> dict[str, Any]:
@@ -217,9 +214,9 @@ def _verify(folder: FilePath, wanted: Sequence[Wanted], stored: Mapping[str, Any
         )
 
 
-def _is_replaced(store: Store, manifest: Manifest) -> bool:
+def _is_replaced(folder: Folder, manifest: Manifest) -> bool:
     try:
-        return read_manifest(store).arrays != manifest.arrays
+        return read_manifest(folder).arrays != manifest.arrays
     except CheckpointError:
         return False
 

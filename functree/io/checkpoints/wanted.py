@@ -1,6 +1,8 @@
-"""The arrays that are restored: each with what was saved for it, and where it is created."""
+"""A manifest and a tree like the one that was saved ─► the arrays that are restored: each with what
+was saved for it, and where it is created. All that differs is one error."""
 
-from collections.abc import Iterator, Mapping, Sequence
+import json
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path as FilePath
 from typing import Any, NamedTuple
 
@@ -10,14 +12,24 @@ import numpy as np
 from jax.sharding import Sharding
 
 from functree.devices.placement import is_sharded_as
-from functree.errors import CheckpointError, Problem, count
+from functree.errors import CheckpointError, Problem, count, listed
 from functree.io.casts import cast_on_devices, cast_on_host, lost_on_host
+from functree.io.checkpoints.engine import from_stored, stored_form, stored_sharding
 from functree.io.checkpoints.manifest import Manifest, SavedArray
-from functree.io.checkpoints.only import check_only
-from functree.io.checkpoints.stored_arrays import from_stored, stored_form, stored_sharding
-from functree.io.checkpoints.suggested_filter import without
 from functree.io.laid_out import is_enabled, misplaced
-from functree.labels.filters import Filter
+from functree.labels.filters import (
+    ClassFilter,
+    Conjunction,
+    Disjunction,
+    ExactPath,
+    Filter,
+    FunctionFilter,
+    Glob,
+    Negation,
+    Regex,
+    Search,
+    meant,
+)
 from functree.labels.leaf import Leaf, meeting
 from functree.labels.leaves import Leaves
 from functree.tree.arrays import array_text, dtype_text, is_key
@@ -102,38 +114,56 @@ def wanted_arrays(
         CheckpointError: they differ from those that were saved.
     """
     rows = {row.path: row for row in manifest.rows}
-    extra = _extra(folder, manifest, leaves, only)
-    taken = [
-        (leaf, to)
-        for leaf, to in zip(leaves.leaves, shardings, strict=True)
-        if only is None or only(leaf)
-    ]
-    problems = [
-        *(
-            problem
-            for leaf, _ in taken
-            for problem in _differences(leaf, rows.get(leaf.path), cast)
-        ),
-        *(_row_problem(row, "was saved, and `like` has no such array") for row in extra),
-    ]
+    alone = [row for row in manifest.rows if row.path not in set(leaves.paths)]
+    taken: list[tuple[Leaf, Sharding | None]] = []
+    for leaf, to in zip(leaves.leaves, shardings, strict=True):
+        if only is None or only(leaf):
+            taken.append((leaf, to))
+    if only is not None:
+        alone = _matched(folder, only, leaves.leaves, alone)
+    problems: list[Problem] = []
+    for leaf, _ in taken:
+        problems += _differences(leaf, rows.get(leaf.path), cast)
+    for row in alone:
+        why = "was saved, and `like` has no such array"
+        problems.append(Problem(row.path, row.shape, _row_text(row), why))
     if problems:
-        paths = {*rows, *leaves.paths}
         differ = {Path(problem.path or ()) for problem in problems}
-        remedy = without(differ, paths, only)
+        remedy = ""
         # Without these it would match nothing, which is an error.
         if only is not None and all(leaf.path in differ for leaf, _ in taken):
             remedy = f"correct only={only!r}, which matches nothing else, or `like`"
+        elif not differ.issuperset((*rows, *leaves.paths)):
+            remedy = _remedy(differ, only)
         # One of another dtype is a problem with a remedy of its own.
-        problems = [
-            problem if problem.remedy else problem._replace(remedy=remedy) for problem in problems
-        ]
-    problems += [problem for leaf, to in taken for problem in misplaced(leaf, to)]
+        for i, problem in enumerate(problems):
+            if not problem.remedy:
+                problems[i] = problem._replace(remedy=remedy)
+    for leaf, to in taken:
+        problems += misplaced(leaf, to)
     problems += _untied([leaf for leaf, _ in taken], rows)
     problems += meeting(leaf for leaf, _ in taken)
     if problems:
         wrong = count(len({problem.path for problem in problems}), "leaf")
         raise CheckpointError(f"{wrong} cannot be restored from {folder}", problems)
     return [Wanted(leaf, rows[leaf.path], to) for leaf, to in taken]
+
+
+# The most paths in one remedy: a longer filter nobody would read.
+_MOST = 6
+
+
+def _remedy(differ: Collection[Path], only: Filter | None) -> str:
+    """How to restore all arrays but some."""
+    if len(differ) > _MOST:
+        return "to restore the rest, and take these from `like`: a filter without them as `only=`"
+    # As JSON: a key of a dict may have a quote or a backslash in it, and is to be pasted.
+    texts = [json.dumps(str(path), ensure_ascii=False) for path in sorted(differ, key=str)]
+    globs = " | ".join(f"ft.glob({text})" for text in texts)
+    written = f"~{globs}" if len(texts) == 1 else f"~({globs})"
+    if only is not None:
+        written = f"({only!r}) & {written}"
+    return f"to restore the rest, and take these from `like`: only={written}"
 
 
 def _differences(leaf: Leaf, row: SavedArray | None, cast: bool) -> Iterator[Problem]:
@@ -164,20 +194,64 @@ def _row_text(row: SavedArray) -> str:
     return array_text(row) + (f'   "{row.axes}"' if any(row.axes) else "")
 
 
-def _row_problem(row: SavedArray, why: str) -> Problem:
-    return Problem(row.path, row.shape, _row_text(row), why)
-
-
-def _extra(
-    folder: FilePath, manifest: Manifest, leaves: Leaves, only: Filter | None
+def _matched(
+    folder: FilePath, only: Filter, leaves: Sequence[Leaf], alone: Sequence[SavedArray]
 ) -> list[SavedArray]:
-    """The arrays that were saved, and that `like` does not have."""
-    known = set(leaves.paths)
-    alone = [row for row in manifest.rows if row.path not in known]
-    if only is None:
-        return alone
-    matched = {leaf.path for leaf in check_only(folder, only, leaves, alone)}
-    return [row for row in alone if row.path in matched]
+    """The arrays that only the checkpoint has, and that a filter matches.
+
+    Raises:
+        CheckpointError: the filter, or a pattern, a class or a function in it, matches nothing on
+            either side. With a typing error it would restore nothing, or everything under a `~`.
+    """
+    saved: list[Leaf] = []
+    for row in alone:
+        value = jax.ShapeDtypeStruct(row.shape, row.dtype)
+        saved.append(Leaf(row.path, value, row.axes, seen=row.path, buffer=row.buffer))
+    matched = [row for row, leaf in zip(alone, saved, strict=True) if _matches(only, leaf)]
+    lost: list[Filter] = []
+    for part in _naming(only):
+        if not any(map(part, leaves)) and not any(_matches(part, leaf) for leaf in saved):
+            lost.append(part)
+    both = [*leaves, *saved]
+    if not lost and not matched and both and not any(map(only, leaves)):
+        # Each part matches something, and they nothing together; or it is a property of no array.
+        lost = [only]
+    if lost:
+        remedy = "correct the filter, or leave it out"
+        raise CheckpointError(
+            f"only={only!r}: {listed([repr(part) for part in lost])} matches no array of {folder}, "
+            f"and none of `like`{meant(lost[0], both)}",
+            [leaf.problem("does not match", remedy) for leaf in both],
+        )
+    return matched
+
+
+def _matches(item: Filter, leaf: Leaf) -> bool:
+    """Whether a filter matches an array that only the checkpoint has: classes and functions are
+    asked of `like` alone, and match no such array."""
+    match item:
+        case Conjunction():
+            return all(_matches(part, leaf) for part in item.parts)
+        case Disjunction():
+            return any(_matches(part, leaf) for part in item.parts)
+        case Negation():
+            return not _matches(item.part, leaf)
+        case ClassFilter() | FunctionFilter():
+            return False
+    return item(leaf)
+
+
+def _naming(item: Filter) -> Iterator[Filter]:
+    """The parts of a filter that were written for certain arrays, and not for a property that no
+    array may have."""
+    match item:
+        case Glob() | ExactPath() | Regex() | Search() | ClassFilter() | FunctionFilter():
+            yield item
+        case Conjunction() | Disjunction():
+            for part in item.parts:
+                yield from _naming(part)
+        case Negation():
+            yield from _naming(item.part)
 
 
 def _untied(leaves: Sequence[Leaf], rows: Mapping[Path, SavedArray]) -> Iterator[Problem]:
