@@ -5,7 +5,7 @@ import os
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path as FilePath
 
 import jax
@@ -67,9 +67,7 @@ def save(
         {'tokens': 1000}
     """
     check("nothing is saved", path=(path, FILE), verify=(verify, FLAG), overwrite=(overwrite, FLAG))
-    writer = CheckpointWriter.begin(
-        folder_at(path), tree, meta=meta, verify=verify, overwrite=overwrite
-    )
+    writer = CheckpointWriter(folder_at(path), tree, meta, verify=verify, overwrite=overwrite)
     with Agreement(f"{path} cannot be written"):
         writer.finish()
 
@@ -77,81 +75,74 @@ def save(
 class CheckpointWriter:
     """Writes one checkpoint: its values in the background, and then its manifest.
 
+    Once it is made, the arrays may be donated.
+
     Args:
-        contents: what is saved. Its arrays are not kept: they would take memory until all is
-            written.
-        draft: the values in the folder of the checkpoint; None in processes other than the first.
         folder: the folder of the checkpoint.
-        name: the name of the values in it.
+        tree: what is saved.
+        meta: what is kept with it.
         verify: whether digests are kept.
-        check: whether the values are read back before they count.
+        overwrite: whether a checkpoint that is there is replaced, after the values were read back.
+        step: the step of `ft.Checkpoints`.
+
+    Raises:
+        CheckpointError: as `save`.
     """
 
     def __init__(
         self,
-        contents: Contents,
-        draft: Draft | None,
         folder: Folder,
-        name: str,
+        tree: Tree,
+        meta: object,
+        *,
         verify: bool,
-        check: bool,
+        overwrite: bool = False,
+        step: int | None = None,
     ):
-        self._draft, self._folder = draft, folder
-        self._failure = f"{folder.path} cannot be written"
-        self._values: FilePath = folder.path / name
-        # Before orbax begins: afterwards the arrays may be donated. And of the arrays, not of what
-        # is on the disk, so that an error of the writing itself is noticed.
+        self._folder, self._failure = folder, f"{folder.path} cannot be written"
+        options = [f"verify={verify}, overwrite={overwrite}"]
+        # Compared before the folder is made: processes that save other trees leave nothing behind.
+        with Agreement(self._failure) as agreement:
+            check_installed()
+            contents = Contents.of(tree, meta, step)
+            agreement.compare(lambda: {**contents.facts(), "options": options})
+        # By one process, since it makes up a name for the values. The others are told which.
+        self._draft: Draft | None = None
+        with Agreement(self._failure):
+            if jax.process_index() == 0:
+                self._draft = Draft(folder, overwrite)
         self._digests: dict[str, str] = {}
+        self._targets: dict[str, Target] = {}  # what is read back
+        self._given_up = threading.Event()
+        self._looked = time.monotonic()
+        with self._undone():
+            name = text_of_first("" if self._draft is None else self._draft.name)
+            self._values: FilePath = folder.path / name
+            with Agreement(self._failure), files(self._failure):
+                _check_seen(folder, name)
+            self._manifest, self._response = self._started(contents, verify, check=overwrite)
+
+    def _started(
+        self, contents: Contents, verify: bool, check: bool
+    ) -> tuple[Manifest, Response]:
+        """Start to write the values. The arrays are not kept: they would take memory until all is
+        written.
+
+        Returns:
+            The manifest to write once the response is there.
+        """
+        # Digests before orbax begins: afterwards the arrays may be donated. And of the arrays, not
+        # of what is on the disk, so that an error of the writing itself is noticed.
         if verify:
             self._digests, differ = digests_of(contents.stored)
             if differ:
                 raise CheckpointError(self._failure, differ)
-        self._manifest: Manifest = contents.manifest.of_values(
-            name if contents.stored else None, self._digests
-        )
-        self._targets: dict[str, Target] = {}
         if verify and check:
             self._targets = {name: _target(value) for name, value in contents.stored.items()}
-        self._given_up = threading.Event()
-        self._looked = time.monotonic()
+        name = self._values.name if contents.stored else None
         with Agreement(self._failure), files(self._failure):
-            self._response: Response = start_saving(self._values, contents.stored)
-
-    @classmethod
-    def begin(
-        cls,
-        folder: Folder,
-        tree: Tree,
-        *,
-        meta: object,
-        verify: bool,
-        overwrite: bool = False,
-        step: int | None = None,
-    ) -> "CheckpointWriter":
-        """Begin to write a checkpoint. When this returns, the arrays may be donated.
-
-        Raises:
-            CheckpointError: as `save`.
-        """
-        failure = f"{folder.path} cannot be written"
-        options = [f"verify={verify}, overwrite={overwrite}"]
-        # Compared before the folder is made: processes that save other trees leave nothing behind.
-        with Agreement(failure) as agreement:
-            check_installed()
-            contents = Contents.of(tree, meta, step)
-            agreement.compare(lambda: {**contents.facts(), "options": options})
-        with ExitStack() as undo:
-            # By one process, since it makes up a name for the values. The others are told which.
-            with Agreement(failure):
-                draft = Draft(folder, overwrite) if jax.process_index() == 0 else None
-            if draft is not None:
-                undo.callback(draft.discard)
-            name = text_of_first("" if draft is None else draft.name)
-            with Agreement(failure), files(failure):
-                _check_seen(folder, name)
-            writer = cls(contents, draft, folder, name, verify, check=overwrite)
-            undo.pop_all()
-        return writer
+            response = start_saving(self._values, contents.stored)
+        return contents.manifest.of_values(name, self._digests), response
 
     def finish(self) -> None:
         """Wait until the values are written, and write the manifest. All processes call this.
@@ -219,11 +210,12 @@ class CheckpointWriter:
     @contextmanager
     def _undone(self) -> Iterator[None]:
         """What was written is removed if there is an error inside."""
-        with ExitStack() as undo:
-            if self._draft is not None:
-                undo.callback(self._draft.discard)
+        try:
             yield
-            undo.pop_all()
+        except BaseException:
+            if self._draft is not None:
+                self._draft.discard()
+            raise
 
     def _commit(self) -> None:
         """Write the manifest, in the first process."""
