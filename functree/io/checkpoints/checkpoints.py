@@ -12,15 +12,16 @@ import jax
 from functree.argument_checks import EXTENT, FLAG, FOLDER, SIZE, check
 from functree.devices.meshes import MeshLike
 from functree.errors import CheckpointError, CheckpointFileError, FunctreeError, warn
-from functree.io.checkpoints.drafts import (
+from functree.io.checkpoints.engine import is_done
+from functree.io.checkpoints.folder import (
+    files,
+    folder_at,
     is_foreign,
     named_steps,
     remove_step,
     steps_with_manifest,
     sweep,
 )
-from functree.io.checkpoints.engine import is_done
-from functree.io.checkpoints.folder import files, folder_at
 from functree.io.checkpoints.read import restore
 from functree.io.checkpoints.write import CheckpointWriter
 from functree.labels.filters import FilterLike

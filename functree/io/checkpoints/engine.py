@@ -69,7 +69,7 @@ def is_done(running: Response) -> bool:
 
 def start_saving(folder: Path, arrays: Mapping[str, StoredArray]) -> Response:
     """Start to write arrays to a new folder. The arrays may be donated when this returns."""
-    orbax = _orbax()
+    orbax = import_orbax()
     if not arrays:  # orbax does not write an empty tree
         nothing: Future[None] = Future()
         nothing.set_result(None)
@@ -147,7 +147,7 @@ def load_arrays(folder: Path, targets: Mapping[str, Target]) -> dict[str, Stored
     Raises:
         CheckpointError: the files have arrays of other shapes.
     """
-    orbax = _orbax()
+    orbax = import_orbax()
     if not targets:
         return {}
     _check_heads(folder, targets)
@@ -223,12 +223,8 @@ def check_dtypes(arrays: Mapping[str, StoredArray], targets: Mapping[str, Target
             )
 
 
-def check_installed() -> None:
-    """Raise FunctreeError if orbax is not installed."""
-    _orbax()
-
-
-def _orbax() -> Any:
+def import_orbax() -> Any:
+    """Orbax; raises FunctreeError if it is not installed."""
     # `Any`: its types are not known where it is not installed.
     return import_extra("orbax.checkpoint", "checkpoint").v1
 

@@ -8,6 +8,7 @@ read.
 import json
 import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path as FilePath
 from typing import Any, NamedTuple, TypeVar
 
@@ -29,7 +30,6 @@ from functree.errors import (
     warn,
 )
 from functree.io.casts import Loss, cast_on_devices, cast_on_host, lost_on_host, warn_of_losses
-from functree.io.checkpoints.drafts import read_manifest
 from functree.io.checkpoints.engine import (
     check_dtypes,
     from_stored,
@@ -37,7 +37,7 @@ from functree.io.checkpoints.engine import (
     stored_form,
     stored_sharding,
 )
-from functree.io.checkpoints.folder import files, folder_at
+from functree.io.checkpoints.folder import files, folder_at, read_manifest
 from functree.io.checkpoints.manifest import Manifest, SavedArray
 from functree.io.checkpoints.static_leaves import warn_of_changes
 from functree.io.laid_out import is_enabled, laid_out, misplaced
@@ -56,7 +56,7 @@ from functree.labels.filters import (
 from functree.labels.leaf import Leaf, meeting
 from functree.labels.leaves import Leaves
 from functree.layout.layout import LayoutTree
-from functree.processes.agreement import Agreement
+from functree.processes.agreement import Agreement, Facts
 from functree.processes.digest import digests_of
 from functree.processes.exchange import text_of_first
 from functree.tree.arrays import array_text, dtype_text, is_key
@@ -93,12 +93,6 @@ class _Wanted(NamedTuple):
         return jax.ShapeDtypeStruct(
             shape, dtype, sharding=stored_sharding(self.sharding, len(shape))
         )
-
-    @property
-    def text(self) -> str:
-        """What has to be the same in all processes."""
-        sharding = "on the host" if self.sharding is None else sharding_text(self.sharding)
-        return f"{path_text(self.leaf.path)}: {array_text(self.leaf.value)} {sharding}"
 
     def array(self, stored: Any) -> tuple[Any, int | jax.Array]:
         """The array from what was read, with the dtype of that in `like`; and how many of its
@@ -178,8 +172,7 @@ def restore(
             leaves, shardings = laid_out(like, layout, mesh, asked)
             wanted = _wanted_arrays(folder, manifest, leaves, shardings, asked, cast)
             _check_kept(leaves, wanted)
-            facts = {"manifest": manifest.to_json().splitlines(), "verify": [str(verify)]}
-            agreement.compare(lambda: {**facts, "like": [one.text for one in wanted]})
+            agreement.compare(partial(_facts, manifest, wanted, verify))
         try:
             stored = _stored(folder, manifest, wanted)
             if verify:
@@ -195,6 +188,15 @@ def restore(
         warn_of_changes(manifest.static, like)
     arrays = _arrays(folder, wanted, stored)
     return leaves.skeleton.fill([arrays.get(leaf.path, leaf.value) for leaf in leaves.leaves])
+
+
+def _facts(manifest: Manifest, wanted: Sequence[_Wanted], verify: bool) -> Facts:
+    """What has to be the same in all processes."""
+    like: list[str] = []
+    for leaf, _, sharding in wanted:
+        where = "on the host" if sharding is None else sharding_text(sharding)
+        like.append(f"{path_text(leaf.path)}: {array_text(leaf.value)} {where}")
+    return {"manifest": manifest.to_json().splitlines(), "like": like, "verify": [str(verify)]}
 
 
 def _check_kept(leaves: Leaves, wanted: Sequence[_Wanted]) -> None:

@@ -14,18 +14,17 @@ import numpy as np
 from functree.argument_checks import FILE, FLAG, check
 from functree.errors import CheckpointError, CheckpointFileError, listed
 from functree.io.checkpoints.contents import Contents
-from functree.io.checkpoints.drafts import BEGUN, FAILED, Draft
 from functree.io.checkpoints.engine import (
     Response,
     StoredArray,
     Target,
     check_dtypes,
-    check_installed,
+    import_orbax,
     is_done,
     load_arrays,
     start_saving,
 )
-from functree.io.checkpoints.folder import Folder, files, folder_at
+from functree.io.checkpoints.folder import BEGUN, FAILED, Draft, Folder, files, folder_at
 from functree.io.checkpoints.manifest import Manifest
 from functree.processes.agreement import Agreement, wait_in_all
 from functree.processes.digest import digests_of
@@ -103,7 +102,7 @@ class CheckpointWriter:
         options = [f"verify={verify}, overwrite={overwrite}"]
         # Compared before the folder is made: processes that save other trees leave nothing behind.
         with Agreement(self._failure) as agreement:
-            check_installed()
+            import_orbax()
             contents = Contents.of(tree, meta, step)
             agreement.compare(lambda: {**contents.facts(), "options": options})
         # By one process, since it makes up a name for the values. The others are told which.
@@ -122,9 +121,7 @@ class CheckpointWriter:
                 _check_seen(folder, name)
             self._manifest, self._response = self._started(contents, verify, check=overwrite)
 
-    def _started(
-        self, contents: Contents, verify: bool, check: bool
-    ) -> tuple[Manifest, Response]:
+    def _started(self, contents: Contents, verify: bool, check: bool) -> tuple[Manifest, Response]:
         """Start to write the values. The arrays are not kept: they would take memory until all is
         written.
 
