@@ -308,7 +308,7 @@ class Checkpoints:
             for step in steps[: -self._keep]:
                 old = self._folder.at(str(step))
                 # A link leads to what another run has saved.
-                if old.is_link() or is_foreign(old):
+                if os.path.islink(old.path) or is_foreign(old):
                     warn(f"{old.path} is not removed, since it is not of these checkpoints")
                 else:
                     remove_step(old)

@@ -97,13 +97,9 @@ class Folder:
         # The answer to a first attempt may have been lost, and not the attempt.
         return self.read().data == data
 
-    def remove_manifest(self) -> None:
-        """Remove the manifest, if there is one."""
-        self._answer(self._store.write(MANIFEST, None))
-
-    def touch(self, name: str) -> None:
-        """Write an empty file."""
-        self._answer(self._store.write(name, b""))
+    def write(self, name: str, data: bytes | None) -> None:
+        """Write a file, or remove it."""
+        self._answer(self._store.write(name, data))
 
     def names(self) -> list[str]:
         """The names in this folder; none if there is no folder."""
@@ -124,13 +120,9 @@ class Folder:
         """What is in the place of this folder, and is no folder; empty if nothing is."""
         if os.path.isdir(self.path) or not os.path.lexists(self.path):
             return ""
-        if self.is_link():
+        if os.path.islink(self.path):
             return f"a link to {os.readlink(self.path)}, which is not a folder"
         return "a file"
-
-    def is_link(self) -> bool:
-        """Whether this is only a link to a folder that is elsewhere."""
-        return os.path.islink(self.path)
 
     def make(self) -> bool:
         """Make the folder; whether it was not there."""
@@ -220,7 +212,7 @@ class BucketFolder(Folder):
 
         below = tensorstore.KvStore.KeyRange(f"{name}/", f"{name}0")  # 0 comes after the slash
         self._answer(self._store.delete_range(below), _LONG_DEADLINE)
-        self._answer(self._store.write(name, None))
+        self.write(name, None)
 
     def check_reached(self) -> None:
         # Orbax tries for many minutes, in threads of its own.
@@ -364,11 +356,7 @@ def _no_checkpoint(folder: Folder) -> str:
         return f"it has the checkpoints of several steps: give one of them, such as {latest}"
     if names or os.path.isdir(folder.path):
         return f"it has no {MANIFEST}"
-    return (
-        "there is nothing at this address"
-        if is_in_bucket(folder.path)
-        else "there is no such folder"
-    )
+    return "there is no such folder"
 
 
 def named_steps(folder: Folder) -> list[int]:
@@ -409,7 +397,7 @@ class Draft:
             self._is_new = folder.make()
             self._may_be_named = False  # by a manifest
             if jax.process_count() > 1:
-                folder.touch(f"{self.name}{BEGUN}")
+                folder.write(f"{self.name}{BEGUN}", b"")
 
     def commit(self, manifest: Manifest) -> None:
         """Write the manifest: from here on this is the checkpoint.
@@ -537,7 +525,7 @@ def sweep(folder: Folder) -> bool:
 def remove_step(folder: Folder) -> None:
     """Remove the checkpoint of a step: first its manifest, so that nobody finds half of it."""
     old = _named(folder)
-    folder.remove_manifest()
+    folder.write(MANIFEST, None)
     if old is not None:
         _remove_values(folder, old)
     sweep(folder)

@@ -196,7 +196,7 @@ class CheckpointWriter:
             if jax.process_count() > 1 and not self._given_up.is_set():
                 # Nothing can be left where nothing can be written.
                 with suppress(CheckpointError), files(self._failure):
-                    self._folder.touch(f"{self._values.name}{FAILED}")
+                    self._folder.write(f"{self._values.name}{FAILED}", b"")
             raise
 
     def _is_written(self) -> bool:
