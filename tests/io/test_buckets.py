@@ -8,8 +8,8 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from importlib import util
 from pathlib import Path
 from typing import Any

@@ -195,22 +195,18 @@ class BucketFolder(Folder):
         return now - max(written, default=now)
 
     def with_manifest(self, names: Sequence[str]) -> list[str]:
-        import tensorstore  # it is installed, since the store is its
-
         # All at once, and without their data.
         listed: list[Any] = []
         for name in names:
             key = f"{name}/{MANIFEST}"
-            listed.append(self._store.list(tensorstore.KvStore.KeyRange(key, f"{key}\0")))
+            listed.append(self._store.list(self._store.KeyRange(key, f"{key}\0")))
         return [name for name, one in zip(names, listed, strict=True) if self._answer(one)]
 
     def make(self) -> bool:
         return False
 
     def remove(self, name: str) -> None:
-        import tensorstore
-
-        below = tensorstore.KvStore.KeyRange(f"{name}/", f"{name}0")  # 0 comes after the slash
+        below = self._store.KeyRange(f"{name}/", f"{name}0")  # 0 comes after the slash
         self._answer(self._store.delete_range(below), _LONG_DEADLINE)
         self.write(name, None)
 

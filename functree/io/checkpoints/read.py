@@ -330,7 +330,8 @@ def _wanted_arrays(
         CheckpointError: they differ from those that were saved.
     """
     rows = {row.path: row for row in manifest.rows}
-    alone = [row for row in manifest.rows if row.path not in set(leaves.paths)]
+    known = set(leaves.paths)
+    alone = [_saved_leaf(row) for row in manifest.rows if row.path not in known]
     taken: list[tuple[Leaf, Sharding | None]] = []
     for leaf, to in zip(leaves.leaves, shardings, strict=True):
         if only is None or only(leaf):
@@ -340,21 +341,17 @@ def _wanted_arrays(
     problems: list[Problem] = []
     for leaf, _ in taken:
         problems += _differences(leaf, rows.get(leaf.path), cast)
-    for row in alone:
-        why = "was saved, and `like` has no such array"
-        problems.append(Problem(row.path, row.shape, _row_text(row), why))
-    if problems:
-        differ = {Path(problem.path or ()) for problem in problems}
-        remedy = ""
-        # Without these it would match nothing, which is an error.
-        if only is not None and all(leaf.path in differ for leaf, _ in taken):
-            remedy = f"correct only={only!r}, which matches nothing else, or `like`"
-        elif not differ.issuperset((*rows, *leaves.paths)):
-            remedy = _remedy(differ, only)
-        # One of another dtype is a problem with a remedy of its own.
-        for i, problem in enumerate(problems):
-            if not problem.remedy:
-                problems[i] = problem._replace(remedy=remedy)
+    for leaf in alone:
+        problems.append(leaf.problem("was saved, and `like` has no such array", ""))
+    differ = {Path(problem.path or ()) for problem in problems}
+    remedy = ""
+    if only is not None and all(leaf.path in differ for leaf, _ in taken):
+        # A filter without these would match nothing, which is an error.
+        remedy = f"correct only={only!r}, which matches nothing else, or `like`"
+    elif not differ.issuperset((*rows, *known)):
+        remedy = _remedy(differ, only)
+    # One of another dtype is a problem with a remedy of its own.
+    problems = [one if one.remedy else one._replace(remedy=remedy) for one in problems]
     for leaf, to in taken:
         problems += misplaced(leaf, to)
     problems += _untied([leaf for leaf, _ in taken], rows)
@@ -363,6 +360,12 @@ def _wanted_arrays(
         wrong = count(len({problem.path for problem in problems}), "leaf")
         raise CheckpointError(f"{wrong} cannot be restored from {folder}", problems)
     return [_Wanted(leaf, rows[leaf.path], to) for leaf, to in taken]
+
+
+def _saved_leaf(row: SavedArray) -> Leaf:
+    """An array that was saved, as a leaf that a filter can be asked about."""
+    value = jax.ShapeDtypeStruct(row.shape, row.dtype)
+    return Leaf(row.path, value, row.axes, seen=row.path, buffer=row.buffer)
 
 
 # The most paths in one remedy: a longer filter nobody would read.
@@ -388,42 +391,30 @@ def _differences(leaf: Leaf, row: SavedArray | None, cast: bool) -> Iterator[Pro
         yield leaf.problem("is in `like`, and was not saved", "")
         return
     if leaf.shape != row.shape:
-        yield leaf.problem(f"was saved as {_row_text(row)}: another shape", "")
+        yield leaf.problem(f"was saved as {_saved_leaf(row).text}: another shape", "")
     if leaf.value.dtype == row.dtype:
         return
     saved, wanted = dtype_text(row.dtype), dtype_text(leaf.value.dtype)
     if is_key(row.dtype) or is_key(leaf.value.dtype):
-        kinds = is_key(row.dtype) and is_key(leaf.value.dtype)
-        other = "random keys of another kind" if kinds else "and random keys are no numbers"
-        how = (
-            "make `like` with the same `jax.random.key(..., impl=)`"
-            if kinds
-            else "save and restore typed keys alike"
-        )
+        other, how = "and random keys are no numbers", "save and restore typed keys alike"
+        if is_key(row.dtype) and is_key(leaf.value.dtype):
+            other = "random keys of another kind"
+            how = "make `like` with the same `jax.random.key(..., impl=)`"
         yield leaf.problem(f"was saved as {saved}: {other}", how)
     elif not cast:
         yield leaf.problem(f"was saved as {saved}", f"to have it as {wanted}: cast=True")
 
 
-def _row_text(row: SavedArray) -> str:
-    """An array that was saved, in messages."""
-    return array_text(row) + (f'   "{row.axes}"' if any(row.axes) else "")
-
-
 def _matched(
-    folder: FilePath, only: Filter, leaves: Sequence[Leaf], alone: Sequence[SavedArray]
-) -> list[SavedArray]:
+    folder: FilePath, only: Filter, leaves: Sequence[Leaf], saved: Sequence[Leaf]
+) -> list[Leaf]:
     """The arrays that only the checkpoint has, and that a filter matches.
 
     Raises:
         CheckpointError: the filter, or a pattern, a class or a function in it, matches nothing on
             either side. With a typing error it would restore nothing, or everything under a `~`.
     """
-    saved: list[Leaf] = []
-    for row in alone:
-        value = jax.ShapeDtypeStruct(row.shape, row.dtype)
-        saved.append(Leaf(row.path, value, row.axes, seen=row.path, buffer=row.buffer))
-    matched = [row for row, leaf in zip(alone, saved, strict=True) if _matches(only, leaf)]
+    matched = [leaf for leaf in saved if _matches(only, leaf)]
     lost: list[Filter] = []
     # Not properties, such as a dtype, which no array may have.
     for part in (*naming(only), *_functions(only)):
