@@ -320,8 +320,7 @@ here; one of them could not write its part."""
 # The values; what orbax makes of them first; what processes leave for each other; and the locks of
 # earlier versions. And what tensorstore leaves of a manifest if the process is killed just then.
 _OWN = re.compile(
-    rf"{VALUES}(\.orbax-checkpoint-tmp|\.begun|\.failed|\.lock|\.json)?"
-    rf"|{re.escape(MANIFEST)}\.__lock"
+    rf"{VALUES}(\.orbax-checkpoint-tmp|\.begun|\.failed|\.lock|\.json)?|functree\.json\.__lock"
 )
 
 
@@ -388,8 +387,8 @@ class Draft:
         self._folder, self._began = folder, time.time()
         self.name: str = new_values_name()
         with files(f"{folder.path} cannot be written"):
-            self._replaced = _replaceable(folder, overwrite)
-            self._old: str | None = _named(folder)
+            self._generation: bytes = _replaceable(folder, overwrite).generation
+            self._old = _named(folder)
             self._is_new = folder.make()
             self._may_be_named = False  # by a manifest
             if jax.process_count() > 1:
@@ -410,13 +409,13 @@ class Draft:
                 )
             # If there is no answer, the manifest may be there or may still come.
             self._may_be_named = True
-            if not folder.commit(manifest.to_json(), self._replaced.generation):
+            if not folder.commit(manifest.to_json(), self._generation):
                 self._may_be_named = False
                 raise CheckpointFileError(
                     f"{folder.path}: another process has saved a checkpoint there meanwhile"
                 )
             folder.remove(f"{self.name}{BEGUN}")
-            if self._old is not None:
+            if self._old:
                 _remove_values(folder, self._old)
             sweep(folder)
 
@@ -477,10 +476,14 @@ def is_foreign(folder: Folder) -> bool:
 
 
 def _named(folder: Folder) -> str | None:
-    """The name of the values of the checkpoint in a folder; None if nobody knows it."""
+    """The name of the values that the manifest in a folder names. It is empty if there is no
+    manifest, and None if the manifest cannot be read, or names none."""
     try:
-        return read_manifest(folder).arrays
-    except CheckpointError:
+        found = folder.read().data
+        if found is None:
+            return ""
+        return Manifest.from_json(found.decode(), folder.path / MANIFEST).arrays
+    except (CheckpointError, UnicodeDecodeError):
         return None
 
 
@@ -499,30 +502,25 @@ def sweep(folder: Folder) -> bool:
     Returns:
         Whether there is something that may be left, and is too young to be removed.
     """
-    names = folder.names()
-    own = [name for name in names if _OWN.fullmatch(name)]
-    old = [name for name in own if folder.age(name) > _REMOVED_AFTER]
+    ages = {name: folder.age(name) for name in folder.names() if _OWN.fullmatch(name)}
     # The manifest is read after the ages: one that comes later names nothing that is old.
-    kept = None
-    try:
-        kept = read_manifest(folder).arrays
-    except CheckpointError:
-        if MANIFEST in names:
-            return False  # it cannot be read, and may name these
-    left = [name for name in own if kept is None or not name.startswith(kept)]
-    removed = [name for name in left if name in old]
-    for name in removed:
+    kept = _named(folder)
+    if kept is None:
+        return False  # it may name these
+    left = [name for name in ages if not kept or not name.startswith(kept)]
+    old = [name for name in left if ages[name] > _REMOVED_AFTER]
+    for name in old:
         folder.remove(name)
-    if removed:
+    if old:
         folder.remove_empty()
-    return len(removed) < len(left)
+    return len(old) < len(left)
 
 
 def remove_step(folder: Folder) -> None:
     """Remove the checkpoint of a step: first its manifest, so that nobody finds half of it."""
     old = _named(folder)
     folder.write(MANIFEST, None)
-    if old is not None:
+    if old:
         _remove_values(folder, old)
     sweep(folder)
     folder.remove_empty()
