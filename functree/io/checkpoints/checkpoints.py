@@ -37,8 +37,8 @@ class Checkpoints:
     """The checkpoints of a run: step `n` is the checkpoint `folder/n`.
 
     Each is written in the background while the next steps run. What a process that was killed has
-    left half-written is never seen, and the next `save` removes it. Use it in a `with` statement,
-    which waits at its end.
+    left half-written is never seen, and a `save` more than a day later removes it. Use it in a
+    `with` statement, which waits at its end.
 
     Args:
         folder: the folder. With several processes, one that all of them see. Or its address in a
@@ -283,7 +283,7 @@ class Checkpoints:
         return f"<Checkpoints at {self.folder}: {len(self.steps)} steps, latest {self.latest}>"
 
     def _sweep(self) -> None:
-        """Remove what processes that were killed have left half-written."""
+        """Remove what processes that were killed have left half-written, more than a day ago."""
         if self._unswept is None:
             self._unswept = named_steps(self._folder)
         # Again those in which something is too young to be removed.

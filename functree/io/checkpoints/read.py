@@ -135,8 +135,8 @@ def restore(
         layout: the layout of the tree. By default each array is sharded as the one in `like`.
         mesh: a mesh, or None for the current one.
         only: a filter of the arrays that are restored. Others are neither compared nor read, and
-            come from `like`. A pattern, a class or a function in it that matches nothing, neither
-            in `like` nor in the checkpoint, is an error.
+            come from `like`. Classes and functions in it are asked of `like` alone. A pattern, a
+            class or a function that matches nothing on either side is an error.
         cast: whether an array is cast if `like` has another dtype. A value that this dtype does not
             hold, such as 300.7 as int8, is a warning by path; rounded floats are none.
         verify: whether the digests are computed again, and compared.
