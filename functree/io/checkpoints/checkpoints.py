@@ -266,7 +266,10 @@ class Checkpoints:
         with files(f"{self.folder} cannot be written"):
             # Here, and not when the folder is opened: who only reads removes nothing.
             if jax.process_index() == 0:
-                self._sweep()
+                if self._unswept is None:
+                    self._unswept = named_steps(self._folder)
+                # Again those in which something is too young to be removed.
+                self._unswept = [one for one in self._unswept if sweep(self._folder.at(str(one)))]
             steps = self.steps
         if step in steps:
             raise CheckpointFileError(
@@ -282,31 +285,20 @@ class Checkpoints:
     def __repr__(self) -> str:
         return f"<Checkpoints at {self.folder}: {len(self.steps)} steps, latest {self.latest}>"
 
-    def _sweep(self) -> None:
-        """Remove what processes that were killed have left half-written, more than a day ago."""
-        if self._unswept is None:
-            self._unswept = named_steps(self._folder)
-        # Again those in which something is too young to be removed.
-        self._unswept = [step for step in self._unswept if sweep(self._folder.at(str(step)))]
-
     def _finish(self, writer: CheckpointWriter, step: int) -> None:
-        """The part that runs in the background."""
+        """Write a checkpoint in the background, and remove all but the newest."""
         # Old ones are removed after the new one is whole. The other way round, a process that is
         # killed in between would leave one too few, and with `keep=1` none.
         writer.finish_alone()
-        self._retain(step)
-
-    def _retain(self, saved: int) -> None:
-        """Remove all but the newest checkpoints."""
-        self._saved.add(saved)
+        self._saved.add(step)
         if self._keep is None or jax.process_index() != 0:
             return
         with files(f"old checkpoints in {self.folder} cannot be removed"):
             # A run that goes on from an earlier step saves lower ones than are there. By number
             # alone its own would be removed, and the one that was just saved first of all.
-            steps = sorted(self.steps, key=lambda step: (step == saved, step in self._saved, step))
-            for step in steps[: -self._keep]:
-                old = self._folder.at(str(step))
+            steps = sorted(self.steps, key=lambda one: (one == step, one in self._saved, one))
+            for one in steps[: -self._keep]:
+                old = self._folder.at(str(one))
                 # A link leads to what another run has saved.
                 if os.path.islink(old.path) or is_foreign(old):
                     warn(f"{old.path} is not removed, since it is not of these checkpoints")

@@ -390,7 +390,7 @@ class Draft:
             self._generation: bytes = _replaceable(folder, overwrite).generation
             self._old = _named(folder)
             self._is_new = folder.make()
-            self._may_be_named = False  # by a manifest
+            self._is_committed = False
             if jax.process_count() > 1:
                 folder.write(f"{self.name}{BEGUN}", b"")
 
@@ -407,10 +407,9 @@ class Draft:
                     f"{folder.path}: this began more than a day ago, so another process may have "
                     "removed what was written: save again"
                 )
-            # If there is no answer, the manifest may be there or may still come.
-            self._may_be_named = True
+            self._is_committed = True
             if not folder.commit(manifest.to_json(), self._generation):
-                self._may_be_named = False
+                self._is_committed = False
                 raise CheckpointFileError(
                     f"{folder.path}: another process has saved a checkpoint there meanwhile"
                 )
@@ -421,13 +420,17 @@ class Draft:
 
     def discard(self) -> None:
         """Remove what was written, if that is possible."""
+        folder = self._folder
         # The rest goes after a day, as does what threads of orbax and other processes write later.
-        if not self._may_be_named:
-            with suppress(CheckpointError), files("what was written cannot be removed"):
-                _remove_values(self._folder, self.name)
-                # A folder that was there before is the user's, also if nothing is in it.
-                if self._is_new:
-                    self._folder.remove_empty()
+        with suppress(CheckpointError), files("what was written cannot be removed"):
+            if self._is_committed:
+                # There was an error, and the manifest may be there; in a bucket it may still come.
+                if is_in_bucket(folder.path) or _named(folder) in (self.name, None):
+                    return
+            _remove_values(folder, self.name)
+            # A folder that was there before is the user's, also if nothing is in it.
+            if self._is_new:
+                folder.remove_empty()
 
 
 def _replaceable(folder: Folder, overwrite: bool) -> Found:
