@@ -517,6 +517,6 @@ def test_a_bucket_that_refuses(
     """It may be read, and not written."""
     ft.save(run, tree(1))
     monkeypatch.setattr(emulator, "read_only", True)
-    with raises(f"{run} cannot be written", "PERMISSION_DENIED", error=ft.CheckpointError):
+    with raises(f"{run} cannot be written: Forbidden", error=ft.CheckpointError):
         ft.save(run, tree(2), overwrite=True)
     assert value(ft.restore(run, tree())) == 1
