@@ -14,6 +14,7 @@ names, is removed after a day. Nothing else is ever removed.
 import os
 import re
 import shutil
+import stat
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -118,7 +119,12 @@ class Folder:
 
     def obstacle(self) -> str:
         """What is in the place of this folder, and is no folder; empty if nothing is."""
-        if os.path.isdir(self.path) or not os.path.lexists(self.path):
+        # Asked once: another process may make the folder, or remove it, between two questions.
+        try:
+            is_folder = stat.S_ISDIR(os.stat(self.path).st_mode)
+        except OSError:
+            is_folder = not os.path.islink(self.path)  # there is nothing, or a link to nothing
+        if is_folder:
             return ""
         if os.path.islink(self.path):
             return f"a link to {os.readlink(self.path)}, which is not a folder"
@@ -440,6 +446,8 @@ def _replaceable(folder: Folder, overwrite: bool) -> Found:
         CheckpointError: the path has something that a checkpoint must not replace.
     """
     path = folder.path
+    if obstacle := folder.obstacle():
+        raise CheckpointFileError(f"{path} is {obstacle}: save to another path")
     if overwrite and is_foreign(folder):
         raise CheckpointFileError(
             f"{path / MANIFEST} was not written by functree, and is not overwritten: save to "
@@ -452,8 +460,6 @@ def _replaceable(folder: Folder, overwrite: bool) -> Found:
         raise CheckpointFileError(
             f"{path} is a checkpoint already: save to another path, or with `overwrite=True`"
         )
-    if obstacle := folder.obstacle():
-        raise CheckpointFileError(f"{path} is {obstacle}: save to another path")
     # What another writer has left, or still writes, is no obstacle, nor is the manifest that it has
     # written in this moment: one of them will be first.
     others = [name for name in folder.names() if name != MANIFEST and not _OWN.fullmatch(name)]
@@ -507,9 +513,9 @@ def sweep(folder: Folder) -> bool:
     """
     ages = {name: folder.age(name) for name in folder.names() if _OWN.fullmatch(name)}
     # The manifest is read after the ages: one that comes later names nothing that is old.
-    kept = _named(folder)
+    kept = _named(folder) if ages else None
     if kept is None:
-        return False  # it may name these
+        return False  # there is nothing, or a manifest that may name these
     left = [name for name in ages if not kept or not name.startswith(kept)]
     old = [name for name in left if ages[name] > _REMOVED_AFTER]
     for name in old:

@@ -171,6 +171,8 @@ def _spec(row: SavedArray | Row) -> str:
     return "-" if row.spec is None else spec_text(row.spec)
 
 
-def _properties(row: Any, has_values: bool) -> dict[str, str | None]:
+def _properties(row: Any, has_values: bool) -> dict[str, Any]:
     found = {"array": array_text(row), "axes": str(row.axes), "spec": _spec(row)}
-    return {**found, "digest": row.digest} if has_values else found
+    if has_values:
+        found["digest"] = row.digest
+    return found
