@@ -5,7 +5,7 @@ import os
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path as FilePath
 
 import jax
@@ -99,6 +99,7 @@ class CheckpointWriter:
         step: int | None = None,
     ):
         self._folder, self._failure = folder, f"{folder.path} cannot be written"
+        self._another = f"{self._failure}: another process could not do so"
         options = [f"verify={verify}, overwrite={overwrite}"]
         # Compared before the folder is made: processes that save other trees leave nothing behind.
         with Agreement(self._failure) as agreement:
@@ -117,6 +118,7 @@ class CheckpointWriter:
         with self._undone():
             name = text_of_first("" if self._draft is None else self._draft.name)
             self._values: FilePath = folder.path / name
+            self._word = f"{name}{FAILED}"
             with Agreement(self._failure), files(self._failure):
                 _check_seen(folder, name)
             self._manifest, self._response = self._started(contents, verify, check=overwrite)
@@ -166,38 +168,39 @@ class CheckpointWriter:
         with self._undone():
             # Orbax waits until all processes have written, by JAX's coordination service and not
             # by collectives.
-            with self._told():
+            try:
                 while not self._is_written():
-                    if self._given_up.is_set() or self._has_another_failed():
-                        why = "another process could not do so"
-                        raise CheckpointFileError(f"{self._failure}: {why}")
+                    if self._given_up.is_set():
+                        raise CheckpointFileError(self._another)
+                    if time.monotonic() > self._looked + _LOOKED_AFTER:
+                        self._looked = time.monotonic()
+                        self._check_others()
+            except CheckpointError:
+                if not self._given_up.is_set():
+                    self._tell_others()
+                raise
             self._commit()
 
     def give_up(self) -> None:
         """End `finish_alone` in its thread: another process has failed."""
         self._given_up.set()
 
-    def _has_another_failed(self) -> bool:
-        """Whether another process has left word that it could not write."""
+    def _check_others(self) -> None:
+        """Raise CheckpointError if another process has left word that it could not write."""
         # For who leaves `with Checkpoints` by an error of its own: the processes do not talk then,
         # and orbax would wait for up to twenty minutes.
-        if jax.process_count() == 1 or time.monotonic() < self._looked + _LOOKED_AFTER:
-            return False
-        self._looked = time.monotonic()
         with files(self._failure):
-            return f"{self._values.name}{FAILED}" in self._folder.names()
+            if jax.process_count() > 1 and self._word in self._folder.names():
+                raise CheckpointFileError(self._another)
 
-    @contextmanager
-    def _told(self) -> Iterator[None]:
-        """An error inside is left word of to the other processes, which may not know it yet."""
-        try:
-            yield
-        except CheckpointError:
-            if jax.process_count() > 1 and not self._given_up.is_set():
-                # Nothing can be left where nothing can be written.
-                with suppress(CheckpointError), files(self._failure):
-                    self._folder.write(f"{self._values.name}{FAILED}", b"")
-            raise
+    def _tell_others(self) -> None:
+        """Leave word that this process could not write."""
+        # If another one has done so, this one may miss what that has removed: it is the cause.
+        self._check_others()
+        if jax.process_count() > 1:
+            # Nothing can be left where nothing can be written.
+            with suppress(CheckpointError), files(self._failure):
+                self._folder.write(self._word, b"")
 
     def _is_written(self) -> bool:
         with files(self._failure):
@@ -207,12 +210,11 @@ class CheckpointWriter:
     @contextmanager
     def _undone(self) -> Iterator[None]:
         """What was written is removed if there is an error inside."""
-        try:
-            yield
-        except BaseException:
+        with ExitStack() as undo:
             if self._draft is not None:
-                self._draft.discard()
-            raise
+                undo.callback(self._draft.discard)
+            yield
+            undo.pop_all()
 
     def _commit(self) -> None:
         """Write the manifest, in the first process."""
